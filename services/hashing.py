@@ -1,0 +1,43 @@
+"""The one prefix key of the mesh, and how tenants are salted. Knows bytes, never where they are stored."""
+
+import hashlib
+from array import array
+from collections.abc import Iterator, Sequence
+
+KEY_BYTES = 32
+
+
+def block_keys(token_ids: Sequence[int], block_size: int, root: bytes) -> Iterator[bytes]:
+    """Keys of the whole blocks of a sequence, first block first; a partial last block has none.
+
+    Each key is SHA-256(previous key, the block's tokens as little-endian uint32), so equal keys mean equal prefixes
+    under one root.
+    """
+    key = root
+    for start in range(0, len(token_ids) - block_size + 1, block_size):
+        key = next_key(key, token_ids[start : start + block_size])
+        yield key
+
+
+def next_key(previous: bytes, block: Sequence[int]) -> bytes:
+    """The key of a block that follows the block (or root) with the key `previous`."""
+    return hashlib.sha256(previous + array("I", block).tobytes()).digest()
+
+
+def chain_root(salt: bytes, fingerprint: bytes) -> bytes:
+    """Where the chain of one tenant's salt and one model's fingerprint begins."""
+    return digest(b"weft/prefix/1", salt, fingerprint)
+
+
+def digest(*parts: bytes) -> bytes:
+    """SHA-256 over parts, each preceded by its length, so that no two lists of parts collide."""
+    hasher = hashlib.sha256()
+    for part in parts:
+        hasher.update(len(part).to_bytes(8, "little"))
+        hasher.update(part)
+    return hasher.digest()
+
+
+def split_keys(joined: bytes) -> list[bytes]:
+    """Keys that were sent as one byte string."""
+    return [joined[i : i + KEY_BYTES] for i in range(0, len(joined), KEY_BYTES)]
