@@ -1,0 +1,94 @@
+"""The one error of the mesh and its shape on the wire. Messages hold no prompt text, paths or exception text.
+
+Every error carries a google.rpc.ErrorInfo{reason, domain}; bad fields a BadRequest; what is worth a retry a RetryInfo.
+"""
+
+from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+from grpc import StatusCode
+from grpc_status import rpc_status
+
+from protos import mesh_pb2 as mesh
+
+DOMAIN = "weft"
+_CODES: dict[int, StatusCode] = {code.value[0]: code for code in StatusCode}
+
+
+class WeftError(Exception):
+    """A failure with a status code, a machine-readable reason and a message that any client may read."""
+
+    def __init__(
+        self,
+        code: StatusCode,
+        reason: str,
+        message: str,
+        *,
+        field: str = "",
+        retry_after_s: float = 0.0,
+        retryable: bool = False,
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        self.reason = reason
+        self.message = message
+        self.field = field
+        self.retry_after_s = retry_after_s
+        self.retryable = retryable
+
+    def status(self) -> rpc_status._Status:
+        """The error as a rich gRPC status."""
+        info = error_details_pb2.ErrorInfo(reason=self.reason, domain=DOMAIN)
+        details = [_pack(info)]
+        if self.field:
+            violation = error_details_pb2.BadRequest.FieldViolation(field=self.field, description=self.message)
+            details.append(_pack(error_details_pb2.BadRequest(field_violations=[violation])))
+        if self.retry_after_s > 0:
+            delay = duration_pb2.Duration()
+            delay.FromNanoseconds(int(self.retry_after_s * 1e9))
+            details.append(_pack(error_details_pb2.RetryInfo(retry_delay=delay)))
+        return rpc_status.to_status(status_pb2.Status(code=self.code.value[0], message=self.message, details=details))
+
+    def failure(self) -> mesh.Failure:
+        """The error as a message of the internal links."""
+        return mesh.Failure(
+            code=self.code.value[0],
+            reason=self.reason,
+            message=self.message,
+            retry_after_s=self.retry_after_s,
+            field=self.field,
+            retryable=self.retryable,
+        )
+
+    @classmethod
+    def from_failure(cls, failure: mesh.Failure) -> "WeftError":
+        """The error that a message of the internal links describes."""
+        return cls(
+            _CODES.get(failure.code, StatusCode.INTERNAL),
+            failure.reason,
+            failure.message,
+            field=failure.field,
+            retry_after_s=failure.retry_after_s,
+            retryable=failure.retryable,
+        )
+
+
+def invalid(field: str, message: str, reason: str = "INVALID_FIELD") -> WeftError:
+    """INVALID_ARGUMENT: `message` says what is wrong with `field`."""
+    return WeftError(StatusCode.INVALID_ARGUMENT, reason, f"{field}: {message}", field=field)
+
+
+def internal() -> WeftError:
+    """INTERNAL, which is always a bug of ours and tells the client nothing of it."""
+    return WeftError(StatusCode.INTERNAL, "INTERNAL", "internal error")
+
+
+def unavailable(reason: str, message: str, retry_after_s: float = 1.0) -> WeftError:
+    """UNAVAILABLE, worth a retry after `retry_after_s` seconds."""
+    return WeftError(StatusCode.UNAVAILABLE, reason, message, retry_after_s=retry_after_s, retryable=True)
+
+
+def _pack(message: Message) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(message)
+    return packed

@@ -1,0 +1,27 @@
+"""Settings that every service shares: read from the environment, each under one documented name."""
+
+from typing import Literal
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+GATEWAY_ADDRESS = "127.0.0.1:50051"
+SCHEDULER_ADDRESS = "127.0.0.1:50052"
+CACHE_ADDRESS = "127.0.0.1:50053"
+WORKER_ADDRESS = "127.0.0.1:50061"
+
+
+class CommonSettings(BaseSettings):
+    """What every service reads. A service's own settings derive from this class."""
+
+    model_config = SettingsConfigDict(env_prefix="WEFT_", extra="ignore", populate_by_name=True)
+
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level that is logged.")
+    log_format: Literal["auto", "json", "console"] = Field(
+        "auto", description="json for machines, console for people; auto asks whether stderr is a terminal."
+    )
+    allow_remote: bool = Field(
+        False,
+        description="Listen beyond loopback, on a network that is trusted: callers are not authenticated.",
+    )
+    drain_s: float = Field(10.0, ge=0, description="Seconds that calls under way are given at a stop.")

@@ -1,0 +1,149 @@
+"""What a request may ask for. The gateway and the worker run this same code, so neither trusts the other's caller."""
+
+import math
+import re
+from collections.abc import Sequence
+
+import grpc
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from protos import inference_pb2 as api
+from protos import mesh_pb2 as mesh
+from services.errors import WeftError, invalid
+
+MAX_N = 16
+MAX_STOPS = 16
+MAX_STOP_CHARS = 256
+MAX_STOP_TOKENS = 64
+MAX_BIASES = 1024
+MAX_LOGPROBS = 20
+MAX_PRIORITY = 100
+MAX_MESSAGES = 1024
+DEFAULT_MAX_TOKENS = 256
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_RANGES: dict[str, tuple[float, float, bool]] = {
+    # field: least, most, whether the least itself is allowed
+    "temperature": (0.0, 100.0, True),
+    "top_p": (0.0, 1.0, False),
+    "min_p": (0.0, 1.0, True),
+    "repetition_penalty": (0.0, 10.0, False),
+    "presence_penalty": (-2.0, 2.0, True),
+    "frequency_penalty": (-2.0, 2.0, True),
+}
+
+
+def check_request(request: api.GenerateRequest) -> None:
+    """All of a request that can be judged without the model's card. Raises WeftError."""
+    check_known(request, "request")
+    check_prompt(request.prompt)
+    if request.n > MAX_N:
+        raise invalid("n", f"at most {MAX_N}")
+    if abs(request.priority) > MAX_PRIORITY:
+        raise invalid("priority", f"between -{MAX_PRIORITY} and {MAX_PRIORITY}")
+    if request.cache not in api.CachePolicy.values():
+        raise invalid("cache", "not a cache policy")
+    if request.request_id and not _REQUEST_ID.fullmatch(request.request_id):
+        raise invalid("request_id", "1 to 128 characters of A-Z a-z 0-9 . _ : -")
+    check_stops(request.sampling)
+
+
+def check_prompt(prompt: api.Prompt) -> None:
+    """A prompt of one form that is not empty. Raises WeftError."""
+    check_known(prompt, "prompt")
+    form = prompt.WhichOneof("form")
+    if form is None:
+        raise invalid("prompt", "one of text, chat or token_ids is required", "EMPTY_PROMPT")
+    if form == "text" and not prompt.text:
+        raise invalid("prompt.text", "empty", "EMPTY_PROMPT")
+    if form == "token_ids" and not prompt.token_ids.ids:
+        raise invalid("prompt.token_ids", "empty", "EMPTY_PROMPT")
+    if form == "chat":
+        if not prompt.chat.messages:
+            raise invalid("prompt.chat.messages", "empty", "EMPTY_PROMPT")
+        if len(prompt.chat.messages) > MAX_MESSAGES:
+            raise invalid("prompt.chat.messages", f"at most {MAX_MESSAGES}")
+        if any(not message.role for message in prompt.chat.messages):
+            raise invalid("prompt.chat.messages.role", "empty")
+
+
+def check_stops(sampling: api.Sampling) -> None:
+    """Stop strings, which only the gateway sees. Raises WeftError."""
+    if len(sampling.stop) > MAX_STOPS:
+        raise invalid("sampling.stop", f"at most {MAX_STOPS}")
+    if any(not 1 <= len(stop) <= MAX_STOP_CHARS for stop in sampling.stop):
+        raise invalid("sampling.stop", f"each 1 to {MAX_STOP_CHARS} characters")
+
+
+def check_sampling(sampling: api.Sampling, card: mesh.ModelCard) -> None:
+    """How tokens are chosen, against the model's vocabulary. Raises WeftError."""
+    for name, (least, most, inclusive) in _RANGES.items():
+        if name not in _OPTIONAL or sampling.HasField(name):  # type: ignore[arg-type]
+            _check_range(name, getattr(sampling, name), least, most, inclusive)
+    if sampling.HasField("max_tokens") and sampling.max_tokens == 0:
+        raise invalid("sampling.max_tokens", "at least 1")
+    if sampling.HasField("max_tokens") and sampling.min_tokens > sampling.max_tokens:
+        raise invalid("sampling.min_tokens", "more than max_tokens")
+    if sampling.HasField("logprobs") and sampling.logprobs > MAX_LOGPROBS:
+        raise invalid("sampling.logprobs", f"at most {MAX_LOGPROBS}")
+    if len(sampling.stop_token_ids) > MAX_STOP_TOKENS:
+        raise invalid("sampling.stop_token_ids", f"at most {MAX_STOP_TOKENS}")
+    if len(sampling.logit_bias) > MAX_BIASES:
+        raise invalid("sampling.logit_bias", f"at most {MAX_BIASES} entries")
+    for bias in sampling.logit_bias.values():
+        _check_range("logit_bias", bias, -100.0, 100.0, True)
+    _check_ids("sampling.stop_token_ids", sampling.stop_token_ids, card)
+    _check_ids("sampling.logit_bias", list(sampling.logit_bias), card)
+
+
+def check_tokens(token_ids: Sequence[int], sampling: api.Sampling, card: mesh.ModelCard) -> None:
+    """A tokenized prompt: not empty, in the vocabulary, and with room for the answer. Raises WeftError."""
+    if not token_ids:
+        raise invalid("prompt", "no tokens", "EMPTY_PROMPT")
+    _check_ids("prompt.token_ids", token_ids, card)
+    wanted = sampling.max_tokens if sampling.HasField("max_tokens") else max(1, sampling.min_tokens)
+    if len(token_ids) + wanted > card.context_length:
+        raise invalid(
+            "prompt",
+            f"{len(token_ids)} tokens and {wanted} for the answer exceed the context of {card.context_length}",
+            "CONTEXT_EXCEEDED",
+        )
+
+
+def default_max_tokens(prompt_tokens: int, sampling: api.Sampling, card: mesh.ModelCard) -> int:
+    """How long an answer may get when the request does not say."""
+    return max(min(DEFAULT_MAX_TOKENS, card.context_length - prompt_tokens), sampling.min_tokens)
+
+
+def check_known(message: Message, field: str) -> None:
+    """Refuses fields that this version does not have, at any depth: an ignored field would be a broken promise."""
+    unknown = UnknownFieldSet(message)  # type: ignore[no-untyped-call]
+    if len(unknown):
+        numbers = sorted({unknown[i].field_number for i in range(len(unknown))})
+        raise WeftError(
+            grpc.StatusCode.UNIMPLEMENTED,
+            "UNKNOWN_FIELD",
+            f"{field}: field number {numbers[0]} is not offered by this version",
+            field=field,
+        )
+    for descriptor, value in message.ListFields():
+        if descriptor.message_type is None or descriptor.message_type.GetOptions().map_entry:
+            continue
+        for child in [value] if isinstance(value, Message) else value:
+            check_known(child, descriptor.name if field == "request" else f"{field}.{descriptor.name}")
+
+
+_OPTIONAL = frozenset({"temperature", "top_p", "repetition_penalty"})
+
+
+def _check_range(name: str, value: float, least: float, most: float, inclusive: bool) -> None:
+    within = math.isfinite(value) and value <= most and (value >= least if inclusive else value > least)
+    if not within:
+        opening = "from" if inclusive else "above"
+        raise invalid(f"sampling.{name}", f"{opening} {least:g} to {most:g}")
+
+
+def _check_ids(field: str, token_ids: Sequence[int], card: mesh.ModelCard) -> None:
+    if token_ids and max(token_ids) >= card.vocab_size:
+        raise invalid(field, f"not in the vocabulary of {card.vocab_size}", "TOKEN_OUT_OF_RANGE")
