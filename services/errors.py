@@ -6,7 +6,7 @@ Every error carries a google.rpc.ErrorInfo{reason, domain}; bad fields a BadRequ
 from google.protobuf import any_pb2, duration_pb2
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
-from grpc import StatusCode
+from grpc import Status, StatusCode
 from grpc_status import rpc_status
 
 from protos import mesh_pb2 as mesh
@@ -36,7 +36,7 @@ class WeftError(Exception):
         self.retry_after_s = retry_after_s
         self.retryable = retryable
 
-    def status(self) -> rpc_status._Status:
+    def status(self) -> Status:
         """The error as a rich gRPC status."""
         info = error_details_pb2.ErrorInfo(reason=self.reason, domain=DOMAIN)
         details = [_pack(info)]

@@ -1,4 +1,8 @@
-"""Settings that every service shares: read from the environment, each under one documented name."""
+"""Settings that every service shares: read from the environment, each under one documented name.
+
+A service listens at WEFT_LISTEN and finds the others at WEFT_SCHEDULER_ADDRESS and WEFT_CACHE_ADDRESS (workers are found
+through the scheduler). Names of a service's own settings begin with WEFT_ and the service: WEFT_GATEWAY_..., WEFT_WORKER_...
+"""
 
 from typing import Literal
 
@@ -16,6 +20,7 @@ class CommonSettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="WEFT_", extra="ignore", populate_by_name=True)
 
+    listen: str = Field("", description="host:port to listen at; empty takes the service's default, port 0 a free one.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level that is logged.")
     log_format: Literal["auto", "json", "console"] = Field(
         "auto", description="json for machines, console for people; auto asks whether stderr is a terminal."

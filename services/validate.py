@@ -118,7 +118,7 @@ def default_max_tokens(prompt_tokens: int, sampling: api.Sampling, card: mesh.Mo
 
 def check_known(message: Message, field: str) -> None:
     """Refuses fields that this version does not have, at any depth: an ignored field would be a broken promise."""
-    unknown = UnknownFieldSet(message)  # type: ignore[no-untyped-call]
+    unknown = UnknownFieldSet(message)
     if len(unknown):
         numbers = sorted({unknown[i].field_number for i in range(len(unknown))})
         raise WeftError(
