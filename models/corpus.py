@@ -9,7 +9,7 @@ Legend: N tokens of a split, W windows, T tokens of a window.
 import gzip
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -20,7 +20,9 @@ PARAGRAPH_BREAK = "\n\n"
 
 # A chapter's heading stands alone, is short, and ends without the punctuation of a sentence.
 _HEADING = re.compile(r"[A-Z0-9][^\n]{1,69}[A-Za-z0-9]")
-_SMALL_WORDS = frozenset("a an and as at but by for from he in into is it of on or she the to was with".split())
+_SMALL_WORDS = frozenset(
+    "a an and as at but by for from he in into is it of on or she the to was with".split()
+)
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,10 @@ class Split:
     def __len__(self) -> int:
         return self.tokens_N.numel()
 
+    def on(self, device: torch.device) -> "Split":
+        """This split with its tokens on `device`; the starts stay on the CPU."""
+        return replace(self, tokens_N=self.tokens_N.to(device))
+
 
 def read_texts(folder: Path, pattern: str) -> list[str]:
     """The texts of the files in `folder` that match `pattern`, a chapter or short story each.
@@ -43,7 +49,9 @@ def read_texts(folder: Path, pattern: str) -> list[str]:
     paths = sorted(folder.glob(pattern))
     if not paths:
         raise FileNotFoundError(f"no {pattern} in {folder}")
-    works = (work for path in paths for work in gzip.open(path, "rt", encoding="utf-8").read().split(END_OF_TEXT))
+    works = (
+        work for path in paths for work in gzip.open(path, "rt", encoding="utf-8").read().split(END_OF_TEXT)
+    )
     return [chapter for work in works if work.strip() for chapter in chapters(work.strip())]
 
 
@@ -89,6 +97,7 @@ def training_windows(split: Split, window: int, generator: torch.Generator) -> t
 
 
 def batch_at(split: Split, starts: torch.Tensor, window: int, bos: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets (W, T), T = window: each input is `bos` and the tokens before its targets."""
-    targets_WT = split.tokens_N.to(starts.device)[starts[:, None] + torch.arange(window, device=starts.device)]
+    """Inputs and targets (W, T), T = window, on the split's device; inputs are `bos` and all targets but the last."""
+    device = split.tokens_N.device
+    targets_WT = split.tokens_N[starts.to(device)[:, None] + torch.arange(window, device=device)]
     return torch.cat([torch.full_like(targets_WT[:, :1], bos), targets_WT[:, :-1]], dim=1), targets_WT

@@ -1,7 +1,7 @@
 """Settings that every service shares: read from the environment, each under one documented name.
 
-A service listens at WEFT_LISTEN and finds the others at WEFT_SCHEDULER_ADDRESS and WEFT_CACHE_ADDRESS (workers are found
-through the scheduler). Names of a service's own settings begin with WEFT_ and the service: WEFT_GATEWAY_..., WEFT_WORKER_...
+A service listens at WEFT_LISTEN and finds the others at WEFT_SCHEDULER_ADDRESS and WEFT_CACHE_ADDRESS (workers are
+found through the scheduler). A service's own settings begin with WEFT_ and its name: WEFT_GATEWAY_..., WEFT_WORKER_...
 """
 
 from typing import Literal
