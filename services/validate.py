@@ -93,15 +93,15 @@ def check_sampling(sampling: api.Sampling, card: mesh.ModelCard) -> None:
         raise invalid("sampling.logit_bias", f"at most {MAX_BIASES} entries")
     for bias in sampling.logit_bias.values():
         _check_range("logit_bias", bias, -100.0, 100.0, True)
-    _check_ids("sampling.stop_token_ids", sampling.stop_token_ids, card)
-    _check_ids("sampling.logit_bias", list(sampling.logit_bias), card)
+    check_token_ids("sampling.stop_token_ids", sampling.stop_token_ids, card)
+    check_token_ids("sampling.logit_bias", list(sampling.logit_bias), card)
 
 
 def check_tokens(token_ids: Sequence[int], sampling: api.Sampling, card: mesh.ModelCard) -> None:
     """A tokenized prompt: not empty, in the vocabulary, and with room for the answer. Raises WeftError."""
     if not token_ids:
         raise invalid("prompt", "no tokens", "EMPTY_PROMPT")
-    _check_ids("prompt.token_ids", token_ids, card)
+    check_token_ids("prompt.token_ids", token_ids, card)
     wanted = sampling.max_tokens if sampling.HasField("max_tokens") else max(1, sampling.min_tokens)
     if len(token_ids) + wanted > card.context_length:
         raise invalid(
@@ -144,6 +144,7 @@ def _check_range(name: str, value: float, least: float, most: float, inclusive: 
         raise invalid(f"sampling.{name}", f"{opening} {least:g} to {most:g}")
 
 
-def _check_ids(field: str, token_ids: Sequence[int], card: mesh.ModelCard) -> None:
+def check_token_ids(field: str, token_ids: Sequence[int], card: mesh.ModelCard) -> None:
+    """Ids in the model's vocabulary. Raises WeftError."""
     if token_ids and max(token_ids) >= card.vocab_size:
         raise invalid(field, f"not in the vocabulary of {card.vocab_size}", "TOKEN_OUT_OF_RANGE")

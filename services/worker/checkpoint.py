@@ -1,0 +1,87 @@
+"""What a checkpoint's folder says without its weights being loaded: the model card and the tokenizer bundle.
+
+Only tokenizer.json and JSON files are read: no pickle, no code of the checkpoint.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from protos import mesh_pb2 as mesh
+from services import hashing
+
+_IDENTITY_BYTES = 1 << 16
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+class CheckpointMissing(Exception):
+    """The model cannot be found; the text says what to do."""
+
+
+def locate(model: str) -> Path:
+    """The folder of a checkpoint: a path, or a hub id that is fetched or already in the local cache."""
+    if not model:
+        raise CheckpointMissing("no model: set MODEL_NAME to a checkpoint's folder or hub id")
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    if model.startswith((".", "/", "~")) or model.count("/") != 1:
+        raise CheckpointMissing(f"no checkpoint folder at {model}")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
+    except (LocalEntryNotFoundError, RepositoryNotFoundError, HfHubHTTPError, OSError):
+        raise CheckpointMissing(f"{model} is neither a folder nor to be had from the hub") from None
+
+
+def read_bundle(folder: Path) -> mesh.Bundle:
+    """The tokenizer, chat template and special tokens of a checkpoint."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise CheckpointMissing("the checkpoint has no tokenizer.json")
+    config = _json(folder / "tokenizer_config.json")
+    template = config.get("chat_template") or ""
+    if (folder / "chat_template.jinja").is_file():
+        template = (folder / "chat_template.jinja").read_text()
+    if isinstance(template, list):  # Several named templates: the default one is for chats.
+        template = {entry["name"]: entry["template"] for entry in template}.get("default", "")
+    bundle = mesh.Bundle(tokenizer_json=path.read_bytes(), chat_template=template)
+    for name in _SPECIAL:
+        token = config.get(name)
+        text = token.get("content") if isinstance(token, dict) else token
+        if text:
+            bundle.special_tokens[name] = text
+    return bundle
+
+
+def serialize(bundle: mesh.Bundle) -> tuple[bytes, bytes]:
+    """A bundle's bytes, the same for the same bundle, and their SHA-256."""
+    data = bundle.SerializeToString(deterministic=True)
+    return data, hashlib.sha256(data).digest()
+
+
+def fingerprint(folder: Path, *numerics: str) -> bytes:
+    """SHA-256 over configuration, weights' identity (headers, sizes and samples of the shards) and numerics."""
+    parts = [json.dumps(_json(folder / "config.json"), sort_keys=True).encode(), *(part.encode() for part in numerics)]
+    for shard in sorted(folder.glob("*.safetensors")):
+        size = shard.stat().st_size
+        with shard.open("rb") as file:
+            header = int.from_bytes(file.read(8), "little")
+            parts += [shard.name.encode(), str(size).encode(), file.read(min(header, size))]
+            for place in (8 + header, size // 2, max(0, size - _IDENTITY_BYTES)):
+                file.seek(place)
+                parts.append(file.read(_IDENTITY_BYTES))
+    return hashing.digest(*parts)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_bytes())
+    except ValueError:
+        raise CheckpointMissing(f"{path.name} is not JSON") from None
+    return value if isinstance(value, dict) else {}

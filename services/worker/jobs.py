@@ -1,0 +1,206 @@
+"""The jobs of a worker and who listens to each: one engine job, any number of links. Runs on the event loop, in one task's
+turn at a time; the engine is behind `submit` and `cancel`.
+
+A job ends when the engine says so or when nobody listens any more.
+"""
+
+import asyncio
+import itertools
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import structlog
+from grpc import StatusCode
+
+from protos import mesh_pb2 as mesh
+from services.errors import WeftError
+from services.rpc import Outbox, OutboxFull
+from services.worker import wire
+from services.worker.job import Ended, Job, StepOutput, TokenOut
+
+log = structlog.get_logger("worker.jobs")
+
+# How long an AttachJob waits for the job's own gateway to send it.
+ATTACH_PATIENCE_S = 2.0
+_NOT_FOUND = WeftError(StatusCode.UNAVAILABLE, "JOB_NOT_FOUND", "the generation to join is gone", retryable=True)
+_REPLACED = WeftError(StatusCode.ABORTED, "ATTEMPT_REPLACED", "a later attempt replaced this one")
+DRAINING = WeftError(StatusCode.UNAVAILABLE, "DRAINING", "the worker is leaving", retryable=True)
+
+
+class EngineDoor(Protocol):
+    """What this room needs of an engine; both calls may come from any thread."""
+
+    def submit(self, job: Job) -> None:
+        """Takes a job."""
+
+    def cancel(self, key: int, position: int | None = None) -> None:
+        """Ends a job; `position` tokens of its answer count."""
+
+
+class Link:
+    """One gateway's Run stream: an outbox, and the jobs it listens to by row."""
+
+    def __init__(self, gateway_id: str) -> None:
+        self.gateway_id = gateway_id
+        self.outbox: Outbox[mesh.RunResponse] = Outbox()
+        self.rows: dict[int, Running] = {}
+
+    def send(self, response: mesh.RunResponse) -> None:
+        """Queues a message; a link whose reader is hopelessly behind is closed."""
+        try:
+            self.outbox.put(response)
+        except OutboxFull:
+            log.warning("gateway too slow: its link is closed", gateway=self.gateway_id)
+            self.outbox.close()
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """A job in the engine, all that it has said so far, and its listeners."""
+
+    key: int
+    job_id: str
+    attempt: int
+    history: list[TokenOut] = field(default_factory=list)
+    listeners: list[tuple[Link, int]] = field(default_factory=list)
+
+
+class Jobs:
+    """All jobs of this worker."""
+
+    def __init__(self, engine: EngineDoor, card: mesh.ModelCard, orphan_s: float) -> None:
+        self._engine = engine
+        self._card = card
+        self._orphan_s = orphan_s
+        self._keys = itertools.count(1)
+        self._by_key: dict[int, Running] = {}
+        self._by_id: dict[str, Running] = {}
+        self._parked: dict[str, list[tuple[Link, mesh.AttachJob]]] = defaultdict(list)
+        self._ended: list[mesh.EndedJob] = []
+        self.draining = False
+
+    def start(self, link: Link, message: mesh.Job) -> None:
+        """Runs a job for `link`. A bad one is answered at once and disturbs nothing."""
+        running = Running(next(self._keys), message.job_id, message.attempt)
+        try:
+            if self.draining:
+                raise DRAINING
+            job = wire.job_of(message, running.key, self._card)
+        except WeftError as error:
+            self._note_end(running)
+            link.send(wire.failed(message.row, error))
+            return
+        older = self._by_id.get(message.job_id)
+        if older is not None:
+            self._replace(older)
+        self._by_key[running.key] = running
+        self._by_id[running.job_id] = running
+        self._listen(running, link, message.row)
+        self._engine.submit(job)
+        for follower, attach in self._parked.pop(message.job_id, []):
+            self.attach(follower, attach)
+
+    def attach(self, link: Link, message: mesh.AttachJob) -> None:
+        """Lets `link` listen to a job from a position on; one that is not here yet is awaited."""
+        running = self._by_id.get(message.job_id)
+        if running is None:
+            self._parked[message.job_id].append((link, message))
+            asyncio.get_running_loop().call_later(ATTACH_PATIENCE_S, self._give_up, link, message)
+            return
+        response = mesh.RunResponse()
+        for token in running.history:
+            if token.position >= message.position:
+                wire.add_token(response, message.row, token)
+        if response.rows:
+            link.send(response)
+        self._listen(running, link, message.row)
+
+    def cancel(self, link: Link, message: mesh.CancelJob) -> None:
+        """`link` needs the job no more; the last one to say so ends it."""
+        running = link.rows.pop(message.row, None)
+        if running is None:
+            return
+        running.listeners.remove((link, message.row))
+        if not running.listeners:
+            self._engine.cancel(running.key, message.position)
+
+    def leave(self, link: Link) -> None:
+        """A link is gone. Its jobs run on for a while: their tokens may still be asked for."""
+        orphans = []
+        for row, running in link.rows.items():
+            running.listeners.remove((link, row))
+            if not running.listeners:
+                orphans.append(running)
+        link.rows.clear()
+        if orphans:
+            asyncio.get_running_loop().call_later(self._orphan_s, self._drop_orphans, orphans)
+
+    def deliver(self, output: StepOutput) -> None:
+        """Tells each link, in one message, what a step brought to it."""
+        responses: dict[Link, mesh.RunResponse] = defaultdict(mesh.RunResponse)
+        for token in output.tokens:
+            running = self._by_key.get(token.key)
+            if running is None:
+                continue
+            running.history.append(token)
+            for link, row in running.listeners:
+                wire.add_token(responses[link], row, token)
+        for ended in output.ended:
+            self._end(ended, responses)
+        for link, response in responses.items():
+            link.send(response)
+
+    def running(self) -> list[mesh.RunningJob]:
+        """What runs, for the scheduler's hello."""
+        return [mesh.RunningJob(job_id=job.job_id, attempt=job.attempt) for job in self._by_key.values()]
+
+    def take_ended(self) -> list[mesh.EndedJob]:
+        """Jobs that ended since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    @property
+    def idle(self) -> bool:
+        """No job runs."""
+        return not self._by_key
+
+    def _listen(self, running: Running, link: Link, row: int) -> None:
+        running.listeners.append((link, row))
+        link.rows[row] = running
+
+    def _end(self, ended: Ended, responses: dict[Link, mesh.RunResponse]) -> None:
+        running = self._by_key.pop(ended.key, None)
+        if running is None:
+            return
+        if self._by_id.get(running.job_id) is running:
+            del self._by_id[running.job_id]
+        for link, row in running.listeners:
+            responses[link].ends.append(wire.end_of(ended, row))
+            link.rows.pop(row, None)
+        self._note_end(running)
+
+    def _note_end(self, running: Running) -> None:
+        tokens = len(running.history)
+        self._ended.append(mesh.EndedJob(job_id=running.job_id, attempt=running.attempt, tokens=tokens))
+
+    def _replace(self, older: Running) -> None:
+        """Fences an older attempt: its listeners are told, and what it still brings reaches nobody."""
+        for link, row in older.listeners:
+            link.rows.pop(row, None)
+            link.send(wire.failed(row, _REPLACED))
+        older.listeners.clear()
+        self._engine.cancel(older.key)
+
+    def _give_up(self, link: Link, message: mesh.AttachJob) -> None:
+        waiting = self._parked.get(message.job_id, [])
+        if (link, message) in waiting:
+            waiting.remove((link, message))
+            if not waiting:
+                del self._parked[message.job_id]
+            link.send(wire.failed(message.row, _NOT_FOUND))
+
+    def _drop_orphans(self, orphans: list[Running]) -> None:
+        for running in orphans:
+            if not running.listeners and running.key in self._by_key:
+                self._engine.cancel(running.key)

@@ -1,0 +1,51 @@
+"""Settings of a worker. The names that users of other servers know (MODEL_NAME, MAX_BATCH_SIZE, ...) work as they are."""
+
+from typing import Literal
+
+from pydantic import AliasChoices, Field
+
+from services.settings import SCHEDULER_ADDRESS, WORKER_ADDRESS, CommonSettings
+
+
+def _known_as(name: str) -> AliasChoices:
+    return AliasChoices(name, f"WEFT_{name}", name.lower())
+
+
+class WorkerSettings(CommonSettings):
+    """What a worker reads from its environment."""
+
+    listen: str = Field(WORKER_ADDRESS, description="host:port to listen at; port 0 takes a free one.")
+    advertise: str = Field("", description="host:port at which gateways reach this worker; empty: where it listens.")
+    scheduler_address: str = Field(SCHEDULER_ADDRESS, description="host:port of the scheduler.")
+    model: str = Field(
+        "",
+        validation_alias=AliasChoices("MODEL_NAME", "WEFT_MODEL", "model"),
+        description="Folder of a Hugging Face checkpoint, or its name on the hub.",
+    )
+    served_name: str = Field(
+        "",
+        validation_alias=AliasChoices("SERVED_MODEL_NAME", "WEFT_SERVED_NAME", "served_name"),
+        description="Name that requests use; empty: the last part of the model's.",
+    )
+    aliases: list[str] = Field([], description="Other names for it, as a JSON list.")
+    engine: Literal["auto", "torch"] = Field(
+        "auto", validation_alias=_known_as("ENGINE"), description="What computes; auto takes the best this machine has."
+    )
+    max_batch_size: int = Field(
+        64, ge=1, le=4096, validation_alias=_known_as("MAX_BATCH_SIZE"), description="Most sequences in the batch."
+    )
+    max_seq_length: int | None = Field(
+        None,
+        ge=2,
+        validation_alias=_known_as("MAX_SEQ_LENGTH"),
+        description="Most tokens of prompt and answer; absent: the model's context.",
+    )
+    block_size: int = Field(16, ge=1, le=1024, description="Tokens per KV block.")
+    kv_bytes: int | None = Field(None, ge=1, description="Bytes of the KV pool; absent: sized from the free memory.")
+    kv_blocks: int | None = Field(None, ge=1, description="Blocks of the KV pool; wins over kv_bytes.")
+    step_tokens: int = Field(512, ge=1, description="Most tokens computed in one engine step.")
+    prefix_cache: bool = Field(True, description="Keep computed prefixes for later requests.")
+    deterministic: bool = Field(False, description="Logits do not depend on the batch, at some cost in speed.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="Of weights and activations.")
+    threads: int | None = Field(None, ge=1, description="CPU threads of the engine; absent: torch's choice.")
+    orphan_s: float = Field(2.0, ge=0, description="Seconds that a job runs on after its gateway's link broke.")

@@ -1,0 +1,119 @@
+"""Between the messages of the Run link and the engine's plain values. Knows both shapes, no links and no engine."""
+
+import math
+import time
+
+from grpc import StatusCode
+
+from protos import inference_pb2 as api
+from protos import mesh_pb2 as mesh
+from services import validate
+from services.errors import WeftError, invalid
+from services.worker.job import Cost, Ended, EndReason, Failure, Job, SamplingParams, TokenOut
+
+_REASONS = {
+    EndReason.STOP: api.FINISH_REASON_STOP,
+    EndReason.LENGTH: api.FINISH_REASON_LENGTH,
+    EndReason.CANCELLED: api.FINISH_REASON_CANCELLED,
+    EndReason.ERROR: api.FINISH_REASON_ERROR,
+    EndReason.DEADLINE: api.FINISH_REASON_ERROR,
+}
+DEADLINE_EXCEEDED = WeftError(StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", "the deadline passed")
+
+
+def job_of(message: mesh.Job, key: int, card: mesh.ModelCard) -> Job:
+    """The engine's job for a validated message. Raises WeftError: nothing that a gateway sends is trusted."""
+    sampling = message.sampling
+    validate.check_sampling(sampling, card)
+    if not 0 < message.boundary <= len(message.token_ids):
+        raise invalid("boundary", "not within the tokens")
+    if not sampling.HasField("max_tokens") or not sampling.HasField("seed"):
+        raise invalid("sampling", "a job's max_tokens and seed are set by its gateway")
+    validate.check_tokens(message.token_ids[: message.boundary], sampling, card)
+    validate.check_token_ids("token_ids", message.token_ids, card)
+    if len(message.token_ids) - message.boundary >= sampling.max_tokens:
+        raise invalid("token_ids", "the answer is complete already")
+    return Job(
+        key=key,
+        token_ids=list(message.token_ids),
+        boundary=message.boundary,
+        params=_params(sampling),
+        sample_index=message.sample_index,
+        salt=message.salt,
+        bypass_cache=message.bypass_cache,
+        deadline=time.monotonic() + message.deadline_s if message.deadline_s > 0 else None,
+        priority=message.priority,
+    )
+
+
+def _params(sampling: api.Sampling) -> SamplingParams:
+    def given(field: str, default: float) -> float:
+        return float(getattr(sampling, field)) if sampling.HasField(field) else default  # type: ignore[arg-type]
+
+    return SamplingParams(
+        max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
+        temperature=given("temperature", 1.0),
+        top_k=sampling.top_k,
+        top_p=given("top_p", 1.0),
+        min_p=sampling.min_p,
+        repetition_penalty=given("repetition_penalty", 1.0),
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        seed=sampling.seed,
+        stop_token_ids=frozenset(sampling.stop_token_ids),
+        logit_bias=dict(sampling.logit_bias),
+        logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
+        ignore_eos=sampling.ignore_eos,
+    )
+
+
+def add_token(response: mesh.RunResponse, row: int, token: TokenOut) -> None:
+    """Appends a token to the columns of a message."""
+    entry = len(response.rows)
+    response.rows.append(row)
+    response.positions.append(token.position)
+    response.token_ids.append(token.token_id)
+    if token.logprob is not None:
+        response.logprobs.extend([math.nan] * (entry - len(response.logprobs)))
+        response.logprobs.append(token.logprob)
+    elif response.logprobs:
+        response.logprobs.append(math.nan)
+    if token.top is not None:
+        ids, logprobs = [i for i, _ in token.top], [value for _, value in token.top]
+        response.tops.add(entry=entry, token_ids=ids, logprobs=logprobs)
+
+
+def end_of(ended: Ended, row: int) -> mesh.JobEnd:
+    """The end of a job as a link's message tells it."""
+    end = mesh.JobEnd(row=row, reason=_REASONS[ended.reason], cost=_cost(ended.cost))
+    if ended.stop_token_id is not None:
+        end.stop_token_id = ended.stop_token_id
+    if ended.reason is EndReason.DEADLINE:
+        end.failure.CopyFrom(DEADLINE_EXCEEDED.failure())
+    elif ended.error is not None:
+        end.failure.CopyFrom(_failure(ended.error))
+    return end
+
+
+def _failure(failure: Failure) -> mesh.Failure:
+    code = StatusCode[failure.code]
+    return WeftError(code, failure.reason, failure.message, retryable=failure.retryable).failure()
+
+
+def _cost(cost: Cost) -> mesh.JobCost:
+    return mesh.JobCost(
+        queue_s=cost.queue_s,
+        prefill_s=cost.prefill_s,
+        decode_s=cost.decode_s,
+        prefill_tokens=cost.prefill_tokens,
+        cached_tokens=cost.cached_tokens,
+        preemptions=cost.preemptions,
+        steps=cost.steps,
+        prefill_steps=cost.prefill_steps,
+    )
+
+
+def failed(row: int, error: WeftError) -> mesh.RunResponse:
+    """A message that ends a job which never ran."""
+    return mesh.RunResponse(ends=[mesh.JobEnd(row=row, reason=api.FINISH_REASON_ERROR, failure=error.failure())])
