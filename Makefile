@@ -1,0 +1,94 @@
+# Every way to set Weft up, run it and check it. `make` alone lists them.
+
+PYTHON ?= python3
+TORCH  ?= torch==2.13.0
+VENV   := .venv
+BIN    := $(VENV)/bin
+EXTRAS := gateway,cache,worker,telemetry,dev
+
+# Passed on to `weft serve`; empty means its own default.
+MODEL     ?=
+REDIS_URL ?=
+WORKERS   ?= 1
+# A folder of text for `make train-demo`.
+CORPUS    ?=
+
+PACKAGES := $(patsubst %/__init__.py,%,$(wildcard */__init__.py))
+PROTOS   := $(wildcard protos/*.proto)
+PIP      := $(BIN)/python -m pip install -qq
+
+# A stamp is touched when its step is done, so that a step runs again only when what it depends on has changed.
+MADE     := $(VENV)/.made
+TORCHED  := $(VENV)/.$(subst ==,-,$(TORCH))
+SET_UP   := $(VENV)/.set-up
+STUBS    := $(VENV)/.stubs
+
+say = @printf '\033[1m%s\033[0m\n' '$(1)'
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help set-up stubs demo serve test lint format types train-demo clean
+
+help: ## List what can be made.
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+set-up: $(STUBS) ## Create the virtual environment, install everything, generate the stubs.
+
+stubs: $(STUBS) ## Generate the gRPC stubs beside the protos.
+
+demo: set-up ## Start the mesh with the demo model, stream one answer, print its receipt, stop.
+	@$(BIN)/weft demo
+
+serve: set-up ## Keep the mesh up: MODEL=path-or-hub-id REDIS_URL=redis://... WORKERS=1.
+	@$(BIN)/weft serve --workers $(WORKERS) $(if $(MODEL),--model '$(MODEL)') $(if $(REDIS_URL),--redis-url '$(REDIS_URL)')
+
+test: set-up ## Lint, types and all tests.
+	@start=$$(date +%s); \
+	$(MAKE) --no-print-directory lint types && $(BIN)/python -W error -m pytest --quiet --durations=10; \
+	status=$$?; echo "make test: $$(( $$(date +%s) - start )) s"; exit $$status
+
+lint: set-up ## Style and formatting, changing nothing.
+	$(call say,ruff)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+types: set-up ## Strict types over every package and the tests.
+	$(call say,mypy --strict)
+	@$(BIN)/mypy --strict $(PACKAGES)
+
+format: set-up ## Format the code and fix what can be fixed.
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+train-demo: set-up ## Train the demo models on a folder of text: CORPUS=folder.
+	@test -n '$(CORPUS)' || { echo 'make train-demo needs CORPUS=folder'; exit 2; }
+	@$(PIP) -e '.[train]'
+	@$(BIN)/python -m models.train --corpus '$(CORPUS)' --out models
+
+clean: ## Remove what was generated; keep .weft, where the data of the embedded Redis lives.
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -f protos/*_pb2.py protos/*_pb2.pyi protos/*_pb2_grpc.py protos/*_pb2_grpc.pyi
+
+$(MADE):
+	$(call say,virtual environment in $(VENV))
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Weft needs Python 3.11 or newer: make PYTHON=...")'
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# Torch comes first and alone, so that pip takes the build that this machine is configured for.
+$(TORCHED): $(MADE)
+	$(call say,$(TORCH) (the largest download))
+	@$(PIP) '$(TORCH)'
+	@touch $@
+
+$(SET_UP): $(TORCHED) pyproject.toml
+	$(call say,Weft and its dependencies)
+	@$(PIP) -e '.[$(EXTRAS)]'
+	@touch $@
+
+$(STUBS): $(SET_UP) $(PROTOS)
+	$(call say,stubs of $(PROTOS))
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I. \
+		--python_out=. --mypy_out=. --grpc_python_out=. --mypy_grpc_out=. $(PROTOS) > $(VENV)/protoc.log 2>&1 \
+		|| { cat $(VENV)/protoc.log; exit 1; }
+	@touch $@
