@@ -90,24 +90,12 @@ class Attachment:
                 await asyncio.sleep(REPORT_INTERVAL_S)
 
     def _report(self, stats: Stats) -> mesh.WorkerReport:
+        report = report_of(stats, self._jobs)
         stored, evicted = self._take_keys()
-        return mesh.WorkerReport(
-            steps=stats.steps,
-            step_s=stats.predicted_step_s,
-            running=stats.running,
-            waiting=stats.waiting,
-            prefill_backlog=stats.prefill_backlog,
-            free_blocks=stats.free_blocks,
-            cached_blocks=stats.cached_blocks,
-            active_blocks=stats.active_blocks,
-            prefill_rate=stats.prefill_rate,
-            decode_s=stats.decode_s,
-            ended=self._jobs.take_ended(),
-            stored_keys=b"".join(stored),
-            evicted_keys=b"".join(evicted),
-            draining=self._jobs.draining,
-            preemptions=stats.preemptions,
-        )
+        report.ended.extend(self._jobs.take_ended())
+        report.stored_keys = b"".join(stored)
+        report.evicted_keys = b"".join(evicted)
+        return report
 
     def _take_keys(self) -> tuple[list[bytes], list[bytes]]:
         stored, evicted = self._engine.take_block_events()
@@ -115,3 +103,21 @@ class Attachment:
         self._keys.difference_update(evicted)
         assert all(len(key) == hashing.KEY_BYTES for key in stored)
         return stored, evicted
+
+
+def report_of(stats: Stats, jobs: Jobs) -> mesh.WorkerReport:
+    """The gauges of a report."""
+    return mesh.WorkerReport(
+        steps=stats.steps,
+        step_s=stats.predicted_step_s,
+        running=stats.running,
+        waiting=stats.waiting,
+        prefill_backlog=stats.prefill_backlog,
+        free_blocks=stats.free_blocks,
+        cached_blocks=stats.cached_blocks,
+        active_blocks=stats.active_blocks,
+        prefill_rate=stats.prefill_rate,
+        decode_s=stats.decode_s,
+        draining=jobs.draining,
+        preemptions=stats.preemptions,
+    )

@@ -1,14 +1,15 @@
 """The worker's door: the Run link of each gateway, and the tokenizer bundle by digest. Knows jobs, not engines."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from typing import Any
 
 import structlog
 from grpc import StatusCode, aio
 
 from protos import mesh_pb2 as mesh
-from services.errors import WeftError, invalid
+from services.errors import WeftError, invalid, unavailable
 from services.worker.jobs import Jobs, Link
 
 log = structlog.get_logger("worker.service")
@@ -16,51 +17,91 @@ log = structlog.get_logger("worker.service")
 BUNDLE_PIECE_BYTES = 1 << 20
 
 
+@dataclass
+class Startup:
+    """How far the worker's start is."""
+
+    phase: str = "starting"
+    done: int = 0
+    total: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What there is once the model is loaded."""
+
+    jobs: Jobs
+    bundle: bytes
+    digest: bytes
+    report: Callable[[], mesh.WorkerReport]
+
+
 class WorkerService:
     """weft.v1.Worker."""
 
-    def __init__(self, jobs: Jobs, bundle: bytes, digest: bytes) -> None:
-        self._jobs = jobs
-        self._bundle = bundle
-        self._digest = digest
+    def __init__(self, startup: Startup) -> None:
+        self._startup = startup
+        self._loaded: Loaded | None = None
+
+    def loaded(self, loaded: Loaded) -> None:
+        """The model is there: calls are welcome."""
+        self._loaded = loaded
+
+    def _model(self) -> Loaded:
+        if self._loaded is None:
+            raise unavailable("LOADING", "the model is still loading")
+        return self._loaded
 
     async def Run(
         self, requests: AsyncIterator[mesh.RunRequest], context: aio.ServicerContext[mesh.RunRequest, mesh.RunResponse]
     ) -> None:
         """A gateway's link: jobs come in, tokens go out, one message per engine step."""
+        jobs = self._model().jobs
         first = await anext(requests, None)
         if first is None or first.WhichOneof("message") != "hello":
             raise invalid("message", "the first message is hello")
         link = Link(first.hello.gateway_id)
         log.info("gateway linked", gateway=link.gateway_id)
-        reader = asyncio.create_task(self._read(link, requests))
+        reader = asyncio.create_task(_read(jobs, link, requests))
         try:
             async for response in link.outbox:
                 await context.write(response)
             await reader
         finally:
             reader.cancel()
-            self._jobs.leave(link)
+            jobs.leave(link)
             log.info("gateway gone", gateway=link.gateway_id)
 
-    async def _read(self, link: Link, requests: AsyncIterator[mesh.RunRequest]) -> None:
-        try:
-            async for request in requests:
-                match request.WhichOneof("message"):
-                    case "job":
-                        self._jobs.start(link, request.job)
-                    case "attach":
-                        self._jobs.attach(link, request.attach)
-                    case "cancel":
-                        self._jobs.cancel(link, request.cancel)
-                    case _:
-                        raise invalid("message", "not a message of this link")
-        finally:
-            link.outbox.close()
-
-    async def FetchBundle(self, request: mesh.FetchBundleRequest, context: Any) -> AsyncIterator[mesh.FetchBundleResponse]:
+    async def FetchBundle(
+        self, request: mesh.FetchBundleRequest, context: Any
+    ) -> AsyncIterator[mesh.FetchBundleResponse]:
         """The bundle in pieces. NOT_FOUND if the digest is another model's."""
-        if request.digest != self._digest:
+        model = self._model()
+        if request.digest != model.digest:
             raise WeftError(StatusCode.NOT_FOUND, "BUNDLE_NOT_FOUND", "this worker has another bundle")
-        for start in range(0, len(self._bundle), BUNDLE_PIECE_BYTES):
-            yield mesh.FetchBundleResponse(data=self._bundle[start : start + BUNDLE_PIECE_BYTES])
+        for start in range(0, len(model.bundle), BUNDLE_PIECE_BYTES):
+            yield mesh.FetchBundleResponse(data=model.bundle[start : start + BUNDLE_PIECE_BYTES])
+
+    async def Status(self, request: mesh.StatusRequest, context: Any) -> mesh.StatusResponse:
+        """How far the start is, and the counters once it is over."""
+        startup = self._startup
+        status = mesh.StatusResponse(phase=startup.phase, done=startup.done, total=startup.total)
+        if self._loaded is not None:
+            status.report.CopyFrom(self._loaded.report())
+        return status
+
+
+async def _read(jobs: Jobs, link: Link, requests: AsyncIterator[mesh.RunRequest]) -> None:
+    try:
+        async for request in requests:
+            match request.WhichOneof("message"):
+                case "job":
+                    jobs.start(link, request.job)
+                case "attach":
+                    jobs.attach(link, request.attach)
+                case "cancel":
+                    jobs.cancel(link, request.cancel)
+                case _:
+                    raise invalid("message", "not a message of this link")
+    finally:
+        link.outbox.close()

@@ -1,0 +1,38 @@
+"""Meshes that the stories share: one small mesh with everything, started once."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from protos import inference_pb2_grpc as api_grpc
+from tests.mesh.harness import ROOT, Mesh
+from tests.redis_server import RedisServer
+
+
+def demo_model() -> Path:
+    """The larger of the two models that ship with the project."""
+    folders = [path.parent for path in (ROOT / "models").glob("*/config.json")]
+    return max(folders, key=lambda folder: sum(file.stat().st_size for file in folder.glob("*.safetensors")))
+
+
+@pytest.fixture(scope="session")
+def model() -> Path:
+    """The demo model."""
+    return demo_model()
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def mesh(tmp_path_factory: pytest.TempPathFactory, model: Path) -> AsyncIterator[Mesh]:
+    """One worker, one gateway, scheduler, cache and a real Redis, shared by the stories that break nothing."""
+    folder = tmp_path_factory.mktemp("mesh")
+    with RedisServer(folder / "redis") as redis:
+        async with Mesh(folder, model, redis_url=redis.url) as running:
+            yield running
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def stub(mesh: Mesh) -> api_grpc.InferenceAsyncStub:
+    """A client of the shared mesh."""
+    return mesh.stub()

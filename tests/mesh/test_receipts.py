@@ -1,0 +1,71 @@
+"""The receipt accounts for the time of a request: what is left over stays small, hits and errors included."""
+
+import uuid
+
+import pytest
+from grpc import aio
+
+from protos import inference_pb2 as api
+from protos import inference_pb2_grpc as api_grpc
+from tests.mesh.harness import ask, generate, receipt_of
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+Stub = api_grpc.InferenceAsyncStub
+
+
+async def receipts_of_200(stub: Stub) -> list[api.Receipt]:
+    """Misses, hits, sampled and greedy ones, streams and single replies, and errors."""
+    receipts = []
+    for number in range(40):
+        fresh = ask(f"Tale {uuid.uuid4().hex} {number}", max_tokens=1 + number % 24)
+        sampled = ask("A tale", max_tokens=8, temperature=1.0)
+        receipts.append((await generate(stub, fresh)).receipt)
+        receipts.append((await generate(stub, fresh)).receipt)
+        receipts.append((await generate(stub, sampled)).receipt)
+        receipts.append((await stub.Complete(sampled)).receipt)
+        with pytest.raises(aio.AioRpcError) as caught:
+            await generate(stub, ask("x" * 100, max_tokens=10**6))
+        receipt = receipt_of(caught.value.trailing_metadata())
+        assert receipt is not None
+        receipts.append(receipt)
+    return receipts
+
+
+async def test_little_time_is_unaccounted_for(stub: Stub) -> None:
+    receipts = await receipts_of_200(stub)
+    assert len(receipts) == 200
+    assert sum(receipt.result_hit for receipt in receipts) >= 35
+    excess = []
+    for receipt in receipts:
+        times = receipt.timings
+        parts = [times.tokenize_s, times.cache_s, times.queue_s, times.prefill_s, times.decode_s]
+        parts += [times.detokenize_s, times.network_s, times.unaccounted_s]
+        assert min(parts[:-1]) >= 0
+        assert sum(parts) == pytest.approx(times.wall_s, abs=1e-6)
+        excess.append(abs(times.unaccounted_s) - max(0.05 * times.wall_s, 0.001))
+    assert sorted(excess)[197] <= 0, f"p99 of the excess: {sorted(excess)[197] * 1e3:.2f} ms"
+
+
+async def test_the_receipt_counts(stub: Stub) -> None:
+    prompt = f"Tale {uuid.uuid4().hex} and what came of it"
+    answer = await generate(stub, ask(prompt, max_tokens=12))
+    receipt = answer.receipt
+    assert receipt == answer.trailing
+    assert receipt.completion_tokens == len(answer.ids) == 12
+    assert receipt.prefill_tokens + receipt.cached_tokens == receipt.prompt_tokens
+    assert receipt.attempts == 1
+    assert len(receipt.workers) == 1
+    assert receipt.finish_reason == api.FINISH_REASON_LENGTH
+    assert receipt.timings.prefill_s > 0
+    assert receipt.timings.decode_s > 0
+    assert 0 < receipt.timings.first_token_s < receipt.timings.wall_s
+
+
+async def test_the_callers_trace_is_the_parent(stub: Stub) -> None:
+    trace = uuid.uuid4().hex
+    traceparent = f"00-{trace}-00f067aa0ba902b7-01"
+    answer = await generate(stub, ask("A tale", max_tokens=2), metadata=(("traceparent", traceparent),))
+    assert answer.receipt.trace_id == trace
+    other = await generate(stub, ask("A tale", max_tokens=2))
+    assert other.receipt.trace_id != trace
+    assert len(other.receipt.trace_id) == 32
