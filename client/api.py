@@ -1,0 +1,192 @@
+"""Calls to a mesh: streams that survive broken connections, deadlines over all tries, receipts.
+
+Knows the public API, nothing of what serves it.
+"""
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from typing import Any, Self, TypeVar, Unpack
+
+import grpc
+from grpc import aio
+
+from client import requests
+from client.errors import WeftError, from_rpc
+from client.requests import Options, Prompt
+from client.retry import Tries
+from client.splice import Splice
+from protos import inference_pb2 as api
+from protos import inference_pb2_grpc as stubs
+
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+Reply = TypeVar("Reply")
+
+_CHANNEL_OPTIONS: list[tuple[str, Any]] = [
+    # A gateway that hangs or vanishes without a word is noticed within 15 s.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.max_receive_message_length", 16 << 20),
+    # An address that resolves to several gateways uses all of them, and goes on with those that are left.
+    ("grpc.service_config", '{"loadBalancingConfig": [{"round_robin": {}}]}'),
+    # Tries are made here, where a broken stream can be resumed.
+    ("grpc.enable_retries", 0),
+]
+
+
+class Answer:
+    """An answer on its way: iterate over its deltas; `receipt` is there when the iteration has ended."""
+
+    def __init__(self, deltas: Callable[["Answer"], AsyncGenerator[api.Delta, None]], request_id: str) -> None:
+        self._deltas = deltas(self)
+        self.request_id = request_id
+        self.receipt: api.Receipt | None = None
+
+    def __aiter__(self) -> AsyncIterator[api.Delta]:
+        return self._deltas
+
+    async def text(self) -> str:
+        """All that is left of the text of the first continuation."""
+        return "".join([delta.text async for delta in self._deltas if delta.index == 0])
+
+    async def cancel(self) -> None:
+        """Ends the answer: the mesh stops working on it."""
+        await self._deltas.aclose()
+
+
+class Client:
+    """A connection to a mesh, for one event loop.
+
+    `deadline_s` bounds each call with all its tries, None leaves it open; `retries` is how many failures in a row are
+    borne when the mesh is unavailable. Every call raises WeftError when it fails for good.
+    """
+
+    def __init__(self, address: str = DEFAULT_ADDRESS, *, deadline_s: float | None = None, retries: int = 6) -> None:
+        self.address = address
+        self._deadline_s = deadline_s
+        self._retries = retries
+        self._channel: aio.Channel | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Closes the connection; answers under way end."""
+        if self._channel is not None:
+            await self._channel.close()
+            self._channel = None
+
+    def generate(
+        self,
+        prompt: Prompt | api.GenerateRequest,
+        *,
+        deadline_s: float | None = None,
+        traceparent: str | None = None,
+        **options: Unpack[Options],
+    ) -> Answer:
+        """Streams the answer to `prompt`. A stream that breaks is taken up where it was: each token comes once.
+
+        Raises TypeError or ValueError at once for options that no request can hold.
+        """
+        request = self._request(prompt, options)
+        tries = self._tries(deadline_s)
+        return Answer(lambda answer: self._stream(answer, request, tries, _metadata(traceparent)), request.request_id)
+
+    async def complete(
+        self,
+        prompt: Prompt | api.GenerateRequest,
+        *,
+        deadline_s: float | None = None,
+        traceparent: str | None = None,
+        **options: Unpack[Options],
+    ) -> api.CompleteResponse:
+        """The whole answer to `prompt` in one reply."""
+        request = self._request(prompt, options)
+        metadata = _metadata(traceparent)
+        return await self._call(
+            lambda stub, timeout: stub.Complete(request, timeout=timeout, metadata=metadata), deadline_s
+        )
+
+    async def tokenize(
+        self, prompt: Prompt, *, model: str = "", deadline_s: float | None = None
+    ) -> api.TokenizeResponse:
+        """The tokens that `generate` would make of `prompt`."""
+        request = api.TokenizeRequest(model=model, prompt=requests.build_prompt(prompt))
+        return await self._call(lambda stub, timeout: stub.Tokenize(request, timeout=timeout), deadline_s)
+
+    async def models(self, *, deadline_s: float | None = None) -> list[api.Model]:
+        """The models that the mesh serves now."""
+        request = api.ListModelsRequest()
+        reply = await self._call(lambda stub, timeout: stub.ListModels(request, timeout=timeout), deadline_s)
+        return list(reply.models)
+
+    def _request(self, prompt: Prompt | api.GenerateRequest, options: Options) -> api.GenerateRequest:
+        """The request in a form that can be sent again: with an id, so that a second try joins the generation of the
+        first, and with a seed, so that it gives the same answer where there is nothing left to join."""
+        request = api.GenerateRequest()
+        request.CopyFrom(prompt if isinstance(prompt, api.GenerateRequest) else requests.build(prompt, options))
+        request.request_id = request.request_id or secrets.token_hex(16)
+        sampling = request.sampling
+        greedy = sampling.HasField("temperature") and sampling.temperature == 0
+        if not sampling.HasField("seed") and not greedy:
+            sampling.seed = secrets.randbits(64)
+            if request.cache in (api.CACHE_POLICY_UNSPECIFIED, api.CACHE_POLICY_READ_WRITE):
+                # Nobody will ever draw this seed again: its result would only take the place of useful ones.
+                request.cache = api.CACHE_POLICY_READ_ONLY
+        return request
+
+    def _tries(self, deadline_s: float | None) -> Tries:
+        budget_s = self._deadline_s if deadline_s is None else deadline_s
+        return Tries(self._retries, None if budget_s is None else time.monotonic() + budget_s)
+
+    async def _call(
+        self, call: Callable[[stubs.InferenceAsyncStub, float | None], Awaitable[Reply]], deadline_s: float | None
+    ) -> Reply:
+        tries = self._tries(deadline_s)
+        while True:
+            try:
+                return await call(self._stub(), tries.left(time.monotonic()))
+            except aio.AioRpcError as error:
+                pause_s = tries.pause(from_rpc(error), time.monotonic())
+            await asyncio.sleep(pause_s)
+
+    async def _stream(
+        self, answer: Answer, request: api.GenerateRequest, tries: Tries, metadata: aio.Metadata
+    ) -> AsyncGenerator[api.Delta, None]:
+        splice = Splice()
+        while answer.receipt is None:
+            splice.begin()
+            call = self._stub().Generate(request, timeout=tries.left(time.monotonic()), metadata=metadata)
+            try:
+                async for response in call:
+                    if response.HasField("receipt"):
+                        answer.receipt = response.receipt
+                    elif (delta := splice.new(response.delta)) is not None:
+                        tries.progress()
+                        yield delta
+                if answer.receipt is None:
+                    raise WeftError(grpc.StatusCode.DATA_LOSS, "the stream ended without a receipt")
+            except aio.AioRpcError as error:
+                failure = from_rpc(error)
+                answer.receipt = failure.receipt
+                pause_s = tries.pause(failure, time.monotonic())
+                answer.receipt = None
+                await asyncio.sleep(pause_s)
+            finally:
+                call.cancel()
+
+    def _stub(self) -> stubs.InferenceAsyncStub:
+        if self._channel is None:
+            self._channel = aio.insecure_channel(self.address, options=_CHANNEL_OPTIONS)
+        return stubs.InferenceStub(self._channel)
+
+
+def _metadata(traceparent: str | None) -> aio.Metadata:
+    return aio.Metadata(*([("traceparent", traceparent)] if traceparent else []))

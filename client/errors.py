@@ -1,0 +1,105 @@
+"""What a failed call says: the rich status and the receipt in its trailing metadata. Knows the wire, not the calls."""
+
+from typing import Any
+
+import grpc
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.message import DecodeError
+from grpc import aio
+
+from protos import inference_pb2 as api
+
+RECEIPT_KEY = "weft-receipt-bin"
+_STATUS_KEY = "grpc-status-details-bin"
+
+
+class WeftError(Exception):
+    """A call that failed. `code` is the gRPC status, `reason` the machine-readable cause ("" if none was told), `field`
+    the field that is wrong, `retry_after_s` when a retry makes sense (0 if not told), `receipt` what it cost."""
+
+    def __init__(
+        self,
+        code: grpc.StatusCode,
+        message: str,
+        *,
+        reason: str = "",
+        field: str = "",
+        retry_after_s: float = 0.0,
+        receipt: api.Receipt | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.reason = reason
+        self.field = field
+        self.retry_after_s = retry_after_s
+        self.receipt = receipt
+
+    def __str__(self) -> str:
+        return f"{self.code.name}{f'/{self.reason}' if self.reason else ''}: {self.message}"
+
+
+def from_rpc(error: aio.AioRpcError) -> WeftError:
+    """The error that a failed call describes; what cannot be read of it is left out."""
+    trailing = {str(key): value for key, value in error.trailing_metadata() or ()}
+    result = WeftError(error.code(), error.details() or error.code().name, receipt=read_receipt(trailing))
+    status = _parse(_Status, trailing.get(_STATUS_KEY))
+    for detail in status.details if status else ():
+        kind = detail.type_url.rpartition("/")[2]
+        if kind == "google.rpc.ErrorInfo" and (info := _parse(_ErrorInfo, detail.value)):
+            result.reason = info.reason
+        elif kind == "google.rpc.RetryInfo" and (retry := _parse(_RetryInfo, detail.value)):
+            result.retry_after_s = retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9
+        elif kind == "google.rpc.BadRequest" and (bad := _parse(_BadRequest, detail.value)):
+            result.field = bad.field_violations[0].field if bad.field_violations else ""
+    return result
+
+
+def read_receipt(trailing: dict[str, Any]) -> api.Receipt | None:
+    """The receipt in trailing metadata, if there is one."""
+    receipt: api.Receipt | None = _parse(api.Receipt, trailing.get(RECEIPT_KEY))
+    return receipt
+
+
+def _parse(kind: Any, data: Any) -> Any:
+    if not isinstance(data, bytes):
+        return None
+    try:
+        return kind.FromString(data)
+    except DecodeError:
+        return None
+
+
+_Field = descriptor_pb2.FieldDescriptorProto
+
+# The few google.rpc messages that errors carry, with what is read of them: field, number, type, of what message.
+_LAYOUT: dict[str, list[tuple[str, int, "_Field.Type.ValueType", str]]] = {
+    "Detail": [("type_url", 1, _Field.TYPE_STRING, ""), ("value", 2, _Field.TYPE_BYTES, "")],
+    "Status": [("details", 3, _Field.TYPE_MESSAGE, "Detail")],
+    "ErrorInfo": [("reason", 1, _Field.TYPE_STRING, "")],
+    "Delay": [("seconds", 1, _Field.TYPE_INT64, ""), ("nanos", 2, _Field.TYPE_INT32, "")],
+    "RetryInfo": [("retry_delay", 1, _Field.TYPE_MESSAGE, "Delay")],
+    "Violation": [("field", 1, _Field.TYPE_STRING, "")],
+    "BadRequest": [("field_violations", 1, _Field.TYPE_MESSAGE, "Violation")],
+}
+_REPEATED = {"details", "field_violations"}
+
+
+def _messages() -> dict[str, Any]:
+    """The classes of _LAYOUT, in a pool of their own: the published package of google.rpc is not needed here."""
+    package = "weft.client"
+    file = descriptor_pb2.FileDescriptorProto(name="client/status.proto", package=package, syntax="proto3")
+    for name, fields in _LAYOUT.items():
+        message = file.message_type.add(name=name)
+        for field, number, kind, of in fields:
+            label = _Field.LABEL_REPEATED if field in _REPEATED else _Field.LABEL_OPTIONAL
+            type_name = f".{package}.{of}" if of else None
+            message.field.add(name=field, number=number, label=label, type=kind, type_name=type_name)
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return {name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{package}.{name}")) for name in _LAYOUT}
+
+
+_MESSAGES = _messages()
+_Status, _ErrorInfo = _MESSAGES["Status"], _MESSAGES["ErrorInfo"]
+_RetryInfo, _BadRequest = _MESSAGES["RetryInfo"], _MESSAGES["BadRequest"]

@@ -1,0 +1,69 @@
+"""From Python values to the messages of the public API. Knows the fields of a request, never what becomes of them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+from protos import inference_pb2 as api
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]] | api.Prompt
+"""Text, token ids, or chat messages ({"role": ..., "content": ...})."""
+
+
+class Options(TypedDict, total=False):
+    """What may be asked of an answer; protos/inference.proto explains each field and its default."""
+
+    model: str
+    max_tokens: int
+    min_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    seed: int
+    stop: Sequence[str]
+    stop_token_ids: Sequence[int]
+    logit_bias: Mapping[int, float]
+    logprobs: int
+    ignore_eos: bool
+    n: int
+    priority: int
+    cache: str
+    request_id: str
+
+
+_OF_REQUEST = {"model", "n", "priority", "cache", "request_id"}
+
+
+def build(prompt: Prompt, options: Options) -> api.GenerateRequest:
+    """The request for `prompt`. Raises TypeError for an unknown option, ValueError for a value no request can hold."""
+    unknown = options.keys() - Options.__annotations__.keys()
+    if unknown:
+        raise TypeError(f"unknown option: {', '.join(sorted(unknown))}")
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    if "cache" in given:
+        given["cache"] = cache_policy(given["cache"])
+    sampling = api.Sampling(**{name: given.pop(name) for name in list(given) if name not in _OF_REQUEST})
+    return api.GenerateRequest(prompt=build_prompt(prompt), sampling=sampling, **given)
+
+
+def build_prompt(prompt: Prompt) -> api.Prompt:
+    """The prompt in the form that its Python type says."""
+    if isinstance(prompt, api.Prompt):
+        return prompt
+    if isinstance(prompt, str):
+        return api.Prompt(text=prompt)
+    if all(isinstance(part, int) for part in prompt):
+        return api.Prompt(token_ids=api.TokenIds(ids=[part for part in prompt if isinstance(part, int)]))
+    turns = [part for part in prompt if isinstance(part, Mapping)]
+    return api.Prompt(chat=api.Chat(messages=[api.ChatMessage(**turn) for turn in turns]))
+
+
+def cache_policy(name: str) -> "api.CachePolicy.ValueType":
+    """read_write, read_only or bypass. Raises ValueError for anything else."""
+    try:
+        return api.CachePolicy.Value(f"CACHE_POLICY_{name.upper()}")
+    except ValueError:
+        raise ValueError(f"cache: {name!r} is not read_write, read_only or bypass") from None
