@@ -1,0 +1,53 @@
+"""How a value lies in the store: framed, so that damage or a swap is seen. Knows bytes, never what they mean.
+
+A frame is magic (4 bytes), version (1), kind (1), payload length (4, big-endian), checksum (16), payload. The checksum
+is BLAKE2b over all of it and over the key under which the frame is kept: a whole frame of another key does not open.
+"""
+
+import enum
+import hashlib
+import struct
+
+MAGIC = b"WEFT"
+VERSION = 1
+CHECKSUM_BYTES = 16
+
+_HEAD = struct.Struct(">4sBBI")
+HEADER_BYTES = _HEAD.size + CHECKSUM_BYTES
+
+
+class Kind(enum.IntEnum):
+    """What a frame holds."""
+
+    RESULT = 1
+
+
+class FrameError(Exception):
+    """These bytes are not the frame that was stored under this key."""
+
+
+def seal(kind: Kind, key: bytes, payload: bytes) -> bytes:
+    """The frame to store under `key`. A payload has less than 4 GiB."""
+    head = _HEAD.pack(MAGIC, VERSION, kind, len(payload))
+    return head + _checksum(head, key, payload) + payload
+
+
+def unseal(kind: Kind, key: bytes, frame: bytes) -> bytes:
+    """The payload of a frame found under `key`. Raises FrameError for anything but what `seal` gave for it."""
+    if len(frame) < HEADER_BYTES:
+        raise FrameError("shorter than a header")
+    head, payload = frame[: _HEAD.size], frame[HEADER_BYTES:]
+    if head != _HEAD.pack(MAGIC, VERSION, kind, len(payload)):
+        raise FrameError("another format, kind or length")
+    if frame[_HEAD.size : HEADER_BYTES] != _checksum(head, key, payload):
+        raise FrameError("damaged, or stored under another key")
+    return payload
+
+
+def _checksum(head: bytes, key: bytes, payload: bytes) -> bytes:
+    # The head has one length and precedes the key's own length, so no two triples give the same bytes.
+    hasher = hashlib.blake2b(head, digest_size=CHECKSUM_BYTES)
+    hasher.update(len(key).to_bytes(4, "big"))
+    hasher.update(key)
+    hasher.update(payload)
+    return hasher.digest()

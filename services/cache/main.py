@@ -1,0 +1,37 @@
+"""Wires the cache service together and runs it until it is told to stop."""
+
+import asyncio
+import signal
+
+import structlog
+
+from services import rpc, telemetry
+from services.cache.service import service
+from services.cache.settings import CacheSettings
+from services.cache.store import Store
+from services.settings import CACHE_ADDRESS
+
+log = structlog.get_logger("cache")
+
+
+async def main() -> None:
+    """Serves until SIGTERM or SIGINT. It is SERVING whether or not Redis is there: without it, it answers misses."""
+    settings = CacheSettings()
+    telemetry.setup("cache", settings)
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    store = Store(settings.redis_url.get_secret_value(), settings.budgets())
+    await store.open()
+    address = settings.listen or CACHE_ADDRESS
+    server = await rpc.serve(address, [service(store, settings)], allow_remote=settings.allow_remote)
+    await server.ready()
+    log.info("ready", port=server.port)
+    await stop.wait()
+    await server.stop(settings.drain_s)
+    await store.close()
+
+
+def run() -> None:
+    """The service as a process."""
+    rpc.run(main())

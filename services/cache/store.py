@@ -1,0 +1,263 @@
+"""The one door to Redis: framed values on shelves bounded in bytes. Whatever Redis does, a look-up is a hit or a miss.
+
+Knows keys, bytes and Redis; not what the values mean, nor gRPC.
+"""
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+from urllib.parse import urlsplit
+
+import redis.asyncio as redis
+import structlog
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import NoScriptError, ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from services.cache import frames, ledger
+from services.cache.breaker import Breaker
+from services.cache.counters import Counters, Miss
+
+log = structlog.get_logger("cache")
+Value = TypeVar("Value")
+
+CONNECTIONS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Shelf(Generic[Value]):
+    """A kind of values that share one bound. Shelves know nothing of one another."""
+
+    name: str
+    """Part of the names in Redis; a shelf whose values change their meaning takes another name."""
+    kind: frames.Kind
+    parse: Callable[[bytes], Value]
+    """Makes a value of its bytes; may raise anything for bytes that are none."""
+    max_bytes: int
+    """All values together, each with its share of Redis's own bookkeeping."""
+    max_value_bytes: int
+    """One value alone."""
+    ttl_s: float
+    """How long a value is kept after it was stored."""
+
+    @property
+    def prefix(self) -> str:
+        """What its names in Redis begin with; the braces keep them in one slot of a Redis cluster."""
+        return f"weft:1:{{{self.name}}}:"
+
+
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """How long callers wait for Redis, in seconds."""
+
+    look_up_s: float = 0.02
+    store_s: float = 0.1
+    connect_s: float = 0.05
+
+
+class Trouble(Exception):
+    """Redis did not answer a command; why, as a look-up counts it."""
+
+    def __init__(self, miss: Miss) -> None:
+        super().__init__(miss)
+        self.miss = miss
+
+
+class Script:
+    """A Lua script, sent by its digest and, to a Redis that has forgotten it, whole."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._digest = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
+
+    async def run(self, client: "redis.Redis", names: list[str], *arguments: Any) -> Any:
+        """What the script returns, as redis-py gives it. Raises what redis-py raises."""
+        # redis-py types these calls for its blocking and its asyncio client at once.
+        try:
+            answer: Any = client.evalsha(self._digest, len(names), *names, *arguments)
+            return await answer
+        except NoScriptError:
+            answer = client.eval(self._text, len(names), *names, *arguments)
+            return await answer
+
+
+LOOK_UP = Script(ledger.LOOK_UP)
+STORE = Script(ledger.STORE)
+
+
+class Store:
+    """Shelves in one Redis. Use it within one event loop, and close it."""
+
+    def __init__(self, url: str, budgets: Budgets | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.counters = Counters()
+        self._place = place(url)
+        self._budgets = budgets or Budgets()
+        self._clock = clock
+        self._breaker = Breaker()
+        self._client = _client(url, self._budgets)
+        self._slots = asyncio.Semaphore(CONNECTIONS)
+        self._asking: set[asyncio.Task[Any]] = set()
+        self._refusal = ""
+
+    async def open(self) -> None:
+        """Says in the log whether Redis answers. If it does not, every look-up is a miss until it does."""
+        log.info("results are kept in redis", at=self._place)
+        try:
+            await self._ask(self._budgets.connect_s + self._budgets.store_s, self._client.ping)
+        except Trouble as trouble:
+            self._breaker.trip(self._clock())
+            self._log_lost(trouble.miss)
+
+    async def close(self) -> None:
+        """Ends the connections and logs the counters."""
+        for task in self._asking:
+            task.cancel()
+        await asyncio.gather(*self._asking, return_exceptions=True)
+        await self._client.aclose()
+        log.info("cache closed", **self.counters.summary())
+
+    async def get(self, shelf: Shelf[Value], key: bytes) -> Value | None:
+        """The value under `key`, or None within the look-up's budget, whatever is wrong. Raises nothing."""
+        found = await self._look_up(shelf, key)
+        if isinstance(found, Miss):
+            self.counters.misses[found] += 1
+            return None
+        self.counters.hits += 1
+        return found
+
+    async def put(self, shelf: Shelf[Any], key: bytes, payload: bytes) -> bool:
+        """Stores bytes under `key` and says whether that is known to have happened. Raises nothing."""
+        evicted = await self._store(shelf, key, payload)
+        if evicted is None:
+            self.counters.refused += 1
+            return False
+        self.counters.stores += 1
+        self.counters.evictions += evicted
+        return True
+
+    async def _look_up(self, shelf: Shelf[Value], key: bytes) -> Value | Miss:
+        names = [shelf.prefix + key.hex(), shelf.prefix + "ledger"]
+        most = shelf.max_value_bytes + frames.HEADER_BYTES
+        try:
+            frame = await self._ask(self._budgets.look_up_s, lambda: LOOK_UP.run(self._client, names, key.hex(), most))
+        except Trouble as trouble:
+            return trouble.miss
+        if not frame:
+            return Miss.ABSENT
+        try:
+            return shelf.parse(frames.unseal(shelf.kind, key, frame))
+        except Exception:
+            # Whatever a parser thinks of bytes that are not ours.
+            return Miss.CORRUPT
+
+    async def _store(self, shelf: Shelf[Any], key: bytes, payload: bytes) -> int | None:
+        """The number of values evicted for it, None if it was not stored."""
+        frame = frames.seal(shelf.kind, key, payload)
+        too_large = len(payload) > shelf.max_value_bytes or len(frame) + ledger.ENTRY_BYTES > shelf.max_bytes
+        # Look-ups are the probes of an open breaker: they are cheaper, and a caller waits for them anyway.
+        if too_large or self._breaker.is_open:
+            return None
+        names = [shelf.prefix + key.hex(), shelf.prefix + "ledger"]
+        arguments = [key.hex(), frame, int(shelf.ttl_s * 1000), shelf.max_bytes, shelf.prefix]
+        try:
+            return int(await self._ask(self._budgets.store_s, lambda: STORE.run(self._client, names, *arguments)))
+        except (Trouble, TypeError, ValueError):
+            return None
+
+    async def _ask(self, budget_s: float, command: Callable[[], Awaitable[Any]]) -> Any:
+        """What Redis answers within the budget. Raises Trouble."""
+        if not self._breaker.allows(self._clock()):
+            raise Trouble(Miss.BREAKER)
+        task: asyncio.Task[Any] | None = None
+        try:
+            async with asyncio.timeout(budget_s):
+                await self._slots.acquire()
+                task = self._start(command)
+                # A late answer is given up, not cut off: its connection stays whole, and one that takes longer to
+                # open than a look-up may last is there for the next.
+                answer = await asyncio.shield(task)
+        except TimeoutError:
+            # Without a task it was our own crowd that waited, not Redis.
+            if task is not None:
+                self._failed(Miss.TIMEOUT)
+            raise Trouble(Miss.TIMEOUT) from None
+        return self._judged(answer)
+
+    def _start(self, command: Callable[[], Awaitable[Any]]) -> "asyncio.Task[Any]":
+        task = asyncio.create_task(_outcome(command))
+        self._asking.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: "asyncio.Task[Any]") -> None:
+        self._asking.discard(task)
+        self._slots.release()
+
+    def _judged(self, answer: Any) -> Any:
+        """The answer, if it is not an exception. Raises Trouble."""
+        if not isinstance(answer, Exception):
+            self._succeeded()
+            self._refusal = ""
+            return answer
+        if isinstance(answer, ResponseError):
+            # Redis is there, and says no: worth one line, but no reason to stop asking.
+            self._succeeded()
+            code = str(answer).partition(" ")[0]
+            if code == "WRONGTYPE":
+                raise Trouble(Miss.CORRUPT)
+            if code != self._refusal:
+                log.warning("redis refuses", code=code, at=self._place)
+            self._refusal = code
+            raise Trouble(Miss.ERROR)
+        late = isinstance(answer, (RedisTimeoutError, TimeoutError))
+        miss = Miss.TIMEOUT if late else Miss.ERROR
+        self._failed(miss, answer)
+        raise Trouble(miss)
+
+    def _succeeded(self) -> None:
+        open_s = self._breaker.succeeded(self._clock())
+        if open_s is not None:
+            log.info("redis is back", at=self._place, lost_s=round(open_s, 3))
+
+    def _failed(self, miss: Miss, error: Exception | None = None) -> None:
+        if self._breaker.failed(self._clock()):
+            self._log_lost(miss, error)
+
+    def _log_lost(self, miss: Miss, error: Exception | None = None) -> None:
+        kind = type(error).__name__ if error else None
+        log.warning("redis is lost: every look-up is a miss", at=self._place, reason=str(miss), error=kind)
+
+
+async def _outcome(command: Callable[[], Awaitable[Any]]) -> Any:
+    """The answer, or the exception as a value: nobody may be waiting for it any more."""
+    try:
+        return await command()
+    except Exception as error:
+        return error
+
+
+def place(url: str) -> str:
+    """Where a Redis is, for people to read: nothing of the URL that could be secret."""
+    parts = urlsplit(url)
+    if parts.scheme == "unix":
+        return f"unix://{parts.path}"
+    return f"{parts.scheme}://{parts.hostname or 'localhost'}:{parts.port or 6379}"
+
+
+def _client(url: str, budgets: Budgets) -> "redis.Redis":
+    pool = redis.ConnectionPool.from_url(
+        url, max_connections=CONNECTIONS, socket_connect_timeout=budgets.connect_s, protocol=2
+    )
+    # A URL may say more than where: what correctness rests on is not its to choose.
+    pool.connection_kwargs.update(
+        decode_responses=False,
+        retry=Retry(NoBackoff(), 0),
+        retry_on_timeout=False,
+        socket_timeout=max(budgets.store_s, budgets.look_up_s),
+        driver_info=None,
+    )
+    return redis.Redis.from_pool(pool)
