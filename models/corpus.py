@@ -20,9 +20,7 @@ PARAGRAPH_BREAK = "\n\n"
 
 # A chapter's heading stands alone, is short, and ends without the punctuation of a sentence.
 _HEADING = re.compile(r"[A-Z0-9][^\n]{1,69}[A-Za-z0-9]")
-_SMALL_WORDS = frozenset(
-    "a an and as at but by for from he in into is it of on or she the to was with".split()
-)
+_SMALL_WORDS = re.compile("an?|and|as|at|but|by|for|from|he|in|into|is|it|of|on|or|she|the|to|was|with")
 
 
 @dataclass(frozen=True)
@@ -44,15 +42,16 @@ class Split:
 def read_texts(folder: Path, pattern: str) -> list[str]:
     """The texts of the files in `folder` that match `pattern`, a chapter or short story each.
 
-    Raises FileNotFoundError where no file matches.
+    Raises FileNotFoundError where no file matches, ValueError where those that do hold no text.
     """
     paths = sorted(folder.glob(pattern))
     if not paths:
         raise FileNotFoundError(f"no {pattern} in {folder}")
-    works = (
-        work for path in paths for work in gzip.open(path, "rt", encoding="utf-8").read().split(END_OF_TEXT)
-    )
-    return [chapter for work in works if work.strip() for chapter in chapters(work.strip())]
+    works = (work for path in paths for work in gzip.decompress(path.read_bytes()).decode().split(END_OF_TEXT))
+    texts = [chapter for work in works if work.strip() for chapter in chapters(work.strip())]
+    if not texts:
+        raise ValueError(f"no text in {pattern} of {folder}")
+    return texts
 
 
 def chapters(work: str) -> Iterator[str]:
@@ -70,7 +69,9 @@ def is_heading(paragraph: str) -> bool:
     """Whether a paragraph reads as the heading of a chapter: a short line of capitalised words."""
     if not _HEADING.fullmatch(paragraph):
         return False
-    return all(word[:1].isupper() or word[:1].isdigit() or word in _SMALL_WORDS for word in paragraph.split())
+    return all(
+        word[:1].isupper() or word[:1].isdigit() or bool(_SMALL_WORDS.fullmatch(word)) for word in paragraph.split()
+    )
 
 
 def tokenize(texts: list[str], tokenizer: Tokenizer) -> Split:
@@ -78,7 +79,7 @@ def tokenize(texts: list[str], tokenizer: Tokenizer) -> Split:
     end = tokenizer.token_to_id(END_OF_TEXT)
     encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
     tokens_N = torch.cat([torch.tensor([*encoding.ids, end]) for encoding in encodings])
-    breaks = (tokens_N == end) | (tokens_N == tokenizer.token_to_id("ĊĊ"))
+    breaks = torch.isin(tokens_N, torch.tensor([end, tokenizer.token_to_id("ĊĊ")]))
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), breaks[:-1].nonzero().flatten() + 1])
     return Split(tokens_N, starts, sum(len(text.encode()) for text in texts))
 
@@ -97,7 +98,7 @@ def training_windows(split: Split, window: int, generator: torch.Generator) -> t
 
 
 def batch_at(split: Split, starts: torch.Tensor, window: int, bos: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets (W, T), T = window, on the split's device; inputs are `bos` and all targets but the last."""
+    """Inputs and targets (W, T), T = window, on the split's device: inputs are the targets moved on by `bos`."""
     device = split.tokens_N.device
     targets_WT = split.tokens_N[starts.to(device)[:, None] + torch.arange(window, device=device)]
     return torch.cat([torch.full_like(targets_WT[:, :1], bos), targets_WT[:, :-1]], dim=1), targets_WT

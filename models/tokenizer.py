@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from models.corpus import END_OF_TEXT, PARAGRAPH_BREAK
 
 # Newlines are a piece of their own, so that a prompt that ends with a blank line has the ids seen in training
-# (GPT-2's pattern would cut the same blank line in one way at the end of a prompt and in another inside a text).
+# (GPT-2's pattern cuts the same blank line in one way at the end of a prompt and in another inside a text).
 PIECES = (
     r"'(?:s|t|re|ve|m|ll|d)\b| ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+"  # words, digits, punctuation
     r"|\n+|[^\S\n]+(?=[^\S\n])|[^\S\n]+"  # newlines, spaces before a last space, other space

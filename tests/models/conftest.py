@@ -1,0 +1,35 @@
+"""Stories made on the spot, so that training is tested without any book."""
+
+import gzip
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Keep torch to one thread: toy models gain nothing from more, and neighbours need theirs."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """A folder of a few KB of stories, laid out as a real corpus is."""
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for name, seed, count in [("train-00", 1, 150), ("train-01", 2, 150), ("heldout", 3, 40)]:
+        works = "\n<|endoftext|>\n".join(_work(random.Random(seed * 1000 + n)) for n in range(count))
+        (folder / f"{name}.txt.gz").write_bytes(gzip.compress(f"{works}\n<|endoftext|>\n".encode()))
+    return folder
+
+
+def _work(chance: random.Random) -> str:
+    who, what = (chance.choice(words.split()) for words in ("fox bear king girl", "bread gold honey water"))
+    told = [f"The {who} went to the wood.", f'"Where is my {what}?" said the {who}.', f"So the {who} found the {what}."]
+    return "\n\n".join([f"The {who.title()} and the {what.title()}", *told])

@@ -1,0 +1,44 @@
+"""The program that makes the demo models, run whole at toy size."""
+
+import gzip
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from models.recipe import TINY_DRAFT, TINY_STORY, TINY_VOCAB
+from models.train import main
+from models.trainer import schedule
+
+
+def test_training_writes_two_checkpoints_and_lowers_the_loss(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "models"
+    main(["--corpus", str(corpus), "--out", str(out), "--tiny"])
+    printed = capsys.readouterr().out
+    for recipe in (TINY_STORY, TINY_DRAFT):
+        losses = [float(loss) for loss in re.findall(rf"{recipe.name}: .* held-out loss ([\d.]+)", printed)]
+        assert len(losses) == recipe.evaluations
+        assert losses[-1] < math.log(TINY_VOCAB) * 0.6
+        model = AutoModelForCausalLM.from_pretrained(out / recipe.name)
+        assert model.dtype == torch.bfloat16
+        assert model.config._attn_implementation == "sdpa"
+        assert f"{model.num_parameters():,} parameters" in (out / recipe.name / "README.md").read_text()
+    assert "drafts at temperature 1 is accepted" in (out / TINY_DRAFT.name / "README.md").read_text()
+
+
+def test_a_corpus_too_small_to_fill_a_batch_is_refused(corpus: Path, tmp_path: Path) -> None:
+    (corpus / "heldout.txt.gz").write_bytes(gzip.compress(b"The fox ran."))
+    with pytest.raises(ValueError, match="too small"):
+        main(["--corpus", str(corpus), "--out", str(tmp_path), "--tiny"])
+
+
+def test_the_learning_rate_warms_up_holds_and_falls_to_zero() -> None:
+    assert schedule(progress=0.01, warmth=0.5, decay_share=0.6) == 0.5
+    assert schedule(progress=0.30, warmth=9.0, decay_share=0.6) == 1.0
+    assert schedule(progress=0.70, warmth=9.0, decay_share=0.6) == pytest.approx(0.5)
+    assert schedule(progress=1.00, warmth=9.0, decay_share=0.6) == 0.0
