@@ -1,28 +1,36 @@
 """A real Redis-compatible server for tests: started, killed, frozen and started again at will, its data kept.
 
-Fixture `redis_server`: import it where it is wanted (`from tests.redis_server import redis_server`).
+`with RedisServer(folder) as redis:` in a test of one's own, or the fixture `redis_server`
+(`from tests.redis_server import redis_server`). Nothing here needs an event loop.
 """
 
-import asyncio
+import contextlib
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator
+import subprocess
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
-import pytest_asyncio
+import pytest
 
 from services.cache.embedded import EmbeddedRedis
 
+START_S = 10.0
+
 
 class RedisServer:
-    """The embedded server on a TCP port of its own as well, which it keeps over restarts."""
+    """The embedded server, at a TCP port beside its Unix socket. It keeps port and data over restarts."""
 
     def __init__(self, folder: Path, max_bytes: int = 64 << 20, *options: str) -> None:
+        """`options` are further words of its command line, such as "--requirepass", "secret"."""
         self.embedded = EmbeddedRedis(folder, max_bytes)
         self.port = free_port()
         self._options = options
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def url(self) -> str:
@@ -30,52 +38,63 @@ class RedisServer:
         return f"redis://127.0.0.1:{self.port}/0"
 
     @property
-    def process(self) -> asyncio.subprocess.Process:
+    def process(self) -> "subprocess.Popen[bytes]":
         """The process that runs now."""
         assert self._process is not None, "the server is not running"
         return self._process
 
-    async def start(self) -> None:
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._process is not None:
+            self.kill()
+
+    def start(self) -> None:
         """Starts it on the data that its folder has and waits until it answers."""
         assert self._process is None, "the server is running"
         command = [*self.embedded.command(), "--bind", "127.0.0.1", "--port", str(self.port), *self._options]
-        self._process = await asyncio.create_subprocess_exec(
-            *command, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL
-        )
-        await self.embedded.wait_ready()
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        end = time.monotonic() + START_S
+        while not self._answers():
+            assert self._process.poll() is None, f"the server ended with {self._process.poll()}"
+            assert time.monotonic() < end, f"the server does not answer after {START_S} s"
+            time.sleep(0.005)
 
-    async def stop(self) -> int:
+    def stop(self) -> int:
         """Ends it as a supervisor would, with SIGTERM. Returns the exit status."""
-        return await self._end(signal.SIGTERM)
+        return self._end(signal.SIGTERM)
 
-    async def kill(self) -> int:
+    def kill(self) -> int:
         """Ends it with SIGKILL. Returns the exit status, -9."""
-        return await self._end(signal.SIGKILL)
+        return self._end(signal.SIGKILL)
 
     def freeze(self) -> None:
         """Stops it from answering, with SIGSTOP; returns when the kernel says that it is stopped."""
         self.process.send_signal(signal.SIGSTOP)
-        while self._state() != "T":
+        stat = Path(f"/proc/{self.process.pid}/stat")
+        while stat.read_text().rpartition(")")[2].split()[0] != "T":
             os.sched_yield()
 
     def thaw(self) -> None:
         """Undoes `freeze`."""
         self.process.send_signal(signal.SIGCONT)
 
-    async def close(self) -> None:
-        """Ends it if it runs."""
-        if self._process is not None:
-            await self.kill()
-
-    async def _end(self, number: signal.Signals) -> int:
+    def _end(self, number: signal.Signals) -> int:
         self.process.send_signal(number)
-        status = await self.process.wait()
+        status = self.process.wait()
         self._process = None
         return status
 
-    def _state(self) -> str:
-        stat = Path(f"/proc/{self.process.pid}/stat").read_text()
-        return stat.rpartition(")")[2].split()[0]
+    def _answers(self) -> bool:
+        # While it reads its data it says LOADING, with a password NOAUTH: the first is not ready, the second is.
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1.0) as peer:
+            peer.sendall(b"PING\r\n")
+            return peer.recv(64).startswith((b"+PONG", b"-NOAUTH"))
+        return False
 
 
 def free_port() -> int:
@@ -85,10 +104,8 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@pytest_asyncio.fixture
-async def redis_server(tmp_path: Path) -> AsyncIterator[RedisServer]:
+@pytest.fixture
+def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
     """A running server with empty data."""
-    server = RedisServer(tmp_path / "redis")
-    await server.start()
-    yield server
-    await server.close()
+    with RedisServer(tmp_path / "redis") as server:
+        yield server
