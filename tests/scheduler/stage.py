@@ -1,0 +1,123 @@
+"""A stage for stories about the pool: a clock that stands still, and who was told what."""
+
+from collections.abc import Sequence
+
+from services.hashing import KEY_BYTES
+from services.scheduler.messages import (
+    Assigned,
+    Card,
+    Command,
+    DropWorker,
+    Ended,
+    GatewayMessage,
+    JobRef,
+    Joined,
+    Rejected,
+    Report,
+    Submit,
+    ToGateway,
+    ToWorker,
+    WorkerHello,
+    WorkerMessage,
+)
+from services.scheduler.pool import Limits, Pool
+
+CARD = Card("story", aliases=("tale",), fingerprint=b"f" * 32, block_size=16, bundle_digest=b"b" * 32)
+
+
+def keys(*names: int) -> bytes:
+    """Block keys, joined as on the wire."""
+    return b"".join(name.to_bytes(KEY_BYTES, "big") for name in names)
+
+
+class Stage:
+    """The real pool, driven by hand. Integrity is checked after each event."""
+
+    def __init__(self, limits: Limits | None = None, *, started: float = 0.0) -> None:
+        self.now = 100.0
+        self.pool = Pool(epoch=7, now=started, limits=limits)
+        self.inbox: dict[str, list[GatewayMessage]] = {}
+        self.worker_inbox: dict[str, list[WorkerMessage]] = {}
+        self.dropped: list[str] = []
+        self.steps = 0
+
+    def perform(self, commands: Sequence[Command]) -> None:
+        for command in commands:
+            match command:
+                case ToGateway(gateway_id, message):
+                    self.inbox.setdefault(gateway_id, []).append(message)
+                case ToWorker(worker_id, message):
+                    self.worker_inbox.setdefault(worker_id, []).append(message)
+                case DropWorker(worker_id):
+                    self.dropped.append(worker_id)
+        self.pool.check_integrity()
+
+    # ---- who does what ----
+
+    def gateway(self, gateway_id: str = "g1") -> str:
+        self.perform(self.pool.on_gateway_attached(gateway_id, self.now))
+        return gateway_id
+
+    def gateway_leaves(self, gateway_id: str = "g1") -> None:
+        self.perform(self.pool.on_gateway_detached(gateway_id, self.now))
+
+    def submit(self, job_id: str, gateway: str = "g1", **fields: object) -> GatewayMessage | None:
+        """Submits and returns the answer, if it came at once."""
+        known: dict[str, object] = {"model": "story", "prompt_tokens": 32, "max_tokens": 16} | fields
+        submit = Submit(job_id, **known)  # type: ignore[arg-type]
+        before = len(self.inbox.get(gateway, []))
+        self.perform(self.pool.on_submit(gateway, submit, self.now))
+        return next(iter(self.inbox.get(gateway, [])[before:]), None)
+
+    def withdraw(self, job_id: str, gateway: str = "g1") -> None:
+        self.perform(self.pool.on_withdraw(gateway, job_id, self.now))
+
+    def worker(
+        self,
+        worker_id: str = "w1",
+        *,
+        credits: int = 1,
+        card: Card = CARD,
+        running: Sequence[str] = (),
+        stored: bytes = b"",
+    ) -> str:
+        refs = tuple(JobRef(job_id, 1) for job_id in running)
+        hello = WorkerHello(worker_id, f"{worker_id}:1", card, credits, running=refs, stored_keys=stored)
+        self.perform(self.pool.on_worker_attached(hello, self.now))
+        return worker_id
+
+    def report(self, worker_id: str = "w1", *ended: str, attempt: int = 1, tokens: int = 16, **fields: object) -> None:
+        """A report that shows progress, unless `steps` says otherwise."""
+        self.steps += 1
+        known: dict[str, object] = {"steps": self.steps, "running": 1} | fields
+        ends = tuple(Ended(job_id, attempt, tokens) for job_id in ended)
+        report = Report(ended=ends, **known)  # type: ignore[arg-type]
+        self.perform(self.pool.on_report(worker_id, report, self.now))
+
+    def worker_leaves(self, worker_id: str = "w1") -> None:
+        self.perform(self.pool.on_worker_detached(worker_id, self.now))
+
+    def pass_time(self, seconds: float, *, heartbeat: Sequence[str] = ()) -> None:
+        """Ticks every 50 ms; workers in `heartbeat` make progress."""
+        for _ in range(round(seconds / 0.05)):
+            self.now += 0.05
+            for worker_id in heartbeat:
+                self.report(worker_id)
+            self.perform(self.pool.on_tick(self.now))
+
+    # ---- what came of it ----
+
+    def answers(self, gateway: str = "g1") -> list[Assigned | Joined | Rejected]:
+        return [m for m in self.inbox.get(gateway, []) if isinstance(m, Assigned | Joined | Rejected)]
+
+    def placed(self, gateway: str = "g1") -> list[tuple[str, str]]:
+        """(job, worker) in the order of their assignment."""
+        return [(m.job_id, m.worker_id) for m in self.answers(gateway) if isinstance(m, Assigned)]
+
+    def joined(self, gateway: str = "g1") -> list[tuple[str, str]]:
+        """(job, leader) in order."""
+        return [(m.job_id, m.leader_job_id) for m in self.answers(gateway) if isinstance(m, Joined)]
+
+    def rejected(self, gateway: str = "g1") -> dict[str, str]:
+        """Reason by job."""
+        return {m.job_id: m.failure.reason for m in self.answers(gateway) if isinstance(m, Rejected)}

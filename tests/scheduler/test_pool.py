@@ -1,0 +1,718 @@
+"""Stories of jobs and workers on the real pool, told with a clock that stands still."""
+
+from dataclasses import replace
+
+import pytest
+
+from services.scheduler.messages import (
+    Assigned,
+    Code,
+    Hello,
+    Joined,
+    Models,
+    Refused,
+    Rejected,
+    WorkerHello,
+    WorkerLost,
+)
+from services.scheduler.pool import Limits
+from tests.scheduler.stage import CARD, Stage, keys
+
+
+@pytest.fixture
+def stage() -> Stage:
+    stage = Stage()
+    stage.gateway("g1")
+    return stage
+
+
+# ---- hello ----
+
+
+def test_a_gateway_hears_the_epoch_and_the_models_first(stage: Stage) -> None:
+    stage.worker("w1")
+    stage.gateway("g2")
+    hello, models = stage.inbox["g2"]
+    assert hello == Hello(7)
+    assert isinstance(models, Models)
+    assert [(m.card.name, m.addresses) for m in models.models] == [("story", ("w1:1",))]
+
+
+def test_gateways_hear_of_each_change_of_the_models_and_of_nothing_else(stage: Stage) -> None:
+    stage.worker("w1")
+    stage.worker("w2")
+    stage.report("w1")
+    stage.worker_leaves("w2")
+    told = [[s.addresses for s in m.models] for m in stage.inbox["g1"] if isinstance(m, Models)]
+    assert told == [[], [("w1:1",)], [("w1:1", "w2:1")], [("w1:1",)]]
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"worker_id": ""}, "worker_id"),
+        ({"address": ""}, "address"),
+        ({"credits": 0}, "credits"),
+        ({"stored_keys": b"short"}, "stored_keys"),
+        ({"card": replace(CARD, name="")}, "card.name"),
+        ({"card": replace(CARD, block_size=0)}, "card.block_size"),
+    ],
+)
+def test_a_worker_without_the_needful_is_refused_by_field(stage: Stage, change: dict[str, object], field: str) -> None:
+    hello = replace(WorkerHello("w1", "w1:1", CARD, 1), **change)  # type: ignore[arg-type]
+    stage.perform(stage.pool.on_worker_attached(hello, stage.now))
+    (refused,) = stage.worker_inbox[hello.worker_id]
+    assert isinstance(refused, Refused)
+    assert (refused.failure.code, refused.failure.field) == (Code.INVALID_ARGUMENT, field)
+    assert not stage.pool.workers
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(CARD, fingerprint=b"x" * 32),
+        replace(CARD, block_size=32),
+        replace(CARD, bundle_digest=b"x" * 32),
+    ],
+)
+def test_a_worker_of_another_model_with_the_same_name_is_refused(stage: Stage, other: object) -> None:
+    stage.worker("w1")
+    stage.worker("w2", card=other)  # type: ignore[arg-type]
+    (refused,) = stage.worker_inbox["w2"]
+    assert isinstance(refused, Refused)
+    assert (refused.failure.code, refused.failure.reason) == (Code.FAILED_PRECONDITION, "MODEL_MISMATCH")
+
+
+def test_when_the_old_workers_are_gone_the_name_may_change_its_model(stage: Stage) -> None:
+    stage.worker("w1")
+    stage.worker_leaves("w1")
+    stage.submit("old-tokens")
+    stage.worker("w2", card=replace(CARD, fingerprint=b"x" * 32))
+    assert stage.rejected() == {"old-tokens": "NO_WORKER"}
+    assert isinstance(stage.submit("new-tokens"), Assigned)
+
+
+# ---- credits and the line ----
+
+
+def test_a_job_takes_a_credit_and_its_end_gives_it_to_the_next(stage: Stage) -> None:
+    stage.worker("w1", credits=1)
+    first = stage.submit("a")
+    assert first == Assigned("a", 1, "w1", "w1:1", 0.0, 0)
+    assert stage.submit("b") is None
+    stage.now += 0.25
+    stage.report("w1", "a")
+    second = stage.answers()[-1]
+    assert second == Assigned("b", 1, "w1", "w1:1", 0.25, 0)
+
+
+def test_the_end_of_an_older_attempt_frees_nothing(stage: Stage) -> None:
+    stage.worker("w1", credits=1)
+    stage.submit("a", attempt=1)
+    stage.submit("a", attempt=2, avoid=frozenset({"w1"}))
+    stage.submit("b")
+    stage.report("w1", "a", attempt=1)
+    assert stage.placed() == [("a", "w1"), ("a", "w1")]
+    stage.report("w1", "a", attempt=2)
+    assert stage.placed()[-1] == ("b", "w1")
+
+
+def test_higher_priority_goes_first_and_within_it_first_come(stage: Stage) -> None:
+    stage.worker("w1", credits=1)
+    for job, priority in [("first", 0), ("low", -1), ("x", 0), ("y", 0), ("high", 5)]:
+        stage.submit(job, priority=priority)
+    for job in ["first", "high", "x", "y"]:
+        stage.report("w1", job)
+    assert [job for job, _ in stage.placed()] == ["first", "high", "x", "y", "low"]
+
+
+def test_a_full_line_refuses_with_a_time_to_come_back(stage: Stage) -> None:
+    stage = Stage(Limits(queue_limit=2))
+    stage.gateway("g1")
+    stage.worker("w1", credits=1)
+    for job in "abc":
+        stage.submit(job)
+    answer = stage.submit("d")
+    assert isinstance(answer, Rejected)
+    assert (answer.failure.code, answer.failure.reason) == (Code.RESOURCE_EXHAUSTED, "QUEUE_FULL")
+    assert answer.failure.retry_after_s > 0
+    assert stage.submit("moved", attempt=2) is None, "a job with tokens at its client is never turned away"
+
+
+def test_followers_fill_the_line_too(stage: Stage) -> None:
+    stage = Stage(Limits(queue_limit=2))
+    stage.gateway("g1")
+    stage.worker("w1", credits=1)
+    stage.submit("running")
+    stage.submit("a", identity=b"i")
+    stage.submit("b", identity=b"i")
+    stage.submit("c", identity=b"i")
+    assert stage.rejected() == {"c": "QUEUE_FULL"}
+
+
+def test_a_withdrawn_job_leaves_the_line(stage: Stage) -> None:
+    stage.worker("w1", credits=1)
+    for job in "abc":
+        stage.submit(job)
+    stage.withdraw("b")
+    stage.report("w1", "a")
+    assert [job for job, _ in stage.placed()] == ["a", "c"]
+
+
+def test_a_withdrawal_that_crosses_the_assignment_gives_the_credit_back(stage: Stage) -> None:
+    stage.worker("w1", credits=1)
+    stage.submit("a")
+    stage.submit("b")
+    stage.withdraw("a")
+    assert stage.placed() == [("a", "w1"), ("b", "w1")]
+
+
+def test_one_gateway_cannot_withdraw_the_job_of_another(stage: Stage) -> None:
+    stage.gateway("g2")
+    stage.worker("w1", credits=1)
+    stage.submit("a")
+    stage.withdraw("a", gateway="g2")
+    assert stage.pool.workers["w1"].free_credits == 0
+
+
+def test_the_waiting_jobs_of_a_gone_gateway_are_dropped_and_its_running_ones_run_on(stage: Stage) -> None:
+    stage.gateway("g2")
+    stage.worker("w1", credits=1)
+    for job in ("a", "b"):
+        stage.submit(job)
+    stage.submit("c", gateway="g2")
+    stage.gateway_leaves("g1")
+    assert stage.pool.workers["w1"].free_credits == 0
+    stage.report("w1", "a")
+    assert stage.placed("g2") == [("c", "w1")]
+
+
+def test_a_credit_whose_job_never_came_is_found_when_its_gateway_died_between(stage: Stage) -> None:
+    stage.gateway("g2")
+    stage.worker("w1", credits=2)
+    stage.submit("never-sent")
+    stage.submit("real", gateway="g2")
+    stage.gateway_leaves("g1")
+    stage.pass_time(1.0, heartbeat=["w1"])
+    assert stage.pool.workers["w1"].free_credits == 0, "it may still be on its way"
+    stage.pass_time(1.2, heartbeat=["w1"])
+    assert list(stage.pool.workers["w1"].jobs) == ["real"]
+
+
+def test_an_idle_worker_proves_that_no_job_came(stage: Stage) -> None:
+    stage.worker("w1", credits=1)
+    stage.submit("never-sent")
+    stage.now += 2.1
+    stage.report("w1", running=0)
+    assert stage.pool.workers["w1"].free_credits == 1
+
+
+# ---- models ----
+
+
+def test_an_unknown_model_is_not_found_and_an_alias_is(stage: Stage) -> None:
+    stage.worker("w1", credits=2)
+    answer = stage.submit("a", model="poem")
+    assert isinstance(answer, Rejected)
+    assert (answer.failure.code, answer.failure.reason) == (Code.NOT_FOUND, "MODEL_NOT_FOUND")
+    assert isinstance(stage.submit("b", model="tale"), Assigned)
+
+
+def test_each_model_has_its_own_workers_and_line(stage: Stage) -> None:
+    poem = replace(CARD, name="poem", aliases=(), fingerprint=b"p" * 32)
+    stage.worker("w1", credits=1)
+    stage.worker("w2", credits=1, card=poem)
+    stage.submit("a")
+    stage.submit("b")
+    stage.submit("c", model="poem")
+    assert stage.placed() == [("a", "w1"), ("c", "w2")]
+
+
+def test_a_model_whose_worker_restarts_is_waited_for(stage: Stage) -> None:
+    stage.worker("w1")
+    stage.worker_leaves("w1")
+    stage.pass_time(20.0)
+    assert stage.submit("patient") is None
+    stage.pass_time(1.5)
+    stage.worker("w2")
+    assert stage.placed() == [("patient", "w2")]
+
+
+def test_without_any_healthy_worker_jobs_wait_two_seconds_at_most(stage: Stage) -> None:
+    stage.worker("w1")
+    stage.worker_leaves("w1")
+    stage.submit("a")
+    stage.pass_time(1.9)
+    assert not stage.rejected()
+    stage.pass_time(0.3)
+    (answer,) = stage.answers()
+    assert isinstance(answer, Rejected)
+    assert (answer.failure.code, answer.failure.reason) == (Code.UNAVAILABLE, "NO_WORKER")
+    assert answer.failure.retry_after_s > 0
+
+
+def test_after_half_a_minute_without_workers_a_model_is_forgotten(stage: Stage) -> None:
+    stage.worker("w1")
+    stage.worker_leaves("w1")
+    stage.pass_time(30.2)
+    stage.submit("a")
+    assert stage.rejected() == {"a": "MODEL_NOT_FOUND"}
+    assert stage.inbox["g1"][-2] == Models(())
+
+
+def test_a_draining_worker_gets_no_new_jobs(stage: Stage) -> None:
+    stage.worker("w1", credits=4)
+    stage.report("w1", draining=True, running=0)
+    assert stage.submit("a") is None
+    stage.worker("w2")
+    assert stage.placed() == [("a", "w2")]
+
+
+# ---- deadlines ----
+
+
+def test_a_deadline_that_expires_in_the_line_costs_no_token(stage: Stage) -> None:
+    stage.worker("w1", credits=1)
+    stage.submit("a")
+    stage.submit("b", deadline_s=0.5)
+    stage.pass_time(0.6, heartbeat=["w1"])
+    (answer,) = (m for m in stage.answers() if isinstance(m, Rejected))
+    assert (answer.job_id, answer.failure.code) == ("b", Code.DEADLINE_EXCEEDED)
+    stage.report("w1", "a")
+    assert stage.placed() == [("a", "w1")]
+
+
+def test_an_expired_job_is_not_assigned_even_between_ticks(stage: Stage) -> None:
+    stage.worker("w1", credits=1)
+    stage.submit("a")
+    stage.submit("b", deadline_s=0.5)
+    stage.now += 0.51
+    stage.report("w1", "a")
+    assert stage.rejected() == {"b": "DEADLINE_EXPIRED"}
+
+
+def test_a_deadline_that_cannot_be_met_is_refused_at_once(stage: Stage) -> None:
+    stage.worker("w1", credits=1)
+    stage.report("w1", prefill_rate=1000.0, decode_s=0.01, running=0)
+    assert stage.submit("long", prompt_tokens=5000, deadline_s=2.0) is not None
+    assert stage.rejected() == {"long": "DEADLINE_UNMEETABLE"}
+    assert isinstance(stage.submit("short", prompt_tokens=1000, deadline_s=2.0), Assigned)
+
+
+def test_a_cached_prompt_can_meet_a_deadline_that_a_new_one_cannot(stage: Stage) -> None:
+    stage.worker("w1", credits=1, stored=keys(1, 2, 3))
+    stage.report("w1", prefill_rate=16.0, running=0)
+    answer = stage.submit("a", prompt_tokens=64, block_keys=keys(1, 2, 3, 4), deadline_s=2.0)
+    assert isinstance(answer, Assigned)
+    assert answer.matched_blocks == 3
+
+
+def test_the_wait_in_line_counts_against_the_deadline(stage: Stage) -> None:
+    stage.worker("w1", credits=1)
+    stage.submit("a")
+    stage.report("w1", "a", tokens=100, prefill_rate=1e6, decode_s=0.01)
+    for job in range(5):
+        stage.submit(f"b{job}")
+    stage.submit("late", deadline_s=3.0)
+    stage.submit("fine", deadline_s=8.0)
+    assert stage.rejected() == {"late": "DEADLINE_UNMEETABLE"}
+
+
+def test_while_rates_are_unknown_everyone_is_admitted(stage: Stage) -> None:
+    stage.worker("w1", credits=1)
+    assert isinstance(stage.submit("a", prompt_tokens=10**6, deadline_s=0.001), Assigned)
+
+
+# ---- placement ----
+
+
+def test_a_prompt_goes_where_its_prefix_is(stage: Stage) -> None:
+    stage.worker("w1", credits=4)
+    stage.worker("w2", credits=4, stored=keys(1, 2))
+    answer = stage.submit("a", prompt_tokens=48, block_keys=keys(1, 2, 3))
+    assert isinstance(answer, Assigned)
+    assert (answer.worker_id, answer.matched_blocks) == ("w2", 2)
+
+
+def test_evicted_blocks_match_no_more(stage: Stage) -> None:
+    stage.worker("w2", credits=4, stored=keys(1, 2))
+    stage.worker("w1", credits=4)
+    stage.report("w2", evicted_keys=keys(1), running=0)
+    answer = stage.submit("a", prompt_tokens=48, block_keys=keys(1, 2, 3))
+    assert isinstance(answer, Assigned)
+    assert (answer.worker_id, answer.matched_blocks) == ("w1", 0)
+
+
+def test_a_burst_spreads_before_any_report_tells_of_it(stage: Stage) -> None:
+    for worker in ("w1", "w2", "w3"):
+        stage.worker(worker, credits=8)
+    for job in range(6):
+        stage.submit(f"j{job}", prompt_tokens=160)
+    assert sorted(worker for _, worker in stage.placed()) == ["w1", "w1", "w2", "w2", "w3", "w3"]
+
+
+def test_a_shared_prefix_does_not_draw_everything_to_one_worker(stage: Stage) -> None:
+    stage.worker("w1", credits=64, stored=keys(1))
+    stage.worker("w2", credits=64)
+    for job in range(40):
+        stage.submit(f"j{job}", prompt_tokens=160, block_keys=keys(1, 100 + job))
+    placed = [worker for _, worker in stage.placed()]
+    assert 15 <= placed.count("w2") <= 20
+
+
+# ---- next attempts ----
+
+
+def test_the_next_attempt_avoids_the_worker_that_failed(stage: Stage) -> None:
+    stage.worker("w1", credits=2)
+    stage.submit("a")
+    stage.worker("w2", credits=2)
+    answer = stage.submit("a", attempt=2, avoid=frozenset({"w1"}))
+    assert isinstance(answer, Assigned)
+    assert (answer.attempt, answer.worker_id) == (2, "w2")
+    assert not stage.pool.workers["w1"].jobs
+
+
+def test_with_nothing_else_an_avoided_worker_is_better_than_none(stage: Stage) -> None:
+    stage.worker("w1", credits=2)
+    assert isinstance(stage.submit("a", attempt=2, avoid=frozenset({"w1"})), Assigned)
+
+
+def test_a_job_waits_for_another_worker_rather_than_take_the_one_that_failed(stage: Stage) -> None:
+    stage.worker("w1", credits=1)
+    stage.submit("long")
+    stage.worker("w2", credits=1)
+    assert stage.submit("a", attempt=2, avoid=frozenset({"w2"})) is None
+    assert isinstance(stage.submit("b"), Assigned), "others take what it leaves"
+    stage.report("w1", "long")
+    assert stage.placed()[-1] == ("a", "w1")
+
+
+def test_moved_jobs_go_ahead_of_their_class_in_their_old_order(stage: Stage) -> None:
+    stage.worker("w1", credits=2)
+    stage.submit("a")
+    stage.submit("b")
+    stage.submit("waits")
+    stage.submit("urgent", priority=1)
+    stage.worker("w2", credits=1)  # takes "urgent"
+    stage.submit("b", attempt=2, avoid=frozenset({"w1"}))
+    stage.submit("a", attempt=2, avoid=frozenset({"w1"}))
+    stage.worker("w3", credits=2)
+    assert stage.placed()[-2:] == [("a", "w3"), ("b", "w3")] or stage.placed()[-3:-1] == [("a", "w3"), ("b", "w3")]
+
+
+# ---- the life of workers ----
+
+
+def test_a_link_that_breaks_for_a_moment_costs_nothing(stage: Stage) -> None:
+    stage.worker("w1", credits=2)
+    stage.submit("a")
+    stage.submit("b")
+    stage.worker_leaves("w1")
+    stage.pass_time(1.5)
+    stage.worker("w1", credits=2, running=["a"])
+    assert not [m for m in stage.inbox["g1"] if isinstance(m, WorkerLost)]
+    assert list(stage.pool.workers["w1"].jobs) == ["a"], "b ended while the link was broken"
+
+
+def test_a_worker_that_does_not_come_back_is_lost(stage: Stage) -> None:
+    stage.worker("w1", credits=1)
+    stage.submit("a")
+    stage.worker_leaves("w1")
+    stage.pass_time(2.2)
+    assert WorkerLost("w1") in stage.inbox["g1"]
+    stage.worker("w2", credits=1)
+    assert isinstance(stage.submit("a", attempt=2, avoid=frozenset({"w1"})), Assigned)
+
+
+def test_a_worker_without_jobs_leaves_without_a_word(stage: Stage) -> None:
+    stage.worker("w1")
+    stage.worker_leaves("w1")
+    stage.pass_time(3.0)
+    assert WorkerLost("w1") not in stage.inbox["g1"]
+    assert not stage.pool.workers
+
+
+def test_a_hung_worker_is_lost_even_though_it_reports(stage: Stage) -> None:
+    stage.worker("w1", credits=1)
+    stage.submit("a")
+    stage.report("w1", steps=3)
+    for _ in range(21):
+        stage.pass_time(0.1)
+        stage.report("w1", steps=3)
+    assert WorkerLost("w1") in stage.inbox["g1"]
+    assert stage.dropped == ["w1"]
+
+
+def test_a_long_step_that_was_announced_is_no_hang(stage: Stage) -> None:
+    stage.worker("w1", credits=1)
+    stage.submit("a")
+    stage.report("w1", steps=3, step_s=4.0)
+    stage.pass_time(11.5)
+    assert not stage.dropped
+    stage.pass_time(1.0)
+    assert stage.dropped == ["w1"]
+
+
+def test_a_short_stall_moves_nothing(stage: Stage) -> None:
+    stage.worker("w1", credits=1)
+    stage.submit("a")
+    stage.report("w1")
+    stage.pass_time(1.9)
+    stage.report("w1")
+    stage.pass_time(1.9)
+    assert not stage.dropped
+
+
+def test_our_own_pause_is_no_workers_fault(stage: Stage) -> None:
+    stage.worker("w1", credits=1)
+    stage.submit("a")
+    stage.now += 5.0
+    stage.pool.on_pause(5.0)
+    stage.perform(stage.pool.on_tick(stage.now))
+    assert not stage.dropped
+
+
+def test_an_idle_worker_that_falls_silent_gets_no_jobs_until_it_speaks(stage: Stage) -> None:
+    stage.worker("w1")
+    stage.pass_time(2.5)
+    assert stage.submit("a") is None
+    stage.report("w1", running=0)
+    assert stage.placed() == [("a", "w1")]
+
+
+def test_what_a_lost_worker_reports_counts_for_nothing_until_its_next_hello(stage: Stage) -> None:
+    stage.worker("w1", credits=1)
+    stage.submit("a")
+    stage.pass_time(2.5)
+    stage.report("w1", "a", stored_keys=keys(1))
+    assert not stage.pool.workers
+    stage.worker("w1", credits=1, running=["a"])
+    assert isinstance(stage.submit("a", attempt=2), Assigned), "the next attempt fences what the zombie still runs"
+
+
+def test_after_a_restart_the_workers_tell_what_runs(stage: Stage) -> None:
+    stage.worker("w1", credits=2, running=["a", "b"])
+    assert stage.submit("c") is None
+    stage.report("w1", "a")
+    assert stage.placed() == [("c", "w1")]
+
+
+def test_right_after_a_start_jobs_wait_for_the_first_hello_of_their_model() -> None:
+    stage = Stage(started=99.9)
+    stage.gateway("g1")
+    assert stage.submit("a", model="tale") is None
+    assert stage.submit("b", model="story") is None
+    stage.submit("c", model="nonsense")
+    stage.now += 0.5
+    stage.worker("w1", credits=2)
+    assert stage.placed() == [("b", "w1"), ("a", "w1")] or stage.placed() == [("a", "w1"), ("b", "w1")]
+    stage.pass_time(2.0)
+    assert stage.rejected() == {"c": "MODEL_NOT_FOUND"}
+    assert list(stage.pool.models) == ["story"]
+
+
+# ---- identical requests ----
+
+
+def test_an_identical_job_joins_the_running_one_without_a_credit(stage: Stage) -> None:
+    stage.gateway("g2")
+    stage.worker("w1", credits=1)
+    stage.submit("a", identity=b"same")
+    answer = stage.submit("b", gateway="g2", identity=b"same")
+    assert answer == Joined("b", 1, "w1", "w1:1", "a")
+
+
+def test_a_follower_waits_with_its_leader(stage: Stage) -> None:
+    stage.worker("w1", credits=1)
+    stage.submit("busy")
+    stage.submit("a", identity=b"same")
+    assert stage.submit("b", identity=b"same") is None
+    stage.report("w1", "busy")
+    assert stage.placed()[-1] == ("a", "w1")
+    assert stage.joined() == [("b", "a")]
+
+
+def test_a_follower_takes_the_place_of_a_withdrawn_leader(stage: Stage) -> None:
+    stage.worker("w1", credits=1)
+    stage.submit("busy")
+    stage.submit("a", identity=b"same")
+    stage.submit("next")
+    stage.submit("b", identity=b"same")
+    stage.submit("c", identity=b"same")
+    stage.withdraw("a")
+    stage.report("w1", "busy")
+    assert stage.placed()[-1] == ("b", "w1"), "in the leader's place, before `next`"
+    assert stage.joined() == [("c", "b")]
+
+
+def test_followers_survive_the_leaders_gateway(stage: Stage) -> None:
+    stage.gateway("g2")
+    stage.worker("w1", credits=1)
+    stage.submit("busy", gateway="g2")
+    stage.submit("a", identity=b"same")
+    stage.submit("b", gateway="g2", identity=b"same")
+    stage.gateway_leaves("g1")
+    stage.report("w1", "busy")
+    assert stage.placed("g2")[-1] == ("b", "w1")
+
+
+def test_a_follower_in_a_hurry_pulls_its_leader_forward(stage: Stage) -> None:
+    stage.worker("w1", credits=1)
+    stage.submit("busy")
+    stage.submit("other", priority=1)
+    stage.submit("a", identity=b"same")
+    stage.submit("b", identity=b"same", priority=2)
+    stage.report("w1", "busy")
+    assert stage.placed()[-1] == ("a", "w1")
+
+
+def test_a_follower_expires_alone(stage: Stage) -> None:
+    stage.worker("w1", credits=1)
+    stage.submit("busy")
+    stage.submit("a", identity=b"same")
+    stage.submit("b", identity=b"same", deadline_s=0.3)
+    stage.pass_time(0.5, heartbeat=["w1"])
+    assert stage.rejected() == {"b": "DEADLINE_EXPIRED"}
+    stage.report("w1", "busy")
+    assert stage.placed()[-1] == ("a", "w1")
+    assert not stage.joined()
+
+
+def test_an_expired_leader_leaves_its_place_to_a_follower_with_more_time(stage: Stage) -> None:
+    stage.worker("w1", credits=1)
+    stage.submit("busy")
+    stage.submit("a", identity=b"same", deadline_s=0.3)
+    stage.submit("b", identity=b"same")
+    stage.pass_time(0.5, heartbeat=["w1"])
+    stage.report("w1", "busy")
+    assert stage.rejected() == {"a": "DEADLINE_EXPIRED"}
+    assert stage.placed()[-1] == ("b", "w1")
+
+
+def test_when_a_job_ended_the_next_identical_one_runs_anew(stage: Stage) -> None:
+    stage.worker("w1", credits=1)
+    stage.submit("a", identity=b"same")
+    stage.report("w1", "a")
+    assert isinstance(stage.submit("b", identity=b"same"), Assigned)
+
+
+def test_a_joined_job_whose_worker_failed_runs_alone(stage: Stage) -> None:
+    stage.worker("w1", credits=2)
+    stage.submit("a", identity=b"same")
+    stage.submit("b", identity=b"same")
+    stage.worker("w2", credits=2)
+    answer = stage.submit("b", attempt=2, identity=b"same", avoid=frozenset({"w1"}))
+    assert isinstance(answer, Assigned)
+    assert answer.worker_id == "w2"
+
+
+def test_after_a_death_one_runs_and_the_others_join_it(stage: Stage) -> None:
+    stage.gateway("g2")
+    stage.worker("w1", credits=1)
+    stage.submit("a", identity=b"same")
+    stage.submit("b", gateway="g2", identity=b"same")
+    stage.worker_leaves("w1")
+    stage.worker("w2", credits=1)
+    stage.pass_time(2.1, heartbeat=["w2"])
+    assert WorkerLost("w1") in stage.inbox["g1"]
+    assert WorkerLost("w1") in stage.inbox["g2"]
+    again = {"attempt": 2, "identity": b"same", "avoid": frozenset({"w1"})}
+    assert isinstance(stage.submit("b", gateway="g2", **again), Assigned)
+    assert stage.submit("a", **again) == Joined("a", 2, "w2", "w2:1", "b")
+
+
+def test_a_retry_through_another_gateway_joins_its_own_job(stage: Stage) -> None:
+    stage.gateway("g2")
+    stage.worker("w1", credits=1)
+    stage.submit("a", body=b"one")
+    stage.gateway_leaves("g1")
+    assert stage.submit("a", gateway="g2", body=b"one") == Joined("a", 1, "w1", "w1:1", "a")
+
+
+def test_a_request_id_in_use_for_another_body_is_refused(stage: Stage) -> None:
+    stage.gateway("g2")
+    stage.worker("w1", credits=1)
+    stage.submit("a", body=b"one")
+    answer = stage.submit("a", gateway="g2", body=b"two")
+    assert isinstance(answer, Rejected)
+    assert (answer.failure.code, answer.failure.reason) == (Code.ALREADY_EXISTS, "REQUEST_ID_IN_USE")
+
+
+def test_a_retry_of_a_waiting_job_waits_with_it(stage: Stage) -> None:
+    stage.gateway("g2")
+    stage.worker("w1", credits=1)
+    stage.submit("busy")
+    stage.submit("a", body=b"one")
+    assert stage.submit("a", gateway="g2", body=b"one") is None
+    stage.report("w1", "busy")
+    assert stage.joined("g2") == [("a", "a")]
+
+
+def test_a_retry_outlives_the_gateway_of_the_waiting_job(stage: Stage) -> None:
+    stage.gateway("g2")
+    stage.worker("w1", credits=1)
+    stage.submit("busy")
+    stage.submit("a", body=b"one")
+    stage.submit("a", gateway="g2", body=b"one")
+    stage.gateway_leaves("g1")
+    stage.report("w1", "busy")
+    assert stage.placed("g2") == [("a", "w1")]
+
+
+def test_a_gateway_that_lost_its_link_hears_its_answer_again(stage: Stage) -> None:
+    stage.worker("w1", credits=1)
+    first = stage.submit("a", body=b"one")
+    stage.gateway("g1")
+    stage.now += 1.0
+    assert stage.submit("a", body=b"one") == first
+    assert len(stage.pool.workers["w1"].jobs) == 1
+
+
+# ---- fairness ----
+
+
+def test_the_least_served_tenant_is_next(stage: Stage) -> None:
+    stage.worker("w1", credits=1)
+    for job in range(4):
+        stage.submit(f"big{job}", tenant="big")
+    stage.submit("small0", tenant="small")
+    stage.submit("small1", tenant="small")
+    for job in ["big0", "big1", "small0", "big2", "small1"]:
+        stage.report("w1", job)
+    assert [job for job, _ in stage.placed()] == ["big0", "big1", "small0", "big2", "small1", "big3"]
+
+
+def test_answers_count_by_their_actual_length(stage: Stage) -> None:
+    stage.worker("w1", credits=1)
+    for job in range(3):
+        stage.submit(f"brief{job}", tenant="brief", prompt_tokens=10, max_tokens=1000)
+        stage.submit(f"long{job}", tenant="long", prompt_tokens=10, max_tokens=100)
+    stage.report("w1", "brief0", tokens=10)
+    stage.report("w1", "long0", tokens=100)
+    stage.report("w1", "brief1", tokens=10)
+    stage.report("w1", "brief2", tokens=10)
+    assert [job for job, _ in stage.placed()] == ["brief0", "long0", "brief1", "brief2", "long1"]
+
+
+def test_idle_time_earns_no_credit(stage: Stage) -> None:
+    stage.worker("w1", credits=1)
+    for job in range(8):
+        stage.submit(f"old{job}", tenant="old")
+    for job in range(4):
+        stage.report("w1", f"old{job}")
+    for job in range(3):
+        stage.submit(f"new{job}", tenant="new")
+    for job in ["old4", "old5", "new0", "old6", "new1", "old7"]:
+        stage.report("w1", job)
+    assert [job for job, _ in stage.placed()][4:] == ["old4", "old5", "new0", "old6", "new1", "old7", "new2"]
+
+
+def test_a_job_that_was_lost_costs_its_tenant_nothing(stage: Stage) -> None:
+    stage.worker("w1", credits=1)
+    stage.submit("a", tenant="t")
+    tally = stage.pool.models["story"].line.tally
+    assert tally.served("t") == 48
+    stage.worker_leaves("w1")
+    stage.pass_time(2.1)
+    assert tally.served("t") == 0
