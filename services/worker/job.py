@@ -1,6 +1,6 @@
 """What goes into the engine and what comes out of it, as plain values. Knows no torch, no gRPC and no engine.
 
-A job is one sequence to continue. Its `key` is a handle that the caller chose; it is unique among the jobs the engine has.
+A job is one sequence to continue. Its `key` is a handle that the caller chose, unique among the jobs the engine has.
 Positions count tokens of the answer from 0, so the next position of a job is `len(token_ids) - boundary`.
 """
 

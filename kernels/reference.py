@@ -1,0 +1,403 @@
+"""Each operation of the engine in plain torch: what a CPU worker runs, and what every other kernel is tested against.
+
+Knows tensors and block tables, never models, jobs or schedules.
+
+    T tokens of a step     H query heads      D head dimension      N blocks of the pool    V vocabulary
+    R rows of a step       K key/value heads  L tokens of context   P tokens per block      S rows that sample
+
+A KV pool is one tensor for each layer, `kv_NP2KD`: key and value of a token lie side by side, so one copy writes both,
+one gather reads both, and a block is one contiguous page. Block 0 belongs to nobody: it is all zeros and pads tables.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+IntArray = npt.NDArray[np.integer]
+
+# ---- norms and activations ----
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight over the last dimension (Zhang and Sennrich 2019). x [..., n], weight [n] or [..., n]."""
+    if weight.dim() == 1:
+        return F.rms_norm(x, (x.shape[-1],), weight, eps)
+    return F.rms_norm(x, (x.shape[-1],), None, eps).mul_(weight)
+
+
+def add_rms_norm(residual: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Add `delta` to `residual` in place, then rms_norm of the sum. All [T, n]."""
+    residual.add_(delta)
+    return F.rms_norm(residual, (residual.shape[-1],), weight, eps)
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up, where gate and up are the halves of the last dimension: [T, 2n] -> [T, n]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
+# ---- matrix products ----
+
+
+def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x @ weight.T + bias. x [T, n], weight [m, n], bias [m] -> [T, m]."""
+    return F.linear(x, weight, bias)
+
+
+# The library picks another summation order for few rows (in fp32 one row alone and the same row among 64 differ in 90%
+# of their elements) and, with several threads and sums over 1024 or more, for each number of rows. One fixed shape has
+# one order: in tiles of 16 rows a row has the same bits wherever it lies and whoever its neighbours are (torch 2.13).
+ROW_TILE = 16
+
+
+def matmul_invariant(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """As `matmul`, and a row's result has the same bits whatever the other rows are and however many."""
+    rows = x.shape[0]
+    padded = _pad_rows(x, ROW_TILE)
+    if padded.shape[0] == ROW_TILE:
+        return F.linear(padded, weight, bias)[:rows]
+    out = x.new_empty(padded.shape[0], weight.shape[0])
+    for start in range(0, padded.shape[0], ROW_TILE):
+        out[start : start + ROW_TILE] = F.linear(padded[start : start + ROW_TILE], weight, bias)
+    return out[:rows]
+
+
+def _pad_rows(x: Tensor, multiple: int) -> Tensor:
+    missing = -x.shape[0] % multiple
+    return x if missing == 0 else torch.cat((x, x.new_zeros(missing, *x.shape[1:])))
+
+
+# ---- rotary embedding and KV write ----
+
+
+def rope_and_store(
+    qkv: Tensor, cos: Tensor, sin: Tensor, kv_NP2KD: Tensor, places_T: Tensor, heads: int, kv_heads: int
+) -> Tensor:
+    """Rotate queries and keys (Su et al. 2021, the halves convention), write keys and values, return the queries.
+
+    qkv [T, H + 2K, D], the heads in this order. cos, sin [T, 1, D]; the first half of sin is negated. places_T int64:
+    where each token's key and value go, block * P + offset. -> q [T, H, D].
+    """
+    dim = qkv.shape[2]
+    rotated = heads + kv_heads
+    qk = qkv[:, :rotated]
+    low, high = qk[..., : dim // 2], qk[..., dim // 2 :]
+    swapped = torch.cat((high, low), dim=-1).mul_(sin)
+    qk.mul_(cos).add_(swapped)
+    kv_NP2KD.view(-1, 2 * kv_heads, dim).index_copy_(0, places_T, qkv[:, heads:])
+    return qkv[:, :heads]
+
+
+# ---- ragged paged attention ----
+
+# Rows that decode are computed together, padded to the longest context among them; a group is split where that would
+# gather more padding than this. One more group costs about as much time as these tokens (measured at K = 2, D = 64).
+PADDING_TOKENS = 512
+# Keys that the invariant attention takes at a time.
+KEY_TILE = 128
+_FLOOR = -1e30  # below every score, yet finite: exp(_FLOOR - _FLOOR) is 1 and not NaN
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionGroup:
+    """Rows of a step that are computed together: any number of rows of one token, or one row of many tokens."""
+
+    rows: int
+    """Number of rows, R."""
+    tokens: int
+    """Tokens of each row, n."""
+    places: Tensor | slice
+    """Which of the step's tokens: int64 [R * n], or a slice."""
+    blocks: Tensor
+    """int64 [R * blocks per row], row by row; block 0 pads."""
+    mask: Tensor
+    """Added to the scores, 0 or -inf: [R, 1, n, L]."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """How the rows of one step see the pool; made once, used by all layers with the same window."""
+
+    groups: tuple[AttentionGroup, ...]
+
+
+def plan_attention(
+    lengths_R: IntArray,
+    contexts_R: IntArray,
+    tables: IntArray,
+    block_size: int,
+    window: int | None,
+    dtype: torch.dtype,
+    key_tile: int = 1,
+) -> AttentionPlan:
+    """Group the ragged rows of a step.
+
+    lengths_R: tokens of each row in this step, one row after the other. contexts_R: tokens it sees, those included.
+    tables [R, blocks]: its blocks, in order. window: a query sees this many last tokens, itself included; None sees
+    all. Contexts are padded to multiples of key_tile.
+    """
+    starts = np.cumsum(lengths_R) - lengths_R
+    groups = []
+    singles = np.flatnonzero(lengths_R == 1)
+    for members in _group_by_context(singles, contexts_R):
+        groups.append(_group(members, 1, starts, contexts_R, tables, block_size, window, dtype, key_tile))
+    for row in np.flatnonzero(lengths_R > 1):
+        members = np.array([row])
+        tokens = int(lengths_R[row])
+        groups.append(_group(members, tokens, starts, contexts_R, tables, block_size, window, dtype, key_tile))
+    return AttentionPlan(tuple(groups))
+
+
+def plan_attention_invariant(
+    lengths_R: IntArray,
+    contexts_R: IntArray,
+    tables: IntArray,
+    block_size: int,
+    window: int | None,
+    dtype: torch.dtype,
+    key_tile: int = KEY_TILE,
+) -> AttentionPlan:
+    """As `plan_attention`, for `attention_invariant`."""
+    return plan_attention(lengths_R, contexts_R, tables, block_size, window, dtype, key_tile)
+
+
+def _group_by_context(singles: IntArray, contexts_R: IntArray) -> list[IntArray]:
+    """Cut rows, longest context first, so that no group is padded by more than PADDING_TOKENS."""
+    if len(singles) < 2:
+        return [singles] if len(singles) else []
+    order = singles[np.argsort(-contexts_R[singles], kind="stable")]
+    groups, begin, padding = [], 0, 0
+    for i in range(1, len(order)):
+        padding += int(contexts_R[order[begin]] - contexts_R[order[i]])
+        if padding > PADDING_TOKENS:
+            groups.append(order[begin:i])
+            begin, padding = i, 0
+    groups.append(order[begin:])
+    return groups
+
+
+def _group(
+    members: IntArray,
+    tokens: int,
+    starts: IntArray,
+    contexts_R: IntArray,
+    tables: IntArray,
+    block_size: int,
+    window: int | None,
+    dtype: torch.dtype,
+    key_tile: int,
+) -> AttentionGroup:
+    contexts = contexts_R[members]
+    first = _first_block(contexts, tokens, block_size, window, key_tile)
+    span = int(contexts.max()) - first * block_size
+    count = -(-(-(-span // key_tile) * key_tile) // block_size)
+    blocks = np.zeros((len(members), count), np.int64)
+    held = tables[members, first : first + count]
+    blocks[:, : held.shape[1]] = held
+    keys = first * block_size + np.arange(count * block_size)
+    queries = contexts[:, None] - tokens + np.arange(tokens)  # [R, n]: position of each query
+    seen = keys <= queries[..., None]
+    if window is not None:
+        seen &= keys > queries[..., None] - window
+    if len(members) == 1:
+        places: Tensor | slice = slice(int(starts[members[0]]), int(starts[members[0]]) + tokens)
+    else:
+        places = torch.from_numpy(starts[members].astype(np.int64))
+    mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(torch.from_numpy(~seen), -torch.inf)
+    # A block that only pads is block 0, but the tail of a row's last block may hold another job's old values, which the
+    # mask multiplies by 0: they must be finite, so who releases a block that may hold NaN clears it first.
+    blocks[:, : held.shape[1]] *= (keys[::block_size][: held.shape[1]] < contexts[:, None]).astype(np.int64)
+    return AttentionGroup(len(members), tokens, places, torch.from_numpy(blocks.reshape(-1)), mask[:, None])
+
+
+def _first_block(contexts: IntArray, tokens: int, block_size: int, window: int | None, key_tile: int) -> int:
+    """First block that any query of the group can see, at a multiple of key_tile."""
+    if window is None:
+        return 0
+    oldest = max(0, int(contexts.min()) - tokens + 1 - window)
+    step = int(np.lcm(key_tile, block_size))
+    return oldest // step * step // block_size
+
+
+def attention(q_THD: Tensor, kv_NP2KD: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
+    """softmax(q k^T * scale) v for each row over its own blocks, causal, grouped heads. -> [T, H * D]."""
+    tokens, heads, dim = q_THD.shape
+    out = q_THD.new_empty(tokens, heads * dim)
+    for group in plan.groups:
+        k, v = _gather(kv_NP2KD, group)
+        q = q_THD[group.places]
+        if group.tokens == 1:  # The query heads of one KV head become the rows of one product.
+            q = q.reshape(group.rows, k.shape[1], -1, dim)
+            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask, scale=scale)
+            out[group.places] = mixed.reshape(group.rows, heads * dim)
+        else:
+            q = q.transpose(0, 1)[None]
+            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask, scale=scale, enable_gqa=True)
+            out[group.places] = mixed[0].transpose(0, 1).reshape(group.tokens, heads * dim)
+    return out
+
+
+def attention_invariant(q_THD: Tensor, kv_NP2KD: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
+    """As `attention`, and a query's result has the same bits in any chunk and any batch.
+
+    Keys are taken in tiles that begin at multiples of KEY_TILE (plan with key_tile=KEY_TILE), with running maximum and
+    sum (Milakov and Gimelshein 2018): a tile out of a query's sight changes nothing, not even in the last bit.
+    """
+    tokens, heads, dim = q_THD.shape
+    kv_heads = kv_NP2KD.shape[3]
+    share = heads // kv_heads
+    out = q_THD.new_empty(tokens, heads, dim)
+    for group in plan.groups:
+        k, v = _gather(kv_NP2KD, group)
+        rows = group.tokens * share
+        q = q_THD[group.places].reshape(group.rows, group.tokens, kv_heads, share, dim)
+        q = q.permute(0, 2, 1, 3, 4).reshape(group.rows, kv_heads, rows, dim)
+        q = F.pad(q, (0, 0, 0, -rows % ROW_TILE))
+        mask = group.mask.repeat_interleave(share, dim=2)
+        mask = F.pad(mask, (0, 0, 0, -rows % ROW_TILE))
+        mixed = _attend_in_tiles(q, k, v, mask, scale)[:, :, :rows]
+        mixed = mixed.reshape(group.rows, kv_heads, group.tokens, share, dim).permute(0, 2, 1, 3, 4)
+        out[group.places] = mixed.reshape(-1, heads, dim)
+    return out.view(tokens, heads * dim)
+
+
+def _attend_in_tiles(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """q [R, K, M, D], k and v [R, K, L, D], mask [R, 1, M, L], L a multiple of KEY_TILE -> [R, K, M, D]."""
+    top = q.new_full((*q.shape[:3], 1), _FLOOR)
+    total = q.new_zeros(top.shape)
+    mixed = torch.zeros_like(q)
+    for start in range(0, k.shape[2] // KEY_TILE * KEY_TILE, KEY_TILE):
+        tile = slice(start, start + KEY_TILE)
+        scores = torch.matmul(q, k[:, :, tile].transpose(2, 3)).mul_(scale).add_(mask[..., tile])
+        new_top = torch.maximum(top, scores.amax(dim=-1, keepdim=True))
+        weights = scores.sub_(new_top).exp_()
+        fade = top.sub_(new_top).exp_()
+        total.mul_(fade).add_(weights.sum(dim=-1, keepdim=True))
+        mixed.mul_(fade).add_(torch.matmul(weights, v[:, :, tile]))
+        top = new_top
+    return mixed.div_(total)
+
+
+def _gather(kv_NP2KD: Tensor, group: AttentionGroup) -> tuple[Tensor, Tensor]:
+    """Keys and values of a group's rows, both [R, K, L, D]."""
+    kv_heads, dim = kv_NP2KD.shape[3:]
+    kv = kv_NP2KD.index_select(0, group.blocks).view(group.rows, -1, 2, kv_heads, dim)
+    k, v = kv.permute(2, 0, 3, 1, 4).unbind(0)
+    return k, v
+
+
+# ---- sampling ----
+
+_PHILOX_A, _PHILOX_B = 0xD2511F53, 0xCD9E8D57
+_WEYL_A, _WEYL_B = 0x9E3779B9, 0xBB67AE85
+_LOW32 = 0xFFFFFFFF
+
+
+def philox4x32(
+    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Philox4x32-10 (Salmon et al. 2011), as triton.language.philox computes it: four random words for each counter.
+
+    All int64 tensors that hold unsigned 32-bit values and broadcast with one another.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        a, b = c0 * _PHILOX_A, c2 * _PHILOX_B  # wraps beyond 63 bits; the bits are those of the unsigned product
+        c0 = ((b >> 32) & _LOW32) ^ c1 ^ k0
+        c2 = ((a >> 32) & _LOW32) ^ c3 ^ k1
+        c1, c3 = b & _LOW32, a & _LOW32
+        k0, k1 = (k0 + _WEYL_A) & _LOW32, (k1 + _WEYL_B) & _LOW32
+    return c0, c1, c2, c3
+
+
+def gumbel_noise(seeds_S: Tensor, positions_S: Tensor, samples_S: Tensor, vocab: int) -> Tensor:
+    """The Gumbel noise of each token id at a place of an answer: float32 [S, V], a pure function of its arguments.
+
+    Token id v of row s uses word v % 4 of Philox4x32-10 with
+        key     = (seed mod 2^32, seed div 2^32)
+        counter = (v div 4, position, sample index, 0)
+    and from that word x: u = ((x >> 9) + 0.5) * 2^-23 (exact in float32, never 0 or 1), noise = -log(-log(u)), rounded
+    from float64, so that vectorized and plain logarithms agree.
+
+    seeds_S int64, the bits of an unsigned 64-bit seed; positions_S, samples_S int64.
+    """
+    lanes = torch.arange(-(-vocab // 4), device=seeds_S.device)[None]
+    key = (seeds_S[:, None] & _LOW32, (seeds_S[:, None] >> 32) & _LOW32)
+    zero = torch.zeros_like(seeds_S[:, None])
+    words = philox4x32((lanes, positions_S[:, None], samples_S[:, None], zero), key)
+    shape = (len(seeds_S), lanes.shape[1])
+    x = torch.stack([word.expand(shape) for word in words], dim=-1).flatten(1)[:, :vocab]
+    u = ((x >> 9).double() + 0.5) * 2.0**-23
+    return u.log_().neg_().log_().neg_().float()
+
+
+def repeat_penalty(logits_SV: Tensor, seen_SV: Tensor, penalty_S: Tensor) -> Tensor:
+    """Divide positive and multiply negative logits of seen tokens by the penalty (Keskar et al. 2019). In place."""
+    factor = torch.where(seen_SV, penalty_S[:, None], 1.0)
+    return logits_SV.copy_(torch.where(logits_SV > 0, logits_SV / factor, logits_SV * factor))
+
+
+def count_penalties(logits_SV: Tensor, counts_SV: Tensor, presence_S: Tensor, frequency_S: Tensor) -> Tensor:
+    """Subtract presence from the logits of tokens with counts above 0, and frequency times the count. In place."""
+    return logits_SV.sub_((counts_SV > 0) * presence_S[:, None]).sub_(counts_SV * frequency_S[:, None])
+
+
+def keep_top_k(logits_SV: Tensor, k_S: Tensor) -> Tensor:
+    """Set all but the k most likely tokens of each row to -inf; equals of the last one stay; 0 keeps all. In place."""
+    vocab = logits_SV.shape[1]
+    k_S = torch.where(k_S > 0, k_S, vocab).clamp(max=vocab)
+    most = int(k_S.max())
+    if most == vocab and int(k_S.min()) == vocab:
+        return logits_SV
+    best = torch.topk(logits_SV, min(most, vocab), dim=-1).values
+    least = best.gather(1, k_S[:, None] - 1)
+    return logits_SV.masked_fill_(logits_SV < least, -torch.inf)
+
+
+def keep_top_p(logits_SV: Tensor, p_S: Tensor) -> Tensor:
+    """Set all to -inf but the smallest set of most likely tokens whose probability reaches p. In place.
+
+    Of equally likely tokens the lower ids come first (Holtzman et al. 2019 leave that open).
+    """
+    ordered, ids = torch.sort(logits_SV, dim=-1, descending=True, stable=True)
+    chances = torch.softmax(ordered, dim=-1)
+    before = chances.cumsum(dim=-1).sub_(chances)
+    drop = before >= p_S[:, None]
+    drop[:, 0] = False
+    return logits_SV.masked_fill_(torch.zeros_like(drop).scatter_(1, ids, drop), -torch.inf)
+
+
+def keep_min_p(logits_SV: Tensor, p_S: Tensor) -> Tensor:
+    """Set tokens less than p times as likely as the best one to -inf (Nguyen et al. 2024); 0 keeps all. In place."""
+    least = logits_SV.amax(dim=-1, keepdim=True) + p_S[:, None].log()
+    return logits_SV.masked_fill_(logits_SV < least, -torch.inf)
+
+
+def choose(logits_SV: Tensor, noise_SV: Tensor | None = None) -> Tensor:
+    """The id with the largest logit (plus noise); the lowest id of equals. int64 [S]."""
+    return torch.argmax(logits_SV if noise_SV is None else logits_SV + noise_SV, dim=-1)
+
+
+def log_probs(logits_SV: Tensor, chosen_S: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Natural log-probability of the chosen ids [S]; ids and log-probabilities of the `most` likely ones [S, most]."""
+    total = torch.logsumexp(logits_SV, dim=-1, keepdim=True)
+    chosen = logits_SV.gather(1, chosen_S[:, None]) - total
+    best = torch.topk(logits_SV, most, dim=-1) if most else None
+    if best is None:
+        return chosen[:, 0], chosen_S.new_empty(len(chosen_S), 0), logits_SV.new_empty(len(chosen_S), 0)
+    return chosen[:, 0], best.indices, best.values - total
+
+
+def finite_rows(x: Tensor, lengths: Sequence[int]) -> list[bool]:
+    """Whether all numbers of each row are finite. x [T, n]; a row is `length` consecutive lines of x."""
+    if bool(torch.isfinite(x.sum())):  # One pass says yes nearly always; only a doubt is looked at row by row.
+        return [True] * len(lengths)
+    lines = torch.isfinite(x).all(dim=-1)
+    return [bool(part.all()) for part in torch.split(lines, list(lengths))]

@@ -1,0 +1,205 @@
+"""The planner: which sequences take part in the next step, with how many tokens, and who must wait or make room.
+
+Pure: knows sequences and blocks, never tensors, threads or the clock. It needs no token's value to plan the next step.
+"""
+
+import bisect
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+from services.worker.blocks import BlockPool
+from services.worker.sequence import Sequence
+
+# A sequence that was paused this often is not paused again: when it comes back it takes all blocks it can ever need.
+MOST_PREEMPTIONS = 3
+
+_rank = attrgetter("rank")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A sequence's part in a step."""
+
+    sequence: Sequence
+    start: int
+    """Index of its first token in the sequence."""
+    tokens: int
+    """Tokens to compute."""
+    samples: bool
+    """A new token follows: these are the last ones there are."""
+
+
+@dataclass(slots=True)
+class Plan:
+    """One step."""
+
+    budget: int
+    """Tokens that may still be added."""
+    rows: list[Row] = field(default_factory=list)
+    admitted: list[Sequence] = field(default_factory=list)
+    """They have a slot since this step."""
+    released: list[int] = field(default_factory=list)
+    """Slots that became empty since the last step; an admitted sequence may have one of them again."""
+
+    def drop(self, sequence: Sequence) -> None:
+        """The sequence takes no part after all."""
+        self.budget += sum(row.tokens for row in self.rows if row.sequence is sequence)
+        self.rows = [row for row in self.rows if row.sequence is not sequence]
+
+
+class Batch:
+    """Waiting and running sequences and the pool they share. Its one writer is the engine's thread."""
+
+    def __init__(self, pool: BlockPool, block_size: int, slots: int, step_tokens: int, prefix_cache: bool) -> None:
+        if step_tokens < slots:
+            raise ValueError(f"step_tokens {step_tokens} is less than max_batch_size {slots}: some rows would starve")
+        self.pool, self.block_size = pool, block_size
+        self.step_tokens, self.prefix_cache = step_tokens, prefix_cache
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.preemptions = 0
+        self._free_slots = list(range(slots - 1, -1, -1))
+        self._released: list[int] = []
+        self._computing: dict[bytes, Sequence] = {}
+
+    def fits(self, sequence: Sequence) -> bool:
+        """Whether it can run when it is alone."""
+        return sequence.most_blocks <= self.pool.total
+
+    def add(self, sequence: Sequence) -> None:
+        """The sequence waits for its turn."""
+        bisect.insort(self.waiting, sequence, key=_rank)
+
+    def remove(self, sequence: Sequence) -> None:
+        """A sequence is done, whatever the reason: its slot and blocks are free for others."""
+        if sequence.slot is None:
+            self.waiting.remove(sequence)
+        else:
+            self.running.remove(sequence)
+            self._vacate(sequence)
+
+    def plan(self) -> Plan:
+        """Decide the next step: running answers first, then prompts, then who waits, within the token budget."""
+        plan = Plan(self.step_tokens)
+        before = self.preemptions
+        for sequence in sorted(self.running, key=lambda s: (s.remaining > 1, s.rank)):
+            if sequence.slot is not None:
+                self._schedule(sequence, plan)
+        if self.preemptions == before:
+            self._admit(plan)
+        plan.released, self._released = self._released, []
+        return plan
+
+    def commit(self, row: Row) -> None:
+        """The row's tokens are computed and their values known: whole blocks can be found from now on."""
+        sequence = row.sequence
+        if sequence.slot is None or not self._caches(sequence):
+            return
+        whole = min(row.start + row.tokens, len(sequence.tokens)) // self.block_size
+        if whole <= sequence.published:
+            return
+        for index, key in enumerate(sequence.keys(whole)[sequence.published :], sequence.published):
+            self.pool.publish(sequence.blocks[index], key)
+            if self._computing.get(key) is sequence:
+                del self._computing[key]
+        sequence.published = whole
+
+    def cut(self, sequence: Sequence, tokens: int) -> None:
+        """Only its first `tokens` tokens count: what lies beyond is not to be found in the cache."""
+        for block in sequence.blocks[tokens // self.block_size : sequence.published]:
+            self.pool.withdraw(block)
+
+    def check(self) -> None:
+        """Assert that blocks and sequences agree."""
+        self.pool.check()
+        used = {block for sequence in self.running for block in sequence.blocks}
+        assert len(used) == self.pool.active, f"{len(used)} blocks in tables, {self.pool.active} active"
+        assert not any(sequence.blocks for sequence in self.waiting), "a waiting sequence holds blocks"
+        slots = sorted([*self._free_slots, *(s.slot for s in self.running if s.slot is not None)])
+        assert slots == list(range(len(slots))), f"slots are lost or given twice: {slots}"
+
+    # ---- running sequences ----
+
+    def _schedule(self, sequence: Sequence, plan: Plan) -> None:
+        tokens = min(sequence.remaining, plan.budget)
+        if tokens == 0 or not self._make_room(sequence, sequence.computed + tokens, plan):
+            return
+        samples = tokens == sequence.remaining
+        plan.rows.append(Row(sequence, sequence.computed, tokens, samples))
+        plan.budget -= tokens
+        sequence.computed += tokens
+        sequence.total += samples
+
+    def _make_room(self, sequence: Sequence, tokens: int, plan: Plan) -> bool:
+        """Give it blocks for so many tokens, pausing others if need be. False when it had to be paused itself."""
+        needed = sequence.blocks_for(tokens) - len(sequence.blocks)
+        if needed <= 0:
+            return True
+        while self.pool.available < needed:
+            victim = max((s for s in self.running if s.preemptions < MOST_PREEMPTIONS), key=_rank)
+            self._preempt(victim)
+            plan.drop(victim)
+            if victim is sequence:
+                return False
+        sequence.blocks += self.pool.take(needed)
+        return True
+
+    def _preempt(self, victim: Sequence) -> None:
+        """Pause: its blocks go (computed whole ones stay findable as long as there is room), prefill brings it back."""
+        self.running.remove(victim)
+        self._vacate(victim)
+        victim.total = len(victim.tokens)
+        victim.preemptions += 1
+        self.preemptions += 1
+        self.add(victim)
+
+    def _vacate(self, sequence: Sequence) -> None:
+        assert sequence.slot is not None, "it has no slot"
+        for key in [key for key, owner in self._computing.items() if owner is sequence]:
+            del self._computing[key]
+        self.pool.release(sequence.blocks)
+        self._free_slots.append(sequence.slot)
+        self._released.append(sequence.slot)
+        sequence.slot, sequence.blocks = None, []
+        sequence.computed = sequence.published = sequence.told_blocks = 0
+
+    # ---- waiting sequences ----
+
+    def _admit(self, plan: Plan) -> None:
+        """By rank. Who waits for a prefix that another computes lets others pass; who waits for room does not."""
+        for sequence in list(self.waiting):
+            if not self._free_slots or plan.budget == 0:
+                return
+            usable = self._usable_keys(sequence)
+            found = self.pool.match(usable)
+            if len(found) < len(usable) and usable[len(found)] in self._computing:
+                continue
+            protected = sequence.preemptions >= MOST_PREEMPTIONS
+            blocks = sequence.most_blocks if protected else sequence.blocks_for(sequence.total)
+            if self.pool.available - self.pool.idle(found) < blocks - len(found):
+                return
+            self._start(sequence, found, usable)
+            sequence.blocks += self.pool.take(blocks - len(found))
+            plan.admitted.append(sequence)
+            self._schedule(sequence, plan)
+
+    def _start(self, sequence: Sequence, found: list[int], usable: list[bytes]) -> None:
+        self.pool.share(found)
+        self.waiting.remove(sequence)
+        bisect.insort(self.running, sequence, key=_rank)
+        sequence.slot = self._free_slots.pop()
+        sequence.blocks = found
+        sequence.published = len(found)
+        sequence.computed = sequence.found_tokens = len(found) * self.block_size
+        sequence.prefill_end = sequence.total
+        for key in usable[len(found) :]:
+            self._computing.setdefault(key, sequence)
+
+    def _usable_keys(self, sequence: Sequence) -> list[bytes]:
+        """Keys of the blocks it may find in the cache: whole ones, before its last token, which is always computed."""
+        if not self._caches(sequence):
+            return []
+        return sequence.keys((len(sequence.tokens) - 1) // self.block_size)
+
+    def _caches(self, sequence: Sequence) -> bool:
+        return self.prefix_cache and not sequence.job.bypass_cache

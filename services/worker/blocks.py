@@ -1,0 +1,121 @@
+"""Paged KV bookkeeping: which block belongs to whom. Knows hashes and counts, never tensors or sequences.
+
+A block is free (holds nothing), active (jobs use it) or cached (no job uses it, but its content has a key and may be
+found again). `free + cached + active == total` always.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+
+class BlockPool:
+    """Blocks 1 to `total`; 0 is nobody's. A block with a key may have several owners, one without has one."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self._free = list(range(total, 0, -1))
+        self._owners = [0] * (total + 1)
+        self._key_of: dict[int, bytes] = {}
+        self._block_of: dict[bytes, int] = {}
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._changes: dict[bytes, bool] = {}
+
+    @property
+    def free(self) -> int:
+        """Blocks that hold nothing."""
+        return len(self._free)
+
+    @property
+    def cached(self) -> int:
+        """Blocks that no job uses but that can be found again."""
+        return len(self._cached)
+
+    @property
+    def active(self) -> int:
+        """Blocks that jobs use."""
+        return self.total - self.free - self.cached
+
+    @property
+    def available(self) -> int:
+        """Blocks that `take` can give: free ones, then cached ones."""
+        return self.free + self.cached
+
+    def match(self, keys: Iterable[bytes]) -> list[int]:
+        """The blocks that hold the longest known prefix of `keys`. They are not taken: see `share`."""
+        found = []
+        for key in keys:
+            block = self._block_of.get(key)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def idle(self, blocks: Sequence[int]) -> int:
+        """How many of these matched blocks are cached: sharing them makes so many less available."""
+        return sum(block in self._cached for block in blocks)
+
+    def share(self, blocks: Sequence[int]) -> None:
+        """Become one more owner of matched blocks."""
+        for block in blocks:
+            self._cached.pop(block, None)
+            self._owners[block] += 1
+
+    def take(self, count: int) -> list[int]:
+        """New blocks, evicting cached ones, the least recently used first. `count` must be available."""
+        assert count <= self.available, f"{count} blocks wanted, {self.available} available"
+        taken = []
+        for _ in range(count):
+            if self._free:
+                block = self._free.pop()
+            else:
+                block, _ = self._cached.popitem(last=False)
+                self._forget(block)
+            self._owners[block] = 1
+            taken.append(block)
+        return taken
+
+    def publish(self, block: int, key: bytes) -> None:
+        """The block is computed: whoever looks for `key` may share it. The first block published with a key stays."""
+        assert self._owners[block] > 0, f"block {block} has no owner"
+        if key not in self._block_of and block not in self._key_of:
+            self._key_of[block] = key
+            self._block_of[key] = block
+            self._changes[key] = True
+
+    def withdraw(self, block: int) -> None:
+        """What the block holds shall not be found again, unless others share it."""
+        if self._owners[block] == 1:
+            self._forget(block)
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Give up one ownership of each block of a sequence, so that its tail is evicted before its head."""
+        for block in reversed(blocks):
+            assert self._owners[block] > 0, f"block {block} has no owner"
+            self._owners[block] -= 1
+            if self._owners[block]:
+                continue
+            if block in self._key_of:
+                self._cached[block] = None
+            else:
+                self._free.append(block)
+
+    def take_changes(self) -> tuple[list[bytes], list[bytes]]:
+        """Keys that can be found since the last call, and keys that can no more be found since."""
+        changes, self._changes = self._changes, {}
+        return [k for k, found in changes.items() if found], [k for k, found in changes.items() if not found]
+
+    def check(self) -> None:
+        """Assert the invariants of all counts and maps."""
+        owned = sum(owners > 0 for owners in self._owners)
+        assert self.free + self.cached + owned == self.total, (self.free, self.cached, owned, self.total)
+        assert len(set(self._free) | set(self._cached)) == self.free + self.cached, "a block is free or cached twice"
+        assert all(self._owners[block] == 0 for block in [*self._free, *self._cached]), "an idle block has an owner"
+        assert all(block in self._key_of for block in self._cached), "a cached block has no key"
+        assert all(block not in self._key_of for block in self._free), "a free block has a key"
+        assert {block: key for key, block in self._block_of.items()} == self._key_of, "keys and blocks disagree"
+
+    def _forget(self, block: int) -> None:
+        key = self._key_of.pop(block, None)
+        if key is not None:
+            del self._block_of[key]
+            self._changes[key] = False

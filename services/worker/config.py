@@ -1,0 +1,173 @@
+"""The shape of a model, read from a checkpoint's config.json. Knows the four architectures, never their weights."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+_Number = TypeVar("_Number", int, float)
+
+
+class CheckpointError(Exception):
+    """A checkpoint cannot be served; the message is one line that says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """How positions rotate queries and keys."""
+
+    theta: float
+    kind: str = "default"
+    """default, linear or llama3."""
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context: int = 0
+    """Context that the model was first trained for (llama3)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """What the engine needs to know of a model before it sees a weight."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    norm_eps: float
+    context_length: int
+    rope: Rope
+    tied_embeddings: bool
+    qkv_bias: bool
+    output_bias: bool
+    """Of the projection after attention."""
+    mlp_bias: bool
+    qk_norm: bool
+    windows: tuple[int | None, ...]
+    """For each layer, how many last tokens a query sees; None is all."""
+    eos_token_ids: tuple[int, ...]
+
+    def kv_bytes_per_token(self, element_bytes: int) -> int:
+        """Bytes of keys and values of one token in all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * element_bytes
+
+
+def load_config(model_dir: Path) -> ModelConfig:
+    """Read config.json (and the end tokens of generation_config.json). Raises CheckpointError."""
+    raw = _read_json(model_dir / "config.json")
+    architecture = (raw.get("architectures") or ["none"])[0]
+    if architecture not in ARCHITECTURES:
+        raise CheckpointError(f"architecture {architecture} is not supported; supported are {', '.join(ARCHITECTURES)}")
+    _refuse_the_unsupported(raw)
+    heads = _number(raw, "num_attention_heads", int)
+    hidden_size = _number(raw, "hidden_size", int)
+    layers = _number(raw, "num_hidden_layers", int)
+    kv_heads = int(raw.get("num_key_value_heads") or heads)
+    if heads % kv_heads:
+        raise CheckpointError(f"config.json: {heads} attention heads cannot share {kv_heads} key/value heads")
+    family = architecture.removesuffix("ForCausalLM")
+    attention_bias = family in ("Llama", "Qwen3") and bool(raw.get("attention_bias", False))
+    context_length = _number(raw, "max_position_embeddings", int)
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=_number(raw, "vocab_size", int),
+        hidden_size=hidden_size,
+        intermediate_size=_number(raw, "intermediate_size", int),
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=int(raw.get("head_dim") or hidden_size // heads),
+        norm_eps=_number(raw, "rms_norm_eps", float),
+        context_length=context_length,
+        rope=_read_rope(raw, context_length),
+        tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        qkv_bias=attention_bias or family == "Qwen2",
+        output_bias=attention_bias,
+        mlp_bias=family == "Llama" and bool(raw.get("mlp_bias", False)),
+        qk_norm=family == "Qwen3",
+        windows=_read_windows(raw, family, layers),
+        eos_token_ids=_read_eos(raw, model_dir),
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path.name} is missing") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path.name} cannot be read: {type(error).__name__}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path.name} is not a JSON object")
+    return content
+
+
+def _number(raw: dict[str, Any], name: str, kind: type[_Number]) -> _Number:
+    value = raw.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        raise CheckpointError(f"config.json: {name} must be a positive number")
+    return kind(value)
+
+
+def _refuse_the_unsupported(raw: dict[str, Any]) -> None:
+    if raw.get("quantization_config"):
+        method = raw["quantization_config"].get("quant_method", "unknown")
+        raise CheckpointError(f"quantized checkpoints are not supported yet (quant_method {method})")
+    if raw.get("hidden_act", "silu") != "silu":
+        raise CheckpointError(f"hidden_act {raw['hidden_act']} is not supported; supported is silu")
+    if raw.get("partial_rotary_factor", 1.0) != 1.0:
+        raise CheckpointError("partial_rotary_factor is not supported")
+
+
+def _read_rope(raw: dict[str, Any], context_length: int) -> Rope:
+    """`rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before)."""
+    old = {"rope_theta": raw.get("rope_theta", 10000.0), **(raw.get("rope_scaling") or {})}
+    settings = raw.get("rope_parameters") or old
+    kind = settings.get("rope_type") or settings.get("type") or "default"
+    if kind not in ("default", "linear", "llama3"):
+        raise CheckpointError(f"rope scaling {kind} is not supported; supported are default, linear and llama3")
+    try:
+        return Rope(
+            theta=float(settings["rope_theta"]),
+            kind=kind,
+            factor=float(settings["factor"]) if kind != "default" else 1.0,
+            low_freq_factor=float(settings["low_freq_factor"]) if kind == "llama3" else 1.0,
+            high_freq_factor=float(settings["high_freq_factor"]) if kind == "llama3" else 4.0,
+            original_context=int(settings.get("original_max_position_embeddings") or context_length),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"config.json: rope scaling {kind} lacks a number: {error}") from None
+
+
+def _read_windows(raw: dict[str, Any], family: str, layers: int) -> tuple[int | None, ...]:
+    window = raw.get("sliding_window") if family != "Llama" else None
+    if family.startswith("Qwen") and not raw.get("use_sliding_window", False):
+        window = None
+    if window is None:
+        return (None,) * layers
+    if family == "Mistral":
+        return (int(window),) * layers
+    first = int(raw.get("max_window_layers", 0))
+    default = ["sliding_attention" if layer >= first else "full_attention" for layer in range(layers)]
+    kinds = raw.get("layer_types") or default
+    if len(kinds) != layers or not set(kinds) <= {"sliding_attention", "full_attention"}:
+        raise CheckpointError(f"config.json: layer_types must name full_attention or sliding_attention {layers} times")
+    return tuple(int(window) if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _read_eos(raw: dict[str, Any], model_dir: Path) -> tuple[int, ...]:
+    """The end tokens that the checkpoint's generation settings name, else those of the model's."""
+    path = model_dir / "generation_config.json"
+    settings = _read_json(path) if path.exists() else {}
+    eos = settings.get("eos_token_id")
+    if eos is None:
+        eos = raw.get("eos_token_id")
+    if eos is None:
+        return ()
+    return tuple(eos) if isinstance(eos, list) else (int(eos),)

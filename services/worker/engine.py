@@ -1,0 +1,345 @@
+"""Tokens in, tokens out: takes jobs, runs steps, tells tokens and ends. Knows no network; one thread runs the steps."""
+
+import logging
+import threading
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from services.worker import inputs
+from services.worker.batching import Batch, Row
+from services.worker.blocks import BlockPool
+from services.worker.config import load_config
+from services.worker.job import (
+    Ended,
+    EndReason,
+    EngineOptions,
+    Failure,
+    Job,
+    SamplingParams,
+    Stats,
+    StepOutput,
+    TokenOut,
+)
+from services.worker.memory import MemoryPlan, available_memory, plan_memory
+from services.worker.model import Model, Progress, load_weights
+from services.worker.ops import InvariantOps, Ops, ReferenceOps
+from services.worker.pace import Pace
+from services.worker.runner import CpuRunner, StepResult
+from services.worker.sequence import Sequence
+from services.worker.weights import open_checkpoint
+
+log = logging.getLogger(__name__)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_IDLE_WAIT_S = 0.5
+_WARM_UP_KEY = -1
+
+_NUMERIC = Failure("INTERNAL", "NUMERIC", "the model computed numbers that are not finite for this request")
+_INTERNAL = Failure("INTERNAL", "INTERNAL", "the engine failed to compute this request", retryable=True)
+_TOO_LONG = Failure("INVALID_ARGUMENT", "INVALID", "the prompt is empty or does not fit the model's context")
+_NO_ROOM = Failure("RESOURCE_EXHAUSTED", "KV_EXHAUSTED", "the request needs more KV memory than this worker has")
+
+
+class Engine:
+    """A loaded model and the jobs it runs.
+
+    `submit`, `cancel`, `has_work`, `stats` and `take_block_events` may be called from any thread; `step`, `run_forever`
+    and `check_integrity` from one thread at a time.
+    """
+
+    def __init__(self, model_dir: Path, options: EngineOptions, progress: Progress) -> None:
+        """Load a checkpoint. progress(phase, done, total) is called along the way. Raises CheckpointError."""
+        progress("checkpoint", 0, 1)
+        if options.threads:
+            torch.set_num_threads(options.threads)
+        self.options = options
+        self.config = load_config(model_dir)
+        checkpoint = open_checkpoint(model_dir)
+        dtype = _DTYPES[options.dtype]
+        self.parameters = checkpoint.parameters
+        """Numbers in the checkpoint."""
+        self.memory: MemoryPlan = plan_memory(
+            self.config, checkpoint.parameters, dtype.itemsize, options, available_memory()
+        )
+        log.info("memory: %s", self.memory)
+        progress("checkpoint", 1, 1)
+        ops: Ops = InvariantOps() if options.deterministic else ReferenceOps()
+        model = Model(self.config, ops, dtype, self.memory.max_seq_length)
+        load_weights(model, checkpoint, progress)
+        slots, blocks = options.max_batch_size, self.memory.kv_blocks
+        self.runner = CpuRunner(model, blocks, options.block_size, slots, self.memory.max_seq_length)
+        self.batch = Batch(BlockPool(blocks), options.block_size, slots, options.step_tokens, options.prefix_cache)
+        self._on_launch: Callable[[float], None] = lambda predicted_step_s: None
+        self._sequences: dict[int, Sequence] = {}
+        self._inbox: deque[Sequence | tuple[int, int | None]] = deque()
+        self._wake = threading.Condition()
+        self._changes: dict[bytes, bool] = {}
+        self._pace = Pace()
+        self._steps = self._arrivals = 0
+        self._predicted_step_s = 0.0
+        self._warm_up(progress)
+        self._stats = self._measure()
+
+    @property
+    def max_seq_length(self) -> int:
+        """Most tokens of prompt and answer."""
+        return self.memory.max_seq_length
+
+    # ---- any thread ----
+
+    def submit(self, job: Job) -> None:
+        """Run this job. Its tokens and its end come out of `step`."""
+        with self._wake:
+            self._arrivals += 1
+            self._inbox.append(self._sequence(job))
+            self._wake.notify()
+
+    def cancel(self, key: int, position: int | None = None) -> None:
+        """End a job of whose answer `position` tokens count (None: all). Nothing happens if it has ended already."""
+        with self._wake:
+            self._inbox.append((key, position))
+            self._wake.notify()
+
+    def wake(self) -> None:
+        """Let `run_forever` look at its stop event now."""
+        with self._wake:
+            self._wake.notify()
+
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self._inbox or self._sequences)
+
+    def stats(self) -> Stats:
+        """Counters and gauges as of the last step, and the prediction for the one under way."""
+        return replace(self._stats, predicted_step_s=self._predicted_step_s)
+
+    def take_block_events(self) -> tuple[list[bytes], list[bytes]]:
+        """Keys that were stored, and keys that were evicted, since the last call; only their last state is told."""
+        with self._wake:
+            changes, self._changes = self._changes, {}
+        return [k for k, stored in changes.items() if stored], [k for k, stored in changes.items() if not stored]
+
+    # ---- the engine's thread ----
+
+    def run_forever(
+        self, on_output: Callable[[StepOutput], None], on_launch: Callable[[float], None], stop: threading.Event
+    ) -> None:
+        """Run steps until `stop` is set (then call `wake`), asleep while there is no work.
+
+        on_launch gets the predicted seconds of each step before it begins, on_output what it brought.
+        """
+        self._on_launch = on_launch
+        while not stop.is_set():
+            if self.has_work():
+                on_output(self.step())
+                continue
+            with self._wake:
+                while not (self._inbox or stop.is_set()):
+                    self._wake.wait(_IDLE_WAIT_S)
+
+    def step(self) -> StepOutput:
+        """Take what has arrived, compute one step, tell what it brought."""
+        output = StepOutput([], [])
+        self._take_inbox(output)
+        self._end_expired(output)
+        plan = self.batch.plan()
+        edits: array[int] = array("i")
+        for slot in plan.released:
+            edits += inputs.release(slot)
+        for sequence in plan.admitted:
+            try:
+                edits += inputs.admit(sequence, self.config.eos_token_ids)
+            except Exception as error:
+                plan.drop(sequence)
+                self._fail(sequence, error, output)
+        for row in plan.rows:
+            edits += inputs.new_blocks(row.sequence)
+        if plan.rows:
+            self._launch(plan.rows, edits, output)
+        self._publish_state()
+        return output
+
+    def check_integrity(self) -> None:
+        """Assert that free + cached + active blocks are all blocks, and that tables and counts agree."""
+        self.batch.check()
+
+    # ---- one step ----
+
+    def _launch(self, rows: list[Row], edits: "array[int]", output: StepOutput) -> None:
+        prefill = sum(row.tokens for row in rows if row.start < row.sequence.prefill_end)
+        self._predicted_step_s = self._pace.predict(prefill)
+        self._on_launch(self._predicted_step_s)
+        began = time.monotonic()
+        for row in rows:
+            row.sequence.started_s = row.sequence.started_s or began
+        results = self._run(rows, edits, output)
+        now = time.monotonic()
+        self._steps += 1
+        self._pace.observe(prefill, any(row.start >= row.sequence.prefill_end for row in rows), now - began)
+        for part, result in results:
+            self._collect(part, result, now, output)
+
+    def _run(self, rows: list[Row], edits: "array[int]", output: StepOutput) -> list[tuple[list[Row], StepResult]]:
+        """Compute the rows; if that fails, each half of them, so that one bad job fails alone."""
+        try:
+            return [(rows, self.runner.run(inputs.pack(edits, rows)))]
+        except Exception as error:
+            if len(rows) == 1:
+                self._fail(rows[0].sequence, error, output)
+                return []
+        half, none = len(rows) // 2, array("i")
+        return self._run(rows[:half], none, output) + self._run(rows[half:], none, output)
+
+    def _collect(self, rows: list[Row], result: StepResult, now: float, output: StepOutput) -> None:
+        sampled = result.sampled
+        place = 0
+        for row, finite in zip(rows, result.finite, strict=True):
+            sequence, at = row.sequence, place
+            place += row.samples
+            sequence.steps += 1
+            if row.start < sequence.prefill_end:
+                sequence.prefill_steps += 1
+                sequence.prefill_tokens += row.tokens
+            if not finite:
+                self._fail(sequence, None, output)
+                continue
+            if not row.samples:
+                self.batch.commit(row)
+                continue
+            asked = sequence.job.params.logprobs
+            logprob = sampled.logprobs[at] if asked is not None and sampled.logprobs else None
+            top = sampled.tops[at] if asked and sampled.tops else None
+            self._advance(row, sampled.tokens[at], logprob, top, now, output)
+
+    def _advance(
+        self,
+        row: Row,
+        token_id: int,
+        logprob: float | None,
+        top: list[tuple[int, float]] | None,
+        now: float,
+        output: StepOutput,
+    ) -> None:
+        """A sequence has a new token: tell it, or end at it."""
+        sequence, params = row.sequence, row.sequence.job.params
+        sequence.first_token_s = sequence.first_token_s or now
+        sequence.last_token_s = now
+        ends = token_id in params.stop_token_ids or (not params.ignore_eos and token_id in self.config.eos_token_ids)
+        if ends and sequence.position >= params.min_tokens:
+            self.batch.commit(row)
+            self._end(sequence, EndReason.STOP, output, stop_token_id=token_id)
+            return
+        output.tokens.append(TokenOut(sequence.job.key, sequence.position, token_id, logprob, top))
+        sequence.tokens.append(token_id)
+        self.batch.commit(row)
+        if len(sequence.tokens) >= sequence.limit:
+            self._end(sequence, EndReason.LENGTH, output)
+
+    # ---- arrivals and ends ----
+
+    def _sequence(self, job: Job) -> Sequence:
+        options = self.options
+        return Sequence(
+            job, self._arrivals, time.monotonic(), options.block_size, self.memory.max_seq_length, options.fingerprint
+        )
+
+    def _take_inbox(self, output: StepOutput) -> None:
+        while self._inbox:
+            message = self._inbox.popleft()
+            if isinstance(message, Sequence):
+                self._accept(message, output)
+                continue
+            key, position = message
+            sequence = self._sequences.get(key)
+            if sequence is not None:
+                if position is not None:
+                    self.batch.cut(sequence, sequence.job.boundary + position)
+                self._end(sequence, EndReason.CANCELLED, output)
+
+    def _accept(self, sequence: Sequence, output: StepOutput) -> None:
+        job = sequence.job
+        self._sequences[job.key] = sequence
+        self.batch.add(sequence)
+        if not job.token_ids or job.boundary >= self.memory.max_seq_length:
+            self._end(sequence, EndReason.ERROR, output, error=_TOO_LONG)
+        elif sequence.total >= sequence.limit:
+            self._end(sequence, EndReason.LENGTH, output)
+        elif not self.batch.fits(sequence):
+            self._end(sequence, EndReason.ERROR, output, error=_NO_ROOM)
+
+    def _end_expired(self, output: StepOutput) -> None:
+        now = time.monotonic()
+        for sequence in list(self._sequences.values()):
+            if sequence.job.deadline is not None and sequence.job.deadline <= now:
+                self._end(sequence, EndReason.DEADLINE, output)
+
+    def _fail(self, sequence: Sequence, error: Exception | None, output: StepOutput) -> None:
+        """A job failed alone: what it computed is neither found nor met by anyone."""
+        if error is not None:  # The text of an exception may quote the request.
+            log.error("job %d failed: %s", sequence.job.key, type(error).__name__)
+        own = sequence.blocks[sequence.published :]
+        if own:
+            self.runner.scrub(own)
+        self._end(sequence, EndReason.ERROR, output, error=_NUMERIC if error is None else _INTERNAL)
+
+    def _end(
+        self,
+        sequence: Sequence,
+        reason: EndReason,
+        output: StepOutput,
+        stop_token_id: int | None = None,
+        error: Failure | None = None,
+    ) -> None:
+        self.batch.remove(sequence)
+        del self._sequences[sequence.job.key]
+        ended = Ended(sequence.job.key, reason, sequence.position, sequence.cost(), stop_token_id, error)
+        output.ended.append(ended)
+
+    # ---- state for others ----
+
+    def _publish_state(self) -> None:
+        stored, evicted = self.batch.pool.take_changes()
+        if stored or evicted:
+            with self._wake:
+                self._changes.update(dict.fromkeys(evicted, False))
+                self._changes.update(dict.fromkeys(stored, True))
+        self._stats = self._measure()
+        if not self._sequences:
+            self._predicted_step_s = 0.0
+
+    def _measure(self) -> Stats:
+        batch, pool = self.batch, self.batch.pool
+        return Stats(
+            steps=self._steps,
+            running=len(batch.running),
+            waiting=len(batch.waiting),
+            prefill_backlog=sum(max(s.prefill_end - s.computed, 0) for s in batch.running)
+            + sum(s.total for s in batch.waiting),
+            free_blocks=pool.free,
+            cached_blocks=pool.cached,
+            active_blocks=pool.active,
+            total_blocks=pool.total,
+            prefill_rate=self._pace.prefill_rate,
+            decode_s=self._pace.decode_s,
+            preemptions=batch.preemptions,
+            predicted_step_s=0.0,
+        )
+
+    def _warm_up(self, progress: Progress) -> None:
+        """Run one job twice, so that the first real one meets warm code and a known pace."""
+        tokens = max(min(64, self.memory.max_seq_length - 4, self.memory.kv_tokens - 4), 1)
+        for round_ in range(2):
+            progress("warm-up", round_, 2)
+            self._pace = Pace()
+            params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+            self.submit(Job(_WARM_UP_KEY, [0] * tokens, tokens, params, bypass_cache=True))
+            while self.has_work():
+                self.step()
+        self._steps = 0
+        progress("warm-up", 2, 2)

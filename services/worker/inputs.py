@@ -1,0 +1,189 @@
+"""A step as one packed int32 array: edits to device slots, then ragged rows. Knows the format, not who reads it.
+
+    header   words of edits, rows, token ids
+    edits    each: operation, slot, number of words, words
+    rows     each: slot, tokens, token ids given (0: the slot's last token), samples (0 or 1)
+    ids      the token ids given, row by row
+
+A slot holds what the device must remember of a sequence: block table, position, last token, sampling state. So a step
+of answers sends four words for each, and a token that is still on the device needs no round trip. Floats go as bits.
+"""
+
+import enum
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import astuple, dataclass, fields
+
+import numpy as np
+import numpy.typing as npt
+
+from services.worker.batching import Row
+from services.worker.sequence import Sequence as Job
+
+Words = npt.NDArray[np.int32]
+_HEADER_WORDS = 3
+_ROW_WORDS = 4
+
+
+class Edit(enum.IntEnum):
+    """What an edit does to its slot."""
+
+    RELEASE = 0
+    """The slot is empty. No words."""
+    ADMIT = 1
+    """A sequence takes the slot. A SlotState."""
+    BLOCKS = 2
+    """New blocks: place of the first one in the table, then the blocks."""
+    HISTORY = 3
+    """For penalties: tokens of the prompt, then all token ids the sequence has."""
+    BIAS = 4
+    """For logit_bias: token ids, then as many floats."""
+    BAN = 5
+    """For min_tokens: the position from which they are allowed, then token ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotState:
+    """What ADMIT says of a sequence."""
+
+    computed: int
+    """Its tokens that are computed already."""
+    boundary: int
+    """Tokens of its prompt: draws are keyed by the position in the answer."""
+    seed_low: int
+    seed_high: int
+    sample_index: int
+    top_k: int
+    logprobs: int
+    """-1: not asked."""
+    temperature: float
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+
+    def words(self) -> "array[int]":
+        """In the order of the fields."""
+        values = astuple(self)
+        packed = array("i", values[:_INTEGERS])
+        packed.frombytes(array("f", values[_INTEGERS:]).tobytes())
+        return packed
+
+    @classmethod
+    def read(cls, words: Words) -> "SlotState":
+        """The inverse of `words`."""
+        return cls(*words[:_INTEGERS].tolist(), *words[_INTEGERS:].view(np.float32).tolist())
+
+
+_INTEGERS = sum(field.type is int for field in fields(SlotState))
+
+
+# ---- writing ----
+
+
+def pack(edits: "array[int]", rows: Iterable[Row]) -> Words:
+    """A step: edits, then rows."""
+    columns: array[int] = array("i")
+    ids: array[int] = array("i")
+    for row in rows:
+        job = row.sequence
+        given = job.tokens[row.start : row.start + row.tokens] if row.start < job.prefill_end else ()
+        columns.extend((_slot(job), row.tokens, len(given), row.samples))
+        ids.extend(given)
+    header = array("i", (len(edits), len(columns) // _ROW_WORDS, len(ids)))
+    return np.frombuffer(header + edits + columns + ids, np.int32)
+
+
+def release(slot: int) -> "array[int]":
+    """The edit that empties a slot."""
+    return _edit(Edit.RELEASE, slot, array("i"))
+
+
+def admit(job: Job, eos_token_ids: Iterable[int]) -> "array[int]":
+    """The edits that put a sequence in its slot. Raises OverflowError for numbers that do not fit."""
+    slot, params = _slot(job), job.job.params
+    state = SlotState(
+        computed=job.found_tokens,
+        boundary=job.job.boundary,
+        seed_low=_signed(params.seed & 0xFFFFFFFF),
+        seed_high=_signed(params.seed >> 32 & 0xFFFFFFFF),
+        sample_index=job.job.sample_index,
+        top_k=params.top_k,
+        logprobs=-1 if params.logprobs is None else params.logprobs,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+    )
+    edits = _edit(Edit.ADMIT, slot, state.words())
+    if params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty:
+        edits += _edit(Edit.HISTORY, slot, array("i", [job.job.boundary, *job.tokens]))
+    if params.logit_bias:
+        words = array("i", params.logit_bias.keys())
+        words.frombytes(array("f", params.logit_bias.values()).tobytes())
+        edits += _edit(Edit.BIAS, slot, words)
+    banned = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_token_ids))
+    if job.position < params.min_tokens and banned:
+        edits += _edit(Edit.BAN, slot, array("i", [params.min_tokens, *sorted(banned)]))
+    return edits
+
+
+def new_blocks(job: Job) -> "array[int]":
+    """The edit that tells the blocks it got since it was last asked; empty if there are none."""
+    fresh = job.blocks[job.told_blocks :]
+    if not fresh:
+        return array("i")
+    edit = _edit(Edit.BLOCKS, _slot(job), array("i", [job.told_blocks, *fresh]))
+    job.told_blocks = len(job.blocks)
+    return edit
+
+
+def _edit(operation: Edit, slot: int, words: "array[int]") -> "array[int]":
+    return array("i", (operation, slot, len(words))) + words
+
+
+def _slot(job: Job) -> int:
+    assert job.slot is not None, "a sequence without a slot takes no part"
+    return job.slot
+
+
+def _signed(word: int) -> int:
+    """The same 32 bits as a signed number."""
+    return word - (1 << 32) if word >= 1 << 31 else word
+
+
+# ---- reading ----
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows of a step, in columns of R."""
+
+    slots: Words
+    lengths: Words
+    given: Words
+    """Token ids given; 0 where the slot knows."""
+    samples: npt.NDArray[np.bool_]
+    ids: Words
+    """The token ids given, row by row."""
+
+
+def unpack(words: Words) -> tuple[Sequence[tuple[Edit, int, Words]], Rows]:
+    """The edits as (operation, slot, words), and the rows."""
+    edit_words, count, ids = words[:_HEADER_WORDS].tolist()
+    rows_at = _HEADER_WORDS + edit_words
+    ids_at = rows_at + count * _ROW_WORDS
+    slots, lengths, given, samples = words[rows_at:ids_at].reshape(count, _ROW_WORDS).T
+    assert len(words) == ids_at + ids, f"{len(words)} words, {ids_at + ids} announced"
+    return list(_edits(words[_HEADER_WORDS:rows_at])), Rows(slots, lengths, given, samples != 0, words[ids_at:])
+
+
+def _edits(words: Words) -> Iterator[tuple[Edit, int, Words]]:
+    at = 0
+    while at < len(words):
+        operation, slot, count = words[at : at + 3].tolist()
+        yield Edit(operation), slot, words[at + 3 : at + 3 + count]
+        at += 3 + count

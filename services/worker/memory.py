@@ -1,0 +1,117 @@
+"""How much memory a model will take, before it is loaded, and what to do about it. Knows sizes, not tensors."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.worker.config import CheckpointError, ModelConfig
+from services.worker.job import EngineOptions
+
+_KV_SHARE = 0.25
+
+
+class MemoryShortage(CheckpointError):
+    """The model does not fit; the message says by how much and what to lower."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Where the memory goes, in bytes."""
+
+    weights: int
+    kv: int
+    workspace: int
+    available: int
+    """Free memory before loading."""
+    kv_blocks: int
+    kv_tokens: int
+    """Tokens that the KV pool holds."""
+    max_seq_length: int
+    """Most tokens of prompt and answer."""
+
+    @property
+    def concurrency(self) -> float:
+        """Sequences of full length that the KV pool holds."""
+        return self.kv_tokens / self.max_seq_length
+
+    def __str__(self) -> str:
+        return (
+            f"weights {_mib(self.weights)}, KV {_mib(self.kv)} ({self.kv_tokens} tokens, {self.concurrency:.1f} "
+            f"sequences of {self.max_seq_length}), workspace {_mib(self.workspace)}, free {_mib(self.available)}"
+        )
+
+
+def plan_memory(
+    config: ModelConfig, parameters: int, element_bytes: int, options: EngineOptions, available: int
+) -> MemoryPlan:
+    """Size the KV pool and check that everything fits. Raises MemoryShortage with advice."""
+    max_length = options.max_seq_length or config.context_length
+    if max_length > config.context_length:
+        raise CheckpointError(f"max_seq_length {max_length} exceeds the model's context of {config.context_length}")
+    weights = parameters * element_bytes
+    workspace = _workspace(config, element_bytes, options, max_length)
+    block_bytes = options.block_size * config.kv_bytes_per_token(element_bytes)
+    blocks = _kv_blocks(options, block_bytes, max_length, available - weights - workspace)
+    plan = MemoryPlan(
+        weights=weights,
+        kv=(blocks + 1) * block_bytes,
+        workspace=workspace,
+        available=available,
+        kv_blocks=blocks,
+        kv_tokens=blocks * options.block_size,
+        max_seq_length=max_length,
+    )
+    needed = plan.weights + plan.kv + plan.workspace
+    if needed > available:
+        raise MemoryShortage(f"{_mib(needed)} are needed ({plan}): {_advice(plan, options)}")
+    if options.kv_blocks is None and plan.kv_tokens < max_length:
+        raise MemoryShortage(
+            f"the KV pool cannot hold one full sequence ({plan}): lower max_seq_length or raise kv_bytes"
+        )
+    return plan
+
+
+def available_memory() -> int:
+    """Bytes that this process may still take: what the machine has free, or less where a container is limited."""
+    free = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")]
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        free = [int(fields["MemAvailable"].split()[0]) * 1024]
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and used.exists() and limit.read_text().strip() != "max":
+        free.append(int(limit.read_text()) - int(used.read_text()))
+    return max(min(free), 0)
+
+
+def _kv_blocks(options: EngineOptions, block_bytes: int, max_length: int, left: int) -> int:
+    if options.kv_blocks is not None:
+        return options.kv_blocks
+    if options.kv_bytes is not None:
+        return max(options.kv_bytes // block_bytes - 1, 0)
+    wanted = options.max_batch_size * -(-max_length // options.block_size)
+    return max(min(wanted, int(left * _KV_SHARE) // block_bytes - 1), 0)
+
+
+def _workspace(config: ModelConfig, element_bytes: int, options: EngineOptions, max_length: int) -> int:
+    """Activations of one layer, logits and their copies while sampling, attention's gathered keys and masks, tables."""
+    width = 4 * config.hidden_size + 3 * config.intermediate_size + 4 * config.heads * config.head_dim
+    activations = options.step_tokens * width * element_bytes
+    sampling = options.max_batch_size * config.vocab_size * 48
+    gathered = 4 * max_length * config.kv_heads * config.head_dim * element_bytes
+    masks = 2 * options.step_tokens * max_length * element_bytes
+    tables = 2 * max_length * config.head_dim * element_bytes
+    return activations + sampling + gathered + masks + tables
+
+
+def _advice(plan: MemoryPlan, options: EngineOptions) -> str:
+    if plan.weights > plan.available:
+        half = " or serve it in bfloat16" if options.dtype == "float32" else ""
+        return f"the weights alone do not fit; take a smaller model{half}"
+    if plan.weights + plan.workspace > plan.available:
+        return "lower max_batch_size, step_tokens or max_seq_length"
+    return "lower kv_blocks or kv_bytes"
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:.0f} MiB"

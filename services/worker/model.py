@@ -1,0 +1,113 @@
+"""The decoder: embedding, layers, final norm, head; and which tensor of a checkpoint goes where in it."""
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from services.worker.config import CheckpointError, ModelConfig
+from services.worker.layers import DecoderLayer, Linear, StepTensors, rope_tables
+from services.worker.ops import Ops
+from services.worker.weights import Checkpoint
+
+Progress = Callable[[str, int, int], None]
+
+
+class Model:
+    """A Llama-shaped decoder. The weights are memory of no value until `load` has filled them."""
+
+    def __init__(self, config: ModelConfig, ops: Ops, dtype: torch.dtype, max_positions: int) -> None:
+        self.config, self.ops = config, ops
+        self.embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype)
+        self.layers = [DecoderLayer(ops, config, layer, dtype) for layer in range(config.layers)]
+        self.norm = torch.empty(config.hidden_size, dtype=dtype)
+        self.head = Linear(ops, config.hidden_size, 0 if config.tied_embeddings else config.vocab_size, False, dtype)
+        if config.tied_embeddings:
+            self.head.weight = self.embedding
+        self.cos, self.sin = rope_tables(config.rope, config.head_dim, max_positions, dtype)
+
+    def forward(self, step: StepTensors, pools: list[Tensor]) -> Tensor:
+        """Compute the step's tokens, writing their keys and values to the pools. -> the residual stream [T, hidden]."""
+        x = self.embedding[step.token_ids]
+        eps, ops = self.config.norm_eps, self.ops
+        normed = ops.rms_norm(x, self.layers[0].attention_norm, eps)
+        for layer, following, pool in zip(self.layers, [*self.layers[1:], None], pools, strict=True):
+            mixed = layer.attention(normed, step, pool)
+            normed = ops.add_rms_norm(x, mixed, layer.mlp_norm, eps)
+            mixed = layer.mlp(normed)
+            if following is None:  # The final norm is for the rows that sample only.
+                x.add_(mixed)
+            else:
+                normed = ops.add_rms_norm(x, mixed, following.attention_norm, eps)
+        return x
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Residual stream [S, hidden] -> float32 logits [S, vocabulary]."""
+        return self.head(self.ops.rms_norm(x, self.norm, self.config.norm_eps)).float()
+
+    def destinations(self) -> dict[str, list[Tensor]]:
+        """For each tensor name of a Hugging Face checkpoint, the views of this model's weights that it fills."""
+        places = {"model.embed_tokens.weight": [self.embedding], "model.norm.weight": [self.norm]}
+        if not self.config.tied_embeddings:
+            places["lm_head.weight"] = [self.head.weight]
+        for index, layer in enumerate(self.layers):
+            for name, views in _layer_destinations(layer, self.config).items():
+                places[f"model.layers.{index}.{name}"] = views
+        return places
+
+
+def _layer_destinations(layer: DecoderLayer, config: ModelConfig) -> dict[str, list[Tensor]]:
+    attention, mlp = layer.attention, layer.mlp
+    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    places = {
+        "input_layernorm.weight": [layer.attention_norm],
+        "post_attention_layernorm.weight": [layer.mlp_norm],
+    }
+    parts: list[tuple[str, Linear, list[int]]] = [
+        ("self_attn.q_proj self_attn.k_proj self_attn.v_proj", attention.qkv, [q, kv, kv]),
+        ("self_attn.o_proj", attention.output, [config.hidden_size]),
+        ("mlp.gate_proj mlp.up_proj", mlp.gate_up, [config.intermediate_size] * 2),
+        ("mlp.down_proj", mlp.down, [config.hidden_size]),
+    ]
+    for names, linear, sizes in parts:
+        for name, rows in zip(names.split(), linear.weight.split(sizes), strict=True):  # type: ignore[no-untyped-call]
+            places[f"{name}.weight"] = [rows]
+        if linear.bias is not None:
+            for name, rows in zip(names.split(), linear.bias.split(sizes), strict=True):  # type: ignore[no-untyped-call]
+                places[f"{name}.bias"] = [rows]
+    if attention.qk_norm is not None:
+        places["self_attn.q_norm.weight"] = list(attention.qk_norm[: config.heads])
+        places["self_attn.k_norm.weight"] = list(attention.qk_norm[config.heads :])
+    return places
+
+
+def load_weights(model: Model, checkpoint: Checkpoint, progress: Progress) -> None:
+    """Fill the model, tensor by tensor, so that never more than one is in memory twice. Raises CheckpointError."""
+    places = model.destinations()
+    _check_names(places, checkpoint.headers, model.config.tied_embeddings)
+    for name, views in places.items():
+        shape = checkpoint.headers[name].shape
+        if tuple(views[0].shape) != shape:
+            expected = list(views[0].shape)
+            raise CheckpointError(f"tensor {name} has shape {list(shape)}, config.json says {expected}")
+    shards = len(checkpoint.shards)
+    for shard in range(shards):
+        progress("weights", shard, shards)
+        for name, tensor in checkpoint.read_shard(shard):
+            if name not in places:
+                continue
+            for view in places[name]:
+                view.copy_(tensor)
+            if not bool(torch.isfinite(places[name][0].sum(dtype=torch.float32))):
+                raise CheckpointError(f"tensor {name} holds numbers that are not finite")
+    progress("weights", shards, shards)
+
+
+def _check_names(wanted: Iterable[str], found: Iterable[str], tied: bool) -> None:
+    missing = sorted(set(wanted) - set(found))
+    if missing:
+        raise CheckpointError(f"tensor {missing[0]} is missing ({len(missing)} of {len(set(wanted))} are)")
+    known_extras = {"lm_head.weight"} if tied else set()
+    for name in sorted(set(found) - set(wanted) - known_extras):
+        if not name.endswith("rotary_emb.inv_freq"):
+            raise CheckpointError(f"tensor {name} is not part of this architecture")

@@ -1,0 +1,110 @@
+"""Executes packed steps on the CPU: slots, KV pools, forward, sampling. Knows slots and blocks, never jobs."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kernels.reference import finite_rows
+from services.worker.inputs import Edit, Rows, SlotState, Words, unpack
+from services.worker.layers import StepTensors
+from services.worker.model import Model
+from services.worker.sampler import Sampled, Sampler
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step brought."""
+
+    finite: list[bool]
+    """For each row, whether all its numbers are; if not, its token means nothing and its blocks must be scrubbed."""
+    sampled: Sampled
+    """For each row that samples, in order."""
+
+
+class CpuRunner:
+    """The device side of the engine. It reads the packed step that a GPU would read, and owns all tensors."""
+
+    def __init__(self, model: Model, blocks: int, block_size: int, slots: int, max_length: int) -> None:
+        config, dtype = model.config, model.embedding.dtype
+        self.model, self.block_size = model, block_size
+        shape = (blocks + 1, block_size, 2, config.kv_heads, config.head_dim)  # block 0 is nobody's
+        self.pools = [torch.zeros(shape, dtype=dtype) for _ in range(config.layers)]
+        self.sampler = Sampler(slots, config.vocab_size)
+        self._windows = set(config.windows)
+        self._tables = np.zeros((slots, -(-max_length // block_size)), np.int64)
+        self._computed = np.zeros(slots, np.int64)
+        self._last_token = np.zeros(slots, np.int64)
+
+    def run(self, words: Words) -> StepResult:
+        """Apply the edits, compute the rows. After an exception no row has advanced, and the edits are applied."""
+        edits, rows = unpack(words)
+        for edit, slot, data in edits:
+            self._apply(edit, slot, data)
+        slots, lengths = rows.slots.astype(np.int64), rows.lengths.astype(np.int64)
+        contexts = self._computed[slots] + lengths
+        with torch.inference_mode():
+            step = self._prepare(rows, slots, lengths, contexts)
+            x = self.model.forward(step, self.pools)
+            finite = finite_rows(x, lengths.tolist())
+            chosen = np.flatnonzero(rows.samples)
+            sampled = Sampled([], None, None)
+            if len(chosen):
+                logits = self.model.logits(x if len(step.sampled) == len(x) else x[step.sampled])
+                for row, good in zip(chosen.tolist(), finite_rows(logits, [1] * len(chosen)), strict=True):
+                    finite[row] &= good
+                sampled = self.sampler.sample(logits, slots[chosen], contexts[chosen])
+        self._computed[slots] = contexts
+        self._last_token[slots[chosen]] = sampled.tokens
+        return StepResult(finite, sampled)
+
+    def scrub(self, blocks: list[int]) -> None:
+        """Zero blocks that may hold NaN: a masked key still meets its value as 0 * NaN."""
+        for pool in self.pools:
+            pool[blocks] = 0
+
+    def _apply(self, edit: Edit, slot: int, words: Words) -> None:
+        if edit is Edit.BLOCKS:
+            first = int(words[0])
+            self._tables[slot, first : first + len(words) - 1] = words[1:]
+        elif edit is Edit.ADMIT:
+            state = SlotState.read(words)
+            self._computed[slot] = state.computed
+            self.sampler.admit(slot, state)
+        elif edit is Edit.HISTORY:
+            self.sampler.remember(slot, int(words[0]), words[1:])
+        elif edit is Edit.BIAS:
+            ids, values = np.split(words, 2)
+            self.sampler.bias(slot, ids, values.view(np.float32))
+        elif edit is Edit.BAN:
+            self.sampler.ban(slot, int(words[0]), words[1:])
+        else:
+            self._computed[slot] = 0
+
+    def _prepare(
+        self,
+        rows: Rows,
+        slots: npt.NDArray[np.int64],
+        lengths: npt.NDArray[np.int64],
+        contexts: npt.NDArray[np.int64],
+    ) -> StepTensors:
+        """What the layers share, for T tokens of R rows."""
+        ends = np.cumsum(lengths)
+        row_of = np.repeat(np.arange(len(slots)), lengths)
+        positions = np.arange(len(row_of)) + (contexts - ends)[row_of]
+        token_ids = self._last_token[slots][row_of]
+        token_ids[(rows.given > 0)[row_of]] = rows.ids
+        tables = self._tables[slots, : -(-int(contexts.max()) // self.block_size)]
+        places = tables[row_of, positions // self.block_size] * self.block_size + positions % self.block_size
+        at, model = torch.from_numpy(positions), self.model
+        plan = model.ops.plan_attention
+        dtype = model.embedding.dtype
+        return StepTensors(
+            token_ids=torch.from_numpy(token_ids),
+            cos=model.cos[at],
+            sin=model.sin[at],
+            places=torch.from_numpy(places),
+            plans={w: plan(lengths, contexts, tables, self.block_size, w, dtype) for w in self._windows},
+            sampled=torch.from_numpy(ends[rows.samples] - 1),
+        )

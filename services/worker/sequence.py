@@ -1,0 +1,84 @@
+"""One job on its way through the engine: its tokens, its blocks and what it has cost. Knows counts, never tensors."""
+
+from collections.abc import Sequence as Tokens
+
+from services.hashing import chain_root, next_key
+from services.worker.job import Cost, Job
+
+
+class Sequence:
+    """The state of a job. The planner owns slot, blocks and counts; the engine owns tokens and times.
+
+    `total` counts the tokens there are, those included that are still being computed: the next step can be planned
+    before their values are known.
+    """
+
+    def __init__(
+        self, job: Job, arrival: int, now: float, block_size: int, max_length: int, fingerprint: bytes
+    ) -> None:
+        self.job = job
+        self.arrival = arrival
+        self.block_size = block_size
+        self.limit = min(job.boundary + job.params.max_tokens, max_length)
+        self.tokens: list[int] = list(job.token_ids)
+        self.total = len(self.tokens)
+        self.computed = 0
+        self.published = 0
+        self.slot: int | None = None
+        self.blocks: list[int] = []
+        self.found_tokens = 0  # in the cache, when it got its slot
+        self.prefill_end = 0  # tokens it had when it got its slot: what comes later the device made itself
+        self.told_blocks = 0
+        self.preemptions = 0
+        self._keys: list[bytes] = []
+        self._root = chain_root(job.salt, fingerprint)
+        self.arrived_s, self.started_s, self.first_token_s, self.last_token_s = now, 0.0, 0.0, 0.0
+        self.prefill_tokens = self.cached_tokens = self.steps = self.prefill_steps = 0
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Who goes first: the smallest."""
+        return (-self.job.priority, self.arrival)
+
+    @property
+    def position(self) -> int:
+        """Tokens of the answer whose values are known."""
+        return len(self.tokens) - self.job.boundary
+
+    @property
+    def remaining(self) -> int:
+        """Tokens to compute before the next new one; 0 when all there will be are on their way."""
+        return 0 if self.total >= self.limit else self.total - self.computed
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that hold this many tokens."""
+        return -(-tokens // self.block_size)
+
+    @property
+    def most_blocks(self) -> int:
+        """Blocks it needs at most: the last token of an answer is never computed."""
+        return self.blocks_for(max(self.limit - 1, 1))
+
+    def keys(self, blocks: int) -> list[bytes]:
+        """Keys of its first whole blocks."""
+        assert blocks * self.block_size <= len(self.tokens), "only whole blocks have keys"
+        while len(self._keys) < blocks:
+            start = len(self._keys) * self.block_size
+            block: Tokens[int] = self.tokens[start : start + self.block_size]
+            self._keys.append(next_key(self._keys[-1] if self._keys else self._root, block))
+        return self._keys[:blocks]
+
+    def cost(self) -> Cost:
+        """What it has cost so far."""
+        started = self.started_s or self.last_token_s or self.arrived_s
+        first = self.first_token_s or started
+        return Cost(
+            queue_s=started - self.arrived_s,
+            prefill_s=first - started,
+            decode_s=max(self.last_token_s - first, 0.0),
+            prefill_tokens=self.prefill_tokens,
+            cached_tokens=self.cached_tokens,
+            preemptions=self.preemptions,
+            steps=self.steps,
+            prefill_steps=self.prefill_steps,
+        )

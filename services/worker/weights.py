@@ -1,0 +1,125 @@
+"""Tensors of a checkpoint, one at a time, from safetensors files. Knows headers, never what a tensor is for."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from services.worker.config import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_MOST_HEADER_BYTES = 100_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class TensorHeader:
+    """What a file says of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def elements(self) -> int:
+        """How many numbers it has."""
+        return torch.Size(self.shape).numel()
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """An opened checkpoint: its headers are read and its files complete."""
+
+    shards: tuple[Path, ...]
+    headers: dict[str, TensorHeader]
+
+    @property
+    def parameters(self) -> int:
+        """Numbers in all tensors."""
+        return sum(header.elements for header in self.headers.values())
+
+    def read_shard(self, shard: int) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of one file, each read when it is asked for. Raises CheckpointError."""
+        path = self.shards[shard]
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 (not a dict)
+                    yield name, file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path.name} cannot be read: {type(error).__name__}") from None
+
+
+def open_checkpoint(model_dir: Path) -> Checkpoint:
+    """Find the files and read their headers. Raises CheckpointError for what is missing, cut or not safetensors."""
+    if (model_dir / INDEX).exists():
+        owners = _read_index(model_dir / INDEX)
+        shards = tuple(model_dir / name for name in sorted(set(owners.values())))
+    elif (model_dir / SINGLE).exists():
+        owners, shards = {}, (model_dir / SINGLE,)
+    else:
+        pickles = sorted(p.name for kind in ("*.bin", "*.pt", "*.pth") for p in model_dir.glob(kind))
+        found = f"found only {pickles[0]}, which is a pickle" if pickles else "found no weights"
+        raise CheckpointError(f"{SINGLE} or {INDEX} is needed; {found}")
+    headers: dict[str, TensorHeader] = {}
+    for shard in shards:
+        for name, header in _read_header(shard).items():
+            if name in headers:
+                raise CheckpointError(f"tensor {name} is in two files")
+            if owners and owners.get(name) != shard.name:
+                raise CheckpointError(f"tensor {name} in {shard.name} is not where the index says")
+            headers[name] = header
+    if absent := owners.keys() - headers.keys():
+        raise CheckpointError(f"tensor {min(absent)} is in the index but in no file")
+    return Checkpoint(shards, headers)
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    try:
+        owners = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path.name} cannot be read: {type(error).__name__}") from None
+    if not isinstance(owners, dict) or not owners:
+        raise CheckpointError(f"{path.name} names no tensors")
+    for name in owners.values():
+        if not isinstance(name, str) or Path(name).name != name:
+            raise CheckpointError(f"{path.name} names a file outside the checkpoint")
+    return owners
+
+
+def _read_header(path: Path) -> dict[str, TensorHeader]:
+    """The header of a safetensors file, compared with the file's length."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, _MOST_HEADER_BYTES):
+                raise CheckpointError(f"{path.name} is truncated or not a safetensors file")
+            entries = json.loads(file.read(length))
+    except FileNotFoundError:
+        raise CheckpointError(f"shard {path.name} is missing") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path.name} cannot be read: {type(error).__name__}") from None
+    if not isinstance(entries, dict):
+        raise CheckpointError(f"{path.name} has a header that is no object")
+    entries.pop("__metadata__", None)
+    return {name: _read_entry(path, name, entry, size - 8 - length) for name, entry in entries.items()}
+
+
+def _read_entry(path: Path, name: str, entry: Any, data_bytes: int) -> TensorHeader:
+    try:
+        dtype, shape, (begin, end) = entry["dtype"], tuple(map(int, entry["shape"])), entry["data_offsets"]
+    except (KeyError, TypeError, ValueError):
+        raise CheckpointError(f"{path.name} describes tensor {name} badly") from None
+    if dtype not in _DTYPES:
+        raise CheckpointError(f"tensor {name} has type {dtype}; supported are {', '.join(_DTYPES)}")
+    header = TensorHeader(shape, _DTYPES[dtype])
+    if end > data_bytes:
+        raise CheckpointError(f"{path.name} is truncated: tensor {name} ends at byte {end} of {data_bytes}")
+    if end - begin != header.elements * header.dtype.itemsize:
+        raise CheckpointError(f"{path.name}: tensor {name} of shape {list(shape)} has {end - begin} bytes")
+    return header

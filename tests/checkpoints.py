@@ -1,0 +1,109 @@
+"""Tiny Hugging Face checkpoints with random weights, made by the tests that need them. Knows shapes, never engines."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+VOCAB = 320
+CONTEXT = 512
+BOS, EOS = 0, 1
+_CONFIGS: Mapping[str, type[PreTrainedConfig]] = {
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A tiny model of one family."""
+
+    family: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """What differs from the tiny default."""
+    shard_bytes: int | None = None
+    """Cut the weights into files of at most this size."""
+
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+SHAPES: Mapping[str, Shape] = {
+    "llama": Shape("llama"),
+    "llama-tied-sharded": Shape("llama", {"tie_word_embeddings": True}, shard_bytes=150_000),
+    "llama-bias-rope": Shape("llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3_ROPE}),
+    "mistral-window": Shape("mistral", {"sliding_window": 24, "head_dim": 24}),
+    "qwen2": Shape("qwen2", {"tie_word_embeddings": True}),
+    "qwen2-window": Shape("qwen2", {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}),
+    "qwen3": Shape("qwen3", {"head_dim": 32}, shard_bytes=150_000),
+}
+
+
+def make_checkpoint(folder: Path, shape: Shape | str = "llama", seed: int = 0) -> Path:
+    """Write config, weights and tokenizer of a tiny random model to `folder`, and return it.
+
+    The weights are scaled so that its choices are clear: the median margin between the two largest logits exceeds 0.1.
+    """
+    shape = SHAPES[shape] if isinstance(shape, str) else shape
+    torch.manual_seed(seed)
+    config = _CONFIGS[shape.family](
+        **{
+            "vocab_size": VOCAB,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "max_position_embeddings": CONTEXT,
+            "bos_token_id": BOS,
+            "eos_token_id": EOS,
+            "initializer_range": 0.08,
+            "sliding_window": None,
+            "tie_word_embeddings": False,
+            **shape.settings,
+        }
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("bias"):
+                weight.normal_(std=0.05)
+            elif "norm" in name:
+                weight.uniform_(0.7, 1.3)
+            elif "embed_tokens" in name or "lm_head" in name:
+                weight.normal_(std=0.2)
+    model.save_pretrained(folder, max_shard_size=shape.shard_bytes or "5GB")
+    make_tokenizer().save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def make_tokenizer() -> Tokenizer:
+    """A byte-level BPE tokenizer of VOCAB ids; ids 0 and 1 are <s> and </s>."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["the weft is what is woven through the warp, thread after thread " * 8], trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
+    return tokenizer
