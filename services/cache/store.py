@@ -58,6 +58,11 @@ class Budgets:
     store_s: float = 0.1
     connect_s: float = 0.05
 
+    @property
+    def longest_s(self) -> float:
+        """How long a command may live, whoever still waits for it."""
+        return self.connect_s + max(self.look_up_s, self.store_s)
+
 
 class Trouble(Exception):
     """Redis did not answer a command; why, as a look-up counts it."""
@@ -107,7 +112,7 @@ class Store:
         """Says in the log whether Redis answers. If it does not, every look-up is a miss until it does."""
         log.info("results are kept in redis", at=self._place)
         try:
-            await self._ask(self._budgets.connect_s + self._budgets.store_s, self._client.ping)
+            await self._ask(self._budgets.longest_s, self._client.ping)
         except Trouble as trouble:
             self._breaker.trip(self._clock())
             self._log_lost(trouble.miss)
@@ -188,7 +193,7 @@ class Store:
         return self._judged(answer)
 
     def _start(self, command: Callable[[], Awaitable[Any]]) -> "asyncio.Task[Any]":
-        task = asyncio.create_task(_outcome(command))
+        task = asyncio.create_task(_outcome(command, self._budgets.longest_s))
         self._asking.add(task)
         task.add_done_callback(self._ended)
         return task
@@ -232,10 +237,12 @@ class Store:
         log.warning("redis is lost: every look-up is a miss", at=self._place, reason=str(miss), error=kind)
 
 
-async def _outcome(command: Callable[[], Awaitable[Any]]) -> Any:
+async def _outcome(command: Callable[[], Awaitable[Any]], limit_s: float) -> Any:
     """The answer, or the exception as a value: nobody may be waiting for it any more."""
     try:
-        return await command()
+        # redis-py ends a connection on which a command was cut off, so no answer can go to the next command.
+        async with asyncio.timeout(limit_s):
+            return await command()
     except Exception as error:
         return error
 
@@ -257,7 +264,8 @@ def _client(url: str, budgets: Budgets) -> "redis.Redis":
         decode_responses=False,
         retry=Retry(NoBackoff(), 0),
         retry_on_timeout=False,
-        socket_timeout=max(budgets.store_s, budgets.look_up_s),
+        # The limit of each command is the store's own.
+        socket_timeout=None,
         driver_info=None,
     )
     return redis.Redis.from_pool(pool)

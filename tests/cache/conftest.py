@@ -1,0 +1,99 @@
+"""A cache service on a real gRPC socket and a real Redis."""
+
+import contextlib
+import hashlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import redis.asyncio as redis
+from pydantic import SecretStr
+
+from protos import cache_pb2 as cache
+from protos import cache_pb2_grpc
+from protos import inference_pb2 as api
+from services import rpc
+from services.cache.service import result_shelf, service
+from services.cache.settings import CacheSettings
+from services.cache.store import Store
+from tests.redis_server import RedisServer, redis_server
+
+__all__ = ["redis_server"]
+
+
+class CacheDoor:
+    """A running cache service, as its callers see it; its counters; and the names of its values in Redis."""
+
+    def __init__(self, store: Store, settings: CacheSettings, stub: "cache_pb2_grpc.CacheAsyncStub", port: int) -> None:
+        self.store = store
+        self.counters = store.counters
+        self.shelf = result_shelf(settings)
+        self.stub = stub
+        self.port = port
+
+    async def get(self, key: bytes) -> cache.CachedResult | None:
+        """Looks a result up."""
+        found = await self.stub.GetResult(cache.GetResultRequest(key=key))
+        return found.result if found.HasField("result") else None
+
+    async def put(self, key: bytes, result: cache.CachedResult) -> bool:
+        """Stores a result."""
+        return (await self.stub.PutResult(cache.PutResultRequest(key=key, result=result))).stored
+
+    def name(self, key: bytes) -> str:
+        """What the value of `key` is called in Redis."""
+        return self.shelf.prefix + key.hex()
+
+
+Client = Any
+"""A redis.asyncio.Redis, whose answers have types of too many protocols to be named."""
+
+OpenDoor = Callable[..., AbstractAsyncContextManager[CacheDoor]]
+
+
+@contextlib.asynccontextmanager
+async def opened(url: str, **settings: Any) -> AsyncIterator[CacheDoor]:
+    """A cache service that keeps its results at `url`."""
+    wanted = CacheSettings(redis_url=SecretStr(url), **settings)
+    store = Store(url, wanted.budgets())
+    await store.open()
+    server = await rpc.serve("127.0.0.1:0", [service(store, wanted)])
+    await server.ready()
+    async with rpc.link_channel(f"127.0.0.1:{server.port}") as channel:
+        yield CacheDoor(store, wanted, cache_pb2_grpc.CacheStub(channel), server.port)
+    await server.stop(0)
+    await store.close()
+
+
+@pytest.fixture
+def open_door() -> OpenDoor:
+    """Opens a cache service with settings of one's own."""
+    return opened
+
+
+@pytest_asyncio.fixture
+async def door(redis_server: RedisServer) -> AsyncIterator[CacheDoor]:
+    """A cache service with default settings."""
+    async with opened(redis_server.url) as door:
+        yield door
+
+
+@pytest_asyncio.fixture
+async def client(redis_server: RedisServer) -> AsyncIterator[Client]:
+    """Somebody else's connection to the same Redis."""
+    client = redis.Redis.from_url(redis_server.url, protocol=2)
+    yield client
+    await client.aclose()
+
+
+def key_of(number: int) -> bytes:
+    """A key like those of requests."""
+    return hashlib.sha256(number.to_bytes(8, "big")).digest()
+
+
+def result_of(number: int, tokens: int = 32) -> cache.CachedResult:
+    """A result unlike any other number's."""
+    token_ids = [(number * 7919 + i) % 32_000 for i in range(tokens)]
+    return cache.CachedResult(token_ids=token_ids, finish_reason=api.FINISH_REASON_LENGTH)

@@ -1,0 +1,188 @@
+"""The shelf stays within its bytes, in a Redis that is not ours to configure."""
+
+import asyncio
+
+import pytest
+import redis.asyncio as redis
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from services.cache import ledger
+from services.cache.frames import HEADER_BYTES, Kind
+from services.cache.store import Budgets, Shelf, Store
+from tests.cache.conftest import CacheDoor, Client, OpenDoor, key_of, result_of
+from tests.redis_server import RedisServer
+
+PATIENT = Budgets(look_up_s=2.0, store_s=2.0)
+
+
+async def accounted(client: Client, prefix: str) -> int:
+    """The total that the ledger says, checked against the sum of its entries."""
+    entries = await client.zrange(prefix + "ledger", 0, -1, withscores=True)
+    assert entries[0][0] == b"", "the total comes first"
+    total = -int(entries[0][1])
+    assert total == sum(int(name.rpartition(b":")[2]) + ledger.ENTRY_BYTES for name, _ in entries[1:])
+    return total
+
+
+async def held(client: Client, prefix: str) -> int:
+    """What the values that are there take, by the ledger's measure."""
+    names = [name for name in await client.keys(prefix + "*") if not name.endswith(b":ledger")]
+    return sum([await client.strlen(name) + ledger.ENTRY_BYTES for name in names])
+
+
+def shelf_of(max_bytes: int, ttl_s: float = 1000.0) -> Shelf[bytes]:
+    return Shelf("test", Kind.RESULT, bytes, max_bytes, 10_000, ttl_s)
+
+
+def cost(payload: bytes) -> int:
+    return len(payload) + HEADER_BYTES + ledger.ENTRY_BYTES
+
+
+async def test_the_least_recently_used_go_first(redis_server: RedisServer, open_door: OpenDoor) -> None:
+    one = cost(result_of(1).SerializeToString())
+    async with open_door(redis_server.url, cache_result_bytes=10 * one + one // 2) as door:
+        for i in range(10):
+            assert await door.put(key_of(i), result_of(1))
+        for used_again in (0, 3):
+            assert await door.get(key_of(used_again)) is not None
+        for i in range(10, 14):
+            assert await door.put(key_of(i), result_of(1))
+        kept = [i for i in range(14) if await door.get(key_of(i)) is not None]
+        assert kept == [0, 3, 6, 7, 8, 9, 10, 11, 12, 13]
+        assert door.counters.evictions == 4
+
+
+async def test_the_bound_holds_under_many_stores(redis_server: RedisServer, client: Client) -> None:
+    store, shelf = Store(redis_server.url, PATIENT), shelf_of(100_000)
+    for start in range(0, 2000, 200):
+        numbers = range(start, start + 200)
+        payloads = [bytes(i * 37 % 3000) for i in numbers]
+        assert all(await asyncio.gather(*map(store.put, [shelf] * 200, map(key_of, numbers), payloads)))
+        total = await accounted(client, shelf.prefix)
+        assert total == await held(client, shelf.prefix) <= shelf.max_bytes
+    assert total > shelf.max_bytes - 3500
+    assert store.counters.stores == 2000
+    entries = await client.zcard(shelf.prefix + "ledger") - 1
+    assert store.counters.evictions == 2000 - entries
+    await store.close()
+
+
+async def test_what_redis_really_takes_is_within_the_bound(redis_server: RedisServer, client: Client) -> None:
+    store, shelf = Store(redis_server.embedded.url, PATIENT), shelf_of(2_000_000)
+    await store.open()
+    await store.put(shelf, key_of(0), b"")
+    before = (await client.info("memory"))["used_memory_dataset"]
+    for start in range(0, 6000, 500):
+        await asyncio.gather(*(store.put(shelf, key_of(i), bytes(150)) for i in range(start, start + 500)))
+    assert store.counters.evictions > 0
+    assert (await client.info("memory"))["used_memory_dataset"] - before < shelf.max_bytes
+    await store.close()
+
+
+async def test_a_value_beyond_its_own_bound_is_refused(redis_server: RedisServer, open_door: OpenDoor) -> None:
+    async with open_door(redis_server.url, cache_value_bytes=1000) as door:
+        assert not await door.put(key_of(1), result_of(1, tokens=2000))
+        assert await door.put(key_of(2), result_of(2, tokens=100))
+        assert (door.counters.refused, door.counters.stores) == (1, 1)
+    async with open_door(redis_server.url, cache_result_bytes=500) as door:
+        assert not await door.put(key_of(1), result_of(1, tokens=300))
+
+
+async def test_the_largest_value_is_stored_and_found(redis_server: RedisServer) -> None:
+    store = Store(redis_server.url, PATIENT)
+    shelf = Shelf("test", Kind.RESULT, bytes, 64 << 20, 1 << 20, 1000.0)
+    assert await store.put(shelf, key_of(1), bytes(1 << 20))
+    assert await store.get(shelf, key_of(1)) == bytes(1 << 20)
+    assert not await store.put(shelf, key_of(2), bytes((1 << 20) + 1))
+    await store.close()
+
+
+async def test_expired_values_do_not_stay_in_the_ledger(redis_server: RedisServer, client: Client) -> None:
+    store, shelf = Store(redis_server.url, PATIENT), shelf_of(1_000_000, ttl_s=0.1)
+    for round_ in range(3):
+        for i in range(8):
+            await store.put(shelf, key_of(round_ * 100 + i), bytes(100))
+        await asyncio.sleep(0.11)
+    long_lived = shelf_of(1_000_000, ttl_s=0.1)
+    await store.put(long_lived, key_of(1), bytes(100))
+    assert await accounted(client, shelf.prefix) == cost(bytes(100))
+    assert store.counters.evictions == 0
+    await asyncio.sleep(0.15)
+    assert await client.keys() == [], "nothing of ours outlives its time, the ledger included"
+    await store.close()
+
+
+async def test_values_that_redis_evicted_make_room_in_time(redis_server: RedisServer, client: Client) -> None:
+    store, shelf = Store(redis_server.url, PATIENT), shelf_of(10 * cost(bytes(100)))
+    for i in range(10):
+        await store.put(shelf, key_of(i), bytes(100))
+    for i in range(10):
+        await client.delete(shelf.prefix + key_of(i).hex())
+    for i in range(10, 20):
+        await store.put(shelf, key_of(i), bytes(100))
+    assert await held(client, shelf.prefix) == await accounted(client, shelf.prefix) == shelf.max_bytes
+    assert store.counters.evictions == 0, "what was gone already was not evicted"
+    await store.close()
+
+
+async def test_a_lost_ledger_takes_values_up_again_when_they_are_used(
+    redis_server: RedisServer, client: Client
+) -> None:
+    store, shelf = Store(redis_server.url, PATIENT), shelf_of(1_000_000)
+    for i in range(4):
+        await store.put(shelf, key_of(i), bytes(100))
+    await client.delete(shelf.prefix + "ledger")
+    for i in range(4):
+        assert await store.get(shelf, key_of(i)) == bytes(100)
+    assert await accounted(client, shelf.prefix) == 4 * cost(bytes(100))
+    await store.close()
+
+
+async def test_a_smaller_bound_is_reached_at_the_next_store(redis_server: RedisServer, client: Client) -> None:
+    store = Store(redis_server.url, PATIENT)
+    for i in range(50):
+        await store.put(shelf_of(1_000_000), key_of(i), bytes(100))
+    await store.put(shelf_of(3 * cost(bytes(100))), key_of(50), bytes(100))
+    assert await accounted(client, shelf_of(1).prefix) == 3 * cost(bytes(100))
+    await store.close()
+
+
+steps = st.lists(
+    st.tuples(st.sampled_from(["put", "get", "lose", "forget"]), st.integers(0, 12), st.integers(0, 400)), max_size=60
+)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps)
+async def test_the_ledger_always_adds_up(redis_server: RedisServer, steps: list[tuple[str, int, int]]) -> None:
+    client: Client = redis.Redis.from_url(redis_server.url, protocol=2)
+    await client.flushall()
+    store, shelf = Store(redis_server.url, PATIENT), shelf_of(3000)
+    latest: dict[int, bytes] = {}
+    for step, number, size in steps:
+        if step == "put":
+            latest[number] = bytes([number]) * size
+            assert await store.put(shelf, key_of(number), latest[number])
+        elif step == "get":
+            assert await store.get(shelf, key_of(number)) in (None, latest.get(number))
+        elif step == "lose":
+            await client.delete(shelf.prefix + key_of(number).hex())
+        else:
+            await client.delete(shelf.prefix + "ledger")
+        if await client.exists(shelf.prefix + "ledger"):
+            total = await accounted(client, shelf.prefix)
+            if step == "put":
+                assert total <= shelf.max_bytes
+            if not any(kind == "forget" for kind, *_ in steps):
+                assert await held(client, shelf.prefix) <= total
+    await store.close()
+    await client.aclose()
+
+
+@pytest.mark.parametrize("wrong", ["set", "lpush"])
+async def test_a_ledger_of_another_type_is_replaced(door: CacheDoor, client: Client, wrong: str) -> None:
+    await client.execute_command(wrong, door.shelf.prefix + "ledger", "nonsense")
+    assert await door.put(key_of(1), result_of(1))
+    assert await accounted(client, door.shelf.prefix) > 0
+    assert await door.get(key_of(1)) == result_of(1)

@@ -1,0 +1,251 @@
+"""Any trouble of Redis is a miss, in time, and is over when the trouble is."""
+
+import asyncio
+import time
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from services.cache import frames
+from services.cache.counters import Miss
+from services.cache.frames import Kind
+from tests.cache.conftest import CacheDoor, Client, OpenDoor, key_of, opened, result_of
+from tests.cache.slow_proxy import SlowProxy
+from tests.redis_server import RedisServer
+
+BUDGET_S = 0.02
+# Beyond that: gRPC there and back, on a machine whose cores may be busy with other tests.
+MARGIN_S = 0.04
+# The breaker's probes, and what the one that succeeds takes.
+BACK_S = 1.0 + 0.2
+
+
+async def timed(door: CacheDoor, key: bytes) -> float:
+    """Seconds that a look-up took, which must be a miss."""
+    start = time.perf_counter()
+    assert await door.get(key) is None
+    return time.perf_counter() - start
+
+
+async def until_open(door: CacheDoor) -> float:
+    """Seconds of look-ups one after another until the first that Redis was not asked for."""
+    times = []
+    while not door.counters.misses[Miss.BREAKER]:
+        times.append(await timed(door, key_of(1)))
+    assert sorted(times)[len(times) // 2] < BUDGET_S + MARGIN_S
+    return sum(times)
+
+
+async def until_hit(door: CacheDoor, key: bytes) -> float:
+    """Seconds until a look-up hits again."""
+    start = time.perf_counter()
+    while await door.get(key) is None:
+        assert time.perf_counter() - start < 5.0
+        await asyncio.sleep(0.005)
+    return time.perf_counter() - start
+
+
+async def damage_then_look(door: CacheDoor, client: Client, value: bytes) -> None:
+    await client.set(door.name(key_of(1)), value)
+    assert await door.get(key_of(1)) is None
+
+
+async def test_damaged_values_are_counted_misses(door: CacheDoor, client: Client) -> None:
+    await door.put(key_of(1), result_of(1))
+    await door.put(key_of(2), result_of(2))
+    good = await client.get(door.name(key_of(1)))
+    swapped = await client.get(door.name(key_of(2)))
+    damaged = [
+        bytes([*good[:-1], good[-1] ^ 1]),
+        good[:-1],
+        good[: frames.HEADER_BYTES],
+        good[:3],
+        swapped,
+        good + b"\0",
+        b"not a frame at all, but long enough for one",
+        bytes(5 << 20),
+    ]
+    for value in damaged:
+        await damage_then_look(door, client, value)
+    assert door.counters.misses == {Miss.CORRUPT: len(damaged)}
+    assert await door.get(key_of(2)) == result_of(2)
+    assert await door.put(key_of(1), result_of(1)), "a store mends it"
+    assert await door.get(key_of(1)) == result_of(1)
+
+
+async def test_a_sound_frame_of_no_result_is_a_counted_miss(door: CacheDoor, client: Client) -> None:
+    await damage_then_look(door, client, frames.seal(Kind.RESULT, key_of(1), b"\xff\xff no message"))
+    assert door.counters.misses == {Miss.CORRUPT: 1}
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+async def test_no_damage_ever_gives_a_result(door: CacheDoor, client: Client, data: st.DataObject) -> None:
+    frame = bytearray(frames.seal(Kind.RESULT, key_of(1), result_of(1).SerializeToString()))
+    for place in data.draw(st.sets(st.integers(0, len(frame) - 1), min_size=1, max_size=4)):
+        frame[place] ^= data.draw(st.integers(1, 255))
+    await damage_then_look(door, client, bytes(frame))
+
+
+async def test_a_flushed_redis_is_a_miss_and_works_on(door: CacheDoor, client: Client) -> None:
+    await door.put(key_of(1), result_of(1))
+    await client.flushall()
+    await client.script_flush()
+    assert await door.get(key_of(1)) is None
+    assert await door.put(key_of(1), result_of(1))
+    assert await door.get(key_of(1)) == result_of(1)
+
+
+async def test_a_value_of_another_type_is_a_counted_miss_and_replaced(door: CacheDoor, client: Client) -> None:
+    await client.rpush(door.name(key_of(1)), "a", "list")
+    assert await door.get(key_of(1)) is None
+    assert door.counters.misses == {Miss.CORRUPT: 1}
+    assert await door.put(key_of(1), result_of(1))
+    assert await door.get(key_of(1)) == result_of(1)
+
+
+async def test_a_full_redis_refuses_stores_and_still_gives_hits(door: CacheDoor, client: Client) -> None:
+    await door.put(key_of(1), result_of(1))
+    await client.config_set("maxmemory-policy", "noeviction")
+    await client.config_set("maxmemory", "1")
+    assert not await door.put(key_of(2), result_of(2))
+    assert door.counters.refused == 1
+    assert await door.get(key_of(1)) == result_of(1)
+    assert await door.get(key_of(2)) is None
+    await client.config_set("maxmemory", "0")
+    assert await door.put(key_of(2), result_of(2))
+
+
+async def test_a_killed_redis_is_a_miss_until_it_is_back(
+    door: CacheDoor, redis_server: RedisServer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    await asyncio.gather(*(door.put(key_of(i), result_of(i)) for i in range(30)))
+    assert redis_server.kill() == -9
+    assert await until_open(door) <= 0.25
+    times = sorted([await timed(door, key_of(2)) for _ in range(200)])
+    assert times[100] < 0.005, "an open breaker answers at once"
+    assert not await door.put(key_of(99), result_of(99))
+    redis_server.start()
+    assert await until_hit(door, key_of(3)) < BACK_S
+    found = [await door.get(key_of(i)) for i in range(30)]
+    assert found == [result_of(i) for i in range(30)], "what was stored outlived the kill"
+    logged = "".join(capfd.readouterr())
+    assert (logged.count("redis is lost"), logged.count("redis is back")) == (1, 1)
+
+
+async def test_open_the_breaker_lets_one_probe_a_second_through(door: CacheDoor, redis_server: RedisServer) -> None:
+    redis_server.kill()
+    await until_open(door)
+    asked_before = door.counters.misses.total() - door.counters.misses[Miss.BREAKER]
+    end = time.perf_counter() + 2.4
+    while time.perf_counter() < end:
+        await door.get(key_of(1))
+        await asyncio.sleep(0.002)
+    assert door.counters.misses.total() - door.counters.misses[Miss.BREAKER] - asked_before == 2
+
+
+async def test_a_look_up_that_is_not_asked_takes_less_than_a_millisecond(redis_server: RedisServer) -> None:
+    async with opened(redis_server.url) as door:
+        redis_server.kill()
+        await until_open(door)
+        times = []
+        for _ in range(300):
+            start = time.perf_counter()
+            assert await door.store.get(door.shelf, key_of(1)) is None
+            times.append(time.perf_counter() - start)
+        assert sorted(times)[270] < 0.001
+
+
+async def test_a_frozen_redis_costs_the_budget_and_then_nothing(door: CacheDoor, redis_server: RedisServer) -> None:
+    await door.put(key_of(1), result_of(1))
+    redis_server.freeze()
+    assert await until_open(door) <= 0.25
+    assert door.counters.misses[Miss.TIMEOUT] >= 2
+    redis_server.thaw()
+    assert await until_hit(door, key_of(1)) < BACK_S
+
+
+async def test_a_crowd_before_a_frozen_redis_waits_no_longer_than_one(
+    door: CacheDoor, redis_server: RedisServer
+) -> None:
+    redis_server.freeze()
+    start = time.perf_counter()
+    assert await asyncio.gather(*(door.get(key_of(i)) for i in range(200))) == [None] * 200
+    assert time.perf_counter() - start < 0.25
+    assert await timed(door, key_of(1)) < 0.02
+    assert door.counters.misses[Miss.BREAKER] > 0
+
+
+async def test_a_slow_redis_is_given_up_and_taken_up_again(redis_server: RedisServer, open_door: OpenDoor) -> None:
+    async with SlowProxy(redis_server.port) as proxy, open_door(f"redis://127.0.0.1:{proxy.port}") as door:
+        await door.put(key_of(1), result_of(1))
+        assert await door.get(key_of(1)) == result_of(1)
+        proxy.delay_s = 0.06
+        assert await until_open(door) <= 0.25
+        proxy.delay_s = 0.0
+        assert await until_hit(door, key_of(1)) < BACK_S
+        assert await door.get(key_of(1)) == result_of(1), "late answers went to nobody else"
+
+
+async def test_a_connection_that_takes_longer_than_a_look_up_is_there_for_the_next(
+    redis_server: RedisServer, open_door: OpenDoor, client: Client
+) -> None:
+    async with SlowProxy(redis_server.port) as proxy:
+        # A new connection takes one round trip to choose its database before the look-up's own.
+        async with open_door(f"redis://127.0.0.1:{proxy.port}/5", cache_budget_ms=30) as door:
+            assert await door.put(key_of(1), result_of(1))
+            assert await door.get(key_of(1)) == result_of(1)
+            proxy.delay_s = 0.02
+            await client.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+            assert await door.get(key_of(1)) is None
+            assert await until_hit(door, key_of(1)) < 0.2
+            assert door.counters.misses[Miss.BREAKER] == 0
+
+
+async def until_hit_after_store(door: CacheDoor) -> float:
+    start = time.perf_counter()
+    while not await door.put(key_of(1), result_of(1)):
+        await asyncio.sleep(0.01)
+        await door.get(key_of(1))
+        assert time.perf_counter() - start < 5.0
+    return time.perf_counter() - start + await until_hit(door, key_of(1))
+
+
+async def test_garbage_is_a_miss(redis_server: RedisServer, open_door: OpenDoor) -> None:
+    async with SlowProxy(redis_server.port) as proxy:
+        proxy.garbage = b"HTTP/1.1 400 Bad Request\r\n\r\n"
+        async with open_door(f"redis://127.0.0.1:{proxy.port}") as door:
+            assert await timed(door, key_of(1)) < BUDGET_S + MARGIN_S
+            assert not await door.put(key_of(1), result_of(1))
+            proxy.garbage = b""
+            await asyncio.sleep(1.0)
+            assert await until_hit_after_store(door) < 1.0
+
+
+async def test_a_wrong_password_is_a_miss(tmp_path_factory: pytest.TempPathFactory, open_door: OpenDoor) -> None:
+    with RedisServer(tmp_path_factory.mktemp("locked"), 64 << 20, "--requirepass", "right") as locked:
+        for wrong in ("", ":wrong@", "nobody:wrong@"):
+            async with open_door(locked.url.replace("//", f"//{wrong}")) as door:
+                assert await timed(door, key_of(1)) < BUDGET_S + MARGIN_S
+                assert not await door.put(key_of(1), result_of(1))
+                assert door.counters.hits == 0
+        async with open_door(locked.url.replace("//", "//:right@")) as door:
+            assert await door.put(key_of(1), result_of(1))
+            assert await door.get(key_of(1)) == result_of(1)
+
+
+async def test_options_in_the_url_cannot_change_what_correctness_rests_on(
+    redis_server: RedisServer, open_door: OpenDoor
+) -> None:
+    async with open_door(redis_server.url + "?decode_responses=true&socket_timeout=30&retry_on_timeout=true") as door:
+        assert await door.put(key_of(1), result_of(1))
+        assert await door.get(key_of(1)) == result_of(1)
+
+
+async def test_a_redis_that_starts_later_is_found(redis_server: RedisServer, open_door: OpenDoor) -> None:
+    redis_server.stop()
+    async with open_door(redis_server.url) as door:
+        assert await timed(door, key_of(1)) < MARGIN_S
+        redis_server.start()
+        assert await until_hit_after_store(door) < BACK_S + MARGIN_S
