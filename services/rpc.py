@@ -6,6 +6,7 @@ Knows gRPC, nothing of what is served.
 import asyncio
 import contextlib
 import ipaddress
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -253,6 +254,14 @@ class Outbox(Generic[Message]):
     async def __aiter__(self) -> AsyncIterator[Message]:
         while (message := await self._queue.get()) is not None:
             yield message
+
+
+def stop_requested() -> asyncio.Event:
+    """An event that SIGTERM and SIGINT set."""
+    event = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, event.set)
+    return event
 
 
 def run(main: Awaitable[None]) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Protocol
 
 import structlog
@@ -51,24 +51,23 @@ class Attachment:
         """Something is worth a report."""
         self._changed.set()
 
-    async def run(self, on_attached: Callable[[], None]) -> None:
+    async def run(self) -> None:
         """Attaches, and attaches again whenever the link breaks. Raises Refused."""
         async with rpc.link_channel(self._address) as channel:
             stub = mesh_grpc.SchedulerStub(channel)
             while True:
                 try:
-                    await self._attach_once(stub, on_attached)
+                    await self._attach_once(stub)
                 except aio.AioRpcError as error:
                     log.info("scheduler away", code=error.code().name)
                 await asyncio.sleep(RETRY_S)
 
-    async def _attach_once(self, stub: mesh_grpc.SchedulerAsyncStub, on_attached: Callable[[], None]) -> None:
+    async def _attach_once(self, stub: "mesh_grpc.SchedulerAsyncStub") -> None:
         call = stub.Attach(self._messages(), wait_for_ready=True)
         async for response in call:
             if response.WhichOneof("message") == "refused":
                 raise Refused(response.refused.message)
             log.info("attached", epoch=response.hello.epoch)
-            on_attached()
 
     async def _messages(self) -> AsyncIterator[mesh.AttachRequest]:
         self._take_keys()

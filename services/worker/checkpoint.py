@@ -10,38 +10,38 @@ from typing import Any
 
 from protos import mesh_pb2 as mesh
 from services import hashing
+from services.worker.config import CheckpointError, ModelConfig
 
 _IDENTITY_BYTES = 1 << 16
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
-class CheckpointMissing(Exception):
-    """The model cannot be found; the text says what to do."""
-
-
 def locate(model: str) -> Path:
-    """The folder of a checkpoint: a path, or a hub id that is fetched or already in the local cache."""
+    """The folder of a checkpoint: a path, or a hub id that is fetched or already in the local cache.
+
+    Raises CheckpointError.
+    """
     if not model:
-        raise CheckpointMissing("no model: set MODEL_NAME to a checkpoint's folder or hub id")
+        raise CheckpointError("no model: set MODEL_NAME to a checkpoint's folder or hub id")
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
-        raise CheckpointMissing(f"no checkpoint folder at {model}")
+        raise CheckpointError(f"no checkpoint folder at {model}")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     try:
         return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
     except (LocalEntryNotFoundError, RepositoryNotFoundError, HfHubHTTPError, OSError):
-        raise CheckpointMissing(f"{model} is neither a folder nor to be had from the hub") from None
+        raise CheckpointError(f"{model} is neither a folder nor to be had from the hub") from None
 
 
 def read_bundle(folder: Path) -> mesh.Bundle:
     """The tokenizer, chat template and special tokens of a checkpoint."""
     path = folder / "tokenizer.json"
     if not path.is_file():
-        raise CheckpointMissing("the checkpoint has no tokenizer.json")
+        raise CheckpointError("the checkpoint has no tokenizer.json")
     config = _json(folder / "tokenizer_config.json")
     template = config.get("chat_template") or ""
     if (folder / "chat_template.jinja").is_file():
@@ -77,11 +77,26 @@ def fingerprint(folder: Path, *numerics: str) -> bytes:
     return hashing.digest(*parts)
 
 
+def model_card(
+    folder: Path, config: ModelConfig, *, name: str, context_length: int, block_size: int, parameters: int
+) -> mesh.ModelCard:
+    """The card of a loaded model, all but what identifies it (fingerprint, determinism, bundle)."""
+    return mesh.ModelCard(
+        name=name or folder.resolve().name,
+        architecture=config.architecture,
+        context_length=context_length,
+        vocab_size=config.vocab_size,
+        parameters=parameters,
+        eos_token_ids=config.eos_token_ids,
+        block_size=block_size,
+    )
+
+
 def _json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
         value = json.loads(path.read_bytes())
     except ValueError:
-        raise CheckpointMissing(f"{path.name} is not JSON") from None
+        raise CheckpointError(f"{path.name} is not JSON") from None
     return value if isinstance(value, dict) else {}

@@ -1,5 +1,4 @@
-"""The jobs of a worker and who listens to each: one engine job, any number of links. Runs on the event loop, in one task's
-turn at a time; the engine is behind `submit` and `cancel`.
+"""The jobs of a worker and who listens to each: one engine job, any number of links. Lives on the event loop.
 
 A job ends when the engine says so or when nobody listens any more.
 """
@@ -34,7 +33,7 @@ class EngineDoor(Protocol):
     def submit(self, job: Job) -> None:
         """Takes a job."""
 
-    def cancel(self, key: int, position: int | None = None) -> None:
+    def cancel(self, key: int, position: int) -> None:
         """Ends a job; `position` tokens of its answer count."""
 
 
@@ -62,8 +61,14 @@ class Running:
     key: int
     job_id: str
     attempt: int
+    start: int
     history: list[TokenOut] = field(default_factory=list)
     listeners: list[tuple[Link, int]] = field(default_factory=list)
+
+    @property
+    def position(self) -> int:
+        """Tokens of the answer so far, those of earlier attempts included."""
+        return self.start + len(self.history)
 
 
 class Jobs:
@@ -82,7 +87,8 @@ class Jobs:
 
     def start(self, link: Link, message: mesh.Job) -> None:
         """Runs a job for `link`. A bad one is answered at once and disturbs nothing."""
-        running = Running(next(self._keys), message.job_id, message.attempt)
+        start = len(message.token_ids) - message.boundary
+        running = Running(next(self._keys), message.job_id, message.attempt, start)
         try:
             if self.draining:
                 raise DRAINING
@@ -190,7 +196,7 @@ class Jobs:
             link.rows.pop(row, None)
             link.send(wire.failed(row, _REPLACED))
         older.listeners.clear()
-        self._engine.cancel(older.key)
+        self._engine.cancel(older.key, older.position)
 
     def _give_up(self, link: Link, message: mesh.AttachJob) -> None:
         waiting = self._parked.get(message.job_id, [])
@@ -203,4 +209,4 @@ class Jobs:
     def _drop_orphans(self, orphans: list[Running]) -> None:
         for running in orphans:
             if not running.listeners and running.key in self._by_key:
-                self._engine.cancel(running.key)
+                self._engine.cancel(running.key, running.position)

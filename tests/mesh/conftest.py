@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from protos import inference_pb2_grpc as api_grpc
-from tests.mesh.harness import ROOT, Mesh
+from tests.mesh.harness import ROOT, Mesh, Stub
 from tests.redis_server import RedisServer
 
 
@@ -33,6 +32,6 @@ async def mesh(tmp_path_factory: pytest.TempPathFactory, model: Path) -> AsyncIt
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def stub(mesh: Mesh) -> api_grpc.InferenceAsyncStub:
+async def stub(mesh: Mesh) -> Stub:
     """A client of the shared mesh."""
     return mesh.stub()

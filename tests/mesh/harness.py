@@ -12,13 +12,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos import inference_pb2 as api
 from protos import inference_pb2_grpc as api_grpc
+
+# The generated stubs have the asynchronous class in their types only.
+if TYPE_CHECKING:
+    from protos.inference_pb2_grpc import InferenceAsyncStub
+
+    Stub: TypeAlias = InferenceAsyncStub
+else:
+    Stub = Any
 
 ROOT = Path(__file__).parents[2]
 START_S = 60.0
@@ -176,7 +184,7 @@ class Mesh:
         for process in self.processes:
             process.stop()
 
-    def stub(self, gateway: int = 0) -> api_grpc.InferenceAsyncStub:
+    def stub(self, gateway: int = 0) -> Stub:
         """A client of a gateway, with a connection of its own."""
         options = [("grpc.use_local_subchannel_pool", 1)]
         channel = aio.insecure_channel(self.gateways[gateway].address, options=options)
@@ -225,7 +233,7 @@ class Answer:
 
 
 async def generate(
-    stub: api_grpc.InferenceAsyncStub,
+    stub: Stub,
     request: api.GenerateRequest,
     *,
     deadline_s: float = 60,

@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 
 from protos import inference_pb2 as api
-from protos import inference_pb2_grpc as api_grpc
-from tests.mesh.harness import Answer, ask, generate
+from tests.mesh.harness import Answer, Stub, ask, generate
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
-Stub = api_grpc.InferenceAsyncStub
 
 STORY = "Once upon a time there was a little girl who lived in a small house near the wood. One day she"
 STOP, LENGTH = api.FINISH_REASON_STOP, api.FINISH_REASON_LENGTH

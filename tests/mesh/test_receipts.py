@@ -6,11 +6,9 @@ import pytest
 from grpc import aio
 
 from protos import inference_pb2 as api
-from protos import inference_pb2_grpc as api_grpc
-from tests.mesh.harness import ask, generate, receipt_of
+from tests.mesh.harness import Stub, ask, generate, receipt_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
-Stub = api_grpc.InferenceAsyncStub
 
 
 async def receipts_of_200(stub: Stub) -> list[api.Receipt]:

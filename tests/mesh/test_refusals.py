@@ -10,11 +10,9 @@ from grpc import aio
 from grpc_status import rpc_status
 
 from protos import inference_pb2 as api
-from protos import inference_pb2_grpc as api_grpc
-from tests.mesh.harness import Mesh, ask, generate, receipt_of
+from tests.mesh.harness import Mesh, Stub, ask, generate, receipt_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
-Stub = api_grpc.InferenceAsyncStub
 Change = Callable[[api.GenerateRequest], object]
 
 SECRET = "the moon is made of cheese"
@@ -128,8 +126,8 @@ async def test_bytes_that_are_no_message_are_invalid(mesh: Mesh, method: str, bo
 
 async def test_an_unknown_method_is_unimplemented(mesh: Mesh) -> None:
     async with aio.insecure_channel(mesh.gateways[0].address) as channel:
+        dream: Any = channel.unary_unary("/weft.v1.Inference/Dream")
         with pytest.raises(aio.AioRpcError) as caught:
-            dream: Any = channel.unary_unary("/weft.v1.Inference/Dream")
             await dream(b"")
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 

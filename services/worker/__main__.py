@@ -1,0 +1,5 @@
+"""`python -m services.worker`"""
+
+from services.worker.main import run
+
+run()

@@ -1,0 +1,177 @@
+"""Wires a worker together: load the model, serve the Run link, stay attached to the scheduler, drain at the end."""
+
+import asyncio
+import sys
+import threading
+import uuid
+
+import structlog
+
+from protos import mesh_pb2 as mesh
+from protos import mesh_pb2_grpc as mesh_grpc
+from services import rpc, telemetry
+from services.worker import checkpoint
+from services.worker.attach import Attachment, Refused, report_of
+from services.worker.config import CheckpointError, load_config
+from services.worker.engine import Engine
+from services.worker.job import EngineOptions, StepOutput
+from services.worker.jobs import Jobs
+from services.worker.service import Loaded, Startup, WorkerService
+from services.worker.settings import WorkerSettings
+
+log = structlog.get_logger("worker")
+
+NAME = "weft.v1.Worker"
+_LONG_STEP_S = 0.5
+
+
+async def main() -> None:
+    """Serves until SIGTERM or SIGINT, then lets running jobs finish. Exits with the reason in a line if it cannot."""
+    settings = WorkerSettings()
+    telemetry.setup("worker", settings)
+    stop = rpc.stop_requested()
+    startup = Startup()
+    service = WorkerService(startup)
+    server = await rpc.serve(
+        settings.listen,
+        [rpc.Service(NAME, mesh_grpc.add_WorkerServicer_to_server, service)],
+        allow_remote=settings.allow_remote,
+    )
+    try:
+        engine, card, bundle = await asyncio.to_thread(_load, settings, startup)
+        await _serve(settings, server, service, startup, stop, engine, card, bundle)
+    except (CheckpointError, Refused) as error:
+        log.error("cannot serve", reason=str(error))
+        await server.stop(0)
+        sys.exit(f"weft worker: {error}")
+
+
+def _load(settings: WorkerSettings, startup: Startup) -> tuple[Engine, mesh.ModelCard, bytes]:
+    def progress(phase: str, done: int, total: int) -> None:
+        if phase != startup.phase or done == total:
+            log.info("loading", phase=phase, done=done, total=total)
+        startup.phase, startup.done, startup.total = phase, done, total
+
+    folder = checkpoint.locate(settings.model)
+    config = load_config(folder)
+    bundle, digest = checkpoint.serialize(checkpoint.read_bundle(folder))
+    dtype = "float32" if settings.dtype == "auto" else settings.dtype
+    fingerprint = checkpoint.fingerprint(folder, dtype, str(settings.deterministic))
+    engine = Engine(folder, _options(settings, dtype, fingerprint), progress)
+    memory = engine.memory
+    log.info(
+        "loaded",
+        parameters=engine.parameters,
+        memory=str(memory),
+        kv_tokens=memory.kv_tokens,
+        max_concurrency=round(memory.concurrency, 1),
+    )
+    card = checkpoint.model_card(
+        folder,
+        config,
+        name=settings.served_name,
+        context_length=engine.memory.max_seq_length,
+        block_size=settings.block_size,
+        parameters=engine.parameters,
+    )
+    card.aliases.extend(settings.aliases)
+    card.fingerprint, card.bundle_digest, card.deterministic = fingerprint, digest, settings.deterministic
+    return engine, card, bundle
+
+
+def _options(settings: WorkerSettings, dtype: str, fingerprint: bytes) -> EngineOptions:
+    return EngineOptions(
+        block_size=settings.block_size,
+        kv_blocks=settings.kv_blocks,
+        kv_bytes=settings.kv_bytes,
+        max_batch_size=settings.max_batch_size,
+        max_seq_length=settings.max_seq_length,
+        step_tokens=settings.step_tokens,
+        deterministic=settings.deterministic,
+        dtype=dtype,
+        threads=settings.threads,
+        prefix_cache=settings.prefix_cache,
+        fingerprint=fingerprint,
+    )
+
+
+async def _serve(
+    settings: WorkerSettings,
+    server: rpc.Server,
+    service: WorkerService,
+    startup: Startup,
+    stop: asyncio.Event,
+    engine: Engine,
+    card: mesh.ModelCard,
+    bundle: bytes,
+) -> None:
+    jobs = Jobs(engine, card, settings.orphan_s)
+    service.loaded(Loaded(jobs, bundle, card.bundle_digest, lambda: report_of(engine.stats(), jobs)))
+    hello = mesh.WorkerHello(
+        worker_id=f"{card.name}-{uuid.uuid4().hex[:8]}",
+        address=settings.advertise or f"{settings.listen.rpartition(':')[0]}:{server.port}",
+        card=card,
+        credits=settings.max_batch_size,
+        blocks=engine.stats().total_blocks,
+    )
+    attachment = Attachment(settings.scheduler_address, hello, engine, jobs)
+    structlog.contextvars.bind_contextvars(worker=hello.worker_id)
+    with _EngineThread(engine, jobs, attachment):
+        startup.phase = "ready"
+        await server.ready()
+        attached = asyncio.create_task(attachment.run())
+        stopping = asyncio.create_task(stop.wait())
+        await asyncio.wait([attached, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if not stopping.done():
+            await attached
+        await _drain(settings.drain_s, startup, jobs, attachment)
+        attached.cancel()
+        await server.stop(1.0)
+
+
+async def _drain(drain_s: float, startup: Startup, jobs: Jobs, attachment: Attachment) -> None:
+    startup.phase, jobs.draining = "draining", True
+    attachment.changed()
+    log.info("draining", jobs=len(jobs.running()))
+    deadline = asyncio.get_running_loop().time() + drain_s
+    while not jobs.idle and asyncio.get_running_loop().time() < deadline:  # noqa: ASYNC110 - no single event ends it
+        await asyncio.sleep(0.02)
+
+
+class _EngineThread:
+    """Runs the engine in a thread of its own; what it says reaches the event loop in order."""
+
+    def __init__(self, engine: Engine, jobs: Jobs, attachment: Attachment) -> None:
+        self._engine = engine
+        self._jobs = jobs
+        self._attachment = attachment
+        self._loop = asyncio.get_running_loop()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._engine.wake()
+        self._thread.join(timeout=5)
+
+    def _run(self) -> None:
+        self._engine.run_forever(self._on_output, self._on_launch, self._stop)
+
+    def _on_output(self, output: StepOutput) -> None:
+        self._loop.call_soon_threadsafe(self._deliver, output)
+
+    def _deliver(self, output: StepOutput) -> None:
+        self._jobs.deliver(output)
+        self._attachment.changed()
+
+    def _on_launch(self, predicted_s: float) -> None:
+        if predicted_s > _LONG_STEP_S:
+            self._loop.call_soon_threadsafe(self._attachment.changed)
+
+
+def run() -> None:
+    """The worker as a process."""
+    rpc.run(main())
