@@ -4,6 +4,7 @@ Knows the public API, nothing of what serves it.
 """
 
 import asyncio
+import contextlib
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
@@ -42,9 +43,11 @@ class Answer:
     """An answer on its way: iterate over its deltas; `receipt` is there when the iteration has ended."""
 
     def __init__(self, deltas: Callable[["Answer"], AsyncGenerator[api.Delta, None]], request_id: str) -> None:
-        self._deltas = deltas(self)
         self.request_id = request_id
         self.receipt: api.Receipt | None = None
+        self.cancelled = False
+        self.call: aio.UnaryStreamCall[api.GenerateRequest, api.GenerateResponse] | None = None
+        self._deltas = deltas(self)
 
     def __aiter__(self) -> AsyncIterator[api.Delta]:
         return self._deltas
@@ -54,8 +57,12 @@ class Answer:
         return "".join([delta.text async for delta in self._deltas if delta.index == 0])
 
     async def cancel(self) -> None:
-        """Ends the answer: the mesh stops working on it."""
-        await self._deltas.aclose()
+        """Ends the answer, and an iteration over it: the mesh stops working on it."""
+        self.cancelled = True
+        if self.call is not None:
+            self.call.cancel()
+        with contextlib.suppress(RuntimeError):  # Somebody iterates just now, and will find it ended.
+            await self._deltas.aclose()
 
 
 class Client:
@@ -147,23 +154,22 @@ class Client:
         return Tries(self._retries, None if budget_s is None else time.monotonic() + budget_s)
 
     async def _call(
-        self, call: Callable[[stubs.InferenceAsyncStub, float | None], Awaitable[Reply]], deadline_s: float | None
+        self, call: Callable[["stubs.InferenceAsyncStub", float | None], Awaitable[Reply]], deadline_s: float | None
     ) -> Reply:
         tries = self._tries(deadline_s)
         while True:
             try:
                 return await call(self._stub(), tries.left(time.monotonic()))
             except aio.AioRpcError as error:
-                pause_s = tries.pause(from_rpc(error), time.monotonic())
-            await asyncio.sleep(pause_s)
+                await asyncio.sleep(tries.pause(from_rpc(error), time.monotonic()))
 
     async def _stream(
         self, answer: Answer, request: api.GenerateRequest, tries: Tries, metadata: aio.Metadata
     ) -> AsyncGenerator[api.Delta, None]:
         splice = Splice()
-        while answer.receipt is None:
+        while answer.receipt is None and not answer.cancelled:
             splice.begin()
-            call = self._stub().Generate(request, timeout=tries.left(time.monotonic()), metadata=metadata)
+            answer.call = call = self._stub().Generate(request, timeout=tries.left(time.monotonic()), metadata=metadata)
             try:
                 async for response in call:
                     if response.HasField("receipt"):
@@ -174,15 +180,14 @@ class Client:
                 if answer.receipt is None:
                     raise WeftError(grpc.StatusCode.DATA_LOSS, "the stream ended without a receipt")
             except aio.AioRpcError as error:
-                failure = from_rpc(error)
-                answer.receipt = failure.receipt
-                pause_s = tries.pause(failure, time.monotonic())
-                answer.receipt = None
-                await asyncio.sleep(pause_s)
+                await asyncio.sleep(tries.pause(from_rpc(error), time.monotonic()))
+            except asyncio.CancelledError:
+                if not answer.cancelled:
+                    raise
             finally:
                 call.cancel()
 
-    def _stub(self) -> stubs.InferenceAsyncStub:
+    def _stub(self) -> "stubs.InferenceAsyncStub":
         if self._channel is None:
             self._channel = aio.insecure_channel(self.address, options=_CHANNEL_OPTIONS)
         return stubs.InferenceStub(self._channel)

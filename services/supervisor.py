@@ -14,7 +14,9 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
+
+Result = TypeVar("Result")
 
 LEASH = Path(__file__).with_name("leash.py")
 # The exit code of sysexits.h for a configuration that cannot work: nothing is gained by another try.
@@ -92,14 +94,10 @@ class Supervisor:
         """Starts all at once, enters when all are ready, stops them in reverse order. Raises GaveUp."""
         try:
             self._tasks = [asyncio.create_task(process.run()) for process in self.processes.values()]
-            await self._or_give_up(self._all_ready())
+            await self.during(self._all_ready())
             yield
         finally:
             await self.stop()
-
-    async def wait(self, stop: asyncio.Event) -> None:
-        """Returns when `stop` is set. Raises GaveUp."""
-        await self._or_give_up(stop.wait())
 
     async def stop(self) -> None:
         """Stops all, the last one first."""
@@ -117,20 +115,21 @@ class Supervisor:
         for process in self.processes.values():
             process.kill()
 
-    async def _all_ready(self) -> None:
-        for process in self.processes.values():
-            await process.was_ready.wait()
-
-    async def _or_give_up(self, work: Awaitable[object]) -> None:
+    async def during(self, work: Awaitable[Result]) -> Result:
+        """What `work` gives, while the processes run. Raises GaveUp as soon as one of them cannot."""
         waiting = asyncio.ensure_future(work)
         try:
             await asyncio.wait([waiting, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
             for task in self._tasks:
                 if task.done():
                     task.result()
-            await waiting
+            return await waiting
         finally:
             waiting.cancel()
+
+    async def _all_ready(self) -> None:
+        for process in self.processes.values():
+            await process.was_ready.wait()
 
 
 class Process:

@@ -1,0 +1,75 @@
+"""A conversation at the terminal. Knows turns and lines, neither calls nor how answers are made."""
+
+import sys
+from collections.abc import Iterator, Mapping
+
+from client.blocking import SyncClient
+from client.requests import Options, Prompt
+from client.terminal import console, say, speed
+from protos import inference_pb2 as api
+
+
+class Conversation:
+    """What was said, as the prompt of the next answer: messages, or one growing text for models without a template."""
+
+    def __init__(self, chat: bool, system: str = "") -> None:
+        self._chat = chat
+        self._messages: list[Mapping[str, str]] = [{"role": "system", "content": system}] if system else []
+        self._text = system
+
+    def ask(self, line: str) -> Prompt:
+        """The prompt that follows when the user says `line`."""
+        if self._chat:
+            self._messages.append({"role": "user", "content": line})
+            return list(self._messages)
+        self._text += f" {line}" if self._text else line
+        return self._text
+
+    def answered(self, text: str) -> None:
+        """The model has said `text`, perhaps only in part."""
+        if self._chat:
+            self._messages.append({"role": "assistant", "content": text})
+        else:
+            self._text += text
+
+    def not_answered(self) -> None:
+        """The last question failed: it is taken back."""
+        if self._chat:
+            self._messages.pop()
+
+
+def run(client: SyncClient, model: api.Model, system: str, options: Options, stats: bool) -> None:
+    """Asks and answers until /exit or the end of the input. Ctrl-C ends the answer under way, not the conversation."""
+    out = console()
+    kind = "/exit leaves" if model.chat else "no chat template: it continues what you write; /exit leaves"
+    out.print(f"[bold]{model.name}[/bold] ({kind})")
+    conversation = Conversation(model.chat, system)
+    for line in _lines():
+        if line == "/exit":
+            break
+        if not line:
+            continue
+        answer = client.generate(conversation.ask(line), **options)
+        text = ""
+        try:
+            for delta in answer:
+                text += delta.text
+                say(delta.text)
+        except KeyboardInterrupt:
+            say(" [interrupted]")
+        say("\n")
+        conversation.answered(text)
+        if stats and answer.receipt is not None:
+            out.print(speed(answer.receipt), style="dim")
+
+
+def _lines() -> Iterator[str]:
+    """What the user types, without the ends of lines; a terminal is prompted."""
+    interactive = sys.stdin.isatty()
+    if interactive:
+        import readline  # noqa: F401 (gives input() its history and editing)
+    while True:
+        try:
+            yield input("> " if interactive else "").strip()
+        except (EOFError, KeyboardInterrupt):
+            return

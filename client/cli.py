@@ -1,0 +1,323 @@
+"""The `weft` command: its commands and flags. What they do is imported when they run, so that --help is quick."""
+
+import contextlib
+import os
+import sys
+from collections.abc import Coroutine, Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    from client.blocking import SyncClient
+    from client.requests import Options
+
+app = typer.Typer(
+    name="weft",
+    help="Serves large language models in real time as a mesh of small gRPC services.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+class Part(StrEnum):
+    """A service of the mesh."""
+
+    GATEWAY = "gateway"
+    SCHEDULER = "scheduler"
+    WORKER = "worker"
+    CACHE = "cache"
+
+
+class Caching(StrEnum):
+    """What the caches may do."""
+
+    READ_WRITE = "read_write"
+    READ_ONLY = "read_only"
+    BYPASS = "bypass"
+
+
+Address = Annotated[str, typer.Option(envvar="WEFT_ADDRESS", help="host:port of the mesh.")]
+Model = Annotated[str, typer.Option(help="Name of the model; empty takes the only one.")]
+Deadline = Annotated[float | None, typer.Option(help="Seconds that an answer may take.", show_default="none")]
+MaxTokens = Annotated[int | None, typer.Option(help="Most tokens to produce.", show_default="up to 256")]
+Temperature = Annotated[float | None, typer.Option(help="0 is greedy.", show_default="1")]
+TopK = Annotated[int | None, typer.Option(help="Keep the k most likely tokens; 0 keeps all.", show_default="0")]
+TopP = Annotated[float | None, typer.Option(help="Keep the most likely tokens up to this probability.")]
+MinP = Annotated[float | None, typer.Option(help="Keep tokens this likely, relative to the most likely one.")]
+Seed = Annotated[int | None, typer.Option(help="The same seed gives the same draws.", show_default="random")]
+Stats = Annotated[bool, typer.Option("--stats", help="Say what the answer cost.")]
+LOCAL = "127.0.0.1:50051"
+
+
+@app.command()
+def serve(
+    part: Annotated[Part | None, typer.Argument(help="Run this service alone, here.", show_default="all")] = None,
+    model: Annotated[
+        str, typer.Option(envvar="MODEL_NAME", help="Folder of a checkpoint, or its name on the hub.")
+    ] = "",
+    workers: Annotated[int, typer.Option(min=1, help="How many workers.")] = 1,
+    redis_url: Annotated[
+        str, typer.Option(envvar=["WEFT_REDIS_URL", "REDIS_URL"], help="Your own Redis.", show_default="embedded")
+    ] = "",
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Where to listen.", show_default="50051")] = None,
+    max_batch_size: Annotated[int | None, typer.Option(min=1, help="Most sequences in a worker's batch.")] = None,
+    max_seq_length: Annotated[str | None, typer.Option(help="Most tokens of prompt and answer: 4096, 4k, 32k.")] = None,
+    engine: Annotated[str | None, typer.Option(help="What computes.", show_default="the best there is")] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Logs on stderr instead of in files.")] = False,
+) -> None:
+    """Serve a model: the whole mesh, or one of its services by name."""
+    settings = {"MAX_BATCH_SIZE": max_batch_size, "MAX_SEQ_LENGTH": _tokens(max_seq_length), "ENGINE": engine}
+    environment = {name: str(value) for name, value in settings.items() if value is not None}
+    if part is not None:
+        _serve_part(part, environment, model=model, workers=workers, redis_url=redis_url, port=port)
+        return
+    from client import demo, mesh
+    from client.terminal import console
+    from services.local import Wanted
+
+    with _mesh_errors():
+        wanted = Wanted(
+            model=_model_path(model) or str(demo.model_folder()),
+            home=demo.home(),
+            workers=workers,
+            redis_url=redis_url,
+            port=port,
+            settings=environment,
+        )
+        _run(mesh.serve(wanted, console(), verbose=verbose))
+
+
+@app.command("demo")
+def demonstrate(
+    prompt: Annotated[str, typer.Option(help="What to continue.", show_default="the beginning of a story")] = "",
+) -> None:
+    """Start a mesh with the demo model, stream one answer, print its receipt, stop."""
+    from client import demo
+    from client.terminal import console
+
+    with _mesh_errors():
+        _run(demo.run(prompt or demo.PROMPT, console()))
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="What to continue; - reads it from standard input.")],
+    address: Address = LOCAL,
+    model: Model = "",
+    max_tokens: MaxTokens = None,
+    min_tokens: Annotated[int | None, typer.Option(help="Fewest tokens before the answer may end.")] = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    repetition_penalty: Annotated[float | None, typer.Option(help="Above 1: fewer repetitions.")] = None,
+    presence_penalty: Annotated[float | None, typer.Option(help="Taken from tokens that the answer has.")] = None,
+    frequency_penalty: Annotated[float | None, typer.Option(help="The same, times their count.")] = None,
+    seed: Seed = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this string; may be repeated.")] = None,
+    stop_token_id: Annotated[list[int] | None, typer.Option(help="End at this token; may be repeated.")] = None,
+    logit_bias: Annotated[
+        list[str] | None, typer.Option(metavar="ID=BIAS", help="Add to a token's logit; may be repeated.")
+    ] = None,
+    logprobs: Annotated[int | None, typer.Option(help="Show log-probabilities, with this many alternatives.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Do not end at the model's end tokens.")] = False,
+    n: Annotated[int, typer.Option(help="How many continuations.")] = 1,
+    priority: Annotated[int, typer.Option(help="Higher is sooner when the mesh is full.")] = 0,
+    cache: Annotated[Caching | None, typer.Option(help="What the caches may do.", show_default="read_write")] = None,
+    request_id: Annotated[str, typer.Option(help="A name for the request.", show_default="random")] = "",
+    deadline: Deadline = None,
+    stats: Stats = False,
+) -> None:
+    """Continue a prompt, token by token."""
+    options: dict[str, Any] = {
+        "model": model,
+        "max_tokens": max_tokens,
+        "min_tokens": min_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "seed": seed,
+        "stop": stop,
+        "stop_token_ids": stop_token_id,
+        "logit_bias": _biases(logit_bias) if logit_bias else None,
+        "logprobs": logprobs,
+        "ignore_eos": ignore_eos,
+        "n": n,
+        "priority": priority,
+        "cache": cache,
+        "request_id": request_id,
+    }
+    text = sys.stdin.read() if prompt == "-" else prompt
+    with _client(address, deadline) as client:
+        _answer(client, text, options, n, logprobs is not None, stats)  # type: ignore[arg-type]
+
+
+@app.command()
+def chat(
+    address: Address = LOCAL,
+    model: Model = "",
+    system: Annotated[str, typer.Option(help="What the model is told first.")] = "",
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    seed: Seed = None,
+    deadline: Deadline = None,
+    stats: Stats = False,
+) -> None:
+    """Talk with a model; --stats tells time to first token and speed after each answer."""
+    from client import chat as conversation
+
+    options: dict[str, Any] = {
+        "model": model,
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "seed": seed,
+    }
+    with _client(address, deadline) as client:
+        served = [known for known in client.models() if not model or known.name == model]
+        if not served:
+            _fail(f"{address} does not serve {model}" if model else f"{address} serves no model yet")
+        conversation.run(client, served[0], system, options, stats)  # type: ignore[arg-type]
+
+
+@app.command()
+def models(address: Address = LOCAL) -> None:
+    """List the models that a mesh serves."""
+    from client.terminal import console, models_table
+
+    with _client(address, deadline_s=10) as client:
+        console().print(models_table(client.models()))
+
+
+def _answer(client: "SyncClient", prompt: str, options: "Options", n: int, logprobs: bool, stats: bool) -> None:
+    from client.terminal import Speaker, console, print_receipt
+
+    speaker = Speaker(n, logprobs)
+    answer = client.generate(prompt, **options)
+    for delta in answer:
+        speaker.add(delta)
+    if stats and answer.receipt is not None:
+        print_receipt(console(), answer.receipt)
+
+
+def _serve_part(
+    part: Part, environment: dict[str, str], *, model: str, workers: int, redis_url: str, port: int | None
+) -> None:
+    """Becomes one service. Its settings come from the environment; flags that it would ignore are refused."""
+    import runpy
+
+    if workers != 1:
+        _fail(f"--workers is for the whole mesh: start `weft serve {part}` once for each", usage=True)
+    if part is not Part.WORKER and environment:
+        _fail(f"the {part} has no {', '.join(sorted(environment))}", usage=True)
+    if part is Part.WORKER and model:
+        environment["MODEL_NAME"] = _model_path(model)
+    if part is Part.CACHE and redis_url:
+        environment["WEFT_REDIS_URL"] = redis_url
+    if port is not None:
+        environment["WEFT_LISTEN"] = f"127.0.0.1:{port}"
+    os.environ.update(environment)
+    runpy.run_module(f"services.{part}", run_name="__main__", alter_sys=True)
+
+
+@contextlib.contextmanager
+def _client(address: str, deadline_s: float | None) -> "Iterator[SyncClient]":
+    """A client of the mesh at `address`, with its errors told in one line."""
+    from client.blocking import SyncClient
+    from client.errors import WeftError
+
+    nobody = f"no mesh at {address}: start one with `weft serve`"
+    if not _listens(address):
+        _fail(nobody)
+    with SyncClient(address, deadline_s=deadline_s) as client:
+        try:
+            yield client
+        except WeftError as error:
+            lost = error.code.name == "UNAVAILABLE" and not error.reason
+            _fail(nobody if lost else str(error))
+        except (TypeError, ValueError) as error:
+            _fail(str(error), usage=True)
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+
+
+@contextlib.contextmanager
+def _mesh_errors() -> Iterator[None]:
+    """What can keep a mesh from running, told in one line."""
+    from client.demo import NoDemoModel
+    from client.errors import WeftError
+    from services.cache.embedded import NoRedisError
+    from services.local import PortTaken
+    from services.supervisor import GaveUp
+
+    try:
+        yield
+    except (GaveUp, PortTaken, NoRedisError, NoDemoModel, WeftError) as error:
+        _fail(str(error))
+
+
+def _run(work: Coroutine[Any, Any, None]) -> None:
+    import asyncio
+
+    try:
+        asyncio.run(work)
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        raise typer.Exit(130) from None
+
+
+def _fail(message: str, *, usage: bool = False) -> NoReturn:
+    typer.echo(f"weft: {message}", err=True)
+    raise typer.Exit(2 if usage else 1)
+
+
+def _listens(address: str) -> bool:
+    """Whether something listens at host:port; other forms of address are left to gRPC."""
+    import socket
+
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not port.isdigit():
+        return True
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=3).close()
+    except OSError:
+        return False
+    return True
+
+
+def _model_path(model: str) -> str:
+    """An absolute path for a folder, anything else (a name on the hub) as it is."""
+    return str(Path(model).absolute()) if model and Path(model).is_dir() else model
+
+
+def _tokens(text: str | None) -> int | None:
+    """4096, 4k or 32k as a number of tokens, k being 1024."""
+    if text is None:
+        return None
+    digits, factor = (text[:-1], 1024) if text[-1:] in ("k", "K") else (text, 1)
+    if not digits.isdigit() or int(digits) == 0:
+        _fail(f"--max-seq-length: {text!r} is not a number of tokens such as 4096 or 4k", usage=True)
+    return int(digits) * factor
+
+
+def _biases(pairs: list[str]) -> dict[int, float]:
+    biases = {}
+    for pair in pairs:
+        token_id, _, bias = pair.partition("=")
+        try:
+            biases[int(token_id)] = float(bias)
+        except ValueError:
+            _fail(f"--logit-bias: {pair!r} is not ID=BIAS", usage=True)
+    return biases

@@ -1,0 +1,120 @@
+"""A mesh for the time of a command: starts it, shows how it gets ready, stops it. Knows nothing of its services."""
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.markup import escape
+from rich.status import Status
+
+from client.terminal import amount
+from protos import inference_pb2 as api
+from services import local
+from services.supervisor import State, Supervisor
+
+_REFRESH_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A mesh that answers."""
+
+    address: str
+    models: list[api.Model]
+    supervisor: Supervisor
+
+
+@contextlib.asynccontextmanager
+async def up(wanted: local.Wanted, out: Console, *, verbose: bool = False) -> AsyncIterator[Running]:
+    """The mesh, ready, until the block ends or a signal comes; the second signal ends it without waiting for anything.
+
+    Raises GaveUp, PortTaken or NoRedisError with one line for people.
+    """
+    mesh = await local.plan(wanted)
+    out.print(f"redis: {mesh.redis}")
+    progress = _Progress(out)
+    supervisor = Supervisor(mesh.specs, None if verbose else wanted.home / "logs", progress.notice)
+    _stop_on_signals(supervisor)
+    async with progress.following(supervisor), supervisor.running():
+        models = await supervisor.during(local.wait_served(mesh.address, wanted.workers))
+        progress.done()
+        yield Running(mesh.address, models, supervisor)
+
+
+async def serve(wanted: local.Wanted, out: Console, *, verbose: bool = False) -> None:
+    """Keeps the mesh up until a signal comes. Raises as `up`."""
+    try:
+        async with up(wanted, out, verbose=verbose) as mesh:
+            for model in mesh.models:
+                size = f"{amount(model.parameters)} parameters, context {model.context_length}"
+                out.print(f"serving [bold]{model.name}[/bold] ({size}) at [bold]{mesh.address}[/bold]")
+            where = "" if mesh.address == "127.0.0.1:50051" else f" --address {mesh.address}"
+            out.print(f"try: weft generate 'Once upon a time'{where}   (Ctrl-C stops)")
+            await mesh.supervisor.during(asyncio.Event().wait())
+    except asyncio.CancelledError:
+        out.print("stopped")
+
+
+def _stop_on_signals(supervisor: Supervisor) -> None:
+    """The first signal ends the task that called this, which stops the mesh; the next one kills it."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    asked = False
+
+    def on_signal() -> None:
+        nonlocal asked
+        if asked:
+            supervisor.kill()
+        else:
+            task.cancel()
+        asked = True
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, on_signal)
+
+
+class _Progress:
+    """A line for each thing that has happened and, on a terminal until `done`, one for what is awaited."""
+
+    def __init__(self, out: Console) -> None:
+        self._out = out
+        self._began: dict[str, float] = {}
+        self._status = Status("", console=out)
+        self._refreshing: asyncio.Task[None] | None = None
+
+    def notice(self, name: str, state: State, detail: str) -> None:
+        """Takes a change from the supervisor."""
+        if state is State.STARTING:
+            self._began[name] = time.monotonic()
+        elif state is State.READY:
+            self._out.print(f"{name}: ready in {time.monotonic() - self._began[name]:.1f} s")
+        elif state is State.CRASHED:
+            self._out.print(f"{name}: {detail}", style="yellow", markup=False)
+
+    @contextlib.asynccontextmanager
+    async def following(self, supervisor: Supervisor) -> AsyncIterator[None]:
+        """Shows what the processes are doing."""
+        if self._out.is_terminal:
+            self._status.start()
+            self._refreshing = asyncio.create_task(self._refresh(supervisor))
+        try:
+            yield
+        finally:
+            self.done()
+
+    def done(self) -> None:
+        """Nothing is awaited any more."""
+        if self._refreshing is not None:
+            self._refreshing.cancel()
+            self._status.stop()
+
+    async def _refresh(self, supervisor: Supervisor) -> None:
+        while True:
+            waiting = [process for process in supervisor.processes.values() if process.state is not State.READY]
+            words = [f"{process.spec.name} {process.last_line()[:60]}".strip() for process in waiting]
+            self._status.update(escape(f"starting {', '.join(words) or 'the links between them'}"))
+            await asyncio.sleep(_REFRESH_S)
