@@ -1,0 +1,5 @@
+"""`python -m services.scheduler` runs the scheduler."""
+
+from services.scheduler.main import run
+
+run()
