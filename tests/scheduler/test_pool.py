@@ -715,3 +715,46 @@ def test_a_job_that_was_lost_costs_its_tenant_nothing(stage: Stage) -> None:
     stage.worker_leaves("w1")
     stage.pass_time(2.1)
     assert tally.served("t") == 0
+
+
+def test_a_follower_that_submits_again_waits_once(stage: Stage) -> None:
+    stage.worker("w1", credits=1)
+    stage.submit("busy")
+    stage.submit("a", identity=b"same")
+    stage.submit("b", identity=b"same")
+    stage.submit("b", identity=b"same", attempt=2)
+    stage.report("w1", "busy")
+    assert [(m.job_id, m.attempt) for m in stage.answers() if isinstance(m, Joined)] == [("b", 2)]
+
+
+def test_the_end_of_an_abandoned_leader_does_not_end_its_successor(stage: Stage) -> None:
+    stage.worker("w1", credits=2)
+    stage.submit("a", identity=b"same")
+    stage.worker("w2", credits=2)
+    stage.submit("b", attempt=2, identity=b"same", avoid=frozenset({"w1"}))
+    stage.report("w1", "a")
+    assert stage.submit("c", identity=b"same") == Joined("c", 1, "w2", "w2:1", "b")
+
+
+def test_a_follower_does_not_join_at_the_worker_that_failed_it(stage: Stage) -> None:
+    for worker in ("w1", "w2"):
+        stage.worker(worker, credits=1)
+        stage.submit(f"busy-{worker}")
+    stage.submit("a", identity=b"same")
+    stage.submit("b", attempt=2, identity=b"same", avoid=frozenset({"w1"}))
+    stage.report("w1", "busy-w1")
+    assert stage.placed()[-1] == ("a", "w1")
+    assert not stage.joined()
+    stage.report("w2", "busy-w2")
+    assert stage.placed()[-1] == ("b", "w2")
+
+
+def test_followers_of_a_replaced_attempt_find_their_own_way(stage: Stage) -> None:
+    stage.worker("w1", credits=1)
+    stage.submit("busy")
+    stage.submit("a", identity=b"same")
+    stage.submit("b", identity=b"same")
+    stage.submit("a", attempt=2)
+    stage.report("w1", "busy")
+    stage.report("w1", "a", attempt=2)
+    assert stage.placed()[1:] == [("a", "w1"), ("b", "w1")]

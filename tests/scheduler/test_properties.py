@@ -27,6 +27,7 @@ class Histories(RuleBasedStateMachine):
         self.running: dict[tuple[str, str], int] = {}  # (worker, job): attempt that a gateway sent there
         self.owner: dict[str, str] = {}
         self.attempts: dict[str, int] = {}
+        self.identities: dict[str, bytes] = {}
         for gateway in GATEWAYS:
             self.stage.gateway(gateway)
 
@@ -46,6 +47,7 @@ class Histories(RuleBasedStateMachine):
         job = f"j{next(self.numbers)}"
         self.owner[job] = gateway
         self.attempts[job] = 1
+        self.identities[job] = identity
         self.pending[gateway, job, 1] = "submitted"
         self.stage.submit(
             job,
@@ -63,15 +65,20 @@ class Histories(RuleBasedStateMachine):
     def resubmit(self, data: st.DataObject) -> None:
         """A job's worker failed it: the next attempt avoids that worker."""
         worker, job = data.draw(st.sampled_from(sorted(self.running)))
-        if self.running[worker, job] < self.attempts[job]:
-            return
-        self.next_attempt(job, worker)
+        if self.running[worker, job] == self.attempts[job]:
+            self.next_attempt(job, worker)
         self.listen()
 
     def next_attempt(self, job: str, worker: str) -> None:
         self.attempts[job] += 1
         self.pending[self.owner[job], job, self.attempts[job]] = "moved"
-        self.stage.submit(job, self.owner[job], attempt=self.attempts[job], avoid=frozenset({worker}))
+        self.stage.submit(
+            job,
+            self.owner[job],
+            attempt=self.attempts[job],
+            identity=self.identities[job],
+            avoid=frozenset({worker}),
+        )
 
     @precondition(lambda self: self.pending)
     @rule(data=st.data())
@@ -171,7 +178,7 @@ class Histories(RuleBasedStateMachine):
             assert not free or not [job for job in model.line if not job.submit.avoid], (free, list(model.line))
 
     @invariant()
-    def the_tally_of_idle_tenants_has_no_debt(self) -> None:
+    def each_running_job_is_charged_once(self) -> None:
         pool = self.stage.pool
         running = [job for worker in pool.workers.values() for job in worker.jobs.values()]
         assert all(job.charged == 48 for job in running if job.gateway_id), running
