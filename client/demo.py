@@ -10,8 +10,10 @@ from client.api import Client
 from client.terminal import print_receipt, say
 from services.local import Wanted
 
-PROMPT = "Once upon a time there was a little girl named Lily. One day she found"
+PROMPT = "There was once a fox who lived at the edge of the forest. One winter morning"
 MAX_TOKENS = 120
+# Without it, a greedy answer of so small a model soon goes in circles.
+REPETITION_PENALTY = 1.15
 _MODELS = Path(__file__).resolve().parents[1] / "models"
 
 
@@ -41,7 +43,7 @@ async def run(prompt: str, out: Console) -> None:
     async with mesh.up(wanted, out) as running, Client(running.address, deadline_s=120) as weft:
         out.print()
         out.print(prompt, style="bold", end="", markup=False)
-        answer = weft.generate(prompt, max_tokens=MAX_TOKENS, temperature=0)
+        answer = weft.generate(prompt, max_tokens=MAX_TOKENS, temperature=0, repetition_penalty=REPETITION_PENALTY)
         async for delta in answer:
             say(delta.text)
         out.print("\n")

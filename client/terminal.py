@@ -63,10 +63,8 @@ def receipt_table(receipt: api.Receipt) -> Table:
     return table
 
 
-def receipt_facts(receipt: api.Receipt) -> Table:
-    """What the request cost, and who served it."""
-    table = _table("", "")
-    table.show_header = False
+def receipt_facts(receipt: api.Receipt) -> dict[str, str]:
+    """What the request cost, and who served it: names and values for people, without those that say nothing."""
     result = "hit" if receipt.result_hit else "joined a running generation" if receipt.joined else "miss"
     facts = {
         "model": receipt.model,
@@ -76,22 +74,20 @@ def receipt_facts(receipt: api.Receipt) -> Table:
         "cached tokens": str(receipt.cached_tokens),
         "workers": ", ".join(receipt.workers) or "none",
         "attempts": str(receipt.attempts),
-        "preemptions": str(receipt.preemptions) if receipt.preemptions else "",
+        "preemptions": str(receipt.preemptions or ""),
         "finish": api.FinishReason.Name(receipt.finish_reason).removeprefix("FINISH_REASON_").lower(),
         "seed": str(receipt.seed),
         "trace": receipt.trace_id,
         "request": receipt.request_id,
     }
-    for name, value in facts.items():
-        if value:
-            table.add_row(name, value)
-    return table
+    return {name: value for name, value in facts.items() if value}
 
 
 def print_receipt(out: Console, receipt: api.Receipt) -> None:
     """The whole receipt."""
     out.print(receipt_table(receipt))
-    out.print(receipt_facts(receipt))
+    for name, value in receipt_facts(receipt).items():
+        out.print(f"{name:<16}{value}", markup=False)
 
 
 def speed(receipt: api.Receipt) -> str:

@@ -137,7 +137,8 @@ async def _redis(wanted: Wanted) -> tuple[str, str, list[Spec]]:
     if wanted.redis_url:
         return wanted.redis_url, without_password(wanted.redis_url), []
     redis = EmbeddedRedis(wanted.home / "redis")
-    spoken = f"embedded {redis.program.name}, data in {_short(redis.folder)}"
+    name = "Valkey" if redis.program.name == "bundled" else redis.program.name
+    spoken = f"embedded {name}, data in {_short(redis.folder)}"
     if await redis.answers():
         return redis.url, f"{spoken} (running already)", []
 

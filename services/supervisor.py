@@ -251,9 +251,10 @@ class Process:
         self._change(State.CRASHED, mended)
 
     def _ended(self, code: int) -> str:
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        if code < 0:
+            return f"was ended by {signal.Signals(-code).name}"
         line = self.last_line()
-        return f"{how}: {line}" if line else how
+        return f"ended with exit code {code}{f': {line}' if line else ''}"
 
     def _kill_group(self) -> None:
         if self._child is not None:
