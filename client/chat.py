@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterator, Mapping
 
 from client.blocking import SyncClient
+from client.errors import WeftError
 from client.requests import Options, Prompt
 from client.terminal import console, say, speed
 from protos import inference_pb2 as api
@@ -15,25 +16,25 @@ class Conversation:
     def __init__(self, chat: bool, system: str = "") -> None:
         self._chat = chat
         self._messages: list[Mapping[str, str]] = [{"role": "system", "content": system}] if system else []
-        self._text = system
+        self._text = self._asked = system
 
     def ask(self, line: str) -> Prompt:
         """The prompt that follows when the user says `line`."""
         if self._chat:
             self._messages.append({"role": "user", "content": line})
             return list(self._messages)
-        self._text += f" {line}" if self._text else line
-        return self._text
+        self._asked = f"{self._text} {line}" if self._text else line
+        return self._asked
 
     def answered(self, text: str) -> None:
         """The model has said `text`, perhaps only in part."""
         if self._chat:
             self._messages.append({"role": "assistant", "content": text})
         else:
-            self._text += text
+            self._text = self._asked + text
 
     def not_answered(self) -> None:
-        """The last question failed: it is taken back."""
+        """The last question failed: it is forgotten."""
         if self._chat:
             self._messages.pop()
 
@@ -49,15 +50,18 @@ def run(client: SyncClient, model: api.Model, system: str, options: Options, sta
             break
         if not line:
             continue
-        answer = client.generate(conversation.ask(line), **options)
-        text = ""
+        answer, text = client.generate(conversation.ask(line), **options), ""
         try:
             for delta in answer:
                 text += delta.text
                 say(delta.text)
+            say("\n")
         except KeyboardInterrupt:
-            say(" [interrupted]")
-        say("\n")
+            say(" [interrupted]\n")
+        except WeftError as error:
+            conversation.not_answered()
+            out.print(str(error), style="red", markup=False)
+            continue
         conversation.answered(text)
         if stats and answer.receipt is not None:
             out.print(speed(answer.receipt), style="dim")

@@ -223,10 +223,14 @@ def _serve_part(
         _fail(f"--workers is for the whole mesh: start `weft serve {part}` once for each", usage=True)
     if part is not Part.WORKER and environment:
         _fail(f"the {part} has no {', '.join(sorted(environment))}", usage=True)
-    if part is Part.WORKER and model:
-        environment["MODEL_NAME"] = _model_path(model)
-    if part is Part.CACHE and redis_url:
-        environment["WEFT_REDIS_URL"] = redis_url
+    for flag, value, owner, name in (
+        ("--model", model and _model_path(model), Part.WORKER, "MODEL_NAME"),
+        ("--redis-url", redis_url, Part.CACHE, "WEFT_REDIS_URL"),
+    ):
+        if value and part is not owner and value != os.environ.get(name):
+            _fail(f"the {part} has no {flag}", usage=True)
+        if value and part is owner:
+            environment[name] = value
     if port is not None:
         environment["WEFT_LISTEN"] = f"127.0.0.1:{port}"
     os.environ.update(environment)

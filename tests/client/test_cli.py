@@ -1,0 +1,278 @@
+"""The command as people type it."""
+
+import asyncio
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import grpc
+import pytest
+from typer.testing import CliRunner, Result
+
+from client import cli, demo
+from client.chat import Conversation
+from client.cli import app
+from protos import inference_pb2 as api
+from services import local
+from services.errors import WeftError, invalid
+from tests.client.fakes import WORDS, FakeMesh, fails, served
+
+WEFT = [sys.executable, "-W", "error", "-c", "from client.cli import app; app()"]
+TEXT = "".join(f" {word}" for word in WORDS)
+Weft = Callable[..., Awaitable[Result]]
+
+
+@pytest.fixture
+def mesh() -> FakeMesh:
+    return FakeMesh()
+
+
+@pytest.fixture
+async def weft(mesh: FakeMesh) -> AsyncIterator[Weft]:
+    """Runs the command against the fake mesh."""
+    async with served(mesh) as address:
+
+        async def run(*arguments: str, typed: str = "") -> Result:
+            environment = {"WEFT_ADDRESS": address, "COLUMNS": "100"}
+            return await asyncio.to_thread(CliRunner().invoke, app, arguments, input=typed, env=environment)
+
+        yield run
+
+
+async def test_generate_writes_the_answer_and_nothing_else(weft: Weft) -> None:
+    result = await weft("generate", "Once")
+    assert (result.exit_code, result.stdout, result.stderr) == (0, f"{TEXT}\n", "")
+
+
+async def test_generate_passes_every_flag_on(weft: Weft, mesh: FakeMesh) -> None:
+    flags = """--model fox --max-tokens 9 --min-tokens 2 --temperature 0.5 --top-k 40 --top-p 0.75 --min-p 0.25
+        --repetition-penalty 1.5 --presence-penalty 0.5 --frequency-penalty -0.5 --seed 7 --stop end --stop .
+        --ignore-eos --stop-token-id 3 --logit-bias 4=-1.5 --logprobs 2 --n 2 --priority 3 --cache bypass
+        --request-id r-1"""
+    result = await weft("generate", "-", *flags.split(), typed="from a pipe")
+    assert result.exit_code == 0
+    assert mesh.requests == [
+        api.GenerateRequest(
+            model="fox",
+            prompt=api.Prompt(text="from a pipe"),
+            sampling=api.Sampling(
+                max_tokens=9,
+                min_tokens=2,
+                temperature=0.5,
+                top_k=40,
+                top_p=0.75,
+                min_p=0.25,
+                repetition_penalty=1.5,
+                presence_penalty=0.5,
+                frequency_penalty=-0.5,
+                seed=7,
+                stop=["end", "."],
+                stop_token_ids=[3],
+                logit_bias={4: -1.5},
+                logprobs=2,
+                ignore_eos=True,
+            ),
+            n=2,
+            priority=3,
+            cache=api.CACHE_POLICY_BYPASS,
+            request_id="r-1",
+        )
+    ]
+
+
+async def test_several_continuations_are_told_apart(weft: Weft) -> None:
+    result = await weft("generate", "Once", "--n", "2")
+    assert result.stdout == f"[0] {TEXT}\n[1] {TEXT}\n"
+
+
+async def test_stats_print_the_receipt(weft: Weft) -> None:
+    result = await weft("generate", "Once", "--stats", "--seed", "5")
+    rows = {line.split("  ")[0]: line.split() for line in result.stdout.splitlines() if line}
+    assert rows["prefill"] == ["prefill", "20.00", "20%"]
+    assert rows["wall"] == ["wall", "100.00"]
+    assert rows["prefill tokens"][-1] == "4"
+    assert rows["workers"][-1] == "worker-a"
+    assert rows["result"][-1] == "miss"
+    assert rows["seed"][-1] == "5"
+    assert "\x1b" not in result.stdout
+
+
+async def test_what_a_model_writes_cannot_steer_the_terminal(weft: Weft, mesh: FakeMesh) -> None:
+    mesh.words = ["\x1b[2Jboo\x07", "tab\tline\n"]
+    result = await weft("generate", "Once")
+    assert result.stdout == " [2Jboo tab\tline\n\n"
+
+
+async def test_a_refusal_is_one_line(weft: Weft, mesh: FakeMesh) -> None:
+    mesh.faults = [fails(0, invalid("sampling.top_p", "above 0 to 1"))]
+    result = await weft("generate", "Once", "--top-p", "7")
+    assert result.exit_code == 1
+    assert result.stderr == "weft: INVALID_ARGUMENT/INVALID_FIELD: sampling.top_p: above 0 to 1\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--logit-bias", "x"], "weft: --logit-bias: 'x' is not ID=BIAS\n"),
+        (["--max-tokens", "-3"], "weft: Value out of range: -3\n"),
+    ],
+)
+async def test_impossible_flags_are_refused_here(weft: Weft, mesh: FakeMesh, flags: list[str], told: str) -> None:
+    result = await weft("generate", "Once", *flags)
+    assert (result.exit_code, result.stderr, mesh.requests) == (2, told, [])
+
+
+def test_nobody_there_is_one_line_that_helps() -> None:
+    result = CliRunner().invoke(app, ["generate", "Once", "--address", "127.0.0.1:1"])
+    assert result.exit_code == 1
+    assert result.stderr == "weft: no mesh at 127.0.0.1:1: start one with `weft serve`\n"
+
+
+async def test_models_are_listed(weft: Weft) -> None:
+    result = await weft("models")
+    assert result.stdout.split("\n")[1].split() == ["fox", "11.3", "M", "512", "4096", "Fox", "1", "no"]
+
+
+async def test_chat_reads_lines_and_answers(weft: Weft, mesh: FakeMesh) -> None:
+    mesh.words = ["indeed"]
+    result = await weft("chat", "--stats", "--temperature", "0", typed="It rains.\n\nStill.\n/exit\nnever read\n")
+    assert result.exit_code == 0
+    assert result.stdout.count(" indeed\nfirst token 30 ms, ") == 2
+    texts = [request.prompt.text for request in mesh.requests]
+    assert texts == ["It rains.", "It rains. indeed Still."]
+
+
+async def test_a_failed_question_does_not_end_the_conversation(weft: Weft, mesh: FakeMesh) -> None:
+    full = WeftError(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL", "the queue is full")
+    mesh.faults = [fails(0, full)]
+    result = await weft("chat", typed="One.\nTwo.\n")
+    assert result.exit_code == 0
+    assert "RESOURCE_EXHAUSTED/QUEUE_FULL: the queue is full" in result.stdout
+    assert [request.prompt.text for request in mesh.requests] == ["One.", "Two."]
+
+
+def test_a_conversation_with_a_template_is_a_list_of_turns() -> None:
+    conversation = Conversation(chat=True, system="Be brief.")
+    conversation.ask("Hi")
+    conversation.answered("Hello.")
+    conversation.ask("lost")
+    conversation.not_answered()
+    assert conversation.ask("Bye") == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello."},
+        {"role": "user", "content": "Bye"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["gateway", "--workers", "2"], "--workers is for the whole mesh: start `weft serve gateway` once for each"),
+        (["cache", "--max-batch-size", "2"], "the cache has no MAX_BATCH_SIZE"),
+        (["scheduler", "--model", "x"], "the scheduler has no --model"),
+        (["worker", "--redis-url", "redis://x"], "the worker has no --redis-url"),
+        (["--max-seq-length", "long"], "--max-seq-length: 'long' is not a number of tokens such as 4096 or 4k"),
+    ],
+)
+def test_serve_refuses_what_it_would_ignore(arguments: list[str], told: str) -> None:
+    result = CliRunner().invoke(app, ["serve", *arguments])
+    assert (result.exit_code, result.stderr) == (2, f"weft: {told}\n")
+
+
+def test_sizes_for_people() -> None:
+    assert [cli._tokens(text) for text in ("4096", "4k", "32K", None)] == [4096, 4096, 32768, None]
+
+
+def test_help_is_quick_and_needs_no_torch() -> None:
+    script = "import sys; from client.cli import app; sys.exit(any(m in sys.modules for m in ('torch', 'services')))"
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_the_client_package_needs_only_grpcio_and_protobuf() -> None:
+    script = """
+import sys
+
+ALLOWED = {'client', 'protos', 'grpc', 'google', 'typing_extensions', *sys.stdlib_module_names}
+
+class NothingElse:
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith('google.rpc') or name.partition('.')[0] not in ALLOWED:
+            raise ImportError(name)
+
+sys.meta_path.insert(0, NothingElse())
+import client
+client.SyncClient().close()
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+async def test_a_bad_checkpoint_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    code, output = await run_weft("serve", "--model", str(tmp_path), "--port", free_port(), home=tmp_path / "home")
+    last = output.strip().splitlines()[-1]
+    assert code == 1
+    assert last.startswith("weft: worker-1 ended with exit code")
+    assert "Traceback" not in output
+
+
+async def test_serve_says_what_it_serves_and_stops_at_ctrl_c(tmp_path: Path) -> None:
+    arguments = ("serve", "--port", free_port(), "--redis-url", "redis://me:secret@127.0.0.1:1/0")
+    process = await start_weft(*arguments, home=tmp_path)
+    assert process.stdout is not None
+    lines: list[str] = []
+    while not (lines and lines[-1].startswith("try: ")):
+        lines.append((await process.stdout.readline()).decode())
+        assert lines[-1], lines
+    assert lines[0] == "redis: redis://127.0.0.1:1/0\n"
+    process.send_signal(signal.SIGINT)
+    assert (await process.stdout.read()).decode() == "stopped\n"
+    assert await process.wait() == 0
+
+
+async def test_the_demo_is_a_hit_the_second_time(tmp_path: Path) -> None:
+    _, first = await run_weft("demo", home=tmp_path)
+    code, second = await run_weft("demo", home=tmp_path)
+    _, other = await run_weft("demo", "--prompt", demo.PROMPT.replace("fox", "wolf"), home=tmp_path)
+    assert code == 0
+    assert first.startswith("redis: embedded ")
+    assert [fact(output, "result") for output in (first, second, other)] == ["miss", "hit", "miss"]
+    assert (fact(second, "prefill tokens"), fact(second, "workers")) == ("0", "none")
+    assert fact(first, "prefill tokens") != "0"
+    story = first[first.index(demo.PROMPT) : first.index("\nhop ")]
+    assert story in second
+
+
+def fact(output: str, name: str) -> str:
+    """The value of a line of the receipt."""
+    return next(line for line in output.splitlines() if line.startswith(f"{name}  ")).removeprefix(name).strip()
+
+
+def free_port() -> str:
+    holder = local._hold(0)
+    assert holder is not None
+    port = str(holder.getsockname()[1])
+    holder.close()
+    return port
+
+
+async def start_weft(*arguments: str, home: Path) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        *WEFT,
+        *arguments,
+        env={"WEFT_HOME": str(home), "PATH": "/usr/bin:/bin"},
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        cwd=Path(__file__).parents[2],
+    )
+
+
+async def run_weft(*arguments: str, home: Path) -> tuple[int, str]:
+    """Exit code and output of the command."""
+    process = await start_weft(*arguments, home=home)
+    output, _ = await process.communicate()
+    assert process.returncode is not None
+    return process.returncode, output.decode()
