@@ -23,13 +23,15 @@ async def main() -> None:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     store = Store(settings.redis_url.get_secret_value(), settings.budgets())
     await store.open()
-    address = settings.listen or CACHE_ADDRESS
-    server = await rpc.serve(address, [service(store, settings)], allow_remote=settings.allow_remote)
-    await server.ready()
-    log.info("ready", port=server.port)
-    await stop.wait()
-    await server.stop(settings.drain_s)
-    await store.close()
+    try:
+        address = settings.listen or CACHE_ADDRESS
+        server = await rpc.serve(address, [service(store, settings)], allow_remote=settings.allow_remote)
+        await server.ready()
+        log.info("ready", port=server.port)
+        await stop.wait()
+        await server.stop(settings.drain_s)
+    finally:
+        await store.close()
 
 
 def run() -> None:

@@ -5,6 +5,7 @@ Knows keys, bytes and Redis; not what the values mean, nor gRPC.
 
 import asyncio
 import hashlib
+import math
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ log = structlog.get_logger("cache")
 Value = TypeVar("Value")
 
 CONNECTIONS = 16
+REFUSAL_LOG_S = 60.0
+"""A refusal of one sort is logged at most this often."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +109,7 @@ class Store:
         self._client = _client(url, self._budgets)
         self._slots = asyncio.Semaphore(CONNECTIONS)
         self._asking: set[asyncio.Task[Any]] = set()
-        self._refusal = ""
+        self._refusals: dict[str, float] = {}
 
     async def open(self) -> None:
         """Says in the log whether Redis answers. If it does not, every look-up is a miss until it does."""
@@ -206,17 +209,14 @@ class Store:
         """The answer, if it is not an exception. Raises Trouble."""
         if not isinstance(answer, Exception):
             self._succeeded()
-            self._refusal = ""
             return answer
         if isinstance(answer, ResponseError):
-            # Redis is there, and says no: worth one line, but no reason to stop asking.
+            # Redis is there, and says no: worth a line, but no reason to stop asking.
             self._succeeded()
-            code = str(answer).partition(" ")[0]
+            code = answer.status_code or str(answer).partition(" ")[0]
             if code == "WRONGTYPE":
                 raise Trouble(Miss.CORRUPT)
-            if code != self._refusal:
-                log.warning("redis refuses", code=code, at=self._place)
-            self._refusal = code
+            self._log_refusal(code)
             raise Trouble(Miss.ERROR)
         late = isinstance(answer, (RedisTimeoutError, TimeoutError))
         miss = Miss.TIMEOUT if late else Miss.ERROR
@@ -231,6 +231,12 @@ class Store:
     def _failed(self, miss: Miss, error: Exception | None = None) -> None:
         if self._breaker.failed(self._clock()):
             self._log_lost(miss, error)
+
+    def _log_refusal(self, code: str) -> None:
+        now = self._clock()
+        if now - self._refusals.get(code, -math.inf) >= REFUSAL_LOG_S:
+            self._refusals[code] = now
+            log.warning("redis refuses", code=code, at=self._place)
 
     def _log_lost(self, miss: Miss, error: Exception | None = None) -> None:
         kind = type(error).__name__ if error else None

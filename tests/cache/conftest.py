@@ -61,10 +61,12 @@ async def opened(url: str, **settings: Any) -> AsyncIterator[CacheDoor]:
     await store.open()
     server = await rpc.serve("127.0.0.1:0", [service(store, wanted)])
     await server.ready()
-    async with rpc.link_channel(f"127.0.0.1:{server.port}") as channel:
-        yield CacheDoor(store, wanted, cache_pb2_grpc.CacheStub(channel), server.port)
-    await server.stop(0)
-    await store.close()
+    try:
+        async with rpc.link_channel(f"127.0.0.1:{server.port}") as channel:
+            yield CacheDoor(store, wanted, cache_pb2_grpc.CacheStub(channel), server.port)
+    finally:
+        await server.stop(0)
+        await store.close()
 
 
 @pytest.fixture

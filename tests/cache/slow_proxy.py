@@ -14,7 +14,13 @@ class SlowProxy:
         """Sent instead of every answer, if not empty."""
         self.port = 0
         self._target = target
-        self._pumps: set[asyncio.Task[None]] = set()
+        self._strandings = 0
+        self._serving: set[asyncio.Task[None]] = set()
+
+    @property
+    def url(self) -> str:
+        """Where to find Redis through it."""
+        return f"redis://127.0.0.1:{self.port}"
 
     async def __aenter__(self) -> "SlowProxy":
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
@@ -25,19 +31,37 @@ class SlowProxy:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._server.close()
-        for pump in self._pumps:
-            pump.cancel()
-        await asyncio.gather(*self._pumps, return_exceptions=True)
+        for task in self._serving:
+            task.cancel()
+        await asyncio.gather(*self._serving, return_exceptions=True)
+
+    def strand(self) -> None:
+        """The connections of now are never answered again, as after a network partition; new ones are."""
+        self._strandings += 1
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._serving.add(task)
         answers, requests = await asyncio.open_connection("127.0.0.1", self._target)
-        for pump in (self._pump(reader, requests, False), self._pump(answers, writer, True)):
-            task = asyncio.create_task(pump)
-            self._pumps.add(task)
+        try:
+            pumps = (self._pump(reader, requests, False), self._pump(answers, writer, True))
+            await asyncio.gather(*pumps)
+        except asyncio.CancelledError:
+            # The end of the test; asyncio's streams would report it as an error of their callback.
+            pass
+        finally:
+            for stream in (requests, writer):
+                stream.close()
+                with contextlib.suppress(OSError):
+                    await stream.wait_closed()
 
     async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, answers: bool) -> None:
+        strandings = self._strandings
         with contextlib.closing(sink), contextlib.suppress(OSError):
             while data := await source.read(65536):
+                if answers and strandings != self._strandings:
+                    continue
                 if answers:
                     await asyncio.sleep(self.delay_s)
                     data = self.garbage or data

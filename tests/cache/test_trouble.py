@@ -105,14 +105,18 @@ async def test_a_value_of_another_type_is_a_counted_miss_and_replaced(door: Cach
     assert await door.get(key_of(1)) == result_of(1)
 
 
-async def test_a_full_redis_refuses_stores_and_still_gives_hits(door: CacheDoor, client: Client) -> None:
+async def test_a_full_redis_refuses_stores_and_still_gives_hits(
+    door: CacheDoor, client: Client, capfd: pytest.CaptureFixture[str]
+) -> None:
     await door.put(key_of(1), result_of(1))
     await client.config_set("maxmemory-policy", "noeviction")
     await client.config_set("maxmemory", "1")
-    assert not await door.put(key_of(2), result_of(2))
-    assert door.counters.refused == 1
-    assert await door.get(key_of(1)) == result_of(1)
+    for refused in range(3):
+        assert not await door.put(key_of(2), result_of(2))
+        assert door.counters.refused == refused + 1
+        assert await door.get(key_of(1)) == result_of(1)
     assert await door.get(key_of(2)) is None
+    assert "".join(capfd.readouterr()).count("redis refuses") == 1, "one line, not one for each store"
     await client.config_set("maxmemory", "0")
     assert await door.put(key_of(2), result_of(2))
 
@@ -171,14 +175,15 @@ async def test_a_crowd_before_a_frozen_redis_waits_no_longer_than_one(
 ) -> None:
     redis_server.freeze()
     start = time.perf_counter()
-    assert await asyncio.gather(*(door.get(key_of(i)) for i in range(200))) == [None] * 200
-    assert time.perf_counter() - start < 0.25
+    assert await asyncio.gather(*(door.get(key_of(i)) for i in range(100))) == [None] * 100
+    # One after another they would take 2 s.
+    assert time.perf_counter() - start < 0.4
     assert await timed(door, key_of(1)) < 0.02
     assert door.counters.misses[Miss.BREAKER] > 0
 
 
 async def test_a_slow_redis_is_given_up_and_taken_up_again(redis_server: RedisServer, open_door: OpenDoor) -> None:
-    async with SlowProxy(redis_server.port) as proxy, open_door(f"redis://127.0.0.1:{proxy.port}") as door:
+    async with SlowProxy(redis_server.port) as proxy, open_door(proxy.url) as door:
         await door.put(key_of(1), result_of(1))
         assert await door.get(key_of(1)) == result_of(1)
         proxy.delay_s = 0.06
@@ -191,16 +196,26 @@ async def test_a_slow_redis_is_given_up_and_taken_up_again(redis_server: RedisSe
 async def test_a_connection_that_takes_longer_than_a_look_up_is_there_for_the_next(
     redis_server: RedisServer, open_door: OpenDoor, client: Client
 ) -> None:
-    async with SlowProxy(redis_server.port) as proxy:
-        # A new connection takes one round trip to choose its database before the look-up's own.
-        async with open_door(f"redis://127.0.0.1:{proxy.port}/5", cache_budget_ms=30) as door:
-            assert await door.put(key_of(1), result_of(1))
-            assert await door.get(key_of(1)) == result_of(1)
-            proxy.delay_s = 0.02
-            await client.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
-            assert await door.get(key_of(1)) is None
-            assert await until_hit(door, key_of(1)) < 0.2
-            assert door.counters.misses[Miss.BREAKER] == 0
+    # In database 5 a new connection takes one round trip to choose it before the look-up's own.
+    async with SlowProxy(redis_server.port) as proxy, open_door(proxy.url + "/5", cache_budget_ms=30) as door:
+        assert await door.put(key_of(1), result_of(1))
+        assert await door.get(key_of(1)) == result_of(1)
+        proxy.delay_s = 0.02
+        await client.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+        assert await door.get(key_of(1)) is None
+        assert await until_hit(door, key_of(1)) < 0.2
+        assert door.counters.misses[Miss.BREAKER] == 0
+
+
+async def test_connections_that_died_unheard_are_given_up(redis_server: RedisServer, open_door: OpenDoor) -> None:
+    async with SlowProxy(redis_server.port) as proxy, open_door(proxy.url) as door:
+        await door.put(key_of(1), result_of(1))
+        await asyncio.gather(*(door.get(key_of(1)) for _ in range(100)))
+        await until_hit(door, key_of(1))
+        proxy.strand()
+        found = await asyncio.gather(*(door.get(key_of(1)) for _ in range(100)))
+        assert None in found
+        assert await until_hit(door, key_of(1)) < BACK_S
 
 
 async def until_hit_after_store(door: CacheDoor) -> float:
@@ -215,7 +230,7 @@ async def until_hit_after_store(door: CacheDoor) -> float:
 async def test_garbage_is_a_miss(redis_server: RedisServer, open_door: OpenDoor) -> None:
     async with SlowProxy(redis_server.port) as proxy:
         proxy.garbage = b"HTTP/1.1 400 Bad Request\r\n\r\n"
-        async with open_door(f"redis://127.0.0.1:{proxy.port}") as door:
+        async with open_door(proxy.url) as door:
             assert await timed(door, key_of(1)) < BUDGET_S + MARGIN_S
             assert not await door.put(key_of(1), result_of(1))
             proxy.garbage = b""
