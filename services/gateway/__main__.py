@@ -1,0 +1,5 @@
+"""`python -m services.gateway` runs the gateway."""
+
+from services.gateway.main import main
+
+main()

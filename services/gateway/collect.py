@@ -1,0 +1,34 @@
+"""A stream as one reply. Knows the messages of the public API only."""
+
+from protos import inference_pb2 as api
+
+
+class Collector:
+    """Puts deltas together to a CompleteResponse."""
+
+    def __init__(self) -> None:
+        self.response = api.CompleteResponse()
+        self._texts: list[list[str]] = []
+
+    async def add(self, delta: api.Delta) -> None:
+        """Takes the next delta of the stream."""
+        choices = self.response.choices
+        while len(choices) <= delta.index:
+            choices.add(index=len(choices))
+            self._texts.append([])
+        choice = choices[delta.index]
+        self._texts[delta.index].append(delta.text)
+        choice.token_ids.extend(delta.token_ids)
+        choice.logprobs.extend(delta.logprobs)
+        if delta.finish_reason:
+            choice.finish_reason = delta.finish_reason
+            if delta.HasField("stop_string"):
+                choice.stop_string = delta.stop_string
+            elif delta.HasField("stop_token_id"):
+                choice.stop_token_id = delta.stop_token_id
+
+    async def close(self, receipt: api.Receipt) -> None:
+        """Takes the receipt: the reply is whole."""
+        for choice, texts in zip(self.response.choices, self._texts, strict=True):
+            choice.text = "".join(texts)
+        self.response.receipt.CopyFrom(receipt)

@@ -1,0 +1,200 @@
+"""One continuation: asks for a worker, runs the job there, and continues elsewhere when the worker is lost.
+
+The author of recovery, which is nothing but the next attempt at prompt and tokens so far. Knows no clients.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import structlog
+
+from protos import cache_pb2, mesh_pb2
+from protos import inference_pb2 as api
+from services.errors import WeftError
+from services.gateway.dispatch import Dispatch, Placement
+from services.gateway.journal import Ending, Journal, KeyChain
+from services.gateway.links import UNREAD, Row, WorkerLinks, lost_worker
+from services.gateway.models import Catalog
+from services.gateway.receipt import Ledger
+from services.gateway.results import ResultCache, from_result, to_result
+from services.gateway.settings import GatewaySettings
+
+log = structlog.get_logger("continuation")
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """What the gateway's rooms share: made once, in main."""
+
+    settings: GatewaySettings
+    catalog: Catalog
+    dispatch: Dispatch
+    links: WorkerLinks
+    results: ResultCache
+
+
+class Continuation:
+    """Sample i of a request."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        submit: mesh_pb2.Submit,
+        job: mesh_pb2.Job,
+        journal: Journal,
+        keys: KeyChain | None,
+        result_key: bytes,
+        policy: "api.CachePolicy.ValueType",
+        remaining_s: Callable[[], float],
+        news: Callable[[], None],
+    ) -> None:
+        self.journal = journal
+        self.ledger = Ledger()
+        self.first_token_at: float | None = None
+        self._mesh = mesh
+        self._submit = submit  # all but what changes from attempt to attempt; so is the job
+        self._job = job
+        self._keys = keys
+        self._result_key = result_key
+        self._policy = policy
+        self._remaining_s = remaining_s
+        self._news = news
+        self._row: Row | None = None
+
+    async def run(self) -> None:
+        """Brings the answer to its end. Raises WeftError if there is none to be had."""
+        if not (self._result_key and self._mesh.results.enabled):
+            await self._generate()
+        elif (result := await self._race()) is not None:
+            self._replay(result)
+            return
+        self._store()
+
+    def advance(self) -> None:
+        """Takes the tokens that have come into the journal; a stop string among them ends the job."""
+        row = self._row
+        if row is None or not row.tokens:
+            return
+        tokens, details = row.take()
+        if self.first_token_at is None:
+            self.first_token_at = row.first_at
+        self.journal.extend(tokens, details)
+        if self.journal.ending is not None:
+            row.link.cancel(row, len(self.journal.tokens), self._mesh.settings.cost_wait_s)
+
+    async def _race(self) -> cache_pb2.CachedResult | None:
+        """Generates and looks the result up at the same time: the result, if it came before the first token."""
+        work = asyncio.create_task(self._generate())
+        look = asyncio.create_task(self._mesh.results.get(self._result_key))
+        try:
+            await asyncio.wait({work, look}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done() or work.exception() is not None:  # A hit also helps where no worker could.
+                result = await look
+                self.advance()
+                if result is not None and not self.journal.tokens and self.journal.ending is None:
+                    return result
+            await work
+            return None
+        finally:
+            work.cancel()
+            look.cancel()
+            await asyncio.gather(work, look, return_exceptions=True)
+
+    def _replay(self, result: cache_pb2.CachedResult) -> None:
+        tokens, details, ending = from_result(result)
+        self.ledger.answered_by_cache()
+        self.journal.attempt = 1
+        self.first_token_at = time.monotonic() if tokens else None
+        self.journal.extend(tokens, details)
+        self.journal.end(ending)
+        self._news()
+
+    def _store(self) -> None:
+        writes = self._policy in (api.CACHE_POLICY_UNSPECIFIED, api.CACHE_POLICY_READ_WRITE)
+        ending = self.journal.ending
+        if writes and self._result_key and ending is not None and not self.ledger.joined:
+            self._mesh.results.put(self._result_key, to_result(self.journal, ending))
+
+    async def _generate(self) -> None:
+        losses = 0
+        while self.journal.ending is None:
+            placement = await self._mesh.dispatch.place(self._next_submit())
+            loss = await self._attempt(placement)
+            if loss is None:
+                return
+            losses += 1
+            log.info("attempt lost", attempt=self.journal.attempt, reason=loss.reason, tokens=len(self.journal.tokens))
+            if not loss.retryable or losses >= self._mesh.settings.max_attempts:
+                raise loss
+            # What it could join is gone or ill; its own attempt may still be joined by others.
+            self._submit.identity = b""
+            if loss.reason == lost_worker().reason or isinstance(placement, mesh_pb2.Assigned):
+                self._submit.avoid.append(placement.worker_id)
+            if len(self.journal.tokens) >= self._job.sampling.max_tokens:
+                self.journal.end(Ending(api.FINISH_REASON_LENGTH))
+                self._news()
+
+    def _next_submit(self) -> mesh_pb2.Submit:
+        submit, context = self._submit, self.journal.context()
+        submit.attempt = self.journal.begin_attempt()
+        submit.prompt_tokens = len(context)
+        submit.max_tokens = max(1, self._job.sampling.max_tokens - len(self.journal.tokens))
+        submit.deadline_s = self._remaining_s()
+        if self._keys is not None:
+            submit.block_keys = self._keys.extend_to(context)
+        return submit
+
+    async def _attempt(self, placement: Placement) -> WeftError | None:
+        """One attempt on one worker: None once the answer has ended, else why it has not."""
+        row = self._row = self._open(placement)
+        try:
+            await row.closed
+        except asyncio.CancelledError:
+            self._row = None  # What it still brings counts no more: the answer may have come from a cache.
+            raise
+        finally:
+            row.link.cancel(row, len(self.journal.tokens))
+        self.advance()
+        self.ledger.add(row.end.cost if row.end is not None and row.end.HasField("cost") else row.spent())
+        self._row = None
+        if self.journal.ending is not None:
+            return None
+        return self._conclude(row)
+
+    def _open(self, placement: Placement) -> Row:
+        link = self._mesh.links.to(placement.address)
+        if isinstance(placement, mesh_pb2.Joined):
+            self.ledger.joined = True
+            self.ledger.assigned(placement.worker_id, 0.0)
+            details = self._job.sampling.HasField("logprobs")
+            position = len(self.journal.tokens)
+            return link.attach(placement.leader_job_id, position, details, placement.worker_id, self._on_tokens)
+        self.ledger.joined = False
+        self.ledger.assigned(placement.worker_id, placement.queue_s)
+        job = mesh_pb2.Job()
+        job.CopyFrom(self._job)
+        job.attempt = self.journal.attempt
+        job.token_ids.extend(self.journal.context())
+        job.deadline_s = self._remaining_s()
+        return link.run(job, placement.worker_id, self._on_tokens)
+
+    def _on_tokens(self) -> None:
+        row = self._row
+        if row is not None and len(row.tokens) >= UNREAD:
+            self.advance()  # No client reads: stop strings must be found nevertheless.
+        self._news()
+
+    def _conclude(self, row: Row) -> WeftError | None:
+        end = row.end
+        if end is None:
+            return row.loss or lost_worker()
+        if end.reason in (api.FINISH_REASON_STOP, api.FINISH_REASON_LENGTH):
+            stop_token_id = end.stop_token_id if end.HasField("stop_token_id") else None
+            self.journal.end(Ending(end.reason, stop_token_id=stop_token_id))
+            self._news()
+            return None
+        if end.reason == api.FINISH_REASON_ERROR and end.HasField("failure"):
+            return WeftError.from_failure(end.failure)
+        return lost_worker()  # It ended a job that nobody told it to end.

@@ -1,0 +1,186 @@
+"""One generation: all continuations of a request, and the clients that listen to it. Knows no gRPC calls.
+
+It is driven by its own task and outlives each single client, but not the last one.
+"""
+
+import asyncio
+import secrets
+import time
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from protos import inference_pb2 as api
+from protos import mesh_pb2
+from services import hashing, rpc, validate
+from services.errors import WeftError, internal
+from services.gateway.continuation import Continuation, Mesh
+from services.gateway.journal import Journal, KeyChain
+from services.gateway.models import Served
+from services.gateway.receipt import Phase
+from services.gateway.results import deterministic, result_key
+from services.gateway.stops import StopMatcher
+from services.gateway.tenants import Tenant
+from services.gateway.text import TextModel
+
+clock = time.monotonic
+
+
+class Listening(Protocol):
+    """What a generation wants of those who listen."""
+
+    def on_news(self) -> None:
+        """There is something to take."""
+
+    def on_phase(self) -> None:
+        """What the generation waits for has changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A validated request."""
+
+    request: api.GenerateRequest
+    request_id: str
+    tenant: Tenant
+    served: Served
+    traceparent: str
+    deadline: float | None
+    """On the clock `time.monotonic`; None for none."""
+    body: bytes = field(default=b"")
+    """SHA-256 of the request as the client sent it."""
+
+    @property
+    def n(self) -> int:
+        """How many continuations."""
+        return max(1, self.request.n)
+
+    def remaining_s(self) -> float:
+        """Seconds until the deadline; 0 for none."""
+        return 0.0 if self.deadline is None else max(1e-3, self.deadline - clock())
+
+
+class Generation:
+    """A request while it is answered."""
+
+    def __init__(self, order: Order, mesh: Mesh, threads: Executor) -> None:
+        self.order = order
+        self.phase = Phase.TOKENIZE
+        self.done = False
+        self.error: WeftError | None = None
+        self.prompt_tokens = 0
+        self.continuations: list[Continuation] = []
+        self.last: Continuation | None = None
+        self.text: TextModel | None = None
+        self.listeners: set[Listening] = set()
+        self.seed = order.request.sampling.seed
+        if not order.request.sampling.HasField("seed"):
+            self.seed = secrets.randbits(64)
+        self._mesh = mesh
+        self._threads = threads
+        self._task = asyncio.create_task(self._run())
+
+    def advance(self) -> None:
+        """Takes what has come from workers into the journals."""
+        for continuation in self.continuations:
+            continuation.advance()
+
+    async def cancel(self) -> None:
+        """Ends it everywhere. Returns when workers and scheduler have been told."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        try:
+            tokens = await self._tokenize()
+            self._plan(tokens)
+            self._enter(Phase.REMOTE)
+            await self._run_all()
+        except WeftError as error:
+            self.error = error
+        except Exception as error:
+            rpc.log_exception("a generation failed", error)
+            self.error = internal()
+        finally:
+            self.done = True
+            self._news()
+
+    async def _tokenize(self) -> list[int]:
+        order = self.order
+        text = self.text = await self._mesh.catalog.text(order.served)
+        loop = asyncio.get_running_loop()
+        tokens = await loop.run_in_executor(self._threads, text.encode, order.request.prompt)
+        validate.check_tokens(tokens, order.request.sampling, order.served.card)
+        self.prompt_tokens = len(tokens)
+        return tokens
+
+    def _plan(self, tokens: list[int]) -> None:
+        sampling = api.Sampling()
+        sampling.CopyFrom(self.order.request.sampling)
+        if not sampling.HasField("max_tokens"):
+            sampling.max_tokens = validate.default_max_tokens(len(tokens), sampling, self.order.served.card)
+        sampling.seed = self.seed
+        self.continuations = [self._continuation(index, tokens, sampling) for index in range(self.order.n)]
+
+    def _continuation(self, index: int, tokens: list[int], sampling: api.Sampling) -> Continuation:
+        order, request, card = self.order, self.order.request, self.order.served.card
+        assert self.text is not None
+        bypass = request.cache == api.CACHE_POLICY_BYPASS
+        key = b""
+        if deterministic(request.sampling) and not bypass:
+            key = result_key(order.tenant.salt, card, tokens, sampling, index)
+        job_id = f"{order.tenant.hash}/{order.request_id}/{index}"
+        submit = mesh_pb2.Submit(
+            job_id=job_id,
+            model=card.name,
+            tenant=order.tenant.hash,
+            priority=request.priority,
+            identity=key,
+            body=order.body,
+            traceparent=order.traceparent,
+        )
+        job = mesh_pb2.Job(
+            job_id=job_id,
+            boundary=len(tokens),
+            sampling=sampling,
+            sample_index=index,
+            salt=order.tenant.salt,
+            bypass_cache=bypass,
+            priority=request.priority,
+            traceparent=order.traceparent,
+        )
+        job.sampling.ClearField("stop")
+        stops = StopMatcher(sampling.stop, sampling.min_tokens) if sampling.stop else None
+        journal = Journal(tokens, self.text.detokenizer(), stops)
+        root = hashing.chain_root(order.tenant.salt, card.fingerprint)
+        keys = None if bypass or not card.block_size else KeyChain(root, card.block_size)
+        return Continuation(
+            self._mesh, submit, job, journal, keys, key, request.cache, order.remaining_s, self._news
+        )  # fmt: skip
+
+    async def _run_all(self) -> None:
+        if len(self.continuations) == 1:
+            await self._run_one(self.continuations[0])
+            return
+        tasks = [asyncio.create_task(self._run_one(continuation)) for continuation in self.continuations]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run_one(self, continuation: Continuation) -> None:
+        try:
+            await continuation.run()
+        finally:
+            self.last = continuation
+
+    def _enter(self, phase: Phase) -> None:
+        self.phase = phase
+        for listener in self.listeners:
+            listener.on_phase()
+
+    def _news(self) -> None:
+        for listener in self.listeners:
+            listener.on_news()

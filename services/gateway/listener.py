@@ -1,0 +1,119 @@
+"""One client's view of a generation: what it was told already, what comes next, and where its time went.
+
+Knows messages of the public API, not how they are sent.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+
+from protos import inference_pb2 as api
+from services.gateway.continuation import Continuation
+from services.gateway.generation import Generation
+from services.gateway.journal import Detail
+from services.gateway.receipt import Phase, Timeline
+from services.gateway.text import TextModel
+
+# A client that is far behind gets its tokens in messages that it accepts.
+_MAX_TOKENS = 256
+
+Deliver = Callable[[api.Delta], Awaitable[object]]
+
+
+class _Cursor:
+    """How far into one continuation a client is."""
+
+    __slots__ = ("continuation", "ended", "index", "texts", "tokens")
+
+    def __init__(self, index: int, continuation: Continuation) -> None:
+        self.index = index
+        self.continuation = continuation
+        self.tokens = 0
+        self.texts = 0
+        self.ended = False
+
+    def deltas(self, text: TextModel) -> Iterator[api.Delta]:
+        """What is new, all tokens of one attempt in one delta."""
+        journal = self.continuation.journal
+        while not self.ended:
+            total = len(journal.tokens)
+            finishes = journal.ending is not None
+            if self.tokens == total and self.texts == len(journal.texts) and not finishes:
+                return
+            start = self.tokens
+            attempt, end = journal.attempt_at(start)
+            end = min(end, start + _MAX_TOKENS)
+            self.tokens = end
+            delta = api.Delta(
+                index=self.index, token_ids=journal.tokens[start:end], position=start, attempt=attempt
+            )  # fmt: skip
+            if journal.details:
+                delta.logprobs.extend(
+                    _logprobs(token, detail, text)
+                    for token, detail in zip(journal.tokens[start:end], journal.details[start:end], strict=True)
+                )
+            if end == total:  # Text is never ahead of its tokens.
+                delta.text = "".join(journal.texts[self.texts :])
+                self.texts = len(journal.texts)
+                if journal.ending is not None:
+                    self.ended = True
+                    delta.finish_reason = journal.ending.reason
+                    if journal.ending.stop_string is not None:
+                        delta.stop_string = journal.ending.stop_string
+                    elif journal.ending.stop_token_id is not None:
+                        delta.stop_token_id = journal.ending.stop_token_id
+            yield delta
+
+
+class Listener:
+    """A client that follows a generation from its start."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self.timeline = timeline
+        self._generation: Generation | None = None
+        self._cursors: list[_Cursor] = []
+        self._wakes = asyncio.Event()
+
+    def on_news(self) -> None:
+        """There is something to take."""
+        self._wakes.set()
+
+    def on_phase(self) -> None:
+        """What the generation waits for has changed."""
+        if self._generation is not None and self.timeline.phase in (Phase.TOKENIZE, Phase.REMOTE):
+            self.timeline.enter(self._generation.phase)
+
+    async def follow(self, generation: Generation, deliver: Deliver) -> None:
+        """Delivers everything, from the start to the end. Raises the WeftError that ended the generation."""
+        self._generation = generation
+        timeline = self.timeline
+        while True:
+            self._wakes.clear()
+            done = generation.done
+            timeline.enter(Phase.DETOKENIZE)
+            generation.advance()
+            for delta in self._take(generation):
+                timeline.enter(Phase.DELIVER)
+                await deliver(delta)
+                timeline.enter(Phase.DETOKENIZE)
+            timeline.enter(generation.phase)
+            if done:
+                break
+            await self._wakes.wait()
+        timeline.enter(Phase.OWN)
+        if generation.error is not None:
+            raise generation.error
+
+    def _take(self, generation: Generation) -> Iterator[api.Delta]:
+        if len(self._cursors) < len(generation.continuations):
+            self._cursors = [_Cursor(index, each) for index, each in enumerate(generation.continuations)]
+        for cursor in self._cursors:
+            assert generation.text is not None
+            yield from cursor.deltas(generation.text)
+
+
+def _logprobs(token: int, detail: Detail, text: TextModel) -> api.PositionLogprobs:
+    place = api.PositionLogprobs()
+    place.chosen.token_id, place.chosen.text, place.chosen.logprob = token, text.piece(token), detail.logprob
+    for top_id, top_logprob in zip(detail.top_ids, detail.top_logprobs, strict=True):
+        place.top.add(token_id=top_id, text=text.piece(top_id), logprob=top_logprob)
+    return place

@@ -1,0 +1,87 @@
+"""Wires the gateway together and runs it until SIGTERM or SIGINT."""
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+
+import structlog
+
+from protos import mesh_pb2
+from protos.inference_pb2_grpc import add_InferenceServicer_to_server
+from services import rpc, telemetry
+from services.gateway.continuation import Mesh
+from services.gateway.dispatch import Dispatch
+from services.gateway.links import WorkerLinks
+from services.gateway.models import Catalog
+from services.gateway.results import ResultCache
+from services.gateway.service import InferenceService
+from services.gateway.settings import GatewaySettings
+
+log = structlog.get_logger("gateway")
+
+
+@contextlib.asynccontextmanager
+async def gateway(settings: GatewaySettings) -> AsyncIterator[rpc.Server]:
+    """A running gateway. At the end of the block calls under way get `drain_s` seconds."""
+    gateway_id = f"gateway-{secrets.token_hex(8)}"
+    with ThreadPoolExecutor(settings.tokenizer_threads, "text") as threads:
+        catalog = Catalog(threads)
+        links = WorkerLinks(gateway_id)
+        results = ResultCache(settings.cache_address, settings.cache_budget_s)
+        changed = asyncio.Event()
+
+        def on_models(models: mesh_pb2.ModelList) -> None:
+            catalog.update(models)
+            changed.set()
+
+        dispatch = Dispatch(
+            settings.scheduler_address, gateway_id, settings.scheduler_wait_s, on_models, links.worker_lost
+        )
+        service = InferenceService(Mesh(settings, catalog, dispatch, links, results), threads)
+        server = await rpc.serve(
+            settings.listen,
+            [rpc.Service("weft.v1.Inference", add_InferenceServicer_to_server, service)],
+            max_message_bytes=rpc.PUBLIC_MESSAGE_BYTES,
+            allow_remote=settings.allow_remote,
+        )
+        tasks = [
+            asyncio.create_task(dispatch.run()),
+            asyncio.create_task(_follow_models(changed, catalog, links, server)),
+        ]
+        log.info("listening", port=server.port)
+        try:
+            yield server
+        finally:
+            tasks[1].cancel()
+            await server.stop(settings.drain_s)
+            tasks[0].cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await catalog.close()
+            await links.close()
+            await results.close()
+
+
+async def _follow_models(changed: asyncio.Event, catalog: Catalog, links: WorkerLinks, server: rpc.Server) -> None:
+    """Keeps health and links in step with the models that are served."""
+    while True:
+        await changed.wait()
+        changed.clear()
+        await server.ready(catalog.available)
+        await links.keep(catalog.addresses)
+
+
+async def serve(settings: GatewaySettings) -> None:
+    """Runs the gateway until SIGTERM or SIGINT."""
+    stopped = rpc.stop_requested()
+    async with gateway(settings):
+        await stopped.wait()
+        log.info("draining", seconds=settings.drain_s)
+
+
+def main() -> None:
+    """Entry point: settings from the environment."""
+    settings = GatewaySettings()
+    telemetry.setup("gateway", settings)
+    rpc.run(serve(settings))

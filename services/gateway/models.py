@@ -1,0 +1,147 @@
+"""Which models are served, under which names, and their tokenizers by digest. Knows workers as addresses only."""
+
+import asyncio
+import hashlib
+from collections import OrderedDict
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+import structlog
+from grpc import StatusCode, aio
+
+from protos import inference_pb2 as api
+from protos import mesh_pb2 as mesh
+from protos.mesh_pb2_grpc import WorkerStub
+from services import rpc
+from services.errors import WeftError, invalid, unavailable
+from services.gateway.text import TextModel
+
+log = structlog.get_logger("models")
+
+_MAX_BUNDLES = 32
+_FETCH_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A model, and where its workers are."""
+
+    card: mesh.ModelCard
+    addresses: tuple[str, ...]
+
+
+class Catalog:
+    """The models of the mesh as the scheduler last told them, and all that were ever served by name: a model without
+    workers is unavailable, not unknown."""
+
+    def __init__(self, threads: Executor) -> None:
+        self._threads = threads
+        self._served: dict[str, Served] = {}
+        self._names: dict[str, Served] = {}
+        self._texts: OrderedDict[bytes, asyncio.Task[TextModel]] = OrderedDict()
+
+    def update(self, models: mesh.ModelList) -> None:
+        """Takes the scheduler's list, and begins to fetch what is new in it."""
+        self._served = {model.card.name: Served(model.card, tuple(model.addresses)) for model in models.models}
+        for served in self._served.values():
+            for name in (*served.card.aliases, served.card.name):
+                self._names[name] = served
+            if served.addresses:
+                self._load(served)
+
+    @property
+    def addresses(self) -> set[str]:
+        """Of all workers."""
+        return {address for served in self._served.values() for address in served.addresses}
+
+    @property
+    def available(self) -> bool:
+        """Some model has a worker."""
+        return any(served.addresses for served in self._served.values())
+
+    def find(self, name: str) -> Served:
+        """The model of a name or alias; without a name, the only one. Raises WeftError."""
+        if name:
+            if name not in self._names:
+                raise WeftError(StatusCode.NOT_FOUND, "MODEL_NOT_FOUND", "no such model", field="model")
+            return self._names[name]
+        models = self._served or {served.card.name: served for served in self._names.values()}
+        if not models:
+            raise unavailable("NO_WORKER", "no model is served yet")
+        if len(models) > 1:
+            raise invalid("model", "several are served: name one", "MODEL_REQUIRED")
+        return next(iter(models.values()))
+
+    async def text(self, served: Served) -> TextModel:
+        """The tokenizer and template of a model. Raises WeftError."""
+        # Shielded: one client that leaves must not end what others wait for.
+        return await asyncio.shield(self._load(served))
+
+    async def listing(self) -> list[api.Model]:
+        """The models served now, by name."""
+        return [await self._describe(served) for _, served in sorted(self._served.items())]
+
+    async def close(self) -> None:
+        """Gives up what is still being fetched."""
+        for task in self._texts.values():
+            task.cancel()
+        await asyncio.gather(*self._texts.values(), return_exceptions=True)
+
+    async def _describe(self, served: Served) -> api.Model:
+        card = served.card
+        return api.Model(
+            name=card.name,
+            context_length=card.context_length,
+            vocab_size=card.vocab_size,
+            parameters=card.parameters,
+            architecture=card.architecture,
+            workers=len(served.addresses),
+            chat=(await self.text(served)).chat,
+        )
+
+    def _load(self, served: Served) -> asyncio.Task[TextModel]:
+        digest = served.card.bundle_digest
+        task = self._texts.get(digest)
+        if task is None or (task.done() and _failed(task)):
+            task = self._texts[digest] = asyncio.create_task(fetch(served, self._threads))
+            task.add_done_callback(_failed)  # Whoever needs it asks again; nobody may be waiting for this one.
+        self._texts.move_to_end(digest)
+        if len(self._texts) > _MAX_BUNDLES:
+            self._texts.popitem(last=False)
+        return task
+
+
+def _failed(task: asyncio.Task[TextModel]) -> bool:
+    return task.cancelled() or task.exception() is not None
+
+
+async def fetch(served: Served, threads: Executor) -> TextModel:
+    """Loads a bundle from the first worker that has it intact. Raises WeftError."""
+    for address in served.addresses:
+        try:
+            data = await _download(address, served.card.bundle_digest)
+        except aio.AioRpcError as error:
+            log.warning("bundle not fetched", model=served.card.name, code=error.code().name)
+            continue
+        if hashlib.sha256(data).digest() != served.card.bundle_digest:
+            log.warning("bundle does not match its digest", model=served.card.name)
+            continue
+        try:
+            return await asyncio.get_running_loop().run_in_executor(threads, _build, data)
+        except Exception as error:
+            rpc.log_exception("bundle cannot be used", error)
+            break
+    raise unavailable("NO_TOKENIZER", "the model's tokenizer is not available")
+
+
+async def _download(address: str, digest: bytes) -> bytes:
+    data = bytearray()
+    async with rpc.link_channel(address) as channel:
+        call = WorkerStub(channel).FetchBundle(mesh.FetchBundleRequest(digest=digest), timeout=_FETCH_S)
+        async for piece in call:
+            data += piece.data
+    return bytes(data)
+
+
+def _build(data: bytes) -> TextModel:
+    return TextModel(mesh.Bundle.FromString(data))

@@ -1,0 +1,118 @@
+"""The result cache seen from the gateway: keys, look-ups within a budget, stores in the background.
+
+Whatever goes wrong is a miss. Knows nothing of where results are kept.
+"""
+
+import asyncio
+
+import structlog
+from grpc import aio
+
+from protos import cache_pb2, mesh_pb2
+from protos import inference_pb2 as api
+from protos.cache_pb2_grpc import CacheStub
+from services import hashing, rpc
+from services.gateway.journal import Detail, Ending, Journal, packed
+
+log = structlog.get_logger("results")
+
+_STORE_S = 1.0
+_MAX_STORES = 256
+
+
+def result_key(
+    salt: bytes, card: mesh_pb2.ModelCard, prompt: list[int], sampling: api.Sampling, sample_index: int
+) -> bytes:
+    """The key of the tokens that these determine. `sampling` is resolved: max_tokens and seed are set."""
+    canonical = api.Sampling()
+    canonical.CopyFrom(sampling)
+    if canonical.temperature == 0 and canonical.HasField("temperature"):
+        canonical.ClearField("seed")
+    for name, default in (("temperature", 1.0), ("top_p", 1.0), ("repetition_penalty", 1.0)):
+        if getattr(canonical, name) == default:
+            canonical.ClearField(name)  # type: ignore[arg-type]
+    return hashing.digest(
+        b"weft/result/1",
+        salt,
+        card.fingerprint,
+        packed(prompt),
+        canonical.SerializeToString(deterministic=True),
+        sample_index.to_bytes(4, "little"),
+    )
+
+
+def deterministic(sampling: api.Sampling) -> bool:
+    """Whether a request as the client sent it asks for the same tokens every time."""
+    return sampling.HasField("seed") or (sampling.HasField("temperature") and sampling.temperature == 0)
+
+
+class ResultCache:
+    """The cache service, or none."""
+
+    def __init__(self, address: str, budget_s: float) -> None:
+        self._channel = rpc.link_channel(address) if address else None
+        self._cache = CacheStub(self._channel) if self._channel else None
+        self._budget_s = budget_s
+        self._stores: set[asyncio.Task[None]] = set()
+
+    @property
+    def enabled(self) -> bool:
+        """There is a cache service."""
+        return self._cache is not None
+
+    async def get(self, key: bytes) -> cache_pb2.CachedResult | None:
+        """The result, or None after at most the budget."""
+        if self._cache is None:
+            return None
+        try:
+            reply = await self._cache.GetResult(cache_pb2.GetResultRequest(key=key), timeout=self._budget_s)
+        except aio.AioRpcError as error:
+            log.debug("look-up failed", code=error.code().name)
+            return None
+        return reply.result if reply.HasField("result") else None
+
+    def put(self, key: bytes, result: cache_pb2.CachedResult) -> None:
+        """Stores a result in the background; drops it if the cache service is far behind."""
+        if len(self._stores) < _MAX_STORES:
+            task = asyncio.create_task(self._store(key, result))
+            self._stores.add(task)
+            task.add_done_callback(self._stores.discard)
+
+    async def close(self) -> None:
+        """Gives up what is not yet stored."""
+        for task in list(self._stores):
+            task.cancel()
+        await asyncio.gather(*self._stores, return_exceptions=True)
+        if self._channel is not None:
+            await self._channel.close()
+
+    async def _store(self, key: bytes, result: cache_pb2.CachedResult) -> None:
+        if self._cache is None:
+            return
+        try:
+            await self._cache.PutResult(cache_pb2.PutResultRequest(key=key, result=result), timeout=_STORE_S)
+        except aio.AioRpcError as error:
+            log.debug("not stored", code=error.code().name)
+
+
+def to_result(journal: Journal, ending: Ending) -> cache_pb2.CachedResult:
+    """What is kept of a whole answer. Its text is made anew at each hit, and stop strings are found again."""
+    result = cache_pb2.CachedResult(token_ids=journal.tokens, finish_reason=ending.reason)
+    if ending.stop_token_id is not None:
+        result.stop_token_id = ending.stop_token_id
+    for token, detail in zip(journal.tokens, journal.details, strict=False):
+        place = result.logprobs.add()
+        place.chosen.token_id, place.chosen.logprob = token, detail.logprob
+        for top_id, top_logprob in zip(detail.top_ids, detail.top_logprobs, strict=True):
+            place.top.add(token_id=top_id, logprob=top_logprob)
+    return result
+
+
+def from_result(result: cache_pb2.CachedResult) -> tuple[list[int], list[Detail], Ending]:
+    """Tokens, their details, and how the answer ended."""
+    details = [
+        Detail(place.chosen.logprob, [top.token_id for top in place.top], [top.logprob for top in place.top])
+        for place in result.logprobs
+    ]
+    stop_token_id = result.stop_token_id if result.HasField("stop_token_id") else None
+    return list(result.token_ids), details, Ending(result.finish_reason, stop_token_id=stop_token_id)

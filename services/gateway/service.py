@@ -1,0 +1,200 @@
+"""The public door weft.v1.Inference: one call after the other, from validation to the receipt.
+
+Knows gRPC contexts; how answers come about is the business of generations.
+"""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor
+from typing import Any
+
+from grpc import StatusCode, aio
+
+from protos import inference_pb2 as api
+from services import hashing, telemetry, validate
+from services.errors import WeftError
+from services.gateway import tenants
+from services.gateway.collect import Collector
+from services.gateway.continuation import Mesh
+from services.gateway.dispatch import no_scheduler
+from services.gateway.generation import Generation, Order
+from services.gateway.listener import Deliver, Listener
+from services.gateway.models import Served
+from services.gateway.patience import Patience
+from services.gateway.receipt import Phase, Timeline, fill_costs, timings
+from services.gateway.requests import Registry
+
+RECEIPT_KEY = "weft-receipt-bin"
+Context = aio.ServicerContext[Any, Any]
+
+
+class InferenceService:
+    """Serves weft.v1.Inference."""
+
+    def __init__(self, mesh: Mesh, threads: Executor) -> None:
+        self._mesh = mesh
+        self._threads = threads
+        self._registry = Registry(mesh, threads)
+
+    async def Generate(self, request: api.GenerateRequest, context: Context) -> None:
+        """Streams the answer, and last the receipt."""
+
+        async def deliver(delta: api.Delta) -> None:
+            await context.write(api.GenerateResponse(delta=delta))
+
+        async def close(receipt: api.Receipt) -> None:
+            await context.write(api.GenerateResponse(receipt=receipt))
+
+        await self._serve(request, context, deliver, close)
+
+    async def Complete(self, request: api.GenerateRequest, context: Context) -> api.CompleteResponse:
+        """The whole answer."""
+        collector = Collector()
+        await self._serve(request, context, collector.add, collector.close)
+        return collector.response
+
+    async def Tokenize(self, request: api.TokenizeRequest, context: Context) -> api.TokenizeResponse:
+        """Text or chat to token ids."""
+        validate.check_known(request, "request")
+        validate.check_prompt(request.prompt)
+        served = await self._find(request.model)
+        text = await self._mesh.catalog.text(served)
+        loop = asyncio.get_running_loop()
+        token_ids = await loop.run_in_executor(self._threads, text.encode, request.prompt)
+        validate.check_tokens(token_ids, api.Sampling(), served.card)
+        return api.TokenizeResponse(token_ids=token_ids, pieces=map(text.piece, token_ids))
+
+    async def ListModels(self, request: api.ListModelsRequest, context: Context) -> api.ListModelsResponse:
+        """The models served now."""
+        validate.check_known(request, "request")
+        return api.ListModelsResponse(models=await self._mesh.catalog.listing())
+
+    async def _serve(
+        self,
+        request: api.GenerateRequest,
+        context: Context,
+        deliver: Deliver,
+        close: Callable[[api.Receipt], Awaitable[None]],
+    ) -> None:
+        """Answers one request. The receipt is in the trailing metadata however it ends."""
+        visit = _Visit(request, context)
+        patience = Patience(visit.timeline, visit.remaining_s, self._mesh.settings.stall_s)
+        try:
+            with patience:
+                order = await self._admit(visit, context)
+                await self._follow(visit, order, deliver)
+                receipt = visit.conclude(context)
+                visit.timeline.enter(Phase.DELIVER)
+                await close(receipt)
+        except WeftError as error:
+            visit.conclude(context, error)
+            raise
+        finally:
+            visit.span.end()
+
+    async def _admit(self, visit: "_Visit", context: Context) -> Order:
+        request = visit.request
+        tenant = tenants.authenticate(tuple(context.invocation_metadata() or ()))
+        validate.check_request(request)
+        visit.timeline.enter(Phase.REMOTE)
+        served = await self._find(request.model)
+        visit.timeline.enter(Phase.OWN)
+        visit.model = served.card.name
+        validate.check_sampling(request.sampling, served.card)
+        return Order(
+            request=request,
+            request_id=visit.request_id,
+            tenant=tenant,
+            served=served,
+            traceparent=visit.traceparent,
+            deadline=None if visit.remaining_s is None else visit.timeline.began + visit.remaining_s,
+            body=hashing.digest(b"weft/body/1", request.SerializeToString(deterministic=True)),
+        )
+
+    async def _follow(self, visit: "_Visit", order: Order, deliver: Deliver) -> None:
+        listener = Listener(visit.timeline)
+        visit.generation, visit.joined = self._registry.enter(order, listener)
+        try:
+            await listener.follow(visit.generation, deliver)
+        finally:
+            await self._registry.leave(visit.generation, listener)
+
+    async def _find(self, name: str) -> Served:
+        """The model of a name. Until the scheduler has told its models the first time, nobody can know."""
+        known = self._mesh.dispatch.models_known
+        if not known.is_set():
+            try:
+                async with asyncio.timeout(self._mesh.settings.scheduler_wait_s):
+                    await known.wait()
+            except TimeoutError:
+                raise no_scheduler() from None
+        return self._mesh.catalog.find(name)
+
+
+class _Visit:
+    """One call: what its receipt is made of."""
+
+    def __init__(self, request: api.GenerateRequest, context: Context) -> None:
+        self.timeline = Timeline(time.monotonic)
+        self.request = request
+        self.request_id = request.request_id or secrets.token_hex(16)
+        self.remaining_s = context.time_remaining()
+        self.model = request.model
+        self.generation: Generation | None = None
+        self.joined = False
+        metadata = dict(context.invocation_metadata() or ())
+        caller = metadata.get("traceparent")
+        self.span = telemetry.tracer().start_span(
+            "weft.generate", context=telemetry.parent(caller if isinstance(caller, str) else None)
+        )
+        self.traceparent = telemetry.traceparent_of(self.span)
+
+    def conclude(self, context: Context, error: WeftError | None = None) -> api.Receipt:
+        """Makes the receipt, and puts it into the trailing metadata and the span."""
+        receipt = self._receipt(error)
+        context.set_trailing_metadata(((RECEIPT_KEY, receipt.SerializeToString()),))
+        self.span.set_attributes(
+            {
+                "gen_ai.request.model": receipt.model,
+                "gen_ai.usage.input_tokens": receipt.prompt_tokens,
+                "gen_ai.usage.output_tokens": receipt.completion_tokens,
+                "weft.attempts": receipt.attempts,
+                "weft.result_hit": receipt.result_hit,
+                "weft.joined": receipt.joined,
+                "weft.finish_reason": api.FinishReason.Name(receipt.finish_reason),
+                "weft.error": error.reason if error is not None else "",
+            }
+        )
+        return receipt
+
+    def _receipt(self, error: WeftError | None) -> api.Receipt:
+        self.timeline.enter(Phase.OWN)
+        receipt = api.Receipt(
+            request_id=self.request_id,
+            model=self.model,
+            joined=self.joined,
+            trace_id=self.traceparent.split("-")[1],
+            finish_reason=api.FINISH_REASON_UNSPECIFIED if error is None else _reason(error),
+        )
+        generation = self.generation
+        if generation is None:
+            receipt.timings.CopyFrom(timings(self.timeline, None, None))
+            return receipt
+        continuations = generation.continuations
+        receipt.seed = generation.seed
+        receipt.prompt_tokens = generation.prompt_tokens
+        receipt.completion_tokens = sum(len(each.journal.tokens) for each in continuations)
+        fill_costs(receipt, [each.ledger for each in continuations])
+        last = generation.last
+        if error is None and last is not None and last.journal.ending is not None:
+            receipt.finish_reason = last.journal.ending.reason
+        firsts = [each.first_token_at for each in continuations if each.first_token_at is not None]
+        receipt.timings.CopyFrom(timings(self.timeline, last.ledger if last else None, min(firsts, default=None)))
+        return receipt
+
+
+def _reason(error: WeftError) -> "api.FinishReason.ValueType":
+    cancelled = error.code in (StatusCode.CANCELLED, StatusCode.DEADLINE_EXCEEDED)
+    return api.FINISH_REASON_CANCELLED if cancelled else api.FINISH_REASON_ERROR

@@ -1,0 +1,49 @@
+"""Settings of the gateway, read from the environment. Knows names and defaults only."""
+
+from pydantic import Field
+
+from services.settings import CACHE_ADDRESS, GATEWAY_ADDRESS, SCHEDULER_ADDRESS, CommonSettings
+
+
+class GatewaySettings(CommonSettings):
+    """What the gateway reads beyond the settings that every service shares."""
+
+    listen: str = Field(GATEWAY_ADDRESS, description="host:port of the public gRPC door; port 0 takes a free one.")
+    scheduler_address: str = Field(SCHEDULER_ADDRESS, description="host:port of the scheduler.")
+    cache_address: str = Field(CACHE_ADDRESS, description="host:port of the cache service; empty for none.")
+    cache_budget_s: float = Field(
+        0.02,
+        gt=0,
+        validation_alias="WEFT_GATEWAY_CACHE_BUDGET_S",
+        description="Seconds after which a look-up in the result cache is a miss.",
+    )
+    scheduler_wait_s: float = Field(
+        2.0,
+        gt=0,
+        validation_alias="WEFT_GATEWAY_SCHEDULER_WAIT_S",
+        description="Seconds that an admission waits for a scheduler that is away.",
+    )
+    max_attempts: int = Field(
+        5,
+        ge=1,
+        validation_alias="WEFT_GATEWAY_MAX_ATTEMPTS",
+        description="Most attempts at one continuation when workers are lost.",
+    )
+    stall_s: float = Field(
+        60.0,
+        gt=0,
+        validation_alias="WEFT_GATEWAY_STALL_S",
+        description="Seconds after which a client that reads nothing is given up.",
+    )
+    cost_wait_s: float = Field(
+        0.25,
+        ge=0,
+        validation_alias="WEFT_GATEWAY_COST_WAIT_S",
+        description="Seconds that a receipt waits for the worker's account after a stop string ended the answer.",
+    )
+    tokenizer_threads: int = Field(
+        2,
+        ge=1,
+        validation_alias="WEFT_GATEWAY_TOKENIZER_THREADS",
+        description="Threads that tokenize prompts and render chat templates.",
+    )
