@@ -27,6 +27,8 @@ log = structlog.get_logger("cache")
 Value = TypeVar("Value")
 
 CONNECTIONS = 16
+GRACE_S = 0.03
+"""A look-up that is late is a miss at once, and a sign that Redis is lost after so many seconds more."""
 REFUSAL_LOG_S = 60.0
 """A refusal of one sort is logged at most this often."""
 
@@ -191,7 +193,7 @@ class Store:
         except TimeoutError:
             # Without a task it was our own crowd that waited, not Redis.
             if task is not None:
-                self._failed(Miss.TIMEOUT)
+                asyncio.get_running_loop().call_later(GRACE_S, self._judge_late, task)
             raise Trouble(Miss.TIMEOUT) from None
         return self._judged(answer)
 
@@ -205,23 +207,26 @@ class Store:
         self._asking.discard(task)
         self._slots.release()
 
+    def _judge_late(self, task: "asyncio.Task[Any]") -> None:
+        """Counts a failure, unless Redis has answered by now: then our own event loop may have been what was late."""
+        if not task.done() or (not task.cancelled() and _is_trouble(task.result())):
+            self._failed(Miss.TIMEOUT)
+
     def _judged(self, answer: Any) -> Any:
         """The answer, if it is not an exception. Raises Trouble."""
-        if not isinstance(answer, Exception):
-            self._succeeded()
-            return answer
+        if _is_trouble(answer):
+            late = isinstance(answer, (RedisTimeoutError, TimeoutError))
+            miss = Miss.TIMEOUT if late else Miss.ERROR
+            self._failed(miss, answer)
+            raise Trouble(miss)
+        self._succeeded()
         if isinstance(answer, ResponseError):
-            # Redis is there, and says no: worth a line, but no reason to stop asking.
-            self._succeeded()
             code = answer.status_code or str(answer).partition(" ")[0]
             if code == "WRONGTYPE":
                 raise Trouble(Miss.CORRUPT)
             self._log_refusal(code)
             raise Trouble(Miss.ERROR)
-        late = isinstance(answer, (RedisTimeoutError, TimeoutError))
-        miss = Miss.TIMEOUT if late else Miss.ERROR
-        self._failed(miss, answer)
-        raise Trouble(miss)
+        return answer
 
     def _succeeded(self) -> None:
         open_s = self._breaker.succeeded(self._clock())
@@ -251,6 +256,11 @@ async def _outcome(command: Callable[[], Awaitable[Any]], limit_s: float) -> Any
             return await command()
     except Exception as error:
         return error
+
+
+def _is_trouble(answer: Any) -> bool:
+    """Whether Redis did not answer. A refusal is an answer: worth a line in the log, but no reason to stop asking."""
+    return isinstance(answer, Exception) and not isinstance(answer, ResponseError)
 
 
 def place(url: str) -> str:
