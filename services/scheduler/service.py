@@ -41,8 +41,8 @@ Response = TypeVar("Response", mesh.DispatchResponse, mesh.AttachResponse)
 class Link(Generic[Response]):
     """One peer's stream: what waits to be said to it, and why it ends."""
 
-    def __init__(self) -> None:
-        self.outbox: rpc.Outbox[Response] = rpc.Outbox()
+    def __init__(self, outbox_limit: int) -> None:
+        self.outbox: rpc.Outbox[Response] = rpc.Outbox(outbox_limit)
         self._cut: asyncio.Future[WeftError] = asyncio.get_running_loop().create_future()
 
     def say(self, message: Response) -> None:
@@ -59,6 +59,8 @@ class Link(Generic[Response]):
 
     async def run(self, hear: "asyncio.Task[None]", context: aio.ServicerContext[Any, Any]) -> None:
         """Writes what is said, until the peer has said its last, the outbox is closed, or the link is cut."""
+        # A status after a cancelled first write would send the metadata twice, which ends nothing.
+        await context.send_initial_metadata(())
         speak = asyncio.create_task(self._speak(context))
         try:
             ends: list[asyncio.Future[Any]] = [hear, speak, self._cut]
@@ -77,11 +79,12 @@ class Link(Generic[Response]):
 
 
 class SchedulerService(mesh_grpc.SchedulerServicer):
-    """`weft.v1.Scheduler` over a pool."""
+    """`weft.v1.Scheduler` over a pool. A peer that is `outbox_limit` messages behind is cut off."""
 
-    def __init__(self, pool: Pool, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, pool: Pool, clock: Callable[[], float] = time.monotonic, outbox_limit: int = 4096) -> None:
         self._pool = pool
         self._clock = clock
+        self._outbox_limit = outbox_limit
         self._gateways: dict[str, Link[mesh.DispatchResponse]] = {}
         self._workers: dict[str, Link[mesh.AttachResponse]] = {}
 
@@ -105,7 +108,7 @@ class SchedulerService(mesh_grpc.SchedulerServicer):
         gateway_id = (await _first(requests)).hello.gateway_id
         if not gateway_id:
             raise invalid("gateway_id", "is empty")
-        link: Link[mesh.DispatchResponse] = Link()
+        link: Link[mesh.DispatchResponse] = Link(self._outbox_limit)
         _replace(self._gateways, gateway_id, link)
         log.info("gateway attached", gateway_id=gateway_id)
         self._perform(self._pool.on_gateway_attached(gateway_id, self._clock()))
@@ -145,7 +148,7 @@ class SchedulerService(mesh_grpc.SchedulerServicer):
         """Worker <-> scheduler."""
         hello = wire.hello_from((await _first(requests)).hello)
         worker_id = hello.worker_id
-        link: Link[mesh.AttachResponse] = Link()
+        link: Link[mesh.AttachResponse] = Link(self._outbox_limit)
         _replace(self._workers, worker_id, link)
         commands = self._pool.on_worker_attached(hello, self._clock())
         if worker_id in self._pool.workers:
