@@ -52,7 +52,8 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 # The library picks another summation order for few rows (in fp32 one row alone and the same row among 64 differ in 90%
 # of their elements) and, with several threads and sums over 1024 or more, for each number of rows. One fixed shape has
-# one order: in tiles of 16 rows a row has the same bits wherever it lies and whoever its neighbours are (torch 2.13).
+# one order: in tiles of 16 rows a row has the same bits wherever it lies and whoever its neighbours are (torch 2.13,
+# for a given number of threads).
 ROW_TILE = 16
 
 
@@ -146,6 +147,7 @@ def plan_attention(
     groups = []
     singles = np.flatnonzero(lengths_R == 1)
     for members in _group_by_context(singles, contexts_R):
+        members.sort()
         groups.append(_group(members, 1, starts, contexts_R, tables, block_size, window, dtype, key_tile))
     for row in np.flatnonzero(lengths_R > 1):
         members = np.array([row])
@@ -205,8 +207,9 @@ def _group(
     seen = keys <= queries[..., None]
     if window is not None:
         seen &= keys > queries[..., None] - window
-    if len(members) == 1:
-        places: Tensor | slice = slice(int(starts[members[0]]), int(starts[members[0]]) + tokens)
+    first_place, last_place = int(starts[members[0]]), int(starts[members[-1]])
+    if last_place - first_place == len(members) - 1:  # one row, or single tokens side by side
+        places: Tensor | slice = slice(first_place, last_place + tokens)
     else:
         places = torch.from_numpy(starts[members].astype(np.int64))
     mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(torch.from_numpy(~seen), -torch.inf)
@@ -353,25 +356,20 @@ def keep_top_k(logits_SV: Tensor, k_S: Tensor) -> Tensor:
     """Set all but the k most likely tokens of each row to -inf; equals of the last one stay; 0 keeps all. In place."""
     vocab = logits_SV.shape[1]
     k_S = torch.where(k_S > 0, k_S, vocab).clamp(max=vocab)
-    most = int(k_S.max())
-    if most == vocab and int(k_S.min()) == vocab:
-        return logits_SV
-    best = torch.topk(logits_SV, min(most, vocab), dim=-1).values
-    least = best.gather(1, k_S[:, None] - 1)
+    least = _descending(logits_SV).gather(1, k_S[:, None] - 1)
     return logits_SV.masked_fill_(logits_SV < least, -torch.inf)
 
 
 def keep_top_p(logits_SV: Tensor, p_S: Tensor) -> Tensor:
-    """Set all to -inf but the smallest set of most likely tokens whose probability reaches p. In place.
+    """Set all to -inf but the smallest set of most likely tokens whose probability reaches p (Holtzman et al. 2019).
 
-    Of equally likely tokens the lower ids come first (Holtzman et al. 2019 leave that open).
+    Equals of the last one stay; the most likely one always does. In place.
     """
-    ordered, ids = torch.sort(logits_SV, dim=-1, descending=True, stable=True)
+    ordered = _descending(logits_SV)
     chances = torch.softmax(ordered, dim=-1)
     before = chances.cumsum(dim=-1).sub_(chances)
-    drop = before >= p_S[:, None]
-    drop[:, 0] = False
-    return logits_SV.masked_fill_(torch.zeros_like(drop).scatter_(1, ids, drop), -torch.inf)
+    kept = (before < p_S[:, None]).sum(dim=-1, keepdim=True).clamp_(min=1)
+    return logits_SV.masked_fill_(logits_SV < ordered.gather(1, kept - 1), -torch.inf)
 
 
 def keep_min_p(logits_SV: Tensor, p_S: Tensor) -> Tensor:
@@ -380,9 +378,15 @@ def keep_min_p(logits_SV: Tensor, p_S: Tensor) -> Tensor:
     return logits_SV.masked_fill_(logits_SV < least, -torch.inf)
 
 
+def _descending(x: Tensor) -> Tensor:
+    """The numbers of each row, largest first. numpy sorts 16 rows of 6,144 in 0.18 ms, torch in 4.4 ms."""
+    return torch.from_numpy(np.sort(-x.numpy(), axis=-1)).neg_()
+
+
 def choose(logits_SV: Tensor, noise_SV: Tensor | None = None) -> Tensor:
     """The id with the largest logit (plus noise); the lowest id of equals. int64 [S]."""
-    return torch.argmax(logits_SV if noise_SV is None else logits_SV + noise_SV, dim=-1)
+    # max is three times as fast as argmax here, and also tells the first of equals.
+    return (logits_SV if noise_SV is None else logits_SV + noise_SV).max(dim=-1).indices
 
 
 def log_probs(logits_SV: Tensor, chosen_S: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -192,6 +192,8 @@ class Batch:
         sequence.published = len(found)
         sequence.computed = sequence.found_tokens = len(found) * self.block_size
         sequence.prefill_end = sequence.total
+        if not sequence.preemptions:
+            sequence.cached_tokens = sequence.found_tokens
         for key in usable[len(found) :]:
             self._computing.setdefault(key, sequence)
 

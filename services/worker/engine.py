@@ -14,7 +14,7 @@ import torch
 from services.worker import inputs
 from services.worker.batching import Batch, Row
 from services.worker.blocks import BlockPool
-from services.worker.config import load_config
+from services.worker.config import CheckpointError, load_config
 from services.worker.job import (
     Ended,
     EndReason,
@@ -56,8 +56,10 @@ class Engine:
     def __init__(self, model_dir: Path, options: EngineOptions, progress: Progress) -> None:
         """Load a checkpoint. progress(phase, done, total) is called along the way. Raises CheckpointError."""
         progress("checkpoint", 0, 1)
-        if options.threads:
-            torch.set_num_threads(options.threads)
+        # Threads share out long sums, each number of them in another order: one is every worker's common denominator.
+        threads = options.threads or (1 if options.deterministic else None)
+        if threads:
+            torch.set_num_threads(threads)
         self.options = options
         self.config = load_config(model_dir)
         checkpoint = open_checkpoint(model_dir)
@@ -298,7 +300,9 @@ class Engine:
     ) -> None:
         self.batch.remove(sequence)
         del self._sequences[sequence.job.key]
-        ended = Ended(sequence.job.key, reason, sequence.position, sequence.cost(), stop_token_id, error)
+        ended = Ended(
+            sequence.job.key, reason, sequence.position, sequence.cost(time.monotonic()), stop_token_id, error
+        )
         output.ended.append(ended)
 
     # ---- state for others ----
@@ -340,6 +344,8 @@ class Engine:
             params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
             self.submit(Job(_WARM_UP_KEY, [0] * tokens, tokens, params, bypass_cache=True))
             while self.has_work():
-                self.step()
+                failures = [ended.error for ended in self.step().ended if ended.error]
+                if failures:
+                    raise CheckpointError(f"the model cannot compute: {failures[0].message}")
         self._steps = 0
         progress("warm-up", 2, 2)

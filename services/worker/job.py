@@ -213,7 +213,7 @@ class EngineOptions:
     dtype: str = "float32"
     """Of weights, activations and KV: float32, bfloat16 or float16."""
     threads: int | None = None
-    """CPU threads; None: torch's choice."""
+    """CPU threads; None: torch's choice, or one in deterministic mode (workers agree on bits if they agree on this)."""
     prefix_cache: bool = True
     """Keep computed blocks for later jobs with the same prefix."""
     fingerprint: bytes = b""

@@ -152,9 +152,10 @@ class Sampler:
         return reference.choose(logits, noise)
 
     def _cut(self, logits: Tensor, where: Tensor) -> Tensor:
-        top_p, min_p = self._top_p[where], self._min_p[where]
-        reference.keep_top_k(logits, self._top_k[where])
-        nucleus = torch.nonzero(top_p < 1)[:, 0]
+        top_k, top_p, min_p = self._top_k[where], self._top_p[where], self._min_p[where]
+        if bool((top_k > 0).any()):
+            reference.keep_top_k(logits, top_k)
+        nucleus = torch.nonzero(top_p < 1)[:, 0]  # a sum of roundings may reach 1 too early
         if len(nucleus):
             logits[nucleus] = reference.keep_top_p(logits[nucleus], top_p[nucleus])
         return reference.keep_min_p(logits, min_p) if bool((min_p > 0).any()) else logits

@@ -68,14 +68,14 @@ class Sequence:
             self._keys.append(next_key(self._keys[-1] if self._keys else self._root, block))
         return self._keys[:blocks]
 
-    def cost(self) -> Cost:
-        """What it has cost so far."""
-        started = self.started_s or self.last_token_s or self.arrived_s
-        first = self.first_token_s or started
+    def cost(self, now: float) -> Cost:
+        """What it has cost until now."""
+        started = self.started_s or now
+        first = self.first_token_s or now
         return Cost(
             queue_s=started - self.arrived_s,
             prefill_s=first - started,
-            decode_s=max(self.last_token_s - first, 0.0),
+            decode_s=(self.last_token_s or now) - first,
             prefill_tokens=self.prefill_tokens,
             cached_tokens=self.cached_tokens,
             preemptions=self.preemptions,

@@ -1,0 +1,50 @@
+"""Checkpoints, engines and the oracle that the worker's tests share."""
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from services.worker.engine import Engine
+from services.worker.job import EngineOptions
+from tests.checkpoints import make_checkpoint
+
+DEMO = Path(__file__).parents[2] / "models" / "weft-story-11m"
+
+EngineMaker = Callable[..., Engine]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tests share the machine: a barrier of two threads waits for whoever has the other core."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a named tiny checkpoint, or of the demo model."""
+
+    @cache
+    def folder(name: str) -> Path:
+        return DEMO if name == "demo" else make_checkpoint(tmp_path_factory.mktemp(name), name)
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def engine(checkpoint: Callable[[str], Path]) -> EngineMaker:
+    """engine(shape, **options): a small engine."""
+
+    def make(shape: str = "llama", **options: object) -> Engine:
+        settings: dict[str, object] = {"kv_blocks": 256, "max_batch_size": 64, **options}
+        return Engine(checkpoint(shape), EngineOptions(**settings), lambda phase, done, total: None)  # type: ignore[arg-type]
+
+    return make

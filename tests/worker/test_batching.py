@@ -1,0 +1,227 @@
+"""The planner: decode first, budget kept, fair admission, preemption without starvation, prefixes computed once."""
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.worker.batching import MOST_PREEMPTIONS, Batch, Plan
+from services.worker.blocks import BlockPool
+from services.worker.job import Job, SamplingParams
+from services.worker.sequence import Sequence
+
+BLOCK = 4
+
+
+class Stage:
+    """A batch with a fake device: each sampled token is the next random number."""
+
+    def __init__(self, blocks: int = 100, slots: int = 8, step_tokens: int = 16, prefix_cache: bool = True) -> None:
+        self.pool = BlockPool(blocks)
+        self.batch = Batch(self.pool, BLOCK, slots, step_tokens, prefix_cache)
+        self.arrivals = 0
+        self.random = random.Random(0)
+
+    def sequence(self, tokens: list[int], max_tokens: int = 8, **job: Any) -> Sequence:
+        self.arrivals += 1
+        one = Job(self.arrivals, tokens, len(tokens), SamplingParams(max_tokens), **job)
+        return Sequence(one, self.arrivals, 0.0, BLOCK, 1000, b"")
+
+    def add(self, tokens: list[int], max_tokens: int = 8, **job: Any) -> Sequence:
+        sequence = self.sequence(tokens, max_tokens, **job)
+        assert self.batch.fits(sequence)
+        self.batch.add(sequence)
+        return sequence
+
+    def step(self) -> Plan:
+        plan = self.batch.plan()
+        assert sum(row.tokens for row in plan.rows) == self.batch.step_tokens - plan.budget <= self.batch.step_tokens
+        for row in plan.rows:
+            assert len(row.sequence.blocks) * BLOCK >= row.start + row.tokens, "no room for its tokens"
+            if row.samples:
+                row.sequence.tokens.append(self.random.randrange(1000))
+            self.batch.commit(row)
+            if len(row.sequence.tokens) >= row.sequence.limit:
+                self.batch.remove(row.sequence)
+        self.batch.check()
+        return plan
+
+    def run(self, most_steps: int = 5000) -> None:
+        for _ in range(most_steps):
+            if not (self.batch.running or self.batch.waiting):
+                return
+            plan = self.step()
+            assert plan.rows or self.batch.waiting, "nothing moves"
+        raise AssertionError("some sequence never ends")
+
+
+def shares(plan: Plan) -> list[tuple[int, int, bool]]:
+    return [(row.sequence.job.key, row.tokens, row.samples) for row in plan.rows]
+
+
+def test_prompts_are_cut_to_the_budget_and_answers_go_first() -> None:
+    stage = Stage(step_tokens=10)
+    stage.add(list(range(6)))
+    stage.add(list(range(100, 113)))
+    assert shares(stage.step()) == [(1, 6, True), (2, 4, False)]
+    assert shares(stage.step()) == [(1, 1, True), (2, 9, True)]
+    assert shares(stage.step()) == [(1, 1, True), (2, 1, True)]
+
+
+def test_higher_priority_then_earlier_arrival_is_admitted_first() -> None:
+    stage = Stage(slots=2)
+    for priority in (0, 5, 0, 5):
+        stage.add([priority, stage.arrivals, 1, 2, 3], priority=priority)
+    assert [key for key, _, _ in shares(stage.step())] == [2, 4]
+    assert [s.job.key for s in stage.batch.waiting] == [1, 3]
+
+
+def test_a_prefix_wanted_by_many_at_once_is_computed_once() -> None:
+    stage = Stage(step_tokens=16)
+    prompt = list(range(22))
+    for _ in range(3):
+        stage.add(prompt)
+    stage.add(list(range(500, 503)))
+    assert shares(stage.step()) == [(1, 16, False)]
+    assert shares(stage.step()) == [(1, 6, True), (4, 3, True)], "others pass those who wait for the leader"
+    assert shares(stage.step()) == [(1, 1, True), (4, 1, True), (2, 2, True), (3, 2, True)]
+    assert stage.batch.running[1].cached_tokens == 20
+
+
+def test_who_waits_for_a_leader_goes_on_when_the_leader_is_gone() -> None:
+    stage = Stage(step_tokens=8)
+    leader = stage.add(list(range(20)))
+    follower = stage.add(list(range(20)))
+    stage.step()
+    assert follower.slot is None
+    stage.batch.remove(leader)
+    plan = stage.step()
+    assert shares(plan) == [(2, 8, False)]
+    assert follower.cached_tokens == 8
+
+
+def test_the_last_token_of_a_prompt_is_always_computed() -> None:
+    stage = Stage()
+    for _ in range(2):
+        stage.add(list(range(8)), max_tokens=1)
+        stage.run()
+    again = stage.add(list(range(8)), max_tokens=1)
+    assert shares(stage.step()) == [(3, 4, True)]
+    assert again.cached_tokens == 4
+
+
+def test_a_bypassing_job_neither_finds_nor_leaves_anything() -> None:
+    stage = Stage()
+    stage.add(list(range(12)), bypass_cache=True)
+    stage.run()
+    assert stage.pool.cached == 0
+    stage.add(list(range(12)))
+    stage.run()
+    cached = stage.pool.cached
+    assert cached > 0
+    bypassing = stage.add(list(range(12)), bypass_cache=True)
+    stage.run()
+    assert bypassing.cached_tokens == 0
+    assert stage.pool.cached == cached
+
+
+def test_salts_do_not_share() -> None:
+    stage = Stage()
+    stage.add(list(range(12)), salt=b"a")
+    stage.run()
+    stranger = stage.add(list(range(12)), salt=b"b")
+    friend = stage.add(list(range(12)), salt=b"a")
+    stage.run()
+    assert (stranger.cached_tokens, friend.cached_tokens) == (0, 8)
+
+
+def test_when_blocks_run_out_the_lowest_rank_makes_room() -> None:
+    stage = Stage(blocks=5, prefix_cache=False)
+    important = stage.add([1] * 7, max_tokens=9, priority=1)
+    first = stage.add([2] * 3, max_tokens=9)
+    second = stage.add([3] * 3, max_tokens=9)
+    stage.step()
+    stage.step()
+    plan = stage.step()
+    assert [key for key, _, _ in shares(plan)] == [important.job.key, first.job.key]
+    assert (second.preemptions, second.slot, second.blocks) == (1, None, [])
+    assert stage.batch.waiting == [second]
+    stage.run()
+    assert len(second.tokens) == 12
+
+
+def test_cached_blocks_go_before_anyone_is_paused() -> None:
+    stage = Stage(blocks=6)
+    stage.add(list(range(16)), max_tokens=1)
+    stage.run()
+    assert stage.pool.cached == 4
+    stage.add(list(range(100, 116)), max_tokens=8)
+    stage.run()
+    assert stage.batch.preemptions == 0
+
+
+def test_a_sequence_that_could_never_run_is_known_beforehand() -> None:
+    stage = Stage(blocks=4)
+    assert stage.batch.fits(stage.sequence([1] * 9, max_tokens=8))  # the last token's key and value are never needed
+    assert not stage.batch.fits(stage.sequence([1] * 9, max_tokens=9))
+
+
+def test_a_slot_starves_if_the_budget_is_smaller_than_the_batch() -> None:
+    with pytest.raises(ValueError, match="step_tokens 3 is less than max_batch_size 4"):
+        Stage(slots=4, step_tokens=3)
+
+
+def test_cut_blocks_are_not_found_again() -> None:
+    stage = Stage()
+    sequence = stage.add(list(range(8)), max_tokens=20)
+    for _ in range(10):
+        stage.step()
+    tokens = sequence.tokens[:16]
+    assert len(stage.pool.match(sequence.keys(4))) == 4
+    stage.batch.cut(sequence, 9)
+    stage.batch.remove(sequence)
+    assert stage.pool.cached == 2
+    late = stage.add(tokens)
+    stage.step()
+    assert late.cached_tokens == 8
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_whatever_comes_all_is_done_and_nothing_is_lost(data: st.DataObject) -> None:
+    """Random jobs, arrivals and cancels in a small pool: everyone ends, at most 3 preemptions each, books kept."""
+    slots = data.draw(st.integers(1, 5), "slots")
+    stage = Stage(
+        blocks=data.draw(st.integers(6, 14), "blocks"),
+        slots=slots,
+        step_tokens=data.draw(st.integers(slots, 20), "step_tokens"),
+        prefix_cache=data.draw(st.booleans(), "prefix_cache"),
+    )
+    everyone: list[Sequence] = []
+    for _ in range(data.draw(st.integers(1, 12), "jobs")):
+        stem = data.draw(st.integers(0, 1), "stem")
+        prompt = [stem] * data.draw(st.integers(1, 13), "prompt")
+        sequence = stage.sequence(
+            prompt,
+            data.draw(st.integers(1, 11), "max_tokens"),
+            priority=data.draw(st.integers(0, 1), "priority"),
+            bypass_cache=data.draw(st.booleans(), "bypass"),
+        )
+        if not stage.batch.fits(sequence):
+            continue
+        everyone.append(sequence)
+        stage.batch.add(sequence)
+        for _ in range(data.draw(st.integers(0, 4), "steps")):
+            stage.step()
+        if data.draw(st.integers(0, 9), "cancel") == 0 and (stage.batch.running or stage.batch.waiting):
+            victim = data.draw(st.sampled_from([*stage.batch.running, *stage.batch.waiting]), "victim")
+            stage.batch.cut(victim, len(victim.job.token_ids))
+            stage.batch.remove(victim)
+            everyone.remove(victim)
+            stage.batch.check()
+    stage.run()
+    assert all(len(sequence.tokens) == sequence.limit for sequence in everyone)
+    assert all(sequence.preemptions <= MOST_PREEMPTIONS for sequence in everyone)
+    assert stage.pool.active == 0

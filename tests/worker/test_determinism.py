@@ -1,0 +1,127 @@
+"""In deterministic mode a job's tokens and log-probabilities are the same bit for bit, whatever happens around it."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from services.worker.engine import Engine
+from services.worker.job import Job
+from tests.worker.conftest import EngineMaker
+from tests.worker.drive import Answer, job, prompt_of, run, solo
+
+SHAPES = ("llama", "mistral-window", "qwen2-window", "qwen3", "demo")
+TOKENS = 40
+LENGTHS = (1, 18, 47, 96, 150)
+
+Bits = list[tuple[list[int], list[float | None]]]
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def jobs(first_key: int = 0, emitted: Bits | None = None, kept: int = 0) -> list[Job]:
+    """Sampled jobs; with `emitted`, as they are after a move that comes when `kept` tokens are out."""
+    return [
+        job(
+            first_key + i,
+            prompt_of(length),
+            emitted=emitted[i][0][:kept] if emitted else (),
+            max_tokens=TOKENS,
+            temperature=0.9,
+            seed=i,
+            logprobs=0,
+        )
+        for i, length in enumerate(LENGTHS)
+    ]
+
+
+def crowd(size: int) -> list[Job]:
+    return [
+        job(1000 + i, prompt_of(2 + 3 * i, seed=7), max_tokens=10 + i, temperature=0.7, seed=i) for i in range(size)
+    ]
+
+
+def bits(answers: dict[int, Answer], first_key: int = 0) -> Bits:
+    return [(answers[first_key + i].tokens, answers[first_key + i].logprobs) for i in range(len(LENGTHS))]
+
+
+def alone(engine: Engine) -> Bits:
+    return bits({one.key: solo(engine, one) for one in jobs()})
+
+
+def in_a_crowd(make: Callable[..., Engine]) -> Bits:
+    engine = make(kv_blocks=1024)
+    answers = run(engine, *crowd(64 - len(LENGTHS)), *jobs())
+    return bits(answers)
+
+
+def in_odd_chunks(make: Callable[..., Engine]) -> Bits:
+    answers = run(make(max_batch_size=5, step_tokens=13), *jobs())
+    assert max(answer.ended.cost.prefill_steps for answer in answers.values()) > 10
+    return bits(answers)
+
+
+def after_a_prefix_hit(make: Callable[..., Engine]) -> Bits:
+    engine = make()
+    run(engine, *jobs())
+    answers = run(engine, *jobs(first_key=50))
+    assert answers[50 + 4].ended.cost.cached_tokens == 144
+    return bits(answers, first_key=50)
+
+
+def after_preemptions(make: Callable[..., Engine]) -> Bits:
+    engine = make(kv_blocks=20, max_batch_size=8)
+    answers = run(engine, *jobs())
+    assert engine.stats().preemptions > 0
+    return bits(answers)
+
+
+def after_a_move(make: Callable[..., Engine]) -> Bits:
+    """Another engine continues from prompt and emitted tokens, in the company of others."""
+    before = bits(run(make(), *jobs()))
+    kept = 21
+    moved = run(make(step_tokens=100), *crowd(9), *jobs(emitted=before, kept=kept))
+    for i in range(len(LENGTHS)):
+        assert moved[i].positions == list(range(kept, TOKENS))
+    return [(b[0][:kept] + m[0], b[1][:kept] + m[1]) for b, m in zip(before, bits(moved), strict=True)]
+
+
+SCENES = [in_a_crowd, in_odd_chunks, after_a_prefix_hit, after_preemptions, after_a_move]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_nothing_around_a_job_changes_a_bit_of_it(shape: str, engine: EngineMaker) -> None:
+    def make(**options: object) -> Engine:
+        return engine(shape, deterministic=True, **options)
+
+    expected = alone(make(prefix_cache=False))
+    for scene in SCENES:
+        assert scene(make) == expected, scene.__name__
+
+
+def test_two_threads_agree_with_themselves(engine: EngineMaker, two_threads: None) -> None:
+    def make(**options: object) -> Engine:
+        return engine("demo", deterministic=True, threads=2, **options)
+
+    assert in_odd_chunks(make) == alone(make(prefix_cache=False))
+
+
+def test_deterministic_engines_agree_on_one_thread_unless_told_otherwise(
+    engine: EngineMaker, two_threads: None
+) -> None:
+    engine("llama", deterministic=True)
+    assert torch.get_num_threads() == 1
+
+
+@pytest.mark.parametrize("scene", [in_a_crowd, after_a_move])
+def test_without_the_mode_the_same_check_fails(engine: EngineMaker, scene: Callable[..., Bits]) -> None:
+    def make(**options: object) -> Engine:
+        return engine("demo", deterministic=False, **options)
+
+    assert scene(make) != alone(make(prefix_cache=False))
