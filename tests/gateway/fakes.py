@@ -1,0 +1,491 @@
+"""The gateway's neighbours as small real servers on loopback: scheduler, workers and cache that do as told."""
+
+import asyncio
+import hashlib
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
+
+from grpc import aio
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from protos import cache_pb2, mesh_pb2
+from protos import inference_pb2 as api
+from protos.cache_pb2_grpc import CacheServicer, add_CacheServicer_to_server
+from protos.inference_pb2_grpc import InferenceStub
+from protos.mesh_pb2_grpc import (
+    SchedulerServicer,
+    WorkerServicer,
+    add_SchedulerServicer_to_server,
+    add_WorkerServicer_to_server,
+)
+from services import rpc
+from services.errors import WeftError, unavailable
+from services.gateway.main import gateway
+from services.gateway.settings import GatewaySettings
+
+# The generated stubs have the asynchronous classes in their types only.
+if TYPE_CHECKING:
+    from protos.inference_pb2_grpc import InferenceAsyncStub
+
+    Stub: TypeAlias = InferenceAsyncStub
+else:
+    Stub = Any
+
+Context = aio.ServicerContext[Any, Any]
+LOREM = "the quick brown fox jumps over the lazy dog and naïve café owners say 日本語 émoji 😀 to the world"
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ message.role }}: {{ message.content | trim }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+def small_tokenizer(vocab_size: int = 420) -> Tokenizer:
+    """A byte-level BPE whose rarer characters take several tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator([LOREM.split("日")[0]] * 4, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return tokenizer
+
+
+TOKENIZER = small_tokenizer()
+BUNDLE = mesh_pb2.Bundle(
+    tokenizer_json=TOKENIZER.to_str().encode(),
+    chat_template=TEMPLATE,
+    special_tokens={"bos_token": "<s>", "eos_token": "</s>"},
+).SerializeToString(deterministic=True)
+
+
+def make_card(**changes: Any) -> mesh_pb2.ModelCard:
+    """The card of the model that all fake workers serve."""
+    fields: dict[str, Any] = {
+        "name": "fake",
+        "aliases": ["alias"],
+        "architecture": "FakeForCausalLM",
+        "fingerprint": b"f" * 32,
+        "context_length": 512,
+        "vocab_size": TOKENIZER.get_vocab_size(),
+        "parameters": 7,
+        "eos_token_ids": [1],
+        "block_size": 4,
+        "bundle_digest": hashlib.sha256(BUNDLE).digest(),
+    }
+    return mesh_pb2.ModelCard(**(fields | changes))
+
+
+def ids_of(text: str) -> list[int]:
+    """Tokens of an answer."""
+    return list(TOKENIZER.encode(text, add_special_tokens=False).ids)
+
+
+ANSWER = ids_of(LOREM)
+
+
+class FakeScheduler(SchedulerServicer):
+    """Assigns every job to the first worker that is not to be avoided, unless `hold` or `decide` say otherwise."""
+
+    def __init__(self) -> None:
+        self.models: list[mesh_pb2.ServedModel] = []
+        self.workers: list[tuple[str, str]] = []
+        self.submits: list[mesh_pb2.Submit] = []
+        self.withdrawn: list[str] = []
+        self.hold = False
+        self.decide: Callable[[mesh_pb2.Submit], mesh_pb2.DispatchResponse | None] | None = None
+        self.epoch = 0
+        self.hellos = 0
+        self._outboxes: set[rpc.Outbox[mesh_pb2.DispatchResponse]] = set()
+
+    async def Dispatch(  # type: ignore[override]
+        self, requests: AsyncIterator[mesh_pb2.DispatchRequest], context: Context
+    ) -> None:
+        outbox: rpc.Outbox[mesh_pb2.DispatchResponse] = rpc.Outbox()
+        hearing = asyncio.create_task(self._hear(requests, outbox))
+        self._outboxes.add(outbox)
+        try:
+            async for message in outbox:
+                await context.write(message)
+        finally:
+            self._outboxes.discard(outbox)
+            hearing.cancel()
+
+    async def _hear(self, requests: AsyncIterator[mesh_pb2.DispatchRequest], outbox: Any) -> None:
+        async for request in requests:
+            kind = request.WhichOneof("message")
+            if kind == "hello":
+                self.hellos += 1
+                outbox.put(mesh_pb2.DispatchResponse(hello=mesh_pb2.SchedulerHello(epoch=self.epoch)))
+                outbox.put(self._models())
+            elif kind == "submit":
+                self.submits.append(request.submit)
+                if not self.hold:
+                    self._place(request.submit, outbox)
+            else:
+                self.withdrawn.append(request.withdraw.job_id)
+
+    def _models(self) -> mesh_pb2.DispatchResponse:
+        return mesh_pb2.DispatchResponse(models=mesh_pb2.ModelList(models=self.models))
+
+    def _place(self, submit: mesh_pb2.Submit, outbox: Any) -> None:
+        answer = self.decide(submit) if self.decide is not None else None
+        if answer is None:
+            free = [worker for worker in self.workers if worker[0] not in submit.avoid]
+            answer = assigned(submit, *free[0]) if free else rejected(submit, unavailable("NO_WORKER", "none is left"))
+        outbox.put(answer)
+
+    def say(self, message: mesh_pb2.DispatchResponse) -> None:
+        """To all gateways."""
+        for outbox in self._outboxes:
+            outbox.put(message)
+
+    def serve_models(self, served: list[mesh_pb2.ServedModel]) -> None:
+        """Changes the list."""
+        self.models = served
+        self.say(self._models())
+
+    def release(self) -> None:
+        """Places what was held."""
+        self.hold = False
+        for outbox in self._outboxes:
+            for submit in self.submits:
+                if submit.job_id not in self.withdrawn:
+                    self._place(submit, outbox)
+
+
+def assigned(submit: mesh_pb2.Submit, worker_id: str, address: str, queue_s: float = 0.0) -> mesh_pb2.DispatchResponse:
+    """A worker for a job."""
+    answer = mesh_pb2.Assigned(
+        job_id=submit.job_id, attempt=submit.attempt, worker_id=worker_id, address=address, queue_s=queue_s
+    )
+    return mesh_pb2.DispatchResponse(assigned=answer)
+
+
+def rejected(submit: mesh_pb2.Submit, error: WeftError) -> mesh_pb2.DispatchResponse:
+    """No worker for a job."""
+    answer = mesh_pb2.Rejected(job_id=submit.job_id, attempt=submit.attempt, failure=error.failure())
+    return mesh_pb2.DispatchResponse(rejected=answer)
+
+
+@dataclass(eq=False)
+class Running:
+    """A job at a fake worker."""
+
+    job: mesh_pb2.Job
+    position: int
+    listeners: list[tuple[Any, int]]
+    began: float = field(default_factory=time.monotonic)
+    first: float = 0.0
+
+
+class FakeWorker(WorkerServicer):
+    """Continues every job with the tokens of `script`, one a step, several jobs in one message."""
+
+    def __init__(self, worker_id: str, script: Callable[[mesh_pb2.Job], Sequence[int]]) -> None:
+        self.worker_id = worker_id
+        self.script = script
+        self.step_s = 0.001
+        self.tokens_per_step = 1
+        self.hold_at: int | None = None  # position after which all jobs wait
+        self.fail_at: tuple[int, WeftError] | None = None
+        self.jobs: list[mesh_pb2.Job] = []
+        self.attached: list[mesh_pb2.AttachJob] = []
+        self.cancelled: list[mesh_pb2.CancelJob] = []
+        self.running: dict[str, Running] = {}
+        self.sent = 0
+        self.links: set[rpc.Outbox[mesh_pb2.RunResponse]] = set()
+        self.bundle = BUNDLE
+
+    async def FetchBundle(  # type: ignore[override]
+        self, request: mesh_pb2.FetchBundleRequest, context: Context
+    ) -> AsyncIterator[mesh_pb2.FetchBundleResponse]:
+        half = len(self.bundle) // 2
+        for data in (self.bundle[:half], self.bundle[half:]):
+            yield mesh_pb2.FetchBundleResponse(data=data)
+
+    async def Run(  # type: ignore[override]
+        self, requests: AsyncIterator[mesh_pb2.RunRequest], context: Context
+    ) -> None:
+        outbox: rpc.Outbox[mesh_pb2.RunResponse] = rpc.Outbox()
+        hearing = asyncio.create_task(self._hear(requests, outbox))
+        stepping = asyncio.create_task(self._step_for_ever())
+        self.links.add(outbox)
+        try:
+            async for message in outbox:
+                await context.write(message)
+        finally:
+            self.links.discard(outbox)
+            hearing.cancel()
+            stepping.cancel()
+
+    async def _hear(self, requests: AsyncIterator[mesh_pb2.RunRequest], outbox: Any) -> None:
+        async for request in requests:
+            kind = request.WhichOneof("message")
+            if kind == "job":
+                job = request.job
+                self.jobs.append(job)
+                position = len(job.token_ids) - job.boundary
+                self.running[job.job_id] = Running(job, position, [(outbox, job.row)])
+            elif kind == "attach":
+                self._attach(request.attach, outbox)
+            elif kind == "cancel":
+                self.cancelled.append(request.cancel)
+                self._cancel(request.cancel, outbox)
+
+    def _attach(self, attach: mesh_pb2.AttachJob, outbox: Any) -> None:
+        self.attached.append(attach)
+        running = self.running.get(attach.job_id)
+        if running is None:
+            gone = unavailable("JOB_NOT_FOUND", "gone").failure()
+            end = mesh_pb2.JobEnd(row=attach.row, reason=api.FINISH_REASON_ERROR, failure=gone)
+            outbox.put(mesh_pb2.RunResponse(ends=[end]))
+            return
+        tokens = list(self.script(running.job))[attach.position : running.position]
+        positions = range(attach.position, running.position)
+        if tokens:
+            rows = [attach.row] * len(tokens)
+            outbox.put(mesh_pb2.RunResponse(rows=rows, positions=positions, token_ids=tokens))
+        running.listeners.append((outbox, attach.row))
+
+    def _cancel(self, cancel: mesh_pb2.CancelJob, outbox: Any) -> None:
+        for job_id, running in list(self.running.items()):
+            if (outbox, cancel.row) in running.listeners:
+                running.listeners.remove((outbox, cancel.row))
+                end = self._end(running, cancel.row)
+                end.reason = api.FINISH_REASON_CANCELLED
+                outbox.put(mesh_pb2.RunResponse(ends=[end]))
+                if not running.listeners:
+                    del self.running[job_id]
+
+    async def _step_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(self.step_s)
+            messages: dict[Any, mesh_pb2.RunResponse] = {}
+            for running in list(self.running.values()):
+                for _ in range(self.tokens_per_step):
+                    if running.job.job_id in self.running:
+                        self._step(running, messages)
+            for outbox, message in messages.items():
+                outbox.put(message)
+
+    def _step(self, running: Running, messages: dict[Any, mesh_pb2.RunResponse]) -> None:
+        if self.hold_at is not None and running.position >= self.hold_at:
+            return
+        tokens, job = self.script(running.job), running.job
+        ends = running.position >= min(len(tokens), job.sampling.max_tokens)
+        fails = self.fail_at is not None and running.position >= self.fail_at[0]
+        running.first = running.first or time.monotonic()
+        for outbox, row in running.listeners:
+            message = messages.setdefault(outbox, mesh_pb2.RunResponse())
+            if ends or fails:
+                message.ends.append(self._end(running, row))
+            else:
+                self.add(message, row, running.position, tokens[running.position], job)
+        if ends or fails:
+            del self.running[job.job_id]
+        else:
+            running.position += 1
+            self.sent += 1
+
+    def add(self, message: mesh_pb2.RunResponse, row: int, position: int, token: int, job: mesh_pb2.Job) -> None:
+        """One token of a step."""
+        if job.sampling.HasField("logprobs"):
+            top = range(job.sampling.logprobs)
+            entry = len(message.rows)
+            message.tops.append(mesh_pb2.TopTokens(entry=entry, token_ids=top, logprobs=[-float(i + 1) for i in top]))
+            message.logprobs.append(-0.5)
+        message.rows.append(row)
+        message.positions.append(position)
+        message.token_ids.append(token)
+
+    def _end(self, running: Running, row: int) -> mesh_pb2.JobEnd:
+        now = time.monotonic()
+        first = running.first or now
+        cost = mesh_pb2.JobCost(
+            prefill_s=first - running.began,
+            decode_s=now - first,
+            prefill_tokens=len(running.job.token_ids) - 1,
+            cached_tokens=1,
+        )
+        end = mesh_pb2.JobEnd(row=row, cost=cost)
+        if self.fail_at is not None:
+            end.reason = api.FINISH_REASON_ERROR
+            end.failure.CopyFrom(self.fail_at[1].failure())
+        elif running.position >= running.job.sampling.max_tokens:
+            end.reason = api.FINISH_REASON_LENGTH
+        else:
+            end.reason = api.FINISH_REASON_STOP
+            end.stop_token_id = 1
+        return end
+
+    def say(self, message: mesh_pb2.RunResponse) -> None:
+        """To all gateways, whatever it is."""
+        for outbox in self.links:
+            outbox.put(message)
+
+
+class FakeCache(CacheServicer):
+    """A dictionary that may be slow."""
+
+    def __init__(self) -> None:
+        self.kept: dict[bytes, cache_pb2.CachedResult] = {}
+        self.delay_s = 0.0
+        self.lookups = 0
+
+    async def GetResult(  # type: ignore[override]
+        self, request: cache_pb2.GetResultRequest, context: Context
+    ) -> cache_pb2.GetResultResponse:
+        self.lookups += 1
+        await asyncio.sleep(self.delay_s)
+        return cache_pb2.GetResultResponse(result=self.kept.get(request.key))
+
+    async def PutResult(  # type: ignore[override]
+        self, request: cache_pb2.PutResultRequest, context: Context
+    ) -> cache_pb2.PutResultResponse:
+        self.kept[request.key] = request.result
+        return cache_pb2.PutResultResponse(stored=True)
+
+
+class FakeMesh:
+    """A real gateway among fake neighbours. `async with` starts and stops them."""
+
+    def __init__(
+        self,
+        workers: int = 1,
+        *,
+        cache: bool = False,
+        script: Callable[[mesh_pb2.Job], Sequence[int]] = lambda job: ANSWER,
+        card: mesh_pb2.ModelCard | None = None,
+        **settings: Any,
+    ) -> None:
+        self.card = card or make_card()
+        self.scheduler = FakeScheduler()
+        self.workers = [FakeWorker(f"worker-{i}", script) for i in range(workers)]
+        self.cache = FakeCache() if cache else None
+        self.servers: dict[str, rpc.Server] = {}
+        self._settings = settings
+        self._gateway: Any = None
+        self.stub: Stub
+        self.channel: aio.Channel
+
+    async def __aenter__(self) -> Self:
+        for worker in self.workers:
+            await self.start(worker.worker_id, "weft.v1.Worker", add_WorkerServicer_to_server, worker)
+        if self.cache is not None:
+            await self.start("cache", "weft.v1.Cache", add_CacheServicer_to_server, self.cache)
+        self.scheduler.workers = [(worker.worker_id, self.address(worker.worker_id)) for worker in self.workers]
+        self.scheduler.models = self.served()
+        await self.start_scheduler()
+        settings = GatewaySettings(
+            listen="127.0.0.1:0",
+            scheduler_address=self.address("scheduler"),
+            cache_address=self.address("cache") if self.cache else "",
+            drain_s=0,
+            **self._settings,
+        )
+        self._gateway = gateway(settings)
+        self.server: rpc.Server = await self._gateway.__aenter__()
+        self.channel = aio.insecure_channel(f"127.0.0.1:{self.server.port}")
+        self.stub = InferenceStub(self.channel)  # type: ignore[assignment]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.channel.close()
+        await self._gateway.__aexit__(None, None, None)
+        for name in list(self.servers):
+            await self.stop(name)
+
+    def served(self) -> list[mesh_pb2.ServedModel]:
+        """The one model, at all workers."""
+        addresses = [self.address(worker.worker_id) for worker in self.workers]
+        return [mesh_pb2.ServedModel(card=self.card, addresses=addresses)]
+
+    def address(self, name: str) -> str:
+        """Where a neighbour listens."""
+        return f"127.0.0.1:{self.servers[name].port}"
+
+    async def start(self, name: str, full_name: str, add: Any, servicer: Any, address: str = "127.0.0.1:0") -> None:
+        """Starts a neighbour."""
+        self.servers[name] = await rpc.serve(address, [rpc.Service(full_name, add, servicer)])
+
+    async def start_scheduler(self, address: str = "127.0.0.1:0") -> None:
+        """Starts the scheduler, again at the address it had."""
+        self.scheduler.epoch += 1
+        await self.start("scheduler", "weft.v1.Scheduler", add_SchedulerServicer_to_server, self.scheduler, address)
+
+    async def stop(self, name: str) -> None:
+        """Ends a neighbour at once."""
+        await self.servers.pop(name).stop(0)
+
+
+def ask(text: str = "hello world", **fields: Any) -> api.GenerateRequest:
+    """A greedy request; names of sampling fields go there, others into the request."""
+    sampling = {name: fields.pop(name) for name in list(fields) if name in api.Sampling.DESCRIPTOR.fields_by_name}
+    sampling = {"temperature": 0.0, "max_tokens": 400} | sampling
+    prompt = fields.pop("prompt", api.Prompt(text=text))
+    return api.GenerateRequest(prompt=prompt, sampling=api.Sampling(**sampling), **fields)
+
+
+@dataclass
+class Answer:
+    """A stream, collected."""
+
+    deltas: list[api.Delta] = field(default_factory=list)
+    receipt: api.Receipt = field(default_factory=api.Receipt)
+    error: aio.AioRpcError | None = None
+    trailing: dict[str, Any] = field(default_factory=dict)
+
+    def text(self, index: int = 0) -> str:
+        """Of one continuation."""
+        return "".join(delta.text for delta in self.deltas if delta.index == index)
+
+    def ids(self, index: int = 0) -> list[int]:
+        """Of one continuation; checks that positions have neither gaps nor repetitions."""
+        ids: list[int] = []
+        for delta in self.deltas:
+            if delta.index == index:
+                assert delta.position == len(ids)
+                ids += delta.token_ids
+        return ids
+
+    def last(self, index: int = 0) -> api.Delta:
+        """The delta that says why it ended."""
+        return [delta for delta in self.deltas if delta.index == index][-1]
+
+    @property
+    def trailing_receipt(self) -> api.Receipt:
+        """The one in the trailing metadata."""
+        return api.Receipt.FromString(self.trailing["weft-receipt-bin"])
+
+
+async def generate(stub: Stub, request: api.GenerateRequest, **options: Any) -> Answer:
+    """The whole stream, also of one that fails."""
+    answer = Answer()
+    call = stub.Generate(request, **options)
+    try:
+        async for message in call:
+            if message.HasField("delta"):
+                answer.deltas.append(message.delta)
+            else:
+                answer.receipt = message.receipt
+        answer.trailing = dict(await call.trailing_metadata())
+    except aio.AioRpcError as error:
+        answer.error = error
+        answer.trailing = dict(error.trailing_metadata())
+    return answer
+
+
+async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    """Waits until something has come true."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come true"
+        await asyncio.sleep(0.002)
