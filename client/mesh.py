@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from rich.console import Console
-from rich.markup import escape
 from rich.status import Status
+from rich.text import Text
 
 from client.terminal import amount
 from protos import inference_pb2 as api
@@ -115,6 +115,9 @@ class _Progress:
     async def _refresh(self, supervisor: Supervisor) -> None:
         while True:
             waiting = [process for process in supervisor.processes.values() if process.state is not State.READY]
-            words = [f"{process.spec.name} {process.last_line()[:60]}".strip() for process in waiting]
-            self._status.update(escape(f"starting {', '.join(words) or 'the links between them'}"))
+            names = ", ".join(process.spec.name for process in waiting) or "the links between them"
+            said = waiting[0].last_line() if waiting else ""
+            line = f"starting {names}{f' ({said})' if said else ''}"
+            # A line that wraps could not be drawn over.
+            self._status.update(Text(line[: self._out.width - 4]))
             await asyncio.sleep(_REFRESH_S)

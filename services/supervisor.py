@@ -144,7 +144,7 @@ class Process:
         self._notice = notice
         self._policy = policy
         self._child: asyncio.subprocess.Process | None = None
-        self._log_start = 0
+        self._log_start = self.log.stat().st_size if self.log and self.log.exists() else 0
         self._mended = False
         self._stopping = asyncio.Event()
 
