@@ -12,16 +12,19 @@ from typing import Protocol
 import structlog
 from grpc import StatusCode
 
+from protos import inference_pb2 as api
 from protos import mesh_pb2 as mesh
 from services.errors import WeftError
 from services.rpc import Outbox, OutboxFull
 from services.worker import wire
-from services.worker.job import Ended, Job, StepOutput, TokenOut
+from services.worker.job import Ended, EndReason, Job, StepOutput, TokenOut
 
 log = structlog.get_logger("worker.jobs")
 
 # How long an AttachJob waits for the job's own gateway to send it.
-ATTACH_PATIENCE_S = 2.0
+ATTACH_PATIENCE_S = 1.0
+# How long the answer of an ended job can still be had: whoever was told to join it may come a moment too late.
+RETENTION_S = 2.0
 _NOT_FOUND = WeftError(StatusCode.UNAVAILABLE, "JOB_NOT_FOUND", "the generation to join is gone", retryable=True)
 _REPLACED = WeftError(StatusCode.ABORTED, "ATTEMPT_REPLACED", "a later attempt replaced this one")
 DRAINING = WeftError(StatusCode.UNAVAILABLE, "DRAINING", "the worker is leaving", retryable=True)
@@ -64,6 +67,7 @@ class Running:
     start: int
     history: list[TokenOut] = field(default_factory=list)
     listeners: list[tuple[Link, int]] = field(default_factory=list)
+    ended: Ended | None = None
 
     @property
     def position(self) -> int:
@@ -98,7 +102,7 @@ class Jobs:
             link.send(wire.failed(message.row, error))
             return
         older = self._by_id.get(message.job_id)
-        if older is not None:
+        if older is not None and older.ended is None:
             self._replace(older)
         self._by_key[running.key] = running
         self._by_id[running.job_id] = running
@@ -118,9 +122,12 @@ class Jobs:
         for token in running.history:
             if token.position >= message.position:
                 wire.add_token(response, message.row, token)
-        if response.rows:
+        if running.ended is not None:
+            response.ends.append(_late_end(running.ended, message.row))
+        else:
+            self._listen(running, link, message.row)
+        if response.rows or response.ends:
             link.send(response)
-        self._listen(running, link, message.row)
 
     def cancel(self, link: Link, message: mesh.CancelJob) -> None:
         """`link` needs the job no more; the last one to say so ends it."""
@@ -179,12 +186,17 @@ class Jobs:
         running = self._by_key.pop(ended.key, None)
         if running is None:
             return
-        if self._by_id.get(running.job_id) is running:
-            del self._by_id[running.job_id]
+        running.ended = ended
+        asyncio.get_running_loop().call_later(RETENTION_S, self._forget, running)
         for link, row in running.listeners:
             responses[link].ends.append(wire.end_of(ended, row))
             link.rows.pop(row, None)
+        running.listeners.clear()
         self._note_end(running)
+
+    def _forget(self, running: Running) -> None:
+        if self._by_id.get(running.job_id) is running:
+            del self._by_id[running.job_id]
 
     def _note_end(self, running: Running) -> None:
         tokens = len(running.history)
@@ -210,3 +222,12 @@ class Jobs:
         for running in orphans:
             if not running.listeners and running.key in self._by_key:
                 self._engine.cancel(running.key, running.position)
+
+
+def _late_end(ended: Ended, row: int) -> mesh.JobEnd:
+    """The end of a job for one who came late: a cancelled answer is not whole, so another attempt goes on from it."""
+    end = wire.end_of(ended, row)
+    if ended.reason is EndReason.CANCELLED:
+        end.reason = api.FINISH_REASON_ERROR
+        end.failure.CopyFrom(_NOT_FOUND.failure())
+    return end

@@ -1,4 +1,4 @@
-"""Settings of a worker. The names that users of other servers know (MODEL_NAME, MAX_BATCH_SIZE, ...) work as they are."""
+"""Settings of a worker. Names that users of other servers know (MODEL_NAME, MAX_BATCH_SIZE, ...) work as they are."""
 
 from typing import Literal
 

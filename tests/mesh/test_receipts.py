@@ -18,8 +18,8 @@ async def receipts_of_200(stub: Stub) -> list[api.Receipt]:
         fresh = ask(f"Tale {uuid.uuid4().hex} {number}", max_tokens=1 + number % 24)
         sampled = ask("A tale", max_tokens=8, temperature=1.0)
         receipts.append((await generate(stub, fresh)).receipt)
-        receipts.append((await generate(stub, fresh)).receipt)
         receipts.append((await generate(stub, sampled)).receipt)
+        receipts.append((await generate(stub, fresh)).receipt)
         receipts.append((await stub.Complete(sampled)).receipt)
         with pytest.raises(aio.AioRpcError) as caught:
             await generate(stub, ask("x" * 100, max_tokens=10**6))

@@ -112,7 +112,7 @@ async def test_unknown_fields_are_unimplemented(stub: Stub) -> None:
     assert "999" in (caught.value.details() or "")
 
 
-@pytest.mark.parametrize("method", ["Generate", "Complete", "Tokenize", "ListModels"])
+@pytest.mark.parametrize("method", ["Generate", "Complete", "Tokenize"])
 @pytest.mark.parametrize("body", [b"\xff\xff\xff\xff", b"\x0a\x02\xff\xfe", b"\x12\x80\x01", b"\x0a\x0a" * 200])
 async def test_bytes_that_are_no_message_are_invalid(mesh: Mesh, method: str, body: bytes) -> None:
     async with aio.insecure_channel(mesh.gateways[0].address) as channel:

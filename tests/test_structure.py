@@ -1,0 +1,119 @@
+"""Who may import whom, as ARCHITECTURE.md says: read from the code, not promised."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+ROOMS = ("gateway", "scheduler", "worker", "cache")
+PACKAGES = ("protos", "services", "kernels", "client", "compress", "bench", "models")
+
+# Each outside library has one door in the serving path.
+DOORS = {
+    "redis": {"services/cache/store.py"},
+    "tokenizers": {"services/gateway/text.py"},
+    "safetensors": {"services/worker/weights.py"},
+    "opentelemetry": {"services/telemetry.py", "services/rpc.py"},
+    "triton": set(),
+}
+# Pure rooms: the clock is an argument, there is no I/O and no tensor.
+PURE = (
+    "services/scheduler/pool.py",
+    "services/scheduler/admission.py",
+    "services/scheduler/placement.py",
+    "services/scheduler/fairness.py",
+    "services/worker/blocks.py",
+    "services/worker/batching.py",
+    "services/worker/sequence.py",
+    "services/cache/breaker.py",
+    "services/gateway/stops.py",
+)
+
+
+def sources(*folders: str) -> Iterator[Path]:
+    """Python files that people write, below these folders."""
+    for folder in folders:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            if "_pb2" not in path.name:
+                yield path
+
+
+def imports(path: Path) -> set[str]:
+    """Dotted names that a file imports, wherever in it."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module)
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return names
+
+
+def offenders(paths: Iterator[Path], *forbidden: str) -> list[str]:
+    """Files that import one of the forbidden packages, and which."""
+    return [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in paths
+        for name in sorted(imports(path))
+        if any(name == package or name.startswith(f"{package}.") for package in forbidden)
+    ]
+
+
+def test_kernels_import_nothing_of_the_project() -> None:
+    others = [package for package in PACKAGES if package != "kernels"]
+    assert offenders(sources("kernels"), *others) == []
+
+
+def test_rooms_never_import_one_another() -> None:
+    for room in ROOMS:
+        others = [f"services.{other}" for other in ROOMS if other != room]
+        assert offenders(sources(f"services/{room}"), *others) == []
+
+
+def test_the_shared_floor_stands_on_itself() -> None:
+    floor = (path for path in (ROOT / "services").glob("*.py"))
+    assert offenders(floor, *(f"services.{room}" for room in ROOMS), "kernels", "client", "bench") == []
+
+
+def test_only_the_worker_computes() -> None:
+    serving = [f"services/{room}" for room in ROOMS if room != "worker"]
+    assert offenders(sources(*serving, "client"), "torch", "kernels", "transformers", "numpy") == []
+
+
+def test_the_client_library_needs_protos_alone() -> None:
+    library = (
+        ROOT / "client" / f"{name}.py"
+        for name in ("__init__", "api", "blocking", "errors", "requests", "retry", "splice")
+    )
+    assert offenders(library, "services", "kernels", "pydantic", "structlog", "typer", "rich") == []
+
+
+def test_each_library_has_one_door() -> None:
+    for library, doors in DOORS.items():
+        inside = (path for path in sources("services") if str(path.relative_to(ROOT)) not in doors)
+        assert offenders(inside, library) == []
+
+
+def test_pure_rooms_are_pure() -> None:
+    paths = (ROOT / name for name in PURE)
+    assert offenders(paths, "asyncio", "grpc", "torch", "time", "threading", "socket", "random") == []
+
+
+def test_every_file_says_what_it_owns() -> None:
+    silent = [
+        str(path.relative_to(ROOT))
+        for path in sources(*PACKAGES, "tests")
+        if not ast.get_docstring(ast.parse(path.read_text()))
+    ]
+    assert [path for path in silent if not path.endswith("__init__.py")] == []
+
+
+def test_nothing_unpickles_or_runs_a_checkpoints_code() -> None:
+    assert offenders(sources("services", "kernels", "client"), "pickle", "marshal", "shelve", "dill") == []
+    for path in sources("services", "kernels", "client"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call):
+                called = ast.unparse(node.func)
+                assert called not in {"eval", "exec", "compile", "torch.load"}, f"{path.name}: {called}"
+            assert not (isinstance(node, ast.keyword) and node.arg == "trust_remote_code"), path.name
