@@ -4,13 +4,12 @@ All forecasts are optimistic: what is not measured yet takes no time, so nobody 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from services.scheduler.messages import Code, Failure
 
 
-@dataclass(frozen=True, slots=True)
-class Pace:
+class Pace(NamedTuple):
     """How fast one healthy worker is and what it has to do; rates are 0 while unknown.
 
     `uncached_tokens` is what is left of the job in question's prompt on this worker.
@@ -30,8 +29,7 @@ class Pace:
         return (self.backlog_tokens + self.uncached_tokens) / self.prefill_rate
 
 
-@dataclass(frozen=True, slots=True)
-class Ahead:
+class Ahead(NamedTuple):
     """What waits before the job: how many jobs, their prompt tokens, and the tokens a typical answer has."""
 
     jobs: int

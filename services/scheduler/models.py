@@ -12,7 +12,7 @@ ANSWER_SMOOTHING = 0.1
 class Model:
     """The pool of workers of one model. Without a card it is a name that nobody serves yet."""
 
-    def __init__(self, name: str, now: float, stall_s: float) -> None:
+    def __init__(self, name: str, now: float) -> None:
         self.name = name
         self.card: Card | None = None
         self.workers: dict[str, Worker] = {}
@@ -21,7 +21,6 @@ class Model:
         self.following = 0  # Jobs that wait for a waiting leader.
         self.served_at = now  # When a healthy worker was last seen.
         self.answer_tokens = 0.0  # Of a typical job; 0 until one ended.
-        self._stall_s = stall_s
 
     def __repr__(self) -> str:
         return f"Model({self.name!r}, {len(self.workers)} workers, {len(self.line)} waiting)"
@@ -41,7 +40,7 @@ class Model:
 
     def healthy(self, now: float) -> list[Worker]:
         """Workers that new jobs may go to, credits permitting."""
-        return [worker for worker in self.workers.values() if worker.ready(now, self._stall_s)]
+        return [worker for worker in self.workers.values() if worker.ready(now)]
 
     def served(self) -> Served:
         """The model as gateways see it."""

@@ -112,7 +112,7 @@ class Pool:
             return self._commands(now)
         self.counters.workers_attached += 1
         model = self._model_for(hello.card, now)
-        worker = Worker(hello, now)
+        worker = Worker(hello, now, self.limits.stall_s)
         self._take_over(worker, self.workers.get(worker.id), now)
         self.workers[worker.id] = worker
         model.join(worker, now)
@@ -157,7 +157,7 @@ class Pool:
             if worker.detached_at is not None:
                 if now - worker.detached_at > self.limits.grace_s:
                     self._lose(worker, "did not come back")
-            elif worker.jobs and worker.silent(now, self.limits.stall_s):
+            elif worker.jobs and worker.silent(now):
                 self._lose(worker, "no progress")
         for model in list(self.models.values()):
             served = bool(model.healthy(now))
@@ -257,7 +257,7 @@ class Pool:
 
     def _dispatch(self, model: Model, now: float) -> None:
         """Gives the free credits of a model to the jobs whose turn it is."""
-        healthy = model.healthy(now)
+        healthy = model.healthy(now) if model.line else []
         aside = []
         while model.line and any(worker.free_credits for worker in healthy):
             job = model.line.pop()
@@ -461,12 +461,12 @@ class Pool:
         """The model of a name or alias. Right after our start a name that nobody serves yet is waited for."""
         model = self.models.get(name) or self._aliases.get(name)
         if model is None and now - self._started_at < self.limits.orphan_s:
-            model = self.models[name] = Model(name, self._started_at, self.limits.stall_s)
+            model = self.models[name] = Model(name, self._started_at)
         return model
 
     def _model_for(self, card: Card, now: float) -> Model:
         """The model that a worker with this card joins, with the jobs that already wait under any of its names."""
-        model = self.models.setdefault(card.name, Model(card.name, now, self.limits.stall_s))
+        model = self.models.setdefault(card.name, Model(card.name, now))
         if model.card is not None and card.conflicts_with(model.card) and not model.workers:
             for job in list(model.line):  # Made with another tokenizer or for other weights.
                 model.line.remove(job)

@@ -86,7 +86,7 @@ class Assignment:
 class Worker:
     """A registered worker: its credits, load and pulse."""
 
-    def __init__(self, hello: WorkerHello, now: float) -> None:
+    def __init__(self, hello: WorkerHello, now: float, stall_s: float) -> None:
         self.hello = hello
         self.id = hello.worker_id
         self.jobs: dict[str, Job] = {}
@@ -95,7 +95,10 @@ class Worker:
         self.last = Report()
         self._context_tokens = 0
         self._arriving: deque[Assignment] = deque()
+        self._arriving_tokens = 0
+        self._stall_s = stall_s
         self._moved_at = now
+        self._silent_at = now + stall_s
 
     def __repr__(self) -> str:
         return f"Worker({self.id!r}, {len(self.jobs)}/{self.hello.credits} jobs)"
@@ -119,6 +122,7 @@ class Worker:
     def expect(self, prompt_tokens: int, now: float) -> None:
         """Prompt tokens are on their way to it."""
         self._arriving.append(Assignment(now, prompt_tokens))
+        self._arriving_tokens += prompt_tokens
 
     def release(self, job: Job) -> None:
         """A job gives its credit back."""
@@ -132,7 +136,7 @@ class Worker:
     @property
     def backlog_tokens(self) -> int:
         """Prompt tokens that it has not computed yet, those on their way included."""
-        return self.last.prefill_backlog + sum(assignment.tokens for assignment in self._arriving)
+        return self.last.prefill_backlog + self._arriving_tokens
 
     @property
     def backlog_blocks(self) -> float:
@@ -147,20 +151,22 @@ class Worker:
             self._moved_at = now
         self.last = report
         self.draining = report.draining
+        self._silent_at = self._moved_at + max(self._stall_s, 3 * report.step_s)
         while self._arriving and self._arriving[0].at <= now - FLIGHT_S:
-            self._arriving.popleft()
+            self._arriving_tokens -= self._arriving.popleft().tokens
 
-    def silent(self, now: float, stall_s: float) -> bool:
-        """It made no progress for longer than three of its announced steps, and at least `stall_s`."""
-        return now - self._moved_at > max(stall_s, 3 * self.last.step_s)
+    def silent(self, now: float) -> bool:
+        """It made no progress for longer than three of its announced steps, and than our patience."""
+        return now > self._silent_at
 
-    def ready(self, now: float, stall_s: float) -> bool:
+    def ready(self, now: float) -> bool:
         """New jobs may go to it, credits permitting."""
-        return self.detached_at is None and not self.draining and not self.silent(now, stall_s)
+        return now <= self._silent_at and self.detached_at is None and not self.draining
 
     def forgive(self, pause_s: float) -> None:
         """We did not listen for a while: that time counts against nobody."""
         self._moved_at += pause_s
+        self._silent_at += pause_s
         if self.detached_at is not None:
             self.detached_at += pause_s
 
