@@ -13,7 +13,7 @@ from services import rpc, telemetry
 from services.worker import checkpoint
 from services.worker.attach import Attachment, Refused, report_of
 from services.worker.config import CheckpointError, load_config
-from services.worker.engine import Engine
+from services.worker.engines import WorkerEngine, open_engine
 from services.worker.job import EngineOptions, StepOutput
 from services.worker.jobs import Jobs
 from services.worker.service import Loaded, Startup, WorkerService
@@ -46,7 +46,7 @@ async def main() -> None:
         sys.exit(f"weft worker: {error}")
 
 
-def _load(settings: WorkerSettings, startup: Startup) -> tuple[Engine, mesh.ModelCard, bytes]:
+def _load(settings: WorkerSettings, startup: Startup) -> tuple[WorkerEngine, mesh.ModelCard, bytes]:
     def progress(phase: str, done: int, total: int) -> None:
         if phase != startup.phase or done == total:
             log.info("loading", phase=phase, done=done, total=total)
@@ -56,8 +56,9 @@ def _load(settings: WorkerSettings, startup: Startup) -> tuple[Engine, mesh.Mode
     config = load_config(folder)
     bundle, digest = checkpoint.serialize(checkpoint.read_bundle(folder))
     dtype = "float32" if settings.dtype == "auto" else settings.dtype
-    fingerprint = checkpoint.fingerprint(folder, dtype, str(settings.deterministic))
-    engine = Engine(folder, _options(settings, dtype, fingerprint), progress)
+    numerics = (dtype, str(settings.deterministic), *(["paced"] if settings.engine == "paced" else []))
+    fingerprint = checkpoint.fingerprint(folder, *numerics)
+    engine = open_engine(settings, folder, _options(settings, dtype, fingerprint), progress)
     memory = engine.memory
     log.info(
         "loaded",
@@ -101,7 +102,7 @@ async def _serve(
     service: WorkerService,
     startup: Startup,
     stop: asyncio.Event,
-    engine: Engine,
+    engine: WorkerEngine,
     card: mesh.ModelCard,
     bundle: bytes,
 ) -> None:
@@ -141,7 +142,7 @@ async def _drain(drain_s: float, startup: Startup, jobs: Jobs, attachment: Attac
 class _EngineThread:
     """Runs the engine in a thread of its own; what it says reaches the event loop in order."""
 
-    def __init__(self, engine: Engine, jobs: Jobs, attachment: Attachment) -> None:
+    def __init__(self, engine: WorkerEngine, jobs: Jobs, attachment: Attachment) -> None:
         self._engine = engine
         self._jobs = jobs
         self._attachment = attachment

@@ -28,8 +28,10 @@ class WorkerSettings(CommonSettings):
         description="Name that requests use; empty: the last part of the model's.",
     )
     aliases: list[str] = Field([], description="Other names for it, as a JSON list.")
-    engine: Literal["auto", "torch"] = Field(
-        "auto", validation_alias=_known_as("ENGINE"), description="What computes; auto takes the best this machine has."
+    engine: Literal["auto", "torch", "paced"] = Field(
+        "auto",
+        validation_alias=_known_as("ENGINE"),
+        description="What computes; auto takes the best this machine has, paced only pretends, at a set pace.",
     )
     max_batch_size: int = Field(
         64, ge=1, le=4096, validation_alias=_known_as("MAX_BATCH_SIZE"), description="Most sequences in the batch."
@@ -49,3 +51,7 @@ class WorkerSettings(CommonSettings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="Of weights and activations.")
     threads: int | None = Field(None, ge=1, description="CPU threads of the engine; absent: torch's choice.")
     orphan_s: float = Field(2.0, ge=0, description="Seconds that a job runs on after its gateway's link broke.")
+    paced_step_ms: float = Field(10.0, ge=0, description="Milliseconds of a step of the paced engine.")
+    paced_prefill_rate: float = Field(
+        0.0, ge=0, description="Prompt tokens that the paced engine computes in a second; 0: any number."
+    )

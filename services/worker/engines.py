@@ -1,0 +1,59 @@
+"""Which engine a worker runs, by name. Knows how to open each, and imports only the one that was asked for."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from services.worker.job import EngineOptions, Job, Stats, StepOutput
+from services.worker.memory import MemoryPlan
+from services.worker.settings import WorkerSettings
+
+
+class WorkerEngine(Protocol):
+    """What a worker needs of an engine. `run_forever` has a thread of its own, the rest may be called from any."""
+
+    @property
+    def memory(self) -> MemoryPlan:
+        """Where the memory goes."""
+
+    @property
+    def parameters(self) -> int:
+        """Numbers in the checkpoint."""
+
+    @property
+    def max_seq_length(self) -> int:
+        """Most tokens of prompt and answer."""
+
+    def submit(self, job: Job) -> None:
+        """Run this job."""
+
+    def cancel(self, key: int, position: int | None = None) -> None:
+        """End a job of whose answer `position` tokens count (None: all)."""
+
+    def stats(self) -> Stats:
+        """Counters and gauges."""
+
+    def take_block_events(self) -> tuple[list[bytes], list[bytes]]:
+        """Keys that were stored, and keys that were evicted, since the last call."""
+
+    def run_forever(
+        self, on_output: Callable[[StepOutput], None], on_launch: Callable[[float], None], stop: threading.Event
+    ) -> None:
+        """Run steps until `stop` is set."""
+
+    def wake(self) -> None:
+        """Let `run_forever` look at its stop event now."""
+
+
+def open_engine(
+    settings: WorkerSettings, folder: Path, options: EngineOptions, progress: Callable[[str, int, int], None]
+) -> WorkerEngine:
+    """The engine that the settings name, ready to run. Raises CheckpointError."""
+    if settings.engine == "paced":
+        from services.worker.paced import PacedEngine, Tempo
+
+        return PacedEngine(folder, options, Tempo(settings.paced_step_ms / 1e3, settings.paced_prefill_rate))
+    from services.worker.engine import Engine
+
+    return Engine(folder, options, progress)
