@@ -1,0 +1,247 @@
+"""Stories of work that is done once: results from the cache, joined generations, retries that find their own."""
+
+import asyncio
+
+import grpc
+
+from protos import cache_pb2, mesh_pb2
+from protos import inference_pb2 as api
+from tests.gateway.fakes import ANSWER, LOREM, Answer, FakeMesh, FakeWorker, ask, assigned, generate, ids_of, until
+
+
+async def stored(mesh: FakeMesh, request: api.GenerateRequest) -> Answer:
+    """Answers a request and waits until its result is kept."""
+    assert mesh.cache is not None
+    before = len(mesh.cache.kept)
+    answer = await generate(mesh.stub, request)
+    await until(lambda: mesh.cache is not None and len(mesh.cache.kept) > before)
+    return answer
+
+
+def slow(worker: FakeWorker, step_s: float = 0.1) -> None:
+    """Makes a worker lose the race against the cache."""
+    worker.step_s = step_s
+
+
+async def test_a_result_hit_costs_no_worker() -> None:
+    async with FakeMesh(cache=True) as mesh:
+        request = ask("hello", logprobs=1)
+        miss = await stored(mesh, request)
+        slow(mesh.workers[0])
+        await asyncio.sleep(0.05)
+        hit = await generate(mesh.stub, request)
+        assert (hit.text(), hit.ids()) == (miss.text(), miss.ids())
+        assert hit.last().stop_token_id == miss.last().stop_token_id
+        assert [place for delta in hit.deltas for place in delta.logprobs] == [
+            place for delta in miss.deltas for place in delta.logprobs
+        ]
+        receipt = hit.receipt
+        assert receipt.result_hit
+        assert (receipt.prefill_tokens, receipt.cached_tokens, receipt.attempts) == (0, 0, 0)
+        assert list(receipt.workers) == []
+        assert receipt.timings.cache_s > 0
+        assert receipt.timings.prefill_s == receipt.timings.decode_s == 0
+        assert receipt.completion_tokens == len(ANSWER)
+        assert not miss.receipt.result_hit
+        await until(lambda: not mesh.workers[0].running)  # What was asked of the worker meanwhile is taken back.
+
+
+async def test_each_thing_that_determines_the_tokens_is_in_the_key() -> None:
+    async with FakeMesh(cache=True, script=lambda job: ANSWER[:4]) as mesh:
+        assert mesh.cache is not None
+        requests = [
+            ask("hello"),
+            ask("hello world"),
+            ask("hello", max_tokens=5),
+            ask("hello", temperature=1.0, seed=1),
+            ask("hello", temperature=1.0, seed=2),
+            ask("hello", stop=["x"]),
+            ask("hello", logprobs=0),
+            ask("hello", logit_bias={3: 1.0}),
+        ]
+        for request in requests:
+            await stored(mesh, request)
+        assert len(mesh.cache.kept) == len(requests)
+        await stored(mesh, ask("hello", max_tokens=6, n=2))
+        slow(mesh.workers[0])
+        await asyncio.sleep(0.01)
+        for same in (ask("hello", seed=9), ask("hello", top_p=1.0), ask("hello", request_id="other", priority=3)):
+            assert (await generate(mesh.stub, same)).receipt.result_hit
+
+
+async def test_what_is_drawn_anew_is_neither_kept_nor_looked_up() -> None:
+    async with FakeMesh(cache=True) as mesh:
+        assert mesh.cache is not None
+        await generate(mesh.stub, ask(temperature=1.0))
+        await generate(mesh.stub, ask(cache=api.CACHE_POLICY_BYPASS))
+        assert mesh.cache.lookups == 0
+        assert mesh.scheduler.submits[-1].identity == b""
+        assert mesh.scheduler.submits[-1].block_keys == b""
+        assert mesh.workers[0].jobs[-1].bypass_cache
+        await generate(mesh.stub, ask(cache=api.CACHE_POLICY_READ_ONLY))
+        assert mesh.cache.lookups == 1
+        await asyncio.sleep(0.05)
+        assert not mesh.cache.kept
+
+
+async def test_a_hit_ends_at_the_same_stop_string() -> None:
+    async with FakeMesh(cache=True) as mesh:
+        request = ask(stop=["lazy"])
+        miss = await stored(mesh, request)
+        slow(mesh.workers[0])
+        await asyncio.sleep(0.05)
+        hit = await generate(mesh.stub, request)
+        assert hit.receipt.result_hit
+        assert hit.text() == miss.text() == LOREM.partition("lazy")[0]
+        assert hit.ids() == miss.ids()
+        assert hit.last().stop_string == "lazy"
+
+
+async def test_a_slow_cache_delays_nothing() -> None:
+    async with FakeMesh(cache=True, cache_budget_s=0.05) as mesh:
+        assert mesh.cache is not None
+        mesh.cache.delay_s = 10
+        answer = await generate(mesh.stub, ask())
+        assert answer.ids() == ANSWER
+        assert not answer.receipt.result_hit
+        assert answer.receipt.timings.first_token_s < 0.05
+
+
+async def test_a_dead_cache_is_a_miss() -> None:
+    async with FakeMesh(cache=True) as mesh:
+        await mesh.stop("cache")
+        for _ in range(2):
+            answer = await generate(mesh.stub, ask())
+            assert answer.ids() == ANSWER
+
+
+async def test_a_hit_after_the_first_token_is_ignored() -> None:
+    async with FakeMesh(cache=True, cache_budget_s=5.0) as mesh:
+        assert mesh.cache is not None
+        await stored(mesh, ask())
+        for result in mesh.cache.kept.values():
+            result.CopyFrom(cache_pb2.CachedResult(token_ids=[9], finish_reason=api.FINISH_REASON_STOP))
+        mesh.cache.delay_s = 0.1
+        mesh.workers[0].step_s = 0.02
+        answer = await generate(mesh.stub, ask())
+        assert answer.ids() == ANSWER
+        assert not answer.receipt.result_hit
+
+
+async def test_a_hit_helps_where_no_worker_can() -> None:
+    async with FakeMesh(cache=True) as mesh:
+        await stored(mesh, ask())
+        mesh.scheduler.workers = []
+        answer = await generate(mesh.stub, ask())
+        assert answer.receipt.result_hit
+
+
+async def test_a_failed_answer_is_not_kept() -> None:
+    async with FakeMesh(cache=True) as mesh:
+        assert mesh.cache is not None
+        mesh.workers[0].hold_at = 3
+        await generate(mesh.stub, ask(), timeout=0.2)
+        await asyncio.sleep(0.05)
+        assert not mesh.cache.kept
+
+
+async def test_an_identical_job_is_joined_at_its_worker() -> None:
+    def join(submit: mesh_pb2.Submit) -> mesh_pb2.DispatchResponse | None:
+        leader = mesh.scheduler.submits[0]
+        if submit is leader or not submit.identity:
+            return None
+        assert submit.identity == leader.identity
+        joined = mesh_pb2.Joined(
+            job_id=submit.job_id,
+            attempt=submit.attempt,
+            worker_id="worker-0",
+            address=mesh.address("worker-0"),
+            leader_job_id=leader.job_id,
+        )
+        return mesh_pb2.DispatchResponse(joined=joined)
+
+    async with FakeMesh() as mesh:
+        worker = mesh.workers[0]
+        worker.hold_at = 10
+        mesh.scheduler.decide = join
+        leading = asyncio.create_task(generate(mesh.stub, ask()))
+        await until(lambda: worker.sent == 10)
+        following = asyncio.create_task(generate(mesh.stub, ask()))
+        await until(lambda: len(worker.attached) == 1)
+        worker.hold_at = None
+        leader, follower = await asyncio.gather(leading, following)
+        assert leader.ids() == follower.ids() == ANSWER
+        assert len(worker.jobs) == 1
+        assert follower.receipt.joined
+        assert not leader.receipt.joined
+        assert follower.receipt.prefill_tokens == 0
+        # The generation to join is gone: an attempt of its own, with no identity, is made.
+        lonely = await generate(mesh.stub, ask())
+        assert lonely.ids() == ANSWER
+        assert lonely.receipt.attempts == 2
+        assert not lonely.receipt.joined
+        assert [submit.attempt for submit in mesh.scheduler.submits] == [1, 1, 1, 2]
+        assert mesh.scheduler.submits[-1].identity == b""
+
+
+async def test_a_retry_joins_its_own_generation_from_the_start() -> None:
+    async with FakeMesh() as mesh:
+        worker = mesh.workers[0]
+        worker.hold_at = 10
+        request = ask(request_id="mine")
+        leaving = mesh.stub.Generate(request)
+        await leaving.read()
+        await until(lambda: worker.sent == 10)
+        retrying = asyncio.create_task(generate(mesh.stub, request))
+        await asyncio.sleep(0.05)
+        leaving.cancel()
+        await asyncio.sleep(0.05)
+        assert not worker.cancelled  # Somebody still listens.
+        worker.hold_at = None
+        answer = await retrying
+        assert answer.ids() == ANSWER
+        assert answer.text() == LOREM
+        assert answer.receipt.joined
+        assert answer.receipt.request_id == "mine"
+        assert len(worker.jobs) == 1
+        again = await generate(mesh.stub, request)  # It has ended: this is a new one.
+        assert again.ids() == ANSWER
+        assert not again.receipt.joined
+
+
+async def test_the_last_listener_ends_it() -> None:
+    async with FakeMesh() as mesh:
+        worker = mesh.workers[0]
+        worker.hold_at = 10
+        calls = [mesh.stub.Generate(ask(request_id="mine")) for _ in range(2)]
+        for call in calls:
+            await call.read()
+        for call in calls:
+            assert not worker.cancelled
+            call.cancel()
+            await asyncio.sleep(0.05)
+        await until(lambda: not worker.running)
+
+
+async def test_the_same_id_with_another_body_is_refused() -> None:
+    async with FakeMesh() as mesh:
+        mesh.workers[0].hold_at = 3
+        running = mesh.stub.Generate(ask("hello", request_id="mine"))
+        await running.read()
+        other = await generate(mesh.stub, ask("other", request_id="mine"))
+        assert other.error is not None
+        assert other.error.code() is grpc.StatusCode.ALREADY_EXISTS
+        running.cancel()
+
+
+async def test_each_of_many_clients_gets_its_own_answer() -> None:
+    texts = [f"{number} bottles of ale" for number in range(40)]
+
+    def script(job: mesh_pb2.Job) -> list[int]:
+        return list(job.token_ids[1 : job.boundary])  # It says what it was told.
+
+    async with FakeMesh(script=script) as mesh:
+        mesh.scheduler.decide = lambda submit: assigned(submit, "worker-0", mesh.address("worker-0"))
+        answers = await asyncio.gather(*(generate(mesh.stub, ask(text)) for text in texts))
+        assert [answer.text() for answer in answers] == texts
+        assert ids_of(texts[0]) == answers[0].ids()
