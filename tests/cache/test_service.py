@@ -97,7 +97,7 @@ async def test_bytes_that_are_no_message_are_refused(door: CacheDoor) -> None:
 
 
 async def test_a_crowd_finds_everything(redis_server: RedisServer, open_door: OpenDoor) -> None:
-    async with open_door(redis_server.embedded.url, cache_budget_ms=2000, cache_store_budget_ms=2000) as door:
+    async with open_door(redis_server.embedded.url) as door:
         assert all(await asyncio.gather(*(door.put(key_of(i), result_of(i)) for i in range(200))))
         assert await asyncio.gather(*(door.get(key_of(i)) for i in range(200))) == [result_of(i) for i in range(200)]
 
