@@ -127,7 +127,7 @@ async def test_who_ignores_sigterm_is_killed(tmp_path: Path) -> None:
         began = time.monotonic()
     assert pid
     assert not alive(pid)
-    assert 0.5 <= time.monotonic() - began < 2
+    assert 0.5 <= time.monotonic() - began < 5
 
 
 async def test_killing_does_not_wait(tmp_path: Path) -> None:
