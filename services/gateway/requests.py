@@ -46,4 +46,5 @@ class Registry:
         if not generation.listeners:
             order = generation.order
             del self._running[order.tenant.hash, order.request_id]
-            await generation.cancel()
+            if not generation.done:
+                await generation.cancel()

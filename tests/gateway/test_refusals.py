@@ -1,0 +1,134 @@
+"""What the gateway refuses: the right status, a reason, a receipt, and nothing of the prompt."""
+
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2
+from grpc import aio
+from grpc_status import rpc_status
+
+from protos import inference_pb2 as api
+from tests.gateway.fakes import ANSWER, BUNDLE, FakeMesh, ask, generate, make_card
+
+SECRET = "hush: the moon is made of cheese"
+CODES = grpc.StatusCode
+
+
+def reason_of(error: aio.AioRpcError) -> str:
+    """The reason in the ErrorInfo."""
+    call: Any = error
+    info = error_details_pb2.ErrorInfo()
+    status = rpc_status.from_call(call)
+    assert status is not None
+    assert any(detail.Unpack(info) for detail in status.details)
+    return info.reason
+
+
+def with_prompt(**fields: Any) -> api.GenerateRequest:
+    """A request with this prompt."""
+    return ask(prompt=api.Prompt(**fields))
+
+
+BAD = [
+    (api.GenerateRequest(), CODES.INVALID_ARGUMENT, "EMPTY_PROMPT"),
+    (with_prompt(text=""), CODES.INVALID_ARGUMENT, "EMPTY_PROMPT"),
+    (with_prompt(token_ids=api.TokenIds(ids=[10**6])), CODES.INVALID_ARGUMENT, "TOKEN_OUT_OF_RANGE"),
+    (with_prompt(token_ids=api.TokenIds(ids=[5] * 500)), CODES.INVALID_ARGUMENT, "CONTEXT_EXCEEDED"),
+    (ask(SECRET, max_tokens=10**6), CODES.INVALID_ARGUMENT, "CONTEXT_EXCEEDED"),
+    (ask(SECRET, temperature=float("nan")), CODES.INVALID_ARGUMENT, "INVALID_FIELD"),
+    (ask(SECRET, n=17), CODES.INVALID_ARGUMENT, "INVALID_FIELD"),
+    (ask(SECRET, stop=[""]), CODES.INVALID_ARGUMENT, "INVALID_FIELD"),
+    (ask(SECRET, request_id="not good"), CODES.INVALID_ARGUMENT, "INVALID_FIELD"),
+    (ask(SECRET, model="unknown"), CODES.NOT_FOUND, "MODEL_NOT_FOUND"),
+    (
+        api.GenerateRequest.FromString(ask(SECRET).SerializeToString() + b"\xba\x3e\x03abc"),
+        CODES.UNIMPLEMENTED,
+        "UNKNOWN_FIELD",
+    ),
+]
+
+
+async def test_refusals_name_their_reason_and_keep_the_secret() -> None:
+    async with FakeMesh() as mesh:
+        for request, code, reason in BAD:
+            answer = await generate(mesh.stub, request)
+            assert answer.error is not None
+            assert (answer.error.code(), reason_of(answer.error)) == (code, reason)
+            assert "moon" not in (answer.error.details() or "")
+            receipt = answer.trailing_receipt
+            assert receipt.finish_reason == api.FINISH_REASON_ERROR
+            assert len(receipt.trace_id) == 32
+            assert receipt.timings.wall_s > 0
+        assert not mesh.scheduler.submits
+        assert (await generate(mesh.stub, ask())).ids() == ANSWER
+
+
+async def test_bytes_that_are_no_message() -> None:
+    async with FakeMesh() as mesh:
+        for method in ("Complete", "Tokenize", "ListModels"):
+            call: Any = mesh.channel.unary_unary(f"/weft.v1.Inference/{method}")
+            with pytest.raises(aio.AioRpcError) as caught:
+                await call(b"\xff\xff\xff")
+            assert caught.value.code() is CODES.INVALID_ARGUMENT
+        stream: Any = mesh.channel.unary_stream("/weft.v1.Inference/Generate")
+        with pytest.raises(aio.AioRpcError) as caught:
+            await stream(b"\x0a\x02\xff\xfe").read()
+        assert caught.value.code() is CODES.INVALID_ARGUMENT
+
+
+async def test_a_template_that_refuses_says_nothing_of_the_chat() -> None:
+    import hashlib
+
+    from protos import mesh_pb2
+
+    bundle = mesh_pb2.Bundle.FromString(BUNDLE)
+    bundle.chat_template = "{{ raise_exception('no ' + messages[0].content) }}"
+    data = bundle.SerializeToString(deterministic=True)
+    chat = api.Chat(messages=[api.ChatMessage(role="user", content=SECRET)])
+    async with FakeMesh(card=make_card(bundle_digest=hashlib.sha256(data).digest())) as mesh:
+        mesh.workers[0].bundle = data
+        answer = await generate(mesh.stub, with_prompt(chat=chat))
+        assert answer.error is not None
+        assert answer.error.code() is CODES.INVALID_ARGUMENT
+        assert reason_of(answer.error) == "CHAT_TEMPLATE"
+        assert "moon" not in (answer.error.details() or "")
+        assert (await generate(mesh.stub, ask())).ids() == ANSWER
+
+
+async def test_a_bundle_that_is_not_what_its_digest_says_is_not_used() -> None:
+    async with FakeMesh(2) as mesh:
+        mesh.workers[0].bundle = b"x" * len(BUNDLE)
+        mesh.scheduler.serve_models(mesh.served())
+        answer = await generate(mesh.stub, ask())
+        assert answer.ids() == ANSWER  # The other worker has it intact.
+    async with FakeMesh(1, card=make_card(bundle_digest=b"d" * 32)) as mesh:
+        answer = await generate(mesh.stub, ask())
+        assert answer.error is not None
+        assert answer.error.code() is CODES.UNAVAILABLE
+        assert reason_of(answer.error) == "NO_TOKENIZER"
+
+
+async def test_a_model_without_workers_is_unavailable_not_unknown() -> None:
+    async with FakeMesh() as mesh:
+        await generate(mesh.stub, ask())
+        mesh.scheduler.workers = []
+        mesh.scheduler.serve_models([])
+        answer = await generate(mesh.stub, ask(model="fake"))
+        assert answer.error is not None
+        assert answer.error.code() is CODES.UNAVAILABLE
+        answer = await generate(mesh.stub, ask(model="never"))
+        assert answer.error is not None
+        assert answer.error.code() is CODES.NOT_FOUND
+
+
+async def test_tokenize_refuses_like_generate() -> None:
+    async with FakeMesh() as mesh:
+        for request, code in [
+            (api.TokenizeRequest(), CODES.INVALID_ARGUMENT),
+            (api.TokenizeRequest(model="unknown", prompt=api.Prompt(text="a")), CODES.NOT_FOUND),
+            (api.TokenizeRequest.FromString(b"\xba\x3e\x03abc"), CODES.UNIMPLEMENTED),
+        ]:
+            with pytest.raises(aio.AioRpcError) as caught:
+                await mesh.stub.Tokenize(request)
+            assert caught.value.code() is code
