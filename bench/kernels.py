@@ -1,0 +1,393 @@
+"""Times every kernel on one GPU beside the ceilings of the same run and beside torch where it does the same job.
+
+    python -m bench.kernels [--only WORD] [--fresh] [--out bench/results]
+
+A cell is a CUDA graph of many launches over buffers that rotate past the L2 cache, filled with random data; the median
+replay counts. Its floor is max(bytes / read bandwidth, FLOP / matrix rate), both measured at the start. Cells already
+in the results are not measured again unless --fresh is given.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from kernels import activation, attention, blocks, matmul, norm, rope_kv, sampling
+
+DTYPE = torch.bfloat16
+ROTATED_BYTES = 300 << 20
+Launch = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One model's layer."""
+
+    name: str
+    hidden: int
+    heads: int
+    kv_heads: int
+    dim: int
+    ffn: int
+    vocab: int = 128256
+
+
+SHAPES = (Shape("8B", 4096, 32, 8, 128, 14336), Shape("1B", 2048, 32, 8, 64, 8192))
+
+
+@dataclass(slots=True)
+class Row:
+    """One measured cell."""
+
+    name: str
+    microseconds: float
+    bytes: float
+    flop: float
+    against: dict[str, float] = field(default_factory=dict)
+    """Microseconds of others that do the same job."""
+    note: str = ""
+
+    def share(self, ceilings: dict[str, float]) -> float:
+        """Floor over time."""
+        return max(self.bytes / ceilings["read"], self.flop / ceilings["matmul"]) * 1e6 / self.microseconds
+
+
+def timed(launches: list[Launch], target_ms: float = 4.0, tries: int = 7) -> float:
+    """Seconds for each launch: the median replay of a graph that holds all of them, several times over."""
+    for launch in launches[:2]:
+        launch()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    repeats = max(1, 24 // len(launches))
+    with torch.cuda.graph(graph):
+        for _ in range(repeats):
+            for launch in launches:
+                launch()
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+    def replay(times: int) -> float:
+        begin.record()
+        for _ in range(times):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3 / times
+
+    times = max(1, int(target_ms / 1e3 / replay(1)))
+    median = statistics.median(replay(times) for _ in range(tries))
+    return median / (repeats * len(launches))
+
+
+def rand(*shape: int, dtype: torch.dtype = DTYPE) -> Tensor:
+    """Random numbers of the scale of activations."""
+    return torch.randn(shape, device="cuda", dtype=dtype)
+
+
+def copies(make: Callable[[], Tensor]) -> list[Tensor]:
+    """As many tensors as it takes to pass the L2 cache."""
+    first = make()
+    count = max(1, -(-ROTATED_BYTES // (first.numel() * first.element_size())))
+    return [first, *(make() for _ in range(min(count, 64) - 1))]
+
+
+def ceilings() -> dict[str, float]:
+    """Bytes per second copied (read + written) and read, bf16 FLOP per second."""
+    source = torch.empty(1 << 30, dtype=torch.int32, device="cuda").random_()
+    target = torch.empty_like(source)
+    copy = timed([lambda: target.copy_(source)], 30)
+    big, vector = source.view(torch.bfloat16).view(-1, 8192), rand(8192)
+    read = min(timed([lambda: source.sum()], 30), timed([lambda: torch.mv(big, vector)], 30))
+    del target
+    x, w = rand(8192, 8192), rand(8192, 8192)
+    product = timed([lambda: x @ w], 60)
+    small, other = x[:4096, :4096].contiguous(), w[:4096, :4096].contiguous()
+    product_small = timed([lambda: small @ other], 60)
+    size = source.numel() * 4
+    return {
+        "copy": 2 * size / copy,
+        "read": size / read,
+        "matmul": max(2 * 8192**3 / product, 2 * 4096**3 / product_small),
+    }
+
+
+# ---- cells ----
+
+
+def products(shape: Shape) -> Iterator[tuple[str, int, int, bool, bool]]:
+    """(name, outputs, inputs, whether gated, whether a norm comes before) of one layer and the head."""
+    width = (shape.heads + 2 * shape.kv_heads) * shape.dim
+    yield "qkv", width, shape.hidden, False, True
+    yield "o", shape.hidden, shape.heads * shape.dim, False, False
+    yield "gate-up", shape.ffn, shape.hidden, True, True
+    yield "down", shape.hidden, shape.ffn, False, False
+    yield "head", shape.vocab, shape.hidden, False, True
+
+
+def product_row(shape: Shape, name: str, n: int, k: int, gated: bool, normed: bool, rows: int) -> Row:
+    """A product with what the engine fuses into it, against cuBLAS for the product alone."""
+    outputs = 2 * n if gated else n
+    weights = copies(lambda: rand(outputs, k))
+    x, weight = rand(rows, k), rand(k)
+    residual = None if normed else rand(rows, n)
+    out = torch.empty(rows, n, dtype=DTYPE, device="cuda")
+    plain = torch.empty(rows, outputs, dtype=DTYPE, device="cuda")
+    norm_weight = weight if normed else None
+    seconds = timed(
+        [
+            lambda w=w: matmul.linear(x, w, norm=norm_weight, eps=1e-5, residual=residual, gated=gated, out=out)
+            for w in weights
+        ]
+    )
+    vendor = timed([lambda w=w: torch.mm(x, w.t(), out=plain) for w in weights])
+    moved = 2.0 * (outputs * k + rows * k + rows * n)
+    return Row(f"{shape.name} {name} M={rows}", seconds * 1e6, moved, 2.0 * rows * outputs * k, {"cublas": vendor * 1e6})
+
+
+class Pages:
+    """A scattered pool for rows of given contexts, and its tables."""
+
+    def __init__(self, shape: Shape, contexts: list[int], block: int) -> None:
+        self.shape, self.contexts, self.block = shape, contexts, block
+        needed = [-(-context // block) for context in contexts]
+        ids = torch.randperm(sum(needed), dtype=torch.int32) + 1
+        tables = torch.zeros(len(contexts), max(needed), dtype=torch.int32)
+        for row, part in enumerate(ids.split(needed)):
+            tables[row, : len(part)] = part
+        self.tables = tables.cuda()
+        self.count = sum(needed) + 1
+        self.pools = copies(self.pool)
+
+    def pool(self) -> Tensor:
+        return rand(self.count, self.block, 2, self.shape.kv_heads, self.shape.dim)
+
+    def plan(self, lengths: list[int], short: int = 1, config: attention.Config | None = None) -> attention.AttentionPlan:
+        shape = self.shape
+        starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
+        contexts = torch.tensor(self.contexts, dtype=torch.int32, device="cuda")
+        longer = sum(length for length in lengths if length > short)
+        return attention.plan_attention(
+            starts, contexts, self.tables, shape.heads, shape.kv_heads, shape.dim, DTYPE, None, short, longer, config
+        )
+
+    def bytes(self) -> float:
+        return 4.0 * sum(self.contexts) * self.shape.kv_heads * self.shape.dim
+
+
+def decode_seconds(pages: Pages, tokens: int = 1, config: attention.Config | None = None) -> float:
+    """One layer's attention of rows with `tokens` new tokens each."""
+    shape = pages.shape
+    plan = pages.plan([tokens] * len(pages.contexts), tokens, config)
+    q = rand(tokens * len(pages.contexts), shape.heads, shape.dim)
+    out = torch.empty(q.shape[0], shape.heads * shape.dim, dtype=DTYPE, device="cuda")
+    return timed([lambda p=p: attention.attention(q, p, plan, shape.dim**-0.5, out) for p in pages.pools])
+
+
+def decode_row(shape: Shape, name: str, contexts: list[int], tokens: int = 1) -> Row:
+    """Paged decode, or verification of several tokens a row."""
+    pages = Pages(shape, contexts, 16)
+    seconds = decode_seconds(pages, tokens)
+    moved = pages.bytes() + 4.0 * tokens * len(contexts) * shape.heads * shape.dim
+    return Row(f"{shape.name} decode {name}", seconds * 1e6, moved, 4.0 * tokens * sum(contexts) * shape.heads * shape.dim)
+
+
+def prefill_flop(shape: Shape, tokens: int, context: int) -> float:
+    pairs = tokens * (context - tokens) + tokens * (tokens + 1) / 2
+    return 4.0 * pairs * shape.heads * shape.dim
+
+
+def prefill_seconds(shape: Shape, tokens: int, context: int, block: int, config: attention.Config | None = None) -> float:
+    """One layer's attention of one row's chunk."""
+    pages = Pages(shape, [context], block)
+    plan = pages.plan([tokens], 1, config)
+    q = rand(tokens, shape.heads, shape.dim)
+    out = torch.empty(tokens, shape.heads * shape.dim, dtype=DTYPE, device="cuda")
+    return timed([lambda p=p: attention.attention(q, p, plan, shape.dim**-0.5, out) for p in pages.pools[:4]])
+
+
+def sdpa_seconds(shape: Shape, tokens: int, backend: SDPBackend) -> float:
+    q = rand(1, shape.heads, tokens, shape.dim)
+    k, v = (rand(1, shape.kv_heads, tokens, shape.dim) for _ in range(2))
+    with sdpa_kernel(backend):
+        return timed([lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)])
+
+
+def prefill_row(shape: Shape, tokens: int, block: int) -> Row:
+    """A whole prompt in one chunk, beside torch's attention over contiguous keys."""
+    seconds = prefill_seconds(shape, tokens, tokens, block)
+    against = {
+        "cudnn": sdpa_seconds(shape, tokens, SDPBackend.CUDNN_ATTENTION) * 1e6,
+        "flash": sdpa_seconds(shape, tokens, SDPBackend.FLASH_ATTENTION) * 1e6,
+    }
+    moved = 2.0 * tokens * (2 * shape.heads + 2 * shape.kv_heads) * shape.dim
+    return Row(f"{shape.name} prefill {tokens} P={block}", seconds * 1e6, moved, prefill_flop(shape, tokens, tokens), against)
+
+
+def chunk_row(shape: Shape, tokens: int, context: int) -> Row:
+    seconds = prefill_seconds(shape, tokens, context, 16)
+    moved = 2.0 * (tokens * 2 * shape.heads + context * 2 * shape.kv_heads) * shape.dim
+    return Row(f"{shape.name} chunk {tokens} of {context}", seconds * 1e6, moved, prefill_flop(shape, tokens, context))
+
+
+def layer_rows(shape: Shape, tokens: int) -> Iterator[Row]:
+    """Norms, gate, rope."""
+    hidden, dim, kv_heads = shape.hidden, shape.dim, shape.kv_heads
+    weight = rand(hidden)
+    compiled_norm = torch.compile(lambda x, d, w: F.rms_norm(x.add_(d), (hidden,), w, 1e-5))
+    compiled_gate = torch.compile(lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1])
+    residuals, delta = copies(lambda: rand(tokens, hidden)), rand(tokens, hidden)
+    ours = timed([lambda r=r: norm.add_rms_norm(r, delta, weight, 1e-5) for r in residuals])
+    theirs = timed([lambda r=r: compiled_norm(r, delta, weight) for r in residuals])
+    yield Row(f"{shape.name} add+norm T={tokens}", ours * 1e6, 8.0 * tokens * hidden, 0, {"torch.compile": theirs * 1e6})
+    wide = copies(lambda: rand(tokens, 2 * shape.ffn))
+    ours = timed([lambda g=g: activation.silu_and_mul(g) for g in wide])
+    theirs = timed([lambda g=g: compiled_gate(g) for g in wide])
+    yield Row(f"{shape.name} silu*up T={tokens}", ours * 1e6, 6.0 * tokens * shape.ffn, 0, {"torch.compile": theirs * 1e6})
+    heads = shape.heads + 2 * kv_heads
+    qkvs, pool = copies(lambda: rand(tokens, heads, dim)), rand(8192 // 16 * 2, 16, 2, kv_heads, dim)
+    cos, sin = rand(8192, 1, dim), rand(8192, 1, dim)
+    places = torch.randperm(8192, device="cuda")[:tokens]
+    positions = torch.arange(tokens, device="cuda")
+    ours = timed(
+        [
+            lambda q=q: rope_kv.rope_and_store(q, cos, sin, pool, places, shape.heads, kv_heads, positions)
+            for q in qkvs
+        ]
+    )
+    yield Row(f"{shape.name} rope+store T={tokens}", ours * 1e6, 4.0 * tokens * heads * dim + 4.0 * tokens * dim, 0)
+
+
+def sampling_row(rows: int, name: str, temperature: float, top_k: int, top_p: float, min_p: float) -> Row:
+    """One step's sampling at a vocabulary of 128,256."""
+    vocab = SHAPES[0].vocab
+    state = sampling.slot_settings(rows, "cuda")
+    state.temperature.fill_(temperature)
+    state.top_k.fill_(top_k)
+    state.top_p.fill_(top_p)
+    state.min_p.fill_(min_p)
+    state.seed.random_()
+    logits = copies(lambda: rand(rows, vocab, dtype=torch.float32) * 3)
+    where, positions = torch.arange(rows, device="cuda"), torch.zeros(rows, dtype=torch.int64, device="cuda")
+    ours = timed([lambda x=x: sampling.sample(x, state, where, positions) for x in logits])
+    theirs = timed([lambda x=x: torch.argmax(x, -1) for x in logits])
+    return Row(f"sample {name} S={rows}", ours * 1e6, 4.0 * rows * vocab, 0, {"torch.argmax": theirs * 1e6})
+
+
+def blocks_row(shape: Shape, count: int) -> Row:
+    layers = 32 if shape.name == "8B" else 16
+    pools = [rand(512, 16, 2, shape.kv_heads, shape.dim) for _ in range(layers)]
+    addresses = blocks.pool_addresses(pools)
+    ids = torch.randperm(512, device="cuda")[:count]
+    staging = torch.empty(count, layers, 16, 2, shape.kv_heads, shape.dim, dtype=DTYPE, device="cuda")
+    seconds = timed([lambda: blocks.gather_blocks(addresses, pools[0], ids, staging)])
+    return Row(f"{shape.name} gather {count} blocks", seconds * 1e6, 2.0 * staging.numel() * 2, 0)
+
+
+def invariant_row(shape: Shape, rows: int) -> Row:
+    n, k = 2 * shape.ffn, shape.hidden
+    weights, x = copies(lambda: rand(n, k)), rand(rows, k)
+    ours = timed([lambda w=w: matmul.matmul_invariant(x, w) for w in weights])
+    vendor = timed([lambda w=w: F.linear(x, w) for w in weights])
+    moved = 2.0 * (n * k + rows * (n + k))
+    return Row(f"{shape.name} invariant gate-up M={rows}", ours * 1e6, moved, 2.0 * rows * n * k, {"cublas": vendor * 1e6})
+
+
+def cells() -> Iterator[tuple[str, Callable[[], list[Row]]]]:
+    """Every cell: its key and what measures it."""
+    for shape in SHAPES:
+        for rows in (1, 4, 8, 16, 32, 64):
+            for name, n, k, gated, normed in products(shape):
+                yield (
+                    f"product {shape.name} {name} {rows}",
+                    lambda s=shape, a=(name, n, k, gated, normed), r=rows: [product_row(s, *a, r)],
+                )
+        for batch in (1, 8, 32, 128, 256):
+            yield f"decode {shape.name} {batch}", lambda s=shape, b=batch: [decode_row(s, f"{b} x 2100", [2100] * b)]
+        skewed = [31 * 512] + [2048] * 31 + [512] * 32
+        even = [sum(skewed) // 64] * 64
+        for name, contexts in (("1 x 32768", [32768]), ("skewed 64", skewed), ("even 64", even)):
+            yield f"decode {shape.name} {name}", lambda s=shape, n=name, c=contexts: [decode_row(s, n, c)]
+        yield f"verify {shape.name}", lambda s=shape: [decode_row(s, "32 x 2100, 5 tokens", [2100] * 32, 5)]
+        for tokens in (1950, 2048, 8192):
+            yield f"prefill {shape.name} {tokens}", lambda s=shape, t=tokens: [prefill_row(s, t, 16)]
+        yield f"prefill {shape.name} 2048 P=128", lambda s=shape: [prefill_row(s, 2048, 128)]
+        yield f"chunk {shape.name}", lambda s=shape: [chunk_row(s, 512, 8192)]
+        for tokens in (1, 64, 2048):
+            yield f"layer {shape.name} {tokens}", lambda s=shape, t=tokens: list(layer_rows(s, t))
+        yield f"blocks {shape.name}", lambda s=shape: [blocks_row(s, 128)]
+        for rows in (1, 64, 2048):
+            yield f"invariant {shape.name} {rows}", lambda s=shape, r=rows: [invariant_row(s, r)]
+    kinds: dict[str, tuple[float, int, float, float]] = {
+        "greedy": (0, 0, 1, 0), "temperature": (0.8, 0, 1, 0), "min-p": (0.8, 0, 1, 0.05), "top-p": (0.8, 0, 0.9, 0),
+        "top-k": (0.8, 50, 1, 0),
+    }  # fmt: skip
+    for batch in (1, 32, 256):
+        for name, kind in kinds.items():
+            yield f"sample {name} {batch}", lambda b=batch, n=name, a=kind: [sampling_row(b, n, *a)]
+
+
+# ---- report ----
+
+
+def table(rows: list[Row], roof: dict[str, float]) -> str:
+    """Markdown: a line for each row."""
+    lines = [
+        "| kernel | us | GB/s | TFLOP/s | share of floor | others |",
+        "|---|---:|---:|---:|---:|---|",
+    ]
+    for row in rows:
+        others = ", ".join(f"{name} {us:.1f} us ({us / row.microseconds:.2f}x)" for name, us in row.against.items())
+        speed = row.bytes / row.microseconds / 1e3
+        lines.append(
+            f"| {row.name} | {row.microseconds:.1f} | {speed:,.0f} | {row.flop / row.microseconds / 1e6:.1f} "
+            f"| {row.share(roof):.0%} | {row.note or others} |"
+        )
+    return "\n".join(lines)
+
+
+def machine() -> str:
+    return f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, bf16, random data"
+
+
+def main() -> None:
+    """Measure what is missing, then print and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--only", default="", help="cells whose key contains this")
+    parser.add_argument("--fresh", action="store_true", help="measure everything again")
+    parser.add_argument("--out", type=Path, default=Path("bench/results"))
+    arguments = parser.parse_args()
+    path = arguments.out / "kernels.json"
+    saved = json.loads(path.read_text()) if path.exists() and not arguments.fresh else {}
+    begin = time.monotonic()
+    roof = ceilings()  # always of this run
+    print(machine(), {name: f"{value / 1e12:.2f} T/s" for name, value in roof.items()}, flush=True)
+    done: dict[str, list[Row]] = {key: [Row(**row) for row in rows] for key, rows in saved.get("cells", {}).items()}
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    for key, measure in cells():
+        if arguments.only not in key or key in done:
+            continue
+        try:
+            done[key] = measure()
+        except (RuntimeError, ValueError, triton.runtime.errors.OutOfResources) as bad:  # A bad row is a row, too.
+            done[key] = [Row(key, float("inf"), 0, 0, note=str(bad).splitlines()[0][:120])]
+        torch.cuda.empty_cache()
+        print("\n".join(table(done[key], roof).splitlines()[2:]), flush=True)
+        state = {"machine": machine(), "ceilings": roof, "cells": {k: [asdict(r) for r in v] for k, v in done.items()}}
+        path.write_text(json.dumps(state, indent=1))
+    head = ", ".join(f"{name} {value / 1e12:.2f} T/s" for name, value in roof.items())
+    text = f"# Kernels\n\n{machine()}. Ceilings of this run: {head}.\n\n"
+    rows = [row for key, _ in cells() if key in done for row in done[key]]
+    (arguments.out / "kernels.md").write_text(text + table(rows, roof) + "\n")
+    print(f"{len(rows)} rows, {time.monotonic() - begin:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""Tries tile shapes on one GPU and prints the best of each shape: how the tables in `kernels/` were chosen, offline.
+
+    python -m bench.tune GROUP [--part I/N]
+
+--part only compiles the I-th of N parts of the configurations: N processes fill the compiler's cache in parallel.
+"""
+
+import argparse
+import itertools
+from collections.abc import Iterator
+
+import torch
+import triton
+
+from bench.kernels import SHAPES, Pages, copies, decode_seconds, prefill_flop, prefill_seconds, products, rand, timed
+from kernels import matmul
+from kernels.attention import Config
+
+Trial = tuple[str, object]
+
+
+def product_tiles() -> Iterator[matmul.Tile]:
+    for n, k, stages, warps in (
+        (16, 256, 4, 4), (16, 512, 3, 4), (32, 128, 6, 4), (32, 256, 4, 4), (64, 64, 6, 4), (64, 128, 4, 4),
+        (64, 128, 6, 4), (64, 256, 3, 4), (128, 64, 5, 4), (128, 128, 3, 8),
+    ):  # fmt: skip
+        yield matmul.Tile(n, k, 1, stages, warps)
+
+
+def tune_products(part: tuple[int, int] | None) -> None:
+    """Each product of a layer at each number of rows."""
+    rows_list = (1, 16, 64)
+    if part:
+        trials = list(itertools.product(rows_list, product_tiles(), (1, 2, 4), (False, True), (0, 4)))
+        w, x = rand(8192, 4096), rand(64, 4096)
+        for rows, tile, split, gated, ahead in trials[part[0] :: part[1]]:
+            try_(lambda: matmul.linear(x[:rows], w, gated=gated, tile=changed(tile, split, ahead)))  # noqa: B023
+        return
+    for shape in SHAPES:
+        for name, n, k, gated, _ in products(shape):
+            weights = copies(lambda: rand(2 * n if gated else n, k))  # noqa: B023
+            for rows in rows_list:
+                x = rand(rows, k)
+                out = torch.empty(rows, n, dtype=x.dtype, device="cuda")
+                found = []
+                for tile, split, ahead in itertools.product(product_tiles(), (1, 2, 4), (0, 4)):
+                    programs = triton.cdiv(n, tile.n) * split
+                    if (split > 1 and programs > 1100) or programs < 100:
+                        continue
+                    t = changed(tile, split, ahead)
+                    seconds = try_(lambda: timed(
+                        [lambda w=w: matmul.linear(x, w, gated=gated, out=out, tile=t) for w in weights], 1.5, 3
+                    ))  # fmt: skip  # noqa: B023
+                    if seconds:
+                        found.append((seconds, t))
+                plain = torch.empty(rows, weights[0].shape[0], dtype=x.dtype, device="cuda")
+                vendor = timed([lambda w=w: torch.mm(x, w.t(), out=plain) for w in weights], 1.5, 3)  # noqa: B023
+                size = weights[0].numel() * 2
+                found.sort(key=lambda pair: pair[0])
+                print(f"{shape.name} {name} M={rows} cublas {vendor * 1e6:.1f} us {size / vendor / 1e12:.2f} TB/s |", "; ".join(
+                    f"{s * 1e6:.1f} us {size / s / 1e12:.2f} n{t.n} k{t.k} s{t.split} st{t.stages} w{t.warps} a{t.ahead}"
+                    for s, t in found[:4]
+                ), flush=True)  # fmt: skip
+            del weights
+            torch.cuda.empty_cache()
+
+
+def changed(tile: matmul.Tile, split: int, ahead: int) -> matmul.Tile:
+    return matmul.Tile(tile.n, tile.k, split, tile.stages, tile.warps, ahead)
+
+
+def decode_configs() -> Iterator[Config]:
+    for (keys, warps, stages), programs, least in itertools.product(
+        ((32, 2, 4), (32, 4, 4), (64, 4, 2), (64, 4, 3), (64, 4, 4), (128, 4, 2), (128, 8, 3)), (264, 528, 792), (1, 2, 4)
+    ):
+        yield Config(keys, warps, stages, programs, least)
+
+
+def tune_decode(part: tuple[int, int] | None) -> None:
+    """Decode rows of the batch sizes that matter."""
+    for shape in SHAPES:
+        for contexts in ([2100], [2100] * 8, [2100] * 32, [2100] * 128, [32768]):
+            if part and len(contexts) > 1:
+                continue
+            pages = Pages(shape, contexts, 16)
+            found = []
+            configs = list(decode_configs())
+            for config in configs[part[0] :: part[1]] if part else configs:
+                seconds = try_(lambda: decode_seconds(pages, 1, config))  # noqa: B023
+                if seconds:
+                    found.append((seconds, config))
+            report(f"{shape.name} decode {len(contexts)} x {contexts[0]}", found, pages.bytes(), 0)
+            del pages
+            torch.cuda.empty_cache()
+
+
+def prefill_configs() -> Iterator[Config]:
+    for rows, keys, warps, stages in (
+        (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2), (128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 8, 4),
+        (128, 128, 8, 2), (128, 128, 8, 3), (128, 32, 4, 4), (128, 64, 4, 2), (128, 64, 4, 3),
+    ):  # fmt: skip
+        yield Config(tile_rows=rows, tile_keys=keys, tile_warps=warps, tile_stages=stages)
+
+
+def tune_prefill(part: tuple[int, int] | None) -> None:
+    """One prompt in one chunk."""
+    for shape in SHAPES:
+        for tokens, block in ((2048, 16), (2048, 128), (8192, 16)):
+            if part and tokens > 2048:
+                continue
+            found = []
+            configs = list(prefill_configs())
+            for config in configs[part[0] :: part[1]] if part else configs:
+                seconds = try_(lambda: prefill_seconds(shape, tokens, tokens, block, config))  # noqa: B023
+                if seconds:
+                    found.append((seconds, config))
+            report(f"{shape.name} prefill {tokens} P={block}", found, 0, prefill_flop(shape, tokens, tokens))
+
+
+def try_(call):  # type: ignore[no-untyped-def]
+    """The call's result, or None where the device has too little of something."""
+    try:
+        return call()
+    except triton.runtime.errors.OutOfResources:
+        return None
+
+
+def report(name: str, found: list[tuple[float, Config]], size: float, flop: float) -> None:
+    found.sort(key=lambda pair: pair[0])
+    for seconds, c in [*found[:4], *found[-1:]]:
+        rate = f"{size / seconds / 1e12:.2f} TB/s" if size else f"{flop / seconds / 1e12:.0f} TFLOP/s"
+        shape = (
+            f"keys {c.split_keys} warps {c.split_warps} stages {c.split_stages} programs {c.split_programs} least {c.split_least}"
+            if size
+            else f"rows {c.tile_rows} keys {c.tile_keys} warps {c.tile_warps} stages {c.tile_stages}"
+        )
+        print(f"{name}: {seconds * 1e6:.1f} us {rate} | {shape}", flush=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("group", choices=["products", "decode", "prefill"])
+    parser.add_argument("--part")
+    arguments = parser.parse_args()
+    share = tuple(int(number) for number in arguments.part.split("/")) if arguments.part else None
+    {"products": tune_products, "decode": tune_decode, "prefill": tune_prefill}[arguments.group](share)  # type: ignore[arg-type]

@@ -1,0 +1,255 @@
+"""Matrix products of few rows, y = x W^T, bound by reading W once; and a batch-invariant product of any number of rows.
+
+M rows of x, N rows of W (outputs), K columns of both. What surrounds a product in a decoder layer is fused into it: the
+RMS norm before it, the bias and the residual addition after it, the gate of the MLP. Under dependent launch a program
+asks for its first weights before its predecessor in the stream has ended. The vendor's library serves all other shapes.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.overlap import begin, launch_options, prefetch
+
+
+@triton.jit(do_not_specialize=["M"])
+def skinny_kernel(
+    x,  # [M, K], rows x_stride apart
+    w,  # [N, K]; GATED: [2N, K], the gates and then the ups
+    norm,  # [K] or None: x is divided by its RMS and multiplied by this first
+    bias,  # [N] or None
+    residual,  # [M, N] or None: added
+    out,  # [M, N]
+    parts,  # float32 [2 or 1, SPLIT, M, N]
+    arrived,  # int32 [cdiv(N, BLOCK_N)], zero between launches
+    M, N, K, x_stride, eps,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr, GATED: tl.constexpr,
+    IEEE: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (tile, split) multiplies BLOCK_N rows of W, a SPLIT-th of their columns, with all rows of x."""
+    tile, split = tl.program_id(0), tl.program_id(1)
+    columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    here = columns < N
+    span = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLIT) * BLOCK_K
+    low, high = split * span, tl.minimum(split * span + span, K)
+    weights = w + columns.to(tl.int64)[:, None] * K
+    if PDL and AHEAD > 0:
+        lines = low + tl.arange(0, AHEAD)[None, :] * 64  # 128 bytes of a 16-bit dtype
+        prefetch(tl.where(here[:, None] & (lines < high), weights + lines, w))
+        if GATED:
+            prefetch(tl.where(here[:, None] & (lines < high), weights + tl.cast(N, tl.int64) * K + lines, w))
+    begin(PDL)
+    rows = tl.arange(0, BLOCK_M)
+    inputs = x + rows[:, None] * x_stride
+    product = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    squares = tl.zeros([BLOCK_M], tl.float32)
+    precision: tl.constexpr = "ieee" if IEEE else "tf32"
+    for start in tl.range(low, high, BLOCK_K, num_stages=STAGES):
+        inner = start + tl.arange(0, BLOCK_K)
+        inside = here[:, None] & (inner < high)[None, :]
+        a = tl.load(weights + inner[None, :], mask=inside, other=0.0, eviction_policy="evict_first")
+        b = tl.load(inputs + inner[None, :], mask=(rows < M)[:, None] & (inner < high)[None, :], other=0.0)
+        if norm is not None:
+            wide = b.to(tl.float32)
+            squares += tl.sum(wide * wide, 1)
+            b = (wide * tl.load(norm + inner, mask=inner < high, other=0.0).to(tl.float32)[None, :]).to(b.dtype)
+        b = tl.trans(b)
+        product = tl.dot(a, b, product, input_precision=precision)
+        if GATED:
+            c = tl.load(weights + tl.cast(N, tl.int64) * K + inner[None, :], mask=inside, other=0.0,
+                        eviction_policy="evict_first")  # fmt: skip
+            up = tl.dot(c, b, up, input_precision=precision)
+    target = rows[None, :] * N + columns[:, None]
+    valid = here[:, None] & (rows < M)[None, :]
+    last = SPLIT == 1
+    if SPLIT > 1:
+        # Every split leaves its part; the last to arrive adds all of them, always in the same order.
+        size = M * N
+        tl.store(parts + split * size + target, product, mask=valid)
+        if GATED:
+            tl.store(parts + (SPLIT + split) * size + target, up, mask=valid)
+        if norm is not None:
+            tl.store(parts + 2 * SPLIT * size + (tile * SPLIT + split) * BLOCK_M + rows, squares)
+        tl.debug_barrier()
+        last = tl.atomic_add(arrived + tile, 1, sem="acq_rel") == SPLIT - 1
+        if last:
+            tl.store(arrived + tile, 0)
+            product = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            squares = tl.zeros([BLOCK_M], tl.float32)
+            for other in tl.static_range(SPLIT):
+                product += tl.load(parts + other * size + target, mask=valid, other=0.0, cache_modifier=".cg")
+                if GATED:
+                    up += tl.load(parts + (SPLIT + other) * size + target, mask=valid, other=0.0, cache_modifier=".cg")
+                if norm is not None:
+                    squares += tl.load(
+                        parts + 2 * SPLIT * size + (tile * SPLIT + other) * BLOCK_M + rows, cache_modifier=".cg"
+                    )
+    if last:
+        if norm is not None:
+            inverse = (1.0 / tl.sqrt_rn(squares / K + eps))[None, :]
+            product *= inverse
+            up *= inverse
+        if GATED:
+            product = product * tl.sigmoid(product) * up
+        if bias is not None:
+            product += tl.load(bias + columns, mask=here, other=0.0).to(tl.float32)[:, None]
+        if residual is not None:
+            product += tl.load(residual + target, mask=valid, other=0.0).to(tl.float32)
+        tl.store(out + target, product.to(out.dtype.element_ty), mask=valid)
+
+
+@triton.jit(do_not_specialize=["M"])
+def invariant_kernel(
+    x,  # [M, K]
+    w,  # [N, K]
+    bias,  # [N] or None
+    out,  # [M, N]
+    M, N, K, x_stride,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, IEEE: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One [BLOCK_M, BLOCK_N] tile; each element is one sum over K in steps of BLOCK_K, never split."""
+    begin(PDL)
+    down, across = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    band = tl.program_id(0) // (GROUP * across)
+    height = tl.minimum(down - band * GROUP, GROUP)
+    rows = (band * GROUP + tl.program_id(0) % (GROUP * across) % height) * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = (tl.program_id(0) % (GROUP * across) // height) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inputs = x + rows.to(tl.int64)[:, None] * x_stride
+    weights = w + columns.to(tl.int64)[:, None] * K
+    product = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        inner = start + tl.arange(0, BLOCK_K)
+        a = tl.load(inputs + inner[None, :], mask=(rows < M)[:, None] & (inner < K)[None, :], other=0.0)
+        b = tl.load(weights + inner[None, :], mask=(columns < N)[:, None] & (inner < K)[None, :], other=0.0)
+        product = tl.dot(a, tl.trans(b), product, input_precision="ieee" if IEEE else "tf32")
+    if bias is not None:
+        product += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+    target = out + rows.to(tl.int64)[:, None] * N + columns[None, :]
+    tl.store(target, product.to(out.dtype.element_ty), mask=(rows < M)[:, None] & (columns < N)[None, :])
+
+
+# ---- shapes and launch ----
+
+MOST_ROWS = 64
+"""More rows than this go to the vendor's library."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Shape of a skinny product's programs."""
+
+    n: int
+    k: int
+    split: int = 1
+    stages: int = 4
+    warps: int = 4
+    ahead: int = 4
+    """Lines of 128 bytes of each of its rows of W that a program asks for before its predecessor has ended."""
+
+
+EXACT = Tile(16, 32, stages=2)
+
+
+def tile_for(rows: int, n: int, k: int, gated: bool, dtype: torch.dtype) -> Tile | None:
+    """The tile for x [rows, k] times W [n, k], or None where the vendor's library is as fast. Measured on one H200."""
+    if dtype == torch.float32 or rows > MOST_ROWS:
+        return None
+    split = max(1, min(8, 264 // triton.cdiv(n, 64)))
+    return Tile(64, 128, split)
+
+
+class Workspace:
+    """Partial sums of split products, one for each stream of launches: zeroed counters, room for the widest product."""
+
+    def __init__(self, device: torch.device, words: int = 8 << 20, tiles: int = 16384) -> None:
+        self.parts = torch.empty(words, dtype=torch.float32, device=device)
+        self.arrived = torch.zeros(tiles, dtype=torch.int32, device=device)
+
+
+_workspaces: dict[torch.device, Workspace] = {}
+
+
+def _workspace(device: torch.device) -> Workspace:
+    if device not in _workspaces:
+        _workspaces[device] = Workspace(device)
+    return _workspaces[device]
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    residual: Tensor | None = None,
+    gated: bool = False,
+    out: Tensor | None = None,
+    tile: Tile | None = None,
+) -> Tensor:
+    """One skinny product with what surrounds it, whatever the shape: rms_norm(x) @ weight.T + bias + residual.
+
+    x [M, K], weight [N, K] (gated: [2N, K], and the result is silu(first half) * second half) -> [M, N]. norm [K] or
+    None. residual [M, N] is added; pass it as `out` too to add in place. All 2-dimensional, unit stride in the last.
+    """
+    rows, k = x.shape
+    n = weight.shape[0] // 2 if gated else weight.shape[0]
+    tile = tile or tile_for(rows, n, k, gated, x.dtype) or EXACT
+    if out is None:
+        out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
+    if rows == 0:
+        return out
+    space = _workspace(x.device)
+    block_m = max(16, triton.next_power_of_2(rows))
+    tiles = triton.cdiv(n, tile.n)
+    assert tile.split == 1 or 2 * tile.split * rows * n + tiles * tile.split * block_m <= space.parts.numel()
+    skinny_kernel[(tiles, tile.split)](
+        x, weight, norm, bias, residual, out, space.parts, space.arrived, rows, n, k, x.stride(0), eps,
+        BLOCK_M=block_m, BLOCK_N=tile.n, BLOCK_K=tile.k, SPLIT=tile.split, GATED=gated,
+        IEEE=x.dtype == torch.float32, STAGES=tile.stages, AHEAD=tile.ahead, num_warps=tile.warps,
+        **launch_options(x.device),
+    )  # fmt: skip
+    return out
+
+
+def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x @ weight.T + bias. x [T, n], weight [m, n], bias [m] -> [T, m]: the faster of this kernel and the vendor's."""
+    tile = tile_for(x.shape[0], weight.shape[0], weight.shape[1], False, x.dtype)
+    return F.linear(x, weight, bias) if tile is None else linear(x, weight, bias, tile=tile)
+
+
+@dataclass(frozen=True, slots=True)
+class InvariantTile:
+    """Shape of an invariant product's programs. All shapes of one dtype sum in the same order."""
+
+    m: int
+    n: int
+    warps: int
+    stages: int
+
+
+INVARIANT_K = 64
+NARROW, WIDE = InvariantTile(64, 32, 4, 6), InvariantTile(128, 128, 8, 3)
+INVARIANT_EXACT = InvariantTile(32, 32, 4, 2)
+
+
+def matmul_invariant(x: Tensor, weight: Tensor, bias: Tensor | None = None, tile: InvariantTile | None = None) -> Tensor:
+    """As `matmul`, and a row's result has the same bits whatever the other rows are and however many."""
+    rows, k = x.shape
+    n = weight.shape[0]
+    exact = x.dtype == torch.float32
+    tile = tile or (INVARIANT_EXACT if exact else NARROW if rows <= 64 else WIDE)
+    out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
+    if rows:
+        invariant_kernel[(triton.cdiv(rows, tile.m) * triton.cdiv(n, tile.n),)](
+            x, weight, bias, out, rows, n, k, x.stride(0), BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=INVARIANT_K,
+            GROUP=8, IEEE=exact, STAGES=tile.stages, num_warps=tile.warps, **launch_options(x.device),
+        )  # fmt: skip
+    return out

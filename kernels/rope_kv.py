@@ -1,0 +1,97 @@
+"""Rotary embedding, optional norm of queries and keys, and the write of keys and values to their pages: one launch.
+
+T tokens, H query heads, K key/value heads, D head dimension, N blocks, P tokens per block.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.overlap import begin, launch_options
+
+
+@triton.jit
+def rope_and_store_kernel(
+    qkv,  # [T, H + 2K, D]: queries are rotated in place
+    cos,  # [positions or T, D]
+    sin,  # [positions or T, D], the first half negated
+    kv,  # [N * P, 2K, D]
+    places,  # int64 [T]: block * P + offset; a negative place is not written
+    positions,  # int64 [T] or None: the row of cos and sin; None: the token's own
+    norm,  # [H + K, D] or None
+    eps,
+    H,
+    K,
+    D,
+    BLOCK_H: tl.constexpr,
+    HALF: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    begin(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
+    lanes = tl.arange(0, HALF)[None, :]
+    half = D // 2
+    inside = (heads < H + 2 * K) & (lanes < half)
+    rotated = inside & (heads < H + K)
+    dtype = qkv.dtype.element_ty
+
+    source = qkv + (token * (H + 2 * K) + heads) * D + lanes
+    low = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
+    if norm is not None:
+        weight = norm + heads * D + lanes
+        squares = tl.sum(low * low, 1) + tl.sum(high * high, 1)
+        inverse = 1.0 / tl.sqrt_rn(squares / D + eps)
+        # Rounded as a norm of its own would round it.
+        normed_low = (low * inverse[:, None] * tl.load(weight, mask=rotated, other=0.0)).to(dtype).to(tl.float32)
+        normed_high = (high * inverse[:, None] * tl.load(weight + half, mask=rotated, other=0.0)).to(dtype)
+        low = tl.where(rotated, normed_low, low)
+        high = tl.where(rotated, normed_high.to(tl.float32), high)
+    angle = tl.load(positions + token) if positions is not None else token
+    cos_low = tl.load(cos + angle * D + lanes, mask=rotated, other=1.0).to(tl.float32)
+    cos_high = tl.load(cos + angle * D + half + lanes, mask=rotated, other=1.0).to(tl.float32)
+    sin_low = tl.load(sin + angle * D + lanes, mask=rotated, other=0.0).to(tl.float32)
+    sin_high = tl.load(sin + angle * D + half + lanes, mask=rotated, other=0.0).to(tl.float32)
+    new_low = (low * cos_low + high * sin_low).to(dtype)
+    new_high = (high * cos_high + low * sin_high).to(dtype)
+
+    query = inside & (heads < H)
+    tl.store(source, new_low, mask=query)
+    tl.store(source + half, new_high, mask=query)
+    place = tl.load(places + token)
+    written = inside & (heads >= H) & (place >= 0)
+    target = kv + (place * 2 * K + heads - H) * D + lanes
+    tl.store(target, new_low, mask=written)
+    tl.store(target + half, new_high, mask=written)
+
+
+def rope_and_store(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    kv_NP2KD: Tensor,
+    places_T: Tensor,
+    heads: int,
+    kv_heads: int,
+    positions_T: Tensor | None = None,
+    qk_norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """Rotate queries and keys, write keys and values to the pool, return the queries: [T, H, D], a view of qkv.
+
+    qkv [T, H + 2K, D], contiguous; its queries are rotated in place. cos, sin [T, 1, D], the first half of sin negated;
+    with positions_T (int64 [T]) they are whole tables [positions, 1, D]. places_T int64 [T]: block * P + offset, and a
+    negative place is not written. qk_norm [H + K, D] normalizes queries and keys first.
+    """
+    tokens, all_heads, dim = qkv.shape
+    assert qkv.is_contiguous()
+    assert all_heads == heads + 2 * kv_heads
+    if tokens:
+        half = triton.next_power_of_2(dim // 2)
+        block = min(16, triton.next_power_of_2(all_heads))
+        rope_and_store_kernel[(tokens, triton.cdiv(all_heads, block))](
+            qkv, cos, sin, kv_NP2KD, places_T, positions_T, qk_norm, eps, heads, kv_heads, dim,
+            BLOCK_H=block, HALF=half, num_warps=4, **launch_options(qkv.device),
+        )  # fmt: skip
+    return qkv[:, :heads]
