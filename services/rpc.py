@@ -73,9 +73,13 @@ class Server:
         self.port = port
 
     async def ready(self, ready: bool = True) -> None:
-        """Tells health checks whether calls are welcome."""
+        """Tells health checks whether calls are welcome, by the names of the services.
+
+        The name "" answers SERVING from the first moment to the stop: it says that this process listens, and a
+        liveness probe must not restart one that loads a model, or waits for one.
+        """
         state = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
-        for name in ["", *self._names]:
+        for name in self._names:
             await self._checks.set(name, state)
 
     async def stop(self, grace_s: float) -> None:
@@ -91,7 +95,7 @@ async def serve(
     max_message_bytes: int = INTERNAL_MESSAGE_BYTES,
     allow_remote: bool = False,
 ) -> Server:
-    """Listens at host:port (port 0 takes a free one) and answers NOT_SERVING until `ready` is called.
+    """Listens at host:port (port 0 takes a free one). Its services are NOT_SERVING until `ready` is called.
 
     Raises ValueError for an address beyond loopback unless `allow_remote`: the mesh does not authenticate its callers.
     """

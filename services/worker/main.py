@@ -11,6 +11,7 @@ from protos import mesh_pb2 as mesh
 from protos import mesh_pb2_grpc as mesh_grpc
 from services import rpc, telemetry
 from services.worker import checkpoint
+from services.worker.address import NoAddress, advertised
 from services.worker.attach import Attachment, Refused, report_of
 from services.worker.config import CheckpointError, load_config
 from services.worker.engines import WorkerEngine, open_engine
@@ -38,9 +39,12 @@ async def main() -> None:
         allow_remote=settings.allow_remote,
     )
     try:
+        address = await asyncio.to_thread(
+            advertised, settings.advertise, settings.listen, server.port, settings.scheduler_address
+        )
         engine, card, bundle = await asyncio.to_thread(_load, settings, startup)
-        await _serve(settings, server, service, startup, stop, engine, card, bundle)
-    except (CheckpointError, Refused) as error:
+        await _serve(settings, address, server, service, startup, stop, engine, card, bundle)
+    except (CheckpointError, NoAddress, Refused) as error:
         log.error("cannot serve", reason=str(error))
         await server.stop(0)
         sys.exit(f"weft worker: {error}")
@@ -98,6 +102,7 @@ def _options(settings: WorkerSettings, dtype: str, fingerprint: bytes) -> Engine
 
 async def _serve(
     settings: WorkerSettings,
+    address: str,
     server: rpc.Server,
     service: WorkerService,
     startup: Startup,
@@ -110,7 +115,7 @@ async def _serve(
     service.loaded(Loaded(jobs, bundle, card.bundle_digest, lambda: report_of(engine.stats(), jobs)))
     hello = mesh.WorkerHello(
         worker_id=f"{card.name}-{uuid.uuid4().hex[:8]}",
-        address=settings.advertise or f"{settings.listen.rpartition(':')[0]}:{server.port}",
+        address=address,
         card=card,
         credits=settings.max_batch_size,
         blocks=engine.stats().total_blocks,
