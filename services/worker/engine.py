@@ -3,7 +3,6 @@
 import logging
 import threading
 import time
-from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +14,7 @@ from services.worker import inputs
 from services.worker.batching import Batch, Row
 from services.worker.blocks import BlockPool
 from services.worker.config import CheckpointError, load_config
+from services.worker.inputs import SlotEdits
 from services.worker.job import (
     Ended,
     EndReason,
@@ -151,17 +151,14 @@ class Engine:
         self._take_inbox(output)
         self._end_expired(output)
         plan = self.batch.plan()
-        edits: array[int] = array("i")
-        for slot in plan.released:
-            edits += inputs.release(slot)
+        edits = [inputs.release(slot) for slot in plan.released]
         for sequence in plan.admitted:
             try:
-                edits += inputs.admit(sequence, self.config.eos_token_ids)
+                edits.append(inputs.admit(sequence, self.config.eos_token_ids))
             except Exception as error:
                 plan.drop(sequence)
                 self._fail(sequence, error, output)
-        for row in plan.rows:
-            edits += inputs.new_blocks(row.sequence)
+        edits += [inputs.new_blocks(row.sequence) for row in plan.rows if row.sequence.has_new_blocks]
         if plan.rows:
             self._launch(plan.rows, edits, output)
         self._publish_state()
@@ -173,7 +170,7 @@ class Engine:
 
     # ---- one step ----
 
-    def _launch(self, rows: list[Row], edits: "array[int]", output: StepOutput) -> None:
+    def _launch(self, rows: list[Row], edits: list[SlotEdits], output: StepOutput) -> None:
         prefill = sum(row.tokens for row in rows if row.start < row.sequence.prefill_end)
         self._predicted_step_s = self._pace.predict(prefill)
         self._on_launch(self._predicted_step_s)
@@ -187,16 +184,18 @@ class Engine:
         for part, result in results:
             self._collect(part, result, now, output)
 
-    def _run(self, rows: list[Row], edits: "array[int]", output: StepOutput) -> list[tuple[list[Row], StepResult]]:
-        """Compute the rows; if that fails, each half of them, so that one bad job fails alone."""
+    def _run(self, rows: list[Row], edits: list[SlotEdits], output: StepOutput) -> list[tuple[list[Row], StepResult]]:
+        """Compute the rows; if that fails, each half of them with its slots' edits, so one bad job fails alone."""
         try:
             return [(rows, self.runner.run(inputs.pack(edits, rows)))]
         except Exception as error:
             if len(rows) == 1:
                 self._fail(rows[0].sequence, error, output)
                 return []
-        half, none = len(rows) // 2, array("i")
-        return self._run(rows[:half], none, output) + self._run(rows[half:], none, output)
+        half = len(rows) // 2
+        late = {row.sequence.slot for row in rows[half:]}
+        first = self._run(rows[:half], [edit for edit in edits if edit.slot not in late], output)
+        return first + self._run(rows[half:], [edit for edit in edits if edit.slot in late], output)
 
     def _collect(self, rows: list[Row], result: StepResult, now: float, output: StepOutput) -> None:
         sampled = result.sampled

@@ -82,8 +82,19 @@ _INTEGERS = sum(field.type is int for field in fields(SlotState))
 # ---- writing ----
 
 
-def pack(edits: "array[int]", rows: Iterable[Row]) -> Words:
+@dataclass(frozen=True, slots=True)
+class SlotEdits:
+    """Edits of one slot. Until its row has advanced, they may be applied again."""
+
+    slot: int
+    words: "array[int]"
+
+
+def pack(slot_edits: Iterable[SlotEdits], rows: Iterable[Row]) -> Words:
     """A step: edits, then rows."""
+    edits: array[int] = array("i")
+    for slot_edit in slot_edits:
+        edits += slot_edit.words
     columns: array[int] = array("i")
     ids: array[int] = array("i")
     for row in rows:
@@ -95,12 +106,12 @@ def pack(edits: "array[int]", rows: Iterable[Row]) -> Words:
     return np.frombuffer(header + edits + columns + ids, np.int32)
 
 
-def release(slot: int) -> "array[int]":
+def release(slot: int) -> SlotEdits:
     """The edit that empties a slot."""
-    return _edit(Edit.RELEASE, slot, array("i"))
+    return SlotEdits(slot, _edit(Edit.RELEASE, slot, array("i")))
 
 
-def admit(job: Job, eos_token_ids: Iterable[int]) -> "array[int]":
+def admit(job: Job, eos_token_ids: Iterable[int]) -> SlotEdits:
     """The edits that put a sequence in its slot. Raises OverflowError for numbers that do not fit."""
     slot, params = _slot(job), job.job.params
     state = SlotState(
@@ -128,17 +139,14 @@ def admit(job: Job, eos_token_ids: Iterable[int]) -> "array[int]":
     banned = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_token_ids))
     if job.position < params.min_tokens and banned:
         edits += _edit(Edit.BAN, slot, array("i", [params.min_tokens, *sorted(banned)]))
-    return edits
+    return SlotEdits(slot, edits)
 
 
-def new_blocks(job: Job) -> "array[int]":
-    """The edit that tells the blocks it got since it was last asked; empty if there are none."""
-    fresh = job.blocks[job.told_blocks :]
-    if not fresh:
-        return array("i")
-    edit = _edit(Edit.BLOCKS, _slot(job), array("i", [job.told_blocks, *fresh]))
+def new_blocks(job: Job) -> SlotEdits:
+    """The edit that tells the blocks it got since it was last asked."""
+    words = array("i", [job.told_blocks, *job.blocks[job.told_blocks :]])
     job.told_blocks = len(job.blocks)
-    return edit
+    return SlotEdits(_slot(job), _edit(Edit.BLOCKS, _slot(job), words))
 
 
 def _edit(operation: Edit, slot: int, words: "array[int]") -> "array[int]":

@@ -98,12 +98,13 @@ class Sampler:
         if len(draws):
             rows = torch.from_numpy(draws)
             chosen[rows] = self._draw(shaped[rows], slots[draws], positions[draws], todo[draws])
+        sampled = self._report(logits, chosen, slots, todo)
         counted = np.flatnonzero(todo & _PENALTY)
         if self._seen is not None and self._counts is not None and len(counted):
             tokens, places = chosen[torch.from_numpy(counted)], torch.from_numpy(slots[counted])
             self._seen[places, tokens] = True
             self._counts[places, tokens] += 1
-        return self._report(logits, chosen, slots, todo)
+        return sampled
 
     def _shape(
         self,

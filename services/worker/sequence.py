@@ -59,6 +59,11 @@ class Sequence:
         """Blocks it needs at most: the last token of an answer is never computed."""
         return self.blocks_for(max(self.limit - 1, 1))
 
+    @property
+    def has_new_blocks(self) -> bool:
+        """Whether it got blocks that the device does not know of."""
+        return self.told_blocks < len(self.blocks)
+
     def keys(self, blocks: int) -> list[bytes]:
         """Keys of its first whole blocks."""
         assert blocks * self.block_size <= len(self.tokens), "only whole blocks have keys"

@@ -1,0 +1,200 @@
+"""Every defect of a checkpoint is one clear line, and never a served model."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from services.worker.config import CheckpointError, load_config
+from services.worker.engine import Engine
+from services.worker.job import EngineOptions
+from services.worker.weights import INDEX, SINGLE, open_checkpoint
+
+Damage = Callable[[Path], None]
+
+
+@pytest.fixture
+def copy(checkpoint: Callable[[str], Path], tmp_path: Path) -> Callable[[str], Path]:
+    """A checkpoint that a test may damage."""
+
+    def make(shape: str) -> Path:
+        return Path(shutil.copytree(checkpoint(shape), tmp_path / shape))
+
+    return make
+
+
+def load(folder: Path) -> Engine:
+    return Engine(folder, EngineOptions(kv_blocks=8), lambda phase, done, total: None)
+
+
+def edit_config(**changes: Any) -> Damage:
+    def damage(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return damage
+
+
+def edit_tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Damage:
+    def damage(folder: Path) -> None:
+        tensors = load_file(folder / SINGLE)
+        change(tensors)
+        save_file(tensors, folder / SINGLE, {"format": "pt"})
+
+    return damage
+
+
+def truncate(folder: Path) -> None:
+    content = (folder / SINGLE).read_bytes()
+    (folder / SINGLE).write_bytes(content[: len(content) // 2])
+
+
+def pickle_only(folder: Path) -> None:
+    (folder / SINGLE).rename(folder / "pytorch_model.bin")
+
+
+def no_weights(folder: Path) -> None:
+    (folder / SINGLE).unlink()
+
+
+def nonsense(folder: Path) -> None:
+    (folder / SINGLE).write_bytes(b"\xff" * 64)
+
+
+def broken_json(folder: Path) -> None:
+    (folder / "config.json").write_text("{")
+
+
+def no_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}
+LLAMA3_WITHOUT_FACTOR = {"rope_type": "llama3", "rope_theta": 1e4, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (truncate, "truncated"),
+        (nonsense, "truncated or not a safetensors file"),
+        (pickle_only, "pytorch_model.bin, which is a pickle"),
+        (no_weights, "found no weights"),
+        (no_config, "config.json is missing"),
+        (broken_json, "config.json cannot be read"),
+        (edit_tensors(lambda t: t.pop(Q)), f"tensor {Q} is missing"),
+        (edit_tensors(lambda t: t.update({Q: t[Q][:-1].clone()})), f"tensor {Q} has shape [63, 64]"),
+        (edit_tensors(lambda t: t.update({Q: t[Q].to(torch.int8)})), f"tensor {Q} has type I8"),
+        (edit_tensors(lambda t: t[Q].view(-1)[7].fill_(torch.nan)), f"tensor {Q} holds numbers that are not finite"),
+        (edit_tensors(lambda t: t[Q].view(-1)[7].fill_(torch.inf)), f"tensor {Q} holds numbers that are not finite"),
+        (edit_tensors(lambda t: t.update(extra=torch.ones(2))), "tensor extra is not part of this architecture"),
+        (edit_config(architectures=["GPT2LMHeadModel"]), "architecture GPT2LMHeadModel is not supported"),
+        (edit_config(architectures=None), "architecture none is not supported"),
+        (edit_config(rope_parameters=YARN), "rope scaling yarn is not supported"),
+        (edit_config(rope_parameters=LLAMA3_WITHOUT_FACTOR), "rope scaling llama3 lacks a number: 'factor'"),
+        (edit_config(hidden_act="gelu"), "hidden_act gelu is not supported"),
+        (edit_config(quantization_config={"quant_method": "gptq"}), "quant_method gptq"),
+        (edit_config(num_key_value_heads=3), "4 attention heads cannot share 3 key/value heads"),
+        (edit_config(num_hidden_layers=4), "tensor model.layers.3."),
+        (edit_config(num_hidden_layers=-1), "num_hidden_layers must be a positive number"),
+        (edit_config(vocab_size="many"), "vocab_size must be a positive number"),
+        (edit_config(partial_rotary_factor=0.5), "partial_rotary_factor is not supported"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_with_its_reason(
+    copy: Callable[[str], Path], damage: Damage, reason: str
+) -> None:
+    folder = copy("llama")
+    damage(folder)
+    with pytest.raises(CheckpointError) as caught:
+        load(folder)
+    assert reason in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert str(folder) not in str(caught.value), "messages hold no paths"
+
+
+def missing_shard(folder: Path) -> None:
+    sorted(folder.glob("model-*.safetensors"))[1].unlink()
+
+
+def index_outside(folder: Path) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"][Q] = "../elsewhere.safetensors"
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def index_knows_more(folder: Path) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"]["model.more"] = next(iter(index["weight_map"].values()))
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def index_is_empty(folder: Path) -> None:
+    (folder / INDEX).write_text('{"weight_map": {}}')
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (missing_shard, "shard model-00002-of-0000"),
+        (index_outside, "names a file outside the checkpoint"),
+        (index_knows_more, "tensor model.more is in the index but in no file"),
+        (index_is_empty, "names no tensors"),
+    ],
+)
+def test_a_damaged_sharded_checkpoint_too(copy: Callable[[str], Path], damage: Damage, reason: str) -> None:
+    folder = copy("qwen3")
+    damage(folder)
+    with pytest.raises(CheckpointError, match=reason):
+        load(folder)
+
+
+def test_loading_tells_its_phases_and_shards(checkpoint: Callable[[str], Path]) -> None:
+    told: list[tuple[str, int, int]] = []
+    Engine(checkpoint("qwen3"), EngineOptions(kv_blocks=8), lambda *progress: told.append(progress))
+    shards = len(open_checkpoint(checkpoint("qwen3")).shards)
+    assert shards > 2
+    assert [done for phase, done, _ in told if phase == "weights"] == list(range(shards + 1))
+    assert list(dict.fromkeys(phase for phase, _, _ in told)) == ["checkpoint", "weights", "warm-up"]
+    assert all(0 <= done <= total for _, done, total in told)
+
+
+def test_the_older_way_to_write_rope_is_read(copy: Callable[[str], Path]) -> None:
+    folder = copy("llama-bias-rope")
+    new = load_config(folder).rope
+    path = folder / "config.json"
+    raw = json.loads(path.read_text())
+    settings = raw.pop("rope_parameters")
+    raw["rope_theta"] = settings.pop("rope_theta")
+    raw["rope_scaling"] = settings
+    path.write_text(json.dumps(raw))
+    assert load_config(folder).rope == new
+    raw["rope_scaling"] = {"type": "linear", "factor": 2.0}
+    path.write_text(json.dumps(raw))
+    assert (load_config(folder).rope.kind, load_config(folder).rope.factor) == ("linear", 2.0)
+
+
+def test_end_tokens_come_from_the_generation_settings_first(copy: Callable[[str], Path]) -> None:
+    folder = copy("llama")
+    edit_config(eos_token_id=7)(folder)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
+    assert load_config(folder).eos_token_ids == (3, 4)
+    (folder / "generation_config.json").unlink()
+    assert load_config(folder).eos_token_ids == (7,)
+
+
+def test_windows_follow_each_familys_rule(copy: Callable[[str], Path]) -> None:
+    assert load_config(copy("llama")).windows == (None, None, None)
+    assert load_config(copy("mistral-window")).windows == (24, 24, 24)
+    folder = copy("qwen2-window")
+    assert load_config(folder).windows == (None, 20, 20)
+    edit_config(layer_types=None)(folder)
+    assert load_config(folder).windows == (None, 20, 20)
+    edit_config(use_sliding_window=False)(folder)
+    assert load_config(folder).windows == (None, None, None)

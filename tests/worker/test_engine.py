@@ -1,0 +1,323 @@
+"""What the engine promises around the tokens: ends, costs, cancels, failures that stay alone, books that balance."""
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from services import hashing
+from services.worker.engine import Engine
+from services.worker.inputs import Words, unpack
+from services.worker.job import EndReason, EngineOptions, StepOutput
+from services.worker.runner import StepResult
+from tests.checkpoints import EOS
+from tests.worker.conftest import EngineMaker
+from tests.worker.drive import Answer, job, prompt_of, run, solo
+
+
+@pytest.fixture(scope="module")
+def shared(engine: EngineMaker) -> Engine:
+    """An engine for tests that leave nothing behind but cached blocks."""
+    return engine()
+
+
+def free_again(engine: Engine) -> bool:
+    stats = engine.stats()
+    return (stats.running, stats.waiting, stats.active_blocks) == (0, 0, 0) and (
+        stats.free_blocks + stats.cached_blocks == stats.total_blocks
+    )
+
+
+# ---- ends ----
+
+
+def test_an_answer_ends_at_max_tokens(shared: Engine) -> None:
+    answer = solo(shared, job(1, prompt_of(20), max_tokens=5))
+    assert answer.positions == [0, 1, 2, 3, 4]
+    assert (answer.ended.reason, answer.ended.position) == (EndReason.LENGTH, 5)
+    assert free_again(shared)
+
+
+def test_an_answer_ends_where_the_context_does(engine: EngineMaker) -> None:
+    answer = solo(engine(max_seq_length=24), job(1, prompt_of(20), max_tokens=50))
+    assert (answer.ended.reason, len(answer.tokens)) == (EndReason.LENGTH, 4)
+
+
+def test_a_stop_token_ends_the_answer_and_is_not_part_of_it(shared: Engine) -> None:
+    free = solo(shared, job(1, prompt_of(20), max_tokens=12))
+    stop = free.tokens[5]
+    first = free.tokens.index(stop)
+    stopped = solo(shared, job(2, prompt_of(20), max_tokens=12, stop_token_ids=frozenset({stop})))
+    assert stopped.tokens == free.tokens[:first]
+    assert (stopped.ended.reason, stopped.ended.stop_token_id) == (EndReason.STOP, stop)
+    assert stopped.ended.position == first
+
+
+def test_the_models_end_token_ends_the_answer_unless_ignored(shared: Engine) -> None:
+    eager: dict[str, Any] = {"logit_bias": {EOS: 100.0}, "max_tokens": 3}
+    ended = solo(shared, job(1, prompt_of(9), ignore_eos=False, **eager))
+    assert (ended.tokens, ended.ended.reason, ended.ended.stop_token_id) == ([], EndReason.STOP, EOS)
+    assert solo(shared, job(2, prompt_of(9), ignore_eos=True, **eager)).tokens == [EOS] * 3
+
+
+def test_min_tokens_forbids_end_and_stop_tokens_before(shared: Engine) -> None:
+    eager: dict[str, Any] = {"logit_bias": {EOS: 100.0, 7: 90.0}, "max_tokens": 9, "stop_token_ids": frozenset({7})}
+    answer = solo(shared, job(1, prompt_of(9), ignore_eos=False, min_tokens=4, **eager))
+    assert len(answer.tokens) == 4
+    assert not {EOS, 7} & set(answer.tokens)
+    assert answer.ended.stop_token_id == EOS
+
+
+def test_a_moved_job_continues_at_its_position(shared: Engine) -> None:
+    whole = solo(shared, job(1, prompt_of(30), max_tokens=20, temperature=1.0, seed=3))
+    moved = solo(shared, job(2, prompt_of(30), emitted=whole.tokens[:8], max_tokens=20, temperature=1.0, seed=3))
+    assert moved.positions == list(range(8, 20))
+    assert moved.tokens == whole.tokens[8:]
+
+
+def test_a_moved_job_that_was_done_ends_at_once(shared: Engine) -> None:
+    answer = solo(shared, job(1, prompt_of(30), emitted=[5, 6, 7], max_tokens=3))
+    assert (answer.tokens, answer.ended.reason, answer.ended.position) == ([], EndReason.LENGTH, 3)
+
+
+def test_a_moved_jobs_penalties_count_what_it_had_said(shared: Engine) -> None:
+    settings: dict[str, Any] = {
+        "max_tokens": 24,
+        "presence_penalty": 1.5,
+        "frequency_penalty": 0.7,
+        "repetition_penalty": 1.3,
+    }
+    whole = solo(shared, job(1, prompt_of(30), **settings))
+    assert whole.tokens != solo(shared, job(2, prompt_of(30), max_tokens=24)).tokens
+    moved = solo(shared, job(3, prompt_of(30), emitted=whole.tokens[:10], **settings))
+    assert moved.tokens == whole.tokens[10:]
+
+
+def test_an_expired_job_ends_before_it_costs_anything(shared: Engine) -> None:
+    steps = shared.stats().steps
+    answer = solo(shared, job(1, prompt_of(30), deadline=time.monotonic() - 1))
+    assert (answer.tokens, answer.ended.reason) == ([], EndReason.DEADLINE)
+    assert shared.stats().steps == steps
+    assert free_again(shared)
+
+
+def test_a_deadline_in_the_middle_ends_the_answer(shared: Engine) -> None:
+    answer = solo(shared, job(1, prompt_of(30), max_tokens=400, deadline=time.monotonic() + 0.05))
+    assert answer.ended.reason is EndReason.DEADLINE
+    assert 0 < len(answer.tokens) < 400
+    assert free_again(shared)
+
+
+@pytest.mark.parametrize("prompt", [[], [5] * 512, [5] * 600])
+def test_a_prompt_without_room_for_an_answer_is_refused(shared: Engine, prompt: list[int]) -> None:
+    error = solo(shared, job(1, prompt)).ended.error
+    assert error is not None
+    assert (error.code, error.reason) == ("INVALID_ARGUMENT", "INVALID")
+
+
+def test_a_job_that_could_never_fit_is_refused(engine: EngineMaker) -> None:
+    small = engine(kv_blocks=8)
+    refused = solo(small, job(1, prompt_of(100), max_tokens=100)).ended
+    assert refused.error is not None
+    assert (refused.reason, refused.error.reason) == (EndReason.ERROR, "KV_EXHAUSTED")
+    assert len(solo(small, job(2, prompt_of(100), max_tokens=29)).tokens) == 29
+
+
+# ---- costs ----
+
+
+def test_the_cost_says_where_time_and_tokens_went(engine: EngineMaker) -> None:
+    chunky = engine(max_batch_size=2, step_tokens=16)
+    run(chunky, job(1, prompt_of(40), max_tokens=2))
+    cost = run(chunky, job(2, [*prompt_of(40)[:32], *prompt_of(40, seed=1)], max_tokens=6))[2].ended.cost
+    assert (cost.cached_tokens, cost.prefill_tokens, cost.prefill_steps, cost.steps) == (32, 40, 3, 8)
+    assert cost.preemptions == 0
+    assert min(cost.prefill_s, cost.decode_s) > 0
+    assert cost.queue_s >= 0
+
+
+def test_the_gauges_follow_the_work(engine: EngineMaker) -> None:
+    fresh = engine(max_batch_size=2, step_tokens=32)
+    before = fresh.stats()
+    assert (before.steps, before.running, before.waiting, before.preemptions) == (0, 0, 0, 0)
+    assert before.free_blocks == before.total_blocks
+    assert min(before.decode_s, before.prefill_rate) > 0, "the warm-up has measured the pace"
+    for key in range(3):
+        fresh.submit(job(key, prompt_of(50, seed=key), max_tokens=4))
+    fresh.step()
+    stats = fresh.stats()
+    assert (stats.running, stats.waiting) == (1, 2)
+    assert stats.prefill_backlog == 18 + 50 + 50
+    assert stats.predicted_step_s > 0
+    run(fresh)
+    assert fresh.stats().predicted_step_s == 0
+    assert free_again(fresh)
+
+
+# ---- cancelling and the prefix cache ----
+
+
+def test_cancelling_64_streams_returns_every_block(engine: EngineMaker) -> None:
+    wide = engine(kv_blocks=600)
+    run(wide, *(job(key, prompt_of(10 + key), max_tokens=200) for key in range(64)), steps=20)
+    assert wide.stats().running == 64
+    for key in range(64):
+        wide.cancel(key, 3)
+    answers = run(wide)
+    assert {answers[key].ended.reason for key in range(64)} == {EndReason.CANCELLED}
+    assert free_again(wide)
+    wide.check_integrity()
+
+
+def test_a_cancel_of_a_job_that_is_unknown_or_over_means_nothing(shared: Engine) -> None:
+    shared.cancel(12345, 0)
+    assert run(shared) == {}
+
+
+def test_what_lies_beyond_a_cancels_position_is_not_found_again(engine: EngineMaker) -> None:
+    fresh = engine()
+    prompt = prompt_of(32)
+    said = run(fresh, job(1, prompt, max_tokens=200), steps=60)[1].tokens
+    fresh.cancel(1, 20)
+    run(fresh)
+    later = solo(fresh, job(2, [*prompt, *said, 9]))
+    assert later.ended.cost.cached_tokens == 48  # 32 + 20 tokens are three whole blocks
+
+
+def test_stored_and_evicted_blocks_are_told_by_the_keys_of_the_mesh(engine: EngineMaker) -> None:
+    small = engine(kv_blocks=6, fingerprint=b"model")
+    prompt = prompt_of(40)
+    run(small, job(1, prompt, max_tokens=1, salt=b"tenant"))
+    keys = list(hashing.block_keys(prompt, 16, hashing.chain_root(b"tenant", b"model")))
+    assert small.take_block_events() == (keys, [])
+    assert small.take_block_events() == ([], [])
+    run(small, job(2, prompt_of(75), max_tokens=1, salt=b"tenant"))
+    stored, evicted = small.take_block_events()
+    assert (len(stored), evicted) == (4, [keys[1]])
+
+
+def test_several_samples_of_one_prompt_compute_it_once(shared: Engine) -> None:
+    prompt = prompt_of(100, seed=8)
+    jobs = [job(key, prompt, temperature=1.0, sample_index=key) for key in range(4)]
+    answers = run(shared, *jobs)
+    assert [answers[key].ended.cost.cached_tokens for key in range(4)] == [0, 96, 96, 96]
+    assert len({tuple(answers[key].tokens) for key in range(4)}) == 4
+
+
+def test_without_the_prefix_cache_nothing_is_kept(engine: EngineMaker) -> None:
+    plain = engine(prefix_cache=False)
+    for key in range(2):
+        assert solo(plain, job(key, prompt_of(50))).ended.cost.cached_tokens == 0
+    assert plain.stats().cached_blocks == 0
+
+
+# ---- failures stay alone ----
+
+POISON = 300
+
+
+@pytest.fixture
+def poisoned(engine: EngineMaker) -> Engine:
+    """An engine whose model knows no finite numbers for one token."""
+    made = engine(step_tokens=64)
+    made.runner.model.embedding[POISON] = torch.nan
+    return made
+
+
+def test_numbers_that_are_not_finite_fail_one_job_and_stain_nobody(poisoned: Engine) -> None:
+    healthy = [job(key, [t for t in prompt_of(30 + key) if t != POISON], logprobs=0) for key in range(4)]
+    expected = run(poisoned, *healthy)
+    sick = prompt_of(100)
+    sick[3] = POISON
+    answers = run(poisoned, job(9, sick), *healthy)
+    failed = answers[9].ended
+    assert failed.error is not None
+    assert (failed.reason, failed.error.reason, answers[9].tokens) == (EndReason.ERROR, "NUMERIC", [])
+    assert [answers[k].tokens for k in range(4)] == [expected[k].tokens for k in range(4)]
+    assert all(bool(torch.isfinite(pool).all()) for pool in poisoned.runner.pools), "a later owner would meet NaN"
+    again = solo(poisoned, job(10, sick)).ended
+    assert again.cost.cached_tokens == 0, "nothing of it may be found again"
+
+
+def test_a_job_that_breaks_the_step_fails_alone(engine: EngineMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    fragile = engine()
+    expected = run(fragile, *(job(key, prompt_of(20 + key), bypass_cache=True) for key in range(7)))
+    original = fragile.runner.run
+
+    def break_on_poison(words: Words) -> StepResult:
+        if POISON in unpack(words)[1].ids:
+            raise RuntimeError("the words of the request")
+        return original(words)
+
+    monkeypatch.setattr(fragile.runner, "run", break_on_poison)
+    jobs = [job(key, prompt_of(20 + key), bypass_cache=True) for key in range(7)]
+    answers = run(fragile, *jobs[:3], job(99, [5, POISON, 6]), *jobs[3:])
+    failed = answers[99].ended
+    assert failed.error is not None
+    assert (failed.error.reason, failed.error.retryable) == ("INTERNAL", True)
+    assert "words of the request" not in failed.error.message
+    assert [answers[k].tokens for k in range(7)] == [expected[k].tokens for k in range(7)]
+    assert free_again(fragile)
+
+
+def test_numbers_that_do_not_fit_the_packed_step_fail_one_job(shared: Engine) -> None:
+    answers = run(shared, job(1, prompt_of(9), temperature=1.0, top_k=1 << 40), job(2, prompt_of(9)))
+    error = answers[1].ended.error
+    assert error is not None
+    assert error.reason == "INTERNAL"
+    assert len(answers[2].tokens) == 16
+    assert free_again(shared)
+
+
+# ---- the loop ----
+
+
+def test_the_loop_sleeps_until_there_is_work(engine: EngineMaker) -> None:
+    fresh = engine()
+    outputs: list[StepOutput] = []
+    predictions: list[float] = []
+    ended, stop = threading.Event(), threading.Event()
+
+    def on_output(output: StepOutput) -> None:
+        outputs.append(output)
+        if output.ended:
+            ended.set()
+
+    thread = threading.Thread(target=fresh.run_forever, args=(on_output, predictions.append, stop))
+    thread.start()
+    time.sleep(0.2)
+    assert outputs == [], "an idle engine has nothing to say"
+    fresh.submit(job(1, prompt_of(10), max_tokens=6))
+    assert ended.wait(10)
+    assert sum(len(output.tokens) for output in outputs) == 6
+    assert len(predictions) == len(outputs) == 6
+    assert all(prediction > 0 for prediction in predictions)
+    stop.set()
+    fresh.wake()
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+def test_an_engine_takes_its_threads_from_the_options(engine: EngineMaker) -> None:
+    assert EngineOptions().threads is None
+    before = torch.get_num_threads()
+    try:
+        engine(threads=2)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_answers_of_one_step_come_once_per_job(shared: Engine) -> None:
+    for key in range(5):
+        shared.submit(job(key, prompt_of(12, seed=key), max_tokens=3))
+    answers = {key: Answer() for key in range(5)}
+    while shared.has_work():
+        output = shared.step()
+        keys = [token.key for token in output.tokens]
+        assert len(keys) == len(set(keys))
+        for token in output.tokens:
+            answers[token.key].add(token)
+    assert all(answer.positions == [0, 1, 2] for answer in answers.values())

@@ -1,0 +1,84 @@
+"""The packed step says exactly what was planned: what is written is what is read."""
+
+from typing import Any
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.worker import inputs
+from services.worker.batching import Row
+from services.worker.inputs import Edit, SlotState
+from services.worker.job import Job, SamplingParams
+from services.worker.sequence import Sequence
+
+
+def sequence(slot: int, tokens: list[int], boundary: int | None = None, **params: Any) -> Sequence:
+    job = Job(1, tokens, len(tokens) if boundary is None else boundary, SamplingParams(**{"max_tokens": 50, **params}))
+    made = Sequence(job, 1, 0.0, 4, 1000, b"")
+    made.slot, made.prefill_end = slot, len(tokens)
+    return made
+
+
+def test_rows_carry_tokens_that_the_device_cannot_know() -> None:
+    prompt = sequence(3, [10, 11, 12, 13, 14])
+    answering = sequence(0, [20, 21])
+    answering.tokens.append(99)  # sampled on the device, and still there
+    words = inputs.pack([], [Row(answering, 2, 1, True), Row(prompt, 1, 3, False)])
+    assert words.dtype == np.int32
+    edits, rows = inputs.unpack(words)
+    assert list(edits) == []
+    assert rows.slots.tolist() == [0, 3]
+    assert rows.lengths.tolist() == [1, 3]
+    assert rows.given.tolist() == [0, 3]
+    assert rows.samples.tolist() == [True, False]
+    assert rows.ids.tolist() == [11, 12, 13]
+
+
+def test_new_blocks_are_told_once() -> None:
+    one = sequence(2, [1, 2, 3])
+    one.blocks = [7, 5]
+    edits, _ = inputs.unpack(inputs.pack([inputs.new_blocks(one)], []))
+    assert [(edit, slot, words.tolist()) for edit, slot, words in edits] == [(Edit.BLOCKS, 2, [0, 7, 5])]
+    assert not one.has_new_blocks
+    one.blocks.append(9)
+    edits, _ = inputs.unpack(inputs.pack([inputs.new_blocks(one)], []))
+    assert edits[0][2].tolist() == [2, 9]
+
+
+def test_admission_tells_what_sampling_needs_and_no_more() -> None:
+    plain = inputs.unpack(inputs.pack([inputs.admit(sequence(1, [1, 2]), (9,))], []))[0]
+    assert [edit for edit, _, _ in plain] == [Edit.ADMIT]
+    rich = sequence(
+        1, [4, 5, 6], 2, presence_penalty=0.5, logit_bias={3: 1.5, 8: -2.0}, min_tokens=4, stop_token_ids=frozenset({8})
+    )
+    told = {edit: words for edit, _, words in inputs.unpack(inputs.pack([inputs.admit(rich, (9,))], []))[0]}
+    assert told[Edit.HISTORY].tolist() == [2, 4, 5, 6]
+    assert told[Edit.BIAS][:2].tolist() == [3, 8]
+    assert told[Edit.BIAS][2:].view(np.float32).tolist() == [1.5, -2.0]
+    assert told[Edit.BAN].tolist() == [4, 8, 9]
+
+
+def test_end_tokens_are_not_banned_when_they_are_ignored_anyway() -> None:
+    ignoring = sequence(1, [4], min_tokens=4, ignore_eos=True)
+    assert [edit for edit, _, _ in inputs.unpack(inputs.pack([inputs.admit(ignoring, (9,))], []))[0]] == [Edit.ADMIT]
+
+
+@given(
+    seed=st.integers(0, (1 << 64) - 1),
+    temperature=st.floats(0, 100, width=32),
+    top_k=st.integers(0, (1 << 31) - 1),
+    logprobs=st.none() | st.integers(0, 20),
+    frequency=st.floats(-2, 2, width=32),
+)
+def test_slot_state_survives_the_way(
+    seed: int, temperature: float, top_k: int, logprobs: int | None, frequency: float
+) -> None:
+    one = sequence(
+        0, [1], seed=seed, temperature=temperature, top_k=top_k, logprobs=logprobs, frequency_penalty=frequency
+    )
+    ((_, _, words), *_) = inputs.unpack(inputs.pack([inputs.admit(one, ())], []))[0]
+    state = SlotState.read(words)
+    assert (state.seed_low & 0xFFFFFFFF) | (state.seed_high & 0xFFFFFFFF) << 32 == seed
+    assert (state.temperature, state.frequency_penalty) == (temperature, frequency)
+    assert (state.top_k, state.logprobs) == (top_k, -1 if logprobs is None else logprobs)

@@ -1,0 +1,87 @@
+"""The memory estimate: what goes where, and advice that helps when it does not fit."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.worker.config import CheckpointError, ModelConfig, load_config
+from services.worker.engine import Engine
+from services.worker.job import EngineOptions
+from services.worker.memory import MemoryPlan, MemoryShortage, available_memory, plan_memory
+
+MIB = 2**20
+PARAMETERS = 10_000_000
+
+
+@pytest.fixture
+def config(checkpoint: Callable[[str], Path]) -> ModelConfig:
+    return load_config(checkpoint("llama"))
+
+
+def plan(config: ModelConfig, available: int = 10_000 * MIB, **options: Any) -> MemoryPlan:
+    return plan_memory(config, PARAMETERS, 4, EngineOptions(**options), available)
+
+
+def test_a_pool_holds_a_full_batch_of_full_sequences_if_there_is_room(config: ModelConfig) -> None:
+    roomy = plan(config)
+    assert roomy.kv_tokens == 64 * 512
+    assert roomy.concurrency == 64
+    assert roomy.kv == (roomy.kv_blocks + 1) * 16 * config.kv_bytes_per_token(4)
+    assert roomy.weights == 4 * PARAMETERS
+
+
+def test_and_at_most_a_quarter_of_what_is_left_if_not(config: ModelConfig) -> None:
+    tight = plan(config, 80 * MIB)
+    assert tight.kv_tokens < 64 * 512
+    assert tight.kv <= (80 * MIB - tight.weights - tight.workspace) / 4
+
+
+def test_a_given_size_is_kept(config: ModelConfig) -> None:
+    assert plan(config, kv_blocks=77).kv_blocks == 77
+    by_bytes = plan(config, kv_bytes=3 * MIB)
+    assert 0.9 * 3 * MIB < by_bytes.kv <= 3 * MIB
+    assert plan(config, max_seq_length=100, kv_blocks=50).concurrency == 8
+
+
+@pytest.mark.parametrize(
+    ("available", "options", "advice"),
+    [
+        (20 * MIB, {}, "take a smaller model or serve it in bfloat16"),
+        (40 * MIB, {}, "lower max_batch_size, step_tokens or max_seq_length"),
+        (80 * MIB, {"kv_blocks": 10_000}, "lower kv_blocks or kv_bytes"),
+        (1000 * MIB, {"kv_bytes": 100_000}, "lower max_seq_length or raise kv_bytes"),
+    ],
+)
+def test_what_does_not_fit_comes_with_advice(
+    config: ModelConfig, available: int, options: dict[str, Any], advice: str
+) -> None:
+    with pytest.raises(MemoryShortage) as caught:
+        plan(config, available, **options)
+    assert advice in str(caught.value)
+    assert "MiB" in str(caught.value)
+
+
+def test_a_context_beyond_the_models_is_refused(config: ModelConfig) -> None:
+    with pytest.raises(CheckpointError, match="max_seq_length 600 exceeds the model's context of 512"):
+        plan(config, max_seq_length=600)
+
+
+def test_this_machine_has_some_memory() -> None:
+    assert 64 * MIB < available_memory() < 2**50
+
+
+def test_a_worker_that_would_not_fit_says_so_before_it_reads_weights(checkpoint: Callable[[str], Path]) -> None:
+    told: list[str] = []
+    with pytest.raises(MemoryShortage):
+        Engine(checkpoint("llama"), EngineOptions(kv_blocks=1 << 40), lambda phase, done, total: told.append(phase))
+    assert "weights" not in told
+
+
+def test_the_log_tells_size_and_concurrency(
+    checkpoint: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        Engine(checkpoint("llama"), EngineOptions(kv_blocks=64), lambda phase, done, total: None)
+    assert "1024 tokens, 2.0 sequences of 512" in caplog.text
