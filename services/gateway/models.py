@@ -89,6 +89,10 @@ class Catalog:
 
     async def _describe(self, served: Served) -> api.Model:
         card = served.card
+        try:
+            chat = (await self.text(served)).chat
+        except WeftError:
+            chat = False  # Told to those who ask it something.
         return api.Model(
             name=card.name,
             context_length=card.context_length,
@@ -96,7 +100,7 @@ class Catalog:
             parameters=card.parameters,
             architecture=card.architecture,
             workers=len(served.addresses),
-            chat=(await self.text(served)).chat,
+            chat=chat,
         )
 
     def _load(self, served: Served) -> asyncio.Task[TextModel]:

@@ -69,6 +69,7 @@ class InferenceService:
     async def ListModels(self, request: api.ListModelsRequest, context: Context) -> api.ListModelsResponse:
         """The models served now."""
         validate.check_known(request, "request")
+        await self._know_models()
         return api.ListModelsResponse(models=await self._mesh.catalog.listing())
 
     async def _serve(
@@ -122,7 +123,11 @@ class InferenceService:
             await self._registry.leave(visit.generation, listener)
 
     async def _find(self, name: str) -> Served:
-        """The model of a name. Until the scheduler has told its models the first time, nobody can know."""
+        await self._know_models()
+        return self._mesh.catalog.find(name)
+
+    async def _know_models(self) -> None:
+        """Waits until the scheduler has told its models the first time: before, nobody can know."""
         known = self._mesh.dispatch.models_known
         if not known.is_set():
             try:
@@ -130,7 +135,6 @@ class InferenceService:
                     await known.wait()
             except TimeoutError:
                 raise no_scheduler() from None
-        return self._mesh.catalog.find(name)
 
 
 class _Visit:

@@ -116,6 +116,11 @@ class FakeScheduler(SchedulerServicer):
             self._outboxes.discard(outbox)
             hearing.cancel()
 
+    async def Attach(  # type: ignore[override]
+        self, requests: AsyncIterator[mesh_pb2.AttachRequest], context: Context
+    ) -> None:
+        raise AssertionError("the fake workers need no scheduler")
+
     async def _hear(self, requests: AsyncIterator[mesh_pb2.DispatchRequest], outbox: Any) -> None:
         async for request in requests:
             kind = request.WhichOneof("message")
@@ -202,7 +207,7 @@ class FakeWorker(WorkerServicer):
         self.links: set[rpc.Outbox[mesh_pb2.RunResponse]] = set()
         self.bundle = BUNDLE
 
-    async def FetchBundle(  # type: ignore[override]
+    async def FetchBundle(
         self, request: mesh_pb2.FetchBundleRequest, context: Context
     ) -> AsyncIterator[mesh_pb2.FetchBundleResponse]:
         half = len(self.bundle) // 2
@@ -223,6 +228,9 @@ class FakeWorker(WorkerServicer):
             self.links.discard(outbox)
             hearing.cancel()
             stepping.cancel()
+
+    async def Status(self, request: mesh_pb2.StatusRequest, context: Context) -> mesh_pb2.StatusResponse:
+        raise AssertionError("no gateway asks for it")
 
     async def _hear(self, requests: AsyncIterator[mesh_pb2.RunRequest], outbox: Any) -> None:
         async for request in requests:
@@ -297,9 +305,11 @@ class FakeWorker(WorkerServicer):
         """One token of a step."""
         if job.sampling.HasField("logprobs"):
             top = range(job.sampling.logprobs)
-            entry = len(message.rows)
-            message.tops.append(mesh_pb2.TopTokens(entry=entry, token_ids=top, logprobs=[-float(i + 1) for i in top]))
+            values = [-float(place + 1) for place in top]
+            message.tops.append(mesh_pb2.TopTokens(entry=len(message.rows), token_ids=top, logprobs=values))
             message.logprobs.append(-0.5)
+        elif any(other.job.sampling.HasField("logprobs") for other in self.running.values()):
+            message.logprobs.append(float("nan"))
         message.rows.append(row)
         message.positions.append(position)
         message.token_ids.append(token)
@@ -338,16 +348,12 @@ class FakeCache(CacheServicer):
         self.delay_s = 0.0
         self.lookups = 0
 
-    async def GetResult(  # type: ignore[override]
-        self, request: cache_pb2.GetResultRequest, context: Context
-    ) -> cache_pb2.GetResultResponse:
+    async def GetResult(self, request: cache_pb2.GetResultRequest, context: Context) -> cache_pb2.GetResultResponse:
         self.lookups += 1
         await asyncio.sleep(self.delay_s)
         return cache_pb2.GetResultResponse(result=self.kept.get(request.key))
 
-    async def PutResult(  # type: ignore[override]
-        self, request: cache_pb2.PutResultRequest, context: Context
-    ) -> cache_pb2.PutResultResponse:
+    async def PutResult(self, request: cache_pb2.PutResultRequest, context: Context) -> cache_pb2.PutResultResponse:
         self.kept[request.key] = request.result
         return cache_pb2.PutResultResponse(stored=True)
 
@@ -392,7 +398,7 @@ class FakeMesh:
         self._gateway = gateway(settings)
         self.server: rpc.Server = await self._gateway.__aenter__()
         self.channel = aio.insecure_channel(f"127.0.0.1:{self.server.port}")
-        self.stub = InferenceStub(self.channel)  # type: ignore[assignment]
+        self.stub = InferenceStub(self.channel)
         return self
 
     async def __aexit__(

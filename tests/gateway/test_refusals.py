@@ -22,7 +22,7 @@ def reason_of(error: aio.AioRpcError) -> str:
     status = rpc_status.from_call(call)
     assert status is not None
     assert any(detail.Unpack(info) for detail in status.details)
-    return info.reason
+    return str(info.reason)
 
 
 def with_prompt(**fields: Any) -> api.GenerateRequest:

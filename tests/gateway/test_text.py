@@ -111,11 +111,10 @@ CHATS = [
 @pytest.mark.parametrize("template", [CHATML, LLAMA2, LOOPS], ids=["chatml", "llama2", "loops"])
 @pytest.mark.parametrize("chat", CHATS, ids=["one", "system", "many"])
 def test_templates_render_as_transformers_does(template: str, chat: list[tuple[str, str]], tmp_path: Path) -> None:
-    from transformers import PreTrainedTokenizerFast
+    import transformers
 
-    theirs: Any = PreTrainedTokenizerFast(
-        tokenizer_object=TOKENIZER, bos_token="<s>", eos_token="</s>", chat_template=template
-    )
+    build: Any = transformers.PreTrainedTokenizerFast
+    theirs = build(tokenizer_object=TOKENIZER, bos_token="<s>", eos_token="</s>", chat_template=template)
     messages = [{"role": role, "content": content} for role, content in chat]
     expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert ChatTemplate(template, {"bos_token": "<s>", "eos_token": "</s>"}).render(chat) == expected
