@@ -61,4 +61,5 @@ def traceparent_of(span: trace.Span) -> str:
     """The W3C traceparent header that makes `span` the parent of what follows."""
     context = span.get_span_context()
     trace_id = context.trace_id or secrets.randbits(128)
-    return f"00-{trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}"
+    span_id = context.span_id or secrets.randbits(64)
+    return f"00-{trace_id:032x}-{span_id:016x}-{int(context.trace_flags):02x}"
