@@ -298,7 +298,7 @@ def tokens_of(seed: int, sample_index: int, run: int, vocabulary: list[int]) -> 
 
 
 def _plan(options: EngineOptions, context_length: int, kv_bytes_per_token: int) -> MemoryPlan:
-    """A pool of the size asked for (in bytes: of the model in 16 bits), none of which is really taken. Raises CheckpointError."""
+    """A pool of the size asked for (bytes: as of the model in 16 bits), none of it taken. Raises CheckpointError."""
     max_length = options.max_seq_length or context_length
     if max_length > max(MOST_CONTEXT, context_length):
         raise CheckpointError(f"max_seq_length {max_length} exceeds the {MOST_CONTEXT} of the paced engine")

@@ -1,0 +1,35 @@
+"""What `weft bench` does: runs a plan, shows the result, writes the files that were asked for."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from bench.load import metrics, page, run, terminal
+from bench.load.plan import Plan
+
+
+def bench(plan: Plan, out: Console, json_file: Path | None, html_file: Path | None) -> int:
+    """The exit code: 1 if no request was answered. Raises PlanError, TraceError, RunError and WeftError."""
+    with _bar(out) as progress:
+        result = metrics.result(asyncio.run(run.run(plan, progress)))
+    terminal.show(out, result)
+    if json_file is not None:
+        json_file.write_text(json.dumps(result, indent=1) + "\n")
+    if html_file is not None:
+        html_file.write_text(page.page(result))
+        out.print(f"report: {html_file}", markup=False)
+    return 0 if result["completed"] else 1
+
+
+@contextlib.contextmanager
+def _bar(out: Console) -> Iterator[run.Progress]:
+    """A progress bar, on a terminal."""
+    columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=out, transient=True, disable=not out.is_terminal) as bar:
+        task = bar.add_task("requests", total=None)
+        yield lambda ended, total: bar.update(task, completed=ended, total=total)

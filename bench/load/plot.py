@@ -1,0 +1,125 @@
+"""Small plots as inline SVG: lines over two axes, and one stacked bar. Knows points, never what they mean."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+Point = tuple[float, float]
+
+COLOURS = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#0891b2", "#65a30d", "#9ca3af")
+_WIDTH, _HEIGHT = 560, 240
+_LEFT, _RIGHT, _TOP, _BOTTOM = 60, 14, 12, 40
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of a plot."""
+
+    name: str
+    points: Sequence[Point]
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """What an axis says."""
+
+    label: str
+    log: bool = False
+
+
+def lines(series: Sequence[Line], x: Axis, y: Axis) -> str:
+    """An SVG of these lines; without points an empty plot."""
+    points = [point for line in series for point in line.points]
+    across = _Scale([p[0] for p in points], x.log, _LEFT, _WIDTH - _RIGHT, from_zero=not x.log)
+    up = _Scale([p[1] for p in points], y.log, _HEIGHT - _BOTTOM, _TOP, from_zero=not y.log)
+    parts = [_grid(across, up, x, y)]
+    for number, line in enumerate(series):
+        path = " ".join(f"{across(px):.1f},{up(py):.1f}" for px, py in line.points)
+        parts.append(f'<polyline points="{path}" stroke="{COLOURS[number % len(COLOURS)]}"/>')
+    return _svg(_HEIGHT, parts) + (_legend([line.name for line in series]) if len(series) > 1 else "")
+
+
+def bar(shares: Sequence[tuple[str, float]], unit: str) -> str:
+    """An SVG of one bar that is divided as the values are."""
+    total = sum(value for _, value in shares) or 1.0
+    parts, left = [], 0.0
+    for number, (name, value) in enumerate(shares):
+        width = value / total * _WIDTH
+        title = f"<title>{escape(name)}: {value:.2f} {escape(unit)}</title>"
+        colour = COLOURS[number % len(COLOURS)]
+        parts.append(
+            f'<rect x="{left:.1f}" y="4" width="{width:.1f}" height="26" fill="{colour}">{title}</rect>'
+        )  # fmt: skip
+        left += width
+    return _svg(34, parts) + _legend([f"{name} {value:.2f} {unit}" for name, value in shares])
+
+
+class _Scale:
+    """From values to pixels."""
+
+    def __init__(self, values: Sequence[float], log: bool, start: float, end: float, *, from_zero: bool) -> None:
+        self.log = log
+        usable = [value for value in values if value > 0] if log else list(values)
+        self.least = min(usable, default=1.0 if log else 0.0)
+        self.greatest = max(usable, default=1.0)
+        if from_zero:
+            self.least = min(0.0, self.least)
+        if self.greatest <= self.least:
+            self.greatest = self.least * 2 if log and self.least else self.least + 1
+        self._start, self._end = start, end
+
+    def __call__(self, value: float) -> float:
+        turn: Callable[[float], float] = math.log if self.log else float
+        least = turn(self.least)
+        share = (turn(max(value, self.least)) - least) / (turn(self.greatest) - least)
+        return self._start + share * (self._end - self._start)
+
+    def ticks(self) -> list[float]:
+        """Round values along the axis, at most about eight."""
+        if self.log:
+            low, high = math.floor(math.log10(self.least)), math.ceil(math.log10(self.greatest))
+            factors = (1, 2, 5) if high - low <= 3 else (1,)
+            ticks = [factor * 10.0**power for power in range(low, high + 1) for factor in factors]
+            return [tick for tick in ticks if self.least <= tick <= self.greatest]
+        span = self.greatest - self.least
+        step = 10.0 ** math.floor(math.log10(span / 4))
+        step *= next(factor for factor in (1, 2, 5, 10) if span / (step * factor) <= 6)
+        first = math.ceil(self.least / step)
+        return [number * step for number in range(first, math.floor(self.greatest / step + 1e-9) + 1)]
+
+
+def _grid(across: _Scale, up: _Scale, x: Axis, y: Axis) -> str:
+    bottom, right = _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
+    parts = []
+    for tick in across.ticks():
+        at = across(tick)
+        parts.append(f'<path d="M{at:.1f} {_TOP}V{bottom}" class="grid"/>')
+        parts.append(f'<text x="{at:.1f}" y="{bottom + 15}" text-anchor="middle">{_number(tick)}</text>')
+    for tick in up.ticks():
+        at = up(tick)
+        parts.append(f'<path d="M{_LEFT} {at:.1f}H{right}" class="grid"/>')
+        parts.append(f'<text x="{_LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{_number(tick)}</text>')
+    middle = (_TOP + bottom) / 2
+    parts.append(f'<text x="{(_LEFT + right) / 2}" y="{_HEIGHT - 6}" text-anchor="middle">{escape(x.label)}</text>')
+    turned = f'transform="rotate(-90 12 {middle})" text-anchor="middle"'
+    parts.append(f'<text x="12" y="{middle}" {turned}>{escape(y.label)}</text>')
+    return "".join(parts)
+
+
+def _number(value: float) -> str:
+    if value >= 1e6:
+        return f"{value / 1e6:g}M"
+    return f"{value / 1e3:g}k" if value >= 1e4 else f"{value:.6g}"
+
+
+def _legend(names: Sequence[str]) -> str:
+    items = (
+        f'<span><i style="background:{COLOURS[number % len(COLOURS)]}"></i>{escape(name)}</span>'
+        for number, name in enumerate(names)
+    )
+    return f'<p class="legend">{"".join(items)}</p>'
+
+
+def _svg(height: int, parts: Sequence[str]) -> str:
+    return f'<svg viewBox="0 0 {_WIDTH} {height}" role="img">{"".join(parts)}</svg>'
