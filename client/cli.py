@@ -76,8 +76,8 @@ def serve(
         _serve_part(part, environment, model=model, workers=workers, redis_url=redis_url, port=port)
         return
     from client import demo, mesh
+    from client.local import Wanted
     from client.terminal import console
-    from services.local import Wanted
 
     with _mesh_errors():
         wanted = Wanted(
@@ -340,8 +340,8 @@ def _mesh_errors() -> Iterator[None]:
     """What can keep a mesh from running, told in one line."""
     from client.demo import NoDemoModel
     from client.errors import WeftError
+    from client.local import PortTaken
     from services.cache.embedded import NoRedisError
-    from services.local import PortTaken
     from services.supervisor import GaveUp
 
     try:

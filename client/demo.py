@@ -7,8 +7,8 @@ from rich.console import Console
 
 from client import mesh
 from client.api import Client
+from client.local import Wanted
 from client.terminal import print_receipt, say
-from services.local import Wanted
 
 PROMPT = "There was once a fox who lived at the edge of the forest. One winter morning"
 MAX_TOKENS = 120

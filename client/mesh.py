@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
+from client import local
 from client.terminal import amount
 from protos import inference_pb2 as api
-from services import local
 from services.supervisor import State, Supervisor
 
 _REFRESH_S = 0.1

@@ -11,11 +11,10 @@ import grpc
 import pytest
 from typer.testing import CliRunner, Result
 
-from client import cli, demo
+from client import cli, demo, local
 from client.chat import Conversation
 from client.cli import app
 from protos import inference_pb2 as api
-from services import local
 from services.errors import WeftError, invalid
 from tests.client.fakes import WORDS, FakeMesh, fails, served
 

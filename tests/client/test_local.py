@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from services import local
-from services.local import Mesh, PortTaken, Wanted
+from client import local
+from client.local import Mesh, PortTaken, Wanted
 from services.settings import SCHEDULER_ADDRESS
 
 

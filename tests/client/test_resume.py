@@ -4,8 +4,7 @@ import os
 import signal
 from pathlib import Path
 
-from client import Client, demo
-from services import local
+from client import Client, demo, local
 from services.supervisor import Supervisor
 
 TOKENS = 250

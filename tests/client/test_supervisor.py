@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from services import local
+from client import local
 from services.supervisor import GaveUp, Policy, Spec, State, Supervisor
 
 DUMMY = Path(__file__).with_name("dummy.py")
