@@ -168,6 +168,14 @@ class SchedulerService(mesh_grpc.SchedulerServicer):
                 raise _unexpected()
             self._perform(self._pool.on_report(worker_id, wire.report_from(request.report), self._clock()))
 
+    # ---- tools ----
+
+    async def Overview(  # type: ignore[override]
+        self, request: mesh.OverviewRequest, context: aio.ServicerContext[Any, Any]
+    ) -> mesh.OverviewResponse:
+        """Who is there and what waits."""
+        return wire.overview_of(self._pool, len(self._gateways), self._clock())
+
     # ---- commands ----
 
     def _perform(self, commands: list[Command]) -> None:

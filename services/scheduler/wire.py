@@ -22,6 +22,7 @@ from services.scheduler.messages import (
     WorkerLost,
     WorkerMessage,
 )
+from services.scheduler.pool import Pool
 
 # ---- heard ----
 
@@ -161,3 +162,29 @@ def failure_of(failure: Failure) -> mesh.Failure:
         retry_after_s=failure.retry_after_s,
         field=failure.field,
     )
+
+
+# ---- shown ----
+
+
+def overview_of(pool: Pool, gateways: int, now: float) -> mesh.OverviewResponse:
+    """What people and their tools may see of the pool."""
+    overview = mesh.OverviewResponse(gateways=gateways)
+    for _, model in sorted(pool.models.items()):
+        overview.models.add(
+            name=model.name,
+            waiting=len(model.line),
+            following=model.following,
+            waiting_tokens=model.line.prompt_tokens,
+        )
+        ready = {worker.id for worker in model.healthy(now)}
+        for _, worker in sorted(model.workers.items()):
+            overview.workers.add(
+                worker_id=worker.id,
+                address=worker.hello.address,
+                model=model.name,
+                credits=worker.hello.credits,
+                jobs=len(worker.jobs),
+                ready=worker.id in ready,
+            )
+    return overview
