@@ -170,7 +170,7 @@ class SchedulerService(mesh_grpc.SchedulerServicer):
 
     # ---- tools ----
 
-    async def Overview(  # type: ignore[override]
+    async def Overview(
         self, request: mesh.OverviewRequest, context: aio.ServicerContext[Any, Any]
     ) -> mesh.OverviewResponse:
         """Who is there and what waits."""
