@@ -50,7 +50,9 @@ TopP = Annotated[float | None, typer.Option(help="Keep the most likely tokens up
 MinP = Annotated[float | None, typer.Option(help="Keep tokens this likely, relative to the most likely one.")]
 Seed = Annotated[int | None, typer.Option(help="The same seed gives the same draws.", show_default="random")]
 Stats = Annotated[bool, typer.Option("--stats", help="Say what the answer cost.")]
+Scheduler = Annotated[str, typer.Option(envvar="WEFT_SCHEDULER_ADDRESS", help="host:port of the mesh's scheduler.")]
 LOCAL = "127.0.0.1:50051"
+LOCAL_SCHEDULER = "127.0.0.1:50052"
 
 
 @app.command()
@@ -277,6 +279,38 @@ def bench(
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     raise typer.Exit(code)
+
+
+@app.command()
+def top(
+    scheduler: Scheduler = LOCAL_SCHEDULER,
+    once: Annotated[bool, typer.Option("--once", help="One picture, no live view.")] = False,
+) -> None:
+    """Watch a mesh: its workers and models, how full and how fast they are."""
+    from client import top as view
+    from client.terminal import console
+
+    try:
+        _run(view.show(scheduler, console(), once=once))
+    except view.NoScheduler as error:
+        _fail(str(error))
+
+
+@app.command()
+def doctor(
+    address: Address = LOCAL,
+    scheduler: Scheduler = LOCAL_SCHEDULER,
+    redis_url: Annotated[
+        str, typer.Option(envvar=["WEFT_REDIS_URL", "REDIS_URL"], help="Your own Redis.", show_default="embedded")
+    ] = "",
+) -> None:
+    """Look for what keeps a mesh from running, here and at an address. The exit code is 1 if something does."""
+    import asyncio
+
+    from client import doctor as examination
+    from client.terminal import console
+
+    raise typer.Exit(examination.tell(asyncio.run(examination.examine(address, scheduler, redis_url)), console()))
 
 
 def _answer(client: "SyncClient", prompt: str, options: "Options", n: int, logprobs: bool, stats: bool) -> None:
