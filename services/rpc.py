@@ -6,10 +6,12 @@ Knows gRPC, nothing of what is served.
 import asyncio
 import contextlib
 import ipaddress
+import os
 import signal
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 import grpc
 import structlog
@@ -17,6 +19,7 @@ from google.protobuf.message import DecodeError
 from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from pydantic import ValidationError
 
 from services import errors
 from services.errors import WeftError
@@ -275,4 +278,14 @@ def run(main: Awaitable[None]) -> None:
     async def entry() -> None:
         await main
 
-    uvloop.run(entry())
+    try:
+        uvloop.run(entry())
+    except ValidationError as error:  # Settings: say which one and why, but never a value, which may be a secret.
+        reasons = (f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors(include_input=False))
+        refuse_to_serve(f"settings: {'; '.join(reasons)}")
+
+
+def refuse_to_serve(reason: str) -> NoReturn:
+    """Ends the process with one line on stderr and the exit code that tells a supervisor not to try again."""
+    print(f"weft: {reason}", file=sys.stderr)
+    sys.exit(os.EX_CONFIG)

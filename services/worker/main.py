@@ -1,7 +1,6 @@
 """Wires a worker together: load the model, serve the Run link, stay attached to the scheduler, drain at the end."""
 
 import asyncio
-import sys
 import threading
 import uuid
 
@@ -47,7 +46,7 @@ async def main() -> None:
     except (CheckpointError, NoAddress, Refused) as error:
         log.error("cannot serve", reason=str(error))
         await server.stop(0)
-        sys.exit(f"weft worker: {error}")
+        rpc.refuse_to_serve(str(error))
 
 
 def _load(settings: WorkerSettings, startup: Startup) -> tuple[WorkerEngine, mesh.ModelCard, bytes]:

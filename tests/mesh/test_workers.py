@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import shutil
 import signal
 import time
@@ -85,11 +86,21 @@ async def test_a_broken_checkpoint_is_never_ready(tmp_path: Path, model: Path, d
     started = time.monotonic()
     assert worker.popen is not None
     code = await asyncio.to_thread(worker.popen.wait, 20)
-    assert code == 1
+    assert code == os.EX_CONFIG
     assert time.monotonic() - started < 10
     last = worker.log.read_text().strip().splitlines()[-1]
-    assert last.startswith("weft worker: ")
+    assert last.startswith("weft: ")
     assert "Traceback" not in worker.log.read_text()
+
+
+async def test_a_wrong_setting_is_named_and_its_value_is_not(tmp_path: Path, model: Path) -> None:
+    worker = Mesh(tmp_path, model, worker_env={"MAX_BATCH_SIZE": "-7351"}).workers[0]
+    worker.start()
+    assert worker.popen is not None
+    assert await asyncio.to_thread(worker.popen.wait, 20) == os.EX_CONFIG
+    last = worker.log.read_text().strip().splitlines()[-1]
+    assert last.startswith("weft: settings: MAX_BATCH_SIZE")
+    assert "7351" not in worker.log.read_text()
 
 
 async def test_a_drained_worker_finishes_what_it_has(tmp_path: Path, model: Path) -> None:
