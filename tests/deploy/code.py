@@ -1,0 +1,194 @@
+"""What the code says that a deployment must agree with: services, ports, health names, settings, commands, images.
+
+Read from the code itself. Each function returns what is wrong, as sentences; none of them is good news.
+"""
+
+import ast
+import functools
+import importlib
+import importlib.util
+import inspect
+import ipaddress
+import os
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from unittest import mock
+
+from opentelemetry.sdk import environment_variables as otel
+from pydantic import AliasChoices, ValidationError
+
+from services import settings as common
+from services.cache.settings import CacheSettings
+from services.gateway.settings import GatewaySettings
+from services.scheduler.settings import SchedulerSettings
+from services.settings import CommonSettings
+from services.worker.settings import WorkerSettings
+
+ROOT = Path(__file__).parents[2]
+
+SETTINGS: dict[str, type[CommonSettings]] = {
+    "gateway": GatewaySettings,
+    "scheduler": SchedulerSettings,
+    "cache": CacheSettings,
+    "worker": WorkerSettings,
+}
+REDIS_PORT = 6379
+# Read by the operating system's and the libraries' own code.
+FOREIGN = {"HOME", "TMPDIR", "OMP_NUM_THREADS", "HF_HOME", "HF_HUB_OFFLINE", "TRITON_CACHE_DIR", "POD_IP", "POD_NAME"}
+OTEL = {name for name in vars(otel).values() if isinstance(name, str) and name.startswith("OTEL_")}
+
+
+def port(service: str) -> int:
+    """The port that a service listens at if nothing else is said."""
+    return port_of(getattr(common, f"{service.upper()}_ADDRESS"))
+
+
+def port_of(address: str) -> int:
+    """Of host:port."""
+    return int(address.rpartition(":")[2])
+
+
+@functools.cache
+def health_names(service: str) -> set[str]:
+    """Names that a service's code registers with its health service, beside the empty one."""
+    names = set()
+    for path in (ROOT / "services" / service).glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                package, _, name = node.value.rpartition(".")
+                if package == "weft.v1" and name.isidentifier():
+                    names.add(node.value)
+    return names
+
+
+def variables(service: str) -> dict[str, str]:
+    """Each environment variable that a service reads, and the field that it sets."""
+    settings = SETTINGS[service]
+    prefix = str(settings.model_config.get("env_prefix", ""))
+    names = {}
+    for field, info in settings.model_fields.items():
+        alias = info.validation_alias
+        if isinstance(alias, AliasChoices):
+            choices = [str(choice) for choice in alias.choices]
+        else:
+            choices = [str(alias)] if alias else [f"{prefix}{field}"]
+        names.update({choice.upper(): field for choice in choices})
+    return names
+
+
+def settings_problems(service: str, environment: Mapping[str, str]) -> Iterator[str]:
+    """What is wrong with the environment of a service in a container of its own."""
+    known = variables(service)
+    for name in sorted(environment.keys() - known.keys() - OTEL - FOREIGN):
+        yield f"{service}: {name} is no setting of it"
+    try:
+        settings = _read(service, environment)
+    except ValidationError as error:
+        yield f"{service}: {error}"
+        return
+    host, _, listening = settings.listen.rpartition(":")
+    if not settings.allow_remote:
+        yield f"{service}: listens for other machines without WEFT_ALLOW_REMOTE"
+    if host not in ("0.0.0.0", "[::]"):
+        yield f"{service}: listens at {settings.listen or 'its default'}, which others do not reach"
+    elif int(listening) != port(service):
+        yield f"{service}: listens at {listening}, not at its default {port(service)}"
+    given = {known[name] for name in environment.keys() & known.keys()}
+    for field in sorted(peers(service, environment)):
+        if field not in given:
+            yield f"{service}: {field} is not given, so it looks for it in its own container"
+
+
+def parse(service: str, environment: Mapping[str, str]) -> CommonSettings | None:
+    """The settings that this environment makes; None if it makes none, which `settings_problems` tells."""
+    try:
+        return _read(service, environment)
+    except ValidationError:
+        return None
+
+
+def _read(service: str, environment: Mapping[str, str]) -> CommonSettings:
+    with mock.patch.dict(os.environ, dict(environment), clear=True):
+        return SETTINGS[service]()
+
+
+def peers(service: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """Fields of a service's settings that say where something else is, with host:port."""
+    settings = parse(service, environment)
+    if settings is None:
+        return {}
+    found = {
+        field: str(getattr(settings, field)) for field in type(settings).model_fields if field.endswith("_address")
+    }
+    if isinstance(settings, CacheSettings):
+        found["redis_url"] = settings.redis_url.get_secret_value().partition("://")[2].partition("/")[0]
+    return {field: address for field, address in found.items() if address}
+
+
+def peer_problems(service: str, environment: Mapping[str, str]) -> Iterator[str]:
+    """Peers that are looked for on loopback."""
+    for field, address in peers(service, environment).items():
+        host = address.rpartition(":")[0].strip("[]")
+        if host == "localhost" or (host[:1].isdigit() and ipaddress.ip_address(host).is_loopback):
+            yield f"{service}: {field} is {address}, its own container"
+
+
+@functools.cache
+def project() -> dict[str, object]:
+    """The [project] table of pyproject.toml."""
+    table: dict[str, object] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return table
+
+
+def extras() -> dict[str, list[str]]:
+    """Optional dependencies by name."""
+    table = project()["optional-dependencies"]
+    assert isinstance(table, dict)
+    return table
+
+
+def command_problems(command: Sequence[str]) -> Iterator[str]:
+    """What is wrong with a command that runs in one of our images."""
+    match list(command):
+        case ["weft", *rest]:
+            yield from _weft_problems(rest)
+        case ["python", "-m", module, *rest]:
+            yield from _module_problems(module, rest)
+        case _:
+            yield f"{' '.join(command)} is no command of ours"
+
+
+def _weft_problems(rest: list[str]) -> Iterator[str]:
+    scripts = project()["scripts"]
+    assert isinstance(scripts, dict)
+    module, _, attribute = scripts.get("weft", ":").partition(":")
+    cli = importlib.import_module(module) if module else None
+    if cli is None or not hasattr(cli, attribute):
+        yield "there is no command weft"
+        return
+    if len(rest) != 2 or rest[0] != "serve" or not inspect.isfunction(getattr(cli, rest[0], None)):
+        yield f"weft {' '.join(rest)} is not `weft serve SERVICE`"
+    elif rest[1] not in {part.value for part in cli.Part} or not _exists(f"services.{rest[1]}.__main__"):
+        yield f"{rest[1]} is no service"
+
+
+def _module_problems(module: str, rest: list[str]) -> Iterator[str]:
+    if not _exists(module):
+        yield f"there is no module {module}"
+    elif module == "services.health":
+        address, name = (*rest, "", "")[:2]
+        services = {port(service): service for service in SETTINGS}
+        number = address.rpartition(":")[2]
+        service = services.get(int(number)) if number.isdigit() else None
+        if len(rest) not in (1, 2) or service is None:
+            yield f"services.health is asked about {' '.join(rest) or 'nothing'}"
+        elif name and name not in health_names(service):
+            yield f"{name} is no health name of the {service}"
+
+
+def _exists(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False

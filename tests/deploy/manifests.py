@@ -1,0 +1,389 @@
+"""Kubernetes manifests rendered and judged: by the schemas of Kubernetes, against each other, and against the code.
+
+Every function returns what is wrong, as sentences.
+"""
+
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import yaml
+
+from services.cache.settings import CacheSettings
+from tests.deploy import code, dockerfile
+
+Object = dict[str, Any]
+
+# The oldest release that has all that we use (the sleep of preStop, by default), and the newest with schemas here.
+RELEASES = ("1.30", "1.37")
+_MARGIN_S = 5
+_COMPONENT = "app.kubernetes.io/component"
+_UNITS = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "kb": 1 << 10, "mb": 1 << 20, "gb": 1 << 30}
+
+
+def renderer() -> list[str] | None:
+    """The command that renders a kustomization, if this machine has one."""
+    if shutil.which("kustomize"):
+        return ["kustomize", "build"]
+    return ["kubectl", "kustomize"] if shutil.which("kubectl") else None
+
+
+def render(folder: Path) -> list[Object]:
+    """The objects of a kustomization. Raises CalledProcessError."""
+    command = renderer()
+    assert command is not None
+    text = subprocess.run([*command, str(folder)], check=True, capture_output=True, text=True, timeout=60).stdout
+    return list(yaml.safe_load_all(text))
+
+
+def schema_problems(objects: list[Object], release: str) -> list[str]:
+    """Fields that Kubernetes does not know, lacks, or that hold the wrong kind of value."""
+    found = []
+    for thing in objects:
+        try:
+            kubernetes_validate.validate(thing, release, strict=True)
+        except kubernetes_validate.ValidationError as error:
+            found.append(f"{title(thing)}: {error.message}")
+        except kubernetes_validate.SchemaNotFoundError as error:
+            found.append(f"{title(thing)}: {error.message}")
+    return found
+
+
+def title(thing: Object) -> str:
+    """Kind and name."""
+    return f"{thing['kind']} {thing['metadata']['name']}"
+
+
+def problems(objects: list[Object]) -> list[str]:
+    """All that is wrong but the schemas."""
+    mesh = Manifests(objects)
+    checks: list[Callable[[Manifests], Iterator[str]]] = [
+        _references,
+        _commands,
+        _ports,
+        _environments,
+        _probes,
+        _drains,
+        _confinement,
+        _images_and_resources,
+        _services,
+        _selectors,
+        _policies,
+        _redis,
+    ]
+    return [problem for check in checks for problem in check(mesh)]
+
+
+class Manifests:
+    """Objects by kind and name, and what is asked of them again and again."""
+
+    def __init__(self, objects: list[Object]) -> None:
+        self._objects = objects
+        self.deployments = {self.component(thing): thing for thing in self.kind("Deployment")}
+
+    def kind(self, kind: str) -> list[Object]:
+        """All objects of a kind."""
+        return [thing for thing in self._objects if thing["kind"] == kind]
+
+    def named(self, kind: str, name: str) -> Object | None:
+        """One object, if it is there."""
+        return next((thing for thing in self.kind(kind) if thing["metadata"]["name"] == name), None)
+
+    @staticmethod
+    def component(deployment: Object) -> str:
+        """Which part of the mesh a deployment is."""
+        return str(_pod_labels(deployment).get(_COMPONENT, deployment["metadata"]["name"]))
+
+    def ours(self) -> Iterator[tuple[str, Object, Object]]:
+        """Service, pod and container of all that runs our code."""
+        for component, deployment in self.deployments.items():
+            if component in code.SETTINGS:
+                pod = _pod(deployment)
+                yield component, pod, pod["containers"][0]
+
+    def environment(self, container: Object) -> dict[str, str]:
+        """What a container sees: its ConfigMaps, then its own variables, references replaced."""
+        found: dict[str, str] = {}
+        for source in container.get("envFrom", []):
+            config = self.named("ConfigMap", source.get("configMapRef", {}).get("name", ""))
+            found.update(config["data"] if config else {})
+        for variable in container.get("env", []):
+            value = variable.get("value", "10.0.0.7" if "valueFrom" in variable else "")
+            for name, replacement in list(found.items()):
+                value = value.replace(f"$({name})", replacement)
+            found[variable["name"]] = value
+        return found
+
+    def select(self, selector: Object) -> list[str]:
+        """Components whose pods a label selector takes."""
+        return [name for name, thing in self.deployments.items() if _matches(selector, _pod_labels(thing))]
+
+
+def _pod(deployment: Object) -> Object:
+    pod: Object = deployment["spec"]["template"]["spec"]
+    return pod
+
+
+def _pod_labels(deployment: Object) -> Object:
+    labels: Object = deployment["spec"]["template"]["metadata"].get("labels", {})
+    return labels
+
+
+def _matches(selector: Object, labels: Object) -> bool:
+    same = all(labels.get(key) == value for key, value in selector.get("matchLabels", {}).items())
+    expressions = selector.get("matchExpressions", [])
+    assert all(expression["operator"] == "In" for expression in expressions), "only In is understood"
+    return same and all(labels.get(each["key"]) in each["values"] for each in expressions)
+
+
+def _container_ports(container: Object) -> dict[str, int]:
+    return {port["name"]: port["containerPort"] for port in container.get("ports", [])}
+
+
+def _references(mesh: Manifests) -> Iterator[str]:
+    for component, deployment in mesh.deployments.items():
+        pod = _pod(deployment)
+        volumes = {volume["name"] for volume in pod.get("volumes", [])}
+        for volume in pod.get("volumes", []):
+            claim = volume.get("persistentVolumeClaim", {}).get("claimName")
+            if claim and mesh.named("PersistentVolumeClaim", claim) is None:
+                yield f"{component}: there is no claim {claim}"
+            config = volume.get("configMap", {}).get("name")
+            if config and mesh.named("ConfigMap", config) is None:
+                yield f"{component}: there is no ConfigMap {config}"
+        for container in pod["containers"]:
+            mounted = {mount["name"] for mount in container.get("volumeMounts", [])}
+            yield from (f"{component}: there is no volume {name}" for name in sorted(mounted - volumes))
+            yield from (f"{component}: nobody mounts {name}" for name in sorted(volumes - mounted))
+            for kind, name in _sources(container):
+                if mesh.named(kind, name) is None:
+                    yield f"{component}: there is no {kind} {name}"
+
+
+def _sources(container: Object) -> Iterator[tuple[str, str]]:
+    kinds = {
+        "configMapRef": "ConfigMap",
+        "secretRef": "Secret",
+        "configMapKeyRef": "ConfigMap",
+        "secretKeyRef": "Secret",
+    }
+    sources = [*container.get("envFrom", []), *(each.get("valueFrom", {}) for each in container.get("env", []))]
+    for source in sources:
+        for reference, kind in kinds.items():
+            if reference in source:
+                yield kind, source[reference]["name"]
+
+
+def _commands(mesh: Manifests) -> Iterator[str]:
+    file = dockerfile.parse((code.ROOT / "deploy/docker/Dockerfile").read_text())
+    for component, _, container in mesh.ours():
+        target = "worker" if container["image"].rpartition("/")[2].startswith("weft-worker:") else "mesh"
+        stage = file.stage(target)
+        entry = container.get("command") or [word for each in stage.all("ENTRYPOINT") for word in each.words()]
+        command = [*entry, *container.get("args", [])]
+        yield from (f"{component}: {problem}" for problem in code.command_problems(command))
+        if command[-1] != component:
+            yield f"{component}: its container runs {command[-1]}"
+        if code.port(component) not in stage.ports():
+            yield f"{component}: the image {target} does not hold it"
+
+
+def _ports(mesh: Manifests) -> Iterator[str]:
+    for component, _, container in mesh.ours():
+        if code.port(component) not in _container_ports(container).values():
+            yield f"{component}: its container does not open {code.port(component)}"
+
+
+def _environments(mesh: Manifests) -> Iterator[str]:
+    for component, _, container in mesh.ours():
+        environment = mesh.environment(container)
+        yield from code.settings_problems(component, environment)
+        yield from code.peer_problems(component, environment)
+        for field, address in code.peers(component, environment).items():
+            host, _, number = address.rpartition(":")
+            service = mesh.named("Service", host)
+            if service is None:
+                yield f"{component}: {field} is {address}, and there is no service {host}"
+            elif int(number) not in {port["port"] for port in service["spec"]["ports"]}:
+                yield f"{component}: {field} is {address}, which {host} does not offer"
+
+
+def _probes(mesh: Manifests) -> Iterator[str]:
+    for component, _, container in mesh.ours():
+        for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
+            probe = container.get(kind, {}).get("grpc")
+            if probe is None:
+                yield f"{component}: has no {kind} by gRPC"
+                continue
+            name = probe.get("service", "")
+            if probe["port"] not in _container_ports(container).values():
+                yield f"{component}: its {kind} asks port {probe['port']}"
+            if name and name not in code.health_names(component):
+                yield f"{component}: its {kind} asks for {name}"
+            if kind == "readinessProbe" and not name:
+                yield f"{component}: would be ready before it is"
+            if kind == "livenessProbe" and name:
+                yield f"{component}: would be restarted because it is not ready"
+
+
+def _drains(mesh: Manifests) -> Iterator[str]:
+    for component, pod, container in mesh.ours():
+        slept = container.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
+        settings = code.parse(component, mesh.environment(container))
+        needed = slept + (settings.drain_s if settings else 0) + _MARGIN_S
+        if pod["terminationGracePeriodSeconds"] < needed:
+            yield f"{component}: is killed after {pod['terminationGracePeriodSeconds']} s, and drains for {needed:g}"
+
+
+def _confinement(mesh: Manifests) -> Iterator[str]:
+    stages = dockerfile.parse((code.ROOT / "deploy/docker/Dockerfile").read_text()).stages
+    users = {stage.last("USER").partition(":")[0] for stage in stages} - {""}
+    for component, deployment in mesh.deployments.items():
+        pod = _pod(deployment)
+        security = pod.get("securityContext", {})
+        if not security.get("runAsNonRoot") or not security.get("runAsUser"):
+            yield f"{component}: may run as root"
+        elif component in code.SETTINGS and {str(security["runAsUser"])} != users:
+            yield f"{component}: runs as {security['runAsUser']}, its image as {', '.join(sorted(users))}"
+        if security.get("seccompProfile", {}).get("type") != "RuntimeDefault":
+            yield f"{component}: no seccomp profile"
+        if pod.get("automountServiceAccountToken") is not False:
+            yield f"{component}: holds a token of the cluster"
+        if pod.get("enableServiceLinks") is not False:
+            yield f"{component}: variables of services get among its settings"
+        for container in pod["containers"]:
+            own = container.get("securityContext", {})
+            if not own.get("readOnlyRootFilesystem") or own.get("allowPrivilegeEscalation") is not False:
+                yield f"{component}: may write to its root or gain privileges"
+            if own.get("capabilities", {}).get("drop") != ["ALL"]:
+                yield f"{component}: keeps capabilities"
+            mounts = {mount["mountPath"] for mount in container.get("volumeMounts", [])}
+            if component in code.SETTINGS and "/tmp" not in mounts:
+                yield f"{component}: has no /tmp to write to"
+
+
+def _images_and_resources(mesh: Manifests) -> Iterator[str]:
+    for component, deployment in mesh.deployments.items():
+        for container in _pod(deployment)["containers"]:
+            if not dockerfile.pinned(container["image"]):
+                yield f"{component}: its image {container['image']} is not pinned"
+            if "imagePullPolicy" not in container:
+                yield f"{component}: no pull policy"
+            resources = container.get("resources", {})
+            requests, limits = resources.get("requests", {}), resources.get("limits", {})
+            if not {"cpu", "memory"} <= requests.keys() or "memory" not in limits:
+                yield f"{component}: asks for no resources, or may take all memory"
+            elif _bytes(requests["memory"]) > _bytes(limits["memory"]):
+                yield f"{component}: asks for more memory than it may have"
+
+
+def _services(mesh: Manifests) -> Iterator[str]:
+    for service in mesh.kind("Service"):
+        chosen = mesh.select({"matchLabels": service["spec"].get("selector", {})})
+        if len(chosen) != 1:
+            yield f"{title(service)}: selects {', '.join(chosen) or 'nothing'}"
+            continue
+        ports = _container_ports(_pod(mesh.deployments[chosen[0]])["containers"][0])
+        for port in service["spec"]["ports"]:
+            target = port.get("targetPort", port["port"])
+            number = ports.get(target) if isinstance(target, str) else target
+            if number not in ports.values():
+                yield f"{title(service)}: {chosen[0]} opens no port {target}"
+            elif number != port["port"]:
+                yield f"{title(service)}: offers {number} as {port['port']}"
+            if chosen[0] in code.SETTINGS and port["name"] == "grpc" and port.get("appProtocol") != "kubernetes.io/h2c":
+                yield f"{title(service)}: does not say that it speaks HTTP/2"
+
+
+def _selectors(mesh: Manifests) -> Iterator[str]:
+    for component, deployment in mesh.deployments.items():
+        if mesh.select(deployment["spec"]["selector"]) != [component]:
+            yield f"{title(deployment)}: its selector is not its own"
+    for budget in mesh.kind("PodDisruptionBudget"):
+        if len(mesh.select(budget["spec"]["selector"])) != 1:
+            yield f"{title(budget)}: protects nothing, or too much"
+    for scaler in mesh.kind("HorizontalPodAutoscaler"):
+        target = scaler["spec"]["scaleTargetRef"]
+        scaled = mesh.named(target["kind"], target["name"])
+        if scaled is None:
+            yield f"{title(scaler)}: there is no {target['name']}"
+        elif "replicas" in scaled["spec"]:
+            yield f"{title(scaler)}: {target['name']} says its replicas itself"
+    scheduler = mesh.deployments["scheduler"]["spec"]
+    if scheduler["replicas"] != 1 or scheduler["strategy"]["type"] != "Recreate":
+        yield "scheduler: two of it could be there at once"
+
+
+def _policies(mesh: Manifests) -> Iterator[str]:
+    """Who calls whom, by the settings, is allowed; and for every pod something is forbidden."""
+    wanted = {("gateway", "worker", code.port("worker"))}
+    for component, _, container in mesh.ours():
+        for address in code.peers(component, mesh.environment(container)).values():
+            service = mesh.named("Service", address.rpartition(":")[0])
+            if service is not None:
+                wanted.update((component, to, code.port_of(address)) for to in _behind(mesh, service))
+    for caller, to, number in sorted(wanted):
+        if not any(_allows(mesh, policy, caller, to, number) for policy in mesh.kind("NetworkPolicy")):
+            yield f"no policy lets {caller} call {to} at {number}"
+    confined = {name for policy in mesh.kind("NetworkPolicy") for name in mesh.select(policy["spec"]["podSelector"])}
+    yield from (f"{name}: anybody may call it" for name in sorted(mesh.deployments.keys() - confined))
+    for policy in mesh.kind("NetworkPolicy"):
+        if not policy["spec"]["podSelector"]:
+            yield f"{title(policy)}: is about pods that are not ours"
+    for name in ("scheduler", "cache", "worker", "redis"):
+        inner = code.REDIS_PORT if name == "redis" else code.port(name)
+        if any(_allows(mesh, policy, "", name, inner) for policy in mesh.kind("NetworkPolicy")):
+            yield f"{name}: strangers may call it"
+
+
+def _behind(mesh: Manifests, service: Object) -> list[str]:
+    return mesh.select({"matchLabels": service["spec"]["selector"]})
+
+
+def _allows(mesh: Manifests, policy: Object, caller: str, to: str, number: int) -> bool:
+    if to not in mesh.select(policy["spec"]["podSelector"]):
+        return False
+    ports = _container_ports(_pod(mesh.deployments[to])["containers"][0])
+    for rule in policy["spec"].get("ingress", []):
+        opened = [ports.get(port["port"], port["port"]) for port in rule.get("ports", [{"port": number}])]
+        callers = rule.get("from")
+        known = callers is None or any(caller in mesh.select(each["podSelector"]) for each in callers)
+        if number in opened and known:
+            return True
+    return False
+
+
+def _redis(mesh: Manifests) -> Iterator[str]:
+    container = _pod(mesh.deployments["redis"])["containers"][0]
+    if list(_container_ports(container).values()) != [code.REDIS_PORT]:
+        yield f"redis: does not listen at {code.REDIS_PORT}"
+    yield from redis_problems(container["args"], container["resources"]["limits"]["memory"])
+    cache = next(container for component, _, container in mesh.ours() if component == "cache")
+    settings = code.parse("cache", mesh.environment(cache))
+    if isinstance(settings, CacheSettings) and settings.cache_result_bytes > _bytes(
+        _flag(container["args"], "--maxmemory")
+    ):
+        yield "redis: cannot hold the results that the cache may keep"
+
+
+def redis_problems(command: list[str], limit: str) -> Iterator[str]:
+    """A Redis without a bound, or whose bound its container cannot hold."""
+    most, policy = _flag(command, "--maxmemory"), _flag(command, "--maxmemory-policy")
+    if not most or _bytes(most) * 1.25 > _bytes(limit):
+        yield f"redis: takes {most or 'all memory'}, and its container has {limit}"
+    if policy != "allkeys-lru":
+        yield f"redis: evicts by {policy or 'nothing'}"
+
+
+def _flag(command: list[str], flag: str) -> str:
+    return command[command.index(flag) + 1] if flag in command else ""
+
+
+def _bytes(quantity: str) -> int:
+    for unit, size in {**_UNITS, "m": 1 << 20, "g": 1 << 30}.items():
+        if quantity.endswith(unit):
+            return int(quantity.removesuffix(unit)) * size
+    return int(quantity or 0)

@@ -1,0 +1,294 @@
+"""The Kubernetes manifests fit Kubernetes and the code, and each thing that could be wrong with them is noticed."""
+
+import copy
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.deploy import code, manifests
+from tests.deploy.manifests import Object
+
+KUSTOMIZE = code.ROOT / "deploy/kustomize"
+OVERLAYS = ("cpu", "gpu")
+
+pytestmark = pytest.mark.skipif(manifests.renderer() is None, reason="neither kustomize nor kubectl is here")
+
+
+@pytest.fixture(scope="module")
+def rendered() -> dict[str, list[Object]]:
+    """The objects of each overlay."""
+    return {name: manifests.render(KUSTOMIZE / "overlays" / name) for name in OVERLAYS}
+
+
+@pytest.fixture
+def mesh(rendered: dict[str, list[Object]]) -> list[Object]:
+    """Objects to break."""
+    return copy.deepcopy(rendered["gpu"])
+
+
+@pytest.mark.parametrize("release", manifests.RELEASES)
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_kubernetes_accepts_every_field(rendered: dict[str, list[Object]], overlay: str, release: str) -> None:
+    assert manifests.schema_problems(rendered[overlay], release) == []
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_the_manifests_agree_with_the_code(rendered: dict[str, list[Object]], overlay: str) -> None:
+    assert manifests.problems(rendered[overlay]) == []
+
+
+def test_every_service_is_there(rendered: dict[str, list[Object]]) -> None:
+    for objects in rendered.values():
+        assert {*code.SETTINGS, "redis"} == manifests.Manifests(objects).deployments.keys()
+
+
+def test_a_gpu_where_there_is_one(rendered: dict[str, list[Object]]) -> None:
+    limits = {name: container(objects, "worker")["resources"]["limits"] for name, objects in rendered.items()}
+    assert limits["gpu"]["nvidia.com/gpu"] == 1
+    assert "nvidia.com/gpu" not in limits["cpu"]
+
+
+def test_loading_may_take_ten_minutes(mesh: list[Object]) -> None:
+    probe = container(mesh, "worker")["startupProbe"]
+    assert probe["periodSeconds"] * probe["failureThreshold"] >= 600
+
+
+def test_a_model_from_an_image(tmp_path: Path) -> None:
+    def near(path: str) -> str:
+        return os.path.relpath(KUSTOMIZE / path, tmp_path.resolve())
+
+    resources, component = near("overlays/gpu"), near("components/model-image")
+    (tmp_path / "kustomization.yaml").write_text(f"resources: [{resources}]\ncomponents: [{component}]\n")
+    objects = manifests.render(tmp_path)
+    assert manifests.problems(objects) == []
+    assert manifests.schema_problems(objects, manifests.RELEASES[-1]) == []
+    volumes = deployment(objects, "worker")["spec"]["template"]["spec"]["volumes"]
+    assert [volume["image"]["reference"] for volume in volumes if volume["name"] == "models"] == [
+        "weft-story-11m:0.1.0"
+    ]
+    assert not [thing for thing in objects if thing["kind"] == "PersistentVolumeClaim"]
+
+
+# ---- what is wrong is noticed ----
+
+
+def deployment(objects: list[Object], component: str) -> Object:
+    return manifests.Manifests(objects).deployments[component]
+
+
+def pod(objects: list[Object], component: str) -> Object:
+    spec: Object = deployment(objects, component)["spec"]["template"]["spec"]
+    return spec
+
+
+def container(objects: list[Object], component: str) -> Object:
+    first: Object = pod(objects, component)["containers"][0]
+    return first
+
+
+def named(objects: list[Object], kind: str, name: str) -> Object:
+    return next(each for each in objects if each["kind"] == kind and each["metadata"]["name"].startswith(name))
+
+
+def config(objects: list[Object], name: str, **values: str) -> None:
+    named(objects, "ConfigMap", f"{name}-")["data"].update(values)
+
+
+def env(objects: list[Object], component: str, name: str, value: str) -> None:
+    variables = container(objects, component)["env"]
+    variables[:] = [each for each in variables if each["name"] != name]
+    variables.append({"name": name, "value": value})
+
+
+def remove(objects: list[Object], kind: str, name: str) -> None:
+    objects.remove(named(objects, kind, name))
+
+
+def policy(objects: list[Object], name: str) -> Object:
+    rule: Object = named(objects, "NetworkPolicy", name)["spec"]["ingress"][0]
+    return rule
+
+
+def replace(values: list[Any], old: object, new: object) -> None:
+    values[values.index(old)] = new
+
+
+BROKEN: dict[str, tuple[Callable[[list[Object]], object], str]] = {
+    "container port": (
+        lambda m: container(m, "cache")["ports"][0].update(containerPort=50054),
+        "cache: its container does not open 50053",
+    ),
+    "service port": (
+        lambda m: named(m, "Service", "weft-cache")["spec"]["ports"][0].update(port=80),
+        "cache_address is weft-cache:50053, which weft-cache does not offer",
+    ),
+    "target port": (
+        lambda m: named(m, "Service", "weft-redis")["spec"]["ports"][0].update(targetPort="grpc"),
+        "redis opens no port grpc",
+    ),
+    "protocol": (
+        lambda m: named(m, "Service", "weft-worker")["spec"]["ports"][0].pop("appProtocol"),
+        "does not say that it speaks HTTP/2",
+    ),
+    "service selector": (
+        lambda m: named(m, "Service", "weft-scheduler")["spec"].update(selector={"app": "scheduler"}),
+        "weft-scheduler: selects nothing",
+    ),
+    "deployment selector": (
+        lambda m: deployment(m, "cache")["spec"]["selector"]["matchLabels"].pop("app.kubernetes.io/component"),
+        "Deployment weft-cache: its selector is not its own",
+    ),
+    "unknown variable": (
+        lambda m: config(m, "weft-gateway", WEFT_SCHEDULER_ADRESS="weft-scheduler:50052"),
+        "WEFT_SCHEDULER_ADRESS is no setting of it",
+    ),
+    "another service's variable": (
+        lambda m: config(m, "weft-scheduler", MAX_BATCH_SIZE="8"),
+        "scheduler: MAX_BATCH_SIZE is no setting",
+    ),
+    "a value that does not parse": (lambda m: config(m, "weft-worker", MAX_BATCH_SIZE="many"), "valid integer"),
+    "a value out of range": (lambda m: config(m, "weft-common", WEFT_DRAIN_S="-1"), "greater than or equal to 0"),
+    "loopback": (lambda m: env(m, "cache", "WEFT_LISTEN", "127.0.0.1:50053"), "which others do not reach"),
+    "another listening port": (lambda m: env(m, "cache", "WEFT_LISTEN", "0.0.0.0:1234"), "listens at 1234"),
+    "remote forbidden": (
+        lambda m: config(m, "weft-common", WEFT_ALLOW_REMOTE="false"),
+        "without WEFT_ALLOW_REMOTE",
+    ),
+    "peer left out": (
+        lambda m: named(m, "ConfigMap", "weft-worker-")["data"].pop("WEFT_SCHEDULER_ADDRESS"),
+        "worker: scheduler_address is not given",
+    ),
+    "peer at home": (
+        lambda m: config(m, "weft-cache", WEFT_REDIS_URL="redis://127.0.0.1:6379/0"),
+        "cache: redis_url is 127.0.0.1:6379, its own container",
+    ),
+    "peer that is not there": (
+        lambda m: config(m, "weft-gateway", WEFT_CACHE_ADDRESS="weft-cash:50053"),
+        "there is no service weft-cash",
+    ),
+    "unknown command": (lambda m: container(m, "cache").update(args=["cash"]), "cash is no service"),
+    "another command": (lambda m: container(m, "cache").update(command=["weft-cache"]), "no command of ours"),
+    "another service's command": (lambda m: container(m, "cache").update(args=["gateway"]), "container runs gateway"),
+    "image without it": (lambda m: container(m, "worker").update(image="weft:0.1.0"), "image mesh does not hold it"),
+    "moving image": (lambda m: container(m, "gateway").update(image="weft:latest"), "weft:latest is not pinned"),
+    "no pull policy": (lambda m: container(m, "gateway").pop("imagePullPolicy"), "no pull policy"),
+    "probe of a name that is not": (
+        lambda m: container(m, "gateway")["readinessProbe"]["grpc"].update(service="weft.v1.Gateway"),
+        "its readinessProbe asks for weft.v1.Gateway",
+    ),
+    "probe of another port": (
+        lambda m: container(m, "gateway")["livenessProbe"]["grpc"].update(port=50052),
+        "its livenessProbe asks port 50052",
+    ),
+    "ready too early": (
+        lambda m: container(m, "worker")["readinessProbe"]["grpc"].pop("service"),
+        "worker: would be ready before it is",
+    ),
+    "restarted while it waits": (
+        lambda m: container(m, "gateway")["livenessProbe"]["grpc"].update(service="weft.v1.Inference"),
+        "gateway: would be restarted because it is not ready",
+    ),
+    "no probe": (lambda m: container(m, "worker").pop("startupProbe"), "worker: has no startupProbe"),
+    "killed while it drains": (
+        lambda m: pod(m, "gateway").update(terminationGracePeriodSeconds=30),
+        "gateway: is killed after 30 s, and drains for 40",
+    ),
+    "root": (lambda m: pod(m, "cache")["securityContext"].pop("runAsNonRoot"), "cache: may run as root"),
+    "another user than the image's": (
+        lambda m: pod(m, "cache")["securityContext"].update(runAsUser=1000),
+        "runs as 1000, its image as 10001",
+    ),
+    "writable root": (
+        lambda m: container(m, "redis")["securityContext"].update(readOnlyRootFilesystem=False),
+        "redis: may write to its root",
+    ),
+    "capabilities": (
+        lambda m: container(m, "worker")["securityContext"].pop("capabilities"),
+        "worker: keeps capabilities",
+    ),
+    "seccomp": (lambda m: pod(m, "worker")["securityContext"].pop("seccompProfile"), "no seccomp profile"),
+    "token": (lambda m: pod(m, "cache").pop("automountServiceAccountToken"), "holds a token"),
+    "service links": (lambda m: pod(m, "cache").pop("enableServiceLinks"), "get among its settings"),
+    "no place to write": (lambda m: container(m, "cache").update(volumeMounts=[]), "cache: has no /tmp"),
+    "no bound on memory": (lambda m: container(m, "cache")["resources"].pop("limits"), "may take all memory"),
+    "more asked than allowed": (
+        lambda m: container(m, "cache")["resources"]["requests"].update(memory="2Gi"),
+        "asks for more memory",
+    ),
+    "config map": (lambda m: remove(m, "ConfigMap", "weft-cache-"), "cache: there is no ConfigMap weft-cache-"),
+    "claim": (lambda m: remove(m, "PersistentVolumeClaim", "weft-models"), "there is no claim weft-models"),
+    "volume": (lambda m: pod(m, "worker").update(volumes=[]), "worker: there is no volume models"),
+    "secret": (
+        lambda m: container(m, "cache")["envFrom"].append({"secretRef": {"name": "redis-password"}}),
+        "cache: there is no Secret redis-password",
+    ),
+    "budget": (
+        lambda m: named(m, "PodDisruptionBudget", "weft-cache")["spec"]["selector"].update(matchLabels={"a": "b"}),
+        "PodDisruptionBudget weft-cache: protects nothing",
+    ),
+    "autoscaler": (
+        lambda m: named(m, "HorizontalPodAutoscaler", "weft")["spec"]["scaleTargetRef"].update(name="weft"),
+        "there is no weft",
+    ),
+    "two masters of one number": (
+        lambda m: deployment(m, "gateway")["spec"].update(replicas=2),
+        "weft-gateway says its replicas itself",
+    ),
+    "two schedulers": (
+        lambda m: deployment(m, "scheduler")["spec"].update(strategy={"type": "RollingUpdate"}),
+        "two of it could be there at once",
+    ),
+    "a call that is not allowed": (
+        lambda m: replace(
+            policy(m, "weft-scheduler")["from"][0]["podSelector"]["matchExpressions"][0]["values"], "worker", "x"
+        ),
+        "no policy lets worker call scheduler at 50052",
+    ),
+    "a wrong port in a policy": (
+        lambda m: policy(m, "weft-redis").update(ports=[{"port": 6380}]),
+        "no policy lets cache call redis at 6379",
+    ),
+    "a stranger": (lambda m: policy(m, "weft-worker").pop("from"), "worker: strangers may call it"),
+    "everybody else's pods": (
+        lambda m: named(m, "NetworkPolicy", "weft-deny")["spec"].update(podSelector={}),
+        "is about pods that are not ours",
+    ),
+    "a Redis that grows": (
+        lambda m: replace(container(m, "redis")["args"], "1gb", "2gb"),
+        "redis: takes 2gb, and its container has 1536Mi",
+    ),
+    "a Redis that refuses": (
+        lambda m: replace(container(m, "redis")["args"], "allkeys-lru", "noeviction"),
+        "redis: evicts by noeviction",
+    ),
+    "more results than Redis holds": (
+        lambda m: config(m, "weft-cache", WEFT_CACHE_RESULT_BYTES=str(2 << 30)),
+        "cannot hold the results",
+    ),
+}
+
+
+@pytest.mark.parametrize("story", BROKEN)
+def test_what_disagrees_is_noticed(mesh: list[Object], story: str) -> None:
+    change, complaint = BROKEN[story]
+    change(mesh)
+    assert any(complaint in problem for problem in manifests.problems(mesh)), manifests.problems(mesh)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda m: container(m, "cache").update(imagePullPolicie="Always"), "imagePullPolicie"),
+        (lambda m: container(m, "cache")["ports"][0].update(containerPort="50053"), "50053"),
+        (lambda m: deployment(m, "cache").update(apiVersion="apps/v1beta1"), "Couldn't find schema"),
+        (lambda m: named(m, "Service", "weft-cache")["spec"].update(ports="50053"), "50053"),
+    ],
+)
+def test_what_kubernetes_does_not_know_is_noticed(
+    mesh: list[Object], change: Callable[[list[Object]], object], complaint: str
+) -> None:
+    change(mesh)
+    assert complaint in "\n".join(manifests.schema_problems(mesh, manifests.RELEASES[-1]))
