@@ -23,6 +23,9 @@ log = structlog.get_logger("worker")
 
 NAME = "weft.v1.Worker"
 _LONG_STEP_S = 0.5
+# Steps whose tokens the event loop has not yet taken: an engine that is faster than the links waits for them.
+_MOST_UNTOLD = 32
+_ROOM_WAIT_S = 0.5
 
 
 async def main() -> None:
@@ -152,6 +155,7 @@ class _EngineThread:
         self._attachment = attachment
         self._loop = asyncio.get_running_loop()
         self._stop = threading.Event()
+        self._room = threading.Semaphore(_MOST_UNTOLD)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def __enter__(self) -> None:
@@ -166,9 +170,13 @@ class _EngineThread:
         self._engine.run_forever(self._on_output, self._on_launch, self._stop)
 
     def _on_output(self, output: StepOutput) -> None:
+        while not self._room.acquire(timeout=_ROOM_WAIT_S):
+            if self._stop.is_set():
+                return
         self._loop.call_soon_threadsafe(self._deliver, output)
 
     def _deliver(self, output: StepOutput) -> None:
+        self._room.release()
         self._jobs.deliver(output)
         self._attachment.changed()
 

@@ -32,16 +32,18 @@ _NO_ROOM = Failure("RESOURCE_EXHAUSTED", "KV_EXHAUSTED", "the request needs more
 
 @dataclass(frozen=True, slots=True)
 class Tempo:
-    """What a step costs."""
+    """How long steps take. They end at multiples of `step_s` on the machine's monotonic clock, so that who receives a
+    token in another process can tell how old it is."""
 
     step_s: float = 0.01
-    """Seconds of a step that only decodes, whatever the batch."""
+    """Seconds of a step that only decodes, whatever the batch; 0: as fast as it goes."""
     prefill_rate: float = 0.0
-    """Prompt tokens computed per second, on top of the step; 0: as fast as they come."""
+    """Prompt tokens computed per second, on top of the step; 0: any number."""
 
-    def step(self, prefill_tokens: int) -> float:
-        """Seconds of a step with so many prompt tokens."""
-        return self.step_s + (prefill_tokens / self.prefill_rate if self.prefill_rate else 0.0)
+    def end(self, began: float, prefill_tokens: int) -> float:
+        """When a step with so many prompt tokens ends."""
+        computed = began + (prefill_tokens / self.prefill_rate if self.prefill_rate else 0.0)
+        return (math.floor(computed / self.step_s) + 1) * self.step_s if self.step_s else computed
 
 
 class PacedEngine:
@@ -156,13 +158,13 @@ class PacedEngine:
     def _launch(self, rows: list[Row], began: float) -> None:
         """Let the time of the step pass."""
         prefill = sum(row.tokens for row in rows if row.start < row.sequence.prefill_end)
-        self._predicted_step_s = self.tempo.step(prefill)
+        end = self.tempo.end(began, prefill)
+        self._predicted_step_s = end - began
         self._on_launch(self._predicted_step_s)
         for row in rows:
             row.sequence.started_s = row.sequence.started_s or began
-        left = began + self._predicted_step_s - time.monotonic()
         # Even a step that is late lets the event loop's thread run.
-        time.sleep(max(left, 0.0))
+        time.sleep(max(end - time.monotonic(), 0.0))
         self._steps += 1
         decodes = any(row.start >= row.sequence.prefill_end for row in rows)
         self._pace.observe(prefill, decodes, max(time.monotonic() - began, 1e-9))
