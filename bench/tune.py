@@ -21,17 +21,20 @@ Trial = tuple[str, object]
 
 def product_tiles() -> Iterator[matmul.Tile]:
     for n, k, stages, warps in (
-        (16, 256, 4, 4), (16, 512, 3, 4), (32, 128, 6, 4), (32, 256, 4, 4), (64, 64, 6, 4), (64, 128, 4, 4),
-        (64, 128, 6, 4), (64, 256, 3, 4), (128, 64, 5, 4), (128, 128, 3, 8),
+        (32, 128, 6, 4), (32, 256, 4, 4), (64, 64, 6, 4), (64, 64, 8, 4), (64, 128, 4, 4), (64, 128, 6, 4),
+        (128, 64, 5, 4),
     ):  # fmt: skip
         yield matmul.Tile(n, k, 1, stages, warps)
+
+
+SPLITS, AHEAD = (1, 2, 3, 4, 6, 8), (4, 16, 32)
 
 
 def tune_products(part: tuple[int, int] | None) -> None:
     """Each product of a layer at each number of rows."""
     rows_list = (1, 16, 64)
     if part:
-        trials = list(itertools.product(rows_list, product_tiles(), (1, 2, 4), (False, True), (0, 4)))
+        trials = list(itertools.product(rows_list, product_tiles(), SPLITS, (False, True), AHEAD))
         w, x = rand(8192, 4096), rand(64, 4096)
         for rows, tile, split, gated, ahead in trials[part[0] :: part[1]]:
             try_(lambda: matmul.linear(x[:rows], w, gated=gated, tile=changed(tile, split, ahead)))  # noqa: B023
@@ -43,9 +46,9 @@ def tune_products(part: tuple[int, int] | None) -> None:
                 x = rand(rows, k)
                 out = torch.empty(rows, n, dtype=x.dtype, device="cuda")
                 found = []
-                for tile, split, ahead in itertools.product(product_tiles(), (1, 2, 4), (0, 4)):
+                for tile, split, ahead in itertools.product(product_tiles(), SPLITS, AHEAD):
                     programs = triton.cdiv(n, tile.n) * split
-                    if (split > 1 and programs > 1100) or programs < 100:
+                    if (split > 1 and programs > 800) or programs < 100:
                         continue
                     t = changed(tile, split, ahead)
                     seconds = try_(lambda: timed(
@@ -71,7 +74,7 @@ def changed(tile: matmul.Tile, split: int, ahead: int) -> matmul.Tile:
 
 def decode_configs() -> Iterator[Config]:
     for (keys, warps, stages), programs, least in itertools.product(
-        ((32, 2, 4), (32, 4, 4), (64, 4, 2), (64, 4, 3), (64, 4, 4), (128, 4, 2), (128, 8, 3)), (264, 528, 792), (1, 2, 4)
+        ((32, 4, 5), (32, 2, 5), (64, 4, 5), (64, 4, 7), (64, 2, 5), (128, 4, 3)), (132, 264, 396, 528), (1, 2, 4)
     ):
         yield Config(keys, warps, stages, programs, least)
 
@@ -96,8 +99,9 @@ def tune_decode(part: tuple[int, int] | None) -> None:
 
 def prefill_configs() -> Iterator[Config]:
     for rows, keys, warps, stages in (
-        (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2), (128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 8, 4),
-        (128, 128, 8, 2), (128, 128, 8, 3), (128, 32, 4, 4), (128, 64, 4, 2), (128, 64, 4, 3),
+        (64, 64, 4, 3), (64, 64, 4, 5), (64, 128, 4, 3), (128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 8, 5),
+        (128, 128, 8, 2), (128, 128, 8, 3), (128, 128, 8, 5), (128, 64, 4, 3), (128, 64, 4, 5), (128, 32, 8, 5),
+        (256, 64, 8, 3), (64, 32, 4, 5),
     ):  # fmt: skip
         yield Config(tile_rows=rows, tile_keys=keys, tile_warps=warps, tile_stages=stages)
 

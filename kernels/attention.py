@@ -134,7 +134,7 @@ def split_kernel(
     arrived,  # int32 [R * K], zero between launches
     R, K, B, q_stride, scale, window,
     SHARE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr,
-    M: tl.constexpr, G: tl.constexpr, LEAST: tl.constexpr, WINDOW: tl.constexpr, IEEE: tl.constexpr,
+    M: tl.constexpr, G: tl.constexpr, LEAST: tl.constexpr, MERGE: tl.constexpr, WINDOW: tl.constexpr, IEEE: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     begin(PDL)
@@ -186,15 +186,22 @@ def split_kernel(
                     top = tl.full([M], FLOOR, tl.float32)
                     total = tl.zeros([M], tl.float32)
                     mixed = tl.zeros([M, BLOCK_D], tl.float32)
-                    for other in range(unit_begin // share, unit_begin // share + pieces):
-                        part = parts + (unit + other).to(tl.int64) * M * (D + 2) + lines * (D + 2)
-                        other_top = tl.load(part + D, mask=valid, other=FLOOR, cache_modifier=".cg")
-                        other_total = tl.load(part + D + 1, mask=valid, other=0.0, cache_modifier=".cg")
-                        values = tl.load(part[:, None] + lanes[None, :], mask=inside, other=0.0, cache_modifier=".cg")
-                        new_top = tl.maximum(top, other_top)
-                        fade, rise = tl.exp2(top - new_top), tl.exp2(other_top - new_top)
-                        mixed = mixed * fade[:, None] + values * rise[:, None]
-                        total = total * fade + other_total * rise
+                    # Several parts at a time: one after the other would cost a trip to memory each.
+                    for other in range(0, pieces, MERGE):
+                        which = other + tl.arange(0, MERGE)
+                        some = parts + (unit + unit_begin // share + which).to(tl.int64) * M * (D + 2)
+                        stats = some[:, None] + lines[None, :] * (D + 2)
+                        exists = (which < pieces)[:, None] & valid[None, :]
+                        values = tl.load(
+                            stats[:, :, None] + lanes[None, None, :],
+                            mask=exists[:, :, None] & (lanes < D)[None, None, :], other=0.0, cache_modifier=".cg",
+                        )  # fmt: skip
+                        tops = tl.load(stats + D, mask=exists, other=FLOOR, cache_modifier=".cg")
+                        totals = tl.load(stats + D + 1, mask=exists, other=0.0, cache_modifier=".cg")
+                        new_top = tl.maximum(top, tl.max(tops, 0))
+                        fade, rise = tl.exp2(top - new_top), tl.exp2(tops - new_top[None, :])
+                        mixed = mixed * fade[:, None] + tl.sum(values * rise[:, :, None], 0)
+                        total = total * fade + tl.sum(totals * rise, 0)
                         top = new_top
             if last:
                 result = mixed / tl.where(total > 0, total, 1.0)[:, None]
@@ -405,7 +412,7 @@ def attention(q_THD: Tensor, kv_NP2KD: Tensor, plan: AttentionPlan, scale: float
     if plan.long_tokens < tokens:
         split_kernel[(config.split_programs,)](
             *ragged, plan.ends, plan.firsts, plan.parts, plan.arrived, *numbers, TILE=config.split_keys,
-            M=plan.split_rows, G=config.split_programs, LEAST=config.split_least, STAGES=config.split_stages,
-            num_warps=config.split_warps, **fixed,
+            M=plan.split_rows, G=config.split_programs, LEAST=config.split_least, MERGE=max(1, 128 // plan.split_rows),
+            STAGES=config.split_stages, num_warps=config.split_warps, **fixed,
         )  # fmt: skip
     return out

@@ -3,109 +3,20 @@
 import random
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 import torch
-from torch import Tensor
-
-from kernels import reference
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from kernels import activation, attention, blocks, matmul, norm, rope_kv, sampling
-
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 1.5e-3, torch.float32: 5e-6}
-
+from kernels import activation, attention, blocks, matmul, norm, reference, rope_kv
+from tests.kernels.cases import DTYPES, Batch, check_sampling, close, poison, rand
 
 @pytest.fixture(autouse=True)
 def _exact_reference() -> Iterator[None]:
     torch.backends.cuda.matmul.allow_tf32 = False
     yield
     torch.cuda.synchronize()
-
-
-def error(got: Tensor, want: Tensor) -> float:
-    """||got - want|| / ||want||, NaN if anything is."""
-    return float((got.double() - want.double()).norm() / want.double().norm().clamp(min=1e-30))
-
-
-def close(got: Tensor, want: Tensor) -> None:
-    difference = error(got, want)
-    assert difference <= TOLERANCE[got.dtype], difference  # NaN fails, too
-
-
-def rand(*shape: int, dtype: torch.dtype) -> Tensor:
-    return torch.randn(shape, dtype=torch.float32, device="cuda").to(dtype)
-
-
-def poison(*shape: int, dtype: torch.dtype) -> Tensor:
-    return torch.full(shape, float("nan"), dtype=dtype, device="cuda")
-
-
-# ---- attention ----
-
-
-class Batch:
-    """A ragged step over a scattered pool whose unused places hold NaN."""
-
-    def __init__(
-        self, lengths: list[int], contexts: list[int], heads: int, kv_heads: int, dim: int, block: int,
-        dtype: torch.dtype,
-    ) -> None:  # fmt: skip
-        self.lengths, self.contexts, self.heads, self.kv_heads = lengths, contexts, heads, kv_heads
-        needed = [-(-context // block) for context in contexts]
-        self.pool = poison(sum(needed) + 1, block, 2, kv_heads, dim, dtype=dtype)
-        order = torch.randperm(sum(needed), device="cuda") + 1
-        self.tables = torch.zeros(len(lengths), max(*needed, 1), dtype=torch.int32, device="cuda")
-        self.kv: list[Tensor] = []
-        begin = 0
-        for row, (context, count) in enumerate(zip(contexts, needed, strict=True)):
-            ids = order[begin : begin + count]
-            begin += count
-            self.tables[row, :count] = ids
-            kv = rand(context, 2, kv_heads, dim, dtype=dtype)
-            self.kv.append(kv)
-            padded = torch.cat((kv, poison(count * block - context, 2, kv_heads, dim, dtype=dtype)))
-            self.pool[ids] = padded.view(count, block, 2, kv_heads, dim)
-        tokens = sum(lengths)
-        self.q = rand(tokens, heads + 2 * kv_heads, dim, dtype=dtype)[:, :heads]
-        self.starts = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device="cuda")
-
-    def run(self, window: int | None, short: int, config: attention.Config | None = None) -> Tensor:
-        share = self.heads // self.kv_heads
-        longest = max(16, 1 << (short * share - 1).bit_length()) // share
-        plan = attention.plan_attention(
-            self.starts, torch.tensor(self.contexts, dtype=torch.int32, device="cuda"), self.tables, self.heads,
-            self.kv_heads, self.q.shape[2], self.q.dtype, window, short,
-            sum(length for length in self.lengths if length > longest), config,
-        )  # fmt: skip
-        out = poison(self.q.shape[0], self.heads * self.q.shape[2], dtype=self.q.dtype)
-        for _ in range(2):  # the second time shows that the counters were left at zero
-            out.fill_(float("nan"))
-            attention.attention(self.q, self.pool, plan, self.q.shape[2] ** -0.5, out)
-        return out
-
-    def want(self, window: int | None) -> Tensor:
-        parts = []
-        begin = 0
-        for length, context, kv in zip(self.lengths, self.contexts, self.kv, strict=True):
-            q = self.q[begin : begin + length].float().transpose(0, 1)
-            begin += length
-            if context == 0:
-                parts.append(torch.zeros(length, self.heads * q.shape[2], device="cuda"))
-                continue
-            k, v = (part.float().repeat_interleave(self.heads // self.kv_heads, 1).transpose(0, 1) for part in kv.unbind(1))
-            scores = q @ k.transpose(1, 2) * q.shape[2] ** -0.5
-            keys = torch.arange(context, device="cuda")
-            queries = torch.arange(context - length, context, device="cuda")[:, None]
-            seen = keys <= queries
-            if window is not None:
-                seen &= keys > queries - window
-            weights = torch.softmax(scores.masked_fill(~seen, -torch.inf), dim=-1)
-            parts.append((weights @ v).transpose(0, 1).reshape(length, -1))
-        return torch.cat(parts)
 
 
 SHAPES = [(32, 8, 128), (32, 8, 64), (28, 4, 128), (8, 8, 80), (6, 2, 96), (4, 1, 32), (5, 5, 64)]
@@ -244,57 +155,5 @@ def test_invariant_products_have_the_same_bits_in_any_batch(dtype: torch.dtype) 
 
 def test_sampling_follows_the_reference() -> None:
     for vocab, rounded in ((128256, False), (128256, True), (1000, True), (32000, False)):
-        rows, slots = 48, 64
-        logits = torch.randn(rows, vocab, device="cuda") * 3
-        if rounded:
-            logits = logits.bfloat16().float()
-        state = sampling.slot_settings(slots, "cuda", vocab)
-        pick = lambda *choices: torch.tensor(random.choices(choices, k=slots), device="cuda")  # noqa: E731
-        state.temperature.copy_(pick(0.0, 0.7, 1.0, 1.5))
-        state.top_k.copy_(pick(0, 0, 1, 40, 1000))
-        state.top_p.copy_(pick(1.0, 1.0, 0.95, 0.5, 0.1))
-        state.min_p.copy_(pick(0.0, 0.0, 0.05))
-        state.repetition.copy_(pick(1.0, 1.3))
-        state.presence.copy_(pick(0.0, 0.5))
-        state.frequency.copy_(pick(0.0, 0.2))
-        state.seed.random_()
-        state.sample.random_(0, 5)
-        assert state.history is not None
-        assert state.edits is not None
-        state.history.copy_(torch.randint(0, 6, (slots, vocab), device="cuda") * (torch.rand(slots, vocab, device="cuda") < 0.1))
-        state.edits.normal_()
-        state.edits.masked_fill_(state.edits > 2, -torch.inf)
-        state.edited.random_(0, 2)
-        where = torch.randperm(slots, device="cuda")[:rows]
-        positions = torch.randint(0, 4000, (rows,), device="cuda")
-        x = shaped(logits, state, where)
-        noise = reference.gumbel_noise(state.seed[where].cpu(), positions.cpu(), state.sample[where].cpu(), vocab).cuda()
-        expected = torch.where(state.temperature[where] > 0, reference.choose(x, noise), reference.choose(x))
-        got = sampling.sample(logits, state, where, positions)
-        wrong = (got.tokens != expected).nonzero()[:, 0].tolist()
-        # A sum of rounded probabilities may end one token earlier or later at the edge of the nucleus.
-        assert all(float(state.top_p[where][row]) < 1 for row in wrong)
-        assert len(wrong) <= 1, wrong
-        own, ids, best = reference.log_probs(logits, got.tokens, 20)
-        assert torch.allclose(got.logprobs, own, atol=2e-5)
-        top_ids, top = sampling.top_logprobs(logits, got.totals, 20)
-        assert torch.allclose(top, best, atol=2e-5)
-        assert torch.equal(logits.gather(1, top_ids), logits.gather(1, ids))
-
-
-def shaped(logits: Tensor, state: sampling.SlotSettings, where: Tensor) -> Tensor:
-    """The logits after penalties, edits, temperature and cut, by the reference."""
-    assert state.history is not None
-    assert state.edits is not None
-    x = logits.clone()
-    history = state.history[where]
-    reference.repeat_penalty(x, (history & 1).bool(), state.repetition[where])
-    reference.count_penalties(x, (history >> 1).float(), state.presence[where], state.frequency[where])
-    x += torch.where((state.edited[where] != 0)[:, None], state.edits[where], 0.0)
-    hot = (state.temperature[where] > 0).nonzero()[:, 0]
-    x[hot] = x[hot] / state.temperature[where][hot, None]
-    x[hot] = reference.keep_top_k(x[hot], state.top_k[where][hot])
-    nucleus = hot[state.top_p[where][hot] < 1]
-    x[nucleus] = reference.keep_top_p(x[nucleus], state.top_p[where][nucleus])
-    x[hot] = reference.keep_min_p(x[hot], state.min_p[where][hot])
-    return x
+        check_sampling(48, 64, vocab, rounded, 20, None, 4096)
+        check_sampling(3, 64, vocab, rounded, 20, None, 4096)

@@ -1,0 +1,170 @@
+"""What tests of kernels share: random cases on the device at hand, poisoned outputs, comparison with the reference."""
+
+import os
+import random
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels import attention, reference, sampling
+
+DEVICE = "cuda" if torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1" else "cpu"
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 1.5e-3, torch.float32: 5e-6}
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    """||got - want|| / ||want||, NaN if anything is."""
+    return float((got.double() - want.double()).norm() / want.double().norm().clamp(min=1e-30))
+
+
+def close(got: Tensor, want: Tensor) -> None:
+    difference = error(got, want)
+    assert difference <= TOLERANCE[got.dtype], difference  # NaN fails, too
+
+
+def rand(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape, dtype=torch.float32, device=DEVICE).to(dtype)
+
+
+def poison(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.full(shape, float("nan"), dtype=dtype, device=DEVICE)
+
+
+# ---- attention ----
+
+
+class Batch:
+    """A ragged step over a scattered pool whose unused places hold NaN."""
+
+    def __init__(
+        self, lengths: list[int], contexts: list[int], heads: int, kv_heads: int, dim: int, block: int,
+        dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        self.lengths, self.contexts, self.heads, self.kv_heads = lengths, contexts, heads, kv_heads
+        needed = [-(-context // block) for context in contexts]
+        self.pool = poison(sum(needed) + 1, block, 2, kv_heads, dim, dtype=dtype)
+        order = torch.randperm(sum(needed), device=DEVICE) + 1
+        self.tables = torch.zeros(len(lengths), max(*needed, 1), dtype=torch.int32, device=DEVICE)
+        self.kv: list[Tensor] = []
+        begin = 0
+        for row, (context, count) in enumerate(zip(contexts, needed, strict=True)):
+            ids = order[begin : begin + count]
+            begin += count
+            self.tables[row, :count] = ids
+            kv = rand(context, 2, kv_heads, dim, dtype=dtype)
+            self.kv.append(kv)
+            padded = torch.cat((kv, poison(count * block - context, 2, kv_heads, dim, dtype=dtype)))
+            self.pool[ids] = padded.view(count, block, 2, kv_heads, dim)
+        tokens = sum(lengths)
+        self.q = rand(tokens, heads + 2 * kv_heads, dim, dtype=dtype)[:, :heads]
+        self.starts = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=DEVICE)
+
+    def run(self, window: int | None, short: int, config: attention.Config | None = None) -> Tensor:
+        share = self.heads // self.kv_heads
+        longest = max(16, 1 << (short * share - 1).bit_length()) // share
+        plan = attention.plan_attention(
+            self.starts, torch.tensor(self.contexts, dtype=torch.int32, device=DEVICE), self.tables, self.heads,
+            self.kv_heads, self.q.shape[2], self.q.dtype, window, short,
+            sum(length for length in self.lengths if length > longest), config,
+        )  # fmt: skip
+        out = poison(self.q.shape[0], self.heads * self.q.shape[2], dtype=self.q.dtype)
+        for _ in range(2):  # the second time shows that the counters were left at zero
+            out.fill_(float("nan"))
+            attention.attention(self.q, self.pool, plan, self.q.shape[2] ** -0.5, out)
+        return out
+
+    def want(self, window: int | None) -> Tensor:
+        parts = []
+        begin = 0
+        for length, context, kv in zip(self.lengths, self.contexts, self.kv, strict=True):
+            q = self.q[begin : begin + length].float().transpose(0, 1)
+            begin += length
+            if context == 0:
+                parts.append(torch.zeros(length, self.heads * q.shape[2], device=DEVICE))
+                continue
+            k, v = (part.float().repeat_interleave(self.heads // self.kv_heads, 1).transpose(0, 1) for part in kv.unbind(1))
+            scores = q @ k.transpose(1, 2) * q.shape[2] ** -0.5
+            keys = torch.arange(context, device=DEVICE)
+            queries = torch.arange(context - length, context, device=DEVICE)[:, None]
+            seen = keys <= queries
+            if window is not None:
+                seen &= keys > queries - window
+            weights = torch.softmax(scores.masked_fill(~seen, -torch.inf), dim=-1)
+            parts.append((weights @ v).transpose(0, 1).reshape(length, -1))
+        return torch.cat(parts)
+
+
+def random_settings(slots: int, vocab: int) -> sampling.SlotSettings:
+    """Slots of all kinds, with history and edits."""
+    state = sampling.slot_settings(slots, DEVICE, vocab)
+    assert state.history is not None
+    assert state.edits is not None
+
+    def pick(*choices: float) -> Tensor:
+        return torch.tensor(random.choices(choices, k=slots))
+
+    state.temperature.copy_(pick(0.0, 0.7, 1.0, 1.5))
+    state.top_k.copy_(pick(0, 0, 1, 40, 1000))
+    state.top_p.copy_(pick(1.0, 1.0, 0.95, 0.5, 0.1))
+    state.min_p.copy_(pick(0.0, 0.0, 0.05))
+    state.repetition.copy_(pick(1.0, 1.3))
+    state.presence.copy_(pick(0.0, 0.5))
+    state.frequency.copy_(pick(0.0, 0.2))
+    state.seed.random_()
+    state.sample.random_(0, 5)
+    seen = torch.rand(slots, vocab, device=DEVICE) < 0.1
+    state.history.copy_(torch.randint(0, 6, (slots, vocab), device=DEVICE) * seen)
+    state.edits.normal_()
+    state.edits.masked_fill_(state.edits > 2, -torch.inf)
+    state.edited.random_(0, 2)
+    return state
+
+
+def check_sampling(rows: int, slots: int, vocab: int, rounded: bool, most: int, chunk: int | None, block: int) -> None:
+    """One step of `sample` and `top_logprobs` against the reference, which runs on the CPU."""
+    logits = torch.randn(rows, vocab, device=DEVICE) * 3
+    if rounded:
+        logits = logits.bfloat16().float()  # many equals
+    state = random_settings(slots, vocab)
+    where = torch.randperm(slots, device=DEVICE)[:rows]
+    positions = torch.randint(0, 4000, (rows,), device=DEVICE)
+    x = shaped(logits, state, where)
+    at = where.cpu()
+    noise = reference.gumbel_noise(state.seed.cpu()[at], positions.cpu(), state.sample.cpu()[at], vocab)
+    expected = torch.where(state.temperature.cpu()[at] > 0, reference.choose(x, noise), reference.choose(x))
+    assert state.history is not None
+    before = state.history.clone()
+    got = sampling.sample(logits, state, where, positions, chunk=chunk, block=block)
+    tokens = got.tokens.cpu()
+    wrong = (tokens != expected).nonzero()[:, 0].tolist()
+    # A sum of rounded probabilities may end one token earlier or later at the edge of the nucleus.
+    assert all(float(state.top_p[where][row]) < 1 for row in wrong), wrong
+    assert len(wrong) <= 1, wrong
+    penal = (state.repetition != 1) | (state.presence != 0) | (state.frequency != 0)
+    for row, slot in enumerate(at.tolist()):
+        word = (int(before[slot, tokens[row]]) | 1) + 2
+        assert int(state.history[slot, tokens[row]]) == (word if penal[slot] else int(before[slot, tokens[row]]))
+    own, ids, best = reference.log_probs(logits.cpu(), tokens, most)
+    assert torch.allclose(got.logprobs.cpu(), own, atol=2e-5)
+    top_ids, top = sampling.top_logprobs(logits, got.totals, most, chunk or 2048)
+    assert torch.allclose(top.cpu(), best, atol=2e-5)
+    assert torch.equal(logits.gather(1, top_ids).cpu(), logits.cpu().gather(1, ids))
+
+
+def shaped(logits: Tensor, state: sampling.SlotSettings, where: Tensor) -> Tensor:
+    """The logits after penalties, edits, temperature and cut, by the reference."""
+    x, where = logits.cpu().clone(), where.cpu()
+    settings = {name: getattr(state, name).cpu() for name in state.__slots__}
+    history = settings["history"][where]
+    reference.repeat_penalty(x, (history & 1).bool(), settings["repetition"][where])
+    reference.count_penalties(x, (history >> 1).float(), settings["presence"][where], settings["frequency"][where])
+    x += torch.where((settings["edited"][where] != 0)[:, None], settings["edits"][where], 0.0)
+    hot = (settings["temperature"][where] > 0).nonzero()[:, 0]
+    x[hot] = x[hot] / settings["temperature"][where][hot, None]
+    x[hot] = reference.keep_top_k(x[hot], settings["top_k"][where][hot])
+    nucleus = hot[settings["top_p"][where][hot] < 1]
+    x[nucleus] = reference.keep_top_p(x[nucleus], settings["top_p"][where][nucleus])
+    x[hot] = reference.keep_min_p(x[hot], settings["min_p"][where][hot])
+    return x

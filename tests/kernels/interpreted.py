@@ -1,0 +1,114 @@
+"""Every kernel on a CPU, under Triton's interpreter, in its served configuration over odd shapes.
+
+`test_kernels.py` runs this file in a process of its own: the interpreter must be chosen before Triton is imported.
+float16 stands in for bfloat16, whose products the interpreter gets wrong.
+"""
+
+import random
+
+import pytest
+import torch
+
+from kernels import activation, attention, blocks, matmul, norm, reference, rope_kv
+from tests.kernels.cases import Batch, check_sampling, close, poison, rand
+
+HALF, FULL = torch.float16, torch.float32
+
+
+@pytest.mark.parametrize("dtype", [HALF, FULL], ids=str)
+def test_attention_of_ragged_steps(dtype: torch.dtype) -> None:
+    for heads, block, window, short in (
+        ((4, 2, 16), 16, None, 1), ((4, 2, 32), 16, 20, 5), ((7, 1, 24), 32, None, 1), ((3, 3, 24), 8, 7, 1),
+    ):  # fmt: skip
+        lengths = [1, random.randint(2, 6), 1, random.randint(17, 40)]
+        contexts = [random.randint(1, 90), lengths[1], 64, lengths[3] + random.randint(0, 30)]
+        batch = Batch(lengths, contexts, *heads, block, dtype)
+        close(batch.run(window, short, attention.TINY), batch.want(window))
+
+
+def test_attention_in_the_served_configurations() -> None:
+    for dim, dtype in ((64, HALF), (128, HALF), (128, FULL)):
+        batch = Batch([1, 40, 1], [70, 150, 0], 8, 2, dim, 16, dtype)
+        config = attention.replace(attention.config_for(dim, dtype), split_programs=4)
+        close(batch.run(None, 1, config), batch.want(None))
+
+
+@pytest.mark.parametrize("dtype", [HALF, FULL], ids=str)
+def test_norms_and_gate(dtype: torch.dtype) -> None:
+    for rows, n in ((1, 48), (5, 100)):
+        x, delta, weight = rand(rows, n, dtype=dtype), rand(rows, n, dtype=dtype), rand(n, dtype=dtype)
+        close(norm.rms_norm(x, weight, 1e-5), reference.rms_norm(x.double(), weight.double(), 1e-5))
+        residual = x.clone()
+        normed = norm.add_rms_norm(residual, delta, weight, 1e-5)
+        close(normed, reference.rms_norm((x + delta).double(), weight.double(), 1e-5))
+        assert torch.equal(residual, x + delta)
+        wide = rand(rows, 2 * n, dtype=dtype)
+        close(activation.silu_and_mul(wide), reference.silu_and_mul(wide.double()))
+    heads = rand(3, 9, 24, dtype=dtype)[:, :7]
+    weight = rand(7, 24, dtype=dtype)
+    close(norm.rms_norm(heads, weight, 1e-6), reference.rms_norm(heads.double(), weight.double(), 1e-6))
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("dtype", [HALF, FULL], ids=str)
+def test_rope_and_store(dtype: torch.dtype, normed: bool) -> None:
+    heads, kv_heads, dim, tokens = 5, 2, 24, 6
+    qkv, pool = rand(tokens, heads + 2 * kv_heads, dim, dtype=dtype), rand(5, 16, 2, kv_heads, dim, dtype=dtype)
+    cos, sin = rand(40, 1, dim, dtype=dtype), rand(40, 1, dim, dtype=dtype)
+    positions, places = torch.randint(0, 40, (tokens,)), torch.randperm(80)[:tokens]
+    weight = rand(heads + kv_heads, dim, dtype=dtype) if normed else None
+    wide = qkv.double()
+    if weight is not None:
+        rotated = qkv[:, : heads + kv_heads].double()
+        wide[:, : heads + kv_heads] = reference.rms_norm(rotated, weight.double(), 1e-6).to(dtype)
+    expected_pool = pool.double()
+    expected = reference.rope_and_store(
+        wide, cos[positions].double(), sin[positions].double(), expected_pool, places, heads, kv_heads
+    )
+    untouched = places[0].item()
+    before = pool.view(-1, 2, kv_heads, dim)[untouched].clone()
+    places[0] = -1
+    close(rope_kv.rope_and_store(qkv, cos, sin, pool, places, heads, kv_heads, positions, weight, 1e-6), expected)
+    assert torch.equal(pool.view(-1, 2, kv_heads, dim)[untouched], before)
+    expected_pool.view(-1, 2, kv_heads, dim)[untouched] = before.double()
+    close(pool, expected_pool)
+
+
+def test_blocks_come_back_as_they_went() -> None:
+    pools = [rand(6, 16, 2, 3, 8, dtype=HALF) for _ in range(3)]
+    before = [pool.clone() for pool in pools]
+    ids = torch.tensor([4, 1])
+    staging = poison(2, 3, 16, 2, 3, 8, dtype=HALF)
+    addresses = blocks.pool_addresses(pools)
+    blocks.gather_blocks(addresses, pools[0], ids, staging)
+    for pool in pools:
+        pool[ids] = float("nan")
+    blocks.scatter_blocks(addresses, pools[0], ids, staging)
+    assert all(torch.equal(pool, old) for pool, old in zip(pools, before, strict=True))
+
+
+@pytest.mark.parametrize("split", [1, 3])
+@pytest.mark.parametrize("dtype", [HALF, FULL], ids=str)
+def test_skinny_products_with_all_that_is_fused(dtype: torch.dtype, split: int) -> None:
+    tile = matmul.Tile(16, 32, split, 2)
+    for rows, n, k in ((1, 40, 72), (5, 33, 200), (33, 16, 64)):
+        x, w, w2 = rand(rows, k, dtype=dtype), rand(n, k, dtype=dtype) / 8, rand(2 * n, k, dtype=dtype) / 8
+        bias, residual, weight = rand(n, dtype=dtype), rand(rows, n, dtype=dtype), rand(k, dtype=dtype)
+        close(matmul.linear(x, w, bias, tile=tile), x.double() @ w.double().T + bias)
+        normed = reference.rms_norm(x.double(), weight.double(), 1e-5)
+        gated = matmul.linear(x, w2, norm=weight, eps=1e-5, gated=True, tile=tile)
+        close(gated, reference.silu_and_mul(normed @ w2.double().T))
+        expected = x.double() @ w.double().T + residual.double()
+        close(matmul.linear(x, w, residual=residual, out=residual, tile=tile), expected)
+
+
+def test_invariant_products_have_the_same_bits_in_any_batch() -> None:
+    x, w, bias = rand(70, 100, dtype=FULL), rand(50, 100, dtype=FULL), rand(50, dtype=FULL)
+    whole = matmul.matmul_invariant(x, w, bias)
+    close(whole, x.double() @ w.double().T + bias)
+    assert torch.equal(matmul.matmul_invariant(x[:3], w, bias), whole[:3])
+
+
+def test_sampling_follows_the_reference() -> None:
+    for vocab, rounded in ((300, False), (130, True)):
+        check_sampling(6, 8, vocab, rounded, 5, 64, 128)
