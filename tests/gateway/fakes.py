@@ -116,11 +116,6 @@ class FakeScheduler(SchedulerServicer):
             self._outboxes.discard(outbox)
             hearing.cancel()
 
-    async def Attach(  # type: ignore[override]
-        self, requests: AsyncIterator[mesh_pb2.AttachRequest], context: Context
-    ) -> None:
-        raise AssertionError("the fake workers need no scheduler")
-
     async def _hear(self, requests: AsyncIterator[mesh_pb2.DispatchRequest], outbox: Any) -> None:
         async for request in requests:
             kind = request.WhichOneof("message")
@@ -202,6 +197,7 @@ class FakeWorker(WorkerServicer):
         self.jobs: list[mesh_pb2.Job] = []
         self.attached: list[mesh_pb2.AttachJob] = []
         self.cancelled: list[mesh_pb2.CancelJob] = []
+        self.deaf = False  # to cancels
         self.running: dict[str, Running] = {}
         self.sent = 0
         self.links: set[rpc.Outbox[mesh_pb2.RunResponse]] = set()
@@ -229,9 +225,6 @@ class FakeWorker(WorkerServicer):
             hearing.cancel()
             stepping.cancel()
 
-    async def Status(self, request: mesh_pb2.StatusRequest, context: Context) -> mesh_pb2.StatusResponse:
-        raise AssertionError("no gateway asks for it")
-
     async def _hear(self, requests: AsyncIterator[mesh_pb2.RunRequest], outbox: Any) -> None:
         async for request in requests:
             kind = request.WhichOneof("message")
@@ -244,7 +237,8 @@ class FakeWorker(WorkerServicer):
                 self._attach(request.attach, outbox)
             elif kind == "cancel":
                 self.cancelled.append(request.cancel)
-                self._cancel(request.cancel, outbox)
+                if not self.deaf:
+                    self._cancel(request.cancel, outbox)
 
     def _attach(self, attach: mesh_pb2.AttachJob, outbox: Any) -> None:
         self.attached.append(attach)
@@ -371,8 +365,12 @@ class FakeMesh:
         **settings: Any,
     ) -> None:
         self.card = card or make_card()
-        self.scheduler = FakeScheduler()
-        self.workers = [FakeWorker(f"worker-{i}", script) for i in range(workers)]
+        # They have what a gateway calls, and no more.
+        self.scheduler = FakeScheduler()  # type: ignore[abstract]
+        self.workers = [
+            FakeWorker(f"worker-{i}", script)  # type: ignore[abstract]
+            for i in range(workers)
+        ]
         self.cache = FakeCache() if cache else None
         self.servers: dict[str, rpc.Server] = {}
         self._settings = settings

@@ -194,6 +194,25 @@ async def test_without_a_scheduler_an_admission_waits_and_is_then_refused() -> N
         assert answer.ids() == ANSWER
 
 
+async def test_an_answer_to_an_older_attempt_is_nobodys() -> None:
+    async with FakeMesh(2) as mesh:
+        first, second = mesh.workers
+        first.fail_at = (3, unavailable("DRAINING", "leaving"))
+        mesh.scheduler.decide = lambda submit: assigned(submit, "worker-0", mesh.address("worker-0"))
+        mesh.scheduler.hold = False
+        streaming = asyncio.create_task(generate(mesh.stub, ask()))
+        await until(lambda: len(mesh.scheduler.submits) == 1)
+        mesh.scheduler.hold = True
+        await until(lambda: len(mesh.scheduler.submits) == 2)
+        old, new = mesh.scheduler.submits
+        assert new.attempt == 2
+        mesh.scheduler.say(assigned(old, "worker-0", mesh.address("worker-0")))
+        mesh.scheduler.say(assigned(new, "worker-1", mesh.address("worker-1")))
+        answer = await streaming
+        assert answer.ids() == ANSWER
+        assert [job.attempt for job in (*first.jobs, *second.jobs)] == [1, 2]
+
+
 async def test_a_rejection_goes_to_the_client_as_it_is() -> None:
     async with FakeMesh(0) as mesh:
         answer = await generate(mesh.stub, ask())

@@ -6,7 +6,20 @@ import grpc
 
 from protos import cache_pb2, mesh_pb2
 from protos import inference_pb2 as api
-from tests.gateway.fakes import ANSWER, LOREM, Answer, FakeMesh, FakeWorker, ask, assigned, generate, ids_of, until
+from services.gateway.results import result_key
+from tests.gateway.fakes import (
+    ANSWER,
+    LOREM,
+    Answer,
+    FakeMesh,
+    FakeWorker,
+    ask,
+    assigned,
+    generate,
+    ids_of,
+    make_card,
+    until,
+)
 
 
 async def stored(mesh: FakeMesh, request: api.GenerateRequest) -> Answer:
@@ -207,6 +220,33 @@ async def test_a_retry_joins_its_own_generation_from_the_start() -> None:
         again = await generate(mesh.stub, request)  # It has ended: this is a new one.
         assert again.ids() == ANSWER
         assert not again.receipt.joined
+
+
+async def test_who_joins_late_gets_the_past_in_messages_of_bounded_size() -> None:
+    async with FakeMesh(script=lambda job: [5] * 1000, card=make_card(context_length=2000)) as mesh:
+        worker = mesh.workers[0]
+        worker.hold_at, worker.tokens_per_step = 900, 100
+        request = ask(request_id="mine", max_tokens=1500)
+        leading = asyncio.create_task(generate(mesh.stub, request))
+        await until(lambda: worker.sent == 900)
+        following = asyncio.create_task(generate(mesh.stub, request))
+        await asyncio.sleep(0.05)
+        worker.hold_at = None
+        for answer in await asyncio.gather(leading, following):
+            assert answer.ids() == [5] * 1000
+            assert max(len(delta.token_ids) for delta in answer.deltas) <= 256
+
+
+def test_results_are_shared_only_within_a_tenant_and_a_model() -> None:
+    sampling = api.Sampling(temperature=0.0, max_tokens=5)
+    keys = {
+        result_key(b"a", make_card(), [1, 2], sampling, 0),
+        result_key(b"b", make_card(), [1, 2], sampling, 0),
+        result_key(b"a", make_card(fingerprint=b"g" * 32), [1, 2], sampling, 0),
+        result_key(b"a", make_card(), [1, 3], sampling, 0),
+        result_key(b"a", make_card(), [1, 2], sampling, 1),
+    }
+    assert len(keys) == 5
 
 
 async def test_the_last_listener_ends_it() -> None:

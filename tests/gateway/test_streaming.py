@@ -115,6 +115,29 @@ async def test_a_stop_string_across_tokens_ends_the_answer() -> None:
         await until(lambda: not mesh.workers[0].running)
 
 
+async def test_a_worker_that_goes_on_behind_a_stop_string_is_told_once_and_not_heard() -> None:
+    async with FakeMesh(cost_wait_s=0.1) as mesh:
+        mesh.workers[0].deaf = True
+        answer = await generate(mesh.stub, ask(stop=["quick"]))
+        assert answer.text() == "the "
+        assert len(mesh.workers[0].cancelled) == 1
+        assert answer.receipt.timings.wall_s < 0.3  # It does not wait for ever for the worker's account.
+        assert list(answer.receipt.workers) == ["worker-0"]
+
+
+async def test_a_stop_string_is_found_although_the_client_reads_nothing() -> None:
+    tokens = [*[5] * 20_000, *ids_of("lazy"), *[5] * 100_000]
+
+    async with FakeMesh(script=lambda job: tokens, card=make_card(context_length=200_000)) as mesh:
+        worker = mesh.workers[0]
+        worker.tokens_per_step = 200
+        call = mesh.stub.Generate(ask(max_tokens=150_000, logprobs=20, stop=["lazy"]))
+        await call.read()
+        await until(lambda: bool(worker.cancelled), seconds=20)
+        assert worker.cancelled[0].position == 20_000 + len(ids_of("lazy"))
+        call.cancel()
+
+
 async def test_a_possible_stop_string_is_held_and_then_told() -> None:
     async with FakeMesh() as mesh:
         answer = await generate(mesh.stub, ask(stop=["the worldwide"]))
@@ -236,8 +259,10 @@ async def test_health_follows_the_models() -> None:
 
 
 async def test_a_client_that_stops_reading_is_given_up_and_delays_nobody() -> None:
+    many = [5] * 100_000
+
     def script(job: mesh_pb2.Job) -> list[int]:
-        return [5] * 100_000 if job.sampling.logprobs else ANSWER
+        return many if job.sampling.logprobs else ANSWER
 
     async with FakeMesh(script=script, card=make_card(context_length=200_000), stall_s=0.4) as mesh:
         worker = mesh.workers[0]
