@@ -27,7 +27,7 @@ say = @printf '\033[1m%s\033[0m\n' '$(1)'
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help set-up stubs demo serve test lint format types train-demo clean
+.PHONY: help set-up stubs demo serve test lint format types check-images train-demo clean
 
 help: ## List what can be made.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -59,6 +59,9 @@ types: set-up ## Strict types over every package and the tests.
 format: set-up ## Format the code and fix what can be fixed.
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
+
+check-images: set-up ## Carry out the build of the small image without an engine, and start its services (slow).
+	@$(BIN)/python -m tests.deploy.replay mesh --python '$(PYTHON)'
 
 train-demo: set-up ## Train the demo models on a folder of text: CORPUS=folder.
 	@test -n '$(CORPUS)' || { echo 'make train-demo needs CORPUS=folder'; exit 2; }

@@ -72,6 +72,21 @@ def test_a_model_from_an_image(tmp_path: Path) -> None:
     assert not [thing for thing in objects if thing["kind"] == "PersistentVolumeClaim"]
 
 
+def test_the_overlay_of_the_readme(tmp_path: Path) -> None:
+    text = (code.ROOT / "deploy/README.md").read_text()
+    example = text.partition("```yaml\n")[2].partition("```")[0]
+    path = os.path.relpath(KUSTOMIZE, tmp_path.resolve())
+    (tmp_path / "kustomization.yaml").write_text(example.replace("../weft/deploy/kustomize", path))
+    objects = manifests.render(tmp_path)
+    assert manifests.problems(objects) == []
+    assert manifests.schema_problems(objects, manifests.RELEASES[-1]) == []
+    assert container(objects, "worker")["image"] == "registry.example/weft-worker:0.1.0"
+    worker = manifests.Manifests(objects).environment(container(objects, "worker"))
+    assert worker["MODEL_NAME"] == "/models/my-model"
+    assert worker["WEFT_ADVERTISE"] == "10.0.0.7:50061"
+    assert {thing["metadata"]["namespace"] for thing in objects} == {"weft"}
+
+
 # ---- what is wrong is noticed ----
 
 
