@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import uvloop
@@ -105,8 +106,19 @@ async def admit(call: Any, worker: Worker, jobs: int, window: int, blocks: int) 
     return sorted(waits)
 
 
-async def measure(jobs: int, window: int, blocks: int) -> None:
-    """One run, printed as a row."""
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """What one run showed."""
+
+    per_second: float
+    p50_ms: float
+    p99_ms: float
+    per_core: float
+    """Jobs per second of the scheduler's own processor time."""
+
+
+async def run(jobs: int, window: int, blocks: int) -> Admitted:
+    """One run."""
     process, address = await start_scheduler()
     async with rpc.link_channel(address) as gateway_channel, rpc.link_channel(address) as worker_channel:
         worker = Worker(mesh_grpc.SchedulerStub(worker_channel).Attach(wait_for_ready=True))
@@ -121,8 +133,14 @@ async def measure(jobs: int, window: int, blocks: int) -> None:
     process.terminate()
     await process.wait()
     p50, p99 = (waits[int(len(waits) * q)] * 1e3 for q in (0.5, 0.99))
+    return Admitted(jobs / wall_s, p50, p99, jobs / used_s)
+
+
+async def measure(jobs: int, window: int, blocks: int) -> None:
+    """One run, printed as a row."""
+    seen = await run(jobs, window, blocks)
     print(f"{'window':>8}{'jobs/s':>10}{'p50 ms':>10}{'p99 ms':>10}{'cpu us/job':>12}")
-    print(f"{window:>8}{jobs / wall_s:>10.0f}{p50:>10.2f}{p99:>10.2f}{used_s / jobs * 1e6:>12.0f}")
+    print(f"{window:>8}{seen.per_second:>10.0f}{seen.p50_ms:>10.2f}{seen.p99_ms:>10.2f}{1e6 / seen.per_core:>12.0f}")
 
 
 def main() -> None:

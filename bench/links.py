@@ -1,0 +1,370 @@
+"""What surrounds the model, measured without one: links, gateway, admission, planning. `make bench-links`.
+
+    python -m bench.links [link stopped gateway added admission planning prefix] [--json FILE]
+
+The worker is a real process with the paced engine. Wall-clock figures share the machine's cores with whoever makes the
+load; figures per core divide by the processor time of the one process that they are about.
+"""
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Protocol
+
+from grpc import aio
+from rich.console import Console
+
+from bench import admission, table
+from bench.load.distribution import Distribution
+from bench.load.plan import Plan
+from bench.load.run import run
+from bench.mesh import paced, processor_s, up
+from bench.runlink import readers
+from bench.table import Figure
+from protos import inference_pb2 as api
+from protos import inference_pb2_grpc as stubs
+from services.hashing import chain_root
+from services.worker.batching import Batch
+from services.worker.blocks import BlockPool
+from services.worker.job import Job, SamplingParams
+from services.worker.sequence import Sequence
+
+ROUNDS = 3
+WINDOW_S = 3.0
+
+
+# ---- the Run link ----
+
+
+async def link() -> list[Figure]:
+    """Tokens and messages per second from one worker to its gateways, the engine as fast as it goes."""
+    figures = []
+    async with up(paced(0.0)) as mesh:
+        pid = mesh.pid("worker-1")
+        for gateways in (1, 4):
+            for rows in (1, 8, 64):
+                shares = [rows // gateways + (number < rows % gateways) for number in range(gateways)]
+                async with readers(mesh.worker, [share for share in shares if share]) as links:
+                    best = (0.0, 0.0, 0.0)
+                    for _ in range(ROUNDS):
+                        for each in links:
+                            each.begin()
+                        began, used = time.monotonic(), processor_s(pid)
+                        await asyncio.sleep(WINDOW_S)
+                        seconds, used = time.monotonic() - began, processor_s(pid) - used
+                        tokens = sum(each.tokens for each in links)
+                        messages = sum(each.messages for each in links)
+                        best = max(best, (tokens / seconds, messages / seconds, tokens / used))
+                name = f"run link, {rows} rows per step, {gateways} gateway{'s' * (gateways > 1)}"
+                note = f"{best[1]:,.0f} messages/s; {best[2]:,.0f} tokens per second of the worker's processor"
+                figures.append(Figure(name, best[0], "tokens/s", ">= 100000" if rows == 64 else "", note))
+    return figures
+
+
+# ---- a stopped reader ----
+
+
+async def stopped() -> list[Figure]:
+    """What others lose when one gateway, or one client, reads no more."""
+    return [await _stopped_gateway(), *await _stopped_clients()]
+
+
+async def _stopped_gateway() -> Figure:
+    """Two gateways share a worker with steps of 5 ms; one stops reading."""
+    normal, beside = [], []
+    async with up(paced(5.0)) as mesh:
+        for _ in range(ROUNDS):
+            async with readers(mesh.worker, [32, 32]) as (one, other):
+                normal.append(await _gap(one))
+                other.stop_reading()
+                beside.append(await _gap(one))
+    return _delay("a gateway stopped reading: others' time per token", normal, beside)
+
+
+class _Counting(Protocol):
+    gaps: Distribution
+
+    def begin(self) -> None:
+        """Counts from now."""
+
+
+async def _gap(counting: _Counting) -> tuple[float, float]:
+    """Mean and p99 of what is counted in a window."""
+    counting.begin()
+    await asyncio.sleep(WINDOW_S)
+    return counting.gaps.mean, counting.gaps.percentile(99)
+
+
+def _delay(name: str, normal: list[tuple[float, float]], beside: list[tuple[float, float]]) -> Figure:
+    """The best round of each kind, so that what else the machine does counts least."""
+    (mean, _), (mean_beside, _) = min(normal), min(beside)
+    p99, p99_beside = (min(round_[1] for round_ in rounds) for rounds in (normal, beside))
+    note = f"mean {mean:.3f} ms, then {mean_beside:.3f}; p99 {p99:.2f} ms, then {p99_beside:.2f}"
+    return Figure(name, (mean_beside / mean - 1) * 100, "% more", "<= 5", note)
+
+
+async def _stopped_clients() -> list[Figure]:
+    """32 streams through a gateway, steps of 10 ms: first alone with 8 others, then these read no more."""
+    figures = []
+    async with up(paced(10.0)) as mesh:
+        for name, others in (("that never reads", _not_reading), ("that is stopped (SIGSTOP)", _frozen)):
+            normal, beside = [], []
+            for _ in range(ROUNDS):
+                async with _streams(mesh.gateways[0], 32) as counting, others(mesh.gateways[0], 8) as stop:
+                    normal.append(await _gap(counting))
+                    stop()
+                    beside.append(await _gap(counting))
+            figures.append(_delay(f"a client {name}: others' time per token", normal, beside))
+    return figures
+
+
+class _Gaps:
+    """Milliseconds between the tokens of streams."""
+
+    def __init__(self) -> None:
+        self.gaps = Distribution()
+
+    def begin(self) -> None:
+        """Counts from now."""
+        self.gaps = Distribution()
+
+
+@contextlib.asynccontextmanager
+async def _streams(address: str, count: int) -> AsyncIterator[_Gaps]:
+    """Streams that read all the time."""
+    counting = _Gaps()
+
+    async def follow(number: int, stub: Any) -> None:
+        last = 0.0
+        async for _ in stub.Generate(_request(number, 16, 100_000)):
+            now = time.monotonic()
+            if last:
+                counting.gaps.add((now - last) * 1e3)
+            last = now
+
+    async with aio.insecure_channel(address) as channel:
+        stub = stubs.InferenceStub(channel)
+        tasks = [asyncio.create_task(follow(number, stub)) for number in range(count)]
+        try:
+            await asyncio.sleep(1.0)
+            yield counting
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@contextlib.asynccontextmanager
+async def _not_reading(address: str, count: int) -> AsyncIterator[Callable[[], None]]:
+    """Calls that stop being read, while their process lives on."""
+    reads = True
+
+    async def follow(call: Any) -> None:
+        async for _ in call:
+            while not reads:  # noqa: ASYNC110 - nothing ends this but cancellation
+                await asyncio.sleep(1.0)
+
+    def stop() -> None:
+        nonlocal reads
+        reads = False
+
+    # A connection of its own, as another client has.
+    async with aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+        stub: Any = stubs.InferenceStub(channel)
+        calls = [stub.Generate(_request(1000 + number, 16, 100_000)) for number in range(count)]
+        tasks = [asyncio.create_task(follow(call)) for call in calls]
+        try:
+            yield stop
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@contextlib.asynccontextmanager
+async def _frozen(address: str, count: int) -> AsyncIterator[Callable[[], None]]:
+    """A client process that is stopped by a signal."""
+    command = (
+        "import asyncio, sys; from bench.links import read_on; asyncio.run(read_on(sys.argv[1], int(sys.argv[2])))"
+    )
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", command, address, str(count))
+    await asyncio.sleep(2.0)
+    try:
+        yield lambda: process.send_signal(signal.SIGSTOP)
+    finally:
+        process.kill()
+        await process.wait()
+
+
+async def read_on(address: str, count: int) -> None:
+    """A client that reads streams until it is killed."""
+    async with _streams(address, count):
+        await asyncio.Event().wait()
+
+
+def _request(number: int, tokens: int, max_tokens: int) -> api.GenerateRequest:
+    prompt = api.Prompt(token_ids=api.TokenIds(ids=random.Random(number).choices(range(1, 6000), k=tokens)))
+    sampling = api.Sampling(max_tokens=max_tokens, ignore_eos=True)
+    return api.GenerateRequest(prompt=prompt, sampling=sampling, cache=api.CACHE_POLICY_BYPASS)
+
+
+# ---- the gateway ----
+
+
+async def gateway() -> list[Figure]:
+    """Messages and tokens per second to standard gRPC clients: a token a message, then as many as come together."""
+    figures = []
+    for name, step_ms, what, goal in (
+        ("one token a message", 4.0, "messages", ">= 20000"),
+        ("engine as fast as it goes", 0.0, "tokens", ">= 200000"),
+    ):
+        async with up(paced(step_ms)) as mesh:
+            pid = mesh.pid("gateway")
+            plan = Plan(mesh.gateways[0], requests=128, concurrency=64, input_tokens=16, output_tokens=1500, warmup=0)
+            used = processor_s(pid)
+            tally = (await run(plan)).tally
+            used = processor_s(pid) - used
+        count = tally.messages if what == "messages" else tally.output_tokens
+        per_second = f"{tally.messages / tally.last_ended:,.0f} messages/s, "
+        per_second += f"{tally.output_tokens / tally.last_ended:,.0f} tokens/s on the wall"
+        figures.append(Figure(f"gateway, {name}, per core", count / used, f"{what}/s", goal, per_second))
+    return figures
+
+
+# ---- what the mesh adds ----
+
+
+async def added() -> list[Figure]:
+    """TTFT and the age of tokens at the client, beyond what the engine took, at 70% of the worker's slots."""
+    step_s, batch, tokens, requests = 0.02, 64, 64, 600
+    rate = 0.7 * batch / (tokens * step_s)
+    firsts, ages = Distribution(), Distribution()
+
+    async def one(number: int, stub: Any) -> None:
+        request = _request(number, 128, tokens)
+        began, first, receipt = time.monotonic(), 0.0, api.Receipt()
+        async for response in stub.Generate(request):
+            now = time.monotonic()
+            if response.delta.token_ids:
+                first = first or now
+                # Steps end at multiples of the step time on this clock.
+                ages.add(now % step_s * 1e3)
+            receipt = response.receipt if response.HasField("receipt") else receipt
+        firsts.add(max(0.0, first - began - receipt.timings.prefill_s - receipt.timings.queue_s) * 1e3)
+
+    async with up(paced(step_s * 1e3, batch=batch)) as mesh, aio.insecure_channel(mesh.gateways[0]) as channel:
+        stub: Any = stubs.InferenceStub(channel)
+        await asyncio.gather(*(one(-number, stub) for number in range(1, 9)))
+        firsts, ages = Distribution(), Distribution()
+        chance, due = random.Random(7), time.monotonic()
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(requests):
+                await asyncio.sleep(max(0.0, due - time.monotonic()))
+                tasks.create_task(one(number, stub))
+                due += chance.expovariate(rate)
+    note = f"{rate:.0f} requests/s, 128 tokens in, {tokens} out, step {step_s * 1e3:.0f} ms"
+    return [
+        Figure("added to the first token, p50", firsts.percentile(50), "ms", "<= 1.5", note),
+        Figure("added to the first token, p99", firsts.percentile(99), "ms", "<= 5"),
+        Figure("added to a token, p50", ages.percentile(50), "ms", "<= 0.6", "age at the client after its step's end"),
+        Figure("added to a token, p99", ages.percentile(99), "ms", "<= 2.5"),
+    ]
+
+
+# ---- scheduler and planner ----
+
+
+async def admit() -> list[Figure]:
+    """Jobs that one scheduler process admits per second, prompts of 2,000 tokens with their block keys."""
+    figures = await admission.run(jobs=10_000, window=64, blocks=125)
+    note = f"p50 {figures.p50_ms:.2f} ms, p99 {figures.p99_ms:.2f} ms; {figures.per_core:,.0f} per core"
+    return [Figure("admission over gRPC, 64 at a time", figures.per_second, "requests/s", ">= 4000", note)]
+
+
+async def planning() -> list[Figure]:
+    """Processor time of planning a step in which every sequence decodes."""
+    figures = []
+    for count, limit in ((256, 150), (1024, 500)):
+        batch = Batch(BlockPool(count * 40), 16, count, 4 * count, True)
+        for number in range(count):
+            batch.add(_sequence(number, 256))
+        plan = _decode(batch)
+        best = min(_timed(plan, 20) for _ in range(10))
+        figures.append(Figure(f"planning a step of {count} sequences", best * 1e6, "us", f"<= {limit}"))
+    return figures
+
+
+def _decode(batch: Batch) -> Callable[[], object]:
+    """Prefills everything; then each call plans the next decode step."""
+    while any(sequence.remaining > 1 for sequence in batch.running) or batch.waiting:
+        _land(batch)
+    return batch.plan
+
+
+def _land(batch: Batch) -> None:
+    for row in batch.plan().rows:
+        if row.samples:
+            row.sequence.tokens.append(1)
+        batch.commit(row)
+
+
+async def prefix() -> list[Figure]:
+    """Processor time of finding a prompt of 2,000 tokens in a worker's own cache: its keys, then their blocks."""
+    pool = BlockPool(4096)
+    known = _sequence(1, 2000)
+    blocks = pool.take(125)
+    for block, key in zip(blocks, known.keys(125), strict=True):
+        pool.publish(block, key)
+
+    def look_up() -> None:
+        assert pool.match(_sequence(1, 2000).keys(125)) == blocks
+
+    best = min(_timed(look_up, 20) for _ in range(20))
+    return [Figure("prefix look-up of 2,000 tokens, local", best * 1e6, "us", "<= 150", "125 blocks of 16, all found")]
+
+
+def _sequence(number: int, tokens: int) -> Sequence:
+    job = Job(number, random.Random(number).choices(range(6000), k=tokens), tokens, SamplingParams(max_tokens=4096))
+    return Sequence(job, number, 0.0, 16, 128 * 1024, chain_root(b"", b"bench"))
+
+
+def _timed(work: Callable[[], object], times: int) -> float:
+    """Mean processor seconds of one call."""
+    began = time.thread_time()
+    for _ in range(times):
+        work()
+    return (time.thread_time() - began) / times
+
+
+PARTS: dict[str, tuple[str, Callable[[], Awaitable[list[Figure]]]]] = {
+    "link": ("Worker to gateways", link),
+    "stopped": ("A reader that stops", stopped),
+    "gateway": ("Gateway to clients", gateway),
+    "added": ("What the mesh adds at 70% load", added),
+    "admission": ("Scheduler", admit),
+    "planning": ("Planner", planning),
+    "prefix": ("Prefix cache", prefix),
+}
+
+
+async def main() -> None:
+    """Measures what was asked for, or everything."""
+    asked = table.arguments("Measures what surrounds the model.", PARTS)
+    out = Console(width=150 if not sys.stdout.isatty() else None)
+    table.show_machine(out)
+    figures = []
+    for name in asked.parts or PARTS:
+        title, measure = PARTS[name]
+        figures += (part := await measure())
+        table.show(f"{title} (load average {os.getloadavg()[0]:.1f})", part, out)
+    if asked.json:
+        table.save(asked.json, figures)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

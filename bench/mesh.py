@@ -1,0 +1,91 @@
+"""A mesh for the time of a benchmark: the real services as processes on free ports. Knows no load and no figures."""
+
+import asyncio
+import contextlib
+import os
+import socket
+import tempfile
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from client import demo, local
+from services.supervisor import Supervisor
+
+_START_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Up:
+    """A mesh that answers."""
+
+    gateways: list[str]
+    """host:port of each."""
+    worker: str
+    """host:port of the first one."""
+    supervisor: Supervisor
+
+    def pid(self, name: str) -> int:
+        """Of a process: worker-1, gateway, gateway-2, scheduler, cache, redis."""
+        pid = self.supervisor.processes[name].pid
+        assert pid is not None, f"{name} does not run"
+        return pid
+
+
+@contextlib.asynccontextmanager
+async def up(settings: Mapping[str, str], *, gateways: int = 1, workers: int = 1) -> AsyncIterator[Up]:
+    """The demo model's mesh with these environment variables, and more gateways if wanted. Raises GaveUp."""
+    with tempfile.TemporaryDirectory(prefix="weft-bench-") as home:
+        wanted = local.Wanted(
+            model=str(demo.model_folder()),
+            home=Path(home),
+            workers=workers,
+            free_ports=True,
+            settings={"WEFT_LOG_LEVEL": "warning", **settings},
+        )
+        planned = await local.plan(wanted)
+        first = planned.specs[-1]
+        addresses = [planned.address, *_free_addresses(gateways - 1)]
+        more = [
+            replace(
+                first,
+                name=f"gateway-{number}",
+                environment={**first.environment, "WEFT_LISTEN": address},
+                ready=local.serving(address, "weft.v1.Inference"),
+            )
+            for number, address in enumerate(addresses[1:], 2)
+        ]
+        supervisor = Supervisor([*planned.specs, *more], Path(home))
+        async with supervisor.running():
+            async with asyncio.timeout(_START_S):
+                for address in addresses:
+                    await supervisor.during(local.wait_served(address, workers))
+            worker = next(spec.environment["WEFT_LISTEN"] for spec in planned.specs if spec.name == "worker-1")
+            yield Up(addresses, worker, supervisor)
+
+
+def paced(step_ms: float, *, batch: int = 64, prefill_rate: float = 0.0) -> dict[str, str]:
+    """The settings of a worker with the paced engine."""
+    return {
+        "ENGINE": "paced",
+        "WEFT_PACED_STEP_MS": str(step_ms),
+        "WEFT_PACED_PREFILL_RATE": str(prefill_rate),
+        "MAX_BATCH_SIZE": str(batch),
+        "MAX_SEQ_LENGTH": str(128 * 1024),
+        "WEFT_STEP_TOKENS": str(max(8192, batch)),
+    }
+
+
+def processor_s(pid: int) -> float:
+    """Processor time that a process has used so far, in seconds. Linux only."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _free_addresses(count: int) -> list[str]:
+    """Addresses that nobody listens at; all are held until all are chosen, so that no two are the same."""
+    with contextlib.ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind((local.HOST, 0))
+        return [f"{local.HOST}:{each.getsockname()[1]}" for each in sockets]

@@ -1,0 +1,86 @@
+"""A gateway reduced to its Run link: sends jobs to a worker and counts what comes back. Knows no clients."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from bench.load.distribution import Distribution
+from protos import inference_pb2 as api
+from protos import mesh_pb2 as mesh
+from protos import mesh_pb2_grpc as stubs
+from services import rpc
+
+_PROMPT = 16
+_MANY = 120_000
+
+
+class Reader:
+    """One link and what has come over it."""
+
+    def __init__(self, number: int, rows: int) -> None:
+        self.tokens = 0
+        self.messages = 0
+        self.gaps = Distribution()
+        """Milliseconds between messages."""
+        self._last = 0.0
+        self._reads = asyncio.Event()
+        self._reads.set()
+        self._first = asyncio.Event()
+        self._outbox: rpc.Outbox[mesh.RunRequest] = rpc.Outbox()
+        self._outbox.put(mesh.RunRequest(hello=mesh.GatewayHello(gateway_id=f"bench-{number}")))
+        for row in range(1, rows + 1):
+            self._outbox.put(mesh.RunRequest(job=_job(f"bench-{number}-{row}", row)))
+
+    def stop_reading(self) -> None:
+        """As a process that was stopped: the connection stands, nothing is taken from it."""
+        self._reads.clear()
+
+    def begin(self) -> None:
+        """Counts from now."""
+        self.tokens = self.messages = 0
+        self.gaps = Distribution()
+        self._last = 0.0
+
+    async def started(self) -> None:
+        """Waits for the first tokens."""
+        await self._first.wait()
+
+    async def read(self, address: str) -> None:
+        """Reads until cancelled."""
+        async with rpc.link_channel(address) as channel:
+            stub: Any = stubs.WorkerStub(channel)
+            call = stub.Run(aiter(self._outbox))
+            async for message in call:
+                now = time.monotonic()
+                if self._last:
+                    self.gaps.add((now - self._last) * 1e3)
+                self._last = now
+                self.messages += 1
+                self.tokens += len(message.rows)
+                self._first.set()
+                if not self._reads.is_set():
+                    await self._reads.wait()
+
+
+@contextlib.asynccontextmanager
+async def readers(address: str, rows: Sequence[int]) -> AsyncIterator[list[Reader]]:
+    """A link for each entry, with that many jobs, all of them running."""
+    links = [Reader(number, count) for number, count in enumerate(rows)]
+    tasks = [asyncio.create_task(link.read(address)) for link in links]
+    try:
+        async with asyncio.timeout(30):
+            await asyncio.gather(*(link.started() for link in links))
+        yield links
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _job(job_id: str, row: int) -> mesh.Job:
+    sampling = api.Sampling(max_tokens=_MANY, temperature=0.0, seed=row, ignore_eos=True)
+    return mesh.Job(
+        row=row, job_id=job_id, attempt=1, token_ids=[row] * _PROMPT, boundary=_PROMPT, sampling=sampling
+    )  # fmt: skip
