@@ -152,6 +152,26 @@ def test_when_blocks_run_out_the_lowest_rank_makes_room() -> None:
     assert len(second.tokens) == 12
 
 
+def test_a_sequence_is_paused_three_times_and_then_never_again() -> None:
+    """One long answer, and a stream of more important ones that always need the room."""
+    stage = Stage(blocks=18, prefix_cache=False)
+    humble = stage.add([1] * 4, max_tokens=60)
+    for guest in range(15):
+        if len(humble.tokens) == humble.limit:
+            break
+        while humble.slot is None:
+            stage.step()
+        for _ in range(2):
+            stage.add([guest] * 12, max_tokens=16, priority=1)
+        for _ in range(3):
+            stage.step()
+        if humble.preemptions == MOST_PREEMPTIONS and humble.slot is not None:
+            assert len(humble.blocks) == humble.most_blocks, "it has all it can ever need"
+    stage.run()
+    assert humble.preemptions == 3
+    assert len(humble.tokens) == humble.limit
+
+
 def test_cached_blocks_go_before_anyone_is_paused() -> None:
     stage = Stage(blocks=6)
     stage.add(list(range(16)), max_tokens=1)
