@@ -87,7 +87,8 @@ class Batch:
                 self._schedule(sequence, plan)
         if self.preemptions == before:
             self._admit(plan)
-        plan.released, self._released = self._released, []
+        if plan.rows:  # Else no step is launched that could tell of them.
+            plan.released, self._released = self._released, []
         return plan
 
     def commit(self, row: Row) -> None:

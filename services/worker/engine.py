@@ -265,6 +265,7 @@ class Engine:
 
     def _accept(self, sequence: Sequence, output: StepOutput) -> None:
         job = sequence.job
+        assert job.key not in self._sequences, f"key {job.key} is taken"
         self._sequences[job.key] = sequence
         self.batch.add(sequence)
         if not job.token_ids or job.boundary >= self.memory.max_seq_length:

@@ -271,6 +271,19 @@ def test_numbers_that_do_not_fit_the_packed_step_fail_one_job(shared: Engine) ->
     assert free_again(shared)
 
 
+# ---- precision ----
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.3), ("float16", 0.04)])
+def test_half_precision_stays_near_full_precision(engine: EngineMaker, dtype: str, tolerance: float) -> None:
+    one = job(1, prompt_of(40), max_tokens=1, logprobs=5)
+    full, half = solo(engine("qwen3"), one).tops[0], solo(engine("qwen3", dtype=dtype), one).tops[0]
+    assert full is not None
+    assert half is not None
+    assert full != half
+    assert dict(half)[full[0][0]] == pytest.approx(full[0][1], abs=tolerance)
+
+
 # ---- the loop ----
 
 
