@@ -48,8 +48,6 @@ class Journal:
     def begin_attempt(self) -> int:
         """Counts the next attempt and returns its number, from 1."""
         self.attempt += 1
-        while self._starts and self._starts[-1][0] == len(self.tokens):
-            self._starts.pop()
         self._starts.append((len(self.tokens), self.attempt))
         return self.attempt
 
