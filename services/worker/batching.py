@@ -6,6 +6,7 @@ Pure: knows sequences and blocks, never tensors, threads or the clock. It needs 
 import bisect
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import NamedTuple
 
 from services.worker.blocks import BlockPool
 from services.worker.sequence import Sequence
@@ -16,8 +17,7 @@ MOST_PREEMPTIONS = 3
 _rank = attrgetter("rank")
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """A sequence's part in a step."""
 
     sequence: Sequence
@@ -82,9 +82,17 @@ class Batch:
         """Decide the next step: running answers first, then prompts, then who waits, within the token budget."""
         plan = Plan(self.step_tokens)
         before = self.preemptions
-        for sequence in sorted(self.running, key=lambda s: (s.remaining > 1, s.rank)):
+        # The list is sorted by rank; answers go before prompts.
+        prompts = []
+        for sequence in list(self.running):
+            remaining = sequence.remaining
+            if remaining > 1:
+                prompts.append(sequence)
+            elif remaining and sequence.slot is not None:
+                self._schedule(sequence, remaining, plan)
+        for sequence in prompts:
             if sequence.slot is not None:
-                self._schedule(sequence, plan)
+                self._schedule(sequence, sequence.remaining, plan)
         if self.preemptions == before:
             self._admit(plan)
         if plan.rows:  # Else no step is launched that could tell of them.
@@ -121,14 +129,17 @@ class Batch:
 
     # ---- running sequences ----
 
-    def _schedule(self, sequence: Sequence, plan: Plan) -> None:
-        tokens = min(sequence.remaining, plan.budget)
-        if tokens == 0 or not self._make_room(sequence, sequence.computed + tokens, plan):
+    def _schedule(self, sequence: Sequence, remaining: int, plan: Plan) -> None:
+        tokens = remaining if remaining <= plan.budget else plan.budget
+        if tokens == 0:
             return
-        samples = tokens == sequence.remaining
-        plan.rows.append(Row(sequence, sequence.computed, tokens, samples))
+        end = sequence.computed + tokens
+        if end > len(sequence.blocks) * self.block_size and not self._make_room(sequence, end, plan):
+            return
+        samples = tokens == remaining
+        plan.rows.append(Row(sequence, end - tokens, tokens, samples))
         plan.budget -= tokens
-        sequence.computed += tokens
+        sequence.computed = end
         sequence.total += samples
 
     def _make_room(self, sequence: Sequence, tokens: int, plan: Plan) -> bool:
@@ -182,7 +193,7 @@ class Batch:
             self._start(sequence, found, usable)
             sequence.blocks += self.pool.take(blocks - len(found))
             plan.admitted.append(sequence)
-            self._schedule(sequence, plan)
+            self._schedule(sequence, sequence.remaining, plan)
 
     def _start(self, sequence: Sequence, found: list[int], usable: list[bytes]) -> None:
         self.pool.share(found)
