@@ -1,6 +1,6 @@
 """How every service listens and calls: servers with health and reflection, channels, the exception boundary.
 
-Knows gRPC, nothing of what is served.
+Knows gRPC, and how calls are counted and traced; nothing of what is served.
 """
 
 import asyncio
@@ -9,8 +9,10 @@ import ipaddress
 import os
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any, Generic, NoReturn, TypeVar
 
 import grpc
@@ -21,7 +23,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from pydantic import ValidationError
 
-from services import errors
+from services import errors, metrics, telemetry
 from services.errors import WeftError
 
 log = structlog.get_logger("rpc")
@@ -64,15 +66,25 @@ class Service:
     name: str
     add: Callable[[Any, aio.Server], None]
     servicer: Any
+    traced: bool = False
+    """Whether a unary call that brings a trace context is a span of that trace."""
 
 
 class Server:
     """A listening server: health by service name, reflection, graceful stop."""
 
-    def __init__(self, server: aio.Server, checks: health.aio.HealthServicer, names: list[str], port: int) -> None:
+    def __init__(
+        self,
+        server: aio.Server,
+        checks: health.aio.HealthServicer,
+        names: list[str],
+        port: int,
+        scrapes: metrics.Scrapes | None,
+    ) -> None:
         self._server = server
         self._checks = checks
         self._names = names
+        self._scrapes = scrapes
         self.port = port
 
     async def ready(self, ready: bool = True) -> None:
@@ -89,6 +101,8 @@ class Server:
         """Says NOT_SERVING, refuses new calls, gives those under way `grace_s` seconds."""
         await self._checks.enter_graceful_shutdown()
         await self._server.stop(grace_s)
+        if self._scrapes is not None:
+            await self._scrapes.close()
 
 
 async def serve(
@@ -97,8 +111,13 @@ async def serve(
     *,
     max_message_bytes: int = INTERNAL_MESSAGE_BYTES,
     allow_remote: bool = False,
+    counts: metrics.Metrics | None = None,
+    metrics_port: int = 0,
 ) -> Server:
     """Listens at host:port (port 0 takes a free one). Its services are NOT_SERVING until `ready` is called.
+
+    `counts` get those of unary calls and of spans beside what the service counts itself; at `metrics_port`, unless it
+    is 0, Prometheus reads them. A port that is taken ends the process with a line that says so.
 
     Raises ValueError for an address beyond loopback unless `allow_remote`: the mesh does not authenticate its callers.
     """
@@ -108,7 +127,10 @@ async def serve(
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", INTERNAL_MESSAGE_BYTES),
     ]
-    server = aio.server(interceptors=[Boundary()], options=options)
+    counts = counts or metrics.Metrics()
+    services = list(services)
+    traced = frozenset(service.name for service in services if service.traced)
+    server = aio.server(interceptors=[Boundary(counts, traced)], options=options)
     checks = health.aio.HealthServicer()
     names = []
     for service in services:
@@ -117,14 +139,27 @@ async def serve(
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
     reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
     port = server.add_insecure_port(address)
+    scrapes = _scrapes(counts, address, metrics_port) if metrics_port else None
     await server.start()
-    result = Server(server, checks, names, port)
+    result = Server(server, checks, names, port, scrapes)
     await result.ready(False)
     return result
 
 
+def _scrapes(counts: metrics.Metrics, address: str, port: int) -> metrics.Scrapes:
+    """Lets Prometheus read at this port, on the host of `address` and by its rules."""
+    try:
+        return metrics.Scrapes(counts, _host(address), port)
+    except OSError as error:
+        refuse_to_serve(f"WEFT_METRICS_PORT {port}: {error.strerror}")
+
+
+def _host(address: str) -> str:
+    return address.rpartition(":")[0].strip("[]")
+
+
 def _check_address(address: str, allow_remote: bool) -> None:
-    host = address.rpartition(":")[0].strip("[]")
+    host = _host(address)
     with contextlib.suppress(ValueError):
         if ipaddress.ip_address(host).is_loopback:
             return
@@ -139,7 +174,15 @@ def link_channel(address: str) -> aio.Channel:
 
 class Boundary(aio.ServerInterceptor):
     """Around every handler: bytes that are not the message are INVALID_ARGUMENT, errors become rich statuses, and the
-    text of an unexpected exception never leaves the process."""
+    text of an unexpected exception never leaves the process. Unary calls are counted, and traced where `traced` names
+    their service."""
+
+    def __init__(self, counts: metrics.Metrics, traced: frozenset[str] = frozenset()) -> None:
+        self._traced = traced
+        self._seconds = counts.histogram(
+            "weft_rpc_seconds", "Unary calls by method and status code.", metrics.SHORT_S, "method", "code"
+        )
+        counts.total("weft_trace_spans", "Spans by what became of them.", _spans, "outcome")
 
     async def intercept_service(
         self,
@@ -156,8 +199,63 @@ class Boundary(aio.ServerInterceptor):
             (True, True): ("stream_stream", _guard_bidi, grpc.stream_stream_rpc_method_handler),
         }
         attribute, guard, rebuild = styles[handler.request_streaming, handler.response_streaming]
-        guarded = guard(getattr(handler, attribute), parse)
+        behavior = getattr(handler, attribute)
+        if guard is _guard_unary:
+            behavior = self._watched(behavior, handler_call_details)
+        guarded = guard(behavior, parse)
         return rebuild(guarded, response_serializer=handler.response_serializer)
+
+    def _watched(self, behavior: Any, details: Any) -> Any:
+        method = str(details.method).removeprefix("/")
+        parent = ""
+        if method.partition("/")[0] in self._traced:
+            parent = next((str(value) for key, value in details.invocation_metadata if key == "traceparent"), "")
+
+        async def watched(request: Any, context: Any) -> Any:
+            with _Watch(self._seconds, method, parent):
+                return await behavior(request, context)
+
+        return watched
+
+
+def _spans() -> metrics.Series:
+    return metrics.by_label(telemetry.spans().items())
+
+
+class _Watch:
+    """A `with` block around one unary call: how long it took, how it ended and, if its caller is traced, its span."""
+
+    def __init__(self, seconds: metrics.Histogram, method: str, parent: str) -> None:
+        self._seconds = seconds
+        self._method = method
+        self._span = telemetry.start(method, parent, kind="server", attributes=_GRPC) if parent else None
+        self._began = time.monotonic()
+
+    def __enter__(self) -> None:
+        """Begins."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        code = _code(error)
+        self._seconds.observe(time.monotonic() - self._began, self._method, code)
+        if self._span is not None:
+            self._span.set({"rpc.method": self._method, "rpc.response.status_code": code})
+            if code != "OK":
+                self._span.fail(code)
+            self._span.end()
+
+
+_GRPC: telemetry.Attributes = {"rpc.system.name": "grpc"}
+
+
+def _code(error: BaseException | None) -> str:
+    """The status code that a handler's exception becomes."""
+    if error is None:
+        return "OK"
+    if isinstance(error, WeftError):
+        return error.code.name
+    return "CANCELLED" if isinstance(error, asyncio.CancelledError) else "INTERNAL"
 
 
 def _guard_unary(behavior: Any, parse: Callable[[bytes], Any]) -> Any:
@@ -283,6 +381,8 @@ def run(main: Awaitable[None]) -> None:
     except ValidationError as error:  # Settings: say which one and why, but never a value, which may be a secret.
         reasons = (f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors(include_input=False))
         refuse_to_serve(f"settings: {'; '.join(reasons)}")
+    finally:
+        telemetry.close()
 
 
 def refuse_to_serve(reason: str) -> NoReturn:

@@ -2,6 +2,12 @@
 
 A service listens at WEFT_LISTEN and finds the others at WEFT_SCHEDULER_ADDRESS and WEFT_CACHE_ADDRESS (workers are
 found through the scheduler). A service's own settings begin with WEFT_ and its name: WEFT_GATEWAY_..., WEFT_WORKER_...
+
+Metrics: each process answers Prometheus at WEFT_METRICS_PORT of the host that it listens at; unset or 0, nowhere. Where
+each process has a network address of its own (containers, pods) all have the same port, by convention 9464. On one
+machine `weft serve` counts up from it: gateway, scheduler, cache, first worker, second worker, ...
+
+Traces: the standard OTEL_... variables, read by every process; none is recorded unless they name a collector.
 """
 
 from typing import Literal
@@ -28,5 +34,8 @@ class CommonSettings(BaseSettings):
     allow_remote: bool = Field(
         False,
         description="Listen beyond loopback, on a network that is trusted: callers are not authenticated.",
+    )
+    metrics_port: int = Field(
+        0, ge=0, le=65535, description="Port at which Prometheus reads /metrics, on the host of `listen`; 0: none."
     )
     drain_s: float = Field(10.0, ge=0, description="Seconds that calls under way are given at a stop.")

@@ -14,6 +14,7 @@ DOORS = {
     "tokenizers": {"services/gateway/text.py"},
     "safetensors": {"services/worker/weights.py"},
     "opentelemetry": {"services/telemetry.py", "services/rpc.py"},
+    "prometheus_client": {"services/metrics.py"},
     "triton": set(),
 }
 # Pure rooms: the clock is an argument, there is no I/O and no tensor.

@@ -6,6 +6,7 @@ import signal
 import structlog
 
 from services import rpc, telemetry
+from services.cache.metrics import metrics_of
 from services.cache.service import service
 from services.cache.settings import CacheSettings
 from services.cache.store import Store
@@ -25,7 +26,13 @@ async def main() -> None:
     await store.open()
     try:
         address = settings.listen or CACHE_ADDRESS
-        server = await rpc.serve(address, [service(store, settings)], allow_remote=settings.allow_remote)
+        server = await rpc.serve(
+            address,
+            [service(store, settings)],
+            allow_remote=settings.allow_remote,
+            counts=metrics_of(store.counters),
+            metrics_port=settings.metrics_port,
+        )
         await server.ready()
         log.info("ready", port=server.port)
         await stop.wait()

@@ -54,7 +54,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):
 def service(store: Store, settings: CacheSettings) -> Service:
     """The servicer and where it belongs."""
     servicer = CacheService(store, result_shelf(settings))
-    return Service(NAME, cache_pb2_grpc.add_CacheServicer_to_server, servicer)
+    return Service(NAME, cache_pb2_grpc.add_CacheServicer_to_server, servicer, traced=True)
 
 
 def _checked_key(key: bytes) -> bytes:

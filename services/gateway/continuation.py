@@ -12,10 +12,12 @@ import structlog
 
 from protos import cache_pb2, mesh_pb2
 from protos import inference_pb2 as api
+from services import telemetry
 from services.errors import WeftError
 from services.gateway.dispatch import Dispatch, Placement
 from services.gateway.journal import Ending, Journal, KeyChain
 from services.gateway.links import UNREAD, Row, WorkerLinks, lost_worker
+from services.gateway.metrics import GatewayMetrics
 from services.gateway.models import Catalog
 from services.gateway.receipt import Ledger
 from services.gateway.results import ResultCache, from_result, to_result
@@ -33,6 +35,7 @@ class Mesh:
     dispatch: Dispatch
     links: WorkerLinks
     results: ResultCache
+    metrics: GatewayMetrics
 
 
 class Continuation:
@@ -87,7 +90,7 @@ class Continuation:
     async def _race(self) -> cache_pb2.CachedResult | None:
         """Generates and looks the result up at the same time: the result, if it came before the first token."""
         work = asyncio.create_task(self._generate())
-        look = asyncio.create_task(self._mesh.results.get(self._result_key))
+        look = asyncio.create_task(self._look_up())
         try:
             await asyncio.wait({work, look}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done() or work.exception() is not None:  # A hit also helps where no worker could.
@@ -101,6 +104,13 @@ class Continuation:
             work.cancel()
             look.cancel()
             await asyncio.gather(work, look, return_exceptions=True)
+
+    async def _look_up(self) -> cache_pb2.CachedResult | None:
+        with telemetry.start("cache", self._submit.traceparent, kind="client") as span:
+            result = await self._mesh.results.get(self._result_key, span.traceparent)
+            span.set({"weft.hit": result is not None})
+            self._mesh.metrics.looked_up(self._submit.model, result is not None)
+            return result
 
     def _replay(self, result: cache_pb2.CachedResult) -> None:
         tokens, details, ending = from_result(result)
@@ -121,10 +131,11 @@ class Continuation:
         losses = 0
         while self.journal.ending is None:
             placement = await self._mesh.dispatch.place(self._next_submit())
-            loss = await self._attempt(placement)
+            loss = await self._traced_attempt(placement)
             if loss is None:
                 return
             losses += 1
+            self._mesh.metrics.attempt_lost(loss)
             log.info("attempt lost", attempt=self.journal.attempt, reason=loss.reason, tokens=len(self.journal.tokens))
             if not loss.retryable or losses >= self._mesh.settings.max_attempts:
                 raise loss
@@ -145,6 +156,21 @@ class Continuation:
         if self._keys is not None:
             submit.block_keys = self._keys.extend_to(context)
         return submit
+
+    async def _traced_attempt(self, placement: Placement) -> WeftError | None:
+        attributes: telemetry.Attributes = {
+            "weft.attempt": self.journal.attempt,
+            "weft.worker": placement.worker_id,
+            "weft.sample_index": self._job.sample_index,
+            "weft.joined": isinstance(placement, mesh_pb2.Joined),
+        }
+        with telemetry.start("attempt", self._submit.traceparent, kind="client", attributes=attributes) as span:
+            self._job.traceparent = span.traceparent
+            loss = await self._attempt(placement)
+            span.set({"weft.tokens": len(self.journal.tokens)})
+            if loss is not None:
+                span.fail(loss.reason)
+            return loss
 
     async def _attempt(self, placement: Placement) -> WeftError | None:
         """One attempt on one worker: None once the answer has ended, else why it has not."""
@@ -170,7 +196,9 @@ class Continuation:
             self.ledger.assigned(placement.worker_id, 0.0)
             details = self._job.sampling.HasField("logprobs")
             position = len(self.journal.tokens)
-            return link.attach(placement.leader_job_id, position, details, placement.worker_id, self._on_tokens)
+            return link.attach(
+                placement.leader_job_id, position, details, placement.worker_id, self._on_tokens, self._job.traceparent
+            )
         self.ledger.joined = False
         self.ledger.assigned(placement.worker_id, placement.queue_s)
         job = mesh_pb2.Job()

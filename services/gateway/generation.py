@@ -12,7 +12,7 @@ from typing import Protocol
 
 from protos import inference_pb2 as api
 from protos import mesh_pb2
-from services import hashing, rpc, validate
+from services import hashing, rpc, telemetry, validate
 from services.errors import WeftError, internal
 from services.gateway.continuation import Continuation, Mesh
 from services.gateway.journal import Journal, KeyChain
@@ -92,7 +92,9 @@ class Generation:
 
     async def _run(self) -> None:
         try:
-            tokens = await self._tokenize()
+            with telemetry.start("tokenize", self.order.traceparent) as span:
+                tokens = await self._tokenize()
+                span.set({"gen_ai.usage.input_tokens": len(tokens)})
             self._plan(tokens)
             self._enter(Phase.REMOTE)
             await self._run_all()
@@ -147,7 +149,6 @@ class Generation:
             salt=order.tenant.salt,
             bypass_cache=bypass,
             priority=request.priority,
-            traceparent=order.traceparent,
         )
         job.sampling.ClearField("stop")
         stops = StopMatcher(sampling.stop, sampling.min_tokens) if sampling.stop else None

@@ -120,10 +120,13 @@ class WorkerLink:
         self._put(mesh.RunRequest(job=job))
         return row
 
-    def attach(self, job_id: str, position: int, details: bool, worker_id: str, news: Callable[[], None]) -> Row:
+    def attach(
+        self, job_id: str, position: int, details: bool, worker_id: str, news: Callable[[], None], traceparent: str
+    ) -> Row:
         """Asks for the tokens of a job that runs already."""
         row = self._open(worker_id, position, details, news)
-        self._put(mesh.RunRequest(attach=mesh.AttachJob(row=row.number, job_id=job_id, position=position)))
+        attach = mesh.AttachJob(row=row.number, job_id=job_id, position=position, traceparent=traceparent)
+        self._put(mesh.RunRequest(attach=attach))
         return row
 
     def cancel(self, row: Row, position: int, linger_s: float = 0.0) -> None:

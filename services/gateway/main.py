@@ -14,6 +14,7 @@ from services import rpc, telemetry
 from services.gateway.continuation import Mesh
 from services.gateway.dispatch import Dispatch
 from services.gateway.links import WorkerLinks
+from services.gateway.metrics import GatewayMetrics
 from services.gateway.models import Catalog
 from services.gateway.results import ResultCache
 from services.gateway.service import InferenceService
@@ -39,12 +40,15 @@ async def gateway(settings: GatewaySettings) -> AsyncIterator[rpc.Server]:
         dispatch = Dispatch(
             settings.scheduler_address, gateway_id, settings.scheduler_wait_s, on_models, links.worker_lost
         )
-        service = InferenceService(Mesh(settings, catalog, dispatch, links, results), threads)
+        metrics = GatewayMetrics()
+        service = InferenceService(Mesh(settings, catalog, dispatch, links, results, metrics), threads)
         server = await rpc.serve(
             settings.listen,
             [rpc.Service("weft.v1.Inference", add_InferenceServicer_to_server, service)],
             max_message_bytes=rpc.PUBLIC_MESSAGE_BYTES,
             allow_remote=settings.allow_remote,
+            counts=metrics.all,
+            metrics_port=settings.metrics_port,
         )
         tasks = [
             asyncio.create_task(dispatch.run()),

@@ -60,12 +60,16 @@ class ResultCache:
         """There is a cache service."""
         return self._cache is not None
 
-    async def get(self, key: bytes) -> cache_pb2.CachedResult | None:
+    async def get(self, key: bytes, traceparent: str) -> cache_pb2.CachedResult | None:
         """The result, or None after at most the budget."""
         if self._cache is None:
             return None
         try:
-            reply = await self._cache.GetResult(cache_pb2.GetResultRequest(key=key), timeout=self._budget_s)
+            reply = await self._cache.GetResult(
+                cache_pb2.GetResultRequest(key=key),
+                timeout=self._budget_s,
+                metadata=(("traceparent", traceparent),),
+            )
         except aio.AioRpcError as error:
             log.debug("look-up failed", code=error.code().name)
             return None

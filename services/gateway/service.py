@@ -4,30 +4,23 @@ Knows gRPC contexts; how answers come about is the business of generations.
 """
 
 import asyncio
-import secrets
-import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
-from typing import Any
-
-from grpc import StatusCode, aio
 
 from protos import inference_pb2 as api
-from services import hashing, telemetry, validate
-from services.errors import WeftError
+from services import hashing, validate
+from services.errors import WeftError, internal
 from services.gateway import tenants
 from services.gateway.collect import Collector
 from services.gateway.continuation import Mesh
 from services.gateway.dispatch import no_scheduler
-from services.gateway.generation import Generation, Order
+from services.gateway.generation import Order
 from services.gateway.listener import Deliver, Listener
 from services.gateway.models import Served
 from services.gateway.patience import Patience
-from services.gateway.receipt import Phase, Timeline, fill_costs, timings
+from services.gateway.receipt import Phase
 from services.gateway.requests import Registry
-
-RECEIPT_KEY = "weft-receipt-bin"
-Context = aio.ServicerContext[Any, Any]
+from services.gateway.visit import Context, Visit, cancelled
 
 
 class InferenceService:
@@ -80,29 +73,35 @@ class InferenceService:
         close: Callable[[api.Receipt], Awaitable[None]],
     ) -> None:
         """Answers one request. The receipt is in the trailing metadata however it ends."""
-        visit = _Visit(request, context)
+        visit = Visit(request, context, self._mesh.metrics)
         patience = Patience(visit.timeline, visit.remaining_s, self._mesh.settings.stall_s)
         try:
             with patience:
                 order = await self._admit(visit, context)
                 await self._follow(visit, order, deliver)
-                receipt = visit.conclude(context)
+                receipt = visit.conclude()
                 visit.timeline.enter(Phase.DELIVER)
                 await close(receipt)
         except WeftError as error:
-            visit.conclude(context, error)
+            visit.conclude(error)
+            raise
+        except asyncio.CancelledError:
+            visit.conclude(cancelled())
+            raise
+        except Exception:
+            visit.conclude(internal())
             raise
         finally:
-            visit.span.end()
+            visit.end()
 
-    async def _admit(self, visit: "_Visit", context: Context) -> Order:
+    async def _admit(self, visit: Visit, context: Context) -> Order:
         request = visit.request
         tenant = tenants.authenticate(tuple(context.invocation_metadata() or ()))
         validate.check_request(request)
         visit.timeline.enter(Phase.REMOTE)
         served = await self._find(request.model)
         visit.timeline.enter(Phase.OWN)
-        visit.model = served.card.name
+        visit.found(served)
         validate.check_sampling(request.sampling, served.card)
         return Order(
             request=request,
@@ -114,7 +113,7 @@ class InferenceService:
             body=hashing.digest(b"weft/body/1", request.SerializeToString(deterministic=True)),
         )
 
-    async def _follow(self, visit: "_Visit", order: Order, deliver: Deliver) -> None:
+    async def _follow(self, visit: Visit, order: Order, deliver: Deliver) -> None:
         listener = Listener(visit.timeline)
         visit.generation, visit.joined = self._registry.enter(order, listener)
         try:
@@ -135,70 +134,3 @@ class InferenceService:
                     await known.wait()
             except TimeoutError:
                 raise no_scheduler() from None
-
-
-class _Visit:
-    """One call: what its receipt is made of."""
-
-    def __init__(self, request: api.GenerateRequest, context: Context) -> None:
-        self.timeline = Timeline(time.monotonic)
-        self.request = request
-        self.request_id = request.request_id or secrets.token_hex(16)
-        self.remaining_s = context.time_remaining()
-        self.model = request.model
-        self.generation: Generation | None = None
-        self.joined = False
-        metadata = dict(context.invocation_metadata() or ())
-        caller = metadata.get("traceparent")
-        self.span = telemetry.tracer().start_span(
-            "weft.generate", context=telemetry.parent(caller if isinstance(caller, str) else None)
-        )
-        self.traceparent = telemetry.traceparent_of(self.span)
-
-    def conclude(self, context: Context, error: WeftError | None = None) -> api.Receipt:
-        """Makes the receipt, and puts it into the trailing metadata and the span."""
-        receipt = self._receipt(error)
-        context.set_trailing_metadata(((RECEIPT_KEY, receipt.SerializeToString()),))
-        self.span.set_attributes(
-            {
-                "gen_ai.request.model": receipt.model,
-                "gen_ai.usage.input_tokens": receipt.prompt_tokens,
-                "gen_ai.usage.output_tokens": receipt.completion_tokens,
-                "weft.attempts": receipt.attempts,
-                "weft.result_hit": receipt.result_hit,
-                "weft.joined": receipt.joined,
-                "weft.finish_reason": api.FinishReason.Name(receipt.finish_reason),
-                "weft.error": error.reason if error is not None else "",
-            }
-        )
-        return receipt
-
-    def _receipt(self, error: WeftError | None) -> api.Receipt:
-        self.timeline.enter(Phase.OWN)
-        receipt = api.Receipt(
-            request_id=self.request_id,
-            model=self.model,
-            joined=self.joined,
-            trace_id=self.traceparent.split("-")[1],
-            finish_reason=api.FINISH_REASON_UNSPECIFIED if error is None else _reason(error),
-        )
-        generation = self.generation
-        if generation is None:
-            receipt.timings.CopyFrom(timings(self.timeline, None, None))
-            return receipt
-        continuations = generation.continuations
-        receipt.seed = generation.seed
-        receipt.prompt_tokens = generation.prompt_tokens
-        receipt.completion_tokens = sum(len(each.journal.tokens) for each in continuations)
-        fill_costs(receipt, [each.ledger for each in continuations])
-        last = generation.last
-        if error is None and last is not None and last.journal.ending is not None:
-            receipt.finish_reason = last.journal.ending.reason
-        firsts = [each.first_token_at for each in continuations if each.first_token_at is not None]
-        receipt.timings.CopyFrom(timings(self.timeline, last.ledger if last else None, min(firsts, default=None)))
-        return receipt
-
-
-def _reason(error: WeftError) -> "api.FinishReason.ValueType":
-    cancelled = error.code in (StatusCode.CANCELLED, StatusCode.DEADLINE_EXCEEDED)
-    return api.FINISH_REASON_CANCELLED if cancelled else api.FINISH_REASON_ERROR

@@ -22,7 +22,13 @@ async def main() -> None:
     epoch = time.time_ns() // 1_000_000
     servicer, served = service(Pool(epoch, time.monotonic(), settings.limits()))
     address = settings.listen or SCHEDULER_ADDRESS
-    server = await rpc.serve(address, [served], allow_remote=settings.allow_remote)
+    server = await rpc.serve(
+        address,
+        [served],
+        allow_remote=settings.allow_remote,
+        counts=servicer.metrics.all,
+        metrics_port=settings.metrics_port,
+    )
     await server.ready()
     log.info("ready", port=server.port, epoch=epoch)
     clock = asyncio.create_task(servicer.run_clock())

@@ -27,7 +27,9 @@ from services.scheduler.messages import (
     ToGateway,
     ToWorker,
 )
+from services.scheduler.metrics import SchedulerMetrics
 from services.scheduler.pool import Pool
+from services.scheduler.tracing import Waits
 
 log = structlog.get_logger("scheduler")
 
@@ -87,6 +89,8 @@ class SchedulerService(mesh_grpc.SchedulerServicer):
         self._outbox_limit = outbox_limit
         self._gateways: dict[str, Link[mesh.DispatchResponse]] = {}
         self._workers: dict[str, Link[mesh.AttachResponse]] = {}
+        self._waits = Waits()
+        self.metrics = SchedulerMetrics(pool, lambda: len(self._gateways))
 
     async def run_clock(self) -> None:
         """Tells the pool the time until cancelled."""
@@ -118,6 +122,7 @@ class SchedulerService(mesh_grpc.SchedulerServicer):
             if self._gateways.get(gateway_id) is link:
                 del self._gateways[gateway_id]
                 log.info("gateway detached", gateway_id=gateway_id)
+                self._waits.leave(gateway_id)
                 self._perform(self._pool.on_gateway_detached(gateway_id, self._clock()))
 
     async def _hear_gateway(self, gateway_id: str, requests: AsyncIterator[mesh.DispatchRequest]) -> None:
@@ -127,14 +132,17 @@ class SchedulerService(mesh_grpc.SchedulerServicer):
                     self._submit(gateway_id, request.submit)
                 case "withdraw":
                     job_id = request.withdraw.job_id
+                    self._waits.cancel(gateway_id, job_id)
                     self._perform(self._pool.on_withdraw(gateway_id, job_id, self._clock()))
                 case _:
                     raise _unexpected()
 
     def _submit(self, gateway_id: str, message: mesh.Submit) -> None:
+        self._waits.begin(gateway_id, message.job_id, message.traceparent, message.attempt)
         try:
             submit = wire.submit_from(message)
         except WeftError as error:  # One malformed job ends neither the link nor the jobs of others.
+            self._waits.answered(gateway_id, message.job_id, {}, error.reason)
             rejected = mesh.Rejected(job_id=message.job_id, attempt=message.attempt, failure=error.failure())
             self._gateways[gateway_id].say(mesh.DispatchResponse(rejected=rejected))
             return
@@ -183,7 +191,7 @@ class SchedulerService(mesh_grpc.SchedulerServicer):
             match command:
                 case ToGateway(gateway_id, message):
                     if isinstance(message, Assigned | Joined | Rejected):
-                        log.debug("answered", answer=type(message).__name__, job_id=message.job_id)
+                        self._answered(gateway_id, message)
                     if gateway_id in self._gateways:
                         self._gateways[gateway_id].say(wire.to_gateway(message))
                 case ToWorker(worker_id, message):
@@ -198,6 +206,21 @@ class SchedulerService(mesh_grpc.SchedulerServicer):
                         self._workers[worker_id].cut(
                             WeftError(StatusCode.ABORTED, "WORKER_LOST", "no progress was seen: say hello again")
                         )
+
+    def _answered(self, gateway_id: str, answer: Assigned | Joined | Rejected) -> None:
+        log.debug("answered", answer=type(answer).__name__, job_id=answer.job_id)
+        match answer:
+            case Assigned():
+                self.metrics.assigned(answer)
+                self._waits.answered(
+                    gateway_id,
+                    answer.job_id,
+                    {"weft.worker": answer.worker_id, "weft.matched_blocks": answer.matched_blocks},
+                )
+            case Joined():
+                self._waits.answered(gateway_id, answer.job_id, {"weft.worker": answer.worker_id, "weft.joined": True})
+            case Rejected():
+                self._waits.answered(gateway_id, answer.job_id, {}, answer.failure.reason)
 
 
 def service(pool: Pool) -> tuple[SchedulerService, rpc.Service]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from services.worker import inputs
-from services.worker.batching import Batch, Row
+from services.worker.batching import Batch, Plan, Row
 from services.worker.blocks import BlockPool
 from services.worker.config import CheckpointError, load_config
 from services.worker.inputs import SlotEdits
@@ -150,7 +150,7 @@ class Engine:
         output = StepOutput([], [])
         self._take_inbox(output)
         self._end_expired(output)
-        plan = self.batch.plan()
+        plan = self._plan()
         edits = [inputs.release(slot) for slot in plan.released]
         for sequence in plan.admitted:
             try:
@@ -169,6 +169,13 @@ class Engine:
         self.batch.check()
 
     # ---- one step ----
+
+    def _plan(self) -> Plan:
+        before, plan = self.batch.preemptions, self.batch.plan()
+        if self.batch.preemptions != before:
+            for sequence in self.batch.waiting:
+                sequence.note_pauses(time.monotonic())
+        return plan
 
     def _launch(self, rows: list[Row], edits: list[SlotEdits], output: StepOutput) -> None:
         prefill = sum(row.tokens for row in rows if row.start < row.sequence.prefill_end)

@@ -116,6 +116,10 @@ class Cost:
     """Steps it took part in."""
     prefill_steps: int = 0
     """Steps in which its prompt (after a preemption: what it had to compute again) was computed."""
+    first_token: bool = False
+    """It came to its first token."""
+    preempted_s: tuple[float, ...] = ()
+    """Seconds from its arrival to each pause."""
 
 
 @dataclass(frozen=True, slots=True)

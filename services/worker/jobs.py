@@ -5,6 +5,7 @@ A job ends when the engine says so or when nobody listens any more.
 
 import asyncio
 import itertools
+import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -18,6 +19,8 @@ from services.errors import WeftError
 from services.rpc import Outbox, OutboxFull
 from services.worker import wire
 from services.worker.job import Ended, EndReason, Job, StepOutput, TokenOut
+from services.worker.metrics import WorkerMetrics
+from services.worker.tracing import record_attach, record_job
 
 log = structlog.get_logger("worker.jobs")
 
@@ -65,6 +68,12 @@ class Running:
     job_id: str
     attempt: int
     start: int
+    prompt_tokens: int = 0
+    """Tokens that the engine was given."""
+    cacheable: bool = True
+    """Its prompt may be found in the prefix cache."""
+    traceparent: str = ""
+    arrived: float = field(default_factory=time.monotonic)
     history: list[TokenOut] = field(default_factory=list)
     listeners: list[tuple[Link, int]] = field(default_factory=list)
     ended: Ended | None = None
@@ -78,10 +87,11 @@ class Running:
 class Jobs:
     """All jobs of this worker."""
 
-    def __init__(self, engine: EngineDoor, card: mesh.ModelCard, orphan_s: float) -> None:
+    def __init__(self, engine: EngineDoor, card: mesh.ModelCard, orphan_s: float, metrics: WorkerMetrics) -> None:
         self._engine = engine
         self._card = card
         self._orphan_s = orphan_s
+        self._metrics = metrics
         self._keys = itertools.count(1)
         self._by_key: dict[int, Running] = {}
         self._by_id: dict[str, Running] = {}
@@ -92,7 +102,15 @@ class Jobs:
     def start(self, link: Link, message: mesh.Job) -> None:
         """Runs a job for `link`. A bad one is answered at once and disturbs nothing."""
         start = len(message.token_ids) - message.boundary
-        running = Running(next(self._keys), message.job_id, message.attempt, start)
+        running = Running(
+            next(self._keys),
+            message.job_id,
+            message.attempt,
+            start,
+            len(message.token_ids),
+            not message.bypass_cache,
+            message.traceparent,
+        )
         try:
             if self.draining:
                 raise DRAINING
@@ -118,6 +136,7 @@ class Jobs:
             self._parked[message.job_id].append((link, message))
             asyncio.get_running_loop().call_later(ATTACH_PATIENCE_S, self._give_up, link, message)
             return
+        record_attach(message.traceparent, running.traceparent)
         response = mesh.RunResponse()
         for token in running.history:
             if token.position >= message.position:
@@ -149,13 +168,15 @@ class Jobs:
         if orphans:
             asyncio.get_running_loop().call_later(self._orphan_s, self._drop_orphans, orphans)
 
-    def deliver(self, output: StepOutput) -> None:
-        """Tells each link, in one message, what a step brought to it."""
+    def deliver(self, output: StepOutput, step_s: float | None = None) -> None:
+        """Tells each link, in one message, what a step brought to it; `step_s` is how long it took."""
         responses: dict[Link, mesh.RunResponse] = defaultdict(mesh.RunResponse)
+        first_tokens = 0
         for token in output.tokens:
             running = self._by_key.get(token.key)
             if running is None:
                 continue
+            first_tokens += not running.history
             running.history.append(token)
             for link, row in running.listeners:
                 wire.add_token(responses[link], row, token)
@@ -163,6 +184,7 @@ class Jobs:
             self._end(ended, responses)
         for link, response in responses.items():
             link.send(response)
+        self._metrics.stepped(step_s, len(output.tokens), first_tokens)
 
     def running(self) -> list[mesh.RunningJob]:
         """What runs, for the scheduler's hello."""
@@ -193,6 +215,15 @@ class Jobs:
             link.rows.pop(row, None)
         running.listeners.clear()
         self._note_end(running)
+        self._metrics.ended(ended, running.prompt_tokens, running.cacheable)
+        record_job(
+            ended,
+            traceparent=running.traceparent,
+            arrived=running.arrived,
+            model=self._card.name,
+            attempt=running.attempt,
+            prompt_tokens=running.prompt_tokens,
+        )
 
     def _forget(self, running: Running) -> None:
         if self._by_id.get(running.job_id) is running:

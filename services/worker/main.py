@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 import uuid
 
 import structlog
@@ -16,6 +17,7 @@ from services.worker.config import CheckpointError, load_config
 from services.worker.engines import WorkerEngine, open_engine
 from services.worker.job import EngineOptions, StepOutput
 from services.worker.jobs import Jobs
+from services.worker.metrics import WorkerMetrics
 from services.worker.service import Loaded, Startup, WorkerService
 from services.worker.settings import WorkerSettings
 
@@ -33,19 +35,23 @@ async def main() -> None:
     settings = WorkerSettings()
     telemetry.setup("worker", settings)
     stop = rpc.stop_requested()
-    startup = Startup()
+    startup, metrics = Startup(), WorkerMetrics()
     service = WorkerService(startup)
     server = await rpc.serve(
         settings.listen,
         [rpc.Service(NAME, mesh_grpc.add_WorkerServicer_to_server, service)],
         allow_remote=settings.allow_remote,
+        counts=metrics.all,
+        metrics_port=settings.metrics_port,
     )
     try:
         address = await asyncio.to_thread(
             advertised, settings.advertise, settings.listen, server.port, settings.scheduler_address
         )
         engine, card, bundle = await asyncio.to_thread(_load, settings, startup)
-        await _serve(settings, address, server, service, startup, stop, engine, card, bundle)
+        metrics.loaded(card.name, settings.max_batch_size, engine.stats)
+        jobs = Jobs(engine, card, settings.orphan_s, metrics)
+        await _serve(settings, address, server, service, startup, stop, engine, jobs, card, bundle)
     except (CheckpointError, NoAddress, Refused) as error:
         log.error("cannot serve", reason=str(error))
         await server.stop(0)
@@ -110,10 +116,10 @@ async def _serve(
     startup: Startup,
     stop: asyncio.Event,
     engine: WorkerEngine,
+    jobs: Jobs,
     card: mesh.ModelCard,
     bundle: bytes,
 ) -> None:
-    jobs = Jobs(engine, card, settings.orphan_s)
     service.loaded(Loaded(jobs, bundle, card.bundle_digest, lambda: report_of(engine.stats(), jobs)))
     hello = mesh.WorkerHello(
         worker_id=f"{card.name}-{uuid.uuid4().hex[:8]}",
@@ -156,6 +162,7 @@ class _EngineThread:
         self._loop = asyncio.get_running_loop()
         self._stop = threading.Event()
         self._room = threading.Semaphore(_MOST_UNTOLD)
+        self._launched_at: float | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def __enter__(self) -> None:
@@ -170,17 +177,20 @@ class _EngineThread:
         self._engine.run_forever(self._on_output, self._on_launch, self._stop)
 
     def _on_output(self, output: StepOutput) -> None:
+        launched_at, self._launched_at = self._launched_at, None
+        step_s = None if launched_at is None else time.monotonic() - launched_at
         while not self._room.acquire(timeout=_ROOM_WAIT_S):
             if self._stop.is_set():
                 return
-        self._loop.call_soon_threadsafe(self._deliver, output)
+        self._loop.call_soon_threadsafe(self._deliver, output, step_s)
 
-    def _deliver(self, output: StepOutput) -> None:
+    def _deliver(self, output: StepOutput, step_s: float | None) -> None:
         self._room.release()
-        self._jobs.deliver(output)
+        self._jobs.deliver(output, step_s)
         self._attachment.changed()
 
     def _on_launch(self, predicted_s: float) -> None:
+        self._launched_at = time.monotonic()
         if predicted_s > _LONG_STEP_S:
             self._loop.call_soon_threadsafe(self._attachment.changed)
 

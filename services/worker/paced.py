@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from services.worker.batching import Batch, Row
+from services.worker.batching import Batch, Plan, Row
 from services.worker.blocks import BlockPool
 from services.worker.config import CheckpointError, load_config
 from services.worker.job import Ended, EndReason, EngineOptions, Failure, Job, Stats, StepOutput, TokenOut
@@ -142,7 +142,7 @@ class PacedEngine:
         output = StepOutput([], [])
         self._take_inbox(output)
         self._end_expired(began, output)
-        plan = self.batch.plan()
+        plan = self._plan(began)
         if plan.rows:
             self._launch(plan.rows, began)
             self._collect(plan.rows, time.monotonic(), output)
@@ -154,6 +154,13 @@ class PacedEngine:
         self.batch.check()
 
     # ---- one step ----
+
+    def _plan(self, now: float) -> Plan:
+        before, plan = self.batch.preemptions, self.batch.plan()
+        if self.batch.preemptions != before:
+            for sequence in self.batch.waiting:
+                sequence.note_pauses(now)
+        return plan
 
     def _launch(self, rows: list[Row], began: float) -> None:
         """Let the time of the step pass."""

@@ -33,6 +33,7 @@ class Sequence:
         self._keys: list[bytes] = []
         self._root = chain_root(job.salt, fingerprint)
         self.arrived_s, self.started_s, self.first_token_s, self.last_token_s = now, 0.0, 0.0, 0.0
+        self.preempted_s: list[float] = []
         self.prefill_tokens = self.cached_tokens = self.steps = self.prefill_steps = 0
 
     @property
@@ -86,4 +87,11 @@ class Sequence:
             preemptions=self.preemptions,
             steps=self.steps,
             prefill_steps=self.prefill_steps,
+            first_token=self.first_token_s > 0,
+            preempted_s=tuple(at - self.arrived_s for at in self.preempted_s),
         )
+
+    def note_pauses(self, now: float) -> None:
+        """The planner, which knows no clock, may have paused it since the last time."""
+        while len(self.preempted_s) < self.preemptions:
+            self.preempted_s.append(now)

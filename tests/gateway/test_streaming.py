@@ -11,8 +11,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos import inference_pb2 as api
 from protos import mesh_pb2
-from services.gateway.service import RECEIPT_KEY
 from services.gateway.tenants import DEFAULT
+from services.gateway.visit import RECEIPT_KEY
 from services.hashing import block_keys, chain_root
 from tests.gateway.fakes import ANSWER, LOREM, TOKENIZER, FakeMesh, ask, generate, ids_of, make_card, until
 

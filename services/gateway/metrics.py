@@ -1,0 +1,88 @@
+"""What the gateway counts: names and labels of its metrics, and one look at each request's receipt when it is over."""
+
+from protos import inference_pb2 as api
+from services import metrics
+from services.errors import WeftError
+
+_PROVIDER = "weft"
+_PHASES = ("tokenize", "cache", "queue", "prefill", "decode", "detokenize", "network", "unaccounted")
+
+
+def reason_name(reason: "api.FinishReason.ValueType") -> str:
+    """As labels and attributes have it: stop, length, cancelled, error, or unspecified."""
+    return api.FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower()
+
+
+class GatewayMetrics:
+    """The metrics of one gateway."""
+
+    def __init__(self) -> None:
+        self.all = metrics.Metrics()
+        self.in_flight = 0
+        """Generate and Complete calls under way."""
+        add = self.all
+        add.gauge("weft_gateway_requests_in_flight", "Requests under way.", lambda: self.in_flight)
+        self._requests = add.counter(
+            "weft_gateway_requests", "Requests by how they ended.", "model", "code", "finish_reason"
+        )
+        self._results = add.counter(
+            "weft_gateway_results", "Looks into the result cache by outcome.", "model", "outcome"
+        )  # fmt: skip
+        self._joined = add.counter("weft_gateway_joined", "Requests answered with another one's tokens.", "model")
+        self._lost = add.counter("weft_gateway_attempts_lost", "Attempts that a worker did not finish.", "reason")
+        self._prompt = add.counter("weft_gateway_prompt_tokens", "Tokens of prompts.", "model")
+        self._cached = add.counter("weft_gateway_cached_tokens", "Prompt tokens found in prefix caches.", "model")
+        self._output = add.counter("weft_gateway_completion_tokens", "Tokens of answers.", "model")
+        self._phases = add.counter("weft_gateway_phase_seconds", "Where the time of requests went.", "model", "phase")
+        self._tokenize = add.histogram(
+            "weft_gateway_tokenize_seconds", "Waiting for the tokenizer, and tokenizing.", metrics.SHORT_S, "model"
+        )
+        named = ("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model")
+        self._duration = add.histogram(
+            "gen_ai_server_request_duration_seconds", "Whole requests.", metrics.DURATION_S, *named, "error_type"
+        )
+        self._first = add.histogram(
+            "gen_ai_server_time_to_first_token_seconds", "From request to first token.", metrics.FIRST_TOKEN_S, *named
+        )
+        self._per_token = add.histogram(
+            "gen_ai_server_time_per_output_token_seconds",
+            "Mean time between the tokens of an answer.",
+            metrics.PER_TOKEN_S,
+            *named,
+        )
+        self._usage = add.histogram(
+            "gen_ai_client_token_usage", "Tokens of a request.", metrics.TOKENS, *named, "gen_ai_token_type"
+        )
+
+    def request(
+        self, operation: str, model: str, receipt: api.Receipt, error: WeftError | None, per_token_s: float | None
+    ) -> None:
+        """A request is over. `model` is one that is served, or "" if the request named none of them."""
+        times = receipt.timings
+        code = error.code.name if error is not None else "OK"
+        self._requests.add(1, model, code, reason_name(receipt.finish_reason))
+        named = (operation, _PROVIDER, model)
+        self._duration.observe(times.wall_s, *named, code if error is not None else "")
+        for phase in _PHASES:
+            self._phases.add(getattr(times, f"{phase}_s"), model, phase)
+        if receipt.joined:
+            self._joined.add(1, model)
+        if receipt.prompt_tokens:
+            self._tokenize.observe(times.tokenize_s, model)
+            self._prompt.add(receipt.prompt_tokens, model)
+            self._cached.add(receipt.cached_tokens, model)
+            self._output.add(receipt.completion_tokens, model)
+            self._usage.observe(receipt.prompt_tokens, *named, "input")
+            self._usage.observe(receipt.completion_tokens, *named, "output")
+        if times.first_token_s:
+            self._first.observe(times.first_token_s, *named)
+        if per_token_s is not None:
+            self._per_token.observe(per_token_s, *named)
+
+    def looked_up(self, model: str, hit: bool) -> None:
+        """The result cache was asked."""
+        self._results.add(1, model, "hit" if hit else "miss")
+
+    def attempt_lost(self, error: WeftError) -> None:
+        """A worker did not finish what it was given."""
+        self._lost.add(1, error.reason)
