@@ -34,6 +34,8 @@ SETTINGS: dict[str, type[CommonSettings]] = {
     "worker": WorkerSettings,
 }
 REDIS_PORT = 6379
+# By convention, where each process has an address of its own.
+METRICS_PORT = 9464
 # Read by the operating system's and the libraries' own code.
 FOREIGN = {"HOME", "TMPDIR", "OMP_NUM_THREADS", "HF_HOME", "HF_HUB_OFFLINE", "TRITON_CACHE_DIR", "POD_IP", "POD_NAME"}
 OTEL = {name for name in vars(otel).values() if isinstance(name, str) and name.startswith("OTEL_")}
@@ -94,6 +96,8 @@ def settings_problems(service: str, environment: Mapping[str, str]) -> Iterator[
         yield f"{service}: listens at {settings.listen or 'its default'}, which others do not reach"
     elif int(listening) != port(service):
         yield f"{service}: listens at {listening}, not at its default {port(service)}"
+    if settings.metrics_port != METRICS_PORT:
+        yield f"{service}: its metrics are at {settings.metrics_port or 'no port'}, not at {METRICS_PORT}"
     given = {known[name] for name in environment.keys() & known.keys()}
     for field in sorted(peers(service, environment)):
         if field not in given:

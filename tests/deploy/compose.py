@@ -104,8 +104,8 @@ def _ours(name: str, service: Object, compose: Object) -> Iterator[str]:
     if collector and number not in compose["services"].get(host, {}).get("expose", []):
         yield f"{name}: its traces go to {collector}, where nothing is"
     opened = {*service.get("expose", []), *(port.rpartition(":")[2] for port in service.get("ports", []))}
-    if opened != {str(code.port(part))}:
-        yield f"{name}: opens {', '.join(sorted(opened)) or 'nothing'}, not {code.port(part)}"
+    if opened != {str(code.port(part)), str(code.METRICS_PORT)}:
+        yield f"{name}: opens {', '.join(sorted(opened)) or 'nothing'}, not {code.port(part)} and {code.METRICS_PORT}"
     settings, grace_s = code.parse(part, environment), seconds(service.get("stop_grace_period", "10s"))
     if settings is not None and grace_s < settings.drain_s + _MARGIN_S:
         yield f"{name}: is killed after {grace_s} s, and drains for {settings.drain_s:g} s"
@@ -127,8 +127,8 @@ def seconds(duration: str) -> int:
     return int(duration[:-1]) * _SECONDS[duration[-1]]
 
 
-def collector_problems(config: Object, endpoint: str) -> Iterator[str]:
-    """Parts of the collector's pipelines that are missing or unused, and whether it listens at `endpoint`'s port."""
+def collector_problems(config: Object, endpoint: str, services: set[str]) -> Iterator[str]:
+    """What is missing or unused in its pipelines; whether it listens at `endpoint`'s port and reads these services."""
     pipelines = config["service"]["pipelines"]
     for kind in ("receivers", "processors", "exporters"):
         defined = set(config.get(kind, {}))
@@ -140,6 +140,17 @@ def collector_problems(config: Object, endpoint: str) -> Iterator[str]:
     for name, pipeline in pipelines.items():
         if pipeline.get("processors", [""])[0] != "memory_limiter":
             yield f"{name}: memory is not limited first"
+    yield from _scrape_problems(config["receivers"].get("prometheus", {}), services)
     listening = config["receivers"].get("otlp", {}).get("protocols", {}).get("grpc", {}).get("endpoint", "")
     if not listening.startswith("0.0.0.0:") or code.port_of(listening) != code.port_of(endpoint):
         yield f"traces are sent to {endpoint}, and it listens at {listening or 'nothing'}"
+
+
+def _scrape_problems(receiver: Object, services: set[str]) -> Iterator[str]:
+    jobs = receiver.get("config", {}).get("scrape_configs", [])
+    found = [discovery for job in jobs for discovery in job["dns_sd_configs"]]
+    scraped = {name for discovery in found for name in discovery["names"]}
+    yield from (f"metrics of {name} are not read" for name in sorted(services - scraped))
+    yield from (f"metrics are read of {name}, which is not there" for name in sorted(scraped - services))
+    if any(discovery["port"] != code.METRICS_PORT for discovery in found):
+        yield f"metrics are not read at {code.METRICS_PORT}"

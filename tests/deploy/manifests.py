@@ -20,6 +20,7 @@ Object = dict[str, Any]
 # The oldest release that has all that we use (the sleep of preStop, by default), and the newest with schemas here.
 RELEASES = ("1.30", "1.37")
 _MARGIN_S = 5
+_NAME = "app.kubernetes.io/name"
 _COMPONENT = "app.kubernetes.io/component"
 _UNITS = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "kb": 1 << 10, "mb": 1 << 20, "gb": 1 << 30}
 
@@ -193,8 +194,12 @@ def _commands(mesh: Manifests) -> Iterator[str]:
 
 def _ports(mesh: Manifests) -> Iterator[str]:
     for component, _, container in mesh.ours():
-        if code.port(component) not in _container_ports(container).values():
-            yield f"{component}: its container does not open {code.port(component)}"
+        opened = _container_ports(container)
+        if opened != {"grpc": code.port(component), "metrics": code.METRICS_PORT}:
+            yield f"{component}: its container opens {opened}, not {code.port(component)} and {code.METRICS_PORT}"
+        annotations = mesh.deployments[component]["spec"]["template"]["metadata"].get("annotations", {})
+        if annotations.get("prometheus.io/port") != str(code.METRICS_PORT):
+            yield f"{component}: Prometheus is told another port"
 
 
 def _environments(mesh: Manifests) -> Iterator[str]:
@@ -219,7 +224,7 @@ def _probes(mesh: Manifests) -> Iterator[str]:
                 yield f"{component}: has no {kind} by gRPC"
                 continue
             name = probe.get("service", "")
-            if probe["port"] not in _container_ports(container).values():
+            if probe["port"] != code.port(component):
                 yield f"{component}: its {kind} asks port {probe['port']}"
             if name and name not in code.health_names(component):
                 yield f"{component}: its {kind} asks for {name}"
@@ -331,7 +336,9 @@ def _policies(mesh: Manifests) -> Iterator[str]:
     confined = {name for policy in mesh.kind("NetworkPolicy") for name in mesh.select(policy["spec"]["podSelector"])}
     yield from (f"{name}: anybody may call it" for name in sorted(mesh.deployments.keys() - confined))
     for policy in mesh.kind("NetworkPolicy"):
-        if not policy["spec"]["podSelector"]:
+        peers = [peer for rule in policy["spec"].get("ingress", []) for peer in rule.get("from", [])]
+        chosen = [policy["spec"]["podSelector"], *(peer["podSelector"] for peer in peers if "podSelector" in peer)]
+        if not all(_NAME in selector.get("matchLabels", {}) for selector in chosen):
             yield f"{title(policy)}: is about pods that are not ours"
     for name in ("scheduler", "cache", "worker", "redis"):
         inner = code.REDIS_PORT if name == "redis" else code.port(name)
@@ -350,7 +357,9 @@ def _allows(mesh: Manifests, policy: Object, caller: str, to: str, number: int) 
     for rule in policy["spec"].get("ingress", []):
         opened = [ports.get(port["port"], port["port"]) for port in rule.get("ports", [{"port": number}])]
         callers = rule.get("from")
-        known = callers is None or any(caller in mesh.select(each["podSelector"]) for each in callers)
+        # Peers of other namespaces are none of ours.
+        ours = [each["podSelector"] for each in callers or [] if "namespaceSelector" not in each]
+        known = callers is None or any(caller in mesh.select(selector) for selector in ours)
         if number in opened and known:
             return True
     return False

@@ -11,6 +11,7 @@ from tests.deploy.compose import Object
 
 FOLDER = code.ROOT / "deploy"
 ENDPOINT = "http://otel-collector:4317"
+MEASURED = {*code.SETTINGS, "worker-gpu"}
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +63,7 @@ def test_the_default_model_is_in_the_repository(written: Object) -> None:
 
 
 def test_the_collector_takes_what_is_sent(written: Object, collector: Object) -> None:
-    assert list(compose.collector_problems(collector, ENDPOINT)) == []
+    assert list(compose.collector_problems(collector, ENDPOINT, MEASURED)) == []
     services = written["services"]
     assert {services[name]["environment"]["OTEL_EXPORTER_OTLP_ENDPOINT"] for name in code.SETTINGS} == {ENDPOINT}
     # It reads the file that is mounted.
@@ -72,6 +73,12 @@ def test_the_collector_takes_what_is_sent(written: Object, collector: Object) ->
 
 def service(mesh: Object, name: str) -> Object:
     found: Object = mesh["services"][name]
+    return found
+
+
+def discovery(collector: Object) -> Object:
+    job = collector["receivers"]["prometheus"]["config"]["scrape_configs"][0]
+    found: Object = job["dns_sd_configs"][0]
     return found
 
 
@@ -102,6 +109,10 @@ BROKEN: dict[str, tuple[Callable[[Object], object], str]] = {
         "its traces go to otel-collector:4318",
     ),
     "port": (lambda m: service(m, "scheduler").update(expose=["50053"]), "opens 50053, not 50052"),
+    "metrics": (
+        lambda m: service(m, "cache")["environment"].update(WEFT_METRICS_PORT="9090"),
+        "its metrics are at 9090, not at 9464",
+    ),
     "published": (lambda m: service(m, "redis").update(ports=["6379:6379"]), "not the gateway alone"),
     "drain": (lambda m: service(m, "worker").update(stop_grace_period="20s"), "is killed after 20 s"),
     "check": (lambda m: service(m, "cache").pop("healthcheck"), "cache: has no health check"),
@@ -155,6 +166,9 @@ def test_what_the_specification_does_not_know_is_noticed(mesh: Object, change: C
         (lambda c: c["exporters"].clear(), "exporters: debug is used and not defined"),
         (lambda c: c["exporters"].update(otlp={}), "exporters: otlp is defined and not used"),
         (lambda c: c["service"]["pipelines"].pop("traces"), "traces go nowhere"),
+        (lambda c: discovery(c)["names"].remove("cache"), "metrics of cache are not read"),
+        (lambda c: discovery(c)["names"].append("cash"), "metrics are read of cash, which is not there"),
+        (lambda c: discovery(c).update(port=9090), "metrics are not read at 9464"),
         (lambda c: c["service"]["pipelines"]["traces"].update(processors=["batch"]), "memory is not limited first"),
         (lambda c: c["receivers"]["otlp"]["protocols"]["grpc"].update(endpoint="0.0.0.0:4318"), "listens at"),
         (lambda c: c["receivers"]["otlp"]["protocols"]["grpc"].update(endpoint="localhost:4317"), "listens at"),
@@ -164,4 +178,4 @@ def test_a_collector_that_would_not_do_is_noticed(
     collector: Object, change: Callable[[Object], object], complaint: str
 ) -> None:
     change(collector)
-    assert complaint in "\n".join(compose.collector_problems(collector, ENDPOINT))
+    assert complaint in "\n".join(compose.collector_problems(collector, ENDPOINT, MEASURED))

@@ -35,8 +35,8 @@ def test_hadolint_finds_nothing() -> None:
 def test_each_image_holds_its_services() -> None:
     file = dockerfile.parse(TEXT)
     held = {stage.name: stage.ports() for stage in file.stages if stage.all("ENTRYPOINT")}
-    light = {code.port(name) for name in ("gateway", "scheduler", "cache")}
-    assert held == {"mesh": light, "worker": {code.port("worker")}}
+    light = {code.METRICS_PORT, *(code.port(name) for name in ("gateway", "scheduler", "cache"))}
+    assert held == {"mesh": light, "worker": {code.port("worker"), code.METRICS_PORT}}
 
 
 def test_versions_are_those_of_the_project() -> None:

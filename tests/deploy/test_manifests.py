@@ -134,7 +134,15 @@ def replace(values: list[Any], old: object, new: object) -> None:
 BROKEN: dict[str, tuple[Callable[[list[Object]], object], str]] = {
     "container port": (
         lambda m: container(m, "cache")["ports"][0].update(containerPort=50054),
-        "cache: its container does not open 50053",
+        "cache: its container opens",
+    ),
+    "metrics": (
+        lambda m: config(m, "weft-common", WEFT_METRICS_PORT="0"),
+        "cache: its metrics are at no port, not at 9464",
+    ),
+    "metrics that Prometheus does not find": (
+        lambda m: deployment(m, "cache")["spec"]["template"]["metadata"].pop("annotations"),
+        "cache: Prometheus is told another port",
     ),
     "service port": (
         lambda m: named(m, "Service", "weft-cache")["spec"]["ports"][0].update(port=80),
