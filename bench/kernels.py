@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -149,7 +150,9 @@ def product_row(shape: Shape, name: str, n: int, k: int, gated: bool, normed: bo
     )
     vendor = timed([lambda w=w: torch.mm(x, w.t(), out=plain) for w in weights])
     moved = 2.0 * (outputs * k + rows * k + rows * n)
-    return Row(f"{shape.name} {name} M={rows}", seconds * 1e6, moved, 2.0 * rows * outputs * k, {"cublas": vendor * 1e6})
+    return Row(
+        f"{shape.name} {name} M={rows}", seconds * 1e6, moved, 2.0 * rows * outputs * k, {"cublas": vendor * 1e6}
+    )
 
 
 class Pages:
@@ -169,7 +172,9 @@ class Pages:
     def pool(self) -> Tensor:
         return rand(self.count, self.block, 2, self.shape.kv_heads, self.shape.dim)
 
-    def plan(self, lengths: list[int], short: int = 1, config: attention.Config | None = None) -> attention.AttentionPlan:
+    def plan(
+        self, lengths: list[int], short: int = 1, config: attention.Config | None = None
+    ) -> attention.AttentionPlan:
         shape = self.shape
         starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
         contexts = torch.tensor(self.contexts, dtype=torch.int32, device="cuda")
@@ -196,7 +201,9 @@ def decode_row(shape: Shape, name: str, contexts: list[int], tokens: int = 1) ->
     pages = Pages(shape, contexts, 16)
     seconds = decode_seconds(pages, tokens)
     moved = pages.bytes() + 4.0 * tokens * len(contexts) * shape.heads * shape.dim
-    return Row(f"{shape.name} decode {name}", seconds * 1e6, moved, 4.0 * tokens * sum(contexts) * shape.heads * shape.dim)
+    return Row(
+        f"{shape.name} decode {name}", seconds * 1e6, moved, 4.0 * tokens * sum(contexts) * shape.heads * shape.dim
+    )
 
 
 def prefill_flop(shape: Shape, tokens: int, context: int) -> float:
@@ -204,7 +211,9 @@ def prefill_flop(shape: Shape, tokens: int, context: int) -> float:
     return 4.0 * pairs * shape.heads * shape.dim
 
 
-def prefill_seconds(shape: Shape, tokens: int, context: int, block: int, config: attention.Config | None = None) -> float:
+def prefill_seconds(
+    shape: Shape, tokens: int, context: int, block: int, config: attention.Config | None = None
+) -> float:
     """One layer's attention of one row's chunk."""
     pages = Pages(shape, [context], block)
     plan = pages.plan([tokens], 1, config)
@@ -228,7 +237,9 @@ def prefill_row(shape: Shape, tokens: int, block: int) -> Row:
         "flash": sdpa_seconds(shape, tokens, SDPBackend.FLASH_ATTENTION) * 1e6,
     }
     moved = 2.0 * tokens * (2 * shape.heads + 2 * shape.kv_heads) * shape.dim
-    return Row(f"{shape.name} prefill {tokens} P={block}", seconds * 1e6, moved, prefill_flop(shape, tokens, tokens), against)
+    return Row(
+        f"{shape.name} prefill {tokens} P={block}", seconds * 1e6, moved, prefill_flop(shape, tokens, tokens), against
+    )
 
 
 def chunk_row(shape: Shape, tokens: int, context: int) -> Row:
@@ -246,21 +257,22 @@ def layer_rows(shape: Shape, tokens: int) -> Iterator[Row]:
     residuals, delta = copies(lambda: rand(tokens, hidden)), rand(tokens, hidden)
     ours = timed([lambda r=r: norm.add_rms_norm(r, delta, weight, 1e-5) for r in residuals])
     theirs = timed([lambda r=r: compiled_norm(r, delta, weight) for r in residuals])
-    yield Row(f"{shape.name} add+norm T={tokens}", ours * 1e6, 8.0 * tokens * hidden, 0, {"torch.compile": theirs * 1e6})
+    yield Row(
+        f"{shape.name} add+norm T={tokens}", ours * 1e6, 8.0 * tokens * hidden, 0, {"torch.compile": theirs * 1e6}
+    )
     wide = copies(lambda: rand(tokens, 2 * shape.ffn))
     ours = timed([lambda g=g: activation.silu_and_mul(g) for g in wide])
     theirs = timed([lambda g=g: compiled_gate(g) for g in wide])
-    yield Row(f"{shape.name} silu*up T={tokens}", ours * 1e6, 6.0 * tokens * shape.ffn, 0, {"torch.compile": theirs * 1e6})
+    yield Row(
+        f"{shape.name} silu*up T={tokens}", ours * 1e6, 6.0 * tokens * shape.ffn, 0, {"torch.compile": theirs * 1e6}
+    )
     heads = shape.heads + 2 * kv_heads
     qkvs, pool = copies(lambda: rand(tokens, heads, dim)), rand(8192 // 16 * 2, 16, 2, kv_heads, dim)
     cos, sin = rand(8192, 1, dim), rand(8192, 1, dim)
     places = torch.randperm(8192, device="cuda")[:tokens]
     positions = torch.arange(tokens, device="cuda")
     ours = timed(
-        [
-            lambda q=q: rope_kv.rope_and_store(q, cos, sin, pool, places, shape.heads, kv_heads, positions)
-            for q in qkvs
-        ]
+        [lambda q=q: rope_kv.rope_and_store(q, cos, sin, pool, places, shape.heads, kv_heads, positions) for q in qkvs]
     )
     yield Row(f"{shape.name} rope+store T={tokens}", ours * 1e6, 4.0 * tokens * heads * dim + 4.0 * tokens * dim, 0)
 
@@ -297,7 +309,9 @@ def invariant_row(shape: Shape, rows: int) -> Row:
     ours = timed([lambda w=w: matmul.matmul_invariant(x, w) for w in weights])
     vendor = timed([lambda w=w: F.linear(x, w) for w in weights])
     moved = 2.0 * (n * k + rows * (n + k))
-    return Row(f"{shape.name} invariant gate-up M={rows}", ours * 1e6, moved, 2.0 * rows * n * k, {"cublas": vendor * 1e6})
+    return Row(
+        f"{shape.name} invariant gate-up M={rows}", ours * 1e6, moved, 2.0 * rows * n * k, {"cublas": vendor * 1e6}
+    )
 
 
 def cells() -> Iterator[tuple[str, Callable[[], list[Row]]]]:

@@ -32,7 +32,7 @@ SPLITS, AHEAD = (1, 2, 3, 4, 6, 8), (4, 16, 32)
 
 def tune_products(part: tuple[int, int] | None) -> None:
     """Each product of a layer at each number of rows."""
-    rows_list = (1, 16, 64)
+    rows_list = (1, 16, 32)
     if part:
         trials = list(itertools.product(rows_list, product_tiles(), SPLITS, (False, True), AHEAD))
         w, x = rand(8192, 4096), rand(64, 4096)
@@ -53,7 +53,7 @@ def tune_products(part: tuple[int, int] | None) -> None:
                     t = changed(tile, split, ahead)
                     seconds = try_(lambda: timed(
                         [lambda w=w: matmul.linear(x, w, gated=gated, out=out, tile=t) for w in weights], 1.5, 3
-                    ))  # fmt: skip  # noqa: B023
+                    ))  # fmt: skip
                     if seconds:
                         found.append((seconds, t))
                 plain = torch.empty(rows, weights[0].shape[0], dtype=x.dtype, device="cuda")
@@ -74,7 +74,9 @@ def changed(tile: matmul.Tile, split: int, ahead: int) -> matmul.Tile:
 
 def decode_configs() -> Iterator[Config]:
     for (keys, warps, stages), programs, least in itertools.product(
-        ((32, 4, 5), (32, 2, 5), (64, 4, 5), (64, 4, 7), (64, 2, 5), (128, 4, 3)), (132, 264, 396, 528), (1, 2, 4)
+        ((32, 4, 5), (32, 2, 5), (64, 4, 5), (64, 4, 7), (64, 2, 5), (128, 4, 3), (32, 1, 5), (32, 1, 7)),
+        (264, 396, 528),
+        (1, 2),
     ):
         yield Config(keys, warps, stages, programs, least)
 
@@ -103,7 +105,7 @@ def prefill_configs() -> Iterator[Config]:
         (128, 128, 8, 2), (128, 128, 8, 3), (128, 128, 8, 5), (128, 64, 4, 3), (128, 64, 4, 5), (128, 32, 8, 5),
         (256, 64, 8, 3), (64, 32, 4, 5),
     ):  # fmt: skip
-        yield Config(tile_rows=rows, tile_keys=keys, tile_warps=warps, tile_stages=stages)
+        yield Config(tile_rows=rows, tile_keys=keys, tile_warps=warps, tile_stages=stages, hopper=False)
 
 
 def tune_prefill(part: tuple[int, int] | None) -> None:

@@ -11,6 +11,7 @@ so both can be captured in a CUDA graph.
 """
 
 from dataclasses import dataclass, replace
+from types import ModuleType
 
 import torch
 import triton
@@ -89,7 +90,7 @@ def schedule_kernel(
     starts,  # int32 [R + 1]: first token of each row
     contexts,  # int32 [R]
     ends,  # int32 [R + 1] out: tiles of all rows before, and of all
-    firsts,  # int32 [G] out: the row in which each program begins
+    records,  # int32 [G, 8] out: row, its first tile and last + 1, first token, tokens, context; share, stop
     R,
     K,
     window,
@@ -104,7 +105,8 @@ def schedule_kernel(
     """Lay the key tiles of all short rows end to end and find where each program's equal share begins."""
     begin(PDL)
     rows = tl.arange(0, BLOCK_R)
-    length = tl.load(starts + rows + 1, mask=rows < R, other=0) - tl.load(starts + rows, mask=rows < R, other=0)
+    start = tl.load(starts + rows, mask=rows < R, other=0)
+    length = tl.load(starts + rows + 1, mask=rows < R, other=0) - start
     context = tl.load(contexts + rows, mask=rows < R, other=0)
     short = (length > 0) & (length <= longest)
     # A row without any context has one tile, all of it masked: its result is 0.
@@ -117,7 +119,51 @@ def schedule_kernel(
     for program in range(0, G, 16):
         members = program + tl.arange(0, 16)
         before = (end[None, :] <= (members * share)[:, None]) & (rows < R)[None, :]
-        tl.store(firsts + members, tl.sum(before.to(tl.int32), 1), mask=members < G)
+        row = tl.sum(before.to(tl.int32), 1)
+        here = rows[None, :] == row[:, None]
+        record, known = records + members * 8, members < G
+        tl.store(record, row, mask=known)
+        tl.store(record + 1, tl.sum(tl.where(here, (end - tiles)[None, :], 0), 1), mask=known)
+        tl.store(record + 2, tl.sum(tl.where(here, end[None, :], 0), 1), mask=known)
+        tl.store(record + 3, tl.sum(tl.where(here, start[None, :], 0), 1), mask=known)
+        tl.store(record + 4, tl.sum(tl.where(here, length[None, :], 0), 1), mask=known)
+        tl.store(record + 5, tl.sum(tl.where(here, context[None, :], 0), 1), mask=known)
+        tl.store(record + 6, share, mask=known)
+        tl.store(record + 7, tl.minimum(members * share + share, tl.sum(tiles)), mask=known)
+
+
+@triton.jit
+def _merge(
+    parts,  # [LINES] pointers into the first of `pieces` parts
+    out,  # [LINES, 1] pointers
+    pieces,
+    valid,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    LINES: tl.constexpr,
+    MERGE: tl.constexpr,
+):
+    """Merge a row's parts, MERGE at a time: one after the other would cost a trip to memory each."""
+    lines = tl.arange(0, LINES)
+    lanes = tl.arange(0, BLOCK_D)
+    top = tl.full([LINES], FLOOR, tl.float32)
+    total = tl.zeros([LINES], tl.float32)
+    mixed = tl.zeros([LINES, BLOCK_D], tl.float32)
+    for first in range(0, pieces, MERGE):
+        which = first + tl.arange(0, MERGE)
+        place = parts[None, :] + which[:, None] * (LINES * (D + 2))
+        exists = (which < pieces)[:, None] & (lines < valid)[None, :]
+        known = exists[:, :, None] & (lanes < D)[None, None, :]
+        values = tl.load(place[:, :, None] + lanes[None, None, :], mask=known, other=0.0, cache_modifier=".cg")
+        tops = tl.load(place + D, mask=exists, other=FLOOR, cache_modifier=".cg")
+        totals = tl.load(place + D + 1, mask=exists, other=0.0, cache_modifier=".cg")
+        new_top = tl.maximum(top, tl.max(tops, 0))
+        fade, rise = tl.exp2(top - new_top), tl.exp2(tops - new_top[None, :])
+        mixed = mixed * fade[:, None] + tl.sum(values * rise[:, :, None], 0)
+        total = total * fade + tl.sum(totals * rise, 0)
+        top = new_top
+    result = (mixed / tl.where(total > 0, total, 1.0)[:, None]).to(out.dtype.element_ty)
+    tl.store(out + lanes[None, :], result, mask=(lines < valid)[:, None] & (lanes < D)[None, :])
 
 
 @triton.jit(do_not_specialize=["R", "B", "window"])
@@ -129,34 +175,36 @@ def split_kernel(
     contexts,  # int32 [R]
     tables,  # int32 [R, B]
     ends,  # int32 [R + 1]
-    firsts,  # int32 [G]
-    parts,  # float32 [R * K + G, M, D + 2]: weighted values, maximum, sum
+    records,  # int32 [G, 8]
+    parts,  # float32 [R * K + G, LINES, D + 2]: weighted values, maximum, sum
     arrived,  # int32 [R * K], zero between launches
     R, K, B, q_stride, scale, window,
     SHARE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr,
-    M: tl.constexpr, G: tl.constexpr, LEAST: tl.constexpr, MERGE: tl.constexpr, WINDOW: tl.constexpr, IEEE: tl.constexpr,
+    M: tl.constexpr, LINES: tl.constexpr, MERGE: tl.constexpr, WINDOW: tl.constexpr, IEEE: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     begin(PDL)
     program = tl.program_id(0)
-    all_tiles = tl.load(ends + R)
-    share = tl.maximum(tl.cdiv(all_tiles, G), LEAST)
+    # One trip to memory says all about the first piece of work.
+    record = records + program * 8
+    row, row_begin, row_end = tl.load(record), tl.load(record + 1), tl.load(record + 2)
+    start, length, context = tl.load(record + 3), tl.load(record + 4), tl.load(record + 5)
+    share, stop = tl.load(record + 6), tl.load(record + 7)
     here = program * share
-    stop = tl.minimum(here + share, all_tiles)
-    row = tl.load(firsts + program)
     lines = tl.arange(0, M)
     lanes = tl.arange(0, BLOCK_D)
+    some = tl.arange(0, LINES)
     while here < stop:
-        row_begin, row_end = tl.load(ends + row), tl.load(ends + row + 1)
         if here >= row_end:
             row += 1
+            row_begin, row_end = row_end, tl.load(ends + row + 1)
+            start, context = tl.load(starts + row), tl.load(contexts + row)
+            length = tl.load(starts + row + 1) - start
         else:
             tiles = (row_end - row_begin) // K
             head = (here - row_begin) // tiles
             unit_begin = row_begin + head * tiles
             unit_stop = tl.minimum(unit_begin + tiles, stop)
-            start, context = tl.load(starts + row), tl.load(contexts + row)
-            length = tl.load(starts + row + 1) - start
             token = lines // SHARE
             valid = token < length
             line = (start + token).to(tl.int64)
@@ -173,40 +221,21 @@ def split_kernel(
             )  # fmt: skip
             unit = row * K + head
             pieces = 1 + (unit_begin + tiles - 1) // share - unit_begin // share
-            last = pieces == 1
-            if pieces > 1:
-                part = parts + (unit + program).to(tl.int64) * M * (D + 2) + lines * (D + 2)
+            if pieces == 1:
+                result = mixed / tl.where(total > 0, total, 1.0)[:, None]
+                target = out + (line * (K * SHARE * D) + column)[:, None] + lanes[None, :]
+                tl.store(target, result.to(out.dtype.element_ty), mask=inside)
+            else:
+                part = parts + (unit + program).to(tl.int64) * LINES * (D + 2) + lines * (D + 2)
                 tl.store(part[:, None] + lanes[None, :], mixed, mask=inside)
                 tl.store(part + D, top, mask=valid)
                 tl.store(part + D + 1, total, mask=valid)
                 tl.debug_barrier()  # All of the program's stores come before its arrival.
-                last = tl.atomic_add(arrived + unit, 1, sem="acq_rel") == pieces - 1
-                if last:
+                if tl.atomic_add(arrived + unit, 1, sem="acq_rel") == pieces - 1:
                     tl.store(arrived + unit, 0)
-                    top = tl.full([M], FLOOR, tl.float32)
-                    total = tl.zeros([M], tl.float32)
-                    mixed = tl.zeros([M, BLOCK_D], tl.float32)
-                    # Several parts at a time: one after the other would cost a trip to memory each.
-                    for other in range(0, pieces, MERGE):
-                        which = other + tl.arange(0, MERGE)
-                        some = parts + (unit + unit_begin // share + which).to(tl.int64) * M * (D + 2)
-                        stats = some[:, None] + lines[None, :] * (D + 2)
-                        exists = (which < pieces)[:, None] & valid[None, :]
-                        values = tl.load(
-                            stats[:, :, None] + lanes[None, None, :],
-                            mask=exists[:, :, None] & (lanes < D)[None, None, :], other=0.0, cache_modifier=".cg",
-                        )  # fmt: skip
-                        tops = tl.load(stats + D, mask=exists, other=FLOOR, cache_modifier=".cg")
-                        totals = tl.load(stats + D + 1, mask=exists, other=0.0, cache_modifier=".cg")
-                        new_top = tl.maximum(top, tl.max(tops, 0))
-                        fade, rise = tl.exp2(top - new_top), tl.exp2(tops - new_top[None, :])
-                        mixed = mixed * fade[:, None] + tl.sum(values * rise[:, :, None], 0)
-                        total = total * fade + tl.sum(totals * rise, 0)
-                        top = new_top
-            if last:
-                result = mixed / tl.where(total > 0, total, 1.0)[:, None]
-                target = out + (line * (K * SHARE * D) + column)[:, None] + lanes[None, :]
-                tl.store(target, result.to(out.dtype.element_ty), mask=inside)
+                    first_part = parts + (unit + unit_begin // share).to(tl.int64) * LINES * (D + 2) + some * (D + 2)
+                    merged = (start + some // SHARE).to(tl.int64) * (K * SHARE * D) + (head * SHARE + some % SHARE) * D
+                    _merge(first_part, out + merged[:, None], pieces, length * SHARE, D, BLOCK_D, LINES, MERGE)
             here = unit_stop
 
 
@@ -296,9 +325,14 @@ class Config:
     tile_keys: int = 64
     tile_warps: int = 8
     tile_stages: int = 3
+    hopper: bool = True
+    """Leave the tiles to `kernels.attention_hopper` where it serves."""
 
 
-CONFIGS = {64: Config(), 128: Config()}
+CONFIGS = {
+    64: Config(split_keys=64, split_warps=2, split_stages=5, split_programs=528, tile_keys=64, tile_warps=4),
+    128: Config(split_keys=64, split_warps=4, split_stages=5, split_programs=264, tile_keys=128),
+}
 EXACT = Config(split_keys=32, split_stages=2, tile_rows=32, tile_keys=32, tile_warps=4, tile_stages=2)
 TINY = replace(EXACT, split_programs=3, split_least=1, split_keys=16, tile_keys=16)
 
@@ -322,12 +356,12 @@ class AttentionPlan:
     tables: Tensor
     """int32 [R, B]: its blocks, in order."""
     ends: Tensor
-    firsts: Tensor
+    records: Tensor
     parts: Tensor
     arrived: Tensor
     window: int | None
-    split_rows: int
-    """M of the split kernel; rows of more than M // (H / K) tokens belong to the tile kernel."""
+    short_tokens: int
+    """Rows of more tokens than this belong to the tile kernel."""
     long_tokens: int
     """At most this many tokens belong to such rows; 0 launches no tile kernel."""
     kv_heads: int
@@ -356,15 +390,15 @@ def plan_attention(
     rows, device = contexts.shape[0], starts.device
     config = config or config_for(dim, dtype)
     share = heads // kv_heads
-    split_rows = max(16, triton.next_power_of_2(short_tokens * share))
-    parts = (rows * kv_heads + config.split_programs, split_rows, dim + 2)
+    lines = triton.next_power_of_2(short_tokens * share)
+    parts = (rows * kv_heads + config.split_programs, lines, dim + 2)
     plan = AttentionPlan(
         starts, contexts, tables,
         ends=torch.empty(rows + 1, dtype=torch.int32, device=device),
-        firsts=torch.empty(config.split_programs, dtype=torch.int32, device=device),
+        records=torch.empty(config.split_programs, 8, dtype=torch.int32, device=device),
         parts=torch.empty(parts, dtype=torch.float32, device=device),
         arrived=torch.zeros(rows * kv_heads, dtype=torch.int32, device=device),
-        window=window, split_rows=split_rows, long_tokens=long_tokens, kv_heads=kv_heads, share=share, config=config,
+        window=window, short_tokens=short_tokens, long_tokens=long_tokens, kv_heads=kv_heads, share=share, config=config,
     )  # fmt: skip
     schedule(plan)
     return plan
@@ -374,8 +408,8 @@ def schedule(plan: AttentionPlan) -> None:
     """Share the short rows' work out anew, after `starts` or `contexts` changed. One small launch; no host waits."""
     rows, config = plan.contexts.shape[0], plan.config
     schedule_kernel[(1,)](
-        plan.starts, plan.contexts, plan.ends, plan.firsts, rows, plan.kv_heads, plan.window or 0,
-        plan.split_rows // plan.share, G=config.split_programs, TILE=config.split_keys, LEAST=config.split_least,
+        plan.starts, plan.contexts, plan.ends, plan.records, rows, plan.kv_heads, plan.window or 0,
+        plan.short_tokens, G=config.split_programs, TILE=config.split_keys, LEAST=config.split_least,
         WINDOW=plan.window is not None, BLOCK_R=max(16, triton.next_power_of_2(rows)), num_warps=4,
         **launch_options(plan.starts.device),
     )  # fmt: skip
@@ -397,22 +431,36 @@ def attention(q_THD: Tensor, kv_NP2KD: Tensor, plan: AttentionPlan, scale: float
         "SHARE": plan.share, "D": dim, "BLOCK_D": max(16, triton.next_power_of_2(dim)), "P": block_size,
         "WINDOW": plan.window is not None, "IEEE": q_THD.dtype == torch.float32, **launch_options(q_THD.device),
     }  # fmt: skip
-    longest = plan.split_rows // plan.share
     ragged = (q_THD, kv_NP2KD, out, plan.starts, plan.contexts, plan.tables)
     numbers = (rows, kv_heads, plan.tables.shape[1], stride, scale * LOG2E, plan.window or 0)
     if plan.long_tokens:
-        tiles = min(plan.long_tokens // (longest + 1), rows) + triton.cdiv(
-            plan.long_tokens, config.tile_rows // plan.share
-        )
-        tile_kernel[(tiles * kv_heads,)](
-            *ragged, *numbers, longest, TILE=config.tile_keys, M=config.tile_rows,
-            BLOCK_R=max(16, triton.next_power_of_2(rows)), STAGES=config.tile_stages, num_warps=config.tile_warps,
-            **fixed,
-        )  # fmt: skip
+        hopper = _hopper(q_THD, block_size, plan)
+        tile_rows = hopper.ROWS if hopper else config.tile_rows
+        tiles = min(plan.long_tokens // (plan.short_tokens + 1), rows)
+        tiles += triton.cdiv(plan.long_tokens, tile_rows // plan.share)
+        if hopper:
+            hopper.attend_tiles(*ragged, tiles, scale * LOG2E, plan.window, plan.short_tokens)
+        else:
+            tile_kernel[(tiles * kv_heads,)](
+                *ragged, *numbers, plan.short_tokens, TILE=config.tile_keys, M=config.tile_rows,
+                BLOCK_R=max(16, triton.next_power_of_2(rows)), STAGES=config.tile_stages, num_warps=config.tile_warps,
+                **fixed,
+            )  # fmt: skip
     if plan.long_tokens < tokens:
+        lines = plan.parts.shape[1]
         split_kernel[(config.split_programs,)](
-            *ragged, plan.ends, plan.firsts, plan.parts, plan.arrived, *numbers, TILE=config.split_keys,
-            M=plan.split_rows, G=config.split_programs, LEAST=config.split_least, MERGE=max(1, 128 // plan.split_rows),
-            STAGES=config.split_stages, num_warps=config.split_warps, **fixed,
+            *ragged, plan.ends, plan.records, plan.parts, plan.arrived, *numbers, TILE=config.split_keys,
+            M=max(16, lines), LINES=lines, MERGE=max(1, 64 // lines), STAGES=config.split_stages,
+            num_warps=config.split_warps, **fixed,
         )  # fmt: skip
     return out
+
+
+def _hopper(q_THD: Tensor, block_size: int, plan: AttentionPlan) -> ModuleType | None:
+    """The module of the Hopper tile kernel where it can serve. It is imported late: older devices cannot use it."""
+    if not launch_options(q_THD.device)["PDL"] or not plan.config.hopper:
+        return None
+    from kernels import attention_hopper
+
+    served = attention_hopper.serves(q_THD.shape[2], q_THD.dtype, block_size, plan.share)
+    return attention_hopper if served and torch.cuda.get_device_capability(q_THD.device)[0] == 9 else None

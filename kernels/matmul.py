@@ -137,7 +137,7 @@ def invariant_kernel(
 
 # ---- shapes and launch ----
 
-MOST_ROWS = 64
+MOST_ROWS = 32
 """More rows than this go to the vendor's library."""
 
 
@@ -161,8 +161,16 @@ def tile_for(rows: int, n: int, k: int, gated: bool, dtype: torch.dtype) -> Tile
     """The tile for x [rows, k] times W [n, k], or None where the vendor's library is as fast. Measured on one H200."""
     if dtype == torch.float32 or rows > MOST_ROWS:
         return None
-    split = max(1, min(8, 264 // triton.cdiv(n, 64)))
-    return Tile(64, 128, split)
+    tiles = triton.cdiv(n, 64)
+    if gated or tiles >= 200:
+        return Tile(64, 128)  # enough programs to fill the chip
+    if k <= 2048 and tiles <= 64:
+        return Tile(32, 128, 4, 6) if tiles > 32 and rows <= 16 else Tile(64, 128, 4, 6) if tiles <= 32 else None
+    if tiles <= 32:
+        return Tile(64, 128, 4, 6)
+    if tiles <= 80:
+        return Tile(64, 128, 2, 6)
+    return Tile(64, 64, 4, 6) if rows <= 16 else None
 
 
 class Workspace:
@@ -240,7 +248,9 @@ NARROW, WIDE = InvariantTile(64, 32, 4, 6), InvariantTile(128, 128, 8, 3)
 INVARIANT_EXACT = InvariantTile(32, 32, 4, 2)
 
 
-def matmul_invariant(x: Tensor, weight: Tensor, bias: Tensor | None = None, tile: InvariantTile | None = None) -> Tensor:
+def matmul_invariant(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, tile: InvariantTile | None = None
+) -> Tensor:
     """As `matmul`, and a row's result has the same bits whatever the other rows are and however many."""
     rows, k = x.shape
     n = weight.shape[0]

@@ -88,7 +88,11 @@ def _best(x, u, ids, drawn, best, best_id, best_x):
 @triton.jit
 def _settings(temperatures, repetitions, presences, frequencies, edited_slots, slot):
     temperature = tl.load(temperatures + slot)
-    repetition, presence, frequency = tl.load(repetitions + slot), tl.load(presences + slot), tl.load(frequencies + slot)
+    repetition, presence, frequency = (
+        tl.load(repetitions + slot),
+        tl.load(presences + slot),
+        tl.load(frequencies + slot),
+    )
     edited = tl.load(edited_slots + slot) != 0
     penal = tl.abs(repetition - 1.0) + tl.abs(presence) + tl.abs(frequency) > 0.0
     return temperature, repetition, presence, frequency, penal, edited
@@ -161,7 +165,20 @@ def _search(
         for start in range(0, V, BLOCK):
             ids = start + tl.arange(0, BLOCK)
             _, x = _shaped(
-                logits, history, edits, row, slot, ids, V, temperature, repetition, presence, frequency, penal, edited, stride
+                logits,
+                history,
+                edits,
+                row,
+                slot,
+                ids,
+                V,
+                temperature,
+                repetition,
+                presence,
+                frequency,
+                penal,
+                edited,
+                stride,
             )
             weight = tl.exp(x - top) if MASS else tl.where(x > float("-inf"), 1.0, 0.0)
             n1 += tl.where(x >= t1, weight, 0.0)
@@ -200,7 +217,20 @@ def _tie_limit(
     for start in range(0, V, BLOCK):
         ids = start + tl.arange(0, BLOCK)
         _, x = _shaped(
-            logits, history, edits, row, slot, ids, V, temperature, repetition, presence, frequency, penal, edited, stride
+            logits,
+            history,
+            edits,
+            row,
+            slot,
+            ids,
+            V,
+            temperature,
+            repetition,
+            presence,
+            frequency,
+            penal,
+            edited,
+            stride,
         )
         above += tl.where(x > threshold, tl.exp(x - top), 0.0)
     kept = tl.maximum(tl.ceil((mass - tl.sum(above)) / tl.exp(threshold - top)), 1.0).to(tl.int32)
@@ -210,7 +240,20 @@ def _tie_limit(
     while (start < V) & (ties <= kept):
         ids = start + tl.arange(0, BLOCK)
         _, x = _shaped(
-            logits, history, edits, row, slot, ids, V, temperature, repetition, presence, frequency, penal, edited, stride
+            logits,
+            history,
+            edits,
+            row,
+            slot,
+            ids,
+            V,
+            temperature,
+            repetition,
+            presence,
+            frequency,
+            penal,
+            edited,
+            stride,
         )
         tie = (x == threshold).to(tl.int32)
         rank = ties + tl.cumsum(tie, 0)
@@ -295,7 +338,7 @@ def choose_kernel(
         if (value < threshold) | ((value == cut) & (token >= limit)):
             best, value = tl.full((), float("-inf"), tl.float32), tl.full((), float("-inf"), tl.float32)
             token = tl.full((), 0x7FFFFFFF, tl.int32)
-            for chunk in range(0, C):
+            for chunk in range(C):
                 # Only a chunk that reaches the threshold and whose best guess beats the answer so far can change it.
                 reach = tl.max(tl.where(chunks == chunk, tops, float("-inf")))
                 hope = tl.max(tl.where(chunks == chunk, scores, float("-inf")))
@@ -340,7 +383,7 @@ def top_kernel(
     place = (row * tl.num_programs(0) + chunk) * most
     less = tl.load(totals + row) if totals is not None else 0.0
     free = columns < n
-    for rank in range(0, most):
+    for rank in range(most):
         top = tl.max(tl.where(free, x, float("-inf")))
         id = tl.min(tl.where(free & (x == top), own, 0x7FFFFFFF))
         tl.store(best + place + rank, top - less)

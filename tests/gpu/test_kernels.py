@@ -12,6 +12,7 @@ if not torch.cuda.is_available():
 from kernels import activation, attention, blocks, matmul, norm, reference, rope_kv
 from tests.kernels.cases import DTYPES, Batch, check_sampling, close, poison, rand
 
+
 @pytest.fixture(autouse=True)
 def _exact_reference() -> Iterator[None]:
     torch.backends.cuda.matmul.allow_tf32 = False

@@ -62,12 +62,10 @@ class Batch:
         self.starts = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=DEVICE)
 
     def run(self, window: int | None, short: int, config: attention.Config | None = None) -> Tensor:
-        share = self.heads // self.kv_heads
-        longest = max(16, 1 << (short * share - 1).bit_length()) // share
         plan = attention.plan_attention(
             self.starts, torch.tensor(self.contexts, dtype=torch.int32, device=DEVICE), self.tables, self.heads,
             self.kv_heads, self.q.shape[2], self.q.dtype, window, short,
-            sum(length for length in self.lengths if length > longest), config,
+            sum(length for length in self.lengths if length > short), config,
         )  # fmt: skip
         out = poison(self.q.shape[0], self.heads * self.q.shape[2], dtype=self.q.dtype)
         for _ in range(2):  # the second time shows that the counters were left at zero
@@ -84,7 +82,9 @@ class Batch:
             if context == 0:
                 parts.append(torch.zeros(length, self.heads * q.shape[2], device=DEVICE))
                 continue
-            k, v = (part.float().repeat_interleave(self.heads // self.kv_heads, 1).transpose(0, 1) for part in kv.unbind(1))
+            k, v = (
+                part.float().repeat_interleave(self.heads // self.kv_heads, 1).transpose(0, 1) for part in kv.unbind(1)
+            )
             scores = q @ k.transpose(1, 2) * q.shape[2] ** -0.5
             keys = torch.arange(context, device=DEVICE)
             queries = torch.arange(context - length, context, device=DEVICE)[:, None]

@@ -41,7 +41,10 @@ def recorded(call: Callable[[], object]) -> list[tuple[Any, dict[str, Any]]]:
     """The launches that a call would make."""
     launches: list[tuple[Any, dict[str, Any]]] = []
     originals = [
-        (module, name, kernel) for module in MODULES for name, kernel in vars(module).items() if name.endswith("_kernel")
+        (module, name, kernel)
+        for module in MODULES
+        for name, kernel in vars(module).items()
+        if name.endswith("_kernel")
     ]
     try:
         for module, name, kernel in originals:
