@@ -76,6 +76,8 @@ class Running:
     arrived: float = field(default_factory=time.monotonic)
     history: list[TokenOut] = field(default_factory=list)
     listeners: list[tuple[Link, int]] = field(default_factory=list)
+    last_listener: tuple[Link, int] | None = None
+    """Who cancelled it, and is still to be told what it cost."""
     ended: Ended | None = None
 
     @property
@@ -155,6 +157,7 @@ class Jobs:
             return
         running.listeners.remove((link, message.row))
         if not running.listeners:
+            running.last_listener = (link, message.row)
             self._engine.cancel(running.key, message.position)
 
     def leave(self, link: Link) -> None:
@@ -214,6 +217,9 @@ class Jobs:
             responses[link].ends.append(wire.end_of(ended, row))
             link.rows.pop(row, None)
         running.listeners.clear()
+        if running.last_listener is not None:
+            link, row = running.last_listener
+            responses[link].ends.append(wire.end_of(ended, row))
         self._note_end(running)
         self._metrics.ended(ended, running.prompt_tokens, running.cacheable)
         record_job(

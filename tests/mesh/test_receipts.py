@@ -59,6 +59,16 @@ async def test_the_receipt_counts(stub: Stub) -> None:
     assert 0 < receipt.timings.first_token_s < receipt.timings.wall_s
 
 
+async def test_a_stopped_answer_has_its_costs(stub: Stub) -> None:
+    prompt = f"Tale {uuid.uuid4().hex} and what came of it"
+    free = await generate(stub, ask(prompt, max_tokens=40))
+    stopped = await generate(stub, ask(prompt, max_tokens=40, stop=[free.text[20:26]]))
+    receipt = stopped.receipt
+    assert receipt.prefill_tokens + receipt.cached_tokens == receipt.prompt_tokens
+    assert receipt.timings.decode_s > 0
+    assert receipt.timings.wall_s < free.receipt.timings.wall_s + 0.1, "it did not wait for an account that never comes"
+
+
 async def test_the_callers_trace_is_the_parent(stub: Stub) -> None:
     trace = uuid.uuid4().hex
     traceparent = f"00-{trace}-00f067aa0ba902b7-01"
