@@ -12,7 +12,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-DEFAULT_BYTES = 256 << 20
+DEFAULT_BYTES = 384 << 20
+"""Results and KV blocks at their default bounds, and Redis's own needs."""
 # The longest path of a Unix socket is 107 bytes on Linux and 103 on macOS.
 _MAX_SOCKET_PATH = 100
 

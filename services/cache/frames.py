@@ -20,6 +20,7 @@ class Kind(enum.IntEnum):
     """What a frame holds."""
 
     RESULT = 1
+    BLOCK = 2
 
 
 class FrameError(Exception):

@@ -17,8 +17,8 @@ local function now_us()
   return time[1] .. string.format('%06d', time[2])
 end
 
-local function used(ledger, entry, bytes)
-  if redis.call('ZADD', ledger, now_us(), entry) == 1 then
+local function used(ledger, entry, bytes, at)
+  if redis.call('ZADD', ledger, at or now_us(), entry) == 1 then
     redis.call('ZINCRBY', ledger, -(bytes + {ENTRY_BYTES}), '')
   end
 end
@@ -45,6 +45,24 @@ if #value > 0 and #value <= tonumber(ARGV[2]) and is_sorted_set(KEYS[2]) then
   pcall(used, KEYS[2], ARGV[1] .. ':' .. #value, #value)
 end
 return value
+"""
+
+# A prefix is of use from its head on, so of what is there the first becomes the most recently used.
+PRESENT = f"""
+-- KEYS: values..., ledger. ARGV: key of each value. Returns one character for each value: 1 if it is there, else 0.
+{_COMMON}
+local count, ledger = #KEYS - 1, KEYS[#KEYS]
+local counted, now = is_sorted_set(ledger), tonumber(now_us())
+local there = {{}}
+for index = count, 1, -1 do
+  local bytes = redis.pcall('STRLEN', KEYS[index])
+  local found = type(bytes) == 'number' and bytes > 0
+  there[index] = found and '1' or '0'
+  if found and counted then
+    pcall(used, ledger, ARGV[index] .. ':' .. bytes, bytes, string.format('%.0f', now + count - index))
+  end
+end
+return table.concat(there)
 """
 
 # The ledger is written before the value: if Redis stops between the two, it counts too much rather than too little.

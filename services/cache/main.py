@@ -22,15 +22,18 @@ async def main() -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    store = Store(settings.redis_url.get_secret_value(), settings.budgets())
+    url = settings.redis_url.get_secret_value()
+    store = Store(url, settings.budgets())
+    blocks = Store(url, settings.block_budgets(), name="blocks")
     await store.open()
+    await blocks.open()
     try:
         address = settings.listen or CACHE_ADDRESS
         server = await rpc.serve(
             address,
-            [service(store, settings)],
+            [service(store, blocks, settings)],
             allow_remote=settings.allow_remote,
-            counts=metrics_of(store.counters),
+            counts=metrics_of(store.counters, blocks.counters),
             metrics_port=settings.metrics_port,
         )
         await server.ready()
@@ -39,6 +42,7 @@ async def main() -> None:
         await server.stop(settings.drain_s)
     finally:
         await store.close()
+        await blocks.close()
 
 
 def run() -> None:

@@ -1,20 +1,25 @@
-"""What the cache service counts: names of its metrics, read off the store's counters. Latencies are counted by rpc."""
+"""What the cache service counts: names of its metrics, read off the stores' counters. Latencies are counted by rpc."""
 
 from services import metrics
 from services.cache.counters import Counters, Miss
 
 
-def metrics_of(counters: Counters) -> metrics.Metrics:
-    """The metrics of a store with these counters."""
+def metrics_of(results: Counters, blocks: Counters) -> metrics.Metrics:
+    """The metrics of the stores of results and of KV blocks."""
     all_ = metrics.Metrics()
-    all_.total("weft_cache_hits", "Look-ups that found a value.", lambda: counters.hits)
+    _add(all_, "weft_cache", results)
+    _add(all_, "weft_cache_block", blocks)
+    return all_
+
+
+def _add(all_: metrics.Metrics, name: str, counters: Counters) -> None:
+    all_.total(f"{name}_hits", "Look-ups that found a value.", lambda: counters.hits)
     all_.total(
-        "weft_cache_misses",
+        f"{name}_misses",
         "Look-ups that did not, and why.",
         lambda: metrics.by_label((str(reason), counters.misses[reason]) for reason in Miss),
         "reason",
     )
-    all_.total("weft_cache_stores", "Values stored.", lambda: counters.stores)
-    all_.total("weft_cache_refused", "Values that were not stored.", lambda: counters.refused)
-    all_.total("weft_cache_evictions", "Values removed to make room.", lambda: counters.evictions)
-    return all_
+    all_.total(f"{name}_stores", "Values stored.", lambda: counters.stores)
+    all_.total(f"{name}_refused", "Values that were not stored.", lambda: counters.refused)
+    all_.total(f"{name}_evictions", "Values removed to make room.", lambda: counters.evictions)

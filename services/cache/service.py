@@ -1,5 +1,6 @@
 """weft.v1.Cache over gRPC: checks what callers send, hands it to the store. Knows messages and shelves, never Redis."""
 
+from collections.abc import AsyncIterator
 from typing import Any
 
 from grpc import aio
@@ -7,6 +8,7 @@ from grpc import aio
 from protos import cache_pb2 as cache
 from protos import cache_pb2_grpc
 from protos import inference_pb2 as api
+from services.cache.blocks import BlockDesk, block_shelf
 from services.cache.frames import Kind
 from services.cache.settings import CacheSettings
 from services.cache.store import Shelf, Store
@@ -33,9 +35,10 @@ def result_shelf(settings: CacheSettings) -> Shelf[cache.CachedResult]:
 class CacheService(cache_pb2_grpc.CacheServicer):
     """The servicer."""
 
-    def __init__(self, store: Store, results: Shelf[cache.CachedResult]) -> None:
+    def __init__(self, store: Store, results: Shelf[cache.CachedResult], blocks: BlockDesk) -> None:
         self._store = store
         self._results = results
+        self._blocks = blocks
 
     async def GetResult(self, request: cache.GetResultRequest, context: Context) -> cache.GetResultResponse:
         """Looks a result up. Raises WeftError for a malformed key."""
@@ -50,10 +53,37 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         stored = await self._store.put(self._results, key, request.result.SerializeToString())
         return cache.PutResultResponse(stored=stored)
 
+    async def HasBlocks(self, request: cache.HasBlocksRequest, context: Context) -> cache.HasBlocksResponse:
+        """Says how much of a prefix is stored. Raises WeftError for a malformed list."""
+        return cache.HasBlocksResponse(stored=await self._blocks.stored(request.blocks))
 
-def service(store: Store, settings: CacheSettings) -> Service:
-    """The servicer and where it belongs."""
-    servicer = CacheService(store, result_shelf(settings))
+    async def GetBlocks(
+        self, request: cache.GetBlocksRequest, context: Context
+    ) -> AsyncIterator[cache.GetBlocksResponse]:
+        """The stored blocks of a prefix up to the first miss. Raises WeftError for a malformed list."""
+        async for pieces in self._blocks.get(request.blocks):
+            yield cache.GetBlocksResponse(pieces=pieces)
+
+    async def PutBlocks(
+        self, requests: AsyncIterator[cache.PutBlocksRequest], context: Context
+    ) -> AsyncIterator[cache.PutBlocksResponse]:
+        """Says which of the offered blocks are wanted, then takes them. Raises WeftError for what is malformed."""
+        first = await anext(requests, cache.PutBlocksRequest())
+        wanted = await self._blocks.wanted(first.blocks)
+        yield cache.PutBlocksResponse(wanted=wanted)
+        stored = await self._blocks.put(first.blocks, wanted, _pieces(requests))
+        yield cache.PutBlocksResponse(stored=stored)
+
+
+async def _pieces(requests: AsyncIterator[cache.PutBlocksRequest]) -> AsyncIterator[cache.BlockPiece]:
+    async for request in requests:
+        for piece in request.pieces:
+            yield piece
+
+
+def service(store: Store, blocks: Store, settings: CacheSettings) -> Service:
+    """The servicer and where it belongs. KV blocks have a store, and so connections, of their own."""
+    servicer = CacheService(store, result_shelf(settings), BlockDesk(blocks, block_shelf(settings)))
     return Service(NAME, cache_pb2_grpc.add_CacheServicer_to_server, servicer, traced=True)
 
 

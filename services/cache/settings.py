@@ -25,7 +25,11 @@ class CacheSettings(CommonSettings):
     cache_connect_ms: float = Field(50.0, gt=0, description="Milliseconds that opening a connection may take.")
     cache_result_bytes: int = Field(64 << 20, gt=0, description="Most bytes of results in Redis, all together.")
     cache_value_bytes: int = Field(1 << 20, gt=0, description="Most bytes of one result.")
-    cache_ttl_s: float = Field(86_400.0, ge=0.001, description="Seconds for which a result is kept.")
+    cache_ttl_s: float = Field(86_400.0, ge=0.001, description="Seconds for which a value is kept.")
+    cache_block_bytes: int = Field(256 << 20, gt=0, description="Most bytes of KV blocks in Redis, all together.")
+    cache_block_budget_ms: float = Field(
+        1000.0, gt=0, description="Milliseconds after which the look-up or store of a KV block is given up."
+    )
 
     @field_validator("redis_url")
     @classmethod
@@ -40,9 +44,14 @@ class CacheSettings(CommonSettings):
         return url
 
     def budgets(self) -> Budgets:
-        """The times in seconds."""
+        """The times of results, in seconds."""
         return Budgets(
             look_up_s=self.cache_budget_ms / 1000,
             store_s=self.cache_store_budget_ms / 1000,
             connect_s=self.cache_connect_ms / 1000,
         )
+
+    def block_budgets(self) -> Budgets:
+        """The times of KV blocks, in seconds. Who fetches them has a budget of its own, which is shorter."""
+        block_s = self.cache_block_budget_ms / 1000
+        return Budgets(look_up_s=block_s, store_s=block_s, connect_s=self.cache_connect_ms / 1000)

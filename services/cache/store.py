@@ -4,10 +4,12 @@ Knows keys, bytes and Redis; not what the values mean, nor gRPC.
 """
 
 import asyncio
+import contextlib
+import functools
 import hashlib
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 from urllib.parse import urlsplit
@@ -29,6 +31,8 @@ Value = TypeVar("Value")
 CONNECTIONS = 16
 GRACE_S = 0.03
 """A look-up that is late is a miss at once, and a sign that Redis is lost after so many seconds more."""
+MOST_ASKED = 1024
+"""Keys that one script is asked about, so that it holds up others for less than a millisecond."""
 REFUSAL_LOG_S = 60.0
 """A refusal of one sort is logged at most this often."""
 
@@ -97,12 +101,21 @@ class Script:
 
 LOOK_UP = Script(ledger.LOOK_UP)
 STORE = Script(ledger.STORE)
+PRESENT = Script(ledger.PRESENT)
 
 
 class Store:
     """Shelves in one Redis. Use it within one event loop, and close it."""
 
-    def __init__(self, url: str, budgets: Budgets | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        url: str,
+        budgets: Budgets | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        name: str = "results",
+    ) -> None:
+        """`name` says in the log what is kept. Stores share nothing, so the load of one does not delay another."""
+        self._name = name
         self.counters = Counters()
         self._place = place(url)
         self._budgets = budgets or Budgets()
@@ -115,7 +128,7 @@ class Store:
 
     async def open(self) -> None:
         """Says in the log whether Redis answers. If it does not, every look-up is a miss until it does."""
-        log.info("results are kept in redis", at=self._place)
+        log.info("redis keeps them", of=self._name, at=self._place)
         try:
             await self._ask(self._budgets.longest_s, self._client.ping)
         except Trouble as trouble:
@@ -128,7 +141,7 @@ class Store:
             task.cancel()
         await asyncio.gather(*self._asking, return_exceptions=True)
         await self._client.aclose()
-        log.info("cache closed", **self.counters.summary())
+        log.info("cache closed", of=self._name, **self.counters.summary())
 
     async def get(self, shelf: Shelf[Value], key: bytes) -> Value | None:
         """The value under `key`, or None within the look-up's budget, whatever is wrong. Raises nothing."""
@@ -149,6 +162,23 @@ class Store:
         self.counters.evictions += evicted
         return True
 
+    async def present(self, shelf: Shelf[Any], keys: Sequence[bytes]) -> list[bool]:
+        """Which of these keys have a value, whole or not; all False in doubt. Counts as a use of those that have.
+
+        Of several, the first becomes the last to be evicted. Raises nothing.
+        """
+        found: list[bool] = []
+        for start in range(0, len(keys), MOST_ASKED):
+            asked = [key.hex() for key in keys[start : start + MOST_ASKED]]
+            names = [*(shelf.prefix + key for key in asked), shelf.prefix + "ledger"]
+            command = functools.partial(PRESENT.run, self._client, names, *asked)
+            try:
+                answer = await self._ask(self._budgets.look_up_s, command)
+                found += [mark == ord("1") for mark in bytes(answer)]
+            except (Trouble, TypeError, ValueError):
+                break
+        return found + [False] * (len(keys) - len(found))
+
     async def _look_up(self, shelf: Shelf[Value], key: bytes) -> Value | Miss:
         names = [shelf.prefix + key.hex(), shelf.prefix + "ledger"]
         most = shelf.max_value_bytes + frames.HEADER_BYTES
@@ -161,7 +191,9 @@ class Store:
         try:
             return shelf.parse(frames.unseal(shelf.kind, key, frame))
         except Exception:
-            # Whatever a parser thinks of bytes that are not ours.
+            # Whatever a parser thinks of bytes that are not ours. They would stand in the way of good ones.
+            with contextlib.suppress(Trouble):
+                await self._ask(self._budgets.look_up_s, lambda: _done(self._client.unlink(names[0])))
             return Miss.CORRUPT
 
     async def _store(self, shelf: Shelf[Any], key: bytes, payload: bytes) -> int | None:
@@ -231,7 +263,7 @@ class Store:
     def _succeeded(self) -> None:
         open_s = self._breaker.succeeded(self._clock())
         if open_s is not None:
-            log.info("redis is back", at=self._place, lost_s=round(open_s, 3))
+            log.info("redis is back", of=self._name, at=self._place, lost_s=round(open_s, 3))
 
     def _failed(self, miss: Miss, error: Exception | None = None) -> None:
         if self._breaker.failed(self._clock()):
@@ -241,11 +273,18 @@ class Store:
         now = self._clock()
         if now - self._refusals.get(code, -math.inf) >= REFUSAL_LOG_S:
             self._refusals[code] = now
-            log.warning("redis refuses", code=code, at=self._place)
+            log.warning("redis refuses", of=self._name, code=code, at=self._place)
 
     def _log_lost(self, miss: Miss, error: Exception | None = None) -> None:
         kind = type(error).__name__ if error else None
-        log.warning("redis is lost: every look-up is a miss", at=self._place, reason=str(miss), error=kind)
+        log.warning(
+            "redis is lost: every look-up is a miss", of=self._name, at=self._place, reason=str(miss), error=kind
+        )
+
+
+async def _done(command: Any) -> Any:
+    """What a command of redis-py brings; it types these for its blocking and its asyncio client at once."""
+    return await command
 
 
 async def _outcome(command: Callable[[], Awaitable[Any]], limit_s: float) -> Any:

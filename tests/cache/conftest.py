@@ -15,6 +15,7 @@ from protos import cache_pb2 as cache
 from protos import cache_pb2_grpc
 from protos import inference_pb2 as api
 from services import rpc
+from services.cache.blocks import block_shelf
 from services.cache.service import result_shelf, service
 from services.cache.settings import CacheSettings
 from services.cache.store import Store
@@ -26,9 +27,18 @@ __all__ = ["redis_server"]
 class CacheDoor:
     """A running cache service, as its callers see it; its counters; and the names of its values in Redis."""
 
-    def __init__(self, store: Store, settings: CacheSettings, stub: "cache_pb2_grpc.CacheAsyncStub", port: int) -> None:
+    def __init__(
+        self,
+        store: Store,
+        blocks: Store,
+        settings: CacheSettings,
+        stub: "cache_pb2_grpc.CacheAsyncStub",
+        port: int,
+    ) -> None:
         self.store = store
         self.counters = store.counters
+        self.block_counters = blocks.counters
+        self.block_shelf = block_shelf(settings)
         self.shelf = result_shelf(settings)
         self.stub = stub
         self.port = port
@@ -62,17 +72,19 @@ HASTE = {"cache_budget_ms": 20, "cache_store_budget_ms": 100, "cache_connect_ms"
 async def opened(url: str, **settings: Any) -> AsyncIterator[CacheDoor]:
     """A cache service that keeps its results at `url`."""
     wanted = CacheSettings(redis_url=SecretStr(url), **{**PATIENCE, **settings})
-    store = Store(url, wanted.budgets())
+    store, blocks = Store(url, wanted.budgets()), Store(url, wanted.block_budgets(), name="blocks")
     await store.open()
-    server = await rpc.serve("127.0.0.1:0", [service(store, wanted)])
+    await blocks.open()
+    server = await rpc.serve("127.0.0.1:0", [service(store, blocks, wanted)])
     await server.ready()
     try:
         async with rpc.link_channel(f"127.0.0.1:{server.port}") as channel:
             await channel.channel_ready()
-            yield CacheDoor(store, wanted, cache_pb2_grpc.CacheStub(channel), server.port)
+            yield CacheDoor(store, blocks, wanted, cache_pb2_grpc.CacheStub(channel), server.port)
     finally:
         await server.stop(0)
         await store.close()
+        await blocks.close()
 
 
 @pytest.fixture

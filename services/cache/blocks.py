@@ -1,0 +1,147 @@
+"""KV blocks of prompts' prefixes: their names on the shelf, and their contents cut into pieces and put together again.
+
+Knows keys, layouts and bytes, never what a block means, nor Redis.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Sequence
+
+from protos import cache_pb2 as cache
+from services import hashing
+from services.cache.frames import Kind
+from services.cache.settings import CacheSettings
+from services.cache.store import Shelf, Store
+from services.errors import invalid
+
+MESSAGE_BYTES = 1 << 20
+"""Most bytes of contents in one message."""
+MOST_KEYS = 8192
+MOST_LAYOUT_BYTES = 64
+VALUE_BYTES = 16 << 20
+"""Most bytes of one block: 16 tokens of a 70B model in 16 bits are 5 MiB."""
+# Blocks that are read from Redis while the first of them is on its way to the caller, and stored while others arrive.
+_AHEAD = 4
+
+
+def block_shelf(settings: CacheSettings) -> Shelf[bytes]:
+    """Where contents of KV blocks are kept."""
+    return Shelf(
+        name="block",
+        kind=Kind.BLOCK,
+        parse=bytes,
+        max_bytes=settings.cache_block_bytes,
+        max_value_bytes=VALUE_BYTES,
+        ttl_s=settings.cache_ttl_s,
+    )
+
+
+def names_of(blocks: cache.BlockList) -> list[bytes]:
+    """Under which keys the contents are kept: the layout is part of each. Raises WeftError for a malformed list."""
+    count, rest = divmod(len(blocks.keys), hashing.KEY_BYTES)
+    if rest or not 0 < count <= MOST_KEYS:
+        raise invalid("blocks.keys", f"must be 1 to {MOST_KEYS} keys of {hashing.KEY_BYTES} bytes")
+    if not 0 < len(blocks.layout) <= MOST_LAYOUT_BYTES:
+        raise invalid("blocks.layout", f"must be 1 to {MOST_LAYOUT_BYTES} bytes")
+    return [key + blocks.layout for key in hashing.split_keys(blocks.keys)]
+
+
+def pieces_of(index: int, payload: bytes) -> Iterator[cache.BlockPiece]:
+    """A block's contents in pieces that fit a message."""
+    for start in range(0, len(payload), MESSAGE_BYTES):
+        end = start + MESSAGE_BYTES
+        yield cache.BlockPiece(index=index, data=payload[start:end], last=end >= len(payload))
+
+
+class BlockDesk:
+    """What the service does with blocks."""
+
+    def __init__(self, store: Store, shelf: Shelf[bytes]) -> None:
+        self._store = store
+        self._shelf = shelf
+
+    async def stored(self, blocks: cache.BlockList) -> int:
+        """How many blocks are stored before the first that is not."""
+        present = await self._store.present(self._shelf, names_of(blocks))
+        return present.index(False) if False in present else len(present)
+
+    async def get(self, blocks: cache.BlockList) -> AsyncIterator[list[cache.BlockPiece]]:
+        """The contents up to the first miss, in lists of pieces that fit a message."""
+        names = names_of(blocks)
+        filled: list[cache.BlockPiece] = []
+        room = MESSAGE_BYTES
+        async for index, payload in self._read(names):
+            for piece in pieces_of(index, payload):
+                if len(piece.data) > room:
+                    yield filled
+                    filled, room = [], MESSAGE_BYTES
+                filled.append(piece)
+                room -= len(piece.data)
+        if filled:
+            yield filled
+        # Reading in order made the head the least recently used: it must be the last to go.
+        await self._store.present(self._shelf, names)
+
+    async def wanted(self, blocks: cache.BlockList) -> list[int]:
+        """Indices of the blocks that are not there yet."""
+        present = await self._store.present(self._shelf, names_of(blocks))
+        return [index for index, there in enumerate(present) if not there]
+
+    async def put(
+        self, blocks: cache.BlockList, wanted: Sequence[int], pieces: AsyncIterator[cache.BlockPiece]
+    ) -> list[int]:
+        """Stores what comes and says which. Raises WeftError for pieces out of order, too large or not asked for."""
+        names = names_of(blocks)
+        stored: list[int] = []
+        storing: set[asyncio.Task[None]] = set()
+
+        async def store(index: int, payload: bytes) -> None:
+            if await self._store.put(self._shelf, names[index], payload):
+                stored.append(index)
+
+        try:
+            async for index, payload in _joined(set(wanted), pieces):
+                storing.add(asyncio.create_task(store(index, payload)))
+                if len(storing) >= _AHEAD:
+                    _, storing = await asyncio.wait(storing, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await asyncio.gather(*storing)
+        await self._store.present(self._shelf, names)
+        return sorted(stored)
+
+    async def _read(self, names: list[bytes]) -> AsyncIterator[tuple[int, bytes]]:
+        """The contents in order, some of them asked for ahead."""
+        ahead: deque[asyncio.Task[bytes | None]] = deque()
+        try:
+            for index in range(len(names)):
+                while len(ahead) < _AHEAD and index + len(ahead) < len(names):
+                    name = names[index + len(ahead)]
+                    ahead.append(asyncio.create_task(self._look_up(name)))
+                payload = await ahead.popleft()
+                if payload is None:
+                    return
+                yield index, payload
+        finally:
+            for task in ahead:
+                task.cancel()
+            await asyncio.gather(*ahead, return_exceptions=True)
+
+    async def _look_up(self, name: bytes) -> bytes | None:
+        return await self._store.get(self._shelf, name)
+
+
+async def _joined(wanted: set[int], pieces: AsyncIterator[cache.BlockPiece]) -> AsyncIterator[tuple[int, bytes]]:
+    """Whole blocks of the pieces as they come. Raises WeftError."""
+    index, parts, size = -1, list[bytes](), 0
+    async for piece in pieces:
+        if (parts and piece.index != index) or piece.index not in wanted:
+            raise invalid("pieces.index", "not asked for, sent already, or in the middle of another block")
+        index = piece.index
+        parts.append(piece.data)
+        size += len(piece.data)
+        if len(piece.data) > MESSAGE_BYTES or size > VALUE_BYTES:
+            raise invalid("pieces.data", "too large")
+        if piece.last:
+            wanted.discard(index)
+            yield index, b"".join(parts)
+            parts, size = [], 0
