@@ -70,13 +70,19 @@ async def plan(wanted: Wanted) -> Mesh:
         "WEFT_CACHE_ADDRESS": cache,
         "PYTHONUNBUFFERED": "1",
     }
-    specs.append(_service("cache", "cache", cache, {**environment, "WEFT_REDIS_URL": redis_url}))
-    specs.append(_service("scheduler", "scheduler", scheduler, environment))
+    first_port = int({**os.environ, **wanted.settings}.get("WEFT_METRICS_PORT") or 0)
+
+    def counted(place: int) -> dict[str, str]:
+        """Where the process at this place answers Prometheus, if it shall: each has a port of its own."""
+        return {**environment, "WEFT_METRICS_PORT": str(first_port + place if first_port else 0)}
+
+    specs.append(_service("cache", "cache", cache, {**counted(2), "WEFT_REDIS_URL": redis_url}))
+    specs.append(_service("scheduler", "scheduler", scheduler, counted(1)))
     threads = str(max(1, (os.cpu_count() or 1) // wanted.workers))
     for number, address in enumerate(workers, 1):
         own = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads), "MODEL_NAME": wanted.model}
-        specs.append(_service(f"worker-{number}", "worker", address, {**environment, **own}))
-    specs.append(_service("gateway", "gateway", gateway, environment))
+        specs.append(_service(f"worker-{number}", "worker", address, {**counted(2 + number), **own}))
+    specs.append(_service("gateway", "gateway", gateway, counted(0)))
     return Mesh(specs, gateway, redis)
 
 

@@ -1,0 +1,114 @@
+"""Every service of a real mesh answers Prometheus, and what it says is what was done."""
+
+import asyncio
+import uuid
+from pathlib import Path
+
+import pytest
+from grpc import aio
+
+from tests.mesh.harness import Mesh, ask, free_port, generate
+from tests.redis_server import RedisServer
+from tests.telemetry.conftest import PACED
+from tests.telemetry.scraping import scrape
+
+SECRET = "Rumpelstiltskin"
+
+
+VLLM = {
+    "vllm:num_requests_running": "gauge",
+    "vllm:num_requests_waiting": "gauge",
+    "vllm:kv_cache_usage_perc": "gauge",
+    "vllm:prefix_cache_queries": "counter",
+    "vllm:prefix_cache_hits": "counter",
+    "vllm:prompt_tokens": "counter",
+    "vllm:generation_tokens": "counter",
+    "vllm:request_success": "counter",
+    "vllm:num_preemptions": "counter",
+    "vllm:time_to_first_token_seconds": "histogram",
+    "vllm:inter_token_latency_seconds": "histogram",
+    "vllm:e2e_request_latency_seconds": "histogram",
+    "vllm:request_queue_time_seconds": "histogram",
+    "vllm:request_prefill_time_seconds": "histogram",
+    "vllm:request_decode_time_seconds": "histogram",
+}
+FIRST_TOKEN = [0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10]
+PER_TOKEN = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5]
+INFINITY = [float("inf")]
+
+
+async def test_every_service_counts_what_it_did(tmp_path: Path, model: Path) -> None:
+    with RedisServer(tmp_path / "redis") as redis:
+        mesh = Mesh(tmp_path, model, redis_url=redis.url, worker_env=PACED)
+        for process in mesh.processes:
+            process.env["WEFT_METRICS_PORT"] = str(free_port())
+        async with mesh:
+            stub = mesh.stub()
+            greedy = ask(f"{SECRET} was", max_tokens=20, ignore_eos=True)
+            first = await generate(stub, greedy)
+            await generate(
+                stub, ask(f"{SECRET} ran far away and then", max_tokens=10, temperature=1.0, ignore_eos=True)
+            )
+            assert (await generate(stub, greedy)).receipt.result_hit
+            with pytest.raises(aio.AioRpcError):
+                await generate(stub, ask("A tale", model=uuid.uuid4().hex))
+            name = first.receipt.model
+            assert mesh.cache is not None
+            gateway, worker, scheduler, cache = [
+                await scrape(process) for process in (mesh.gateways[0], mesh.workers[0], mesh.scheduler, mesh.cache)
+            ]
+
+    own = {"model": name}
+    assert gateway.value("weft_gateway_requests_total", code="OK", finish_reason="length", **own) == 3
+    assert gateway.value("weft_gateway_requests_total", code="NOT_FOUND", model="") == 1
+    assert gateway.value("weft_gateway_results_total", outcome="hit", **own) == 1
+    assert gateway.value("weft_gateway_results_total", outcome="miss", **own) == 1
+    assert gateway.value("weft_gateway_completion_tokens_total", **own) == 50
+    assert gateway.value("weft_gateway_requests_in_flight") == 0
+    assert gateway.value("gen_ai_server_request_duration_seconds_count", gen_ai_request_model=name) == 3
+    assert gateway.value("gen_ai_server_time_to_first_token_seconds_count", gen_ai_request_model=name) == 3
+    assert gateway.value("gen_ai_server_time_per_output_token_seconds_count") == 2
+    assert gateway.value("gen_ai_client_token_usage_sum", gen_ai_token_type="output") == 50
+    assert gateway.bounds("gen_ai_server_time_to_first_token_seconds") == FIRST_TOKEN + INFINITY
+    assert gateway.bounds("gen_ai_server_time_per_output_token_seconds") == PER_TOKEN + INFINITY
+
+    assert {alias: worker.type(alias) for alias in VLLM} == VLLM
+    labels = {"model_name": name}
+    finished = worker.value("vllm:request_success_total", finished_reason="length", **labels)
+    aborted = worker.value("vllm:request_success_total", **labels) - finished
+    assert finished == 2
+    assert aborted <= 1, "the job that the result cache made needless may have got that far"
+    assert 30 <= worker.value("vllm:generation_tokens_total", **labels) <= 30 + 19 * aborted
+    assert worker.value("vllm:time_to_first_token_seconds_count", **labels) >= 2
+    assert worker.value("vllm:inter_token_latency_seconds_count", **labels) >= 28
+    assert worker.value("vllm:kv_cache_usage_perc") == 0
+    assert worker.value("weft_worker_kv_blocks", state="active") == 0
+    assert worker.value("weft_worker_step_seconds_count") == worker.value("weft_worker_steps_total")
+    assert worker.value("process_resident_memory_bytes") > 1e6
+
+    placed = scheduler.value("weft_scheduler_assigned_total")
+    assert 2 <= placed <= 3
+    assert scheduler.value("weft_scheduler_queue_seconds_count") == placed
+    assert scheduler.value("weft_scheduler_workers", **own) == 1
+    assert scheduler.value("weft_scheduler_waiting_jobs", **own) == 0
+    assert scheduler.value("weft_scheduler_free_credits", **own) == scheduler.value("weft_scheduler_credits", **own)
+
+    assert cache.value("weft_cache_hits_total") == 1
+    assert cache.value("weft_cache_misses_total", reason="absent") == 1
+    assert cache.value("weft_cache_stores_total") == 1
+    assert cache.value("weft_rpc_seconds_count", method="weft.v1.Cache/GetResult", code="OK") == 2
+
+    for scraped in (gateway, worker, scheduler, cache):
+        assert SECRET not in scraped.text
+        assert first.receipt.request_id not in scraped.text
+        assert scraped.series() < 1000
+
+
+async def test_a_port_that_is_taken_is_told(tmp_path: Path, model: Path) -> None:
+    async with Mesh(tmp_path, model, workers=0, gateways=0) as mesh:
+        other = Mesh(tmp_path / "other", model, workers=0, gateways=0).scheduler
+        other.env["WEFT_METRICS_PORT"] = str(mesh.scheduler.port)
+        other.start()
+        assert other.popen is not None
+        assert await asyncio.to_thread(other.popen.wait, 30) == 78
+        assert "WEFT_METRICS_PORT" in other.tail()
