@@ -88,6 +88,11 @@ def unavailable(reason: str, message: str, retry_after_s: float = 1.0) -> WeftEr
     return WeftError(StatusCode.UNAVAILABLE, reason, message, retry_after_s=retry_after_s, retryable=True)
 
 
+def exhausted(reason: str, message: str, retry_after_s: float) -> WeftError:
+    """RESOURCE_EXHAUSTED: a limit is reached that leaves room again in `retry_after_s` seconds."""
+    return WeftError(StatusCode.RESOURCE_EXHAUSTED, reason, message, retry_after_s=retry_after_s)
+
+
 def _pack(message: Message) -> any_pb2.Any:
     packed = any_pb2.Any()
     packed.Pack(message)

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Generic, NoReturn, TypeVar
@@ -113,11 +113,14 @@ async def serve(
     allow_remote: bool = False,
     counts: metrics.Metrics | None = None,
     metrics_port: int = 0,
+    gates: Sequence[aio.ServerInterceptor] = (),
 ) -> Server:
     """Listens at host:port (port 0 takes a free one). Its services are NOT_SERVING until `ready` is called.
 
     `counts` get those of unary calls and of spans beside what the service counts itself; at `metrics_port`, unless it
     is 0, Prometheus reads them. A port that is taken ends the process with a line that says so.
+
+    `gates` are asked before each call; what they raise becomes its status.
 
     Raises ValueError for an address beyond loopback unless `allow_remote`: the mesh does not authenticate its callers.
     """
@@ -130,7 +133,7 @@ async def serve(
     counts = counts or metrics.Metrics()
     services = list(services)
     traced = frozenset(service.name for service in services if service.traced)
-    server = aio.server(interceptors=[Boundary(counts, traced)], options=options)
+    server = aio.server(interceptors=[Boundary(counts, traced), *gates], options=options)
     checks = health.aio.HealthServicer()
     names = []
     for service in services:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import structlog
+from grpc import StatusCode
 
 from protos import cache_pb2, mesh_pb2
 from protos import inference_pb2 as api
@@ -128,7 +129,7 @@ class Continuation:
             self._mesh.results.put(self._result_key, to_result(self.journal, ending))
 
     async def _generate(self) -> None:
-        losses = 0
+        losses = unjoined = 0
         while self.journal.ending is None:
             placement = await self._mesh.dispatch.place(self._next_submit())
             loss = await self._traced_attempt(placement)
@@ -139,8 +140,10 @@ class Continuation:
             log.info("attempt lost", attempt=self.journal.attempt, reason=loss.reason, tokens=len(self.journal.tokens))
             if not loss.retryable or losses >= self._mesh.settings.max_attempts:
                 raise loss
-            # What it could join is gone or ill; its own attempt may still be joined by others.
-            self._submit.identity = b""
+            # Those who lost one generation share the next one, too; whoever cannot join twice computes alone.
+            unjoined += isinstance(placement, mesh_pb2.Joined) and loss.reason != lost_worker().reason
+            if unjoined > 1:
+                self._submit.identity = b""
             if loss.reason == lost_worker().reason or isinstance(placement, mesh_pb2.Assigned):
                 self._submit.avoid.append(placement.worker_id)
             if len(self.journal.tokens) >= self._job.sampling.max_tokens:
@@ -224,5 +227,8 @@ class Continuation:
             self._news()
             return None
         if end.reason == api.FINISH_REASON_ERROR and end.HasField("failure"):
-            return WeftError.from_failure(end.failure)
+            failure = WeftError.from_failure(end.failure)
+            if self.ledger.joined and failure.code is StatusCode.DEADLINE_EXCEEDED:
+                failure.retryable = True  # It was the leader's deadline: our own ends the whole call.
+            return failure
         return lost_worker()  # It ended a job that nobody told it to end.

@@ -60,6 +60,17 @@ class Order:
         return 0.0 if self.deadline is None else max(1e-3, self.deadline - clock())
 
 
+def _seed(order: Order) -> int:
+    """The seed of the draws: the request's own, or one that its retries draw again at whatever gateway."""
+    request = order.request
+    if request.sampling.HasField("seed"):
+        return request.sampling.seed
+    if request.request_id:
+        name = hashing.digest(b"weft/seed/1", order.tenant.salt, request.request_id.encode(), order.body)
+        return int.from_bytes(name[:8], "little")
+    return secrets.randbits(64)
+
+
 class Generation:
     """A request while it is answered."""
 
@@ -73,9 +84,7 @@ class Generation:
         self.last: Continuation | None = None
         self.text: TextModel | None = None
         self.listeners: set[Listening] = set()
-        self.seed = order.request.sampling.seed
-        if not order.request.sampling.HasField("seed"):
-            self.seed = secrets.randbits(64)
+        self.seed = _seed(order)
         self._mesh = mesh
         self._threads = threads
         self._task = asyncio.create_task(self._run())

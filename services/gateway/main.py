@@ -11,6 +11,7 @@ import structlog
 from protos import mesh_pb2
 from protos.inference_pb2_grpc import add_InferenceServicer_to_server
 from services import rpc, telemetry
+from services.gateway.access import Access, Gate
 from services.gateway.continuation import Mesh
 from services.gateway.dispatch import Dispatch
 from services.gateway.links import WorkerLinks
@@ -19,6 +20,7 @@ from services.gateway.models import Catalog
 from services.gateway.results import ResultCache
 from services.gateway.service import InferenceService
 from services.gateway.settings import GatewaySettings
+from services.gateway.tenants import TenantsFileError
 
 log = structlog.get_logger("gateway")
 
@@ -41,7 +43,8 @@ async def gateway(settings: GatewaySettings) -> AsyncIterator[rpc.Server]:
             settings.scheduler_address, gateway_id, settings.scheduler_wait_s, on_models, links.worker_lost
         )
         metrics = GatewayMetrics()
-        service = InferenceService(Mesh(settings, catalog, dispatch, links, results, metrics), threads)
+        access = Access(settings.tenants_file, settings.open_reflection)
+        service = InferenceService(Mesh(settings, catalog, dispatch, links, results, metrics), access, threads)
         server = await rpc.serve(
             settings.listen,
             [rpc.Service("weft.v1.Inference", add_InferenceServicer_to_server, service)],
@@ -49,10 +52,12 @@ async def gateway(settings: GatewaySettings) -> AsyncIterator[rpc.Server]:
             allow_remote=settings.allow_remote,
             counts=metrics.all,
             metrics_port=settings.metrics_port,
+            gates=[Gate(access)],
         )
         tasks = [
             asyncio.create_task(dispatch.run()),
             asyncio.create_task(_follow_models(changed, catalog, links, server)),
+            asyncio.create_task(access.follow()),
         ]
         log.info("listening", port=server.port)
         try:
@@ -60,7 +65,8 @@ async def gateway(settings: GatewaySettings) -> AsyncIterator[rpc.Server]:
         finally:
             tasks[1].cancel()
             await server.stop(settings.drain_s)
-            tasks[0].cancel()
+            for task in tasks:
+                task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await catalog.close()
             await links.close()
@@ -79,9 +85,12 @@ async def _follow_models(changed: asyncio.Event, catalog: Catalog, links: Worker
 async def serve(settings: GatewaySettings) -> None:
     """Runs the gateway until SIGTERM or SIGINT."""
     stopped = rpc.stop_requested()
-    async with gateway(settings):
-        await stopped.wait()
-        log.info("draining", seconds=settings.drain_s)
+    try:
+        async with gateway(settings):
+            await stopped.wait()
+            log.info("draining", seconds=settings.drain_s)
+    except TenantsFileError as error:
+        rpc.refuse_to_serve(f"WEFT_TENANTS_FILE {error}")
 
 
 def main() -> None:

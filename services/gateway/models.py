@@ -14,6 +14,8 @@ from protos import mesh_pb2 as mesh
 from protos.mesh_pb2_grpc import WorkerStub
 from services import rpc
 from services.errors import WeftError, invalid, unavailable
+from services.gateway.access import denied
+from services.gateway.tenants import Tenant
 from services.gateway.text import TextModel
 
 log = structlog.get_logger("models")
@@ -32,20 +34,24 @@ class Served:
 
 class Catalog:
     """The models of the mesh as the scheduler last told them, and all that were ever served by name: a model without
-    workers is unavailable, not unknown."""
+    workers is unavailable, not unknown. A tenant sees those that are for it."""
 
     def __init__(self, threads: Executor) -> None:
         self._threads = threads
         self._served: dict[str, Served] = {}
         self._names: dict[str, Served] = {}
+        self._loading: list[mesh.WorkerLoading] = []
         self._texts: OrderedDict[bytes, asyncio.Task[TextModel]] = OrderedDict()
 
     def update(self, models: mesh.ModelList) -> None:
         """Takes the scheduler's list, and begins to fetch what is new in it."""
         self._served = {model.card.name: Served(model.card, tuple(model.addresses)) for model in models.models}
+        self._loading = list(models.loading)
+        # An alias never hides a name; of two models with one alias the first has it, as the scheduler sees it.
+        for served in reversed(self._served.values()):
+            self._names.update(dict.fromkeys(served.card.aliases, served))
         for served in self._served.values():
-            for name in (*served.card.aliases, served.card.name):
-                self._names[name] = served
+            self._names[served.card.name] = served
             if served.addresses:
                 self._load(served)
 
@@ -59,27 +65,45 @@ class Catalog:
         """Some model has a worker."""
         return any(served.addresses for served in self._served.values())
 
-    def find(self, name: str) -> Served:
-        """The model of a name or alias; without a name, the only one. Raises WeftError."""
-        if name:
-            if name not in self._names:
-                raise WeftError(StatusCode.NOT_FOUND, "MODEL_NOT_FOUND", "no such model", field="model")
-            return self._names[name]
+    def find(self, name: str, tenant: Tenant) -> Served:
+        """The model of a name or alias; without a name, the only one that is for the tenant. Raises WeftError."""
+        if not name:
+            return self._only(tenant)
+        served = self._names.get(name)
+        if served is not None and not _is_for(tenant, served):
+            raise denied("this key is not for this model", "MODEL_DENIED", "model")
+        if served is not None and (served.addresses or not self._starts(name)):
+            return served
+        if self._starts(name):
+            raise unavailable("MODEL_LOADING", "the model is being loaded")
+        raise WeftError(StatusCode.NOT_FOUND, "MODEL_NOT_FOUND", "no such model", field="model")
+
+    def _only(self, tenant: Tenant) -> Served:
         models = self._served or {served.card.name: served for served in self._names.values()}
-        if not models:
+        mine = [served for served in models.values() if _is_for(tenant, served)]
+        if not mine:
             raise unavailable("NO_WORKER", "no model is served yet")
-        if len(models) > 1:
+        if len(mine) > 1:
             raise invalid("model", "several are served: name one", "MODEL_REQUIRED")
-        return next(iter(models.values()))
+        return mine[0]
+
+    def _starts(self, name: str) -> bool:
+        return any(name in (each.model, *each.aliases) for each in self._loading)
 
     async def text(self, served: Served) -> TextModel:
         """The tokenizer and template of a model. Raises WeftError."""
         # Shielded: one client that leaves must not end what others wait for.
         return await asyncio.shield(self._load(served))
 
-    async def listing(self) -> list[api.Model]:
-        """The models served now, by name."""
-        return [await self._describe(served) for _, served in sorted(self._served.items())]
+    async def listing(self, tenant: Tenant) -> list[api.Model]:
+        """The models that are served or loaded now, by name."""
+        models = {s.card.name: await self._describe(s) for s in self._served.values() if _is_for(tenant, s)}
+        for each in self._loading:
+            if each.model in models or tenant.may_use((each.model, *each.aliases)):
+                model = models.setdefault(each.model, api.Model(name=each.model))
+                percent = min(100, 100 * each.done // each.total) if each.total else 0
+                model.loading.add(phase=each.phase, percent=percent)
+        return [model for _, model in sorted(models.items())]
 
     async def close(self) -> None:
         """Gives up what is still being fetched."""
@@ -113,6 +137,10 @@ class Catalog:
         if len(self._texts) > _MAX_BUNDLES:
             self._texts.popitem(last=False)
         return task
+
+
+def _is_for(tenant: Tenant, served: Served) -> bool:
+    return tenant.may_use((served.card.name, *served.card.aliases))
 
 
 def _failed(task: asyncio.Task[TextModel]) -> bool:

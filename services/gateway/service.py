@@ -10,7 +10,7 @@ from concurrent.futures import Executor
 from protos import inference_pb2 as api
 from services import hashing, validate
 from services.errors import WeftError, internal
-from services.gateway import tenants
+from services.gateway.access import Access, metadata_of
 from services.gateway.collect import Collector
 from services.gateway.continuation import Mesh
 from services.gateway.dispatch import no_scheduler
@@ -20,14 +20,16 @@ from services.gateway.models import Served
 from services.gateway.patience import Patience
 from services.gateway.receipt import Phase
 from services.gateway.requests import Registry
+from services.gateway.tenants import Tenant
 from services.gateway.visit import Context, Visit, cancelled
 
 
 class InferenceService:
     """Serves weft.v1.Inference."""
 
-    def __init__(self, mesh: Mesh, threads: Executor) -> None:
+    def __init__(self, mesh: Mesh, access: Access, threads: Executor) -> None:
         self._mesh = mesh
+        self._access = access
         self._threads = threads
         self._registry = Registry(mesh, threads)
 
@@ -50,9 +52,10 @@ class InferenceService:
 
     async def Tokenize(self, request: api.TokenizeRequest, context: Context) -> api.TokenizeResponse:
         """Text or chat to token ids."""
+        tenant = self._access.request(metadata_of(context))
         validate.check_known(request, "request")
         validate.check_prompt(request.prompt)
-        served = await self._find(request.model)
+        served = await self._find(request.model, tenant)
         text = await self._mesh.catalog.text(served)
         loop = asyncio.get_running_loop()
         token_ids = await loop.run_in_executor(self._threads, text.encode, request.prompt)
@@ -60,10 +63,11 @@ class InferenceService:
         return api.TokenizeResponse(token_ids=token_ids, pieces=map(text.piece, token_ids))
 
     async def ListModels(self, request: api.ListModelsRequest, context: Context) -> api.ListModelsResponse:
-        """The models served now."""
+        """The models served now, and those that are being loaded."""
+        tenant = self._access.request(metadata_of(context))
         validate.check_known(request, "request")
         await self._know_models()
-        return api.ListModelsResponse(models=await self._mesh.catalog.listing())
+        return api.ListModelsResponse(models=await self._mesh.catalog.listing(tenant))
 
     async def _serve(
         self,
@@ -76,8 +80,8 @@ class InferenceService:
         visit = Visit(request, context, self._mesh.metrics)
         patience = Patience(visit.timeline, visit.remaining_s, self._mesh.settings.stall_s)
         try:
-            with patience:
-                order = await self._admit(visit, context)
+            with patience, self._access.answering(metadata_of(context), lambda: _tokens(visit)) as tenant:
+                order = await self._admit(visit, tenant)
                 await self._follow(visit, order, deliver)
                 receipt = visit.conclude()
                 visit.timeline.enter(Phase.DELIVER)
@@ -94,12 +98,11 @@ class InferenceService:
         finally:
             visit.end()
 
-    async def _admit(self, visit: Visit, context: Context) -> Order:
+    async def _admit(self, visit: Visit, tenant: Tenant) -> Order:
         request = visit.request
-        tenant = tenants.authenticate(tuple(context.invocation_metadata() or ()))
         validate.check_request(request)
         visit.timeline.enter(Phase.REMOTE)
-        served = await self._find(request.model)
+        served = await self._find(request.model, tenant)
         visit.timeline.enter(Phase.OWN)
         visit.found(served)
         validate.check_sampling(request.sampling, served.card)
@@ -121,9 +124,9 @@ class InferenceService:
         finally:
             await self._registry.leave(visit.generation, listener)
 
-    async def _find(self, name: str) -> Served:
+    async def _find(self, name: str, tenant: Tenant) -> Served:
         await self._know_models()
-        return self._mesh.catalog.find(name)
+        return self._mesh.catalog.find(name, tenant)
 
     async def _know_models(self) -> None:
         """Waits until the scheduler has told its models the first time: before, nobody can know."""
@@ -134,3 +137,11 @@ class InferenceService:
                     await known.wait()
             except TimeoutError:
                 raise no_scheduler() from None
+
+
+def _tokens(visit: Visit) -> int:
+    """Tokens of prompt and answers, as a tenant's budget counts them: also those from a cache."""
+    generation = visit.generation
+    if generation is None:
+        return 0
+    return generation.prompt_tokens + sum(len(each.journal.tokens) for each in generation.continuations)

@@ -41,6 +41,15 @@ class GatewaySettings(CommonSettings):
         validation_alias="WEFT_GATEWAY_COST_WAIT_S",
         description="Seconds that a receipt waits for the worker's account after a stop string ended the answer.",
     )
+    tenants_file: str = Field(
+        "",
+        description="TOML file of tenants and the hashes of their keys; empty: one tenant, and no keys are asked for.",
+    )
+    open_reflection: bool = Field(
+        False,
+        validation_alias="WEFT_GATEWAY_OPEN_REFLECTION",
+        description="Answer gRPC reflection without a key, where keys are asked for.",
+    )
     tokenizer_threads: int = Field(
         2,
         ge=1,

@@ -89,6 +89,17 @@ class WorkerHello:
     stored_keys: bytes = b""
 
 
+class Loading(NamedTuple):
+    """How far a worker's start is that will join. Fields as in `weft.v1.WorkerLoading`."""
+
+    worker_id: str
+    model: str
+    aliases: tuple[str, ...] = ()
+    phase: str = ""
+    done: int = 0
+    total: int = 0
+
+
 class Ended(NamedTuple):
     """A job that its worker no longer runs, and the tokens it produced in this attempt."""
 
@@ -134,9 +145,10 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """All models served, by name."""
+    """All models served, by name, and the workers that will serve some."""
 
     models: tuple[Served, ...]
+    loading: tuple[Loading, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from services.scheduler.messages import (
     Hello,
     JobRef,
     Joined,
+    Loading,
     Models,
     Refused,
     Rejected,
@@ -59,6 +60,7 @@ class Pool:
         self._jobs: dict[str, Job] = {}
         self._identities: dict[bytes, Job] = {}
         self._followers: dict[tuple[str | None, str], Job] = {}
+        self._loading: dict[str, Loading] = {}
         self._started_at = now
         self._order = 0
         self._told: Models = Models(())
@@ -104,6 +106,19 @@ class Pool:
 
     # ---- events: workers ----
 
+    def on_loading(self, loading: Loading, now: float) -> list[Command]:
+        """A worker that is not there yet says how far it is."""
+        if loading.worker_id not in self.workers:
+            self._loading[loading.worker_id] = loading
+            self._models_changed()
+        return self._commands(now)
+
+    def on_loading_ended(self, worker_id: str, now: float) -> list[Command]:
+        """A worker's start is over, one way or the other."""
+        if self._loading.pop(worker_id, None) is not None:
+            self._models_changed()
+        return self._commands(now)
+
     def on_worker_attached(self, hello: WorkerHello, now: float) -> list[Command]:
         """A worker registers, comes back after its link broke, or says after our restart what it runs."""
         failure = self._objection(hello)
@@ -115,6 +130,7 @@ class Pool:
         worker = Worker(hello, now, self.limits.stall_s)
         self._take_over(worker, self.workers.get(worker.id), now)
         self.workers[worker.id] = worker
+        self._loading.pop(worker.id, None)
         model.join(worker, now)
         self._out.append(ToWorker(worker.id, Hello(self.epoch)))
         self._models_changed()
@@ -501,7 +517,8 @@ class Pool:
         for model in known:
             for alias in model.card.aliases if model.card else ():
                 self._aliases.setdefault(alias, model)
-        news = Models(tuple(model.served() for model in known))
+        loading = tuple(loading for _, loading in sorted(self._loading.items()))
+        news = Models(tuple(model.served() for model in known), loading)
         if news != self._told:
             self._told = news
             self._broadcast(news)

@@ -89,6 +89,7 @@ class SchedulerService(mesh_grpc.SchedulerServicer):
         self._outbox_limit = outbox_limit
         self._gateways: dict[str, Link[mesh.DispatchResponse]] = {}
         self._workers: dict[str, Link[mesh.AttachResponse]] = {}
+        self._loading: dict[str, Link[mesh.AttachResponse]] = {}
         self._waits = Waits()
         self.metrics = SchedulerMetrics(pool, lambda: len(self._gateways))
 
@@ -154,11 +155,17 @@ class SchedulerService(mesh_grpc.SchedulerServicer):
         self, requests: AsyncIterator[mesh.AttachRequest], context: aio.ServicerContext[Any, Any]
     ) -> None:
         """Worker <-> scheduler."""
-        hello = wire.hello_from((await _first(requests)).hello)
+        first = await _first(requests, "hello", "loading")
+        if first.WhichOneof("message") == "loading":
+            await self._watch_loading(first.loading, requests, context)
+            return
+        hello = wire.hello_from(first.hello)
         worker_id = hello.worker_id
         link: Link[mesh.AttachResponse] = Link(self._outbox_limit)
         _replace(self._workers, worker_id, link)
         commands = self._pool.on_worker_attached(hello, self._clock())
+        if worker_id in self._loading:
+            self._loading[worker_id].outbox.close()
         if worker_id in self._pool.workers:
             log.info("worker attached", worker_id=worker_id, model=hello.card.name, credits=hello.credits)
         self._perform(commands)
@@ -175,6 +182,32 @@ class SchedulerService(mesh_grpc.SchedulerServicer):
             if request.WhichOneof("message") != "report":
                 raise _unexpected()
             self._perform(self._pool.on_report(worker_id, wire.report_from(request.report), self._clock()))
+
+    async def _watch_loading(
+        self,
+        first: mesh.WorkerLoading,
+        requests: AsyncIterator[mesh.AttachRequest],
+        context: aio.ServicerContext[Any, Any],
+    ) -> None:
+        """A worker that is being started, until its hello has come on another link or it is gone."""
+        loading = wire.loading_from(first)
+        worker_id = loading.worker_id
+        link: Link[mesh.AttachResponse] = Link(self._outbox_limit)
+        _replace(self._loading, worker_id, link)
+        log.info("worker loading", worker_id=worker_id, model=loading.model)
+        self._perform(self._pool.on_loading(loading, self._clock()))
+        try:
+            await link.run(asyncio.create_task(self._hear_loading(worker_id, requests)), context)
+        finally:
+            if self._loading.get(worker_id) is link:
+                del self._loading[worker_id]
+                self._perform(self._pool.on_loading_ended(worker_id, self._clock()))
+
+    async def _hear_loading(self, worker_id: str, requests: AsyncIterator[mesh.AttachRequest]) -> None:
+        async for request in requests:
+            if request.WhichOneof("message") != "loading" or request.loading.worker_id != worker_id:
+                raise _unexpected()
+            self._perform(self._pool.on_loading(wire.loading_from(request.loading), self._clock()))
 
     # ---- tools ----
 
@@ -229,10 +262,10 @@ def service(pool: Pool) -> tuple[SchedulerService, rpc.Service]:
     return servicer, rpc.Service("weft.v1.Scheduler", mesh_grpc.add_SchedulerServicer_to_server, servicer)
 
 
-async def _first(requests: AsyncIterator[Request]) -> Request:
-    """The first message of a link, which must be a hello. Raises WeftError."""
+async def _first(requests: AsyncIterator[Request], *kinds: str) -> Request:
+    """The first message of a link, which must be a hello or one of these kinds. Raises WeftError."""
     first = await anext(requests, None)
-    if first is None or first.WhichOneof("message") != "hello":
+    if first is None or first.WhichOneof("message") not in (kinds or ("hello",)):
         raise WeftError(StatusCode.FAILED_PRECONDITION, "HELLO_EXPECTED", "the first message of a link is a hello")
     return first
 

@@ -14,6 +14,7 @@ from services.scheduler.messages import (
     Hello,
     JobRef,
     Joined,
+    Loading,
     Models,
     Rejected,
     Report,
@@ -63,6 +64,15 @@ def hello_from(hello: mesh.WorkerHello) -> WorkerHello:
         running=tuple(JobRef(job.job_id, job.attempt) for job in hello.running),
         stored_keys=hello.stored_keys,
     )
+
+
+def loading_from(loading: mesh.WorkerLoading) -> Loading:
+    """How far a worker's start is. Raises WeftError by field."""
+    for name in ("worker_id", "model"):
+        if not getattr(loading, name):
+            raise invalid(name, "is empty")
+    aliases = tuple(loading.aliases)
+    return Loading(loading.worker_id, loading.model, aliases, loading.phase, loading.done, loading.total)
 
 
 def card_from(card: mesh.ModelCard) -> Card:
@@ -136,12 +146,13 @@ def to_gateway(message: GatewayMessage) -> mesh.DispatchResponse:
             return mesh.DispatchResponse(rejected=rejected)
         case WorkerLost(worker_id):
             return mesh.DispatchResponse(worker_lost=mesh.WorkerLost(worker_id=worker_id))
-        case Models(models):
+        case Models(models, loading):
             served = []
             for model in models:
                 assert isinstance(model.card.detail, mesh.ModelCard), model
                 served.append(mesh.ServedModel(card=model.card.detail, addresses=model.addresses))
-            return mesh.DispatchResponse(models=mesh.ModelList(models=served))
+            starting = [mesh.WorkerLoading(**each._asdict()) for each in loading]
+            return mesh.DispatchResponse(models=mesh.ModelList(models=served, loading=starting))
         case Hello(epoch):
             return mesh.DispatchResponse(hello=mesh.SchedulerHello(epoch=epoch))
 

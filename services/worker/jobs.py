@@ -7,6 +7,7 @@ import asyncio
 import itertools
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -29,7 +30,7 @@ ATTACH_PATIENCE_S = 1.0
 # How long the answer of an ended job can still be had: whoever was told to join it may come a moment too late.
 RETENTION_S = 2.0
 _NOT_FOUND = WeftError(StatusCode.UNAVAILABLE, "JOB_NOT_FOUND", "the generation to join is gone", retryable=True)
-_REPLACED = WeftError(StatusCode.ABORTED, "ATTEMPT_REPLACED", "a later attempt replaced this one")
+_REPLACED = WeftError(StatusCode.ABORTED, "ATTEMPT_REPLACED", "a later attempt replaced this one", retryable=True)
 DRAINING = WeftError(StatusCode.UNAVAILABLE, "DRAINING", "the worker is leaving", retryable=True)
 
 
@@ -67,7 +68,10 @@ class Running:
     key: int
     job_id: str
     attempt: int
-    start: int
+    prior: Sequence[int] = ()
+    """Tokens of the answer that earlier attempts produced."""
+    retold: bool = True
+    """Others may be told these tokens: no log-probabilities, which are not known any more, belong to them."""
     prompt_tokens: int = 0
     """Tokens that the engine was given."""
     cacheable: bool = True
@@ -83,7 +87,14 @@ class Running:
     @property
     def position(self) -> int:
         """Tokens of the answer so far, those of earlier attempts included."""
-        return self.start + len(self.history)
+        return len(self.prior) + len(self.history)
+
+    def past(self, position: int) -> list[TokenOut]:
+        """What was said of the answer from a position on. Raises WeftError if not all of it is known."""
+        if position < len(self.prior) and not self.retold:
+            raise _NOT_FOUND
+        earlier = [TokenOut(self.key, place, token) for place, token in enumerate(self.prior)]
+        return [token for token in (*earlier, *self.history) if token.position >= position]
 
 
 class Jobs:
@@ -103,12 +114,12 @@ class Jobs:
 
     def start(self, link: Link, message: mesh.Job) -> None:
         """Runs a job for `link`. A bad one is answered at once and disturbs nothing."""
-        start = len(message.token_ids) - message.boundary
         running = Running(
             next(self._keys),
             message.job_id,
             message.attempt,
-            start,
+            message.token_ids[message.boundary :],
+            not message.sampling.HasField("logprobs"),
             len(message.token_ids),
             not message.bypass_cache,
             message.traceparent,
@@ -140,9 +151,13 @@ class Jobs:
             return
         record_attach(message.traceparent, running.traceparent)
         response = mesh.RunResponse()
-        for token in running.history:
-            if token.position >= message.position:
-                wire.add_token(response, message.row, token)
+        try:
+            past = running.past(message.position)
+        except WeftError as error:
+            link.send(wire.failed(message.row, error))
+            return
+        for token in past:
+            wire.add_token(response, message.row, token)
         if running.ended is not None:
             response.ends.append(_late_end(running.ended, message.row))
         else:

@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 import uuid
+from pathlib import Path
 
 import structlog
 
@@ -12,13 +13,14 @@ from protos import mesh_pb2_grpc as mesh_grpc
 from services import rpc, telemetry
 from services.worker import checkpoint
 from services.worker.address import NoAddress, advertised
+from services.worker.announce import announce
 from services.worker.attach import Attachment, Refused, report_of
 from services.worker.config import CheckpointError, load_config
 from services.worker.engines import WorkerEngine, open_engine
 from services.worker.job import EngineOptions, StepOutput
 from services.worker.jobs import Jobs
 from services.worker.metrics import WorkerMetrics
-from services.worker.service import Loaded, Startup, WorkerService
+from services.worker.service import READY, Loaded, Startup, WorkerService
 from services.worker.settings import WorkerSettings
 
 log = structlog.get_logger("worker")
@@ -35,7 +37,7 @@ async def main() -> None:
     settings = WorkerSettings()
     telemetry.setup("worker", settings)
     stop = rpc.stop_requested()
-    startup, metrics = Startup(), WorkerMetrics()
+    startup, metrics = _startup(settings), WorkerMetrics()
     service = WorkerService(startup)
     server = await rpc.serve(
         settings.listen,
@@ -44,6 +46,7 @@ async def main() -> None:
         counts=metrics.all,
         metrics_port=settings.metrics_port,
     )
+    announcing = asyncio.create_task(announce(settings.scheduler_address, settings.aliases, startup))
     try:
         address = await asyncio.to_thread(
             advertised, settings.advertise, settings.listen, server.port, settings.scheduler_address
@@ -56,6 +59,14 @@ async def main() -> None:
         log.error("cannot serve", reason=str(error))
         await server.stop(0)
         rpc.refuse_to_serve(str(error))
+    finally:
+        announcing.cancel()
+
+
+def _startup(settings: WorkerSettings) -> Startup:
+    """The names that the worker will have, known before its model is."""
+    name = settings.served_name or Path(settings.model).expanduser().resolve().name
+    return Startup(f"{name}-{uuid.uuid4().hex[:8]}", name)
 
 
 def _load(settings: WorkerSettings, startup: Startup) -> tuple[WorkerEngine, mesh.ModelCard, bytes]:
@@ -82,7 +93,7 @@ def _load(settings: WorkerSettings, startup: Startup) -> tuple[WorkerEngine, mes
     card = checkpoint.model_card(
         folder,
         config,
-        name=settings.served_name,
+        name=startup.model,
         context_length=engine.memory.max_seq_length,
         block_size=settings.block_size,
         parameters=engine.parameters,
@@ -122,7 +133,7 @@ async def _serve(
 ) -> None:
     service.loaded(Loaded(jobs, bundle, card.bundle_digest, lambda: report_of(engine.stats(), jobs)))
     hello = mesh.WorkerHello(
-        worker_id=f"{card.name}-{uuid.uuid4().hex[:8]}",
+        worker_id=startup.worker_id,
         address=address,
         card=card,
         credits=settings.max_batch_size,
@@ -131,7 +142,7 @@ async def _serve(
     attachment = Attachment(settings.scheduler_address, hello, engine, jobs)
     structlog.contextvars.bind_contextvars(worker=hello.worker_id)
     with _EngineThread(engine, jobs, attachment):
-        startup.phase = "ready"
+        startup.phase = READY
         await server.ready()
         attached = asyncio.create_task(attachment.run())
         stopping = asyncio.create_task(stop.wait())

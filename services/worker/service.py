@@ -15,12 +15,16 @@ from services.worker.jobs import Jobs, Link
 log = structlog.get_logger("worker.service")
 
 BUNDLE_PIECE_BYTES = 1 << 20
+READY = "ready"
+"""The phase in which a worker serves."""
 
 
 @dataclass
 class Startup:
-    """How far the worker's start is."""
+    """What the worker will be, and how far its start is."""
 
+    worker_id: str = ""
+    model: str = ""
     phase: str = "starting"
     done: int = 0
     total: int = 0

@@ -31,7 +31,7 @@ async def test_a_broken_link_is_the_next_attempt_elsewhere() -> None:
         assert job.sampling.seed == 3
         again = mesh.scheduler.submits[1]
         assert list(again.avoid) == ["worker-0"]
-        assert again.identity == b""
+        assert again.identity == mesh.scheduler.submits[0].identity  # Who shared the first attempt shares this one.
         assert again.prompt_tokens == job.boundary + 12
         receipt = answer.receipt
         assert receipt.attempts == 2

@@ -1,0 +1,354 @@
+"""Tenants: who may call, what each may have, and that nothing of one reaches another."""
+
+import asyncio
+import contextlib
+import hashlib
+import os
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+from google.rpc import error_details_pb2
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_status import rpc_status
+
+from protos import inference_pb2 as api
+from tests.mesh.harness import Answer, Mesh, Stub, ask, generate
+from tests.redis_server import RedisServer
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+CODES = grpc.StatusCode
+
+PACED = {"ENGINE": "paced", "WEFT_PACED_STEP_MS": "5", "MAX_BATCH_SIZE": "4", "WEFT_PACED_PREFILL_RATE": "4000"}
+NAMES = ("many", "few", "slow", "one", "frugal", "stranger", "reader", "late")
+KEYS = {name: f"weft-key-of-{name}-which-nobody-must-see" for name in NAMES}
+
+
+def entry(name: str, more: str = "") -> str:
+    """A tenant in the file."""
+    hashed = hashlib.sha256(KEYS[name].encode()).hexdigest()
+    return f'[[tenant]]\nname = "{name}"\nkeys = ["sha256:{hashed}"]\n{more}\n'
+
+
+FILE = "\n".join(
+    (
+        entry("many"),
+        entry("few"),
+        entry("slow", "requests_per_second = 2.0\nburst = 3"),
+        entry("one", "concurrent = 1"),
+        entry("frugal", "tokens_per_minute = 100"),
+        entry("stranger", 'models = ["another"]'),
+        entry("reader", 'methods = ["ListModels"]'),
+    )
+)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tenants' file."""
+    path = tmp_path_factory.mktemp("keys") / "tenants.toml"
+    path.write_text(FILE)
+    return path
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def mesh(tmp_path_factory: pytest.TempPathFactory, model: Path, file: Path) -> AsyncIterator[Mesh]:
+    """One paced worker with a small batch, a result cache, and a gateway that asks for keys."""
+    folder = tmp_path_factory.mktemp("tenants")
+    with RedisServer(folder / "redis") as redis:
+        async with Mesh(
+            folder, model, redis_url=redis.url, worker_env=PACED, gateway_env={"WEFT_TENANTS_FILE": str(file)}
+        ) as running:
+            yield running
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def stub(mesh: Mesh) -> Stub:
+    """A client of the mesh."""
+    return mesh.stub()
+
+
+def bearer(key: str) -> tuple[tuple[str, str], ...]:
+    """The metadata that brings a key."""
+    return (("authorization", f"Bearer {key}"),)
+
+
+async def answer_for(stub: Stub, name: str, request: api.GenerateRequest) -> Answer:
+    """What a tenant gets."""
+    return await generate(stub, request, metadata=bearer(KEYS[name]))
+
+
+async def refusal(call: Any) -> tuple[grpc.StatusCode, str, float]:
+    """Code, reason and seconds until a retry of a call that must fail; 0 without a RetryInfo."""
+    with pytest.raises(aio.AioRpcError) as caught:
+        await call
+    error: Any = caught.value
+    info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+    status = rpc_status.from_call(error)
+    assert status is not None, error
+    for detail in status.details:
+        detail.Unpack(info) or detail.Unpack(retry)
+    return error.code(), info.reason, retry.retry_delay.ToTimedelta().total_seconds()
+
+
+# ---- who may call ----
+
+
+async def read(call: Any) -> Any:
+    """The first message of a stream, or its error."""
+    message = await call.read()
+    if message is aio.EOF:
+        raise AssertionError(f"ended with {await call.code()}")
+    return message
+
+
+def every_rpc(channel: aio.Channel) -> dict[str, Callable[[Any], Any]]:
+    """Each method that a gateway answers, from the descriptors, as a call with metadata and an empty message."""
+    services: list[Any] = [
+        api.DESCRIPTOR.services_by_name["Inference"],
+        health_pb2.DESCRIPTOR.services_by_name["Health"],
+        reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"],
+    ]
+    methods = {f"/{service.full_name}/{method.name}": method for service in services for method in service.methods}
+    return {name: calling(channel, name, method) for name, method in methods.items()}
+
+
+def calling(channel: aio.Channel, name: str, method: Any) -> Callable[[Any], Any]:
+    """Calls a method of whatever kind with this metadata."""
+    if method.client_streaming:
+        both: Any = channel.stream_stream(name)
+        return lambda metadata: read(both(metadata=metadata))
+    if method.server_streaming:
+        server: Any = channel.unary_stream(name)
+        return lambda metadata: read(server(b"", metadata=metadata))
+    unary: Any = channel.unary_unary(name)
+    return lambda metadata: unary(b"", metadata=metadata)
+
+
+async def test_every_rpc_but_health_needs_a_key(mesh: Mesh) -> None:
+    async with aio.insecure_channel(mesh.gateways[0].address) as channel:
+        calls = every_rpc(channel)
+        assert len(calls) >= 8
+        for name, call in calls.items():
+            if name.startswith("/grpc.health.v1.Health/"):
+                with contextlib.suppress(aio.AioRpcError):  # Some of its methods may not be there.
+                    await call(())
+                continue
+            assert (await refusal(call(())))[:2] == (CODES.UNAUTHENTICATED, "KEY_REQUIRED"), name
+            for forged in ("", "weft-forged", KEYS["late"], KEYS["few"][:-1], KEYS["few"] + "x"):
+                assert (await refusal(call(bearer(forged))))[:2] == (CODES.UNAUTHENTICATED, "KEY_UNKNOWN"), name
+            basic = (("authorization", f"Basic {KEYS['few']}"),)
+            assert (await refusal(call(basic)))[0] is CODES.UNAUTHENTICATED
+            twice = (*bearer(KEYS["few"]), *bearer(KEYS["many"]))
+            assert (await refusal(call(twice)))[0] is CODES.UNAUTHENTICATED
+
+
+async def test_health_asks_nobody(mesh: Mesh) -> None:
+    async with aio.insecure_channel(mesh.gateways[0].address) as channel:
+        health: Any = health_pb2_grpc.HealthStub(channel)
+        reply = await health.Check(health_pb2.HealthCheckRequest(service="weft.v1.Inference"))
+        assert reply.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_a_key_opens_what_is_for_it(mesh: Mesh, stub: Stub) -> None:
+    assert len((await answer_for(stub, "few", ask("A tale", max_tokens=4))).ids) == 4
+    reader = bearer(KEYS["reader"])
+    assert (await stub.ListModels(api.ListModelsRequest(), metadata=reader)).models
+    assert (await refusal(stub.Complete(ask("A tale"), metadata=reader)))[:2] == (
+        CODES.PERMISSION_DENIED,
+        "METHOD_DENIED",
+    )
+    request = ask("A tale", model=(await stub.ListModels(api.ListModelsRequest(), metadata=reader)).models[0].name)
+    stranger = bearer(KEYS["stranger"])
+    assert (await refusal(stub.Complete(request, metadata=stranger)))[:2] == (CODES.PERMISSION_DENIED, "MODEL_DENIED")
+    assert not (await stub.ListModels(api.ListModelsRequest(), metadata=stranger)).models
+    request.model = "nobody's"
+    assert (await refusal(stub.Complete(request, metadata=stranger)))[0] is CODES.NOT_FOUND
+    async with aio.insecure_channel(mesh.gateways[0].address) as channel:
+        reflection: Any = reflection_pb2_grpc.ServerReflectionStub(channel)  # type: ignore[arg-type]
+        asked = reflection_pb2.ServerReflectionRequest(list_services="")
+        reply = await read(reflection.ServerReflectionInfo(iter([asked]), metadata=bearer(KEYS["few"])))
+        assert "weft.v1.Inference" in {each.name for each in reply.list_services_response.service}
+
+
+async def test_no_key_is_ever_written_down(mesh: Mesh) -> None:
+    logs = [process.log.read_text() for process in mesh.processes]
+    assert all(logs)
+    assert not [key for key in KEYS.values() for log in logs if key in log]
+
+
+# ---- what each may have ----
+
+
+async def test_a_rate_is_kept(stub: Stub) -> None:
+    request = api.ListModelsRequest()
+    slow = bearer(KEYS["slow"])
+    for _ in range(3):
+        await stub.ListModels(request, metadata=slow)
+    code, reason, retry_s = await refusal(stub.ListModels(request, metadata=slow))
+    assert (code, reason) == (CODES.RESOURCE_EXHAUSTED, "RATE_LIMITED")
+    assert 0 < retry_s <= 0.5
+    await stub.ListModels(request, metadata=bearer(KEYS["few"]))
+    await asyncio.sleep(retry_s + 0.02)
+    await stub.ListModels(request, metadata=slow)
+
+
+async def test_answers_under_way_are_counted(stub: Stub) -> None:
+    request = ask("A tale", max_tokens=200, temperature=1.0, ignore_eos=True)
+    running = stub.Generate(request, metadata=bearer(KEYS["one"]))
+    await running.read()
+    code, reason, retry_s = await refusal(stub.Complete(request, metadata=bearer(KEYS["one"])))
+    assert (code, reason) == (CODES.RESOURCE_EXHAUSTED, "TOO_MANY_CONCURRENT")
+    assert retry_s > 0
+    running.cancel()
+    await asyncio.sleep(0.1)
+    assert (await answer_for(stub, "one", ask("A tale", max_tokens=4))).ids
+
+
+async def test_tokens_are_counted(stub: Stub) -> None:
+    await answer_for(stub, "frugal", ask([5] * 80, max_tokens=30, temperature=1.0, ignore_eos=True))
+    code, reason, retry_s = await refusal(stub.Complete(ask("A tale"), metadata=bearer(KEYS["frugal"])))
+    assert (code, reason) == (CODES.RESOURCE_EXHAUSTED, "TOKENS_EXHAUSTED")
+    assert 1 < retry_s < 10  # 110 of 100 are used: 11 tokens take 6.6 s.
+    assert (await stub.ListModels(api.ListModelsRequest(), metadata=bearer(KEYS["frugal"]))).models
+
+
+# ---- nothing of one reaches another ----
+
+
+async def test_caches_are_never_shared(stub: Stub) -> None:
+    """Neither in content, nor in the time that a hit would save: the prompt takes 100 ms to compute."""
+    request = ask([7, 11, 13, 17] * 100, max_tokens=4, seed=21, temperature=1.0)
+    first = await answer_for(stub, "many", request)
+    request.cache = api.CACHE_POLICY_READ_ONLY
+    other = await answer_for(stub, "few", request)
+    assert (other.receipt.cached_tokens, other.receipt.result_hit, other.receipt.joined) == (0, False, False)
+    assert other.receipt.prefill_tokens == 400
+    cold_s, other_s = first.receipt.timings.first_token_s, other.receipt.timings.first_token_s
+    again = await answer_for(stub, "many", request)
+    assert again.receipt.result_hit
+    request.sampling.seed = 22
+    warm = await answer_for(stub, "many", request)
+    assert warm.receipt.cached_tokens >= 384
+    warm_s = warm.receipt.timings.first_token_s
+    print(
+        f"first token: own first {cold_s * 1e3:.0f} ms, other tenant {other_s * 1e3:.0f} ms, own {warm_s * 1e3:.0f} ms"
+    )
+    assert min(cold_s, other_s) > 0.1
+    assert warm_s < 0.06
+
+
+async def test_generations_are_never_shared(stub: Stub) -> None:
+    """Not even by the same request id: another tenant's is nobody's."""
+    request = ask([3, 5, 7] * 32, max_tokens=60, ignore_eos=True, seed=5)
+    request.request_id = "the-same"
+    leading = asyncio.create_task(answer_for(stub, "many", request))
+    await asyncio.sleep(0.1)
+    other, own = await asyncio.gather(answer_for(stub, "few", request), answer_for(stub, "many", request))
+    assert own.receipt.joined
+    assert not other.receipt.joined
+    assert other.receipt.prefill_tokens == 96
+    assert (await leading).ids == own.ids
+    request.prompt.token_ids.ids.append(9)
+    other = await answer_for(stub, "few", request)  # Of one's own id another body would be refused.
+    assert len(other.ids) == 60
+
+
+async def test_tenants_offering_10_to_1_get_1_to_1(stub: Stub) -> None:
+    """80 clients against 8, and longer answers: in tokens, those of prompts included, both are served the same."""
+    served = {"many": 0, "few": 0}
+    counting = False
+
+    async def client(name: str, length: int, seed: int) -> None:
+        while True:
+            request = ask([seed, 9, 9, 9], max_tokens=length, temperature=1.0, ignore_eos=True)
+            async for response in stub.Generate(request, metadata=bearer(KEYS[name])):
+                tokens = len(response.delta.token_ids)
+                if counting and tokens:
+                    served[name] += tokens + (4 if response.delta.position == 0 else 0)
+
+    tasks = [asyncio.create_task(client("many", 24, 100 + i)) for i in range(80)]
+    tasks += [asyncio.create_task(client("few", 16, 200 + i)) for i in range(8)]
+    await asyncio.sleep(0.5)
+    counting = True
+    await asyncio.sleep(4)
+    counting = False
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    share = served["few"] / sum(served.values())
+    print(f"tokens served: {served}, the smaller tenant's share {share:.3f}")
+    assert sum(served.values()) > 1500
+    assert 0.9 <= served["few"] / served["many"] <= 1.1
+
+
+# ---- the file ----
+
+
+async def accepted(stub: Stub, name: str) -> None:
+    """Waits until a tenant's key opens the door."""
+    async with asyncio.timeout(5):
+        while True:
+            try:
+                await stub.ListModels(api.ListModelsRequest(), metadata=bearer(KEYS[name]))
+                return
+            except aio.AioRpcError:
+                await asyncio.sleep(0.05)
+
+
+async def test_the_file_is_read_again_and_streams_go_on(mesh: Mesh, stub: Stub, file: Path) -> None:
+    models, many = api.ListModelsRequest(), bearer(KEYS["many"])
+    long = ask("A tale", max_tokens=400, temperature=1.0, ignore_eos=True)
+    running = asyncio.create_task(answer_for(stub, "many", long))
+    await asyncio.sleep(0.1)
+    await asyncio.to_thread(file.write_text, FILE.replace(entry("many"), "") + entry("late"))
+    await accepted(stub, "late")
+    assert (await refusal(stub.ListModels(models, metadata=many)))[1] == "KEY_UNKNOWN"
+    # A file that cannot be used changes nothing, and is complained of once.
+    await asyncio.to_thread(file.write_text, "[[tenant]]\nname = 5")
+    await asyncio.sleep(1.2)
+    await accepted(stub, "late")
+    assert mesh.gateways[0].log.read_text().count("the tenants file cannot be used") == 1
+    assert not running.done()
+    spare = file.with_suffix(".new")
+    spare.write_text(FILE)
+    spare.replace(file)
+    await accepted(stub, "many")
+    assert len((await running).ids) == 400
+
+
+BROKEN = {
+    "not TOML": ("[[tenant]\n", "is not TOML"),
+    "no tenants": ("", "tenant: Field required"),
+    "a key as it is": (f'[[tenant]]\nname = "a"\nkeys = ["{KEYS["few"]}"]\n', "tenant.0.keys.0: "),
+    "an unknown field": (entry("few", "request_per_second = 1"), "tenant.0.request_per_second: "),
+    "a limit of nothing": (entry("few", "concurrent = 0"), "tenant.0.concurrent: "),
+    "a tenant twice": (entry("few") + entry("few"), "names few twice"),
+    "a key twice": (entry("few") + entry("few").replace('"few"', '"other"'), "other: one of its keys is there already"),
+    "an unknown method": (entry("few", 'methods = ["Destroy"]'), "tenant.0.methods.0: "),
+    "no file": (None, "cannot be read: No such file or directory"),
+}
+
+
+async def test_a_file_that_cannot_be_used_keeps_a_gateway_from_starting(tmp_path: Path, model: Path) -> None:
+    async def start(number: int, text: str | None, reason: str) -> None:
+        path = tmp_path / f"{number}.toml"
+        if text is not None:
+            path.write_text(text)
+        gateway = Mesh(tmp_path / str(number), model, gateway_env={"WEFT_TENANTS_FILE": str(path)}).gateways[0]
+        gateway.start()
+        assert gateway.popen is not None
+        assert await asyncio.to_thread(gateway.popen.wait, 30) == os.EX_CONFIG
+        log = gateway.log.read_text()
+        assert log.strip().splitlines()[-1].startswith(f"weft: WEFT_TENANTS_FILE {reason}"), log
+        assert KEYS["few"] not in log
+        assert "Traceback" not in log
+
+    cases = list(enumerate(BROKEN.values()))
+    for begin in range(0, len(cases), 3):
+        await asyncio.gather(*(start(number, *case) for number, case in cases[begin : begin + 3]))
