@@ -27,7 +27,7 @@ say = @printf '\033[1m%s\033[0m\n' '$(1)'
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help set-up stubs demo serve test lint format types check-images train-demo clean
+.PHONY: help set-up stubs demo serve test lint format types check-images bench-cpu bench-links train-demo clean
 
 help: ## List what can be made.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -62,6 +62,12 @@ format: set-up ## Format the code and fix what can be fixed.
 
 check-images: set-up ## Carry out the build of the small image without an engine, and start its services (slow).
 	@$(BIN)/python -m tests.deploy.replay mesh --python '$(PYTHON)'
+
+bench-cpu: set-up ## The demo model through the door, beside transformers on the same processor.
+	@$(BIN)/python -m bench.cpu
+
+bench-links: set-up ## Links, gateway, admission and planning, measured without a model, each beside its goal.
+	@$(BIN)/python -m bench.links
 
 train-demo: set-up ## Train the demo models on a folder of text: CORPUS=folder.
 	@test -n '$(CORPUS)' || { echo 'make train-demo needs CORPUS=folder'; exit 2; }

@@ -292,7 +292,7 @@ async def planning() -> list[Figure]:
     for count, limit in ((256, 150), (1024, 500)):
         batch = Batch(BlockPool(count * 40), 16, count, 4 * count, True)
         for number in range(count):
-            batch.add(_sequence(number, 256))
+            batch.add(_sequence(_job(number, 256)))
         plan = _decode(batch)
         best = min(_timed(plan, 20) for _ in range(10))
         figures.append(Figure(f"planning a step of {count} sequences", best * 1e6, "us", f"<= {limit}"))
@@ -316,21 +316,26 @@ def _land(batch: Batch) -> None:
 async def prefix() -> list[Figure]:
     """Processor time of finding a prompt of 2,000 tokens in a worker's own cache: its keys, then their blocks."""
     pool = BlockPool(4096)
-    known = _sequence(1, 2000)
+    job = _job(1, 2000)
+    known = _sequence(job)
     blocks = pool.take(125)
     for block, key in zip(blocks, known.keys(125), strict=True):
         pool.publish(block, key)
 
     def look_up() -> None:
-        assert pool.match(_sequence(1, 2000).keys(125)) == blocks
+        assert pool.match(_sequence(job).keys(125)) == blocks
 
     best = min(_timed(look_up, 20) for _ in range(20))
     return [Figure("prefix look-up of 2,000 tokens, local", best * 1e6, "us", "<= 150", "125 blocks of 16, all found")]
 
 
-def _sequence(number: int, tokens: int) -> Sequence:
-    job = Job(number, random.Random(number).choices(range(6000), k=tokens), tokens, SamplingParams(max_tokens=4096))
-    return Sequence(job, number, 0.0, 16, 128 * 1024, chain_root(b"", b"bench"))
+def _job(number: int, tokens: int) -> Job:
+    prompt = random.Random(number).choices(range(6000), k=tokens)
+    return Job(number, prompt, tokens, SamplingParams(max_tokens=4096))
+
+
+def _sequence(job: Job) -> Sequence:
+    return Sequence(job, job.key, 0.0, 16, 128 * 1024, chain_root(b"", b"bench"))
 
 
 def _timed(work: Callable[[], object], times: int) -> float:

@@ -18,6 +18,7 @@ from protos import mesh_pb2_grpc as stubs
 REFRESH_S = 1.0
 _PATIENCE_S = 1.0
 _BAR = 12
+_WIDTH = 160  # where there is no terminal
 
 
 class NoScheduler(Exception):
@@ -93,7 +94,7 @@ async def show(scheduler: str, out: Console, *, once: bool) -> None:
     try:
         last = await eye.look()
         if once:
-            out.print(picture(last))
+            out.print(picture(last), width=None if out.is_terminal else _WIDTH)
             return
         with Live(picture(last), console=out, screen=True, auto_refresh=False) as live:
             while True:

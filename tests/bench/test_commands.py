@@ -1,0 +1,174 @@
+"""`weft bench`, `weft top` and `weft doctor` against a real mesh whose worker runs the paced engine."""
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from typer.testing import CliRunner, Result
+
+from client.cli import app
+from client.demo import model_folder
+from tests.mesh.harness import Mesh, free_port
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Mesh]:
+    """One gateway and one worker with steps of 2 ms."""
+    folder = tmp_path_factory.mktemp("paced")
+    paced = {"ENGINE": "paced", "WEFT_PACED_STEP_MS": "2", "MAX_SEQ_LENGTH": "8192"}
+    async with Mesh(folder, model_folder(), worker_env=paced) as running:
+        yield running
+
+
+async def weft(*arguments: str) -> Result:
+    return await asyncio.to_thread(CliRunner().invoke, app, arguments, env={"COLUMNS": "160"})
+
+
+class Page(HTMLParser):
+    """What the tests want to know of a report."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.lines: list[str] = []
+        self.figures: dict[str, str] = {}
+        self.outside: list[str] = []
+        self._figure = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        values = dict(attrs)
+        self._figure = values.get("data-figure") or ""
+        if tag == "polyline":
+            self.lines.append(values.get("points") or "")
+        self.outside += [value or "" for name, value in attrs if name in ("src", "href")]
+
+    def handle_data(self, data: str) -> None:
+        if self._figure:
+            self.figures[self._figure] = data
+            self._figure = ""
+
+
+async def test_a_closed_loop_is_measured_and_reported(mesh: Mesh, tmp_path: Path) -> None:
+    out, html = tmp_path / "result.json", tmp_path / "report.html"
+    ran = await weft(
+        *("bench", "--address", mesh.gateways[0].address, "--requests", "24", "--concurrency", "6"),
+        *("--input-len", "96", "--prefix-len", "64", "--output-len", "12", "--processes", "2"),
+        *("--goodput", "ttft:60000 tpot:60000", "--json", str(out), "--html", str(html)),
+    )
+    assert ran.exit_code == 0, ran.output
+    result = json.loads(out.read_text())
+    assert (result["completed"], result["failed"], result["errors"]) == (24, 0, {})
+    assert (result["total_input_tokens"], result["total_output_tokens"]) == (24 * 96, 24 * 12)
+    assert result["request_goodput"] == result["request_throughput"]
+    assert 0 < result["median_ttft_ms"] <= result["p99_ttft_ms"] <= result["max_e2el_ms"]
+    # Steps end 2 ms apart on the clock of the whole machine.
+    assert result["mean_tpot_ms"] >= 1.9
+    receipts = result["receipts"]
+    assert receipts["cached_tokens"] >= 64 * 12, "most requests find the prefix that they share"
+    assert receipts["cached_tokens"] + receipts["prefill_tokens"] == 24 * 96
+    assert receipts["attempts"] == {"1": 24}
+    assert sum(line["tokens"] for line in result["timeline"]) == 24 * 12
+    assert result["timeline"][-1]["running"] == 0
+    assert f"{result['output_throughput']:,.1f}" in ran.output
+
+
+async def test_the_report_needs_nothing_else_and_agrees_with_the_json(mesh: Mesh, tmp_path: Path) -> None:
+    out, html = tmp_path / "result.json", tmp_path / "report.html"
+    ran = await weft(
+        *("bench", "--address", mesh.gateways[0].address, "--requests", "8", "--input-len", "16"),
+        *("--output-len", "8", "--warmup", "0", "--json", str(out), "--html", str(html)),
+    )
+    assert ran.exit_code == 0, ran.output
+    text, result = html.read_text(), json.loads(out.read_text())
+    page = Page(text)
+    assert page.tags.count("svg") >= 6
+    assert len([line for line in page.lines if line]) >= 6
+    assert page.outside == []
+    assert not re.search(r"https?://|@import|url\(", text)
+    assert page.figures["request_throughput"] == f"{result['request_throughput']:,.2f}"
+    assert page.figures["p99_itl_ms"] == f"{result['p99_itl_ms']:,.2f}"
+    embedded = re.search(r'id="result">(.*)</script>', text)
+    assert embedded is not None
+    assert json.loads(embedded[1]) == result
+
+
+async def test_a_trace_is_replayed_with_its_prefixes(mesh: Mesh, tmp_path: Path) -> None:
+    trace, out = tmp_path / "trace.jsonl", tmp_path / "result.json"
+    lines = [
+        {"timestamp": 300 * number, "input_length": 1000, "output_length": 5, "hash_ids": [1, 2 + number]}
+        for number in range(5)
+    ]
+    too_long = {"timestamp": 1500, "input_length": 60_000, "output_length": 5}
+    trace.write_text("".join(json.dumps(line) + "\n" for line in [*lines, too_long]))
+    ran = await weft(
+        *("bench", "--address", mesh.gateways[0].address, "--trace", str(trace), "--time-scale", "2"),
+        *("--limit", "50", "--warmup", "0", "--json", str(out)),
+    )
+    assert ran.exit_code == 0, ran.output
+    result = json.loads(out.read_text())
+    assert (result["completed"], result["clipped_requests"]) == (6, 1)
+    assert "shortened" in ran.output
+    assert result["total_input_tokens"] == 5 * 1000 + 8192 - 5
+    assert result["receipts"]["cached_tokens"] == 4 * 512
+    assert 0.7 <= result["duration"] <= 20
+
+
+async def test_an_open_loop_counts_errors_by_their_code(mesh: Mesh, tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    ran = await weft(
+        *("bench", "--address", mesh.gateways[0].address, "--requests", "5", "--rate", "50", "--constant"),
+        *("--input-len", "8", "--output-len", "2000", "--deadline", "0.4", "--warmup", "0", "--json", str(out)),
+    )
+    assert ran.exit_code == 1, "no request was answered"
+    result = json.loads(out.read_text())
+    assert (result["completed"], result["failed"]) == (0, 5)
+    assert sum(count for code, count in result["errors"].items() if "DEADLINE" in code) == 5
+
+
+async def test_what_cannot_be_run_is_said_in_one_line(mesh: Mesh) -> None:
+    address = mesh.gateways[0].address
+    too_long = await weft("bench", "--address", address, "--input-len", "9000")
+    assert too_long.exit_code == 2
+    assert "exceed the model's context" in too_long.output
+    nobody = await weft("bench", "--address", f"127.0.0.1:{free_port()}", "--requests", "1")
+    assert nobody.exit_code == 1
+    assert "Traceback" not in nobody.output
+
+
+async def test_top_shows_the_worker_once(mesh: Mesh) -> None:
+    ran = await weft("top", "--once", "--scheduler", mesh.scheduler.address)
+    assert ran.exit_code == 0, ran.output
+    assert "1 workers, 1 gateways, 0 jobs queued" in ran.output
+    assert re.search(r"weft-story-11m-\w{8} +ready .* 0/64 +0 +0 +0", ran.output)
+    away = await weft("top", "--once", "--scheduler", f"127.0.0.1:{free_port()}")
+    assert away.exit_code == 1
+    assert "has no scheduler" in away.output
+
+
+async def test_the_doctor_finds_a_healthy_mesh_healthy(mesh: Mesh) -> None:
+    ran = await weft("doctor", "--address", mesh.gateways[0].address, "--scheduler", mesh.scheduler.address)
+    assert ran.exit_code == 0, ran.output
+    lines = {line.split()[1]: line for line in ran.output.splitlines()}
+    assert lines["mesh"].startswith("ok")
+    assert "weft-story-11m (1 workers, context 8192)" in lines["models"]
+    assert "1 ready" in lines["workers"]
+
+
+async def test_the_doctor_says_what_is_wrong(mesh: Mesh) -> None:
+    nobody = f"127.0.0.1:{free_port()}"
+    ran = await weft("doctor", "--address", nobody, "--scheduler", nobody, "--redis-url", f"redis://{nobody}")
+    assert ran.exit_code == 1
+    bad = [line.split()[1] for line in ran.output.splitlines() if line.startswith("bad")]
+    assert bad == ["redis"]
+    assert "start one with `weft serve`" in ran.output
+    stranger = await weft("doctor", "--address", mesh.scheduler.address, "--scheduler", mesh.scheduler.address)
+    assert stranger.exit_code == 1
