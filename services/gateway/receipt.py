@@ -58,6 +58,7 @@ class Ledger:
     decode_s: float = 0.0
     prefill_tokens: int = 0
     cached_tokens: int = 0
+    fetched_tokens: int = 0
     preemptions: int = 0
     attempts: int = 0
     workers: list[str] = field(default_factory=list)
@@ -79,12 +80,13 @@ class Ledger:
         if not self.joined:
             self.prefill_tokens += cost.prefill_tokens
             self.cached_tokens += cost.cached_tokens
+            self.fetched_tokens += cost.fetched_tokens
             self.preemptions += cost.preemptions
 
     def answered_by_cache(self) -> None:
         """The result cache had the answer: nothing that was asked of others counts."""
         self.queue_s = self.prefill_s = self.decode_s = 0.0
-        self.prefill_tokens = self.cached_tokens = self.preemptions = self.attempts = 0
+        self.prefill_tokens = self.cached_tokens = self.fetched_tokens = self.preemptions = self.attempts = 0
         self.workers.clear()
         self.hit = True
 
@@ -124,6 +126,7 @@ def fill_costs(receipt: api.Receipt, ledgers: Iterable[Ledger]) -> None:
     for ledger in ledgers:
         receipt.prefill_tokens += ledger.prefill_tokens
         receipt.cached_tokens += ledger.cached_tokens
+        receipt.fetched_tokens += ledger.fetched_tokens
         receipt.preemptions += ledger.preemptions
         receipt.attempts = max(receipt.attempts, ledger.attempts)
         receipt.result_hit |= ledger.hit

@@ -102,7 +102,7 @@ class Batch:
     def commit(self, row: Row) -> None:
         """The row's tokens are computed and their values known: whole blocks can be found from now on."""
         sequence = row.sequence
-        if sequence.slot is None or not self._caches(sequence):
+        if sequence.slot is None or not self.caches(sequence):
             return
         whole = min(row.start + row.tokens, len(sequence.tokens)) // self.block_size
         if whole <= sequence.published:
@@ -112,6 +112,16 @@ class Batch:
             if self._computing.get(key) is sequence:
                 del self._computing[key]
         sequence.published = whole
+
+    def usable_keys(self, sequence: Sequence) -> list[bytes]:
+        """Keys of the blocks it may find in the cache: whole ones, before its last token, which is always computed."""
+        if not self.caches(sequence):
+            return []
+        return sequence.keys((len(sequence.tokens) - 1) // self.block_size)
+
+    def is_computing(self, key: bytes) -> bool:
+        """Whether a running sequence is about to publish this block."""
+        return key in self._computing
 
     def cut(self, sequence: Sequence, tokens: int) -> None:
         """Only its first `tokens` tokens count: what lies beyond is not to be found in the cache."""
@@ -178,11 +188,13 @@ class Batch:
     # ---- waiting sequences ----
 
     def _admit(self, plan: Plan) -> None:
-        """By rank. Who waits for a prefix that another computes lets others pass; who waits for room does not."""
+        """By rank. Who waits for a prefix, fetched or computed by another, lets others pass; who waits for room not."""
         for sequence in list(self.waiting):
             if not self._free_slots or plan.budget == 0:
                 return
-            usable = self._usable_keys(sequence)
+            if sequence.parked:
+                continue
+            usable = self.usable_keys(sequence)
             found = self.pool.match(usable)
             if len(found) < len(usable) and usable[len(found)] in self._computing:
                 continue
@@ -205,15 +217,12 @@ class Batch:
         sequence.computed = sequence.found_tokens = len(found) * self.block_size
         sequence.prefill_end = sequence.total
         if not sequence.preemptions:
-            sequence.cached_tokens = sequence.found_tokens
+            fetched = sum(key in sequence.fetched for key in usable[: len(found)]) if sequence.fetched else 0
+            sequence.fetched_tokens = fetched * self.block_size
+            sequence.cached_tokens = sequence.found_tokens - sequence.fetched_tokens
         for key in usable[len(found) :]:
             self._computing.setdefault(key, sequence)
 
-    def _usable_keys(self, sequence: Sequence) -> list[bytes]:
-        """Keys of the blocks it may find in the cache: whole ones, before its last token, which is always computed."""
-        if not self._caches(sequence):
-            return []
-        return sequence.keys((len(sequence.tokens) - 1) // self.block_size)
-
-    def _caches(self, sequence: Sequence) -> bool:
+    def caches(self, sequence: Sequence) -> bool:
+        """Whether it may find and fill cached blocks."""
         return self.prefix_cache and not sequence.job.bypass_cache

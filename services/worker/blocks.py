@@ -5,7 +5,7 @@ found again). `free + cached + active == total` always.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 
 class BlockPool:
@@ -19,6 +19,8 @@ class BlockPool:
         self._block_of: dict[bytes, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._changes: dict[bytes, bool] = {}
+        self.on_evict: Callable[[int, bytes], None] | None = None
+        """Told of each cached block and its key before `take` gives it away: its content is still there."""
 
     @property
     def free(self) -> int:
@@ -60,6 +62,11 @@ class BlockPool:
             self._cached.pop(block, None)
             self._owners[block] += 1
 
+    def touch(self, blocks: Sequence[int]) -> None:
+        """Matched blocks of a sequence are the last to be evicted, its tail before its head."""
+        self.share(blocks)
+        self.release(blocks)
+
     def take(self, count: int) -> list[int]:
         """New blocks, evicting cached ones, the least recently used first. `count` must be available."""
         assert count <= self.available, f"{count} blocks wanted, {self.available} available"
@@ -69,6 +76,8 @@ class BlockPool:
                 block = self._free.pop()
             else:
                 block, _ = self._cached.popitem(last=False)
+                if self.on_evict is not None:
+                    self.on_evict(block, self._key_of[block])
                 self._forget(block)
             self._owners[block] = 1
             taken.append(block)

@@ -30,14 +30,17 @@ from services.worker.memory import MemoryPlan, available_memory, plan_memory
 from services.worker.model import Model, Progress, load_weights
 from services.worker.ops import InvariantOps, Ops, ReferenceOps
 from services.worker.pace import Pace
+from services.worker.prefixes import Prefixes
 from services.worker.runner import CpuRunner, StepResult
 from services.worker.sequence import Sequence
+from services.worker.tiers import BlockStore, HostStore
 from services.worker.weights import open_checkpoint
 
 log = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _IDLE_WAIT_S = 0.5
+_PARKED_WAIT_S = 0.01  # at most, until a deadline or a late fetch is noticed when nothing else is to be done
 _WARM_UP_KEY = -1
 
 _NUMERIC = Failure("INTERNAL", "NUMERIC", "the model computed numbers that are not finite for this request")
@@ -85,6 +88,10 @@ class Engine:
         self._pace = Pace()
         self._steps = self._arrivals = 0
         self._predicted_step_s = 0.0
+        mover = self.runner
+        self.prefixes = Prefixes(self.batch, mover, mover.block_bytes, lambda: self._pace.prefill_rate, self.wake)
+        if options.host_kv_bytes:
+            self.prefixes.use_host(HostStore(options.host_kv_bytes))
         self._warm_up(progress)
         self._stats = self._measure()
 
@@ -92,6 +99,22 @@ class Engine:
     def max_seq_length(self) -> int:
         """Most tokens of prompt and answer."""
         return self.memory.max_seq_length
+
+    @property
+    def block_layout(self) -> str:
+        """What contents of blocks look like: equal keys and layouts mean equal contents."""
+        config, options = self.config, self.options
+        shape = f"{config.layers}x{config.kv_heads}x{config.head_dim}"
+        return f"{options.dtype}/{options.block_size}/{shape}/0of1"
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of the contents of a block."""
+        return self.runner.block_bytes
+
+    def use_remote(self, store: BlockStore) -> None:
+        """Share blocks of prompts through this tier. To be called before the engine runs."""
+        self.prefixes.use_remote(store)
 
     # ---- any thread ----
 
@@ -138,17 +161,22 @@ class Engine:
         """
         self._on_launch = on_launch
         while not stop.is_set():
+            if self._sequences and self.prefixes.parked == len(self._sequences):
+                with self._wake:
+                    if not (self._inbox or self.prefixes.answered or stop.is_set()):
+                        self._wake.wait(_PARKED_WAIT_S)
             if self.has_work():
                 on_output(self.step())
-                continue
-            with self._wake:
-                while not (self._inbox or stop.is_set()):
-                    self._wake.wait(_IDLE_WAIT_S)
+            elif not self.prefixes.offer_some():
+                with self._wake:
+                    if not (self._inbox or stop.is_set()):
+                        self._wake.wait(_IDLE_WAIT_S)
 
     def step(self) -> StepOutput:
         """Take what has arrived, compute one step, tell what it brought."""
         output = StepOutput([], [])
         self._take_inbox(output)
+        self.prefixes.settle()
         self._end_expired(output)
         plan = self._plan()
         edits = [inputs.release(slot) for slot in plan.released]
@@ -161,6 +189,7 @@ class Engine:
         edits += [inputs.new_blocks(row.sequence) for row in plan.rows if row.sequence.has_new_blocks]
         if plan.rows:
             self._launch(plan.rows, edits, output)
+        self.prefixes.offer_some()
         self._publish_state()
         return output
 
@@ -236,6 +265,8 @@ class Engine:
     ) -> None:
         """A sequence has a new token: tell it, or end at it."""
         sequence, params = row.sequence, row.sequence.job.params
+        if not sequence.first_token_s:
+            self.prefixes.computed(sequence)
         sequence.first_token_s = sequence.first_token_s or now
         sequence.last_token_s = now
         ends = token_id in params.stop_token_ids or (not params.ignore_eos and token_id in self.config.eos_token_ids)
@@ -281,6 +312,8 @@ class Engine:
             self._end(sequence, EndReason.LENGTH, output)
         elif not self.batch.fits(sequence):
             self._end(sequence, EndReason.ERROR, output, error=_NO_ROOM)
+        else:
+            self.prefixes.consider(sequence)
 
     def _end_expired(self, output: StepOutput) -> None:
         now = time.monotonic()
@@ -305,6 +338,7 @@ class Engine:
         stop_token_id: int | None = None,
         error: Failure | None = None,
     ) -> None:
+        self.prefixes.forget(sequence)
         self.batch.remove(sequence)
         del self._sequences[sequence.job.key]
         ended = Ended(

@@ -8,6 +8,7 @@ from typing import Protocol
 from services.worker.job import EngineOptions, Job, Stats, StepOutput
 from services.worker.memory import MemoryPlan
 from services.worker.settings import WorkerSettings
+from services.worker.tiers import BlockStore
 
 
 class WorkerEngine(Protocol):
@@ -24,6 +25,17 @@ class WorkerEngine(Protocol):
     @property
     def max_seq_length(self) -> int:
         """Most tokens of prompt and answer."""
+
+    @property
+    def block_layout(self) -> str:
+        """What contents of blocks look like; empty: its blocks have none."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of the contents of a block."""
+
+    def use_remote(self, store: BlockStore) -> None:
+        """Share blocks of prompts through this tier."""
 
     def submit(self, job: Job) -> None:
         """Run this job."""

@@ -109,13 +109,15 @@ class Cost:
     prefill_tokens: int = 0
     """Tokens computed before its first token."""
     cached_tokens: int = 0
-    """Tokens found in the prefix cache instead."""
+    """Tokens found in the device's prefix cache instead."""
     preemptions: int = 0
     """Times it was paused to make room."""
     steps: int = 0
     """Steps it took part in."""
     prefill_steps: int = 0
     """Steps in which its prompt (after a preemption: what it had to compute again) was computed."""
+    fetched_tokens: int = 0
+    """Tokens whose KV was fetched from a lower tier instead."""
     first_token: bool = False
     """It came to its first token."""
     preempted_s: tuple[float, ...] = ()
@@ -220,5 +222,7 @@ class EngineOptions:
     """CPU threads; None: torch's choice, or one in deterministic mode (workers agree on bits if they agree on this)."""
     prefix_cache: bool = True
     """Keep computed blocks for later jobs with the same prefix."""
+    host_kv_bytes: int = 0
+    """Host memory for blocks that the pool evicts; 0: they are lost. Of use where the pool is another memory."""
     fingerprint: bytes = b""
     """The model's fingerprint: block keys begin at `hashing.chain_root(job.salt, fingerprint)`."""

@@ -20,6 +20,7 @@ from services.worker.engines import WorkerEngine, open_engine
 from services.worker.job import EngineOptions, StepOutput
 from services.worker.jobs import Jobs
 from services.worker.metrics import WorkerMetrics
+from services.worker.remote import shared_prefixes
 from services.worker.service import READY, Loaded, Startup, WorkerService
 from services.worker.settings import WorkerSettings
 
@@ -54,7 +55,9 @@ async def main() -> None:
         engine, card, bundle = await asyncio.to_thread(_load, settings, startup)
         metrics.loaded(card.name, settings.max_batch_size, engine.stats)
         jobs = Jobs(engine, card, settings.orphan_s, metrics)
-        await _serve(settings, address, server, service, startup, stop, engine, jobs, card, bundle)
+        sharing = settings.cache_address if settings.prefix_fetch and settings.prefix_cache else ""
+        async with shared_prefixes(sharing, engine):
+            await _serve(settings, address, server, service, startup, stop, engine, jobs, card, bundle)
     except (CheckpointError, NoAddress, Refused) as error:
         log.error("cannot serve", reason=str(error))
         await server.stop(0)
@@ -115,6 +118,7 @@ def _options(settings: WorkerSettings, dtype: str, fingerprint: bytes) -> Engine
         dtype=dtype,
         threads=settings.threads,
         prefix_cache=settings.prefix_cache,
+        host_kv_bytes=settings.host_kv_bytes,
         fingerprint=fingerprint,
     )
 

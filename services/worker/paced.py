@@ -20,6 +20,7 @@ from services.worker.job import Ended, EndReason, EngineOptions, Failure, Job, S
 from services.worker.memory import MemoryPlan, available_memory
 from services.worker.pace import Pace
 from services.worker.sequence import Sequence
+from services.worker.tiers import BlockStore
 
 MOST_CONTEXT = 128 * 1024
 _POOL_TOKENS = 1 << 20  # of a pool whose size nobody set
@@ -58,6 +59,7 @@ class PacedEngine:
         self.options, self.tempo = options, tempo
         self.config = load_config(model_dir)
         self.parameters = 0
+        self.block_layout, self.block_bytes = "", 0
         self.memory = _plan(options, self.config.context_length, self.config.kv_bytes_per_token(2))
         pool = BlockPool(self.memory.kv_blocks)
         self.batch = Batch(pool, options.block_size, options.max_batch_size, options.step_tokens, options.prefix_cache)
@@ -78,6 +80,9 @@ class PacedEngine:
     def max_seq_length(self) -> int:
         """Most tokens of prompt and answer."""
         return self.memory.max_seq_length
+
+    def use_remote(self, store: BlockStore) -> None:
+        """Nothing: its blocks have no contents to share."""
 
     # ---- any thread ----
 

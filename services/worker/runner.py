@@ -31,6 +31,8 @@ class CpuRunner:
         self.model, self.block_size = model, block_size
         shape = (blocks + 1, block_size, 2, config.kv_heads, config.head_dim)  # block 0 is nobody's
         self.pools = [torch.zeros(shape, dtype=dtype) for _ in range(config.layers)]
+        # The same memory as bytes: [blocks + 1, bytes of one block in one layer].
+        self._contents = [pool.view(blocks + 1, -1).view(torch.uint8).numpy() for pool in self.pools]
         self.sampler = Sampler(slots, config.vocab_size)
         self._windows = set(config.windows)
         self._tables = np.zeros((slots, -(-max_length // block_size)), np.int64)
@@ -63,6 +65,23 @@ class CpuRunner:
         """Zero blocks that may hold NaN: a masked key still meets its value as 0 * NaN."""
         for pool in self.pools:
             pool[blocks] = 0
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block's keys and values, all layers."""
+        return sum(contents.shape[1] for contents in self._contents)
+
+    def read_blocks(self, blocks: list[int]) -> list[bytes]:
+        """The contents of blocks: keys and values, layer after layer, in the pool's own order and number format."""
+        layers = np.stack([contents[blocks] for contents in self._contents], axis=1)
+        return [block.tobytes() for block in layers]
+
+    def write_blocks(self, blocks: list[int], payloads: list[bytes]) -> None:
+        """Fill blocks that no job uses with what `read_blocks` gave, `block_bytes` for each."""
+        assert all(len(payload) == self.block_bytes for payload in payloads), "contents of another layout"
+        received = np.frombuffer(b"".join(payloads), np.uint8).reshape(len(blocks), len(self.pools), -1)
+        for layer, contents in enumerate(self._contents):
+            contents[blocks] = received[:, layer]
 
     def _apply(self, edit: Edit, slot: int, words: Words) -> None:
         if edit is Edit.BLOCKS:

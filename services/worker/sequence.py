@@ -34,7 +34,9 @@ class Sequence:
         self._root = chain_root(job.salt, fingerprint)
         self.arrived_s, self.started_s, self.first_token_s, self.last_token_s = now, 0.0, 0.0, 0.0
         self.preempted_s: list[float] = []
-        self.prefill_tokens = self.cached_tokens = self.steps = self.prefill_steps = 0
+        self.prefill_tokens = self.cached_tokens = self.fetched_tokens = self.steps = self.prefill_steps = 0
+        self.parked = False  # it waits for blocks that are being fetched for it
+        self.fetched: set[bytes] = set()  # keys of those that came
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -87,6 +89,7 @@ class Sequence:
             preemptions=self.preemptions,
             steps=self.steps,
             prefill_steps=self.prefill_steps,
+            fetched_tokens=self.fetched_tokens,
             first_token=self.first_token_s > 0,
             preempted_s=tuple(at - self.arrived_s for at in self.preempted_s),
         )

@@ -47,6 +47,17 @@ class WorkerSettings(CommonSettings):
     kv_blocks: int | None = Field(None, ge=1, description="Blocks of the KV pool; wins over kv_bytes.")
     step_tokens: int = Field(512, ge=1, description="Most tokens computed in one engine step.")
     prefix_cache: bool = Field(True, description="Keep computed prefixes for later requests.")
+    cache_address: str = Field("", description="host:port of the cache service; empty: prefixes are not shared.")
+    prefix_fetch: bool = Field(
+        True,
+        description="Share prefixes through the cache service where that is measured to be the faster way.",
+    )
+    host_kv_bytes: int = Field(
+        0,
+        ge=0,
+        description="Bytes of host memory for prefixes that the KV pool evicts. The CPU engine's pool is host memory: "
+        "a larger kv_bytes does more there.",
+    )
     deterministic: bool = Field(False, description="Logits do not depend on the batch, at some cost in speed.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="Of weights and activations.")
     threads: int | None = Field(None, ge=1, description="CPU threads of the engine; absent: torch's choice.")

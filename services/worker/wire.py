@@ -111,6 +111,7 @@ def _cost(cost: Cost) -> mesh.JobCost:
         preemptions=cost.preemptions,
         steps=cost.steps,
         prefill_steps=cost.prefill_steps,
+        fetched_tokens=cost.fetched_tokens,
     )
 
 

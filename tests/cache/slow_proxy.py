@@ -1,4 +1,4 @@
-"""A TCP proxy that stands between a client and a server and makes the answers late, or replaces them."""
+"""A TCP proxy that stands between a client and a server: makes answers late, the way narrow, or replaces what comes."""
 
 import asyncio
 import contextlib
@@ -6,10 +6,14 @@ from types import TracebackType
 
 
 class SlowProxy:
-    """Forwards to a loopback port. `delay_s` and `garbage` may be changed while it runs."""
+    """Forwards to a loopback port. `delay_s`, `bytes_per_s` and `garbage` may be changed while it runs."""
 
     def __init__(self, target: int) -> None:
         self.delay_s = 0.0
+        self.bytes_per_s = 0.0
+        """Of each connection in each direction; 0: any number."""
+        self.answered_bytes = 0
+        """Sent to clients."""
         self.garbage = b""
         """Sent instead of every answer, if not empty."""
         self.port = 0
@@ -43,7 +47,11 @@ class SlowProxy:
         task = asyncio.current_task()
         assert task is not None
         self._serving.add(task)
-        answers, requests = await asyncio.open_connection("127.0.0.1", self._target)
+        try:
+            answers, requests = await asyncio.open_connection("127.0.0.1", self._target)
+        except OSError:
+            writer.close()
+            return
         try:
             pumps = (self._pump(reader, requests, False), self._pump(answers, writer, True))
             await asyncio.gather(*pumps)
@@ -59,11 +67,14 @@ class SlowProxy:
     async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, answers: bool) -> None:
         strandings = self._strandings
         with contextlib.closing(sink), contextlib.suppress(OSError):
-            while data := await source.read(65536):
+            while data := await source.read(16384 if self.bytes_per_s else 65536):
                 if answers and strandings != self._strandings:
                     continue
+                if self.bytes_per_s:
+                    await asyncio.sleep(len(data) / self.bytes_per_s)
                 if answers:
                     await asyncio.sleep(self.delay_s)
                     data = self.garbage or data
+                    self.answered_bytes += len(data)
                 sink.write(data)
                 await sink.drain()

@@ -126,7 +126,7 @@ class Mesh:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._model = model
-        self._worker_env = worker_env or {}
+        self.worker_env = worker_env or {}
         self._gateway_env = gateway_env or {}
         self.scheduler = self._process("scheduler", "services.scheduler", "weft.v1.Scheduler", {})
         self.cache: Process | None = None
@@ -141,8 +141,9 @@ class Mesh:
         settings = {
             "MODEL_NAME": str(self._model),
             "WEFT_SCHEDULER_ADDRESS": self.scheduler.address,
+            "WEFT_CACHE_ADDRESS": self.cache.address if self.cache else "",
             "WEFT_THREADS": "1",
-            **self._worker_env,
+            **self.worker_env,
             **env,
         }
         return self._process(f"worker-{number}", "services.worker", "weft.v1.Worker", settings)
