@@ -22,6 +22,7 @@ OTHER = "other"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """The classic format whatever a scraper accepts: under OpenMetrics the colons of `vllm:...` would be rewritten."""
 _ANSWER_S = 5.0
+_POLL_S = 0.1  # How late the door may notice that it shall close.
 
 # Seconds of requests and tokens as the OpenTelemetry conventions for generative AI have them.
 DURATION_S = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
@@ -211,7 +212,7 @@ class Scrapes:
 
         self._server = Server((host, port), Handler)
         self.port = int(self._server.server_address[1])
-        threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, args=(_POLL_S,), name="metrics", daemon=True).start()
 
     async def close(self) -> None:
         """Listens no more."""

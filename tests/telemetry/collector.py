@@ -64,7 +64,7 @@ class Collector(otlp_grpc.TraceServiceServicer):
         self.calls = 0
         self._deaf = deaf
         self._server = aio.server()
-        otlp_grpc.add_TraceServiceServicer_to_server(self, self._server)
+        otlp_grpc.add_TraceServiceServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
         self.endpoint = f"http://127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
 
     async def __aenter__(self) -> Self:
@@ -76,9 +76,7 @@ class Collector(otlp_grpc.TraceServiceServicer):
     ) -> None:
         await self._server.stop(0)
 
-    async def Export(  # type: ignore[override]
-        self, request: otlp.ExportTraceServiceRequest, context: Any
-    ) -> otlp.ExportTraceServiceResponse:
+    async def Export(self, request: otlp.ExportTraceServiceRequest, context: Any) -> otlp.ExportTraceServiceResponse:
         """Takes spans."""
         self.calls += 1
         if self._deaf:

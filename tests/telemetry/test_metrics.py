@@ -9,7 +9,7 @@ from grpc import aio
 
 from tests.mesh.harness import Mesh, ask, free_port, generate
 from tests.redis_server import RedisServer
-from tests.telemetry.conftest import PACED
+from tests.telemetry.conftest import PATIENT, THOUGHTFUL
 from tests.telemetry.scraping import scrape
 
 SECRET = "Rumpelstiltskin"
@@ -39,9 +39,9 @@ INFINITY = [float("inf")]
 
 async def test_every_service_counts_what_it_did(tmp_path: Path, model: Path) -> None:
     with RedisServer(tmp_path / "redis") as redis:
-        mesh = Mesh(tmp_path, model, redis_url=redis.url, worker_env=PACED)
+        mesh = Mesh(tmp_path, model, redis_url=redis.url, worker_env=THOUGHTFUL)
         for process in mesh.processes:
-            process.env["WEFT_METRICS_PORT"] = str(free_port())
+            process.env.update(PATIENT, WEFT_METRICS_PORT=str(free_port()))
         async with mesh:
             stub = mesh.stub()
             greedy = ask(f"{SECRET} was", max_tokens=20, ignore_eos=True)

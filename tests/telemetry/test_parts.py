@@ -4,13 +4,15 @@ import asyncio
 import threading
 import time
 import urllib.request
+from pathlib import Path
 
 import pytest
 
 from services import metrics, telemetry
 from services.telemetry import Courier, Tally
-from services.worker.job import Cost, Ended, EndReason
+from services.worker.job import Cost, Ended, EndReason, EngineOptions, Job, SamplingParams
 from services.worker.metrics import WorkerMetrics
+from services.worker.paced import PacedEngine, Tempo
 
 
 def rendered(all_: metrics.Metrics) -> list[str]:
@@ -88,6 +90,22 @@ def test_a_workers_counts_are_those_of_its_jobs() -> None:
         'vllm:request_queue_time_seconds_count{model_name=""} 2.0',
     ):
         assert line in lines
+
+
+def test_a_paused_job_says_when(model: Path) -> None:
+    engine = PacedEngine(model, EngineOptions(kv_blocks=8, max_batch_size=4, step_tokens=64), Tempo(0.0))
+    began = time.monotonic()
+    for key in range(3):
+        engine.submit(Job(key, [5] * 16, 16, SamplingParams(max_tokens=60, ignore_eos=True)))
+    costs: list[Cost] = []
+    while engine.has_work():
+        costs += [ended.cost for ended in engine.step().ended]
+    assert sum(cost.preemptions for cost in costs) > 0
+    for cost in costs:
+        assert len(cost.preempted_s) == cost.preemptions
+        assert list(cost.preempted_s) == sorted(cost.preempted_s)
+        assert all(0 < paused_s < time.monotonic() - began for paused_s in cost.preempted_s)
+        assert cost.first_token
 
 
 @pytest.mark.parametrize("caller", ["", "nonsense", f"00-{'0' * 32}-{'1' * 16}-01", f"01-{'1' * 32}-{'1' * 16}-01"])

@@ -13,7 +13,7 @@ from protos import inference_pb2 as api
 from tests.mesh.harness import Mesh, Stub, ask, free_port, generate
 from tests.redis_server import RedisServer
 from tests.telemetry.collector import Collector, Seen, tree
-from tests.telemetry.conftest import PACED
+from tests.telemetry.conftest import PACED, PATIENT, THOUGHTFUL
 from tests.telemetry.scraping import scrape
 
 CALLER = "00f067aa0ba902b7"
@@ -73,7 +73,10 @@ async def test_requests_decoded_together_have_a_whole_trace_each(
     async with Collector() as collector:
         send_to(monkeypatch, collector.endpoint)
         with RedisServer(tmp_path / "redis") as redis:
-            async with Mesh(tmp_path, model, redis_url=redis.url, worker_env=PACED) as mesh:
+            mesh = Mesh(tmp_path, model, redis_url=redis.url, worker_env=THOUGHTFUL)
+            for process in mesh.processes:
+                process.env.update(PATIENT)
+            async with mesh:
                 stub = mesh.stub()
                 ids = [uuid.uuid4().hex, uuid.uuid4().hex]
                 requests = [
@@ -157,6 +160,26 @@ async def test_a_second_attempt_is_a_second_span(tmp_path: Path, model: Path, mo
                 assert names(spans).count("scheduler/queue") == len(attempts)
                 assert one(spans, "gateway/text_completion").attributes["weft.attempts"] == len(attempts)
                 assert not one(spans, "gateway/text_completion").failed
+
+
+@pytest.mark.usefixtures("_fast")
+async def test_who_joins_a_job_has_a_link_to_its_trace(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Collector() as collector:
+        send_to(monkeypatch, collector.endpoint)
+        async with Mesh(tmp_path, model, worker_env=PACED) as mesh:
+            stub, request = mesh.stub(), ask("The same tale", max_tokens=100, ignore_eos=True)
+            ids = [uuid.uuid4().hex, uuid.uuid4().hex]
+            answers = await asyncio.gather(*(generate(stub, request, metadata=traced(trace_id)) for trace_id in ids))
+            (leader,) = [answer.receipt for answer in answers if not answer.receipt.joined]
+            (joined,) = [answer.receipt for answer in answers if answer.receipt.joined]
+            spans = await collector.until(joined.trace_id, lambda spans: len(spans) >= 5)
+            tree(spans, CALLER)
+            assert one(spans, "gateway/attempt").attributes["weft.joined"] is True
+            (link,) = one(spans, "worker/attach").span.links
+            assert link.trace_id.hex() == leader.trace_id
+            assert "worker/job" not in names(spans)
 
 
 @pytest.mark.usefixtures("_fast")
