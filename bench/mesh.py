@@ -37,7 +37,7 @@ async def up(settings: Mapping[str, str], *, gateways: int = 1, workers: int = 1
     """The demo model's mesh with these environment variables, and more gateways if wanted. Raises GaveUp."""
     with tempfile.TemporaryDirectory(prefix="weft-bench-") as home:
         wanted = local.Wanted(
-            model=str(demo.model_folder()),
+            models=[str(demo.model_folder())],
             home=Path(home),
             workers=workers,
             free_ports=True,

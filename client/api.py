@@ -68,12 +68,21 @@ class Answer:
 class Client:
     """A connection to a mesh, for one event loop.
 
-    `deadline_s` bounds each call with all its tries, None leaves it open; `retries` is how many failures in a row are
-    borne when the mesh is unavailable. Every call raises WeftError when it fails for good.
+    `api_key` is for a mesh that asks for one; it comes with every call. `deadline_s` bounds each call with all its
+    tries, None leaves it open; `retries` is how many failures in a row are borne when the mesh is unavailable. Every
+    call raises WeftError when it fails for good.
     """
 
-    def __init__(self, address: str = DEFAULT_ADDRESS, *, deadline_s: float | None = None, retries: int = 6) -> None:
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        api_key: str = "",
+        deadline_s: float | None = None,
+        retries: int = 6,
+    ) -> None:
         self.address = address
+        self._api_key = api_key
         self._deadline_s = deadline_s
         self._retries = retries
         self._channel: aio.Channel | None = None
@@ -104,7 +113,8 @@ class Client:
         """
         request = self._request(prompt, options)
         tries = self._tries(deadline_s)
-        return Answer(lambda answer: self._stream(answer, request, tries, _metadata(traceparent)), request.request_id)
+        metadata = self._metadata(traceparent)
+        return Answer(lambda answer: self._stream(answer, request, tries, metadata), request.request_id)
 
     async def complete(
         self,
@@ -116,7 +126,7 @@ class Client:
     ) -> api.CompleteResponse:
         """The whole answer to `prompt` in one reply."""
         request = self._request(prompt, options)
-        metadata = _metadata(traceparent)
+        metadata = self._metadata(traceparent)
         return await self._call(
             lambda stub, timeout: stub.Complete(request, timeout=timeout, metadata=metadata), deadline_s
         )
@@ -126,12 +136,18 @@ class Client:
     ) -> api.TokenizeResponse:
         """The tokens that `generate` would make of `prompt`."""
         request = api.TokenizeRequest(model=model, prompt=requests.build_prompt(prompt))
-        return await self._call(lambda stub, timeout: stub.Tokenize(request, timeout=timeout), deadline_s)
+        metadata = self._metadata()
+        return await self._call(
+            lambda stub, timeout: stub.Tokenize(request, timeout=timeout, metadata=metadata), deadline_s
+        )
 
     async def models(self, *, deadline_s: float | None = None) -> list[api.Model]:
-        """The models that the mesh serves now."""
+        """The models that the mesh serves now, and those that it is loading."""
         request = api.ListModelsRequest()
-        reply = await self._call(lambda stub, timeout: stub.ListModels(request, timeout=timeout), deadline_s)
+        metadata = self._metadata()
+        reply = await self._call(
+            lambda stub, timeout: stub.ListModels(request, timeout=timeout, metadata=metadata), deadline_s
+        )
         return list(reply.models)
 
     def _request(self, prompt: Prompt | api.GenerateRequest, options: Options) -> api.GenerateRequest:
@@ -192,6 +208,10 @@ class Client:
             self._channel = aio.insecure_channel(self.address, options=_CHANNEL_OPTIONS)
         return stubs.InferenceStub(self._channel)
 
-
-def _metadata(traceparent: str | None) -> aio.Metadata:
-    return aio.Metadata(*([("traceparent", traceparent)] if traceparent else []))
+    def _metadata(self, traceparent: str | None = None) -> aio.Metadata:
+        metadata = aio.Metadata()
+        if self._api_key:
+            metadata.add("authorization", f"Bearer {self._api_key}")
+        if traceparent:
+            metadata.add("traceparent", traceparent)
+        return metadata

@@ -15,11 +15,18 @@ Result = TypeVar("Result")
 class SyncClient:
     """As Client; `generate` gives an iterator of deltas whose `receipt` is there at its end."""
 
-    def __init__(self, address: str = DEFAULT_ADDRESS, *, deadline_s: float | None = None, retries: int = 6) -> None:
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        api_key: str = "",
+        deadline_s: float | None = None,
+        retries: int = 6,
+    ) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="weft-client", daemon=True)
         self._thread.start()
-        self._client = Client(address, deadline_s=deadline_s, retries=retries)
+        self._client = Client(address, api_key=api_key, deadline_s=deadline_s, retries=retries)
 
     def __enter__(self) -> Self:
         return self
@@ -52,7 +59,7 @@ class SyncClient:
         return self._wait(self._client.tokenize(prompt, model=model, deadline_s=deadline_s))
 
     def models(self, *, deadline_s: float | None = None) -> list[api.Model]:
-        """The models that the mesh serves now."""
+        """The models that the mesh serves now, and those that it is loading."""
         return self._wait(self._client.models(deadline_s=deadline_s))
 
     def _wait(self, work: Coroutine[Any, Any, Result]) -> Result:

@@ -41,6 +41,9 @@ class Caching(StrEnum):
 
 
 Address = Annotated[str, typer.Option(envvar="WEFT_ADDRESS", help="host:port of the mesh.")]
+ApiKey = Annotated[
+    str, typer.Option("--api-key", envvar="WEFT_API_KEY", help="For a mesh that asks for one.", show_default=False)
+]
 Model = Annotated[str, typer.Option(help="Name of the model; empty takes the only one.")]
 Deadline = Annotated[float | None, typer.Option(help="Seconds that an answer may take.", show_default="none")]
 MaxTokens = Annotated[int | None, typer.Option(help="Most tokens to produce.", show_default="up to 256")]
@@ -59,9 +62,13 @@ LOCAL_SCHEDULER = "127.0.0.1:50052"
 def serve(
     part: Annotated[Part | None, typer.Argument(help="Run this service alone, here.", show_default="all")] = None,
     model: Annotated[
-        str, typer.Option(envvar="MODEL_NAME", help="Folder of a checkpoint, or its name on the hub.")
-    ] = "",
-    workers: Annotated[int, typer.Option(min=1, help="How many workers.")] = 1,
+        list[str] | None,
+        typer.Option(help="Folder of a checkpoint, or name on the hub; may be repeated.", show_default="MODEL_NAME"),
+    ] = None,
+    alias: Annotated[
+        list[str] | None, typer.Option(metavar="ALIAS=NAME", help="Another name for a model; may be repeated.")
+    ] = None,
+    workers: Annotated[int, typer.Option(min=1, help="How many workers, of each model.")] = 1,
     redis_url: Annotated[
         str, typer.Option(envvar=["WEFT_REDIS_URL", "REDIS_URL"], help="Your own Redis.", show_default="embedded")
     ] = "",
@@ -71,20 +78,25 @@ def serve(
     engine: Annotated[str | None, typer.Option(help="What computes.", show_default="the best there is")] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Logs on stderr instead of in files.")] = False,
 ) -> None:
-    """Serve a model: the whole mesh, or one of its services by name."""
+    """Serve one or several models: the whole mesh, or one of its services by name."""
+    models = [_model_path(each) for each in model or [os.environ.get("MODEL_NAME", "")] if each]
     settings = {"MAX_BATCH_SIZE": max_batch_size, "MAX_SEQ_LENGTH": _tokens(max_seq_length), "ENGINE": engine}
     environment = {name: str(value) for name, value in settings.items() if value is not None}
     if part is not None:
-        _serve_part(part, environment, model=model, workers=workers, redis_url=redis_url, port=port)
+        if len(models) > 1 or alias:
+            _fail("several models and aliases are for the whole mesh", usage=True)
+        _serve_part(part, environment, model="".join(model or []), workers=workers, redis_url=redis_url, port=port)
         return
     from client import demo, mesh
-    from client.local import Wanted
+    from client.local import Wanted, model_name
     from client.terminal import console
 
     with _mesh_errors():
+        models = models or [str(demo.model_folder())]
         wanted = Wanted(
-            model=_model_path(model) or str(demo.model_folder()),
+            models=models,
             home=demo.home(),
+            aliases=_aliases(alias or [], {model_name(each) for each in models}),
             workers=workers,
             redis_url=redis_url,
             port=port,
@@ -109,6 +121,7 @@ def demonstrate(
 def generate(
     prompt: Annotated[str, typer.Argument(help="What to continue; - reads it from standard input.")],
     address: Address = LOCAL,
+    api_key: ApiKey = "",
     model: Model = "",
     max_tokens: MaxTokens = None,
     min_tokens: Annotated[int | None, typer.Option(help="Fewest tokens before the answer may end.")] = None,
@@ -158,13 +171,14 @@ def generate(
         "request_id": request_id,
     }
     text = sys.stdin.read() if prompt == "-" else prompt
-    with _client(address, deadline) as client:
+    with _client(address, api_key, deadline) as client:
         _answer(client, text, options, n, logprobs is not None, stats)  # type: ignore[arg-type]
 
 
 @app.command()
 def chat(
     address: Address = LOCAL,
+    api_key: ApiKey = "",
     model: Model = "",
     system: Annotated[str, typer.Option(help="What the model is told first.")] = "",
     max_tokens: MaxTokens = None,
@@ -188,20 +202,39 @@ def chat(
         "min_p": min_p,
         "seed": seed,
     }
-    with _client(address, deadline) as client:
-        served = [known for known in client.models() if not model or known.name == model]
+    with _client(address, api_key, deadline) as client:
+        served = [known for known in client.models() if known.workers and model in ("", known.name, *known.aliases)]
         if not served:
             _fail(f"{address} does not serve {model}" if model else f"{address} serves no model yet")
         conversation.run(client, served[0], system, options, stats)  # type: ignore[arg-type]
 
 
 @app.command()
-def models(address: Address = LOCAL) -> None:
-    """List the models that a mesh serves."""
+def models(address: Address = LOCAL, api_key: ApiKey = "") -> None:
+    """List the models that a mesh serves, and how far those are that it is loading."""
     from client.terminal import console, models_table
 
-    with _client(address, deadline_s=10) as client:
+    with _client(address, api_key, deadline_s=10) as client:
         console().print(models_table(client.models()))
+
+
+@app.command()
+def key(
+    name: Annotated[str, typer.Argument(help="Name of the tenant that it is for.")],
+) -> None:
+    """Make an API key, and the lines for the file of tenants; the key itself is kept nowhere."""
+    import hashlib
+    import re
+    import secrets
+
+    if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name):
+        _fail("a tenant's name is 1 to 64 characters of A-Z a-z 0-9 . _ -", usage=True)
+    made = f"weft-{secrets.token_urlsafe(32)}"
+    typer.echo("for its owner, who alone will have it:", err=True)
+    typer.echo(made)
+    typer.echo("\nfor the gateways' WEFT_TENANTS_FILE:", err=True)
+    hashed = hashlib.sha256(made.encode()).hexdigest()
+    typer.echo(f'[[tenant]]\nname = "{name}"\nkeys = ["sha256:{hashed}"]')
 
 
 @app.command()
@@ -349,7 +382,7 @@ def _serve_part(
 
 
 @contextlib.contextmanager
-def _client(address: str, deadline_s: float | None) -> "Iterator[SyncClient]":
+def _client(address: str, api_key: str, deadline_s: float | None) -> "Iterator[SyncClient]":
     """A client of the mesh at `address`, with its errors told in one line."""
     from client.blocking import SyncClient
     from client.errors import WeftError
@@ -357,7 +390,7 @@ def _client(address: str, deadline_s: float | None) -> "Iterator[SyncClient]":
     nobody = f"no mesh at {address}: start one with `weft serve`"
     if not _listens(address):
         _fail(nobody)
-    with SyncClient(address, deadline_s=deadline_s) as client:
+    with SyncClient(address, api_key=api_key, deadline_s=deadline_s) as client:
         try:
             yield client
         except WeftError as error:
@@ -415,6 +448,16 @@ def _listens(address: str) -> bool:
 def _model_path(model: str) -> str:
     """An absolute path for a folder, anything else (a name on the hub) as it is."""
     return str(Path(model).absolute()) if model and Path(model).is_dir() else model
+
+
+def _aliases(pairs: list[str], names: set[str]) -> dict[str, str]:
+    """ALIAS=NAME as alias and name, which must be one of `names`."""
+    aliases = dict(pair.partition("=")[::2] for pair in pairs)
+    for alias, name in aliases.items():
+        if not alias or name not in names:
+            known = ", ".join(sorted(names))
+            _fail(f"--alias: {alias}={name} is not ALIAS=NAME with one of the models {known}", usage=True)
+    return aliases
 
 
 def _tokens(text: str | None) -> int | None:

@@ -39,7 +39,7 @@ async def run(prompt: str, out: Console) -> None:
 
     Greedy, so that the same prompt is answered from the result cache the next time.
     """
-    wanted = Wanted(model=str(model_folder()), home=home(), free_ports=True)
+    wanted = Wanted(models=[str(model_folder())], home=home(), free_ports=True)
     async with mesh.up(wanted, out) as running, Client(running.address, deadline_s=120) as weft:
         out.print()
         out.print(prompt, style="bold", end="", markup=False)

@@ -4,6 +4,7 @@ Knows how the services are started and asked whether they are ready, never what 
 """
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -32,11 +33,14 @@ _CHECK_S = 1.0
 class Wanted:
     """What the mesh shall be."""
 
-    model: str
-    """Folder of a checkpoint, or its name on the hub."""
+    models: Sequence[str]
+    """Folders of checkpoints, or their names on the hub."""
     home: Path
     """Where data and logs are kept."""
     workers: int = 1
+    """Of each model."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Other names, each with the name (the last part of the folder) of the model that it stands for."""
     redis_url: str = ""
     """Empty: the embedded Redis."""
     port: int | None = None
@@ -78,22 +82,28 @@ async def plan(wanted: Wanted) -> Mesh:
 
     specs.append(_service("cache", "cache", cache, {**counted(2), "WEFT_REDIS_URL": redis_url}))
     specs.append(_service("scheduler", "scheduler", scheduler, counted(1)))
-    threads = str(max(1, (os.cpu_count() or 1) // wanted.workers))
+    threads = str(max(1, (os.cpu_count() or 1) // len(workers)))
     for number, address in enumerate(workers, 1):
-        own = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads), "MODEL_NAME": wanted.model}
+        model = wanted.models[(number - 1) // wanted.workers]
+        own = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads), "MODEL_NAME": model}
+        aliases = [alias for alias, name in wanted.aliases.items() if name == model_name(model)]
+        if aliases:
+            own["WEFT_ALIASES"] = json.dumps(aliases)
         specs.append(_service(f"worker-{number}", "worker", address, {**counted(2 + number), **own}))
     specs.append(_service("gateway", "gateway", gateway, counted(0)))
     return Mesh(specs, gateway, redis)
 
 
 async def wait_served(address: str, workers: int) -> list[api.Model]:
-    """The models that the gateway offers, once `workers` workers serve them."""
+    """The models that the gateway offers, once `workers` workers serve them; none where it asks for a key."""
     async with rpc.link_channel(address) as channel:
         stub: stubs.InferenceAsyncStub = stubs.InferenceStub(channel)
         while True:
             try:
                 reply = await stub.ListModels(api.ListModelsRequest(), timeout=_CHECK_S)
-            except grpc.RpcError:
+            except grpc.RpcError as error:
+                if isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.UNAUTHENTICATED:
+                    return []
                 reply = api.ListModelsResponse()
             if sum(model.workers for model in reply.models) >= workers:
                 return list(reply.models)
@@ -113,6 +123,11 @@ def serving(address: str, service: str) -> Callable[[], Awaitable[bool]]:
             return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
 
     return ask
+
+
+def model_name(model: str) -> str:
+    """The name under which a model is served: the last part of its folder or of its name on the hub."""
+    return Path(model).name
 
 
 def without_password(url: str) -> str:
@@ -165,8 +180,8 @@ async def _redis(wanted: Wanted) -> tuple[str, str, list[Spec]]:
 
 def _addresses(wanted: Wanted) -> list[str]:
     """Addresses of gateway, scheduler, cache and workers: their default ports, or free ones where those are taken."""
-    worker = _port_of(WORKER_ADDRESS)
-    defaults = [_port_of(SCHEDULER_ADDRESS), _port_of(CACHE_ADDRESS), *range(worker, worker + wanted.workers)]
+    worker, count = _port_of(WORKER_ADDRESS), wanted.workers * len(wanted.models)
+    defaults = [_port_of(SCHEDULER_ADDRESS), _port_of(CACHE_ADDRESS), *range(worker, worker + count)]
     gateway = wanted.port if wanted.port is not None else 0 if wanted.free_ports else _port_of(GATEWAY_ADDRESS)
     held = [_hold(gateway)]
     try:

@@ -12,6 +12,7 @@ from rich.status import Status
 from rich.text import Text
 
 from client import local
+from client.loading import Loading, watch
 from client.terminal import amount
 from protos import inference_pb2 as api
 from services.supervisor import State, Supervisor
@@ -40,7 +41,7 @@ async def up(wanted: local.Wanted, out: Console, *, verbose: bool = False) -> As
     supervisor = Supervisor(mesh.specs, None if verbose else wanted.home / "logs", progress.notice)
     _stop_on_signals(supervisor)
     async with progress.following(supervisor), supervisor.running():
-        models = await supervisor.during(local.wait_served(mesh.address, wanted.workers))
+        models = await supervisor.during(local.wait_served(mesh.address, wanted.workers * len(wanted.models)))
         progress.done()
         yield Running(mesh.address, models, supervisor)
 
@@ -52,6 +53,8 @@ async def serve(wanted: local.Wanted, out: Console, *, verbose: bool = False) ->
             for model in mesh.models:
                 size = f"{amount(model.parameters)} parameters, context {model.context_length}"
                 out.print(f"serving [bold]{model.name}[/bold] ({size}) at [bold]{mesh.address}[/bold]")
+            if not mesh.models:
+                out.print(f"serving at [bold]{mesh.address}[/bold], to those who have an API key")
             where = "" if mesh.address == "127.0.0.1:50051" else f" --address {mesh.address}"
             out.print(f"try: weft generate 'Once upon a time'{where}   (Ctrl-C stops)")
             await mesh.supervisor.during(asyncio.Event().wait())
@@ -85,6 +88,8 @@ class _Progress:
         self._began: dict[str, float] = {}
         self._status = Status("", console=out)
         self._refreshing: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._loading: dict[str, Loading] = {}
 
     def notice(self, name: str, state: State, detail: str) -> None:
         """Takes a change from the supervisor."""
@@ -98,6 +103,12 @@ class _Progress:
     @contextlib.asynccontextmanager
     async def following(self, supervisor: Supervisor) -> AsyncIterator[None]:
         """Shows what the processes are doing."""
+        workers = {
+            name: process.spec.environment["WEFT_LISTEN"]
+            for name, process in supervisor.processes.items()
+            if name.startswith("worker")
+        }
+        self._watching = asyncio.create_task(watch(workers, self._loads))
         if self._out.is_terminal:
             self._status.start()
             self._refreshing = asyncio.create_task(self._refresh(supervisor))
@@ -108,15 +119,26 @@ class _Progress:
 
     def done(self) -> None:
         """Nothing is awaited any more."""
+        if self._watching is not None:
+            self._watching.cancel()
         if self._refreshing is not None:
             self._refreshing.cancel()
             self._status.stop()
+
+    def _loads(self, name: str, loading: Loading) -> None:
+        """A worker is further. What has no line that can be drawn over gets one for each tenth of a phase."""
+        before = self._loading.get(name)
+        self._loading[name] = loading
+        tenths = [(each.phase, (each.percent or 0) // 10) for each in (before, loading) if each is not None]
+        if not self._out.is_terminal and len(set(tenths)) == len(tenths):
+            self._out.print(f"{name}: {loading}", markup=False)
 
     async def _refresh(self, supervisor: Supervisor) -> None:
         while True:
             waiting = [process for process in supervisor.processes.values() if process.state is not State.READY]
             names = ", ".join(process.spec.name for process in waiting) or "the links between them"
-            said = waiting[0].last_line() if waiting else ""
+            loading = [f"{name} {self._loading[name]}" for p in waiting if (name := p.spec.name) in self._loading]
+            said = ", ".join(loading) or (waiting[0].last_line() if waiting else "")
             line = f"starting {names}{f' ({said})' if said else ''}"
             # A line that wraps could not be drawn over.
             self._status.update(Text(line[: self._out.width - 4]))

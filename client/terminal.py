@@ -105,16 +105,17 @@ def speed(receipt: api.Receipt) -> str:
 
 def models_table(models: Iterable[api.Model]) -> Table:
     """The models of a mesh."""
-    table = _table("model", "parameters", "context", "vocabulary", "architecture", "workers", "chat")
+    table = _table("model", "parameters", "context", "vocabulary", "architecture", "workers", "chat", "loading")
     for model in models:
         table.add_row(
-            model.name,
+            " = ".join((model.name, *model.aliases)),
             amount(model.parameters),
-            str(model.context_length),
-            str(model.vocab_size),
+            str(model.context_length or ""),
+            str(model.vocab_size or ""),
             model.architecture,
             str(model.workers),
             "yes" if model.chat else "no",
+            ", ".join(f"{each.phase} {each.percent}%" for each in model.loading),
         )
     return table
 

@@ -125,6 +125,7 @@ class Catalog:
             architecture=card.architecture,
             workers=len(served.addresses),
             chat=chat,
+            aliases=card.aliases,
         )
 
     def _load(self, served: Served) -> asyncio.Task[TextModel]:

@@ -12,7 +12,7 @@ from services.settings import SCHEDULER_ADDRESS
 
 
 def wanted(tmp_path: Path, **changes: object) -> Wanted:
-    values = {"model": "/models/fox", "home": tmp_path, "free_ports": True, **changes}
+    values = {"models": ["/models/fox"], "home": tmp_path, "free_ports": True, **changes}
     return Wanted(**values)  # type: ignore[arg-type]
 
 
@@ -34,6 +34,16 @@ async def test_the_parts_know_where_to_find_each_other(tmp_path: Path) -> None:
     assert parts["worker-1"]["MAX_BATCH_SIZE"] == "8"
     assert str(tmp_path) in parts["cache"]["WEFT_REDIS_URL"]
     assert mesh.redis == f"embedded Valkey, data in {tmp_path}/redis/bundled"
+
+
+async def test_several_models_have_workers_each_and_names_of_their_own(tmp_path: Path) -> None:
+    models = ["/models/fox", "someone/owl"]
+    aliases = {"reynard": "fox", "default": "fox", "hoot": "owl"}
+    parts = environments(await local.plan(wanted(tmp_path, models=models, workers=2, aliases=aliases)))
+    workers = [parts[f"worker-{number}"] for number in range(1, 5)]
+    assert [worker["MODEL_NAME"] for worker in workers] == ["/models/fox"] * 2 + ["someone/owl"] * 2
+    assert [worker["WEFT_ALIASES"] for worker in workers] == ['["reynard", "default"]'] * 2 + ['["hoot"]'] * 2
+    assert len({worker["WEFT_LISTEN"] for worker in workers}) == 4
 
 
 async def test_ones_own_redis_is_used_and_its_password_kept(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ async def read(client: Client, kill: int | None = None) -> tuple[list[int], str]
 
 
 async def test_a_killed_gateway_costs_the_client_no_token_and_repeats_none(tmp_path: Path) -> None:
-    wanted = local.Wanted(model=str(demo.model_folder()), home=tmp_path, free_ports=True)
+    wanted = local.Wanted(models=[str(demo.model_folder())], home=tmp_path, free_ports=True)
     mesh = await local.plan(wanted)
     supervisor = Supervisor(mesh.specs, tmp_path / "logs")
     async with supervisor.running(), Client(mesh.address, deadline_s=60) as client:

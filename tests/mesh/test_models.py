@@ -1,0 +1,139 @@
+"""Several models in one mesh: found by name and alias, each with workers of its own, and seen while they are loaded."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import pytest
+import pytest_asyncio
+from grpc import aio
+
+from protos import inference_pb2 as api
+from tests.mesh.harness import Mesh, Stub, ask, generate
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+CODES = grpc.StatusCode
+
+PACED = {"ENGINE": "paced", "WEFT_PACED_STEP_MS": "5"}
+FOX = {"SERVED_MODEL_NAME": "fox", "WEFT_ALIASES": '["reynard", "owl"]'}  # An alias never hides another's name.
+OWL = {"SERVED_MODEL_NAME": "owl", "WEFT_ALIASES": '["hoot", "reynard"]', "MAX_SEQ_LENGTH": "256"}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def mesh(tmp_path_factory: pytest.TempPathFactory, model: Path) -> AsyncIterator[Mesh]:
+    """Two models with a worker each."""
+    mesh = Mesh(tmp_path_factory.mktemp("models"), model, workers=0, worker_env=PACED)
+    mesh.workers += [mesh.new_worker(0, **FOX), mesh.new_worker(1, **OWL)]
+    async with mesh:
+        await until_served(mesh.stub(), {"fox": 1, "owl": 1})
+        yield mesh
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def stub(mesh: Mesh) -> Stub:
+    """A client of the mesh."""
+    return mesh.stub()
+
+
+async def listing(stub: Stub) -> dict[str, api.Model]:
+    """The models by name."""
+    return {model.name: model for model in (await stub.ListModels(api.ListModelsRequest())).models}
+
+
+async def until_served(stub: Stub, workers: dict[str, int]) -> None:
+    """Waits until each model has so many workers."""
+    async with asyncio.timeout(30):
+        while True:
+            models = await listing(stub)
+            if {name: model.workers for name, model in models.items() if model.workers} == workers:
+                return
+            await asyncio.sleep(0.02)
+
+
+async def fails(stub: Stub, name: str) -> aio.AioRpcError:
+    """How a request for a model is refused."""
+    with pytest.raises(aio.AioRpcError) as caught:
+        await generate(stub, ask("A tale", model=name))
+    return caught.value
+
+
+async def test_models_are_found_by_name_and_alias(stub: Stub) -> None:
+    models = await listing(stub)
+    assert list(models) == ["fox", "owl"]
+    assert list(models["fox"].aliases) == ["reynard", "owl"]
+    assert (models["fox"].context_length > 256, models["owl"].context_length) == (True, 256)
+    for asked, served in (("fox", "fox"), ("owl", "owl"), ("hoot", "owl"), ("reynard", "fox")):
+        receipt = (await generate(stub, ask(f"A tale of {asked}", max_tokens=3, model=asked))).receipt
+        assert receipt.model == served
+        assert receipt.workers[0].startswith(f"{served}-")
+    # Whoever leaves no key needs none.
+    metadata = (("authorization", "Bearer whatever"),)
+    assert (await generate(stub, ask("A tale", max_tokens=3, model="owl"), metadata=metadata)).ids
+    assert (await fails(stub, "badger")).code() is CODES.NOT_FOUND
+
+
+async def test_no_name_is_refused_where_there_is_a_choice(stub: Stub) -> None:
+    error = await fails(stub, "")
+    assert error.code() is CODES.INVALID_ARGUMENT
+    assert (error.details() or "").startswith("model: ")
+    with pytest.raises(aio.AioRpcError) as caught:
+        await stub.Tokenize(api.TokenizeRequest(prompt=api.Prompt(text="A tale")))
+    assert caught.value.code() is CODES.INVALID_ARGUMENT
+
+
+async def test_one_models_death_is_not_the_others(mesh: Mesh, stub: Stub) -> None:
+    started = asyncio.Event()
+    long = ask("A tale", max_tokens=200, model="owl", ignore_eos=True)
+    running = asyncio.create_task(generate(stub, long, on_delta=lambda _: started.set()))
+    await started.wait()
+    assert mesh.workers[0].kill() == -9
+    error = await fails(stub, "fox")
+    assert error.code() is CODES.UNAVAILABLE
+    assert (await generate(stub, ask("A tale", max_tokens=3, model="hoot"))).receipt.attempts == 1
+    assert (await fails(stub, "")).code() is CODES.INVALID_ARGUMENT  # A model does not become the only one by a death.
+    answer = await running
+    assert (len(answer.ids), answer.receipt.attempts) == (200, 1)
+    mesh.workers[0].start()
+    await mesh.workers[0].ready()
+    await until_served(stub, {"fox": 1, "owl": 1})
+    assert (await generate(stub, ask("A tale", max_tokens=3, model="reynard"))).receipt.model == "fox"
+
+
+async def test_a_loading_worker_is_seen_by_clients(mesh: Mesh, stub: Stub) -> None:
+    """A worker with weights to load: listed with what it does and how far that is, until it serves."""
+    worker = mesh.new_worker(2, ENGINE="torch", SERVED_MODEL_NAME="badger", MAX_BATCH_SIZE="4", WEFT_KV_BLOCKS="64")
+    mesh.workers.append(worker)
+    seen: list[tuple[str, int]] = []
+    refused = None
+    worker.start()
+    async with asyncio.timeout(60):
+        while True:
+            model = (await listing(stub)).get("badger", api.Model())
+            assert not (model.workers and model.loading)
+            if model.workers:
+                break
+            for loading in model.loading:
+                assert 0 <= loading.percent <= 100
+                if (loading.phase, loading.percent) not in seen:
+                    seen.append((loading.phase, loading.percent))
+                if refused is None:
+                    refused = await fails(stub, "badger")
+            await asyncio.sleep(0.01)
+    print("seen:", seen)
+    assert seen[0][0] == "starting"
+    assert len(seen) >= 2
+    assert refused is not None
+    assert refused.code() is CODES.UNAVAILABLE
+    assert "being loaded" in (refused.details() or "")
+    assert (await generate(stub, ask("A tale", max_tokens=3, model="badger"))).receipt.model == "badger"
+
+
+async def test_a_worker_that_fails_to_load_is_listed_no_more(mesh: Mesh, stub: Stub, tmp_path: Path) -> None:
+    worker = mesh.new_worker(3, MODEL_NAME=str(tmp_path), SERVED_MODEL_NAME="ghost")
+    worker.start()
+    assert worker.popen is not None
+    assert await asyncio.to_thread(worker.popen.wait, 30) == 78
+    async with asyncio.timeout(5):
+        while "ghost" in await listing(stub):  # noqa: ASYNC110 (the event is in another process)
+            await asyncio.sleep(0.02)
