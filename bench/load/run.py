@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
@@ -9,6 +10,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from bench.load.driver import KEY_VARIABLE
 from bench.load.plan import Plan, PlanError
 from bench.load.tally import Tally
 from bench.load.workload import Workload
@@ -61,9 +63,10 @@ async def run(plan: Plan, progress: Progress = lambda ended, total: None) -> Run
 
 
 async def _model(plan: Plan) -> api.Model:
-    async with Client(plan.address.split(",")[0], deadline_s=10) as client:
+    key = os.environ.get(KEY_VARIABLE, "")
+    async with Client(plan.address.split(",")[0], deadline_s=10, api_key=key) as client:
         models = await client.models()
-    wanted = [model for model in models if plan.model in ("", model.name)]
+    wanted = [model for model in models if model.workers and plan.model in ("", model.name, *model.aliases)]
     if not wanted:
         raise PlanError(f"{plan.address} serves no model {plan.model}".rstrip())
     if len(wanted) > 1:
