@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import grpc
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.console import Console
@@ -170,10 +171,13 @@ async def _health(address: str) -> Finding:
 
 
 async def _models(address: str) -> Finding:
-    async with Client(address, deadline_s=_PATIENCE_S, retries=0) as client:
+    key = os.environ.get("WEFT_API_KEY", "")
+    async with Client(address, api_key=key, deadline_s=_PATIENCE_S, retries=0) as client:
         try:
             models = await client.models()
-        except WeftError:
+        except WeftError as error:
+            if error.code is grpc.StatusCode.UNAUTHENTICATED:
+                return Finding("models", Verdict.NOTE, "told to those who have an API key: set WEFT_API_KEY")
             return Finding("models", Verdict.NOTE, "not known without a mesh")
     words = ", ".join(f"{model.name} ({model.workers} workers, context {model.context_length})" for model in models)
     return Finding("models", Verdict.OK if models else Verdict.BAD, words or "none is served")

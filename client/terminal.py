@@ -105,17 +105,23 @@ def speed(receipt: api.Receipt) -> str:
 
 def models_table(models: Iterable[api.Model]) -> Table:
     """The models of a mesh."""
-    table = _table("model", "parameters", "context", "vocabulary", "architecture", "workers", "chat", "loading")
-    for model in models:
+    models = list(models)
+    said = {
+        "aliases": [", ".join(model.aliases) for model in models],
+        "loading": [", ".join(f"{each.phase} {each.percent}%" for each in model.loading) for model in models],
+    }
+    more = {name: words for name, words in said.items() if any(words)}
+    table = _table("model", "parameters", "context", "vocabulary", "architecture", "workers", "chat", *more)
+    for place, model in enumerate(models):
         table.add_row(
-            " = ".join((model.name, *model.aliases)),
+            model.name,
             amount(model.parameters),
             str(model.context_length or ""),
             str(model.vocab_size or ""),
             model.architecture,
             str(model.workers),
             "yes" if model.chat else "no",
-            ", ".join(f"{each.phase} {each.percent}%" for each in model.loading),
+            *(words[place] for words in more.values()),
         )
     return table
 
