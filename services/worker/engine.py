@@ -102,10 +102,11 @@ class Engine:
 
     @property
     def block_layout(self) -> str:
-        """What contents of blocks look like: equal keys and layouts mean equal contents."""
+        """What contents of blocks look like; with threads where they are part of what makes equal keys equal bits."""
         config, options = self.config, self.options
         shape = f"{config.layers}x{config.kv_heads}x{config.head_dim}"
-        return f"{options.dtype}/{options.block_size}/{shape}/0of1"
+        bits = f"/{options.threads or 1}" if options.deterministic else ""
+        return f"{options.dtype}/{options.block_size}/{shape}/0of1{bits}"
 
     @property
     def block_bytes(self) -> int:

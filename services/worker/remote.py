@@ -122,8 +122,10 @@ class RemoteStore:
     async def _count(self, keys: Sequence[bytes]) -> int:
         """How many blocks of a prefix are stored."""
         began = time.monotonic()
-        reply = await self._stub.HasBlocks(cache.HasBlocksRequest(blocks=self._list(keys)))
-        self.link.answered(time.monotonic() - began)
+        try:
+            reply = await self._stub.HasBlocks(cache.HasBlocksRequest(blocks=self._list(keys)))
+        finally:  # An answer that came too late tells as much: a few of them, and nobody asks for a while.
+            self.link.answered(time.monotonic() - began)
         stored = min(reply.stored, len(keys))
         self._know(keys[:stored])
         for key in keys[stored:]:

@@ -1,0 +1,65 @@
+"""Fetch or recompute: the decision follows what was measured."""
+
+import pytest
+
+from services.worker.prefetch import ADVANTAGE, Link, recompute_s
+
+MIB = 1 << 20
+
+
+def link(latency_s: float, bytes_per_s: float) -> Link:
+    made = Link()
+    made.answered(latency_s)
+    made.moved(MIB, latency_s + MIB / bytes_per_s)
+    return made
+
+
+def test_nothing_is_predicted_before_it_is_measured() -> None:
+    unknown = Link()
+    unknown.answered(0.001)
+    assert not unknown.known
+    assert unknown.predict(1) is None
+    assert not unknown.pays(1, 1e9)
+
+
+def test_a_fast_link_pays_and_a_slow_one_does_not() -> None:
+    six_mib_s = recompute_s(1000, 4000.0)
+    assert link(0.002, 100e6).pays(6 * MIB, six_mib_s)
+    assert not link(0.002, 1e6).pays(6 * MIB, six_mib_s)
+    assert not link(0.3, 100e6).pays(6 * MIB, six_mib_s), "the answer alone takes too long"
+
+
+def test_it_must_be_clearly_cheaper() -> None:
+    even = link(0.0, MIB)
+    assert not even.pays(MIB, 1.0)
+    assert not even.pays(MIB, 0.99 / ADVANTAGE)
+    assert even.pays(MIB, 1.01 / ADVANTAGE)
+
+
+def test_nothing_pays_as_long_as_the_prefill_rate_is_unknown() -> None:
+    assert recompute_s(1000, 0.0) == 0.0
+    assert not link(0.0, 1e12).pays(MIB, 0.0)
+
+
+def test_one_slow_transfer_tells_more_than_many_fast_ones() -> None:
+    changed = link(0.001, 500e6)
+    for _ in range(20):
+        changed.moved(6 * MIB, 0.02)
+    changed.moved(MIB // 4, 0.25)
+    assert not changed.pays(6 * MIB, 0.25)
+    for _ in range(8):
+        changed.moved(6 * MIB, 0.02)
+    assert changed.pays(6 * MIB, 0.25), "and it recovers"
+
+
+def test_latency_is_not_counted_as_transfer() -> None:
+    far = link(0.05, 100e6)
+    far.moved(MIB, 0.05 + MIB / 100e6)
+    assert far.predict(0) == pytest.approx(0.05)
+    assert far.predict(100_000_000) == pytest.approx(1.05, rel=0.05)
+
+
+def test_a_transfer_without_a_byte_counts_as_slow() -> None:
+    dead = link(0.001, 100e6)
+    dead.moved(0, 0.2)
+    assert not dead.pays(MIB, 1.0)

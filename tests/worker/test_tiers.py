@@ -1,0 +1,445 @@
+"""Jobs that wait for blocks of their prefix, and tiers that have them, lose them, damage them or never answer."""
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.worker.engine import Engine
+from services.worker.job import EndReason, Job, StepOutput
+from services.worker.pace import Pace
+from services.worker.tiers import HostStore, Wish
+from tests.worker.conftest import EngineMaker
+from tests.worker.drive import Answer, job, prompt_of, run, solo
+
+BLOCK = 16
+
+
+@dataclass
+class FakeRemote:
+    """A tier in this process. It answers when a test says so, or at once."""
+
+    contents: dict[bytes, bytes] = field(default_factory=dict)
+    at_once: bool = True
+    cheap: bool = True
+    room: int = 1 << 30
+    wishes: list[Wish] = field(default_factory=list)
+    most: int = 1 << 30
+    """Blocks that it answers with at most."""
+
+    def pays(self, blocks: int, recompute_s: float) -> bool:
+        return self.cheap and recompute_s > 0
+
+    def fetch(self, wish: Wish) -> None:
+        self.wishes.append(wish)
+        if self.at_once:
+            self.answer(wish)
+
+    def answer(self, wish: Wish) -> None:
+        for key in wish.keys[: self.most]:
+            if key not in self.contents:
+                break
+            wish.answer(wish, [self.contents[key]])
+        wish.answer(wish, None)
+
+    def lacks(self, keys: Sequence[bytes], recompute_s: float) -> list[bytes]:
+        return [key for key in keys if key not in self.contents]
+
+    def offer(self, key: bytes, payload: bytes) -> bool:
+        if self.room <= 0:
+            return False
+        self.room -= 1
+        self.contents[key] = payload
+        return True
+
+
+def slow_prefill(engine: Engine, rate: float = 100.0) -> None:
+    """Let it believe that computing is slow, so that no fetch of a test is ever late."""
+    pace = Pace()
+    pace.prefill_rate, pace.decode_s = rate, 0.01
+    pace.observe = lambda *_: None  # type: ignore[method-assign]
+    engine._pace = pace
+
+
+Sharing = Callable[..., tuple[Engine, FakeRemote]]
+
+
+@pytest.fixture
+def sharing(engine: EngineMaker) -> Sharing:
+    """sharing(remote?, **options): an engine whose prompts are shared through a fake tier."""
+
+    def make(remote: FakeRemote | None = None, **options: object) -> tuple[Engine, FakeRemote]:
+        made, remote = engine(**{"deterministic": True, **options}), remote or FakeRemote()
+        made.use_remote(remote)
+        slow_prefill(made)
+        return made, remote
+
+    return make
+
+
+def offer_all(engine: Engine) -> None:
+    while engine.prefixes.offer_some():
+        pass
+
+
+def told(answer: Answer) -> tuple[list[int], list[float | None]]:
+    return answer.tokens, answer.logprobs
+
+
+def asked(key: int, length: int = 150, **more: Any) -> Job:
+    return job(key, prompt_of(length), **{"temperature": 0.9, "seed": 3, "logprobs": 0, **more})
+
+
+def answer_of(engine: Engine, key: int = 1, length: int = 150, **more: Any) -> Answer:
+    return solo(engine, asked(key, length, **more))
+
+
+def filled(sharing: Sharing, length: int = 150) -> tuple[FakeRemote, Answer]:
+    """A tier that holds the prefix of a prompt, and the answer to it as it was computed."""
+    engine, remote = sharing()
+    cold = answer_of(engine, length=length)
+    assert cold.ended.cost.prefill_tokens == length
+    offer_all(engine)
+    assert len(remote.contents) == length // BLOCK
+    remote.wishes.clear()
+    return remote, cold
+
+
+# ---- blocks that come ----
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_contents_are_read_as_they_were_written(engine: EngineMaker, dtype: str) -> None:
+    one, two = engine(dtype=dtype), engine(dtype=dtype)
+    run(one, job(1, prompt_of(100)))
+    payloads = one.runner.read_blocks([3, 1, 2])
+    assert {len(payload) for payload in payloads} == {one.block_bytes}
+    assert any(any(payload) for payload in payloads)
+    two.runner.write_blocks([7, 9, 8], payloads)
+    assert two.runner.read_blocks([7, 9, 8]) == payloads
+    for pool, other in zip(one.runner.pools, two.runner.pools, strict=True):
+        assert pool[3].equal(other[7])
+
+
+def test_another_engine_starts_warm_and_says_the_same_bit_for_bit(sharing: Sharing) -> None:
+    remote, cold = filled(sharing)
+    engine, _ = sharing(remote)
+    warm = answer_of(engine)
+    assert told(warm) == told(cold)
+    cost = warm.ended.cost
+    assert (cost.fetched_tokens, cost.cached_tokens, cost.prefill_tokens) == (144, 0, 6)
+    stored, _ = engine.take_block_events()
+    assert len(stored) == 9 + len([key for key in stored if key not in remote.contents])
+    again = answer_of(engine, key=2)
+    assert told(again) == told(cold)
+    cost = again.ended.cost
+    assert (cost.fetched_tokens, cost.cached_tokens, cost.prefill_tokens) == (0, 144, 6)
+
+
+def test_the_device_part_is_not_fetched_again(sharing: Sharing) -> None:
+    remote, cold = filled(sharing)
+    engine, _ = sharing(remote)
+    solo(engine, job(5, prompt_of(150)[:80], bypass_cache=False, max_tokens=1))
+    remote.wishes.clear()
+    warm = answer_of(engine)
+    assert told(warm) == told(cold)
+    cost = warm.ended.cost
+    assert cost.fetched_tokens + cost.cached_tokens == 144
+    assert cost.cached_tokens == 80
+    assert [len(wish.keys) for wish in remote.wishes] == [4]
+
+
+def test_bypassing_jobs_neither_fetch_nor_fill(sharing: Sharing) -> None:
+    remote, cold = filled(sharing)
+    engine, _ = sharing(remote)
+    bypass = answer_of(engine, bypass_cache=True)
+    assert told(bypass) == told(cold)
+    assert bypass.ended.cost.prefill_tokens == 150
+    before = len(remote.contents)
+    solo(engine, job(9, prompt_of(150, seed=9), bypass_cache=True))
+    offer_all(engine)
+    assert (len(remote.contents), remote.wishes) == (before, [])
+
+
+def test_salts_do_not_share(sharing: Sharing) -> None:
+    remote, _ = filled(sharing)
+    engine, _ = sharing(remote)
+    assert answer_of(engine, salt=b"another tenant").ended.cost.fetched_tokens == 0
+
+
+def test_short_prompts_are_left_alone(sharing: Sharing) -> None:
+    engine, remote = sharing()
+    solo(engine, job(1, prompt_of(4 * BLOCK - 1)))
+    offer_all(engine)
+    assert not remote.contents
+    assert not remote.wishes
+    solo(engine, job(2, prompt_of(4 * BLOCK)))
+    offer_all(engine)
+    assert len(remote.contents) == 4
+
+
+def test_the_same_blocks_are_fetched_once(sharing: Sharing) -> None:
+    remote, cold = filled(sharing)
+    remote.at_once = False
+    engine, _ = sharing(remote)
+    for key in range(1, 6):
+        engine.submit(asked(key))
+    engine.step()
+    assert len(remote.wishes) == 1
+    assert (engine.stats().waiting, engine.stats().running) == (5, 0)
+    remote.answer(remote.wishes[0])
+    answers = run(engine)
+    assert len(remote.wishes) == 1
+    for answer in answers.values():
+        assert told(answer) == told(cold)
+        cost = answer.ended.cost
+        assert cost.fetched_tokens + cost.cached_tokens + cost.prefill_tokens == 150
+
+
+# ---- blocks that do not come ----
+
+
+def test_where_fetching_does_not_pay_it_is_computed(sharing: Sharing) -> None:
+    remote, cold = filled(sharing)
+    remote.cheap = False
+    engine, _ = sharing(remote)
+    answer = answer_of(engine)
+    assert told(answer) == told(cold)
+    assert answer.ended.cost.prefill_tokens == 150
+    assert not remote.wishes
+    assert engine.prefixes.counts.declined == 1
+
+
+@pytest.mark.parametrize("most", [0, 1, 5])
+def test_a_fetch_that_ends_early_is_completed_by_computing(sharing: Sharing, most: int) -> None:
+    remote, cold = filled(sharing)
+    remote.most = most
+    engine, _ = sharing(remote)
+    answer = answer_of(engine)
+    assert told(answer) == told(cold)
+    assert answer.ended.cost.fetched_tokens == most * BLOCK
+    assert answer.ended.cost.prefill_tokens == 150 - most * BLOCK
+
+
+def test_contents_of_another_size_are_not_taken(sharing: Sharing) -> None:
+    remote, cold = filled(sharing)
+    keys = list(remote.contents)
+    remote.contents[keys[3]] = remote.contents[keys[3]][:-1]
+    engine, _ = sharing(remote)
+    answer = answer_of(engine)
+    assert told(answer) == told(cold)
+    assert answer.ended.cost.fetched_tokens == 3 * BLOCK
+
+
+def test_a_late_fetch_is_given_up(sharing: Sharing) -> None:
+    remote, cold = filled(sharing)
+    remote.at_once = False
+    engine, _ = sharing(remote)
+    slow_prefill(engine, rate=3000.0)  # 144 tokens: 48 ms
+    began = time.monotonic()
+    answer = answer_of(engine)
+    assert told(answer) == told(cold)
+    assert answer.ended.cost.prefill_tokens == 150
+    assert answer.ended.cost.queue_s >= 0.04
+    assert time.monotonic() - began < 5
+    assert engine.prefixes.counts.late == 1
+    assert remote.wishes[0].abandoned
+    remote.answer(remote.wishes[0])
+    engine.step()
+    assert engine.prefixes.counts.fetched == 0, "what comes later is nobody's"
+
+
+def ends_while_parked(engine: Engine, remote: FakeRemote, end: Callable[[], None]) -> StepOutput:
+    engine.step()
+    assert len(remote.wishes) == 1
+    assert engine.prefixes.parked == engine.stats().waiting == 1
+    end()
+    output = engine.step()
+    engine.check_integrity()
+    assert engine.prefixes.parked == 0
+    assert remote.wishes[0].abandoned
+    assert not engine.has_work()
+    return output
+
+
+def test_a_parked_job_can_be_cancelled(sharing: Sharing) -> None:
+    engine, remote = sharing(FakeRemote(at_once=False))
+    engine.submit(job(1, prompt_of(150)))
+    output = ends_while_parked(engine, remote, lambda: engine.cancel(1))
+    assert [ended.reason for ended in output.ended] == [EndReason.CANCELLED]
+
+
+def test_a_parked_job_has_a_deadline(sharing: Sharing) -> None:
+    engine, remote = sharing(FakeRemote(at_once=False))
+    engine.submit(job(1, prompt_of(150), deadline=time.monotonic() + 0.2))
+    output = ends_while_parked(engine, remote, lambda: time.sleep(0.25))
+    assert [ended.reason for ended in output.ended] == [EndReason.DEADLINE]
+
+
+def test_one_of_two_that_wait_may_leave(sharing: Sharing) -> None:
+    remote, cold = filled(sharing)
+    remote.at_once = False
+    engine, _ = sharing(remote)
+    for key in (1, 2):
+        engine.submit(asked(key))
+    engine.step()
+    engine.cancel(1)
+    engine.step()
+    assert not remote.wishes[0].abandoned
+    remote.answer(remote.wishes[0])
+    answers = run(engine)
+    assert told(answers[2]) == told(cold)
+    assert answers[2].ended.cost.fetched_tokens == 144
+
+
+def test_others_run_while_one_waits(sharing: Sharing) -> None:
+    engine, _ = sharing(FakeRemote(at_once=False))
+    engine.submit(job(1, prompt_of(150)))
+    answers = run(engine, job(2, prompt_of(20), max_tokens=8), steps=12)
+    assert len(answers[2].tokens) == 8
+    assert engine.prefixes.parked == 1
+
+
+def test_an_engine_that_only_waits_sleeps(sharing: Sharing) -> None:
+    remote, cold = filled(sharing)
+    remote.at_once = False
+    engine, _ = sharing(remote)
+    stop, done, outputs = threading.Event(), threading.Event(), list[StepOutput]()
+
+    def on_output(output: StepOutput) -> None:
+        outputs.append(output)
+        if output.ended:
+            done.set()
+
+    thread = threading.Thread(target=engine.run_forever, args=(on_output, lambda _: None, stop))
+    thread.start()
+    engine.submit(asked(1))
+    time.sleep(0.3)
+    waited = len(outputs)
+    assert 1 <= waited < 60, f"{waited} steps in 0.3 s"
+    remote.answer(remote.wishes[0])
+    assert done.wait(10)
+    stop.set()
+    engine.wake()
+    thread.join(5)
+    assert [token.token_id for output in outputs for token in output.tokens] == cold.tokens
+
+
+# ---- offers ----
+
+
+def test_offers_wait_for_room_and_are_made_once(sharing: Sharing) -> None:
+    engine, remote = sharing(FakeRemote(room=3))
+    answer_of(engine)
+    offer_all(engine)
+    assert len(remote.contents) == 3
+    remote.room = 100
+    offer_all(engine)
+    assert len(remote.contents) == 9
+    assert engine.prefixes.counts.offered == 9
+    answer_of(engine, key=2)
+    offer_all(engine)
+    assert engine.prefixes.counts.offered == 9
+
+
+def test_what_was_evicted_before_its_turn_is_not_offered(sharing: Sharing) -> None:
+    engine, remote = sharing(FakeRemote(room=0), kv_blocks=12, max_batch_size=2)
+    solo(engine, job(1, prompt_of(150), max_tokens=1))
+    solo(engine, job(2, prompt_of(150, seed=1), max_tokens=1))
+    there = engine.stats().cached_blocks
+    remote.room = 100
+    offer_all(engine)
+    engine.check_integrity()
+    assert 9 <= len(remote.contents) == there < 18
+
+
+# ---- little room ----
+
+
+def test_a_small_pool_stays_whole(sharing: Sharing) -> None:
+    remote, _ = filled(sharing)
+    engine, _ = sharing(remote, kv_blocks=14, max_batch_size=4)
+    jobs = [job(key, prompt_of(150, seed=key % 2 * 7), max_tokens=20) for key in range(6)]
+    answers = run(engine, *jobs)
+    assert all(len(answer.tokens) == 20 for answer in answers.values())
+    stats = engine.stats()
+    assert stats.free_blocks + stats.cached_blocks == stats.total_blocks == 14
+
+
+def test_evicted_blocks_come_back_from_host_memory(engine: EngineMaker) -> None:
+    small = engine(deterministic=True, kv_blocks=12, max_batch_size=2, host_kv_bytes=64 << 20)
+    slow_prefill(small)
+    cold = answer_of(small, max_tokens=8)
+    solo(small, job(2, prompt_of(170, seed=1), max_tokens=8))
+    assert small.prefixes.counts.spilled >= 9
+    warm = answer_of(small, key=3, max_tokens=8)
+    assert told(warm) == told(cold)
+    cost = warm.ended.cost
+    assert cost.fetched_tokens + cost.cached_tokens == 144
+    assert cost.fetched_tokens > 0
+    small.check_integrity()
+
+
+# ---- the host's tier ----
+
+
+def wished(store: HostStore, keys: list[bytes]) -> list[bytes]:
+    came: list[bytes] = []
+    ends: list[bool] = []
+
+    def answer(wish: Wish, payloads: list[bytes] | None) -> None:
+        assert not ends
+        came.extend(payloads or ())
+        if payloads is None:
+            ends.append(True)
+
+    store.fetch(Wish(keys, 1.0, answer))
+    assert ends
+    return came
+
+
+def test_host_memory_gives_a_prefix_up_to_the_first_gap() -> None:
+    store = HostStore(1000)
+    for number in (0, 1, 2, 4):
+        assert store.offer(bytes([number]), bytes([number]) * 10)
+    assert wished(store, [bytes([i]) for i in range(6)]) == [bytes([i]) * 10 for i in range(3)]
+    assert store.lacks([b"\2", b"\3"], 1.0) == [b"\3"]
+    assert not store.offer(b"large", bytes(1001))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 40)), max_size=60), st.integers(1, 200))
+def test_host_memory_keeps_its_bound(offers: list[tuple[int, int]], bound: int) -> None:
+    store = HostStore(bound)
+    sizes: dict[int, int] = {}
+    for number, size in offers:
+        store.offer(bytes([number]), bytes(sizes.setdefault(number, size)))
+        held = [n for n in sizes if not store.lacks([bytes([n])], 1.0)]
+        assert store.bytes == sum(sizes[n] for n in held) <= bound
+        assert len(store) == len(held)
+
+
+def test_random_answers_never_change_a_token(sharing: Sharing) -> None:
+    """Whatever a tier brings of a prefix, and whenever: the answers are those of an engine that computes all."""
+    plain, _ = sharing(FakeRemote(cheap=False), prefix_cache=False)
+    prompts = [prompt_of(length, seed=5)[:length] for length in (70, 100, 130, 130)]
+    prompts += [prompts[2][:90] + prompt_of(40, seed=8), prompts[3][:64] + prompt_of(80, seed=9)]
+    jobs = [job(i, p, max_tokens=8, temperature=0.9, seed=i, logprobs=0) for i, p in enumerate(prompts)]
+    expected = {one.key: told(solo(plain, one)) for one in jobs}
+    source = random.Random(1)
+    remote = FakeRemote()
+    for _ in range(12):
+        remote.most = source.randrange(12)
+        remote.contents = {key: value for key, value in remote.contents.items() if source.random() < 0.9}
+        engine, _ = sharing(remote, kv_blocks=source.choice([16, 40, 256]), max_batch_size=4)
+        mixed = source.sample(jobs, len(jobs))
+        answers = run(engine, *mixed[:3])
+        answers |= run(engine, *mixed[3:])
+        offer_all(engine)
+        assert {key: told(answer) for key, answer in answers.items()} == expected
