@@ -10,6 +10,8 @@ EXTRAS := gateway,cache,worker,telemetry,dev
 MODEL     ?=
 REDIS_URL ?=
 WORKERS   ?= 1
+# The interpreter that has a CUDA build of torch.
+GPU_PYTHON ?= $(PYTHON)
 # A folder of text for `make train-demo`.
 CORPUS    ?=
 
@@ -27,7 +29,7 @@ say = @printf '\033[1m%s\033[0m\n' '$(1)'
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help set-up stubs demo serve test lint format types check-images bench-cpu bench-links train-demo clean
+.PHONY: help set-up stubs demo serve test test-kernels bench-kernels lint format types check-images bench-cpu bench-links train-demo clean
 
 help: ## List what can be made.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -46,6 +48,12 @@ test: set-up ## Lint, types and all tests.
 	@start=$$(date +%s); \
 	$(MAKE) --no-print-directory lint types && $(BIN)/python -m pytest --quiet --durations=10; \
 	status=$$?; echo "make test: $$(( $$(date +%s) - start )) s"; exit $$status
+
+test-kernels: ## Every kernel on this machine's GPU against its reference: GPU_PYTHON=python with a CUDA build of torch.
+	@$(GPU_PYTHON) -m pytest -c /dev/null --rootdir . -q -p no:cacheprovider tests/gpu/test_kernels.py
+
+bench-kernels: ## Time every kernel on this machine's GPU into bench/results: GPU_PYTHON=python FRESH=1.
+	@$(GPU_PYTHON) -m bench.kernels $(if $(FRESH),--fresh)
 
 lint: set-up ## Style and formatting, changing nothing.
 	$(call say,ruff)

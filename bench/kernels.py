@@ -11,10 +11,11 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -62,7 +63,7 @@ class Row:
         return max(self.bytes / ceilings["read"], self.flop / ceilings["matmul"]) * 1e6 / self.microseconds
 
 
-def timed(launches: list[Launch], target_ms: float = 4.0, tries: int = 7) -> float:
+def timed(launches: Sequence[Launch], target_ms: float = 4.0, tries: int = 7) -> float:
     """Seconds for each launch: the median replay of a graph that holds all of them, several times over."""
     for launch in launches[:2]:
         launch()
@@ -73,7 +74,7 @@ def timed(launches: list[Launch], target_ms: float = 4.0, tries: int = 7) -> flo
         for _ in range(repeats):
             for launch in launches:
                 launch()
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
 
     def replay(times: int) -> float:
         begin.record()
@@ -107,7 +108,6 @@ def ceilings() -> dict[str, float]:
     copy = timed([lambda: target.copy_(source)], 30)
     big, vector = source.view(torch.bfloat16).view(-1, 8192), rand(8192)
     read = min(timed([lambda: source.sum()], 30), timed([lambda: torch.mv(big, vector)], 30))
-    del target
     x, w = rand(8192, 8192), rand(8192, 8192)
     product = timed([lambda: x @ w], 60)
     small, other = x[:4096, :4096].contiguous(), w[:4096, :4096].contiguous()
@@ -124,31 +124,25 @@ def ceilings() -> dict[str, float]:
 
 
 def products(shape: Shape) -> Iterator[tuple[str, int, int, bool, bool]]:
-    """(name, outputs, inputs, whether gated, whether a norm comes before) of one layer and the head."""
+    """(name, outputs, inputs, whether gated, whether the residual is added) of one layer and the head."""
     width = (shape.heads + 2 * shape.kv_heads) * shape.dim
-    yield "qkv", width, shape.hidden, False, True
-    yield "o", shape.hidden, shape.heads * shape.dim, False, False
-    yield "gate-up", shape.ffn, shape.hidden, True, True
-    yield "down", shape.hidden, shape.ffn, False, False
-    yield "head", shape.vocab, shape.hidden, False, True
+    yield "qkv", width, shape.hidden, False, False
+    yield "o", shape.hidden, shape.heads * shape.dim, False, True
+    yield "gate-up", shape.ffn, shape.hidden, True, False
+    yield "down", shape.hidden, shape.ffn, False, True
+    yield "head", shape.vocab, shape.hidden, False, False
 
 
-def product_row(shape: Shape, name: str, n: int, k: int, gated: bool, normed: bool, rows: int) -> Row:
-    """A product with what the engine fuses into it, against cuBLAS for the product alone."""
+def product_row(shape: Shape, name: str, n: int, k: int, gated: bool, added: bool, rows: int) -> Row:
+    """A product with what is fused into it, against cuBLAS for the product alone."""
     outputs = 2 * n if gated else n
     weights = copies(lambda: rand(outputs, k))
-    x, weight = rand(rows, k), rand(k)
-    residual = None if normed else rand(rows, n)
+    x = rand(rows, k)
+    residual = rand(rows, n) if added else None
     out = torch.empty(rows, n, dtype=DTYPE, device="cuda")
     plain = torch.empty(rows, outputs, dtype=DTYPE, device="cuda")
-    norm_weight = weight if normed else None
-    seconds = timed(
-        [
-            lambda w=w: matmul.linear(x, w, norm=norm_weight, eps=1e-5, residual=residual, gated=gated, out=out)
-            for w in weights
-        ]
-    )
-    vendor = timed([lambda w=w: torch.mm(x, w.t(), out=plain) for w in weights])
+    seconds = timed([partial(matmul.linear, x, w, residual=residual, gated=gated, out=out) for w in weights])
+    vendor = timed([partial(torch.mm, x, w.t(), out=plain) for w in weights])
     moved = 2.0 * (outputs * k + rows * k + rows * n)
     return Row(
         f"{shape.name} {name} M={rows}", seconds * 1e6, moved, 2.0 * rows * outputs * k, {"cublas": vendor * 1e6}
@@ -163,7 +157,7 @@ class Pages:
         needed = [-(-context // block) for context in contexts]
         ids = torch.randperm(sum(needed), dtype=torch.int32) + 1
         tables = torch.zeros(len(contexts), max(needed), dtype=torch.int32)
-        for row, part in enumerate(ids.split(needed)):
+        for row, part in enumerate(torch.split(ids, needed)):
             tables[row, : len(part)] = part
         self.tables = tables.cuda()
         self.count = sum(needed) + 1
@@ -193,7 +187,7 @@ def decode_seconds(pages: Pages, tokens: int = 1, config: attention.Config | Non
     plan = pages.plan([tokens] * len(pages.contexts), tokens, config)
     q = rand(tokens * len(pages.contexts), shape.heads, shape.dim)
     out = torch.empty(q.shape[0], shape.heads * shape.dim, dtype=DTYPE, device="cuda")
-    return timed([lambda p=p: attention.attention(q, p, plan, shape.dim**-0.5, out) for p in pages.pools])
+    return timed([partial(attention.attention, q, p, plan, shape.dim**-0.5, out) for p in pages.pools])
 
 
 def decode_row(shape: Shape, name: str, contexts: list[int], tokens: int = 1) -> Row:
@@ -219,7 +213,7 @@ def prefill_seconds(
     plan = pages.plan([tokens], 1, config)
     q = rand(tokens, shape.heads, shape.dim)
     out = torch.empty(tokens, shape.heads * shape.dim, dtype=DTYPE, device="cuda")
-    return timed([lambda p=p: attention.attention(q, p, plan, shape.dim**-0.5, out) for p in pages.pools[:4]])
+    return timed([partial(attention.attention, q, p, plan, shape.dim**-0.5, out) for p in pages.pools[:4]])
 
 
 def sdpa_seconds(shape: Shape, tokens: int, backend: SDPBackend) -> float:
@@ -248,33 +242,35 @@ def chunk_row(shape: Shape, tokens: int, context: int) -> Row:
     return Row(f"{shape.name} chunk {tokens} of {context}", seconds * 1e6, moved, prefill_flop(shape, tokens, context))
 
 
-def layer_rows(shape: Shape, tokens: int) -> Iterator[Row]:
+def layer_rows(shape: Shape, tokens: int) -> list[Row]:
     """Norms, gate, rope."""
+    found = []
     hidden, dim, kv_heads = shape.hidden, shape.dim, shape.kv_heads
     weight = rand(hidden)
     compiled_norm = torch.compile(lambda x, d, w: F.rms_norm(x.add_(d), (hidden,), w, 1e-5))
     compiled_gate = torch.compile(lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1])
     residuals, delta = copies(lambda: rand(tokens, hidden)), rand(tokens, hidden)
-    ours = timed([lambda r=r: norm.add_rms_norm(r, delta, weight, 1e-5) for r in residuals])
-    theirs = timed([lambda r=r: compiled_norm(r, delta, weight) for r in residuals])
-    yield Row(
-        f"{shape.name} add+norm T={tokens}", ours * 1e6, 8.0 * tokens * hidden, 0, {"torch.compile": theirs * 1e6}
-    )
+    ours = timed([partial(norm.add_rms_norm, r, delta, weight, 1e-5) for r in residuals])
+    theirs = timed([partial(compiled_norm, r, delta, weight) for r in residuals])
+    moved = 8.0 * tokens * hidden
+    found.append(Row(f"{shape.name} add+norm T={tokens}", ours * 1e6, moved, 0, {"torch.compile": theirs * 1e6}))
     wide = copies(lambda: rand(tokens, 2 * shape.ffn))
-    ours = timed([lambda g=g: activation.silu_and_mul(g) for g in wide])
-    theirs = timed([lambda g=g: compiled_gate(g) for g in wide])
-    yield Row(
-        f"{shape.name} silu*up T={tokens}", ours * 1e6, 6.0 * tokens * shape.ffn, 0, {"torch.compile": theirs * 1e6}
-    )
+    ours = timed([partial(activation.silu_and_mul, g) for g in wide])
+    theirs = timed([partial(compiled_gate, g) for g in wide])
+    moved = 6.0 * tokens * shape.ffn
+    found.append(Row(f"{shape.name} silu*up T={tokens}", ours * 1e6, moved, 0, {"torch.compile": theirs * 1e6}))
     heads = shape.heads + 2 * kv_heads
     qkvs, pool = copies(lambda: rand(tokens, heads, dim)), rand(8192 // 16 * 2, 16, 2, kv_heads, dim)
     cos, sin = rand(8192, 1, dim), rand(8192, 1, dim)
     places = torch.randperm(8192, device="cuda")[:tokens]
     positions = torch.arange(tokens, device="cuda")
     ours = timed(
-        [lambda q=q: rope_kv.rope_and_store(q, cos, sin, pool, places, shape.heads, kv_heads, positions) for q in qkvs]
+        [partial(rope_kv.rope_and_store, q, cos, sin, pool, places, shape.heads, kv_heads, positions) for q in qkvs]
     )
-    yield Row(f"{shape.name} rope+store T={tokens}", ours * 1e6, 4.0 * tokens * heads * dim + 4.0 * tokens * dim, 0)
+    found.append(
+        Row(f"{shape.name} rope+store T={tokens}", ours * 1e6, 4.0 * tokens * heads * dim + 4.0 * tokens * dim, 0)
+    )
+    return found
 
 
 def sampling_row(rows: int, name: str, temperature: float, top_k: int, top_p: float, min_p: float) -> Row:
@@ -288,8 +284,8 @@ def sampling_row(rows: int, name: str, temperature: float, top_k: int, top_p: fl
     state.seed.random_()
     logits = copies(lambda: rand(rows, vocab, dtype=torch.float32) * 3)
     where, positions = torch.arange(rows, device="cuda"), torch.zeros(rows, dtype=torch.int64, device="cuda")
-    ours = timed([lambda x=x: sampling.sample(x, state, where, positions) for x in logits])
-    theirs = timed([lambda x=x: torch.argmax(x, -1) for x in logits])
+    ours = timed([partial(sampling.sample, x, state, where, positions) for x in logits])
+    theirs = timed([partial(torch.argmax, x, -1) for x in logits])
     return Row(f"sample {name} S={rows}", ours * 1e6, 4.0 * rows * vocab, 0, {"torch.argmax": theirs * 1e6})
 
 
@@ -306,8 +302,8 @@ def blocks_row(shape: Shape, count: int) -> Row:
 def invariant_row(shape: Shape, rows: int) -> Row:
     n, k = 2 * shape.ffn, shape.hidden
     weights, x = copies(lambda: rand(n, k)), rand(rows, k)
-    ours = timed([lambda w=w: matmul.matmul_invariant(x, w) for w in weights])
-    vendor = timed([lambda w=w: F.linear(x, w) for w in weights])
+    ours = timed([partial(matmul.matmul_invariant, x, w) for w in weights])
+    vendor = timed([partial(F.linear, x, w) for w in weights])
     moved = 2.0 * (n * k + rows * (n + k))
     return Row(
         f"{shape.name} invariant gate-up M={rows}", ours * 1e6, moved, 2.0 * rows * n * k, {"cublas": vendor * 1e6}
@@ -317,35 +313,38 @@ def invariant_row(shape: Shape, rows: int) -> Row:
 def cells() -> Iterator[tuple[str, Callable[[], list[Row]]]]:
     """Every cell: its key and what measures it."""
     for shape in SHAPES:
+        name = shape.name
         for rows in (1, 4, 8, 16, 32, 64):
-            for name, n, k, gated, normed in products(shape):
-                yield (
-                    f"product {shape.name} {name} {rows}",
-                    lambda s=shape, a=(name, n, k, gated, normed), r=rows: [product_row(s, *a, r)],
-                )
+            for product, *rest in products(shape):
+                yield f"product {name} {product} {rows}", partial(one, product_row, shape, product, *rest, rows)
         for batch in (1, 8, 32, 128, 256):
-            yield f"decode {shape.name} {batch}", lambda s=shape, b=batch: [decode_row(s, f"{b} x 2100", [2100] * b)]
+            yield f"decode {name} {batch}", partial(one, decode_row, shape, f"{batch} x 2100", [2100] * batch)
         skewed = [31 * 512] + [2048] * 31 + [512] * 32
         even = [sum(skewed) // 64] * 64
-        for name, contexts in (("1 x 32768", [32768]), ("skewed 64", skewed), ("even 64", even)):
-            yield f"decode {shape.name} {name}", lambda s=shape, n=name, c=contexts: [decode_row(s, n, c)]
-        yield f"verify {shape.name}", lambda s=shape: [decode_row(s, "32 x 2100, 5 tokens", [2100] * 32, 5)]
+        for kind, contexts in (("1 x 32768", [32768]), ("skewed 64", skewed), ("even 64", even)):
+            yield f"decode {name} {kind}", partial(one, decode_row, shape, kind, contexts)
+        yield f"verify {name}", partial(one, decode_row, shape, "32 x 2100, 5 tokens", [2100] * 32, 5)
         for tokens in (1950, 2048, 8192):
-            yield f"prefill {shape.name} {tokens}", lambda s=shape, t=tokens: [prefill_row(s, t, 16)]
-        yield f"prefill {shape.name} 2048 P=128", lambda s=shape: [prefill_row(s, 2048, 128)]
-        yield f"chunk {shape.name}", lambda s=shape: [chunk_row(s, 512, 8192)]
+            yield f"prefill {name} {tokens}", partial(one, prefill_row, shape, tokens, 16)
+        yield f"prefill {name} 2048 P=128", partial(one, prefill_row, shape, 2048, 128)
+        yield f"chunk {name}", partial(one, chunk_row, shape, 512, 8192)
         for tokens in (1, 64, 2048):
-            yield f"layer {shape.name} {tokens}", lambda s=shape, t=tokens: list(layer_rows(s, t))
-        yield f"blocks {shape.name}", lambda s=shape: [blocks_row(s, 128)]
+            yield f"layer {name} {tokens}", partial(layer_rows, shape, tokens)
+        yield f"blocks {name}", partial(one, blocks_row, shape, 128)
         for rows in (1, 64, 2048):
-            yield f"invariant {shape.name} {rows}", lambda s=shape, r=rows: [invariant_row(s, r)]
+            yield f"invariant {name} {rows}", partial(one, invariant_row, shape, rows)
     kinds: dict[str, tuple[float, int, float, float]] = {
         "greedy": (0, 0, 1, 0), "temperature": (0.8, 0, 1, 0), "min-p": (0.8, 0, 1, 0.05), "top-p": (0.8, 0, 0.9, 0),
         "top-k": (0.8, 50, 1, 0),
     }  # fmt: skip
     for batch in (1, 32, 256):
-        for name, kind in kinds.items():
-            yield f"sample {name} {batch}", lambda b=batch, n=name, a=kind: [sampling_row(b, n, *a)]
+        for kind, settings in kinds.items():
+            yield f"sample {kind} {batch}", partial(one, sampling_row, batch, kind, *settings)
+
+
+def one(measure: Callable[..., Row], *arguments: Any) -> list[Row]:
+    """A cell of one row."""
+    return [measure(*arguments)]
 
 
 # ---- report ----

@@ -7,16 +7,29 @@
 
 import argparse
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TypeVar
 
 import torch
 import triton
 
-from bench.kernels import SHAPES, Pages, copies, decode_seconds, prefill_flop, prefill_seconds, products, rand, timed
-from kernels import matmul
+from bench.kernels import (
+    DTYPE,
+    SHAPES,
+    Pages,
+    copies,
+    decode_seconds,
+    prefill_flop,
+    prefill_seconds,
+    products,
+    rand,
+    timed,
+)
+from kernels import matmul, sampling
 from kernels.attention import Config
 
-Trial = tuple[str, object]
+Result = TypeVar("Result")
 
 
 def product_tiles() -> Iterator[matmul.Tile]:
@@ -32,40 +45,39 @@ SPLITS, AHEAD = (1, 2, 3, 4, 6, 8), (4, 16, 32)
 
 def tune_products(part: tuple[int, int] | None) -> None:
     """Each product of a layer at each number of rows."""
-    rows_list = (1, 16, 32)
+    everything = list(itertools.product(product_tiles(), SPLITS, AHEAD))
     if part:
-        trials = list(itertools.product(rows_list, product_tiles(), SPLITS, (False, True), AHEAD))
+        trials = list(itertools.product((1, 32), everything, (False, True)))
         w, x = rand(8192, 4096), rand(64, 4096)
-        for rows, tile, split, gated, ahead in trials[part[0] :: part[1]]:
-            try_(lambda: matmul.linear(x[:rows], w, gated=gated, tile=changed(tile, split, ahead)))  # noqa: B023
+        for rows, (tile, split, ahead), gated in trials[part[0] :: part[1]]:
+            try_(partial(matmul.linear, x[:rows], w, gated=gated, tile=changed(tile, split, ahead)))
         return
     for shape in SHAPES:
         for name, n, k, gated, _ in products(shape):
-            weights = copies(lambda: rand(2 * n if gated else n, k))  # noqa: B023
-            for rows in rows_list:
-                x = rand(rows, k)
-                out = torch.empty(rows, n, dtype=x.dtype, device="cuda")
+            weights = copies(partial(rand, 2 * n if gated else n, k))
+            for rows in (1, 16, 32):
+                x, out = rand(rows, k), torch.empty(rows, n, dtype=DTYPE, device="cuda")
                 found = []
-                for tile, split, ahead in itertools.product(product_tiles(), SPLITS, AHEAD):
+                for tile, split, ahead in everything:
                     programs = triton.cdiv(n, tile.n) * split
                     if (split > 1 and programs > 800) or programs < 100:
                         continue
-                    t = changed(tile, split, ahead)
-                    seconds = try_(lambda: timed(
-                        [lambda w=w: matmul.linear(x, w, gated=gated, out=out, tile=t) for w in weights], 1.5, 3
-                    ))  # fmt: skip
+                    trial = changed(tile, split, ahead)
+                    launches = [partial(matmul.linear, x, w, gated=gated, out=out, tile=trial) for w in weights]
+                    seconds = try_(partial(timed, launches, 1.5, 3))
                     if seconds:
-                        found.append((seconds, t))
+                        found.append((seconds, trial))
                 plain = torch.empty(rows, weights[0].shape[0], dtype=x.dtype, device="cuda")
-                vendor = timed([lambda w=w: torch.mm(x, w.t(), out=plain) for w in weights], 1.5, 3)  # noqa: B023
+                vendor = timed([partial(torch.mm, x, w.t(), out=plain) for w in weights], 1.5, 3)
                 size = weights[0].numel() * 2
                 found.sort(key=lambda pair: pair[0])
-                print(f"{shape.name} {name} M={rows} cublas {vendor * 1e6:.1f} us {size / vendor / 1e12:.2f} TB/s |", "; ".join(
-                    f"{s * 1e6:.1f} us {size / s / 1e12:.2f} n{t.n} k{t.k} s{t.split} st{t.stages} w{t.warps} a{t.ahead}"
-                    for s, t in found[:4]
-                ), flush=True)  # fmt: skip
-            del weights
-            torch.cuda.empty_cache()
+                print(f"{shape.name} {name} M={rows}: cublas {vendor * 1e6:.1f} us {size / vendor / 1e12:.2f} TB/s")
+                for seconds, t in found[:4]:
+                    print(
+                        f"    {seconds * 1e6:.1f} us {size / seconds / 1e12:.2f} TB/s n {t.n} k {t.k} split {t.split} "
+                        f"stages {t.stages} warps {t.warps} ahead {t.ahead}",
+                        flush=True,
+                    )
 
 
 def changed(tile: matmul.Tile, split: int, ahead: int) -> matmul.Tile:
@@ -91,7 +103,7 @@ def tune_decode(part: tuple[int, int] | None) -> None:
             found = []
             configs = list(decode_configs())
             for config in configs[part[0] :: part[1]] if part else configs:
-                seconds = try_(lambda: decode_seconds(pages, 1, config))  # noqa: B023
+                seconds = try_(partial(decode_seconds, pages, 1, config))
                 if seconds:
                     found.append((seconds, config))
             report(f"{shape.name} decode {len(contexts)} x {contexts[0]}", found, pages.bytes(), 0)
@@ -117,13 +129,27 @@ def tune_prefill(part: tuple[int, int] | None) -> None:
             found = []
             configs = list(prefill_configs())
             for config in configs[part[0] :: part[1]] if part else configs:
-                seconds = try_(lambda: prefill_seconds(shape, tokens, tokens, block, config))  # noqa: B023
+                seconds = try_(partial(prefill_seconds, shape, tokens, tokens, block, config))
                 if seconds:
                     found.append((seconds, config))
             report(f"{shape.name} prefill {tokens} P={block}", found, 0, prefill_flop(shape, tokens, tokens))
 
 
-def try_(call):  # type: ignore[no-untyped-def]
+def tune_sampling(part: tuple[int, int] | None) -> None:
+    """Greedy and drawn rows at several batch sizes."""
+    for rows, temperature in itertools.product((1, 32, 256), (0.0, 0.8)):
+        state = sampling.slot_settings(rows, "cuda")
+        state.temperature.fill_(temperature)
+        logits = copies(partial(rand, rows, SHAPES[0].vocab, dtype=torch.float32))
+        where, places = torch.arange(rows, device="cuda"), torch.zeros(rows, dtype=torch.int64, device="cuda")
+        shapes = list(itertools.product((1024, 2048, 4096, 8192, 16384), (2, 4, 8, 16)))
+        for chunk, warps in shapes[part[0] :: part[1]] if part else shapes:
+            step = partial(sampling.sample, settings=state, slots_S=where, positions_S=places, chunk=chunk, warps=warps)
+            seconds = timed([partial(step, x) for x in logits])
+            print(f"sample S={rows} T={temperature} chunk {chunk} warps {warps}: {seconds * 1e6:.1f} us", flush=True)
+
+
+def try_(call: Callable[[], Result]) -> Result | None:
     """The call's result, or None where the device has too little of something."""
     try:
         return call()
@@ -136,7 +162,8 @@ def report(name: str, found: list[tuple[float, Config]], size: float, flop: floa
     for seconds, c in [*found[:4], *found[-1:]]:
         rate = f"{size / seconds / 1e12:.2f} TB/s" if size else f"{flop / seconds / 1e12:.0f} TFLOP/s"
         shape = (
-            f"keys {c.split_keys} warps {c.split_warps} stages {c.split_stages} programs {c.split_programs} least {c.split_least}"
+            f"keys {c.split_keys} warps {c.split_warps} stages {c.split_stages} "
+            f"programs {c.split_programs} least {c.split_least}"
             if size
             else f"rows {c.tile_rows} keys {c.tile_keys} warps {c.tile_warps} stages {c.tile_stages}"
         )
@@ -145,8 +172,9 @@ def report(name: str, found: list[tuple[float, Config]], size: float, flop: floa
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("group", choices=["products", "decode", "prefill"])
+    parser.add_argument("group", choices=["products", "decode", "prefill", "sampling"])
     parser.add_argument("--part")
     arguments = parser.parse_args()
-    share = tuple(int(number) for number in arguments.part.split("/")) if arguments.part else None
-    {"products": tune_products, "decode": tune_decode, "prefill": tune_prefill}[arguments.group](share)  # type: ignore[arg-type]
+    groups = {"products": tune_products, "decode": tune_decode, "prefill": tune_prefill, "sampling": tune_sampling}
+    first, _, count = (arguments.part or "").partition("/")
+    groups[arguments.group]((int(first), int(count)) if count else None)

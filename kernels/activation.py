@@ -1,5 +1,7 @@
 """The gate of the MLP: silu(gate) * up. Knows the two halves of a row, nothing else."""
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
 import torch
 import triton
 import triton.language as tl
@@ -25,11 +27,12 @@ def silu_and_mul_kernel(
     tl.store(out + row * n + columns, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
 
 
-def silu_and_mul(gate_up: Tensor) -> Tensor:
+def silu_and_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
     """silu(gate) * up, where gate and up are the halves of the last dimension: [T, 2n] -> [T, n]."""
     assert gate_up.is_contiguous()
     rows, n = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty(rows, n, dtype=gate_up.dtype, device=gate_up.device)
+    if out is None:
+        out = torch.empty(rows, n, dtype=gate_up.dtype, device=gate_up.device)
     block = min(2048, triton.next_power_of_2(n))
     if rows:
         silu_and_mul_kernel[(rows, triton.cdiv(n, block))](

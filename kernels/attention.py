@@ -3,12 +3,14 @@
     T tokens of a step     H query heads      D head dimension    N blocks of the pool    G programs of the split kernel
     R rows of a step       K key/value heads  P tokens per block  B blocks of a table     M query rows of a tile
 
-Two kernels share one inner loop (online softmax, Milakov and Gimelshein 2018; the H / K query heads of a key/value head
-are packed into the rows of a tile). Rows of few tokens go to the split kernel: all their key tiles, laid end to end, are
-cut into G equal shares, so a skewed batch costs what an even one costs; who finishes a row last merges its parts. Longer
-rows go to the tile kernel, the longest tiles first. Grids depend on shapes alone and all values are read on the device,
-so both can be captured in a CUDA graph.
+Two kernels share one inner loop (online softmax, Milakov and Gimelshein 2018; the H / K query heads of a key/value
+head are packed into the rows of a tile). Rows of few tokens go to the split kernel: all their key tiles, laid end to
+end, are cut into G equal shares, so a skewed batch costs what an even one costs; who finishes a row last merges its
+parts. Longer rows go to the tile kernel, or its twin for Hopper, the longest tiles first. Grids depend on shapes alone
+and all values are read on the device, so both can be captured in a CUDA graph.
 """
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -316,30 +318,34 @@ class Config:
 
     split_keys: int = 64
     split_warps: int = 4
-    split_stages: int = 3
-    split_programs: int = 528
+    split_stages: int = 5
+    split_programs: int = 264
     """G: programs that share all short rows."""
-    split_least: int = 2
+    split_least: int = 1
     """Key tiles that are worth a program of their own."""
     tile_rows: int = 128
-    tile_keys: int = 64
+    tile_keys: int = 128
     tile_warps: int = 8
     tile_stages: int = 3
     hopper: bool = True
     """Leave the tiles to `kernels.attention_hopper` where it serves."""
 
 
+# By head dimension, for few rows and for many: few rows are short of programs, and small tiles make more of them.
+FEW_ROWS = 4
 CONFIGS = {
-    64: Config(split_keys=64, split_warps=2, split_stages=5, split_programs=528, tile_keys=64, tile_warps=4),
-    128: Config(split_keys=64, split_warps=4, split_stages=5, split_programs=264, tile_keys=128),
+    (64, True): Config(split_keys=32, split_warps=1, split_programs=264, tile_keys=64, tile_warps=4),
+    (64, False): Config(split_keys=32, split_warps=1, split_programs=528, tile_keys=64, tile_warps=4),
+    (128, True): Config(split_keys=32, split_warps=2, split_programs=264),
+    (128, False): Config(),
 }
 EXACT = Config(split_keys=32, split_stages=2, tile_rows=32, tile_keys=32, tile_warps=4, tile_stages=2)
 TINY = replace(EXACT, split_programs=3, split_least=1, split_keys=16, tile_keys=16)
 
 
-def config_for(dim: int, dtype: torch.dtype) -> Config:
-    """The tile shapes for a head dimension and dtype."""
-    return EXACT if dtype == torch.float32 else CONFIGS[64 if dim <= 64 else 128]
+def config_for(dim: int, dtype: torch.dtype, rows: int) -> Config:
+    """The tile shapes for a head dimension, dtype and number of rows."""
+    return EXACT if dtype == torch.float32 else CONFIGS[64 if dim <= 64 else 128, rows <= FEW_ROWS]
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,7 +394,7 @@ def plan_attention(
     long_tokens: the tokens of longer rows, at most; 0 if there are none.
     """
     rows, device = contexts.shape[0], starts.device
-    config = config or config_for(dim, dtype)
+    config = config or config_for(dim, dtype, rows)
     share = heads // kv_heads
     lines = triton.next_power_of_2(short_tokens * share)
     parts = (rows * kv_heads + config.split_programs, lines, dim + 2)
@@ -398,7 +404,8 @@ def plan_attention(
         records=torch.empty(config.split_programs, 8, dtype=torch.int32, device=device),
         parts=torch.empty(parts, dtype=torch.float32, device=device),
         arrived=torch.zeros(rows * kv_heads, dtype=torch.int32, device=device),
-        window=window, short_tokens=short_tokens, long_tokens=long_tokens, kv_heads=kv_heads, share=share, config=config,
+        window=window, short_tokens=short_tokens, long_tokens=long_tokens, kv_heads=kv_heads, share=share,
+        config=config,
     )  # fmt: skip
     schedule(plan)
     return plan

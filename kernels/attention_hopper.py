@@ -5,6 +5,8 @@ one together and takes the exponentials while the tensor cores work (Shah et al.
 there. 16-bit dtypes, D = 64 or 128, blocks of a multiple of 16 tokens.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
 from functools import cache
 from typing import Any
 
@@ -211,7 +213,8 @@ def _add(a, b):
 
 
 @cache
-def _layout(dtype: torch.dtype) -> Any:
+def layout(dtype: torch.dtype) -> Any:
+    """How a page lies in shared memory."""
     kind = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
     return gl.NVMMASharedLayout.get_default_for([PAGE, 64], kind)
 
@@ -225,10 +228,10 @@ def attend_tiles(
     q_THD: Tensor, kv_NP2KD: Tensor, out: Tensor, starts: Tensor, contexts: Tensor, tables: Tensor, tiles: int,
     scale: float, window: int | None, longest: int,
 ) -> None:  # fmt: skip
-    """Attention of all rows of more than `longest` tokens; `tiles` bounds their number of tiles. scale includes log2 e."""
+    """Attention of all rows of more than `longest` tokens, of at most `tiles` tiles. scale includes log2(e)."""
     blocks, block_size, _, kv_heads, dim = kv_NP2KD.shape
     rows = contexts.shape[0]
-    pool = TensorDescriptor.from_tensor(kv_NP2KD.view(blocks * block_size, -1), [PAGE, 64], _layout(kv_NP2KD.dtype))
+    pool = TensorDescriptor.from_tensor(kv_NP2KD.view(blocks * block_size, -1), [PAGE, 64], layout(kv_NP2KD.dtype))
     hopper_kernel[(tiles * kv_heads,)](
         pool, q_THD, out, starts, contexts, tables, rows, kv_heads, tables.shape[1], q_THD.stride(0), scale,
         window or 0, longest, SHARE=q_THD.shape[1] // kv_heads, D=dim, P=block_size, ROWS=ROWS, TILE=TILE, PAGE=PAGE,

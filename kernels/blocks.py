@@ -4,6 +4,8 @@ Knows pages as plain bytes, never keys or values. A staging buffer may be pinned
 over the bus itself.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
 from collections.abc import Sequence
 
 import torch

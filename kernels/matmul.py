@@ -1,9 +1,11 @@
 """Matrix products of few rows, y = x W^T, bound by reading W once; and a batch-invariant product of any number of rows.
 
 M rows of x, N rows of W (outputs), K columns of both. What surrounds a product in a decoder layer is fused into it: the
-RMS norm before it, the bias and the residual addition after it, the gate of the MLP. Under dependent launch a program
+bias and the residual addition after it, the gate of the MLP. Under dependent launch a program
 asks for its first weights before its predecessor in the stream has ended. The vendor's library serves all other shapes.
 """
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 from dataclasses import dataclass
 
@@ -13,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.activation import silu_and_mul
 from kernels.overlap import begin, launch_options, prefetch
 
 
@@ -20,13 +23,12 @@ from kernels.overlap import begin, launch_options, prefetch
 def skinny_kernel(
     x,  # [M, K], rows x_stride apart
     w,  # [N, K]; GATED: [2N, K], the gates and then the ups
-    norm,  # [K] or None: x is divided by its RMS and multiplied by this first
     bias,  # [N] or None
     residual,  # [M, N] or None: added
     out,  # [M, N]
     parts,  # float32 [2 or 1, SPLIT, M, N]
     arrived,  # int32 [cdiv(N, BLOCK_N)], zero between launches
-    M, N, K, x_stride, eps,
+    M, N, K, x_stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr, GATED: tl.constexpr,
     IEEE: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -47,17 +49,12 @@ def skinny_kernel(
     inputs = x + rows[:, None] * x_stride
     product = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    squares = tl.zeros([BLOCK_M], tl.float32)
     precision: tl.constexpr = "ieee" if IEEE else "tf32"
     for start in tl.range(low, high, BLOCK_K, num_stages=STAGES):
         inner = start + tl.arange(0, BLOCK_K)
         inside = here[:, None] & (inner < high)[None, :]
         a = tl.load(weights + inner[None, :], mask=inside, other=0.0, eviction_policy="evict_first")
         b = tl.load(inputs + inner[None, :], mask=(rows < M)[:, None] & (inner < high)[None, :], other=0.0)
-        if norm is not None:
-            wide = b.to(tl.float32)
-            squares += tl.sum(wide * wide, 1)
-            b = (wide * tl.load(norm + inner, mask=inner < high, other=0.0).to(tl.float32)[None, :]).to(b.dtype)
         b = tl.trans(b)
         product = tl.dot(a, b, product, input_precision=precision)
         if GATED:
@@ -73,28 +70,17 @@ def skinny_kernel(
         tl.store(parts + split * size + target, product, mask=valid)
         if GATED:
             tl.store(parts + (SPLIT + split) * size + target, up, mask=valid)
-        if norm is not None:
-            tl.store(parts + 2 * SPLIT * size + (tile * SPLIT + split) * BLOCK_M + rows, squares)
         tl.debug_barrier()
         last = tl.atomic_add(arrived + tile, 1, sem="acq_rel") == SPLIT - 1
         if last:
             tl.store(arrived + tile, 0)
             product = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
             up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-            squares = tl.zeros([BLOCK_M], tl.float32)
             for other in tl.static_range(SPLIT):
                 product += tl.load(parts + other * size + target, mask=valid, other=0.0, cache_modifier=".cg")
                 if GATED:
                     up += tl.load(parts + (SPLIT + other) * size + target, mask=valid, other=0.0, cache_modifier=".cg")
-                if norm is not None:
-                    squares += tl.load(
-                        parts + 2 * SPLIT * size + (tile * SPLIT + other) * BLOCK_M + rows, cache_modifier=".cg"
-                    )
     if last:
-        if norm is not None:
-            inverse = (1.0 / tl.sqrt_rn(squares / K + eps))[None, :]
-            product *= inverse
-            up *= inverse
         if GATED:
             product = product * tl.sigmoid(product) * up
         if bias is not None:
@@ -137,7 +123,7 @@ def invariant_kernel(
 
 # ---- shapes and launch ----
 
-MOST_ROWS = 32
+MOST_ROWS = 64
 """More rows than this go to the vendor's library."""
 
 
@@ -154,23 +140,22 @@ class Tile:
     """Lines of 128 bytes of each of its rows of W that a program asks for before its predecessor has ended."""
 
 
-EXACT = Tile(16, 32, stages=2)
-
-
 def tile_for(rows: int, n: int, k: int, gated: bool, dtype: torch.dtype) -> Tile | None:
     """The tile for x [rows, k] times W [n, k], or None where the vendor's library is as fast. Measured on one H200."""
     if dtype == torch.float32 or rows > MOST_ROWS:
         return None
     tiles = triton.cdiv(n, 64)
-    if gated or tiles >= 200:
-        return Tile(64, 128)  # enough programs to fill the chip
-    if k <= 2048 and tiles <= 64:
-        return Tile(32, 128, 4, 6) if tiles > 32 and rows <= 16 else Tile(64, 128, 4, 6) if tiles <= 32 else None
-    if tiles <= 32:
+    if gated or tiles >= 200:  # enough programs to fill the chip
+        return Tile(128, 128, stages=3, warps=8) if rows > 32 and not gated else Tile(64, 128)
+    if k >= 8192:
+        return Tile(64, 128, 2 if tiles > 32 else 4, 6 if rows <= 32 else 4)
+    if tiles <= 64 and k > 2048:
+        return Tile(64, 128, 4 if tiles <= 32 else 2, 6 if rows <= 32 else 4)
+    if tiles <= 32 and rows <= 32:
         return Tile(64, 128, 4, 6)
-    if tiles <= 80:
-        return Tile(64, 128, 2, 6)
-    return Tile(64, 64, 4, 6) if rows <= 16 else None
+    if rows <= 16 and k <= 2048:
+        return Tile(32, 128, 4, 6)
+    return Tile(64, 64, 4, 6) if rows <= 8 else None
 
 
 class Workspace:
@@ -195,42 +180,52 @@ def linear(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    norm: Tensor | None = None,
-    eps: float = 0.0,
     residual: Tensor | None = None,
     gated: bool = False,
     out: Tensor | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
-    """One skinny product with what surrounds it, whatever the shape: rms_norm(x) @ weight.T + bias + residual.
+    """One product with what surrounds it: x @ weight.T + bias + residual, or silu(its first half) * its second half.
 
-    x [M, K], weight [N, K] (gated: [2N, K], and the result is silu(first half) * second half) -> [M, N]. norm [K] or
-    None. residual [M, N] is added; pass it as `out` too to add in place. All 2-dimensional, unit stride in the last.
+    x [M, K], weight [N, K] (gated: [2N, K]) -> [M, N]. residual [M, N] is added; pass it as `out` too to add in place.
+    All 2-dimensional, unit stride in the last, out and residual contiguous. Where no tile is given and the vendor's
+    library is as fast, it does the product.
     """
     rows, k = x.shape
     n = weight.shape[0] // 2 if gated else weight.shape[0]
-    tile = tile or tile_for(rows, n, k, gated, x.dtype) or EXACT
     if out is None:
         out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
     if rows == 0:
         return out
+    tile = tile or tile_for(rows, n, k, gated, x.dtype)
+    if tile is None:
+        return _vendor(x, weight, bias, residual, gated, out)
     space = _workspace(x.device)
-    block_m = max(16, triton.next_power_of_2(rows))
     tiles = triton.cdiv(n, tile.n)
-    assert tile.split == 1 or 2 * tile.split * rows * n + tiles * tile.split * block_m <= space.parts.numel()
+    assert tile.split == 1 or 2 * tile.split * rows * n <= space.parts.numel()
     skinny_kernel[(tiles, tile.split)](
-        x, weight, norm, bias, residual, out, space.parts, space.arrived, rows, n, k, x.stride(0), eps,
-        BLOCK_M=block_m, BLOCK_N=tile.n, BLOCK_K=tile.k, SPLIT=tile.split, GATED=gated,
+        x, weight, bias, residual, out, space.parts, space.arrived, rows, n, k, x.stride(0),
+        BLOCK_M=max(16, triton.next_power_of_2(rows)), BLOCK_N=tile.n, BLOCK_K=tile.k, SPLIT=tile.split, GATED=gated,
         IEEE=x.dtype == torch.float32, STAGES=tile.stages, AHEAD=tile.ahead, num_warps=tile.warps,
         **launch_options(x.device),
     )  # fmt: skip
     return out
 
 
+def _vendor(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, gated: bool, out: Tensor
+) -> Tensor:
+    if gated:
+        return silu_and_mul(F.linear(x, weight, bias), out)
+    if residual is None:
+        return torch.addmm(bias, x, weight.t(), out=out) if bias is not None else torch.mm(x, weight.t(), out=out)
+    torch.addmm(residual, x, weight.t(), out=out)
+    return out if bias is None else out.add_(bias)
+
+
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias. x [T, n], weight [m, n], bias [m] -> [T, m]: the faster of this kernel and the vendor's."""
-    tile = tile_for(x.shape[0], weight.shape[0], weight.shape[1], False, x.dtype)
-    return F.linear(x, weight, bias) if tile is None else linear(x, weight, bias, tile=tile)
+    return linear(x, weight, bias)
 
 
 @dataclass(frozen=True, slots=True)

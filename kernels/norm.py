@@ -3,6 +3,8 @@
 T rows, n numbers in a row. A row's bits depend on nothing but the row, so the deterministic mode uses these too.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
 import torch
 import triton
 import triton.language as tl

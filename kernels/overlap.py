@@ -5,6 +5,8 @@ A kernel says `begin(PDL)` before it touches anything that another kernel writes
 may use weights only.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
 from functools import cache
 from typing import Any
 

@@ -10,6 +10,8 @@ the cut read again. So greedy rows and rows with temperature alone read their lo
 thresholds of top-k and top-p are searched by counting in sections of the value range, without a sort.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
 from dataclasses import dataclass
 
 import torch
@@ -33,7 +35,7 @@ def _uniform(seed, ids, position, sample, BLOCK: tl.constexpr):
 
 @triton.jit
 def _rough_gumbel(u):
-    """-log(-log(u)) to about 1e-5. The fast logarithm is poor close to 1, where the largest noise is: a series there."""
+    """-log(-log(u)) to about 1e-5: the fast logarithm, and a series close to 1, where it is poor and noise large."""
     v = 1.0 - u
     series = v * (1.0 + v * (0.5 + v * (0.33333333 + v * (0.25 + v * (0.2 + v * 0.16666667)))))
     return -tl.log(tl.where(v < 0.0625, series, -tl.log(u)))
@@ -108,6 +110,7 @@ def scan_kernel(
     history,  # int32 [slots, V] or None: bit 0: seen; above it: how often generated
     edits,  # float32 [slots, V] or None: added
     edited_slots,  # int8 [slots]: whether a slot has edits
+    top_ps,  # float32 [slots]
     stats,  # float32 [S, STATS, C] out
     V, C, stride,
     BLOCK: tl.constexpr,
@@ -125,7 +128,9 @@ def scan_kernel(
     )
     raw_top, top = tl.max(raw), tl.max(x)
     raw_total = tl.sum(tl.exp(raw - tl.maximum(raw_top, -1e30)))
-    total = tl.sum(tl.exp(x - tl.maximum(top, -1e30)))
+    total = 0.0
+    if (temperature > 0) & (tl.load(top_ps + slot) < 1):
+        total = tl.sum(tl.exp(x - tl.maximum(top, -1e30)))
     u = x
     if temperature > 0:
         u = _uniform(tl.load(seeds + slot), ids, tl.load(positions + row).to(tl.int32),
@@ -156,13 +161,15 @@ def _search(
     closed = True  # the first section holds its upper end, too
     searching = True
     while searching:
-        step = (high - low) * 0.2
-        t1, t2, t3, t4 = low + step, low + 2 * step, low + 3 * step, low + 4 * step
+        width = high - low
+        t1, t2, t3, t4 = low + 0.2 * width, low + 0.4 * width, low + 0.6 * width, low + 0.8 * width
+        if closed:  # What is searched lies close to the top.
+            t1, t2, t3, t4 = high - width / 2, high - width / 8, high - width / 32, high - width / 128
         n1 = tl.zeros([BLOCK], tl.float32)
         n2, n3, n4, n5 = n1, n1, n1, n1
         least = tl.full([BLOCK], float("inf"), tl.float32)
         most = tl.full([BLOCK], float("-inf"), tl.float32)
-        for start in range(0, V, BLOCK):
+        for start in tl.range(0, V, BLOCK, num_stages=3):
             ids = start + tl.arange(0, BLOCK)
             _, x = _shaped(
                 logits,
@@ -214,7 +221,7 @@ def _tie_limit(
 ):  # fmt: skip
     """Of the tokens with exactly the threshold, the lower ids come first: the first id too many to reach `mass`."""
     above = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, V, BLOCK):
+    for start in tl.range(0, V, BLOCK, num_stages=3):
         ids = start + tl.arange(0, BLOCK)
         _, x = _shaped(
             logits,
@@ -311,12 +318,13 @@ def choose_kernel(
         mass = tl.sum(sums * tl.exp(tops - top))
         if (top_k > 0) & (top_k < V):
             threshold = _search(
-                logits, history, edits, row, slot, V, temperature, repetition, presence, frequency, penal, edited, stride,
+                logits, history, edits, row, slot, V, temperature, repetition, presence, frequency, penal,
+                edited, stride,
                 top, top - 1e4, top_k.to(tl.float32), False, BLOCK,
             )  # fmt: skip
             if top_p < 1:
                 kept = tl.zeros([BLOCK], tl.float32)
-                for start in range(0, V, BLOCK):
+                for start in tl.range(0, V, BLOCK, num_stages=3):
                     ids = start + tl.arange(0, BLOCK)
                     _, x = _shaped(logits, history, edits, row, slot, ids, V, temperature, repetition, presence,
                                    frequency, penal, edited, stride)  # fmt: skip
@@ -325,11 +333,13 @@ def choose_kernel(
         if top_p < 1:
             low = tl.maximum(threshold, top - 90.0)  # below it exp(x - top) is 0
             cut = _search(
-                logits, history, edits, row, slot, V, temperature, repetition, presence, frequency, penal, edited, stride,
+                logits, history, edits, row, slot, V, temperature, repetition, presence, frequency, penal,
+                edited, stride,
                 top, low, top_p * mass, True, BLOCK,
             )  # fmt: skip
             limit = _tie_limit(
-                logits, history, edits, row, slot, V, temperature, repetition, presence, frequency, penal, edited, stride,
+                logits, history, edits, row, slot, V, temperature, repetition, presence, frequency, penal,
+                edited, stride,
                 top, cut, top_p * mass, BLOCK,
             )  # fmt: skip
             threshold = tl.maximum(threshold, cut)
@@ -338,24 +348,28 @@ def choose_kernel(
         if (value < threshold) | ((value == cut) & (token >= limit)):
             best, value = tl.full((), float("-inf"), tl.float32), tl.full((), float("-inf"), tl.float32)
             token = tl.full((), 0x7FFFFFFF, tl.int32)
-            for chunk in range(C):
-                # Only a chunk that reaches the threshold and whose best guess beats the answer so far can change it.
-                reach = tl.max(tl.where(chunks == chunk, tops, float("-inf")))
-                hope = tl.max(tl.where(chunks == chunk, scores, float("-inf")))
-                if (reach >= threshold) & (hope >= best):
-                    ids = chunk * CHUNK + tl.arange(0, CHUNK)
-                    _, x = _shaped(logits, history, edits, row, slot, ids, V, temperature, repetition, presence,
-                                   frequency, penal, edited, stride)  # fmt: skip
-                    x = tl.where((x < threshold) | ((x == cut) & (ids >= limit)), float("-inf"), x)
-                    u = _uniform(tl.load(seeds + slot), ids, tl.load(positions + row).to(tl.int32),
-                                 tl.load(samples + slot).to(tl.int32), CHUNK)  # fmt: skip
-                    best, token, value = _best(x, u, ids, True, best, token, value)
+            # The chunk of the highest hope first: a chunk whose best without the cut is no better cannot change it.
+            hopes = tl.where(known & (tops >= threshold), scores, float("-inf"))
+            hope = tl.max(hopes)
+            while hope > best:
+                chunk = tl.min(tl.where(hopes == hope, chunks, 0x7FFFFFFF))
+                ids = chunk * CHUNK + tl.arange(0, CHUNK)
+                _, x = _shaped(
+                    logits, history, edits, row, slot, ids, V, temperature, repetition, presence, frequency, penal,
+                    edited, stride,
+                )  # fmt: skip
+                x = tl.where((x < threshold) | ((x == cut) & (ids >= limit)), float("-inf"), x)
+                u = _uniform(tl.load(seeds + slot), ids, tl.load(positions + row).to(tl.int32),
+                             tl.load(samples + slot).to(tl.int32), CHUNK)  # fmt: skip
+                best, token, value = _best(x, u, ids, True, best, token, value)
+                hopes = tl.where(chunks == chunk, float("-inf"), hopes)
+                hope = tl.max(hopes)
     token = tl.where(token < V, token, 0)  # no finite logit at all
     tl.store(tokens + row, token.to(tl.int64))
     own = tl.load(logits + row * stride + token).to(tl.float32)
     tl.store(logprobs + row, own - log_total)
     tl.store(totals + row, log_total)
-    if history is not None:
+    if history is not None:  # noqa: SIM102 (a constant of the compiler, then a value)
         if penal:
             word = history + slot * V + token
             tl.store(word, (tl.load(word) | 1) + 2)
@@ -460,6 +474,7 @@ def sample(
     positions_S: Tensor,
     out: Samples | None = None,
     chunk: int | None = None,
+    warps: int | None = None,
     block: int = 4096,
 ) -> Samples:
     """Choose a token for each row: repetition, presence and frequency penalty, edits, temperature, top-k, top-p, min-p,
@@ -479,7 +494,7 @@ def sample(
         )
     if rows == 0:
         return out
-    chunk = chunk or (1024 if rows <= 8 else 4096)
+    chunk = chunk or (2048 if rows <= 8 else 1024)
     chunks = triton.cdiv(vocab, chunk)
     stats = torch.empty(rows, STATS, chunks, dtype=torch.float32, device=device)
     s = settings
@@ -489,7 +504,15 @@ def sample(
     )  # fmt: skip
     stride = logits_SV.stride(0)
     scan_kernel[(chunks, rows)](
-        *common, stats, vocab, chunks, stride, BLOCK=chunk, num_warps=max(1, chunk // 512), **launch_options(device)
+        *common,
+        s.top_p,
+        stats,
+        vocab,
+        chunks,
+        stride,
+        BLOCK=chunk,
+        num_warps=warps or (8 if rows <= 8 else 2),
+        **launch_options(device),
     )
     choose_kernel[(rows,)](
         *common, s.top_k, s.top_p, s.min_p, stats, out.tokens, out.logprobs, out.totals, vocab, chunks, stride,

@@ -1,12 +1,13 @@
 """Compiles every kernel ahead of time for the compute capabilities that Weft serves on. Needs no GPU.
 
-Run as a program: `python -m tests.kernels.compile_ahead 90`. It prints a line for each kernel: what the assembler says
-of registers and spills, and the shared memory.
+Run as a program: `python -m tests.kernels.compile_ahead 90`. It prints a line for each kernel and the shared memory
+that it takes.
 """
 
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import mangle_type
 
-from kernels import activation, attention, blocks, matmul, norm, overlap, rope_kv, sampling
-from kernels.attention import Config
+from kernels import activation, attention, blocks, matmul, norm, rope_kv, sampling
 
 
 class Recorder:
@@ -73,66 +73,88 @@ def compile_launch(kernel: Any, arguments: dict[str, Any], capability: int) -> A
                 isinstance(value, int) and value % 16 == 0 and not parameter.do_not_specialize
             ):
                 attributes[(index,)] = [["tt.divisibility", 16]]
-    options = {name: arguments[name] for name in ("num_warps", "num_stages", "maxnreg") if name in arguments}
+    options: dict[str, Any] = {
+        name: arguments[name] for name in ("num_warps", "num_stages", "maxnreg") if name in arguments
+    }
     if capability >= 90:
         options["launch_pdl"] = True
     source = ASTSource(kernel, signature, constants, attributes)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
+def empty(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def index(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.int64)
+
+
 def calls(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], object]]]:
     """Every launcher in the configurations that are served."""
-    e = lambda *shape, kind=dtype: torch.empty(shape, dtype=kind)  # noqa: E731
-    index = lambda *shape: torch.zeros(shape, dtype=torch.int64)  # noqa: E731
-    yield "rms_norm", lambda: norm.rms_norm(e(4, 4096), e(4096), 1e-5)
-    yield "add_rms_norm", lambda: norm.add_rms_norm(e(4, 4096), e(4, 4096), e(4096), 1e-5)
-    yield "silu_and_mul", lambda: activation.silu_and_mul(e(4, 28672))
+    new = partial(empty, dtype=dtype)
+    yield "rms_norm", partial(norm.rms_norm, new(4, 4096), new(4096), 1e-5)
+    yield "add_rms_norm", partial(norm.add_rms_norm, new(4, 4096), new(4, 4096), new(4096), 1e-5)
+    yield "silu_and_mul", partial(activation.silu_and_mul, new(4, 28672))
     for dim in (64, 128):
-        kv = e(64, 16, 2, 8, dim)
-        qkv = e(4, 48, dim)
-        yield f"rope {dim}", lambda kv=kv, q=qkv: rope_kv.rope_and_store(q, e(4, 1, 1), e(4, 1, 1), kv, index(4), 32, 8)
-        yield (
-            f"rope norm {dim}",
-            lambda kv=kv, q=qkv, d=dim: rope_kv.rope_and_store(
-                q, e(4, 1, 1), e(4, 1, 1), kv, index(4), 32, 8, index(4), e(40, d), 1e-6
-            ),
-        )
-        for window in (None, 4096):
-            yield f"attention {dim} {window}", lambda kv=kv, q=qkv, w=window: _attend(q, kv, w)
-    yield "attention 80", lambda: _attend(e(4, 36, 80), e(64, 16, 2, 4, 80), None)
-    tile = matmul.EXACT if dtype == torch.float32 else matmul.Tile(64, 128, 4)
-    for rows in (1, 16, 64):
-        x = e(rows, 4096)
-        yield f"linear {rows}", lambda x=x: matmul.linear(x, e(4096, 4096), residual=e(x.shape[0], 4096), tile=tile)
-        yield (
-            f"linear gated {rows}",
-            lambda x=x: matmul.linear(x, e(8192, 4096), norm=e(4096), gated=True, tile=replace(tile, split=1)),
-        )
+        kv, qkv, angles = new(64, 16, 2, 8, dim), new(4, 48, dim), new(4, 1, dim)
+        rope = partial(rope_kv.rope_and_store, qkv, angles, angles, kv, index(4), 32, 8)
+        yield f"rope {dim}", rope
+        yield f"rope norm {dim}", partial(rope, index(4), new(40, dim), 1e-6)
+        yield f"attention {dim}", partial(attend, qkv, kv, None)
+    yield "attention window", partial(attend, new(4, 48, 128), new(64, 16, 2, 8, 128), 4096)
+    yield "attention 80", partial(attend, new(4, 36, 80), new(64, 16, 2, 4, 80), None)
+    exact = dtype == torch.float32
+    tile = matmul.Tile(16, 32, 4, stages=2) if exact else matmul.Tile(64, 128, 4)
+    for rows in (1, 64):
+        x, residual = new(rows, 4096), new(rows, 4096)
+        yield f"linear {rows}", partial(matmul.linear, x, new(4096, 4096), residual=residual, tile=tile)
+        whole = replace(tile, split=1)
+        yield f"linear gated {rows}", partial(matmul.linear, x, new(8192, 4096), gated=True, tile=whole)
     for rows in (1, 256):
-        yield f"invariant {rows}", lambda rows=rows: matmul.matmul_invariant(e(rows, 4096), e(4096, 4096))
-    if dtype == torch.float32:
-        for vocab in (None, 1024):
-            state = sampling.slot_settings(4, "cpu", vocab)
-            yield f"sample {vocab}", lambda s=state: sampling.sample(e(2, 1024), s, index(2), index(2))
-        yield "top", lambda: sampling.top_logprobs(e(2, 1024), e(2), 20)
-    pools = [e(64, 16, 2, 8, 128)]
-    addresses = index(1)
-    yield "gather", lambda: blocks.gather_blocks(addresses, pools[0], index(2), e(2, 1, 16, 2, 8, 128))
-    yield "scatter", lambda: blocks.scatter_blocks(addresses, pools[0], index(2), e(2, 1, 16, 2, 8, 128))
+        yield f"invariant {rows}", partial(matmul.matmul_invariant, new(rows, 4096), new(4096, 4096))
+    pool, staging = new(64, 16, 2, 8, 128), new(2, 1, 16, 2, 8, 128)
+    yield "gather", partial(blocks.gather_blocks, index(1), pool, index(2), staging)
+    yield "scatter", partial(blocks.scatter_blocks, index(1), pool, index(2), staging)
+    for vocab in (None, 1024) if exact else ():  # logits are float32
+        state = sampling.slot_settings(4, "cpu", vocab)
+        yield f"sample {vocab}", partial(sampling.sample, new(2, 1024), state, index(2), index(2))
+    if exact:
+        yield "top", partial(sampling.top_logprobs, new(2, 1024), new(2), 20)
 
 
-def _attend(qkv: Tensor, kv: Tensor, window: int | None, config: Config | None = None) -> None:
+def attend(qkv: Tensor, kv: Tensor, window: int | None) -> None:
     kv_heads = kv.shape[3]
     heads = qkv.shape[1] - 2 * kv_heads
-    whole = lambda *shape: torch.zeros(shape, dtype=torch.int32)  # noqa: E731
+    starts, contexts, tables = (torch.zeros(shape, dtype=torch.int32) for shape in ((3,), (2,), (2, 8)))
     plan = attention.plan_attention(
-        whole(3), whole(2), whole(2, 8), heads, kv_heads, kv.shape[4], qkv.dtype, window, 1, 3, config
+        starts, contexts, tables, heads, kv_heads, kv.shape[4], qkv.dtype, window, 1, long_tokens=3
     )
     attention.attention(qkv[:, :heads], kv, plan, 1.0)
 
 
+def compile_hopper(dim: int, windowed: bool) -> Any:
+    """The Gluon kernel, for capability 9.0 only."""
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from kernels import attention_hopper as hopper
+
+    fixed = {
+        "SHARE": 4, "D": dim, "P": 16, "ROWS": hopper.ROWS, "TILE": hopper.TILE, "PAGE": hopper.PAGE,
+        "STAGES": hopper.STAGES, "BLOCK_R": 128, "WINDOW": windowed,
+    }  # fmt: skip
+    kinds = dict.fromkeys(("q", "out"), "*bf16") | dict.fromkeys(("starts", "contexts", "tables"), "*i32")
+    kinds |= {"scale": "fp32", "pool": f"tensordesc<bf16[{hopper.PAGE}, 64],{hopper.layout(torch.bfloat16)!r}>"}
+    names = [parameter.name for parameter in hopper.hopper_kernel.params]
+    signature = {name: "constexpr" if name in fixed else kinds.get(name, "i32") for name in names}
+    constants = {(place,): fixed[name] for place, name in enumerate(names) if name in fixed}
+    aligned = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(names) if signature[name][0] == "*"}
+    source = GluonASTSource(hopper.hopper_kernel, signature, constants, aligned)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+
+
 def compile_all(capability: int, dtype: torch.dtype) -> list[str]:
-    """One line for each kernel: its name, registers, spills and shared memory."""
+    """One line for each kernel: its name and shared memory."""
     lines = []
     dependent = {"PDL": True} if capability >= 90 else {"PDL": False}
     for name, call in calls(dtype):
@@ -140,10 +162,13 @@ def compile_all(capability: int, dtype: torch.dtype) -> list[str]:
             compiled = compile_launch(kernel, arguments | dependent, capability)
             assert compiled.asm["cubin"]
             lines.append(f"{name}: {kernel.__name__} shared {compiled.metadata.shared}")
+    if capability == 90 and dtype == torch.bfloat16:
+        for dim, windowed in ((64, False), (128, False), (128, True)):
+            compiled = compile_hopper(dim, windowed)
+            lines.append(f"attention {dim}: hopper_kernel shared {compiled.metadata.shared}")
     return lines
 
 
 if __name__ == "__main__":
-    overlap.launch_options.__doc__  # noqa: B018
     for kind in [getattr(torch, name) for name in sys.argv[2:]] or (torch.bfloat16, torch.float16, torch.float32):
         print(kind, *compile_all(int(sys.argv[1]), kind), sep="\n  ")
