@@ -141,7 +141,9 @@ class Continuation:
             if not loss.retryable or losses >= self._mesh.settings.max_attempts:
                 raise loss
             # Those who lost one generation share the next one, too; whoever cannot join twice computes alone.
-            unjoined += isinstance(placement, mesh_pb2.Joined) and loss.reason != lost_worker().reason
+            if isinstance(placement, mesh_pb2.Joined) and loss.reason != lost_worker().reason:
+                unjoined += 1
+                self._submit.unjoinable = placement.leader_job_id
             if unjoined > 1:
                 self._submit.identity = b""
             if loss.reason == lost_worker().reason or isinstance(placement, mesh_pb2.Assigned):

@@ -10,7 +10,7 @@ from concurrent.futures import Executor
 from protos import inference_pb2 as api
 from services import hashing, validate
 from services.errors import WeftError, internal
-from services.gateway.access import Access, metadata_of
+from services.gateway.access import Access, denied, metadata_of
 from services.gateway.collect import Collector
 from services.gateway.continuation import Mesh
 from services.gateway.dispatch import no_scheduler
@@ -101,6 +101,8 @@ class InferenceService:
     async def _admit(self, visit: Visit, tenant: Tenant) -> Order:
         request = visit.request
         validate.check_request(request)
+        if request.priority > tenant.most_priority:
+            raise denied("this key is not for so high a priority", "PRIORITY_DENIED", "priority")
         visit.timeline.enter(Phase.REMOTE)
         served = await self._find(request.model, tenant)
         visit.timeline.enter(Phase.OWN)

@@ -11,6 +11,7 @@ The file is TOML. `weft key` makes a key, and the line that goes here; the key i
     burst = 10                                   # requests at once; absent: one second's worth
     concurrent = 8                               # answers under way
     tokens_per_minute = 60000                    # of prompts and answers
+    most_priority = 0                            # 0 unless said: more would go before the requests of others
 """
 
 import hashlib
@@ -25,6 +26,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from services.hashing import digest
+from services.validate import MAX_PRIORITY
 
 MOST_BYTES = 4 << 20
 _PREFIX = "sha256:"
@@ -55,6 +57,7 @@ class Tenant:
     limits: Limits = field(default_factory=Limits)
     models: frozenset[str] | None = None
     methods: frozenset[str] | None = None
+    most_priority: int = MAX_PRIORITY
 
     @classmethod
     def named(
@@ -63,6 +66,7 @@ class Tenant:
         limits: Limits | None = None,
         models: Iterable[str] | None = None,
         methods: Iterable[str] | None = None,
+        most_priority: int = MAX_PRIORITY,
     ) -> "Tenant":
         """The tenant of this name."""
         return cls(
@@ -72,6 +76,7 @@ class Tenant:
             limits or Limits(),
             None if models is None else frozenset(models),
             None if methods is None else frozenset(methods),
+            most_priority,
         )
 
     def may_use(self, names: Iterable[str]) -> bool:
@@ -169,11 +174,12 @@ class _Entry(BaseModel):
     burst: int | None = Field(None, ge=1)
     concurrent: int | None = Field(None, ge=1)
     tokens_per_minute: int | None = Field(None, ge=1)
+    most_priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
 
     def tenant(self) -> Tenant:
         """What it describes."""
         limits = Limits(self.requests_per_second, self.burst, self.concurrent, self.tokens_per_minute)
-        return Tenant.named(self.name, limits, self.models, self.methods)
+        return Tenant.named(self.name, limits, self.models, self.methods, self.most_priority)
 
 
 class _File(BaseModel):

@@ -162,6 +162,14 @@ class Line(Generic[J]):
         turns = (len(same.tenants.get(tenant, ())) + 1) * len(tenants) - 1
         return higher + min(len(same), len(same.resumed) + turns)
 
+    def waiting(self, tenant: str) -> int:
+        """How many jobs of a tenant wait."""
+        return self._active.get(tenant, 0)
+
+    def sharers(self, tenant: str) -> int:
+        """How many tenants have jobs that wait, with this one."""
+        return len(self._active) + (tenant not in self._active)
+
     def _left(self, job: J) -> None:
         if not self._classes[job.priority]:
             del self._classes[job.priority]

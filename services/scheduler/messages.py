@@ -67,6 +67,7 @@ class Submit:
     identity: bytes = b""
     body: bytes = b""
     avoid: frozenset[str] = frozenset()
+    unjoinable: str = ""
 
 
 class JobRef(NamedTuple):

@@ -260,7 +260,7 @@ class Pool:
             return admission.deadline_expired()
         if job.resumed:  # Its client already has tokens: it is never turned away for want of room.
             return None
-        if self._full(model):
+        if self._full(model, job.tenant):
             return admission.queue_full(model.retry_after_s(model.healthy(now)))
         if job.submit.deadline_s is not None:
             paces = model.paces(job, model.healthy(now))
@@ -268,8 +268,13 @@ class Pool:
                 return admission.deadline_unmeetable()
         return None
 
-    def _full(self, model: Model) -> bool:
-        return len(model.line) + model.following >= self.limits.queue_limit
+    def _full(self, model: Model, tenant: str) -> bool:
+        """No job of this tenant may wait any more: whoever fills the line leaves the others their shares of it."""
+        waiting, most = len(model.line) + model.following, self.limits.queue_limit
+        if waiting < most or waiting >= 2 * most:
+            return waiting >= most
+        followers = sum(job.tenant == tenant and job.model_name == model.name for job in self._followers.values())
+        return model.line.waiting(tenant) + followers >= most / model.line.sharers(tenant)
 
     def _dispatch(self, model: Model, now: float) -> None:
         """Gives the free credits of a model to the jobs whose turn it is."""
@@ -306,6 +311,8 @@ class Pool:
     # ---- leaders and followers ----
 
     def _may_follow(self, job: Job, leader: Job) -> bool:
+        if leader.id == job.submit.unjoinable:
+            return False
         return leader.worker is None or leader.worker.id not in job.submit.avoid
 
     def _follow(self, job: Job, leader: Job) -> None:
@@ -314,7 +321,7 @@ class Pool:
             self._tell_joined(job, leader)
             return
         model = self.models[leader.model_name]
-        if self._full(model) and not job.resumed:
+        if self._full(model, job.tenant) and not job.resumed:
             self._reject(job, admission.queue_full(1.0))
             return
         job.leader = leader

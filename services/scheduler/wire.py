@@ -50,6 +50,7 @@ def submit_from(submit: mesh.Submit) -> Submit:
         identity=submit.identity,
         body=submit.body,
         avoid=frozenset(submit.avoid),
+        unjoinable=submit.unjoinable,
     )
 
 

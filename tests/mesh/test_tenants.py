@@ -167,6 +167,10 @@ async def test_a_key_opens_what_is_for_it(mesh: Mesh, stub: Stub) -> None:
     stranger = bearer(KEYS["stranger"])
     assert (await refusal(stub.Complete(request, metadata=stranger)))[:2] == (CODES.PERMISSION_DENIED, "MODEL_DENIED")
     assert not (await stub.ListModels(api.ListModelsRequest(), metadata=stranger)).models
+    urgent = ask("A tale")
+    urgent.priority = 1
+    refused = await refusal(stub.Complete(urgent, metadata=bearer(KEYS["few"])))
+    assert refused[:2] == (CODES.PERMISSION_DENIED, "PRIORITY_DENIED")
     request.model = "nobody's"
     assert (await refusal(stub.Complete(request, metadata=stranger)))[0] is CODES.NOT_FOUND
     async with aio.insecure_channel(mesh.gateways[0].address) as channel:
@@ -230,7 +234,10 @@ async def test_caches_are_never_shared(stub: Stub) -> None:
     assert (other.receipt.cached_tokens, other.receipt.result_hit, other.receipt.joined) == (0, False, False)
     assert other.receipt.prefill_tokens == 400
     cold_s, other_s = first.receipt.timings.first_token_s, other.receipt.timings.first_token_s
-    again = await answer_for(stub, "many", request)
+    for _ in range(20):  # A result is stored in the background, and a look-up has 20 ms.
+        again = await answer_for(stub, "many", request)
+        if again.receipt.result_hit:
+            break
     assert again.receipt.result_hit
     request.sampling.seed = 22
     warm = await answer_for(stub, "many", request)
@@ -254,9 +261,6 @@ async def test_generations_are_never_shared(stub: Stub) -> None:
     assert not other.receipt.joined
     assert other.receipt.prefill_tokens == 96
     assert (await leading).ids == own.ids
-    request.prompt.token_ids.ids.append(9)
-    other = await answer_for(stub, "few", request)  # Of one's own id another body would be refused.
-    assert len(other.ids) == 60
 
 
 async def test_tenants_offering_10_to_1_get_1_to_1(stub: Stub) -> None:

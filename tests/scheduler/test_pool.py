@@ -139,6 +139,35 @@ def test_a_full_line_refuses_with_a_time_to_come_back(stage: Stage) -> None:
     assert stage.submit("moved", attempt=2) is None, "a job with tokens at its client is never turned away"
 
 
+def test_who_could_not_join_a_job_shares_the_next_one() -> None:
+    """Its worker may have ended it, and the report of that be on its way."""
+    stage = Stage()
+    stage.gateway()
+    stage.worker(credits=4)
+    stage.submit("leader", identity=b"i")
+    for job in ("a", "b"):
+        assert isinstance(stage.submit(job, identity=b"i"), Joined)
+    assert isinstance(stage.submit("a", attempt=2, identity=b"i", unjoinable="leader"), Assigned)
+    answer = stage.submit("b", attempt=2, identity=b"i", unjoinable="leader")
+    assert isinstance(answer, Joined)
+    assert answer.leader_job_id == "a"
+
+
+def test_who_fills_the_line_leaves_the_others_their_share() -> None:
+    stage = Stage(Limits(queue_limit=4))
+    stage.gateway()
+    stage.worker(credits=1)
+    stage.submit("running")
+    for number in range(5):
+        stage.submit(f"many-{number}", tenant="many")
+    for number in range(3):
+        stage.submit(f"few-{number}", tenant="few")
+    stage.submit("other-0", tenant="other")
+    stage.submit("other-1", tenant="other")
+    stage.submit("last-0", tenant="last")
+    assert stage.rejected() == dict.fromkeys(["many-4", "few-2", "last-0"], "QUEUE_FULL")
+
+
 def test_followers_fill_the_line_too(stage: Stage) -> None:
     stage = Stage(Limits(queue_limit=2))
     stage.gateway("g1")
