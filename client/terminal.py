@@ -72,6 +72,7 @@ def receipt_facts(receipt: api.Receipt) -> dict[str, str]:
         "tokens": f"{receipt.completion_tokens} for a prompt of {receipt.prompt_tokens}",
         "prefill tokens": str(receipt.prefill_tokens),
         "cached tokens": str(receipt.cached_tokens),
+        "fetched tokens": str(receipt.fetched_tokens or ""),
         "workers": ", ".join(receipt.workers) or "none",
         "attempts": str(receipt.attempts),
         "preemptions": str(receipt.preemptions or ""),

@@ -56,7 +56,7 @@ async def main() -> None:
         metrics.loaded(card.name, settings.max_batch_size, engine.stats)
         jobs = Jobs(engine, card, settings.orphan_s, metrics)
         sharing = settings.cache_address if settings.prefix_fetch and settings.prefix_cache else ""
-        async with shared_prefixes(sharing, engine):
+        async with shared_prefixes(sharing, engine, metrics.all):
             await _serve(settings, address, server, service, startup, stop, engine, jobs, card, bundle)
     except (CheckpointError, NoAddress, Refused) as error:
         log.error("cannot serve", reason=str(error))

@@ -34,6 +34,7 @@ class WorkerMetrics:
         add = self.all
         self._jobs = add.counter("weft_worker_jobs", "Jobs by how they ended.", "model", "reason")
         self._prefill = add.counter("weft_worker_prefill_tokens", "Tokens computed before first ones.", "model")
+        self._fetched = add.counter("weft_worker_fetched_tokens", "Prompt tokens fetched from lower tiers.", "model")
         self._step = add.histogram("weft_worker_step_seconds", "Engine steps.", metrics.SHORT_S, "model")
         self._rows = add.histogram("weft_worker_step_tokens", "New tokens of a step.", metrics.TOKENS[:8], "model")
         name = "model_name"
@@ -95,6 +96,7 @@ class WorkerMetrics:
         self._jobs.add(1, model, ended.reason.value)
         self._success.add(1, model, _REASONS[ended.reason])
         self._prefill.add(cost.prefill_tokens, model)
+        self._fetched.add(cost.fetched_tokens, model)
         self._prompt.add(prompt_tokens, model)
         if cacheable:
             self._queries.add(prompt_tokens, model)

@@ -16,7 +16,7 @@ from grpc import aio
 
 from protos import cache_pb2 as cache
 from protos import cache_pb2_grpc as cache_grpc
-from services import hashing, rpc
+from services import hashing, metrics, rpc
 from services.worker.engines import WorkerEngine
 from services.worker.prefetch import Link
 from services.worker.tiers import Wish
@@ -40,8 +40,10 @@ class RemoteStore:
     def __init__(self, stub: "cache_grpc.CacheAsyncStub", layout: str, block_bytes: int) -> None:
         self.link = Link()
         """The measured way from the cache service to here."""
-        self.counts: Counter[str] = Counter()
-        """What became of wishes (fetched, absent, dear, late, failed) and of offered blocks (stored, lost)."""
+        self.fetches: Counter[str] = Counter()
+        """What became of wishes: fetched, absent, dear, late, abandoned, failed."""
+        self.offers: Counter[str] = Counter()
+        """What became of offered blocks: stored, known, lost."""
         self._stub = stub
         self._layout = layout.encode()
         self._block_bytes = block_bytes
@@ -86,7 +88,7 @@ class RemoteStore:
         try:
             await asyncio.gather(*tasks)
         except Exception as error:
-            rpc.log_exception("prefixes are shared no more", error)
+            rpc.log_exception("sharing prefixes failed", error)
         finally:
             for task in (*tasks, *self._fetching):
                 task.cancel()
@@ -116,7 +118,7 @@ class RemoteStore:
         except aio.AioRpcError as error:
             log.debug("fetch failed", code=error.code().name)
         finally:
-            self.counts[outcome] += 1
+            self.fetches[outcome] += 1
             wish.answer(wish, None)
 
     async def _count(self, keys: Sequence[bytes]) -> int:
@@ -162,7 +164,7 @@ class RemoteStore:
                     async with asyncio.timeout(_OFFER_LIMIT_S):
                         await self._put(batch)
                 except (aio.AioRpcError, TimeoutError):
-                    self.counts["lost"] += count
+                    self.offers["lost"] += count
                 for _ in range(count):
                     self._offers.popleft()
 
@@ -180,8 +182,9 @@ class RemoteStore:
         last = await call.read()
         stored = set(last.stored) if isinstance(last, cache.PutBlocksResponse) else set()
         self._know([key for place, key in enumerate(keys) if place in stored or place not in first.wanted])
-        self.counts["stored"] += len(stored)
-        self.counts["lost"] += len(first.wanted) - len(stored)
+        self.offers["stored"] += len(stored)
+        self.offers["lost"] += len(first.wanted) - len(stored)
+        self.offers["known"] += len(keys) - len(first.wanted)
 
     async def _measure_often(self) -> None:
         while True:
@@ -244,18 +247,42 @@ def _pieces(index: int, payload: bytes) -> Iterator[cache.BlockPiece]:
 
 
 @contextlib.asynccontextmanager
-async def shared_prefixes(address: str, engine: WorkerEngine) -> AsyncIterator[None]:
-    """Lets an engine that does not run yet share prefixes through the cache service at `address`, if there is one."""
+async def shared_prefixes(address: str, engine: WorkerEngine, counts: metrics.Metrics) -> AsyncIterator[None]:
+    """Lets an engine that does not run yet share prefixes through the cache service at `address`, if there is one.
+
+    `counts` get what becomes of that.
+    """
     if not address or not engine.block_layout:
         yield
         return
     async with rpc.link_channel(address) as channel:
         store = RemoteStore(cache_grpc.CacheStub(channel), engine.block_layout, engine.block_bytes)
         engine.use_remote(store)
+        _count(counts, store)
         running = asyncio.create_task(store.run())
         try:
             yield
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
-            log.info("prefixes", byte_s=store.link.byte_s, latency_s=store.link.latency_s, **store.counts)
+            log.info("prefixes are shared no more", fetches=dict(store.fetches), offers=dict(store.offers))
+
+
+def _count(counts: metrics.Metrics, store: RemoteStore) -> None:
+    counts.total(
+        "weft_worker_prefix_fetches",
+        "Prefixes asked of the cache service, by what became of it.",
+        lambda: metrics.by_label(store.fetches.items()),
+        "outcome",
+    )
+    counts.total(
+        "weft_worker_prefix_offers",
+        "Blocks offered to the cache service, by what became of them.",
+        lambda: metrics.by_label(store.offers.items()),
+        "outcome",
+    )
+    counts.gauge(
+        "weft_worker_fetch_bytes_per_second",
+        "Measured speed of fetching KV from the cache service; 0 when not yet known.",
+        lambda: 1 / store.link.byte_s if store.link.byte_s else 0.0,
+    )
