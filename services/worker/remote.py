@@ -27,7 +27,11 @@ MESSAGE_BYTES = 1 << 20
 MEASURE_BYTES = 256 << 10
 MEASURE_S = 5.0
 """Seconds between measurements for their own sake: while no job dares to fetch, nothing else tells of a faster link."""
-_MEASURE_LIMIT_S = 2.0
+_MEASURE_TIMES = 3
+_MEASURE_LIMIT_S = 3.0
+# A block is not worth keeping if fetching is predicted to take so many times longer than computing. Not just longer:
+# others may have a better link, and this one may be busy for a moment.
+_HOPELESS = 4.0
 _OFFER_LIMIT_S = 30.0
 _OFFERED_BYTES = 16 << 20
 _BATCH_BLOCKS = 128
@@ -68,7 +72,7 @@ class RemoteStore:
 
     def lacks(self, keys: Sequence[bytes], recompute_s: float) -> list[bytes]:
         """Those not known to be stored."""
-        if self.link.known and not self.pays(len(keys), recompute_s):
+        if self.link.known and not self.pays(len(keys), _HOPELESS * recompute_s):
             return []
         return [key for key in keys if key not in self._known]
 
@@ -196,14 +200,20 @@ class RemoteStore:
             await asyncio.sleep(MEASURE_S if self.link.known else MEASURE_S / 5)
 
     async def _measure(self) -> None:
-        """Store a block of random bytes, unless it is there, and fetch it."""
-        key = hashing.digest(b"weft/measure/1", self._layout)
+        """Store random bytes, unless they are there, and fetch them a few times: the quickest was least disturbed."""
         self._curious = True
+        key = hashing.digest(b"weft/measure/1", self._layout)
         await self._put([(key, os.urandom(MEASURE_BYTES))])
-        if not await self._count([key]):
-            return
-        nobody = Wish([key], _MEASURE_LIMIT_S, lambda wish, payloads: None)
-        self._curious = await self._receive(nobody, 1) != "fetched"
+        await self._count([key])
+        elapsed_s = []
+        for _ in range(_MEASURE_TIMES):
+            began = time.monotonic()
+            call = self._stub.GetBlocks(cache.GetBlocksRequest(blocks=self._list([key])))
+            if sum([len(piece.data) async for response in call for piece in response.pieces]) < MEASURE_BYTES:
+                return
+            elapsed_s.append(time.monotonic() - began)
+        self.link.moved(MEASURE_BYTES, min(elapsed_s))
+        self._curious = False
         log.debug("link measured", latency_s=self.link.latency_s, byte_s=self.link.byte_s)
 
     def _list(self, keys: Sequence[bytes]) -> cache.BlockList:

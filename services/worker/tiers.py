@@ -33,7 +33,7 @@ class BlockStore(Protocol):
         """Answers the wish with what it has of it from the first block on, and then, in any case, with None."""
 
     def lacks(self, keys: Sequence[bytes], recompute_s: float) -> list[bytes]:
-        """Which of these blocks it may want to be offered: none if fetching them all is known not to pay."""
+        """Which of these blocks it may want to be offered: none if fetching them all is far from paying."""
 
     def offer(self, key: bytes, payload: bytes) -> bool:
         """Takes the contents of a block. False if it has no room for offers now."""

@@ -22,8 +22,9 @@ from tests.redis_server import RedisServer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-# One thread and invariant sums: prefill is slow enough that fetching pays, and equal tokens are promised.
-WORKER = {"WEFT_DETERMINISTIC": "true", "WEFT_THREADS": "1", "WEFT_LOG_LEVEL": "debug"}
+# One thread, invariant sums, small steps: prefill is slow enough that fetching pays also on a busy machine, and equal
+# tokens are promised.
+WORKER = {"WEFT_DETERMINISTIC": "true", "WEFT_THREADS": "1", "WEFT_STEP_TOKENS": "64", "WEFT_LOG_LEVEL": "debug"}
 SENTENCE = "the king had a young daughter who went into dark woods to find her brother and an old white horse"
 PATTERN = "weft:1:{block}:*"
 TALES = 7

@@ -153,7 +153,7 @@ async def test_a_part_of_a_prefix_is_better_than_nothing(scene: Scene) -> None:
 
 async def test_what_would_take_too_long_is_not_begun(scene: Scene) -> None:
     await scene.keep(10)
-    scene.store.link.byte_s = 1e-6
+    scene.store.link.byte_s = 1e-5
     assert not scene.store.pays(10, 0.4)
     assert await scene.fetch(KEYS, budget_s=0.4) < 0.3
     assert scene.came == []
