@@ -371,7 +371,7 @@ class FakeMesh:
             FakeWorker(f"worker-{i}", script)  # type: ignore[abstract]
             for i in range(workers)
         ]
-        self.cache = FakeCache() if cache else None
+        self.cache = FakeCache() if cache else None  # type: ignore[abstract]
         self.servers: dict[str, rpc.Server] = {}
         self._settings = settings
         self._gateway: Any = None
