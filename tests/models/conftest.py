@@ -10,12 +10,13 @@ import torch
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Keep torch to one thread: toy models gain nothing from more, and neighbours need theirs."""
-    before = torch.get_num_threads()
+def torch_as_it_was() -> Iterator[None]:
+    """One thread, as toy models gain nothing from more; afterwards threads and precision are what they were."""
+    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
     torch.set_num_threads(1)
     yield
-    torch.set_num_threads(before)
+    torch.set_num_threads(threads)
+    torch.set_float32_matmul_precision(precision)
 
 
 @pytest.fixture
