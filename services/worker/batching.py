@@ -50,13 +50,23 @@ class Plan:
 class Batch:
     """Waiting and running sequences and the pool they share. Its one writer is the engine's thread."""
 
-    def __init__(self, pool: BlockPool, block_size: int, slots: int, step_tokens: int, prefix_cache: bool) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        block_size: int,
+        slots: int,
+        step_tokens: int,
+        prefix_cache: bool,
+        chunk_tokens: int | None = None,
+    ) -> None:
         if step_tokens < slots:
             raise ValueError(f"step_tokens {step_tokens} is less than max_batch_size {slots}: some rows would starve")
         self.pool, self.block_size = pool, block_size
-        self.step_tokens, self.prefix_cache = step_tokens, prefix_cache
+        self.step_tokens, self.prefix_cache, self.chunk_tokens = step_tokens, prefix_cache, chunk_tokens
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
+        self.leaving: list[Sequence] = []
+        """Done, but a step in flight may still write to their blocks."""
         self.preemptions = 0
         self._free_slots = list(range(slots - 1, -1, -1))
         self._released: list[int] = []
@@ -71,11 +81,22 @@ class Batch:
         bisect.insort(self.waiting, sequence, key=_rank)
 
     def remove(self, sequence: Sequence) -> None:
-        """A sequence is done, whatever the reason: its slot and blocks are free for others."""
+        """A sequence is done, whatever the reason: its slot and blocks are free for others, at once or when the last
+        step in flight that may still write to them has landed."""
         if sequence.slot is None:
             self.waiting.remove(sequence)
+            return
+        self.running.remove(sequence)
+        if sequence.flying:
+            self.leaving.append(sequence)
         else:
-            self.running.remove(sequence)
+            self._vacate(sequence)
+
+    def land(self, sequence: Sequence) -> None:
+        """A step in flight with a row of this sequence is over."""
+        sequence.flying -= 1
+        if not sequence.flying and sequence in self.leaving:
+            self.leaving.remove(sequence)
             self._vacate(sequence)
 
     def plan(self) -> Plan:
@@ -90,6 +111,9 @@ class Batch:
                 prompts.append(sequence)
             elif remaining and sequence.slot is not None:
                 self._schedule(sequence, remaining, plan)
+        if plan.rows and self.chunk_tokens is not None:
+            # Every prompt in line slows the running answers by its own share, and no more.
+            plan.budget = min(plan.budget, self.chunk_tokens * (len(prompts) + len(self.waiting)))
         for sequence in prompts:
             if sequence.slot is not None:
                 self._schedule(sequence, sequence.remaining, plan)
@@ -131,10 +155,11 @@ class Batch:
     def check(self) -> None:
         """Assert that blocks and sequences agree."""
         self.pool.check()
-        used = {block for sequence in self.running for block in sequence.blocks}
+        holders = [*self.running, *self.leaving]
+        used = {block for sequence in holders for block in sequence.blocks}
         assert len(used) == self.pool.active, f"{len(used)} blocks in tables, {self.pool.active} active"
         assert not any(sequence.blocks for sequence in self.waiting), "a waiting sequence holds blocks"
-        slots = sorted([*self._free_slots, *(s.slot for s in self.running if s.slot is not None)])
+        slots = sorted([*self._free_slots, *(s.slot for s in holders if s.slot is not None)])
         assert slots == list(range(len(slots))), f"slots are lost or given twice: {slots}"
 
     # ---- running sequences ----

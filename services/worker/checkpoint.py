@@ -10,6 +10,7 @@ from typing import Any
 
 from protos import mesh_pb2 as mesh
 from services import hashing
+from services.worker import presets
 from services.worker.config import CheckpointError, ModelConfig
 
 _IDENTITY_BYTES = 1 << 16
@@ -17,12 +18,15 @@ _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 def locate(model: str) -> Path:
-    """The folder of a checkpoint: a path, or a hub id that is fetched or already in the local cache.
+    """The folder of a checkpoint: a path, a preset of random weights, or a hub id that is fetched or already
+    in the local cache.
 
     Raises CheckpointError.
     """
     if not model:
         raise CheckpointError("no model: set MODEL_NAME to a checkpoint's folder or hub id")
+    if model.startswith(presets.PREFIX):
+        return presets.folder_of(model)
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder

@@ -5,15 +5,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-
-import torch
+from typing import Any
 
 from services.worker import inputs
+from services.worker.assembly import assemble
 from services.worker.batching import Batch, Plan, Row
 from services.worker.blocks import BlockPool
-from services.worker.config import CheckpointError, load_config
+from services.worker.config import CheckpointError
 from services.worker.inputs import SlotEdits
 from services.worker.job import (
     Ended,
@@ -26,19 +26,16 @@ from services.worker.job import (
     StepOutput,
     TokenOut,
 )
-from services.worker.memory import MemoryPlan, available_memory, plan_memory
-from services.worker.model import Model, Progress, load_weights
-from services.worker.ops import InvariantOps, Ops, ReferenceOps
+from services.worker.memory import MemoryPlan
+from services.worker.model import Progress
 from services.worker.pace import Pace
 from services.worker.prefixes import Prefixes
-from services.worker.runner import CpuRunner, StepResult
+from services.worker.runner import StepResult
 from services.worker.sequence import Sequence
 from services.worker.tiers import BlockStore, HostStore
-from services.worker.weights import open_checkpoint
 
 log = logging.getLogger(__name__)
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _IDLE_WAIT_S = 0.5
 _PARKED_WAIT_S = 0.01  # at most, until a deadline or a late fetch is noticed when nothing else is to be done
 _WARM_UP_KEY = -1
@@ -47,6 +44,20 @@ _NUMERIC = Failure("INTERNAL", "NUMERIC", "the model computed numbers that are n
 _INTERNAL = Failure("INTERNAL", "INTERNAL", "the engine failed to compute this request", retryable=True)
 _TOO_LONG = Failure("INVALID_ARGUMENT", "INVALID", "the prompt is empty or does not fit the model's context")
 _NO_ROOM = Failure("RESOURCE_EXHAUSTED", "KV_EXHAUSTED", "the request needs more KV memory than this worker has")
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step that has been launched and not yet collected."""
+
+    parts: list[tuple[list[Row], Any]]
+    """Its rows and the runner's handle; more than one if rows had to be told apart."""
+    epochs: dict[int, int]
+    """For each job, how often it had been paused: a later pause makes its row void."""
+    prefill: int
+    """Prompt tokens."""
+    decodes: bool
+    launched_s: float
 
 
 class Engine:
@@ -58,28 +69,19 @@ class Engine:
 
     def __init__(self, model_dir: Path, options: EngineOptions, progress: Progress) -> None:
         """Load a checkpoint. progress(phase, done, total) is called along the way. Raises CheckpointError."""
-        progress("checkpoint", 0, 1)
-        # Threads share out long sums, each number of them in another order: one is every worker's common denominator.
-        threads = options.threads or (1 if options.deterministic else None)
-        if threads:
-            torch.set_num_threads(threads)
         self.options = options
-        self.config = load_config(model_dir)
-        checkpoint = open_checkpoint(model_dir)
-        dtype = _DTYPES[options.dtype]
-        self.parameters = checkpoint.parameters
+        parts = assemble(model_dir, options, progress)
+        self.config, self.runner = parts.config, parts.runner
+        self.parameters = parts.parameters
         """Numbers in the checkpoint."""
-        self.memory: MemoryPlan = plan_memory(
-            self.config, checkpoint.parameters, dtype.itemsize, options, available_memory()
-        )
+        self.memory: MemoryPlan = parts.memory
         log.info("memory: %s", self.memory)
-        progress("checkpoint", 1, 1)
-        ops: Ops = InvariantOps() if options.deterministic else ReferenceOps()
-        model = Model(self.config, ops, dtype, self.memory.max_seq_length)
-        load_weights(model, checkpoint, progress)
-        slots, blocks = options.max_batch_size, self.memory.kv_blocks
-        self.runner = CpuRunner(model, blocks, options.block_size, slots, self.memory.max_seq_length)
-        self.batch = Batch(BlockPool(blocks), options.block_size, slots, options.step_tokens, options.prefix_cache)
+        pool, slots = BlockPool(self.memory.kv_blocks), options.max_batch_size
+        self.batch = Batch(
+            pool, options.block_size, slots, options.step_tokens, options.prefix_cache, options.chunk_tokens
+        )
+        self._flights: deque[_Flight] = deque()
+        self._landed_s = 0.0
         self._on_launch: Callable[[float], None] = lambda predicted_step_s: None
         self._sequences: dict[int, Sequence] = {}
         self._inbox: deque[Sequence | tuple[int, int | None]] = deque()
@@ -139,7 +141,7 @@ class Engine:
 
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._inbox or self._sequences)
+        return bool(self._inbox or self._sequences or self._flights)
 
     def stats(self) -> Stats:
         """Counters and gauges as of the last step, and the prediction for the one under way."""
@@ -162,7 +164,7 @@ class Engine:
         """
         self._on_launch = on_launch
         while not stop.is_set():
-            if self._sequences and self.prefixes.parked == len(self._sequences):
+            if self._sequences and self.prefixes.parked == len(self._sequences) and not self._flights:
                 with self._wake:
                     if not (self._inbox or self.prefixes.answered or stop.is_set()):
                         self._wake.wait(_PARKED_WAIT_S)
@@ -174,22 +176,19 @@ class Engine:
                         self._wake.wait(_IDLE_WAIT_S)
 
     def step(self) -> StepOutput:
-        """Take what has arrived, compute one step, tell what it brought."""
+        """Take what has arrived, launch steps until as many are in flight as the device may have, collect the oldest.
+
+        On a CPU that is one step from its plan to its tokens. On a GPU the next step is planned and launched while one
+        runs, and what is told here is what the oldest brought.
+        """
         output = StepOutput([], [])
         self._take_inbox(output)
         self.prefixes.settle()
         self._end_expired(output)
-        plan = self._plan()
-        edits = [inputs.release(slot) for slot in plan.released]
-        for sequence in plan.admitted:
-            try:
-                edits.append(inputs.admit(sequence, self.config.eos_token_ids))
-            except Exception as error:
-                plan.drop(sequence)
-                self._fail(sequence, error, output)
-        edits += [inputs.new_blocks(row.sequence) for row in plan.rows if row.sequence.has_new_blocks]
-        if plan.rows:
-            self._launch(plan.rows, edits, output)
+        while len(self._flights) < self.runner.depth and self._launch_next(output):
+            pass
+        if self._flights:
+            self._collect_oldest(output)
         self.prefixes.offer_some()
         self._publish_state()
         return output
@@ -207,6 +206,21 @@ class Engine:
                 sequence.note_pauses(time.monotonic())
         return plan
 
+    def _launch_next(self, output: StepOutput) -> bool:
+        """Plan the next step and launch it. False if there is nothing to do before something has landed."""
+        plan = self._plan()
+        edits = [inputs.release(slot) for slot in plan.released]
+        for sequence in plan.admitted:
+            try:
+                edits.append(inputs.admit(sequence, self.config.eos_token_ids))
+            except Exception as error:
+                plan.drop(sequence)
+                self._fail(sequence, error, output)
+        edits += [inputs.new_blocks(row.sequence) for row in plan.rows if row.sequence.has_new_blocks]
+        if plan.rows:
+            self._launch(plan.rows, edits, output)
+        return bool(plan.rows)
+
     def _launch(self, rows: list[Row], edits: list[SlotEdits], output: StepOutput) -> None:
         prefill = sum(row.tokens for row in rows if row.start < row.sequence.prefill_end)
         self._predicted_step_s = self._pace.predict(prefill)
@@ -214,17 +228,31 @@ class Engine:
         began = time.monotonic()
         for row in rows:
             row.sequence.started_s = row.sequence.started_s or began
-        results = self._run(rows, edits, output)
+        decodes = any(row.start >= row.sequence.prefill_end for row in rows)
+        parts = self._run(rows, edits, output)
+        epochs = {}
+        for row in (row for part, _ in parts for row in part):
+            row.sequence.flying += 1
+            epochs[row.sequence.job.key] = row.sequence.preemptions
+        self._flights.append(_Flight(parts, epochs, prefill, decodes, began))
+
+    def _collect_oldest(self, output: StepOutput) -> None:
+        flight = self._flights.popleft()
+        for rows, step in flight.parts:
+            result = self.runner.collect(step)
+            now = time.monotonic()
+            self._collect(rows, result, flight.epochs, now, output)
+            for row in rows:
+                self.batch.land(row.sequence)
         now = time.monotonic()
         self._steps += 1
-        self._pace.observe(prefill, any(row.start >= row.sequence.prefill_end for row in rows), now - began)
-        for part, result in results:
-            self._collect(part, result, now, output)
+        self._pace.observe(flight.prefill, flight.decodes, now - max(flight.launched_s, self._landed_s))
+        self._landed_s = now
 
-    def _run(self, rows: list[Row], edits: list[SlotEdits], output: StepOutput) -> list[tuple[list[Row], StepResult]]:
-        """Compute the rows; if that fails, each half of them with its slots' edits, so one bad job fails alone."""
+    def _run(self, rows: list[Row], edits: list[SlotEdits], output: StepOutput) -> list[tuple[list[Row], Any]]:
+        """Launch the rows; if that fails, each half of them with its slots' edits, so one bad job fails alone."""
         try:
-            return [(rows, self.runner.run(inputs.pack(edits, rows)))]
+            return [(rows, self.runner.launch(inputs.pack(edits, rows)))]
         except Exception as error:
             if len(rows) == 1:
                 self._fail(rows[0].sequence, error, output)
@@ -234,12 +262,17 @@ class Engine:
         first = self._run(rows[:half], [edit for edit in edits if edit.slot not in late], output)
         return first + self._run(rows[half:], [edit for edit in edits if edit.slot in late], output)
 
-    def _collect(self, rows: list[Row], result: StepResult, now: float, output: StepOutput) -> None:
+    def _collect(
+        self, rows: list[Row], result: StepResult, epochs: dict[int, int], now: float, output: StepOutput
+    ) -> None:
         sampled = result.sampled
         place = 0
         for row, finite in zip(rows, result.finite, strict=True):
             sequence, at = row.sequence, place
             place += row.samples
+            key = sequence.job.key
+            if self._sequences.get(key) is not sequence or sequence.preemptions != epochs[key]:
+                continue  # It ended or was paused meanwhile: nobody waits for this token.
             sequence.steps += 1
             if row.start < sequence.prefill_end:
                 sequence.prefill_steps += 1

@@ -1,10 +1,11 @@
 """Which engine a worker runs, by name. Knows how to open each, and imports only the one that was asked for."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
+from services.worker.config import CheckpointError
 from services.worker.job import EngineOptions, Job, Stats, StepOutput
 from services.worker.memory import MemoryPlan
 from services.worker.settings import WorkerSettings
@@ -56,6 +57,30 @@ class WorkerEngine(Protocol):
 
     def wake(self) -> None:
         """Let `run_forever` look at its stop event now."""
+
+
+_GPU_DEFAULTS: Mapping[str, object] = {
+    "max_batch_size": 256,
+    "step_tokens": 2048,
+    "chunk_tokens": 320,
+    "dtype": "bfloat16",
+}
+
+
+def suited(settings: WorkerSettings) -> WorkerSettings:
+    """The settings with the engine chosen, and with its own defaults for what nobody set. Raises CheckpointError."""
+    if settings.engine not in ("auto", "gpu"):
+        return settings
+    import torch
+
+    if not torch.cuda.is_available():
+        if settings.engine == "gpu":
+            raise CheckpointError("ENGINE=gpu needs a GPU that torch can use")
+        return settings.model_copy(update={"engine": "torch"})
+    unset = {name: value for name, value in _GPU_DEFAULTS.items() if name not in settings.model_fields_set}
+    if settings.dtype == "auto":
+        unset["dtype"] = _GPU_DEFAULTS["dtype"]
+    return settings.model_copy(update={"engine": "gpu", **unset})
 
 
 def open_engine(

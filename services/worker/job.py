@@ -214,6 +214,12 @@ class EngineOptions:
     """Most tokens of prompt and answer; None: the model's context."""
     step_tokens: int = 512
     """Most tokens of one step: prompts are computed in chunks beside the running answers."""
+    chunk_tokens: int | None = None
+    """Beside running answers, most prompt tokens of a step for each prompt in line; None: no such bound."""
+    device: str = "cpu"
+    """What computes: cpu or cuda."""
+    graphs: bool = True
+    """Capture the steps of a GPU as CUDA graphs."""
     deterministic: bool = False
     """Logits do not depend on the batch, on chunking or on prefix hits."""
     dtype: str = "float32"

@@ -1,13 +1,14 @@
 """The parts of a decoder layer. Each knows its weights and the operations, never files, jobs or devices."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kernels.reference import AttentionPlan
 from services.worker.config import ModelConfig, Rope
-from services.worker.ops import Ops
+from services.worker.ops import Ops, Rotation
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,29 +17,34 @@ class StepTensors:
 
     token_ids: Tensor
     """int64 [T]."""
-    cos: Tensor
-    """[T, 1, D]."""
-    sin: Tensor
-    """[T, 1, D], the first half negated."""
+    rotation: Rotation
     places: Tensor
     """int64 [T]: where keys and values go, block * block size + offset."""
-    plans: dict[int | None, AttentionPlan]
-    """By window."""
+    plans: Mapping[int | None, Any]
+    """What the operations' attention needs to know of the rows, by window."""
     sampled: Tensor
     """int64 [S]: the last token of each row that samples."""
 
 
 class Linear:
-    """x @ weight.T + bias. The precision is the weight's own affair."""
+    """x @ weight.T + bias, with what an implementation may fuse. The precision is the weight's own affair."""
 
     def __init__(self, ops: Ops, inputs: int, outputs: int, bias: bool, dtype: torch.dtype) -> None:
         self.ops = ops
         self.weight = torch.empty(outputs, inputs, dtype=dtype)
         self.bias = torch.empty(outputs, dtype=dtype) if bias else None
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [T, inputs] -> [T, outputs]."""
-        return self.ops.matmul(x, self.weight, self.bias)
+    def of_normed(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
+        """The product with rms_norm(x): [T, inputs] -> [T, outputs]."""
+        return self.ops.norm_matmul(x, norm, eps, self.weight, self.bias)
+
+    def gate_of_normed(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
+        """silu(first half) * second half of the product with rms_norm(x): [T, inputs] -> [T, outputs / 2]."""
+        return self.ops.norm_gate(x, norm, eps, self.weight, self.bias)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> None:
+        """residual [T, outputs] += the product with x [T, inputs]."""
+        self.ops.add_matmul(residual, x, self.weight, self.bias)
 
 
 class Attention:
@@ -50,46 +56,51 @@ class Attention:
         self.window, self.eps = config.windows[layer], config.norm_eps
         self.scale = self.head_dim**-0.5
         width = (self.heads + 2 * self.kv_heads) * self.head_dim
+        self.norm = torch.empty(config.hidden_size, dtype=dtype)
         self.qkv = Linear(ops, config.hidden_size, width, config.qkv_bias, dtype)
         self.output = Linear(ops, self.heads * self.head_dim, config.hidden_size, config.output_bias, dtype)
         rotated = self.heads + self.kv_heads
         self.qk_norm = torch.empty(rotated, self.head_dim, dtype=dtype) if config.qk_norm else None
 
-    def __call__(self, x: Tensor, step: StepTensors, kv: Tensor) -> Tensor:
-        """x [T, hidden]; kv is the layer's pool, written and read. -> [T, hidden]."""
-        qkv = self.qkv(x).view(x.shape[0], -1, self.head_dim)
-        if self.qk_norm is not None:
-            rotated = self.heads + self.kv_heads
-            qkv[:, :rotated] = self.ops.rms_norm(qkv[:, :rotated], self.qk_norm, self.eps)
-        q = self.ops.rope_and_store(qkv, step.cos, step.sin, kv, step.places, self.heads, self.kv_heads)
-        return self.output(self.ops.attention(q, kv, step.plans[self.window], self.scale))
+    def __call__(self, x: Tensor, step: StepTensors, kv: Tensor) -> None:
+        """Add to the residual stream x [T, hidden]; kv is the layer's pool, written and read."""
+        qkv = self.qkv.of_normed(x, self.norm, self.eps).view(x.shape[0], -1, self.head_dim)
+        q = self.ops.rope_and_store(qkv, step.rotation, kv, step.places, self.heads, self.qk_norm, self.eps)
+        self.output.add_to(x, self.ops.attention(q, kv, step.plans[self.window], self.scale))
 
 
 class Mlp:
     """down(silu(gate(x)) * up(x)), gate and up fused."""
 
     def __init__(self, ops: Ops, config: ModelConfig, dtype: torch.dtype) -> None:
-        self.ops = ops
+        self.eps = config.norm_eps
+        self.norm = torch.empty(config.hidden_size, dtype=dtype)
         self.gate_up = Linear(ops, config.hidden_size, 2 * config.intermediate_size, config.mlp_bias, dtype)
         self.down = Linear(ops, config.intermediate_size, config.hidden_size, config.mlp_bias, dtype)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[T, hidden] -> [T, hidden]."""
-        return self.down(self.ops.silu_and_mul(self.gate_up(x)))
+    def __call__(self, x: Tensor) -> None:
+        """Add to the residual stream x [T, hidden]."""
+        self.down.add_to(x, self.gate_up.gate_of_normed(x, self.norm, self.eps))
 
 
 class DecoderLayer:
-    """Norm, attention, norm, MLP; the residual stream is updated in place by the norms."""
+    """Attention, then the MLP; each begins with a norm and adds to the residual stream."""
 
     def __init__(self, ops: Ops, config: ModelConfig, layer: int, dtype: torch.dtype) -> None:
-        self.attention_norm = torch.empty(config.hidden_size, dtype=dtype)
         self.attention = Attention(ops, config, layer, dtype)
-        self.mlp_norm = torch.empty(config.hidden_size, dtype=dtype)
         self.mlp = Mlp(ops, config, dtype)
 
 
 def rope_tables(rope: Rope, head_dim: int, positions: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin for positions 0 to positions - 1, both [positions, 1, head_dim], the first half of sin negated."""
+    """cos and sin for positions 0 to positions - 1, both [positions, 1, head_dim], the first half of sin negated.
+
+    They are made on the CPU, so that every device rotates by the same numbers.
+    """
+    with torch.device("cpu"):
+        return _rope_tables(rope, head_dim, positions, dtype)
+
+
+def _rope_tables(rope: Rope, head_dim: int, positions: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     frequencies = 1.0 / (rope.theta**exponents)
     if rope.kind == "linear":

@@ -16,7 +16,7 @@ from services.worker.address import NoAddress, advertised
 from services.worker.announce import announce
 from services.worker.attach import Attachment, Refused, report_of
 from services.worker.config import CheckpointError, load_config
-from services.worker.engines import WorkerEngine, open_engine
+from services.worker.engines import WorkerEngine, open_engine, suited
 from services.worker.job import EngineOptions, StepOutput
 from services.worker.jobs import Jobs
 from services.worker.metrics import WorkerMetrics
@@ -52,6 +52,7 @@ async def main() -> None:
         address = await asyncio.to_thread(
             advertised, settings.advertise, settings.listen, server.port, settings.scheduler_address
         )
+        settings = await asyncio.to_thread(suited, settings)
         engine, card, bundle = await asyncio.to_thread(_load, settings, startup)
         metrics.loaded(card.name, settings.max_batch_size, engine.stats)
         jobs = Jobs(engine, card, settings.orphan_s, metrics)
@@ -113,7 +114,9 @@ def _options(settings: WorkerSettings, dtype: str, fingerprint: bytes) -> Engine
         kv_bytes=settings.kv_bytes,
         max_batch_size=settings.max_batch_size,
         max_seq_length=settings.max_seq_length,
-        step_tokens=settings.step_tokens,
+        step_tokens=max(settings.step_tokens, settings.max_batch_size),
+        chunk_tokens=settings.chunk_tokens,
+        device="cuda" if settings.engine == "gpu" else "cpu",
         deterministic=settings.deterministic,
         dtype=dtype,
         threads=settings.threads,

@@ -8,6 +8,7 @@ from services.worker.config import CheckpointError, ModelConfig
 from services.worker.job import EngineOptions
 
 _KV_SHARE = 0.25
+_DEVICE_SHARE = 0.96  # of what is free on a GPU: libraries take some later
 
 
 class MemoryShortage(CheckpointError):
@@ -45,9 +46,7 @@ def plan_memory(
     config: ModelConfig, parameters: int, element_bytes: int, options: EngineOptions, available: int
 ) -> MemoryPlan:
     """Size the KV pool and check that everything fits. Raises MemoryShortage with advice."""
-    max_length = options.max_seq_length or config.context_length
-    if max_length > config.context_length:
-        raise CheckpointError(f"max_seq_length {max_length} exceeds the model's context of {config.context_length}")
+    max_length = check_length(config, options)
     weights = parameters * element_bytes
     workspace = _workspace(config, element_bytes, options, max_length)
     block_bytes = options.block_size * config.kv_bytes_per_token(element_bytes)
@@ -64,6 +63,62 @@ def plan_memory(
     needed = plan.weights + plan.kv + plan.workspace
     if needed > available:
         raise MemoryShortage(f"{_mib(needed)} are needed ({plan}): {_advice(plan, options)}")
+    if options.kv_blocks is None and plan.kv_tokens < max_length:
+        raise MemoryShortage(
+            f"the KV pool cannot hold one full sequence ({plan}): lower max_seq_length or raise kv_bytes"
+        )
+    return plan
+
+
+def check_length(config: ModelConfig, options: EngineOptions) -> int:
+    """Most tokens of prompt and answer. Raises CheckpointError if the model's context is shorter."""
+    max_length = options.max_seq_length or config.context_length
+    if max_length > config.context_length:
+        raise CheckpointError(f"max_seq_length {max_length} exceeds the model's context of {config.context_length}")
+    return max_length
+
+
+def check_weights(weights: int, available: int, options: EngineOptions) -> None:
+    """Raises MemoryShortage, before anything is loaded, if a device of `available` free bytes cannot hold them."""
+    if weights > available:
+        half = " or serve it in bfloat16" if options.dtype == "float32" else ""
+        raise MemoryShortage(
+            f"the weights take {_mib(weights)}, {_mib(available)} are free: take a smaller model{half}"
+        )
+
+
+def plan_pool(
+    config: ModelConfig,
+    parameters: int,
+    element_bytes: int,
+    options: EngineOptions,
+    available: int,
+    free: int,
+    workspace: int,
+) -> MemoryPlan:
+    """The plan of a device whose weights are loaded, with `free` bytes left of which a step needs `workspace`.
+
+    Raises MemoryShortage if no full sequence fits.
+    """
+    max_length = check_length(config, options)
+    block_bytes = options.block_size * config.kv_bytes_per_token(element_bytes)
+    left = int(free * _DEVICE_SHARE) - workspace
+    wanted = options.max_batch_size * -(-max_length // options.block_size)
+    blocks = min(wanted, left // block_bytes - 1)
+    if options.kv_blocks is not None or options.kv_bytes is not None:
+        blocks = _kv_blocks(options, block_bytes, max_length, left)
+    blocks = max(blocks, 0)
+    plan = MemoryPlan(
+        weights=parameters * element_bytes,
+        kv=(blocks + 1) * block_bytes,
+        workspace=workspace,
+        available=available,
+        kv_blocks=blocks,
+        kv_tokens=blocks * options.block_size,
+        max_seq_length=max_length,
+    )
+    if plan.kv > left:
+        raise MemoryShortage(f"{_mib(plan.kv)} of KV do not fit into {_mib(left)} ({plan}): {_advice(plan, options)}")
     if options.kv_blocks is None and plan.kv_tokens < max_length:
         raise MemoryShortage(
             f"the KV pool cannot hold one full sequence ({plan}): lower max_seq_length or raise kv_bytes"

@@ -11,39 +11,41 @@ from services.worker.ops import Ops
 from services.worker.weights import Checkpoint
 
 Progress = Callable[[str, int, int], None]
+_RANDOM_STD = 0.02
 
 
 class Model:
     """A Llama-shaped decoder. The weights are memory of no value until `load` has filled them."""
 
-    def __init__(self, config: ModelConfig, ops: Ops, dtype: torch.dtype, max_positions: int) -> None:
+    def __init__(
+        self, config: ModelConfig, ops: Ops, dtype: torch.dtype, max_positions: int, device: str = "cpu"
+    ) -> None:
         self.config, self.ops = config, ops
+        with torch.device(device):
+            self._build(dtype)
+        cos, sin = rope_tables(config.rope, config.head_dim, max_positions, dtype)
+        self.cos, self.sin = cos.to(device), sin.to(device)
+
+    def _build(self, dtype: torch.dtype) -> None:
+        config, ops = self.config, self.ops
         self.embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype)
         self.layers = [DecoderLayer(ops, config, layer, dtype) for layer in range(config.layers)]
         self.norm = torch.empty(config.hidden_size, dtype=dtype)
         self.head = Linear(ops, config.hidden_size, 0 if config.tied_embeddings else config.vocab_size, False, dtype)
         if config.tied_embeddings:
             self.head.weight = self.embedding
-        self.cos, self.sin = rope_tables(config.rope, config.head_dim, max_positions, dtype)
 
     def forward(self, step: StepTensors, pools: list[Tensor]) -> Tensor:
         """Compute the step's tokens, writing their keys and values to the pools. -> the residual stream [T, hidden]."""
         x = self.embedding[step.token_ids]
-        eps, ops = self.config.norm_eps, self.ops
-        normed = ops.rms_norm(x, self.layers[0].attention_norm, eps)
-        for layer, following, pool in zip(self.layers, [*self.layers[1:], None], pools, strict=True):
-            mixed = layer.attention(normed, step, pool)
-            normed = ops.add_rms_norm(x, mixed, layer.mlp_norm, eps)
-            mixed = layer.mlp(normed)
-            if following is None:  # The final norm is for the rows that sample only.
-                x.add_(mixed)
-            else:
-                normed = ops.add_rms_norm(x, mixed, following.attention_norm, eps)
+        for layer, pool in zip(self.layers, pools, strict=True):
+            layer.attention(x, step, pool)
+            layer.mlp(x)
         return x
 
     def logits(self, x: Tensor) -> Tensor:
-        """Residual stream [S, hidden] -> float32 logits [S, vocabulary]."""
-        return self.head(self.ops.rms_norm(x, self.norm, self.config.norm_eps)).float()
+        """Residual stream [S, hidden] -> logits [S, vocabulary] in the model's dtype."""
+        return self.head.of_normed(x, self.norm, self.config.norm_eps)
 
     def destinations(self) -> dict[str, list[Tensor]]:
         """For each tensor name of a Hugging Face checkpoint, the views of this model's weights that it fills."""
@@ -60,8 +62,8 @@ def _layer_destinations(layer: DecoderLayer, config: ModelConfig) -> dict[str, l
     attention, mlp = layer.attention, layer.mlp
     q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
     places = {
-        "input_layernorm.weight": [layer.attention_norm],
-        "post_attention_layernorm.weight": [layer.mlp_norm],
+        "input_layernorm.weight": [attention.norm],
+        "post_attention_layernorm.weight": [mlp.norm],
     }
     parts: list[tuple[str, Linear, list[int]]] = [
         ("self_attn.q_proj self_attn.k_proj self_attn.v_proj", attention.qkv, [q, kv, kv]),
@@ -84,12 +86,7 @@ def _layer_destinations(layer: DecoderLayer, config: ModelConfig) -> dict[str, l
 def load_weights(model: Model, checkpoint: Checkpoint, progress: Progress) -> None:
     """Fill the model, tensor by tensor, so that never more than one is in memory twice. Raises CheckpointError."""
     places = model.destinations()
-    _check_names(places, checkpoint.headers, model.config.tied_embeddings)
-    for name, views in places.items():
-        shape = checkpoint.headers[name].shape
-        if tuple(views[0].shape) != shape:
-            expected = list(views[0].shape)
-            raise CheckpointError(f"tensor {name} has shape {list(shape)}, config.json says {expected}")
+    check_shapes(places, checkpoint, model.config.tied_embeddings)
     shards = len(checkpoint.shards)
     for shard in range(shards):
         progress("weights", shard, shards)
@@ -101,6 +98,30 @@ def load_weights(model: Model, checkpoint: Checkpoint, progress: Progress) -> No
             if not bool(torch.isfinite(places[name][0].sum(dtype=torch.float32))):
                 raise CheckpointError(f"tensor {name} holds numbers that are not finite")
     progress("weights", shards, shards)
+
+
+def randomize(model: Model, progress: Progress) -> None:
+    """Random weights, made on the model's device; norms are ones. Never zeros: those can run faster than real ones."""
+    generator = torch.Generator(model.embedding.device).manual_seed(0)
+    places = model.destinations()
+    for done, (name, views) in enumerate(places.items()):
+        progress("weights", done, len(places))
+        for view in views:
+            if "norm" in name:
+                view.fill_(1)
+            else:
+                view.normal_(0, _RANDOM_STD, generator=generator)
+    progress("weights", len(places), len(places))
+
+
+def check_shapes(places: dict[str, list[Tensor]], checkpoint: Checkpoint, tied: bool) -> None:
+    """Whether the checkpoint has the tensors that go to these places. Raises CheckpointError."""
+    _check_names(places, checkpoint.headers, tied)
+    for name, views in places.items():
+        shape = checkpoint.headers[name].shape
+        if tuple(views[0].shape) != shape:
+            expected = list(views[0].shape)
+            raise CheckpointError(f"tensor {name} has shape {list(shape)}, config.json says {expected}")
 
 
 def _check_names(wanted: Iterable[str], found: Iterable[str], tied: bool) -> None:

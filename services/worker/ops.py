@@ -1,65 +1,107 @@
-"""The operations that layers are made of, chosen once for a device. Knows signatures, not how they are computed."""
+"""The operations that layers are made of, chosen once for a device. Knows signatures, not how they are computed.
 
-from typing import Protocol
+Their cut follows what a device can fuse: a norm goes into the product behind it, a residual addition into the product
+before it. The plain implementation does one after the other.
+"""
 
-import torch
+from dataclasses import dataclass
+from typing import Any, Protocol
+
 from torch import Tensor
 
 from kernels import reference
-from kernels.reference import AttentionPlan, IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """Cosines and sines of a step's T tokens."""
+
+    cos: Tensor
+    """[T, 1, D], or [positions, 1, D] with `positions`."""
+    sin: Tensor
+    """As cos, the first half negated."""
+    positions: Tensor | None = None
+    """int64 [T]: where a token's cosines and sines are; None: one line for each token."""
 
 
 class Ops(Protocol):
     """One implementation of each operation. `kernels.reference` defines shapes and meaning."""
 
-    def matmul(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, /) -> Tensor:
-        """x @ weight.T + bias."""
-
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, /) -> Tensor:
         """Normalize the last dimension."""
 
-    def add_rms_norm(self, residual: Tensor, delta: Tensor, weight: Tensor, eps: float, /) -> Tensor:
-        """Add in place, then normalize."""
+    def norm_matmul(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None, /) -> Tensor:
+        """rms_norm(x) @ weight.T + bias."""
 
-    def silu_and_mul(self, gate_up: Tensor, /) -> Tensor:
-        """The gate of the MLP."""
+    def norm_gate(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None, /) -> Tensor:
+        """silu(gate) * up, where gate and up are the halves of rms_norm(x) @ weight.T + bias."""
+
+    def add_matmul(self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None, /) -> None:
+        """Add x @ weight.T + bias to `residual` in place."""
 
     def rope_and_store(
-        self, qkv: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, places: Tensor, heads: int, kv_heads: int, /
-    ) -> Tensor:
-        """Rotate queries and keys, write keys and values to the pool, return the queries."""
-
-    def attention(self, q: Tensor, kv: Tensor, plan: AttentionPlan, scale: float, /) -> Tensor:
-        """Ragged attention over the pool."""
-
-    def plan_attention(
         self,
-        lengths: IntArray,
-        contexts: IntArray,
-        tables: IntArray,
-        block_size: int,
-        window: int | None,
-        dtype: torch.dtype,
+        qkv: Tensor,
+        rotation: Rotation,
+        kv: Tensor,
+        places: Tensor,
+        heads: int,
+        norm: Tensor | None,
+        eps: float,
         /,
-    ) -> AttentionPlan:
-        """What all layers of a step with this window need to know of its rows."""
+    ) -> Tensor:
+        """Normalize queries and keys if there is a norm [H + K, D], rotate them, write keys and values to the pool, and
+        return the queries."""
+
+    def attention(self, q: Tensor, kv: Tensor, plan: Any, scale: float, /) -> Tensor:
+        """Ragged attention over the pool; the plan is of this implementation's own kind."""
 
 
 class ReferenceOps:
     """Plain torch, as fast as it goes."""
 
-    matmul = staticmethod(reference.matmul)
+    _matmul = staticmethod(reference.matmul)
     rms_norm = staticmethod(reference.rms_norm)
-    add_rms_norm = staticmethod(reference.add_rms_norm)
-    silu_and_mul = staticmethod(reference.silu_and_mul)
-    rope_and_store = staticmethod(reference.rope_and_store)
     attention = staticmethod(reference.attention)
     plan_attention = staticmethod(reference.plan_attention)
+
+    def norm_matmul(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None, /) -> Tensor:
+        """rms_norm(x) @ weight.T + bias."""
+        return self._matmul(self.rms_norm(x, norm, eps), weight, bias)
+
+    def norm_gate(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None, /) -> Tensor:
+        """The gate of the MLP, from the residual stream."""
+        return reference.silu_and_mul(self.norm_matmul(x, norm, eps, weight, bias))
+
+    def add_matmul(self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None, /) -> None:
+        """residual += x @ weight.T + bias."""
+        residual.add_(self._matmul(x, weight, bias))
+
+    def rope_and_store(
+        self,
+        qkv: Tensor,
+        rotation: Rotation,
+        kv: Tensor,
+        places: Tensor,
+        heads: int,
+        norm: Tensor | None,
+        eps: float,
+        /,
+    ) -> Tensor:
+        """Norm, rotation and the write to the pool."""
+        kv_heads = kv.shape[3]
+        if norm is not None:
+            rotated = heads + kv_heads
+            qkv[:, :rotated] = self.rms_norm(qkv[:, :rotated], norm, eps)
+        cos, sin = rotation.cos, rotation.sin
+        if rotation.positions is not None:
+            cos, sin = cos[rotation.positions], sin[rotation.positions]
+        return reference.rope_and_store(qkv, cos, sin, kv, places, heads, kv_heads)
 
 
 class InvariantOps(ReferenceOps):
     """Plain torch; a row has the same bits in any batch and any chunk."""
 
-    matmul = staticmethod(reference.matmul_invariant)
+    _matmul = staticmethod(reference.matmul_invariant)
     attention = staticmethod(reference.attention_invariant)
     plan_attention = staticmethod(reference.plan_attention_invariant)

@@ -1,6 +1,7 @@
 """Executes packed steps on the CPU: slots, KV pools, forward, sampling. Knows slots and blocks, never jobs."""
 
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +11,7 @@ from kernels.reference import finite_rows
 from services.worker.inputs import Edit, Rows, SlotState, Words, unpack
 from services.worker.layers import StepTensors
 from services.worker.model import Model
+from services.worker.ops import ReferenceOps, Rotation
 from services.worker.sampler import Sampled, Sampler
 
 
@@ -23,11 +25,47 @@ class StepResult:
     """For each row that samples, in order."""
 
 
+class Runner(Protocol):
+    """The device side of the engine: executes packed steps in the order of their launch."""
+
+    model: Model
+    pools: list[torch.Tensor]
+
+    @property
+    def depth(self) -> int:
+        """Steps that may be in flight; with 1 a step is over when it has been launched."""
+
+    def launch(self, words: Words, /) -> Any:
+        """Apply the edits, begin to compute the rows. After an exception no row has advanced, the edits are applied."""
+
+    def collect(self, step: Any, /) -> StepResult:
+        """Wait for a launched step and tell what it brought; the oldest first."""
+
+    def scrub(self, blocks: list[int], /) -> None:
+        """Zero blocks that may hold NaN, after all launched steps."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block's keys and values, all layers."""
+
+    def read_blocks(self, blocks: list[int], /) -> list[bytes]:
+        """The contents of blocks that are computed: keys and values, layer after layer."""
+
+    def write_blocks(self, blocks: list[int], payloads: list[bytes], /) -> None:
+        """Fill blocks that no job uses with what `read_blocks` gave, after all launched steps."""
+
+
 class CpuRunner:
     """The device side of the engine. It reads the packed step that a GPU would read, and owns all tensors."""
 
-    def __init__(self, model: Model, blocks: int, block_size: int, slots: int, max_length: int) -> None:
+    depth = 1
+    """A step is over when it has been launched."""
+
+    def __init__(
+        self, model: Model, ops: ReferenceOps, blocks: int, block_size: int, slots: int, max_length: int
+    ) -> None:
         config, dtype = model.config, model.embedding.dtype
+        self._ops = ops
         self.model, self.block_size = model, block_size
         shape = (blocks + 1, block_size, 2, config.kv_heads, config.head_dim)  # block 0 is nobody's
         self.pools = [torch.zeros(shape, dtype=dtype) for _ in range(config.layers)]
@@ -38,6 +76,14 @@ class CpuRunner:
         self._tables = np.zeros((slots, -(-max_length // block_size)), np.int64)
         self._computed = np.zeros(slots, np.int64)
         self._last_token = np.zeros(slots, np.int64)
+
+    def launch(self, words: Words) -> StepResult:
+        """Compute the step at once."""
+        return self.run(words)
+
+    def collect(self, step: StepResult) -> StepResult:
+        """What a launched step brought."""
+        return step
 
     def run(self, words: Words) -> StepResult:
         """Apply the edits, compute the rows. After an exception no row has advanced, and the edits are applied."""
@@ -53,7 +99,7 @@ class CpuRunner:
             chosen = np.flatnonzero(rows.samples)
             sampled = Sampled([], None, None)
             if len(chosen):
-                logits = self.model.logits(x if len(step.sampled) == len(x) else x[step.sampled])
+                logits = self.model.logits(x if len(step.sampled) == len(x) else x[step.sampled]).float()
                 for row, good in zip(chosen.tolist(), finite_rows(logits, [1] * len(chosen)), strict=True):
                     finite[row] &= good
                 sampled = self.sampler.sample(logits, slots[chosen], contexts[chosen])
@@ -117,12 +163,11 @@ class CpuRunner:
         tables = self._tables[slots, : -(-int(contexts.max()) // self.block_size)]
         places = tables[row_of, positions // self.block_size] * self.block_size + positions % self.block_size
         at, model = torch.from_numpy(positions), self.model
-        plan = model.ops.plan_attention
+        plan = self._ops.plan_attention
         dtype = model.embedding.dtype
         return StepTensors(
             token_ids=torch.from_numpy(token_ids),
-            cos=model.cos[at],
-            sin=model.sin[at],
+            rotation=Rotation(model.cos[at], model.sin[at]),
             places=torch.from_numpy(places),
             plans={w: plan(lengths, contexts, tables, self.block_size, w, dtype) for w in self._windows},
             sampled=torch.from_numpy(ends[rows.samples] - 1),

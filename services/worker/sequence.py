@@ -29,6 +29,7 @@ class Sequence:
         self.found_tokens = 0  # in the cache, when it got its slot
         self.prefill_end = 0  # tokens it had when it got its slot: what comes later the device made itself
         self.told_blocks = 0
+        self.flying = 0  # steps in flight that it has a row in
         self.preemptions = 0
         self._keys: list[bytes] = []
         self._root = chain_root(job.salt, fingerprint)

@@ -28,13 +28,18 @@ class WorkerSettings(CommonSettings):
         description="Name that requests use; empty: the last part of the model's.",
     )
     aliases: list[str] = Field([], description="Other names for it, as a JSON list.")
-    engine: Literal["auto", "torch", "paced"] = Field(
+    engine: Literal["auto", "gpu", "torch", "paced"] = Field(
         "auto",
         validation_alias=_known_as("ENGINE"),
-        description="What computes; auto takes the best this machine has, paced only pretends, at a set pace.",
+        description="What computes: gpu, or plain torch on the CPU; auto takes the GPU if there is one. paced only "
+        "pretends, at a set pace.",
     )
     max_batch_size: int = Field(
-        64, ge=1, le=4096, validation_alias=_known_as("MAX_BATCH_SIZE"), description="Most sequences in the batch."
+        64,
+        ge=1,
+        le=4096,
+        validation_alias=_known_as("MAX_BATCH_SIZE"),
+        description="Most sequences in the batch; on a GPU 256 unless set.",
     )
     max_seq_length: int | None = Field(
         None,
@@ -45,7 +50,15 @@ class WorkerSettings(CommonSettings):
     block_size: int = Field(16, ge=1, le=1024, description="Tokens per KV block.")
     kv_bytes: int | None = Field(None, ge=1, description="Bytes of the KV pool; absent: sized from the free memory.")
     kv_blocks: int | None = Field(None, ge=1, description="Blocks of the KV pool; wins over kv_bytes.")
-    step_tokens: int = Field(512, ge=1, description="Most tokens computed in one engine step.")
+    step_tokens: int = Field(
+        512, ge=1, description="Most tokens computed in one engine step; on a GPU 2048 unless set."
+    )
+    chunk_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Beside running answers, most prompt tokens of a step for each prompt in line; on a GPU 320 unless "
+        "set. Less of it keeps answers even, more of it computes prompts sooner.",
+    )
     prefix_cache: bool = Field(True, description="Keep computed prefixes for later requests.")
     cache_address: str = Field("", description="host:port of the cache service; empty: prefixes are not shared.")
     prefix_fetch: bool = Field(
@@ -59,7 +72,9 @@ class WorkerSettings(CommonSettings):
         "a larger kv_bytes does more there.",
     )
     deterministic: bool = Field(False, description="Logits do not depend on the batch, at some cost in speed.")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="Of weights and activations.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="Of weights and activations; auto is float32, on a GPU bfloat16."
+    )
     threads: int | None = Field(None, ge=1, description="CPU threads of the engine; absent: torch's choice.")
     orphan_s: float = Field(2.0, ge=0, description="Seconds that a job runs on after its gateway's link broke.")
     paced_step_ms: float = Field(10.0, ge=0, description="Milliseconds of a step of the paced engine.")

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,10 @@ class TensorHeader:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    shard: int = 0
+    """Which file it is in."""
+    offset: int = 0
+    """Its first byte in that file."""
 
     @property
     def elements(self) -> int:
@@ -66,13 +70,13 @@ def open_checkpoint(model_dir: Path) -> Checkpoint:
         found = f"found only {pickles[0]}, which is a pickle" if pickles else "found no weights"
         raise CheckpointError(f"{SINGLE} or {INDEX} is needed; {found}")
     headers: dict[str, TensorHeader] = {}
-    for shard in shards:
+    for number, shard in enumerate(shards):
         for name, header in _read_header(shard).items():
             if name in headers:
                 raise CheckpointError(f"tensor {name} is in two files")
             if owners and owners.get(name) != shard.name:
                 raise CheckpointError(f"tensor {name} in {shard.name} is not where the index says")
-            headers[name] = header
+            headers[name] = replace(header, shard=number)
     if absent := owners.keys() - headers.keys():
         raise CheckpointError(f"tensor {min(absent)} is in the index but in no file")
     return Checkpoint(shards, headers)
@@ -107,17 +111,18 @@ def _read_header(path: Path) -> dict[str, TensorHeader]:
     if not isinstance(entries, dict):
         raise CheckpointError(f"{path.name} has a header that is no object")
     entries.pop("__metadata__", None)
-    return {name: _read_entry(path, name, entry, size - 8 - length) for name, entry in entries.items()}
+    return {name: _read_entry(path, name, entry, 8 + length, size) for name, entry in entries.items()}
 
 
-def _read_entry(path: Path, name: str, entry: Any, data_bytes: int) -> TensorHeader:
+def _read_entry(path: Path, name: str, entry: Any, data_begin: int, size: int) -> TensorHeader:
     try:
         dtype, shape, (begin, end) = entry["dtype"], tuple(map(int, entry["shape"])), entry["data_offsets"]
     except (KeyError, TypeError, ValueError):
         raise CheckpointError(f"{path.name} describes tensor {name} badly") from None
     if dtype not in _DTYPES:
         raise CheckpointError(f"tensor {name} has type {dtype}; supported are {', '.join(_DTYPES)}")
-    header = TensorHeader(shape, _DTYPES[dtype])
+    header = TensorHeader(shape, _DTYPES[dtype], offset=data_begin + begin)
+    data_bytes = size - data_begin
     if end > data_bytes:
         raise CheckpointError(f"{path.name} is truncated: tensor {name} ends at byte {end} of {data_bytes}")
     if end - begin != header.elements * header.dtype.itemsize:

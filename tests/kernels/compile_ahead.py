@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import mangle_type
 
-from kernels import activation, attention, blocks, matmul, norm, rope_kv, sampling
+from kernels import activation, attention, blocks, matmul, norm, rope_kv, sampling, slots
 
 
 class Recorder:
@@ -34,7 +34,7 @@ class Recorder:
         return launch
 
 
-MODULES = (activation, attention, blocks, matmul, norm, rope_kv, sampling)
+MODULES = (activation, attention, blocks, matmul, norm, rope_kv, sampling, slots)
 
 
 def recorded(call: Callable[[], object]) -> list[tuple[Any, dict[str, Any]]]:
@@ -116,10 +116,14 @@ def calls(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], object]]]:
     pool, staging = new(64, 16, 2, 8, 128), new(2, 1, 16, 2, 8, 128)
     yield "gather", partial(blocks.gather_blocks, index(1), pool, index(2), staging)
     yield "scatter", partial(blocks.scatter_blocks, index(1), pool, index(2), staging)
+    words, last, tables = torch.zeros(99, dtype=torch.int32), index(5), torch.zeros(5, 8, dtype=torch.int32)
+    yield "unpack", partial(slots.unpack, words, last, tables, slots.step_inputs(words, 9, 2, 2, tables), 16)
+    yield "finite", partial(slots.finite_lines, new(9, 4096), words[:9])
     for vocab in (None, 1024) if exact else ():  # logits are float32
         state = sampling.slot_settings(4, "cpu", vocab)
         yield f"sample {vocab}", partial(sampling.sample, new(2, 1024), state, index(2), index(2))
     if exact:
+        yield "keep", partial(slots.keep, index(2), new(2), new(2), index(2), last, words[:6].view(3, 2))
         yield "top", partial(sampling.top_logprobs, new(2, 1024), new(2), 20)
 
 

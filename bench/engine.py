@@ -1,0 +1,318 @@
+"""The bare engine loop on one GPU: decode, prefill and mixed steps of the 8B and 1B shapes with random weights.
+
+    python -m bench.engine [--models 8b 1b] [--only WORD ...] [--fresh] [--out bench/results]
+
+A row's floor is max(bytes / read bandwidth, FLOP / matrix rate), both measured in the same run. Cells already in the
+results are not measured again unless --fresh is given. No network and no client take part: see `bench.gpu` for these.
+"""
+
+import argparse
+import gc
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench import machine
+from bench.kernels import ceilings
+from services.worker import presets
+from services.worker.config import ModelConfig
+from services.worker.engine import Engine
+from services.worker.gpu_runner import GpuRunner, GpuStep
+from services.worker.job import EngineOptions, Job, SamplingParams
+
+MODELS = {"8b": "llama-3.1-8b", "1b": "llama-3.2-1b"}
+BATCHES = (1, 8, 32, 128, 256)
+CONTEXT, STEPS = 2100, 96
+# What one H200 has shown: a run that measures less on its own ceilings is still held to these.
+LEAST = {"read": 0.95 * 4.3e12, "matmul": 0.95 * 790e12}
+
+Cell = dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the machine can do, as measured in this run, and what the model needs of it."""
+
+    config: ModelConfig
+    read: float
+    matmul: float
+
+    @property
+    def matrix_numbers(self) -> int:
+        """Weights that a step multiplies with, the head included."""
+        config = self.config
+        return presets.parameters(config) - (0 if config.tied_embeddings else config.vocab_size * config.hidden_size)
+
+    def decode_s(self, batch: int, context: float) -> float:
+        """The floor of a step of `batch` answers."""
+        config = self.config
+        moved = 2 * self.matrix_numbers + batch * context * config.kv_bytes_per_token(2)
+        attended = 4 * batch * context * config.layers * config.heads * config.head_dim
+        return max(moved / self.read, (2 * batch * self.matrix_numbers + attended) / self.matmul)
+
+    def prefill_flop(self, tokens: int) -> float:
+        """Of a prompt alone."""
+        config = self.config
+        head = config.vocab_size * config.hidden_size
+        attended = 2 * config.layers * config.heads * config.head_dim * tokens**2
+        return 2 * tokens * (self.matrix_numbers - head) + 2 * head + attended
+
+
+class Loop:
+    """An engine and what its steps took."""
+
+    def __init__(self, engine: Engine, limits: Limits) -> None:
+        self.engine, self.limits = engine, limits
+        assert isinstance(engine.runner, GpuRunner)
+        self.runner: GpuRunner = engine.runner
+        self.runner.measure_gaps = True
+        self.steps: list[GpuStep] = []
+        collect = self.runner.collect
+
+        def noted(step: GpuStep) -> Any:
+            self.steps.append(step)
+            return collect(step)
+
+        self.runner.collect = noted  # type: ignore[method-assign]
+        self._keys = iter(range(1 << 30))
+
+    def submit(self, prompt: int, answer: int) -> int:
+        """A job with a fresh random prompt."""
+        key = next(self._keys)
+        tokens = random.choices(range(100, self.limits.config.vocab_size - 300), k=prompt)
+        params = SamplingParams(max_tokens=answer, temperature=0.0, ignore_eos=True)
+        self.engine.submit(Job(key, tokens, prompt, params))
+        return key
+
+    def drain(self) -> None:
+        """Until nothing is left to do."""
+        while self.engine.has_work():
+            self.engine.step()
+
+    def gaps_us(self) -> list[float]:
+        """Microseconds that the device idled before each noted step but the first."""
+        pairs = zip(self.steps, self.steps[1:], strict=False)
+        return [self.runner.gap_s(before, after) * 1e6 for before, after in pairs]
+
+
+def decode(loop: Loop, batch: int) -> Cell:
+    """Steps of `batch` answers at a context of about CONTEXT."""
+    for _ in range(batch):
+        loop.submit(CONTEXT - STEPS // 2 - 16, STEPS + 512)
+    stats = loop.engine.stats()
+    while (stats := loop.engine.stats()).running < batch or stats.prefill_backlog > batch:
+        loop.engine.step()
+    for _ in range(16):
+        loop.engine.step()
+    loop.steps.clear()
+    ends = [time.perf_counter()]
+    for _ in range(STEPS):
+        loop.engine.step()
+        ends.append(time.perf_counter())
+    seconds = (ends[-1] - ends[0]) / STEPS
+    gaps = loop.gaps_us()
+    context = statistics.mean(s.total for s in loop.engine.batch.running) - STEPS / 2
+    alone = _replays(loop, batch)
+    for sequence in list(loop.engine.batch.running):
+        loop.engine.cancel(sequence.job.key)
+    loop.drain()
+    floor = loop.limits.decode_s(batch, context)
+    return {
+        "step ms": seconds * 1e3,
+        "tok/s": batch / seconds,
+        "graph ms": alone * 1e3,
+        "idle us p50": statistics.median(gaps),
+        "idle us p99": sorted(gaps)[int(len(gaps) * 0.99)],
+        "floor ms": floor * 1e3,
+        "share": floor / seconds,
+        "context": context,
+    }
+
+
+def _replays(loop: Loop, batch: int) -> float:
+    """Seconds of a replay when the host does nothing else."""
+    found = loop.runner.graph_for(batch)
+    assert found is not None
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    begin.record()
+    for _ in range(20):
+        found[1].replay()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 20e3
+
+
+def prefill(loop: Loop, tokens: int) -> Cell:
+    """A prompt alone, from its arrival to its first token."""
+    times = []
+    for _ in range(12):
+        began = time.perf_counter()
+        loop.submit(tokens, 1)
+        loop.drain()
+        times.append(time.perf_counter() - began)
+    seconds = statistics.median(times[2:])
+    flop = loop.limits.prefill_flop(tokens)
+    limits = loop.limits
+    floor = max(flop / limits.matmul, 2 * limits.matrix_numbers / limits.read)
+    return {
+        "ttft ms": seconds * 1e3,
+        "ttft ms max": max(times[2:]) * 1e3,
+        "tok/s": tokens / seconds,
+        "floor ms": floor * 1e3,
+        "share": floor / seconds,
+    }
+
+
+def mixed(loop: Loop, streams: int, prompt: int, seconds: float) -> Cell:
+    """Running answers, alone and while one long prompt after the other is computed beside them."""
+    keys = {loop.submit(1000, 40_000) for _ in range(streams)}
+    for _ in range(200):
+        loop.engine.step()
+    quiet = _gaps_between_tokens(loop, keys, lambda passed, ended: passed > seconds / 4)
+    done = 0
+    loop.submit(prompt, 1)
+
+    def go_on(passed: float, ended: int) -> bool:
+        nonlocal done
+        for _ in range(ended):
+            done += 1
+            loop.submit(prompt, 1)
+        return passed > seconds
+
+    began = time.perf_counter()
+    busy = _gaps_between_tokens(loop, keys, go_on)
+    rate = done * prompt / (time.perf_counter() - began)
+    for sequence in [*loop.engine.batch.running, *loop.engine.batch.waiting]:
+        loop.engine.cancel(sequence.job.key)
+    loop.drain()
+    return {
+        "quiet itl ms p50": _percentile(quiet, 50),
+        "quiet itl ms p99": _percentile(quiet, 99),
+        "busy itl ms p50": _percentile(busy, 50),
+        "busy itl ms p99": _percentile(busy, 99),
+        "ratio p99": _percentile(busy, 99) / _percentile(quiet, 99),
+        "prefill tok/s": rate,
+    }
+
+
+def _gaps_between_tokens(loop: Loop, keys: set[int], over: Callable[[float, int], bool]) -> list[float]:
+    """Milliseconds between a stream's tokens until over(seconds passed, other jobs that ended)."""
+    last: dict[int, float] = {}
+    gaps = []
+    began = now = time.perf_counter()
+    ended = 0
+    while not over(now - began, ended):
+        output = loop.engine.step()
+        now = time.perf_counter()
+        ended = sum(end.key not in keys for end in output.ended)
+        for token in output.tokens:
+            if token.key in keys:
+                if token.key in last:
+                    gaps.append((now - last[token.key]) * 1e3)
+                last[token.key] = now
+    return gaps
+
+
+def _percentile(values: list[float], percent: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(len(values) * percent / 100))]
+
+
+def cells(loop: Loop, seconds: float) -> Iterator[tuple[str, Callable[[], Cell]]]:
+    """Name and measurement of each cell of a model."""
+    for tokens in (128, 1950):
+        yield f"prefill {tokens}", lambda tokens=tokens: prefill(loop, tokens)  # type: ignore[misc]
+    for batch in BATCHES:
+        yield f"decode {batch}", lambda batch=batch: decode(loop, batch)  # type: ignore[misc]
+    yield "mixed 32 + 8k", lambda: mixed(loop, 32, 8000, seconds)
+
+
+def start(model: str, limits: dict[str, float]) -> tuple[Loop, Cell]:
+    """An engine of random weights, and what its start took by phase."""
+    phases: dict[str, float] = {}
+    began = last = time.perf_counter()
+    current = "checkpoint"
+
+    def progress(phase: str, done: int, total: int) -> None:
+        nonlocal last, current
+        now = time.perf_counter()
+        phases[f"{current} s"] = phases.get(f"{current} s", 0.0) + now - last
+        last, current = now, phase
+
+    options = EngineOptions(
+        device="cuda", dtype="bfloat16", max_batch_size=256, step_tokens=2048, chunk_tokens=320, max_seq_length=16384
+    )
+    engine = Engine(presets.folder_of(MODELS[model]), options, progress)
+    progress("end", 0, 0)
+    print(f"{model}: {engine.memory}", flush=True)
+    loop = Loop(engine, Limits(engine.config, limits["read"], limits["matmul"]))
+    return loop, {**phases, "start s": time.perf_counter() - began}
+
+
+def main() -> None:
+    """Measures what is missing, writes JSON and a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--only", nargs="*", help="only cells whose name holds one of these")
+    parser.add_argument("--fresh", action="store_true")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of the mixed cell")
+    parser.add_argument("--out", type=Path, default=Path("bench/results"))
+    wanted = parser.parse_args()
+    file = wanted.out / "engine.json"
+    found = json.loads(file.read_text()) if file.exists() and not wanted.fresh else {"cells": {}}
+    measured = {name: max(value, LEAST.get(name, 0.0)) for name, value in ceilings().items()}
+    torch.cuda.empty_cache()
+    found |= {"machine": machine.describe(), "ceilings": measured}
+    wanted.out.mkdir(parents=True, exist_ok=True)
+    for model in wanted.models:
+        loop, phases = start(model, measured)
+        found["cells"][f"{model} start"] = phases
+        for name, measure in cells(loop, wanted.seconds):
+            full = f"{model} {name}"
+            if full in found["cells"] or (wanted.only and not any(word in full for word in wanted.only)):
+                continue
+            found["cells"][full] = measure()
+            print(full, _line(found["cells"][full]), flush=True)
+            file.write_text(json.dumps(found, indent=1) + "\n")
+            (wanted.out / "engine.md").write_text(page(found))
+        loop.engine.runner.pools.clear()
+        del loop
+        gc.collect()
+        torch.cuda.empty_cache()
+    file.write_text(json.dumps(found, indent=1) + "\n")
+    (wanted.out / "engine.md").write_text(page(found))
+
+
+def page(found: dict[str, Any]) -> str:
+    """The cells as Markdown, one table for each kind."""
+    lines = ["# The bare engine loop", ""]
+    lines += [f"- {name}: {value}" for name, value in found["machine"].items()]
+    lines.append(
+        f"- ceilings of the run: read {found['ceilings']['read'] / 1e12:.2f} TB/s, "
+        f"bf16 product {found['ceilings']['matmul'] / 1e12:.0f} TFLOP/s"
+    )
+    kinds: dict[tuple[str, ...], list[tuple[str, Cell]]] = {}
+    for name, cell in found["cells"].items():
+        kinds.setdefault(tuple(cell), []).append((name, cell))
+    for columns, rows in kinds.items():
+        lines += ["", "| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+        lines += [f"| {name} | " + " | ".join(map(_number, cell.values())) + " |" for name, cell in rows]
+    return "\n".join(lines) + "\n"
+
+
+def _line(cell: Cell) -> str:
+    return ", ".join(f"{name} {_number(value)}" for name, value in cell.items())
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+if __name__ == "__main__":
+    main()

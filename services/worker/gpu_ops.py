@@ -1,0 +1,70 @@
+"""The operations of a layer by the Triton kernels and the vendor's library. Knows which serves which shape."""
+
+import torch
+from torch import Tensor
+
+from kernels import activation, attention, norm, rope_kv
+from kernels import matmul as products
+from services.worker.ops import Rotation
+
+
+class TritonOps:
+    """The products take residual additions and the gate with them; `kernels.matmul` knows which kernel."""
+
+    rms_norm = staticmethod(norm.rms_norm)
+    attention = staticmethod(attention.attention)
+    short_tokens = 1
+    """Rows of up to so many tokens share out their keys over the whole chip."""
+
+    def norm_matmul(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None, /) -> Tensor:
+        """rms_norm(x) @ weight.T + bias."""
+        return products.linear(self.rms_norm(x, norm, eps), weight, bias)
+
+    def norm_gate(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None, /) -> Tensor:
+        """The gate of the MLP, from the residual stream."""
+        if bias is not None:
+            return activation.silu_and_mul(self.norm_matmul(x, norm, eps, weight, bias))
+        return products.linear(self.rms_norm(x, norm, eps), weight, gated=True)
+
+    def add_matmul(self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None, /) -> None:
+        """residual += x @ weight.T + bias."""
+        products.linear(x, weight, bias, residual=residual, out=residual)
+
+    def rope_and_store(
+        self,
+        qkv: Tensor,
+        rotation: Rotation,
+        kv: Tensor,
+        places: Tensor,
+        heads: int,
+        norm: Tensor | None,
+        eps: float,
+        /,
+    ) -> Tensor:
+        """Norm, rotation and the write to the pool in one kernel."""
+        return rope_kv.rope_and_store(
+            qkv, rotation.cos, rotation.sin, kv, places, heads, kv.shape[3], rotation.positions, norm, eps
+        )
+
+
+class InvariantTritonOps(TritonOps):
+    """A row has the same bits in any batch and any chunk: no sum is split, every row goes through the tile kernel."""
+
+    short_tokens = 0
+
+    def norm_matmul(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None, /) -> Tensor:
+        """rms_norm(x) @ weight.T + bias."""
+        return products.matmul_invariant(self.rms_norm(x, norm, eps), weight, bias)
+
+    def norm_gate(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None, /) -> Tensor:
+        """The gate of the MLP, from the residual stream."""
+        return activation.silu_and_mul(self.norm_matmul(x, norm, eps, weight, bias))
+
+    def add_matmul(self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None, /) -> None:
+        """residual += x @ weight.T + bias."""
+        residual.add_(products.matmul_invariant(x, weight, bias))
+
+
+def exact_products() -> None:
+    """float32 products in float32, on any device: no shortened mantissas."""
+    torch.backends.cuda.matmul.allow_tf32 = False

@@ -1,0 +1,108 @@
+"""The sampling state of each slot on the device, edited in place. Knows settings and positions, never logits.
+
+What `kernels.sampling` reads while a step runs changes only between steps, in the order of the stream.
+"""
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kernels import sampling
+from kernels.sampling import Samples
+from services.worker.inputs import SlotState, Words
+
+
+class GpuSampler:
+    """As `sampler.Sampler`: penalties, bias, ban, temperature, cuts and the keyed draw, for `slots` slots and one more
+    that nobody has: it is always greedy."""
+
+    def __init__(self, slots: int, vocab_size: int, device: torch.device) -> None:
+        self.device, self.vocab_size = device, vocab_size
+        self.settings = sampling.slot_settings(slots + 1, device, vocab_size)
+        self.boundary = np.zeros(slots + 1, np.int64)
+        self.logprobs = np.full(slots + 1, -1, np.int64)
+        self._bias: dict[int, tuple[Tensor, Tensor]] = {}
+        self._bans: dict[int, tuple[int, Tensor]] = {}
+        self._penal = np.zeros(slots + 1, np.bool_)
+
+    # ---- edits ----
+
+    def admit(self, states: list[tuple[int, SlotState]]) -> None:
+        """Sequences take these slots; nothing stays of those before. One write for each setting, however many."""
+        s = self.settings
+        slots = np.array([slot for slot, _ in states])
+        for slot, state in states:
+            self.boundary[slot] = state.boundary
+            self.logprobs[slot] = state.logprobs
+            self._penal[slot] = state.repetition_penalty != 1 or bool(state.presence_penalty or state.frequency_penalty)
+            if self._bias.pop(slot, None) is not None or self._bans.pop(slot, None) is not None:
+                s.edited[slot] = 0
+        seeds = [state.seed_low & 0xFFFFFFFF | state.seed_high << 32 for _, state in states]
+        whole = np.array([slots, seeds, [x.sample_index for _, x in states], [x.top_k for _, x in states]], np.int64)
+        parts = np.array(
+            [
+                (x.temperature, x.top_p, x.min_p, x.repetition_penalty, x.presence_penalty, x.frequency_penalty)
+                for _, x in states
+            ],
+            np.float32,
+        ).T.copy()
+        where, *integers = self._sent(torch.from_numpy(whole)).unbind(0)
+        floats = self._sent(torch.from_numpy(parts)).unbind(0)
+        targets = (s.seed, s.sample, s.top_k, s.temperature, s.top_p, s.min_p, s.repetition, s.presence, s.frequency)
+        for target, values in zip(targets, (*integers, *floats), strict=True):
+            target.index_copy_(0, where, values)
+
+    def remember(self, slot: int, boundary: int, ids: Words) -> None:
+        """The tokens that the slot's penalties count."""
+        assert self.settings.history is not None
+        counts = np.bincount(ids[boundary:], minlength=self.vocab_size)[: self.vocab_size] * 2
+        counts[np.unique(ids)] |= 1
+        self.settings.history[slot] = self._sent(torch.from_numpy(counts.astype(np.int32)))
+
+    def bias(self, slot: int, ids: Words, values: npt.NDArray[np.float32]) -> None:
+        """What the slot adds to these tokens' logits."""
+        self._bias[slot] = (
+            self._sent(torch.from_numpy(ids.astype(np.int64))), self._sent(torch.from_numpy(values.copy()))
+        )  # fmt: skip
+        self._write_edits(slot)
+
+    def ban(self, slot: int, until: int, ids: Words) -> None:
+        """Tokens that the slot may not choose before this position of its answer."""
+        self._bans[slot] = (until, self._sent(torch.from_numpy(ids.astype(np.int64))))
+        self._write_edits(slot)
+
+    def lift_bans(self, slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> None:
+        """Before a step: these slots choose the token at these positions; bans that end there go."""
+        if not self._bans:
+            return
+        for slot, position in zip(slots.tolist(), positions.tolist(), strict=True):
+            ban = self._bans.get(slot)
+            if ban is not None and position >= ban[0]:
+                del self._bans[slot]
+                self._write_edits(slot)
+
+    # ---- reports ----
+
+    def tops(self, logits: Tensor, samples: Samples, slots: npt.NDArray[np.int64]) -> tuple[Tensor, Tensor] | None:
+        """Ids and log-probabilities of the likely tokens, as many as the row that asks for most; None if none does."""
+        most = int(self.logprobs[slots].max(initial=0))
+        return sampling.top_logprobs(logits[: len(slots)], samples.totals, most) if most > 0 else None
+
+    def _write_edits(self, slot: int) -> None:
+        """The slot's line anew: bias, then bans. Steps that read it come before or after this in the stream."""
+        edits = self.settings.edits
+        assert edits is not None
+        line = edits[slot].zero_()
+        if slot in self._bias:
+            ids, values = self._bias[slot]
+            line.index_copy_(0, ids, values)
+        if slot in self._bans:
+            line.index_fill_(0, self._bans[slot][1], -torch.inf)
+        self.settings.edited[slot] = int(slot in self._bias or slot in self._bans)
+
+    def _sent(self, values: Tensor) -> Tensor:
+        """On the device, without waiting for it."""
+        if self.device.type == "cpu":
+            return values
+        return values.pin_memory().to(self.device, non_blocking=True)
