@@ -16,7 +16,10 @@ from services.worker.jobs import Jobs
 
 log = structlog.get_logger("worker.attach")
 
+# Ends free credits and are told at once, but no oftener than this; mere progress can wait: a report costs the engine's
+# process, and the scheduler counts what it assigned in the meantime by itself.
 REPORT_INTERVAL_S = 0.01
+PROGRESS_INTERVAL_S = 0.1
 HEARTBEAT_S = 1.0
 RETRY_S = 0.2
 
@@ -45,11 +48,14 @@ class Attachment:
         self._jobs = jobs
         self._keys: set[bytes] = set()
         self._changed = asyncio.Event()
+        self._urgent = asyncio.Event()
         self._reported = (-1, 0.0)
 
-    def changed(self) -> None:
-        """Something is worth a report."""
+    def changed(self, urgent: bool = True) -> None:
+        """Something is worth a report, now or with the next ones."""
         self._changed.set()
+        if urgent:
+            self._urgent.set()
 
     async def run(self) -> None:
         """Attaches, and attaches again whenever the link breaks. Raises Refused."""
@@ -81,12 +87,15 @@ class Attachment:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), HEARTBEAT_S)
             self._changed.clear()
+            self._urgent.clear()
             stats = self._engine.stats()
             # A busy engine announces each step and then stays silent until it is done: too long a silence means death.
             if stats.running == 0 or (stats.steps, stats.predicted_step_s) != self._reported:
                 self._reported = (stats.steps, stats.predicted_step_s)
                 yield mesh.AttachRequest(report=self._report(stats))
                 await asyncio.sleep(REPORT_INTERVAL_S)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._urgent.wait(), PROGRESS_INTERVAL_S - REPORT_INTERVAL_S)
 
     def _report(self, stats: Stats) -> mesh.WorkerReport:
         report = report_of(stats, self._jobs)

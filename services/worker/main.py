@@ -205,7 +205,7 @@ class _EngineThread:
     def _deliver(self, output: StepOutput, step_s: float | None) -> None:
         self._room.release()
         self._jobs.deliver(output, step_s)
-        self._attachment.changed()
+        self._attachment.changed(urgent=bool(output.ended))
 
     def _on_launch(self, predicted_s: float) -> None:
         self._launched_at = time.monotonic()
