@@ -11,7 +11,6 @@ from services import hashing
 from services.worker.engine import Engine
 from services.worker.inputs import Words, unpack
 from services.worker.job import EndReason, EngineOptions, StepOutput
-from services.worker.runner import StepResult
 from tests.checkpoints import EOS
 from tests.worker.conftest import EngineMaker
 from tests.worker.drive import Answer, job, prompt_of, run, solo
@@ -244,14 +243,14 @@ def test_numbers_that_are_not_finite_fail_one_job_and_stain_nobody(poisoned: Eng
 def test_a_job_that_breaks_the_step_fails_alone(engine: EngineMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     fragile = engine()
     expected = run(fragile, *(job(key, prompt_of(20 + key), bypass_cache=True) for key in range(7)))
-    original = fragile.runner.run
+    original = fragile.runner.launch
 
-    def break_on_poison(words: Words) -> StepResult:
+    def break_on_poison(words: Words) -> Any:
         if POISON in unpack(words)[1].ids:
             raise RuntimeError("the words of the request")
         return original(words)
 
-    monkeypatch.setattr(fragile.runner, "run", break_on_poison)
+    monkeypatch.setattr(fragile.runner, "launch", break_on_poison)
     jobs = [job(key, prompt_of(20 + key), bypass_cache=True) for key in range(7)]
     answers = run(fragile, *jobs[:3], job(99, [5, POISON, 6]), *jobs[3:])
     failed = answers[99].ended
