@@ -11,6 +11,7 @@ import gc
 import json
 import random
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,14 +19,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from bench import machine
 from bench.kernels import ceilings
-from services.worker import presets
+from services.worker import presets, streaming
 from services.worker.config import ModelConfig
 from services.worker.engine import Engine
 from services.worker.gpu_runner import GpuRunner, GpuStep
 from services.worker.job import EngineOptions, Job, SamplingParams
+from services.worker.weights import open_checkpoint
 
 MODELS = {"8b": "llama-3.1-8b", "1b": "llama-3.2-1b"}
 BATCHES = (1, 8, 32, 128, 256)
@@ -138,12 +141,12 @@ def decode(loop: Loop, batch: int) -> Cell:
 
 def _replays(loop: Loop, batch: int) -> float:
     """Seconds of a replay when the host does nothing else."""
-    found = loop.runner.graph_for(batch)
+    found = loop.runner.graph_for(batch, batch, True)
     assert found is not None
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     begin.record()
     for _ in range(20):
-        found[1].replay()
+        found.replay()
     end.record()
     end.synchronize()
     return float(begin.elapsed_time(end)) / 20e3
@@ -231,6 +234,36 @@ def cells(loop: Loop, seconds: float) -> Iterator[tuple[str, Callable[[], Cell]]
     for batch in BATCHES:
         yield f"decode {batch}", lambda batch=batch: decode(loop, batch)  # type: ignore[misc]
     yield "mixed 32 + 8k", lambda: mixed(loop, 32, 8000, seconds)
+    yield "loading", lambda: loading(loop)
+
+
+def loading(loop: Loop) -> Cell:
+    """The model's weights as a checkpoint of four shards: how fast its files can be read, and how fast it loads."""
+    model = loop.runner.model
+    with tempfile.TemporaryDirectory(prefix="weft-bench-") as home:
+        folder = Path(home)
+        tensors = {name: views[0].cpu() for name, views in model.destinations().items()}
+        names = list(tensors)
+        owners = {name: f"model-{place * 4 // len(names)}.safetensors" for place, name in enumerate(names)}
+        for shard in sorted(set(owners.values())):
+            save_file({name: tensors[name] for name in names if owners[name] == shard}, folder / shard)
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": owners}))
+        checkpoint = open_checkpoint(folder)
+        size = sum(path.stat().st_size for path in checkpoint.shards)
+        read = min(_seconds(lambda: streaming.read_through(checkpoint)) for _ in range(2))
+        load = min(_seconds(lambda: streaming.stream_weights(model, checkpoint, lambda *_: None)) for _ in range(2))
+    return {
+        "GiB": size / 2**30,
+        "read GiB/s": size / 2**30 / read,
+        "load GiB/s": size / 2**30 / load,
+        "share": read / load,
+    }
+
+
+def _seconds(work: Callable[[], None]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
 
 
 def start(model: str, limits: dict[str, float]) -> tuple[Loop, Cell]:
@@ -246,7 +279,7 @@ def start(model: str, limits: dict[str, float]) -> tuple[Loop, Cell]:
         last, current = now, phase
 
     options = EngineOptions(
-        device="cuda", dtype="bfloat16", max_batch_size=256, step_tokens=2048, chunk_tokens=320, max_seq_length=16384
+        device="cuda", dtype="bfloat16", max_batch_size=256, step_tokens=2048, chunk_tokens=160, max_seq_length=16384
     )
     engine = Engine(presets.folder_of(MODELS[model]), options, progress)
     progress("end", 0, 0)

@@ -33,11 +33,11 @@ class Up:
 
 
 @contextlib.asynccontextmanager
-async def up(settings: Mapping[str, str], *, gateways: int = 1, workers: int = 1) -> AsyncIterator[Up]:
-    """The demo model's mesh with these environment variables, and more gateways if wanted. Raises GaveUp."""
+async def up(settings: Mapping[str, str], *, gateways: int = 1, workers: int = 1, model: str = "") -> AsyncIterator[Up]:
+    """A mesh with these environment variables and more gateways if wanted; the model is the demo's. Raises GaveUp."""
     with tempfile.TemporaryDirectory(prefix="weft-bench-") as home:
         wanted = local.Wanted(
-            models=[str(demo.model_folder())],
+            models=[model or str(demo.model_folder())],
             home=Path(home),
             workers=workers,
             free_ports=True,

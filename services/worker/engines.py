@@ -62,7 +62,7 @@ class WorkerEngine(Protocol):
 _GPU_DEFAULTS: Mapping[str, object] = {
     "max_batch_size": 256,
     "step_tokens": 2048,
-    "chunk_tokens": 320,
+    "chunk_tokens": 160,
     "dtype": "bfloat16",
 }
 

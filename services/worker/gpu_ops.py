@@ -15,6 +15,8 @@ class TritonOps:
     attention = staticmethod(attention.attention)
     short_tokens = 1
     """Rows of up to so many tokens share out their keys over the whole chip."""
+    sample_chunk: int | None = None
+    """Logits that one program sums up; None: as many as suits the batch."""
 
     def norm_matmul(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None, /) -> Tensor:
         """rms_norm(x) @ weight.T + bias."""
@@ -51,6 +53,7 @@ class InvariantTritonOps(TritonOps):
     """A row has the same bits in any batch and any chunk: no sum is split, every row goes through the tile kernel."""
 
     short_tokens = 0
+    sample_chunk = 4096
 
     def norm_matmul(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None, /) -> Tensor:
         """rms_norm(x) @ weight.T + bias."""

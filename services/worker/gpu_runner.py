@@ -10,58 +10,69 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from kernels import attention, sampling, slots
 from kernels.sampling import Samples
 from kernels.slots import StepInputs
+from services.worker import gpu_words
 from services.worker.gpu_ops import TritonOps
 from services.worker.gpu_sampler import GpuSampler
-from services.worker.inputs import Edit, Rows, SlotState, Words, unpack
+from services.worker.gpu_words import Array, Sizes, StepRows
+from services.worker.inputs import Edit, SlotState, Words, unpack
 from services.worker.layers import StepTensors
 from services.worker.model import Model
 from services.worker.ops import Rotation
 from services.worker.runner import StepResult
 from services.worker.sampler import Sampled
 
-Array = npt.NDArray[np.int64]
-
 GRAPH_ROWS = (1, 2, 4, 8, *range(16, 257, 8))
 """Steps of so many answers are captured; a step is filled up to the next of them."""
+GRAPH_TOKENS = (*range(64, 513, 64), *range(640, 2049, 128))
+"""Steps with prompts are captured for so many tokens, where launching their kernels one by one would take longer."""
+RAGGED_ROWS = (8, 64, 256)
+"""Most rows of these."""
+EAGER_BYTES = 9e12
+"""A step whose tokens times the weights' bytes exceed this keeps the GPU busy longer than its launches take."""
 _STAGES = 4
 """Host buffers: one for each step in flight, and for those whose copies may not be over yet."""
 
 
 @dataclass(frozen=True, slots=True)
-class Graph:
-    """A captured step of a fixed number of answers, and what it reads and leaves."""
+class Computed:
+    """What a step leaves on the device."""
 
-    replay: Callable[[], None]
     logits: Tensor
     samples: Samples
     report: Tensor
+    """int32: `slots.keep`'s three lists of S, then, unless all rows are answers, which tokens' lines are finite."""
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """A captured step that holds so many tokens, rows and rows that sample."""
+
+    sizes: Sizes
+    replay: Callable[[], None]
+    computed: Computed
 
 
 @dataclass(frozen=True, slots=True)
 class GpuStep:
     """A step in the stream."""
 
-    rows: int
-    sampling: Array
-    """Which rows sample."""
-    lengths: Array
-    logprobs: Array
-    """How many likely tokens each row that samples asks for; -1: none, nor its own log-probability."""
+    rows: StepRows
+    samples: int
+    """S of the report."""
     report: Tensor
-    """int32 [3, S] in host memory, valid after `done`."""
-    finite: Tensor | None
-    """int32 [T] in host memory: whether each token's line is finite; None where the report says it all."""
+    """`Computed.report` in host memory, valid after `done`."""
+    asked: Array
+    """How many likely tokens each row that samples asks for; -1: none, nor its own log-probability."""
     tops: tuple[Tensor, Tensor] | None
     done: torch.cuda.Event | None
     """None: it is over already (no GPU)."""
-    began: torch.cuda.Event | None = None
+    began: torch.cuda.Event | None
     """When its first kernel could start, if that is measured."""
 
 
@@ -74,29 +85,28 @@ class GpuRunner:
     def __init__(
         self, model: Model, ops: TritonOps, block_size: int, slot_count: int, max_length: int, step_tokens: int
     ) -> None:
-        config, device = model.config, model.embedding.device
+        device = model.embedding.device
         self.model, self.ops, self.block_size, self.device = model, ops, block_size, device
-        self.slots, self.row_blocks = slot_count, -(-max_length // block_size)
-        self.step_tokens = step_tokens
+        self.slots, self.step_tokens = slot_count, step_tokens
+        self.row_blocks = -(-max_length // block_size)
         self.make_pools(0)
-        self.sampler = GpuSampler(slot_count, config.vocab_size, device)
+        self.sampler = GpuSampler(slot_count, model.config.vocab_size, device)
         self.measure_gaps = False
         """Note when each step could begin: `gap_s` tells how long the device idled between two."""
-        self._windows = set(config.windows)
+        self._windows = set(model.config.windows)
         self._computed = np.zeros(slot_count + 1, np.int64)
+        # The last slot is nobody's: what fills up a graph belongs to it.
         self._last_token = torch.zeros(slot_count + 1, dtype=torch.int64, device=device)
         self._tables = torch.zeros(slot_count + 1, self.row_blocks, dtype=torch.int32, device=device)
-        most = slots.words_of(step_tokens, slot_count, slot_count)
-        self._words = torch.zeros(most, dtype=torch.int32, device=device)
         self._row_tables = torch.zeros(slot_count, self.row_blocks, dtype=torch.int32, device=device)
-        pinned = device.type == "cuda"
+        most, pinned = slots.words_of(step_tokens, slot_count, slot_count), device.type == "cuda"
+        self._words = torch.zeros(most, dtype=torch.int32, device=device)
         self._staged = [torch.zeros(most, dtype=torch.int32, pin_memory=pinned) for _ in range(_STAGES)]
-        self._reports = [
-            torch.zeros(3 * slot_count + 4 + step_tokens, dtype=torch.int32, pin_memory=pinned) for _ in range(_STAGES)
-        ]
+        self._reports = [torch.zeros(most, dtype=torch.int32, pin_memory=pinned) for _ in range(_STAGES)]
         self._launched = 0
-        self._side = torch.cuda.Stream(device) if pinned else None  # type: ignore[no-untyped-call]
-        self._graphs: dict[int, Graph] = {}
+        self._side: Any = torch.cuda.Stream(device) if pinned else None  # type: ignore[no-untyped-call]
+        self._answers: list[Graph] = []
+        self._ragged: list[Graph] = []
 
     # ---- start-up ----
 
@@ -112,58 +122,52 @@ class GpuRunner:
         """Bytes that the largest step takes for a moment and that graphs will keep: one of nobody's rows is run."""
         if self.device.type != "cuda":
             return 0
-        tokens, rows = self.step_tokens, self.slots
+        sizes = self.step_tokens, self.slots, self.slots
         words = np.zeros(len(self._words), np.int32)
-        parts = _parts(words, tokens, rows, rows)
-        parts[1][:] = -1
-        parts[3][1:] = tokens  # one row has all tokens, and sees them in the block of nobody
-        parts[4][0], parts[5][:] = tokens, self.slots
-        parts[7][:] = self.slots
+        gpu_words.fill_largest(words, sizes, self.slots)
         self._words.copy_(torch.from_numpy(words))
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        inputs = slots.step_inputs(self._words, tokens, rows, rows, self._row_tables)
-        report = torch.empty(3, rows, dtype=torch.int32, device=self.device)
-        finite = torch.empty(tokens, dtype=torch.int32, device=self.device)
-        self._compute(inputs, report, tokens, finite)
+        self._compute(sizes, False, self.step_tokens)
         torch.cuda.synchronize()
-        kept = self.model.config.vocab_size * self.model.embedding.dtype.itemsize * sum(self._graph_sizes())
+        logits = self.model.config.vocab_size * self.model.embedding.dtype.itemsize
+        kept = logits * sum(samples for (_, _, samples), _ in self._graph_sizes())
         return int(torch.cuda.max_memory_allocated() - before) * 2 + kept
 
+    @torch.inference_mode()
     def capture(self, progress: Callable[[int, int], None]) -> None:
         """Capture the graphs, the largest first: later ones live in its memory."""
-        sizes = self._graph_sizes()
+        wanted = self._graph_sizes()
         pool = torch.cuda.graph_pool_handle()
-        with torch.inference_mode():
-            for done, rows in enumerate(reversed(sizes)):
-                progress(done, len(sizes))
-                self._graphs[rows] = self._capture(rows, pool)
-        self._graphs = dict(sorted(self._graphs.items()))
-        progress(len(sizes), len(sizes))
+        for done, (sizes, answers) in enumerate(wanted):
+            progress(done, len(wanted))
+            (self._answers if answers else self._ragged).insert(0, self._capture(sizes, answers, pool))
+        progress(len(wanted), len(wanted))
 
-    def _graph_sizes(self) -> list[int]:
-        sizes = [rows for rows in GRAPH_ROWS if rows <= self.slots]
-        return sizes if self.slots in sizes or self.slots > GRAPH_ROWS[-1] else [*sizes, self.slots]
+    def _graph_sizes(self) -> list[tuple[Sizes, bool]]:
+        """Sizes of all graphs, and whether all rows are answers; the largest first."""
+        rows = sorted({*(rows for rows in GRAPH_ROWS if rows < self.slots), min(self.slots, GRAPH_ROWS[-1])})
+        config = self.model.config
+        weights = 12 * config.layers * config.hidden_size * (config.hidden_size + config.intermediate_size / 4) * 2
+        tokens = [count for count in GRAPH_TOKENS if count <= self.step_tokens and count * weights <= EAGER_BYTES]
+        most = sorted({min(count, self.slots) for count in RAGGED_ROWS})
+        ragged = [((count, held, held), False) for count in tokens for held in most if held <= count]
+        return [*reversed(ragged), *(((count, count, count), True) for count in reversed(rows))]
 
-    def _capture(self, rows: int, pool: Any) -> Graph:
-        self._words.copy_(torch.from_numpy(self._filler(rows)))
-        inputs = slots.step_inputs(self._words, rows, rows, rows, self._row_tables)
-        report = torch.empty(3, rows, dtype=torch.int32, device=self.device)
-        long_tokens = rows if self.ops.short_tokens < 1 else 0
-        self._compute(inputs, report, long_tokens)  # compiles, and lets libraries make what they need
+    def _capture(self, sizes: Sizes, answers: bool, pool: Any) -> Graph:
+        words = np.zeros(len(self._words), np.int32)
+        gpu_words.fill_empty(words, sizes, self.slots)
+        self._words.copy_(torch.from_numpy(words))
+        long_tokens = 0 if answers else sizes[0] - 1  # one less: there may be answers, too
+        if self.ops.short_tokens < 1:
+            long_tokens = sizes[0]
+        self._compute(sizes, answers, long_tokens)  # compiles, and lets libraries make what they need
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
-            logits, samples = self._compute(inputs, report, long_tokens)
-        return Graph(graph.replay, logits, samples, report)
-
-    def _filler(self, rows: int) -> Words:
-        """Words of a step of nobody's rows."""
-        words = np.zeros(len(self._words), np.int32)
-        nobody = np.zeros(0, np.int64)
-        self._lay_out(words, rows, nobody, nobody, nobody)
-        return words
+            computed = self._compute(sizes, answers, long_tokens)
+        return Graph(sizes, graph.replay, computed)
 
     # ---- steps ----
 
@@ -171,37 +175,51 @@ class GpuRunner:
         """Launch and collect."""
         return self.collect(self.launch(words))
 
+    @torch.inference_mode()
     def launch(self, words: Words) -> GpuStep:
         """Put a step into the stream. After an exception no row has advanced, and the edits are applied."""
-        with torch.inference_mode():
-            edits, rows = unpack(words)
-            self._apply(edits)
-            slots_R, lengths = rows.slots.astype(np.int64), rows.lengths.astype(np.int64)
-            contexts = self._computed[slots_R] + lengths
-            chosen = np.flatnonzero(rows.samples)
-            positions = contexts[chosen] - self.sampler.boundary[slots_R[chosen]]
-            self.sampler.lift_bans(slots_R[chosen], positions)
-            answers = len(chosen) == len(slots_R) == lengths.sum()
-            graph = self.graph_for(len(slots_R)) if answers else None
-            if graph is None:
-                step = self._run_eagerly(rows, slots_R, lengths, contexts, chosen, positions)
-            else:
-                step = self._replay(*graph, rows, slots_R, contexts, positions)
-            self._computed[slots_R] = contexts
-            return step
+        edits, rows = unpack(words)
+        self._apply(edits)
+        owners, lengths = rows.slots.astype(np.int64), rows.lengths.astype(np.int64)
+        contexts, chosen = self._computed[owners] + lengths, np.flatnonzero(rows.samples)
+        positions = contexts[chosen] - self.sampler.boundary[owners[chosen]]
+        self.sampler.lift_bans(owners[chosen], positions)
+        step = self._begin(StepRows(rows, owners, lengths, contexts, chosen, positions))
+        self._computed[owners] = contexts
+        return step
+
+    def _begin(self, rows: StepRows) -> GpuStep:
+        graph = self.graph_for(*rows.sizes[:2], rows.answers)
+        sizes = graph.sizes if graph else rows.sizes
+        place = self._launched % _STAGES
+        self._launched += 1
+        count = rows.lay_out(self._staged[place].numpy(), sizes, self.slots)
+        self._words[:count].copy_(self._staged[place][:count], non_blocking=True)
+        began = self._event() if self.measure_gaps else None
+        if graph:
+            graph.replay()
+            computed = graph.computed
+        else:
+            long_tokens = int(rows.lengths[rows.lengths > self.ops.short_tokens].sum())
+            computed = self._compute(sizes, rows.answers, long_tokens)
+        report = self._reports[place][: len(computed.report)].copy_(computed.report, non_blocking=True)
+        asked = self.sampler.logprobs[rows.slots[rows.sampling]]
+        return GpuStep(rows, sizes[2], report, asked, self._send_tops(computed, asked), self._event(), began)
 
     def collect(self, step: GpuStep) -> StepResult:
         """Wait for a step and tell what it brought."""
         if step.done is not None:
             step.done.synchronize()
-        tokens, own, totals = step.report.numpy()[:, : len(step.sampling)]
-        finite = np.ones(step.rows, np.bool_)
-        if step.finite is not None:
-            starts = np.cumsum(step.lengths) - step.lengths
-            finite = np.minimum.reduceat(step.finite.numpy(), starts) > 0
-        finite[step.sampling] &= np.isfinite(totals.view(np.float32))
-        logprobs = own.view(np.float32).tolist() if step.logprobs.max(initial=-1) >= 0 else None
-        return StepResult(finite.tolist(), Sampled(tokens.tolist(), logprobs, self._tops(step)))
+        tokens, rows, samples = step.rows.sizes
+        report = step.report.numpy()
+        drawn, own, totals = report[: 3 * step.samples].reshape(3, step.samples)[:, :samples]
+        finite = np.ones(rows, np.bool_)
+        if not step.rows.answers:
+            lines = report[_aligned(3 * step.samples) :][:tokens]
+            finite = np.minimum.reduceat(lines, np.cumsum(step.rows.lengths) - step.rows.lengths) > 0
+        finite[step.rows.sampling] &= np.isfinite(totals.view(np.float32))
+        logprobs = own.view(np.float32).tolist() if step.asked.max(initial=-1) >= 0 else None
+        return StepResult(finite.tolist(), Sampled(drawn.tolist(), logprobs, _tops(step)))
 
     def scrub(self, blocks: list[int]) -> None:
         """Zero blocks that may hold NaN, behind all steps in the stream."""
@@ -237,11 +255,11 @@ class GpuRunner:
         where = torch.tensor(blocks, dtype=torch.int64, device=self.device)
         return torch.stack([_bytes_of(pool).index_select(0, where) for pool in self.pools], 1)
 
-    def graph_for(self, rows: int) -> tuple[int, Graph] | None:
-        """The smallest graph that holds so many answers, and its size."""
-        sizes = list(self._graphs)
-        place = bisect.bisect_left(sizes, rows)
-        return (sizes[place], self._graphs[sizes[place]]) if place < len(sizes) else None
+    def graph_for(self, tokens: int, rows: int, answers: bool) -> Graph | None:
+        """The smallest graph that holds such a step."""
+        graphs = self._answers if answers else self._ragged
+        place = bisect.bisect_left(graphs, tokens, key=lambda graph: graph.sizes[0])
+        return next((graph for graph in graphs[place : place + len(RAGGED_ROWS)] if rows <= graph.sizes[1]), None)
 
     def gap_s(self, before: GpuStep, after: GpuStep) -> float:
         """Seconds that the device idled between two steps that are over; both must have been measured."""
@@ -291,95 +309,15 @@ class GpuRunner:
 
     # ---- the words of a step ----
 
-    def _lay_out(
-        self, words: Words, rows: int, slots_R: Array, contexts: Array, positions: Array, rows_given: Rows | None = None
-    ) -> None:
-        """A step of `rows` answers, the first ones given, the others nobody's."""
-        count = len(slots_R)
-        words[: slots.words_of(rows, rows, rows)] = 0
-        ids, places, owners, starts, row_contexts, row_slots, sampled, sample_slots, sample_positions = _parts(
-            words, rows, rows, rows
-        )
-        ids[:count] = -1 - slots_R
-        if rows_given is not None and len(rows_given.ids):
-            ids[:count][rows_given.given > 0] = rows_given.ids
-        places[count:] = -1
-        places[:count] = contexts - 1
-        owners[:count] = row_slots[:count] = sample_slots[:count] = slots_R
-        # The rows that fill up the graph see one token in the block of nobody.
-        row_contexts[count:], row_slots[count:], sample_slots[count:] = 1, self.slots, self.slots
-        starts[:] = np.arange(rows + 1)
-        row_contexts[:count] = contexts
-        sampled[:] = np.arange(rows)
-        sample_positions[:count] = positions
+    # ---- computing ----
 
-    def _lay_out_ragged(
-        self, words: Words, rows: Rows, slots_R: Array, lengths: Array, contexts: Array, chosen: Array, positions: Array
-    ) -> tuple[int, int, int]:
-        """A step of any rows. -> T, R, S."""
-        tokens, count, samples = int(lengths.sum()), len(slots_R), len(chosen)
-        ends = np.cumsum(lengths)
-        row_of = np.repeat(np.arange(count), lengths)
-        ids, places, owners, starts, row_contexts, row_slots, sampled, sample_slots, sample_positions = _parts(
-            words, tokens, count, samples
-        )
-        owners[:] = slots_R[row_of]
-        ids[:] = -1 - owners
-        ids[(rows.given > 0)[row_of]] = rows.ids
-        places[:] = np.arange(tokens) + (contexts - ends)[row_of]
-        starts[0], starts[1:] = 0, ends
-        row_contexts[:], row_slots[:] = contexts, slots_R
-        sampled[:], sample_slots[:], sample_positions[:] = ends[chosen] - 1, slots_R[chosen], positions
-        return tokens, count, samples
-
-    def _send(self, staged: Tensor, count: int) -> torch.cuda.Event | None:
-        """One copy. -> when it is over, if that is measured."""
-        self._words[:count].copy_(staged[:count], non_blocking=True)
-        return self._event() if self.measure_gaps else None
-
-    # ---- running ----
-
-    def _replay(
-        self, size: int, graph: Graph, rows: Rows, slots_R: Array, contexts: Array, positions: Array
-    ) -> GpuStep:
-        staged, report = self._buffers()
-        self._lay_out(staged.numpy(), size, slots_R, contexts, positions, rows)
-        began = self._send(staged, slots.words_of(size, size, size))
-        graph.replay()
-        kept = report[: 3 * size].view(3, size)
-        kept.copy_(graph.report, non_blocking=True)
-        count = len(slots_R)
-        tops = self._send_tops(graph.logits, graph.samples, slots_R)
-        return GpuStep(
-            count, np.arange(count), np.ones(count, np.int64), self.sampler.logprobs[slots_R], kept, None, tops,
-            self._event(), began,
-        )  # fmt: skip
-
-    def _run_eagerly(
-        self, rows: Rows, slots_R: Array, lengths: Array, contexts: Array, chosen: Array, positions: Array
-    ) -> GpuStep:
-        staged, host = self._buffers()
-        sizes = self._lay_out_ragged(staged.numpy(), rows, slots_R, lengths, contexts, chosen, positions)
+    def _compute(self, sizes: Sizes, answers: bool, long_tokens: int) -> Computed:
+        """From the words on the device to the report: all that a graph holds. `long_tokens` as the attention's plan."""
+        model, device = self.model, self.device
         tokens, _, samples = sizes
-        began = self._send(staged, slots.words_of(*sizes))
         inputs = slots.step_inputs(self._words, *sizes, self._row_tables)
-        finite_at = -(-3 * samples // 4) * 4
-        reports = torch.empty(finite_at + tokens, dtype=torch.int32, device=self.device)
-        long_tokens = int(lengths[lengths > self.ops.short_tokens].sum())
-        logits, drawn = self._compute(inputs, reports[: 3 * samples].view(3, samples), long_tokens, reports[finite_at:])
-        kept = host[: len(reports)]
-        kept.copy_(reports, non_blocking=True)
-        tops = self._send_tops(logits, drawn, slots_R[chosen]) if samples else None
-        return GpuStep(
-            len(slots_R), chosen, lengths, self.sampler.logprobs[slots_R[chosen]], kept[: 3 * samples].view(3, samples),
-            kept[finite_at:], tops, self._event(), began,
-        )  # fmt: skip
-
-    def _compute(
-        self, inputs: StepInputs, report: Tensor, long_tokens: int = 0, finite: Tensor | None = None
-    ) -> tuple[Tensor, Samples]:
-        """From the words on the device to the report: all that a graph holds."""
-        model = self.model
+        finite_at = _aligned(3 * samples)
+        report = torch.empty(finite_at + (0 if answers else tokens), dtype=torch.int32, device=device)
         slots.unpack(self._words, self._last_token, self._tables, inputs, self.block_size)
         step = StepTensors(
             token_ids=inputs.token_ids,
@@ -389,13 +327,15 @@ class GpuRunner:
             sampled=inputs.sampled,
         )
         x = model.forward(step, self.pools)
-        if finite is not None:
-            slots.finite_lines(x, finite)
-        logits = model.logits(x if len(inputs.sampled) == len(x) else x[inputs.sampled])
-        settings = self.sampler.settings
-        samples = sampling.sample(logits, settings, inputs.sample_slots, inputs.sample_positions)
-        slots.keep(samples.tokens, samples.logprobs, samples.totals, inputs.sample_slots, self._last_token, report)
-        return logits, samples
+        if not answers:
+            slots.finite_lines(x, report[finite_at:])
+        logits = model.logits(x if answers else x[inputs.sampled])
+        drawn = sampling.sample(
+            logits, self.sampler.settings, inputs.sample_slots, inputs.sample_positions, chunk=self.ops.sample_chunk
+        )
+        told = report[: 3 * samples].view(3, samples)
+        slots.keep(drawn.tokens, drawn.logprobs, drawn.totals, inputs.sample_slots, self._last_token, told)
+        return Computed(logits, drawn, report)
 
     def _plan(self, inputs: StepInputs, window: int | None, long_tokens: int) -> attention.AttentionPlan:
         config = self.model.config
@@ -404,50 +344,39 @@ class GpuRunner:
             self.model.embedding.dtype, window, self.ops.short_tokens, long_tokens,
         )  # fmt: skip
 
-    # ---- results ----
-
-    def _buffers(self) -> tuple[Tensor, Tensor]:
-        """Host memory for a step: `depth` later steps are launched before it is used again."""
-        place = self._launched % _STAGES
-        self._launched += 1
-        return self._staged[place], self._reports[place]
-
-    def _event(self) -> torch.cuda.Event | None:
+    def _event(self) -> Any:
         if self.device.type != "cuda":
             return None
         event = torch.cuda.Event(enable_timing=self.measure_gaps)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
-    def _send_tops(self, logits: Tensor, samples: Samples, slots_S: Array) -> tuple[Tensor, Tensor] | None:
-        tops = self.sampler.tops(logits, Samples(*(x[: len(slots_S)] for x in _columns(samples))), slots_S)
-        if tops is None:
+    def _send_tops(self, computed: Computed, asked: Array) -> tuple[Tensor, Tensor] | None:
+        """Ids and log-probabilities of the likely tokens, as many as the row that asks for most; None if none does."""
+        most, count = int(asked.max(initial=0)), len(asked)
+        if most <= 0:
             return None
+        tops = sampling.top_logprobs(computed.logits[:count], computed.samples.totals[:count], most)
         pinned = self.device.type == "cuda"
         ids, values = (torch.empty(x.shape, dtype=x.dtype, pin_memory=pinned) for x in tops)
         return ids.copy_(tops[0], non_blocking=True), values.copy_(tops[1], non_blocking=True)
 
-    def _tops(self, step: GpuStep) -> list[list[tuple[int, float]]] | None:
-        if step.tops is None:
-            return None if step.logprobs.max(initial=-1) < 0 else [[] for _ in step.sampling]
-        ids, values = (x.tolist() for x in step.tops)
-        return [
-            list(zip(row_ids[:count], row_values[:count], strict=True)) if count > 0 else []
-            for row_ids, row_values, count in zip(ids, values, step.logprobs.tolist(), strict=True)
-        ]
+
+def _tops(step: GpuStep) -> list[list[tuple[int, float]]] | None:
+    if step.tops is None:
+        return None if step.asked.max(initial=-1) < 0 else [[] for _ in step.asked]
+    ids, values = (x.tolist() for x in step.tops)
+    return [
+        list(zip(row_ids[:count], row_values[:count], strict=True)) if count > 0 else []
+        for row_ids, row_values, count in zip(ids, values, step.asked.tolist(), strict=True)
+    ]
 
 
-def _parts(words: Words, tokens: int, rows: int, samples: int) -> list[Words]:
-    """The lists of a step's words, as `kernels.slots` names them."""
-    counts = [tokens] * 3 + [rows + 1, rows, rows] + [samples] * 3
-    places = slots.places_of(tokens, rows, samples)
-    return [words[place : place + count] for place, count in zip(places, counts, strict=False)]
+def _aligned(words: int) -> int:
+    """Lists of other lengths begin at a multiple of four words."""
+    return -(-words // 4) * 4
 
 
 def _bytes_of(pool: Tensor) -> Tensor:
     """A layer's pool as uint8 [blocks, bytes]."""
     return pool.view(len(pool), -1).view(torch.uint8)
-
-
-def _columns(samples: Samples) -> tuple[Tensor, Tensor, Tensor]:
-    return samples.tokens, samples.logprobs, samples.totals

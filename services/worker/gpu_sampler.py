@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from kernels import sampling
-from kernels.sampling import Samples
 from services.worker.inputs import SlotState, Words
 
 
@@ -81,13 +80,6 @@ class GpuSampler:
             if ban is not None and position >= ban[0]:
                 del self._bans[slot]
                 self._write_edits(slot)
-
-    # ---- reports ----
-
-    def tops(self, logits: Tensor, samples: Samples, slots: npt.NDArray[np.int64]) -> tuple[Tensor, Tensor] | None:
-        """Ids and log-probabilities of the likely tokens, as many as the row that asks for most; None if none does."""
-        most = int(self.logprobs[slots].max(initial=0))
-        return sampling.top_logprobs(logits[: len(slots)], samples.totals, most) if most > 0 else None
 
     def _write_edits(self, slot: int) -> None:
         """The slot's line anew: bias, then bans. Steps that read it come before or after this in the stream."""

@@ -215,7 +215,7 @@ class EngineOptions:
     step_tokens: int = 512
     """Most tokens of one step: prompts are computed in chunks beside the running answers."""
     chunk_tokens: int | None = None
-    """Beside running answers, most prompt tokens of a step for each prompt in line; None: no such bound."""
+    """Beside many running answers, prompt tokens of a step when one prompt is in line, about; None: no such bound."""
     device: str = "cpu"
     """What computes: cpu or cuda."""
     graphs: bool = True

@@ -35,6 +35,9 @@ class Runner(Protocol):
     def depth(self) -> int:
         """Steps that may be in flight; with 1 a step is over when it has been launched."""
 
+    def run(self, words: Words, /) -> StepResult:
+        """Launch a step and collect it."""
+
     def launch(self, words: Words, /) -> Any:
         """Apply the edits, begin to compute the rows. After an exception no row has advanced, the edits are applied."""
 

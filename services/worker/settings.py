@@ -56,8 +56,8 @@ class WorkerSettings(CommonSettings):
     chunk_tokens: int | None = Field(
         None,
         ge=1,
-        description="Beside running answers, most prompt tokens of a step for each prompt in line; on a GPU 320 unless "
-        "set. Less of it keeps answers even, more of it computes prompts sooner.",
+        description="Beside many running answers, prompt tokens of a step when one prompt is in line (n prompts: n * n "
+        "times as many); on a GPU 160 unless set. Less keeps answers even, more computes prompts sooner.",
     )
     prefix_cache: bool = Field(True, description="Keep computed prefixes for later requests.")
     cache_address: str = Field("", description="host:port of the cache service; empty: prefixes are not shared.")

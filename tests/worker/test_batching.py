@@ -245,3 +245,44 @@ def test_whatever_comes_all_is_done_and_nothing_is_lost(data: st.DataObject) -> 
     assert all(len(sequence.tokens) == sequence.limit for sequence in everyone)
     assert all(sequence.preemptions <= MOST_PREEMPTIONS for sequence in everyone)
     assert stage.pool.active == 0
+
+
+# ---- prompts beside answers ----
+
+
+def crowded(answers: int, chunk_tokens: int | None) -> Batch:
+    """So many running answers, each past its prompt, on a device that takes 2,048 tokens a step."""
+    batch = Batch(BlockPool(20_000), 16, 256, 2048, False, chunk_tokens)
+    for number in range(answers):
+        batch.add(Sequence(Job(number, [1] * 4, 4, SamplingParams(max_tokens=500)), number, 0.0, 16, 16384, b""))
+    while any(sequence.remaining != 1 for sequence in batch.running) or batch.waiting:
+        batch.plan()
+        for sequence in batch.running:
+            sequence.tokens += [1] * (sequence.total - len(sequence.tokens))
+    return batch
+
+
+def prompt_tokens(batch: Batch, prompts: int) -> int:
+    """Prompt tokens of the next step, when so many prompts of 8,000 tokens arrive."""
+    for number in range(1000, 1000 + prompts):
+        batch.add(Sequence(Job(number, [1] * 8000, 8000, SamplingParams(max_tokens=5)), number, 0.0, 16, 16384, b""))
+    return sum(row.tokens for row in batch.plan().rows if row.tokens > 1)
+
+
+def test_one_prompt_beside_many_answers_takes_a_small_share_of_a_step() -> None:
+    assert prompt_tokens(crowded(32, 160), 1) == 256 - 32
+    assert prompt_tokens(crowded(100, 160), 1) == 384 - 100
+
+
+def test_several_prompts_in_line_take_more_of_a_step() -> None:
+    assert prompt_tokens(crowded(100, 160), 2) == 768 - 100
+    assert prompt_tokens(crowded(100, 160), 5) == 2048 - 100
+
+
+def test_a_prompt_beside_few_answers_takes_all_of_a_step() -> None:
+    assert prompt_tokens(crowded(4, 160), 1) == 2048 - 4
+    assert prompt_tokens(crowded(0, 160), 1) == 2048
+
+
+def test_without_a_bound_a_prompt_takes_all_that_is_left() -> None:
+    assert prompt_tokens(crowded(32, None), 1) == 2048 - 32

@@ -1,0 +1,170 @@
+"""The whole mesh on one GPU over gRPC: gateways, scheduler, worker and clients in processes of their own, on loopback.
+
+    python -m bench.gpu [--models 8b 1b] [--only WORD ...] [--gateways 4] [--fresh] [--out bench/results]
+
+Each row sends N requests at once with fresh random prompts and replaces each finished one until 3N (at least 16) have
+been sent or 40 s have passed; tok/s are output tokens over the time from the first submit to the last finish. Rows
+already in the results are not measured again unless --fresh is given. Beside each is what vLLM 0.25.1 reached with the
+same method on the same GPU, in its own process.
+"""
+
+import argparse
+import asyncio
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench import machine, mesh
+from bench.load import metrics
+from bench.load.plan import Plan
+from bench.load.run import run
+
+MODELS = {"8b": "random:llama-3.1-8b", "1b": "random:llama-3.2-1b"}
+SECONDS = 40.0
+PREFIX = 1800
+COLUMNS = ("tok/s", "ttft p50", "ttft p99", "itl p50", "itl p99")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What a row asks for."""
+
+    model: str
+    inputs: int
+    outputs: int
+    concurrency: int
+    prefix: int = 0
+
+    @property
+    def name(self) -> str:
+        """For the table."""
+        shared = f", {self.prefix} shared" if self.prefix else ""
+        return f"{self.model} {self.inputs}/{self.outputs}{shared}, {self.concurrency} at a time"
+
+
+# tok/s, TTFT p50 and p99, ITL p50 and p99 in ms; None where no figure is known.
+VLLM: Mapping[str, tuple[float | None, ...]] = {
+    "8b 1950/200, 1 at a time": (193, 46.8, 47.9, 4.97, 5.60),
+    "8b 1950/200, 8 at a time": (1108, 257, 359, 5.46, 6.05),
+    "8b 1950/200, 32 at a time": (2227, 554, 1482, 7.19, 185),
+    "8b 1950/200, 128 at a time": (2931, 605, 6048, 14.5, 224),
+    "8b 1950/200, 256 at a time": (2976, 3397, 12445, 25.4, 392),
+    "8b 1950/200, 1800 shared, 1 at a time": (199, 15.9, None, 4.95, None),
+    "8b 1950/200, 1800 shared, 32 at a time": (4400, 155, None, 6.47, None),
+    "8b 1950/200, 1800 shared, 256 at a time": (10012, 607, None, 19.8, None),
+    "8b 128/128, 1 at a time": (202, 15.7, None, 4.86, None),
+    "8b 128/128, 32 at a time": (5155, 93, None, 5.46, None),
+    "8b 128/128, 256 at a time": (14343, 432, None, 10.8, None),
+    "1b 1950/200, 1 at a time": (498, 12.6, 20.8, 1.75, 2.88),
+    "1b 1950/200, 8 at a time": (3070, 49, None, 2.42, None),
+    "1b 1950/200, 32 at a time": (7355, 87, None, 3.15, None),
+    "1b 1950/200, 128 at a time": (13370, 111, None, 4.88, None),
+    "1b 1950/200, 256 at a time": (13613, 567, None, 8.28, None),
+}
+
+
+def rows(model: str) -> Iterator[Row]:
+    """All rows of a model."""
+    for concurrency in (1, 8, 32, 128, 256):
+        yield Row(model, 1950, 200, concurrency)
+    if model == "8b":
+        for concurrency in (1, 32, 256):
+            yield Row(model, 1950, 200, concurrency, PREFIX)
+        for concurrency in (1, 32, 256):
+            yield Row(model, 128, 128, concurrency)
+        yield Row(model, 128, 1024, 256)
+
+
+async def measure(row: Row, address: str, seed: int, processes: int) -> dict[str, float]:
+    """One row against a mesh that is up."""
+    plan = Plan(
+        address=address,
+        requests=max(3 * row.concurrency, 16),
+        duration_s=SECONDS,
+        concurrency=row.concurrency,
+        input_tokens=row.inputs,
+        output_tokens=row.outputs,
+        prefix_tokens=row.prefix,
+        warmup=processes,
+        processes=processes,
+        seed=seed,
+    )
+    done = await run(plan)
+    figures, told = metrics.figures(done.tally), metrics.receipts(done.tally)
+    return {
+        "tok/s": figures["output_throughput"],
+        "ttft p50": figures["median_ttft_ms"],
+        "ttft p99": figures["p99_ttft_ms"],
+        "itl p50": figures["median_itl_ms"],
+        "itl p99": figures["p99_itl_ms"],
+        "requests": figures["completed"],
+        "failed": figures["failed"],
+        "cached": told["cached_share"],
+        "seconds": figures["duration"],
+        **{f"{hop} p50": told["hops"][hop]["median_ms"] for hop in ("tokenize", "queue", "prefill", "network")},
+    }
+
+
+async def of_model(model: str, wanted: list[Row], gateways: int, found: dict[str, Any], file: Path) -> None:
+    """Bring a mesh up and measure its rows, saving after each."""
+    settings = {"WEFT_PREFIX_FETCH": "false", "WEFT_LOG_LEVEL": "warning"}
+    async with mesh.up(settings, gateways=gateways, model=MODELS[model]) as up:
+        address = ",".join(up.gateways)
+        for row in wanted:
+            seed = sum(map(ord, row.name)) * 1000 + len(found["rows"])
+            processes = min(row.concurrency, 8)
+            found["rows"][row.name] = await measure(row, address, seed, processes)
+            print(row.name, {name: round(value, 2) for name, value in found["rows"][row.name].items()}, flush=True)
+            save(file, found)
+
+
+def save(file: Path, found: dict[str, Any]) -> None:
+    """JSON, and a table beside it."""
+    file.write_text(json.dumps(found, indent=1) + "\n")
+    lines = ["# Through the whole mesh, over gRPC", ""]
+    lines += [f"- {name}: {value}" for name, value in found["machine"].items()]
+    lines += ["- times in ms; in brackets vLLM 0.25.1 in process on the same GPU", ""]
+    lines += ["| | " + " | ".join(COLUMNS) + " | tok/s over vLLM's | requests | failed | cached |", "|---" * 10 + "|"]
+    for name, row in found["rows"].items():
+        theirs = VLLM.get(name, (None,) * len(COLUMNS))
+        cells = [
+            f"{_number(row[column])} ({_number(its)})" if its else _number(row[column])
+            for column, its in zip(COLUMNS, theirs, strict=True)
+        ]
+        ratio = f"{row['tok/s'] / theirs[0]:.2f}" if theirs[0] else ""
+        tail = [ratio, f"{row['requests']:.0f}", f"{row['failed']:.0f}", f"{row['cached']:.0%}"]
+        lines.append(f"| {name} | " + " | ".join([*cells, *tail]) + " |")
+    file.with_suffix(".md").write_text("\n".join(lines) + "\n")
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def main() -> None:
+    """Measures what is missing."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--only", nargs="*", help="only rows whose name holds one of these")
+    parser.add_argument("--gateways", type=int, default=4)
+    parser.add_argument("--fresh", action="store_true")
+    parser.add_argument("--out", type=Path, default=Path("bench/results"))
+    wanted = parser.parse_args()
+    wanted.out.mkdir(parents=True, exist_ok=True)
+    file = wanted.out / "gpu.json"
+    found = json.loads(file.read_text()) if file.exists() and not wanted.fresh else {"rows": {}}
+    found["machine"] = machine.describe()
+    for model in wanted.models:
+        missing = [
+            row
+            for row in rows(model)
+            if row.name not in found["rows"] and (not wanted.only or any(word in row.name for word in wanted.only))
+        ]
+        if missing:
+            asyncio.run(of_model(model, missing, wanted.gateways, found, file))
+
+
+if __name__ == "__main__":
+    main()
