@@ -29,7 +29,7 @@ say = @printf '\033[1m%s\033[0m\n' '$(1)'
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help set-up stubs demo serve test test-kernels bench-kernels lint format types check-images bench-cpu bench-links train-demo clean
+.PHONY: help set-up stubs demo serve test test-kernels test-gpu bench-kernels bench-engine bench-gpu lint format types check-images bench-cpu bench-links train-demo clean
 
 help: ## List what can be made.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -54,6 +54,15 @@ test-kernels: ## Every kernel on this machine's GPU against its reference: GPU_P
 
 bench-kernels: ## Time every kernel on this machine's GPU into bench/results: GPU_PYTHON=python FRESH=1.
 	@$(GPU_PYTHON) -m bench.kernels $(if $(FRESH),--fresh)
+
+test-gpu: ## The GPU engine on this machine's GPU against the CPU's: GPU_PYTHON=python.
+	@OMP_NUM_THREADS=1 $(GPU_PYTHON) -m pytest -c /dev/null --rootdir . -q -p no:cacheprovider tests/gpu/test_engine.py
+
+bench-engine: ## The bare engine loop on this machine's GPU, 8B and 1B shapes: GPU_PYTHON=python FRESH=1.
+	@$(GPU_PYTHON) -m bench.engine $(if $(FRESH),--fresh)
+
+bench-gpu: ## The whole mesh on this machine's GPU, over gRPC, 8B and 1B shapes: GPU_PYTHON=python FRESH=1.
+	@$(GPU_PYTHON) -m bench.gpu $(if $(FRESH),--fresh)
 
 lint: set-up ## Style and formatting, changing nothing.
 	$(call say,ruff)

@@ -1,0 +1,107 @@
+"""Two steps in flight: answers are those of one step at a time, and no block is free while a step may write to it."""
+
+from typing import Any
+
+import pytest
+
+from services.worker.engine import Engine
+from services.worker.inputs import Words
+from services.worker.job import EndReason
+from services.worker.runner import CpuRunner, StepResult
+from tests.worker.conftest import EngineMaker
+from tests.worker.drive import Answer, job, prompt_of, run, solo
+
+
+class LateRunner:
+    """The CPU's runner as a device would be: a step's result is told later, while the next one is under way."""
+
+    depth = 2
+
+    def __init__(self, runner: CpuRunner) -> None:
+        self._runner = runner
+        self.in_flight = self.most_in_flight = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def launch(self, words: Words) -> StepResult:
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        return self._runner.launch(words)
+
+    def collect(self, step: StepResult) -> StepResult:
+        self.in_flight -= 1
+        return step
+
+
+@pytest.fixture
+def late(engine: EngineMaker) -> EngineMaker:
+    """engine(...) with two steps in flight."""
+
+    def make(shape: str = "llama", **options: object) -> Engine:
+        made = engine(shape, **options)
+        assert isinstance(made.runner, CpuRunner)
+        made.runner = LateRunner(made.runner)
+        return made
+
+    return make
+
+
+def same(answers: dict[int, Answer], expected: dict[int, Answer]) -> None:
+    for key, answer in expected.items():
+        assert answers[key].tokens == answer.tokens
+        assert answers[key].positions == answer.positions
+        assert answers[key].ended.reason is answer.ended.reason
+
+
+def test_answers_are_the_same_with_a_step_ahead(engine: EngineMaker, late: EngineMaker) -> None:
+    jobs = [job(key, prompt_of(9 + 5 * key), max_tokens=5 + 3 * key, temperature=key % 2, seed=key) for key in range(9)]
+    ahead = late(step_tokens=64)
+    same(run(ahead, *jobs), run(engine(), *jobs))
+    assert isinstance(ahead.runner, LateRunner)
+    assert (ahead.runner.most_in_flight, ahead.runner.in_flight) == (2, 0)
+    assert ahead.stats().active_blocks == 0
+
+
+def test_a_row_that_is_computed_after_a_stop_is_not_told(engine: EngineMaker, late: EngineMaker) -> None:
+    ahead = late()
+    free = solo(ahead, job(1, prompt_of(20), max_tokens=24))
+    stop = free.tokens[9]
+    stopped = run(ahead, *(job(k, prompt_of(20), max_tokens=24, stop_token_ids=frozenset({stop})) for k in range(5)))
+    for key in range(5):
+        assert stopped[key].tokens == free.tokens[: free.tokens.index(stop)]
+        assert stopped[key].ended.reason is EndReason.STOP
+    assert ahead.stats().active_blocks == 0
+
+
+def test_a_cancel_with_a_step_ahead_returns_every_block(late: EngineMaker) -> None:
+    ahead = late()
+    run(ahead, job(1, prompt_of(20), max_tokens=200), steps=10)
+    ahead.cancel(1)
+    output = ahead.step()
+    assert [end.reason for end in output.ended] == [EndReason.CANCELLED]
+    run(ahead)
+    assert (ahead.stats().running, ahead.batch.leaving) == (0, [])
+    ahead.check_integrity()
+    assert ahead.stats().active_blocks == 0
+
+
+def test_a_sequence_that_ends_in_flight_keeps_slot_and_blocks(late: EngineMaker) -> None:
+    ahead = late()
+    run(ahead, job(1, prompt_of(20), max_tokens=200), job(2, prompt_of(30), max_tokens=200), steps=10)
+    sequence = next(s for s in ahead.batch.running if s.job.key == 1)
+    assert sequence.flying == 1
+    ahead.batch.remove(sequence)
+    assert sequence.slot is not None
+    assert sequence.blocks
+    ahead.check_integrity()
+    ahead.batch.land(sequence)
+    assert not sequence.blocks
+    ahead.check_integrity()
+
+
+def test_pauses_with_a_step_ahead_change_no_token(engine: EngineMaker, late: EngineMaker) -> None:
+    jobs = [job(key, prompt_of(30 + key), max_tokens=40, bypass_cache=True) for key in range(8)]
+    tight = late(kv_blocks=20, max_batch_size=8)
+    same(run(tight, *jobs), run(engine(), *jobs))
+    assert tight.stats().preemptions >= 1
