@@ -13,7 +13,8 @@ from services.worker.service import READY, Startup
 
 log = structlog.get_logger("worker.announce")
 
-LOOK_S = 0.1
+# A small model's weights and warm-up take tenths of a second each: news must not be older than a fraction of that.
+LOOK_S = 0.02
 RETRY_S = 1.0
 
 
