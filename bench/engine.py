@@ -13,7 +13,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 
 from bench import machine
 from bench.kernels import ceilings
+from bench.load.distribution import Distribution
 from services.worker import presets, streaming
 from services.worker.config import ModelConfig
 from services.worker.engine import Engine
@@ -33,6 +34,7 @@ from services.worker.weights import open_checkpoint
 MODELS = {"8b": "llama-3.1-8b", "1b": "llama-3.2-1b"}
 BATCHES = (1, 8, 32, 128, 256)
 CONTEXT, STEPS = 2100, 96
+SECONDS = 40.0
 # What one H200 has shown: a run that measures less on its own ceilings is still held to these.
 LEAST = {"read": 0.95 * 4.3e12, "matmul": 0.95 * 790e12}
 
@@ -86,10 +88,10 @@ class Loop:
         self.runner.collect = noted  # type: ignore[method-assign]
         self._keys = iter(range(1 << 30))
 
-    def submit(self, prompt: int, answer: int) -> int:
-        """A job with a fresh random prompt."""
+    def submit(self, prompt: int, answer: int, prefix: Sequence[int] = ()) -> int:
+        """A job with a fresh random prompt, but for its prefix."""
         key = next(self._keys)
-        tokens = random.choices(range(100, self.limits.config.vocab_size - 300), k=prompt)
+        tokens = [*prefix, *random.choices(range(100, self.limits.config.vocab_size - 300), k=prompt - len(prefix))]
         params = SamplingParams(max_tokens=answer, temperature=0.0, ignore_eos=True)
         self.engine.submit(Job(key, tokens, prompt, params))
         return key
@@ -205,6 +207,39 @@ def mixed(loop: Loop, streams: int, prompt: int, seconds: float) -> Cell:
     }
 
 
+def closed(loop: Loop, prompt: int, answer: int, width: int, shared: int = 0) -> Cell:
+    """`width` requests at once, each that ended replaced until 3 * width (at least 16) are sent or SECONDS have passed:
+    what `bench.gpu` does, without a mesh. A step's tokens count when the step is over."""
+    prefix = random.choices(range(100, 30_000), k=shared)
+    left, began = max(3 * width, 16), time.perf_counter()
+    sent: dict[int, float] = {}
+    last: dict[int, float] = {}
+    first, gaps, tokens, now = Distribution(), Distribution(), 0, began
+    for _ in range(width):
+        sent[loop.submit(prompt, answer, prefix)] = began
+    left -= width
+    while loop.engine.has_work():
+        output = loop.engine.step()
+        now = time.perf_counter()
+        for token in output.tokens:
+            before = last.get(token.key)
+            (first if before is None else gaps).add((now - (sent[token.key] if before is None else before)) * 1e3)
+            last[token.key] = now
+        tokens += len(output.tokens)
+        for _ in output.ended:
+            if left and now - began < SECONDS:
+                left -= 1
+                sent[loop.submit(prompt, answer, prefix)] = now
+    return {
+        "tok/s": tokens / (now - began),
+        "ttft p50": first.percentile(50),
+        "ttft p99": first.percentile(99),
+        "itl p50": gaps.percentile(50),
+        "itl p99": gaps.percentile(99),
+        "requests": float(len(sent)),
+    }
+
+
 def _gaps_between_tokens(loop: Loop, keys: set[int], over: Callable[[float, int], bool]) -> list[float]:
     """Milliseconds between a stream's tokens until over(seconds passed, other jobs that ended)."""
     last: dict[int, float] = {}
@@ -234,6 +269,11 @@ def cells(loop: Loop, seconds: float) -> Iterator[tuple[str, Callable[[], Cell]]
     for batch in BATCHES:
         yield f"decode {batch}", lambda batch=batch: decode(loop, batch)  # type: ignore[misc]
     yield "mixed 32 + 8k", lambda: mixed(loop, 32, 8000, seconds)
+    for width in BATCHES:
+        yield f"loop 1950/200 {width}", lambda width=width: closed(loop, 1950, 200, width)  # type: ignore[misc]
+    yield "loop 1950/200 256, 1800 shared", lambda: closed(loop, 1950, 200, 256, 1800)
+    for width in (32, 256):
+        yield f"loop 128/128 {width}", lambda width=width: closed(loop, 128, 128, width)  # type: ignore[misc]
     yield "loading", lambda: loading(loop)
 
 
@@ -279,7 +319,7 @@ def start(model: str, limits: dict[str, float]) -> tuple[Loop, Cell]:
         last, current = now, phase
 
     options = EngineOptions(
-        device="cuda", dtype="bfloat16", max_batch_size=256, step_tokens=2048, chunk_tokens=160, max_seq_length=16384
+        device="cuda", dtype="bfloat16", max_batch_size=256, step_tokens=8192, chunk_tokens=200, max_seq_length=16384
     )
     engine = Engine(presets.folder_of(MODELS[model]), options, progress)
     progress("end", 0, 0)

@@ -10,13 +10,10 @@ from typing import NamedTuple
 
 from services.worker.blocks import BlockPool
 from services.worker.sequence import Sequence
+from services.worker.shares import step_share
 
 # A sequence that was paused this often is not paused again: when it comes back it takes all blocks it can ever need.
 MOST_PREEMPTIONS = 3
-# Steps of prompts beside answers are filled up to a multiple of this: a part of a tile costs what a whole one costs.
-TILE_ROWS = 128
-# Fewer answers than this for each prompt in line wait until the prompts are computed.
-ANSWERS_PER_PROMPT = 4
 
 _rank = attrgetter("rank")
 
@@ -116,7 +113,10 @@ class Batch:
             elif remaining and sequence.slot is not None:
                 self._schedule(sequence, remaining, plan)
         if plan.rows and self.chunk_tokens is not None:
-            plan.budget = self._share(len(prompts) + len(self.waiting), len(plan.rows), plan.budget, self.chunk_tokens)
+            taken = self.step_tokens - plan.budget
+            line = len(prompts) + min(len(self.waiting), len(self._free_slots))
+            context = prompts[0].computed if prompts else 0
+            plan.budget = max(step_share(line, context, taken, self.chunk_tokens, self.step_tokens) - taken, 0)
         for sequence in prompts:
             if sequence.slot is not None:
                 self._schedule(sequence, sequence.remaining, plan)
@@ -164,15 +164,6 @@ class Batch:
         assert not any(sequence.blocks for sequence in self.waiting), "a waiting sequence holds blocks"
         slots = sorted([*self._free_slots, *(s.slot for s in holders if s.slot is not None)])
         assert slots == list(range(len(slots))), f"slots are lost or given twice: {slots}"
-
-    def _share(self, prompts: int, answers: int, budget: int, chunk_tokens: int) -> int:
-        """Prompt tokens of a step beside answers: few for one prompt in line, so that answers flow; more for several,
-        since most then wait for their first token; all there are where answers are few beside the prompts."""
-        if ANSWERS_PER_PROMPT * prompts >= answers:
-            return budget
-        taken = self.step_tokens - budget
-        wanted = taken + chunk_tokens * prompts**2
-        return min(budget, -(-wanted // TILE_ROWS) * TILE_ROWS - taken)
 
     # ---- running sequences ----
 

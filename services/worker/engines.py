@@ -61,8 +61,8 @@ class WorkerEngine(Protocol):
 
 _GPU_DEFAULTS: Mapping[str, object] = {
     "max_batch_size": 256,
-    "step_tokens": 2048,
-    "chunk_tokens": 160,
+    "step_tokens": 8192,
+    "chunk_tokens": 200,
     "dtype": "bfloat16",
 }
 

@@ -51,13 +51,13 @@ class WorkerSettings(CommonSettings):
     kv_bytes: int | None = Field(None, ge=1, description="Bytes of the KV pool; absent: sized from the free memory.")
     kv_blocks: int | None = Field(None, ge=1, description="Blocks of the KV pool; wins over kv_bytes.")
     step_tokens: int = Field(
-        512, ge=1, description="Most tokens computed in one engine step; on a GPU 2048 unless set."
+        512, ge=1, description="Most tokens computed in one engine step; on a GPU 8192 unless set."
     )
     chunk_tokens: int | None = Field(
         None,
         ge=1,
         description="Beside many running answers, prompt tokens of a step when one prompt is in line (n prompts: n * n "
-        "times as many); on a GPU 160 unless set. Less keeps answers even, more computes prompts sooner.",
+        "times as many); on a GPU 200 unless set. Less keeps answers even, more computes prompts sooner.",
     )
     prefix_cache: bool = Field(True, description="Keep computed prefixes for later requests.")
     cache_address: str = Field("", description="host:port of the cache service; empty: prefixes are not shared.")

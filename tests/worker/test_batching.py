@@ -251,8 +251,8 @@ def test_whatever_comes_all_is_done_and_nothing_is_lost(data: st.DataObject) -> 
 
 
 def crowded(answers: int, chunk_tokens: int | None) -> Batch:
-    """So many running answers, each past its prompt, on a device that takes 2,048 tokens a step."""
-    batch = Batch(BlockPool(20_000), 16, 256, 2048, False, chunk_tokens)
+    """So many running answers, each past its prompt, on a device that takes 8,192 tokens a step."""
+    batch = Batch(BlockPool(20_000), 16, 256, 8192, False, chunk_tokens)
     for number in range(answers):
         batch.add(Sequence(Job(number, [1] * 4, 4, SamplingParams(max_tokens=500)), number, 0.0, 16, 16384, b""))
     while any(sequence.remaining != 1 for sequence in batch.running) or batch.waiting:
@@ -270,19 +270,41 @@ def prompt_tokens(batch: Batch, prompts: int) -> int:
 
 
 def test_one_prompt_beside_many_answers_takes_a_small_share_of_a_step() -> None:
-    assert prompt_tokens(crowded(32, 160), 1) == 256 - 32
-    assert prompt_tokens(crowded(100, 160), 1) == 384 - 100
+    assert prompt_tokens(crowded(32, 200), 1) == 256 - 32
+    assert prompt_tokens(crowded(100, 200), 1) == 320 - 100
+
+
+def test_a_long_prompt_takes_less_where_it_has_much_to_attend_to() -> None:
+    batch = crowded(32, 200)
+    chunks = [prompt_tokens(batch, 1)]
+    while chunks[-1]:
+        for sequence in batch.running:
+            sequence.tokens += [1] * (sequence.total - len(sequence.tokens))
+        chunks.append(prompt_tokens(batch, 0))
+    assert set(chunks[:10]) == {256 - 32}
+    assert set(chunks[-10:-2]) == {192 - 32}, "6,500 tokens on"
+    assert sum(chunks) == 8000
 
 
 def test_several_prompts_in_line_take_more_of_a_step() -> None:
-    assert prompt_tokens(crowded(100, 160), 2) == 768 - 100
-    assert prompt_tokens(crowded(100, 160), 5) == 2048 - 100
+    assert prompt_tokens(crowded(100, 200), 2) == 960 - 100
+    assert prompt_tokens(crowded(60, 200), 5) == 2048 - 60
 
 
-def test_a_prompt_beside_few_answers_takes_all_of_a_step() -> None:
-    assert prompt_tokens(crowded(4, 160), 1) == 2048 - 4
-    assert prompt_tokens(crowded(0, 160), 1) == 2048
+def test_steps_of_a_backlog_grow_with_the_answers_whose_keys_each_reads() -> None:
+    assert prompt_tokens(crowded(100, 200), 25) == 3200 - 100
+    assert prompt_tokens(crowded(200, 200), 50) == 6400 - 200
+
+
+def test_prompts_take_all_of_a_step_where_most_users_wait_for_a_first_token() -> None:
+    assert prompt_tokens(crowded(80, 200), 40) == 8192 - 80
+    assert prompt_tokens(crowded(2, 200), 1) == 8000
+    assert prompt_tokens(crowded(0, 200), 1) == 8000
+
+
+def test_prompts_without_a_slot_are_not_in_line_yet() -> None:
+    assert prompt_tokens(crowded(255, 200), 100) == 512 - 255
 
 
 def test_without_a_bound_a_prompt_takes_all_that_is_left() -> None:
-    assert prompt_tokens(crowded(32, None), 1) == 2048 - 32
+    assert prompt_tokens(crowded(200, None), 2) == 8192 - 200

@@ -1,0 +1,33 @@
+"""How many tokens a step takes where prompts are in line beside running answers. Pure: counts in, a count out.
+
+Each token more brings prompts nearer to their first token and holds every running answer up a little longer.
+"""
+
+TILE_ROWS = 64
+"""Steps are filled up to a multiple of this: a part of a tile costs what a whole one costs."""
+ANSWERS_PER_BURST_PROMPT = 2
+"""With at most so many answers for each prompt in line, prompts take all of a step."""
+ANSWERS_PER_PROMPT = 4
+"""With at most so many, they take `BACKLOG_TOKENS` of it."""
+BACKLOG_TOKENS = 2048
+"""From here on the matrix products are as fast as they get."""
+TOKENS_PER_ANSWER = 32
+"""A step with a backlog has so many for each answer in it, so that reading the answers' keys is a small part of it."""
+EVEN_CONTEXT = 16384
+"""After so many tokens a token's attention takes as long as its matrix products (8B shape, one H200)."""
+
+
+def step_share(prompts: int, context: int, answers: int, chunk_tokens: int, most: int) -> int:
+    """Tokens of the next step, its answers' own included, at most `most`; `context`: what the first prompt has behind.
+
+    A burst: most users wait for their first token, so prompts take all of a step. A backlog: steps as small as they are
+    efficient. Few prompts beside many answers: n * n * `chunk_tokens` for n prompts, so that answers flow beside one;
+    less far into a long prompt, where each token attends to more, so that steps stay equally long.
+    """
+    if ANSWERS_PER_BURST_PROMPT * prompts >= answers:
+        return most
+    backlog = min(most, max(BACKLOG_TOKENS, TOKENS_PER_ANSWER * answers))
+    if ANSWERS_PER_PROMPT * prompts >= answers:
+        return backlog
+    wanted = answers + chunk_tokens * prompts**2 * EVEN_CONTEXT / (EVEN_CONTEXT + context)
+    return min(backlog, -int(-wanted // TILE_ROWS) * TILE_ROWS)
