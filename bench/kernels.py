@@ -174,7 +174,18 @@ class Pages:
         contexts = torch.tensor(self.contexts, dtype=torch.int32, device="cuda")
         longer = sum(length for length in lengths if length > short)
         return attention.plan_attention(
-            starts, contexts, self.tables, shape.heads, shape.kv_heads, shape.dim, DTYPE, None, short, longer, config
+            starts,
+            contexts,
+            self.tables,
+            shape.heads,
+            shape.kv_heads,
+            shape.dim,
+            self.block,
+            DTYPE,
+            None,
+            short,
+            longer,
+            config,
         )
 
     def bytes(self) -> float:

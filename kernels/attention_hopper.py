@@ -173,7 +173,8 @@ def hopper_kernel(
         first = 0
         if WINDOW:
             first = gl.maximum(oldest + 1 - window, 0) // TILE
-        count = (gl.minimum(oldest + TOKENS, context) + TILE - 1) // TILE - first
+        # One tile at least, though all of it were masked: without any, the warps would wait for each other for ever.
+        count = gl.maximum((gl.minimum(oldest + TOKENS, context) + TILE - 1) // TILE - first, 1)
 
         wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, D], pool.dtype)
         q_wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS // 2, D], pool.dtype)

@@ -511,7 +511,7 @@ def sample(
         chunks,
         stride,
         BLOCK=chunk,
-        num_warps=warps or (8 if rows <= 8 else 2),
+        num_warps=warps or (8 if chunk >= 2048 else 2),
         **launch_options(device),
     )
     choose_kernel[(rows,)](

@@ -77,8 +77,6 @@ def suited(settings: WorkerSettings) -> WorkerSettings:
         if settings.engine == "gpu":
             raise CheckpointError("ENGINE=gpu needs a GPU that torch can use")
         return settings.model_copy(update={"engine": "torch"})
-    if settings.deterministic:  # Its attention still splits a row by what else is in the batch.
-        raise CheckpointError("deterministic mode is not offered on the GPU: set ENGINE=torch")
     unset = {name: value for name, value in _GPU_DEFAULTS.items() if name not in settings.model_fields_set}
     if settings.dtype == "auto":
         unset["dtype"] = _GPU_DEFAULTS["dtype"]

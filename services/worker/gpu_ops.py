@@ -13,6 +13,8 @@ class TritonOps:
 
     rms_norm = staticmethod(norm.rms_norm)
     attention = staticmethod(attention.attention)
+    invariant = False
+    """Whether a row has the same bits in any batch and any chunk."""
     short_tokens = 1
     """Rows of up to so many tokens share out their keys over the whole chip."""
     sample_chunk: int | None = None
@@ -50,10 +52,10 @@ class TritonOps:
 
 
 class InvariantTritonOps(TritonOps):
-    """A row has the same bits in any batch and any chunk: no sum is split, every row goes through the tile kernel."""
+    """A row has the same bits in any batch and any chunk: where a sum is cut depends on its own places alone."""
 
-    short_tokens = 0
-    sample_chunk = 4096
+    invariant = True
+    sample_chunk = 2048
 
     def norm_matmul(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None, /) -> Tensor:
         """rms_norm(x) @ weight.T + bias."""

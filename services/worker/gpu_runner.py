@@ -160,8 +160,6 @@ class GpuRunner:
         gpu_words.fill_empty(words, sizes, self.slots)
         self._words.copy_(torch.from_numpy(words))
         long_tokens = 0 if answers else sizes[0] - 1  # one less: there may be answers, too
-        if self.ops.short_tokens < 1:
-            long_tokens = sizes[0]
         self._compute(sizes, answers, long_tokens)  # compiles, and lets libraries make what they need
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -338,10 +336,11 @@ class GpuRunner:
         return Computed(logits, drawn, report)
 
     def _plan(self, inputs: StepInputs, window: int | None, long_tokens: int) -> attention.AttentionPlan:
-        config = self.model.config
+        config, dtype = self.model.config, self.model.embedding.dtype
+        shapes = attention.config_for(config.head_dim, dtype, len(inputs.contexts), self.ops.invariant)
         return attention.plan_attention(
             inputs.starts, inputs.contexts, inputs.tables, config.heads, config.kv_heads, config.head_dim,
-            self.model.embedding.dtype, window, self.ops.short_tokens, long_tokens,
+            self.block_size, dtype, window, self.ops.short_tokens, long_tokens, shapes,
         )  # fmt: skip
 
     def _event(self) -> Any:

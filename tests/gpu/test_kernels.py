@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 
@@ -47,10 +48,60 @@ def test_attention_over_long_contexts_and_skewed_batches(dim: int, dtype: torch.
         close(batch.run(None, 1), batch.want(None))
 
 
+def test_a_context_shorter_than_its_row_ends_and_gives_zeros() -> None:
+    """It breaks the contract, yet must not hang the device."""
+    batch = Batch([300, 40], [300, 40], 32, 8, 128, 16, torch.bfloat16)
+    batch.contexts = [300, -500]
+    out = batch.run(None, 1)
+    batch.contexts = [300, 40]
+    close(out[:300], batch.want(None)[:300])
+    assert not out[300:].any()
+
+
+def invariant(
+    lengths: list[int], batch: Batch, rows: list[int], contexts: list[int], window: int | None
+) -> torch.Tensor:
+    """Attention of the last tokens of these rows of a batch, with an invariant plan."""
+    dim, dtype = batch.q.shape[2], batch.q.dtype
+    starts = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device="cuda")
+    first = [sum(batch.lengths[:row]) for row in rows]
+    places = [
+        torch.arange(at + context - length, at + context)
+        for at, context, length in zip(first, contexts, lengths, strict=True)
+    ]
+    plan = attention.plan_attention(
+        starts, torch.tensor(contexts, dtype=torch.int32, device="cuda"), batch.tables[rows].contiguous(), batch.heads,
+        batch.kv_heads, dim, batch.pool.shape[1], dtype, window, 1, sum(n for n in lengths if n > 1),
+        attention.config_for(dim, dtype, len(rows), invariant=True),
+    )  # fmt: skip
+    return attention.attention(batch.q[torch.cat(places).cuda()], batch.pool, plan, dim**-0.5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("heads", [(32, 8, 128), (32, 8, 64), (28, 4, 128), (8, 8, 80)], ids=str)
+def test_invariant_attention_has_the_same_bits_in_any_step(heads: tuple[int, int, int], dtype: torch.dtype) -> None:
+    lengths = [1500, 600, 1100]
+    for window in (None, 700):
+        batch = Batch(lengths, lengths, *heads, 16, dtype)
+        whole = invariant(lengths, batch, [0, 1, 2], lengths, window)
+        close(whole, batch.want(window))
+        ends = np.cumsum(lengths)
+        for context in (1, 511, 512, 513, 1025, 1437, 1500):  # as an answer's token, alone and beside others
+            line = whole[context - 1]
+            assert torch.equal(invariant([1], batch, [0], [context], window)[0], line), context
+            beside = invariant([1, 5, 1], batch, [1, 2, 0], [600, 1000, context], window)
+            assert torch.equal(beside[-1], line), context
+            assert torch.equal(beside[0], whole[ends[1] - 1])
+            assert torch.equal(beside[1:6], whole[ends[1] + 995 : ends[1] + 1000])
+        for length, context in ((2, 513), (17, 1000), (301, 1301)):  # as a chunk
+            chunk = invariant([length], batch, [0], [context], window)
+            assert torch.equal(chunk, whole[context - length : context]), (length, context)
+
+
 def test_attention_in_a_graph_follows_its_plan() -> None:
     batch = Batch([1, 1, 1], [700, 1300, 40], 32, 8, 128, 16, torch.bfloat16)
     contexts = torch.tensor([5, 6, 7], dtype=torch.int32, device="cuda")
-    plan = attention.plan_attention(batch.starts, contexts, batch.tables, 32, 8, 128, torch.bfloat16)
+    plan = attention.plan_attention(batch.starts, contexts, batch.tables, 32, 8, 128, 16, torch.bfloat16)
     out = poison(3, 4096, dtype=torch.bfloat16)
 
     def step() -> None:

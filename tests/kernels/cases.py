@@ -64,7 +64,7 @@ class Batch:
     def run(self, window: int | None, short: int, config: attention.Config | None = None) -> Tensor:
         plan = attention.plan_attention(
             self.starts, torch.tensor(self.contexts, dtype=torch.int32, device=DEVICE), self.tables, self.heads,
-            self.kv_heads, self.q.shape[2], self.q.dtype, window, short,
+            self.kv_heads, self.q.shape[2], self.pool.shape[1], self.q.dtype, window, short,
             sum(length for length in self.lengths if length > short), config,
         )  # fmt: skip
         out = poison(self.q.shape[0], self.heads * self.q.shape[2], dtype=self.q.dtype)

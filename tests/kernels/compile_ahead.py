@@ -34,6 +34,8 @@ class Recorder:
         return launch
 
 
+# Bytes of shared memory that one program may have, by compute capability.
+MOST_SHARED = {80: 166_912, 89: 101_376, 90: 232_448}
 MODULES = (activation, attention, blocks, matmul, norm, rope_kv, sampling, slots)
 
 
@@ -74,7 +76,9 @@ def compile_launch(kernel: Any, arguments: dict[str, Any], capability: int) -> A
             ):
                 attributes[(index,)] = [["tt.divisibility", 16]]
     options: dict[str, Any] = {
-        name: arguments[name] for name in ("num_warps", "num_stages", "maxnreg") if name in arguments
+        name: arguments[name]
+        for name in ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
+        if name in arguments
     }
     if capability >= 90:
         options["launch_pdl"] = True
@@ -102,6 +106,7 @@ def calls(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], object]]]:
         yield f"rope {dim}", rope
         yield f"rope norm {dim}", partial(rope, index(4), new(40, dim), 1e-6)
         yield f"attention {dim}", partial(attend, qkv, kv, None)
+        yield f"attention {dim} invariant", partial(attend, qkv, kv, None, invariant=True)
     yield "attention window", partial(attend, new(4, 48, 128), new(64, 16, 2, 8, 128), 4096)
     yield "attention 80", partial(attend, new(4, 36, 80), new(64, 16, 2, 4, 80), None)
     exact = dtype == torch.float32
@@ -127,12 +132,13 @@ def calls(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], object]]]:
         yield "top", partial(sampling.top_logprobs, new(2, 1024), new(2), 20)
 
 
-def attend(qkv: Tensor, kv: Tensor, window: int | None) -> None:
+def attend(qkv: Tensor, kv: Tensor, window: int | None, invariant: bool = False) -> None:
     kv_heads = kv.shape[3]
     heads = qkv.shape[1] - 2 * kv_heads
     starts, contexts, tables = (torch.zeros(shape, dtype=torch.int32) for shape in ((3,), (2,), (2, 8)))
+    config = attention.config_for(kv.shape[4], qkv.dtype, 2, invariant)
     plan = attention.plan_attention(
-        starts, contexts, tables, heads, kv_heads, kv.shape[4], qkv.dtype, window, 1, long_tokens=3
+        starts, contexts, tables, heads, kv_heads, kv.shape[4], kv.shape[1], qkv.dtype, window, 1, 3, config
     )
     attention.attention(qkv[:, :heads], kv, plan, 1.0)
 
@@ -165,6 +171,7 @@ def compile_all(capability: int, dtype: torch.dtype) -> list[str]:
         for kernel, arguments in recorded(call):
             compiled = compile_launch(kernel, arguments | dependent, capability)
             assert compiled.asm["cubin"]
+            assert compiled.metadata.shared <= MOST_SHARED[capability], f"{name}: {kernel.__name__}"
             lines.append(f"{name}: {kernel.__name__} shared {compiled.metadata.shared}")
     if capability == 90 and dtype == torch.bfloat16:
         for dim, windowed in ((64, False), (128, False), (128, True)):

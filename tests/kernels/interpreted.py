@@ -34,6 +34,16 @@ def test_attention_in_the_served_configurations() -> None:
         close(batch.run(None, 1, config), batch.want(None))
 
 
+def test_invariant_attention_cuts_sums_at_fixed_keys() -> None:
+    tiny = replace(attention.config_for(32, FULL, 1, invariant=True), split_programs=3, span=64)
+    for window in (None, 70):
+        batch = Batch([1, 21, 1], [200, 150, 0], 4, 2, 32, 16, FULL)
+        close(batch.run(window, 1, tiny), batch.want(window))
+    served = replace(attention.config_for(128, HALF, 1, invariant=True), split_programs=4)
+    batch = Batch([1, 20], [530, 90], 8, 2, 128, 16, HALF)
+    close(batch.run(None, 1, served), batch.want(None))
+
+
 @pytest.mark.parametrize("dtype", [HALF, FULL], ids=str)
 def test_norms_and_gate(dtype: torch.dtype) -> None:
     for rows, n in ((1, 48), (5, 100)):

@@ -15,9 +15,9 @@ def test_auto_takes_the_processor_where_there_is_no_gpu(monkeypatch: pytest.Monk
         suited(WorkerSettings(engine="gpu"))
 
 
-def test_the_gpu_refuses_the_deterministic_mode_that_it_cannot_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_takes_the_gpu_in_deterministic_mode_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert suited(WorkerSettings(engine="auto")).engine == "gpu"
-    with pytest.raises(CheckpointError, match="deterministic mode is not offered on the GPU"):
-        suited(WorkerSettings(engine="auto", deterministic=True))
+    for deterministic in (False, True):
+        chosen = suited(WorkerSettings(engine="auto", deterministic=deterministic))
+        assert (chosen.engine, chosen.dtype, chosen.deterministic) == ("gpu", "bfloat16", deterministic)
     assert suited(WorkerSettings(engine="torch", deterministic=True)).engine == "torch"
