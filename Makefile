@@ -29,10 +29,10 @@ say = @printf '\033[1m%s\033[0m\n' '$(1)'
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help set-up stubs demo serve test test-kernels test-gpu bench-kernels bench-engine bench-gpu lint format types check-images bench-cpu bench-links train-demo clean
+.PHONY: help set-up stubs demo serve test test-kernels test-gpu bench-kernels bench-engine bench-gpu bench-determinism lint format types check-images bench-cpu bench-links train-demo clean
 
 help: ## List what can be made.
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 set-up: $(STUBS) ## Create the virtual environment, install everything, generate the stubs.
 
@@ -63,6 +63,9 @@ bench-engine: ## The bare engine loop on this machine's GPU, 8B and 1B shapes: G
 
 bench-gpu: ## The whole mesh on this machine's GPU, over gRPC, 8B and 1B shapes: GPU_PYTHON=python FRESH=1.
 	@$(GPU_PYTHON) -m bench.gpu $(if $(FRESH),--fresh)
+
+bench-determinism: ## What the deterministic mode keeps and costs on this machine's GPU, 8B shape: GPU_PYTHON=python.
+	@$(GPU_PYTHON) -m bench.determinism
 
 lint: set-up ## Style and formatting, changing nothing.
 	$(call say,ruff)
