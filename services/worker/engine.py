@@ -104,10 +104,11 @@ class Engine:
 
     @property
     def block_layout(self) -> str:
-        """What contents of blocks look like; with threads where they are part of what makes equal keys equal bits."""
+        """What contents of blocks look like; with device or threads where bits depend on them."""
         config, options = self.config, self.options
         shape = f"{config.layers}x{config.kv_heads}x{config.head_dim}"
-        bits = f"/{options.threads or 1}" if options.deterministic else ""
+        kind = "gpu" if options.device == "cuda" else options.threads or 1
+        bits = f"/{kind}" if options.deterministic else ""
         return f"{options.dtype}/{options.block_size}/{shape}/0of1{bits}"
 
     @property
