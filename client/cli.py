@@ -268,12 +268,19 @@ def bench(
     ] = None,
     json: Annotated[Path | None, typer.Option(help="Write the result there.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a report with plots there.")] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(dir_okay=False, help="Profile a worker meanwhile; its trace goes there (.json.gz, for Perfetto)."),
+    ] = None,
+    profile_steps: Annotated[int, typer.Option(min=1, max=1000, help="How many of its steps.")] = 32,
+    scheduler: Scheduler = LOCAL_SCHEDULER,
 ) -> None:
     """Load a mesh and measure: latencies, throughput, where the time goes."""
     import secrets
 
     from bench.load.command import bench as measure
     from bench.load.plan import Plan, PlanError, goodput_from
+    from bench.load.profile import ProfileError, Wish
     from bench.load.run import RunError
     from bench.load.traces import TraceError
     from client.errors import WeftError
@@ -304,10 +311,11 @@ def bench(
             seed=secrets.randbits(32) if seed is None else seed,
             goodput=goodput_from(goodput or []),
         )
-        code = measure(plan, console(), json, html)
+        wish = Wish(profile_steps, profile.absolute(), scheduler) if profile else None
+        code = measure(plan, console(), json, html, wish)
     except PlanError as error:
         _fail(str(error), usage=True)
-    except (RunError, TraceError, WeftError) as error:
+    except (RunError, TraceError, ProfileError, WeftError) as error:
         _fail(str(error))
     except KeyboardInterrupt:
         raise typer.Exit(130) from None

@@ -9,7 +9,7 @@ from bench.load import plot
 from bench.load.plot import Axis, Line
 from bench.load.tally import LATENCIES
 from bench.load.terminal import LATENCIES as LATENCY_WORDS
-from bench.load.terminal import facts, headline
+from bench.load.terminal import facts, headline, profile_rows
 
 _STYLE = """
 :root { color-scheme: light; font: 15px/1.5 system-ui, sans-serif; color: #1f2937; background: #f8fafc; }
@@ -77,6 +77,11 @@ def _cards(result: dict[str, Any]) -> Iterable[str]:
     hops = result["receipts"]["hops"]
     shares = [(hop, float(values["mean_ms"])) for hop, values in hops.items()]
     yield _card("Where the time of an answer went (mean)", plot.bar(shares, "ms"))
+    if "profile" in result:
+        told = result["profile"]
+        shares = [(name, seconds / told["steps"] * 1e3) for name, seconds in told["host"].items()]
+        table = _table(["", "ms a step", "share"], profile_rows(told))
+        yield _card(f"{told['steps']} steps of {told['worker']}", plot.bar(shares, "ms") + table)
     rows = [
         [name.upper(), *(f"{result[f'{column}_{name}_ms']:,.2f}" for column in _COLUMNS)] for name in LATENCIES
     ]  # fmt: skip

@@ -37,6 +37,8 @@ def show(out: Console, result: dict[str, Any]) -> None:
     for hop, values in result["receipts"]["hops"].items():
         hops.add_row(hop, f"{values['mean_ms']:,.2f}", f"{values['p99_ms']:,.2f}")
     out.print(hops)
+    if "profile" in result:
+        out.print(_profile(result["profile"]))
     for line in facts(result):
         out.print(line, markup=False)
 
@@ -72,6 +74,28 @@ def facts(result: dict[str, Any]) -> list[str]:
     if result.get("p99_send_lag_ms", 0.0) > 10:
         lines.append(f"requests were sent late: p99 {result['p99_send_lag_ms']:.0f} ms (try more --processes)")
     return lines
+
+
+def profile_rows(profile: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """What a step was spent on, milliseconds of a step, share of it; the host's phases, then what computed."""
+    device = "GPU" if profile["on_gpu"] else "operators"
+    parts = [(name, seconds) for name, seconds in profile["host"].items()]
+    parts += [(f"{device}: {name}", seconds) for name, seconds in profile["device"].items()]
+    if profile["on_gpu"]:
+        parts.append(("GPU: idle", max(0.0, profile["seconds"] - sum(profile["device"].values()))))
+    parts.append(("a step", profile["seconds"]))
+    return [
+        (name, f"{seconds / profile['steps'] * 1e3:,.3f}", f"{seconds / profile['seconds']:.1%}")
+        for name, seconds in parts
+    ]
+
+
+def _profile(profile: dict[str, Any]) -> Table:
+    table = _table(f"{profile['steps']} steps of {profile['worker']}", "ms a step", "share")
+    for row in profile_rows(profile):
+        table.add_row(*row)
+    table.caption = f"trace: {profile['trace']} (ui.perfetto.dev)"
+    return table
 
 
 def _table(first: str, *others: str) -> Table:

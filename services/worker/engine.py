@@ -30,6 +30,7 @@ from services.worker.memory import MemoryPlan
 from services.worker.model import Progress
 from services.worker.pace import Pace
 from services.worker.prefixes import Prefixes
+from services.worker.profiling import Profiler
 from services.worker.runner import StepResult
 from services.worker.sequence import Sequence
 from services.worker.tiers import BlockStore, HostStore
@@ -88,6 +89,7 @@ class Engine:
         self._wake = threading.Condition()
         self._changes: dict[bytes, bool] = {}
         self._pace = Pace()
+        self.profiler = Profiler(computes=True)
         self._steps = self._arrivals = 0
         self._predicted_step_s = 0.0
         mover = self.runner
@@ -183,15 +185,18 @@ class Engine:
         runs, and what is told here is what the oldest brought.
         """
         output = StepOutput([], [])
-        self._take_inbox(output)
-        self.prefixes.settle()
-        self._end_expired(output)
+        self.profiler.step_begins()
+        with self.profiler.phase("arrivals"):
+            self._take_inbox(output)
+            self.prefixes.settle()
+            self._end_expired(output)
         while len(self._flights) < self.runner.depth and self._launch_next(output):
             pass
         if self._flights:
             self._collect_oldest(output)
-        self.prefixes.offer_some()
-        self._publish_state()
+        with self.profiler.phase("publishing"):
+            self.prefixes.offer_some()
+            self._publish_state()
         return output
 
     def check_integrity(self) -> None:
@@ -201,7 +206,9 @@ class Engine:
     # ---- one step ----
 
     def _plan(self) -> Plan:
-        before, plan = self.batch.preemptions, self.batch.plan()
+        before = self.batch.preemptions
+        with self.profiler.phase("planning"):
+            plan = self.batch.plan()
         if self.batch.preemptions != before:
             for sequence in self.batch.waiting:
                 sequence.note_pauses(time.monotonic())
@@ -240,11 +247,13 @@ class Engine:
     def _collect_oldest(self, output: StepOutput) -> None:
         flight = self._flights.popleft()
         for rows, step in flight.parts:
-            result = self.runner.collect(step)
+            with self.profiler.phase("waiting"):
+                result = self.runner.collect(step)
             now = time.monotonic()
-            self._collect(rows, result, flight.epochs, now, output)
-            for row in rows:
-                self.batch.land(row.sequence)
+            with self.profiler.phase("collecting"):
+                self._collect(rows, result, flight.epochs, now, output)
+                for row in rows:
+                    self.batch.land(row.sequence)
         now = time.monotonic()
         self._steps += 1
         self._pace.observe(flight.prefill, flight.decodes, now - max(flight.launched_s, self._landed_s))
@@ -253,7 +262,10 @@ class Engine:
     def _run(self, rows: list[Row], edits: list[SlotEdits], output: StepOutput) -> list[tuple[list[Row], Any]]:
         """Launch the rows; if that fails, each half of them with its slots' edits, so one bad job fails alone."""
         try:
-            return [(rows, self.runner.launch(inputs.pack(edits, rows)))]
+            with self.profiler.phase("packing"):
+                words = inputs.pack(edits, rows)
+            with self.profiler.phase("launch"):
+                return [(rows, self.runner.launch(words))]
         except Exception as error:
             if len(rows) == 1:
                 self._fail(rows[0].sequence, error, output)

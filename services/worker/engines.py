@@ -8,6 +8,7 @@ from typing import Protocol
 from services.worker.config import CheckpointError
 from services.worker.job import EngineOptions, Job, Stats, StepOutput
 from services.worker.memory import MemoryPlan
+from services.worker.profiling import Profiler
 from services.worker.settings import WorkerSettings
 from services.worker.tiers import BlockStore
 
@@ -34,6 +35,10 @@ class WorkerEngine(Protocol):
     @property
     def block_bytes(self) -> int:
         """Bytes of the contents of a block."""
+
+    @property
+    def profiler(self) -> Profiler:
+        """Observes steps, if asked to."""
 
     def use_remote(self, store: BlockStore) -> None:
         """Share blocks of prompts through this tier."""

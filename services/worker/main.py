@@ -140,7 +140,7 @@ async def _serve(
     card: mesh.ModelCard,
     bundle: bytes,
 ) -> None:
-    service.loaded(Loaded(jobs, bundle, card.bundle_digest, lambda: report_of(engine.stats(), jobs)))
+    service.loaded(Loaded(jobs, bundle, card.bundle_digest, lambda: report_of(engine.stats(), jobs), engine.profiler))
     hello = mesh.WorkerHello(
         worker_id=startup.worker_id,
         address=address,

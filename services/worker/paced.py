@@ -19,6 +19,7 @@ from services.worker.config import CheckpointError, load_config
 from services.worker.job import Ended, EndReason, EngineOptions, Failure, Job, Stats, StepOutput, TokenOut
 from services.worker.memory import MemoryPlan, available_memory
 from services.worker.pace import Pace
+from services.worker.profiling import Profiler
 from services.worker.sequence import Sequence
 from services.worker.tiers import BlockStore
 
@@ -72,6 +73,7 @@ class PacedEngine:
         self._changes: dict[bytes, bool] = {}
         self._steps = self._arrivals = 0
         self._pace = Pace()
+        self.profiler = Profiler(computes=False)
         self._predicted_step_s = 0.0
         self._on_launch: Callable[[float], None] = lambda predicted_step_s: None
         self._stats = self._measure()
@@ -145,13 +147,19 @@ class PacedEngine:
         """
         began = time.monotonic()
         output = StepOutput([], [])
-        self._take_inbox(output)
-        self._end_expired(began, output)
-        plan = self._plan(began)
+        self.profiler.step_begins()
+        with self.profiler.phase("arrivals"):
+            self._take_inbox(output)
+            self._end_expired(began, output)
+        with self.profiler.phase("planning"):
+            plan = self._plan(began)
         if plan.rows:
-            self._launch(plan.rows, began)
-            self._collect(plan.rows, time.monotonic(), output)
-        self._publish_state()
+            with self.profiler.phase("waiting"):
+                self._launch(plan.rows, began)
+            with self.profiler.phase("collecting"):
+                self._collect(plan.rows, time.monotonic(), output)
+        with self.profiler.phase("publishing"):
+            self._publish_state()
         return output
 
     def check_integrity(self) -> None:

@@ -11,10 +11,12 @@ from grpc import StatusCode, aio
 from protos import mesh_pb2 as mesh
 from services.errors import WeftError, invalid, unavailable
 from services.worker.jobs import Jobs, Link
+from services.worker.profiling import Profile, Profiler
 
 log = structlog.get_logger("worker.service")
 
-BUNDLE_PIECE_BYTES = 1 << 20
+PIECE_BYTES = 1 << 20
+MOST_PROFILED = 1000
 READY = "ready"
 """The phase in which a worker serves."""
 
@@ -38,6 +40,7 @@ class Loaded:
     bundle: bytes
     digest: bytes
     report: Callable[[], mesh.WorkerReport]
+    profiler: Profiler
 
 
 class WorkerService:
@@ -83,8 +86,24 @@ class WorkerService:
         model = self._model()
         if request.digest != model.digest:
             raise WeftError(StatusCode.NOT_FOUND, "BUNDLE_NOT_FOUND", "this worker has another bundle")
-        for start in range(0, len(model.bundle), BUNDLE_PIECE_BYTES):
-            yield mesh.FetchBundleResponse(data=model.bundle[start : start + BUNDLE_PIECE_BYTES])
+        for start in range(0, len(model.bundle), PIECE_BYTES):
+            yield mesh.FetchBundleResponse(data=model.bundle[start : start + PIECE_BYTES])
+
+    async def Profile(self, request: mesh.ProfileRequest, context: Any) -> AsyncIterator[mesh.ProfileResponse]:
+        """The next steps under observation; the answer comes when they are over."""
+        if not 1 <= request.steps <= MOST_PROFILED:
+            raise invalid("steps", f"is not between 1 and {MOST_PROFILED}")
+        ordered = self._model().profiler.order(request.steps)
+        if ordered is None:
+            raise WeftError(StatusCode.FAILED_PRECONDITION, "PROFILING", "somebody profiles this worker now")
+        try:
+            observed = await asyncio.wrap_future(ordered)
+        finally:
+            ordered.cancel()
+        profile = await asyncio.to_thread(observed.report)
+        yield mesh.ProfileResponse(summary=_summary(profile))
+        for start in range(0, len(profile.trace), PIECE_BYTES):
+            yield mesh.ProfileResponse(trace=profile.trace[start : start + PIECE_BYTES])
 
     async def Status(self, request: mesh.StatusRequest, context: Any) -> mesh.StatusResponse:
         """How far the start is, and the counters once it is over."""
@@ -93,6 +112,16 @@ class WorkerService:
         if self._loaded is not None:
             status.report.CopyFrom(self._loaded.report())
         return status
+
+
+def _summary(profile: Profile) -> mesh.ProfileSummary:
+    host, device = (
+        [mesh.ProfilePart(name=name, seconds=seconds) for name, seconds in parts.items()]
+        for parts in (profile.host, profile.families)
+    )
+    return mesh.ProfileSummary(
+        steps=profile.steps, seconds=profile.seconds, host=host, device=device, on_gpu=profile.on_gpu
+    )
 
 
 async def _read(jobs: Jobs, link: Link, requests: AsyncIterator[mesh.RunRequest]) -> None:

@@ -1,6 +1,7 @@
 """`weft bench`, `weft top` and `weft doctor` against a real mesh whose worker runs the paced engine."""
 
 import asyncio
+import gzip
 import json
 import re
 from collections.abc import AsyncIterator
@@ -132,6 +133,34 @@ async def test_an_open_loop_counts_errors_by_their_code(mesh: Mesh, tmp_path: Pa
     result = json.loads(out.read_text())
     assert (result["completed"], result["failed"]) == (0, 5)
     assert sum(count for code, count in result["errors"].items() if "DEADLINE" in code) == 5
+
+
+async def test_a_worker_is_profiled_under_load(mesh: Mesh, tmp_path: Path) -> None:
+    out, html, trace = tmp_path / "result.json", tmp_path / "report.html", tmp_path / "trace.json.gz"
+    ran = await weft(
+        *("bench", "--address", mesh.gateways[0].address, "--scheduler", mesh.scheduler.address),
+        *("--requests", "16", "--output-len", "250", "--json", str(out), "--html", str(html)),
+        *("--profile", str(trace), "--profile-steps", "50"),
+    )
+    assert ran.exit_code == 0, ran.output
+    told = json.loads(out.read_text())["profile"]
+    assert told["steps"] == 50
+    assert sum(told["host"].values()) == pytest.approx(told["seconds"])
+    assert told["host"]["waiting"] > told["host"]["planning"] > 0, "the paced engine sleeps for most of a step"
+    assert re.search(r"50 steps of weft-story-11m-\w{8}", ran.output)
+    assert re.search(r"planning +\d", ran.output)
+    assert "planning" in html.read_text()
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    assert sum(event["name"] == "planning" for event in events) == 50
+
+
+async def test_a_profile_that_cannot_be_is_refused_in_one_line(mesh: Mesh, tmp_path: Path) -> None:
+    common = ("bench", "--address", mesh.gateways[0].address, "--profile", str(tmp_path / "trace.json.gz"))
+    load = ("--requests", "8", "--output-len", "50")
+    away = await weft(*common, *load, "--scheduler", f"127.0.0.1:{free_port()}")
+    assert away.exit_code == 1
+    assert "is no scheduler" in away.output
+    assert "Traceback" not in away.output
 
 
 async def test_what_cannot_be_run_is_said_in_one_line(mesh: Mesh) -> None:

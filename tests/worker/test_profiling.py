@@ -1,0 +1,67 @@
+"""Observed steps of the engine: the phases of the host, what computed, the trace; nobody observes uninvited."""
+
+import gzip
+import json
+
+import pytest
+
+from services.worker.profiling import PHASES, Profiler, family_of
+from tests.worker.conftest import EngineMaker
+from tests.worker.drive import job, prompt_of, run
+
+
+def test_the_time_of_observed_steps_is_told_by_phase_and_by_what_computed(engine: EngineMaker) -> None:
+    made = engine("llama")
+    ordered = made.profiler.order(6)
+    assert ordered is not None
+    run(made, job(1, prompt_of(40), max_tokens=12))
+    profile = ordered.result(0).report()
+    assert profile.steps == 6
+    assert list(profile.host) == [*PHASES, "elsewhere"]
+    assert sum(profile.host.values()) == pytest.approx(profile.seconds)
+    assert profile.host["launch"] > profile.host["planning"] > 0, "on a CPU a launch is the whole computation"
+    assert not profile.on_gpu
+    assert {"products", "norms"} <= set(profile.families)
+    assert sum(profile.families.values()) <= profile.seconds
+    events = json.loads(gzip.decompress(profile.trace))["traceEvents"]
+    assert {event["name"] for event in events} >= {*PHASES, "aten::linear"}
+
+
+def test_answers_under_observation_are_the_same(engine: EngineMaker) -> None:
+    made, alone = engine("llama"), engine("llama")
+    assert made.profiler.order(3) is not None
+    jobs = [job(key, prompt_of(9 + key), max_tokens=6, temperature=1, seed=key) for key in range(3)]
+    observed, plain = run(made, *jobs), run(alone, *jobs)
+    assert {key: answer.tokens for key, answer in observed.items()} == {k: a.tokens for k, a in plain.items()}
+
+
+def test_one_observes_at_a_time_and_may_give_up() -> None:
+    profiler = Profiler(computes=False)
+    first = profiler.order(100)
+    assert first is not None
+    assert profiler.order(1) is None
+    profiler.step_begins()
+    first.cancel()
+    profiler.step_begins()
+    second = profiler.order(1)
+    assert second is not None
+    profiler.step_begins()
+    with profiler.phase("planning"):
+        pass
+    profiler.step_begins()
+    assert second.result(0).steps == 1
+
+
+def test_kernels_belong_to_families() -> None:
+    names = {
+        "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNT": "products",
+        "skinny_kernel": "products",
+        "hopper_kernel": "attention",
+        "split_kernel": "attention",
+        "rms_norm_kernel": "norms",
+        "rope_and_store_kernel": "rope and KV",
+        "choose_kernel": "sampling",
+        "Memcpy DtoH (Device -> Pinned)": "copies",
+        "void at::native::elementwise": "other",
+    }
+    assert {name: family_of(name) for name in names} == names
