@@ -20,6 +20,10 @@ class TritonOps:
     sample_chunk: int | None = None
     """Logits that one program sums up; None: as many as suits the batch."""
 
+    def empty_weight(self, outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
+        """Row after row."""
+        return torch.empty(outputs, inputs, dtype=dtype)
+
     def norm_matmul(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None, /) -> Tensor:
         """rms_norm(x) @ weight.T + bias."""
         return products.linear(self.rms_norm(x, norm, eps), weight, bias)

