@@ -33,7 +33,7 @@ from services.worker.weights import open_checkpoint
 
 MODELS = {"8b": "llama-3.1-8b", "1b": "llama-3.2-1b"}
 BATCHES = (1, 8, 32, 128, 256)
-CONTEXT, STEPS = 2100, 96
+CONTEXT, SHORT, STEPS = 2100, 128, 96
 SECONDS = 40.0
 # What one H200 has shown: a run that measures less on its own ceilings is still held to these.
 LEAST = {"read": 0.95 * 4.3e12, "matmul": 0.95 * 790e12}
@@ -107,10 +107,10 @@ class Loop:
         return [self.runner.gap_s(before, after) * 1e6 for before, after in pairs]
 
 
-def decode(loop: Loop, batch: int) -> Cell:
-    """Steps of `batch` answers at a context of about CONTEXT."""
+def decode(loop: Loop, batch: int, context: int = CONTEXT) -> Cell:
+    """Steps of `batch` answers at about this context."""
     for _ in range(batch):
-        loop.submit(CONTEXT - STEPS // 2 - 16, STEPS + 512)
+        loop.submit(context - STEPS // 2 - 16, STEPS + 512)
     stats = loop.engine.stats()
     while (stats := loop.engine.stats()).running < batch or stats.prefill_backlog > batch:
         loop.engine.step()
@@ -123,12 +123,12 @@ def decode(loop: Loop, batch: int) -> Cell:
         ends.append(time.perf_counter())
     seconds = (ends[-1] - ends[0]) / STEPS
     gaps = loop.gaps_us()
-    context = statistics.mean(s.total for s in loop.engine.batch.running) - STEPS / 2
+    seen = statistics.mean(s.total for s in loop.engine.batch.running) - STEPS / 2
     alone = _replays(loop, batch)
     for sequence in list(loop.engine.batch.running):
         loop.engine.cancel(sequence.job.key)
     loop.drain()
-    floor = loop.limits.decode_s(batch, context)
+    floor = loop.limits.decode_s(batch, seen)
     return {
         "step ms": seconds * 1e3,
         "tok/s": batch / seconds,
@@ -137,7 +137,7 @@ def decode(loop: Loop, batch: int) -> Cell:
         "idle us p99": sorted(gaps)[int(len(gaps) * 0.99)],
         "floor ms": floor * 1e3,
         "share": floor / seconds,
-        "context": context,
+        "context": seen,
     }
 
 
@@ -268,6 +268,7 @@ def cells(loop: Loop, seconds: float) -> Iterator[tuple[str, Callable[[], Cell]]
         yield f"prefill {tokens}", lambda tokens=tokens: prefill(loop, tokens)  # type: ignore[misc]
     for batch in BATCHES:
         yield f"decode {batch}", lambda batch=batch: decode(loop, batch)  # type: ignore[misc]
+    yield "decode 1, short", lambda: decode(loop, 1, SHORT)
     yield "mixed 32 + 8k", lambda: mixed(loop, 32, 8000, seconds)
     for width in BATCHES:
         yield f"loop 1950/200 {width}", lambda width=width: closed(loop, 1950, 200, width)  # type: ignore[misc]
@@ -275,6 +276,30 @@ def cells(loop: Loop, seconds: float) -> Iterator[tuple[str, Callable[[], Cell]]
     for width in (32, 256):
         yield f"loop 128/128 {width}", lambda width=width: closed(loop, 128, 128, width)  # type: ignore[misc]
     yield "loading", lambda: loading(loop)
+
+
+def returning(model: str, prompt: int) -> Cell:
+    """A prompt whose blocks were evicted to host memory, until its first token; and as it was computed."""
+    options = EngineOptions(
+        device="cuda", dtype="bfloat16", max_batch_size=8, step_tokens=8192, max_seq_length=16384, kv_blocks=1100,
+        host_kv_bytes=8 << 30,
+    )  # fmt: skip
+    engine = Engine(presets.folder_of(MODELS[model]), options, lambda *_: None)
+    prompts = [random.choices(range(100, 30_000), k=prompt) for _ in range(12)]
+    times: list[float] = []
+    fetched = 0
+    for key, tokens in enumerate(prompts * 2):
+        began = time.perf_counter()
+        engine.submit(Job(key, tokens, prompt, SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)))
+        while engine.has_work():
+            fetched += sum(ended.cost.fetched_tokens for ended in engine.step().ended)
+        times.append(time.perf_counter() - began)
+    half = len(prompts)
+    return {
+        "computed ms": statistics.median(times[2:half]) * 1e3,
+        "back from host ms": statistics.median(times[half:]) * 1e3,
+        "fetched": fetched / half / prompt,
+    }
 
 
 def loading(loop: Loop) -> Cell:
@@ -343,23 +368,27 @@ def main() -> None:
     torch.cuda.empty_cache()
     found |= {"machine": machine.describe(), "ceilings": measured}
     wanted.out.mkdir(parents=True, exist_ok=True)
+
+    def note(name: str, measure: Callable[[], Cell]) -> None:
+        if name in found["cells"] or (wanted.only and not any(word in name for word in wanted.only)):
+            return
+        found["cells"][name] = measure()
+        print(name, _line(found["cells"][name]), flush=True)
+        file.write_text(json.dumps(found, indent=1) + "\n")
+        (wanted.out / "engine.md").write_text(page(found))
+
     for model in wanted.models:
+        gc.collect()
+        torch.cuda.empty_cache()
         loop, phases = start(model, measured)
-        found["cells"][f"{model} start"] = phases
+        note(f"{model} start", lambda phases=phases: phases)  # type: ignore[misc]
         for name, measure in cells(loop, wanted.seconds):
-            full = f"{model} {name}"
-            if full in found["cells"] or (wanted.only and not any(word in full for word in wanted.only)):
-                continue
-            found["cells"][full] = measure()
-            print(full, _line(found["cells"][full]), flush=True)
-            file.write_text(json.dumps(found, indent=1) + "\n")
-            (wanted.out / "engine.md").write_text(page(found))
+            note(f"{model} {name}", measure)
         loop.engine.runner.pools.clear()
         del loop
         gc.collect()
         torch.cuda.empty_cache()
-    file.write_text(json.dumps(found, indent=1) + "\n")
-    (wanted.out / "engine.md").write_text(page(found))
+        note(f"{model} prefix of 1950 evicted to host memory", lambda model=model: returning(model, 1950))  # type: ignore[misc]
 
 
 def page(found: dict[str, Any]) -> str:

@@ -75,6 +75,8 @@ def _on_gpu(config: ModelConfig, checkpoint: Checkpoint | None, options: EngineO
         config, parameters, dtype.itemsize, options, available, _free_bytes(options), workspace
     )  # fmt: skip
     runner.make_pools(plan.kv_blocks)
+    if options.host_kv_bytes:
+        runner.make_host_pages(options.host_kv_bytes)
     progress("memory", 1, 1)
     if options.graphs and options.device == "cuda":
         runner.capture(lambda done, total: progress("graphs", done, total))

@@ -217,6 +217,7 @@ class Engine:
     def _launch_next(self, output: StepOutput) -> bool:
         """Plan the next step and launch it. False if there is nothing to do before something has landed."""
         plan = self._plan()
+        self.prefixes.keep_evicted()
         edits = [inputs.release(slot) for slot in plan.released]
         for sequence in plan.admitted:
             try:

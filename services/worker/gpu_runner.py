@@ -5,7 +5,7 @@ waits for what it brought. A token stays in its slot on the device, so the next 
 """
 
 import bisect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +20,14 @@ from services.worker import gpu_words
 from services.worker.gpu_ops import TritonOps
 from services.worker.gpu_sampler import GpuSampler
 from services.worker.gpu_words import Array, Sizes, StepRows
+from services.worker.host_pages import HostPage, HostPages
 from services.worker.inputs import Edit, SlotState, Words, unpack
 from services.worker.layers import StepTensors
 from services.worker.model import Model
 from services.worker.ops import Rotation
 from services.worker.runner import StepResult
 from services.worker.sampler import Sampled
+from services.worker.tiers import Contents
 
 GRAPH_ROWS = (1, 2, 4, 8, *range(16, 257, 8))
 """Steps of so many answers are captured; a step is filled up to the next of them."""
@@ -105,6 +107,7 @@ class GpuRunner:
         self._reports = [torch.zeros(most, dtype=torch.int32, pin_memory=pinned) for _ in range(_STAGES)]
         self._launched = 0
         self._side: Any = torch.cuda.Stream(device) if pinned else None  # type: ignore[no-untyped-call]
+        self._host_pages: HostPages | None = None
         self._answers: list[Graph] = []
         self._ragged: list[Graph] = []
 
@@ -240,9 +243,23 @@ class GpuRunner:
         lines = contents.view(len(blocks), -1).numpy()
         return [line.tobytes() for line in lines]
 
-    def write_blocks(self, blocks: list[int], payloads: list[bytes]) -> None:
-        """Fill blocks that no job uses with what `read_blocks` gave, after all launched steps."""
+    def make_host_pages(self, max_bytes: int) -> None:
+        """Room in host memory for blocks that leave the pools, which are there already."""
+        self._host_pages = HostPages(self.pools, max_bytes)
+
+    def keep_blocks(self, blocks: list[int]) -> Sequence[Contents]:
+        """The contents of blocks that are computed, in host memory; fewer if there is no room. Steps in flight go on,
+        and those launched later may overwrite the blocks."""
+        assert self._host_pages is not None, "there is no host memory for blocks"
+        return self._host_pages.keep(blocks)
+
+    def write_blocks(self, blocks: list[int], payloads: Sequence[Any]) -> None:
+        """Fill blocks that no job uses with what `read_blocks` or `keep_blocks` gave, after all launched steps."""
         assert all(len(payload) == self.block_bytes for payload in payloads), "contents of another layout"
+        if payloads and isinstance(payloads[0], HostPage):
+            assert self._host_pages is not None, "its pages come from nowhere"
+            self._host_pages.restore(blocks, payloads)
+            return
         received = torch.frombuffer(bytearray(b"".join(payloads)), dtype=torch.uint8)
         where = torch.tensor(blocks, dtype=torch.int64, device=self.device)
         contents = received.to(self.device).view(len(blocks), len(self.pools), -1)

@@ -6,19 +6,22 @@ Lives on the engine's thread. Knows sequences, keys and contents as bytes; not w
 import time
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from services.worker.batching import Batch
 from services.worker.prefetch import Link, recompute_s
 from services.worker.sequence import Sequence
-from services.worker.tiers import BlockStore, Wish
+from services.worker.tiers import BlockStore, Contents, HostStore, Wish
 
 LEAST_BLOCKS = 4
 """Shorter prefixes are neither kept nor asked for."""
 # Read in one step for tiers below: copying them takes a tenth of a millisecond.
 _OFFER_BYTES = 256 << 10
 _MOST_OFFERS = 8192
+# Blocks for which room in host memory is made together.
+_KEPT_AT_ONCE = 32
 
 
 class BlockMover(Protocol):
@@ -27,8 +30,11 @@ class BlockMover(Protocol):
     def read_blocks(self, blocks: list[int]) -> list[bytes]:
         """The contents of these blocks, all layers, each as one string of bytes."""
 
-    def write_blocks(self, blocks: list[int], payloads: list[bytes]) -> None:
-        """Fills blocks that nobody uses with contents that `read_blocks` gave."""
+    def keep_blocks(self, blocks: list[int]) -> Many[Contents]:
+        """The same, to be kept in host memory; fewer if there is no room. Later steps may overwrite the blocks."""
+
+    def write_blocks(self, blocks: list[int], payloads: Many[Contents]) -> None:
+        """Fills blocks that nobody uses with contents that `read_blocks` or `keep_blocks` gave."""
 
 
 @dataclass(slots=True, eq=False)
@@ -78,17 +84,18 @@ class Prefixes:
         """Jobs that wait for blocks."""
         self._batch, self._mover = batch, mover
         self._prefill_rate, self._wake, self._clock = prefill_rate, wake, clock
-        self._host: BlockStore | None = None
+        self._host: HostStore | None = None
+        self._evicted: list[tuple[int, bytes]] = []
         self._remote: BlockStore | None = None
         self._writing = Link()
         self._pulls: list[Pull] = []
-        self._answers: deque[tuple[Wish, list[bytes] | None]] = deque()
+        self._answers: deque[tuple[Wish, Many[Contents] | None]] = deque()
         self._offers: dict[bytes, None] = {}
 
-    def use_host(self, store: BlockStore) -> None:
+    def use_host(self, store: HostStore) -> None:
         """Evicted blocks go to this tier."""
         self._host = store
-        self._batch.pool.on_evict = self._spill
+        self._batch.pool.on_evict = lambda block, key: self._evicted.append((block, key))
 
     def use_remote(self, store: BlockStore) -> None:
         """Blocks of prompts are offered to this tier."""
@@ -178,6 +185,18 @@ class Prefixes:
             del self._offers[key]
         return bool(self._offers)
 
+    def keep_evicted(self) -> None:
+        """Cached blocks were given away: before a step overwrites them, their contents go to host memory."""
+        evicted, self._evicted = self._evicted, []
+        if self._host is None or not evicted:
+            return
+        missing = set(self._host.lacks([key for _, key in evicted], 0.0))
+        for start in range(0, len(evicted), _KEPT_AT_ONCE):
+            piece = [(block, key) for block, key in evicted[start : start + _KEPT_AT_ONCE] if key in missing]
+            kept = self._mover.keep_blocks([block for block, _ in piece])
+            for (_, key), contents in zip(piece, kept, strict=False):
+                self.counts.spilled += self._host.offer(key, contents)
+
     # ---- within ----
 
     def _budget(self, blocks: int) -> float:
@@ -197,12 +216,12 @@ class Prefixes:
                 return True
         return False
 
-    def _take(self, wish: Wish, payloads: list[bytes] | None) -> None:
+    def _take(self, wish: Wish, payloads: Many[Contents] | None) -> None:
         """From any thread: what a tier has to say."""
         self._answers.append((wish, payloads))
         self._wake()
 
-    def _place(self, pull: Pull, payloads: list[bytes]) -> bool:
+    def _place(self, pull: Pull, payloads: Many[Contents]) -> bool:
         """Write contents to blocks of the pool, where the job will find them. False if they do not fit."""
         keys = pull.keys[pull.arrived : pull.arrived + len(payloads)]
         if len(keys) < len(payloads) or any(len(payload) != self.block_bytes for payload in payloads):
@@ -212,6 +231,7 @@ class Prefixes:
         if len(new) > pool.available:
             return False
         blocks = pool.take(len(new))
+        self.keep_evicted()
         began = self._clock()
         self._mover.write_blocks(blocks, [payload for _, payload in new])
         self._writing.moved(len(new) * self.block_bytes, self._clock() - began)
@@ -239,8 +259,3 @@ class Prefixes:
     def _unpark(self, sequence: Sequence) -> None:
         sequence.parked = False
         self.parked -= 1
-
-    def _spill(self, block: int, key: bytes) -> None:
-        """A cached block is about to be given away."""
-        if self._host is not None and self._host.lacks([key], 0.0):
-            self.counts.spilled += self._host.offer(key, self._mover.read_blocks([block])[0])

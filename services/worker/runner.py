@@ -1,5 +1,6 @@
 """Executes packed steps on the CPU: slots, KV pools, forward, sampling. Knows slots and blocks, never jobs."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,6 +14,7 @@ from services.worker.layers import StepTensors
 from services.worker.model import Model
 from services.worker.ops import ReferenceOps, Rotation
 from services.worker.sampler import Sampled, Sampler
+from services.worker.tiers import Contents
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +56,11 @@ class Runner(Protocol):
     def read_blocks(self, blocks: list[int], /) -> list[bytes]:
         """The contents of blocks that are computed: keys and values, layer after layer."""
 
-    def write_blocks(self, blocks: list[int], payloads: list[bytes], /) -> None:
-        """Fill blocks that no job uses with what `read_blocks` gave, after all launched steps."""
+    def keep_blocks(self, blocks: list[int], /) -> Sequence[Contents]:
+        """The same, to be kept in host memory; fewer if there is no room. Steps launched later may overwrite them."""
+
+    def write_blocks(self, blocks: list[int], payloads: Sequence[Contents], /) -> None:
+        """Fill blocks that no job uses with what `read_blocks` or `keep_blocks` gave, after all launched steps."""
 
 
 class CpuRunner:
@@ -125,7 +130,11 @@ class CpuRunner:
         layers = np.stack([contents[blocks] for contents in self._contents], axis=1)
         return [block.tobytes() for block in layers]
 
-    def write_blocks(self, blocks: list[int], payloads: list[bytes]) -> None:
+    def keep_blocks(self, blocks: list[int]) -> list[bytes]:
+        """The same: the pool is in host memory already."""
+        return self.read_blocks(blocks)
+
+    def write_blocks(self, blocks: list[int], payloads: Sequence[Any]) -> None:
         """Fill blocks that no job uses with what `read_blocks` gave, `block_bytes` for each."""
         assert all(len(payload) == self.block_bytes for payload in payloads), "contents of another layout"
         received = np.frombuffer(b"".join(payloads), np.uint8).reshape(len(blocks), len(self.pools), -1)

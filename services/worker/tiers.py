@@ -4,11 +4,14 @@ Knows keys and bytes, never tensors, sequences or the network.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Protocol
 
 _PIECE_BLOCKS = 16
+
+Contents = Sized
+"""The contents of a block, as many bytes as their length says: bytes, or what a runner keeps in host memory."""
 
 
 @dataclass(slots=True, eq=False)
@@ -17,7 +20,7 @@ class Wish:
 
     keys: Sequence[bytes]
     budget_s: float
-    answer: Callable[["Wish", list[bytes] | None], None] = field(repr=False)
+    answer: Callable[["Wish", Sequence[Contents] | None], None] = field(repr=False)
     """Takes the next contents, and None when no more will come. May be called from any thread."""
     abandoned: bool = False
     """Nobody waits for it any more."""
@@ -45,7 +48,7 @@ class HostStore:
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.bytes = 0
-        self._contents: OrderedDict[bytes, bytes] = OrderedDict()
+        self._contents: OrderedDict[bytes, Contents] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._contents)
@@ -56,7 +59,7 @@ class HostStore:
 
     def fetch(self, wish: Wish) -> None:
         """Answers at once."""
-        found: list[bytes] = []
+        found: list[Contents] = []
         for key in wish.keys:
             payload = self._contents.get(key)
             if payload is None:
@@ -72,7 +75,7 @@ class HostStore:
         """Those that it does not have."""
         return [key for key in keys if key not in self._contents]
 
-    def offer(self, key: bytes, payload: bytes) -> bool:
+    def offer(self, key: bytes, payload: Contents) -> bool:
         """Keeps it, and drops others for it."""
         if key in self._contents:
             self._contents.move_to_end(key)

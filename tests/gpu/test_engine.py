@@ -87,6 +87,20 @@ def test_with_chunked_prefill_and_preemptions(shape: str, engine: EngineMaker, r
     small.check_integrity()
 
 
+def test_after_a_prefix_left_to_host_memory_and_came_back(shape: str, engine: EngineMaker, reference: Answers) -> None:
+    small = engine(shape, kv_blocks=26, max_batch_size=4, host_kv_bytes=64 << 20)
+    run(small, *jobs())
+    for seed in range(4):
+        run(small, job(200 + seed, prompt_of(200, seed=seed + 9, vocab=VOCAB), max_tokens=8))
+    spilled = small.prefixes.counts.spilled
+    assert spilled >= 20
+    longest = len(PROMPTS) - 1
+    answers = run(small, jobs(first_key=50)[longest])
+    assert_equal(answers, {longest: reference[longest]}, first_key=50)
+    assert answers[50 + longest].ended.cost.fetched_tokens == (len(PROMPTS[longest]) - 1) // 16 * 16
+    small.check_integrity()
+
+
 # ---- draws and settings ----
 
 SETTINGS: list[dict[str, Any]] = [

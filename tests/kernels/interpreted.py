@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from kernels import activation, attention, blocks, matmul, norm, reference, rope_kv
+from services.worker.host_pages import PIECE_BLOCKS, HostPages
 from tests.kernels.cases import Batch, check_sampling, close, poison, rand
 
 HALF, FULL = torch.float16, torch.float32
@@ -96,6 +97,26 @@ def test_blocks_come_back_as_they_went() -> None:
         pool[ids] = float("nan")
     blocks.scatter_blocks(addresses, pools[0], ids, staging)
     assert all(torch.equal(pool, old) for pool, old in zip(pools, before, strict=True))
+
+
+def test_pages_in_host_memory_come_back_as_they_left() -> None:
+    pools = [rand(9, 16, 2, 3, 8, dtype=HALF) for _ in range(2)]
+    before = [pool.clone() for pool in pools]
+    pages = HostPages(pools, 3 * 2 * 16 * 2 * 3 * 8 * 2)
+    room = len(pages.free)
+    assert room == 3 + PIECE_BLOCKS
+    kept = pages.keep([5, 2, 7])
+    assert [len(page) for page in kept] == [2 * 16 * 2 * 3 * 8 * 2] * 3
+    for pool in pools:
+        pool.zero_()
+    pages.restore([1, 8, 3], kept)
+    for pool, was in zip(pools, before, strict=True):
+        assert torch.equal(pool[[1, 8, 3]], was[[5, 2, 7]])
+        assert not pool[[0, 2, 4, 5, 6, 7]].any()
+    more = pages.keep([1] * (room + 4))
+    assert len(more) == room - 3, "there is no room for more"
+    del kept, more
+    assert sorted(pages.free) == list(range(room))
 
 
 @pytest.mark.parametrize("split", [1, 3])

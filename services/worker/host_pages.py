@@ -1,0 +1,100 @@
+"""Host memory for blocks that leave a GPU's pool: pinned, and copied both ways beside the steps in flight.
+
+Knows pages as bytes, never what they hold. A block leaves in two hops: a kernel gathers its layers into a buffer on the
+device, which takes microseconds, and the copy engine sends them on while steps go on; it comes back the same way.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.blocks import gather_blocks, pool_addresses, scatter_blocks
+
+PIECE_BLOCKS = 32
+"""Copied at a time: the buffers on the device hold so many."""
+
+
+class HostPage:
+    """The contents of a block in pinned memory; its place is free again when nobody knows it any more."""
+
+    __slots__ = ("_pages", "place")
+
+    def __init__(self, pages: "HostPages", place: int) -> None:
+        self._pages, self.place = pages, place
+
+    def __len__(self) -> int:
+        return self._pages.page_bytes
+
+    def __del__(self) -> None:
+        self._pages.free.append(self.place)
+
+
+class HostPages:
+    """Pages of `max_bytes`, and a few more for those on their way. To be called from the engine's thread."""
+
+    def __init__(self, pools: Sequence[Tensor], max_bytes: int) -> None:
+        """pools: [blocks, ...] of each layer, all alike; a block of one layer is a multiple of 8 bytes."""
+        self._pool, layers, device = pools[0], len(pools), pools[0].device
+        words = pools[0][0].numel() * pools[0].element_size() // 8
+        self.page_bytes = layers * words * 8
+        count = max_bytes // self.page_bytes + PIECE_BLOCKS
+        on_gpu = device.type == "cuda"
+        self._pinned = torch.empty(count, layers, words, dtype=torch.int64, pin_memory=on_gpu)
+        self.free = list(range(count))
+        """Places that hold nothing."""
+        self._addresses = pool_addresses(pools)
+        self._leaving, self._coming = torch.empty(2, PIECE_BLOCKS, layers, words, dtype=torch.int64, device=device)
+        self._side: Any = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
+        self._restored = self._event()
+
+    def keep(self, blocks: list[int]) -> list[HostPage]:
+        """Copies of these blocks, whose steps have landed; fewer if there is no room. They may be overwritten by what
+        is launched after this."""
+        pages = [HostPage(self, self.free.pop()) for _ in blocks[: len(self.free)]]
+        with self._beside():
+            self._wait(self._restored)  # What just came back may be about to leave again.
+            for start in range(0, len(pages), PIECE_BLOCKS):
+                piece = pages[start : start + PIECE_BLOCKS]
+                buffer = self._leaving[: len(piece)]
+                gather_blocks(self._addresses, self._pool, self._sent(blocks[start : start + len(piece)]), buffer)
+                gathered = self._event()
+                for page, contents in zip(piece, buffer, strict=True):
+                    self._pinned[page.place].copy_(contents, non_blocking=True)
+        if pages:
+            self._wait(gathered)
+        return pages
+
+    def restore(self, blocks: list[int], pages: Sequence[HostPage]) -> None:
+        """Fill blocks that nobody uses, before what is launched after this."""
+        for start in range(0, len(pages), PIECE_BLOCKS):
+            piece = pages[start : start + PIECE_BLOCKS]
+            buffer = self._coming[: len(piece)]
+            with self._beside():
+                self._wait(self._restored)  # The buffer's last contents are in the pool.
+                for page, contents in zip(piece, buffer, strict=True):
+                    contents.copy_(self._pinned[page.place], non_blocking=True)
+                arrived = self._event()
+            self._wait(arrived)
+            scatter_blocks(self._addresses, self._pool, self._sent(blocks[start : start + len(piece)]), buffer)
+            self._restored = self._event()
+
+    @contextlib.contextmanager
+    def _beside(self) -> Iterator[None]:
+        """In the stream of copies, not in that of the steps."""
+        with contextlib.nullcontext() if self._side is None else torch.cuda.stream(self._side):
+            yield
+
+    def _event(self) -> Any:
+        return None if self._side is None else torch.cuda.current_stream(self._pool.device).record_event()
+
+    def _wait(self, event: Any) -> None:
+        if event is not None:
+            torch.cuda.current_stream(self._pool.device).wait_event(event)
+
+    def _sent(self, blocks: list[int]) -> Tensor:
+        return torch.tensor(blocks, dtype=torch.int64, pin_memory=self._side is not None).to(
+            self._pool.device, non_blocking=True
+        )
