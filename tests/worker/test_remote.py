@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from protos import cache_pb2_grpc as cache_grpc
 from services import rpc
 from services.hashing import digest, split_keys
 from services.worker.remote import RemoteStore
-from services.worker.tiers import Wish
+from services.worker.tiers import Contents, Wish
 
 BLOCK_BYTES = 40_000
 KEYS = [digest(bytes([number])) for number in range(10)]
@@ -81,7 +81,7 @@ class Scene:
     store: RemoteStore
     service: FakeCache
     layout: bytes = b"a layout"
-    came: list[bytes] = field(default_factory=list)
+    came: list[Contents] = field(default_factory=list)
 
     async def keep(self, count: int) -> None:
         """Offers the first blocks and waits until they are stored."""
@@ -96,7 +96,7 @@ class Scene:
         ended = asyncio.Event()
         self.came.clear()
 
-        def answer(wish: Wish, payloads: list[bytes] | None) -> None:
+        def answer(wish: Wish, payloads: Sequence[Contents] | None) -> None:
             assert not ended.is_set()
             self.came += payloads or ()
             if payloads is None:

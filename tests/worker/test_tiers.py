@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from services.worker.engine import Engine
 from services.worker.job import EndReason, Job, StepOutput
 from services.worker.pace import Pace
-from services.worker.tiers import HostStore, Wish
+from services.worker.tiers import Contents, HostStore, Wish
 from tests.worker.conftest import EngineMaker
 from tests.worker.drive import Answer, job, prompt_of, run, solo
 
@@ -389,11 +389,11 @@ def test_evicted_blocks_come_back_from_host_memory(engine: EngineMaker) -> None:
 # ---- the host's tier ----
 
 
-def wished(store: HostStore, keys: list[bytes]) -> list[bytes]:
-    came: list[bytes] = []
+def wished(store: HostStore, keys: list[bytes]) -> list[Contents]:
+    came: list[Contents] = []
     ends: list[bool] = []
 
-    def answer(wish: Wish, payloads: list[bytes] | None) -> None:
+    def answer(wish: Wish, payloads: Sequence[Contents] | None) -> None:
         assert not ends
         came.extend(payloads or ())
         if payloads is None:
