@@ -129,10 +129,8 @@ class Batch:
     def commit(self, row: Row) -> None:
         """The row's tokens are computed and their values known: whole blocks can be found from now on."""
         sequence = row.sequence
-        if sequence.slot is None or not self.caches(sequence):
-            return
         whole = min(row.start + row.tokens, len(sequence.tokens)) // self.block_size
-        if whole <= sequence.published:
+        if whole <= sequence.published or sequence.slot is None or not self.caches(sequence):
             return
         for index, key in enumerate(sequence.keys(whole)[sequence.published :], sequence.published):
             self.pool.publish(sequence.blocks[index], key)

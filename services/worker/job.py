@@ -7,6 +7,7 @@ Positions count tokens of the answer from 0, so the next position of a job is `l
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +125,7 @@ class Cost:
     """Seconds from its arrival to each pause."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenOut:
+class TokenOut(NamedTuple):
     """A new token of an answer."""
 
     key: int

@@ -17,9 +17,9 @@ from grpc import StatusCode
 from protos import inference_pb2 as api
 from protos import mesh_pb2 as mesh
 from services.errors import WeftError
-from services.rpc import Outbox, OutboxFull
 from services.worker import wire
 from services.worker.job import Ended, EndReason, Job, StepOutput, TokenOut
+from services.worker.link import Link
 from services.worker.metrics import WorkerMetrics
 from services.worker.tracing import record_attach, record_job
 
@@ -44,23 +44,6 @@ class EngineDoor(Protocol):
         """Ends a job; `position` tokens of its answer count."""
 
 
-class Link:
-    """One gateway's Run stream: an outbox, and the jobs it listens to by row."""
-
-    def __init__(self, gateway_id: str) -> None:
-        self.gateway_id = gateway_id
-        self.outbox: Outbox[mesh.RunResponse] = Outbox()
-        self.rows: dict[int, Running] = {}
-
-    def send(self, response: mesh.RunResponse) -> None:
-        """Queues a message; a link whose reader is hopelessly behind is closed."""
-        try:
-            self.outbox.put(response)
-        except OutboxFull:
-            log.warning("gateway too slow: its link is closed", gateway=self.gateway_id)
-            self.outbox.close()
-
-
 @dataclass(slots=True, eq=False)
 class Running:
     """A job in the engine, all that it has said so far, and its listeners."""
@@ -79,8 +62,8 @@ class Running:
     traceparent: str = ""
     arrived: float = field(default_factory=time.monotonic)
     history: list[TokenOut] = field(default_factory=list)
-    listeners: list[tuple[Link, int]] = field(default_factory=list)
-    last_listener: tuple[Link, int] | None = None
+    listeners: list[tuple["Listener", int]] = field(default_factory=list)
+    last_listener: tuple["Listener", int] | None = None
     """Who cancelled it, and is still to be told what it cost."""
     ended: Ended | None = None
 
@@ -97,6 +80,10 @@ class Running:
         return [token for token in (*earlier, *self.history) if token.position >= position]
 
 
+Listener = Link[Running]
+"""A link that listens to jobs."""
+
+
 class Jobs:
     """All jobs of this worker."""
 
@@ -108,11 +95,11 @@ class Jobs:
         self._keys = itertools.count(1)
         self._by_key: dict[int, Running] = {}
         self._by_id: dict[str, Running] = {}
-        self._parked: dict[str, list[tuple[Link, mesh.AttachJob]]] = defaultdict(list)
+        self._parked: dict[str, list[tuple[Listener, mesh.AttachJob]]] = defaultdict(list)
         self._ended: list[mesh.EndedJob] = []
         self.draining = False
 
-    def start(self, link: Link, message: mesh.Job) -> None:
+    def start(self, link: Listener, message: mesh.Job) -> None:
         """Runs a job for `link`. A bad one is answered at once and disturbs nothing."""
         running = Running(
             next(self._keys),
@@ -130,7 +117,7 @@ class Jobs:
             job = wire.job_of(message, running.key, self._card)
         except WeftError as error:
             self._note_end(running)
-            link.send(wire.failed(message.row, error))
+            link.end(wire.failed(message.row, error))
             return
         older = self._by_id.get(message.job_id)
         if older is not None and older.ended is None:
@@ -142,7 +129,7 @@ class Jobs:
         for follower, attach in self._parked.pop(message.job_id, []):
             self.attach(follower, attach)
 
-    def attach(self, link: Link, message: mesh.AttachJob) -> None:
+    def attach(self, link: Listener, message: mesh.AttachJob) -> None:
         """Lets `link` listen to a job from a position on; one that is not here yet is awaited."""
         running = self._by_id.get(message.job_id)
         if running is None:
@@ -150,22 +137,18 @@ class Jobs:
             asyncio.get_running_loop().call_later(ATTACH_PATIENCE_S, self._give_up, link, message)
             return
         record_attach(message.traceparent, running.traceparent)
-        response = mesh.RunResponse()
         try:
             past = running.past(message.position)
         except WeftError as error:
-            link.send(wire.failed(message.row, error))
+            link.end(wire.failed(message.row, error))
             return
-        for token in past:
-            wire.add_token(response, message.row, token)
+        link.tell_all(message.row, past)
         if running.ended is not None:
-            response.ends.append(_late_end(running.ended, message.row))
+            link.end(_late_end(running.ended, message.row))
         else:
             self._listen(running, link, message.row)
-        if response.rows or response.ends:
-            link.send(response)
 
-    def cancel(self, link: Link, message: mesh.CancelJob) -> None:
+    def cancel(self, link: Listener, message: mesh.CancelJob) -> None:
         """`link` needs the job no more; the last one to say so ends it."""
         running = link.rows.pop(message.row, None)
         if running is None:
@@ -175,7 +158,7 @@ class Jobs:
             running.last_listener = (link, message.row)
             self._engine.cancel(running.key, message.position)
 
-    def leave(self, link: Link) -> None:
+    def leave(self, link: Listener) -> None:
         """A link is gone. Its jobs run on for a while: their tokens may still be asked for."""
         orphans = []
         for row, running in link.rows.items():
@@ -187,21 +170,19 @@ class Jobs:
             asyncio.get_running_loop().call_later(self._orphan_s, self._drop_orphans, orphans)
 
     def deliver(self, output: StepOutput, step_s: float | None = None) -> None:
-        """Tells each link, in one message, what a step brought to it; `step_s` is how long it took."""
-        responses: dict[Link, mesh.RunResponse] = defaultdict(mesh.RunResponse)
+        """Tells each link what a step brought to it; `step_s` is how long it took."""
+        by_key = self._by_key
         first_tokens = 0
-        for token in output.tokens:
-            running = self._by_key.get(token.key)
+        for token in reversed(output.tokens):  # The last to come wait for their first tokens: theirs are told first.
+            running = by_key.get(token.key)
             if running is None:
                 continue
             first_tokens += not running.history
             running.history.append(token)
             for link, row in running.listeners:
-                wire.add_token(responses[link], row, token)
+                link.tell(row, token)
         for ended in output.ended:
-            self._end(ended, responses)
-        for link, response in responses.items():
-            link.send(response)
+            self._end(ended)
         self._metrics.stepped(step_s, len(output.tokens), first_tokens)
 
     def running(self) -> list[mesh.RunningJob]:
@@ -218,23 +199,23 @@ class Jobs:
         """No job runs."""
         return not self._by_key
 
-    def _listen(self, running: Running, link: Link, row: int) -> None:
+    def _listen(self, running: Running, link: Listener, row: int) -> None:
         running.listeners.append((link, row))
         link.rows[row] = running
 
-    def _end(self, ended: Ended, responses: dict[Link, mesh.RunResponse]) -> None:
+    def _end(self, ended: Ended) -> None:
         running = self._by_key.pop(ended.key, None)
         if running is None:
             return
         running.ended = ended
         asyncio.get_running_loop().call_later(RETENTION_S, self._forget, running)
         for link, row in running.listeners:
-            responses[link].ends.append(wire.end_of(ended, row))
+            link.end(wire.end_of(ended, row))
             link.rows.pop(row, None)
         running.listeners.clear()
         if running.last_listener is not None:
             link, row = running.last_listener
-            responses[link].ends.append(wire.end_of(ended, row))
+            link.end(wire.end_of(ended, row))
         self._note_end(running)
         self._metrics.ended(ended, running.prompt_tokens, running.cacheable)
         record_job(
@@ -258,17 +239,17 @@ class Jobs:
         """Fences an older attempt: its listeners are told, and what it still brings reaches nobody."""
         for link, row in older.listeners:
             link.rows.pop(row, None)
-            link.send(wire.failed(row, _REPLACED))
+            link.end(wire.failed(row, _REPLACED))
         older.listeners.clear()
         self._engine.cancel(older.key, older.position)
 
-    def _give_up(self, link: Link, message: mesh.AttachJob) -> None:
+    def _give_up(self, link: Listener, message: mesh.AttachJob) -> None:
         waiting = self._parked.get(message.job_id, [])
         if (link, message) in waiting:
             waiting.remove((link, message))
             if not waiting:
                 del self._parked[message.job_id]
-            link.send(wire.failed(message.row, _NOT_FOUND))
+            link.end(wire.failed(message.row, _NOT_FOUND))
 
     def _drop_orphans(self, orphans: list[Running]) -> None:
         for running in orphans:

@@ -183,8 +183,8 @@ class PacedEngine:
         self._on_launch(self._predicted_step_s)
         for row in rows:
             row.sequence.started_s = row.sequence.started_s or began
-        # Even a step that is late lets the event loop's thread run.
-        time.sleep(max(end - time.monotonic(), 0.0))
+        if self.tempo.step_s:  # Even a step that is late lets the event loop's thread run.
+            time.sleep(max(end - time.monotonic(), 0.0))
         self._steps += 1
         decodes = any(row.start >= row.sequence.prefill_end for row in rows)
         self._pace.observe(prefill, decodes, max(time.monotonic() - began, 1e-9))

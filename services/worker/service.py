@@ -10,7 +10,7 @@ from grpc import StatusCode, aio
 
 from protos import mesh_pb2 as mesh
 from services.errors import WeftError, invalid, unavailable
-from services.worker.jobs import Jobs, Link
+from services.worker.jobs import Jobs, Listener
 from services.worker.profiling import Profile, Profiler
 
 log = structlog.get_logger("worker.service")
@@ -62,16 +62,16 @@ class WorkerService:
     async def Run(
         self, requests: AsyncIterator[mesh.RunRequest], context: aio.ServicerContext[mesh.RunRequest, mesh.RunResponse]
     ) -> None:
-        """A gateway's link: jobs come in, tokens go out, one message per engine step."""
+        """A gateway's link: jobs come in, tokens go out, a message for each engine step or several."""
         jobs = self._model().jobs
         first = await anext(requests, None)
         if first is None or first.WhichOneof("message") != "hello":
             raise invalid("message", "the first message is hello")
-        link = Link(first.hello.gateway_id)
+        link = Listener(first.hello.gateway_id)
         log.info("gateway linked", gateway=link.gateway_id)
         reader = asyncio.create_task(_read(jobs, link, requests))
         try:
-            async for response in link.outbox:
+            async for response in link:
                 await context.write(response)
             await reader
         finally:
@@ -124,7 +124,7 @@ def _summary(profile: Profile) -> mesh.ProfileSummary:
     )
 
 
-async def _read(jobs: Jobs, link: Link, requests: AsyncIterator[mesh.RunRequest]) -> None:
+async def _read(jobs: Jobs, link: Listener, requests: AsyncIterator[mesh.RunRequest]) -> None:
     try:
         async for request in requests:
             match request.WhichOneof("message"):
@@ -137,4 +137,4 @@ async def _read(jobs: Jobs, link: Link, requests: AsyncIterator[mesh.RunRequest]
                 case _:
                     raise invalid("message", "not a message of this link")
     finally:
-        link.outbox.close()
+        link.close()

@@ -1,6 +1,5 @@
 """Between the messages of the Run link and the engine's plain values. Knows both shapes, no links and no engine."""
 
-import math
 import time
 
 from grpc import StatusCode
@@ -9,7 +8,7 @@ from protos import inference_pb2 as api
 from protos import mesh_pb2 as mesh
 from services import validate
 from services.errors import WeftError, invalid
-from services.worker.job import Cost, Ended, EndReason, Failure, Job, SamplingParams, TokenOut
+from services.worker.job import Cost, Ended, EndReason, Failure, Job, SamplingParams
 
 _REASONS = {
     EndReason.STOP: api.FINISH_REASON_STOP,
@@ -68,22 +67,6 @@ def _params(sampling: api.Sampling) -> SamplingParams:
     )
 
 
-def add_token(response: mesh.RunResponse, row: int, token: TokenOut) -> None:
-    """Appends a token to the columns of a message."""
-    entry = len(response.rows)
-    response.rows.append(row)
-    response.positions.append(token.position)
-    response.token_ids.append(token.token_id)
-    if token.logprob is not None:
-        response.logprobs.extend([math.nan] * (entry - len(response.logprobs)))
-        response.logprobs.append(token.logprob)
-    elif response.logprobs:
-        response.logprobs.append(math.nan)
-    if token.top is not None:
-        ids, logprobs = [i for i, _ in token.top], [value for _, value in token.top]
-        response.tops.add(entry=entry, token_ids=ids, logprobs=logprobs)
-
-
 def end_of(ended: Ended, row: int) -> mesh.JobEnd:
     """The end of a job as a link's message tells it."""
     end = mesh.JobEnd(row=row, reason=_REASONS[ended.reason], cost=_cost(ended.cost))
@@ -115,6 +98,6 @@ def _cost(cost: Cost) -> mesh.JobCost:
     )
 
 
-def failed(row: int, error: WeftError) -> mesh.RunResponse:
-    """A message that ends a job which never ran."""
-    return mesh.RunResponse(ends=[mesh.JobEnd(row=row, reason=api.FINISH_REASON_ERROR, failure=error.failure())])
+def failed(row: int, error: WeftError) -> mesh.JobEnd:
+    """The end of a job which never ran."""
+    return mesh.JobEnd(row=row, reason=api.FINISH_REASON_ERROR, failure=error.failure())

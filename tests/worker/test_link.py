@@ -1,0 +1,79 @@
+"""The worker's side of a Run stream: what shares a message, and what becomes of a reader that does not read."""
+
+import asyncio
+import math
+
+from protos import inference_pb2 as api
+from protos import mesh_pb2 as mesh
+from services.worker import link as links
+from services.worker.job import TokenOut
+from services.worker.link import Link
+
+
+async def written(link: Link[object]) -> list[mesh.RunResponse]:
+    """Everything, once the link is closed."""
+    link.close()
+    return [message async for message in link]
+
+
+def entries(message: mesh.RunResponse) -> list[tuple[int, int, int]]:
+    return list(zip(message.rows, message.positions, message.token_ids, strict=True))
+
+
+async def test_a_reader_that_keeps_up_gets_a_message_for_each_step() -> None:
+    link: Link[object] = Link("g")
+    stream = aiter(link)
+    for position in range(3):
+        link.tell(1, TokenOut(7, position, 40 + position))
+        assert entries(await anext(stream)) == [(1, position, 40 + position)]
+    waiting = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0)
+    assert not waiting.done(), "there is nothing to write"
+    link.end(mesh.JobEnd(row=1, reason=api.FINISH_REASON_LENGTH))
+    assert [end.row for end in (await waiting).ends] == [1]
+
+
+async def test_steps_that_come_while_one_is_written_share_a_message() -> None:
+    link: Link[object] = Link("g")
+    stream = aiter(link)
+    link.tell(1, TokenOut(7, 0, 40))
+    assert len((await anext(stream)).rows) == 1
+    for position in (1, 2):
+        link.tell(1, TokenOut(7, position, 50))
+        link.tell(2, TokenOut(8, position, 60))
+    link.end(mesh.JobEnd(row=2, reason=api.FINISH_REASON_LENGTH))
+    (rest,) = await written(link)
+    assert entries(rest) == [(1, 1, 50), (2, 1, 60), (1, 2, 50), (2, 2, 60)]
+    assert [end.row for end in rest.ends] == [2]
+
+
+async def test_log_probabilities_stay_with_their_tokens() -> None:
+    link: Link[object] = Link("g")
+    link.tell(1, TokenOut(7, 0, 40))
+    link.tell(2, TokenOut(8, 0, 41, -0.5, [(41, -0.5), (3, -1.5)]))
+    link.tell(1, TokenOut(7, 1, 42))
+    (message,) = await written(link)
+    assert [math.isnan(value) for value in message.logprobs] == [True, False, True]
+    assert message.logprobs[1] == -0.5
+    (top,) = message.tops
+    assert (top.entry, list(top.token_ids), list(top.logprobs)) == (1, [41, 3], [-0.5, -1.5])
+
+
+async def test_messages_are_bounded_and_nothing_is_lost() -> None:
+    link: Link[object] = Link("g")
+    count = 2 * links.MOST_ENTRIES + 5
+    for position in range(count):
+        link.tell(1, TokenOut(7, position, 1))
+    messages = await written(link)
+    assert [len(message.rows) for message in messages] == [links.MOST_ENTRIES, links.MOST_ENTRIES, 5]
+    assert [position for message in messages for position in message.positions] == list(range(count))
+
+
+async def test_a_reader_that_reads_no_more_loses_its_link() -> None:
+    link: Link[object] = Link("g")
+    for position in range(links.MOST_ENTRIES * links.MOST_MESSAGES):
+        link.tell(1, TokenOut(7, position, 1))
+    before = link.closed
+    link.tell(1, TokenOut(7, 0, 1))
+    assert (before, link.closed) == (False, True)
+    assert sum([len(message.rows) async for message in link]) == 1, "it ends, and what it held is gone"
