@@ -61,8 +61,8 @@ test-gpu: ## The GPU engine on this machine's GPU against the CPU's: GPU_PYTHON=
 bench-engine: ## The bare engine loop on this machine's GPU, 8B and 1B shapes: GPU_PYTHON=python FRESH=1.
 	@$(GPU_PYTHON) -m bench.engine $(if $(FRESH),--fresh)
 
-bench-gpu: ## The whole mesh on this machine's GPU, over gRPC, 8B and 1B shapes: GPU_PYTHON=python FRESH=1.
-	@$(GPU_PYTHON) -m bench.gpu $(if $(FRESH),--fresh)
+bench-gpu: ## The whole mesh on this machine's GPU, over gRPC: GPU_PYTHON=python FRESH=1 FORMATS="bf16 fp8 int4" MODELS="8b 1b".
+	@$(GPU_PYTHON) -m bench.gpu $(if $(FRESH),--fresh) $(if $(FORMATS),--formats $(FORMATS)) $(if $(MODELS),--models $(MODELS))
 
 bench-determinism: ## What the deterministic mode keeps and costs on this machine's GPU, 8B shape: GPU_PYTHON=python.
 	@$(GPU_PYTHON) -m bench.determinism

@@ -1,29 +1,33 @@
 """The whole mesh on one GPU over gRPC: gateways, scheduler, worker and clients in processes of their own, on loopback.
 
-    python -m bench.gpu [--models 8b 1b] [--only WORD ...] [--gateways 4] [--fresh] [--out bench/results]
+    python -m bench.gpu [--models 8b 1b] [--formats bf16 fp8 int4] [--only WORD ...] [--gateways 4] [--fresh]
+                        [--out bench/results]
 
 Each row sends N requests at once with fresh random prompts and replaces each finished one until 3N (at least 16) have
-been sent or 40 s have passed; tok/s are output tokens over the time from the first submit to the last finish. Rows
-already in the results are not measured again unless --fresh is given. Beside each is what vLLM 0.25.1 reached with the
-same method on the same GPU, in its own process.
+been sent or 40 s (fp8 and int4: 25 s) have passed; tok/s are output tokens over the time from the first submit to the
+last finish. Rows already in the results are not measured again unless --fresh is given. Beside each is what vLLM 0.25.1
+reached with the same method on the same GPU, in its own process; what the floor of `bench.floors` would allow; and what
+the bare engine loop reached, where `bench.engine` has measured it into the same folder.
 """
 
 import argparse
 import asyncio
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench import machine, mesh
+from bench import figures, machine, mesh
+from bench.floors import FORMATS, loop_tokens_per_s
 from bench.load import metrics
 from bench.load.plan import Plan
 from bench.load.run import run
 
 MODELS = {"8b": "random:llama-3.1-8b", "1b": "random:llama-3.2-1b"}
-SECONDS = 40.0
 PREFIX = 1800
+DERIVED = ("tok/s over vLLM's", "over the floor's", "over the bare loop's")
 COLUMNS = ("tok/s", "ttft p50", "ttft p99", "itl p50", "itl p99")
 
 
@@ -36,12 +40,25 @@ class Row:
     outputs: int
     concurrency: int
     prefix: int = 0
+    format: str = "bf16"
 
     @property
     def name(self) -> str:
         """For the table."""
         shared = f", {self.prefix} shared" if self.prefix else ""
-        return f"{self.model} {self.inputs}/{self.outputs}{shared}, {self.concurrency} at a time"
+        kind = "" if self.format == "bf16" else f" {self.format}"
+        return f"{self.model}{kind} {self.inputs}/{self.outputs}{shared}, {self.concurrency} at a time"
+
+    @property
+    def seconds(self) -> float:
+        """After which no request is sent."""
+        return 40.0 if self.format == "bf16" else 25.0
+
+    @property
+    def requests(self) -> int:
+        """Most that are sent."""
+        single_wave = self.format == "int4" and self.concurrency == 256
+        return self.concurrency if single_wave else max(3 * self.concurrency, 16)
 
 
 # tok/s, TTFT p50 and p99, ITL p50 and p99 in ms; None where no figure is known.
@@ -57,6 +74,16 @@ VLLM: Mapping[str, tuple[float | None, ...]] = {
     "8b 128/128, 1 at a time": (202, 15.7, None, 4.86, None),
     "8b 128/128, 32 at a time": (5155, 93, None, 5.46, None),
     "8b 128/128, 256 at a time": (14343, 432, None, 10.8, None),
+    "8b fp8 1950/200, 1 at a time": (266, 35.8, 38.1, 3.59, 4.24),
+    "8b fp8 1950/200, 8 at a time": (1581, 151, None, 3.93, None),
+    "8b fp8 1950/200, 32 at a time": (3087, 343, None, 5.81, None),
+    "8b fp8 1950/200, 128 at a time": (4399, 387, None, 10.8, None),
+    "8b fp8 1950/200, 256 at a time": (4427, 2596, None, 18.4, None),
+    "8b int4 1950/200, 1 at a time": (238, 49.3, 49.8, 3.97, 4.55),
+    "8b int4 1950/200, 8 at a time": (1313, 217, None, 4.48, None),
+    "8b int4 1950/200, 32 at a time": (2522, 486, None, 6.34, None),
+    "8b int4 1950/200, 128 at a time": (3144, 694, None, 14.0, None),
+    "8b int4 1950/200, 256 at a time": (3357, 5342, None, 24.1, None),
     "1b 1950/200, 1 at a time": (498, 12.6, 20.8, 1.75, 2.88),
     "1b 1950/200, 8 at a time": (3070, 49, None, 2.42, None),
     "1b 1950/200, 32 at a time": (7355, 87, None, 3.15, None),
@@ -65,11 +92,11 @@ VLLM: Mapping[str, tuple[float | None, ...]] = {
 }
 
 
-def rows(model: str) -> Iterator[Row]:
-    """All rows of a model."""
+def rows(model: str, format: str) -> Iterator[Row]:
+    """All rows of a model in a number format of `bench.floors`."""
     for concurrency in (1, 8, 32, 128, 256):
-        yield Row(model, 1950, 200, concurrency)
-    if model == "8b":
+        yield Row(model, 1950, 200, concurrency, format=format)
+    if (model, format) == ("8b", "bf16"):
         for concurrency in (1, 32, 256):
             yield Row(model, 1950, 200, concurrency, PREFIX)
         for concurrency in (1, 32, 256):
@@ -81,8 +108,8 @@ async def measure(row: Row, address: str, seed: int, processes: int) -> dict[str
     """One row against a mesh that is up."""
     plan = Plan(
         address=address,
-        requests=max(3 * row.concurrency, 16),
-        duration_s=SECONDS,
+        requests=row.requests,
+        duration_s=row.seconds,
         concurrency=row.concurrency,
         input_tokens=row.inputs,
         output_tokens=row.outputs,
@@ -107,10 +134,10 @@ async def measure(row: Row, address: str, seed: int, processes: int) -> dict[str
     }
 
 
-async def of_model(model: str, wanted: list[Row], gateways: int, found: dict[str, Any], file: Path) -> None:
-    """Bring a mesh up and measure its rows, saving after each."""
-    settings = {"WEFT_PREFIX_FETCH": "false", "WEFT_LOG_LEVEL": "warning"}
-    async with mesh.up(settings, gateways=gateways, model=MODELS[model]) as up:
+async def of_model(wanted: list[Row], gateways: int, found: dict[str, Any], file: Path) -> None:
+    """Bring a mesh up and measure rows of its model, saving after each."""
+    settings = {"WEFT_PREFIX_FETCH": "false", "WEFT_LOG_LEVEL": "warning", **FORMATS[wanted[0].format].settings}
+    async with mesh.up(settings, gateways=gateways, model=MODELS[wanted[0].model]) as up:
         address = ",".join(up.gateways)
         for row in wanted:
             seed = sum(map(ord, row.name)) * 1000 + len(found["rows"])
@@ -126,17 +153,57 @@ def save(file: Path, found: dict[str, Any]) -> None:
     lines = ["# Through the whole mesh, over gRPC", ""]
     lines += [f"- {name}: {value}" for name, value in found["machine"].items()]
     lines += ["- times in ms; in brackets vLLM 0.25.1 in process on the same GPU", ""]
-    lines += ["| | " + " | ".join(COLUMNS) + " | tok/s over vLLM's | requests | failed | cached |", "|---" * 10 + "|"]
+    lines += ["| | " + " | ".join([*COLUMNS, *DERIVED, "requests", "failed", "cached"]) + " |", "|---" * 12 + "|"]
+    bare = _bare(file.with_name("engine.json"))
     for name, row in found["rows"].items():
         theirs = VLLM.get(name, (None,) * len(COLUMNS))
         cells = [
             f"{_number(row[column])} ({_number(its)})" if its else _number(row[column])
             for column, its in zip(COLUMNS, theirs, strict=True)
         ]
-        ratio = f"{row['tok/s'] / theirs[0]:.2f}" if theirs[0] else ""
-        tail = [ratio, f"{row['requests']:.0f}", f"{row['failed']:.0f}", f"{row['cached']:.0%}"]
+        against = (theirs[0], _floor(name), bare.get(name))
+        ratios = [f"{row['tok/s'] / other:.2f}" if other else "" for other in against]
+        tail = [*ratios, f"{row['requests']:.0f}", f"{row['failed']:.0f}", f"{row['cached']:.0%}"]
         lines.append(f"| {name} | " + " | ".join([*cells, *tail]) + " |")
     file.with_suffix(".md").write_text("\n".join(lines) + "\n")
+    for model in MODELS:
+        plot(file.with_name(f"throughput-{model}.svg"), model, found)
+
+
+def plot(file: Path, model: str, found: dict[str, Any]) -> None:
+    """Throughput over concurrency: here, vLLM's, the floor's."""
+    names = {row.concurrency: row.name for row in rows(model, "bf16") if (row.inputs, row.prefix) == (1950, 0)}
+    known: dict[str, dict[str, float | None]] = {
+        "Weft, through the mesh": {name: row["tok/s"] for name, row in found["rows"].items()},
+        "vLLM 0.25.1, in process": {name: row[0] for name, row in VLLM.items()},
+        "floor": {name: _floor(name) for name in names.values()},
+    }
+    points = {
+        label: [(float(c), value) for c, name in names.items() if (value := values.get(name))]
+        for label, values in known.items()
+    }
+    figures.write(file, f"{model.upper()} bf16, 1,950 in, 200 out", points)
+
+
+def _floor(name: str) -> float | None:
+    """Tokens per second that the row's floor allows; None where prompts share a prefix, whose floor is another."""
+    row = next((row for model in MODELS for format in FORMATS for row in rows(model, format) if row.name == name), None)
+    if row is None or row.prefix:
+        return None
+    return loop_tokens_per_s(MODELS[row.model], row.format, row.inputs, row.outputs, row.concurrency)
+
+
+def _bare(file: Path) -> dict[str, float]:
+    """Tokens per second of the bare loop by row, as far as they are known."""
+    cells = json.loads(file.read_text())["cells"] if file.exists() else {}
+    found = {}
+    for model in MODELS:
+        for row in rows(model, "bf16"):
+            shared = f", {row.prefix} shared" if row.prefix else ""
+            cell = cells.get(f"{model} loop {row.inputs}/{row.outputs} {row.concurrency}{shared}")
+            if cell is not None:
+                found[row.name] = float(cell["tok/s"])
+    return found
 
 
 def _number(value: float) -> str:
@@ -147,6 +214,7 @@ def main() -> None:
     """Measures what is missing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--formats", nargs="*", default=["bf16"], choices=list(FORMATS))
     parser.add_argument("--only", nargs="*", help="only rows whose name holds one of these")
     parser.add_argument("--gateways", type=int, default=4)
     parser.add_argument("--fresh", action="store_true")
@@ -156,14 +224,15 @@ def main() -> None:
     file = wanted.out / "gpu.json"
     found = json.loads(file.read_text()) if file.exists() and not wanted.fresh else {"rows": {}}
     found["machine"] = machine.describe()
-    for model in wanted.models:
+    for model, format in itertools.product(wanted.models, wanted.formats):
         missing = [
             row
-            for row in rows(model)
+            for row in rows(model, format)
             if row.name not in found["rows"] and (not wanted.only or any(word in row.name for word in wanted.only))
         ]
         if missing:
-            asyncio.run(of_model(model, missing, wanted.gateways, found, file))
+            asyncio.run(of_model(missing, wanted.gateways, found, file))
+    save(file, found)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,49 @@
+"""The tables and plots of `bench.gpu`, from figures that are known: no GPU takes part."""
+
+import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from bench import gpu
+from bench.floors import loop_tokens_per_s
+
+ROW = {"tok/s": 1300.0, "ttft p50": 200.0, "ttft p99": 300.0, "itl p50": 4.8, "itl p99": 5.0}
+REST = {"requests": 24.0, "failed": 0.0, "cached": 0.0}
+NAME = "8b 1950/200, 8 at a time"
+
+
+def cells_of(page: str, name: str) -> list[str]:
+    line = next(line for line in page.splitlines() if line.startswith(f"| {name} |"))
+    return [cell.strip() for cell in line.split("|")[1:-1]]
+
+
+def test_a_row_stands_beside_vllm_the_floor_and_the_bare_loop(tmp_path: Path) -> None:
+    (tmp_path / "engine.json").write_text(json.dumps({"cells": {"8b loop 1950/200 8": {"tok/s": 1310.0}}}))
+    gpu.save(tmp_path / "gpu.json", {"machine": {"gpu": "H200"}, "rows": {NAME: {**ROW, **REST}}})
+    cells = cells_of((tmp_path / "gpu.md").read_text(), NAME)
+    assert cells[1:6] == ["1,300 (1,108)", "200 (257)", "300 (359)", "4.8 (5.46)", "5 (6.05)"]
+    assert cells[6:9] == [
+        "1.17",
+        f"{1300 / loop_tokens_per_s('random:llama-3.1-8b', 'bf16', 1950, 200, 8):.2f}",
+        "0.99",
+    ]
+    drawn = ET.parse(tmp_path / "throughput-8b.svg").getroot()
+    assert {"8B bf16, 1,950 in, 200 out", "floor"} <= {text.text for text in drawn.iter() if text.tag.endswith("text")}
+
+
+@pytest.mark.parametrize(
+    ("format", "batch", "milliseconds"), [("bf16", 1, 3.56), ("bf16", 256, 19.9), ("fp8", 32, 2.89), ("int4", 1, 1.15)]
+)
+def test_floors_of_long_answers_are_those_of_the_steps(format: str, batch: int, milliseconds: float) -> None:
+    tokens_per_s = loop_tokens_per_s("random:llama-3.1-8b", format, 1, 4198, batch)  # a context of 2,100 on average
+    assert batch / tokens_per_s * 1e3 == pytest.approx(milliseconds, rel=0.03)
+
+
+def test_every_row_has_a_name_of_its_own_and_the_quantized_ones_are_shorter() -> None:
+    every = [row for format in ("bf16", "fp8", "int4") for row in gpu.rows("8b", format)]
+    assert len({row.name for row in every}) == len(every)
+    assert gpu.VLLM.keys() <= {row.name for row in (*every, *gpu.rows("1b", "bf16"))}
+    assert {row.seconds for row in every if row.format != "bf16"} == {25.0}
+    assert [row.requests for row in every if row.format == "int4"][-1] == 256
