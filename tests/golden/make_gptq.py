@@ -1,0 +1,48 @@
+"""Writes tests/golden/gptq*: tiny Llamas quantized and saved by AutoGPTQ itself, with its own idea of the weights.
+
+    python -m venv env && env/bin/pip install torch 'transformers==4.51.3' auto_gptq==0.7.1
+    env/bin/python -m tests.golden.make_gptq
+
+AutoGPTQ is no longer developed and wants an old transformers, hence an environment of its own.
+"""
+
+import torch
+from auto_gptq import BaseQuantizeConfig
+from auto_gptq.modeling import _base
+from auto_gptq.modeling.llama import LlamaGPTQForCausalLM
+from transformers import LlamaForCausalLM
+
+from tests.golden.tiny import FOLDER, GROUP, calibration, finish, plain_llama, tokenizer
+
+KINDS = {
+    "gptq": {"desc_act": False, "sym": True},
+    "gptq-act-order": {"desc_act": True, "sym": True},
+    "gptq-asymmetric": {"desc_act": True, "sym": False},
+}
+
+
+def main() -> None:
+    """Quantize, save, and store the numbers that AutoGPTQ reads back."""
+    _base.CUDA_0 = torch.device("cpu")  # AutoGPTQ takes a GPU for granted, though none of this needs one.
+    torch.cuda.synchronize = lambda: None
+    plain, words = plain_llama(), tokenizer()
+    examples = [words(text, return_tensors="pt", truncation=True, max_length=64) for text in calibration()]
+    for name, kind in KINDS.items():
+        torch.manual_seed(0)
+        settings = BaseQuantizeConfig(bits=4, group_size=GROUP, **kind)
+        # Not by its `from_pretrained`, which refuses to work without a GPU.
+        model = LlamaGPTQForCausalLM(LlamaForCausalLM.from_pretrained(plain), False, settings)
+        model.quantize(examples, use_triton=False)
+        folder = FOLDER / name
+        model.save_quantized(str(folder), use_safetensors=True)
+        linears = {
+            f"model.layers.0.{path}": each
+            for path, each in model.model.model.layers[0].named_modules()
+            if hasattr(each, "qweight")
+        }
+        weights = {path: each(torch.eye(each.infeatures)).T for path, each in linears.items()}
+        finish(folder, weights)
+
+
+if __name__ == "__main__":
+    main()

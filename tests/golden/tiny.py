@@ -1,0 +1,69 @@
+"""The tiny Llama that real writers quantize for the golden files. Knows no writer; runs in their environments."""
+
+import json
+import random
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+FOLDER = Path(__file__).parent
+EXPECTED = "expected.safetensors"
+GROUP = 32
+WORDS = ["<s>", "</s>", *"the weft is what woven through warp thread after and over under".split()]
+
+
+def plain_llama() -> Path:
+    """A folder with the unquantized model."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.2,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    folder = Path(tempfile.mkdtemp())
+    model: Any = LlamaForCausalLM(config)
+    model.half().save_pretrained(folder)
+    return folder
+
+
+def tokenizer() -> Any:
+    """One token for each word."""
+    words = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<s>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", eos_token="</s>", pad_token="</s>")
+
+
+def calibration() -> list[str]:
+    """Text enough to quantize by."""
+    chance = random.Random(0)
+    return [" ".join(chance.choices(WORDS[2:], k=80)) for _ in range(32)]
+
+
+def finish(folder: Path, weights: Mapping[str, Any]) -> None:
+    """Leave one safetensors file, the configuration and what the writer takes the weights for, [N, K] float16."""
+    written = list(folder.glob("*.safetensors"))
+    tensors: dict[str, Any] = {}
+    for path in written:
+        tensors |= load_file(path)
+        path.unlink()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    save_file({name: each.half().contiguous() for name, each in weights.items()}, folder / EXPECTED)
+    for path in folder.iterdir():
+        if path.name not in ("config.json", "model.safetensors", EXPECTED):
+            path.unlink()
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("_name_or_path", None)
+    (folder / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
