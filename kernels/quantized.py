@@ -331,6 +331,9 @@ def dequantize(weight: Weight, dtype: torch.dtype) -> Tensor:
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """x @ w.T + bias by the definition: x [T, K] -> [T, N] in x's type. Other products are tested against this one."""
+    if isinstance(weight, StackedWeight):
+        out = torch.cat([linear(x, part) for part in weight.parts], dim=1)
+        return out if bias is None else out.add_(bias)
     if isinstance(weight, Int8Weight) and weight.dynamic_activations:
         values, scale = quantize_rows_int8(x)
         x = (values * scale).to(x.dtype)

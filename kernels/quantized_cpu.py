@@ -1,0 +1,160 @@
+"""Products with quantized weights on a CPU. Knows which instructions of torch serve which kind, never layers.
+
+INT8 weights are multiplied in exact integers: inputs become integers too, 8 bits of them where the weight says so, else
+16 bits in two halves. INT4 weights go through torch's packed kernel, in bfloat16. What no instruction takes as it is
+(FP8, NF4, odd shapes) becomes plain numbers. All have the same bits for a row in any batch.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kernels import quantized, reference
+from kernels.quantized import INT4_ZERO, Int4Weight, Int8Weight, StackedWeight, Weight
+
+_PACK_FROM = 1 << 20
+"""Numbers from which on a weight is worth oneDNN's layout; below, its call costs more than the product."""
+_FINEST = 127 * 256 + 127
+_INT4_GROUPS = (256, 128, 64, 32)
+_INT4_OUTPUTS = 16
+
+
+class Product(Protocol):
+    """A weight [N, K], laid out for its product."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None, /) -> Tensor:
+        """x @ w.T + bias: [T, K] -> [T, N] in x's type."""
+
+
+def prepare(weight: Weight, dtype: torch.dtype) -> Tensor | Product:
+    """The weight as its product wants it: a plain tensor of `dtype` where no product of this file serves."""
+    if isinstance(weight, StackedWeight):
+        return StackedProduct([prepare(part, dtype) for part in weight.parts])
+    if isinstance(weight, Int8Weight):
+        return Int8Product(weight)
+    if isinstance(weight, Int4Weight) and _int4_group(weight):
+        return Int4Product(weight)
+    return quantized.dequantize(weight, dtype)
+
+
+class Int8Product:
+    """A product with int8 weights in exact integers."""
+
+    def __init__(self, weight: Int8Weight) -> None:
+        self._scale = weight.scale.view(-1)
+        self._halves = not weight.dynamic_activations
+        self._packed = weight.values.numel() >= _PACK_FROM and _packed_is_exact()
+        self._weight = weight.values.T
+        if self._packed:
+            self._weight = torch.ops.onednn.qlinear_prepack(weight.values, None)
+            self._no_zeros = torch.zeros_like(self._scale, dtype=torch.int32)
+        self.nbytes = weight.nbytes
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None, /) -> Tensor:
+        """x @ w.T + bias."""
+        if self._halves:
+            high, low, scale = _halves(x)
+            rows = x.shape[0]
+            if rows == 1 and not self._packed:  # Two products of one row are faster than one of two rows.
+                sums = self._sums(high).mul_(256).add_(self._sums(low))
+            else:
+                both = self._sums(torch.cat((high, low)))
+                sums = both[:rows].mul_(256).add_(both[rows:])
+        else:
+            values, scale = quantized.quantize_rows_int8(x)
+            sums = self._sums(values)
+        out = sums.mul_(scale)
+        return (out if bias is None else out.add_(bias)).to(x.dtype)
+
+    def _sums(self, values: Tensor) -> Tensor:
+        """int8 [T, K] -> float32 [T, N]: the integer product times the weight's scale."""
+        if not self._packed:
+            return torch._int_mm(values, self._weight).float().mul_(self._scale)
+        return _onednn(values, self._weight, self._scale, self._no_zeros)
+
+
+def _onednn(values: Tensor, packed: Tensor, scale: Tensor, zeros: Tensor) -> Tensor:
+    """Its fast instruction multiplies unsigned by signed, hence the shift of 128 that it takes back itself."""
+    shifted = values.view(torch.uint8) ^ 128
+    product: Tensor = torch.ops.onednn.qlinear_pointwise(
+        shifted, 1.0, 128, packed, scale, zeros, None, 1.0, 0, torch.float32, "none", [], ""
+    )
+    return product
+
+
+@cache
+def _packed_is_exact() -> bool:
+    """Whether oneDNN's int8 product is there and sums without saturation (old processors add pairs in 16 bits)."""
+    values, weight = torch.full((2, 64), 127, dtype=torch.int8), torch.full((32, 64), 127, dtype=torch.int8)
+    try:
+        packed = torch.ops.onednn.qlinear_prepack(weight, None)
+        got = _onednn(values, packed, torch.ones(32), torch.zeros(32, dtype=torch.int32))
+    except (RuntimeError, AttributeError):
+        return False
+    return bool((got == 127 * 127 * 64).all())
+
+
+def _halves(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """int8 high and low [T, K] and float32 scale [T, 1]: x is (256 * high + low) * scale, to 16 bits of a row."""
+    numbers = x.float()
+    scale = numbers.abs().amax(1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny * _FINEST) / _FINEST
+    whole = (numbers / scale).round_().to(torch.int32)
+    high = (whole + 128) >> 8
+    return high.to(torch.int8), (whole - (high << 8)).to(torch.int8), scale
+
+
+class Int4Product:
+    """A product with int4 weights by torch's packed kernel."""
+
+    def __init__(self, weight: Int4Weight) -> None:
+        self._group = _int4_group(weight)
+        self._packed = torch._convert_weight_to_int4pack_for_cpu(weight.unpack().int(), 1)
+        self._order = weight.order
+        repeats = weight.group // self._group
+        scale = weight.scale.float().repeat_interleave(repeats, 1)
+        zero = torch.zeros_like(scale)
+        if weight.zero is not None:
+            zero = (INT4_ZERO - weight.zero.float()).repeat_interleave(repeats, 1) * scale
+        self._scales = torch.stack((scale, zero), dim=-1).transpose(0, 1).contiguous().bfloat16()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        order = 0 if self._order is None else self._order.nbytes
+        return self._packed.nbytes + self._scales.nbytes + order
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None, /) -> Tensor:
+        """x @ w.T + bias."""
+        inputs = x if self._order is None else x[:, self._order]
+        out = torch._weight_int4pack_mm_for_cpu(inputs.bfloat16(), self._packed, self._group, self._scales).to(x.dtype)
+        return out if bias is None else out.add_(bias)
+
+
+def _int4_group(weight: Int4Weight) -> int:
+    """The kernel's group that divides the weight's; 0: it does not take this weight."""
+    fitting = [group for group in _INT4_GROUPS if weight.group % group == 0]
+    return fitting[0] if fitting and weight.shape[0] % _INT4_OUTPUTS == 0 else 0
+
+
+class StackedProduct:
+    """Products of the same inputs, side by side."""
+
+    def __init__(self, parts: Sequence[Tensor | Product]) -> None:
+        self._parts = parts
+        self.nbytes = sum(part.nbytes for part in parts)
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None, /) -> Tensor:
+        """x @ w.T + bias."""
+        out = torch.cat([self._product(x, part) for part in self._parts], dim=1)
+        return out if bias is None else out.add_(bias)
+
+    @staticmethod
+    def _product(x: Tensor, part: Tensor | Product) -> Tensor:
+        return reference.matmul_invariant(x, part) if isinstance(part, Tensor) else part(x)
