@@ -96,6 +96,14 @@ def load_config(model_dir: Path) -> ModelConfig:
     )
 
 
+def read_quantization(model_dir: Path) -> dict[str, Any] | None:
+    """The quantization_config of config.json; None: the weights are plain. Raises CheckpointError."""
+    settings = _read_json(model_dir / "config.json").get("quantization_config")
+    if settings is not None and not isinstance(settings, dict):
+        raise CheckpointError("config.json: quantization_config is not an object")
+    return settings or None
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -116,9 +124,6 @@ def _number(raw: dict[str, Any], name: str, kind: type[_Number]) -> _Number:
 
 
 def _refuse_the_unsupported(raw: dict[str, Any]) -> None:
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "unknown")
-        raise CheckpointError(f"quantized checkpoints are not supported yet (quant_method {method})")
     if raw.get("hidden_act", "silu") != "silu":
         raise CheckpointError(f"hidden_act {raw['hidden_act']} is not supported; supported is silu")
     if raw.get("partial_rotary_factor", 1.0) != 1.0:

@@ -111,7 +111,8 @@ class Engine:
         shape = f"{config.layers}x{config.kv_heads}x{config.head_dim}"
         kind = "gpu" if options.device == "cuda" else options.threads or 1
         bits = f"/{kind}" if options.deterministic else ""
-        return f"{options.dtype}/{options.block_size}/{shape}/0of1{bits}"
+        weights = f"/{options.quantize}" if options.quantize else ""
+        return f"{options.dtype}/{options.block_size}/{shape}/0of1{bits}{weights}"
 
     @property
     def block_bytes(self) -> int:

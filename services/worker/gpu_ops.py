@@ -5,6 +5,7 @@ from torch import Tensor
 
 from kernels import activation, attention, norm, rope_kv
 from kernels import matmul as products
+from kernels.quantized import Weight, dequantize
 from services.worker.ops import Rotation
 
 
@@ -23,6 +24,10 @@ class TritonOps:
     def empty_weight(self, outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
         """Row after row."""
         return torch.empty(outputs, inputs, dtype=dtype)
+
+    def prepare(self, weight: Weight, dtype: torch.dtype, /) -> Tensor:
+        """Plain numbers."""
+        return dequantize(weight, dtype)
 
     def norm_matmul(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None, /) -> Tensor:
         """rms_norm(x) @ weight.T + bias."""

@@ -224,6 +224,8 @@ class EngineOptions:
     """Logits do not depend on the batch, on chunking or on prefix hits."""
     dtype: str = "float32"
     """Of weights, activations and KV: float32, bfloat16 or float16."""
+    quantize: str | None = None
+    """What the weights of products are rounded to as they come in: int8, int4, fp8 or nf4; None: they stay."""
     threads: int | None = None
     """CPU threads; None: torch's choice, or one in deterministic mode (workers agree on bits if they agree on this)."""
     prefix_cache: bool = True

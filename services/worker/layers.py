@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.quantized import Weight
 from services.worker.config import ModelConfig, Rope
 from services.worker.ops import Ops, Rotation
 
@@ -30,9 +31,18 @@ class Linear:
     """x @ weight.T + bias, with what an implementation may fuse. The precision is the weight's own affair."""
 
     def __init__(self, ops: Ops, inputs: int, outputs: int, bias: bool, dtype: torch.dtype) -> None:
-        self.ops = ops
-        self.weight = ops.empty_weight(outputs, inputs, dtype)
+        self.ops, self.inputs, self.outputs, self.dtype = ops, inputs, outputs, dtype
+        self.weight: Any = torch.empty(outputs, inputs, dtype=dtype, device="meta")
+        """A tensor [outputs, inputs], or what the operations prepared of a quantized weight."""
         self.bias = torch.empty(outputs, dtype=dtype) if bias else None
+
+    def make_room(self) -> None:
+        """Memory for a plain weight."""
+        self.weight = self.ops.empty_weight(self.outputs, self.inputs, self.dtype)
+
+    def take(self, weight: Weight) -> None:
+        """Multiply with this weight from now on."""
+        self.weight = self.ops.prepare(weight, self.dtype)
 
     def of_normed(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
         """The product with rms_norm(x): [T, inputs] -> [T, outputs]."""

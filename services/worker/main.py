@@ -86,6 +86,7 @@ def _load(settings: WorkerSettings, startup: Startup) -> tuple[WorkerEngine, mes
     # Of equal fingerprints equal bits are expected where the mode promises them: the devices sum in other orders.
     apart = settings.engine == "paced" or (settings.engine == "gpu" and settings.deterministic)
     numerics = (dtype, str(settings.deterministic), *([settings.engine] if apart else []))
+    numerics += (settings.quantize,) if settings.quantize else ()
     fingerprint = checkpoint.fingerprint(folder, *numerics)
     engine = open_engine(settings, folder, _options(settings, dtype, fingerprint), progress)
     memory = engine.memory
@@ -121,6 +122,7 @@ def _options(settings: WorkerSettings, dtype: str, fingerprint: bytes) -> Engine
         device="cuda" if settings.engine == "gpu" else "cpu",
         deterministic=settings.deterministic,
         dtype=dtype,
+        quantize=settings.quantize,
         threads=settings.threads,
         prefix_cache=settings.prefix_cache,
         host_kv_bytes=settings.host_kv_bytes,

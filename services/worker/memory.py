@@ -43,11 +43,10 @@ class MemoryPlan:
 
 
 def plan_memory(
-    config: ModelConfig, parameters: int, element_bytes: int, options: EngineOptions, available: int
+    config: ModelConfig, weights: int, element_bytes: int, options: EngineOptions, available: int
 ) -> MemoryPlan:
-    """Size the KV pool and check that everything fits. Raises MemoryShortage with advice."""
+    """Size the KV pool and check that everything fits beside `weights` bytes. Raises MemoryShortage with advice."""
     max_length = check_length(config, options)
-    weights = parameters * element_bytes
     workspace = _workspace(config, element_bytes, options, max_length)
     block_bytes = options.block_size * config.kv_bytes_per_token(element_bytes)
     blocks = _kv_blocks(options, block_bytes, max_length, available - weights - workspace)
@@ -89,14 +88,14 @@ def check_weights(weights: int, available: int, options: EngineOptions) -> None:
 
 def plan_pool(
     config: ModelConfig,
-    parameters: int,
+    weights: int,
     element_bytes: int,
     options: EngineOptions,
     available: int,
     free: int,
     workspace: int,
 ) -> MemoryPlan:
-    """The plan of a device whose weights are loaded, with `free` bytes left of which a step needs `workspace`.
+    """The plan of a device whose `weights` bytes are loaded, with `free` bytes left of which a step needs `workspace`.
 
     Raises MemoryShortage if no full sequence fits.
     """
@@ -109,7 +108,7 @@ def plan_pool(
         blocks = _kv_blocks(options, block_bytes, max_length, left)
     blocks = max(blocks, 0)
     plan = MemoryPlan(
-        weights=parameters * element_bytes,
+        weights=weights,
         kv=(blocks + 1) * block_bytes,
         workspace=workspace,
         available=available,

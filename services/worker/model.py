@@ -1,6 +1,7 @@
 """The decoder: embedding, layers, final norm, head; and which tensor of a checkpoint goes where in it."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -8,21 +9,40 @@ from torch import Tensor
 from services.worker.config import CheckpointError, ModelConfig
 from services.worker.layers import DecoderLayer, Linear, StepTensors, rope_tables
 from services.worker.ops import Ops
-from services.worker.weights import Checkpoint
+from services.worker.weights import Checkpoint, check_plain
 
 Progress = Callable[[str, int, int], None]
-_RANDOM_STD = 0.02
+RANDOM_STD = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """A product of the model, and the modules of a checkpoint whose outputs it has one after another."""
+
+    linear: Linear
+    modules: tuple[str, ...]
+    outputs: tuple[int, ...]
 
 
 class Model:
-    """A Llama-shaped decoder. The weights are memory of no value until `load` has filled them."""
+    """A Llama-shaped decoder. The weights are memory of no value until they are loaded."""
 
     def __init__(
-        self, config: ModelConfig, ops: Ops, dtype: torch.dtype, max_positions: int, device: str = "cpu"
+        self,
+        config: ModelConfig,
+        ops: Ops,
+        dtype: torch.dtype,
+        max_positions: int,
+        device: str = "cpu",
+        *,
+        hollow: bool = False,
     ) -> None:
+        """A hollow model has no memory for the weights of its products: each takes one that is quantized."""
         self.config, self.ops = config, ops
         with torch.device(device):
             self._build(dtype)
+            for projection in [] if hollow else self.projections():
+                projection.linear.make_room()
         cos, sin = rope_tables(config.rope, config.head_dim, max_positions, dtype)
         self.cos, self.sin = cos.to(device), sin.to(device)
 
@@ -48,40 +68,63 @@ class Model:
         """Residual stream [S, hidden] -> logits [S, vocabulary] in the model's dtype."""
         return self.head.of_normed(x, self.norm, self.config.norm_eps)
 
-    def destinations(self) -> dict[str, list[Tensor]]:
-        """For each tensor name of a Hugging Face checkpoint, the views of this model's weights that it fills."""
-        places = {"model.embed_tokens.weight": [self.embedding], "model.norm.weight": [self.norm]}
+    def projections(self) -> list[Projection]:
+        """The products with weights of their own, from the first layer on."""
+        found = [
+            each for index, layer in enumerate(self.layers) for each in _layer_projections(index, layer, self.config)
+        ]
         if not self.config.tied_embeddings:
-            places["lm_head.weight"] = [self.head.weight]
+            found.append(Projection(self.head, ("lm_head",), (self.config.vocab_size,)))
+        return found
+
+    def destinations(self) -> dict[str, list[Tensor]]:
+        """For each tensor name of a Hugging Face checkpoint, the views of this model's weights that it fills.
+
+        Weights that have no memory yet are left out.
+        """
+        places = {"model.embed_tokens.weight": [self.embedding], "model.norm.weight": [self.norm]}
         for index, layer in enumerate(self.layers):
-            for name, views in _layer_destinations(layer, self.config).items():
+            for name, views in _norm_destinations(layer, self.config).items():
                 places[f"model.layers.{index}.{name}"] = views
+        for projection in self.projections():
+            linear, sizes = projection.linear, list(projection.outputs)
+            for kind, tensor in (("weight", linear.weight), ("bias", linear.bias)):
+                if isinstance(tensor, Tensor) and not tensor.is_meta:
+                    for module, rows in zip(projection.modules, tensor.split(sizes), strict=True):  # type: ignore[no-untyped-call]
+                        places[f"{module}.{kind}"] = [rows]
         return places
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights, as they lie in memory."""
+        projections = self.projections()
+        products = {f"{module}.weight" for projection in projections for module in projection.modules}
+        others = [view.nbytes for name, views in self.destinations().items() for view in views if name not in products]
+        return int(sum(projection.linear.weight.nbytes for projection in projections)) + sum(others)
 
-def _layer_destinations(layer: DecoderLayer, config: ModelConfig) -> dict[str, list[Tensor]]:
-    attention, mlp = layer.attention, layer.mlp
-    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    places = {
-        "input_layernorm.weight": [attention.norm],
-        "post_attention_layernorm.weight": [mlp.norm],
-    }
-    parts: list[tuple[str, Linear, list[int]]] = [
-        ("self_attn.q_proj self_attn.k_proj self_attn.v_proj", attention.qkv, [q, kv, kv]),
-        ("self_attn.o_proj", attention.output, [config.hidden_size]),
-        ("mlp.gate_proj mlp.up_proj", mlp.gate_up, [config.intermediate_size] * 2),
-        ("mlp.down_proj", mlp.down, [config.hidden_size]),
-    ]
-    for names, linear, sizes in parts:
-        for name, rows in zip(names.split(), linear.weight.split(sizes), strict=True):  # type: ignore[no-untyped-call]
-            places[f"{name}.weight"] = [rows]
-        if linear.bias is not None:
-            for name, rows in zip(names.split(), linear.bias.split(sizes), strict=True):  # type: ignore[no-untyped-call]
-                places[f"{name}.bias"] = [rows]
+
+def _norm_destinations(layer: DecoderLayer, config: ModelConfig) -> dict[str, list[Tensor]]:
+    attention = layer.attention
+    places = {"input_layernorm.weight": [attention.norm], "post_attention_layernorm.weight": [layer.mlp.norm]}
     if attention.qk_norm is not None:
         places["self_attn.q_norm.weight"] = list(attention.qk_norm[: config.heads])
         places["self_attn.k_norm.weight"] = list(attention.qk_norm[config.heads :])
     return places
+
+
+def _layer_projections(index: int, layer: DecoderLayer, config: ModelConfig) -> list[Projection]:
+    attention, mlp = layer.attention, layer.mlp
+    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    parts: list[tuple[str, Linear, tuple[int, ...]]] = [
+        ("self_attn.q_proj self_attn.k_proj self_attn.v_proj", attention.qkv, (q, kv, kv)),
+        ("self_attn.o_proj", attention.output, (config.hidden_size,)),
+        ("mlp.gate_proj mlp.up_proj", mlp.gate_up, (config.intermediate_size,) * 2),
+        ("mlp.down_proj", mlp.down, (config.hidden_size,)),
+    ]
+    prefix = f"model.layers.{index}."
+    return [
+        Projection(linear, tuple(prefix + name for name in names.split()), outputs) for names, linear, outputs in parts
+    ]
 
 
 def load_weights(model: Model, checkpoint: Checkpoint, progress: Progress) -> None:
@@ -111,7 +154,7 @@ def randomize(model: Model, progress: Progress) -> None:
             if "norm" in name:
                 view.fill_(1)
             else:
-                view.normal_(0, _RANDOM_STD, generator=generator)
+                view.normal_(0, RANDOM_STD, generator=generator)
     progress("weights", len(places), len(places))
 
 
@@ -119,6 +162,7 @@ def check_shapes(places: dict[str, list[Tensor]], checkpoint: Checkpoint, tied: 
     """Whether the checkpoint has the tensors that go to these places. Raises CheckpointError."""
     _check_names(places, checkpoint.headers, tied)
     for name, views in places.items():
+        check_plain(name, checkpoint.headers[name])
         shape = checkpoint.headers[name].shape
         if tuple(views[0].shape) != shape:
             expected = list(views[0].shape)

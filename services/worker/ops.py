@@ -10,7 +10,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kernels import reference
+from kernels import quantized_cpu, reference
+from kernels.quantized import Weight
+from kernels.quantized_cpu import Product
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +33,19 @@ class Ops(Protocol):
     def empty_weight(self, outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
         """Memory for the weight of a product, [outputs, inputs], in the order in which it is read fastest."""
 
+    def prepare(self, weight: Weight, dtype: torch.dtype, /) -> Any:
+        """A weight, quantized or plain, in the order in which products with rows of `dtype` read it fastest."""
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, /) -> Tensor:
         """Normalize the last dimension."""
 
-    def norm_matmul(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None, /) -> Tensor:
-        """rms_norm(x) @ weight.T + bias."""
+    def norm_matmul(self, x: Tensor, norm: Tensor, eps: float, weight: Any, bias: Tensor | None = None, /) -> Tensor:
+        """rms_norm(x) @ weight.T + bias; the weight is a tensor or what `prepare` made."""
 
-    def norm_gate(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None, /) -> Tensor:
+    def norm_gate(self, x: Tensor, norm: Tensor, eps: float, weight: Any, bias: Tensor | None = None, /) -> Tensor:
         """silu(gate) * up, where gate and up are the halves of rms_norm(x) @ weight.T + bias."""
 
-    def add_matmul(self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None, /) -> None:
+    def add_matmul(self, residual: Tensor, x: Tensor, weight: Any, bias: Tensor | None = None, /) -> None:
         """Add x @ weight.T + bias to `residual` in place."""
 
     def rope_and_store(
@@ -64,7 +69,7 @@ class Ops(Protocol):
 class ReferenceOps:
     """Plain torch, as fast as it goes."""
 
-    _matmul = staticmethod(reference.matmul)
+    _dense = staticmethod(reference.matmul)
     rms_norm = staticmethod(reference.rms_norm)
     attention = staticmethod(reference.attention)
     plan_attention = staticmethod(reference.plan_attention)
@@ -73,15 +78,30 @@ class ReferenceOps:
         """Column after column: few rows stream through it 1.2 to 2.5 times as fast as through rows."""
         return torch.empty(inputs, outputs, dtype=dtype).t()
 
-    def norm_matmul(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None, /) -> Tensor:
+    def prepare(self, weight: Weight, dtype: torch.dtype, /) -> Tensor | Product:
+        """As `quantized_cpu` says; plain tensors column after column."""
+        prepared = quantized_cpu.prepare(weight, dtype)
+        if not isinstance(prepared, Tensor):
+            return prepared
+        outputs, inputs = prepared.shape
+        return self.empty_weight(outputs, inputs, dtype).copy_(prepared)
+
+    def _matmul(self, x: Tensor, weight: Tensor | Product, bias: Tensor | None) -> Tensor:
+        return self._dense(x, weight, bias) if isinstance(weight, Tensor) else weight(x, bias)
+
+    def norm_matmul(
+        self, x: Tensor, norm: Tensor, eps: float, weight: Tensor | Product, bias: Tensor | None = None, /
+    ) -> Tensor:
         """rms_norm(x) @ weight.T + bias."""
         return self._matmul(self.rms_norm(x, norm, eps), weight, bias)
 
-    def norm_gate(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None, /) -> Tensor:
+    def norm_gate(
+        self, x: Tensor, norm: Tensor, eps: float, weight: Tensor | Product, bias: Tensor | None = None, /
+    ) -> Tensor:
         """The gate of the MLP, from the residual stream."""
         return reference.silu_and_mul(self.norm_matmul(x, norm, eps, weight, bias))
 
-    def add_matmul(self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None, /) -> None:
+    def add_matmul(self, residual: Tensor, x: Tensor, weight: Tensor | Product, bias: Tensor | None = None, /) -> None:
         """residual += x @ weight.T + bias."""
         residual.add_(self._matmul(x, weight, bias))
 
@@ -110,6 +130,6 @@ class ReferenceOps:
 class InvariantOps(ReferenceOps):
     """Plain torch; a row has the same bits in any batch and any chunk."""
 
-    _matmul = staticmethod(reference.matmul_invariant)
+    _dense = staticmethod(reference.matmul_invariant)
     attention = staticmethod(reference.attention_invariant)
     plan_attention = staticmethod(reference.plan_attention_invariant)

@@ -43,6 +43,16 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "head_dim": 128,
         "rope_scaling": _LLAMA3_ROPE,
     },
+    "llama-3.1-70b": {
+        **_LLAMA,
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rope_scaling": _LLAMA3_ROPE,
+    },
     "llama-3.2-1b": {
         **_LLAMA,
         "hidden_size": 2048,
@@ -94,5 +104,13 @@ def parameters(config: ModelConfig) -> int:
     """Numbers that a model of this configuration has."""
     heads = (2 * config.heads + 2 * config.kv_heads) * config.head_dim
     layer = config.hidden_size * (heads + 3 * config.intermediate_size + 2)
-    embeddings = config.vocab_size * config.hidden_size * (1 if config.tied_embeddings else 2)
-    return config.layers * layer + embeddings + config.hidden_size
+    layer += config.qkv_bias * (config.heads + 2 * config.kv_heads) * config.head_dim
+    layer += config.output_bias * config.hidden_size
+    layer += config.mlp_bias * (2 * config.intermediate_size + config.hidden_size)
+    layer += config.qk_norm * 2 * config.head_dim
+    return config.layers * layer + embeddings(config) + config.hidden_size
+
+
+def embeddings(config: ModelConfig) -> int:
+    """Numbers of them in the embedding and the head."""
+    return config.vocab_size * config.hidden_size * (1 if config.tied_embeddings else 2)

@@ -75,6 +75,11 @@ class WorkerSettings(CommonSettings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Of weights and activations; auto is float32, on a GPU bfloat16."
     )
+    quantize: Literal["int8", "int4", "fp8", "nf4"] | None = Field(
+        None,
+        validation_alias=_known_as("QUANTIZE"),
+        description="Round the weights of a plain checkpoint as they come in; absent: serve them as they are.",
+    )
     threads: int | None = Field(None, ge=1, description="CPU threads of the engine; absent: torch's choice.")
     orphan_s: float = Field(2.0, ge=0, description="Seconds that a job runs on after its gateway's link broke.")
     paced_step_ms: float = Field(10.0, ge=0, description="Milliseconds of a step of the paced engine.")

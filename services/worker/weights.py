@@ -1,7 +1,8 @@
 """Tensors of a checkpoint, one at a time, from safetensors files. Knows headers, never what a tensor is for."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,17 @@ from services.worker.config import CheckpointError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPES = {
+    **_PLAIN,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
+FLOATS = tuple(_PLAIN.values())
+"""Types of tensors that are not quantized."""
 _MOST_HEADER_BYTES = 100_000_000
 
 
@@ -46,6 +57,21 @@ class Checkpoint:
     def parameters(self) -> int:
         """Numbers in all tensors."""
         return sum(header.elements for header in self.headers.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(header.elements * header.dtype.itemsize for header in self.headers.values())
+
+    @contextmanager
+    def opened(self) -> Iterator[Callable[[str], Tensor]]:
+        """What reads a tensor by its name, from any thread. Raises CheckpointError."""
+        try:
+            with ExitStack() as stack:
+                files = [stack.enter_context(safe_open(path, framework="pt")) for path in self.shards]
+                yield lambda name: files[self.headers[name].shard].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"a shard cannot be read: {type(error).__name__}") from None
 
     def read_shard(self, shard: int) -> Iterator[tuple[str, Tensor]]:
         """The tensors of one file, each read when it is asked for. Raises CheckpointError."""
@@ -80,6 +106,18 @@ def open_checkpoint(model_dir: Path) -> Checkpoint:
     if absent := owners.keys() - headers.keys():
         raise CheckpointError(f"tensor {min(absent)} is in the index but in no file")
     return Checkpoint(shards, headers)
+
+
+def type_name(dtype: torch.dtype) -> str:
+    """What files call a type."""
+    return next(name for name, each in _DTYPES.items() if each == dtype)
+
+
+def check_plain(name: str, header: TensorHeader) -> None:
+    """Raises CheckpointError if a tensor that no format reads is not of plain numbers."""
+    if header.dtype not in FLOATS:
+        kind, plain = type_name(header.dtype), ", ".join(_PLAIN)
+        raise CheckpointError(f"tensor {name} has type {kind} and no quantization_config; plain are {plain}")
 
 
 def _read_index(path: Path) -> dict[str, str]:

@@ -18,7 +18,9 @@ def main() -> None:
     plain = plain_llama()
     model = AutoAWQForCausalLM.from_pretrained(str(plain), device_map="cpu", torch_dtype=torch.float16)
     settings = {"zero_point": True, "q_group_size": GROUP, "w_bit": 4, "version": "GEMM"}
-    model.quantize(tokenizer(), quant_config=settings, calib_data=calibration(), max_calib_seq_len=128, apply_clip=False)
+    model.quantize(
+        tokenizer(), quant_config=settings, calib_data=calibration(), max_calib_seq_len=128, apply_clip=False
+    )
     folder = FOLDER / "awq"
     model.save_quantized(str(folder))
     layers = model.model.model.layers

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 FOLDER = Path(__file__).parent
 EXPECTED = "expected.safetensors"
 GROUP = 32
-WORDS = ["<s>", "</s>", *"the weft is what woven through warp thread after and over under".split()]
+WORDS = ["<s>", "</s>", "the", "weft", "is", "what", "woven", "through", "warp", "thread", "after", "and"]
 
 
 def plain_llama() -> Path:

@@ -1,0 +1,167 @@
+"""Checkpoints of compressed-tensors, as llm-compressor writes them: packed integers, INT8 and FP8."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.quantized import INT4_ZERO, Int4Weight, Int8Weight, QuantizedWeight, pack_int4
+from services.worker.config import CheckpointError
+from services.worker.formats.fp8 import read_fp8
+from services.worker.formats.grouped import order_of
+from services.worker.formats.tensors import ModuleTensors, unpack_words
+
+_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
+_INTEGERS = (torch.int32, torch.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """How the modules of one group are quantized."""
+
+    targets: tuple[str, ...]
+    kind: str
+    """int or float."""
+    bits: int
+    group_size: int | None
+    """None: one scale for each output or for all."""
+    symmetric: bool
+    inputs: str
+    """What inputs are rounded by: none, static or dynamic."""
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any]) -> "Scheme":
+        """From an entry of config_groups. Raises CheckpointError."""
+        weights, inputs = group.get("weights") or {}, group.get("input_activations")
+        scheme = cls(
+            targets=tuple(group.get("targets") or ()),
+            kind=str(weights.get("type", "int")),
+            bits=int(weights.get("num_bits") or 0),
+            group_size=weights.get("group_size") if weights.get("strategy") in (None, "group") else None,
+            symmetric=bool(weights.get("symmetric", True)),
+            inputs="none" if inputs is None else "dynamic" if inputs.get("dynamic") else "static",
+        )
+        scheme._check(weights, inputs or {})
+        return scheme
+
+    def _check(self, weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:
+        strategy = weights.get("strategy") or ("group" if self.group_size else "tensor")
+        named = f"{self.kind} weights of {self.bits} bits ({strategy})"
+        strategies = {
+            ("int", 4): ("group", "channel"),
+            ("int", 8): ("tensor", "channel"),
+            ("float", 8): ("tensor", "channel", "block"),
+        }
+        if strategy not in strategies.get((self.kind, self.bits), ()):
+            raise CheckpointError(f"quantization_config: {named} are not supported")
+        if strategy == "block" and list(weights.get("block_structure") or ()) != [128, 128]:
+            raise CheckpointError(f"quantization_config: blocks of {weights.get('block_structure')} are not supported")
+        if self.bits == 8 and not self.symmetric:
+            raise CheckpointError(f"quantization_config: asymmetric {named} are not supported")
+        if self.inputs != "none" and (
+            inputs.get("num_bits") != self.bits
+            or inputs.get("type", "int") != self.kind
+            or not inputs.get("symmetric", True)
+            or (self.kind, self.inputs) == ("int", "static")
+            or self.bits == 4
+        ):
+            asymmetric = "" if inputs.get("symmetric", True) else "asymmetric "
+            rounded = f"{asymmetric}{self.inputs} {inputs.get('type', 'int')} inputs of {inputs.get('num_bits')} bits"
+            raise CheckpointError(f"quantization_config: {named} with {rounded} are not supported")
+
+    def matches(self, module: str) -> bool:
+        """Whether a linear module is of this group."""
+        return any(target == "Linear" or is_named(module, target) for target in self.targets)
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedTensors:
+    """`quant_method: compressed-tensors`."""
+
+    schemes: tuple[Scheme, ...]
+    mark = ("weight_packed", "weight_scale")
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> "CompressedTensors":
+        """From quantization_config. Raises CheckpointError."""
+        groups = list((settings.get("config_groups") or {}).values())
+        for layout in [settings.get("format"), *(group.get("format") for group in groups)]:
+            if layout is not None and layout not in _FORMATS:
+                raise CheckpointError(f"compressed-tensors format {layout} is not supported")
+        if settings.get("quantization_status", "compressed") not in ("compressed", "frozen"):
+            raise CheckpointError(f"quantization_status {settings['quantization_status']} is not supported")
+        sparsity = (settings.get("sparsity_config") or {}).get("format", "dense")
+        if sparsity != "dense":
+            raise CheckpointError(f"compressed-tensors sparsity {sparsity} is not supported")
+        return cls(tuple(Scheme.of(group) for group in groups))
+
+    def read(self, tensors: ModuleTensors, outputs: int, inputs: int) -> QuantizedWeight:
+        """A module's weight. Raises CheckpointError."""
+        scheme = next((each for each in self.schemes if each.matches(tensors.module)), None)
+        if scheme is None:
+            raise tensors.refuse("quantization_config does not say how it is quantized")
+        if scheme.kind == "float":
+            return read_fp8(tensors, "weight_scale", outputs, inputs, static=scheme.inputs == "static")
+        if scheme.bits == 4:
+            return _read_int4(tensors, scheme, outputs, inputs)
+        return _read_int8(tensors, scheme, outputs, inputs)
+
+
+def is_named(module: str, target: str) -> bool:
+    """Whether a target of a configuration (a name, the end of one, or `re:` and a pattern) means this module."""
+    if target.startswith("re:"):
+        return re.match(target.removeprefix("re:"), module) is not None
+    return module == target or module.endswith(f".{target}")
+
+
+def _read_int4(tensors: ModuleTensors, scheme: Scheme, outputs: int, inputs: int) -> Int4Weight:
+    group = scheme.group_size or inputs
+    if group == -1:
+        group = inputs
+    if inputs % group or group % 2:
+        raise tensors.refuse(f"{inputs} inputs cannot be shared out in groups of {group}")
+    q = _unpacked(tensors, 4, outputs, inputs)
+    scale = tensors.take_finite("weight_scale", (outputs, inputs // group))
+    zero = None
+    if not scheme.symmetric:
+        zero = _zeros(tensors, outputs, inputs // group)
+    order = None
+    if tensors.header("weight_g_idx"):
+        order = order_of(tensors, "weight_g_idx", group, inputs)
+    if order is not None:
+        q = q[:, order]
+    tensors.forget("weight_zero_point")
+    return Int4Weight(pack_int4(q), scale, zero, group, order)
+
+
+def _read_int8(tensors: ModuleTensors, scheme: Scheme, outputs: int, inputs: int) -> Int8Weight:
+    if tensors.header("weight_packed"):
+        values = _unpacked(tensors, 8, outputs, inputs).bitwise_xor(128).view(torch.int8)
+    else:
+        values = tensors.take("weight", (torch.int8,), (outputs, inputs))
+    scale = tensors.take_finite("weight_scale", (), (1,), (1, 1), (outputs,), (outputs, 1)).float().reshape(-1, 1)
+    tensors.forget("weight_zero_point")
+    return Int8Weight(values, scale.expand(outputs, 1).contiguous(), scheme.inputs == "dynamic")
+
+
+def _unpacked(tensors: ModuleTensors, bits: int, outputs: int, inputs: int) -> Tensor:
+    """uint8 [N, K], as the files hold them: offset by half of their range."""
+    if tensors.header("weight_shape"):
+        told = tensors.take("weight_shape", _INTEGERS, (2,)).tolist()
+        if told != [outputs, inputs]:
+            raise tensors.refuse(f"weight_shape says {told}, config.json {[outputs, inputs]}")
+    words = tensors.take("weight_packed", (torch.int32,), (outputs, -(-inputs * bits // 32)))
+    return unpack_words(words, bits)[:, :inputs].contiguous()
+
+
+def _zeros(tensors: ModuleTensors, outputs: int, groups: int) -> Tensor:
+    """uint8 [N, K / G]: packed along the outputs, or plain int8 around zero."""
+    header = tensors.header("weight_zero_point")
+    if header is not None and header.dtype == torch.int8:
+        plain = tensors.take("weight_zero_point", (torch.int8,), (outputs, groups))
+        return (plain + INT4_ZERO).to(torch.uint8)
+    words = tensors.take("weight_zero_point", (torch.int32,), (-(-outputs // 8), groups))
+    return unpack_words(words.T.contiguous(), 4)[:, :outputs].T.contiguous()
