@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+library: Any = transformers  # Of whichever version the writer wants.
 FOLDER = Path(__file__).parent
 EXPECTED = "expected.safetensors"
 GROUP = 32
@@ -21,7 +22,7 @@ WORDS = ["<s>", "</s>", "the", "weft", "is", "what", "woven", "through", "warp",
 def plain_llama() -> Path:
     """A folder with the unquantized model."""
     torch.manual_seed(0)
-    config = LlamaConfig(
+    config = library.LlamaConfig(
         vocab_size=32,
         hidden_size=64,
         intermediate_size=128,
@@ -34,8 +35,7 @@ def plain_llama() -> Path:
         eos_token_id=1,
     )
     folder = Path(tempfile.mkdtemp())
-    model: Any = LlamaForCausalLM(config)
-    model.half().save_pretrained(folder)
+    library.LlamaForCausalLM(config).half().save_pretrained(folder)
     return folder
 
 
@@ -43,7 +43,7 @@ def tokenizer() -> Any:
     """One token for each word."""
     words = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<s>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", eos_token="</s>", pad_token="</s>")
+    return library.PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", eos_token="</s>", pad_token="</s>")
 
 
 def calibration() -> list[str]:
