@@ -23,6 +23,8 @@ class Up:
     """host:port of each."""
     worker: str
     """host:port of the first one."""
+    cache: str
+    """host:port of the cache service."""
     supervisor: Supervisor
 
     def pid(self, name: str) -> int:
@@ -60,8 +62,8 @@ async def up(settings: Mapping[str, str], *, gateways: int = 1, workers: int = 1
             async with asyncio.timeout(_START_S):
                 for address in addresses:
                     await supervisor.during(local.wait_served(address, workers))
-            worker = next(spec.environment["WEFT_LISTEN"] for spec in planned.specs if spec.name == "worker-1")
-            yield Up(addresses, worker, supervisor)
+            listens = {spec.name: spec.environment.get("WEFT_LISTEN", "") for spec in planned.specs}
+            yield Up(addresses, listens["worker-1"], listens["cache"], supervisor)
 
 
 def paced(step_ms: float, *, batch: int = 64, prefill_rate: float = 0.0) -> dict[str, str]:
