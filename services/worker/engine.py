@@ -5,28 +5,25 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from services.worker import inputs
 from services.worker.assembly import assemble
-from services.worker.batching import Batch, Plan, Row
-from services.worker.blocks import BlockPool
+from services.worker.batching import Row
 from services.worker.config import CheckpointError
 from services.worker.inputs import SlotEdits
+from services.worker.intake import IDLE_WAIT_S, Intake
 from services.worker.job import (
-    Ended,
     EndReason,
     EngineOptions,
     Failure,
     Job,
     SamplingParams,
-    Stats,
     StepOutput,
     TokenOut,
 )
-from services.worker.memory import MemoryPlan
 from services.worker.model import Progress
 from services.worker.pace import Pace
 from services.worker.prefixes import Prefixes
@@ -37,14 +34,11 @@ from services.worker.tiers import BlockStore, HostStore
 
 log = logging.getLogger(__name__)
 
-_IDLE_WAIT_S = 0.5
 _PARKED_WAIT_S = 0.01  # at most, until a deadline or a late fetch is noticed when nothing else is to be done
 _WARM_UP_KEY = -1
 
 _NUMERIC = Failure("INTERNAL", "NUMERIC", "the model computed numbers that are not finite for this request")
 _INTERNAL = Failure("INTERNAL", "INTERNAL", "the engine failed to compute this request", retryable=True)
-_TOO_LONG = Failure("INVALID_ARGUMENT", "INVALID", "the prompt is empty or does not fit the model's context")
-_NO_ROOM = Failure("RESOURCE_EXHAUSTED", "KV_EXHAUSTED", "the request needs more KV memory than this worker has")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +55,7 @@ class _Flight:
     launched_s: float
 
 
-class Engine:
+class Engine(Intake):
     """A loaded model and the jobs it runs.
 
     `submit`, `cancel`, `has_work`, `stats` and `take_block_events` may be called from any thread; `step`, `run_forever`
@@ -70,39 +64,21 @@ class Engine:
 
     def __init__(self, model_dir: Path, options: EngineOptions, progress: Progress) -> None:
         """Load a checkpoint. progress(phase, done, total) is called along the way. Raises CheckpointError."""
-        self.options = options
         parts = assemble(model_dir, options, progress)
+        super().__init__(options, parts.memory, Profiler(computes=True))
         self.config, self.runner = parts.config, parts.runner
         self.parameters = parts.parameters
         """Numbers in the checkpoint."""
-        self.memory: MemoryPlan = parts.memory
         log.info("memory: %s", self.memory)
-        pool, slots = BlockPool(self.memory.kv_blocks), options.max_batch_size
-        self.batch = Batch(
-            pool, options.block_size, slots, options.step_tokens, options.prefix_cache, options.chunk_tokens
-        )
         self._flights: deque[_Flight] = deque()
         self._landed_s = 0.0
         self._on_launch: Callable[[float], None] = lambda predicted_step_s: None
-        self._sequences: dict[int, Sequence] = {}
-        self._inbox: deque[Sequence | tuple[int, int | None]] = deque()
-        self._wake = threading.Condition()
-        self._changes: dict[bytes, bool] = {}
-        self._pace = Pace()
-        self.profiler = Profiler(computes=True)
-        self._steps = self._arrivals = 0
-        self._predicted_step_s = 0.0
         mover = self.runner
         self.prefixes = Prefixes(self.batch, mover, mover.block_bytes, lambda: self._pace.prefill_rate, self.wake)
         if options.host_kv_bytes:
             self.prefixes.use_host(HostStore(options.host_kv_bytes))
         self._warm_up(progress)
         self._stats = self._measure()
-
-    @property
-    def max_seq_length(self) -> int:
-        """Most tokens of prompt and answer."""
-        return self.memory.max_seq_length
 
     @property
     def block_layout(self) -> str:
@@ -123,39 +99,9 @@ class Engine:
         """Share blocks of prompts through this tier. To be called before the engine runs."""
         self.prefixes.use_remote(store)
 
-    # ---- any thread ----
-
-    def submit(self, job: Job) -> None:
-        """Run this job. Its tokens and its end come out of `step`."""
-        with self._wake:
-            self._arrivals += 1
-            self._inbox.append(self._sequence(job))
-            self._wake.notify()
-
-    def cancel(self, key: int, position: int | None = None) -> None:
-        """End a job of whose answer `position` tokens count (None: all). Nothing happens if it has ended already."""
-        with self._wake:
-            self._inbox.append((key, position))
-            self._wake.notify()
-
-    def wake(self) -> None:
-        """Let `run_forever` look at its stop event now."""
-        with self._wake:
-            self._wake.notify()
-
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._inbox or self._sequences or self._flights)
-
-    def stats(self) -> Stats:
-        """Counters and gauges as of the last step, and the prediction for the one under way."""
-        return replace(self._stats, predicted_step_s=self._predicted_step_s)
-
-    def take_block_events(self) -> tuple[list[bytes], list[bytes]]:
-        """Keys that were stored, and keys that were evicted, since the last call; only their last state is told."""
-        with self._wake:
-            changes, self._changes = self._changes, {}
-        return [k for k, stored in changes.items() if stored], [k for k, stored in changes.items() if not stored]
+        return bool(self._flights) or super().has_work()
 
     # ---- the engine's thread ----
 
@@ -177,7 +123,7 @@ class Engine:
             elif not self.prefixes.offer_some():
                 with self._wake:
                     if not (self._inbox or stop.is_set()):
-                        self._wake.wait(_IDLE_WAIT_S)
+                        self._wake.wait(IDLE_WAIT_S)
 
     def step(self) -> StepOutput:
         """Take what has arrived, launch steps until as many are in flight as the device may have, collect the oldest.
@@ -200,20 +146,7 @@ class Engine:
             self._publish_state()
         return output
 
-    def check_integrity(self) -> None:
-        """Assert that free + cached + active blocks are all blocks, and that tables and counts agree."""
-        self.batch.check()
-
     # ---- one step ----
-
-    def _plan(self) -> Plan:
-        before = self.batch.preemptions
-        with self.profiler.phase("planning"):
-            plan = self.batch.plan()
-        if self.batch.preemptions != before:
-            for sequence in self.batch.waiting:
-                sequence.note_pauses(time.monotonic())
-        return plan
 
     def _launch_next(self, output: StepOutput) -> bool:
         """Plan the next step and launch it. False if there is nothing to do before something has landed."""
@@ -331,53 +264,11 @@ class Engine:
 
     # ---- arrivals and ends ----
 
-    def _sequence(self, job: Job) -> Sequence:
-        options = self.options
-        return Sequence(
-            job, self._arrivals, time.monotonic(), options.block_size, self.memory.max_seq_length, options.fingerprint
-        )
-
-    def _take_inbox(self, output: StepOutput) -> None:
-        while self._inbox:
-            message = self._inbox.popleft()
-            if isinstance(message, Sequence):
-                self._accept(message, output)
-                continue
-            key, position = message
-            sequence = self._sequences.get(key)
-            if sequence is not None:
-                if position is not None:
-                    self.batch.cut(sequence, sequence.job.boundary + position)
-                self._end(sequence, EndReason.CANCELLED, output)
-
-    def _accept(self, sequence: Sequence, output: StepOutput) -> None:
-        job = sequence.job
-        assert job.key not in self._sequences, f"key {job.key} is taken"
-        self._sequences[job.key] = sequence
-        self.batch.add(sequence)
-        if not job.token_ids or job.boundary >= self.memory.max_seq_length:
-            self._end(sequence, EndReason.ERROR, output, error=_TOO_LONG)
-        elif sequence.total >= sequence.limit:
-            self._end(sequence, EndReason.LENGTH, output)
-        elif not self.batch.fits(sequence):
-            self._end(sequence, EndReason.ERROR, output, error=_NO_ROOM)
-        else:
+    def _accept(self, sequence: Sequence, output: StepOutput) -> bool:
+        waits = super()._accept(sequence, output)
+        if waits:
             self.prefixes.consider(sequence)
-
-    def _end_expired(self, output: StepOutput) -> None:
-        now = time.monotonic()
-        for sequence in list(self._sequences.values()):
-            if sequence.job.deadline is not None and sequence.job.deadline <= now:
-                self._end(sequence, EndReason.DEADLINE, output)
-
-    def _fail(self, sequence: Sequence, error: Exception | None, output: StepOutput) -> None:
-        """A job failed alone: what it computed is neither found nor met by anyone."""
-        if error is not None:  # The text of an exception may quote the request.
-            log.error("job %d failed: %s", sequence.job.key, type(error).__name__)
-        own = sequence.blocks[sequence.published :]
-        if own:
-            self.runner.scrub(own)
-        self._end(sequence, EndReason.ERROR, output, error=_NUMERIC if error is None else _INTERNAL)
+        return waits
 
     def _end(
         self,
@@ -388,42 +279,16 @@ class Engine:
         error: Failure | None = None,
     ) -> None:
         self.prefixes.forget(sequence)
-        self.batch.remove(sequence)
-        del self._sequences[sequence.job.key]
-        ended = Ended(
-            sequence.job.key, reason, sequence.position, sequence.cost(time.monotonic()), stop_token_id, error
-        )
-        output.ended.append(ended)
+        super()._end(sequence, reason, output, stop_token_id, error)
 
-    # ---- state for others ----
-
-    def _publish_state(self) -> None:
-        stored, evicted = self.batch.pool.take_changes()
-        if stored or evicted:
-            with self._wake:
-                self._changes.update(dict.fromkeys(evicted, False))
-                self._changes.update(dict.fromkeys(stored, True))
-        self._stats = self._measure()
-        if not self._sequences:
-            self._predicted_step_s = 0.0
-
-    def _measure(self) -> Stats:
-        batch, pool = self.batch, self.batch.pool
-        return Stats(
-            steps=self._steps,
-            running=len(batch.running),
-            waiting=len(batch.waiting),
-            prefill_backlog=sum(max(s.prefill_end - s.computed, 0) for s in batch.running)
-            + sum(s.total for s in batch.waiting),
-            free_blocks=pool.free,
-            cached_blocks=pool.cached,
-            active_blocks=pool.active,
-            total_blocks=pool.total,
-            prefill_rate=self._pace.prefill_rate,
-            decode_s=self._pace.decode_s,
-            preemptions=batch.preemptions,
-            predicted_step_s=0.0,
-        )
+    def _fail(self, sequence: Sequence, error: Exception | None, output: StepOutput) -> None:
+        """A job failed alone: what it computed is neither found nor met by anyone."""
+        if error is not None:  # The text of an exception may quote the request.
+            log.error("job %d failed: %s", sequence.job.key, type(error).__name__)
+        own = sequence.blocks[sequence.published :]
+        if own:
+            self.runner.scrub(own)
+        self._end(sequence, EndReason.ERROR, output, error=_NUMERIC if error is None else _INTERNAL)
 
     def _warm_up(self, progress: Progress) -> None:
         """Run one job twice, so that the first real one meets warm code and a known pace."""

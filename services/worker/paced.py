@@ -8,28 +8,22 @@ import hashlib
 import math
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from services.worker.batching import Batch, Plan, Row
-from services.worker.blocks import BlockPool
+from services.worker.batching import Row
 from services.worker.config import CheckpointError, load_config
-from services.worker.job import Ended, EndReason, EngineOptions, Failure, Job, Stats, StepOutput, TokenOut
+from services.worker.intake import IDLE_WAIT_S, Intake
+from services.worker.job import EndReason, EngineOptions, Failure, StepOutput, TokenOut
 from services.worker.memory import MemoryPlan, available_memory
-from services.worker.pace import Pace
 from services.worker.profiling import Profiler
 from services.worker.sequence import Sequence
 from services.worker.tiers import BlockStore
 
 MOST_CONTEXT = 128 * 1024
 _POOL_TOKENS = 1 << 20  # of a pool whose size nobody set
-_IDLE_WAIT_S = 0.5
 _RUN = 8  # tokens drawn from one digest
-
-_TOO_LONG = Failure("INVALID_ARGUMENT", "INVALID", "the prompt is empty or does not fit the model's context")
-_NO_ROOM = Failure("RESOURCE_EXHAUSTED", "KV_EXHAUSTED", "the request needs more KV memory than this worker has")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +42,7 @@ class Tempo:
         return (math.floor(computed / self.step_s) + 1) * self.step_s if self.step_s else computed
 
 
-class PacedEngine:
+class PacedEngine(Intake):
     """Answers jobs at a set pace. The methods are those of `engine.Engine`, and so are their threads.
 
     Sampling is reduced to what lengths and ends need: a draw out of the vocabulary without its end tokens, each as
@@ -57,73 +51,18 @@ class PacedEngine:
 
     def __init__(self, model_dir: Path, options: EngineOptions, tempo: Tempo) -> None:
         """Read the shape of a checkpoint, none of its weights. Raises CheckpointError."""
-        self.options, self.tempo = options, tempo
-        self.config = load_config(model_dir)
+        self.config, self.tempo = load_config(model_dir), tempo
+        memory = _memory(options, self.config.context_length, self.config.kv_bytes_per_token(2))
+        super().__init__(options, memory, Profiler(computes=False))
         self.parameters = 0
         self.block_layout, self.block_bytes = "", 0
-        self.memory = _plan(options, self.config.context_length, self.config.kv_bytes_per_token(2))
-        pool = BlockPool(self.memory.kv_blocks)
-        self.batch = Batch(pool, options.block_size, options.max_batch_size, options.step_tokens, options.prefix_cache)
         self._vocabulary = [i for i in range(self.config.vocab_size) if i not in self.config.eos_token_ids]
         self._logprob = -math.log(len(self._vocabulary))
         self._draws: dict[int, tuple[int, list[int]]] = {}
-        self._sequences: dict[int, Sequence] = {}
-        self._inbox: deque[Sequence | tuple[int, int | None]] = deque()
-        self._wake = threading.Condition()
-        self._changes: dict[bytes, bool] = {}
-        self._steps = self._arrivals = 0
-        self._pace = Pace()
-        self.profiler = Profiler(computes=False)
-        self._predicted_step_s = 0.0
         self._on_launch: Callable[[float], None] = lambda predicted_step_s: None
-        self._stats = self._measure()
-
-    @property
-    def max_seq_length(self) -> int:
-        """Most tokens of prompt and answer."""
-        return self.memory.max_seq_length
 
     def use_remote(self, store: BlockStore) -> None:
         """Nothing: its blocks have no contents to share."""
-
-    # ---- any thread ----
-
-    def submit(self, job: Job) -> None:
-        """Run this job. Its tokens and its end come out of `step`."""
-        options = self.options
-        with self._wake:
-            self._arrivals += 1
-            now = time.monotonic()
-            sequence = Sequence(
-                job, self._arrivals, now, options.block_size, self.memory.max_seq_length, options.fingerprint
-            )
-            self._inbox.append(sequence)
-            self._wake.notify()
-
-    def cancel(self, key: int, position: int | None = None) -> None:
-        """End a job of whose answer `position` tokens count (None: all). Nothing happens if it has ended already."""
-        with self._wake:
-            self._inbox.append((key, position))
-            self._wake.notify()
-
-    def wake(self) -> None:
-        """Let `run_forever` look at its stop event now."""
-        with self._wake:
-            self._wake.notify()
-
-    def has_work(self) -> bool:
-        """Whether a step would do anything."""
-        return bool(self._inbox or self._sequences)
-
-    def stats(self) -> Stats:
-        """Counters and gauges as of the last step, and the prediction for the one under way."""
-        return replace(self._stats, predicted_step_s=self._predicted_step_s)
-
-    def take_block_events(self) -> tuple[list[bytes], list[bytes]]:
-        """Keys that were stored, and keys that were evicted, since the last call; only their last state is told."""
-        with self._wake:
-            changes, self._changes = self._changes, {}
-        return [k for k, stored in changes.items() if stored], [k for k, stored in changes.items() if not stored]
 
     # ---- the engine's thread ----
 
@@ -138,7 +77,7 @@ class PacedEngine:
                 continue
             with self._wake:
                 while not (self._inbox or stop.is_set()):
-                    self._wake.wait(_IDLE_WAIT_S)
+                    self._wake.wait(IDLE_WAIT_S)
 
     def step(self) -> StepOutput:
         """Take what has arrived, wait as long as a step takes, tell what it brought.
@@ -150,9 +89,8 @@ class PacedEngine:
         self.profiler.step_begins()
         with self.profiler.phase("arrivals"):
             self._take_inbox(output)
-            self._end_expired(began, output)
-        with self.profiler.phase("planning"):
-            plan = self._plan(began)
+            self._end_expired(output)
+        plan = self._plan()
         if plan.rows:
             with self.profiler.phase("waiting"):
                 self._launch(plan.rows, began)
@@ -162,18 +100,7 @@ class PacedEngine:
             self._publish_state()
         return output
 
-    def check_integrity(self) -> None:
-        """Assert that free + cached + active blocks are all blocks, and that tables and counts agree."""
-        self.batch.check()
-
     # ---- one step ----
-
-    def _plan(self, now: float) -> Plan:
-        before, plan = self.batch.preemptions, self.batch.plan()
-        if self.batch.preemptions != before:
-            for sequence in self.batch.waiting:
-                sequence.note_pauses(now)
-        return plan
 
     def _launch(self, rows: list[Row], began: float) -> None:
         """Let the time of the step pass."""
@@ -232,37 +159,6 @@ class PacedEngine:
             self._draws[job.key] = known
         return known[1][position % _RUN]
 
-    # ---- arrivals and ends ----
-
-    def _take_inbox(self, output: StepOutput) -> None:
-        while self._inbox:
-            message = self._inbox.popleft()
-            if isinstance(message, Sequence):
-                self._accept(message, output)
-                continue
-            key, position = message
-            sequence = self._sequences.get(key)
-            if sequence is not None:
-                if position is not None:
-                    self.batch.cut(sequence, sequence.job.boundary + position)
-                self._end(sequence, EndReason.CANCELLED, output)
-
-    def _accept(self, sequence: Sequence, output: StepOutput) -> None:
-        job = sequence.job
-        self._sequences[job.key] = sequence
-        self.batch.add(sequence)
-        if not job.token_ids or job.boundary >= self.memory.max_seq_length:
-            self._end(sequence, EndReason.ERROR, output, error=_TOO_LONG)
-        elif sequence.total >= sequence.limit:
-            self._end(sequence, EndReason.LENGTH, output)
-        elif not self.batch.fits(sequence):
-            self._end(sequence, EndReason.ERROR, output, error=_NO_ROOM)
-
-    def _end_expired(self, now: float, output: StepOutput) -> None:
-        for sequence in list(self._sequences.values()):
-            if sequence.job.deadline is not None and sequence.job.deadline <= now:
-                self._end(sequence, EndReason.DEADLINE, output)
-
     def _end(
         self,
         sequence: Sequence,
@@ -271,42 +167,8 @@ class PacedEngine:
         stop_token_id: int | None = None,
         error: Failure | None = None,
     ) -> None:
-        key = sequence.job.key
-        self.batch.remove(sequence)
-        del self._sequences[key]
-        self._draws.pop(key, None)
-        cost = sequence.cost(time.monotonic())
-        output.ended.append(Ended(key, reason, sequence.position, cost, stop_token_id, error))
-
-    # ---- state for others ----
-
-    def _publish_state(self) -> None:
-        stored, evicted = self.batch.pool.take_changes()
-        if stored or evicted:
-            with self._wake:
-                self._changes.update(dict.fromkeys(evicted, False))
-                self._changes.update(dict.fromkeys(stored, True))
-        self._stats = self._measure()
-        if not self._sequences:
-            self._predicted_step_s = 0.0
-
-    def _measure(self) -> Stats:
-        batch, pool = self.batch, self.batch.pool
-        return Stats(
-            steps=self._steps,
-            running=len(batch.running),
-            waiting=len(batch.waiting),
-            prefill_backlog=sum(max(s.prefill_end - s.computed, 0) for s in batch.running)
-            + sum(s.total for s in batch.waiting),
-            free_blocks=pool.free,
-            cached_blocks=pool.cached,
-            active_blocks=pool.active,
-            total_blocks=pool.total,
-            prefill_rate=self._pace.prefill_rate,
-            decode_s=self._pace.decode_s,
-            preemptions=batch.preemptions,
-            predicted_step_s=0.0,
-        )
+        self._draws.pop(sequence.job.key, None)
+        super()._end(sequence, reason, output, stop_token_id, error)
 
 
 def tokens_of(seed: int, sample_index: int, run: int, vocabulary: list[int]) -> list[int]:
@@ -319,7 +181,7 @@ def tokens_of(seed: int, sample_index: int, run: int, vocabulary: list[int]) -> 
     ]
 
 
-def _plan(options: EngineOptions, context_length: int, kv_bytes_per_token: int) -> MemoryPlan:
+def _memory(options: EngineOptions, context_length: int, kv_bytes_per_token: int) -> MemoryPlan:
     """A pool of the size asked for (bytes: as of the model in 16 bits), none of it taken. Raises CheckpointError."""
     max_length = options.max_seq_length or context_length
     if max_length > max(MOST_CONTEXT, context_length):
