@@ -198,7 +198,7 @@ def decode_seconds(pages: Pages, tokens: int = 1, config: attention.Config | Non
     plan = pages.plan([tokens] * len(pages.contexts), tokens, config)
     q = rand(tokens * len(pages.contexts), shape.heads, shape.dim)
     out = torch.empty(q.shape[0], shape.heads * shape.dim, dtype=DTYPE, device="cuda")
-    return timed([partial(attention.attention, q, p, plan, shape.dim**-0.5, out) for p in pages.pools])
+    return timed([partial(attention.attention, q, p, plan, shape.dim**-0.5, out=out) for p in pages.pools])
 
 
 def decode_row(shape: Shape, name: str, contexts: list[int], tokens: int = 1) -> Row:
@@ -224,7 +224,7 @@ def prefill_seconds(
     plan = pages.plan([tokens], 1, config)
     q = rand(tokens, shape.heads, shape.dim)
     out = torch.empty(tokens, shape.heads * shape.dim, dtype=DTYPE, device="cuda")
-    return timed([partial(attention.attention, q, p, plan, shape.dim**-0.5, out) for p in pages.pools[:4]])
+    return timed([partial(attention.attention, q, p, plan, shape.dim**-0.5, out=out) for p in pages.pools[:4]])
 
 
 def sdpa_seconds(shape: Shape, tokens: int, backend: SDPBackend) -> float:

@@ -76,11 +76,19 @@ def serve(
     max_batch_size: Annotated[int | None, typer.Option(min=1, help="Most sequences in a worker's batch.")] = None,
     max_seq_length: Annotated[str | None, typer.Option(help="Most tokens of prompt and answer: 4096, 4k, 32k.")] = None,
     engine: Annotated[str | None, typer.Option(help="What computes.", show_default="the best there is")] = None,
+    kv_dtype: Annotated[
+        str | None, typer.Option(help="Of stored keys and values: fp8 or int8.", show_default="the model's")
+    ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Logs on stderr instead of in files.")] = False,
 ) -> None:
     """Serve one or several models: the whole mesh, or one of its services by name."""
     models = [_model_path(each) for each in model or [os.environ.get("MODEL_NAME", "")] if each]
-    settings = {"MAX_BATCH_SIZE": max_batch_size, "MAX_SEQ_LENGTH": _tokens(max_seq_length), "ENGINE": engine}
+    settings = {
+        "MAX_BATCH_SIZE": max_batch_size,
+        "MAX_SEQ_LENGTH": _tokens(max_seq_length),
+        "ENGINE": engine,
+        "KV_DTYPE": kv_dtype,
+    }
     environment = {name: str(value) for name, value in settings.items() if value is not None}
     if part is not None:
         if len(models) > 1 or alias:

@@ -20,6 +20,7 @@ import torch
 import triton
 from torch import Tensor
 
+from kernels import kv
 from kernels.attention_device import schedule_kernel, split_kernel, tile_kernel
 from kernels.overlap import launch_options
 
@@ -152,13 +153,21 @@ def schedule(plan: AttentionPlan) -> None:
     )  # fmt: skip
 
 
-def attention(q_THD: Tensor, kv_NP2KD: Tensor, plan: AttentionPlan, scale: float, out: Tensor | None = None) -> Tensor:
+def attention(
+    q_THD: Tensor,
+    kv_NP2KD: Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    kv_scales: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
     """softmax(q k^T * scale) v for each row over its own blocks, causal, grouped heads. -> [T, H * D].
 
-    q_THD may have any token stride; its heads must be contiguous. A row with no context gives zeros.
+    q_THD may have any token stride; its heads must be contiguous. A row with no context gives zeros. The pool may have
+    any format of `kernels.kv`; kv_scales float32 [2, K] are those of an fp8 pool, None: all 1.
     """
     tokens, heads, dim = q_THD.shape
-    block_size, kv_heads = kv_NP2KD.shape[1], kv_NP2KD.shape[3]
+    block_size, kv_heads = kv.block_size_of(kv_NP2KD), kv_NP2KD.shape[3]
     assert q_THD.stride()[1:] == (dim, 1)
     assert (block_size, kv_heads, heads) == (plan.block_size, plan.kv_heads, plan.kv_heads * plan.share)
     if out is None:
@@ -166,18 +175,21 @@ def attention(q_THD: Tensor, kv_NP2KD: Tensor, plan: AttentionPlan, scale: float
     config, rows, stride = plan.config, plan.contexts.shape[0], q_THD.stride(0)
     fixed = {
         "SHARE": plan.share, "D": dim, "BLOCK_D": max(16, triton.next_power_of_2(dim)), "P": block_size,
-        "WINDOW": plan.window is not None, "IEEE": q_THD.dtype == torch.float32, "SPAN": config.span,
-        "enable_fp_fusion": not config.span, **launch_options(q_THD.device),
+        "ROWS": kv_NP2KD.shape[1], "WINDOW": plan.window is not None, "IEEE": q_THD.dtype == torch.float32,
+        "SPAN": config.span, "enable_fp_fusion": not config.span, **launch_options(q_THD.device),
     }  # fmt: skip
-    ragged = (q_THD, kv_NP2KD, out, plan.starts, plan.contexts, plan.tables)
+    ragged = (q_THD, kv_NP2KD, kv_scales, out, plan.starts, plan.contexts, plan.tables)
     numbers = (rows, kv_heads, plan.tables.shape[1], stride, scale * LOG2E, plan.window or 0)
     if plan.long_tokens:
-        hopper = _hopper(q_THD, block_size, plan)
+        hopper = _hopper(q_THD, plan) if kv_NP2KD.dtype == q_THD.dtype else None
         tile_rows = hopper.ROWS if hopper else config.tile_rows
         tiles = min(plan.long_tokens // (plan.short_tokens + 1), rows)
         tiles += triton.cdiv(plan.long_tokens, tile_rows // plan.share)
         if hopper:
-            hopper.attend_tiles(*ragged, tiles, scale * LOG2E, plan.window, plan.short_tokens)
+            hopper.attend_tiles(
+                q_THD, kv_NP2KD, out, plan.starts, plan.contexts, plan.tables, tiles, scale * LOG2E, plan.window,
+                plan.short_tokens,
+            )  # fmt: skip
         else:
             tile_kernel[(tiles * kv_heads,)](
                 *ragged, *numbers, plan.short_tokens, TILE=config.tile_keys, M=config.tile_rows,
@@ -194,11 +206,11 @@ def attention(q_THD: Tensor, kv_NP2KD: Tensor, plan: AttentionPlan, scale: float
     return out
 
 
-def _hopper(q_THD: Tensor, block_size: int, plan: AttentionPlan) -> ModuleType | None:
+def _hopper(q_THD: Tensor, plan: AttentionPlan) -> ModuleType | None:
     """The module of the Hopper tile kernel where it can serve. It is imported late: older devices cannot use it."""
     if not launch_options(q_THD.device)["PDL"] or not plan.config.hopper:
         return None
     from kernels import attention_hopper
 
-    served = attention_hopper.serves(q_THD.shape[2], q_THD.dtype, block_size, plan.share)
+    served = attention_hopper.serves(q_THD.shape[2], q_THD.dtype, plan.block_size, plan.share)
     return attention_hopper if served and torch.cuda.get_device_capability(q_THD.device)[0] == 9 else None

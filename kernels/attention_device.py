@@ -18,25 +18,28 @@ FLOOR = tl.constexpr(-1e30)  # below every score, yet finite: exp2(FLOOR - FLOOR
 def _attend(
     top, total, mixed,  # running maximum and sum [M], weighted values [M, D]
     q,  # [M, D]
-    kv,  # [N, P, 2, K, D]
+    kv,  # [N, ROWS, 2, K, D]
     table,  # int32 [B]
     newest,  # [M]: the last key that each query sees
     low, high, context, head, scale, window, K,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
     MASKED: tl.constexpr, WINDOW: tl.constexpr, IEEE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Take keys low to high, in tiles. Unless MASKED, every query sees all of them."""
+    SCALED: tl.constexpr = kv.dtype.element_ty == tl.int8
+    scales = kv.to(tl.pointer_type(tl.float32), bitcast=True) + head  # of int8: in each page behind its values
     lanes = tl.arange(0, BLOCK_D)
     offsets = tl.arange(0, TILE)
     precision: tl.constexpr = "ieee" if IEEE else "tf32"
     for start in tl.range(low, high, TILE, num_stages=STAGES):
         keys = start + offsets
         if TILE <= P:
-            page = tl.load(table + start // P).to(tl.int64) * P + start % P
-            place = page + offsets
+            page = tl.load(table + start // P).to(tl.int64)
+            inner = start % P + offsets
         else:
             page = tl.load(table + keys // P, mask=keys < context, other=0).to(tl.int64)
-            place = page * P + keys % P
+            inner = keys % P
+        place = page * ROWS + inner
         source = kv + (place * 2 * K + head)[:, None] * D + lanes[None, :]
         here = (keys < context)[:, None]
         if D != BLOCK_D:
@@ -45,7 +48,10 @@ def _attend(
             k = tl.load(source, mask=here, other=0.0)
         else:
             k = tl.load(source)
-        scores = tl.dot(q, tl.trans(k), input_precision=precision) * scale
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=precision) * scale
+        if SCALED:
+            beside = scales + (page * ROWS + P) * (K * D // 2) + inner * 2 * K
+            scores *= tl.load(beside, mask=keys < context, other=0.0)[None, :]
         if MASKED:
             seen = keys[None, :] <= newest[:, None]
             if WINDOW:
@@ -63,9 +69,23 @@ def _attend(
             v = tl.load(source + K * D, mask=here, other=0.0)
         else:
             v = tl.load(source + K * D)
-        mixed = tl.dot(weights.to(v.dtype), v, mixed, input_precision=precision)
+        if SCALED:
+            weights *= tl.load(beside + K, mask=keys < context, other=0.0)[None, :]
+        mixed = tl.dot(weights.to(q.dtype), v.to(q.dtype), mixed, input_precision=precision)
         top = new_top
     return top, total, mixed
+
+
+@triton.jit
+def _prepare(query, kv, head_scales, head, K, scale):
+    """The query in the dtype that its keys are multiplied in, the factor of its scores, the factor of its values."""
+    if kv.dtype.element_ty == tl.float8e4nv and query.dtype == tl.bfloat16:
+        query = query.to(tl.float16)  # exact for the keys, and one conversion instead of two
+    gain = 1.0
+    if head_scales is not None:
+        scale *= tl.load(head_scales + head)
+        gain = tl.load(head_scales + K + head)
+    return query, scale, gain
 
 
 @triton.jit
@@ -197,7 +217,8 @@ def _merge(
 @triton.jit(do_not_specialize=["R", "B", "window"])
 def split_kernel(
     q,  # [T, H, D], tokens q_stride apart
-    kv,  # [N, P, 2, K, D]
+    kv,  # [N, ROWS, 2, K, D]
+    head_scales,  # float32 [2, K] or None: 1
     out,  # [T, H, D]
     starts,  # int32 [R + 1]
     contexts,  # int32 [R]
@@ -207,9 +228,9 @@ def split_kernel(
     parts,  # float32 [R * K + G or units of work, LINES, D + 2]: weighted values, maximum, sum
     arrived,  # int32 [R * K], zero between launches
     R, K, B, q_stride, scale, window,
-    SHARE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr,
-    M: tl.constexpr, LINES: tl.constexpr, MERGE: tl.constexpr, SPAN: tl.constexpr, WINDOW: tl.constexpr,
-    IEEE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    SHARE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr,
+    TILE: tl.constexpr, M: tl.constexpr, LINES: tl.constexpr, MERGE: tl.constexpr, SPAN: tl.constexpr,
+    WINDOW: tl.constexpr, IEEE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A unit of work is a tile of keys, and neighbours are taken together; with SPAN it is a span, taken alone."""
     UNIT: tl.constexpr = SPAN if SPAN else TILE
@@ -241,14 +262,16 @@ def split_kernel(
             column = (head * SHARE + lines % SHARE) * D
             inside = valid[:, None] & (lanes < D)[None, :]
             query = tl.load(q + (line * q_stride + column)[:, None] + lanes[None, :], mask=inside, other=0.0)
+            query, factor, gain = _prepare(query, kv, head_scales, head, K, scale)
             first = _first_tile(context, length, window, UNIT, WINDOW)
             low = (first + here - unit_begin) * UNIT
             high = tl.minimum((first + unit_stop - unit_begin) * UNIT, context)
             top, total, mixed = _attend(
                 tl.full([M], FLOOR, tl.float32), tl.zeros([M], tl.float32), tl.zeros([M, BLOCK_D], tl.float32),
                 query, kv, tables + row.to(tl.int64) * B, context - length + token,
-                low, high, context, head, scale, window, K, D, BLOCK_D, P, TILE, True, WINDOW, IEEE, STAGES,
+                low, high, context, head, factor, window, K, D, BLOCK_D, P, ROWS, TILE, True, WINDOW, IEEE, STAGES,
             )  # fmt: skip
+            mixed *= gain
             unit = row * K + head
             if SPAN:
                 pieces, place, first_place = tiles, here, unit_begin
@@ -279,15 +302,16 @@ def split_kernel(
 @triton.jit(do_not_specialize=["R", "B", "window", "longest"])
 def tile_kernel(
     q,  # [T, H, D], tokens q_stride apart
-    kv,  # [N, P, 2, K, D]
+    kv,  # [N, ROWS, 2, K, D]
+    head_scales,  # float32 [2, K] or None: 1
     out,  # [T, H, D]
     starts,  # int32 [R + 1]
     contexts,  # int32 [R]
     tables,  # int32 [R, B]
     R, K, B, q_stride, scale, window, longest,
-    SHARE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr,
-    M: tl.constexpr, BLOCK_R: tl.constexpr, SPAN: tl.constexpr, WINDOW: tl.constexpr, IEEE: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    SHARE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr,
+    TILE: tl.constexpr, M: tl.constexpr, BLOCK_R: tl.constexpr, SPAN: tl.constexpr, WINDOW: tl.constexpr,
+    IEEE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, head) computes M // SHARE tokens of one row of more than `longest` tokens."""
     begin(PDL)
@@ -313,6 +337,7 @@ def tile_kernel(
     column = (head * SHARE + lines % SHARE) * D
     inside = valid[:, None] & (lanes < D)[None, :]
     query = tl.load(q + (line * q_stride + column)[:, None] + lanes[None, :], mask=inside, other=0.0)
+    query, factor, gain = _prepare(query, kv, head_scales, head, K, scale)
     newest = context - length + token
     oldest = context - length + tile * TOKENS  # position of the tile's first query
     beyond = tl.minimum(oldest + TOKENS, context)
@@ -327,10 +352,10 @@ def tile_kernel(
         for span in range(low, beyond, SPAN):
             its_top, its_total, its_mixed = _attend(
                 tl.full([M], FLOOR, tl.float32), tl.zeros([M], tl.float32), tl.zeros([M, BLOCK_D], tl.float32),
-                query, kv, table, newest, span, tl.minimum(span + SPAN, beyond), context, head, scale, window, K,
-                D, BLOCK_D, P, TILE, True, WINDOW, IEEE, STAGES,
+                query, kv, table, newest, span, tl.minimum(span + SPAN, beyond), context, head, factor, window, K,
+                D, BLOCK_D, P, ROWS, TILE, True, WINDOW, IEEE, STAGES,
             )  # fmt: skip
-            top, total, mixed = _join(top, total, mixed, its_top, its_total, its_mixed)
+            top, total, mixed = _join(top, total, mixed, its_top, its_total, its_mixed * gain)
     else:
         low = 0
         if WINDOW:
@@ -339,18 +364,19 @@ def tile_kernel(
         if WINDOW:
             edge = tl.minimum(tl.maximum(tl.cdiv(beyond - window, TILE) * TILE, low), middle)
             top, total, mixed = _attend(
-                top, total, mixed, query, kv, table, newest, low, edge, context, head, scale, window, K,
-                D, BLOCK_D, P, TILE, True, WINDOW, IEEE, STAGES,
+                top, total, mixed, query, kv, table, newest, low, edge, context, head, factor, window, K,
+                D, BLOCK_D, P, ROWS, TILE, True, WINDOW, IEEE, STAGES,
             )  # fmt: skip
             low = edge
         top, total, mixed = _attend(
-            top, total, mixed, query, kv, table, newest, low, middle, context, head, scale, window, K,
-            D, BLOCK_D, P, TILE, False, False, IEEE, STAGES,
+            top, total, mixed, query, kv, table, newest, low, middle, context, head, factor, window, K,
+            D, BLOCK_D, P, ROWS, TILE, False, False, IEEE, STAGES,
         )  # fmt: skip
         top, total, mixed = _attend(
-            top, total, mixed, query, kv, table, newest, middle, beyond, context, head, scale, window, K,
-            D, BLOCK_D, P, TILE, True, WINDOW, IEEE, STAGES,
+            top, total, mixed, query, kv, table, newest, middle, beyond, context, head, factor, window, K,
+            D, BLOCK_D, P, ROWS, TILE, True, WINDOW, IEEE, STAGES,
         )  # fmt: skip
+        mixed *= gain
     result = mixed / tl.where(total > 0, total, 1.0)[:, None]
     target = out + (line * (K * SHARE * D) + column)[:, None] + lanes[None, :]
     tl.store(target, result.to(out.dtype.element_ty), mask=inside)

@@ -6,7 +6,8 @@ Knows tensors and block tables, never models, jobs or schedules.
     R rows of a step       K key/value heads  L tokens of context   P tokens per block      S rows that sample
 
 A KV pool is one tensor for each layer, `kv_NP2KD`: key and value of a token lie side by side, so one copy writes both,
-one gather reads both, and a block is one contiguous page. Block 0 belongs to nobody: it is all zeros and pads tables.
+one gather reads both, and a block is one contiguous page; `kernels.kv` knows its formats. Block 0 belongs to nobody: it
+is all zeros and pads tables.
 """
 
 from collections.abc import Sequence
@@ -17,6 +18,8 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from kernels import kv
 
 IntArray = npt.NDArray[np.integer]
 
@@ -78,12 +81,19 @@ def _pad_rows(x: Tensor, multiple: int) -> Tensor:
 
 
 def rope_and_store(
-    qkv: Tensor, cos: Tensor, sin: Tensor, kv_NP2KD: Tensor, places_T: Tensor, heads: int, kv_heads: int
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    kv_NP2KD: Tensor,
+    places_T: Tensor,
+    heads: int,
+    kv_heads: int,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """Rotate queries and keys (Su et al. 2021, the halves convention), write keys and values, return the queries.
 
     qkv [T, H + 2K, D], the heads in this order. cos, sin [T, 1, D]; the first half of sin is negated. places_T int64:
-    where each token's key and value go, block * P + offset. -> q [T, H, D].
+    where each token's key and value go, block * P + offset. kv_scales: `kv.store`'s. -> q [T, H, D].
     """
     dim = qkv.shape[2]
     rotated = heads + kv_heads
@@ -91,7 +101,7 @@ def rope_and_store(
     low, high = qk[..., : dim // 2], qk[..., dim // 2 :]
     swapped = torch.cat((high, low), dim=-1).mul_(sin)
     qk.mul_(cos).add_(swapped)
-    kv_NP2KD.view(-1, 2 * kv_heads, dim).index_copy_(0, places_T, qkv[:, heads:])
+    kv.store(kv_NP2KD, places_T, qkv[:, heads:], kv_scales)
     return qkv[:, :heads]
 
 
@@ -228,12 +238,14 @@ def _first_block(contexts: IntArray, tokens: int, block_size: int, window: int |
     return oldest // step * step // block_size
 
 
-def attention(q_THD: Tensor, kv_NP2KD: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
+def attention(
+    q_THD: Tensor, kv_NP2KD: Tensor, plan: AttentionPlan, scale: float, kv_scales: Tensor | None = None
+) -> Tensor:
     """softmax(q k^T * scale) v for each row over its own blocks, causal, grouped heads. -> [T, H * D]."""
     tokens, heads, dim = q_THD.shape
     out = q_THD.new_empty(tokens, heads * dim)
     for group in plan.groups:
-        k, v = _gather(kv_NP2KD, group)
+        k, v = _gather(kv_NP2KD, group, kv_scales, q_THD.dtype)
         q = q_THD[group.places]
         if group.tokens == 1:  # The query heads of one KV head become the rows of one product.
             q = q.reshape(group.rows, k.shape[1], -1, dim)
@@ -246,7 +258,9 @@ def attention(q_THD: Tensor, kv_NP2KD: Tensor, plan: AttentionPlan, scale: float
     return out
 
 
-def attention_invariant(q_THD: Tensor, kv_NP2KD: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
+def attention_invariant(
+    q_THD: Tensor, kv_NP2KD: Tensor, plan: AttentionPlan, scale: float, kv_scales: Tensor | None = None
+) -> Tensor:
     """As `attention`, and a query's result has the same bits in any chunk and any batch.
 
     Keys are taken in tiles that begin at multiples of KEY_TILE (plan with key_tile=KEY_TILE), with running maximum and
@@ -257,7 +271,7 @@ def attention_invariant(q_THD: Tensor, kv_NP2KD: Tensor, plan: AttentionPlan, sc
     share = heads // kv_heads
     out = q_THD.new_empty(tokens, heads, dim)
     for group in plan.groups:
-        k, v = _gather(kv_NP2KD, group)
+        k, v = _gather(kv_NP2KD, group, kv_scales, q_THD.dtype)
         rows = group.tokens * share
         q = q_THD[group.places].reshape(group.rows, group.tokens, kv_heads, share, dim)
         q = q.permute(0, 2, 1, 3, 4).reshape(group.rows, kv_heads, rows, dim)
@@ -287,11 +301,13 @@ def _attend_in_tiles(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float
     return mixed.div_(total)
 
 
-def _gather(kv_NP2KD: Tensor, group: AttentionGroup) -> tuple[Tensor, Tensor]:
+def _gather(
+    kv_NP2KD: Tensor, group: AttentionGroup, kv_scales: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Keys and values of a group's rows, both [R, K, L, D]."""
     kv_heads, dim = kv_NP2KD.shape[3:]
-    kv = kv_NP2KD.index_select(0, group.blocks).view(group.rows, -1, 2, kv_heads, dim)
-    k, v = kv.permute(2, 0, 3, 1, 4).unbind(0)
+    pages = kv.load(kv_NP2KD, group.blocks, kv_scales, dtype).view(group.rows, -1, 2, kv_heads, dim)
+    k, v = pages.permute(2, 0, 3, 1, 4).unbind(0)
     return k, v
 
 

@@ -1,6 +1,7 @@
 """Rotary embedding, optional norm of queries and keys, and the write of keys and values to their pages: one launch.
 
-T tokens, H query heads, K key/value heads, D head dimension, N blocks, P tokens per block.
+T tokens, H query heads, K key/value heads, D head dimension, N blocks, P tokens per block, ROWS of a page. A pool of 8
+bits is written in its format (`kernels.kv`), from keys and values that are rounded to the model's dtype first.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -9,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.kv import block_size_of
 from kernels.overlap import begin, launch_options
 
 
@@ -17,7 +19,8 @@ def rope_and_store_kernel(
     qkv,  # [T, H + 2K, D]: queries are rotated in place
     cos,  # [positions or T, D]
     sin,  # [positions or T, D], the first half negated
-    kv,  # [N * P, 2K, D]
+    kv,  # [N * ROWS, 2K, D]
+    head_scales,  # float32 [2, K] of an fp8 pool, or None: 1
     places,  # int64 [T]: block * P + offset; a negative place is not written
     positions,  # int64 [T] or None: the row of cos and sin; None: the token's own
     norm,  # [H + K, D] or None
@@ -25,6 +28,8 @@ def rope_and_store_kernel(
     H,
     K,
     D,
+    P: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
     HALF: tl.constexpr,
     PDL: tl.constexpr,
@@ -63,9 +68,27 @@ def rope_and_store_kernel(
     tl.store(source + half, new_high, mask=query)
     place = tl.load(places + token)
     written = inside & (heads >= H) & (place >= 0)
-    target = kv + (place * 2 * K + heads - H) * D + lanes
-    tl.store(target, new_low, mask=written)
-    tl.store(target + half, new_high, mask=written)
+    page, inner = place // P, place % P
+    target = kv + ((page * ROWS + inner) * 2 * K + heads - H) * D + lanes
+    if kv.dtype.element_ty == tl.int8:
+        wide_low, wide_high = new_low.to(tl.float32), new_high.to(tl.float32)
+        scale = tl.maximum(tl.max(tl.abs(wide_low), 1), tl.max(tl.abs(wide_high), 1)) * (1.0 / 127.0)
+        inverse = tl.where(scale > 0, 1.0 / scale, 0.0)[:, None]
+        stored_low = tl.floor(wide_low * inverse + 0.5).to(tl.int8)
+        stored_high = tl.floor(wide_high * inverse + 0.5).to(tl.int8)
+        scales = kv.to(tl.pointer_type(tl.float32), bitcast=True) + (page * ROWS + P) * (K * D // 2) + inner * 2 * K
+        tl.store(scales + heads - H, scale[:, None], mask=(heads >= H) & (heads < H + 2 * K) & (place >= 0))
+    elif kv.dtype.element_ty == tl.float8e4nv:
+        stored_low, stored_high = new_low.to(tl.float32), new_high.to(tl.float32)
+        if head_scales is not None:
+            inverse = 1.0 / tl.load(head_scales + heads - H, mask=(heads >= H) & (heads < H + 2 * K), other=1.0)
+            stored_low, stored_high = stored_low * inverse, stored_high * inverse
+        stored_low = tl.clamp(stored_low, -448.0, 448.0).to(tl.float8e4nv)
+        stored_high = tl.clamp(stored_high, -448.0, 448.0).to(tl.float8e4nv)
+    else:
+        stored_low, stored_high = new_low, new_high
+    tl.store(target, stored_low, mask=written)
+    tl.store(target + half, stored_high, mask=written)
 
 
 def rope_and_store(
@@ -79,12 +102,14 @@ def rope_and_store(
     positions_T: Tensor | None = None,
     qk_norm: Tensor | None = None,
     eps: float = 0.0,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """Rotate queries and keys, write keys and values to the pool, return the queries: [T, H, D], a view of qkv.
 
     qkv [T, H + 2K, D], contiguous; its queries are rotated in place. cos, sin [T, 1, D], the first half of sin negated;
     with positions_T (int64 [T]) they are whole tables [positions, 1, D]. places_T int64 [T]: block * P + offset, and a
-    negative place is not written. qk_norm [H + K, D] normalizes queries and keys first.
+    negative place is not written. qk_norm [H + K, D] normalizes queries and keys first. kv_scales float32 [2, K]: of an
+    fp8 pool; None: all 1.
     """
     tokens, all_heads, dim = qkv.shape
     assert qkv.is_contiguous()
@@ -93,7 +118,8 @@ def rope_and_store(
         half = triton.next_power_of_2(dim // 2)
         block = min(16, triton.next_power_of_2(all_heads))
         rope_and_store_kernel[(tokens, triton.cdiv(all_heads, block))](
-            qkv, cos, sin, kv_NP2KD, places_T, positions_T, qk_norm, eps, heads, kv_heads, dim,
-            BLOCK_H=block, HALF=half, num_warps=4, **launch_options(qkv.device),
+            qkv, cos, sin, kv_NP2KD, kv_scales, places_T, positions_T, qk_norm, eps, heads, kv_heads, dim,
+            P=block_size_of(kv_NP2KD), ROWS=kv_NP2KD.shape[1], BLOCK_H=block, HALF=half, num_warps=4,
+            **launch_options(qkv.device),
         )  # fmt: skip
     return qkv[:, :heads]

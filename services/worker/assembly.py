@@ -5,10 +5,12 @@ from pathlib import Path
 
 import torch
 
+from kernels import kv
 from services.worker import memory, presets
-from services.worker.config import ModelConfig, load_config, read_quantization
+from services.worker.config import CheckpointError, ModelConfig, load_config, read_quantization
 from services.worker.formats.registry import RoundedWeights, StoredWeights, WeightReader, reader_of
 from services.worker.job import EngineOptions
+from services.worker.kv_scales import load_kv_scales
 from services.worker.loading import expected_bytes, load_quantized, randomize_quantized
 from services.worker.memory import MemoryPlan
 from services.worker.model import Model, Progress, load_weights, randomize
@@ -80,6 +82,8 @@ class _Source:
             from services.worker.streaming import stream_weights
 
             stream_weights(model, self.checkpoint, progress)
+        if self.checkpoint and _stored_dtype(self.config, options) == kv.FP8:
+            load_kv_scales(model.layers, self.checkpoint)
         return model
 
 
@@ -90,11 +94,13 @@ def _on_cpu(config: ModelConfig, source: _Source, options: EngineOptions, progre
         torch.set_num_threads(threads)
     dtype = _DTYPES[options.dtype]
     weights = source.expected_bytes(dtype, options.device)
-    plan = memory.plan_memory(config, weights, dtype.itemsize, options, memory.available_memory())
+    stored = _stored_dtype(config, options)
+    block_bytes = _block_bytes(config, options, stored)
+    plan = memory.plan_memory(config, weights, dtype.itemsize, block_bytes, options, memory.available_memory())
     ops = InvariantOps() if options.deterministic else ReferenceOps()
     model = source.load(ops, plan.max_seq_length, options, progress)
     runner = CpuRunner(
-        model, ops, plan.kv_blocks, options.block_size, options.max_batch_size, plan.max_seq_length
+        model, ops, plan.kv_blocks, options.block_size, options.max_batch_size, plan.max_seq_length, stored
     )  # fmt: skip
     return Parts(config, source.parameters, replace(plan, weights=model.nbytes), runner)
 
@@ -106,18 +112,20 @@ def _on_gpu(config: ModelConfig, source: _Source, options: EngineOptions, progre
 
     exact_products()
     dtype = _DTYPES[options.dtype]
+    stored = _stored_dtype(config, options)
     available = _free_bytes(options)
     max_length = memory.check_length(config, options)
     memory.check_weights(source.expected_bytes(dtype, options.device), available, options)
     ops = InvariantTritonOps() if options.deterministic else TritonOps()
     model = source.load(ops, max_length, options, progress)
     runner = GpuRunner(
-        model, ops, options.block_size, options.max_batch_size, max_length, options.step_tokens
+        model, ops, options.block_size, options.max_batch_size, max_length, options.step_tokens, stored
     )  # fmt: skip
     progress("memory", 0, 1)
     workspace = runner.measure_workspace()
+    block_bytes = _block_bytes(config, options, stored)
     plan = memory.plan_pool(
-        config, model.nbytes, dtype.itemsize, options, available, _free_bytes(options), workspace
+        config, model.nbytes, dtype.itemsize, block_bytes, options, available, _free_bytes(options), workspace
     )  # fmt: skip
     runner.make_pools(plan.kv_blocks)
     if options.host_kv_bytes:
@@ -126,6 +134,19 @@ def _on_gpu(config: ModelConfig, source: _Source, options: EngineOptions, progre
     if options.graphs and options.device == "cuda":
         runner.capture(lambda done, total: progress("graphs", done, total))
     return Parts(config, source.parameters, plan, runner)
+
+
+def _stored_dtype(config: ModelConfig, options: EngineOptions) -> torch.dtype:
+    """Of the pool's numbers. Raises CheckpointError where the device cannot have it."""
+    name = config.kv_dtype if options.kv_dtype == "auto" else options.kv_dtype
+    stored = {"fp8": kv.FP8, "int8": kv.INT8}.get(name, _DTYPES[options.dtype])
+    if stored == kv.FP8 and options.device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        raise CheckpointError("keys and values in fp8 need a GPU of compute capability 8.9 or more: set KV_DTYPE=int8")
+    return stored
+
+
+def _block_bytes(config: ModelConfig, options: EngineOptions, stored: torch.dtype) -> int:
+    return config.layers * kv.page_bytes(options.block_size, config.kv_heads, config.head_dim, stored)
 
 
 def _free_bytes(options: EngineOptions) -> int:

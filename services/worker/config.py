@@ -52,6 +52,8 @@ class ModelConfig:
     windows: tuple[int | None, ...]
     """For each layer, how many last tokens a query sees; None is all."""
     eos_token_ids: tuple[int, ...]
+    kv_dtype: str = "auto"
+    """Of stored keys and values, if the checkpoint was calibrated for one: fp8 or int8."""
 
     def kv_bytes_per_token(self, element_bytes: int) -> int:
         """Bytes of keys and values of one token in all layers."""
@@ -93,6 +95,7 @@ def load_config(model_dir: Path) -> ModelConfig:
         qk_norm=family == "Qwen3",
         windows=_read_windows(raw, family, layers),
         eos_token_ids=_read_eos(raw, model_dir),
+        kv_dtype=_read_kv_dtype(raw),
     )
 
 
@@ -128,6 +131,13 @@ def _refuse_the_unsupported(raw: dict[str, Any]) -> None:
         raise CheckpointError(f"hidden_act {raw['hidden_act']} is not supported; supported is silu")
     if raw.get("partial_rotary_factor", 1.0) != 1.0:
         raise CheckpointError("partial_rotary_factor is not supported")
+
+
+def _read_kv_dtype(raw: dict[str, Any]) -> str:
+    """compressed-tensors' `kv_cache_scheme`: 8 bits, float or int."""
+    scheme = (raw.get("quantization_config") or {}).get("kv_cache_scheme") or {}
+    kinds = {"float": "fp8", "int": "int8"}
+    return kinds.get(str(scheme.get("type")), "auto") if scheme.get("num_bits") == 8 else "auto"
 
 
 def _read_rope(raw: dict[str, Any], context_length: int) -> Rope:

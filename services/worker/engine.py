@@ -85,10 +85,12 @@ class Engine(Intake):
         """What contents of blocks look like; with device or threads where bits depend on them."""
         config, options = self.config, self.options
         shape = f"{config.layers}x{config.kv_heads}x{config.head_dim}"
+        stored = str(self.runner.pools[0].dtype).removeprefix("torch.")
+        dtype = options.dtype if stored == options.dtype else f"{options.dtype}+{stored}"
         kind = "gpu" if options.device == "cuda" else options.threads or 1
         bits = f"/{kind}" if options.deterministic else ""
         weights = f"/{options.quantize}" if options.quantize else ""
-        return f"{options.dtype}/{options.block_size}/{shape}/0of1{bits}{weights}"
+        return f"{dtype}/{options.block_size}/{shape}/0of1{bits}{weights}"
 
     @property
     def block_bytes(self) -> int:

@@ -52,11 +52,12 @@ class TritonOps:
         heads: int,
         norm: Tensor | None,
         eps: float,
+        kv_scales: Tensor | None = None,
         /,
     ) -> Tensor:
         """Norm, rotation and the write to the pool in one kernel."""
         return rope_kv.rope_and_store(
-            qkv, rotation.cos, rotation.sin, kv, places, heads, kv.shape[3], rotation.positions, norm, eps
+            qkv, rotation.cos, rotation.sin, kv, places, heads, kv.shape[3], rotation.positions, norm, eps, kv_scales
         )
 
 

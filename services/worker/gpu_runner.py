@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels import attention, sampling, slots
+from kernels import attention, kv, sampling, slots
 from kernels.sampling import Samples
 from kernels.slots import StepInputs
 from services.worker import gpu_words
@@ -85,11 +85,18 @@ class GpuRunner:
     """Steps in flight: the next one is planned and launched while one runs."""
 
     def __init__(
-        self, model: Model, ops: TritonOps, block_size: int, slot_count: int, max_length: int, step_tokens: int
+        self,
+        model: Model,
+        ops: TritonOps,
+        block_size: int,
+        slot_count: int,
+        max_length: int,
+        step_tokens: int,
+        stored: torch.dtype,
     ) -> None:
         device = model.embedding.device
         self.model, self.ops, self.block_size, self.device = model, ops, block_size, device
-        self.slots, self.step_tokens = slot_count, step_tokens
+        self.slots, self.step_tokens, self._stored = slot_count, step_tokens, stored
         self.row_blocks = -(-max_length // block_size)
         self.make_pools(0)
         self.sampler = GpuSampler(slot_count, model.config.vocab_size, device)
@@ -115,10 +122,10 @@ class GpuRunner:
 
     def make_pools(self, blocks: int) -> None:
         """Room for keys and values: blocks 1 to `blocks`; 0 is nobody's."""
-        config, dtype = self.model.config, self.model.embedding.dtype
-        shape = (blocks + 1, self.block_size, 2, config.kv_heads, config.head_dim)
+        config = self.model.config
+        shape = (blocks + 1, self.block_size, config.kv_heads, config.head_dim)
         self.pools: list[Tensor] = []  # the old ones go first
-        self.pools = [torch.zeros(shape, dtype=dtype, device=self.device) for _ in range(config.layers)]
+        self.pools = [kv.make_pool(*shape, self._stored, self.device) for _ in range(config.layers)]
 
     @torch.inference_mode()
     def measure_workspace(self) -> int:
@@ -226,7 +233,7 @@ class GpuRunner:
         """Zero blocks that may hold NaN, behind all steps in the stream."""
         where = torch.tensor(blocks, dtype=torch.int64, device=self.device)
         for pool in self.pools:
-            pool.index_fill_(0, where, 0)
+            kv.bytes_of(pool).index_fill_(0, where, 0)
 
     @property
     def block_bytes(self) -> int:
@@ -264,11 +271,11 @@ class GpuRunner:
         where = torch.tensor(blocks, dtype=torch.int64, device=self.device)
         contents = received.to(self.device).view(len(blocks), len(self.pools), -1)
         for layer, pool in enumerate(self.pools):
-            _bytes_of(pool).index_copy_(0, where, contents[:, layer].contiguous())
+            kv.bytes_of(pool).index_copy_(0, where, contents[:, layer].contiguous())
 
     def _gather(self, blocks: list[int]) -> Tensor:
         where = torch.tensor(blocks, dtype=torch.int64, device=self.device)
-        return torch.stack([_bytes_of(pool).index_select(0, where) for pool in self.pools], 1)
+        return torch.stack([kv.bytes_of(pool).index_select(0, where) for pool in self.pools], 1)
 
     def graph_for(self, tokens: int, rows: int, answers: bool) -> Graph | None:
         """The smallest graph that holds such a step."""
@@ -391,8 +398,3 @@ def _tops(step: GpuStep) -> list[list[tuple[int, float]]] | None:
 def _aligned(words: int) -> int:
     """Lists of other lengths begin at a multiple of four words."""
     return -(-words // 4) * 4
-
-
-def _bytes_of(pool: Tensor) -> Tensor:
-    """A layer's pool as uint8 [blocks, bytes]."""
-    return pool.view(len(pool), -1).view(torch.uint8)

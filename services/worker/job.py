@@ -223,7 +223,9 @@ class EngineOptions:
     deterministic: bool = False
     """Logits do not depend on the batch, on chunking or on prefix hits."""
     dtype: str = "float32"
-    """Of weights, activations and KV: float32, bfloat16 or float16."""
+    """Of weights and activations: float32, bfloat16 or float16."""
+    kv_dtype: str = "auto"
+    """Of stored keys and values: auto (what the checkpoint says, or `dtype`), fp8 or int8."""
     quantize: str | None = None
     """What the weights of products are rounded to as they come in: int8, int4, fp8 or nf4; None: they stay."""
     threads: int | None = None

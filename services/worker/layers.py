@@ -69,14 +69,18 @@ class Attention:
         self.norm = torch.empty(config.hidden_size, dtype=dtype)
         self.qkv = Linear(ops, config.hidden_size, width, config.qkv_bias, dtype)
         self.output = Linear(ops, self.heads * self.head_dim, config.hidden_size, config.output_bias, dtype)
+        self.kv_scales: Tensor | None = None
+        """float32 [2, K]: what a stored number of the fp8 pool counts, by head, if the checkpoint says."""
         rotated = self.heads + self.kv_heads
         self.qk_norm = torch.empty(rotated, self.head_dim, dtype=dtype) if config.qk_norm else None
 
     def __call__(self, x: Tensor, step: StepTensors, kv: Tensor) -> None:
         """Add to the residual stream x [T, hidden]; kv is the layer's pool, written and read."""
         qkv = self.qkv.of_normed(x, self.norm, self.eps).view(x.shape[0], -1, self.head_dim)
-        q = self.ops.rope_and_store(qkv, step.rotation, kv, step.places, self.heads, self.qk_norm, self.eps)
-        self.output.add_to(x, self.ops.attention(q, kv, step.plans[self.window], self.scale))
+        q = self.ops.rope_and_store(
+            qkv, step.rotation, kv, step.places, self.heads, self.qk_norm, self.eps, self.kv_scales
+        )
+        self.output.add_to(x, self.ops.attention(q, kv, step.plans[self.window], self.scale, self.kv_scales))
 
 
 class Mlp:

@@ -87,6 +87,7 @@ def _load(settings: WorkerSettings, startup: Startup) -> tuple[WorkerEngine, mes
     apart = settings.engine == "paced" or (settings.engine == "gpu" and settings.deterministic)
     numerics = (dtype, str(settings.deterministic), *([settings.engine] if apart else []))
     numerics += (settings.quantize,) if settings.quantize else ()
+    numerics += (settings.kv_dtype,) if settings.kv_dtype != "auto" else ()
     fingerprint = checkpoint.fingerprint(folder, *numerics)
     engine = open_engine(settings, folder, _options(settings, dtype, fingerprint), progress)
     memory = engine.memory
@@ -123,6 +124,7 @@ def _options(settings: WorkerSettings, dtype: str, fingerprint: bytes) -> Engine
         deterministic=settings.deterministic,
         dtype=dtype,
         quantize=settings.quantize,
+        kv_dtype=settings.kv_dtype,
         threads=settings.threads,
         prefix_cache=settings.prefix_cache,
         host_kv_bytes=settings.host_kv_bytes,

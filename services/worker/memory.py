@@ -43,12 +43,14 @@ class MemoryPlan:
 
 
 def plan_memory(
-    config: ModelConfig, weights: int, element_bytes: int, options: EngineOptions, available: int
+    config: ModelConfig, weights: int, element_bytes: int, block_bytes: int, options: EngineOptions, available: int
 ) -> MemoryPlan:
-    """Size the KV pool and check that everything fits beside `weights` bytes. Raises MemoryShortage with advice."""
+    """Size the KV pool, `block_bytes` a block, and check that everything fits beside `weights` bytes.
+
+    Raises MemoryShortage with advice.
+    """
     max_length = check_length(config, options)
     workspace = _workspace(config, element_bytes, options, max_length)
-    block_bytes = options.block_size * config.kv_bytes_per_token(element_bytes)
     blocks = _kv_blocks(options, block_bytes, max_length, available - weights - workspace)
     plan = MemoryPlan(
         weights=weights,
@@ -90,6 +92,7 @@ def plan_pool(
     config: ModelConfig,
     weights: int,
     element_bytes: int,
+    block_bytes: int,
     options: EngineOptions,
     available: int,
     free: int,
@@ -100,7 +103,6 @@ def plan_pool(
     Raises MemoryShortage if no full sequence fits.
     """
     max_length = check_length(config, options)
-    block_bytes = options.block_size * config.kv_bytes_per_token(element_bytes)
     left = int(free * _DEVICE_SHARE) - workspace
     wanted = options.max_batch_size * -(-max_length // options.block_size)
     blocks = min(wanted, left // block_bytes - 1)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from services.worker.config import CheckpointError, ModelConfig
+from services.worker.kv_scales import is_scale
 from services.worker.layers import DecoderLayer, Linear, StepTensors, rope_tables
 from services.worker.ops import Ops
 from services.worker.weights import Checkpoint, check_plain
@@ -175,5 +176,5 @@ def _check_names(wanted: Iterable[str], found: Iterable[str], tied: bool) -> Non
         raise CheckpointError(f"tensor {missing[0]} is missing ({len(missing)} of {len(set(wanted))} are)")
     known_extras = {"lm_head.weight"} if tied else set()
     for name in sorted(set(found) - set(wanted) - known_extras):
-        if not name.endswith("rotary_emb.inv_freq"):
+        if not name.endswith("rotary_emb.inv_freq") and not is_scale(name):
             raise CheckpointError(f"tensor {name} is not part of this architecture")

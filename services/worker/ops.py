@@ -57,12 +57,13 @@ class Ops(Protocol):
         heads: int,
         norm: Tensor | None,
         eps: float,
+        kv_scales: Tensor | None = None,
         /,
     ) -> Tensor:
         """Normalize queries and keys if there is a norm [H + K, D], rotate them, write keys and values to the pool, and
-        return the queries."""
+        return the queries. kv_scales [2, K]: of an fp8 pool; None: all 1."""
 
-    def attention(self, q: Tensor, kv: Tensor, plan: Any, scale: float, /) -> Tensor:
+    def attention(self, q: Tensor, kv: Tensor, plan: Any, scale: float, kv_scales: Tensor | None = None, /) -> Tensor:
         """Ragged attention over the pool; the plan is of this implementation's own kind."""
 
 
@@ -114,6 +115,7 @@ class ReferenceOps:
         heads: int,
         norm: Tensor | None,
         eps: float,
+        kv_scales: Tensor | None = None,
         /,
     ) -> Tensor:
         """Norm, rotation and the write to the pool."""
@@ -124,7 +126,7 @@ class ReferenceOps:
         cos, sin = rotation.cos, rotation.sin
         if rotation.positions is not None:
             cos, sin = cos[rotation.positions], sin[rotation.positions]
-        return reference.rope_and_store(qkv, cos, sin, kv, places, heads, kv_heads)
+        return reference.rope_and_store(qkv, cos, sin, kv, places, heads, kv_heads, kv_scales)
 
 
 class InvariantOps(ReferenceOps):

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kernels import kv
 from kernels.reference import finite_rows
 from services.worker.inputs import Edit, Rows, SlotState, Words, unpack
 from services.worker.layers import StepTensors
@@ -70,15 +71,22 @@ class CpuRunner:
     """A step is over when it has been launched."""
 
     def __init__(
-        self, model: Model, ops: ReferenceOps, blocks: int, block_size: int, slots: int, max_length: int
+        self,
+        model: Model,
+        ops: ReferenceOps,
+        blocks: int,
+        block_size: int,
+        slots: int,
+        max_length: int,
+        stored: torch.dtype,
     ) -> None:
-        config, dtype = model.config, model.embedding.dtype
+        config = model.config
         self._ops = ops
         self.model, self.block_size = model, block_size
-        shape = (blocks + 1, block_size, 2, config.kv_heads, config.head_dim)  # block 0 is nobody's
-        self.pools = [torch.zeros(shape, dtype=dtype) for _ in range(config.layers)]
+        shape = (blocks + 1, block_size, config.kv_heads, config.head_dim)  # block 0 is nobody's
+        self.pools = [kv.make_pool(*shape, stored) for _ in range(config.layers)]
         # The same memory as bytes: [blocks + 1, bytes of one block in one layer].
-        self._contents = [pool.view(blocks + 1, -1).view(torch.uint8).numpy() for pool in self.pools]
+        self._contents = [kv.bytes_of(pool).numpy() for pool in self.pools]
         self.sampler = Sampler(slots, config.vocab_size)
         self._windows = set(config.windows)
         self._tables = np.zeros((slots, -(-max_length // block_size)), np.int64)
@@ -117,8 +125,8 @@ class CpuRunner:
 
     def scrub(self, blocks: list[int]) -> None:
         """Zero blocks that may hold NaN: a masked key still meets its value as 0 * NaN."""
-        for pool in self.pools:
-            pool[blocks] = 0
+        for contents in self._contents:
+            contents[blocks] = 0
 
     @property
     def block_bytes(self) -> int:

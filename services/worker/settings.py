@@ -80,6 +80,13 @@ class WorkerSettings(CommonSettings):
         validation_alias=_known_as("QUANTIZE"),
         description="Round the weights of a plain checkpoint as they come in; absent: serve them as they are.",
     )
+    kv_dtype: Literal["auto", "fp8", "int8"] = Field(
+        "auto",
+        validation_alias=_known_as("KV_DTYPE"),
+        description="Of stored keys and values; auto is what the checkpoint was calibrated for, or dtype. fp8 holds "
+        "twice the tokens of bfloat16 (scales of the checkpoint, else 1), int8 nearly so (a scale for each token and "
+        "head).",
+    )
     threads: int | None = Field(None, ge=1, description="CPU threads of the engine; absent: torch's choice.")
     orphan_s: float = Field(2.0, ge=0, description="Seconds that a job runs on after its gateway's link broke.")
     paced_step_ms: float = Field(10.0, ge=0, description="Milliseconds of a step of the paced engine.")

@@ -71,7 +71,7 @@ def invariant(
     ]
     plan = attention.plan_attention(
         starts, torch.tensor(contexts, dtype=torch.int32, device="cuda"), batch.tables[rows].contiguous(), batch.heads,
-        batch.kv_heads, dim, batch.pool.shape[1], dtype, window, 1, sum(n for n in lengths if n > 1),
+        batch.kv_heads, dim, batch.block, dtype, window, 1, sum(n for n in lengths if n > 1),
         attention.config_for(dim, dtype, len(rows), invariant=True),
     )  # fmt: skip
     return attention.attention(batch.q[torch.cat(places).cuda()], batch.pool, plan, dim**-0.5)
@@ -106,7 +106,7 @@ def test_attention_in_a_graph_follows_its_plan() -> None:
 
     def step() -> None:
         attention.schedule(plan)
-        attention.attention(batch.q, batch.pool, plan, 128**-0.5, out)
+        attention.attention(batch.q, batch.pool, plan, 128**-0.5, out=out)
 
     step()
     graph = torch.cuda.CUDAGraph()

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels import attention, reference, sampling
+from kernels import attention, kv, reference, sampling
 
 DEVICE = "cuda" if torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1" else "cpu"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -40,23 +40,25 @@ class Batch:
 
     def __init__(
         self, lengths: list[int], contexts: list[int], heads: int, kv_heads: int, dim: int, block: int,
-        dtype: torch.dtype,
+        dtype: torch.dtype, stored: torch.dtype | None = None,
     ) -> None:  # fmt: skip
-        self.lengths, self.contexts, self.heads, self.kv_heads = lengths, contexts, heads, kv_heads
+        self.lengths, self.contexts, self.heads, self.kv_heads, self.block = lengths, contexts, heads, kv_heads, block
         needed = [-(-context // block) for context in contexts]
-        self.pool = poison(sum(needed) + 1, block, 2, kv_heads, dim, dtype=dtype)
+        self.pool = kv.make_pool(sum(needed) + 1, block, kv_heads, dim, stored or dtype, DEVICE)
+        kv.bytes_of(self.pool).fill_(0xFF)  # NaN in every format
+        self.kv_scales = torch.rand(2, kv_heads, device=DEVICE) + 0.5 if stored == kv.FP8 else None
         order = torch.randperm(sum(needed), device=DEVICE) + 1
         self.tables = torch.zeros(len(lengths), max(*needed, 1), dtype=torch.int32, device=DEVICE)
         self.kv: list[Tensor] = []
+        """For each row, the keys and values that its pages hold: [context, 2, K, D]."""
         begin = 0
         for row, (context, count) in enumerate(zip(contexts, needed, strict=True)):
             ids = order[begin : begin + count]
             begin += count
             self.tables[row, :count] = ids
-            kv = rand(context, 2, kv_heads, dim, dtype=dtype)
-            self.kv.append(kv)
-            padded = torch.cat((kv, poison(count * block - context, 2, kv_heads, dim, dtype=dtype)))
-            self.pool[ids] = padded.view(count, block, 2, kv_heads, dim)
+            places = (ids[:, None] * block + torch.arange(block, device=DEVICE)).view(-1)[:context]
+            kv.store(self.pool, places, rand(context, 2 * kv_heads, dim, dtype=dtype), self.kv_scales)
+            self.kv.append(kv.load(self.pool, ids, self.kv_scales, dtype).flatten(0, 1)[:context])
         tokens = sum(lengths)
         self.q = rand(tokens, heads + 2 * kv_heads, dim, dtype=dtype)[:, :heads]
         self.starts = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=DEVICE)
@@ -64,27 +66,26 @@ class Batch:
     def run(self, window: int | None, short: int, config: attention.Config | None = None) -> Tensor:
         plan = attention.plan_attention(
             self.starts, torch.tensor(self.contexts, dtype=torch.int32, device=DEVICE), self.tables, self.heads,
-            self.kv_heads, self.q.shape[2], self.pool.shape[1], self.q.dtype, window, short,
+            self.kv_heads, self.q.shape[2], self.block, self.q.dtype, window, short,
             sum(length for length in self.lengths if length > short), config,
         )  # fmt: skip
         out = poison(self.q.shape[0], self.heads * self.q.shape[2], dtype=self.q.dtype)
         for _ in range(2):  # the second time shows that the counters were left at zero
             out.fill_(float("nan"))
-            attention.attention(self.q, self.pool, plan, self.q.shape[2] ** -0.5, out)
+            attention.attention(self.q, self.pool, plan, self.q.shape[2] ** -0.5, self.kv_scales, out)
         return out
 
     def want(self, window: int | None) -> Tensor:
         parts = []
         begin = 0
-        for length, context, kv in zip(self.lengths, self.contexts, self.kv, strict=True):
+        for length, context, pages in zip(self.lengths, self.contexts, self.kv, strict=True):
             q = self.q[begin : begin + length].float().transpose(0, 1)
             begin += length
             if context == 0:
                 parts.append(torch.zeros(length, self.heads * q.shape[2], device=DEVICE))
                 continue
-            k, v = (
-                part.float().repeat_interleave(self.heads // self.kv_heads, 1).transpose(0, 1) for part in kv.unbind(1)
-            )
+            share = self.heads // self.kv_heads
+            k, v = (part.float().repeat_interleave(share, 1).transpose(0, 1) for part in pages.unbind(1))
             scores = q @ k.transpose(1, 2) * q.shape[2] ** -0.5
             keys = torch.arange(context, device=DEVICE)
             queries = torch.arange(context - length, context, device=DEVICE)[:, None]

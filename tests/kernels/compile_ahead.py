@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import mangle_type
 
-from kernels import activation, attention, blocks, matmul, norm, rope_kv, sampling, slots
+from kernels import activation, attention, blocks, kv, matmul, norm, rope_kv, sampling, slots
 
 
 class Recorder:
@@ -95,19 +95,26 @@ def index(*shape: int) -> Tensor:
     return torch.zeros(shape, dtype=torch.int64)
 
 
-def calls(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], object]]]:
+def calls(dtype: torch.dtype, capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
     """Every launcher in the configurations that are served."""
     new = partial(empty, dtype=dtype)
     yield "rms_norm", partial(norm.rms_norm, new(4, 4096), new(4096), 1e-5)
     yield "add_rms_norm", partial(norm.add_rms_norm, new(4, 4096), new(4, 4096), new(4096), 1e-5)
     yield "silu_and_mul", partial(activation.silu_and_mul, new(4, 28672))
     for dim in (64, 128):
-        kv, qkv, angles = new(64, 16, 2, 8, dim), new(4, 48, dim), new(4, 1, dim)
-        rope = partial(rope_kv.rope_and_store, qkv, angles, angles, kv, index(4), 32, 8)
+        pool, qkv, angles = new(64, 16, 2, 8, dim), new(4, 48, dim), new(4, 1, dim)
+        rope = partial(rope_kv.rope_and_store, qkv, angles, angles, pool, index(4), 32, 8)
         yield f"rope {dim}", rope
         yield f"rope norm {dim}", partial(rope, index(4), new(40, dim), 1e-6)
-        yield f"attention {dim}", partial(attend, qkv, kv, None)
-        yield f"attention {dim} invariant", partial(attend, qkv, kv, None, invariant=True)
+        yield f"attention {dim}", partial(attend, qkv, pool, None)
+        yield f"attention {dim} invariant", partial(attend, qkv, pool, None, invariant=True)
+    for stored in (kv.INT8, kv.FP8) if capability >= 89 else (kv.INT8,):
+        pool, qkv, angles = kv.make_pool(64, 16, 8, 128, stored), new(4, 48, 128), new(4, 1, 128)
+        scales = torch.empty(2, 8) if stored == kv.FP8 else None
+        yield f"rope {stored}", partial(rope_kv.rope_and_store, qkv, angles, angles, pool, index(4), 32, 8, index(4),
+                                        kv_scales=scales)  # fmt: skip
+        for invariant in (False, True):
+            yield f"attention {stored} {invariant}", partial(attend, qkv, pool, None, invariant, scales)
     yield "attention window", partial(attend, new(4, 48, 128), new(64, 16, 2, 8, 128), 4096)
     yield "attention 80", partial(attend, new(4, 36, 80), new(64, 16, 2, 4, 80), None)
     exact = dtype == torch.float32
@@ -133,15 +140,17 @@ def calls(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], object]]]:
         yield "top", partial(sampling.top_logprobs, new(2, 1024), new(2), 20)
 
 
-def attend(qkv: Tensor, kv: Tensor, window: int | None, invariant: bool = False) -> None:
-    kv_heads = kv.shape[3]
+def attend(
+    qkv: Tensor, pool: Tensor, window: int | None, invariant: bool = False, scales: Tensor | None = None
+) -> None:
+    kv_heads, dim = pool.shape[3:]
     heads = qkv.shape[1] - 2 * kv_heads
     starts, contexts, tables = (torch.zeros(shape, dtype=torch.int32) for shape in ((3,), (2,), (2, 8)))
-    config = attention.config_for(kv.shape[4], qkv.dtype, 2, invariant)
+    config = attention.config_for(dim, qkv.dtype, 2, invariant)
     plan = attention.plan_attention(
-        starts, contexts, tables, heads, kv_heads, kv.shape[4], kv.shape[1], qkv.dtype, window, 1, 3, config
+        starts, contexts, tables, heads, kv_heads, dim, kv.block_size_of(pool), qkv.dtype, window, 1, 3, config
     )
-    attention.attention(qkv[:, :heads], kv, plan, 1.0)
+    attention.attention(qkv[:, :heads], pool, plan, 1.0, scales)
 
 
 def compile_hopper(dim: int, windowed: bool) -> Any:
@@ -169,7 +178,7 @@ def compile_all(capability: int, dtype: torch.dtype) -> list[str]:
     lines = []
     dependent = {"PDL": True} if capability >= 90 else {"PDL": False}
     with mock.patch.object(matmul, "shared_bytes", return_value=MOST_SHARED[capability]):
-        launches = [(name, *launch) for name, call in calls(dtype) for launch in recorded(call)]
+        launches = [(name, *launch) for name, call in calls(dtype, capability) for launch in recorded(call)]
     for name, kernel, arguments in launches:
         compiled = compile_launch(kernel, arguments | dependent, capability)
         assert compiled.asm["cubin"]

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels import activation, attention, blocks, matmul, norm, reference, rope_kv
+from kernels import activation, attention, blocks, kv, matmul, norm, reference, rope_kv
 from services.worker.host_pages import PIECE_BLOCKS, HostPages
 from tests.kernels.cases import Batch, check_sampling, close, poison, rand
 
@@ -45,6 +45,14 @@ def test_invariant_attention_cuts_sums_at_fixed_keys() -> None:
     close(batch.run(None, 1, served), batch.want(None))
 
 
+@pytest.mark.parametrize("stored", [kv.FP8, kv.INT8], ids=str)
+def test_attention_over_pools_of_8_bits(stored: torch.dtype) -> None:
+    for dtype, dim, invariant in ((HALF, 64, False), (HALF, 24, True), (FULL, 24, False)):
+        batch = Batch([1, 18, 1], [70, 40, 0], 4, 2, dim, 16, dtype, stored)
+        config = replace(attention.config_for(dim, dtype, 3, invariant), split_programs=4)
+        close(batch.run(None, 1, config), batch.want(None))
+
+
 @pytest.mark.parametrize("dtype", [HALF, FULL], ids=str)
 def test_norms_and_gate(dtype: torch.dtype) -> None:
     for rows, n in ((1, 48), (5, 100)):
@@ -59,6 +67,22 @@ def test_norms_and_gate(dtype: torch.dtype) -> None:
     heads = rand(3, 9, 24, dtype=dtype)[:, :7]
     weight = rand(7, 24, dtype=dtype)
     close(norm.rms_norm(heads, weight, 1e-6), reference.rms_norm(heads.double(), weight.double(), 1e-6))
+
+
+@pytest.mark.parametrize("stored", [kv.FP8, kv.INT8], ids=str)
+def test_keys_and_values_are_rounded_as_the_reference_rounds_them(stored: torch.dtype) -> None:
+    for scales in (None, torch.tensor([[0.5, 1.0], [2.0, 0.01]])):
+        qkv = rand(5, 8, 24, dtype=HALF)
+        qkv[2, 4:] = 0
+        cos, sin, places = rand(5, 1, 24, dtype=HALF), rand(5, 1, 24, dtype=HALF), torch.tensor([3, 40, 16, 31, 70])
+        mine, its = (kv.make_pool(5, 16, 2, 24, stored) for _ in range(2))
+        copy = qkv.clone()
+        q = rope_kv.rope_and_store(qkv, cos, sin, mine, places, 4, 2, kv_scales=scales)
+        close(q, reference.rope_and_store(copy, cos, sin, its, places, 4, 2, scales))
+        got, want = (kv.load(pool, torch.arange(5), scales, FULL) for pool in (mine, its))
+        step = (1 if scales is None else float(scales.max())) * (16 if stored == kv.FP8 else 0.05)
+        assert float((got - want).abs().max()) <= step  # a product that rounds otherwise is one step away
+        assert float((got != want).float().mean()) < 0.02
 
 
 @pytest.mark.parametrize("normed", [False, True])

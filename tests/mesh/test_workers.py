@@ -13,6 +13,7 @@ import pytest
 from grpc import aio
 
 from protos import inference_pb2 as api
+from services.worker.config import load_config
 from tests.mesh.harness import Mesh, ask, generate
 
 pytestmark = pytest.mark.asyncio(loop_scope="function")
@@ -30,6 +31,16 @@ async def test_the_variables_that_users_know(tmp_path: Path, model: Path) -> Non
             await generate(stub, ask([5] * 120, max_tokens=16))
         assert caught.value.code().name == "INVALID_ARGUMENT"
         assert len((await generate(stub, ask("A tale", max_tokens=4, model="tales"))).ids) == 4
+
+
+async def test_keys_and_values_in_fp8_take_a_quarter_of_float32(tmp_path: Path, model: Path) -> None:
+    env = {"ENGINE": "torch", "KV_DTYPE": "fp8", "WEFT_KV_BYTES": str(8 << 20)}
+    async with Mesh(tmp_path, model, worker_env=env) as mesh:
+        answer = await generate(mesh.stub(), ask("A tale", max_tokens=8, ignore_eos=True))
+        assert len(answer.ids) == 8
+        block_bytes = 16 * load_config(model).kv_bytes_per_token(1)
+        tokens = 16 * ((8 << 20) // block_bytes - 1)
+        assert str(tokens) in mesh.workers[0].log.read_text()
 
 
 async def test_higher_priority_goes_first(tmp_path: Path, model: Path) -> None:

@@ -21,7 +21,8 @@ def config(checkpoint: Callable[[str], Path]) -> ModelConfig:
 
 
 def plan(config: ModelConfig, available: int = 10_000 * MIB, **options: Any) -> MemoryPlan:
-    return plan_memory(config, PARAMETERS * 4, 4, EngineOptions(**options), available)
+    made = EngineOptions(**options)
+    return plan_memory(config, PARAMETERS * 4, 4, made.block_size * config.kv_bytes_per_token(4), made, available)
 
 
 def test_a_pool_holds_a_full_batch_of_full_sequences_if_there_is_room(config: ModelConfig) -> None:

@@ -1,0 +1,131 @@
+"""Keys and values stored in 8 bits: how near answers stay, what fits, what the checkpoint says, what stays the same."""
+
+import shutil
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from services.worker.config import CheckpointError
+from services.worker.engine import Engine
+from services.worker.job import EngineOptions
+from tests.worker.conftest import EngineMaker
+from tests.worker.drive import Answer, job, prompt_of, run
+
+PROMPTS = [prompt_of(length) for length in (5, 33, 90)]
+TOKENS = 24
+# Of 72 choices, and the mean difference of a log-probability: three bits of mantissa are few for models this small.
+NEARNESS = {"int8": (66, 0.06), "fp8": (45, 0.3)}
+
+
+@pytest.mark.parametrize("shape", ["llama", "mistral-window", "qwen3", "demo"])
+def test_answers_stay_near_those_of_full_precision(shape: str, engine: EngineMaker) -> None:
+    """Each token is asked for after the exact engine's own text."""
+    exact = run(engine(shape), *[job(key, prompt, max_tokens=TOKENS, logprobs=0) for key, prompt in enumerate(PROMPTS)])
+    agreed: dict[str, int] = {}
+    for kind, (fewest, most) in NEARNESS.items():
+        wanted = [
+            job(100 * key + at, prompt, emitted=exact[key].tokens[:at], max_tokens=at + 1, logprobs=20)
+            for key, prompt in enumerate(PROMPTS)
+            for at in range(TOKENS)
+        ]
+        got = run(engine(shape, kv_dtype=kind), *wanted)
+        pairs = [(exact[key], at, got[100 * key + at]) for key in range(len(PROMPTS)) for at in range(TOKENS)]
+        agreed[kind] = sum(answer.tokens[0] == its.tokens[at] for its, at, answer in pairs)
+        mean = statistics.mean(_difference(its, at, answer) for its, at, answer in pairs)
+        assert agreed[kind] >= fewest
+        assert 0 < mean < most  # equal log-probabilities would mean that nothing was rounded
+    assert agreed["int8"] >= agreed["fp8"]
+
+
+def _difference(its: Answer, at: int, answer: Answer) -> float:
+    """Of the exact engine's choice; 0 where it is not among the most likely ones."""
+    own, tops = its.logprobs[at], answer.tops[0]
+    assert own is not None
+    assert tops is not None
+    return abs(dict(tops).get(its.tokens[at], own) - own)
+
+
+@pytest.mark.parametrize(("kind", "gain"), [("fp8", 2.0), ("int8", 32 / 17)])
+def test_the_same_bytes_hold_more_tokens(engine: EngineMaker, kind: str, gain: float) -> None:
+    full = engine("demo", kv_blocks=None, kv_bytes=64 << 20, dtype="bfloat16")
+    small = engine("demo", kv_blocks=None, kv_bytes=64 << 20, dtype="bfloat16", kv_dtype=kind)
+    assert small.memory.kv_tokens / full.memory.kv_tokens == pytest.approx(gain, rel=0.01)
+    assert small.memory.kv <= 64 << 20
+    assert small.block_bytes == pytest.approx(full.block_bytes / gain)
+    assert small.block_layout != full.block_layout
+    assert sum(pool.numel() * pool.element_size() for pool in small.runner.pools) == small.memory.kv
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_blocks_move_out_and_back(engine: EngineMaker, kind: str) -> None:
+    one = engine(kv_dtype=kind)
+    run(one, job(1, prompt_of(64), max_tokens=2))
+    contents = one.runner.read_blocks([1, 2, 3])
+    assert {len(page) for page in contents} == {one.block_bytes}
+    one.runner.scrub([1, 2])
+    assert one.runner.read_blocks([1]) == [bytes(one.block_bytes)]
+    one.runner.write_blocks([1, 2], contents[:2])
+    assert one.runner.read_blocks([1, 2, 3]) == contents
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_deterministic_mode_holds_with_them(engine: EngineMaker, kind: str) -> None:
+    wanted = [
+        job(key, prompt_of(20 + 31 * key), max_tokens=20, temperature=0.9, seed=key, logprobs=0) for key in range(4)
+    ]
+    made = engine(deterministic=True, kv_dtype=kind)
+    alone = {one.key: run(made, one)[one.key] for one in wanted}
+    crowd = [job(50 + key, prompt_of(7 + 3 * key, seed=2), max_tokens=12) for key in range(20)]
+    chunked = engine(deterministic=True, kv_dtype=kind, max_batch_size=4, step_tokens=11, prefix_cache=False)
+    for answers in (run(made, *crowd, *wanted), run(chunked, *wanted)):
+        for key, answer in alone.items():
+            assert (answers[key].tokens, answers[key].logprobs) == (answer.tokens, answer.logprobs)
+
+
+# ---- scales of the checkpoint ----
+
+
+def with_scales(folder: Path, target: Path, scales: dict[str, torch.Tensor]) -> Path:
+    """A copy of a one-file checkpoint with more tensors."""
+    shutil.copytree(folder, target)
+    save_file(load_file(target / "model.safetensors") | scales, target / "model.safetensors", {"format": "pt"})
+    return target
+
+
+def open_fp8(folder: Path) -> Engine:
+    return Engine(folder, EngineOptions(kv_blocks=64, kv_dtype="fp8"), lambda phase, done, total: None)
+
+
+def test_scales_of_the_checkpoint_count(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """Scales that throw nearly all precision away show in the answer; powers of two hardly do."""
+    folder, layer = checkpoint("llama"), "model.layers.0.self_attn"
+    named = {f"{layer}.k_scale": torch.tensor([0.5, 2.0]), f"{layer}.v_scale": torch.tensor(0.25)}
+    fine = open_fp8(with_scales(folder, tmp_path / "fine", named))
+    scales = fine.runner.model.layers[0].attention.kv_scales
+    assert scales is not None
+    assert scales.tolist() == [[0.5, 2.0], [0.25, 0.25]]
+    assert fine.runner.model.layers[1].attention.kv_scales is None
+    coarse = {f"{layer}.{kind}_proj.{kind}_scale": torch.tensor([4000.0]) for kind in "kv"}
+    wanted = job(1, prompt_of(40), max_tokens=12, logprobs=0)
+    plain, same, other = (
+        run(engine, wanted)[1]
+        for engine in (open_fp8(folder), fine, open_fp8(with_scales(folder, tmp_path / "coarse", coarse)))
+    )
+    assert same.tokens == plain.tokens
+    assert other.logprobs != plain.logprobs
+
+
+@pytest.mark.parametrize(
+    ("scale", "complaint"),
+    [(torch.ones(5), "has 5 scales for 2 key/value heads"), (torch.tensor(0.0), "not positive numbers")],
+)
+def test_scales_that_make_no_sense_are_refused(
+    checkpoint: Callable[[str], Path], tmp_path: Path, scale: torch.Tensor, complaint: str
+) -> None:
+    folder = with_scales(checkpoint("llama"), tmp_path / "bad", {"model.layers.1.self_attn.v_scale": scale})
+    with pytest.raises(CheckpointError, match=complaint):
+        open_fp8(folder)
