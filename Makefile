@@ -29,7 +29,7 @@ say = @printf '\033[1m%s\033[0m\n' '$(1)'
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help set-up stubs demo serve test test-kernels test-gpu bench-kernels bench-engine bench-gpu bench-determinism lint format types check-images bench-cpu bench-links train-demo clean
+.PHONY: help set-up stubs demo serve test test-kernels test-gpu bench-kernels bench-engine bench-gpu bench-determinism lint format types check-images bench-cpu bench-links bench-tracing train-demo clean
 
 help: ## List what can be made.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -88,6 +88,9 @@ bench-cpu: set-up ## The demo model through the door, beside transformers on the
 
 bench-links: set-up ## Links, gateway, admission and planning, measured without a model, each beside its goal.
 	@$(BIN)/python -m bench.links
+
+bench-tracing: set-up ## What tracing costs: none, 1%, 100%, and a collector that does not answer.
+	@$(BIN)/python -m bench.tracing
 
 train-demo: set-up ## Train the demo models on a folder of text: CORPUS=folder.
 	@test -n '$(CORPUS)' || { echo 'make train-demo needs CORPUS=folder'; exit 2; }

@@ -41,6 +41,8 @@ class Snapshot:
     gateways: int
     models: list[mesh.ModelOverview]
     workers: list[Seen]
+    loading: list[mesh.WorkerLoading]
+    """Those that will join."""
 
     def steps(self) -> dict[str, int]:
         """Steps that each worker has made."""
@@ -65,7 +67,9 @@ class Eye:
             raise NoScheduler(f"{self._scheduler} {why}: name its address with --scheduler") from None
         workers = await asyncio.gather(*(self._ask(worker) for worker in overview.workers))
         await self._forget({worker.address for worker in overview.workers})
-        return Snapshot(time.monotonic(), overview.gateways, list(overview.models), list(workers))
+        return Snapshot(
+            time.monotonic(), overview.gateways, list(overview.models), list(workers), list(overview.loading)
+        )
 
     async def close(self) -> None:
         """Closes all connections."""
@@ -113,6 +117,8 @@ async def show(scheduler: str, out: Console, *, once: bool) -> None:
 def picture(now: Snapshot, before: Snapshot | None = None) -> Group:
     """Two tables; with an earlier snapshot the steps per second between the two."""
     counts = f"{len(now.workers)} workers, {now.gateways} gateways"
+    if now.loading:
+        counts += f", {len(now.loading)} workers loading"
     return Group(
         f"{counts}, {sum(model.waiting for model in now.models)} jobs queued", "", _models(now), _workers(now, before)
     )
@@ -154,7 +160,14 @@ def _workers(now: Snapshot, before: Snapshot | None) -> Table:
             f"{report.prefill_rate:.0f}" if report.prefill_rate else "",
             str(report.preemptions),
         )
+    for each in now.loading:
+        table.add_row(each.worker_id, _start(each), style="dim")
     return table
+
+
+def _start(loading: mesh.WorkerLoading) -> str:
+    """What a worker does before it is ready, and how far that is."""
+    return f"{loading.phase} {100 * loading.done // loading.total}%" if loading.total else loading.phase
 
 
 def _kv(report: mesh.WorkerReport) -> str:

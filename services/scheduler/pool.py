@@ -106,6 +106,11 @@ class Pool:
 
     # ---- events: workers ----
 
+    @property
+    def loading(self) -> tuple[Loading, ...]:
+        """Workers whose start is not over, by id."""
+        return tuple(loading for _, loading in sorted(self._loading.items()))
+
     def on_loading(self, loading: Loading, now: float) -> list[Command]:
         """A worker that is not there yet says how far it is."""
         if loading.worker_id not in self.workers:
@@ -524,8 +529,7 @@ class Pool:
         for model in known:
             for alias in model.card.aliases if model.card else ():
                 self._aliases.setdefault(alias, model)
-        loading = tuple(loading for _, loading in sorted(self._loading.items()))
-        news = Models(tuple(model.served() for model in known), loading)
+        news = Models(tuple(model.served() for model in known), self.loading)
         if news != self._told:
             self._told = news
             self._broadcast(news)

@@ -1,6 +1,7 @@
 """The scheduler's messages as protobuf and back. Refuses what a peer must not say, and decides nothing."""
 
 import math
+from collections.abc import Iterable
 
 from protos import mesh_pb2 as mesh
 from services.errors import invalid
@@ -152,10 +153,13 @@ def to_gateway(message: GatewayMessage) -> mesh.DispatchResponse:
             for model in models:
                 assert isinstance(model.card.detail, mesh.ModelCard), model
                 served.append(mesh.ServedModel(card=model.card.detail, addresses=model.addresses))
-            starting = [mesh.WorkerLoading(**each._asdict()) for each in loading]
-            return mesh.DispatchResponse(models=mesh.ModelList(models=served, loading=starting))
+            return mesh.DispatchResponse(models=mesh.ModelList(models=served, loading=_starting(loading)))
         case Hello(epoch):
             return mesh.DispatchResponse(hello=mesh.SchedulerHello(epoch=epoch))
+
+
+def _starting(loading: Iterable[Loading]) -> list[mesh.WorkerLoading]:
+    return [mesh.WorkerLoading(**each._asdict()) for each in loading]
 
 
 def to_worker(message: WorkerMessage) -> mesh.AttachResponse:
@@ -181,7 +185,7 @@ def failure_of(failure: Failure) -> mesh.Failure:
 
 def overview_of(pool: Pool, gateways: int, now: float) -> mesh.OverviewResponse:
     """What people and their tools may see of the pool."""
-    overview = mesh.OverviewResponse(gateways=gateways)
+    overview = mesh.OverviewResponse(gateways=gateways, loading=_starting(pool.loading))
     for _, model in sorted(pool.models.items()):
         overview.models.add(
             name=model.name,

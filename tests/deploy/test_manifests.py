@@ -56,20 +56,36 @@ def test_loading_may_take_ten_minutes(mesh: list[Object]) -> None:
     assert probe["periodSeconds"] * probe["failureThreshold"] >= 600
 
 
-def test_a_model_from_an_image(tmp_path: Path) -> None:
-    def near(path: str) -> str:
-        return os.path.relpath(KUSTOMIZE / path, tmp_path.resolve())
+def with_component(folder: Path, name: str) -> list[Object]:
+    """What the GPU overlay becomes with a component; it holds to everything that the overlays hold to."""
 
-    resources, component = near("overlays/gpu"), near("components/model-image")
-    (tmp_path / "kustomization.yaml").write_text(f"resources: [{resources}]\ncomponents: [{component}]\n")
-    objects = manifests.render(tmp_path)
+    def near(path: str) -> str:
+        return os.path.relpath(KUSTOMIZE / path, folder.resolve())
+
+    resources, component = near("overlays/gpu"), near(f"components/{name}")
+    (folder / "kustomization.yaml").write_text(f"resources: [{resources}]\ncomponents: [{component}]\n")
+    objects = manifests.render(folder)
     assert manifests.problems(objects) == []
     assert manifests.schema_problems(objects, manifests.RELEASES[-1]) == []
+    return objects
+
+
+def test_a_model_from_an_image(tmp_path: Path) -> None:
+    objects = with_component(tmp_path, "model-image")
     volumes = deployment(objects, "worker")["spec"]["template"]["spec"]["volumes"]
     assert [volume["image"]["reference"] for volume in volumes if volume["name"] == "models"] == [
         "weft-story-11m:0.1.0"
     ]
     assert not [thing for thing in objects if thing["kind"] == "PersistentVolumeClaim"]
+
+
+def test_tenants_from_a_secret(tmp_path: Path) -> None:
+    objects = with_component(tmp_path, "tenants")
+    file = manifests.Manifests(objects).environment(container(objects, "gateway"))["WEFT_TENANTS_FILE"]
+    mounts = {mount["name"]: mount for mount in container(objects, "gateway")["volumeMounts"]}
+    assert Path(file).parent == Path(mounts["tenants"]["mountPath"])
+    volumes = {volume["name"]: volume for volume in pod(objects, "gateway")["volumes"]}
+    assert volumes["tenants"]["secret"]["secretName"] == "weft-tenants"
 
 
 def test_the_overlay_of_the_readme(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Several models in one mesh: found by name and alias, each with workers of its own, and seen while they are loaded."""
 
 import asyncio
+import io
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -8,7 +9,9 @@ import grpc
 import pytest
 import pytest_asyncio
 from grpc import aio
+from rich.console import Console
 
+import client.top
 from protos import inference_pb2 as api
 from tests.mesh.harness import Mesh, Stub, ask, generate
 
@@ -100,12 +103,21 @@ async def test_one_models_death_is_not_the_others(mesh: Mesh, stub: Stub) -> Non
     assert (await generate(stub, ask("A tale", max_tokens=3, model="reynard"))).receipt.model == "fox"
 
 
+async def top(mesh: Mesh) -> list[str]:
+    """The lines that `weft top --once` prints."""
+    out = Console(file=io.StringIO(), width=160)
+    await client.top.show(mesh.scheduler.address, out, once=True)
+    assert isinstance(out.file, io.StringIO)
+    return out.file.getvalue().splitlines()
+
+
 async def test_a_loading_worker_is_seen_by_clients(mesh: Mesh, stub: Stub) -> None:
     """A worker with weights to load: listed with what it does and how far that is, until it serves."""
     worker = mesh.new_worker(2, ENGINE="torch", SERVED_MODEL_NAME="badger", MAX_BATCH_SIZE="4", WEFT_KV_BLOCKS="64")
     mesh.workers.append(worker)
     seen: list[tuple[str, int]] = []
     refused = None
+    pictures: list[str] = []
     worker.start()
     async with asyncio.timeout(60):
         while True:
@@ -119,6 +131,7 @@ async def test_a_loading_worker_is_seen_by_clients(mesh: Mesh, stub: Stub) -> No
                     seen.append((loading.phase, loading.percent))
                 if refused is None:
                     refused = await fails(stub, "badger")
+                    pictures = await top(mesh)
             await asyncio.sleep(0.01)
     print("seen:", seen)
     assert seen[0][0] == "starting"
@@ -126,6 +139,8 @@ async def test_a_loading_worker_is_seen_by_clients(mesh: Mesh, stub: Stub) -> No
     assert refused is not None
     assert refused.code() is CODES.UNAVAILABLE
     assert "being loaded" in (refused.details() or "")
+    assert any("1 workers loading" in line for line in pictures)
+    assert any(line.strip().startswith("badger-") for line in pictures)
     assert (await generate(stub, ask("A tale", max_tokens=3, model="badger"))).receipt.model == "badger"
 
 

@@ -16,7 +16,9 @@ from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
+from typer.testing import CliRunner, Result
 
+from client.cli import app
 from protos import inference_pb2 as api
 from tests.mesh.harness import Answer, Mesh, Stub, ask, generate
 from tests.redis_server import RedisServer
@@ -356,3 +358,20 @@ async def test_a_file_that_cannot_be_used_keeps_a_gateway_from_starting(tmp_path
     cases = list(enumerate(BROKEN.values()))
     for begin in range(0, len(cases), 3):
         await asyncio.gather(*(start(number, *case) for number, case in cases[begin : begin + 3]))
+
+
+async def test_the_load_generator_brings_its_key(mesh: Mesh) -> None:
+    """`weft bench` at a mesh that asks for keys: with one it is served, without it says what is missing."""
+    lengths = ("--requests", "2", "--input-len", "8", "--output-len", "4", "--warmup", "0")
+
+    async def bench(key: str) -> Result:
+        command = ["bench", "--address", mesh.gateways[0].address, *lengths]
+        return await asyncio.to_thread(CliRunner().invoke, app, command, env={"WEFT_API_KEY": key})
+
+    served = await bench(KEYS["many"])
+    assert served.exit_code == 0, served.output
+    assert KEYS["many"] not in served.output
+    refused = await bench("")
+    assert refused.exit_code == 1
+    assert "key" in refused.output
+    assert "Traceback" not in refused.output
