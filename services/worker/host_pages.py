@@ -20,10 +20,12 @@ PIECE_BLOCKS = 32
 class HostPage:
     """The contents of a block in pinned memory; its place is free again when nobody knows it any more."""
 
-    __slots__ = ("_pages", "place")
+    __slots__ = ("_pages", "arrived", "place")
 
     def __init__(self, pages: "HostPages", place: int) -> None:
         self._pages, self.place = pages, place
+        self.arrived: Any = None
+        """When its contents are there."""
 
     def __len__(self) -> int:
         return self._pages.page_bytes
@@ -47,15 +49,17 @@ class HostPages:
         """Places that hold nothing."""
         self._addresses = pool_addresses(pools)
         self._leaving, self._coming = torch.empty(2, PIECE_BLOCKS, layers, words, dtype=torch.int64, device=device)
-        self._side: Any = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
-        self._restored = self._event()
+        self._on_gpu = on_gpu
+        self._out, self._in = self._stream(), self._stream()
+        self._restored = self._sent_up = self._event()
 
     def keep(self, blocks: list[int]) -> list[HostPage]:
         """Copies of these blocks, whose steps have landed; fewer if there is no room. They may be overwritten by what
         is launched after this."""
         pages = [HostPage(self, self.free.pop()) for _ in blocks[: len(self.free)]]
-        with self._beside():
+        with self._beside(self._out):
             self._wait(self._restored)  # What just came back may be about to leave again.
+            self._wait(self._sent_up)  # A page may have been another's a moment ago.
             for start in range(0, len(pages), PIECE_BLOCKS):
                 piece = pages[start : start + PIECE_BLOCKS]
                 buffer = self._leaving[: len(piece)]
@@ -63,6 +67,9 @@ class HostPages:
                 gathered = self._event()
                 for page, contents in zip(piece, buffer, strict=True):
                     self._pinned[page.place].copy_(contents, non_blocking=True)
+                arrived = self._event()
+                for page in piece:
+                    page.arrived = arrived
         if pages:
             self._wait(gathered)
         return pages
@@ -72,29 +79,32 @@ class HostPages:
         for start in range(0, len(pages), PIECE_BLOCKS):
             piece = pages[start : start + PIECE_BLOCKS]
             buffer = self._coming[: len(piece)]
-            with self._beside():
+            with self._beside(self._in):
                 self._wait(self._restored)  # The buffer's last contents are in the pool.
+                for arrived in {id(page.arrived): page.arrived for page in piece}.values():
+                    self._wait(arrived)
                 for page, contents in zip(piece, buffer, strict=True):
                     contents.copy_(self._pinned[page.place], non_blocking=True)
-                arrived = self._event()
-            self._wait(arrived)
+                self._sent_up = self._event()
+            self._wait(self._sent_up)
             scatter_blocks(self._addresses, self._pool, self._sent(blocks[start : start + len(piece)]), buffer)
             self._restored = self._event()
 
+    def _stream(self) -> Any:
+        return torch.cuda.Stream(self._pool.device) if self._on_gpu else None  # type: ignore[no-untyped-call]
+
     @contextlib.contextmanager
-    def _beside(self) -> Iterator[None]:
-        """In the stream of copies, not in that of the steps."""
-        with contextlib.nullcontext() if self._side is None else torch.cuda.stream(self._side):
+    def _beside(self, stream: Any) -> Iterator[None]:
+        """In a stream of copies, not in that of the steps."""
+        with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
             yield
 
     def _event(self) -> Any:
-        return None if self._side is None else torch.cuda.current_stream(self._pool.device).record_event()
+        return torch.cuda.current_stream(self._pool.device).record_event() if self._on_gpu else None
 
     def _wait(self, event: Any) -> None:
         if event is not None:
             torch.cuda.current_stream(self._pool.device).wait_event(event)
 
     def _sent(self, blocks: list[int]) -> Tensor:
-        return torch.tensor(blocks, dtype=torch.int64, pin_memory=self._side is not None).to(
-            self._pool.device, non_blocking=True
-        )
+        return torch.tensor(blocks, dtype=torch.int64, pin_memory=self._on_gpu).to(self._pool.device, non_blocking=True)

@@ -203,24 +203,20 @@ class Profiler:
 
 
 def _families(events: Iterable[dict[str, Any]]) -> tuple[bool, dict[str, float]]:
-    """Whether a GPU computed, and seconds by family: of its kernels, else of the CPU's outermost operators."""
+    """Whether a GPU computed, and seconds by family: of its kernels, else of the CPU's operators. No moment of the GPU,
+    or of a thread, counts twice."""
     timed = [event for event in events if event.get("ph") == "X" and "dur" in event]
     kernels = [event for event in timed if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    chosen = kernels or _outermost([event for event in timed if event.get("cat") == "cpu_op"])
+    chosen = kernels or [{**event, "pid": 0} for event in timed if event.get("cat") == "cpu_op"]
     seconds: dict[str, float] = defaultdict(float)
-    for event in chosen:
-        seconds[family_of(event["name"])] += event["dur"] / 1e6
+    over: dict[tuple[Any, Any], float] = {}
+    # A moment belongs to what began first: a kernel may be launched early and wait, an operator may call others.
+    for event in sorted(chosen, key=lambda event: (event["ts"], -event["dur"])):
+        where = (event["pid"], None if kernels else event["tid"])
+        end = event["ts"] + event["dur"]
+        seconds[family_of(event["name"])] += max(0.0, end - max(event["ts"], over.get(where, 0.0))) / 1e6
+        over[where] = max(end, over.get(where, 0.0))
     return bool(kernels), dict(sorted(seconds.items(), key=lambda item: -item[1]))
-
-
-def _outermost(operators: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those that no other one of their thread called."""
-    found, ends = [], dict[int, float]()
-    for event in sorted(operators, key=lambda event: (event["ts"], -event["dur"])):
-        if event["ts"] >= ends.get(event["tid"], 0.0):
-            found.append(event)
-            ends[event["tid"]] = event["ts"] + event["dur"]
-    return found
 
 
 def family_of(name: str) -> str:
