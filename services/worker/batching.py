@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from services.worker.blocks import BlockPool
 from services.worker.sequence import Sequence
-from services.worker.shares import step_share
+from services.worker.shares import Shares
 
 # A sequence that was paused this often is not paused again: when it comes back it takes all blocks it can ever need.
 MOST_PREEMPTIONS = 3
@@ -63,7 +63,8 @@ class Batch:
         if step_tokens < slots:
             raise ValueError(f"step_tokens {step_tokens} is less than max_batch_size {slots}: some rows would starve")
         self.pool, self.block_size = pool, block_size
-        self.step_tokens, self.prefix_cache, self.chunk_tokens = step_tokens, prefix_cache, chunk_tokens
+        self.step_tokens, self.prefix_cache = step_tokens, prefix_cache
+        self._shares = None if chunk_tokens is None else Shares(chunk_tokens, step_tokens)
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.leaving: list[Sequence] = []
@@ -112,11 +113,11 @@ class Batch:
                 prompts.append(sequence)
             elif remaining and sequence.slot is not None:
                 self._schedule(sequence, remaining, plan)
-        if plan.rows and self.chunk_tokens is not None:
+        if plan.rows and self._shares is not None:
             taken = self.step_tokens - plan.budget
-            line = len(prompts) + min(len(self.waiting), len(self._free_slots))
-            context = prompts[0].computed if prompts else 0
-            plan.budget = max(step_share(line, context, taken, self.chunk_tokens, self.step_tokens) - taken, 0)
+            waiting = self.waiting[: len(self._free_slots)]
+            line = [sequence.arrival for sequence in (*prompts, *waiting)]
+            plan.budget = max(self._shares.step(line, prompts[0].computed if prompts else 0, taken) - taken, 0)
         for sequence in prompts:
             if sequence.slot is not None:
                 self._schedule(sequence, sequence.remaining, plan)

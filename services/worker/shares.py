@@ -3,6 +3,8 @@
 Each token more brings prompts nearer to their first token and holds every running answer up a little longer.
 """
 
+from collections.abc import Sequence
+
 TILE_ROWS = 64
 """Steps are filled up to a multiple of this: a part of a tile costs what a whole one costs."""
 ANSWERS_PER_BURST_PROMPT = 2
@@ -17,17 +19,30 @@ EVEN_CONTEXT = 16384
 """After so many tokens a token's attention takes as long as its matrix products (8B shape, one H200)."""
 
 
-def step_share(prompts: int, context: int, answers: int, chunk_tokens: int, most: int) -> int:
-    """Tokens of the next step, its answers' own included, at most `most`; `context`: what the first prompt has behind.
+class Shares:
+    """The rule, and who was in line when there last was a backlog: all of these are computed as such."""
 
-    A burst: most users wait for their first token, so prompts take all of a step. A backlog: steps as small as they are
-    efficient. Few prompts beside many answers: n * n * `chunk_tokens` for n prompts, so that answers flow beside one;
-    less far into a long prompt, where each token attends to more, so that steps stay equally long.
-    """
-    if ANSWERS_PER_BURST_PROMPT * prompts >= answers:
-        return most
-    backlog = min(most, max(BACKLOG_TOKENS, TOKENS_PER_ANSWER * answers))
-    if ANSWERS_PER_PROMPT * prompts >= answers:
-        return backlog
-    wanted = answers + chunk_tokens * prompts**2 * EVEN_CONTEXT / (EVEN_CONTEXT + context)
-    return min(backlog, -int(-wanted // TILE_ROWS) * TILE_ROWS)
+    def __init__(self, chunk_tokens: int, most: int) -> None:
+        """chunk_tokens: of one prompt beside many answers, about; most: tokens of a step."""
+        self.chunk_tokens, self.most = chunk_tokens, most
+        self._backlog = -1
+
+    def step(self, line: Sequence[int], context: int, answers: int) -> int:
+        """Tokens of the next step, its answers' own included. `line`: the numbers of the prompts in line, as they
+        arrived; `context`: what the first of them has behind.
+
+        A burst: most users wait for their first token, so prompts take all of a step. A backlog: steps as small as they
+        are efficient, also for the last in line, who waited longest. Few prompts beside many answers: n * n *
+        `chunk_tokens` for n prompts, so that answers flow beside one; less far into a long prompt, where each token
+        attends to more, so that steps stay equally long.
+        """
+        if ANSWERS_PER_BURST_PROMPT * len(line) >= answers:
+            self._backlog = max(line, default=-1)
+            return self.most
+        if ANSWERS_PER_PROMPT * len(line) >= answers:
+            self._backlog = max(line)
+        backlog = min(self.most, max(BACKLOG_TOKENS, TOKENS_PER_ANSWER * answers))
+        if min(line, default=0) <= self._backlog:
+            return backlog
+        wanted = answers + self.chunk_tokens * len(line) ** 2 * EVEN_CONTEXT / (EVEN_CONTEXT + context)
+        return min(backlog, -int(-wanted // TILE_ROWS) * TILE_ROWS)

@@ -11,6 +11,7 @@ from services.worker.batching import MOST_PREEMPTIONS, Batch, Plan
 from services.worker.blocks import BlockPool
 from services.worker.job import Job, SamplingParams
 from services.worker.sequence import Sequence
+from services.worker.shares import Shares
 
 BLOCK = 4
 
@@ -294,6 +295,14 @@ def test_several_prompts_in_line_take_more_of_a_step() -> None:
 def test_steps_of_a_backlog_grow_with_the_answers_whose_keys_each_reads() -> None:
     assert prompt_tokens(crowded(100, 200), 25) == 3200 - 100
     assert prompt_tokens(crowded(200, 200), 50) == 6400 - 200
+
+
+def test_the_last_of_a_backlog_are_computed_as_the_first() -> None:
+    shares = Shares(200, 8192)
+    assert shares.step(range(30), 0, 100) == 3200
+    assert shares.step([29], 0, 100) == 3200, "it was in line then"
+    assert shares.step([29, 30], 0, 100) == 3200
+    assert shares.step([30], 0, 100) == 320, "it came later"
 
 
 def test_prompts_take_all_of_a_step_where_most_users_wait_for_a_first_token() -> None:
