@@ -26,18 +26,20 @@ from bench.kernels import (
     rand,
     timed,
 )
-from kernels import matmul, sampling
+from kernels import matmul, matmul_words, sampling
 from kernels.attention import Config
+from kernels.skinny import Tile
+from kernels.words import Words
 
 Result = TypeVar("Result")
 
 
-def product_tiles() -> Iterator[matmul.Tile]:
+def product_tiles() -> Iterator[Tile]:
     for n, k, stages, warps in (
         (32, 128, 6, 4), (32, 256, 4, 4), (64, 64, 6, 4), (64, 64, 8, 4), (64, 128, 4, 4), (64, 128, 6, 4),
         (128, 64, 5, 4),
     ):  # fmt: skip
-        yield matmul.Tile(n, k, 1, stages, warps)
+        yield Tile(n, k, 1, stages, warps)
 
 
 SPLITS, AHEAD = (1, 2, 3, 4, 6, 8), (4, 16, 32)
@@ -80,8 +82,71 @@ def tune_products(part: tuple[int, int] | None) -> None:
                     )
 
 
-def changed(tile: matmul.Tile, split: int, ahead: int) -> matmul.Tile:
-    return matmul.Tile(tile.n, tile.k, split, tile.stages, tile.warps, ahead)
+def changed(tile: Tile, split: int, ahead: int) -> Tile:
+    return Tile(tile.n, tile.k, split, tile.stages, tile.warps, ahead)
+
+
+def random_words(kind: str, n: int, k: int) -> Words:
+    """A weight of random bits (no NaN) with a scale for each output, or for 128 inputs of it in int4."""
+    scale = torch.rand(n // 64, k // 128 if kind == "int4" else 1, 64, device="cuda") / 64 + 1e-3
+    shape = (n // 64, k // 128, 64, 16) if kind == "int4" else (n, k // 4)
+    words = torch.randint(-(2**31), 2**31, shape, dtype=torch.int32, device="cuda")
+    if kind == "int4":
+        return Words(kind, words, scale.to(DTYPE), None, 128, None, torch.Size((n, k)))
+    return Words(kind, words & ~0x40404040, scale, None, 0, None, torch.Size((n, k)))
+
+
+def word_tiles() -> Iterator[Tile]:
+    for (n, k, warps), stages, split in itertools.product(
+        ((64, 128, 4), (64, 256, 4), (64, 512, 4), (128, 128, 8), (128, 256, 8), (128, 128, 4)),
+        (3, 4),
+        (1, 2, 4, 8, 16),
+    ):
+        yield Tile(n, k, split, stages, warps, 1)
+
+
+def tune_words(part: tuple[int, int] | None) -> None:
+    """Each product of a layer with weights of four and eight bits."""
+    everything = list(word_tiles())
+    if part:
+        trials = [
+            (kind, gated, rows, tile)
+            for kind, gated, rows, tile in itertools.product(("int4", "fp8"), (False, True), (1, 64), everything)
+            if not (gated and tile.split > 4)
+        ]
+        made = {kind: random_words(kind, 8192, 4096) for kind in ("int4", "fp8")}
+        x = rand(64, 4096)
+        for kind, gated, rows, tile in trials[part[0] :: part[1]]:
+            try_(partial(matmul_words.linear_words, x[:rows], made[kind], gated=gated, tile=tile))
+        return
+    for shape, kind in itertools.product(SHAPES, ("int4", "fp8")):
+        for name, n, k, gated, _ in products(shape):
+            if name == "head":
+                continue
+            one = random_words(kind, 2 * n if gated else n, k)
+            weights = [one, *(random_words(kind, *one.shape) for _ in range(min(63, (300 << 20) // one.nbytes)))]
+            for rows in (1, 16, 64):
+                x, out = rand(rows, k), torch.empty(rows, n, dtype=DTYPE, device="cuda")
+                found = []
+                for tile in everything:
+                    programs = triton.cdiv(n, tile.n) * tile.split
+                    if (tile.split > 1 and programs > 1100) or programs < 60 or (gated and tile.split > 4):
+                        continue
+                    if 2 * tile.split * rows * n > 8 << 20:
+                        continue
+                    launches = [
+                        partial(matmul_words.linear_words, x, w, gated=gated, out=out, tile=tile) for w in weights
+                    ]
+                    seconds = try_(partial(timed, launches, 1.0, 3))
+                    if seconds:
+                        found.append((seconds, tile))
+                found.sort(key=lambda pair: pair[0])
+                print(f"{shape.name} {kind} {name} M={rows}: {one.nbytes / found[0][0] / 1e12:.2f} TB/s", flush=True)
+                for seconds, t in [*found[:4], found[-1]]:
+                    print(
+                        f"    {seconds * 1e6:.1f} us n {t.n} k {t.k} w {t.warps} split {t.split} stages {t.stages}",
+                        flush=True,
+                    )
 
 
 def decode_configs() -> Iterator[Config]:
@@ -172,9 +237,12 @@ def report(name: str, found: list[tuple[float, Config]], size: float, flop: floa
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("group", choices=["products", "decode", "prefill", "sampling"])
+    parser.add_argument("group", choices=["products", "words", "decode", "prefill", "sampling"])
     parser.add_argument("--part")
     arguments = parser.parse_args()
-    groups = {"products": tune_products, "decode": tune_decode, "prefill": tune_prefill, "sampling": tune_sampling}
+    groups = {
+        "products": tune_products, "words": tune_words, "decode": tune_decode, "prefill": tune_prefill,
+        "sampling": tune_sampling,
+    }  # fmt: skip
     first, _, count = (arguments.part or "").partition("/")
     groups[arguments.group]((int(first), int(count)) if count else None)

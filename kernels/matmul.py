@@ -16,7 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.activation import silu_and_mul
-from kernels.overlap import begin, launch_options, prefetch, shared_bytes
+from kernels.overlap import begin, launch_options, prefetch
+from kernels.skinny import Tile, finish, workspace
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -61,33 +62,9 @@ def skinny_kernel(
             c = tl.load(weights + tl.cast(N, tl.int64) * K + inner[None, :], mask=inside, other=0.0,
                         eviction_policy="evict_first")  # fmt: skip
             up = tl.dot(c, b, up, input_precision=precision)
-    target = rows[None, :] * N + columns[:, None]
-    valid = here[:, None] & (rows < M)[None, :]
-    last = SPLIT == 1
-    if SPLIT > 1:
-        # Every split leaves its part; the last to arrive adds all of them, always in the same order.
-        size = M * N
-        tl.store(parts + split * size + target, product, mask=valid)
-        if GATED:
-            tl.store(parts + (SPLIT + split) * size + target, up, mask=valid)
-        tl.debug_barrier()
-        last = tl.atomic_add(arrived + tile, 1, sem="acq_rel") == SPLIT - 1
-        if last:
-            tl.store(arrived + tile, 0)
-            product = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-            up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-            for other in tl.static_range(SPLIT):
-                product += tl.load(parts + other * size + target, mask=valid, other=0.0, cache_modifier=".cg")
-                if GATED:
-                    up += tl.load(parts + (SPLIT + other) * size + target, mask=valid, other=0.0, cache_modifier=".cg")
-    if last:
-        if GATED:
-            product = product * tl.sigmoid(product) * up
-        if bias is not None:
-            product += tl.load(bias + columns, mask=here, other=0.0).to(tl.float32)[:, None]
-        if residual is not None:
-            product += tl.load(residual + target, mask=valid, other=0.0).to(tl.float32)
-        tl.store(out + target, product.to(out.dtype.element_ty), mask=valid)
+    finish(
+        product, up, bias, residual, out, parts, arrived, tile, split, columns, rows, M, N, SPLIT, GATED
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -127,19 +104,6 @@ MOST_ROWS = 64
 """More rows than this go to the vendor's library."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """Shape of a skinny product's programs."""
-
-    n: int
-    k: int
-    split: int = 1
-    stages: int = 4
-    warps: int = 4
-    ahead: int = 4
-    """Lines of 128 bytes of each of its rows of W that a program asks for before its predecessor has ended."""
-
-
 def tile_for(rows: int, n: int, k: int, gated: bool, dtype: torch.dtype) -> Tile | None:
     """The tile for x [rows, k] times W [n, k], or None where the vendor's library is as fast. Measured on one H200."""
     if dtype == torch.float32 or rows > MOST_ROWS:
@@ -156,23 +120,6 @@ def tile_for(rows: int, n: int, k: int, gated: bool, dtype: torch.dtype) -> Tile
     if rows <= 16 and k <= 2048:
         return Tile(32, 128, 4, 6)
     return Tile(64, 64, 4, 6) if rows <= 8 else None
-
-
-class Workspace:
-    """Partial sums of split products, one for each stream of launches: zeroed counters, room for the widest product."""
-
-    def __init__(self, device: torch.device, words: int = 8 << 20, tiles: int = 16384) -> None:
-        self.parts = torch.empty(words, dtype=torch.float32, device=device)
-        self.arrived = torch.zeros(tiles, dtype=torch.int32, device=device)
-
-
-_workspaces: dict[torch.device, Workspace] = {}
-
-
-def _workspace(device: torch.device) -> Workspace:
-    if device not in _workspaces:
-        _workspaces[device] = Workspace(device)
-    return _workspaces[device]
 
 
 def linear(
@@ -200,21 +147,14 @@ def linear(
     tile = tile or tile_for(rows, n, k, gated, x.dtype)
     if tile is None:
         return _vendor(x, weight, bias, residual, gated, out)
-    space = _workspace(x.device)
-    tiles = triton.cdiv(n, tile.n)
-    assert tile.split == 1 or 2 * tile.split * rows * n <= space.parts.numel()
-    skinny_kernel[(tiles, tile.split)](
+    space = workspace(x.device, 2 * tile.split * rows * n if tile.split > 1 else 0)
+    skinny_kernel[(triton.cdiv(n, tile.n), tile.split)](
         x, weight, bias, residual, out, space.parts, space.arrived, rows, n, k, x.stride(0),
         BLOCK_M=max(16, triton.next_power_of_2(rows)), BLOCK_N=tile.n, BLOCK_K=tile.k, SPLIT=tile.split, GATED=gated,
-        IEEE=x.dtype == torch.float32, STAGES=_stages(tile, x.device), AHEAD=tile.ahead, num_warps=tile.warps,
+        IEEE=x.dtype == torch.float32, STAGES=tile.stages_on(x.device), AHEAD=tile.ahead, num_warps=tile.warps,
         **launch_options(x.device),
     )  # fmt: skip
     return out
-
-
-def _stages(tile: Tile, device: torch.device) -> int:
-    """The tiles were chosen on a Hopper; chips with less than 110 KiB for a program fetch less far ahead."""
-    return tile.stages if shared_bytes(device) >= 110 << 10 else min(tile.stages, 2)
 
 
 def _vendor(

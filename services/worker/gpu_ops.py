@@ -3,14 +3,14 @@
 import torch
 from torch import Tensor
 
-from kernels import activation, attention, norm, rope_kv
-from kernels import matmul as products
-from kernels.quantized import Weight, dequantize
+from kernels import activation, attention, norm, products, rope_kv
+from kernels.products import DeviceWeight, Norm
+from kernels.quantized import Weight
 from services.worker.ops import Rotation
 
 
 class TritonOps:
-    """The products take residual additions and the gate with them; `kernels.matmul` knows which kernel."""
+    """The products take residual additions and the gate with them; `kernels.products` knows which kernel."""
 
     rms_norm = staticmethod(norm.rms_norm)
     attention = staticmethod(attention.attention)
@@ -25,21 +25,25 @@ class TritonOps:
         """Row after row."""
         return torch.empty(outputs, inputs, dtype=dtype)
 
-    def prepare(self, weight: Weight, dtype: torch.dtype, /) -> Tensor:
-        """Plain numbers."""
-        return dequantize(weight, dtype)
+    def prepare(self, weight: Weight, dtype: torch.dtype, /) -> DeviceWeight:
+        """As the kernels read it best."""
+        return products.prepare(weight, dtype)
 
-    def norm_matmul(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None, /) -> Tensor:
+    def norm_matmul(
+        self, x: Tensor, norm: Tensor, eps: float, weight: DeviceWeight, bias: Tensor | None = None, /
+    ) -> Tensor:
         """rms_norm(x) @ weight.T + bias."""
-        return products.linear(self.rms_norm(x, norm, eps), weight, bias)
+        return products.linear(x, weight, bias, norm=Norm(norm, eps))
 
-    def norm_gate(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None, /) -> Tensor:
+    def norm_gate(
+        self, x: Tensor, norm: Tensor, eps: float, weight: DeviceWeight, bias: Tensor | None = None, /
+    ) -> Tensor:
         """The gate of the MLP, from the residual stream."""
         if bias is not None:
             return activation.silu_and_mul(self.norm_matmul(x, norm, eps, weight, bias))
-        return products.linear(self.rms_norm(x, norm, eps), weight, gated=True)
+        return products.linear(x, weight, norm=Norm(norm, eps), gated=True)
 
-    def add_matmul(self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None, /) -> None:
+    def add_matmul(self, residual: Tensor, x: Tensor, weight: DeviceWeight, bias: Tensor | None = None, /) -> None:
         """residual += x @ weight.T + bias."""
         products.linear(x, weight, bias, residual=residual, out=residual)
 
@@ -67,17 +71,21 @@ class InvariantTritonOps(TritonOps):
     invariant = True
     sample_chunk = 2048
 
-    def norm_matmul(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None, /) -> Tensor:
+    def norm_matmul(
+        self, x: Tensor, norm: Tensor, eps: float, weight: DeviceWeight, bias: Tensor | None = None, /
+    ) -> Tensor:
         """rms_norm(x) @ weight.T + bias."""
-        return products.matmul_invariant(self.rms_norm(x, norm, eps), weight, bias)
+        return products.invariant(self.rms_norm(x, norm, eps), weight, bias)
 
-    def norm_gate(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None, /) -> Tensor:
+    def norm_gate(
+        self, x: Tensor, norm: Tensor, eps: float, weight: DeviceWeight, bias: Tensor | None = None, /
+    ) -> Tensor:
         """The gate of the MLP, from the residual stream."""
         return activation.silu_and_mul(self.norm_matmul(x, norm, eps, weight, bias))
 
-    def add_matmul(self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None, /) -> None:
+    def add_matmul(self, residual: Tensor, x: Tensor, weight: DeviceWeight, bias: Tensor | None = None, /) -> None:
         """residual += x @ weight.T + bias."""
-        residual.add_(products.matmul_invariant(x, weight, bias))
+        residual.add_(products.invariant(x, weight, bias))
 
 
 def exact_products() -> None:

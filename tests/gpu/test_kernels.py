@@ -11,6 +11,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
 from kernels import activation, attention, blocks, matmul, norm, reference, rope_kv
+from kernels.skinny import Tile
 from tests.kernels.cases import DTYPES, Batch, check_sampling, close, poison, rand
 
 
@@ -179,7 +180,7 @@ def test_skinny_products_with_all_that_is_fused(dtype: torch.dtype) -> None:
     for rows in (1, 2, 7, 16, 33, 64):
         for n, k in ((6144, 4096), (1000, 2048), (77, 264)):
             for split in (1, 4):
-                tile = matmul.Tile(16, 32, split, 2) if dtype == torch.float32 else matmul.Tile(64, 128, split, 3)
+                tile = Tile(16, 32, split, 2) if dtype == torch.float32 else Tile(64, 128, split, 3)
                 x, w, w2 = (rand(*shape, dtype=dtype) for shape in ((rows, k), (n, k), (2 * n, k)))
                 w, w2 = w / k**0.5, w2 / k**0.5
                 bias, residual = rand(n, dtype=dtype), rand(rows, n, dtype=dtype)

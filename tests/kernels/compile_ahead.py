@@ -18,7 +18,24 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import mangle_type
 
-from kernels import activation, attention, blocks, kv, matmul, norm, rope_kv, sampling, slots
+from kernels import (
+    activation,
+    attention,
+    blocks,
+    fp8,
+    kv,
+    matmul,
+    matmul_words,
+    nf4,
+    norm,
+    quantized,
+    rope_kv,
+    sampling,
+    skinny,
+    slots,
+    words,
+)
+from kernels.skinny import Tile
 
 
 class Recorder:
@@ -37,7 +54,7 @@ class Recorder:
 
 # Bytes of shared memory that one program may have, by compute capability.
 MOST_SHARED = {80: 166_912, 89: 101_376, 90: 232_448}
-MODULES = (activation, attention, blocks, matmul, norm, rope_kv, sampling, slots)
+MODULES = (activation, attention, blocks, fp8, matmul, matmul_words, nf4, norm, rope_kv, sampling, slots, words)
 
 
 def recorded(call: Callable[[], object]) -> list[tuple[Any, dict[str, Any]]]:
@@ -118,7 +135,7 @@ def calls(dtype: torch.dtype, capability: int) -> Iterator[tuple[str, Callable[[
     yield "attention window", partial(attend, new(4, 48, 128), new(64, 16, 2, 8, 128), 4096)
     yield "attention 80", partial(attend, new(4, 36, 80), new(64, 16, 2, 4, 80), None)
     exact = dtype == torch.float32
-    tile = matmul.Tile(16, 32, 4, stages=2) if exact else matmul.Tile(64, 128, 4)
+    tile = Tile(16, 32, 4, stages=2) if exact else Tile(64, 128, 4)
     for rows in (1, 64):
         x, residual = new(rows, 4096), new(rows, 4096)
         yield f"linear {rows}", partial(matmul.linear, x, new(4096, 4096), residual=residual, tile=tile)
@@ -126,18 +143,44 @@ def calls(dtype: torch.dtype, capability: int) -> Iterator[tuple[str, Callable[[
         yield f"linear gated {rows}", partial(matmul.linear, x, new(8192, 4096), gated=True, tile=whole)
     for rows in (1, 256):
         yield f"invariant {rows}", partial(matmul.matmul_invariant, new(rows, 4096), new(4096, 4096))
+    if not exact:
+        yield from quantized_calls(new)
+        if capability >= 89:
+            yield "round rows", partial(fp8.round_rows, new(4, 4096), new(4096), 1e-5)
+            yield "round gated rows", partial(fp8.round_rows, new(4, 28672), gated=True)
     pool, staging = new(64, 16, 2, 8, 128), new(2, 1, 16, 2, 8, 128)
     yield "gather", partial(blocks.gather_blocks, index(1), pool, index(2), staging)
     yield "scatter", partial(blocks.scatter_blocks, index(1), pool, index(2), staging)
-    words, last, tables = torch.zeros(99, dtype=torch.int32), index(5), torch.zeros(5, 8, dtype=torch.int32)
-    yield "unpack", partial(slots.unpack, words, last, tables, slots.step_inputs(words, 9, 2, 2, tables), 16)
-    yield "finite", partial(slots.finite_lines, new(9, 4096), words[:9])
+    step, last, tables = torch.zeros(99, dtype=torch.int32), index(5), torch.zeros(5, 8, dtype=torch.int32)
+    yield "unpack", partial(slots.unpack, step, last, tables, slots.step_inputs(step, 9, 2, 2, tables), 16)
+    yield "finite", partial(slots.finite_lines, new(9, 4096), step[:9])
     for vocab in (None, 1024) if exact else ():  # logits are float32
         state = sampling.slot_settings(4, "cpu", vocab)
         yield f"sample {vocab}", partial(sampling.sample, new(2, 1024), state, index(2), index(2))
     if exact:
-        yield "keep", partial(slots.keep, index(2), new(2), new(2), index(2), last, words[:6].view(3, 2))
+        yield "keep", partial(slots.keep, index(2), new(2), new(2), index(2), last, step[:6].view(3, 2))
         yield "top", partial(sampling.top_logprobs, new(2, 1024), new(2), 20)
+
+
+def quantized_calls(new: Callable[..., Tensor]) -> Iterator[tuple[str, Callable[[], object]]]:
+    octets = torch.zeros(256, 512, dtype=torch.uint8)
+    weights: dict[str, quantized.Int4Weight | quantized.Int8Weight | quantized.Fp8Weight] = {
+        "int8": quantized.Int8Weight(octets.view(torch.int8), torch.ones(256, 1)),
+        "fp8": quantized.Fp8Weight(octets.view(quantized.FP8), torch.ones(256, 1)),
+        "fp8 blocks": quantized.Fp8Weight(octets.view(quantized.FP8), torch.ones(2, 4)),
+    }
+    for group, zero in ((128, False), (64, True), (32, False)):
+        zeros = octets[:, : 512 // group] if zero else None
+        weights[f"int4 {group}"] = quantized.Int4Weight(octets[:, :256], new(256, 512 // group), zeros, group)
+    normal = quantized.Nf4Weight(octets, torch.ones(4096), torch.ones(16))
+    yield "dequantize nf4", partial(nf4.dequantize_nf4, normal, new(1).dtype)
+    for name, weight in weights.items():
+        laid = words.lay_out(weight)
+        for rows in (1, 64):
+            x, residual = new(rows, 512), new(rows, 256)
+            yield f"{name} {rows}", partial(matmul_words.linear_words, x, laid, residual=residual)
+            yield f"{name} gated {rows}", partial(matmul_words.linear_words, x, laid, gated=True)
+        yield f"dequantize {name}", partial(words.dequantize, laid, x.dtype)
 
 
 def attend(
@@ -176,8 +219,8 @@ def compile_hopper(dim: int, windowed: bool) -> Any:
 def compile_all(capability: int, dtype: torch.dtype) -> list[str]:
     """One line for each kernel: its name and shared memory."""
     lines = []
-    dependent = {"PDL": True} if capability >= 90 else {"PDL": False}
-    with mock.patch.object(matmul, "shared_bytes", return_value=MOST_SHARED[capability]):
+    dependent = {"PDL": capability >= 90, "ASM": True}
+    with mock.patch.object(skinny, "shared_bytes", return_value=MOST_SHARED[capability]):
         launches = [(name, *launch) for name, call in calls(dtype, capability) for launch in recorded(call)]
     for name, kernel, arguments in launches:
         compiled = compile_launch(kernel, arguments | dependent, capability)

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from kernels import activation, attention, blocks, kv, matmul, norm, reference, rope_kv
+from kernels.skinny import Tile
 from services.worker.host_pages import PIECE_BLOCKS, HostPages
 from tests.kernels.cases import Batch, check_sampling, close, poison, rand
+from tests.kernels.weights import check_nf4, check_products, check_rounding, check_words
 
 HALF, FULL = torch.float16, torch.float32
 
@@ -146,7 +148,7 @@ def test_pages_in_host_memory_come_back_as_they_left() -> None:
 @pytest.mark.parametrize("split", [1, 3])
 @pytest.mark.parametrize("dtype", [HALF, FULL], ids=str)
 def test_skinny_products_with_all_that_is_fused(dtype: torch.dtype, split: int) -> None:
-    tile = matmul.Tile(16, 32, split, 2)
+    tile = Tile(16, 32, split, 2)
     for rows, n, k in ((1, 40, 72), (5, 33, 200), (33, 16, 64)):
         x, w, w2 = rand(rows, k, dtype=dtype), rand(n, k, dtype=dtype) / 8, rand(2 * n, k, dtype=dtype) / 8
         bias, residual = rand(n, dtype=dtype), rand(rows, n, dtype=dtype)
@@ -162,6 +164,22 @@ def test_invariant_products_have_the_same_bits_in_any_batch() -> None:
     whole = matmul.matmul_invariant(x, w, bias)
     close(whole, x.double() @ w.double().T + bias)
     assert torch.equal(matmul.matmul_invariant(x[:3], w, bias), whole[:3])
+
+
+def test_weights_in_words() -> None:
+    for rows, n, k, group in ((1, 100, 128, 32), (5, 66, 192, 64), (17, 130, 256, 128), (3, 64, 512, 256)):
+        check_words(rows, n, k, group, HALF)
+
+
+def test_rows_rounded_to_fp8() -> None:
+    check_rounding(3, 100, HALF)
+    check_rounding(1, 256, FULL)
+
+
+@pytest.mark.parametrize("dtype", [HALF, FULL], ids=str)
+def test_products_of_any_weight(dtype: torch.dtype) -> None:
+    check_nf4(6, 192, dtype)
+    check_products(3, 128, 192, dtype)
 
 
 def test_sampling_follows_the_reference() -> None:

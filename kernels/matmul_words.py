@@ -1,0 +1,149 @@
+"""Products of few rows with weights of four or eight bits, y = x W^T: bound by reading W once.
+
+Weights become 16-bit floats in the registers from which the matrix unit takes them; x is not rounded. What surrounds a
+product is fused into it as in `kernels.matmul`.
+
+    M rows of x    N outputs    K inputs    T tiles of 64 outputs    C chunks of 128 inputs
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.overlap import begin, launch_options, prefetch
+from kernels.skinny import Tile, finish, workspace
+from kernels.words import CHUNK, Words, has_asm, minus_zero, numbers, row_words
+
+
+@triton.jit(do_not_specialize=["M"])
+def words_kernel(
+    x,  # [M, K], rows x_stride apart
+    words,  # int32: `Words.words`; GATED: of [2N, K], the gates and then the ups
+    scales,  # [T, groups, 64]
+    zeros,  # uint8 [T, groups, 64] or None
+    bias,  # [N] or None
+    residual,  # [M, N] or None: added
+    out,  # [M, N]
+    parts,  # float32 [2 or 1, SPLIT, M, N]
+    arrived,  # int32 [cdiv(N, BLOCK_N)], zero between launches
+    M, N, K, C, groups, x_stride,
+    KIND: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr,
+    SPLIT: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+    ASM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (tile, split) multiplies BLOCK_N rows of W, a SPLIT-th of their chunks, with all rows of x."""
+    tile, split = tl.program_id(0), tl.program_id(1)
+    columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    span = tl.cdiv(tl.cdiv(C, STEP), SPLIT) * STEP
+    low, high = split * span, tl.minimum(split * span + span, C)
+    PARTS: tl.constexpr = 128 // GROUP if GROUP % 128 else 1
+    SIZE: tl.constexpr = 1024 if KIND == "int4" else 32  # words between a row's chunks
+    W: tl.constexpr = 16 if KIND == "int4" else 32
+    gate = tl.minimum(columns, N - 1)
+    other = gate + N
+    lane = tl.arange(0, W)[None, :]
+    weights, ups = row_words(words, gate, C, KIND)[:, None] + lane, row_words(words, other, C, KIND)[:, None] + lane
+    place, up_place = gate // 64 * groups * 64 + gate % 64, other // 64 * groups * 64 + other % 64
+    if PDL and AHEAD > 0:
+        if GROUP > 0:  # all its scales: a program that waits for one waits longer than it computes
+            lines = tl.minimum(low * 128 // GROUP * 64 + tl.arange(0, 64) * 64, groups * 64 - 1)
+            prefetch(scales + tile * BLOCK_N // 64 * groups * 64 + lines)
+        ahead = tl.minimum(low + tl.arange(0, AHEAD), C - 1)[None, :] * SIZE
+        prefetch(row_words(words, gate, C, KIND)[:, None] + ahead)
+        if GATED:
+            prefetch(row_words(words, other, C, KIND)[:, None] + ahead)
+    begin(PDL)
+    rows = tl.arange(0, BLOCK_M)
+    inner = tl.arange(0, 128 // PARTS)
+    inputs = x + rows[:, None] * x_stride + inner[None, :]
+    half: tl.constexpr = x.dtype.element_ty
+    product = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    minus = tl.broadcast_to(minus_zero(None, place, half), [BLOCK_N, W])
+    for first in tl.range(low, high, STEP, num_stages=STAGES):
+        for step in tl.static_range(STEP):
+            chunk = tl.minimum(first + step, C - 1)
+            a = tl.load(weights + chunk * SIZE, eviction_policy="evict_first")
+            c = a
+            if GATED:
+                c = tl.load(ups + chunk * SIZE, eviction_policy="evict_first")
+            for part in tl.static_range(PARTS):
+                column = chunk * 128 + part * (128 // PARTS)
+                mask = (rows < M)[:, None]
+                if STEP > 1:
+                    mask = mask & (first + step < high)
+                if not EVEN:
+                    mask = mask & (column + inner < K)[None, :]
+                b = tl.trans(tl.load(inputs + column, mask=mask, other=0.0))
+                if GROUP == 0:
+                    product = tl.dot(numbers(a, part, PARTS, minus, half, KIND, ASM), b, product)
+                    if GATED:
+                        up = tl.dot(numbers(c, part, PARTS, minus, half, KIND, ASM), b, up)
+                else:
+                    group = column // GROUP * 64
+                    scale = tl.load(scales + place + group).to(tl.float32)
+                    if zeros is not None:
+                        minus = tl.broadcast_to(minus_zero(zeros, place + group, half), [BLOCK_N, W])
+                    product += tl.dot(numbers(a, part, PARTS, minus, half, KIND, ASM), b) * scale[:, None]
+                    if GATED:
+                        scale = tl.load(scales + up_place + group).to(tl.float32)
+                        if zeros is not None:
+                            minus = tl.broadcast_to(minus_zero(zeros, up_place + group, half), [BLOCK_N, W])
+                        up += tl.dot(numbers(c, part, PARTS, minus, half, KIND, ASM), b) * scale[:, None]
+    if GROUP == 0:
+        product *= tl.load(scales + place).to(tl.float32)[:, None]
+        if GATED:
+            up *= tl.load(scales + up_place).to(tl.float32)[:, None]
+    finish(
+        product, up, bias, residual, out, parts, arrived, tile, split, columns, rows, M, N, SPLIT, GATED
+    )  # fmt: skip
+
+
+def tile_for(kind: str, rows: int, n: int, k: int, gated: bool) -> Tile:
+    """The tile for x [rows, k] times W [n, k], of two such W if gated. Measured on one H200."""
+    tiles, chunks = triton.cdiv(n, 64), triton.cdiv(k, CHUNK)
+    if kind == "int4":
+        step, stages, enough = 1, 3, 400 if rows <= 32 else 200
+    else:
+        step, stages, enough = (2, 4, 192) if rows <= 32 else (1, 3, 200)
+    if kind != "int4" and gated:
+        tiles *= 2
+    split = 1
+    while tiles * split < enough and split * step < chunks and split < 16:
+        split *= 2
+    return Tile(64, CHUNK * step, split, stages, 4, 1)
+
+
+def linear_words(
+    x: Tensor,
+    weight: Words,
+    bias: Tensor | None = None,
+    *,
+    residual: Tensor | None = None,
+    gated: bool = False,
+    out: Tensor | None = None,
+    tile: Tile | None = None,
+) -> Tensor:
+    """As `matmul.linear`, of at most some hundred rows of a 16-bit dtype, with the tile given or chosen."""
+    rows, k = x.shape
+    assert k == weight.shape[1]
+    n = weight.shape[0] // 2 if gated else weight.shape[0]
+    if out is None:
+        out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
+    if rows == 0:
+        return out
+    if weight.order is not None:
+        x = x.index_select(1, weight.order)
+    tile = tile or tile_for(weight.kind, rows, n, k, gated)
+    space = workspace(x.device, 2 * tile.split * rows * n if tile.split > 1 else 0)
+    words_kernel[(triton.cdiv(n, tile.n), tile.split)](
+        x, weight.words, weight.scale, weight.zero, bias, residual, out, space.parts, space.arrived, rows, n, k,
+        weight.chunks, weight.scale.shape[1], x.stride(0), KIND=weight.kind, GROUP=weight.group,
+        BLOCK_M=max(16, triton.next_power_of_2(rows)), BLOCK_N=tile.n, STEP=tile.k // CHUNK, SPLIT=tile.split,
+        GATED=gated, EVEN=k % CHUNK == 0, STAGES=tile.stages_on(x.device), AHEAD=tile.ahead, ASM=has_asm(x.device),
+        num_warps=tile.warps, **launch_options(x.device),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,115 @@
+"""Products with weights of any kind: which kernel, or the vendor's library, serves which weight and how many rows."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels import fp8, matmul
+from kernels.activation import silu_and_mul
+from kernels.matmul_words import linear_words
+from kernels.nf4 import dequantize_nf4
+from kernels.norm import rms_norm
+from kernels.quantized import Fp8Weight, Int4Weight, Int8Weight, Nf4Weight, QuantizedWeight, StackedWeight, Weight
+from kernels.words import Words, dequantize, fits, lay_out
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stack:
+    """Weights of the same inputs, their outputs one after another."""
+
+    parts: tuple["DeviceWeight", ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        return sum(part.nbytes for part in self.parts)
+
+
+DeviceWeight = Tensor | QuantizedWeight | Words | Stack
+"""A weight as `prepare` leaves it."""
+
+MOST_ROWS = {"int4": 64, "int8": 64, "fp8": 64}
+"""Rows up to which weights are read as they are; with more, fp8 goes to the vendor's fp8 product and the others are
+dequantized for the vendor's 16-bit product."""
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """An RMS norm of the rows before a product."""
+
+    weight: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x / rms(x) * weight."""
+        return rms_norm(x, self.weight, self.eps)
+
+
+def prepare(weight: Weight, dtype: torch.dtype) -> DeviceWeight:
+    """The weight in the order that products with rows of `dtype` read best. What it was may be forgotten."""
+    if isinstance(weight, StackedWeight):
+        return Stack(tuple(prepare(part, dtype) for part in weight.parts))
+    if dtype == torch.float32:
+        return weight
+    if isinstance(weight, Int8Weight | Fp8Weight) or (isinstance(weight, Int4Weight) and fits(weight)):
+        return lay_out(weight)
+    return weight
+
+
+def linear(
+    x: Tensor,
+    weight: DeviceWeight,
+    bias: Tensor | None = None,
+    *,
+    norm: Norm | None = None,
+    residual: Tensor | None = None,
+    gated: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """norm(x) @ weight.T + bias + residual, or silu(its first half) * its second half; otherwise as `matmul.linear`."""
+    if isinstance(weight, Words) and weight.kind == "fp8" and weight.group == 0 and len(x) > MOST_ROWS["fp8"]:
+        before = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        rounded = fp8.round_rows(x, *before, given=weight.input_scale)
+        return _surround(fp8.multiply(rounded, weight, x.dtype, bias), residual, gated, out)
+    if norm is not None:
+        x = norm(x)
+    if isinstance(weight, Stack):
+        product = torch.cat([linear(x, part) for part in weight.parts], 1)
+        return _surround(product if bias is None else product + bias, residual, gated, out)
+    if isinstance(weight, Words) and len(x) <= MOST_ROWS[weight.kind]:
+        return linear_words(x, weight, bias, residual=residual, gated=gated, out=out)
+    return matmul.linear(in_order(x, weight), dense(weight, x.dtype), bias, residual=residual, gated=gated, out=out)
+
+
+def invariant(x: Tensor, weight: DeviceWeight, bias: Tensor | None = None) -> Tensor:
+    """x @ weight.T + bias; a row's result has the same bits whatever the other rows are and however many."""
+    if isinstance(weight, Stack):
+        product = torch.cat([invariant(x, part) for part in weight.parts], 1)
+        return product if bias is None else product + bias
+    return matmul.matmul_invariant(in_order(x, weight), dense(weight, x.dtype), bias)
+
+
+def in_order(x: Tensor, weight: DeviceWeight) -> Tensor:
+    """Inputs in the order in which the weight's columns are stored."""
+    if isinstance(weight, Words) and weight.order is not None:
+        return x.index_select(1, weight.order)
+    return x
+
+
+def dense(weight: Tensor | QuantizedWeight | Words, dtype: torch.dtype) -> Tensor:
+    """All numbers of a weight, for a moment: [N, K], columns as they are stored."""
+    if isinstance(weight, Words):
+        return dequantize(weight, dtype)
+    if isinstance(weight, Nf4Weight) and weight.packed.is_cuda:
+        return dequantize_nf4(weight, dtype)
+    return weight.dequantize(dtype) if isinstance(weight, QuantizedWeight) else weight
+
+
+def _surround(product: Tensor, residual: Tensor | None, gated: bool, out: Tensor | None) -> Tensor:
+    """What `matmul.linear` fuses, after a product that cannot."""
+    if gated:
+        return silu_and_mul(product, out)
+    if residual is not None:
+        return torch.add(product, residual, out=out)
+    return product if out is None else out.copy_(product)

@@ -1,0 +1,94 @@
+"""What all skinny products share, whatever their weights are: the shape of a program, and what follows the product in
+its kernel (the sum over splits of K, the gate, bias and residual, the store).
+
+M rows of x, N outputs. A product lies in registers as [BLOCK_N, BLOCK_M], one column for each row of x.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.overlap import shared_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Shape of a skinny product's programs."""
+
+    n: int
+    k: int
+    split: int = 1
+    stages: int = 4
+    warps: int = 4
+    ahead: int = 4
+    """Lines of 128 bytes of each of its rows of W that a program asks for before its predecessor has ended."""
+
+    def stages_on(self, device: torch.device) -> int:
+        """The tiles were chosen on a Hopper; chips with less than 110 KiB for a program fetch less far ahead."""
+        return self.stages if shared_bytes(device) >= 110 << 10 else min(self.stages, 2)
+
+
+@triton.jit
+def finish(
+    product, up,  # float32 [BLOCK_N, BLOCK_M]; up counts where GATED
+    bias,  # [N] or None
+    residual,  # [M, N] or None: added
+    out,  # [M, N]
+    parts,  # float32 [2 or 1, SPLIT, M, N]
+    arrived,  # int32 [tiles], zero between launches
+    tile, split, columns, rows, M, N,
+    SPLIT: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """out[rows, columns] = the sum of all splits' products, or silu(product) * up; + bias + residual."""
+    here = columns < N
+    target = rows[None, :] * N + columns[:, None]
+    valid = here[:, None] & (rows < M)[None, :]
+    last = SPLIT == 1
+    if SPLIT > 1:
+        # Every split leaves its part; the last to arrive adds all of them, always in the same order.
+        size = M * N
+        tl.store(parts + split * size + target, product, mask=valid)
+        if GATED:
+            tl.store(parts + (SPLIT + split) * size + target, up, mask=valid)
+        tl.debug_barrier()
+        last = tl.atomic_add(arrived + tile, 1, sem="acq_rel") == SPLIT - 1
+        if last:
+            tl.store(arrived + tile, 0)
+            product = tl.zeros_like(product)
+            up = tl.zeros_like(up)
+            for other in tl.static_range(SPLIT):
+                product += tl.load(parts + other * size + target, mask=valid, other=0.0, cache_modifier=".cg")
+                if GATED:
+                    up += tl.load(parts + (SPLIT + other) * size + target, mask=valid, other=0.0, cache_modifier=".cg")
+    if last:
+        if GATED:
+            product = product * tl.sigmoid(product) * up
+        if bias is not None:
+            product += tl.load(bias + columns, mask=here, other=0.0).to(tl.float32)[:, None]
+        if residual is not None:
+            product += tl.load(residual + target, mask=valid, other=0.0).to(tl.float32)
+        tl.store(out + target, product.to(out.dtype.element_ty), mask=valid)
+
+
+class Workspace:
+    """Partial sums of split products, one for each stream of launches: zeroed counters, room for the widest product."""
+
+    def __init__(self, device: torch.device, words: int = 8 << 20, tiles: int = 16384) -> None:
+        self.parts = torch.empty(words, dtype=torch.float32, device=device)
+        self.arrived = torch.zeros(tiles, dtype=torch.int32, device=device)
+
+
+_workspaces: dict[torch.device, Workspace] = {}
+
+
+def workspace(device: torch.device, words: int) -> Workspace:
+    """The device's; it has room for so many partial sums."""
+    if device not in _workspaces:
+        _workspaces[device] = Workspace(device)
+    space = _workspaces[device]
+    assert words <= space.parts.numel(), words
+    return space

@@ -1,0 +1,43 @@
+"""Products with quantized weights on the device against their definition: odd shapes, fresh data, poisoned outputs."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+
+from tests.kernels.weights import check_nf4, check_products, check_rounding, check_words
+
+HALVES = [torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(autouse=True)
+def _exact_reference() -> Iterator[None]:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [(1, 6144, 4096, 128), (7, 1000, 2048, 64), (16, 66, 96, 32), (33, 4096, 1024, 128), (64, 130, 768, 256)],
+    ids=str,
+)
+def test_words_of_every_kind(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    check_words(*shape, dtype)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_rows_rounded_to_fp8(dtype: torch.dtype) -> None:
+    for rows, n in ((1, 4096), (77, 1000), (300, 14336)):
+        check_rounding(rows, n, dtype)
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=str)
+@pytest.mark.parametrize("rows", [1, 64, 65, 300])
+def test_products_of_any_weight_and_any_number_of_rows(rows: int, dtype: torch.dtype) -> None:
+    check_nf4(66, 4096, dtype)
+    check_products(rows, 256, 448, dtype)

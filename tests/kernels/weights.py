@@ -1,0 +1,105 @@
+"""Quantized weights of all kinds and shapes for tests, and products with them against the definition."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kernels import fp8, matmul_words, nf4, products, quantized, reference, words
+from kernels.quantized import Fp8Weight, Int4Weight, Int8Weight
+from kernels.skinny import Tile
+from tests.kernels.cases import DEVICE, close, error, poison, rand
+
+TILES = [Tile(64, 128, 1, 2, 4, 0), Tile(64, 128, 2, 3, 4, 2), Tile(128, 128, 3, 2, 4, 2)]
+
+
+def weights(n: int, k: int, group: int, dtype: torch.dtype) -> Iterator[Int4Weight | Int8Weight | Fp8Weight]:
+    """One of each kind that lies in words. group divides k."""
+    w = rand(n, k, dtype=torch.float32) / k**0.5
+    yield quantized.quantize_int4(w.to(dtype), group)
+    plain = quantized.quantize_int4(w, group)
+    zero = torch.randint(0, 16, plain.scale.shape, dtype=torch.uint8, device=DEVICE)
+    yield replace(plain, zero=zero)
+    yield replace(plain, zero=zero, order=torch.randperm(k, device=DEVICE).int())
+    yield quantized.quantize_int8(w)
+    rows = quantized.quantize_fp8(w)
+    yield rows
+    octets = torch.arange(n * k, device=DEVICE).to(torch.uint8)  # every value there is
+    every = torch.where(octets % 128 == 127, 0, octets).to(torch.uint8).view(quantized.FP8).view(n, k)
+    yield Fp8Weight(every, torch.full((1, 1), 1e-3, device=DEVICE))
+    blocks = torch.rand(-(-n // 128), -(-k // 128), device=DEVICE) * 2e-3
+    yield Fp8Weight(every, blocks)
+
+
+def check_words(rows: int, n: int, k: int, group: int, dtype: torch.dtype) -> None:
+    """Products and dequantization of every kind of weight, n even."""
+    x = rand(rows, k, dtype=dtype)
+    residual, bias = rand(rows, n, dtype=dtype), rand(n, dtype=dtype)
+    for weight in weights(n, k, group, dtype):
+        laid = words.lay_out(weight)
+        want = quantized.linear(x.double(), weight)
+        out, tile = poison(rows, n, dtype=dtype), random.choice(TILES)
+        close(matmul_words.linear_words(x, laid, bias, out=out, tile=tile), want + bias.double())
+        added = residual.clone()
+        close(matmul_words.linear_words(x, laid, residual=added, out=added, tile=tile), want + residual.double())
+        out = poison(rows, n // 2, dtype=dtype)
+        close(matmul_words.linear_words(x, laid, gated=True, out=out, tile=tile), reference.silu_and_mul(want))
+        stored = weight.stored(torch.float64) if isinstance(weight, Int4Weight) else None
+        close(words.dequantize(laid, dtype), weight.dequantize(torch.float64) if stored is None else stored)
+        assert laid.nbytes <= 1.1 * weight.nbytes + 200 * (k + n)
+
+
+def check_rounding(rows: int, n: int, dtype: torch.dtype) -> None:
+    """Rows rounded to fp8, plain, normalized and gated."""
+    x, norm, wide = rand(rows, n, dtype=dtype), rand(n, dtype=dtype), rand(rows, 2 * n, dtype=dtype)
+    for got, want in (
+        (fp8.round_rows(x), x.float()),
+        (fp8.round_rows(x, norm=norm, eps=1e-5), reference.rms_norm(x.float(), norm.float(), 1e-5)),
+        (fp8.round_rows(wide, gated=True), reference.silu_and_mul(wide.float())),
+        (fp8.round_rows(x, given=torch.full((), 0.5, device=DEVICE)), x.float()),
+    ):
+        values, scale = got
+        columns = torch.arange(values.shape[1], device=DEVICE).view(-1, 2, 32, 2).permute(0, 2, 3, 1).flatten()
+        back = torch.zeros(values.shape, device=DEVICE)
+        back[:, columns] = values.float() * scale
+        assert not back[:, n:].any()
+        if DEVICE == "cpu":  # Triton's interpreter loses the carry where a number rounds up to a power of two.
+            assert error(back[:, :n], want) < 0.2
+            continue
+        # Rounding keeps three bits: an eighth of a number's power of two, half of it either way.
+        step = (want.abs() / scale).clamp_min(2**-6).log2().floor().exp2() / 16 * scale
+        assert ((back[:, :n] - want).abs() <= step * 1.05).all()
+
+
+def check_nf4(n: int, k: int, dtype: torch.dtype) -> None:
+    """The kernel's numbers are those of the definition."""
+    weight = quantized.quantize_nf4(rand(n, k, dtype=torch.float32))
+    close(nf4.dequantize_nf4(weight, dtype), weight.dequantize(torch.float64))
+
+
+def check_products(rows: int, n: int, k: int, dtype: torch.dtype) -> None:
+    """`products.linear` with every kind of weight, prepared for the device."""
+    x, gamma = rand(rows, k, dtype=dtype), rand(k, dtype=dtype)
+    residual, w = rand(rows, n, dtype=dtype), rand(n, k, dtype=torch.float32) / k**0.5
+    kinds: list[quantized.Weight] = [*weights(n, k, 64, dtype), w.to(dtype), quantized.quantize_nf4(w)]
+    kinds += [quantized.quantize_int4(w, 16), quantized.concat([quantized.quantize_int8(w[:64]), w[64:].to(dtype)])]
+    norm = products.Norm(gamma, 1e-5)
+    normed = reference.rms_norm(x.double(), gamma.double(), 1e-5)
+    for weight in kinds:
+        laid = products.prepare(weight, dtype)
+        rounds = isinstance(weight, Fp8Weight) and rows > products.MOST_ROWS["fp8"] and dtype != torch.float32
+        for got, want in (
+            (products.linear(x, laid, norm=norm), quantized.linear(normed, weight)),
+            (products.linear(x, laid, residual=residual), quantized.linear(x.double(), weight) + residual.double()),
+            (products.linear(x, laid, gated=True), _gated(quantized.linear(x.double(), weight))),
+        ):
+            if rounds:
+                assert error(got, want) < 0.05
+            else:
+                close(got, want)
+
+
+def _gated(product: Tensor) -> Tensor:
+    return reference.silu_and_mul(product)
