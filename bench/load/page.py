@@ -22,7 +22,7 @@ header p { color: #6b7280; margin: 0; }
 .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 480px), 1fr)); gap: 1rem; }
 .card { background: #fff; border: 1px solid #e5e7eb; border-radius: 10px; padding: 1rem; overflow-x: auto; }
 svg { width: 100%; height: auto; } svg text { font-size: 11px; fill: #6b7280; }
-svg .grid { stroke: #e5e7eb; } svg polyline { fill: none; stroke-width: 2; stroke-linejoin: round; }
+svg .grid { stroke: #e5e7eb; } svg polyline { stroke-width: 2; stroke-linejoin: round; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: .25rem .5rem; border-bottom: 1px solid #f1f5f9; }
 th:first-child, td:first-child { text-align: left; } th { color: #6b7280; font-weight: 500; }

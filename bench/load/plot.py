@@ -36,7 +36,7 @@ def lines(series: Sequence[Line], x: Axis, y: Axis) -> str:
     parts = [_grid(across, up, x, y)]
     for number, line in enumerate(series):
         path = " ".join(f"{across(px):.1f},{up(py):.1f}" for px, py in line.points)
-        parts.append(f'<polyline points="{path}" stroke="{COLOURS[number % len(COLOURS)]}"/>')
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{COLOURS[number % len(COLOURS)]}"/>')
     return _svg(_HEIGHT, parts) + (_legend([line.name for line in series]) if len(series) > 1 else "")
 
 
