@@ -272,16 +272,8 @@ class Engine(Intake):
             self.prefixes.consider(sequence)
         return waits
 
-    def _end(
-        self,
-        sequence: Sequence,
-        reason: EndReason,
-        output: StepOutput,
-        stop_token_id: int | None = None,
-        error: Failure | None = None,
-    ) -> None:
+    def _forget(self, sequence: Sequence) -> None:
         self.prefixes.forget(sequence)
-        super()._end(sequence, reason, output, stop_token_id, error)
 
     def _fail(self, sequence: Sequence, error: Exception | None, output: StepOutput) -> None:
         """A job failed alone: what it computed is neither found nor met by anyone."""

@@ -145,10 +145,14 @@ class Intake:
         error: Failure | None = None,
     ) -> None:
         key = sequence.job.key
+        self._forget(sequence)
         self.batch.remove(sequence)
         del self._sequences[key]
         cost = sequence.cost(time.monotonic())
         output.ended.append(Ended(key, reason, sequence.position, cost, stop_token_id, error))
+
+    def _forget(self, sequence: Sequence) -> None:
+        """A sequence ends: what an engine keeps of it elsewhere goes, too."""
 
     # ---- state for others ----
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from services.worker.batching import Row
 from services.worker.config import CheckpointError, load_config
 from services.worker.intake import IDLE_WAIT_S, Intake
-from services.worker.job import EndReason, EngineOptions, Failure, StepOutput, TokenOut
+from services.worker.job import EndReason, EngineOptions, StepOutput, TokenOut
 from services.worker.memory import MemoryPlan, available_memory
 from services.worker.profiling import Profiler
 from services.worker.sequence import Sequence
@@ -159,16 +159,8 @@ class PacedEngine(Intake):
             self._draws[job.key] = known
         return known[1][position % _RUN]
 
-    def _end(
-        self,
-        sequence: Sequence,
-        reason: EndReason,
-        output: StepOutput,
-        stop_token_id: int | None = None,
-        error: Failure | None = None,
-    ) -> None:
+    def _forget(self, sequence: Sequence) -> None:
         self._draws.pop(sequence.job.key, None)
-        super()._end(sequence, reason, output, stop_token_id, error)
 
 
 def tokens_of(seed: int, sample_index: int, run: int, vocabulary: list[int]) -> list[int]:
