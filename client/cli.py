@@ -76,6 +76,9 @@ def serve(
     max_batch_size: Annotated[int | None, typer.Option(min=1, help="Most sequences in a worker's batch.")] = None,
     max_seq_length: Annotated[str | None, typer.Option(help="Most tokens of prompt and answer: 4096, 4k, 32k.")] = None,
     engine: Annotated[str | None, typer.Option(help="What computes.", show_default="the best there is")] = None,
+    quantize: Annotated[
+        str | None, typer.Option(help="Round a plain checkpoint's weights to int8, int4, fp8 or nf4.")
+    ] = None,
     kv_dtype: Annotated[
         str | None, typer.Option(help="Of stored keys and values: fp8 or int8.", show_default="the model's")
     ] = None,
@@ -87,6 +90,7 @@ def serve(
         "MAX_BATCH_SIZE": max_batch_size,
         "MAX_SEQ_LENGTH": _tokens(max_seq_length),
         "ENGINE": engine,
+        "QUANTIZE": quantize,
         "KV_DTYPE": kv_dtype,
     }
     environment = {name: str(value) for name, value in settings.items() if value is not None}

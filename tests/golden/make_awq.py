@@ -10,7 +10,7 @@ import torch
 from awq import AutoAWQForCausalLM
 from awq.utils.packing_utils import dequantize_gemm
 
-from tests.golden.tiny import FOLDER, GROUP, calibration, finish, plain_llama, tokenizer
+from tests.golden.tiny import GROUP, calibration, emptied, finish, plain_llama, tokenizer
 
 
 def main() -> None:
@@ -21,7 +21,7 @@ def main() -> None:
     model.quantize(
         tokenizer(), quant_config=settings, calib_data=calibration(), max_calib_seq_len=128, apply_clip=False
     )
-    folder = FOLDER / "awq"
+    folder = emptied("awq")
     model.save_quantized(str(folder))
     layers = model.model.model.layers
     linears = {f"model.layers.0.{name}": each for name, each in layers[0].named_modules() if hasattr(each, "qweight")}

@@ -14,7 +14,7 @@ from auto_gptq.modeling import _base
 from auto_gptq.modeling.llama import LlamaGPTQForCausalLM
 from transformers import LlamaForCausalLM
 
-from tests.golden.tiny import FOLDER, GROUP, calibration, finish, plain_llama, tokenizer
+from tests.golden.tiny import GROUP, calibration, emptied, finish, plain_llama, tokenizer
 
 KINDS = {
     "gptq": {"desc_act": False, "sym": True},
@@ -35,7 +35,7 @@ def main() -> None:
         model = LlamaGPTQForCausalLM(LlamaForCausalLM.from_pretrained(plain), False, settings)
         with mock.patch.object(torch.cuda, "synchronize"):
             model.quantize(examples, use_triton=False)
-        folder = FOLDER / name
+        folder = emptied(name)
         model.save_quantized(str(folder), use_safetensors=True)
         linears = {
             f"model.layers.0.{path}": each

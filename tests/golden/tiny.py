@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -37,6 +38,12 @@ def plain_llama() -> Path:
     folder = Path(tempfile.mkdtemp())
     library.LlamaForCausalLM(config).half().save_pretrained(folder)
     return folder
+
+
+def emptied(name: str) -> Path:
+    """The folder of a golden checkpoint, with nothing in it."""
+    shutil.rmtree(FOLDER / name, ignore_errors=True)
+    return FOLDER / name
 
 
 def tokenizer() -> Any:

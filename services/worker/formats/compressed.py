@@ -14,7 +14,7 @@ from services.worker.formats.fp8 import read_fp8
 from services.worker.formats.grouped import order_of
 from services.worker.formats.tensors import ModuleTensors, unpack_words
 
-_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
+_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense")
 _INTEGERS = (torch.int32, torch.int64)
 
 

@@ -1,0 +1,209 @@
+"""Every defect of a quantized checkpoint is one clear line, and never a served model."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from services.worker.config import CheckpointError
+from services.worker.engine import Engine
+from services.worker.job import EngineOptions
+from tests.checkpoints import Shape, make_checkpoint
+from tests.quantized import write
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+Q = "model.layers.1.self_attn.q_proj"
+Change = Callable[[dict[str, Tensor], dict[str, Any]], object]
+
+
+def load(folder: Path, **options: Any) -> Engine:
+    return Engine(folder, EngineOptions(kv_blocks=8, **options), lambda phase, done, total: None)
+
+
+@pytest.fixture(scope="session")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A quantized checkpoint of a kind, or a golden one."""
+    folder = tmp_path_factory.mktemp("whole")
+    plain = make_checkpoint(folder / "plain", Shape("llama", {"intermediate_size": 128, "num_hidden_layers": 2}))
+    made: dict[str, Path] = {}
+
+    def get(kind: str) -> Path:
+        if (GOLDEN / kind / "config.json").is_file():
+            return GOLDEN / kind
+        if kind not in made:
+            made[kind] = write(kind, plain, folder).folder
+        return made[kind]
+
+    return get
+
+
+def fill(name: str, value: float) -> Change:
+    """One number of a tensor is another."""
+    return lambda tensors, settings: tensors[name].view(-1)[0].fill_(value)
+
+
+def without(name: str) -> Change:
+    """A tensor is gone."""
+    return lambda tensors, settings: tensors.pop(name)
+
+
+def cut(name: str) -> Change:
+    """A tensor lacks its last row."""
+    return lambda tensors, settings: tensors.update({name: tensors[name][:-1].clone()})
+
+
+def typed(name: str, dtype: torch.dtype) -> Change:
+    """A tensor has another type."""
+    return lambda tensors, settings: tensors.update({name: tensors[name].to(dtype)})
+
+
+def setting(**changes: Any) -> Change:
+    """quantization_config says something else."""
+    return lambda tensors, settings: settings.update(changes)
+
+
+def scheme(**changes: Any) -> Change:
+    """The weights of a group of compressed-tensors are of another kind."""
+    return lambda tensors, settings: settings["config_groups"]["group_0"]["weights"].update(changes)
+
+
+def inputs(**changes: Any) -> Change:
+    """The inputs of a group of compressed-tensors are of another kind."""
+    return lambda tensors, settings: settings["config_groups"]["group_0"].update(input_activations=changes)
+
+
+def state(text: bytes) -> Change:
+    """The state of a bitsandbytes weight is another text."""
+    name = f"{Q}.weight.quant_state.bitsandbytes__nf4"
+    return lambda tensors, settings: tensors.update({name: torch.tensor(list(text), dtype=torch.uint8)})
+
+
+FP8_NAN = torch.tensor(0x7F, dtype=torch.uint8)
+
+
+def fp8_nan(tensors: dict[str, Tensor], settings: dict[str, Any]) -> None:
+    tensors[f"{Q}.weight"].view(torch.uint8)[3, 3] = FP8_NAN
+
+
+def regrouped(tensors: dict[str, Tensor], settings: dict[str, Any]) -> None:
+    tensors[f"{Q}.g_idx"][0] = 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "reason"),
+    [
+        ("awq", setting(quant_method="hqq"), "quant_method hqq is not supported; supported are awq, gptq"),
+        ("awq", lambda tensors, settings: settings.pop("quant_method"), "quant_method none is not supported"),
+        ("awq", setting(bits=3), "awq with bits=3 is not supported; supported is bits=4"),
+        ("awq", setting(version="gemv"), "AWQ version gemv is not supported; supported is gemm"),
+        ("awq", setting(group_size=48), "64 inputs and 64 outputs cannot be packed in groups of 48"),
+        ("awq", setting(group_size=64), "scales has shape [2, 64], expected is [1, 64]"),
+        ("awq", setting(group_size=0), "group_size 0 is not supported"),
+        ("awq", without(f"{Q}.scales"), f"tensor {Q}.scales is missing"),
+        ("awq", without(f"{Q}.qzeros"), f"tensor {Q}.qzeros is missing"),
+        ("awq", without(f"{Q}.qweight"), f"{Q}: neither weight nor qweight is there"),
+        ("awq", cut(f"{Q}.qweight"), f"tensor {Q}.qweight has shape [63, 8], expected is [64, 8]"),
+        ("awq", typed(f"{Q}.qweight", torch.int64), f"tensor {Q}.qweight has type I64, expected is I32"),
+        ("awq", fill(f"{Q}.scales", torch.nan), f"tensor {Q}.scales holds numbers that are not finite"),
+        ("awq", fill("model.norm.weight", torch.inf), "tensor model.norm.weight holds numbers that are not finite"),
+        ("awq", lambda t, s: t.update({f"{Q}.more": torch.ones(1)}), f"tensor {Q}.more is not part of this"),
+        ("awq", lambda t, s: t.update({f"{Q}.bias": torch.ones(64)}), f"tensor {Q}.bias is not part of this"),
+        ("gptq", setting(bits=8), "gptq with bits=8 is not supported"),
+        ("gptq", setting(checkpoint_format="marlin"), "checkpoint_format marlin is not supported"),
+        ("gptq", setting(is_marlin_format=True), "checkpoint_format marlin is not supported"),
+        ("gptq-act-order", regrouped, f"{Q}: g_idx does not give every group 32 inputs"),
+        ("gptq", cut(f"{Q}.g_idx"), f"tensor {Q}.g_idx has shape [63]"),
+        ("int4", without(f"{Q}.weight_scale"), f"tensor {Q}.weight_scale is missing"),
+        ("int4-asymmetric", without(f"{Q}.weight_zero_point"), f"tensor {Q}.weight_zero_point is missing"),
+        ("int4", fill(f"{Q}.weight_shape", 63), f"{Q}: weight_shape says [63, 64], config.json [64, 64]"),
+        ("int4", fill(f"{Q}.weight_scale", -torch.inf), f"tensor {Q}.weight_scale holds numbers that are not finite"),
+        ("int4", setting(format="marlin-24"), "compressed-tensors format marlin-24 is not supported"),
+        ("int4", setting(config_groups={}), "quantization_config does not say how it is quantized"),
+        ("int4", setting(config_groups=[1]), "quantization_config cannot be read"),
+        ("int4", setting(quantization_status="calibration"), "quantization_status calibration is not supported"),
+        ("int4", setting(sparsity_config={"format": "sparse-24"}), "sparsity sparse-24 is not supported"),
+        ("int4", scheme(num_bits=3), "int weights of 3 bits (group) are not supported"),
+        ("int4", scheme(num_bits=4, type="float"), "float weights of 4 bits (group) are not supported"),
+        ("int4", inputs(num_bits=8, dynamic=True, symmetric=True), "with dynamic int inputs of 8 bits are"),
+        ("w8a8", inputs(num_bits=8, dynamic=False), "with static int inputs of 8 bits are not supported"),
+        ("w8a8", inputs(num_bits=8, dynamic=True, symmetric=False), "with asymmetric dynamic int inputs of 8 bits"),
+        ("w8a8", scheme(symmetric=False), "asymmetric int weights of 8 bits (channel) are not supported"),
+        ("w8a8", without(f"{Q}.weight_scale"), f"{Q}: its weight is quantized and weight_scale is missing"),
+        ("w8a8", typed(f"{Q}.weight", torch.uint8), f"tensor {Q}.weight has type U8, expected is I8"),
+        ("fp8-channel", cut(f"{Q}.weight_scale"), f"tensor {Q}.weight_scale has shape [63, 1]"),
+        ("fp8-channel", fp8_nan, f"tensor {Q}.weight holds numbers that are not finite"),
+        ("fp8-static", without(f"{Q}.input_scale"), f"tensor {Q}.input_scale is missing"),
+        ("fp8-static", fill(f"{Q}.input_scale", 0), f"{Q}: input_scale is not positive"),
+        ("fp8-compressed-blocks", scheme(block_structure=[64, 64]), "blocks of [64, 64] are not supported"),
+        ("fp8-blocks", setting(weight_block_size=[64, 64]), "weight_block_size [64, 64] is not supported"),
+        ("fp8-blocks", setting(activation_scheme="best"), "activation_scheme best is not supported"),
+        ("fp8-blocks", without(f"{Q}.weight_scale_inv"), f"{Q}: its weight is quantized and weight_scale is missing"),
+        ("nf4", setting(bnb_4bit_quant_type="fp4"), "bitsandbytes fp4 is not supported; supported is nf4"),
+        ("nf4", setting(load_in_4bit=False, load_in_8bit=True), "bitsandbytes int8 is not supported"),
+        ("nf4", state(b"{"), f"{Q}: its quant_state cannot be read"),
+        ("nf4", state(b'{"quant_type": "nf4", "shape": [64, 32]}'), f"{Q}: its state says nf4 of shape [64, 32]"),
+        ("nf4", state(b'{"quant_type": "nf4", "shape": [64, 64], "blocksize": 32}'), f"{Q}: blocks of 32"),
+        ("nf4", cut(f"{Q}.weight.absmax"), f"tensor {Q}.weight.absmax has shape [63]"),
+        ("nf4-nested", without(f"{Q}.weight.nested_quant_map"), f"tensor {Q}.weight.nested_quant_map is missing"),
+    ],
+)  # fmt: skip
+def test_a_damaged_checkpoint_is_refused_with_its_reason(
+    kind: str, change: Change, reason: str, written: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(written(kind), tmp_path / "damaged"))
+    tensors, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    change(tensors, config["quantization_config"])
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError) as caught:
+        load(folder)
+    assert reason in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert str(folder) not in str(caught.value), "messages hold no paths"
+
+
+def test_a_cut_file_is_refused(written: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(written("int4"), tmp_path / "cut"))
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[:-100])
+    with pytest.raises(CheckpointError, match="truncated"):
+        load(folder)
+
+
+def test_a_plain_configuration_does_not_hide_quantized_tensors(written: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(written("w8a8"), tmp_path / "hidden"))
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("quantization_config")
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"weight_scale is not part of this architecture"):
+        load(folder)
+
+
+def test_what_is_quantized_is_not_quantized_again(written: Callable[[str], Path]) -> None:
+    with pytest.raises(CheckpointError, match=r"quantized already \(quant_method gptq\): leave out --quantize"):
+        load(written("gptq"), quantize="int8")
+
+
+@pytest.mark.parametrize(
+    ("kind", "width", "reason"),
+    [("int4", 84, "84 inputs cannot be shared out in groups"), ("nf4", 63, "cannot be shared out in blocks of 64")],
+)
+def test_widths_that_cannot_be_rounded(kind: str, width: int, reason: str, tmp_path: Path) -> None:
+    shape = Shape("llama", {"intermediate_size": width, "num_hidden_layers": 1})
+    with pytest.raises(CheckpointError, match=reason):
+        load(make_checkpoint(tmp_path / "odd", shape), quantize=kind)
+
+
+def test_rounding_finds_numbers_that_are_not_finite(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "plain")
+    tensors = load_file(folder / "model.safetensors")
+    tensors[f"{Q}.weight"].view(-1)[5] = torch.nan
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"tensor {Q}.weight holds numbers that are not finite"):
+        load(folder, quantize="int8")

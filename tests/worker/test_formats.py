@@ -1,0 +1,282 @@
+"""Quantized checkpoints: read as their writers meant them, served as the dequantized model would be."""
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from kernels import quantized
+from kernels.quantized import Fp8Weight, Int4Weight, Int8Weight, Nf4Weight, QuantizedWeight
+from services.worker import presets
+from services.worker.config import load_config, read_quantization
+from services.worker.engine import Engine
+from services.worker.formats.registry import reader_of
+from services.worker.formats.tensors import ModuleTensors
+from services.worker.formats.tensors import Tensors as Source
+from services.worker.job import EngineOptions
+from services.worker.weights import open_checkpoint
+from tests.checkpoints import VOCAB, Shape, make_checkpoint
+from tests.quantized import WRITERS, Written, modules_of, read, save, write
+from tests.worker.drive import job, prompt_of, run
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+GOLDENS = ("awq", "gptq", "gptq-act-order", "gptq-asymmetric")
+# Widths with whole and cut blocks of 128.
+WIDE = {"hidden_size": 192, "intermediate_size": 320, "num_hidden_layers": 2, "initializer_range": 0.1}
+# bitsandbytes' own dequantization on CPUs is wrong where a block of 64 begins within a row: inputs are multiples of 64.
+_EVEN = {"intermediate_size": 128}
+SHAPES: Mapping[str, Shape] = {
+    "llama": Shape("llama", {**_EVEN, "attention_bias": True, "mlp_bias": True}),
+    "mistral": Shape("mistral", {**_EVEN, "sliding_window": 24}, shard_bytes=150_000),
+    "qwen2": Shape("qwen2", {**_EVEN, "tie_word_embeddings": True}),
+    "qwen3": Shape("qwen3", {**_EVEN, "head_dim": 32}),
+    "wide": Shape("llama", WIDE),
+}
+KINDS: Mapping[str, type[QuantizedWeight]] = {
+    "int4": Int4Weight,
+    "w8a16": Int8Weight,
+    "w8a8": Int8Weight,
+    "fp8": Fp8Weight,
+    "nf4": Nf4Weight,
+}
+# Log-probabilities of a model whose logits reach 40: INT4 products are in bfloat16, W8A8 rounds its inputs to 8 bits.
+TOLERANCES = {"int4": 0.4, "w8a8": 0.6}
+EXACT = 2e-3
+
+
+@pytest.fixture(scope="session")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Written]:
+    """written(kind, shape): a quantized checkpoint and its twin."""
+    folder = tmp_path_factory.mktemp("quantized")
+
+    @cache
+    def plain(shape: str) -> Path:
+        return make_checkpoint(folder / shape, SHAPES[shape])
+
+    @cache
+    def make(kind: str, shape: str) -> Written:
+        return write(kind, plain(shape), folder / f"{shape}-quantized")
+
+    return make
+
+
+def weights_of(folder: Path, shapes: Mapping[str, torch.Size]) -> dict[str, quantized.Weight]:
+    """What the worker reads."""
+    reader, checkpoint = reader_of(read_quantization(folder), None), open_checkpoint(folder)
+    assert reader is not None
+    with checkpoint.opened() as fetch:
+        source = Source(checkpoint.headers, fetch)
+        return {name: reader.read(ModuleTensors(source, name), *shape) for name, shape in shapes.items()}
+
+
+def engine_of(folder: Path, **options: Any) -> Engine:
+    settings = {"kv_blocks": 256, "max_batch_size": 16, **options}
+    return Engine(folder, EngineOptions(**settings), lambda phase, done, total: None)
+
+
+def assert_served_like(twin: Path, engine: Engine, tolerance: float, tokens: int = 24) -> None:
+    """Greedy answers: each token is, within tolerance, the twin's best, and as likely as the twin says."""
+    model: Any = AutoModelForCausalLM.from_pretrained(twin, dtype=torch.float32)
+    prompts = [prompt_of(length, vocab=min(model.config.vocab_size, VOCAB)) for length in (1, 9, 33)]
+    answers = run(engine, *(job(i, p, max_tokens=tokens, logprobs=0, ignore_eos=True) for i, p in enumerate(prompts)))
+    for index, prompt in enumerate(prompts):
+        answer = answers[index]
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + answer.tokens])).logits[0, len(prompt) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(answer.tokens)[:, None])[:, 0]
+        assert len(answer.tokens) == tokens
+        torch.testing.assert_close(torch.tensor(answer.logprobs), expected, atol=tolerance, rtol=0)
+        assert bool((expected >= logits.log_softmax(-1).amax(-1) - 2 * tolerance).all())
+
+
+def kind_of(name: str) -> str:
+    return next(kind for kind in KINDS if name.startswith(kind))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", WRITERS)
+def test_weights_are_what_their_writer_reads_back(
+    kind: str, shape: str, written: Callable[[str, str], Written]
+) -> None:
+    made = written(kind, shape)
+    expected = {name: weight for name, weight in read(made.twin).items() if name.endswith("_proj.weight")}
+    got = weights_of(made.folder, {name.removesuffix(".weight"): weight.shape for name, weight in expected.items()})
+    for name, weight in expected.items():
+        mine = got[name.removesuffix(".weight")]
+        assert isinstance(mine, KINDS[kind_of(kind)])
+        torch.testing.assert_close(mine.dequantize(torch.float32), weight, rtol=1e-6, atol=1e-6)
+    head = (
+        weights_of(made.folder, {"lm_head": torch.Size((VOCAB, SHAPES[shape].settings.get("hidden_size", 64)))})
+        if "lm_head.weight" in read(made.twin)
+        else {}
+    )
+    assert all(isinstance(weight, Tensor) for weight in head.values()), "the head was left alone"
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        *((kind, "wide") for kind in WRITERS),
+        *(
+            (kind, shape)
+            for kind in ("int4-asymmetric", "w8a8", "fp8-channel", "nf4-nested")
+            for shape in SHAPES
+            if shape != "wide"
+        ),
+    ],
+)
+def test_answers_are_those_of_the_dequantized_model(
+    kind: str, shape: str, written: Callable[[str, str], Written]
+) -> None:
+    made = written(kind, shape)
+    engine = engine_of(made.folder)
+    assert_served_like(made.twin, engine, TOLERANCES.get(kind_of(kind), EXACT))
+    assert engine.parameters == sum(tensor.numel() for tensor in read(made.twin).values())
+
+
+@pytest.mark.parametrize("name", GOLDENS)
+def test_what_awq_and_gptq_wrote_is_read_as_they_read_it(name: str) -> None:
+    expected = load_file(GOLDEN / name / "expected.safetensors")
+    got = weights_of(GOLDEN / name, {module: weight.shape for module, weight in expected.items()})
+    for module, weight in expected.items():
+        mine = got[module]
+        assert isinstance(mine, Int4Weight)
+        assert (mine.order is not None) == (name not in ("awq", "gptq"))
+        torch.testing.assert_close(mine.dequantize(torch.float32), weight.float(), rtol=1e-3, atol=1e-4)
+
+
+def golden_twin(name: str, folder: Path) -> Path:
+    """The plain model of what was read: its weights are checked above."""
+    tensors = read_model(GOLDEN / name)
+    modules = {each.removesuffix(".qweight") for each in tensors if each.endswith(".qweight")}
+    shapes = {}
+    for module in modules:
+        rows, columns = tensors[f"{module}.qweight"].shape
+        shapes[module] = torch.Size((8 * columns, rows) if name == "awq" else (columns, 8 * rows))
+    plain = {each: tensor.float() for each, tensor in tensors.items() if each.rpartition(".")[0] not in modules}
+    for module, weight in weights_of(GOLDEN / name, shapes).items():
+        plain[f"{module}.weight"] = quantized.dequantize(weight, torch.float32)
+    config = json.loads((GOLDEN / name / "config.json").read_text())
+    config.pop("quantization_config")
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save(plain, folder)
+    return folder
+
+
+def read_model(folder: Path) -> dict[str, Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", GOLDENS)
+def test_answers_of_awq_and_gptq_checkpoints(name: str, tmp_path: Path) -> None:
+    assert_served_like(golden_twin(name, tmp_path / "twin"), engine_of(GOLDEN / name), TOLERANCES["int4"])
+
+
+def edited(name: str, folder: Path, change: Callable[[dict[str, Tensor], dict[str, Any]], None]) -> Path:
+    """A golden checkpoint with its tensors and settings changed."""
+    shutil.copytree(GOLDEN / name, folder)
+    tensors, config = read_model(folder), json.loads((folder / "config.json").read_text())
+    change(tensors, config["quantization_config"])
+    (folder / "config.json").write_text(json.dumps(config))
+    save(tensors, folder)
+    return folder
+
+
+def test_the_second_format_of_gptq_stores_true_zeros(tmp_path: Path) -> None:
+    def second(tensors: dict[str, Tensor], settings: dict[str, Any]) -> None:
+        settings["checkpoint_format"] = "gptq_v2"
+        for name in tensors:
+            if name.endswith("qzeros"):
+                nibbles = torch.stack([(tensors[name] >> 4 * i) & 15 for i in range(8)])
+                words = sum(((nibble + 1) & 15).long() << 4 * i for i, nibble in enumerate(nibbles))
+                tensors[name] = torch.as_tensor(words).to(torch.int32)
+
+    folder = edited("gptq-asymmetric", tmp_path / "v2", second)
+    expected = load_file(GOLDEN / "gptq-asymmetric" / "expected.safetensors")
+    for module, weight in weights_of(folder, {each: tensor.shape for each, tensor in expected.items()}).items():
+        assert isinstance(weight, Int4Weight)
+        torch.testing.assert_close(weight.dequantize(torch.float32), expected[module].float(), rtol=1e-3, atol=1e-4)
+
+
+def test_biases_of_zeros_are_no_harm(tmp_path: Path) -> None:
+    folder = edited(
+        "gptq", tmp_path / "biased", lambda t, _: t.update({"model.layers.0.self_attn.o_proj.bias": torch.zeros(64)})
+    )
+    assert engine_of(folder).parameters > 0
+
+
+def test_act_order_of_compressed_tensors(written: Callable[[str, str], Written], tmp_path: Path) -> None:
+    """Its writer has given it up; older checkpoints have it. Columns are moved and g_idx says from where."""
+    made = written("int4-asymmetric", "llama")
+    folder = tmp_path / "ordered"
+    shutil.copytree(made.folder, folder)
+    tensors, name = read(folder), "model.layers.0.mlp.down_proj"
+    shape = read(made.twin)[f"{name}.weight"].shape
+    plain = weights_of(folder, {name: shape})[name]
+    assert isinstance(plain, Int4Weight)
+    order = torch.randperm(shape[1], generator=torch.Generator().manual_seed(0))
+    moved = plain.unpack()[:, order].int().view(shape[0], -1, 8)
+    words = sum(moved[:, :, i].long() << 4 * i for i in range(8))
+    tensors[f"{name}.weight_packed"] = torch.as_tensor(words).to(torch.int32)
+    tensors[f"{name}.weight_g_idx"] = (order // 32).int()
+    save(tensors, folder)
+    read_back = weights_of(folder, {name: shape})[name]
+    assert isinstance(read_back, Int4Weight)
+    assert read_back.order is not None
+    torch.testing.assert_close(read_back.dequantize(torch.float32), plain.dequantize(torch.float32)[:, order])
+
+
+# ---- rounding as weights come in ----
+
+
+@pytest.mark.parametrize("kind", quantized.QUANTIZERS)
+@pytest.mark.parametrize("shape", ["llama", "mistral", "qwen2", "qwen3"])
+def test_plain_weights_are_rounded_as_they_come_in(kind: str, shape: str, tmp_path: Path) -> None:
+    plain = make_checkpoint(tmp_path / "plain", SHAPES[shape])
+    twin = Path(shutil.copytree(plain, tmp_path / "twin", ignore=shutil.ignore_patterns("*.safetensors*")))
+    tensors = read(plain)
+    for name in modules_of(tensors):
+        rounded = quantized.QUANTIZERS[kind](tensors[f"{name}.weight"])
+        tensors[f"{name}.weight"] = rounded.dequantize(torch.float32)
+    save(tensors, twin)
+    assert_served_like(twin, engine_of(plain, quantize=kind), TOLERANCES.get(kind, EXACT))
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4", "fp8", "nf4"])
+def test_answers_do_not_depend_on_the_batch(kind: str, tmp_path: Path) -> None:
+    plain = make_checkpoint(tmp_path / "plain", SHAPES["wide"])
+    engine = engine_of(plain, quantize=kind, deterministic=True)
+    prompts = [prompt_of(length, vocab=VOCAB) for length in (1, 7, 16, 33, 50)]
+    jobs = [job(i, p, max_tokens=16, logprobs=0, bypass_cache=True) for i, p in enumerate(prompts)]
+    together = run(engine, *jobs)
+    for one in jobs:
+        alone = run(engine, one)[one.key]
+        assert (alone.tokens, alone.logprobs) == (together[one.key].tokens, together[one.key].logprobs)
+
+
+def test_the_demo_model_in_fewer_bytes(checkpoint: Callable[[str], Path]) -> None:
+    plain = engine_of(checkpoint("demo"))
+    sizes = {kind: engine_of(checkpoint("demo"), quantize=kind).memory.weights for kind in ("int8", "int4")}
+    embedding = 4 * presets.embeddings(load_config(checkpoint("demo")))
+    assert sizes["int8"] - embedding < 0.27 * (plain.memory.weights - embedding)
+    assert sizes["int4"] - embedding < 0.15 * (plain.memory.weights - embedding)
+
+
+def test_random_models_are_rounded_too() -> None:
+    engine = engine_of(presets.folder_of("random:tiny"), quantize="int4")
+    assert run(engine, job(0, [5, 6, 7], max_tokens=8, ignore_eos=True))[0].tokens
+    assert engine.memory.weights < 4 * engine.parameters
+
+
+def test_blocks_of_rounded_and_plain_models_never_mix(checkpoint: Callable[[str], Path]) -> None:
+    layouts = {engine_of(checkpoint("llama"), quantize=kind).block_layout for kind in (None, "int8", "int4")}
+    assert len(layouts) == 3
