@@ -4,7 +4,7 @@ PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 VENV   := .venv
 BIN    := $(VENV)/bin
-EXTRAS := gateway,cache,worker,telemetry,dev
+EXTRAS := gateway,cache,worker,compress,telemetry,dev
 
 # Passed on to `weft serve`; empty means its own default.
 MODEL     ?=

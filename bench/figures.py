@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 
-from bench.load.plot import COLOURS, Axis, Line, Point, lines
+from report.plot import COLOURS, Axis, Line, Point, lines
 
 _STYLE = """
 svg { background: #fff; font: 12px system-ui, sans-serif; }

@@ -334,6 +334,21 @@ def bench(
     raise typer.Exit(code)
 
 
+_DELEGATED = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+@app.command("compress", context_settings=_DELEGATED)
+def make_smaller(context: typer.Context) -> None:
+    """Make a checkpoint smaller: AWQ, GPTQ, SmoothQuant, FP8, INT8, pruning, distillation."""
+    _delegate("compress", context.args)
+
+
+@app.command("verify", context_settings=_DELEGATED)
+def prove(context: typer.Context) -> None:
+    """Prove that a compressed checkpoint is still the model it was made from."""
+    _delegate("verify", context.args)
+
+
 @app.command()
 def top(
     scheduler: Scheduler = LOCAL_SCHEDULER,
@@ -399,6 +414,14 @@ def _serve_part(
         environment["WEFT_LISTEN"] = f"127.0.0.1:{port}"
     os.environ.update(environment)
     runpy.run_module(f"services.{part}", run_name="__main__", alter_sys=True)
+
+
+def _delegate(package: str, arguments: list[str]) -> None:
+    """Becomes another package's command line."""
+    import runpy
+
+    sys.argv = [f"weft {package}", *arguments]
+    runpy.run_module(package, run_name="__main__", alter_sys=True)
 
 
 @contextlib.contextmanager

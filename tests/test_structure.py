@@ -6,7 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("gateway", "scheduler", "worker", "cache")
-PACKAGES = ("protos", "services", "kernels", "client", "compress", "bench", "models")
+PACKAGES = ("protos", "services", "kernels", "client", "compress", "verify", "report", "bench", "models")
 
 # Each outside library has one door in the serving path.
 DOORS = {

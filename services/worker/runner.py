@@ -81,7 +81,7 @@ class CpuRunner:
         stored: torch.dtype,
     ) -> None:
         config = model.config
-        self._ops = ops
+        self.ops = ops
         self.model, self.block_size = model, block_size
         shape = (blocks + 1, block_size, config.kv_heads, config.head_dim)  # block 0 is nobody's
         self.pools = [kv.make_pool(*shape, stored) for _ in range(config.layers)]
@@ -183,7 +183,7 @@ class CpuRunner:
         tables = self._tables[slots, : -(-int(contexts.max()) // self.block_size)]
         places = tables[row_of, positions // self.block_size] * self.block_size + positions % self.block_size
         at, model = torch.from_numpy(positions), self.model
-        plan = self._ops.plan_attention
+        plan = self.ops.plan_attention
         dtype = model.embedding.dtype
         return StepTensors(
             token_ids=torch.from_numpy(token_ids),

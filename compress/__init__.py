@@ -1,0 +1,1 @@
+"""Makes checkpoints smaller: quantization, pruning, distillation. Writes Hugging Face folders, serves nothing."""

@@ -1,0 +1,106 @@
+"""AWQ, activation-aware weight quantization to 4 bits (Lin et al., arXiv:2306.00978).
+
+Inputs that are often large make errors of their weights costly. So their weights are multiplied by a factor before they
+are rounded, and what makes those inputs is divided by it. Then columns are rounded one after another, each making up
+for those before it (`compress.gptq`), or, as in the paper, all to the nearest step after each group's range was cut
+where that costs least. Searches weigh an error by the inputs' second moments: it is the mean squared error of the
+linear's output.
+
+Legend: N outputs, K inputs, B groups of a row, G inputs of a group.
+"""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compress import layout
+from compress.folding import Seam, scaled, seams
+from compress.gptq import round_together
+from compress.network import LINEARS, Moments, Seen, linear
+from compress.recipe import Rounded
+from compress.rounding import Steps, grouped, int4_weight, steps_of
+
+_EXPONENTS = 12
+_KEEPS = tuple(1 - 0.05 * step for step in range(10))
+_UNCUT = ("self_attn.q_proj", "self_attn.k_proj")
+"""Their errors pass through a softmax: the paper leaves their ranges whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Awq:
+    """Weights of 4 bits in groups of inputs."""
+
+    group: int = 64
+    symmetric: bool = False
+    compensate: bool = True
+    """Columns make up for one another's errors; else ranges are cut, and rounding is to the nearest."""
+    calibrated = True
+
+    @property
+    def scheme(self) -> layout.Scheme:
+        """pack-quantized."""
+        return layout.int4(self.group, symmetric=self.symmetric)
+
+    def settings(self) -> dict[str, Any]:
+        """As given."""
+        return {"method": "awq", **asdict(self)}
+
+    def round(self, layer: nn.Module, seen: Seen | None, /) -> Rounded:
+        """Move factors at every seam of the layer, then round."""
+        assert seen is not None
+        inputs = dict(seen.inputs)
+        for seam in seams(layer):
+            factor = self._factor(layer, seam, inputs[seam.readers[0]])
+            moved = seam.move(layer, factor)
+            for name in seam.readers:
+                inputs[name] = scaled(inputs[name], moved)
+        if self.compensate:
+            return Rounded(round_together(layer, inputs, self.group, self.symmetric, act_order=False))
+        weights = {}
+        for name in LINEARS:
+            weight = grouped(linear(layer, name).weight.detach(), self.group)
+            steps = steps_of(weight, self.symmetric) if name in _UNCUT else self._cut(weight, inputs[name])
+            weights[name] = int4_weight(steps.nearest(weight), steps, self.symmetric)
+        return Rounded(weights)
+
+    def _factor(self, layer: nn.Module, seam: Seam, inputs: Moments) -> Tensor:
+        """The factor of each channel that makes the readers' outputs err least."""
+        weights = [linear(layer, name).weight.detach() for name in seam.readers]
+        return min(_candidates(seam, weights, inputs), key=lambda factor: self._error(seam, weights, inputs, factor))
+
+    def _error(self, seam: Seam, weights: list[Tensor], inputs: Moments, factor_C: Tensor) -> float:
+        factor_K, error = seam.spread(factor_C), 0.0
+        for weight in weights:
+            scaled_up = grouped(weight * factor_K, self.group)
+            off = steps_of(scaled_up, self.symmetric).rounded(scaled_up).flatten(1) / factor_K - weight
+            error += ((off @ inputs.gram) * off).sum().item()
+        return error
+
+    def _cut(self, weight_NBG: Tensor, inputs: Moments) -> Steps:
+        """For each group the share of its range whose steps make its part of the output err least."""
+        group = weight_NBG.shape[2]
+        squares = [inputs.gram[at : at + group, at : at + group] for at in range(0, len(inputs.gram), group)]
+        gram_BGG = torch.stack(squares)
+        best = torch.full_like(weight_NBG[..., :1], torch.inf)
+        keep = torch.ones_like(best)
+        for share in _KEEPS:
+            off = steps_of(weight_NBG, self.symmetric, share).rounded(weight_NBG) - weight_NBG
+            error = (torch.einsum("nbg,bgh->nbh", off, gram_BGG) * off).sum(2, keepdim=True)
+            keep = torch.where(error < best, share, keep)
+            best = torch.minimum(error, best)
+        return steps_of(weight_NBG, self.symmetric, keep)
+
+
+def _candidates(seam: Seam, weights: list[Tensor], inputs: Moments) -> Iterator[Tensor]:
+    """Factors x^r, and x^r / w^(1-r) with w the weights' mean share of their group, for r from 0 to 1."""
+    size = seam.gather(inputs.mean).clamp_min(1e-4)
+    shares = torch.cat([weight.abs() / weight.abs().amax(1, keepdim=True).clamp_min(1e-8) for weight in weights])
+    share = seam.gather(shares.mean(0)).clamp_min(1e-4)
+    yield torch.ones_like(size)
+    for step in range(1, _EXPONENTS + 1):
+        exponent = step / _EXPONENTS
+        for factor in (size**exponent, size**exponent / share ** (1 - exponent)):
+            yield factor / (factor.amax() * factor.amin()).sqrt()

@@ -1,0 +1,102 @@
+"""Writes a compressed model as an ordinary Hugging Face folder, layer by layer, so that an interrupted run goes on.
+
+Work lies in OUT.partial: each finished layer is a shard already, `recipe.json` says whose work it is, and the state
+that the next piece needs lies beside it. The folder gets its own name when it is whole.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from compress.errors import CompressError
+
+_RECIPE = "recipe.json"
+_COPIED = ("tokenizer*.json", "special_tokens_map.json", "generation_config.json", "*.jinja")
+
+
+class Workbench:
+    """The folder of a run that may have been interrupted."""
+
+    def __init__(self, base: Path, out: Path, settings: Mapping[str, Any], pieces: int) -> None:
+        """Find what an earlier run of the same settings has done; throw away that of other settings.
+
+        `pieces`: shards of the whole. Raises CompressError if `out` is there.
+        """
+        if out.exists():
+            raise CompressError(f"{out} exists: remove it or name another folder")
+        self.base, self.out, self.settings, self._pieces = base, out, dict(settings), pieces
+        self.folder = out.with_name(out.name + ".partial")
+        recipe = json.dumps({"base": str(base.resolve()), **self.settings}, indent=2)
+        file = self.folder / _RECIPE
+        if not (file.exists() and file.read_text() == recipe):
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder.mkdir(parents=True)
+            file.write_text(recipe)
+
+    @property
+    def done(self) -> int:
+        """Shards that are written, from the first on."""
+        return next(n for n in range(self._pieces + 1) if not self._shard(n).exists())
+
+    def write(self, piece: int, tensors: Mapping[str, Tensor]) -> None:
+        """A shard; it counts when it is whole."""
+        _save(self._shard(piece), tensors)
+
+    def keep(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """State of the run, in place of what it kept by this name."""
+        _save(self.folder / f"{name}.state", tensors)
+
+    def kept(self, name: str) -> dict[str, Tensor] | None:
+        """State that an earlier run kept."""
+        file = self.folder / f"{name}.state"
+        return load_file(file) if file.exists() else None
+
+    def forget(self, name: str) -> None:
+        """Remove state that nobody needs any more."""
+        (self.folder / f"{name}.state").unlink(missing_ok=True)
+
+    def finish(self, config: Mapping[str, Any]) -> None:
+        """Index, configuration, tokenizer and card; then the folder gets its name."""
+        assert self.done == self._pieces, f"{self.done} of {self._pieces} shards"
+        owners, total = {}, 0
+        for piece in range(self._pieces):
+            tensors = load_file(self._shard(piece))
+            owners.update(dict.fromkeys(tensors, self._shard(piece).name))
+            total += sum(tensor.nbytes for tensor in tensors.values())
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(owners.items()))}
+        (self.folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+        (self.folder / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n")
+        (self.folder / "README.md").write_text(self._card(total))
+        for pattern in _COPIED:
+            for file in self.base.glob(pattern):
+                shutil.copy2(file, self.folder)
+        for file in (*self.folder.glob("*.state"), self.folder / _RECIPE):
+            file.unlink()
+        self.folder.rename(self.out)
+
+    def _shard(self, piece: int) -> Path:
+        return self.folder / f"model-{piece + 1:05}-of-{self._pieces:05}.safetensors"
+
+    def _card(self, size: int) -> str:
+        lines = "".join(f"| {name.replace('_', ' ')} | {value} |\n" for name, value in self.settings.items())
+        return (
+            f"# {self.out.name}\n\nMade from `{self.base.name}` by `weft compress`. {size:,} bytes of tensors.\n\n"
+            f"| setting | |\n|---|---|\n{lines}"
+        )
+
+
+def as_stored(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Weights that stay as they are, in the checkpoint's number format."""
+    return {name: tensor.detach().to(dtype).contiguous() for name, tensor in tensors.items()}
+
+
+def _save(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    begun = file.with_suffix(".begun")
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, begun, {"format": "pt"})
+    begun.rename(file)

@@ -1,0 +1,56 @@
+"""FP8 (e4m3) weights and inputs, as Micikevicius et al. (arXiv:2209.05433) describe the numbers.
+
+Inputs have a scale for each token, found as they come, or one that calibration fixed. Keys and values may get theirs.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from compress import layout
+from compress.network import LINEARS, Seen, linear
+from compress.recipe import Rounded
+from compress.rounding import as_written, round_fp8
+from kernels.quantized import FP8_MAX
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8:
+    """Weights with a scale for each output (`channel`), for all (`tensor`) or for each 128 x 128 (`block`)."""
+
+    granularity: str = "channel"
+    static: bool = False
+    """Inputs have one scale, the largest that calibration saw / 448, instead of each token its own."""
+    kv: bool = False
+    """Write calibrated scales of keys and values."""
+
+    @property
+    def calibrated(self) -> bool:
+        """Fixed scales come from text."""
+        return self.static or self.kv
+
+    @property
+    def scheme(self) -> layout.Scheme:
+        """float-quantized."""
+        return layout.fp8(self.granularity, static=self.static, kv=self.kv)
+
+    def settings(self) -> dict[str, Any]:
+        """As given."""
+        return {"method": "fp8", **asdict(self)}
+
+    def round(self, layer: nn.Module, seen: Seen | None, /) -> Rounded:
+        """Each linear to the nearest; scales of inputs, keys and values from what was seen."""
+        weights = {}
+        for name in LINEARS:
+            scale = _scale(seen.inputs[name].largest.max().item()) if self.static and seen else None
+            weights[name] = round_fp8(linear(layer, name).weight.detach(), self.granularity, scale)
+        if not (self.kv and seen):
+            return Rounded(weights)
+        extras = {"self_attn.k_scale": _scale(seen.key_max), "self_attn.v_scale": _scale(seen.value_max)}
+        return Rounded(weights, {name: scale.view(1).bfloat16() for name, scale in extras.items()})
+
+
+def _scale(largest: float) -> torch.Tensor:
+    return as_written(torch.tensor(max(largest, 1e-8) / FP8_MAX))

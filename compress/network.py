@@ -1,0 +1,179 @@
+"""The network that is compressed: transformers' own, in float32, and the text on its way through its layers.
+
+Legend: W windows, T tokens of a window, C width, K inputs of a linear.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+
+from compress.errors import CompressError
+
+# Linears of a layer by the place whose values they read.
+READERS: Mapping[str, tuple[str, ...]] = {
+    "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "self_attn.v_proj": ("self_attn.o_proj",),
+    "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.up_proj": ("mlp.down_proj",),
+}
+LINEARS = tuple(name for readers in READERS.values() for name in readers)
+
+
+def load(folder: Path) -> PreTrainedModel:
+    """A checkpoint of the shapes that the worker serves, in float32, on the CPU. Raises CompressError."""
+    config = read_config(folder)
+    if config.get("quantization_config"):
+        raise CompressError(f"{folder} is quantized already: compress the model that it was made from")
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        raise CompressError(f"{folder} cannot be loaded: {str(error).splitlines()[0]}") from None
+    model.train(False)
+    missing = [name for name in LINEARS if not isinstance(_find(layers_of(model)[0], name), nn.Linear)]
+    if missing:
+        raise CompressError(f"{folder}: its layers have no {missing[0]}; known are Llama, Mistral, Qwen2 and Qwen3")
+    return model
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json as it is. Raises CompressError."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CompressError(f"no checkpoint in {folder}: config.json: {type(error).__name__}") from None
+    assert isinstance(config, dict)
+    return config
+
+
+def layers_of(model: PreTrainedModel) -> list[nn.Module]:
+    """The decoder layers, first to last."""
+    return list(model.get_submodule("model.layers").children())
+
+
+def linear(layer: nn.Module, name: str) -> nn.Linear:
+    """A linear of a layer by its name."""
+    found = layer.get_submodule(name)
+    assert isinstance(found, nn.Linear), name
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """What calibration knows of the inputs of a linear."""
+
+    gram: Tensor
+    """float32 [K, K]: mean of x x^T."""
+    mean: Tensor
+    """float32 [K]: mean of |x|."""
+    largest: Tensor
+    """float32 [K]: max of |x|."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What calibration saw in a layer."""
+
+    inputs: Mapping[str, Moments]
+    """By the linear's name."""
+    key_max: float
+    """The largest |key|, rotated as it is cached."""
+    value_max: float
+
+
+class Stream:
+    """The residual stream of all windows, before one layer after another."""
+
+    def __init__(self, model: PreTrainedModel, windows_WT: Tensor) -> None:
+        self.layers = layers_of(model)
+        self.hidden_WTC = torch.empty(0)
+        self._how: list[dict[str, Any]] = [{} for _ in self.layers]
+        self._begin(model, windows_WT)
+
+    @torch.no_grad()
+    def _begin(self, model: PreTrainedModel, windows_WT: Tensor) -> None:
+        """Let the model itself say how its layers are called, masks and rotations included."""
+
+        def note(index: int, kwargs: dict[str, Any]) -> None:
+            self._how[index] = {name: value for name, value in kwargs.items() if name not in _OF_A_CACHE}
+
+        hooks = [
+            layer.register_forward_pre_hook(lambda _, __, kwargs, index=index: note(index, kwargs), with_kwargs=True)
+            for index, layer in enumerate(self.layers)
+        ]
+        model(input_ids=windows_WT[:1], use_cache=False)
+        for hook in hooks:
+            hook.remove()
+        embedding = model.get_input_embeddings()
+        assert embedding is not None
+        self.hidden_WTC = embedding(windows_WT)
+
+    def advance(self, index: int) -> None:
+        """Go through a layer as it now is."""
+        self.hidden_WTC = torch.cat(list(self._through(index)))
+
+    def look(self, index: int) -> Seen:
+        """What the linears of a layer are given, as the layer now is. The stream stays before the layer."""
+        layer, sums = self.layers[index], {readers[0]: _Sums() for readers in READERS.values()}
+        hooks = [
+            linear(layer, name).register_forward_pre_hook(lambda _, args, each=each: each.add(args[0]))
+            for name, each in sums.items()
+        ]
+        keys, values = 0.0, 0.0
+        for cache in self._caches(index):
+            keys = max(keys, cache.layers[index].keys.abs().max().item())
+            values = max(values, cache.layers[index].values.abs().max().item())
+        for hook in hooks:
+            hook.remove()
+        inputs = {name: sums[readers[0]].moments() for readers in READERS.values() for name in readers}
+        return Seen(inputs, keys, values)
+
+    @torch.no_grad()
+    def _through(self, index: int) -> Iterator[Tensor]:
+        for hidden in torch.split(self.hidden_WTC, 1):
+            yield self.layers[index](hidden, **self._how[index])
+
+    @torch.no_grad()
+    def _caches(self, index: int) -> Iterator[Any]:
+        for hidden in torch.split(self.hidden_WTC, 1):
+            cache = DynamicCache()
+            self.layers[index](hidden, **self._how[index], past_key_values=cache, use_cache=True)
+            yield cache
+
+
+class _Sums:
+    """Moments, while they are summed."""
+
+    def __init__(self) -> None:
+        self._gram: Tensor | float = 0.0
+        self._total: Tensor | float = 0.0
+        self._largest = torch.zeros(())
+        self._rows = 0
+
+    def add(self, x: Tensor) -> None:
+        rows = x.flatten(0, -2).float()
+        sizes = rows.abs()
+        self._gram = self._gram + rows.T @ rows
+        self._total = self._total + sizes.sum(0)
+        self._largest = torch.maximum(self._largest, sizes.amax(0))
+        self._rows += len(rows)
+
+    def moments(self) -> Moments:
+        assert isinstance(self._gram, Tensor)
+        assert isinstance(self._total, Tensor)
+        return Moments(self._gram / self._rows, self._total / self._rows, self._largest)
+
+
+_OF_A_CACHE = ("past_key_values", "use_cache")
+
+
+def _find(layer: nn.Module, name: str) -> nn.Module | None:
+    try:
+        return layer.get_submodule(name)
+    except AttributeError:
+        return None

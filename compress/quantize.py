@@ -1,0 +1,83 @@
+"""The driver of every quantization: layer after layer, see, round, write, go on with the rounded layer's outputs."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from compress.checkpoint import Workbench, as_stored
+from compress.layout import Scheme, tensors_of
+from compress.network import Stream, layers_of, linear, load, read_config
+from compress.recipe import Recipe, Rounded
+
+Progress = Callable[[str, int, int], None]
+"""Told what is being done, how much of it is done, and how much there is."""
+
+
+def quantize(base: Path, out: Path, recipe: Recipe, windows_WT: Tensor | None, progress: Progress) -> None:
+    """Write `base`, rounded by `recipe`, to `out`. Calibrated recipes see the windows of text. Raises CompressError."""
+    model, config = load(base), read_config(base)
+    layers = layers_of(model)
+    settings = recipe.settings() | ({} if windows_WT is None else {"text": _name(windows_WT)})
+    bench = Workbench(base, out, settings, len(layers) + 1)
+    stream = None
+    if recipe.calibrated:
+        assert windows_WT is not None
+        stream = Stream(model, windows_WT)
+        if bench.done:
+            stream.hidden_WTC = (bench.kept(f"hidden-{bench.done}") or {}).get("hidden", stream.hidden_WTC)
+    dtype = stored_dtype(config)
+    for index in range(bench.done, len(layers)):
+        progress("layers", index, len(layers))
+        layer = layers[index]
+        rounded = recipe.round(layer, stream.look(index) if stream else None)
+        _become(layer, rounded)
+        if stream:
+            stream.advance(index)
+            bench.keep(f"hidden-{index + 1}", {"hidden": stream.hidden_WTC})
+        bench.write(index, layer_tensors(layer, index, rounded, recipe.scheme, dtype))
+        bench.forget(f"hidden-{index}")
+    progress("layers", len(layers), len(layers))
+    bench.write(len(layers), as_stored(outside_layers(model), dtype))
+    bench.finish(config | {"quantization_config": recipe.scheme.quantization_config()})
+
+
+def layer_tensors(
+    layer: nn.Module, index: int, rounded: Rounded, scheme: Scheme, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """A rounded layer's tensors, by their names in the checkpoint."""
+    replaced = {f"{name}.weight" for name in rounded.weights}
+    plain = {name: weight for name, weight in layer.named_parameters() if name not in replaced}
+    tensors = as_stored(plain, dtype) | dict(rounded.extras)
+    for name, weight in rounded.weights.items():
+        tensors |= {f"{name}.{part}": tensor for part, tensor in tensors_of(weight, scheme).items()}
+    return {f"model.layers.{index}.{name}": tensor for name, tensor in tensors.items()}
+
+
+def outside_layers(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Embedding, last norm, and the head where it is not the embedding."""
+    return {name: weight for name, weight in model.named_parameters() if not name.startswith("model.layers.")}
+
+
+def stored_dtype(config: dict[str, Any]) -> torch.dtype:
+    """The number format of a checkpoint's weights."""
+    name = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype), name
+    return dtype
+
+
+def _become(layer: nn.Module, rounded: Rounded) -> None:
+    """Later layers are calibrated on what this one will really say."""
+    for name, weight in rounded.weights.items():
+        linear(layer, name).weight.data.copy_(weight.dequantize(torch.float32))
+
+
+def _name(windows_WT: Tensor) -> str:
+    """Tells one calibration text from another."""
+    places = torch.arange(1, windows_WT.numel() + 1).view_as(windows_WT)
+    mark = int((windows_WT * places).sum()) & 0xFFFFFFFF
+    return f"{windows_WT.shape[0]} windows of {windows_WT.shape[1]} tokens ({mark:08x})"

@@ -1,0 +1,61 @@
+"""Text to calibrate, train and measure with: files in, windows of token ids out. Knows a tokenizer, never a model.
+
+Legend: W windows, T tokens of a window.
+"""
+
+import gzip
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from compress.errors import CompressError
+
+_EXCERPTS = Path(__file__).parent / "excerpts"
+CALIBRATION = _EXCERPTS / "calibration.txt.gz"
+HELD_OUT = _EXCERPTS / "heldout.txt.gz"
+"""Public-domain stories that ship with the project; the second are in no training text of the demo models."""
+END_OF_TEXT = "<|endoftext|>"
+_KINDS = ("*.txt", "*.txt.gz", "*.md")
+
+
+def read(path: Path) -> list[str]:
+    """The texts of a file, or of a folder's .txt, .txt.gz and .md files; a line END_OF_TEXT parts texts of one file.
+
+    Raises CompressError where there is no text.
+    """
+    files = sorted(file for kind in _KINDS for file in path.glob(kind)) if path.is_dir() else [path]
+    try:
+        contents = [_content(file) for file in files]
+    except (OSError, UnicodeDecodeError) as error:
+        raise CompressError(f"text {path} cannot be read: {type(error).__name__}") from None
+    texts = [text.strip() for content in contents for text in content.split(END_OF_TEXT) if text.strip()]
+    if not texts:
+        raise CompressError(f"no text in {path}: give a file, or a folder of .txt, .txt.gz or .md files")
+    return texts
+
+
+def windows(texts: list[str], model: Path, length: int, count: int | None = None) -> Tensor:
+    """Token ids int64 [W, T], T = length: the texts in a row, cut, each window begun as the model begins a text.
+
+    `count` takes so many of them, evenly spread. Raises CompressError where there is too little text.
+    """
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    start = tokenizer.encode("").ids
+    encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    end = [tokenizer.token_to_id(END_OF_TEXT)] if tokenizer.token_to_id(END_OF_TEXT) is not None else []
+    ids = torch.cat([torch.tensor(encoding.ids + end) for encoding in encodings])
+    body = length - len(start)
+    whole = ids.numel() // body
+    if whole < (count or 1):
+        raise CompressError(f"{ids.numel()} tokens of text make {whole} windows of {length}; {count or 1} are needed")
+    cut = ids[: whole * body].view(whole, body)
+    if count is not None:
+        cut = cut[torch.linspace(0, whole - 1, count).round().long()]
+    return torch.cat([torch.tensor(start, dtype=torch.int64).expand(len(cut), -1), cut], dim=1)
+
+
+def _content(file: Path) -> str:
+    data = file.read_bytes()
+    return (gzip.decompress(data) if file.suffix == ".gz" else data).decode()

@@ -1,0 +1,55 @@
+"""The demo model, made smaller by the public door: each method once for all tests that look at what it wrote."""
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from typer.testing import CliRunner
+
+from compress.cli import app
+
+DEMO = Path(__file__).parents[2] / "models" / "weft-story-11m"
+_FEW = ("--windows", "6", "--length", "128")
+METHODS = {
+    "int8": ("int8",),
+    "w8a8": ("int8", "--dynamic"),
+    "int8-tensor": ("int8", "--per-tensor"),
+    "fp8": ("fp8",),
+    "fp8-static": ("fp8", "--granularity", "tensor", "--static", "--kv", *_FEW),
+    "fp8-block": ("fp8", "--granularity", "block"),
+    "awq": ("awq", "--group", "32", "--windows", "16", "--length", "256"),
+    "awq-nearest": ("awq", "--no-compensate", *_FEW),
+    "gptq": ("gptq", *_FEW),
+    "gptq-act-order": ("gptq", "--act-order", "--no-symmetric", *_FEW),
+    "smoothquant": ("smoothquant", *_FEW),
+}
+
+Made = Callable[[str], Path]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """The folder that a method wrote, made when it is first asked for."""
+
+    @cache
+    def folder(name: str) -> Path:
+        method, *flags = METHODS[name]
+        out = tmp_path_factory.mktemp("made") / name
+        told = CliRunner().invoke(app, [method, str(DEMO), str(out), *flags], catch_exceptions=False)
+        assert told.exit_code == 0, told.output
+        return out
+
+    return folder

@@ -1,0 +1,94 @@
+"""Quantized checkpoints are what they say: transformers and the worker read the same model from them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
+
+from compress import text
+from compress.awq import Awq
+from compress.errors import CompressError
+from compress.gptq import Gptq
+from compress.quantize import quantize
+from tests.compress.conftest import DEMO, METHODS, Made
+from verify.served import Served
+
+IDS = text.windows(text.read(text.HELD_OUT), DEMO, 64, 1)[0]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_transformers_and_the_worker_read_the_same_model(method: str, made: Made) -> None:
+    folder = made(method)
+    theirs: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        wanted = theirs(IDS[None]).logits[0].log_softmax(-1)
+    model = Served(folder, 64)
+    got = model.logprobs(model.read(IDS)[0])
+    divergence = F.kl_div(got, wanted, log_target=True, reduction="batchmean").item()
+    # Where inputs are rounded, a sum in another order may fall on the next step.
+    rounds_inputs = method in ("w8a8", "smoothquant") or method.startswith("fp8")
+    assert divergence < (2e-2 if rounds_inputs else 1e-4), divergence
+
+
+@pytest.mark.parametrize(("method", "share"), [("int8", 0.62), ("fp8", 0.62), ("awq", 0.45), ("gptq", 0.43)])
+def test_the_files_are_smaller(method: str, share: float, made: Made) -> None:
+    sizes = [sum(file.stat().st_size for file in each.glob("*.safetensors")) for each in (made(method), DEMO)]
+    assert sizes[0] / sizes[1] < share
+
+
+def test_keys_and_values_get_scales(made: Made) -> None:
+    index = json.loads((made("fp8-static") / "model.safetensors.index.json").read_text())["weight_map"]
+    assert {"model.layers.5.self_attn.k_scale", "model.layers.5.self_attn.v_scale"} <= index.keys()
+    assert "kv_cache_scheme" in json.loads((made("fp8-static") / "config.json").read_text())["quantization_config"]
+
+
+class _Interrupted(Exception):
+    """Somebody stopped the run."""
+
+
+def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path) -> None:
+    windows = text.windows(text.read(text.CALIBRATION), DEMO, 64, 2)
+    recipe = Gptq(64)
+    told: list[int] = []
+
+    def stop_at_three(_: str, done: int, __: int) -> None:
+        if done == 3:
+            raise _Interrupted
+
+    quantize(DEMO, tmp_path / "whole", recipe, windows, lambda *_: None)
+    with pytest.raises(_Interrupted):
+        quantize(DEMO, tmp_path / "parts", recipe, windows, stop_at_three)
+    assert not (tmp_path / "parts").exists()
+    quantize(DEMO, tmp_path / "parts", recipe, windows, lambda _, done, __: told.append(done))
+    assert told == [3, 4, 5, 6]
+    assert not (tmp_path / "parts.partial").exists()
+    for file in (tmp_path / "whole").glob("*.safetensors"):
+        assert file.read_bytes() == (tmp_path / "parts" / file.name).read_bytes(), file.name
+
+
+def test_a_run_with_other_settings_begins_anew(tmp_path: Path) -> None:
+    windows = text.windows(text.read(text.CALIBRATION), DEMO, 64, 2)
+    told: list[int] = []
+
+    def stop_at_two(_: str, done: int, __: int) -> None:
+        if done == 2:
+            raise _Interrupted
+
+    with pytest.raises(_Interrupted):
+        quantize(DEMO, tmp_path / "out", Gptq(64), windows, stop_at_two)
+    quantize(DEMO, tmp_path / "out", Gptq(128), windows, lambda _, done, __: told.append(done))
+    assert told[0] == 0
+
+
+def test_what_cannot_be_compressed_is_refused_in_one_line(tmp_path: Path, made: Made) -> None:
+    with pytest.raises(CompressError, match="quantized already"):
+        quantize(made("int8"), tmp_path / "again", Awq(), None, lambda *_: None)
+    with pytest.raises(CompressError, match="exists"):
+        quantize(DEMO, made("int8"), Awq(), IDS[None], lambda *_: None)
+    (tmp_path / "empty.txt").write_text("\n")
+    with pytest.raises(CompressError, match="no text"):
+        text.read(tmp_path / "empty.txt")

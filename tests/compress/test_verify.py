@@ -1,0 +1,74 @@
+"""The gates: honest checkpoints pass, one wrong scale does not."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from tests.compress.conftest import DEMO, Made
+from verify.cli import app
+
+FEW = ("--windows", "3", "--length", "192", "--answers", "1")
+
+
+def verify(*arguments: object) -> tuple[int, str]:
+    told = CliRunner().invoke(app, [str(each) for each in arguments], catch_exceptions=False)
+    return told.exit_code, told.output
+
+
+def tampered(folder: Path, to: Path, linear: str, factor: float) -> Path:
+    """A copy with the scales of the fourth layer's linears of this name multiplied."""
+    shutil.copytree(folder, to)
+    (shard,) = to.glob("model-00004-of-*.safetensors")
+    tensors = load_file(shard)
+    names = [name for name in tensors if name.endswith("weight_scale") and linear in name]
+    assert names
+    for name in names:
+        tensors[name] = (tensors[name].float() * factor).to(tensors[name].dtype)
+    save_file(tensors, shard, {"format": "pt"})
+    return to
+
+
+def test_honest_quantizations_pass_side_by_side(made: Made, tmp_path: Path) -> None:
+    html, result = tmp_path / "report.html", tmp_path / "result.json"
+    folders = [made(method) for method in ("int8", "int8-tensor", "w8a8", "fp8", "awq")]
+    code, told = verify(DEMO, *folders, *FEW, "--json", result, "--html", html)
+    assert code == 0, told
+    figures = json.loads(result.read_text())["candidates"]
+    assert [each["name"] for each in figures] == [folder.name for folder in folders]
+    assert all(each["cosine"] >= 0.99 and each["gain_error"] < 0.01 for each in figures), told
+    per_channel, per_tensor = figures[:2]
+    assert per_channel["kl"] < per_tensor["kl"]
+    page = html.read_text()
+    assert page.count("<svg") >= 9
+    assert all(folder.name in page for folder in folders)
+
+
+@pytest.mark.parametrize("method", ["int8", "fp8", "awq"])
+@pytest.mark.parametrize("linear", ["", "k_proj", "up_proj"])
+def test_a_layer_whose_scales_are_off_by_a_twentieth_fails(
+    method: str, linear: str, made: Made, tmp_path: Path
+) -> None:
+    code, told = verify(DEMO, tampered(made(method), tmp_path / "off", linear, 1.05), *FEW)
+    assert code == 1
+    assert "gain error <= 0.015" in told
+
+
+def test_the_base_is_itself() -> None:
+    code, told = verify(DEMO, DEMO, *FEW, "--max-kl", "0", "--max-gain-error", "0", "--min-top1", "1")
+    assert code == 0, told
+
+
+def test_limits_are_the_callers(made: Made) -> None:
+    assert verify(DEMO, made("int8"), *FEW, "--max-kl", "1e-9")[0] == 1
+    assert verify(DEMO, DEMO.with_name("weft-story-2m"), *FEW, "--kind", "changed")[0] == 0
+    assert verify(DEMO, DEMO.with_name("weft-story-2m"), *FEW)[0] == 1
+
+
+def test_what_cannot_be_read_is_refused_in_one_line(tmp_path: Path) -> None:
+    code, told = verify(DEMO, tmp_path, *FEW)
+    assert (code, told.count("\n")) == (2, 1)
+    assert "config.json is missing" in told

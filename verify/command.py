@@ -1,0 +1,69 @@
+"""What `weft verify` does: loads, compares, judges, shows a table, writes the files that were asked for."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from bench import machine
+from verify import compare, page, rounding
+from verify.figures import ROWS, cell, number
+from verify.gates import base_figures, figures, judged
+from verify.served import Served
+
+
+def measure(
+    base: Path, candidates: Sequence[Path], windows_WT: Tensor, answers: int, progress: compare.Progress
+) -> dict[str, Any]:
+    """All figures of all models, ready for JSON. Raises CheckpointError."""
+    longest = max(windows_WT.shape[1], compare.PROMPT_TOKENS + compare.ANSWER_TOKENS)
+    model, others = Served(base, longest), [Served(candidate, longest) for candidate in candidates]
+    own, tallies = compare.compare(model, others, windows_WT, answers, progress)
+    of_base = base_figures(model, own)
+    return {
+        "base": of_base,
+        "candidates": [figures(other, tally, of_base) for other, tally in zip(others, tallies, strict=True)],
+        "tokens": windows_WT.numel(),
+        "windows": list(windows_WT.shape),
+        "rounding": rounding.by_granularity(model),
+        "machine": machine.describe(),
+    }
+
+
+def judge(result: dict[str, Any], limits: Mapping[str, float]) -> bool:
+    """Write each candidate's verdict into the result. -> whether all pass."""
+    for told in result["candidates"]:
+        told["gates"] = judged(told, limits)
+        told["passes"] = all(gate["holds"] for gate in told["gates"])
+    return all(told["passes"] for told in result["candidates"])
+
+
+def show(result: Mapping[str, Any], out: Console) -> None:
+    """A column for each model, then what failed."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column(f"{result['tokens']:,} held-out tokens")
+    models = [result["base"], *result["candidates"]]
+    if not out.is_terminal:
+        out.width = 48 + sum(max(12, len(model["name"]) + 2) for model in models)
+    for model in models:
+        table.add_column(model["name"], justify="right", no_wrap=True)
+    for name, words, form in ROWS:
+        table.add_row(words, *(cell(model, name, form) for model in models))
+    out.print(table)
+    for told in result["candidates"]:
+        failed = [f"{gate['gate']} (is {number(gate['value'])})" for gate in told["gates"] if not gate["holds"]]
+        style, verdict = ("red", "fails: " + ", ".join(failed)) if failed else ("green", "passes")
+        out.print(f"{told['name']} {verdict}", style=style, markup=False)
+
+
+def save(result: Mapping[str, Any], json_file: Path | None, html_file: Path | None) -> None:
+    """The files that were asked for."""
+    if json_file is not None:
+        json_file.write_text(json.dumps(result, indent=1) + "\n")
+    if html_file is not None:
+        html_file.write_text(page.page(result))

@@ -1,0 +1,125 @@
+"""How far candidates are from their base, token by token and layer by layer. Knows logits and streams, no files.
+
+Legend: T tokens of a window, V vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from verify.served import Served, Steps
+
+Progress = Callable[[str, int, int], None]
+ANSWER_TOKENS = 48
+PROMPT_TOKENS = 24
+PARTS = ("queries", "keys", "attention", "mlp")
+
+
+@dataclass(slots=True)
+class Fit:
+    """How numbers b lie against numbers a: as long, and in the same direction?"""
+
+    ab: float = 0.0
+    aa: float = 0.0
+    bb: float = 0.0
+
+    def add(self, a: Tensor, b: Tensor) -> None:
+        """Count these."""
+        a, b = a.double(), b.double()
+        self.ab += float((a * b).sum())
+        self.aa += float((a * a).sum())
+        self.bb += float((b * b).sum())
+
+    @property
+    def ratio(self) -> float:
+        """Of the norms."""
+        return float((self.bb / self.aa) ** 0.5)
+
+    @property
+    def cosine(self) -> float:
+        """Of the angle between them."""
+        return float(self.ab / max((self.aa * self.bb) ** 0.5, 1e-30))
+
+    @property
+    def gain_error(self) -> float:
+        """How far the ratio of norms is off 1 beyond what honest rounding at this angle explains: `verify.gates`."""
+        return max(0.0, abs(self.ratio - 1) - (1 - self.cosine**2) / 2)
+
+
+@dataclass(slots=True)
+class Tally:
+    """What was counted of one candidate."""
+
+    losses: list[Tensor] = field(default_factory=list)
+    divergences: list[Tensor] = field(default_factory=list)
+    cosines: list[Tensor] = field(default_factory=list)
+    """Empty where the widths differ."""
+    same_top: list[Tensor] = field(default_factory=list)
+    parts: list[dict[str, Fit]] = field(default_factory=list)
+    """For each layer; empty where the layers are not the base's."""
+    same_greedy: list[float] = field(default_factory=list)
+    token_s: list[float] = field(default_factory=list)
+
+
+def compare(
+    base: Served, candidates: Sequence[Served], windows_WT: Tensor, answers: int, progress: Progress
+) -> tuple[Tally, list[Tally]]:
+    """Read the windows with all models; continue the beginnings of the first `answers` of them greedily."""
+    own, tallies = Tally(), [Tally() for _ in candidates]
+    for tally, candidate in zip(tallies, candidates, strict=True):
+        if _layers(candidate) == _layers(base):
+            tally.parts = [{part: Fit() for part in PARTS} for _ in base.model.layers]
+    for done, ids_T in enumerate(windows_WT):
+        progress("windows", done, len(windows_WT))
+        _window(base, own, list(zip(candidates, tallies, strict=True)), ids_T)
+    progress("windows", len(windows_WT), len(windows_WT))
+    for done, ids_T in enumerate(windows_WT[:answers]):
+        progress("answers", done, answers)
+        prompt = ids_T[:PROMPT_TOKENS]
+        wanted, seconds = base.continue_greedily(prompt, ANSWER_TOKENS)
+        own.token_s.append(seconds)
+        for candidate, tally in zip(candidates, tallies, strict=True):
+            answer, seconds = candidate.continue_greedily(prompt, ANSWER_TOKENS)
+            same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(answer, wanted, strict=True)))
+            tally.token_s.append(seconds)
+            tally.same_greedy.append(same / ANSWER_TOKENS)
+    progress("answers", answers, answers)
+    return own, tallies
+
+
+def _window(base: Served, own: Tally, others: Sequence[tuple[Served, Tally]], ids_T: Tensor) -> None:
+    x, states = base.read(ids_T)
+    hidden, logprobs_TV = base.hidden(x), base.logprobs(x[:-1])
+    own.losses.append(F.nll_loss(logprobs_TV, ids_T[1:], reduction="none"))
+    steps = list(base.layer_steps(ids_T, states))
+    for candidate, tally in others:
+        its_x, _ = candidate.read(ids_T)
+        its_hidden, its_logprobs_TV = candidate.hidden(its_x), candidate.logprobs(its_x[:-1])
+        tally.losses.append(F.nll_loss(its_logprobs_TV, ids_T[1:], reduction="none"))
+        tally.divergences.append(F.kl_div(its_logprobs_TV, logprobs_TV, log_target=True, reduction="none").sum(-1))
+        tally.same_top.append((its_logprobs_TV.argmax(-1) == logprobs_TV.argmax(-1)).float())
+        if its_hidden.shape == hidden.shape:
+            tally.cosines.append(F.cosine_similarity(its_hidden.float(), hidden.float(), dim=-1))
+        if tally.parts:
+            _layer_fits(tally, steps, candidate, ids_T, states)
+
+
+def _layer_fits(tally: Tally, steps: list[Steps], candidate: Served, ids_T: Tensor, states: list[Tensor]) -> None:
+    """Each layer alone, on the base's stream: no layer answers for what another did before it."""
+    for fits, wanted, got in zip(tally.parts, steps, candidate.layer_steps(ids_T, states), strict=True):
+        for part, fit in fits.items():
+            fit.add(getattr(wanted, part), getattr(got, part))
+
+
+def _layers(model: Served) -> tuple[int, ...]:
+    config = model.config
+    return config.layers, config.hidden_size, config.heads, config.kv_heads, config.head_dim
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """One row of all parts."""
+    return torch.cat(list(parts)) if parts else torch.empty(0)

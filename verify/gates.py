@@ -1,0 +1,102 @@
+"""From what was counted to figures, and from figures to a verdict. Knows no models.
+
+A gate is a figure with a limit. Of a quantized model all of these are asked:
+
+- `cosine`, `kl`, `perplexity_ratio`, `top1`: its outputs are nearly the base's. They see any large damage.
+- `gain_error`: no part of a layer speaks louder or softer. The parts (queries, keys, what attention adds, what the MLP
+  adds) are computed on the base's own stream, so no layer answers for another. Let e^2 = 1 - cos^2, the share of a
+  part's numbers that does not follow the base's. Rounding to nearest adds such noise and leaves the rest alone: norms
+  grow by a factor 1 + e^2 / 2. Rounding that minimizes the output's error shrinks: 1 - e^2 / 2. So the ratio of norms
+  of an honest quantization, however coarse, is off 1 by about e^2 / 2; what it is off beyond that is the gain error,
+  and is near 0. A scale that is wrong by 5% shows here as 0.05, however little the outputs show of it.
+
+Pruned and distilled models are other networks: of them only `kl` and `perplexity_ratio` are asked.
+"""
+
+import math
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verify.compare import PARTS, Tally, joined
+from verify.served import Served
+
+_QUANTILES = (0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
+_COMPARE = {">=": operator.ge, "<=": operator.le}
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """A figure with a limit."""
+
+    figure: str
+    sign: str
+    limit: float
+
+    def holds(self, figures: Mapping[str, Any]) -> bool:
+        """Whether a candidate keeps to it; a figure that it does not have is not kept to."""
+        value = figures.get(self.figure)
+        return value is not None and bool(_COMPARE[self.sign](value, self.limit))
+
+    def __str__(self) -> str:
+        return f"{self.figure.replace('_', ' ')} {self.sign} {self.limit:g}"
+
+
+LIMITS: Mapping[str, Mapping[str, float]] = {
+    "quantized": {"cosine": 0.99, "kl": 0.05, "perplexity_ratio": 1.05, "top1": 0.85, "gain_error": 0.015},
+    "changed": {"kl": 1.0, "perplexity_ratio": 2.0},
+}
+"""What is asked of a candidate unless the caller says otherwise."""
+_SIGNS = {"cosine": ">=", "kl": "<=", "perplexity_ratio": "<=", "top1": ">=", "gain_error": "<="}
+
+
+def base_figures(model: Served, tally: Tally) -> dict[str, Any]:
+    """What is told of the base itself."""
+    return {
+        "name": model.folder.resolve().name,
+        "parameters": model.parameters,
+        "file_bytes": model.file_bytes,
+        "memory_bytes": model.memory_bytes,
+        "perplexity": math.exp(joined(tally.losses).mean().item()),
+        "tokens_per_second": 1 / min(tally.token_s) if tally.token_s else None,
+    }
+
+
+def figures(model: Served, tally: Tally, base: Mapping[str, Any]) -> dict[str, Any]:
+    """All that is told of a candidate, for JSON."""
+    own = base_figures(model, tally)
+    kl, cosines = joined(tally.divergences), joined(tally.cosines)
+    ratios = [{part: fits[part].ratio for part in PARTS} for fits in tally.parts]
+    gain_errors = [fit.gain_error for fits in tally.parts for fit in fits.values()]
+    return own | {
+        "perplexity_ratio": own["perplexity"] / base["perplexity"],
+        "cosine": cosines.mean().item() if len(cosines) else None,
+        "cosine_worst": cosines.min().item() if len(cosines) else None,
+        "kl": kl.mean().item(),
+        "kl_p99": kl.quantile(0.99).item(),
+        "kl_curve": _quantiles(kl),
+        "top1": joined(tally.same_top).mean().item(),
+        "greedy": sum(tally.same_greedy) / len(tally.same_greedy) if tally.same_greedy else None,
+        "gain_error": max(gain_errors, default=None),
+        "ratios": ratios,
+        "angles": [{part: fits[part].cosine for part in PARTS} for fits in tally.parts],
+        "file_ratio": own["file_bytes"] / base["file_bytes"],
+        "memory_ratio": own["memory_bytes"] / base["memory_bytes"],
+    }
+
+
+def judged(told: Mapping[str, Any], limits: Mapping[str, float]) -> list[dict[str, Any]]:
+    """Each gate with its value and whether it holds."""
+    return [
+        {"gate": str(gate), "figure": gate.figure, "value": told.get(gate.figure), "holds": gate.holds(told)}
+        for gate in (Gate(name, _SIGNS[name], limit) for name, limit in limits.items())
+    ]
+
+
+def _quantiles(values: Tensor) -> list[tuple[float, float]]:
+    cut = torch.quantile(values, torch.tensor(_QUANTILES)).clamp_min(1e-7)
+    return [(float(value), share * 100) for value, share in zip(cut, _QUANTILES, strict=True)]

@@ -1,0 +1,60 @@
+"""The report of `weft verify` as one HTML page: which plots and tables. Knows the names of figures alone."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from report import html, plot
+from report.plot import Axis, Line
+from verify.compare import PARTS
+from verify.figures import ROWS, cell, number
+from verify.rounding import KINDS
+
+_WORDS = {"queries": "queries", "keys": "keys", "attention": "what attention adds", "mlp": "what the MLP adds"}
+
+
+def page(result: Mapping[str, Any]) -> str:
+    """The whole document."""
+    base, candidates = result["base"], result["candidates"]
+    verdicts = ((told["name"], "passes" if told["passes"] else "fails", told["name"]) for told in candidates)
+    below = (
+        f"against {base['name']}, {result['tokens']:,} held-out tokens, computed by the worker's own code on the CPU"
+    )
+    body = (html.tiles(verdicts), html.cards(_cards(result)))
+    return html.document("weft verify", below, body, result)
+
+
+def _cards(result: Mapping[str, Any]) -> Iterable[str]:
+    base, candidates = result["base"], result["candidates"]
+    models = [base, *candidates]
+    rows = [[words, *(cell(model, name, form) for model in models)] for name, words, form in ROWS]
+    yield html.card("Figures", html.table(["", *(model["name"] for model in models)], rows), wide=True)
+    yield html.card("Gates", html.table(["", *(told["name"] for told in candidates)], _gates(candidates)), wide=True)
+    curves = [Line(told["name"], told["kl_curve"]) for told in candidates]
+    yield html.card("KL from the base, token by token", plot.lines(curves, Axis("nats", log=True), Axis("% of tokens")))
+    layered = [told for told in candidates if told["ratios"]]
+    for part in PARTS if layered else ():
+        ratios = [Line(t["name"], [(n, (g[part] - 1) * 100) for n, g in enumerate(t["ratios"])]) for t in layered]
+        title = f"Norm of {_WORDS[part]}, each layer on the base's stream"
+        yield html.card(title, plot.lines(ratios, Axis("layer"), Axis("% off 1")))
+    for part in PARTS if layered else ():
+        angles = [Line(t["name"], [(n, (1 - c[part]) * 100) for n, c in enumerate(t["angles"])]) for t in layered]
+        title = f"Error of {_WORDS[part]}, each layer on the base's stream"
+        yield html.card(title, plot.lines(angles, Axis("layer"), Axis("1 - cosine, %")))
+    if result["rounding"]:
+        yield from _granularity(result["rounding"])
+    yield html.card("Machine", html.table([], html.pairs(result["machine"])))
+
+
+def _gates(candidates: list[Mapping[str, Any]]) -> Iterable[list[str]]:
+    asked = [gate["gate"] for gate in candidates[0]["gates"]] if candidates else []
+    for row, words in enumerate(asked):
+        gates = (told["gates"][row] for told in candidates)
+        yield [words, *(f"{'+' if gate['holds'] else '!'}{number(gate['value'])}" for gate in gates)]
+
+
+def _granularity(rounding: list[Mapping[str, Any]]) -> Iterable[str]:
+    series = [Line(kind, [(n, linear[kind] * 100) for n, linear in enumerate(rounding)]) for kind in KINDS]
+    title = "Per channel against per tensor: how far rounding to nearest moves each linear of the base"
+    rows = [[linear["linear"], *(f"{linear[kind]:.3%}" for kind in KINDS)] for linear in rounding]
+    drawing = plot.lines(series, Axis("linear, first layer to last"), Axis("% of the weight's norm"))
+    yield html.card(title, drawing + html.table(["layer, linear", *KINDS], rows), wide=True)
