@@ -19,6 +19,7 @@ DOORS = {
 }
 # Pure rooms: the clock is an argument, there is no I/O and no tensor.
 PURE = (
+    "services/scheduler/catalog.py",
     "services/scheduler/pool.py",
     "services/scheduler/admission.py",
     "services/scheduler/placement.py",

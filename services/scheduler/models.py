@@ -38,6 +38,15 @@ class Model:
         del self.workers[worker.id]
         self.index.forget(worker.id)
 
+    def take_line(self, early: "Model") -> None:
+        """The jobs that wait for a name of this model, from before it was known to be one, wait for it."""
+        for job in list(early.line):
+            job.model_name = self.name
+            for follower in job.followers:
+                follower.model_name = self.name
+            self.line.push(job)
+        self.following += early.following
+
     def healthy(self, now: float) -> list[Worker]:
         """Workers that new jobs may go to, credits permitting."""
         return [worker for worker in self.workers.values() if worker.ready(now)]

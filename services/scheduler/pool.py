@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from services.hashing import KEY_BYTES
 from services.scheduler import admission
+from services.scheduler.catalog import Catalog
 from services.scheduler.messages import (
     Assigned,
     Card,
@@ -21,7 +22,6 @@ from services.scheduler.messages import (
     JobRef,
     Joined,
     Loading,
-    Models,
     Refused,
     Rejected,
     Report,
@@ -53,17 +53,13 @@ class Pool:
         self.epoch = epoch
         self.limits = limits or Limits()
         self.counters = Counters()
-        self.models: dict[str, Model] = {}
+        self.catalog = Catalog(now)
         self.workers: dict[str, Worker] = {}
-        self._aliases: dict[str, Model] = {}
         self._gateways: dict[str, None] = {}
         self._jobs: dict[str, Job] = {}
         self._identities: dict[bytes, Job] = {}
         self._followers: dict[tuple[str | None, str], Job] = {}
-        self._loading: dict[str, Loading] = {}
-        self._started_at = now
         self._order = 0
-        self._told: Models = Models(())
         self._dirty: dict[str, None] = {}
         self._out: list[Command] = []
 
@@ -74,7 +70,7 @@ class Pool:
         self._drop_waiting(gateway_id, now)
         self._gateways[gateway_id] = None
         self._tell(gateway_id, Hello(self.epoch))
-        self._tell(gateway_id, self._told)
+        self._tell(gateway_id, self.catalog.told)
         return self._commands(now)
 
     def on_gateway_detached(self, gateway_id: str, now: float) -> list[Command]:
@@ -107,20 +103,20 @@ class Pool:
     # ---- events: workers ----
 
     @property
-    def loading(self) -> tuple[Loading, ...]:
-        """Workers whose start is not over, by id."""
-        return tuple(loading for _, loading in sorted(self._loading.items()))
+    def models(self) -> dict[str, Model]:
+        """By name."""
+        return self.catalog.by_name
 
     def on_loading(self, loading: Loading, now: float) -> list[Command]:
         """A worker that is not there yet says how far it is."""
         if loading.worker_id not in self.workers:
-            self._loading[loading.worker_id] = loading
+            self.catalog.load(loading)
             self._models_changed()
         return self._commands(now)
 
     def on_loading_ended(self, worker_id: str, now: float) -> list[Command]:
         """A worker's start is over, one way or the other."""
-        if self._loading.pop(worker_id, None) is not None:
+        if self.catalog.loaded(worker_id):
             self._models_changed()
         return self._commands(now)
 
@@ -135,7 +131,7 @@ class Pool:
         worker = Worker(hello, now, self.limits.stall_s)
         self._take_over(worker, self.workers.get(worker.id), now)
         self.workers[worker.id] = worker
-        self._loading.pop(worker.id, None)
+        self.catalog.loaded(worker.id)
         model.join(worker, now)
         self._out.append(ToWorker(worker.id, Hello(self.epoch)))
         self._models_changed()
@@ -245,7 +241,7 @@ class Pool:
 
     def _admit(self, job: Job, now: float) -> None:
         """Puts a job in the line of its model, or refuses it."""
-        model = self._resolve(job.submit.model, now)
+        model = self.catalog.resolve(job.submit.model, now, self.limits.orphan_s)
         if model is None:
             self._reject(job, admission.model_not_found())
             return
@@ -485,53 +481,24 @@ class Pool:
 
     # ---- models ----
 
-    def _resolve(self, name: str, now: float) -> Model | None:
-        """The model of a name or alias. Right after our start a name that nobody serves yet is waited for."""
-        model = self.models.get(name) or self._aliases.get(name)
-        if model is None and now - self._started_at < self.limits.orphan_s:
-            model = self.models[name] = Model(name, self._started_at)
-        return model
-
     def _model_for(self, card: Card, now: float) -> Model:
-        """The model that a worker with this card joins, with the jobs that already wait under any of its names."""
-        model = self.models.setdefault(card.name, Model(card.name, now))
-        if model.card is not None and card.conflicts_with(model.card) and not model.workers:
+        """The model that a worker with this card joins. Jobs that wait for other weights of that name are rejected."""
+        model = self.models.get(card.name)
+        if model is not None and model.card is not None and card.conflicts_with(model.card) and not model.workers:
             for job in list(model.line):  # Made with another tokenizer or for other weights.
                 model.line.remove(job)
                 self._reject_waiting(job, admission.no_worker(self.limits.orphan_s), now)
-        model.card = card
-        for alias in card.aliases:
-            early = self.models.get(alias)
-            if early is not None and early.card is None:
-                self._merge(early, model)
-        return model
-
-    def _merge(self, early: Model, model: Model) -> None:
-        """Jobs that wait under an alias go into the line of the model."""
-        del self.models[early.name]
-        for job in list(early.line):
-            job.model_name = model.name
-            for follower in job.followers:
-                follower.model_name = model.name
-            model.line.push(job)
-        model.following += early.following
+        return self.catalog.of_card(card, now)
 
     def _forget_unserved(self, model: Model, now: float) -> None:
         patience_s = self.limits.remember_s if model.card else self.limits.orphan_s
         if not model.workers and not model.line and now - model.served_at > patience_s:
-            del self.models[model.name]
+            self.catalog.drop(model)
             self._models_changed()
 
     def _models_changed(self) -> None:
         """Tells all gateways what is served, if that is news."""
-        known = [model for _, model in sorted(self.models.items()) if model.card is not None]
-        self._aliases = {}
-        for model in known:
-            for alias in model.card.aliases if model.card else ():
-                self._aliases.setdefault(alias, model)
-        news = Models(tuple(model.served() for model in known), self.loading)
-        if news != self._told:
-            self._told = news
+        if (news := self.catalog.news()) is not None:
             self._broadcast(news)
 
     # ---- commands ----

@@ -185,7 +185,7 @@ def failure_of(failure: Failure) -> mesh.Failure:
 
 def overview_of(pool: Pool, gateways: int, now: float) -> mesh.OverviewResponse:
     """What people and their tools may see of the pool."""
-    overview = mesh.OverviewResponse(gateways=gateways, loading=_starting(pool.loading))
+    overview = mesh.OverviewResponse(gateways=gateways, loading=_starting(pool.catalog.loading))
     for _, model in sorted(pool.models.items()):
         overview.models.add(
             name=model.name,
