@@ -14,6 +14,8 @@ WORKERS   ?= 1
 GPU_PYTHON ?= $(PYTHON)
 # A folder of text for `make train-demo`.
 CORPUS    ?=
+# Where `make demo-family` writes.
+FAMILY    ?= .weft/family
 
 PACKAGES := $(patsubst %/__init__.py,%,$(wildcard */__init__.py))
 PROTOS   := $(wildcard protos/*.proto)
@@ -29,7 +31,7 @@ say = @printf '\033[1m%s\033[0m\n' '$(1)'
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help set-up stubs demo serve test test-kernels test-gpu bench-kernels bench-engine bench-gpu bench-determinism lint format types check-images bench-cpu bench-links bench-tracing train-demo clean
+.PHONY: help set-up stubs demo serve test test-kernels test-gpu bench-kernels bench-engine bench-gpu bench-determinism lint format types check-images bench-cpu bench-links bench-tracing train-demo demo-family clean
 
 help: ## List what can be made.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -96,6 +98,9 @@ train-demo: set-up ## Train the demo models on a folder of text: CORPUS=folder.
 	@test -n '$(CORPUS)' || { echo 'make train-demo needs CORPUS=folder'; exit 2; }
 	@$(PIP) -e '.[train]'
 	@$(BIN)/python -m models.train --corpus '$(CORPUS)' --out models
+
+demo-family: set-up ## The demo model quantized, pruned, distilled, and proved, in one table: FAMILY=folder CORPUS=folder.
+	@$(BIN)/python -m models.family --out '$(FAMILY)' $(if $(CORPUS),--text '$(CORPUS)')
 
 clean: ## Remove what was generated; keep .weft, where the data of the embedded Redis lives.
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

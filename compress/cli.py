@@ -127,6 +127,116 @@ def smoothquant(
     _quantize(base, out, SmoothQuant(strength), text, windows, length)
 
 
+Steps = Annotated[int, typer.Option(min=0, help="Steps of training.")]
+Batch = Annotated[int, typer.Option(min=1, help="Windows of each step.")]
+Rate = Annotated[float, typer.Option(help="Learning rate.")]
+
+
+class Pattern(StrEnum):
+    """Which weights may go."""
+
+    UNSTRUCTURED = "unstructured"
+    TWO_OF_FOUR = "2:4"
+
+
+@app.command()
+def qat(
+    base: Base,
+    out: Out,
+    group: Group = 64,
+    steps: Steps = 200,
+    batch: Batch = 8,
+    learning_rate: Rate = 2e-4,
+    text: Text = None,
+    length: Length = LENGTH,
+) -> None:
+    """INT4 weights that were trained while they were rounded."""
+    from compress.qat import qat as train_rounded
+    from compress.training import Plan
+
+    with errors(), progress() as told:
+        plan = Plan(steps, batch, learning_rate)
+        train_rounded(base, out, _windows(base, text, None, length), plan, told, group=group)
+    _tell(base, out)
+
+
+@app.command()
+def prune(
+    base: Base,
+    out: Out,
+    sparsity: Annotated[float, typer.Option(min=0, max=0.99, help="Share of the weights that becomes zero.")] = 0.5,
+    pattern: Annotated[Pattern, typer.Option(help="2:4 leaves two of any four neighbours.")] = Pattern.UNSTRUCTURED,
+    wanda: Annotated[bool, typer.Option("--wanda/--magnitude", help="Whether inputs count too.")] = True,
+    steps: Steps = 0,
+    batch: Batch = 8,
+    learning_rate: Rate = 3e-4,
+    text: Text = None,
+    length: Length = LENGTH,
+) -> None:
+    """Weights that matter least become zero; with --steps the base then heals the rest."""
+    from compress.prune import Judgement
+    from compress.prune import Pattern as Kind
+    from compress.prune import prune as cut
+    from compress.training import Plan
+
+    judgement, plan = Judgement(sparsity, Kind(pattern.value), wanda), Plan(steps, batch, learning_rate)
+    with errors(), progress() as told:
+        cut(base, out, _windows(base, text, None, length), judgement, plan, told)
+    _tell(base, out)
+
+
+@app.command()
+def shrink(
+    base: Base,
+    out: Out,
+    neurons: Annotated[float, typer.Option(min=0, max=0.99, help="Share of each MLP's neurons that goes.")] = 0.25,
+    kv_heads: Annotated[int, typer.Option(min=0, help="Key/value heads that go, with their query heads.")] = 0,
+    layers: Annotated[int, typer.Option(min=0, help="Layers that go.")] = 0,
+    steps: Steps = 200,
+    batch: Batch = 8,
+    learning_rate: Rate = 1e-3,
+    text: Text = None,
+    length: Length = LENGTH,
+) -> None:
+    """Neurons, heads and layers that matter least go; the base heals the rest."""
+    from compress.shrink import Cut
+    from compress.shrink import shrink as cut
+    from compress.training import Plan
+
+    with errors(), progress() as told:
+        texts, plan = _windows(base, text, None, length), Plan(steps, batch, learning_rate)
+        cut(base, out, texts, Cut(neurons, kv_heads, layers), plan, told)
+    _tell(base, out)
+
+
+@app.command()
+def distill(
+    base: Annotated[Path, typer.Argument(metavar="TEACHER", help="Folder of the teacher.", exists=True)],
+    student: Annotated[Path, typer.Argument(help="Folder of the student, of the same tokens.", exists=True)],
+    out: Out,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Begin with random weights.")] = False,
+    temperature: Annotated[float, typer.Option(min=0.1, help="Of both distributions.")] = 1.0,
+    hard: Annotated[float, typer.Option(min=0, max=1, help="Share of the loss that the text itself has.")] = 0.0,
+    steps: Steps = 1000,
+    batch: Batch = 16,
+    learning_rate: Rate = 1e-3,
+    text: Text = None,
+    length: Length = LENGTH,
+) -> None:
+    """A student learns its teacher's distributions: a draft model, or a smaller model of one's own."""
+    from compress.distill import distill as teach
+    from compress.training import Plan
+
+    with errors(), progress() as told:
+        texts, plan = _windows(base, text, None, length), Plan(steps, batch, learning_rate, warmup=100)
+        teach(base, student, out, texts, plan, told, fresh=fresh, temperature=temperature, hard=hard)
+    _tell(base, out)
+
+
+def _tell(base: Path, out: Path) -> None:
+    typer.echo(f"{out}: {_bytes(out):,} bytes of weights, {_bytes(out) / _bytes(base):.1%} of {base}")
+
+
 def _quantize(
     base: Path,
     out: Path,
@@ -139,7 +249,7 @@ def _quantize(
 
     with errors(), progress() as told:
         quantize(base, out, recipe, _windows(base, text, windows, length) if recipe.calibrated else None, told)
-    typer.echo(f"{out}: {_bytes(out):,} bytes of weights, {_bytes(out) / _bytes(base):.1%} of {base}")
+    _tell(base, out)
 
 
 @contextlib.contextmanager
@@ -182,7 +292,7 @@ def progress() -> Iterator["Progress"]:
         yield told
 
 
-def _windows(base: Path, text: Path | None, count: int, length: int) -> "Tensor":
+def _windows(base: Path, text: Path | None, count: int | None, length: int) -> "Tensor":
     from compress import text as texts
 
     return texts.windows(texts.read(text or texts.CALIBRATION), base, length, count)

@@ -56,6 +56,19 @@ def layers_of(model: PreTrainedModel) -> list[nn.Module]:
     return list(model.get_submodule("model.layers").children())
 
 
+def outside_layers(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Embedding, last norm, and the head where it is not the embedding."""
+    return {name: weight for name, weight in model.named_parameters() if not name.startswith("model.layers.")}
+
+
+def stored_dtype(config: dict[str, Any]) -> torch.dtype:
+    """The number format of a checkpoint's weights."""
+    name = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype), name
+    return dtype
+
+
 def linear(layer: nn.Module, name: str) -> nn.Linear:
     """A linear of a layer by its name."""
     found = layer.get_submodule(name)

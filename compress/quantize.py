@@ -2,15 +2,13 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from compress.checkpoint import Workbench, as_stored
 from compress.layout import Scheme, tensors_of
-from compress.network import Stream, layers_of, linear, load, read_config
+from compress.network import Stream, layers_of, linear, load, outside_layers, read_config, stored_dtype
 from compress.recipe import Recipe, Rounded
 
 Progress = Callable[[str, int, int], None]
@@ -55,19 +53,6 @@ def layer_tensors(
     for name, weight in rounded.weights.items():
         tensors |= {f"{name}.{part}": tensor for part, tensor in tensors_of(weight, scheme).items()}
     return {f"model.layers.{index}.{name}": tensor for name, tensor in tensors.items()}
-
-
-def outside_layers(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Embedding, last norm, and the head where it is not the embedding."""
-    return {name: weight for name, weight in model.named_parameters() if not name.startswith("model.layers.")}
-
-
-def stored_dtype(config: dict[str, Any]) -> torch.dtype:
-    """The number format of a checkpoint's weights."""
-    name = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype), name
-    return dtype
 
 
 def _become(layer: nn.Module, rounded: Rounded) -> None:

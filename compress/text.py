@@ -21,11 +21,12 @@ _KINDS = ("*.txt", "*.txt.gz", "*.md")
 
 
 def read(path: Path) -> list[str]:
-    """The texts of a file, or of a folder's .txt, .txt.gz and .md files; a line END_OF_TEXT parts texts of one file.
+    """The texts of a file, or of a folder's .txt, .txt.gz and .md files but for those named heldout*.
 
-    Raises CompressError where there is no text.
+    A line END_OF_TEXT parts texts of one file. Raises CompressError where there is no text.
     """
-    files = sorted(file for kind in _KINDS for file in path.glob(kind)) if path.is_dir() else [path]
+    found = (file for kind in _KINDS for file in path.glob(kind) if not file.name.startswith("heldout"))
+    files = sorted(found) if path.is_dir() else [path]
     try:
         contents = [_content(file) for file in files]
     except (OSError, UnicodeDecodeError) as error:

@@ -7,8 +7,10 @@ import torch
 from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM
 
+from compress.attention import WHOLE_WINDOWS
+from compress.training import logits
 from models.corpus import Split, batch_at
-from models.network import WHOLE_WINDOWS, end_of_text, logits
+from models.network import end_of_text
 from models.trainer import evaluate
 
 PROMPT = "Once upon a time there was a little fox who lived at the edge of a great dark wood."

@@ -6,30 +6,11 @@ Legend: B windows, T tokens of a window, V vocabulary, C hidden width, H query h
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
+from compress.attention import WHOLE_WINDOWS
+from compress.training import logits, soft_loss
 from models.recipe import CONTEXT, Shape
-
-# Under torch.compile, transformers' own "sdpa" builds a (T, T) mask, which bars the flash kernel. Training and
-# measuring read whole windows, where "causal" says all.
-WHOLE_WINDOWS = "whole-windows"
-
-
-def _attend(
-    module: nn.Module, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, mask: None, scaling: float, **_: object
-) -> tuple[Tensor, None]:
-    attended = F.scaled_dot_product_attention(q_BHTD, k_BKTD, v_BKTD, is_causal=True, scale=scaling, enable_gqa=True)
-    return attended.transpose(1, 2).contiguous(), None
-
-
-AttentionInterface.register(WHOLE_WINDOWS, _attend)
-AttentionMaskInterface.register(WHOLE_WINDOWS, lambda *_, **__: None)
 
 
 def build(shape: Shape, vocab: int, end_id: int) -> LlamaForCausalLM:
@@ -77,20 +58,13 @@ def add_dropout(model: LlamaForCausalLM, probability: float) -> None:
         layer.mlp.down_proj.register_forward_hook(drop)
 
 
-def logits(model: LlamaForCausalLM, inputs_BT: Tensor) -> Tensor:
-    """Logits (B, T, V), computed in bf16 on a GPU and in float32 on a CPU."""
-    with torch.autocast("cuda", torch.bfloat16, enabled=inputs_BT.is_cuda):
-        hidden_BTC = model.model(input_ids=inputs_BT, use_cache=False).last_hidden_state
-        return F.linear(hidden_BTC, model.lm_head.weight)
-
-
 def text_loss(model: LlamaForCausalLM, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
     """Mean cross entropy of the targets, nats a token."""
     return F.cross_entropy(logits(model, inputs_BT).float().flatten(0, 1), targets_BT.flatten())
 
 
 def distillation_loss(model: LlamaForCausalLM, teacher: LlamaForCausalLM, inputs_BT: Tensor) -> Tensor:
-    """Mean cross entropy of the teacher's distribution, nats a token (Hinton et al., arXiv:1503.02531)."""
+    """Mean cross entropy of the teacher's distribution, nats a token."""
     with torch.no_grad():
-        teacher_BTV = logits(teacher, inputs_BT).float().softmax(-1)
-    return F.cross_entropy(logits(model, inputs_BT).float().flatten(0, 1), teacher_BTV.flatten(0, 1))
+        wanted_BTV = logits(teacher, inputs_BT)
+    return soft_loss(logits(model, inputs_BT), wanted_BTV)

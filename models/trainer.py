@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from compress.training import optimizers_for, schedule, update
 from models.corpus import Split, batch_at, training_windows
 from models.network import add_dropout, distillation_loss, end_of_text, text_loss
 from models.recipe import Recipe
@@ -43,7 +44,7 @@ def train(
     device, bos = model.device, end_of_text(model)
     add_dropout(model, recipe.dropout)
     loss_of = _compiled(_loss_function(model, teacher), device)
-    optimizers = _optimizers(recipe, model)
+    optimizers = optimizers_for(model.named_parameters(), recipe.learning_rate, recipe.matrix_weight_decay)
     steps = max(1, int(recipe.epochs * (len(texts) // recipe.window) // recipe.batch))
     pause = math.ceil(steps / recipe.evaluations)
     best, losses, began = None, [], time.perf_counter()
@@ -52,7 +53,7 @@ def train(
         rate = recipe.learning_rate * schedule(step / steps, step / recipe.warmup_steps, recipe.decay_share)
         loss = loss_of(*batch_at(texts, starts, recipe.window, bos))
         torch.autograd.backward(loss)
-        _update(optimizers, rate, model)
+        update(optimizers, rate, model)
         if step % pause == 0 or step == steps:
             losses.append(evaluate(model, heldout, recipe.window))
             if losses[-1] == min(losses):
@@ -63,11 +64,6 @@ def train(
     model.load_state_dict(best)
     model.train(False)
     return Outcome(steps, steps * recipe.batch * recipe.window, seconds, losses)
-
-
-def schedule(progress: float, warmth: float, decay_share: float) -> float:
-    """The share of the full learning rate: a warm-up, a plateau, a straight fall to zero at progress 1."""
-    return min(1.0, warmth, (1 - progress) / decay_share)
 
 
 @torch.no_grad()
@@ -108,27 +104,6 @@ def _batches(recipe: Recipe, texts: Split) -> Iterator[Tensor]:
         while waiting.numel() >= recipe.batch:
             yield waiting[: recipe.batch]
             waiting = waiting[recipe.batch :]
-
-
-def _optimizers(recipe: Recipe, model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the blocks (Jordan et al., 2024), AdamW for embeddings and norms."""
-    named = list(model.named_parameters())
-    matrices = [weight for name, weight in named if weight.ndim == 2 and "embed" not in name]
-    others = [weight for name, weight in named if weight.ndim != 2 or "embed" in name]
-    rate = recipe.learning_rate
-    return [
-        torch.optim.Muon(matrices, lr=rate, weight_decay=recipe.matrix_weight_decay, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.95), weight_decay=0.01),
-    ]
-
-
-def _update(optimizers: list[torch.optim.Optimizer], rate: float, model: LlamaForCausalLM) -> None:
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
 
 
 def _report(recipe: Recipe, step: int, steps: int, loss: float, heldout: float, seconds: float) -> None:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from compress.training import schedule
 from models.recipe import TINY_DRAFT, TINY_STORY, TINY_VOCAB
 from models.train import main
-from models.trainer import schedule
 
 
 def test_training_writes_two_checkpoints_and_lowers_the_loss(

@@ -1,0 +1,59 @@
+"""Knowledge distillation: a student learns the whole distribution that its teacher gives each next token."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from compress import dense
+from compress.checkpoint import Workbench
+from compress.errors import CompressError
+from compress.network import load
+from compress.training import Plan, Progress, distillation, train
+
+
+def distill(
+    teacher: Path,
+    student: Path,
+    out: Path,
+    windows_WT: Tensor,
+    plan: Plan,
+    progress: Progress,
+    *,
+    fresh: bool = False,
+    temperature: float = 1.0,
+    hard: float = 0.0,
+) -> float:
+    """Train the student's network, from its weights or (`fresh`) from random ones. -> the last loss, nats a token.
+
+    `hard`: share of the loss that the next token itself has. Raises CompressError.
+    """
+    model, its_teacher = _fresh(student) if fresh else load(student), load(teacher)
+    if model.config.vocab_size != its_teacher.config.vocab_size:
+        raise CompressError(
+            f"{student} and {teacher} have different vocabularies: a student reads its teacher's tokens"
+        )
+    settings: dict[str, Any] = {
+        "method": "distill",
+        "teacher": teacher.resolve().name,
+        "fresh": fresh,
+        "temperature": temperature,
+        "hard": hard,
+        "windows": list(windows_WT.shape),
+        **asdict(plan),
+    }
+    bench = Workbench(student, out, settings, dense.pieces(model))
+    loss_of = distillation(model, its_teacher, temperature, hard)
+    loss = train(model, windows_WT, loss_of, plan, bench, progress)
+    dense.write(model, student, bench)
+    return loss
+
+
+def _fresh(folder: Path) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(folder)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+    return model

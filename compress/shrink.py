@@ -1,0 +1,121 @@
+"""Structured pruning: whole neurons, groups of heads and layers go, and the rest learns to do without them.
+
+What is left is an ordinary smaller network. Neurons and heads matter by the energy that they add to the residual
+stream; layers by how far they turn it (ShortGPT, Men et al., arXiv:2403.03853). Healing distils the base
+into what is left, as Minitron does (Muralidharan et al., arXiv:2407.14679).
+"""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from compress import dense
+from compress.checkpoint import Workbench
+from compress.errors import CompressError
+from compress.network import Seen, Stream, layers_of, linear, load, read_config
+from compress.training import Plan, Progress, distillation, train
+
+_SEEN = 32
+"""Windows that parts are judged by; healing reads all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How much goes."""
+
+    neurons: float = 0.25
+    """Share of each MLP's neurons."""
+    kv_heads: int = 0
+    """Key/value heads of each layer, with the query heads that read them."""
+    layers: int = 0
+
+
+def shrink(base: Path, out: Path, windows_WT: Tensor, cut: Cut, heal: Plan, progress: Progress) -> None:
+    """Cut, then heal by distillation from the base. Raises CompressError where nothing would be left."""
+    model, config = load(base), read_config(base)
+    if not (0 <= cut.neurons < 1 and cut.layers < config["num_hidden_layers"] and cut.kv_heads < _kv_heads(config)):
+        raise CompressError("nothing would be left: cut fewer neurons, heads or layers")
+    layers = layers_of(model)
+    settings = {"method": "shrink", **asdict(cut), **asdict(heal), "windows": list(windows_WT.shape)}
+    bench = Workbench(base, out, settings, len(layers) - cut.layers + 1)
+    stream, turned = Stream(model, windows_WT[:_SEEN]), []
+    for index, layer in enumerate(layers):
+        progress("layers", index, len(layers))
+        before, seen = stream.hidden_WTC, stream.look(index)
+        stream.advance(index)
+        turned.append(1 - F.cosine_similarity(before, stream.hidden_WTC, dim=-1).mean().item())
+        _cut_neurons(layer, seen, cut.neurons)
+        _cut_heads(layer, seen, cut.kv_heads)
+    progress("layers", len(layers), len(layers))
+    stays = sorted(
+        sorted(range(len(layers)), key=lambda index: turned[index], reverse=True)[: len(layers) - cut.layers]
+    )
+    model.get_submodule("model").layers = nn.ModuleList(layers[index] for index in stays)
+    model.config.num_hidden_layers = len(stays)
+    if heal.steps:
+        train(model, windows_WT, distillation(model, load(base)), heal, bench, progress)
+    dense.write(model, base, bench, _changed(model, config, stays))
+
+
+def _cut_neurons(layer: nn.Module, seen: Seen, share: float) -> None:
+    down = linear(layer, "mlp.down_proj")
+    energy = seen.inputs["mlp.down_proj"].gram.diagonal() * down.weight.detach().square().sum(0)
+    count = round(len(energy) * (1 - share) / 32) * 32 or len(energy)
+    stays = energy.topk(min(count, len(energy))).indices.sort().values
+    for name in ("mlp.gate_proj", "mlp.up_proj"):
+        _keep_outputs(linear(layer, name), stays)
+    _keep_inputs(down, stays)
+
+
+def _cut_heads(layer: nn.Module, seen: Seen, count: int) -> None:
+    if not count:
+        return
+    output, head_dim = linear(layer, "self_attn.o_proj"), layer.get_submodule("self_attn").head_dim
+    assert isinstance(head_dim, int)
+    kv_heads = linear(layer, "self_attn.k_proj").out_features // head_dim
+    energy = seen.inputs["self_attn.o_proj"].gram.diagonal() * output.weight.detach().square().sum(0)
+    heads = energy.view(kv_heads, -1).sum(1).topk(kv_heads - count).indices.sort().values
+    queries = torch.arange(output.in_features).view(kv_heads, -1)[heads].flatten()
+    keys = torch.arange(kv_heads * head_dim).view(kv_heads, -1)[heads].flatten()
+    _keep_outputs(linear(layer, "self_attn.q_proj"), queries)
+    _keep_outputs(linear(layer, "self_attn.k_proj"), keys)
+    _keep_outputs(linear(layer, "self_attn.v_proj"), keys)
+    _keep_inputs(output, queries)
+
+
+def _keep_outputs(module: nn.Linear, stays: Tensor) -> None:
+    module.weight = nn.Parameter(module.weight.detach()[stays])
+    if module.bias is not None:
+        module.bias = nn.Parameter(module.bias.detach()[stays])
+    module.out_features = len(stays)
+
+
+def _keep_inputs(module: nn.Linear, stays: Tensor) -> None:
+    module.weight = nn.Parameter(module.weight.detach()[:, stays])
+    module.in_features = len(stays)
+
+
+def _changed(model: PreTrainedModel, config: dict[str, Any], stays: list[int]) -> dict[str, Any]:
+    """What config.json says of the smaller network."""
+    layer = layers_of(model)[0]
+    head_dim = layer.get_submodule("self_attn").head_dim
+    assert isinstance(head_dim, int)
+    changed: dict[str, Any] = {
+        "num_hidden_layers": len(stays),
+        "intermediate_size": linear(layer, "mlp.up_proj").out_features,
+        "num_attention_heads": linear(layer, "self_attn.q_proj").out_features // head_dim,
+        "num_key_value_heads": linear(layer, "self_attn.k_proj").out_features // head_dim,
+        "head_dim": head_dim,
+    }
+    if config.get("layer_types"):
+        changed["layer_types"] = [config["layer_types"][index] for index in stays]
+    return changed
+
+
+def _kv_heads(config: dict[str, Any]) -> int:
+    return int(config.get("num_key_value_heads") or config["num_attention_heads"])

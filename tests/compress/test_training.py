@@ -1,0 +1,121 @@
+"""What trains: pruned and shrunk networks heal, students learn, rounded weights learn; an interrupted run goes on."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from compress import text
+from compress.distill import distill
+from compress.errors import CompressError
+from compress.prune import Judgement, Pattern, prune
+from compress.qat import qat
+from compress.shrink import Cut, shrink
+from compress.training import Plan
+from tests.checkpoints import Shape, make_checkpoint
+from verify.served import Served
+
+PLAN = Plan(steps=30, batch=4, learning_rate=2e-3, warmup=3)
+
+
+def quiet(*_: object) -> None:
+    """Nobody looks."""
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("base"), "llama")
+
+
+@pytest.fixture(scope="module")
+def windows(base: Path) -> Tensor:
+    return text.windows(text.read(text.CALIBRATION), base, 32, 48)
+
+
+def divergence(base: Path, candidate: Path, windows_WT: Tensor) -> float:
+    """Mean KL from the base, as both are served."""
+    one, other = Served(base, 64), Served(candidate, 64)
+    total = 0.0
+    for ids in windows_WT[:8]:
+        wanted, got = one.logprobs(one.read(ids)[0]), other.logprobs(other.read(ids)[0])
+        total += torch.nn.functional.kl_div(got, wanted, log_target=True, reduction="batchmean").item()
+    return total / 8
+
+
+@pytest.mark.parametrize("wanda", [True, False])
+def test_two_of_four_weights_go_and_the_rest_heals(base: Path, windows: Tensor, tmp_path: Path, wanda: bool) -> None:
+    judgement = Judgement(pattern=Pattern.TWO_OF_FOUR, wanda=wanda)
+    prune(base, tmp_path / "hurt", windows, judgement, Plan(steps=0), quiet)
+    prune(base, tmp_path / "healed", windows, judgement, PLAN, quiet)
+    for folder in (tmp_path / "hurt", tmp_path / "healed"):
+        weights = load_file(next(folder.glob("model-00001-*")))
+        zeros = (weights["model.layers.0.mlp.down_proj.weight"].view(-1, 4) == 0).sum(1)
+        assert zeros.min() >= 2
+        assert zeros.float().mean() < 2.1
+    assert divergence(base, tmp_path / "healed", windows) < 0.8 * divergence(base, tmp_path / "hurt", windows)
+
+
+def test_inputs_tell_better_than_sizes_which_weights_matter(base: Path, windows: Tensor, tmp_path: Path) -> None:
+    found = {}
+    for wanda in (True, False):
+        out = tmp_path / f"{wanda}"
+        prune(base, out, windows, Judgement(0.4, wanda=wanda), Plan(steps=0), quiet)
+        found[wanda] = divergence(base, out, windows)
+    assert found[True] < found[False]
+
+
+def test_a_shrunk_network_is_an_ordinary_smaller_one(base: Path, windows: Tensor, tmp_path: Path) -> None:
+    cut = Cut(neurons=0.34, kv_heads=1, layers=1)
+    shrink(base, tmp_path / "hurt", windows, cut, Plan(steps=0), quiet)
+    shrink(base, tmp_path / "healed", windows, cut, PLAN, quiet)
+    config = json.loads((tmp_path / "healed" / "config.json").read_text())
+    named = ("num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    assert [config[name] for name in named] == [2, 64, 2, 1]
+    assert divergence(base, tmp_path / "healed", windows) < 0.8 * divergence(base, tmp_path / "hurt", windows)
+    theirs: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "healed", dtype=torch.float32)
+    ours = Served(tmp_path / "healed", 64)
+    with torch.no_grad():
+        wanted = theirs(windows[:1]).logits[0].log_softmax(-1)
+    assert torch.allclose(ours.logprobs(ours.read(windows[0])[0]), wanted, atol=1e-4)
+
+
+def test_nothing_left_is_refused(base: Path, windows: Tensor, tmp_path: Path) -> None:
+    with pytest.raises(CompressError, match="nothing would be left"):
+        shrink(base, tmp_path / "out", windows, Cut(layers=3), PLAN, quiet)
+
+
+def test_trained_rounding_beats_rounding(base: Path, windows: Tensor, tmp_path: Path) -> None:
+    rounded, trained = tmp_path / "rounded", tmp_path / "trained"
+    qat(base, rounded, windows, Plan(steps=0), quiet, group=32)
+    qat(base, trained, windows, Plan(steps=40, batch=4, learning_rate=2e-4, warmup=4), quiet, group=32)
+    assert json.loads((trained / "config.json").read_text())["quantization_config"]["format"] == "pack-quantized"
+    assert divergence(base, trained, windows) < 0.9 * divergence(base, rounded, windows)
+
+
+def test_a_student_learns_and_an_interrupted_run_goes_on(base: Path, windows: Tensor, tmp_path: Path) -> None:
+    student = make_checkpoint(tmp_path / "student", Shape("llama", {"num_hidden_layers": 1}), seed=5)
+    told: list[int] = []
+
+    def stop_half_way(_: str, done: int, __: int) -> None:
+        if done == 16:
+            raise KeyboardInterrupt
+
+    distill(base, student, tmp_path / "whole", windows, PLAN, quiet, fresh=True)
+    with pytest.raises(KeyboardInterrupt):
+        distill(base, student, tmp_path / "parts", windows, PLAN, stop_half_way, fresh=True)
+    distill(base, student, tmp_path / "parts", windows, PLAN, lambda _, done, __: told.append(done), fresh=True)
+    assert told[0] == 16
+    assert divergence(base, tmp_path / "whole", windows) < divergence(base, student, windows)
+    for file in (tmp_path / "whole").glob("*.safetensors"):
+        assert file.read_bytes() == (tmp_path / "parts" / file.name).read_bytes()
+
+
+def test_a_student_of_other_tokens_is_refused(base: Path, windows: Tensor, tmp_path: Path) -> None:
+    student = make_checkpoint(tmp_path / "student", Shape("llama", {"vocab_size": 400}))
+    with pytest.raises(CompressError, match="different vocabularies"):
+        distill(base, student, tmp_path / "out", windows, PLAN, quiet)
