@@ -89,7 +89,7 @@ def scenes(model: str, deterministic: bool, tokens: int, engine: Engine) -> Iter
 
 def price(engine: Engine) -> dict[str, float]:
     """Milliseconds of a step of answers, tokens per second of a prompt."""
-    loop = loops.Loop(engine, loops.Limits(engine.config, loops.LEAST["read"], loops.LEAST["matmul"]))
+    loop = loops.Loop(engine, loops.limits_of(engine, loops.LEAST, fp8=False))
     cells = {f"decode {batch}, ms": loops.decode(loop, batch)["step ms"] for batch in BATCHES}
     return cells | {f"prefill {count}, tok/s": loops.prefill(loop, count)["tok/s"] for count in PREFILLS}
 

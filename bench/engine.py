@@ -14,7 +14,8 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,14 @@ from services.worker.gpu_runner import GpuRunner, GpuStep
 from services.worker.job import EngineOptions, Job, SamplingParams
 from services.worker.weights import open_checkpoint
 
-MODELS = {"8b": "llama-3.1-8b", "1b": "llama-3.2-1b"}
+MODELS = {"8b": "llama-3.1-8b", "1b": "llama-3.2-1b", "70b": "llama-3.1-70b"}
+# A variant is a model, or a model and the bits of its weights; with fp8 weights keys and values are fp8, too.
+VARIANTS = ("8b", "1b", "8b fp8", "8b int4", "1b fp8", "1b int4", "70b fp8", "70b int4")
 BATCHES = (1, 8, 32, 128, 256)
 CONTEXT, SHORT, STEPS = 2100, 128, 96
 SECONDS = 40.0
 # What one H200 has shown: a run that measures less on its own ceilings is still held to these.
-LEAST = {"read": 0.95 * 4.3e12, "matmul": 0.95 * 790e12}
+LEAST = {"read": 0.95 * 4.3e12, "matmul": 0.95 * 790e12, "fp8": 0.95 * 1580e12}
 
 Cell = dict[str, float]
 
@@ -48,6 +51,12 @@ class Limits:
     config: ModelConfig
     read: float
     matmul: float
+    linear: float
+    """FLOP per second of the products in the layers: fp8's if their weights are fp8."""
+    weights: float
+    """Bytes of weights that a step reads."""
+    kv_token: float
+    """Bytes of a token's keys and values."""
 
     @property
     def matrix_numbers(self) -> int:
@@ -58,16 +67,21 @@ class Limits:
     def decode_s(self, batch: int, context: float) -> float:
         """The floor of a step of `batch` answers."""
         config = self.config
-        moved = 2 * self.matrix_numbers + batch * context * config.kv_bytes_per_token(2)
+        moved = self.weights + batch * context * self.kv_token
         attended = 4 * batch * context * config.layers * config.heads * config.head_dim
-        return max(moved / self.read, (2 * batch * self.matrix_numbers + attended) / self.matmul)
+        return max(moved / self.read, self._busy_s(batch, batch, attended))
 
-    def prefill_flop(self, tokens: int) -> float:
-        """Of a prompt alone."""
+    def prefill_s(self, tokens: int) -> float:
+        """The floor of a prompt alone."""
         config = self.config
-        head = config.vocab_size * config.hidden_size
         attended = 2 * config.layers * config.heads * config.head_dim * tokens**2
-        return 2 * tokens * (self.matrix_numbers - head) + 2 * head + attended
+        return max(self.weights / self.read, self._busy_s(tokens, 1, attended))
+
+    def _busy_s(self, tokens: int, sampled: int, attended: float) -> float:
+        """Seconds of the matrix units."""
+        head = self.config.vocab_size * self.config.hidden_size
+        layers = 2 * tokens * (self.matrix_numbers - head)
+        return layers / self.linear + (2 * sampled * head + attended) / self.matmul
 
 
 class Loop:
@@ -163,9 +177,7 @@ def prefill(loop: Loop, tokens: int) -> Cell:
         loop.drain()
         times.append(time.perf_counter() - began)
     seconds = statistics.median(times[2:])
-    flop = loop.limits.prefill_flop(tokens)
-    limits = loop.limits
-    floor = max(flop / limits.matmul, 2 * limits.matrix_numbers / limits.read)
+    floor = loop.limits.prefill_s(tokens)
     return {
         "ttft ms": seconds * 1e3,
         "ttft ms max": max(times[2:]) * 1e3,
@@ -262,13 +274,17 @@ def _percentile(values: list[float], percent: float) -> float:
     return sorted(values)[min(len(values) - 1, int(len(values) * percent / 100))]
 
 
-def cells(loop: Loop, seconds: float) -> Iterator[tuple[str, Callable[[], Cell]]]:
-    """Name and measurement of each cell of a model."""
+def cells(loop: Loop, seconds: float, model: str) -> Iterator[tuple[str, Callable[[], Cell]]]:
+    """Name and measurement of each cell of a model, of a variant those that its bits matter for."""
     for tokens in (128, 1950):
         yield f"prefill {tokens}", lambda tokens=tokens: prefill(loop, tokens)  # type: ignore[misc]
     for batch in BATCHES:
+        if batch * (CONTEXT + STEPS + 512) > loop.engine.memory.kv_tokens:
+            break  # a 70B model's keys and values of so many do not fit beside its weights
         yield f"decode {batch}", lambda batch=batch: decode(loop, batch)  # type: ignore[misc]
     yield "decode 1, short", lambda: decode(loop, 1, SHORT)
+    if " " in model:
+        return
     yield "mixed 32 + 8k", lambda: mixed(loop, 32, 8000, seconds)
     for width in BATCHES:
         yield f"loop 1950/200 {width}", lambda width=width: closed(loop, 1950, 200, width)  # type: ignore[misc]
@@ -276,6 +292,19 @@ def cells(loop: Loop, seconds: float) -> Iterator[tuple[str, Callable[[], Cell]]
     for width in (32, 256):
         yield f"loop 128/128 {width}", lambda width=width: closed(loop, 128, 128, width)  # type: ignore[misc]
     yield "loading", lambda: loading(loop)
+
+
+def held(loop: Loop) -> Cell:
+    """What the weights take, the products in the layers alone and all, against 16 bits; tokens that the pool holds."""
+    model = loop.runner.model
+    layers = [each.linear for each in model.projections() if each.modules != ("lm_head",)]
+    products, numbers = sum(x.weight.nbytes for x in layers), sum(x.inputs * x.outputs for x in layers)
+    return {
+        "weights GiB": model.nbytes / 2**30,
+        "of 16 bits": model.nbytes / (2 * presets.parameters(model.config)),
+        "products of 16 bits": products / (2 * numbers),
+        "KV tokens": float(loop.engine.memory.kv_tokens),
+    }
 
 
 def returning(model: str, prompt: int) -> Cell:
@@ -346,17 +375,35 @@ def start(model: str, limits: dict[str, float]) -> tuple[Loop, Cell]:
     options = EngineOptions(
         device="cuda", dtype="bfloat16", max_batch_size=256, step_tokens=8192, chunk_tokens=200, max_seq_length=16384
     )
-    engine = Engine(presets.folder_of(MODELS[model]), options, progress)
+    name, _, bits = model.partition(" ")
+    if bits:
+        options = replace(options, quantize=bits, kv_dtype="fp8" if bits == "fp8" else "auto")
+    engine = Engine(presets.folder_of(MODELS[name]), options, progress)
     progress("end", 0, 0)
     print(f"{model}: {engine.memory}", flush=True)
-    loop = Loop(engine, Limits(engine.config, limits["read"], limits["matmul"]))
+    loop = Loop(engine, limits_of(engine, limits, bits == "fp8"))
     return loop, {**phases, "start s": time.perf_counter() - began}
+
+
+def limits_of(engine: Engine, ceilings: dict[str, float], fp8: bool) -> Limits:
+    """What the machine can do for this engine's model. Of an embedding of its own a step reads some rows only."""
+    assert isinstance(engine.runner, GpuRunner)
+    model, config = engine.runner.model, engine.config
+    weights = model.nbytes - (0 if config.tied_embeddings else model.embedding.nbytes)
+    return Limits(
+        config,
+        ceilings["read"],
+        ceilings["matmul"],
+        ceilings["fp8" if fp8 else "matmul"],
+        weights,
+        config.kv_bytes_per_token(1 if fp8 else 2),
+    )
 
 
 def main() -> None:
     """Measures what is missing, writes JSON and a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--models", nargs="*", default=["8b", "1b"], choices=VARIANTS)
     parser.add_argument("--only", nargs="*", help="only cells whose name holds one of these")
     parser.add_argument("--fresh", action="store_true")
     parser.add_argument("--seconds", type=float, default=30.0, help="of the mixed cell")
@@ -382,13 +429,15 @@ def main() -> None:
         torch.cuda.empty_cache()
         loop, phases = start(model, measured)
         note(f"{model} start", lambda phases=phases: phases)  # type: ignore[misc]
-        for name, measure in cells(loop, wanted.seconds):
+        note(f"{model} memory", partial(held, loop))
+        for name, measure in cells(loop, wanted.seconds, model):
             note(f"{model} {name}", measure)
         loop.engine.runner.pools.clear()
         del loop
         gc.collect()
         torch.cuda.empty_cache()
-        note(f"{model} prefix of 1950 evicted to host memory", lambda model=model: returning(model, 1950))  # type: ignore[misc]
+        if model in MODELS:
+            note(f"{model} prefix of 1950 evicted to host memory", lambda model=model: returning(model, 1950))  # type: ignore[misc]
 
 
 def page(found: dict[str, Any]) -> str:

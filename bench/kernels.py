@@ -23,10 +23,14 @@ import triton
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kernels import activation, attention, blocks, matmul, norm, rope_kv, sampling
+from kernels import activation, attention, blocks, fp8, matmul, norm, rope_kv, sampling
+from kernels.products import linear
+from kernels.slot_settings import slot_settings
+from kernels.words import Words
 
 DTYPE = torch.bfloat16
 ROTATED_BYTES = 300 << 20
+ROWS = (1, 4, 8, 16, 32, 64, 128, 256, 1024, 2048)
 Launch = Callable[[], object]
 
 
@@ -57,10 +61,12 @@ class Row:
     against: dict[str, float] = field(default_factory=dict)
     """Microseconds of others that do the same job."""
     note: str = ""
+    rate: str = "matmul"
+    """The ceiling of its FLOP: matmul or fp8."""
 
     def share(self, ceilings: dict[str, float]) -> float:
         """Floor over time."""
-        return max(self.bytes / ceilings["read"], self.flop / ceilings["matmul"]) * 1e6 / self.microseconds
+        return max(self.bytes / ceilings["read"], self.flop / ceilings[self.rate]) * 1e6 / self.microseconds
 
 
 def timed(launches: Sequence[Launch], target_ms: float = 4.0, tries: int = 7) -> float:
@@ -102,7 +108,7 @@ def copies(make: Callable[[], Tensor]) -> list[Tensor]:
 
 
 def ceilings() -> dict[str, float]:
-    """Bytes per second copied (read + written) and read, bf16 FLOP per second."""
+    """Bytes per second copied (read + written) and read, bf16 and fp8 FLOP per second."""
     source = torch.empty(1 << 30, dtype=torch.int32, device="cuda").random_()
     target = torch.empty_like(source)
     copy = timed([lambda: target.copy_(source)], 30)
@@ -112,11 +118,15 @@ def ceilings() -> dict[str, float]:
     product = timed([lambda: x @ w], 60)
     small, other = x[:4096, :4096].contiguous(), w[:4096, :4096].contiguous()
     product_small = timed([lambda: small @ other], 60)
+    octets, scale = (x.to(torch.float8_e4m3fn), w.to(torch.float8_e4m3fn)), torch.ones((), device="cuda")
+    scaled = partial(torch._scaled_mm, scale_a=scale, scale_b=scale, out_dtype=DTYPE, use_fast_accum=True)
+    product_fp8 = timed([lambda: scaled(octets[0], octets[1].t())], 60)
     size = source.numel() * 4
     return {
         "copy": 2 * size / copy,
         "read": size / read,
         "matmul": max(2 * 8192**3 / product, 2 * 4096**3 / product_small),
+        "fp8": 2 * 8192**3 / product_fp8,
     }
 
 
@@ -147,6 +157,41 @@ def product_row(shape: Shape, name: str, n: int, k: int, gated: bool, added: boo
     return Row(
         f"{shape.name} {name} M={rows}", seconds * 1e6, moved, 2.0 * rows * outputs * k, {"cublas": vendor * 1e6}
     )
+
+
+def random_words(kind: str, n: int, k: int) -> Words:
+    """A weight of random bits (no NaN) with a scale for each output, or for 128 inputs of it in int4."""
+    scale = torch.rand(n // 64, k // 128 if kind == "int4" else 1, 64, device="cuda") / 64 + 1e-3
+    shape = (n // 64, k // 128, 64, 16) if kind == "int4" else (n, k // 4)
+    words = torch.randint(-(2**31), 2**31, shape, dtype=torch.int32, device="cuda")
+    if kind == "int4":
+        return Words(kind, words, scale.to(DTYPE), None, 128, None, torch.Size((n, k)))
+    return Words(kind, words & ~0x40404040, scale, None, 0, None, torch.Size((n, k)))
+
+
+def quantized_row(shape: Shape, kind: str, name: str, n: int, k: int, gated: bool, added: bool, rows: int) -> Row:
+    """A product with quantized weights and all that belongs to it, against cuBLAS for the 16-bit product alone and the
+    libraries' products of this kind."""
+    outputs = 2 * n if gated else n
+    first = random_words(kind, outputs, k)
+    weights = [first, *(random_words(kind, outputs, k) for _ in range(min(63, ROTATED_BYTES // first.nbytes)))]
+    x, residual = rand(rows, k), rand(rows, n) if added else None
+    out = torch.empty(rows, n, dtype=DTYPE, device="cuda")
+    seconds = timed([partial(linear, x, w, residual=residual, gated=gated, out=out) for w in weights])
+    plain = torch.empty(rows, outputs, dtype=DTYPE, device="cuda")
+    against = {"cublas bf16": timed([partial(torch.mm, x, w.t(), out=plain) for w in copies(lambda: rand(outputs, k))])}
+    if kind == "fp8":
+        rounded = fp8.round_rows(x)
+        against["scaled_mm"] = timed([partial(fp8.multiply, rounded, w, DTYPE) for w in weights])
+    elif rows <= 64:
+        packed = [torch._convert_weight_to_int4pack(w.words.view(torch.uint8).view(outputs, -1), 8) for w in weights]
+        scales = rand(k // 128, outputs, 2)
+        against["torch int4"] = timed([partial(torch._weight_int4pack_mm, x, w, 128, scales) for w in packed])
+    moved = first.nbytes + 2.0 * rows * (k + n)
+    micro = {peer: peer_s * 1e6 for peer, peer_s in against.items()}
+    rate = "fp8" if kind == "fp8" else "matmul"
+    flop = 2.0 * rows * outputs * k
+    return Row(f"{shape.name} {kind} {name} M={rows}", seconds * 1e6, moved, flop, micro, rate=rate)
 
 
 class Pages:
@@ -287,7 +332,7 @@ def layer_rows(shape: Shape, tokens: int) -> list[Row]:
 def sampling_row(rows: int, name: str, temperature: float, top_k: int, top_p: float, min_p: float) -> Row:
     """One step's sampling at a vocabulary of 128,256."""
     vocab = SHAPES[0].vocab
-    state = sampling.slot_settings(rows, "cuda")
+    state = slot_settings(rows, "cuda")
     state.temperature.fill_(temperature)
     state.top_k.fill_(top_k)
     state.top_p.fill_(top_p)
@@ -325,9 +370,12 @@ def cells() -> Iterator[tuple[str, Callable[[], list[Row]]]]:
     """Every cell: its key and what measures it."""
     for shape in SHAPES:
         name = shape.name
-        for rows in (1, 4, 8, 16, 32, 64):
+        for rows in ROWS if name == "8B" else ROWS[:6]:
             for product, *rest in products(shape):
                 yield f"product {name} {product} {rows}", partial(one, product_row, shape, product, *rest, rows)
+                for kind in ("int4", "fp8") if product != "head" else ():
+                    cell = partial(one, quantized_row, shape, kind, product, *rest, rows)
+                    yield f"product {name} {kind} {product} {rows}", cell
         for batch in (1, 8, 32, 128, 256):
             yield f"decode {name} {batch}", partial(one, decode_row, shape, f"{batch} x 2100", [2100] * batch)
         skewed = [31 * 512] + [2048] * 31 + [512] * 32

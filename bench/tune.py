@@ -24,11 +24,13 @@ from bench.kernels import (
     prefill_seconds,
     products,
     rand,
+    random_words,
     timed,
 )
 from kernels import matmul, matmul_words, sampling
 from kernels.attention import Config
 from kernels.skinny import Tile
+from kernels.slot_settings import slot_settings
 from kernels.words import Words
 
 Result = TypeVar("Result")
@@ -86,67 +88,67 @@ def changed(tile: Tile, split: int, ahead: int) -> Tile:
     return Tile(tile.n, tile.k, split, tile.stages, tile.warps, ahead)
 
 
-def random_words(kind: str, n: int, k: int) -> Words:
-    """A weight of random bits (no NaN) with a scale for each output, or for 128 inputs of it in int4."""
-    scale = torch.rand(n // 64, k // 128 if kind == "int4" else 1, 64, device="cuda") / 64 + 1e-3
-    shape = (n // 64, k // 128, 64, 16) if kind == "int4" else (n, k // 4)
-    words = torch.randint(-(2**31), 2**31, shape, dtype=torch.int32, device="cuda")
-    if kind == "int4":
-        return Words(kind, words, scale.to(DTYPE), None, 128, None, torch.Size((n, k)))
-    return Words(kind, words & ~0x40404040, scale, None, 0, None, torch.Size((n, k)))
-
-
-def word_tiles() -> Iterator[Tile]:
+def word_tiles(rows: int) -> Iterator[Tile]:
+    shapes = [(64, 128, 4), (64, 128, 2), (32, 128, 2), (128, 128, 4), (64, 256, 4)]
+    if rows > 16:
+        shapes = [(64, 128, 4), (128, 128, 8)]
     for (n, k, warps), stages, split in itertools.product(
-        ((64, 128, 4), (64, 256, 4), (64, 512, 4), (128, 128, 8), (128, 256, 8), (128, 128, 4)),
-        (3, 4),
-        (1, 2, 4, 8, 16),
+        shapes, (3,) if rows <= 16 else (3, 4), (1, 2, 4, 8, 16) if rows <= 64 else (1, 2, 4)
     ):
         yield Tile(n, k, split, stages, warps, 1)
 
 
+WORD_ROWS, KINDS = (1, 16, 64, 128, 256), ("int4", "fp8")
+
+
+def word_trials(kind: str, gated: bool, rows: int, tile: Tile) -> bool:
+    """Whether such a product is worth trying."""
+    return not (gated and tile.split > 4) and not (rows > 64 and gated) and not (rows > 8 and kind != "int4")
+
+
 def tune_words(part: tuple[int, int] | None) -> None:
     """Each product of a layer with weights of four and eight bits."""
-    everything = list(word_tiles())
     if part:
         trials = [
             (kind, gated, rows, tile)
-            for kind, gated, rows, tile in itertools.product(("int4", "fp8"), (False, True), (1, 64), everything)
-            if not (gated and tile.split > 4)
+            for kind, gated, rows in itertools.product(KINDS, (False, True), WORD_ROWS)
+            for tile in word_tiles(rows)
+            if word_trials(kind, gated, rows, tile)
         ]
-        made = {kind: random_words(kind, 8192, 4096) for kind in ("int4", "fp8")}
-        x = rand(64, 4096)
+        made = {kind: random_words(kind, 8192, 4096) for kind in KINDS}
+        x = rand(256, 4096)
         for kind, gated, rows, tile in trials[part[0] :: part[1]]:
             try_(partial(matmul_words.linear_words, x[:rows], made[kind], gated=gated, tile=tile))
         return
-    for shape, kind in itertools.product(SHAPES, ("int4", "fp8")):
-        for name, n, k, gated, _ in products(shape):
-            if name == "head":
-                continue
+    for shape, kind in itertools.product(SHAPES[:1], KINDS):
+        kinds = [(name, n, k, gated) for name, n, k, gated, _ in products(shape) if name != "head"]
+        for name, n, k, gated in [*kinds, ("gate-up alone", 2 * shape.ffn, shape.hidden, False)]:
             one = random_words(kind, 2 * n if gated else n, k)
             weights = [one, *(random_words(kind, *one.shape) for _ in range(min(63, (300 << 20) // one.nbytes)))]
-            for rows in (1, 16, 64):
-                x, out = rand(rows, k), torch.empty(rows, n, dtype=DTYPE, device="cuda")
-                found = []
-                for tile in everything:
-                    programs = triton.cdiv(n, tile.n) * tile.split
-                    if (tile.split > 1 and programs > 1100) or programs < 60 or (gated and tile.split > 4):
-                        continue
-                    if 2 * tile.split * rows * n > 8 << 20:
-                        continue
-                    launches = [
-                        partial(matmul_words.linear_words, x, w, gated=gated, out=out, tile=tile) for w in weights
-                    ]
-                    seconds = try_(partial(timed, launches, 1.0, 3))
-                    if seconds:
-                        found.append((seconds, tile))
-                found.sort(key=lambda pair: pair[0])
-                print(f"{shape.name} {kind} {name} M={rows}: {one.nbytes / found[0][0] / 1e12:.2f} TB/s", flush=True)
-                for seconds, t in [*found[:4], found[-1]]:
-                    print(
-                        f"    {seconds * 1e6:.1f} us n {t.n} k {t.k} w {t.warps} split {t.split} stages {t.stages}",
-                        flush=True,
-                    )
+            for rows in WORD_ROWS:
+                tune_product(f"{shape.name} {kind} {name}", kind, weights, n, gated, rows)
+
+
+def tune_product(name: str, kind: str, weights: list[Words], n: int, gated: bool, rows: int) -> None:
+    """One product at one number of rows."""
+    x, out = rand(rows, weights[0].shape[1]), torch.empty(rows, n, dtype=DTYPE, device="cuda")
+    found = []
+    for tile in word_tiles(rows):
+        programs = triton.cdiv(n, tile.n) * tile.split
+        if (tile.split > 1 and programs > 1300) or programs < 30 or not word_trials(kind, gated, rows, tile):
+            continue
+        if (1 + gated) * tile.split * rows * n > 8 << 20 and tile.split > 1:
+            continue
+        launches = [partial(matmul_words.linear_words, x, w, gated=gated, out=out, tile=tile) for w in weights]
+        seconds = try_(partial(timed, launches, 1.0, 3))
+        if seconds:
+            found.append((seconds, tile))
+    if not found:
+        return
+    found.sort(key=lambda pair: pair[0])
+    print(f"{name} M={rows}: {weights[0].nbytes / found[0][0] / 1e12:.2f} TB/s", flush=True)
+    for seconds, t in found[:3]:
+        print(f"    {seconds * 1e6:.1f} us n {t.n} k {t.k} w {t.warps} split {t.split} stages {t.stages}", flush=True)
 
 
 def decode_configs() -> Iterator[Config]:
@@ -203,7 +205,7 @@ def tune_prefill(part: tuple[int, int] | None) -> None:
 def tune_sampling(part: tuple[int, int] | None) -> None:
     """Greedy and drawn rows at several batch sizes."""
     for rows, temperature in itertools.product((1, 32, 256), (0.0, 0.8)):
-        state = sampling.slot_settings(rows, "cuda")
+        state = slot_settings(rows, "cuda")
         state.temperature.fill_(temperature)
         logits = copies(partial(rand, rows, SHAPES[0].vocab, dtype=torch.float32))
         where, places = torch.arange(rows, device="cuda"), torch.zeros(rows, dtype=torch.int64, device="cuda")

@@ -71,11 +71,15 @@ def round_rows(
     return out, scales
 
 
-def multiply(rounded: tuple[Tensor, Tensor], weight: Words, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-    """The vendor's product of rounded rows [T, K] with an fp8 weight that has a scale for each output: [T, N]."""
+def multiplies(weight: Words) -> bool:
+    """Whether the vendor's product takes this weight: fp8 with a scale for each output, on a device that knows fp8."""
+    if weight.kind != "fp8" or weight.group != 0 or weight.shape[0] % 16 or weight.device.type != "cuda":
+        return False
+    return torch.cuda.get_device_capability(weight.device) >= (8, 9)
+
+
+def multiply(rounded: tuple[Tensor, Tensor], weight: Words, dtype: torch.dtype) -> Tensor:
+    """The vendor's product of rounded rows [T, K] with a weight that it takes: [T, N]."""
     values, scales = rounded
-    n = weight.shape[0]
-    w = weight.words.view(FP8)
-    return torch._scaled_mm(
-        values, w.t(), scale_a=scales, scale_b=weight.scale.view(1, -1)[:, :n], bias=bias, out_dtype=dtype
-    )
+    w, scale = weight.words.view(FP8).t(), weight.scale.view(1, -1)[:, : weight.shape[0]]
+    return torch._scaled_mm(values, w, scale_a=scales, scale_b=scale, out_dtype=dtype, use_fast_accum=True)

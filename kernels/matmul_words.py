@@ -13,9 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.activation import silu_and_mul
 from kernels.overlap import begin, launch_options, prefetch
 from kernels.skinny import Tile, finish, workspace
-from kernels.words import CHUNK, Words, has_asm, minus_zero, numbers, row_words
+from kernels.words import CHUNK, Words, has_asm, minus_zero, numbers, row_words, twice
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -31,8 +32,8 @@ def words_kernel(
     arrived,  # int32 [cdiv(N, BLOCK_N)], zero between launches
     M, N, K, C, groups, x_stride,
     KIND: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr,
-    SPLIT: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
-    ASM: tl.constexpr, PDL: tl.constexpr,
+    SPLIT: tl.constexpr, GATED: tl.constexpr, FOLD: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
+    AHEAD: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, split) multiplies BLOCK_N rows of W, a SPLIT-th of their chunks, with all rows of x."""
     tile, split = tl.program_id(0), tl.program_id(1)
@@ -56,9 +57,9 @@ def words_kernel(
         if GATED:
             prefetch(row_words(words, other, C, KIND)[:, None] + ahead)
     begin(PDL)
-    rows = tl.arange(0, BLOCK_M)
+    rows = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     inner = tl.arange(0, 128 // PARTS)
-    inputs = x + rows[:, None] * x_stride + inner[None, :]
+    inputs = x + rows.to(tl.int64)[:, None] * x_stride + inner[None, :]
     half: tl.constexpr = x.dtype.element_ty
     product = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -79,27 +80,31 @@ def words_kernel(
                     mask = mask & (column + inner < K)[None, :]
                 b = tl.trans(tl.load(inputs + column, mask=mask, other=0.0))
                 if GROUP == 0:
-                    product = tl.dot(numbers(a, part, PARTS, minus, half, KIND, ASM), b, product)
+                    product = tl.dot(numbers(a, part, PARTS, minus, None, half, KIND, ASM), b, product)
                     if GATED:
-                        up = tl.dot(numbers(c, part, PARTS, minus, half, KIND, ASM), b, up)
+                        up = tl.dot(numbers(c, part, PARTS, minus, None, half, KIND, ASM), b, up)
+                elif FOLD:  # rounded to 16 bits, as a dequantized weight is; no second sum is held
+                    group = column // GROUP * 64
+                    minus = tl.broadcast_to(minus_zero(zeros, place + group, half), [BLOCK_N, W])
+                    factor = tl.broadcast_to(twice(tl.load(scales + place + group), half), [BLOCK_N, W])
+                    product = tl.dot(numbers(a, part, PARTS, minus, factor, half, KIND, ASM), b, product)
                 else:
                     group = column // GROUP * 64
                     scale = tl.load(scales + place + group).to(tl.float32)
                     if zeros is not None:
                         minus = tl.broadcast_to(minus_zero(zeros, place + group, half), [BLOCK_N, W])
-                    product += tl.dot(numbers(a, part, PARTS, minus, half, KIND, ASM), b) * scale[:, None]
+                    product += tl.dot(numbers(a, part, PARTS, minus, None, half, KIND, ASM), b) * scale[:, None]
                     if GATED:
                         scale = tl.load(scales + up_place + group).to(tl.float32)
                         if zeros is not None:
                             minus = tl.broadcast_to(minus_zero(zeros, up_place + group, half), [BLOCK_N, W])
-                        up += tl.dot(numbers(c, part, PARTS, minus, half, KIND, ASM), b) * scale[:, None]
+                        up += tl.dot(numbers(c, part, PARTS, minus, None, half, KIND, ASM), b) * scale[:, None]
     if GROUP == 0:
         product *= tl.load(scales + place).to(tl.float32)[:, None]
         if GATED:
             up *= tl.load(scales + up_place).to(tl.float32)[:, None]
-    finish(
-        product, up, bias, residual, out, parts, arrived, tile, split, columns, rows, M, N, SPLIT, GATED
-    )  # fmt: skip
+    counter = tl.program_id(2) * tl.num_programs(0) + tile
+    finish(product, up, bias, residual, out, parts, arrived, counter, split, columns, rows, M, N, SPLIT, GATED)
 
 
 def tile_for(kind: str, rows: int, n: int, k: int, gated: bool) -> Tile:
@@ -135,15 +140,19 @@ def linear_words(
         out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
     if rows == 0:
         return out
+    block = min(256, max(16, triton.next_power_of_2(rows)))
+    if gated and block > 64:  # two sums would not fit into the registers
+        return silu_and_mul(linear_words(x, weight, tile=tile), out)
     if weight.order is not None:
         x = x.index_select(1, weight.order)
     tile = tile or tile_for(weight.kind, rows, n, k, gated)
-    space = workspace(x.device, 2 * tile.split * rows * n if tile.split > 1 else 0)
-    words_kernel[(triton.cdiv(n, tile.n), tile.split)](
+    space = workspace(x.device, (1 + gated) * tile.split * rows * n if tile.split > 1 else 0)
+    words_kernel[(triton.cdiv(n, tile.n), tile.split, triton.cdiv(rows, block))](
         x, weight.words, weight.scale, weight.zero, bias, residual, out, space.parts, space.arrived, rows, n, k,
         weight.chunks, weight.scale.shape[1], x.stride(0), KIND=weight.kind, GROUP=weight.group,
-        BLOCK_M=max(16, triton.next_power_of_2(rows)), BLOCK_N=tile.n, STEP=tile.k // CHUNK, SPLIT=tile.split,
-        GATED=gated, EVEN=k % CHUNK == 0, STAGES=tile.stages_on(x.device), AHEAD=tile.ahead, ASM=has_asm(x.device),
+        BLOCK_M=block, BLOCK_N=tile.n, STEP=tile.k // CHUNK, SPLIT=tile.split,
+        GATED=gated, FOLD=block > 64 and weight.kind == "int4",
+        EVEN=k % CHUNK == 0, STAGES=tile.stages_on(x.device), AHEAD=tile.ahead, ASM=has_asm(x.device),
         num_warps=tile.warps, **launch_options(x.device),
     )  # fmt: skip
     return out

@@ -68,15 +68,15 @@ def linear(
     out: Tensor | None = None,
 ) -> Tensor:
     """norm(x) @ weight.T + bias + residual, or silu(its first half) * its second half; otherwise as `matmul.linear`."""
-    if isinstance(weight, Words) and weight.kind == "fp8" and weight.group == 0 and len(x) > MOST_ROWS["fp8"]:
+    if isinstance(weight, Words) and len(x) > MOST_ROWS["fp8"] and fp8.multiplies(weight):
         before = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         rounded = fp8.round_rows(x, *before, given=weight.input_scale)
-        return _surround(fp8.multiply(rounded, weight, x.dtype, bias), residual, gated, out)
+        return _surround(fp8.multiply(rounded, weight, x.dtype), bias, residual, gated, out)
     if norm is not None:
         x = norm(x)
     if isinstance(weight, Stack):
         product = torch.cat([linear(x, part) for part in weight.parts], 1)
-        return _surround(product if bias is None else product + bias, residual, gated, out)
+        return _surround(product, bias, residual, gated, out)
     if isinstance(weight, Words) and len(x) <= MOST_ROWS[weight.kind]:
         return linear_words(x, weight, bias, residual=residual, gated=gated, out=out)
     return matmul.linear(in_order(x, weight), dense(weight, x.dtype), bias, residual=residual, gated=gated, out=out)
@@ -106,8 +106,10 @@ def dense(weight: Tensor | QuantizedWeight | Words, dtype: torch.dtype) -> Tenso
     return weight.dequantize(dtype) if isinstance(weight, QuantizedWeight) else weight
 
 
-def _surround(product: Tensor, residual: Tensor | None, gated: bool, out: Tensor | None) -> Tensor:
-    """What `matmul.linear` fuses, after a product that cannot."""
+def _surround(product: Tensor, bias: Tensor | None, residual: Tensor | None, gated: bool, out: Tensor | None) -> Tensor:
+    """What `matmul.linear` fuses, after a product that cannot; the product's memory may be taken."""
+    if bias is not None:
+        product.add_(bias)
     if gated:
         return silu_and_mul(product, out)
     if residual is not None:

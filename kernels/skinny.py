@@ -39,8 +39,9 @@ def finish(
     residual,  # [M, N] or None: added
     out,  # [M, N]
     parts,  # float32 [2 or 1, SPLIT, M, N]
-    arrived,  # int32 [tiles], zero between launches
-    tile, split, columns, rows, M, N,
+    arrived,  # int32, zero between launches
+    counter,  # which of `arrived` counts the splits of this product
+    split, columns, rows, M, N,
     SPLIT: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """out[rows, columns] = the sum of all splits' products, or silu(product) * up; + bias + residual."""
@@ -55,9 +56,9 @@ def finish(
         if GATED:
             tl.store(parts + (SPLIT + split) * size + target, up, mask=valid)
         tl.debug_barrier()
-        last = tl.atomic_add(arrived + tile, 1, sem="acq_rel") == SPLIT - 1
+        last = tl.atomic_add(arrived + counter, 1, sem="acq_rel") == SPLIT - 1
         if last:
-            tl.store(arrived + tile, 0)
+            tl.store(arrived + counter, 0)
             product = tl.zeros_like(product)
             up = tl.zeros_like(up)
             for other in tl.static_range(SPLIT):

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from kernels import attention, kv, sampling, slots
-from kernels.sampling import Samples
+from kernels.slot_settings import Samples
 from kernels.slots import StepInputs
+from kernels.top_logprobs import top_logprobs
 from services.worker import gpu_words
 from services.worker.gpu_ops import TritonOps
 from services.worker.gpu_sampler import GpuSampler
@@ -379,7 +380,7 @@ class GpuRunner:
         most, count = int(asked.max(initial=0)), len(asked)
         if most <= 0:
             return None
-        tops = sampling.top_logprobs(computed.logits[:count], computed.samples.totals[:count], most)
+        tops = top_logprobs(computed.logits[:count], computed.samples.totals[:count], most)
         pinned = self.device.type == "cuda"
         ids, values = (torch.empty(x.shape, dtype=x.dtype, pin_memory=pinned) for x in tops)
         return ids.copy_(tops[0], non_blocking=True), values.copy_(tops[1], non_blocking=True)

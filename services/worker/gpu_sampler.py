@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels import sampling
+from kernels.slot_settings import slot_settings
 from services.worker.inputs import SlotState, Words
 
 
@@ -18,7 +18,7 @@ class GpuSampler:
 
     def __init__(self, slots: int, vocab_size: int, device: torch.device) -> None:
         self.device, self.vocab_size = device, vocab_size
-        self.settings = sampling.slot_settings(slots + 1, device, vocab_size)
+        self.settings = slot_settings(slots + 1, device, vocab_size)
         self.boundary = np.zeros(slots + 1, np.int64)
         self.logprobs = np.full(slots + 1, -1, np.int64)
         self._bias: dict[int, tuple[Tensor, Tensor]] = {}

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from kernels import attention, kv, reference, sampling
+from kernels.slot_settings import SlotSettings, slot_settings
+from kernels.top_logprobs import top_logprobs
 
 DEVICE = "cuda" if torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1" else "cpu"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -97,9 +99,9 @@ class Batch:
         return torch.cat(parts)
 
 
-def random_settings(slots: int, vocab: int) -> sampling.SlotSettings:
+def random_settings(slots: int, vocab: int) -> SlotSettings:
     """Slots of all kinds, with history and edits."""
-    state = sampling.slot_settings(slots, DEVICE, vocab)
+    state = slot_settings(slots, DEVICE, vocab)
     assert state.history is not None
     assert state.edits is not None
 
@@ -149,12 +151,12 @@ def check_sampling(rows: int, slots: int, vocab: int, rounded: bool, most: int, 
         assert int(state.history[slot, tokens[row]]) == (word if penal[slot] else int(before[slot, tokens[row]]))
     own, ids, best = reference.log_probs(logits.cpu(), tokens, most)
     assert torch.allclose(got.logprobs.cpu(), own, atol=2e-5)
-    top_ids, top = sampling.top_logprobs(logits, got.totals, most, chunk or 2048)
+    top_ids, top = top_logprobs(logits, got.totals, most, chunk or 2048)
     assert torch.allclose(top.cpu(), best, atol=2e-5)
     assert torch.equal(logits.gather(1, top_ids).cpu(), logits.cpu().gather(1, ids))
 
 
-def shaped(logits: Tensor, state: sampling.SlotSettings, where: Tensor) -> Tensor:
+def shaped(logits: Tensor, state: SlotSettings, where: Tensor) -> Tensor:
     """The logits after penalties, edits, temperature and cut, by the reference."""
     x, where = logits.cpu().clone(), where.cpu()
     settings = {name: getattr(state, name).cpu() for name in state.__slots__}

@@ -33,9 +33,11 @@ from kernels import (
     sampling,
     skinny,
     slots,
+    top_logprobs,
     words,
 )
 from kernels.skinny import Tile
+from kernels.slot_settings import slot_settings
 
 
 class Recorder:
@@ -54,7 +56,21 @@ class Recorder:
 
 # Bytes of shared memory that one program may have, by compute capability.
 MOST_SHARED = {80: 166_912, 89: 101_376, 90: 232_448}
-MODULES = (activation, attention, blocks, fp8, matmul, matmul_words, nf4, norm, rope_kv, sampling, slots, words)
+MODULES = (
+    activation,
+    attention,
+    blocks,
+    fp8,
+    matmul,
+    matmul_words,
+    nf4,
+    norm,
+    rope_kv,
+    sampling,
+    slots,
+    top_logprobs,
+    words,
+)
 
 
 def recorded(call: Callable[[], object]) -> list[tuple[Any, dict[str, Any]]]:
@@ -155,11 +171,11 @@ def calls(dtype: torch.dtype, capability: int) -> Iterator[tuple[str, Callable[[
     yield "unpack", partial(slots.unpack, step, last, tables, slots.step_inputs(step, 9, 2, 2, tables), 16)
     yield "finite", partial(slots.finite_lines, new(9, 4096), step[:9])
     for vocab in (None, 1024) if exact else ():  # logits are float32
-        state = sampling.slot_settings(4, "cpu", vocab)
+        state = slot_settings(4, "cpu", vocab)
         yield f"sample {vocab}", partial(sampling.sample, new(2, 1024), state, index(2), index(2))
     if exact:
         yield "keep", partial(slots.keep, index(2), new(2), new(2), index(2), last, step[:6].view(3, 2))
-        yield "top", partial(sampling.top_logprobs, new(2, 1024), new(2), 20)
+        yield "top", partial(top_logprobs.top_logprobs, new(2, 1024), new(2), 20)
 
 
 def quantized_calls(new: Callable[..., Tensor]) -> Iterator[tuple[str, Callable[[], object]]]:

@@ -82,7 +82,8 @@ def check_nf4(n: int, k: int, dtype: torch.dtype) -> None:
 def check_products(rows: int, n: int, k: int, dtype: torch.dtype) -> None:
     """`products.linear` with every kind of weight, prepared for the device."""
     x, gamma = rand(rows, k, dtype=dtype), rand(k, dtype=dtype)
-    residual, w = rand(rows, n, dtype=dtype), rand(n, k, dtype=torch.float32) / k**0.5
+    residual, bias = rand(rows, n, dtype=dtype), rand(n, dtype=dtype)
+    w = rand(n, k, dtype=torch.float32) / k**0.5
     kinds: list[quantized.Weight] = [*weights(n, k, 64, dtype), w.to(dtype), quantized.quantize_nf4(w)]
     kinds += [quantized.quantize_int4(w, 16), quantized.concat([quantized.quantize_int8(w[:64]), w[64:].to(dtype)])]
     norm = products.Norm(gamma, 1e-5)
@@ -92,7 +93,10 @@ def check_products(rows: int, n: int, k: int, dtype: torch.dtype) -> None:
         rounds = isinstance(weight, Fp8Weight) and rows > products.MOST_ROWS["fp8"] and dtype != torch.float32
         for got, want in (
             (products.linear(x, laid, norm=norm), quantized.linear(normed, weight)),
-            (products.linear(x, laid, residual=residual), quantized.linear(x.double(), weight) + residual.double()),
+            (
+                products.linear(x, laid, bias, residual=residual),
+                quantized.linear(x.double(), weight) + bias.double() + residual.double(),
+            ),
             (products.linear(x, laid, gated=True), _gated(quantized.linear(x.double(), weight))),
         ):
             if rounds:

@@ -1,0 +1,38 @@
+"""What a logit becomes before the cut: penalties, edits, temperature. Knows one row at a time.
+
+A row travels as a tuple: where its logits begin, the tables of history (int32 [slots, V]; bit 0: seen, above it: how
+often generated) and edits (float32 [slots, V]: added), each or None, where its slot begins in them, V, its knobs.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def knobs_of(temperatures, repetitions, presences, frequencies, edited_slots, slot):
+    """What a slot does to logits: temperature, the three penalties, whether there are penalties, and edits."""
+    repetition, presence = tl.load(repetitions + slot), tl.load(presences + slot)
+    frequency = tl.load(frequencies + slot)
+    penal = tl.abs(repetition - 1.0) + tl.abs(presence) + tl.abs(frequency) > 0.0
+    edited = tl.load(edited_slots + slot) != 0
+    return tl.load(temperatures + slot), repetition, presence, frequency, penal, edited
+
+
+@triton.jit
+def shaped(row, ids):
+    """Raw logits of the ids, and what they become before the cut, both float32."""
+    logits, history, edits, place, V, knobs = row
+    temperature, repetition, presence, frequency, penal, edited = knobs
+    inside = ids < V
+    raw = tl.load(logits + ids, mask=inside, other=float("-inf")).to(tl.float32)
+    x = raw
+    if history is not None:
+        word = tl.load(history + place + ids, mask=tl.where(penal, inside, False), other=0)
+        x = tl.where((word & 1) == 0, x, tl.where(x > 0, tl.div_rn(x, repetition), x * repetition))
+        count = (word >> 1).to(tl.float32)
+        x = x - tl.where(count > 0, presence, 0.0) - count * frequency
+    if edits is not None:
+        x = x + tl.load(edits + place + ids, mask=tl.where(edited, inside, False), other=0.0)
+    return raw, tl.where(temperature > 0, tl.div_rn(x, tl.where(temperature > 0, temperature, 1.0)), x)

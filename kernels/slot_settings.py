@@ -1,0 +1,65 @@
+"""How each slot samples, and what sampled rows bring: tensors on the device. Knows no kernel."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SlotSettings:
+    """How each slot samples, on the device; the engine edits single slots in place."""
+
+    temperature: Tensor
+    """float32 [slots]; 0 is greedy."""
+    top_k: Tensor
+    """int64 [slots]; 0 keeps all."""
+    top_p: Tensor
+    """float32 [slots]; 1 keeps all."""
+    min_p: Tensor
+    """float32 [slots]; 0 keeps all."""
+    seed: Tensor
+    """int64 [slots], the bits of an unsigned 64-bit seed."""
+    sample: Tensor
+    """int64 [slots]: sample index."""
+    repetition: Tensor
+    """float32 [slots]; 1 is off."""
+    presence: Tensor
+    """float32 [slots]; 0 is off."""
+    frequency: Tensor
+    """float32 [slots]; 0 is off."""
+    edited: Tensor
+    """int8 [slots]: whether the slot has edits."""
+    history: Tensor | None = None
+    """int32 [slots, V]: bit 0 says that the token was seen (prompt or answer), the bits above how often it was
+    generated. Kept up to date by `sample` in slots with penalties. None: no slot has penalties."""
+    edits: Tensor | None = None
+    """float32 [slots, V]: added to the logits; -inf bans. None: no slot has edits."""
+
+
+def slot_settings(slots: int, device: torch.device | str, vocab: int | None = None) -> SlotSettings:
+    """All slots greedy, nothing cut, no penalties; with a vocabulary also the tables for history and edits."""
+
+    def full(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.full((slots,), value, dtype=dtype, device=device)
+
+    def table(dtype: torch.dtype) -> Tensor | None:
+        return None if vocab is None else torch.zeros(slots, vocab, dtype=dtype, device=device)
+
+    return SlotSettings(
+        temperature=full(0), top_k=full(0, torch.int64), top_p=full(1), min_p=full(0), seed=full(0, torch.int64),
+        sample=full(0, torch.int64), repetition=full(1), presence=full(0), frequency=full(0),
+        edited=full(0, torch.int8), history=table(torch.int32), edits=table(torch.float32),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """What S rows brought."""
+
+    tokens: Tensor
+    """int64 [S]."""
+    logprobs: Tensor
+    """float32 [S]: natural log-probability of the token, of the raw logits."""
+    totals: Tensor
+    """float32 [S]: logsumexp of the raw logits."""
