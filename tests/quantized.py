@@ -5,6 +5,7 @@ The twin holds, unquantized, what the writer's own code reads back; transformers
 
 import json
 import shutil
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,12 +23,13 @@ from compressed_tensors.quantization import (
     apply_quantization_config,
 )
 from compressed_tensors.quantization.utils import calculate_qparams
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from tests.checkpoints import make_checkpoint
+from tests.served import WIDE, read, save
+
 Tensors = dict[str, Tensor]
-SINGLE = "model.safetensors"
 INPUT_SCALE = 0.05
 layers: Any = bitsandbytes.nn
 
@@ -54,16 +56,6 @@ def write(kind: str, plain: Path, folder: Path) -> Written:
     save({**kept, **made}, quantized)
     save({**kept, **{f"{module}.weight": weight for module, weight in numbers.items()}}, twin)
     return Written(quantized, twin)
-
-
-def read(folder: Path) -> Tensors:
-    """All tensors of a checkpoint."""
-    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
-
-
-def save(tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Write tensors as the one file of a checkpoint."""
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / SINGLE, {"format": "pt"})
 
 
 def modules_of(tensors: Tensors) -> list[str]:
@@ -195,3 +187,15 @@ WRITERS: Mapping[str, Callable[..., Output]] = {
     "nf4": nf4(nested=False),
     "nf4-nested": nf4(nested=True),
 }
+
+
+def main() -> None:
+    """Writes one checkpoint of each kind below the folder that is named, for machines without these libraries."""
+    folder = Path(sys.argv[1])
+    plain = make_checkpoint(folder / "plain", WIDE)
+    for kind in WRITERS:
+        write(kind, plain, folder)
+
+
+if __name__ == "__main__":
+    main()

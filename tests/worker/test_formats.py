@@ -11,35 +11,27 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from kernels import quantized
 from kernels.quantized import Fp8Weight, Int4Weight, Int8Weight, Nf4Weight, QuantizedWeight
 from services.worker import presets
-from services.worker.config import load_config, read_quantization
-from services.worker.engine import Engine
-from services.worker.formats.registry import reader_of
-from services.worker.formats.tensors import ModuleTensors
-from services.worker.formats.tensors import Tensors as Source
-from services.worker.job import EngineOptions
-from services.worker.weights import open_checkpoint
+from services.worker.config import load_config
 from tests.checkpoints import VOCAB, Shape, make_checkpoint
-from tests.quantized import WRITERS, Written, modules_of, read, save, write
+from tests.quantized import WRITERS, Written, modules_of, write
+from tests.served import (
+    GOLDEN,
+    GOLDENS,
+    WIDE,
+    assert_served_like,
+    engine_of,
+    read,
+    save,
+    tolerance_of,
+    twin_of,
+    weights_of,
+)
 from tests.worker.drive import job, prompt_of, run
 
-GOLDEN = Path(__file__).parents[1] / "golden"
-GOLDENS = ("awq", "gptq", "gptq-act-order", "gptq-asymmetric")
-# Widths with whole and cut blocks of 128.
-WIDE = {"hidden_size": 192, "intermediate_size": 320, "num_hidden_layers": 2, "initializer_range": 0.1}
-# bitsandbytes' own dequantization on CPUs is wrong where a block of 64 begins within a row: inputs are multiples of 64.
-_EVEN = {"intermediate_size": 128}
-SHAPES: Mapping[str, Shape] = {
-    "llama": Shape("llama", {**_EVEN, "attention_bias": True, "mlp_bias": True}),
-    "mistral": Shape("mistral", {**_EVEN, "sliding_window": 24}, shard_bytes=150_000),
-    "qwen2": Shape("qwen2", {**_EVEN, "tie_word_embeddings": True}),
-    "qwen3": Shape("qwen3", {**_EVEN, "head_dim": 32}),
-    "wide": Shape("llama", WIDE),
-}
 KINDS: Mapping[str, type[QuantizedWeight]] = {
     "int4": Int4Weight,
     "w8a16": Int8Weight,
@@ -47,9 +39,15 @@ KINDS: Mapping[str, type[QuantizedWeight]] = {
     "fp8": Fp8Weight,
     "nf4": Nf4Weight,
 }
-# Log-probabilities of a model whose logits reach 40: INT4 products are in bfloat16, W8A8 rounds its inputs to 8 bits.
-TOLERANCES = {"int4": 0.4, "w8a8": 0.6}
-EXACT = 2e-3
+# bitsandbytes' own dequantization on CPUs is wrong where a block of 64 begins within a row: inputs are multiples of 64.
+_EVEN = {"intermediate_size": 128}
+SHAPES: Mapping[str, Shape] = {
+    "llama": Shape("llama", {**_EVEN, "attention_bias": True, "mlp_bias": True}),
+    "mistral": Shape("mistral", {**_EVEN, "sliding_window": 24}, shard_bytes=150_000),
+    "qwen2": Shape("qwen2", {**_EVEN, "tie_word_embeddings": True}),
+    "qwen3": Shape("qwen3", {**_EVEN, "head_dim": 32}),
+    "wide": WIDE,
+}
 
 
 @pytest.fixture(scope="session")
@@ -68,39 +66,6 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Wr
     return make
 
 
-def weights_of(folder: Path, shapes: Mapping[str, torch.Size]) -> dict[str, quantized.Weight]:
-    """What the worker reads."""
-    reader, checkpoint = reader_of(read_quantization(folder), None), open_checkpoint(folder)
-    assert reader is not None
-    with checkpoint.opened() as fetch:
-        source = Source(checkpoint.headers, fetch)
-        return {name: reader.read(ModuleTensors(source, name), *shape) for name, shape in shapes.items()}
-
-
-def engine_of(folder: Path, **options: Any) -> Engine:
-    settings = {"kv_blocks": 256, "max_batch_size": 16, **options}
-    return Engine(folder, EngineOptions(**settings), lambda phase, done, total: None)
-
-
-def assert_served_like(twin: Path, engine: Engine, tolerance: float, tokens: int = 24) -> None:
-    """Greedy answers: each token is, within tolerance, the twin's best, and as likely as the twin says."""
-    model: Any = AutoModelForCausalLM.from_pretrained(twin, dtype=torch.float32)
-    prompts = [prompt_of(length, vocab=min(model.config.vocab_size, VOCAB)) for length in (1, 9, 33)]
-    answers = run(engine, *(job(i, p, max_tokens=tokens, logprobs=0, ignore_eos=True) for i, p in enumerate(prompts)))
-    for index, prompt in enumerate(prompts):
-        answer = answers[index]
-        with torch.inference_mode():
-            logits = model(torch.tensor([prompt + answer.tokens])).logits[0, len(prompt) - 1 : -1]
-        expected = logits.log_softmax(-1).gather(1, torch.tensor(answer.tokens)[:, None])[:, 0]
-        assert len(answer.tokens) == tokens
-        torch.testing.assert_close(torch.tensor(answer.logprobs), expected, atol=tolerance, rtol=0)
-        assert bool((expected >= logits.log_softmax(-1).amax(-1) - 2 * tolerance).all())
-
-
-def kind_of(name: str) -> str:
-    return next(kind for kind in KINDS if name.startswith(kind))
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", WRITERS)
 def test_weights_are_what_their_writer_reads_back(
@@ -111,7 +76,7 @@ def test_weights_are_what_their_writer_reads_back(
     got = weights_of(made.folder, {name.removesuffix(".weight"): weight.shape for name, weight in expected.items()})
     for name, weight in expected.items():
         mine = got[name.removesuffix(".weight")]
-        assert isinstance(mine, KINDS[kind_of(kind)])
+        assert isinstance(mine, KINDS[kind.partition("-")[0]])
         torch.testing.assert_close(mine.dequantize(torch.float32), weight, rtol=1e-6, atol=1e-6)
     head = (
         weights_of(made.folder, {"lm_head": torch.Size((VOCAB, SHAPES[shape].settings.get("hidden_size", 64)))})
@@ -138,7 +103,7 @@ def test_answers_are_those_of_the_dequantized_model(
 ) -> None:
     made = written(kind, shape)
     engine = engine_of(made.folder)
-    assert_served_like(made.twin, engine, TOLERANCES.get(kind_of(kind), EXACT))
+    assert_served_like(made.twin, engine, tolerance_of(kind))
     assert engine.parameters == sum(tensor.numel() for tensor in read(made.twin).values())
 
 
@@ -153,38 +118,15 @@ def test_what_awq_and_gptq_wrote_is_read_as_they_read_it(name: str) -> None:
         torch.testing.assert_close(mine.dequantize(torch.float32), weight.float(), rtol=1e-3, atol=1e-4)
 
 
-def golden_twin(name: str, folder: Path) -> Path:
-    """The plain model of what was read: its weights are checked above."""
-    tensors = read_model(GOLDEN / name)
-    modules = {each.removesuffix(".qweight") for each in tensors if each.endswith(".qweight")}
-    shapes = {}
-    for module in modules:
-        rows, columns = tensors[f"{module}.qweight"].shape
-        shapes[module] = torch.Size((8 * columns, rows) if name == "awq" else (columns, 8 * rows))
-    plain = {each: tensor.float() for each, tensor in tensors.items() if each.rpartition(".")[0] not in modules}
-    for module, weight in weights_of(GOLDEN / name, shapes).items():
-        plain[f"{module}.weight"] = quantized.dequantize(weight, torch.float32)
-    config = json.loads((GOLDEN / name / "config.json").read_text())
-    config.pop("quantization_config")
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    save(plain, folder)
-    return folder
-
-
-def read_model(folder: Path) -> dict[str, Tensor]:
-    return load_file(folder / "model.safetensors")
-
-
 @pytest.mark.parametrize("name", GOLDENS)
 def test_answers_of_awq_and_gptq_checkpoints(name: str, tmp_path: Path) -> None:
-    assert_served_like(golden_twin(name, tmp_path / "twin"), engine_of(GOLDEN / name), TOLERANCES["int4"])
+    assert_served_like(twin_of(GOLDEN / name, tmp_path / "twin"), engine_of(GOLDEN / name), tolerance_of("int4"))
 
 
 def edited(name: str, folder: Path, change: Callable[[dict[str, Tensor], dict[str, Any]], None]) -> Path:
     """A golden checkpoint with its tensors and settings changed."""
     shutil.copytree(GOLDEN / name, folder)
-    tensors, config = read_model(folder), json.loads((folder / "config.json").read_text())
+    tensors, config = read(folder), json.loads((folder / "config.json").read_text())
     change(tensors, config["quantization_config"])
     (folder / "config.json").write_text(json.dumps(config))
     save(tensors, folder)
@@ -248,7 +190,7 @@ def test_plain_weights_are_rounded_as_they_come_in(kind: str, shape: str, tmp_pa
         rounded = quantized.QUANTIZERS[kind](tensors[f"{name}.weight"])
         tensors[f"{name}.weight"] = rounded.dequantize(torch.float32)
     save(tensors, twin)
-    assert_served_like(twin, engine_of(plain, quantize=kind), TOLERANCES.get(kind, EXACT))
+    assert_served_like(twin, engine_of(plain, quantize=kind), tolerance_of(kind))
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4", "fp8", "nf4"])

@@ -1,0 +1,68 @@
+"""Quantized checkpoints on the GPU: in float32 the numbers of the dequantized model, in bfloat16 those of the kernels.
+
+Checkpoints of compressed-tensors and bitsandbytes need these libraries, or QUANTIZED=folder that was filled elsewhere
+by `python -m tests.quantized folder`.
+"""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels.quantized import QUANTIZERS
+from tests.checkpoints import make_checkpoint
+from tests.served import EXACT, GOLDEN, GOLDENS, WIDE, assert_served_like, engine_of, read, save, twin_of
+
+KINDS = (
+    *("int4", "int4-asymmetric", "int4-channel", "w8a16", "w8a16-packed", "w8a8", "fp8-tensor", "fp8-channel"),
+    *("fp8-static", "fp8-compressed-blocks", "fp8-blocks", "nf4", "nf4-nested"),
+)
+# Mean difference of log-probabilities where logits reach 40. FP8 products round their inputs to 3 bits of mantissa.
+ROUNDED = {"fp8": 0.8, "w8a8": 0.5}
+BFLOAT16 = 0.3
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A quantized checkpoint of a kind."""
+    made = tmp_path_factory.mktemp("quantized")
+
+    def get(kind: str) -> Path:
+        if kind in GOLDENS:
+            return GOLDEN / kind
+        if folder := os.environ.get("QUANTIZED"):
+            return Path(folder) / kind
+        writers = pytest.importorskip("tests.quantized", reason="needs compressed-tensors and bitsandbytes")
+        if not (made / "plain").exists():
+            make_checkpoint(made / "plain", WIDE)
+        return Path(writers.write(kind, made / "plain", made).folder)
+
+    return get
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *GOLDENS])
+def test_a_checkpoint_is_served_as_its_dequantized_twin(
+    kind: str, written: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = written(kind)
+    twin = twin_of(folder, tmp_path / "twin")
+    assert_served_like(twin, engine_of(folder, device="cuda", dtype="float32"), EXACT)
+    mean = next((most for name, most in ROUNDED.items() if kind.startswith(name)), BFLOAT16)
+    assert_served_like(twin, engine_of(folder, device="cuda", dtype="bfloat16"), mean, mean=True)
+
+
+@pytest.mark.parametrize("kind", QUANTIZERS)
+def test_plain_weights_are_rounded_on_the_device(kind: str, tmp_path: Path) -> None:
+    plain, twin = make_checkpoint(tmp_path / "plain", WIDE), tmp_path / "twin"
+    shutil.copytree(plain, twin, ignore=shutil.ignore_patterns("*.safetensors"))
+    tensors = read(plain)
+    for name, weight in tensors.items():
+        if name.endswith("_proj.weight"):
+            tensors[name] = QUANTIZERS[kind](weight).dequantize(torch.float32)
+    save(tensors, twin)
+    assert_served_like(twin, engine_of(plain, device="cuda", dtype="float32", quantize=kind), EXACT)

@@ -1,0 +1,106 @@
+"""What quantized checkpoints must be served like, on any device: as transformers serves their plain twins."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from kernels import quantized
+from services.worker.config import load_config, read_quantization
+from services.worker.engine import Engine
+from services.worker.formats.registry import reader_of
+from services.worker.formats.tensors import ModuleTensors
+from services.worker.formats.tensors import Tensors as Source
+from services.worker.job import EngineOptions
+from services.worker.model import Model
+from services.worker.ops import ReferenceOps
+from services.worker.weights import open_checkpoint
+from tests.checkpoints import VOCAB, Shape
+from tests.worker.drive import job, prompt_of, run
+
+GOLDEN = Path(__file__).parent / "golden"
+GOLDENS = ("awq", "gptq", "gptq-act-order", "gptq-asymmetric")
+# Widths with whole and cut blocks of 128.
+WIDE = Shape("llama", {"hidden_size": 192, "intermediate_size": 320, "num_hidden_layers": 2, "initializer_range": 0.1})
+# Log-probabilities of a model whose logits reach 40: INT4 products on CPUs are in bfloat16, W8A8 rounds its inputs.
+TOLERANCES = {"int4": 0.4, "w8a8": 0.6}
+EXACT = 2e-3
+
+
+def read(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint."""
+    paths = sorted(folder.glob("model*.safetensors"))
+    return {name: tensor for path in paths for name, tensor in load_file(path).items()}
+
+
+def save(tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """Write tensors as the one file of a checkpoint."""
+    made = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(made, folder / "model.safetensors", {"format": "pt"})
+
+
+def tolerance_of(kind: str) -> float:
+    """How far log-probabilities may be from the twin's on a CPU."""
+    return next((most for name, most in TOLERANCES.items() if kind.startswith(name)), EXACT)
+
+
+def weights_of(folder: Path, shapes: Mapping[str, torch.Size]) -> dict[str, quantized.Weight]:
+    """What the worker reads."""
+    reader, checkpoint = reader_of(read_quantization(folder), None), open_checkpoint(folder)
+    assert reader is not None
+    with checkpoint.opened() as fetch:
+        source = Source(checkpoint.headers, fetch)
+        return {name: reader.read(ModuleTensors(source, name), *shape) for name, shape in shapes.items()}
+
+
+def engine_of(folder: Path, **options: Any) -> Engine:
+    settings = {"kv_blocks": 256, "max_batch_size": 16, **options}
+    return Engine(folder, EngineOptions(**settings), lambda phase, done, total: None)
+
+
+def assert_served_like(twin: Path, engine: Engine, tolerance: float, tokens: int = 24, *, mean: bool = False) -> None:
+    """Greedy answers: each token is, within tolerance, the twin's best, and as likely as the twin says; with `mean`, on
+    average."""
+    model: Any = AutoModelForCausalLM.from_pretrained(twin, dtype=torch.float32)
+    prompts = [prompt_of(length, vocab=min(model.config.vocab_size, VOCAB)) for length in (1, 9, 33)]
+    answers = run(engine, *(job(i, p, max_tokens=tokens, logprobs=0, ignore_eos=True) for i, p in enumerate(prompts)))
+    for index, prompt in enumerate(prompts):
+        answer = answers[index]
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + answer.tokens])).logits[0, len(prompt) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(answer.tokens)[:, None])[:, 0]
+        assert len(answer.tokens) == tokens
+        away = (torch.tensor(answer.logprobs) - expected).abs()
+        short = logits.log_softmax(-1).amax(-1) - expected
+        assert float(away.mean() if mean else away.max()) <= tolerance
+        assert float(short.mean() if mean else short.max()) <= 2 * tolerance
+
+
+def twin_of(source: Path, folder: Path) -> Path:
+    """The plain model of what the worker reads of a quantized checkpoint, which other tests hold to its writer."""
+    config = json.loads((source / "config.json").read_text())
+    config.pop("quantization_config")
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    projections = Model(load_config(source), ReferenceOps(), torch.float32, 1, hollow=True).projections()
+    shapes = {
+        module: torch.Size((outputs, each.linear.inputs))
+        for each in projections
+        for module, outputs in zip(each.modules, each.outputs, strict=True)
+    }
+    plain = {
+        f"{module}.weight": quantized.dequantize(w, torch.float32) for module, w in weights_of(source, shapes).items()
+    }
+    for name, tensor in read(source).items():
+        module, _, kind = name.rpartition(".")
+        if (kind == "bias" and bool(tensor.any())) or (
+            module not in shapes and not module.startswith(tuple(f"{each}." for each in shapes))
+        ):
+            plain[name] = tensor.float()
+    save(plain, folder)
+    return folder
