@@ -23,7 +23,7 @@ import triton
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kernels import activation, attention, blocks, fp8, matmul, norm, rope_kv, sampling
+from kernels import activation, attention, blocks, fp8, kv, matmul, norm, rope_kv, sampling
 from kernels.products import linear
 from kernels.slot_settings import slot_settings
 from kernels.words import Words
@@ -197,8 +197,8 @@ def quantized_row(shape: Shape, kind: str, name: str, n: int, k: int, gated: boo
 class Pages:
     """A scattered pool for rows of given contexts, and its tables."""
 
-    def __init__(self, shape: Shape, contexts: list[int], block: int) -> None:
-        self.shape, self.contexts, self.block = shape, contexts, block
+    def __init__(self, shape: Shape, contexts: list[int], block: int, stored: torch.dtype = DTYPE) -> None:
+        self.shape, self.contexts, self.block, self.stored = shape, contexts, block, stored
         needed = [-(-context // block) for context in contexts]
         ids = torch.randperm(sum(needed), dtype=torch.int32) + 1
         tables = torch.zeros(len(contexts), max(needed), dtype=torch.int32)
@@ -209,7 +209,13 @@ class Pages:
         self.pools = copies(self.pool)
 
     def pool(self) -> Tensor:
-        return rand(self.count, self.block, 2, self.shape.kv_heads, self.shape.dim)
+        shape = self.shape
+        pool = kv.make_pool(self.count, self.block, shape.kv_heads, shape.dim, self.stored, "cuda")
+        if self.stored == kv.INT8:
+            pool.random_(-127, 128)
+            kv.scales_of(pool).uniform_(0.005, 0.01)
+            return pool
+        return pool.copy_(rand(*pool.shape))
 
     def plan(
         self, lengths: list[int], short: int = 1, config: attention.Config | None = None
@@ -218,6 +224,7 @@ class Pages:
         starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
         contexts = torch.tensor(self.contexts, dtype=torch.int32, device="cuda")
         longer = sum(length for length in lengths if length > short)
+        config = config or attention.config_for(shape.dim, DTYPE, len(lengths), stored=self.stored)
         return attention.plan_attention(
             starts,
             contexts,
@@ -234,7 +241,9 @@ class Pages:
         )
 
     def bytes(self) -> float:
-        return 4.0 * sum(self.contexts) * self.shape.kv_heads * self.shape.dim
+        """Of all keys and values, and their scales."""
+        scale = 4 if self.stored == kv.INT8 else 0
+        return 2.0 * sum(self.contexts) * self.shape.kv_heads * (self.shape.dim * self.stored.itemsize + scale)
 
 
 def decode_seconds(pages: Pages, tokens: int = 1, config: attention.Config | None = None) -> float:
@@ -246,9 +255,9 @@ def decode_seconds(pages: Pages, tokens: int = 1, config: attention.Config | Non
     return timed([partial(attention.attention, q, p, plan, shape.dim**-0.5, out=out) for p in pages.pools])
 
 
-def decode_row(shape: Shape, name: str, contexts: list[int], tokens: int = 1) -> Row:
+def decode_row(shape: Shape, name: str, contexts: list[int], tokens: int = 1, stored: torch.dtype = DTYPE) -> Row:
     """Paged decode, or verification of several tokens a row."""
-    pages = Pages(shape, contexts, 16)
+    pages = Pages(shape, contexts, 16, stored)
     seconds = decode_seconds(pages, tokens)
     moved = pages.bytes() + 4.0 * tokens * len(contexts) * shape.heads * shape.dim
     return Row(
@@ -378,6 +387,11 @@ def cells() -> Iterator[tuple[str, Callable[[], list[Row]]]]:
                     yield f"product {name} {kind} {product} {rows}", cell
         for batch in (1, 8, 32, 128, 256):
             yield f"decode {name} {batch}", partial(one, decode_row, shape, f"{batch} x 2100", [2100] * batch)
+        for stored, batches in ((kv.FP8, (1, 8, 32, 128)), (kv.INT8, (32,))):
+            kind = "fp8" if stored == kv.FP8 else "int8"
+            for batch in batches:
+                contexts, title = [2100] * batch, f"{kind} {batch} x 2100"
+                yield f"decode {kind} {name} {batch}", partial(one, decode_row, shape, title, contexts, 1, stored)
         skewed = [31 * 512] + [2048] * 31 + [512] * 32
         even = [sum(skewed) // 64] * 64
         for kind, contexts in (("1 x 32768", [32768]), ("skewed 64", skewed), ("even 64", even)):

@@ -59,20 +59,33 @@ CONFIGS = {
     (128, True): Config(split_keys=32, split_warps=2, split_programs=264),
     (128, False): Config(),
 }
+# Of 8 bits: a tile's work takes longer than its bytes, so more and smaller programs hide each other's waiting.
+CONFIGS_8_BIT = {
+    (64, True): Config(split_keys=64, split_warps=2, split_stages=5, split_programs=264, tile_keys=64, tile_warps=4),
+    (64, False): Config(split_keys=64, split_warps=2, split_stages=5, split_programs=528, tile_keys=64, tile_warps=4),
+    (128, True): Config(split_keys=64, split_warps=2, split_stages=4),
+    (128, False): Config(split_keys=64, split_warps=2, split_stages=6, split_programs=528),
+}
 EXACT = Config(split_keys=32, split_stages=2, tile_rows=32, tile_keys=32, tile_warps=4, tile_stages=2)
 TINY = replace(EXACT, split_programs=3, split_least=1, split_keys=16, tile_keys=16)
 SPAN = 512
 
 
-def config_for(dim: int, dtype: torch.dtype, rows: int, invariant: bool = False) -> Config:
-    """The tile shapes for a head dimension, dtype and number of rows; invariant ones are the same for all rows."""
+def config_for(
+    dim: int, dtype: torch.dtype, rows: int, invariant: bool = False, stored: torch.dtype | None = None
+) -> Config:
+    """The tile shapes for a head dimension, dtype, number of rows and dtype of the pool (None: `dtype`).
+
+    Invariant ones are the same for all rows.
+    """
     if dtype == torch.float32:
         return replace(EXACT, span=SPAN) if invariant else EXACT
     if invariant:
         return Config(
             split_stages=3, tile_rows=64, tile_keys=64, tile_warps=4, tile_stages=3, hopper=False, span=SPAN
         )  # fmt: skip
-    return CONFIGS[64 if dim <= 64 else 128, rows <= FEW_ROWS]
+    configs = CONFIGS if stored is None or stored.itemsize > 1 else CONFIGS_8_BIT
+    return configs[64 if dim <= 64 else 128, rows <= FEW_ROWS]
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +214,8 @@ def attention(
         split_kernel[(config.split_programs,)](
             *ragged, plan.ends, plan.records, plan.parts, plan.arrived, *numbers, TILE=config.split_keys,
             M=config.tile_rows if config.span else max(16, lines), LINES=lines, MERGE=max(1, 64 // lines),
-            STAGES=config.split_stages, num_warps=config.split_warps, **fixed,
+            PAIRS=kv_NP2KD.dtype.itemsize == 1 and not config.span and dim >= 32, STAGES=config.split_stages,
+            num_warps=config.split_warps, **fixed,
         )  # fmt: skip
     return out
 

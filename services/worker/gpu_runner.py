@@ -362,7 +362,7 @@ class GpuRunner:
 
     def _plan(self, inputs: StepInputs, window: int | None, long_tokens: int) -> attention.AttentionPlan:
         config, dtype = self.model.config, self.model.embedding.dtype
-        shapes = attention.config_for(config.head_dim, dtype, len(inputs.contexts), self.ops.invariant)
+        shapes = attention.config_for(config.head_dim, dtype, len(inputs.contexts), self.ops.invariant, self._stored)
         return attention.plan_attention(
             inputs.starts, inputs.contexts, inputs.tables, config.heads, config.kv_heads, config.head_dim,
             self.block_size, dtype, window, self.ops.short_tokens, long_tokens, shapes,

@@ -222,23 +222,47 @@ def test_half_precision_graphs_say_what_eager_steps_say(engine: EngineMaker) -> 
     assert same >= 5  # padded rows may choose another tile, and so another order of a sum
 
 
+# ---- keys and values in 8 bits ----
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+@pytest.mark.parametrize("family", ["qwen3", "demo"])
+def test_pools_of_8_bits_say_what_the_cpu_says(engine: EngineMaker, family: str, kind: str) -> None:
+    """Teacher-forced: a number that lies between two may be rounded to the other one here."""
+    exact, fast = engine(family, device="cpu", kv_dtype=kind), engine(family, kv_dtype=kind)
+    own = run(exact, *jobs(bypass_cache=True))
+    wanted = [
+        job(100 * key + at, prompt, emitted=own[key].tokens[:at], max_tokens=at + 1, logprobs=2)
+        for key, prompt in enumerate(PROMPTS)
+        for at in range(0, TOKENS, 4)
+    ]
+    got = run(fast, *wanted)
+    same = [got[one.key].tokens[0] == own[one.key // 100].tokens[one.key % 100] for one in wanted]
+    assert sum(same) >= 0.93 * len(same)
+    assert fast.block_bytes == exact.block_bytes
+
+
 # ---- deterministic mode ----
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_deterministic_answers_do_not_depend_on_the_batch(engine: EngineMaker, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"), [("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "fp8"), ("bfloat16", "int8")]
+)
+def test_deterministic_answers_do_not_depend_on_the_batch(engine: EngineMaker, dtype: str, kv_dtype: str) -> None:
     settings: dict[str, Any] = {"max_tokens": 40, "logprobs": 0, "temperature": 1.0}
     wanted = [job(key, prompt_of(20 + 7 * key), seed=key, bypass_cache=True, **settings) for key in range(8)]
-    sure = engine("demo", dtype=dtype, deterministic=True)
+    sure = engine("demo", dtype=dtype, deterministic=True, kv_dtype=kv_dtype)
     alone: Answers = {}
     for one in wanted:
         alone |= run(sure, one)
     crowd = [job(100 + key, prompt_of(11 + 3 * key), max_tokens=30) for key in range(40)]
     together = run(sure, *crowd, *wanted)
-    tight = engine("demo", dtype=dtype, deterministic=True, max_batch_size=8, step_tokens=13, kv_blocks=30)
+    tight = engine(
+        "demo", dtype=dtype, deterministic=True, kv_dtype=kv_dtype, max_batch_size=8, step_tokens=13, kv_blocks=30
+    )
     chunked = run(tight, *wanted)
     assert tight.stats().preemptions > 0
-    eager = run(engine("demo", dtype=dtype, deterministic=True, graphs=False), *wanted)
+    eager = run(engine("demo", dtype=dtype, deterministic=True, kv_dtype=kv_dtype, graphs=False), *wanted)
     cached = [job(key, prompt_of(20 + 7 * key), seed=key, **settings) for key in range(8)]
     run(sure, *cached)
     hit = run(sure, *cached)

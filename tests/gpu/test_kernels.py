@@ -10,7 +10,7 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from kernels import activation, attention, blocks, matmul, norm, reference, rope_kv
+from kernels import activation, attention, blocks, kv, matmul, norm, reference, rope_kv
 from kernels.skinny import Tile
 from tests.kernels.cases import DTYPES, Batch, check_sampling, close, poison, rand
 
@@ -34,6 +34,33 @@ def test_attention_over_random_ragged_steps(heads: tuple[int, int, int], dtype: 
         contexts[4] = random.choice([1, 15, 16, 17, 3000])
         batch = Batch(lengths, contexts, *heads, block, dtype)
         close(batch.run(window, short), batch.want(window))
+
+
+@pytest.mark.parametrize("stored", [kv.FP8, kv.INT8], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("heads", [(32, 8, 128), (32, 8, 64), (8, 8, 80), (4, 1, 32)], ids=str)
+def test_attention_over_pools_of_8_bits(heads: tuple[int, int, int], dtype: torch.dtype, stored: torch.dtype) -> None:
+    for block, window in [(16, None), (32, 100)]:
+        lengths = [1, 1, 3, random.randint(2, 400), 1]
+        contexts = [length + random.choice([0, 17, random.randint(0, 2000)]) for length in lengths]
+        batch = Batch(lengths, contexts, *heads, block, dtype, stored)
+        for config in (None, attention.config_for(heads[2], dtype, len(lengths), invariant=True)):
+            close(batch.run(window, 1, config), batch.want(window))
+
+
+@pytest.mark.parametrize("stored", [kv.FP8, kv.INT8], ids=str)
+def test_keys_and_values_are_rounded_as_the_reference_rounds_them(stored: torch.dtype) -> None:
+    scales = torch.rand(2, 8, device="cuda") + 0.5
+    qkv, angles = rand(300, 48, 128, dtype=torch.bfloat16), rand(300, 1, 128, dtype=torch.bfloat16)
+    places = torch.randperm(640, device="cuda")[:300]
+    mine, its = (kv.make_pool(40, 16, 8, 128, stored, "cuda") for _ in range(2))
+    copy = qkv.clone()
+    rope_kv.rope_and_store(qkv, angles, angles, mine, places, 32, 8, kv_scales=scales)
+    reference.rope_and_store(copy, angles, angles, its, places, 32, 8, scales)
+    every = torch.arange(40, device="cuda")
+    got, want = (kv.load(pool, every, scales, torch.float32) for pool in (mine, its))
+    assert float((got != want).float().mean()) < 0.05  # where the rotation rounds otherwise: one step away
+    assert float((got - want).norm() / want.norm()) < 0.02
 
 
 @pytest.mark.parametrize("dim", [64, 128])

@@ -66,9 +66,11 @@ class Batch:
         self.starts = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=DEVICE)
 
     def run(self, window: int | None, short: int, config: attention.Config | None = None) -> Tensor:
+        dim, dtype, rows = self.q.shape[2], self.q.dtype, len(self.lengths)
+        config = config or attention.config_for(dim, dtype, rows, stored=self.pool.dtype)
         plan = attention.plan_attention(
             self.starts, torch.tensor(self.contexts, dtype=torch.int32, device=DEVICE), self.tables, self.heads,
-            self.kv_heads, self.q.shape[2], self.block, self.q.dtype, window, short,
+            self.kv_heads, dim, self.block, dtype, window, short,
             sum(length for length in self.lengths if length > short), config,
         )  # fmt: skip
         out = poison(self.q.shape[0], self.heads * self.q.shape[2], dtype=self.q.dtype)

@@ -205,7 +205,7 @@ def attend(
     kv_heads, dim = pool.shape[3:]
     heads = qkv.shape[1] - 2 * kv_heads
     starts, contexts, tables = (torch.zeros(shape, dtype=torch.int32) for shape in ((3,), (2,), (2, 8)))
-    config = attention.config_for(dim, qkv.dtype, 2, invariant)
+    config = attention.config_for(dim, qkv.dtype, 2, invariant, pool.dtype)
     plan = attention.plan_attention(
         starts, contexts, tables, heads, kv_heads, dim, kv.block_size_of(pool), qkv.dtype, window, 1, 3, config
     )
