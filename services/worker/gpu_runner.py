@@ -36,7 +36,7 @@ GRAPH_TOKENS = (*range(64, 513, 64), *range(640, 2049, 128))
 """Steps with prompts are captured for so many tokens, where launching their kernels one by one would take longer."""
 RAGGED_ROWS = (8, 64, 256)
 """Most rows of these."""
-EAGER_BYTES = 1.6e13
+EAGER_BYTES = 9e12
 """A step whose tokens times the weights' bytes exceed this keeps the GPU busy longer than its launches take."""
 _STAGES = 4
 """Host buffers: one for each step in flight, and for those whose copies may not be over yet."""
