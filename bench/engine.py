@@ -188,11 +188,18 @@ def prefill(loop: Loop, tokens: int) -> Cell:
 
 
 def mixed(loop: Loop, streams: int, prompt: int, seconds: float) -> Cell:
-    """Running answers, alone and while one long prompt after the other is computed beside them."""
-    keys = {loop.submit(1000, 40_000) for _ in range(streams)}
+    """Running answers, alone (before and after) and while one long prompt after the other is computed beside them.
+
+    Their contexts grow meanwhile: over 30 s of the 8B shape they are CONTEXT in the mean, alone as well as beside.
+    """
+    keys = {loop.submit(400, 40_000) for _ in range(streams)}
     for _ in range(200):
         loop.engine.step()
-    quiet = _gaps_between_tokens(loop, keys, lambda passed, ended: passed > seconds / 4)
+
+    def alone() -> list[float]:
+        return _gaps_between_tokens(loop, keys, lambda passed, ended: passed > seconds / 10)
+
+    quiet = alone()
     done = 0
     loop.submit(prompt, 1)
 
@@ -206,6 +213,9 @@ def mixed(loop: Loop, streams: int, prompt: int, seconds: float) -> Cell:
     began = time.perf_counter()
     busy = _gaps_between_tokens(loop, keys, go_on)
     rate = done * prompt / (time.perf_counter() - began)
+    for sequence in [s for s in (*loop.engine.batch.running, *loop.engine.batch.waiting) if s.job.key not in keys]:
+        loop.engine.cancel(sequence.job.key)
+    quiet += alone()
     for sequence in [*loop.engine.batch.running, *loop.engine.batch.waiting]:
         loop.engine.cancel(sequence.job.key)
     loop.drain()

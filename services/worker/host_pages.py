@@ -56,7 +56,8 @@ class HostPages:
     def keep(self, blocks: list[int]) -> list[HostPage]:
         """Copies of these blocks, whose steps have landed; fewer if there is no room. They may be overwritten by what
         is launched after this."""
-        pages = [HostPage(self, self.free.pop()) for _ in blocks[: len(self.free)]]
+        places = sorted(self.free.pop() for _ in blocks[: len(self.free)])
+        pages = [HostPage(self, place) for place in places]
         with self._beside(self._out):
             self._wait(self._restored)  # What just came back may be about to leave again.
             self._wait(self._sent_up)  # A page may have been another's a moment ago.
@@ -65,8 +66,8 @@ class HostPages:
                 buffer = self._leaving[: len(piece)]
                 gather_blocks(self._addresses, self._pool, self._sent(blocks[start : start + len(piece)]), buffer)
                 gathered = self._event()
-                for page, contents in zip(piece, buffer, strict=True):
-                    self._pinned[page.place].copy_(contents, non_blocking=True)
+                for at, place, count in _runs(piece):
+                    self._pinned[place : place + count].copy_(buffer[at : at + count], non_blocking=True)
                 arrived = self._event()
                 for page in piece:
                     page.arrived = arrived
@@ -76,18 +77,20 @@ class HostPages:
 
     def restore(self, blocks: list[int], pages: Sequence[HostPage]) -> None:
         """Fill blocks that nobody uses, before what is launched after this."""
+        order = sorted(range(len(pages)), key=lambda index: pages[index].place)
         for start in range(0, len(pages), PIECE_BLOCKS):
-            piece = pages[start : start + PIECE_BLOCKS]
+            chosen = order[start : start + PIECE_BLOCKS]
+            piece = [pages[index] for index in chosen]
             buffer = self._coming[: len(piece)]
             with self._beside(self._in):
                 self._wait(self._restored)  # The buffer's last contents are in the pool.
                 for arrived in {id(page.arrived): page.arrived for page in piece}.values():
                     self._wait(arrived)
-                for page, contents in zip(piece, buffer, strict=True):
-                    contents.copy_(self._pinned[page.place], non_blocking=True)
+                for at, place, count in _runs(piece):
+                    buffer[at : at + count].copy_(self._pinned[place : place + count], non_blocking=True)
                 self._sent_up = self._event()
             self._wait(self._sent_up)
-            scatter_blocks(self._addresses, self._pool, self._sent(blocks[start : start + len(piece)]), buffer)
+            scatter_blocks(self._addresses, self._pool, self._sent([blocks[index] for index in chosen]), buffer)
             self._restored = self._event()
 
     def _stream(self) -> Any:
@@ -107,4 +110,14 @@ class HostPages:
             torch.cuda.current_stream(self._pool.device).wait_event(event)
 
     def _sent(self, blocks: list[int]) -> Tensor:
-        return torch.tensor(blocks, dtype=torch.int64, pin_memory=self._on_gpu).to(self._pool.device, non_blocking=True)
+        # So few bytes the driver takes along at once: pinning them would cost more.
+        return torch.tensor(blocks, dtype=torch.int64).to(self._pool.device, non_blocking=True)
+
+
+def _runs(pages: Sequence[HostPage]) -> Iterator[tuple[int, int, int]]:
+    """Pages in the order of their places as runs of neighbours: index of the first, its place, how many."""
+    first = 0
+    for after in range(1, len(pages) + 1):
+        if after == len(pages) or pages[after].place != pages[first].place + after - first:
+            yield first, pages[first].place, after - first
+            first = after
