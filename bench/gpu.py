@@ -4,10 +4,10 @@
                         [--out bench/results]
 
 Each row sends N requests at once with fresh random prompts and replaces each finished one until 3N (at least 16) have
-been sent or 40 s (fp8 and int4: 25 s) have passed; tok/s are output tokens over the time from the first submit to the
-last finish. Rows already in the results are not measured again unless --fresh is given. Beside each is what vLLM 0.25.1
-reached with the same method on the same GPU, in its own process; what the floor of `bench.floors` would allow; and what
-the bare engine loop reached, where `bench.engine` has measured it into the same folder.
+been sent or 40 s (fp8, int4 and answers of 1,024: 25 s) have passed; tok/s are output tokens over the time from the
+first submit to the last finish. Rows already in the results are not measured again unless --fresh is given. Beside each
+is what vLLM 0.25.1 reached with the same method on the same GPU, in its own process; what the floor of `bench.floors`
+would allow; and what the bare engine loop reached, where `bench.engine` has measured it into the same folder.
 """
 
 import argparse
@@ -52,7 +52,7 @@ class Row:
     @property
     def seconds(self) -> float:
         """After which no request is sent."""
-        return 40.0 if self.format == "bf16" else 25.0
+        return 40.0 if self.format == "bf16" and self.outputs < 1000 else 25.0
 
     @property
     def requests(self) -> int:
