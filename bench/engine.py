@@ -215,6 +215,8 @@ def mixed(loop: Loop, streams: int, prompt: int, seconds: float) -> Cell:
     rate = done * prompt / (time.perf_counter() - began)
     for sequence in [s for s in (*loop.engine.batch.running, *loop.engine.batch.waiting) if s.job.key not in keys]:
         loop.engine.cancel(sequence.job.key)
+    for _ in range(8):  # until the last steps with a prompt have landed
+        loop.engine.step()
     quiet += alone()
     for sequence in [*loop.engine.batch.running, *loop.engine.batch.waiting]:
         loop.engine.cancel(sequence.job.key)

@@ -36,6 +36,7 @@ async def main() -> None:
             counts=metrics_of(store.counters, blocks.counters),
             metrics_port=settings.metrics_port,
         )
+        rpc.settled()
         await server.ready()
         log.info("ready", port=server.port)
         await stop.wait()

@@ -87,6 +87,7 @@ async def serve(settings: GatewaySettings) -> None:
     stopped = rpc.stop_requested()
     try:
         async with gateway(settings):
+            rpc.settled()
             await stopped.wait()
             log.info("draining", seconds=settings.drain_s)
     except TenantsFileError as error:

@@ -29,6 +29,7 @@ async def main() -> None:
         counts=servicer.metrics.all,
         metrics_port=settings.metrics_port,
     )
+    rpc.settled()
     await server.ready()
     log.info("ready", port=server.port, epoch=epoch)
     clock = asyncio.create_task(servicer.run_clock())

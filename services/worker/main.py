@@ -156,6 +156,7 @@ async def _serve(
     structlog.contextvars.bind_contextvars(worker=hello.worker_id)
     with _EngineThread(engine, jobs, attachment):
         startup.phase = READY
+        rpc.settled()
         await server.ready()
         attached = asyncio.create_task(attachment.run())
         stopping = asyncio.create_task(stop.wait())
