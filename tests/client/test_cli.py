@@ -171,6 +171,7 @@ def test_a_conversation_with_a_template_is_a_list_of_turns() -> None:
     [
         (["gateway", "--workers", "2"], "--workers is for the whole mesh: start `weft serve gateway` once for each"),
         (["cache", "--max-batch-size", "2"], "the cache has no MAX_BATCH_SIZE"),
+        (["gateway", "--kv-dtype", "fp8"], "the gateway has no KV_DTYPE"),
         (["scheduler", "--model", "x"], "the scheduler has no --model"),
         (["worker", "--redis-url", "redis://x"], "the worker has no --redis-url"),
         (["--max-seq-length", "long"], "--max-seq-length: 'long' is not a number of tokens such as 4096 or 4k"),

@@ -1,13 +1,18 @@
 """Keys and values stored in 8 bits: how near answers stay, what fits, what the checkpoint says, what stays the same."""
 
+import json
 import shutil
 import statistics
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from compressed_tensors.compressors import ModelCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, apply_quantization_config
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from services.worker.config import CheckpointError
 from services.worker.engine import Engine
@@ -117,6 +122,32 @@ def test_scales_of_the_checkpoint_count(checkpoint: Callable[[str], Path], tmp_p
     )
     assert same.tokens == plain.tokens
     assert other.logprobs != plain.logprobs
+
+
+@pytest.mark.parametrize("strategy", ["tensor", "attn_head"])
+def test_a_checkpoint_calibrated_for_fp8_is_served_in_fp8(
+    checkpoint: Callable[[str], Path], tmp_path: Path, strategy: str
+) -> None:
+    """Written by compressed-tensors; nobody asks for a format."""
+    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint("llama"), dtype=torch.float32)
+    stored = QuantizationArgs(num_bits=8, type="float", symmetric=True, strategy=strategy, dynamic=False)
+    scheme = QuantizationConfig(config_groups={}, kv_cache_scheme=stored, format="dense")
+    apply_quantization_config(model, scheme, show_progress=False)
+    scales = {name: torch.rand_like(t) + 0.1 for name, t in model.state_dict().items() if name.endswith("_scale")}
+    folder = with_scales(checkpoint("llama"), tmp_path / "calibrated", scales)
+    config = json.loads((folder / "config.json").read_text())
+    compressor: Any = ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    settings = compressor.quantization_config.model_dump(mode="json")
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+    engine = Engine(folder, EngineOptions(kv_blocks=64), lambda phase, done, total: None)
+    assert all(pool.dtype == torch.float8_e4m3fn for pool in engine.runner.pools)
+    for number, layer in enumerate(engine.runner.model.layers):
+        assert layer.attention.kv_scales is not None
+        for kind, mine in zip("kv", layer.attention.kv_scales, strict=True):
+            its = scales[f"model.layers.{number}.self_attn.{kind}_scale"].flatten()
+            assert torch.equal(mine, its.expand(2))
+    assert len(run(engine, job(1, prompt_of(40), max_tokens=8))[1].tokens) == 8
 
 
 @pytest.mark.parametrize(
