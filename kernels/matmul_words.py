@@ -16,7 +16,7 @@ from torch import Tensor
 from kernels.activation import silu_and_mul
 from kernels.overlap import begin, launch_options, prefetch
 from kernels.skinny import Tile, finish, workspace
-from kernels.words import CHUNK, Words, has_asm, minus_zero, numbers, row_words, twice
+from kernels.words import CHUNK, Words, has_asm, minus_zero, numbers, row_words
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -32,7 +32,7 @@ def words_kernel(
     arrived,  # int32 [cdiv(N, BLOCK_N)], zero between launches
     M, N, K, C, groups, x_stride,
     KIND: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr,
-    SPLIT: tl.constexpr, GATED: tl.constexpr, FOLD: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
+    SPLIT: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
     AHEAD: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, split) multiplies BLOCK_N rows of W, a SPLIT-th of their chunks, with all rows of x."""
@@ -80,25 +80,20 @@ def words_kernel(
                     mask = mask & (column + inner < K)[None, :]
                 b = tl.trans(tl.load(inputs + column, mask=mask, other=0.0))
                 if GROUP == 0:
-                    product = tl.dot(numbers(a, part, PARTS, minus, None, half, KIND, ASM), b, product)
+                    product = tl.dot(numbers(a, part, PARTS, minus, half, KIND, ASM), b, product)
                     if GATED:
-                        up = tl.dot(numbers(c, part, PARTS, minus, None, half, KIND, ASM), b, up)
-                elif FOLD:  # rounded to 16 bits, as a dequantized weight is; no second sum is held
-                    group = column // GROUP * 64
-                    minus = tl.broadcast_to(minus_zero(zeros, place + group, half), [BLOCK_N, W])
-                    factor = tl.broadcast_to(twice(tl.load(scales + place + group), half), [BLOCK_N, W])
-                    product = tl.dot(numbers(a, part, PARTS, minus, factor, half, KIND, ASM), b, product)
+                        up = tl.dot(numbers(c, part, PARTS, minus, half, KIND, ASM), b, up)
                 else:
                     group = column // GROUP * 64
                     scale = tl.load(scales + place + group).to(tl.float32)
                     if zeros is not None:
                         minus = tl.broadcast_to(minus_zero(zeros, place + group, half), [BLOCK_N, W])
-                    product += tl.dot(numbers(a, part, PARTS, minus, None, half, KIND, ASM), b) * scale[:, None]
+                    product += tl.dot(numbers(a, part, PARTS, minus, half, KIND, ASM), b) * scale[:, None]
                     if GATED:
                         scale = tl.load(scales + up_place + group).to(tl.float32)
                         if zeros is not None:
                             minus = tl.broadcast_to(minus_zero(zeros, up_place + group, half), [BLOCK_N, W])
-                        up += tl.dot(numbers(c, part, PARTS, minus, None, half, KIND, ASM), b) * scale[:, None]
+                        up += tl.dot(numbers(c, part, PARTS, minus, half, KIND, ASM), b) * scale[:, None]
     if GROUP == 0:
         product *= tl.load(scales + place).to(tl.float32)[:, None]
         if GATED:
@@ -107,19 +102,32 @@ def words_kernel(
     finish(product, up, bias, residual, out, parts, arrived, counter, split, columns, rows, M, N, SPLIT, GATED)
 
 
+MOST_BLOCK = 128
+"""Rows of x that a program takes at most."""
+
+
 def tile_for(kind: str, rows: int, n: int, k: int, gated: bool) -> Tile:
     """The tile for x [rows, k] times W [n, k], of two such W if gated. Measured on one H200."""
-    tiles, chunks = triton.cdiv(n, 64), triton.cdiv(k, CHUNK)
+    chunks = triton.cdiv(k, CHUNK)
+    if rows > 64:
+        tiles = triton.cdiv(n, 128) * triton.cdiv(rows, MOST_BLOCK)
+        return Tile(128, CHUNK, _splits(tiles, 128, min(4, chunks)), 3, 8, 1)
+    tiles = triton.cdiv(n, 64)
     if kind == "int4":
-        step, stages, enough = 1, 3, 400 if rows <= 32 else 200
-    else:
-        step, stages, enough = (2, 4, 192) if rows <= 32 else (1, 3, 200)
-    if kind != "int4" and gated:
-        tiles *= 2
+        enough = 200 if rows > 32 else 400 if chunks < 64 else 800
+        return Tile(64, CHUNK, _splits(tiles, enough, min(16, chunks)), 3, 4, 1)
+    tiles *= 1 + gated
+    if rows > 32:
+        return Tile(64, CHUNK, _splits(tiles, 200, min(16, chunks)), 3, 4, 1)
+    return Tile(64, 2 * CHUNK, _splits(tiles, 192, min(16, chunks // 2)), 4, 4, 1)
+
+
+def _splits(tiles: int, enough: int, most: int) -> int:
+    """The smallest power of two that makes enough programs of so many tiles, up to `most`."""
     split = 1
-    while tiles * split < enough and split * step < chunks and split < 16:
+    while tiles * split < enough and 2 * split <= most:
         split *= 2
-    return Tile(64, CHUNK * step, split, stages, 4, 1)
+    return split
 
 
 def linear_words(
@@ -140,7 +148,7 @@ def linear_words(
         out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
     if rows == 0:
         return out
-    block = min(256, max(16, triton.next_power_of_2(rows)))
+    block = min(MOST_BLOCK, max(16, triton.next_power_of_2(rows)))
     if gated and block > 64:  # two sums would not fit into the registers
         return silu_and_mul(linear_words(x, weight, tile=tile), out)
     if weight.order is not None:
@@ -151,7 +159,7 @@ def linear_words(
         x, weight.words, weight.scale, weight.zero, bias, residual, out, space.parts, space.arrived, rows, n, k,
         weight.chunks, weight.scale.shape[1], x.stride(0), KIND=weight.kind, GROUP=weight.group,
         BLOCK_M=block, BLOCK_N=tile.n, STEP=tile.k // CHUNK, SPLIT=tile.split,
-        GATED=gated, FOLD=block > 64 and weight.kind == "int4",
+        GATED=gated,
         EVEN=k % CHUNK == 0, STAGES=tile.stages_on(x.device), AHEAD=tile.ahead, ASM=has_asm(x.device),
         num_warps=tile.warps, **launch_options(x.device),
     )  # fmt: skip

@@ -29,9 +29,9 @@ class Stack:
 DeviceWeight = Tensor | QuantizedWeight | Words | Stack
 """A weight as `prepare` leaves it."""
 
-MOST_ROWS = {"int4": 64, "int8": 64, "fp8": 64}
-"""Rows up to which weights are read as they are; with more, fp8 goes to the vendor's fp8 product and the others are
-dequantized for the vendor's 16-bit product."""
+MOST_ROWS, MOST_FP8_ROWS = 256, 64
+"""Rows up to which weights are read as they are; with more they are dequantized for the vendor's 16-bit product. The
+vendor's fp8 product is faster from MOST_FP8_ROWS on, where it takes the weight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def linear(
     out: Tensor | None = None,
 ) -> Tensor:
     """norm(x) @ weight.T + bias + residual, or silu(its first half) * its second half; otherwise as `matmul.linear`."""
-    if isinstance(weight, Words) and len(x) > MOST_ROWS["fp8"] and fp8.multiplies(weight):
+    if isinstance(weight, Words) and len(x) > MOST_FP8_ROWS and fp8.multiplies(weight):
         before = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         rounded = fp8.round_rows(x, *before, given=weight.input_scale)
         return _surround(fp8.multiply(rounded, weight, x.dtype), bias, residual, gated, out)
@@ -77,7 +77,7 @@ def linear(
     if isinstance(weight, Stack):
         product = torch.cat([linear(x, part) for part in weight.parts], 1)
         return _surround(product, bias, residual, gated, out)
-    if isinstance(weight, Words) and len(x) <= MOST_ROWS[weight.kind]:
+    if isinstance(weight, Words) and len(x) <= MOST_ROWS:
         return linear_words(x, weight, bias, residual=residual, gated=gated, out=out)
     return matmul.linear(in_order(x, weight), dense(weight, x.dtype), bias, residual=residual, gated=gated, out=out)
 

@@ -134,9 +134,9 @@ def _by_tile(values: Tensor, tiles: int, groups: int) -> Tensor:
 
 
 @triton.jit
-def _pick_nibbles(words, SHIFT: tl.constexpr, minus, factor, half: tl.constexpr, ASM: tl.constexpr):
+def _pick_nibbles(words, SHIFT: tl.constexpr, minus, half: tl.constexpr, ASM: tl.constexpr):
     """Numbers SHIFT / 4, less the zero, as pairs in words: a mantissa that holds q says 2^m + q, and `minus` is a pair
-    of -(2^m + zero). They are multiplied by the pair `factor` unless it is None."""
+    of -(2^m + zero)."""
     BF: tl.constexpr = half == tl.bfloat16
     magic: tl.constexpr = "0x43004300" if BF else "0x64006400"
     one: tl.constexpr = "0x3F803F80" if BF else "0x3C003C00"
@@ -149,16 +149,9 @@ def _pick_nibbles(words, SHIFT: tl.constexpr, minus, factor, half: tl.constexpr,
         found = tl.inline_asm_elementwise(
             text, "=r,r,r", [words >> SHIFT, minus], dtype=tl.int32, is_pure=True, pack=1
         )  # fmt: skip
-        if factor is not None:
-            times: tl.constexpr = "{ .reg .b32 z; mov.b32 z, 0x80008000; fma.rn." + pair + " $0, $1, $2, z; }"
-            found = tl.inline_asm_elementwise(times, "=r,r,r", [found, factor], dtype=tl.int32, is_pure=True, pack=1)
     else:
         q = ((words >> SHIFT) & 0x000F000F) | (0x43004300 if BF else 0x64006400)
-        low, high = _halves(_add_pairs(q, minus, half), half)
-        if factor is not None:
-            by_low, by_high = _halves(factor, half)
-            low, high = low * by_low, high * by_high
-        found = _pack(low, high, half)
+        found = _add_pairs(q, minus, half)
     return found
 
 
@@ -225,10 +218,10 @@ def _add_pairs(a, b, half: tl.constexpr):
 
 
 @triton.jit
-def _pairs(words, PLACE: tl.constexpr, minus, factor, half: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr):
+def _pairs(words, PLACE: tl.constexpr, minus, half: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr):
     """The PLACE-th number of both halves of all words: [rows, W] -> [rows, 2 W]."""
     if KIND == "int4":
-        both = _pick_nibbles(words, 4 * PLACE, minus, factor, half, ASM)
+        both = _pick_nibbles(words, 4 * PLACE, minus, half, ASM)
     elif KIND == "int8":
         both = _pick_int8(words, 8 * PLACE, half, ASM)
     else:
@@ -239,25 +232,20 @@ def _pairs(words, PLACE: tl.constexpr, minus, factor, half: tl.constexpr, KIND: 
 
 @triton.jit
 def numbers(
-    words, PART: tl.constexpr, PARTS: tl.constexpr, minus, factor, half: tl.constexpr, KIND: tl.constexpr,
+    words, PART: tl.constexpr, PARTS: tl.constexpr, minus, half: tl.constexpr, KIND: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
-    """Part PART of PARTS of a chunk's columns, less the zero: [rows, 128 / PARTS] of type `half`. Only int4 is scaled
-    here, by the pairs `factor` unless that is None."""
+    """Part PART of PARTS of a chunk's columns, less the zero, not yet scaled: [rows, 128 / PARTS] of type `half`."""
     rows: tl.constexpr = words.shape[0]
     if PARTS == 4:
-        found = _pairs(words, PART, minus, factor, half, KIND, ASM)
+        found = _pairs(words, PART, minus, half, KIND, ASM)
     elif PARTS == 2 or KIND != "int4":
-        a = _pairs(words, 2 * PART, minus, factor, half, KIND, ASM)
-        b = _pairs(words, 2 * PART + 1, minus, factor, half, KIND, ASM)
+        a = _pairs(words, 2 * PART, minus, half, KIND, ASM)
+        b = _pairs(words, 2 * PART + 1, minus, half, KIND, ASM)
         found = tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), [rows, 2 * a.shape[1]])
     else:
-        even = tl.join(
-            _pairs(words, 0, minus, factor, half, KIND, ASM), _pairs(words, 2, minus, factor, half, KIND, ASM)
-        )
-        odd = tl.join(
-            _pairs(words, 1, minus, factor, half, KIND, ASM), _pairs(words, 3, minus, factor, half, KIND, ASM)
-        )
+        even = tl.join(_pairs(words, 0, minus, half, KIND, ASM), _pairs(words, 2, minus, half, KIND, ASM))
+        odd = tl.join(_pairs(words, 1, minus, half, KIND, ASM), _pairs(words, 3, minus, half, KIND, ASM))
         four = tl.permute(tl.reshape(tl.join(even, odd), [rows, 32, 4]), (0, 2, 1))
         found = tl.reshape(four, [rows, 128])
     return found
@@ -277,12 +265,6 @@ def row_words(words, rows, C, KIND: tl.constexpr):
     if KIND == "int4":
         return words + (rows // 64 * C * 1024 + rows % 64 * 16)
     return words + rows.to(tl.int64) * (C * 32)
-
-
-@triton.jit
-def twice(scale, half: tl.constexpr):
-    """A scale of each row, twice in a word: [rows, 1]."""
-    return ((scale.to(half).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) * 0x10001).to(tl.int32)[:, None]
 
 
 @triton.jit
@@ -309,7 +291,7 @@ def dequantize_kernel(
         column = chunk * 128 + part * (128 // PARTS)
         where = (tile * groups + (column // GROUP if GROUP > 0 else 0)) * 64 + rows
         minus = tl.broadcast_to(minus_zero(zeros, where, half), [64, W])
-        found = numbers(a, part, PARTS, minus, None, half, KIND, ASM).to(tl.float32) * tl.load(scales + where)[:, None]
+        found = numbers(a, part, PARTS, minus, half, KIND, ASM).to(tl.float32) * tl.load(scales + where)[:, None]
         valid = (row + first < last)[:, None] & (column + inner < K)[None, :]
         tl.store(out + row[:, None] * K + (column + inner)[None, :], found.to(half), mask=valid)
 

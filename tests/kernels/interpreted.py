@@ -167,7 +167,7 @@ def test_invariant_products_have_the_same_bits_in_any_batch() -> None:
 
 
 def test_weights_in_words() -> None:
-    for rows, n, k, group in ((1, 100, 128, 32), (70, 66, 192, 64), (5, 64, 256, 256)):
+    for rows, n, k, group in ((1, 100, 128, 32), (140, 66, 192, 64), (5, 64, 256, 256)):
         check_words(rows, n, k, group, HALF)
 
 

@@ -90,7 +90,7 @@ def check_products(rows: int, n: int, k: int, dtype: torch.dtype) -> None:
     normed = reference.rms_norm(x.double(), gamma.double(), 1e-5)
     for weight in kinds:
         laid = products.prepare(weight, dtype)
-        rounds = isinstance(weight, Fp8Weight) and rows > products.MOST_ROWS["fp8"] and dtype != torch.float32
+        rounds = isinstance(weight, Fp8Weight) and rows > products.MOST_FP8_ROWS and dtype != torch.float32
         for got, want in (
             (products.linear(x, laid, norm=norm), quantized.linear(normed, weight)),
             (
