@@ -67,11 +67,18 @@ def linear(
     gated: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """norm(x) @ weight.T + bias + residual, or silu(its first half) * its second half; otherwise as `matmul.linear`."""
-    if isinstance(weight, Words) and len(x) > MOST_FP8_ROWS and fp8.multiplies(weight):
+    """norm(x) @ weight.T + bias + residual, or silu(its first half) * its second half; otherwise as `matmul.linear`.
+
+    Where x is twice as wide as the weight it is what `gate` left: gates and ups, gated here.
+    """
+    late = x.shape[1] == 2 * _inputs(weight)
+    if _rounds(x, weight):
+        assert isinstance(weight, Words)
         before = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-        rounded = fp8.round_rows(x, *before, given=weight.input_scale)
+        rounded = fp8.round_rows(x, *before, gated=late, given=weight.input_scale)
         return _surround(fp8.multiply(rounded, weight, x.dtype), bias, residual, gated, out)
+    if late:
+        x = silu_and_mul(x)
     if norm is not None:
         x = norm(x)
     if isinstance(weight, Stack):
@@ -80,6 +87,21 @@ def linear(
     if isinstance(weight, Words) and len(x) <= MOST_ROWS:
         return linear_words(x, weight, bias, residual=residual, gated=gated, out=out)
     return matmul.linear(in_order(x, weight), dense(weight, x.dtype), bias, residual=residual, gated=gated, out=out)
+
+
+def gate(x: Tensor, weight: DeviceWeight, norm: Norm) -> Tensor:
+    """silu(gate) * up of norm(x) [T, K], the halves of the weight's outputs: [T, n]. Where rows are rounded for an fp8
+    product it is left to the next product, which rounds its rows, too: gates and ups, [T, 2n]."""
+    return linear(x, weight, norm=norm, gated=not _rounds(x, weight))
+
+
+def _rounds(x: Tensor, weight: DeviceWeight) -> bool:
+    """Whether the vendor's fp8 product serves."""
+    return isinstance(weight, Words) and len(x) > MOST_FP8_ROWS and fp8.multiplies(weight)
+
+
+def _inputs(weight: DeviceWeight) -> int:
+    return _inputs(weight.parts[0]) if isinstance(weight, Stack) else weight.shape[1]
 
 
 def invariant(x: Tensor, weight: DeviceWeight, bias: Tensor | None = None) -> Tensor:

@@ -38,10 +38,10 @@ class TritonOps:
     def norm_gate(
         self, x: Tensor, norm: Tensor, eps: float, weight: DeviceWeight, bias: Tensor | None = None, /
     ) -> Tensor:
-        """The gate of the MLP, from the residual stream."""
+        """The gate of the MLP, from the residual stream; `add_matmul` takes it as it comes, gated or not yet."""
         if bias is not None:
             return activation.silu_and_mul(self.norm_matmul(x, norm, eps, weight, bias))
-        return products.linear(x, weight, norm=Norm(norm, eps), gated=True)
+        return products.gate(x, weight, Norm(norm, eps))
 
     def add_matmul(self, residual: Tensor, x: Tensor, weight: DeviceWeight, bias: Tensor | None = None, /) -> None:
         """residual += x @ weight.T + bias."""

@@ -192,10 +192,11 @@ def quantized_calls(new: Callable[..., Tensor]) -> Iterator[tuple[str, Callable[
     yield "dequantize nf4", partial(nf4.dequantize_nf4, normal, new(1).dtype)
     for name, weight in weights.items():
         laid = words.lay_out(weight)
-        for rows in (1, 64):
+        for rows in (1, 64, 200):
             x, residual = new(rows, 512), new(rows, 256)
             yield f"{name} {rows}", partial(matmul_words.linear_words, x, laid, residual=residual)
-            yield f"{name} gated {rows}", partial(matmul_words.linear_words, x, laid, gated=True)
+            if rows <= 64:
+                yield f"{name} gated {rows}", partial(matmul_words.linear_words, x, laid, gated=True)
         yield f"dequantize {name}", partial(words.dequantize, laid, x.dtype)
 
 

@@ -86,7 +86,7 @@ def check_products(rows: int, n: int, k: int, dtype: torch.dtype) -> None:
     w = rand(n, k, dtype=torch.float32) / k**0.5
     kinds: list[quantized.Weight] = [*weights(n, k, 64, dtype), w.to(dtype), quantized.quantize_nf4(w)]
     kinds += [quantized.quantize_int4(w, 16), quantized.concat([quantized.quantize_int8(w[:64]), w[64:].to(dtype)])]
-    norm = products.Norm(gamma, 1e-5)
+    norm, wide = products.Norm(gamma, 1e-5), rand(rows, 2 * k, dtype=dtype)
     normed = reference.rms_norm(x.double(), gamma.double(), 1e-5)
     for weight in kinds:
         laid = products.prepare(weight, dtype)
@@ -98,11 +98,18 @@ def check_products(rows: int, n: int, k: int, dtype: torch.dtype) -> None:
                 quantized.linear(x.double(), weight) + bias.double() + residual.double(),
             ),
             (products.linear(x, laid, gated=True), _gated(quantized.linear(x.double(), weight))),
+            (_gate(products.gate(x, laid, norm), n), _gated(quantized.linear(normed, weight))),
+            (products.linear(wide, laid), quantized.linear(_gated(wide.double()), weight)),
         ):
             if rounds:
                 assert error(got, want) < 0.05
             else:
                 close(got, want)
+
+
+def _gate(gate: Tensor, n: int) -> Tensor:
+    """What `products.gate` left, gated if it is not yet."""
+    return _gated(gate) if gate.shape[1] == n else gate
 
 
 def _gated(product: Tensor) -> Tensor:
