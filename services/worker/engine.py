@@ -76,7 +76,7 @@ class Engine(Intake):
         mover = self.runner
         self.prefixes = Prefixes(self.batch, mover, mover.block_bytes, lambda: self._pace.prefill_rate, self.wake)
         if options.host_kv_bytes:
-            self.prefixes.use_host(HostStore(options.host_kv_bytes))
+            self.prefixes.use_host(HostStore(options.host_kv_bytes, self.runner.host_block_s))
         self._warm_up(progress)
         self._stats = self._measure()
 

@@ -116,6 +116,8 @@ class GpuRunner:
         self._launched = 0
         self._side: Any = torch.cuda.Stream(device) if pinned else None  # type: ignore[no-untyped-call]
         self._host_pages: HostPages | None = None
+        self.host_block_s = 0.0
+        """Seconds that a block takes to host memory and back, as measured."""
         self._answers: list[Graph] = []
         self._ragged: list[Graph] = []
 
@@ -254,6 +256,7 @@ class GpuRunner:
     def make_host_pages(self, max_bytes: int) -> None:
         """Room in host memory for blocks that leave the pools, which are there already."""
         self._host_pages = HostPages(self.pools, max_bytes)
+        self.host_block_s = self._host_pages.measure()
 
     def keep_blocks(self, blocks: list[int]) -> Sequence[Contents]:
         """The contents of blocks that are computed, in host memory; fewer if there is no room. Steps in flight go on,

@@ -190,7 +190,8 @@ class Prefixes:
         evicted, self._evicted = self._evicted, []
         if self._host is None or not evicted:
             return
-        missing = set(self._host.lacks([key for _, key in evicted], 0.0))
+        needed_s = recompute_s(len(evicted) * self._batch.block_size, self._prefill_rate())
+        missing = set(self._host.lacks([key for _, key in evicted], needed_s))
         for start in range(0, len(evicted), _KEPT_AT_ONCE):
             piece = [(block, key) for block, key in evicted[start : start + _KEPT_AT_ONCE] if key in missing]
             kept = self._mover.keep_blocks([block for block, _ in piece])

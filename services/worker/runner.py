@@ -57,6 +57,10 @@ class Runner(Protocol):
     def read_blocks(self, blocks: list[int], /) -> list[bytes]:
         """The contents of blocks that are computed: keys and values, layer after layer."""
 
+    @property
+    def host_block_s(self) -> float:
+        """Seconds that a block takes to host memory and back, as measured; 0: it is there already."""
+
     def keep_blocks(self, blocks: list[int], /) -> Sequence[Contents]:
         """The same, to be kept in host memory; fewer if there is no room. Steps launched later may overwrite them."""
 
@@ -137,6 +141,8 @@ class CpuRunner:
         """The contents of blocks: keys and values, layer after layer, in the pool's own order and number format."""
         layers = np.stack([contents[blocks] for contents in self._contents], axis=1)
         return [block.tobytes() for block in layers]
+
+    host_block_s = 0.0
 
     def keep_blocks(self, blocks: list[int]) -> list[bytes]:
         """The same: the pool is in host memory already."""

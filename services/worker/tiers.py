@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from services.worker.prefetch import ADVANTAGE
+
 _PIECE_BLOCKS = 16
 
 Contents = Sized
@@ -45,8 +47,9 @@ class BlockStore(Protocol):
 class HostStore:
     """Contents in host memory, bounded in bytes; the least recently used go first."""
 
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
+    def __init__(self, max_bytes: int, block_s: float = 0.0) -> None:
+        """block_s: seconds that a block takes there and back, if that is another memory than the pool's."""
+        self.max_bytes, self._block_s = max_bytes, block_s
         self.bytes = 0
         self._contents: OrderedDict[bytes, Contents] = OrderedDict()
 
@@ -54,8 +57,9 @@ class HostStore:
         return len(self._contents)
 
     def pays(self, blocks: int, recompute_s: float) -> bool:
-        """Copying within the machine's memory is cheaper than any model; the engine has counted its own copy."""
-        return bool(self._contents) and recompute_s > 0
+        """By the time of a block's way there and back. Within the machine's memory that is nothing: the engine has
+        counted its own copy."""
+        return bool(self._contents) and recompute_s > 0 and blocks * self._block_s <= ADVANTAGE * recompute_s
 
     def fetch(self, wish: Wish) -> None:
         """Answers at once."""
@@ -72,7 +76,9 @@ class HostStore:
         wish.answer(wish, None)
 
     def lacks(self, keys: Sequence[bytes], recompute_s: float) -> list[bytes]:
-        """Those that it does not have."""
+        """Those that it does not have; none if their way is known to be longer than computing them."""
+        if 0 < recompute_s < len(keys) * self._block_s:
+            return []
         return [key for key in keys if key not in self._contents]
 
     def offer(self, key: bytes, payload: Contents) -> bool:

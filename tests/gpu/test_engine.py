@@ -11,6 +11,7 @@ from services.worker.job import EndReason, Job
 from tests.checkpoints import EOS, SHAPES, VOCAB
 from tests.gpu.conftest import EngineMaker
 from tests.worker.drive import Answer, job, prompt_of, run, solo
+from tests.worker.test_tiers import slow_prefill
 
 TOKENS = 48
 PROMPTS = [prompt_of(length, vocab=VOCAB) for length in (1, 7, 16, 17, 33, 50, 64, 90)]
@@ -89,6 +90,7 @@ def test_with_chunked_prefill_and_preemptions(shape: str, engine: EngineMaker, r
 
 def test_after_a_prefix_left_to_host_memory_and_came_back(shape: str, engine: EngineMaker, reference: Answers) -> None:
     small = engine(shape, kv_blocks=26, max_batch_size=4, host_kv_bytes=64 << 20)
+    slow_prefill(small)
     run(small, *jobs())
     for seed in range(4):
         run(small, job(200 + seed, prompt_of(200, seed=seed + 9, vocab=VOCAB), max_tokens=8))

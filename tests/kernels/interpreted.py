@@ -143,6 +143,11 @@ def test_pages_in_host_memory_come_back_as_they_left() -> None:
     assert len(more) == room - 3, "there is no room for more"
     del kept, more
     assert sorted(pages.free) == list(range(room))
+    for pool in pools:
+        pool[0] = 0
+    assert 0 < pages.measure() < 10
+    assert sorted(pages.free) == list(range(room))
+    assert not any(pool[0].any() for pool in pools)
 
 
 @pytest.mark.parametrize("split", [1, 3])

@@ -413,6 +413,17 @@ def test_host_memory_gives_a_prefix_up_to_the_first_gap() -> None:
     assert not store.offer(b"large", bytes(1001))
 
 
+def test_host_memory_that_is_far_is_used_where_its_way_is_the_shorter_one() -> None:
+    far = HostStore(1000, block_s=0.01)
+    assert far.lacks([b"1", b"2"], 0.1) == [b"1", b"2"]
+    assert far.lacks([b"1", b"2"], 0.0) == [b"1", b"2"], "nobody knows yet how long computing takes"
+    assert far.lacks([b"1", b"2"], 0.019) == []
+    assert far.offer(b"1", b"contents")
+    assert far.pays(4, 0.051)
+    assert not far.pays(4, 0.049)
+    assert HostStore(1000, 0.0).pays(4, 0.1) is False, "there is nothing in it"
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 40)), max_size=60), st.integers(1, 200))
 def test_host_memory_keeps_its_bound(offers: list[tuple[int, int]], bound: int) -> None:
