@@ -28,6 +28,7 @@ _FAMILIES = (
     ("sampling", ("scan_kernel", "choose_kernel", "top_kernel", "sample", "topk", "argmax", "sort", "multinomial")),
     ("attention", ("attention", "hopper_kernel", "tile_kernel", "split_kernel", "schedule_kernel", "flash", "softmax")),
     ("products", ("gemm", "gemv", "nvjet", "cutlass", "matmul", "linear", "mm", "skinny", "invariant", "split")),
+    ("quantized products", ("words_kernel", "dequantize", "round_rows")),
     ("activation", ("silu",)),
     ("step lists", ("unpack_kernel", "keep_kernel", "finite_kernel")),
     ("copies", ("memcpy", "memset", "copy", "index", "fill", "cat", "stack")),

@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -50,6 +52,13 @@ def test_one_observes_at_a_time_and_may_give_up() -> None:
         pass
     profiler.step_begins()
     assert second.result(0).steps == 1
+
+
+def test_every_kernel_of_ours_belongs_to_a_family() -> None:
+    files = (Path(__file__).parents[2] / "kernels").glob("*.py")
+    names = [name for file in files for name in re.findall(r"^def (\w+_kernel)\(", file.read_text(), re.MULTILINE)]
+    assert len(names) > 15
+    assert [name for name in names if family_of(name) == "other"] == []
 
 
 def test_kernels_belong_to_families() -> None:
