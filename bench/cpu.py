@@ -19,7 +19,7 @@ from grpc import aio
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
-from bench import table
+from bench import cpu_weights, table
 from bench.mesh import up
 from bench.table import Figure
 from client import demo
@@ -128,8 +128,10 @@ def main() -> None:
     table.show_machine(out)
     figures = asyncio.run(measure())
     table.show(f"The demo model, float32 (load average {os.getloadavg()[0]:.1f})", figures, out)
+    weights = cpu_weights.measure()
+    table.show(f"Weights in fewer bits (load average {os.getloadavg()[0]:.1f})", weights, out)
     if asked.json:
-        table.save(asked.json, figures)
+        table.save(asked.json, [*figures, *weights])
 
 
 if __name__ == "__main__":

@@ -1,0 +1,98 @@
+"""Decode of a model of the 1B shape on this processor, its weights plain and in fewer bits. Part of `make bench-cpu`.
+
+    python -m bench.cpu_weights [--shape llama-3.2-1b]
+
+The bare engine with random weights, one kind after the other; of each the best of three rounds counts.
+"""
+
+import argparse
+import gc
+import os
+import random
+import sys
+import time
+
+from rich.console import Console
+
+from bench import table
+from bench.table import Figure
+from services.worker import presets
+from services.worker.engine import Engine
+from services.worker.job import EngineOptions, Job, SamplingParams
+
+SHAPE = "llama-3.2-1b"
+THREADS = 2
+BATCHES = (1, 8)
+ROUNDS = 3
+STEPS = 16
+_PROMPT = 32
+KINDS = {
+    "float32": ("float32", None),
+    "bfloat16": ("bfloat16", None),
+    "int8": ("bfloat16", "int8"),
+    "int4": ("bfloat16", "int4"),
+}
+"""dtype of what is not quantized, and what --quantize says."""
+
+
+def rates(shape: str, kind: str) -> dict[int, float]:
+    """Tokens per second of a kind, by how many answers decode together."""
+    dtype, quantize = KINDS[kind]
+    options = EngineOptions(
+        kv_blocks=128, max_batch_size=max(BATCHES), max_seq_length=256, dtype=dtype, quantize=quantize, threads=THREADS
+    )
+    engine = Engine(presets.folder_of(presets.PREFIX + shape), options, lambda phase, done, total: None)
+    best = {batch: max(decode(engine, batch) for _ in range(ROUNDS)) for batch in BATCHES}
+    del engine
+    gc.collect()
+    return best
+
+
+def decode(engine: Engine, batch: int) -> float:
+    """Tokens per second of `batch` answers, once all have begun."""
+    params = SamplingParams(max_tokens=128, temperature=0.0, ignore_eos=True)
+    for key in range(batch):
+        prompt = random.choices(range(100, engine.config.vocab_size - 300), k=_PROMPT)
+        engine.submit(Job(key, prompt, _PROMPT, params, bypass_cache=True))
+    begun: set[int] = set()
+    while len(begun) < batch:
+        begun |= {token.key for token in engine.step().tokens}
+    began = time.perf_counter()
+    tokens = sum(len(engine.step().tokens) for _ in range(STEPS))
+    seconds = time.perf_counter() - began
+    assert tokens == batch * STEPS, f"{tokens} tokens came"
+    for key in range(batch):
+        engine.cancel(key)
+    while engine.has_work():
+        engine.step()
+    return tokens / seconds
+
+
+def measure(shape: str = SHAPE) -> list[Figure]:
+    """The rates, and how they compare with plain weights."""
+    found = {kind: rates(shape, kind) for kind in KINDS}
+    figures = [
+        Figure(f"{shape}, {kind}, batch {batch}", rate, "tokens/s", note="decode only, 2 threads")
+        for batch in BATCHES
+        for kind, rate in ((kind, found[kind][batch]) for kind in KINDS)
+    ]
+    for plain in ("float32", "bfloat16"):
+        fastest = max(found["int8"][1], found["int4"][1])
+        figures.append(
+            Figure(f"the faster of int8 and int4 against {plain}, batch 1", fastest / found[plain][1], "x", ">= 1")
+        )
+    return figures
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description="Measures decode on this processor by kind of weight.")
+    parser.add_argument("--shape", default=SHAPE, choices=list(presets.PRESETS), help="which random model")
+    asked = parser.parse_args()
+    out = Console(width=150 if not sys.stdout.isatty() else None)
+    table.show_machine(out)
+    table.show(f"Weights in fewer bits (load average {os.getloadavg()[0]:.1f})", measure(asked.shape), out)
+
+
+if __name__ == "__main__":
+    main()
