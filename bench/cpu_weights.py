@@ -24,8 +24,8 @@ SHAPE = "llama-3.2-1b"
 THREADS = 2
 BATCHES = (1, 8)
 ROUNDS = 3
-STEPS = 16
-_PROMPT = 32
+STEPS = 8
+_PROMPT = 4
 KINDS = {
     "float32": ("float32", None),
     "bfloat16": ("bfloat16", None),
