@@ -2,16 +2,17 @@
 
 import contextlib
 from collections.abc import Iterator
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from compress.choices import Granularity, Pattern
+from compress.progress import bars
+
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from compress.quantize import Progress
     from compress.recipe import Recipe
 
 app = typer.Typer(
@@ -21,14 +22,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-
-class Granularity(StrEnum):
-    """What shares a scale in FP8."""
-
-    CHANNEL = "channel"
-    TENSOR = "tensor"
-    BLOCK = "block"
 
 
 Base = Annotated[Path, typer.Argument(help="Folder of the checkpoint.", exists=True, file_okay=False)]
@@ -75,7 +68,7 @@ def fp8(
 
     if static and granularity is Granularity.BLOCK:
         _fail("block-wise FP8 has dynamic inputs: leave --static out")
-    _quantize(base, out, Fp8(granularity.value, static, kv), text, windows, length)
+    _quantize(base, out, Fp8(granularity, static, kv), text, windows, length)
 
 
 @app.command()
@@ -132,13 +125,6 @@ Batch = Annotated[int, typer.Option(min=1, help="Windows of each step.")]
 Rate = Annotated[float, typer.Option(help="Learning rate.")]
 
 
-class Pattern(StrEnum):
-    """Which weights may go."""
-
-    UNSTRUCTURED = "unstructured"
-    TWO_OF_FOUR = "2:4"
-
-
 @app.command()
 def qat(
     base: Base,
@@ -154,7 +140,7 @@ def qat(
     from compress.qat import qat as train_rounded
     from compress.training import Plan
 
-    with errors(), progress() as told:
+    with errors(), bars() as told:
         plan = Plan(steps, batch, learning_rate)
         train_rounded(base, out, _windows(base, text, None, length), plan, told, group=group)
     _tell(base, out)
@@ -175,12 +161,11 @@ def prune(
 ) -> None:
     """Weights that matter least become zero; with --steps the base then heals the rest."""
     from compress.prune import Judgement
-    from compress.prune import Pattern as Kind
     from compress.prune import prune as cut
     from compress.training import Plan
 
-    judgement, plan = Judgement(sparsity, Kind(pattern.value), wanda), Plan(steps, batch, learning_rate)
-    with errors(), progress() as told:
+    judgement, plan = Judgement(sparsity, pattern, wanda), Plan(steps, batch, learning_rate)
+    with errors(), bars() as told:
         cut(base, out, _windows(base, text, None, length), judgement, plan, told)
     _tell(base, out)
 
@@ -203,7 +188,7 @@ def shrink(
     from compress.shrink import shrink as cut
     from compress.training import Plan
 
-    with errors(), progress() as told:
+    with errors(), bars() as told:
         texts, plan = _windows(base, text, None, length), Plan(steps, batch, learning_rate)
         cut(base, out, texts, Cut(neurons, kv_heads, layers), plan, told)
     _tell(base, out)
@@ -227,7 +212,7 @@ def distill(
     from compress.distill import distill as teach
     from compress.training import Plan
 
-    with errors(), progress() as told:
+    with errors(), bars() as told:
         texts, plan = _windows(base, text, None, length), Plan(steps, batch, learning_rate, warmup=100)
         teach(base, student, out, texts, plan, told, fresh=fresh, temperature=temperature, hard=hard)
     _tell(base, out)
@@ -247,7 +232,7 @@ def _quantize(
 ) -> None:
     from compress.quantize import quantize
 
-    with errors(), progress() as told:
+    with errors(), bars() as told:
         quantize(base, out, recipe, _windows(base, text, windows, length) if recipe.calibrated else None, told)
     _tell(base, out)
 
@@ -264,32 +249,6 @@ def errors() -> Iterator[None]:
     except KeyboardInterrupt:
         typer.echo("interrupted: the same command goes on from here", err=True)
         raise typer.Exit(130) from None
-
-
-@contextlib.contextmanager
-def progress() -> Iterator["Progress"]:
-    """A bar for each phase, on a terminal."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    out = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=out, disable=not out.is_terminal) as bars:
-        phases = {}
-
-        def told(phase: str, done: int, total: int) -> None:
-            if phase not in phases:
-                phases[phase] = bars.add_task(phase, total=total)
-            bars.update(phases[phase], completed=done)
-
-        yield told
 
 
 def _windows(base: Path, text: Path | None, count: int | None, length: int) -> "Tensor":

@@ -12,7 +12,8 @@ from compress import dense
 from compress.checkpoint import Workbench
 from compress.errors import CompressError
 from compress.network import load
-from compress.training import Plan, Progress, distillation, train
+from compress.progress import Progress
+from compress.training import Plan, distillation, train
 
 
 def distill(

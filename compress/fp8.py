@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from compress import layout
+from compress.choices import Granularity
 from compress.network import LINEARS, Seen, linear
 from compress.recipe import Rounded
 from compress.rounding import as_written, round_fp8
@@ -20,7 +21,7 @@ from kernels.quantized import FP8_MAX
 class Fp8:
     """Weights with a scale for each output (`channel`), for all (`tensor`) or for each 128 x 128 (`block`)."""
 
-    granularity: str = "channel"
+    granularity: Granularity = Granularity.CHANNEL
     static: bool = False
     """Inputs have one scale, the largest that calibration saw / 448, instead of each token its own."""
     kv: bool = False

@@ -9,6 +9,7 @@ from compressed_tensors.compressors import pack_to_int32
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 from torch import Tensor
 
+from compress.choices import Granularity
 from kernels.quantized import FP8_BLOCK, INT4_ZERO, Fp8Weight, Int4Weight, Int8Weight, QuantizedWeight
 
 _EMBEDDINGS = ["lm_head"]
@@ -57,11 +58,11 @@ def int4(group: int, *, symmetric: bool, act_order: bool = False) -> Scheme:
     return Scheme("pack-quantized", {**weights, "actorder": "weight"} if act_order else weights)
 
 
-def fp8(granularity: str, *, static: bool, kv: bool) -> Scheme:
+def fp8(granularity: Granularity, *, static: bool, kv: bool) -> Scheme:
     """FP8 weights and inputs; `static`: one calibrated scale for the inputs, else each token has its own."""
     numbers = {"num_bits": 8, "type": "float", "symmetric": True}
-    weights = {**numbers, "strategy": granularity}
-    if granularity == "block":
+    weights = {**numbers, "strategy": granularity.value}
+    if granularity is Granularity.BLOCK:
         weights["block_structure"] = [FP8_BLOCK, FP8_BLOCK]
     fixed = {**numbers, "strategy": "tensor", "dynamic": False}
     return Scheme("float-quantized", weights, fixed if static else {**numbers, **_EACH_TOKEN}, fixed if kv else None)

@@ -7,7 +7,6 @@ Legend: N outputs, K inputs.
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from enum import StrEnum
 from pathlib import Path
 
 import torch
@@ -16,20 +15,13 @@ from transformers import PreTrainedModel
 
 from compress import dense
 from compress.checkpoint import Workbench
+from compress.choices import Pattern
 from compress.network import LINEARS, Seen, Stream, layers_of, linear, load
-from compress.training import Plan, Progress, distillation, train
+from compress.progress import Progress
+from compress.training import Plan, distillation, train
 
 _SEEN = 32
 """Windows that weights are judged by; healing reads all."""
-
-
-class Pattern(StrEnum):
-    """Which weights may go."""
-
-    UNSTRUCTURED = "unstructured"
-    """The least of each output."""
-    TWO_OF_FOUR = "2:4"
-    """Two of any four neighbours, which sparse tensor cores skip."""
 
 
 @dataclass(frozen=True, slots=True)

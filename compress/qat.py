@@ -13,10 +13,11 @@ from torch.nn.utils import parametrize
 from compress import layout
 from compress.checkpoint import Workbench, as_stored
 from compress.network import LINEARS, layers_of, linear, load, outside_layers, read_config, stored_dtype
+from compress.progress import Progress
 from compress.quantize import layer_tensors
 from compress.recipe import Rounded
 from compress.rounding import grouped, int4_weight, steps_of
-from compress.training import Plan, Progress, distillation, train
+from compress.training import Plan, distillation, train
 
 
 class _AsRounded(nn.Module):

@@ -1,6 +1,5 @@
 """The driver of every quantization: layer after layer, see, round, write, go on with the rounded layer's outputs."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -9,10 +8,8 @@ from torch import Tensor, nn
 from compress.checkpoint import Workbench, as_stored
 from compress.layout import Scheme, tensors_of
 from compress.network import Stream, layers_of, linear, load, outside_layers, read_config, stored_dtype
+from compress.progress import Progress
 from compress.recipe import Recipe, Rounded
-
-Progress = Callable[[str, int, int], None]
-"""Told what is being done, how much of it is done, and how much there is."""
 
 
 def quantize(base: Path, out: Path, recipe: Recipe, windows_WT: Tensor | None, progress: Progress) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from compress.choices import Granularity
 from kernels.quantized import FP8, FP8_BLOCK, FP8_MAX, INT4_ZERO, Fp8Weight, Int4Weight, Int8Weight, pack_int4
 
 _TINY = 1e-8
@@ -90,18 +91,18 @@ def int4_weight(q_NBG: Tensor, steps: Steps, symmetric: bool) -> Int4Weight:
 # ---- fp8 ----
 
 
-def round_fp8(weight_NK: Tensor, granularity: str, input_scale: Tensor | None = None) -> Fp8Weight:
+def round_fp8(weight_NK: Tensor, granularity: Granularity, input_scale: Tensor | None = None) -> Fp8Weight:
     """Nearest e4m3 number with the scale of a `channel` (an output), the whole `tensor`, or a `block` of 128 x 128."""
     sizes = weight_NK.abs()
-    if granularity == "tensor":
+    if granularity is Granularity.TENSOR:
         largest = sizes.amax().view(1, 1)
-    elif granularity == "channel":
+    elif granularity is Granularity.CHANNEL:
         largest = sizes.amax(1, keepdim=True)
     else:
         largest = _block_maxima(sizes)
     scale = as_written(largest.clamp_min(_TINY) / FP8_MAX)
     spread = scale
-    if granularity == "block":
+    if granularity is Granularity.BLOCK:
         spread = scale.repeat_interleave(FP8_BLOCK, 0).repeat_interleave(FP8_BLOCK, 1)
         spread = spread[: weight_NK.shape[0], : weight_NK.shape[1]]
     return Fp8Weight((weight_NK / spread).clamp(-FP8_MAX, FP8_MAX).to(FP8), scale, input_scale)

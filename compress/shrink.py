@@ -18,7 +18,8 @@ from compress import dense
 from compress.checkpoint import Workbench
 from compress.errors import CompressError
 from compress.network import Seen, Stream, layers_of, linear, load, read_config
-from compress.training import Plan, Progress, distillation, train
+from compress.progress import Progress
+from compress.training import Plan, distillation, train
 
 _SEEN = 32
 """Windows that parts are judged by; healing reads all."""

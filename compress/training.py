@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from compress.attention import read_whole_windows
 from compress.checkpoint import Workbench
+from compress.progress import Progress
 
-Progress = Callable[[str, int, int], None]
 _STATE = "training"
 _KEPT_TIMES = 20
 """How often in a run its state is written."""

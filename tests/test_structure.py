@@ -78,6 +78,14 @@ def test_the_shared_floor_stands_on_itself() -> None:
     assert offenders(floor, *(f"services.{room}" for room in ROOMS), "kernels", "client", "bench") == []
 
 
+def test_tools_stand_beside_the_mesh() -> None:
+    """Compression knows the meaning of quantized weights, never who serves them; proof knows the worker."""
+    assert offenders(sources("compress"), "services", "verify", "client", "bench", "models", "protos") == []
+    assert offenders(sources("verify"), "models", "services.gateway", "services.scheduler", "services.cache") == []
+    assert offenders(sources("report"), *(package for package in PACKAGES if package != "report")) == []
+    assert offenders(sources("services", "kernels"), "compress", "verify", "report", "bench", "models") == []
+
+
 def test_only_the_worker_computes() -> None:
     serving = [f"services/{room}" for room in ROOMS if room != "worker"]
     assert offenders(sources(*serving, "client"), "torch", "kernels", "transformers", "numpy") == []

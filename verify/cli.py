@@ -49,7 +49,8 @@ def verify(
     """Prove that checkpoints are still the model they were made from. The exit code is 1 if one fails a gate."""
     from client.terminal import console
     from compress import text as texts
-    from compress.cli import errors, progress
+    from compress.cli import errors
+    from compress.progress import bars
     from services.worker.config import CheckpointError
     from verify import command
     from verify.gates import LIMITS
@@ -62,7 +63,7 @@ def verify(
         "gain_error": max_gain_error,
     }
     limits = {**LIMITS[kind.value], **{name: limit for name, limit in asked.items() if limit is not None}}
-    with errors(), progress() as told:
+    with errors(), bars() as told:
         held_out = texts.windows(texts.read(text or texts.HELD_OUT), base, length, windows)
         try:
             result = command.measure(base, candidates, held_out, min(answers, windows), told)

@@ -11,6 +11,7 @@ from rich.table import Table
 from torch import Tensor
 
 from bench import machine
+from compress.progress import Progress
 from verify import compare, page, rounding
 from verify.figures import ROWS, cell, number
 from verify.gates import base_figures, figures, judged
@@ -18,7 +19,7 @@ from verify.served import Served
 
 
 def measure(
-    base: Path, candidates: Sequence[Path], windows_WT: Tensor, answers: int, progress: compare.Progress
+    base: Path, candidates: Sequence[Path], windows_WT: Tensor, answers: int, progress: Progress
 ) -> dict[str, Any]:
     """All figures of all models, ready for JSON. Raises CheckpointError."""
     longest = max(windows_WT.shape[1], compare.PROMPT_TOKENS + compare.ANSWER_TOKENS)

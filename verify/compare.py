@@ -3,7 +3,7 @@
 Legend: T tokens of a window, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from compress.progress import Progress
 from verify.served import Served, Steps
 
-Progress = Callable[[str, int, int], None]
 ANSWER_TOKENS = 48
 PROMPT_TOKENS = 24
 PARTS = ("queries", "keys", "attention", "mlp")

@@ -46,10 +46,14 @@ def _cards(result: Mapping[str, Any]) -> Iterable[str]:
 
 
 def _gates(candidates: list[Mapping[str, Any]]) -> Iterable[list[str]]:
-    asked = [gate["gate"] for gate in candidates[0]["gates"]] if candidates else []
-    for row, words in enumerate(asked):
-        gates = (told["gates"][row] for told in candidates)
-        yield [words, *(f"{'+' if gate['holds'] else '!'}{number(gate['value'])}" for gate in gates)]
+    """A row for each gate that any candidate was asked; empty where another was not."""
+    asked = dict.fromkeys(gate["gate"] for told in candidates for gate in told["gates"])
+    for words in asked:
+        found = ({gate["gate"]: gate for gate in told["gates"]}.get(words) for told in candidates)
+        yield [
+            words,
+            *("" if gate is None else f"{'+' if gate['holds'] else '!'}{number(gate['value'])}" for gate in found),
+        ]
 
 
 def _granularity(rounding: list[Mapping[str, Any]]) -> Iterable[str]:

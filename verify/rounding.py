@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compress.choices import Granularity
 from compress.rounding import round_fp8, round_int8
 from verify.served import Served
 
@@ -31,8 +32,8 @@ def _errors(weight_NK: Tensor) -> dict[str, float]:
     rounded = (
         round_int8(weight_NK),
         round_int8(weight_NK, per_tensor=True),
-        round_fp8(weight_NK, "channel"),
-        round_fp8(weight_NK, "tensor"),
+        round_fp8(weight_NK, Granularity.CHANNEL),
+        round_fp8(weight_NK, Granularity.TENSOR),
     )
     size = weight_NK.norm()
     off = (float((each.dequantize(torch.float32) - weight_NK).norm() / size) for each in rounded)

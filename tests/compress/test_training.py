@@ -11,9 +11,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from compress import text
+from compress.choices import Pattern
 from compress.distill import distill
 from compress.errors import CompressError
-from compress.prune import Judgement, Pattern, prune
+from compress.prune import Judgement, prune
 from compress.qat import qat
 from compress.shrink import Cut, shrink
 from compress.training import Plan

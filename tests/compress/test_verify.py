@@ -47,8 +47,9 @@ def test_honest_quantizations_pass_side_by_side(made: Made, tmp_path: Path) -> N
     assert all(folder.name in page for folder in folders)
 
 
-@pytest.mark.parametrize("method", ["int8", "fp8", "awq"])
-@pytest.mark.parametrize("linear", ["", "k_proj", "up_proj"])
+@pytest.mark.parametrize(
+    ("method", "linear"), [("int8", ""), ("fp8", ""), ("awq", ""), ("int8", "k_proj"), ("awq", "up_proj")]
+)
 def test_a_layer_whose_scales_are_off_by_a_twentieth_fails(
     method: str, linear: str, made: Made, tmp_path: Path
 ) -> None:
