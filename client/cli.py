@@ -3,12 +3,15 @@
 import contextlib
 import os
 import sys
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from client import measuring
+from client.flags import LOCAL, Address, ApiKey, Caching, Deadline, Model, fail, run
 
 if TYPE_CHECKING:
     from client.blocking import SyncClient
@@ -32,20 +35,6 @@ class Part(StrEnum):
     CACHE = "cache"
 
 
-class Caching(StrEnum):
-    """What the caches may do."""
-
-    READ_WRITE = "read_write"
-    READ_ONLY = "read_only"
-    BYPASS = "bypass"
-
-
-Address = Annotated[str, typer.Option(envvar="WEFT_ADDRESS", help="host:port of the mesh.")]
-ApiKey = Annotated[
-    str, typer.Option("--api-key", envvar="WEFT_API_KEY", help="For a mesh that asks for one.", show_default=False)
-]
-Model = Annotated[str, typer.Option(help="Name of the model; empty takes the only one.")]
-Deadline = Annotated[float | None, typer.Option(help="Seconds that an answer may take.", show_default="none")]
 MaxTokens = Annotated[int | None, typer.Option(help="Most tokens to produce.", show_default="up to 256")]
 Temperature = Annotated[float | None, typer.Option(help="0 is greedy.", show_default="1")]
 TopK = Annotated[int | None, typer.Option(help="Keep the k most likely tokens; 0 keeps all.", show_default="0")]
@@ -53,9 +42,6 @@ TopP = Annotated[float | None, typer.Option(help="Keep the most likely tokens up
 MinP = Annotated[float | None, typer.Option(help="Keep tokens this likely, relative to the most likely one.")]
 Seed = Annotated[int | None, typer.Option(help="The same seed gives the same draws.", show_default="random")]
 Stats = Annotated[bool, typer.Option("--stats", help="Say what the answer cost.")]
-Scheduler = Annotated[str, typer.Option(envvar="WEFT_SCHEDULER_ADDRESS", help="host:port of the mesh's scheduler.")]
-LOCAL = "127.0.0.1:50051"
-LOCAL_SCHEDULER = "127.0.0.1:50052"
 
 
 @app.command()
@@ -96,7 +82,7 @@ def serve(
     environment = {name: str(value) for name, value in settings.items() if value is not None}
     if part is not None:
         if len(models) > 1 or alias:
-            _fail("several models and aliases are for the whole mesh", usage=True)
+            fail("several models and aliases are for the whole mesh", usage=True)
         _serve_part(part, environment, model="".join(model or []), workers=workers, redis_url=redis_url, port=port)
         return
     from client import demo, mesh
@@ -114,7 +100,7 @@ def serve(
             port=port,
             settings=environment,
         )
-        _run(mesh.serve(wanted, console(), verbose=verbose))
+        run(mesh.serve(wanted, console(), verbose=verbose))
 
 
 @app.command("demo")
@@ -126,7 +112,7 @@ def demonstrate(
     from client.terminal import console
 
     with _mesh_errors():
-        _run(demo.run(prompt or demo.PROMPT, console()))
+        run(demo.run(prompt or demo.PROMPT, console()))
 
 
 @app.command()
@@ -217,7 +203,7 @@ def chat(
     with _client(address, api_key, deadline) as client:
         served = [known for known in client.models() if known.workers and model in ("", known.name, *known.aliases)]
         if not served:
-            _fail(f"{address} does not serve {model}" if model else f"{address} serves no model yet")
+            fail(f"{address} does not serve {model}" if model else f"{address} serves no model yet")
         conversation.run(client, served[0], system, options, stats)  # type: ignore[arg-type]
 
 
@@ -240,7 +226,7 @@ def key(
     import secrets
 
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name):
-        _fail("a tenant's name is 1 to 64 characters of A-Z a-z 0-9 . _ -", usage=True)
+        fail("a tenant's name is 1 to 64 characters of A-Z a-z 0-9 . _ -", usage=True)
     made = f"weft-{secrets.token_urlsafe(32)}"
     typer.echo("for its owner, who alone will have it:", err=True)
     typer.echo(made)
@@ -249,89 +235,8 @@ def key(
     typer.echo(f'[[tenant]]\nname = "{name}"\nkeys = ["sha256:{hashed}"]')
 
 
-@app.command()
-def bench(
-    address: Annotated[
-        str, typer.Option(envvar="WEFT_ADDRESS", help="host:port of the mesh; several gateways with commas.")
-    ] = LOCAL,
-    model: Model = "",
-    requests: Annotated[int, typer.Option("--requests", "--limit", min=1, help="Most requests to measure.")] = 100,
-    duration: Annotated[float | None, typer.Option(help="Seconds after which no request begins.")] = None,
-    concurrency: Annotated[int | None, typer.Option(min=1, help="Most at a time.", show_default="8, or any")] = None,
-    rate: Annotated[float | None, typer.Option(help="Requests per second, whatever is still running.")] = None,
-    constant: Annotated[bool, typer.Option("--constant", help="They arrive evenly, not by chance (Poisson).")] = False,
-    input_len: Annotated[int, typer.Option(min=1, help="Tokens of each prompt, drawn anew.")] = 128,
-    output_len: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 128,
-    prefix_len: Annotated[int, typer.Option(min=0, help="Of the prompt, tokens that requests share.")] = 0,
-    prefixes: Annotated[int, typer.Option(min=1, help="How many such prefixes there are.")] = 1,
-    trace: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="Replay a Mooncake or Azure trace, .jsonl or .gz.")
-    ] = None,
-    time_scale: Annotated[float, typer.Option(help="How many times faster the trace runs.")] = 1.0,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    ignore_eos: Annotated[bool, typer.Option(help="Answers run to their full length.")] = True,
-    cache: Annotated[Caching, typer.Option(help="What the caches may do.")] = Caching.READ_WRITE,
-    deadline: Annotated[float, typer.Option(help="Seconds that an answer may take.")] = 600.0,
-    warmup: Annotated[int, typer.Option(min=0, help="Requests beforehand that count for nothing.")] = 8,
-    processes: Annotated[int, typer.Option(min=1, help="Client processes.")] = 1,
-    seed: Annotated[int | None, typer.Option(help="Of prompts and arrivals.", show_default="random")] = None,
-    goodput: Annotated[
-        list[str] | None, typer.Option(help="Bounds of a good answer in ms: 'ttft:200 tpot:50'.")
-    ] = None,
-    json: Annotated[Path | None, typer.Option(help="Write the result there.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write a report with plots there.")] = None,
-    profile: Annotated[
-        Path | None,
-        typer.Option(dir_okay=False, help="Profile a worker meanwhile; its trace goes there (.json.gz, for Perfetto)."),
-    ] = None,
-    profile_steps: Annotated[int, typer.Option(min=1, max=1000, help="How many of its steps.")] = 32,
-    scheduler: Scheduler = LOCAL_SCHEDULER,
-) -> None:
-    """Load a mesh and measure: latencies, throughput, where the time goes."""
-    import secrets
-
-    from bench.load.command import bench as measure
-    from bench.load.plan import Plan, PlanError, goodput_from
-    from bench.load.profile import ProfileError, Wish
-    from bench.load.run import RunError
-    from bench.load.traces import TraceError
-    from client.errors import WeftError
-    from client.terminal import console
-
-    unbounded = concurrency is None and (rate is not None or trace is not None)
-    try:
-        plan = Plan(
-            address=address,
-            model=model,
-            requests=requests,
-            duration_s=duration,
-            concurrency=None if unbounded else concurrency or 8,
-            rate=rate,
-            constant=constant,
-            input_tokens=input_len,
-            output_tokens=output_len,
-            prefix_tokens=prefix_len,
-            prefixes=prefixes,
-            trace=str(trace.absolute()) if trace else "",
-            time_scale=time_scale,
-            temperature=temperature,
-            ignore_eos=ignore_eos,
-            cache=cache.value,
-            deadline_s=deadline,
-            warmup=warmup,
-            processes=processes,
-            seed=secrets.randbits(32) if seed is None else seed,
-            goodput=goodput_from(goodput or []),
-        )
-        wish = Wish(profile_steps, profile.absolute(), scheduler) if profile else None
-        code = measure(plan, console(), json, html, wish)
-    except PlanError as error:
-        _fail(str(error), usage=True)
-    except (RunError, TraceError, ProfileError, WeftError) as error:
-        _fail(str(error))
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
-    raise typer.Exit(code)
+for _command in (measuring.bench, measuring.top, measuring.doctor):
+    app.command()(_command)
 
 
 _DELEGATED = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
@@ -347,38 +252,6 @@ def make_smaller(context: typer.Context) -> None:
 def prove(context: typer.Context) -> None:
     """Prove that a compressed checkpoint is still the model it was made from."""
     _delegate("verify", context.args)
-
-
-@app.command()
-def top(
-    scheduler: Scheduler = LOCAL_SCHEDULER,
-    once: Annotated[bool, typer.Option("--once", help="One picture, no live view.")] = False,
-) -> None:
-    """Watch a mesh: its workers and models, how full and how fast they are."""
-    from client import top as view
-    from client.terminal import console
-
-    try:
-        _run(view.show(scheduler, console(), once=once))
-    except view.NoScheduler as error:
-        _fail(str(error))
-
-
-@app.command()
-def doctor(
-    address: Address = LOCAL,
-    scheduler: Scheduler = LOCAL_SCHEDULER,
-    redis_url: Annotated[
-        str, typer.Option(envvar=["WEFT_REDIS_URL", "REDIS_URL"], help="Your own Redis.", show_default="embedded")
-    ] = "",
-) -> None:
-    """Look for what keeps a mesh from running, here and at an address. The exit code is 1 if something does."""
-    import asyncio
-
-    from client import doctor as examination
-    from client.terminal import console
-
-    raise typer.Exit(examination.tell(asyncio.run(examination.examine(address, scheduler, redis_url)), console()))
 
 
 def _answer(client: "SyncClient", prompt: str, options: "Options", n: int, logprobs: bool, stats: bool) -> None:
@@ -399,15 +272,15 @@ def _serve_part(
     import runpy
 
     if workers != 1:
-        _fail(f"--workers is for the whole mesh: start `weft serve {part}` once for each", usage=True)
+        fail(f"--workers is for the whole mesh: start `weft serve {part}` once for each", usage=True)
     if part is not Part.WORKER and environment:
-        _fail(f"the {part} has no {', '.join(sorted(environment))}", usage=True)
+        fail(f"the {part} has no {', '.join(sorted(environment))}", usage=True)
     for flag, value, owner, name in (
         ("--model", model and _model_path(model), Part.WORKER, "MODEL_NAME"),
         ("--redis-url", redis_url, Part.CACHE, "WEFT_REDIS_URL"),
     ):
         if value and part is not owner and value != os.environ.get(name):
-            _fail(f"the {part} has no {flag}", usage=True)
+            fail(f"the {part} has no {flag}", usage=True)
         if value and part is owner:
             environment[name] = value
     if port is not None:
@@ -432,15 +305,15 @@ def _client(address: str, api_key: str, deadline_s: float | None) -> "Iterator[S
 
     nobody = f"no mesh at {address}: start one with `weft serve`"
     if not _listens(address):
-        _fail(nobody)
+        fail(nobody)
     with SyncClient(address, api_key=api_key, deadline_s=deadline_s) as client:
         try:
             yield client
         except WeftError as error:
             lost = error.code.name == "UNAVAILABLE" and not error.reason
-            _fail(nobody if lost else str(error))
+            fail(nobody if lost else str(error))
         except (TypeError, ValueError) as error:
-            _fail(str(error), usage=True)
+            fail(str(error), usage=True)
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
 
@@ -457,21 +330,7 @@ def _mesh_errors() -> Iterator[None]:
     try:
         yield
     except (GaveUp, PortTaken, NoRedisError, NoDemoModel, WeftError) as error:
-        _fail(str(error))
-
-
-def _run(work: Coroutine[Any, Any, None]) -> None:
-    import asyncio
-
-    try:
-        asyncio.run(work)
-    except (asyncio.CancelledError, KeyboardInterrupt):
-        raise typer.Exit(130) from None
-
-
-def _fail(message: str, *, usage: bool = False) -> NoReturn:
-    typer.echo(f"weft: {message}", err=True)
-    raise typer.Exit(2 if usage else 1)
+        fail(str(error))
 
 
 def _listens(address: str) -> bool:
@@ -499,7 +358,7 @@ def _aliases(pairs: list[str], names: set[str]) -> dict[str, str]:
     for alias, name in aliases.items():
         if not alias or name not in names:
             known = ", ".join(sorted(names))
-            _fail(f"--alias: {alias}={name} is not ALIAS=NAME with one of the models {known}", usage=True)
+            fail(f"--alias: {alias}={name} is not ALIAS=NAME with one of the models {known}", usage=True)
     return aliases
 
 
@@ -509,7 +368,7 @@ def _tokens(text: str | None) -> int | None:
         return None
     digits, factor = (text[:-1], 1024) if text[-1:] in ("k", "K") else (text, 1)
     if not digits.isdigit() or int(digits) == 0:
-        _fail(f"--max-seq-length: {text!r} is not a number of tokens such as 4096 or 4k", usage=True)
+        fail(f"--max-seq-length: {text!r} is not a number of tokens such as 4096 or 4k", usage=True)
     return int(digits) * factor
 
 
@@ -520,5 +379,5 @@ def _biases(pairs: list[str]) -> dict[int, float]:
         try:
             biases[int(token_id)] = float(bias)
         except ValueError:
-            _fail(f"--logit-bias: {pair!r} is not ID=BIAS", usage=True)
+            fail(f"--logit-bias: {pair!r} is not ID=BIAS", usage=True)
     return biases

@@ -1,0 +1,42 @@
+"""Flags that several commands share, and how a command ends."""
+
+from collections.abc import Coroutine
+from enum import StrEnum
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+
+class Caching(StrEnum):
+    """What the caches may do."""
+
+    READ_WRITE = "read_write"
+    READ_ONLY = "read_only"
+    BYPASS = "bypass"
+
+
+Address = Annotated[str, typer.Option(envvar="WEFT_ADDRESS", help="host:port of the mesh.")]
+ApiKey = Annotated[
+    str, typer.Option("--api-key", envvar="WEFT_API_KEY", help="For a mesh that asks for one.", show_default=False)
+]
+Model = Annotated[str, typer.Option(help="Name of the model; empty takes the only one.")]
+Deadline = Annotated[float | None, typer.Option(help="Seconds that an answer may take.", show_default="none")]
+Scheduler = Annotated[str, typer.Option(envvar="WEFT_SCHEDULER_ADDRESS", help="host:port of the mesh's scheduler.")]
+LOCAL = "127.0.0.1:50051"
+LOCAL_SCHEDULER = "127.0.0.1:50052"
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    """Runs it to its end; Ctrl-C ends the command with 130."""
+    import asyncio
+
+    try:
+        asyncio.run(work)
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        raise typer.Exit(130) from None
+
+
+def fail(message: str, *, usage: bool = False) -> NoReturn:
+    """Ends the command with a line that says why."""
+    typer.echo(f"weft: {message}", err=True)
+    raise typer.Exit(2 if usage else 1)
