@@ -1,6 +1,6 @@
 """The bare engine loop on one GPU: decode, prefill and mixed steps of the 8B and 1B shapes with random weights.
 
-    python -m bench.engine [--models 8b 1b] [--only WORD ...] [--fresh] [--out bench/results]
+    python -m bench.engine [--models 8b 1b "8b int4" "70b fp8"] [--only WORD ...] [--fresh] [--out bench/results]
 
 A row's floor is max(bytes / read bandwidth, FLOP / matrix rate), both measured in the same run. Cells already in the
 results are not measured again unless --fresh is given. No network and no client take part: see `bench.gpu` for these.

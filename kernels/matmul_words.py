@@ -19,6 +19,30 @@ from kernels.skinny import Tile, finish, workspace
 from kernels.words import CHUNK, Words, has_asm, minus_zero, numbers, row_words
 
 
+@triton.jit
+def _add_product(
+    total,  # float32 [BLOCK_N, BLOCK_M]
+    a,  # words of a chunk, int32 [BLOCK_N, W]
+    b,  # a part of that chunk's columns of x, [128 / PARTS, BLOCK_M]
+    scales, zeros,
+    place,  # [BLOCK_N]: where the rows' first scales are
+    column,  # the part's first
+    minus,  # as `numbers` takes it, where there are no zeros
+    PART: tl.constexpr, PARTS: tl.constexpr, half: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """total + W x, scaled unless all inputs share a scale."""
+    if GROUP == 0:
+        total = tl.dot(numbers(a, PART, PARTS, minus, half, KIND, ASM), b, total)
+    else:
+        group = column // GROUP * 64
+        scale = tl.load(scales + place + group).to(tl.float32)
+        if zeros is not None:
+            minus = tl.broadcast_to(minus_zero(zeros, place + group, half), a.shape)
+        total += tl.dot(numbers(a, PART, PARTS, minus, half, KIND, ASM), b) * scale[:, None]
+    return total
+
+
 @triton.jit(do_not_specialize=["M"])
 def words_kernel(
     x,  # [M, K], rows x_stride apart
@@ -79,21 +103,13 @@ def words_kernel(
                 if not EVEN:
                     mask = mask & (column + inner < K)[None, :]
                 b = tl.trans(tl.load(inputs + column, mask=mask, other=0.0))
-                if GROUP == 0:
-                    product = tl.dot(numbers(a, part, PARTS, minus, half, KIND, ASM), b, product)
-                    if GATED:
-                        up = tl.dot(numbers(c, part, PARTS, minus, half, KIND, ASM), b, up)
-                else:
-                    group = column // GROUP * 64
-                    scale = tl.load(scales + place + group).to(tl.float32)
-                    if zeros is not None:
-                        minus = tl.broadcast_to(minus_zero(zeros, place + group, half), [BLOCK_N, W])
-                    product += tl.dot(numbers(a, part, PARTS, minus, half, KIND, ASM), b) * scale[:, None]
-                    if GATED:
-                        scale = tl.load(scales + up_place + group).to(tl.float32)
-                        if zeros is not None:
-                            minus = tl.broadcast_to(minus_zero(zeros, up_place + group, half), [BLOCK_N, W])
-                        up += tl.dot(numbers(c, part, PARTS, minus, half, KIND, ASM), b) * scale[:, None]
+                product = _add_product(
+                    product, a, b, scales, zeros, place, column, minus, part, PARTS, half, KIND, GROUP, ASM
+                )
+                if GATED:
+                    up = _add_product(
+                        up, c, b, scales, zeros, up_place, column, minus, part, PARTS, half, KIND, GROUP, ASM
+                    )
     if GROUP == 0:
         product *= tl.load(scales + place).to(tl.float32)[:, None]
         if GATED:

@@ -2,7 +2,9 @@
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from kernels import quantized
 from kernels.quantized import Fp8Weight, Int4Weight, Int8Weight, Nf4Weight, QuantizedWeight
 from services.worker import presets
 from services.worker.config import load_config
+from services.worker.weights import Checkpoint
 from tests.checkpoints import VOCAB, Shape, make_checkpoint
 from tests.quantized import WRITERS, Written, modules_of, write
 from tests.served import (
@@ -211,6 +214,33 @@ def test_the_demo_model_in_fewer_bytes(checkpoint: Callable[[str], Path]) -> Non
     embedding = 4 * presets.embeddings(load_config(checkpoint("demo")))
     assert sizes["int8"] - embedding < 0.27 * (plain.memory.weights - embedding)
     assert sizes["int4"] - embedding < 0.15 * (plain.memory.weights - embedding)
+
+
+def test_a_plain_model_is_never_whole_in_memory(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive: set[int] = set()
+    most = 0
+    opened = Checkpoint.opened
+
+    @contextmanager
+    def watched(self: Checkpoint) -> Iterator[Callable[[str], Tensor]]:
+        with opened(self) as fetch:
+
+            def read_one(name: str) -> Tensor:
+                nonlocal most
+                tensor = fetch(name)
+                if name.endswith("_proj.weight"):
+                    alive.add(id(tensor))
+                    weakref.finalize(tensor, alive.discard, id(tensor))
+                    most = max(most, len(alive))
+                return tensor
+
+            yield read_one
+
+    monkeypatch.setattr(Checkpoint, "opened", watched)
+    engine_of(checkpoint("demo"), quantize="int4")
+    assert 1 <= most <= 3, "no more than the parts of one fused projection"
 
 
 def test_random_models_are_rounded_too() -> None:
