@@ -291,8 +291,12 @@ def _serve_part(
 
 def _delegate(package: str, arguments: list[str]) -> None:
     """Becomes another package's command line."""
+    import importlib.util
     import runpy
 
+    missing = [name for name in (package, "compressed_tensors") if importlib.util.find_spec(name) is None]
+    if missing:
+        fail(f"{package} needs {missing[0]}, which is not installed: make set-up, or pip install 'weft[compress]'")
     sys.argv = [f"weft {package}", *arguments]
     runpy.run_module(package, run_name="__main__", alter_sys=True)
 
