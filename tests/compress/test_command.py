@@ -6,10 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from client.cli import app
+from compress.cli import app as compress
 from tests.checkpoints import make_checkpoint
+from verify.served import Served
 
 WEFT = [sys.executable, "-c", "from client.cli import app; app()"]
 
@@ -43,3 +46,25 @@ def test_without_its_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPat
     assert told.exit_code == 1
     assert told.output.startswith("weft: compress needs compressed_tensors, which is not installed: make set-up")
     assert told.output.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("qat", "--group", "32"),
+        ("prune", "--pattern", "2:4"),
+        ("prune", "--magnitude", "--sparsity", "0.3"),
+        ("shrink", "--neurons", "0.34", "--layers", "1", "--kv-heads", "1"),
+        ("distill", "--fresh", "--temperature", "2", "--hard", "0.5"),
+    ],
+)
+def test_methods_that_train_write_what_is_served(flags: tuple[str, ...], tmp_path: Path) -> None:
+    method, *rest = flags
+    base, out = make_checkpoint(tmp_path / "base"), tmp_path / "out"
+    (tmp_path / "text.txt").write_text("Once upon a time there was a fox who could spin. " * 80)
+    folders = [base, base, out] if method == "distill" else [base, out]
+    few = ["--steps", "3", "--batch", "2", "--length", "32", "--text", tmp_path / "text.txt"]
+    told = CliRunner().invoke(compress, [str(each) for each in (method, *folders, *rest, *few)], catch_exceptions=False)
+    assert told.exit_code == 0, told.output
+    model = Served(out, 32)
+    assert model.logprobs(model.read(torch.arange(2, 20))[0]).isfinite().all()
