@@ -56,5 +56,6 @@ def distill(
 def _fresh(folder: Path) -> PreTrainedModel:
     torch.manual_seed(0)
     config = AutoConfig.from_pretrained(folder)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+    maker: Any = AutoModelForCausalLM
+    model: PreTrainedModel = maker.from_config(config, dtype=torch.float32)
     return model
