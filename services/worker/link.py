@@ -76,6 +76,8 @@ class Link(Generic[Heard]):
         self._news = asyncio.Event()
         self.closed = False
         """Whether it ends once everything is written."""
+        self.overrun = False
+        """Whether it was closed because its reader is hopelessly behind: something is lost."""
 
     def tell(self, row: int, token: TokenOut) -> None:
         """A token for a row."""
@@ -113,6 +115,7 @@ class Link(Generic[Heard]):
         if len(self._unwritten) == MOST_MESSAGES:
             log.warning("gateway too slow: its link is closed", gateway=self.gateway_id)
             self._unwritten.clear()
+            self.overrun = True
             self.close()
         self._unwritten.append(Columns())
         self._news.set()

@@ -2,12 +2,26 @@
 
 import asyncio
 import math
+from collections.abc import AsyncIterable
 
+import grpc
+import pytest
+from grpc import aio
+
+from client.demo import model_folder
 from protos import inference_pb2 as api
 from protos import mesh_pb2 as mesh
+from protos import mesh_pb2_grpc as mesh_grpc
+from services import rpc
+from services.worker import checkpoint
 from services.worker import link as links
-from services.worker.job import TokenOut
+from services.worker.config import load_config
+from services.worker.job import Job, StepOutput, TokenOut
+from services.worker.jobs import Jobs
 from services.worker.link import Link
+from services.worker.metrics import WorkerMetrics
+from services.worker.profiling import Profiler
+from services.worker.service import Loaded, Startup, WorkerService
 
 
 async def written(link: Link[object]) -> list[mesh.RunResponse]:
@@ -73,7 +87,57 @@ async def test_a_reader_that_reads_no_more_loses_its_link() -> None:
     link: Link[object] = Link("g")
     for position in range(links.MOST_ENTRIES * links.MOST_MESSAGES):
         link.tell(1, TokenOut(7, position, 1))
-    before = link.closed
+    before = link.overrun
     link.tell(1, TokenOut(7, 0, 1))
-    assert (before, link.closed) == (False, True)
+    assert (before, link.overrun) == (False, True)
     assert sum([len(message.rows) async for message in link]) == 1, "it ends, and what it held is gone"
+
+
+class Submitted:
+    """An engine that notes its jobs."""
+
+    def __init__(self) -> None:
+        self.keys: asyncio.Queue[int] = asyncio.Queue()
+
+    def submit(self, job: Job) -> None:
+        self.keys.put_nowait(job.key)
+
+    def cancel(self, key: int, position: int) -> None:
+        """Nothing runs."""
+
+
+async def read_to_the_end(call: AsyncIterable[mesh.RunResponse]) -> None:
+    async for _ in call:
+        pass
+
+
+async def test_a_gateway_that_is_too_slow_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over a real connection: the call ends with an error, so that the gateway brings the next attempts of its jobs."""
+    monkeypatch.setattr(links, "MOST_ENTRIES", 4)
+    monkeypatch.setattr(links, "MOST_MESSAGES", 2)
+    engine, folder = Submitted(), model_folder()
+    card = checkpoint.model_card(
+        folder, load_config(folder), name="m", context_length=2048, block_size=16, parameters=1
+    )  # fmt: skip
+    jobs = Jobs(engine, card, 1.0, WorkerMetrics())
+    service = WorkerService(Startup("w", "m"))
+    service.loaded(Loaded(jobs, b"", b"", mesh.WorkerReport, Profiler(computes=False)))
+    server = await rpc.serve(
+        "127.0.0.1:0", [rpc.Service("weft.v1.Worker", mesh_grpc.add_WorkerServicer_to_server, service)]
+    )
+    try:
+        async with rpc.link_channel(f"127.0.0.1:{server.port}") as channel:
+            requests: rpc.Outbox[mesh.RunRequest] = rpc.Outbox()
+            requests.put(mesh.RunRequest(hello=mesh.GatewayHello(gateway_id="g")))
+            sampling = api.Sampling(max_tokens=100, seed=1)
+            job = mesh.Job(row=1, job_id="j", attempt=1, token_ids=[5, 6], boundary=2, sampling=sampling)
+            requests.put(mesh.RunRequest(job=job))
+            call = mesh_grpc.WorkerStub(channel).Run(aiter(requests))
+            key = await asyncio.wait_for(engine.keys.get(), 5)
+            jobs.deliver(StepOutput([TokenOut(key, position, 1) for position in range(9)], []))
+            with pytest.raises(aio.AioRpcError) as caught:
+                await asyncio.wait_for(read_to_the_end(call), 5)
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert caught.value.details() == "the gateway reads too slowly"
+    finally:
+        await server.stop(0)
