@@ -50,6 +50,8 @@ def prepare(weight: Weight, dtype: torch.dtype) -> DeviceWeight:
     """The weight in the order that products with rows of `dtype` read best. What it was may be forgotten."""
     if isinstance(weight, StackedWeight):
         return Stack(tuple(prepare(part, dtype) for part in weight.parts))
+    if isinstance(weight, Tensor):
+        return weight.to(dtype)
     if dtype == torch.float32:
         return weight
     if isinstance(weight, Int8Weight | Fp8Weight) or (isinstance(weight, Int4Weight) and fits(weight)):
