@@ -85,7 +85,8 @@ def check_products(rows: int, n: int, k: int, dtype: torch.dtype) -> None:
     residual, bias = rand(rows, n, dtype=dtype), rand(n, dtype=dtype)
     w = rand(n, k, dtype=torch.float32) / k**0.5
     kinds: list[quantized.Weight] = [*weights(n, k, 64, dtype), w, quantized.quantize_nf4(w)]
-    kinds += [quantized.quantize_int4(w, 16), quantized.concat([quantized.quantize_int8(w[:64]), w[64:].to(torch.float16)])]
+    mixed = quantized.concat([quantized.quantize_int8(w[:64]), w[64:].to(torch.float16)])
+    kinds += [quantized.quantize_int4(w, 16), mixed]
     norm, wide = products.Norm(gamma, 1e-5), rand(rows, 2 * k, dtype=dtype)
     normed = reference.rms_norm(x.double(), gamma.double(), 1e-5)
     for weight in kinds:
