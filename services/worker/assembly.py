@@ -131,8 +131,10 @@ def _on_gpu(config: ModelConfig, source: _Source, options: EngineOptions, progre
     if options.host_kv_bytes:
         runner.make_host_pages(options.host_kv_bytes)
     progress("memory", 1, 1)
-    if options.graphs and options.device == "cuda":
-        runner.capture(lambda done, total: progress("graphs", done, total))
+    if options.device == "cuda":
+        if options.graphs:
+            runner.capture(lambda done, total: progress("graphs", done, total))
+        runner.meet_kernels()
     return Parts(config, source.parameters, plan, runner)
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels import attention, kv, sampling, slots
+from kernels.edits import edit_slots
 from kernels.slot_settings import Samples
 from kernels.slots import StepInputs
 from kernels.top_logprobs import top_logprobs
@@ -38,6 +39,8 @@ RAGGED_ROWS = (8, 64, 256)
 """Most rows of these."""
 EAGER_BYTES = 9e12
 """A step whose tokens times the weights' bytes exceed this keeps the GPU busy longer than its launches take."""
+_EAGER_TOKENS = 320
+"""A step of more tokens than this launches the same kernels, however many it has."""
 _STAGES = 4
 """Host buffers: one for each step in flight, and for those whose copies may not be over yet."""
 
@@ -158,6 +161,17 @@ class GpuRunner:
             (self._answers if answers else self._ragged).insert(0, self._capture(sizes, answers, pool))
         progress(len(wanted), len(wanted))
 
+    @torch.inference_mode()
+    def meet_kernels(self) -> None:
+        """Run steps that no graph holds, of one row to the most in powers of two: what depends on how many there are is
+        compiled now, not while requests wait."""
+        for rows in (1 << power for power in range((self.slots - 1).bit_length() + 1)):
+            rows = min(rows, self.slots)
+            sizes = min(max(2 * rows, _EAGER_TOKENS), self.step_tokens), rows, rows
+            self._send_empty(sizes)
+            self._compute(sizes, False, sizes[0] - 1)
+        torch.cuda.synchronize()
+
     def _graph_sizes(self) -> list[tuple[Sizes, bool]]:
         """Sizes of all graphs, and whether all rows are answers; the largest first."""
         rows = sorted({*(rows for rows in GRAPH_ROWS if rows < self.slots), min(self.slots, GRAPH_ROWS[-1])})
@@ -169,9 +183,7 @@ class GpuRunner:
         return [*reversed(ragged), *(((count, count, count), True) for count in reversed(rows))]
 
     def _capture(self, sizes: Sizes, answers: bool, pool: Any) -> Graph:
-        words = np.zeros(len(self._words), np.int32)
-        gpu_words.fill_empty(words, sizes, self.slots)
-        self._words.copy_(torch.from_numpy(words))
+        self._send_empty(sizes)
         long_tokens = 0 if answers else sizes[0] - 1  # one less: there may be answers, too
         self._compute(sizes, answers, long_tokens)  # compiles, and lets libraries make what they need
         torch.cuda.synchronize()
@@ -179,6 +191,12 @@ class GpuRunner:
         with torch.cuda.graph(graph, pool=pool):
             computed = self._compute(sizes, answers, long_tokens)
         return Graph(sizes, graph.replay, computed)
+
+    def _send_empty(self, sizes: Sizes) -> None:
+        """The words of a step without a token."""
+        words = np.zeros(len(self._words), np.int32)
+        gpu_words.fill_empty(words, sizes, self.slots)
+        self._words.copy_(torch.from_numpy(words))
 
     # ---- steps ----
 
@@ -296,27 +314,29 @@ class GpuRunner:
     # ---- edits ----
 
     def _apply(self, edits: Iterable[tuple[Edit, int, Words]]) -> None:
-        admitted: list[tuple[int, SlotState]] = []
         later: list[tuple[Edit, int, Words]] = []
         places: list[Words] = []
-        values: list[Words] = []
+        blocks: list[Words] = []
+        admitted: list[Words] = []
         for edit, slot, words in edits:
             if edit is Edit.BLOCKS:
                 first = slot * self.row_blocks + int(words[0])
                 places.append(np.arange(first, first + len(words) - 1, dtype=np.int32))
-                values.append(words[1:])
+                blocks.append(words[1:])
             elif edit is Edit.ADMIT:
                 state = SlotState.read(words)
                 self._computed[slot] = state.computed
-                admitted.append((slot, state))
+                self.sampler.admit(slot, state)
+                admitted += [np.array([slot], np.int32), words]
             elif edit is Edit.RELEASE:
                 self._computed[slot] = 0
             else:
                 later.append((edit, slot, words))
-        if places:
-            self._write_tables(np.concatenate(places), np.concatenate(values))
-        if admitted:
-            self.sampler.admit(admitted)
+        if places or admitted:
+            packed = torch.from_numpy(np.concatenate(places + blocks + admitted))
+            if self.device.type == "cuda":
+                packed = packed.pin_memory().to(self.device, non_blocking=True)
+            edit_slots(packed, sum(map(len, places)), self._tables, self.sampler.settings)
         for edit, slot, words in later:
             if edit is Edit.HISTORY:
                 self.sampler.remember(slot, int(words[0]), words[1:])
@@ -325,15 +345,6 @@ class GpuRunner:
                 self.sampler.bias(slot, ids, numbers.view(np.float32))
             else:
                 self.sampler.ban(slot, int(words[0]), words[1:])
-
-    def _write_tables(self, places: Words, blocks: Words) -> None:
-        """New blocks of all slots: one copy, one write."""
-        both = torch.from_numpy(np.stack((places, blocks)))
-        if self.device.type == "cuda":
-            both = both.pin_memory().to(self.device, non_blocking=True)
-        self._tables.view(-1).index_copy_(0, both[0].long(), both[1])
-
-    # ---- the words of a step ----
 
     # ---- computing ----
 

@@ -23,34 +23,15 @@ class GpuSampler:
         self.logprobs = np.full(slots + 1, -1, np.int64)
         self._bias: dict[int, tuple[Tensor, Tensor]] = {}
         self._bans: dict[int, tuple[int, Tensor]] = {}
-        self._penal = np.zeros(slots + 1, np.bool_)
 
     # ---- edits ----
 
-    def admit(self, states: list[tuple[int, SlotState]]) -> None:
-        """Sequences take these slots; nothing stays of those before. One write for each setting, however many."""
-        s = self.settings
-        slots = np.array([slot for slot, _ in states])
-        for slot, state in states:
-            self.boundary[slot] = state.boundary
-            self.logprobs[slot] = state.logprobs
-            self._penal[slot] = state.repetition_penalty != 1 or bool(state.presence_penalty or state.frequency_penalty)
-            if self._bias.pop(slot, None) is not None or self._bans.pop(slot, None) is not None:
-                s.edited[slot] = 0
-        seeds = [state.seed_low & 0xFFFFFFFF | state.seed_high << 32 for _, state in states]
-        whole = np.array([slots, seeds, [x.sample_index for _, x in states], [x.top_k for _, x in states]], np.int64)
-        parts = np.array(
-            [
-                (x.temperature, x.top_p, x.min_p, x.repetition_penalty, x.presence_penalty, x.frequency_penalty)
-                for _, x in states
-            ],
-            np.float32,
-        ).T.copy()
-        where, *integers = self._sent(torch.from_numpy(whole)).unbind(0)
-        floats = self._sent(torch.from_numpy(parts)).unbind(0)
-        targets = (s.seed, s.sample, s.top_k, s.temperature, s.top_p, s.min_p, s.repetition, s.presence, s.frequency)
-        for target, values in zip(targets, (*integers, *floats), strict=True):
-            target.index_copy_(0, where, values)
+    def admit(self, slot: int, state: SlotState) -> None:
+        """A sequence takes the slot: nothing stays of the one before. What the device keeps `kernels.edits` writes."""
+        self.boundary[slot] = state.boundary
+        self.logprobs[slot] = state.logprobs
+        self._bias.pop(slot, None)
+        self._bans.pop(slot, None)
 
     def remember(self, slot: int, boundary: int, ids: Words) -> None:
         """The tokens that the slot's penalties count."""

@@ -30,7 +30,7 @@ _FAMILIES = (
     ("products", ("gemm", "gemv", "nvjet", "cutlass", "matmul", "linear", "mm", "skinny", "invariant", "split")),
     ("quantized products", ("words_kernel", "dequantize", "round_rows")),
     ("activation", ("silu",)),
-    ("step lists", ("unpack_kernel", "keep_kernel", "finite_kernel")),
+    ("step lists", ("unpack_kernel", "keep_kernel", "finite_kernel", "edit_kernel")),
     ("copies", ("memcpy", "memset", "copy", "index", "fill", "cat", "stack")),
 )  # fmt: skip
 _OTHER = "other"

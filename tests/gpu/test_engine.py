@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 
 from services.worker.engine import Engine
 from services.worker.job import EndReason, Job
@@ -149,6 +150,22 @@ def test_a_stop_in_the_middle_wastes_no_visible_token(engine: EngineMaker) -> No
         assert (stopped[key].ended.reason, stopped[key].ended.position) == (EndReason.STOP, first)
     stats = fast.stats()
     assert (stats.running, stats.active_blocks) == (0, 0)
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+def test_nothing_is_compiled_while_requests_wait(
+    engine: EngineMaker, monkeypatch: pytest.MonkeyPatch, kv_dtype: str
+) -> None:
+    fast = engine("demo", dtype="bfloat16", kv_dtype=kv_dtype, step_tokens=4096)
+    compiled: list[str] = []
+
+    def note(*, fn: Any, **_: Any) -> None:
+        compiled.append(fn.name)
+
+    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", note)
+    for width in (1, 5, 20, 40, 64):
+        run(fast, *(job(100 * width + key, prompt_of(150 + 9 * key), max_tokens=4 + key) for key in range(width)))
+    assert compiled == []
 
 
 def test_cancelled_streams_return_every_block_and_slot(engine: EngineMaker) -> None:

@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
 
 from kernels import activation, attention, blocks, kv, matmul, norm, reference, rope_kv
 from kernels.skinny import Tile
-from tests.kernels.cases import DTYPES, Batch, check_sampling, close, poison, rand
+from tests.kernels.cases import DTYPES, Batch, check_edits, check_sampling, close, poison, rand
 
 
 @pytest.fixture(autouse=True)
@@ -230,6 +230,11 @@ def test_invariant_products_have_the_same_bits_in_any_batch(dtype: torch.dtype) 
 
 
 # ---- sampling ----
+
+
+def test_edits_of_slots() -> None:
+    for slots, width, places, admitted in ((5, 7, 0, 1), (9, 40, 150, 0), (257, 1024, 5000, 200)):
+        check_edits(slots, width, places, admitted)
 
 
 def test_sampling_follows_the_reference() -> None:

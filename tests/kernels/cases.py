@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from kernels import attention, kv, reference, sampling
+from kernels.edits import edit_slots
 from kernels.slot_settings import SlotSettings, slot_settings
 from kernels.top_logprobs import top_logprobs
+from services.worker.inputs import SlotState
 
 DEVICE = "cuda" if torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1" else "cpu"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -125,6 +127,40 @@ def random_settings(slots: int, vocab: int) -> SlotSettings:
     state.edits.masked_fill_(state.edits > 2, -torch.inf)
     state.edited.random_(0, 2)
     return state
+
+
+def check_edits(slots: int, blocks: int, places: int, admitted: int) -> None:
+    """New blocks and admissions change what they name, and nothing else."""
+    settings = random_settings(slots, 32)
+    tables = torch.randint(0, 9, (slots, blocks), dtype=torch.int32, device=DEVICE)
+    where = torch.randperm(slots * blocks)[:places].int()
+    values = torch.randint(100, 200, (places,), dtype=torch.int32)
+    wanted = {name: getattr(settings, name).clone() for name in settings.__slots__}
+    wanted_tables = tables.clone()
+    wanted_tables.view(-1)[where.long()] = values.to(DEVICE)
+    lines: list[Tensor] = []
+    for slot in random.sample(range(slots), admitted):
+        state = SlotState(
+            7, 9, random.getrandbits(31), -random.getrandbits(31), slot, 40, -1, *(random.random() for _ in range(6))
+        )
+        lines.append(torch.tensor([slot, *state.words()], dtype=torch.int32))
+        seed = state.seed_low & 0xFFFFFFFF | state.seed_high << 32
+        for name, value in (("seed", seed), ("sample", slot), ("top_k", 40), ("edited", 0), *floats_of(state)):
+            wanted[name][slot] = value
+    words = torch.cat([where, values, *lines]).to(DEVICE)
+    edit_slots(words, places, tables, settings)
+    assert torch.equal(tables, wanted_tables)
+    for name, value in wanted.items():
+        assert torch.equal(getattr(settings, name), value), name
+
+
+def floats_of(state: SlotState) -> list[tuple[str, float]]:
+    """Those that the settings of a slot hold, by their names there."""
+    return [
+        ("temperature", state.temperature), ("top_p", state.top_p), ("min_p", state.min_p),
+        ("repetition", state.repetition_penalty), ("presence", state.presence_penalty),
+        ("frequency", state.frequency_penalty),
+    ]  # fmt: skip
 
 
 def check_sampling(rows: int, slots: int, vocab: int, rounded: bool, most: int, chunk: int | None, block: int) -> None:

@@ -22,6 +22,7 @@ from kernels import (
     activation,
     attention,
     blocks,
+    edits,
     fp8,
     kv,
     matmul,
@@ -60,6 +61,7 @@ MODULES = (
     activation,
     attention,
     blocks,
+    edits,
     fp8,
     matmul,
     matmul_words,
@@ -174,6 +176,7 @@ def calls(dtype: torch.dtype, capability: int) -> Iterator[tuple[str, Callable[[
         state = slot_settings(4, "cpu", vocab)
         yield f"sample {vocab}", partial(sampling.sample, new(2, 1024), state, index(2), index(2))
     if exact:
+        yield "edit", partial(edits.edit_slots, step[:18], 2, tables, slot_settings(4, "cpu"))
         yield "keep", partial(slots.keep, index(2), new(2), new(2), index(2), last, step[:6].view(3, 2))
         yield "top", partial(top_logprobs.top_logprobs, new(2, 1024), new(2), 20)
 

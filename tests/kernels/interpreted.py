@@ -13,7 +13,7 @@ import torch
 from kernels import activation, attention, blocks, kv, matmul, norm, reference, rope_kv
 from kernels.skinny import Tile
 from services.worker.host_pages import PIECE_BLOCKS, HostPages
-from tests.kernels.cases import Batch, check_sampling, close, poison, rand
+from tests.kernels.cases import Batch, check_edits, check_sampling, close, poison, rand
 from tests.kernels.weights import check_nf4, check_products, check_rounding, check_words
 
 HALF, FULL = torch.float16, torch.float32
@@ -53,6 +53,12 @@ def test_attention_over_pools_of_8_bits(stored: torch.dtype) -> None:
         batch = Batch([1, 18, 1], [70, 40, 0], 4, 2, dim, 16, dtype, stored)
         config = replace(attention.config_for(dim, dtype, 3, invariant), split_programs=4)
         close(batch.run(None, 1, config), batch.want(None))
+
+
+def test_edits_of_slots() -> None:
+    check_edits(5, 7, 0, 1)
+    check_edits(9, 40, 150, 0)
+    check_edits(140, 4, 30, 133)
 
 
 @pytest.mark.parametrize("dtype", [HALF, FULL], ids=str)
