@@ -37,6 +37,7 @@ MODELS = {"8b": "llama-3.1-8b", "1b": "llama-3.2-1b", "70b": "llama-3.1-70b"}
 VARIANTS = ("8b", "1b", "8b fp8", "8b int4", "1b fp8", "1b int4", "70b fp8", "70b int4")
 BATCHES = (1, 8, 32, 128, 256)
 CONTEXT, SHORT, STEPS = 2100, 128, 96
+SPAN, SETTLED = 600, 16
 SECONDS = 40.0
 # What one H200 has shown: a run that measures less on its own ceilings is still held to these.
 LEAST = {"read": 0.95 * 4.3e12, "matmul": 0.95 * 790e12, "fp8": 0.95 * 1580e12}
@@ -188,47 +189,66 @@ def prefill(loop: Loop, tokens: int) -> Cell:
 
 
 def mixed(loop: Loop, streams: int, prompt: int, seconds: float) -> Cell:
-    """Running answers, alone (before and after) and while one long prompt after the other is computed beside them.
+    """Running answers alone, and while one long prompt after the other is computed beside them.
 
-    Their contexts grow meanwhile: over 30 s of the 8B shape they are CONTEXT in the mean, alone as well as beside.
+    Their contexts are the same in both, SPAN tokens around CONTEXT: at the end of these they begin anew, with prompts
+    that are found in the cache. What happens between two such rounds counts for nothing.
     """
-    keys = {loop.submit(400, 40_000) for _ in range(streams)}
-    for _ in range(200):
-        loop.engine.step()
-
-    def alone() -> list[float]:
-        return _gaps_between_tokens(loop, keys, lambda passed, ended: passed > seconds / 10)
-
-    quiet = alone()
-    done = 0
-    loop.submit(prompt, 1)
-
-    def go_on(passed: float, ended: int) -> bool:
-        nonlocal done
-        for _ in range(ended):
-            done += 1
-            loop.submit(prompt, 1)
-        return passed > seconds
-
-    began = time.perf_counter()
-    busy = _gaps_between_tokens(loop, keys, go_on)
-    rate = done * prompt / (time.perf_counter() - began)
-    for sequence in [s for s in (*loop.engine.batch.running, *loop.engine.batch.waiting) if s.job.key not in keys]:
-        loop.engine.cancel(sequence.job.key)
-    for _ in range(8):  # until the last steps with a prompt have landed
-        loop.engine.step()
-    quiet += alone()
-    for sequence in [*loop.engine.batch.running, *loop.engine.batch.waiting]:
-        loop.engine.cancel(sequence.job.key)
-    loop.drain()
+    texts = [random.choices(range(100, 30_000), k=CONTEXT - SPAN // 2) for _ in range(streams)]
+    quiet = _round(loop, texts, 0).gaps
+    busy, computed, passed = list[float](), 0, 0.0
+    while passed < seconds:
+        done = _round(loop, texts, prompt)
+        busy, computed, passed = busy + done.gaps, computed + done.computed, passed + done.seconds
     return {
         "quiet itl ms p50": _percentile(quiet, 50),
         "quiet itl ms p99": _percentile(quiet, 99),
         "busy itl ms p50": _percentile(busy, 50),
         "busy itl ms p99": _percentile(busy, 99),
         "ratio p99": _percentile(busy, 99) / _percentile(quiet, 99),
-        "prefill tok/s": rate,
+        "prefill tok/s": computed / passed,
+        "busy s": passed,
     }
+
+
+@dataclass
+class _Round:
+    """What answers saw while others were computed beside them."""
+
+    gaps: list[float]
+    """Milliseconds between an answer's tokens."""
+    computed: int = 0
+    """Tokens of prompts beside."""
+    seconds: float = 0.0
+
+
+def _round(loop: Loop, texts: Sequence[Sequence[int]], prompt: int) -> _Round:
+    """Answers of SPAN tokens to these texts; a prompt of `prompt` tokens, unless 0, is always computed beside them."""
+    keys = {loop.submit(len(text) + 1, SPAN, text) for text in texts}
+    told, last = dict.fromkeys(keys, 0), dict[int, float]()
+    done, beside = 0, loop.submit(prompt, 1) if prompt else -1
+    seen, began, before, over = _Round([]), 0.0, 0, False
+    while not over:
+        output = loop.engine.step()
+        now = time.perf_counter()
+        for ended in output.ended:
+            over |= ended.key in keys
+            if ended.key == beside:
+                done, beside = done + 1, loop.submit(prompt, 1)
+        for token in output.tokens:
+            if token.key in keys:
+                told[token.key] += 1
+                if began:
+                    seen.gaps.append((now - last[token.key]) * 1e3)
+                last[token.key] = now
+        under_way = sum(s.computed for s in loop.engine.batch.running if s.job.key == beside)
+        seen.computed, seen.seconds = done * prompt + under_way - before, now - began
+        if not began and min(told.values()) >= SETTLED:
+            began, before = now, done * prompt + under_way
+    for sequence in [*loop.engine.batch.running, *loop.engine.batch.waiting]:
+        loop.engine.cancel(sequence.job.key)
+    loop.drain()
+    return seen
 
 
 def closed(loop: Loop, prompt: int, answer: int, width: int, shared: int = 0) -> Cell:
@@ -262,24 +282,6 @@ def closed(loop: Loop, prompt: int, answer: int, width: int, shared: int = 0) ->
         "itl p99": gaps.percentile(99),
         "requests": float(len(sent)),
     }
-
-
-def _gaps_between_tokens(loop: Loop, keys: set[int], over: Callable[[float, int], bool]) -> list[float]:
-    """Milliseconds between a stream's tokens until over(seconds passed, other jobs that ended)."""
-    last: dict[int, float] = {}
-    gaps = []
-    began = now = time.perf_counter()
-    ended = 0
-    while not over(now - began, ended):
-        output = loop.engine.step()
-        now = time.perf_counter()
-        ended = sum(end.key not in keys for end in output.ended)
-        for token in output.tokens:
-            if token.key in keys:
-                if token.key in last:
-                    gaps.append((now - last[token.key]) * 1e3)
-                last[token.key] = now
-    return gaps
 
 
 def _percentile(values: list[float], percent: float) -> float:
