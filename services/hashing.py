@@ -13,15 +13,10 @@ def block_keys(token_ids: Sequence[int], block_size: int, root: bytes) -> Iterat
     Each key is SHA-256(previous key, the block's tokens as little-endian uint32), so equal keys mean equal prefixes
     under one root.
     """
-    key = root
-    for start in range(0, len(token_ids) - block_size + 1, block_size):
-        key = next_key(key, token_ids[start : start + block_size])
+    key, tokens, width = root, array("I", token_ids).tobytes(), 4 * block_size
+    for start in range(0, len(tokens) - width + 1, width):
+        key = hashlib.sha256(key + tokens[start : start + width]).digest()
         yield key
-
-
-def next_key(previous: bytes, block: Sequence[int]) -> bytes:
-    """The key of a block that follows the block (or root) with the key `previous`."""
-    return hashlib.sha256(previous + array("I", block).tobytes()).digest()
 
 
 def chain_root(salt: bytes, fingerprint: bytes) -> bytes:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from protos import inference_pb2 as api
 from services.gateway.stops import StopMatcher
 from services.gateway.text import Detokenizer
-from services.hashing import next_key
+from services.hashing import block_keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +111,10 @@ class KeyChain:
 
     def extend_to(self, token_ids: Sequence[int]) -> bytes:
         """The joined keys of `token_ids`, which begins with what it was given before."""
-        size = self._block_size
-        while self._hashed + size <= len(token_ids):
-            self._last = next_key(self._last, token_ids[self._hashed : self._hashed + size])
-            self._joined += self._last
-            self._hashed += size
+        for key in block_keys(token_ids[self._hashed :], self._block_size, self._last):
+            self._last = key
+            self._joined += key
+            self._hashed += self._block_size
         return bytes(self._joined)
 
 

@@ -1,8 +1,6 @@
 """One job on its way through the engine: its tokens, its blocks and what it has cost. Knows counts, never tensors."""
 
-from collections.abc import Sequence as Tokens
-
-from services.hashing import chain_root, next_key
+from services.hashing import block_keys, chain_root
 from services.worker.job import Cost, Job
 
 
@@ -71,10 +69,9 @@ class Sequence:
     def keys(self, blocks: int) -> list[bytes]:
         """Keys of its first whole blocks."""
         assert blocks * self.block_size <= len(self.tokens), "only whole blocks have keys"
-        while len(self._keys) < blocks:
-            start = len(self._keys) * self.block_size
-            block: Tokens[int] = self.tokens[start : start + self.block_size]
-            self._keys.append(next_key(self._keys[-1] if self._keys else self._root, block))
+        if len(self._keys) < blocks:
+            new = self.tokens[len(self._keys) * self.block_size : blocks * self.block_size]
+            self._keys += block_keys(new, self.block_size, self._keys[-1] if self._keys else self._root)
         return self._keys[:blocks]
 
     def cost(self, now: float) -> Cost:
