@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from itertools import chain, islice
 from typing import Any
 
 from grpc import aio
@@ -47,19 +48,23 @@ class Driver:
 
     async def warm_up(self) -> str:
         """Sends what counts for nothing, a few at a time. Why it failed, if it did."""
-        await _all_of(self._one, self.workload.warmup(self.process), self._width() or 8)
+        requests = (self.workload.request(due) for due in self.workload.warmup(self.process))
+        await _all_of(self._send, requests, self._width() or 8)
         return next(iter(self.tally.errors), "")
 
     async def run(self, start: float) -> None:
         """Sends everything from `start` on and waits for every end."""
         self._start = start
         self.tally = Tally()
-        await asyncio.sleep(max(0.0, start - clock()))
-        dues = self.workload.share(self.process)
+        dues, width = self.workload.share(self.process), self._width() or 1
         if self.plan.open_loop:
+            await asyncio.sleep(max(0.0, start - clock()))
             await self._as_they_come(dues)
-        else:
-            await _all_of(self._one, self._in_time(dues), self._width() or 1)
+            return
+        first = [self.workload.request(due) for due in islice(dues, width)]  # made before, to leave together
+        await asyncio.sleep(max(0.0, start - clock()))
+        later = (self.workload.request(due) for due in self._in_time(dues))
+        await _all_of(self._send, chain(first, later), width)
 
     def _width(self) -> int | None:
         """This process's share of the concurrency."""
@@ -86,9 +91,6 @@ class Driver:
                 await room.enter()
                 self.tally.lag.add(max(0.0, clock() - self._start - due.at_s) * 1e3)
                 tasks.create_task(self._send(request)).add_done_callback(room.leave)
-
-    async def _one(self, due: Due) -> None:
-        await self._send(self.workload.request(due))
 
     async def _send(self, request: api.GenerateRequest) -> None:
         """One measured request."""
@@ -143,12 +145,14 @@ class _Room:
             self._places.release()
 
 
-async def _all_of(work: Callable[[Due], Awaitable[None]], dues: Iterator[Due], width: int) -> None:
+async def _all_of(
+    work: Callable[[api.GenerateRequest], Awaitable[None]], requests: Iterator[api.GenerateRequest], width: int
+) -> None:
     """Does all of it, `width` at a time."""
 
     async def lane() -> None:
-        for due in dues:
-            await work(due)
+        for request in requests:
+            await work(request)
 
     async with asyncio.TaskGroup() as lanes:
         for _ in range(width):
