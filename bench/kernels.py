@@ -271,11 +271,17 @@ def prefill_flop(shape: Shape, tokens: int, context: int) -> float:
 
 
 def prefill_seconds(
-    shape: Shape, tokens: int, context: int, block: int, config: attention.Config | None = None
+    shape: Shape,
+    lengths: list[int],
+    contexts: list[int],
+    block: int,
+    stored: torch.dtype = DTYPE,
+    config: attention.Config | None = None,
 ) -> float:
-    """One layer's attention of one row's chunk."""
-    pages = Pages(shape, [context], block)
-    plan = pages.plan([tokens], 1, config)
+    """One layer's attention of chunks of prompts, and of answers where a length is 1."""
+    pages = Pages(shape, contexts, block, stored)
+    plan = pages.plan(lengths, 1, config)
+    tokens = sum(lengths)
     q = rand(tokens, shape.heads, shape.dim)
     out = torch.empty(tokens, shape.heads * shape.dim, dtype=DTYPE, device="cuda")
     return timed([partial(attention.attention, q, p, plan, shape.dim**-0.5, out=out) for p in pages.pools[:4]])
@@ -290,7 +296,7 @@ def sdpa_seconds(shape: Shape, tokens: int, backend: SDPBackend) -> float:
 
 def prefill_row(shape: Shape, tokens: int, block: int) -> Row:
     """A whole prompt in one chunk, beside torch's attention over contiguous keys."""
-    seconds = prefill_seconds(shape, tokens, tokens, block)
+    seconds = prefill_seconds(shape, [tokens], [tokens], block)
     against = {
         "cudnn": sdpa_seconds(shape, tokens, SDPBackend.CUDNN_ATTENTION) * 1e6,
         "flash": sdpa_seconds(shape, tokens, SDPBackend.FLASH_ATTENTION) * 1e6,
@@ -301,10 +307,15 @@ def prefill_row(shape: Shape, tokens: int, block: int) -> Row:
     )
 
 
-def chunk_row(shape: Shape, tokens: int, context: int) -> Row:
-    seconds = prefill_seconds(shape, tokens, context, 16)
-    moved = 2.0 * (tokens * 2 * shape.heads + context * 2 * shape.kv_heads) * shape.dim
-    return Row(f"{shape.name} chunk {tokens} of {context}", seconds * 1e6, moved, prefill_flop(shape, tokens, context))
+def chunk_row(shape: Shape, tokens: int, context: int, answers: int = 0, stored: torch.dtype = DTYPE) -> Row:
+    """A chunk of a prompt, beside rows of one token at contexts of 2,100, over pages of this dtype."""
+    lengths, contexts = [tokens] + [1] * answers, [context] + [2100] * answers
+    seconds = prefill_seconds(shape, lengths, contexts, 16, stored)
+    numbers = sum(contexts) * 2 * shape.kv_heads * shape.dim
+    moved = 4.0 * sum(lengths) * shape.heads * shape.dim + numbers * stored.itemsize
+    flop = prefill_flop(shape, tokens, context) + 4.0 * answers * 2100 * shape.heads * shape.dim
+    title = f"{shape.name}{' fp8' if stored == kv.FP8 else ''} chunk {tokens} of {context}"
+    return Row(title + (f" + {answers} x 2100" if answers else ""), seconds * 1e6, moved, flop)
 
 
 def layer_rows(shape: Shape, tokens: int) -> list[Row]:
@@ -401,6 +412,11 @@ def cells() -> Iterator[tuple[str, Callable[[], list[Row]]]]:
             yield f"prefill {name} {tokens}", partial(one, prefill_row, shape, tokens, 16)
         yield f"prefill {name} 2048 P=128", partial(one, prefill_row, shape, 2048, 128)
         yield f"chunk {name}", partial(one, chunk_row, shape, 512, 8192)
+        for stored in (DTYPE, kv.FP8):
+            kind = "fp8 " if stored == kv.FP8 else ""
+            yield f"mixed {kind}{name}", partial(one, chunk_row, shape, 512, 8192, 32, stored)
+        for tokens, context in ((2048, 2048), (8192, 8192), (512, 8192)):
+            yield f"prefill fp8 {name} {tokens} {context}", partial(one, chunk_row, shape, tokens, context, 0, kv.FP8)
         for tokens in (1, 64, 2048):
             yield f"layer {name} {tokens}", partial(layer_rows, shape, tokens)
         yield f"blocks {name}", partial(one, blocks_row, shape, 128)

@@ -27,7 +27,7 @@ from bench.kernels import (
     random_words,
     timed,
 )
-from kernels import matmul, matmul_words, sampling
+from kernels import kv, matmul, matmul_words, sampling
 from kernels.attention import Config
 from kernels.skinny import Tile
 from kernels.slot_settings import slot_settings
@@ -152,28 +152,29 @@ def tune_product(name: str, kind: str, weights: list[Words], n: int, gated: bool
 
 
 def decode_configs() -> Iterator[Config]:
-    for (keys, warps, stages), programs, least in itertools.product(
-        ((32, 4, 5), (32, 2, 5), (64, 4, 5), (64, 4, 7), (64, 2, 5), (128, 4, 3), (32, 1, 5), (32, 1, 7)),
+    for (keys, warps, stages), programs, least, merge in itertools.product(
+        ((32, 2, 5), (64, 4, 5), (64, 2, 6), (128, 4, 3), (128, 4, 6), (128, 2, 6), (32, 1, 5), (32, 1, 7)),
         (264, 396, 528),
         (1, 2),
+        (16, 64),
     ):
-        yield Config(keys, warps, stages, programs, least)
+        yield Config(keys, warps, stages, programs, least, merge)
 
 
 def tune_decode(part: tuple[int, int] | None) -> None:
     """Decode rows of the batch sizes that matter."""
-    for shape in SHAPES:
+    for shape, stored in itertools.product(SHAPES, (DTYPE, kv.FP8)):
         for contexts in ([2100], [2100] * 8, [2100] * 32, [2100] * 128, [32768]):
             if part and len(contexts) > 1:
                 continue
-            pages = Pages(shape, contexts, 16)
+            pages = Pages(shape, contexts, 16, stored)
             found = []
             configs = list(decode_configs())
             for config in configs[part[0] :: part[1]] if part else configs:
                 seconds = try_(partial(decode_seconds, pages, 1, config))
                 if seconds:
                     found.append((seconds, config))
-            report(f"{shape.name} decode {len(contexts)} x {contexts[0]}", found, pages.bytes(), 0)
+            report(f"{shape.name} decode {stored} {len(contexts)} x {contexts[0]}", found, pages.bytes(), 0)
             del pages
             torch.cuda.empty_cache()
 
@@ -196,7 +197,7 @@ def tune_prefill(part: tuple[int, int] | None) -> None:
             found = []
             configs = list(prefill_configs())
             for config in configs[part[0] :: part[1]] if part else configs:
-                seconds = try_(partial(prefill_seconds, shape, tokens, tokens, block, config))
+                seconds = try_(partial(prefill_seconds, shape, [tokens], [tokens], block, config=config))
                 if seconds:
                     found.append((seconds, config))
             report(f"{shape.name} prefill {tokens} P={block}", found, 0, prefill_flop(shape, tokens, tokens))

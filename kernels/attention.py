@@ -23,6 +23,7 @@ from torch import Tensor
 from kernels import kv
 from kernels.attention_device import schedule_kernel, split_kernel, tile_kernel
 from kernels.overlap import launch_options
+from kernels.words import has_asm
 
 LOG2E = 1.4426950408889634
 
@@ -41,6 +42,8 @@ class Config:
     """G: programs that share all short rows."""
     split_least: int = 1
     """Key tiles that are worth a program of their own."""
+    split_merge: int = 64
+    """Query rows of parts to merge at a time."""
     tile_rows: int = 128
     tile_keys: int = 128
     tile_warps: int = 8
@@ -59,12 +62,15 @@ CONFIGS = {
     (128, True): Config(split_keys=32, split_warps=2, split_programs=264),
     (128, False): Config(),
 }
-# Of 8 bits: a tile's work takes longer than its bytes, so more and smaller programs hide each other's waiting.
+# Of 8 bits. A processor takes as many of these programs as fit its registers, which the number of programs must agree
+# with: one program more or less on some of the processors, and all wait for those.
 CONFIGS_8_BIT = {
     (64, True): Config(split_keys=64, split_warps=2, split_stages=5, split_programs=264, tile_keys=64, tile_warps=4),
-    (64, False): Config(split_keys=64, split_warps=2, split_stages=5, split_programs=528, tile_keys=64, tile_warps=4),
+    (64, False): Config(
+        split_keys=128, split_warps=2, split_stages=6, split_programs=528, split_merge=16, tile_keys=64, tile_warps=4
+    ),
     (128, True): Config(split_keys=64, split_warps=2, split_stages=4),
-    (128, False): Config(split_keys=64, split_warps=2, split_stages=6, split_programs=528),
+    (128, False): Config(split_keys=128, split_stages=6, split_merge=32),
 }
 EXACT = Config(split_keys=32, split_stages=2, tile_rows=32, tile_keys=32, tile_warps=4, tile_stages=2)
 TINY = replace(EXACT, split_programs=3, split_least=1, split_keys=16, tile_keys=16)
@@ -194,14 +200,14 @@ def attention(
     ragged = (q_THD, kv_NP2KD, kv_scales, out, plan.starts, plan.contexts, plan.tables)
     numbers = (rows, kv_heads, plan.tables.shape[1], stride, scale * LOG2E, plan.window or 0)
     if plan.long_tokens:
-        hopper = _hopper(q_THD, plan) if kv_NP2KD.dtype == q_THD.dtype else None
+        hopper = _hopper(q_THD, kv_NP2KD.dtype, plan)
         tile_rows = hopper.ROWS if hopper else config.tile_rows
         tiles = min(plan.long_tokens // (plan.short_tokens + 1), rows)
         tiles += triton.cdiv(plan.long_tokens, tile_rows // plan.share)
         if hopper:
             hopper.attend_tiles(
-                q_THD, kv_NP2KD, out, plan.starts, plan.contexts, plan.tables, tiles, scale * LOG2E, plan.window,
-                plan.short_tokens,
+                q_THD, kv_NP2KD, kv_scales, out, plan.starts, plan.contexts, plan.tables, tiles, scale * LOG2E,
+                plan.window, plan.short_tokens,
             )  # fmt: skip
         else:
             tile_kernel[(tiles * kv_heads,)](
@@ -211,20 +217,21 @@ def attention(
             )  # fmt: skip
     if plan.long_tokens < tokens:
         lines = plan.parts.shape[1]
+        columns = kv_NP2KD.dtype.itemsize == 1 and not config.span
+        most = config.tile_rows if config.span else max(8 if columns else 16, lines)
         split_kernel[(config.split_programs,)](
             *ragged, plan.ends, plan.records, plan.parts, plan.arrived, *numbers, TILE=config.split_keys,
-            M=config.tile_rows if config.span else max(16, lines), LINES=lines, MERGE=max(1, 64 // lines),
-            PAIRS=kv_NP2KD.dtype.itemsize == 1 and not config.span and dim >= 32, STAGES=config.split_stages,
-            num_warps=config.split_warps, **fixed,
+            M=most, LINES=lines, MERGE=max(1, config.split_merge // lines), COLUMNS=columns, ASM=has_asm(q_THD.device),
+            STAGES=config.split_stages, num_warps=config.split_warps, **fixed,
         )  # fmt: skip
     return out
 
 
-def _hopper(q_THD: Tensor, plan: AttentionPlan) -> ModuleType | None:
+def _hopper(q_THD: Tensor, stored: torch.dtype, plan: AttentionPlan) -> ModuleType | None:
     """The module of the Hopper tile kernel where it can serve. It is imported late: older devices cannot use it."""
     if not launch_options(q_THD.device)["PDL"] or not plan.config.hopper:
         return None
     from kernels import attention_hopper
 
-    served = attention_hopper.serves(q_THD.shape[2], q_THD.dtype, plan.block_size, plan.share)
+    served = attention_hopper.serves(q_THD.shape[2], q_THD.dtype, stored, plan.block_size, plan.share)
     return attention_hopper if served and torch.cuda.get_device_capability(q_THD.device)[0] == 9 else None

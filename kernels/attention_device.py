@@ -9,9 +9,8 @@ spans are joined in order. Which program took a span, and what else it took, lea
 import triton
 import triton.language as tl
 
+from kernels.attention_columns import FLOOR, attend_columns
 from kernels.overlap import begin
-
-FLOOR = tl.constexpr(-1e30)  # below every score, yet finite: exp2(FLOOR - FLOOR) is 1 and not NaN
 
 
 @triton.jit
@@ -23,18 +22,9 @@ def _attend(
     newest,  # [M]: the last key that each query sees
     low, high, context, head, scale, window, K,
     D: tl.constexpr, BLOCK_D: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-    MASKED: tl.constexpr, WINDOW: tl.constexpr, IEEE: tl.constexpr, PAIRS: tl.constexpr, STAGES: tl.constexpr,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr, IEEE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Take keys low to high, in tiles. Unless MASKED, every query sees all of them.
-
-    PAIRS: values of 8 bits are fetched two by two, since only numbers of 16 bits can be turned on their way from shared
-    memory to a product's registers; then the first and the second of each pair have a product of their own.
-    """
-    HALF: tl.constexpr = BLOCK_D // 2
-    if PAIRS:
-        first, second = tl.split(tl.reshape(mixed, [mixed.shape[0], HALF, 2]))
-        pairs = kv.to(tl.pointer_type(tl.int16), bitcast=True)
-        pair_lanes = tl.arange(0, HALF)
+    """Take keys low to high, in tiles. Unless MASKED, every query sees all of them."""
     SCALED: tl.constexpr = kv.dtype.element_ty == tl.int8
     scales = kv.to(tl.pointer_type(tl.float32), bitcast=True) + head  # of int8: in each page behind its values
     lanes = tl.arange(0, BLOCK_D)
@@ -74,30 +64,15 @@ def _attend(
             weights *= tl.load(beside + K, mask=keys < context, other=0.0)[None, :]
         weights = weights.to(q.dtype)
         # What lies behind the context may be anything, NaN too: never multiply by it, not even by zero.
-        if PAIRS:
-            pair_source = pairs + (place * 2 * K + K + head)[:, None] * (D // 2) + pair_lanes[None, :]
-            pair = tl.load(pair_source, mask=here & (pair_lanes < D // 2)[None, :], other=0)
-            v, v_second = _byte(pair, kv), _byte(pair >> 8, kv)
-            first = tl.dot(weights, v.to(q.dtype), first * fade[:, None], input_precision=precision)
-            second = tl.dot(weights, v_second.to(q.dtype), second * fade[:, None], input_precision=precision)
+        if D != BLOCK_D:
+            v = tl.load(source + K * D, mask=here & (lanes < D)[None, :], other=0.0)
+        elif MASKED:
+            v = tl.load(source + K * D, mask=here, other=0.0)
         else:
-            if D != BLOCK_D:
-                v = tl.load(source + K * D, mask=here & (lanes < D)[None, :], other=0.0)
-            elif MASKED:
-                v = tl.load(source + K * D, mask=here, other=0.0)
-            else:
-                v = tl.load(source + K * D)
-            mixed = tl.dot(weights, v.to(q.dtype), mixed * fade[:, None], input_precision=precision)
+            v = tl.load(source + K * D)
+        mixed = tl.dot(weights, v.to(q.dtype), mixed * fade[:, None], input_precision=precision)
         top = new_top
-    if PAIRS:
-        mixed = tl.reshape(tl.join(first, second), [mixed.shape[0], BLOCK_D])
     return top, total, mixed
-
-
-@triton.jit
-def _byte(pair, kv):
-    """The lower eight bits of a pair, as the number that the pool holds."""
-    return pair.to(tl.int8).to(kv.dtype.element_ty, bitcast=True)
 
 
 @triton.jit
@@ -251,10 +226,11 @@ def split_kernel(
     records,  # int32 [G, 8]
     parts,  # float32 [R * K + G or units of work, LINES, D + 2]: weighted values, maximum, sum
     arrived,  # int32 [R * K], zero between launches
-    R, K, B, q_stride, scale, window,
+    R, K: tl.constexpr, B, q_stride, scale, window,
     SHARE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr,
     TILE: tl.constexpr, M: tl.constexpr, LINES: tl.constexpr, MERGE: tl.constexpr, SPAN: tl.constexpr,
-    WINDOW: tl.constexpr, IEEE: tl.constexpr, PAIRS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    WINDOW: tl.constexpr, IEEE: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """A unit of work is a tile of keys, and neighbours are taken together; with SPAN it is a span, taken alone."""
     UNIT: tl.constexpr = SPAN if SPAN else TILE
@@ -290,12 +266,18 @@ def split_kernel(
             first = _first_tile(context, length, window, UNIT, WINDOW)
             low = (first + here - unit_begin) * UNIT
             high = tl.minimum((first + unit_stop - unit_begin) * UNIT, context)
-            top, total, mixed = _attend(
-                tl.full([M], FLOOR, tl.float32), tl.zeros([M], tl.float32), tl.zeros([M, BLOCK_D], tl.float32),
-                query, kv, tables + row.to(tl.int64) * B, context - length + token,
-                low, high, context, head, factor, window, K, D, BLOCK_D, P, ROWS, TILE, True, WINDOW, IEEE,
-                PAIRS, STAGES,
-            )  # fmt: skip
+            table, newest = tables + row.to(tl.int64) * B, context - length + token
+            if COLUMNS:
+                top, total, mixed = attend_columns(
+                    tl.trans(query), kv, table, newest, low, high, context, head, factor, window, K, D, P, ROWS, TILE,
+                    WINDOW, IEEE, STAGES, ASM,
+                )  # fmt: skip
+            else:
+                top, total, mixed = _attend(
+                    tl.full([M], FLOOR, tl.float32), tl.zeros([M], tl.float32), tl.zeros([M, BLOCK_D], tl.float32),
+                    query, kv, table, newest, low, high, context, head, factor, window, K, D, BLOCK_D, P, ROWS, TILE,
+                    True, WINDOW, IEEE, STAGES,
+                )  # fmt: skip
             mixed *= gain
             unit = row * K + head
             if SPAN:
@@ -378,7 +360,7 @@ def tile_kernel(
             its_top, its_total, its_mixed = _attend(
                 tl.full([M], FLOOR, tl.float32), tl.zeros([M], tl.float32), tl.zeros([M, BLOCK_D], tl.float32),
                 query, kv, table, newest, span, tl.minimum(span + SPAN, beyond), context, head, factor, window, K,
-                D, BLOCK_D, P, ROWS, TILE, True, WINDOW, IEEE, False, STAGES,
+                D, BLOCK_D, P, ROWS, TILE, True, WINDOW, IEEE, STAGES,
             )  # fmt: skip
             top, total, mixed = _join(top, total, mixed, its_top, its_total, its_mixed * gain)
     else:
@@ -390,16 +372,16 @@ def tile_kernel(
             edge = tl.minimum(tl.maximum(tl.cdiv(beyond - window, TILE) * TILE, low), middle)
             top, total, mixed = _attend(
                 top, total, mixed, query, kv, table, newest, low, edge, context, head, factor, window, K,
-                D, BLOCK_D, P, ROWS, TILE, True, WINDOW, IEEE, False, STAGES,
+                D, BLOCK_D, P, ROWS, TILE, True, WINDOW, IEEE, STAGES,
             )  # fmt: skip
             low = edge
         top, total, mixed = _attend(
             top, total, mixed, query, kv, table, newest, low, middle, context, head, factor, window, K,
-            D, BLOCK_D, P, ROWS, TILE, False, False, IEEE, False, STAGES,
+            D, BLOCK_D, P, ROWS, TILE, False, False, IEEE, STAGES,
         )  # fmt: skip
         top, total, mixed = _attend(
             top, total, mixed, query, kv, table, newest, middle, beyond, context, head, factor, window, K,
-            D, BLOCK_D, P, ROWS, TILE, True, WINDOW, IEEE, False, STAGES,
+            D, BLOCK_D, P, ROWS, TILE, True, WINDOW, IEEE, STAGES,
         )  # fmt: skip
         mixed *= gain
     result = mixed / tl.where(total > 0, total, 1.0)[:, None]

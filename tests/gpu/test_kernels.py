@@ -38,14 +38,14 @@ def test_attention_over_random_ragged_steps(heads: tuple[int, int, int], dtype: 
 
 @pytest.mark.parametrize("stored", [kv.FP8, kv.INT8], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("heads", [(32, 8, 128), (32, 8, 64), (8, 8, 80), (4, 1, 32)], ids=str)
+@pytest.mark.parametrize("heads", [(32, 8, 128), (28, 4, 128), (32, 8, 64), (8, 8, 80), (4, 1, 32)], ids=str)
 def test_attention_over_pools_of_8_bits(heads: tuple[int, int, int], dtype: torch.dtype, stored: torch.dtype) -> None:
-    for block, window in [(16, None), (32, 100)]:
+    for block, window, short in [(16, None, 1), (32, 100, 5)]:
         lengths = [1, 1, 3, random.randint(2, 400), 1]
         contexts = [length + random.choice([0, 17, random.randint(0, 2000)]) for length in lengths]
         batch = Batch(lengths, contexts, *heads, block, dtype, stored)
         for config in (None, attention.config_for(heads[2], dtype, len(lengths), invariant=True)):
-            close(batch.run(window, 1, config), batch.want(window))
+            close(batch.run(window, short, config), batch.want(window))
 
 
 @pytest.mark.parametrize("stored", [kv.FP8, kv.INT8], ids=str)
@@ -64,26 +64,33 @@ def test_keys_and_values_are_rounded_as_the_reference_rounds_them(stored: torch.
 
 
 @pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_attention_over_long_contexts_and_skewed_batches(dim: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "stored"), [*((dtype, None) for dtype in DTYPES), (torch.bfloat16, kv.FP8), (torch.float16, kv.INT8)],
+    ids=str,
+)  # fmt: skip
+def test_attention_over_long_contexts_and_skewed_batches(
+    dim: int, dtype: torch.dtype, stored: torch.dtype | None
+) -> None:
     for lengths, contexts in (
         ([1], [32768]),
         ([1] * 40, [random.randint(1, 300) for _ in range(39)] + [20001]),
         ([37], [32700]),
+        ([1900, 1, 300], [3900, 70, 300]),
         ([1] * 3, [0, 5, 0]),
     ):
-        batch = Batch(lengths, contexts, 8, 2, dim, 16, dtype)
+        batch = Batch(lengths, contexts, 8, 2, dim, 16, dtype, stored)
         close(batch.run(None, 1), batch.want(None))
 
 
 def test_a_context_shorter_than_its_row_ends_and_gives_zeros() -> None:
     """It breaks the contract, yet must not hang the device."""
-    batch = Batch([300, 40], [300, 40], 32, 8, 128, 16, torch.bfloat16)
-    batch.contexts = [300, -500]
-    out = batch.run(None, 1)
-    batch.contexts = [300, 40]
-    close(out[:300], batch.want(None)[:300])
-    assert not out[300:].any()
+    for stored in (None, kv.FP8):
+        batch = Batch([300, 40], [300, 40], 32, 8, 128, 16, torch.bfloat16, stored)
+        batch.contexts = [300, -500]
+        out = batch.run(None, 1)
+        batch.contexts = [300, 40]
+        close(out[:300], batch.want(None)[:300])
+        assert not out[300:].any()
 
 
 def invariant(

@@ -150,6 +150,8 @@ def calls(dtype: torch.dtype, capability: int) -> Iterator[tuple[str, Callable[[
                                         kv_scales=scales)  # fmt: skip
         for invariant in (False, True):
             yield f"attention {stored} {invariant}", partial(attend, qkv, pool, None, invariant, scales)
+        small = kv.make_pool(64, 16, 8, 64, stored)
+        yield f"attention {stored} 64", partial(attend, new(4, 48, 64), small, 4096, scales=scales)
     yield "attention window", partial(attend, new(4, 48, 128), new(64, 16, 2, 8, 128), 4096)
     yield "attention 80", partial(attend, new(4, 36, 80), new(64, 16, 2, 4, 80), None)
     exact = dtype == torch.float32
@@ -208,26 +210,30 @@ def attend(
 ) -> None:
     kv_heads, dim = pool.shape[3:]
     heads = qkv.shape[1] - 2 * kv_heads
-    starts, contexts, tables = (torch.zeros(shape, dtype=torch.int32) for shape in ((3,), (2,), (2, 8)))
-    config = attention.config_for(dim, qkv.dtype, 2, invariant, pool.dtype)
+    starts, contexts, tables = (torch.zeros(shape, dtype=torch.int32) for shape in ((9,), (8,), (8, 8)))
+    config = attention.config_for(dim, qkv.dtype, 8, invariant, pool.dtype)
     plan = attention.plan_attention(
         starts, contexts, tables, heads, kv_heads, dim, kv.block_size_of(pool), qkv.dtype, window, 1, 3, config
     )
     attention.attention(qkv[:, :heads], pool, plan, 1.0, scales)
 
 
-def compile_hopper(dim: int, windowed: bool) -> Any:
+def compile_hopper(dim: int, windowed: bool, stored: torch.dtype) -> Any:
     """The Gluon kernel, for capability 9.0 only."""
     from triton.experimental.gluon._runtime import GluonASTSource
 
     from kernels import attention_hopper as hopper
 
-    fixed = {
+    fixed: dict[str, int | None] = {
         "SHARE": 4, "D": dim, "P": 16, "ROWS": hopper.ROWS, "TILE": hopper.TILE, "PAGE": hopper.PAGE,
-        "STAGES": hopper.STAGES, "BLOCK_R": 128, "WINDOW": windowed,
+        "STAGES": hopper.STAGES, "RING": hopper.RING, "BLOCK_R": 128, "WINDOW": windowed,
     }  # fmt: skip
+    if stored != kv.FP8:
+        fixed["head_scales"] = None
     kinds = dict.fromkeys(("q", "out"), "*bf16") | dict.fromkeys(("starts", "contexts", "tables"), "*i32")
-    kinds |= {"scale": "fp32", "pool": f"tensordesc<bf16[{hopper.PAGE}, 64],{hopper.layout(torch.bfloat16)!r}>"}
+    kind = mangle_type(torch.empty(0, dtype=stored))[1:]
+    kinds["pool"] = f"tensordesc<{kind}{hopper.box(stored, dim)},{hopper.layout(stored, dim)!r}>"
+    kinds |= {"scale": "fp32", "head_scales": "*fp32"}
     names = [parameter.name for parameter in hopper.hopper_kernel.params]
     signature = {name: "constexpr" if name in fixed else kinds.get(name, "i32") for name in names}
     constants = {(place,): fixed[name] for place, name in enumerate(names) if name in fixed}
@@ -248,9 +254,11 @@ def compile_all(capability: int, dtype: torch.dtype) -> list[str]:
         assert compiled.metadata.shared <= MOST_SHARED[capability], f"{name}: {kernel.__name__}"
         lines.append(f"{name}: {kernel.__name__} shared {compiled.metadata.shared}")
     if capability == 90 and dtype == torch.bfloat16:
-        for dim, windowed in ((64, False), (128, False), (128, True)):
-            compiled = compile_hopper(dim, windowed)
-            lines.append(f"attention {dim}: hopper_kernel shared {compiled.metadata.shared}")
+        cases = ((64, False, dtype), (128, False, dtype), (128, True, dtype), (64, True, kv.FP8), (128, False, kv.FP8))
+        for dim, windowed, stored in cases:
+            compiled = compile_hopper(dim, windowed, stored)
+            assert compiled.metadata.shared <= MOST_SHARED[capability]
+            lines.append(f"attention {dim} {stored}: hopper_kernel shared {compiled.metadata.shared}")
     return lines
 
 

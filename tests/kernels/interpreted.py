@@ -49,10 +49,13 @@ def test_invariant_attention_cuts_sums_at_fixed_keys() -> None:
 
 @pytest.mark.parametrize("stored", [kv.FP8, kv.INT8], ids=str)
 def test_attention_over_pools_of_8_bits(stored: torch.dtype) -> None:
-    for dtype, dim, invariant in ((HALF, 64, False), (HALF, 24, True), (FULL, 24, False)):
-        batch = Batch([1, 18, 1], [70, 40, 0], 4, 2, dim, 16, dtype, stored)
-        config = replace(attention.config_for(dim, dtype, 3, invariant), split_programs=4)
-        close(batch.run(None, 1, config), batch.want(None))
+    for dtype, dim, invariant, window in (
+        (HALF, 64, False, 30), (HALF, 128, False, None), (HALF, 24, True, None), (FULL, 24, False, None),
+    ):  # fmt: skip
+        batch = Batch([1, 18, 3, 1], [70, 40, 150, 0], 4, 2, dim, 16, dtype, stored)
+        for rows in (4, 9):
+            config = replace(attention.config_for(dim, dtype, rows, invariant, stored), split_programs=4)
+            close(batch.run(window, 3, config), batch.want(window))
 
 
 def test_edits_of_slots() -> None:
