@@ -140,7 +140,7 @@ class Engine(Intake):
             self.prefixes.settle()
             self._end_expired(output)
         while len(self._flights) < self.runner.depth and self._launch_next(output):
-            pass
+            self._take_inbox(output)  # a launch may take some time: who came meanwhile is planned for
         if self._flights:
             self._collect_oldest(output)
         with self.profiler.phase("publishing"):

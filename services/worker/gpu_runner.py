@@ -39,8 +39,6 @@ RAGGED_ROWS = (8, 64, 256)
 """Most rows of these."""
 EAGER_BYTES = 9e12
 """A step whose tokens times the weights' bytes exceed this keeps the GPU busy longer than its launches take."""
-_EAGER_TOKENS = 320
-"""A step of more tokens than this launches the same kernels, however many it has."""
 _STAGES = 4
 """Host buffers: one for each step in flight, and for those whose copies may not be over yet."""
 
@@ -163,13 +161,16 @@ class GpuRunner:
 
     @torch.inference_mode()
     def meet_kernels(self) -> None:
-        """Run steps that no graph holds, of one row to the most in powers of two: what depends on how many there are is
-        compiled now, not while requests wait."""
-        for rows in (1 << power for power in range((self.slots - 1).bit_length() + 1)):
-            rows = min(rows, self.slots)
-            sizes = min(max(2 * rows, _EAGER_TOKENS), self.step_tokens), rows, rows
+        """Run steps that no graph holds, of few rows and tokens up to many: what is compiled for so many rows, and what
+        the vendor's library loads for so many tokens, is there before requests wait for it. `measure_workspace` has run
+        the largest."""
+        powers = (self.slots - 1).bit_length()
+        for power in range(powers):
+            rows = 1 << power
+            tokens = max(rows, int(self.step_tokens * 2 ** ((power - powers) / 2)))
+            sizes = tokens, rows, rows
             self._send_empty(sizes)
-            self._compute(sizes, False, sizes[0] - 1)
+            self._compute(sizes, False, tokens - 1)
         torch.cuda.synchronize()
 
     def _graph_sizes(self) -> list[tuple[Sizes, bool]]:

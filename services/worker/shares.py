@@ -11,7 +11,7 @@ ANSWERS_PER_BURST_PROMPT = 2
 """With at most so many answers for each prompt in line, prompts take all of a step."""
 ANSWERS_PER_PROMPT = 4
 """With at most so many, they take `BACKLOG_TOKENS` of it."""
-BACKLOG_TOKENS = 1536
+BACKLOG_TOKENS = 2048
 """From here on the matrix products are as fast as they get."""
 TOKENS_PER_ANSWER = 32
 """A step with a backlog has so many for each answer in it, so that reading the answers' keys is a small part of it."""

@@ -289,7 +289,7 @@ def test_a_long_prompt_takes_less_where_it_has_much_to_attend_to() -> None:
 
 def test_several_prompts_in_line_take_more_of_a_step() -> None:
     assert prompt_tokens(crowded(100, 200), 2) == 960 - 100
-    assert prompt_tokens(crowded(60, 200), 5) == 1920 - 60
+    assert prompt_tokens(crowded(60, 200), 5) == 2048 - 60
 
 
 def test_steps_of_a_backlog_grow_with_the_answers_whose_keys_each_reads() -> None:

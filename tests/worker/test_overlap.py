@@ -63,6 +63,21 @@ def test_answers_are_the_same_with_a_step_ahead(engine: EngineMaker, late: Engin
     assert ahead.stats().active_blocks == 0
 
 
+def test_who_comes_during_a_launch_is_in_the_next_step(late: EngineMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead = late()
+    launch, coming = ahead.runner.launch, [job(2, prompt_of(30, seed=1), max_tokens=4)]
+
+    def slow(words: Words) -> Any:
+        while coming:
+            ahead.submit(coming.pop())
+        return launch(words)
+
+    monkeypatch.setattr(ahead.runner, "launch", slow)
+    ahead.submit(job(1, prompt_of(20), max_tokens=4))
+    ahead.step()
+    assert {sequence.job.key for sequence in ahead.batch.running} == {1, 2}
+
+
 def test_a_row_that_is_computed_after_a_stop_is_not_told(engine: EngineMaker, late: EngineMaker) -> None:
     ahead = late()
     free = solo(ahead, job(1, prompt_of(20), max_tokens=24))
