@@ -13,7 +13,7 @@ ANSWERS_PER_PROMPT = 4
 """With at most so many, they take `BACKLOG_TOKENS` of it."""
 BACKLOG_TOKENS = 2048
 """From here on the matrix products are as fast as they get."""
-TOKENS_PER_ANSWER = 32
+TOKENS_PER_ANSWER = 64
 """A step with a backlog has so many for each answer in it, so that reading the answers' keys is a small part of it."""
 EVEN_CONTEXT = 16384
 """After so many tokens a token's attention takes as long as its matrix products (8B shape, one H200)."""

@@ -289,19 +289,19 @@ def test_a_long_prompt_takes_less_where_it_has_much_to_attend_to() -> None:
 
 def test_several_prompts_in_line_take_more_of_a_step() -> None:
     assert prompt_tokens(crowded(100, 200), 2) == 960 - 100
-    assert prompt_tokens(crowded(60, 200), 5) == 2048 - 60
+    assert prompt_tokens(crowded(60, 200), 5) == 3840 - 60
 
 
 def test_steps_of_a_backlog_grow_with_the_answers_whose_keys_each_reads() -> None:
-    assert prompt_tokens(crowded(100, 200), 25) == 3200 - 100
-    assert prompt_tokens(crowded(200, 200), 50) == 6400 - 200
+    assert prompt_tokens(crowded(100, 200), 25) == 6400 - 100
+    assert prompt_tokens(crowded(120, 200), 30) == 7680 - 120
 
 
 def test_the_last_of_a_backlog_are_computed_as_the_first() -> None:
     shares = Shares(200, 8192)
-    assert shares.step(range(30), 0, 100) == 3200
-    assert shares.step([29], 0, 100) == 3200, "it was in line then"
-    assert shares.step([29, 30], 0, 100) == 3200
+    assert shares.step(range(30), 0, 100) == 6400
+    assert shares.step([29], 0, 100) == 6400, "it was in line then"
+    assert shares.step([29, 30], 0, 100) == 6400
     assert shares.step([30], 0, 100) == 320, "it came later"
 
 
