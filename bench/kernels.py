@@ -130,6 +130,21 @@ def ceilings() -> dict[str, float]:
     }
 
 
+def sustained(seconds: float = 1.0) -> float:
+    """bf16 FLOP per second of a product that goes on, once the power limit has lowered the clocks."""
+    x, w = rand(8192, 8192), rand(8192, 8192)
+    out = torch.empty_like(x)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    count = int(seconds / timed([partial(torch.mm, x, w, out=out)], 20))
+    for launch in range(2 * count):
+        if launch == count:
+            begin.record()
+        torch.mm(x, w, out=out)
+    end.record()
+    end.synchronize()
+    return 2 * 8192**3 * count / float(begin.elapsed_time(end)) * 1e3
+
+
 # ---- cells ----
 
 
