@@ -21,10 +21,9 @@ from compress.folding import Seam, scaled, seams
 from compress.gptq import round_together
 from compress.network import LINEARS, Moments, Seen, linear
 from compress.recipe import Rounded
-from compress.rounding import Steps, grouped, int4_weight, steps_of
+from compress.rounding import cheapest_steps, grouped, int4_weight, steps_of
 
 _EXPONENTS = 12
-_KEEPS = tuple(1 - 0.05 * step for step in range(10))
 _UNCUT = ("self_attn.q_proj", "self_attn.k_proj")
 """Their errors pass through a softmax: the paper leaves their ranges whole."""
 
@@ -62,7 +61,9 @@ class Awq:
         weights = {}
         for name in LINEARS:
             weight = grouped(linear(layer, name).weight.detach(), self.group)
-            steps = steps_of(weight, self.symmetric) if name in _UNCUT else self._cut(weight, inputs[name])
+            worth_BG = inputs[name].gram.diagonal().view(-1, self.group)
+            uncut = name in _UNCUT
+            steps = steps_of(weight, self.symmetric) if uncut else cheapest_steps(weight, self.symmetric, worth_BG)
             weights[name] = int4_weight(steps.nearest(weight), steps, self.symmetric)
         return Rounded(weights)
 
@@ -78,20 +79,6 @@ class Awq:
             off = steps_of(scaled_up, self.symmetric).rounded(scaled_up).flatten(1) / factor_K - weight
             error += ((off @ inputs.gram) * off).sum().item()
         return error
-
-    def _cut(self, weight_NBG: Tensor, inputs: Moments) -> Steps:
-        """For each group the share of its range whose steps make its part of the output err least."""
-        group = weight_NBG.shape[2]
-        squares = [inputs.gram[at : at + group, at : at + group] for at in range(0, len(inputs.gram), group)]
-        gram_BGG = torch.stack(squares)
-        best = torch.full_like(weight_NBG[..., :1], torch.inf)
-        keep = torch.ones_like(best)
-        for share in _KEEPS:
-            off = steps_of(weight_NBG, self.symmetric, share).rounded(weight_NBG) - weight_NBG
-            error = (torch.einsum("nbg,bgh->nbh", off, gram_BGG) * off).sum(2, keepdim=True)
-            keep = torch.where(error < best, share, keep)
-            best = torch.minimum(error, best)
-        return steps_of(weight_NBG, self.symmetric, keep)
 
 
 def _candidates(seam: Seam, weights: list[Tensor], inputs: Moments) -> Iterator[Tensor]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -98,5 +99,9 @@ def as_stored(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Te
 
 def _save(file: Path, tensors: Mapping[str, Tensor]) -> None:
     begun = file.with_suffix(".begun")
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, begun, {"format": "pt"})
+    held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    try:
+        save_file(held, begun, {"format": "pt"})
+    except SafetensorError as error:
+        raise CompressError(f"{file} cannot be written: {error}") from None
     begun.rename(file)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from compress.choices import Granularity, Pattern
-from compress.progress import bars
+from compress.progress import Progress, bars
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,7 +32,10 @@ Text = Annotated[
 ]
 Windows = Annotated[int, typer.Option(min=1, help="Windows of text to calibrate on.")]
 Length = Annotated[int, typer.Option(min=16, help="Tokens of each window.")]
-Group = Annotated[int, typer.Option(min=8, help="Inputs that share a scale.")]
+Group = Annotated[
+    int | None,
+    typer.Option(min=8, help="Inputs that share a scale.", show_default="32; from a width of 2,048 on 128"),
+]
 Symmetric = Annotated[bool, typer.Option(help="Steps without zero points.")]
 WINDOWS, LENGTH = 32, 512
 
@@ -47,7 +50,8 @@ def int8(
     """INT8 weights, rounded to nearest; with --dynamic W8A8."""
     from compress.int8 import Int8
 
-    _quantize(base, out, Int8(dynamic, per_tensor))
+    with _making(base, out) as told:
+        _quantize(base, out, told, Int8(dynamic, per_tensor))
 
 
 @app.command()
@@ -68,14 +72,15 @@ def fp8(
 
     if static and granularity is Granularity.BLOCK:
         _fail("block-wise FP8 has dynamic inputs: leave --static out")
-    _quantize(base, out, Fp8(granularity, static, kv), text, windows, length)
+    with _making(base, out) as told:
+        _quantize(base, out, told, Fp8(granularity, static, kv), text, windows, length)
 
 
 @app.command()
 def awq(
     base: Base,
     out: Out,
-    group: Group = 64,
+    group: Group = None,
     symmetric: Symmetric = False,
     compensate: Annotated[bool, typer.Option(help="Columns make up for one another's errors.")] = True,
     text: Text = None,
@@ -84,15 +89,17 @@ def awq(
 ) -> None:
     """INT4 weights, those of large inputs scaled up before they are rounded (AWQ)."""
     from compress.awq import Awq
+    from compress.network import group_for
 
-    _quantize(base, out, Awq(group, symmetric, compensate), text, windows, length)
+    with _making(base, out) as told:
+        _quantize(base, out, told, Awq(group_for(base, group), symmetric, compensate), text, windows, length)
 
 
 @app.command()
 def gptq(
     base: Base,
     out: Out,
-    group: Group = 64,
+    group: Group = None,
     symmetric: Symmetric = True,
     act_order: Annotated[bool, typer.Option("--act-order", help="Largest inputs first.")] = False,
     text: Text = None,
@@ -101,8 +108,10 @@ def gptq(
 ) -> None:
     """INT4 weights, each column making up for the errors of those before it (GPTQ)."""
     from compress.gptq import Gptq
+    from compress.network import group_for
 
-    _quantize(base, out, Gptq(group, symmetric, act_order), text, windows, length)
+    with _making(base, out) as told:
+        _quantize(base, out, told, Gptq(group_for(base, group), symmetric, act_order), text, windows, length)
 
 
 @app.command()
@@ -117,7 +126,8 @@ def smoothquant(
     """INT8 weights and inputs, outliers smoothed away (SmoothQuant)."""
     from compress.smoothquant import SmoothQuant
 
-    _quantize(base, out, SmoothQuant(strength), text, windows, length)
+    with _making(base, out) as told:
+        _quantize(base, out, told, SmoothQuant(strength), text, windows, length)
 
 
 Steps = Annotated[int, typer.Option(min=0, help="Steps of training.")]
@@ -129,21 +139,21 @@ Rate = Annotated[float, typer.Option(help="Learning rate.")]
 def qat(
     base: Base,
     out: Out,
-    group: Group = 64,
+    group: Group = None,
     steps: Steps = 200,
     batch: Batch = 8,
     learning_rate: Rate = 2e-4,
     text: Text = None,
     length: Length = LENGTH,
 ) -> None:
-    """INT4 weights that were trained while they were rounded."""
+    """INT4 weights: GPTQ's, trained on while they stay rounded."""
+    from compress.network import group_for
     from compress.qat import qat as train_rounded
     from compress.training import Plan
 
-    with errors(), bars() as told:
-        plan = Plan(steps, batch, learning_rate)
-        train_rounded(base, out, _windows(base, text, None, length), plan, told, group=group)
-    _tell(base, out)
+    with _making(base, out) as told:
+        windows, plan = _windows(base, text, None, length), Plan(steps, batch, learning_rate)
+        train_rounded(base, out, windows, plan, told, group=group_for(base, group))
 
 
 @app.command()
@@ -164,10 +174,9 @@ def prune(
     from compress.prune import prune as cut
     from compress.training import Plan
 
-    judgement, plan = Judgement(sparsity, pattern, wanda), Plan(steps, batch, learning_rate)
-    with errors(), bars() as told:
-        cut(base, out, _windows(base, text, None, length), judgement, plan, told)
-    _tell(base, out)
+    with _making(base, out) as told:
+        windows, plan = _windows(base, text, None, length), Plan(steps, batch, learning_rate)
+        cut(base, out, windows, Judgement(sparsity, pattern, wanda), plan, told)
 
 
 @app.command()
@@ -188,10 +197,9 @@ def shrink(
     from compress.shrink import shrink as cut
     from compress.training import Plan
 
-    with errors(), bars() as told:
-        texts, plan = _windows(base, text, None, length), Plan(steps, batch, learning_rate)
-        cut(base, out, texts, Cut(neurons, kv_heads, layers), plan, told)
-    _tell(base, out)
+    with _making(base, out) as told:
+        windows, plan = _windows(base, text, None, length), Plan(steps, batch, learning_rate)
+        cut(base, out, windows, Cut(neurons, kv_heads, layers), plan, told)
 
 
 @app.command()
@@ -202,6 +210,9 @@ def distill(
     fresh: Annotated[bool, typer.Option("--fresh", help="Begin with random weights.")] = False,
     temperature: Annotated[float, typer.Option(min=0.1, help="Of both distributions.")] = 1.0,
     hard: Annotated[float, typer.Option(min=0, max=1, help="Share of the loss that the text itself has.")] = 0.0,
+    drafting: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of the loss that the rate of rejected drafts has.")
+    ] = 0.0,
     steps: Steps = 1000,
     batch: Batch = 16,
     learning_rate: Rate = 1e-3,
@@ -212,29 +223,20 @@ def distill(
     from compress.distill import distill as teach
     from compress.training import Plan
 
+    if hard + drafting > 1:
+        _fail(f"--hard and --drafting are shares of one loss: {hard} + {drafting} is more than 1")
+    with _making(base, out) as told:
+        windows, plan = _windows(base, text, None, length), Plan(steps, batch, learning_rate, warmup=100)
+        aims = {"temperature": temperature, "hard": hard, "drafting": drafting}
+        teach(base, student, out, windows, plan, told, fresh=fresh, **aims)
+
+
+@contextlib.contextmanager
+def _making(base: Path, out: Path) -> Iterator[Progress]:
+    """A run with its bars; at the end it says what came of it."""
     with errors(), bars() as told:
-        texts, plan = _windows(base, text, None, length), Plan(steps, batch, learning_rate, warmup=100)
-        teach(base, student, out, texts, plan, told, fresh=fresh, temperature=temperature, hard=hard)
-    _tell(base, out)
-
-
-def _tell(base: Path, out: Path) -> None:
+        yield told
     typer.echo(f"{out}: {_bytes(out):,} bytes of weights, {_bytes(out) / _bytes(base):.1%} of {base}")
-
-
-def _quantize(
-    base: Path,
-    out: Path,
-    recipe: "Recipe",
-    text: Path | None = None,
-    windows: int = WINDOWS,
-    length: int = LENGTH,
-) -> None:
-    from compress.quantize import quantize
-
-    with errors(), bars() as told:
-        quantize(base, out, recipe, _windows(base, text, windows, length) if recipe.calibrated else None, told)
-    _tell(base, out)
 
 
 @contextlib.contextmanager
@@ -246,9 +248,25 @@ def errors() -> Iterator[None]:
         yield
     except CompressError as error:
         _fail(str(error))
+    except OSError as error:
+        _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
     except KeyboardInterrupt:
         typer.echo("interrupted: the same command goes on from here", err=True)
         raise typer.Exit(130) from None
+
+
+def _quantize(
+    base: Path,
+    out: Path,
+    told: Progress,
+    recipe: "Recipe",
+    text: Path | None = None,
+    windows: int = WINDOWS,
+    length: int = LENGTH,
+) -> None:
+    from compress.quantize import quantize
+
+    quantize(base, out, recipe, _windows(base, text, windows, length) if recipe.calibrated else None, told)
 
 
 def _windows(base: Path, text: Path | None, count: int | None, length: int) -> "Tensor":

@@ -27,10 +27,12 @@ def distill(
     fresh: bool = False,
     temperature: float = 1.0,
     hard: float = 0.0,
+    drafting: float = 0.0,
 ) -> float:
     """Train the student's network, from its weights or (`fresh`) from random ones. -> the last loss, nats a token.
 
-    `hard`: share of the loss that the next token itself has. Raises CompressError.
+    `hard`: share of the loss that the next token itself has; `drafting`: that the rate of rejected drafts has, which a
+    draft model is to lower (DistillSpec, Zhou et al., arXiv:2310.08461). Raises CompressError.
     """
     model, its_teacher = _fresh(student) if fresh else load(student), load(teacher)
     if model.config.vocab_size != its_teacher.config.vocab_size:
@@ -43,11 +45,12 @@ def distill(
         "fresh": fresh,
         "temperature": temperature,
         "hard": hard,
+        "drafting": drafting,
         "windows": list(windows_WT.shape),
         **asdict(plan),
     }
     bench = Workbench(student, out, settings, dense.pieces(model))
-    loss_of = distillation(model, its_teacher, temperature, hard)
+    loss_of = distillation(model, its_teacher, temperature, hard, drafting)
     loss = train(model, windows_WT, loss_of, plan, bench, progress)
     dense.write(model, student, bench)
     return loss

@@ -1,10 +1,12 @@
 """GPTQ: round column after column, each time making up for the error in the columns that are left (arXiv:2210.17323).
 
-Legend: N outputs, K inputs, G inputs of a group.
+Each group's range is cut where that costs least, and at the end all scales are fitted anew to the numbers found.
+
+Legend: N outputs, K inputs, B groups of a row, G inputs of a group.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -13,8 +15,8 @@ from torch import Tensor, nn
 from compress import layout
 from compress.network import READERS, Moments, Seen, linear
 from compress.recipe import Rounded
-from compress.rounding import Steps, grouped, int4_weight, steps_of
-from kernels.quantized import Int4Weight
+from compress.rounding import Steps, cheapest_steps, grouped, int4_weight
+from kernels.quantized import INT4_ZERO, Int4Weight
 
 _DAMPING = 0.01
 """Added to the moments' diagonal, as a share of its mean."""
@@ -53,8 +55,9 @@ def round_together(
     for names in READERS.values():
         parts = [linear(layer, name).weight.detach() for name in names]
         weight, gram = torch.cat(parts), inputs[names[0]].gram
-        fixed = steps_of(grouped(weight, group), symmetric) if act_order else None
-        rounded, begin = compensated(weight, gram, group, symmetric, fixed), 0
+        worth_BG = gram.diagonal().view(-1, group)
+        fixed = cheapest_steps(grouped(weight, group), symmetric, worth_BG) if act_order else None
+        rounded, begin = refitted(compensated(weight, gram, group, symmetric, fixed), weight, gram), 0
         for name, part in zip(names, parts, strict=True):
             weights[name] = rounded.rows(begin, begin + len(part))
             begin += len(part)
@@ -74,7 +77,7 @@ def compensated(weight_NK: Tensor, gram_KK: Tensor, group: int, symmetric: bool,
     for begin in range(0, inputs, group):
         columns = slice(begin, begin + group)
         if fixed is None:
-            found.append(steps_of(weight_NK[:, None, columns], symmetric))
+            found.append(cheapest_steps(weight_NK[:, None, columns], symmetric, gram_KK.diagonal()[columns][None]))
             steps = found[-1].of(torch.zeros(group, dtype=torch.long))
         else:
             steps = fixed.of(order[columns] // group)
@@ -82,6 +85,26 @@ def compensated(weight_NK: Tensor, gram_KK: Tensor, group: int, symmetric: bool,
         weight_NK[:, begin + group :] -= errors @ factor_KK[columns, begin + group :]
     q_NBG = grouped(q_NK[:, order.argsort()], group)
     return int4_weight(q_NBG, fixed or Steps.joined(found), symmetric)
+
+
+def refitted(rounded: Int4Weight, weight_NK: Tensor, gram_KK: Tensor) -> Int4Weight:
+    """The same whole numbers with the scales that bring their outputs nearest: least squares, all groups of a row at
+    once. A scale that would leave the range from half to twice what it was stays: its group hardly speaks."""
+    gram_KK = gram_KK + torch.eye(len(gram_KK)) * _damping(gram_KK)
+    zero = INT4_ZERO if rounded.zero is None else rounded.zero.float()[..., None]
+    q_NBG = grouped(rounded.unpack().float(), rounded.group) - zero
+    wanted_NB = (grouped(weight_NK @ gram_KK, rounded.group) * q_NBG).sum(2)
+    products_NBB = torch.stack(
+        [
+            (grouped(q_NBG[:, group] @ rows_GK, rounded.group) * q_NBG).sum(2)
+            for group, rows_GK in enumerate(torch.split(gram_KK, rounded.group))
+        ],
+        dim=1,
+    )
+    products_NBB.diagonal(dim1=1, dim2=2).clamp_min_(1e-8)
+    scale, old = torch.linalg.solve(products_NBB, wanted_NB), rounded.scale.float()
+    usable = (scale > old / 2) & (scale < old * 2)
+    return replace(rounded, scale=torch.where(usable, scale, old).to(rounded.scale.dtype))
 
 
 def _round_columns(weight_NG: Tensor, steps: Steps, factor_GG: Tensor, q_NG: Tensor) -> Tensor:
@@ -97,7 +120,11 @@ def _round_columns(weight_NG: Tensor, steps: Steps, factor_GG: Tensor, q_NG: Ten
 
 def _inverse_factor(gram_KK: Tensor) -> Tensor:
     """The upper Cholesky factor of the inverse of the damped moments."""
-    damped = gram_KK.double() + torch.eye(len(gram_KK)) * (gram_KK.diagonal().mean() * _DAMPING).clamp_min(1e-8)
+    damped = gram_KK.double() + torch.eye(len(gram_KK)) * _damping(gram_KK)
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
     factor: Tensor = torch.linalg.cholesky(inverse, upper=True)
     return factor.float()
+
+
+def _damping(gram_KK: Tensor) -> Tensor:
+    return (gram_KK.diagonal().mean() * _DAMPING).clamp_min(1e-8)

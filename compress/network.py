@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers.utils import logging
 
 from compress.errors import CompressError
 
@@ -23,6 +24,10 @@ READERS: Mapping[str, tuple[str, ...]] = {
     "mlp.up_proj": ("mlp.down_proj",),
 }
 LINEARS = tuple(name for readers in READERS.values() for name in readers)
+_KNOWN = "known are Llama, Mistral, Qwen2 and Qwen3"
+_WIDE, _WIDE_GROUP, _NARROW_GROUP = 2048, 128, 32
+SEEN = 32
+"""Windows that methods look at before they train; training reads all."""
 
 
 def load(folder: Path) -> PreTrainedModel:
@@ -30,6 +35,7 @@ def load(folder: Path) -> PreTrainedModel:
     config = read_config(folder)
     if config.get("quantization_config"):
         raise CompressError(f"{folder} is quantized already: compress the model that it was made from")
+    _quiet()
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     except (OSError, ValueError) as error:
@@ -37,7 +43,7 @@ def load(folder: Path) -> PreTrainedModel:
     model.train(False)
     missing = [name for name in LINEARS if not isinstance(_find(layers_of(model)[0], name), nn.Linear)]
     if missing:
-        raise CompressError(f"{folder}: its layers have no {missing[0]}; known are Llama, Mistral, Qwen2 and Qwen3")
+        raise CompressError(f"{folder}: its layers have no {missing[0]}; {_KNOWN}")
     return model
 
 
@@ -49,6 +55,24 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise CompressError(f"no checkpoint in {folder}: config.json: {type(error).__name__}") from None
     assert isinstance(config, dict)
     return config
+
+
+def group_for(folder: Path, asked: int | None) -> int:
+    """How many inputs share a scale of INT4: narrow networks have few, so each counts more.
+
+    Raises CompressError where the inputs of a linear do not part into such groups.
+    """
+    config = read_config(folder)
+    try:
+        width, heads, neurons = (config[name] for name in ("hidden_size", "num_attention_heads", "intermediate_size"))
+    except KeyError as error:
+        raise CompressError(f"{folder}: config.json has no {error}; {_KNOWN}") from None
+    inputs = sorted({width, heads * (config.get("head_dim") or width // heads), neurons})
+    wide = width >= _WIDE and not any(each % _WIDE_GROUP for each in inputs)
+    group = asked or (_WIDE_GROUP if wide else _NARROW_GROUP)
+    if any(each % group for each in inputs):
+        raise CompressError(f"groups of {group} do not divide the inputs of {folder}'s linears: {inputs}")
+    return group
 
 
 def layers_of(model: PreTrainedModel) -> list[nn.Module]:
@@ -183,6 +207,12 @@ class _Sums:
 
 
 _OF_A_CACHE = ("past_key_values", "use_cache")
+
+
+def _quiet() -> None:
+    """Runs have bars of their own."""
+    its: Any = logging
+    its.disable_progress_bar()
 
 
 def _find(layer: nn.Module, name: str) -> nn.Module | None:

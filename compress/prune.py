@@ -16,12 +16,9 @@ from transformers import PreTrainedModel
 from compress import dense
 from compress.checkpoint import Workbench
 from compress.choices import Pattern
-from compress.network import LINEARS, Seen, Stream, layers_of, linear, load
+from compress.network import LINEARS, SEEN, Seen, Stream, layers_of, linear, load
 from compress.progress import Progress
 from compress.training import Plan, distillation, train
-
-_SEEN = 32
-"""Windows that weights are judged by; healing reads all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +38,7 @@ def prune(base: Path, out: Path, windows_WT: Tensor, judgement: Judgement, heal:
     bench = Workbench(base, out, settings, dense.pieces(model))
     masks = bench.kept("masks")
     if masks is None:
-        masks = _masks(model, windows_WT[:_SEEN], judgement, progress)
+        masks = _masks(model, windows_WT[:SEEN], judgement, progress)
         bench.keep("masks", masks)
     zero = _zeroing(model, masks)
     zero()
@@ -87,7 +84,8 @@ def _zeroing(model: PreTrainedModel, masks: dict[str, Tensor]) -> Callable[[], N
 
     def zero() -> None:
         with torch.no_grad():
-            for name, mask in masks.items():
-                weights[name].mul_(mask.to(weights[name].device))
+            for name in masks:
+                masks[name] = masks[name].to(weights[name].device)
+                weights[name].mul_(masks[name])
 
     return zero

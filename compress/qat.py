@@ -1,63 +1,92 @@
 """Quantization-aware training: weights learn while every forward sees them rounded to INT4 (Jacob et al., 1712.05877).
 
-The gradient passes the rounding as if it were not there. The base is the teacher, so the network stays what it was.
+GPTQ finds where to begin and the steps, which stay. The gradient passes the rounding as if it were not there. The base
+is the teacher, so the network stays what it was.
 """
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from transformers import PreTrainedModel
 
 from compress import layout
 from compress.checkpoint import Workbench, as_stored
-from compress.network import LINEARS, layers_of, linear, load, outside_layers, read_config, stored_dtype
+from compress.gptq import Gptq
+from compress.network import LINEARS, SEEN, Stream, layers_of, linear, load, outside_layers, read_config, stored_dtype
 from compress.progress import Progress
-from compress.quantize import layer_tensors
+from compress.quantize import layer_tensors, round_layer
 from compress.recipe import Rounded
-from compress.rounding import grouped, int4_weight, steps_of
+from compress.rounding import Steps, grouped, int4_weight
 from compress.training import Plan, distillation, train
+from kernels.quantized import INT4_ZERO, Int4Weight
 
 
 class _AsRounded(nn.Module):
     """A weight as it will be read again; its gradient is the weight's."""
 
-    def __init__(self, group: int) -> None:
+    def __init__(self, scale_NB: Tensor) -> None:
         super().__init__()
-        self.group = group
+        self.register_buffer("scale", scale_NB[..., None].float())
+        self.scale: Tensor
+
+    @property
+    def steps(self) -> Steps:
+        return Steps(self.scale, torch.full_like(self.scale, INT4_ZERO))
+
+    def grouped(self, weight_NK: Tensor) -> Tensor:
+        return grouped(weight_NK, weight_NK.shape[1] // self.scale.shape[1])
 
     def forward(self, weight_NK: Tensor) -> Tensor:
         with torch.no_grad():
-            groups = grouped(weight_NK, self.group)
-            off = steps_of(groups, symmetric=True).rounded(groups).view_as(weight_NK) - weight_NK
+            off = self.steps.rounded(self.grouped(weight_NK)).view_as(weight_NK) - weight_NK
         return weight_NK + off
 
 
 def qat(base: Path, out: Path, windows_WT: Tensor, plan: Plan, progress: Progress, *, group: int = 32) -> float:
     """Train, round for good, write symmetric INT4. -> the last loss, nats a token."""
-    model, teacher, config = load(base), load(base), read_config(base)
+    model, config = load(base), read_config(base)
     settings = {"method": "qat", "group": group, "windows": list(windows_WT.shape), **asdict(plan)}
     layers = layers_of(model)
     bench = Workbench(base, out, settings, len(layers) + 1)
-    for layer in layers:
+    begun = bench.kept("begun")
+    if begun is None:
+        begun = _begin(model, windows_WT[:SEEN], group, progress)
+        bench.keep("begun", begun)
+    roundings = [{name: _AsRounded(begun[f"{index}.{name}.scale"]) for name in LINEARS} for index in range(len(layers))]
+    for index, layer in enumerate(layers):
         for name in LINEARS:
-            parametrize.register_parametrization(linear(layer, name), "weight", _AsRounded(group))
-    loss = train(model, windows_WT, distillation(model, teacher), plan, bench, progress)
+            linear(layer, name).weight.data.copy_(begun[f"{index}.{name}.weight"])
+            parametrize.register_parametrization(linear(layer, name), "weight", roundings[index][name])
+    loss = train(model, windows_WT, distillation(model, load(base)), plan, bench, progress)
     scheme, dtype = layout.int4(group, symmetric=True), stored_dtype(config)
     for index, layer in enumerate(layers):
-        bench.write(index, layer_tensors(layer, index, _rounded(layer, group), scheme, dtype))
+        bench.write(index, layer_tensors(layer, index, _rounded(layer, roundings[index]), scheme, dtype))
     bench.write(len(layers), as_stored(outside_layers(model), dtype))
     bench.finish(config | {"quantization_config": scheme.quantization_config()})
     return loss
 
 
-def _rounded(layer: nn.Module, group: int) -> Rounded:
+def _begin(model: PreTrainedModel, windows_WT: Tensor, group: int, progress: Progress) -> dict[str, Tensor]:
+    """Round by GPTQ. -> weights and scales by layer and linear."""
+    stream, begun = Stream(model, windows_WT), dict[str, Tensor]()
+    for index, layer in enumerate(stream.layers):
+        progress("layers", index, len(stream.layers))
+        for name, weight in round_layer(layer, index, Gptq(group), stream).weights.items():
+            assert isinstance(weight, Int4Weight)
+            begun |= {f"{index}.{name}.scale": weight.scale, f"{index}.{name}.weight": weight.dequantize(torch.float32)}
+    progress("layers", len(stream.layers), len(stream.layers))
+    return begun
+
+
+def _rounded(layer: nn.Module, roundings: Mapping[str, _AsRounded]) -> Rounded:
     """Take the rounding out of the network again, and do it for good."""
     weights = {}
-    for name in LINEARS:
+    for name, rounding in roundings.items():
         parametrize.remove_parametrizations(linear(layer, name), "weight", leave_parametrized=False)
-        groups = grouped(linear(layer, name).weight.detach(), group)
-        steps = steps_of(groups, symmetric=True)
-        weights[name] = int4_weight(steps.nearest(groups), steps, symmetric=True)
+        groups = rounding.grouped(linear(layer, name).weight.detach())
+        weights[name] = int4_weight(rounding.steps.nearest(groups), rounding.steps, symmetric=True)
     return Rounded(weights)

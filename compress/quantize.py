@@ -28,16 +28,24 @@ def quantize(base: Path, out: Path, recipe: Recipe, windows_WT: Tensor | None, p
     for index in range(bench.done, len(layers)):
         progress("layers", index, len(layers))
         layer = layers[index]
-        rounded = recipe.round(layer, stream.look(index) if stream else None)
-        _become(layer, rounded)
+        rounded = round_layer(layer, index, recipe, stream)
         if stream:
-            stream.advance(index)
             bench.keep(f"hidden-{index + 1}", {"hidden": stream.hidden_WTC})
         bench.write(index, layer_tensors(layer, index, rounded, recipe.scheme, dtype))
         bench.forget(f"hidden-{index}")
     progress("layers", len(layers), len(layers))
     bench.write(len(layers), as_stored(outside_layers(model), dtype))
     bench.finish(config | {"quantization_config": recipe.scheme.quantization_config()})
+
+
+def round_layer(layer: nn.Module, index: int, recipe: Recipe, stream: Stream | None) -> Rounded:
+    """Round a layer in place; the stream goes on, so later layers are calibrated on what this one will really say."""
+    rounded = recipe.round(layer, stream.look(index) if stream else None)
+    for name, weight in rounded.weights.items():
+        linear(layer, name).weight.data.copy_(weight.dequantize(torch.float32))
+    if stream:
+        stream.advance(index)
+    return rounded
 
 
 def layer_tensors(
@@ -50,12 +58,6 @@ def layer_tensors(
     for name, weight in rounded.weights.items():
         tensors |= {f"{name}.{part}": tensor for part, tensor in tensors_of(weight, scheme).items()}
     return {f"model.layers.{index}.{name}": tensor for name, tensor in tensors.items()}
-
-
-def _become(layer: nn.Module, rounded: Rounded) -> None:
-    """Later layers are calibrated on what this one will really say."""
-    for name, weight in rounded.weights.items():
-        linear(layer, name).weight.data.copy_(weight.dequantize(torch.float32))
 
 
 def _name(windows_WT: Tensor) -> str:

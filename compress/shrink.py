@@ -17,12 +17,9 @@ from transformers import PreTrainedModel
 from compress import dense
 from compress.checkpoint import Workbench
 from compress.errors import CompressError
-from compress.network import Seen, Stream, layers_of, linear, load, read_config
+from compress.network import SEEN, Seen, Stream, layers_of, linear, load, read_config
 from compress.progress import Progress
 from compress.training import Plan, distillation, train
-
-_SEEN = 32
-"""Windows that parts are judged by; healing reads all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +41,7 @@ def shrink(base: Path, out: Path, windows_WT: Tensor, cut: Cut, heal: Plan, prog
     layers = layers_of(model)
     settings = {"method": "shrink", **asdict(cut), **asdict(heal), "windows": list(windows_WT.shape)}
     bench = Workbench(base, out, settings, len(layers) - cut.layers + 1)
-    stream, turned = Stream(model, windows_WT[:_SEEN]), []
+    stream, turned = Stream(model, windows_WT[:SEEN]), []
     for index, layer in enumerate(layers):
         progress("layers", index, len(layers))
         before, seen = stream.hidden_WTC, stream.look(index)

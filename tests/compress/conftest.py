@@ -21,7 +21,7 @@ METHODS = {
     "fp8": ("fp8",),
     "fp8-static": ("fp8", "--granularity", "tensor", "--static", "--kv", *_FEW),
     "fp8-block": ("fp8", "--granularity", "block"),
-    "awq": ("awq", "--group", "32", "--windows", "16", "--length", "256"),
+    "awq": ("awq", "--windows", "16", "--length", "256"),
     "awq-nearest": ("awq", "--no-compensate", *_FEW),
     "gptq": ("gptq", *_FEW),
     "gptq-act-order": ("gptq", "--act-order", "--no-symmetric", *_FEW),

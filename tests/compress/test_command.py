@@ -55,7 +55,7 @@ def test_without_its_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPat
         ("prune", "--pattern", "2:4"),
         ("prune", "--magnitude", "--sparsity", "0.3"),
         ("shrink", "--neurons", "0.34", "--layers", "1", "--kv-heads", "1"),
-        ("distill", "--fresh", "--temperature", "2", "--hard", "0.5"),
+        ("distill", "--fresh", "--temperature", "2", "--hard", "0.5", "--drafting", "0.2"),
     ],
 )
 def test_methods_that_train_write_what_is_served(flags: tuple[str, ...], tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from compress import text
 from compress.awq import Awq
 from compress.errors import CompressError
 from compress.gptq import Gptq
+from compress.network import group_for
 from compress.quantize import quantize
 from tests.compress.conftest import DEMO, METHODS, Made
 from verify.served import Served
@@ -34,10 +35,20 @@ def test_transformers_and_the_worker_read_the_same_model(method: str, made: Made
     assert divergence < (2e-2 if rounds_inputs else 1e-4), divergence
 
 
-@pytest.mark.parametrize(("method", "share"), [("int8", 0.62), ("fp8", 0.62), ("awq", 0.45), ("gptq", 0.43)])
+@pytest.mark.parametrize(("method", "share"), [("int8", 0.62), ("fp8", 0.62), ("awq", 0.45), ("gptq", 0.44)])
 def test_the_files_are_smaller(method: str, share: float, made: Made) -> None:
     sizes = [sum(file.stat().st_size for file in each.glob("*.safetensors")) for each in (made(method), DEMO)]
     assert sizes[0] / sizes[1] < share
+
+
+def test_narrow_networks_get_small_groups_and_wide_ones_the_usual(tmp_path: Path) -> None:
+    assert group_for(DEMO, None) == 32
+    for asked, neurons, group in ((None, 5632, 128), (64, 5632, 64), (None, 5600, 32)):
+        shape = {"hidden_size": 2048, "num_attention_heads": 16, "intermediate_size": neurons}
+        (tmp_path / "config.json").write_text(json.dumps(shape))
+        assert group_for(tmp_path, asked) == group
+    with pytest.raises(CompressError, match=r"groups of 100 do not divide .*\[384, 896\]"):
+        group_for(DEMO, 100)
 
 
 def test_keys_and_values_get_scales(made: Made) -> None:
