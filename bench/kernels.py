@@ -210,15 +210,18 @@ def quantized_row(shape: Shape, kind: str, name: str, n: int, k: int, gated: boo
 
 
 class Pages:
-    """A scattered pool for rows of given contexts, and its tables."""
+    """A scattered pool for rows of given contexts, and its tables. All rows share their first `shared` tokens."""
 
-    def __init__(self, shape: Shape, contexts: list[int], block: int, stored: torch.dtype = DTYPE) -> None:
-        self.shape, self.contexts, self.block, self.stored = shape, contexts, block, stored
+    def __init__(
+        self, shape: Shape, contexts: list[int], block: int, stored: torch.dtype = DTYPE, shared: int = 0
+    ) -> None:
+        self.shape, self.contexts, self.block, self.stored, self.shared = shape, contexts, block, stored, shared
         needed = [-(-context // block) for context in contexts]
         ids = torch.randperm(sum(needed), dtype=torch.int32) + 1
         tables = torch.zeros(len(contexts), max(needed), dtype=torch.int32)
         for row, part in enumerate(torch.split(ids, needed)):
             tables[row, : len(part)] = part
+        tables[:, : shared // block] = tables[0, : shared // block]
         self.tables = tables.cuda()
         self.count = sum(needed) + 1
         self.pools = copies(self.pool)
@@ -258,7 +261,8 @@ class Pages:
     def bytes(self) -> float:
         """Of all keys and values, and their scales."""
         scale = 4 if self.stored == kv.INT8 else 0
-        return 2.0 * sum(self.contexts) * self.shape.kv_heads * (self.shape.dim * self.stored.itemsize + scale)
+        keys = sum(self.contexts) - self.shared * (len(self.contexts) - 1)
+        return 2.0 * keys * self.shape.kv_heads * (self.shape.dim * self.stored.itemsize + scale)
 
 
 def decode_seconds(pages: Pages, tokens: int = 1, config: attention.Config | None = None) -> float:
@@ -270,9 +274,11 @@ def decode_seconds(pages: Pages, tokens: int = 1, config: attention.Config | Non
     return timed([partial(attention.attention, q, p, plan, shape.dim**-0.5, out=out) for p in pages.pools])
 
 
-def decode_row(shape: Shape, name: str, contexts: list[int], tokens: int = 1, stored: torch.dtype = DTYPE) -> Row:
+def decode_row(
+    shape: Shape, name: str, contexts: list[int], tokens: int = 1, stored: torch.dtype = DTYPE, shared: int = 0
+) -> Row:
     """Paged decode, or verification of several tokens a row."""
-    pages = Pages(shape, contexts, 16, stored)
+    pages = Pages(shape, contexts, 16, stored, shared)
     seconds = decode_seconds(pages, tokens)
     moved = pages.bytes() + 4.0 * tokens * len(contexts) * shape.heads * shape.dim
     return Row(
@@ -418,6 +424,9 @@ def cells() -> Iterator[tuple[str, Callable[[], list[Row]]]]:
             for batch in batches:
                 contexts, title = [2100] * batch, f"{kind} {batch} x 2100"
                 yield f"decode {kind} {name} {batch}", partial(one, decode_row, shape, title, contexts, 1, stored)
+        for batch in (32, 256):
+            title, contexts = f"{batch} x 2000, 1792 shared", [2000] * batch
+            yield f"decode {name} shared {batch}", partial(one, decode_row, shape, title, contexts, 1, DTYPE, 1792)
         skewed = [31 * 512] + [2048] * 31 + [512] * 32
         even = [sum(skewed) // 64] * 64
         for kind, contexts in (("1 x 32768", [32768]), ("skewed 64", skewed), ("even 64", even)):

@@ -6,8 +6,9 @@
 Two kernels share one inner loop (online softmax, Milakov and Gimelshein 2018; the H / K query heads of a key/value
 head are packed into the rows of a tile). Rows of few tokens go to the split kernel: all their key tiles, laid end to
 end, are cut into G equal shares, so a skewed batch costs what an even one costs; who finishes a row last merges its
-parts. Longer rows go to the tile kernel, or its twin for Hopper, the longest tiles first. Grids depend on shapes alone
-and all values are read on the device, so both can be captured in a CUDA graph.
+parts. Leading keys that neighbours of one token share are taken once for a group of them, by a kernel before it. Longer
+rows go to the tile kernel, or its twin for Hopper, the longest tiles first. Grids depend on shapes alone and all values
+are read on the device, so all can be captured in a CUDA graph.
 
 An invariant plan gives a query the same bits in any batch and any chunk: both kernels take the same tiles of keys, cut
 sums at the same positions, join them in the same order and round every product on its own.
@@ -15,13 +16,16 @@ sums at the same positions, join them in the same order and round every product 
 
 from dataclasses import dataclass, replace
 from types import ModuleType
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
 from kernels import kv
-from kernels.attention_device import schedule_kernel, split_kernel, tile_kernel
+from kernels.attention_device import split_kernel, tile_kernel
+from kernels.attention_schedule import RECORD, schedule_kernel
+from kernels.attention_shared import shared_kernel
 from kernels.overlap import launch_options
 from kernels.words import has_asm
 
@@ -44,6 +48,8 @@ class Config:
     """Key tiles that are worth a program of their own."""
     split_merge: int = 64
     """Query rows of parts to merge at a time."""
+    shared_rows: int = 0
+    """Look for keys that neighbours share in steps of at least so many rows; 0: never."""
     tile_rows: int = 128
     tile_keys: int = 128
     tile_warps: int = 8
@@ -60,21 +66,23 @@ CONFIGS = {
     (64, True): Config(split_keys=32, split_warps=1, split_programs=264, tile_keys=64, tile_warps=4),
     (64, False): Config(split_keys=32, split_warps=1, split_programs=528, tile_keys=64, tile_warps=4),
     (128, True): Config(split_keys=32, split_warps=2, split_programs=264),
-    (128, False): Config(),
+    (128, False): Config(shared_rows=32),
 }
 # Of 8 bits. A processor takes as many of these programs as fit its registers, which the number of programs must agree
 # with: one program more or less on some of the processors, and all wait for those.
 CONFIGS_8_BIT = {
     (64, True): Config(split_keys=64, split_warps=2, split_stages=5, split_programs=264, tile_keys=64, tile_warps=4),
     (64, False): Config(
-        split_keys=128, split_warps=2, split_stages=6, split_programs=528, split_merge=16, tile_keys=64, tile_warps=4
+        split_keys=64, split_warps=2, split_stages=6, split_programs=792, split_merge=16, tile_keys=64, tile_warps=4
     ),
     (128, True): Config(split_keys=64, split_warps=2, split_stages=4),
-    (128, False): Config(split_keys=128, split_stages=6, split_merge=32),
+    (128, False): Config(split_keys=128, split_stages=6, split_merge=32, shared_rows=32),
 }
 EXACT = Config(split_keys=32, split_stages=2, tile_rows=32, tile_keys=32, tile_warps=4, tile_stages=2)
-TINY = replace(EXACT, split_programs=3, split_least=1, split_keys=16, tile_keys=16)
+TINY = replace(EXACT, split_programs=3, split_least=1, split_keys=16, tile_keys=16, shared_rows=4)
 SPAN = 512
+# Query rows of a group, and the programs that take what the groups of a step share.
+GROUP_LINES, SHARED_PROGRAMS = 64, 256
 
 
 def config_for(
@@ -95,6 +103,16 @@ def config_for(
 
 
 @dataclass(frozen=True, slots=True)
+class SharedPrefixes:
+    """Which keys the groups of a step share, and what comes of them."""
+
+    groups: Tensor
+    """int32 [groups, 2]: keys, and the row whose table names them."""
+    parts: Tensor
+    """float32 [groups, K, splits, rows of a group, lines, D + 2]."""
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionPlan:
     """How the rows of one step see the pool; made once, used by all layers with the same window.
 
@@ -111,6 +129,7 @@ class AttentionPlan:
     records: Tensor
     parts: Tensor
     arrived: Tensor
+    shared: SharedPrefixes | None
     window: int | None
     short_tokens: int
     """Rows of more tokens than this belong to the tile kernel."""
@@ -151,9 +170,10 @@ def plan_attention(
     plan = AttentionPlan(
         starts, contexts, tables,
         ends=torch.empty(rows + 1, dtype=torch.int32, device=device),
-        records=torch.empty(config.split_programs, 8, dtype=torch.int32, device=device),
+        records=torch.empty(config.split_programs, RECORD.value, dtype=torch.int32, device=device),
         parts=torch.empty(pieces, lines, dim + 2, dtype=torch.float32, device=device),
         arrived=torch.zeros(rows * kv_heads, dtype=torch.int32, device=device),
+        shared=None if window or short_tokens > 1 else _shared_prefixes(config, rows, kv_heads, lines, dim, device),
         window=window, short_tokens=short_tokens, long_tokens=long_tokens, kv_heads=kv_heads, share=share,
         block_size=block_size, config=config,
     )  # fmt: skip
@@ -161,13 +181,27 @@ def plan_attention(
     return plan
 
 
+def _shared_prefixes(
+    config: Config, rows: int, kv_heads: int, lines: int, dim: int, device: torch.device
+) -> SharedPrefixes | None:
+    """Room for what groups of rows share, where it is looked for."""
+    if config.span or not 0 < config.shared_rows <= rows or 2 * lines > GROUP_LINES:
+        return None
+    count = triton.cdiv(rows, GROUP_LINES // lines)
+    splits = max(1, min(8, SHARED_PROGRAMS // (count * kv_heads)))
+    parts = torch.empty(count, kv_heads, splits, GROUP_LINES // lines, lines, dim + 2, device=device)
+    return SharedPrefixes(torch.empty(count, 2, dtype=torch.int32, device=device), parts)
+
+
 def schedule(plan: AttentionPlan) -> None:
     """Share the short rows' work out anew, after `starts` or `contexts` changed. One small launch; no host waits."""
-    rows, config = plan.contexts.shape[0], plan.config
+    rows, config, shared = plan.contexts.shape[0], plan.config, plan.shared
+    group = shared.parts.shape[3] if shared else 1
     schedule_kernel[(1,)](
-        plan.starts, plan.contexts, plan.ends, plan.records, rows, plan.kv_heads, plan.window or 0,
-        plan.short_tokens, G=config.split_programs, TILE=config.span or config.split_keys, LEAST=config.split_least,
-        WINDOW=plan.window is not None, BLOCK_R=max(16, triton.next_power_of_2(rows)), num_warps=4,
+        plan.starts, plan.contexts, plan.tables, shared.groups if shared else None, plan.ends, plan.records, rows,
+        plan.kv_heads, plan.tables.shape[1], plan.window or 0, plan.short_tokens, G=config.split_programs,
+        TILE=config.span or config.split_keys, LEAST=config.split_least, P=plan.block_size, GROUP=group,
+        WINDOW=plan.window is not None, BLOCK_R=max(16, group, triton.next_power_of_2(rows)), num_warps=4,
         **launch_options(plan.starts.device),
     )  # fmt: skip
 
@@ -186,45 +220,73 @@ def attention(
     any format of `kernels.kv`; kv_scales float32 [2, K] are those of an fp8 pool, None: all 1.
     """
     tokens, heads, dim = q_THD.shape
-    block_size, kv_heads = kv.block_size_of(kv_NP2KD), kv_NP2KD.shape[3]
+    kv_heads = kv_NP2KD.shape[3]
     assert q_THD.stride()[1:] == (dim, 1)
-    assert (block_size, kv_heads, heads) == (plan.block_size, plan.kv_heads, plan.kv_heads * plan.share)
+    assert kv.block_size_of(kv_NP2KD) == plan.block_size
+    assert (kv_heads, heads) == (plan.kv_heads, plan.kv_heads * plan.share)
     if out is None:
         out = torch.empty(tokens, heads * dim, dtype=q_THD.dtype, device=q_THD.device)
-    config, rows, stride = plan.config, plan.contexts.shape[0], q_THD.stride(0)
-    fixed = {
-        "SHARE": plan.share, "D": dim, "BLOCK_D": max(16, triton.next_power_of_2(dim)), "P": block_size,
-        "ROWS": kv_NP2KD.shape[1], "WINDOW": plan.window is not None, "IEEE": q_THD.dtype == torch.float32,
-        "SPAN": config.span, "enable_fp_fusion": not config.span, **launch_options(q_THD.device),
-    }  # fmt: skip
-    ragged = (q_THD, kv_NP2KD, kv_scales, out, plan.starts, plan.contexts, plan.tables)
-    numbers = (rows, kv_heads, plan.tables.shape[1], stride, scale * LOG2E, plan.window or 0)
     if plan.long_tokens:
-        hopper = _hopper(q_THD, kv_NP2KD.dtype, plan)
-        tile_rows = hopper.ROWS if hopper else config.tile_rows
-        tiles = min(plan.long_tokens // (plan.short_tokens + 1), rows)
-        tiles += triton.cdiv(plan.long_tokens, tile_rows // plan.share)
-        if hopper:
-            hopper.attend_tiles(
-                q_THD, kv_NP2KD, kv_scales, out, plan.starts, plan.contexts, plan.tables, tiles, scale * LOG2E,
-                plan.window, plan.short_tokens,
-            )  # fmt: skip
-        else:
-            tile_kernel[(tiles * kv_heads,)](
-                *ragged, *numbers, plan.short_tokens, TILE=config.tile_keys, M=config.tile_rows,
-                BLOCK_R=max(16, triton.next_power_of_2(rows)), STAGES=config.tile_stages, num_warps=config.tile_warps,
-                **fixed,
-            )  # fmt: skip
+        _attend_long(q_THD, kv_NP2KD, kv_scales, out, plan, scale * LOG2E)
     if plan.long_tokens < tokens:
-        lines = plan.parts.shape[1]
-        columns = kv_NP2KD.dtype.itemsize == 1 and not config.span
-        most = config.tile_rows if config.span else max(8 if columns else 16, lines)
-        split_kernel[(config.split_programs,)](
-            *ragged, plan.ends, plan.records, plan.parts, plan.arrived, *numbers, TILE=config.split_keys,
-            M=most, LINES=lines, MERGE=max(1, config.split_merge // lines), COLUMNS=columns, ASM=has_asm(q_THD.device),
-            STAGES=config.split_stages, num_warps=config.split_warps, **fixed,
-        )  # fmt: skip
+        _attend_short(q_THD, kv_NP2KD, kv_scales, out, plan, scale * LOG2E)
     return out
+
+
+def _attend_long(
+    q_THD: Tensor, kv_NP2KD: Tensor, kv_scales: Tensor | None, out: Tensor, plan: AttentionPlan, scale: float
+) -> None:
+    config, rows = plan.config, plan.contexts.shape[0]
+    hopper = _hopper(q_THD, kv_NP2KD.dtype, plan)
+    tile_rows = hopper.ROWS if hopper else config.tile_rows
+    tiles = min(plan.long_tokens // (plan.short_tokens + 1), rows)
+    tiles += triton.cdiv(plan.long_tokens, tile_rows // plan.share)
+    if hopper:
+        hopper.attend_tiles(
+            q_THD, kv_NP2KD, kv_scales, out, plan.starts, plan.contexts, plan.tables, tiles, scale, plan.window,
+            plan.short_tokens,
+        )  # fmt: skip
+        return
+    tile_kernel[(tiles * plan.kv_heads,)](
+        q_THD, kv_NP2KD, kv_scales, out, plan.starts, plan.contexts, plan.tables, rows, plan.kv_heads,
+        plan.tables.shape[1], q_THD.stride(0), scale, plan.window or 0, plan.short_tokens, TILE=config.tile_keys,
+        M=config.tile_rows, BLOCK_R=max(16, triton.next_power_of_2(rows)), WINDOW=plan.window is not None,
+        SPAN=config.span, STAGES=config.tile_stages, num_warps=config.tile_warps, **_constants(q_THD, kv_NP2KD, plan),
+    )  # fmt: skip
+
+
+def _attend_short(
+    q_THD: Tensor, kv_NP2KD: Tensor, kv_scales: Tensor | None, out: Tensor, plan: AttentionPlan, scale: float
+) -> None:
+    config, shared, rows, lines = plan.config, plan.shared, plan.contexts.shape[0], plan.parts.shape[1]
+    numbers = (rows, plan.kv_heads, plan.tables.shape[1], q_THD.stride(0), scale)
+    count, _, splits, group, _, _ = shared.parts.shape if shared else (0, 0, 1, 1, 0, 0)
+    constants: dict[str, Any] = _constants(q_THD, kv_NP2KD, plan) | {
+        "TILE": config.split_keys, "LINES": lines, "GROUP": group, "SPLITS": splits,
+    }  # fmt: skip
+    if shared:
+        shared_kernel[(count * plan.kv_heads * splits,)](
+            q_THD, kv_NP2KD, kv_scales, plan.starts, plan.tables, shared.groups, shared.parts, *numbers, STAGES=3,
+            num_warps=4, **constants,
+        )  # fmt: skip
+    columns = kv_NP2KD.dtype.itemsize == 1 and not config.span
+    split_kernel[(config.split_programs,)](
+        q_THD, kv_NP2KD, kv_scales, out, plan.starts, plan.contexts, plan.tables, plan.ends, plan.records,
+        shared.groups if shared else None, shared.parts if shared else None, plan.parts, plan.arrived, *numbers,
+        plan.window or 0, M=config.tile_rows if config.span else max(8 if columns else 16, lines),
+        MERGE=max(1, config.split_merge // lines), WINDOW=plan.window is not None, SPAN=config.span, COLUMNS=columns,
+        ASM=has_asm(q_THD.device), STAGES=config.split_stages, num_warps=config.split_warps, **constants,
+    )  # fmt: skip
+
+
+def _constants(q_THD: Tensor, kv_NP2KD: Tensor, plan: AttentionPlan) -> dict[str, Any]:
+    """What all these kernels are compiled for."""
+    dim = q_THD.shape[2]
+    return {
+        "SHARE": plan.share, "D": dim, "BLOCK_D": max(16, triton.next_power_of_2(dim)), "P": plan.block_size,
+        "ROWS": kv_NP2KD.shape[1], "IEEE": q_THD.dtype == torch.float32, "enable_fp_fusion": not plan.config.span,
+        **launch_options(q_THD.device),
+    }  # fmt: skip
 
 
 def _hopper(q_THD: Tensor, stored: torch.dtype, plan: AttentionPlan) -> ModuleType | None:

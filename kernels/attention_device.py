@@ -1,4 +1,4 @@
-"""Device code of `kernels.attention`: one inner loop, the kernel that shares out short rows, the kernel of long ones.
+"""Device code of `kernels.attention`: one inner loop, the kernel of short rows, the kernel of long ones.
 
 Names as there. With SPAN keys are taken span by span, [0, SPAN), [SPAN, 2 SPAN) and so on, each from nothing; then the
 spans are joined in order. Which program took a span, and what else it took, leaves no trace in the bits.
@@ -10,11 +10,12 @@ import triton
 import triton.language as tl
 
 from kernels.attention_columns import FLOOR, attend_columns
+from kernels.attention_schedule import RECORD, first_tile
 from kernels.overlap import begin
 
 
 @triton.jit
-def _attend(
+def attend(
     top, total, mixed,  # running maximum and sum [M], weighted values [M, D]
     q,  # [M, D]
     kv,  # [N, ROWS, 2, K, D]
@@ -76,7 +77,7 @@ def _attend(
 
 
 @triton.jit
-def _prepare(query, kv, head_scales, head, K, scale):
+def prepare(query, kv, head_scales, head, K, scale):
     """The query in the dtype that its keys are multiplied in, the factor of its scores, the factor of its values."""
     if kv.dtype.element_ty == tl.float8e4nv and query.dtype == tl.bfloat16:
         query = query.to(tl.float16)  # exact for the keys, and one conversion instead of two
@@ -85,60 +86,6 @@ def _prepare(query, kv, head_scales, head, K, scale):
         scale *= tl.load(head_scales + head)
         gain = tl.load(head_scales + K + head)
     return query, scale, gain
-
-
-@triton.jit
-def _first_tile(context, length, window, TILE: tl.constexpr, WINDOW: tl.constexpr):
-    if WINDOW:
-        return tl.maximum(context - length + 1 - window, 0) // TILE
-    return context * 0
-
-
-@triton.jit(do_not_specialize=["R", "window"])
-def schedule_kernel(
-    starts,  # int32 [R + 1]: first token of each row
-    contexts,  # int32 [R]
-    ends,  # int32 [R + 1] out: tiles of all rows before, and of all
-    records,  # int32 [G, 8] out: row, its first tile and last + 1, first token, tokens, context; share, stop
-    R,
-    K,
-    window,
-    longest,  # rows of more tokens belong to the tile kernel
-    G: tl.constexpr,
-    TILE: tl.constexpr,  # keys of a unit of work
-    LEAST: tl.constexpr,
-    WINDOW: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Lay the key tiles of all short rows end to end and find where each program's equal share begins."""
-    begin(PDL)
-    rows = tl.arange(0, BLOCK_R)
-    start = tl.load(starts + rows, mask=rows < R, other=0)
-    length = tl.load(starts + rows + 1, mask=rows < R, other=0) - start
-    context = tl.load(contexts + rows, mask=rows < R, other=0)
-    short = (length > 0) & (length <= longest)
-    # A row without any context has one tile, all of it masked: its result is 0.
-    tiles = tl.maximum(tl.cdiv(context, TILE) - _first_tile(context, length, window, TILE, WINDOW), 1)
-    tiles = tl.where(short, tiles * K, 0)
-    end = tl.cumsum(tiles, 0)
-    tl.store(ends, 0)
-    tl.store(ends + 1 + rows, end, mask=rows < R)
-    share = tl.maximum(tl.cdiv(tl.sum(tiles), G), LEAST)
-    for program in range(0, G, 16):
-        members = program + tl.arange(0, 16)
-        before = (end[None, :] <= (members * share)[:, None]) & (rows < R)[None, :]
-        row = tl.sum(before.to(tl.int32), 1)
-        here = rows[None, :] == row[:, None]
-        record, known = records + members * 8, members < G
-        tl.store(record, row, mask=known)
-        tl.store(record + 1, tl.sum(tl.where(here, (end - tiles)[None, :], 0), 1), mask=known)
-        tl.store(record + 2, tl.sum(tl.where(here, end[None, :], 0), 1), mask=known)
-        tl.store(record + 3, tl.sum(tl.where(here, start[None, :], 0), 1), mask=known)
-        tl.store(record + 4, tl.sum(tl.where(here, length[None, :], 0), 1), mask=known)
-        tl.store(record + 5, tl.sum(tl.where(here, context[None, :], 0), 1), mask=known)
-        tl.store(record + 6, share, mask=known)
-        tl.store(record + 7, tl.minimum(members * share + share, tl.sum(tiles)), mask=known)
 
 
 @triton.jit
@@ -182,16 +129,14 @@ def _merge_spans(
 @triton.jit
 def _merge(
     parts,  # [LINES] pointers into the first of `pieces` parts
-    out,  # [LINES, 1] pointers
     pieces,
-    valid,
+    valid,  # [LINES]
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    LINES: tl.constexpr,
     MERGE: tl.constexpr,
 ):
     """Merge a row's parts, MERGE at a time: one after the other would cost a trip to memory each."""
-    lines = tl.arange(0, LINES)
+    LINES: tl.constexpr = parts.shape[0]
     lanes = tl.arange(0, BLOCK_D)
     top = tl.full([LINES], FLOOR, tl.float32)
     total = tl.zeros([LINES], tl.float32)
@@ -199,7 +144,7 @@ def _merge(
     for first in range(0, pieces, MERGE):
         which = first + tl.arange(0, MERGE)
         place = parts[None, :] + which[:, None] * (LINES * (D + 2))
-        exists = (which < pieces)[:, None] & (lines < valid)[None, :]
+        exists = (which < pieces)[:, None] & valid[None, :]
         known = exists[:, :, None] & (lanes < D)[None, None, :]
         values = tl.load(place[:, :, None] + lanes[None, None, :], mask=known, other=0.0, cache_modifier=".cg")
         tops = tl.load(place + D, mask=exists, other=FLOOR, cache_modifier=".cg")
@@ -209,8 +154,28 @@ def _merge(
         mixed = mixed * fade[:, None] + tl.sum(values * rise[:, :, None], 0)
         total = total * fade + tl.sum(totals * rise, 0)
         top = new_top
-    result = (mixed / tl.where(total > 0, total, 1.0)[:, None]).to(out.dtype.element_ty)
-    tl.store(out + lanes[None, :], result, mask=(lines < valid)[:, None] & (lanes < D)[None, :])
+    return top, total, mixed
+
+
+@triton.jit
+def _join_shared(
+    top, total, mixed,  # of a row's own keys: [M], [M], [M, BLOCK_D]
+    shared,  # keys that its group shares
+    parts, first, valid,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, LINES: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """A row's own keys and those that its group shares."""
+    lines = tl.arange(0, top.shape[0])
+    lanes = tl.arange(0, BLOCK_D)
+    if shared > 0:
+        for split in tl.static_range(SPLITS):
+            place = parts + (first + split * GROUP).to(tl.int64) * LINES * (D + 2) + lines * (D + 2)
+            known = valid[:, None] & (lanes < D)[None, :]
+            its_mixed = tl.load(place[:, None] + lanes[None, :], mask=known, other=0.0)
+            its_top = tl.load(place + D, mask=valid, other=FLOOR)
+            its_total = tl.load(place + D + 1, mask=valid, other=0.0)
+            top, total, mixed = _join(top, total, mixed, its_top, its_total, its_mixed)
+    return top, total, mixed
 
 
 @triton.jit(do_not_specialize=["R", "B", "window"])
@@ -223,24 +188,26 @@ def split_kernel(
     contexts,  # int32 [R]
     tables,  # int32 [R, B]
     ends,  # int32 [R + 1]
-    records,  # int32 [G, 8]
+    records,  # int32 [G, RECORD]
+    groups,  # int32 [cdiv(R, GROUP), 2] or None, as `schedule_kernel` leaves them
+    shared_parts,  # float32 [groups, K, SPLITS, GROUP, LINES, D + 2] or None: of the keys that a group shares
     parts,  # float32 [R * K + G or units of work, LINES, D + 2]: weighted values, maximum, sum
     arrived,  # int32 [R * K], zero between launches
     R, K: tl.constexpr, B, q_stride, scale, window,
     SHARE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr,
     TILE: tl.constexpr, M: tl.constexpr, LINES: tl.constexpr, MERGE: tl.constexpr, SPAN: tl.constexpr,
-    WINDOW: tl.constexpr, IEEE: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
-    PDL: tl.constexpr,
+    GROUP: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, IEEE: tl.constexpr, COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A unit of work is a tile of keys, and neighbours are taken together; with SPAN it is a span, taken alone."""
     UNIT: tl.constexpr = SPAN if SPAN else TILE
     begin(PDL)
     program = tl.program_id(0)
     # One trip to memory says all about the first piece of work.
-    record = records + program * 8
+    record = records + program * RECORD
     row, row_begin, row_end = tl.load(record), tl.load(record + 1), tl.load(record + 2)
     start, length, context = tl.load(record + 3), tl.load(record + 4), tl.load(record + 5)
-    share, stop = tl.load(record + 6), tl.load(record + 7)
+    share, stop, shared = tl.load(record + 6), tl.load(record + 7), tl.load(record + 8)
     here = program * share
     lines = tl.arange(0, M)
     lanes = tl.arange(0, BLOCK_D)
@@ -251,6 +218,8 @@ def split_kernel(
             row_begin, row_end = row_end, tl.load(ends + row + 1)
             start, context = tl.load(starts + row), tl.load(contexts + row)
             length = tl.load(starts + row + 1) - start
+            if groups is not None:
+                shared = tl.load(groups + row // GROUP * 2)
         else:
             tiles = (row_end - row_begin) // K
             head = (here - row_begin) // tiles
@@ -262,8 +231,8 @@ def split_kernel(
             column = (head * SHARE + lines % SHARE) * D
             inside = valid[:, None] & (lanes < D)[None, :]
             query = tl.load(q + (line * q_stride + column)[:, None] + lanes[None, :], mask=inside, other=0.0)
-            query, factor, gain = _prepare(query, kv, head_scales, head, K, scale)
-            first = _first_tile(context, length, window, UNIT, WINDOW)
+            query, factor, gain = prepare(query, kv, head_scales, head, K, scale)
+            first = first_tile(context, length, window, UNIT, WINDOW) + shared // UNIT
             low = (first + here - unit_begin) * UNIT
             high = tl.minimum((first + unit_stop - unit_begin) * UNIT, context)
             table, newest = tables + row.to(tl.int64) * B, context - length + token
@@ -273,7 +242,7 @@ def split_kernel(
                     WINDOW, IEEE, STAGES, ASM,
                 )  # fmt: skip
             else:
-                top, total, mixed = _attend(
+                top, total, mixed = attend(
                     tl.full([M], FLOOR, tl.float32), tl.zeros([M], tl.float32), tl.zeros([M, BLOCK_D], tl.float32),
                     query, kv, table, newest, low, high, context, head, factor, window, K, D, BLOCK_D, P, ROWS, TILE,
                     True, WINDOW, IEEE, STAGES,
@@ -285,7 +254,12 @@ def split_kernel(
             else:
                 pieces = 1 + (unit_begin + tiles - 1) // share - unit_begin // share
                 place, first_place = unit + program, unit + unit_begin // share
+            before = (row // GROUP * K + head) * SPLITS * GROUP + row % GROUP  # the first of its shared parts
             if pieces == 1:
+                if groups is not None:
+                    top, total, mixed = _join_shared(
+                        top, total, mixed, shared, shared_parts, before, valid, D, BLOCK_D, LINES, GROUP, SPLITS
+                    )
                 result = mixed / tl.where(total > 0, total, 1.0)[:, None]
                 target = out + (line * (K * SHARE * D) + column)[:, None] + lanes[None, :]
                 tl.store(target, result.to(out.dtype.element_ty), mask=inside)
@@ -302,7 +276,16 @@ def split_kernel(
                     if SPAN:
                         _merge_spans(first_part, out + merged[:, None], pieces, length * SHARE, D, BLOCK_D, LINES, 4)
                     else:
-                        _merge(first_part, out + merged[:, None], pieces, length * SHARE, D, BLOCK_D, LINES, MERGE)
+                        some_valid = some < length * SHARE
+                        all_top, all_total, all_mixed = _merge(first_part, pieces, some_valid, D, BLOCK_D, MERGE)
+                        if groups is not None:
+                            all_top, all_total, all_mixed = _join_shared(
+                                all_top, all_total, all_mixed, shared, shared_parts, before, some_valid, D, BLOCK_D,
+                                LINES, GROUP, SPLITS,
+                            )  # fmt: skip
+                        result = all_mixed / tl.where(all_total > 0, all_total, 1.0)[:, None]
+                        known = some_valid[:, None] & (lanes < D)[None, :]
+                        tl.store(out + merged[:, None] + lanes[None, :], result.to(out.dtype.element_ty), mask=known)
             here = unit_stop
 
 
@@ -344,7 +327,7 @@ def tile_kernel(
     column = (head * SHARE + lines % SHARE) * D
     inside = valid[:, None] & (lanes < D)[None, :]
     query = tl.load(q + (line * q_stride + column)[:, None] + lanes[None, :], mask=inside, other=0.0)
-    query, factor, gain = _prepare(query, kv, head_scales, head, K, scale)
+    query, factor, gain = prepare(query, kv, head_scales, head, K, scale)
     newest = context - length + token
     oldest = context - length + tile * TOKENS  # position of the tile's first query
     beyond = tl.minimum(oldest + TOKENS, context)
@@ -357,7 +340,7 @@ def tile_kernel(
         if WINDOW:
             low = tl.maximum(oldest + 1 - window, 0) // SPAN * SPAN
         for span in range(low, beyond, SPAN):
-            its_top, its_total, its_mixed = _attend(
+            its_top, its_total, its_mixed = attend(
                 tl.full([M], FLOOR, tl.float32), tl.zeros([M], tl.float32), tl.zeros([M, BLOCK_D], tl.float32),
                 query, kv, table, newest, span, tl.minimum(span + SPAN, beyond), context, head, factor, window, K,
                 D, BLOCK_D, P, ROWS, TILE, True, WINDOW, IEEE, STAGES,
@@ -370,16 +353,16 @@ def tile_kernel(
         middle = tl.maximum((oldest + 1) // TILE * TILE, low)  # all queries see every key before this one
         if WINDOW:
             edge = tl.minimum(tl.maximum(tl.cdiv(beyond - window, TILE) * TILE, low), middle)
-            top, total, mixed = _attend(
+            top, total, mixed = attend(
                 top, total, mixed, query, kv, table, newest, low, edge, context, head, factor, window, K,
                 D, BLOCK_D, P, ROWS, TILE, True, WINDOW, IEEE, STAGES,
             )  # fmt: skip
             low = edge
-        top, total, mixed = _attend(
+        top, total, mixed = attend(
             top, total, mixed, query, kv, table, newest, low, middle, context, head, factor, window, K,
             D, BLOCK_D, P, ROWS, TILE, False, False, IEEE, STAGES,
         )  # fmt: skip
-        top, total, mixed = _attend(
+        top, total, mixed = attend(
             top, total, mixed, query, kv, table, newest, middle, beyond, context, head, factor, window, K,
             D, BLOCK_D, P, ROWS, TILE, True, WINDOW, IEEE, STAGES,
         )  # fmt: skip

@@ -82,6 +82,26 @@ def test_attention_over_long_contexts_and_skewed_batches(
         close(batch.run(None, 1), batch.want(None))
 
 
+@pytest.mark.parametrize("stored", [None, kv.FP8], ids=str)
+@pytest.mark.parametrize("heads", [(32, 8, 128), (28, 4, 128), (4, 4, 96)], ids=str)
+def test_neighbours_take_the_keys_that_they_share_together(
+    heads: tuple[int, int, int], stored: torch.dtype | None
+) -> None:
+    lengths = [1] * 70
+    lengths[5], lengths[33], lengths[60] = 0, 200, 7
+    shared = [0, *[100] * 69]
+    shared[5] = shared[6] = shared[40] = 0
+    shared[50] = 30
+    contexts = [1600 + length + random.randint(0, 300) for length in lengths]
+    contexts[5], contexts[6], contexts[7] = 0, 2300, 1601
+    batch = Batch(lengths, contexts, *heads, 16, torch.bfloat16, stored, shared)
+    config = attention.config_for(heads[2], torch.bfloat16, 70, stored=stored)
+    plan = batch.plan(None, 1, config)
+    assert plan.shared is not None
+    assert plan.shared.groups[:, 0].amax() >= 1536
+    close(batch.run(None, 1, config), batch.want(None))
+
+
 def test_a_context_shorter_than_its_row_ends_and_gives_zeros() -> None:
     """It breaks the contract, yet must not hang the device."""
     for stored in (None, kv.FP8):

@@ -44,8 +44,9 @@ class Batch:
 
     def __init__(
         self, lengths: list[int], contexts: list[int], heads: int, kv_heads: int, dim: int, block: int,
-        dtype: torch.dtype, stored: torch.dtype | None = None,
+        dtype: torch.dtype, stored: torch.dtype | None = None, shared: list[int] | None = None,
     ) -> None:  # fmt: skip
+        """shared: for each row, how many of its first blocks are those of the row before it."""
         self.lengths, self.contexts, self.heads, self.kv_heads, self.block = lengths, contexts, heads, kv_heads, block
         needed = [-(-context // block) for context in contexts]
         self.pool = kv.make_pool(sum(needed) + 1, block, kv_heads, dim, stored or dtype, DEVICE)
@@ -57,24 +58,29 @@ class Batch:
         """For each row, the keys and values that its pages hold: [context, 2, K, D]."""
         begin = 0
         for row, (context, count) in enumerate(zip(contexts, needed, strict=True)):
-            ids = order[begin : begin + count]
+            ids = order[begin : begin + count].clone()
             begin += count
+            same = shared[row] if shared else 0
+            ids[:same] = self.tables[row - 1, :same]
             self.tables[row, :count] = ids
-            places = (ids[:, None] * block + torch.arange(block, device=DEVICE)).view(-1)[:context]
-            kv.store(self.pool, places, rand(context, 2 * kv_heads, dim, dtype=dtype), self.kv_scales)
+            places = (ids[:, None] * block + torch.arange(block, device=DEVICE)).view(-1)[same * block : context]
+            kv.store(self.pool, places, rand(len(places), 2 * kv_heads, dim, dtype=dtype), self.kv_scales)
             self.kv.append(kv.load(self.pool, ids, self.kv_scales, dtype).flatten(0, 1)[:context])
         tokens = sum(lengths)
         self.q = rand(tokens, heads + 2 * kv_heads, dim, dtype=dtype)[:, :heads]
         self.starts = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=DEVICE)
 
-    def run(self, window: int | None, short: int, config: attention.Config | None = None) -> Tensor:
+    def plan(self, window: int | None, short: int, config: attention.Config | None = None) -> attention.AttentionPlan:
         dim, dtype, rows = self.q.shape[2], self.q.dtype, len(self.lengths)
-        config = config or attention.config_for(dim, dtype, rows, stored=self.pool.dtype)
-        plan = attention.plan_attention(
+        return attention.plan_attention(
             self.starts, torch.tensor(self.contexts, dtype=torch.int32, device=DEVICE), self.tables, self.heads,
             self.kv_heads, dim, self.block, dtype, window, short,
-            sum(length for length in self.lengths if length > short), config,
+            sum(length for length in self.lengths if length > short),
+            config or attention.config_for(dim, dtype, rows, stored=self.pool.dtype),
         )  # fmt: skip
+
+    def run(self, window: int | None, short: int, config: attention.Config | None = None) -> Tensor:
+        plan = self.plan(window, short, config)
         out = poison(self.q.shape[0], self.heads * self.q.shape[2], dtype=self.q.dtype)
         for _ in range(2):  # the second time shows that the counters were left at zero
             out.fill_(float("nan"))

@@ -210,8 +210,8 @@ def attend(
 ) -> None:
     kv_heads, dim = pool.shape[3:]
     heads = qkv.shape[1] - 2 * kv_heads
-    starts, contexts, tables = (torch.zeros(shape, dtype=torch.int32) for shape in ((9,), (8,), (8, 8)))
-    config = attention.config_for(dim, qkv.dtype, 8, invariant, pool.dtype)
+    starts, contexts, tables = (torch.zeros(shape, dtype=torch.int32) for shape in ((33,), (32,), (32, 8)))
+    config = attention.config_for(dim, qkv.dtype, 32, invariant, pool.dtype)
     plan = attention.plan_attention(
         starts, contexts, tables, heads, kv_heads, dim, kv.block_size_of(pool), qkv.dtype, window, 1, 3, config
     )

@@ -37,6 +37,21 @@ def test_attention_in_the_served_configurations() -> None:
         close(batch.run(None, 1, config), batch.want(None))
 
 
+def test_neighbours_take_the_keys_that_they_share_together() -> None:
+    lengths = [1, 1, 30, 1, 1, 1, 1, 0, *[1] * 6]
+    for heads, dtype, stored, least, shared, found in (
+        ((14, 2, 24), HALF, None, 97, [0, 6, 6, 6, 6, 6, 6, 0, 0, 4, 4, 4, 4, 4], [[96, 0], [64, 8]]),
+        ((5, 1, 16), FULL, None, 96, [0, 6, 6, 6, 6, 6, 6, 0, 0, 4, 4, 3, 4, 4], [[80, 0], [0, 8]]),
+        ((8, 1, 32), HALF, kv.FP8, 97, [0, 6, 6, 5, 6, 6, 6, 0, 0, 4, 4, 4, 4, 4], [[80, 0], [64, 8]]),
+    ):
+        contexts = [130, 97, 150, least, 200, 111, 140, 0, 100, 70, 90, 70, 99, 70]
+        batch = Batch(lengths, contexts, *heads, 16, dtype, stored, shared)
+        plan = batch.plan(None, 1, attention.TINY)
+        assert plan.shared is not None
+        assert plan.shared.groups.tolist() == found
+        close(batch.run(None, 1, attention.TINY), batch.want(None))
+
+
 def test_invariant_attention_cuts_sums_at_fixed_keys() -> None:
     tiny = replace(attention.config_for(32, FULL, 1, invariant=True), split_programs=3, span=64)
     for window in (None, 70):

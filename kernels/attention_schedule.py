@@ -1,0 +1,114 @@
+"""Device code of `kernels.attention` that shares out the work of short rows. Names as there; knows no keys.
+
+Rows next to each other whose tables begin with the same blocks see the same keys there. `kernels.attention_shared`
+takes those once for a group of rows, and what is shared out here begins behind them.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+import triton
+import triton.language as tl
+
+from kernels.overlap import begin
+
+RECORD = tl.constexpr(9)  # numbers that say all about a program's first piece of work
+LEAST_MEMBERS, LEAST_TILES = tl.constexpr(4), tl.constexpr(4)  # of a group and its keys that are worth taking together
+
+
+@triton.jit
+def first_tile(context, length, window, TILE: tl.constexpr, WINDOW: tl.constexpr):
+    if WINDOW:
+        return tl.maximum(context - length + 1 - window, 0) // TILE
+    return context * 0
+
+
+@triton.jit
+def _find_shared(
+    tables, groups, R, B, unseen, short,
+    P: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """For each row, the leading keys that it shares with all short rows of its group; 0 where it is not worth it.
+
+    unseen [BLOCK_R]: whole blocks before the row's first query.
+    """
+    COUNT: tl.constexpr = BLOCK_R // GROUP
+    AHEAD: tl.constexpr = 16
+    rows = tl.arange(0, BLOCK_R)
+    leader = tl.min(tl.reshape(tl.where(short, rows, BLOCK_R), [COUNT, GROUP]), 1)
+    members = tl.sum(tl.reshape(short.to(tl.int32), [COUNT, GROUP]), 1)
+    bound = tl.min(tl.reshape(tl.where(short, tl.minimum(unseen, B), B), [COUNT, GROUP]), 1)
+    bound = tl.where(members >= LEAST_MEMBERS, bound, 0)
+    leaders = tl.reshape(tl.broadcast_to(leader[:, None], [COUNT, GROUP]), [BLOCK_R])
+    mine, its = tables + rows.to(tl.int64) * B, tables + leaders.to(tl.int64) * B
+    first = 0
+    while first < tl.max(bound, 0):
+        blocks = first + tl.arange(0, AHEAD)
+        known = short[:, None] & (blocks < B)[None, :]
+        a = tl.load(mine[:, None] + blocks[None, :], mask=known, other=0)
+        b = tl.load(its[:, None] + blocks[None, :], mask=known, other=0)
+        differs = tl.min(tl.where(a != b, blocks[None, :], B), 1)
+        bound = tl.minimum(bound, tl.min(tl.reshape(differs, [COUNT, GROUP]), 1))
+        first += AHEAD
+    tiles = bound * P // TILE
+    keys = tl.where(tiles >= LEAST_TILES, tiles * TILE, 0)
+    group = tl.arange(0, COUNT)
+    tl.store(groups + 2 * group, keys, mask=group * GROUP < R)
+    tl.store(groups + 2 * group + 1, leader, mask=group * GROUP < R)
+    return tl.reshape(tl.broadcast_to(keys[:, None], [COUNT, GROUP]), [BLOCK_R])
+
+
+@triton.jit(do_not_specialize=["R", "B", "window"])
+def schedule_kernel(
+    starts,  # int32 [R + 1]: first token of each row
+    contexts,  # int32 [R]
+    tables,  # int32 [R, B]
+    groups,  # int32 [cdiv(R, GROUP), 2] out: keys that a group's rows share, and its first row; or None
+    ends,  # int32 [R + 1] out: tiles of all rows before, and of all
+    records,  # int32 [G, RECORD] out: row, its tiles' begin and end, first token, tokens, context, share, stop, shared
+    R,
+    K,
+    B,
+    window,
+    longest,  # rows of more tokens belong to the tile kernel
+    G: tl.constexpr,
+    TILE: tl.constexpr,  # keys of a unit of work
+    LEAST: tl.constexpr,
+    P: tl.constexpr,
+    GROUP: tl.constexpr,  # rows
+    WINDOW: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Lay the key tiles of all short rows end to end and find where each program's equal share begins."""
+    begin(PDL)
+    rows = tl.arange(0, BLOCK_R)
+    start = tl.load(starts + rows, mask=rows < R, other=0)
+    length = tl.load(starts + rows + 1, mask=rows < R, other=0) - start
+    context = tl.load(contexts + rows, mask=rows < R, other=0)
+    short = (length > 0) & (length <= longest)
+    shared = context * 0
+    if groups is not None:
+        shared = _find_shared(tables, groups, R, B, (context - length) // P, short, P, TILE, GROUP, BLOCK_R)
+    # A row without any context has one tile, all of it masked: its result is 0.
+    skipped = first_tile(context, length, window, TILE, WINDOW) + shared // TILE
+    tiles = tl.maximum(tl.cdiv(context, TILE) - skipped, 1)
+    tiles = tl.where(short, tiles * K, 0)
+    end = tl.cumsum(tiles, 0)
+    tl.store(ends, 0)
+    tl.store(ends + 1 + rows, end, mask=rows < R)
+    share = tl.maximum(tl.cdiv(tl.sum(tiles), G), LEAST)
+    for program in range(0, G, 16):
+        members = program + tl.arange(0, 16)
+        before = (end[None, :] <= (members * share)[:, None]) & (rows < R)[None, :]
+        row = tl.sum(before.to(tl.int32), 1)
+        here = rows[None, :] == row[:, None]
+        record, known = records + members * RECORD, members < G
+        tl.store(record, row, mask=known)
+        tl.store(record + 1, tl.sum(tl.where(here, (end - tiles)[None, :], 0), 1), mask=known)
+        tl.store(record + 2, tl.sum(tl.where(here, end[None, :], 0), 1), mask=known)
+        tl.store(record + 3, tl.sum(tl.where(here, start[None, :], 0), 1), mask=known)
+        tl.store(record + 4, tl.sum(tl.where(here, length[None, :], 0), 1), mask=known)
+        tl.store(record + 5, tl.sum(tl.where(here, context[None, :], 0), 1), mask=known)
+        tl.store(record + 6, share, mask=known)
+        tl.store(record + 7, tl.minimum(members * share + share, tl.sum(tiles)), mask=known)
+        tl.store(record + 8, tl.sum(tl.where(here, shared[None, :], 0), 1), mask=known)
