@@ -66,7 +66,7 @@ CONFIGS = {
     (64, True): Config(split_keys=32, split_warps=1, split_programs=264, tile_keys=64, tile_warps=4),
     (64, False): Config(split_keys=32, split_warps=1, split_programs=528, tile_keys=64, tile_warps=4),
     (128, True): Config(split_keys=32, split_warps=2, split_programs=264),
-    (128, False): Config(shared_rows=32),
+    (128, False): Config(shared_rows=17),
 }
 # Of 8 bits. A processor takes as many of these programs as fit its registers, which the number of programs must agree
 # with: one program more or less on some of the processors, and all wait for those.
@@ -76,7 +76,7 @@ CONFIGS_8_BIT = {
         split_keys=64, split_warps=2, split_stages=6, split_programs=792, split_merge=16, tile_keys=64, tile_warps=4
     ),
     (128, True): Config(split_keys=64, split_warps=2, split_stages=4),
-    (128, False): Config(split_keys=128, split_stages=6, split_merge=32, shared_rows=32),
+    (128, False): Config(split_keys=128, split_stages=6, split_merge=32, shared_rows=17),
 }
 EXACT = Config(split_keys=32, split_stages=2, tile_rows=32, tile_keys=32, tile_warps=4, tile_stages=2)
 TINY = replace(EXACT, split_programs=3, split_least=1, split_keys=16, tile_keys=16, shared_rows=4)
@@ -187,8 +187,8 @@ def _shared_prefixes(
     """Room for what groups of rows share, where it is looked for."""
     if config.span or not 0 < config.shared_rows <= rows or 2 * lines > GROUP_LINES:
         return None
-    count = triton.cdiv(rows, GROUP_LINES // lines)
-    splits = max(1, min(8, SHARED_PROGRAMS // (count * kv_heads)))
+    count, most = (triton.cdiv(some, GROUP_LINES // lines) for some in (rows, triton.next_power_of_2(rows)))
+    splits = max(1, min(8, SHARED_PROGRAMS // (most * kv_heads)))  # few variants: each of them is compiled
     parts = torch.empty(count, kv_heads, splits, GROUP_LINES // lines, lines, dim + 2, device=device)
     return SharedPrefixes(torch.empty(count, 2, dtype=torch.int32, device=device), parts)
 
