@@ -7,10 +7,13 @@ from collections.abc import Sequence
 
 TILE_ROWS = 64
 """Steps are filled up to a multiple of this: a part of a tile costs what a whole one costs."""
-ANSWERS_PER_BURST_PROMPT = 2
-"""With at most so many answers for each prompt in line, prompts take all of a step."""
+PROMPTS_PER_ANSWER = 8
+"""With at least so many prompts in line for each answer a burst has come: these take all of a step, to the last one."""
+FEW_ANSWERS, FEW_PER_PROMPT = 6, 2
+"""With at most so many answers, and so many for each prompt in line, prompts take all of a step, too: few answers wait,
+and seldom."""
 ANSWERS_PER_PROMPT = 4
-"""With at most so many, they take `BACKLOG_TOKENS` of it."""
+"""With at most so many there is a backlog: these take `BACKLOG_TOKENS` or more, to the last one."""
 BACKLOG_TOKENS = 2048
 """From here on the matrix products are as fast as they get."""
 TOKENS_PER_ANSWER = 64
@@ -20,29 +23,33 @@ EVEN_CONTEXT = 16384
 
 
 class Shares:
-    """The rule, and who was in line when there last was a backlog: all of these are computed as such."""
+    """The rule, and who was in line when there last was a burst or a backlog: all of these are computed as such."""
 
     def __init__(self, chunk_tokens: int, most: int) -> None:
         """chunk_tokens: of one prompt beside many answers, about; most: tokens of a step."""
         self.chunk_tokens, self.most = chunk_tokens, most
-        self._backlog = -1
+        self._burst = self._backlog = -1
 
     def step(self, line: Sequence[int], context: int, answers: int) -> int:
         """Tokens of the next step, its answers' own included. `line`: the numbers of the prompts in line, as they
         arrived; `context`: what the first of them has behind.
 
-        A burst: most users wait for their first token, so prompts take all of a step. A backlog: steps as small as they
-        are efficient, also for the last in line, who waited longest. Few prompts beside many answers: n * n *
+        A burst: nearly all users wait for their first token, so prompts take all of a step. A backlog: steps as small
+        as they are efficient, also for the last in line, who waited longest. Few prompts beside many answers: n * n *
         `chunk_tokens` for n prompts, so that answers flow beside one; less far into a long prompt, where each token
         attends to more, so that steps stay equally long.
         """
-        if ANSWERS_PER_BURST_PROMPT * len(line) >= answers:
-            self._backlog = max(line, default=-1)
+        if not line:
             return self.most
+        newest, oldest = max(line), min(line)
+        if len(line) >= PROMPTS_PER_ANSWER * answers:
+            self._burst = newest
         if ANSWERS_PER_PROMPT * len(line) >= answers:
-            self._backlog = max(line)
+            self._backlog = newest
+        if oldest <= self._burst or answers <= min(FEW_ANSWERS, FEW_PER_PROMPT * len(line)):
+            return self.most
         backlog = min(self.most, max(BACKLOG_TOKENS, TOKENS_PER_ANSWER * answers))
-        if min(line, default=0) <= self._backlog:
+        if oldest <= self._backlog:
             return backlog
         wanted = answers + self.chunk_tokens * len(line) ** 2 * EVEN_CONTEXT / (EVEN_CONTEXT + context)
         return min(backlog, -int(-wanted // TILE_ROWS) * TILE_ROWS)

@@ -305,10 +305,23 @@ def test_the_last_of_a_backlog_are_computed_as_the_first() -> None:
     assert shares.step([30], 0, 100) == 320, "it came later"
 
 
-def test_prompts_take_all_of_a_step_where_most_users_wait_for_a_first_token() -> None:
-    assert prompt_tokens(crowded(80, 200), 40) == 8192 - 80
+def test_prompts_take_all_of_a_step_where_nearly_all_users_wait_for_a_first_token() -> None:
+    assert prompt_tokens(crowded(5, 200), 40) == 8192 - 5
     assert prompt_tokens(crowded(2, 200), 1) == 8000
     assert prompt_tokens(crowded(0, 200), 1) == 8000
+
+
+def test_several_prompts_take_all_of_a_step_beside_few_answers() -> None:
+    assert prompt_tokens(crowded(6, 200), 3) == 8192 - 6
+    assert prompt_tokens(crowded(6, 200), 2) == 2048 - 6
+    assert prompt_tokens(crowded(7, 200), 4) == 2048 - 7
+
+
+def test_the_last_of_a_burst_are_computed_as_the_first() -> None:
+    shares = Shares(200, 8192)
+    assert shares.step(range(40), 0, 5) == 8192
+    assert shares.step([39, 40], 0, 30) == 8192, "one was in line then"
+    assert shares.step([40], 0, 30) == 256
 
 
 def test_prompts_without_a_slot_are_not_in_line_yet() -> None:
