@@ -107,7 +107,7 @@ class SharedPrefixes:
     """Which keys the groups of a step share, and what comes of them."""
 
     groups: Tensor
-    """int32 [groups, 2]: keys, and the row whose table names them."""
+    """int32 [groups, 2 + rows of a group]: keys, the row whose table names them, and what each row shares of them."""
     parts: Tensor
     """float32 [groups, K, splits, rows of a group, lines, D + 2]."""
 
@@ -189,8 +189,9 @@ def _shared_prefixes(
         return None
     count, most = (triton.cdiv(some, GROUP_LINES // lines) for some in (rows, triton.next_power_of_2(rows)))
     splits = max(1, min(8, SHARED_PROGRAMS // (most * kv_heads)))  # few variants: each of them is compiled
-    parts = torch.empty(count, kv_heads, splits, GROUP_LINES // lines, lines, dim + 2, device=device)
-    return SharedPrefixes(torch.empty(count, 2, dtype=torch.int32, device=device), parts)
+    group = GROUP_LINES // lines
+    parts = torch.empty(count, kv_heads, splits, group, lines, dim + 2, device=device)
+    return SharedPrefixes(torch.empty(count, 2 + group, dtype=torch.int32, device=device), parts)
 
 
 def schedule(plan: AttentionPlan) -> None:

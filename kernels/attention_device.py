@@ -189,7 +189,7 @@ def split_kernel(
     tables,  # int32 [R, B]
     ends,  # int32 [R + 1]
     records,  # int32 [G, RECORD]
-    groups,  # int32 [cdiv(R, GROUP), 2] or None, as `schedule_kernel` leaves them
+    groups,  # int32 [cdiv(R, GROUP), 2 + GROUP] or None, as `schedule_kernel` leaves them
     shared_parts,  # float32 [groups, K, SPLITS, GROUP, LINES, D + 2] or None: of the keys that a group shares
     parts,  # float32 [R * K + G or units of work, LINES, D + 2]: weighted values, maximum, sum
     arrived,  # int32 [R * K], zero between launches
@@ -219,7 +219,7 @@ def split_kernel(
             start, context = tl.load(starts + row), tl.load(contexts + row)
             length = tl.load(starts + row + 1) - start
             if groups is not None:
-                shared = tl.load(groups + row // GROUP * 2)
+                shared = tl.load(groups + row // GROUP * (GROUP + 2) + 2 + row % GROUP)
         else:
             tiles = (row_end - row_begin) // K
             head = (here - row_begin) // tiles

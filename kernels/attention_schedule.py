@@ -27,23 +27,33 @@ def _find_shared(
     tables, groups, R, B, unseen, short,
     P: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """For each row, the leading keys that it shares with all short rows of its group; 0 where it is not worth it.
+    """For each row, the leading keys that it shares with others of its group; 0 where it is not worth it.
 
-    unseen [BLOCK_R]: whole blocks before the row's first query.
+    unseen [BLOCK_R]: whole blocks before the row's first query. Those rows belong together whose blocks agree where the
+    least worthwhile prefix ends, and most rows of the group say which; how far they agree is then looked up.
     """
     COUNT: tl.constexpr = BLOCK_R // GROUP
     AHEAD: tl.constexpr = 16
+    PROBE: tl.constexpr = (LEAST_TILES * TILE + P - 1) // P - 1
     rows = tl.arange(0, BLOCK_R)
-    leader = tl.min(tl.reshape(tl.where(short, rows, BLOCK_R), [COUNT, GROUP]), 1)
-    members = tl.sum(tl.reshape(short.to(tl.int32), [COUNT, GROUP]), 1)
-    bound = tl.min(tl.reshape(tl.where(short, tl.minimum(unseen, B), B), [COUNT, GROUP]), 1)
-    bound = tl.where(members >= LEAST_MEMBERS, bound, 0)
+    mine = tables + rows.to(tl.int64) * B
+    candidate = short & (unseen > PROBE) & (B > PROBE)
+    probe = tl.reshape(tl.load(mine + PROBE, mask=candidate, other=-1), [COUNT, GROUP])
+    alike = (probe[:, :, None] == probe[:, None, :]) & (probe >= 0)[:, :, None]
+    votes = tl.sum(alike.to(tl.int32), 2)
+    leader = tl.argmax(votes, 1)
+    chosen = tl.sum(tl.where(tl.arange(0, GROUP)[None, :] == leader[:, None], probe, 0), 1)
+    belongs = (probe == chosen[:, None]) & (probe >= 0)
+    member = tl.reshape(belongs, [BLOCK_R])
+    leader += tl.arange(0, COUNT) * GROUP
+    bound = tl.min(tl.where(belongs, tl.reshape(tl.minimum(unseen, B), [COUNT, GROUP]), B), 1)
+    bound = tl.where(tl.max(votes, 1) >= LEAST_MEMBERS, bound, 0)
     leaders = tl.reshape(tl.broadcast_to(leader[:, None], [COUNT, GROUP]), [BLOCK_R])
-    mine, its = tables + rows.to(tl.int64) * B, tables + leaders.to(tl.int64) * B
+    its = tables + leaders.to(tl.int64) * B
     first = 0
     while first < tl.max(bound, 0):
         blocks = first + tl.arange(0, AHEAD)
-        known = short[:, None] & (blocks < B)[None, :]
+        known = member[:, None] & (blocks < B)[None, :]
         a = tl.load(mine[:, None] + blocks[None, :], mask=known, other=0)
         b = tl.load(its[:, None] + blocks[None, :], mask=known, other=0)
         differs = tl.min(tl.where(a != b, blocks[None, :], B), 1)
@@ -52,9 +62,11 @@ def _find_shared(
     tiles = bound * P // TILE
     keys = tl.where(tiles >= LEAST_TILES, tiles * TILE, 0)
     group = tl.arange(0, COUNT)
-    tl.store(groups + 2 * group, keys, mask=group * GROUP < R)
-    tl.store(groups + 2 * group + 1, leader, mask=group * GROUP < R)
-    return tl.reshape(tl.broadcast_to(keys[:, None], [COUNT, GROUP]), [BLOCK_R])
+    tl.store(groups + (GROUP + 2) * group, keys, mask=group * GROUP < R)
+    tl.store(groups + (GROUP + 2) * group + 1, leader, mask=group * GROUP < R)
+    shared = tl.reshape(tl.where(belongs, keys[:, None], 0), [BLOCK_R])
+    tl.store(groups + rows // GROUP * (GROUP + 2) + 2 + rows % GROUP, shared, mask=rows // GROUP * GROUP < R)
+    return shared
 
 
 @triton.jit(do_not_specialize=["R", "B", "window"])
@@ -62,7 +74,8 @@ def schedule_kernel(
     starts,  # int32 [R + 1]: first token of each row
     contexts,  # int32 [R]
     tables,  # int32 [R, B]
-    groups,  # int32 [cdiv(R, GROUP), 2] out: keys that a group's rows share, and its first row; or None
+    groups,  # int32 [cdiv(R, GROUP), 2 + GROUP] out, or None: keys that rows of a group share, one of these rows, and
+    # for each row how many of the keys are its own: all or 0
     ends,  # int32 [R + 1] out: tiles of all rows before, and of all
     records,  # int32 [G, RECORD] out: row, its tiles' begin and end, first token, tokens, context, share, stop, shared
     R,

@@ -21,19 +21,19 @@ def shared_kernel(
     head_scales,  # float32 [2, K] or None: 1
     starts,  # int32 [R + 1]
     tables,  # int32 [R, B]
-    groups,  # int32 [cdiv(R, GROUP), 2]: keys, and the row whose table names them
+    groups,  # int32 [cdiv(R, GROUP), 2 + GROUP]: first the keys, and the row whose table names them
     parts,  # float32 [groups, K, SPLITS, GROUP, LINES, D + 2] out: weighted values, maximum, sum
     R, K, B, q_stride, scale,
     SHARE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr,
     TILE: tl.constexpr, GROUP: tl.constexpr, LINES: tl.constexpr, SPLITS: tl.constexpr, IEEE: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (group, head, split) takes a SPLITS-th of a group's keys, for its rows of one token."""
+    """Program (group, head, split) takes a SPLITS-th of a group's keys, for all its rows of one token."""
     M: tl.constexpr = GROUP * LINES
     begin(PDL)
     group = tl.program_id(0) // (K * SPLITS)
-    context = tl.load(groups + 2 * group)
-    leader = tl.load(groups + 2 * group + 1)
+    context = tl.load(groups + (GROUP + 2) * group)
+    leader = tl.load(groups + (GROUP + 2) * group + 1)
     if context == 0:
         return
     head, split = tl.program_id(0) // SPLITS % K, tl.program_id(0) % SPLITS
