@@ -34,7 +34,7 @@ _MOST_UNTOLD = 32
 _ROOM_WAIT_S = 0.5
 # The engine's thread gives the interpreter away with every kernel that it launches. At Python's 5 ms a burst of
 # requests would take it for so long each time.
-_SWITCH_S = 0.0002
+_SWITCH_S = 0.001
 
 
 async def main() -> None:
