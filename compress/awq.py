@@ -10,8 +10,7 @@ Legend: N outputs, K inputs, B groups of a row, G inputs of a group.
 """
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,7 @@ from compress import layout
 from compress.folding import Seam, scaled, seams
 from compress.gptq import round_together
 from compress.network import LINEARS, Moments, Seen, linear
-from compress.recipe import Rounded
+from compress.recipe import Recipe, Rounded
 from compress.rounding import cheapest_steps, grouped, int4_weight, steps_of
 
 _EXPONENTS = 12
@@ -29,7 +28,7 @@ _UNCUT = ("self_attn.q_proj", "self_attn.k_proj")
 
 
 @dataclass(frozen=True, slots=True)
-class Awq:
+class Awq(Recipe):
     """Weights of 4 bits in groups of inputs."""
 
     group: int = 64
@@ -42,10 +41,6 @@ class Awq:
     def scheme(self) -> layout.Scheme:
         """pack-quantized."""
         return layout.int4(self.group, symmetric=self.symmetric)
-
-    def settings(self) -> dict[str, Any]:
-        """As given."""
-        return {"method": "awq", **asdict(self)}
 
     def round(self, layer: nn.Module, seen: Seen | None, /) -> Rounded:
         """Move factors at every seam of the layer, then round."""

@@ -240,16 +240,16 @@ def _making(base: Path, out: Path) -> Iterator[Progress]:
 
 
 @contextlib.contextmanager
-def errors() -> Iterator[None]:
-    """What keeps a model from being compressed, in one line."""
+def errors(program: str = "weft compress") -> Iterator[None]:
+    """What keeps a program from its work, in one line."""
     from compress.errors import CompressError
 
     try:
         yield
     except CompressError as error:
-        _fail(str(error))
+        _fail(str(error), program)
     except OSError as error:
-        _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+        _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error), program)
     except KeyboardInterrupt:
         typer.echo("interrupted: the same command goes on from here", err=True)
         raise typer.Exit(130) from None
@@ -279,6 +279,6 @@ def _bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
-def _fail(message: str) -> NoReturn:
-    typer.echo(f"weft compress: {message}", err=True)
+def _fail(message: str, program: str = "weft compress") -> NoReturn:
+    typer.echo(f"{program}: {message}", err=True)
     raise typer.Exit(1)

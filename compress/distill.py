@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from compress import dense
+from compress import dense, text
 from compress.checkpoint import Workbench
 from compress.errors import CompressError
 from compress.network import load
@@ -46,7 +46,7 @@ def distill(
         "temperature": temperature,
         "hard": hard,
         "drafting": drafting,
-        "windows": list(windows_WT.shape),
+        "text": text.described(windows_WT),
         **asdict(plan),
     }
     bench = Workbench(student, out, settings, dense.pieces(model))

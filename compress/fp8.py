@@ -3,8 +3,7 @@
 Inputs have a scale for each token, found as they come, or one that calibration fixed. Keys and values may get theirs.
 """
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -12,13 +11,13 @@ from torch import nn
 from compress import layout
 from compress.choices import Granularity
 from compress.network import LINEARS, Seen, linear
-from compress.recipe import Rounded
+from compress.recipe import Recipe, Rounded
 from compress.rounding import as_written, round_fp8
 from kernels.quantized import FP8_MAX
 
 
 @dataclass(frozen=True, slots=True)
-class Fp8:
+class Fp8(Recipe):
     """Weights with a scale for each output (`channel`), for all (`tensor`) or for each 128 x 128 (`block`)."""
 
     granularity: Granularity = Granularity.CHANNEL
@@ -36,10 +35,6 @@ class Fp8:
     def scheme(self) -> layout.Scheme:
         """float-quantized."""
         return layout.fp8(self.granularity, static=self.static, kv=self.kv)
-
-    def settings(self) -> dict[str, Any]:
-        """As given."""
-        return {"method": "fp8", **asdict(self)}
 
     def round(self, layer: nn.Module, seen: Seen | None, /) -> Rounded:
         """Each linear to the nearest; scales of inputs, keys and values from what was seen."""

@@ -6,15 +6,14 @@ Legend: N outputs, K inputs, B groups of a row, G inputs of a group.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from compress import layout
 from compress.network import READERS, Moments, Seen, linear
-from compress.recipe import Rounded
+from compress.recipe import Recipe, Rounded
 from compress.rounding import Steps, cheapest_steps, grouped, int4_weight
 from kernels.quantized import INT4_ZERO, Int4Weight
 
@@ -23,7 +22,7 @@ _DAMPING = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class Gptq:
+class Gptq(Recipe):
     """Weights of 4 bits in groups of inputs."""
 
     group: int = 64
@@ -36,10 +35,6 @@ class Gptq:
     def scheme(self) -> layout.Scheme:
         """pack-quantized."""
         return layout.int4(self.group, symmetric=self.symmetric, act_order=self.act_order)
-
-    def settings(self) -> dict[str, Any]:
-        """As given."""
-        return {"method": "gptq", **asdict(self)}
 
     def round(self, layer: nn.Module, seen: Seen | None, /) -> Rounded:
         """Each linear by its inputs' second moments."""

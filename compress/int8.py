@@ -1,18 +1,17 @@
 """INT8 without calibration: round each linear to the nearest. With dynamic inputs it is what CPUs multiply fastest."""
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from torch import nn
 
 from compress import layout
 from compress.network import LINEARS, Seen, linear
-from compress.recipe import Rounded
+from compress.recipe import Recipe, Rounded
 from compress.rounding import round_int8
 
 
 @dataclass(frozen=True, slots=True)
-class Int8:
+class Int8(Recipe):
     """Weights of 8 bits, a scale for each output or one for the whole weight."""
 
     dynamic: bool = False
@@ -24,10 +23,6 @@ class Int8:
     def scheme(self) -> layout.Scheme:
         """int-quantized."""
         return layout.int8(per_tensor=self.per_tensor, dynamic=self.dynamic)
-
-    def settings(self) -> dict[str, Any]:
-        """As given."""
-        return {"method": "int8", **asdict(self)}
 
     def round(self, layer: nn.Module, _: Seen | None, /) -> Rounded:
         """Each linear to the nearest."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from compress import dense
+from compress import dense, text
 from compress.checkpoint import Workbench
 from compress.choices import Pattern
 from compress.network import LINEARS, SEEN, Seen, Stream, layers_of, linear, load
@@ -34,7 +34,7 @@ class Judgement:
 def prune(base: Path, out: Path, windows_WT: Tensor, judgement: Judgement, heal: Plan, progress: Progress) -> None:
     """Prune layer after layer, then heal: the base teaches what is left. No `heal.steps` leaves it as it is."""
     model = load(base)
-    settings = {"method": "prune", **asdict(judgement), **asdict(heal), "windows": list(windows_WT.shape)}
+    settings = {"method": "prune", **asdict(judgement), **asdict(heal), "text": text.described(windows_WT)}
     bench = Workbench(base, out, settings, dense.pieces(model))
     masks = bench.kept("masks")
     if masks is None:

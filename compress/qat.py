@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 
-from compress import layout
+from compress import layout, text
 from compress.checkpoint import Workbench, as_stored
 from compress.gptq import Gptq
 from compress.network import LINEARS, SEEN, Stream, layers_of, linear, load, outside_layers, read_config, stored_dtype
@@ -49,7 +49,7 @@ class _AsRounded(nn.Module):
 def qat(base: Path, out: Path, windows_WT: Tensor, plan: Plan, progress: Progress, *, group: int = 32) -> float:
     """Train, round for good, write symmetric INT4. -> the last loss, nats a token."""
     model, config = load(base), read_config(base)
-    settings = {"method": "qat", "group": group, "windows": list(windows_WT.shape), **asdict(plan)}
+    settings = {"method": "qat", "group": group, "text": text.described(windows_WT), **asdict(plan)}
     layers = layers_of(model)
     bench = Workbench(base, out, settings, len(layers) + 1)
     begun = bench.kept("begun")

@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from compress import text
 from compress.checkpoint import Workbench, as_stored
 from compress.layout import Scheme, tensors_of
 from compress.network import Stream, layers_of, linear, load, outside_layers, read_config, stored_dtype
@@ -16,7 +17,7 @@ def quantize(base: Path, out: Path, recipe: Recipe, windows_WT: Tensor | None, p
     """Write `base`, rounded by `recipe`, to `out`. Calibrated recipes see the windows of text. Raises CompressError."""
     model, config = load(base), read_config(base)
     layers = layers_of(model)
-    settings = recipe.settings() | ({} if windows_WT is None else {"text": _name(windows_WT)})
+    settings = recipe.settings() | ({} if windows_WT is None else {"text": text.described(windows_WT)})
     bench = Workbench(base, out, settings, len(layers) + 1)
     stream = None
     if recipe.calibrated:
@@ -58,10 +59,3 @@ def layer_tensors(
     for name, weight in rounded.weights.items():
         tensors |= {f"{name}.{part}": tensor for part, tensor in tensors_of(weight, scheme).items()}
     return {f"model.layers.{index}.{name}": tensor for name, tensor in tensors.items()}
-
-
-def _name(windows_WT: Tensor) -> str:
-    """Tells one calibration text from another."""
-    places = torch.arange(1, windows_WT.numel() + 1).view_as(windows_WT)
-    mark = int((windows_WT * places).sum()) & 0xFFFFFFFF
-    return f"{windows_WT.shape[0]} windows of {windows_WT.shape[1]} tokens ({mark:08x})"

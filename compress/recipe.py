@@ -1,8 +1,9 @@
 """What a method of quantization is to the driver: what it needs to see, how it rounds one layer, what it writes."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -21,19 +22,24 @@ class Rounded:
     """Other tensors that the layer's checkpoint holds."""
 
 
-class Recipe(Protocol):
-    """One method with its settings."""
+@dataclass(frozen=True, slots=True)
+class Recipe(ABC):
+    """One method with its settings, which are its fields."""
 
     @property
+    @abstractmethod
     def calibrated(self) -> bool:
         """Whether it looks at text."""
 
     @property
+    @abstractmethod
     def scheme(self) -> Scheme:
         """How its linears lie in the checkpoint."""
 
-    def settings(self) -> dict[str, Any]:
-        """What it was told, for the card and to know an interrupted run again."""
-
+    @abstractmethod
     def round(self, layer: nn.Module, seen: Seen | None, /) -> Rounded:
         """Round a layer's linears; it may move factors inside the layer. `seen` is None unless it is calibrated."""
+
+    def settings(self) -> dict[str, Any]:
+        """What it was told, for the card and to know an interrupted run again."""
+        return {"method": type(self).__name__.lower(), **asdict(self)}

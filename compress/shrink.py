@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from compress import dense
+from compress import dense, text
 from compress.checkpoint import Workbench
 from compress.errors import CompressError
 from compress.network import SEEN, Seen, Stream, layers_of, linear, load, read_config
@@ -39,7 +39,7 @@ def shrink(base: Path, out: Path, windows_WT: Tensor, cut: Cut, heal: Plan, prog
     if not (0 <= cut.neurons < 1 and cut.layers < config["num_hidden_layers"] and cut.kv_heads < _kv_heads(config)):
         raise CompressError("nothing would be left: cut fewer neurons, heads or layers")
     layers = layers_of(model)
-    settings = {"method": "shrink", **asdict(cut), **asdict(heal), "windows": list(windows_WT.shape)}
+    settings = {"method": "shrink", **asdict(cut), **asdict(heal), "text": text.described(windows_WT)}
     bench = Workbench(base, out, settings, len(layers) - cut.layers + 1)
     stream, turned = Stream(model, windows_WT[:SEEN]), []
     for index, layer in enumerate(layers):

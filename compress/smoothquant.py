@@ -1,7 +1,6 @@
 """SmoothQuant: outlying inputs are divided, their weights multiplied, until both fit into INT8 (arXiv:2211.10438)."""
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -9,12 +8,12 @@ from torch import nn
 from compress import layout
 from compress.folding import seams
 from compress.network import LINEARS, Seen, linear
-from compress.recipe import Rounded
+from compress.recipe import Recipe, Rounded
 from compress.rounding import round_int8
 
 
 @dataclass(frozen=True, slots=True)
-class SmoothQuant:
+class SmoothQuant(Recipe):
     """Weights of 8 bits with a scale for each output, inputs of 8 bits with a scale for each token (W8A8)."""
 
     strength: float = 0.5
@@ -25,10 +24,6 @@ class SmoothQuant:
     def scheme(self) -> layout.Scheme:
         """int-quantized, with inputs."""
         return layout.int8(per_tensor=False, dynamic=True)
-
-    def settings(self) -> dict[str, Any]:
-        """As given."""
-        return {"method": "smoothquant", **asdict(self)}
 
     def round(self, layer: nn.Module, seen: Seen | None, /) -> Rounded:
         """Smooth at every seam of the layer, then round."""

@@ -57,6 +57,13 @@ def windows(texts: list[str], model: Path, length: int, count: int | None = None
     return torch.cat([torch.tensor(start, dtype=torch.int64).expand(len(cut), -1), cut], dim=1)
 
 
+def described(windows_WT: Tensor) -> str:
+    """Tells one text from another, so that a run on other text does not go on with this one's work."""
+    places = torch.arange(1, windows_WT.numel() + 1).view_as(windows_WT)
+    mark = int((windows_WT * places).sum()) & 0xFFFFFFFF
+    return f"{windows_WT.shape[0]} windows of {windows_WT.shape[1]} tokens ({mark:08x})"
+
+
 def _content(file: Path) -> str:
     data = file.read_bytes()
     return (gzip.decompress(data) if file.suffix == ".gz" else data).decode()

@@ -20,8 +20,9 @@ svg { width: 100%; height: auto; } svg text { font-size: 11px; fill: #6b7280; }
 svg .grid { stroke: #e5e7eb; } svg polyline { stroke-width: 2; stroke-linejoin: round; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: .25rem .5rem; border-bottom: 1px solid #f1f5f9; }
-th:first-child, td:first-child { text-align: left; } th { color: #6b7280; font-weight: 500; }
-td.bad { color: #dc2626; font-weight: 600; } td.good { color: #059669; }
+th:first-child, td:first-child { text-align: left; white-space: pre-wrap; } th { color: #6b7280; font-weight: 500; }
+.bad { color: #dc2626; font-weight: 600; } .good { color: #059669; }
+.said { color: #6b7280; margin: 0 0 .6rem; font-size: .9rem; }
 .legend { display: flex; flex-wrap: wrap; gap: .2rem 1rem; margin: .4rem 0 0; color: #6b7280; font-size: .85rem; }
 .legend i { display: inline-block; width: .8em; height: .8em; border-radius: 3px; margin-right: .35em; }
 """
@@ -39,9 +40,9 @@ def document(title: str, below: str, body: Iterable[str], result: Mapping[str, A
 
 
 def tiles(figures: Iterable[tuple[str, str, str]]) -> str:
-    """Figures to see first: (name, value as written, words)."""
+    """Figures to see first: (name, value as written, words); a value that begins with "!" is bad, with "+" good."""
     parts = (
-        f'<div class="tile"><b data-figure="{escape(name)}">{escape(value)}</b><span>{escape(words)}</span></div>'
+        f'<div class="tile">{_marked("b", value, name)}<span>{escape(words)}</span></div>'
         for name, value, words in figures
     )
     return f'<div class="tiles">{"".join(parts)}</div>'
@@ -52,9 +53,10 @@ def cards(parts: Iterable[str]) -> str:
     return f'<div class="cards">{"".join(parts)}</div>'
 
 
-def card(title: str, body: str, *, wide: bool = False) -> str:
-    """A titled box; a wide one has a row of its own."""
-    return f'<section class="card{" wide" if wide else ""}"><h2>{escape(title)}</h2>{body}</section>'
+def card(title: str, body: str, *, said: str = "", wide: bool = False) -> str:
+    """A titled box, with what is `said` of it under the title; a wide one has a row of its own."""
+    words = f'<p class="said">{escape(said)}</p>' if said else ""
+    return f'<section class="card{" wide" if wide else ""}"><h2>{escape(title)}</h2>{words}{body}</section>'
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -73,5 +75,10 @@ _KINDS = {"!": "bad", "+": "good"}
 
 
 def _cell(text: str) -> str:
+    return _marked("td", text)
+
+
+def _marked(tag: str, text: str, figure: str = "") -> str:
     kind = _KINDS.get(text[:1])
-    return f'<td class="{kind}">{escape(text[1:])}</td>' if kind else f"<td>{escape(text)}</td>"
+    opening = tag + (f' data-figure="{escape(figure)}"' if figure else "") + (f' class="{kind}"' if kind else "")
+    return f"<{opening}>{escape(text[1:] if kind else text)}</{tag}>"

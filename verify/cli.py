@@ -63,14 +63,16 @@ def verify(
         "gain_error": max_gain_error,
     }
     limits = {**LIMITS[kind.value], **{name: limit for name, limit in asked.items() if limit is not None}}
-    with errors(), bars() as told:
+    program = "weft verify"
+    with errors(program), bars() as told:
         held_out = texts.windows(texts.read(text or texts.HELD_OUT), base, length, windows)
         try:
             result = command.measure(base, candidates, held_out, min(answers, windows), told)
         except CheckpointError as error:
-            typer.echo(f"weft verify: {error}", err=True)
+            typer.echo(f"{program}: {error}", err=True)
             raise typer.Exit(2) from None
     passes = command.judge(result, limits)
     command.show(result, console())
-    command.save(result, json, html)
+    with errors(program):
+        command.save(result, json, html)
     raise typer.Exit(0 if passes else 1)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from bench import machine
 from compress.progress import Progress
+from services.worker.config import CheckpointError
 from verify import compare, page, rounding
 from verify.figures import ROWS, cell, number
 from verify.gates import base_figures, figures, judged
@@ -24,6 +25,10 @@ def measure(
     """All figures of all models, ready for JSON. Raises CheckpointError."""
     longest = max(windows_WT.shape[1], compare.PROMPT_TOKENS + compare.ANSWER_TOKENS)
     model, others = Served(base, longest), [Served(candidate, longest) for candidate in candidates]
+    for other in others:
+        if other.config.vocab_size != model.config.vocab_size:
+            sizes = f"{other.config.vocab_size} tokens, the base {model.config.vocab_size}"
+            raise CheckpointError(f"{other.folder}: its vocabulary has {sizes}: they do not compare")
     own, tallies = compare.compare(model, others, windows_WT, answers, progress)
     of_base = base_figures(model, own)
     return {
@@ -65,6 +70,11 @@ def show(result: Mapping[str, Any], out: Console) -> None:
 def save(result: Mapping[str, Any], json_file: Path | None, html_file: Path | None) -> None:
     """The files that were asked for."""
     if json_file is not None:
-        json_file.write_text(json.dumps(result, indent=1) + "\n")
+        _write(json_file, json.dumps(result, indent=1) + "\n")
     if html_file is not None:
-        html_file.write_text(page.page(result))
+        _write(html_file, page.page(result))
+
+
+def _write(file: Path, content: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(content)

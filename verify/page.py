@@ -9,13 +9,19 @@ from verify.compare import PARTS
 from verify.figures import ROWS, cell, number
 from verify.rounding import KINDS
 
+_SAID = {
+    "gates": "What a candidate must keep to; one figure beyond its limit, and it fails.",
+    "kl": "How far its next-token distribution is from the base's: a curve further left is nearer.",
+    "norm": "Honest rounding leaves norms nearly as they were; a wrong scale stands out as one layer that is off.",
+    "error": "How much of this part rounding changed; it should grow slowly and have no peak.",
+}
 _WORDS = {"queries": "queries", "keys": "keys", "attention": "what attention adds", "mlp": "what the MLP adds"}
 
 
 def page(result: Mapping[str, Any]) -> str:
     """The whole document."""
     base, candidates = result["base"], result["candidates"]
-    verdicts = ((told["name"], "passes" if told["passes"] else "fails", told["name"]) for told in candidates)
+    verdicts = ((told["name"], "+passes" if told["passes"] else "!fails", told["name"]) for told in candidates)
     below = (
         f"against {base['name']}, {result['tokens']:,} held-out tokens, computed by the worker's own code on the CPU"
     )
@@ -28,18 +34,20 @@ def _cards(result: Mapping[str, Any]) -> Iterable[str]:
     models = [base, *candidates]
     rows = [[words, *(cell(model, name, form) for model in models)] for name, words, form in ROWS]
     yield html.card("Figures", html.table(["", *(model["name"] for model in models)], rows), wide=True)
-    yield html.card("Gates", html.table(["", *(told["name"] for told in candidates)], _gates(candidates)), wide=True)
+    gates = html.table(["", *(told["name"] for told in candidates)], _gates(candidates))
+    yield html.card("Gates", gates, said=_SAID["gates"], wide=True)
     curves = [Line(told["name"], told["kl_curve"]) for told in candidates]
-    yield html.card("KL from the base, token by token", plot.lines(curves, Axis("nats", log=True), Axis("% of tokens")))
+    drawing = plot.lines(curves, Axis("nats", log=True), Axis("% of tokens"))
+    yield html.card("KL from the base, token by token", drawing, said=_SAID["kl"])
     layered = [told for told in candidates if told["ratios"]]
     for part in PARTS if layered else ():
         ratios = [Line(t["name"], [(n, (g[part] - 1) * 100) for n, g in enumerate(t["ratios"])]) for t in layered]
         title = f"Norm of {_WORDS[part]}, each layer on the base's stream"
-        yield html.card(title, plot.lines(ratios, Axis("layer"), Axis("% off 1")))
+        yield html.card(title, plot.lines(ratios, Axis("layer"), Axis("% off 1")), said=_SAID["norm"])
     for part in PARTS if layered else ():
         angles = [Line(t["name"], [(n, (1 - c[part]) * 100) for n, c in enumerate(t["angles"])]) for t in layered]
         title = f"Error of {_WORDS[part]}, each layer on the base's stream"
-        yield html.card(title, plot.lines(angles, Axis("layer"), Axis("1 - cosine, %")))
+        yield html.card(title, plot.lines(angles, Axis("layer"), Axis("1 - cosine, %")), said=_SAID["error"])
     if result["rounding"]:
         yield from _granularity(result["rounding"])
     yield html.card("Machine", html.table([], html.pairs(result["machine"])))

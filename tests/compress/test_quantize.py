@@ -1,5 +1,6 @@
 """Quantized checkpoints are what they say: transformers and the worker read the same model from them."""
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from compress import text
@@ -15,6 +17,7 @@ from compress.errors import CompressError
 from compress.gptq import Gptq
 from compress.network import group_for
 from compress.quantize import quantize
+from tests.checkpoints import make_checkpoint
 from tests.compress.conftest import DEMO, METHODS, Made
 from verify.served import Served
 
@@ -62,37 +65,31 @@ class _Interrupted(Exception):
 
 
 def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path) -> None:
-    windows = text.windows(text.read(text.CALIBRATION), DEMO, 64, 2)
-    recipe = Gptq(64)
-    told: list[int] = []
+    base = make_checkpoint(tmp_path / "base")
+    windows = text.windows(text.read(text.CALIBRATION), base, 64, 2)
 
-    def stop_at_three(_: str, done: int, __: int) -> None:
-        if done == 3:
-            raise _Interrupted
+    def layers_done(out: str, recipe: Gptq, windows: Tensor, stop_at: int = 9) -> list[int]:
+        told: list[int] = []
 
-    quantize(DEMO, tmp_path / "whole", recipe, windows, lambda *_: None)
-    with pytest.raises(_Interrupted):
-        quantize(DEMO, tmp_path / "parts", recipe, windows, stop_at_three)
+        def tell(_: str, done: int, __: int) -> None:
+            told.append(done)
+            if done == stop_at:
+                raise _Interrupted
+
+        with contextlib.suppress(_Interrupted):
+            quantize(base, tmp_path / out, recipe, windows, tell)
+        return told
+
+    assert layers_done("whole", Gptq(32), windows) == [0, 1, 2, 3]
+    assert layers_done("parts", Gptq(32), windows, stop_at=2) == [0, 1, 2]
     assert not (tmp_path / "parts").exists()
-    quantize(DEMO, tmp_path / "parts", recipe, windows, lambda _, done, __: told.append(done))
-    assert told == [3, 4, 5, 6]
+    assert layers_done("parts", Gptq(32), windows) == [2, 3]
     assert not (tmp_path / "parts.partial").exists()
     for file in (tmp_path / "whole").glob("*.safetensors"):
         assert file.read_bytes() == (tmp_path / "parts" / file.name).read_bytes(), file.name
-
-
-def test_a_run_with_other_settings_begins_anew(tmp_path: Path) -> None:
-    windows = text.windows(text.read(text.CALIBRATION), DEMO, 64, 2)
-    told: list[int] = []
-
-    def stop_at_two(_: str, done: int, __: int) -> None:
-        if done == 2:
-            raise _Interrupted
-
-    with pytest.raises(_Interrupted):
-        quantize(DEMO, tmp_path / "out", Gptq(64), windows, stop_at_two)
-    quantize(DEMO, tmp_path / "out", Gptq(128), windows, lambda _, done, __: told.append(done))
-    assert told[0] == 0
+    layers_done("other", Gptq(32), windows, stop_at=2)
+    assert layers_done("other", Gptq(16), windows, stop_at=2)[0] == 0, "other settings begin anew"
+    assert layers_done("other", Gptq(16), windows.flip(0))[0] == 0, "other text begins anew"
 
 
 def test_what_cannot_be_compressed_is_refused_in_one_line(tmp_path: Path, made: Made) -> None:

@@ -14,10 +14,11 @@ from compress import text
 from compress.choices import Pattern
 from compress.distill import distill
 from compress.errors import CompressError
+from compress.network import load
 from compress.prune import Judgement, prune
 from compress.qat import qat
 from compress.shrink import Cut, shrink
-from compress.training import Plan
+from compress.training import Plan, logits, rejection
 from tests.checkpoints import Shape, make_checkpoint
 from verify.served import Served
 
@@ -114,6 +115,18 @@ def test_a_student_learns_and_an_interrupted_run_goes_on(base: Path, windows: Te
     assert divergence(base, tmp_path / "whole", windows) < divergence(base, student, windows)
     for file in (tmp_path / "whole").glob("*.safetensors"):
         assert file.read_bytes() == (tmp_path / "parts" / file.name).read_bytes()
+
+
+def test_a_student_learns_to_draft_what_its_teacher_accepts(base: Path, windows: Tensor, tmp_path: Path) -> None:
+    student = make_checkpoint(tmp_path / "student", Shape("llama", {"num_hidden_layers": 1}), seed=5)
+    distill(base, student, tmp_path / "out", windows, PLAN, quiet, drafting=1.0)
+
+    def rejected(folder: Path) -> float:
+        with torch.no_grad():
+            return rejection(logits(load(folder), windows[:8]), logits(load(base), windows[:8])).item()
+
+    assert rejected(base) < 1e-6
+    assert rejected(tmp_path / "out") < 0.9 * rejected(student)
 
 
 def test_a_student_of_other_tokens_is_refused(base: Path, windows: Tensor, tmp_path: Path) -> None:

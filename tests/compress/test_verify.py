@@ -8,6 +8,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+from tests.checkpoints import make_checkpoint
 from tests.compress.conftest import DEMO, Made
 from verify.cli import app
 
@@ -33,7 +34,7 @@ def tampered(folder: Path, to: Path, linear: str, factor: float) -> Path:
 
 
 def test_honest_quantizations_pass_side_by_side(made: Made, tmp_path: Path) -> None:
-    html, result = tmp_path / "report.html", tmp_path / "result.json"
+    html, result = tmp_path / "new" / "report.html", tmp_path / "result.json"
     folders = [made(method) for method in ("int8", "int8-tensor", "w8a8", "fp8", "awq")]
     code, told = verify(DEMO, *folders, *FEW, "--json", result, "--html", html)
     assert code == 0, told
@@ -73,3 +74,9 @@ def test_what_cannot_be_read_is_refused_in_one_line(tmp_path: Path) -> None:
     code, told = verify(DEMO, tmp_path, *FEW)
     assert (code, told.count("\n")) == (2, 1)
     assert "config.json is missing" in told
+
+
+def test_another_vocabulary_is_refused_in_one_line(tmp_path: Path) -> None:
+    code, told = verify(DEMO, make_checkpoint(tmp_path / "other"), *FEW)
+    assert (code, told.count("\n")) == (2, 1)
+    assert "they do not compare" in told
