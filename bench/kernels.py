@@ -23,7 +23,7 @@ import triton
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kernels import activation, attention, blocks, fp8, kv, matmul, norm, rope_kv, sampling
+from kernels import activation, attention, blocks, fp8, kv, matmul, norm, qkv, rope_kv, sampling
 from kernels.products import linear
 from kernels.slot_settings import slot_settings
 from kernels.words import Words
@@ -172,6 +172,25 @@ def product_row(shape: Shape, name: str, n: int, k: int, gated: bool, added: boo
     return Row(
         f"{shape.name} {name} M={rows}", seconds * 1e6, moved, 2.0 * rows * outputs * k, {"cublas": vendor * 1e6}
     )
+
+
+def rotated_row(shape: Shape, rows: int) -> Row:
+    """Queries, keys and values, rotated and written to the pool, against product and rotation in two kernels."""
+    width, dim = (shape.heads + 2 * shape.kv_heads) * shape.dim, shape.dim
+    weights, x, pool = copies(lambda: rand(width, shape.hidden)), rand(rows, shape.hidden), rand(64, 16, 2, 8, dim)
+    cos, sin, at = rand(1024, 1, dim), rand(1024, 1, dim), torch.arange(rows, device="cuda")
+    tile = qkv.tile_for(x, dim)
+    assert tile is not None
+
+    def apart(w: Tensor) -> Tensor:
+        product = matmul.linear(x, w).view(rows, -1, dim)
+        return rope_kv.rope_and_store(product, cos, sin, pool, at, shape.heads, shape.kv_heads, at)
+
+    seconds = timed([partial(qkv.rotated_qkv, x, w, None, cos, sin, at, pool, at, shape.heads, tile) for w in weights])
+    two = timed([partial(apart, w) for w in weights])
+    moved = 2.0 * (width * shape.hidden + rows * (shape.hidden + width))
+    name, flop = f"{shape.name} qkv+rope M={rows}", 2.0 * rows * width * shape.hidden
+    return Row(name, seconds * 1e6, moved, flop, {"two kernels": two * 1e6})
 
 
 def random_words(kind: str, n: int, k: int) -> Words:
@@ -417,6 +436,8 @@ def cells() -> Iterator[tuple[str, Callable[[], list[Row]]]]:
                 for kind in ("int4", "fp8") if product != "head" else ():
                     cell = partial(one, quantized_row, shape, kind, product, *rest, rows)
                     yield f"product {name} {kind} {product} {rows}", cell
+        for rows in (1, 8, 16):
+            yield f"rotated {name} {rows}", partial(one, rotated_row, shape, rows)
         for batch in (1, 8, 32, 128, 256):
             yield f"decode {name} {batch}", partial(one, decode_row, shape, f"{batch} x 2100", [2100] * batch)
         for stored, batches in ((kv.FP8, (1, 8, 32, 128)), (kv.INT8, (32,))):

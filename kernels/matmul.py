@@ -15,9 +15,50 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels import matmul_hopper
 from kernels.activation import silu_and_mul
+from kernels.matmul_hopper import Shape
 from kernels.overlap import begin, launch_options, prefetch
 from kernels.skinny import Tile, finish, workspace
+
+
+@triton.jit
+def multiply(
+    x,  # [M, K], rows x_stride apart
+    w,  # [.., K]
+    first,  # [BLOCK_N]: rows of W
+    offset,  # TWO: to the rows of the second product
+    here,  # [BLOCK_N]: which of them there are
+    low, high,  # columns of W
+    rows, M, K, x_stride,
+    BLOCK_K: tl.constexpr, TWO: tl.constexpr, IEEE: tl.constexpr, STAGES: tl.constexpr,
+    AHEAD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """W[first] x^T and W[first + offset] x^T over some columns, [BLOCK_N, BLOCK_M], once the predecessor has ended."""
+    weights = w + first.to(tl.int64)[:, None] * K
+    others = weights + tl.cast(offset, tl.int64) * K
+    if PDL and AHEAD > 0:
+        lines = low + tl.arange(0, AHEAD)[None, :] * 64  # 128 bytes of a 16-bit dtype
+        prefetch(tl.where(here[:, None] & (lines < high), weights + lines, w))
+        if TWO:
+            prefetch(tl.where(here[:, None] & (lines < high), others + lines, w))
+    begin(PDL)
+    some = rows < M
+    inputs = x + rows[:, None] * x_stride
+    product = tl.zeros([first.shape[0], rows.shape[0]], tl.float32)
+    up = tl.zeros([first.shape[0], rows.shape[0]], tl.float32)
+    precision: tl.constexpr = "ieee" if IEEE else "tf32"
+    for start in tl.range(low, high, BLOCK_K, num_stages=STAGES):
+        inner = start + tl.arange(0, BLOCK_K)
+        inside = here[:, None] & (inner < high)[None, :]
+        a = tl.load(weights + inner[None, :], mask=inside, other=0.0, eviction_policy="evict_first")
+        b = tl.load(inputs + inner[None, :], mask=some[:, None] & (inner < high)[None, :], other=0.0)
+        b = tl.trans(b)
+        product = tl.dot(a, b, product, input_precision=precision)
+        if TWO:
+            c = tl.load(others + inner[None, :], mask=inside, other=0.0, eviction_policy="evict_first")
+            up = tl.dot(c, b, up, input_precision=precision)
+    return product, up
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -36,35 +77,13 @@ def skinny_kernel(
     """Program (tile, split) multiplies BLOCK_N rows of W, a SPLIT-th of their columns, with all rows of x."""
     tile, split = tl.program_id(0), tl.program_id(1)
     columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    here = columns < N
+    rows = tl.arange(0, BLOCK_M)
     span = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLIT) * BLOCK_K
     low, high = split * span, tl.minimum(split * span + span, K)
-    weights = w + columns.to(tl.int64)[:, None] * K
-    if PDL and AHEAD > 0:
-        lines = low + tl.arange(0, AHEAD)[None, :] * 64  # 128 bytes of a 16-bit dtype
-        prefetch(tl.where(here[:, None] & (lines < high), weights + lines, w))
-        if GATED:
-            prefetch(tl.where(here[:, None] & (lines < high), weights + tl.cast(N, tl.int64) * K + lines, w))
-    begin(PDL)
-    rows = tl.arange(0, BLOCK_M)
-    inputs = x + rows[:, None] * x_stride
-    product = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    precision: tl.constexpr = "ieee" if IEEE else "tf32"
-    for start in tl.range(low, high, BLOCK_K, num_stages=STAGES):
-        inner = start + tl.arange(0, BLOCK_K)
-        inside = here[:, None] & (inner < high)[None, :]
-        a = tl.load(weights + inner[None, :], mask=inside, other=0.0, eviction_policy="evict_first")
-        b = tl.load(inputs + inner[None, :], mask=(rows < M)[:, None] & (inner < high)[None, :], other=0.0)
-        b = tl.trans(b)
-        product = tl.dot(a, b, product, input_precision=precision)
-        if GATED:
-            c = tl.load(weights + tl.cast(N, tl.int64) * K + inner[None, :], mask=inside, other=0.0,
-                        eviction_policy="evict_first")  # fmt: skip
-            up = tl.dot(c, b, up, input_precision=precision)
-    finish(
-        product, up, bias, residual, out, parts, arrived, tile, split, columns, rows, M, N, SPLIT, GATED
-    )  # fmt: skip
+    product, up = multiply(
+        x, w, columns, N, columns < N, low, high, rows, M, K, x_stride, BLOCK_K, GATED, IEEE, STAGES, AHEAD, PDL
+    )
+    finish(product, up, bias, residual, out, parts, arrived, tile, split, columns, rows, M, N, SPLIT, GATED)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -100,19 +119,21 @@ def invariant_kernel(
 
 # ---- shapes and launch ----
 
-MOST_ROWS = 64
+MOST_ROWS, MOST_GATED_ROWS = 64, 128
 """More rows than this go to the vendor's library."""
 
 
 def tile_for(rows: int, n: int, k: int, gated: bool, dtype: torch.dtype) -> Tile | None:
     """The tile for x [rows, k] times W [n, k], or None where the vendor's library is as fast. Measured on one H200."""
+    if gated and MOST_ROWS < rows <= MOST_GATED_ROWS and n >= 12800 and dtype != torch.float32:
+        return Tile(128, 64, stages=4, warps=8)
     if dtype == torch.float32 or rows > MOST_ROWS:
         return None
     tiles = triton.cdiv(n, 64)
     if gated or tiles >= 200:  # enough programs to fill the chip
         return Tile(128, 128, stages=3, warps=8) if rows > 32 and not gated else Tile(64, 128)
     if k >= 8192:
-        return Tile(64, 128, 2 if tiles > 32 else 4, 6 if rows <= 32 else 4)
+        return Tile(64, 128, 2, 8 if rows <= 32 else 4) if tiles > 32 else Tile(64, 128, 4, 6 if rows <= 32 else 4)
     if tiles <= 64 and k > 2048:
         return Tile(64, 128, 4 if tiles <= 32 else 2, 6 if rows <= 32 else 4)
     if tiles <= 32 and rows <= 32:
@@ -130,7 +151,7 @@ def linear(
     residual: Tensor | None = None,
     gated: bool = False,
     out: Tensor | None = None,
-    tile: Tile | None = None,
+    tile: Tile | Shape | None = None,
 ) -> Tensor:
     """One product with what surrounds it: x @ weight.T + bias + residual, or silu(its first half) * its second half.
 
@@ -144,10 +165,14 @@ def linear(
         out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
     if rows == 0:
         return out
+    if tile is None and matmul_hopper.serves(x):
+        tile = matmul_hopper.shape_for(rows, n, k, gated)
     tile = tile or tile_for(rows, n, k, gated, x.dtype)
     if tile is None:
         return _vendor(x, weight, bias, residual, gated, out)
-    space = workspace(x.device, 2 * tile.split * rows * n if tile.split > 1 else 0)
+    if isinstance(tile, Shape):
+        return matmul_hopper.linear(x, weight, bias, residual, gated, out, tile)
+    space = workspace(x.device, (1 + gated) * tile.split * rows * n if tile.split > 1 else 0)
     skinny_kernel[(triton.cdiv(n, tile.n), tile.split)](
         x, weight, bias, residual, out, space.parts, space.arrived, rows, n, k, x.stride(0),
         BLOCK_M=max(16, triton.next_power_of_2(rows)), BLOCK_N=tile.n, BLOCK_K=tile.k, SPLIT=tile.split, GATED=gated,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels import fp8, matmul
+from kernels import fp8, matmul, qkv
 from kernels.activation import silu_and_mul
 from kernels.matmul_words import linear_words
 from kernels.nf4 import dequantize_nf4
@@ -95,6 +95,22 @@ def gate(x: Tensor, weight: DeviceWeight, norm: Norm) -> Tensor:
     """silu(gate) * up of norm(x) [T, K], the halves of the weight's outputs: [T, n]. Where rows are rounded for an fp8
     product it is left to the next product, which rounds its rows, too: gates and ups, [T, 2n]."""
     return linear(x, weight, norm=norm, gated=not _rounds(x, weight))
+
+
+def rotated_qkv(
+    x: Tensor, weight: DeviceWeight, bias: Tensor | None, norm: Norm, cos: Tensor, sin: Tensor, positions: Tensor,
+    kv: Tensor, places: Tensor, heads: int,
+) -> Tensor | None:  # fmt: skip
+    """The product with norm(x), rotated; keys and values go to the pool -> the queries [M, H, D].
+
+    As `qkv.rotated_qkv`; None where one kernel for all is not faster.
+    """
+    if not isinstance(weight, Tensor) or kv.dtype != x.dtype or len(x) == 0:
+        return None
+    tile = qkv.tile_for(x, kv.shape[4])
+    if tile is None:
+        return None
+    return qkv.rotated_qkv(norm(x), weight, bias, cos, sin, positions, kv, places, heads, tile)
 
 
 def _rounds(x: Tensor, weight: DeviceWeight) -> bool:

@@ -33,27 +33,21 @@ class Tile:
 
 
 @triton.jit
-def finish(
-    product, up,  # float32 [BLOCK_N, BLOCK_M]; up counts where GATED
-    bias,  # [N] or None
-    residual,  # [M, N] or None: added
-    out,  # [M, N]
-    parts,  # float32 [2 or 1, SPLIT, M, N]
+def join(
+    product, up,  # float32 [BLOCK_N, BLOCK_M]; up counts where TWO
+    parts,  # float32 [2 or 1, SPLIT, size]
     arrived,  # int32, zero between launches
     counter,  # which of `arrived` counts the splits of this product
-    split, columns, rows, M, N,
-    SPLIT: tl.constexpr, GATED: tl.constexpr,
+    split,
+    target, valid, size,  # where in a split's part the product goes
+    SPLIT: tl.constexpr, TWO: tl.constexpr,
 ):  # fmt: skip
-    """out[rows, columns] = the sum of all splits' products, or silu(product) * up; + bias + residual."""
-    here = columns < N
-    target = rows[None, :] * N + columns[:, None]
-    valid = here[:, None] & (rows < M)[None, :]
+    """-> whether this program is the last of its splits to arrive, and then the sums over all splits."""
     last = SPLIT == 1
     if SPLIT > 1:
         # Every split leaves its part; the last to arrive adds all of them, always in the same order.
-        size = M * N
         tl.store(parts + split * size + target, product, mask=valid)
-        if GATED:
+        if TWO:
             tl.store(parts + (SPLIT + split) * size + target, up, mask=valid)
         tl.debug_barrier()
         last = tl.atomic_add(arrived + counter, 1, sem="acq_rel") == SPLIT - 1
@@ -63,22 +57,45 @@ def finish(
             up = tl.zeros_like(up)
             for other in tl.static_range(SPLIT):
                 product += tl.load(parts + other * size + target, mask=valid, other=0.0, cache_modifier=".cg")
-                if GATED:
+                if TWO:
                     up += tl.load(parts + (SPLIT + other) * size + target, mask=valid, other=0.0, cache_modifier=".cg")
+    return last, product, up
+
+
+@triton.jit
+def finish(
+    product, up,  # float32 [BLOCK_N, BLOCK_M]; up counts where GATED
+    bias,  # [N] or None
+    residual,  # [M, N] or None: added
+    out,  # [M, N]
+    parts, arrived, counter, split,  # as `join` takes them
+    columns, rows, M, N,
+    SPLIT: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """out[rows, columns] = the sum of all splits' products, or silu(product) * up; + bias + residual."""
+    here = columns < N
+    target = rows[None, :] * N + columns[:, None]
+    valid = here[:, None] & (rows < M)[None, :]
+    # What is added is on its way while the splits are joined.
+    if bias is not None:
+        shift = tl.load(bias + columns, mask=here, other=0.0).to(tl.float32)
+    if residual is not None:
+        before = tl.load(residual + target, mask=valid, other=0.0).to(tl.float32)
+    last, product, up = join(product, up, parts, arrived, counter, split, target, valid, M * N, SPLIT, GATED)
     if last:
         if GATED:
             product = product * tl.sigmoid(product) * up
         if bias is not None:
-            product += tl.load(bias + columns, mask=here, other=0.0).to(tl.float32)[:, None]
+            product += shift[:, None]
         if residual is not None:
-            product += tl.load(residual + target, mask=valid, other=0.0).to(tl.float32)
+            product += before
         tl.store(out + target, product.to(out.dtype.element_ty), mask=valid)
 
 
 class Workspace:
     """Partial sums of split products, one for each stream of launches: zeroed counters, room for the widest product."""
 
-    def __init__(self, device: torch.device, words: int = 8 << 20, tiles: int = 16384) -> None:
+    def __init__(self, device: torch.device, words: int = 9 << 20, tiles: int = 16384) -> None:
         self.parts = torch.empty(words, dtype=torch.float32, device=device)
         self.arrived = torch.zeros(tiles, dtype=torch.int32, device=device)
 

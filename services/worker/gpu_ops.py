@@ -64,6 +64,26 @@ class TritonOps:
             qkv, rotation.cos, rotation.sin, kv, places, heads, kv.shape[3], rotation.positions, norm, eps, kv_scales
         )
 
+    def norm_qkv(
+        self,
+        x: Tensor,
+        norm: Tensor,
+        eps: float,
+        weight: DeviceWeight,
+        bias: Tensor | None,
+        rotation: Rotation,
+        kv: Tensor,
+        places: Tensor,
+        heads: int,
+        /,
+    ) -> Tensor | None:
+        """Few rows need no kernel for the rotation."""
+        if rotation.positions is None:
+            return None
+        return products.rotated_qkv(
+            x, weight, bias, Norm(norm, eps), rotation.cos, rotation.sin, rotation.positions, kv, places, heads
+        )
+
 
 class InvariantTritonOps(TritonOps):
     """A row has the same bits in any batch and any chunk: where a sum is cut depends on its own places alone."""
@@ -86,6 +106,9 @@ class InvariantTritonOps(TritonOps):
     def add_matmul(self, residual: Tensor, x: Tensor, weight: DeviceWeight, bias: Tensor | None = None, /) -> None:
         """residual += x @ weight.T + bias."""
         residual.add_(products.invariant(x, weight, bias))
+
+    def norm_qkv(self, *_: object) -> None:
+        """Not in one kernel."""
 
 
 def exact_products() -> None:

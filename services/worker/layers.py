@@ -76,11 +76,20 @@ class Attention:
 
     def __call__(self, x: Tensor, step: StepTensors, kv: Tensor) -> None:
         """Add to the residual stream x [T, hidden]; kv is the layer's pool, written and read."""
+        q = self._queries(x, step, kv)
+        self.output.add_to(x, self.ops.attention(q, kv, step.plans[self.window], self.scale, self.kv_scales))
+
+    def _queries(self, x: Tensor, step: StepTensors, kv: Tensor) -> Tensor:
+        """Queries [T, heads, head_dim]; keys and values go to the pool."""
+        if self.qk_norm is None and self.kv_scales is None:
+            weight, bias = self.qkv.weight, self.qkv.bias
+            q = self.ops.norm_qkv(x, self.norm, self.eps, weight, bias, step.rotation, kv, step.places, self.heads)
+            if q is not None:
+                return q
         qkv = self.qkv.of_normed(x, self.norm, self.eps).view(x.shape[0], -1, self.head_dim)
-        q = self.ops.rope_and_store(
+        return self.ops.rope_and_store(
             qkv, step.rotation, kv, step.places, self.heads, self.qk_norm, self.eps, self.kv_scales
         )
-        self.output.add_to(x, self.ops.attention(q, kv, step.plans[self.window], self.scale, self.kv_scales))
 
 
 class Mlp:

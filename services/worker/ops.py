@@ -63,6 +63,21 @@ class Ops(Protocol):
         """Normalize queries and keys if there is a norm [H + K, D], rotate them, write keys and values to the pool, and
         return the queries. kv_scales [2, K]: of an fp8 pool; None: all 1."""
 
+    def norm_qkv(
+        self,
+        x: Tensor,
+        norm: Tensor,
+        eps: float,
+        weight: Any,
+        bias: Tensor | None,
+        rotation: Rotation,
+        kv: Tensor,
+        places: Tensor,
+        heads: int,
+        /,
+    ) -> Tensor | None:
+        """`norm_matmul` and `rope_and_store` at once -> the queries, or None where an implementation does not."""
+
     def attention(self, q: Tensor, kv: Tensor, plan: Any, scale: float, kv_scales: Tensor | None = None, /) -> Tensor:
         """Ragged attention over the pool; the plan is of this implementation's own kind."""
 
@@ -127,6 +142,9 @@ class ReferenceOps:
         if rotation.positions is not None:
             cos, sin = cos[rotation.positions], sin[rotation.positions]
         return reference.rope_and_store(qkv, cos, sin, kv, places, heads, kv_heads, kv_scales)
+
+    def norm_qkv(self, *_: object) -> None:
+        """Not at once."""
 
 
 class InvariantOps(ReferenceOps):

@@ -10,9 +10,11 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from kernels import activation, attention, blocks, kv, matmul, norm, reference, rope_kv
+from kernels import activation, attention, blocks, kv, matmul, matmul_hopper, norm, reference, rope_kv
+from kernels.matmul_hopper import Shape
 from kernels.skinny import Tile
 from tests.kernels.cases import DTYPES, Batch, check_edits, check_sampling, close, poison, rand
+from tests.kernels.fused import check_rotated_qkv
 
 
 @pytest.fixture(autouse=True)
@@ -244,6 +246,34 @@ def test_skinny_products_with_all_that_is_fused(dtype: torch.dtype) -> None:
                       reference.silu_and_mul(x.double() @ w2.double().T))  # fmt: skip
                 expected = wide @ w.double().T + residual.double()
                 close(matmul.linear(x, w, residual=residual, out=residual, tile=tile), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_queries_keys_and_values_of_few_rows(dtype: torch.dtype) -> None:
+    for rows, heads, kv_heads, dim in ((1, 32, 8, 128), (7, 32, 8, 64), (33, 28, 4, 128), (64, 9, 3, 80)):
+        for tile in (Tile(32, 64, 4, 6), Tile(64, 64, 1, 3)):
+            check_rotated_qkv(rows, heads, kv_heads, dim, 2048, tile, dtype)
+        shape = matmul_hopper.rotated_shape_for(rows, dim)
+        if shape is not None and matmul_hopper.is_hopper(torch.device("cuda", 0)):
+            check_rotated_qkv(rows, heads, kv_heads, dim, 1096, shape, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_products_on_a_hopper(dtype: torch.dtype) -> None:
+    if not matmul_hopper.is_hopper(torch.device("cuda", 0)):
+        pytest.skip("needs a Hopper")
+    for rows, n, k, shape in (
+        (1, 4096, 14336, Shape(8, 10, 2)), (7, 1000, 2048, Shape(8, 4, 2)), (8, 40, 264, Shape(8, 6, 2)),
+        (30, 6144, 1096, Shape(32, 9, 1)),
+    ):  # fmt: skip
+        x, w, bias, residual = (rand(*s, dtype=dtype) for s in ((rows, k), (n, k), (n,), (rows, n)))
+        out = poison(rows, n, dtype=dtype)
+        exact = x.double() @ (w / k**0.5).double().T
+        close(matmul.linear(x, w / k**0.5, bias, out=out, tile=shape), exact + bias)
+        expected = exact + residual.double()
+        close(matmul.linear(x, w / k**0.5, residual=residual, out=residual, tile=shape), expected)
+        wide = rand(2 * n, k, dtype=dtype) / k**0.5
+        close(matmul.linear(x, wide, gated=True, tile=shape), reference.silu_and_mul(x.double() @ wide.double().T))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -16,6 +16,7 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import mangle_type
 
 from kernels import (
@@ -26,9 +27,11 @@ from kernels import (
     fp8,
     kv,
     matmul,
+    matmul_hopper,
     matmul_words,
     nf4,
     norm,
+    qkv,
     quantized,
     rope_kv,
     sampling,
@@ -66,7 +69,9 @@ MODULES = (
     matmul,
     matmul_words,
     nf4,
+    matmul_hopper,
     norm,
+    qkv,
     rope_kv,
     sampling,
     slots,
@@ -118,7 +123,7 @@ def compile_launch(kernel: Any, arguments: dict[str, Any], capability: int) -> A
     }
     if capability >= 90:
         options["launch_pdl"] = True
-    source = ASTSource(kernel, signature, constants, attributes)
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constants, attributes)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
@@ -161,6 +166,8 @@ def calls(dtype: torch.dtype, capability: int) -> Iterator[tuple[str, Callable[[
         yield f"linear {rows}", partial(matmul.linear, x, new(4096, 4096), residual=residual, tile=tile)
         whole = replace(tile, split=1)
         yield f"linear gated {rows}", partial(matmul.linear, x, new(8192, 4096), gated=True, tile=whole)
+    if not exact:
+        yield from fused_calls(new, capability)
     for rows in (1, 256):
         yield f"invariant {rows}", partial(matmul.matmul_invariant, new(rows, 4096), new(4096, 4096))
     if not exact:
@@ -181,6 +188,25 @@ def calls(dtype: torch.dtype, capability: int) -> Iterator[tuple[str, Callable[[
         yield "edit", partial(edits.edit_slots, step[:18], 2, tables, slot_settings(4, "cpu"))
         yield "keep", partial(slots.keep, index(2), new(2), new(2), index(2), last, step[:6].view(3, 2))
         yield "top", partial(top_logprobs.top_logprobs, new(2, 1024), new(2), 20)
+
+
+def fused_calls(new: Callable[..., Tensor], capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Queries, keys and values with their rotation, the gate of many rows, and products on a Hopper, as they serve."""
+    tile = matmul.tile_for(128, 14336, 4096, True, new(1).dtype)
+    yield "linear gated 128", partial(matmul.linear, new(128, 4096), new(28672, 4096), gated=True, tile=tile)
+    hopper = capability == 90
+    for rows, dim in ((1, 64), (8, 128), (32, 128)):
+        x, angles, pool = new(rows, 4096), new(99, 1, dim), new(64, 16, 2, 8, dim)
+        for shape in (qkv.tile_for(x, dim), matmul_hopper.rotated_shape_for(rows, dim) if hopper else None):
+            if shape is not None:
+                yield f"qkv {rows} {dim}", partial(
+                    qkv.rotated_qkv, x, new(48 * dim, 4096), new(48 * dim), angles, angles, index(rows), pool,
+                    index(rows), 32, shape,
+                )  # fmt: skip
+    for n, k, gated in ((4096, 14336, False), (2048, 2048, False), (8192, 2048, True)) if hopper else ():
+        shape = matmul_hopper.shape_for(8, n, k, gated)
+        x, weight, added = new(8, k), new(2 * n if gated else n, k), None if gated else new(8, n)
+        yield f"hopper product {n}", partial(matmul.linear, x, weight, residual=added, gated=gated, tile=shape)
 
 
 def quantized_calls(new: Callable[..., Tensor]) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -246,7 +272,8 @@ def compile_all(capability: int, dtype: torch.dtype) -> list[str]:
     """One line for each kernel: its name and shared memory."""
     lines = []
     dependent = {"PDL": capability >= 90, "ASM": True}
-    with mock.patch.object(skinny, "shared_bytes", return_value=MOST_SHARED[capability]):
+    processors = mock.patch.object(matmul_hopper, "processors", return_value=132)
+    with processors, mock.patch.object(skinny, "shared_bytes", return_value=MOST_SHARED[capability]):
         launches = [(name, *launch) for name, call in calls(dtype, capability) for launch in recorded(call)]
     for name, kernel, arguments in launches:
         compiled = compile_launch(kernel, arguments | dependent, capability)

@@ -10,10 +10,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels import activation, attention, blocks, kv, matmul, norm, reference, rope_kv
+from kernels import activation, attention, blocks, kv, matmul, norm, qkv, reference, rope_kv
 from kernels.skinny import Tile
+from services.worker.config import ModelConfig, Rope
+from services.worker.gpu_ops import InvariantTritonOps, TritonOps
 from services.worker.host_pages import PIECE_BLOCKS, HostPages
 from tests.kernels.cases import Batch, check_edits, check_sampling, close, poison, rand
+from tests.kernels.fused import check_rotated_qkv, step_of_answers
 from tests.kernels.weights import check_nf4, check_products, check_rounding, check_words
 
 HALF, FULL = torch.float16, torch.float32
@@ -186,6 +189,30 @@ def test_skinny_products_with_all_that_is_fused(dtype: torch.dtype, split: int) 
         close(gated, reference.silu_and_mul(x.double() @ w2.double().T))
         expected = x.double() @ w.double().T + residual.double()
         close(matmul.linear(x, w, residual=residual, out=residual, tile=tile), expected)
+
+
+@pytest.mark.parametrize("split", [1, 2])
+def test_queries_keys_and_values_of_few_rows(split: int) -> None:
+    for rows, heads, kv_heads, dim in ((1, 4, 2, 16), (5, 3, 1, 32), (20, 4, 2, 24)):
+        check_rotated_qkv(rows, heads, kv_heads, dim, 96, Tile(16, 32, split, 2), HALF)
+
+
+@pytest.mark.parametrize(("qk_norm", "bias", "window"), [(False, True, None), (True, False, 20)])
+def test_a_step_of_few_rows_in_fused_kernels_is_one_in_plain_kernels(
+    monkeypatch: pytest.MonkeyPatch, qk_norm: bool, bias: bool, window: int | None
+) -> None:
+    config = ModelConfig(
+        "LlamaForCausalLM", 50, 48, 80, 2, 4, 2, 16, 1e-5, 64, Rope(10_000.0), False, bias, False, False, qk_norm,
+        (window, window), (1,),
+    )  # fmt: skip
+    monkeypatch.setattr(matmul, "tile_for", lambda *_: Tile(16, 32, 2, 2))
+    monkeypatch.setattr(qkv, "tile_for", lambda *_: Tile(16, 32, 2, 2))
+    weights = random.randrange(1 << 30)
+    got, pools = step_of_answers(config, TritonOps(), weights)
+    expected, expected_pools = step_of_answers(config, InvariantTritonOps(), weights)
+    close(got, expected)
+    for pool, expected_pool in zip(pools, expected_pools, strict=True):
+        close(pool, expected_pool)
 
 
 def test_invariant_products_have_the_same_bits_in_any_batch() -> None:

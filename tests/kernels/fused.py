@@ -1,0 +1,72 @@
+"""Checks of what few rows of a layer fuse: queries, keys and values with their rotation, and a step of such rows."""
+
+import torch
+from torch import Tensor
+
+from kernels import attention, qkv, reference
+from kernels.matmul_hopper import Shape
+from kernels.skinny import Tile
+from services.worker.config import ModelConfig, Rope
+from services.worker.gpu_ops import TritonOps
+from services.worker.layers import StepTensors, rope_tables
+from services.worker.model import Model
+from services.worker.ops import Rotation
+from tests.kernels.cases import DEVICE, close, rand
+
+
+def check_rotated_qkv(
+    rows: int, heads: int, kv_heads: int, dim: int, k: int, tile: Tile | Shape, dtype: torch.dtype
+) -> None:
+    """Queries, keys and values against product, then rotation and write to the pool."""
+    width = (heads + 2 * kv_heads) * dim
+    weight, bias = rand(width, k, dtype=dtype) / k**0.5, rand(width, dtype=dtype)
+    cos, sin = (table.to(DEVICE) for table in rope_tables(Rope(10_000.0), dim, 90, dtype))
+    positions, places = torch.randint(0, 90, (rows,), device=DEVICE), torch.randperm(96, device=DEVICE)[:rows]
+    x, pool = rand(rows, k, dtype=dtype), rand(6, 16, 2, kv_heads, dim, dtype=dtype)
+    expected_pool, before = pool.double(), pool.view(96, -1)[places[0]].clone()
+    nowhere = places.clone()
+    nowhere[0] = -1
+    got = qkv.rotated_qkv(x, weight, bias, cos, sin, positions, pool, nowhere, heads, tile)
+    product = (x.double() @ weight.double().T + bias.double()).view(rows, -1, dim)
+    angles = cos[positions].double(), sin[positions].double()
+    expected = reference.rope_and_store(product, *angles, expected_pool, places, heads, kv_heads)
+    expected_pool.view(96, -1)[places[0]] = before.double()
+    close(got, expected)
+    close(pool, expected_pool)
+
+
+def step_of_answers(config: ModelConfig, ops: TritonOps, seed: int) -> tuple[Tensor, list[Tensor]]:
+    """Logits of three rows' next tokens, and the pools behind them; all numbers follow from the seed."""
+    torch.manual_seed(seed)
+    dtype = torch.float16
+    model = Model(config, ops, dtype, config.context_length, DEVICE)
+    for views in model.destinations().values():
+        for view in views:
+            view.copy_(torch.randn(view.shape) * 0.1 + (view.ndim == 1))
+    pools = [torch.randn(7, 16, 2, config.kv_heads, config.head_dim, device=DEVICE).to(dtype) for _ in model.layers]
+    starts, contexts, tables = (
+        torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
+        for numbers in ([0, 1, 2, 3], [5, 17, 30], [[1, 2], [3, 4], [5, 6]])
+    )
+    positions = contexts.long() - 1
+    places = tables[torch.arange(3), positions // 16].long() * 16 + positions % 16
+    plans = {
+        window: attention.plan_attention(
+            starts,
+            contexts,
+            tables,
+            config.heads,
+            config.kv_heads,
+            config.head_dim,
+            16,
+            dtype,
+            window,
+            1,
+            0,
+            attention.TINY,
+        )
+        for window in set(config.windows)
+    }
+    rotation = Rotation(model.cos, model.sin, positions)
+    step = StepTensors(positions, rotation, places, plans, torch.arange(3, device=DEVICE))
+    return model.logits(model.forward(step, pools)), pools
