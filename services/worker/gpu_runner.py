@@ -39,6 +39,8 @@ RAGGED_ROWS = (8, 64, 256)
 """Most rows of these."""
 EAGER_BYTES = 9e12
 """A step whose tokens times the weights' bytes exceed this keeps the GPU busy longer than its launches take."""
+_EAGER_TOKENS, _SIZES_APART = 320, 128
+"""Of the steps and products that are run at the start."""
 _STAGES = 4
 """Host buffers: one for each step in flight, and for those whose copies may not be over yet."""
 
@@ -161,17 +163,24 @@ class GpuRunner:
 
     @torch.inference_mode()
     def meet_kernels(self) -> None:
-        """Run steps that no graph holds, of few rows and tokens up to many: what is compiled for so many rows, and what
-        the vendor's library loads for so many tokens, is there before requests wait for it. `measure_workspace` has run
-        the largest."""
-        powers = (self.slots - 1).bit_length()
-        for power in range(powers):
+        """Run what no graph holds, so that nothing is compiled or loaded while requests wait: a step of each power of
+        two of rows, for which attention is compiled, and one layer's products and the head's of all sizes, for some of
+        which the vendor's library takes kernels that it has not loaded yet, and stops the device to load them."""
+        for power in range((self.slots - 1).bit_length()):
             rows = 1 << power
-            tokens = max(rows, int(self.step_tokens * 2 ** ((power - powers) / 2)))
-            sizes = tokens, rows, rows
+            sizes = min(max(2 * rows, _EAGER_TOKENS), self.step_tokens), rows, rows
             self._send_empty(sizes)
-            self._compute(sizes, False, tokens - 1)
-        torch.cuda.synchronize()
+            self._compute(sizes, False, sizes[0] - 1)
+        model, layer = self.model, self.model.layers[0]
+        for tokens in range(_SIZES_APART, self.step_tokens + 1, _SIZES_APART):
+            x = model.embedding.new_zeros(tokens, model.config.hidden_size)
+            layer.attention.qkv.of_normed(x, layer.attention.norm, layer.attention.eps)
+            layer.attention.output.add_to(x, x.new_zeros(tokens, layer.attention.output.inputs))
+            layer.mlp(x)
+        for samples in range(8, self.slots + 1, 8):
+            model.logits(model.embedding.new_zeros(samples, model.config.hidden_size))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
 
     def _graph_sizes(self) -> list[tuple[Sizes, bool]]:
         """Sizes of all graphs, and whether all rows are answers; the largest first."""
