@@ -133,7 +133,8 @@ def tile_for(rows: int, n: int, k: int, gated: bool, dtype: torch.dtype) -> Tile
     if gated or tiles >= 200:  # enough programs to fill the chip
         return Tile(128, 128, stages=3, warps=8) if rows > 32 and not gated else Tile(64, 128)
     if k >= 8192:
-        return Tile(64, 128, 2, 8 if rows <= 32 else 4) if tiles > 32 else Tile(64, 128, 4, 6 if rows <= 32 else 4)
+        stages = 6 if rows <= 32 else 4
+        return Tile(64, 128, 2, 8 if rows <= 16 else stages) if tiles > 32 else Tile(64, 128, 4, stages)
     if tiles <= 64 and k > 2048:
         return Tile(64, 128, 4 if tiles <= 32 else 2, 6 if rows <= 32 else 4)
     if tiles <= 32 and rows <= 32:

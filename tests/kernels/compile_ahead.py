@@ -194,6 +194,10 @@ def fused_calls(new: Callable[..., Tensor], capability: int) -> Iterator[tuple[s
     """Queries, keys and values with their rotation, the gate of many rows, and products on a Hopper, as they serve."""
     tile = matmul.tile_for(128, 14336, 4096, True, new(1).dtype)
     yield "linear gated 128", partial(matmul.linear, new(128, 4096), new(28672, 4096), gated=True, tile=tile)
+    for rows in (16, 32):
+        tile = matmul.tile_for(rows, 4096, 14336, False, new(1).dtype)
+        x, residual = new(rows, 14336), new(rows, 4096)
+        yield f"linear down {rows}", partial(matmul.linear, x, new(4096, 14336), residual=residual, tile=tile)
     hopper = capability == 90
     for rows, dim in ((1, 64), (8, 128), (32, 128)):
         x, angles, pool = new(rows, 4096), new(99, 1, dim), new(64, 16, 2, 8, dim)
