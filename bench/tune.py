@@ -27,7 +27,7 @@ from bench.kernels import (
     random_words,
     timed,
 )
-from kernels import kv, matmul, matmul_words, sampling
+from kernels import fp8, kv, matmul, matmul_words, matmul_words_hopper, sampling
 from kernels.attention import Config
 from kernels.skinny import Tile
 from kernels.slot_settings import slot_settings
@@ -151,6 +151,37 @@ def tune_product(name: str, kind: str, weights: list[Words], n: int, gated: bool
         print(f"    {seconds * 1e6:.1f} us n {t.n} k {t.k} w {t.warps} split {t.split} stages {t.stages}", flush=True)
 
 
+def hopper_shapes(rows: int, octets: bool) -> Iterator[matmul_words_hopper.Shape]:
+    block = max(8, min(256, triton.next_power_of_2(rows)))
+    for block_m, least in itertools.product({block, min(block, 128)}, (4, 8)):
+        fewer = 1 if octets else 0
+        if block_m <= 32:
+            yield matmul_words_hopper.Shape(block_m, 6 - fewer, 104, least, 2, 80)
+        yield matmul_words_hopper.Shape(block_m, {256: 3, 128: 5}.get(block_m, 6) - fewer, 240, least)
+
+
+def tune_hopper(part: tuple[int, int] | None) -> None:
+    """The products of a layer by the Hopper kernel, with weights of four and eight bits and with fp8 rows."""
+    for kind, rounded, (name, n, k, gated, _) in itertools.product(KINDS, (False, True), products(SHAPES[0])):
+        if name == "head" or (rounded and kind == "int4"):
+            continue
+        outputs, gated = (2 * n, gated) if gated else (n, False)
+        weights = [random_words(kind, outputs, k) for _ in range(1 if part else 4)]
+        for rows in (1, 16, 32, 64, 128, 256, 512, 1024):
+            x, scales = fp8.round_rows(rand(rows, k)) if rounded else (rand(rows, k), None)
+            gate = gated and not rounded
+            out = torch.empty(rows, n if gate else outputs, dtype=DTYPE, device="cuda")
+            shapes = list(hopper_shapes(rows, kind != "int4"))
+            for shape in shapes[part[0] :: part[1]] if part else shapes:
+                launches = [
+                    partial(matmul_words_hopper.linear, x, w, None, None, gate, out, shape, scales) for w in weights
+                ]
+                if part:
+                    try_(launches[0])
+                elif seconds := try_(partial(timed, launches, 1.5, 3)):
+                    print(f"{kind} rounded {rounded} {name} M={rows}: {seconds * 1e6:.1f} us {shape}", flush=True)
+
+
 def decode_configs() -> Iterator[Config]:
     for (keys, warps, stages), programs, least, merge in itertools.product(
         ((32, 2, 5), (64, 4, 5), (64, 2, 6), (128, 4, 3), (128, 4, 6), (128, 2, 6), (32, 1, 5), (32, 1, 7)),
@@ -240,12 +271,12 @@ def report(name: str, found: list[tuple[float, Config]], size: float, flop: floa
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("group", choices=["products", "words", "decode", "prefill", "sampling"])
+    parser.add_argument("group", choices=["products", "words", "hopper", "decode", "prefill", "sampling"])
     parser.add_argument("--part")
     arguments = parser.parse_args()
     groups = {
-        "products": tune_products, "words": tune_words, "decode": tune_decode, "prefill": tune_prefill,
-        "sampling": tune_sampling,
+        "products": tune_products, "words": tune_words, "hopper": tune_hopper, "decode": tune_decode,
+        "prefill": tune_prefill, "sampling": tune_sampling,
     }  # fmt: skip
     first, _, count = (arguments.part or "").partition("/")
     groups[arguments.group]((int(first), int(count)) if count else None)

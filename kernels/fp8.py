@@ -78,6 +78,11 @@ def multiplies(weight: Words) -> bool:
     return torch.cuda.get_device_capability(weight.device) >= (8, 9)
 
 
+def least_rows(device: torch.device) -> int:
+    """From so many rows on they are rounded: a product of fp8 is faster then than one with fp8 weights as floats."""
+    return 17 if torch.cuda.get_device_capability(device)[0] == 9 else 65
+
+
 def multiply(rounded: tuple[Tensor, Tensor], weight: Words, dtype: torch.dtype) -> Tensor:
     """The vendor's product of rounded rows [T, K] with a weight that it takes: [T, N]."""
     values, scales = rounded

@@ -8,6 +8,8 @@ product is fused into it as in `kernels.matmul`.
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
+from types import ModuleType
+
 import torch
 import triton
 import triton.language as tl
@@ -118,8 +120,26 @@ def words_kernel(
     finish(product, up, bias, residual, out, parts, arrived, counter, split, columns, rows, M, N, SPLIT, GATED)
 
 
-MOST_BLOCK = 128
-"""Rows of x that a program takes at most."""
+MOST_BLOCK, MOST_ROWS = 128, 256
+"""Rows of x that a program takes at most, and that are worth its while: it turns all words into floats again for each
+MOST_BLOCK of them."""
+
+
+def serves(x: Tensor, weight: Words, gated: bool) -> bool:
+    """Whether `linear_words` is the fastest for so many rows; the other way is to dequantize the weight."""
+    if len(x) <= MOST_ROWS:
+        return True
+    hopper = hopper_for(x)
+    return hopper is not None and hopper.shape_for(weight, len(x), gated) is not None
+
+
+def hopper_for(x: Tensor) -> ModuleType | None:
+    """`kernels.matmul_words_hopper` where it can take these rows."""
+    if not launch_options(x.device)["PDL"]:
+        return None
+    from kernels import matmul_words_hopper
+
+    return matmul_words_hopper if matmul_words_hopper.serves(x) else None
 
 
 def tile_for(kind: str, rows: int, n: int, k: int, gated: bool) -> Tile:
@@ -164,11 +184,29 @@ def linear_words(
         out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
     if rows == 0:
         return out
-    block = min(MOST_BLOCK, max(16, triton.next_power_of_2(rows)))
-    if gated and block > 64:  # two sums would not fit into the registers
-        return silu_and_mul(linear_words(x, weight, tile=tile), out)
     if weight.order is not None:
         x = x.index_select(1, weight.order)
+    hopper = None if tile else hopper_for(x)
+    if hopper and (shape := hopper.shape_for(weight, rows, gated)):
+        hopper.linear(x, weight, bias, residual, gated, out, shape)
+        return out
+    return _tiled(x, weight, bias, residual, gated, out, tile)
+
+
+def _tiled(
+    x: Tensor,
+    weight: Words,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    gated: bool,
+    out: Tensor,
+    tile: Tile | None,
+) -> Tensor:
+    """By `words_kernel`, on any device."""
+    (rows, k), n = x.shape, out.shape[1]
+    block = min(MOST_BLOCK, max(16, triton.next_power_of_2(rows)))
+    if gated and block > 64:  # two sums would not fit into the registers
+        return silu_and_mul(_tiled(x, weight, None, None, False, x.new_empty(rows, 2 * n), tile), out)
     tile = tile or tile_for(weight.kind, rows, n, k, gated)
     space = workspace(x.device, (1 + gated) * tile.split * rows * n if tile.split > 1 else 0)
     words_kernel[(triton.cdiv(n, tile.n), tile.split, triton.cdiv(rows, block))](

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kernels import fp8, matmul, qkv
 from kernels.activation import silu_and_mul
-from kernels.matmul_words import linear_words
+from kernels.matmul_words import hopper_for, linear_words, serves
 from kernels.nf4 import dequantize_nf4
 from kernels.norm import rms_norm
 from kernels.quantized import Fp8Weight, Int4Weight, Int8Weight, Nf4Weight, QuantizedWeight, StackedWeight, Weight
@@ -28,10 +28,6 @@ class Stack:
 
 DeviceWeight = Tensor | QuantizedWeight | Words | Stack
 """A weight as `prepare` leaves it."""
-
-MOST_ROWS, MOST_FP8_ROWS = 256, 64
-"""Rows up to which weights are read as they are; with more they are dequantized for the vendor's 16-bit product. The
-vendor's fp8 product is faster from MOST_FP8_ROWS on, where it takes the weight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +70,11 @@ def linear(
     Where x is twice as wide as the weight it is what `gate` left: gates and ups, gated here.
     """
     late = x.shape[1] == 2 * _inputs(weight)
-    if _rounds(x, weight):
+    if rounds(x, weight):
         assert isinstance(weight, Words)
         before = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         rounded = fp8.round_rows(x, *before, gated=late, given=weight.input_scale)
-        return _surround(fp8.multiply(rounded, weight, x.dtype), bias, residual, gated, out)
+        return _multiply(rounded, weight, x.dtype, bias, residual, gated, out)
     if late:
         x = silu_and_mul(x)
     if norm is not None:
@@ -86,7 +82,7 @@ def linear(
     if isinstance(weight, Stack):
         product = torch.cat([linear(x, part) for part in weight.parts], 1)
         return _surround(product, bias, residual, gated, out)
-    if isinstance(weight, Words) and len(x) <= MOST_ROWS:
+    if isinstance(weight, Words) and serves(x, weight, gated):
         return linear_words(x, weight, bias, residual=residual, gated=gated, out=out)
     return matmul.linear(in_order(x, weight), dense(weight, x.dtype), bias, residual=residual, gated=gated, out=out)
 
@@ -94,7 +90,7 @@ def linear(
 def gate(x: Tensor, weight: DeviceWeight, norm: Norm) -> Tensor:
     """silu(gate) * up of norm(x) [T, K], the halves of the weight's outputs: [T, n]. Where rows are rounded for an fp8
     product it is left to the next product, which rounds its rows, too: gates and ups, [T, 2n]."""
-    return linear(x, weight, norm=norm, gated=not _rounds(x, weight))
+    return linear(x, weight, norm=norm, gated=not rounds(x, weight))
 
 
 def rotated_qkv(
@@ -113,9 +109,28 @@ def rotated_qkv(
     return qkv.rotated_qkv(norm(x), weight, bias, cos, sin, positions, kv, places, heads, tile)
 
 
-def _rounds(x: Tensor, weight: DeviceWeight) -> bool:
-    """Whether the vendor's fp8 product serves."""
-    return isinstance(weight, Words) and len(x) > MOST_FP8_ROWS and fp8.multiplies(weight)
+def rounds(x: Tensor, weight: DeviceWeight) -> bool:
+    """Whether x is rounded to fp8 for this product."""
+    return isinstance(weight, Words) and fp8.multiplies(weight) and len(x) >= fp8.least_rows(x.device)
+
+
+def _multiply(
+    rounded: tuple[Tensor, Tensor],
+    weight: Words,
+    dtype: torch.dtype,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    gated: bool,
+    out: Tensor | None,
+) -> Tensor:
+    """The product of rounded rows and what follows it."""
+    values, scales = rounded
+    hopper = None if gated else hopper_for(values)
+    if hopper and (shape := hopper.shape_for(weight, len(values), gated, rounded=True)):
+        out = torch.empty(len(values), weight.shape[0], dtype=dtype, device=values.device) if out is None else out
+        hopper.linear(values, weight, bias, residual, gated, out, shape, scales)
+        return out
+    return _surround(fp8.multiply(rounded, weight, dtype), bias, residual, gated, out)
 
 
 def _inputs(weight: DeviceWeight) -> int:

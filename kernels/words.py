@@ -237,9 +237,10 @@ def numbers(
 ):  # fmt: skip
     """Part PART of PARTS of a chunk's columns, less the zero, not yet scaled: [rows, 128 / PARTS] of type `half`."""
     rows: tl.constexpr = words.shape[0]
-    if PARTS == 4:
+    PLACES: tl.constexpr = (4 if KIND == "int4" else 2) // PARTS
+    if PLACES == 1:
         found = _pairs(words, PART, minus, half, KIND, ASM)
-    elif PARTS == 2 or KIND != "int4":
+    elif PLACES == 2:
         a = _pairs(words, 2 * PART, minus, half, KIND, ASM)
         b = _pairs(words, 2 * PART + 1, minus, half, KIND, ASM)
         found = tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), [rows, 2 * a.shape[1]])

@@ -30,6 +30,17 @@ def test_words_of_every_kind(shape: tuple[int, int, int, int], dtype: torch.dtyp
     check_words(*shape, dtype)
 
 
+@pytest.mark.parametrize(
+    "shape",
+    [(1, 6144, 4096, 128), (12, 128, 256, 128), (30, 1024, 1280, 256), (64, 384, 768, 128), (130, 256, 1024, 128),
+     (1030, 2176, 512, 128)],
+    ids=str,
+)  # fmt: skip
+def test_words_as_they_are_served(shape: tuple[int, int, int, int]) -> None:
+    for dtype in HALVES:
+        check_words(*shape, dtype, served=True)
+
+
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_rows_rounded_to_fp8(dtype: torch.dtype) -> None:
     for rows, n in ((1, 4096), (77, 1000), (300, 14336)):

@@ -249,9 +249,7 @@ def attend(
 
 
 def compile_hopper(dim: int, windowed: bool, stored: torch.dtype) -> Any:
-    """The Gluon kernel, for capability 9.0 only."""
-    from triton.experimental.gluon._runtime import GluonASTSource
-
+    """Attention of prompts, for capability 9.0 only."""
     from kernels import attention_hopper as hopper
 
     fixed: dict[str, int | None] = {
@@ -264,12 +262,52 @@ def compile_hopper(dim: int, windowed: bool, stored: torch.dtype) -> Any:
     kind = mangle_type(torch.empty(0, dtype=stored))[1:]
     kinds["pool"] = f"tensordesc<{kind}{hopper.box(stored, dim)},{hopper.layout(stored, dim)!r}>"
     kinds |= {"scale": "fp32", "head_scales": "*fp32"}
-    names = [parameter.name for parameter in hopper.hopper_kernel.params]
+    return compile_gluon(hopper.hopper_kernel, fixed, kinds, {"num_warps": 4})
+
+
+def compile_gluon(kernel: Any, fixed: dict[str, Any], kinds: dict[str, str], options: dict[str, Any]) -> Any:
+    """A Gluon kernel, for capability 9.0 only. kinds: types of arguments that are not `fixed`; others are int32."""
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    names = [parameter.name for parameter in kernel.params]
     signature = {name: "constexpr" if name in fixed else kinds.get(name, "i32") for name in names}
     constants = {(place,): fixed[name] for place, name in enumerate(names) if name in fixed}
     aligned = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(names) if signature[name][0] == "*"}
-    source = GluonASTSource(hopper.hopper_kernel, signature, constants, aligned)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    source = GluonASTSource(kernel, signature, constants, aligned)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def compile_hopper_words() -> Iterator[tuple[str, Any]]:
+    """Products with weights in words, in shapes that are served."""
+    from kernels import matmul_words_hopper
+    from kernels.words_hopper import hopper_words_kernel
+
+    octets = torch.zeros(512, 1024, dtype=torch.uint8)
+    int4 = quantized.Int4Weight(octets[:, :512], torch.ones(512, 8, dtype=torch.bfloat16), None, 128)
+    fp8_rows = quantized.Fp8Weight(octets.view(1024, 512).view(quantized.FP8), torch.ones(1024, 1))
+    cases: list[tuple[str, quantized.Int4Weight | quantized.Fp8Weight, int, bool, bool]] = [
+        ("int4 gated", int4, 1, True, False), ("int4 zeros", replace(int4, zero=octets[:, :8]), 64, False, False),
+        ("int4", int4, 1024, False, False), ("fp8", fp8_rows, 8, False, False), ("fp8", fp8_rows, 64, False, True),
+    ]  # fmt: skip
+    for name, weight, rows, gated, rounded in cases:
+        laid = words.lay_out(weight)
+        n, k = laid.shape
+        x = torch.zeros(rows, k, dtype=quantized.FP8 if rounded else torch.bfloat16)
+        out = torch.zeros(rows, n // 2 if gated else n, dtype=torch.bfloat16)
+        shape = matmul_words_hopper.shape_for(laid, rows, gated, rounded)
+        assert shape
+        scales = torch.ones(rows, 1) if rounded else None
+        _, given = matmul_words_hopper.launch(x, laid, None, None if gated else out, gated, out, shape, scales, 132)
+        boxes = {place: given.pop(place) for place in ("x", "words")}
+        options = {option: value for option in ("num_warps", "maxnreg") if (value := given.pop(option))}
+        kinds = {
+            place: f"tensordesc<{mangle_type(box.base)[1:]}[{box.block_shape[0]}, {box.block_shape[1]}],{box.layout!r}>"
+            for place, box in boxes.items()
+        }
+        kinds |= {place: mangle_type(value) for place, value in given.items() if isinstance(value, Tensor)}
+        constant = {parameter.name for parameter in hopper_words_kernel.params if parameter.is_constexpr}
+        fixed = {place: value for place, value in given.items() if place in constant or value is None}
+        yield f"{name} {rows}", compile_gluon(hopper_words_kernel, fixed, kinds, options)
 
 
 def compile_all(capability: int, dtype: torch.dtype) -> list[str]:
@@ -290,6 +328,9 @@ def compile_all(capability: int, dtype: torch.dtype) -> list[str]:
             compiled = compile_hopper(dim, windowed, stored)
             assert compiled.metadata.shared <= MOST_SHARED[capability]
             lines.append(f"attention {dim} {stored}: hopper_kernel shared {compiled.metadata.shared}")
+        for name, compiled in compile_hopper_words():
+            assert compiled.metadata.shared <= MOST_SHARED[capability], name
+            lines.append(f"{name}: hopper_words_kernel shared {compiled.metadata.shared}")
     return lines
 
 

@@ -33,14 +33,14 @@ def weights(n: int, k: int, group: int, dtype: torch.dtype) -> Iterator[Int4Weig
     yield Fp8Weight(every, blocks)
 
 
-def check_words(rows: int, n: int, k: int, group: int, dtype: torch.dtype) -> None:
-    """Products and dequantization of every kind of weight, n even."""
+def check_words(rows: int, n: int, k: int, group: int, dtype: torch.dtype, served: bool = False) -> None:
+    """Products and dequantization of every kind of weight, n even; by the served kernel or that for any device."""
     x = rand(rows, k, dtype=dtype)
     residual, bias = rand(rows, n, dtype=dtype), rand(n, dtype=dtype)
     for weight in weights(n, k, group, dtype):
         laid = words.lay_out(weight)
         want = quantized.linear(x.double(), weight)
-        out, tile = poison(rows, n, dtype=dtype), random.choice(TILES)
+        out, tile = poison(rows, n, dtype=dtype), None if served else random.choice(TILES)
         close(matmul_words.linear_words(x, laid, bias, out=out, tile=tile), want + bias.double())
         added = residual.clone()
         close(matmul_words.linear_words(x, laid, residual=added, out=added, tile=tile), want + residual.double())
@@ -91,7 +91,7 @@ def check_products(rows: int, n: int, k: int, dtype: torch.dtype) -> None:
     normed = reference.rms_norm(x.double(), gamma.double(), 1e-5)
     for weight in kinds:
         laid = products.prepare(weight, dtype)
-        rounds = isinstance(weight, Fp8Weight) and rows > products.MOST_FP8_ROWS and dtype != torch.float32
+        rounds = products.rounds(x, laid)
         for got, want in (
             (products.linear(x, laid, norm=norm), quantized.linear(normed, weight)),
             (

@@ -1,0 +1,155 @@
+"""Launches of the Hopper kernel for quantized weights: which shape of program serves which product, what it is told.
+
+M rows of x, N outputs, K inputs, as in `kernels.matmul_words`; `kernels.words_hopper` is the kernel.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from kernels.quantized import FP8
+from kernels.skinny import workspace
+from kernels.words import Words
+from kernels.words_hopper import hopper_words_kernel
+
+GROUPS = 2
+"""Warpgroups of a program that multiply, 64 rows of W each."""
+MOST_ROWS = 1536
+"""With more, the weight is better dequantized once for the vendor's product."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Shape of a product's programs."""
+
+    block_m: int
+    stages: int
+    registers: int = 240
+    """Of a thread that multiplies."""
+    least: int = 4
+    """Chunks of 128 inputs that a program takes at least."""
+    per_sm: int = 1
+    """Programs that a multiprocessor holds."""
+    most_registers: int | None = None
+    """Of a thread before the warpgroups share them out; None: as many as one program can have."""
+
+
+def shape_for(weight: Words, rows: int, gated: bool, rounded: bool = False) -> Shape | None:
+    """The shape of programs for x [rows, K], or None where another kernel is faster. Measured on one H200.
+
+    rounded: x is fp8, and so is the weight.
+    """
+    n, k = weight.shape
+    if rounded:
+        return _rounded_shape(rows, n, k)
+    if weight.group % 128 or (gated and n % 128) or k % 8:
+        return None
+    octets = weight.kind != "int4"
+    if rows <= 16:
+        return _skinny_shape(n, k, octets) if rows <= 8 else None
+    if rows <= 32:
+        return Shape(32, 4 if octets else 6, 104, 8, 2, 80)
+    if rows <= 64:
+        return None if gated and not octets else Shape(64, 5 if octets else 6)
+    if rows > MOST_ROWS:
+        return None
+    halves, wholes = triton.cdiv(rows, 128), triton.cdiv(rows, 256)
+    if halves < 2 * wholes or n * wholes <= 8192:
+        return Shape(128, 4 if octets else 5)
+    return Shape(256, 2 if octets else 3)
+
+
+def _skinny_shape(n: int, k: int, octets: bool) -> Shape | None:
+    """Of at most 8 rows. `matmul_words` is faster with many outputs in int4, and with few in 8 bits."""
+    if octets:
+        return Shape(8, 5, 104, 8, 2, 80) if n > k else None
+    return Shape(8, 6, 104, 8 if k >= 8192 else 4, 2, 80) if n <= k else None
+
+
+def _rounded_shape(rows: int, n: int, k: int) -> Shape | None:
+    """Of fp8 rows; the vendor's product is faster where more rows meet many outputs."""
+    if rows <= 64:
+        return Shape(max(16, triton.next_power_of_2(rows)), 8)
+    return Shape(128, 6) if rows <= 128 and n <= k else None
+
+
+def serves(x: Tensor) -> bool:
+    """Whether the kernel can take these rows, on this device."""
+    if x.device.type != "cuda" or torch.cuda.get_device_capability(x.device)[0] != 9:
+        return False
+    return len(x) > 0 and x.itemsize <= 2 and x.stride(0) * x.itemsize % 16 == 0 and x.data_ptr() % 16 == 0
+
+
+@cache
+def _layout(rows: int, width: int, dtype: torch.dtype) -> Any:
+    """How boxes lie in shared memory."""
+    kinds = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.int32: gl.int32, FP8: gl.float8e4nv}
+    return gl.NVMMASharedLayout.get_default_for([rows, width], kinds[dtype])
+
+
+def _described(tensor: Tensor, rows: int, width: int) -> Any:
+    return TensorDescriptor.from_tensor(tensor, [rows, width], _layout(rows, width, tensor.dtype))
+
+
+def linear(
+    x: Tensor,
+    weight: Words,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    gated: bool,
+    out: Tensor,
+    shape: Shape,
+    x_scales: Tensor | None = None,
+) -> Tensor:
+    """`matmul_words.linear_words` of at least one row. x_scales: float32 [M, 1], x is `fp8.round_rows`."""
+    grid, arguments = launch(x, weight, bias, residual, gated, out, shape, x_scales, processors(x.device))
+    hopper_words_kernel[grid](**arguments, launch_pdl=True)
+    return out
+
+
+def launch(
+    x: Tensor,
+    weight: Words,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    gated: bool,
+    out: Tensor,
+    shape: Shape,
+    x_scales: Tensor | None,
+    processors: int,
+) -> tuple[tuple[int], dict[str, Any]]:
+    """The grid and the arguments of the kernel."""
+    rows, height = x.shape[0], 32 if gated else 64
+    n = weight.shape[0] // 2 if gated else weight.shape[0]
+    down = triton.cdiv(rows, shape.block_m)
+    units = triton.cdiv(n, GROUPS * height) * down * weight.chunks
+    span = max(shape.least, triton.cdiv(units, processors * shape.per_sm))
+    programs = triton.cdiv(units, span)
+    space = workspace(x.device, programs * 2 * GROUPS * shape.block_m * 64)
+    if x_scales is not None:
+        words = _described(weight.words.view(FP8), height, 128)
+    elif weight.kind == "int4":
+        words = _described(weight.words.view(-1, 16), height, 16)
+    else:
+        words = _described(weight.words, height, 32)
+    arguments = {
+        "x": _described(x, shape.block_m, 64 if x_scales is None else 128), "words": words, "scales": weight.scale,
+        "zeros": weight.zero, "x_scales": x_scales, "bias": bias, "residual": residual, "out": out,
+        "parts": space.parts, "arrived": space.arrived, "M": rows, "N": n, "C": weight.chunks,
+        "groups": weight.scale.shape[1], "span": span, "units": units, "down": down, "KIND": weight.kind,
+        "GROUP": weight.group, "GATED": gated, "BLOCK_M": shape.block_m, "GROUPS": GROUPS,
+        "STAGES": shape.stages, "REGISTERS": shape.registers, "num_warps": 4, "maxnreg": shape.most_registers,
+    }  # fmt: skip
+    return (programs,), arguments
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a device."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
