@@ -20,8 +20,8 @@ from kernels.words_hopper import hopper_words_kernel
 
 GROUPS = 2
 """Warpgroups of a program that multiply, 64 rows of W each."""
-MOST_ROWS = 1536
-"""With more, the weight is better dequantized once for the vendor's product."""
+MOST_ROWS, MOST_OCTET_ROWS = 1536, 512
+"""With more, a weight of four or eight bits is better dequantized once for the vendor's product."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +57,12 @@ def shape_for(weight: Words, rows: int, gated: bool, rounded: bool = False) -> S
         return Shape(32, 4 if octets else 6, 104, 8, 2, 80)
     if rows <= 64:
         return None if gated and not octets else Shape(64, 5 if octets else 6)
-    if rows > MOST_ROWS:
+    if rows > (MOST_OCTET_ROWS if octets else MOST_ROWS):
         return None
     halves, wholes = triton.cdiv(rows, 128), triton.cdiv(rows, 256)
-    if halves < 2 * wholes or n * wholes <= 8192:
+    if octets or halves < 2 * wholes or n * wholes <= 8192:
         return Shape(128, 4 if octets else 5)
-    return Shape(256, 2 if octets else 3)
+    return Shape(256, 3)
 
 
 def _skinny_shape(n: int, k: int, octets: bool) -> Shape | None:
