@@ -163,6 +163,7 @@ def prune(
     sparsity: Annotated[float, typer.Option(min=0, max=0.99, help="Share of the weights that becomes zero.")] = 0.5,
     pattern: Annotated[Pattern, typer.Option(help="2:4 leaves two of any four neighbours.")] = Pattern.UNSTRUCTURED,
     wanda: Annotated[bool, typer.Option("--wanda/--magnitude", help="Whether inputs count too.")] = True,
+    compensate: Annotated[bool, typer.Option(help="What stays makes up for what goes.")] = True,
     steps: Steps = 0,
     batch: Batch = 8,
     learning_rate: Rate = 3e-4,
@@ -176,7 +177,7 @@ def prune(
 
     with _making(base, out) as told:
         windows, plan = _windows(base, text, None, length), Plan(steps, batch, learning_rate)
-        cut(base, out, windows, Judgement(sparsity, pattern, wanda), plan, told)
+        cut(base, out, windows, Judgement(sparsity, pattern, wanda, compensate), plan, told)
 
 
 @app.command()

@@ -12,13 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from compress import layout
+from compress.columns import Change, change_columns, damped
 from compress.network import READERS, Moments, Seen, linear
 from compress.recipe import Recipe, Rounded
 from compress.rounding import Steps, cheapest_steps, grouped, int4_weight
 from kernels.quantized import INT4_ZERO, Int4Weight
-
-_DAMPING = 0.01
-"""Added to the moments' diagonal, as a share of its mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,27 +63,26 @@ def compensated(weight_NK: Tensor, gram_KK: Tensor, group: int, symmetric: bool,
     With `fixed` steps the inputs with the largest moments come first (act-order); else columns come in their own order,
     and a group's steps are found when its turn comes.
     """
-    inputs = weight_NK.shape[1]
-    order = torch.arange(inputs) if fixed is None else gram_KK.diagonal().argsort(descending=True)
-    weight_NK, factor_KK = weight_NK[:, order], _inverse_factor(gram_KK[order][:, order])
-    q_NK, found = torch.empty_like(weight_NK), []
-    for begin in range(0, inputs, group):
-        columns = slice(begin, begin + group)
+    order = torch.arange(len(gram_KK)) if fixed is None else gram_KK.diagonal().argsort(descending=True)
+    found: list[Steps] = []
+
+    def rounding(columns: slice, weight_NG: Tensor) -> Change:
         if fixed is None:
-            found.append(cheapest_steps(weight_NK[:, None, columns], symmetric, gram_KK.diagonal()[columns][None]))
+            found.append(cheapest_steps(weight_NG[:, None], symmetric, gram_KK.diagonal()[columns][None]))
             steps = found[-1].of(torch.zeros(group, dtype=torch.long))
         else:
             steps = fixed.of(order[columns] // group)
-        errors = _round_columns(weight_NK[:, columns], steps, factor_KK[columns, columns], q_NK[:, columns])
-        weight_NK[:, begin + group :] -= errors @ factor_KK[columns, begin + group :]
-    q_NBG = grouped(q_NK[:, order.argsort()], group)
-    return int4_weight(q_NBG, fixed or Steps.joined(found), symmetric)
+        return lambda column, now: steps.of(torch.tensor([column])).rounded(now[:, None, None]).flatten()
+
+    changed_NK = change_columns(weight_NK[:, order], gram_KK[order][:, order], group, rounding)[:, order.argsort()]
+    steps = fixed or Steps.joined(found)
+    return int4_weight(steps.nearest(grouped(changed_NK, group)), steps, symmetric)
 
 
 def refitted(rounded: Int4Weight, weight_NK: Tensor, gram_KK: Tensor) -> Int4Weight:
     """The same whole numbers with the scales that bring their outputs nearest: least squares, all groups of a row at
     once. A scale that would leave the range from half to twice what it was stays: its group hardly speaks."""
-    gram_KK = gram_KK + torch.eye(len(gram_KK)) * _damping(gram_KK)
+    gram_KK = damped(gram_KK).float()
     zero = INT4_ZERO if rounded.zero is None else rounded.zero.float()[..., None]
     q_NBG = grouped(rounded.unpack().float(), rounded.group) - zero
     wanted_NB = (grouped(weight_NK @ gram_KK, rounded.group) * q_NBG).sum(2)
@@ -100,26 +97,3 @@ def refitted(rounded: Int4Weight, weight_NK: Tensor, gram_KK: Tensor) -> Int4Wei
     scale, old = torch.linalg.solve(products_NBB, wanted_NB), rounded.scale.float()
     usable = (scale > old / 2) & (scale < old * 2)
     return replace(rounded, scale=torch.where(usable, scale, old).to(rounded.scale.dtype))
-
-
-def _round_columns(weight_NG: Tensor, steps: Steps, factor_GG: Tensor, q_NG: Tensor) -> Tensor:
-    """Round columns in turn into `q_NG`, each with its own steps. -> errors [N, G], each over its factor."""
-    errors = torch.empty_like(weight_NG)
-    for column in range(weight_NG.shape[1]):
-        now, scale, zero = weight_NG[:, column], steps.scale[:, column, 0], steps.zero[:, column, 0]
-        q_NG[:, column] = (now / scale + zero).round_().clamp_(0, 15)
-        errors[:, column] = (now - (q_NG[:, column] - zero) * scale) / factor_GG[column, column]
-        weight_NG[:, column + 1 :] -= torch.outer(errors[:, column], factor_GG[column, column + 1 :])
-    return errors
-
-
-def _inverse_factor(gram_KK: Tensor) -> Tensor:
-    """The upper Cholesky factor of the inverse of the damped moments."""
-    damped = gram_KK.double() + torch.eye(len(gram_KK)) * _damping(gram_KK)
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
-    factor: Tensor = torch.linalg.cholesky(inverse, upper=True)
-    return factor.float()
-
-
-def _damping(gram_KK: Tensor) -> Tensor:
-    return (gram_KK.diagonal().mean() * _DAMPING).clamp_min(1e-8)

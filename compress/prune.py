@@ -1,6 +1,7 @@
 """Unstructured and 2:4 pruning: the weights that matter least become zero, and the rest learns to do without them.
 
-A weight matters by its size, or by its size times that of its input (Wanda, Sun et al., arXiv:2306.11695).
+A weight matters by its size, or by its size times that of its input (Wanda, Sun et al., arXiv:2306.11695). Columns make
+up for what went from those before them (SparseGPT, Frantar and Alistarh, arXiv:2301.00774).
 
 Legend: N outputs, K inputs.
 """
@@ -16,9 +17,13 @@ from transformers import PreTrainedModel
 from compress import dense, text
 from compress.checkpoint import Workbench
 from compress.choices import Pattern
-from compress.network import LINEARS, SEEN, Seen, Stream, layers_of, linear, load
+from compress.columns import Change, change_columns
+from compress.network import LINEARS, SEEN, Stream, linear, load
 from compress.progress import Progress
 from compress.training import Plan, distillation, train
+
+_BLOCK = 128
+"""Columns that are judged at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +34,8 @@ class Judgement:
     pattern: Pattern = Pattern.UNSTRUCTURED
     wanda: bool = True
     """Whether inputs count, or the weight's size alone."""
+    compensate: bool = True
+    """Weights that stay make up for those that go before them."""
 
 
 def prune(base: Path, out: Path, windows_WT: Tensor, judgement: Judgement, heal: Plan, progress: Progress) -> None:
@@ -36,32 +43,44 @@ def prune(base: Path, out: Path, windows_WT: Tensor, judgement: Judgement, heal:
     model = load(base)
     settings = {"method": "prune", **asdict(judgement), **asdict(heal), "text": text.described(windows_WT)}
     bench = Workbench(base, out, settings, dense.pieces(model))
-    masks = bench.kept("masks")
-    if masks is None:
-        masks = _masks(model, windows_WT[:SEEN], judgement, progress)
-        bench.keep("masks", masks)
-    zero = _zeroing(model, masks)
-    zero()
+    pruned = bench.kept("pruned")
+    if pruned is None:
+        pruned = _pruned(model, windows_WT[:SEEN], judgement, progress)
+        bench.keep("pruned", pruned)
+    for name, weight in pruned.items():
+        model.get_parameter(name).data.copy_(weight)
     if heal.steps:
+        zero = _zeroing(model, {name: weight != 0 for name, weight in pruned.items()})
         train(model, windows_WT, distillation(model, load(base)), heal, bench, progress, after_step=zero)
     dense.write(model, base, bench)
 
 
-def _masks(model: PreTrainedModel, windows_WT: Tensor, judgement: Judgement, progress: Progress) -> dict[str, Tensor]:
-    """True where a weight stays, by the weight's name. Each layer is judged by what the pruned ones before it say."""
-    stream, masks = Stream(model, windows_WT), {}
-    layers = layers_of(model)
-    for index, layer in enumerate(layers):
-        progress("layers", index, len(layers))
-        seen = stream.look(index) if judgement.wanda else None
+def _pruned(model: PreTrainedModel, windows_WT: Tensor, judgement: Judgement, progress: Progress) -> dict[str, Tensor]:
+    """The linears' weights by name, pruned. Each layer is judged by what the pruned ones before it say."""
+    stream, pruned = Stream(model, windows_WT), dict[str, Tensor]()
+    for index, layer in enumerate(stream.layers):
+        progress("layers", index, len(stream.layers))
+        seen = stream.look(index)
         for name in LINEARS:
-            weight = linear(layer, name).weight
-            mask = keep(_worth(weight.detach(), seen, name), judgement.sparsity, judgement.pattern)
-            weight.data.mul_(mask)
-            masks[f"model.layers.{index}.{name}.weight"] = mask
+            weight, gram = linear(layer, name).weight.data, seen.inputs[name].gram
+            weight.copy_(_prune(weight, gram, judgement))
+            pruned[f"model.layers.{index}.{name}.weight"] = weight
         stream.advance(index)
-    progress("layers", len(layers), len(layers))
-    return masks
+    progress("layers", len(stream.layers), len(stream.layers))
+    return pruned
+
+
+def _prune(weight_NK: Tensor, gram_KK: Tensor, judgement: Judgement) -> Tensor:
+    """The weight with zeros; each block is judged when those before it have been made up for."""
+    sizes_K = gram_KK.diagonal().sqrt() if judgement.wanda else torch.ones(len(gram_KK))
+
+    def zeroing(columns: slice, weight_NG: Tensor) -> Change:
+        stays_NG = keep(weight_NG.abs() * sizes_K[columns], judgement.sparsity, judgement.pattern)
+        return lambda column, now: now * stays_NG[:, column]
+
+    if judgement.compensate:
+        return change_columns(weight_NK, gram_KK, _BLOCK, zeroing)
+    return weight_NK * keep(weight_NK.abs() * sizes_K, judgement.sparsity, judgement.pattern)
 
 
 def keep(worth_NK: Tensor, sparsity: float, pattern: Pattern) -> Tensor:
@@ -73,10 +92,6 @@ def keep(worth_NK: Tensor, sparsity: float, pattern: Pattern) -> Tensor:
         )
     stays = worth_NK.shape[1] - round(worth_NK.shape[1] * sparsity)
     return torch.zeros_like(worth_NK, dtype=torch.bool).scatter_(1, worth_NK.topk(stays, dim=1).indices, True)
-
-
-def _worth(weight_NK: Tensor, seen: Seen | None, name: str) -> Tensor:
-    return weight_NK.abs() if seen is None else weight_NK.abs() * seen.inputs[name].gram.diagonal().sqrt()
 
 
 def _zeroing(model: PreTrainedModel, masks: dict[str, Tensor]) -> Callable[[], None]:

@@ -66,9 +66,20 @@ def test_inputs_tell_better_than_sizes_which_weights_matter(base: Path, windows:
     found = {}
     for wanda in (True, False):
         out = tmp_path / f"{wanda}"
-        prune(base, out, windows, Judgement(0.4, wanda=wanda), Plan(steps=0), quiet)
+        prune(base, out, windows, Judgement(0.4, wanda=wanda, compensate=False), Plan(steps=0), quiet)
         found[wanda] = divergence(base, out, windows)
     assert found[True] < found[False]
+
+
+def test_what_stays_makes_up_for_what_goes(base: Path, windows: Tensor, tmp_path: Path) -> None:
+    found = {}
+    for compensate in (True, False):
+        out = tmp_path / f"{compensate}"
+        prune(base, out, windows, Judgement(0.5, compensate=compensate), Plan(steps=0), quiet)
+        weights = load_file(next(out.glob("model-00002-*")))
+        assert (weights["model.layers.1.mlp.up_proj.weight"] == 0).float().mean() == 0.5
+        found[compensate] = divergence(base, out, windows)
+    assert found[True] < 0.8 * found[False]
 
 
 def test_a_shrunk_network_is_an_ordinary_smaller_one(base: Path, windows: Tensor, tmp_path: Path) -> None:
