@@ -42,6 +42,8 @@ def windows(texts: list[str], model: Path, length: int, count: int | None = None
 
     `count` takes so many of them, evenly spread. Raises CompressError where there is too little text.
     """
+    if not (model / "tokenizer.json").is_file():
+        raise CompressError(f"{model} has no tokenizer.json")
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     start = tokenizer.encode("").ids
     encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
@@ -50,7 +52,8 @@ def windows(texts: list[str], model: Path, length: int, count: int | None = None
     body = length - len(start)
     whole = ids.numel() // body
     if whole < (count or 1):
-        raise CompressError(f"{ids.numel()} tokens of text make {whole} windows of {length}; {count or 1} are needed")
+        found = f"{ids.numel()} tokens of text make {whole} windows of {length}"
+        raise CompressError(f"{found}; {count or 1} are needed: give more text, or ask for shorter or fewer windows")
     cut = ids[: whole * body].view(whole, body)
     if count is not None:
         cut = cut[torch.linspace(0, whole - 1, count).round().long()]

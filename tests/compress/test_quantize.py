@@ -97,6 +97,10 @@ def test_what_cannot_be_compressed_is_refused_in_one_line(tmp_path: Path, made: 
         quantize(made("int8"), tmp_path / "again", Awq(), None, lambda *_: None)
     with pytest.raises(CompressError, match="exists"):
         quantize(DEMO, made("int8"), Awq(), IDS[None], lambda *_: None)
+    with pytest.raises(CompressError, match=r"has no tokenizer\.json"):
+        text.windows(["Once"], tmp_path, 64)
+    with pytest.raises(CompressError, match="2 tokens of text make 0 windows of 64; 2 are needed"):
+        text.windows([" a"], DEMO, 64, 2)
     (tmp_path / "empty.txt").write_text("\n")
     with pytest.raises(CompressError, match="no text"):
         text.read(tmp_path / "empty.txt")
