@@ -1,5 +1,8 @@
 """The demo model, made smaller by the public door: each method once for all tests that look at what it wrote."""
 
+import json
+import re
+import shutil
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -8,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from compress.cli import app
@@ -28,6 +32,8 @@ METHODS = {
     "smoothquant": ("smoothquant", *_FEW),
 }
 
+_VARIANTS = ("fp8-static", "fp8-block", "awq-nearest", "gptq-act-order", "smoothquant")
+"""Made of the demo model's first layer alone: what they share with others is tried on all of it."""
 Made = Callable[[str], Path]
 
 
@@ -43,14 +49,30 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+def base_of(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """The folder of the model that a method makes smaller."""
+    short = shutil.copytree(DEMO, tmp_path_factory.mktemp("short") / "base")
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    (short / "model.safetensors.index.json").unlink()
+    tensors = {name: tensor for file in short.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    for file in short.glob("*.safetensors"):
+        file.unlink()
+    inside = re.compile(r"model\.layers\.[1-9]")
+    kept = {name: tensor for name, tensor in tensors.items() if not inside.match(name)}
+    save_file(kept, short / "model.safetensors", {"format": "pt"})
+    return lambda name: short if name in _VARIANTS else DEMO
+
+
+@pytest.fixture(scope="session")
+def made(base_of: Made, tmp_path_factory: pytest.TempPathFactory) -> Made:
     """The folder that a method wrote, made when it is first asked for."""
 
     @cache
     def folder(name: str) -> Path:
         method, *flags = METHODS[name]
         out = tmp_path_factory.mktemp("made") / name
-        told = CliRunner().invoke(app, [method, str(DEMO), str(out), *flags], catch_exceptions=False)
+        told = CliRunner().invoke(app, [method, str(base_of(name)), str(out), *flags], catch_exceptions=False)
         assert told.exit_code == 0, told.output
         return out
 
