@@ -1,22 +1,19 @@
 """The demo model on this machine's processor, through the gRPC door, beside transformers. `make bench-cpu`.
 
-    python -m bench.cpu [--json FILE]
+    python -m bench.cpu [model] [weights] [--json FILE]
 
 Everything runs here: gateway, scheduler, cache, Redis, worker, client and, in turns with them, transformers in this
 process, whose threads sleep meanwhile. Of each kind the best of three rounds counts.
 """
 
 import asyncio
-import os
 import random
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from grpc import aio
-from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from bench import cpu_weights, table
@@ -95,7 +92,7 @@ def prompts(count: int) -> list[list[int]]:
     return [chance.choices(range(1, 6000), k=_PROMPT) for _ in range(count)]
 
 
-async def measure() -> list[Figure]:
+async def through_the_door() -> list[Figure]:
     """All figures, in rounds that alternate between what is compared."""
     theirs = reference()
     token_s: dict[str, list[float]] = {"ours": [], "theirs": []}
@@ -121,18 +118,16 @@ async def measure() -> list[Figure]:
     ]
 
 
-def main() -> None:
-    """Prints the table."""
-    asked = table.arguments("Measures the demo model on this machine's processor.", ())
-    out = Console(width=150 if not sys.stdout.isatty() else None)
-    table.show_machine(out)
-    figures = asyncio.run(measure())
-    table.show(f"The demo model, float32 (load average {os.getloadavg()[0]:.1f})", figures, out)
-    weights = cpu_weights.measure()
-    table.show(f"Weights in fewer bits (load average {os.getloadavg()[0]:.1f})", weights, out)
-    if asked.json:
-        table.save(asked.json, [*figures, *weights])
+async def weights() -> list[Figure]:
+    """Weights in fewer bits, without a mesh."""
+    return cpu_weights.measure()
+
+
+PARTS: dict[str, table.Part] = {
+    "model": ("The demo model, float32", through_the_door),
+    "weights": ("Weights in fewer bits", weights),
+}
 
 
 if __name__ == "__main__":
-    main()
+    asyncio.run(table.measure("Measures decode on this machine's processor.", PARTS))

@@ -13,11 +13,10 @@ import random
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol
 
 from grpc import aio
-from rich.console import Console
 
 from bench import admission, table
 from bench.load.distribution import Distribution
@@ -373,7 +372,7 @@ def _timed(work: Callable[[], object], times: int) -> float:
     return (time.thread_time() - began) / times
 
 
-PARTS: dict[str, tuple[str, Callable[[], Awaitable[list[Figure]]]]] = {
+PARTS: dict[str, table.Part] = {
     "link": ("Worker to gateways", link),
     "stopped": ("A reader that stops", stopped),
     "gateway": ("Gateway to clients", gateway),
@@ -384,19 +383,5 @@ PARTS: dict[str, tuple[str, Callable[[], Awaitable[list[Figure]]]]] = {
 }
 
 
-async def main() -> None:
-    """Measures what was asked for, or everything."""
-    asked = table.arguments("Measures what surrounds the model.", PARTS)
-    out = Console(width=150 if not sys.stdout.isatty() else None)
-    table.show_machine(out)
-    figures = []
-    for name in asked.parts or PARTS:
-        title, measure = PARTS[name]
-        figures += (part := await measure())
-        table.show(f"{title} (load average {os.getloadavg()[0]:.1f})", part, out)
-    if asked.json:
-        table.save(asked.json, figures)
-
-
 if __name__ == "__main__":
-    asyncio.run(main())
+    asyncio.run(table.measure("Measures what surrounds the model.", PARTS))

@@ -3,7 +3,9 @@
 import argparse
 import json
 import operator
-from collections.abc import Iterable
+import os
+import sys
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -12,6 +14,9 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import machine
+
+Part = tuple[str, Callable[[], Awaitable[list["Figure"]]]]
+"""A title and what measures the figures below it."""
 
 _COMPARE = {">=": operator.ge, "<=": operator.le}
 
@@ -64,8 +69,21 @@ def show_machine(out: Console) -> None:
         out.print(f"{name:<14}{value}", markup=False, highlight=False)
 
 
-def arguments(what: str, parts: Iterable[str]) -> argparse.Namespace:
-    """The command line that benchmarks of several parts share."""
+async def measure(what: str, parts: Mapping[str, Part]) -> None:
+    """A benchmark of several parts: those that the command line names, or all of them."""
+    asked = _arguments(what, parts)
+    out = Console(width=150 if not sys.stdout.isatty() else None)
+    show_machine(out)
+    figures = []
+    for name in asked.parts or parts:
+        title, part = parts[name]
+        figures += (new := await part())
+        show(f"{title} (load average {os.getloadavg()[0]:.1f})", new, out)
+    if asked.json:
+        save(asked.json, figures)
+
+
+def _arguments(what: str, parts: Iterable[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=what)
     parser.add_argument("parts", nargs="*", help=f"measure only these: {', '.join(parts)}")
     parser.add_argument("--json", type=Path, help="write the figures there")

@@ -9,18 +9,15 @@ Wall-clock time shares the cores with the client; processor time is that of the 
 
 import asyncio
 import contextlib
-import os
 import random
 import statistics
-import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
 from grpc import aio
-from rich.console import Console
 
 from bench import table
 from bench.mesh import Up, paced, processor_s, up
@@ -155,25 +152,11 @@ async def host() -> list[Figure]:
     return _figures(await compare(paced(5.0), load), load, {})
 
 
-PARTS: dict[str, tuple[str, Callable[[], Awaitable[list[Figure]]]]] = {
+PARTS: dict[str, table.Part] = {
     "model": ("Tracing, with the demo model", model),
     "host": ("Tracing, without a model", host),
 }
 
 
-async def main() -> None:
-    """Measures what was asked for, or everything."""
-    asked = table.arguments("Measures what tracing costs.", PARTS)
-    out = Console(width=150 if not sys.stdout.isatty() else None)
-    table.show_machine(out)
-    figures = []
-    for name in asked.parts or PARTS:
-        title, measure = PARTS[name]
-        figures += (part := await measure())
-        table.show(f"{title} (load average {os.getloadavg()[0]:.1f})", part, out)
-    if asked.json:
-        table.save(asked.json, figures)
-
-
 if __name__ == "__main__":
-    asyncio.run(main())
+    asyncio.run(table.measure("Measures what tracing costs.", PARTS))
