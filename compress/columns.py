@@ -1,6 +1,7 @@
 """Changes a weight column after column; what each change costs, the columns after it make up for (arXiv:2210.17323).
 
-Rounding (`compress.gptq`) and pruning (`compress.prune`, as SparseGPT, arXiv:2301.00774) are such changes.
+Rounding (`compress.gptq`) and pruning (`compress.prune`, as SparseGPT, arXiv:2301.00774) are such changes; where whole
+columns go (`compress.shrink`), those that stay are fitted at one go.
 
 Legend: N outputs, K inputs, G inputs of a block.
 """
@@ -37,6 +38,13 @@ def change_columns(
             weight_NG[:, after] -= torch.outer(errors_NG[:, column], factor_GG[column, after])
         weight_NK[:, later] -= errors_NG @ factor_KK[columns, later]
     return changed_NK
+
+
+def keep_columns(weight_NK: Tensor, gram_KK: Tensor, stays: Tensor) -> Tensor:
+    """The columns that stay, fitted by least squares: they say what they can of what the others said."""
+    moments_KK = damped(gram_KK)
+    wanted = weight_NK.double() @ moments_KK[:, stays]
+    return torch.linalg.solve(moments_KK[stays][:, stays], wanted, left=False).to(weight_NK.dtype)
 
 
 def damped(gram_KK: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Structured pruning: whole neurons, groups of heads and layers go, and the rest learns to do without them.
 
 What is left is an ordinary smaller network. Neurons and heads matter by the energy that they add to the residual
-stream; layers by how far they turn it (ShortGPT, Men et al., arXiv:2403.03853). Healing distils the base
-into what is left, as Minitron does (Muralidharan et al., arXiv:2407.14679).
+stream, and those that stay take over what they can; layers matter by how far they turn it (ShortGPT, Men et al.,
+arXiv:2403.03853). Healing distils the base into what is left, as Minitron does (Muralidharan et al., arXiv:2407.14679).
 """
 
 from dataclasses import asdict, dataclass
@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from compress import dense, text
 from compress.checkpoint import Workbench
+from compress.columns import keep_columns
 from compress.errors import CompressError
 from compress.network import SEEN, Seen, Stream, layers_of, linear, load, read_config
 from compress.progress import Progress
@@ -62,12 +63,13 @@ def shrink(base: Path, out: Path, windows_WT: Tensor, cut: Cut, heal: Plan, prog
 
 def _cut_neurons(layer: nn.Module, seen: Seen, share: float) -> None:
     down = linear(layer, "mlp.down_proj")
-    energy = seen.inputs["mlp.down_proj"].gram.diagonal() * down.weight.detach().square().sum(0)
+    gram = seen.inputs["mlp.down_proj"].gram
+    energy = gram.diagonal() * down.weight.detach().square().sum(0)
     count = round(len(energy) * (1 - share) / 32) * 32 or len(energy)
     stays = energy.topk(min(count, len(energy))).indices.sort().values
     for name in ("mlp.gate_proj", "mlp.up_proj"):
         _keep_outputs(linear(layer, name), stays)
-    _keep_inputs(down, stays)
+    _keep_inputs(down, stays, gram)
 
 
 def _cut_heads(layer: nn.Module, seen: Seen, count: int) -> None:
@@ -76,14 +78,15 @@ def _cut_heads(layer: nn.Module, seen: Seen, count: int) -> None:
     output, head_dim = linear(layer, "self_attn.o_proj"), layer.get_submodule("self_attn").head_dim
     assert isinstance(head_dim, int)
     kv_heads = linear(layer, "self_attn.k_proj").out_features // head_dim
-    energy = seen.inputs["self_attn.o_proj"].gram.diagonal() * output.weight.detach().square().sum(0)
+    gram = seen.inputs["self_attn.o_proj"].gram
+    energy = gram.diagonal() * output.weight.detach().square().sum(0)
     heads = energy.view(kv_heads, -1).sum(1).topk(kv_heads - count).indices.sort().values
     queries = torch.arange(output.in_features).view(kv_heads, -1)[heads].flatten()
     keys = torch.arange(kv_heads * head_dim).view(kv_heads, -1)[heads].flatten()
     _keep_outputs(linear(layer, "self_attn.q_proj"), queries)
     _keep_outputs(linear(layer, "self_attn.k_proj"), keys)
     _keep_outputs(linear(layer, "self_attn.v_proj"), keys)
-    _keep_inputs(output, queries)
+    _keep_inputs(output, queries, gram)
 
 
 def _keep_outputs(module: nn.Linear, stays: Tensor) -> None:
@@ -93,8 +96,9 @@ def _keep_outputs(module: nn.Linear, stays: Tensor) -> None:
     module.out_features = len(stays)
 
 
-def _keep_inputs(module: nn.Linear, stays: Tensor) -> None:
-    module.weight = nn.Parameter(module.weight.detach()[:, stays])
+def _keep_inputs(module: nn.Linear, stays: Tensor, gram_KK: Tensor) -> None:
+    if len(stays) < module.in_features:
+        module.weight = nn.Parameter(keep_columns(module.weight.detach(), gram_KK, stays))
     module.in_features = len(stays)
 
 

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from compress import text
 from compress.choices import Pattern
+from compress.columns import keep_columns
 from compress.distill import distill
 from compress.errors import CompressError
 from compress.network import load
@@ -95,6 +96,17 @@ def test_a_shrunk_network_is_an_ordinary_smaller_one(base: Path, windows: Tensor
     with torch.no_grad():
         wanted = theirs(windows[:1]).logits[0].log_softmax(-1)
     assert torch.allclose(ours.logprobs(ours.read(windows[0])[0]), wanted, atol=1e-4)
+
+
+def test_inputs_that_stay_take_over_what_others_said() -> None:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(400, 12, generator=generator)
+    inputs[:, 8:] = inputs[:, :4] + 0.1 * inputs[:, 8:]
+    weight, stays = torch.randn(5, 12, generator=generator), torch.arange(8)
+    wanted = inputs @ weight.T
+    cut = inputs[:, stays] @ weight[:, stays].T - wanted
+    fitted = inputs[:, stays] @ keep_columns(weight, inputs.T @ inputs / 400, stays).T - wanted
+    assert fitted.norm() < 0.15 * cut.norm()
 
 
 def test_nothing_left_is_refused(base: Path, windows: Tensor, tmp_path: Path) -> None:
