@@ -44,7 +44,8 @@ def keep_columns(weight_NK: Tensor, gram_KK: Tensor, stays: Tensor) -> Tensor:
     """The columns that stay, fitted by least squares: they say what they can of what the others said."""
     moments_KK = damped(gram_KK)
     wanted = weight_NK.double() @ moments_KK[:, stays]
-    return torch.linalg.solve(moments_KK[stays][:, stays], wanted, left=False).to(weight_NK.dtype)
+    fitted: Tensor = torch.linalg.solve(moments_KK[stays][:, stays], wanted, left=False)
+    return fitted.to(weight_NK.dtype)
 
 
 def damped(gram_KK: Tensor) -> Tensor:
