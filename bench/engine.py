@@ -450,6 +450,7 @@ def main() -> None:
         if name in found["cells"] or (wanted.only and not any(word in name for word in wanted.only)):
             return
         found["cells"][name] = measure()
+        found.setdefault("commits", {})[name] = found["machine"].get("commit", "")
         print(name, _line(found["cells"][name]), flush=True)
         file.write_text(json.dumps(found, indent=1) + "\n")
         (wanted.out / "engine.md").write_text(page(found))
@@ -479,6 +480,11 @@ def page(found: dict[str, Any]) -> str:
         f"bf16 product {found['ceilings']['matmul'] / 1e12:.0f} TFLOP/s, "
         f"{found['ceilings']['sustained'] / 1e12:.0f} TFLOP/s when it goes on for a second"
     )
+    earlier: dict[str, list[str]] = {}
+    for name, commit in found.get("commits", {}).items():
+        if commit != found["machine"].get("commit", ""):
+            earlier.setdefault(commit, []).append(name)
+    lines += [f"- measured earlier, at commit {commit}: {'; '.join(names)}" for commit, names in earlier.items()]
     kinds: dict[tuple[str, ...], list[tuple[str, Cell]]] = {}
     for name, cell in found["cells"].items():
         kinds.setdefault(tuple(cell), []).append((name, cell))

@@ -7,7 +7,8 @@ Each row sends N requests at once with fresh random prompts and replaces each fi
 been sent or 40 s (fp8, int4 and answers of 1,024: 25 s) have passed; tok/s are output tokens over the time from the
 first submit to the last finish. Rows already in the results are not measured again unless --fresh is given. Beside each
 is what vLLM 0.25.1 reached with the same method on the same GPU, in its own process; what the floor of `bench.floors`
-would allow; and what the bare engine loop reached, where `bench.engine` has measured it into the same folder.
+would allow; and what the bare engine loop reached, where `bench.engine` has measured it into the same folder
+at the same commit.
 """
 
 import argparse
@@ -142,8 +143,9 @@ async def of_model(wanted: list[Row], gateways: int, found: dict[str, Any], file
         for row in wanted:
             seed = sum(map(ord, row.name)) * 1000 + len(found["rows"])
             processes = min(row.concurrency, 8)
-            found["rows"][row.name] = await measure(row, address, seed, processes)
-            print(row.name, {name: round(value, 2) for name, value in found["rows"][row.name].items()}, flush=True)
+            measured = await measure(row, address, seed, processes)
+            found["rows"][row.name] = {**measured, "commit": found["machine"].get("commit", "")}
+            print(row.name, {name: round(value, 2) for name, value in measured.items()}, flush=True)
             save(file, found)
 
 
@@ -153,7 +155,10 @@ def save(file: Path, found: dict[str, Any]) -> None:
     lines = ["# Through the whole mesh, over gRPC", ""]
     lines += [f"- {name}: {value}" for name, value in found["machine"].items()]
     lines += ["- times in ms; in brackets vLLM 0.25.1 in process on the same GPU", ""]
-    lines += ["| | " + " | ".join([*COLUMNS, *DERIVED, "requests", "failed", "cached"]) + " |", "|---" * 12 + "|"]
+    lines += [
+        "| | " + " | ".join([*COLUMNS, *DERIVED, "requests", "failed", "cached", "commit"]) + " |",
+        "|---" * 13 + "|",
+    ]
     bare = _bare(file.with_name("engine.json"))
     for name, row in found["rows"].items():
         theirs = VLLM.get(name, (None,) * len(COLUMNS))
@@ -161,9 +166,11 @@ def save(file: Path, found: dict[str, Any]) -> None:
             f"{_number(row[column])} ({_number(its)})" if its else _number(row[column])
             for column, its in zip(COLUMNS, theirs, strict=True)
         ]
-        against = (theirs[0], _floor(name), bare.get(name))
+        alone, at = bare.get(name, (None, ""))
+        against = (theirs[0], _floor(name), alone if at == row.get("commit", "") else None)
         ratios = [f"{row['tok/s'] / other:.2f}" if other else "" for other in against]
-        tail = [*ratios, f"{row['requests']:.0f}", f"{row['failed']:.0f}", f"{row['cached']:.0%}"]
+        counts = [f"{row['requests']:.0f}", f"{row['failed']:.0f}", f"{row['cached']:.0%}"]
+        tail = [*ratios, *counts, row.get("commit", "")]
         lines.append(f"| {name} | " + " | ".join([*cells, *tail]) + " |")
     file.with_suffix(".md").write_text("\n".join(lines) + "\n")
     for model in MODELS:
@@ -193,16 +200,16 @@ def _floor(name: str) -> float | None:
     return loop_tokens_per_s(MODELS[row.model], row.format, row.inputs, row.outputs, row.concurrency)
 
 
-def _bare(file: Path) -> dict[str, float]:
-    """Tokens per second of the bare loop by row, as far as they are known."""
-    cells = json.loads(file.read_text())["cells"] if file.exists() else {}
+def _bare(file: Path) -> dict[str, tuple[float, str]]:
+    """Tokens per second of the bare loop by row, as far as they are known, and the commit they were measured at."""
+    known = json.loads(file.read_text()) if file.exists() else {"cells": {}}
     found = {}
     for model in MODELS:
         for row in rows(model, "bf16"):
             shared = f", {row.prefix} shared" if row.prefix else ""
-            cell = cells.get(f"{model} loop {row.inputs}/{row.outputs} {row.concurrency}{shared}")
-            if cell is not None:
-                found[row.name] = float(cell["tok/s"])
+            name = f"{model} loop {row.inputs}/{row.outputs} {row.concurrency}{shared}"
+            if name in known["cells"]:
+                found[row.name] = float(known["cells"][name]["tok/s"]), known.get("commits", {}).get(name, "")
     return found
 
 

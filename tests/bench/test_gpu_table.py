@@ -33,6 +33,16 @@ def test_a_row_stands_beside_vllm_the_floor_and_the_bare_loop(tmp_path: Path) ->
     assert {"8B bf16, 1,950 in, 200 out", "floor"} <= {text.text for text in drawn.iter() if text.tag.endswith("text")}
 
 
+def test_a_row_is_not_held_against_the_bare_loop_of_another_commit(tmp_path: Path) -> None:
+    name = "8b loop 1950/200 8"
+    (tmp_path / "engine.json").write_text(json.dumps({"cells": {name: {"tok/s": 1310.0}}, "commits": {name: "a"}}))
+    for commit, ratio in (("a", "0.99"), ("b", "")):
+        row = {**ROW, **REST, "commit": commit}
+        gpu.save(tmp_path / "gpu.json", {"machine": {"gpu": "H200"}, "rows": {NAME: row}})
+        cells = cells_of((tmp_path / "gpu.md").read_text(), NAME)
+        assert (cells[8], cells[-1]) == (ratio, commit)
+
+
 @pytest.mark.parametrize(
     ("format", "batch", "milliseconds"), [("bf16", 1, 3.56), ("bf16", 256, 19.9), ("fp8", 32, 2.89), ("int4", 1, 1.15)]
 )
