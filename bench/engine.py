@@ -171,16 +171,20 @@ def _replays(loop: Loop, batch: int) -> float:
     return float(begin.elapsed_time(end)) / 20e3
 
 
-def prefill(loop: Loop, tokens: int, pause_s: float = 0.1, prompts: int = 12) -> Cell:
-    """A prompt alone, from its arrival to its first token. The chip rests before the next, as it does before each
-    measurement of its ceilings: at full power it lowers its clocks within some tenths of a second."""
+def prefill(loop: Loop, tokens: int, rest_s: float = 0.1, prompts: int = 12) -> Cell:
+    """A prompt alone, from its arrival to its first token. Its answer goes on for so long before the next one comes: at
+    full power the chip lowers its clocks within some tenths of a second, and in its sleep it lowers them, too."""
     times = []
     for _ in range(prompts):
-        time.sleep(pause_s)
         began = time.perf_counter()
-        loop.submit(tokens, 1)
-        loop.drain()
+        key = loop.submit(tokens, 512)
+        while not loop.engine.step().tokens:
+            pass
         times.append(time.perf_counter() - began)
+        while time.perf_counter() - began < times[-1] + rest_s:
+            loop.engine.step()
+        loop.engine.cancel(key)
+        loop.drain()
     times = times[prompts // 2 :]
     seconds = statistics.median(times)
     floor = loop.limits.prefill_s(tokens)
@@ -195,7 +199,7 @@ def prefill(loop: Loop, tokens: int, pause_s: float = 0.1, prompts: int = 12) ->
 
 def prefill_on_and_on(loop: Loop, tokens: int) -> Cell:
     """Prompts one after the other for more than a second, also against what the chip sustains for as long."""
-    cell = prefill(loop, tokens, pause_s=0.0, prompts=36)
+    cell = prefill(loop, tokens, rest_s=0.0, prompts=36)
     limits = loop.limits
     floor = replace(limits, matmul=limits.sustained, linear=limits.sustained).prefill_s(tokens)
     return {**cell, "sustained floor ms": floor * 1e3, "sustained share": floor * 1e3 / cell["ttft ms"]}
