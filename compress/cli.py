@@ -166,7 +166,7 @@ def prune(
     compensate: Annotated[bool, typer.Option(help="What stays makes up for what goes.")] = True,
     steps: Steps = 0,
     batch: Batch = 4,
-    learning_rate: Rate = 3e-4,
+    learning_rate: Rate = 5e-4,
     text: Text = None,
     length: Length = LENGTH,
 ) -> None:

@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m models.family", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for a checkpoint per member, table and report")
     parser.add_argument("--text", type=Path, default=text.CALIBRATION, help="text to calibrate and heal on")
-    parser.add_argument("--windows", type=int, default=16, help="held-out windows of 512 tokens to measure on")
+    parser.add_argument("--windows", type=int, default=8, help="held-out windows of 512 tokens to measure on")
     options = parser.parse_args(argv)
     options.out.mkdir(parents=True, exist_ok=True)
     calibration = text.windows(text.read(options.text), BASE, 256)

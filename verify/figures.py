@@ -29,4 +29,4 @@ def cell(told: Mapping[str, Any], name: str, form: str) -> str:
 
 def number(value: float | None) -> str:
     """A figure in a sentence."""
-    return "not known" if value is None else f"{value:.4g}"
+    return "not known" if value is None else f"{value:.5g}"
