@@ -89,6 +89,13 @@ def prepare(query, kv, head_scales, head, K, scale):
 
 
 @triton.jit
+def _store_result(target, total, mixed, inside):
+    """Weighted values over their sum; of a row that sees no key zeros."""
+    result = mixed / tl.where(total > 0, total, 1.0)[:, None]
+    tl.store(target, result.to(target.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def _join(top, total, mixed, its_top, its_total, its_mixed):
     """What went before, and the next span. A span that nobody sees changes nothing, not even in the last bit."""
     new_top = tl.maximum(top, its_top)
@@ -122,8 +129,7 @@ def _merge_spans(
             its_top = tl.load(place + D, mask=exists, other=FLOOR, cache_modifier=".cg")
             its_total = tl.load(place + D + 1, mask=exists, other=0.0, cache_modifier=".cg")
             top, total, mixed = _join(top, total, mixed, its_top, its_total, its_mixed)
-    result = (mixed / tl.where(total > 0, total, 1.0)[:, None]).to(out.dtype.element_ty)
-    tl.store(out + lanes[None, :], result, mask=(lines < valid)[:, None] & (lanes < D)[None, :])
+    _store_result(out + lanes[None, :], total, mixed, (lines < valid)[:, None] & (lanes < D)[None, :])
 
 
 @triton.jit
@@ -178,6 +184,54 @@ def _join_shared(
     return top, total, mixed
 
 
+@triton.jit
+def _take(
+    query, kv, head_scales, table, newest, low, high, context, head, scale, window, K,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, M: tl.constexpr,
+    WINDOW: tl.constexpr, IEEE: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Keys low to high of one row and head: maximum and sum [M], weighted values [M, BLOCK_D]."""
+    query, factor, gain = prepare(query, kv, head_scales, head, K, scale)
+    if COLUMNS:
+        top, total, mixed = attend_columns(
+            tl.trans(query), kv, table, newest, low, high, context, head, factor, window, K, D, P, ROWS, TILE,
+            WINDOW, IEEE, STAGES, ASM,
+        )  # fmt: skip
+    else:
+        top, total, mixed = attend(
+            tl.full([M], FLOOR, tl.float32), tl.zeros([M], tl.float32), tl.zeros([M, BLOCK_D], tl.float32),
+            query, kv, table, newest, low, high, context, head, factor, window, K, D, BLOCK_D, P, ROWS, TILE,
+            True, WINDOW, IEEE, STAGES,
+        )  # fmt: skip
+    return top, total, mixed * gain
+
+
+@triton.jit
+def _finish(
+    parts,  # the first of `pieces` parts
+    pieces, out, start, length, head, groups, shared, shared_parts, before,
+    K: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, LINES: tl.constexpr,
+    MERGE: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Who arrived last makes a row's result of all its parts."""
+    lines = tl.arange(0, LINES)
+    lanes = tl.arange(0, BLOCK_D)
+    part = parts + lines * (D + 2)
+    target = (
+        out + ((start + lines // SHARE).to(tl.int64) * (K * SHARE * D) + (head * SHARE + lines % SHARE) * D)[:, None]
+    )
+    if SPAN:
+        _merge_spans(part, target, pieces, length * SHARE, D, BLOCK_D, LINES, 4)
+    else:
+        valid = lines < length * SHARE
+        top, total, mixed = _merge(part, pieces, valid, D, BLOCK_D, MERGE)
+        if groups is not None:
+            top, total, mixed = _join_shared(
+                top, total, mixed, shared, shared_parts, before, valid, D, BLOCK_D, LINES, GROUP, SPLITS
+            )
+        _store_result(target + lanes[None, :], total, mixed, valid[:, None] & (lanes < D)[None, :])
+
+
 @triton.jit(do_not_specialize=["R", "B", "window"])
 def split_kernel(
     q,  # [T, H, D], tokens q_stride apart
@@ -211,7 +265,6 @@ def split_kernel(
     here = program * share
     lines = tl.arange(0, M)
     lanes = tl.arange(0, BLOCK_D)
-    some = tl.arange(0, LINES)
     while here < stop:
         if here >= row_end:
             row += 1
@@ -231,23 +284,13 @@ def split_kernel(
             column = (head * SHARE + lines % SHARE) * D
             inside = valid[:, None] & (lanes < D)[None, :]
             query = tl.load(q + (line * q_stride + column)[:, None] + lanes[None, :], mask=inside, other=0.0)
-            query, factor, gain = prepare(query, kv, head_scales, head, K, scale)
             first = first_tile(context, length, window, UNIT, WINDOW) + shared // UNIT
             low = (first + here - unit_begin) * UNIT
             high = tl.minimum((first + unit_stop - unit_begin) * UNIT, context)
-            table, newest = tables + row.to(tl.int64) * B, context - length + token
-            if COLUMNS:
-                top, total, mixed = attend_columns(
-                    tl.trans(query), kv, table, newest, low, high, context, head, factor, window, K, D, P, ROWS, TILE,
-                    WINDOW, IEEE, STAGES, ASM,
-                )  # fmt: skip
-            else:
-                top, total, mixed = attend(
-                    tl.full([M], FLOOR, tl.float32), tl.zeros([M], tl.float32), tl.zeros([M, BLOCK_D], tl.float32),
-                    query, kv, table, newest, low, high, context, head, factor, window, K, D, BLOCK_D, P, ROWS, TILE,
-                    True, WINDOW, IEEE, STAGES,
-                )  # fmt: skip
-            mixed *= gain
+            top, total, mixed = _take(
+                query, kv, head_scales, tables + row.to(tl.int64) * B, context - length + token, low, high, context,
+                head, scale, window, K, D, BLOCK_D, P, ROWS, TILE, M, WINDOW, IEEE, COLUMNS, STAGES, ASM,
+            )  # fmt: skip
             unit = row * K + head
             if SPAN:
                 pieces, place, first_place = tiles, here, unit_begin
@@ -260,9 +303,7 @@ def split_kernel(
                     top, total, mixed = _join_shared(
                         top, total, mixed, shared, shared_parts, before, valid, D, BLOCK_D, LINES, GROUP, SPLITS
                     )
-                result = mixed / tl.where(total > 0, total, 1.0)[:, None]
-                target = out + (line * (K * SHARE * D) + column)[:, None] + lanes[None, :]
-                tl.store(target, result.to(out.dtype.element_ty), mask=inside)
+                _store_result(out + (line * (K * SHARE * D) + column)[:, None] + lanes[None, :], total, mixed, inside)
             else:
                 part = parts + place.to(tl.int64) * LINES * (D + 2) + lines * (D + 2)
                 tl.store(part[:, None] + lanes[None, :], mixed, mask=inside)
@@ -271,21 +312,11 @@ def split_kernel(
                 tl.debug_barrier()  # All of the program's stores come before its arrival.
                 if tl.atomic_add(arrived + unit, 1, sem="acq_rel") == pieces - 1:
                     tl.store(arrived + unit, 0)
-                    first_part = parts + first_place.to(tl.int64) * LINES * (D + 2) + some * (D + 2)
-                    merged = (start + some // SHARE).to(tl.int64) * (K * SHARE * D) + (head * SHARE + some % SHARE) * D
-                    if SPAN:
-                        _merge_spans(first_part, out + merged[:, None], pieces, length * SHARE, D, BLOCK_D, LINES, 4)
-                    else:
-                        some_valid = some < length * SHARE
-                        all_top, all_total, all_mixed = _merge(first_part, pieces, some_valid, D, BLOCK_D, MERGE)
-                        if groups is not None:
-                            all_top, all_total, all_mixed = _join_shared(
-                                all_top, all_total, all_mixed, shared, shared_parts, before, some_valid, D, BLOCK_D,
-                                LINES, GROUP, SPLITS,
-                            )  # fmt: skip
-                        result = all_mixed / tl.where(all_total > 0, all_total, 1.0)[:, None]
-                        known = some_valid[:, None] & (lanes < D)[None, :]
-                        tl.store(out + merged[:, None] + lanes[None, :], result.to(out.dtype.element_ty), mask=known)
+                    _finish(
+                        parts + first_place.to(tl.int64) * LINES * (D + 2), pieces, out, start, length, head,
+                        groups, shared, shared_parts, before,
+                        K, SHARE, D, BLOCK_D, LINES, MERGE, SPAN, GROUP, SPLITS,
+                    )  # fmt: skip
             here = unit_stop
 
 
@@ -367,6 +398,4 @@ def tile_kernel(
             D, BLOCK_D, P, ROWS, TILE, True, WINDOW, IEEE, STAGES,
         )  # fmt: skip
         mixed *= gain
-    result = mixed / tl.where(total > 0, total, 1.0)[:, None]
-    target = out + (line * (K * SHARE * D) + column)[:, None] + lanes[None, :]
-    tl.store(target, result.to(out.dtype.element_ty), mask=inside)
+    _store_result(out + (line * (K * SHARE * D) + column)[:, None] + lanes[None, :], total, mixed, inside)
