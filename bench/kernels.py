@@ -23,10 +23,10 @@ import triton
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kernels import activation, attention, blocks, fp8, kv, matmul, norm, qkv, rope_kv, sampling
-from kernels.products import linear
-from kernels.slot_settings import slot_settings
-from kernels.words import Words
+from kernels import activation, attention, blocks, kv, norm, rope_kv, sampling
+from kernels.products import fp8, linear, matmul, qkv
+from kernels.products.words import Words
+from kernels.sampling.slot_settings import slot_settings
 
 DTYPE = torch.bfloat16
 ROTATED_BYTES = 300 << 20

@@ -27,11 +27,12 @@ from bench.kernels import (
     random_words,
     timed,
 )
-from kernels import fp8, kv, matmul, matmul_words, matmul_words_hopper, sampling
+from kernels import kv, sampling
 from kernels.attention import Config
-from kernels.skinny import Tile
-from kernels.slot_settings import slot_settings
-from kernels.words import Words
+from kernels.products import fp8, matmul, matmul_words, matmul_words_hopper
+from kernels.products.skinny import Tile
+from kernels.products.words import Words
+from kernels.sampling.slot_settings import slot_settings
 
 Result = TypeVar("Result")
 

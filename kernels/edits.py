@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.overlap import begin, launch_options
-from kernels.slot_settings import SlotSettings
+from kernels.sampling.slot_settings import SlotSettings
 
 LINE = 14
 """Words of an admission."""

@@ -37,14 +37,6 @@ def _supported(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-@cache
-def shared_bytes(device: torch.device) -> int:
-    """Shared memory that one program may have; without a GPU, what a Hopper gives."""
-    if device.type != "cuda":
-        return 232_448
-    return int(triton.runtime.driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"])
-
-
 def launch_options(device: torch.device) -> dict[str, Any]:
     """Keyword arguments of a launch: dependent launch where the device has it (compute capability 9.0 and newer)."""
     return {"PDL": True, "launch_pdl": True} if _supported(device) else {"PDL": False}

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from kernels import attention, kv, sampling, slots
 from kernels.edits import edit_slots
-from kernels.slot_settings import Samples
+from kernels.sampling.slot_settings import Samples
+from kernels.sampling.top_logprobs import top_logprobs
 from kernels.slots import StepInputs
-from kernels.top_logprobs import top_logprobs
 from services.worker import gpu_words
 from services.worker.gpu_ops import TritonOps
 from services.worker.gpu_sampler import GpuSampler

@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels.slot_settings import slot_settings
+from kernels.sampling.slot_settings import slot_settings
 from services.worker.inputs import SlotState, Words
 
 

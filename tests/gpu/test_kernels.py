@@ -10,9 +10,10 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from kernels import activation, attention, blocks, kv, matmul, matmul_hopper, norm, reference, rope_kv
-from kernels.matmul_hopper import Shape
-from kernels.skinny import Tile
+from kernels import activation, attention, blocks, kv, norm, reference, rope_kv
+from kernels.products import matmul, matmul_hopper
+from kernels.products.matmul_hopper import Shape
+from kernels.products.skinny import Tile
 from tests.kernels.cases import DTYPES, Batch, check_edits, check_sampling, close, poison, rand
 from tests.kernels.fused import check_rotated_qkv
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from kernels import attention, kv, reference, sampling
 from kernels.edits import edit_slots
-from kernels.slot_settings import SlotSettings, slot_settings
-from kernels.top_logprobs import top_logprobs
+from kernels.sampling.slot_settings import SlotSettings, slot_settings
+from kernels.sampling.top_logprobs import top_logprobs
 from services.worker.inputs import SlotState
 
 DEVICE = "cuda" if torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1" else "cpu"

@@ -19,29 +19,11 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import mangle_type
 
-from kernels import (
-    activation,
-    attention,
-    blocks,
-    edits,
-    fp8,
-    kv,
-    matmul,
-    matmul_hopper,
-    matmul_words,
-    nf4,
-    norm,
-    qkv,
-    quantized,
-    rope_kv,
-    sampling,
-    skinny,
-    slots,
-    top_logprobs,
-    words,
-)
-from kernels.skinny import Tile
-from kernels.slot_settings import slot_settings
+from kernels import activation, attention, blocks, edits, kv, norm, quantized, rope_kv, sampling, slots
+from kernels.products import fp8, matmul, matmul_hopper, matmul_words, nf4, qkv, skinny, words
+from kernels.products.skinny import Tile
+from kernels.sampling import top_logprobs
+from kernels.sampling.slot_settings import slot_settings
 
 
 class Recorder:
@@ -250,7 +232,7 @@ def attend(
 
 def compile_hopper(dim: int, windowed: bool, stored: torch.dtype) -> Any:
     """Attention of prompts, for capability 9.0 only."""
-    from kernels import attention_hopper as hopper
+    from kernels.attention import hopper as hopper
 
     fixed: dict[str, int | None] = {
         "SHARE": 4, "D": dim, "P": 16, "ROWS": hopper.ROWS, "TILE": hopper.TILE, "PAGE": hopper.PAGE,
@@ -279,8 +261,8 @@ def compile_gluon(kernel: Any, fixed: dict[str, Any], kinds: dict[str, str], opt
 
 def compile_hopper_words() -> Iterator[tuple[str, Any]]:
     """Products with weights in words, in shapes that are served."""
-    from kernels import matmul_words_hopper
-    from kernels.words_hopper import hopper_words_kernel
+    from kernels.products import matmul_words_hopper
+    from kernels.products.words_hopper import hopper_words_kernel
 
     octets = torch.zeros(512, 1024, dtype=torch.uint8)
     int4 = quantized.Int4Weight(octets[:, :512], torch.ones(512, 8, dtype=torch.bfloat16), None, 128)

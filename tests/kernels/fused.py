@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor
 
-from kernels import attention, qkv, reference
-from kernels.matmul_hopper import Shape
-from kernels.skinny import Tile
+from kernels import attention, reference
+from kernels.products import qkv
+from kernels.products.matmul_hopper import Shape
+from kernels.products.skinny import Tile
 from services.worker.config import ModelConfig, Rope
 from services.worker.gpu_ops import TritonOps
 from services.worker.layers import StepTensors, rope_tables

@@ -10,8 +10,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels import activation, attention, blocks, kv, matmul, norm, qkv, reference, rope_kv
-from kernels.skinny import Tile
+from kernels import activation, attention, blocks, kv, norm, reference, rope_kv
+from kernels.products import matmul, qkv
+from kernels.products.skinny import Tile
 from services.worker.config import ModelConfig, Rope
 from services.worker.gpu_ops import InvariantTritonOps, TritonOps
 from services.worker.host_pages import PIECE_BLOCKS, HostPages

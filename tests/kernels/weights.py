@@ -7,9 +7,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kernels import fp8, matmul_words, nf4, products, quantized, reference, words
+from kernels import products, quantized, reference
+from kernels.products import fp8, matmul_words, nf4, words
+from kernels.products.skinny import Tile
 from kernels.quantized import Fp8Weight, Int4Weight, Int8Weight
-from kernels.skinny import Tile
 from tests.kernels.cases import DEVICE, close, error, poison, rand
 
 TILES = [Tile(64, 128, 1, 2, 4, 0), Tile(64, 128, 2, 3, 4, 2), Tile(128, 128, 3, 2, 4, 2)]

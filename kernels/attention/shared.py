@@ -1,7 +1,7 @@
 """The keys that rows next to each other share, taken once for a group of them: their queries fill one tile.
 
 What comes out are parts, which `split_kernel` joins to those of each row's own keys (the cascade of Ye et al. 2025,
-FlashInfer, of two levels). Names as in `kernels.attention`; who shares what, `kernels.attention_schedule` found.
+FlashInfer, of two levels). Names as in `kernels.attention`; who shares what, `kernels.attention.worklist` found.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -9,8 +9,8 @@ FlashInfer, of two levels). Names as in `kernels.attention`; who shares what, `k
 import triton
 import triton.language as tl
 
-from kernels.attention_columns import FLOOR
-from kernels.attention_device import attend, prepare
+from kernels.attention.columns import FLOOR
+from kernels.attention.device import attend, prepare
 from kernels.overlap import begin
 
 

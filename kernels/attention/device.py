@@ -9,8 +9,8 @@ spans are joined in order. Which program took a span, and what else it took, lea
 import triton
 import triton.language as tl
 
-from kernels.attention_columns import FLOOR, attend_columns
-from kernels.attention_schedule import RECORD, first_tile
+from kernels.attention.columns import FLOOR, attend_columns
+from kernels.attention.worklist import RECORD, first_tile
 from kernels.overlap import begin
 
 

@@ -1,4 +1,4 @@
-"""Matrix products of few rows on a Hopper, y = x W^T, in Gluon; what surrounds them as in `kernels.matmul`.
+"""Matrix products of few rows on a Hopper, y = x W^T, in Gluon; what surrounds them as in `kernels.products.matmul`.
 
 One warp fetches W and x by the bulk copy engine: W, which no kernel writes, before the previous kernel has ended. Every
 program computes an equal share of all tiles' chunks laid end to end; who finishes a tile last adds its parts.
@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.skinny import workspace
+from kernels.products.skinny import workspace
 
 
 @gluon.jit

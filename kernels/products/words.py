@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.device import has_asm
 from kernels.overlap import begin, launch_options
 from kernels.quantized import FP8_BLOCK, Fp8Weight, Int4Weight, Int8Weight
 
@@ -308,8 +309,3 @@ def dequantize(weight: Words, dtype: torch.dtype, first: int = 0, last: int | No
         **launch_options(out.device),
     )  # fmt: skip
     return out
-
-
-def has_asm(device: torch.device) -> bool:
-    """Whether kernels can speak the device's own language; Triton's interpreter cannot."""
-    return device.type == "cuda"

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.overlap import shared_bytes
+from kernels.device import shared_bytes
 
 
 @dataclass(frozen=True, slots=True)

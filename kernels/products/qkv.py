@@ -12,11 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels import matmul_hopper
-from kernels.matmul import multiply
-from kernels.matmul_hopper import Shape
 from kernels.overlap import launch_options
-from kernels.skinny import Tile, join, workspace
+from kernels.products import matmul_hopper
+from kernels.products.matmul import multiply
+from kernels.products.matmul_hopper import Shape
+from kernels.products.skinny import Tile, join, workspace
 
 
 @triton.jit(do_not_specialize=["M"])

@@ -1,6 +1,6 @@
 """Launches of the Hopper kernel for quantized weights: which shape of program serves which product, what it is told.
 
-M rows of x, N outputs, K inputs, as in `kernels.matmul_words`; `kernels.words_hopper` is the kernel.
+M rows of x, N outputs, K inputs, as in `kernels.products.matmul_words`; `kernels.products.words_hopper` is the kernel.
 """
 
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from kernels.products.skinny import workspace
+from kernels.products.words import Words
+from kernels.products.words_hopper import hopper_words_kernel
 from kernels.quantized import FP8
-from kernels.skinny import workspace
-from kernels.words import Words
-from kernels.words_hopper import hopper_words_kernel
 
 GROUPS = 2
 """Warpgroups of a program that multiply, 64 rows of W each."""

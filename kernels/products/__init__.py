@@ -5,13 +5,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels import fp8, matmul, qkv
 from kernels.activation import silu_and_mul
-from kernels.matmul_words import hopper_for, linear_words, serves
-from kernels.nf4 import dequantize_nf4
 from kernels.norm import rms_norm
+from kernels.products import fp8, matmul, qkv
+from kernels.products.matmul_words import hopper_for, linear_words, serves
+from kernels.products.nf4 import dequantize_nf4
+from kernels.products.words import Words, dequantize, fits, lay_out
 from kernels.quantized import Fp8Weight, Int4Weight, Int8Weight, Nf4Weight, QuantizedWeight, StackedWeight, Weight
-from kernels.words import Words, dequantize, fits, lay_out
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,6 +1,6 @@
 """Rows rounded to fp8 for the vendor's fp8 product, together with what comes before it: a norm, or the gate of the MLP.
 
-T rows, n numbers in a row. The columns come out in the order of `kernels.words`, chunks filled up with zeros.
+T rows, n numbers in a row. The columns come out in the order of `kernels.products.words`, chunks filled up with zeros.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.overlap import begin, launch_options
+from kernels.products.words import CHUNK, Words
 from kernels.quantized import FP8
-from kernels.words import CHUNK, Words
 
 
 @triton.jit

@@ -15,11 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels import matmul_hopper
 from kernels.activation import silu_and_mul
-from kernels.matmul_hopper import Shape
 from kernels.overlap import begin, launch_options, prefetch
-from kernels.skinny import Tile, finish, workspace
+from kernels.products import matmul_hopper
+from kernels.products.matmul_hopper import Shape
+from kernels.products.skinny import Tile, finish, workspace
 
 
 @triton.jit

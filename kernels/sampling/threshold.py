@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from kernels.shaping import shaped
+from kernels.sampling.shaping import shaped
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
 One warp fetches words and rows of x by the bulk copy engine; two warpgroups turn 64 rows of words each into 16-bit
 floats in the registers from which the tensor cores take them, and turn the next while these are multiplied. Names as in
-`kernels.matmul_words`.
+`kernels.products.matmul_words`.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.words import minus_zero, numbers
+from kernels.products.words import minus_zero, numbers
 
 
 @gluon.jit

@@ -1,7 +1,7 @@
 """Products of few rows with weights of four or eight bits, y = x W^T: bound by reading W once.
 
 Weights become 16-bit floats in the registers from which the matrix unit takes them; x is not rounded. What surrounds a
-product is fused into it as in `kernels.matmul`.
+product is fused into it as in `kernels.products.matmul`.
 
     M rows of x    N outputs    K inputs    T tiles of 64 outputs    C chunks of 128 inputs
 """
@@ -16,9 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.activation import silu_and_mul
+from kernels.device import has_asm
 from kernels.overlap import begin, launch_options, prefetch
-from kernels.skinny import Tile, finish, workspace
-from kernels.words import CHUNK, Words, has_asm, minus_zero, numbers, row_words
+from kernels.products.skinny import Tile, finish, workspace
+from kernels.products.words import CHUNK, Words, minus_zero, numbers, row_words
 
 
 @triton.jit
@@ -134,10 +135,10 @@ def serves(x: Tensor, weight: Words, gated: bool) -> bool:
 
 
 def hopper_for(x: Tensor) -> ModuleType | None:
-    """`kernels.matmul_words_hopper` where it can take these rows."""
+    """`kernels.products.matmul_words_hopper` where it can take these rows."""
     if not launch_options(x.device)["PDL"]:
         return None
-    from kernels import matmul_words_hopper
+    from kernels.products import matmul_words_hopper
 
     return matmul_words_hopper if matmul_words_hopper.serves(x) else None
 

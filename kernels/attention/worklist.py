@@ -1,6 +1,6 @@
 """Device code of `kernels.attention` that shares out the work of short rows. Names as there; knows no keys.
 
-Rows next to each other whose tables begin with the same blocks see the same keys there. `kernels.attention_shared`
+Rows next to each other whose tables begin with the same blocks see the same keys there. `kernels.attention.shared`
 takes those once for a group of rows, and what is shared out here begins behind them.
 """
 

@@ -17,11 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gumbel import best_of, uniform
 from kernels.overlap import begin, launch_options
-from kernels.shaping import knobs_of, shaped
-from kernels.slot_settings import Samples, SlotSettings
-from kernels.threshold import cut_of
+from kernels.sampling.gumbel import best_of, uniform
+from kernels.sampling.shaping import knobs_of, shaped
+from kernels.sampling.slot_settings import Samples, SlotSettings
+from kernels.sampling.threshold import cut_of
 
 STATS = 7
 

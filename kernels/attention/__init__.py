@@ -23,11 +23,11 @@ import triton
 from torch import Tensor
 
 from kernels import kv
-from kernels.attention_device import split_kernel, tile_kernel
-from kernels.attention_schedule import RECORD, schedule_kernel
-from kernels.attention_shared import shared_kernel
+from kernels.attention.device import split_kernel, tile_kernel
+from kernels.attention.shared import shared_kernel
+from kernels.attention.worklist import RECORD, schedule_kernel
+from kernels.device import has_asm
 from kernels.overlap import launch_options
-from kernels.words import has_asm
 
 LOG2E = 1.4426950408889634
 
@@ -55,7 +55,7 @@ class Config:
     tile_warps: int = 8
     tile_stages: int = 3
     hopper: bool = True
-    """Leave the tiles to `kernels.attention_hopper` where it serves."""
+    """Leave the tiles to `kernels.attention.hopper` where it serves."""
     span: int = 0
     """Cut sums after so many keys, wherever a query lies (invariant); 0: where the shares fall."""
 
@@ -294,7 +294,7 @@ def _hopper(q_THD: Tensor, stored: torch.dtype, plan: AttentionPlan) -> ModuleTy
     """The module of the Hopper tile kernel where it can serve. It is imported late: older devices cannot use it."""
     if not launch_options(q_THD.device)["PDL"] or not plan.config.hopper:
         return None
-    from kernels import attention_hopper
+    from kernels.attention import hopper as attention_hopper
 
     served = attention_hopper.serves(q_THD.shape[2], q_THD.dtype, stored, plan.block_size, plan.share)
     return attention_hopper if served and torch.cuda.get_device_capability(q_THD.device)[0] == 9 else None
