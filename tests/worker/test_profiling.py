@@ -55,7 +55,7 @@ def test_one_observes_at_a_time_and_may_give_up() -> None:
 
 
 def test_every_kernel_of_ours_belongs_to_a_family() -> None:
-    files = (Path(__file__).parents[2] / "kernels").glob("*.py")
+    files = (Path(__file__).parents[2] / "kernels").rglob("*.py")
     names = [name for file in files for name in re.findall(r"^def (\w+_kernel)\(", file.read_text(), re.MULTILINE)]
     assert len(names) > 15
     assert [name for name in names if family_of(name) == "other"] == []
