@@ -17,3 +17,15 @@ def shared_bytes(device: torch.device) -> int:
 def has_asm(device: torch.device) -> bool:
     """Whether kernels can speak the device's own language; Triton's interpreter cannot."""
     return device.type == "cuda"
+
+
+@cache
+def is_hopper(device: torch.device) -> bool:
+    """Compute capability 9.0."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a device."""
+    return torch.cuda.get_device_properties(device).multi_processor_count

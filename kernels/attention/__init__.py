@@ -294,7 +294,7 @@ def _hopper(q_THD: Tensor, stored: torch.dtype, plan: AttentionPlan) -> ModuleTy
     """The module of the Hopper tile kernel where it can serve. It is imported late: older devices cannot use it."""
     if not launch_options(q_THD.device)["PDL"] or not plan.config.hopper:
         return None
-    from kernels.attention import hopper as attention_hopper
+    from kernels.attention import hopper
 
-    served = attention_hopper.serves(q_THD.shape[2], q_THD.dtype, stored, plan.block_size, plan.share)
-    return attention_hopper if served and torch.cuda.get_device_capability(q_THD.device)[0] == 9 else None
+    served = hopper.serves(q_THD.shape[2], q_THD.dtype, stored, plan.block_size, plan.share)
+    return hopper if served and torch.cuda.get_device_capability(q_THD.device)[0] == 9 else None

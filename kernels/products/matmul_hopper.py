@@ -29,6 +29,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.device import is_hopper, processors
+from kernels.products.gluon_parts import flattened, store_lines, unflattened
 from kernels.products.skinny import workspace
 
 
@@ -97,41 +99,6 @@ def _sum(x_buffers, w_buffers, full, empty, before, count, layout: gl.constexpr,
 
 
 @gluon.jit
-def _flat(product):
-    """[64, BLOCK_M] in one dimension, so that what a thread has lies together."""
-    BLOCK_M: gl.constexpr = product.shape[1]
-    six = product.reshape([4, 2, 8, BLOCK_M // 8, 4, 2])
-    return six.permute([3, 0, 2, 4, 1, 5]).reshape([64 * BLOCK_M])
-
-
-@gluon.jit
-def _unflat(flat, BLOCK_M: gl.constexpr, layout: gl.constexpr):
-    """The inverse of `_flat`."""
-    both = flat.reshape([BLOCK_M // 8, 4, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5]).reshape([64, BLOCK_M])
-    return gl.convert_layout(both, layout, assert_trivial=True)
-
-
-@gluon.jit
-def _store(product, bias, residual, out, column, M, N):
-    """product + bias + residual -> 64 columns of out."""
-    BLOCK_M: gl.constexpr = product.shape[1]
-    memory: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
-    columns = column + gl.arange(0, 64, gl.SliceLayout(1, memory))
-    rows = gl.arange(0, BLOCK_M, gl.SliceLayout(0, memory))
-    valid = (columns < N)[:, None] & (rows < M)[None, :]
-    where = rows.to(gl.int64)[None, :] * N + columns[:, None]
-    if bias is None and residual is None:
-        gl.store(out + where, gl.convert_layout(product.to(out.dtype.element_ty), memory), mask=valid)
-    else:
-        result = gl.convert_layout(product, memory)
-        if bias is not None:
-            result += gl.load(bias + columns, mask=columns < N, other=0.0).to(gl.float32)[:, None]
-        if residual is not None:
-            result += gl.load(residual + where, mask=valid, other=0.0).to(gl.float32)
-        gl.store(out + where, result.to(out.dtype.element_ty), mask=valid)
-
-
-@gluon.jit
 def _store_rotated(left, right, bias, cos, sin, positions, kv, places, out, head, M, H, G):
     """The halves of a head's numbers -> queries in out, keys and values in the pool."""
     BLOCK_M: gl.constexpr = left.shape[1]
@@ -179,12 +146,12 @@ def _consume(x_buffers, w_buffers, full, empty, bias, residual, out, cos, sin, p
             # Every program leaves its part; the last to arrive adds all of them, always in the same order.
             worker = gl.program_id(0)
             place = parts + (worker * 2 + (worker == first).to(gl.int32)) * (SIZE * PIECES)
-            flat = _flat(left)
+            flat = flattened(left)
             flat_layout: gl.constexpr = flat.type.layout
             offsets = gl.arange(0, SIZE, flat_layout)
             gl.store(place + offsets, flat)
             if PIECES == 2:
-                gl.store(place + SIZE + offsets, _flat(right))
+                gl.store(place + SIZE + offsets, flattened(right))
             gl.thread_barrier()
             done = gl.atomic_add(arrived + tile, 1, sem="acq_rel") == last - first
             if done:
@@ -196,15 +163,18 @@ def _consume(x_buffers, w_buffers, full, empty, bias, residual, out, cos, sin, p
                     flat += gl.load(place + offsets, cache_modifier=".cg")
                     if PIECES == 2:
                         flat_right += gl.load(place + SIZE + offsets, cache_modifier=".cg")
-                left = _unflat(flat, BLOCK_M, layout)
-                right = _unflat(flat_right, BLOCK_M, layout)
+                left = unflattened(flat, BLOCK_M, layout)
+                right = unflattened(flat_right, BLOCK_M, layout)
         if done:
             if kv is not None:
                 _store_rotated(left, right, bias, cos, sin, positions, kv, places, out, tile, M, H, G)
             else:
                 if GATED:
                     left = left / (1.0 + gl.exp(-left)) * right
-                _store(left, bias, residual, out, tile * 64, M, N)
+                memory: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
+                columns = tile * 64 + gl.arange(0, 64, gl.SliceLayout(1, memory))
+                rows = gl.arange(0, BLOCK_M, gl.SliceLayout(0, memory))
+                store_lines(left, bias, residual, out, columns, rows, M, N, memory)
 
 
 @gluon.jit(do_not_specialize=["M", "span", "units"])
@@ -336,15 +306,3 @@ def _layout(rows: int, dtype: torch.dtype) -> Any:
 
 def _described(tensor: Tensor, rows: int) -> Any:
     return TensorDescriptor.from_tensor(tensor, [rows, 64], _layout(rows, tensor.dtype))
-
-
-@cache
-def is_hopper(device: torch.device) -> bool:
-    """Compute capability 9.0."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-
-
-@cache
-def processors(device: torch.device) -> int:
-    """Multiprocessors of a device."""
-    return torch.cuda.get_device_properties(device).multi_processor_count

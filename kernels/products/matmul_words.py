@@ -214,8 +214,7 @@ def _tiled(
         x, weight.words, weight.scale, weight.zero, bias, residual, out, space.parts, space.arrived, rows, n, k,
         weight.chunks, weight.scale.shape[1], x.stride(0), KIND=weight.kind, GROUP=weight.group,
         BLOCK_M=block, BLOCK_N=tile.n, STEP=tile.k // CHUNK, SPLIT=tile.split,
-        GATED=gated,
-        EVEN=k % CHUNK == 0, STAGES=tile.stages_on(x.device), AHEAD=tile.ahead, ASM=has_asm(x.device),
-        num_warps=tile.warps, **launch_options(x.device),
+        GATED=gated, EVEN=k % CHUNK == 0, STAGES=tile.stages_on(x.device), AHEAD=tile.ahead,
+        ASM=has_asm(x.device), num_warps=tile.warps, **launch_options(x.device),
     )  # fmt: skip
     return out

@@ -13,6 +13,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from kernels.device import is_hopper, processors
 from kernels.products.skinny import workspace
 from kernels.products.words import Words
 from kernels.products.words_hopper import hopper_words_kernel
@@ -81,9 +82,13 @@ def _rounded_shape(rows: int, n: int, k: int) -> Shape | None:
 
 def serves(x: Tensor) -> bool:
     """Whether the kernel can take these rows, on this device."""
-    if x.device.type != "cuda" or torch.cuda.get_device_capability(x.device)[0] != 9:
-        return False
-    return len(x) > 0 and x.itemsize <= 2 and x.stride(0) * x.itemsize % 16 == 0 and x.data_ptr() % 16 == 0
+    return (
+        is_hopper(x.device)
+        and len(x) > 0
+        and x.itemsize <= 2
+        and x.stride(0) * x.itemsize % 16 == 0
+        and x.data_ptr() % 16 == 0
+    )
 
 
 @cache
@@ -147,9 +152,3 @@ def launch(
         "STAGES": shape.stages, "REGISTERS": shape.registers, "num_warps": 4, "maxnreg": shape.most_registers,
     }  # fmt: skip
     return (programs,), arguments
-
-
-@cache
-def processors(device: torch.device) -> int:
-    """Multiprocessors of a device."""
-    return torch.cuda.get_device_properties(device).multi_processor_count

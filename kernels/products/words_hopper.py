@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.products.gluon_parts import flattened, store_lines, unflattened
 from kernels.products.words import minus_zero, numbers
 
 
@@ -184,14 +185,6 @@ def _sum(x_buffers, word_buffers, full, empty, scales, zeros, before, low, high,
 
 
 @gluon.jit
-def _flat(product):
-    """[64, BLOCK_M] in one dimension, so that what a thread has lies together."""
-    BLOCK_M: gl.constexpr = product.shape[1]
-    six = product.reshape([4, 2, 8, BLOCK_M // 8, 4, 2])
-    return six.permute([3, 0, 2, 4, 1, 5]).reshape([64 * BLOCK_M])
-
-
-@gluon.jit
 def _store(product, scales, x_scales, bias, residual, out, across, line, M, N, GROUP: gl.constexpr,
            GATED: gl.constexpr):  # fmt: skip
     """What follows the product of a warpgroup's rows and all rows of x from `line` on."""
@@ -210,17 +203,7 @@ def _store(product, scales, x_scales, bias, residual, out, across, line, M, N, G
         result = product
     columns = across * OUTPUTS + gl.arange(0, OUTPUTS, gl.SliceLayout(1, memory))
     places = line + gl.arange(0, BLOCK_M, gl.SliceLayout(0, memory))
-    valid = (columns < N)[:, None] & (places < M)[None, :]
-    where = places.to(gl.int64)[None, :] * N + columns[:, None]
-    if bias is None and residual is None:
-        gl.store(out + where, gl.convert_layout(result.to(out.dtype.element_ty), memory), mask=valid)
-    else:
-        result = gl.convert_layout(result, memory)
-        if bias is not None:
-            result += gl.load(bias + columns, mask=columns < N, other=0.0).to(gl.float32)[:, None]
-        if residual is not None:
-            result += gl.load(residual + where, mask=valid, other=0.0).to(gl.float32)
-        gl.store(out + where, result.to(out.dtype.element_ty), mask=valid)
+    store_lines(result, bias, residual, out, columns, places, M, N, memory)
 
 
 @gluon.jit
@@ -260,7 +243,7 @@ def _consume(x_buffers, word_buffers, full, empty, scales, zeros, x_scales, bias
             # Every program leaves its part; the last to arrive adds all of them, always in the same order.
             worker = gl.program_id(0)
             place = parts + ((worker * 2 + (worker == first).to(gl.int32)) * GROUPS + group) * SIZE
-            flat = _flat(product)
+            flat = flattened(product)
             flat_layout: gl.constexpr = flat.type.layout
             offsets = gl.arange(0, SIZE, flat_layout)
             gl.store(place + offsets, flat)
@@ -273,8 +256,7 @@ def _consume(x_buffers, word_buffers, full, empty, scales, zeros, x_scales, bias
                 for other in range(first, last + 1):
                     place = parts + ((other * 2 + (other == first).to(gl.int32)) * GROUPS + group) * SIZE
                     flat += gl.load(place + offsets, cache_modifier=".cg")
-                both = flat.reshape([BLOCK_M // 8, 4, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5]).reshape([64, BLOCK_M])
-                product = gl.convert_layout(both, layout, assert_trivial=True)
+                product = unflattened(flat, BLOCK_M, layout)
         if done:
             _store(product, scales + row_place, x_scales, bias, residual, out, across, tile % down * BLOCK_M, M, N,
                    GROUP, GATED)  # fmt: skip

@@ -73,9 +73,8 @@ class WorkerService:
         try:
             async for response in link:
                 await context.write(response)
-            if (
-                link.overrun
-            ):  # The gateway takes the end of the call as the loss of its rows and brings the next attempts.
+            if link.overrun:
+                # The gateway takes the end of the call as the loss of its rows and brings the next attempts.
                 raise unavailable("GATEWAY_TOO_SLOW", "the gateway reads too slowly")
             await reader
         finally:

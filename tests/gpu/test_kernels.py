@@ -11,6 +11,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
 from kernels import activation, attention, blocks, kv, norm, reference, rope_kv
+from kernels.device import is_hopper
 from kernels.products import matmul, matmul_hopper
 from kernels.products.matmul_hopper import Shape
 from kernels.products.skinny import Tile
@@ -255,13 +256,13 @@ def test_queries_keys_and_values_of_few_rows(dtype: torch.dtype) -> None:
         for tile in (Tile(32, 64, 4, 6), Tile(64, 64, 1, 3)):
             check_rotated_qkv(rows, heads, kv_heads, dim, 2048, tile, dtype)
         shape = matmul_hopper.rotated_shape_for(rows, dim)
-        if shape is not None and matmul_hopper.is_hopper(torch.device("cuda", 0)):
+        if shape is not None and is_hopper(torch.device("cuda", 0)):
             check_rotated_qkv(rows, heads, kv_heads, dim, 1096, shape, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_products_on_a_hopper(dtype: torch.dtype) -> None:
-    if not matmul_hopper.is_hopper(torch.device("cuda", 0)):
+    if not is_hopper(torch.device("cuda", 0)):
         pytest.skip("needs a Hopper")
     for rows, n, k, shape in (
         (1, 4096, 14336, Shape(8, 10, 2)), (7, 1000, 2048, Shape(8, 4, 2)), (8, 40, 264, Shape(8, 6, 2)),

@@ -232,7 +232,7 @@ def attend(
 
 def compile_hopper(dim: int, windowed: bool, stored: torch.dtype) -> Any:
     """Attention of prompts, for capability 9.0 only."""
-    from kernels.attention import hopper as hopper
+    from kernels.attention import hopper
 
     fixed: dict[str, int | None] = {
         "SHARE": 4, "D": dim, "P": 16, "ROWS": hopper.ROWS, "TILE": hopper.TILE, "PAGE": hopper.PAGE,
