@@ -60,11 +60,6 @@ class Dispatch:
         self._greeted = False
         self.models_known = asyncio.Event()
 
-    @property
-    def connected(self) -> bool:
-        """The scheduler has answered the hello, and the stream stands."""
-        return self._greeted
-
     async def run(self) -> None:
         """Keeps the stream until it is cancelled."""
         async with rpc.link_channel(self._address) as channel:
