@@ -84,7 +84,9 @@ def linear(
         return _surround(product, bias, residual, gated, out)
     if isinstance(weight, Words) and serves(x, weight, gated):
         return linear_words(x, weight, bias, residual=residual, gated=gated, out=out)
-    return matmul.linear(in_order(x, weight), dense(weight, x.dtype), bias, residual=residual, gated=gated, out=out)
+    if isinstance(weight, Tensor):
+        return matmul.linear(x, weight, bias, residual=residual, gated=gated, out=out)
+    return matmul.vendor(in_order(x, weight), dense(weight, x.dtype), bias, residual, gated, out)
 
 
 def gate(x: Tensor, weight: DeviceWeight, norm: Norm) -> Tensor:

@@ -158,7 +158,8 @@ def linear(
 
     x [M, K], weight [N, K] (gated: [2N, K]) -> [M, N]. residual [M, N] is added; pass it as `out` too to add in place.
     All 2-dimensional, unit stride in the last, out and residual contiguous. Where no tile is given and the vendor's
-    library is as fast, it does the product.
+    library is as fast, it does the product. The weight is fetched before the kernels in line have ended: none of them
+    may write it (`vendor` takes such a weight).
     """
     rows, k = x.shape
     n = weight.shape[0] // 2 if gated else weight.shape[0]
@@ -170,7 +171,7 @@ def linear(
         tile = matmul_hopper.shape_for(rows, n, k, gated)
     tile = tile or tile_for(rows, n, k, gated, x.dtype)
     if tile is None:
-        return _vendor(x, weight, bias, residual, gated, out)
+        return vendor(x, weight, bias, residual, gated, out)
     if isinstance(tile, Shape):
         return matmul_hopper.linear(x, weight, bias, residual, gated, out, tile)
     space = workspace(x.device, (1 + gated) * tile.split * rows * n if tile.split > 1 else 0)
@@ -183,9 +184,12 @@ def linear(
     return out
 
 
-def _vendor(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, gated: bool, out: Tensor
+def vendor(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, gated: bool, out: Tensor | None
 ) -> Tensor:
+    """As `linear`, by the vendor's library, after all kernels in line."""
+    if out is None:
+        out = x.new_empty(x.shape[0], weight.shape[0] // (2 if gated else 1))
     if gated:
         return silu_and_mul(F.linear(x, weight, bias), out)
     if residual is None:

@@ -262,7 +262,7 @@ def _consume(x_buffers, word_buffers, full, empty, scales, zeros, x_scales, bias
                    GROUP, GATED)  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["M", "span", "units", "down"])
+@gluon.jit(do_not_specialize=["M", "C", "span", "units", "down"])  # a loop of C = 1 does not compile
 def hopper_words_kernel(
     x,  # descriptor of [M, K], boxes [BLOCK_M, 128 bytes]
     words,  # descriptor of int4 [T * C * 64, 16], others [N, C * 32], boxes of a warpgroup's rows and one chunk

@@ -63,7 +63,8 @@ def test_keys_and_values_are_rounded_as_the_reference_rounds_them(stored: torch.
     reference.rope_and_store(copy, angles, angles, its, places, 32, 8, scales)
     every = torch.arange(40, device="cuda")
     got, want = (kv.load(pool, every, scales, torch.float32) for pool in (mine, its))
-    assert float((got != want).float().mean()) < 0.05  # where the rotation rounds otherwise: one step away
+    # Where the rotation rounds otherwise: one step away, and if that was a row's largest number, so are all others.
+    assert float((got != want).float().mean()) < 0.1
     assert float((got - want).norm() / want.norm()) < 0.02
 
 
@@ -266,7 +267,7 @@ def test_products_on_a_hopper(dtype: torch.dtype) -> None:
         pytest.skip("needs a Hopper")
     for rows, n, k, shape in (
         (1, 4096, 14336, Shape(8, 10, 2)), (7, 1000, 2048, Shape(8, 4, 2)), (8, 40, 264, Shape(8, 6, 2)),
-        (30, 6144, 1096, Shape(32, 9, 1)),
+        (30, 6144, 1096, Shape(32, 9, 1)), (5, 96, 64, Shape(8, 4, 2)),
     ):  # fmt: skip
         x, w, bias, residual = (rand(*s, dtype=dtype) for s in ((rows, k), (n, k), (n,), (rows, n)))
         out = poison(rows, n, dtype=dtype)
@@ -274,6 +275,8 @@ def test_products_on_a_hopper(dtype: torch.dtype) -> None:
         close(matmul.linear(x, w / k**0.5, bias, out=out, tile=shape), exact + bias)
         expected = exact + residual.double()
         close(matmul.linear(x, w / k**0.5, residual=residual, out=residual, tile=shape), expected)
+        if shape.stages * shape.panels > 12:
+            continue  # a gate and its ups would not fit into shared memory
         wide = rand(2 * n, k, dtype=dtype) / k**0.5
         close(matmul.linear(x, wide, gated=True, tile=shape), reference.silu_and_mul(x.double() @ wide.double().T))
 

@@ -189,7 +189,8 @@ def fused_calls(new: Callable[..., Tensor], capability: int) -> Iterator[tuple[s
                     qkv.rotated_qkv, x, new(48 * dim, 4096), new(48 * dim), angles, angles, index(rows), pool,
                     index(rows), 32, shape,
                 )  # fmt: skip
-    for n, k, gated in ((4096, 14336, False), (2048, 2048, False), (8192, 2048, True)) if hopper else ():
+    shapes = ((4096, 14336, False), (2048, 2048, False), (8192, 2048, True), (64, 64, False))
+    for n, k, gated in shapes if hopper else ():
         shape = matmul_hopper.shape_for(8, n, k, gated)
         x, weight, added = new(8, k), new(2 * n if gated else n, k), None if gated else new(8, n)
         yield f"hopper product {n}", partial(matmul.linear, x, weight, residual=added, gated=gated, tile=shape)
@@ -271,6 +272,8 @@ def compile_hopper_words() -> Iterator[tuple[str, Any]]:
         ("int4 gated", int4, 1, True, False), ("int4 zeros", replace(int4, zero=octets[:, :8]), 64, False, False),
         ("int4", int4, 1024, False, False), ("fp8", fp8_rows, 8, False, False), ("fp8", fp8_rows, 64, False, True),
     ]  # fmt: skip
+    small = quantized.Int4Weight(octets[:64, :64], torch.ones(64, 1, dtype=torch.bfloat16), None, 128)
+    cases.append(("int4 of one chunk", small, 1, False, False))
     for name, weight, rows, gated, rounded in cases:
         laid = words.lay_out(weight)
         n, k = laid.shape
@@ -288,7 +291,12 @@ def compile_hopper_words() -> Iterator[tuple[str, Any]]:
         }
         kinds |= {place: mangle_type(value) for place, value in given.items() if isinstance(value, Tensor)}
         constant = {parameter.name for parameter in hopper_words_kernel.params if parameter.is_constexpr}
-        fixed = {place: value for place, value in given.items() if place in constant or value is None}
+        free = {parameter.name for parameter in hopper_words_kernel.params if parameter.do_not_specialize}
+        fixed = {
+            place: value
+            for place, value in given.items()
+            if place in constant or value is None or (isinstance(value, int) and value == 1 and place not in free)
+        }
         yield f"{name} {rows}", compile_gluon(hopper_words_kernel, fixed, kinds, options)
 
 
