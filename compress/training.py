@@ -144,7 +144,9 @@ def distillation(
         with torch.no_grad():
             wanted = logits(teacher, ids_BT)
         spoken = logits(model, ids_BT)
-        loss = (1 - hard - drafting) * soft_loss(spoken, wanted, temperature)
+        loss = spoken.new_zeros((), dtype=torch.float32)
+        if soft := 1 - hard - drafting:
+            loss = loss + soft * soft_loss(spoken, wanted, temperature)
         if hard:
             loss = loss + hard * F.cross_entropy(spoken[:, :-1].float().flatten(0, 1), ids_BT[:, 1:].flatten())
         if drafting:

@@ -21,6 +21,13 @@ class Kind(StrEnum):
     CHANGED = "changed"
 
 
+class Device(StrEnum):
+    """What computes."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
 @app.command()
 def verify(
     base: Annotated[Path, typer.Argument(help="Folder of the 16-bit checkpoint.", exists=True, file_okay=False)],
@@ -43,6 +50,7 @@ def verify(
     windows: Annotated[int, typer.Option(min=1, help="Windows of text.")] = 8,
     length: Annotated[int, typer.Option(min=32, help="Tokens of each window.")] = 512,
     answers: Annotated[int, typer.Option(min=0, help="Greedy answers to compare and to time.")] = 4,
+    device: Annotated[Device, typer.Option(help="As a worker serves there: cuda computes in bfloat16.")] = Device.CPU,
     json: Annotated[Path | None, typer.Option(help="Write the result there.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a report with plots there.")] = None,
 ) -> None:
@@ -67,7 +75,7 @@ def verify(
     with errors(program), bars() as told:
         held_out = texts.windows(texts.read(text or texts.HELD_OUT), base, length, windows)
         try:
-            result = command.measure(base, candidates, held_out, min(answers, windows), told)
+            result = command.measure(base, candidates, held_out, min(answers, windows), told, device.value)
         except CheckpointError as error:
             typer.echo(f"{program}: {error}", err=True)
             raise typer.Exit(2) from None

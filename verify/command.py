@@ -20,11 +20,16 @@ from verify.served import Served
 
 
 def measure(
-    base: Path, candidates: Sequence[Path], windows_WT: Tensor, answers: int, progress: Progress
+    base: Path,
+    candidates: Sequence[Path],
+    windows_WT: Tensor,
+    answers: int,
+    progress: Progress,
+    device: str = "cpu",
 ) -> dict[str, Any]:
-    """All figures of all models, ready for JSON. Raises CheckpointError."""
+    """All figures of all models as a worker on this device (cpu or cuda) serves them. Raises CheckpointError."""
     longest = max(windows_WT.shape[1], compare.PROMPT_TOKENS + compare.ANSWER_TOKENS)
-    model, others = Served(base, longest), [Served(candidate, longest) for candidate in candidates]
+    model, others = Served(base, longest, device), [Served(candidate, longest, device) for candidate in candidates]
     for other in others:
         if other.config.vocab_size != model.config.vocab_size:
             sizes = f"{other.config.vocab_size} tokens, the base {model.config.vocab_size}"
@@ -36,6 +41,7 @@ def measure(
         "candidates": [figures(other, tally, of_base) for other, tally in zip(others, tallies, strict=True)],
         "tokens": windows_WT.numel(),
         "windows": list(windows_WT.shape),
+        "device": device,
         "rounding": rounding.by_granularity(model),
         "machine": machine.describe(),
     }

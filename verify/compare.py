@@ -59,6 +59,8 @@ class Tally:
     cosines: list[Tensor] = field(default_factory=list)
     """Empty where the widths differ."""
     same_top: list[Tensor] = field(default_factory=list)
+    accepted: list[Tensor] = field(default_factory=list)
+    """The chance that the base accepts a draft of the candidate at temperature 1: sum of min(p, q)."""
     parts: list[dict[str, Fit]] = field(default_factory=list)
     """For each layer; empty where the layers are not the base's."""
     same_greedy: list[float] = field(default_factory=list)
@@ -92,18 +94,21 @@ def compare(
 
 
 def _window(base: Served, own: Tally, others: Sequence[tuple[Served, Tally]], ids_T: Tensor) -> None:
+    ids_T = ids_T.to(base.device)
     x, states = base.read(ids_T)
     hidden, logprobs_TV = base.hidden(x), base.logprobs(x[:-1])
-    own.losses.append(F.nll_loss(logprobs_TV, ids_T[1:], reduction="none"))
+    own.losses.append(F.nll_loss(logprobs_TV, ids_T[1:], reduction="none").cpu())
     steps = list(base.layer_steps(ids_T, states))
     for candidate, tally in others:
         its_x, _ = candidate.read(ids_T)
         its_hidden, its_logprobs_TV = candidate.hidden(its_x), candidate.logprobs(its_x[:-1])
-        tally.losses.append(F.nll_loss(its_logprobs_TV, ids_T[1:], reduction="none"))
-        tally.divergences.append(F.kl_div(its_logprobs_TV, logprobs_TV, log_target=True, reduction="none").sum(-1))
-        tally.same_top.append((its_logprobs_TV.argmax(-1) == logprobs_TV.argmax(-1)).float())
+        tally.losses.append(F.nll_loss(its_logprobs_TV, ids_T[1:], reduction="none").cpu())
+        divergence_TV = F.kl_div(its_logprobs_TV, logprobs_TV, log_target=True, reduction="none")
+        tally.divergences.append(divergence_TV.sum(-1).cpu())
+        tally.same_top.append((its_logprobs_TV.argmax(-1) == logprobs_TV.argmax(-1)).float().cpu())
+        tally.accepted.append(torch.minimum(its_logprobs_TV, logprobs_TV).exp().sum(-1).cpu())
         if its_hidden.shape == hidden.shape:
-            tally.cosines.append(F.cosine_similarity(its_hidden.float(), hidden.float(), dim=-1))
+            tally.cosines.append(F.cosine_similarity(its_hidden.float(), hidden.float(), dim=-1).cpu())
         if tally.parts:
             _layer_fits(tally, steps, candidate, ids_T, states)
 

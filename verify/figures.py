@@ -11,6 +11,7 @@ ROWS = (
     ("kl", "KL from the base, nats a token, mean", "{:.5f}"),
     ("kl_p99", "  99th percentile", "{:.5f}"),
     ("top1", "same likeliest token", "{:.1%}"),
+    ("accepted", "drafts that the base accepts", "{:.1%}"),
     ("greedy", "greedy answers, share before they part", "{:.1%}"),
     ("gain_error", "largest gain error of a layer's part", "{:.4f}"),
     ("file_bytes", "bytes on disk", "{:,.0f}"),

@@ -80,6 +80,7 @@ def figures(model: Served, tally: Tally, base: Mapping[str, Any]) -> dict[str, A
         "kl_p99": kl.quantile(0.99).item(),
         "kl_curve": _quantiles(kl),
         "top1": joined(tally.same_top).mean().item(),
+        "accepted": joined(tally.accepted).mean().item(),
         "greedy": sum(tally.same_greedy) / len(tally.same_greedy) if tally.same_greedy else None,
         "gain_error": max(gain_errors, default=None),
         "ratios": ratios,

@@ -22,9 +22,8 @@ def page(result: Mapping[str, Any]) -> str:
     """The whole document."""
     base, candidates = result["base"], result["candidates"]
     verdicts = ((told["name"], "+passes" if told["passes"] else "!fails", told["name"]) for told in candidates)
-    below = (
-        f"against {base['name']}, {result['tokens']:,} held-out tokens, computed by the worker's own code on the CPU"
-    )
+    device = "a GPU in bfloat16" if result["device"] == "cuda" else "the CPU in float32"
+    below = f"against {base['name']}, {result['tokens']:,} held-out tokens, computed by the worker's code on {device}"
     body = (html.tiles(verdicts), html.cards(_cards(result)))
     return html.document("weft verify", below, body, result)
 

@@ -24,7 +24,7 @@ def by_granularity(base: Served) -> list[dict[str, Any]]:
         }
         for name, linear in linears.items():
             if isinstance(linear.weight, Tensor):
-                found.append({"linear": f"{number} {name}", **_errors(linear.weight.float())})
+                found.append({"linear": f"{number} {name}", **_errors(linear.weight.float().cpu())})
     return found
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint as the CPU worker serves it, opened up: one sequence at a time, with what each layer adds.
+"""A checkpoint as a worker serves it, opened up: one sequence at a time, with what each layer adds.
 
 Legend: T tokens, C width of the residual stream, V vocabulary.
 """
@@ -8,16 +8,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from services.worker.assembly import assemble
-from services.worker.job import EngineOptions
-from services.worker.layers import DecoderLayer, StepTensors
-from services.worker.ops import Rotation
-from services.worker.runner import CpuRunner
+from services.worker.config import CheckpointError
+from services.worker.engine import Engine
+from services.worker.job import EngineOptions, Job, SamplingParams
+from services.worker.layers import DecoderLayer
+from verify.whole import whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +35,27 @@ class Steps:
 class Served:
     """One model. Sequences are read into the same blocks, one after another."""
 
-    def __init__(self, folder: Path, longest: int) -> None:
-        """Load a checkpoint for sequences of up to `longest` tokens. Raises CheckpointError."""
+    def __init__(self, folder: Path, longest: int, device: str = "cpu") -> None:
+        """Load a checkpoint for sequences of up to `longest` tokens, in float32 on a CPU, in bfloat16 on a GPU.
+
+        Raises CheckpointError.
+        """
         self.folder = folder
-        options = EngineOptions(kv_blocks=-(-longest // 16), max_batch_size=1, max_seq_length=longest)
-        parts = assemble(folder, options, lambda *_: None)
-        assert isinstance(parts.runner, CpuRunner)
-        self.config, self.parameters = parts.config, parts.parameters
-        self._runner, self.model = parts.runner, parts.runner.model
+        if device == "cuda" and not torch.cuda.is_available():
+            raise CheckpointError("--device cuda needs a GPU that torch can use")
+        options = EngineOptions(
+            kv_blocks=-(-longest // 16),
+            max_batch_size=1,
+            max_seq_length=longest,
+            step_tokens=64,
+            device=device,
+            dtype="float32" if device == "cpu" else "bfloat16",
+            prefix_cache=False,
+        )
+        self._engine = Engine(folder, options, lambda *_: None)
+        self.config, self.parameters = self._engine.config, self._engine.parameters
+        self.model, self._pools = self._engine.runner.model, self._engine.runner.pools
+        self.device = self.model.embedding.device
 
     @property
     def file_bytes(self) -> int:
@@ -53,20 +65,14 @@ class Served:
     @property
     def memory_bytes(self) -> int:
         """Bytes of the weights as they are served; the embedding counts once where it is the head too."""
-        model = self.model
-        weights = [model.embedding, model.norm, *([] if self.config.tied_embeddings else [model.head.weight])]
-        for layer in model.layers:
-            linears = (layer.attention.qkv, layer.attention.output, layer.mlp.gate_up, layer.mlp.down)
-            weights += [layer.attention.norm, layer.mlp.norm, *(linear.weight for linear in linears)]
-            weights += [linear.bias for linear in linears if linear.bias is not None]
-        return sum(weight.nbytes for weight in weights)
+        return self.model.nbytes
 
     @torch.inference_mode()
     def read(self, ids_T: Tensor) -> tuple[Tensor, list[Tensor]]:
         """-> the residual stream at the end [T, C], and as it was before each layer and before each MLP."""
-        step, x = self._step(ids_T, 0), self.model.embedding[ids_T]
+        step, x = whole(self._engine.runner, ids_T), self.model.embedding[ids_T]
         states = []
-        for layer, pool in zip(self.model.layers, self._runner.pools, strict=True):
+        for layer, pool in zip(self.model.layers, self._pools, strict=True):
             states.append(x.clone())
             layer.attention(x, step, pool)
             states.append(x.clone())
@@ -86,8 +92,8 @@ class Served:
     @torch.inference_mode()
     def layer_steps(self, ids_T: Tensor, states: list[Tensor]) -> Iterator[Steps]:
         """What each layer makes of given streams, as `read` tells them, be they this model's or another's."""
-        step = self._step(ids_T, 0)
-        for index, (layer, pool) in enumerate(zip(self.model.layers, self._runner.pools, strict=True)):
+        step = whole(self._engine.runner, ids_T)
+        for index, (layer, pool) in enumerate(zip(self.model.layers, self._pools, strict=True)):
             before, between = states[2 * index], states[2 * index + 1]
             attended, fed = before.clone(), between.clone()
             queries, keys = _queries_keys(layer, before)
@@ -95,35 +101,16 @@ class Served:
             layer.mlp(fed)
             yield Steps(queries, keys, attended - before, fed - between)
 
-    @torch.inference_mode()
     def continue_greedily(self, prompt_T: Tensor, tokens: int) -> tuple[list[int], float]:
         """-> the likeliest tokens one after another, and the seconds that each took after the first."""
-        chosen = self._next(prompt_T, 0)
-        answer, began = [chosen], time.perf_counter()
-        for position in range(len(prompt_T), len(prompt_T) + tokens - 1):
-            chosen = self._next(torch.tensor([chosen]), position)
-            answer.append(chosen)
-        return answer, (time.perf_counter() - began) / (tokens - 1)
-
-    def _next(self, ids_T: Tensor, start: int) -> int:
-        x = self.model.forward(self._step(ids_T, start), self._runner.pools)
-        return int(self.model.logits(x[-1:]).argmax())
-
-    def _step(self, ids_T: Tensor, start: int) -> StepTensors:
-        """One row: the tokens of a sequence from `start` on. Block 0 is nobody's."""
-        count, size = len(ids_T), self._runner.block_size
-        table = np.arange(1, -(-(start + count) // size) + 1)[None]
-        positions = np.arange(start, start + count)
-        at = torch.from_numpy(positions)
-        lengths, contexts = np.array([count]), np.array([start + count])
-        plan, dtype = self._runner.ops.plan_attention, self.model.embedding.dtype
-        return StepTensors(
-            token_ids=ids_T,
-            rotation=Rotation(self.model.cos[at], self.model.sin[at]),
-            places=torch.from_numpy(table[0, positions // size] * size + positions % size),
-            plans={w: plan(lengths, contexts, table, size, w, dtype) for w in set(self.config.windows)},
-            sampled=torch.tensor([count - 1]),
-        )
+        prompt = prompt_T.tolist()
+        params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+        self._engine.submit(Job(0, prompt, len(prompt), params))
+        answer, times = list[int](), list[float]()
+        while self._engine.has_work():
+            answer += [told.token_id for told in self._engine.step().tokens]
+            times += [time.perf_counter()] * (len(answer) - len(times))
+        return answer, (times[-1] - times[0]) / (tokens - 1)
 
 
 def _queries_keys(layer: DecoderLayer, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -366,14 +366,7 @@ class GpuRunner:
         finite_at = _aligned(3 * samples)
         report = torch.empty(finite_at + (0 if answers else tokens), dtype=torch.int32, device=device)
         slots.unpack(self._words, self._last_token, self._tables, inputs, self.block_size)
-        step = StepTensors(
-            token_ids=inputs.token_ids,
-            rotation=Rotation(model.cos, model.sin, inputs.positions),
-            places=inputs.places,
-            plans={window: self._plan(inputs, window, long_tokens) for window in self._windows},
-            sampled=inputs.sampled,
-        )
-        x = model.forward(step, self.pools)
+        x = model.forward(self.step_of(inputs, long_tokens), self.pools)
         if not answers:
             slots.finite_lines(x, report[finite_at:])
         logits = model.logits(x if answers else x[inputs.sampled])
@@ -383,6 +376,16 @@ class GpuRunner:
         told = report[: 3 * samples].view(3, samples)
         slots.keep(drawn.tokens, drawn.logprobs, drawn.totals, inputs.sample_slots, self._last_token, told)
         return Computed(logits, drawn, report)
+
+    def step_of(self, inputs: StepInputs, long_tokens: int) -> StepTensors:
+        """What the layers share of a step whose inputs are on the device."""
+        return StepTensors(
+            token_ids=inputs.token_ids,
+            rotation=Rotation(self.model.cos, self.model.sin, inputs.positions),
+            places=inputs.places,
+            plans={window: self._plan(inputs, window, long_tokens) for window in self._windows},
+            sampled=inputs.sampled,
+        )
 
     def _plan(self, inputs: StepInputs, window: int | None, long_tokens: int) -> attention.AttentionPlan:
         config, dtype = self.model.config, self.model.embedding.dtype

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
@@ -42,6 +43,7 @@ def test_honest_quantizations_pass_side_by_side(made: Made, tmp_path: Path) -> N
     figures = json.loads(result.read_text())["candidates"]
     assert [each["name"] for each in figures] == [folder.name for folder in folders]
     assert all(each["cosine"] >= 0.99 and each["gain_error"] < 0.01 for each in figures), told
+    assert all(0.85 < each["accepted"] < 1 for each in figures), told
     per_channel, per_tensor = figures[:2]
     assert per_channel["kl"] < per_tensor["kl"]
     page = html.read_text()
@@ -75,6 +77,13 @@ def test_what_cannot_be_read_is_refused_in_one_line(tmp_path: Path) -> None:
     code, told = verify(DEMO, tmp_path, *FEW)
     assert (code, told.count("\n")) == (2, 1)
     assert "config.json is missing" in told
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_none_is_asked() -> None:
+    code, told = verify(DEMO, DEMO, *LEAST, "--device", "cuda")
+    assert (code, told.count("\n")) == (2, 1)
+    assert "needs a GPU" in told
 
 
 def test_another_vocabulary_is_refused_in_one_line(tmp_path: Path) -> None:
