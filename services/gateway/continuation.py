@@ -16,6 +16,7 @@ from protos import inference_pb2 as api
 from services import telemetry
 from services.errors import WeftError
 from services.gateway.dispatch import Dispatch, Placement
+from services.gateway.headstart import HeadStart
 from services.gateway.journal import Ending, Journal, KeyChain
 from services.gateway.links import UNREAD, Row, WorkerLinks, lost_worker
 from services.gateway.metrics import GatewayMetrics
@@ -51,9 +52,11 @@ class Continuation:
         keys: KeyChain | None,
         result_key: bytes,
         policy: "api.CachePolicy.ValueType",
+        likely: str,
         remaining_s: Callable[[], float],
         news: Callable[[], None],
     ) -> None:
+        """`likely` is the address of the worker that will surely have its first attempt; empty if none is sure."""
         self.journal = journal
         self.ledger = Ledger()
         self.first_token_at: float | None = None
@@ -63,6 +66,7 @@ class Continuation:
         self._keys = keys
         self._result_key = result_key
         self._policy = policy
+        self._likely = likely
         self._remaining_s = remaining_s
         self._news = news
         self._row: Row | None = None
@@ -131,8 +135,8 @@ class Continuation:
     async def _generate(self) -> None:
         losses = unjoined = 0
         while self.journal.ending is None:
-            placement = await self._mesh.dispatch.place(self._next_submit())
-            loss = await self._traced_attempt(placement)
+            self.journal.begin_attempt()
+            placement, loss = await self._placed_attempt(self._start_ahead())
             if loss is None:
                 return
             losses += 1
@@ -154,7 +158,7 @@ class Continuation:
 
     def _next_submit(self) -> mesh_pb2.Submit:
         submit, context = self._submit, self.journal.context()
-        submit.attempt = self.journal.begin_attempt()
+        submit.attempt = self.journal.attempt
         submit.prompt_tokens = len(context)
         submit.max_tokens = max(1, self._job.sampling.max_tokens - len(self.journal.tokens))
         submit.deadline_s = self._remaining_s()
@@ -162,24 +166,53 @@ class Continuation:
             submit.block_keys = self._keys.extend_to(context)
         return submit
 
-    async def _traced_attempt(self, placement: Placement) -> WeftError | None:
-        attributes: telemetry.Attributes = {
-            "weft.attempt": self.journal.attempt,
-            "weft.worker": placement.worker_id,
-            "weft.sample_index": self._job.sample_index,
-            "weft.joined": isinstance(placement, mesh_pb2.Joined),
-        }
-        with telemetry.start("attempt", self._submit.traceparent, kind="client", attributes=attributes) as span:
-            self._job.traceparent = span.traceparent
-            loss = await self._attempt(placement)
+    def _start_ahead(self) -> HeadStart | None:
+        """Sends the first attempt to where it will run, unless it is told soon enough anyway: where others of this
+        gateway run, or where an answer is likely to come from the cache."""
+        link = self._mesh.links.to(self._likely) if self._likely and self.journal.attempt == 1 else None
+        if link is None or not link.idle or self._mesh.results.expects(self._result_key):
+            return None
+        span = self._begin_span()
+        return HeadStart(self._likely, link.run(self._next_job(), "", self._on_tokens), span)
+
+    async def _placed_attempt(self, ahead: HeadStart | None) -> tuple[Placement, WeftError | None]:
+        """One attempt where the scheduler wants it: None once the answer has ended, else why it has not."""
+        try:
+            placement = await self._mesh.dispatch.place(self._next_submit())
+        except BaseException:
+            if ahead is not None:
+                ahead.take_back()
+            raise
+        self._note(placement)
+        if ahead is not None and ahead.confirmed(placement):
+            span, row = ahead.span, ahead.row
+        else:
+            span, row = self._begin_span(), None
+        span.set({"weft.worker": placement.worker_id, "weft.joined": self.ledger.joined})
+        with span:
+            loss = await self._attempt(row or self._open(placement))
             span.set({"weft.tokens": len(self.journal.tokens)})
             if loss is not None:
                 span.fail(loss.reason)
-            return loss
+        return placement, loss
 
-    async def _attempt(self, placement: Placement) -> WeftError | None:
+    def _note(self, placement: Placement) -> None:
+        self.ledger.joined = isinstance(placement, mesh_pb2.Joined)
+        queue_s = 0.0 if isinstance(placement, mesh_pb2.Joined) else placement.queue_s
+        self.ledger.assigned(placement.worker_id, queue_s)
+
+    def _begin_span(self) -> telemetry.Span:
+        """The span of this attempt, of which its job will be a part."""
+        attributes = {"weft.attempt": self.journal.attempt, "weft.sample_index": self._job.sample_index}
+        span = telemetry.start("attempt", self._submit.traceparent, kind="client", attributes=attributes)
+        self._job.traceparent = span.traceparent
+        return span
+
+    async def _attempt(self, row: Row) -> WeftError | None:
         """One attempt on one worker: None once the answer has ended, else why it has not."""
-        row = self._row = self._open(placement)
+        self._row = row
+        if row.tokens:
+            self._news()
         try:
             await row.closed
         except asyncio.CancelledError:
@@ -197,21 +230,20 @@ class Continuation:
     def _open(self, placement: Placement) -> Row:
         link = self._mesh.links.to(placement.address)
         if isinstance(placement, mesh_pb2.Joined):
-            self.ledger.joined = True
-            self.ledger.assigned(placement.worker_id, 0.0)
             details = self._job.sampling.HasField("logprobs")
             position = len(self.journal.tokens)
             return link.attach(
                 placement.leader_job_id, position, details, placement.worker_id, self._on_tokens, self._job.traceparent
             )
-        self.ledger.joined = False
-        self.ledger.assigned(placement.worker_id, placement.queue_s)
+        return link.run(self._next_job(), placement.worker_id, self._on_tokens)
+
+    def _next_job(self) -> mesh_pb2.Job:
         job = mesh_pb2.Job()
         job.CopyFrom(self._job)
         job.attempt = self.journal.attempt
         job.token_ids.extend(self.journal.context())
         job.deadline_s = self._remaining_s()
-        return link.run(job, placement.worker_id, self._on_tokens)
+        return job
 
     def _on_tokens(self) -> None:
         row = self._row

@@ -167,8 +167,10 @@ class Generation:
         journal = Journal(tokens, self.text.detokenizer(), stops)
         root = hashing.chain_root(order.tenant.salt, card.fingerprint)
         keys = None if bypass or not card.block_size else KeyChain(root, card.block_size)
+        # A retry by another gateway has the same job id: only the scheduler knows of both.
+        likely = order.served.lone_address if not request.request_id else ""
         return Continuation(
-            self._mesh, submit, job, journal, keys, key, request.cache, order.remaining_s, self._news
+            self._mesh, submit, job, journal, keys, key, request.cache, likely, order.remaining_s, self._news
         )  # fmt: skip
 
     async def _run_all(self) -> None:

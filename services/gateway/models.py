@@ -31,6 +31,11 @@ class Served:
     card: mesh.ModelCard
     addresses: tuple[str, ...]
 
+    @property
+    def lone_address(self) -> str:
+        """Of its only worker; empty if there is none or a choice."""
+        return self.addresses[0] if len(self.addresses) == 1 else ""
+
 
 class Catalog:
     """The models of the mesh as the scheduler last told them, and all that were ever served by name: a model without

@@ -4,6 +4,7 @@ Whatever goes wrong is a miss. Knows nothing of where results are kept.
 """
 
 import asyncio
+from collections import OrderedDict
 
 import structlog
 from grpc import aio
@@ -18,6 +19,7 @@ log = structlog.get_logger("results")
 
 _STORE_S = 1.0
 _MAX_STORES = 256
+_MAX_KNOWN = 4096
 
 
 def result_key(
@@ -53,6 +55,8 @@ class ResultCache:
         self._channel = rpc.link_channel(address) if address else None
         self._cache = CacheStub(self._channel) if self._channel else None
         self._budget_s = budget_s
+        self._found = False
+        self._stored: OrderedDict[bytes, None] = OrderedDict()
         self._stores: set[asyncio.Task[None]] = set()
 
     @property
@@ -73,10 +77,18 @@ class ResultCache:
         except aio.AioRpcError as error:
             log.debug("look-up failed", code=error.code().name)
             return None
-        return reply.result if reply.HasField("result") else None
+        self._found = reply.HasField("result")
+        return reply.result if self._found else None
+
+    def expects(self, key: bytes) -> bool:
+        """Whether a look-up is likely to find something: it was stored from here, or the last look-up found one."""
+        return self._found or key in self._stored
 
     def put(self, key: bytes, result: cache_pb2.CachedResult) -> None:
         """Stores a result in the background; drops it if the cache service is far behind."""
+        self._stored[key] = None
+        if len(self._stored) > _MAX_KNOWN:
+            self._stored.popitem(last=False)
         if len(self._stores) < _MAX_STORES:
             task = asyncio.create_task(self._store(key, result))
             self._stores.add(task)

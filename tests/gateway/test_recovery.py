@@ -256,7 +256,7 @@ async def test_a_deadline_ends_everything_in_time() -> None:
 async def test_an_answer_that_crosses_a_withdrawal_harms_nobody() -> None:
     async with FakeMesh() as mesh:
         mesh.scheduler.hold = True
-        call = mesh.stub.Generate(ask())
+        call = mesh.stub.Generate(ask(request_id="named"))  # It gets no head start.
         await until(lambda: len(mesh.scheduler.submits) == 1)
         call.cancel()
         await until(lambda: len(mesh.scheduler.withdrawn) == 1)

@@ -1,0 +1,44 @@
+"""A head start: a job that goes to where it will surely run while the scheduler still decides. Knows rows, no tokens.
+
+The scheduler's answer alone counts. Until it comes, nothing of the job is told; one that names another worker, refuses
+the job or lets it wait takes the head start back.
+"""
+
+import asyncio
+
+from protos import mesh_pb2 as mesh
+from services import telemetry
+from services.gateway.links import Row
+
+PATIENCE_S = 0.05
+"""A scheduler that has a worker for a job says so within a millisecond or two; a job that has to wait runs nowhere."""
+
+
+class HeadStart:
+    """A job on its way to a worker that nobody has named yet."""
+
+    def __init__(self, address: str, row: Row, span: telemetry.Span) -> None:
+        self.row = row
+        self.span = span
+        self._address = address
+        self._late = asyncio.get_running_loop().call_later(PATIENCE_S, self._withdraw)
+
+    def confirmed(self, placement: mesh.Assigned | mesh.Joined) -> bool:
+        """Whether the job was assigned to this worker, where it still runs or has ended; if not, it is taken back."""
+        lives = not self.row.closed.done() or self.row.end is not None
+        if not (lives and isinstance(placement, mesh.Assigned) and placement.address == self._address):
+            self.take_back()
+            return False
+        self._late.cancel()
+        self.row.worker_id = placement.worker_id
+        return True
+
+    def take_back(self) -> None:
+        """The job does not run there after all."""
+        self._late.cancel()
+        self._withdraw()
+        self.span.set({"weft.cancelled": True})
+        self.span.end()
+
+    def _withdraw(self) -> None:
+        self.row.link.cancel(self.row, 0)

@@ -1,0 +1,128 @@
+"""Stories of jobs that are sent to where they will surely run before the scheduler has said so."""
+
+import asyncio
+
+import pytest
+
+from protos import inference_pb2 as api
+from protos.mesh_pb2_grpc import add_WorkerServicer_to_server
+from services.errors import unavailable
+from services.gateway import headstart
+from tests.gateway.fakes import ANSWER, LOREM, Answer, FakeMesh, ask, assigned, generate, rejected, until
+
+
+@pytest.fixture
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(headstart, "PATIENCE_S", 60.0)
+
+
+@pytest.mark.usefixtures("_patient")
+async def test_the_only_worker_begins_before_the_scheduler_has_answered_and_nothing_is_told_before() -> None:
+    async with FakeMesh() as mesh:
+        mesh.scheduler.hold = True
+        heard: list[api.GenerateResponse] = []
+
+        async def listen() -> None:
+            async for response in mesh.stub.Generate(ask()):
+                heard.append(response)
+
+        listening = asyncio.create_task(listen())
+        await until(lambda: mesh.workers[0].sent == len(ANSWER))
+        await asyncio.sleep(0.02)
+        assert not heard
+        mesh.scheduler.release()
+        await listening
+        assert "".join(response.delta.text for response in heard) == LOREM
+        receipt = heard[-1].receipt
+        assert (receipt.attempts, list(receipt.workers)) == (1, ["worker-0"])
+        [job] = mesh.workers[0].jobs
+        assert (job.job_id, job.attempt) == (mesh.scheduler.submits[0].job_id, 1)
+        assert not mesh.workers[0].cancelled
+
+
+@pytest.mark.usefixtures("_patient")
+async def test_a_worker_that_dies_early_is_not_the_one_that_was_assigned() -> None:
+    async with FakeMesh() as mesh:
+        mesh.scheduler.hold = True
+        mesh.workers[0].hold_at = 3
+        answering = asyncio.create_task(generate(mesh.stub, ask()))
+        await until(lambda: mesh.workers[0].sent == 3)
+        address = mesh.address("worker-0")
+        await mesh.stop("worker-0")
+        mesh.workers[0].hold_at = None
+        await mesh.start("worker-0", "weft.v1.Worker", add_WorkerServicer_to_server, mesh.workers[0], address)
+        mesh.scheduler.release()
+        answer = await answering
+        assert answer.text() == LOREM
+        assert answer.receipt.attempts == 1
+        assert len(mesh.workers[0].jobs) == 2
+
+
+@pytest.mark.usefixtures("_patient")
+async def test_a_refused_job_is_taken_back() -> None:
+    async with FakeMesh() as mesh:
+        mesh.workers[0].hold_at = 2
+        mesh.scheduler.decide = lambda submit: rejected(submit, unavailable("QUEUE_FULL", "no room"))
+        answer = await generate(mesh.stub, ask())
+        assert answer.error is not None
+        assert answer.ids() == []
+        await until(lambda: [cancel.position for cancel in mesh.workers[0].cancelled] == [0])
+
+
+async def test_a_job_that_has_to_wait_is_taken_back_until_it_is_its_turn() -> None:
+    async with FakeMesh() as mesh:
+        mesh.scheduler.hold = True
+        mesh.workers[0].hold_at = 2
+        answering = asyncio.create_task(generate(mesh.stub, ask()))
+        await until(lambda: bool(mesh.workers[0].cancelled))
+        mesh.workers[0].hold_at = None
+        mesh.scheduler.release()
+        answer = await answering
+        assert answer.ids() == ANSWER
+        assert [job.attempt for job in mesh.workers[0].jobs] == [1, 1]
+
+
+@pytest.mark.usefixtures("_patient")
+async def test_a_job_that_is_assigned_elsewhere_is_taken_back() -> None:
+    async with FakeMesh(2) as mesh:
+        served = mesh.served()
+        served[0].addresses.remove(mesh.address("worker-1"))
+        mesh.scheduler.serve_models(served)
+        first, second = mesh.workers
+        first.hold_at = 2
+        mesh.scheduler.decide = lambda submit: assigned(submit, "worker-1", mesh.address("worker-1"))
+        answer = await generate(mesh.stub, ask())
+        assert answer.ids() == ANSWER
+        assert list(answer.receipt.workers) == ["worker-1"]
+        assert len(second.jobs) == 1
+        await until(lambda: len(first.cancelled) == len(first.jobs) == 1)
+
+
+@pytest.mark.usefixtures("_patient")
+@pytest.mark.parametrize("why", ["several workers", "a name", "others run there", "a cached answer"])
+async def test_there_is_no_head_start_where_the_place_is_not_sure(why: str) -> None:
+    async with FakeMesh(2 if why == "several workers" else 1, cache=True) as mesh:
+        worker, request, before = mesh.workers[0], ask(), 0
+        other: asyncio.Task[Answer] | None = None
+        if why == "a name":
+            request = ask(request_id="one")
+        elif why == "others run there":
+            worker.hold_at = 2
+            other = asyncio.create_task(generate(mesh.stub, ask("other")))
+            await until(lambda: worker.sent == 2)
+            before = 1
+        elif why == "a cached answer":
+            cache = mesh.cache
+            assert cache is not None
+            await generate(mesh.stub, request)
+            await until(lambda: bool(cache.kept))
+            cache.delay_s, before = 0.03, 1
+        mesh.scheduler.hold = True
+        answering = asyncio.create_task(generate(mesh.stub, request))
+        await until(lambda: len(mesh.scheduler.submits) == before + 1)
+        await asyncio.sleep(0.02)
+        assert sum(len(each.jobs) for each in mesh.workers) == before
+        worker.hold_at = None
+        mesh.scheduler.release()
+        assert (await answering).ids() == ANSWER
+        assert other is None or (await other).ids() == ANSWER
