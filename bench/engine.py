@@ -23,8 +23,8 @@ import torch
 from safetensors.torch import save_file
 
 from bench import machine
-from bench.kernels import ceilings, sustained
 from bench.load.distribution import Distribution
+from bench.timing import ceilings, sustained
 from services.worker import presets, streaming
 from services.worker.config import ModelConfig
 from services.worker.engine import Engine

@@ -14,19 +14,10 @@ from typing import TypeVar
 import torch
 import triton
 
-from bench.kernels import (
-    DTYPE,
-    SHAPES,
-    Pages,
-    copies,
-    decode_seconds,
-    prefill_flop,
-    prefill_seconds,
-    products,
-    rand,
-    random_words,
-    timed,
-)
+from bench.cells import SHAPES
+from bench.cells.attention import Pages, decode_seconds, prefill_flop, prefill_seconds
+from bench.cells.products import products, random_words
+from bench.timing import DTYPE, copies, rand, timed
 from kernels import kv, sampling
 from kernels.attention import Config
 from kernels.products import fp8, matmul, matmul_words, matmul_words_hopper
