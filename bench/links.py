@@ -22,7 +22,7 @@ from bench import admission, table
 from bench.load.distribution import Distribution
 from bench.load.plan import Plan
 from bench.load.run import run
-from bench.mesh import paced, processor_s, up
+from bench.mesh import meanwhile, paced, processor_s, up
 from bench.runlink import readers
 from bench.table import Figure
 from protos import cache_pb2 as cache
@@ -150,14 +150,9 @@ async def _streams(address: str, count: int) -> AsyncIterator[_Gaps]:
 
     async with aio.insecure_channel(address) as channel:
         stub = stubs.InferenceStub(channel)
-        tasks = [asyncio.create_task(follow(number, stub)) for number in range(count)]
-        try:
+        async with meanwhile(*(follow(number, stub) for number in range(count))):
             await asyncio.sleep(1.0)
             yield counting
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @contextlib.asynccontextmanager
@@ -178,13 +173,8 @@ async def _not_reading(address: str, count: int) -> AsyncIterator[Callable[[], N
     async with aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
         stub: Any = stubs.InferenceStub(channel)
         calls = [stub.Generate(_request(1000 + number, 16, 100_000)) for number in range(count)]
-        tasks = [asyncio.create_task(follow(call)) for call in calls]
-        try:
+        async with meanwhile(*map(follow, calls)):
             yield stop
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @contextlib.asynccontextmanager

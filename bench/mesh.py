@@ -5,9 +5,10 @@ import contextlib
 import os
 import socket
 import tempfile
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from client import demo, local
 from services.supervisor import Supervisor
@@ -32,6 +33,18 @@ class Up:
         pid = self.supervisor.processes[name].pid
         assert pid is not None, f"{name} does not run"
         return pid
+
+
+@contextlib.asynccontextmanager
+async def meanwhile(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """It goes on beside what happens inside, and is cancelled at the end."""
+    tasks = [asyncio.create_task(each) for each in work]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @contextlib.asynccontextmanager

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from bench.load.distribution import Distribution
+from bench.mesh import meanwhile
 from protos import inference_pb2 as api
 from protos import mesh_pb2 as mesh
 from protos import mesh_pb2_grpc as stubs
@@ -68,15 +69,10 @@ class Reader:
 async def readers(address: str, rows: Sequence[int]) -> AsyncIterator[list[Reader]]:
     """A link for each entry, with that many jobs, all of them running."""
     links = [Reader(number, count) for number, count in enumerate(rows)]
-    tasks = [asyncio.create_task(link.read(address)) for link in links]
-    try:
+    async with meanwhile(*(link.read(address) for link in links)):
         async with asyncio.timeout(30):
             await asyncio.gather(*(link.started() for link in links))
         yield links
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _job(job_id: str, row: int) -> mesh.Job:
