@@ -61,7 +61,7 @@ def show(result: Mapping[str, Any], out: Console) -> None:
     table.add_column(f"{result['tokens']:,} held-out tokens")
     models = [result["base"], *result["candidates"]]
     if not out.is_terminal:
-        out.width = 48 + sum(max(12, len(model["name"]) + 2) for model in models)
+        out.width = 1000  # a file wraps nothing
     for model in models:
         table.add_column(model["name"], justify="right", no_wrap=True)
     for name, words, form in ROWS:
