@@ -83,8 +83,8 @@ async def test_requests_decoded_together_have_a_whole_trace_each(
                     ask(f"{SECRET} was", max_tokens=100),
                     ask(f"{SECRET} ran", max_tokens=100, temperature=0.7),
                 ]
-                for name, request in zip(("was", "ran"), requests, strict=True):
-                    request.request_id = name  # Those with names get no head start, which may be one attempt more.
+                for name, named in zip(("was", "ran"), requests, strict=True):
+                    named.request_id = name  # Those with names get no head start, which may be one attempt more.
                 answers = await asyncio.gather(
                     *(generate(stub, request, metadata=traced(i)) for request, i in zip(requests, ids, strict=True))
                 )
