@@ -10,7 +10,7 @@ from grpc import aio
 from tests.mesh.harness import Mesh, Process, ask, free_port, generate
 from tests.redis_server import RedisServer
 from tests.telemetry.conftest import PATIENT, THOUGHTFUL
-from tests.telemetry.scraping import scrape
+from tests.telemetry.scraping import Scraped, scrape
 
 SECRET = "Rumpelstiltskin"
 
@@ -69,6 +69,20 @@ async def test_every_service_counts_what_it_did(tmp_path: Path, model: Path) -> 
                 await scrape(process) for process in (mesh.gateways[0], mesh.workers[0], mesh.scheduler, mesh.cache)
             ]
 
+    _gateway_counted(gateway, name)
+    _worker_counted(worker, name)
+    _scheduler_counted(scheduler, name)
+    assert cache.value("weft_cache_hits_total") == 1
+    assert cache.value("weft_cache_misses_total", reason="absent") == 1
+    assert cache.value("weft_cache_stores_total") == 1
+    assert cache.value("weft_rpc_seconds_count", method="weft.v1.Cache/GetResult", code="OK") == 2
+    for scraped in (gateway, worker, scheduler, cache):
+        assert SECRET not in scraped.text
+        assert first.receipt.request_id not in scraped.text
+        assert scraped.series() < 1000
+
+
+def _gateway_counted(gateway: Scraped, name: str) -> None:
     own = {"model": name}
     assert gateway.value("weft_gateway_requests_total", code="OK", finish_reason="length", **own) == 3
     assert gateway.value("weft_gateway_requests_total", code="NOT_FOUND", model="") == 1
@@ -83,6 +97,8 @@ async def test_every_service_counts_what_it_did(tmp_path: Path, model: Path) -> 
     assert gateway.bounds("gen_ai_server_time_to_first_token_seconds") == FIRST_TOKEN + INFINITY
     assert gateway.bounds("gen_ai_server_time_per_output_token_seconds") == PER_TOKEN + INFINITY
 
+
+def _worker_counted(worker: Scraped, name: str) -> None:
     assert {alias: worker.type(alias) for alias in VLLM} == VLLM
     labels = {"model_name": name}
     finished = worker.value("vllm:request_success_total", finished_reason="length", **labels)
@@ -97,21 +113,13 @@ async def test_every_service_counts_what_it_did(tmp_path: Path, model: Path) -> 
     assert worker.value("weft_worker_step_seconds_count") == worker.value("weft_worker_steps_total")
     assert worker.value("process_resident_memory_bytes") > 1e6
 
+
+def _scheduler_counted(scheduler: Scraped, name: str) -> None:
     placed = scheduler.value("weft_scheduler_assigned_total")
     assert 2 <= placed <= 3
     assert scheduler.value("weft_scheduler_queue_seconds_count") == placed
-    assert scheduler.value("weft_scheduler_workers", **own) == 1
-    assert scheduler.value("weft_scheduler_waiting_jobs", **own) == 0
-
-    assert cache.value("weft_cache_hits_total") == 1
-    assert cache.value("weft_cache_misses_total", reason="absent") == 1
-    assert cache.value("weft_cache_stores_total") == 1
-    assert cache.value("weft_rpc_seconds_count", method="weft.v1.Cache/GetResult", code="OK") == 2
-
-    for scraped in (gateway, worker, scheduler, cache):
-        assert SECRET not in scraped.text
-        assert first.receipt.request_id not in scraped.text
-        assert scraped.series() < 1000
+    assert scheduler.value("weft_scheduler_workers", model=name) == 1
+    assert scheduler.value("weft_scheduler_waiting_jobs", model=name) == 0
 
 
 async def test_a_port_that_is_taken_is_told(tmp_path: Path, model: Path) -> None:
