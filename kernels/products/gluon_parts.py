@@ -1,9 +1,17 @@
-"""Device code that the Gluon products share: parts of a sum on their way through memory, and what follows a product."""
+"""What the Gluon products share: parts of a sum on their way through memory, what follows a product, descriptors."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from kernels.quantized import FP8
 
 
 @gluon.jit
@@ -35,3 +43,15 @@ def store_lines(product, bias, residual, out, columns, rows, M, N, memory: gl.co
         if residual is not None:
             result += gl.load(residual + where, mask=valid, other=0.0).to(gl.float32)
         gl.store(out + where, result.to(out.dtype.element_ty), mask=valid)
+
+
+@cache
+def _layout(rows: int, width: int, dtype: torch.dtype) -> Any:
+    """How boxes lie in shared memory."""
+    kinds = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.int32: gl.int32, FP8: gl.float8e4nv}
+    return gl.NVMMASharedLayout.get_default_for([rows, width], kinds[dtype])
+
+
+def described(tensor: Tensor, rows: int, width: int) -> Any:
+    """A matrix for the bulk copy engine, in boxes of so many rows and numbers."""
+    return TensorDescriptor.from_tensor(tensor, [rows, width], _layout(rows, width, tensor.dtype))

@@ -177,7 +177,7 @@ def linear_words(
     out: Tensor | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
-    """As `matmul.linear`, of at most some hundred rows of a 16-bit dtype, with the tile given or chosen."""
+    """As `matmul.linear`, of rows of a 16-bit dtype that `serves`, with the tile given or chosen."""
     rows, k = x.shape
     assert k == weight.shape[1]
     n = weight.shape[0] // 2 if gated else weight.shape[0]

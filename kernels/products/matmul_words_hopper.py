@@ -4,16 +4,14 @@ M rows of x, N outputs, K inputs, as in `kernels.products.matmul_words`; `kernel
 """
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
-import torch
 import triton
 from torch import Tensor
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.device import is_hopper, processors
+from kernels.products import matmul_words_prompts
+from kernels.products.gluon_parts import described
 from kernels.products.skinny import workspace
 from kernels.products.words import Words
 from kernels.products.words_hopper import hopper_words_kernel
@@ -21,8 +19,8 @@ from kernels.quantized import FP8
 
 GROUPS = 2
 """Warpgroups of a program that multiply, 64 rows of W each."""
-MOST_ROWS, MOST_OCTET_ROWS = 1536, 512
-"""With more, a weight of four or eight bits is better dequantized once for the vendor's product."""
+MOST_OCTET_ROWS = 512
+"""With more, a weight of eight bits is better dequantized once for the vendor's product."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +39,9 @@ class Shape:
     """Of a thread before the warpgroups share them out; None: as many as one program can have."""
 
 
-def shape_for(weight: Words, rows: int, gated: bool, rounded: bool = False) -> Shape | None:
+def shape_for(
+    weight: Words, rows: int, gated: bool, rounded: bool = False
+) -> Shape | matmul_words_prompts.Shape | None:
     """The shape of programs for x [rows, K], or None where another kernel is faster. Measured on one H200.
 
     rounded: x is fp8, and so is the weight.
@@ -58,12 +58,9 @@ def shape_for(weight: Words, rows: int, gated: bool, rounded: bool = False) -> S
         return Shape(32, 4 if octets else 6, 104, 8, 2, 80)
     if rows <= 64:
         return None if gated and not octets else Shape(64, 5 if octets else 6)
-    if rows > (MOST_OCTET_ROWS if octets else MOST_ROWS):
-        return None
-    halves, wholes = triton.cdiv(rows, 128), triton.cdiv(rows, 256)
-    if octets or halves < 2 * wholes or n * wholes <= 8192:
-        return Shape(128, 4 if octets else 5)
-    return Shape(256, 3)
+    if not octets:
+        return matmul_words_prompts.shape_for(rows, n, k)
+    return Shape(128, 4) if rows <= MOST_OCTET_ROWS else None
 
 
 def _skinny_shape(n: int, k: int, octets: bool) -> Shape | None:
@@ -91,17 +88,6 @@ def serves(x: Tensor) -> bool:
     )
 
 
-@cache
-def _layout(rows: int, width: int, dtype: torch.dtype) -> Any:
-    """How boxes lie in shared memory."""
-    kinds = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.int32: gl.int32, FP8: gl.float8e4nv}
-    return gl.NVMMASharedLayout.get_default_for([rows, width], kinds[dtype])
-
-
-def _described(tensor: Tensor, rows: int, width: int) -> Any:
-    return TensorDescriptor.from_tensor(tensor, [rows, width], _layout(rows, width, tensor.dtype))
-
-
 def linear(
     x: Tensor,
     weight: Words,
@@ -109,10 +95,13 @@ def linear(
     residual: Tensor | None,
     gated: bool,
     out: Tensor,
-    shape: Shape,
+    shape: Shape | matmul_words_prompts.Shape,
     x_scales: Tensor | None = None,
 ) -> Tensor:
     """`matmul_words.linear_words` of at least one row. x_scales: float32 [M, 1], x is `fp8.round_rows`."""
+    if isinstance(shape, matmul_words_prompts.Shape):
+        matmul_words_prompts.linear(x, weight, bias, residual, gated, out, shape)
+        return out
     grid, arguments = launch(x, weight, bias, residual, gated, out, shape, x_scales, processors(x.device))
     hopper_words_kernel[grid](**arguments, launch_pdl=True)
     return out
@@ -138,13 +127,13 @@ def launch(
     programs = triton.cdiv(units, span)
     space = workspace(x.device, programs * 2 * GROUPS * shape.block_m * 64)
     if x_scales is not None:
-        words = _described(weight.words.view(FP8), height, 128)
+        words = described(weight.words.view(FP8), height, 128)
     elif weight.kind == "int4":
-        words = _described(weight.words.view(-1, 16), height, 16)
+        words = described(weight.words.view(-1, 16), height, 16)
     else:
-        words = _described(weight.words, height, 32)
+        words = described(weight.words, height, 32)
     arguments = {
-        "x": _described(x, shape.block_m, 64 if x_scales is None else 128), "words": words, "scales": weight.scale,
+        "x": described(x, shape.block_m, 64 if x_scales is None else 128), "words": words, "scales": weight.scale,
         "zeros": weight.zero, "x_scales": x_scales, "bias": bias, "residual": residual, "out": out,
         "parts": space.parts, "arrived": space.arrived, "M": rows, "N": n, "C": weight.chunks,
         "groups": weight.scale.shape[1], "span": span, "units": units, "down": down, "KIND": weight.kind,

@@ -270,7 +270,7 @@ def compile_hopper_words() -> Iterator[tuple[str, Any]]:
     fp8_rows = quantized.Fp8Weight(octets.view(1024, 512).view(quantized.FP8), torch.ones(1024, 1))
     cases: list[tuple[str, quantized.Int4Weight | quantized.Fp8Weight, int, bool, bool]] = [
         ("int4 gated", int4, 1, True, False), ("int4 zeros", replace(int4, zero=octets[:, :8]), 64, False, False),
-        ("int4", int4, 1024, False, False), ("fp8", fp8_rows, 8, False, False), ("fp8", fp8_rows, 64, False, True),
+        ("int4", int4, 32, False, False), ("fp8", fp8_rows, 8, False, False), ("fp8", fp8_rows, 64, False, True),
     ]  # fmt: skip
     small = quantized.Int4Weight(octets[:64, :64], torch.ones(64, 1, dtype=torch.bfloat16), None, 128)
     cases.append(("int4 of one chunk", small, 1, False, False))
@@ -280,24 +280,49 @@ def compile_hopper_words() -> Iterator[tuple[str, Any]]:
         x = torch.zeros(rows, k, dtype=quantized.FP8 if rounded else torch.bfloat16)
         out = torch.zeros(rows, n // 2 if gated else n, dtype=torch.bfloat16)
         shape = matmul_words_hopper.shape_for(laid, rows, gated, rounded)
-        assert shape
+        assert isinstance(shape, matmul_words_hopper.Shape)
         scales = torch.ones(rows, 1) if rounded else None
         _, given = matmul_words_hopper.launch(x, laid, None, None if gated else out, gated, out, shape, scales, 132)
-        boxes = {place: given.pop(place) for place in ("x", "words")}
-        options = {option: value for option in ("num_warps", "maxnreg") if (value := given.pop(option))}
-        kinds = {
-            place: f"tensordesc<{mangle_type(box.base)[1:]}[{box.block_shape[0]}, {box.block_shape[1]}],{box.layout!r}>"
-            for place, box in boxes.items()
-        }
-        kinds |= {place: mangle_type(value) for place, value in given.items() if isinstance(value, Tensor)}
-        constant = {parameter.name for parameter in hopper_words_kernel.params if parameter.is_constexpr}
-        free = {parameter.name for parameter in hopper_words_kernel.params if parameter.do_not_specialize}
-        fixed = {
-            place: value
-            for place, value in given.items()
-            if place in constant or value is None or (isinstance(value, int) and value == 1 and place not in free)
-        }
-        yield f"{name} {rows}", compile_gluon(hopper_words_kernel, fixed, kinds, options)
+        yield f"{name} {rows}", compile_given(hopper_words_kernel, given)
+
+
+def compile_prompt_words() -> Iterator[tuple[str, Any]]:
+    """Products of many rows with weights of four bits, in shapes that are served."""
+    from kernels.products import matmul_words_prompts
+    from kernels.products.words_prompts import prompt_words_kernel
+
+    octets = torch.zeros(512, 1024, dtype=torch.uint8)
+    int4 = quantized.Int4Weight(octets[:, :512], torch.ones(512, 8, dtype=torch.bfloat16), None, 128)
+    cases = (("gated", int4, 100, True), ("zeros", replace(int4, zero=octets[:, :8]), 9000, False))
+    for name, weight, rows, gated in cases:
+        x, out = (torch.zeros(rows, width, dtype=torch.bfloat16) for width in (1024, 256 if gated else 512))
+        shape = matmul_words_prompts.shape_for(rows, 512, 1024)
+        added = None if gated else out
+        _, given = matmul_words_prompts.launch(x, words.lay_out(weight), None, added, gated, out, shape, 132)
+        compiled = compile_given(prompt_words_kernel, given)
+        assert compiled.asm["ptx"].count("wgmma.mma_async") == 2 * 8, "products of both warpgroups, each but once"
+        yield f"int4 {name} {rows}", compiled
+
+
+def compile_given(kernel: Any, given: dict[str, Any]) -> Any:
+    """A Gluon kernel with what a launch of it passes."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    boxes = {place: value for place, value in given.items() if isinstance(value, TensorDescriptor)}
+    options = {option: given[option] for option in ("num_warps", "maxnreg") if given.get(option)}
+    kinds = {
+        place: f"tensordesc<{mangle_type(box.base)[1:]}{list(box.block_shape)},{box.layout!r}>"
+        for place, box in boxes.items()
+    }
+    kinds |= {place: mangle_type(value) for place, value in given.items() if isinstance(value, Tensor)}
+    constant = {parameter.name for parameter in kernel.params if parameter.is_constexpr}
+    free = {parameter.name for parameter in kernel.params if parameter.do_not_specialize}
+    fixed = {
+        place: value
+        for place, value in given.items()
+        if place in constant or value is None or (isinstance(value, int) and value == 1 and place not in free)
+    }
+    return compile_gluon(kernel, fixed, kinds, options)
 
 
 def compile_all(capability: int, dtype: torch.dtype) -> list[str]:
@@ -321,6 +346,9 @@ def compile_all(capability: int, dtype: torch.dtype) -> list[str]:
         for name, compiled in compile_hopper_words():
             assert compiled.metadata.shared <= MOST_SHARED[capability], name
             lines.append(f"{name}: hopper_words_kernel shared {compiled.metadata.shared}")
+        for name, compiled in compile_prompt_words():
+            assert compiled.metadata.shared <= MOST_SHARED[capability], name
+            lines.append(f"{name}: prompt_words_kernel shared {compiled.metadata.shared}")
     return lines
 
 
