@@ -1,7 +1,8 @@
 """Edits of slots between two steps, in one launch: new blocks in their tables, and how admitted sequences sample.
 
-Words, int32: N places in the tables, N blocks for them, then A lines of LINE words, each a slot and the words of
-`services.worker.inputs.SlotState`. No place and no slot twice.
+Words, int32: N and A, N places in the tables, N blocks for them, then A lines of LINE words, each a slot and the words
+of `services.worker.inputs.SlotState`. No place and no slot twice. The device reads N and A itself, so that a launch can
+be part of a graph.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -13,8 +14,8 @@ from torch import Tensor
 from kernels.overlap import begin, launch_options
 from kernels.sampling.slot_settings import SlotSettings
 
-LINE = 14
-"""Words of an admission."""
+HEADER, LINE = 2, 14
+"""Words before the first place, and of an admission."""
 _BLOCK = 128
 
 
@@ -24,19 +25,20 @@ def _copy_float(line, some, slot, column: tl.constexpr, target):
     tl.store(target + slot, bits.to(tl.float32, bitcast=True), mask=some)
 
 
-@triton.jit(do_not_specialize=["N", "A"])
+@triton.jit
 def edit_kernel(
-    words,  # int32 [2 * N + A * LINE]
+    words,  # int32 [HEADER + 2 * N + A * LINE]
     tables,  # int32 [slots * B] out
     seeds, samples, top_ks,  # int64 [slots] out
     temperatures, top_ps, min_ps, repetitions, presences, frequencies,  # float32 [slots] out
     edited,  # int8 [slots] out: an admitted sequence has no edits of its logits yet
-    N, A,
-    LINE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    HEADER: tl.constexpr, LINE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program takes BLOCK places and BLOCK lines."""
     begin(PDL)
     here = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    N, A = tl.load(words), tl.load(words + 1)
+    words += HEADER
     known = here < N
     place = tl.load(words + here, mask=known, other=0)
     tl.store(tables + place, tl.load(words + N + here, mask=known, other=0), mask=known)
@@ -57,12 +59,10 @@ def edit_kernel(
     tl.store(edited + slot, tl.zeros([BLOCK], tl.int8), mask=some)
 
 
-def edit_slots(words: Tensor, places: int, tables: Tensor, settings: SlotSettings) -> None:
-    """Apply the words of `places` new blocks and of admissions. tables int32 [slots, B], contiguous."""
-    admitted = (len(words) - 2 * places) // LINE
-    assert len(words) == 2 * places + admitted * LINE, "no whole lines"
+def edit_slots(words: Tensor, most: int, tables: Tensor, settings: SlotSettings) -> None:
+    """Apply the words of at most `most` new blocks and as many admissions. tables int32 [slots, B], contiguous."""
     s = settings
-    edit_kernel[(triton.cdiv(max(places, admitted), _BLOCK),)](
+    edit_kernel[(triton.cdiv(most, _BLOCK),)](
         words, tables, s.seed, s.sample, s.top_k, s.temperature, s.top_p, s.min_p, s.repetition, s.presence,
-        s.frequency, s.edited, places, admitted, LINE=LINE, BLOCK=_BLOCK, num_warps=4, **launch_options(words.device),
+        s.frequency, s.edited, HEADER=HEADER, LINE=LINE, BLOCK=_BLOCK, num_warps=4, **launch_options(words.device),
     )  # fmt: skip

@@ -111,6 +111,7 @@ class Continuation:
             await asyncio.gather(work, look, return_exceptions=True)
 
     async def _look_up(self) -> cache_pb2.CachedResult | None:
+        await asyncio.sleep(0)  # The job, which takes longer, is written first.
         with telemetry.start("cache", self._submit.traceparent, kind="client") as span:
             result = await self._mesh.results.get(self._result_key, span.traceparent)
             span.set({"weft.hit": result is not None})

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from kernels import attention, kv, sampling, slots
-from kernels.edits import edit_slots
 from kernels.sampling.slot_settings import Samples
 from kernels.sampling.top_logprobs import top_logprobs
 from kernels.slots import StepInputs
 from services.worker import gpu_words
+from services.worker.gpu_edits import SlotEditor
 from services.worker.gpu_ops import TritonOps
 from services.worker.gpu_sampler import GpuSampler
 from services.worker.gpu_words import Array, Sizes, StepRows
@@ -111,6 +111,7 @@ class GpuRunner:
         # The last slot is nobody's: what fills up a graph belongs to it.
         self._last_token = torch.zeros(slot_count + 1, dtype=torch.int64, device=device)
         self._tables = torch.zeros(slot_count + 1, self.row_blocks, dtype=torch.int32, device=device)
+        self._editor = SlotEditor(self._tables, self.sampler.settings)
         self._row_tables = torch.zeros(slot_count, self.row_blocks, dtype=torch.int32, device=device)
         most, pinned = slots.words_of(step_tokens, slot_count, slot_count), device.type == "cuda"
         self._words = torch.zeros(most, dtype=torch.int32, device=device)
@@ -156,6 +157,7 @@ class GpuRunner:
         """Capture the graphs, the largest first: later ones live in its memory."""
         wanted = self._graph_sizes()
         pool = torch.cuda.graph_pool_handle()
+        self._editor.capture(pool)
         for done, (sizes, answers) in enumerate(wanted):
             progress(done, len(wanted))
             (self._answers if answers else self._ragged).insert(0, self._capture(sizes, answers, pool))
@@ -343,10 +345,7 @@ class GpuRunner:
             else:
                 later.append((edit, slot, words))
         if places or admitted:
-            packed = torch.from_numpy(np.concatenate(places + blocks + admitted))
-            if self.device.type == "cuda":
-                packed = packed.pin_memory().to(self.device, non_blocking=True)
-            edit_slots(packed, sum(map(len, places)), self._tables, self.sampler.settings)
+            self._editor.write(places, blocks, admitted)
         for edit, slot, words in later:
             if edit is Edit.HISTORY:
                 self.sampler.remember(slot, int(words[0]), words[1:])

@@ -32,6 +32,8 @@ _LONG_STEP_S = 0.5
 # Steps whose tokens the event loop has not yet taken: an engine that is faster than the links waits for them.
 _MOST_UNTOLD = 32
 _ROOM_WAIT_S = 0.5
+# Who waits for a first token is told before the engine's thread takes the interpreter for its next launch.
+_FIRST_WAIT_S = 0.0005
 # The engine's thread gives the interpreter away with every kernel that it launches. At Python's 5 ms a burst of
 # requests would take it for so long each time.
 _SWITCH_S = 0.001
@@ -191,6 +193,7 @@ class _EngineThread:
         self._loop = asyncio.get_running_loop()
         self._stop = threading.Event()
         self._room = threading.Semaphore(_MOST_UNTOLD)
+        self._told = threading.Event()
         self._launched_at: float | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -211,11 +214,17 @@ class _EngineThread:
         while not self._room.acquire(timeout=_ROOM_WAIT_S):
             if self._stop.is_set():
                 return
-        self._loop.call_soon_threadsafe(self._deliver, output, step_s)
+        first = any(token.position == 0 for token in output.tokens)
+        self._told.clear()
+        self._loop.call_soon_threadsafe(self._deliver, output, step_s, first)
+        if first:
+            self._told.wait(_FIRST_WAIT_S)
 
-    def _deliver(self, output: StepOutput, step_s: float | None) -> None:
+    def _deliver(self, output: StepOutput, step_s: float | None, first: bool) -> None:
         self._room.release()
         self._jobs.deliver(output, step_s)
+        if first:
+            self._loop.call_soon(self._told.set)  # behind the links, which write meanwhile
         self._attachment.changed(urgent=bool(output.ended))
 
     def _on_launch(self, predicted_s: float) -> None:

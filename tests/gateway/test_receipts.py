@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from protos import inference_pb2 as api
 from services.gateway.receipt import Ledger, Phase, Timeline, timings
-from tests.gateway.fakes import Answer, FakeMesh, ask, assigned, generate
+from tests.gateway.fakes import Answer, FakeMesh, ask, assigned, generate, until
 
 seconds = st.floats(0, 10)
 PARTS = ("tokenize_s", "cache_s", "queue_s", "prefill_s", "decode_s", "detokenize_s", "network_s")
@@ -95,7 +95,8 @@ async def test_times_are_those_of_where_they_were_measured() -> None:
         mesh.scheduler.hold = True
         mesh.scheduler.decide = lambda submit: assigned(submit, "worker-0", mesh.address("worker-0"), queue_s=0.1)
         mesh.workers[0].step_s = 0.02
-        answering = asyncio.create_task(generate(mesh.stub, ask(max_tokens=6)))
+        answering = asyncio.create_task(generate(mesh.stub, ask(max_tokens=6, request_id="no-head-start")))
+        await until(lambda: bool(mesh.scheduler.submits))
         await asyncio.sleep(0.12)
         mesh.scheduler.release()
         times = (await answering).receipt.timings

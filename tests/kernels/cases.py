@@ -2,15 +2,16 @@
 
 import os
 import random
+from unittest import mock
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kernels import attention, kv, reference, sampling
-from kernels.edits import edit_slots
 from kernels.sampling.slot_settings import SlotSettings, slot_settings
 from kernels.sampling.top_logprobs import top_logprobs
+from services.worker import gpu_edits
 from services.worker.inputs import SlotState
 
 DEVICE = "cuda" if torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1" else "cpu"
@@ -153,8 +154,9 @@ def check_edits(slots: int, blocks: int, places: int, admitted: int) -> None:
         seed = state.seed_low & 0xFFFFFFFF | state.seed_high << 32
         for name, value in (("seed", seed), ("sample", slot), ("top_k", 40), ("edited", 0), *floats_of(state)):
             wanted[name][slot] = value
-    words = torch.cat([where, values, *lines]).to(DEVICE)
-    edit_slots(words, places, tables, settings)
+    with mock.patch.object(gpu_edits, "AT_ONCE", 128):
+        editor = gpu_edits.SlotEditor(tables, settings)
+        editor.write([where.numpy()], [values.numpy()], [line.numpy() for line in lines])
     assert torch.equal(tables, wanted_tables)
     for name, value in wanted.items():
         assert torch.equal(getattr(settings, name), value), name

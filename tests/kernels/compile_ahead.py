@@ -167,7 +167,7 @@ def calls(dtype: torch.dtype, capability: int) -> Iterator[tuple[str, Callable[[
         state = slot_settings(4, "cpu", vocab)
         yield f"sample {vocab}", partial(sampling.sample, new(2, 1024), state, index(2), index(2))
     if exact:
-        yield "edit", partial(edits.edit_slots, step[:18], 2, tables, slot_settings(4, "cpu"))
+        yield "edit", partial(edits.edit_slots, step, 2, tables, slot_settings(4, "cpu"))
         yield "keep", partial(slots.keep, index(2), new(2), new(2), index(2), last, step[:6].view(3, 2))
         yield "top", partial(top_logprobs.top_logprobs, new(2, 1024), new(2), 20)
 
