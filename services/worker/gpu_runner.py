@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels import attention, kv, sampling, slots
+from kernels import attention, kv, products, sampling, slots
 from kernels.sampling.slot_settings import Samples
 from kernels.sampling.top_logprobs import top_logprobs
 from kernels.slots import StepInputs
@@ -39,6 +39,9 @@ RAGGED_ROWS = (8, 64, 256)
 """Most rows of these."""
 EAGER_BYTES = 9e12
 """A step whose tokens times the weights' bytes exceed this keeps the GPU busy longer than its launches take."""
+FP8_TOKENS, FP8_EAGER, LEAST_FILLED = (1024, 2048), 6, 7 / 8
+"""Products in fp8 take half the time, but no fewer launches, which a busy interpreter delays: steps of these sizes, up
+to so many times larger, are captured for those that fill this share of them."""
 _EAGER_TOKENS, _SIZES_APART = 320, 128
 """Of the steps and products that are run at the start."""
 _STAGES = 4
@@ -187,12 +190,25 @@ class GpuRunner:
     def _graph_sizes(self) -> list[tuple[Sizes, bool]]:
         """Sizes of all graphs, and whether all rows are answers; the largest first."""
         rows = sorted({*(rows for rows in GRAPH_ROWS if rows < self.slots), min(self.slots, GRAPH_ROWS[-1])})
-        config = self.model.config
-        weights = 12 * config.layers * config.hidden_size * (config.hidden_size + config.intermediate_size / 4) * 2
-        tokens = [count for count in GRAPH_TOKENS if count <= self.step_tokens and count * weights <= EAGER_BYTES]
+        tokens = [count for count in self._captured_tokens() if count <= self.step_tokens]
         most = sorted({min(count, self.slots) for count in RAGGED_ROWS})
         ragged = [((count, held, held), False) for count in tokens for held in most if held <= count]
         return [*reversed(ragged), *(((count, count, count), True) for count in reversed(rows))]
+
+    def _captured_tokens(self) -> list[int]:
+        """Of steps with prompts."""
+        most, model = self._eager_tokens, self.model
+        tokens = [count for count in GRAPH_TOKENS if count <= most]
+        if products.rounds(model.embedding[:128], model.layers[0].mlp.gate_up.weight):
+            tokens += [count for count in FP8_TOKENS if most < count <= FP8_EAGER * most]
+        return tokens
+
+    @property
+    def _eager_tokens(self) -> float:
+        """Tokens of a step from which on the GPU is busy longer than launches take."""
+        config = self.model.config
+        weights = 12 * config.layers * config.hidden_size * (config.hidden_size + config.intermediate_size / 4) * 2
+        return EAGER_BYTES / weights
 
     def _capture(self, sizes: Sizes, answers: bool, pool: Any) -> Graph:
         self._send_empty(sizes)
@@ -312,10 +328,14 @@ class GpuRunner:
         return torch.stack([kv.bytes_of(pool).index_select(0, where) for pool in self.pools], 1)
 
     def graph_for(self, tokens: int, rows: int, answers: bool) -> Graph | None:
-        """The smallest graph that holds such a step."""
+        """The smallest graph that holds such a step, unless launching it kernel by kernel is better."""
         graphs = self._answers if answers else self._ragged
         place = bisect.bisect_left(graphs, tokens, key=lambda graph: graph.sizes[0])
-        return next((graph for graph in graphs[place : place + len(RAGGED_ROWS)] if rows <= graph.sizes[1]), None)
+        fitting = (graph for graph in graphs[place : place + len(RAGGED_ROWS)] if rows <= graph.sizes[1])
+        graph = next(fitting, None)
+        if graph is None or answers or graph.sizes[0] <= self._eager_tokens:
+            return graph
+        return graph if tokens >= LEAST_FILLED * graph.sizes[0] else None
 
     def gap_s(self, before: GpuStep, after: GpuStep) -> float:
         """Seconds that the device idled between two steps that are over; both must have been measured."""
