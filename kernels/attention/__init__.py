@@ -25,7 +25,7 @@ from torch import Tensor
 from kernels import kv
 from kernels.attention.device import split_kernel, tile_kernel
 from kernels.attention.shared import shared_kernel
-from kernels.attention.worklist import RECORD, schedule_kernel
+from kernels.attention.worklist import RECORD, RECORDS, schedule_kernel
 from kernels.device import has_asm
 from kernels.overlap import launch_options
 
@@ -198,7 +198,7 @@ def schedule(plan: AttentionPlan) -> None:
     """Share the short rows' work out anew, after `starts` or `contexts` changed. One small launch; no host waits."""
     rows, config, shared = plan.contexts.shape[0], plan.config, plan.shared
     group = shared.parts.shape[3] if shared else 1
-    schedule_kernel[(1,)](
+    schedule_kernel[(triton.cdiv(config.split_programs, RECORDS.value),)](
         plan.starts, plan.contexts, plan.tables, shared.groups if shared else None, plan.ends, plan.records, rows,
         plan.kv_heads, plan.tables.shape[1], plan.window or 0, plan.short_tokens, G=config.split_programs,
         TILE=config.span or config.split_keys, LEAST=config.split_least, P=plan.block_size, GROUP=group,

@@ -12,6 +12,7 @@ import triton.language as tl
 from kernels.overlap import begin
 
 RECORD = tl.constexpr(9)  # numbers that say all about a program's first piece of work
+RECORDS = tl.constexpr(16)  # that one program of `schedule_kernel` makes
 LEAST_MEMBERS, LEAST_TILES = tl.constexpr(4), tl.constexpr(4)  # of a group and its keys that are worth taking together
 
 
@@ -92,7 +93,10 @@ def schedule_kernel(
     BLOCK_R: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Lay the key tiles of all short rows end to end and find where each program's equal share begins."""
+    """Lay the key tiles of all short rows end to end and find where each program's equal share begins.
+
+    Programs here know all rows and make RECORDS records each; what all of them write is the same.
+    """
     begin(PDL)
     rows = tl.arange(0, BLOCK_R)
     start = tl.load(starts + rows, mask=rows < R, other=0)
@@ -110,18 +114,17 @@ def schedule_kernel(
     tl.store(ends, 0)
     tl.store(ends + 1 + rows, end, mask=rows < R)
     share = tl.maximum(tl.cdiv(tl.sum(tiles), G), LEAST)
-    for program in range(0, G, 16):
-        members = program + tl.arange(0, 16)
-        before = (end[None, :] <= (members * share)[:, None]) & (rows < R)[None, :]
-        row = tl.sum(before.to(tl.int32), 1)
-        here = rows[None, :] == row[:, None]
-        record, known = records + members * RECORD, members < G
-        tl.store(record, row, mask=known)
-        tl.store(record + 1, tl.sum(tl.where(here, (end - tiles)[None, :], 0), 1), mask=known)
-        tl.store(record + 2, tl.sum(tl.where(here, end[None, :], 0), 1), mask=known)
-        tl.store(record + 3, tl.sum(tl.where(here, start[None, :], 0), 1), mask=known)
-        tl.store(record + 4, tl.sum(tl.where(here, length[None, :], 0), 1), mask=known)
-        tl.store(record + 5, tl.sum(tl.where(here, context[None, :], 0), 1), mask=known)
-        tl.store(record + 6, share, mask=known)
-        tl.store(record + 7, tl.minimum(members * share + share, tl.sum(tiles)), mask=known)
-        tl.store(record + 8, tl.sum(tl.where(here, shared[None, :], 0), 1), mask=known)
+    members = tl.program_id(0) * RECORDS + tl.arange(0, RECORDS)
+    before = (end[None, :] <= (members * share)[:, None]) & (rows < R)[None, :]
+    row = tl.sum(before.to(tl.int32), 1)
+    here = rows[None, :] == row[:, None]
+    record, known = records + members * RECORD, members < G
+    tl.store(record, row, mask=known)
+    tl.store(record + 1, tl.sum(tl.where(here, (end - tiles)[None, :], 0), 1), mask=known)
+    tl.store(record + 2, tl.sum(tl.where(here, end[None, :], 0), 1), mask=known)
+    tl.store(record + 3, tl.sum(tl.where(here, start[None, :], 0), 1), mask=known)
+    tl.store(record + 4, tl.sum(tl.where(here, length[None, :], 0), 1), mask=known)
+    tl.store(record + 5, tl.sum(tl.where(here, context[None, :], 0), 1), mask=known)
+    tl.store(record + 6, share, mask=known)
+    tl.store(record + 7, tl.minimum(members * share + share, tl.sum(tiles)), mask=known)
+    tl.store(record + 8, tl.sum(tl.where(here, shared[None, :], 0), 1), mask=known)

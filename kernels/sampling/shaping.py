@@ -28,11 +28,14 @@ def shaped(row, ids):
     inside = ids < V
     raw = tl.load(logits + ids, mask=inside, other=float("-inf")).to(tl.float32)
     x = raw
-    if history is not None:
-        word = tl.load(history + place + ids, mask=tl.where(penal, inside, False), other=0)
+    # Exact divisions take most of the time: only rows that ask for them have them.
+    if history is not None and penal:
+        word = tl.load(history + place + ids, mask=inside, other=0)
         x = tl.where((word & 1) == 0, x, tl.where(x > 0, tl.div_rn(x, repetition), x * repetition))
         count = (word >> 1).to(tl.float32)
         x = x - tl.where(count > 0, presence, 0.0) - count * frequency
-    if edits is not None:
-        x = x + tl.load(edits + place + ids, mask=tl.where(edited, inside, False), other=0.0)
-    return raw, tl.where(temperature > 0, tl.div_rn(x, tl.where(temperature > 0, temperature, 1.0)), x)
+    if edits is not None and edited:
+        x = x + tl.load(edits + place + ids, mask=inside, other=0.0)
+    if temperature > 0:
+        x = tl.div_rn(x, temperature)
+    return raw, x
