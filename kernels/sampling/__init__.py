@@ -24,6 +24,8 @@ from kernels.sampling.slot_settings import Samples, SlotSettings
 from kernels.sampling.threshold import cut_of
 
 STATS = 7
+CHUNK = 512
+"""Logits that one program reads: a warp's, so that no sum waits for another warp."""
 
 
 @triton.jit
@@ -148,7 +150,7 @@ def sample(
     slots_S: Tensor,
     positions_S: Tensor,
     out: Samples | None = None,
-    chunk: int | None = None,
+    chunk: int = CHUNK,
     warps: int | None = None,
     block: int = 4096,
 ) -> Samples:
@@ -169,7 +171,6 @@ def sample(
         )
     if rows == 0:
         return out
-    chunk = chunk or (2048 if rows <= 8 else 1024)
     chunks = triton.cdiv(vocab, chunk)
     stats = torch.empty(rows, STATS, chunks, dtype=torch.float32, device=device)
     s = settings
@@ -186,7 +187,7 @@ def sample(
         chunks,
         stride,
         BLOCK=chunk,
-        num_warps=warps or (8 if chunk >= 2048 else 2),
+        num_warps=warps or max(1, chunk // 512),
         **launch_options(device),
     )
     choose_kernel[(rows,)](

@@ -18,8 +18,6 @@ class TritonOps:
     """Whether a row has the same bits in any batch and any chunk."""
     short_tokens = 1
     """Rows of up to so many tokens share out their keys over the whole chip."""
-    sample_chunk: int | None = None
-    """Logits that one program sums up; None: as many as suits the batch."""
 
     def empty_weight(self, outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
         """Row after row."""
@@ -89,7 +87,6 @@ class InvariantTritonOps(TritonOps):
     """A row has the same bits in any batch and any chunk: where a sum is cut depends on its own places alone."""
 
     invariant = True
-    sample_chunk = 2048
 
     def norm_matmul(
         self, x: Tensor, norm: Tensor, eps: float, weight: DeviceWeight, bias: Tensor | None = None, /

@@ -389,9 +389,7 @@ class GpuRunner:
         if not answers:
             slots.finite_lines(x, report[finite_at:])
         logits = model.logits(x if answers else x[inputs.sampled])
-        drawn = sampling.sample(
-            logits, self.sampler.settings, inputs.sample_slots, inputs.sample_positions, chunk=self.ops.sample_chunk
-        )
+        drawn = sampling.sample(logits, self.sampler.settings, inputs.sample_slots, inputs.sample_positions)
         told = report[: 3 * samples].view(3, samples)
         slots.keep(drawn.tokens, drawn.logprobs, drawn.totals, inputs.sample_slots, self._last_token, told)
         return Computed(logits, drawn, report)

@@ -185,7 +185,7 @@ def check_sampling(rows: int, slots: int, vocab: int, rounded: bool, most: int, 
     expected = torch.where(state.temperature.cpu()[at] > 0, reference.choose(x, noise), reference.choose(x))
     assert state.history is not None
     before = state.history.clone()
-    got = sampling.sample(logits, state, where, positions, chunk=chunk, block=block)
+    got = sampling.sample(logits, state, where, positions, chunk=chunk or sampling.CHUNK, block=block)
     tokens = got.tokens.cpu()
     wrong = (tokens != expected).nonzero()[:, 0].tolist()
     # A sum of rounded probabilities may end one token earlier or later at the edge of the nucleus.
