@@ -229,11 +229,11 @@ def tune_prefill(part: tuple[int, int] | None) -> None:
 def tune_sampling(part: tuple[int, int] | None) -> None:
     """Greedy and drawn rows at several batch sizes."""
     for rows, temperature in itertools.product((1, 32, 256), (0.0, 0.8)):
-        state = slot_settings(rows, "cuda")
+        state = slot_settings(rows, "cuda", SHAPES[0].vocab)
         state.temperature.fill_(temperature)
         logits = copies(partial(rand, rows, SHAPES[0].vocab, dtype=torch.float32))
         where, places = torch.arange(rows, device="cuda"), torch.zeros(rows, dtype=torch.int64, device="cuda")
-        shapes = list(itertools.product((1024, 2048, 4096, 8192, 16384), (2, 4, 8, 16)))
+        shapes = list(itertools.product((512, 1024, 2048, 4096, 8192), (1, 2, 4, 8)))
         for chunk, warps in shapes[part[0] :: part[1]] if part else shapes:
             step = partial(sampling.sample, settings=state, slots_S=where, positions_S=places, chunk=chunk, warps=warps)
             seconds = timed([partial(step, x) for x in logits])

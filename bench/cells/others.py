@@ -45,7 +45,7 @@ def layer_rows(shape: Shape, tokens: int) -> list[Row]:
 def sampling_row(rows: int, name: str, temperature: float, top_k: int, top_p: float, min_p: float) -> Row:
     """One step's sampling at a vocabulary of 128,256."""
     vocab = SHAPES[0].vocab
-    state = slot_settings(rows, "cuda")
+    state = slot_settings(rows, "cuda", vocab)
     state.temperature.fill_(temperature)
     state.top_k.fill_(top_k)
     state.top_p.fill_(top_p)
