@@ -11,7 +11,7 @@ from kernels.products import fp8, matmul, qkv
 from kernels.products.matmul_words import hopper_for, linear_words, serves
 from kernels.products.nf4 import dequantize_nf4
 from kernels.products.words import Words, dequantize, fits, lay_out
-from kernels.quantized import Fp8Weight, Int4Weight, Int8Weight, Nf4Weight, QuantizedWeight, StackedWeight, Weight
+from kernels.quantized import FP8, Fp8Weight, Int4Weight, Int8Weight, Nf4Weight, QuantizedWeight, StackedWeight, Weight
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,8 +101,16 @@ def rotated_qkv(
 ) -> Tensor | None:  # fmt: skip
     """The product with norm(x), rotated; keys and values go to the pool -> the queries [M, H, D].
 
-    As `qkv.rotated_qkv`; None where one kernel for all is not faster.
+    As `qkv.rotated_qkv`, and the pool may be fp8 whose numbers count as they are where the weight lies in words; None
+    where one kernel for all is not faster.
     """
+    if isinstance(weight, Words) and not rounds(x, weight) and kv.dtype in (x.dtype, FP8):
+        hopper = hopper_for(x)
+        shape = hopper.rotated_shape_for(weight, len(x), kv.shape[4]) if hopper else None
+        if hopper is None or shape is None:
+            return None
+        q: Tensor = hopper.rotated_qkv(norm(x), weight, bias, cos, sin, positions, kv, places, heads, shape)
+        return q
     if not isinstance(weight, Tensor) or kv.dtype != x.dtype or len(x) == 0:
         return None
     tile = qkv.tile_for(x, kv.shape[4])

@@ -29,6 +29,91 @@ def unflattened(flat, BLOCK_M: gl.constexpr, layout: gl.constexpr):
     return gl.convert_layout(both, layout, assert_trivial=True)
 
 
+@gluon.constexpr_function
+def parts_at_once(block_m):
+    """Parts that a thread has on their way to it at a time."""
+    return max(1, 64 // block_m)
+
+
+@gluon.jit
+def joined(product, parts, arrived, first, last, STRIDE: gl.constexpr, layout: gl.constexpr):
+    """-> whether this program is the last of programs `first` to `last` to arrive, which all have a part of a tile, and
+    then the sum of their parts, always in the same order. A program has room for two parts, STRIDE numbers each;
+    `arrived` counts the tile's, zero between launches."""
+    BLOCK_M: gl.constexpr = product.shape[1]
+    AT_ONCE: gl.constexpr = parts_at_once(BLOCK_M)
+    worker = gl.program_id(0)
+    flat = flattened(product)
+    offsets = gl.arange(0, 64 * BLOCK_M, flat.type.layout)
+    gl.store(parts + (worker * 2 + (worker == first).to(gl.int32)) * STRIDE + offsets, flat)
+    gl.thread_barrier()
+    done = gl.atomic_add(arrived, 1, sem="acq_rel") == last - first
+    if done:
+        gl.store(arrived, 0)
+        flat = gl.zeros_like(flat)
+        for start in range(first, last + 1, AT_ONCE):
+            for which in gl.static_range(AT_ONCE):
+                other = start + which
+                place = parts + (other * 2 + (other == first).to(gl.int32)) * STRIDE + offsets
+                flat += gl.load(
+                    place, mask=offsets < (last - other + 1) * 64 * BLOCK_M, other=0.0, cache_modifier=".cg"
+                )
+        product = unflattened(flat, BLOCK_M, layout)
+    return done, product
+
+
+@gluon.jit
+def angles_of(cos, sin, positions, places, rows, lanes, M):
+    """Cosines and sines [lanes, rows] of a head's pairs of numbers, and where the rows' keys and values go: [rows]."""
+    some = rows < M
+    angle = gl.load(positions + rows, mask=some, other=0)[None, :] * 128 + lanes[:, None]
+    place = gl.load(places + rows, mask=some, other=-1)
+    return gl.load(cos + angle).to(gl.float32), gl.load(sin + angle).to(gl.float32), place
+
+
+@gluon.jit
+def store_rotated(left, right, cosine, sine, place, bias, kv, out, head, rows, lanes, M, H, G):
+    """Pairs `lanes` of the head, [lanes, rows] -> turned queries in out, turned keys and values in the pool."""
+    if bias is not None:
+        left += gl.load(bias + head * 128 + lanes).to(gl.float32)[:, None]
+        right += gl.load(bias + head * 128 + 64 + lanes).to(gl.float32)[:, None]
+    half: gl.constexpr = out.dtype.element_ty
+    turns = (head < H + G).to(gl.float32)
+    cosine, sine = cosine * turns + (1.0 - turns), sine * turns
+    low, high = (left * cosine + right * sine).to(half), (right * cosine - left * sine).to(half)
+    if head < H:
+        query = out + (rows * H + head)[None, :] * 128 + lanes[:, None]
+        gl.store(query, low, mask=(rows < M)[None, :])
+        gl.store(query + 64, high, mask=(rows < M)[None, :])
+    else:
+        page = kv + (place * (2 * G) + (head - H))[None, :] * 128 + lanes[:, None]
+        gl.store(page, _as_stored(low, kv.dtype.element_ty), mask=(place >= 0)[None, :])
+        gl.store(page + 64, _as_stored(high, kv.dtype.element_ty), mask=(place >= 0)[None, :])
+
+
+@gluon.jit
+def _as_stored(numbers, stored: gl.constexpr):
+    """Numbers of the model's dtype as a pool keeps them."""
+    if stored == gl.float8e4nv:
+        numbers = gl.minimum(gl.maximum(numbers.to(gl.float32), -448.0), 448.0)
+    return numbers.to(stored)
+
+
+@gluon.jit
+def added_lines(bias, residual, columns, rows, M, N):
+    """bias + residual at these columns and rows, float32 [columns, rows]; one of them there is."""
+    valid = (columns < N)[:, None] & (rows < M)[None, :]
+    if residual is None:
+        found = gl.load(bias + columns, mask=columns < N, other=0.0).to(gl.float32)[:, None]
+        found, _ = gl.broadcast(found, valid)
+    else:
+        where = rows.to(gl.int64)[None, :] * N + columns[:, None]
+        found = gl.load(residual + where, mask=valid, other=0.0).to(gl.float32)
+        if bias is not None:
+            found += gl.load(bias + columns, mask=columns < N, other=0.0).to(gl.float32)[:, None]
+    return found
+
+
 @gluon.jit
 def store_lines(product, bias, residual, out, columns, rows, M, N, memory: gl.constexpr):
     """product + bias + residual -> out [M, N], at these columns and rows; `memory` is the layout to write in."""
@@ -46,12 +131,13 @@ def store_lines(product, bias, residual, out, columns, rows, M, N, memory: gl.co
 
 
 @cache
-def _layout(rows: int, width: int, dtype: torch.dtype) -> Any:
+def _layout(box: tuple[int, ...], dtype: torch.dtype) -> Any:
     """How boxes lie in shared memory."""
-    kinds = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.int32: gl.int32, FP8: gl.float8e4nv}
-    return gl.NVMMASharedLayout.get_default_for([rows, width], kinds[dtype])
+    kinds = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32, torch.int32: gl.int32,
+             FP8: gl.float8e4nv}  # fmt: skip
+    return gl.NVMMASharedLayout.get_default_for(list(box), kinds[dtype])
 
 
-def described(tensor: Tensor, rows: int, width: int) -> Any:
-    """A matrix for the bulk copy engine, in boxes of so many rows and numbers."""
-    return TensorDescriptor.from_tensor(tensor, [rows, width], _layout(rows, width, tensor.dtype))
+def described(tensor: Tensor, *box: int) -> Any:
+    """A tensor for the bulk copy engine, in boxes of this shape."""
+    return TensorDescriptor.from_tensor(tensor, list(box), _layout(box, tensor.dtype))

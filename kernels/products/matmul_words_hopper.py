@@ -52,22 +52,19 @@ def shape_for(
     if weight.group % 128 or (gated and n % 128) or k % 8:
         return None
     octets = weight.kind != "int4"
-    if rows <= 16:
-        return _skinny_shape(n, k, octets) if rows <= 8 else None
-    if rows <= 32:
-        return Shape(32, 4 if octets else 6, 104, 8, 2, 80)
-    if rows <= 64:
-        return None if gated and not octets else Shape(64, 5 if octets else 6)
-    if not octets:
-        return matmul_words_prompts.shape_for(rows, n, k)
-    return Shape(128, 4) if rows <= MOST_OCTET_ROWS else None
+    if rows > 64:
+        if not octets:
+            return matmul_words_prompts.shape_for(rows, n, k)
+        return Shape(128, 4) if rows <= MOST_OCTET_ROWS else None
+    if rows > 32:
+        return Shape(64, 5 if octets else 6)
+    block = max(8, triton.next_power_of_2(rows))
+    return Shape(block, STAGES[block][octets], 104, per_sm=2, most_registers=80)
 
 
-def _skinny_shape(n: int, k: int, octets: bool) -> Shape | None:
-    """Of at most 8 rows. `matmul_words` is faster with many outputs in int4, and with few in 8 bits."""
-    if octets:
-        return Shape(8, 5, 104, 8, 2, 80) if n > k else None
-    return Shape(8, 6, 104, 8 if k >= 8192 else 4, 2, 80) if n <= k else None
+STAGES = {8: (5, 3), 16: (4, 3), 32: (3, 4)}
+"""With weights of four and of eight bits: as many as two programs' multiplying warps keep up with. What is fetched
+ahead beyond that is in the way of the kernel before."""
 
 
 def _rounded_shape(rows: int, n: int, k: int) -> Shape | None:
@@ -75,6 +72,14 @@ def _rounded_shape(rows: int, n: int, k: int) -> Shape | None:
     if rows <= 64:
         return Shape(max(16, triton.next_power_of_2(rows)), 8)
     return Shape(128, 6) if rows <= 128 and n <= k else None
+
+
+def rotated_shape_for(weight: Words, rows: int, dim: int) -> Shape | None:
+    """The shape for queries, keys and values of so many rows and this head dimension, or None."""
+    if dim != 128 or rows > 64 or weight.order is not None:
+        return None
+    shape = shape_for(weight, rows, False)
+    return shape if isinstance(shape, Shape) else None
 
 
 def serves(x: Tensor) -> bool:
@@ -107,6 +112,23 @@ def linear(
     return out
 
 
+def rotated_qkv(
+    x: Tensor, weight: Words, bias: Tensor | None, cos: Tensor, sin: Tensor, positions_M: Tensor, kv_NP2GD: Tensor,
+    places_M: Tensor, heads: int, shape: Shape,
+) -> Tensor:  # fmt: skip
+    """As `qkv.rotated_qkv`, of heads of 128 numbers, of a pool in the model's dtype or of fp8 that counts as it is."""
+    out = x.new_empty(len(x), heads, 128)
+    pool = {"cos": cos, "sin": sin, "positions": positions_M, "kv": kv_NP2GD, "places": places_M, "H": heads,
+            "G": kv_NP2GD.shape[3]}  # fmt: skip
+    grid, arguments = launch(x, weight, bias, None, False, out, shape, None, processors(x.device), pool)
+    hopper_words_kernel[grid](**arguments, launch_pdl=True)
+    return out
+
+
+NOWHERE: dict[str, Any] = {"cos": None, "sin": None, "positions": None, "kv": None, "places": None, "H": 0, "G": 0}
+"""No pool: the product is stored as it is."""
+
+
 def launch(
     x: Tensor,
     weight: Words,
@@ -117,27 +139,28 @@ def launch(
     shape: Shape,
     x_scales: Tensor | None,
     processors: int,
+    pool: dict[str, Any] = NOWHERE,
 ) -> tuple[tuple[int], dict[str, Any]]:
     """The grid and the arguments of the kernel."""
-    rows, height = x.shape[0], 32 if gated else 64
-    n = weight.shape[0] // 2 if gated else weight.shape[0]
+    rows, n = x.shape[0], weight.shape[0] // 2 if gated else weight.shape[0]
     down = triton.cdiv(rows, shape.block_m)
-    units = triton.cdiv(n, GROUPS * height) * down * weight.chunks
+    units = triton.cdiv(weight.shape[0], GROUPS * 64) * down * weight.chunks
     span = max(shape.least, triton.cdiv(units, processors * shape.per_sm))
     programs = triton.cdiv(units, span)
     space = workspace(x.device, programs * 2 * GROUPS * shape.block_m * 64)
     if x_scales is not None:
-        words = described(weight.words.view(FP8), height, 128)
+        words = described(weight.words.view(FP8), 64, 128)
     elif weight.kind == "int4":
-        words = described(weight.words.view(-1, 16), height, 16)
+        words = described(weight.words.view(-1, 32), 32, 32)
     else:
-        words = described(weight.words, height, 32)
+        words = described(weight.words, 64, 32)
     arguments = {
-        "x": described(x, shape.block_m, 64 if x_scales is None else 128), "words": words, "scales": weight.scale,
-        "zeros": weight.zero, "x_scales": x_scales, "bias": bias, "residual": residual, "out": out,
-        "parts": space.parts, "arrived": space.arrived, "M": rows, "N": n, "C": weight.chunks,
+        "x": described(x, shape.block_m, 64 if x_scales is None else 128), "words": words,
+        "scales": described(weight.scale.view(-1), 64) if weight.group else weight.scale, "zeros": weight.zero,
+        "x_scales": x_scales, "bias": bias, "residual": residual, "out": out, "parts": space.parts,
+        "arrived": space.arrived, "M": rows, "N": n, "C": weight.chunks,
         "groups": weight.scale.shape[1], "span": span, "units": units, "down": down, "KIND": weight.kind,
         "GROUP": weight.group, "GATED": gated, "BLOCK_M": shape.block_m, "GROUPS": GROUPS,
-        "STAGES": shape.stages, "REGISTERS": shape.registers, "num_warps": 4, "maxnreg": shape.most_registers,
+        "STAGES": shape.stages, "REGISTERS": shape.registers, "num_warps": 4, "maxnreg": shape.most_registers, **pool,
     }  # fmt: skip
     return (programs,), arguments

@@ -8,6 +8,10 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
+from kernels import quantized
+from kernels.device import is_hopper
+from tests.kernels.cases import rand
+from tests.kernels.fused import check_rotated_words
 from tests.kernels.weights import check_nf4, check_products, check_rounding, check_words
 
 HALVES = [torch.bfloat16, torch.float16]
@@ -39,6 +43,17 @@ def test_words_of_every_kind(shape: tuple[int, int, int, int], dtype: torch.dtyp
 def test_words_as_they_are_served(shape: tuple[int, int, int, int]) -> None:
     for dtype in HALVES:
         check_words(*shape, dtype, served=True)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_rotated_queries_keys_and_values_of_quantized_weights(dtype: torch.dtype) -> None:
+    if not is_hopper(torch.device("cuda", 0)):
+        pytest.skip("needs a Hopper")
+    for rows, stored in ((1, dtype), (7, quantized.FP8), (16, dtype), (33, dtype)):
+        w = rand(1024, 1280, dtype=torch.float32) / 1280**0.5
+        check_rotated_words(rows, 4, 2, quantized.quantize_int4(w.to(dtype), 128), dtype, stored)
+        if rows <= 16:
+            check_rotated_words(rows, 4, 2, quantized.quantize_fp8(w), dtype, stored)
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)

@@ -265,24 +265,32 @@ def compile_hopper_words() -> Iterator[tuple[str, Any]]:
     from kernels.products import matmul_words_hopper
     from kernels.products.words_hopper import hopper_words_kernel
 
-    octets = torch.zeros(512, 1024, dtype=torch.uint8)
-    int4 = quantized.Int4Weight(octets[:, :512], torch.ones(512, 8, dtype=torch.bfloat16), None, 128)
-    fp8_rows = quantized.Fp8Weight(octets.view(1024, 512).view(quantized.FP8), torch.ones(1024, 1))
-    cases: list[tuple[str, quantized.Int4Weight | quantized.Fp8Weight, int, bool, bool]] = [
-        ("int4 gated", int4, 1, True, False), ("int4 zeros", replace(int4, zero=octets[:, :8]), 64, False, False),
-        ("int4", int4, 32, False, False), ("fp8", fp8_rows, 8, False, False), ("fp8", fp8_rows, 64, False, True),
+    octets, bf16 = torch.zeros(768, 1024, dtype=torch.uint8), torch.bfloat16
+    int4 = quantized.Int4Weight(octets[:, :512], torch.ones(768, 8, dtype=bf16), None, 128)
+    rows_fp8 = quantized.Fp8Weight(octets.view(quantized.FP8), torch.ones(768, 1))
+    small = quantized.Int4Weight(octets[:64, :64], torch.ones(64, 1, dtype=bf16), None, 128)
+    Case = tuple[str, quantized.Int4Weight | quantized.Fp8Weight, int, bool, bool, torch.dtype | None]
+    cases: list[Case] = [
+        ("int4 gated", int4, 1, True, False, None), ("int4 rotated", int4, 1, False, False, bf16),
+        ("int4 zeros", replace(int4, zero=octets[:, :8]), 64, False, False, None),
+        ("int4", int4, 32, False, False, None), ("int4 of one chunk", small, 1, False, False, None),
+        ("fp8", rows_fp8, 8, False, False, None), ("fp8 rotated", rows_fp8, 8, False, False, quantized.FP8),
+        ("fp8 rounded", rows_fp8, 64, False, True, None),
     ]  # fmt: skip
-    small = quantized.Int4Weight(octets[:64, :64], torch.ones(64, 1, dtype=torch.bfloat16), None, 128)
-    cases.append(("int4 of one chunk", small, 1, False, False))
-    for name, weight, rows, gated, rounded in cases:
+    for name, weight, rows, gated, rounded, stored in cases:
         laid = words.lay_out(weight)
         n, k = laid.shape
-        x = torch.zeros(rows, k, dtype=quantized.FP8 if rounded else torch.bfloat16)
-        out = torch.zeros(rows, n // 2 if gated else n, dtype=torch.bfloat16)
+        x = torch.zeros(rows, k, dtype=quantized.FP8 if rounded else bf16)
+        out = torch.zeros(rows, n // 2 if gated else n, dtype=bf16)
         shape = matmul_words_hopper.shape_for(laid, rows, gated, rounded)
         assert isinstance(shape, matmul_words_hopper.Shape)
-        scales = torch.ones(rows, 1) if rounded else None
-        _, given = matmul_words_hopper.launch(x, laid, None, None if gated else out, gated, out, shape, scales, 132)
+        scales, residual = torch.ones(rows, 1) if rounded else None, None if gated or stored else out
+        pool = matmul_words_hopper.NOWHERE
+        if stored:
+            kv_pool, angles = torch.zeros(9, 16, 2, 1, 128, dtype=stored), torch.zeros(9, 1, 128, dtype=bf16)
+            pool = {"cos": angles, "sin": angles, "positions": index(rows), "kv": kv_pool, "places": index(rows)}
+            pool |= {"H": 4, "G": 1}
+        _, given = matmul_words_hopper.launch(x, laid, None, residual, gated, out, shape, scales, 132, pool)
         yield f"{name} {rows}", compile_given(hopper_words_kernel, given)
 
 

@@ -1,12 +1,15 @@
 """Checks of what few rows of a layer fuse: queries, keys and values with their rotation, and a step of such rows."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from kernels import attention, reference
+from kernels import attention, products, quantized, reference
 from kernels.products import qkv
 from kernels.products.matmul_hopper import Shape
 from kernels.products.skinny import Tile
+from kernels.quantized import Weight
 from services.worker.config import ModelConfig, Rope
 from services.worker.gpu_ops import TritonOps
 from services.worker.layers import StepTensors, rope_tables
@@ -19,21 +22,53 @@ def check_rotated_qkv(
     rows: int, heads: int, kv_heads: int, dim: int, k: int, tile: Tile | Shape, dtype: torch.dtype
 ) -> None:
     """Queries, keys and values against product, then rotation and write to the pool."""
-    width = (heads + 2 * kv_heads) * dim
-    weight, bias = rand(width, k, dtype=dtype) / k**0.5, rand(width, dtype=dtype)
+    weight = rand((heads + 2 * kv_heads) * dim, k, dtype=dtype) / k**0.5
+    x = rand(rows, k, dtype=dtype)
+
+    def rotated(bias: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, pool: Tensor, places: Tensor) -> Tensor:
+        return qkv.rotated_qkv(x, weight, bias, cos, sin, positions, pool, places, heads, tile)
+
+    _check_rotated(rotated, x.double() @ weight.double().T, heads, kv_heads, dim, dtype, dtype)
+
+
+def check_rotated_words(
+    rows: int, heads: int, kv_heads: int, weight: Weight, dtype: torch.dtype, stored: torch.dtype
+) -> None:
+    """As `check_rotated_qkv`, of a normalized x, a quantized weight and heads of 128 numbers."""
+    x, gamma = rand(rows, weight.shape[1], dtype=dtype), rand(weight.shape[1], dtype=dtype)
+    norm, laid = products.Norm(gamma, 1e-5), products.prepare(weight, dtype)
+
+    def rotated(bias: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, pool: Tensor, places: Tensor) -> Tensor:
+        found = products.rotated_qkv(x, laid, bias, norm, cos, sin, positions, pool, places, heads)
+        assert found is not None
+        return found
+
+    normed = reference.rms_norm(x.double(), gamma.double(), 1e-5)
+    _check_rotated(rotated, quantized.linear(normed, weight), heads, kv_heads, 128, dtype, stored)
+
+
+def _check_rotated(
+    rotated: Callable[..., Tensor], product: Tensor, heads: int, kv_heads: int, dim: int, dtype: torch.dtype,
+    stored: torch.dtype,
+) -> None:  # fmt: skip
+    """rotated(bias, cos, sin, positions, pool, places) against what follows from the product [M, (H + 2G) * D]."""
+    rows, bias = len(product), rand(product.shape[1], dtype=dtype)
     cos, sin = (table.to(DEVICE) for table in rope_tables(Rope(10_000.0), dim, 90, dtype))
     positions, places = torch.randint(0, 90, (rows,), device=DEVICE), torch.randperm(96, device=DEVICE)[:rows]
-    x, pool = rand(rows, k, dtype=dtype), rand(6, 16, 2, kv_heads, dim, dtype=dtype)
+    pool = rand(6, 16, 2, kv_heads, dim, dtype=dtype).to(stored)
     expected_pool, before = pool.double(), pool.view(96, -1)[places[0]].clone()
     nowhere = places.clone()
     nowhere[0] = -1
-    got = qkv.rotated_qkv(x, weight, bias, cos, sin, positions, pool, nowhere, heads, tile)
-    product = (x.double() @ weight.double().T + bias.double()).view(rows, -1, dim)
+    got = rotated(bias, cos, sin, positions, pool, nowhere)
     angles = cos[positions].double(), sin[positions].double()
-    expected = reference.rope_and_store(product, *angles, expected_pool, places, heads, kv_heads)
+    turned = (product + bias.double()).view(rows, -1, dim)
+    expected = reference.rope_and_store(turned, *angles, expected_pool, places, heads, kv_heads)
     expected_pool.view(96, -1)[places[0]] = before.double()
     close(got, expected)
-    close(pool, expected_pool)
+    if stored == dtype:
+        close(pool, expected_pool)
+    else:  # three bits behind the first
+        assert ((pool.double() - expected_pool).abs() <= expected_pool.abs() / 15 + 2**-9).all()
 
 
 def step_of_answers(config: ModelConfig, ops: TritonOps, seed: int) -> tuple[Tensor, list[Tensor]]:
