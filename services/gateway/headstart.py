@@ -10,8 +10,9 @@ from protos import mesh_pb2 as mesh
 from services import telemetry
 from services.gateway.links import Row
 
-PATIENCE_S = 0.05
-"""A scheduler that has a worker for a job says so within a millisecond or two; a job that has to wait runs nowhere."""
+PATIENCE_S = 0.25
+"""A scheduler that has a worker for a job says so within a millisecond or two, in a burst later; a job that has to wait
+runs nowhere."""
 
 
 class HeadStart:
