@@ -2,7 +2,7 @@
 the predecessor still runs. Knows one flag and one wait; every kernel of a chain takes part.
 
 A kernel says `begin(PDL)` before it touches anything that another kernel writes or reads. What it does before that line
-may use weights only.
+may use weights only, and what lay there before some kernel without dependent launch began.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls

@@ -1,7 +1,8 @@
 """Rotary embedding, optional norm of queries and keys, and the write of keys and values to their pages: one launch.
 
 T tokens, H query heads, K key/value heads, D head dimension, N blocks, P tokens per block, ROWS of a page. A pool of 8
-bits is written in its format (`kernels.kv`), from keys and values that are rounded to the model's dtype first.
+bits is written in its format (`kernels.kv`), from keys and values that are rounded to the model's dtype first. Angles
+and places are read before the previous kernel has ended: those just before may not write them.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -34,7 +35,6 @@ def rope_and_store_kernel(
     HALF: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
     lanes = tl.arange(0, HALF)[None, :]
@@ -43,6 +43,14 @@ def rope_and_store_kernel(
     rotated = inside & (heads < H + K)
     dtype = qkv.dtype.element_ty
 
+    # Where the token is was said when the step began: only its numbers come from the kernel before.
+    angle = tl.load(positions + token) if positions is not None else token
+    place = tl.load(places + token)
+    cos_low = tl.load(cos + angle * D + lanes, mask=rotated, other=1.0).to(tl.float32)
+    cos_high = tl.load(cos + angle * D + half + lanes, mask=rotated, other=1.0).to(tl.float32)
+    sin_low = tl.load(sin + angle * D + lanes, mask=rotated, other=0.0).to(tl.float32)
+    sin_high = tl.load(sin + angle * D + half + lanes, mask=rotated, other=0.0).to(tl.float32)
+    begin(PDL)
     source = qkv + (token * (H + 2 * K) + heads) * D + lanes
     low = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
@@ -55,18 +63,12 @@ def rope_and_store_kernel(
         normed_high = (high * inverse[:, None] * tl.load(weight + half, mask=rotated, other=0.0)).to(dtype)
         low = tl.where(rotated, normed_low, low)
         high = tl.where(rotated, normed_high.to(tl.float32), high)
-    angle = tl.load(positions + token) if positions is not None else token
-    cos_low = tl.load(cos + angle * D + lanes, mask=rotated, other=1.0).to(tl.float32)
-    cos_high = tl.load(cos + angle * D + half + lanes, mask=rotated, other=1.0).to(tl.float32)
-    sin_low = tl.load(sin + angle * D + lanes, mask=rotated, other=0.0).to(tl.float32)
-    sin_high = tl.load(sin + angle * D + half + lanes, mask=rotated, other=0.0).to(tl.float32)
     new_low = (low * cos_low + high * sin_low).to(dtype)
     new_high = (high * cos_high + low * sin_high).to(dtype)
 
     query = inside & (heads < H)
     tl.store(source, new_low, mask=query)
     tl.store(source + half, new_high, mask=query)
-    place = tl.load(places + token)
     written = inside & (heads >= H) & (place >= 0)
     page, inner = place // P, place % P
     target = kv + ((page * ROWS + inner) * 2 * K + heads - H) * D + lanes
