@@ -6,9 +6,10 @@
 Two kernels share one inner loop (online softmax, Milakov and Gimelshein 2018; the H / K query heads of a key/value
 head are packed into the rows of a tile). Rows of few tokens go to the split kernel: all their key tiles, laid end to
 end, are cut into G equal shares, so a skewed batch costs what an even one costs; who finishes a row last merges its
-parts. Leading keys that neighbours of one token share are taken once for a group of them, by a kernel before it. Longer
-rows go to the tile kernel, or its twin for Hopper, the longest tiles first. Grids depend on shapes alone and all values
-are read on the device, so all can be captured in a CUDA graph.
+parts. Where rows are few, each head of a row has programs of its own instead: none has to begin twice. Leading keys
+that neighbours of one token share are taken once for a group of them, by a kernel before it. Longer rows go to the tile
+kernel, or its twin for Hopper, the longest tiles first. Grids depend on shapes alone and all values are read on the
+device, so all can be captured in a CUDA graph.
 
 An invariant plan gives a query the same bits in any batch and any chunk: both kernels take the same tiles of keys, cut
 sums at the same positions, join them in the same order and round every product on its own.
@@ -46,6 +47,8 @@ class Config:
     """G: programs that share all short rows."""
     split_least: int = 1
     """Key tiles that are worth a program of their own."""
+    split_apart: bool = False
+    """Programs take keys of one row and head each where there are four programs at least for each of those."""
     split_merge: int = 64
     """Query rows of parts to merge at a time."""
     shared_rows: int = 0
@@ -66,7 +69,7 @@ CONFIGS = {
     (64, True): Config(split_keys=32, split_warps=1, split_programs=264, tile_keys=64, tile_warps=4),
     (64, False): Config(split_keys=32, split_warps=1, split_programs=528, tile_keys=64, tile_warps=4),
     (128, True): Config(split_keys=32, split_warps=2, split_programs=264),
-    (128, False): Config(shared_rows=17),
+    (128, False): Config(split_apart=True, shared_rows=17),
 }
 # Of 8 bits. A processor takes as many of these programs as fit its registers, which the number of programs must agree
 # with: one program more or less on some of the processors, and all wait for those.
@@ -76,7 +79,7 @@ CONFIGS_8_BIT = {
         split_keys=64, split_warps=2, split_stages=6, split_programs=792, split_merge=16, tile_keys=64, tile_warps=4
     ),
     (128, True): Config(split_keys=64, split_warps=2, split_stages=4),
-    (128, False): Config(split_keys=128, split_stages=6, split_merge=32, shared_rows=17),
+    (128, False): Config(split_keys=128, split_stages=6, split_apart=True, split_merge=32, shared_rows=17),
 }
 EXACT = Config(split_keys=32, split_stages=2, tile_rows=32, tile_keys=32, tile_warps=4, tile_stages=2)
 TINY = replace(EXACT, split_programs=3, split_least=1, split_keys=16, tile_keys=16, shared_rows=4)
@@ -202,6 +205,7 @@ def schedule(plan: AttentionPlan) -> None:
         plan.starts, plan.contexts, plan.tables, shared.groups if shared else None, plan.ends, plan.records, rows,
         plan.kv_heads, plan.tables.shape[1], plan.window or 0, plan.short_tokens, G=config.split_programs,
         TILE=config.span or config.split_keys, LEAST=config.split_least, P=plan.block_size, GROUP=group,
+        APART=config.split_apart and not config.span and 4 * rows * plan.kv_heads <= config.split_programs,
         WINDOW=plan.window is not None, BLOCK_R=max(16, group, triton.next_power_of_2(rows)), num_warps=4,
         **launch_options(plan.starts.device),
     )  # fmt: skip

@@ -262,7 +262,7 @@ def split_kernel(
     row, row_begin, row_end = tl.load(record), tl.load(record + 1), tl.load(record + 2)
     start, length, context = tl.load(record + 3), tl.load(record + 4), tl.load(record + 5)
     share, stop, shared = tl.load(record + 6), tl.load(record + 7), tl.load(record + 8)
-    here = program * share
+    here = tl.load(record + 9)
     lines = tl.arange(0, M)
     lanes = tl.arange(0, BLOCK_D)
     while here < stop:
@@ -296,7 +296,8 @@ def split_kernel(
                 pieces, place, first_place = tiles, here, unit_begin
             else:
                 pieces = 1 + (unit_begin + tiles - 1) // share - unit_begin // share
-                place, first_place = unit + program, unit + unit_begin // share
+                place = unit + program
+                first_place = place + unit_begin // share - here // share
             before = (row // GROUP * K + head) * SPLITS * GROUP + row % GROUP  # the first of its shared parts
             if pieces == 1:
                 if groups is not None:

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from kernels.overlap import begin
 
-RECORD = tl.constexpr(9)  # numbers that say all about a program's first piece of work
+RECORD = tl.constexpr(10)  # numbers that say all about a program's first piece of work
 RECORDS = tl.constexpr(16)  # that one program of `schedule_kernel` makes
 LEAST_MEMBERS, LEAST_TILES = tl.constexpr(4), tl.constexpr(4)  # of a group and its keys that are worth taking together
 
@@ -78,7 +78,8 @@ def schedule_kernel(
     groups,  # int32 [cdiv(R, GROUP), 2 + GROUP] out, or None: keys that rows of a group share, one of these rows, and
     # for each row how many of the keys are its own: all or 0
     ends,  # int32 [R + 1] out: tiles of all rows before, and of all
-    records,  # int32 [G, RECORD] out: row, its tiles' begin and end, first token, tokens, context, share, stop, shared
+    records,  # int32 [G, RECORD] out: row, its tiles' begin and end, first token, tokens, context, share, stop, shared,
+    # begin
     R,
     K,
     B,
@@ -89,11 +90,15 @@ def schedule_kernel(
     LEAST: tl.constexpr,
     P: tl.constexpr,
     GROUP: tl.constexpr,  # rows
+    APART: tl.constexpr,
     WINDOW: tl.constexpr,
     BLOCK_R: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Lay the key tiles of all short rows end to end and find where each program's equal share begins.
+
+    APART: programs take tiles of one row and head each. Every row then counts its tiles from 0, as many as its programs
+    take, and their equal shares are its own.
 
     Programs here know all rows and make RECORDS records each; what all of them write is the same.
     """
@@ -113,18 +118,36 @@ def schedule_kernel(
     end = tl.cumsum(tiles, 0)
     tl.store(ends, 0)
     tl.store(ends + 1 + rows, end, mask=rows < R)
-    share = tl.maximum(tl.cdiv(tl.sum(tiles), G), LEAST)
+    all_tiles = tl.sum(tiles)
     members = tl.program_id(0) * RECORDS + tl.arange(0, RECORDS)
-    before = (end[None, :] <= (members * share)[:, None]) & (rows < R)[None, :]
-    row = tl.sum(before.to(tl.int32), 1)
+    if APART:
+        # One program for each row and head, and of the others as many as its part of all tiles allows.
+        wanted = 1 + tiles // K * (G - R * K) // tl.maximum(all_tiles, 1)
+        shares = tl.maximum(tl.cdiv(tiles // K, wanted), LEAST)
+        tiles = tl.cdiv(tiles // K, shares) * shares * K
+        last = tl.cumsum(tiles // shares, 0)  # programs of all rows so far
+        row = tl.sum(((last[None, :] <= members[:, None]) & (rows < R)[None, :]).to(tl.int32), 1)
+    else:
+        share = tl.maximum(tl.cdiv(all_tiles, G), LEAST)
+        row = tl.sum(((end[None, :] <= (members * share)[:, None]) & (rows < R)[None, :]).to(tl.int32), 1)
     here = rows[None, :] == row[:, None]
+    its_tiles = tl.sum(tl.where(here, tiles[None, :], 0), 1)
+    if APART:
+        share = tl.sum(tl.where(here, shares[None, :], 0), 1)
+        its_end = its_tiles
+        first = its_tiles - (tl.sum(tl.where(here, last[None, :], 0), 1) - members) * share
+        stop = tl.where(row < R, first + share, 0)
+    else:
+        its_end = tl.sum(tl.where(here, end[None, :], 0), 1)
+        first, stop = members * share, tl.minimum(members * share + share, all_tiles)
     record, known = records + members * RECORD, members < G
     tl.store(record, row, mask=known)
-    tl.store(record + 1, tl.sum(tl.where(here, (end - tiles)[None, :], 0), 1), mask=known)
-    tl.store(record + 2, tl.sum(tl.where(here, end[None, :], 0), 1), mask=known)
+    tl.store(record + 1, its_end - its_tiles, mask=known)
+    tl.store(record + 2, its_end, mask=known)
     tl.store(record + 3, tl.sum(tl.where(here, start[None, :], 0), 1), mask=known)
     tl.store(record + 4, tl.sum(tl.where(here, length[None, :], 0), 1), mask=known)
     tl.store(record + 5, tl.sum(tl.where(here, context[None, :], 0), 1), mask=known)
     tl.store(record + 6, share, mask=known)
-    tl.store(record + 7, tl.minimum(members * share + share, tl.sum(tiles)), mask=known)
+    tl.store(record + 7, stop, mask=known)
     tl.store(record + 8, tl.sum(tl.where(here, shared[None, :], 0), 1), mask=known)
+    tl.store(record + 9, first, mask=known)

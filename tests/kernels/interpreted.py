@@ -31,7 +31,9 @@ def test_attention_of_ragged_steps(dtype: torch.dtype) -> None:
         lengths = [1, random.randint(2, 6), 1, random.randint(17, 40)]
         contexts = [random.randint(1, 90), lengths[1], 64, lengths[3] + random.randint(0, 30)]
         batch = Batch(lengths, contexts, *heads, block, dtype)
-        close(batch.run(window, short, attention.TINY), batch.want(window))
+        apart = replace(attention.TINY, split_apart=True, split_programs=51)
+        for config in (attention.TINY, apart):
+            close(batch.run(window, short, config), batch.want(window))
 
 
 def test_attention_in_the_served_configurations() -> None:
