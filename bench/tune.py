@@ -143,13 +143,12 @@ def tune_product(name: str, kind: str, weights: list[Words], n: int, gated: bool
         print(f"    {seconds * 1e6:.1f} us n {t.n} k {t.k} w {t.warps} split {t.split} stages {t.stages}", flush=True)
 
 
-def hopper_shapes(rows: int, octets: bool) -> Iterator[matmul_words_hopper.Shape]:
-    block = max(8, min(256, triton.next_power_of_2(rows)))
-    for block_m, least in itertools.product({block, min(block, 128)}, (4, 8)):
-        fewer = 1 if octets else 0
-        if block_m <= 32:
-            yield matmul_words_hopper.Shape(block_m, 6 - fewer, 104, least, 2, 80)
-        yield matmul_words_hopper.Shape(block_m, {256: 3, 128: 5}.get(block_m, 6) - fewer, 240, least)
+def hopper_shapes(rows: int) -> Iterator[matmul_words_hopper.Shape]:
+    block = max(8, min(128, triton.next_power_of_2(rows)))
+    for stages, least in itertools.product((3, 4, 5, 6), (4, 8)):
+        if block <= 32:
+            yield matmul_words_hopper.Shape(block, stages, 104, least, 2, 80)
+        yield matmul_words_hopper.Shape(block, stages, 240, least)
 
 
 def tune_hopper(part: tuple[int, int] | None) -> None:
@@ -159,11 +158,11 @@ def tune_hopper(part: tuple[int, int] | None) -> None:
             continue
         outputs, gated = (2 * n, gated) if gated else (n, False)
         weights = [random_words(kind, outputs, k) for _ in range(1 if part else 4)]
-        for rows in (1, 16, 32, 64, 128, 256, 512, 1024):
+        for rows in (1, 16, 32, 64) if kind == "int4" else (1, 16, 32, 64, 128, 256, 512):
             x, scales = fp8.round_rows(rand(rows, k)) if rounded else (rand(rows, k), None)
             gate = gated and not rounded
             out = torch.empty(rows, n if gate else outputs, dtype=DTYPE, device="cuda")
-            shapes = list(hopper_shapes(rows, kind != "int4"))
+            shapes = list(hopper_shapes(rows))
             for shape in shapes[part[0] :: part[1]] if part else shapes:
                 launches = [
                     partial(matmul_words_hopper.linear, x, w, None, None, gate, out, shape, scales) for w in weights
@@ -181,7 +180,8 @@ def decode_configs() -> Iterator[Config]:
         (1, 2),
         (16, 64),
     ):
-        yield Config(keys, warps, stages, programs, least, merge)
+        for apart in (False, True):
+            yield Config(keys, warps, stages, programs, least, split_apart=apart, split_merge=merge)
 
 
 def tune_decode(part: tuple[int, int] | None) -> None:
