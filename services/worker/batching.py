@@ -105,14 +105,7 @@ class Batch:
         """Decide the next step: running answers first, then prompts, then who waits, within the token budget."""
         plan = Plan(self.step_tokens)
         before = self.preemptions
-        # The list is sorted by rank; answers go before prompts.
-        prompts = []
-        for sequence in list(self.running):
-            remaining = sequence.remaining
-            if remaining > 1:
-                prompts.append(sequence)
-            elif remaining and sequence.slot is not None:
-                self._schedule(sequence, remaining, plan)
+        prompts = self._schedule_answers(plan)
         if plan.rows and self._shares is not None:
             taken = self.step_tokens - plan.budget
             waiting = self.waiting[: len(self._free_slots)]
@@ -165,6 +158,25 @@ class Batch:
         assert slots == list(range(len(slots))), f"slots are lost or given twice: {slots}"
 
     # ---- running sequences ----
+
+    def _schedule_answers(self, plan: Plan) -> list[Sequence]:
+        """A token of each running answer; what runs besides, by rank, are prompts. The budget is never short here: a
+        step has at least as many tokens as there are slots."""
+        prompts = []
+        for sequence in self.running.copy():
+            computed, total = sequence.computed, sequence.total
+            if total >= sequence.limit:
+                continue
+            if total - computed > 1:
+                prompts.append(sequence)
+            elif sequence.slot is not None and (
+                total <= len(sequence.blocks) * self.block_size or self._make_room(sequence, total, plan)
+            ):
+                plan.rows.append(Row(sequence, computed, 1, True))
+                sequence.computed = total
+                sequence.total = total + 1
+        plan.budget = self.step_tokens - len(plan.rows)
+        return prompts
 
     def _schedule(self, sequence: Sequence, remaining: int, plan: Plan) -> None:
         tokens = remaining if remaining <= plan.budget else plan.budget
