@@ -48,20 +48,33 @@ return value
 """
 
 # A prefix is of use from its head on, so of what is there the first becomes the most recently used.
+# One command notes all uses; it changes fewer entries than it is given if the ledger has lost one: each is noted then.
+# Values are not among KEYS, but share the hash tag: one argument for all is much less work for the caller.
 PRESENT = f"""
--- KEYS: values..., ledger. ARGV: key of each value. Returns one character for each value: 1 if it is there, else 0.
+-- KEYS: ledger. ARGV: prefix, keys of one length joined, their number.
+-- Returns one character for each key: 1 if it is there, else 0.
 {_COMMON}
-local count, ledger = #KEYS - 1, KEYS[#KEYS]
-local counted, now = is_sorted_set(ledger), tonumber(now_us())
-local there = {{}}
-for index = count, 1, -1 do
-  local bytes = redis.pcall('STRLEN', KEYS[index])
-  local found = type(bytes) == 'number' and bytes > 0
-  there[index] = found and '1' or '0'
-  if found and counted then
-    pcall(used, ledger, ARGV[index] .. ':' .. bytes, bytes, string.format('%.0f', now + count - index))
+local function all_used(ledger, uses)
+  if redis.call('ZADD', ledger, 'XX', 'CH', unpack(uses)) < #uses / 2 then
+    for at = 1, #uses, 2 do
+      used(ledger, uses[at + 1], tonumber(string.match(uses[at + 1], '%d+$')), uses[at])
+    end
   end
 end
+
+local prefix, keys, count = ARGV[1], ARGV[2], tonumber(ARGV[3])
+local length, now, there, uses = #keys / count, tonumber(now_us()), {{}}, {{}}
+for index = 1, count do
+  local key = string.sub(keys, (index - 1) * length + 1, index * length)
+  local bytes = redis.pcall('STRLEN', prefix .. key)
+  local found = type(bytes) == 'number' and bytes > 0
+  there[index] = found and '1' or '0'
+  if found then
+    uses[#uses + 1] = now + count - index
+    uses[#uses + 1] = key .. ':' .. bytes
+  end
+end
+if #uses > 0 and is_sorted_set(KEYS[1]) then pcall(all_used, KEYS[1], uses) end
 return table.concat(there)
 """
 

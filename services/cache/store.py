@@ -165,13 +165,13 @@ class Store:
     async def present(self, shelf: Shelf[Any], keys: Sequence[bytes]) -> list[bool]:
         """Which of these keys have a value, whole or not; all False in doubt. Counts as a use of those that have.
 
-        Of several, the first becomes the last to be evicted. Raises nothing.
+        Of several, which must be of one length, the first becomes the last to be evicted. Raises nothing.
         """
         found: list[bool] = []
         for start in range(0, len(keys), MOST_ASKED):
-            asked = [key.hex() for key in keys[start : start + MOST_ASKED]]
-            names = [*(shelf.prefix + key for key in asked), shelf.prefix + "ledger"]
-            command = functools.partial(PRESENT.run, self._client, names, *asked)
+            asked = keys[start : start + MOST_ASKED]
+            arguments = [shelf.prefix, b"".join(asked).hex(), len(asked)]
+            command = functools.partial(PRESENT.run, self._client, [shelf.prefix + "ledger"], *arguments)
             try:
                 answer = await self._ask(self._budgets.look_up_s, command)
                 found += [mark == ord("1") for mark in bytes(answer)]

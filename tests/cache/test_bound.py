@@ -1,6 +1,7 @@
 """The shelf stays within its bytes, in a Redis that is not ours to configure."""
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 import redis.asyncio as redis
@@ -138,6 +139,25 @@ async def test_a_lost_ledger_takes_values_up_again_when_they_are_used(
     await store.close()
 
 
+@pytest.mark.parametrize("lost", [[], [1, 2], range(4)])
+async def test_asking_takes_up_just_what_the_ledger_lost(
+    redis_server: RedisServer, client: Client, lost: Sequence[int]
+) -> None:
+    store, shelf = Store(redis_server.url, PATIENT), shelf_of(1_000_000)
+    ledger_name, values = shelf.prefix + "ledger", [bytes(100 + number) for number in range(4)]
+    for number, value in enumerate(values):
+        await store.put(shelf, key_of(number), value)
+    for number in lost:
+        size = len(values[number]) + HEADER_BYTES
+        await client.zrem(ledger_name, f"{key_of(number).hex()}:{size}")
+        await client.zincrby(ledger_name, size + ledger.ENTRY_BYTES, "")
+    assert await store.present(shelf, list(map(key_of, range(5)))) == [True] * 4 + [False]
+    assert await accounted(client, shelf.prefix) == sum(map(cost, values))
+    oldest_first = [name.partition(b":")[0].decode() for name in await client.zrange(ledger_name, 1, -1)]
+    assert oldest_first == [key_of(number).hex() for number in (3, 2, 1, 0)]
+    await store.close()
+
+
 async def test_a_smaller_bound_is_reached_at_the_next_store(redis_server: RedisServer, client: Client) -> None:
     store = Store(redis_server.url, PATIENT)
     for i in range(50):
@@ -151,7 +171,11 @@ def histories(*kinds: str) -> st.SearchStrategy[list[tuple[str, int, int]]]:
     return st.lists(st.tuples(st.sampled_from(kinds), st.integers(0, 12), st.integers(0, 400)), max_size=60)
 
 
-steps = histories("put", "get") | histories("put", "get", "lose") | histories("put", "get", "lose", "forget")
+steps = (
+    histories("put", "get", "ask")
+    | histories("put", "get", "ask", "lose")
+    | histories("put", "get", "ask", "lose", "forget")
+)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -168,6 +192,9 @@ async def test_the_ledger_always_adds_up(redis_server: RedisServer, steps: list[
             assert await store.put(shelf, key_of(number), latest[number])
         elif step == "get":
             assert await store.get(shelf, key_of(number)) in (None, latest.get(number))
+        elif step == "ask":
+            there = [bool(await client.exists(shelf.prefix + key_of(asked).hex())) for asked in range(13)]
+            assert await store.present(shelf, list(map(key_of, range(13)))) == there
         elif step == "lose":
             await client.delete(shelf.prefix + key_of(number).hex())
         else:
