@@ -36,6 +36,9 @@ INTERNAL_MESSAGE_BYTES = 16 << 20
 # Clients may ping a quiet connection as often as twice a second: they see a hung peer within about a second.
 _SERVER_OPTIONS = [
     ("grpc.so_reuseport", 0),
+    # Nobody asks for either, and both cost at each message.
+    ("grpc.per_message_compression", 0),
+    ("grpc.enable_channelz", 0),
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),

@@ -10,8 +10,14 @@ class Collector:
         self.response = api.CompleteResponse()
         self._texts: list[list[str]] = []
 
-    async def add(self, delta: api.Delta) -> None:
-        """Takes the next delta of the stream."""
+    async def add(self, response: api.GenerateResponse) -> None:
+        """Takes what comes next in the stream. After the receipt the reply is whole."""
+        if response.HasField("receipt"):
+            self._close(response.receipt)
+        else:
+            self._add_delta(response.delta)
+
+    def _add_delta(self, delta: api.Delta) -> None:
         choices = self.response.choices
         while len(choices) <= delta.index:
             choices.add(index=len(choices))
@@ -27,8 +33,7 @@ class Collector:
             elif delta.HasField("stop_token_id"):
                 choice.stop_token_id = delta.stop_token_id
 
-    async def close(self, receipt: api.Receipt) -> None:
-        """Takes the receipt: the reply is whole."""
+    def _close(self, receipt: api.Receipt) -> None:
         for choice, texts in zip(self.response.choices, self._texts, strict=True):
             choice.text = "".join(texts)
         self.response.receipt.CopyFrom(receipt)

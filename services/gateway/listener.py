@@ -16,7 +16,7 @@ from services.gateway.text import TextModel
 # A client that is far behind gets its tokens in messages that it accepts.
 _MAX_TOKENS = 256
 
-Deliver = Callable[[api.Delta], Awaitable[object]]
+Deliver = Callable[[api.GenerateResponse], Awaitable[object]]
 
 
 class _Cursor:
@@ -31,7 +31,7 @@ class _Cursor:
         self.texts = 0
         self.ended = False
 
-    def deltas(self, text: TextModel) -> Iterator[api.Delta]:
+    def responses(self, text: TextModel) -> Iterator[api.GenerateResponse]:
         """What is new, all tokens of one attempt in one delta."""
         journal = self.continuation.journal
         while not self.ended:
@@ -43,9 +43,10 @@ class _Cursor:
             attempt, end = journal.attempt_at(start)
             end = min(end, start + _MAX_TOKENS)
             self.tokens = end
-            delta = api.Delta(
-                index=self.index, token_ids=journal.tokens[start:end], position=start, attempt=attempt
-            )  # fmt: skip
+            response = api.GenerateResponse()
+            delta = response.delta  # Filled in place: given to the constructor it would be copied.
+            delta.index, delta.position, delta.attempt = self.index, start, attempt
+            delta.token_ids.extend(journal.tokens[start:end])
             if journal.details:
                 delta.logprobs.extend(
                     _logprobs(token, detail, text)
@@ -61,7 +62,7 @@ class _Cursor:
                         delta.stop_string = journal.ending.stop_string
                     elif journal.ending.stop_token_id is not None:
                         delta.stop_token_id = journal.ending.stop_token_id
-            yield delta
+            yield response
 
 
 class Listener:
@@ -91,9 +92,9 @@ class Listener:
             done = generation.done
             timeline.enter(Phase.DETOKENIZE)
             generation.advance()
-            for delta in self._take(generation):
+            for response in self._take(generation):
                 timeline.enter(Phase.DELIVER)
-                await deliver(delta)
+                await deliver(response)
                 timeline.enter(Phase.DETOKENIZE)
             timeline.enter(generation.phase)
             if done:
@@ -103,12 +104,12 @@ class Listener:
         if generation.error is not None:
             raise generation.error
 
-    def _take(self, generation: Generation) -> Iterator[api.Delta]:
+    def _take(self, generation: Generation) -> Iterator[api.GenerateResponse]:
         if len(self._cursors) < len(generation.continuations):
             self._cursors = [_Cursor(index, each) for index, each in enumerate(generation.continuations)]
         for cursor in self._cursors:
             assert generation.text is not None
-            yield from cursor.deltas(generation.text)
+            yield from cursor.responses(generation.text)
 
 
 def _logprobs(token: int, detail: Detail, text: TextModel) -> api.PositionLogprobs:

@@ -4,7 +4,6 @@ Knows gRPC contexts; how answers come about is the business of generations.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
 
 from protos import inference_pb2 as api
@@ -36,18 +35,12 @@ class InferenceService:
     async def Generate(self, request: api.GenerateRequest, context: Context) -> None:
         """Streams the answer, and last the receipt."""
 
-        async def deliver(delta: api.Delta) -> None:
-            await context.write(api.GenerateResponse(delta=delta))
-
-        async def close(receipt: api.Receipt) -> None:
-            await context.write(api.GenerateResponse(receipt=receipt))
-
-        await self._serve(request, context, deliver, close)
+        await self._serve(request, context, context.write)
 
     async def Complete(self, request: api.GenerateRequest, context: Context) -> api.CompleteResponse:
         """The whole answer."""
         collector = Collector()
-        await self._serve(request, context, collector.add, collector.close)
+        await self._serve(request, context, collector.add)
         return collector.response
 
     async def Tokenize(self, request: api.TokenizeRequest, context: Context) -> api.TokenizeResponse:
@@ -69,13 +62,7 @@ class InferenceService:
         await self._know_models()
         return api.ListModelsResponse(models=await self._mesh.catalog.listing(tenant))
 
-    async def _serve(
-        self,
-        request: api.GenerateRequest,
-        context: Context,
-        deliver: Deliver,
-        close: Callable[[api.Receipt], Awaitable[None]],
-    ) -> None:
+    async def _serve(self, request: api.GenerateRequest, context: Context, deliver: Deliver) -> None:
         """Answers one request. The receipt is in the trailing metadata however it ends."""
         visit = Visit(request, context, self._mesh.metrics)
         patience = Patience(visit.timeline, visit.remaining_s, self._mesh.settings.stall_s)
@@ -85,7 +72,7 @@ class InferenceService:
                 await self._follow(visit, order, deliver)
                 receipt = visit.conclude()
                 visit.timeline.enter(Phase.DELIVER)
-                await close(receipt)
+                await deliver(api.GenerateResponse(receipt=receipt))
         except WeftError as error:
             visit.conclude(error)
             raise
