@@ -72,11 +72,13 @@ class Listener:
         self.timeline = timeline
         self._generation: Generation | None = None
         self._cursors: list[_Cursor] = []
-        self._wakes = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._news: asyncio.Future[None] = self._loop.create_future()
 
     def on_news(self) -> None:
         """There is something to take."""
-        self._wakes.set()
+        if not self._news.done():
+            self._news.set_result(None)
 
     def on_phase(self) -> None:
         """What the generation waits for has changed."""
@@ -88,7 +90,7 @@ class Listener:
         self._generation = generation
         timeline = self.timeline
         while True:
-            self._wakes.clear()
+            self._news = self._loop.create_future()
             done = generation.done
             timeline.enter(Phase.DETOKENIZE)
             generation.advance()
@@ -99,7 +101,7 @@ class Listener:
             timeline.enter(generation.phase)
             if done:
                 break
-            await self._wakes.wait()
+            await self._news
         timeline.enter(Phase.OWN)
         if generation.error is not None:
             raise generation.error
