@@ -15,6 +15,13 @@ from kernels.quantized import FP8
 
 
 @gluon.jit
+def scaled(numbers, by):
+    """numbers * by, two at a time."""
+    text: gl.constexpr = ("mul.rn.bf16x2" if numbers.dtype == gl.bfloat16 else "mul.rn.f16x2") + " $0, $1, $2;"
+    return gl.inline_asm_elementwise(text, "=r,r,r", [numbers, by], dtype=numbers.dtype, is_pure=True, pack=2)
+
+
+@gluon.jit
 def flattened(product):
     """[64, BLOCK_M] in one dimension, so that what a thread has lies together."""
     BLOCK_M: gl.constexpr = product.shape[1]
@@ -128,6 +135,18 @@ def store_lines(product, bias, residual, out, columns, rows, M, N, memory: gl.co
         if residual is not None:
             result += gl.load(residual + where, mask=valid, other=0.0).to(gl.float32)
         gl.store(out + where, result.to(out.dtype.element_ty), mask=valid)
+
+
+NOWHERE: dict[str, Any] = {"cos": None, "sin": None, "positions": None, "kv": None, "places": None, "H": 0, "G": 0}
+"""Of a launch that stores its product as it is: no pool."""
+
+
+def pooled(
+    cos: Tensor, sin: Tensor, positions_M: Tensor, kv_NP2GD: Tensor, places_M: Tensor, heads: int
+) -> dict[str, Any]:
+    """What a launch is told that turns queries, keys and values and writes to the pool."""
+    pool = {"cos": cos, "sin": sin, "positions": positions_M, "kv": kv_NP2GD, "places": places_M}
+    return {**pool, "H": heads, "G": kv_NP2GD.shape[3]}
 
 
 @cache

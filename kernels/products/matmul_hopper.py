@@ -11,7 +11,6 @@ A tile has 64 rows of W for each of its PIECES: one; two of a gate and its ups; 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -26,11 +25,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.device import is_hopper, processors
-from kernels.products.gluon_parts import flattened, store_lines, unflattened
+from kernels.products.gluon_parts import NOWHERE, described, flattened, pooled, store_lines, unflattened
 from kernels.products.skinny import workspace
 
 
@@ -262,8 +260,7 @@ def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, gated: bool, out: Tensor, shape: Shape
 ) -> Tensor:
     """As `matmul.linear`, of at least one row and at most `shape.block_m`."""
-    absent = {"cos": None, "sin": None, "positions": None, "kv": None, "places": None, "H": 0, "G": 0}
-    _launch(x, weight, bias, residual, gated, out, shape, 2 if gated else 1, absent)
+    _launch(x, weight, bias, residual, gated, out, shape, 2 if gated else 1, NOWHERE)
     return out
 
 
@@ -273,15 +270,14 @@ def rotated_qkv(
 ) -> Tensor:  # fmt: skip
     """As `qkv.rotated_qkv`, of heads of 128 numbers."""
     out = torch.empty(x.shape[0], heads, 128, dtype=x.dtype, device=x.device)
-    rest = {"cos": cos, "sin": sin, "positions": positions_M, "kv": kv_NP2GD, "places": places_M, "H": heads,
-            "G": kv_NP2GD.shape[3]}  # fmt: skip
-    _launch(x, weight, bias, None, False, out, shape, 2, rest)
+    pool = pooled(cos, sin, positions_M, kv_NP2GD, places_M, heads)
+    _launch(x, weight, bias, None, False, out, shape, 2, pool)
     return out
 
 
 def _launch(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, gated: bool, out: Tensor, shape: Shape,
-    pieces: int, rest: dict[str, Any],
+    pieces: int, pool: dict[str, Any],
 ) -> None:  # fmt: skip
     (rows, k), n = x.shape, weight.shape[0] // (2 if gated else 1)
     chunks = triton.cdiv(k, 64 * shape.panels)
@@ -290,19 +286,8 @@ def _launch(
     programs = triton.cdiv(units, span)
     space = workspace(x.device, programs * 2 * pieces * shape.block_m * 64)
     hopper_matmul_kernel[(programs,)](
-        x=_described(x, shape.block_m), w=_described(weight, 64), bias=bias, residual=residual, out=out,
+        x=described(x, shape.block_m, 64), w=described(weight, 64, 64), bias=bias, residual=residual, out=out,
         parts=space.parts, arrived=space.arrived, M=rows, N=n, C=chunks, span=span, units=units, GATED=gated,
         BLOCK_M=shape.block_m, PIECES=pieces, PANELS=shape.panels, STAGES=shape.stages, num_warps=4,
-        maxnreg=REGISTERS, launch_pdl=True, **rest,
+        maxnreg=REGISTERS, launch_pdl=True, **pool,
     )  # fmt: skip
-
-
-@cache
-def _layout(rows: int, dtype: torch.dtype) -> Any:
-    """How a box of so many rows lies in shared memory."""
-    kind = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
-    return gl.NVMMASharedLayout.get_default_for([rows, 64], kind)
-
-
-def _described(tensor: Tensor, rows: int) -> Any:
-    return TensorDescriptor.from_tensor(tensor, [rows, 64], _layout(rows, tensor.dtype))

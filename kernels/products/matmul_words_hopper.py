@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernels.device import is_hopper, processors
 from kernels.products import matmul_words_prompts
-from kernels.products.gluon_parts import described
+from kernels.products.gluon_parts import NOWHERE, described, pooled
 from kernels.products.skinny import workspace
 from kernels.products.words import Words
 from kernels.products.words_hopper import hopper_words_kernel
@@ -118,15 +118,10 @@ def rotated_qkv(
 ) -> Tensor:  # fmt: skip
     """As `qkv.rotated_qkv`, of heads of 128 numbers, of a pool in the model's dtype or of fp8 that counts as it is."""
     out = x.new_empty(len(x), heads, 128)
-    pool = {"cos": cos, "sin": sin, "positions": positions_M, "kv": kv_NP2GD, "places": places_M, "H": heads,
-            "G": kv_NP2GD.shape[3]}  # fmt: skip
+    pool = pooled(cos, sin, positions_M, kv_NP2GD, places_M, heads)
     grid, arguments = launch(x, weight, bias, None, False, out, shape, None, processors(x.device), pool)
     hopper_words_kernel[grid](**arguments, launch_pdl=True)
     return out
-
-
-NOWHERE: dict[str, Any] = {"cos": None, "sin": None, "positions": None, "kv": None, "places": None, "H": 0, "G": 0}
-"""No pool: the product is stored as it is."""
 
 
 def launch(

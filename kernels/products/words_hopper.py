@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.products.gluon_parts import added_lines, angles_of, joined, store_rotated
+from kernels.products.gluon_parts import added_lines, angles_of, joined, scaled, store_rotated
 from kernels.products.words import minus_zero, numbers
 
 
@@ -196,13 +196,6 @@ def _sum_rounded(x_buffers, word_buffers, full, empty, before, low, high, layout
 
 
 @gluon.jit
-def _scaled(numbers, by):
-    """numbers * by, two at a time."""
-    text: gl.constexpr = ("mul.rn.bf16x2" if numbers.dtype == gl.bfloat16 else "mul.rn.f16x2") + " $0, $1, $2;"
-    return gl.inline_asm_elementwise(text, "=r,r,r", [numbers, by], dtype=numbers.dtype, is_pure=True, pack=2)
-
-
-@gluon.jit
 def _operands(word_buffers, scale_buffers, zeros, place, zero_place, layout: gl.constexpr, half: gl.constexpr,
               group: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, ON_SUMS: gl.constexpr,
               HALVED: gl.constexpr):  # fmt: skip
@@ -222,7 +215,7 @@ def _operands(word_buffers, scale_buffers, zeros, place, zero_place, layout: gl.
         scale = 1.0
         if GROUP > 0:
             by = _scales_of(scale_buffers, place, group, HALVED, operand).to(half)
-            a, c = _scaled(a, by), _scaled(c, by)
+            a, c = scaled(a, by), scaled(c, by)
     return a, c, scale
 
 

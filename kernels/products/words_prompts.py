@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.products.gluon_parts import flattened, store_lines, unflattened
+from kernels.products.gluon_parts import flattened, scaled, store_lines, unflattened
 from kernels.products.words import numbers
 from kernels.products.words_hopper import word_layout
 
@@ -101,13 +101,6 @@ def _places(rows, groups, N, GATED: gl.constexpr):
 
 
 @gluon.jit
-def _scaled(numbers, by):
-    """numbers * by, two at a time."""
-    text: gl.constexpr = ("mul.rn.bf16x2" if numbers.dtype == gl.bfloat16 else "mul.rn.f16x2") + " $0, $1, $2;"
-    return gl.inline_asm_elementwise(text, "=r,r,r", [numbers, by], dtype=numbers.dtype, is_pure=True, pack=2)
-
-
-@gluon.jit
 def _words_of(buffer, group: gl.constexpr, GATED: gl.constexpr):
     """A warpgroup's words of one chunk, in the threads that need them: [64, 16]; GATED: of 16 rows the first 8 are
     gates, the others ups."""
@@ -154,7 +147,7 @@ def _sum(x_buffers, word_buffers, barriers, scales, zeros, word_place, scale_pla
         # All that is multiplied lies ready before the first product begins, or the compiler lets it wait for each.
         a = gl.convert_layout(numbers(words, 0, 2, minus, half, "int4", True), operand, assert_trivial=True)
         c = gl.convert_layout(numbers(words, 1, 2, minus, half, "int4", True), operand, assert_trivial=True)
-        a, c = _scaled(a, by), _scaled(c, by)
+        a, c = scaled(a, by), scaled(c, by)
         stage, other = 2 * count % STAGES, (2 * count + 1) % STAGES
         mbarrier.wait(full.index(stage), (2 * count // STAGES) & 1)
         mbarrier.wait(full.index(other), ((2 * count + 1) // STAGES) & 1)

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from protos import inference_pb2 as api
+from protos import mesh_pb2
 from protos.mesh_pb2_grpc import add_WorkerServicer_to_server
 from services.errors import unavailable
 from services.gateway import headstart
@@ -96,6 +97,32 @@ async def test_a_job_that_is_assigned_elsewhere_is_taken_back() -> None:
         assert list(answer.receipt.workers) == ["worker-1"]
         assert len(second.jobs) == 1
         await until(lambda: len(first.cancelled) == len(first.jobs) == 1)
+
+
+@pytest.mark.usefixtures("_patient")
+async def test_a_job_that_joins_another_is_taken_back() -> None:
+    async with FakeMesh() as mesh:
+        worker = mesh.workers[0]
+        worker.hold_at = 2
+
+        def join(submit: mesh_pb2.Submit) -> mesh_pb2.DispatchResponse | None:
+            if not submit.identity:
+                worker.hold_at = None
+                return None
+            joined = mesh_pb2.Joined(
+                job_id=submit.job_id,
+                attempt=submit.attempt,
+                worker_id="worker-0",
+                address=mesh.address("worker-0"),
+                leader_job_id="one that is gone",
+            )
+            return mesh_pb2.DispatchResponse(joined=joined)
+
+        mesh.scheduler.decide = join
+        answer = await generate(mesh.stub, ask())
+        assert answer.ids() == ANSWER
+        assert [job.attempt for job in worker.jobs] == [1, 3]
+        await until(lambda: len(worker.cancelled) == 1)
 
 
 @pytest.mark.usefixtures("_patient")

@@ -63,8 +63,11 @@ def test_keys_and_values_are_rounded_as_the_reference_rounds_them(stored: torch.
     reference.rope_and_store(copy, angles, angles, its, places, 32, 8, scales)
     every = torch.arange(40, device="cuda")
     got, want = (kv.load(pool, every, scales, torch.float32) for pool in (mine, its))
-    # Where the rotation rounds otherwise: one step away, and if that was a row's largest number, so are all others.
-    assert float((got != want).float().mean()) < 0.1
+    # The rotation rounds otherwise here and there. In int8 all numbers of a row follow the largest.
+    assert float((got != want).float().mean()) < (0.1 if stored == kv.INT8 else 0.05)
+    if stored == kv.INT8:
+        steps = want.abs().amax(-1, keepdim=True) / 127
+        assert ((got - want).abs() <= 2 * steps + 2**-5).all()
     assert float((got - want).norm() / want.norm()) < 0.02
 
 
