@@ -263,6 +263,7 @@ def compile_gluon(kernel: Any, fixed: dict[str, Any], kinds: dict[str, str], opt
 def compile_hopper_words() -> Iterator[tuple[str, Any]]:
     """Products with weights in words, in shapes that are served."""
     from kernels.products import matmul_words_hopper
+    from kernels.products.gluon_parts import NOWHERE
     from kernels.products.words_hopper import hopper_words_kernel
 
     octets, bf16 = torch.zeros(768, 1024, dtype=torch.uint8), torch.bfloat16
@@ -285,7 +286,7 @@ def compile_hopper_words() -> Iterator[tuple[str, Any]]:
         shape = matmul_words_hopper.shape_for(laid, rows, gated, rounded)
         assert isinstance(shape, matmul_words_hopper.Shape)
         scales, residual = torch.ones(rows, 1) if rounded else None, None if gated or stored else out
-        pool = matmul_words_hopper.NOWHERE
+        pool = NOWHERE
         if stored:
             kv_pool, angles = torch.zeros(9, 16, 2, 1, 128, dtype=stored), torch.zeros(9, 1, 128, dtype=bf16)
             pool = {"cos": angles, "sin": angles, "positions": index(rows), "kv": kv_pool, "places": index(rows)}
