@@ -5,7 +5,9 @@ waits for what it brought. A token stays in its slot on the device, so the next 
 """
 
 import bisect
-from collections.abc import Callable, Iterable, Sequence
+import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +48,18 @@ _EAGER_TOKENS, _SIZES_APART = 320, 128
 """Of the steps and products that are run at the start."""
 _STAGES = 4
 """Host buffers: one for each step in flight, and for those whose copies may not be over yet."""
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """What is garbage goes before, not within: the graphs of an engine that is gone would end while another's are
+    captured, and a capture does not survive that."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,11 +174,12 @@ class GpuRunner:
         """Capture the graphs, the largest first: later ones live in its memory."""
         wanted = self._graph_sizes()
         pool = torch.cuda.graph_pool_handle()
-        self._editor.capture(pool)
-        for done, (sizes, answers) in enumerate(wanted):
-            progress(done, len(wanted))
-            (self._answers if answers else self._ragged).insert(0, self._capture(sizes, answers, pool))
-        progress(len(wanted), len(wanted))
+        with _nothing_collected():
+            self._editor.capture(pool)
+            for done, (sizes, answers) in enumerate(wanted):
+                progress(done, len(wanted))
+                (self._answers if answers else self._ragged).insert(0, self._capture(sizes, answers, pool))
+            progress(len(wanted), len(wanted))
 
     @torch.inference_mode()
     def meet_kernels(self) -> None:

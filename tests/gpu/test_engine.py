@@ -1,6 +1,9 @@
 """The GPU engine says what the reference engine says: with graphs, overlap, chunks, cache hits, pauses and draws."""
 
+import gc
 import math
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +11,7 @@ import torch
 import triton
 
 from services.worker.engine import Engine
-from services.worker.job import EndReason, Job
+from services.worker.job import EndReason, EngineOptions, Job
 from tests.checkpoints import EOS, SHAPES, VOCAB
 from tests.gpu.conftest import EngineMaker
 from tests.worker.drive import Answer, job, prompt_of, run, solo
@@ -239,6 +242,25 @@ def test_half_precision_graphs_say_what_eager_steps_say(engine: EngineMaker) -> 
     without = run(engine("demo", dtype="bfloat16", graphs=False), *wanted)
     same = sum(with_graphs[key].tokens == without[key].tokens for key in range(6))
     assert same >= 5  # padded rows may choose another tile, and so another order of a sum
+
+
+def test_graphs_are_captured_while_another_engine_becomes_garbage(checkpoint: Callable[[str], Path]) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    options = EngineOptions(kv_blocks=64, max_batch_size=8, device="cuda")
+    ring: list[object] = [Engine(checkpoint("llama"), options, lambda phase, done, total: None)]
+    ring.append(ring)
+    held = [ring]
+    del ring
+    usual = gc.get_threshold()
+
+    def forget(phase: str, done: int, total: int) -> None:
+        if phase == "graphs":
+            held.clear()
+            gc.set_threshold(*(usual if done == total else (1, 1, 1)))
+
+    engine = Engine(checkpoint("llama"), options, forget)
+    assert run(engine, job(1, PROMPTS[3], max_tokens=4))[1].tokens
 
 
 # ---- keys and values in 8 bits ----
