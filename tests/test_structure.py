@@ -21,6 +21,8 @@ DOORS = {
 PURE = (
     "services/scheduler/catalog.py",
     "services/scheduler/pool.py",
+    "services/scheduler/jobs.py",
+    "services/scheduler/outbox.py",
     "services/scheduler/admission.py",
     "services/scheduler/placement.py",
     "services/scheduler/fairness.py",

@@ -1,12 +1,14 @@
-"""Whether a job may wait at all: the refusals, and the forecast of its first token. Knows rates and counts, never jobs.
+"""Whether a job may wait at all, or a worker join: refusals, and the forecast of a job's first token. Knows rates and
+counts, never jobs.
 
 All forecasts are optimistic: what is not measured yet takes no time, so nobody is refused by ignorance.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from services.scheduler.messages import Code, Failure
+from services.hashing import KEY_BYTES
+from services.scheduler.messages import Card, Code, Failure, WorkerHello
 
 
 class Pace(NamedTuple):
@@ -90,6 +92,22 @@ def request_id_in_use() -> Failure:
     return Failure(
         Code.ALREADY_EXISTS, "REQUEST_ID_IN_USE", "another request with this id is in flight", field="request_id"
     )
+
+
+def objection(hello: WorkerHello, others: Iterable[Card]) -> Failure | None:
+    """Why a worker cannot join those with these cards, if it cannot."""
+    wanted = {
+        "worker_id": bool(hello.worker_id),
+        "address": bool(hello.address),
+        "card.name": bool(hello.card.name),
+        "card.block_size": hello.card.block_size > 0,
+        "credits": hello.credits > 0,
+        "stored_keys": len(hello.stored_keys) % KEY_BYTES == 0,
+    }
+    for name, present in wanted.items():
+        if not present:
+            return bad_hello(name)
+    return model_mismatch() if any(hello.card.conflicts_with(other) for other in others) else None
 
 
 def model_mismatch() -> Failure:

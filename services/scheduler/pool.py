@@ -7,31 +7,27 @@ answer (assigned, joined or rejected) unless its gateway withdraws it or leaves.
 
 from dataclasses import dataclass
 
-from services.hashing import KEY_BYTES
 from services.scheduler import admission
 from services.scheduler.catalog import Catalog
+from services.scheduler.jobs import Jobs
 from services.scheduler.messages import (
-    Assigned,
     Card,
     Command,
     Counters,
     DropWorker,
     Failure,
-    GatewayMessage,
     Hello,
     JobRef,
-    Joined,
     Loading,
     Refused,
-    Rejected,
     Report,
     Submit,
-    ToGateway,
     ToWorker,
     WorkerHello,
     WorkerLost,
 )
 from services.scheduler.models import Model
+from services.scheduler.outbox import Outbox
 from services.scheduler.workers import Job, Worker
 
 
@@ -55,57 +51,54 @@ class Pool:
         self.counters = Counters()
         self.catalog = Catalog(now)
         self.workers: dict[str, Worker] = {}
-        self._gateways: dict[str, None] = {}
-        self._jobs: dict[str, Job] = {}
-        self._identities: dict[bytes, Job] = {}
-        self._followers: dict[tuple[str | None, str], Job] = {}
+        self._jobs = Jobs(self.catalog.by_name)
         self._order = 0
         self._dirty: dict[str, None] = {}
-        self._out: list[Command] = []
+        self._out = Outbox()
+
+    @property
+    def models(self) -> dict[str, Model]:
+        """By name."""
+        return self.catalog.by_name
 
     # ---- events: gateways ----
 
     def on_gateway_attached(self, gateway_id: str, now: float) -> list[Command]:
         """A gateway said hello. If it was here before, what it waited for is forgotten: it will submit again."""
         self._drop_waiting(gateway_id, now)
-        self._gateways[gateway_id] = None
-        self._tell(gateway_id, Hello(self.epoch))
-        self._tell(gateway_id, self.catalog.told)
+        self._out.gateways[gateway_id] = None
+        self._out.tell(gateway_id, Hello(self.epoch))
+        self._out.tell(gateway_id, self.catalog.told)
         return self._commands(now)
 
     def on_gateway_detached(self, gateway_id: str, now: float) -> list[Command]:
         """A gateway's link broke: its waiting jobs are dropped, its running ones run on."""
-        self._gateways.pop(gateway_id, None)
+        self._out.gateways.pop(gateway_id, None)
         self._drop_waiting(gateway_id, now)
         return self._commands(now)
 
     def on_submit(self, gateway_id: str, submit: Submit, now: float) -> list[Command]:
         """A job looks for a worker."""
         self.counters.submitted += 1
-        previous = self._followers.get((gateway_id, submit.job_id))
+        previous = self._jobs.follower(gateway_id, submit.job_id)
         if previous is not None:
-            self._unfollow(previous)
+            self._jobs.unfollow(previous)
         self._route(self._new_job(submit, gateway_id, now), now)
         return self._commands(now)
 
     def on_withdraw(self, gateway_id: str, job_id: str, now: float) -> list[Command]:
         """A job needs no worker any more. If it was just assigned, the credit comes back: it will not be sent."""
-        follower = self._followers.get((gateway_id, job_id))
+        follower = self._jobs.follower(gateway_id, job_id)
         job = self._jobs.get(job_id)
         if follower is not None:
             self.counters.withdrawn += 1
-            self._unfollow(follower)
+            self._jobs.unfollow(follower)
         elif job is not None and job.gateway_id == gateway_id:
             self.counters.withdrawn += 1
             self._promote(self._remove(job), job.order, now)
         return self._commands(now)
 
     # ---- events: workers ----
-
-    @property
-    def models(self) -> dict[str, Model]:
-        """By name."""
-        return self.catalog.by_name
 
     def on_loading(self, loading: Loading, now: float) -> list[Command]:
         """A worker that is not there yet says how far it is."""
@@ -122,9 +115,11 @@ class Pool:
 
     def on_worker_attached(self, hello: WorkerHello, now: float) -> list[Command]:
         """A worker registers, comes back after its link broke, or says after our restart what it runs."""
-        failure = self._objection(hello)
+        known = self.models.get(hello.card.name)
+        others = [worker for worker in known.workers.values() if worker.id != hello.worker_id] if known else []
+        failure = admission.objection(hello, [worker.hello.card for worker in others])
         if failure is not None:
-            self._out.append(ToWorker(hello.worker_id, Refused(failure)))
+            self._out.add(ToWorker(hello.worker_id, Refused(failure)))
             return self._commands(now)
         self.counters.workers_attached += 1
         model = self._model_for(hello.card, now)
@@ -133,7 +128,7 @@ class Pool:
         self.workers[worker.id] = worker
         self.catalog.loaded(worker.id)
         model.join(worker, now)
-        self._out.append(ToWorker(worker.id, Hello(self.epoch)))
+        self._out.add(ToWorker(worker.id, Hello(self.epoch)))
         self._models_changed()
         self._dirty[model.name] = None
         return self._commands(now)
@@ -151,7 +146,7 @@ class Pool:
             job = worker.jobs.get(ended.job_id)
             if job is not None and job.attempt == ended.attempt:
                 self._end(job, ended.tokens)
-        for job in worker.never_came(now, self.limits.grace_s, self._gateways):
+        for job in worker.never_came(now, self.limits.grace_s, self._out.gateways):
             self._remove(job)
         self._dirty[model.name] = None
         return self._commands(now)
@@ -205,7 +200,7 @@ class Pool:
                 return
             job.order = twin.order
             orphans = self._remove(twin)
-        leader = self._identities.get(job.submit.identity)
+        leader = self._jobs.leader_of(job)
         if leader is not None and self._may_follow(job, leader):
             self._follow(job, leader)
         else:
@@ -237,7 +232,7 @@ class Pool:
         elif job.attempt < twin.attempt:
             self._reject(job, admission.request_id_in_use())
         elif twin.worker is not None:  # Its answer was lost with the gateway's link; a waiting twin's will still come.
-            self._tell_assigned(twin)
+            self._out.assigned(twin)
 
     def _admit(self, job: Job, now: float) -> None:
         """Puts a job in the line of its model, or refuses it."""
@@ -249,10 +244,7 @@ class Pool:
         if failure is not None:
             self._reject(job, failure)
             return
-        job.model_name = model.name
-        self._jobs[job.id] = job
-        if job.submit.identity:
-            self._identities[job.submit.identity] = job
+        self._jobs.add(job, model.name)
         model.line.push(job)
         self._dirty[model.name] = None
 
@@ -274,7 +266,7 @@ class Pool:
         waiting, most = len(model.line) + model.following, self.limits.queue_limit
         if waiting < most or waiting >= 2 * most:
             return waiting >= most
-        followers = sum(job.tenant == tenant and job.model_name == model.name for job in self._followers.values())
+        followers = sum(job.tenant == tenant for job in self._jobs.followers_in(model))
         return model.line.waiting(tenant) + followers >= most / model.line.sharers(tenant)
 
     def _dispatch(self, model: Model, now: float) -> None:
@@ -302,8 +294,8 @@ class Pool:
         self.counters.assigned += 1
         self.counters.prompt_blocks += model.blocks(job)
         self.counters.matched_blocks += job.matched_blocks
-        self._tell_assigned(job)
-        for follower in self._orphaned(job):
+        self._out.assigned(job)
+        for follower in self._jobs.release_followers(job):
             if worker.id in follower.submit.avoid:
                 self._route(follower, now)
             else:
@@ -325,29 +317,11 @@ class Pool:
         if self._full(model, job.tenant) and not job.resumed:
             self._reject(job, admission.queue_full(1.0))
             return
-        job.leader = leader
-        job.model_name = leader.model_name
-        leader.followers.append(job)
-        model.following += 1
-        self._followers[job.gateway_id, job.id] = job
+        self._jobs.follow(job, leader)
         if job.priority > leader.priority:
             model.line.remove(leader)
             leader.priority = job.priority
             model.line.push(leader)
-
-    def _unfollow(self, job: Job) -> None:
-        assert job.leader is not None, job
-        job.leader.followers.remove(job)
-        job.leader = None
-        self.models[job.model_name].following -= 1
-        del self._followers[job.gateway_id, job.id]
-
-    def _orphaned(self, leader: Job) -> list[Job]:
-        """Detaches and returns the followers of a leader, longest waiting first."""
-        followers = list(leader.followers)
-        for follower in followers:
-            self._unfollow(follower)
-        return followers
 
     def _promote(self, orphans: list[Job], order: int, now: float) -> None:
         """Jobs whose leader went before it had a worker: the first takes its place, the others follow that one."""
@@ -371,7 +345,7 @@ class Pool:
         self.models[job.model_name].settle(job, cost)
         self._dirty[job.model_name] = None
         job.worker.release(job)
-        self._forget(job)
+        self._jobs.forget(job)
 
     def _remove(self, job: Job) -> list[Job]:
         """Takes a job out of the line or the books, free of charge; returns the followers that it leaves behind."""
@@ -379,34 +353,26 @@ class Pool:
             self._release(job, 0)
             return []
         self.models[job.model_name].line.remove(job)
-        return self._forget(job)
-
-    def _forget(self, job: Job) -> list[Job]:
-        """Drops a job that is neither in line nor in the books from the registers."""
-        del self._jobs[job.id]
-        if self._identities.get(job.submit.identity) is job:
-            del self._identities[job.submit.identity]
-        return self._orphaned(job)
+        return self._jobs.forget(job)
 
     def _reject_waiting(self, job: Job, failure: Failure, now: float) -> None:
         """Rejects a job that was already taken out of the line."""
-        orphans = self._forget(job)
+        orphans = self._jobs.forget(job)
         self._reject(job, failure)
         self._promote(orphans, job.order, now)
 
     def _drop_waiting(self, gateway_id: str, now: float) -> None:
         """Forgets what a gateway waits for; jobs of others that followed it move up."""
-        for follower in [job for job in self._followers.values() if job.gateway_id == gateway_id]:
-            self._unfollow(follower)
-        for job in [job for job in self._jobs.values() if job.gateway_id == gateway_id and job.worker is None]:
+        for follower in self._jobs.followers_from(gateway_id):
+            self._jobs.unfollow(follower)
+        for job in self._jobs.waiting_of(gateway_id):
             self._promote(self._remove(job), job.order, now)
 
     def _reject_overdue(self, model: Model, served: bool, now: float) -> None:
         """Rejects waiting jobs whose deadline passed, or that waited long enough for a first healthy worker."""
-        followers = [job for job in self._followers.values() if job.model_name == model.name] if model.following else []
-        for job in followers:
+        for job in self._jobs.followers_in(model):
             if job.deadline <= now:
-                self._unfollow(job)
+                self._jobs.unfollow(job)
                 self._reject(job, admission.deadline_expired())
         for job in list(model.line):
             if job.deadline <= now:
@@ -420,26 +386,6 @@ class Pool:
         return admission.no_worker(self.limits.orphan_s) if model.card else admission.model_not_found()
 
     # ---- workers ----
-
-    def _objection(self, hello: WorkerHello) -> Failure | None:
-        """Why a worker cannot join, if it cannot."""
-        card = hello.card
-        wanted = {
-            "worker_id": bool(hello.worker_id),
-            "address": bool(hello.address),
-            "card.name": bool(card.name),
-            "card.block_size": card.block_size > 0,
-            "credits": hello.credits > 0,
-            "stored_keys": len(hello.stored_keys) % KEY_BYTES == 0,
-        }
-        for name, present in wanted.items():
-            if not present:
-                return admission.bad_hello(name)
-        model = self.models.get(card.name)
-        others = [w for w in model.workers.values() if w.id != hello.worker_id] if model else []
-        if any(card.conflicts_with(other.hello.card) for other in others):
-            return admission.model_mismatch()
-        return None
 
     def _take_over(self, worker: Worker, old: Worker | None, now: float) -> None:
         """Moves the jobs that a worker says it runs into its books; what it ran before and no longer does has ended."""
@@ -461,8 +407,7 @@ class Pool:
         """A worker runs a job that we do not know: we were restarted, or its next attempt is yet to be submitted."""
         name = worker.hello.card.name
         job = self._new_job(Submit(ref.job_id, ref.attempt, model=name), None, now)
-        job.model_name = name
-        self._jobs[job.id] = job
+        self._jobs.add(job, name)
         worker.take(job, now)
 
     def _lose(self, worker: Worker, why: str) -> None:
@@ -471,8 +416,8 @@ class Pool:
         for job in list(worker.jobs.values()):
             self._remove(job)
         self._take_out(worker)
-        self._out.append(DropWorker(worker.id, why))
-        self._broadcast(WorkerLost(worker.id))
+        self._out.add(DropWorker(worker.id, why))
+        self._out.broadcast(WorkerLost(worker.id))
 
     def _take_out(self, worker: Worker) -> None:
         del self.workers[worker.id]
@@ -499,37 +444,18 @@ class Pool:
     def _models_changed(self) -> None:
         """Tells all gateways what is served, if that is news."""
         if (news := self.catalog.news()) is not None:
-            self._broadcast(news)
+            self._out.broadcast(news)
 
     # ---- commands ----
 
-    def _tell(self, gateway_id: str | None, message: GatewayMessage) -> None:
-        if gateway_id is not None and gateway_id in self._gateways:
-            self._out.append(ToGateway(gateway_id, message))
-
-    def _broadcast(self, message: GatewayMessage) -> None:
-        for gateway_id in self._gateways:
-            self._tell(gateway_id, message)
-
-    def _tell_assigned(self, job: Job) -> None:
-        worker = job.worker
-        assert worker is not None, job
-        queue_s = max(0.0, job.assigned_at - job.queued_at)
-        self._tell(
-            job.gateway_id,
-            Assigned(job.id, job.attempt, worker.id, worker.hello.address, queue_s, job.matched_blocks),
-        )
-
     def _tell_joined(self, job: Job, leader: Job) -> None:
-        assert leader.worker is not None, leader
         self.counters.joined += 1
-        worker = leader.worker.hello
-        self._tell(job.gateway_id, Joined(job.id, job.attempt, worker.worker_id, worker.address, leader.id))
+        self._out.joined(job, leader)
 
     def _reject(self, job: Job, failure: Failure) -> None:
         rejected = self.counters.rejected
         rejected[failure.reason] = rejected.get(failure.reason, 0) + 1
-        self._tell(job.gateway_id, Rejected(job.id, job.attempt, failure))
+        self._out.rejected(job, failure)
 
     def _commands(self, now: float) -> list[Command]:
         """Dispatches where something changed, then hands over what is to be done."""
@@ -537,8 +463,7 @@ class Pool:
             name, _ = self._dirty.popitem()
             if name in self.models:
                 self._dispatch(self.models[name], now)
-        commands, self._out = self._out, []
-        return commands
+        return self._out.take()
 
     # ---- invariants ----
 
@@ -547,7 +472,7 @@ class Pool:
         waiting = {job.id: job for model in self.models.values() for job in model.line}
         running = {job.id: job for worker in self.workers.values() for job in worker.jobs.values()}
         assert not waiting.keys() & running.keys(), waiting.keys() & running.keys()
-        assert self._jobs == waiting | running, (self._jobs, waiting, running)
+        self._jobs.check_integrity(waiting | running)
         assert not self._dirty, self._dirty
         assert not self._out, self._out
         for worker in self.workers.values():
@@ -555,10 +480,3 @@ class Pool:
             assert model.workers[worker.id] is worker, worker
             assert all(job.worker is worker for job in worker.jobs.values()), worker
         assert sum(len(model.workers) for model in self.models.values()) == len(self.workers)
-        for identity, leader in self._identities.items():
-            assert self._jobs.get(leader.id) is leader, (identity, leader)
-        followers = [follower for job in self._jobs.values() for follower in job.followers]
-        assert sorted(map(id, followers)) == sorted(map(id, self._followers.values())), followers
-        for model in self.models.values():
-            own = [job for job in followers if job.model_name == model.name]
-            assert model.following == len(own), (model, own)

@@ -294,7 +294,7 @@ async def test_a_gateway_that_does_not_read_is_cut_off_and_delays_nobody() -> No
                 await deaf.submit("x" * 16_384, attempt=0)
 
         shouting = asyncio.create_task(shout())
-        while "deaf" in scheduler.pool._gateways:
+        while "deaf" in scheduler.pool._out.gateways:
             await quick.submit("a")
             assert (await quick.hear_of(mesh.Assigned)).job_id == "a"
             await worker.report(steps=1, ended=[mesh.EndedJob(job_id="a", attempt=1, tokens=1)])
