@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 
-from bench import engine as loops
 from bench import machine
+from bench.limits import LEAST, limits_of
+from bench.loop import Loop, decode, prefill
 from services.worker import presets
 from services.worker.engine import Engine
 from services.worker.job import EngineOptions, Job, SamplingParams
@@ -89,9 +90,9 @@ def scenes(model: str, deterministic: bool, tokens: int, engine: Engine) -> Iter
 
 def price(engine: Engine) -> dict[str, float]:
     """Milliseconds of a step of answers, tokens per second of a prompt."""
-    loop = loops.Loop(engine, loops.limits_of(engine, loops.LEAST, fp8=False))
-    cells = {f"decode {batch}, ms": loops.decode(loop, batch)["step ms"] for batch in BATCHES}
-    return cells | {f"prefill {count}, tok/s": loops.prefill(loop, count)["tok/s"] for count in PREFILLS}
+    loop = Loop(engine, limits_of(engine, LEAST, fp8=False))
+    cells = {f"decode {batch}, ms": decode(loop, batch)["step ms"] for batch in BATCHES}
+    return cells | {f"prefill {count}, tok/s": prefill(loop, count)["tok/s"] for count in PREFILLS}
 
 
 def measure(model: str, deterministic: bool, tokens: int) -> dict[str, Any]:

@@ -1,0 +1,243 @@
+"""What a bare engine loop is measured by: answers in batches, prompts alone, both together, requests in a closed loop.
+
+No network and no client take part. Each measurement returns one cell: figures by name.
+"""
+
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from bench.limits import Limits
+from bench.load.distribution import Distribution
+from services.worker.engine import Engine
+from services.worker.gpu_runner import GpuRunner, GpuStep
+from services.worker.job import Job, SamplingParams
+
+CONTEXT, STEPS = 2100, 96
+SPAN, SETTLED = 600, 16
+SECONDS = 40.0
+
+Cell = dict[str, float]
+
+
+class Loop:
+    """An engine and what its steps took."""
+
+    def __init__(self, engine: Engine, limits: Limits) -> None:
+        self.engine, self.limits = engine, limits
+        assert isinstance(engine.runner, GpuRunner)
+        self.runner: GpuRunner = engine.runner
+        self.runner.measure_gaps = True
+        self.steps: list[GpuStep] = []
+        collect = self.runner.collect
+
+        def noted(step: GpuStep) -> Any:
+            self.steps.append(step)
+            return collect(step)
+
+        self.runner.collect = noted  # type: ignore[method-assign]
+        self._keys = iter(range(1 << 30))
+
+    def submit(self, prompt: int, answer: int, prefix: Sequence[int] = ()) -> int:
+        """A job with a fresh random prompt, but for its prefix."""
+        key = next(self._keys)
+        tokens = [*prefix, *random.choices(range(100, self.limits.config.vocab_size - 300), k=prompt - len(prefix))]
+        params = SamplingParams(max_tokens=answer, temperature=0.0, ignore_eos=True)
+        self.engine.submit(Job(key, tokens, prompt, params))
+        return key
+
+    def drain(self) -> None:
+        """Until nothing is left to do."""
+        while self.engine.has_work():
+            self.engine.step()
+
+    def gaps_us(self) -> list[float]:
+        """Microseconds that the device idled before each noted step but the first."""
+        pairs = zip(self.steps, self.steps[1:], strict=False)
+        return [self.runner.gap_s(before, after) * 1e6 for before, after in pairs]
+
+
+def decode(loop: Loop, batch: int, context: int = CONTEXT) -> Cell:
+    """Steps of `batch` answers at about this context."""
+    for _ in range(batch):
+        loop.submit(context - STEPS // 2 - 16, STEPS + 512)
+    stats = loop.engine.stats()
+    while (stats := loop.engine.stats()).running < batch or stats.prefill_backlog > batch:
+        loop.engine.step()
+    for _ in range(16):
+        loop.engine.step()
+    loop.steps.clear()
+    ends = [time.perf_counter()]
+    for _ in range(STEPS):
+        loop.engine.step()
+        ends.append(time.perf_counter())
+    seconds = (ends[-1] - ends[0]) / STEPS
+    gaps = loop.gaps_us()
+    seen = statistics.mean(s.total for s in loop.engine.batch.running) - STEPS / 2
+    alone = _replays(loop, batch)
+    for sequence in list(loop.engine.batch.running):
+        loop.engine.cancel(sequence.job.key)
+    loop.drain()
+    floor = loop.limits.decode_s(batch, seen)
+    return {
+        "step ms": seconds * 1e3,
+        "tok/s": batch / seconds,
+        "graph ms": alone * 1e3,
+        "idle us p50": statistics.median(gaps),
+        "idle us p99": sorted(gaps)[int(len(gaps) * 0.99)],
+        "floor ms": floor * 1e3,
+        "share": floor / seconds,
+        "context": seen,
+    }
+
+
+def _replays(loop: Loop, batch: int) -> float:
+    """Seconds of a replay when the host does nothing else."""
+    found = loop.runner.graph_for(batch, batch, True)
+    assert found is not None
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    begin.record()
+    for _ in range(20):
+        found.replay()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 20e3
+
+
+def prefill(loop: Loop, tokens: int, rest_s: float = 0.1, prompts: int = 12) -> Cell:
+    """A prompt alone, from its arrival to its first token. Its answer goes on for so long before the next one comes: at
+    full power the chip lowers its clocks within some tenths of a second, and in its sleep it lowers them, too."""
+    times = []
+    for _ in range(prompts):
+        began = time.perf_counter()
+        key = loop.submit(tokens, 512)
+        while not loop.engine.step().tokens:
+            pass
+        times.append(time.perf_counter() - began)
+        while time.perf_counter() - began < times[-1] + rest_s:
+            loop.engine.step()
+        loop.engine.cancel(key)
+        loop.drain()
+    times = times[prompts // 2 :]
+    seconds = statistics.median(times)
+    floor = loop.limits.prefill_s(tokens)
+    return {
+        "ttft ms": seconds * 1e3,
+        "ttft ms max": max(times) * 1e3,
+        "tok/s": tokens / seconds,
+        "floor ms": floor * 1e3,
+        "share": floor / seconds,
+    }
+
+
+def prefill_on_and_on(loop: Loop, tokens: int) -> Cell:
+    """Prompts one after the other for more than a second, also against what the chip sustains for as long."""
+    cell = prefill(loop, tokens, rest_s=0.0, prompts=36)
+    limits = loop.limits
+    floor = replace(limits, matmul=limits.sustained, linear=limits.sustained).prefill_s(tokens)
+    return {**cell, "sustained floor ms": floor * 1e3, "sustained share": floor * 1e3 / cell["ttft ms"]}
+
+
+def mixed(loop: Loop, streams: int, prompt: int, seconds: float) -> Cell:
+    """Running answers alone, and while one long prompt after the other is computed beside them.
+
+    Their contexts are the same in both, SPAN tokens around CONTEXT: at the end of these they begin anew, with prompts
+    that are found in the cache. What happens between two such rounds counts for nothing.
+    """
+    texts = [random.choices(range(100, 30_000), k=CONTEXT - SPAN // 2) for _ in range(streams)]
+    quiet = _round(loop, texts, 0).gaps
+    busy, computed, passed = list[float](), 0, 0.0
+    while passed < seconds:
+        done = _round(loop, texts, prompt)
+        busy, computed, passed = busy + done.gaps, computed + done.computed, passed + done.seconds
+    return {
+        "quiet itl ms p50": _percentile(quiet, 50),
+        "quiet itl ms p99": _percentile(quiet, 99),
+        "busy itl ms p50": _percentile(busy, 50),
+        "busy itl ms p99": _percentile(busy, 99),
+        "ratio p99": _percentile(busy, 99) / _percentile(quiet, 99),
+        "prefill tok/s": computed / passed,
+        "busy s": passed,
+    }
+
+
+@dataclass
+class _Round:
+    """What answers saw while others were computed beside them."""
+
+    gaps: list[float]
+    """Milliseconds between an answer's tokens."""
+    computed: int = 0
+    """Tokens of prompts beside."""
+    seconds: float = 0.0
+
+
+def _round(loop: Loop, texts: Sequence[Sequence[int]], prompt: int) -> _Round:
+    """Answers of SPAN tokens to these texts; a prompt of `prompt` tokens, unless 0, is always computed beside them."""
+    keys = {loop.submit(len(text) + 1, SPAN, text) for text in texts}
+    told, last = dict.fromkeys(keys, 0), dict[int, float]()
+    done, beside = 0, loop.submit(prompt, 1) if prompt else -1
+    seen, began, before, over = _Round([]), 0.0, 0, False
+    while not over:
+        output = loop.engine.step()
+        now = time.perf_counter()
+        for ended in output.ended:
+            over |= ended.key in keys
+            if ended.key == beside:
+                done, beside = done + 1, loop.submit(prompt, 1)
+        for token in output.tokens:
+            if token.key in keys:
+                told[token.key] += 1
+                if began:
+                    seen.gaps.append((now - last[token.key]) * 1e3)
+                last[token.key] = now
+        under_way = sum(s.computed for s in loop.engine.batch.running if s.job.key == beside)
+        seen.computed, seen.seconds = done * prompt + under_way - before, now - began
+        if not began and min(told.values()) >= SETTLED:
+            began, before = now, done * prompt + under_way
+    for sequence in [*loop.engine.batch.running, *loop.engine.batch.waiting]:
+        loop.engine.cancel(sequence.job.key)
+    loop.drain()
+    return seen
+
+
+def closed(loop: Loop, prompt: int, answer: int, width: int, shared: int = 0) -> Cell:
+    """`width` requests at once, each that ended replaced until 3 * width (at least 16) are sent or SECONDS have passed:
+    what `bench.gpu` does, without a mesh. A step's tokens count when the step is over."""
+    prefix = random.choices(range(100, 30_000), k=shared)
+    left, began = max(3 * width, 16), time.perf_counter()
+    sent: dict[int, float] = {}
+    last: dict[int, float] = {}
+    first, gaps, tokens, now = Distribution(), Distribution(), 0, began
+    for _ in range(width):
+        sent[loop.submit(prompt, answer, prefix)] = began
+    left -= width
+    while loop.engine.has_work():
+        output = loop.engine.step()
+        now = time.perf_counter()
+        for token in output.tokens:
+            before = last.get(token.key)
+            (first if before is None else gaps).add((now - (sent[token.key] if before is None else before)) * 1e3)
+            last[token.key] = now
+        tokens += len(output.tokens)
+        for _ in output.ended:
+            if left and now - began < SECONDS:
+                left -= 1
+                sent[loop.submit(prompt, answer, prefix)] = now
+    return {
+        "tok/s": tokens / (now - began),
+        "ttft p50": first.percentile(50),
+        "ttft p99": first.percentile(99),
+        "itl p50": gaps.percentile(50),
+        "itl p99": gaps.percentile(99),
+        "requests": float(len(sent)),
+    }
+
+
+def _percentile(values: list[float], percent: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(len(values) * percent / 100))]
