@@ -282,18 +282,16 @@ def dequantize_kernel(
     begin(PDL)
     tile, chunk = tl.program_id(0) + first // 64, tl.program_id(1)
     half: tl.constexpr = out.dtype.element_ty
-    PARTS: tl.constexpr = 128 // GROUP if GROUP % 128 else 1
-    rows = tl.arange(0, 64)
-    inner = tl.arange(0, 128 // PARTS)
-    row = (tile * 64 - first + rows).to(tl.int64)
     W: tl.constexpr = 16 if KIND == "int4" else 32
+    rows, inner = tl.arange(0, 64), tl.arange(0, 2 * W)
+    row = (tile * 64 - first + rows).to(tl.int64)
     place = row_words(words, tl.minimum(tile * 64 + rows, last - 1), C, KIND) + chunk * (1024 if W == 16 else 32)
     a = tl.load(place[:, None] + tl.arange(0, W)[None, :])
-    for part in tl.static_range(PARTS):
-        column = chunk * 128 + part * (128 // PARTS)
+    for part in tl.static_range(64 // W):  # columns that lie together in the words of a thread
+        column = chunk * 128 + part * 2 * W
         where = (tile * groups + (column // GROUP if GROUP > 0 else 0)) * 64 + rows
         minus = tl.broadcast_to(minus_zero(zeros, where, half), [64, W])
-        found = numbers(a, part, PARTS, minus, half, KIND, ASM).to(tl.float32) * tl.load(scales + where)[:, None]
+        found = _pairs(a, part, minus, half, KIND, ASM).to(tl.float32) * tl.load(scales + where)[:, None]
         valid = (row + first < last)[:, None] & (column + inner < K)[None, :]
         tl.store(out + row[:, None] * K + (column + inner)[None, :], found.to(half), mask=valid)
 

@@ -52,14 +52,24 @@ def _piece(index, plan):
 
 
 @gluon.jit
-def _fetch_words(words, buffers, full, empty, plan, down, N, C, GATED: gl.constexpr):
+def _place(tile, sides):
+    """-> which rows of W and of x a tile has. Tiles come in bands of `band` tiles of x, each with all rows of W."""
+    down, band, across = sides
+    above = tile // (band * across) * band
+    height = gl.minimum(band, down - above)
+    within = tile - above * across
+    return within // height, above + within % height
+
+
+@gluon.jit
+def _fetch_words(words, buffers, full, empty, plan, sides, N, C, GATED: gl.constexpr):
     """128 rows of words for each chunk; GATED: 64 gates and 64 ups."""
     RING: gl.constexpr = buffers.shape[0]
     halves = buffers._reinterpret(gl.int32, [2 * RING, 64, 16], words.layout)
     count = 0
     for index in range(_pieces(plan)):
         tile, _, low, high = _piece(index, plan)
-        across = tile // down
+        across, _ = _place(tile, sides)
         first = across if GATED else 2 * across
         second = across + N // 64 if GATED else 2 * across + 1
         for chunk in range(low, high):
@@ -74,7 +84,7 @@ def _fetch_words(words, buffers, full, empty, plan, down, N, C, GATED: gl.conste
 
 
 @gluon.jit
-def _fetch_rows(x, buffers, full, empty, plan, down):
+def _fetch_rows(x, buffers, full, empty, plan, sides):
     """The rows of x for each chunk, in two panels of 64 columns."""
     STAGES: gl.constexpr = buffers.shape[0]
     BLOCK_M: gl.constexpr = buffers.shape[1]
@@ -82,12 +92,12 @@ def _fetch_rows(x, buffers, full, empty, plan, down):
     count = 0
     for index in range(_pieces(plan)):
         tile, _, low, high = _piece(index, plan)
-        line = tile % down * BLOCK_M
+        _, line = _place(tile, sides)
         for panel in range(2 * low, 2 * high):
             stage = count % STAGES
             mbarrier.wait(empty.index(stage), (count // STAGES + 1) & 1)
             mbarrier.expect(full.index(stage), BLOCK_M * 128)
-            tma.async_copy_global_to_shared(x, [line, panel * 64], full.index(stage), buffers.index(stage))
+            tma.async_copy_global_to_shared(x, [line * BLOCK_M, panel * 64], full.index(stage), buffers.index(stage))
             count += 1
 
 
@@ -208,7 +218,7 @@ def _store(product, bias, residual, out, across, line, M, N, GATED: gl.constexpr
 
 
 @gluon.jit
-def _consume(x_buffers, word_buffers, barriers, scales, zeros, bias, residual, out, parts, arrived, plan, down,
+def _consume(x_buffers, word_buffers, barriers, scales, zeros, bias, residual, out, parts, arrived, plan, sides,
              span, M, N, C, groups, group: gl.constexpr, GROUP: gl.constexpr, GATED: gl.constexpr):  # fmt: skip
     """64 rows of W in each of the program's tiles."""
     BLOCK_M: gl.constexpr = x_buffers.shape[1]
@@ -219,7 +229,8 @@ def _consume(x_buffers, word_buffers, barriers, scales, zeros, bias, residual, o
     before = 0
     for index in range(_pieces(plan)):
         tile, shared, low, high = _piece(index, plan)
-        across = tile // down * 2 + group
+        across, line = _place(tile, sides)
+        across = across * 2 + group
         word_place = _places(across * 64 + word_rows, groups, N, GATED)
         scale_place = _places(across * 64 + scale_rows, groups, N, GATED)
         product = _sum(x_buffers, word_buffers, barriers, scales, zeros, word_place, scale_place, before, low, high,
@@ -229,7 +240,7 @@ def _consume(x_buffers, word_buffers, barriers, scales, zeros, bias, residual, o
         if shared >= 0:
             done, product = _joined(product, parts, arrived, shared, span, C, group)
         if done:
-            _store(product, bias, residual, out, across, tile % down * BLOCK_M, M, N, GATED)
+            _store(product, bias, residual, out, across, line * BLOCK_M, M, N, GATED)
 
 
 @gluon.jit
@@ -240,7 +251,7 @@ def _barriers(COUNT: gl.constexpr, arrivals: gl.constexpr):
     return found
 
 
-@gluon.jit(do_not_specialize=["M", "C", "groups", "alone", "span", "units", "down"])
+@gluon.jit(do_not_specialize=["M", "C", "groups", "alone", "span", "units", "down", "band", "across"])
 def prompt_words_kernel(
     x,  # descriptor of [M, K], boxes [BLOCK_M, 64]
     words,  # descriptor of int32 [T * C * 64, 16], boxes [64, 16]; GATED: of [2N, K], the gates and then the ups
@@ -251,27 +262,28 @@ def prompt_words_kernel(
     out,  # [M, N]
     parts,  # float32 [programs, 2, BLOCK_M, 64]
     arrived,  # int32 [shared tiles * 2], zero between launches
-    M, N, C, groups, alone, span, units, down,
+    M, N, C, groups, alone, span, units, down, band, across,
     GROUP: gl.constexpr, GATED: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, RING: gl.constexpr,
 ):  # fmt: skip
     """`alone` tiles are computed by one program each, in turn; of the others' `units` chunks, laid end to end, program
-    p computes p * span to (p + 1) * span. `down` tiles have the same rows of W."""
+    p computes p * span to (p + 1) * span. `down` tiles have the same rows of W, `across` the same
+    of x, in the order of `_place`."""
     x_buffers = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_M, 64], x.layout)
     word_buffers = gl.allocate_shared_memory(gl.int32, [RING, 128, 16], words.layout)
     full, empty = _barriers(STAGES, 1), _barriers(STAGES, 2)
     words_full, words_empty = _barriers(RING, 1), _barriers(RING, 2)
     barriers = (full, empty, words_full, words_empty)
-    plan = (alone, span, units, C)
+    plan, sides = (alone, span, units, C), (down, band, across)
     fence_async_shared()
     gdc_launch_dependents()
     gl.warp_specialize(
         [
             (_consume, (x_buffers, word_buffers, barriers, scales, zeros, bias, residual, out, parts, arrived, plan,
-                        down, span, M, N, C, groups, 0, GROUP, GATED)),
+                        sides, span, M, N, C, groups, 0, GROUP, GATED)),
             (_consume, (x_buffers, word_buffers, barriers, scales, zeros, bias, residual, out, parts, arrived, plan,
-                        down, span, M, N, C, groups, 1, GROUP, GATED)),
-            (_fetch_words, (words, word_buffers, words_full, words_empty, plan, down, N, C, GATED)),
-            (_fetch_rows, (x, x_buffers, full, empty, plan, down)),
+                        sides, span, M, N, C, groups, 1, GROUP, GATED)),
+            (_fetch_words, (words, word_buffers, words_full, words_empty, plan, sides, N, C, GATED)),
+            (_fetch_rows, (x, x_buffers, full, empty, plan, sides)),
         ],
         [4, 1, 1], [240, 24, 24],
     )  # fmt: skip

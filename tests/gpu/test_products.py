@@ -37,7 +37,8 @@ def test_words_of_every_kind(shape: tuple[int, int, int, int], dtype: torch.dtyp
 @pytest.mark.parametrize(
     "shape",
     [(1, 6144, 4096, 128), (12, 128, 256, 128), (30, 1024, 1280, 256), (64, 384, 768, 128), (130, 256, 1024, 128),
-     (1030, 2176, 512, 128), (300, 1000, 128, 128), (260, 6144, 2048, 128), (1030, 2048, 4096, 128)],
+     (1030, 2176, 512, 128), (300, 1000, 128, 128), (260, 6144, 2048, 128), (1030, 2048, 4096, 128),
+     (2310, 384, 256, 128)],
     ids=str,
 )  # fmt: skip
 def test_words_as_they_are_served(shape: tuple[int, int, int, int]) -> None:
