@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from kernels.device import is_hopper, processors
-from kernels.products import matmul_words_prompts
+from kernels.products import matmul_words_prompts, matmul_words_row
 from kernels.products.gluon_parts import NOWHERE, described, pooled
 from kernels.products.skinny import workspace
 from kernels.products.words import Words
@@ -39,9 +39,11 @@ class Shape:
     """Of a thread before the warpgroups share them out; None: as many as one program can have."""
 
 
-def shape_for(
-    weight: Words, rows: int, gated: bool, rounded: bool = False
-) -> Shape | matmul_words_prompts.Shape | None:
+AnyShape = Shape | matmul_words_prompts.Shape | matmul_words_row.Shape
+"""Each has a kernel of its own."""
+
+
+def shape_for(weight: Words, rows: int, gated: bool, rounded: bool = False) -> AnyShape | None:
     """The shape of programs for x [rows, K], or None where another kernel is faster. Measured on one H200.
 
     rounded: x is fp8, and so is the weight.
@@ -49,6 +51,8 @@ def shape_for(
     n, k = weight.shape
     if rounded:
         return _rounded_shape(rows, n, k)
+    if one := matmul_words_row.shape_for(weight, rows):
+        return one
     if weight.group % 128 or (gated and n % 128) or k % 8:
         return None
     octets = weight.kind != "int4"
@@ -74,12 +78,12 @@ def _rounded_shape(rows: int, n: int, k: int) -> Shape | None:
     return Shape(128, 6) if rows <= 128 and n <= k else None
 
 
-def rotated_shape_for(weight: Words, rows: int, dim: int) -> Shape | None:
+def rotated_shape_for(weight: Words, rows: int, dim: int) -> Shape | matmul_words_row.Shape | None:
     """The shape for queries, keys and values of so many rows and this head dimension, or None."""
     if dim != 128 or rows > 64 or weight.order is not None:
         return None
     shape = shape_for(weight, rows, False)
-    return shape if isinstance(shape, Shape) else None
+    return None if isinstance(shape, matmul_words_prompts.Shape) else shape
 
 
 def serves(x: Tensor) -> bool:
@@ -100,12 +104,15 @@ def linear(
     residual: Tensor | None,
     gated: bool,
     out: Tensor,
-    shape: Shape | matmul_words_prompts.Shape,
+    shape: AnyShape,
     x_scales: Tensor | None = None,
 ) -> Tensor:
     """`matmul_words.linear_words` of at least one row. x_scales: float32 [M, 1], x is `fp8.round_rows`."""
     if isinstance(shape, matmul_words_prompts.Shape):
         matmul_words_prompts.linear(x, weight, bias, residual, gated, out, shape)
+        return out
+    if isinstance(shape, matmul_words_row.Shape):
+        matmul_words_row.linear(x, weight, bias, residual, gated, out, shape)
         return out
     grid, arguments = launch(x, weight, bias, residual, gated, out, shape, x_scales, processors(x.device))
     hopper_words_kernel[grid](**arguments, launch_pdl=True)
@@ -114,11 +121,14 @@ def linear(
 
 def rotated_qkv(
     x: Tensor, weight: Words, bias: Tensor | None, cos: Tensor, sin: Tensor, positions_M: Tensor, kv_NP2GD: Tensor,
-    places_M: Tensor, heads: int, shape: Shape,
+    places_M: Tensor, heads: int, shape: Shape | matmul_words_row.Shape,
 ) -> Tensor:  # fmt: skip
     """As `qkv.rotated_qkv`, of heads of 128 numbers, of a pool in the model's dtype or of fp8 that counts as it is."""
     out = x.new_empty(len(x), heads, 128)
     pool = pooled(cos, sin, positions_M, kv_NP2GD, places_M, heads)
+    if isinstance(shape, matmul_words_row.Shape):
+        matmul_words_row.linear(x, weight, bias, None, False, out, shape, pool)
+        return out
     grid, arguments = launch(x, weight, bias, None, False, out, shape, None, processors(x.device), pool)
     hopper_words_kernel[grid](**arguments, launch_pdl=True)
     return out

@@ -9,6 +9,7 @@ of one box and 32 of the next, gates and ups or the halves of a head. Names as i
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -219,6 +220,20 @@ def _operands(word_buffers, scale_buffers, zeros, place, zero_place, layout: gl.
     return a, c, scale
 
 
+@gluon.constexpr_function
+def alone(block_m):
+    """Whether each warp multiplies by itself: a warpgroup's instruction takes as long for few rows of x as for more."""
+    return block_m <= 8
+
+
+@gluon.constexpr_function
+def sums_layout(block_m, rounded):
+    """How a warpgroup holds [64, block_m] sums."""
+    if alone(block_m) and not rounded:
+        return gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, block_m, 32 if rounded else 16])
+
+
 @gluon.jit
 def _sum(x_buffers, word_buffers, scale_buffers, full, empty, zeros, before, low, high, word_place,
          layout: gl.constexpr, half: gl.constexpr, group: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr,
@@ -241,10 +256,16 @@ def _sum(x_buffers, word_buffers, scale_buffers, full, empty, zeros, before, low
         )  # fmt: skip
         b, d = x_buffers.index(2 * stage).permute([1, 0]), x_buffers.index(2 * stage + 1).permute([1, 0])
         sums = gl.zeros([64, BLOCK_M], gl.float32, layout) if ON_SUMS else total
-        sums = warpgroup_mma(a, b, sums, use_acc=not ON_SUMS, is_async=True)
-        sums = warpgroup_mma(c, d, sums, is_async=True)
-        sums = warpgroup_mma_wait(0, [sums])
-        mbarrier.arrive(empty.index(stage), count=1)
+        if alone(BLOCK_M):
+            right: gl.constexpr = gl.DotOperandLayout(1, layout, 2)
+            b, d = b.load(right), d.load(right)
+            mbarrier.arrive(empty.index(stage), count=1)
+            sums = mma_v2(c, d, mma_v2(a, b, sums))
+        else:
+            sums = warpgroup_mma(a, b, sums, use_acc=not ON_SUMS, is_async=True)
+            sums = warpgroup_mma(c, d, sums, is_async=True)
+            sums = warpgroup_mma_wait(0, [sums])
+            mbarrier.arrive(empty.index(stage), count=1)
         total = total + sums * scale if ON_SUMS else sums
     return total
 
@@ -261,7 +282,7 @@ def _consume(x_buffers, word_buffers, scales, full, empty, zeros, x_scales, bias
     HALVED: gl.constexpr = GATED or ROTATED
     ROUNDED: gl.constexpr = x_buffers.shape[2] == 128
     OUTPUTS: gl.constexpr = 32 if HALVED else 64
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 32 if ROUNDED else 16])
+    layout: gl.constexpr = sums_layout(BLOCK_M, ROUNDED)
     memory: gl.constexpr = gl.BlockedLayout([8, 1], [OUTPUTS // 32, 64 // OUTPUTS * 16], [4, 1], [0, 1])
     lines = gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout))
     lanes = gl.arange(0, OUTPUTS, gl.SliceLayout(1, memory))

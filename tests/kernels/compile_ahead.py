@@ -272,7 +272,7 @@ def compile_hopper_words() -> Iterator[tuple[str, Any]]:
     small = quantized.Int4Weight(octets[:64, :64], torch.ones(64, 1, dtype=bf16), None, 128)
     Case = tuple[str, quantized.Int4Weight | quantized.Fp8Weight, int, bool, bool, torch.dtype | None]
     cases: list[Case] = [
-        ("int4 gated", int4, 1, True, False, None), ("int4 rotated", int4, 1, False, False, bf16),
+        ("int4 gated", int4, 2, True, False, None), ("int4 rotated", int4, 2, False, False, bf16),
         ("int4 zeros", replace(int4, zero=octets[:, :8]), 64, False, False, None),
         ("int4", int4, 32, False, False, None), ("int4 of one chunk", small, 1, False, False, None),
         ("fp8", rows_fp8, 8, False, False, None), ("fp8 rotated", rows_fp8, 8, False, False, quantized.FP8),
@@ -293,6 +293,32 @@ def compile_hopper_words() -> Iterator[tuple[str, Any]]:
             pool |= {"H": 4, "G": 1}
         _, given = matmul_words_hopper.launch(x, laid, None, residual, gated, out, shape, scales, 132, pool)
         yield f"{name} {rows}", compile_given(hopper_words_kernel, given)
+
+
+def compile_row_words() -> Iterator[tuple[str, Any]]:
+    """Products of one row, in shapes that are served."""
+    from kernels.products import matmul_words_row
+    from kernels.products.gluon_parts import NOWHERE, pooled
+    from kernels.products.words_row import row_words_kernel
+
+    octets, bf16 = torch.zeros(768, 2048, dtype=torch.uint8), torch.bfloat16
+    int4 = quantized.Int4Weight(octets[:, :1024], torch.ones(768, 16, dtype=bf16), octets[:, :16], 128)
+    fp8 = quantized.Fp8Weight(octets.view(quantized.FP8), torch.ones(768, 1))
+    kv_pool, angles = torch.zeros(9, 16, 2, 1, 128, dtype=bf16), torch.zeros(9, 1, 128, dtype=bf16)
+    turned = pooled(angles, angles, index(1), kv_pool, index(1), 4)
+    cases = (("int4 gated", replace(int4, zero=None), True, NOWHERE), ("int4 zeros", int4, False, NOWHERE),
+             ("fp8 rotated", fp8, False, turned))  # fmt: skip
+    for name, weight, gated, pool in cases:
+        laid, x = words.lay_out(weight), torch.zeros(1, 2048, dtype=bf16)
+        shape = matmul_words_row.shape_for(laid, 1)
+        assert shape is not None
+        out = torch.zeros(1, 384 if gated else 768, dtype=bf16)
+        added = None if gated or pool is not NOWHERE else out
+        _, given = matmul_words_row.launch(x, laid, None, added, gated, out, shape, 132, pool)
+        compiled = compile_given(row_words_kernel, given)
+        products = 8 * shape.chunks // matmul_words_row.WARPS
+        assert compiled.asm["ptx"].count("mma.sync") == products, "each warp multiplies a chunk at a time"
+        yield name, compiled
 
 
 def compile_prompt_words() -> Iterator[tuple[str, Any]]:
@@ -355,6 +381,9 @@ def compile_all(capability: int, dtype: torch.dtype) -> list[str]:
         for name, compiled in compile_hopper_words():
             assert compiled.metadata.shared <= MOST_SHARED[capability], name
             lines.append(f"{name}: hopper_words_kernel shared {compiled.metadata.shared}")
+        for name, compiled in compile_row_words():
+            assert 2 * compiled.metadata.shared <= MOST_SHARED[capability], name
+            lines.append(f"{name}: row_words_kernel shared {compiled.metadata.shared}")
         for name, compiled in compile_prompt_words():
             assert compiled.metadata.shared <= MOST_SHARED[capability], name
             lines.append(f"{name}: prompt_words_kernel shared {compiled.metadata.shared}")
