@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
 
 from kernels import activation, attention, blocks, kv, norm, reference, rope_kv
 from kernels.device import is_hopper
-from kernels.products import matmul, matmul_hopper
+from kernels.products import matmul, matmul_hopper, vendor_tiles
 from kernels.products.matmul_hopper import Shape
 from kernels.products.skinny import Tile
 from tests.kernels.cases import DTYPES, Batch, check_edits, check_sampling, close, poison, rand
@@ -282,6 +282,30 @@ def test_products_on_a_hopper(dtype: torch.dtype) -> None:
             continue  # a gate and its ups would not fit into shared memory
         wide = rand(2 * n, k, dtype=dtype) / k**0.5
         close(matmul.linear(x, wide, gated=True, tile=shape), reference.silu_and_mul(x.double() @ wide.double().T))
+
+
+def test_products_by_the_vendor_with_tiles_of_our_choice() -> None:
+    if not is_hopper(torch.device("cuda", 0)) or not (torch.version.cuda or "").startswith("13."):
+        pytest.skip("needs a Hopper and cuBLAS 13")
+    for rows, n, k in (
+        (65, 4096, 4096),
+        (150, 4096, 14336),
+        (200, 4096, 1032),
+        (128, 2048, 8192),
+        (240, 6144, 4096),
+        (256, 28672, 520),
+    ):
+        x, w = rand(rows, k + 64, dtype=torch.bfloat16)[:, :k], rand(n, k, dtype=torch.bfloat16) / k**0.5
+        residual, out = rand(rows, n, dtype=torch.bfloat16), poison(rows, n, dtype=torch.bfloat16)
+        exact = x.double() @ w.double().T
+        assert vendor_tiles.multiply(x, w, None, out)
+        close(out, exact)
+        out.fill_(float("nan"))
+        assert vendor_tiles.multiply(x, w, residual, out)
+        close(out, exact + residual.double())
+        assert vendor_tiles.multiply(x, w, residual, residual)
+        assert torch.equal(residual, out)
+        assert not vendor_tiles.multiply(x.half(), w.half(), None, out.half())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -1,0 +1,184 @@
+"""The vendor's library asked directly: products of 65 rows and more whose tiles fill the chip.
+
+M rows of x, N rows of W (outputs), K columns of both. torch takes the algorithm that the library's heuristics name
+first, which leaves multiprocessors without a tile or sums up parts of K in a second kernel. The library has kernels
+whose tiles are one for each multiprocessor, and here it is told which to take. It is the copy that torch has loaded;
+where that is of another generation, the chip no Hopper or the shape not one that gains, nothing is done.
+"""
+
+import ctypes
+import os
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+LIBRARY = "libcublasLt.so.13"
+_BFLOAT16, _FLOAT32, _COMPUTE_FLOAT32, _TRANSPOSE_A = 14, 0, 68, 3  # of the library's types and attributes
+_HOPPER = 66  # its algorithm with tiles fetched by the copy engine
+_ONE, _ZERO = ctypes.c_float(1.0), ctypes.c_float(0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """What one multiprocessor computes at a time."""
+
+    outputs: int
+    rows: int
+    cluster: int
+    """The library's number for a cluster of two tiles: 3 of other outputs, which share x, 5 of other rows, which share
+    W."""
+    option: int
+    """The library's number for a variant of the kernel."""
+
+
+# The library's numbers for tiles of so many outputs, by their rows.
+_NUMBERS = {
+    64: {32: 13, 40: 314, 48: 315, 56: 316, 64: 15, 72: 317, 80: 318, 88: 319, 96: 26},
+    96: {128: 28},
+    112: {128: 165},
+    128: {40: 396, 48: 397, 56: 398, 64: 18, 72: 399, 80: 400, 88: 401, 96: 33},
+}
+_PROGRAMS, _LEAST = 132, 126
+"""Multiprocessors of a Hopper, and how many of them must have a tile in each round."""
+_MOST_ROWS = 288
+
+
+def tile_for(rows: int, n: int) -> Tile | None:
+    """The tile for x [rows, k] times W [n, k], or None where torch's choice is as fast. Measured on one H200."""
+    if not 64 < rows <= _MOST_ROWS:
+        return None
+    for outputs in (64, 128):
+        for down, cluster, option in ((2, 5, 3), (4, 3, 1)):
+            height = triton.cdiv(triton.cdiv(rows, down), 8) * 8
+            if _fill(n, outputs, down, 1) and height in _NUMBERS[outputs]:
+                return Tile(outputs, height, cluster, option)
+    for outputs, rounds, least in ((96, 1, 217), (112, 4, 233)):
+        if least <= rows <= 256 and _fill(n, outputs, 2, rounds):
+            return Tile(outputs, 128, 5, 2)
+    return None
+
+
+def _fill(n: int, outputs: int, down: int, rounds: int) -> bool:
+    """Whether that many tiles for the rows, for each of n outputs, fill so many rounds of the chip."""
+    return n % outputs == 0 and rounds * _LEAST <= n // outputs * down <= rounds * _PROGRAMS
+
+
+def multiply(x: Tensor, weight: Tensor, residual: Tensor | None, out: Tensor) -> bool:
+    """out = x @ weight.T + residual, and whether that was done. x [M, K], weight [N, K]; out and residual [M, N],
+    contiguous, may be the same."""
+    if x.dtype != torch.bfloat16 or not x.is_cuda:
+        return False
+    tile = tile_for(len(x), len(weight))
+    added = out if residual is None else residual
+    places = [tensor.data_ptr() for tensor in (x, weight, added, out)]
+    if tile is None or any(number % 16 for number in (*places, 2 * x.shape[1], 2 * x.stride(0))):
+        return False
+    plan = _plan(x.device, tile, len(x), *weight.shape, x.stride(0))
+    if plan is None:
+        return False
+    plan.launch(x, weight, residual is not None, added, out)
+    return True
+
+
+class _Checked(ctypes.Structure):
+    """What the library says of an algorithm."""
+
+    _fields_ = (
+        ("algorithm", ctypes.c_uint64 * 8),
+        ("workspace", ctypes.c_size_t),
+        ("state", ctypes.c_int),
+        ("waves", ctypes.c_float),
+        ("reserved", ctypes.c_int * 4),
+    )
+
+
+class _Plan:
+    """A product of one shape, ready to be launched. W and x count as [K, N] and [K, M] in the library's order."""
+
+    def __init__(self, library: Any, handle: ctypes.c_void_p, tile: Tile, m: int, n: int, k: int, stride: int) -> None:
+        """Raises _Unable."""
+        self._library, self._handle = library, handle
+        self._product, self._w, self._x, self._out = (ctypes.c_void_p() for _ in range(4))
+        _check(library.cublasLtMatmulDescCreate(ctypes.byref(self._product), _COMPUTE_FLOAT32, _FLOAT32))
+        _set(library.cublasLtMatmulDescSetAttribute, self._product, _TRANSPOSE_A, ctypes.c_int32(1))
+        for layout, lines, columns, apart in ((self._w, k, n, k), (self._x, k, m, stride), (self._out, n, m, n)):
+            sizes = ctypes.c_uint64(lines), ctypes.c_uint64(columns), ctypes.c_int64(apart)
+            _check(library.cublasLtMatrixLayoutCreate(ctypes.byref(layout), _BFLOAT16, *sizes))
+        self._algorithm = self._configured(tile)
+
+    def _configured(self, tile: Tile) -> Any:
+        library, checked = self._library, _Checked()
+        algorithm = (ctypes.c_uint64 * 8)()
+        kinds = _COMPUTE_FLOAT32, _FLOAT32, *[_BFLOAT16] * 4
+        _check(library.cublasLtMatmulAlgoInit(self._handle, *kinds, _HOPPER, ctypes.byref(algorithm)))
+        number = _NUMBERS[tile.outputs][tile.rows]
+        for attribute, value in (
+            (1, ctypes.c_uint32(number)),
+            (2, ctypes.c_int32(1)),  # parts of K
+            (5, ctypes.c_uint32(tile.option)),
+            (6, ctypes.c_uint32(35)),  # K in steps of 64, as many at a time as fit
+            (8, ctypes.c_uint16(tile.cluster)),
+        ):
+            _set(library.cublasLtMatmulAlgoConfigSetAttribute, ctypes.byref(algorithm), attribute, value)
+        layouts = self._w, self._x, self._out, self._out
+        algorithm_at, checked_at = ctypes.byref(algorithm), ctypes.byref(checked)
+        _check(library.cublasLtMatmulAlgoCheck(self._handle, self._product, *layouts, algorithm_at, checked_at))
+        if checked.state or checked.workspace:
+            raise _Unable
+        return algorithm
+
+    def launch(self, x: Tensor, weight: Tensor, adds: bool, added: Tensor, out: Tensor) -> None:
+        """Put out = x @ weight.T, + added if `adds`, into the stream."""
+        beta, stream = _ONE if adds else _ZERO, torch.cuda.current_stream(x.device).cuda_stream
+        _check(
+            self._library.cublasLtMatmul(
+                self._handle, self._product, ctypes.byref(_ONE), _at(weight), self._w, _at(x), self._x,
+                ctypes.byref(beta), _at(added), self._out, _at(out), self._out, ctypes.byref(self._algorithm),
+                None, ctypes.c_size_t(0), ctypes.c_void_p(stream),
+            )
+        )  # fmt: skip
+
+
+class _Unable(Exception):
+    """The library does not do this."""
+
+
+def _check(status: int) -> None:
+    if status:
+        raise _Unable(f"cuBLASLt says {status}")
+
+
+def _set(setter: Any, target: Any, attribute: int, value: Any) -> None:
+    _check(setter(target, attribute, ctypes.byref(value), ctypes.c_size_t(ctypes.sizeof(value))))
+
+
+def _at(tensor: Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(tensor.data_ptr())
+
+
+@cache
+def _plan(device: torch.device, tile: Tile, m: int, n: int, k: int, stride: int) -> _Plan | None:
+    library, handle = _opened(device)
+    try:
+        return _Plan(library, handle, tile, m, n, k, stride) if library else None
+    except _Unable:
+        return None
+
+
+@cache
+def _opened(device: torch.device) -> tuple[Any, ctypes.c_void_p]:
+    """The library that torch has loaded, and its handle for this device; None if it is another or no Hopper's."""
+    handle = ctypes.c_void_p()
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        return None, handle
+    try:
+        library = ctypes.CDLL(LIBRARY, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        with torch.cuda.device(device):
+            _check(library.cublasLtCreate(ctypes.byref(handle)))
+    except (OSError, _Unable):
+        return None, handle
+    return library, handle
