@@ -39,11 +39,10 @@ class Tile:
 _NUMBERS = {
     64: {32: 13, 40: 314, 48: 315, 56: 316, 64: 15, 72: 317, 80: 318, 88: 319, 96: 26},
     96: {128: 28},
-    112: {128: 165},
     128: {40: 396, 48: 397, 56: 398, 64: 18, 72: 399, 80: 400, 88: 401, 96: 33},
 }
 _PROGRAMS, _LEAST = 132, 126
-"""Multiprocessors of a Hopper, and how many of them must have a tile in each round."""
+"""Multiprocessors of a Hopper, and how many of them must have a tile."""
 _MOST_ROWS = 288
 
 
@@ -54,17 +53,16 @@ def tile_for(rows: int, n: int) -> Tile | None:
     for outputs in (64, 128):
         for down, cluster, option in ((2, 5, 3), (4, 3, 1)):
             height = triton.cdiv(triton.cdiv(rows, down), 8) * 8
-            if _fill(n, outputs, down, 1) and height in _NUMBERS[outputs]:
+            if _fill(n, outputs, down) and height in _NUMBERS[outputs]:
                 return Tile(outputs, height, cluster, option)
-    for outputs, rounds, least in ((96, 1, 217), (112, 4, 233)):
-        if least <= rows <= 256 and _fill(n, outputs, 2, rounds):
-            return Tile(outputs, 128, 5, 2)
+    if 216 < rows <= 256 and _fill(n, 96, 2):
+        return Tile(96, 128, 5, 2)
     return None
 
 
-def _fill(n: int, outputs: int, down: int, rounds: int) -> bool:
-    """Whether that many tiles for the rows, for each of n outputs, fill so many rounds of the chip."""
-    return n % outputs == 0 and rounds * _LEAST <= n // outputs * down <= rounds * _PROGRAMS
+def _fill(n: int, outputs: int, down: int) -> bool:
+    """Whether that many tiles for the rows, for each of n outputs, fill the chip."""
+    return n % outputs == 0 and _LEAST <= n // outputs * down <= _PROGRAMS
 
 
 def multiply(x: Tensor, weight: Tensor, residual: Tensor | None, out: Tensor) -> bool:
