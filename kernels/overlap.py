@@ -2,7 +2,8 @@
 the predecessor still runs. Knows one flag and one wait; every kernel of a chain takes part.
 
 A kernel says `begin(PDL)` before it touches anything that another kernel writes or reads. What it does before that line
-may use weights only, and what lay there before some kernel without dependent launch began.
+may use weights only, and what lay there before some kernel began that lets nobody start early: one without dependent
+launch, or one that says `settle(PDL)` instead.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -21,6 +22,14 @@ def begin(PDL: tl.constexpr):
     """Let the next kernel start, then wait until the previous one has ended and its writes are visible."""
     if PDL:
         gdc_launch_dependents()
+        gdc_wait()
+
+
+@triton.jit
+def settle(PDL: tl.constexpr):
+    """Wait as `begin` does, and let nobody start before the end: whoever comes later may read at once what this kernel
+    or those before it wrote."""
+    if PDL:
         gdc_wait()
 
 

@@ -6,10 +6,10 @@
 Two kernels share one inner loop (online softmax, Milakov and Gimelshein 2018; the H / K query heads of a key/value
 head are packed into the rows of a tile). Rows of few tokens go to the split kernel: all their key tiles, laid end to
 end, are cut into G equal shares, so a skewed batch costs what an even one costs; who finishes a row last merges its
-parts. Where rows are few, each head of a row has programs of its own instead: none has to begin twice. Leading keys
-that neighbours of one token share are taken once for a group of them, by a kernel before it. Longer rows go to the tile
-kernel, or its twin for Hopper, the longest tiles first. Grids depend on shapes alone and all values are read on the
-device, so all can be captured in a CUDA graph.
+parts. Where rows are few, each head of a row has programs of its own instead: none has to begin twice; a Hopper has a
+kernel of its own for few rows of one token. Leading keys that neighbours of one token share are taken once for a group
+of them, by a kernel before it. Longer rows go to the tile kernel, or its twin for Hopper, the longest tiles first.
+Grids depend on shapes alone and all values are read on the device, so all can be captured in a CUDA graph.
 
 An invariant plan gives a query the same bits in any batch and any chunk: both kernels take the same tiles of keys, cut
 sums at the same positions, join them in the same order and round every product on its own.
@@ -26,14 +26,31 @@ from torch import Tensor
 from kernels import kv
 from kernels.attention.device import split_kernel, tile_kernel
 from kernels.attention.shared import shared_kernel
-from kernels.attention.worklist import RECORD, RECORDS, schedule_kernel
-from kernels.device import has_asm
+from kernels.attention.worklist import FEW_UNIT, RECORD, RECORDS, schedule_kernel
+from kernels.device import has_asm, is_hopper
 from kernels.overlap import launch_options
 
 LOG2E = 1.4426950408889634
 
 
 # ---- plan and launch ----
+
+
+@dataclass(frozen=True, slots=True)
+class FewRows:
+    """Shape of the programs of `kernels.attention.hopper_few`, measured in decode steps on one H200."""
+
+    keys: int
+    """Of a tile."""
+    stages: int
+    """Tiles on their way at a time."""
+    warps: int
+    programs: int
+
+    def serve(self, row_heads: int, share: int, dim: int, block_size: int, dtype: torch.dtype) -> bool:
+        """Whether the kernel is made for such numbers, and each row and head can have two programs at least."""
+        made = dim in (64, 128) and share <= 8 and block_size % FEW_UNIT.value == 0 and dtype.itemsize == 2
+        return made and 2 * row_heads <= self.programs
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +76,8 @@ class Config:
     tile_stages: int = 3
     hopper: bool = True
     """Leave the tiles to `kernels.attention.hopper` where it serves."""
+    few: FewRows | None = None
+    """The programs of `kernels.attention.hopper_few`, where it serves."""
     span: int = 0
     """Cut sums after so many keys, wherever a query lies (invariant); 0: where the shares fall."""
 
@@ -81,6 +100,9 @@ CONFIGS_8_BIT = {
     (128, True): Config(split_keys=64, split_warps=2, split_stages=4),
     (128, False): Config(split_keys=128, split_stages=6, split_apart=True, split_merge=32, shared_rows=17),
 }
+# For up to so many rows of one token on a Hopper, over pools of 16 bits and of fp8.
+FEW = {1: FewRows(64, 3, 4, 132), 3: FewRows(64, 2, 4, 264), 16: FewRows(64, 2, 4, 396)}
+FEW_FP8 = {4: FewRows(128, 2, 8, 132)}
 EXACT = Config(split_keys=32, split_stages=2, tile_rows=32, tile_keys=32, tile_warps=4, tile_stages=2)
 TINY = replace(EXACT, split_programs=3, split_least=1, split_keys=16, tile_keys=16, shared_rows=4)
 SPAN = 512
@@ -102,7 +124,9 @@ def config_for(
             split_stages=3, tile_rows=64, tile_keys=64, tile_warps=4, tile_stages=3, hopper=False, span=SPAN
         )  # fmt: skip
     configs = CONFIGS if stored is None or stored.itemsize > 1 else CONFIGS_8_BIT
-    return configs[64 if dim <= 64 else 128, rows <= FEW_ROWS]
+    few = FEW if stored in (None, dtype) else FEW_FP8 if stored == kv.FP8 and dim > 64 else {}
+    shape = next((shape for most, shape in few.items() if rows <= most), None)
+    return replace(configs[64 if dim <= 64 else 128, rows <= FEW_ROWS], few=shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +157,8 @@ class AttentionPlan:
     parts: Tensor
     arrived: Tensor
     shared: SharedPrefixes | None
+    few: FewRows | None
+    """How few rows of one token are taken; None: as any."""
     window: int | None
     short_tokens: int
     """Rows of more tokens than this belong to the tile kernel."""
@@ -167,17 +193,21 @@ def plan_attention(
     config = config or config_for(dim, dtype, rows)
     share = heads // kv_heads
     lines = triton.next_power_of_2(short_tokens * share)
-    pieces = rows * kv_heads + config.split_programs
+    few = config.few if window is None and short_tokens == 1 and is_hopper(device) else None
+    if few and not few.serve(rows * kv_heads, share, dim, block_size, dtype):
+        few = None
+    programs = few.programs if few else config.split_programs
+    pieces = rows * kv_heads + programs
     if config.span:
         pieces = rows * kv_heads * triton.cdiv(tables.shape[1] * block_size, config.span)
     plan = AttentionPlan(
         starts, contexts, tables,
         ends=torch.empty(rows + 1, dtype=torch.int32, device=device),
-        records=torch.empty(config.split_programs, RECORD.value, dtype=torch.int32, device=device),
+        records=torch.empty(programs, RECORD.value, dtype=torch.int32, device=device),
         parts=torch.empty(pieces, lines, dim + 2, dtype=torch.float32, device=device),
         arrived=torch.zeros(rows * kv_heads, dtype=torch.int32, device=device),
         shared=None if window or short_tokens > 1 else _shared_prefixes(config, rows, kv_heads, lines, dim, device),
-        window=window, short_tokens=short_tokens, long_tokens=long_tokens, kv_heads=kv_heads, share=share,
+        few=few, window=window, short_tokens=short_tokens, long_tokens=long_tokens, kv_heads=kv_heads, share=share,
         block_size=block_size, config=config,
     )  # fmt: skip
     schedule(plan)
@@ -200,14 +230,17 @@ def _shared_prefixes(
 def schedule(plan: AttentionPlan) -> None:
     """Share the short rows' work out anew, after `starts` or `contexts` changed. One small launch; no host waits."""
     rows, config, shared = plan.contexts.shape[0], plan.config, plan.shared
-    group = shared.parts.shape[3] if shared else 1
-    schedule_kernel[(triton.cdiv(config.split_programs, RECORDS.value),)](
+    group, programs = shared.parts.shape[3] if shared else 1, len(plan.records)
+    if plan.few:
+        unit, least, apart = FEW_UNIT.value, plan.few.keys // FEW_UNIT.value, True
+    else:
+        unit, least = config.span or config.split_keys, config.split_least
+        apart = config.split_apart and not config.span and 4 * rows * plan.kv_heads <= programs
+    schedule_kernel[(triton.cdiv(programs, RECORDS.value),)](
         plan.starts, plan.contexts, plan.tables, shared.groups if shared else None, plan.ends, plan.records, rows,
-        plan.kv_heads, plan.tables.shape[1], plan.window or 0, plan.short_tokens, G=config.split_programs,
-        TILE=config.span or config.split_keys, LEAST=config.split_least, P=plan.block_size, GROUP=group,
-        APART=config.split_apart and not config.span and 4 * rows * plan.kv_heads <= config.split_programs,
-        WINDOW=plan.window is not None, BLOCK_R=max(16, group, triton.next_power_of_2(rows)), num_warps=4,
-        **launch_options(plan.starts.device),
+        plan.kv_heads, plan.tables.shape[1], plan.window or 0, plan.short_tokens, G=programs,
+        TILE=unit, LEAST=least, P=plan.block_size, GROUP=group, APART=apart, WINDOW=plan.window is not None,
+        BLOCK_R=max(16, group, triton.next_power_of_2(rows)), num_warps=4, **launch_options(plan.starts.device),
     )  # fmt: skip
 
 
@@ -263,6 +296,14 @@ def _attend_long(
 def _attend_short(
     q_THD: Tensor, kv_NP2KD: Tensor, kv_scales: Tensor | None, out: Tensor, plan: AttentionPlan, scale: float
 ) -> None:
+    if few := plan.few:
+        from kernels.attention import hopper_few  # late: older devices cannot use it
+
+        hopper_few.attend_few(
+            q_THD, kv_NP2KD, kv_scales, out, plan.tables, plan.records, plan.parts, plan.arrived, scale, few.keys,
+            few.stages, few.warps,
+        )  # fmt: skip
+        return
     config, shared, rows, lines = plan.config, plan.shared, plan.contexts.shape[0], plan.parts.shape[1]
     numbers = (rows, plan.kv_heads, plan.tables.shape[1], q_THD.stride(0), scale)
     count, _, splits, group, _, _ = shared.parts.shape if shared else (0, 0, 1, 1, 0, 0)

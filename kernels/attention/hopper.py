@@ -2,8 +2,9 @@
 
 Each page's keys arrive by the bulk copy engine; a warpgroup issues the scores of the next tile and the values of this
 one together and takes the exponentials while the tensor cores work (Shah et al. 2024, FlashAttention-3). Pages of e4m3
-arrive in a ring of their own, from which a third warpgroup turns them into float16. Names as there. 16-bit dtypes, D =
-64 or 128, blocks of a multiple of 16 tokens.
+arrive in a ring of their own, from which a third warpgroup turns them into float16. Which rows there are, and keys of
+steps before this one, are read before the previous kernel has ended. Names as there. 16-bit dtypes, D = 64 or 128,
+blocks of a multiple of 16 tokens.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -24,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.kv import FP8
 
@@ -53,20 +55,28 @@ def _fetch(pool, table, buffers, full, empty, tile, count, context, column,
 
 
 @gluon.jit
-def _produce(pool, table, buffers, first, tiles, context, head, K, P: gl.constexpr, PAGE: gl.constexpr):
+def _produce(pool, table, buffers, first, tiles, old, context, head, K,
+             P: gl.constexpr, PAGE: gl.constexpr):  # fmt: skip
+    """old: keys that the kernel before this one did not write."""
     k_buffers, v_buffers, k_full, k_empty, v_full, v_empty = buffers
     D: gl.constexpr = k_buffers.shape[2]
+    TILE: gl.constexpr = k_buffers.shape[1]
     for count in range(tiles):
+        if (first + count + 1) * TILE > old:
+            gdc_wait()
         _fetch(pool, table, k_buffers, k_full, k_empty, first + count, count, context, head * D, P, PAGE)
         _fetch(pool, table, v_buffers, v_full, v_empty, first + count, count, context, (K + head) * D, P, PAGE)
 
 
 @gluon.jit
-def _produce_octets(pool, table, octets, full, empty, first, tiles, context, head, K,
+def _produce_octets(pool, table, octets, full, empty, first, tiles, old, context, head, K,
                     P: gl.constexpr, PAGE: gl.constexpr):  # fmt: skip
     """Keys and values of 8 bits take turns in one ring."""
     D: gl.constexpr = octets.shape[2]
+    TILE: gl.constexpr = octets.shape[1]
     for count in range(2 * tiles):
+        if (first + count // 2 + 1) * TILE > old:
+            gdc_wait()
         column = (head + count % 2 * K) * D
         _fetch(pool, table, octets, full, empty, first + count // 2, count, context, column, P, PAGE)
 
@@ -136,6 +146,7 @@ def _consume(q, out, q_buffer, buffers, numbers, half: gl.constexpr, SHARE: gl.c
     inside = ((token < length) & (lines < TOKENS * SHARE))[:, None] & (lanes < D)[None, :]
     column = (head * SHARE + lines % SHARE) * D
     line = (start + token).to(gl.int64)
+    gdc_wait()
     queries = gl.load(q + (line * q_stride + column)[:, None] + lanes[None, :], mask=inside, other=0.0)
     q_buffer.store(queries.to(q_buffer.dtype))
     fence_async_shared()
@@ -205,6 +216,7 @@ def hopper_kernel(
     """As `tile_kernel`: program (tile, head) computes ROWS // SHARE tokens of one row."""
     TOKENS: gl.constexpr = ROWS // SHARE
     flat: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    gdc_launch_dependents()
     rows = gl.arange(0, BLOCK_R, flat)
     lengths = gl.load(starts + rows + 1, mask=rows < R, other=0) - gl.load(starts + rows, mask=rows < R, other=0)
     tiles = gl.where(lengths > longest, (lengths + TOKENS - 1) // TOKENS, 0)
@@ -249,8 +261,8 @@ def hopper_kernel(
                     (_consume, (q, out, q_buffers.index(0), buffers, numbers, 0, SHARE, WINDOW)),
                     (_consume, (q, out, q_buffers.index(1), buffers, numbers, 1, SHARE, WINDOW)),
                     (_widen_all, (octets, octets_full, octets_empty, buffers, count)),
-                    (_produce_octets, (pool, table, octets, octets_full, octets_empty, first, count, context, head, K,
-                                       P, PAGE)),
+                    (_produce_octets, (pool, table, octets, octets_full, octets_empty, first, count, context - length,
+                                       context, head, K, P, PAGE)),
                 ],
                 [4, 4, 1],
                 [208, 72, 24],
@@ -261,11 +273,13 @@ def hopper_kernel(
                 [
                     (_consume, (q, out, q_buffers.index(0), buffers, numbers, 0, SHARE, WINDOW)),
                     (_consume, (q, out, q_buffers.index(1), buffers, numbers, 1, SHARE, WINDOW)),
-                    (_produce, (pool, table, buffers, first, count, context, head, K, P, PAGE)),
+                    (_produce, (pool, table, buffers, first, count, context - length, context, head, K, P, PAGE)),
                 ],
                 [4, 1],
                 [240, 24],
             )  # fmt: skip
+    else:
+        gdc_wait()
 
 
 @gluon.jit
@@ -314,5 +328,5 @@ def attend_tiles(
         pool, kv_scales, q_THD, out, starts, contexts, tables, rows, kv_heads, tables.shape[1], q_THD.stride(0), scale,
         window or 0, longest, SHARE=q_THD.shape[1] // kv_heads, D=dim, P=block_size, ROWS=ROWS, TILE=TILE, PAGE=PAGE,
         STAGES=STAGES, RING=RING, BLOCK_R=max(128, triton.next_power_of_2(rows)), WINDOW=window is not None,
-        num_warps=4,
+        num_warps=4, launch_pdl=True,
     )  # fmt: skip

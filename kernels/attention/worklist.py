@@ -9,10 +9,11 @@ takes those once for a group of rows, and what is shared out here begins behind 
 import triton
 import triton.language as tl
 
-from kernels.overlap import begin
+from kernels.overlap import settle
 
 RECORD = tl.constexpr(10)  # numbers that say all about a program's first piece of work
 RECORDS = tl.constexpr(16)  # that one program of `schedule_kernel` makes
+FEW_UNIT = tl.constexpr(16)  # keys by which the programs of few rows on a Hopper share
 LEAST_MEMBERS, LEAST_TILES = tl.constexpr(4), tl.constexpr(4)  # of a group and its keys that are worth taking together
 
 
@@ -100,9 +101,11 @@ def schedule_kernel(
     APART: programs take tiles of one row and head each. Every row then counts its tiles from 0, as many as its programs
     take, and their equal shares are its own.
 
+    Nobody may begin before this has ended: all of it may be read early.
+
     Programs here know all rows and make RECORDS records each; what all of them write is the same.
     """
-    begin(PDL)
+    settle(PDL)
     rows = tl.arange(0, BLOCK_R)
     start = tl.load(starts + rows, mask=rows < R, other=0)
     length = tl.load(starts + rows + 1, mask=rows < R, other=0) - start

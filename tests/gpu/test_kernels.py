@@ -110,6 +110,17 @@ def test_neighbours_take_the_keys_that_they_share_together(
     close(batch.run(None, 1, config), batch.want(None))
 
 
+@pytest.mark.parametrize("stored", [None, kv.FP8], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("heads", [(32, 8, 128), (28, 4, 128), (8, 8, 128), (32, 8, 64), (4, 2, 64)], ids=str)
+def test_attention_of_few_answers(heads: tuple[int, int, int], dtype: torch.dtype, stored: torch.dtype | None) -> None:
+    for block, contexts in (
+        (16, [2100]), (32, [0, 1, 17, 5000]), (16, [random.randint(1, 4000) for _ in range(8)]), (64, [700] * 16),
+    ):  # fmt: skip
+        batch = Batch([1] * len(contexts), contexts, *heads, block, dtype, stored)
+        close(batch.run(None, 1), batch.want(None))
+
+
 def test_a_context_shorter_than_its_row_ends_and_gives_zeros() -> None:
     """It breaks the contract, yet must not hang the device."""
     for stored in (None, kv.FP8):

@@ -248,6 +248,21 @@ def compile_hopper(dim: int, windowed: bool, stored: torch.dtype) -> Any:
     return compile_gluon(hopper.hopper_kernel, fixed, kinds, {"num_warps": 4})
 
 
+def compile_few(dim: int, stored: torch.dtype, shape: attention.FewRows) -> Any:
+    """Attention of few answers, for capability 9.0 only."""
+    from kernels.attention import hopper_few
+
+    fixed: dict[str, int | None] = {
+        "K": 8, "SHARE": 4, "D": dim, "P": 16, "LINES": 4, "TILE": shape.keys, "STAGES": shape.stages,
+        "WARPS": shape.warps,
+    }  # fmt: skip
+    if stored != kv.FP8:
+        fixed["head_scales"] = None
+    kinds = dict.fromkeys(("q", "out"), "*bf16") | dict.fromkeys(("tables", "records", "arrived"), "*i32")
+    kinds |= {"kv": mangle_type(torch.empty(0, dtype=stored)), "parts": "*fp32", "head_scales": "*fp32"}
+    return compile_gluon(hopper_few.hopper_few_kernel, fixed, kinds | {"scale": "fp32"}, {"num_warps": shape.warps})
+
+
 def compile_gluon(kernel: Any, fixed: dict[str, Any], kinds: dict[str, str], options: dict[str, Any]) -> Any:
     """A Gluon kernel, for capability 9.0 only. kinds: types of arguments that are not `fixed`; others are int32."""
     from triton.experimental.gluon._runtime import GluonASTSource
@@ -378,6 +393,11 @@ def compile_all(capability: int, dtype: torch.dtype) -> list[str]:
             compiled = compile_hopper(dim, windowed, stored)
             assert compiled.metadata.shared <= MOST_SHARED[capability]
             lines.append(f"attention {dim} {stored}: hopper_kernel shared {compiled.metadata.shared}")
+        few = [(64, dtype, attention.FEW[1]), *((128, dtype, attention.FEW[rows]) for rows in (1, 16))]
+        for dim, stored, shape in (*few, (128, kv.FP8, attention.FEW_FP8[4])):
+            compiled = compile_few(dim, stored, shape)
+            assert compiled.metadata.shared <= MOST_SHARED[capability]
+            lines.append(f"attention {dim} {stored}: hopper_few_kernel shared {compiled.metadata.shared}")
         for name, compiled in compile_hopper_words():
             assert compiled.metadata.shared <= MOST_SHARED[capability], name
             lines.append(f"{name}: hopper_words_kernel shared {compiled.metadata.shared}")
