@@ -108,9 +108,11 @@ class Batch:
         prompts = self._schedule_answers(plan)
         if plan.rows and self._shares is not None:
             taken = self.step_tokens - plan.budget
-            waiting = self.waiting[: len(self._free_slots)]
-            line = [sequence.arrival for sequence in (*prompts, *waiting)]
-            plan.budget = max(self._shares.step(line, prompts[0].computed if prompts else 0, taken) - taken, 0)
+            line = [*prompts, *self.waiting[: len(self._free_slots)]]
+            begun = sum(len(row.sequence.tokens) > row.sequence.prefill_end for row in plan.rows) if line else 0
+            context = prompts[0].computed if prompts else 0
+            share = self._shares.step([sequence.arrival for sequence in line], context, taken, begun)
+            plan.budget = max(share - taken, 0)
         for sequence in prompts:
             if sequence.slot is not None:
                 self._schedule(sequence, sequence.remaining, plan)

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 TILE_ROWS = 64
 """Steps are filled up to a multiple of this: a part of a tile costs what a whole one costs."""
-PROMPTS_PER_ANSWER = 8
-"""With at least so many prompts in line for each answer a burst has come: these take all of a step, to the last one."""
+PROMPTS_PER_ANSWER = 7
+"""With at least so many prompts in line for each answer that has begun a burst has come: these take all of a step, to
+the last one."""
 FEW_ANSWERS, FEW_PER_PROMPT = 6, 2
 """With at most so many answers, and so many for each prompt in line, prompts take all of a step, too: few answers wait,
 and seldom."""
@@ -30,11 +31,12 @@ class Shares:
         self.chunk_tokens, self.most = chunk_tokens, most
         self._burst = self._backlog = -1
 
-    def step(self, line: Sequence[int], context: int, answers: int) -> int:
+    def step(self, line: Sequence[int], context: int, answers: int, begun: int) -> int:
         """Tokens of the next step, its answers' own included. `line`: the numbers of the prompts in line, as they
-        arrived; `context`: what the first of them has behind.
+        arrived; `context`: what the first of them has behind; `begun`: answers of which a token is known.
 
-        A burst: nearly all users wait for their first token, so prompts take all of a step. A backlog: steps as small
+        A burst: nearly all users wait for their first token, those of a step that still runs too, so prompts take all
+        of a step. A backlog: steps as small
         as they are efficient, also for the last in line, who waited longest. Few prompts beside many answers: n * n *
         `chunk_tokens` for n prompts, so that answers flow beside one; less far into a long prompt, where each token
         attends to more, so that steps stay equally long.
@@ -42,7 +44,7 @@ class Shares:
         if not line:
             return self.most
         newest, oldest = max(line), min(line)
-        if len(line) >= PROMPTS_PER_ANSWER * answers:
+        if len(line) >= PROMPTS_PER_ANSWER * begun:
             self._burst = newest
         if ANSWERS_PER_PROMPT * len(line) >= answers:
             self._backlog = newest

@@ -299,16 +299,25 @@ def test_steps_of_a_backlog_grow_with_the_answers_whose_keys_each_reads() -> Non
 
 def test_the_last_of_a_backlog_are_computed_as_the_first() -> None:
     shares = Shares(200, 8192)
-    assert shares.step(range(30), 0, 100) == 6400
-    assert shares.step([29], 0, 100) == 6400, "it was in line then"
-    assert shares.step([29, 30], 0, 100) == 6400
-    assert shares.step([30], 0, 100) == 320, "it came later"
+    assert shares.step(range(30), 0, 100, 100) == 6400
+    assert shares.step([29], 0, 100, 100) == 6400, "it was in line then"
+    assert shares.step([29, 30], 0, 100, 100) == 6400
+    assert shares.step([30], 0, 100, 100) == 320, "it came later"
 
 
 def test_prompts_take_all_of_a_step_where_nearly_all_users_wait_for_a_first_token() -> None:
-    assert prompt_tokens(crowded(5, 200), 40) == 8192 - 5
+    assert prompt_tokens(crowded(7, 200), 49) == 8192 - 7
+    assert prompt_tokens(crowded(7, 200), 48) == 2048 - 7
     assert prompt_tokens(crowded(2, 200), 1) == 8000
     assert prompt_tokens(crowded(0, 200), 1) == 8000
+
+
+def test_answers_of_a_first_step_that_still_runs_do_not_end_a_burst() -> None:
+    batch = Batch(BlockPool(20_000), 16, 256, 8192, False, 200)
+    for number in range(8):
+        batch.add(Sequence(Job(number, [1] * 500, 500, SamplingParams(max_tokens=5)), number, 0.0, 16, 16384, b""))
+    batch.plan()  # No token of theirs is known when the others come.
+    assert prompt_tokens(batch, 24) == 8192 - 8
 
 
 def test_several_prompts_take_all_of_a_step_beside_few_answers() -> None:
@@ -319,9 +328,9 @@ def test_several_prompts_take_all_of_a_step_beside_few_answers() -> None:
 
 def test_the_last_of_a_burst_are_computed_as_the_first() -> None:
     shares = Shares(200, 8192)
-    assert shares.step(range(40), 0, 5) == 8192
-    assert shares.step([39, 40], 0, 30) == 8192, "one was in line then"
-    assert shares.step([40], 0, 30) == 256
+    assert shares.step(range(40), 0, 5, 5) == 8192
+    assert shares.step([39, 40], 0, 30, 30) == 8192, "one was in line then"
+    assert shares.step([40], 0, 30, 30) == 256
 
 
 def test_prompts_without_a_slot_are_not_in_line_yet() -> None:
