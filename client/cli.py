@@ -269,8 +269,6 @@ def _serve_part(
     part: Part, environment: dict[str, str], *, model: str, workers: int, redis_url: str, port: int | None
 ) -> None:
     """Becomes one service. Its settings come from the environment; flags that it would ignore are refused."""
-    import runpy
-
     if workers != 1:
         fail(f"--workers is for the whole mesh: start `weft serve {part}` once for each", usage=True)
     if part is not Part.WORKER and environment:
@@ -286,7 +284,7 @@ def _serve_part(
     if port is not None:
         environment["WEFT_LISTEN"] = f"127.0.0.1:{port}"
     os.environ.update(environment)
-    runpy.run_module(f"services.{part}", run_name="__main__", alter_sys=True)
+    os.execv(sys.executable, [sys.executable, "-m", f"services.{part}"])
 
 
 def _delegate(package: str, arguments: list[str]) -> None:

@@ -1,5 +1,5 @@
 """`python -m services.cache` runs the cache service."""
 
-from services.cache.main import run
+from services import process
 
-run()
+process.run("services.cache.main", "run")

@@ -1,5 +1,5 @@
 """`python -m services.gateway` runs the gateway."""
 
-from services.gateway.main import main
+from services import process
 
-main()
+process.run("services.gateway.main", "main")

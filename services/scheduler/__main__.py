@@ -1,5 +1,5 @@
 """`python -m services.scheduler` runs the scheduler."""
 
-from services.scheduler.main import run
+from services import process
 
-run()
+process.run("services.scheduler.main", "run")

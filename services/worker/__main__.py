@@ -1,5 +1,5 @@
 """`python -m services.worker`"""
 
-from services.worker.main import run
+from services import process
 
-run()
+process.run("services.worker.main", "run")
