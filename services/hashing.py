@@ -1,5 +1,6 @@
 """The one prefix key of the mesh, and how tenants are salted. Knows bytes, never where they are stored."""
 
+import functools
 import hashlib
 from array import array
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ def block_keys(token_ids: Sequence[int], block_size: int, root: bytes) -> Iterat
         yield key
 
 
+@functools.lru_cache(maxsize=1024)
 def chain_root(salt: bytes, fingerprint: bytes) -> bytes:
     """Where the chain of one tenant's salt and one model's fingerprint begins."""
     return digest(b"weft/prefix/1", salt, fingerprint)
@@ -26,11 +28,7 @@ def chain_root(salt: bytes, fingerprint: bytes) -> bytes:
 
 def digest(*parts: bytes) -> bytes:
     """SHA-256 over parts, each preceded by its length, so that no two lists of parts collide."""
-    hasher = hashlib.sha256()
-    for part in parts:
-        hasher.update(len(part).to_bytes(8, "little"))
-        hasher.update(part)
-    return hasher.digest()
+    return hashlib.sha256(b"".join([len(part).to_bytes(8, "little") + part for part in parts])).digest()
 
 
 def split_keys(joined: bytes) -> list[bytes]:

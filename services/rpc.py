@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -186,6 +187,7 @@ class Boundary(aio.ServerInterceptor):
 
     def __init__(self, counts: metrics.Metrics, traced: frozenset[str] = frozenset()) -> None:
         self._traced = traced
+        self._guarded: dict[str, tuple[Any, Any]] = {}
         self._seconds = counts.histogram(
             "weft_rpc_seconds", "Unary calls by method and status code.", metrics.SHORT_S, "method", "code"
         )
@@ -199,6 +201,14 @@ class Boundary(aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:
             return handler
+        method = str(handler_call_details.method)
+        known, guarded = self._guarded.get(method, (None, None))
+        if known is not handler:  # What refuses a call by name is a handler of its own.
+            guarded = self._guard(handler, method.removeprefix("/"))
+            self._guarded[method] = handler, guarded
+        return guarded
+
+    def _guard(self, handler: Any, method: str) -> Any:
         parse = handler.request_deserializer or bytes
         styles: dict[tuple[bool, bool], tuple[str, Any, Any]] = {
             (False, False): ("unary_unary", _guard_unary, grpc.unary_unary_rpc_method_handler),
@@ -208,17 +218,15 @@ class Boundary(aio.ServerInterceptor):
         attribute, guard, rebuild = styles[handler.request_streaming, handler.response_streaming]
         behavior = getattr(handler, attribute)
         if guard is _guard_unary:
-            behavior = self._watched(behavior, handler_call_details)
-        guarded = guard(behavior, parse)
-        return rebuild(guarded, response_serializer=handler.response_serializer)
+            behavior = self._watched(behavior, method)
+        return rebuild(guard(behavior, parse), response_serializer=handler.response_serializer)
 
-    def _watched(self, behavior: Any, details: Any) -> Any:
-        method = str(details.method).removeprefix("/")
-        parent = ""
-        if method.partition("/")[0] in self._traced:
-            parent = next((str(value) for key, value in details.invocation_metadata if key == "traceparent"), "")
+    def _watched(self, behavior: Any, method: str) -> Any:
+        traced = method.partition("/")[0] in self._traced
 
         async def watched(request: Any, context: Any) -> Any:
+            metadata = context.invocation_metadata() if traced else ()
+            parent = next((str(value) for key, value in metadata or () if key == "traceparent"), "")
             with _Watch(self._seconds, method, parent):
                 return await behavior(request, context)
 
@@ -267,7 +275,7 @@ def _code(error: BaseException | None) -> str:
 
 def _guard_unary(behavior: Any, parse: Callable[[bytes], Any]) -> Any:
     async def guarded(request: bytes, context: aio.ServicerContext[Any, Any]) -> Any:
-        async with _boundary(context):
+        async with _Caught(context):
             return await behavior(_parsed(parse, request), context)
 
     return guarded
@@ -275,7 +283,7 @@ def _guard_unary(behavior: Any, parse: Callable[[bytes], Any]) -> Any:
 
 def _guard_stream(behavior: Any, parse: Callable[[bytes], Any]) -> Any:
     async def guarded(request: bytes, context: aio.ServicerContext[Any, Any]) -> None:
-        async with _boundary(context):
+        async with _Caught(context):
             await _drive(behavior(_parsed(parse, request), context), context)
 
     return guarded
@@ -287,7 +295,7 @@ def _guard_bidi(behavior: Any, parse: Callable[[bytes], Any]) -> Any:
             async for request in requests:
                 yield _parsed(parse, request)
 
-        async with _boundary(context):
+        async with _Caught(context):
             await _drive(behavior(parsed(), context), context)
 
     return guarded
@@ -311,17 +319,23 @@ async def _drive(answers: Any, context: aio.ServicerContext[Any, Any]) -> None:
         await answers
 
 
-@contextlib.asynccontextmanager
-async def _boundary(context: aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
-    try:
-        yield
-    except (asyncio.CancelledError, aio.AbortError):
-        raise
-    except WeftError as error:
-        await _abort(context, error)
-    except Exception as error:
-        log_exception("unexpected exception", error)
-        await _abort(context, errors.internal())
+class _Caught:
+    """An `async with` block around a handler: what it raises becomes the status of its call."""
+
+    def __init__(self, context: aio.ServicerContext[Any, Any]) -> None:
+        self._context = context
+
+    async def __aenter__(self) -> None:
+        """Begins."""
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, WeftError):
+            await _abort(self._context, error)
+        elif isinstance(error, Exception) and not isinstance(error, aio.AbortError):
+            log_exception("unexpected exception", error)
+            await _abort(self._context, errors.internal())
 
 
 async def _abort(context: aio.ServicerContext[Any, Any], error: WeftError) -> None:
@@ -348,24 +362,37 @@ class Outbox(Generic[Message]):
     """What waits to be written to one link. Putting never waits, so a stalled reader delays nobody else."""
 
     def __init__(self, limit: int = 4096) -> None:
-        self._queue: asyncio.Queue[Message | None] = asyncio.Queue(limit)
+        self._limit = limit
+        self._messages: deque[Message] = deque()
+        self._closed = False
+        self._news: asyncio.Future[None] | None = None
 
     def put(self, message: Message) -> None:
-        """Adds a message. Raises OutboxFull when the link is `limit` messages behind."""
-        try:
-            self._queue.put_nowait(message)
-        except asyncio.QueueFull:
-            raise OutboxFull from None
+        """Adds a message; after `close` nobody reads it. Raises OutboxFull when the link is `limit` messages behind."""
+        if self._closed:
+            return
+        if len(self._messages) >= self._limit:
+            raise OutboxFull
+        self._messages.append(message)
+        self._tell()
 
     def close(self) -> None:
-        """Ends the iteration once, or instead of, what is queued."""
-        if self._queue.full():
-            self._queue.get_nowait()
-        self._queue.put_nowait(None)
+        """Ends the iteration once what is queued has been taken."""
+        self._closed = True
+        self._tell()
 
     async def __aiter__(self) -> AsyncIterator[Message]:
-        while (message := await self._queue.get()) is not None:
-            yield message
+        while True:
+            while self._messages:
+                yield self._messages.popleft()
+            if self._closed:
+                return
+            self._news = asyncio.get_running_loop().create_future()
+            await self._news
+
+    def _tell(self) -> None:
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
 
 
 def stop_requested() -> asyncio.Event:

@@ -149,7 +149,7 @@ def start(
     """A new span below `parent`, a W3C traceparent (anything else: a new trace), begun now or at `began` of
     `time.monotonic`. `link` is the traceparent of a span in another trace that this one has to do with."""
     if _tracing is None:
-        return Span(parent if _match(parent) else f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-00")
+        return Span(parent if _match(parent) else _unseen())
     return _tracing.start(name, parent, kind, began, attributes, link)
 
 
@@ -159,6 +159,12 @@ def record(
     """A span that is over: it began at `began` of `time.monotonic` and took so long."""
     if parent.recorded:
         start(name, parent.traceparent, began=began, attributes=attributes).end(began + seconds)
+
+
+def _unseen() -> str:
+    """The traceparent of a new trace that nobody records."""
+    digits = secrets.token_hex(24)
+    return f"00-{digits[:32]}-{digits[32:]}-00"
 
 
 def _match(traceparent: str) -> re.Match[str] | None:

@@ -22,6 +22,7 @@ MAX_PRIORITY = 100
 MAX_MESSAGES = 1024
 DEFAULT_MAX_TOKENS = 256
 
+_POLICIES = frozenset(api.CachePolicy.values())
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _RANGES: dict[str, tuple[float, float, bool]] = {
     # field: least, most, whether the least itself is allowed
@@ -37,12 +38,12 @@ _RANGES: dict[str, tuple[float, float, bool]] = {
 def check_request(request: api.GenerateRequest) -> None:
     """All of a request that can be judged without the model's card. Raises WeftError."""
     check_known(request, "request")
-    check_prompt(request.prompt)
+    _check_form(request.prompt)
     if request.n > MAX_N:
         raise invalid("n", f"at most {MAX_N}")
     if abs(request.priority) > MAX_PRIORITY:
         raise invalid("priority", f"between -{MAX_PRIORITY} and {MAX_PRIORITY}")
-    if request.cache not in api.CachePolicy.values():
+    if request.cache not in _POLICIES:
         raise invalid("cache", "not a cache policy")
     if request.request_id and not _REQUEST_ID.fullmatch(request.request_id):
         raise invalid("request_id", "1 to 128 characters of A-Z a-z 0-9 . _ : -")
@@ -52,6 +53,10 @@ def check_request(request: api.GenerateRequest) -> None:
 def check_prompt(prompt: api.Prompt) -> None:
     """A prompt of one form that is not empty. Raises WeftError."""
     check_known(prompt, "prompt")
+    _check_form(prompt)
+
+
+def _check_form(prompt: api.Prompt) -> None:
     form = prompt.WhichOneof("form")
     if form is None:
         raise invalid("prompt", "one of text, chat or token_ids is required", "EMPTY_PROMPT")
@@ -78,9 +83,9 @@ def check_stops(sampling: api.Sampling) -> None:
 
 def check_sampling(sampling: api.Sampling, card: mesh.ModelCard) -> None:
     """How tokens are chosen, against the model's vocabulary. Raises WeftError."""
-    for name, (least, most, inclusive) in _RANGES.items():
-        if name not in _OPTIONAL or sampling.HasField(name):  # type: ignore[arg-type]
-            _check_range(name, getattr(sampling, name), least, most, inclusive)
+    for field, value in sampling.ListFields():  # What is not set is 0 or has a default: both are allowed.
+        if field.name in _RANGES:
+            _check_range(field.name, value, *_RANGES[field.name])
     if sampling.HasField("max_tokens") and sampling.max_tokens == 0:
         raise invalid("sampling.max_tokens", "at least 1")
     if sampling.HasField("max_tokens") and sampling.min_tokens > sampling.max_tokens:
@@ -132,9 +137,6 @@ def check_known(message: Message, field: str) -> None:
             continue
         for child in [value] if isinstance(value, Message) else value:
             check_known(child, descriptor.name if field == "request" else f"{field}.{descriptor.name}")
-
-
-_OPTIONAL = frozenset({"temperature", "top_p", "repetition_penalty"})
 
 
 def _check_range(name: str, value: float, least: float, most: float, inclusive: bool) -> None:

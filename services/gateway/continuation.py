@@ -73,12 +73,14 @@ class Continuation:
 
     async def run(self) -> None:
         """Brings the answer to its end. Raises WeftError if there is none to be had."""
-        if not (self._result_key and self._mesh.results.enabled):
-            await self._generate()
-        elif (result := await self._race()) is not None:
-            self._replay(result)
+        self.journal.begin_attempt()
+        ahead = self._start_ahead()
+        if ahead is None:
+            await self._answer(None)
             return
-        self._store()
+        with ahead:
+            await asyncio.sleep(0)  # Its job is written before anything else is done.
+            await self._answer(ahead)
 
     def advance(self) -> None:
         """Takes the tokens that have come into the journal; a stop string among them ends the job."""
@@ -92,9 +94,17 @@ class Continuation:
         if self.journal.ending is not None:
             row.link.cancel(row, len(self.journal.tokens), self._mesh.settings.cost_wait_s)
 
-    async def _race(self) -> cache_pb2.CachedResult | None:
+    async def _answer(self, ahead: HeadStart | None) -> None:
+        if not (self._result_key and self._mesh.results.enabled):
+            await self._generate(ahead)
+        elif (result := await self._race(ahead)) is not None:
+            self._replay(result)
+            return
+        self._store()
+
+    async def _race(self, ahead: HeadStart | None) -> cache_pb2.CachedResult | None:
         """Generates and looks the result up at the same time: the result, if it came before the first token."""
-        work = asyncio.create_task(self._generate())
+        work = asyncio.create_task(self._generate(ahead))
         look = asyncio.create_task(self._look_up())
         try:
             await asyncio.wait({work, look}, return_when=asyncio.FIRST_COMPLETED)
@@ -133,13 +143,13 @@ class Continuation:
         if writes and self._result_key and ending is not None and not self.ledger.joined:
             self._mesh.results.put(self._result_key, to_result(self.journal, ending))
 
-    async def _generate(self) -> None:
+    async def _generate(self, ahead: HeadStart | None) -> None:
         losses = unjoined = 0
         while self.journal.ending is None:
-            self.journal.begin_attempt()
-            placement, loss = await self._placed_attempt(self._start_ahead())
+            placement, loss = await self._placed_attempt(ahead)
             if loss is None:
                 return
+            ahead = None
             losses += 1
             self._mesh.metrics.attempt_lost(loss)
             log.info("attempt lost", attempt=self.journal.attempt, reason=loss.reason, tokens=len(self.journal.tokens))
@@ -156,6 +166,8 @@ class Continuation:
             if len(self.journal.tokens) >= self._job.sampling.max_tokens:
                 self.journal.end(Ending(api.FINISH_REASON_LENGTH))
                 self._news()
+            else:
+                self.journal.begin_attempt()
 
     def _next_submit(self) -> mesh_pb2.Submit:
         submit, context = self._submit, self.journal.context()
@@ -170,7 +182,7 @@ class Continuation:
     def _start_ahead(self) -> HeadStart | None:
         """Sends the first attempt to where it will run, unless it is told soon enough anyway: where others of this
         gateway run, or where an answer is likely to come from the cache."""
-        link = self._mesh.links.to(self._likely) if self._likely and self.journal.attempt == 1 else None
+        link = self._mesh.links.to(self._likely) if self._likely else None
         if link is None or not link.idle or self._mesh.results.expects(self._result_key):
             return None
         span = self._begin_span()
@@ -178,12 +190,7 @@ class Continuation:
 
     async def _placed_attempt(self, ahead: HeadStart | None) -> tuple[Placement, WeftError | None]:
         """One attempt where the scheduler wants it: None once the answer has ended, else why it has not."""
-        try:
-            placement = await self._mesh.dispatch.place(self._next_submit())
-        except BaseException:
-            if ahead is not None:
-                ahead.take_back()
-            raise
+        placement = await self._mesh.dispatch.place(self._next_submit())
         self._note(placement)
         if ahead is not None and ahead.confirmed(placement):
             span, row = ahead.span, ahead.row

@@ -16,26 +16,37 @@ runs nowhere."""
 
 
 class HeadStart:
-    """A job on its way to a worker that nobody has named yet."""
+    """A job on its way to a worker that nobody has named yet. As a context manager it is taken back at the end of its
+    block, unless it was confirmed."""
 
     def __init__(self, address: str, row: Row, span: telemetry.Span) -> None:
         self.row = row
         self.span = span
         self._address = address
+        self._settled = False
         self._late = asyncio.get_running_loop().call_later(PATIENCE_S, self._withdraw)
+
+    def __enter__(self) -> "HeadStart":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self._settled:
+            self._take_back()
 
     def confirmed(self, placement: mesh.Assigned | mesh.Joined) -> bool:
         """Whether the job was assigned to this worker, where it still runs or has ended; if not, it is taken back."""
         lives = not self.row.closed.done() or self.row.end is not None
         if not (lives and isinstance(placement, mesh.Assigned) and placement.address == self._address):
-            self.take_back()
+            self._take_back()
             return False
+        self._settled = True
         self._late.cancel()
         self.row.worker_id = placement.worker_id
         return True
 
-    def take_back(self) -> None:
+    def _take_back(self) -> None:
         """The job does not run there after all."""
+        self._settled = True
         self._late.cancel()
         self._withdraw()
         self.span.set({"weft.cancelled": True})

@@ -97,8 +97,9 @@ class Catalog:
 
     async def text(self, served: Served) -> TextModel:
         """The tokenizer and template of a model. Raises WeftError."""
+        task = self._load(served)
         # Shielded: one client that leaves must not end what others wait for.
-        return await asyncio.shield(self._load(served))
+        return task.result() if task.done() else await asyncio.shield(task)
 
     async def listing(self, tenant: Tenant) -> list[api.Model]:
         """The models that are served or loaded now, by name."""

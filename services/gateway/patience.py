@@ -25,7 +25,7 @@ class Patience:
     def __enter__(self) -> "Patience":
         self._task = asyncio.current_task()
         if self._remaining_s is not None:
-            self._timers.append(self._loop.call_later(max(0.0, self._remaining_s), self._end, deadline_exceeded()))
+            self._timers.append(self._loop.call_later(max(0.0, self._remaining_s), self._expire))
         self._watch()
         return self
 
@@ -48,6 +48,9 @@ class Patience:
             return
         del self._timers[1 if self._remaining_s is not None else 0 :]
         self._timers.append(self._loop.call_later(self._stall_s / 8, self._watch))
+
+    def _expire(self) -> None:
+        self._end(deadline_exceeded())
 
     def _end(self, verdict: WeftError) -> None:
         if self._verdict is None and self._task is not None:

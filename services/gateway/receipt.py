@@ -24,6 +24,9 @@ class Phase(enum.IntEnum):
     """Waiting for the client to read."""
 
 
+_PHASES = len(Phase)
+
+
 class Timeline:
     """Attributes every instant since its creation to exactly one phase."""
 
@@ -31,7 +34,7 @@ class Timeline:
         self._clock = clock
         self.began = self.since = clock()
         self.phase = Phase.OWN
-        self._spent = [0.0] * len(Phase)
+        self._spent = [0.0] * _PHASES
 
     def enter(self, phase: Phase) -> None:
         """What follows belongs to `phase`."""
