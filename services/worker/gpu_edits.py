@@ -15,7 +15,6 @@ from services.worker.inputs import Words
 AT_ONCE = 1024
 """New blocks of one copy; of 16 tokens each, for 16k tokens."""
 _STAGES = 4
-_NO_WORDS: Words = np.zeros(0, np.int32)
 
 
 class SlotEditor:
@@ -29,6 +28,7 @@ class SlotEditor:
         most = HEADER + 2 * AT_ONCE + LINE * len(tables)
         self._words = torch.zeros(most, dtype=torch.int32, device=tables.device)
         self._staged = [torch.zeros(most, dtype=torch.int32, pin_memory=on_gpu) for _ in range(_STAGES)]
+        self._lines = [words.numpy() for words in self._staged]
         self._copied = [torch.cuda.Event() for _ in range(_STAGES)] if on_gpu else []  # type: ignore[no-untyped-call]
         self._sent = 0
         self._graph: Any = None
@@ -45,23 +45,28 @@ class SlotEditor:
     def write(self, places: list[Words], blocks: list[Words], admitted: list[Words]) -> None:
         """Put these blocks in these places of the tables, counted from the first one's start, and these admissions,
         each a slot and the words of its state, in their slots."""
-        all_places, all_blocks, lines = (np.concatenate([_NO_WORDS, *each]) for each in (places, blocks, admitted))
-        for start in range(0, max(len(all_places), 1), AT_ONCE):
+        count = sum(map(len, places))
+        if count <= AT_ONCE:
+            self._send(count, places, blocks, admitted)
+            return
+        all_places, all_blocks = np.concatenate(places), np.concatenate(blocks)
+        for start in range(0, count, AT_ONCE):
             part = slice(start, start + AT_ONCE)
-            self._send(all_places[part], all_blocks[part], lines if start == 0 else _NO_WORDS)
+            self._send(len(all_places[part]), [all_places[part]], [all_blocks[part]], admitted if start == 0 else [])
 
-    def _send(self, places: Words, blocks: Words, lines: Words) -> None:
+    def _send(self, count: int, places: list[Words], blocks: list[Words], lines: list[Words]) -> None:
         stage = self._sent % _STAGES
         self._sent += 1
         if self._copied:
             self._copied[stage].synchronize()
-        words = np.concatenate(((len(places), len(lines) // LINE), places, blocks, lines), dtype=np.int32)
-        self._staged[stage].numpy()[: len(words)] = words
-        self._words[: len(words)].copy_(self._staged[stage][: len(words)], non_blocking=True)
+        line_words = sum(map(len, lines))
+        total, header = HEADER + 2 * count + line_words, np.array((count, line_words // LINE), np.int32)
+        np.concatenate((header, *places, *blocks, *lines), out=self._lines[stage][:total])
+        self._words[:total].copy_(self._staged[stage][:total], non_blocking=True)
         if self._copied:
             self._copied[stage].record()
         if self._graph is None:
-            self._launch(max(len(places), len(lines) // LINE, 1))
+            self._launch(max(count, line_words // LINE, 1))
         else:
             self._graph.replay()
 

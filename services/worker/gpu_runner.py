@@ -288,7 +288,7 @@ class GpuRunner:
         finite = np.ones(rows, np.bool_)
         if not step.rows.answers:
             lines = report[_aligned(3 * step.samples) :][:tokens]
-            finite = np.minimum.reduceat(lines, np.cumsum(step.rows.lengths) - step.rows.lengths) > 0
+            finite = np.minimum.reduceat(lines, step.rows.ends - step.rows.lengths) > 0
         finite[step.rows.sampling] &= np.isfinite(totals.view(np.float32))
         logprobs = own.view(np.float32).tolist() if step.asked.max(initial=-1) >= 0 else None
         return StepResult(finite.tolist(), Sampled(drawn.tolist(), logprobs, _tops(step)))

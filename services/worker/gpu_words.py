@@ -3,7 +3,7 @@
 Knows positions and slots, never tensors of a device.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ Sizes = tuple[int, int, int]
 """Tokens, rows, rows that sample."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepRows:
     """The R rows of a step, and what the host knows of them."""
 
@@ -31,11 +31,14 @@ class StepRows:
     """[S]: which rows sample."""
     positions: Array
     """[S]: of the new token in its answer."""
+    ends: Array = field(init=False)
+    """[R]: tokens of the rows up to each, its own included."""
+    sizes: Sizes = field(init=False)
 
-    @property
-    def sizes(self) -> Sizes:
-        """Tokens, rows, rows that sample."""
-        return int(self.lengths.sum()), len(self.slots), len(self.sampling)
+    def __post_init__(self) -> None:
+        """Counts, once."""
+        self.ends = np.cumsum(self.lengths)
+        self.sizes = int(self.ends[-1]), len(self.slots), len(self.sampling)
 
     @property
     def answers(self) -> bool:
@@ -49,13 +52,15 @@ class StepRows:
         total = slots.words_of(*sizes)
         words[:total] = 0
         ids, places, owners, starts, contexts, row_slots, sampled, sample_slots, positions = parts(words, sizes)
-        ends = np.cumsum(self.lengths)
-        row_of = np.repeat(np.arange(count), self.lengths)
-        owners[:tokens] = self.slots[row_of]
-        ids[:tokens] = -1 - owners[:tokens]
-        ids[:tokens][(self.rows.given > 0)[row_of]] = self.rows.ids
+        ends = self.ends
+        owners[:tokens] = np.repeat(self.slots, self.lengths)
+        if len(self.rows.ids) == tokens:
+            ids[:tokens] = self.rows.ids
+        else:
+            ids[:tokens] = -1 - owners[:tokens]
+            ids[:tokens][np.repeat(self.rows.given > 0, self.lengths)] = self.rows.ids
         places[tokens:] = -1
-        places[:tokens] = np.arange(tokens) + (self.contexts - ends)[row_of]
+        places[:tokens] = np.arange(tokens) + np.repeat(self.contexts - ends, self.lengths)
         starts[1 : count + 1], starts[count + 1 :] = ends, tokens  # rows without tokens are skipped
         contexts[:count], row_slots[:count], row_slots[count:] = self.contexts, self.slots, nobody
         sample_slots[samples:] = nobody

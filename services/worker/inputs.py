@@ -12,7 +12,8 @@ of answers sends four words for each, and a token that is still on the device ne
 import enum
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass
+from typing import Any, NamedTuple, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
@@ -42,8 +43,7 @@ class Edit(enum.IntEnum):
     """For min_tokens: the position from which they are allowed, then token ids."""
 
 
-@dataclass(frozen=True, slots=True)
-class SlotState:
+class SlotState(NamedTuple):
     """What ADMIT says of a sequence."""
 
     computed: int
@@ -65,7 +65,7 @@ class SlotState:
 
     def words(self) -> "array[int]":
         """In the order of the fields."""
-        values = astuple(self)
+        values: tuple[Any, ...] = self
         packed = array("i", values[:_INTEGERS])
         packed.frombytes(array("f", values[_INTEGERS:]).tobytes())
         return packed
@@ -76,7 +76,7 @@ class SlotState:
         return cls(*words[:_INTEGERS].tolist(), *words[_INTEGERS:].view(np.float32).tolist())
 
 
-_INTEGERS = sum(field.type is int for field in fields(SlotState))
+_INTEGERS = sum(kind is int for kind in get_type_hints(SlotState).values())
 
 
 # ---- writing ----
@@ -136,9 +136,10 @@ def admit(job: Job, eos_token_ids: Iterable[int]) -> SlotEdits:
         words = array("i", params.logit_bias.keys())
         words.frombytes(array("f", params.logit_bias.values()).tobytes())
         edits += _edit(Edit.BIAS, slot, words)
-    banned = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_token_ids))
-    if job.position < params.min_tokens and banned:
-        edits += _edit(Edit.BAN, slot, array("i", [params.min_tokens, *sorted(banned)]))
+    if job.position < params.min_tokens:
+        banned = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_token_ids))
+        if banned:
+            edits += _edit(Edit.BAN, slot, array("i", [params.min_tokens, *sorted(banned)]))
     return SlotEdits(slot, edits)
 
 
