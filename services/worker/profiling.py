@@ -26,7 +26,7 @@ _FAMILIES = (
     ("norms", ("norm",)),
     ("rope and KV", ("rope", "store_kv", "copy_blocks")),
     ("sampling", ("scan_kernel", "choose_kernel", "top_kernel", "sample", "topk", "argmax", "sort", "multinomial")),
-    ("attention", ("attention", "hopper_kernel", "tile_kernel", "split_kernel", "shared_kernel", "schedule_kernel",
+    ("attention", ("attention", "hopper_", "tile_kernel", "split_kernel", "shared_kernel", "schedule_kernel",
                    "flash", "softmax")),
     ("products", ("gemm", "gemv", "nvjet", "cutlass", "matmul", "linear", "mm", "skinny", "invariant", "split", "qkv")),
     ("quantized products", ("words_kernel", "dequantize", "round_rows")),
@@ -35,6 +35,7 @@ _FAMILIES = (
     ("copies", ("memcpy", "memset", "copy", "index", "fill", "cat", "stack")),
 )  # fmt: skip
 _OTHER = "other"
+_UNTIMED = contextlib.nullcontext()
 
 
 class Recorder(Protocol):
@@ -186,7 +187,7 @@ class Profiler:
 
     def phase(self, name: str) -> contextlib.AbstractContextManager[Any]:
         """A `with` block for a phase of a step."""
-        return contextlib.nullcontext() if self._recorder is None else self._timed(name, self._recorder)
+        return _UNTIMED if self._recorder is None else self._timed(name, self._recorder)
 
     @contextlib.contextmanager
     def _timed(self, name: str, recorder: Recorder) -> Any:
