@@ -51,7 +51,7 @@ def keep_columns(weight_NK: Tensor, gram_KK: Tensor, stays: Tensor) -> Tensor:
 def damped(gram_KK: Tensor) -> Tensor:
     """Moments that can be inverted, float64."""
     share = (gram_KK.diagonal().mean() * _DAMPING).clamp_min(1e-8)
-    return gram_KK.double() + torch.eye(len(gram_KK)) * share
+    return gram_KK.double() + torch.eye(len(gram_KK), device=gram_KK.device) * share
 
 
 def _inverse_factor(gram_KK: Tensor) -> Tensor:

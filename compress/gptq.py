@@ -63,16 +63,17 @@ def compensated(weight_NK: Tensor, gram_KK: Tensor, group: int, symmetric: bool,
     With `fixed` steps the inputs with the largest moments come first (act-order); else columns come in their own order,
     and a group's steps are found when its turn comes.
     """
-    order = torch.arange(len(gram_KK)) if fixed is None else gram_KK.diagonal().argsort(descending=True)
+    inputs = torch.arange(len(gram_KK), device=gram_KK.device)
+    order = inputs if fixed is None else gram_KK.diagonal().argsort(descending=True)
     found: list[Steps] = []
 
     def rounding(columns: slice, weight_NG: Tensor) -> Change:
         if fixed is None:
             found.append(cheapest_steps(weight_NG[:, None], symmetric, gram_KK.diagonal()[columns][None]))
-            steps = found[-1].of(torch.zeros(group, dtype=torch.long))
+            steps = found[-1].of(torch.zeros(group, dtype=torch.long, device=order.device))
         else:
             steps = fixed.of(order[columns] // group)
-        return lambda column, now: steps.of(torch.tensor([column])).rounded(now[:, None, None]).flatten()
+        return lambda column, now: steps.of(slice(column, column + 1)).rounded(now[:, None, None]).flatten()
 
     changed_NK = change_columns(weight_NK[:, order], gram_KK[order][:, order], group, rounding)[:, order.argsort()]
     steps = fixed or Steps.joined(found)

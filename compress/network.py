@@ -3,6 +3,7 @@
 Legend: W windows, T tokens of a window, C width, K inputs of a linear.
 """
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -100,6 +101,21 @@ def linear(layer: nn.Module, name: str) -> nn.Linear:
     return found
 
 
+def workplace() -> torch.device:
+    """Where networks are computed with: on the GPU, if there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@contextlib.contextmanager
+def at_work(layer: nn.Module) -> Iterator[None]:
+    """The layer is at the workplace and then in host memory again, where a large network has room for all of them."""
+    layer.to(workplace())
+    try:
+        yield
+    finally:
+        layer.to("cpu")
+
+
 @dataclass(frozen=True, slots=True)
 class Moments:
     """What calibration knows of the inputs of a linear."""
@@ -124,11 +140,12 @@ class Seen:
 
 
 class Stream:
-    """The residual stream of all windows, before one layer after another."""
+    """The residual stream of all windows, before one layer after another. Layers that it looks into are `at_work`."""
 
     def __init__(self, model: PreTrainedModel, windows_WT: Tensor) -> None:
         self.layers = layers_of(model)
         self.hidden_WTC = torch.empty(0)
+        """At the workplace."""
         self._how: list[dict[str, Any]] = [{} for _ in self.layers]
         self._begin(model, windows_WT)
 
@@ -137,7 +154,7 @@ class Stream:
         """Let the model itself say how its layers are called, masks and rotations included."""
 
         def note(index: int, kwargs: dict[str, Any]) -> None:
-            self._how[index] = {name: value for name, value in kwargs.items() if name not in _OF_A_CACHE}
+            self._how[index] = {name: _brought(value) for name, value in kwargs.items() if name not in _OF_A_CACHE}
 
         hooks = [
             layer.register_forward_pre_hook(lambda _, __, kwargs, index=index: note(index, kwargs), with_kwargs=True)
@@ -148,7 +165,11 @@ class Stream:
             hook.remove()
         embedding = model.get_input_embeddings()
         assert embedding is not None
-        self.hidden_WTC = embedding(windows_WT)
+        self.go_on_from(embedding(windows_WT))
+
+    def go_on_from(self, hidden_WTC: Tensor) -> None:
+        """Take a stream that was kept before some layer."""
+        self.hidden_WTC = hidden_WTC.to(workplace())
 
     def advance(self, index: int) -> None:
         """Go through a layer as it now is."""
@@ -207,6 +228,13 @@ class _Sums:
 
 
 _OF_A_CACHE = ("past_key_values", "use_cache")
+
+
+def _brought(value: Any) -> Any:
+    """An argument of a layer, tensors and pairs of them brought to the workplace."""
+    if isinstance(value, tuple):
+        return tuple(map(_brought, value))
+    return value.to(workplace()) if isinstance(value, Tensor) else value
 
 
 def _quiet() -> None:

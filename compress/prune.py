@@ -18,7 +18,7 @@ from compress import dense, text
 from compress.checkpoint import Workbench
 from compress.choices import Pattern
 from compress.columns import Change, change_columns
-from compress.network import LINEARS, SEEN, Stream, linear, load
+from compress.network import LINEARS, SEEN, Stream, at_work, linear, load
 from compress.progress import Progress
 from compress.training import Plan, distillation, train
 
@@ -60,19 +60,20 @@ def _pruned(model: PreTrainedModel, windows_WT: Tensor, judgement: Judgement, pr
     stream, pruned = Stream(model, windows_WT), dict[str, Tensor]()
     for index, layer in enumerate(stream.layers):
         progress("layers", index, len(stream.layers))
-        seen = stream.look(index)
-        for name in LINEARS:
-            weight, gram = linear(layer, name).weight.data, seen.inputs[name].gram
-            weight.copy_(_prune(weight, gram, judgement))
-            pruned[f"model.layers.{index}.{name}.weight"] = weight
-        stream.advance(index)
+        with at_work(layer):
+            seen = stream.look(index)
+            for name in LINEARS:
+                weight = linear(layer, name).weight.data
+                weight.copy_(_prune(weight, seen.inputs[name].gram, judgement))
+            stream.advance(index)
+        pruned |= {f"model.layers.{index}.{name}.weight": linear(layer, name).weight.data for name in LINEARS}
     progress("layers", len(stream.layers), len(stream.layers))
     return pruned
 
 
 def _prune(weight_NK: Tensor, gram_KK: Tensor, judgement: Judgement) -> Tensor:
     """The weight with zeros; each block is judged when those before it have been made up for."""
-    sizes_K = gram_KK.diagonal().sqrt() if judgement.wanda else torch.ones(len(gram_KK))
+    sizes_K = gram_KK.diagonal().sqrt() if judgement.wanda else torch.ones_like(gram_KK[0])
 
     def zeroing(columns: slice, weight_NG: Tensor) -> Change:
         stays_NG = keep(weight_NG.abs() * sizes_K[columns], judgement.sparsity, judgement.pattern)

@@ -16,7 +16,18 @@ from transformers import PreTrainedModel
 from compress import layout, text
 from compress.checkpoint import Workbench, as_stored
 from compress.gptq import Gptq
-from compress.network import LINEARS, SEEN, Stream, layers_of, linear, load, outside_layers, read_config, stored_dtype
+from compress.network import (
+    LINEARS,
+    SEEN,
+    Stream,
+    at_work,
+    layers_of,
+    linear,
+    load,
+    outside_layers,
+    read_config,
+    stored_dtype,
+)
 from compress.progress import Progress
 from compress.quantize import layer_tensors, round_layer
 from compress.recipe import Rounded
@@ -75,9 +86,12 @@ def _begin(model: PreTrainedModel, windows_WT: Tensor, group: int, progress: Pro
     stream, begun = Stream(model, windows_WT), dict[str, Tensor]()
     for index, layer in enumerate(stream.layers):
         progress("layers", index, len(stream.layers))
-        for name, weight in round_layer(layer, index, Gptq(group), stream).weights.items():
+        with at_work(layer):
+            rounded = round_layer(layer, index, Gptq(group), stream)
+        for name, weight in rounded.weights.items():
             assert isinstance(weight, Int4Weight)
-            begun |= {f"{index}.{name}.scale": weight.scale, f"{index}.{name}.weight": weight.dequantize(torch.float32)}
+            begun |= {f"{index}.{name}.scale": weight.scale.cpu()}
+            begun |= {f"{index}.{name}.weight": weight.dequantize(torch.float32).cpu()}
     progress("layers", len(stream.layers), len(stream.layers))
     return begun
 

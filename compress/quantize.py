@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from compress import text
 from compress.checkpoint import Workbench, as_stored
 from compress.layout import Scheme, tensors_of
-from compress.network import Stream, layers_of, linear, load, outside_layers, read_config, stored_dtype
+from compress.network import Stream, at_work, layers_of, linear, load, outside_layers, read_config, stored_dtype
 from compress.progress import Progress
 from compress.recipe import Recipe, Rounded
 
@@ -23,13 +23,14 @@ def quantize(base: Path, out: Path, recipe: Recipe, windows_WT: Tensor | None, p
     if recipe.calibrated:
         assert windows_WT is not None
         stream = Stream(model, windows_WT)
-        if bench.done:
-            stream.hidden_WTC = (bench.kept(f"hidden-{bench.done}") or {}).get("hidden", stream.hidden_WTC)
+        if kept := bench.kept(f"hidden-{bench.done}"):
+            stream.go_on_from(kept["hidden"])
     dtype = stored_dtype(config)
     for index in range(bench.done, len(layers)):
         progress("layers", index, len(layers))
         layer = layers[index]
-        rounded = round_layer(layer, index, recipe, stream)
+        with at_work(layer):
+            rounded = round_layer(layer, index, recipe, stream)
         if stream:
             bench.keep(f"hidden-{index + 1}", {"hidden": stream.hidden_WTC})
         bench.write(index, layer_tensors(layer, index, rounded, recipe.scheme, dtype))

@@ -45,7 +45,7 @@ class Steps:
     zero: Tensor
     """float32 [N, B, 1], whole numbers in 0..15."""
 
-    def of(self, groups: Tensor) -> "Steps":
+    def of(self, groups: Tensor | slice) -> "Steps":
         """Those of these groups, in this order."""
         return Steps(self.scale[:, groups], self.zero[:, groups])
 

@@ -18,7 +18,7 @@ from compress import dense, text
 from compress.checkpoint import Workbench
 from compress.columns import keep_columns
 from compress.errors import CompressError
-from compress.network import SEEN, Seen, Stream, layers_of, linear, load, read_config
+from compress.network import SEEN, Seen, Stream, at_work, layers_of, linear, load, read_config
 from compress.progress import Progress
 from compress.training import Plan, distillation, train
 
@@ -45,11 +45,12 @@ def shrink(base: Path, out: Path, windows_WT: Tensor, cut: Cut, heal: Plan, prog
     stream, turned = Stream(model, windows_WT[:SEEN]), []
     for index, layer in enumerate(layers):
         progress("layers", index, len(layers))
-        before, seen = stream.hidden_WTC, stream.look(index)
-        stream.advance(index)
-        turned.append(1 - F.cosine_similarity(before, stream.hidden_WTC, dim=-1).mean().item())
-        _cut_neurons(layer, seen, cut.neurons)
-        _cut_heads(layer, seen, cut.kv_heads)
+        with at_work(layer):
+            before, seen = stream.hidden_WTC, stream.look(index)
+            stream.advance(index)
+            turned.append(1 - F.cosine_similarity(before, stream.hidden_WTC, dim=-1).mean().item())
+            _cut_neurons(layer, seen, cut.neurons)
+            _cut_heads(layer, seen, cut.kv_heads)
     progress("layers", len(layers), len(layers))
     stays = sorted(
         sorted(range(len(layers)), key=lambda index: turned[index], reverse=True)[: len(layers) - cut.layers]
@@ -81,8 +82,8 @@ def _cut_heads(layer: nn.Module, seen: Seen, count: int) -> None:
     gram = seen.inputs["self_attn.o_proj"].gram
     energy = gram.diagonal() * output.weight.detach().square().sum(0)
     heads = energy.view(kv_heads, -1).sum(1).topk(kv_heads - count).indices.sort().values
-    queries = torch.arange(output.in_features).view(kv_heads, -1)[heads].flatten()
-    keys = torch.arange(kv_heads * head_dim).view(kv_heads, -1)[heads].flatten()
+    queries = torch.arange(output.in_features, device=heads.device).view(kv_heads, -1)[heads].flatten()
+    keys = torch.arange(kv_heads * head_dim, device=heads.device).view(kv_heads, -1)[heads].flatten()
     _keep_outputs(linear(layer, "self_attn.q_proj"), queries)
     _keep_outputs(linear(layer, "self_attn.k_proj"), keys)
     _keep_outputs(linear(layer, "self_attn.v_proj"), keys)

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from compress.attention import read_whole_windows
 from compress.checkpoint import Workbench
+from compress.network import workplace
 from compress.progress import Progress
 
 _STATE = "training"
@@ -121,7 +122,7 @@ def rejection(logits_BTV: Tensor, teacher_BTV: Tensor) -> Tensor:
 def to_trainer(*models: nn.Module) -> None:
     """Move networks to where training is fastest here."""
     for model in models:
-        model.to("cuda" if torch.cuda.is_available() else "cpu")
+        model.to(workplace())
 
 
 def distillation(
