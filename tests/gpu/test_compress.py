@@ -12,6 +12,7 @@ from compress.cli import app
 from tests.gpu.conftest import DEMO
 from verify.served import Served
 
+pytest.importorskip("compressed_tensors")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 FEW = ("--windows", "6", "--length", "128")
 UNHEALED = ("--steps", "0", "--length", "128")
