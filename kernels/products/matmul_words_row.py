@@ -33,6 +33,8 @@ class Shape:
 
 ONE_ROUND = range(2 * 132 + 1, 3 * 132 + 1)
 """Tiles that three programs on each multiprocessor take in one round, and two do not."""
+LONG_INPUTS = range(8192, 16385)
+"""So many need more on its way, and leave room for it."""
 MOST_INPUTS = 28672
 """More than these do not stay in shared memory twice."""
 
@@ -43,7 +45,7 @@ def shape_for(weight: Words, rows: int) -> Shape | None:
     if rows != 1 or weight.group not in (0, CHUNK) or n % 16 or k % (WARPS * CHUNK) or k > MOST_INPUTS:
         return None
     if weight.kind != "int4":
-        return Shape(WARPS, 3)
+        return Shape(WARPS, 5 if k in LONG_INPUTS else 3)
     chunks = WARPS if weight.chunks % (2 * WARPS) else 2 * WARPS
     stages = 3 * 2 * WARPS // chunks
     return Shape(chunks, stages, 3, 56) if n // 16 in ONE_ROUND else Shape(chunks, stages)

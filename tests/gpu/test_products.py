@@ -68,3 +68,5 @@ def test_rows_rounded_to_fp8(dtype: torch.dtype) -> None:
 def test_products_of_any_weight_and_any_number_of_rows(rows: int, dtype: torch.dtype) -> None:
     check_nf4(66, 4096, dtype)
     check_products(rows, 256, 448, dtype)
+    if rows == 1:
+        check_products(rows, 256, 2048, dtype, 128)

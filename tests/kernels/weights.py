@@ -80,12 +80,12 @@ def check_nf4(n: int, k: int, dtype: torch.dtype) -> None:
     close(nf4.dequantize_nf4(weight, dtype), weight.dequantize(torch.float64))
 
 
-def check_products(rows: int, n: int, k: int, dtype: torch.dtype) -> None:
+def check_products(rows: int, n: int, k: int, dtype: torch.dtype, group: int = 64) -> None:
     """`products.linear` with every kind of weight, prepared for the device."""
     x, gamma = rand(rows, k, dtype=dtype), rand(k, dtype=dtype)
     residual, bias = rand(rows, n, dtype=dtype), rand(n, dtype=dtype)
     w = rand(n, k, dtype=torch.float32) / k**0.5
-    kinds: list[quantized.Weight] = [*weights(n, k, 64, dtype), w, quantized.quantize_nf4(w)]
+    kinds: list[quantized.Weight] = [*weights(n, k, group, dtype), w, quantized.quantize_nf4(w)]
     mixed = quantized.concat([quantized.quantize_int8(w[:64]), w[64:].to(torch.float16)])
     kinds += [quantized.quantize_int4(w, 16), mixed]
     norm, wide = products.Norm(gamma, 1e-5), rand(rows, 2 * k, dtype=dtype)
