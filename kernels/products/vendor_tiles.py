@@ -16,6 +16,8 @@ import torch
 import triton
 from torch import Tensor
 
+from kernels.device import is_hopper
+
 LIBRARY = "libcublasLt.so.13"
 _BFLOAT16, _FLOAT32, _COMPUTE_FLOAT32, _TRANSPOSE_A = 14, 0, 68, 3  # of the library's types and attributes
 _HOPPER = 66  # its algorithm with tiles fetched by the copy engine
@@ -39,11 +41,14 @@ class Tile:
 _NUMBERS = {
     64: {32: 13, 40: 314, 48: 315, 56: 316, 64: 15, 72: 317, 80: 318, 88: 319, 96: 26},
     96: {128: 28},
+    112: {128: 165},
     128: {40: 396, 48: 397, 56: 398, 64: 18, 72: 399, 80: 400, 88: 401, 96: 33},
 }
 _PROGRAMS, _LEAST = 132, 126
-"""Multiprocessors of a Hopper, and how many of them must have a tile."""
+"""Multiprocessors of a Hopper, and how many of them must have a tile in each round."""
 _MOST_ROWS = 288
+_SPACE_BYTES = 4096
+"""Kernels of several rounds count there which tiles are taken: their launches share it, so they follow one another."""
 
 
 def tile_for(rows: int, n: int) -> Tile | None:
@@ -55,14 +60,15 @@ def tile_for(rows: int, n: int) -> Tile | None:
             height = triton.cdiv(triton.cdiv(rows, down), 8) * 8
             if _fill(n, outputs, down) and height in _NUMBERS[outputs]:
                 return Tile(outputs, height, cluster, option)
-    if 216 < rows <= 256 and _fill(n, 96, 2):
-        return Tile(96, 128, 5, 2)
+    for outputs, rounds, least in ((96, 1, 217), (112, 4, 233)):
+        if least <= rows <= 256 and _fill(n, outputs, 2, rounds):
+            return Tile(outputs, 128, 5, 2)
     return None
 
 
-def _fill(n: int, outputs: int, down: int) -> bool:
-    """Whether that many tiles for the rows, for each of n outputs, fill the chip."""
-    return n % outputs == 0 and _LEAST <= n // outputs * down <= _PROGRAMS
+def _fill(n: int, outputs: int, down: int, rounds: int = 1) -> bool:
+    """Whether that many tiles for the rows, for each of n outputs, fill so many rounds of the chip."""
+    return n % outputs == 0 and rounds * _LEAST <= n // outputs * down <= rounds * _PROGRAMS
 
 
 def multiply(x: Tensor, weight: Tensor, residual: Tensor | None, out: Tensor) -> bool:
@@ -97,9 +103,11 @@ class _Checked(ctypes.Structure):
 class _Plan:
     """A product of one shape, ready to be launched. W and x count as [K, N] and [K, M] in the library's order."""
 
-    def __init__(self, library: Any, handle: ctypes.c_void_p, tile: Tile, m: int, n: int, k: int, stride: int) -> None:
+    def __init__(
+        self, library: Any, handle: ctypes.c_void_p, space: Tensor, tile: Tile, m: int, n: int, k: int, stride: int
+    ) -> None:
         """Raises _Unable."""
-        self._library, self._handle = library, handle
+        self._library, self._handle, self._space = library, handle, space
         self._product, self._w, self._x, self._out = (ctypes.c_void_p() for _ in range(4))
         _check(library.cublasLtMatmulDescCreate(ctypes.byref(self._product), _COMPUTE_FLOAT32, _FLOAT32))
         _set(library.cublasLtMatmulDescSetAttribute, self._product, _TRANSPOSE_A, ctypes.c_int32(1))
@@ -125,7 +133,7 @@ class _Plan:
         layouts = self._w, self._x, self._out, self._out
         algorithm_at, checked_at = ctypes.byref(algorithm), ctypes.byref(checked)
         _check(library.cublasLtMatmulAlgoCheck(self._handle, self._product, *layouts, algorithm_at, checked_at))
-        if checked.state or checked.workspace:
+        if checked.state or checked.workspace > self._space.numel():
             raise _Unable
         return algorithm
 
@@ -136,7 +144,7 @@ class _Plan:
             self._library.cublasLtMatmul(
                 self._handle, self._product, ctypes.byref(_ONE), _at(weight), self._w, _at(x), self._x,
                 ctypes.byref(beta), _at(added), self._out, _at(out), self._out, ctypes.byref(self._algorithm),
-                None, ctypes.c_size_t(0), ctypes.c_void_p(stream),
+                _at(self._space), ctypes.c_size_t(self._space.numel()), ctypes.c_void_p(stream),
             )
         )  # fmt: skip
 
@@ -160,23 +168,24 @@ def _at(tensor: Tensor) -> ctypes.c_void_p:
 
 @cache
 def _plan(device: torch.device, tile: Tile, m: int, n: int, k: int, stride: int) -> _Plan | None:
-    library, handle = _opened(device)
+    opened = _opened(device)
     try:
-        return _Plan(library, handle, tile, m, n, k, stride) if library else None
+        return _Plan(*opened, tile, m, n, k, stride) if opened else None
     except _Unable:
         return None
 
 
 @cache
-def _opened(device: torch.device) -> tuple[Any, ctypes.c_void_p]:
-    """The library that torch has loaded, and its handle for this device; None if it is another or no Hopper's."""
+def _opened(device: torch.device) -> tuple[Any, ctypes.c_void_p, Tensor] | None:
+    """The library that torch has loaded, its handle for this device, and room for what its kernels note there; None
+    if it is another or the chip no Hopper."""
     handle = ctypes.c_void_p()
-    if torch.cuda.get_device_capability(device)[0] != 9:
-        return None, handle
+    if not is_hopper(device):
+        return None
     try:
         library = ctypes.CDLL(LIBRARY, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
         with torch.cuda.device(device):
             _check(library.cublasLtCreate(ctypes.byref(handle)))
     except (OSError, _Unable):
-        return None, handle
-    return library, handle
+        return None
+    return library, handle, torch.empty(_SPACE_BYTES, dtype=torch.uint8, device=device)

@@ -304,6 +304,7 @@ def test_products_by_the_vendor_with_tiles_of_our_choice() -> None:
         (200, 4096, 1032),
         (128, 2048, 8192),
         (240, 6144, 4096),
+        (256, 28672, 520),
     ):
         x, w = rand(rows, k + 64, dtype=torch.bfloat16)[:, :k], rand(n, k, dtype=torch.bfloat16) / k**0.5
         residual, out = rand(rows, n, dtype=torch.bfloat16), poison(rows, n, dtype=torch.bfloat16)
