@@ -80,6 +80,7 @@ class Continuation:
             return
         with ahead:
             await asyncio.sleep(0)  # Its job is written before anything else is done.
+            self._news()  # The client, to whom nothing is told yet, may be greeted meanwhile.
             await self._answer(ahead)
 
     def advance(self) -> None:

@@ -17,6 +17,7 @@ from services.gateway.text import TextModel
 _MAX_TOKENS = 256
 
 Deliver = Callable[[api.GenerateResponse], Awaitable[object]]
+Greet = Callable[[], Awaitable[object]]
 
 
 class _Cursor:
@@ -85,8 +86,11 @@ class Listener:
         if self._generation is not None and self.timeline.phase in (Phase.TOKENIZE, Phase.REMOTE):
             self.timeline.enter(self._generation.phase)
 
-    async def follow(self, generation: Generation, deliver: Deliver) -> None:
-        """Delivers everything, from the start to the end. Raises the WeftError that ended the generation."""
+    async def follow(self, generation: Generation, deliver: Deliver, greet: Greet | None = None) -> None:
+        """Delivers everything, from the start to the end. Raises the WeftError that ended the generation.
+
+        While there is nothing to deliver the client is greeted once: what begins every answer need not wait for it.
+        """
         self._generation = generation
         timeline = self.timeline
         while True:
@@ -95,12 +99,16 @@ class Listener:
             timeline.enter(Phase.DETOKENIZE)
             generation.advance()
             for response in self._take(generation):
+                greet = None
                 timeline.enter(Phase.DELIVER)
                 await deliver(response)
                 timeline.enter(Phase.DETOKENIZE)
             timeline.enter(generation.phase)
             if done:
                 break
+            if greet is not None and generation.phase is Phase.REMOTE:
+                await greet()
+                greet = None
             await self._news
         timeline.enter(Phase.OWN)
         if generation.error is not None:

@@ -5,6 +5,7 @@ Knows gRPC contexts; how answers come about is the business of generations.
 
 import asyncio
 from concurrent.futures import Executor
+from functools import partial
 
 from protos import inference_pb2 as api
 from services import hashing, validate
@@ -14,7 +15,7 @@ from services.gateway.collect import Collector
 from services.gateway.continuation import Mesh
 from services.gateway.dispatch import no_scheduler
 from services.gateway.generation import Order
-from services.gateway.listener import Deliver, Listener
+from services.gateway.listener import Deliver, Greet, Listener
 from services.gateway.models import Served
 from services.gateway.patience import Patience
 from services.gateway.receipt import Phase
@@ -35,7 +36,7 @@ class InferenceService:
     async def Generate(self, request: api.GenerateRequest, context: Context) -> None:
         """Streams the answer, and last the receipt."""
 
-        await self._serve(request, context, context.write)
+        await self._serve(request, context, context.write, partial(context.send_initial_metadata, ()))
 
     async def Complete(self, request: api.GenerateRequest, context: Context) -> api.CompleteResponse:
         """The whole answer."""
@@ -62,14 +63,16 @@ class InferenceService:
         await self._know_models()
         return api.ListModelsResponse(models=await self._mesh.catalog.listing(tenant))
 
-    async def _serve(self, request: api.GenerateRequest, context: Context, deliver: Deliver) -> None:
+    async def _serve(
+        self, request: api.GenerateRequest, context: Context, deliver: Deliver, greet: Greet | None = None
+    ) -> None:
         """Answers one request. The receipt is in the trailing metadata however it ends."""
         visit = Visit(request, context, self._mesh.metrics)
         patience = Patience(visit.timeline, visit.remaining_s, self._mesh.settings.stall_s)
         try:
             with patience, self._access.answering(metadata_of(context), lambda: _tokens(visit)) as tenant:
                 order = await self._admit(visit, tenant)
-                await self._follow(visit, order, deliver)
+                await self._follow(visit, order, deliver, greet)
                 receipt = visit.conclude()
                 visit.timeline.enter(Phase.DELIVER)
                 await deliver(api.GenerateResponse(receipt=receipt))
@@ -105,11 +108,11 @@ class InferenceService:
             body=hashing.digest(b"weft/body/1", request.SerializeToString(deterministic=True)),
         )
 
-    async def _follow(self, visit: Visit, order: Order, deliver: Deliver) -> None:
+    async def _follow(self, visit: Visit, order: Order, deliver: Deliver, greet: Greet | None) -> None:
         listener = Listener(visit.timeline)
         visit.generation, visit.joined = self._registry.enter(order, listener)
         try:
-            await listener.follow(visit.generation, deliver)
+            await listener.follow(visit.generation, deliver, greet)
         finally:
             await self._registry.leave(visit.generation, listener)
 

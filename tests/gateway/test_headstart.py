@@ -42,6 +42,17 @@ async def test_the_only_worker_begins_before_the_scheduler_has_answered_and_noth
 
 
 @pytest.mark.usefixtures("_patient")
+async def test_the_client_is_greeted_while_its_first_token_is_computed() -> None:
+    async with FakeMesh() as mesh:
+        mesh.workers[0].hold_at = 0
+        call = mesh.stub.Generate(ask())
+        await asyncio.wait_for(call.initial_metadata(), 5)
+        assert not mesh.workers[0].sent
+        mesh.workers[0].hold_at = None
+        assert [response async for response in call][-1].HasField("receipt")
+
+
+@pytest.mark.usefixtures("_patient")
 async def test_a_worker_that_dies_early_is_not_the_one_that_was_assigned() -> None:
     async with FakeMesh() as mesh:
         mesh.scheduler.hold = True
