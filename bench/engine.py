@@ -26,6 +26,7 @@ from bench import machine
 from bench.limits import LEAST, limits_of
 from bench.loop import CONTEXT, STEPS, Cell, Loop, closed, decode, mixed, prefill, prefill_on_and_on
 from bench.timing import ceilings, sustained
+from services.rpc import settled
 from services.worker import presets, streaming
 from services.worker.engine import Engine
 from services.worker.job import EngineOptions, Job, SamplingParams
@@ -147,6 +148,7 @@ def start(model: str, limits: dict[str, float]) -> tuple[Loop, Cell]:
     progress("end", 0, 0)
     print(f"{model}: {engine.memory}", flush=True)
     loop = Loop(engine, limits_of(engine, limits, bits == "fp8"))
+    settled()
     return loop, {**phases, "start s": time.perf_counter() - began}
 
 
@@ -186,6 +188,7 @@ def main() -> None:
             note(f"{model} {name}", measure)
         loop.engine.runner.pools.clear()
         del loop
+        gc.unfreeze()
         gc.collect()
         torch.cuda.empty_cache()
         if model in MODELS:
