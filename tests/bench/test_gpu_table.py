@@ -19,6 +19,10 @@ def cells_of(page: str, name: str) -> list[str]:
     return [cell.strip() for cell in line.split("|")[1:-1]]
 
 
+def words_of(plot: Path) -> set[str | None]:
+    return {text.text for text in ET.parse(plot).getroot().iter() if text.tag.endswith("text")}
+
+
 def test_a_row_stands_beside_vllm_the_floor_and_the_bare_loop(tmp_path: Path) -> None:
     (tmp_path / "engine.json").write_text(json.dumps({"cells": {"8b loop 1950/200 8": {"tok/s": 1310.0}}}))
     gpu.save(tmp_path / "gpu.json", {"machine": {"gpu": "H200"}, "rows": {NAME: {**ROW, **REST}}})
@@ -29,8 +33,8 @@ def test_a_row_stands_beside_vllm_the_floor_and_the_bare_loop(tmp_path: Path) ->
         f"{1300 / loop_tokens_per_s('random:llama-3.1-8b', 'bf16', 1950, 200, 8):.2f}",
         "0.99",
     ]
-    drawn = ET.parse(tmp_path / "throughput-8b.svg").getroot()
-    assert {"8B bf16, 1,950 in, 200 out", "floor"} <= {text.text for text in drawn.iter() if text.tag.endswith("text")}
+    assert {"8B bf16, 1,950 in, 200 out", "floor"} <= words_of(tmp_path / "throughput-8b.svg")
+    assert {NAME, "1.17"} <= words_of(tmp_path / "over-vllm.svg")
 
 
 def test_a_row_is_not_held_against_the_bare_loop_of_another_commit(tmp_path: Path) -> None:
