@@ -12,7 +12,7 @@ text { fill: #4b5563; } .title { font-size: 14px; fill: #111827; }
 .grid { stroke: #e5e7eb; } polyline { fill: none; stroke-width: 2; stroke-linejoin: round; }
 """
 _WIDTH, _TOP, _HEIGHT, _LEGEND = 560, 26, 240, 24
-_NAMES, _ROW = 236, 17
+_NAMES, _ROW = 262, 17
 """Pixels left of bars, and of a bar with the space below it."""
 
 

@@ -38,8 +38,8 @@ def made(method: str, out: Path) -> Path:
 
 
 COMPENSATED = ("awq", "gptq", "gptq-act-order", "qat")
-"""Columns make up for those before them: moments that differ by a millionth lead to other roundings, which are as far from
-the first ones as from the base, and just as good."""
+"""Columns make up for those before them: moments that differ by a millionth lead to other roundings, which are as far
+from the first ones as from the base, and just as good."""
 
 
 @pytest.mark.parametrize("method", METHODS)
