@@ -43,12 +43,17 @@ class FewRows:
     keys: int
     """Of a tile."""
     stages: int
-    """Tiles on their way at a time."""
+    """Tiles on their way at a time, or being multiplied."""
     warps: int
+    """Of a program."""
     programs: int
+    """G, for all rows and heads."""
 
     def serve(self, row_heads: int, share: int, dim: int, block_size: int, dtype: torch.dtype) -> bool:
-        """Whether the kernel is made for such numbers, and each row and head can have two programs at least."""
+        """Whether the kernel is made for such numbers, and each row and head can have two programs at least.
+
+        row_heads: rows times key/value heads. share: query heads of each of these. dtype: of the queries.
+        """
         made = dim in (64, 128) and share <= 8 and block_size % FEW_UNIT.value == 0 and dtype.itemsize == 2
         return made and 2 * row_heads <= self.programs
 
@@ -153,9 +158,13 @@ class AttentionPlan:
     tables: Tensor
     """int32 [R, B]: its blocks, in order."""
     ends: Tensor
+    """int32 [R + 1]: `schedule_kernel` says what these are."""
     records: Tensor
+    """int32 [G, RECORD], likewise."""
     parts: Tensor
+    """float32 [parts, query rows, D + 2]: what programs leave that share a row and head."""
     arrived: Tensor
+    """int32 [R * K]: how many of them have, zero between launches."""
     shared: SharedPrefixes | None
     few: FewRows | None
     """How few rows of one token are taken; None: as any."""
@@ -196,6 +205,8 @@ def plan_attention(
     few = config.few if window is None and short_tokens == 1 and is_hopper(device) else None
     if few and not few.serve(rows * kv_heads, share, dim, block_size, dtype):
         few = None
+    alone = window or short_tokens > 1 or few
+    shared = None if alone else _shared_prefixes(config, rows, kv_heads, lines, dim, device)
     programs = few.programs if few else config.split_programs
     pieces = rows * kv_heads + programs
     if config.span:
@@ -206,9 +217,8 @@ def plan_attention(
         records=torch.empty(programs, RECORD.value, dtype=torch.int32, device=device),
         parts=torch.empty(pieces, lines, dim + 2, dtype=torch.float32, device=device),
         arrived=torch.zeros(rows * kv_heads, dtype=torch.int32, device=device),
-        shared=None if window or short_tokens > 1 else _shared_prefixes(config, rows, kv_heads, lines, dim, device),
-        few=few, window=window, short_tokens=short_tokens, long_tokens=long_tokens, kv_heads=kv_heads, share=share,
-        block_size=block_size, config=config,
+        shared=shared, few=few, window=window, short_tokens=short_tokens, long_tokens=long_tokens, kv_heads=kv_heads,
+        share=share, block_size=block_size, config=config,
     )  # fmt: skip
     schedule(plan)
     return plan

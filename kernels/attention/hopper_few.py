@@ -1,9 +1,9 @@
 """The split kernel of `kernels.attention` for few rows of one token on a Hopper, in Gluon: there latency counts.
 
-A program takes keys of one row and head, which are the rows of both products, as in `kernels.attention.columns`. All
-but the newest key are asked for before the previous kernel has ended, by what `schedule_kernel` left. Who finishes a
-row and head last merges its parts. Names as in `kernels.attention`. 16-bit dtypes over pools of the same or of e4m3, D
-= 64 or 128.
+A program takes keys of one row and head, which are the rows of both products, as in `kernels.attention.columns`. Its
+first tiles, unless the newest key lies there, are asked for before the previous kernel has ended, by what
+`schedule_kernel` left. Who finishes a row and head last merges its parts. Names as in `kernels.attention`. 16-bit
+dtypes over pools of the same or of e4m3, D = 64 or 128.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.attention.worklist import FEW_UNIT, RECORD
+from kernels.kv import FP8
 
 COLUMNS = gl.constexpr(8)  # of queries: the fewest that the matrix unit takes
 MERGE = gl.constexpr(16)  # parts to merge at a time
@@ -275,6 +276,7 @@ def attend_few(
 ) -> None:  # fmt: skip
     """Attention of all rows of one token, in tiles of so many keys. scale includes log2(e)."""
     _, block_size, _, kv_heads, dim = kv_NP2KD.shape
+    assert kv_NP2KD.dtype in (q_THD.dtype, FP8), kv_NP2KD.dtype
     hopper_few_kernel[(len(records),)](
         q_THD, kv_NP2KD, kv_scales, out, tables, records, parts, arrived, kv_heads, tables.shape[1], q_THD.stride(0),
         scale, SHARE=q_THD.shape[1] // kv_heads, D=dim, P=block_size, LINES=parts.shape[1], TILE=keys, STAGES=stages,

@@ -180,6 +180,7 @@ def linear_words(
     """As `matmul.linear`, of rows of a 16-bit dtype that `serves`, with the tile given or chosen."""
     rows, k = x.shape
     assert k == weight.shape[1]
+    assert not gated or (bias is None and residual is None)
     n = weight.shape[0] // 2 if gated else weight.shape[0]
     if out is None:
         out = torch.empty(rows, n, dtype=x.dtype, device=x.device)

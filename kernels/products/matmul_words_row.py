@@ -33,22 +33,22 @@ class Shape:
 
 ONE_ROUND = range(2 * 132 + 1, 3 * 132 + 1)
 """Tiles that three programs on each multiprocessor take in one round, and two do not."""
-LONG_INPUTS = range(8192, 16385)
-"""So many need more on its way, and leave room for it."""
-MOST_INPUTS = 28672
-"""More than these do not stay in shared memory twice."""
+LONG_INPUTS = {0: range(8192, 16385), CHUNK: range(8192, 14337)}
+"""By inputs that share a scale (0: all): so many need more on its way, and leave room for it twice."""
+MOST_INPUTS = {2: 28672, 3: 11264}
+"""More than these do not stay in shared memory so many times."""
 
 
 def shape_for(weight: Words, rows: int) -> Shape | None:
     """The shape for so many rows, or None where another kernel serves. Measured on one H200."""
     n, k = weight.shape
-    if rows != 1 or weight.group not in (0, CHUNK) or n % 16 or k % (WARPS * CHUNK) or k > MOST_INPUTS:
+    if rows != 1 or weight.group not in (0, CHUNK) or n % 16 or k % (WARPS * CHUNK) or k > MOST_INPUTS[2]:
         return None
     if weight.kind != "int4":
-        return Shape(WARPS, 5 if k in LONG_INPUTS else 3)
+        return Shape(WARPS, 5 if k in LONG_INPUTS[weight.group] else 3)
     chunks = WARPS if weight.chunks % (2 * WARPS) else 2 * WARPS
     stages = 3 * 2 * WARPS // chunks
-    return Shape(chunks, stages, 3, 56) if n // 16 in ONE_ROUND else Shape(chunks, stages)
+    return Shape(chunks, stages, 3, 56) if n // 16 in ONE_ROUND and k <= MOST_INPUTS[3] else Shape(chunks, stages)
 
 
 def linear(

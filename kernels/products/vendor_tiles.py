@@ -3,7 +3,7 @@
 M rows of x, N rows of W (outputs), K columns of both. torch takes the algorithm that the library's heuristics name
 first, which leaves multiprocessors without a tile or sums up parts of K in a second kernel. The library has kernels
 whose tiles are one for each multiprocessor, and here it is told which to take. It is the copy that torch has loaded;
-where that is of another generation, the chip no Hopper or the shape not one that gains, nothing is done.
+where that is of another generation, the chip no whole Hopper or the shape not one that gains, nothing is done.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.device import is_hopper
+from kernels.device import is_hopper, processors
 
 LIBRARY = "libcublasLt.so.13"
 _BFLOAT16, _FLOAT32, _COMPUTE_FLOAT32, _TRANSPOSE_A = 14, 0, 68, 3  # of the library's types and attributes
@@ -45,7 +45,7 @@ _NUMBERS = {
     128: {40: 396, 48: 397, 56: 398, 64: 18, 72: 399, 80: 400, 88: 401, 96: 33},
 }
 _PROGRAMS, _LEAST = 132, 126
-"""Multiprocessors of a Hopper, and how many of them must have a tile in each round."""
+"""Multiprocessors of the Hopper that tiles are chosen for, and how many of them must have a tile in each round."""
 _MOST_ROWS = 288
 _SPACE_BYTES = 4096
 """Kernels of several rounds count there which tiles are taken: their launches share it, so they follow one another."""
@@ -72,20 +72,25 @@ def _fill(n: int, outputs: int, down: int, rounds: int = 1) -> bool:
 
 
 def multiply(x: Tensor, weight: Tensor, residual: Tensor | None, out: Tensor) -> bool:
-    """out = x @ weight.T + residual, and whether that was done. x [M, K], weight [N, K]; out and residual [M, N],
-    contiguous, may be the same."""
-    if x.dtype != torch.bfloat16 or not x.is_cuda:
-        return False
-    tile = tile_for(len(x), len(weight))
-    added = out if residual is None else residual
-    places = [tensor.data_ptr() for tensor in (x, weight, added, out)]
-    if tile is None or any(number % 16 for number in (*places, 2 * x.shape[1], 2 * x.stride(0))):
+    """out = x @ weight.T + residual, and whether that was done: not of other dtypes than bfloat16. x [M, K], weight
+    [N, K]; out and residual [M, N] may be the same. Their device is the current one."""
+    tile, added = tile_for(len(x), len(weight)), out if residual is None else residual
+    if tile is None or not x.is_cuda or not _readable(x, weight, added, out):
         return False
     plan = _plan(x.device, tile, len(x), *weight.shape, x.stride(0))
     if plan is None:
         return False
     plan.launch(x, weight, residual is not None, added, out)
     return True
+
+
+def _readable(x: Tensor, *others: Tensor) -> bool:
+    """Whether all are what the library is told: bfloat16, rows at multiples of 16 bytes, which lie apart in x alone."""
+    if x.stride(1) != 1 or not all(other.is_contiguous() for other in others):
+        return False
+    places = [tensor.data_ptr() for tensor in (x, *others)]
+    aligned = not any(number % 16 for number in (*places, 2 * x.shape[1], 2 * x.stride(0)))
+    return aligned and all(tensor.dtype == torch.bfloat16 for tensor in (x, *others))
 
 
 class _Checked(ctypes.Structure):
@@ -178,9 +183,9 @@ def _plan(device: torch.device, tile: Tile, m: int, n: int, k: int, stride: int)
 @cache
 def _opened(device: torch.device) -> tuple[Any, ctypes.c_void_p, Tensor] | None:
     """The library that torch has loaded, its handle for this device, and room for what its kernels note there; None
-    if it is another or the chip no Hopper."""
+    if it is another or the chip no Hopper with all its multiprocessors."""
     handle = ctypes.c_void_p()
-    if not is_hopper(device):
+    if not is_hopper(device) or processors(device) != _PROGRAMS:
         return None
     try:
         library = ctypes.CDLL(LIBRARY, mode=os.RTLD_NOLOAD | os.RTLD_NOW)

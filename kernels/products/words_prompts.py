@@ -266,8 +266,8 @@ def prompt_words_kernel(
     GROUP: gl.constexpr, GATED: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, RING: gl.constexpr,
 ):  # fmt: skip
     """`alone` tiles are computed by one program each, in turn; of the others' `units` chunks, laid end to end, program
-    p computes p * span to (p + 1) * span. `down` tiles have the same rows of W, `across` the same
-    of x, in the order of `_place`."""
+    p computes p * span to (p + 1) * span. `down` tiles have the same rows of W, `across` the same of x, in the order of
+    `_place`: bands of `band`."""
     x_buffers = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_M, 64], x.layout)
     word_buffers = gl.allocate_shared_memory(gl.int32, [RING, 128, 16], words.layout)
     full, empty = _barriers(STAGES, 1), _barriers(STAGES, 2)

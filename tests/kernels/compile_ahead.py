@@ -248,13 +248,13 @@ def compile_hopper(dim: int, windowed: bool, stored: torch.dtype) -> Any:
     return compile_gluon(hopper.hopper_kernel, fixed, kinds, {"num_warps": 4})
 
 
-def compile_few(dim: int, stored: torch.dtype, shape: attention.FewRows) -> Any:
-    """Attention of few answers, for capability 9.0 only."""
+def compile_few(dim: int, stored: torch.dtype, shape: attention.FewRows, share: int = 4) -> Any:
+    """Attention of few answers, for capability 9.0 only. share: query heads of a key/value head."""
     from kernels.attention import hopper_few
 
     fixed: dict[str, int | None] = {
-        "K": 8, "SHARE": 4, "D": dim, "P": 16, "LINES": 4, "TILE": shape.keys, "STAGES": shape.stages,
-        "WARPS": shape.warps,
+        "K": 8, "SHARE": share, "D": dim, "P": 16, "LINES": triton.next_power_of_2(share), "TILE": shape.keys,
+        "STAGES": shape.stages, "WARPS": shape.warps,
     }  # fmt: skip
     if stored != kv.FP8:
         fixed["head_scales"] = None
@@ -310,29 +310,50 @@ def compile_hopper_words() -> Iterator[tuple[str, Any]]:
         yield f"{name} {rows}", compile_given(hopper_words_kernel, given)
 
 
+def row_cases() -> Iterator[tuple[str, quantized.Int4Weight | quantized.Fp8Weight, bool, bool]]:
+    """Weights for products of one row, some with as many inputs as their shape takes; whether they are gated, and
+    whether queries, keys and values."""
+    from kernels.products.matmul_words_row import LONG_INPUTS, MOST_INPUTS
+
+    def int4(n: int, k: int, zeros: bool = False) -> quantized.Int4Weight:
+        octets, scale = torch.zeros(n, k // 2, dtype=torch.uint8), torch.ones(n, k // 128, dtype=torch.bfloat16)
+        return quantized.Int4Weight(octets, scale, octets[:, : k // 128] if zeros else None, 128)
+
+    def fp8(n: int, k: int, *scales: int) -> quantized.Fp8Weight:
+        return quantized.Fp8Weight(torch.zeros(n, k, dtype=quantized.FP8), torch.ones(scales or (n, 1)))
+
+    yield "int4 gated", int4(768, 2048), True, False
+    yield "int4 zeros", int4(768, 2048, zeros=True), False, False
+    yield "int4 in short boxes", int4(256, MOST_INPUTS[2] - 1024), False, False
+    yield "int4 of most inputs", int4(256, MOST_INPUTS[2]), False, False
+    yield "int4 rotated in one round", int4(34 * 128, MOST_INPUTS[3]), False, True
+    yield "fp8 rotated", fp8(768, 2048), False, True
+    yield "fp8 of long inputs", fp8(256, LONG_INPUTS[0][-1]), False, False
+    blocks = LONG_INPUTS[128][-1]
+    yield "fp8 blocks of long inputs", fp8(256, blocks, 2, blocks // 128), True, False
+
+
 def compile_row_words() -> Iterator[tuple[str, Any]]:
     """Products of one row, in shapes that are served."""
     from kernels.products import matmul_words_row
     from kernels.products.gluon_parts import NOWHERE, pooled
     from kernels.products.words_row import row_words_kernel
 
-    octets, bf16 = torch.zeros(768, 2048, dtype=torch.uint8), torch.bfloat16
-    int4 = quantized.Int4Weight(octets[:, :1024], torch.ones(768, 16, dtype=bf16), octets[:, :16], 128)
-    fp8 = quantized.Fp8Weight(octets.view(quantized.FP8), torch.ones(768, 1))
-    kv_pool, angles = torch.zeros(9, 16, 2, 1, 128, dtype=bf16), torch.zeros(9, 1, 128, dtype=bf16)
-    turned = pooled(angles, angles, index(1), kv_pool, index(1), 4)
-    cases = (("int4 gated", replace(int4, zero=None), True, NOWHERE), ("int4 zeros", int4, False, NOWHERE),
-             ("fp8 rotated", fp8, False, turned))  # fmt: skip
-    for name, weight, gated, pool in cases:
-        laid, x = words.lay_out(weight), torch.zeros(1, 2048, dtype=bf16)
+    angles, kv_pool = (torch.zeros(shape, dtype=torch.bfloat16) for shape in ((9, 1, 128), (9, 16, 2, 1, 128)))
+    for name, weight, gated, rotated in row_cases():
+        laid = words.lay_out(weight)
+        n, k = laid.shape
+        x, out = (torch.zeros(1, width, dtype=torch.bfloat16) for width in (k, n // 2 if gated else n))
         shape = matmul_words_row.shape_for(laid, 1)
         assert shape is not None
-        out = torch.zeros(1, 384 if gated else 768, dtype=bf16)
-        added = None if gated or pool is not NOWHERE else out
+        pool = pooled(angles, angles, index(1), kv_pool, index(1), n // 128 - 2) if rotated else NOWHERE
+        added = None if gated or rotated else out
         _, given = matmul_words_row.launch(x, laid, None, added, gated, out, shape, 132, pool)
         compiled = compile_given(row_words_kernel, given)
         products = 8 * shape.chunks // matmul_words_row.WARPS
         assert compiled.asm["ptx"].count("mma.sync") == products, "each warp multiplies a chunk at a time"
+        # A multiprocessor keeps 1 KiB for each of its programs.
+        assert shape.per_sm * (compiled.metadata.shared + 1024) <= MOST_SHARED[90] + 1024, f"{name}: too few fit"
         yield name, compiled
 
 
@@ -393,16 +414,20 @@ def compile_all(capability: int, dtype: torch.dtype) -> list[str]:
             compiled = compile_hopper(dim, windowed, stored)
             assert compiled.metadata.shared <= MOST_SHARED[capability]
             lines.append(f"attention {dim} {stored}: hopper_kernel shared {compiled.metadata.shared}")
-        few = [(64, dtype, attention.FEW[1]), *((128, dtype, attention.FEW[rows]) for rows in (1, 16))]
-        for dim, stored, shape in (*few, (128, kv.FP8, attention.FEW_FP8[4])):
-            compiled = compile_few(dim, stored, shape)
+        few = [(64, dtype, attention.FEW[1], 4), *((128, dtype, attention.FEW[rows], 4) for rows in (1, 16))]
+        few += [
+            (128, kv.FP8, attention.FEW_FP8[4], 4),
+            (64, dtype, attention.FEW[1], 1),
+            (128, dtype, attention.FEW[1], 7),
+        ]
+        for dim, stored, few_rows, share in few:
+            compiled = compile_few(dim, stored, few_rows, share)
             assert compiled.metadata.shared <= MOST_SHARED[capability]
-            lines.append(f"attention {dim} {stored}: hopper_few_kernel shared {compiled.metadata.shared}")
+            lines.append(f"attention {dim} {stored} {share}: hopper_few_kernel shared {compiled.metadata.shared}")
         for name, compiled in compile_hopper_words():
             assert compiled.metadata.shared <= MOST_SHARED[capability], name
             lines.append(f"{name}: hopper_words_kernel shared {compiled.metadata.shared}")
         for name, compiled in compile_row_words():
-            assert 2 * compiled.metadata.shared <= MOST_SHARED[capability], name
             lines.append(f"{name}: row_words_kernel shared {compiled.metadata.shared}")
         for name, compiled in compile_prompt_words():
             assert compiled.metadata.shared <= MOST_SHARED[capability], name

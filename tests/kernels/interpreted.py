@@ -43,6 +43,30 @@ def test_attention_in_the_served_configurations() -> None:
         close(batch.run(None, 1, config), batch.want(None))
 
 
+@pytest.mark.parametrize("programs", [24, 132])
+def test_programs_of_few_rows_on_a_hopper_take_each_key_once(monkeypatch: pytest.MonkeyPatch, programs: int) -> None:
+    monkeypatch.setattr(attention, "is_hopper", lambda device: True)
+    lengths, contexts = [1, 0, 40, 1, 1, 1], [1900, 0, 70, 0, 17, 641]
+    batch, few = Batch(lengths, contexts, 8, 2, 64, 16, HALF), attention.FewRows(64, 2, 4, programs)
+    plan = batch.plan(None, 1, replace(attention.config_for(64, HALF, 6), few=few))
+    assert plan.few == few
+    taken: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+    for program, record in enumerate(plan.records.tolist()):
+        row, _, units, start, _, context, share, stop, _, here = record
+        if here >= stop:
+            continue
+        head, within = divmod(here, units // 2)
+        assert (start, context, within % share) == (batch.starts[row], contexts[row], 0)
+        low = within * 16
+        taken.setdefault((row, head), []).append((program, low, min(low + share * 16, context)))
+    assert sorted(taken) == [(row, head) for row in (0, 3, 4, 5) for head in (0, 1)]
+    for (row, _), pieces in taken.items():
+        first, lows, highs = pieces[0][0], [low for _, low, _ in pieces], [high for _, _, high in pieces]
+        assert [program for program, _, _ in pieces] == list(range(first, first + len(pieces)))
+        assert [*lows, contexts[row]] == [0, *highs]
+        assert all(high - low >= 64 for _, low, high in pieces[:-1])
+
+
 def test_neighbours_take_the_keys_that_they_share_together() -> None:
     lengths = [1, 1, 30, 1, 1, 1, 1, 0, *[1] * 6]
     for heads, dtype, stored, least, shared, found in (

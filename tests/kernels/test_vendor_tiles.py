@@ -1,8 +1,15 @@
 """Which tiles the vendor's library is told to take; the products themselves are tested on a GPU."""
 
+import ctypes
+from typing import Any
+from unittest import mock
+
+import pytest
 import torch
 
 from kernels.products import vendor_tiles
+
+CUDA = torch.device("cuda", 0)
 
 
 def test_tiles_fill_the_chip_and_hold_all_rows() -> None:
@@ -23,3 +30,66 @@ def test_other_shapes_are_left_to_torch() -> None:
 def test_nothing_is_done_on_a_cpu() -> None:
     x, weight = torch.ones(128, 16, dtype=torch.bfloat16), torch.ones(4096, 16, dtype=torch.bfloat16)
     assert not vendor_tiles.multiply(x, weight, None, torch.empty(128, 4096, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize(("hopper", "processors", "asks"), [(False, 132, 0), (True, 114, 0), (True, 132, 1)])
+def test_other_chips_and_other_libraries_are_left_to_torch(
+    monkeypatch: pytest.MonkeyPatch, hopper: bool, processors: int, asks: int
+) -> None:
+    opened = mock.Mock(side_effect=OSError)
+    monkeypatch.setattr(vendor_tiles, "is_hopper", lambda device: hopper)
+    monkeypatch.setattr(vendor_tiles, "processors", lambda device: processors)
+    monkeypatch.setattr(ctypes, "CDLL", opened)
+    assert vendor_tiles._opened.__wrapped__(CUDA) is None
+    assert opened.call_count == asks
+
+
+CALLS = (
+    "MatmulDescCreate",
+    "MatmulDescSetAttribute",
+    "MatrixLayoutCreate",
+    "MatmulAlgoInit",
+    "MatmulAlgoConfigSetAttribute",
+    "MatmulAlgoCheck",
+)
+
+
+def plan_with(monkeypatch: pytest.MonkeyPatch, library: mock.Mock) -> object:
+    opened = library, ctypes.c_void_p(), torch.empty(4096, dtype=torch.uint8)
+    monkeypatch.setattr(vendor_tiles, "_opened", lambda device: opened)
+    tile = vendor_tiles.tile_for(128, 4096)
+    assert tile is not None
+    return vendor_tiles._plan.__wrapped__(CUDA, tile, 128, 4096, 4096, 4096)
+
+
+def library(**statuses: int) -> mock.Mock:
+    """One that says so to these calls and agrees to all others."""
+    return mock.Mock(**{f"cublasLt{call}.return_value": statuses.get(call, 0) for call in CALLS})
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_library_that_refuses_is_not_asked_to_multiply(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    assert plan_with(monkeypatch, library()) is not None
+    assert plan_with(monkeypatch, library(**{call: 7})) is None
+
+
+def test_a_kernel_that_needs_more_room_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(*arguments: Any) -> int:
+        arguments[-1]._obj.workspace = 1 << 20
+        return 0
+
+    greedy = library()
+    greedy.cublasLtMatmulAlgoCheck.side_effect = check
+    assert plan_with(monkeypatch, greedy) is None
+
+
+def test_rows_must_lie_as_the_library_is_told() -> None:
+    x, weight, out = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((128, 72), (64, 64), (128, 64)))
+    readable = vendor_tiles._readable
+    assert readable(x[:, :64], weight, out)
+    assert not readable(x[:, 4:68], weight, out)  # not at a multiple of 16 bytes
+    assert not readable(x[:, :60], weight, out)
+    assert not readable(x.view(96, 96).t(), weight, out)
+    assert not readable(x[:, :64], weight.t(), out)
+    assert not readable(x[:, :64], weight, out[:, :32])
+    assert not readable(x[:, :64], weight.half(), out)

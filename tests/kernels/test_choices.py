@@ -1,0 +1,162 @@
+"""Which kernel serves which rows: the rules, which need no GPU."""
+
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from kernels import attention, kv
+from kernels.attention import hopper_few
+from kernels.products import matmul_words_hopper, matmul_words_prompts, matmul_words_row
+from kernels.products.words import Words
+from kernels.products.words_row import _octet
+
+BF16 = torch.bfloat16
+
+
+# ---- attention ----
+
+
+@pytest.mark.parametrize(
+    ("stored", "programs"),
+    [(BF16, {1: 132, 2: 264, 3: 264, 4: 396, 16: 396, 17: None}), (kv.FP8, {1: 132, 4: 132, 5: None}),
+     (kv.INT8, {1: None})],
+    ids=str,
+)  # fmt: skip
+def test_few_rows_have_programs_of_their_own(stored: torch.dtype, programs: dict[int, int | None]) -> None:
+    for rows, wanted in programs.items():
+        few = attention.config_for(128, BF16, rows, stored=stored).few
+        assert (few and few.programs) == wanted
+
+
+def test_what_few_rows_are_taken_by_the_general_kernel() -> None:
+    assert attention.config_for(64, BF16, 1).few is not None
+    assert attention.config_for(64, BF16, 1, stored=kv.FP8).few is None
+    assert attention.config_for(128, torch.float32, 1).few is None
+    assert attention.config_for(128, BF16, 1, invariant=True).few is None
+
+
+def planned(
+    rows: int = 4, heads: int = 32, kv_heads: int = 8, dim: int = 128, block: int = 16, window: int | None = None,
+    short: int = 1, hopper: bool = True,
+) -> attention.AttentionPlan:  # fmt: skip
+    """The plan of a step whose rows could share prefixes, on a device that may be a Hopper."""
+    starts, contexts, tables = (torch.zeros(shape, dtype=torch.int32) for shape in ((rows + 1,), (rows,), (rows, 8)))
+    config = replace(attention.config_for(dim, BF16, rows), shared_rows=1)
+    with mock.patch.object(attention, "is_hopper", return_value=hopper), mock.patch.object(attention, "schedule"):
+        return attention.plan_attention(
+            starts, contexts, tables, heads, kv_heads, dim, block, BF16, window, short, 0, config
+        )
+
+
+def test_a_hopper_takes_few_rows_of_one_token_on_their_own() -> None:
+    plan = planned()
+    assert plan.few == attention.FEW[16]
+    assert len(plan.records) == 396
+    assert plan.shared is None
+    assert planned(rows=16, heads=12, kv_heads=12).few is not None
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"hopper": False}, {"rows": 17}, {"window": 99}, {"short": 2}, {"dim": 96}, {"block": 8},
+     {"heads": 36, "kv_heads": 4}, {"rows": 16, "heads": 13, "kv_heads": 13}],
+    ids=str,
+)  # fmt: skip
+def test_what_the_kernel_of_few_rows_cannot_take_is_planned_as_ever(other: dict[str, Any]) -> None:
+    plan = planned(**other)
+    assert plan.few is None
+    assert len(plan.records) == plan.config.split_programs
+    assert (plan.shared is None) == ("window" in other or "short" in other)
+
+
+@pytest.mark.parametrize("warps", [4, 8])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("lines", [1, 2, 4, 8])
+def test_threads_that_merge_parts_cover_a_head(lines: int, dim: int, warps: int) -> None:
+    layout = hopper_few._merge_layout(lines, dim, warps)
+    each, threads, across = (layout.size_per_thread, layout.threads_per_warp, layout.warps_per_cta)
+    assert each[2] * threads[2] * across[2] == dim
+    assert threads[1] * threads[2] == 32
+    assert across[1] * across[2] == warps
+
+
+# ---- products with quantized weights ----
+
+
+def weight(kind: str = "int4", n: int = 4096, k: int = 4096, group: int | None = None) -> Words:
+    """A weight of which only the numbers are known that rules ask for."""
+    size = (128 if kind == "int4" else 0) if group is None else group
+    return Words(kind, torch.empty(0), torch.empty(0), None, size, None, torch.Size((n, k)))
+
+
+def kernel(weight: Words, rows: int, gated: bool = False) -> str | None:
+    """Which of the Hopper's kernels takes a product."""
+    shape = matmul_words_hopper.shape_for(weight, rows, gated)
+    names = {matmul_words_row.Shape: "row", matmul_words_hopper.Shape: "words", matmul_words_prompts.Shape: "prompts"}
+    return None if shape is None else names[type(shape)]
+
+
+def test_one_row_has_a_kernel_of_its_own_where_warps_take_whole_chunks() -> None:
+    for one in (weight(), weight("fp8"), weight("int8"), weight("fp8", group=128), weight(k=28672), weight(n=16)):
+        assert kernel(one, 1) == "row"
+        assert kernel(one, 1, gated=True) == "row"
+        assert kernel(one, 2) == "words"
+    for other in (weight(k=1280), weight(n=4104), weight(group=256), weight(k=29696), weight("fp8", k=512)):
+        assert kernel(other, 1) == "words"
+
+
+def test_more_rows_are_taken_by_kind() -> None:
+    assert [kernel(weight(), rows) for rows in (2, 64, 65, 9000)] == ["words", "words", "prompts", "prompts"]
+    assert [kernel(weight("fp8"), rows) for rows in (2, 64, 512, 513)] == ["words", "words", "words", None]
+    for rows in (2, 65):
+        assert kernel(weight(group=64), rows) is None
+        assert kernel(weight(n=192), rows, gated=True) is None
+        assert kernel(weight(k=1284), rows) is None
+    assert kernel(weight(group=64), 1) is None
+
+
+def test_eight_rows_are_the_fewest_of_a_block() -> None:
+    for rows, block in ((2, 8), (8, 8), (9, 16), (17, 32), (33, 64)):
+        shape = matmul_words_hopper.shape_for(weight(), rows, False)
+        assert isinstance(shape, matmul_words_hopper.Shape)
+        assert shape.block_m == block
+
+
+def test_queries_keys_and_values_are_rotated_in_heads_of_128() -> None:
+    rotated = matmul_words_hopper.rotated_shape_for
+    assert isinstance(rotated(weight(), 1, 128), matmul_words_row.Shape)
+    assert isinstance(rotated(weight(), 64, 128), matmul_words_hopper.Shape)
+    assert rotated(weight(), 65, 128) is None
+    assert rotated(weight(), 1, 64) is None
+    assert rotated(replace(weight(), order=torch.arange(4096)), 1, 128) is None
+
+
+def test_programs_of_one_row() -> None:
+    shape, other = matmul_words_row.shape_for, matmul_words_row.Shape
+    assert shape(weight(), 1) == other(16, 3)
+    assert shape(weight(k=3072), 1) == other(8, 6)
+    assert shape(weight(n=6144), 1) == other(16, 3, 3, 56)
+    assert shape(weight(n=6144, k=12288), 1) == other(16, 3)
+    assert [(shape(weight("fp8", k=k), 1) or other(0, 0)).stages for k in (7168, 8192, 16384, 17408)] == [3, 5, 5, 3]
+    assert shape(weight("fp8", k=15360, group=128), 1) == other(8, 3)
+
+
+@pytest.mark.parametrize("case", ["plain", "gated", "rotated"])
+def test_octets_of_all_tiles_are_all_rows_of_a_weight(case: str) -> None:
+    n, gated, rotated = 3 * 128, case == "gated", case == "rotated"
+    first = [
+        _octet.fn(tile, n // 2 if gated else n, octet, gated, rotated) for tile in range(n // 16) for octet in (0, 1)
+    ]
+    assert sorted(first) == list(range(0, n, 8))
+    gaps = {second - one for one, second in zip(first[::2], first[1::2], strict=True)}
+    assert gaps == {{"plain": 8, "gated": n // 2, "rotated": 64}[case]}
+
+
+def test_many_rows_take_wide_tiles_that_they_fill() -> None:
+    wide, narrow = matmul_words_prompts.WIDE, matmul_words_prompts.NARROW
+    chosen = [matmul_words_prompts.shape_for(rows, 28672, 4096) for rows in (100, 128, 129, 256, 257, 384, 385, 2048)]
+    assert chosen == [narrow, narrow, wide, wide, narrow, narrow, wide, wide]
+    assert matmul_words_prompts.shape_for(256, 1024, 4096) == narrow
