@@ -9,7 +9,7 @@ import torch
 
 from kernels import attention, kv
 from kernels.attention import hopper_few
-from kernels.products import matmul_words_hopper, matmul_words_prompts, matmul_words_row
+from kernels.products import matmul_words, matmul_words_hopper, matmul_words_prompts, matmul_words_row
 from kernels.products.words import Words
 from kernels.products.words_row import _octet
 
@@ -70,6 +70,12 @@ def test_what_the_kernel_of_few_rows_cannot_take_is_planned_as_ever(other: dict[
     assert plan.few is None
     assert len(plan.records) == plan.config.split_programs
     assert (plan.shared is None) == ("window" in other or "short" in other)
+
+
+def test_pools_of_int8_are_none_of_its() -> None:
+    q, pool, plan = torch.zeros(4, 32, 128, dtype=BF16), kv.make_pool(8, 16, 8, 128, kv.INT8), planned()
+    with pytest.raises(AssertionError, match="int8"):
+        attention.attention(q, pool, plan, 1.0)
 
 
 @pytest.mark.parametrize("warps", [4, 8])
@@ -153,6 +159,14 @@ def test_octets_of_all_tiles_are_all_rows_of_a_weight(case: str) -> None:
     assert sorted(first) == list(range(0, n, 8))
     gaps = {second - one for one, second in zip(first[::2], first[1::2], strict=True)}
     assert gaps == {{"plain": 8, "gated": n // 2, "rotated": 64}[case]}
+
+
+def test_a_gated_product_has_nothing_added() -> None:
+    x, added = torch.zeros(1, 4096, dtype=BF16), torch.zeros(1, 2048, dtype=BF16)
+    with pytest.raises(AssertionError):
+        matmul_words.linear_words(x, weight(), residual=added, gated=True)
+    with pytest.raises(AssertionError):
+        matmul_words.linear_words(x, weight(), added[0], gated=True)
 
 
 def test_many_rows_take_wide_tiles_that_they_fill() -> None:
