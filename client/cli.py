@@ -284,7 +284,9 @@ def _serve_part(
     if port is not None:
         environment["WEFT_LISTEN"] = f"127.0.0.1:{port}"
     os.environ.update(environment)
-    os.execv(sys.executable, [sys.executable, "-m", f"services.{part}"])
+    # `-m` alone would import from the current folder, whatever lies there.
+    path = [] if {"", os.getcwd()} & set(sys.path) else ["-P"]
+    os.execv(sys.executable, [sys.executable, *path, "-m", f"services.{part}"])
 
 
 def _delegate(package: str, arguments: list[str]) -> None:

@@ -8,7 +8,7 @@ POLLING = "-event_engine_client,-event_engine_listener"
 lock before the thread that knows Python hears of it; without, that thread polls the connections itself."""
 
 
-def run(module: str, entry: str) -> None:
-    """Imports a service's module and calls its entry point, which takes nothing and returns at the service's end."""
+def run(module: str) -> None:
+    """Imports a service's module and calls its `run`, which takes nothing and returns at the service's end."""
     os.environ.setdefault("GRPC_EXPERIMENTS", POLLING)
-    getattr(importlib.import_module(module), entry)()
+    importlib.import_module(module).run()

@@ -123,11 +123,10 @@ async def serve(
     """Listens at host:port (port 0 takes a free one). Its services are NOT_SERVING until `ready` is called.
 
     `counts` get those of unary calls and of spans beside what the service counts itself; at `metrics_port`, unless it
-    is 0, Prometheus reads them. A port that is taken ends the process with a line that says so.
+    is 0, Prometheus reads them. If that port is taken the process ends with a line that says so; so it does for an
+    address beyond loopback unless `allow_remote`: the mesh does not authenticate its callers.
 
     `gates` are asked before each call; what they raise becomes its status.
-
-    Raises ValueError for an address beyond loopback unless `allow_remote`: the mesh does not authenticate its callers.
     """
     _check_address(address, allow_remote)
     options = [
@@ -172,7 +171,7 @@ def _check_address(address: str, allow_remote: bool) -> None:
         if ipaddress.ip_address(host).is_loopback:
             return
     if host != "localhost" and not allow_remote:
-        raise ValueError(f"{address} is open to other machines: set WEFT_ALLOW_REMOTE=true if its network is trusted")
+        refuse_to_serve(f"{address} is open to other machines: set WEFT_ALLOW_REMOTE=true if its network is trusted")
 
 
 def link_channel(address: str) -> aio.Channel:
@@ -203,8 +202,10 @@ class Boundary(aio.ServerInterceptor):
             return handler
         method = str(handler_call_details.method)
         known, guarded = self._guarded.get(method, (None, None))
-        if known is not handler:  # What refuses a call by name is a handler of its own.
-            guarded = self._guard(handler, method.removeprefix("/"))
+        if known is handler:
+            return guarded
+        guarded = self._guard(handler, method.removeprefix("/"))
+        if handler.request_deserializer is not None:  # What refuses a call unread, and knows it, is not kept.
             self._guarded[method] = handler, guarded
         return guarded
 

@@ -8,11 +8,12 @@ from services.process import POLLING
 
 _ENTRY = """
 import os, sys, types
+import services.cache, services.gateway, services.scheduler, services.worker  # what `python -m` imports first
 entry = types.ModuleType("entry")
 entry.run = lambda: print(os.environ["GRPC_EXPERIMENTS"], "grpc" in sys.modules)
 sys.modules["entry"] = entry
 from services import process
-process.run("entry", "run")
+process.run("entry")
 """
 
 

@@ -2,4 +2,4 @@
 
 from services import process
 
-process.run("services.cache.main", "run")
+process.run("services.cache.main")

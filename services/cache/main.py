@@ -1,8 +1,5 @@
 """Wires the cache service together and runs it until it is told to stop."""
 
-import asyncio
-import signal
-
 import structlog
 
 from services import rpc, telemetry
@@ -19,9 +16,7 @@ async def main() -> None:
     """Serves until SIGTERM or SIGINT. It is SERVING whether or not Redis is there: without it, it answers misses."""
     settings = CacheSettings()
     telemetry.setup("cache", settings)
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    stop = rpc.stop_requested()
     url = settings.redis_url.get_secret_value()
     store = Store(url, settings.budgets())
     blocks = Store(url, settings.block_budgets(), name="blocks")

@@ -80,7 +80,6 @@ class Continuation:
             return
         with ahead:
             await asyncio.sleep(0)  # Its job is written before anything else is done.
-            self._news()  # The client, to whom nothing is told yet, may be greeted meanwhile.
             await self._answer(ahead)
 
     def advance(self) -> None:
@@ -195,6 +194,7 @@ class Continuation:
         self._note(placement)
         if ahead is not None and ahead.confirmed(placement):
             span, row = ahead.span, ahead.row
+            self._news()  # Tokens may have come; if not, there is time to greet the client.
         else:
             span, row = self._begin_span(), None
         span.set({"weft.worker": placement.worker_id, "weft.joined": self.ledger.joined})
@@ -220,8 +220,6 @@ class Continuation:
     async def _attempt(self, row: Row) -> WeftError | None:
         """One attempt on one worker: None once the answer has ended, else why it has not."""
         self._row = row
-        if row.tokens:
-            self._news()
         try:
             await row.closed
         except asyncio.CancelledError:

@@ -89,6 +89,11 @@ class Generation:
         self._threads = threads
         self._task = asyncio.create_task(self._run())
 
+    @property
+    def placed(self) -> bool:
+        """Whether a worker was found for some of it."""
+        return any(continuation.ledger.workers for continuation in self.continuations)
+
     def advance(self) -> None:
         """Takes what has come from workers into the journals."""
         for continuation in self.continuations:

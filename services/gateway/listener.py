@@ -89,7 +89,8 @@ class Listener:
     async def follow(self, generation: Generation, deliver: Deliver, greet: Greet | None = None) -> None:
         """Delivers everything, from the start to the end. Raises the WeftError that ended the generation.
 
-        While there is nothing to deliver the client is greeted once: what begins every answer need not wait for it.
+        While there is nothing to deliver the client is greeted once: what begins every answer need not wait for it. But
+        not before a worker was found: a call that ends without a greeting may be tried again by gRPC itself.
         """
         self._generation = generation
         timeline = self.timeline
@@ -106,9 +107,11 @@ class Listener:
             timeline.enter(generation.phase)
             if done:
                 break
-            if greet is not None and generation.phase is Phase.REMOTE:
+            if greet is not None and generation.placed:
+                timeline.enter(Phase.DELIVER)
                 await greet()
                 greet = None
+                timeline.enter(generation.phase)
             await self._news
         timeline.enter(Phase.OWN)
         if generation.error is not None:

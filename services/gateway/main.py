@@ -82,20 +82,20 @@ async def _follow_models(changed: asyncio.Event, catalog: Catalog, links: Worker
         await links.keep(catalog.addresses)
 
 
-async def serve(settings: GatewaySettings) -> None:
-    """Runs the gateway until SIGTERM or SIGINT."""
-    stopped = rpc.stop_requested()
+async def main() -> None:
+    """Serves until SIGTERM or SIGINT."""
+    settings = GatewaySettings()
+    telemetry.setup("gateway", settings)
+    stop = rpc.stop_requested()
     try:
         async with gateway(settings):
             rpc.settled()
-            await stopped.wait()
+            await stop.wait()
             log.info("draining", seconds=settings.drain_s)
     except TenantsFileError as error:
         rpc.refuse_to_serve(f"WEFT_TENANTS_FILE {error}")
 
 
-def main() -> None:
-    """Entry point: settings from the environment."""
-    settings = GatewaySettings()
-    telemetry.setup("gateway", settings)
-    rpc.run(serve(settings))
+def run() -> None:
+    """The service as a process."""
+    rpc.run(main())

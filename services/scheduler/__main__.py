@@ -2,4 +2,4 @@
 
 from services import process
 
-process.run("services.scheduler.main", "run")
+process.run("services.scheduler.main")

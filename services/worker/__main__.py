@@ -2,4 +2,4 @@
 
 from services import process
 
-process.run("services.worker.main", "run")
+process.run("services.worker.main")

@@ -1,6 +1,7 @@
 """The command as people type it."""
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
@@ -232,6 +233,40 @@ async def test_serve_says_what_it_serves_and_stops_at_ctrl_c(tmp_path: Path) -> 
     assert await process.wait() == 0
 
 
+async def test_a_part_is_the_same_process_and_imports_nothing_from_the_current_folder(tmp_path: Path) -> None:
+    (tmp_path / "services").mkdir()
+    (tmp_path / "services" / "__init__.py").write_text("raise SystemExit('somebody else')")
+    process = await asyncio.create_subprocess_exec(
+        *(str(Path(sys.executable).with_name("weft")), "serve", "scheduler", "--port", free_port()),
+        env={"PATH": "/usr/bin:/bin"},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        cwd=tmp_path,
+    )
+    assert process.stdout is not None
+    assert b'"ready"' in await process.stdout.readline()
+    process.terminate()
+    assert b"Traceback" not in await process.stdout.read()
+    assert await process.wait() == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("WEFT_ALLOW_REMOTE", "many", "settings: allow_remote: Input should be a valid boolean"),
+        ("WEFT_LISTEN", "0.0.0.0:0", "0.0.0.0:0 is open to other machines: set WEFT_ALLOW_REMOTE=true"),
+    ],
+)
+async def test_a_part_that_cannot_be_says_why_in_a_line(tmp_path: Path, name: str, value: str, told: str) -> None:
+    parts = [str(part) for part in cli.Part if part is not cli.Part.WORKER]
+    ends = await asyncio.gather(*(run_weft("serve", part, home=tmp_path, **{name: value}) for part in parts))
+    for code, output in ends:
+        assert code == os.EX_CONFIG
+        [reason] = [line for line in output.splitlines() if line[0] != "{"]  # all but its log
+        assert reason.startswith(f"weft: {told}")
+        assert "many" not in output
+
+
 async def test_the_demo_is_a_hit_the_second_time(tmp_path: Path) -> None:
     _, first = await run_weft("demo", home=tmp_path)
     code, second = await run_weft("demo", home=tmp_path)
@@ -258,11 +293,11 @@ def free_port() -> str:
     return port
 
 
-async def start_weft(*arguments: str, home: Path) -> asyncio.subprocess.Process:
+async def start_weft(*arguments: str, home: Path, **settings: str) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
         *WEFT,
         *arguments,
-        env={"WEFT_HOME": str(home), "PATH": "/usr/bin:/bin"},
+        env={"WEFT_HOME": str(home), "PATH": "/usr/bin:/bin", **settings},
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
@@ -270,9 +305,9 @@ async def start_weft(*arguments: str, home: Path) -> asyncio.subprocess.Process:
     )
 
 
-async def run_weft(*arguments: str, home: Path) -> tuple[int, str]:
+async def run_weft(*arguments: str, home: Path, **settings: str) -> tuple[int, str]:
     """Exit code and output of the command."""
-    process = await start_weft(*arguments, home=home)
+    process = await start_weft(*arguments, home=home, **settings)
     output, _ = await process.communicate()
     assert process.returncode is not None
     return process.returncode, output.decode()

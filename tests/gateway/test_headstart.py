@@ -1,11 +1,14 @@
 """Stories of jobs that are sent to where they will surely run before the scheduler has said so."""
 
 import asyncio
+import json
 
 import pytest
+from grpc import aio
 
 from protos import inference_pb2 as api
 from protos import mesh_pb2
+from protos.inference_pb2_grpc import InferenceStub
 from protos.mesh_pb2_grpc import add_WorkerServicer_to_server
 from services.errors import unavailable
 from services.gateway import headstart
@@ -50,6 +53,24 @@ async def test_the_client_is_greeted_while_its_first_token_is_computed() -> None
         assert not mesh.workers[0].sent
         mesh.workers[0].hold_at = None
         assert [response async for response in call][-1].HasField("receipt")
+
+
+@pytest.mark.usefixtures("_patient")
+async def test_a_job_that_is_refused_after_its_head_start_may_be_tried_again_by_grpc_itself() -> None:
+    retry = {"maxAttempts": 2, "initialBackoff": "0.01s", "maxBackoff": "0.01s", "backoffMultiplier": 1}
+    policy = {"name": [{}], "retryPolicy": {**retry, "retryableStatusCodes": ["UNAVAILABLE"]}}
+    options = [("grpc.service_config", json.dumps({"methodConfig": [policy]}))]
+    async with FakeMesh() as mesh, aio.insecure_channel(f"127.0.0.1:{mesh.server.port}", options) as channel:
+        mesh.scheduler.hold = True
+        mesh.workers[0].hold_at = 0
+        answering = asyncio.create_task(generate(InferenceStub(channel), ask()))
+        await until(lambda: len(mesh.workers[0].jobs) == len(mesh.scheduler.submits) == 1)
+        await asyncio.sleep(0.02)  # Here the client would be greeted, and gRPC tries nothing again after that.
+        mesh.scheduler.decide = lambda submit: rejected(submit, unavailable("QUEUE_FULL", "no room"))
+        mesh.scheduler.release()
+        mesh.scheduler.decide = mesh.workers[0].hold_at = None
+        assert (await answering).ids() == ANSWER
+        assert len(mesh.scheduler.submits) == 2
 
 
 @pytest.mark.usefixtures("_patient")

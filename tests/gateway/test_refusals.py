@@ -1,14 +1,19 @@
 """What the gateway refuses: the right status, a reason, a receipt, and nothing of the prompt."""
 
+import gc
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from google.rpc import error_details_pb2
 from grpc import aio
+from grpc_health.v1.health_pb2 import HealthCheckRequest
+from grpc_health.v1.health_pb2_grpc import HealthStub
 from grpc_status import rpc_status
 
 from protos import inference_pb2 as api
+from services.errors import WeftError
 from tests.gateway.fakes import ANSWER, BUNDLE, FakeMesh, ask, generate, make_card
 
 SECRET = "hush: the moon is made of cheese"
@@ -132,3 +137,17 @@ async def test_tokenize_refuses_like_generate() -> None:
             with pytest.raises(aio.AioRpcError) as caught:
                 await mesh.stub.Tokenize(request)
             assert caught.value.code() is code
+
+
+async def test_of_a_call_without_a_known_key_nothing_is_kept(tmp_path: Path) -> None:
+    file = tmp_path / "tenants.toml"
+    file.write_text(f'[[tenant]]\nname = "someone"\nkeys = ["sha256:{"0" * 64}"]\n')
+    async with FakeMesh(tenants_file=str(file)) as mesh:
+        answer = await generate(mesh.stub, ask(SECRET), metadata=(("authorization", "Bearer weft-unknown"),))
+        assert answer.error is not None
+        assert reason_of(answer.error) == "KEY_UNKNOWN"
+        health: Any = HealthStub(mesh.channel)
+        await health.Check(HealthCheckRequest())  # gRPC keeps the last call of all.
+        gc.collect()
+        # Its traceback would hold the key and the request.
+        assert not [each for each in gc.get_objects() if isinstance(each, WeftError) and each.reason == "KEY_UNKNOWN"]
