@@ -5,6 +5,7 @@ the standard variables (OTEL_EXPORTER_OTLP_ENDPOINT, OTEL_TRACES_SAMPLER, OTEL_B
 """
 
 import asyncio
+import contextlib
 import importlib.util
 import logging
 import os
@@ -56,11 +57,22 @@ def setup(service: str, settings: CommonSettings) -> None:
             structlog.dev.ConsoleRenderer() if console else structlog.processors.JSONRenderer(),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, settings.log_level.upper())),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=lambda *_: _Lines(sys.stderr),
     )
     structlog.contextvars.bind_contextvars(service=service)
     if _wanted():
         _tracing = _Tracing(service)
+
+
+class _Lines(structlog.PrintLogger):
+    """Where lines of a log go. That nobody reads them any more must not fail what they tell of."""
+
+    def msg(self, message: str) -> None:
+        """Writes a line, if it can be written."""
+        with contextlib.suppress(OSError):
+            super().msg(message)
+
+    debug = info = warning = error = critical = exception = msg
 
 
 def close() -> None:

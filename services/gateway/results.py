@@ -10,8 +10,8 @@ import structlog
 from grpc import aio
 
 from protos import cache_pb2, mesh_pb2
+from protos import cache_pb2_grpc as cache_grpc
 from protos import inference_pb2 as api
-from protos.cache_pb2_grpc import CacheStub
 from services import hashing, rpc
 from services.gateway.journal import Detail, Ending, Journal, packed
 
@@ -53,7 +53,7 @@ class ResultCache:
 
     def __init__(self, address: str, budget_s: float) -> None:
         self._channel = rpc.link_channel(address) if address else None
-        self._cache = CacheStub(self._channel) if self._channel else None
+        self._cache = cache_grpc.CacheStub(self._channel) if self._channel else None
         self._budget_s = budget_s
         self._found = False
         self._stored: OrderedDict[bytes, None] = OrderedDict()
@@ -78,19 +78,24 @@ class ResultCache:
             log.debug("look-up failed", code=error.code().name)
             return None
         self._found = reply.HasField("result")
+        if not self._found:
+            self._stored.pop(key, None)
         return reply.result if self._found else None
 
     def expects(self, key: bytes) -> bool:
-        """Whether a look-up is likely to find something: it was stored from here, or the last look-up found one."""
+        """Whether a look-up is likely to find something: it was stored from here and not missed since, or the last
+        look-up found one."""
         return self._found or key in self._stored
 
     def put(self, key: bytes, result: cache_pb2.CachedResult) -> None:
-        """Stores a result in the background; drops it if the cache service is far behind."""
+        """Stores a result in the background; drops it if the cache service is far behind, or there is none."""
+        if self._cache is None:
+            return
         self._stored[key] = None
         if len(self._stored) > _MAX_KNOWN:
             self._stored.popitem(last=False)
         if len(self._stores) < _MAX_STORES:
-            task = asyncio.create_task(self._store(key, result))
+            task = asyncio.create_task(self._store(self._cache, key, result))
             self._stores.add(task)
             task.add_done_callback(self._stores.discard)
 
@@ -102,11 +107,9 @@ class ResultCache:
         if self._channel is not None:
             await self._channel.close()
 
-    async def _store(self, key: bytes, result: cache_pb2.CachedResult) -> None:
-        if self._cache is None:
-            return
+    async def _store(self, cache: "cache_grpc.CacheAsyncStub", key: bytes, result: cache_pb2.CachedResult) -> None:
         try:
-            await self._cache.PutResult(cache_pb2.PutResultRequest(key=key, result=result), timeout=_STORE_S)
+            await cache.PutResult(cache_pb2.PutResultRequest(key=key, result=result), timeout=_STORE_S)
         except aio.AioRpcError as error:
             log.debug("not stored", code=error.code().name)
 

@@ -4,7 +4,7 @@ import asyncio
 import json
 
 import pytest
-from grpc import aio
+from grpc import StatusCode, aio
 
 from protos import inference_pb2 as api
 from protos import mesh_pb2
@@ -113,6 +113,51 @@ async def test_a_job_that_has_to_wait_is_taken_back_until_it_is_its_turn() -> No
         answer = await answering
         assert answer.ids() == ANSWER
         assert [job.attempt for job in mesh.workers[0].jobs] == [1, 1]
+
+
+async def test_without_a_scheduler_a_head_start_tells_nothing_and_is_taken_back() -> None:
+    async with FakeMesh(scheduler_wait_s=0.5) as mesh:
+        await generate(mesh.stub, ask())
+        await mesh.stop("scheduler")
+        mesh.workers[0].hold_at = 2
+        refused = await generate(mesh.stub, ask())
+        assert refused.error is not None
+        assert (refused.error.code(), refused.ids()) == (StatusCode.UNAVAILABLE, [])
+        assert len(mesh.workers[0].jobs) == 2
+        assert [cancel.position for cancel in mesh.workers[0].cancelled] == [0]
+
+
+@pytest.mark.usefixtures("_patient")
+async def test_a_cached_answer_that_was_not_expected_takes_the_job_back() -> None:
+    async with FakeMesh(cache=True) as other:
+        assert other.cache is not None
+        await generate(other.stub, ask())
+        await until(lambda: bool(other.cache and other.cache.kept))
+    async with FakeMesh(cache=True) as mesh:
+        assert mesh.cache is not None
+        mesh.cache.kept = other.cache.kept
+        mesh.workers[0].hold_at = 0
+        answer = await generate(mesh.stub, ask())
+        assert (answer.receipt.result_hit, answer.ids()) == (True, ANSWER)
+        assert len(mesh.workers[0].jobs) == 1
+        await until(lambda: [cancel.position for cancel in mesh.workers[0].cancelled] == [0])
+
+
+@pytest.mark.usefixtures("_patient")
+async def test_a_cached_answer_that_was_not_there_is_not_expected_again() -> None:
+    async with FakeMesh(cache=True) as mesh:
+        cache, worker = mesh.cache, mesh.workers[0]
+        assert cache is not None
+        await generate(mesh.stub, ask())
+        await until(lambda: bool(cache.kept))
+        cache.kept.clear()
+        worker.fail_at = (0, unavailable("DRAINING", "leaving"))  # An answer would be expected again.
+        await generate(mesh.stub, ask())
+        worker.fail_at, mesh.scheduler.hold, before = None, True, len(worker.jobs)
+        answering = asyncio.create_task(generate(mesh.stub, ask()))
+        await until(lambda: len(worker.jobs) == before + 1)
+        mesh.scheduler.release()
+        assert (await answering).ids() == ANSWER
 
 
 @pytest.mark.usefixtures("_patient")

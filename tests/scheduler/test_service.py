@@ -316,16 +316,15 @@ async def test_bytes_that_are_no_message_end_only_their_link(scheduler: Mesh) ->
     assert (await gateway.hear_of(mesh.Assigned)).job_id == "a"
 
 
-async def test_the_process_serves_and_stops_when_told() -> None:
+async def test_the_process_serves_without_a_reader_of_its_log_and_stops_when_told() -> None:
+    reader, writer = os.pipe()
+    environment = {"WEFT_LISTEN": "127.0.0.1:0", "WEFT_LOG_FORMAT": "json", "WEFT_SCHEDULER_QUEUE_LIMIT": "3"}
     process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "services.scheduler",
-        env={**os.environ, "WEFT_LISTEN": "127.0.0.1:0", "WEFT_LOG_FORMAT": "json", "WEFT_SCHEDULER_QUEUE_LIMIT": "3"},
-        stderr=asyncio.subprocess.PIPE,
+        sys.executable, "-m", "services.scheduler", env={**os.environ, **environment}, stderr=writer
     )
-    assert process.stderr is not None
-    ready = json.loads(await asyncio.wait_for(process.stderr.readline(), 60))
+    os.close(writer)
+    with os.fdopen(reader) as lines:
+        ready = json.loads(await asyncio.wait_for(asyncio.to_thread(lines.readline), 60))
     assert ready["event"] == "ready"
     async with aio.insecure_channel(f"127.0.0.1:{ready['port']}") as channel:
         health: Any = health_pb2_grpc.HealthStub(channel)
