@@ -154,7 +154,7 @@ def save(file: Path, found: dict[str, Any]) -> None:
     file.write_text(json.dumps(found, indent=1) + "\n")
     lines = ["# Through the whole mesh, over gRPC", ""]
     lines += [f"- {name}: {value}" for name, value in found["machine"].items()]
-    lines += ["- times in ms, percentiles within half a percent; in brackets vLLM 0.25.1 in process on the same GPU", ""]
+    lines += ["- times in ms, percentiles within 0.5%; in brackets vLLM 0.25.1 in process on the same GPU", ""]
     lines += [
         "| | " + " | ".join([*COLUMNS, *DERIVED, "requests", "failed", "cached", "commit"]) + " |",
         "|---" * 13 + "|",
