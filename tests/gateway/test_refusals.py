@@ -149,5 +149,6 @@ async def test_of_a_call_without_a_known_key_nothing_is_kept(tmp_path: Path) -> 
         health: Any = HealthStub(mesh.channel)
         await health.Check(HealthCheckRequest())  # gRPC keeps the last call of all.
         gc.collect()
-        # Its traceback would hold the key and the request.
-        assert not [each for each in gc.get_objects() if isinstance(each, WeftError) and each.reason == "KEY_UNKNOWN"]
+        # Its traceback would hold the key and the request. Not every object may be asked for its class: some warn.
+        refusals = [each for each in gc.get_objects() if issubclass(type(each), WeftError)]
+        assert "KEY_UNKNOWN" not in [refusal.reason for refusal in refusals]
