@@ -177,7 +177,7 @@ def save(file: Path, found: dict[str, Any]) -> None:
         plot(file.with_name(f"throughput-{model}.svg"), model, found)
     known = ((name, row["tok/s"], VLLM.get(name, (None,))[0]) for name, row in found["rows"].items())
     over = {name: ours / vllm for name, ours, vllm in known if vllm}
-    figures.against(file.with_name("over-vllm.svg"), "Tokens per second over vLLM 0.25.1's, one H200", over)
+    figures.against(file.with_name("over-vllm.svg"), "Tokens per second over vLLM 0.25.1's on an H200", over)
 
 
 def plot(file: Path, model: str, found: dict[str, Any]) -> None:

@@ -19,8 +19,11 @@ from services.worker.gpu_runner import GpuRunner, GpuStep
 from services.worker.job import Job, SamplingParams
 
 CONTEXT, STEPS = 2100, 96
+"""Tokens behind an answer's, about, and steps that are timed."""
 SPAN, SETTLED = 600, 16
+"""Tokens of an answer beside which prompts are computed, and of each before it counts."""
 SECONDS = 40.0
+"""No request of a closed loop is replaced after these."""
 
 Cell = dict[str, float]
 

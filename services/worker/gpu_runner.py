@@ -55,11 +55,13 @@ def _nothing_collected() -> Iterator[None]:
     """What is garbage goes before, not within: the graphs of an engine that is gone would end while another's are
     captured, and a capture does not survive that."""
     gc.collect()
+    collects = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if collects:
+            gc.enable()
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,10 +36,9 @@ class Shares:
         arrived; `context`: what the first of them has behind; `begun`: answers of which a token is known.
 
         A burst: nearly all users wait for their first token, those of a step that still runs too, so prompts take all
-        of a step. A backlog: steps as small
-        as they are efficient, also for the last in line, who waited longest. Few prompts beside many answers: n * n *
-        `chunk_tokens` for n prompts, so that answers flow beside one; less far into a long prompt, where each token
-        attends to more, so that steps stay equally long.
+        of a step. A backlog: steps as small as they are efficient, also for the last in line, who waited longest. Few
+        prompts beside many answers: n * n * `chunk_tokens` for n prompts, so that answers flow beside one; less far
+        into a long prompt, where each token attends to more, so that steps stay equally long.
         """
         if not line:
             return self.most
