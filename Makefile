@@ -52,13 +52,13 @@ test: set-up ## Lint, types and all tests.
 	status=$$?; echo "make test: $$(( $$(date +%s) - start )) s"; exit $$status
 
 test-kernels: ## Every kernel on this machine's GPU against its reference: GPU_PYTHON=python with a CUDA build of torch.
-	@$(GPU_PYTHON) -m pytest -c /dev/null --rootdir . -q -p no:cacheprovider tests/gpu/test_kernels.py
+	@$(GPU_PYTHON) -m pytest -c /dev/null --rootdir . -q -p no:cacheprovider tests/gpu/test_kernels.py tests/gpu/test_products.py
 
 bench-kernels: ## Time every kernel on this machine's GPU into bench/results: GPU_PYTHON=python FRESH=1.
 	@$(GPU_PYTHON) -m bench.kernels $(if $(FRESH),--fresh)
 
 test-gpu: ## The GPU engine on this machine's GPU against the CPU's: GPU_PYTHON=python.
-	@OMP_NUM_THREADS=1 $(GPU_PYTHON) -m pytest -c /dev/null --rootdir . -q -p no:cacheprovider tests/gpu/test_engine.py tests/gpu/test_formats.py tests/gpu/test_verify.py
+	@OMP_NUM_THREADS=1 $(GPU_PYTHON) -m pytest -c /dev/null --rootdir . -q -p no:cacheprovider tests/gpu/test_engine.py tests/gpu/test_formats.py tests/gpu/test_verify.py tests/gpu/test_compress.py
 
 bench-engine: ## The bare engine loop on this machine's GPU, 8B and 1B shapes: GPU_PYTHON=python FRESH=1.
 	@$(GPU_PYTHON) -m bench.engine $(if $(FRESH),--fresh)

@@ -8,7 +8,6 @@ import pytest
 
 from client import local
 from client.local import Mesh, PortTaken, Wanted
-from services.settings import SCHEDULER_ADDRESS
 
 
 def wanted(tmp_path: Path, **changes: object) -> Wanted:
@@ -76,21 +75,14 @@ async def test_unreadable_data_is_set_aside(tmp_path: Path) -> None:
     assert spec.mend() is None
 
 
-async def test_taken_ports(tmp_path: Path) -> None:
-    with socket.socket() as mine, socket.socket() as scheduler:
-        mine.bind(("127.0.0.1", 0))
-        mine.listen()
+async def test_taken_ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mine, socket.create_server(("127.0.0.1", 0)) as scheduler:
         port = mine.getsockname()[1]
         with pytest.raises(PortTaken, match=f"port {port} is taken: .* --port"):
             await local.plan(wanted(tmp_path, port=port))
-        try:
-            scheduler.bind(("127.0.0.1", int(SCHEDULER_ADDRESS.rpartition(":")[2])))
-            scheduler.listen()
-        except OSError:
-            pass  # Somebody else has taken it, which serves as well.
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        taken = f"127.0.0.1:{scheduler.getsockname()[1]}"
+        monkeypatch.setattr(local, "SCHEDULER_ADDRESS", taken)
+        mine.close()
         mesh = await local.plan(wanted(tmp_path, free_ports=False, port=port))
         assert mesh.address == f"127.0.0.1:{port}"
-        assert environments(mesh)["scheduler"]["WEFT_LISTEN"] != SCHEDULER_ADDRESS
+        assert environments(mesh)["scheduler"]["WEFT_LISTEN"] != taken
