@@ -123,7 +123,7 @@ async def serve(
     """Listens at host:port (port 0 takes a free one). Its services are NOT_SERVING until `ready` is called.
 
     `counts` get those of unary calls and of spans beside what the service counts itself; at `metrics_port`, unless it
-    is 0, Prometheus reads them. If that port is taken the process ends with a line that says so; so it does for an
+    is 0, Prometheus reads them. If a port is taken the process ends with a line that says so; so it does for an
     address beyond loopback unless `allow_remote`: the mesh does not authenticate its callers.
 
     `gates` are asked before each call; what they raise becomes its status.
@@ -145,12 +145,20 @@ async def serve(
         names.append(service.name)
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
     reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
-    port = server.add_insecure_port(address)
+    port = _listen(server, address)
     scrapes = _scrapes(counts, address, metrics_port) if metrics_port else None
     await server.start()
     result = Server(server, checks, names, port, scrapes)
     await result.ready(False)
     return result
+
+
+def _listen(server: aio.Server, address: str) -> int:
+    """The port that it got. If that is taken, the process ends with a line that says so, and may be tried again."""
+    try:
+        return server.add_insecure_port(address)
+    except RuntimeError:
+        sys.exit(f"weft: {address} cannot be listened at: another process may have it")
 
 
 def _scrapes(counts: metrics.Metrics, address: str, port: int) -> metrics.Scrapes:

@@ -124,9 +124,20 @@ def _scheduler_counted(scheduler: Scraped, name: str) -> None:
 
 async def test_a_port_that_is_taken_is_told(tmp_path: Path, model: Path) -> None:
     async with Mesh(tmp_path, model, workers=0, gateways=0) as mesh:
-        other = Mesh(tmp_path / "other", model, workers=0, gateways=0).scheduler
-        other.env["WEFT_METRICS_PORT"] = str(mesh.scheduler.port)
-        other.start()
-        assert other.popen is not None
-        assert await asyncio.to_thread(other.popen.wait, 30) == 78
-        assert "WEFT_METRICS_PORT" in other.tail()
+        taken = mesh.scheduler
+        for_metrics = Mesh(tmp_path / "metrics", model, workers=0, gateways=0).scheduler
+        for_metrics.env["WEFT_METRICS_PORT"] = str(taken.port)
+        assert "WEFT_METRICS_PORT" in await _refusal(for_metrics, 78)
+        for_calls = Mesh(tmp_path / "calls", model, workers=0, gateways=0).scheduler
+        for_calls.port = taken.port
+        assert f"weft: {taken.address} cannot be listened at" in await _refusal(for_calls, 1)
+
+
+async def _refusal(process: Process, code: int) -> str:
+    """What a process says that ends with this code as soon as it starts."""
+    process.start()
+    assert process.popen is not None
+    assert await asyncio.to_thread(process.popen.wait, 30) == code
+    told = process.tail()
+    assert "Traceback" not in told
+    return told
