@@ -14,6 +14,7 @@ from services.cache.counters import Miss
 from services.cache.frames import HEADER_BYTES
 from tests.cache.conftest import CacheDoor, Client, OpenDoor, key_of, result_of
 from tests.redis_server import RedisServer
+from tests.timing import timely
 
 LAYOUT = b"float32/16/6x2x64/0of1"
 
@@ -222,6 +223,7 @@ async def test_without_redis_everything_is_a_miss(redis_server: RedisServer, has
     assert await offered(hasty_door, range(4)) == ([0, 1, 2, 3], [])
 
 
+@timely
 async def test_bulk_does_not_delay_results(door: CacheDoor) -> None:
     await door.put(key_of(1), result_of(1))
     numbers = list(range(64))

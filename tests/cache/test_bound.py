@@ -13,6 +13,7 @@ from services.cache.frames import HEADER_BYTES, Kind
 from services.cache.store import Budgets, Shelf, Store
 from tests.cache.conftest import CacheDoor, Client, OpenDoor, key_of, result_of
 from tests.redis_server import RedisServer
+from tests.timing import timely
 
 PATIENT = Budgets(look_up_s=2.0, store_s=2.0)
 
@@ -99,6 +100,7 @@ async def test_the_largest_value_is_stored_and_found(redis_server: RedisServer) 
     await store.close()
 
 
+@timely
 async def test_expired_values_do_not_stay_in_the_ledger(redis_server: RedisServer, client: Client) -> None:
     store, shelf = Store(redis_server.url, PATIENT), shelf_of(1_000_000, ttl_s=0.2)
     for i in range(20):

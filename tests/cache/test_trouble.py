@@ -13,6 +13,7 @@ from services.cache.frames import Kind
 from tests.cache.conftest import HASTE, CacheDoor, Client, OpenDoor, key_of, opened, result_of
 from tests.cache.slow_proxy import SlowProxy
 from tests.redis_server import RedisServer
+from tests.timing import timely
 
 BUDGET_S = 0.02
 # Beyond that: gRPC there and back, on a machine whose cores may be busy with other tests.
@@ -147,6 +148,7 @@ async def test_a_full_redis_refuses_stores_and_still_gives_hits(
     assert await door.put(key_of(2), result_of(2))
 
 
+@timely
 async def test_a_killed_redis_is_a_miss_until_it_is_back(
     hasty_door: CacheDoor, redis_server: RedisServer, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -166,6 +168,7 @@ async def test_a_killed_redis_is_a_miss_until_it_is_back(
     assert (logged.count("redis is lost"), logged.count("redis is back")) == (1, 1)
 
 
+@timely
 async def test_open_the_breaker_lets_one_probe_a_second_through(
     hasty_door: CacheDoor, redis_server: RedisServer
 ) -> None:
@@ -179,6 +182,7 @@ async def test_open_the_breaker_lets_one_probe_a_second_through(
     assert hasty_door.counters.misses.total() - hasty_door.counters.misses[Miss.BREAKER] - asked_before == 2
 
 
+@timely
 async def test_a_look_up_that_is_not_asked_takes_less_than_a_millisecond(redis_server: RedisServer) -> None:
     async with opened(redis_server.url, **HASTE) as door:
         redis_server.kill()
@@ -191,6 +195,7 @@ async def test_a_look_up_that_is_not_asked_takes_less_than_a_millisecond(redis_s
         assert sorted(times)[270] < 0.001
 
 
+@timely
 async def test_a_frozen_redis_costs_the_budget_and_then_nothing(
     hasty_door: CacheDoor, redis_server: RedisServer
 ) -> None:
@@ -202,6 +207,7 @@ async def test_a_frozen_redis_costs_the_budget_and_then_nothing(
     assert await until_hit(hasty_door, key_of(1)) < BACK_S
 
 
+@timely
 async def test_a_crowd_before_a_frozen_redis_waits_no_longer_than_one(
     hasty_door: CacheDoor, redis_server: RedisServer
 ) -> None:
@@ -213,6 +219,7 @@ async def test_a_crowd_before_a_frozen_redis_waits_no_longer_than_one(
     assert await until_open(hasty_door) <= 0.25
 
 
+@timely
 async def test_our_own_lateness_is_not_held_against_redis(hasty_door: CacheDoor) -> None:
     async def look_up() -> None:
         await hasty_door.store.get(hasty_door.shelf, key_of(1))
@@ -230,6 +237,7 @@ async def test_our_own_lateness_is_not_held_against_redis(hasty_door: CacheDoor)
     assert hasty_door.counters.misses[Miss.BREAKER] == 0
 
 
+@timely
 async def test_a_slow_redis_is_given_up_and_taken_up_again(redis_server: RedisServer, open_door: OpenDoor) -> None:
     async with SlowProxy(redis_server.port) as proxy, open_door(proxy.url, **HASTE) as door:
         await door.put(key_of(1), result_of(1))
@@ -242,6 +250,7 @@ async def test_a_slow_redis_is_given_up_and_taken_up_again(redis_server: RedisSe
         assert all(result in (result_of(1), None) for result in found), "late answers went to nobody else"
 
 
+@timely
 async def test_a_connection_that_takes_longer_than_a_look_up_is_there_for_the_next(
     redis_server: RedisServer, open_door: OpenDoor, client: Client
 ) -> None:
@@ -257,6 +266,7 @@ async def test_a_connection_that_takes_longer_than_a_look_up_is_there_for_the_ne
         assert door.counters.misses[Miss.BREAKER] == 0
 
 
+@timely
 async def test_connections_that_died_unheard_are_given_up(redis_server: RedisServer, open_door: OpenDoor) -> None:
     async with SlowProxy(redis_server.port) as proxy, open_door(proxy.url, **HASTE) as door:
         await door.put(key_of(1), result_of(1))
@@ -277,6 +287,7 @@ async def until_hit_after_store(door: CacheDoor) -> float:
     return time.perf_counter() - start + await until_hit(door, key_of(1))
 
 
+@timely
 async def test_garbage_is_a_miss(redis_server: RedisServer, open_door: OpenDoor) -> None:
     async with SlowProxy(redis_server.port) as proxy:
         proxy.garbage = b"HTTP/1.1 400 Bad Request\r\n\r\n"
@@ -288,6 +299,7 @@ async def test_garbage_is_a_miss(redis_server: RedisServer, open_door: OpenDoor)
             assert await until_hit_after_store(door) < 1.0
 
 
+@timely
 async def test_a_wrong_password_is_a_miss(tmp_path_factory: pytest.TempPathFactory, open_door: OpenDoor) -> None:
     with RedisServer(tmp_path_factory.mktemp("locked"), 64 << 20, "--requirepass", "right") as locked:
         for wrong in ("", ":wrong@", "nobody:wrong@"):
@@ -308,6 +320,7 @@ async def test_options_in_the_url_cannot_change_what_correctness_rests_on(
         assert await door.get(key_of(1)) == result_of(1)
 
 
+@timely
 async def test_a_redis_that_starts_later_is_found(redis_server: RedisServer, open_door: OpenDoor) -> None:
     redis_server.stop()
     async with open_door(redis_server.url, **HASTE) as door:

@@ -139,8 +139,8 @@ async def test_a_cached_answer_that_was_not_expected_takes_the_job_back() -> Non
         mesh.workers[0].hold_at = 0
         answer = await generate(mesh.stub, ask())
         assert (answer.receipt.result_hit, answer.ids()) == (True, ANSWER)
-        assert len(mesh.workers[0].jobs) == 1
         await until(lambda: [cancel.position for cancel in mesh.workers[0].cancelled] == [0])
+        assert len(mesh.workers[0].jobs) == 1
 
 
 @pytest.mark.usefixtures("_patient")

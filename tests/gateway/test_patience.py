@@ -8,8 +8,10 @@ import pytest
 from services.errors import WeftError
 from services.gateway.patience import Patience
 from services.gateway.receipt import Phase, Timeline
+from tests.timing import timely
 
 
+@timely
 async def test_the_deadline_ends_the_block() -> None:
     began = asyncio.get_running_loop().time()
     with pytest.raises(WeftError) as caught, Patience(Timeline(), 0.05, 60):
@@ -27,6 +29,7 @@ async def test_one_message_that_takes_too_long_ends_the_block() -> None:
     assert caught.value.reason == "SLOW_CONSUMER"
 
 
+@timely
 async def test_many_messages_may_take_longer_together() -> None:
     timeline = Timeline()
     with Patience(timeline, 10, 0.1):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from protos import inference_pb2 as api
 from services.gateway.receipt import Ledger, Phase, Timeline, timings
 from tests.gateway.fakes import Answer, FakeMesh, ask, assigned, generate, until
+from tests.timing import timely
 
 seconds = st.floats(0, 10)
 PARTS = ("tokenize_s", "cache_s", "queue_s", "prefill_s", "decode_s", "detokenize_s", "network_s")
@@ -69,6 +70,7 @@ def test_what_was_waited_for_is_split_by_what_others_measured() -> None:
     assert (joined_late.queue_s, joined_late.prefill_s, joined_late.decode_s) == (0, 5, 10)
 
 
+@timely
 async def test_little_is_unaccounted_for_over_200_requests() -> None:
     async with FakeMesh(cache=True) as mesh:
         mesh.scheduler.decide = lambda submit: assigned(submit, "worker-0", mesh.address("worker-0"), queue_s=1e-4)
@@ -90,6 +92,7 @@ async def test_little_is_unaccounted_for_over_200_requests() -> None:
         assert sorted(excess)[int(0.95 * len(excess))] <= 0
 
 
+@timely
 async def test_times_are_those_of_where_they_were_measured() -> None:
     async with FakeMesh() as mesh:
         mesh.scheduler.hold = True

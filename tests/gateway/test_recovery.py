@@ -9,6 +9,7 @@ from protos import inference_pb2 as api
 from protos import mesh_pb2
 from services.errors import WeftError, unavailable
 from tests.gateway.fakes import ANSWER, LOREM, FakeMesh, ask, assigned, generate, until
+from tests.timing import timely
 
 
 async def test_a_broken_link_is_the_next_attempt_elsewhere() -> None:
@@ -220,6 +221,7 @@ async def test_a_rejection_goes_to_the_client_as_it_is() -> None:
         assert answer.error.code() is grpc.StatusCode.UNAVAILABLE
 
 
+@timely
 @pytest.mark.parametrize("assigned_already", [False, True])
 async def test_a_cancelled_request_is_taken_back_everywhere(assigned_already: bool) -> None:
     async with FakeMesh() as mesh:
@@ -242,6 +244,7 @@ async def test_a_cancelled_request_is_taken_back_everywhere(assigned_already: bo
         await asyncio.gather(first, return_exceptions=True)
 
 
+@timely
 async def test_a_deadline_ends_everything_in_time() -> None:
     async with FakeMesh() as mesh:
         worker = mesh.workers[0]

@@ -111,13 +111,13 @@ async def test_a_hit_ends_at_the_same_stop_string() -> None:
 
 
 async def test_a_slow_cache_delays_nothing() -> None:
-    async with FakeMesh(cache=True, cache_budget_s=0.05) as mesh:
+    async with FakeMesh(cache=True, cache_budget_s=2) as mesh:
         assert mesh.cache is not None
         mesh.cache.delay_s = 10
         answer = await generate(mesh.stub, ask())
         assert answer.ids() == ANSWER
         assert not answer.receipt.result_hit
-        assert answer.receipt.timings.first_token_s < 0.05
+        assert answer.receipt.timings.first_token_s < 1
 
 
 async def test_a_dead_cache_is_a_miss() -> None:

@@ -15,6 +15,7 @@ from services.gateway.tenants import DEFAULT
 from services.gateway.visit import RECEIPT_KEY
 from services.hashing import block_keys, chain_root
 from tests.gateway.fakes import ANSWER, LOREM, TOKENIZER, FakeMesh, ask, generate, ids_of, make_card, until
+from tests.timing import timely
 
 
 async def test_a_stream_brings_text_tokens_and_last_the_receipt() -> None:
@@ -115,6 +116,7 @@ async def test_a_stop_string_across_tokens_ends_the_answer() -> None:
         await until(lambda: not mesh.workers[0].running)
 
 
+@timely
 async def test_a_worker_that_goes_on_behind_a_stop_string_is_told_once_and_not_heard() -> None:
     async with FakeMesh(cost_wait_s=0.1) as mesh:
         mesh.workers[0].deaf = True

@@ -11,6 +11,7 @@ from grpc import aio
 from protos import inference_pb2 as api
 from protos import mesh_pb2, mesh_pb2_grpc
 from tests.mesh.harness import Answer, Mesh, ask, generate
+from tests.timing import timely
 
 pytestmark = pytest.mark.asyncio(loop_scope="function")
 
@@ -118,6 +119,7 @@ async def test_cancelled_streams_give_every_block_back(tmp_path: Path, model: Pa
         assert len((await generate(stub, ask("Afterwards", max_tokens=4))).ids) == 4
 
 
+@timely
 async def test_a_deadline_ends_the_work(tmp_path: Path, model: Path) -> None:
     async with Mesh(tmp_path, model) as mesh:
         stub = mesh.stub()

@@ -16,6 +16,7 @@ from services import rpc
 from services.hashing import digest, split_keys
 from services.worker.remote import RemoteStore
 from services.worker.tiers import Contents, Wish
+from tests.timing import timely
 
 BLOCK_BYTES = 40_000
 KEYS = [digest(bytes([number])) for number in range(10)]
@@ -151,6 +152,7 @@ async def test_a_part_of_a_prefix_is_better_than_nothing(scene: Scene) -> None:
     assert scene.came == [content(key) for key in KEYS[:4]]
 
 
+@timely
 async def test_what_would_take_too_long_is_not_begun(scene: Scene) -> None:
     await scene.keep(10)
     scene.store.link.byte_s = 1e-5
@@ -161,6 +163,7 @@ async def test_what_would_take_too_long_is_not_begun(scene: Scene) -> None:
     assert scene.store.lacks(KEYS, 0.4) == [], "nor is it worth keeping"
 
 
+@timely
 async def test_a_service_that_hangs_costs_the_budget_and_is_avoided(scene: Scene) -> None:
     await scene.keep(10)
     scene.service.hangs = True
@@ -172,6 +175,7 @@ async def test_a_service_that_hangs_costs_the_budget_and_is_avoided(scene: Scene
     assert not scene.store.pays(10, 0.2)
 
 
+@timely
 async def test_a_stream_that_stops_costs_the_budget(scene: Scene) -> None:
     await scene.keep(10)
     scene.service.hangs_after = 3
