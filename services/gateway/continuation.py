@@ -71,6 +71,11 @@ class Continuation:
         self._news = news
         self._row: Row | None = None
 
+    @property
+    def soon(self) -> bool:
+        """Its first token is about to come."""
+        return self._row is not None and self._row.soon and self._row.first_at is None
+
     async def run(self) -> None:
         """Brings the answer to its end. Raises WeftError if there is none to be had."""
         self.journal.begin_attempt()

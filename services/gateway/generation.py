@@ -90,6 +90,11 @@ class Generation:
         self._task = asyncio.create_task(self._run())
 
     @property
+    def soon(self) -> bool:
+        """Whether the first token of some of it is about to come."""
+        return any(continuation.soon for continuation in self.continuations)
+
+    @property
     def placed(self) -> bool:
         """Whether a worker was found for some of it."""
         return any(continuation.ledger.workers for continuation in self.continuations)

@@ -36,7 +36,7 @@ class Row:
 
     __slots__ = (
         "_told", "closed", "details", "end", "expected", "first_at", "last_at", "link", "loss", "news", "number",
-        "opened_at", "tokens", "wants_details", "worker_id",
+        "opened_at", "soon", "tokens", "wants_details", "worker_id",
     )  # fmt: skip
 
     def __init__(
@@ -55,6 +55,7 @@ class Row:
         self.opened_at = clock()
         self.first_at: float | None = None
         self.last_at = self.opened_at
+        self.soon = False
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._told = False
 
@@ -74,6 +75,12 @@ class Row:
         # A reader that is behind is told once, and then takes many tokens together.
         if not self._told or len(self.tokens) % UNREAD == 0:
             self._told = True
+            self.news()
+
+    def expect(self) -> None:
+        """The first token is about to come: who waits for it may get ready."""
+        if self.first_at is None:
+            self.soon = True
             self.news()
 
     def take(self) -> tuple[list[int], list[Detail]]:
@@ -198,6 +205,10 @@ class WorkerLink:
                 row = rows.get(number)
                 if row is not None:
                     row.add(position, token, now)
+        for number in message.soon:
+            row = rows.get(number)
+            if row is not None:
+                row.expect()
         for end in message.ends:
             ended = rows.pop(end.row, None)
             if ended is not None:

@@ -7,9 +7,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 
 from protos import inference_pb2 as api
-from services.gateway.continuation import Continuation
 from services.gateway.generation import Generation
-from services.gateway.journal import Detail
+from services.gateway.journal import Detail, Journal
 from services.gateway.receipt import Phase, Timeline
 from services.gateway.text import TextModel
 
@@ -23,18 +22,18 @@ Greet = Callable[[], Awaitable[object]]
 class _Cursor:
     """How far into one continuation a client is."""
 
-    __slots__ = ("continuation", "ended", "index", "texts", "tokens")
+    __slots__ = ("ended", "index", "journal", "texts", "tokens")
 
-    def __init__(self, index: int, continuation: Continuation) -> None:
+    def __init__(self, index: int, journal: Journal) -> None:
         self.index = index
-        self.continuation = continuation
+        self.journal = journal
         self.tokens = 0
         self.texts = 0
         self.ended = False
 
     def responses(self, text: TextModel) -> Iterator[api.GenerateResponse]:
         """What is new, all tokens of one attempt in one delta."""
-        journal = self.continuation.journal
+        journal = self.journal
         while not self.ended:
             total = len(journal.tokens)
             finishes = journal.ending is not None
@@ -93,14 +92,14 @@ class Listener:
         not before a worker was found: a call that ends without a greeting may be tried again by gRPC itself.
         """
         self._generation = generation
-        timeline = self.timeline
+        timeline, rehearses = self.timeline, True
         while True:
             self._news = self._loop.create_future()
             done = generation.done
             timeline.enter(Phase.DETOKENIZE)
             generation.advance()
             for response in self._take(generation):
-                greet = None
+                greet, rehearses = None, False
                 timeline.enter(Phase.DELIVER)
                 await deliver(response)
                 timeline.enter(Phase.DETOKENIZE)
@@ -112,6 +111,9 @@ class Listener:
                 await greet()
                 greet = None
                 timeline.enter(generation.phase)
+            if rehearses and generation.soon:
+                rehearses = False
+                _rehearse(generation)
             await self._news
         timeline.enter(Phase.OWN)
         if generation.error is not None:
@@ -119,10 +121,21 @@ class Listener:
 
     def _take(self, generation: Generation) -> Iterator[api.GenerateResponse]:
         if len(self._cursors) < len(generation.continuations):
-            self._cursors = [_Cursor(index, each) for index, each in enumerate(generation.continuations)]
+            self._cursors = [_Cursor(index, each.journal) for index, each in enumerate(generation.continuations)]
         for cursor in self._cursors:
             assert generation.text is not None
             yield from cursor.responses(generation.text)
+
+
+def _rehearse(generation: Generation) -> None:
+    """Makes a message that nobody is sent, as the first token's will be made."""
+    text = generation.text
+    assert text is not None
+    journal = Journal((), text.detokenizer(), None)
+    journal.begin_attempt()
+    journal.extend(generation.continuations[0].journal.prompt[-1:])
+    for response in _Cursor(0, journal).responses(text):
+        response.SerializeToString()
 
 
 def _logprobs(token: int, detail: Detail, text: TextModel) -> api.PositionLogprobs:

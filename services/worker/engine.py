@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,13 +109,18 @@ class Engine(Intake):
     # ---- the engine's thread ----
 
     def run_forever(
-        self, on_output: Callable[[StepOutput], None], on_launch: Callable[[float], None], stop: threading.Event
+        self,
+        on_output: Callable[[StepOutput], None],
+        on_launch: Callable[[float], None],
+        on_soon: Callable[[list[int]], None],
+        stop: threading.Event,
     ) -> None:
         """Run steps until `stop` is set (then call `wake`), asleep while there is no work.
 
-        on_launch gets the predicted seconds of each step before it begins, on_output what it brought.
+        on_launch gets the predicted seconds of each step before it begins, on_output what it brought; on_soon, before
+        that, the keys of jobs whose first tokens come soon, where that is worth telling.
         """
-        self._on_launch = on_launch
+        self._on_launch, self.rehearsal.tell = on_launch, on_soon
         while not stop.is_set():
             if self._sequences and self.prefixes.parked == len(self._sequences) and not self._flights:
                 with self._wake:
@@ -183,17 +189,20 @@ class Engine(Intake):
 
     def _collect_oldest(self, output: StepOutput) -> None:
         flight = self._flights.popleft()
+        began = max(flight.launched_s, self._landed_s)
         for rows, step in flight.parts:
             with self.profiler.phase("waiting"):
+                self.rehearsal.before(rows, len(self._sequences), began, partial(self.runner.over, step))
                 result = self.runner.collect(step)
             now = time.monotonic()
             with self.profiler.phase("collecting"):
                 self._collect(rows, result, flight.epochs, now, output)
                 for row in rows:
                     self.batch.land(row.sequence)
+            self.rehearsal.after(rows, now - began)
         now = time.monotonic()
         self._steps += 1
-        self._pace.observe(flight.prefill, flight.decodes, now - max(flight.launched_s, self._landed_s))
+        self._pace.observe(flight.prefill, flight.decodes, now - began)
         self._landed_s = now
 
     def _run(self, rows: list[Row], edits: list[SlotEdits], output: StepOutput) -> list[tuple[list[Row], Any]]:

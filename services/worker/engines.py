@@ -56,7 +56,11 @@ class WorkerEngine(Protocol):
         """Keys that were stored, and keys that were evicted, since the last call."""
 
     def run_forever(
-        self, on_output: Callable[[StepOutput], None], on_launch: Callable[[float], None], stop: threading.Event
+        self,
+        on_output: Callable[[StepOutput], None],
+        on_launch: Callable[[float], None],
+        on_soon: Callable[[list[int]], None],
+        stop: threading.Event,
     ) -> None:
         """Run steps until `stop` is set."""
 

@@ -280,6 +280,11 @@ class GpuRunner:
         asked = self.sampler.logprobs[rows.slots[rows.sampling]]
         return GpuStep(rows, sizes[2], report, asked, self._send_tops(computed, asked), self._event(), began)
 
+    def over(self, step: GpuStep) -> bool:
+        """Whether the device is done with a step."""
+        done: Any = step.done
+        return done is None or bool(done.query())
+
     def collect(self, step: GpuStep) -> StepResult:
         """Wait for a step and tell what it brought."""
         if step.done is not None:

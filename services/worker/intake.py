@@ -11,6 +11,7 @@ from services.worker.job import Ended, EndReason, EngineOptions, Failure, Job, S
 from services.worker.memory import MemoryPlan
 from services.worker.pace import Pace
 from services.worker.profiling import Profiler
+from services.worker.rehearsal import Rehearsal
 from services.worker.sequence import Sequence
 
 IDLE_WAIT_S = 0.5
@@ -39,6 +40,7 @@ class Intake:
         self._wake = threading.Condition()
         self._changes: dict[bytes, bool] = {}
         self._pace = Pace()
+        self.rehearsal = Rehearsal()
         self._steps = self._arrivals = 0
         self._predicted_step_s = 0.0
         self._stats = self._measure()

@@ -185,6 +185,13 @@ class Jobs:
             self._end(ended)
         self._metrics.stepped(step_s, len(output.tokens), first_tokens)
 
+    def announce(self, keys: list[int]) -> None:
+        """Tells each link that the next token of these jobs comes soon."""
+        for key in keys:
+            running = self._by_key.get(key)
+            for link, row in running.listeners if running is not None else ():
+                link.announce(row)
+
     def running(self) -> list[mesh.RunningJob]:
         """What runs, for the scheduler's hello."""
         return [mesh.RunningJob(job_id=job.job_id, attempt=job.attempt) for job in self._by_key.values()]

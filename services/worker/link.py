@@ -21,9 +21,9 @@ MOST_MESSAGES = 256
 
 
 class Columns:
-    """A message on its way: an entry for each token, in columns, and ends."""
+    """A message on its way: an entry for each token, in columns, ends, and what comes soon."""
 
-    __slots__ = ("ends", "logprobs", "positions", "rows", "token_ids", "tops")
+    __slots__ = ("ends", "logprobs", "positions", "rows", "soon", "token_ids", "tops")
 
     def __init__(self) -> None:
         self.rows: list[int] = []
@@ -33,6 +33,7 @@ class Columns:
         """Empty, or with NaN where none was asked for up to the last that was."""
         self.tops: list[mesh.TopTokens] = []
         self.ends: list[mesh.JobEnd] = []
+        self.soon: list[int] = []
 
     def add(self, row: int, token: TokenOut) -> None:
         """Appends a token."""
@@ -53,6 +54,7 @@ class Columns:
             logprobs=logprobs,
             tops=self.tops,
             ends=self.ends,
+            soon=self.soon,
         )
 
     def _add_logprob(self, logprob: float, top: list[tuple[int, float]] | None) -> None:
@@ -91,6 +93,12 @@ class Link(Generic[Heard]):
         if not self._unwritten:
             self._begin_message()
         self._unwritten[-1].ends.append(end)
+
+    def announce(self, row: int) -> None:
+        """A token for a row comes soon."""
+        if not self._unwritten:
+            self._begin_message()
+        self._unwritten[-1].soon.append(row)
 
     def tell_all(self, row: int, tokens: Iterable[TokenOut]) -> None:
         """What was said before the row began to listen."""

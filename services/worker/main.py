@@ -206,7 +206,7 @@ class _EngineThread:
         self._thread.join(timeout=5)
 
     def _run(self) -> None:
-        self._engine.run_forever(self._on_output, self._on_launch, self._stop)
+        self._engine.run_forever(self._on_output, self._on_launch, self._on_soon, self._stop)
 
     def _on_output(self, output: StepOutput) -> None:
         launched_at, self._launched_at = self._launched_at, None
@@ -231,6 +231,9 @@ class _EngineThread:
         self._launched_at = time.monotonic()
         if predicted_s > _LONG_STEP_S:
             self._loop.call_soon_threadsafe(self._attachment.changed)
+
+    def _on_soon(self, keys: list[int]) -> None:
+        self._loop.call_soon_threadsafe(self._jobs.announce, keys)
 
 
 def run() -> None:

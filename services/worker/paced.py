@@ -67,10 +67,14 @@ class PacedEngine(Intake):
     # ---- the engine's thread ----
 
     def run_forever(
-        self, on_output: Callable[[StepOutput], None], on_launch: Callable[[float], None], stop: threading.Event
+        self,
+        on_output: Callable[[StepOutput], None],
+        on_launch: Callable[[float], None],
+        on_soon: Callable[[list[int]], None],
+        stop: threading.Event,
     ) -> None:
         """Run steps until `stop` is set (then call `wake`), asleep while there is no work."""
-        self._on_launch = on_launch
+        self._on_launch, self.rehearsal.tell = on_launch, on_soon
         while not stop.is_set():
             if self.has_work():
                 on_output(self.step())
@@ -111,10 +115,13 @@ class PacedEngine(Intake):
         for row in rows:
             row.sequence.started_s = row.sequence.started_s or began
         if self.tempo.step_s:  # Even a step that is late lets the event loop's thread run.
+            self.rehearsal.before(rows, len(self._sequences), began, lambda: time.monotonic() >= end)
             time.sleep(max(end - time.monotonic(), 0.0))
         self._steps += 1
         decodes = any(row.start >= row.sequence.prefill_end for row in rows)
-        self._pace.observe(prefill, decodes, max(time.monotonic() - began, 1e-9))
+        took_s = max(time.monotonic() - began, 1e-9)
+        self._pace.observe(prefill, decodes, took_s)
+        self.rehearsal.after(rows, took_s)
 
     def _collect(self, rows: list[Row], now: float, output: StepOutput) -> None:
         for row in rows:

@@ -44,6 +44,9 @@ class Runner(Protocol):
     def launch(self, words: Words, /) -> Any:
         """Apply the edits, begin to compute the rows. After an exception no row has advanced, the edits are applied."""
 
+    def over(self, step: Any, /) -> bool:
+        """Whether `collect` would not wait."""
+
     def collect(self, step: Any, /) -> StepResult:
         """Wait for a launched step and tell what it brought; the oldest first."""
 
@@ -100,6 +103,10 @@ class CpuRunner:
     def launch(self, words: Words) -> StepResult:
         """Compute the step at once."""
         return self.run(words)
+
+    def over(self, step: StepResult) -> bool:
+        """It was computed when it was launched."""
+        return True
 
     def collect(self, step: StepResult) -> StepResult:
         """What a launched step brought."""

@@ -328,6 +328,12 @@ class FakeWorker(WorkerServicer):
             end.stop_token_id = 1
         return end
 
+    def announce(self) -> None:
+        """Says of all jobs that their first token comes soon."""
+        for running in self.running.values():
+            for outbox, row in running.listeners:
+                outbox.put(mesh_pb2.RunResponse(soon=[row]))
+
     def say(self, message: mesh_pb2.RunResponse) -> None:
         """To all gateways, whatever it is."""
         for outbox in self.links:

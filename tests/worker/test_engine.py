@@ -297,7 +297,7 @@ def test_the_loop_sleeps_until_there_is_work(engine: EngineMaker) -> None:
         if output.ended:
             ended.set()
 
-    thread = threading.Thread(target=fresh.run_forever, args=(on_output, predictions.append, stop))
+    thread = threading.Thread(target=fresh.run_forever, args=(on_output, predictions.append, lambda _: None, stop))
     thread.start()
     time.sleep(0.2)
     assert outputs == [], "an idle engine has nothing to say"

@@ -20,7 +20,11 @@ class Speaking:
         self.done = threading.Event()
 
     def run_forever(
-        self, on_output: Callable[[StepOutput], None], on_launch: Callable[[float], None], stop: threading.Event
+        self,
+        on_output: Callable[[StepOutput], None],
+        on_launch: Callable[[float], None],
+        on_soon: Callable[[list[int]], None],
+        stop: threading.Event,
     ) -> None:
         on_output(self.output)
         self.told_before = list(self.told)

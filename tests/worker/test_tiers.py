@@ -317,7 +317,7 @@ def test_an_engine_that_only_waits_sleeps(sharing: Sharing) -> None:
         if output.ended:
             done.set()
 
-    thread = threading.Thread(target=engine.run_forever, args=(on_output, lambda _: None, stop))
+    thread = threading.Thread(target=engine.run_forever, args=(on_output, lambda _: None, lambda _: None, stop))
     thread.start()
     engine.submit(asked(1))
     time.sleep(0.3)
