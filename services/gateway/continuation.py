@@ -6,6 +6,7 @@ The author of recovery, which is nothing but the next attempt at prompt and toke
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import structlog
@@ -79,12 +80,10 @@ class Continuation:
     async def run(self) -> None:
         """Brings the answer to its end. Raises WeftError if there is none to be had."""
         self.journal.begin_attempt()
-        ahead = self._start_ahead()
-        if ahead is None:
-            await self._answer(None)
-            return
-        with ahead:
-            await asyncio.sleep(0)  # Its job is written before anything else is done.
+        with self._start_ahead() or nullcontext() as ahead:
+            # A head start's job is written before anything else is done. All wait, so that of equal requests the one
+            # that has it asks first, and the others join it.
+            await asyncio.sleep(0)
             await self._answer(ahead)
 
     def advance(self) -> None:

@@ -202,10 +202,13 @@ class FakeWorker(WorkerServicer):
         self.sent = 0
         self.links: set[rpc.Outbox[mesh_pb2.RunResponse]] = set()
         self.bundle = BUNDLE
+        self.hold_bundle = asyncio.Event()
+        self.hold_bundle.set()
 
     async def FetchBundle(
         self, request: mesh_pb2.FetchBundleRequest, context: Context
     ) -> AsyncIterator[mesh_pb2.FetchBundleResponse]:
+        await self.hold_bundle.wait()
         half = len(self.bundle) // 2
         for data in (self.bundle[:half], self.bundle[half:]):
             yield mesh_pb2.FetchBundleResponse(data=data)

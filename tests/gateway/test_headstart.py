@@ -12,7 +12,7 @@ from protos.inference_pb2_grpc import InferenceStub
 from protos.mesh_pb2_grpc import add_WorkerServicer_to_server
 from services.errors import unavailable
 from services.gateway import headstart
-from tests.gateway.fakes import ANSWER, LOREM, Answer, FakeMesh, ask, assigned, generate, rejected, until
+from tests.gateway.fakes import ANSWER, LOREM, Answer, FakeMesh, ask, assigned, generate, ids_of, rejected, until
 
 
 @pytest.fixture
@@ -42,6 +42,19 @@ async def test_the_only_worker_begins_before_the_scheduler_has_answered_and_noth
         [job] = mesh.workers[0].jobs
         assert (job.job_id, job.attempt) == (mesh.scheduler.submits[0].job_id, 1)
         assert not mesh.workers[0].cancelled
+
+
+@pytest.mark.usefixtures("_patient")
+async def test_of_two_equal_requests_at_one_instant_the_one_that_started_is_submitted_first() -> None:
+    async with FakeMesh(cache=True) as mesh:
+        worker = mesh.workers[0]
+        worker.hold_bundle.clear()
+        request = ask(prompt=api.Prompt(token_ids=api.TokenIds(ids=ids_of("hello"))))
+        both = [asyncio.create_task(generate(mesh.stub, request)) for _ in range(2)]
+        await asyncio.sleep(0.1)  # Both wait for the tokenizer, and go on together.
+        worker.hold_bundle.set()
+        assert [(await each).ids() for each in both] == [ANSWER, ANSWER]
+        assert worker.jobs[0].job_id == mesh.scheduler.submits[0].job_id
 
 
 @pytest.mark.usefixtures("_patient")
