@@ -13,8 +13,10 @@ from services.worker.config import CheckpointError
 from services.worker.layers import DecoderLayer
 from services.worker.weights import Checkpoint
 
-# Of llm-compressor and compressed-tensors, of AutoFP8 and of earlier versions of both.
-_NAME = re.compile(r"model\.layers\.\d+\.self_attn\.(q_scale|(attn\.|[kv]_proj\.)?[kv]_scale|[kv]_proj\.output_scale)")
+# Of llm-compressor and compressed-tensors, of AutoFP8 and of earlier versions of both: one for keys and values, once.
+_NAME = re.compile(
+    r"model\.layers\.\d+\.self_attn\.(q_scale|kv_scale|(attn\.|[kv]_proj\.)?[kv]_scale|[kv]_proj\.output_scale)"
+)
 
 
 def is_scale(name: str) -> bool:
@@ -37,7 +39,13 @@ def load_kv_scales(layers: Sequence[DecoderLayer], checkpoint: Checkpoint) -> No
 
 def _name(checkpoint: Checkpoint, prefix: str, kind: str) -> str:
     """Of the scale of keys ("k") or values ("v"); empty if there is none."""
-    names = (f"{kind}_scale", f"attn.{kind}_scale", f"{kind}_proj.{kind}_scale", f"{kind}_proj.output_scale")
+    names = (
+        f"{kind}_scale",
+        f"attn.{kind}_scale",
+        f"{kind}_proj.{kind}_scale",
+        f"{kind}_proj.output_scale",
+        "kv_scale",
+    )
     return next((prefix + name for name in names if prefix + name in checkpoint.headers), "")
 
 

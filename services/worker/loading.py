@@ -16,7 +16,7 @@ from services.worker.weights import Checkpoint, TensorHeader
 _GPU_THREADS = 4
 _BITS = {"int8": 8, "int4": 4.25, "fp8": 8, "nf4": 4.5}
 # Scales of the KV cache; the rest says how a module was quantized and not what it is.
-_KNOWN_ENDS = (".rotary_emb.inv_freq", ".k_scale", ".v_scale", ".q_scale", ".output_scale")
+_KNOWN_ENDS = (".rotary_emb.inv_freq", ".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".output_scale")
 
 
 def load_quantized(model: Model, checkpoint: Checkpoint, reader: WeightReader, progress: Progress) -> None:

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from kernels import quantized
 from kernels.quantized import Fp8Weight, Int4Weight, Int8Weight, Nf4Weight, QuantizedWeight
@@ -157,6 +159,56 @@ def test_biases_of_zeros_are_no_harm(tmp_path: Path) -> None:
         "gptq", tmp_path / "biased", lambda t, _: t.update({"model.layers.0.self_attn.o_proj.bias": torch.zeros(64)})
     )
     assert engine_of(folder).parameters > 0
+
+
+@pytest.mark.parametrize("names", [("kv_scale",), ("k_proj.output_scale", "v_proj.output_scale")])
+def test_autofp8_checkpoints_with_scales_of_the_cache(
+    names: tuple[str, ...], written: Callable[[str, str], Written], tmp_path: Path
+) -> None:
+    """Its `kv_cache_scheme` is a word, its scales are numbers without a shape; at first keys and values had one."""
+    made = written("fp8-static", "llama")
+    folder = Path(shutil.copytree(made.folder, tmp_path / "autofp8"))
+    tensors = {name: t.reshape(()) if name.endswith("_scale") else t for name, t in read(folder).items()}
+    layers = range(load_config(folder).layers)
+    tensors |= {f"model.layers.{n}.self_attn.{name}": torch.tensor(0.5) for n in layers for name in names}
+    save(tensors, folder)
+    settings = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {**settings, "kv_cache_scheme": "static"}
+    (folder / "config.json").write_text(json.dumps(config))
+    engine = engine_of(folder)
+    assert all(pool.dtype == torch.float8_e4m3fn for pool in engine.runner.pools)
+    scales = [layer.attention.kv_scales for layer in engine.runner.model.layers]
+    assert [scale.tolist() for scale in scales if scale is not None] == [[[0.5, 0.5], [0.5, 0.5]]] * len(layers)
+    expected = {name.removesuffix(".weight"): t for name, t in read(made.twin).items() if name.endswith("_proj.weight")}
+    for name, weight in weights_of(folder, {name: t.shape for name, t in expected.items()}).items():
+        torch.testing.assert_close(quantized.dequantize(weight, torch.float32), expected[name], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("first", ["Linear", "re:.*down_proj"])
+def test_who_names_a_module_goes_before_who_means_all(
+    first: str, written: Callable[[str, str], Written], tmp_path: Path
+) -> None:
+    """Two groups of compressed-tensors mean the same modules, in any order: the library itself says whose they are."""
+    fours, eights = written("int4", "llama"), written("w8a16-packed", "llama")
+    folder = Path(shutil.copytree(fours.folder, tmp_path / "mixed"))
+    down = {name: tensor for name, tensor in read(eights.folder).items() if ".down_proj." in name}
+    save({name: t for name, t in read(folder).items() if ".down_proj." not in name} | down, folder)
+    configs = [json.loads((made.folder / "config.json").read_text()) for made in (fours, eights)]
+    four, eight = (config["quantization_config"]["config_groups"]["group_0"] for config in configs)
+    groups = {"a": four, "b": {**eight, "targets": ["re:.*down_proj"]}}
+    groups = dict(sorted(groups.items(), reverse=first != "Linear"))
+    configs[0]["quantization_config"]["config_groups"] = groups
+    (folder / "config.json").write_text(json.dumps(configs[0]))
+
+    model = AutoModelForCausalLM.from_pretrained(fours.twin, dtype=torch.float32)
+    apply_quantization_config(model, QuantizationConfig(config_groups=groups, ignore=["lm_head"]), show_progress=False)
+    modules = {name: module for name, module in model.named_modules() if name.endswith("_proj")}
+    got = weights_of(folder, {name: module.weight.shape for name, module in modules.items()})
+    for name, module in modules.items():
+        bits = module.quantization_scheme.weights.num_bits
+        assert bits == (8 if name.endswith("down_proj") else 4)
+        assert isinstance(got[name], Int8Weight if bits == 8 else Int4Weight)
 
 
 def test_act_order_of_compressed_tensors(written: Callable[[str, str], Written], tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ class Scheme:
         """From an entry of config_groups. Raises CheckpointError."""
         weights, inputs = group.get("weights") or {}, group.get("input_activations")
         scheme = cls(
-            targets=tuple(group.get("targets") or ()),
+            targets=tuple(map(str, group.get("targets") or ())),
             kind=str(weights.get("type", "int")),
             bits=int(weights.get("num_bits") or 0),
             group_size=weights.get("group_size") if weights.get("strategy") in (None, "group") else None,
@@ -48,6 +48,8 @@ class Scheme:
         return scheme
 
     def _check(self, weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:
+        if not isinstance(self.group_size, int | None):
+            raise CheckpointError(f"quantization_config: group_size {self.group_size} is not a number")
         strategy = weights.get("strategy") or ("group" if self.group_size else "tensor")
         named = f"{self.kind} weights of {self.bits} bits ({strategy})"
         strategies = {
@@ -71,10 +73,6 @@ class Scheme:
             asymmetric = "" if inputs.get("symmetric", True) else "asymmetric "
             rounded = f"{asymmetric}{self.inputs} {inputs.get('type', 'int')} inputs of {inputs.get('num_bits')} bits"
             raise CheckpointError(f"quantization_config: {named} with {rounded} are not supported")
-
-    def matches(self, module: str) -> bool:
-        """Whether a linear module is of this group."""
-        return any(target == "Linear" or is_named(module, target) for target in self.targets)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +98,7 @@ class CompressedTensors:
 
     def read(self, tensors: ModuleTensors, outputs: int, inputs: int) -> QuantizedWeight:
         """A module's weight. Raises CheckpointError."""
-        scheme = next((each for each in self.schemes if each.matches(tensors.module)), None)
+        scheme = self._scheme_of(tensors.module)
         if scheme is None:
             raise tensors.refuse("quantization_config does not say how it is quantized")
         if scheme.kind == "float":
@@ -108,6 +106,16 @@ class CompressedTensors:
         if scheme.bits == 4:
             return _read_int4(tensors, scheme, outputs, inputs)
         return _read_int8(tensors, scheme, outputs, inputs)
+
+    def _scheme_of(self, module: str) -> Scheme | None:
+        """Of those that mean a module: one that names it, else one whose pattern fits, else that of all linears."""
+        means = [
+            ((target == "Linear", target.startswith("re:"), target), scheme)
+            for scheme in self.schemes
+            for target in scheme.targets
+            if target == "Linear" or is_named(module, target)
+        ]
+        return min(means, key=lambda each: each[0], default=(None, None))[1]
 
 
 def is_named(module: str, target: str) -> bool:

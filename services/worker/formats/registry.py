@@ -39,7 +39,7 @@ _FORMATS: Mapping[str, Callable[[Mapping[str, Any]], Format]] = {
 
 def format_of(settings: Mapping[str, Any]) -> Format:
     """The reader of a checkpoint with this quantization_config. Raises CheckpointError."""
-    method = settings.get("quant_method", "none")
+    method = str(settings.get("quant_method", "none"))
     if method not in _FORMATS:
         raise CheckpointError(f"quant_method {method} is not supported; supported are {', '.join(_FORMATS)}")
     try:
