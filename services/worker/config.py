@@ -1,6 +1,7 @@
 """The shape of a model, read from a checkpoint's config.json. Knows the four architectures, never their weights."""
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -63,14 +64,15 @@ class ModelConfig:
 def load_config(model_dir: Path) -> ModelConfig:
     """Read config.json (and the end tokens of generation_config.json). Raises CheckpointError."""
     raw = _read_json(model_dir / "config.json")
-    architecture = (raw.get("architectures") or ["none"])[0]
+    named = raw.get("architectures")
+    architecture = named[0] if isinstance(named, list) and named else "none"
     if architecture not in ARCHITECTURES:
         raise CheckpointError(f"architecture {architecture} is not supported; supported are {', '.join(ARCHITECTURES)}")
     _refuse_the_unsupported(raw)
     heads = _number(raw, "num_attention_heads", int)
     hidden_size = _number(raw, "hidden_size", int)
     layers = _number(raw, "num_hidden_layers", int)
-    kv_heads = int(raw.get("num_key_value_heads") or heads)
+    kv_heads = _number(raw, "num_key_value_heads", int, heads)
     if heads % kv_heads:
         raise CheckpointError(f"config.json: {heads} attention heads cannot share {kv_heads} key/value heads")
     family = architecture.removesuffix("ForCausalLM")
@@ -84,7 +86,7 @@ def load_config(model_dir: Path) -> ModelConfig:
         layers=layers,
         heads=heads,
         kv_heads=kv_heads,
-        head_dim=int(raw.get("head_dim") or hidden_size // heads),
+        head_dim=_number(raw, "head_dim", int, hidden_size // heads),
         norm_eps=_number(raw, "rms_norm_eps", float),
         context_length=context_length,
         rope=_read_rope(raw, context_length),
@@ -101,10 +103,7 @@ def load_config(model_dir: Path) -> ModelConfig:
 
 def read_quantization(model_dir: Path) -> dict[str, Any] | None:
     """The quantization_config of config.json; None: the weights are plain. Raises CheckpointError."""
-    settings = _read_json(model_dir / "config.json").get("quantization_config")
-    if settings is not None and not isinstance(settings, dict):
-        raise CheckpointError("config.json: quantization_config is not an object")
-    return settings or None
+    return _object(_read_json(model_dir / "config.json"), "quantization_config") or None
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -119,9 +118,17 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _number(raw: dict[str, Any], name: str, kind: type[_Number]) -> _Number:
+def _object(raw: dict[str, Any], name: str) -> dict[str, Any]:
+    """A setting that has settings of its own; empty where it is absent."""
     value = raw.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+    if value is not None and not isinstance(value, dict):
+        raise CheckpointError(f"config.json: {name} is not an object")
+    return value or {}
+
+
+def _number(raw: dict[str, Any], name: str, kind: type[_Number], default: _Number | None = None) -> _Number:
+    value = raw.get(name) or default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise CheckpointError(f"config.json: {name} must be a positive number")
     return kind(value)
 
@@ -134,16 +141,19 @@ def _refuse_the_unsupported(raw: dict[str, Any]) -> None:
 
 
 def _read_kv_dtype(raw: dict[str, Any]) -> str:
-    """compressed-tensors' `kv_cache_scheme`: 8 bits, float or int."""
-    scheme = (raw.get("quantization_config") or {}).get("kv_cache_scheme") or {}
+    """`kv_cache_scheme`: of compressed-tensors 8 bits, float or int; of AutoFP8 the word static, for FP8."""
+    settings = _object(raw, "quantization_config")
+    if settings.get("kv_cache_scheme") == "static":
+        return "fp8"
+    scheme = _object(settings, "kv_cache_scheme")
     kinds = {"float": "fp8", "int": "int8"}
     return kinds.get(str(scheme.get("type")), "auto") if scheme.get("num_bits") == 8 else "auto"
 
 
 def _read_rope(raw: dict[str, Any], context_length: int) -> Rope:
     """`rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before)."""
-    old = {"rope_theta": raw.get("rope_theta", 10000.0), **(raw.get("rope_scaling") or {})}
-    settings = raw.get("rope_parameters") or old
+    old = {"rope_theta": raw.get("rope_theta", 10000.0), **_object(raw, "rope_scaling")}
+    settings = _object(raw, "rope_parameters") or old
     kind = settings.get("rope_type") or settings.get("type") or "default"
     if kind not in ("default", "linear", "llama3"):
         raise CheckpointError(f"rope scaling {kind} is not supported; supported are default, linear and llama3")
@@ -161,19 +171,19 @@ def _read_rope(raw: dict[str, Any], context_length: int) -> Rope:
 
 
 def _read_windows(raw: dict[str, Any], family: str, layers: int) -> tuple[int | None, ...]:
-    window = raw.get("sliding_window") if family != "Llama" else None
-    if family.startswith("Qwen") and not raw.get("use_sliding_window", False):
-        window = None
-    if window is None:
+    slides = family == "Mistral" or (family.startswith("Qwen") and bool(raw.get("use_sliding_window", False)))
+    if not slides or raw.get("sliding_window") is None:
         return (None,) * layers
+    window = _number(raw, "sliding_window", int)
     if family == "Mistral":
-        return (int(window),) * layers
+        return (window,) * layers
     first = int(raw.get("max_window_layers", 0))
     default = ["sliding_attention" if layer >= first else "full_attention" for layer in range(layers)]
     kinds = raw.get("layer_types") or default
-    if len(kinds) != layers or not set(kinds) <= {"sliding_attention", "full_attention"}:
+    known = ("sliding_attention", "full_attention")
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
         raise CheckpointError(f"config.json: layer_types must name full_attention or sliding_attention {layers} times")
-    return tuple(int(window) if kind == "sliding_attention" else None for kind in kinds)
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def _read_eos(raw: dict[str, Any], model_dir: Path) -> tuple[int, ...]:
@@ -183,6 +193,7 @@ def _read_eos(raw: dict[str, Any], model_dir: Path) -> tuple[int, ...]:
     eos = settings.get("eos_token_id")
     if eos is None:
         eos = raw.get("eos_token_id")
-    if eos is None:
-        return ()
-    return tuple(eos) if isinstance(eos, list) else (int(eos),)
+    tokens = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if not all(isinstance(token, int) and token >= 0 for token in tokens):
+        raise CheckpointError("eos_token_id is neither a token nor a list of tokens")
+    return tuple(tokens)

@@ -154,7 +154,7 @@ def _read_header(path: Path) -> dict[str, TensorHeader]:
 
 def _read_entry(path: Path, name: str, entry: Any, data_begin: int, size: int) -> TensorHeader:
     try:
-        dtype, shape, (begin, end) = entry["dtype"], tuple(map(int, entry["shape"])), entry["data_offsets"]
+        dtype, shape, (begin, end) = str(entry["dtype"]), _naturals(entry["shape"]), _naturals(entry["data_offsets"])
     except (KeyError, TypeError, ValueError):
         raise CheckpointError(f"{path.name} describes tensor {name} badly") from None
     if dtype not in _DTYPES:
@@ -166,3 +166,11 @@ def _read_entry(path: Path, name: str, entry: Any, data_begin: int, size: int) -
     if end - begin != header.elements * header.dtype.itemsize:
         raise CheckpointError(f"{path.name}: tensor {name} of shape {list(shape)} has {end - begin} bytes")
     return header
+
+
+def _naturals(values: Any) -> tuple[int, ...]:
+    """Raises TypeError or ValueError if these are no sizes or places."""
+    numbers = tuple(map(int, values))
+    if min(numbers, default=0) < 0:
+        raise ValueError("a negative number")
+    return numbers

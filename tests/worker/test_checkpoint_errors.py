@@ -1,6 +1,7 @@
 """Every defect of a checkpoint is one clear line, and never a served model."""
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -32,9 +33,9 @@ def load(folder: Path) -> Engine:
     return Engine(folder, EngineOptions(kv_blocks=8), lambda phase, done, total: None)
 
 
-def edit_config(**changes: Any) -> Damage:
+def edit_config(file: str = "config.json", **changes: Any) -> Damage:
     def damage(folder: Path) -> None:
-        path = folder / "config.json"
+        path = folder / file
         path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
     return damage
@@ -45,6 +46,20 @@ def edit_tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Damage:
         tensors = load_file(folder / SINGLE)
         change(tensors)
         save_file(tensors, folder / SINGLE, {"format": "pt"})
+
+    return damage
+
+
+def edit_header(**changes: Any) -> Damage:
+    """The file says something else of a tensor."""
+
+    def damage(folder: Path) -> None:
+        content = (folder / SINGLE).read_bytes()
+        end = 8 + int.from_bytes(content[:8], "little")
+        header = json.loads(content[8:end])
+        header[Q].update(changes)
+        made = json.dumps(header).encode()
+        (folder / SINGLE).write_bytes(len(made).to_bytes(8, "little") + made + content[end:])
 
     return damage
 
@@ -105,6 +120,20 @@ LLAMA3_WITHOUT_FACTOR = {"rope_type": "llama3", "rope_theta": 1e4, "low_freq_fac
         (edit_config(num_hidden_layers=-1), "num_hidden_layers must be a positive number"),
         (edit_config(vocab_size="many"), "vocab_size must be a positive number"),
         (edit_config(partial_rotary_factor=0.5), "partial_rotary_factor is not supported"),
+        (edit_config(architectures=7), "architecture none is not supported"),
+        (edit_config(num_key_value_heads="x"), "num_key_value_heads must be a positive number"),
+        (edit_config(head_dim=-16), "head_dim must be a positive number"),
+        (edit_config(num_hidden_layers=math.nan), "num_hidden_layers must be a positive number"),
+        (edit_config(rope_parameters="x"), "rope_parameters is not an object"),
+        (edit_config(rope_parameters=None, rope_scaling=[1]), "rope_scaling is not an object"),
+        (edit_config(quantization_config="fp8"), "quantization_config is not an object"),
+        (
+            edit_config("generation_config.json", eos_token_id="end"),
+            "eos_token_id is neither a token nor a list of tokens",
+        ),
+        (edit_header(data_offsets=["a", "b"]), f"describes tensor {Q} badly"),
+        (edit_header(data_offsets=[-8, 8]), f"describes tensor {Q} badly"),
+        (edit_header(dtype=[]), f"tensor {Q} has type []"),
     ],
 )
 def test_a_damaged_checkpoint_is_refused_with_its_reason(

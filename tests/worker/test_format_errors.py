@@ -100,6 +100,7 @@ def regrouped(tensors: dict[str, Tensor], settings: dict[str, Any]) -> None:
     [
         ("awq", setting(quant_method="hqq"), "quant_method hqq is not supported; supported are awq, gptq"),
         ("awq", lambda tensors, settings: settings.pop("quant_method"), "quant_method none is not supported"),
+        ("awq", setting(quant_method=["awq"]), "quant_method ['awq'] is not supported"),
         ("awq", setting(bits=3), "awq with bits=3 is not supported; supported is bits=4"),
         ("awq", setting(version="gemv"), "AWQ version gemv is not supported; supported is gemm"),
         ("awq", setting(group_size=48), "64 inputs and 64 outputs cannot be packed in groups of 48"),
@@ -130,6 +131,8 @@ def regrouped(tensors: dict[str, Tensor], settings: dict[str, Any]) -> None:
         ("int4", setting(sparsity_config={"format": "sparse-24"}), "sparsity sparse-24 is not supported"),
         ("int4", scheme(num_bits=3), "int weights of 3 bits (group) are not supported"),
         ("int4", scheme(num_bits=4, type="float"), "float weights of 4 bits (group) are not supported"),
+        ("int4", scheme(group_size="32"), "group_size 32 is not a number"),
+        ("int4", setting(kv_cache_scheme="best"), "kv_cache_scheme is not an object"),
         ("int4", inputs(num_bits=8, dynamic=True, symmetric=True), "with dynamic int inputs of 8 bits are"),
         ("w8a8", inputs(num_bits=8, dynamic=False), "with static int inputs of 8 bits are not supported"),
         ("w8a8", inputs(num_bits=8, dynamic=True, symmetric=False), "with asymmetric dynamic int inputs of 8 bits"),
