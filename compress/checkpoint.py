@@ -24,16 +24,20 @@ _COPIED = ("tokenizer*.json", "special_tokens_map.json", "generation_config.json
 class Workbench:
     """The folder of a run that may have been interrupted."""
 
-    def __init__(self, base: Path, out: Path, settings: Mapping[str, Any], pieces: int) -> None:
-        """Find what an earlier run of the same settings has done; throw away that of other settings.
+    def __init__(
+        self, base: Path, out: Path, settings: Mapping[str, Any], pieces: int, teacher: Path | None = None
+    ) -> None:
+        """Find what an earlier run of the same settings and weights has done; throw away that of others.
 
-        `pieces`: shards of the whole. Raises CompressError if `out` is there.
+        `pieces`: shards of the whole; `teacher`: another checkpoint that is read. Raises CompressError if `out` is
+        there.
         """
         if out.exists():
             raise CompressError(f"{out} exists: remove it or name another folder")
         self.base, self.out, self.settings, self._pieces = base, out, dict(settings), pieces
         self.folder = out.with_name(out.name + ".partial")
-        recipe = json.dumps({"base": str(base.resolve()), **self.settings}, indent=2)
+        read = [_identity(folder) for folder in (base, teacher) if folder]
+        recipe = json.dumps({**self.settings, "read": read}, indent=2)
         file = self.folder / _RECIPE
         if not (file.exists() and file.read_text() == recipe):
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -95,6 +99,12 @@ class Workbench:
 def as_stored(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """Weights that stay as they are, in the checkpoint's number format."""
     return {name: tensor.detach().to(dtype).contiguous() for name, tensor in tensors.items()}
+
+
+def _identity(folder: Path) -> dict[str, Any]:
+    """Tells a checkpoint from another, and from itself when it has been written anew."""
+    weights = ((file.name, file.stat()) for file in sorted(folder.glob("*.safetensors")))
+    return {str(folder.resolve()): [[name, told.st_size, told.st_mtime_ns] for name, told in weights]}
 
 
 def _save(file: Path, tensors: Mapping[str, Tensor]) -> None:

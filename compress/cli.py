@@ -37,7 +37,7 @@ Group = Annotated[
     typer.Option(min=8, help="Inputs that share a scale.", show_default="32; from a width of 2,048 on 128"),
 ]
 Symmetric = Annotated[bool, typer.Option(help="Steps without zero points.")]
-WINDOWS, LENGTH = 32, 512
+WINDOWS, LENGTH, HALF = 32, 512, 0.5
 
 
 @app.command()
@@ -160,7 +160,7 @@ def qat(
 def prune(
     base: Base,
     out: Out,
-    sparsity: Annotated[float, typer.Option(min=0, max=0.99, help="Share of the weights that becomes zero.")] = 0.5,
+    sparsity: Annotated[float, typer.Option(min=0, max=0.99, help="Share of the weights that becomes zero.")] = HALF,
     pattern: Annotated[Pattern, typer.Option(help="2:4 leaves two of any four neighbours.")] = Pattern.UNSTRUCTURED,
     wanda: Annotated[bool, typer.Option("--wanda/--magnitude", help="Whether inputs count too.")] = True,
     compensate: Annotated[bool, typer.Option(help="What stays makes up for what goes.")] = True,
@@ -175,6 +175,8 @@ def prune(
     from compress.prune import prune as cut
     from compress.training import Plan
 
+    if pattern is Pattern.TWO_OF_FOUR and sparsity != HALF:
+        _fail(f"2:4 is a sparsity of {HALF}: leave --sparsity {sparsity} out, or the pattern")
     with _making(base, out) as told:
         windows, plan = _windows(base, text, None, length), Plan(steps, batch, learning_rate)
         cut(base, out, windows, Judgement(sparsity, pattern, wanda, compensate), plan, told)

@@ -49,7 +49,7 @@ def distill(
         "text": text.described(windows_WT),
         **asdict(plan),
     }
-    bench = Workbench(student, out, settings, dense.pieces(model))
+    bench = Workbench(student, out, settings, dense.pieces(model), teacher)
     loss_of = distillation(model, its_teacher, temperature, hard, drafting)
     loss = train(model, windows_WT, loss_of, plan, bench, progress)
     dense.write(model, student, bench)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.utils import logging
@@ -25,27 +26,46 @@ READERS: Mapping[str, tuple[str, ...]] = {
     "mlp.up_proj": ("mlp.down_proj",),
 }
 LINEARS = tuple(name for readers in READERS.values() for name in readers)
+_KINDS = ("llama", "mistral", "qwen2", "qwen3")
 _KNOWN = "known are Llama, Mistral, Qwen2 and Qwen3"
+_COMPLAINTS: Mapping[str, str] = {
+    "missing_keys": "is missing",
+    "mismatched_keys": "has not the shape that config.json says",
+    "unexpected_keys": "is not part of this architecture",
+}
 _WIDE, _WIDE_GROUP, _NARROW_GROUP = 2048, 128, 32
 SEEN = 32
 """Windows that methods look at before they train; training reads all."""
 
 
 def load(folder: Path) -> PreTrainedModel:
-    """A checkpoint of the shapes that the worker serves, in float32, on the CPU. Raises CompressError."""
+    """A checkpoint of the shapes that the worker serves, whole, in float32, on the CPU. Raises CompressError."""
     config = read_config(folder)
+    if config.get("model_type") not in _KINDS:
+        raise CompressError(f"{folder}: model_type {config.get('model_type')} is not supported; {_KNOWN}")
     if config.get("quantization_config"):
         raise CompressError(f"{folder} is quantized already: compress the model that it was made from")
     _quiet()
+    maker: Any = AutoModelForCausalLM
+    how = {"dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    except (OSError, ValueError) as error:
+        loaded: tuple[PreTrainedModel, dict[str, Any]] = maker.from_pretrained(folder, **how)
+    except (OSError, ValueError, SafetensorError) as error:
         raise CompressError(f"{folder} cannot be loaded: {str(error).splitlines()[0]}") from None
+    model, told = loaded
+    _check_whole(folder, model, told)
     model.train(False)
-    missing = [name for name in LINEARS if not isinstance(_find(layers_of(model)[0], name), nn.Linear)]
-    if missing:
-        raise CompressError(f"{folder}: its layers have no {missing[0]}; {_KNOWN}")
     return model
+
+
+def _check_whole(folder: Path, model: PreTrainedModel, told: Mapping[str, Any]) -> None:
+    """Raises CompressError for what transformers only warns of, and goes on without or with random numbers."""
+    for what, complaint in _COMPLAINTS.items():
+        for found in sorted(told[what], key=str):
+            raise CompressError(f"{folder}: tensor {found if isinstance(found, str) else found[0]} {complaint}")
+    for name, weight in model.named_parameters():
+        if not bool(weight.detach().sum().isfinite()):
+            raise CompressError(f"{folder}: tensor {name} holds numbers that are not finite")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -87,10 +107,11 @@ def outside_layers(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def stored_dtype(config: dict[str, Any]) -> torch.dtype:
-    """The number format of a checkpoint's weights."""
+    """The number format of a checkpoint's weights. Raises CompressError."""
     name = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype), name
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise CompressError(f"config.json: dtype {name} is not supported; supported are bfloat16, float16 and float32")
     return dtype
 
 
@@ -238,13 +259,7 @@ def _brought(value: Any) -> Any:
 
 
 def _quiet() -> None:
-    """Runs have bars of their own."""
+    """Runs have bars of their own, and one line for what is wrong."""
     its: Any = logging
     its.disable_progress_bar()
-
-
-def _find(layer: nn.Module, name: str) -> nn.Module | None:
-    try:
-        return layer.get_submodule(name)
-    except AttributeError:
-        return None
+    its.set_verbosity_error()

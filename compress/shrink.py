@@ -22,6 +22,9 @@ from compress.network import SEEN, Seen, Stream, at_work, layers_of, linear, loa
 from compress.progress import Progress
 from compress.training import Plan, distillation, train
 
+_MULTIPLE = 32
+"""Of neurons, so that what is left can be shared out in groups."""
+
 
 @dataclass(frozen=True, slots=True)
 class Cut:
@@ -63,10 +66,12 @@ def shrink(base: Path, out: Path, windows_WT: Tensor, cut: Cut, heal: Plan, prog
 
 
 def _cut_neurons(layer: nn.Module, seen: Seen, share: float) -> None:
+    if not share:
+        return
     down = linear(layer, "mlp.down_proj")
     gram = seen.inputs["mlp.down_proj"].gram
     energy = gram.diagonal() * down.weight.detach().square().sum(0)
-    count = round(len(energy) * (1 - share) / 32) * 32 or len(energy)
+    count = max(1, round(len(energy) * (1 - share) / _MULTIPLE)) * _MULTIPLE
     stays = energy.topk(min(count, len(energy))).indices.sort().values
     for name in ("mlp.gate_proj", "mlp.up_proj"):
         _keep_outputs(linear(layer, name), stays)

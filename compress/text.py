@@ -4,6 +4,7 @@ Legend: W windows, T tokens of a window.
 """
 
 import gzip
+import zlib
 from pathlib import Path
 
 import torch
@@ -29,7 +30,7 @@ def read(path: Path) -> list[str]:
     files = sorted(found) if path.is_dir() else [path]
     try:
         contents = [_content(file) for file in files]
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise CompressError(f"text {path} cannot be read: {type(error).__name__}") from None
     texts = [text.strip() for content in contents for text in content.split(END_OF_TEXT) if text.strip()]
     if not texts:
@@ -44,7 +45,10 @@ def windows(texts: list[str], model: Path, length: int, count: int | None = None
     """
     if not (model / "tokenizer.json").is_file():
         raise CompressError(f"{model} has no tokenizer.json")
-    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    try:
+        tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    except Exception as error:  # the library has no other kind
+        raise CompressError(f"{model}: tokenizer.json cannot be read: {error}") from None
     start = tokenizer.encode("").ids
     encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
     end = [tokenizer.token_to_id(END_OF_TEXT)] if tokenizer.token_to_id(END_OF_TEXT) is not None else []

@@ -48,6 +48,14 @@ def test_without_its_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPat
     assert told.output.count("\n") == 1
 
 
+def test_a_share_that_a_pattern_cannot_have_is_refused(tmp_path: Path) -> None:
+    base = make_checkpoint(tmp_path / "base")
+    flags = ["--pattern", "2:4", "--sparsity", "0.8"]
+    told = CliRunner().invoke(compress, ["prune", str(base), str(tmp_path / "out"), *flags], catch_exceptions=False)
+    assert told.exit_code == 1
+    assert "2:4 is a sparsity of 0.5: leave --sparsity 0.8 out" in told.output
+
+
 @pytest.mark.parametrize(
     "flags",
     [

@@ -1,18 +1,23 @@
 """Quantized checkpoints are what they say: transformers and the worker read the same model from them."""
 
 import contextlib
+import gzip
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
 from compress import text
 from compress.awq import Awq
+from compress.cli import app
 from compress.errors import CompressError
 from compress.gptq import Gptq
 from compress.network import group_for
@@ -87,7 +92,62 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path) -> None:
         assert file.read_bytes() == (tmp_path / "parts" / file.name).read_bytes(), file.name
     layers_done("other", Gptq(32), windows, stop_at=2)
     assert layers_done("other", Gptq(16), windows, stop_at=2)[0] == 0, "other settings begin anew"
-    assert layers_done("other", Gptq(16), windows.flip(0))[0] == 0, "other text begins anew"
+    assert layers_done("other", Gptq(16), windows.flip(0), stop_at=2)[0] == 0, "other text begins anew"
+    make_checkpoint(base, seed=1)
+    assert layers_done("other", Gptq(16), windows.flip(0))[0] == 0, "another base of the same name begins anew"
+
+
+def changed(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def configured(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def cut(folder: Path) -> None:
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[: len(content) // 2])
+
+
+DOWN = "model.layers.1.mlp.down_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("damage", "complaint"),
+    [
+        (cut, "cannot be loaded"),
+        (lambda base: changed(base, lambda t: t.pop(DOWN)), f"tensor {DOWN} is missing"),
+        (lambda base: changed(base, lambda t: t.update({DOWN: t[DOWN][1:].clone()})), f"{DOWN} has not the shape"),
+        (lambda base: changed(base, lambda t: t.update(more=torch.ones(2))), "more is not part of this architecture"),
+        (lambda base: changed(base, lambda t: t[DOWN][0].fill_(torch.nan)), f"{DOWN} holds numbers that are not fin"),
+        (lambda base: configured(base, model_type="gemma"), "model_type gemma is not supported"),
+        (lambda base: configured(base, dtype="auto"), "dtype auto is not supported"),
+    ],
+)
+def test_a_base_that_is_not_whole_is_never_compressed(
+    damage: Callable[[Path], object], complaint: str, tmp_path: Path
+) -> None:
+    """transformers would go on with random numbers for what is missing."""
+    base = make_checkpoint(tmp_path / "base")
+    damage(base)
+    told = CliRunner().invoke(app, ["int8", str(base), str(tmp_path / "out")], catch_exceptions=False)
+    assert told.exit_code == 1
+    assert complaint in told.output
+    assert told.output.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_text_that_is_cut_and_a_tokenizer_that_is_none_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "cut.txt.gz").write_bytes(gzip.compress(b"Once upon a time. " * 1000)[:40])
+    with pytest.raises(CompressError, match=r"cut\.txt\.gz cannot be read"):
+        text.read(tmp_path / "cut.txt.gz")
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(CompressError, match=r"tokenizer\.json cannot be read"):
+        text.windows(["Once"], tmp_path, 64)
 
 
 def test_what_cannot_be_compressed_is_refused_in_one_line(tmp_path: Path, made: Made) -> None:

@@ -109,6 +109,14 @@ def test_inputs_that_stay_take_over_what_others_said() -> None:
     assert fitted.norm() < 0.15 * cut.norm()
 
 
+@pytest.mark.parametrize(("share", "left"), [(0.99, 32), (0.0, 80)])
+def test_neurons_go_as_many_as_were_asked(windows: Tensor, tmp_path: Path, share: float, left: int) -> None:
+    """What stays is a multiple of 32, if any go, and never nothing."""
+    base = make_checkpoint(tmp_path / "base", Shape("llama", {"intermediate_size": 80}))
+    shrink(base, tmp_path / "out", windows[:2], Cut(neurons=share), Plan(steps=0), quiet)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["intermediate_size"] == left
+
+
 def test_nothing_left_is_refused(base: Path, windows: Tensor, tmp_path: Path) -> None:
     with pytest.raises(CompressError, match="nothing would be left"):
         shrink(base, tmp_path / "out", windows, Cut(layers=3), PLAN, quiet)
