@@ -20,6 +20,10 @@ log = structlog.get_logger("dispatch")
 
 Placement = mesh.Assigned | mesh.Joined
 
+_MOST_UNSENT = 1 << 16
+"""A scheduler that is so many messages behind does not read. Fewer may come at once: a request is up to 16 jobs, and
+after a break all that are unanswered are said again."""
+
 
 @dataclass(eq=False, slots=True)
 class _Ask:
@@ -80,14 +84,17 @@ class Dispatch:
             self._expect(ask)
         try:
             return await ask.answer
+        except asyncio.CancelledError:
+            # The answer may have come in the same instant: its credit, too, is to be given back.
+            if ask.sent and self._asks.get(submit.job_id, ask) is ask:
+                self._put(mesh.DispatchRequest(withdraw=mesh.Withdraw(job_id=submit.job_id)))
+            raise
         finally:
             if self._asks.get(submit.job_id) is ask:
                 del self._asks[submit.job_id]
-                if ask.sent:
-                    self._put(mesh.DispatchRequest(withdraw=mesh.Withdraw(job_id=submit.job_id)))
 
     async def _session(self, channel: aio.Channel) -> None:
-        outbox = self._outbox = rpc.Outbox[mesh.DispatchRequest]()
+        outbox = self._outbox = rpc.Outbox[mesh.DispatchRequest](_MOST_UNSENT)
         outbox.put(mesh.DispatchRequest(hello=mesh.GatewayHello(gateway_id=self._gateway_id)))
         call = SchedulerStub(channel).Dispatch(aiter(outbox), wait_for_ready=True)
         async for message in call:

@@ -1,0 +1,72 @@
+"""The control link to a scheduler, over a real socket: what is asked is answered or taken back, however much it is."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from protos import mesh_pb2 as mesh
+from protos.mesh_pb2_grpc import add_SchedulerServicer_to_server
+from services import rpc
+from services.gateway.dispatch import Dispatch
+from tests.gateway.fakes import FakeScheduler, until
+
+
+@contextlib.asynccontextmanager
+async def linked(scheduler: FakeScheduler) -> AsyncIterator[Dispatch]:
+    """A gateway's link to this scheduler."""
+    server = await rpc.serve(
+        "127.0.0.1:0", [rpc.Service("weft.v1.Scheduler", add_SchedulerServicer_to_server, scheduler)]
+    )
+    dispatch = Dispatch(f"127.0.0.1:{server.port}", "a gateway", 10.0, lambda models: None, lambda worker: None)
+    running = asyncio.create_task(dispatch.run())
+    try:
+        yield dispatch
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await server.stop(0)
+
+
+@pytest.fixture
+def scheduler() -> FakeScheduler:
+    """One that has a worker for everybody."""
+    fake = FakeScheduler()  # type: ignore[abstract]
+    fake.workers = [("a worker", "127.0.0.1:1")]
+    return fake
+
+
+async def test_an_answer_that_comes_in_the_instant_of_a_cancel_is_given_back(
+    scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with linked(scheduler) as dispatch:
+        placing = asyncio.create_task(dispatch.place(mesh.Submit(job_id="job", attempt=1)))
+        answer = dispatch._answer
+
+        def answer_and_leave(*what: Any) -> None:
+            answer(*what)
+            placing.cancel()
+
+        monkeypatch.setattr(dispatch, "_answer", answer_and_leave)
+        with pytest.raises(asyncio.CancelledError):
+            await placing
+        await until(lambda: scheduler.withdrawn == ["job"])
+
+
+async def test_what_is_answered_is_not_taken_back(scheduler: FakeScheduler) -> None:
+    async with linked(scheduler) as dispatch:
+        for number in range(2):
+            placement = await dispatch.place(mesh.Submit(job_id=f"job {number}", attempt=1))
+            assert (placement.job_id, placement.worker_id) == (f"job {number}", "a worker")
+        assert scheduler.withdrawn == []
+
+
+async def test_more_jobs_at_once_than_a_link_holds_of_anything_else_are_all_placed(scheduler: FakeScheduler) -> None:
+    async with linked(scheduler) as dispatch:
+        await asyncio.wait_for(dispatch.models_known.wait(), 10)
+        jobs = [mesh.Submit(job_id=str(number), attempt=1) for number in range(4200)]
+        placements = await asyncio.gather(*map(dispatch.place, jobs))
+        assert [placement.job_id for placement in placements] == [job.job_id for job in jobs]
+        assert scheduler.hellos == 1
