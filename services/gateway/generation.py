@@ -174,7 +174,9 @@ class Generation:
         )
         job.sampling.ClearField("stop")
         stops = StopMatcher(sampling.stop, sampling.min_tokens) if sampling.stop else None
-        journal = Journal(tokens, self.text.detokenizer(), stops)
+        # An answer in a conversation begins a message, any other goes on from its prompt.
+        chats = request.prompt.WhichOneof("form") == "chat"
+        journal = Journal(tokens, self.text.detokenizer(() if chats else tokens), stops)
         root = hashing.chain_root(order.tenant.salt, card.fingerprint)
         keys = None if bypass or not card.block_size else KeyChain(root, card.block_size)
         # A retry by another gateway has the same job id: only the scheduler knows of both.

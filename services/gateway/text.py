@@ -3,6 +3,8 @@
 Everything here is synchronous; encoding releases the interpreter lock and belongs into a thread.
 """
 
+from collections.abc import Sequence
+
 from grpc import StatusCode
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
@@ -29,6 +31,8 @@ class TextModel:
         # A piece is what a token adds behind another one: decoders drop the space of a first word.
         self._anchor = self._tokenizer.encode("a", add_special_tokens=False).ids[-1:]
         self._anchor_text = self._tokenizer.decode(self._anchor, skip_special_tokens=False)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special = {token_id for token_id, token in added.items() if token.special}
 
     @property
     def chat(self) -> bool:
@@ -61,40 +65,47 @@ class TextModel:
             piece = self._pieces[token_id] = text[len(self._anchor_text) :]
         return piece
 
-    def detokenizer(self) -> "Detokenizer":
-        """A decoder for one answer."""
-        return Detokenizer(self._tokenizer)
+    def detokenizer(self, prompt: Sequence[int] = ()) -> "Detokenizer":
+        """A decoder for one answer: of its first word, too, the space is told if it goes on from these tokens."""
+        goes_on = bool(prompt) and prompt[-1] not in self._special
+        return Detokenizer(self._tokenizer, self._anchor, self._anchor if goes_on else [])
 
 
 class Detokenizer:
     """Tokens of one answer to text, as they come: a character is told when it is whole, special tokens are not told.
 
-    What all calls return together is what decoding the whole answer at once gives.
+    What all calls return together is what decoding the whole answer at once gives, where its bytes are characters.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, anchor: list[int], behind: list[int]) -> None:
+        """`anchor` is a token of plain text; the answer stands behind the tokens `behind`."""
         self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
-        self._tokens: list[int] = []  # since the stream began
-        self._told = 0  # characters since the stream began
-        self._held = 0  # tokens since something was told
+        self._anchor = anchor
+        self._behind = behind  # what is held
+        self._stream = DecodeStream(behind, skip_special_tokens=True)
+        self._held: list[int] = []  # tokens since something was told
 
     def feed(self, token_id: int) -> str:
         """The text that the next token completes."""
-        self._tokens.append(token_id)
-        text: str | None = self._stream.step(self._tokenizer, token_id)
+        self._held.append(token_id)
+        try:
+            text: str | None = self._stream.step(self._tokenizer, token_id)
+        except Exception:  # Bytes that were told as characters are none together with those that followed.
+            return self.flush()
         if text:
-            self._told += len(text)
-            self._held = 0
+            self._held.clear()
+            self._behind = self._anchor
             return text
-        self._held += 1
-        return self.flush() if self._held >= _MAX_HELD else ""
+        return self.flush() if len(self._held) >= _MAX_HELD else ""
 
     def flush(self) -> str:
         """The text that is held, with U+FFFD for bytes that are not whole characters. What follows begins anew."""
         if not self._held:
             return ""
-        text = self._tokenizer.decode(self._tokens, skip_special_tokens=True)[self._told :]
-        self._stream = DecodeStream(skip_special_tokens=True)
-        self._tokens, self._told, self._held = [], 0, 0
-        return str(text)
+        before, all_of_it = (
+            self._tokenizer.decode(ids, skip_special_tokens=True) for ids in (self._behind, self._behind + self._held)
+        )
+        self._held.clear()
+        self._behind = self._anchor
+        self._stream = DecodeStream(self._anchor, skip_special_tokens=True)
+        return str(all_of_it[len(before) :])

@@ -1,6 +1,7 @@
 """Stories of first tokens that a worker announces: the gateway gets ready, and nothing is told before they come."""
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 
@@ -17,8 +18,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Detokenizer]:
     detokenizers: list[Detokenizer] = []
     detokenizer = TextModel.detokenizer
 
-    def noted(self: TextModel) -> Detokenizer:
-        detokenizers.append(detokenizer(self))
+    def noted(self: TextModel, prompt: Sequence[int] = ()) -> Detokenizer:
+        detokenizers.append(detokenizer(self, prompt))
         return detokenizers[-1]
 
     monkeypatch.setattr(TextModel, "detokenizer", noted)

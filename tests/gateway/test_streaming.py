@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import hashlib
 import uuid
 from typing import Any
 
@@ -15,6 +16,7 @@ from services.gateway.tenants import DEFAULT
 from services.gateway.visit import RECEIPT_KEY
 from services.hashing import block_keys, chain_root
 from tests.gateway.fakes import ANSWER, LOREM, TOKENIZER, FakeMesh, ask, generate, ids_of, make_card, until
+from tests.gateway.test_text import FALLBACK, FALLBACK_BUNDLE
 from tests.timing import timely
 
 
@@ -280,3 +282,21 @@ async def test_a_client_that_stops_reading_is_given_up_and_delays_nobody() -> No
                 pass
         assert await call.code() is grpc.StatusCode.ABORTED
         assert api.Receipt.FromString(dict(await call.trailing_metadata())[RECEIPT_KEY]).completion_tokens > 0  # type: ignore[arg-type]
+
+
+async def test_an_answer_of_a_tokenizer_with_byte_fallback_keeps_its_words_apart_and_survives_broken_bytes() -> None:
+    data = FALLBACK_BUNDLE.SerializeToString(deterministic=True)
+    broken = FALLBACK.encode(api.Prompt(text="A\u00e9"))[1:-1]  # The last byte is missing.
+    answers = {"a": FALLBACK.encode(api.Prompt(text="ab a")), "b": [*broken, 261, 261]}
+    assert [FALLBACK.piece(token) for token in answers["b"]] == ["A", "\ufffd", "b", "b"]
+
+    def script(job: mesh_pb2.Job) -> list[int]:
+        return answers["a" if job.token_ids[-1] == 262 else "b"]
+
+    digest = hashlib.sha256(data).digest()
+    async with FakeMesh(script=script, card=make_card(bundle_digest=digest)) as mesh:
+        mesh.workers[0].bundle = data
+        whole, torn = [await generate(mesh.stub, ask(prompt)) for prompt in ("ab a", "ab b")]
+        assert whole.text() == " ab a"  # Behind the prompt "ab a".
+        assert torn.error is None
+        assert (torn.text(), torn.ids()) == ("A\ufffdbb", answers["b"])

@@ -1,6 +1,7 @@
 """Text and tokens: incremental decoding equals decoding at once, templates render as transformers renders them."""
 
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ MODEL = TextModel(mesh_pb2.Bundle.FromString(BUNDLE))
 any_ids = st.lists(st.integers(0, TOKENIZER.get_vocab_size() - 1), max_size=60)
 
 
-def fallback_model() -> TextModel:
+def fallback_bundle() -> mesh_pb2.Bundle:
     """A tokenizer of the Llama 2 kind: words begin with U+2581, unknown characters fall back to bytes."""
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
     for piece in ["▁", "a", "b", "▁a", "▁b", "ab", "▁ab"]:
@@ -33,10 +34,11 @@ def fallback_model() -> TextModel:
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
-    return TextModel(mesh_pb2.Bundle(tokenizer_json=tokenizer.to_str().encode()))
+    return mesh_pb2.Bundle(tokenizer_json=tokenizer.to_str().encode())
 
 
-FALLBACK = fallback_model()
+FALLBACK_BUNDLE = fallback_bundle()
+FALLBACK = TextModel(FALLBACK_BUNDLE)
 
 
 @given(any_ids)
@@ -51,6 +53,20 @@ def test_texts_survive_a_tokenizer_with_byte_fallback(text: str) -> None:
     ids = FALLBACK.encode(api.Prompt(text=text))
     detokenizer = FALLBACK.detokenizer()
     assert "".join(detokenizer.feed(token) for token in ids) + detokenizer.flush() == text
+
+
+@given(st.lists(st.sampled_from([3 + 0x80, 3 + 0xC3, 3 + 0xA9, 3 + 0xFF, 259, 260, 261, 262, 265]), max_size=40))
+def test_bytes_that_turn_out_to_be_no_characters_cost_no_word(ids: list[int]) -> None:
+    detokenizer = FALLBACK.detokenizer([260])
+    told = "".join(detokenizer.feed(token) for token in ids) + detokenizer.flush()
+    words = {259: " ", 260: "a", 261: "b", 262: " a", 265: " ab"}
+    assert re.sub("[^ab ]", "", told) == "".join(words.get(token, "") for token in ids)
+
+
+def test_an_answer_keeps_its_first_space_where_it_goes_on_from_its_prompt() -> None:
+    for prompt, expected in (([1, 262], " ab a"), ([1], "ab a"), ([], "ab a")):
+        detokenizer = FALLBACK.detokenizer(prompt)
+        assert "".join(map(detokenizer.feed, [265, 262])) + detokenizer.flush() == expected
 
 
 def test_broken_bytes_without_end_are_told_in_bounded_time() -> None:
