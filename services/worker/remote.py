@@ -36,6 +36,8 @@ _OFFER_LIMIT_S = 30.0
 _OFFERED_BYTES = 16 << 20
 _BATCH_BLOCKS = 128
 _MOST_KNOWN = 1 << 16
+# A call that breaks says so when it is read, and by the second of these when it is written to after its end.
+_BROKEN = (aio.AioRpcError, asyncio.InvalidStateError, TimeoutError)
 
 
 class RemoteStore:
@@ -167,7 +169,7 @@ class RemoteStore:
                 try:
                     async with asyncio.timeout(_OFFER_LIMIT_S):
                         await self._put(batch)
-                except (aio.AioRpcError, TimeoutError):
+                except _BROKEN:
                     self.offers["lost"] += count
                 for _ in range(count):
                     self._offers.popleft()
@@ -194,7 +196,7 @@ class RemoteStore:
         while True:
             if self._curious:
                 self._curious = False
-                with contextlib.suppress(aio.AioRpcError, TimeoutError):
+                with contextlib.suppress(*_BROKEN):
                     async with asyncio.timeout(_MEASURE_LIMIT_S):
                         await self._measure()
             await asyncio.sleep(MEASURE_S if self.link.known else MEASURE_S / 5)

@@ -13,6 +13,7 @@ import pytest_asyncio
 from protos import cache_pb2 as cache
 from protos import cache_pb2_grpc as cache_grpc
 from services import rpc
+from services.errors import unavailable
 from services.hashing import digest, split_keys
 from services.worker.remote import RemoteStore
 from services.worker.tiers import Contents, Wish
@@ -34,6 +35,7 @@ class FakeCache(cache_grpc.CacheServicer):
         self.hangs = False
         self.hangs_after = 1 << 30
         self.shuffled = False
+        self.refuses = False
         self.asked = 0
 
     async def GetResult(self, request: cache.GetResultRequest, context: Any) -> cache.GetResultResponse:
@@ -69,6 +71,9 @@ class FakeCache(cache_grpc.CacheServicer):
         names = [(key, blocks.layout) for key in split_keys(blocks.keys)]
         wanted = [index for index, name in enumerate(names) if name not in self.contents]
         yield cache.PutBlocksResponse(wanted=wanted)
+        if self.refuses:
+            await anext(requests)
+            raise unavailable("GONE", "in the middle of an offer")
         async for request in requests:
             for piece in request.pieces:
                 self.contents[names[piece.index]] = self.contents.get(names[piece.index], b"") + piece.data
@@ -189,6 +194,18 @@ async def test_pieces_out_of_order_are_not_taken(scene: Scene) -> None:
     scene.service.shuffled = True
     await scene.fetch(KEYS)
     assert scene.came == [content(key) for key in KEYS[:2]]
+
+
+async def test_a_service_that_goes_in_the_middle_of_an_offer_is_offered_the_next(scene: Scene) -> None:
+    scene.service.refuses = True
+    for number, key in enumerate(KEYS, 1):
+        assert scene.store.offer(key, content(key) * 100)
+        async with asyncio.timeout(10):
+            while scene.store.offers["lost"] < number:  # noqa: ASYNC110 - no event tells
+                await asyncio.sleep(0.005)
+    scene.service.refuses = False
+    await scene.keep(5)
+    assert scene.store.offers["stored"] >= 5
 
 
 async def test_an_absent_service_is_a_miss_at_once() -> None:
