@@ -6,6 +6,7 @@ import threading
 import time
 import uuid
 from pathlib import Path
+from typing import Any
 
 import structlog
 
@@ -69,6 +70,9 @@ async def main() -> None:
         log.error("cannot serve", reason=str(error))
         await server.stop(0)
         rpc.refuse_to_serve(str(error))
+    except EngineFailed:  # Its jobs go on elsewhere, and whoever started this process starts another.
+        await server.stop(0)
+        sys.exit("weft: the engine failed")
     finally:
         announcing.cancel()
 
@@ -160,13 +164,16 @@ async def _serve(
     )
     attachment = Attachment(settings.scheduler_address, hello, engine, jobs)
     structlog.contextvars.bind_contextvars(worker=hello.worker_id)
-    with _EngineThread(engine, jobs, attachment):
+    with _EngineThread(engine, jobs, attachment) as failed:
         startup.phase = READY
         rpc.settled()
         await server.ready()
         attached = asyncio.create_task(attachment.run())
         stopping = asyncio.create_task(stop.wait())
-        await asyncio.wait([attached, stopping], return_when=asyncio.FIRST_COMPLETED)
+        ends: list[asyncio.Future[Any]] = [attached, stopping, failed]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if failed.done():
+            failed.result()
         if not stopping.done():
             await attached
         await _drain(settings.drain_s, startup, jobs, attachment)
@@ -183,8 +190,15 @@ async def _drain(drain_s: float, startup: Startup, jobs: Jobs, attachment: Attac
         await asyncio.sleep(0.02)
 
 
+class EngineFailed(Exception):
+    """The engine's thread has ended by a bug, or because its device is lost: only a new process can do better."""
+
+
 class _EngineThread:
-    """Runs the engine in a thread of its own; what it says reaches the event loop in order."""
+    """Runs the engine in a thread of its own; what it says reaches the event loop in order.
+
+    As a context manager it gives a future, which never has a result but EngineFailed if it comes to that.
+    """
 
     def __init__(self, engine: WorkerEngine, jobs: Jobs, attachment: Attachment) -> None:
         self._engine = engine
@@ -195,10 +209,12 @@ class _EngineThread:
         self._room = threading.Semaphore(_MOST_UNTOLD)
         self._told = threading.Event()
         self._launched_at: float | None = None
+        self._failed: asyncio.Future[None] = self._loop.create_future()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> "asyncio.Future[None]":
         self._thread.start()
+        return self._failed
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
@@ -206,7 +222,11 @@ class _EngineThread:
         self._thread.join(timeout=5)
 
     def _run(self) -> None:
-        self._engine.run_forever(self._on_output, self._on_launch, self._on_soon, self._stop)
+        try:
+            self._engine.run_forever(self._on_output, self._on_launch, self._on_soon, self._stop)
+        except Exception as error:
+            rpc.log_exception("the engine failed", error)
+            self._loop.call_soon_threadsafe(self._failed.set_exception, EngineFailed())
 
     def _on_output(self, output: StepOutput) -> None:
         launched_at, self._launched_at = self._launched_at, None
