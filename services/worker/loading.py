@@ -11,7 +11,7 @@ from services.worker.config import CheckpointError, ModelConfig
 from services.worker.formats.registry import RoundedWeights, WeightReader
 from services.worker.formats.tensors import ModuleTensors, Tensors
 from services.worker.model import RANDOM_STD, Model, Progress, Projection
-from services.worker.weights import Checkpoint, TensorHeader
+from services.worker.weights import FLOATS, Checkpoint, TensorHeader
 
 _GPU_THREADS = 4
 _BITS = {"int8": 8, "int4": 4.25, "fp8": 8, "nf4": 4.5}
@@ -52,12 +52,22 @@ def expected_bytes(
 ) -> int:
     """About what the weights will take, known before they are loaded."""
     if checkpoint and not isinstance(reader, RoundedWeights):
-        return checkpoint.nbytes
+        return sum(_stored_bytes(header, dtype, device) for header in checkpoint.headers.values())
     assert isinstance(reader, RoundedWeights), reader
     parameters, embeddings = presets.parameters(config), presets.embeddings(config)
     small = device != "cpu" or reader.kind in ("int8", "int4")
     bits = _BITS[reader.kind] if small else 8 * dtype.itemsize
     return embeddings * dtype.itemsize + int((parameters - embeddings) * bits / 8)
+
+
+def _stored_bytes(header: TensorHeader, dtype: torch.dtype, device: str) -> int:
+    """About what a tensor of a quantized checkpoint will take: a CPU has FP8 and NF4 as plain numbers."""
+    plain = header.elements * dtype.itemsize
+    if header.dtype in FLOATS or (device == "cpu" and header.dtype == quantized.FP8):
+        return plain
+    if device == "cpu" and header.dtype == torch.uint8:
+        return 2 * plain
+    return header.elements * header.dtype.itemsize
 
 
 def _fill(model: Model, tensors: Tensors, reader: WeightReader, progress: Progress, threads: int | None = None) -> None:

@@ -19,8 +19,10 @@ from transformers import AutoModelForCausalLM
 from kernels import quantized
 from kernels.quantized import Fp8Weight, Int4Weight, Int8Weight, Nf4Weight, QuantizedWeight
 from services.worker import presets
-from services.worker.config import load_config
-from services.worker.weights import Checkpoint
+from services.worker.config import load_config, read_quantization
+from services.worker.formats.registry import reader_of
+from services.worker.loading import expected_bytes
+from services.worker.weights import Checkpoint, open_checkpoint
 from tests.checkpoints import VOCAB, Shape, make_checkpoint
 from tests.quantized import WRITERS, Written, modules_of, write
 from tests.served import (
@@ -293,6 +295,16 @@ def test_a_plain_model_is_never_whole_in_memory(
     monkeypatch.setattr(Checkpoint, "opened", watched)
     engine_of(checkpoint("demo"), quantize="int4")
     assert 1 <= most <= 3, "no more than the parts of one fused projection"
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_what_weights_will_take_is_known_before(kind: str, written: Callable[[str, str], Written]) -> None:
+    """Also of those that a CPU has as plain numbers, four or eight times the bytes of the file."""
+    folder = written(kind, "wide").folder
+    reader = reader_of(read_quantization(folder), None)
+    assert reader is not None
+    told = expected_bytes(load_config(folder), open_checkpoint(folder), reader, torch.float32, "cpu")
+    assert told == pytest.approx(engine_of(folder).memory.weights, rel=0.1)
 
 
 def test_random_models_are_rounded_too() -> None:
