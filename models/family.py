@@ -15,6 +15,7 @@ from torch import Tensor
 from client.terminal import console
 from compress import text
 from compress.awq import Awq
+from compress.errors import CompressError
 from compress.fp8 import Fp8
 from compress.int8 import Int8
 from compress.progress import Progress, bars
@@ -22,6 +23,7 @@ from compress.quantize import quantize
 from compress.recipe import Recipe
 from compress.shrink import Cut, shrink
 from compress.training import Plan
+from services.worker.config import CheckpointError
 from verify import command
 from verify.gates import LIMITS
 
@@ -55,7 +57,15 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for a checkpoint per member, table and report")
     parser.add_argument("--text", type=Path, default=text.CALIBRATION, help="text to calibrate and heal on")
     parser.add_argument("--windows", type=int, default=8, help="held-out windows of 512 tokens to measure on")
-    options = parser.parse_args(argv)
+    try:
+        passes = _make(parser.parse_args(argv))
+    except (CompressError, CheckpointError) as error:
+        sys.exit(f"demo-family: {error}")
+    sys.exit(0 if passes else 1)
+
+
+def _make(options: argparse.Namespace) -> bool:
+    """-> whether all members pass. Raises CompressError and CheckpointError."""
     options.out.mkdir(parents=True, exist_ok=True)
     calibration = text.windows(text.read(options.text), BASE, 256)
     for name, make in {**QUANTIZED, **CHANGED}.items():
@@ -71,7 +81,7 @@ def main(argv: list[str] | None = None) -> None:
     command.show(result, console())
     command.save(result, options.out / "family.json", options.out / "family.html")
     (options.out / "FAMILY.md").write_text(table(result), encoding="utf-8")
-    sys.exit(0 if passes else 1)
+    return passes
 
 
 def table(result: Mapping[str, Any]) -> str:

@@ -30,7 +30,11 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
-    Workshop(options.corpus, options.tiny).make(options.out)
+    try:
+        workshop = Workshop(options.corpus, options.tiny)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    workshop.make(options.out)
 
 
 class Workshop:

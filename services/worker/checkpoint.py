@@ -33,11 +33,16 @@ def locate(model: str) -> Path:
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise CheckpointError(f"no checkpoint folder at {model}")
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
 
     try:
         return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
-    except (LocalEntryNotFoundError, RepositoryNotFoundError, HfHubHTTPError, OSError):
+    except (LocalEntryNotFoundError, RepositoryNotFoundError, HfHubHTTPError, HFValidationError, OSError):
         raise CheckpointError(f"{model} is neither a folder nor to be had from the hub") from None
 
 

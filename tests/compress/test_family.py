@@ -24,3 +24,8 @@ def test_the_family_is_made_proved_and_told(tmp_path: Path, monkeypatch: pytest.
     assert [row.split(" | ")[0] for row in rows[2:]] == ["| weft-story-11m", "| int8", "| pruned", "| weft-story-2m"]
     assert all(row.endswith("passes |") for row in rows[3:])
     assert "<svg" in (tmp_path / "family.html").read_text()
+
+
+def test_what_keeps_the_family_from_being_made_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"demo-family: text .*none cannot be read: FileNotFoundError"):
+        family.main(["--out", str(tmp_path / "out"), "--text", str(tmp_path / "none")])

@@ -31,10 +31,14 @@ def test_training_writes_two_checkpoints_and_lowers_the_loss(
     assert "drafts at temperature 1 is accepted" in (out / TINY_DRAFT.name / "README.md").read_text()
 
 
-def test_a_corpus_too_small_to_fill_a_batch_is_refused(corpus: Path, tmp_path: Path) -> None:
+def test_a_corpus_that_cannot_serve_is_refused_in_one_line(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (corpus / "heldout.txt.gz").write_bytes(gzip.compress(b"The fox ran."))
-    with pytest.raises(ValueError, match="too small"):
-        main(["--corpus", str(corpus), "--out", str(tmp_path), "--tiny"])
+    for folder, complaint in ((corpus, "the corpus is too small"), (tmp_path / "none", "no train-*.txt.gz in")):
+        with pytest.raises(SystemExit, match="2"):
+            main(["--corpus", str(folder), "--out", str(tmp_path), "--tiny"])
+        assert complaint in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_the_learning_rate_warms_up_holds_and_falls_to_zero() -> None:

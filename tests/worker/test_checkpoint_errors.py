@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from services.worker.checkpoint import locate
 from services.worker.config import CheckpointError, load_config
 from services.worker.engine import Engine
 from services.worker.job import EngineOptions
@@ -182,6 +183,13 @@ def test_a_damaged_sharded_checkpoint_too(copy: Callable[[str], Path], damage: D
     damage(folder)
     with pytest.raises(CheckpointError, match=reason):
         load(folder)
+
+
+@pytest.mark.parametrize("name", ["models/int4--v2", "models/my model", "./missing", "missing"])
+def test_a_folder_that_is_not_there_is_one_line(name: str) -> None:
+    """Also where its name could be none of the hub's."""
+    with pytest.raises(CheckpointError, match=r"no checkpoint folder|neither a folder nor to be had"):
+        locate(name)
 
 
 def test_loading_tells_its_phases_and_shards(checkpoint: Callable[[str], Path]) -> None:
