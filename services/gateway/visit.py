@@ -19,6 +19,8 @@ from services.gateway.models import Served
 from services.gateway.receipt import Phase, Timeline, fill_costs, timings
 
 RECEIPT_KEY = "weft-receipt-bin"
+_MOST_SAID = 128
+"""Characters of a wrong name or id that a receipt repeats: in metadata there is little room."""
 Context = aio.ServicerContext[Any, Any]
 
 _NUMBERS = ("max_tokens", "temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty", "seed")
@@ -30,7 +32,7 @@ class Visit:
     def __init__(self, request: api.GenerateRequest, context: Context, metrics: GatewayMetrics) -> None:
         self.timeline = Timeline(time.monotonic)
         self.request = request
-        self.request_id = request.request_id or secrets.token_hex(16)
+        self.request_id = request.request_id[:_MOST_SAID] or secrets.token_hex(16)
         self.remaining_s = context.time_remaining()
         self.generation: Generation | None = None
         self.joined = False
@@ -108,7 +110,7 @@ class Visit:
         self.timeline.enter(Phase.OWN)
         receipt = api.Receipt(
             request_id=self.request_id,
-            model=self._model or self.request.model,
+            model=self._model or self.request.model[:_MOST_SAID],
             joined=self.joined,
             trace_id=self._span.trace_id,
             finish_reason=api.FINISH_REASON_UNSPECIFIED if error is None else _reason(error),

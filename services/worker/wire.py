@@ -17,6 +17,7 @@ _REASONS = {
     EndReason.ERROR: api.FINISH_REASON_ERROR,
     EndReason.DEADLINE: api.FINISH_REASON_ERROR,
 }
+_LEAST_DIVISOR = 1e-6
 DEADLINE_EXCEEDED = WeftError(StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", "the deadline passed")
 
 
@@ -36,7 +37,7 @@ def job_of(message: mesh.Job, key: int, card: mesh.ModelCard) -> Job:
         key=key,
         token_ids=token_ids,
         boundary=message.boundary,
-        params=_params(sampling),
+        params=_params(sampling, card.vocab_size),
         sample_index=message.sample_index,
         salt=message.salt,
         bypass_cache=message.bypass_cache,
@@ -45,18 +46,18 @@ def job_of(message: mesh.Job, key: int, card: mesh.ModelCard) -> Job:
     )
 
 
-def _params(sampling: api.Sampling) -> SamplingParams:
+def _params(sampling: api.Sampling, vocab_size: int) -> SamplingParams:
     def given(field: str, default: float) -> float:
         return float(getattr(sampling, field)) if sampling.HasField(field) else default  # type: ignore[arg-type]
 
     return SamplingParams(
         max_tokens=sampling.max_tokens,
         min_tokens=sampling.min_tokens,
-        temperature=given("temperature", 1.0),
-        top_k=sampling.top_k,
+        temperature=_divisor(given("temperature", 1.0)),
+        top_k=sampling.top_k if sampling.top_k < vocab_size else 0,
         top_p=given("top_p", 1.0),
         min_p=sampling.min_p,
-        repetition_penalty=given("repetition_penalty", 1.0),
+        repetition_penalty=_divisor(given("repetition_penalty", 1.0)),
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
         seed=sampling.seed,
@@ -65,6 +66,11 @@ def _params(sampling: api.Sampling) -> SamplingParams:
         logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
         ignore_eos=sampling.ignore_eos,
     )
+
+
+def _divisor(value: float) -> float:
+    """What logits are divided by, 0 as it is: by less than the least they would all be infinite, and none the best."""
+    return max(value, _LEAST_DIVISOR) if value else value
 
 
 def end_of(ended: Ended, row: int) -> mesh.JobEnd:

@@ -71,6 +71,18 @@ async def test_narrow_sampling_is_greedy(stub: Stub, narrow: dict[str, Any]) -> 
     assert (await greedy(stub, temperature=1.5, seed=11, **narrow)).ids == best.ids
 
 
+@pytest.mark.parametrize("field", ["temperature", "repetition_penalty"])
+async def test_the_smallest_divisor_leaves_the_best_token(stub: Stub, field: str) -> None:
+    """Logits that a computer would divide to infinity."""
+    small, smallest = [await greedy(stub, seed=3, ignore_eos=True, **{field: value}) for value in (1e-6, 1e-40)]
+    assert smallest.ids == small.ids
+
+
+async def test_a_top_k_beyond_the_vocabulary_keeps_all_tokens(stub: Stub) -> None:
+    free = await greedy(stub, temperature=1.5, seed=11)
+    assert (await greedy(stub, temperature=1.5, seed=11, top_k=2**32 - 1)).ids == free.ids
+
+
 async def test_top_k_keeps_k_tokens(stub: Stub) -> None:
     """At top_k = 3 and a flat temperature every token is among the three most likely, and not always the first."""
     answer = await greedy(stub, 32, temperature=50.0, top_k=3, seed=5, logprobs=3)

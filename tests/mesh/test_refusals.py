@@ -67,6 +67,8 @@ CASES: dict[str, tuple[Change, grpc.StatusCode, str]] = {
     "priority over 100": (lambda r: setattr(r, "priority", 101), INVALID, "priority"),
     "unknown policy": (lambda r: setattr(r, "cache", 99), INVALID, "cache"),
     "odd request id": (lambda r: setattr(r, "request_id", "a b"), INVALID, "request_id"),
+    "request id without end": (lambda r: setattr(r, "request_id", "x" * 20_000), INVALID, "request_id"),
+    "model without end": (lambda r: setattr(r, "model", "m" * 20_000), grpc.StatusCode.NOT_FOUND, "model"),
     "unknown model": (lambda r: setattr(r, "model", "no-such-model"), grpc.StatusCode.NOT_FOUND, "model"),
 }
 
