@@ -342,7 +342,7 @@ def _listens(address: str) -> bool:
     import socket
 
     host, _, port = address.rpartition(":")
-    if not host or "/" in host or not port.isdigit():
+    if not host or "/" in host or not port.isdecimal():
         return True
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=3).close()
@@ -371,7 +371,7 @@ def _tokens(text: str | None) -> int | None:
     if text is None:
         return None
     digits, factor = (text[:-1], 1024) if text[-1:] in ("k", "K") else (text, 1)
-    if not digits.isdigit() or int(digits) == 0:
+    if not digits.isdecimal() or int(digits) == 0:
         fail(f"--max-seq-length: {text!r} is not a number of tokens such as 4096 or 4k", usage=True)
     return int(digits) * factor
 

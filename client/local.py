@@ -74,11 +74,13 @@ async def plan(wanted: Wanted) -> Mesh:
         "WEFT_CACHE_ADDRESS": cache,
         "PYTHONUNBUFFERED": "1",
     }
-    first_port = int({**os.environ, **wanted.settings}.get("WEFT_METRICS_PORT") or 0)
+    first_port = {**os.environ, **wanted.settings}.get("WEFT_METRICS_PORT") or "0"
 
     def counted(place: int) -> dict[str, str]:
-        """Where the process at this place answers Prometheus, if it shall: each has a port of its own."""
-        return {**environment, "WEFT_METRICS_PORT": str(first_port + place if first_port else 0)}
+        """Where the process at this place answers Prometheus, if it shall: each has a port of its own. What is no
+        number the processes refuse themselves."""
+        counts = first_port.isdecimal() and int(first_port) > 0
+        return {**environment, "WEFT_METRICS_PORT": str(int(first_port) + place) if counts else first_port}
 
     specs.append(_service("cache", "cache", cache, {**counted(2), "WEFT_REDIS_URL": redis_url}))
     specs.append(_service("scheduler", "scheduler", scheduler, counted(1)))

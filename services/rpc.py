@@ -24,6 +24,7 @@ from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from pydantic import ValidationError
+from pydantic_settings import SettingsError
 
 from services import errors, metrics, telemetry
 from services.errors import WeftError
@@ -33,6 +34,7 @@ Message = TypeVar("Message")
 
 PUBLIC_MESSAGE_BYTES = 1 << 20
 INTERNAL_MESSAGE_BYTES = 16 << 20
+_MOST_PORT = 65_535
 
 # Clients may ping a quiet connection as often as twice a second: they see a hung peer within about a second.
 _SERVER_OPTIONS = [
@@ -174,7 +176,9 @@ def _host(address: str) -> str:
 
 
 def _check_address(address: str, allow_remote: bool) -> None:
-    host = _host(address)
+    host, port = _host(address), address.rpartition(":")[2]
+    if ":" not in address or not port.isdecimal() or int(port) > _MOST_PORT:
+        refuse_to_serve(f"{address} is not host:port")
     with contextlib.suppress(ValueError):
         if ipaddress.ip_address(host).is_loopback:
             return
@@ -431,6 +435,8 @@ def run(main: Awaitable[None]) -> None:
     except ValidationError as error:  # Settings: say which one and why, but never a value, which may be a secret.
         reasons = (f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors(include_input=False))
         refuse_to_serve(f"settings: {'; '.join(reasons)}")
+    except SettingsError as error:  # What should be a list is no JSON; it does not say what it is instead.
+        refuse_to_serve(f"settings: {error}")
     finally:
         telemetry.close()
 

@@ -61,7 +61,10 @@ def setup(service: str, settings: CommonSettings) -> None:
     )
     structlog.contextvars.bind_contextvars(service=service)
     if _wanted():
-        _tracing = _Tracing(service)
+        try:
+            _tracing = _Tracing(service)
+        except ValueError as error:
+            log.warning("no traces: an OTEL_ variable cannot be used", reason=str(error))
 
 
 class _Lines(structlog.PrintLogger):

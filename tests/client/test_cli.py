@@ -175,6 +175,7 @@ def test_a_conversation_with_a_template_is_a_list_of_turns() -> None:
         (["gateway", "--kv-dtype", "fp8"], "the gateway has no KV_DTYPE"),
         (["scheduler", "--model", "x"], "the scheduler has no --model"),
         (["worker", "--redis-url", "redis://x"], "the worker has no --redis-url"),
+        (["--max-seq-length", "\u00b2"], "--max-seq-length: '\u00b2' is not a number of tokens such as 4096 or 4k"),
         (["--max-seq-length", "long"], "--max-seq-length: 'long' is not a number of tokens such as 4096 or 4k"),
     ],
 )
@@ -254,6 +255,7 @@ async def test_a_part_is_the_same_process_and_imports_nothing_from_the_current_f
     ("name", "value", "told"),
     [
         ("WEFT_ALLOW_REMOTE", "many", "settings: allow_remote: Input should be a valid boolean"),
+        ("WEFT_LISTEN", "localhost", "localhost is not host:port"),
         ("WEFT_LISTEN", "0.0.0.0:0", "0.0.0.0:0 is open to other machines: set WEFT_ALLOW_REMOTE=true"),
     ],
 )
@@ -265,6 +267,12 @@ async def test_a_part_that_cannot_be_says_why_in_a_line(tmp_path: Path, name: st
         [reason] = [line for line in output.splitlines() if line[0] != "{"]  # all but its log
         assert reason.startswith(f"weft: {told}")
         assert "many" not in output
+
+
+async def test_a_list_that_is_none_is_told_in_a_line(tmp_path: Path) -> None:
+    code, output = await run_weft("serve", "worker", home=tmp_path, WEFT_ALIASES="fox")
+    assert (code, "Traceback" in output) == (os.EX_CONFIG, False)
+    assert "aliases" in output.splitlines()[-1]
 
 
 async def test_the_demo_is_a_hit_the_second_time(tmp_path: Path) -> None:

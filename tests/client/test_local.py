@@ -35,6 +35,14 @@ async def test_the_parts_know_where_to_find_each_other(tmp_path: Path) -> None:
     assert mesh.redis == f"embedded Valkey, data in {tmp_path}/redis/bundled"
 
 
+@pytest.mark.parametrize(
+    ("said", "first", "last"), [("9000", "9000", "9003"), ("0", "0", "0"), ("many", "many", "many")]
+)
+async def test_each_part_has_a_port_for_prometheus(tmp_path: Path, said: str, first: str, last: str) -> None:
+    parts = environments(await local.plan(wanted(tmp_path, settings={"WEFT_METRICS_PORT": said})))
+    assert [parts[name]["WEFT_METRICS_PORT"] for name in ("gateway", "worker-1")] == [first, last]
+
+
 async def test_several_models_have_workers_each_and_names_of_their_own(tmp_path: Path) -> None:
     models = ["/models/fox", "someone/owl"]
     aliases = {"reynard": "fox", "default": "fox", "hoot": "owl"}

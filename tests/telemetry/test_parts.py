@@ -7,8 +7,10 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+import structlog
 
 from services import metrics, telemetry
+from services.settings import CommonSettings
 from services.telemetry import Courier, Tally
 from services.worker.job import Cost, Ended, EndReason, EngineOptions, Job, SamplingParams
 from services.worker.metrics import WorkerMetrics
@@ -126,6 +128,20 @@ def test_without_tracing_a_request_has_a_trace_id(caller: str) -> None:
 def test_without_tracing_the_callers_context_is_handed_on() -> None:
     caller = f"00-{'a' * 32}-{'b' * 16}-01"
     assert telemetry.start("chat", caller).traceparent == caller
+
+
+@pytest.mark.parametrize("queue", ["many", "7"], ids=["no number", "less than a batch"])
+def test_a_variable_that_cannot_be_used_costs_no_more_than_the_traces(
+    queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", queue)
+    logging = structlog.get_config()
+    try:
+        telemetry.setup("test", CommonSettings())
+        assert not telemetry.start("chat", "").recorded
+    finally:
+        structlog.configure(**logging)
 
 
 def test_spans_that_find_no_room_are_dropped_and_counted() -> None:
