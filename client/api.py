@@ -154,7 +154,12 @@ class Client:
         """The request in a form that can be sent again: with an id, so that a second try joins the generation of the
         first, and with a seed, so that it gives the same answer where there is nothing left to join."""
         request = api.GenerateRequest()
-        request.CopyFrom(prompt if isinstance(prompt, api.GenerateRequest) else requests.build(prompt, options))
+        if not isinstance(prompt, api.GenerateRequest):
+            request.CopyFrom(requests.build(prompt, options))
+        elif options:
+            raise TypeError(f"a whole request takes no options beside it: {', '.join(sorted(options))}")
+        else:
+            request.CopyFrom(prompt)
         request.request_id = request.request_id or secrets.token_hex(16)
         sampling = request.sampling
         greedy = sampling.HasField("temperature") and sampling.temperature == 0

@@ -50,7 +50,7 @@ def build(prompt: Prompt, options: Options) -> api.GenerateRequest:
 
 
 def build_prompt(prompt: Prompt) -> api.Prompt:
-    """The prompt in the form that its Python type says."""
+    """The prompt in the form that its Python type says. Raises TypeError for a list of anything else."""
     if isinstance(prompt, api.Prompt):
         return prompt
     if isinstance(prompt, str):
@@ -58,6 +58,8 @@ def build_prompt(prompt: Prompt) -> api.Prompt:
     if all(isinstance(part, int) for part in prompt):
         return api.Prompt(token_ids=api.TokenIds(ids=[part for part in prompt if isinstance(part, int)]))
     turns = [part for part in prompt if isinstance(part, Mapping)]
+    if len(turns) < len(prompt):
+        raise TypeError("a prompt is a text, token ids alone, or messages alone")
     return api.Prompt(chat=api.Chat(messages=[api.ChatMessage(**turn) for turn in turns]))
 
 

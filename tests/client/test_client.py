@@ -230,6 +230,10 @@ async def test_prompts_take_the_form_of_their_python_type(client: Client, mesh: 
     assert mesh.requests[2].prompt.chat.messages[1].content == "Hi"
     with pytest.raises(TypeError, match="max_token"):
         client.generate("x", max_token=3)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="messages alone"):
+        client.generate(["x", *turns])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="max_tokens"):
+        client.generate(api.GenerateRequest(prompt=api.Prompt(text="x")), max_tokens=3)
     with pytest.raises(ValueError, match="sometimes"):
         client.generate("x", cache="sometimes")
 

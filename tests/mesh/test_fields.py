@@ -74,7 +74,7 @@ async def test_narrow_sampling_is_greedy(stub: Stub, narrow: dict[str, Any]) -> 
 @pytest.mark.parametrize("field", ["temperature", "repetition_penalty"])
 async def test_the_smallest_divisor_leaves_the_best_token(stub: Stub, field: str) -> None:
     """Logits that a computer would divide to infinity."""
-    small, smallest = [await greedy(stub, seed=3, ignore_eos=True, **{field: value}) for value in (1e-6, 1e-40)]
+    small, smallest = [await greedy(stub, 24, seed=3, ignore_eos=True, **{field: value}) for value in (1e-6, 1e-40)]
     assert smallest.ids == small.ids
 
 
