@@ -1,12 +1,13 @@
 """Wires a worker together: load the model, serve the Run link, stay attached to the scheduler, drain at the end."""
 
 import asyncio
+import os
 import sys
 import threading
 import time
 import uuid
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import structlog
 
@@ -59,8 +60,12 @@ async def main() -> None:
         address = await asyncio.to_thread(
             advertised, settings.advertise, settings.listen, server.port, settings.scheduler_address
         )
-        settings = await asyncio.to_thread(suited, settings)
-        engine, card, bundle = await asyncio.to_thread(_load, settings, startup)
+        loading = asyncio.create_task(asyncio.to_thread(_load, settings, startup))
+        stopping = asyncio.create_task(stop.wait())
+        await asyncio.wait([loading, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if not loading.done():
+            await _leave_at_once(server)
+        settings, engine, card, bundle = await loading
         metrics.loaded(card.name, settings.max_batch_size, engine.stats)
         jobs = Jobs(engine, card, settings.orphan_s, metrics)
         sharing = settings.cache_address if settings.prefix_fetch and settings.prefix_cache else ""
@@ -83,12 +88,23 @@ def _startup(settings: WorkerSettings) -> Startup:
     return Startup(f"{name}-{uuid.uuid4().hex[:8]}", name)
 
 
-def _load(settings: WorkerSettings, startup: Startup) -> tuple[WorkerEngine, mesh.ModelCard, bytes]:
+async def _leave_at_once(server: rpc.Server) -> NoReturn:
+    """Ends the process. Its thread that loads a model may take minutes more, and nobody can tell it to end."""
+    log.info("stopped while loading")
+    await server.stop(0)
+    telemetry.close()
+    os._exit(0)
+
+
+def _load(settings: WorkerSettings, startup: Startup) -> tuple[WorkerSettings, WorkerEngine, mesh.ModelCard, bytes]:
+    """The settings with the engine chosen, the engine, its model's card and its tokenizer. Raises CheckpointError."""
+
     def progress(phase: str, done: int, total: int) -> None:
         if phase != startup.phase or done == total:
             log.info("loading", phase=phase, done=done, total=total)
         startup.phase, startup.done, startup.total = phase, done, total
 
+    settings = suited(settings)
     folder = checkpoint.locate(settings.model)
     config = load_config(folder)
     bundle, digest = checkpoint.serialize(checkpoint.read_bundle(folder))
@@ -118,7 +134,7 @@ def _load(settings: WorkerSettings, startup: Startup) -> tuple[WorkerEngine, mes
     )
     card.aliases.extend(settings.aliases)
     card.fingerprint, card.bundle_digest, card.deterministic = fingerprint, digest, settings.deterministic
-    return engine, card, bundle
+    return settings, engine, card, bundle
 
 
 def _options(settings: WorkerSettings, dtype: str, fingerprint: bytes) -> EngineOptions:
