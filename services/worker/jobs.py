@@ -152,6 +152,7 @@ class Jobs:
         """`link` needs the job no more; the last one to say so ends it."""
         running = link.rows.pop(message.row, None)
         if running is None:
+            self._wait_no_more(link, message.row)
             return
         running.listeners.remove((link, message.row))
         if not running.listeners:
@@ -160,6 +161,7 @@ class Jobs:
 
     def leave(self, link: Listener) -> None:
         """A link is gone. Its jobs run on for a while: their tokens may still be asked for."""
+        self._wait_no_more(link)
         orphans = []
         for row, running in link.rows.items():
             running.listeners.remove((link, row))
@@ -249,6 +251,13 @@ class Jobs:
             link.end(wire.failed(row, _REPLACED))
         older.listeners.clear()
         self._engine.cancel(older.key, older.position)
+
+    def _wait_no_more(self, link: Listener, row: int | None = None) -> None:
+        """A link, or one row of it, awaits no job that is yet to come."""
+        for job_id, waiting in list(self._parked.items()):
+            waiting[:] = [each for each in waiting if each[0] is not link or row not in (None, each[1].row)]
+            if not waiting:
+                del self._parked[job_id]
 
     def _give_up(self, link: Listener, message: mesh.AttachJob) -> None:
         waiting = self._parked.get(message.job_id, [])
