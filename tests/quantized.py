@@ -117,7 +117,7 @@ def _calibrate(module: Any) -> None:
 # ---- bitsandbytes ----
 
 
-def nf4(nested: bool) -> Callable[..., Output]:
+def nf4(nested: bool, storage: torch.dtype = torch.uint8) -> Callable[..., Output]:
     """A writer by bitsandbytes."""
 
     def make(plain: Path, tensors: Tensors) -> Output:
@@ -125,8 +125,9 @@ def nf4(nested: bool) -> Callable[..., Output]:
         numbers: Tensors = {}
         for name in modules_of(tensors):
             weight = tensors[f"{name}.weight"]
-            linear: Any = layers.Linear4bit(*reversed(weight.shape), bias=False, quant_type="nf4")
-            linear.weight = layers.Params4bit(weight, requires_grad=False, quant_type="nf4", compress_statistics=nested)
+            how: dict[str, Any] = {"quant_type": "nf4", "quant_storage": storage}
+            linear: Any = layers.Linear4bit(*reversed(weight.shape), bias=False, **how)
+            linear.weight = layers.Params4bit(weight, requires_grad=False, compress_statistics=nested, **how)
             linear = linear.to("cpu")
             made |= {f"{name}.{key}": tensor.clone() for key, tensor in linear.state_dict().items()}
             numbers[name] = dequantize_4bit(linear.weight.data, linear.weight.quant_state).float()
@@ -135,6 +136,7 @@ def nf4(nested: bool) -> Callable[..., Output]:
             "load_in_4bit": True,
             "bnb_4bit_quant_type": "nf4",
             "bnb_4bit_use_double_quant": nested,
+            "bnb_4bit_quant_storage": str(storage).removeprefix("torch."),
         }
         return made, settings, numbers
 
@@ -186,6 +188,7 @@ WRITERS: Mapping[str, Callable[..., Output]] = {
     "fp8-blocks": fp8_blocks,
     "nf4": nf4(nested=False),
     "nf4-nested": nf4(nested=True),
+    "nf4-stored-bf16": nf4(nested=True, storage=torch.bfloat16),
 }
 
 

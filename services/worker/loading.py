@@ -1,5 +1,6 @@
 """Fills a model whose products have weights in fewer bits: module by module, so that the plain model is never whole."""
 
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -52,7 +53,7 @@ def expected_bytes(
 ) -> int:
     """About what the weights will take, known before they are loaded."""
     if checkpoint and not isinstance(reader, RoundedWeights):
-        return sum(_stored_bytes(header, dtype, device) for header in checkpoint.headers.values())
+        return sum(_stored_bytes(name, checkpoint.headers, dtype, device) for name in checkpoint.headers)
     assert isinstance(reader, RoundedWeights), reader
     parameters, embeddings = presets.parameters(config), presets.embeddings(config)
     small = device != "cpu" or reader.kind in ("int8", "int4")
@@ -60,14 +61,14 @@ def expected_bytes(
     return embeddings * dtype.itemsize + int((parameters - embeddings) * bits / 8)
 
 
-def _stored_bytes(header: TensorHeader, dtype: torch.dtype, device: str) -> int:
+def _stored_bytes(name: str, headers: Mapping[str, TensorHeader], dtype: torch.dtype, device: str) -> int:
     """About what a tensor of a quantized checkpoint will take: a CPU has FP8 and NF4 as plain numbers."""
-    plain = header.elements * dtype.itemsize
-    if header.dtype in FLOATS or (device == "cpu" and header.dtype == quantized.FP8):
-        return plain
-    if device == "cpu" and header.dtype == torch.uint8:
-        return 2 * plain
-    return header.elements * header.dtype.itemsize
+    header, expands = headers[name], device == "cpu"
+    nbytes = header.elements * header.dtype.itemsize
+    if f"{name}.absmax" in headers:  # NF4: two numbers a byte
+        return 2 * nbytes * dtype.itemsize if expands else nbytes
+    plain = header.dtype in FLOATS or (expands and header.dtype == quantized.FP8)
+    return header.elements * dtype.itemsize if plain else nbytes
 
 
 def _fill(model: Model, tensors: Tensors, reader: WeightReader, progress: Progress, threads: int | None = None) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from kernels.quantized import NF4_BLOCK, Nf4Weight
 from services.worker.config import CheckpointError
 from services.worker.formats.tensors import ModuleTensors
+from services.worker.weights import FLOATS
 
 _STATE = "weight.quant_state.bitsandbytes__nf4"
 _BYTE = (torch.uint8,)
@@ -42,12 +43,19 @@ class BitsAndBytes:
         if not isinstance(block, int) or block % NF4_BLOCK or outputs * inputs % block:
             raise tensors.refuse(f"blocks of {block} are not supported; supported are multiples of {NF4_BLOCK}")
         blocks = outputs * inputs // block
-        packed = tensors.take("weight", _BYTE, (outputs * inputs // 2, 1), (1, outputs * inputs // 2))
+        packed = self._packed(tensors, outputs * inputs // 2)
         code = tensors.take_finite("weight.quant_map", (16,)).float()
         nested = tensors.header("weight.nested_absmax") is not None
         absmax = self._nested(tensors, state, blocks) if nested else tensors.take_finite("weight.absmax", (blocks,))
         absmax = absmax.float().repeat_interleave(block // NF4_BLOCK)
         return Nf4Weight(packed.reshape(outputs, inputs // 2), absmax, code)
+
+    @staticmethod
+    def _packed(tensors: ModuleTensors, count: int) -> Tensor:
+        """So many bytes: as they are, or as numbers of `bnb_4bit_quant_storage`, whose type means nothing."""
+        header = tensors.header("weight")
+        stored = count // header.dtype.itemsize if header else count
+        return tensors.take("weight", (*_BYTE, *FLOATS), (stored, 1), (1, stored)).view(torch.uint8)
 
     @staticmethod
     def _state(tensors: ModuleTensors) -> dict[str, Any]:
