@@ -13,6 +13,10 @@ from services import hashing
 from services.worker import presets
 from services.worker.config import CheckpointError, ModelConfig
 
+FILES = ["*.json", "*.safetensors", "*.jinja"]
+"""What is fetched of a hub's repository; a star means folders, too."""
+OTHER_FILES = ["*/*", "consolidated*"]
+"""What is not: other formats in folders, and Mistral's second copy of the same weights."""
 _IDENTITY_BYTES = 1 << 16
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 
@@ -41,7 +45,7 @@ def locate(model: str) -> Path:
     )
 
     try:
-        return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
+        return Path(snapshot_download(model, allow_patterns=FILES, ignore_patterns=OTHER_FILES))
     except (LocalEntryNotFoundError, RepositoryNotFoundError, HfHubHTTPError, HFValidationError, OSError):
         raise CheckpointError(f"{model} is neither a folder nor to be had from the hub") from None
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import utils
 from safetensors.torch import load_file, save_file
 
-from services.worker.checkpoint import locate
+from services.worker.checkpoint import FILES, OTHER_FILES, locate
 from services.worker.config import CheckpointError, load_config
 from services.worker.engine import Engine
 from services.worker.job import EngineOptions
@@ -190,6 +191,15 @@ def test_a_folder_that_is_not_there_is_one_line(name: str) -> None:
     """Also where its name could be none of the hub's."""
     with pytest.raises(CheckpointError, match=r"no checkpoint folder|neither a folder nor to be had"):
         locate(name)
+
+
+def test_no_second_copy_of_the_weights_is_fetched() -> None:
+    """Of a repository like Mistral's, by the hub's own rules."""
+    held = ["config.json", "model-00001-of-00002.safetensors", "chat_template.jinja"]
+    others = ["consolidated.safetensors", "original/params.json", "onnx/model.safetensors", "model.bin"]
+    hub: Any = utils
+    fetched = hub.filter_repo_objects([*held, *others], allow_patterns=FILES, ignore_patterns=OTHER_FILES)
+    assert list(fetched) == held
 
 
 def test_loading_tells_its_phases_and_shards(checkpoint: Callable[[str], Path]) -> None:
