@@ -10,7 +10,12 @@ from typing import Any
 import pytest
 import torch
 from compressed_tensors.compressors import ModelCompressor
-from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, apply_quantization_config
+from compressed_tensors.quantization import (
+    QuantizationArgs,
+    QuantizationConfig,
+    QuantizationScheme,
+    apply_quantization_config,
+)
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -124,14 +129,16 @@ def test_scales_of_the_checkpoint_count(checkpoint: Callable[[str], Path], tmp_p
     assert other.logprobs != plain.logprobs
 
 
-@pytest.mark.parametrize("strategy", ["tensor", "attn_head"])
+@pytest.mark.parametrize(("strategy", "queries"), [("tensor", False), ("attn_head", False), ("attn_head", True)])
 def test_a_checkpoint_calibrated_for_fp8_is_served_in_fp8(
-    checkpoint: Callable[[str], Path], tmp_path: Path, strategy: str
+    checkpoint: Callable[[str], Path], tmp_path: Path, strategy: str, queries: bool
 ) -> None:
-    """Written by compressed-tensors; nobody asks for a format."""
+    """Written by compressed-tensors; nobody asks for a format. Calibrated for queries too, they stay as they are."""
     model: Any = AutoModelForCausalLM.from_pretrained(checkpoint("llama"), dtype=torch.float32)
     stored = QuantizationArgs(num_bits=8, type="float", symmetric=True, strategy=strategy, dynamic=False)
-    scheme = QuantizationConfig(config_groups={}, kv_cache_scheme=stored, format="dense")
+    attention = {"attention": QuantizationScheme(targets=["LlamaAttention"], input_activations=stored)}
+    how = {"config_groups": attention} if queries else {"config_groups": {}, "kv_cache_scheme": stored}
+    scheme = QuantizationConfig(**how, format="dense")
     apply_quantization_config(model, scheme, show_progress=False)
     scales = {name: torch.rand_like(t) + 0.1 for name, t in model.state_dict().items() if name.endswith("_scale")}
     folder = with_scales(checkpoint("llama"), tmp_path / "calibrated", scales)

@@ -94,7 +94,8 @@ class CompressedTensors:
         sparsity = (settings.get("sparsity_config") or {}).get("format", "dense")
         if sparsity != "dense":
             raise CheckpointError(f"compressed-tensors sparsity {sparsity} is not supported")
-        return cls(tuple(Scheme.of(group) for group in groups))
+        # Groups without weights say how attention's queries, keys and values were calibrated: see `kv_scales`.
+        return cls(tuple(Scheme.of(group) for group in groups if group.get("weights")))
 
     def read(self, tensors: ModuleTensors, outputs: int, inputs: int) -> QuantizedWeight:
         """A module's weight. Raises CheckpointError."""
