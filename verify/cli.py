@@ -43,7 +43,9 @@ def verify(
         float | None, typer.Option(help="Over the base's.", show_default="1.05; changed: 2")
     ] = None,
     min_top1: Annotated[float | None, typer.Option(help="Same likeliest token.", show_default="0.85")] = None,
-    max_gain_error: Annotated[float | None, typer.Option(help="Of a layer's part.", show_default="0.015")] = None,
+    max_gain_error: Annotated[
+        float | None, typer.Option(help="Of a layer's part or the head.", show_default="0.015")
+    ] = None,
     text: Annotated[
         Path | None, typer.Option(help="File or folder of held-out text.", exists=True, show_default="stories")
     ] = None,

@@ -63,6 +63,8 @@ class Tally:
     """The chance that the base accepts a draft of the candidate at temperature 1: sum of min(p, q)."""
     parts: list[dict[str, Fit]] = field(default_factory=list)
     """For each layer; empty where the layers are not the base's."""
+    head: Fit = field(default_factory=Fit)
+    """Its logits of the base's stream, where the layers are the base's."""
     same_greedy: list[float] = field(default_factory=list)
     token_s: list[float] = field(default_factory=list)
 
@@ -96,7 +98,8 @@ def compare(
 def _window(base: Served, own: Tally, others: Sequence[tuple[Served, Tally]], ids_T: Tensor) -> None:
     ids_T = ids_T.to(base.device)
     x, states = base.read(ids_T)
-    hidden, logprobs_TV = base.hidden(x), base.logprobs(x[:-1])
+    hidden, logits_TV = base.hidden(x), base.logits(x[:-1])
+    logprobs_TV = F.log_softmax(logits_TV, -1)
     own.losses.append(F.nll_loss(logprobs_TV, ids_T[1:], reduction="none").cpu())
     steps = list(base.layer_steps(ids_T, states))
     for candidate, tally in others:
@@ -111,6 +114,7 @@ def _window(base: Served, own: Tally, others: Sequence[tuple[Served, Tally]], id
             tally.cosines.append(F.cosine_similarity(its_hidden.float(), hidden.float(), dim=-1).cpu())
         if tally.parts:
             _layer_fits(tally, steps, candidate, ids_T, states)
+            tally.head.add(logits_TV, candidate.logits(x[:-1]))
 
 
 def _layer_fits(tally: Tally, steps: list[Steps], candidate: Served, ids_T: Tensor, states: list[Tensor]) -> None:

@@ -13,7 +13,7 @@ ROWS = (
     ("top1", "same likeliest token", "{:.1%}"),
     ("accepted", "drafts that the base accepts", "{:.1%}"),
     ("greedy", "greedy answers, share before they part", "{:.1%}"),
-    ("gain_error", "largest gain error of a layer's part", "{:.4f}"),
+    ("gain_error", "largest gain error of a part", "{:.4f}"),
     ("file_bytes", "bytes on disk", "{:,.0f}"),
     ("file_ratio", "  of the base's", "{:.1%}"),
     ("memory_bytes", "bytes of weights in memory", "{:,.0f}"),

@@ -85,9 +85,13 @@ class Served:
         return self.model.ops.rms_norm(x_TC, self.model.norm, self.config.norm_eps)
 
     @torch.inference_mode()
+    def logits(self, x_TC: Tensor) -> Tensor:
+        """What the head says of the next tokens [T, V], float32."""
+        return self.model.logits(x_TC).float()
+
     def logprobs(self, x_TC: Tensor) -> Tensor:
         """Of the next tokens [T, V], float32."""
-        return F.log_softmax(self.model.logits(x_TC).float(), -1)
+        return F.log_softmax(self.logits(x_TC), -1)
 
     @torch.inference_mode()
     def layer_steps(self, ids_T: Tensor, states: list[Tensor]) -> Iterator[Steps]:

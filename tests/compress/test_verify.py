@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+from compress import layout
+from compress.rounding import round_int8
 from tests.checkpoints import make_checkpoint
 from tests.compress.conftest import DEMO, Made
 from verify.cli import app
@@ -60,6 +62,24 @@ def test_a_layer_whose_scales_are_off_by_a_twentieth_fails(
     code, told = verify(DEMO, tampered(made(method), tmp_path / "off", linear, 1.05), *FEW)
     assert code == 1
     assert "gain error <= 0.015" in told
+
+
+@pytest.mark.parametrize(("factor", "error"), [(1.0, 0.0), (1.05, 0.05)])
+def test_a_head_whose_scales_are_off_is_seen_too(factor: float, error: float, tmp_path: Path) -> None:
+    """Its outputs hardly show it: hidden states end before the head, and the likeliest token stays."""
+    base = make_checkpoint(tmp_path / "base")
+    candidate, result = Path(shutil.copytree(base, tmp_path / "candidate")), tmp_path / "result.json"
+    tensors = load_file(base / "model.safetensors")
+    rounded = round_int8(tensors.pop("lm_head.weight"))
+    made = {"lm_head.weight": rounded.values, "lm_head.weight_scale": rounded.scale * factor}
+    save_file(tensors | made, candidate / "model.safetensors", {"format": "pt"})
+    config = json.loads((base / "config.json").read_text())
+    settings = layout.int8(per_tensor=False, dynamic=False).quantization_config() | {"ignore": ["re:.*_proj"]}
+    (candidate / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    code, told = verify(base, candidate, *LEAST, "--json", result)
+    (figures,) = json.loads(result.read_text())["candidates"]
+    assert figures["gain_error"] == pytest.approx(error, abs=0.005)
+    assert code == (1 if error else 0), told
 
 
 def test_the_base_is_itself() -> None:
