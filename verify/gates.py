@@ -3,12 +3,13 @@
 A gate is a figure with a limit. Of a quantized model all of these are asked:
 
 - `cosine`, `kl`, `perplexity_ratio`, `top1`: its outputs are nearly the base's. They see any large damage.
-- `gain_error`: no part speaks louder or softer. The parts (of a layer queries, keys, what attention and
-  the MLP add; the head's logits) are computed on the base's own stream, so none answers for another. Let e^2 = 1 - cos^2, the
+- `gain_error`: no part speaks louder or softer. The parts (of a layer queries, keys, what attention and the MLP add;
+  the head's logits) are computed on the base's own stream, so none answers for another. Let e^2 = 1 - cos^2, the
   share of a part's numbers that does not follow the base's. Rounding to nearest adds such noise and leaves the rest
   alone: norms grow by a factor 1 + e^2 / 2. Rounding that minimizes the output's error shrinks: 1 - e^2 / 2. So the
-  ratio of norms of an honest quantization, however coarse, is off 1 by about e^2 / 2; what it is off beyond that is the
-  gain error, and is near 0. A scale that is wrong by 5% shows here as 0.05, however little the outputs show of it.
+  ratio of norms of an honest quantization, however coarse, is off 1 by about e^2 / 2; what it is off beyond that is
+  the gain error, and is near 0. A scale that is wrong by 5% shows here as 0.05, however little the outputs show of
+  it.
 
 Pruned and distilled models are other networks: of them only `kl` and `perplexity_ratio` are asked.
 """
