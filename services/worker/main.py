@@ -83,8 +83,8 @@ async def main() -> None:
 
 
 def _startup(settings: WorkerSettings) -> Startup:
-    """The names that the worker will have, known before its model is."""
-    name = settings.served_name or Path(settings.model).expanduser().resolve().name
+    """The names that the worker will have, known before its model is: of a link its own, not that of what it is to."""
+    name = settings.served_name or Path(os.path.abspath(Path(settings.model).expanduser())).name
     return Startup(f"{name}-{uuid.uuid4().hex[:8]}", name)
 
 

@@ -1,11 +1,21 @@
 """Which engine a worker takes, and what it refuses by name."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from services.worker.config import CheckpointError
 from services.worker.engines import suited
+from services.worker.main import _startup
 from services.worker.settings import WorkerSettings
+
+
+def test_a_model_has_the_last_name_of_its_path_also_of_a_link(tmp_path: Path) -> None:
+    (tmp_path / "v3").mkdir()
+    (tmp_path / "latest").symlink_to("v3")
+    for path, name in ((f"{tmp_path}/latest", "latest"), (f"{tmp_path}/v3/../latest/", "latest"), ("org/fox", "fox")):
+        assert _startup(WorkerSettings(model=path)).model == name
 
 
 def test_auto_takes_the_processor_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
