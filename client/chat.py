@@ -1,5 +1,6 @@
 """A conversation at the terminal. Knows turns and lines, neither calls nor how answers are made."""
 
+import io
 import sys
 from collections.abc import Iterator, Mapping
 
@@ -68,7 +69,9 @@ def run(client: SyncClient, model: api.Model, system: str, options: Options, sta
 
 
 def _lines() -> Iterator[str]:
-    """What the user types, without the ends of lines; a terminal is prompted."""
+    """What the user types, without the ends of lines, U+FFFD for bytes that are no text; a terminal is prompted."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
     interactive = sys.stdin.isatty()
     if interactive:
         import readline  # noqa: F401 (gives input() its history and editing)

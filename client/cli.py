@@ -168,8 +168,8 @@ def generate(
         "cache": cache,
         "request_id": request_id,
     }
-    text = sys.stdin.read() if prompt == "-" else prompt
     with _client(address, api_key, deadline) as client:
+        text = sys.stdin.read() if prompt == "-" else prompt
         _answer(client, text, options, n, logprobs is not None, stats)  # type: ignore[arg-type]
 
 

@@ -22,8 +22,9 @@ def console() -> Console:
 
 
 def say(text: str) -> None:
-    """Writes a piece of an answer at once, as it is."""
-    sys.stdout.write(_CONTROL.sub("", text))
+    """Writes a piece of an answer at once, as it is; for a character that the output does not know a question mark."""
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(_CONTROL.sub("", text).encode(encoding, "replace").decode(encoding))
     sys.stdout.flush()
 
 

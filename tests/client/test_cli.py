@@ -34,9 +34,10 @@ async def weft(mesh: FakeMesh) -> AsyncIterator[Weft]:
     """Runs the command against the fake mesh."""
     async with served(mesh) as address:
 
-        async def run(*arguments: str, typed: str = "") -> Result:
+        async def run(*arguments: str, typed: str | bytes = "", charset: str = "utf-8") -> Result:
             environment = {"WEFT_ADDRESS": address, "COLUMNS": "100"}
-            return await asyncio.to_thread(CliRunner().invoke, app, arguments, input=typed, env=environment)
+            runner = CliRunner(charset=charset)
+            return await asyncio.to_thread(runner.invoke, app, arguments, input=typed, env=environment)
 
         yield run
 
@@ -103,6 +104,22 @@ async def test_what_a_model_writes_cannot_steer_the_terminal(weft: Weft, mesh: F
     mesh.words = ["\x1b[2Jboo\x07", "tab\tline\n"]
     result = await weft("generate", "Once")
     assert result.stdout == " [2Jboo tab\tline\n\n"
+
+
+async def test_what_the_output_cannot_write_does_not_end_the_answer(weft: Weft, mesh: FakeMesh) -> None:
+    mesh.words = ["na\u00efve", "\u65e5", "end"]
+    assert (await weft("generate", "Once", charset="iso-8859-1")).stdout == " na\u00efve ? end\n"
+
+
+async def test_a_prompt_that_is_no_text_is_refused_in_a_line(weft: Weft, mesh: FakeMesh) -> None:
+    result = await weft("generate", "-", typed=b"caf\xe9")
+    assert (result.exit_code, len(result.stderr.splitlines()), mesh.requests) == (2, 1, [])
+
+
+async def test_a_line_that_is_no_text_does_not_end_the_conversation(weft: Weft, mesh: FakeMesh) -> None:
+    result = await weft("chat", typed=b"caf\xe9\nfine\n")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert [request.prompt.text.split()[0] for request in mesh.requests] == ["caf\ufffd", "caf\ufffd"]
 
 
 async def test_a_refusal_is_one_line(weft: Weft, mesh: FakeMesh) -> None:
