@@ -51,17 +51,24 @@ def locate(model: str) -> Path:
 
 
 def read_bundle(folder: Path) -> mesh.Bundle:
-    """The tokenizer, chat template and special tokens of a checkpoint."""
+    """The tokenizer, chat template and special tokens of a checkpoint. Raises CheckpointError."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise CheckpointError("the checkpoint has no tokenizer.json")
-    config = _json(folder / "tokenizer_config.json")
+    try:
+        return _bundle(path.read_bytes(), _json(folder / "tokenizer_config.json"), folder / "chat_template.jinja")
+    except (AttributeError, KeyError, TypeError, UnicodeDecodeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"chat template or special tokens cannot be read: {reason}") from None
+
+
+def _bundle(tokenizer: bytes, config: dict[str, Any], template_file: Path) -> mesh.Bundle:
     template = config.get("chat_template") or ""
-    if (folder / "chat_template.jinja").is_file():
-        template = (folder / "chat_template.jinja").read_text()
+    if template_file.is_file():
+        template = template_file.read_text(encoding="utf-8")
     if isinstance(template, list):  # Several named templates: the default one is for chats.
         template = {entry["name"]: entry["template"] for entry in template}.get("default", "")
-    bundle = mesh.Bundle(tokenizer_json=path.read_bytes(), chat_template=template)
+    bundle = mesh.Bundle(tokenizer_json=tokenizer, chat_template=template)
     for name in _SPECIAL:
         token = config.get(name)
         text = token.get("content") if isinstance(token, dict) else token

@@ -12,7 +12,7 @@ import torch
 from huggingface_hub import utils
 from safetensors.torch import load_file, save_file
 
-from services.worker.checkpoint import FILES, OTHER_FILES, locate
+from services.worker.checkpoint import FILES, OTHER_FILES, locate, read_bundle
 from services.worker.config import CheckpointError, load_config
 from services.worker.engine import Engine
 from services.worker.job import EngineOptions
@@ -191,6 +191,14 @@ def test_a_folder_that_is_not_there_is_one_line(name: str) -> None:
     """Also where its name could be none of the hub's."""
     with pytest.raises(CheckpointError, match=r"no checkpoint folder|neither a folder nor to be had"):
         locate(name)
+
+
+@pytest.mark.parametrize("settings", [{"bos_token": 5}, {"chat_template": [{"a": "b"}]}, {"chat_template": 7}])
+def test_what_no_tokenizer_can_mean_is_one_line(copy: Callable[[str], Path], settings: dict[str, Any]) -> None:
+    folder = copy("llama")
+    edit_config("tokenizer_config.json", **settings)(folder)
+    with pytest.raises(CheckpointError, match="chat template or special tokens cannot be read"):
+        read_bundle(folder)
 
 
 def test_no_second_copy_of_the_weights_is_fetched() -> None:
