@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -41,6 +41,7 @@ FALLBACK_BUNDLE = fallback_bundle()
 FALLBACK = TextModel(FALLBACK_BUNDLE)
 
 
+@settings(deadline=None)
 @given(any_ids)
 def test_any_tokens_decode_piecewise_as_at_once(ids: list[int]) -> None:
     detokenizer = MODEL.detokenizer()
@@ -48,6 +49,7 @@ def test_any_tokens_decode_piecewise_as_at_once(ids: list[int]) -> None:
     assert told == TOKENIZER.decode(ids, skip_special_tokens=True)
 
 
+@settings(deadline=None)
 @given(st.text("ab 日😀é", max_size=20).map(str.strip))
 def test_texts_survive_a_tokenizer_with_byte_fallback(text: str) -> None:
     ids = FALLBACK.encode(api.Prompt(text=text))
@@ -55,6 +57,7 @@ def test_texts_survive_a_tokenizer_with_byte_fallback(text: str) -> None:
     assert "".join(detokenizer.feed(token) for token in ids) + detokenizer.flush() == text
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from([3 + 0x80, 3 + 0xC3, 3 + 0xA9, 3 + 0xFF, 259, 260, 261, 262, 265]), max_size=40))
 def test_bytes_that_turn_out_to_be_no_characters_cost_no_word(ids: list[int]) -> None:
     detokenizer = FALLBACK.detokenizer([260])
