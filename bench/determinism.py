@@ -137,6 +137,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--out", type=Path, default=Path("bench/results"))
     wanted = parser.parse_args()
+    machine.need_gpu()
     found: dict[str, Any] = {"machine": machine.describe(), "model": wanted.model, "tokens": wanted.tokens}
     for name, deterministic in (("on", True), ("off", False)):
         found[name] = measure(wanted.model, deterministic, wanted.tokens)

@@ -161,6 +161,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30.0, help="of the mixed cell")
     parser.add_argument("--out", type=Path, default=Path("bench/results"))
     wanted = parser.parse_args()
+    machine.need_gpu()
     file = wanted.out / "engine.json"
     found = json.loads(file.read_text()) if file.exists() and not wanted.fresh else {"cells": {}}
     measured = {name: max(value, LEAST.get(name, 0.0)) for name, value in ceilings().items()}

@@ -230,6 +230,7 @@ def main() -> None:
     parser.add_argument("--fresh", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("bench/results"))
     wanted = parser.parse_args()
+    machine.need_gpu()
     wanted.out.mkdir(parents=True, exist_ok=True)
     file = wanted.out / "gpu.json"
     found = json.loads(file.read_text()) if file.exists() and not wanted.fresh else {"rows": {}}

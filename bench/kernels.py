@@ -23,6 +23,7 @@ from bench.cells import SHAPES, Row
 from bench.cells.attention import chunk_row, decode_row, prefill_row
 from bench.cells.others import blocks_row, layer_rows, sampling_row
 from bench.cells.products import invariant_row, product_row, products, quantized_row, rotated_row
+from bench.machine import need_gpu
 from bench.timing import DTYPE, ceilings
 from kernels import kv
 
@@ -111,6 +112,7 @@ def main() -> None:
     parser.add_argument("--fresh", action="store_true", help="measure everything again")
     parser.add_argument("--out", type=Path, default=Path("bench/results"))
     arguments = parser.parse_args()
+    need_gpu()
     path = arguments.out / "kernels.json"
     saved = json.loads(path.read_text()) if path.exists() and not arguments.fresh else {}
     begin = time.monotonic()
@@ -134,3 +136,7 @@ def main() -> None:
     rows = [row for key, _ in cells() if key in done for row in done[key]]
     (arguments.out / "kernels.md").write_text(text + table(rows, roof) + "\n")
     print(f"{len(rows)} rows, {time.monotonic() - begin:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

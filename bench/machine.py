@@ -5,6 +5,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 _PACKAGES = ("grpcio", "protobuf", "torch", "transformers", "triton")
@@ -49,6 +50,12 @@ def gpu() -> str:
     except (OSError, subprocess.SubprocessError):
         return ""
     return "; ".join(line.strip() for line in answer.splitlines())
+
+
+def need_gpu() -> None:
+    """Ends a program that measures a GPU with one line where there is none."""
+    if not gpu():
+        sys.exit("this measures an NVIDIA GPU, and here is none that its driver knows")
 
 
 def _cpu() -> str:

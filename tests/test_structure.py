@@ -1,6 +1,7 @@
 """Who may import whom, as ARCHITECTURE.md says: read from the code, not promised."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -129,3 +130,12 @@ def test_nothing_unpickles_or_runs_a_checkpoints_code() -> None:
                 called = ast.unparse(node.func)
                 assert called not in {"eval", "exec", "compile", "torch.load"}, f"{path.name}: {called}"
             assert not (isinstance(node, ast.keyword) and node.arg == "trust_remote_code"), path.name
+
+
+def test_every_program_of_the_makefile_does_something_when_it_is_run() -> None:
+    named = set(re.findall(r"-m ((?:bench|models|tests)\.[\w.]+)", (ROOT / "Makefile").read_text()))
+    assert {"bench.kernels", "bench.engine", "bench.gpu", "models.train"} <= named
+    for program in sorted(named):
+        last = ast.parse((ROOT / (program.replace(".", "/") + ".py")).read_text()).body[-1]
+        assert isinstance(last, ast.If), program
+        assert ast.unparse(last.test) == "__name__ == '__main__'", program

@@ -5,6 +5,8 @@ Only tokenizer.json and JSON files are read: no pickle, no code of the checkpoin
 
 import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,13 @@ from protos import mesh_pb2 as mesh
 from services import hashing
 from services.worker import presets
 from services.worker.config import CheckpointError, ModelConfig
+from services.worker.weights import open_checkpoint
 
 FILES = ["*.json", "*.safetensors", "*.jinja"]
 """What is fetched of a hub's repository; a star means folders, too."""
 OTHER_FILES = ["*/*", "consolidated*"]
 """What is not: other formats in folders, and Mistral's second copy of the same weights."""
-_IDENTITY_BYTES = 1 << 16
+_SAMPLE_BYTES = 1 << 12
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -84,17 +87,24 @@ def serialize(bundle: mesh.Bundle) -> tuple[bytes, bytes]:
 
 
 def fingerprint(folder: Path, *numerics: str) -> bytes:
-    """SHA-256 over configuration, weights' identity (headers, sizes and samples of the shards) and numerics."""
-    parts = [json.dumps(_json(folder / "config.json"), sort_keys=True).encode(), *(part.encode() for part in numerics)]
-    for shard in sorted(folder.glob("*.safetensors")):
-        size = shard.stat().st_size
-        with shard.open("rb") as file:
-            header = int.from_bytes(file.read(8), "little")
-            parts += [shard.name.encode(), str(size).encode(), file.read(min(header, size))]
-            for place in (8 + header, size // 2, max(0, size - _IDENTITY_BYTES)):
-                file.seek(place)
-                parts.append(file.read(_IDENTITY_BYTES))
-    return hashing.digest(*parts)
+    """SHA-256 over configuration, weights' identity and numerics. Raises CheckpointError."""
+    configuration = json.dumps(_json(folder / "config.json"), sort_keys=True)
+    return hashing.digest(configuration.encode(), *(part.encode() for part in numerics), *_identity(folder))
+
+
+def _identity(folder: Path) -> Iterator[bytes]:
+    """Of the weights, if there are any: what headers say of each tensor, and samples of it."""
+    if not any(folder.glob("*.safetensors")):
+        return
+    checkpoint = open_checkpoint(folder)
+    with ExitStack() as stack:
+        files = [stack.enter_context(path.open("rb")) for path in checkpoint.shards]
+        for name, header in sorted(checkpoint.headers.items()):
+            yield f"{name} {header.dtype} {header.shape}".encode()
+            last = max(header.nbytes - _SAMPLE_BYTES, 0)
+            for place in sorted({0, last // 2, last}):
+                files[header.shard].seek(header.offset + place)
+                yield files[header.shard].read(min(_SAMPLE_BYTES, header.nbytes))
 
 
 def model_card(

@@ -64,11 +64,10 @@ def expected_bytes(
 def _stored_bytes(name: str, headers: Mapping[str, TensorHeader], dtype: torch.dtype, device: str) -> int:
     """About what a tensor of a quantized checkpoint will take: a CPU has FP8 and NF4 as plain numbers."""
     header, expands = headers[name], device == "cpu"
-    nbytes = header.elements * header.dtype.itemsize
     if f"{name}.absmax" in headers:  # NF4: two numbers a byte
-        return 2 * nbytes * dtype.itemsize if expands else nbytes
+        return 2 * header.nbytes * dtype.itemsize if expands else header.nbytes
     plain = header.dtype in FLOATS or (expands and header.dtype == quantized.FP8)
-    return header.elements * dtype.itemsize if plain else nbytes
+    return header.elements * dtype.itemsize if plain else header.nbytes
 
 
 def _fill(model: Model, tensors: Tensors, reader: WeightReader, progress: Progress, threads: int | None = None) -> None:

@@ -122,7 +122,7 @@ def _pieces(places: dict[str, list[Tensor]], checkpoint: Checkpoint) -> Iterator
     for name, views in places.items():
         header = checkpoint.headers[name]
         lines = header.shape[0] if header.shape else 1
-        line_bytes = header.elements * header.dtype.itemsize // lines
+        line_bytes = header.nbytes // lines
         step = max(1, PIECE_BYTES // line_bytes)
         for first in range(0, lines, step):
             count = min(step, lines - first)

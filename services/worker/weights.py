@@ -45,6 +45,11 @@ class TensorHeader:
         """How many numbers it has."""
         return torch.Size(self.shape).numel()
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that they take."""
+        return self.elements * self.dtype.itemsize
+
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
@@ -61,7 +66,7 @@ class Checkpoint:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(header.elements * header.dtype.itemsize for header in self.headers.values())
+        return sum(header.nbytes for header in self.headers.values())
 
     @contextmanager
     def opened(self) -> Iterator[Callable[[str], Tensor]]:
@@ -163,7 +168,7 @@ def _read_entry(path: Path, name: str, entry: Any, data_begin: int, size: int) -
     data_bytes = size - data_begin
     if end > data_bytes:
         raise CheckpointError(f"{path.name} is truncated: tensor {name} ends at byte {end} of {data_bytes}")
-    if end - begin != header.elements * header.dtype.itemsize:
+    if end - begin != header.nbytes:
         raise CheckpointError(f"{path.name}: tensor {name} of shape {list(shape)} has {end - begin} bytes")
     return header
 
