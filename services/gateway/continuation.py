@@ -4,6 +4,7 @@ The author of recovery, which is nothing but the next attempt at prompt and toke
 """
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -54,10 +55,14 @@ class Continuation:
         result_key: bytes,
         policy: "api.CachePolicy.ValueType",
         likely: str,
-        remaining_s: Callable[[], float],
+        deadline: Callable[[], float],
         news: Callable[[], None],
     ) -> None:
-        """`likely` is the address of the worker that will surely have its first attempt; empty if none is sure."""
+        """`likely` is the address of the worker that will surely have its first attempt; empty if none is sure.
+
+        `deadline` is when nobody waits for it any more as things stand, on the clock `time.monotonic`: who comes later
+        may have more time.
+        """
         self.journal = journal
         self.ledger = Ledger()
         self.first_token_at: float | None = None
@@ -68,7 +73,8 @@ class Continuation:
         self._result_key = result_key
         self._policy = policy
         self._likely = likely
-        self._remaining_s = remaining_s
+        self._deadline = deadline
+        self._job_deadline = math.inf  # as the worker was told
         self._news = news
         self._row: Row | None = None
 
@@ -165,7 +171,8 @@ class Continuation:
                 self._submit.unjoinable = placement.leader_job_id
             if unjoined > 1:
                 self._submit.identity = b""
-            if loss.reason == lost_worker().reason or isinstance(placement, mesh_pb2.Assigned):
+            late = loss.code is StatusCode.DEADLINE_EXCEEDED  # That is no worker's fault.
+            if loss.reason == lost_worker().reason or (isinstance(placement, mesh_pb2.Assigned) and not late):
                 self._submit.avoid.append(placement.worker_id)
             if len(self.journal.tokens) >= self._job.sampling.max_tokens:
                 self.journal.end(Ending(api.FINISH_REASON_LENGTH))
@@ -173,12 +180,22 @@ class Continuation:
             else:
                 self.journal.begin_attempt()
 
-    def _next_submit(self) -> mesh_pb2.Submit:
+    async def _place(self) -> Placement:
+        """A worker for the next attempt. Raises WeftError."""
+        while True:
+            deadline = self._deadline()
+            try:
+                return await self._mesh.dispatch.place(self._next_submit(deadline))
+            except WeftError as error:
+                if error.code is not StatusCode.DEADLINE_EXCEEDED or self._deadline() <= deadline:
+                    raise
+
+    def _next_submit(self, deadline: float) -> mesh_pb2.Submit:
         submit, context = self._submit, self.journal.context()
         submit.attempt = self.journal.attempt
         submit.prompt_tokens = len(context)
         submit.max_tokens = max(1, self._job.sampling.max_tokens - len(self.journal.tokens))
-        submit.deadline_s = self._remaining_s()
+        submit.deadline_s = _remaining_s(deadline)
         if self._keys is not None:
             submit.block_keys = self._keys.extend_to(context)
         return submit
@@ -194,7 +211,7 @@ class Continuation:
 
     async def _placed_attempt(self, ahead: HeadStart | None) -> tuple[Placement, WeftError | None]:
         """One attempt where the scheduler wants it: None once the answer has ended, else why it has not."""
-        placement = await self._mesh.dispatch.place(self._next_submit())
+        placement = await self._place()
         self._note(placement)
         if ahead is not None and ahead.confirmed(placement):
             span, row = ahead.span, ahead.row
@@ -253,7 +270,8 @@ class Continuation:
         job.CopyFrom(self._job)
         job.attempt = self.journal.attempt
         job.token_ids.extend(self.journal.context())
-        job.deadline_s = self._remaining_s()
+        self._job_deadline = self._deadline()
+        job.deadline_s = _remaining_s(self._job_deadline)
         return job
 
     def _on_tokens(self) -> None:
@@ -273,7 +291,12 @@ class Continuation:
             return None
         if end.reason == api.FINISH_REASON_ERROR and end.HasField("failure"):
             failure = WeftError.from_failure(end.failure)
-            if self.ledger.joined and failure.code is StatusCode.DEADLINE_EXCEEDED:
-                failure.retryable = True  # It was the leader's deadline: our own ends the whole call.
+            if failure.code is StatusCode.DEADLINE_EXCEEDED:  # The leader's, or of one who listens no more?
+                failure.retryable = self.ledger.joined or self._deadline() > self._job_deadline
             return failure
         return lost_worker()  # It ended a job that nobody told it to end.
+
+
+def _remaining_s(deadline: float) -> float:
+    """Seconds until then, as messages say it: 0 for no deadline."""
+    return 0.0 if math.isinf(deadline) else max(1e-3, deadline - time.monotonic())

@@ -5,7 +5,6 @@ It is driven by its own task and outlives each single client, but not the last o
 
 import asyncio
 import secrets
-import time
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -23,11 +22,13 @@ from services.gateway.stops import StopMatcher
 from services.gateway.tenants import Tenant
 from services.gateway.text import TextModel
 
-clock = time.monotonic
-
 
 class Listening(Protocol):
     """What a generation wants of those who listen."""
+
+    @property
+    def deadline(self) -> float:
+        """When it listens no more, on the clock `time.monotonic`; infinite for never."""
 
     def on_news(self) -> None:
         """There is something to take."""
@@ -45,8 +46,6 @@ class Order:
     tenant: Tenant
     served: Served
     traceparent: str
-    deadline: float | None
-    """On the clock `time.monotonic`; None for none."""
     body: bytes = field(default=b"")
     """SHA-256 of the request as the client sent it."""
 
@@ -54,10 +53,6 @@ class Order:
     def n(self) -> int:
         """How many continuations."""
         return max(1, self.request.n)
-
-    def remaining_s(self) -> float:
-        """Seconds until the deadline; 0 for none."""
-        return 0.0 if self.deadline is None else max(1e-3, self.deadline - clock())
 
 
 def _seed(order: Order) -> int:
@@ -88,6 +83,10 @@ class Generation:
         self._mesh = mesh
         self._threads = threads
         self._task = asyncio.create_task(self._run())
+
+    def deadline(self) -> float:
+        """The latest of those who listen now, on the clock `time.monotonic`."""
+        return max((listener.deadline for listener in self.listeners), default=0.0)
 
     @property
     def soon(self) -> bool:
@@ -182,7 +181,7 @@ class Generation:
         # A retry by another gateway has the same job id: only the scheduler knows of both.
         likely = order.served.lone_address if not request.request_id else ""
         return Continuation(
-            self._mesh, submit, job, journal, keys, key, request.cache, likely, order.remaining_s, self._news
+            self._mesh, submit, job, journal, keys, key, request.cache, likely, self.deadline, self._news
         )  # fmt: skip
 
     async def _run_all(self) -> None:

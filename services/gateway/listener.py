@@ -68,8 +68,10 @@ class _Cursor:
 class Listener:
     """A client that follows a generation from its start."""
 
-    def __init__(self, timeline: Timeline) -> None:
+    def __init__(self, timeline: Timeline, deadline: float) -> None:
+        """`deadline` is on the clock `time.monotonic`."""
         self.timeline = timeline
+        self.deadline = deadline
         self._generation: Generation | None = None
         self._cursors: list[_Cursor] = []
         self._loop = asyncio.get_running_loop()

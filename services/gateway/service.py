@@ -104,12 +104,11 @@ class InferenceService:
             tenant=tenant,
             served=served,
             traceparent=visit.traceparent,
-            deadline=None if visit.remaining_s is None else visit.timeline.began + visit.remaining_s,
             body=hashing.digest(b"weft/body/1", request.SerializeToString(deterministic=True)),
         )
 
     async def _follow(self, visit: Visit, order: Order, deliver: Deliver, greet: Greet | None) -> None:
-        listener = Listener(visit.timeline)
+        listener = Listener(visit.timeline, visit.deadline)
         visit.generation, visit.joined = self._registry.enter(order, listener)
         try:
             await listener.follow(visit.generation, deliver, greet)

@@ -4,6 +4,7 @@ The span has the names of OpenTelemetry's conventions for generative AI, and not
 request id and the numbers of its sampling.
 """
 
+import math
 import secrets
 import time
 from typing import Any
@@ -34,6 +35,7 @@ class Visit:
         self.request = request
         self.request_id = request.request_id[:_MOST_SAID] or secrets.token_hex(16)
         self.remaining_s = context.time_remaining()
+        self.deadline = math.inf if self.remaining_s is None else self.timeline.began + self.remaining_s
         self.generation: Generation | None = None
         self.joined = False
         self._context = context

@@ -3,9 +3,13 @@
 import asyncio
 
 import grpc
+import pytest
 
 from protos import cache_pb2, mesh_pb2
 from protos import inference_pb2 as api
+from services.errors import WeftError
+from services.gateway.generation import Generation, Listening, Order
+from services.gateway.requests import Registry
 from services.gateway.results import result_key
 from tests.gateway.fakes import (
     ANSWER,
@@ -18,8 +22,11 @@ from tests.gateway.fakes import (
     generate,
     ids_of,
     make_card,
+    rejected,
     until,
 )
+
+LATE = WeftError(grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", "the deadline passed")
 
 
 async def stored(mesh: FakeMesh, request: api.GenerateRequest) -> Answer:
@@ -220,6 +227,61 @@ async def test_a_retry_joins_its_own_generation_from_the_start() -> None:
         again = await generate(mesh.stub, request)  # It has ended: this is a new one.
         assert again.ids() == ANSWER
         assert not again.receipt.joined
+
+
+@pytest.fixture
+def listening(monkeypatch: pytest.MonkeyPatch) -> list[Listening]:
+    """Who listens to a generation, as it begins to."""
+    listening: list[Listening] = []
+    enter = Registry.enter
+
+    def enter_and_tell(self: Registry, order: Order, listener: Listening) -> tuple[Generation, bool]:
+        listening.append(listener)
+        return enter(self, order, listener)
+
+    monkeypatch.setattr(Registry, "enter", enter_and_tell)
+    return listening
+
+
+@pytest.mark.parametrize("timeouts", [(60, 600), (600, 60)])
+async def test_calls_that_share_a_generation_keep_their_own_deadlines(
+    timeouts: tuple[int, int], listening: list[Listening]
+) -> None:
+    async with FakeMesh() as mesh:
+        worker = mesh.workers[0]
+        worker.hold_at = 10
+        calls = []
+        for timeout_s in timeouts:
+            calls.append(asyncio.create_task(generate(mesh.stub, ask(request_id="mine"), timeout=timeout_s)))
+            await until(lambda: len(listening) == len(calls) and worker.sent == 10)
+        [job] = worker.jobs
+        worker.running.clear()
+        worker.hold_at = None
+        end = mesh_pb2.JobEnd(row=job.row, reason=api.FINISH_REASON_ERROR, failure=LATE.failure())
+        worker.say(mesh_pb2.RunResponse(ends=[end]))
+        answers = await asyncio.gather(*calls)
+        if timeouts == (600, 60):  # The job had all the time that there is.
+            assert [answer.error and answer.error.code() for answer in answers] == [LATE.code] * 2
+            return
+        assert [answer.ids() for answer in answers] == [ANSWER] * 2
+        again = worker.jobs[1]
+        assert job.deadline_s <= 60 < again.deadline_s
+        assert list(again.token_ids[again.boundary :]) == ANSWER[:10]
+        assert list(mesh.scheduler.submits[1].avoid) == []  # No worker failed.
+
+
+async def test_a_deadline_that_passed_in_the_queue_is_not_that_of_who_came_later(listening: list[Listening]) -> None:
+    async with FakeMesh() as mesh:
+        mesh.scheduler.hold = True
+        sooner = asyncio.create_task(generate(mesh.stub, ask(request_id="mine"), timeout=60))
+        await until(lambda: len(mesh.scheduler.submits) == 1)
+        later = asyncio.create_task(generate(mesh.stub, ask(request_id="mine"), timeout=600))
+        await until(lambda: len(listening) == 2)
+        mesh.scheduler.hold = False
+        first = mesh.scheduler.submits[0]
+        mesh.scheduler.say(rejected(first, LATE))
+        assert [answer.ids() for answer in await asyncio.gather(sooner, later)] == [ANSWER] * 2
+        assert first.deadline_s <= 60 < mesh.scheduler.submits[1].deadline_s
 
 
 async def test_who_joins_late_gets_the_past_in_messages_of_bounded_size() -> None:
