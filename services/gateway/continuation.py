@@ -263,12 +263,12 @@ class Continuation:
             return link.attach(
                 placement.leader_job_id, position, details, placement.worker_id, self._on_tokens, self._job.traceparent
             )
-        return link.run(self._next_job(), placement.worker_id, self._on_tokens)
+        return link.run(self._next_job(placement.placement), placement.worker_id, self._on_tokens)
 
-    def _next_job(self) -> mesh_pb2.Job:
+    def _next_job(self, placement: int = 0) -> mesh_pb2.Job:
         job = mesh_pb2.Job()
         job.CopyFrom(self._job)
-        job.attempt = self.journal.attempt
+        job.attempt, job.placement = self.journal.attempt, placement
         job.token_ids.extend(self.journal.context())
         self._job_deadline = self._deadline()
         job.deadline_s = _remaining_s(self._job_deadline)

@@ -107,6 +107,8 @@ class Ended(NamedTuple):
     job_id: str
     attempt: int
     tokens: int
+    placement: int = 0
+    """Of the answer that sent it there; 0 if it came without one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +164,7 @@ class Assigned:
     address: str
     queue_s: float
     matched_blocks: int
+    placement: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,7 @@ class Outbox:
         queue_s = max(0.0, job.assigned_at - job.queued_at)
         self.tell(
             job.gateway_id,
-            Assigned(job.id, job.attempt, worker.id, worker.hello.address, queue_s, job.matched_blocks),
+            Assigned(job.id, job.attempt, worker.id, worker.hello.address, queue_s, job.matched_blocks, job.placement),
         )
 
     def joined(self, job: Job, leader: Job) -> None:

@@ -52,7 +52,7 @@ class Pool:
         self.catalog = Catalog(now)
         self.workers: dict[str, Worker] = {}
         self._jobs = Jobs(self.catalog.by_name)
-        self._order = 0
+        self._order = self._placements = 0
         self._dirty: dict[str, None] = {}
         self._out = Outbox()
 
@@ -144,7 +144,7 @@ class Pool:
         model.index.add(worker_id, report.stored_keys)
         for ended in report.ended:
             job = worker.jobs.get(ended.job_id)
-            if job is not None and job.attempt == ended.attempt:
+            if job is not None and job.ended_by(ended):
                 self._end(job, ended.tokens)
         for job in worker.never_came(now, self.limits.grace_s, self._out.gateways):
             self._remove(job)
@@ -231,8 +231,11 @@ class Pool:
             self._follow(job, twin)
         elif job.attempt < twin.attempt:
             self._reject(job, admission.request_id_in_use())
-        elif twin.worker is not None:  # Its answer was lost with the gateway's link; a waiting twin's will still come.
-            self._out.assigned(twin)
+        elif twin.worker is not None:
+            # Its answer was lost with the gateway's link, or its end there is on the way, and this is a job of its own.
+            # A waiting twin's answer will still come.
+            twin.queued_at = twin.assigned_at = job.queued_at
+            self._tell_assigned(twin)
 
     def _admit(self, job: Job, now: float) -> None:
         """Puts a job in the line of its model, or refuses it."""
@@ -294,7 +297,7 @@ class Pool:
         self.counters.assigned += 1
         self.counters.prompt_blocks += model.blocks(job)
         self.counters.matched_blocks += job.matched_blocks
-        self._out.assigned(job)
+        self._tell_assigned(job)
         for follower in self._jobs.release_followers(job):
             if worker.id in follower.submit.avoid:
                 self._route(follower, now)
@@ -447,6 +450,12 @@ class Pool:
             self._out.broadcast(news)
 
     # ---- commands ----
+
+    def _tell_assigned(self, job: Job) -> None:
+        """Each answer has a number, which the job's end repeats: it frees the credit of no later answer."""
+        self._placements += 1
+        job.placement = self._placements
+        self._out.assigned(job)
 
     def _tell_joined(self, job: Job, leader: Job) -> None:
         self.counters.joined += 1

@@ -104,7 +104,7 @@ def report_from(report: mesh.WorkerReport) -> Report:
         prefill_backlog=report.prefill_backlog,
         prefill_rate=report.prefill_rate,
         decode_s=report.decode_s,
-        ended=tuple(Ended(job.job_id, job.attempt, job.tokens) for job in report.ended),
+        ended=tuple(Ended(job.job_id, job.attempt, job.tokens, job.placement) for job in report.ended),
         stored_keys=report.stored_keys,
         evicted_keys=report.evicted_keys,
         draining=report.draining,
@@ -131,6 +131,7 @@ def to_gateway(message: GatewayMessage) -> mesh.DispatchResponse:
                     address=message.address,
                     queue_s=message.queue_s,
                     matched_blocks=message.matched_blocks,
+                    placement=message.placement,
                 )
             )
         case Joined():

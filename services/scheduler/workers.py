@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Container
 from dataclasses import dataclass
 
-from services.scheduler.messages import Report, Submit, WorkerHello
+from services.scheduler.messages import Ended, Report, Submit, WorkerHello
 
 FLIGHT_S = 0.05  # A report sent this long after an assignment may still not know the job.
 CONTEXT_WEIGHT = 0.1  # Blocks of prefill backlog that one block of a running job's context is worth.
@@ -24,6 +24,7 @@ class Job:
         "matched_blocks",
         "model_name",
         "order",
+        "placement",
         "priority",
         "queued_at",
         "submit",
@@ -41,6 +42,7 @@ class Job:
         self.worker: Worker | None = None
         self.assigned_at = 0.0
         self.matched_blocks = 0
+        self.placement = 0  # The last answer that assigned it; 0: none that we know of.
         self.charged = 0
         self.leader: Job | None = None
         self.followers: list[Job] = []
@@ -73,6 +75,11 @@ class Job:
     def prompt_tokens(self) -> int:
         """Tokens to compute before its first new one."""
         return self.submit.prompt_tokens
+
+    def ended_by(self, ended: Ended) -> bool:
+        """Whether this end is its own, and not an earlier attempt's or that of a cancelled job of the same name."""
+        unnumbered = not ended.placement or not self.placement
+        return ended.attempt == self.attempt and (unnumbered or ended.placement == self.placement)
 
 
 @dataclass(slots=True)

@@ -60,6 +60,8 @@ class Running:
     cacheable: bool = True
     """Its prompt may be found in the prefix cache."""
     traceparent: str = ""
+    placement: int = 0
+    """The scheduler's number for what sent it here."""
     arrived: float = field(default_factory=time.monotonic)
     history: list[TokenOut] = field(default_factory=list)
     listeners: list[tuple["Listener", int]] = field(default_factory=list)
@@ -110,6 +112,7 @@ class Jobs:
             len(message.token_ids),
             not message.bypass_cache,
             message.traceparent,
+            message.placement,
         )
         try:
             if self.draining:
@@ -241,8 +244,9 @@ class Jobs:
             del self._by_id[running.job_id]
 
     def _note_end(self, running: Running) -> None:
-        tokens = len(running.history)
-        self._ended.append(mesh.EndedJob(job_id=running.job_id, attempt=running.attempt, tokens=tokens))
+        tokens, placement = len(running.history), running.placement
+        end = mesh.EndedJob(job_id=running.job_id, attempt=running.attempt, tokens=tokens, placement=placement)
+        self._ended.append(end)
 
     def _replace(self, older: Running) -> None:
         """Fences an older attempt: its listeners are told, and what it still brings reaches nobody."""

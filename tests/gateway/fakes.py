@@ -159,10 +159,17 @@ class FakeScheduler(SchedulerServicer):
                     self._place(submit, outbox)
 
 
-def assigned(submit: mesh_pb2.Submit, worker_id: str, address: str, queue_s: float = 0.0) -> mesh_pb2.DispatchResponse:
+def assigned(
+    submit: mesh_pb2.Submit, worker_id: str, address: str, queue_s: float = 0.0, placement: int = 0
+) -> mesh_pb2.DispatchResponse:
     """A worker for a job."""
     answer = mesh_pb2.Assigned(
-        job_id=submit.job_id, attempt=submit.attempt, worker_id=worker_id, address=address, queue_s=queue_s
+        job_id=submit.job_id,
+        attempt=submit.attempt,
+        worker_id=worker_id,
+        address=address,
+        queue_s=queue_s,
+        placement=placement,
     )
     return mesh_pb2.DispatchResponse(assigned=answer)
 

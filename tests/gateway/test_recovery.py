@@ -61,6 +61,13 @@ async def test_a_lost_worker_is_fenced_even_if_it_still_speaks() -> None:
         assert [cancel.row for cancel in zombie.cancelled] == [row]  # It is told, should it live.
 
 
+async def test_a_job_says_which_answer_sent_it() -> None:
+    async with FakeMesh() as mesh:
+        mesh.scheduler.decide = lambda submit: assigned(submit, "worker-0", mesh.address("worker-0"), placement=7)
+        await generate(mesh.stub, ask(request_id="named"))  # It gets no head start.
+        assert [job.placement for job in mesh.workers[0].jobs] == [7]
+
+
 async def test_repeated_positions_are_dropped() -> None:
     async with FakeMesh() as mesh:
         worker = mesh.workers[0]

@@ -88,11 +88,19 @@ class Stage:
         self.perform(self.pool.on_worker_attached(hello, self.now))
         return worker_id
 
-    def report(self, worker_id: str = "w1", *ended: str, attempt: int = 1, tokens: int = 16, **fields: object) -> None:
+    def report(
+        self,
+        worker_id: str = "w1",
+        *ended: str,
+        attempt: int = 1,
+        tokens: int = 16,
+        placement: int = 0,
+        **fields: object,
+    ) -> None:
         """A report that shows progress, unless `steps` says otherwise."""
         self.steps += 1
         known: dict[str, object] = {"steps": self.steps, "running": 1} | fields
-        ends = tuple(Ended(job_id, attempt, tokens) for job_id in ended)
+        ends = tuple(Ended(job_id, attempt, tokens, placement) for job_id in ended)
         report = Report(ended=ends, **known)  # type: ignore[arg-type]
         self.perform(self.pool.on_report(worker_id, report, self.now))
 

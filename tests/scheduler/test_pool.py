@@ -98,12 +98,12 @@ def test_when_the_old_workers_are_gone_the_name_may_change_its_model(stage: Stag
 def test_a_job_takes_a_credit_and_its_end_gives_it_to_the_next(stage: Stage) -> None:
     stage.worker("w1", credits=1)
     first = stage.submit("a")
-    assert first == Assigned("a", 1, "w1", "w1:1", 0.0, 0)
+    assert first == Assigned("a", 1, "w1", "w1:1", 0.0, 0, placement=1)
     assert stage.submit("b") is None
     stage.now += 0.25
     stage.report("w1", "a")
     second = stage.answers()[-1]
-    assert second == Assigned("b", 1, "w1", "w1:1", 0.25, 0)
+    assert second == Assigned("b", 1, "w1", "w1:1", 0.25, 0, placement=2)
 
 
 def test_the_end_of_an_older_attempt_frees_nothing(stage: Stage) -> None:
@@ -114,6 +114,20 @@ def test_the_end_of_an_older_attempt_frees_nothing(stage: Stage) -> None:
     stage.report("w1", "a", attempt=1)
     assert stage.placed() == [("a", "w1"), ("a", "w1")]
     stage.report("w1", "a", attempt=2)
+    assert stage.placed()[-1] == ("b", "w1")
+
+
+def test_a_job_that_is_asked_for_again_keeps_its_credit_when_the_one_before_it_ends(stage: Stage) -> None:
+    stage.worker("w1", credits=1)
+    before = stage.submit("a")
+    stage.now += 60
+    again = stage.submit("a")  # Its client cancelled at the worker and came again at once.
+    assert isinstance(before, Assigned)
+    assert isinstance(again, Assigned)
+    stage.submit("b")
+    stage.report("w1", "a", placement=before.placement, running=0)
+    assert stage.placed() == [("a", "w1"), ("a", "w1")]
+    stage.report("w1", "a", placement=again.placement)
     assert stage.placed()[-1] == ("b", "w1")
 
 
@@ -693,7 +707,8 @@ def test_a_gateway_that_lost_its_link_hears_its_answer_again(stage: Stage) -> No
     first = stage.submit("a", body=b"one")
     stage.gateway("g1")
     stage.now += 1.0
-    assert stage.submit("a", body=b"one") == first
+    assert isinstance(first, Assigned)
+    assert stage.submit("a", body=b"one") == replace(first, placement=2)
     assert len(stage.pool.workers["w1"].jobs) == 1
 
 

@@ -133,6 +133,21 @@ async def test_a_job_goes_to_a_worker_and_its_credit_to_the_next_job(scheduler: 
     assert assigned.queue_s > 0
 
 
+async def test_the_end_of_a_cancelled_job_leaves_its_successor_of_the_same_name_in_the_books(scheduler: Mesh) -> None:
+    worker = await scheduler.worker()
+    gateway = await scheduler.gateway()
+    await gateway.submit("a")
+    before = await gateway.hear_of(mesh.Assigned)
+    await gateway.submit("a")
+    again = await gateway.hear_of(mesh.Assigned)
+    await gateway.submit("b")
+    for tokens, answer in ((5, before), (8, again)):
+        ended = mesh.EndedJob(job_id="a", attempt=1, tokens=tokens, placement=answer.placement)
+        await worker.report(running=1, ended=[ended])
+    assert (await gateway.hear_of(mesh.Assigned)).job_id == "b"
+    assert scheduler.pool.counters.tokens == 8
+
+
 async def test_a_new_worker_is_news_to_every_gateway(scheduler: Mesh) -> None:
     gateways = [await scheduler.gateway(name) for name in ("g1", "g2")]
     for gateway in gateways:
