@@ -27,12 +27,13 @@ after a break all that are unanswered are said again."""
 
 @dataclass(eq=False, slots=True)
 class _Ask:
-    """A submission that waits for its answer."""
+    """A submission that waits for its answer: said to the scheduler, or until its patience ends."""
 
     submit: mesh.Submit
     answer: asyncio.Future[Placement]
     asked_at: float = field(default_factory=time.monotonic)
     sent: bool = False
+    patience: asyncio.TimerHandle | None = None
 
     def message(self) -> mesh.DispatchRequest:
         """The submission as of now: its deadline has come nearer."""
@@ -41,6 +42,19 @@ class _Ask:
         if submit.deadline_s > 0:
             submit.deadline_s = max(1e-3, submit.deadline_s - (time.monotonic() - self.asked_at))
         return mesh.DispatchRequest(submit=submit)
+
+    def expect(self, wait_s: float) -> None:
+        """Gives the scheduler its time to come back."""
+        self.patience = asyncio.get_running_loop().call_later(wait_s, self._give_up)
+
+    def expect_no_more(self) -> None:
+        """The scheduler is there, or nobody waits any more."""
+        if self.patience is not None:
+            self.patience.cancel()
+
+    def _give_up(self) -> None:
+        if not self.answer.done():
+            self.answer.set_exception(no_scheduler())
 
 
 class Dispatch:
@@ -81,7 +95,7 @@ class Dispatch:
         ask = _Ask(submit, asyncio.get_running_loop().create_future())
         self._asks[submit.job_id] = ask
         if not self._send(ask):
-            self._expect(ask)
+            ask.expect(self._wait_s)
         try:
             return await ask.answer
         except asyncio.CancelledError:
@@ -90,6 +104,7 @@ class Dispatch:
                 self._put(mesh.DispatchRequest(withdraw=mesh.Withdraw(job_id=submit.job_id)))
             raise
         finally:
+            ask.expect_no_more()
             if self._asks.get(submit.job_id) is ask:
                 del self._asks[submit.job_id]
 
@@ -137,6 +152,8 @@ class Dispatch:
     def _send(self, ask: _Ask) -> bool:
         if self._greeted and not ask.sent:
             ask.sent = self._put(ask.message())
+            if ask.sent:
+                ask.expect_no_more()
         return ask.sent
 
     def _put(self, message: mesh.DispatchRequest) -> bool:
@@ -155,17 +172,9 @@ class Dispatch:
         self._outbox = None
         self._greeted = False
         for ask in self._asks.values():
-            ask.sent = False
-            self._expect(ask)
-
-    def _expect(self, ask: _Ask) -> None:
-        """Gives the scheduler its time to come back."""
-
-        def give_up() -> None:
-            if not ask.sent and not ask.answer.done():
-                ask.answer.set_exception(no_scheduler())
-
-        asyncio.get_running_loop().call_later(self._wait_s, give_up)
+            if ask.sent:  # Who waits for a scheduler already waits no longer for its next failure.
+                ask.sent = False
+                ask.expect(self._wait_s)
 
 
 def no_scheduler() -> WeftError:

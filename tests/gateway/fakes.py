@@ -150,6 +150,11 @@ class FakeScheduler(SchedulerServicer):
         self.models = served
         self.say(self._models())
 
+    def hang_up(self) -> None:
+        """Ends the links of all gateways."""
+        for outbox in self._outboxes:
+            outbox.close()
+
     def release(self) -> None:
         """Places what was held."""
         self.hold = False

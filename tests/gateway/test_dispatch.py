@@ -13,6 +13,8 @@ from services import rpc
 from services.gateway.dispatch import Dispatch
 from tests.gateway.fakes import FakeScheduler, until
 
+WAIT_S = 10.5
+
 
 @contextlib.asynccontextmanager
 async def linked(scheduler: FakeScheduler) -> AsyncIterator[Dispatch]:
@@ -20,7 +22,7 @@ async def linked(scheduler: FakeScheduler) -> AsyncIterator[Dispatch]:
     server = await rpc.serve(
         "127.0.0.1:0", [rpc.Service("weft.v1.Scheduler", add_SchedulerServicer_to_server, scheduler)]
     )
-    dispatch = Dispatch(f"127.0.0.1:{server.port}", "a gateway", 10.0, lambda models: None, lambda worker: None)
+    dispatch = Dispatch(f"127.0.0.1:{server.port}", "a gateway", WAIT_S, lambda models: None, lambda worker: None)
     running = asyncio.create_task(dispatch.run())
     try:
         yield dispatch
@@ -69,3 +71,30 @@ async def test_more_jobs_at_once_than_a_link_holds_of_anything_else_are_all_plac
         jobs = [mesh.Submit(job_id=str(number), attempt=1) for number in range(4200)]
         placements = await asyncio.gather(*map(dispatch.place, jobs))
         assert [placement.job_id for placement in placements] == [job.job_id for job in jobs]
+
+
+async def test_a_scheduler_that_comes_and_goes_is_given_its_whole_time_each_time(
+    scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = asyncio.get_running_loop()
+    call_later, timers = loop.call_later, list[asyncio.TimerHandle]()
+
+    def note(delay: float, *what: Any, **options: Any) -> asyncio.TimerHandle:
+        timer = call_later(delay, *what, **options)
+        if delay == WAIT_S:
+            timers.append(timer)
+        return timer
+
+    scheduler.hold = True
+    async with linked(scheduler) as dispatch:
+        await asyncio.wait_for(dispatch.models_known.wait(), 10)
+        monkeypatch.setattr(loop, "call_later", note)
+        placing = asyncio.create_task(dispatch.place(mesh.Submit(job_id="job", attempt=1)))
+        await until(lambda: len(scheduler.submits) == 1)
+        scheduler.hang_up()
+        await until(lambda: len(scheduler.submits) == 2)
+        scheduler.hang_up()
+        await until(lambda: len(scheduler.submits) == 3)
+        assert [timer.cancelled() for timer in timers] == [True, True]
+        scheduler.release()
+        assert (await placing).worker_id == "a worker"
