@@ -12,7 +12,7 @@ Traces: the standard OTEL_... variables, read by every process; none is recorded
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 GATEWAY_ADDRESS = "127.0.0.1:50051"
@@ -39,3 +39,8 @@ class CommonSettings(BaseSettings):
         0, ge=0, le=65535, description="Port at which Prometheus reads /metrics, on the host of `listen`; 0: none."
     )
     drain_s: float = Field(10.0, ge=0, description="Seconds that calls under way are given at a stop.")
+
+    @field_validator("listen")
+    @classmethod
+    def _default_if_empty(cls, listen: str) -> str:
+        return listen or str(cls.model_fields["listen"].default)

@@ -7,7 +7,6 @@ from services.cache.metrics import metrics_of
 from services.cache.service import service
 from services.cache.settings import CacheSettings
 from services.cache.store import Store
-from services.settings import CACHE_ADDRESS
 
 log = structlog.get_logger("cache")
 
@@ -23,9 +22,8 @@ async def main() -> None:
     await store.open()
     await blocks.open()
     try:
-        address = settings.listen or CACHE_ADDRESS
         server = await rpc.serve(
-            address,
+            settings.listen,
             [service(store, blocks, settings)],
             allow_remote=settings.allow_remote,
             counts=metrics_of(store.counters, blocks.counters),

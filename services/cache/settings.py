@@ -6,7 +6,7 @@ from pydantic import AliasChoices, Field, SecretStr, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from services.cache.store import Budgets
-from services.settings import CommonSettings
+from services.settings import CACHE_ADDRESS, CommonSettings
 
 
 class CacheSettings(CommonSettings):
@@ -15,6 +15,7 @@ class CacheSettings(CommonSettings):
     # Nothing of a rejected URL may reach a log: it can hold a password.
     model_config = SettingsConfigDict(hide_input_in_errors=True)
 
+    listen: str = Field(CACHE_ADDRESS, description="host:port to listen at; port 0 takes a free one.")
     redis_url: SecretStr = Field(
         SecretStr("redis://127.0.0.1:6379/0"),
         validation_alias=AliasChoices("WEFT_REDIS_URL", "REDIS_URL"),

@@ -9,7 +9,6 @@ from services import rpc, telemetry
 from services.scheduler.pool import Pool
 from services.scheduler.service import service
 from services.scheduler.settings import SchedulerSettings
-from services.settings import SCHEDULER_ADDRESS
 
 log = structlog.get_logger("scheduler")
 
@@ -21,9 +20,8 @@ async def main() -> None:
     stop = rpc.stop_requested()
     epoch = time.time_ns() // 1_000_000
     servicer, served = service(Pool(epoch, time.monotonic(), settings.limits()))
-    address = settings.listen or SCHEDULER_ADDRESS
     server = await rpc.serve(
-        address,
+        settings.listen,
         [served],
         allow_remote=settings.allow_remote,
         counts=servicer.metrics.all,

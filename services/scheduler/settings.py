@@ -3,12 +3,13 @@
 from pydantic import Field
 
 from services.scheduler.pool import Limits
-from services.settings import CommonSettings
+from services.settings import SCHEDULER_ADDRESS, CommonSettings
 
 
 class SchedulerSettings(CommonSettings):
     """What the scheduler reads: WEFT_SCHEDULER_..., beside what every service does."""
 
+    listen: str = Field(SCHEDULER_ADDRESS, description="host:port to listen at; port 0 takes a free one.")
     scheduler_queue_limit: int = Field(2048, ge=0, description="Most jobs that wait for one model.")
     scheduler_grace_s: float = Field(2.0, ge=0, description="Seconds that a worker whose link broke keeps its jobs.")
     scheduler_stall_s: float = Field(
