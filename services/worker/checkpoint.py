@@ -6,7 +6,6 @@ Only tokenizer.json and JSON files are read: no pickle, no code of the checkpoin
 import hashlib
 import json
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from protos import mesh_pb2 as mesh
 from services import hashing
 from services.worker import presets
 from services.worker.config import CheckpointError, ModelConfig
-from services.worker.weights import open_checkpoint
 
 FILES = ["*.json", "*.safetensors", "*.jinja"]
 """What is fetched of a hub's repository; a star means folders, too."""
@@ -87,24 +85,35 @@ def serialize(bundle: mesh.Bundle) -> tuple[bytes, bytes]:
 
 
 def fingerprint(folder: Path, *numerics: str) -> bytes:
-    """SHA-256 over configuration, weights' identity and numerics. Raises CheckpointError."""
+    """SHA-256 over configuration, weights' identity and numerics."""
     configuration = json.dumps(_json(folder / "config.json"), sort_keys=True)
     return hashing.digest(configuration.encode(), *(part.encode() for part in numerics), *_identity(folder))
 
 
 def _identity(folder: Path) -> Iterator[bytes]:
-    """Of the weights, if there are any: what headers say of each tensor, and samples of it."""
-    if not any(folder.glob("*.safetensors")):
-        return
-    checkpoint = open_checkpoint(folder)
-    with ExitStack() as stack:
-        files = [stack.enter_context(path.open("rb")) for path in checkpoint.shards]
-        for name, header in sorted(checkpoint.headers.items()):
-            yield f"{name} {header.dtype} {header.shape}".encode()
-            last = max(header.nbytes - _SAMPLE_BYTES, 0)
-            for place in sorted({0, last // 2, last}):
-                files[header.shard].seek(header.offset + place)
-                yield files[header.shard].read(min(_SAMPLE_BYTES, header.nbytes))
+    """Of the weights: each file's header, and samples of each tensor. What is damaged is refused when it is loaded."""
+    for shard in sorted(folder.glob("*.safetensors")):
+        size = shard.stat().st_size
+        with shard.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = file.read(min(length, size))
+            yield shard.name.encode()
+            yield header
+            for begin, end in _places(header, size):
+                last = max(begin, end - _SAMPLE_BYTES)
+                for place in sorted({begin, (begin + last) // 2, last}):
+                    file.seek(8 + length + place)
+                    yield file.read(min(_SAMPLE_BYTES, end - begin))
+
+
+def _places(header: bytes, size: int) -> list[tuple[int, int]]:
+    """Where the tensors of a safetensors file begin and end, behind its header; none where that cannot be read."""
+    try:
+        entries = json.loads(header)
+        places = (map(int, entry["data_offsets"]) for name, entry in entries.items() if name != "__metadata__")
+        return [(begin, end) for begin, end in places if 0 <= begin <= end <= size]
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
+        return []
 
 
 def model_card(
