@@ -20,6 +20,8 @@ Object = dict[str, Any]
 # The oldest release that has all that we use (the sleep of preStop, by default), and the newest with schemas here.
 RELEASES = ("1.30", "1.37")
 _MARGIN_S = 5
+# Kubernetes' own, where a Deployment says nothing.
+_PROGRESS_S = 600
 _NAME = "app.kubernetes.io/name"
 _COMPONENT = "app.kubernetes.io/component"
 _UNITS = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "kb": 1 << 10, "mb": 1 << 20, "gb": 1 << 30}
@@ -67,6 +69,7 @@ def problems(objects: list[Object]) -> list[str]:
         _ports,
         _environments,
         _probes,
+        _deadlines,
         _drains,
         _confinement,
         _images_and_resources,
@@ -234,6 +237,16 @@ def _probes(mesh: Manifests) -> Iterator[str]:
                 yield f"{component}: would be restarted because it is not ready"
 
 
+def _deadlines(mesh: Manifests) -> Iterator[str]:
+    """A rollout that is given up while a worker may still load its model, for which gateways wait too."""
+    probes = [container.get("startupProbe", {}) for component, _, container in mesh.ours() if component == "worker"]
+    longest = max(probe.get("periodSeconds", 10) * probe.get("failureThreshold", 3) for probe in probes)
+    for component in ("gateway", "worker"):
+        given_s = mesh.deployments[component]["spec"].get("progressDeadlineSeconds", _PROGRESS_S)
+        if given_s <= longest:
+            yield f"{component}: its rollout is given up after {given_s} s, and a model may load for {longest}"
+
+
 def _drains(mesh: Manifests) -> Iterator[str]:
     for component, pod, container in mesh.ours():
         slept = container.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
@@ -372,10 +385,10 @@ def _redis(mesh: Manifests) -> Iterator[str]:
     yield from redis_problems(container["args"], container["resources"]["limits"]["memory"])
     cache = next(container for component, _, container in mesh.ours() if component == "cache")
     settings = code.parse("cache", mesh.environment(cache))
-    if isinstance(settings, CacheSettings) and settings.cache_result_bytes > _bytes(
-        _flag(container["args"], "--maxmemory")
-    ):
-        yield "redis: cannot hold the results that the cache may keep"
+    if isinstance(settings, CacheSettings):
+        kept = settings.cache_result_bytes + settings.cache_block_bytes
+        if kept > _bytes(_flag(container["args"], "--maxmemory")):
+            yield "redis: cannot hold the results and blocks that the cache may keep"
 
 
 def redis_problems(command: list[str], limit: str) -> Iterator[str]:

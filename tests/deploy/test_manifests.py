@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from services.worker.engines import suited
+from services.worker.settings import WorkerSettings
 from tests.deploy import code, manifests
 from tests.deploy.manifests import Object
 
@@ -49,6 +51,15 @@ def test_a_gpu_where_there_is_one(rendered: dict[str, list[Object]]) -> None:
     limits = {name: container(objects, "worker")["resources"]["limits"] for name, objects in rendered.items()}
     assert limits["gpu"]["nvidia.com/gpu"] == 1
     assert "nvidia.com/gpu" not in limits["cpu"]
+
+
+def test_a_gpu_runs_as_large_a_batch_as_without_manifests(mesh: list[Object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number that all workers share would be a CPU's."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    worker = code.parse("worker", manifests.Manifests(mesh).environment(container(mesh, "worker")))
+    assert isinstance(worker, WorkerSettings)
+    for size in ("max_batch_size", "step_tokens", "chunk_tokens"):
+        assert getattr(suited(worker), size) == getattr(suited(WorkerSettings()), size), size
 
 
 def test_loading_may_take_ten_minutes(mesh: list[Object]) -> None:
@@ -306,6 +317,14 @@ BROKEN: dict[str, tuple[Callable[[list[Object]], object], str]] = {
     "more results than Redis holds": (
         lambda m: config(m, "weft-cache", WEFT_CACHE_RESULT_BYTES=str(2 << 30)),
         "cannot hold the results",
+    ),
+    "more blocks than Redis holds beside the results": (
+        lambda m: config(m, "weft-cache", WEFT_CACHE_BLOCK_BYTES=str(1000 << 20)),
+        "cannot hold the results and blocks",
+    ),
+    "a rollout that is given up too early": (
+        lambda m: deployment(m, "worker")["spec"].pop("progressDeadlineSeconds"),
+        "worker: its rollout is given up after 600 s, and a model may load for 600",
     ),
 }
 
