@@ -17,6 +17,7 @@ import triton
 from bench.cells import SHAPES
 from bench.cells.attention import Pages, decode_seconds, prefill_flop, prefill_seconds
 from bench.cells.products import products, random_words
+from bench.machine import need_gpu
 from bench.timing import DTYPE, copies, rand, timed
 from kernels import kv, sampling
 from kernels.attention import Config
@@ -266,6 +267,7 @@ if __name__ == "__main__":
     parser.add_argument("group", choices=["products", "words", "hopper", "decode", "prefill", "sampling"])
     parser.add_argument("--part")
     arguments = parser.parse_args()
+    need_gpu()
     groups = {
         "products": tune_products, "words": tune_words, "hopper": tune_hopper, "decode": tune_decode,
         "prefill": tune_prefill, "sampling": tune_sampling,
