@@ -73,6 +73,14 @@ def test_this_machine_has_some_memory() -> None:
     assert 64 * MIB < available_memory() < 2**50
 
 
+def test_a_checkpoint_that_was_read_takes_nothing_of_a_containers_memory(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text(f"{48 * MIB}\n")
+    (tmp_path / "memory.current").write_text(f"{40 * MIB}\n")
+    assert available_memory(tmp_path) == 8 * MIB
+    (tmp_path / "memory.stat").write_text(f"anon {8 * MIB}\ninactive_file {30 * MIB}\nactive_file {2 * MIB}\n")
+    assert available_memory(tmp_path) == 38 * MIB
+
+
 def test_a_worker_that_would_not_fit_says_so_before_it_reads_weights(checkpoint: Callable[[str], Path]) -> None:
     told: list[str] = []
     with pytest.raises(MemoryShortage):
