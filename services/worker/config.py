@@ -127,9 +127,10 @@ def _object(raw: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _number(raw: dict[str, Any], name: str, kind: type[_Number], default: _Number | None = None) -> _Number:
-    value = raw.get(name) or default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise CheckpointError(f"config.json: {name} must be a positive number")
+    value: Any = raw.get(name) or default
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 < value < math.inf or kind(value) != value:
+        raise CheckpointError(f"config.json: {name} must be a positive {'whole ' if kind is int else ''}number")
     return kind(value)
 
 
@@ -166,7 +167,7 @@ def _read_rope(raw: dict[str, Any], context_length: int) -> Rope:
             high_freq_factor=float(settings["high_freq_factor"]) if kind == "llama3" else 4.0,
             original_context=int(settings.get("original_max_position_embeddings") or context_length),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, OverflowError, TypeError, ValueError) as error:
         raise CheckpointError(f"config.json: rope scaling {kind} lacks a number: {error}") from None
 
 
@@ -177,7 +178,8 @@ def _read_windows(raw: dict[str, Any], family: str, layers: int) -> tuple[int | 
     window = _number(raw, "sliding_window", int)
     if family == "Mistral":
         return (window,) * layers
-    first = int(raw.get("max_window_layers", 0))
+    # transformers' own default is 28; a 0 is no number of layers, and yet means all.
+    first = 0 if raw.get("max_window_layers") == 0 else _number(raw, "max_window_layers", int, 28)
     default = ["sliding_attention" if layer >= first else "full_attention" for layer in range(layers)]
     kinds = raw.get("layer_types") or default
     known = ("sliding_attention", "full_attention")

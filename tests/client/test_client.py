@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 import pytest
@@ -223,6 +224,7 @@ async def test_every_option_arrives(client: Client, mesh: FakeMesh) -> None:
 
 async def test_prompts_take_the_form_of_their_python_type(client: Client, mesh: FakeMesh) -> None:
     turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    mixed: Any = ["x", *turns]
     for prompt in ("text", [5, 6], turns):
         await client.generate(prompt).text()
     forms = [request.prompt.WhichOneof("form") for request in mesh.requests]
@@ -231,7 +233,7 @@ async def test_prompts_take_the_form_of_their_python_type(client: Client, mesh: 
     with pytest.raises(TypeError, match="max_token"):
         client.generate("x", max_token=3)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="messages alone"):
-        client.generate(["x", *turns])  # type: ignore[arg-type]
+        client.generate(mixed)
     with pytest.raises(TypeError, match="max_tokens"):
         client.generate(api.GenerateRequest(prompt=api.Prompt(text="x")), max_tokens=3)
     with pytest.raises(ValueError, match="sometimes"):

@@ -48,9 +48,11 @@ def test_versions_are_those_of_the_project() -> None:
 def test_torch_stays_as_it_was_installed() -> None:
     """Of a release that wants another Triton than the project, the step after it would install an older torch."""
     wanted = {"torch==2.11.0": "triton==3.6.0", "torch==2.12.0": "triton==3.7.0", "torch==2.13.0": "triton==3.7.1"}
-    torch = re.search(r"^ARG TORCH=(\S+)$", TEXT, re.MULTILINE)
-    assert torch is not None
-    assert wanted[torch[1]] in code.extras()["worker"]
+    told = re.findall(r"^ARG TORCH=(\S+)$", TEXT, re.MULTILINE)
+    told += re.findall(r"make serve .*TORCH=(\S+)", (code.ROOT / "README.md").read_text())
+    assert len(told) == 2, "the image's, and README's for a GPU"
+    for torch in told:
+        assert wanted[torch] in code.extras()["worker"]
 
 
 def test_stubs_and_caches_stay_out_of_the_context(ignore: Ignore) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from huggingface_hub import utils
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from services.worker.checkpoint import FILES, OTHER_FILES, locate, read_bundle
 from services.worker.config import CheckpointError, load_config
@@ -119,13 +120,15 @@ LLAMA3_WITHOUT_FACTOR = {"rope_type": "llama3", "rope_theta": 1e4, "low_freq_fac
         (edit_config(quantization_config={"quant_method": "hqq"}), "quant_method hqq is not supported"),
         (edit_config(num_key_value_heads=3), "4 attention heads cannot share 3 key/value heads"),
         (edit_config(num_hidden_layers=4), "tensor model.layers.3."),
-        (edit_config(num_hidden_layers=-1), "num_hidden_layers must be a positive number"),
-        (edit_config(vocab_size="many"), "vocab_size must be a positive number"),
+        (edit_config(num_hidden_layers=-1), "num_hidden_layers must be a positive whole number"),
+        (edit_config(vocab_size="many"), "vocab_size must be a positive whole number"),
         (edit_config(partial_rotary_factor=0.5), "partial_rotary_factor is not supported"),
         (edit_config(architectures=7), "architecture none is not supported"),
-        (edit_config(num_key_value_heads="x"), "num_key_value_heads must be a positive number"),
-        (edit_config(head_dim=-16), "head_dim must be a positive number"),
-        (edit_config(num_hidden_layers=math.nan), "num_hidden_layers must be a positive number"),
+        (edit_config(num_key_value_heads="x"), "num_key_value_heads must be a positive whole number"),
+        (edit_config(num_attention_heads=0.5), "num_attention_heads must be a positive whole number"),
+        (edit_config(rms_norm_eps="small"), "rms_norm_eps must be a positive number"),
+        (edit_config(head_dim=-16), "head_dim must be a positive whole number"),
+        (edit_config(num_hidden_layers=math.nan), "num_hidden_layers must be a positive whole number"),
         (edit_config(rope_parameters="x"), "rope_parameters is not an object"),
         (edit_config(rope_parameters=None, rope_scaling=[1]), "rope_scaling is not an object"),
         (edit_config(quantization_config="fp8"), "quantization_config is not an object"),
@@ -253,3 +256,23 @@ def test_windows_follow_each_familys_rule(copy: Callable[[str], Path]) -> None:
     assert load_config(folder).windows == (None, 20, 20)
     edit_config(use_sliding_window=False)(folder)
     assert load_config(folder).windows == (None, None, None)
+
+
+@pytest.mark.parametrize("windowless", [None, 0, 1, 2])
+def test_layers_without_a_window_are_those_of_transformers(copy: Callable[[str], Path], windowless: int | None) -> None:
+    folder = copy("qwen2-window")
+    edit_config(layer_types=None)(folder)
+    path = folder / "config.json"
+    raw = json.loads(path.read_text())
+    raw.pop("max_window_layers")
+    path.write_text(json.dumps(raw if windowless is None else {**raw, "max_window_layers": windowless}))
+    oracle = AutoConfig.from_pretrained(folder).layer_types
+    got = ["full_attention" if window is None else "sliding_attention" for window in load_config(folder).windows]
+    assert got == oracle
+
+
+def test_a_number_of_windowless_layers_is_one(copy: Callable[[str], Path]) -> None:
+    folder = copy("qwen2-window")
+    edit_config(max_window_layers="x")(folder)
+    with pytest.raises(CheckpointError, match="max_window_layers must be a positive whole number"):
+        load_config(folder)
