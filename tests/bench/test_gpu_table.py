@@ -3,10 +3,11 @@
 import json
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from bench import gpu
+from bench import determinism, engine, gpu, kernels
 from bench.floors import loop_tokens_per_s
 
 ROW = {"tok/s": 1300.0, "ttft p50": 200.0, "ttft p99": 300.0, "itl p50": 4.8, "itl p99": 5.0}
@@ -61,3 +62,20 @@ def test_every_row_has_a_name_of_its_own_and_the_quantized_ones_are_shorter() ->
     assert gpu.VLLM.keys() <= {row.name for row in (*every, *gpu.rows("1b", "bf16"))}
     assert {row.seconds for row in every if row.format != "bf16"} == {25.0}
     assert [row.requests for row in every if row.format == "int4"][-1] == 256
+
+
+@pytest.mark.parametrize("program", [gpu, engine, determinism, kernels])
+def test_without_a_gpu_a_table_stays_as_it_was_measured(
+    program: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bench.machine.gpu", str)
+    monkeypatch.setattr("sys.argv", ["bench", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match="this measures an NVIDIA GPU"):
+        program.main()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["gpu", "engine", "determinism"])
+def test_the_tables_that_ship_name_the_gpu(name: str) -> None:
+    measured = json.loads((Path(gpu.__file__).parent / f"results/{name}.json").read_text())
+    assert "H200" in measured["machine"]["gpu"]
