@@ -37,7 +37,7 @@ def _on_cpu(runner: CpuRunner, ids_T: Tensor) -> StepTensors:
         rotation=Rotation(model.cos[:count], model.sin[:count]),
         places=places,
         plans={w: plan(lengths, lengths, blocks[None].numpy(), size, w, dtype) for w in windows},
-        sampled=torch.tensor([count - 1]),
+        sampled=None,
     )
 
 
@@ -58,7 +58,7 @@ def _on_gpu(runner: "GpuRunner", ids_T: Tensor) -> StepTensors:
         sample_slots=nobody,
         sample_positions=nobody,
     )
-    return runner.step_of(inputs, count)
+    return runner.step_of(inputs, count, None)
 
 
 def _room(count: int, block_size: int) -> tuple[Tensor, Tensor]:

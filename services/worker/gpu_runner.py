@@ -264,7 +264,7 @@ class GpuRunner:
 
     def _begin(self, rows: StepRows) -> GpuStep:
         graph = self.graph_for(*rows.sizes[:2], rows.answers)
-        sizes = graph.sizes if graph else rows.sizes
+        sizes = graph.sizes if graph else self._eager_sizes(rows)
         place = self._launched % _STAGES
         self._launched += 1
         count = rows.lay_out(self._staged[place].numpy(), sizes, self.slots)
@@ -359,6 +359,12 @@ class GpuRunner:
             return graph
         return graph if tokens >= LEAST_FILLED * graph.sizes[0] else None
 
+    def _eager_sizes(self, rows: StepRows) -> Sizes:
+        """Of a step without a graph. Rows that sample are filled up to a multiple of 8, as graphs of answers hold: the
+        end of the last layer and the head meet no other sizes, for which the vendor's library may have to load kernels."""
+        tokens, count, samples = rows.sizes
+        return rows.sizes if rows.answers else (tokens, count, min(-(-samples // 8) * 8, self.slots))
+
     def gap_s(self, before: GpuStep, after: GpuStep) -> float:
         """Seconds that the device idled between two steps that are over; both must have been measured."""
         assert before.done is not None
@@ -407,23 +413,24 @@ class GpuRunner:
         finite_at = _aligned(3 * samples)
         report = torch.empty(finite_at + (0 if answers else tokens), dtype=torch.int32, device=device)
         slots.unpack(self._words, self._last_token, self._tables, inputs, self.block_size)
-        x = model.forward(self.step_of(inputs, long_tokens), self.pools)
+        step = self.step_of(inputs, long_tokens, None if answers else inputs.sampled)
+        x, seen = model.forward(step, self.pools)
         if not answers:
-            slots.finite_lines(x, report[finite_at:])
-        logits = model.logits(x if answers else x[inputs.sampled])
+            slots.finite_lines(seen, report[finite_at:])
+        logits = model.logits(x)
         drawn = sampling.sample(logits, self.sampler.settings, inputs.sample_slots, inputs.sample_positions)
         told = report[: 3 * samples].view(3, samples)
         slots.keep(drawn.tokens, drawn.logprobs, drawn.totals, inputs.sample_slots, self._last_token, told)
         return Computed(logits, drawn, report)
 
-    def step_of(self, inputs: StepInputs, long_tokens: int) -> StepTensors:
+    def step_of(self, inputs: StepInputs, long_tokens: int, sampled: Tensor | None) -> StepTensors:
         """What the layers share of a step whose inputs are on the device."""
         return StepTensors(
             token_ids=inputs.token_ids,
             rotation=Rotation(self.model.cos, self.model.sin, inputs.positions),
             places=inputs.places,
             plans={window: self._plan(inputs, window, long_tokens) for window in self._windows},
-            sampled=inputs.sampled,
+            sampled=sampled,
         )
 
     def _plan(self, inputs: StepInputs, window: int | None, long_tokens: int) -> attention.AttentionPlan:

@@ -23,8 +23,8 @@ class StepTensors:
     """int64 [T]: where keys and values go, block * block size + offset."""
     plans: Mapping[int | None, Any]
     """What the operations' attention needs to know of the rows, by window."""
-    sampled: Tensor
-    """int64 [S]: the last token of each row that samples."""
+    sampled: Tensor | None
+    """int64 [S]: the tokens that are sampled from, the last of each row that samples; None: all, in order."""
 
 
 class Linear:
@@ -76,8 +76,12 @@ class Attention:
 
     def __call__(self, x: Tensor, step: StepTensors, kv: Tensor) -> None:
         """Add to the residual stream x [T, hidden]; kv is the layer's pool, written and read."""
+        self.output.add_to(x, self.attend(x, step, kv))
+
+    def attend(self, x: Tensor, step: StepTensors, kv: Tensor) -> Tensor:
+        """What the heads see, [T, heads * head_dim], before the output projection; the pool is written and read."""
         q = self._queries(x, step, kv)
-        self.output.add_to(x, self.ops.attention(q, kv, step.plans[self.window], self.scale, self.kv_scales))
+        return self.ops.attention(q, kv, step.plans[self.window], self.scale, self.kv_scales)
 
     def _queries(self, x: Tensor, step: StepTensors, kv: Tensor) -> Tensor:
         """Queries [T, heads, head_dim]; keys and values go to the pool."""

@@ -121,12 +121,12 @@ class CpuRunner:
         contexts = self._computed[slots] + lengths
         with torch.inference_mode():
             step = self._prepare(rows, slots, lengths, contexts)
-            x = self.model.forward(step, self.pools)
-            finite = finite_rows(x, lengths.tolist())
+            x, seen = self.model.forward(step, self.pools)
+            finite = finite_rows(seen, lengths.tolist())
             chosen = np.flatnonzero(rows.samples)
             sampled = Sampled([], None, None)
             if len(chosen):
-                logits = self.model.logits(x if len(step.sampled) == len(x) else x[step.sampled]).float()
+                logits = self.model.logits(x).float()
                 for row, good in zip(chosen.tolist(), finite_rows(logits, [1] * len(chosen)), strict=True):
                     finite[row] &= good
                 sampled = self.sampler.sample(logits, slots[chosen], contexts[chosen])
@@ -203,5 +203,5 @@ class CpuRunner:
             rotation=Rotation(model.cos[at], model.sin[at]),
             places=torch.from_numpy(places),
             plans={w: plan(lengths, contexts, tables, self.block_size, w, dtype) for w in self._windows},
-            sampled=torch.from_numpy(ends[rows.samples] - 1),
+            sampled=None if rows.samples.sum() == len(positions) else torch.from_numpy(ends[rows.samples] - 1),
         )

@@ -105,5 +105,5 @@ def step_of_answers(config: ModelConfig, ops: TritonOps, seed: int) -> tuple[Ten
         for window in set(config.windows)
     }
     rotation = Rotation(model.cos, model.sin, positions)
-    step = StepTensors(positions, rotation, places, plans, torch.arange(3, device=DEVICE))
-    return model.logits(model.forward(step, pools)), pools
+    step = StepTensors(positions, rotation, places, plans, None)
+    return model.logits(model.forward(step, pools)[0]), pools
