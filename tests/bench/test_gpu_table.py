@@ -29,7 +29,7 @@ def test_a_row_stands_beside_vllm_the_floor_and_the_bare_loop(tmp_path: Path) ->
     gpu.save(tmp_path / "gpu.json", {"machine": {"gpu": "H200"}, "rows": {NAME: {**ROW, **REST}}})
     cells = cells_of((tmp_path / "gpu.md").read_text(), NAME)
     assert cells[1:6] == ["1,300 (1,108)", "200 (257)", "300 (359)", "4.8 (5.46)", "5 (6.05)"]
-    assert cells[6:9] == [
+    assert cells[7:10] == [
         "1.17",
         f"{1300 / loop_tokens_per_s('random:llama-3.1-8b', 'bf16', 1950, 200, 8):.2f}",
         "0.99",
@@ -45,7 +45,7 @@ def test_a_row_is_not_held_against_the_bare_loop_of_another_commit(tmp_path: Pat
         row = {**ROW, **REST, "commit": commit}
         gpu.save(tmp_path / "gpu.json", {"machine": {"gpu": "H200"}, "rows": {NAME: row}})
         cells = cells_of((tmp_path / "gpu.md").read_text(), NAME)
-        assert (cells[8], cells[-1]) == (ratio, commit)
+        assert (cells[9], cells[-1]) == (ratio, commit)
 
 
 @pytest.mark.parametrize(
@@ -62,6 +62,16 @@ def test_every_row_has_a_name_of_its_own_and_the_quantized_ones_are_shorter() ->
     assert gpu.VLLM.keys() <= {row.name for row in (*every, *gpu.rows("1b", "bf16"))}
     assert {row.seconds for row in every if row.format != "bf16"} == {25.0}
     assert [row.requests for row in every if row.format == "int4"][-1] == 256
+
+
+def test_short_answers_stand_beside_vllms_server(tmp_path: Path) -> None:
+    name = "1b 16/16, 64 at a time"
+    assert {row.requests for row in gpu.rows("1b", "bf16") if row.name == name} == {5000}
+    gpu.save(
+        tmp_path / "gpu.json", {"machine": {}, "rows": {name: {**ROW, **REST, "tok/s": 13344, "request p99": 80.0}}}
+    )
+    cells = cells_of((tmp_path / "gpu.md").read_text(), name)
+    assert (cells[1], cells[6], cells[7]) == ("13,344 (6,672)", "80 (164)", "2.00")
 
 
 @pytest.mark.parametrize("program", [gpu, engine, determinism, kernels])
