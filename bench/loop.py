@@ -16,6 +16,7 @@ from bench.limits import Limits
 from bench.load.distribution import Distribution
 from services.worker.engine import Engine
 from services.worker.gpu_runner import GpuRunner, GpuStep
+from services.worker.gpu_words import Kind
 from services.worker.job import Job, SamplingParams
 
 CONTEXT, STEPS = 2100, 96
@@ -101,7 +102,7 @@ def decode(loop: Loop, batch: int, context: int = CONTEXT) -> Cell:
 
 def _replays(loop: Loop, batch: int) -> float:
     """Seconds of a replay when the host does nothing else."""
-    found = loop.runner.graph_for(batch, batch, True)
+    found = loop.runner.graph_for(batch, batch, Kind.ANSWERS)
     assert found is not None
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     begin.record()

@@ -9,6 +9,7 @@ end, are cut into G equal shares, so a skewed batch costs what an even one costs
 parts. Where rows are few, each head of a row has programs of its own instead: none has to begin twice; a Hopper has a
 kernel of its own for few rows of one token. Leading keys that neighbours of one token share are taken once for a group
 of them, by a kernel before it. Longer rows go to the tile kernel, or its twin for Hopper, the longest tiles first.
+A step whose rows all see few keys may have a plan of another kind, and one kernel for all of them (`brief`).
 Grids depend on shapes alone and all values are read on the device, so all can be captured in a CUDA graph.
 
 An invariant plan gives a query the same bits in any batch and any chunk: both kernels take the same tiles of keys, cut
@@ -24,6 +25,7 @@ import triton
 from torch import Tensor
 
 from kernels import kv
+from kernels.attention.brief import BriefPlan, attend_brief
 from kernels.attention.device import split_kernel, tile_kernel
 from kernels.attention.shared import shared_kernel
 from kernels.attention.worklist import FEW_UNIT, RECORD, RECORDS, schedule_kernel
@@ -257,7 +259,7 @@ def schedule(plan: AttentionPlan) -> None:
 def attention(
     q_THD: Tensor,
     kv_NP2KD: Tensor,
-    plan: AttentionPlan,
+    plan: AttentionPlan | BriefPlan,
     scale: float,
     kv_scales: Tensor | None = None,
     out: Tensor | None = None,
@@ -270,10 +272,13 @@ def attention(
     tokens, heads, dim = q_THD.shape
     kv_heads = kv_NP2KD.shape[3]
     assert q_THD.stride()[1:] == (dim, 1)
-    assert kv.block_size_of(kv_NP2KD) == plan.block_size
-    assert (kv_heads, heads) == (plan.kv_heads, plan.kv_heads * plan.share)
     if out is None:
         out = torch.empty(tokens, heads * dim, dtype=q_THD.dtype, device=q_THD.device)
+    if isinstance(plan, BriefPlan):
+        attend_brief(q_THD, kv_NP2KD, plan, out, scale * LOG2E)
+        return out
+    assert kv.block_size_of(kv_NP2KD) == plan.block_size
+    assert (kv_heads, heads) == (plan.kv_heads, plan.kv_heads * plan.share)
     if plan.long_tokens:
         _attend_long(q_THD, kv_NP2KD, kv_scales, out, plan, scale * LOG2E)
     if plan.long_tokens < tokens:

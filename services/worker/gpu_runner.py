@@ -16,6 +16,9 @@ import torch
 from torch import Tensor
 
 from kernels import attention, kv, products, sampling, slots
+from kernels.attention import AttentionPlan
+from kernels.attention.brief import BriefPlan, serves_brief
+from kernels.device import is_hopper
 from kernels.sampling.slot_settings import Samples
 from kernels.sampling.top_logprobs import top_logprobs
 from kernels.slots import StepInputs
@@ -23,7 +26,7 @@ from services.worker import gpu_words
 from services.worker.gpu_edits import SlotEditor
 from services.worker.gpu_ops import TritonOps
 from services.worker.gpu_sampler import GpuSampler
-from services.worker.gpu_words import Array, Sizes, StepRows
+from services.worker.gpu_words import Array, Kind, Sizes, StepRows
 from services.worker.host_pages import HostPage, HostPages
 from services.worker.inputs import Edit, SlotState, Words, unpack
 from services.worker.layers import StepTensors
@@ -39,6 +42,8 @@ GRAPH_TOKENS = (*range(64, 513, 64), *range(640, 2049, 128))
 """Steps with prompts are captured for so many tokens, where launching their kernels one by one would take longer."""
 RAGGED_ROWS = (8, 64, 256)
 """Most rows of these."""
+BRIEF_TOKENS = (64, 128)
+"""Steps with prompts of so many tokens are captured once more for the fewest rows, none of which sees many keys."""
 EAGER_BYTES = 9e12
 """A step whose tokens times the weights' bytes exceed this keeps the GPU busy longer than its launches take."""
 FP8_TOKENS, FP8_EAGER, LEAST_FILLED = (1024, 2048), 6, 7 / 8
@@ -141,8 +146,7 @@ class GpuRunner:
         self._host_pages: HostPages | None = None
         self.host_block_s = 0.0
         """Seconds that a block takes to host memory and back, as measured."""
-        self._answers: list[Graph] = []
-        self._ragged: list[Graph] = []
+        self._graphs: dict[Kind, list[Graph]] = {kind: [] for kind in Kind}
 
     # ---- start-up ----
 
@@ -165,7 +169,7 @@ class GpuRunner:
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        self._compute(sizes, False, self.step_tokens)
+        self._compute(sizes, Kind.ANY, self.step_tokens)
         torch.cuda.synchronize()
         logits = self.model.config.vocab_size * self.model.embedding.dtype.itemsize
         kept = logits * sum(samples for (_, _, samples), _ in self._graph_sizes())
@@ -178,9 +182,9 @@ class GpuRunner:
         pool = torch.cuda.graph_pool_handle()
         with _nothing_collected():
             self._editor.capture(pool)
-            for done, (sizes, answers) in enumerate(wanted):
+            for done, (sizes, kind) in enumerate(wanted):
                 progress(done, len(wanted))
-                (self._answers if answers else self._ragged).insert(0, self._capture(sizes, answers, pool))
+                self._graphs[kind].insert(0, self._capture(sizes, kind, pool))
             progress(len(wanted), len(wanted))
 
     @torch.inference_mode()
@@ -192,7 +196,7 @@ class GpuRunner:
             rows = 1 << power
             sizes = min(max(2 * rows, _EAGER_TOKENS), self.step_tokens), rows, rows
             self._send_empty(sizes)
-            self._compute(sizes, False, sizes[0] - 1)
+            self._compute(sizes, Kind.ANY, sizes[0] - 1)
         model, layer = self.model, self.model.layers[0]
         for tokens in range(_SIZES_APART, self.step_tokens + 1, _SIZES_APART):
             x = model.embedding.new_zeros(tokens, model.config.hidden_size)
@@ -204,13 +208,23 @@ class GpuRunner:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def _graph_sizes(self) -> list[tuple[Sizes, bool]]:
-        """Sizes of all graphs, and whether all rows are answers; the largest first."""
+    def _graph_sizes(self) -> list[tuple[Sizes, Kind]]:
+        """Sizes of all graphs, and what they count on; the largest of each kind first."""
         rows = sorted({*(rows for rows in GRAPH_ROWS if rows < self.slots), min(self.slots, GRAPH_ROWS[-1])})
         tokens = [count for count in self._captured_tokens() if count <= self.step_tokens]
         most = sorted({min(count, self.slots) for count in RAGGED_ROWS})
-        ragged = [((count, held, held), False) for count in tokens for held in most if held <= count]
-        return [*reversed(ragged), *(((count, count, count), True) for count in reversed(rows))]
+        ragged = [(count, held, held) for count in tokens for held in most if held <= count]
+        brief = [(count, held, held) for count, held, _ in ragged if count in BRIEF_TOKENS and held == most[0]]
+        answers = [(count, count, count) for count in rows]
+        found = ((ragged, Kind.ANY), (brief if self._has_brief else [], Kind.BRIEF), (answers, Kind.ANSWERS))
+        return [(sizes, kind) for some, kind in found for sizes in reversed(some)]
+
+    @property
+    def _has_brief(self) -> bool:
+        """Whether rows that see few keys have attention of their own; measured on a Hopper."""
+        config, dtype = self.model.config, self.model.embedding.dtype
+        numbers = config.heads, config.kv_heads, config.head_dim, dtype, self._stored, self._windows
+        return is_hopper(self.device) and not self.ops.invariant and serves_brief(*numbers)
 
     def _captured_tokens(self) -> list[int]:
         """Of steps with prompts."""
@@ -227,14 +241,14 @@ class GpuRunner:
         weights = 12 * config.layers * config.hidden_size * (config.hidden_size + config.intermediate_size / 4) * 2
         return EAGER_BYTES / weights
 
-    def _capture(self, sizes: Sizes, answers: bool, pool: Any) -> Graph:
+    def _capture(self, sizes: Sizes, kind: Kind, pool: Any) -> Graph:
         self._send_empty(sizes)
-        long_tokens = 0 if answers else sizes[0] - 1  # one less: there may be answers, too
-        self._compute(sizes, answers, long_tokens)  # compiles, and lets libraries make what they need
+        long_tokens = 0 if kind is Kind.ANSWERS else sizes[0] - 1  # one less: there may be answers, too
+        self._compute(sizes, kind, long_tokens)  # compiles, and lets libraries make what they need
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
-            computed = self._compute(sizes, answers, long_tokens)
+            computed = self._compute(sizes, kind, long_tokens)
         return Graph(sizes, graph.replay, computed)
 
     def _send_empty(self, sizes: Sizes) -> None:
@@ -263,7 +277,7 @@ class GpuRunner:
         return step
 
     def _begin(self, rows: StepRows) -> GpuStep:
-        graph = self.graph_for(*rows.sizes[:2], rows.answers)
+        graph = self.graph_for(*rows.sizes[:2], rows.kind)
         sizes = graph.sizes if graph else self._eager_sizes(rows)
         place = self._launched % _STAGES
         self._launched += 1
@@ -275,7 +289,7 @@ class GpuRunner:
             computed = graph.computed
         else:
             long_tokens = int(rows.lengths[rows.lengths > self.ops.short_tokens].sum())
-            computed = self._compute(sizes, rows.answers, long_tokens)
+            computed = self._compute(sizes, Kind.ANSWERS if rows.answers else Kind.ANY, long_tokens)
         report = self._reports[place][: len(computed.report)].copy_(computed.report, non_blocking=True)
         asked = self.sampler.logprobs[rows.slots[rows.sampling]]
         return GpuStep(rows, sizes[2], report, asked, self._send_tops(computed, asked), self._event(), began)
@@ -349,19 +363,21 @@ class GpuRunner:
         where = torch.tensor(blocks, dtype=torch.int64, device=self.device)
         return torch.stack([kv.bytes_of(pool).index_select(0, where) for pool in self.pools], 1)
 
-    def graph_for(self, tokens: int, rows: int, answers: bool) -> Graph | None:
+    def graph_for(self, tokens: int, rows: int, kind: Kind) -> Graph | None:
         """The smallest graph that holds such a step, unless launching it kernel by kernel is better."""
-        graphs = self._answers if answers else self._ragged
+        graphs = self._graphs[kind]
         place = bisect.bisect_left(graphs, tokens, key=lambda graph: graph.sizes[0])
         fitting = (graph for graph in graphs[place : place + len(RAGGED_ROWS)] if rows <= graph.sizes[1])
         graph = next(fitting, None)
-        if graph is None or answers or graph.sizes[0] <= self._eager_tokens:
+        if graph is None and kind is Kind.BRIEF:
+            return self.graph_for(tokens, rows, Kind.ANY)
+        if graph is None or kind is Kind.ANSWERS or graph.sizes[0] <= self._eager_tokens:
             return graph
         return graph if tokens >= LEAST_FILLED * graph.sizes[0] else None
 
     def _eager_sizes(self, rows: StepRows) -> Sizes:
-        """Of a step without a graph. Rows that sample are filled up to a multiple of 8, as graphs of answers hold: the
-        end of the last layer and the head meet no other sizes, for which the vendor's library may have to load kernels."""
+        """Of a step without a graph. Rows that sample are filled up to a multiple of 8, as graphs of answers hold: end
+        of the last layer and head meet no other sizes, for which the vendor's library may have to load kernels."""
         tokens, count, samples = rows.sizes
         return rows.sizes if rows.answers else (tokens, count, min(-(-samples // 8) * 8, self.slots))
 
@@ -405,15 +421,16 @@ class GpuRunner:
 
     # ---- computing ----
 
-    def _compute(self, sizes: Sizes, answers: bool, long_tokens: int) -> Computed:
+    def _compute(self, sizes: Sizes, kind: Kind, long_tokens: int) -> Computed:
         """From the words on the device to the report: all that a graph holds. `long_tokens` as the attention's plan."""
         model, device = self.model, self.device
         tokens, _, samples = sizes
+        answers = kind is Kind.ANSWERS
         inputs = slots.step_inputs(self._words, *sizes, self._row_tables)
         finite_at = _aligned(3 * samples)
         report = torch.empty(finite_at + (0 if answers else tokens), dtype=torch.int32, device=device)
         slots.unpack(self._words, self._last_token, self._tables, inputs, self.block_size)
-        step = self.step_of(inputs, long_tokens, None if answers else inputs.sampled)
+        step = self.step_of(inputs, long_tokens, None if answers else inputs.sampled, kind)
         x, seen = model.forward(step, self.pools)
         if not answers:
             slots.finite_lines(seen, report[finite_at:])
@@ -423,17 +440,21 @@ class GpuRunner:
         slots.keep(drawn.tokens, drawn.logprobs, drawn.totals, inputs.sample_slots, self._last_token, told)
         return Computed(logits, drawn, report)
 
-    def step_of(self, inputs: StepInputs, long_tokens: int, sampled: Tensor | None) -> StepTensors:
+    def step_of(
+        self, inputs: StepInputs, long_tokens: int, sampled: Tensor | None, kind: Kind = Kind.ANY
+    ) -> StepTensors:
         """What the layers share of a step whose inputs are on the device."""
         return StepTensors(
             token_ids=inputs.token_ids,
             rotation=Rotation(self.model.cos, self.model.sin, inputs.positions),
             places=inputs.places,
-            plans={window: self._plan(inputs, window, long_tokens) for window in self._windows},
+            plans={window: self._plan(inputs, window, long_tokens, kind) for window in self._windows},
             sampled=sampled,
         )
 
-    def _plan(self, inputs: StepInputs, window: int | None, long_tokens: int) -> attention.AttentionPlan:
+    def _plan(self, inputs: StepInputs, window: int | None, long_tokens: int, kind: Kind) -> AttentionPlan | BriefPlan:
+        if kind is Kind.BRIEF:
+            return BriefPlan(inputs.starts, inputs.contexts, inputs.tables)
         config, dtype = self.model.config, self.model.embedding.dtype
         shapes = attention.config_for(config.head_dim, dtype, len(inputs.contexts), self.ops.invariant, self._stored)
         return attention.plan_attention(

@@ -4,16 +4,29 @@ Knows positions and slots, never tensors of a device.
 """
 
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
 import numpy as np
 import numpy.typing as npt
 
 from kernels import slots
+from kernels.attention import brief
 from services.worker.inputs import Rows, Words
 
 Array = npt.NDArray[np.int64]
 Sizes = tuple[int, int, int]
 """Tokens, rows, rows that sample."""
+
+
+class Kind(Enum):
+    """What all rows of a step have in common, which a graph of such steps counts on."""
+
+    ANSWERS = auto()
+    """Each has one token and samples."""
+    BRIEF = auto()
+    """None sees many keys."""
+    ANY = auto()
+    """Nothing."""
 
 
 @dataclass(slots=True)
@@ -45,6 +58,13 @@ class StepRows:
         """Every row has one token and samples."""
         tokens, rows, samples = self.sizes
         return tokens == rows == samples
+
+    @property
+    def kind(self) -> Kind:
+        """The first that fits."""
+        if self.answers:
+            return Kind.ANSWERS
+        return Kind.BRIEF if self.contexts.max() <= brief.KEYS else Kind.ANY
 
     def lay_out(self, words: Words, sizes: Sizes, nobody: int) -> int:
         """Write the lists, filled up to `sizes` with what belongs to the slot of nobody. -> how many words."""

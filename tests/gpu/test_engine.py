@@ -10,7 +10,10 @@ import pytest
 import torch
 import triton
 
+from kernels.device import is_hopper
 from services.worker.engine import Engine
+from services.worker.gpu_runner import GpuRunner, Graph
+from services.worker.gpu_words import Kind
 from services.worker.job import EndReason, EngineOptions, Job
 from tests.checkpoints import EOS, SHAPES, VOCAB
 from tests.gpu.conftest import EngineMaker
@@ -242,6 +245,32 @@ def test_half_precision_graphs_say_what_eager_steps_say(engine: EngineMaker) -> 
     without = run(engine("demo", dtype="bfloat16", graphs=False), *wanted)
     same = sum(with_graphs[key].tokens == without[key].tokens for key in range(6))
     assert same >= 5  # padded rows may choose another tile, and so another order of a sum
+
+
+def test_short_prompts_have_graphs_of_their_own(engine: EngineMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    exact, fast = engine("demo", device="cpu"), engine("demo", dtype="bfloat16", max_batch_size=8, step_tokens=256)
+    runner, kinds = fast.runner, []
+    assert isinstance(runner, GpuRunner)
+    known = {id(graph): kind for kind, graphs in runner._graphs.items() for graph in graphs}
+    found = runner.graph_for
+
+    def noted(tokens: int, rows: int, kind: Kind) -> Graph | None:
+        graph = found(tokens, rows, kind)
+        kinds.append(known[id(graph)])
+        return graph
+
+    monkeypatch.setattr(runner, "graph_for", noted)
+    for length in (2, 40, 64, 103, 128, 150):
+        prompt = prompt_of(length)
+        top = solo(exact, job(1, prompt, max_tokens=1, logprobs=2)).tops[0]
+        assert top is not None
+        for cached in (0, (length - 1) // 16 * 16):
+            kinds.clear()
+            answer = solo(fast, job(1, prompt, max_tokens=1, logprobs=5))
+            assert answer.ended.cost.cached_tokens == cached
+            assert kinds[0] is (Kind.BRIEF if length <= 128 and is_hopper(runner.device) else Kind.ANY)
+            its = dict(answer.tops[0] or ())
+            assert abs(its[top[0][0]] - top[0][1]) < 0.2, "the likeliest token is as likely"
 
 
 def test_graphs_are_captured_while_another_engine_becomes_garbage(checkpoint: Callable[[str], Path]) -> None:

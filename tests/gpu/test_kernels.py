@@ -121,6 +121,18 @@ def test_attention_of_few_answers(heads: tuple[int, int, int], dtype: torch.dtyp
         close(batch.run(None, 1), batch.want(None))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("heads", [(32, 8, 128), (28, 4, 128), (8, 8, 128), (32, 8, 64), (6, 2, 64)], ids=str)
+def test_rows_that_see_few_keys(heads: tuple[int, int, int], dtype: torch.dtype) -> None:
+    few = [random.randint(1, 60) for _ in range(8)]
+    for block, lengths, contexts in (
+        (16, [128], [128]), (16, [103] + [0] * 7, [103] + [0] * 7), (32, [1, 0, 70, 5], [128, 0, 70, 117]),
+        (64, few, [length + random.randint(0, 128 - length) for length in few]),
+    ):  # fmt: skip
+        batch = Batch(lengths, contexts, *heads, block, dtype)
+        close(batch.run_brief(), batch.want(None))
+
+
 def test_a_context_shorter_than_its_row_ends_and_gives_zeros() -> None:
     """It breaks the contract, yet must not hang the device."""
     for stored in (None, kv.FP8):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels import attention, kv, reference, sampling
+from kernels.attention.brief import BriefPlan
 from kernels.sampling.slot_settings import SlotSettings, slot_settings
 from kernels.sampling.top_logprobs import top_logprobs
 from services.worker import gpu_edits
@@ -88,6 +89,12 @@ class Batch:
             attention.attention(self.q, self.pool, plan, self.q.shape[2] ** -0.5, self.kv_scales, out)
         return out
 
+    def run_brief(self) -> Tensor:
+        """All rows by the kernel of those that see few keys."""
+        plan = BriefPlan(self.starts, torch.tensor(self.contexts, dtype=torch.int32, device=DEVICE), self.tables)
+        out = poison(self.q.shape[0], self.heads * self.q.shape[2], dtype=self.q.dtype)
+        return attention.attention(self.q, self.pool, plan, self.q.shape[2] ** -0.5, out=out)
+
     def want(self, window: int | None) -> Tensor:
         parts = []
         begin = 0
@@ -106,7 +113,7 @@ class Batch:
             if window is not None:
                 seen &= keys > queries - window
             weights = torch.softmax(scores.masked_fill(~seen, -torch.inf), dim=-1)
-            parts.append((weights @ v).transpose(0, 1).reshape(length, -1))
+            parts.append((weights @ v).transpose(0, 1).flatten(1))
         return torch.cat(parts)
 
 

@@ -20,6 +20,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import mangle_type
 
 from kernels import activation, attention, blocks, edits, kv, norm, quantized, rope_kv, sampling, slots
+from kernels.attention import brief
 from kernels.products import fp8, matmul, matmul_hopper, matmul_words, nf4, qkv, skinny, words
 from kernels.products.skinny import Tile
 from kernels.sampling import top_logprobs
@@ -45,6 +46,7 @@ MOST_SHARED = {80: 166_912, 89: 101_376, 90: 232_448}
 MODULES = (
     activation,
     attention,
+    brief,
     blocks,
     edits,
     fp8,
@@ -181,6 +183,12 @@ def fused_calls(new: Callable[..., Tensor], capability: int) -> Iterator[tuple[s
         x, residual = new(rows, 14336), new(rows, 4096)
         yield f"linear down {rows}", partial(matmul.linear, x, new(4096, 14336), residual=residual, tile=tile)
     hopper = capability == 90
+    if hopper:
+        for rows, dim in ((8, 128), (1, 64)):
+            plan = brief.BriefPlan(*(torch.zeros(n, dtype=torch.int32) for n in (rows + 1, rows, (rows, 8))))
+            arguments = new(128, 48, dim)[:, :32], new(64, 16, 2, 8, dim), plan, 1.0
+            if arguments[0].itemsize == 2:
+                yield f"brief {rows}", partial(attention.attention, *arguments)
     for rows, dim in ((1, 64), (8, 128), (32, 128)):
         x, angles, pool = new(rows, 4096), new(99, 1, dim), new(64, 16, 2, 8, dim)
         for shape in (qkv.tile_for(x, dim), matmul_hopper.rotated_shape_for(rows, dim) if hopper else None):

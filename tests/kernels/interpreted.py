@@ -67,6 +67,17 @@ def test_programs_of_few_rows_on_a_hopper_take_each_key_once(monkeypatch: pytest
         assert all(high - low >= 64 for _, low, high in pieces[:-1])
 
 
+def test_rows_that_see_few_keys() -> None:
+    for heads, lengths, contexts in (
+        ((8, 2, 64), [1, 20, 0, 3, 1, 1], [128, 20, 0, 113, 1, 70]),
+        ((7, 1, 64), [128], [128]),
+        ((4, 2, 128), [17, 2, 33], [17, 90, 128]),
+    ):
+        for block in (16, 64):
+            batch = Batch(lengths, contexts, *heads, block, HALF)
+            close(batch.run_brief(), batch.want(None))
+
+
 def test_neighbours_take_the_keys_that_they_share_together() -> None:
     lengths = [1, 1, 30, 1, 1, 1, 1, 0, *[1] * 6]
     for heads, dtype, stored, least, shared, found in (

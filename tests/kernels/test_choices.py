@@ -9,6 +9,7 @@ import torch
 
 from kernels import attention, kv
 from kernels.attention import hopper_few
+from kernels.attention.brief import serves_brief
 from kernels.products import matmul_words, matmul_words_hopper, matmul_words_prompts, matmul_words_row
 from kernels.products.words import Words
 from kernels.products.words_row import _octet
@@ -70,6 +71,23 @@ def test_what_the_kernel_of_few_rows_cannot_take_is_planned_as_ever(other: dict[
     assert plan.few is None
     assert len(plan.records) == plan.config.split_programs
     assert (plan.shared is None) == ("window" in other or "short" in other)
+
+
+@pytest.mark.parametrize("windows", [(None,), (128, None, 4096)], ids=str)
+def test_rows_that_see_few_keys_have_a_kernel_of_their_own(windows: tuple[int | None, ...]) -> None:
+    assert serves_brief(32, 8, 128, BF16, BF16, windows)
+    assert serves_brief(28, 4, 64, torch.float16, torch.float16, windows)
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [(32, 8, 96, BF16, BF16, [None]), (32, 8, 128, BF16, kv.FP8, [None]), (32, 8, 128, BF16, torch.float16, [None]),
+     (32, 8, 128, torch.float32, torch.float32, [None]), (65, 1, 128, BF16, BF16, [None]),
+     (32, 8, 128, BF16, BF16, [None, 127])],
+    ids=str,
+)  # fmt: skip
+def test_what_that_kernel_is_not_made_for(numbers: Any) -> None:
+    assert not serves_brief(*numbers)
 
 
 def test_pools_of_int8_are_none_of_its() -> None:

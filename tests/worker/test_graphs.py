@@ -1,0 +1,71 @@
+"""Which captured step serves which: the rules, which need no GPU."""
+
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from kernels import kv
+from services.worker import gpu_runner
+from services.worker.config import ModelConfig, Rope
+from services.worker.gpu_ops import InvariantTritonOps, TritonOps
+from services.worker.gpu_runner import GpuRunner, Graph
+from services.worker.gpu_words import Kind, Sizes, StepRows
+from services.worker.inputs import Rows
+from services.worker.model import Model
+
+HALF = torch.float16
+
+
+def runner_of(
+    slots: int = 16, ops: TritonOps | None = None, window: int | None = None, stored: torch.dtype = HALF
+) -> GpuRunner:
+    """For a tiny model, with a graph of each size that would be captured on a Hopper."""
+    config = ModelConfig(
+        "LlamaForCausalLM", 50, 48, 80, 1, 4, 2, 64, 1e-5, 512, Rope(10_000.0), False, False, False, False, False,
+        (window,), (1,),
+    )  # fmt: skip
+    ops = ops or TritonOps()
+    runner = GpuRunner(Model(config, ops, HALF, 512), ops, 16, slots, 512, 512, stored)
+    with mock.patch.object(gpu_runner, "is_hopper", return_value=True):
+        for sizes, kind in runner._graph_sizes():
+            runner._graphs[kind].insert(0, Graph(sizes, mock.Mock(), mock.Mock()))
+    return runner
+
+
+def taken(runner: GpuRunner, lengths: list[int], contexts: list[int]) -> tuple[Sizes, Kind]:
+    """Sizes and kind of the graph that serves such a step, in which the last row samples."""
+    nothing = np.zeros(len(lengths), np.int32)
+    own, seen, last = (np.array(numbers, np.int64) for numbers in (lengths, contexts, [len(lengths) - 1]))
+    rows = StepRows(Rows(nothing, nothing, nothing, nothing > 0, nothing), own, own, seen, last, last)
+    graph = runner.graph_for(*rows.sizes[:2], rows.kind)
+    assert graph is not None
+    return graph.sizes, next(kind for kind, graphs in runner._graphs.items() if any(one is graph for one in graphs))
+
+
+def test_steps_whose_rows_see_few_keys_have_graphs_of_their_own() -> None:
+    runner = runner_of()
+    assert taken(runner, [128], [128]) == ((128, 8, 8), Kind.BRIEF)
+    assert taken(runner, [40], [128]) == ((64, 8, 8), Kind.BRIEF), "behind a short prefix"
+    assert taken(runner, [1, 63, 1], [99, 63, 128]) == ((128, 8, 8), Kind.BRIEF), "beside young answers"
+
+
+def test_other_steps_do_not_take_them() -> None:
+    runner = runner_of()
+    assert taken(runner, [1], [7]) == ((1, 1, 1), Kind.ANSWERS)
+    assert taken(runner, [40], [129]) == ((64, 8, 8), Kind.ANY), "one key too many"
+    assert taken(runner, [1, 63, 1], [99, 63, 129]) == ((128, 8, 8), Kind.ANY), "beside an answer that sees more"
+    assert taken(runner, [70, 70], [70, 70]) == ((192, 8, 8), Kind.ANY), "too many tokens"
+    assert taken(runner, [10] * 9, [10] * 9) == ((128, 16, 16), Kind.ANY), "too many rows"
+    assert taken(runner_of(slots=4), [60], [60]) == ((64, 4, 4), Kind.BRIEF)
+
+
+@pytest.mark.parametrize("other", [{"ops": InvariantTritonOps()}, {"window": 100}, {"stored": kv.FP8}], ids=str)
+def test_what_their_kernel_does_not_serve_has_none(other: dict[str, Any]) -> None:
+    assert taken(runner_of(**other), [128], [128]) == ((128, 8, 8), Kind.ANY)
+
+
+def test_other_devices_have_none() -> None:
+    assert all(kind is not Kind.BRIEF for _, kind in runner_of()._graph_sizes())
