@@ -83,6 +83,11 @@ class Continuation:
         """Its first token is about to come."""
         return self._row is not None and self._row.soon and self._row.first_at is None
 
+    @property
+    def greets(self) -> bool:
+        """A worker has it, and has announced its first token, or will not: there is no better moment to greet."""
+        return self._row is not None and (self._row.soon or not self._row.link.announces)
+
     async def run(self) -> None:
         """Brings the answer to its end. Raises WeftError if there is none to be had."""
         self.journal.begin_attempt()

@@ -94,9 +94,9 @@ class Generation:
         return any(continuation.soon for continuation in self.continuations)
 
     @property
-    def placed(self) -> bool:
-        """Whether a worker was found for some of it."""
-        return any(continuation.ledger.workers for continuation in self.continuations)
+    def greets(self) -> bool:
+        """Whether its clients may be greeted: a worker was found for some of it, and will not say when that is best."""
+        return any(continuation.greets for continuation in self.continuations)
 
     def advance(self) -> None:
         """Takes what has come from workers into the journals."""

@@ -71,6 +71,7 @@ class Row:
             self.details.append(detail)
         if self.first_at is None:
             self.first_at = now
+            self.link.announces = self.soon
         self.last_at = now
         # A reader that is behind is told once, and then takes many tokens together.
         if not self._told or len(self.tokens) % UNREAD == 0:
@@ -108,6 +109,8 @@ class WorkerLink:
 
     def __init__(self, address: str, gateway_id: str) -> None:
         self.alive = True
+        self.announces = False
+        """Whether the last first token was announced: so the next will be."""
         self._rows: dict[int, Row] = {}
         self._numbers = itertools.count(1)
         self._outbox: rpc.Outbox[mesh.RunRequest] = rpc.Outbox()

@@ -90,8 +90,9 @@ class Listener:
     async def follow(self, generation: Generation, deliver: Deliver, greet: Greet | None = None) -> None:
         """Delivers everything, from the start to the end. Raises the WeftError that ended the generation.
 
-        While there is nothing to deliver the client is greeted once: what begins every answer need not wait for it. But
-        not before a worker was found: a call that ends without a greeting may be tried again by gRPC itself.
+        While there is nothing to deliver the client is greeted once: what begins every answer need not wait for it, and
+        if the token will be announced, the client has it just behind its greeting. But not before a worker was found: a
+        call that ends without a greeting may be tried again by gRPC itself.
         """
         self._generation = generation
         timeline, rehearses = self.timeline, True
@@ -108,7 +109,7 @@ class Listener:
             timeline.enter(generation.phase)
             if done:
                 break
-            if greet is not None and generation.placed:
+            if greet is not None and generation.greets:
                 timeline.enter(Phase.DELIVER)
                 await greet()
                 greet = None

@@ -52,6 +52,26 @@ async def test_an_announced_token_is_rehearsed_once_and_told_when_it_comes(made:
         assert len(made) == 2
 
 
+async def test_where_first_tokens_are_announced_the_client_is_greeted_with_the_announcement() -> None:
+    async with FakeMesh() as mesh:
+        worker, greeted_early = mesh.workers[0], list[bool]()
+        for announced in (True, True, False, False):
+            worker.hold_at = 0
+            call = mesh.stub.Generate(ask())
+            greeting = asyncio.create_task(call.initial_metadata())
+            await until(lambda: len(worker.running) == 1)
+            await asyncio.sleep(0.05)
+            early = greeting.done()
+            if announced:
+                worker.announce()
+                await asyncio.wait_for(greeting, 5)
+            worker.hold_at = None
+            assert [response async for response in call][-1].HasField("receipt")
+            greeted_early.append(early)
+        # At once while nothing was ever announced, and again after a first token that was not.
+        assert greeted_early == [True, False, False, True]
+
+
 async def test_an_answer_that_was_not_announced_is_not_rehearsed(made: list[Detokenizer]) -> None:
     async with FakeMesh() as mesh:
         assert (await generate(mesh.stub, ask())).text() == LOREM
