@@ -167,10 +167,10 @@ def _weft_problems(rest: list[str]) -> Iterator[str]:
     scripts = project()["scripts"]
     assert isinstance(scripts, dict)
     module, _, attribute = scripts.get("weft", ":").partition(":")
-    cli = importlib.import_module(module) if module else None
-    if cli is None or not hasattr(cli, attribute):
+    if not module or not hasattr(importlib.import_module(module), attribute):
         yield "there is no command weft"
         return
+    cli = importlib.import_module("client.cli")
     if len(rest) != 2 or rest[0] != "serve" or not inspect.isfunction(getattr(cli, rest[0], None)):
         yield f"weft {' '.join(rest)} is not `weft serve SERVICE`"
     elif rest[1] not in {part.value for part in cli.Part} or not _exists(f"services.{rest[1]}.__main__"):
