@@ -178,7 +178,7 @@ def record(
 
 def _unseen() -> str:
     """The traceparent of a new trace that nobody records."""
-    digits = secrets.token_hex(24)
+    digits = os.urandom(24).hex()
     return f"00-{digits[:32]}-{digits[32:]}-00"
 
 

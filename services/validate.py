@@ -123,6 +123,15 @@ def default_max_tokens(prompt_tokens: int, sampling: api.Sampling, card: mesh.Mo
 
 def check_known(message: Message, field: str) -> None:
     """Refuses fields that this version does not have, at any depth: an ignored field would be a broken promise."""
+    known = type(message)()
+    known.CopyFrom(message)
+    known.DiscardUnknownFields()
+    if known.ByteSize() != message.ByteSize():
+        _refuse_unknown(message, field)
+
+
+def _refuse_unknown(message: Message, field: str) -> None:
+    """Finds such a field by going through the whole message, which takes longer."""
     unknown = UnknownFieldSet(message)
     if len(unknown):
         numbers = sorted({unknown[i].field_number for i in range(len(unknown))})
@@ -136,7 +145,7 @@ def check_known(message: Message, field: str) -> None:
         if descriptor.message_type is None or descriptor.message_type.GetOptions().map_entry:
             continue
         for child in [value] if isinstance(value, Message) else value:
-            check_known(child, descriptor.name if field == "request" else f"{field}.{descriptor.name}")
+            _refuse_unknown(child, descriptor.name if field == "request" else f"{field}.{descriptor.name}")
 
 
 def _check_range(name: str, value: float, least: float, most: float, inclusive: bool) -> None:

@@ -4,10 +4,9 @@ Everything is denied that is not open to all by name. Keys are hashed at once, c
 """
 
 import asyncio
-import contextlib
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -76,19 +75,15 @@ class Access:
         self._account(tenant).request(clock())
         return tenant
 
-    @contextlib.contextmanager
-    def answering(self, metadata: Metadata, tokens: Callable[[], int]) -> Iterator[Tenant]:
-        """Counts a call, whose answer is under way in the block; `tokens` is asked at its end.
+    def answering(self, metadata: Metadata, tokens: Callable[[], int]) -> "Answering":
+        """Counts a call, whose answer is under way in the `with` block; `tokens` is asked at its end.
 
         Raises WeftError if one of its tenant's limits is reached.
         """
-        tenant = self.request(metadata)
+        tenant = self.tenant(metadata)
         account = self._account(tenant)
-        account.begin(clock())
-        try:
-            yield tenant
-        finally:
-            account.end(tokens(), clock())
+        account.request(clock())
+        return Answering(tenant, account, tokens)
 
     async def follow(self) -> None:
         """Reads the file again whenever it has changed, until cancelled. One that cannot be used changes nothing."""
@@ -129,6 +124,24 @@ class Access:
         except OSError:
             return None
         return stat.st_mtime_ns, stat.st_size, stat.st_ino
+
+
+class Answering:
+    """A `with` block around an answer under way, which holds a place among those of its tenant."""
+
+    __slots__ = ("_account", "_tenant", "_tokens")
+
+    def __init__(self, tenant: Tenant, account: Account, tokens: Callable[[], int]) -> None:
+        self._tenant = tenant
+        self._account = account
+        self._tokens = tokens
+
+    def __enter__(self) -> Tenant:
+        self._account.begin(clock())
+        return self._tenant
+
+    def __exit__(self, *_: object) -> None:
+        self._account.end(self._tokens(), clock())
 
 
 def metadata_of(context: aio.ServicerContext[Any, Any]) -> Metadata:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 
 import structlog
 from grpc import StatusCode
@@ -48,7 +49,7 @@ class Continuation:
     def __init__(
         self,
         mesh: Mesh,
-        submit: mesh_pb2.Submit,
+        submission: Callable[[], mesh_pb2.Submit],
         job: mesh_pb2.Job,
         journal: Journal,
         keys: KeyChain | None,
@@ -67,8 +68,9 @@ class Continuation:
         self.ledger = Ledger()
         self.first_token_at: float | None = None
         self._mesh = mesh
-        self._submit = submit  # all but what changes from attempt to attempt; so is the job
-        self._job = job
+        self._submission = submission
+        self._job = job  # all but what changes from attempt to attempt
+        self._traceparent = job.traceparent
         self._keys = keys
         self._result_key = result_key
         self._policy = policy
@@ -87,6 +89,11 @@ class Continuation:
     def greets(self) -> bool:
         """A worker has it, and has announced its first token, or will not: there is no better moment to greet."""
         return self._row is not None and (self._row.soon or not self._row.link.announces)
+
+    @cached_property
+    def _submit(self) -> mesh_pb2.Submit:
+        """The job for the scheduler, made when a head start is on its way."""
+        return self._submission()
 
     async def run(self) -> None:
         """Brings the answer to its end. Raises WeftError if there is none to be had."""
@@ -137,7 +144,7 @@ class Continuation:
 
     async def _look_up(self) -> cache_pb2.CachedResult | None:
         await asyncio.sleep(0)  # The job, which takes longer, is written first.
-        with telemetry.start("cache", self._submit.traceparent, kind="client") as span:
+        with telemetry.start("cache", self._traceparent, kind="client") as span:
             result = await self._mesh.results.get(self._result_key, span.traceparent)
             span.set({"weft.hit": result is not None})
             self._mesh.metrics.looked_up(self._submit.model, result is not None)
@@ -239,7 +246,7 @@ class Continuation:
     def _begin_span(self) -> telemetry.Span:
         """The span of this attempt, of which its job will be a part."""
         attributes = {"weft.attempt": self.journal.attempt, "weft.sample_index": self._job.sample_index}
-        span = telemetry.start("attempt", self._submit.traceparent, kind="client", attributes=attributes)
+        span = telemetry.start("attempt", self._traceparent, kind="client", attributes=attributes)
         self._job.traceparent = span.traceparent
         return span
 

@@ -4,9 +4,10 @@ It is driven by its own task and outlives each single client, but not the last o
 """
 
 import asyncio
-import secrets
+import os
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Protocol
 
 from protos import inference_pb2 as api
@@ -37,7 +38,7 @@ class Listening(Protocol):
         """What the generation waits for has changed."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Order:
     """A validated request."""
 
@@ -46,8 +47,11 @@ class Order:
     tenant: Tenant
     served: Served
     traceparent: str
-    body: bytes = field(default=b"")
-    """SHA-256 of the request as the client sent it."""
+
+    @cached_property
+    def body(self) -> bytes:
+        """SHA-256 of the request as the client sent it."""
+        return hashing.digest(b"weft/body/1", self.request.SerializeToString(deterministic=True))
 
     @property
     def n(self) -> int:
@@ -63,7 +67,20 @@ def _seed(order: Order) -> int:
     if request.request_id:
         name = hashing.digest(b"weft/seed/1", order.tenant.salt, request.request_id.encode(), order.body)
         return int.from_bytes(name[:8], "little")
-    return secrets.randbits(64)
+    return int.from_bytes(os.urandom(8), "little")
+
+
+def _submission(order: Order, job_id: str, key: bytes) -> mesh_pb2.Submit:
+    """A job as the scheduler hears of it: all but what changes from attempt to attempt."""
+    return mesh_pb2.Submit(
+        job_id=job_id,
+        model=order.served.card.name,
+        tenant=order.tenant.hash,
+        priority=order.request.priority,
+        identity=key,
+        body=order.body,
+        traceparent=order.traceparent,
+    )
 
 
 class Generation:
@@ -153,15 +170,6 @@ class Generation:
         if deterministic(request.sampling) and not bypass:
             key = result_key(order.tenant.salt, card, tokens, sampling, index)
         job_id = f"{order.tenant.hash}/{order.request_id}/{index}"
-        submit = mesh_pb2.Submit(
-            job_id=job_id,
-            model=card.name,
-            tenant=order.tenant.hash,
-            priority=request.priority,
-            identity=key,
-            body=order.body,
-            traceparent=order.traceparent,
-        )
         job = mesh_pb2.Job(
             job_id=job_id,
             boundary=len(tokens),
@@ -170,6 +178,7 @@ class Generation:
             salt=order.tenant.salt,
             bypass_cache=bypass,
             priority=request.priority,
+            traceparent=order.traceparent,
         )
         job.sampling.ClearField("stop")
         stops = StopMatcher(sampling.stop, sampling.min_tokens) if sampling.stop else None
@@ -181,7 +190,8 @@ class Generation:
         # A retry by another gateway has the same job id: only the scheduler knows of both.
         likely = order.served.lone_address if not request.request_id else ""
         return Continuation(
-            self._mesh, submit, job, journal, keys, key, request.cache, likely, self.deadline, self._news
+            self._mesh, partial(_submission, order, job_id, key), job, journal, keys, key, request.cache, likely,
+            self.deadline, self._news,
         )  # fmt: skip
 
     async def _run_all(self) -> None:

@@ -96,6 +96,9 @@ class Listener:
         """
         self._generation = generation
         timeline, rehearses = self.timeline, True
+        if not (generation.continuations or generation.done):  # It has just begun: first of all its job is written.
+            timeline.enter(generation.phase)
+            await self._news
         while True:
             self._news = self._loop.create_future()
             done = generation.done

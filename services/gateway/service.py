@@ -8,7 +8,7 @@ from concurrent.futures import Executor
 from functools import partial
 
 from protos import inference_pb2 as api
-from services import hashing, validate
+from services import validate
 from services.errors import WeftError, internal
 from services.gateway.access import Access, denied, metadata_of
 from services.gateway.collect import Collector
@@ -104,7 +104,6 @@ class InferenceService:
             tenant=tenant,
             served=served,
             traceparent=visit.traceparent,
-            body=hashing.digest(b"weft/body/1", request.SerializeToString(deterministic=True)),
         )
 
     async def _follow(self, visit: Visit, order: Order, deliver: Deliver, greet: Greet | None) -> None:

@@ -5,7 +5,7 @@ request id and the numbers of its sampling.
 """
 
 import math
-import secrets
+import os
 import time
 from typing import Any
 
@@ -33,7 +33,7 @@ class Visit:
     def __init__(self, request: api.GenerateRequest, context: Context, metrics: GatewayMetrics) -> None:
         self.timeline = Timeline(time.monotonic)
         self.request = request
-        self.request_id = request.request_id[:_MOST_SAID] or secrets.token_hex(16)
+        self.request_id = request.request_id[:_MOST_SAID] or os.urandom(16).hex()
         self.remaining_s = context.time_remaining()
         self.deadline = math.inf if self.remaining_s is None else self.timeline.began + self.remaining_s
         self.generation: Generation | None = None
