@@ -25,7 +25,7 @@ from services.gateway.links import UNREAD, Row, WorkerLinks, lost_worker
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.models import Catalog
 from services.gateway.receipt import Ledger
-from services.gateway.results import ResultCache, from_result, to_result
+from services.gateway.results import Question, ResultCache, from_result, to_result
 from services.gateway.settings import GatewaySettings
 
 log = structlog.get_logger("continuation")
@@ -49,11 +49,11 @@ class Continuation:
     def __init__(
         self,
         mesh: Mesh,
-        submission: Callable[[], mesh_pb2.Submit],
+        submission: Callable[[bytes], mesh_pb2.Submit],
         job: mesh_pb2.Job,
         journal: Journal,
         keys: KeyChain | None,
-        result_key: bytes,
+        question: Question | None,
         policy: "api.CachePolicy.ValueType",
         likely: str,
         deadline: Callable[[], float],
@@ -72,7 +72,7 @@ class Continuation:
         self._job = job  # all but what changes from attempt to attempt
         self._traceparent = job.traceparent
         self._keys = keys
-        self._result_key = result_key
+        self._question = question
         self._policy = policy
         self._likely = likely
         self._deadline = deadline
@@ -93,7 +93,7 @@ class Continuation:
     @cached_property
     def _submit(self) -> mesh_pb2.Submit:
         """The job for the scheduler, made when a head start is on its way."""
-        return self._submission()
+        return self._submission(self._question.key if self._question is not None else b"")
 
     async def run(self) -> None:
         """Brings the answer to its end. Raises WeftError if there is none to be had."""
@@ -117,17 +117,17 @@ class Continuation:
             row.link.cancel(row, len(self.journal.tokens), self._mesh.settings.cost_wait_s)
 
     async def _answer(self, ahead: HeadStart | None) -> None:
-        if not (self._result_key and self._mesh.results.enabled):
+        if self._question is None or not self._mesh.results.enabled:
             await self._generate(ahead)
-        elif (result := await self._race(ahead)) is not None:
+        elif (result := await self._race(self._question, ahead)) is not None:
             self._replay(result)
             return
         self._store()
 
-    async def _race(self, ahead: HeadStart | None) -> cache_pb2.CachedResult | None:
+    async def _race(self, question: Question, ahead: HeadStart | None) -> cache_pb2.CachedResult | None:
         """Generates and looks the result up at the same time: the result, if it came before the first token."""
         work = asyncio.create_task(self._generate(ahead))
-        look = asyncio.create_task(self._look_up())
+        look = asyncio.create_task(self._look_up(question))
         try:
             await asyncio.wait({work, look}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done() or work.exception() is not None:  # A hit also helps where no worker could.
@@ -142,10 +142,10 @@ class Continuation:
             look.cancel()
             await asyncio.gather(work, look, return_exceptions=True)
 
-    async def _look_up(self) -> cache_pb2.CachedResult | None:
+    async def _look_up(self, question: Question) -> cache_pb2.CachedResult | None:
         await asyncio.sleep(0)  # The job, which takes longer, is written first.
         with telemetry.start("cache", self._traceparent, kind="client") as span:
-            result = await self._mesh.results.get(self._result_key, span.traceparent)
+            result = await self._mesh.results.get(question, span.traceparent)
             span.set({"weft.hit": result is not None})
             self._mesh.metrics.looked_up(self._submit.model, result is not None)
             return result
@@ -162,8 +162,8 @@ class Continuation:
     def _store(self) -> None:
         writes = self._policy in (api.CACHE_POLICY_UNSPECIFIED, api.CACHE_POLICY_READ_WRITE)
         ending = self.journal.ending
-        if writes and self._result_key and ending is not None and not self.ledger.joined:
-            self._mesh.results.put(self._result_key, to_result(self.journal, ending))
+        if writes and self._question is not None and ending is not None and not self.ledger.joined:
+            self._mesh.results.put(self._question, to_result(self.journal, ending))
 
     async def _generate(self, ahead: HeadStart | None) -> None:
         losses = unjoined = 0
@@ -216,7 +216,7 @@ class Continuation:
         """Sends the first attempt to where it will run, unless it is told soon enough anyway: where others of this
         gateway run, or where an answer is likely to come from the cache."""
         link = self._mesh.links.to(self._likely) if self._likely else None
-        if link is None or not link.idle or self._mesh.results.expects(self._result_key):
+        if link is None or not link.idle or self._mesh.results.expects(self._question):
             return None
         span = self._begin_span()
         return HeadStart(self._likely, link.run(self._next_job(), "", self._on_tokens), span)

@@ -18,7 +18,7 @@ from services.gateway.continuation import Continuation, Mesh
 from services.gateway.journal import Journal, KeyChain
 from services.gateway.models import Served
 from services.gateway.receipt import Phase
-from services.gateway.results import deterministic, result_key
+from services.gateway.results import Question, deterministic
 from services.gateway.stops import StopMatcher
 from services.gateway.tenants import Tenant
 from services.gateway.text import TextModel
@@ -166,9 +166,9 @@ class Generation:
         order, request, card = self.order, self.order.request, self.order.served.card
         assert self.text is not None
         bypass = request.cache == api.CACHE_POLICY_BYPASS
-        key = b""
+        question = None
         if deterministic(request.sampling) and not bypass:
-            key = result_key(order.tenant.salt, card, tokens, sampling, index)
+            question = Question(order.tenant.salt, card, tokens, request.sampling, sampling, index)
         job_id = f"{order.tenant.hash}/{order.request_id}/{index}"
         job = mesh_pb2.Job(
             job_id=job_id,
@@ -190,7 +190,7 @@ class Generation:
         # A retry by another gateway has the same job id: only the scheduler knows of both.
         likely = order.served.lone_address if not request.request_id else ""
         return Continuation(
-            self._mesh, partial(_submission, order, job_id, key), job, journal, keys, key, request.cache, likely,
+            self._mesh, partial(_submission, order, job_id), job, journal, keys, question, request.cache, likely,
             self.deadline, self._news,
         )  # fmt: skip
 

@@ -5,6 +5,8 @@ Whatever goes wrong is a miss. Knows nothing of where results are kept.
 
 import asyncio
 from collections import OrderedDict
+from dataclasses import dataclass
+from functools import cached_property
 
 import structlog
 from grpc import aio
@@ -43,6 +45,29 @@ def result_key(
     )
 
 
+@dataclass(frozen=True)
+class Question:
+    """What determines the tokens of a continuation, and so under which key they are kept."""
+
+    salt: bytes
+    card: mesh_pb2.ModelCard
+    prompt: list[int]
+    asked: api.Sampling
+    """As the client sent it."""
+    resolved: api.Sampling
+    index: int
+
+    @cached_property
+    def key(self) -> bytes:
+        """The same at every gateway."""
+        return result_key(self.salt, self.card, self.prompt, self.resolved, self.index)
+
+    @cached_property
+    def guess(self) -> int:
+        """Made in a fraction of the key's time, and here the same when a client asks the same again."""
+        return hash((packed(self.prompt), self.asked.SerializeToString(deterministic=True), self.index))
+
+
 def deterministic(sampling: api.Sampling) -> bool:
     """Whether a request as the client sent it asks for the same tokens every time."""
     return sampling.HasField("seed") or (sampling.HasField("temperature") and sampling.temperature == 0)
@@ -56,7 +81,7 @@ class ResultCache:
         self._cache = cache_grpc.CacheStub(self._channel) if self._channel else None
         self._budget_s = budget_s
         self._found = False
-        self._stored: OrderedDict[bytes, None] = OrderedDict()
+        self._stored: OrderedDict[int, None] = OrderedDict()  # guesses, the latest last
         self._stores: set[asyncio.Task[None]] = set()
 
     @property
@@ -64,13 +89,13 @@ class ResultCache:
         """There is a cache service."""
         return self._cache is not None
 
-    async def get(self, key: bytes, traceparent: str) -> cache_pb2.CachedResult | None:
+    async def get(self, question: Question, traceparent: str) -> cache_pb2.CachedResult | None:
         """The result, or None after at most the budget."""
         if self._cache is None:
             return None
         try:
             reply = await self._cache.GetResult(
-                cache_pb2.GetResultRequest(key=key),
+                cache_pb2.GetResultRequest(key=question.key),
                 timeout=self._budget_s,
                 metadata=(("traceparent", traceparent),),
             )
@@ -79,23 +104,23 @@ class ResultCache:
             return None
         self._found = reply.HasField("result")
         if not self._found:
-            self._stored.pop(key, None)
+            self._stored.pop(question.guess, None)
         return reply.result if self._found else None
 
-    def expects(self, key: bytes) -> bool:
-        """Whether a look-up is likely to find something: it was stored from here and not missed since, or the last
-        look-up found one."""
-        return self._found or key in self._stored
+    def expects(self, question: Question | None) -> bool:
+        """Whether a look-up is likely to find something: the answer was stored from here and not missed since, or the
+        last look-up found one."""
+        return self._found or (question is not None and question.guess in self._stored)
 
-    def put(self, key: bytes, result: cache_pb2.CachedResult) -> None:
+    def put(self, question: Question, result: cache_pb2.CachedResult) -> None:
         """Stores a result in the background; drops it if the cache service is far behind, or there is none."""
         if self._cache is None:
             return
-        self._stored[key] = None
+        self._stored[question.guess] = None
         if len(self._stored) > _MAX_KNOWN:
             self._stored.popitem(last=False)
         if len(self._stores) < _MAX_STORES:
-            task = asyncio.create_task(self._store(self._cache, key, result))
+            task = asyncio.create_task(self._store(self._cache, question.key, result))
             self._stores.add(task)
             task.add_done_callback(self._stores.discard)
 

@@ -67,10 +67,11 @@ class InferenceService:
         self, request: api.GenerateRequest, context: Context, deliver: Deliver, greet: Greet | None = None
     ) -> None:
         """Answers one request. The receipt is in the trailing metadata however it ends."""
-        visit = Visit(request, context, self._mesh.metrics)
+        metadata = metadata_of(context)
+        visit = Visit(request, context, metadata, self._mesh.metrics)
         patience = Patience(visit.timeline, visit.remaining_s, self._mesh.settings.stall_s)
         try:
-            with patience, self._access.answering(metadata_of(context), lambda: _tokens(visit)) as tenant:
+            with patience, self._access.answering(metadata, lambda: _tokens(visit)) as tenant:
                 order = await self._admit(visit, tenant)
                 await self._follow(visit, order, deliver, greet)
                 receipt = visit.conclude()

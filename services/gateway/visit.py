@@ -14,6 +14,7 @@ from grpc import StatusCode, aio
 from protos import inference_pb2 as api
 from services import telemetry
 from services.errors import WeftError
+from services.gateway.access import Metadata
 from services.gateway.generation import Generation
 from services.gateway.metrics import GatewayMetrics, reason_name
 from services.gateway.models import Served
@@ -30,7 +31,9 @@ _NUMBERS = ("max_tokens", "temperature", "top_p", "top_k", "presence_penalty", "
 class Visit:
     """One call: what its receipt, its span and its counts are made of."""
 
-    def __init__(self, request: api.GenerateRequest, context: Context, metrics: GatewayMetrics) -> None:
+    def __init__(
+        self, request: api.GenerateRequest, context: Context, metadata: Metadata, metrics: GatewayMetrics
+    ) -> None:
         self.timeline = Timeline(time.monotonic)
         self.request = request
         self.request_id = request.request_id[:_MOST_SAID] or os.urandom(16).hex()
@@ -44,8 +47,7 @@ class Visit:
         self._error: WeftError | None = None
         self._receipt = api.Receipt()
         self._operation = "chat" if request.prompt.WhichOneof("form") == "chat" else "text_completion"
-        metadata = dict(context.invocation_metadata() or ())
-        self._span = telemetry.start(self._operation, str(metadata.get("traceparent", "")), kind="server")
+        self._span = telemetry.start(self._operation, str(dict(metadata).get("traceparent", "")), kind="server")
         self.traceparent = self._span.traceparent
         metrics.in_flight += 1
 
