@@ -2,7 +2,6 @@
 
 import importlib
 import os
-from collections.abc import MutableMapping
 
 POLLING = "-event_engine_client,-event_engine_listener"
 """Experiments of gRPC that our processes do without. By its event engine a message passes three threads and a contended
@@ -10,17 +9,17 @@ lock before the thread that knows Python hears of it; without, that thread polls
 
 
 def run(module: str) -> None:
-    """Imports a service's module and calls its `run`, which takes nothing and returns at the service's end."""
-    poll(os.environ)
+    """Imports a process's module and calls its `run`, which takes nothing and returns at the process's end."""
+    _poll()
     importlib.import_module(module).run()
 
 
 def weft() -> None:
     """The `weft` command. Who imports the client into a program of their own decides how gRPC waits there."""
-    poll(os.environ)
+    _poll()
     importlib.import_module("client.cli").app()
 
 
-def poll(environment: MutableMapping[str, str]) -> None:
-    """Lets processes that begin with this environment poll, unless it says how they shall wait."""
-    environment.setdefault("GRPC_EXPERIMENTS", POLLING)
+def _poll() -> None:
+    """Unless the environment says how gRPC shall wait."""
+    os.environ.setdefault("GRPC_EXPERIMENTS", POLLING)

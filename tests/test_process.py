@@ -10,7 +10,7 @@ from services.process import POLLING
 
 _ENTRY = """
 import os, sys, types
-import services.cache, services.gateway, services.scheduler, services.worker  # what `python -m` imports first
+import bench.load, services.cache, services.gateway, services.scheduler, services.worker  # what -m imports first
 entry = types.ModuleType("entry")
 entry.run = entry.app = lambda: print(os.environ["GRPC_EXPERIMENTS"], "grpc" in sys.modules)
 sys.modules["entry"] = sys.modules["client.cli"] = entry

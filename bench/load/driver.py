@@ -208,7 +208,8 @@ def _tell(message: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-if __name__ == "__main__":
+def run() -> None:
+    """The client as a process."""
     import uvloop
 
     uvloop.run(main())

@@ -16,7 +16,6 @@ from bench.load.tally import Tally
 from bench.load.workload import Workload
 from client.api import Client
 from protos import inference_pb2 as api
-from services.process import poll
 
 _LEAD_S = 0.2
 _LINE_BYTES = 64 << 20
@@ -114,16 +113,13 @@ class _Client:
 async def _clients(plan: Plan) -> AsyncIterator[list[_Client]]:
     """The client processes, told their plan, gone at the end of the block."""
     clients: list[_Client] = []
-    environment = dict(os.environ)
-    poll(environment)
     try:
         for number in range(plan.processes):
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "bench.load.driver"),
+                *(sys.executable, "-m", "bench.load"),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 limit=_LINE_BYTES,
-                env=environment,
             )
             clients.append(_Client(number, process))
             clients[-1].say(json.dumps({"plan": plan.to_json(), "process": number}))
