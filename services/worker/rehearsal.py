@@ -14,7 +14,7 @@ from services.worker.batching import Row
 
 MOST_JOBS = 4
 """Of a worker that rehearses."""
-LEAD_S = 0.0012
+LEAD_S = 0.0009
 """From the rehearsal to the end that is expected. It takes most of this itself; what ran much earlier rests again."""
 _LOOK_S = 0.0002  # so late the end is noticed of a step that is over before it is expected
 _ALIKE_TOKENS = 64  # steps that differ by fewer take about the same time
