@@ -38,7 +38,7 @@ def test_words_of_every_kind(shape: tuple[int, int, int, int], dtype: torch.dtyp
     "shape",
     [(1, 6144, 4096, 128), (1, 384, 3072, 128), (1, 160, 9216, 128), (12, 128, 256, 128), (30, 1024, 1280, 256),
      (64, 384, 768, 128), (130, 256, 1024, 128), (1030, 2176, 512, 128), (300, 1000, 128, 128), (260, 6144, 2048, 128),
-     (1030, 2048, 4096, 128), (2310, 384, 256, 128)],
+     (1030, 2048, 4096, 128), (2310, 384, 256, 128), (330, 8704, 2048, 128), (200, 4224, 8192, 128)],
     ids=str,
 )  # fmt: skip
 def test_words_as_they_are_served(shape: tuple[int, int, int, int]) -> None:
@@ -67,6 +67,7 @@ def test_rows_rounded_to_fp8(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("rows", [1, 64, 65, 300])
 def test_products_of_any_weight_and_any_number_of_rows(rows: int, dtype: torch.dtype) -> None:
     check_nf4(66, 4096, dtype)
-    check_products(rows, 256, 448, dtype)
+    n = 256 if rows > 1 else 1024  # where few outputs are compared, one that rounding and its gate hit hard shows
+    check_products(rows, n, 448, dtype)
     if rows == 1:
-        check_products(rows, 256, 2048, dtype, 128)
+        check_products(rows, n, 2048, dtype, 128)
