@@ -372,14 +372,21 @@ def compile_prompt_words() -> Iterator[tuple[str, Any]]:
 
     octets = torch.zeros(512, 1024, dtype=torch.uint8)
     int4 = quantized.Int4Weight(octets[:, :512], torch.ones(512, 8, dtype=torch.bfloat16), None, 128)
-    cases = (("gated", int4, 100, True), ("zeros", replace(int4, zero=octets[:, :8]), 9000, False))
-    for name, weight, rows, gated in cases:
+    zeros = replace(int4, zero=octets[:, :8])
+    narrow, middle, wide, tall = (getattr(matmul_words_prompts, name) for name in ("NARROW", "MIDDLE", "WIDE", "TALL"))
+    cases = (
+        ("gated", int4, 100, True, narrow),
+        ("gated", int4, 384, True, middle),
+        ("zeros", zeros, 320, False, tall),
+        ("zeros", zeros, 9000, False, wide),
+    )
+    for name, weight, rows, gated, shape in cases:
         x, out = (torch.zeros(rows, width, dtype=torch.bfloat16) for width in (1024, 256 if gated else 512))
-        shape = matmul_words_prompts.shape_for(rows, 512, 1024)
         added = None if gated else out
         _, given = matmul_words_prompts.launch(x, words.lay_out(weight), None, added, gated, out, shape, 132)
         compiled = compile_given(prompt_words_kernel, given)
-        assert compiled.asm["ptx"].count("wgmma.mma_async") == 2 * 8, "products of both warpgroups, each but once"
+        products = 2 * 8 * (2 if shape.tail else 1)
+        assert compiled.asm["ptx"].count("wgmma.mma_async") == products, "products of both warpgroups, each but once"
         yield f"int4 {name} {rows}", compiled
 
 

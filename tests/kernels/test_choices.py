@@ -187,8 +187,29 @@ def test_a_gated_product_has_nothing_added() -> None:
         matmul_words.linear_words(x, weight(), added[0], gated=True)
 
 
-def test_many_rows_take_wide_tiles_that_they_fill() -> None:
-    wide, narrow = matmul_words_prompts.WIDE, matmul_words_prompts.NARROW
-    chosen = [matmul_words_prompts.shape_for(rows, 28672, 4096) for rows in (100, 128, 129, 256, 257, 384, 385, 2048)]
-    assert chosen == [narrow, narrow, wide, wide, narrow, narrow, wide, wide]
-    assert matmul_words_prompts.shape_for(256, 1024, 4096) == narrow
+def tiles(rows: int, n: int, k: int) -> str:
+    """The name of the chosen shape."""
+    names = {getattr(matmul_words_prompts, name): name for name in ("NARROW", "MIDDLE", "WIDE", "TALL")}
+    return names[matmul_words_prompts.shape_for(rows, n, k)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "wanted"),
+    [((65, 128), "NARROW"), ((129, 192, 321, 384, 513, 576), "MIDDLE"), ((257, 320, 577, 640), "TALL"),
+     ((193, 256, 385, 512, 641, 768, 769, 1024, 1152, 1280, 2048, 8192), "WIDE")],
+    ids=str,
+)  # fmt: skip
+def test_many_rows_take_the_tiles_that_they_fill(rows: tuple[int, ...], wanted: str) -> None:
+    assert {tiles(count, 28672, 4096) for count in rows} == {wanted}
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "wanted"),
+    [(2048, 2048, {192: "NARROW", 256: "NARROW", 320: "NARROW", 1024: "NARROW"}),
+     (3072, 2048, {256: "NARROW", 384: "MIDDLE", 512: "NARROW", 640: "NARROW", 1024: "WIDE"}),
+     (4096, 4096, {192: "MIDDLE", 256: "NARROW", 320: "MIDDLE", 512: "WIDE", 640: "TALL"}),
+     (6144, 4096, {256: "WIDE", 320: "MIDDLE", 384: "MIDDLE", 640: "TALL"})],
+    ids=str,
+)  # fmt: skip
+def test_products_of_few_chunks_take_tiles_of_few_rows(n: int, k: int, wanted: dict[int, str]) -> None:
+    assert {rows: tiles(rows, n, k) for rows in wanted} == wanted
