@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import grpc
 from google.protobuf.message import Message
@@ -81,25 +82,29 @@ def check_stops(sampling: api.Sampling) -> None:
         raise invalid("sampling.stop", f"each 1 to {MAX_STOP_CHARS} characters")
 
 
-def check_sampling(sampling: api.Sampling, card: mesh.ModelCard) -> None:
-    """How tokens are chosen, against the model's vocabulary. Raises WeftError."""
-    for field, value in sampling.ListFields():  # What is not set is 0 or has a default: both are allowed.
-        if field.name in _RANGES:
-            _check_range(field.name, value, *_RANGES[field.name])
-    if sampling.HasField("max_tokens") and sampling.max_tokens == 0:
+def check_sampling(sampling: api.Sampling, card: mesh.ModelCard) -> dict[str, Any]:
+    """How tokens are chosen, against the model's vocabulary. -> the fields that are set, by name: reading a message
+    takes longer. Raises WeftError."""
+    given = {field.name: value for field, value in sampling.ListFields()}
+    for name, value in given.items():  # What is not set is 0 or has a default: both are allowed.
+        if name in _RANGES:
+            _check_range(name, value, *_RANGES[name])
+    if given.get("max_tokens") == 0:
         raise invalid("sampling.max_tokens", "at least 1")
-    if sampling.HasField("max_tokens") and sampling.min_tokens > sampling.max_tokens:
+    if given.get("min_tokens", 0) > given.get("max_tokens", math.inf):
         raise invalid("sampling.min_tokens", "more than max_tokens")
-    if sampling.HasField("logprobs") and sampling.logprobs > MAX_LOGPROBS:
+    if given.get("logprobs", 0) > MAX_LOGPROBS:
         raise invalid("sampling.logprobs", f"at most {MAX_LOGPROBS}")
-    if len(sampling.stop_token_ids) > MAX_STOP_TOKENS:
+    stops, biases = given.get("stop_token_ids", ()), given.get("logit_bias", {})
+    if len(stops) > MAX_STOP_TOKENS:
         raise invalid("sampling.stop_token_ids", f"at most {MAX_STOP_TOKENS}")
-    if len(sampling.logit_bias) > MAX_BIASES:
+    if len(biases) > MAX_BIASES:
         raise invalid("sampling.logit_bias", f"at most {MAX_BIASES} entries")
-    for bias in sampling.logit_bias.values():
+    for bias in biases.values():
         _check_range("logit_bias", bias, -100.0, 100.0, True)
-    check_token_ids("sampling.stop_token_ids", sampling.stop_token_ids, card)
-    check_token_ids("sampling.logit_bias", list(sampling.logit_bias), card)
+    check_token_ids("sampling.stop_token_ids", stops, card)
+    check_token_ids("sampling.logit_bias", list(biases), card)
+    return given
 
 
 def check_tokens(token_ids: Sequence[int], sampling: api.Sampling, card: mesh.ModelCard) -> None:

@@ -73,6 +73,8 @@ class Batch:
         self._free_slots = list(range(slots - 1, -1, -1))
         self._released: list[int] = []
         self._computing: dict[bytes, Sequence] = {}
+        self._begun: list[tuple[Sequence, int]] = []
+        """Whose blocks, up to which, are still to be noted as being computed: making keys can wait for the launch."""
 
     def fits(self, sequence: Sequence) -> bool:
         """Whether it can run when it is alone."""
@@ -103,6 +105,7 @@ class Batch:
 
     def plan(self) -> Plan:
         """Decide the next step: running answers first, then prompts, then who waits, within the token budget."""
+        self._note_begun()
         plan = Plan(self.step_tokens)
         before = self.preemptions
         prompts = self._schedule_answers(plan)
@@ -134,14 +137,17 @@ class Batch:
                 del self._computing[key]
         sequence.published = whole
 
+    def usable_blocks(self, sequence: Sequence) -> int:
+        """How many blocks it may find in the cache: whole ones, before its last token, which is always computed."""
+        return (len(sequence.tokens) - 1) // self.block_size if self.caches(sequence) else 0
+
     def usable_keys(self, sequence: Sequence) -> list[bytes]:
-        """Keys of the blocks it may find in the cache: whole ones, before its last token, which is always computed."""
-        if not self.caches(sequence):
-            return []
-        return sequence.keys((len(sequence.tokens) - 1) // self.block_size)
+        """Keys of these blocks."""
+        return sequence.keys(self.usable_blocks(sequence))
 
     def is_computing(self, key: bytes) -> bool:
         """Whether a running sequence is about to publish this block."""
+        self._note_begun()
         return key in self._computing
 
     def cut(self, sequence: Sequence, tokens: int) -> None:
@@ -235,9 +241,9 @@ class Batch:
                 return
             if sequence.parked:
                 continue
-            usable = self.usable_keys(sequence)
-            found = self.pool.match(usable)
-            if len(found) < len(usable) and usable[len(found)] in self._computing:
+            usable = self.usable_blocks(sequence)
+            found = self.pool.match(map(sequence.key, range(usable)))
+            if len(found) < usable and self.is_computing(sequence.key(len(found))):
                 continue
             protected = sequence.preemptions >= MOST_PREEMPTIONS
             blocks = sequence.most_blocks if protected else sequence.blocks_for(sequence.total)
@@ -248,7 +254,7 @@ class Batch:
             plan.admitted.append(sequence)
             self._schedule(sequence, sequence.remaining, plan)
 
-    def _start(self, sequence: Sequence, found: list[int], usable: list[bytes]) -> None:
+    def _start(self, sequence: Sequence, found: list[int], usable: int) -> None:
         self.pool.share(found)
         self.waiting.remove(sequence)
         bisect.insort(self.running, sequence, key=_rank)
@@ -258,11 +264,17 @@ class Batch:
         sequence.computed = sequence.found_tokens = len(found) * self.block_size
         sequence.prefill_end = sequence.total
         if not sequence.preemptions:
-            fetched = sum(key in sequence.fetched for key in usable[: len(found)]) if sequence.fetched else 0
+            fetched = sum(key in sequence.fetched for key in sequence.keys(len(found))) if sequence.fetched else 0
             sequence.fetched_tokens = fetched * self.block_size
             sequence.cached_tokens = sequence.found_tokens - sequence.fetched_tokens
-        for key in usable[len(found) :]:
-            self._computing.setdefault(key, sequence)
+        self._begun.append((sequence, usable))
+
+    def _note_begun(self) -> None:
+        for sequence, usable in self._begun:
+            if sequence.slot is not None:
+                for key in sequence.keys(usable)[sequence.published :]:
+                    self._computing.setdefault(key, sequence)
+        self._begun.clear()
 
     def caches(self, sequence: Sequence) -> bool:
         """Whether it may find and fill cached blocks."""

@@ -103,32 +103,34 @@ class Jobs:
 
     def start(self, link: Listener, message: mesh.Job) -> None:
         """Runs a job for `link`. A bad one is answered at once and disturbs nothing."""
-        running = Running(
-            next(self._keys),
-            message.job_id,
-            message.attempt,
-            message.token_ids[message.boundary :],
-            not message.sampling.HasField("logprobs"),
-            len(message.token_ids),
-            not message.bypass_cache,
-            message.traceparent,
-            message.placement,
-        )
+        key, arrived = next(self._keys), time.monotonic()
         try:
             if self.draining:
                 raise DRAINING
-            job = wire.job_of(message, running.key, self._card)
+            job = wire.job_of(message, key, self._card)
         except WeftError as error:
-            self._note_end(running)
+            self._note_end(Running(key, message.job_id, message.attempt, placement=message.placement))
             link.end(wire.failed(message.row, error))
             return
-        older = self._by_id.get(message.job_id)
+        self._engine.submit(job)  # its thread awakes while the rest is noted, and what it says comes later
+        running = Running(
+            key,
+            message.job_id,
+            message.attempt,
+            job.token_ids[job.boundary :],
+            job.params.logprobs is None,
+            len(job.token_ids),
+            not job.bypass_cache,
+            message.traceparent,
+            message.placement,
+            arrived,
+        )
+        older = self._by_id.get(running.job_id)
         if older is not None and older.ended is None:
             self._replace(older)
         self._by_key[running.key] = running
         self._by_id[running.job_id] = running
         self._listen(running, link, message.row)
-        self._engine.submit(job)
         for follower, attach in self._parked.pop(message.job_id, []):
             self.attach(follower, attach)
 

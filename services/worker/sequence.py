@@ -74,6 +74,12 @@ class Sequence:
             self._keys += block_keys(new, self.block_size, self._keys[-1] if self._keys else self._root)
         return self._keys[:blocks]
 
+    def key(self, index: int) -> bytes:
+        """Of one of its whole blocks; those up to it, and some behind it, are made and kept."""
+        if index >= len(self._keys):
+            self.keys(min(2 * index + 1, len(self.tokens) // self.block_size))
+        return self._keys[index]
+
     def cost(self, now: float) -> Cost:
         """What it has cost until now."""
         started = self.started_s or now

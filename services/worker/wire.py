@@ -1,6 +1,8 @@
 """Between the messages of the Run link and the engine's plain values. Knows both shapes, no links and no engine."""
 
 import time
+from collections.abc import Mapping
+from typing import Any
 
 from grpc import StatusCode
 
@@ -24,10 +26,10 @@ DEADLINE_EXCEEDED = WeftError(StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED",
 def job_of(message: mesh.Job, key: int, card: mesh.ModelCard) -> Job:
     """The engine's job for a validated message. Raises WeftError: nothing that a gateway sends is trusted."""
     sampling, token_ids = message.sampling, list(message.token_ids)  # reading the message's own is slow
-    validate.check_sampling(sampling, card)
+    given = validate.check_sampling(sampling, card)
     if not 0 < message.boundary <= len(token_ids):
         raise invalid("boundary", "not within the tokens")
-    if not sampling.HasField("max_tokens") or not sampling.HasField("seed"):
+    if "max_tokens" not in given or "seed" not in given:
         raise invalid("sampling", "a job's max_tokens and seed are set by its gateway")
     validate.check_tokens(token_ids[: message.boundary], sampling, card)
     validate.check_token_ids("token_ids", token_ids[message.boundary :], card)
@@ -37,7 +39,7 @@ def job_of(message: mesh.Job, key: int, card: mesh.ModelCard) -> Job:
         key=key,
         token_ids=token_ids,
         boundary=message.boundary,
-        params=_params(sampling, card.vocab_size),
+        params=_params(given, card.vocab_size),
         sample_index=message.sample_index,
         salt=message.salt,
         bypass_cache=message.bypass_cache,
@@ -46,25 +48,23 @@ def job_of(message: mesh.Job, key: int, card: mesh.ModelCard) -> Job:
     )
 
 
-def _params(sampling: api.Sampling, vocab_size: int) -> SamplingParams:
-    def given(field: str, default: float) -> float:
-        return float(getattr(sampling, field)) if sampling.HasField(field) else default  # type: ignore[arg-type]
-
+def _params(given: Mapping[str, Any], vocab_size: int) -> SamplingParams:
+    top_k = given.get("top_k", 0)
     return SamplingParams(
-        max_tokens=sampling.max_tokens,
-        min_tokens=sampling.min_tokens,
-        temperature=_divisor(given("temperature", 1.0)),
-        top_k=sampling.top_k if sampling.top_k < vocab_size else 0,
-        top_p=given("top_p", 1.0),
-        min_p=sampling.min_p,
-        repetition_penalty=_divisor(given("repetition_penalty", 1.0)),
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        seed=sampling.seed,
-        stop_token_ids=frozenset(sampling.stop_token_ids),
-        logit_bias=dict(sampling.logit_bias),
-        logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
-        ignore_eos=sampling.ignore_eos,
+        max_tokens=given["max_tokens"],
+        min_tokens=given.get("min_tokens", 0),
+        temperature=_divisor(given.get("temperature", 1.0)),
+        top_k=top_k if top_k < vocab_size else 0,
+        top_p=given.get("top_p", 1.0),
+        min_p=given.get("min_p", 0.0),
+        repetition_penalty=_divisor(given.get("repetition_penalty", 1.0)),
+        presence_penalty=given.get("presence_penalty", 0.0),
+        frequency_penalty=given.get("frequency_penalty", 0.0),
+        seed=given["seed"],
+        stop_token_ids=frozenset(given.get("stop_token_ids", ())),
+        logit_bias=dict(given.get("logit_bias", {})),
+        logprobs=given.get("logprobs"),
+        ignore_eos=given.get("ignore_eos", False),
     )
 
 
