@@ -1,8 +1,8 @@
 """Edits of slots between two steps, in one launch: new blocks in their tables, and how admitted sequences sample.
 
-Words, int32: N and A, N places in the tables, N blocks for them, then A lines of LINE words, each a slot and the words
-of `services.worker.inputs.SlotState`. No place and no slot twice. The device reads N and A itself, so that a launch can
-be part of a graph.
+Words, int32: HEADER words, N, A and where the places begin; there N + A places, counted from behind the last of them;
+there edits as `services.worker.inputs` packs them: N with new blocks, then A admissions. No block's place and no slot
+twice. The device reads N and A itself, so that a launch can be part of a graph.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -14,55 +14,58 @@ from torch import Tensor
 from kernels.overlap import begin, launch_options
 from kernels.sampling.slot_settings import SlotSettings
 
-HEADER, LINE = 2, 14
-"""Words before the first place, and of an admission."""
-_BLOCK = 128
+HEADER = 4
+"""Words at the beginning, of which the last is of no use."""
+_BLOCK, _PROGRAMS = 128, 64
 
 
 @triton.jit
-def _copy_float(line, some, slot, column: tl.constexpr, target):
-    bits = tl.load(line + column, mask=some, other=0)
-    tl.store(target + slot, bits.to(tl.float32, bitcast=True), mask=some)
+def _copy_float(state, column: tl.constexpr, target):
+    tl.store(target, tl.load(state + column).to(tl.float32, bitcast=True))
 
 
 @triton.jit
 def edit_kernel(
-    words,  # int32 [HEADER + 2 * N + A * LINE]
-    tables,  # int32 [slots * B] out
-    seeds, samples, top_ks,  # int64 [slots] out
+    words,  # int32, as above
+    tables,  # int32 [slots, B] out
+    boundaries, seeds, samples, top_ks,  # int64 [slots] out
     temperatures, top_ps, min_ps, repetitions, presences, frequencies,  # float32 [slots] out
     edited,  # int8 [slots] out: an admitted sequence has no edits of its logits yet
-    HEADER: tl.constexpr, LINE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    B,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program takes BLOCK places and BLOCK lines."""
+    """Each program takes an edit, and the next one that is left."""
     begin(PDL)
-    here = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     N, A = tl.load(words), tl.load(words + 1)
-    words += HEADER
-    known = here < N
-    place = tl.load(words + here, mask=known, other=0)
-    tl.store(tables + place, tl.load(words + N + here, mask=known, other=0), mask=known)
-    some = here < A
-    line = words + 2 * N + here * LINE
-    slot = tl.load(line, mask=some, other=0)
-    low = tl.load(line + 3, mask=some, other=0).to(tl.int64) & 0xFFFFFFFF
-    high = tl.load(line + 4, mask=some, other=0).to(tl.int64) << 32
-    tl.store(seeds + slot, low | high, mask=some)
-    tl.store(samples + slot, tl.load(line + 5, mask=some, other=0).to(tl.int64), mask=some)
-    tl.store(top_ks + slot, tl.load(line + 6, mask=some, other=0).to(tl.int64), mask=some)
-    _copy_float(line, some, slot, 8, temperatures)
-    _copy_float(line, some, slot, 9, top_ps)
-    _copy_float(line, some, slot, 10, min_ps)
-    _copy_float(line, some, slot, 11, repetitions)
-    _copy_float(line, some, slot, 12, presences)
-    _copy_float(line, some, slot, 13, frequencies)
-    tl.store(edited + slot, tl.zeros([BLOCK], tl.int8), mask=some)
+    places = words + tl.load(words + 2)
+    for number in range(tl.program_id(0), N + A, tl.num_programs(0)):
+        edit = places + N + A + tl.load(places + number)  # operation, slot, number of words, words
+        slot, count, told = tl.load(edit + 1).to(tl.int64), tl.load(edit + 2), edit + 3
+        if number < N:
+            table = tables + slot * B + tl.load(told)
+            for start in range(0, count - 1, BLOCK):
+                here = start + tl.arange(0, BLOCK)
+                known = here < count - 1
+                tl.store(table + here, tl.load(told + 1 + here, mask=known, other=0), mask=known)
+        else:
+            tl.store(boundaries + slot, tl.load(told + 1).to(tl.int64))
+            low = tl.load(told + 2).to(tl.int64) & 0xFFFFFFFF
+            tl.store(seeds + slot, low | tl.load(told + 3).to(tl.int64) << 32)
+            tl.store(samples + slot, tl.load(told + 4).to(tl.int64))
+            tl.store(top_ks + slot, tl.load(told + 5).to(tl.int64))
+            _copy_float(told, 7, temperatures + slot)
+            _copy_float(told, 8, top_ps + slot)
+            _copy_float(told, 9, min_ps + slot)
+            _copy_float(told, 10, repetitions + slot)
+            _copy_float(told, 11, presences + slot)
+            _copy_float(told, 12, frequencies + slot)
+            tl.store(edited + slot, 0)
 
 
-def edit_slots(words: Tensor, most: int, tables: Tensor, settings: SlotSettings) -> None:
-    """Apply the words of at most `most` new blocks and as many admissions. tables int32 [slots, B], contiguous."""
+def edit_slots(words: Tensor, tables: Tensor, settings: SlotSettings) -> None:
+    """Apply the words. tables int32 [slots, B], contiguous."""
     s = settings
-    edit_kernel[(triton.cdiv(most, _BLOCK),)](
-        words, tables, s.seed, s.sample, s.top_k, s.temperature, s.top_p, s.min_p, s.repetition, s.presence,
-        s.frequency, s.edited, HEADER=HEADER, LINE=LINE, BLOCK=_BLOCK, num_warps=4, **launch_options(words.device),
+    edit_kernel[(_PROGRAMS,)](
+        words, tables, s.boundary, s.seed, s.sample, s.top_k, s.temperature, s.top_p, s.min_p, s.repetition, s.presence,
+        s.frequency, s.edited, tables.shape[1], BLOCK=_BLOCK, num_warps=4, **launch_options(words.device),
     )  # fmt: skip

@@ -3,18 +3,19 @@ the slots. Knows slots, positions and block tables, never sequences.
 
     T tokens of a step    R rows    S rows that sample    B blocks of a table    P tokens per block
 
-The words of a step, int32, one section behind the other; the host may fill a step up to fixed T, R and S with tokens at
-position -1, rows without context and samples of a slot that nobody has:
+The words of a step, int32, one section behind the other; the host may fill a step up to fixed T, R and S with tokens
+behind the last row's, rows without tokens and context, and samples of no row, which are of the last slot: nobody's.
 
-    tokens    T ids (-1 - slot: the slot's last token), T positions, T slots
-    rows      R + 1 starts, R contexts, R slots
-    samples   S places of the row's last token, S slots, S positions in the answer
+    tokens    T ids (-1: the last token of its row's slot)
+    rows      R + 1 starts, R contexts, R slots (-1: its tokens have no place)
+    samples   S rows that sample (-1: none)
 
 Every list begins at a multiple of four words: pointers of one alignment, one compiled kernel.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
+import functools
 import itertools
 from dataclasses import dataclass
 
@@ -26,46 +27,58 @@ from torch import Tensor
 from kernels.overlap import begin, launch_options
 
 
-@triton.jit(do_not_specialize=["T", "R", "S", "row_blocks"])
+@triton.jit(do_not_specialize=["T", "R", "S", "row_blocks", "nobody"])
 def unpack_kernel(
     words,  # int32, as above
-    last_token,  # int64 [slots]
+    last_token, boundaries,  # int64 [slots]
     tables,  # int32 [slots, B]
     token_ids, positions, places,  # int64 [T] out
     row_tables,  # int32 [R, row_blocks] out: the part in use
     sampled, sample_slots, sample_positions,  # int64 [S] out
-    T, R, S, B, row_blocks,
-    P: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    T, R, S, B, row_blocks, nobody,
+    P: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Programs 0 to R - 1 copy a row's table each, the others unpack BLOCK tokens or samples each."""
     begin(PDL)
     program = tl.program_id(0)
-    T4, R4, S4 = tl.cdiv(T, 4) * 4, tl.cdiv(R, 4) * 4, tl.cdiv(S, 4) * 4
-    contexts = words + 3 * T4 + tl.cdiv(R + 1, 4) * 4
+    starts = words + tl.cdiv(T, 4) * 4
+    contexts = starts + tl.cdiv(R + 1, 4) * 4
+    slots = contexts + tl.cdiv(R, 4) * 4
     if program < R:
-        owner = tl.load(contexts + R4 + program).to(tl.int64)
-        count = tl.cdiv(tl.load(contexts + program), P)
+        owner = tl.load(slots + program).to(tl.int64)
+        count = tl.where(owner < 0, 0, tl.cdiv(tl.load(contexts + program), P))
         for start in range(0, count, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             table = tl.load(tables + owner * B + columns, mask=columns < count, other=0)
             tl.store(row_tables + program.to(tl.int64) * row_blocks + columns, table, mask=columns < count)
     else:
         here = (program - R) * BLOCK + tl.arange(0, BLOCK)
-        known = here < T
+        row = tl.zeros([BLOCK], tl.int32)  # how many rows end before the token
+        for first in range(0, R, ROWS):
+            rows = first + tl.arange(0, ROWS)
+            ends = tl.load(starts + 1 + rows, mask=rows < R, other=T)
+            row += tl.sum((ends[None, :] <= here[:, None]).to(tl.int32), 1)
+        inside = here < T
+        known = here < tl.load(starts + R)
         id = tl.load(words + here, mask=known, other=0)
-        position = tl.load(words + T4 + here, mask=known, other=-1)
-        slot = tl.load(words + 2 * T4 + here, mask=known, other=0).to(tl.int64)
-        last = tl.load(last_token + (-1 - id), mask=known & (id < 0), other=0)
-        tl.store(token_ids + here, tl.where(id < 0, last, id.to(tl.int64)), mask=known)
-        tl.store(positions + here, tl.maximum(position, 0).to(tl.int64), mask=known)
-        block = tl.load(tables + slot * B + position // P, mask=known & (position >= 0), other=0).to(tl.int64)
-        place = tl.where(position >= 0, block * P + position % P, -1)
-        tl.store(places + here, place, mask=known)
-        samples = contexts + 2 * R4
+        slot = tl.load(slots + row, mask=known, other=-1).to(tl.int64)
+        end = tl.load(starts + 1 + row, mask=known, other=0)
+        position = tl.where(known, tl.load(contexts + row, mask=known, other=0) - end + here, 0)
+        placed = slot >= 0
+        last = tl.load(last_token + slot, mask=placed & (id < 0), other=0)
+        tl.store(token_ids + here, tl.where(id < 0, last, id.to(tl.int64)), mask=inside)
+        tl.store(positions + here, position.to(tl.int64), mask=inside)
+        block = tl.load(tables + slot * B + position // P, mask=placed, other=0).to(tl.int64)
+        tl.store(places + here, tl.where(placed, block * P + position % P, -1), mask=inside)
         some = here < S
-        tl.store(sampled + here, tl.load(samples + here, mask=some, other=0).to(tl.int64), mask=some)
-        tl.store(sample_slots + here, tl.load(samples + S4 + here, mask=some, other=0).to(tl.int64), mask=some)
-        tl.store(sample_positions + here, tl.load(samples + 2 * S4 + here, mask=some, other=0).to(tl.int64), mask=some)
+        chosen = tl.load(slots + tl.cdiv(R, 4) * 4 + here, mask=some, other=-1)
+        drawn = chosen >= 0
+        tl.store(sampled + here, tl.load(starts + 1 + chosen, mask=drawn, other=1).to(tl.int64) - 1, mask=some)
+        sampler = tl.load(slots + chosen, mask=drawn, other=nobody).to(tl.int64)
+        tl.store(sample_slots + here, sampler, mask=some)
+        context = tl.load(contexts + chosen, mask=drawn, other=0).to(tl.int64)
+        boundary = tl.load(boundaries + sampler, mask=drawn, other=0)
+        tl.store(sample_positions + here, context - boundary, mask=some)
 
 
 @triton.jit(do_not_specialize=["S"])
@@ -136,9 +149,10 @@ def words_of(tokens: int, rows: int, samples: int) -> int:
     return places_of(tokens, rows, samples)[-1]
 
 
+@functools.cache
 def places_of(tokens: int, rows: int, samples: int) -> list[int]:
     """Where each list of a step's words begins, in order, and where the last one ends."""
-    counts = [tokens] * 3 + [rows + 1, rows, rows] + [samples] * 3
+    counts = tokens, rows + 1, rows, rows, samples
     return [0, *itertools.accumulate(-(-count // 4) * 4 for count in counts)]
 
 
@@ -149,7 +163,7 @@ def step_inputs(words: Tensor, tokens: int, rows: int, samples: int, tables: Ten
     def room(count: int) -> Tensor:
         return torch.empty(count, dtype=torch.int64, device=device)
 
-    starts, contexts = places_of(tokens, rows, samples)[3:5]
+    starts, contexts = places_of(tokens, rows, samples)[1:3]
     return StepInputs(
         token_ids=room(tokens), positions=room(tokens), places=room(tokens),
         starts=words[starts : starts + rows + 1], contexts=words[contexts : contexts + rows],
@@ -158,14 +172,17 @@ def step_inputs(words: Tensor, tokens: int, rows: int, samples: int, tables: Ten
     )  # fmt: skip
 
 
-def unpack(words: Tensor, last_token: Tensor, tables: Tensor, into: StepInputs, block_size: int) -> None:
-    """Fill a step's inputs from its words and the slots. last_token int64 [slots], tables int32 [slots, B]."""
+def unpack(
+    words: Tensor, last_token: Tensor, boundaries: Tensor, tables: Tensor, into: StepInputs, block_size: int
+) -> None:
+    """Fill a step's inputs from its words and the slots. last_token and boundaries (tokens of the prompt) int64
+    [slots], tables int32 [slots, B]."""
     tokens, rows, samples = len(into.token_ids), len(into.contexts), len(into.sampled)
     block = 128
     unpack_kernel[(rows + triton.cdiv(max(tokens, samples), block),)](
-        words, last_token, tables, into.token_ids, into.positions, into.places, into.tables, into.sampled,
+        words, last_token, boundaries, tables, into.token_ids, into.positions, into.places, into.tables, into.sampled,
         into.sample_slots, into.sample_positions, tokens, rows, samples, tables.shape[1], into.tables.shape[1],
-        P=block_size, BLOCK=block, num_warps=4, **launch_options(words.device),
+        len(tables) - 1, P=block_size, BLOCK=block, ROWS=64, num_warps=4, **launch_options(words.device),
     )  # fmt: skip
 
 

@@ -4,7 +4,6 @@ Knows slots and blocks, never jobs. The host plans ahead: `launch` puts a step i
 waits for what it brought. A token stays in its slot on the device, so the next step needs no round trip.
 """
 
-import bisect
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -19,16 +19,17 @@ from kernels import attention, kv, products, sampling, slots
 from kernels.attention import AttentionPlan
 from kernels.attention.brief import BriefPlan, serves_brief
 from kernels.device import is_hopper
+from kernels.edits import HEADER
 from kernels.sampling.slot_settings import Samples
 from kernels.sampling.top_logprobs import top_logprobs
 from kernels.slots import StepInputs
 from services.worker import gpu_words
-from services.worker.gpu_edits import SlotEditor
 from services.worker.gpu_ops import TritonOps
 from services.worker.gpu_sampler import GpuSampler
-from services.worker.gpu_words import Array, Kind, Sizes, StepRows
+from services.worker.gpu_uplink import NO_EDITS, STAGES, DeviceEdits, Uplink
+from services.worker.gpu_words import Kind, Sizes, StepRows
 from services.worker.host_pages import HostPage, HostPages
-from services.worker.inputs import Edit, SlotState, Words, unpack
+from services.worker.inputs import EDIT_WORDS, HEADER_WORDS, Edit, SlotState, Words, unpack
 from services.worker.layers import StepTensors
 from services.worker.model import Model
 from services.worker.ops import Rotation
@@ -51,8 +52,8 @@ FP8_TOKENS, FP8_EAGER, LEAST_FILLED = (1024, 2048), 6, 7 / 8
 to so many times larger, are captured for those that fill this share of them."""
 _EAGER_TOKENS, _SIZES_APART = 320, 128
 """Of the steps and products that are run at the start."""
-_STAGES = 4
-"""Host buffers: one for each step in flight, and for those whose copies may not be over yet."""
+_SlotEdit = tuple[Edit, int, Words]
+"""What is done, to which slot, with which words."""
 
 
 @contextmanager
@@ -97,7 +98,7 @@ class GpuStep:
     """S of the report."""
     report: Tensor
     """`Computed.report` in host memory, valid after `done`."""
-    asked: Array
+    asked: npt.NDArray[np.int64]
     """How many likely tokens each row that samples asks for; -1: none, nor its own log-probability."""
     tops: tuple[Tensor, Tensor] | None
     done: torch.cuda.Event | None
@@ -131,16 +132,14 @@ class GpuRunner:
         self.measure_gaps = False
         """Note when each step could begin: `gap_s` tells how long the device idled between two."""
         self._windows = set(model.config.windows)
-        self._computed = np.zeros(slot_count + 1, np.int64)
+        self._computed = [0] * slot_count
         # The last slot is nobody's: what fills up a graph belongs to it.
         self._last_token = torch.zeros(slot_count + 1, dtype=torch.int64, device=device)
         self._tables = torch.zeros(slot_count + 1, self.row_blocks, dtype=torch.int32, device=device)
-        self._editor = SlotEditor(self._tables, self.sampler.settings)
         self._row_tables = torch.zeros(slot_count, self.row_blocks, dtype=torch.int32, device=device)
-        most, pinned = slots.words_of(step_tokens, slot_count, slot_count), device.type == "cuda"
-        self._words = torch.zeros(most, dtype=torch.int32, device=device)
-        self._staged = [torch.zeros(most, dtype=torch.int32, pin_memory=pinned) for _ in range(_STAGES)]
-        self._reports = [torch.zeros(most, dtype=torch.int32, pin_memory=pinned) for _ in range(_STAGES)]
+        self._uplink = Uplink(slots.words_of(step_tokens, slot_count, slot_count), self._tables, self.sampler.settings)
+        most, pinned = _aligned(3 * slot_count) + step_tokens, device.type == "cuda"
+        self._reports = [torch.zeros(most, dtype=torch.int32, pin_memory=pinned) for _ in range(STAGES)]
         self._launched = 0
         self._side: Any = torch.cuda.Stream(device) if pinned else None  # type: ignore[no-untyped-call]
         self._host_pages: HostPages | None = None
@@ -163,9 +162,7 @@ class GpuRunner:
         if self.device.type != "cuda":
             return 0
         sizes = self.step_tokens, self.slots, self.slots
-        words = np.zeros(len(self._words), np.int32)
-        gpu_words.fill_largest(words, sizes, self.slots)
-        self._words.copy_(torch.from_numpy(words))
+        self._send_alone(gpu_words.nobodys(self.step_tokens), sizes)
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -181,7 +178,7 @@ class GpuRunner:
         wanted = self._graph_sizes()
         pool = torch.cuda.graph_pool_handle()
         with _nothing_collected():
-            self._editor.capture(pool)
+            self._uplink.capture(pool)
             for done, (sizes, kind) in enumerate(wanted):
                 progress(done, len(wanted))
                 self._graphs[kind].insert(0, self._capture(sizes, kind, pool))
@@ -195,7 +192,7 @@ class GpuRunner:
         for power in range((self.slots - 1).bit_length()):
             rows = 1 << power
             sizes = min(max(2 * rows, _EAGER_TOKENS), self.step_tokens), rows, rows
-            self._send_empty(sizes)
+            self._send_alone(gpu_words.nothing(), sizes)
             self._compute(sizes, Kind.ANY, sizes[0] - 1)
         model, layer = self.model, self.model.layers[0]
         for tokens in range(_SIZES_APART, self.step_tokens + 1, _SIZES_APART):
@@ -242,7 +239,7 @@ class GpuRunner:
         return EAGER_BYTES / weights
 
     def _capture(self, sizes: Sizes, kind: Kind, pool: Any) -> Graph:
-        self._send_empty(sizes)
+        self._send_alone(gpu_words.nothing(), sizes)
         long_tokens = 0 if kind is Kind.ANSWERS else sizes[0] - 1  # one less: there may be answers, too
         self._compute(sizes, kind, long_tokens)  # compiles, and lets libraries make what they need
         torch.cuda.synchronize()
@@ -251,11 +248,12 @@ class GpuRunner:
             computed = self._compute(sizes, kind, long_tokens)
         return Graph(sizes, graph.replay, computed)
 
-    def _send_empty(self, sizes: Sizes) -> None:
-        """The words of a step without a token."""
-        words = np.zeros(len(self._words), np.int32)
-        gpu_words.fill_empty(words, sizes, self.slots)
-        self._words.copy_(torch.from_numpy(words))
+    def _send_alone(self, rows: StepRows, sizes: Sizes) -> None:
+        """The words of a step before which and beside which there is none."""
+        end = rows.lay_out(self._uplink.stages[0], HEADER, sizes)
+        self._uplink.send(0, end, NO_EDITS)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
 
     # ---- steps ----
 
@@ -263,35 +261,34 @@ class GpuRunner:
         """Launch and collect."""
         return self.collect(self.launch(words))
 
-    @torch.inference_mode()
     def launch(self, words: Words) -> GpuStep:
-        """Put a step into the stream. After an exception no row has advanced, and the edits are applied."""
+        """Put a step into the stream. After an exception no row has advanced, and the edits may be sent again."""
         edits, rows = unpack(words)
-        self._apply(edits)
-        owners, lengths = rows.slots.astype(np.int64), rows.lengths.astype(np.int64)
-        contexts, chosen = self._computed[owners] + lengths, np.flatnonzero(rows.samples)
-        positions = contexts[chosen] - self.sampler.boundary[owners[chosen]]
-        self.sampler.lift_bans(owners[chosen], positions)
-        step = self._begin(StepRows(rows, owners, lengths, contexts, chosen, positions))
-        self._computed[owners] = contexts
+        here, later = self._read(edits, words[HEADER_WORDS:])
+        contexts = [self._computed[slot] + length for slot, length in zip(rows.slots, rows.lengths, strict=True)]
+        step = self._begin(StepRows(rows, contexts), here, later)
+        for slot, context in zip(rows.slots, contexts, strict=True):
+            self._computed[slot] = context
         return step
 
-    def _begin(self, rows: StepRows) -> GpuStep:
+    def _begin(self, rows: StepRows, edits: DeviceEdits, later: list[_SlotEdit]) -> GpuStep:
         graph = self.graph_for(*rows.sizes[:2], rows.kind)
         sizes = graph.sizes if graph else self._eager_sizes(rows)
-        place = self._launched % _STAGES
+        place = self._launched % STAGES
         self._launched += 1
-        count = rows.lay_out(self._staged[place].numpy(), sizes, self.slots)
-        self._words[:count].copy_(self._staged[place][:count], non_blocking=True)
+        end = rows.lay_out(self._uplink.stages[place], HEADER, sizes)
+        self._uplink.send(place, end, edits)
+        self._edit_logits(later)
+        self.sampler.lift_bans(rows.rows.slots, rows.contexts)
         began = self._event() if self.measure_gaps else None
         if graph:
             graph.replay()
             computed = graph.computed
         else:
-            long_tokens = int(rows.lengths[rows.lengths > self.ops.short_tokens].sum())
+            long_tokens = sum(length for length in rows.rows.lengths if length > self.ops.short_tokens)
             computed = self._compute(sizes, Kind.ANSWERS if rows.answers else Kind.ANY, long_tokens)
         report = self._reports[place][: len(computed.report)].copy_(computed.report, non_blocking=True)
-        asked = self.sampler.logprobs[rows.slots[rows.sampling]]
+        asked = self.sampler.logprobs[[rows.rows.slots[row] for row in rows.sampling]]
         return GpuStep(rows, sizes[2], report, asked, self._send_tops(computed, asked), self._event(), began)
 
     def over(self, step: GpuStep) -> bool:
@@ -309,7 +306,7 @@ class GpuRunner:
         finite = np.ones(rows, np.bool_)
         if not step.rows.answers:
             lines = report[_aligned(3 * step.samples) :][:tokens]
-            finite = np.minimum.reduceat(lines, step.rows.ends - step.rows.lengths) > 0
+            finite = np.minimum.reduceat(lines, [0, *step.rows.ends[:-1]]) > 0
         finite[step.rows.sampling] &= np.isfinite(totals.view(np.float32))
         logprobs = own.view(np.float32).tolist() if step.asked.max(initial=-1) >= 0 else None
         return StepResult(finite.tolist(), Sampled(drawn.tolist(), logprobs, _tops(step)))
@@ -366,9 +363,7 @@ class GpuRunner:
     def graph_for(self, tokens: int, rows: int, kind: Kind) -> Graph | None:
         """The smallest graph that holds such a step, unless launching it kernel by kernel is better."""
         graphs = self._graphs[kind]
-        place = bisect.bisect_left(graphs, tokens, key=lambda graph: graph.sizes[0])
-        fitting = (graph for graph in graphs[place : place + len(RAGGED_ROWS)] if rows <= graph.sizes[1])
-        graph = next(fitting, None)
+        graph = next((graph for graph in graphs if tokens <= graph.sizes[0] and rows <= graph.sizes[1]), None)
         if graph is None and kind is Kind.BRIEF:
             return self.graph_for(tokens, rows, Kind.ANY)
         if graph is None or kind is Kind.ANSWERS or graph.sizes[0] <= self._eager_tokens:
@@ -389,47 +384,50 @@ class GpuRunner:
 
     # ---- edits ----
 
-    def _apply(self, edits: Iterable[tuple[Edit, int, Words]]) -> None:
-        later: list[tuple[Edit, int, Words]] = []
-        places: list[Words] = []
-        blocks: list[Words] = []
-        admitted: list[Words] = []
-        for edit, slot, words in edits:
+    def _read(self, edits: Iterable[_SlotEdit], words: Words) -> tuple[DeviceEdits, list[_SlotEdit]]:
+        """Note what the host keeps of edits, which begin these words. -> what the device reads, and what is to be done
+        behind that."""
+        blocks: list[int] = []
+        admitted: list[int] = []
+        later: list[_SlotEdit] = []
+        at = 0
+        for edit, slot, told in edits:
             if edit is Edit.BLOCKS:
-                first = slot * self.row_blocks + int(words[0])
-                places.append(np.arange(first, first + len(words) - 1, dtype=np.int32))
-                blocks.append(words[1:])
+                blocks.append(at)
             elif edit is Edit.ADMIT:
-                state = SlotState.read(words)
+                admitted.append(at)
+                state = SlotState.read(told)
                 self._computed[slot] = state.computed
                 self.sampler.admit(slot, state)
-                admitted += [np.array([slot], np.int32), words]
-            elif edit is Edit.RELEASE:
-                self._computed[slot] = 0
-            else:
-                later.append((edit, slot, words))
-        if places or admitted:
-            self._editor.write(places, blocks, admitted)
-        for edit, slot, words in later:
+            elif edit is not Edit.RELEASE:
+                later.append((edit, slot, told))
+            at += EDIT_WORDS + len(told)
+        return DeviceEdits(words[:at], blocks, admitted), later
+
+    def _edit_logits(self, edits: list[_SlotEdit]) -> None:
+        """Apply what is behind the device's own edits in the stream."""
+        for edit, slot, told in edits:
             if edit is Edit.HISTORY:
-                self.sampler.remember(slot, int(words[0]), words[1:])
+                self.sampler.remember(slot, int(told[0]), told[1:])
             elif edit is Edit.BIAS:
-                ids, numbers = np.split(words, 2)
+                ids, numbers = np.split(told, 2)
                 self.sampler.bias(slot, ids, numbers.view(np.float32))
             else:
-                self.sampler.ban(slot, int(words[0]), words[1:])
+                self.sampler.ban(slot, int(told[0]), told[1:])
 
     # ---- computing ----
 
+    @torch.inference_mode()
     def _compute(self, sizes: Sizes, kind: Kind, long_tokens: int) -> Computed:
         """From the words on the device to the report: all that a graph holds. `long_tokens` as the attention's plan."""
         model, device = self.model, self.device
         tokens, _, samples = sizes
         answers = kind is Kind.ANSWERS
-        inputs = slots.step_inputs(self._words, *sizes, self._row_tables)
+        words = self._uplink.words
+        inputs = slots.step_inputs(words, *sizes, self._row_tables)
         finite_at = _aligned(3 * samples)
         report = torch.empty(finite_at + (0 if answers else tokens), dtype=torch.int32, device=device)
-        slots.unpack(self._words, self._last_token, self._tables, inputs, self.block_size)
+        slots.unpack(words, self._last_token, self.sampler.settings.boundary, self._tables, inputs, self.block_size)
         step = self.step_of(inputs, long_tokens, None if answers else inputs.sampled, kind)
         x, seen = model.forward(step, self.pools)
         if not answers:
@@ -469,7 +467,7 @@ class GpuRunner:
         event.record()
         return event
 
-    def _send_tops(self, computed: Computed, asked: Array) -> tuple[Tensor, Tensor] | None:
+    def _send_tops(self, computed: Computed, asked: npt.NDArray[np.int64]) -> tuple[Tensor, Tensor] | None:
         """Ids and log-probabilities of the likely tokens, as many as the row that asks for most; None if none does."""
         most, count = int(asked.max(initial=0)), len(asked)
         if most <= 0:

@@ -19,16 +19,17 @@ class GpuSampler:
     def __init__(self, slots: int, vocab_size: int, device: torch.device) -> None:
         self.device, self.vocab_size = device, vocab_size
         self.settings = slot_settings(slots + 1, device, vocab_size)
-        self.boundary = np.zeros(slots + 1, np.int64)
+        self._boundary = np.zeros(slots + 1, np.int64)
         self.logprobs = np.full(slots + 1, -1, np.int64)
         self._bias: dict[int, tuple[Tensor, Tensor]] = {}
         self._bans: dict[int, tuple[int, Tensor]] = {}
+        """Tokens of prompt and answer until which each is valid, and which ones."""
 
     # ---- edits ----
 
     def admit(self, slot: int, state: SlotState) -> None:
         """A sequence takes the slot: nothing stays of the one before. What the device keeps `kernels.edits` writes."""
-        self.boundary[slot] = state.boundary
+        self._boundary[slot] = state.boundary
         self.logprobs[slot] = state.logprobs
         self._bias.pop(slot, None)
         self._bans.pop(slot, None)
@@ -49,16 +50,16 @@ class GpuSampler:
 
     def ban(self, slot: int, until: int, ids: Words) -> None:
         """Tokens that the slot may not choose before this position of its answer."""
-        self._bans[slot] = (until, self._sent(torch.from_numpy(ids.astype(np.int64))))
+        self._bans[slot] = (until + int(self._boundary[slot]), self._sent(torch.from_numpy(ids.astype(np.int64))))
         self._write_edits(slot)
 
-    def lift_bans(self, slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> None:
-        """Before a step: these slots choose the token at these positions; bans that end there go."""
+    def lift_bans(self, slots: list[int], contexts: list[int]) -> None:
+        """Before a step: these slots have seen so many tokens; bans that end there go."""
         if not self._bans:
             return
-        for slot, position in zip(slots.tolist(), positions.tolist(), strict=True):
+        for slot, context in zip(slots, contexts, strict=True):
             ban = self._bans.get(slot)
-            if ban is not None and position >= ban[0]:
+            if ban is not None and context >= ban[0]:
                 del self._bans[slot]
                 self._write_edits(slot)
 

@@ -1,21 +1,25 @@
 """The words of a step for the GPU: from a packed step and what the host knows of slots to the lists of `kernels.slots`.
 
-Knows positions and slots, never tensors of a device.
+Knows contexts and slots, never tensors of a device. Python's own numbers, arrays and views of memory alone: a prompt
+that comes after a rest waits for this, and numpy that has rested takes ten times its time.
 """
 
+import itertools
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 import numpy as np
-import numpy.typing as npt
 
 from kernels import slots
 from kernels.attention import brief
-from services.worker.inputs import Rows, Words
+from services.worker.inputs import Rows
 
-Array = npt.NDArray[np.int64]
 Sizes = tuple[int, int, int]
 """Tokens, rows, rows that sample."""
+Stage = memoryview
+"""Words, int32, in host memory."""
 
 
 class Kind(Enum):
@@ -34,24 +38,19 @@ class StepRows:
     """The R rows of a step, and what the host knows of them."""
 
     rows: Rows
-    slots: Array
-    """[R]."""
-    lengths: Array
-    """[R]: tokens of this step."""
-    contexts: Array
+    contexts: list[int]
     """[R]: tokens seen, those of this step included."""
-    sampling: Array
+    sampling: list[int] = field(init=False)
     """[S]: which rows sample."""
-    positions: Array
-    """[S]: of the new token in its answer."""
-    ends: Array = field(init=False)
+    ends: list[int] = field(init=False)
     """[R]: tokens of the rows up to each, its own included."""
     sizes: Sizes = field(init=False)
 
     def __post_init__(self) -> None:
         """Counts, once."""
-        self.ends = np.cumsum(self.lengths)
-        self.sizes = int(self.ends[-1]), len(self.slots), len(self.sampling)
+        self.ends = list(itertools.accumulate(self.rows.lengths))
+        self.sampling = [row for row, samples in enumerate(self.rows.samples) if samples]
+        self.sizes = len(self.rows.ids), len(self.ends), len(self.sampling)
 
     @property
     def answers(self) -> bool:
@@ -64,49 +63,30 @@ class StepRows:
         """The first that fits."""
         if self.answers:
             return Kind.ANSWERS
-        return Kind.BRIEF if self.contexts.max() <= brief.KEYS else Kind.ANY
+        return Kind.BRIEF if max(self.contexts) <= brief.KEYS else Kind.ANY
 
-    def lay_out(self, words: Words, sizes: Sizes, nobody: int) -> int:
-        """Write the lists, filled up to `sizes` with what belongs to the slot of nobody. -> how many words."""
+    def lay_out(self, words: Stage, begin: int, sizes: Sizes) -> int:
+        """Write the lists from `begin` on, filled up to `sizes` with what is nobody's. -> where they end."""
         tokens, count, samples = self.sizes
-        total = slots.words_of(*sizes)
-        words[:total] = 0
-        ids, places, owners, starts, contexts, row_slots, sampled, sample_slots, positions = parts(words, sizes)
-        ends = self.ends
-        owners[:tokens] = np.repeat(self.slots, self.lengths)
-        if len(self.rows.ids) == tokens:
-            ids[:tokens] = self.rows.ids
-        else:
-            ids[:tokens] = -1 - owners[:tokens]
-            ids[:tokens][np.repeat(self.rows.given > 0, self.lengths)] = self.rows.ids
-        places[tokens:] = -1
-        places[:tokens] = np.arange(tokens) + np.repeat(self.contexts - ends, self.lengths)
-        starts[1 : count + 1], starts[count + 1 :] = ends, tokens  # rows without tokens are skipped
-        contexts[:count], row_slots[:count], row_slots[count:] = self.contexts, self.slots, nobody
-        sample_slots[samples:] = nobody
-        sampled[:samples], sample_slots[:samples] = ends[self.sampling] - 1, self.slots[self.sampling]
-        positions[:samples] = self.positions
-        return total
+        ids, starts, contexts, owners, chosen, end = (begin + place for place in slots.places_of(*sizes))
+        words[ids : ids + tokens] = self.rows.ids.data
+        put(words, starts, [0, *self.ends, *[tokens] * (sizes[1] - count)])
+        put(words, contexts, [*self.contexts, *[0] * (sizes[1] - count)])
+        put(words, owners, self.rows.slots)
+        put(words, chosen, [*self.sampling, *[-1] * (sizes[2] - samples)])
+        return end
 
 
-def fill_largest(words: Words, sizes: Sizes, nobody: int) -> None:
-    """A step of one row of all tokens, which sees the block of nobody and writes nowhere."""
-    _, places, _, starts, contexts, row_slots, _, sample_slots, _ = parts(words, sizes)
-    places[:] = -1
-    starts[1:] = contexts[0] = sizes[0]
-    row_slots[:] = sample_slots[:] = nobody
+def put(words: Stage, at: int, values: Sequence[int]) -> None:
+    """Write these numbers there."""
+    words[at : at + len(values)] = array("i", values)
 
 
-def fill_empty(words: Words, sizes: Sizes, nobody: int) -> None:
-    """A step whose rows are all without tokens."""
-    _, places, _, _, _, row_slots, _, sample_slots, _ = parts(words, sizes)
-    places[:] = -1
-    row_slots[:] = sample_slots[:] = nobody
+def nothing() -> StepRows:
+    """A step without rows."""
+    return StepRows(Rows([], [], [], np.empty(0, np.int32)), [])
 
 
-def parts(words: Words, sizes: Sizes) -> list[Words]:
-    """The lists of a step's words, as `kernels.slots` names them."""
-    tokens, rows, samples = sizes
-    counts = [tokens] * 3 + [rows + 1, rows, rows] + [samples] * 3
-    places = slots.places_of(tokens, rows, samples)
-    return [words[place : place + count] for place, count in zip(places, counts, strict=False)]
+def nobodys(tokens: int) -> StepRows:
+    """A step of one row of so many tokens, which is nobody's and writes nowhere."""
+    return StepRows(Rows([-1], [tokens], [0], np.zeros(tokens, np.int32)), [tokens])

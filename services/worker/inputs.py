@@ -1,19 +1,20 @@
 """A step as one packed int32 array: edits to device slots, then ragged rows. Knows the format, not who reads it.
 
-    header   words of edits, rows, token ids
+    header   words of edits, rows, tokens
     edits    each: operation, slot, number of words, words
-    rows     each: slot, tokens, token ids given (0: the slot's last token), samples (0 or 1)
-    ids      the token ids given, row by row
+    rows     each: slot, tokens, samples (0 or 1)
+    ids      of the tokens, row by row (-1: the slot's last token)
 
 A slot holds what the device must remember of a sequence: block table, position, last token, sampling state. So a step
 of answers sends four words for each, and a token that is still on the device needs no round trip. Floats go as bits.
 """
 
 import enum
+import struct
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, get_type_hints
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +23,11 @@ from services.worker.batching import Row
 from services.worker.sequence import Sequence as Job
 
 Words = npt.NDArray[np.int32]
-_HEADER_WORDS = 3
-_ROW_WORDS = 4
+HEADER_WORDS = EDIT_WORDS = 3
+"""Before the edits, and of an edit before its own words."""
+_ROW_WORDS = 3
+_THREE = struct.Struct("=3i")
+_STATE = struct.Struct("=7i6f")
 
 
 class Edit(enum.IntEnum):
@@ -41,6 +45,9 @@ class Edit(enum.IntEnum):
     """For logit_bias: token ids, then as many floats."""
     BAN = 5
     """For min_tokens: the position from which they are allowed, then token ids."""
+
+
+_EDITS = tuple(Edit)
 
 
 class SlotState(NamedTuple):
@@ -65,18 +72,12 @@ class SlotState(NamedTuple):
 
     def words(self) -> "array[int]":
         """In the order of the fields."""
-        values: tuple[Any, ...] = self
-        packed = array("i", values[:_INTEGERS])
-        packed.frombytes(array("f", values[_INTEGERS:]).tobytes())
-        return packed
+        return array("i", _STATE.pack(*self))
 
     @classmethod
     def read(cls, words: Words) -> "SlotState":
         """The inverse of `words`."""
-        return cls(*words[:_INTEGERS].tolist(), *words[_INTEGERS:].view(np.float32).tolist())
-
-
-_INTEGERS = sum(kind is int for kind in get_type_hints(SlotState).values())
+        return cls(*_STATE.unpack(words.data))
 
 
 # ---- writing ----
@@ -99,9 +100,11 @@ def pack(slot_edits: Iterable[SlotEdits], rows: Iterable[Row]) -> Words:
     ids: array[int] = array("i")
     for row in rows:
         job = row.sequence
-        given = job.tokens[row.start : row.start + row.tokens] if row.start < job.prefill_end else ()
-        columns.extend((_slot(job), row.tokens, len(given), row.samples))
-        ids.extend(given)
+        columns.extend((_slot(job), row.tokens, row.samples))
+        if row.start < job.prefill_end:
+            ids.extend(job.tokens[row.start : row.start + row.tokens])
+        else:
+            ids.append(-1)
     header = array("i", (len(edits), len(columns) // _ROW_WORDS, len(ids)))
     return np.frombuffer(header + edits + columns + ids, np.int32)
 
@@ -112,7 +115,8 @@ def release(slot: int) -> SlotEdits:
 
 
 def admit(job: Job, eos_token_ids: Iterable[int]) -> SlotEdits:
-    """The edits that put a sequence in its slot. Raises OverflowError for numbers that do not fit."""
+    """The edits that put a sequence in its slot. Raises struct.error or OverflowError for numbers that do not
+    fit."""
     slot, params = _slot(job), job.job.params
     state = SlotState(
         computed=job.found_tokens,
@@ -167,32 +171,33 @@ def _signed(word: int) -> int:
 # ---- reading ----
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """The rows of a step, in columns of R."""
+class Rows(NamedTuple):
+    """The R rows of a step, in columns."""
 
-    slots: Words
-    lengths: Words
-    given: Words
-    """Token ids given; 0 where the slot knows."""
-    samples: npt.NDArray[np.bool_]
+    slots: list[int]
+    lengths: list[int]
+    """Tokens of this step."""
+    samples: list[int]
+    """0 or 1."""
     ids: Words
-    """The token ids given, row by row."""
+    """Of the tokens, row by row; -1 where the slot knows."""
 
 
 def unpack(words: Words) -> tuple[Sequence[tuple[Edit, int, Words]], Rows]:
     """The edits as (operation, slot, words), and the rows."""
-    edit_words, count, ids = words[:_HEADER_WORDS].tolist()
-    rows_at = _HEADER_WORDS + edit_words
+    edit_words, count, ids = _THREE.unpack_from(words.data)
+    rows_at = HEADER_WORDS + edit_words
     ids_at = rows_at + count * _ROW_WORDS
-    slots, lengths, given, samples = words[rows_at:ids_at].reshape(count, _ROW_WORDS).T
     assert len(words) == ids_at + ids, f"{len(words)} words, {ids_at + ids} announced"
-    return list(_edits(words[_HEADER_WORDS:rows_at])), Rows(slots, lengths, given, samples != 0, words[ids_at:])
+    columns = words[rows_at:ids_at].tolist()
+    rows = Rows(columns[0::_ROW_WORDS], columns[1::_ROW_WORDS], columns[2::_ROW_WORDS], words[ids_at:])
+    return list(_edits(words[HEADER_WORDS:rows_at])), rows
 
 
 def _edits(words: Words) -> Iterator[tuple[Edit, int, Words]]:
     at = 0
     while at < len(words):
-        operation, slot, count = words[at : at + 3].tolist()
-        yield Edit(operation), slot, words[at + 3 : at + 3 + count]
-        at += 3 + count
+        operation, slot, count = _THREE.unpack_from(words.data, at * words.itemsize)
+        end = at + EDIT_WORDS + count
+        yield _EDITS[operation], slot, words[at + EDIT_WORDS : end]
+        at = end

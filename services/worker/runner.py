@@ -117,12 +117,12 @@ class CpuRunner:
         edits, rows = unpack(words)
         for edit, slot, data in edits:
             self._apply(edit, slot, data)
-        slots, lengths = rows.slots.astype(np.int64), rows.lengths.astype(np.int64)
+        slots, lengths = np.array(rows.slots, np.int64), np.array(rows.lengths, np.int64)
         contexts = self._computed[slots] + lengths
         with torch.inference_mode():
             step = self._prepare(rows, slots, lengths, contexts)
             x, seen = self.model.forward(step, self.pools)
-            finite = finite_rows(seen, lengths.tolist())
+            finite = finite_rows(seen, rows.lengths)
             chosen = np.flatnonzero(rows.samples)
             sampled = Sampled([], None, None)
             if len(chosen):
@@ -191,8 +191,7 @@ class CpuRunner:
         ends = np.cumsum(lengths)
         row_of = np.repeat(np.arange(len(slots)), lengths)
         positions = np.arange(len(row_of)) + (contexts - ends)[row_of]
-        token_ids = self._last_token[slots][row_of]
-        token_ids[(rows.given > 0)[row_of]] = rows.ids
+        token_ids = np.where(rows.ids < 0, self._last_token[slots][row_of], rows.ids)
         tables = self._tables[slots, : -(-int(contexts.max()) // self.block_size)]
         places = tables[row_of, positions // self.block_size] * self.block_size + positions % self.block_size
         at, model = torch.from_numpy(positions), self.model
@@ -203,5 +202,7 @@ class CpuRunner:
             rotation=Rotation(model.cos[at], model.sin[at]),
             places=torch.from_numpy(places),
             plans={w: plan(lengths, contexts, tables, self.block_size, w, dtype) for w in self._windows},
-            sampled=None if rows.samples.sum() == len(positions) else torch.from_numpy(ends[rows.samples] - 1),
+            sampled=None
+            if sum(rows.samples) == len(positions)
+            else torch.from_numpy(ends[np.flatnonzero(rows.samples)] - 1),
         )

@@ -15,7 +15,7 @@ from kernels.device import is_hopper
 from kernels.products import matmul, matmul_hopper, vendor_tiles
 from kernels.products.matmul_hopper import Shape
 from kernels.products.skinny import Tile
-from tests.kernels.cases import DTYPES, Batch, check_edits, check_sampling, close, poison, rand
+from tests.kernels.cases import DTYPES, Batch, check_edits, check_sampling, check_step_lists, close, poison, rand
 from tests.kernels.fused import check_rotated_qkv
 
 
@@ -346,8 +346,21 @@ def test_invariant_products_have_the_same_bits_in_any_batch(dtype: torch.dtype) 
 
 
 def test_edits_of_slots() -> None:
-    for slots, width, places, admitted in ((5, 7, 0, 1), (9, 40, 150, 0), (257, 1024, 5000, 200)):
-        check_edits(slots, width, places, admitted)
+    check_edits(5, 7, [], 1)
+    check_edits(9, 40, [(0, 30), (5, 1)], 0)
+    check_edits(257, 1024, [(17, 1000), (0, 1024), (3, 1), (8, 128)], 200)
+    check_edits(257, 1024, [(17, 1000), (0, 1024)], 3, room=1100)
+
+
+def test_lists_of_a_step() -> None:
+    prompt, chunk, answer = (128, 128, True, True), (500, 620, True, False), (1, 600, False, True)
+    for rows, sizes in (
+        ([prompt], (128, 8, 8)),
+        ([answer], (1, 1, 1)),
+        ([answer, chunk, (1, 1, True, True)], (502, 3, 2)),
+        ([chunk, *[answer] * 250], (768, 256, 256)),
+    ):
+        check_step_lists(rows, sizes, 16)
 
 
 def test_sampling_follows_the_reference() -> None:

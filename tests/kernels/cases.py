@@ -2,18 +2,21 @@
 
 import os
 import random
+from array import array
 from unittest import mock
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kernels import attention, kv, reference, sampling
+from kernels import attention, kv, reference, sampling, slots
 from kernels.attention.brief import BriefPlan
+from kernels.edits import HEADER
 from kernels.sampling.slot_settings import SlotSettings, slot_settings
 from kernels.sampling.top_logprobs import top_logprobs
-from services.worker import gpu_edits
-from services.worker.inputs import SlotState
+from services.worker import gpu_uplink
+from services.worker.gpu_words import StepRows
+from services.worker.inputs import Edit, Rows, SlotState
 
 DEVICE = "cuda" if torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1" else "cpu"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -143,27 +146,36 @@ def random_settings(slots: int, vocab: int) -> SlotSettings:
     return state
 
 
-def check_edits(slots: int, blocks: int, places: int, admitted: int) -> None:
-    """New blocks and admissions change what they name, and nothing else."""
+def check_edits(slots: int, blocks: int, fresh: list[tuple[int, int]], admitted: int, room: int = 1 << 14) -> None:
+    """New blocks, for each slot the place of the first and how many, and admissions change what they name, and nothing
+    else; so they do where there is no room for all of them at once."""
     settings = random_settings(slots, 32)
     tables = torch.randint(0, 9, (slots, blocks), dtype=torch.int32, device=DEVICE)
-    where = torch.randperm(slots * blocks)[:places].int()
-    values = torch.randint(100, 200, (places,), dtype=torch.int32)
     wanted = {name: getattr(settings, name).clone() for name in settings.__slots__}
     wanted_tables = tables.clone()
-    wanted_tables.view(-1)[where.long()] = values.to(DEVICE)
-    lines: list[Tensor] = []
+    words = array("i")
+    edits = gpu_uplink.DeviceEdits(np.empty(0, np.int32))
+    order = random.sample(range(slots), len(fresh))
+    for slot, (first, count) in zip(order, fresh, strict=True):
+        given = torch.randint(100, 200, (count,), dtype=torch.int32)
+        wanted_tables[slot, first : first + count] = given.to(DEVICE)
+        edits.blocks.append(len(words))
+        words.extend((Edit.BLOCKS, slot, 1 + count, first, *given.tolist()))
     for slot in random.sample(range(slots), admitted):
         state = SlotState(
             7, 9, random.getrandbits(31), -random.getrandbits(31), slot, 40, -1, *(random.random() for _ in range(6))
         )
-        lines.append(torch.tensor([slot, *state.words()], dtype=torch.int32))
+        words.extend((Edit.RELEASE, slot, 0))
+        edits.admitted.append(len(words))
+        words.extend((Edit.ADMIT, slot, len(state.words()), *state.words()))
         seed = state.seed_low & 0xFFFFFFFF | state.seed_high << 32
-        for name, value in (("seed", seed), ("sample", slot), ("top_k", 40), ("edited", 0), *floats_of(state)):
+        numbers = ("seed", seed), ("sample", slot), ("top_k", 40), ("boundary", 9), ("edited", 0)
+        for name, value in (*numbers, *floats_of(state)):
             wanted[name][slot] = value
-    with mock.patch.object(gpu_edits, "AT_ONCE", 128):
-        editor = gpu_edits.SlotEditor(tables, settings)
-        editor.write([where.numpy()], [values.numpy()], [line.numpy() for line in lines])
+    edits.words = np.frombuffer(words, np.int32)
+    with mock.patch.object(gpu_uplink, "ROOM", room):
+        uplink = gpu_uplink.Uplink(1, tables, settings)
+        uplink.send(2, HEADER + 1, edits)
     assert torch.equal(tables, wanted_tables)
     for name, value in wanted.items():
         assert torch.equal(getattr(settings, name), value), name
@@ -176,6 +188,47 @@ def floats_of(state: SlotState) -> list[tuple[str, float]]:
         ("repetition", state.repetition_penalty), ("presence", state.presence_penalty),
         ("frequency", state.frequency_penalty),
     ]  # fmt: skip
+
+
+def check_step_lists(rows: list[tuple[int, int, bool, bool]], sizes: tuple[int, int, int], block: int) -> None:
+    """For each row its tokens, its context, whether its tokens are given and whether it samples, filled up to sizes."""
+    count, nobody, width = len(rows), len(rows) + 3, 40
+    owners = random.sample(range(nobody), count)
+    lengths, contexts = [row[0] for row in rows], [row[1] for row in rows]
+    ids = [random.randrange(900) if given else -1 for length, _, given, _ in rows for _ in range(length)]
+    known = Rows(owners, lengths, [int(row[3]) for row in rows], np.array(ids, np.int32))
+    words = np.full(slots.words_of(*sizes) + 4, 77, np.int32)
+    assert StepRows(known, contexts).lay_out(words.data, 4, sizes) == len(words)
+    sent = torch.from_numpy(words[4:]).to(DEVICE)
+    last, boundaries = (torch.randint(0, 900, (nobody + 1,), device=DEVICE) for _ in range(2))
+    tables = torch.randint(0, 99, (nobody + 1, width), dtype=torch.int32, device=DEVICE)
+    row_tables = torch.full((sizes[1], width), -7, dtype=torch.int32, device=DEVICE)
+    got = slots.step_inputs(sent, *sizes, row_tables)
+    slots.unpack(sent, last, boundaries, tables, got, block)
+    token_ids, positions, places, given = [], [], [], iter(ids)
+    for owner, (length, context, told, _) in zip(owners, rows, strict=True):
+        for position in range(context - length, context):
+            token_id = next(given)
+            token_ids.append(token_id if told else int(last[owner]))
+            positions.append(position)
+            places.append(int(tables[owner, position // block]) * block + position % block)
+    unused = sizes[0] - len(token_ids)
+    assert got.token_ids.tolist() == token_ids + [0] * unused
+    assert got.positions.tolist() == positions + [0] * unused
+    assert got.places.tolist() == places + [-1] * unused
+    ends = np.cumsum(lengths).tolist()
+    assert got.starts.tolist() == [0, *ends, *ends[-1:] * (sizes[1] - count)]
+    assert got.contexts.tolist() == contexts + [0] * (sizes[1] - count)
+    for row, (owner, context) in enumerate(zip(owners, contexts, strict=True)):
+        whole = -(-context // block)
+        assert torch.equal(row_tables[row, :whole], tables[owner, :whole])
+        assert row_tables[row, whole:].eq(-7).all()
+    chosen = [row for row in range(count) if rows[row][3]]
+    idle = sizes[2] - len(chosen)
+    assert got.sampled.tolist() == [ends[row] - 1 for row in chosen] + [0] * idle
+    assert got.sample_slots.tolist() == [owners[row] for row in chosen] + [nobody] * idle
+    drawn = [contexts[row] - int(boundaries[owners[row]]) for row in chosen]
+    assert got.sample_positions.tolist()[: len(chosen)] == drawn
 
 
 def check_sampling(rows: int, slots: int, vocab: int, rounded: bool, most: int, chunk: int | None, block: int) -> None:

@@ -163,13 +163,13 @@ def calls(dtype: torch.dtype, capability: int) -> Iterator[tuple[str, Callable[[
     yield "gather", partial(blocks.gather_blocks, index(1), pool, index(2), staging)
     yield "scatter", partial(blocks.scatter_blocks, index(1), pool, index(2), staging)
     step, last, tables = torch.zeros(99, dtype=torch.int32), index(5), torch.zeros(5, 8, dtype=torch.int32)
-    yield "unpack", partial(slots.unpack, step, last, tables, slots.step_inputs(step, 9, 2, 2, tables), 16)
+    yield "unpack", partial(slots.unpack, step, last, last, tables, slots.step_inputs(step, 9, 2, 2, tables), 16)
     yield "finite", partial(slots.finite_lines, new(9, 4096), step[:9])
     for vocab in (None, 1024) if exact else ():  # logits are float32
         state = slot_settings(4, "cpu", vocab)
         yield f"sample {vocab}", partial(sampling.sample, new(2, 1024), state, index(2), index(2))
     if exact:
-        yield "edit", partial(edits.edit_slots, step, 2, tables, slot_settings(4, "cpu"))
+        yield "edit", partial(edits.edit_slots, step, tables, slot_settings(4, "cpu"))
         yield "keep", partial(slots.keep, index(2), new(2), new(2), index(2), last, step[:6].view(3, 2))
         yield "top", partial(top_logprobs.top_logprobs, new(2, 1024), new(2), 20)
 

@@ -16,7 +16,7 @@ from kernels.products.skinny import Tile
 from services.worker.config import ModelConfig, Rope
 from services.worker.gpu_ops import InvariantTritonOps, TritonOps
 from services.worker.host_pages import PIECE_BLOCKS, HostPages
-from tests.kernels.cases import Batch, check_edits, check_sampling, close, poison, rand
+from tests.kernels.cases import Batch, check_edits, check_sampling, check_step_lists, close, poison, rand
 from tests.kernels.fused import check_rotated_qkv, step_of_answers
 from tests.kernels.weights import check_nf4, check_products, check_rounding, check_words
 
@@ -115,9 +115,21 @@ def test_attention_over_pools_of_8_bits(stored: torch.dtype) -> None:
 
 
 def test_edits_of_slots() -> None:
-    check_edits(5, 7, 0, 1)
-    check_edits(9, 40, 150, 0)
-    check_edits(140, 4, 30, 133)
+    check_edits(5, 7, [], 1)
+    check_edits(9, 300, [(0, 150), (7, 1), (20, 128)], 0)
+    check_edits(140, 4, [(2, 2), (0, 4)], 133)
+    check_edits(9, 40, [(5, 20), (0, 30)], 3, room=50)
+
+
+def test_lists_of_a_step() -> None:
+    prompt, chunk, answer = (37, 37, True, True), (130, 150, True, False), (1, 91, False, True)
+    for rows, sizes in (
+        ([prompt], (64, 8, 8)),
+        ([answer] * 3, (3, 3, 3)),
+        ([answer, chunk, (1, 1, True, True)], (132, 3, 2)),
+        ([answer] * 150, (160, 160, 160)),
+    ):
+        check_step_lists(rows, sizes, 16)
 
 
 @pytest.mark.parametrize("dtype", [HALF, FULL], ids=str)

@@ -37,9 +37,8 @@ def runner_of(
 
 def taken(runner: GpuRunner, lengths: list[int], contexts: list[int]) -> tuple[Sizes, Kind]:
     """Sizes and kind of the graph that serves such a step, in which the last row samples."""
-    nothing = np.zeros(len(lengths), np.int32)
-    own, seen, last = (np.array(numbers, np.int64) for numbers in (lengths, contexts, [len(lengths) - 1]))
-    rows = StepRows(Rows(nothing, nothing, nothing, nothing > 0, nothing), own, own, seen, last, last)
+    slots, samples = list(range(len(lengths))), [0] * (len(lengths) - 1) + [1]
+    rows = StepRows(Rows(slots, lengths, samples, np.zeros(sum(lengths), np.int32)), contexts)
     graph = runner.graph_for(*rows.sizes[:2], rows.kind)
     assert graph is not None
     return graph.sizes, next(kind for kind, graphs in runner._graphs.items() if any(one is graph for one in graphs))

@@ -28,11 +28,8 @@ def test_rows_carry_tokens_that_the_device_cannot_know() -> None:
     assert words.dtype == np.int32
     edits, rows = inputs.unpack(words)
     assert list(edits) == []
-    assert rows.slots.tolist() == [0, 3]
-    assert rows.lengths.tolist() == [1, 3]
-    assert rows.given.tolist() == [0, 3]
-    assert rows.samples.tolist() == [True, False]
-    assert rows.ids.tolist() == [11, 12, 13]
+    assert (rows.slots, rows.lengths, rows.samples) == ([0, 3], [1, 3], [1, 0])
+    assert rows.ids.tolist() == [-1, 11, 12, 13]
 
 
 def test_new_blocks_are_told_once() -> None:
