@@ -64,8 +64,9 @@ class Question:
 
     @cached_property
     def guess(self) -> int:
-        """Made in a fraction of the key's time, and here the same when a client asks the same again."""
-        return hash((packed(self.prompt), self.asked.SerializeToString(deterministic=True), self.index))
+        """Made in a fraction of the key's time, and here the same when a client of this tenant asks the same again."""
+        asked = self.asked.SerializeToString(deterministic=True)
+        return hash((self.salt, self.card.fingerprint, packed(self.prompt), asked, self.index))
 
 
 def deterministic(sampling: api.Sampling) -> bool:
@@ -110,7 +111,7 @@ class ResultCache:
     def expects(self, question: Question | None) -> bool:
         """Whether a look-up is likely to find something: the answer was stored from here and not missed since, or the
         last look-up found one."""
-        return self._found or (question is not None and question.guess in self._stored)
+        return question is not None and (self._found or question.guess in self._stored)
 
     def put(self, question: Question, result: cache_pb2.CachedResult) -> None:
         """Stores a result in the background; drops it if the cache service is far behind, or there is none."""

@@ -1,7 +1,9 @@
 """Stories of jobs that are sent to where they will surely run before the scheduler has said so."""
 
 import asyncio
+import hashlib
 import json
+from pathlib import Path
 
 import pytest
 from grpc import StatusCode, aio
@@ -168,6 +170,38 @@ async def test_a_cached_answer_that_was_not_there_is_not_expected_again() -> Non
         await generate(mesh.stub, ask())
         worker.fail_at, mesh.scheduler.hold, before = None, True, len(worker.jobs)
         answering = asyncio.create_task(generate(mesh.stub, ask()))
+        await until(lambda: len(worker.jobs) == before + 1)
+        mesh.scheduler.release()
+        assert (await answering).ids() == ANSWER
+
+
+@pytest.mark.usefixtures("_patient")
+async def test_what_another_tenant_asked_is_not_expected(tmp_path: Path) -> None:
+    file, tenant = tmp_path / "tenants.toml", '[[tenant]]\nname = "{0}"\nkeys = ["sha256:{1}"]\n'
+    file.write_text("".join(tenant.format(name, hashlib.sha256(name.encode()).hexdigest()) for name in ("one", "two")))
+    one, two = ((("authorization", f"Bearer {name}"),) for name in ("one", "two"))
+    async with FakeMesh(cache=True, tenants_file=str(file)) as mesh:
+        cache, worker = mesh.cache, mesh.workers[0]
+        await generate(mesh.stub, ask(), metadata=one)
+        await until(lambda: bool(cache and cache.kept))
+        mesh.scheduler.hold = True
+        answering = asyncio.create_task(generate(mesh.stub, ask(), metadata=two))
+        await until(lambda: len(worker.jobs) == 2)
+        mesh.scheduler.release()
+        assert (await answering).ids() == ANSWER
+
+
+@pytest.mark.usefixtures("_patient")
+async def test_an_answer_that_no_cache_keeps_is_not_expected_there() -> None:
+    async with FakeMesh(cache=True) as mesh:
+        cache, worker = mesh.cache, mesh.workers[0]
+        await generate(mesh.stub, ask())
+        await until(lambda: bool(cache and cache.kept))
+        worker.step_s = 0.1
+        assert (await generate(mesh.stub, ask())).receipt.result_hit
+        await until(lambda: not worker.running)
+        worker.step_s, mesh.scheduler.hold, before = 0.001, True, len(worker.jobs)
+        answering = asyncio.create_task(generate(mesh.stub, ask(temperature=1.0)))
         await until(lambda: len(worker.jobs) == before + 1)
         mesh.scheduler.release()
         assert (await answering).ids() == ANSWER
