@@ -7,7 +7,7 @@ The words of a step, int32, one section behind the other; the host may fill a st
 behind the last row's, rows without tokens and context, and samples of no row, which are of the last slot: nobody's.
 
     tokens    T ids (-1: the last token of its row's slot)
-    rows      R + 1 starts, R contexts, R slots (-1: its tokens have no place)
+    rows      R + 1 starts, R contexts, R slots (-1: its tokens have no place, and are at position 0)
     samples   S rows that sample (-1: none)
 
 Every list begins at a multiple of four words: pointers of one alignment, one compiled kernel.
@@ -63,8 +63,8 @@ def unpack_kernel(
         id = tl.load(words + here, mask=known, other=0)
         slot = tl.load(slots + row, mask=known, other=-1).to(tl.int64)
         end = tl.load(starts + 1 + row, mask=known, other=0)
-        position = tl.where(known, tl.load(contexts + row, mask=known, other=0) - end + here, 0)
         placed = slot >= 0
+        position = tl.where(placed, tl.load(contexts + row, mask=known, other=0) - end + here, 0)
         last = tl.load(last_token + slot, mask=placed & (id < 0), other=0)
         tl.store(token_ids + here, tl.where(id < 0, last, id.to(tl.int64)), mask=inside)
         tl.store(positions + here, position.to(tl.int64), mask=inside)

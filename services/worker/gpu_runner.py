@@ -27,7 +27,7 @@ from services.worker import gpu_words
 from services.worker.gpu_ops import TritonOps
 from services.worker.gpu_sampler import GpuSampler
 from services.worker.gpu_uplink import NO_EDITS, STAGES, DeviceEdits, Uplink
-from services.worker.gpu_words import Kind, Sizes, StepRows
+from services.worker.gpu_words import Kind, Sizes, StepRows, aligned
 from services.worker.host_pages import HostPage, HostPages
 from services.worker.inputs import EDIT_WORDS, HEADER_WORDS, Edit, SlotState, Words, unpack
 from services.worker.layers import StepTensors
@@ -93,11 +93,13 @@ class Graph:
 class GpuStep:
     """A step in the stream."""
 
+    number: int
+    """The uplink's."""
     rows: StepRows
     samples: int
     """S of the report."""
     report: Tensor
-    """`Computed.report` in host memory, valid after `done`."""
+    """Host memory that begins with `Computed.report`, valid after `done`."""
     asked: npt.NDArray[np.int64]
     """How many likely tokens each row that samples asks for; -1: none, nor its own log-probability."""
     tops: tuple[Tensor, Tensor] | None
@@ -138,10 +140,9 @@ class GpuRunner:
         self._tables = torch.zeros(slot_count + 1, self.row_blocks, dtype=torch.int32, device=device)
         self._row_tables = torch.zeros(slot_count, self.row_blocks, dtype=torch.int32, device=device)
         self._uplink = Uplink(slots.words_of(step_tokens, slot_count, slot_count), self._tables, self.sampler.settings)
-        most, pinned = _aligned(3 * slot_count) + step_tokens, device.type == "cuda"
-        self._reports = [torch.zeros(most, dtype=torch.int32, pin_memory=pinned) for _ in range(STAGES)]
-        self._launched = 0
-        self._side: Any = torch.cuda.Stream(device) if pinned else None  # type: ignore[no-untyped-call]
+        self._reports = [self._report() for _ in range(STAGES)]
+        """Host memory for those of steps to come."""
+        self._side: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._host_pages: HostPages | None = None
         self.host_block_s = 0.0
         """Seconds that a block takes to host memory and back, as measured."""
@@ -162,7 +163,8 @@ class GpuRunner:
         if self.device.type != "cuda":
             return 0
         sizes = self.step_tokens, self.slots, self.slots
-        self._send_alone(gpu_words.nobodys(self.step_tokens), sizes)
+        seen = min(self.step_tokens, self._row_tables.numel() * self.block_size)  # more blocks no table has
+        self._send_alone(gpu_words.nobodys(seen), sizes)
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -274,10 +276,9 @@ class GpuRunner:
     def _begin(self, rows: StepRows, edits: DeviceEdits, later: list[_SlotEdit]) -> GpuStep:
         graph = self.graph_for(*rows.sizes[:2], rows.kind)
         sizes = graph.sizes if graph else self._eager_sizes(rows)
-        place = self._launched % STAGES
-        self._launched += 1
-        end = rows.lay_out(self._uplink.stages[place], HEADER, sizes)
-        self._uplink.send(place, end, edits)
+        number, stage = self._uplink.begin()
+        end = rows.lay_out(self._uplink.stages[stage], HEADER, sizes)
+        self._uplink.send(stage, end, edits)
         self._edit_logits(later)
         self.sampler.lift_bans(rows.rows.slots, rows.contexts)
         began = self._event() if self.measure_gaps else None
@@ -287,9 +288,15 @@ class GpuRunner:
         else:
             long_tokens = sum(length for length in rows.rows.lengths if length > self.ops.short_tokens)
             computed = self._compute(sizes, Kind.ANSWERS if rows.answers else Kind.ANY, long_tokens)
-        report = self._reports[place][: len(computed.report)].copy_(computed.report, non_blocking=True)
+        report = self._reports.pop() if self._reports else self._report()
+        report[: len(computed.report)].copy_(computed.report, non_blocking=True)
         asked = self.sampler.logprobs[[rows.rows.slots[row] for row in rows.sampling]]
-        return GpuStep(rows, sizes[2], report, asked, self._send_tops(computed, asked), self._event(), began)
+        return GpuStep(number, rows, sizes[2], report, asked, self._send_tops(computed, asked), self._event(), began)
+
+    def _report(self) -> Tensor:
+        """Host memory for any step's report."""
+        most = aligned(3 * self.slots) + self.step_tokens
+        return torch.zeros(most, dtype=torch.int32, pin_memory=self.device.type == "cuda")
 
     def over(self, step: GpuStep) -> bool:
         """Whether the device is done with a step."""
@@ -305,11 +312,14 @@ class GpuRunner:
         drawn, own, totals = report[: 3 * step.samples].reshape(3, step.samples)[:, :samples]
         finite = np.ones(rows, np.bool_)
         if not step.rows.answers:
-            lines = report[_aligned(3 * step.samples) :][:tokens]
+            lines = report[aligned(3 * step.samples) :][:tokens]
             finite = np.minimum.reduceat(lines, [0, *step.rows.ends[:-1]]) > 0
         finite[step.rows.sampling] &= np.isfinite(totals.view(np.float32))
         logprobs = own.view(np.float32).tolist() if step.asked.max(initial=-1) >= 0 else None
-        return StepResult(finite.tolist(), Sampled(drawn.tolist(), logprobs, _tops(step)))
+        result = StepResult(finite.tolist(), Sampled(drawn.tolist(), logprobs, _tops(step)))
+        self._uplink.landed(step.number)
+        self._reports.append(step.report)
+        return result
 
     def scrub(self, blocks: list[int]) -> None:
         """Zero blocks that may hold NaN, behind all steps in the stream."""
@@ -425,7 +435,7 @@ class GpuRunner:
         answers = kind is Kind.ANSWERS
         words = self._uplink.words
         inputs = slots.step_inputs(words, *sizes, self._row_tables)
-        finite_at = _aligned(3 * samples)
+        finite_at = aligned(3 * samples)
         report = torch.empty(finite_at + (0 if answers else tokens), dtype=torch.int32, device=device)
         slots.unpack(words, self._last_token, self.sampler.settings.boundary, self._tables, inputs, self.block_size)
         step = self.step_of(inputs, long_tokens, None if answers else inputs.sampled, kind)
@@ -486,8 +496,3 @@ def _tops(step: GpuStep) -> list[list[tuple[int, float]]] | None:
         list(zip(row_ids[:count], row_values[:count], strict=True)) if count > 0 else []
         for row_ids, row_values, count in zip(ids, values, step.asked.tolist(), strict=True)
     ]
-
-
-def _aligned(words: int) -> int:
-    """Lists of other lengths begin at a multiple of four words."""
-    return -(-words // 4) * 4

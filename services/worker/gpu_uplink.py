@@ -77,6 +77,8 @@ class Uplink:
         self.words = self._words[HEADER:]
         """Where a step's words are on the device."""
         self._graphs: list[Any] = []
+        self._begun = self._landed = 0
+        """Steps, and how many of them are known to be over."""
 
     def capture(self, pool: Any) -> None:
         """Let small steps with edits be replays of graphs, whose memory comes from this pool."""
@@ -89,6 +91,20 @@ class Uplink:
                 self._copy(stage, _CAPTURED_WORDS)
                 self._edit()
             self._graphs.append(graph)
+
+    def begin(self) -> tuple[int, int]:
+        """-> the number of a step to come, and its stage. Only where steps failed and were told apart may all stages be
+        taken by steps that are under way: these are waited for, since the device may still read what lies there."""
+        number = self._begun
+        if number - self._landed >= STAGES:
+            self._settle()
+            self._landed = number
+        self._begun += 1
+        return number, number % STAGES
+
+    def landed(self, number: int) -> None:
+        """The step of this number is over, and so are those before it."""
+        self._landed = max(self._landed, number + 1)
 
     def send(self, stage: int, end: int, edits: DeviceEdits) -> None:
         """Send a step's words, which end there in this stage, and apply its edits."""
@@ -105,6 +121,10 @@ class Uplink:
         else:
             self._copy(stage, end)
             self._edit()
+
+    def _settle(self) -> None:
+        if self._words.is_cuda:
+            torch.cuda.synchronize()
 
     def _copy(self, stage: int, count: int) -> None:
         self._words[:count].copy_(self._staged[stage][:count], non_blocking=True)

@@ -15,7 +15,7 @@ from kernels.edits import HEADER
 from kernels.sampling.slot_settings import SlotSettings, slot_settings
 from kernels.sampling.top_logprobs import top_logprobs
 from services.worker import gpu_uplink
-from services.worker.gpu_words import StepRows
+from services.worker.gpu_words import StepRows, nobodys
 from services.worker.inputs import Edit, Rows, SlotState
 
 DEVICE = "cuda" if torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1" else "cpu"
@@ -229,6 +229,21 @@ def check_step_lists(rows: list[tuple[int, int, bool, bool]], sizes: tuple[int, 
     assert got.sample_slots.tolist() == [owners[row] for row in chosen] + [nobody] * idle
     drawn = [contexts[row] - int(boundaries[owners[row]]) for row in chosen]
     assert got.sample_positions.tolist()[: len(chosen)] == drawn
+
+
+def check_nobodys(tokens: int, sizes: tuple[int, int, int], block: int) -> None:
+    """Tokens of nobody's row, more of them than a sequence may have, are where any model has a rotation."""
+    words = np.full(slots.words_of(*sizes), 77, np.int32)
+    assert nobodys(tokens).lay_out(words.data, 0, sizes) == len(words)
+    sent = torch.from_numpy(words).to(DEVICE)
+    slot_words = torch.full((3,), 5, device=DEVICE)
+    tables, row_tables = (torch.full((rows, 2), 7, dtype=torch.int32, device=DEVICE) for rows in (3, sizes[1]))
+    got = slots.step_inputs(sent, *sizes, row_tables)
+    slots.unpack(sent, slot_words, slot_words, tables, got, block)
+    assert got.token_ids.tolist() == got.positions.tolist() == [0] * sizes[0]
+    assert got.places.tolist() == [-1] * sizes[0]
+    assert row_tables.eq(7).all()
+    assert got.sample_slots.tolist() == [2] * sizes[2]
 
 
 def check_sampling(rows: int, slots: int, vocab: int, rounded: bool, most: int, chunk: int | None, block: int) -> None:

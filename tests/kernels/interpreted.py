@@ -16,7 +16,7 @@ from kernels.products.skinny import Tile
 from services.worker.config import ModelConfig, Rope
 from services.worker.gpu_ops import InvariantTritonOps, TritonOps
 from services.worker.host_pages import PIECE_BLOCKS, HostPages
-from tests.kernels.cases import Batch, check_edits, check_sampling, check_step_lists, close, poison, rand
+from tests.kernels.cases import Batch, check_edits, check_nobodys, check_sampling, check_step_lists, close, poison, rand
 from tests.kernels.fused import check_rotated_qkv, step_of_answers
 from tests.kernels.weights import check_nf4, check_products, check_rounding, check_words
 
@@ -130,6 +130,7 @@ def test_lists_of_a_step() -> None:
         ([answer] * 150, (160, 160, 160)),
     ):
         check_step_lists(rows, sizes, 16)
+    check_nobodys(150, (160, 3, 2), 16)
 
 
 @pytest.mark.parametrize("dtype", [HALF, FULL], ids=str)
