@@ -26,7 +26,7 @@ _FAMILIES = (
     ("norms", ("norm",)),
     ("rope and KV", ("rope", "store_kv", "copy_blocks")),
     ("sampling", ("scan_kernel", "choose_kernel", "top_kernel", "sample", "topk", "argmax", "sort", "multinomial")),
-    ("attention", ("attention", "hopper_kernel", "hopper_few", "tile_kernel", "split_kernel", "shared_kernel",
+    ("attention", ("attention", "hopper_kernel", "hopper_few", "brief_kernel", "tile_kernel", "split_kernel", "shared_kernel",
                    "schedule_kernel", "flash", "softmax")),
     ("products", ("gemm", "gemv", "nvjet", "cutlass", "matmul", "linear", "mm", "skinny", "invariant", "split", "qkv")),
     ("quantized products", ("words_kernel", "dequantize", "round_rows")),
