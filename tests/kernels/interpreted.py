@@ -18,6 +18,7 @@ from services.worker.gpu_ops import InvariantTritonOps, TritonOps
 from services.worker.host_pages import PIECE_BLOCKS, HostPages
 from tests.kernels.cases import Batch, check_edits, check_nobodys, check_sampling, check_step_lists, close, poison, rand
 from tests.kernels.fused import check_rotated_qkv, step_of_answers
+from tests.kernels.steps import check_steps
 from tests.kernels.weights import check_nf4, check_products, check_rounding, check_words
 
 HALF, FULL = torch.float16, torch.float32
@@ -131,6 +132,10 @@ def test_lists_of_a_step() -> None:
     ):
         check_step_lists(rows, sizes, 16)
     check_nobodys(150, (160, 3, 2), 16)
+
+
+def test_whole_steps_of_the_runner() -> None:
+    check_steps()
 
 
 @pytest.mark.parametrize("dtype", [HALF, FULL], ids=str)

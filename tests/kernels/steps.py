@@ -1,0 +1,97 @@
+"""Whole steps of the GPU's runner against the CPU's: the same packed words, the same tokens and pools."""
+
+import random
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from services.worker.config import ModelConfig, Rope
+from services.worker.gpu_ops import TritonOps
+from services.worker.gpu_runner import GpuRunner
+from services.worker.inputs import Edit, SlotState, Words
+from services.worker.model import Model, randomize
+from services.worker.ops import Ops, ReferenceOps
+from services.worker.runner import CpuRunner
+
+_VOCAB, _LENGTH, _SLOTS, _BLOCKS, _LAST = 50, 128, 4, 12, -1
+_EditOf = tuple[Edit, int, Sequence[int]]
+"""Operation, slot, words."""
+_RowOf = tuple[int, list[int], bool]
+"""Slot, token ids (_LAST: the slot's last token), whether it samples."""
+
+
+def check_steps() -> None:
+    """Prompts in chunks, some that nobody samples from; draws, penalties, bias and bans; slots that change hands."""
+    fast, exact = _model(TritonOps()), _model(ReferenceOps())
+    for views, others in zip(fast.destinations().values(), exact.destinations().values(), strict=True):
+        for view, other in zip(views, others, strict=True):
+            view.copy_(other)
+    ops = exact.ops
+    assert isinstance(ops, ReferenceOps)
+    gpu = GpuRunner(fast, TritonOps(), 16, _SLOTS, _LENGTH, 64, torch.float32)
+    gpu.make_pools(_BLOCKS)
+    cpu = CpuRunner(exact, ops, _BLOCKS, 16, _SLOTS, _LENGTH, torch.float32)
+    for words in _steps():
+        got, want = gpu.run(words), cpu.run(words)
+        assert (got.finite, got.sampled.tokens) == (want.finite, want.sampled.tokens)
+        for pool, other in zip(gpu.pools, cpu.pools, strict=True):
+            torch.testing.assert_close(pool[1:], other[1:], rtol=1e-4, atol=1e-4)
+
+
+def _model(ops: Ops) -> Model:
+    """Two layers, the second with a window."""
+    config = ModelConfig(
+        "LlamaForCausalLM", _VOCAB, 48, 80, 2, 4, 2, 16, 1e-5, _LENGTH, Rope(10_000.0),
+        False, False, False, False, False, (None, 20), (1,),
+    )  # fmt: skip
+    model = Model(config, ops, torch.float32, _LENGTH)
+    randomize(model, lambda phase, done, total: None)
+    return model
+
+
+def _steps() -> Iterator[Words]:
+    draw = random.Random(1)
+    long, short = ([draw.randrange(_VOCAB) for _ in range(count)] for count in (30, 9))
+    yield _packed([_admit(0, 30, temperature=1.0), (Edit.BLOCKS, 0, [0, 5, 3])], [(0, long[:20], False)])
+    yield _packed(
+        [
+            _admit(2, 9, repetition_penalty=1.3),
+            (Edit.HISTORY, 2, [9, *short]),
+            (Edit.BIAS, 2, [3, 7, *_bits(2.0, -1.0)]),
+            (Edit.BAN, 2, [2, 7, 9]),
+            (Edit.BLOCKS, 2, [0, 4]),
+        ],
+        [(0, long[20:], True), (2, short, True)],
+    )
+    yield _packed([], [(0, [_LAST], True), (2, [_LAST], True)])
+    yield _packed(
+        [
+            (Edit.RELEASE, 2, []),
+            _admit(2, 1),
+            (Edit.BLOCKS, 2, [0, 9]),
+            _admit(1, 9, temperature=0.7, seed_low=-9),
+            (Edit.BLOCKS, 1, [0, 10]),
+        ],
+        [(0, [_LAST], True), (2, [5], True), (1, short[:4], False)],
+    )
+    yield _packed([], [(1, short[4:], True), (0, [_LAST], True), (2, [_LAST], True)])
+    yield _packed([(Edit.BLOCKS, 0, [2, 7])], [(0, [_LAST], True)])
+
+
+def _admit(slot: int, boundary: int, **settings: Any) -> _EditOf:
+    greedy = SlotState(0, boundary, 5, 0, 0, 0, -1, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0)
+    return Edit.ADMIT, slot, greedy._replace(**settings).words()
+
+
+def _bits(*values: float) -> Sequence[int]:
+    return array("i", array("f", values).tobytes())
+
+
+def _packed(edits: list[_EditOf], rows: list[_RowOf]) -> Words:
+    told = [word for edit, slot, words in edits for word in (edit, slot, len(words), *words)]
+    columns = [number for slot, ids, samples in rows for number in (slot, len(ids), samples)]
+    ids = [id for row in rows for id in row[1]]
+    return np.array([len(told), len(rows), len(ids), *told, *columns, *ids], np.int32)
