@@ -149,11 +149,16 @@ def words_of(tokens: int, rows: int, samples: int) -> int:
     return places_of(tokens, rows, samples)[-1]
 
 
+def aligned(words: int) -> int:
+    """Where a list of so many words ends for the next one: at a multiple of four."""
+    return -(-words // 4) * 4
+
+
 @functools.cache
 def places_of(tokens: int, rows: int, samples: int) -> list[int]:
     """Where each list of a step's words begins, in order, and where the last one ends."""
     counts = tokens, rows + 1, rows, rows, samples
-    return [0, *itertools.accumulate(-(-count // 4) * 4 for count in counts)]
+    return [0, *itertools.accumulate(map(aligned, counts))]
 
 
 def step_inputs(words: Tensor, tokens: int, rows: int, samples: int, tables: Tensor) -> StepInputs:

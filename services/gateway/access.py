@@ -80,10 +80,8 @@ class Access:
 
         Raises WeftError if one of its tenant's limits is reached.
         """
-        tenant = self.tenant(metadata)
-        account = self._account(tenant)
-        account.request(clock())
-        return Answering(tenant, account, tokens)
+        tenant = self.request(metadata)
+        return Answering(tenant, self._account(tenant), tokens)
 
     async def follow(self) -> None:
         """Reads the file again whenever it has changed, until cancelled. One that cannot be used changes nothing."""

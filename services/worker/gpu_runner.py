@@ -27,7 +27,7 @@ from services.worker import gpu_words
 from services.worker.gpu_ops import TritonOps
 from services.worker.gpu_sampler import GpuSampler
 from services.worker.gpu_uplink import NO_EDITS, STAGES, DeviceEdits, Uplink
-from services.worker.gpu_words import Kind, Sizes, StepRows, aligned
+from services.worker.gpu_words import Kind, Sizes, StepRows
 from services.worker.host_pages import HostPage, HostPages
 from services.worker.inputs import EDIT_WORDS, HEADER_WORDS, Edit, SlotState, Words, unpack
 from services.worker.layers import StepTensors
@@ -295,7 +295,7 @@ class GpuRunner:
 
     def _report(self) -> Tensor:
         """Host memory for any step's report."""
-        most = aligned(3 * self.slots) + self.step_tokens
+        most = slots.aligned(3 * self.slots) + self.step_tokens
         return torch.zeros(most, dtype=torch.int32, pin_memory=self.device.type == "cuda")
 
     def over(self, step: GpuStep) -> bool:
@@ -312,7 +312,7 @@ class GpuRunner:
         drawn, own, totals = report[: 3 * step.samples].reshape(3, step.samples)[:, :samples]
         finite = np.ones(rows, np.bool_)
         if not step.rows.answers:
-            lines = report[aligned(3 * step.samples) :][:tokens]
+            lines = report[slots.aligned(3 * step.samples) :][:tokens]
             finite = np.minimum.reduceat(lines, [0, *step.rows.ends[:-1]]) > 0
         finite[step.rows.sampling] &= np.isfinite(totals.view(np.float32))
         logprobs = own.view(np.float32).tolist() if step.asked.max(initial=-1) >= 0 else None
@@ -435,7 +435,7 @@ class GpuRunner:
         answers = kind is Kind.ANSWERS
         words = self._uplink.words
         inputs = slots.step_inputs(words, *sizes, self._row_tables)
-        finite_at = aligned(3 * samples)
+        finite_at = slots.aligned(3 * samples)
         report = torch.empty(finite_at + (0 if answers else tokens), dtype=torch.int32, device=device)
         slots.unpack(words, self._last_token, self.sampler.settings.boundary, self._tables, inputs, self.block_size)
         step = self.step_of(inputs, long_tokens, None if answers else inputs.sampled, kind)

@@ -82,11 +82,6 @@ def put(words: Stage, at: int, values: Sequence[int]) -> None:
     words[at : at + len(values)] = array("i", values)
 
 
-def aligned(words: int) -> int:
-    """Lists of other lengths begin at a multiple of four words."""
-    return -(-words // 4) * 4
-
-
 def nothing() -> StepRows:
     """A step without rows."""
     return StepRows(Rows([], [], [], np.empty(0, np.int32)), [])
