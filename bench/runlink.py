@@ -12,6 +12,7 @@ from protos import inference_pb2 as api
 from protos import mesh_pb2 as mesh
 from protos import mesh_pb2_grpc as stubs
 from services import rpc
+from services.outbox import Outbox
 
 _PROMPT = 16
 _MANY = 120_000
@@ -29,7 +30,7 @@ class Reader:
         self._reads = asyncio.Event()
         self._reads.set()
         self._first = asyncio.Event()
-        self._outbox: rpc.Outbox[mesh.RunRequest] = rpc.Outbox()
+        self._outbox: Outbox[mesh.RunRequest] = Outbox()
         self._outbox.put(mesh.RunRequest(hello=mesh.GatewayHello(gateway_id=f"bench-{number}")))
         for row in range(1, rows + 1):
             self._outbox.put(mesh.RunRequest(job=_job(f"bench-{number}-{row}", row)))

@@ -67,6 +67,16 @@ def setup(service: str, settings: CommonSettings) -> None:
             log.warning("no traces: an OTEL_ variable cannot be used", reason=str(error))
 
 
+def log_exception(event: str, error: BaseException) -> None:
+    """Logs where an exception came from, by type and line: its text may hold what a client sent."""
+    frames = []
+    trace = error.__traceback__
+    while trace is not None:
+        frames.append(f"{trace.tb_frame.f_code.co_filename.rpartition('/')[2]}:{trace.tb_lineno}")
+        trace = trace.tb_next
+    log.error(event, type=type(error).__name__, frames=frames[-6:])
+
+
 class _Lines(structlog.PrintLogger):
     """Where lines of a log go. That nobody reads them any more must not fail what they tell of."""
 

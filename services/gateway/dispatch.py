@@ -15,6 +15,7 @@ from protos import mesh_pb2 as mesh
 from protos.mesh_pb2_grpc import SchedulerStub
 from services import rpc
 from services.errors import WeftError, unavailable
+from services.outbox import Outbox, OutboxFull
 
 log = structlog.get_logger("dispatch")
 
@@ -74,7 +75,7 @@ class Dispatch:
         self._on_models = on_models
         self._on_worker_lost = on_worker_lost
         self._asks: dict[str, _Ask] = {}
-        self._outbox: rpc.Outbox[mesh.DispatchRequest] | None = None
+        self._outbox: Outbox[mesh.DispatchRequest] | None = None
         self._greeted = False
         self.models_known = asyncio.Event()
 
@@ -109,7 +110,7 @@ class Dispatch:
                 del self._asks[submit.job_id]
 
     async def _session(self, channel: aio.Channel) -> None:
-        outbox = self._outbox = rpc.Outbox[mesh.DispatchRequest](_MOST_UNSENT)
+        outbox = self._outbox = Outbox[mesh.DispatchRequest](_MOST_UNSENT)
         outbox.put(mesh.DispatchRequest(hello=mesh.GatewayHello(gateway_id=self._gateway_id)))
         call = SchedulerStub(channel).Dispatch(aiter(outbox), wait_for_ready=True)
         async for message in call:
@@ -161,7 +162,7 @@ class Dispatch:
             return False
         try:
             self._outbox.put(message)
-        except rpc.OutboxFull:
+        except OutboxFull:
             self._disconnected()
             return False
         return True

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from protos import inference_pb2 as api
 from protos import mesh_pb2
-from services import hashing, rpc, telemetry, validate
+from services import hashing, telemetry, validate
 from services.errors import WeftError, internal
 from services.gateway.continuation import Continuation, Mesh
 from services.gateway.journal import Journal, KeyChain
@@ -136,7 +136,7 @@ class Generation:
         except WeftError as error:
             self.error = error
         except Exception as error:
-            rpc.log_exception("a generation failed", error)
+            telemetry.log_exception("a generation failed", error)
             self.error = internal()
         finally:
             self.done = True

@@ -15,9 +15,10 @@ from grpc import StatusCode, aio
 
 from protos import mesh_pb2 as mesh
 from protos.mesh_pb2_grpc import WorkerStub
-from services import rpc
+from services import rpc, telemetry
 from services.errors import WeftError
 from services.gateway.journal import Detail
+from services.outbox import Outbox, OutboxFull
 
 log = structlog.get_logger("links")
 clock = time.monotonic
@@ -113,7 +114,7 @@ class WorkerLink:
         """Whether the last first token was announced: so the next will be."""
         self._rows: dict[int, Row] = {}
         self._numbers = itertools.count(1)
-        self._outbox: rpc.Outbox[mesh.RunRequest] = rpc.Outbox()
+        self._outbox: Outbox[mesh.RunRequest] = Outbox()
         self._put(mesh.RunRequest(hello=mesh.GatewayHello(gateway_id=gateway_id)))
         self._session = asyncio.create_task(self._run(address))
 
@@ -179,7 +180,7 @@ class WorkerLink:
     def _put(self, message: mesh.RunRequest) -> None:
         try:
             self._outbox.put(message)
-        except rpc.OutboxFull:
+        except OutboxFull:
             self._session.cancel()
 
     async def _run(self, address: str) -> None:
@@ -191,7 +192,7 @@ class WorkerLink:
         except aio.AioRpcError as error:
             log.info("link broke", code=error.code().name, rows=len(self._rows))
         except ValueError as error:
-            rpc.log_exception("a worker sent what is no step", error)
+            telemetry.log_exception("a worker sent what is no step", error)
         finally:
             self.alive = False
             rows, self._rows = self._rows, {}

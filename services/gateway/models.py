@@ -12,7 +12,7 @@ from grpc import StatusCode, aio
 from protos import inference_pb2 as api
 from protos import mesh_pb2 as mesh
 from protos.mesh_pb2_grpc import WorkerStub
-from services import rpc
+from services import rpc, telemetry
 from services.errors import WeftError, invalid, unavailable
 from services.gateway.access import denied
 from services.gateway.tenants import Tenant
@@ -168,7 +168,7 @@ async def fetch(served: Served, threads: Executor) -> TextModel:
         try:
             return await asyncio.get_running_loop().run_in_executor(threads, _build, data)
         except Exception as error:
-            rpc.log_exception("bundle cannot be used", error)
+            telemetry.log_exception("bundle cannot be used", error)
             break
     raise unavailable("NO_TOKENIZER", "the model's tokenizer is not available")
 

@@ -16,6 +16,7 @@ from protos import mesh_pb2 as mesh
 from protos import mesh_pb2_grpc as mesh_grpc
 from services import rpc
 from services.errors import WeftError, invalid
+from services.outbox import Outbox, OutboxFull
 from services.scheduler import wire
 from services.scheduler.messages import (
     Assigned,
@@ -44,14 +45,14 @@ class Link(Generic[Response]):
     """One peer's stream: what waits to be said to it, and why it ends."""
 
     def __init__(self, outbox_limit: int) -> None:
-        self.outbox: rpc.Outbox[Response] = rpc.Outbox(outbox_limit)
+        self.outbox: Outbox[Response] = Outbox(outbox_limit)
         self._cut: asyncio.Future[WeftError] = asyncio.get_running_loop().create_future()
 
     def say(self, message: Response) -> None:
         """Never waits. A peer too far behind is cut off."""
         try:
             self.outbox.put(message)
-        except rpc.OutboxFull:
+        except OutboxFull:
             self.cut(WeftError(StatusCode.ABORTED, "LINK_TOO_SLOW", "the reader of this link is too slow"))
 
     def cut(self, error: WeftError) -> None:

@@ -241,7 +241,7 @@ class _EngineThread:
         try:
             self._engine.run_forever(self._on_output, self._on_launch, self._on_soon, self._stop)
         except Exception as error:
-            rpc.log_exception("the engine failed", error)
+            telemetry.log_exception("the engine failed", error)
             self._loop.call_soon_threadsafe(self._failed.set_exception, EngineFailed())
 
     def _on_output(self, output: StepOutput) -> None:

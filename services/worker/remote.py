@@ -16,7 +16,7 @@ from grpc import aio
 
 from protos import cache_pb2 as cache
 from protos import cache_pb2_grpc as cache_grpc
-from services import hashing, metrics, rpc
+from services import hashing, metrics, rpc, telemetry
 from services.worker.engines import WorkerEngine
 from services.worker.prefetch import Link
 from services.worker.tiers import Wish
@@ -94,7 +94,7 @@ class RemoteStore:
         try:
             await asyncio.gather(*tasks)
         except Exception as error:
-            rpc.log_exception("sharing prefixes failed", error)
+            telemetry.log_exception("sharing prefixes failed", error)
         finally:
             for task in (*tasks, *self._fetching):
                 task.cancel()

@@ -13,6 +13,7 @@ from protos import inference_pb2 as api
 from protos import mesh_pb2 as mesh
 from protos import mesh_pb2_grpc as mesh_grpc
 from services import rpc
+from services.outbox import Outbox
 from services.worker import checkpoint
 from services.worker import link as links
 from services.worker.config import load_config
@@ -127,7 +128,7 @@ async def test_a_gateway_that_is_too_slow_is_told_so(monkeypatch: pytest.MonkeyP
     )
     try:
         async with rpc.link_channel(f"127.0.0.1:{server.port}") as channel:
-            requests: rpc.Outbox[mesh.RunRequest] = rpc.Outbox()
+            requests: Outbox[mesh.RunRequest] = Outbox()
             requests.put(mesh.RunRequest(hello=mesh.GatewayHello(gateway_id="g")))
             sampling = api.Sampling(max_tokens=100, seed=1)
             job = mesh.Job(row=1, job_id="j", attempt=1, token_ids=[5, 6], boundary=2, sampling=sampling)

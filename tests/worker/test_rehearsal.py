@@ -15,6 +15,7 @@ from protos import inference_pb2 as api
 from protos import mesh_pb2 as mesh
 from protos import mesh_pb2_grpc as mesh_grpc
 from services import rpc
+from services.outbox import Outbox
 from services.worker import checkpoint, main, rehearsal
 from services.worker.config import load_config
 from services.worker.engine import Engine
@@ -42,7 +43,7 @@ def _long_lead(monkeypatch: pytest.MonkeyPatch) -> None:
 class Gateway:
     """The other end of a Run stream: sends jobs, and reads until it has seen enough."""
 
-    def __init__(self, call: AsyncIterator[mesh.RunResponse], requests: rpc.Outbox[mesh.RunRequest]) -> None:
+    def __init__(self, call: AsyncIterator[mesh.RunResponse], requests: Outbox[mesh.RunRequest]) -> None:
         self._call = call
         self._requests = requests
         self._rows = 0
@@ -118,7 +119,7 @@ async def worker() -> AsyncIterator[Gateway]:
         "127.0.0.1:0", [rpc.Service("weft.v1.Worker", mesh_grpc.add_WorkerServicer_to_server, service)]
     )
     attachment: Any = silent
-    requests: rpc.Outbox[mesh.RunRequest] = rpc.Outbox()
+    requests: Outbox[mesh.RunRequest] = Outbox()
     requests.put(mesh.RunRequest(hello=mesh.GatewayHello(gateway_id="g")))
     try:
         with main._EngineThread(engine, jobs, attachment):
