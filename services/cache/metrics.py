@@ -1,4 +1,4 @@
-"""What the cache service counts: names of its metrics, read off the stores' counters. How long calls take is counted by `services/boundary`."""
+"""What the cache service counts: names of its metrics, read off the stores' counters. Knows no calls and no clock."""
 
 from services import metrics
 from services.cache.counters import Counters, Miss
