@@ -48,9 +48,7 @@ def bar(shares: Sequence[tuple[str, float]], unit: str) -> str:
         width = value / total * _WIDTH
         title = f"<title>{escape(name)}: {value:.2f} {escape(unit)}</title>"
         colour = COLOURS[number % len(COLOURS)]
-        parts.append(
-            f'<rect x="{left:.1f}" y="4" width="{width:.1f}" height="26" fill="{colour}">{title}</rect>'
-        )  # fmt: skip
+        parts.append(f'<rect x="{left:.1f}" y="4" width="{width:.1f}" height="26" fill="{colour}">{title}</rect>')
         left += width
     return _svg(34, parts) + _legend([f"{name} {value:.2f} {unit}" for name, value in shares])
 

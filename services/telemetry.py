@@ -178,9 +178,7 @@ def start(
     return _tracing.start(name, parent, kind, began, attributes, link)
 
 
-def record(
-    name: str, parent: Span, began: float, seconds: float, attributes: Attributes | None = None
-) -> None:  # fmt: skip
+def record(name: str, parent: Span, began: float, seconds: float, attributes: Attributes | None = None) -> None:
     """A span that is over: it began at `began` of `time.monotonic` and took so long."""
     if parent.recorded:
         start(name, parent.traceparent, began=began, attributes=attributes).end(began + seconds)

@@ -46,9 +46,7 @@ def _cards(result: dict[str, Any]) -> Iterable[str]:
         shares = [(name, seconds / told["steps"] * 1e3) for name, seconds in told["host"].items()]
         table = html.table(["", "ms a step", "share"], profile_rows(told))
         yield html.card(f"{told['steps']} steps of {told['worker']}", plot.bar(shares, "ms") + table)
-    rows = [
-        [name.upper(), *(f"{result[f'{column}_{name}_ms']:,.2f}" for column in _COLUMNS)] for name in LATENCIES
-    ]  # fmt: skip
+    rows = [[name.upper(), *(f"{result[f'{column}_{name}_ms']:,.2f}" for column in _COLUMNS)] for name in LATENCIES]
     yield html.card("Latencies, ms", html.table(["", *_COLUMNS], rows))
     yield html.card("Tokens and troubles", html.table([], [[line] for line in facts(result)]))
     yield html.card("Settings", html.table([], html.pairs(result["settings"])))

@@ -69,9 +69,7 @@ class Workload:
     def request(self, due: Due) -> api.GenerateRequest:
         """The message to send."""
         plan = self.plan
-        sampling = api.Sampling(
-            max_tokens=due.output_tokens, temperature=plan.temperature, ignore_eos=plan.ignore_eos
-        )  # fmt: skip
+        sampling = api.Sampling(max_tokens=due.output_tokens, temperature=plan.temperature, ignore_eos=plan.ignore_eos)
         return api.GenerateRequest(
             model=plan.model,
             prompt=api.Prompt(token_ids=api.TokenIds(ids=self.prompt(due))),

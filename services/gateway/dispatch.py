@@ -132,22 +132,22 @@ class Dispatch:
         elif kind == "worker_lost":
             self._on_worker_lost(message.worker_lost.worker_id)
         elif kind == "assigned":
-            self._answer(message.assigned, None)
+            self._answer(message.assigned)
         elif kind == "joined":
-            self._answer(message.joined, None)
+            self._answer(message.joined)
         elif kind == "rejected":
-            self._answer(message.rejected, WeftError.from_failure(message.rejected.failure))
+            self._answer(message.rejected)
 
-    def _answer(self, answer: mesh.Assigned | mesh.Joined | mesh.Rejected, error: WeftError | None) -> None:
+    def _answer(self, answer: Placement | mesh.Rejected) -> None:
         ask = self._asks.get(answer.job_id)
         if ask is None or ask.submit.attempt != answer.attempt:
             return  # Withdrawn meanwhile: the scheduler frees its credit when it reads the Withdraw.
         del self._asks[answer.job_id]
         if ask.answer.done():
             return
-        if error is not None:
-            ask.answer.set_exception(error)
-        elif not isinstance(answer, mesh.Rejected):
+        if isinstance(answer, mesh.Rejected):
+            ask.answer.set_exception(WeftError.from_failure(answer.failure))
+        else:
             ask.answer.set_result(answer)
 
     def _send(self, ask: _Ask) -> bool:

@@ -45,11 +45,10 @@ class Journal:
         self._stops = stops
         self._starts: list[tuple[int, int]] = []  # (position, attempt) where each attempt's tokens begin
 
-    def begin_attempt(self) -> int:
-        """Counts the next attempt and returns its number, from 1."""
+    def begin_attempt(self) -> None:
+        """Counts the next attempt, from 1."""
         self.attempt += 1
         self._starts.append((len(self.tokens), self.attempt))
-        return self.attempt
 
     def attempt_at(self, position: int) -> tuple[int, int]:
         """The attempt that produced the token at `position`, and the position after the last token that it produced."""

@@ -27,7 +27,7 @@ class GatewayMetrics:
         )
         self._results = add.counter(
             "weft_gateway_results", "Looks into the result cache by outcome.", "model", "outcome"
-        )  # fmt: skip
+        )
         self._joined = add.counter("weft_gateway_joined", "Requests answered with another one's tokens.", "model")
         self._lost = add.counter("weft_gateway_attempts_lost", "Attempts that a worker did not finish.", "reason")
         self._prompt = add.counter("weft_gateway_prompt_tokens", "Tokens of prompts.", "model")

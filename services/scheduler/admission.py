@@ -62,9 +62,9 @@ def first_token_s(workers: Sequence[Pace], ahead: Ahead) -> float:
 # ---- refusals ----
 
 
-def model_not_found(retry_after_s: float = 0.0) -> Failure:
+def model_not_found() -> Failure:
     """Nobody serves this model, and nobody did of late."""
-    return Failure(Code.NOT_FOUND, "MODEL_NOT_FOUND", "no such model is served", retry_after_s, field="model")
+    return Failure(Code.NOT_FOUND, "MODEL_NOT_FOUND", "no such model is served", field="model")
 
 
 def no_worker(retry_after_s: float) -> Failure:

@@ -82,14 +82,7 @@ class Model:
         """How fast each healthy worker would come to the job's first token."""
         matched = self.index.match(job.submit.block_keys)
         return [
-            Pace(
-                credits=worker.hello.credits,
-                free_credits=worker.free_credits,
-                backlog_tokens=worker.backlog_tokens,
-                uncached_tokens=job.prompt_tokens - matched.get(worker.id, 0) * worker.hello.card.block_size,
-                prefill_rate=worker.last.prefill_rate,
-                decode_s=worker.last.decode_s,
-            )
+            _pace(worker, job.prompt_tokens - matched.get(worker.id, 0) * worker.hello.card.block_size)
             for worker in healthy
         ]
 
@@ -101,10 +94,7 @@ class Model:
 
     def retry_after_s(self, healthy: list[Worker]) -> float:
         """When a place in a full line is likely: half the time that the whole line takes, 0.5 to 10 s."""
-        paces = [
-            Pace(w.hello.credits, w.free_credits, w.backlog_tokens, 0, w.last.prefill_rate, w.last.decode_s)
-            for w in healthy
-        ]
+        paces = [_pace(worker, 0) for worker in healthy]
         whole = Ahead(len(self.line), self.line.prompt_tokens, self.answer_tokens)
         return min(max(wait_s(paces, whole) / 2, 0.5), 10.0)
 
@@ -126,3 +116,14 @@ class Model:
         if not self.answer_tokens:
             self.answer_tokens = float(tokens)
         self.answer_tokens += ANSWER_SMOOTHING * (tokens - self.answer_tokens)
+
+
+def _pace(worker: Worker, uncached_tokens: int) -> Pace:
+    return Pace(
+        credits=worker.hello.credits,
+        free_credits=worker.free_credits,
+        backlog_tokens=worker.backlog_tokens,
+        uncached_tokens=uncached_tokens,
+        prefill_rate=worker.last.prefill_rate,
+        decode_s=worker.last.decode_s,
+    )

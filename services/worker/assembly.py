@@ -101,7 +101,7 @@ def _on_cpu(config: ModelConfig, source: _Source, options: EngineOptions, progre
     model = source.load(ops, plan.max_seq_length, options, progress)
     runner = CpuRunner(
         model, ops, plan.kv_blocks, options.block_size, options.max_batch_size, plan.max_seq_length, stored
-    )  # fmt: skip
+    )
     return Parts(config, source.parameters, replace(plan, weights=model.nbytes), runner)
 
 
@@ -118,15 +118,11 @@ def _on_gpu(config: ModelConfig, source: _Source, options: EngineOptions, progre
     memory.check_weights(source.expected_bytes(dtype, options.device), available, options)
     ops = InvariantTritonOps() if options.deterministic else TritonOps()
     model = source.load(ops, max_length, options, progress)
-    runner = GpuRunner(
-        model, ops, options.block_size, options.max_batch_size, max_length, options.step_tokens, stored
-    )  # fmt: skip
+    runner = GpuRunner(model, ops, options.block_size, options.max_batch_size, max_length, options.step_tokens, stored)
     progress("memory", 0, 1)
     workspace = runner.measure_workspace()
     block_bytes = _block_bytes(config, options, stored)
-    plan = memory.plan_pool(
-        config, model.nbytes, dtype.itemsize, block_bytes, options, available, _free_bytes(options), workspace
-    )  # fmt: skip
+    plan = memory.plan_pool(config, model.nbytes, block_bytes, options, available, _free_bytes(options), workspace)
     runner.make_pools(plan.kv_blocks)
     if options.host_kv_bytes:
         runner.make_host_pages(options.host_kv_bytes)

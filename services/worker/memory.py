@@ -51,23 +51,12 @@ def plan_memory(
     """
     max_length = check_length(config, options)
     workspace = _workspace(config, element_bytes, options, max_length)
-    blocks = _kv_blocks(options, block_bytes, max_length, available - weights - workspace)
-    plan = MemoryPlan(
-        weights=weights,
-        kv=(blocks + 1) * block_bytes,
-        workspace=workspace,
-        available=available,
-        kv_blocks=blocks,
-        kv_tokens=blocks * options.block_size,
-        max_seq_length=max_length,
-    )
+    room = int((available - weights - workspace) * _KV_SHARE)
+    plan = _plan(options, block_bytes, room, max_length, weights, workspace, available)
     needed = plan.weights + plan.kv + plan.workspace
     if needed > available:
         raise MemoryShortage(f"{_mib(needed)} are needed ({plan}): {_advice(plan, options)}")
-    if options.kv_blocks is None and plan.kv_tokens < max_length:
-        raise MemoryShortage(
-            f"the KV pool cannot hold one full sequence ({plan}): lower max_seq_length or raise kv_bytes"
-        )
+    _check_sequence(plan, options)
     return plan
 
 
@@ -82,16 +71,12 @@ def check_length(config: ModelConfig, options: EngineOptions) -> int:
 def check_weights(weights: int, available: int, options: EngineOptions) -> None:
     """Raises MemoryShortage, before anything is loaded, if a device of `available` free bytes cannot hold them."""
     if weights > available:
-        half = " or serve it in bfloat16" if options.dtype == "float32" else ""
-        raise MemoryShortage(
-            f"the weights take {_mib(weights)}, {_mib(available)} are free: take a smaller model{half}"
-        )
+        raise MemoryShortage(f"the weights take {_mib(weights)}, {_mib(available)} are free: {_smaller(options)}")
 
 
 def plan_pool(
     config: ModelConfig,
     weights: int,
-    element_bytes: int,
     block_bytes: int,
     options: EngineOptions,
     available: int,
@@ -104,26 +89,10 @@ def plan_pool(
     """
     max_length = check_length(config, options)
     left = int(free * _DEVICE_SHARE) - workspace
-    wanted = options.max_batch_size * -(-max_length // options.block_size)
-    blocks = min(wanted, left // block_bytes - 1)
-    if options.kv_blocks is not None or options.kv_bytes is not None:
-        blocks = _kv_blocks(options, block_bytes, max_length, left)
-    blocks = max(blocks, 0)
-    plan = MemoryPlan(
-        weights=weights,
-        kv=(blocks + 1) * block_bytes,
-        workspace=workspace,
-        available=available,
-        kv_blocks=blocks,
-        kv_tokens=blocks * options.block_size,
-        max_seq_length=max_length,
-    )
+    plan = _plan(options, block_bytes, left, max_length, weights, workspace, available)
     if plan.kv > left:
         raise MemoryShortage(f"{_mib(plan.kv)} of KV do not fit into {_mib(left)} ({plan}): {_advice(plan, options)}")
-    if options.kv_blocks is None and plan.kv_tokens < max_length:
-        raise MemoryShortage(
-            f"the KV pool cannot hold one full sequence ({plan}): lower max_seq_length or raise kv_bytes"
-        )
+    _check_sequence(plan, options)
     return plan
 
 
@@ -144,13 +113,36 @@ def available_memory(group: Path = Path("/sys/fs/cgroup")) -> int:
     return max(min(free), 0)
 
 
-def _kv_blocks(options: EngineOptions, block_bytes: int, max_length: int, left: int) -> int:
+def _plan(
+    options: EngineOptions, block_bytes: int, room: int, max_length: int, weights: int, workspace: int, available: int
+) -> MemoryPlan:
+    blocks = _kv_blocks(options, block_bytes, max_length, room)
+    return MemoryPlan(
+        weights=weights,
+        kv=(blocks + 1) * block_bytes,
+        workspace=workspace,
+        available=available,
+        kv_blocks=blocks,
+        kv_tokens=blocks * options.block_size,
+        max_seq_length=max_length,
+    )
+
+
+def _kv_blocks(options: EngineOptions, block_bytes: int, max_length: int, room: int) -> int:
+    """As the options say; else what a full batch of full sequences needs, within `room` bytes."""
     if options.kv_blocks is not None:
         return options.kv_blocks
     if options.kv_bytes is not None:
         return max(options.kv_bytes // block_bytes - 1, 0)
     wanted = options.max_batch_size * -(-max_length // options.block_size)
-    return max(min(wanted, int(left * _KV_SHARE) // block_bytes - 1), 0)
+    return max(min(wanted, room // block_bytes - 1), 0)
+
+
+def _check_sequence(plan: MemoryPlan, options: EngineOptions) -> None:
+    if options.kv_blocks is None and plan.kv_tokens < plan.max_seq_length:
+        raise MemoryShortage(
+            f"the KV pool cannot hold one full sequence ({plan}): lower max_seq_length or raise kv_bytes"
+        )
 
 
 def _workspace(config: ModelConfig, element_bytes: int, options: EngineOptions, max_length: int) -> int:
@@ -166,11 +158,14 @@ def _workspace(config: ModelConfig, element_bytes: int, options: EngineOptions, 
 
 def _advice(plan: MemoryPlan, options: EngineOptions) -> str:
     if plan.weights > plan.available:
-        half = " or serve it in bfloat16" if options.dtype == "float32" else ""
-        return f"the weights alone do not fit; take a smaller model{half}"
+        return f"the weights alone do not fit; {_smaller(options)}"
     if plan.weights + plan.workspace > plan.available:
         return "lower max_batch_size, step_tokens or max_seq_length"
     return "lower kv_blocks or kv_bytes"
+
+
+def _smaller(options: EngineOptions) -> str:
+    return "take a smaller model or serve it in bfloat16" if options.dtype == "float32" else "take a smaller model"
 
 
 def _mib(count: int) -> str:

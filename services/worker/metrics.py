@@ -72,7 +72,7 @@ class WorkerMetrics:
         total("weft_worker_steps", "Engine steps.", lambda now: now.steps)
         self.all.gauge(
             "weft_worker_gpu_memory_bytes", "Memory of the GPU in use by torch and at all.", _gpu_memory, "kind"
-        )  # fmt: skip
+        )
         gauge("vllm:num_requests_running", "Requests in the batch.", lambda now: now.running, "model_name")
         gauge("vllm:num_requests_waiting", "Requests that wait.", lambda now: now.waiting, "model_name")
         gauge("vllm:kv_cache_usage_perc", "Blocks in use, 0 to 1.", _usage, "model_name")

@@ -24,7 +24,7 @@ ELSEWHERE = "elsewhere"
 # The first family of which a word is in a kernel's or operator's name.
 _FAMILIES = (
     ("norms", ("norm",)),
-    ("rope and KV", ("rope", "store_kv", "copy_blocks")),
+    ("rope and KV", ("rope", "copy_blocks")),
     ("sampling", ("scan_kernel", "choose_kernel", "top_kernel", "sample", "topk", "argmax", "sort", "multinomial")),
     ("attention", ("attention", "hopper_kernel", "hopper_few", "brief_kernel", "tile_kernel", "split_kernel",
                    "shared_kernel", "schedule_kernel", "flash", "softmax")),

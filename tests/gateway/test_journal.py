@@ -25,7 +25,8 @@ def test_each_token_belongs_to_the_attempt_that_brought_it(attempts: list[list[i
     journal = new()
     owners: list[int] = []
     for number, tokens in enumerate(attempts, 1):
-        assert journal.begin_attempt() == number
+        journal.begin_attempt()
+        assert journal.attempt == number
         assert journal.context() == [7, 8, 9, *journal.tokens]
         journal.extend(tokens)
         owners += [number] * len(tokens)

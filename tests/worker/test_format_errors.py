@@ -155,7 +155,7 @@ def regrouped(tensors: dict[str, Tensor], settings: dict[str, Any]) -> None:
         ("nf4", cut(f"{Q}.weight.absmax"), f"tensor {Q}.weight.absmax has shape [63]"),
         ("nf4-nested", without(f"{Q}.weight.nested_quant_map"), f"tensor {Q}.weight.nested_quant_map is missing"),
     ],
-)  # fmt: skip
+)
 def test_a_damaged_checkpoint_is_refused_with_its_reason(
     kind: str, change: Change, reason: str, written: Callable[[str], Path], tmp_path: Path
 ) -> None:

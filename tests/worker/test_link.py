@@ -119,7 +119,7 @@ async def test_a_gateway_that_is_too_slow_is_told_so(monkeypatch: pytest.MonkeyP
     engine, folder = Submitted(), model_folder()
     card = checkpoint.model_card(
         folder, load_config(folder), name="m", context_length=2048, block_size=16, parameters=1
-    )  # fmt: skip
+    )
     jobs = Jobs(engine, card, 1.0, WorkerMetrics())
     service = WorkerService(Startup("w", "m"))
     service.loaded(Loaded(jobs, b"", b"", mesh.WorkerReport, Profiler(computes=False)))

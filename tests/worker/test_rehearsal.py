@@ -111,7 +111,7 @@ async def worker() -> AsyncIterator[Gateway]:
     engine = PacedEngine(folder, EngineOptions(), Tempo(ANSWER_S, PROMPT / PROMPT_S))
     card = checkpoint.model_card(
         folder, load_config(folder), name="m", context_length=2048, block_size=16, parameters=1
-    )  # fmt: skip
+    )
     jobs, silent = Jobs(engine, card, 1.0, WorkerMetrics()), Silent()
     service = WorkerService(Startup("w", "m"))
     service.loaded(Loaded(jobs, b"", b"", mesh.WorkerReport, engine.profiler))

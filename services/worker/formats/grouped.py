@@ -96,7 +96,7 @@ def _canonical(q: Tensor, scale: Tensor, zero: Tensor, group: int, order: Tensor
     plain = bool((zero == INT4_ZERO).all())
     return Int4Weight(
         pack_int4(q.contiguous()), scale.T.contiguous(), None if plain else zero.T.contiguous(), group, order
-    )  # fmt: skip
+    )
 
 
 def _awq_columns(words: Tensor) -> Tensor:
