@@ -12,7 +12,7 @@ from typing import Any
 from protos import mesh_pb2 as mesh
 from services import hashing
 from services.worker import presets
-from services.worker.config import CheckpointError, ModelConfig
+from services.worker.config import CheckpointError, ModelConfig, parse_json
 
 FILES = ["*.json", "*.safetensors", "*.jinja"]
 """What is fetched of a hub's repository; a star means folders, too."""
@@ -112,7 +112,7 @@ def _places(header: bytes, size: int) -> list[tuple[int, int]]:
         entries = json.loads(header)
         places = (map(int, entry["data_offsets"]) for name, entry in entries.items() if name != "__metadata__")
         return [(begin, end) for begin, end in places if 0 <= begin <= end <= size]
-    except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
+    except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError):
         return []
 
 
@@ -134,8 +134,5 @@ def model_card(
 def _json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
-    try:
-        value = json.loads(path.read_bytes())
-    except ValueError:
-        raise CheckpointError(f"{path.name} is not JSON") from None
+    value = parse_json(path.read_bytes(), path.name)
     return value if isinstance(value, dict) else {}

@@ -1,7 +1,6 @@
 """The shape of a model, read from a checkpoint's config.json. Knows the four architectures, never their weights."""
 
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -9,10 +8,18 @@ from typing import Any, TypeVar
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 _Number = TypeVar("_Number", int, float)
+_LARGEST = 1 << 53
+_MOST_LAYERS = 1 << 10
+_LONGEST_MESSAGE = 400
 
 
 class CheckpointError(Exception):
     """A checkpoint cannot be served; the message is one line that says why."""
+
+    def __init__(self, message: str) -> None:
+        """What a checkpoint calls things may be of any length and hold line breaks: the line has neither."""
+        line = "".join(each if each.isprintable() else " " for each in message[: _LONGEST_MESSAGE + 1])
+        super().__init__(line if len(line) <= _LONGEST_MESSAGE else f"{line[:_LONGEST_MESSAGE]}...")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +78,12 @@ def load_config(model_dir: Path) -> ModelConfig:
     _refuse_the_unsupported(raw)
     heads = _number(raw, "num_attention_heads", int)
     hidden_size = _number(raw, "hidden_size", int)
-    layers = _number(raw, "num_hidden_layers", int)
+    layers = _number(raw, "num_hidden_layers", int, most=_MOST_LAYERS)
     kv_heads = _number(raw, "num_key_value_heads", int, heads)
     if heads % kv_heads:
         raise CheckpointError(f"config.json: {heads} attention heads cannot share {kv_heads} key/value heads")
     family = architecture.removesuffix("ForCausalLM")
-    attention_bias = family in ("Llama", "Qwen3") and bool(raw.get("attention_bias", False))
+    attention_bias = family in ("Llama", "Qwen3") and _flag(raw, "attention_bias")
     context_length = _number(raw, "max_position_embeddings", int)
     return ModelConfig(
         architecture=architecture,
@@ -90,10 +97,10 @@ def load_config(model_dir: Path) -> ModelConfig:
         norm_eps=_number(raw, "rms_norm_eps", float),
         context_length=context_length,
         rope=_read_rope(raw, context_length),
-        tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        tied_embeddings=_flag(raw, "tie_word_embeddings"),
         qkv_bias=attention_bias or family == "Qwen2",
         output_bias=attention_bias,
-        mlp_bias=family == "Llama" and bool(raw.get("mlp_bias", False)),
+        mlp_bias=family == "Llama" and _flag(raw, "mlp_bias"),
         qk_norm=family == "Qwen3",
         windows=_read_windows(raw, family, layers),
         eos_token_ids=_read_eos(raw, model_dir),
@@ -106,12 +113,20 @@ def read_quantization(model_dir: Path) -> dict[str, Any] | None:
     return _object(_read_json(model_dir / "config.json"), "quantization_config") or None
 
 
+def parse_json(content: bytes, name: str) -> Any:
+    """What a file, or a part of one, called `name` says. Raises CheckpointError."""
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{name} cannot be read: {type(error).__name__}") from None
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_bytes(), path.name)
     except FileNotFoundError:
         raise CheckpointError(f"{path.name} is missing") from None
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise CheckpointError(f"{path.name} cannot be read: {type(error).__name__}") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{path.name} is not a JSON object")
@@ -126,12 +141,23 @@ def _object(raw: dict[str, Any], name: str) -> dict[str, Any]:
     return value or {}
 
 
-def _number(raw: dict[str, Any], name: str, kind: type[_Number], default: _Number | None = None) -> _Number:
+def _number(
+    raw: dict[str, Any], name: str, kind: type[_Number], default: _Number | None = None, most: int = _LARGEST
+) -> _Number:
     value: Any = raw.get(name) or default
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not 0 < value < math.inf or kind(value) != value:
-        raise CheckpointError(f"config.json: {name} must be a positive {'whole ' if kind is int else ''}number")
+    if not number or not 0 < value <= most or kind(value) != value:
+        whole = "whole " if kind is int else ""
+        raise CheckpointError(f"config.json: {name} must be a positive {whole}number of at most {most:,}")
     return kind(value)
+
+
+def _flag(raw: dict[str, Any], name: str) -> bool:
+    """Whether something is so; absent: it is not."""
+    value = raw.get(name)
+    if not isinstance(value, bool | None):
+        raise CheckpointError(f"config.json: {name} must be true or false")
+    return bool(value)
 
 
 def _refuse_the_unsupported(raw: dict[str, Any]) -> None:
@@ -147,8 +173,14 @@ def _read_kv_dtype(raw: dict[str, Any]) -> str:
     if settings.get("kv_cache_scheme") == "static":
         return "fp8"
     scheme = _object(settings, "kv_cache_scheme")
-    kinds = {"float": "fp8", "int": "int8"}
-    return kinds.get(str(scheme.get("type")), "auto") if scheme.get("num_bits") == 8 else "auto"
+    if not scheme:
+        return "auto"
+    kind, bits = scheme.get("type", "int"), scheme.get("num_bits", 8)
+    if bits != 8 or kind not in ("float", "int"):
+        raise CheckpointError(
+            f"kv_cache_scheme of {bits} bits ({kind}) is not supported; supported are 8, float or int"
+        )
+    return "fp8" if kind == "float" else "int8"
 
 
 def _read_rope(raw: dict[str, Any], context_length: int) -> Rope:
@@ -158,21 +190,19 @@ def _read_rope(raw: dict[str, Any], context_length: int) -> Rope:
     kind = settings.get("rope_type") or settings.get("type") or "default"
     if kind not in ("default", "linear", "llama3"):
         raise CheckpointError(f"rope scaling {kind} is not supported; supported are default, linear and llama3")
-    try:
-        return Rope(
-            theta=float(settings["rope_theta"]),
-            kind=kind,
-            factor=float(settings["factor"]) if kind != "default" else 1.0,
-            low_freq_factor=float(settings["low_freq_factor"]) if kind == "llama3" else 1.0,
-            high_freq_factor=float(settings["high_freq_factor"]) if kind == "llama3" else 4.0,
-            original_context=int(settings.get("original_max_position_embeddings") or context_length),
-        )
-    except (KeyError, OverflowError, TypeError, ValueError) as error:
-        raise CheckpointError(f"config.json: rope scaling {kind} lacks a number: {error}") from None
+    stretched, llama3 = kind != "default", kind == "llama3"
+    return Rope(
+        theta=_number(settings, "rope_theta", float),
+        kind=kind,
+        factor=_number(settings, "factor", float) if stretched else 1.0,
+        low_freq_factor=_number(settings, "low_freq_factor", float) if llama3 else 1.0,
+        high_freq_factor=_number(settings, "high_freq_factor", float) if llama3 else 4.0,
+        original_context=_number(settings, "original_max_position_embeddings", int, context_length),
+    )
 
 
 def _read_windows(raw: dict[str, Any], family: str, layers: int) -> tuple[int | None, ...]:
-    slides = family == "Mistral" or (family.startswith("Qwen") and bool(raw.get("use_sliding_window", False)))
+    slides = family == "Mistral" or (family.startswith("Qwen") and _flag(raw, "use_sliding_window"))
     if not slides or raw.get("sliding_window") is None:
         return (None,) * layers
     window = _number(raw, "sliding_window", int)
@@ -196,6 +226,6 @@ def _read_eos(raw: dict[str, Any], model_dir: Path) -> tuple[int, ...]:
     if eos is None:
         eos = raw.get("eos_token_id")
     tokens = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    if not all(isinstance(token, int) and token >= 0 for token in tokens):
+    if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in tokens):
         raise CheckpointError("eos_token_id is neither a token nor a list of tokens")
     return tuple(tokens)

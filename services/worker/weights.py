@@ -1,6 +1,6 @@
 """Tensors of a checkpoint, one at a time, from safetensors files. Knows headers, never what a tensor is for."""
 
-import json
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from services.worker.config import CheckpointError
+from services.worker.config import CheckpointError, parse_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -43,7 +43,7 @@ class TensorHeader:
     @property
     def elements(self) -> int:
         """How many numbers it has."""
-        return torch.Size(self.shape).numel()
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -127,8 +127,8 @@ def check_plain(name: str, header: TensorHeader) -> None:
 
 def _read_index(path: Path) -> dict[str, str]:
     try:
-        owners = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        owners = parse_json(path.read_bytes(), path.name)["weight_map"]
+    except (OSError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path.name} cannot be read: {type(error).__name__}") from None
     if not isinstance(owners, dict) or not owners:
         raise CheckpointError(f"{path.name} names no tensors")
@@ -146,7 +146,7 @@ def _read_header(path: Path) -> dict[str, TensorHeader]:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, _MOST_HEADER_BYTES):
                 raise CheckpointError(f"{path.name} is truncated or not a safetensors file")
-            entries = json.loads(file.read(length))
+            entries = parse_json(file.read(length), path.name)
     except FileNotFoundError:
         raise CheckpointError(f"shard {path.name} is missing") from None
     except (OSError, ValueError) as error:
@@ -175,7 +175,6 @@ def _read_entry(path: Path, name: str, entry: Any, data_begin: int, size: int) -
 
 def _naturals(values: Any) -> tuple[int, ...]:
     """Raises TypeError or ValueError if these are no sizes or places."""
-    numbers = tuple(map(int, values))
-    if min(numbers, default=0) < 0:
-        raise ValueError("a negative number")
-    return numbers
+    if not all(type(number) is int and number >= 0 for number in values):
+        raise ValueError("neither sizes nor places")
+    return tuple(values)

@@ -88,6 +88,15 @@ def broken_json(folder: Path) -> None:
     (folder / "config.json").write_text("{")
 
 
+def endless(file: str, before: bytes = b"") -> Damage:
+    """A file of lists in lists in lists."""
+
+    def damage(folder: Path) -> None:
+        (folder / file).write_bytes(before + b"[" * 10**6)
+
+    return damage
+
+
 def no_config(folder: Path) -> None:
     (folder / "config.json").unlink()
 
@@ -115,7 +124,9 @@ LLAMA3_WITHOUT_FACTOR = {"rope_type": "llama3", "rope_theta": 1e4, "low_freq_fac
         (edit_config(architectures=["GPT2LMHeadModel"]), "architecture GPT2LMHeadModel is not supported"),
         (edit_config(architectures=None), "architecture none is not supported"),
         (edit_config(rope_parameters=YARN), "rope scaling yarn is not supported"),
-        (edit_config(rope_parameters=LLAMA3_WITHOUT_FACTOR), "rope scaling llama3 lacks a number: 'factor'"),
+        (edit_config(rope_parameters=LLAMA3_WITHOUT_FACTOR), "factor must be a positive number of at most"),
+        (edit_config(rope_parameters={"rope_theta": math.nan}), "rope_theta must be a positive number"),
+        (edit_config(rope_parameters={"rope_theta": 0}), "rope_theta must be a positive number"),
         (edit_config(hidden_act="gelu"), "hidden_act gelu is not supported"),
         (edit_config(quantization_config={"quant_method": "hqq"}), "quant_method hqq is not supported"),
         (edit_config(num_key_value_heads=3), "4 attention heads cannot share 3 key/value heads"),
@@ -129,6 +140,12 @@ LLAMA3_WITHOUT_FACTOR = {"rope_type": "llama3", "rope_theta": 1e4, "low_freq_fac
         (edit_config(rms_norm_eps="small"), "rms_norm_eps must be a positive number"),
         (edit_config(head_dim=-16), "head_dim must be a positive whole number"),
         (edit_config(num_hidden_layers=math.nan), "num_hidden_layers must be a positive whole number"),
+        (edit_config(num_hidden_layers=10**5), "num_hidden_layers must be a positive whole number of at most 1,024"),
+        (edit_config(hidden_size=10**400), "hidden_size must be a positive whole number"),
+        (edit_config(rms_norm_eps=10**400), "rms_norm_eps must be a positive number"),
+        (edit_config(tie_word_embeddings="false"), "tie_word_embeddings must be true or false"),
+        (edit_config(architectures=["a\nb"]), "architecture a b is not supported"),
+        (edit_config(architectures=["a" * 10**6]), "aaa..."),
         (edit_config(rope_parameters="x"), "rope_parameters is not an object"),
         (edit_config(rope_parameters=None, rope_scaling=[1]), "rope_scaling is not an object"),
         (edit_config(quantization_config="fp8"), "quantization_config is not an object"),
@@ -138,7 +155,14 @@ LLAMA3_WITHOUT_FACTOR = {"rope_type": "llama3", "rope_theta": 1e4, "low_freq_fac
         ),
         (edit_header(data_offsets=["a", "b"]), f"describes tensor {Q} badly"),
         (edit_header(data_offsets=[-8, 8]), f"describes tensor {Q} badly"),
+        (edit_header(data_offsets=[0, 10**400]), f"truncated: tensor {Q} ends at byte 1000"),
+        (edit_header(shape=[math.inf]), f"describes tensor {Q} badly"),
+        (edit_header(shape=[10**30]), f"tensor {Q} of shape [1{'0' * 30}] has"),
         (edit_header(dtype=[]), f"tensor {Q} has type []"),
+        (endless("config.json"), "config.json cannot be read: RecursionError"),
+        (endless("generation_config.json"), "generation_config.json cannot be read: RecursionError"),
+        (endless(SINGLE, (10**6).to_bytes(8, "little")), f"{SINGLE} cannot be read: RecursionError"),
+        (endless(INDEX), f"{INDEX} cannot be read: RecursionError"),
     ],
 )
 def test_a_damaged_checkpoint_is_refused_with_its_reason(
@@ -150,6 +174,7 @@ def test_a_damaged_checkpoint_is_refused_with_its_reason(
         load(folder)
     assert reason in str(caught.value)
     assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 500
     assert str(folder) not in str(caught.value), "messages hold no paths"
 
 

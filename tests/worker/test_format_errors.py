@@ -1,6 +1,7 @@
 """Every defect of a quantized checkpoint is one clear line, and never a served model."""
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -84,11 +85,34 @@ def state(text: bytes) -> Change:
     return lambda tensors, settings: tensors.update({name: torch.tensor(list(text), dtype=torch.uint8)})
 
 
+def nested(**changes: Any) -> Change:
+    """The state of a bitsandbytes weight says something else of its nested scales."""
+    said = {"quant_type": "nf4", "shape": [64, 64], "blocksize": 64, "nested_blocksize": 256, "nested_offset": 0.5}
+    return state(json.dumps({**said, **changes}).encode())
+
+
+def zero_points(value: int) -> Change:
+    """A weight has zero points that are not packed."""
+    made = torch.full((64, 2), value, dtype=torch.int8)
+    return lambda tensors, settings: tensors.update({f"{Q}.weight_zero_point": made})
+
+
+def targets(*names: str) -> Change:
+    """A group of compressed-tensors means other modules."""
+    return lambda tensors, settings: settings["config_groups"]["group_0"].update(targets=list(names))
+
+
 FP8_NAN = torch.tensor(0x7F, dtype=torch.uint8)
 
 
 def fp8_nan(tensors: dict[str, Tensor], settings: dict[str, Any]) -> None:
     tensors[f"{Q}.weight"].view(torch.uint8)[3, 3] = FP8_NAN
+
+
+def reordered(tensors: dict[str, Tensor], settings: dict[str, Any]) -> None:
+    settings["desc_act"] = True
+    for name in [name for name in tensors if name.endswith("g_idx")]:
+        del tensors[name]
 
 
 def regrouped(tensors: dict[str, Tensor], settings: dict[str, Any]) -> None:
@@ -118,6 +142,7 @@ def regrouped(tensors: dict[str, Tensor], settings: dict[str, Any]) -> None:
         ("gptq", setting(bits=8), "gptq with bits=8 is not supported"),
         ("gptq", setting(checkpoint_format="marlin"), "checkpoint_format marlin is not supported"),
         ("gptq", setting(is_marlin_format=True), "checkpoint_format marlin is not supported"),
+        ("gptq", reordered, "tensor model.layers.0.self_attn.q_proj.g_idx is missing"),
         ("gptq-act-order", regrouped, f"{Q}: g_idx does not give every group 32 inputs"),
         ("gptq", cut(f"{Q}.g_idx"), f"tensor {Q}.g_idx has shape [63]"),
         ("int4", without(f"{Q}.weight_scale"), f"tensor {Q}.weight_scale is missing"),
@@ -132,6 +157,15 @@ def regrouped(tensors: dict[str, Tensor], settings: dict[str, Any]) -> None:
         ("int4", scheme(num_bits=3), "int weights of 3 bits (group) are not supported"),
         ("int4", scheme(num_bits=4, type="float"), "float weights of 4 bits (group) are not supported"),
         ("int4", scheme(group_size="32"), "group_size 32 is not a number"),
+        ("int4", scheme(group_size=-32), "64 inputs cannot be shared out in groups of -32"),
+        ("int4", scheme(num_bits=math.inf), "int weights of inf bits (group) are not supported"),
+        ("int4", scheme(symmetric="no"), "symmetric no is neither true nor false"),
+        ("int4", scheme(actorder="group"), "q_proj.weight_g_idx is missing"),
+        ("int4", zero_points(1), f"{Q}: it has zero points, and quantization_config says that it is symmetric"),
+        ("w8a8", zero_points(1), f"{Q}: it has zero points"),
+        ("int4-asymmetric", zero_points(8), f"{Q}: its zero points are not of 4 bits"),
+        ("int4", targets("re:("), "target re:( is no pattern: missing )"),
+        ("int4", setting(kv_cache_scheme={"num_bits": 4, "type": "float"}), "kv_cache_scheme of 4 bits (float) is not"),
         ("int4", setting(kv_cache_scheme="best"), "kv_cache_scheme is not an object"),
         ("int4", inputs(num_bits=8, dynamic=True, symmetric=True), "with dynamic int inputs of 8 bits are"),
         ("w8a8", inputs(num_bits=8, dynamic=False), "with static int inputs of 8 bits are not supported"),
@@ -150,6 +184,15 @@ def regrouped(tensors: dict[str, Tensor], settings: dict[str, Any]) -> None:
         ("nf4", setting(bnb_4bit_quant_type="fp4"), "bitsandbytes fp4 is not supported; supported is nf4"),
         ("nf4", setting(load_in_4bit=False, load_in_8bit=True), "bitsandbytes int8 is not supported"),
         ("nf4", state(b"{"), f"{Q}: its quant_state cannot be read"),
+        ("nf4", state(b"[" * 60_000), f"{Q}: its quant_state cannot be read: RecursionError"),
+        ("nf4", state(b"[" * 70_000), f"{Q}: its quant_state has 70000 bytes"),
+        ("nf4", state(b"[]"), f"{Q}: its quant_state is not an object"),
+        ("nf4", state(b'{"quant_type": "nf4", "shape": 64}'), f"{Q}: its state says nf4 of shape 64"),
+        ("nf4", state(b'{"quant_type": "nf4", "shape": [64, 64], "blocksize": 0}'), f"{Q}: blocks of 0"),
+        ("nf4", state(b'{"quant_type": "nf4", "shape": [64, 64], "blocksize": -64}'), f"{Q}: blocks of -64"),
+        ("nf4-nested", nested(nested_offset=math.nan), f"{Q}: its quant_state lacks nested_blocksize or nested_offset"),
+        ("nf4-nested", nested(nested_offset=10**400), f"{Q}: its quant_state lacks nested_blocksize or nested_offset"),
+        ("nf4-nested", nested(nested_blocksize=0), f"{Q}: its quant_state lacks nested_blocksize or nested_offset"),
         ("nf4", state(b'{"quant_type": "nf4", "shape": [64, 32]}'), f"{Q}: its state says nf4 of shape [64, 32]"),
         ("nf4", state(b'{"quant_type": "nf4", "shape": [64, 64], "blocksize": 32}'), f"{Q}: blocks of 32"),
         ("nf4", cut(f"{Q}.weight.absmax"), f"tensor {Q}.weight.absmax has shape [63]"),
@@ -210,3 +253,12 @@ def test_rounding_finds_numbers_that_are_not_finite(tmp_path: Path) -> None:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=f"tensor {Q}.weight holds numbers that are not finite"):
         load(folder, quantize="int8")
+
+
+@pytest.mark.parametrize("kind", ["int4", "w8a8", "fp8-channel"])
+def test_zero_points_that_are_zeros_are_no_harm(kind: str, written: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(written(kind), tmp_path / "zeros"))
+    tensors = load_file(folder / "model.safetensors")
+    zero_points(0)(tensors, {})
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    assert load(folder).parameters > 0

@@ -1,6 +1,6 @@
 """NF4 weights as bitsandbytes writes them, their scales plain or quantized themselves (QLoRA, Dettmers et al. 2023)."""
 
-import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from kernels.quantized import NF4_BLOCK, Nf4Weight
-from services.worker.config import CheckpointError
+from services.worker.config import CheckpointError, parse_json
 from services.worker.formats.tensors import ModuleTensors
 from services.worker.weights import FLOATS
 
 _STATE = "weight.quant_state.bitsandbytes__nf4"
 _BYTE = (torch.uint8,)
+_LONGEST_STATE = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,8 @@ class BitsAndBytes:
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> "BitsAndBytes":
         """From quantization_config. Raises CheckpointError."""
-        kind = settings.get("bnb_4bit_quant_type", "fp4") if settings.get("load_in_4bit") else "int8"
+        fours = settings.get("load_in_4bit") is True
+        kind = settings.get("bnb_4bit_quant_type", "fp4") if fours else "int8"
         if kind != "nf4":
             raise CheckpointError(f"bitsandbytes {kind} is not supported; supported is nf4")
         return cls()
@@ -36,11 +38,11 @@ class BitsAndBytes:
         if inputs % 2:
             raise tensors.refuse(f"{inputs} inputs are not even")
         state = self._state(tensors)
-        if state.get("quant_type") != "nf4" or list(state.get("shape") or ()) != [outputs, inputs]:
+        if state.get("quant_type") != "nf4" or state.get("shape") != [outputs, inputs]:
             told = f"{state.get('quant_type')} of shape {state.get('shape')}"
             raise tensors.refuse(f"its state says {told}, expected is nf4 of shape {[outputs, inputs]}")
         block = state.get("blocksize")
-        if not isinstance(block, int) or block % NF4_BLOCK or outputs * inputs % block:
+        if not isinstance(block, int) or block < 1 or block % NF4_BLOCK or outputs * inputs % block:
             raise tensors.refuse(f"blocks of {block} are not supported; supported are multiples of {NF4_BLOCK}")
         blocks = outputs * inputs // block
         packed = self._packed(tensors, outputs * inputs // 2)
@@ -59,20 +61,21 @@ class BitsAndBytes:
 
     @staticmethod
     def _state(tensors: ModuleTensors) -> dict[str, Any]:
-        try:
-            state = json.loads(bytes(tensors.take(_STATE, _BYTE).tolist()))
-        except ValueError:
-            state = None
+        header = tensors.header(_STATE)
+        if header and header.elements > _LONGEST_STATE:
+            raise tensors.refuse(f"its quant_state has {header.elements} bytes")
+        state = parse_json(bytes(tensors.take(_STATE, _BYTE).flatten().tolist()), f"{tensors.module}: its quant_state")
         if not isinstance(state, dict):
-            raise tensors.refuse("its quant_state cannot be read")
+            raise tensors.refuse("its quant_state is not an object")
         return state
 
     @staticmethod
     def _nested(tensors: ModuleTensors, state: Mapping[str, Any], blocks: int) -> Tensor:
         """The scales, each a value of a code times the scale of its block, moved by their mean."""
         size, offset = state.get("nested_blocksize"), state.get("nested_offset")
-        if not isinstance(size, int) or size < 1 or not isinstance(offset, int | float):
+        if not isinstance(size, int) or size < 1 or not isinstance(offset, float) or not math.isfinite(offset):
             raise tensors.refuse("its quant_state lacks nested_blocksize or nested_offset")
+        size = min(size, blocks)
         values = tensors.take("weight.absmax", _BYTE, (blocks,))
         code = tensors.take_finite("weight.nested_quant_map", (256,)).float()
         scale = tensors.take_finite("weight.nested_absmax", (-(-blocks // size),)).float()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.quantized import INT4_ZERO, Int4Weight, Int8Weight, QuantizedWeight, pack_int4
+from kernels.quantized import FP8, INT4_ZERO, Int4Weight, Int8Weight, QuantizedWeight, pack_int4
 from services.worker.config import CheckpointError
 from services.worker.formats.fp8 import read_fp8
 from services.worker.formats.grouped import order_of
@@ -31,6 +31,8 @@ class Scheme:
     symmetric: bool
     inputs: str
     """What inputs are rounded by: none, static or dynamic."""
+    ordered: bool
+    """Whether groups are of inputs in another order (act-order)."""
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> "Scheme":
@@ -39,10 +41,11 @@ class Scheme:
         scheme = cls(
             targets=tuple(map(str, group.get("targets") or ())),
             kind=str(weights.get("type", "int")),
-            bits=int(weights.get("num_bits") or 0),
+            bits=weights.get("num_bits", 8),
             group_size=weights.get("group_size") if weights.get("strategy") in (None, "group") else None,
-            symmetric=bool(weights.get("symmetric", True)),
+            symmetric=weights.get("symmetric", True) is True,
             inputs="none" if inputs is None else "dynamic" if inputs.get("dynamic") else "static",
+            ordered=weights.get("actorder") in (True, "group", "dynamic"),
         )
         scheme._check(weights, inputs or {})
         return scheme
@@ -50,6 +53,10 @@ class Scheme:
     def _check(self, weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:
         if not isinstance(self.group_size, int | None):
             raise CheckpointError(f"quantization_config: group_size {self.group_size} is not a number")
+        if not isinstance(weights.get("symmetric", True), bool):
+            raise CheckpointError(f"quantization_config: symmetric {weights['symmetric']} is neither true nor false")
+        for target in self.targets:
+            _pattern(target)
         strategy = weights.get("strategy") or ("group" if self.group_size else "tensor")
         named = f"{self.kind} weights of {self.bits} bits ({strategy})"
         strategies = {
@@ -103,6 +110,7 @@ class CompressedTensors:
         if scheme is None:
             raise tensors.refuse("quantization_config does not say how it is quantized")
         if scheme.kind == "float":
+            refuse_zero_points(tensors)
             return read_fp8(tensors, "weight_scale", outputs, inputs, static=scheme.inputs == "static")
         if scheme.bits == 4:
             return _read_int4(tensors, scheme, outputs, inputs)
@@ -121,28 +129,39 @@ class CompressedTensors:
 
 def is_named(module: str, target: str) -> bool:
     """Whether a target of a configuration (a name, the end of one, or `re:` and a pattern) means this module."""
-    if target.startswith("re:"):
-        return re.match(target.removeprefix("re:"), module) is not None
+    if pattern := _pattern(target):
+        return pattern.match(module) is not None
     return module == target or module.endswith(f".{target}")
+
+
+def _pattern(target: str) -> re.Pattern[str] | None:
+    """Of a target that is one. Raises CheckpointError."""
+    if not target.startswith("re:"):
+        return None
+    try:
+        return re.compile(target.removeprefix("re:"))
+    except re.error as error:
+        raise CheckpointError(f"quantization_config: target {target} is no pattern: {error}") from None
 
 
 def _read_int4(tensors: ModuleTensors, scheme: Scheme, outputs: int, inputs: int) -> Int4Weight:
     group = scheme.group_size or inputs
     if group == -1:
         group = inputs
-    if inputs % group or group % 2:
+    if group < 1 or inputs % group or group % 2:
         raise tensors.refuse(f"{inputs} inputs cannot be shared out in groups of {group}")
     q = _unpacked(tensors, 4, outputs, inputs)
     scale = tensors.take_finite("weight_scale", (outputs, inputs // group))
     zero = None
-    if not scheme.symmetric:
+    if scheme.symmetric:
+        refuse_zero_points(tensors)
+    else:
         zero = _zeros(tensors, outputs, inputs // group)
     order = None
-    if tensors.header("weight_g_idx"):
+    if scheme.ordered or tensors.header("weight_g_idx"):
         order = order_of(tensors, "weight_g_idx", group, inputs)
     if order is not None:
         q = q[:, order]
-    tensors.forget("weight_zero_point")
     return Int4Weight(pack_int4(q), scale, zero, group, order)
 
 
@@ -152,7 +171,7 @@ def _read_int8(tensors: ModuleTensors, scheme: Scheme, outputs: int, inputs: int
     else:
         values = tensors.take("weight", (torch.int8,), (outputs, inputs))
     scale = tensors.take_finite("weight_scale", (), (1,), (1, 1), (outputs,), (outputs, 1)).float().reshape(-1, 1)
-    tensors.forget("weight_zero_point")
+    refuse_zero_points(tensors)
     return Int8Weight(values, scale.expand(outputs, 1).contiguous(), scheme.inputs == "dynamic")
 
 
@@ -166,11 +185,20 @@ def _unpacked(tensors: ModuleTensors, bits: int, outputs: int, inputs: int) -> T
     return unpack_words(words, bits)[:, :inputs].contiguous()
 
 
+def refuse_zero_points(tensors: ModuleTensors) -> None:
+    """Raises CheckpointError for zero points that a symmetric weight cannot have; some writers store zeros."""
+    name = "weight_zero_point"
+    if tensors.header(name) and bool(tensors.take(name, (torch.int8, torch.int32, FP8)).float().any()):
+        raise tensors.refuse("it has zero points, and quantization_config says that it is symmetric")
+
+
 def _zeros(tensors: ModuleTensors, outputs: int, groups: int) -> Tensor:
     """uint8 [N, K / G]: packed along the outputs, or plain int8 around zero."""
     header = tensors.header("weight_zero_point")
     if header is not None and header.dtype == torch.int8:
         plain = tensors.take("weight_zero_point", (torch.int8,), (outputs, groups))
+        if bool((plain < -INT4_ZERO).any() or (plain >= INT4_ZERO).any()):
+            raise tensors.refuse("its zero points are not of 4 bits")
         return (plain + INT4_ZERO).to(torch.uint8)
     words = tensors.take("weight_zero_point", (torch.int32,), (-(-outputs // 8), groups))
     return unpack_words(words.T.contiguous(), 4)[:, :outputs].T.contiguous()

@@ -53,6 +53,8 @@ class Gptq:
     group_size: int
     zero_offset: int
     """What the files lack of each zero."""
+    ordered: bool
+    """Whether groups are of inputs in another order (act-order)."""
     mark = ("qweight",)
 
     @classmethod
@@ -62,7 +64,7 @@ class Gptq:
         layout = "marlin" if settings.get("is_marlin_format") else settings.get("checkpoint_format") or "gptq"
         if layout not in ("gptq", "gptq_v2"):
             raise CheckpointError(f"GPTQ checkpoint_format {layout} is not supported; supported are gptq and gptq_v2")
-        return cls(_group_size(settings), int(layout == "gptq"))
+        return cls(_group_size(settings), int(layout == "gptq"), settings.get("desc_act") is True)
 
     def read(self, tensors: ModuleTensors, outputs: int, inputs: int) -> Int4Weight:
         """A module's weight; act-order is undone, so that groups lie together. Raises CheckpointError."""
@@ -71,7 +73,7 @@ class Gptq:
         scale = tensors.take_finite("scales", (groups, outputs))
         zero = unpack_words(tensors.take("qzeros", _WORD, (groups, outputs // 8)), 4)
         order = None
-        if tensors.header("g_idx"):
+        if self.ordered or tensors.header("g_idx"):
             order = order_of(tensors, "g_idx", group, inputs)
         q = unpack_words(words.T.contiguous(), 4)
         return _canonical(q, scale, (zero + self.zero_offset).bitwise_and_(15), group, order)

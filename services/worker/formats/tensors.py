@@ -56,10 +56,6 @@ class ModuleTensors:
             raise CheckpointError(f"tensor {self.module}.{name} holds numbers that are not finite")
         return tensor
 
-    def forget(self, *names: str) -> None:
-        """These say nothing that is not known."""
-        self.tensors.taken.update(f"{self.module}.{name}" for name in names)
-
     def refuse(self, reason: str) -> CheckpointError:
         """The error that says why this module cannot be read."""
         return CheckpointError(f"{self.module}: {reason}")
