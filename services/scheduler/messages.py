@@ -85,7 +85,6 @@ class WorkerHello:
     address: str
     card: Card
     credits: int
-    blocks: int = 0
     running: tuple[JobRef, ...] = ()
     stored_keys: bytes = b""
 

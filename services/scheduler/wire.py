@@ -62,7 +62,6 @@ def hello_from(hello: mesh.WorkerHello) -> WorkerHello:
         address=hello.address,
         card=card_from(hello.card),
         credits=hello.credits,
-        blocks=hello.blocks,
         running=tuple(JobRef(job.job_id, job.attempt) for job in hello.running),
         stored_keys=hello.stored_keys,
     )

@@ -119,14 +119,13 @@ def _places(header: bytes, size: int) -> list[tuple[int, int]]:
 def model_card(
     folder: Path, config: ModelConfig, *, name: str, context_length: int, block_size: int, parameters: int
 ) -> mesh.ModelCard:
-    """The card of a loaded model, all but what identifies it (fingerprint, determinism, bundle)."""
+    """The card of a loaded model, all but what identifies it (aliases, fingerprint, bundle)."""
     return mesh.ModelCard(
         name=name or folder.resolve().name,
         architecture=config.architecture,
         context_length=context_length,
         vocab_size=config.vocab_size,
         parameters=parameters,
-        eos_token_ids=config.eos_token_ids,
         block_size=block_size,
     )
 

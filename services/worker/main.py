@@ -133,7 +133,7 @@ def _load(settings: WorkerSettings, startup: Startup) -> tuple[WorkerSettings, W
         parameters=engine.parameters,
     )
     card.aliases.extend(settings.aliases)
-    card.fingerprint, card.bundle_digest, card.deterministic = fingerprint, digest, settings.deterministic
+    card.fingerprint, card.bundle_digest = fingerprint, digest
     return settings, engine, card, bundle
 
 
@@ -176,7 +176,6 @@ async def _serve(
         address=address,
         card=card,
         credits=settings.max_batch_size,
-        blocks=engine.stats().total_blocks,
     )
     attachment = Attachment(settings.scheduler_address, hello, engine, jobs)
     structlog.contextvars.bind_contextvars(worker=hello.worker_id)

@@ -98,8 +98,6 @@ def _cost(cost: Cost) -> mesh.JobCost:
         prefill_tokens=cost.prefill_tokens,
         cached_tokens=cost.cached_tokens,
         preemptions=cost.preemptions,
-        steps=cost.steps,
-        prefill_steps=cost.prefill_steps,
         fetched_tokens=cost.fetched_tokens,
     )
 

@@ -75,7 +75,6 @@ def make_card(**changes: Any) -> mesh_pb2.ModelCard:
         "context_length": 512,
         "vocab_size": TOKENIZER.get_vocab_size(),
         "parameters": 7,
-        "eos_token_ids": [1],
         "block_size": 4,
         "bundle_digest": hashlib.sha256(BUNDLE).digest(),
     }
