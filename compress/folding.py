@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from compress.network import READERS, Moments, linear
+from compress.network import READERS, Moments, head_dim, linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +53,7 @@ class Seam:
 def seams(layer: nn.Module) -> Iterator[Seam]:
     """All seams of a layer, in the order in which its values pass."""
     values, queries = linear(layer, "self_attn.v_proj"), linear(layer, "self_attn.o_proj")
-    head_dim = layer.get_submodule("self_attn").head_dim
-    assert isinstance(head_dim, int)
-    heads, sharing = values.out_features // head_dim, queries.in_features // values.out_features
+    heads, sharing = values.out_features // head_dim(layer), queries.in_features // values.out_features
     for maker, readers in READERS.items():
         attends = maker == "self_attn.v_proj"
         yield Seam(maker, readers, heads if attends else 1, sharing if attends else 1)

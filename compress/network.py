@@ -74,7 +74,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CompressError(f"no checkpoint in {folder}: config.json: {type(error).__name__}") from None
-    assert isinstance(config, dict)
+    if not isinstance(config, dict):
+        raise CompressError(f"no checkpoint in {folder}: config.json is not an object")
     return config
 
 
@@ -119,6 +120,13 @@ def linear(layer: nn.Module, name: str) -> nn.Linear:
     """A linear of a layer by its name."""
     found = layer.get_submodule(name)
     assert isinstance(found, nn.Linear), name
+    return found
+
+
+def head_dim(layer: nn.Module) -> int:
+    """Numbers of each of its heads."""
+    found = layer.get_submodule("self_attn").head_dim
+    assert isinstance(found, int), found
     return found
 
 

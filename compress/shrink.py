@@ -18,7 +18,7 @@ from compress import dense, text
 from compress.checkpoint import Workbench
 from compress.columns import keep_columns
 from compress.errors import CompressError
-from compress.network import SEEN, Seen, Stream, at_work, layers_of, linear, load, read_config
+from compress.network import SEEN, Seen, Stream, at_work, head_dim, layers_of, linear, load, read_config
 from compress.progress import Progress
 from compress.training import Plan, distillation, train
 
@@ -81,14 +81,13 @@ def _cut_neurons(layer: nn.Module, seen: Seen, share: float) -> None:
 def _cut_heads(layer: nn.Module, seen: Seen, count: int) -> None:
     if not count:
         return
-    output, head_dim = linear(layer, "self_attn.o_proj"), layer.get_submodule("self_attn").head_dim
-    assert isinstance(head_dim, int)
-    kv_heads = linear(layer, "self_attn.k_proj").out_features // head_dim
+    output, width = linear(layer, "self_attn.o_proj"), head_dim(layer)
+    kv_heads = linear(layer, "self_attn.k_proj").out_features // width
     gram = seen.inputs["self_attn.o_proj"].gram
     energy = gram.diagonal() * output.weight.detach().square().sum(0)
     heads = energy.view(kv_heads, -1).sum(1).topk(kv_heads - count).indices.sort().values
     queries = torch.arange(output.in_features, device=heads.device).view(kv_heads, -1)[heads].flatten()
-    keys = torch.arange(kv_heads * head_dim, device=heads.device).view(kv_heads, -1)[heads].flatten()
+    keys = torch.arange(kv_heads * width, device=heads.device).view(kv_heads, -1)[heads].flatten()
     _keep_outputs(linear(layer, "self_attn.q_proj"), queries)
     _keep_outputs(linear(layer, "self_attn.k_proj"), keys)
     _keep_outputs(linear(layer, "self_attn.v_proj"), keys)
@@ -111,14 +110,13 @@ def _keep_inputs(module: nn.Linear, stays: Tensor, gram_KK: Tensor) -> None:
 def _changed(model: PreTrainedModel, config: dict[str, Any], stays: list[int]) -> dict[str, Any]:
     """What config.json says of the smaller network."""
     layer = layers_of(model)[0]
-    head_dim = layer.get_submodule("self_attn").head_dim
-    assert isinstance(head_dim, int)
+    width = head_dim(layer)
     changed: dict[str, Any] = {
         "num_hidden_layers": len(stays),
         "intermediate_size": linear(layer, "mlp.up_proj").out_features,
-        "num_attention_heads": linear(layer, "self_attn.q_proj").out_features // head_dim,
-        "num_key_value_heads": linear(layer, "self_attn.k_proj").out_features // head_dim,
-        "head_dim": head_dim,
+        "num_attention_heads": linear(layer, "self_attn.q_proj").out_features // width,
+        "num_key_value_heads": linear(layer, "self_attn.k_proj").out_features // width,
+        "head_dim": width,
     }
     if config.get("layer_types"):
         changed["layer_types"] = [config["layer_types"][index] for index in stays]

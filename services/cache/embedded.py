@@ -99,12 +99,6 @@ class EmbeddedRedis:
         except OSError:
             return False
 
-    async def wait_ready(self, timeout_s: float = 10.0) -> None:
-        """Returns when the server answers. Raises TimeoutError."""
-        async with asyncio.timeout(timeout_s):
-            while not await self.answers():  # noqa: ASYNC110 (the event happens in another process)
-                await asyncio.sleep(0.02)
-
     def set_aside(self) -> Path | None:
         """Moves data that the server cannot read out of its way and says where to, None if there is none."""
         if not self.folder.exists():

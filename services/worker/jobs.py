@@ -117,13 +117,13 @@ class Jobs:
             key,
             message.job_id,
             message.attempt,
-            job.token_ids[job.boundary :],
-            job.params.logprobs is None,
-            len(job.token_ids),
-            not job.bypass_cache,
-            message.traceparent,
-            message.placement,
-            arrived,
+            prior=job.token_ids[job.boundary :],
+            retold=job.params.logprobs is None,
+            prompt_tokens=len(job.token_ids),
+            cacheable=not job.bypass_cache,
+            traceparent=message.traceparent,
+            placement=message.placement,
+            arrived=arrived,
         )
         older = self._by_id.get(running.job_id)
         if older is not None and older.ended is None:

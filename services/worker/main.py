@@ -68,9 +68,14 @@ async def main() -> None:
         settings, engine, card, bundle = await loading
         metrics.loaded(card.name, settings.max_batch_size, engine.stats)
         jobs = Jobs(engine, card, settings.orphan_s, metrics)
+        service.loaded(
+            Loaded(jobs, bundle, card.bundle_digest, lambda: report_of(engine.stats(), jobs), engine.profiler)
+        )
+        credits = settings.max_batch_size
+        hello = mesh.WorkerHello(worker_id=startup.worker_id, address=address, card=card, credits=credits)
         sharing = settings.cache_address if settings.prefix_fetch and settings.prefix_cache else ""
         async with shared_prefixes(sharing, engine, metrics.all):
-            await _serve(settings, address, server, service, startup, stop, engine, jobs, card, bundle)
+            await _serve(settings, server, startup, stop, engine, jobs, hello)
     except (CheckpointError, NoAddress, Refused) as error:
         log.error("cannot serve", reason=str(error))
         await server.stop(0)
@@ -160,23 +165,14 @@ def _options(settings: WorkerSettings, dtype: str, fingerprint: bytes) -> Engine
 
 async def _serve(
     settings: WorkerSettings,
-    address: str,
     server: rpc.Server,
-    service: WorkerService,
     startup: Startup,
     stop: asyncio.Event,
     engine: WorkerEngine,
     jobs: Jobs,
-    card: mesh.ModelCard,
-    bundle: bytes,
+    hello: mesh.WorkerHello,
 ) -> None:
-    service.loaded(Loaded(jobs, bundle, card.bundle_digest, lambda: report_of(engine.stats(), jobs), engine.profiler))
-    hello = mesh.WorkerHello(
-        worker_id=startup.worker_id,
-        address=address,
-        card=card,
-        credits=settings.max_batch_size,
-    )
+    """Runs the engine, attached to the scheduler, until `stop` is set or one of the two has ended; then drains."""
     attachment = Attachment(settings.scheduler_address, hello, engine, jobs)
     structlog.contextvars.bind_contextvars(worker=hello.worker_id)
     with _EngineThread(engine, jobs, attachment) as failed:

@@ -124,6 +124,7 @@ DOWN = "model.layers.1.mlp.down_proj.weight"
         (lambda base: changed(base, lambda t: t.update({DOWN: t[DOWN][1:].clone()})), f"{DOWN} has not the shape"),
         (lambda base: changed(base, lambda t: t.update(more=torch.ones(2))), "more is not part of this architecture"),
         (lambda base: changed(base, lambda t: t[DOWN][0].fill_(torch.nan)), f"{DOWN} holds numbers that are not fin"),
+        (lambda base: (base / "config.json").write_text("[]"), "config.json is not an object"),
         (lambda base: configured(base, model_type="gemma"), "model_type gemma is not supported"),
         (lambda base: configured(base, dtype="auto"), "dtype auto is not supported"),
     ],
