@@ -114,7 +114,7 @@ class Continuation:
             self.first_token_at = row.first_at
         self.journal.extend(tokens, details)
         if self.journal.ending is not None:
-            row.link.cancel(row, len(self.journal.tokens), self._mesh.settings.cost_wait_s)
+            row.link.cancel(row, len(self.journal.tokens), self._mesh.settings.gateway_cost_wait_s)
 
     async def _answer(self, ahead: HeadStart | None) -> None:
         if self._question is None or not self._mesh.results.enabled:
@@ -175,7 +175,7 @@ class Continuation:
             losses += 1
             self._mesh.metrics.attempt_lost(loss)
             log.info("attempt lost", attempt=self.journal.attempt, reason=loss.reason, tokens=len(self.journal.tokens))
-            if not loss.retryable or losses >= self._mesh.settings.max_attempts:
+            if not loss.retryable or losses >= self._mesh.settings.gateway_max_attempts:
                 raise loss
             # Those who lost one generation share the next one, too; whoever cannot join twice computes alone.
             if isinstance(placement, mesh_pb2.Joined) and loss.reason != lost_worker().reason:

@@ -29,10 +29,10 @@ log = structlog.get_logger("gateway")
 async def gateway(settings: GatewaySettings) -> AsyncIterator[rpc.Server]:
     """A running gateway. At the end of the block calls under way get `drain_s` seconds."""
     gateway_id = f"gateway-{secrets.token_hex(8)}"
-    with ThreadPoolExecutor(settings.tokenizer_threads, "text") as threads:
+    with ThreadPoolExecutor(settings.gateway_tokenizer_threads, "text") as threads:
         catalog = Catalog(threads)
         links = WorkerLinks(gateway_id)
-        results = ResultCache(settings.cache_address, settings.cache_budget_s)
+        results = ResultCache(settings.cache_address, settings.gateway_cache_budget_s)
         changed = asyncio.Event()
 
         def on_models(models: mesh_pb2.ModelList) -> None:
@@ -40,10 +40,10 @@ async def gateway(settings: GatewaySettings) -> AsyncIterator[rpc.Server]:
             changed.set()
 
         dispatch = Dispatch(
-            settings.scheduler_address, gateway_id, settings.scheduler_wait_s, on_models, links.worker_lost
+            settings.scheduler_address, gateway_id, settings.gateway_scheduler_wait_s, on_models, links.worker_lost
         )
         metrics = GatewayMetrics()
-        access = Access(settings.tenants_file, settings.open_reflection)
+        access = Access(settings.tenants_file, settings.gateway_open_reflection)
         service = InferenceService(Mesh(settings, catalog, dispatch, links, results, metrics), access, threads)
         server = await rpc.serve(
             settings.listen,

@@ -69,7 +69,7 @@ class InferenceService:
         """Answers one request. The receipt is in the trailing metadata however it ends."""
         metadata = metadata_of(context)
         visit = Visit(request, context, metadata, self._mesh.metrics)
-        patience = Patience(visit.timeline, visit.remaining_s, self._mesh.settings.stall_s)
+        patience = Patience(visit.timeline, visit.remaining_s, self._mesh.settings.gateway_stall_s)
         try:
             with patience, self._access.answering(metadata, lambda: _tokens(visit)) as tenant:
                 order = await self._admit(visit, tenant)
@@ -124,7 +124,7 @@ class InferenceService:
         known = self._mesh.dispatch.models_known
         if not known.is_set():
             try:
-                async with asyncio.timeout(self._mesh.settings.scheduler_wait_s):
+                async with asyncio.timeout(self._mesh.settings.gateway_scheduler_wait_s):
                     await known.wait()
             except TimeoutError:
                 raise no_scheduler() from None

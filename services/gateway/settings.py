@@ -6,53 +6,33 @@ from services.settings import CACHE_ADDRESS, GATEWAY_ADDRESS, SCHEDULER_ADDRESS,
 
 
 class GatewaySettings(CommonSettings):
-    """What the gateway reads beyond the settings that every service shares."""
+    """What the gateway reads: WEFT_GATEWAY_... and where others are, beside what every service does."""
 
     listen: str = Field(GATEWAY_ADDRESS, description="host:port of the public gRPC door; port 0 takes a free one.")
     scheduler_address: str = Field(SCHEDULER_ADDRESS, description="host:port of the scheduler.")
     cache_address: str = Field(CACHE_ADDRESS, description="host:port of the cache service; empty for none.")
-    cache_budget_s: float = Field(
-        0.02,
-        gt=0,
-        validation_alias="WEFT_GATEWAY_CACHE_BUDGET_S",
-        description="Seconds after which a look-up in the result cache is a miss.",
+    gateway_cache_budget_s: float = Field(
+        0.02, gt=0, description="Seconds after which a look-up in the result cache is a miss."
     )
-    scheduler_wait_s: float = Field(
-        2.0,
-        gt=0,
-        validation_alias="WEFT_GATEWAY_SCHEDULER_WAIT_S",
-        description="Seconds that an admission waits for a scheduler that is away.",
+    gateway_scheduler_wait_s: float = Field(
+        2.0, gt=0, description="Seconds that an admission waits for a scheduler that is away."
     )
-    max_attempts: int = Field(
-        5,
-        ge=1,
-        validation_alias="WEFT_GATEWAY_MAX_ATTEMPTS",
-        description="Most attempts at one continuation when workers are lost.",
+    gateway_max_attempts: int = Field(5, ge=1, description="Most attempts at one continuation when workers are lost.")
+    gateway_stall_s: float = Field(
+        60.0, gt=0, description="Seconds after which a client that reads nothing is given up."
     )
-    stall_s: float = Field(
-        60.0,
-        gt=0,
-        validation_alias="WEFT_GATEWAY_STALL_S",
-        description="Seconds after which a client that reads nothing is given up.",
-    )
-    cost_wait_s: float = Field(
+    gateway_cost_wait_s: float = Field(
         0.25,
         ge=0,
-        validation_alias="WEFT_GATEWAY_COST_WAIT_S",
         description="Seconds that a receipt waits for the worker's account after a stop string ended the answer.",
     )
     tenants_file: str = Field(
         "",
         description="TOML file of tenants and the hashes of their keys; empty: one tenant, and no keys are asked for.",
     )
-    open_reflection: bool = Field(
-        False,
-        validation_alias="WEFT_GATEWAY_OPEN_REFLECTION",
-        description="Answer gRPC reflection without a key, where keys are asked for.",
+    gateway_open_reflection: bool = Field(
+        False, description="Answer gRPC reflection without a key, where keys are asked for."
     )
-    tokenizer_threads: int = Field(
-        2,
-        ge=1,
-        validation_alias="WEFT_GATEWAY_TOKENIZER_THREADS",
-        description="Threads that tokenize prompts and render chat templates.",
+    gateway_tokenizer_threads: int = Field(
+        2, ge=1, description="Threads that tokenize prompts and render chat templates."
     )

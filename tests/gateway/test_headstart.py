@@ -131,7 +131,7 @@ async def test_a_job_that_has_to_wait_is_taken_back_until_it_is_its_turn() -> No
 
 
 async def test_without_a_scheduler_a_head_start_tells_nothing_and_is_taken_back() -> None:
-    async with FakeMesh(scheduler_wait_s=0.5) as mesh:
+    async with FakeMesh(gateway_scheduler_wait_s=0.5) as mesh:
         await generate(mesh.stub, ask())
         await mesh.stop("scheduler")
         mesh.workers[0].hold_at = 2

@@ -127,7 +127,7 @@ async def test_a_failure_of_the_request_itself_goes_to_the_client() -> None:
 
 
 async def test_attempts_are_bounded() -> None:
-    async with FakeMesh(8, max_attempts=3) as mesh:
+    async with FakeMesh(8, gateway_max_attempts=3) as mesh:
         for worker in mesh.workers:
             worker.fail_at = (0, unavailable("DRAINING", "leaving"))
         answer = await generate(mesh.stub, ask())
@@ -183,7 +183,7 @@ async def test_a_queued_job_survives_the_scheduler() -> None:
 
 
 async def test_without_a_scheduler_an_admission_waits_and_is_then_refused() -> None:
-    async with FakeMesh(scheduler_wait_s=0.3) as mesh:
+    async with FakeMesh(gateway_scheduler_wait_s=0.3) as mesh:
         await generate(mesh.stub, ask())
         address = mesh.address("scheduler")
         await mesh.stop("scheduler")

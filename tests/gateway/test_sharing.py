@@ -118,7 +118,7 @@ async def test_a_hit_ends_at_the_same_stop_string() -> None:
 
 
 async def test_a_slow_cache_delays_nothing() -> None:
-    async with FakeMesh(cache=True, cache_budget_s=2) as mesh:
+    async with FakeMesh(cache=True, gateway_cache_budget_s=2) as mesh:
         assert mesh.cache is not None
         mesh.cache.delay_s = 10
         answer = await generate(mesh.stub, ask())
@@ -136,7 +136,7 @@ async def test_a_dead_cache_is_a_miss() -> None:
 
 
 async def test_a_hit_after_the_first_token_is_ignored() -> None:
-    async with FakeMesh(cache=True, cache_budget_s=5.0) as mesh:
+    async with FakeMesh(cache=True, gateway_cache_budget_s=5.0) as mesh:
         assert mesh.cache is not None
         await stored(mesh, ask())
         for result in mesh.cache.kept.values():

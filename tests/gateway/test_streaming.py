@@ -120,7 +120,7 @@ async def test_a_stop_string_across_tokens_ends_the_answer() -> None:
 
 @timely
 async def test_a_worker_that_goes_on_behind_a_stop_string_is_told_once_and_not_heard() -> None:
-    async with FakeMesh(cost_wait_s=0.1) as mesh:
+    async with FakeMesh(gateway_cost_wait_s=0.1) as mesh:
         mesh.workers[0].deaf = True
         answer = await generate(mesh.stub, ask(stop=["quick"]))
         assert answer.text() == "the "
@@ -268,7 +268,7 @@ async def test_a_client_that_stops_reading_is_given_up_and_delays_nobody() -> No
     def script(job: mesh_pb2.Job) -> list[int]:
         return many if job.sampling.logprobs else ANSWER
 
-    async with FakeMesh(script=script, card=make_card(context_length=200_000), stall_s=0.4) as mesh:
+    async with FakeMesh(script=script, card=make_card(context_length=200_000), gateway_stall_s=0.4) as mesh:
         worker = mesh.workers[0]
         worker.tokens_per_step = 200
         call = mesh.stub.Generate(ask(max_tokens=100_000, logprobs=20))
