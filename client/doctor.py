@@ -90,7 +90,7 @@ def _packages() -> Iterator[Finding]:
         missing = [name for name in names if not _version(name)]
         words = ", ".join(f"{name} {_version(name)}" for name in names if _version(name))
         if missing:
-            words = f"a {service} cannot run here without {', '.join(missing)}"
+            words = f"a {service} cannot run here without {', '.join(missing)}: pip install 'weft[{service}]'"
         yield Finding(service, Verdict.NOTE if missing else Verdict.OK, words)
 
 

@@ -7,12 +7,11 @@ import asyncio
 import contextlib
 import gc
 import ipaddress
-import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -22,6 +21,7 @@ from pydantic_settings import SettingsError
 
 from services import metrics, telemetry
 from services.boundary import Boundary
+from services.process import refuse_to_serve
 
 PUBLIC_MESSAGE_BYTES = 1 << 20
 INTERNAL_MESSAGE_BYTES = 16 << 20
@@ -213,9 +213,3 @@ def run(main: Awaitable[None]) -> None:
         refuse_to_serve(f"settings: {error}")
     finally:
         telemetry.close()
-
-
-def refuse_to_serve(reason: str) -> NoReturn:
-    """Ends the process with one line on stderr and the exit code that tells a supervisor not to try again."""
-    print(f"weft: {reason}", file=sys.stderr)
-    sys.exit(os.EX_CONFIG)

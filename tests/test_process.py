@@ -1,12 +1,14 @@
-"""How our processes begin: gRPC is told how to wait before it is there."""
+"""How our processes begin: gRPC is told how to wait before it is there, and what is not installed is told in a line."""
 
 import os
+import pty
 import subprocess
 import sys
 
 import pytest
 
 from services.process import POLLING
+from tests.deploy import code
 
 _ENTRY = """
 import os, sys, types
@@ -37,14 +39,54 @@ def test_who_runs_them_may_choose_otherwise(call: str) -> None:
 
 
 def test_who_imports_the_client_keeps_what_grpc_does() -> None:
-    code = "import os, client; print(os.environ.get('GRPC_EXPERIMENTS'))"
+    program = "import os, client; print(os.environ.get('GRPC_EXPERIMENTS'))"
     env = {name: value for name, value in os.environ.items() if name != "GRPC_EXPERIMENTS"}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
     assert done.stdout == "None\n"
 
 
 def test_grpc_knows_these_experiments() -> None:
-    code = "import grpc; grpc.insecure_channel('127.0.0.1:1').close()"
+    program = "import grpc; grpc.insecure_channel('127.0.0.1:1').close()"
     env = {**os.environ, "GRPC_EXPERIMENTS": POLLING}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
     assert "Unknown experiment" not in done.stderr
+
+
+def without(package: str, service: str) -> "subprocess.CompletedProcess[str]":
+    """Starts a service where this package is not installed."""
+    program = f"import sys; sys.modules[{package!r}] = None; from services import process; process.run({service!r})"
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "WEFT_LISTEN": "127.0.0.1:0"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize(("service", "package"), [("gateway", "tokenizers"), ("cache", "redis"), ("worker", "torch")])
+def test_a_service_without_its_packages_names_the_extra_that_brings_them(service: str, package: str) -> None:
+    done = without(package, f"services.{service}.main")
+    line = f"weft: the {service} needs {package}, which is not installed: pip install 'weft[{service}]'\n"
+    assert (done.returncode, done.stdout, done.stderr) == (os.EX_CONFIG, "", line)
+    assert any(each.startswith(package) for each in code.extras()[service])
+
+
+def test_what_is_missing_of_an_installed_package_stays_a_traceback() -> None:
+    done = without("redis.asyncio", "services.cache.main")
+    assert done.returncode == 1
+    assert "services/cache/store.py" in done.stderr
+
+
+def test_a_client_of_a_load_that_is_started_by_hand_says_what_it_is() -> None:
+    master, terminal = pty.openpty()
+    ours, pipe = os.pipe()
+    starts: list[tuple[list[str], int]] = [([], terminal), ([], subprocess.DEVNULL), (["--help"], ours)]
+    command = [sys.executable, "-m", "bench.load"]
+    began = [subprocess.Popen([*command, *more], stdin=told, stderr=subprocess.PIPE) for more, told in starts]
+    began.append(subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE))
+    line = b"weft: this is one client process of a load, which is told what to do: run `weft bench`\n"
+    for process in began:
+        assert (process.communicate(timeout=60)[1], process.returncode) == (line, 2)
+    for end in (master, terminal, ours, pipe):
+        os.close(end)

@@ -7,11 +7,12 @@ the machine's monotonic clock), and reads a line of JSON now and then, the last 
 import asyncio
 import json
 import os
+import stat
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from itertools import chain, islice
-from typing import Any
+from typing import Any, NoReturn
 
 from grpc import aio
 
@@ -162,7 +163,10 @@ async def _all_of(
 async def main() -> None:
     """Follows the parent's lines on standard input; its end is ours."""
     lines = _lines()
-    orders = json.loads(await anext(lines))
+    try:
+        orders = json.loads(await anext(lines, b""))
+    except ValueError:
+        _refuse()
     plan, process = Plan.from_json(orders["plan"]), int(orders["process"])
     addresses = plan.address.split(",")
     async with aio.insecure_channel(addresses[process % len(addresses)], options=_OPTIONS) as channel:
@@ -208,8 +212,25 @@ def _tell(message: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
+def _has_parent() -> bool:
+    """Whether standard input is the end of something that a program may write to."""
+    try:
+        mode = os.fstat(0).st_mode
+    except OSError:  # It is closed.
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
+
+
+def _refuse() -> NoReturn:
+    """Ends the process where nobody tells it a plan."""
+    print("weft: this is one client process of a load, which is told what to do: run `weft bench`", file=sys.stderr)
+    sys.exit(2)
+
+
 def run() -> None:
     """The client as a process."""
     import uvloop
 
+    if sys.argv[1:] or not _has_parent():
+        _refuse()
     uvloop.run(main())

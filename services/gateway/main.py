@@ -10,7 +10,7 @@ import structlog
 
 from protos import mesh_pb2
 from protos.inference_pb2_grpc import add_InferenceServicer_to_server
-from services import rpc, telemetry
+from services import process, rpc, telemetry
 from services.gateway.access import Access, Gate
 from services.gateway.continuation import Mesh
 from services.gateway.dispatch import Dispatch
@@ -93,7 +93,7 @@ async def main() -> None:
             await stop.wait()
             log.info("draining", seconds=settings.drain_s)
     except TenantsFileError as error:
-        rpc.refuse_to_serve(f"WEFT_TENANTS_FILE {error}")
+        process.refuse_to_serve(f"WEFT_TENANTS_FILE {error}")
 
 
 def run() -> None:

@@ -13,7 +13,7 @@ import structlog
 
 from protos import mesh_pb2 as mesh
 from protos import mesh_pb2_grpc as mesh_grpc
-from services import rpc, telemetry
+from services import process, rpc, telemetry
 from services.worker import checkpoint
 from services.worker.address import NoAddress, advertised
 from services.worker.announce import announce
@@ -78,13 +78,12 @@ async def main() -> None:
             await _serve(settings, server, startup, stop, engine, jobs, hello)
     except (CheckpointError, NoAddress, Refused) as error:
         log.error("cannot serve", reason=str(error))
-        await server.stop(0)
-        rpc.refuse_to_serve(str(error))
+        process.refuse_to_serve(str(error))
     except EngineFailed:  # Its jobs go on elsewhere, and whoever started this process starts another.
-        await server.stop(0)
         sys.exit("weft: the engine failed")
     finally:
         announcing.cancel()
+        await server.stop(0)
 
 
 def _startup(settings: WorkerSettings) -> Startup:
