@@ -2,6 +2,8 @@
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -40,23 +42,39 @@ def top_kernel(
         free = free & (own != id)
 
 
-def top_logprobs(logits_SV: Tensor, totals_S: Tensor, most: int, chunk: int = 2048) -> tuple[Tensor, Tensor]:
-    """Ids (int64) and log-probabilities (float32) of the `most` likely tokens of each row, both [S, most]."""
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Memory for the `most` likely tokens of S rows, found in chunks of so many columns."""
+
+    chunk: int
+    some: Tensor
+    """float32 [S, C * most]: the chunks' best."""
+    some_ids: Tensor
+    """int32, as `some`."""
+    ids: Tensor
+    """int64 [S, most]."""
+    best: Tensor
+    """float32 [S, most]."""
+
+
+def room_of(rows: int, vocab: int, most: int, device: torch.device, chunk: int = 2048) -> Room:
+    """Memory that `top_logprobs` fills."""
+    width = triton.cdiv(vocab, chunk) * most
+    sizes = (width, torch.float32), (width, torch.int32), (most, torch.int64), (most, torch.float32)
+    return Room(chunk, *(torch.empty(rows, columns, dtype=dtype, device=device) for columns, dtype in sizes))
+
+
+def top_logprobs(logits_SV: Tensor, totals_S: Tensor, into: Room) -> None:
+    """The likely tokens of each row, in order, and their log-probabilities: `into.ids` and `into.best`."""
     rows, vocab = logits_SV.shape
-    device = logits_SV.device
-    chunks = triton.cdiv(vocab, chunk)
-    some = torch.empty(rows, chunks * most, dtype=torch.float32, device=device)
-    some_ids = torch.empty(rows, chunks * most, dtype=torch.int32, device=device)
-    best = torch.empty(rows, most, dtype=torch.float32, device=device)
-    ids = torch.empty(rows, most, dtype=torch.int64, device=device)
+    chunks, (_, most), width = triton.cdiv(vocab, into.chunk), into.ids.shape, into.some.shape[1]
+    assert width == chunks * most
     if rows and most:
-        width = chunks * most
         top_kernel[(chunks, rows)](
-            logits_SV, None, None, some, some_ids, vocab, logits_SV.stride(0), most, BLOCK=chunk, num_warps=4,
-            **launch_options(device),
+            logits_SV, None, None, into.some, into.some_ids, vocab, logits_SV.stride(0), most, BLOCK=into.chunk,
+            num_warps=4, **launch_options(logits_SV.device),
         )  # fmt: skip
         top_kernel[(1, rows)](
-            some, some_ids, totals_S, best, ids, width, width, most, BLOCK=triton.next_power_of_2(width), num_warps=8,
-            **launch_options(device),
+            into.some, into.some_ids, totals_S, into.best, into.ids, width, width, most,
+            BLOCK=triton.next_power_of_2(width), num_warps=8, **launch_options(logits_SV.device),
         )  # fmt: skip
-    return ids, best

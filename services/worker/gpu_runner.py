@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -21,11 +20,11 @@ from kernels.attention.brief import BriefPlan, serves_brief
 from kernels.device import is_hopper
 from kernels.edits import HEADER
 from kernels.sampling.slot_settings import Samples
-from kernels.sampling.top_logprobs import top_logprobs
 from kernels.slots import StepInputs
 from services.worker import gpu_words
 from services.worker.gpu_ops import TritonOps
 from services.worker.gpu_sampler import GpuSampler
+from services.worker.gpu_tops import Tops
 from services.worker.gpu_uplink import NO_EDITS, STAGES, DeviceEdits, Uplink
 from services.worker.gpu_words import Kind, Sizes, StepRows
 from services.worker.host_pages import HostPage, HostPages
@@ -100,9 +99,7 @@ class GpuStep:
     """S of the report."""
     report: Tensor
     """Host memory that begins with `Computed.report`, valid after `done`."""
-    asked: npt.NDArray[np.int64]
-    """How many likely tokens each row that samples asks for; -1: none, nor its own log-probability."""
-    tops: tuple[Tensor, Tensor] | None
+    tops: Tops
     done: torch.cuda.Event | None
     """None: it is over already (no GPU)."""
     began: torch.cuda.Event | None
@@ -276,6 +273,10 @@ class GpuRunner:
     def _begin(self, rows: StepRows, edits: DeviceEdits, later: list[_SlotEdit]) -> GpuStep:
         graph = self.graph_for(*rows.sizes[:2], rows.kind)
         sizes = graph.sizes if graph else self._eager_sizes(rows)
+        # All that is kept has its memory before the step goes: if that failed behind the draws, slots had advanced.
+        asked = self.sampler.logprobs[[rows.rows.slots[row] for row in rows.sampling]]
+        tops = Tops(asked, self.model.config.vocab_size, self.device)
+        report = self._reports.pop() if self._reports else self._report()
         number, stage = self._uplink.begin()
         end = rows.lay_out(self._uplink.stages[stage], HEADER, sizes)
         self._uplink.send(stage, end, edits)
@@ -288,10 +289,9 @@ class GpuRunner:
         else:
             long_tokens = sum(length for length in rows.rows.lengths if length > self.ops.short_tokens)
             computed = self._compute(sizes, Kind.ANSWERS if rows.answers else Kind.ANY, long_tokens)
-        report = self._reports.pop() if self._reports else self._report()
         report[: len(computed.report)].copy_(computed.report, non_blocking=True)
-        asked = self.sampler.logprobs[[rows.rows.slots[row] for row in rows.sampling]]
-        return GpuStep(number, rows, sizes[2], report, asked, self._send_tops(computed, asked), self._event(), began)
+        tops.send(computed.logits, computed.samples.totals)
+        return GpuStep(number, rows, sizes[2], report, tops, self._event(), began)
 
     def _report(self) -> Tensor:
         """Host memory for any step's report."""
@@ -315,8 +315,8 @@ class GpuRunner:
             lines = report[slots.aligned(3 * step.samples) :][:tokens]
             finite = np.minimum.reduceat(lines, [0, *step.rows.ends[:-1]]) > 0
         finite[step.rows.sampling] &= np.isfinite(totals.view(np.float32))
-        logprobs = own.view(np.float32).tolist() if step.asked.max(initial=-1) >= 0 else None
-        result = StepResult(finite.tolist(), Sampled(drawn.tolist(), logprobs, _tops(step)))
+        logprobs = own.view(np.float32).tolist() if step.tops.wanted else None
+        result = StepResult(finite.tolist(), Sampled(drawn.tolist(), logprobs, step.tops.lists()))
         self._uplink.landed(step.number)
         self._reports.append(step.report)
         return result
@@ -476,23 +476,3 @@ class GpuRunner:
         event = torch.cuda.Event(enable_timing=self.measure_gaps)  # type: ignore[no-untyped-call]
         event.record()
         return event
-
-    def _send_tops(self, computed: Computed, asked: npt.NDArray[np.int64]) -> tuple[Tensor, Tensor] | None:
-        """Ids and log-probabilities of the likely tokens, as many as the row that asks for most; None if none does."""
-        most, count = int(asked.max(initial=0)), len(asked)
-        if most <= 0:
-            return None
-        tops = top_logprobs(computed.logits[:count], computed.samples.totals[:count], most)
-        pinned = self.device.type == "cuda"
-        ids, values = (torch.empty(x.shape, dtype=x.dtype, pin_memory=pinned) for x in tops)
-        return ids.copy_(tops[0], non_blocking=True), values.copy_(tops[1], non_blocking=True)
-
-
-def _tops(step: GpuStep) -> list[list[tuple[int, float]]] | None:
-    if step.tops is None:
-        return None if step.asked.max(initial=-1) < 0 else [[] for _ in step.asked]
-    ids, values = (x.tolist() for x in step.tops)
-    return [
-        list(zip(row_ids[:count], row_values[:count], strict=True)) if count > 0 else []
-        for row_ids, row_values, count in zip(ids, values, step.asked.tolist(), strict=True)
-    ]

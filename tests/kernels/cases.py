@@ -13,7 +13,7 @@ from kernels import attention, kv, reference, sampling, slots
 from kernels.attention.brief import BriefPlan
 from kernels.edits import HEADER
 from kernels.sampling.slot_settings import SlotSettings, slot_settings
-from kernels.sampling.top_logprobs import top_logprobs
+from kernels.sampling.top_logprobs import room_of, top_logprobs
 from services.worker import gpu_uplink
 from services.worker.gpu_words import StepRows, nobodys
 from services.worker.inputs import Edit, Rows, SlotState
@@ -272,9 +272,10 @@ def check_sampling(rows: int, slots: int, vocab: int, rounded: bool, most: int, 
         assert int(state.history[slot, tokens[row]]) == (word if penal[slot] else int(before[slot, tokens[row]]))
     own, ids, best = reference.log_probs(logits.cpu(), tokens, most)
     assert torch.allclose(got.logprobs.cpu(), own, atol=2e-5)
-    top_ids, top = top_logprobs(logits, got.totals, most, chunk or 2048)
-    assert torch.allclose(top.cpu(), best, atol=2e-5)
-    assert torch.equal(logits.gather(1, top_ids).cpu(), logits.cpu().gather(1, ids))
+    top = room_of(rows, vocab, most, logits.device, chunk or 2048)
+    top_logprobs(logits, got.totals, top)
+    assert torch.allclose(top.best.cpu(), best, atol=2e-5)
+    assert torch.equal(logits.gather(1, top.ids).cpu(), logits.cpu().gather(1, ids))
 
 
 def shaped(logits: Tensor, state: SlotSettings, where: Tensor) -> Tensor:

@@ -171,7 +171,10 @@ def calls(dtype: torch.dtype, capability: int) -> Iterator[tuple[str, Callable[[
     if exact:
         yield "edit", partial(edits.edit_slots, step, tables, slot_settings(4, "cpu"))
         yield "keep", partial(slots.keep, index(2), new(2), new(2), index(2), last, step[:6].view(3, 2))
-        yield "top", partial(top_logprobs.top_logprobs, new(2, 1024), new(2), 20)
+        yield (
+            "top",
+            partial(top_logprobs.top_logprobs, new(2, 1024), new(2), top_logprobs.room_of(2, 1024, 20, new(1).device)),
+        )
 
 
 def fused_calls(new: Callable[..., Tensor], capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
