@@ -23,7 +23,7 @@ PURE = (
     "services/scheduler/catalog.py",
     "services/scheduler/pool.py",
     "services/scheduler/jobs.py",
-    "services/scheduler/outbox.py",
+    "services/scheduler/commands.py",
     "services/scheduler/admission.py",
     "services/scheduler/placement.py",
     "services/scheduler/fairness.py",

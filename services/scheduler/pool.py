@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from services.scheduler import admission
 from services.scheduler.catalog import Catalog
+from services.scheduler.commands import Commands
 from services.scheduler.jobs import Jobs
 from services.scheduler.messages import (
     Card,
@@ -27,7 +28,6 @@ from services.scheduler.messages import (
     WorkerLost,
 )
 from services.scheduler.models import Model
-from services.scheduler.outbox import Outbox
 from services.scheduler.workers import Job, Worker
 
 
@@ -54,7 +54,7 @@ class Pool:
         self._jobs = Jobs(self.catalog.by_name)
         self._order = self._placements = 0
         self._dirty: dict[str, None] = {}
-        self._out = Outbox()
+        self._out = Commands()
 
     @property
     def models(self) -> dict[str, Model]:

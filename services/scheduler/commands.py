@@ -12,8 +12,8 @@ from services.scheduler.messages import (
 from services.scheduler.workers import Job
 
 
-class Outbox:
-    """Commands in the order in which they follow from an event."""
+class Commands:
+    """What follows from an event, in order."""
 
     def __init__(self) -> None:
         self.gateways: dict[str, None] = {}
