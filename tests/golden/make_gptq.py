@@ -1,6 +1,6 @@
-"""Writes tests/golden/gptq*: tiny Llamas quantized and saved by AutoGPTQ itself, with its own idea of the weights.
+"""Writes tests/golden/gptq*: tiny models quantized and saved by AutoGPTQ itself, with its own idea of the weights.
 
-    python -m venv env && env/bin/pip install torch 'transformers==4.51.3' auto_gptq==0.7.1
+    python -m venv env && env/bin/pip install torch 'transformers==4.51.3' peft==0.13.2 auto_gptq==0.7.1
     env/bin/python -m tests.golden.make_gptq
 
 AutoGPTQ is no longer developed and wants an old transformers, hence an environment of its own.
@@ -12,27 +12,32 @@ import torch
 from auto_gptq import BaseQuantizeConfig
 from auto_gptq.modeling import _base
 from auto_gptq.modeling.llama import LlamaGPTQForCausalLM
-from transformers import LlamaForCausalLM
+from auto_gptq.modeling.mistral import MistralGPTQForCausalLM
+from auto_gptq.modeling.qwen2 import Qwen2GPTQForCausalLM
+from transformers import AutoModelForCausalLM
 
-from tests.golden.tiny import GROUP, calibration, emptied, finish, plain_llama, tokenizer
+from tests.golden.tiny import GROUP, calibration, emptied, finish, plain, tokenizer
 
 KINDS = {
-    "gptq": {"desc_act": False, "sym": True},
-    "gptq-act-order": {"desc_act": True, "sym": True},
-    "gptq-asymmetric": {"desc_act": True, "sym": False},
+    "gptq": ("Llama", {"desc_act": False, "sym": True}),
+    "gptq-act-order": ("Llama", {"desc_act": True, "sym": True}),
+    "gptq-asymmetric": ("Llama", {"desc_act": True, "sym": False}),
+    "gptq-mistral": ("Mistral", {"desc_act": True, "sym": True}),
+    "gptq-qwen2": ("Qwen2", {"desc_act": False, "sym": False}),
 }
+MAKERS = {"Llama": LlamaGPTQForCausalLM, "Mistral": MistralGPTQForCausalLM, "Qwen2": Qwen2GPTQForCausalLM}
 
 
 def main() -> None:
     """Quantize, save, and store the numbers that AutoGPTQ reads back."""
     _base.CUDA_0 = torch.device("cpu")  # AutoGPTQ takes a GPU for granted, though none of this needs one.
-    plain, words = plain_llama(), tokenizer()
+    words = tokenizer()
     examples = [words(text, return_tensors="pt", truncation=True, max_length=64) for text in calibration()]
-    for name, kind in KINDS.items():
+    for name, (family, kind) in KINDS.items():
         torch.manual_seed(0)
         settings = BaseQuantizeConfig(bits=4, group_size=GROUP, **kind)
         # Not by its `from_pretrained`, which refuses to work without a GPU.
-        model = LlamaGPTQForCausalLM(LlamaForCausalLM.from_pretrained(plain), False, settings)
+        model = MAKERS[family](AutoModelForCausalLM.from_pretrained(plain(family)), False, settings)
         with mock.patch.object(torch.cuda, "synchronize"):
             model.quantize(examples, use_triton=False)
         folder = emptied(name)
@@ -42,7 +47,10 @@ def main() -> None:
             for path, each in model.model.model.layers[0].named_modules()
             if hasattr(each, "qweight")
         }
-        weights = {path: each(torch.eye(each.infeatures)).T for path, each in linears.items()}
+        weights = {
+            path: (each(torch.eye(each.infeatures)) - each(torch.zeros(1, each.infeatures))).T
+            for path, each in linears.items()
+        }
         finish(folder, weights)
 
 

@@ -1,4 +1,4 @@
-"""The tiny Llama that real writers quantize for the golden files. Knows no writer; runs in their environments."""
+"""The tiny models that real writers quantize for the golden files. Knows no writer; runs in their environments."""
 
 import json
 import random
@@ -20,10 +20,19 @@ GROUP = 32
 WORDS = ["<s>", "</s>", "the", "weft", "is", "what", "woven", "through", "warp", "thread", "after", "and"]
 
 
-def plain_llama() -> Path:
+FAMILIES: Mapping[str, Mapping[str, Any]] = {
+    "Llama": {},
+    "Mistral": {"sliding_window": 24},
+    "Qwen2": {"tie_word_embeddings": True},
+    "Qwen3": {"head_dim": 32},
+}
+"""What each has of its own; Qwen2 has biases, too."""
+
+
+def plain(family: str = "Llama") -> Path:
     """A folder with the unquantized model."""
     torch.manual_seed(0)
-    config = library.LlamaConfig(
+    config = getattr(library, f"{family}Config")(
         vocab_size=32,
         hidden_size=64,
         intermediate_size=128,
@@ -34,9 +43,15 @@ def plain_llama() -> Path:
         initializer_range=0.2,
         bos_token_id=0,
         eos_token_id=1,
+        **FAMILIES[family],
     )
+    model = getattr(library, f"{family}ForCausalLM")(config)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("bias"):
+                weight.normal_(std=0.05)
     folder = Path(tempfile.mkdtemp())
-    library.LlamaForCausalLM(config).half().save_pretrained(folder)
+    model.half().save_pretrained(folder)
     return folder
 
 
