@@ -45,7 +45,9 @@ def shape_for(weight: Words, rows: int) -> Shape | None:
     if rows != 1 or weight.group not in (0, CHUNK) or n % 16 or k % (WARPS * CHUNK) or k > MOST_INPUTS[2]:
         return None
     if weight.kind != "int4":
-        return Shape(WARPS, 5 if k in LONG_INPUTS[weight.group] else 3)
+        if k >= LONG_INPUTS[0].start:
+            return Shape(WARPS, 5 if k in LONG_INPUTS[weight.group] else 3)
+        return Shape(WARPS, 2, 3, 56) if n // 16 < ONE_ROUND.stop else Shape(WARPS, 4)
     chunks = WARPS if weight.chunks % (2 * WARPS) else 2 * WARPS
     stages = 3 * 2 * WARPS // chunks
     return Shape(chunks, stages, 3, 56) if n // 16 in ONE_ROUND and k <= MOST_INPUTS[3] else Shape(chunks, stages)

@@ -274,7 +274,7 @@ class GpuRunner:
         graph = self.graph_for(*rows.sizes[:2], rows.kind)
         sizes = graph.sizes if graph else self._eager_sizes(rows)
         # All that is kept has its memory before the step goes: if that failed behind the draws, slots had advanced.
-        asked = self.sampler.logprobs[[rows.rows.slots[row] for row in rows.sampling]]
+        asked = [self.sampler.logprobs[rows.rows.slots[row]] for row in rows.sampling]
         tops = Tops(asked, self.model.config.vocab_size, self.device)
         report = self._reports.pop() if self._reports else self._report()
         number, stage = self._uplink.begin()

@@ -20,7 +20,7 @@ class GpuSampler:
         self.device, self.vocab_size = device, vocab_size
         self.settings = slot_settings(slots + 1, device, vocab_size)
         self._boundary = np.zeros(slots + 1, np.int64)
-        self.logprobs = np.full(slots + 1, -1, np.int64)
+        self.logprobs = [-1] * (slots + 1)
         self._bias: dict[int, tuple[Tensor, Tensor]] = {}
         self._bans: dict[int, tuple[int, Tensor]] = {}
         """Tokens of prompt and answer until which each is valid, and which ones."""

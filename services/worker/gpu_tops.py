@@ -4,8 +4,6 @@ All memory is taken before the step goes into the stream: a step that failed aft
 told again, for its slots would have advanced.
 """
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -15,14 +13,15 @@ from kernels.sampling.top_logprobs import room_of, top_logprobs
 class Tops:
     """The likely tokens of a step's rows that sample: as many as the row that asks for most, if any does."""
 
-    def __init__(self, asked: npt.NDArray[np.int64], vocab_size: int, device: torch.device) -> None:
+    def __init__(self, asked: list[int], vocab_size: int, device: torch.device) -> None:
         """asked [S]: likely tokens that each row asks for; -1: none, nor its own token's log-probability."""
-        self._asked = asked.tolist()
-        self.wanted = any(count >= 0 for count in self._asked)
+        self._asked = asked
+        most = max(asked, default=-1)
+        self.wanted = most >= 0
         """Whether any row asks for log-probabilities."""
-        most, pinned = max(self._asked, default=0), device.type == "cuda"
         self._room = room_of(len(asked), vocab_size, most, device) if most > 0 else None
         found = (self._room.ids, self._room.best) if self._room else ()
+        pinned = device.type == "cuda"
         self._told = [torch.empty(x.shape, dtype=x.dtype, pin_memory=pinned) for x in found]
 
     def send(self, logits_SV: Tensor, totals_S: Tensor) -> None:

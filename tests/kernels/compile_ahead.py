@@ -339,6 +339,9 @@ def row_cases() -> Iterator[tuple[str, quantized.Int4Weight | quantized.Fp8Weigh
     yield "int4 of most inputs", int4(256, MOST_INPUTS[2]), False, False
     yield "int4 rotated in one round", int4(34 * 128, MOST_INPUTS[3]), False, True
     yield "fp8 rotated", fp8(768, 2048), False, True
+    short = LONG_INPUTS[0][0] - 1024
+    yield "fp8 in one round", fp8(6336, short), False, False
+    yield "fp8 in some rounds", fp8(6400, short), True, False
     yield "fp8 of long inputs", fp8(256, LONG_INPUTS[0][-1]), False, False
     blocks = LONG_INPUTS[128][-1]
     yield "fp8 blocks of long inputs", fp8(256, blocks, 2, blocks // 128), True, False

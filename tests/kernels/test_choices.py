@@ -164,7 +164,8 @@ def test_programs_of_one_row() -> None:
     assert shape(weight(k=3072), 1) == other(8, 6)
     assert shape(weight(n=6144), 1) == other(16, 3, 3, 56)
     assert shape(weight(n=6144, k=12288), 1) == other(16, 3)
-    assert [(shape(weight("fp8", k=k), 1) or other(0, 0)).stages for k in (7168, 8192, 16384, 17408)] == [3, 5, 5, 3]
+    assert [(shape(weight("fp8", k=k), 1) or other(0, 0)).stages for k in (7168, 8192, 16384, 17408)] == [2, 5, 5, 3]
+    assert [shape(weight("fp8", n=n), 1) for n in (6336, 6400)] == [other(8, 2, 3, 56), other(8, 4)]
     assert shape(weight("fp8", k=15360, group=128), 1) == other(8, 3)
 
 
