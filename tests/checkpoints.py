@@ -1,16 +1,22 @@
-"""Tiny Hugging Face checkpoints with random weights, made by the tests that need them. Knows shapes, never engines."""
+"""Checkpoints: the demo model's, and tiny ones with random weights, made by the tests that need them.
+
+Knows shapes, never engines.
+"""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
+DEMO = Path(__file__).parents[1] / "models" / "weft-story-11m"
 VOCAB = 320
 CONTEXT = 512
 BOS, EOS = 0, 1
@@ -92,6 +98,17 @@ def make_checkpoint(folder: Path, shape: Shape | str = "llama", seed: int = 0) -
     make_tokenizer().save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a named tiny checkpoint, or of the demo model."""
+
+    @cache
+    def folder(name: str) -> Path:
+        return DEMO if name == "demo" else make_checkpoint(tmp_path_factory.mktemp(name), name)
+
     return folder
 
 

@@ -18,6 +18,7 @@ from typing import Self
 import pytest
 
 from services.cache.embedded import EmbeddedRedis
+from tests.ports import free_port
 
 START_S = 10.0
 
@@ -95,13 +96,6 @@ class RedisServer:
             peer.sendall(b"PING\r\n")
             return peer.recv(64).startswith((b"+PONG", b"-NOAUTH"))
         return False
-
-
-def free_port() -> int:
-    """A TCP port of the loopback interface that nobody listens at."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture

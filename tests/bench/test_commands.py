@@ -14,7 +14,8 @@ from typer.testing import CliRunner, Result
 
 from client.cli import app
 from client.demo import model_folder
-from tests.mesh.harness import Mesh, free_port
+from tests.mesh.harness import Mesh
+from tests.ports import free_port
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

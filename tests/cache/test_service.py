@@ -18,7 +18,8 @@ from protos import inference_pb2 as api
 from services import rpc
 from services.cache.counters import Miss
 from tests.cache.conftest import CacheDoor, Client, OpenDoor, key_of, result_of
-from tests.redis_server import RedisServer, free_port
+from tests.ports import free_port
+from tests.redis_server import RedisServer
 
 
 async def test_what_was_stored_is_found(door: CacheDoor) -> None:

@@ -12,12 +12,13 @@ import grpc
 import pytest
 from typer.testing import CliRunner, Result
 
-from client import cli, demo, local
+from client import cli, demo
 from client.chat import Conversation
 from client.cli import app
 from protos import inference_pb2 as api
 from services.errors import WeftError, invalid
 from tests.client.fakes import WORDS, FakeMesh, fails, served
+from tests.ports import free_port
 
 WEFT = [sys.executable, "-W", "error", "-c", "from client.cli import app; app()"]
 TEXT = "".join(f" {word}" for word in WORDS)
@@ -230,7 +231,7 @@ client.SyncClient().close()
 
 async def test_a_bad_checkpoint_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    code, output = await run_weft("serve", "--model", str(tmp_path), "--port", free_port(), home=tmp_path / "home")
+    code, output = await run_weft("serve", "--model", str(tmp_path), "--port", str(free_port()), home=tmp_path / "home")
     last = output.strip().splitlines()[-1]
     assert code == 1
     assert last.startswith("weft: worker-1 ended with exit code")
@@ -238,7 +239,7 @@ async def test_a_bad_checkpoint_is_one_line(tmp_path: Path) -> None:
 
 
 async def test_serve_says_what_it_serves_and_stops_at_ctrl_c(tmp_path: Path) -> None:
-    arguments = ("serve", "--port", free_port(), "--redis-url", "redis://me:secret@127.0.0.1:1/0")
+    arguments = ("serve", "--port", str(free_port()), "--redis-url", "redis://me:secret@127.0.0.1:1/0")
     process = await start_weft(*arguments, home=tmp_path)
     assert process.stdout is not None
     lines: list[str] = []
@@ -255,7 +256,7 @@ async def test_a_part_is_the_same_process_and_imports_nothing_from_the_current_f
     (tmp_path / "services").mkdir()
     (tmp_path / "services" / "__init__.py").write_text("raise SystemExit('somebody else')")
     process = await asyncio.create_subprocess_exec(
-        *(str(Path(sys.executable).with_name("weft")), "serve", "scheduler", "--port", free_port()),
+        *(str(Path(sys.executable).with_name("weft")), "serve", "scheduler", "--port", str(free_port())),
         env={"PATH": "/usr/bin:/bin"},
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
@@ -308,14 +309,6 @@ async def test_the_demo_is_a_hit_the_second_time(tmp_path: Path) -> None:
 def fact(output: str, name: str) -> str:
     """The value of a line of the receipt."""
     return next(line for line in output.splitlines() if line.startswith(f"{name}  ")).removeprefix(name).strip()
-
-
-def free_port() -> str:
-    holder = local._hold(0)
-    assert holder is not None
-    port = str(holder.getsockname()[1])
-    holder.close()
-    return port
 
 
 async def start_weft(*arguments: str, home: Path, **settings: str) -> asyncio.subprocess.Process:

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from compress.cli import app
+from tests.checkpoints import DEMO
 
-DEMO = Path(__file__).parents[2] / "models" / "weft-story-11m"
 _FEW = ("--windows", "6", "--length", "128")
 METHODS = {
     "int8": ("int8",),

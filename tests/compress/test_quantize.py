@@ -22,8 +22,8 @@ from compress.errors import CompressError
 from compress.gptq import Gptq
 from compress.network import group_for
 from compress.quantize import quantize
-from tests.checkpoints import make_checkpoint
-from tests.compress.conftest import DEMO, METHODS, Made
+from tests.checkpoints import DEMO, make_checkpoint
+from tests.compress.conftest import METHODS, Made
 from verify.served import Served
 
 

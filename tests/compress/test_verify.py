@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from compress import layout
 from compress.rounding import round_int8
-from tests.checkpoints import make_checkpoint
-from tests.compress.conftest import DEMO, Made
+from tests.checkpoints import DEMO, make_checkpoint
+from tests.compress.conftest import Made
 from verify.cli import app
 
 FEW = ("--windows", "3", "--length", "192", "--answers", "1")

@@ -1,7 +1,6 @@
 """Engines on the GPU and on the CPU for the same checkpoints."""
 
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -9,22 +8,11 @@ import torch
 
 from services.worker.engine import Engine
 from services.worker.job import EngineOptions
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import checkpoint
 
-DEMO = Path(__file__).parents[2] / "models" / "weft-story-11m"
+__all__ = ["checkpoint"]
 
 EngineMaker = Callable[..., Engine]
-
-
-@pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a named tiny checkpoint, or of the demo model."""
-
-    @cache
-    def folder(name: str) -> Path:
-        return DEMO if name == "demo" else make_checkpoint(tmp_path_factory.mktemp(name), name)
-
-    return folder
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from compress import network, text
 from compress.cli import app
-from tests.gpu.conftest import DEMO
+from tests.checkpoints import DEMO
 from verify.served import Served
 
 pytest.importorskip("compressed_tensors")

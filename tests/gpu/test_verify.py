@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from tests.gpu.conftest import DEMO
+from tests.checkpoints import DEMO
 from verify.cli import app
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

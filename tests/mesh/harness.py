@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos import inference_pb2 as api
 from protos import inference_pb2_grpc as api_grpc
+from tests.ports import free_port
 
 # The generated stubs have the asynchronous class in their types only.
 if TYPE_CHECKING:
@@ -30,13 +30,6 @@ else:
 
 ROOT = Path(__file__).parents[2]
 START_S = 60.0
-
-
-def free_port() -> int:
-    """A port that nobody listens at now."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 @dataclass

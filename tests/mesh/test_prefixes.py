@@ -17,7 +17,8 @@ import redis.asyncio as redis
 
 from protos import inference_pb2 as api
 from tests.cache.slow_proxy import SlowProxy
-from tests.mesh.harness import Answer, Mesh, Process, Stub, ask, free_port, generate
+from tests.mesh.harness import Answer, Mesh, Process, Stub, ask, generate
+from tests.ports import free_port
 from tests.redis_server import RedisServer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

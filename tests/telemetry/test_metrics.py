@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from grpc import aio
 
-from tests.mesh.harness import Mesh, Process, ask, free_port, generate
+from tests.mesh.harness import Mesh, Process, ask, generate
+from tests.ports import free_port
 from tests.redis_server import RedisServer
 from tests.telemetry.conftest import PATIENT, THOUGHTFUL
 from tests.telemetry.scraping import Scraped, scrape

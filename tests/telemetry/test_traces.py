@@ -10,7 +10,8 @@ import pytest
 from grpc import aio
 
 from protos import inference_pb2 as api
-from tests.mesh.harness import Mesh, Stub, ask, free_port, generate
+from tests.mesh.harness import Mesh, Stub, ask, generate
+from tests.ports import free_port
 from tests.redis_server import RedisServer
 from tests.telemetry.collector import Collector, Seen, tree
 from tests.telemetry.conftest import PACED, PATIENT, THOUGHTFUL

@@ -1,7 +1,6 @@
 """Checkpoints, engines and the oracle that the worker's tests share."""
 
 from collections.abc import Callable, Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -10,9 +9,9 @@ import transformers
 
 from services.worker.engine import Engine
 from services.worker.job import EngineOptions
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import checkpoint
 
-DEMO = Path(__file__).parents[2] / "models" / "weft-story-11m"
+__all__ = ["checkpoint"]
 
 EngineMaker = Callable[..., Engine]
 
@@ -26,17 +25,6 @@ def _one_thread() -> Iterator[None]:
     transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     yield
     torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a named tiny checkpoint, or of the demo model."""
-
-    @cache
-    def folder(name: str) -> Path:
-        return DEMO if name == "demo" else make_checkpoint(tmp_path_factory.mktemp(name), name)
-
-    return folder
 
 
 @pytest.fixture(scope="session")
