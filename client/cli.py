@@ -306,9 +306,10 @@ def _client(address: str, api_key: str, deadline_s: float | None) -> "Iterator[S
     """A client of the mesh at `address`, with its errors told in one line."""
     from client.blocking import SyncClient
     from client.errors import WeftError
+    from client.reach import listens
 
     nobody = f"no mesh at {address}: start one with `weft serve`"
-    if not _listens(address):
+    if not listens(address):
         fail(nobody)
     with SyncClient(address, api_key=api_key, deadline_s=deadline_s) as client:
         try:
@@ -335,20 +336,6 @@ def _mesh_errors() -> Iterator[None]:
         yield
     except (GaveUp, PortTaken, NoRedisError, NoDemoModel, WeftError) as error:
         fail(str(error))
-
-
-def _listens(address: str) -> bool:
-    """Whether something listens at host:port; other forms of address are left to gRPC."""
-    import socket
-
-    host, _, port = address.rpartition(":")
-    if not host or "/" in host or not port.isdecimal():
-        return True
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=3).close()
-    except OSError:
-        return False
-    return True
 
 
 def _model_path(model: str) -> str:

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Awaitable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
@@ -24,9 +23,10 @@ from rich.console import Console
 
 from client.api import Client
 from client.errors import WeftError
+from client.reach import PATIENCE_S, listens
 from client.top import Eye, NoScheduler
+from services.worker.memory import available_memory
 
-_PATIENCE_S = 2.0
 _LEAST_PYTHON = (3, 11)
 _LEAST_MEMORY = 2 << 30
 # The gRPC family stays at one version: stubs of one release refuse the runtime of another.
@@ -114,27 +114,14 @@ def _gpu() -> Finding:
 
 
 def _memory() -> Finding:
-    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-        free = int(fields["MemAvailable"].split()[0]) * 1024
+    free = available_memory()
     verdict = Verdict.OK if free >= _LEAST_MEMORY else Verdict.NOTE
     return Finding("memory", verdict, f"{free / 2**30:.1f} GiB free, {os.cpu_count()} cores")
 
 
 def _ports(*addresses: str) -> Finding:
-    states = [f"{address} {'is in use' if _listens(address) else 'is free'}" for address in addresses]
+    states = [f"{address} {'is in use' if listens(address) else 'is free'}" for address in addresses]
     return Finding("ports", Verdict.OK, ", ".join(states))
-
-
-def _listens(address: str) -> bool:
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_PATIENCE_S).close()
-    except (OSError, ValueError):
-        return False
-    return True
 
 
 def _redis(url: str) -> Finding:
@@ -163,7 +150,7 @@ def _connected(parts: SplitResult) -> socket.socket:
     """A connection to the Redis of a URL. Whose certificate it shows is for those to judge who keep data there."""
     if parts.scheme == "unix":
         connection = socket.socket(socket.AF_UNIX)
-        connection.settimeout(_PATIENCE_S)
+        connection.settimeout(PATIENCE_S)
         try:
             connection.connect(parts.path)
         except OSError:
@@ -171,7 +158,7 @@ def _connected(parts: SplitResult) -> socket.socket:
             raise
         return connection
     host = parts.hostname or "localhost"
-    connection = socket.create_connection((host, parts.port or 6379), timeout=_PATIENCE_S)
+    connection = socket.create_connection((host, parts.port or 6379), timeout=PATIENCE_S)
     if parts.scheme != "rediss":
         return connection
     context = ssl.create_default_context()
@@ -180,13 +167,13 @@ def _connected(parts: SplitResult) -> socket.socket:
 
 
 async def _health(address: str) -> Finding:
-    if not await asyncio.to_thread(_listens, address):
+    if not await asyncio.to_thread(listens, address):
         return Finding("mesh", Verdict.NOTE, f"none at {address}: start one with `weft serve`")
     async with aio.insecure_channel(address) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         try:
             request = health_pb2.HealthCheckRequest(service="weft.v1.Inference")
-            reply = await stub.Check(request, timeout=_PATIENCE_S)
+            reply = await stub.Check(request, timeout=PATIENCE_S)
         except aio.AioRpcError as error:
             return Finding("mesh", Verdict.BAD, f"{address} is no gateway of Weft ({error.code().name})")
     serving = reply.status == health_pb2.HealthCheckResponse.SERVING
@@ -196,7 +183,7 @@ async def _health(address: str) -> Finding:
 
 async def _models(address: str) -> Finding:
     key = os.environ.get("WEFT_API_KEY", "")
-    async with Client(address, api_key=key, deadline_s=_PATIENCE_S, retries=0) as client:
+    async with Client(address, api_key=key, deadline_s=PATIENCE_S, retries=0) as client:
         try:
             models = await client.models()
         except WeftError as error:

@@ -12,6 +12,7 @@ from rich.status import Status
 from rich.text import Text
 
 from client import local
+from client.flags import LOCAL
 from client.loading import Loading, watch
 from client.terminal import amount
 from protos import inference_pb2 as api
@@ -55,7 +56,7 @@ async def serve(wanted: local.Wanted, out: Console, *, verbose: bool = False) ->
                 out.print(f"serving [bold]{model.name}[/bold] ({size}) at [bold]{mesh.address}[/bold]")
             if not mesh.models:
                 out.print(f"serving at [bold]{mesh.address}[/bold], to those who have an API key")
-            where = "" if mesh.address == "127.0.0.1:50051" else f" --address {mesh.address}"
+            where = "" if mesh.address == LOCAL else f" --address {mesh.address}"
             out.print(f"try: weft generate 'Once upon a time'{where}   (Ctrl-C stops)")
             await mesh.supervisor.during(asyncio.Event().wait())
     except asyncio.CancelledError:

@@ -51,16 +51,11 @@ class Boundary(aio.ServerInterceptor):
 
     def _guard(self, handler: Any, method: str) -> Any:
         parse = handler.request_deserializer or bytes
-        styles: dict[tuple[bool, bool], tuple[str, Any, Any]] = {
-            (False, False): ("unary_unary", _guard_unary, grpc.unary_unary_rpc_method_handler),
-            (False, True): ("unary_stream", _guard_stream, grpc.unary_stream_rpc_method_handler),
-            (True, True): ("stream_stream", _guard_bidi, grpc.stream_stream_rpc_method_handler),
-        }
-        attribute, guard, rebuild = styles[handler.request_streaming, handler.response_streaming]
-        behavior = getattr(handler, attribute)
-        if guard is _guard_unary:
-            behavior = self._watched(behavior, method)
-        return rebuild(guard(behavior, parse), response_serializer=handler.response_serializer)
+        if handler.request_streaming:
+            return rebuilt(handler, _guard_bidi(handler.stream_stream, parse))
+        if handler.response_streaming:
+            return rebuilt(handler, _guard_stream(handler.unary_stream, parse))
+        return rebuilt(handler, _guard_unary(self._watched(handler.unary_unary, method), parse))
 
     def _watched(self, behavior: Any, method: str) -> Any:
         traced = method.partition("/")[0] in self._traced
@@ -72,6 +67,16 @@ class Boundary(aio.ServerInterceptor):
                 return await behavior(request, context)
 
         return watched
+
+
+def rebuilt(handler: Any, behavior: Any) -> Any:
+    """A handler of the same kind that does this instead, with requests that are not parsed."""
+    rebuild = {
+        (False, False): grpc.unary_unary_rpc_method_handler,
+        (False, True): grpc.unary_stream_rpc_method_handler,
+        (True, True): grpc.stream_stream_rpc_method_handler,
+    }[handler.request_streaming, handler.response_streaming]
+    return rebuild(behavior, response_serializer=handler.response_serializer)
 
 
 def _spans() -> metrics.Series:

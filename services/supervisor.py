@@ -19,8 +19,6 @@ from typing import IO, TypeVar
 Result = TypeVar("Result")
 
 LEASH = Path(__file__).with_name("leash.py")
-# The exit code of sysexits.h for a configuration that cannot work: nothing is gained by another try.
-EX_CONFIG = 78
 _LOG_BYTES = 16 << 20
 # Last lines of common error reports that say nothing.
 _NOISE = ("For further information visit",)
@@ -174,7 +172,8 @@ class Process:
             self.restarts += 1
             settled = time.monotonic() - began >= self._policy.settled_s
             failures = 1 if settled and self.state is State.READY else failures + 1
-            if not self.was_ready.is_set() and (code == EX_CONFIG or failures >= self._policy.tries):
+            # Of a configuration that cannot work (EX_CONFIG) nothing is gained by another try.
+            if not self.was_ready.is_set() and (code == os.EX_CONFIG or failures >= self._policy.tries):
                 self._mend_or_give_up(code)
                 failures = 0
             backoff_s = min(self._policy.first_backoff_s * 2 ** max(failures - 1, 0), self._policy.longest_backoff_s)

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import grpc
 import structlog
 from grpc import StatusCode, aio
 
+from services.boundary import rebuilt
 from services.errors import WeftError
 from services.gateway.limits import Account
 from services.gateway.tenants import DEFAULT, Roster, Tenant, TenantsFileError, read
@@ -170,12 +170,7 @@ def _refusal(handler: Any, error: WeftError) -> Any:
     async def refuse(request: object, context: object) -> None:
         raise error
 
-    rebuild = {
-        (False, False): grpc.unary_unary_rpc_method_handler,
-        (False, True): grpc.unary_stream_rpc_method_handler,
-        (True, True): grpc.stream_stream_rpc_method_handler,
-    }[handler.request_streaming, handler.response_streaming]
-    return rebuild(refuse, response_serializer=handler.response_serializer)
+    return rebuilt(handler, refuse)
 
 
 def unauthenticated(message: str, reason: str) -> WeftError:

@@ -113,12 +113,7 @@ def _load(settings: WorkerSettings, startup: Startup) -> tuple[WorkerSettings, W
     config = load_config(folder)
     bundle, digest = checkpoint.serialize(checkpoint.read_bundle(folder))
     dtype = "float32" if settings.dtype == "auto" else settings.dtype
-    # Of equal fingerprints equal bits are expected where the mode promises them: the devices sum in other orders.
-    apart = settings.engine == "paced" or (settings.engine == "gpu" and settings.deterministic)
-    numerics = (dtype, str(settings.deterministic), *([settings.engine] if apart else []))
-    numerics += (settings.quantize,) if settings.quantize else ()
-    numerics += (settings.kv_dtype,) if settings.kv_dtype != "auto" else ()
-    fingerprint = checkpoint.fingerprint(folder, *numerics)
+    fingerprint = checkpoint.fingerprint(folder, *_numerics(settings, dtype))
     engine = open_engine(settings, folder, _options(settings, dtype, fingerprint), progress)
     memory = engine.memory
     log.info(
@@ -139,6 +134,19 @@ def _load(settings: WorkerSettings, startup: Startup) -> tuple[WorkerSettings, W
     card.aliases.extend(settings.aliases)
     card.fingerprint, card.bundle_digest = fingerprint, digest
     return settings, engine, card, bundle
+
+
+def _numerics(settings: WorkerSettings, dtype: str) -> list[str]:
+    """What tokens depend on beside the checkpoint."""
+    numerics = [dtype, str(settings.deterministic)]
+    # Of equal fingerprints equal bits are expected where the mode promises them: the devices sum in other orders.
+    if settings.engine == "paced" or (settings.engine == "gpu" and settings.deterministic):
+        numerics.append(settings.engine)
+    if settings.quantize:
+        numerics.append(settings.quantize)
+    if settings.kv_dtype != "auto":
+        numerics.append(settings.kv_dtype)
+    return numerics
 
 
 def _options(settings: WorkerSettings, dtype: str, fingerprint: bytes) -> EngineOptions:
