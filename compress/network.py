@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.utils import logging
@@ -33,6 +32,8 @@ _COMPLAINTS: Mapping[str, str] = {
     "mismatched_keys": "has not the shape that config.json says",
     "unexpected_keys": "is not part of this architecture",
 }
+_LARGEST = 1 << 31
+_LONGEST_REASON = 300
 _WIDE, _WIDE_GROUP, _NARROW_GROUP = 2048, 128, 32
 SEEN = 32
 """Windows that methods look at before they train; training reads all."""
@@ -45,13 +46,15 @@ def load(folder: Path) -> PreTrainedModel:
         raise CompressError(f"{folder}: model_type {config.get('model_type')} is not supported; {_KNOWN}")
     if config.get("quantization_config"):
         raise CompressError(f"{folder} is quantized already: compress the model that it was made from")
+    _check_size(folder, config)
     _quiet()
     maker: Any = AutoModelForCausalLM
     how = {"dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
         loaded: tuple[PreTrainedModel, dict[str, Any]] = maker.from_pretrained(folder, **how)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise CompressError(f"{folder} cannot be loaded: {str(error).splitlines()[0]}") from None
+    except Exception as error:  # of any kind: what config.json says goes to the library unread
+        reason = " ".join(str(error).split())[:_LONGEST_REASON] or type(error).__name__
+        raise CompressError(f"{folder} cannot be loaded: {reason}") from None
     model, told = loaded
     _check_whole(folder, model, told)
     model.train(False)
@@ -72,11 +75,31 @@ def read_config(folder: Path) -> dict[str, Any]:
     """config.json as it is. Raises CompressError."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, RecursionError, ValueError) as error:
         raise CompressError(f"no checkpoint in {folder}: config.json: {type(error).__name__}") from None
     if not isinstance(config, dict):
         raise CompressError(f"no checkpoint in {folder}: config.json is not an object")
     return config
+
+
+def _sizes(folder: Path, config: Mapping[str, Any], *names: str) -> list[int]:
+    """Whole numbers of config.json. Raises CompressError."""
+    sizes = []
+    for name in names:
+        size = config.get(name)
+        if type(size) is not int or not 0 < size <= _LARGEST:
+            raise CompressError(f"{folder}: config.json: {name} must be a positive whole number; {_KNOWN}")
+        sizes.append(size)
+    return sizes
+
+
+def _check_size(folder: Path, config: Mapping[str, Any]) -> None:
+    """Raises CompressError before there is memory for a network that the files cannot hold."""
+    names = ("hidden_size", "vocab_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    width, tokens, neurons, layers, _ = _sizes(folder, config, *names)
+    told, held = width * (tokens + 3 * neurons * layers), sum(f.stat().st_size for f in folder.glob("*.safetensors"))
+    if held and told > held:
+        raise CompressError(f"{folder}: config.json speaks of {told:,} numbers or more, its files have {held:,} bytes")
 
 
 def group_for(folder: Path, asked: int | None) -> int:
@@ -85,13 +108,13 @@ def group_for(folder: Path, asked: int | None) -> int:
     Raises CompressError where the inputs of a linear do not part into such groups.
     """
     config = read_config(folder)
-    try:
-        width, heads, neurons = (config[name] for name in ("hidden_size", "num_attention_heads", "intermediate_size"))
-    except KeyError as error:
-        raise CompressError(f"{folder}: config.json has no {error}; {_KNOWN}") from None
-    inputs = sorted({width, heads * (config.get("head_dim") or width // heads), neurons})
+    width, heads, neurons = _sizes(folder, config, "hidden_size", "num_attention_heads", "intermediate_size")
+    (dim,) = _sizes(folder, {"head_dim": config.get("head_dim") or width // heads}, "head_dim")
+    inputs = sorted({width, heads * dim, neurons})
     wide = width >= _WIDE and not any(each % _WIDE_GROUP for each in inputs)
     group = asked or (_WIDE_GROUP if wide else _NARROW_GROUP)
+    if group % 2:
+        raise CompressError(f"groups of {group} inputs are odd, and a byte holds two")
     if any(each % group for each in inputs):
         raise CompressError(f"groups of {group} do not divide the inputs of {folder}'s linears: {inputs}")
     return group
@@ -252,6 +275,8 @@ class _Sums:
 
     def moments(self) -> Moments:
         assert isinstance(self._gram, Tensor)
+        if not bool(self._gram.isfinite().all()):
+            raise CompressError("a layer computes numbers that are not finite")
         assert isinstance(self._total, Tensor)
         return Moments(self._gram / self._rows, self._total / self._rows, self._largest)
 

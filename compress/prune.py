@@ -18,7 +18,8 @@ from compress import dense, text
 from compress.checkpoint import Workbench
 from compress.choices import Pattern
 from compress.columns import Change, change_columns
-from compress.network import LINEARS, SEEN, Stream, at_work, linear, load
+from compress.errors import CompressError
+from compress.network import LINEARS, SEEN, Stream, at_work, layers_of, linear, load
 from compress.progress import Progress
 from compress.training import Plan, distillation, train
 
@@ -39,8 +40,15 @@ class Judgement:
 
 
 def prune(base: Path, out: Path, windows_WT: Tensor, judgement: Judgement, heal: Plan, progress: Progress) -> None:
-    """Prune layer after layer, then heal: the base teaches what is left. No `heal.steps` leaves it as it is."""
+    """Prune layer after layer, then heal: the base teaches what is left. No `heal.steps` leaves it as it is.
+
+    Raises CompressError.
+    """
     model = load(base)
+    if judgement.pattern is Pattern.TWO_OF_FOUR and any(
+        linear(layers_of(model)[0], name).in_features % 4 for name in LINEARS
+    ):
+        raise CompressError(f"2:4 needs linears whose inputs are multiples of 4; those of {base} are not")
     settings = {"method": "prune", **asdict(judgement), **asdict(heal), "text": text.described(windows_WT)}
     bench = Workbench(base, out, settings, dense.pieces(model))
     pruned = bench.kept("pruned")

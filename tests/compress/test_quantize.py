@@ -55,6 +55,10 @@ def test_narrow_networks_get_small_groups_and_wide_ones_the_usual(tmp_path: Path
         assert group_for(tmp_path, asked) == group
     with pytest.raises(CompressError, match=r"groups of 100 do not divide .*\[384, 896\]"):
         group_for(DEMO, 100)
+    odd = {"hidden_size": 144, "num_attention_heads": 1, "intermediate_size": 288}
+    (tmp_path / "config.json").write_text(json.dumps(odd))
+    with pytest.raises(CompressError, match="groups of 9 inputs are odd"):
+        group_for(tmp_path, 9)
 
 
 def test_keys_and_values_get_scales(made: Made) -> None:
@@ -125,6 +129,15 @@ DOWN = "model.layers.1.mlp.down_proj.weight"
         (lambda base: changed(base, lambda t: t.update(more=torch.ones(2))), "more is not part of this architecture"),
         (lambda base: changed(base, lambda t: t[DOWN][0].fill_(torch.nan)), f"{DOWN} holds numbers that are not fin"),
         (lambda base: (base / "config.json").write_text("[]"), "config.json is not an object"),
+        (lambda base: (base / "config.json").write_text("[" * 10**6), "config.json: RecursionError"),
+        (lambda base: configured(base, hidden_size="64"), "hidden_size must be a positive whole number"),
+        (lambda base: configured(base, num_attention_heads=0), "num_attention_heads must be a positive whole number"),
+        (
+            lambda base: configured(base, num_hidden_layers=10**6),
+            "config.json speaks of 18,432,020,480 numbers or more",
+        ),
+        (lambda base: configured(base, hidden_act="zzz"), "cannot be loaded: 'zzz'"),
+        (lambda base: configured(base, rope_parameters="x"), "cannot be loaded: Validation error"),
         (lambda base: configured(base, model_type="gemma"), "model_type gemma is not supported"),
         (lambda base: configured(base, dtype="auto"), "dtype auto is not supported"),
     ],
@@ -163,3 +176,11 @@ def test_what_cannot_be_compressed_is_refused_in_one_line(tmp_path: Path, made: 
     (tmp_path / "empty.txt").write_text("\n")
     with pytest.raises(CompressError, match="no text"):
         text.read(tmp_path / "empty.txt")
+
+
+def test_a_base_that_computes_no_numbers_is_refused(tmp_path: Path) -> None:
+    base = make_checkpoint(tmp_path / "base")
+    configured(base, rope_parameters={"rope_type": "default", "rope_theta": float("nan")})
+    windows = text.windows(text.read(text.CALIBRATION), base, 32, 2)
+    with pytest.raises(CompressError, match="computes numbers that are not finite"):
+        quantize(base, tmp_path / "out", Gptq(32), windows, lambda *_: None)

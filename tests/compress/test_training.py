@@ -63,6 +63,12 @@ def test_two_of_four_weights_go_and_the_rest_heals(base: Path, windows: Tensor, 
     assert divergence(base, tmp_path / "healed", windows) < 0.8 * divergence(base, tmp_path / "hurt", windows)
 
 
+def test_fours_that_no_linear_has_are_refused(windows: Tensor, tmp_path: Path) -> None:
+    base = make_checkpoint(tmp_path / "base", Shape("llama", {"intermediate_size": 98}))
+    with pytest.raises(CompressError, match="inputs are multiples of 4"):
+        prune(base, tmp_path / "out", windows, Judgement(pattern=Pattern.TWO_OF_FOUR), Plan(steps=0), quiet)
+
+
 def test_inputs_tell_better_than_sizes_which_weights_matter(base: Path, windows: Tensor, tmp_path: Path) -> None:
     found = {}
     for wanda in (True, False):
