@@ -14,7 +14,8 @@ from protos.inference_pb2_grpc import InferenceStub
 from protos.mesh_pb2_grpc import add_WorkerServicer_to_server
 from services.errors import unavailable
 from services.gateway import headstart
-from tests.gateway.fakes import ANSWER, LOREM, Answer, FakeMesh, ask, assigned, generate, ids_of, rejected, until
+from tests.gateway.fakes import Answer, FakeMesh, ask, assigned, generate, rejected, until
+from tests.gateway.model import ANSWER, LOREM, ids_of
 
 
 @pytest.fixture

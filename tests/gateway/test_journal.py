@@ -9,7 +9,7 @@ from services.gateway.journal import Ending, Journal, KeyChain
 from services.gateway.stops import StopMatcher
 from services.gateway.text import TextModel
 from services.hashing import block_keys
-from tests.gateway.fakes import BUNDLE, TOKENIZER, ids_of
+from tests.gateway.model import BUNDLE, TOKENIZER, ids_of
 
 MODEL = TextModel(mesh_pb2.Bundle.FromString(BUNDLE))
 ids = st.integers(0, TOKENIZER.get_vocab_size() - 1)

@@ -8,7 +8,8 @@ import pytest
 from protos import inference_pb2 as api
 from protos import mesh_pb2
 from services.errors import WeftError, unavailable
-from tests.gateway.fakes import ANSWER, LOREM, FakeMesh, ask, assigned, generate, until
+from tests.gateway.fakes import FakeMesh, ask, assigned, generate, until
+from tests.gateway.model import ANSWER, LOREM
 from tests.timing import timely
 
 

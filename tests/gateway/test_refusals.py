@@ -14,7 +14,8 @@ from grpc_status import rpc_status
 
 from protos import inference_pb2 as api
 from services.errors import WeftError
-from tests.gateway.fakes import ANSWER, BUNDLE, FakeMesh, ask, generate, make_card
+from tests.gateway.fakes import FakeMesh, ask, generate
+from tests.gateway.model import ANSWER, BUNDLE, make_card
 
 SECRET = "hush: the moon is made of cheese"
 CODES = grpc.StatusCode

@@ -9,7 +9,8 @@ from protos import inference_pb2 as api
 from protos import mesh_pb2
 from services.errors import unavailable
 from services.gateway.text import Detokenizer, TextModel
-from tests.gateway.fakes import ANSWER, LOREM, FakeMesh, ask, generate, until
+from tests.gateway.fakes import FakeMesh, ask, generate, until
+from tests.gateway.model import ANSWER, LOREM
 
 
 @pytest.fixture

@@ -11,20 +11,8 @@ from services.errors import WeftError
 from services.gateway.generation import Generation, Listening, Order
 from services.gateway.requests import Registry
 from services.gateway.results import result_key
-from tests.gateway.fakes import (
-    ANSWER,
-    LOREM,
-    Answer,
-    FakeMesh,
-    FakeWorker,
-    ask,
-    assigned,
-    generate,
-    ids_of,
-    make_card,
-    rejected,
-    until,
-)
+from tests.gateway.fakes import Answer, FakeMesh, FakeWorker, ask, assigned, generate, rejected, until
+from tests.gateway.model import ANSWER, LOREM, ids_of, make_card
 
 LATE = WeftError(grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", "the deadline passed")
 

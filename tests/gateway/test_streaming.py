@@ -15,7 +15,8 @@ from protos import mesh_pb2
 from services.gateway.tenants import DEFAULT
 from services.gateway.visit import RECEIPT_KEY
 from services.hashing import block_keys, chain_root
-from tests.gateway.fakes import ANSWER, LOREM, TOKENIZER, FakeMesh, ask, generate, ids_of, make_card, until
+from tests.gateway.fakes import FakeMesh, ask, generate, until
+from tests.gateway.model import ANSWER, LOREM, TOKENIZER, ids_of, make_card
 from tests.gateway.test_text import FALLBACK, FALLBACK_BUNDLE
 from tests.timing import timely
 

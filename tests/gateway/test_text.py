@@ -16,7 +16,7 @@ from protos import mesh_pb2
 from services.errors import WeftError
 from services.gateway.chat import ChatTemplate
 from services.gateway.text import TextModel
-from tests.gateway.fakes import BUNDLE, TOKENIZER
+from tests.gateway.model import BUNDLE, TOKENIZER
 
 MODEL = TextModel(mesh_pb2.Bundle.FromString(BUNDLE))
 any_ids = st.lists(st.integers(0, TOKENIZER.get_vocab_size() - 1), max_size=60)

@@ -1,17 +1,7 @@
 """Workers that are being started: gateways hear how far they are, until they serve or are gone."""
 
-import pytest
-
 from services.scheduler.messages import Loading, Models
 from tests.scheduler.stage import Stage
-
-
-@pytest.fixture
-def stage() -> Stage:
-    """A pool with a gateway."""
-    stage = Stage()
-    stage.gateway("g1")
-    return stage
 
 
 def loads(stage: Stage, worker_id: str, done: int) -> None:
