@@ -90,8 +90,8 @@ def _begin(model: PreTrainedModel, windows_WT: Tensor, group: int, progress: Pro
             rounded = round_layer(layer, index, Gptq(group), stream)
         for name, weight in rounded.weights.items():
             assert isinstance(weight, Int4Weight)
-            begun |= {f"{index}.{name}.scale": weight.scale.cpu()}
-            begun |= {f"{index}.{name}.weight": weight.dequantize(torch.float32).cpu()}
+            begun[f"{index}.{name}.scale"] = weight.scale.cpu()
+            begun[f"{index}.{name}.weight"] = weight.dequantize(torch.float32).cpu()
     progress("layers", len(stream.layers), len(stream.layers))
     return begun
 

@@ -74,8 +74,7 @@ class Engine(Intake):
         self._flights: deque[_Flight] = deque()
         self._landed_s = 0.0
         self._on_launch: Callable[[float], None] = lambda predicted_step_s: None
-        mover = self.runner
-        self.prefixes = Prefixes(self.batch, mover, mover.block_bytes, lambda: self._pace.prefill_rate, self.wake)
+        self.prefixes = Prefixes(self.batch, self.runner, self.block_bytes, lambda: self._pace.prefill_rate, self.wake)
         if options.host_kv_bytes:
             self.prefixes.use_host(HostStore(options.host_kv_bytes, self.runner.host_block_s))
         self._warm_up(progress)

@@ -195,14 +195,12 @@ class CpuRunner:
         tables = self._tables[slots, : -(-int(contexts.max()) // self.block_size)]
         places = tables[row_of, positions // self.block_size] * self.block_size + positions % self.block_size
         at, model = torch.from_numpy(positions), self.model
-        plan = self.ops.plan_attention
-        dtype = model.embedding.dtype
+        plan, dtype = self.ops.plan_attention, model.embedding.dtype
+        last = ends[np.flatnonzero(rows.samples)] - 1
         return StepTensors(
             token_ids=torch.from_numpy(token_ids),
             rotation=Rotation(model.cos[at], model.sin[at]),
             places=torch.from_numpy(places),
             plans={w: plan(lengths, contexts, tables, self.block_size, w, dtype) for w in self._windows},
-            sampled=None
-            if sum(rows.samples) == len(positions)
-            else torch.from_numpy(ends[np.flatnonzero(rows.samples)] - 1),
+            sampled=None if len(last) == len(positions) else torch.from_numpy(last),
         )

@@ -23,7 +23,7 @@ from services.worker.config import load_config, read_quantization
 from services.worker.formats.registry import reader_of
 from services.worker.loading import expected_bytes
 from services.worker.weights import Checkpoint, open_checkpoint
-from tests.checkpoints import VOCAB, Shape, make_checkpoint
+from tests.checkpoints import DEMO, VOCAB, Shape, make_checkpoint
 from tests.quantized import WRITERS, Written, modules_of, write
 from tests.served import (
     GOLDEN,
@@ -70,9 +70,8 @@ LLM_COMPRESSOR: Mapping[str, str] = {
 
 def demo(folder: Path) -> Path:
     """The demo model in float32, the numbers that its twins are compared in."""
-    shipped = Path(__file__).parents[2] / "models" / "weft-story-11m"
-    shutil.copytree(shipped, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
-    save({name: tensor.float() for name, tensor in read(shipped).items()}, folder)
+    shutil.copytree(DEMO, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
+    save({name: tensor.float() for name, tensor in read(DEMO).items()}, folder)
     return folder
 
 
