@@ -209,7 +209,7 @@ async def test_ready_means_that_the_health_service_says_so(tmp_path: Path) -> No
     assert not await ready()
 
 
-def test_a_long_log_is_turned_over_and_only_this_run_is_quoted(tmp_path: Path, story: Story) -> None:
+def test_a_long_log_is_turned_over_and_only_this_run_is_quoted(tmp_path: Path) -> None:
     log = tmp_path / "polite.log"
     log.write_bytes(b"an older run\n" * (2 << 20))
     process = Supervisor([spec("polite", tmp_path)], tmp_path).processes["polite"]

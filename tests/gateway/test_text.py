@@ -3,7 +3,6 @@
 import json
 import re
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -129,7 +128,7 @@ CHATS = [
 
 @pytest.mark.parametrize("template", [CHATML, LLAMA2, LOOPS], ids=["chatml", "llama2", "loops"])
 @pytest.mark.parametrize("chat", CHATS, ids=["one", "system", "many"])
-def test_templates_render_as_transformers_does(template: str, chat: list[tuple[str, str]], tmp_path: Path) -> None:
+def test_templates_render_as_transformers_does(template: str, chat: list[tuple[str, str]]) -> None:
     import transformers
 
     build: Any = transformers.PreTrainedTokenizerFast

@@ -157,10 +157,15 @@ class Histories(RuleBasedStateMachine):
     # -- what holds --
 
     @invariant()
-    def credits_are_neither_negative_nor_leaked(self) -> None:
+    def no_worker_has_more_jobs_than_it_wants_or_brought(self) -> None:
         for worker in self.stage.pool.workers.values():
-            assert worker.free_credits >= 0
-            assert worker.free_credits + len(worker.jobs) >= worker.hello.credits
+            assert len(worker.jobs) <= max(worker.hello.credits, len(worker.hello.running)), worker
+
+    @invariant()
+    def no_credit_is_leaked_to_a_job_that_nobody_sent(self) -> None:
+        for worker in self.stage.pool.workers.values():
+            if worker.detached_at is None:  # Until it is back, the ends that it tells count for nothing.
+                assert {(worker.id, job) for job in worker.jobs} <= self.running.keys(), worker
 
     @invariant()
     def every_job_that_waits_is_pending_and_every_pending_one_waits(self) -> None:

@@ -78,7 +78,7 @@ def test_who_comes_during_a_launch_is_in_the_next_step(late: EngineMaker, monkey
     assert {sequence.job.key for sequence in ahead.batch.running} == {1, 2}
 
 
-def test_a_row_that_is_computed_after_a_stop_is_not_told(engine: EngineMaker, late: EngineMaker) -> None:
+def test_a_row_that_is_computed_after_a_stop_is_not_told(late: EngineMaker) -> None:
     ahead = late()
     free = solo(ahead, job(1, prompt_of(20), max_tokens=24))
     stop = free.tokens[9]
