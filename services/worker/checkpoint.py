@@ -56,8 +56,12 @@ def read_bundle(folder: Path) -> mesh.Bundle:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise CheckpointError("the checkpoint has no tokenizer.json")
+    tokenizer = path.read_bytes()
+    told = parse_json(tokenizer, path.name)
+    if not isinstance(told, dict) or "model" not in told:
+        raise CheckpointError("tokenizer.json describes no tokenizer")
     try:
-        return _bundle(path.read_bytes(), _json(folder / "tokenizer_config.json"), folder / "chat_template.jinja")
+        return _bundle(tokenizer, _json(folder / "tokenizer_config.json"), folder / "chat_template.jinja")
     except (AttributeError, KeyError, TypeError, UnicodeDecodeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise CheckpointError(f"chat template or special tokens cannot be read: {reason}") from None

@@ -229,6 +229,21 @@ def test_what_no_tokenizer_can_mean_is_one_line(copy: Callable[[str], Path], set
         read_bundle(folder)
 
 
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("{", "tokenizer.json cannot be read: JSONDecodeError"),
+        ("[" * 10**6, "tokenizer.json cannot be read: RecursionError"),
+        ("[]", "tokenizer.json describes no tokenizer"),
+    ],
+)
+def test_a_tokenizer_that_is_none_is_one_line(copy: Callable[[str], Path], content: str, reason: str) -> None:
+    folder = copy("llama")
+    (folder / "tokenizer.json").write_text(content)
+    with pytest.raises(CheckpointError, match=reason):
+        read_bundle(folder)
+
+
 def test_no_second_copy_of_the_weights_is_fetched() -> None:
     """Of a repository like Mistral's, by the hub's own rules."""
     held = ["config.json", "model-00001-of-00002.safetensors", "chat_template.jinja"]
