@@ -24,9 +24,7 @@ def shared(engine: EngineMaker) -> Engine:
 
 def free_again(engine: Engine) -> bool:
     stats = engine.stats()
-    return (stats.running, stats.waiting, stats.active_blocks) == (0, 0, 0) and (
-        stats.free_blocks + stats.cached_blocks == stats.total_blocks
-    )
+    return (stats.running, stats.waiting, stats.active_blocks) == (0, 0, 0)
 
 
 # ---- ends ----
