@@ -133,7 +133,7 @@ class Store:
             await self._ask(self._budgets.longest_s, self._client.ping)
         except Trouble as trouble:
             self._breaker.trip(self._clock())
-            self._log_lost(trouble.miss)
+            self._log_lost(trouble.miss, trouble.__cause__)
 
     async def close(self) -> None:
         """Ends the connections and logs the counters."""
@@ -250,7 +250,7 @@ class Store:
             late = isinstance(answer, (RedisTimeoutError, TimeoutError))
             miss = Miss.TIMEOUT if late else Miss.ERROR
             self._failed(miss, answer)
-            raise Trouble(miss)
+            raise Trouble(miss) from answer
         self._succeeded()
         if isinstance(answer, ResponseError):
             code = answer.status_code or str(answer).partition(" ")[0]
@@ -275,11 +275,9 @@ class Store:
             self._refusals[code] = now
             log.warning("redis refuses", of=self._name, code=code, at=self._place)
 
-    def _log_lost(self, miss: Miss, error: Exception | None = None) -> None:
-        kind = type(error).__name__ if error else None
-        log.warning(
-            "redis is lost: every look-up is a miss", of=self._name, at=self._place, reason=str(miss), error=kind
-        )
+    def _log_lost(self, miss: Miss, error: BaseException | None) -> None:
+        why = type(error).__name__ if error else str(miss)
+        log.warning("redis is lost: every look-up is a miss", of=self._name, at=self._place, reason=why)
 
 
 async def _done(command: Any) -> Any:

@@ -121,5 +121,6 @@ async def test_the_process_serves_without_redis_and_stops_when_told() -> None:
         _, logged = await process.communicate()
     assert process.returncode == 0
     assert b"redis is lost" in logged
+    assert b"ConnectionError" in logged
     assert b"cache closed" in logged
     assert b"secret" not in logged
