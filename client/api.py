@@ -216,7 +216,14 @@ class Client:
     def _metadata(self, traceparent: str | None = None) -> aio.Metadata:
         metadata = aio.Metadata()
         if self._api_key:
-            metadata.add("authorization", f"Bearer {self._api_key}")
+            metadata.add("authorization", f"Bearer {_header('api_key', self._api_key)}")
         if traceparent:
-            metadata.add("traceparent", traceparent)
+            metadata.add("traceparent", _header("traceparent", traceparent))
         return metadata
+
+
+def _header(name: str, value: str) -> str:
+    """A value that may travel as metadata. Raises ValueError for another, such as a key with the end of its line."""
+    if not (value.isascii() and value.isprintable()):
+        raise ValueError(f"{name}: printable ASCII characters alone")
+    return value

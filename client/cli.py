@@ -315,8 +315,9 @@ def _client(address: str, api_key: str, deadline_s: float | None) -> "Iterator[S
         try:
             yield client
         except WeftError as error:
-            lost = error.code.name == "UNAVAILABLE" and not error.reason
-            fail(nobody if lost else str(error))
+            if not error.reason and error.code.name in ("UNAVAILABLE", "UNIMPLEMENTED"):
+                fail(nobody if error.code.name == "UNAVAILABLE" else f"{address} is no gateway of Weft")
+            fail(str(error))
         except (TypeError, ValueError) as error:
             fail(str(error), usage=True)
         except KeyboardInterrupt:

@@ -1,6 +1,7 @@
 """From Python values to the messages of the public API. Knows the fields of a request, never what becomes of them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypedDict
 
 from protos import inference_pb2 as api
@@ -45,22 +46,41 @@ def build(prompt: Prompt, options: Options) -> api.GenerateRequest:
     given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     if "cache" in given:
         given["cache"] = cache_policy(given["cache"])
-    sampling = api.Sampling(**{name: given.pop(name) for name in list(given) if name not in _OF_REQUEST})
-    return api.GenerateRequest(prompt=build_prompt(prompt), sampling=sampling, **given)
+    request = api.GenerateRequest(prompt=build_prompt(prompt), sampling=api.Sampling())
+    for name, value in given.items():
+        with _naming(name):
+            if name in _OF_REQUEST:
+                request.MergeFrom(api.GenerateRequest(**{name: value}))
+            else:
+                request.sampling.MergeFrom(api.Sampling(**{name: value}))
+    return request
 
 
 def build_prompt(prompt: Prompt) -> api.Prompt:
-    """The prompt in the form that its Python type says. Raises TypeError for a list of anything else."""
+    """The prompt in the form that its Python type says. Raises TypeError for a list of anything else, ValueError for
+    what no prompt can hold."""
     if isinstance(prompt, api.Prompt):
         return prompt
-    if isinstance(prompt, str):
-        return api.Prompt(text=prompt)
-    if all(isinstance(part, int) for part in prompt):
-        return api.Prompt(token_ids=api.TokenIds(ids=[part for part in prompt if isinstance(part, int)]))
-    turns = [part for part in prompt if isinstance(part, Mapping)]
-    if len(turns) < len(prompt):
-        raise TypeError("a prompt is a text, token ids alone, or messages alone")
-    return api.Prompt(chat=api.Chat(messages=[api.ChatMessage(**turn) for turn in turns]))
+    with _naming("prompt"):
+        if isinstance(prompt, str):
+            return api.Prompt(text=prompt)
+        if all(isinstance(part, int) for part in prompt):
+            return api.Prompt(token_ids=api.TokenIds(ids=[part for part in prompt if isinstance(part, int)]))
+        turns = [part for part in prompt if isinstance(part, Mapping)]
+        if len(turns) < len(prompt):
+            raise TypeError("a text, token ids alone, or messages alone")
+        return api.Prompt(chat=api.Chat(messages=[api.ChatMessage(**turn) for turn in turns]))
+
+
+@contextmanager
+def _naming(field: str) -> Iterator[None]:
+    """Around what makes a field of a Python value: its errors name the field."""
+    try:
+        yield
+    except UnicodeError:
+        raise ValueError(f"{field}: no text that UTF-8 can hold") from None
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{field}: {error}") from None
 
 
 def cache_policy(name: str) -> "api.CachePolicy.ValueType":

@@ -134,7 +134,9 @@ async def test_a_refusal_is_one_line(weft: Weft, mesh: FakeMesh) -> None:
     ("flags", "told"),
     [
         (["--logit-bias", "x"], "weft: --logit-bias: 'x' is not ID=BIAS\n"),
-        (["--max-tokens", "-3"], "weft: Value out of range: -3\n"),
+        (["--max-tokens", "-3"], "weft: max_tokens: Value out of range: -3\n"),
+        (["--stop", "\udcff"], "weft: stop: no text that UTF-8 can hold\n"),
+        (["--api-key", "key\n"], "weft: api_key: printable ASCII characters alone\n"),
     ],
 )
 async def test_impossible_flags_are_refused_here(weft: Weft, mesh: FakeMesh, flags: list[str], told: str) -> None:
@@ -146,6 +148,16 @@ def test_nobody_there_is_one_line_that_helps() -> None:
     result = CliRunner().invoke(app, ["generate", "Once", "--address", "127.0.0.1:1"])
     assert result.exit_code == 1
     assert result.stderr == "weft: no mesh at 127.0.0.1:1: start one with `weft serve`\n"
+
+
+async def test_what_is_no_gateway_is_called_so() -> None:
+    server = grpc.aio.server()
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    arguments = ["generate", "Once", "--address", f"127.0.0.1:{port}"]
+    result = await asyncio.to_thread(CliRunner().invoke, app, arguments)
+    await server.stop(0)
+    assert (result.exit_code, result.stderr) == (1, f"weft: 127.0.0.1:{port} is no gateway of Weft\n")
 
 
 async def test_models_are_listed(weft: Weft) -> None:
