@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from client import measuring
-from client.flags import LOCAL, Address, ApiKey, Caching, Deadline, Model, fail, run
+from client.flags import LOCAL, Address, ApiKey, Caching, Deadline, Model, fail, nobody, run
 
 if TYPE_CHECKING:
     from client.blocking import SyncClient
@@ -308,15 +308,14 @@ def _client(address: str, api_key: str, deadline_s: float | None) -> "Iterator[S
     from client.errors import WeftError
     from client.reach import listens
 
-    nobody = f"no mesh at {address}: start one with `weft serve`"
     if not listens(address):
-        fail(nobody)
+        fail(nobody(address))
     with SyncClient(address, api_key=api_key, deadline_s=deadline_s) as client:
         try:
             yield client
         except WeftError as error:
             if not error.reason and error.code.name in ("UNAVAILABLE", "UNIMPLEMENTED"):
-                fail(nobody if error.code.name == "UNAVAILABLE" else f"{address} is no gateway of Weft")
+                fail(nobody(address) if error.code.name == "UNAVAILABLE" else f"{address} is no gateway of Weft")
             fail(str(error))
         except (TypeError, ValueError) as error:
             fail(str(error), usage=True)

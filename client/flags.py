@@ -40,3 +40,8 @@ def fail(message: str, *, usage: bool = False) -> NoReturn:
     """Ends the command with a line that says why."""
     typer.echo(f"weft: {message}", err=True)
     raise typer.Exit(2 if usage else 1)
+
+
+def nobody(address: str) -> str:
+    """What to say where nothing listens."""
+    return f"no mesh at {address}: start one with `weft serve`"

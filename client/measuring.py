@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from client.flags import LOCAL, LOCAL_SCHEDULER, Address, Caching, Model, Scheduler, fail, run
+from client.flags import LOCAL, LOCAL_SCHEDULER, Address, Caching, Model, Scheduler, fail, nobody, run
 
 Addresses = Annotated[
     str, typer.Option(envvar="WEFT_ADDRESS", help="host:port of the mesh; several gateways with commas.")
@@ -76,6 +76,7 @@ def bench(
     from bench.load.plan import Plan, goodput_from
     from bench.load.profile import Wish
     from client import terminal
+    from client.reach import listens
 
     unbounded = concurrency is None and (rate is not None or trace is not None)
     lengths = {"input_tokens": input_len, "output_tokens": output_len, "prefix_tokens": prefix_len}
@@ -87,6 +88,9 @@ def bench(
             time_scale=time_scale, temperature=temperature, ignore_eos=ignore_eos, cache=cache.value,
             deadline_s=deadline, warmup=warmup, processes=processes, seed=seed, goodput=goodput_from(goodput or []),
         )  # fmt: skip
+        missing = [each for each in address.split(",") if not listens(each)]
+        if missing:
+            fail(nobody(missing[0]))
         wish = Wish(profile_steps, profile.absolute(), scheduler) if profile else None
         code = measure(plan, terminal.console(), json, html, wish)
     raise typer.Exit(code)

@@ -81,6 +81,7 @@ class Dispatch:
 
     async def run(self) -> None:
         """Keeps the stream until it is cancelled."""
+        log.info("looking for the scheduler", at=self._address)
         async with rpc.link_channel(self._address) as channel:
             while True:
                 try:

@@ -59,6 +59,7 @@ class Attachment:
 
     async def run(self) -> None:
         """Attaches, and attaches again whenever the link breaks. Raises Refused."""
+        log.info("looking for the scheduler", at=self._address)
         async with rpc.link_channel(self._address) as channel:
             stub = mesh_grpc.SchedulerStub(channel)
             while True:

@@ -144,8 +144,9 @@ async def test_impossible_flags_are_refused_here(weft: Weft, mesh: FakeMesh, fla
     assert (result.exit_code, result.stderr, mesh.requests) == (2, told, [])
 
 
-def test_nobody_there_is_one_line_that_helps() -> None:
-    result = CliRunner().invoke(app, ["generate", "Once", "--address", "127.0.0.1:1"])
+@pytest.mark.parametrize("command", [["generate", "Once"], ["bench"]])
+def test_nobody_there_is_one_line_that_helps(command: list[str]) -> None:
+    result = CliRunner().invoke(app, [*command, "--address", "127.0.0.1:1"])
     assert result.exit_code == 1
     assert result.stderr == "weft: no mesh at 127.0.0.1:1: start one with `weft serve`\n"
 

@@ -40,6 +40,13 @@ def scheduler() -> FakeScheduler:
     return fake
 
 
+async def test_who_waits_for_a_scheduler_says_where(capfd: pytest.CaptureFixture[str]) -> None:
+    dispatch = Dispatch("127.0.0.1:1", "a gateway", WAIT_S, lambda models: None, lambda worker: None)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(dispatch.run(), 0.1)
+    assert "127.0.0.1:1" in "".join(capfd.readouterr())
+
+
 async def test_an_answer_that_comes_in_the_instant_of_a_cancel_is_given_back(
     scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
