@@ -101,6 +101,14 @@ def table(rows: list[Row], roof: dict[str, float]) -> str:
     return "\n".join(lines)
 
 
+def page(machine: str, roof: dict[str, float], rows: list[Row]) -> str:
+    """The table with what must be known to read it."""
+    head = ", ".join(f"{name} {value / 1e12:.2f} T/s" for name, value in roof.items())
+    text = f"# Kernels\n\n{machine}. Ceilings of this run: {head}.\n\n"
+    text += "A product holds what belongs to it (residual, gate, rounding to fp8), a peer the product alone.\n\n"
+    return text + table(rows, roof) + "\n"
+
+
 def machine() -> str:
     return f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, bf16, random data"
 
@@ -131,10 +139,8 @@ def main() -> None:
         print("\n".join(table(done[key], roof).splitlines()[2:]), flush=True)
         state = {"machine": machine(), "ceilings": roof, "cells": {k: [asdict(r) for r in v] for k, v in done.items()}}
         path.write_text(json.dumps(state, indent=1))
-    head = ", ".join(f"{name} {value / 1e12:.2f} T/s" for name, value in roof.items())
-    text = f"# Kernels\n\n{machine()}. Ceilings of this run: {head}.\n\n"
     rows = [row for key, _ in cells() if key in done for row in done[key]]
-    (arguments.out / "kernels.md").write_text(text + table(rows, roof) + "\n")
+    (arguments.out / "kernels.md").write_text(page(machine(), roof, rows))
     print(f"{len(rows)} rows, {time.monotonic() - begin:.0f} s")
 
 

@@ -37,23 +37,23 @@ class Limits:
         return presets.parameters(config) - (0 if config.tied_embeddings else config.vocab_size * config.hidden_size)
 
     def decode_s(self, batch: int, context: float) -> float:
-        """The floor of a step of `batch` answers."""
+        """The floor of a step of `batch` answers: the sum over its operators of what each must read or multiply."""
         config = self.config
-        moved = self.weights + batch * context * self.kv_token
         attended = 4 * batch * context * config.layers * config.heads * config.head_dim
-        return max(moved / self.read, self._busy_s(batch, batch, attended))
+        attention = max(batch * context * self.kv_token / self.read, attended / self.matmul)
+        return self._products_s(batch, batch) + attention
 
     def prefill_s(self, tokens: int) -> float:
-        """The floor of a prompt alone."""
+        """The floor of a prompt alone, as `decode_s`."""
         config = self.config
         attended = 2 * config.layers * config.heads * config.head_dim * tokens**2
-        return max(self.weights / self.read, self._busy_s(tokens, 1, attended))
+        return self._products_s(tokens, 1) + max(tokens * self.kv_token / self.read, attended / self.matmul)
 
-    def _busy_s(self, tokens: int, sampled: int, attended: float) -> float:
-        """Seconds of the matrix units."""
+    def _products_s(self, tokens: int, sampled: int) -> float:
+        """Those of the layers for all tokens, the head's for tokens that are sampled from. The head has 16 bits."""
         head = self.config.vocab_size * self.config.hidden_size
-        layers = 2 * tokens * (self.matrix_numbers - head)
-        return layers / self.linear + (2 * sampled * head + attended) / self.matmul
+        layers = max((self.weights - 2 * head) / self.read, 2 * tokens * (self.matrix_numbers - head) / self.linear)
+        return layers + max(2 * head / self.read, 2 * sampled * head / self.matmul)
 
 
 def limits_of(engine: Engine, ceilings: dict[str, float], fp8: bool) -> Limits:

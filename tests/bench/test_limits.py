@@ -1,0 +1,36 @@
+"""The floors that rows of the bare loop are scored by."""
+
+import pytest
+
+from bench.limits import Limits
+from services.worker import presets
+from services.worker.config import load_config
+
+
+def limits(model: str) -> Limits:
+    """One H200's rates for a model of 16 bits."""
+    config = load_config(presets.folder_of(f"random:{model}"))
+    embedding = 0 if config.tied_embeddings else config.vocab_size * config.hidden_size
+    weights = 2.0 * (presets.parameters(config) - embedding)
+    return Limits(config, 4.3e12, 790e12, 790e12, weights, config.kv_bytes_per_token(2), 700e12)
+
+
+@pytest.mark.parametrize(("batch", "ms"), [(1, 3.56), (8, 4.00), (32, 5.54), (128, 11.7)])
+def test_steps_that_only_read_take_as_long_as_reading_takes(batch: int, ms: float) -> None:
+    assert limits("llama-3.1-8b").decode_s(batch, 2100) * 1e3 == pytest.approx(ms, rel=0.01)
+
+
+def test_operators_that_multiply_longer_than_they_read_count_so() -> None:
+    found = limits("llama-3.1-8b")
+    reading = (found.weights + 256 * 2100 * found.kv_token) / found.read
+    multiplying = 2 * 256 * found.matrix_numbers / found.matmul
+    assert found.decode_s(256, 2100) == pytest.approx(multiplying + 256 * 2100 * found.kv_token / found.read)
+    assert found.decode_s(256, 2100) > max(reading, multiplying)
+
+
+def test_a_prompt_reads_the_head_once() -> None:
+    found = limits("llama-3.2-1b")
+    head = 2 * found.config.vocab_size * found.config.hidden_size / found.read
+    multiplied = 2 * 2000 * (found.matrix_numbers - found.config.vocab_size * found.config.hidden_size)
+    attended = 2 * found.config.layers * found.config.heads * found.config.head_dim * 2000**2
+    assert found.prefill_s(2000) == pytest.approx(head + (multiplied + attended) / found.matmul)
