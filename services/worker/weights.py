@@ -94,8 +94,8 @@ def open_checkpoint(model_dir: Path) -> Checkpoint:
     if (model_dir / INDEX).exists():
         owners = _read_index(model_dir / INDEX)
         shards = tuple(model_dir / name for name in sorted(set(owners.values())))
-    elif (model_dir / SINGLE).exists():
-        owners, shards = {}, (model_dir / SINGLE,)
+    elif single := _single(model_dir):
+        owners, shards = {}, (single,)
     else:
         pickles = sorted(p.name for kind in ("*.bin", "*.pt", "*.pth") for p in model_dir.glob(kind))
         found = f"found only {pickles[0]}, which is a pickle" if pickles else "found no weights"
@@ -111,6 +111,14 @@ def open_checkpoint(model_dir: Path) -> Checkpoint:
     if absent := owners.keys() - headers.keys():
         raise CheckpointError(f"tensor {min(absent)} is in the index but in no file")
     return Checkpoint(shards, headers)
+
+
+def _single(model_dir: Path) -> Path | None:
+    """The one file of all tensors. AutoGPTQ gives it a name of its own: where there is but one, it is that."""
+    if (model_dir / SINGLE).exists():
+        return model_dir / SINGLE
+    found = list(model_dir.glob("*.safetensors"))
+    return found[0] if len(found) == 1 else None
 
 
 def type_name(dtype: torch.dtype) -> str:

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from kernels import quantized
 from kernels.quantized import Fp8Weight, Int4Weight, Int8Weight, Nf4Weight, QuantizedWeight
 from services.worker import presets
-from services.worker.config import load_config, read_quantization
+from services.worker.config import CheckpointError, load_config, read_quantization
 from services.worker.formats.registry import reader_of
 from services.worker.loading import expected_bytes
 from services.worker.weights import Checkpoint, open_checkpoint
@@ -189,6 +189,15 @@ def test_the_second_format_of_gptq_stores_true_zeros(tmp_path: Path) -> None:
     for module, weight in weights_of(folder, {each: tensor.shape for each, tensor in expected.items()}).items():
         assert isinstance(weight, Int4Weight)
         torch.testing.assert_close(weight.dequantize(torch.float32), expected[module].float(), rtol=1e-3, atol=1e-4)
+
+
+def test_a_lone_file_may_have_the_name_that_autogptq_gives_it(tmp_path: Path) -> None:
+    folder = edited("gptq", tmp_path / "named", lambda tensors, _: None)
+    (folder / "model.safetensors").rename(folder / "gptq_model-4bit-32g.safetensors")
+    with pytest.raises(CheckpointError, match=r"model.safetensors or model.safetensors.index.json is needed"):
+        engine_of(folder)  # there is the file of expected numbers, too
+    (folder / "expected.safetensors").unlink()
+    assert engine_of(folder).parameters > 0
 
 
 def test_biases_of_zeros_are_no_harm(tmp_path: Path) -> None:
