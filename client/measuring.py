@@ -88,6 +88,9 @@ def bench(
             time_scale=time_scale, temperature=temperature, ignore_eos=ignore_eos, cache=cache.value,
             deadline_s=deadline, warmup=warmup, processes=processes, seed=seed, goodput=goodput_from(goodput or []),
         )  # fmt: skip
+        for file in (json, html, profile):
+            if file is not None and not file.absolute().parent.is_dir():
+                fail(f"{file}: there is no such folder", usage=True)
         missing = [each for each in address.split(",") if not listens(each)]
         if missing:
             fail(nobody(missing[0]))

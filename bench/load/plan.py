@@ -1,5 +1,6 @@
 """What a run of load shall be: how much, how fast, of what. Values only, so that client processes can be told them."""
 
+import math
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -70,10 +71,17 @@ class Plan:
 
     def checked(self) -> "Plan":
         """The same plan, if it can be run against its model. Raises PlanError."""
-        if self.rate is not None and self.rate <= 0:
-            raise PlanError("the request rate must be above 0")
-        if self.time_scale <= 0:
-            raise PlanError("the time scale must be above 0")
+        amounts = {
+            "request rate": self.rate,
+            "time scale": self.time_scale,
+            "duration": self.duration_s,
+            "deadline": self.deadline_s,
+        }
+        for name, amount in amounts.items():
+            if amount is not None and not 0 < amount < math.inf:
+                raise PlanError(f"the {name} must be above 0")
+        if not 0 <= self.temperature <= 100:
+            raise PlanError("the temperature must be from 0 to 100")
         if self.concurrency is None and not self.open_loop:
             raise PlanError("without a request rate the concurrency must be bounded")
         if not self.trace and self.prefix_tokens >= self.input_tokens:

@@ -169,6 +169,8 @@ async def test_what_cannot_be_run_is_said_in_one_line(mesh: Mesh) -> None:
     too_long = await weft("bench", "--address", address, "--input-len", "9000")
     assert too_long.exit_code == 2
     assert "exceed the model's context" in too_long.output
+    nowhere = await weft("bench", "--address", address, "--requests", "1", "--json", "/nowhere/result.json")
+    assert (nowhere.exit_code, nowhere.output) == (2, "weft: /nowhere/result.json: there is no such folder\n")
     nobody = await weft("bench", "--address", f"127.0.0.1:{free_port()}", "--requests", "1")
     assert nobody.exit_code == 1
     assert "Traceback" not in nobody.output

@@ -97,7 +97,10 @@ def plan(**changes: object) -> Plan:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"rate": 0.0}, {"time_scale": 0.0}, {"concurrency": None}, {"prefix_tokens": 8}, {"input_tokens": 61}],
+    [
+        *({"rate": 0.0}, {"rate": math.nan}, {"time_scale": 0.0}, {"duration_s": -1.0}, {"deadline_s": 0.0}),
+        *({"concurrency": None}, {"prefix_tokens": 8}, {"input_tokens": 61}, {"temperature": -1.0}),
+    ],
 )
 def test_a_plan_that_cannot_be_run_is_refused(changes: dict[str, object]) -> None:
     with pytest.raises(PlanError):
