@@ -1,10 +1,13 @@
 """Ports of the loopback interface."""
 
+import contextlib
+import random
 import socket
 
 
 def free_port() -> int:
-    """One that nobody listens at now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """One that nobody listens at now, of those that no outgoing connection is given before the test listens there."""
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", random.randrange(20_000, 32_000)))
+            return int(probe.getsockname()[1])
