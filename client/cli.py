@@ -68,6 +68,9 @@ def serve(
     kv_dtype: Annotated[
         str | None, typer.Option(help="Of stored keys and values: fp8 or int8.", show_default="the model's")
     ] = None,
+    kv_scales: Annotated[
+        str | None, typer.Option(help="Of keys and values in fp8: dynamic.", show_default="the checkpoint's, else 1")
+    ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Logs on stderr instead of in files.")] = False,
 ) -> None:
     """Serve one or several models: the whole mesh, or one of its services by name."""
@@ -78,6 +81,7 @@ def serve(
         "ENGINE": engine,
         "QUANTIZE": quantize,
         "KV_DTYPE": kv_dtype,
+        "KV_SCALES": kv_scales,
     }
     environment = {name: str(value) for name, value in settings.items() if value is not None}
     if part is not None:

@@ -126,9 +126,7 @@ class ResultCache:
             task.add_done_callback(self._stores.discard)
 
     async def close(self) -> None:
-        """Gives up what is not yet stored."""
-        for task in list(self._stores):
-            task.cancel()
+        """Waits for what is being stored, no longer than one store may take."""
         await asyncio.gather(*self._stores, return_exceptions=True)
         if self._channel is not None:
             await self._channel.close()

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from kernels import kv
-from services.worker import memory, presets
+from services.worker import kv_probe, memory, presets
 from services.worker.config import CheckpointError, ModelConfig, load_config, read_quantization
 from services.worker.formats.registry import RoundedWeights, StoredWeights, WeightReader, reader_of
 from services.worker.job import EngineOptions
@@ -99,6 +99,10 @@ def _on_cpu(config: ModelConfig, source: _Source, options: EngineOptions, progre
     plan = memory.plan_memory(config, weights, dtype.itemsize, block_bytes, options, memory.available_memory())
     ops = InvariantOps() if options.deterministic else ReferenceOps()
     model = source.load(ops, plan.max_seq_length, options, progress)
+    if _measures_scales(model, stored, options):
+        tokens, blocks = _probe(plan.max_seq_length, options)
+        probe = CpuRunner(model, ops, blocks, options.block_size, 1, tokens, dtype)
+        kv_probe.measure_kv_scales(probe, tokens, blocks)
     runner = CpuRunner(
         model, ops, plan.kv_blocks, options.block_size, options.max_batch_size, plan.max_seq_length, stored
     )
@@ -118,6 +122,12 @@ def _on_gpu(config: ModelConfig, source: _Source, options: EngineOptions, progre
     memory.check_weights(source.expected_bytes(dtype, options.device), available, options)
     ops = InvariantTritonOps() if options.deterministic else TritonOps()
     model = source.load(ops, max_length, options, progress)
+    if _measures_scales(model, stored, options):
+        tokens, blocks = _probe(max_length, options)
+        probe = GpuRunner(model, ops, options.block_size, 1, tokens, tokens, dtype)
+        probe.make_pools(blocks)
+        kv_probe.measure_kv_scales(probe, tokens, blocks)
+        del probe
     runner = GpuRunner(model, ops, options.block_size, options.max_batch_size, max_length, options.step_tokens, stored)
     progress("memory", 0, 1)
     workspace = runner.measure_workspace()
@@ -141,6 +151,21 @@ def _stored_dtype(config: ModelConfig, options: EngineOptions) -> torch.dtype:
     if stored == kv.FP8 and options.device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
         raise CheckpointError("keys and values in fp8 need a GPU of compute capability 8.9 or more: set KV_DTYPE=int8")
     return stored
+
+
+def _measures_scales(model: Model, stored: torch.dtype, options: EngineOptions) -> bool:
+    """Whether scales are to be measured: nobody has said what stored numbers count. Raises CheckpointError."""
+    if options.kv_scales != "dynamic":
+        return False
+    if stored != kv.FP8:
+        raise CheckpointError("KV_SCALES=dynamic is for keys and values in fp8: set KV_DTYPE=fp8")
+    return all(layer.attention.kv_scales is None for layer in model.layers)
+
+
+def _probe(max_length: int, options: EngineOptions) -> tuple[int, int]:
+    """Tokens of a prompt that measures, and its blocks."""
+    tokens = min(kv_probe.TOKENS, max_length)
+    return tokens, -(-tokens // options.block_size)
 
 
 def _block_bytes(config: ModelConfig, options: EngineOptions, stored: torch.dtype) -> int:

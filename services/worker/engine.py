@@ -1,5 +1,6 @@
 """Tokens in, tokens out: takes jobs, runs steps, tells tokens and ends. Knows no network; one thread runs the steps."""
 
+import hashlib
 import logging
 import threading
 import time
@@ -90,7 +91,13 @@ class Engine(Intake):
         kind = "gpu" if options.device == "cuda" else options.threads or 1
         bits = f"/{kind}" if options.deterministic else ""
         weights = f"/{options.quantize}" if options.quantize else ""
-        return f"{dtype}/{options.block_size}/{shape}/0of1{bits}{weights}"
+        scales = f"/{self._scales_digest()}" if options.kv_scales == "dynamic" else ""
+        return f"{dtype}/{options.block_size}/{shape}/0of1{bits}{weights}{scales}"
+
+    def _scales_digest(self) -> str:
+        """Of what stored keys and values count: measured ones may differ between machines."""
+        scales = [layer.attention.kv_scales for layer in self.runner.model.layers]
+        return hashlib.sha256(repr([None if x is None else x.tolist() for x in scales]).encode()).hexdigest()[:8]
 
     @property
     def block_bytes(self) -> int:

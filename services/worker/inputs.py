@@ -154,6 +154,13 @@ def new_blocks(job: Job) -> SlotEdits:
     return SlotEdits(_slot(job), _edit(Edit.BLOCKS, _slot(job), words))
 
 
+def prompt_alone(ids: list[int], blocks: list[int]) -> Words:
+    """A step of one prompt in slot 0, from which nobody samples."""
+    state = SlotState(0, len(ids), 0, 0, 0, 0, -1, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0)
+    edits = _edit(Edit.ADMIT, 0, state.words()) + _edit(Edit.BLOCKS, 0, array("i", [0, *blocks]))
+    return np.frombuffer(array("i", (len(edits), 1, len(ids))) + edits + array("i", (0, len(ids), 0, *ids)), np.int32)
+
+
 def _edit(operation: Edit, slot: int, words: "array[int]") -> "array[int]":
     return array("i", (operation, slot, len(words))) + words
 

@@ -226,6 +226,9 @@ class EngineOptions:
     """Of weights and activations: float32, bfloat16 or float16."""
     kv_dtype: str = "auto"
     """Of stored keys and values: auto (what the checkpoint says, or `dtype`), fp8 or int8."""
+    kv_scales: str = "checkpoint"
+    """Of keys and values in fp8, by head: checkpoint (what it says, else 1), or dynamic (measured at the start, unless
+    the checkpoint says)."""
     quantize: str | None = None
     """What the weights of products are rounded to as they come in: int8, int4, fp8 or nf4; None: they stay."""
     threads: int | None = None

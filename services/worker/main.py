@@ -146,6 +146,8 @@ def _numerics(settings: WorkerSettings, dtype: str) -> list[str]:
         numerics.append(settings.quantize)
     if settings.kv_dtype != "auto":
         numerics.append(settings.kv_dtype)
+    if settings.kv_scales != "checkpoint":
+        numerics.append(settings.kv_scales)
     return numerics
 
 
@@ -163,6 +165,7 @@ def _options(settings: WorkerSettings, dtype: str, fingerprint: bytes) -> Engine
         dtype=dtype,
         quantize=settings.quantize,
         kv_dtype=settings.kv_dtype,
+        kv_scales=settings.kv_scales,
         threads=settings.threads,
         prefix_cache=settings.prefix_cache,
         host_kv_bytes=settings.host_kv_bytes,

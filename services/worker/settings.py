@@ -84,8 +84,13 @@ class WorkerSettings(CommonSettings):
         "auto",
         validation_alias=_known_as("KV_DTYPE"),
         description="Of stored keys and values; auto is what the checkpoint was calibrated for, or dtype. fp8 holds "
-        "twice the tokens of bfloat16 (scales of the checkpoint, else 1), int8 nearly so (a scale for each token and "
-        "head).",
+        "twice the tokens of bfloat16, int8 nearly so (a scale for each token and head).",
+    )
+    kv_scales: Literal["checkpoint", "dynamic"] = Field(
+        "checkpoint",
+        validation_alias=_known_as("KV_SCALES"),
+        description="Of keys and values in fp8, by head: what the checkpoint says, else 1; dynamic measures them at "
+        "the start, by a prompt of 256 random tokens, where the checkpoint says nothing.",
     )
     threads: int | None = Field(None, ge=1, description="CPU threads of the engine; absent: torch's choice.")
     orphan_s: float = Field(2.0, ge=0, description="Seconds that a job runs on after its gateway's link broke.")

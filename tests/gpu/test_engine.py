@@ -295,11 +295,11 @@ def test_graphs_are_captured_while_another_engine_becomes_garbage(checkpoint: Ca
 # ---- keys and values in 8 bits ----
 
 
-@pytest.mark.parametrize("kind", ["fp8", "int8"])
+@pytest.mark.parametrize(("kind", "scales"), [("fp8", "checkpoint"), ("fp8", "dynamic"), ("int8", "checkpoint")])
 @pytest.mark.parametrize("family", ["qwen3", "demo"])
-def test_pools_of_8_bits_say_what_the_cpu_says(engine: EngineMaker, family: str, kind: str) -> None:
+def test_pools_of_8_bits_say_what_the_cpu_says(engine: EngineMaker, family: str, kind: str, scales: str) -> None:
     """Teacher-forced: a number that lies between two may be rounded to the other one here."""
-    exact, fast = engine(family, device="cpu", kv_dtype=kind), engine(family, kv_dtype=kind)
+    exact, fast = (engine(family, device=device, kv_dtype=kind, kv_scales=scales) for device in ("cpu", "cuda"))
     own = run(exact, *jobs(bypass_cache=True))
     wanted = [
         job(100 * key + at, prompt, emitted=own[key].tokens[:at], max_tokens=at + 1, logprobs=2)

@@ -18,7 +18,7 @@ from services.worker.gpu_ops import InvariantTritonOps, TritonOps
 from services.worker.host_pages import PIECE_BLOCKS, HostPages
 from tests.kernels.cases import Batch, check_edits, check_nobodys, check_sampling, check_step_lists, close, poison, rand
 from tests.kernels.fused import check_rotated_qkv, step_of_answers
-from tests.kernels.steps import check_steps
+from tests.kernels.steps import check_measured_scales, check_steps
 from tests.kernels.weights import check_nf4, check_products, check_rounding, check_words
 
 HALF, FULL = torch.float16, torch.float32
@@ -136,6 +136,10 @@ def test_lists_of_a_step() -> None:
 
 def test_whole_steps_of_the_runner() -> None:
     check_steps()
+
+
+def test_scales_that_the_runner_measures() -> None:
+    check_measured_scales()
 
 
 @pytest.mark.parametrize("dtype", [HALF, FULL], ids=str)

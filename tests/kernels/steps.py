@@ -14,6 +14,7 @@ from services.worker.config import ModelConfig, Rope
 from services.worker.gpu_ops import TritonOps
 from services.worker.gpu_runner import GpuRunner
 from services.worker.inputs import Edit, SlotState, Words
+from services.worker.kv_probe import measure_kv_scales
 from services.worker.model import Model, randomize
 from services.worker.ops import Ops, ReferenceOps
 from services.worker.runner import CpuRunner, StepResult
@@ -27,21 +28,38 @@ _RowOf = tuple[int, list[int], bool]
 
 def check_steps() -> None:
     """Prompts in chunks, some that nobody samples from; draws, penalties, bias and bans; slots that change hands."""
-    fast, exact = _model(TritonOps()), _model(ReferenceOps())
-    for views, others in zip(fast.destinations().values(), exact.destinations().values(), strict=True):
-        for view, other in zip(views, others, strict=True):
-            view.copy_(other)
-    ops = exact.ops
-    assert isinstance(ops, ReferenceOps)
-    gpu = GpuRunner(fast, TritonOps(), 16, _SLOTS, _LENGTH, 64, torch.float32)
-    gpu.make_pools(_BLOCKS)
-    cpu = CpuRunner(exact, ops, _BLOCKS, 16, _SLOTS, _LENGTH, torch.float32)
+    gpu, cpu = _runners(_SLOTS, _LENGTH, 64, _BLOCKS)
     for words in _steps():
         got, want = _without_memory_behind_draws(gpu, words), cpu.run(words)
         assert (got.finite, got.sampled.tokens) == (want.finite, want.sampled.tokens)
         _check_tops(got, want)
         for pool, other in zip(gpu.pools, cpu.pools, strict=True):
             torch.testing.assert_close(pool[1:], other[1:], rtol=1e-4, atol=1e-4)
+
+
+def check_measured_scales() -> None:
+    """Of keys and values, by a prompt whose last block is not full."""
+    gpu, cpu = _runners(1, 40, 40, 3)
+    for runner in (gpu, cpu):
+        measure_kv_scales(runner, 40, 3)
+    for layer, other in zip(gpu.model.layers, cpu.model.layers, strict=True):
+        scales, wanted = layer.attention.kv_scales, other.attention.kv_scales
+        assert scales is not None
+        assert wanted is not None
+        assert scales.tolist() == wanted.tolist()
+
+
+def _runners(slots: int, length: int, step_tokens: int, blocks: int) -> tuple[GpuRunner, CpuRunner]:
+    """Of one model."""
+    fast, exact = _model(TritonOps()), _model(ReferenceOps())
+    for views, others in zip(fast.destinations().values(), exact.destinations().values(), strict=True):
+        for view, other in zip(views, others, strict=True):
+            view.copy_(other)
+    ops = exact.ops
+    assert isinstance(ops, ReferenceOps)
+    gpu = GpuRunner(fast, TritonOps(), 16, slots, length, step_tokens, torch.float32)
+    gpu.make_pools(blocks)
+    return gpu, CpuRunner(exact, ops, blocks, 16, slots, length, torch.float32)
 
 
 def _without_memory_behind_draws(gpu: GpuRunner, words: Words) -> StepResult:

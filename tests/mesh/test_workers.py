@@ -33,8 +33,9 @@ async def test_the_variables_that_users_know(tmp_path: Path, model: Path) -> Non
         assert len((await generate(stub, ask("A tale", max_tokens=4, model="tales"))).ids) == 4
 
 
-async def test_keys_and_values_in_fp8_take_a_quarter_of_float32(tmp_path: Path, model: Path) -> None:
-    env = {"ENGINE": "torch", "KV_DTYPE": "fp8", "WEFT_KV_BYTES": str(8 << 20)}
+@pytest.mark.parametrize("scales", ["checkpoint", "dynamic"])
+async def test_keys_and_values_in_fp8_take_a_quarter_of_float32(tmp_path: Path, model: Path, scales: str) -> None:
+    env = {"ENGINE": "torch", "KV_DTYPE": "fp8", "KV_SCALES": scales, "WEFT_KV_BYTES": str(8 << 20)}
     async with Mesh(tmp_path, model, worker_env=env) as mesh:
         answer = await generate(mesh.stub(), ask("A tale", max_tokens=8, ignore_eos=True))
         assert len(answer.ids) == 8

@@ -167,3 +167,65 @@ def test_scales_that_make_no_sense_are_refused(
     folder = with_scales(checkpoint("llama"), tmp_path / "bad", {"model.layers.1.self_attn.v_scale": scale})
     with pytest.raises(CheckpointError, match=complaint):
         open_fp8(folder)
+
+
+# ---- scales that are measured ----
+
+
+def louder(folder: Path, target: Path, times: float) -> Path:
+    """A copy whose first layer's values are so many times larger, and its output's weights so many times smaller."""
+    tensors, layer = load_file(folder / "model.safetensors"), "model.layers.0.self_attn"
+    tensors[f"{layer}.v_proj.weight"] *= times
+    tensors[f"{layer}.o_proj.weight"] /= times
+    shutil.copytree(folder, target)
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    return target
+
+
+def open_measured(folder: Path, **options: Any) -> Engine:
+    return Engine(folder, EngineOptions(kv_blocks=64, kv_scales="dynamic", **options), lambda phase, done, total: None)
+
+
+@pytest.mark.parametrize("times", [2.0**16, 2.0**-16])
+def test_measured_scales_hold_numbers_beyond_those_of_fp8(
+    checkpoint: Callable[[str], Path], tmp_path: Path, times: float
+) -> None:
+    """Values too large or too small for fp8: with measured scales nothing is lost by that."""
+    plain, loud = checkpoint("llama"), louder(checkpoint("llama"), tmp_path / "loud", times)
+    wanted = job(1, prompt_of(40), max_tokens=12, logprobs=0)
+    good, same, lost = (
+        run(engine, wanted)[1]
+        for engine in (open_measured(plain, kv_dtype="fp8"), open_measured(loud, kv_dtype="fp8"), open_fp8(loud))
+    )
+    assert same.tokens == good.tokens
+    assert same.logprobs == pytest.approx(good.logprobs, abs=1e-4)
+    assert lost.logprobs != pytest.approx(good.logprobs, abs=1e-2)
+
+
+def test_measured_scales_are_powers_of_two_with_room(checkpoint: Callable[[str], Path]) -> None:
+    engine, again = (open_measured(checkpoint("qwen3"), kv_dtype="fp8") for _ in range(2))
+    for layer, other in zip(engine.runner.model.layers, again.runner.model.layers, strict=True):
+        scales, others = layer.attention.kv_scales, other.attention.kv_scales
+        assert scales is not None
+        assert others is not None
+        assert scales.shape == (2, layer.attention.kv_heads)
+        assert torch.equal(torch.frexp(scales).mantissa, torch.full_like(scales, 0.5))
+        assert torch.equal(scales, others)
+    run(engine, job(1, prompt_of(60), max_tokens=2))
+    largest = max(float(pool.float().abs().max()) for pool in engine.runner.pools)
+    assert 0 < largest < 448
+    assert engine.block_layout == again.block_layout != open_fp8(checkpoint("qwen3")).block_layout
+
+
+def test_a_checkpoints_scales_are_not_measured(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    named = {"model.layers.0.self_attn.k_scale": torch.tensor([0.5, 2.0])}
+    engine = open_measured(with_scales(checkpoint("llama"), tmp_path / "named", named), kv_dtype="fp8")
+    scales = [layer.attention.kv_scales for layer in engine.runner.model.layers]
+    assert scales[0] is not None
+    assert scales[0].tolist() == [[0.5, 2.0], [1.0, 1.0]]
+    assert scales[1] is None
+
+
+def test_only_fp8_has_scales_to_measure(checkpoint: Callable[[str], Path]) -> None:
+    with pytest.raises(CheckpointError, match="KV_SCALES=dynamic is for keys and values in fp8"):
+        open_measured(checkpoint("llama"), kv_dtype="int8")
