@@ -47,6 +47,7 @@ def shape_for(weight: Words, rows: int) -> Shape | None:
     if weight.kind != "int4":
         if k >= LONG_INPUTS[0].start:
             return Shape(WARPS, 5 if k in LONG_INPUTS[weight.group] else 3)
+        # One round leaves room for the kernel behind it; more rounds want more on its way.
         return Shape(WARPS, 2, 3, 56) if n // 16 < ONE_ROUND.stop else Shape(WARPS, 4)
     chunks = WARPS if weight.chunks % (2 * WARPS) else 2 * WARPS
     stages = 3 * 2 * WARPS // chunks

@@ -154,7 +154,7 @@ def _stored_dtype(config: ModelConfig, options: EngineOptions) -> torch.dtype:
 
 
 def _measures_scales(model: Model, stored: torch.dtype, options: EngineOptions) -> bool:
-    """Whether scales are to be measured: nobody has said what stored numbers count. Raises CheckpointError."""
+    """Whether scales are to be measured: asked for, and the checkpoint brings none. Raises CheckpointError."""
     if options.kv_scales != "dynamic":
         return False
     if stored != kv.FP8:

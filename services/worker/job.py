@@ -228,7 +228,7 @@ class EngineOptions:
     """Of stored keys and values: auto (what the checkpoint says, or `dtype`), fp8 or int8."""
     kv_scales: str = "checkpoint"
     """Of keys and values in fp8, by head: checkpoint (what it says, else 1), or dynamic (measured at the start, unless
-    the checkpoint says)."""
+    the checkpoint brings any)."""
     quantize: str | None = None
     """What the weights of products are rounded to as they come in: int8, int4, fp8 or nf4; None: they stay."""
     threads: int | None = None

@@ -90,7 +90,7 @@ class WorkerSettings(CommonSettings):
         "checkpoint",
         validation_alias=_known_as("KV_SCALES"),
         description="Of keys and values in fp8, by head: what the checkpoint says, else 1; dynamic measures them at "
-        "the start, by a prompt of 256 random tokens, where the checkpoint says nothing.",
+        "the start, by a prompt of 256 random tokens, unless the checkpoint brings any.",
     )
     threads: int | None = Field(None, ge=1, description="CPU threads of the engine; absent: torch's choice.")
     orphan_s: float = Field(2.0, ge=0, description="Seconds that a job runs on after its gateway's link broke.")
