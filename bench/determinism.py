@@ -69,7 +69,7 @@ def open_engine(model: str, deterministic: bool, **options: Any) -> Engine:
 
 def close(engine: Engine) -> None:
     """Give its memory back."""
-    engine.runner.pools.clear()
+    engine.runner.pool.layers.clear()
     gc.collect()
     torch.cuda.empty_cache()
 

@@ -187,7 +187,7 @@ def main() -> None:
         note(f"{model} memory", partial(held, loop))
         for name, measure in cells(loop, wanted.seconds, model):
             note(f"{model} {name}", measure)
-        loop.engine.runner.pools.clear()
+        loop.engine.runner.pool.layers.clear()
         del loop
         gc.unfreeze()
         gc.collect()

@@ -54,7 +54,7 @@ class Served:
         )
         self._engine = Engine(folder, options, lambda *_: None)
         self.config, self.parameters = self._engine.config, self._engine.parameters
-        self.model, self._pools = self._engine.runner.model, self._engine.runner.pools
+        self.model, self._pools = self._engine.runner.model, self._engine.runner.pool.layers
         self.device = self.model.embedding.device
 
     @property

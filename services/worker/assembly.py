@@ -125,7 +125,7 @@ def _on_gpu(config: ModelConfig, source: _Source, options: EngineOptions, progre
     if _measures_scales(model, stored, options):
         tokens, blocks = _probe(max_length, options)
         probe = GpuRunner(model, ops, options.block_size, 1, tokens, tokens, dtype)
-        probe.make_pools(blocks)
+        probe.pool.allocate(blocks)
         kv_probe.measure_kv_scales(probe, tokens, blocks)
         del probe
     runner = GpuRunner(model, ops, options.block_size, options.max_batch_size, max_length, options.step_tokens, stored)
@@ -133,9 +133,9 @@ def _on_gpu(config: ModelConfig, source: _Source, options: EngineOptions, progre
     workspace = runner.measure_workspace()
     block_bytes = _block_bytes(config, options, stored)
     plan = memory.plan_pool(config, model.nbytes, block_bytes, options, available, _free_bytes(options), workspace)
-    runner.make_pools(plan.kv_blocks)
+    runner.pool.allocate(plan.kv_blocks)
     if options.host_kv_bytes:
-        runner.make_host_pages(options.host_kv_bytes)
+        runner.pool.use_host(options.host_kv_bytes)
     progress("memory", 1, 1)
     if options.device == "cuda":
         if options.graphs:

@@ -75,9 +75,9 @@ class Engine(Intake):
         self._flights: deque[_Flight] = deque()
         self._landed_s = 0.0
         self._on_launch: Callable[[float], None] = lambda predicted_step_s: None
-        self.prefixes = Prefixes(self.batch, self.runner, self.block_bytes, lambda: self._pace.prefill_rate, self.wake)
+        self.prefixes = Prefixes(self.batch, self.runner.pool, lambda: self._pace.prefill_rate, self.wake)
         if options.host_kv_bytes:
-            self.prefixes.use_host(HostStore(options.host_kv_bytes, self.runner.host_block_s))
+            self.prefixes.use_host(HostStore(options.host_kv_bytes, self.runner.pool.host_block_s))
         self._warm_up(progress)
         self._stats = self._measure()
 
@@ -86,7 +86,7 @@ class Engine(Intake):
         """What contents of blocks look like; with device or threads where bits depend on them."""
         config, options = self.config, self.options
         shape = f"{config.layers}x{config.kv_heads}x{config.head_dim}"
-        stored = str(self.runner.pools[0].dtype).removeprefix("torch.")
+        stored = str(self.runner.pool.layers[0].dtype).removeprefix("torch.")
         dtype = options.dtype if stored == options.dtype else f"{options.dtype}+{stored}"
         kind = "gpu" if options.device == "cuda" else options.threads or 1
         bits = f"/{kind}" if options.deterministic else ""
@@ -102,7 +102,7 @@ class Engine(Intake):
     @property
     def block_bytes(self) -> int:
         """Bytes of the contents of a block."""
-        return self.runner.block_bytes
+        return self.runner.pool.block_bytes
 
     def use_remote(self, store: BlockStore) -> None:
         """Share blocks of prompts through this tier. To be called before the engine runs."""
@@ -296,7 +296,7 @@ class Engine(Intake):
             log.error("job %d failed: %s", sequence.job.key, type(error).__name__)
         own = sequence.blocks[sequence.published :]
         if own:
-            self.runner.scrub(own)
+            self.runner.pool.scrub(own)
         self._end(sequence, EndReason.ERROR, output, error=_NUMERIC if error is None else _INTERNAL)
 
     def _warm_up(self, progress: Progress) -> None:

@@ -5,7 +5,7 @@ waits for what it brought. A token stays in its slot on the device, so the next 
 """
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels import attention, kv, products, sampling, slots
+from kernels import attention, products, sampling, slots
 from kernels.attention import AttentionPlan
 from kernels.attention.brief import BriefPlan, serves_brief
 from kernels.device import is_hopper
@@ -23,18 +23,17 @@ from kernels.sampling.slot_settings import Samples
 from kernels.slots import StepInputs
 from services.worker import gpu_words
 from services.worker.gpu_ops import TritonOps
+from services.worker.gpu_pool import GpuPool
 from services.worker.gpu_sampler import GpuSampler
 from services.worker.gpu_tops import Tops
 from services.worker.gpu_uplink import NO_EDITS, STAGES, DeviceEdits, Uplink
 from services.worker.gpu_words import Kind, Sizes, StepRows
-from services.worker.host_pages import HostPage, HostPages
 from services.worker.inputs import EDIT_WORDS, HEADER_WORDS, Edit, SlotState, Words, unpack
 from services.worker.layers import StepTensors
 from services.worker.model import Model
 from services.worker.ops import Rotation
 from services.worker.runner import StepResult
 from services.worker.sampler import Sampled
-from services.worker.tiers import Contents
 
 GRAPH_ROWS = (1, 2, 4, 8, *range(16, 257, 8))
 """Steps of so many answers are captured; a step is filled up to the next of them."""
@@ -124,9 +123,9 @@ class GpuRunner:
     ) -> None:
         device = model.embedding.device
         self.model, self.ops, self.block_size, self.device = model, ops, block_size, device
-        self.slots, self.step_tokens, self._stored = slot_count, step_tokens, stored
+        self.slots, self.step_tokens = slot_count, step_tokens
         self.row_blocks = -(-max_length // block_size)
-        self.make_pools(0)
+        self.pool = GpuPool(model.config, block_size, stored, device)
         self.sampler = GpuSampler(slot_count, model.config.vocab_size, device)
         self.measure_gaps = False
         """Note when each step could begin: `gap_s` tells how long the device idled between two."""
@@ -139,20 +138,9 @@ class GpuRunner:
         self._uplink = Uplink(slots.words_of(step_tokens, slot_count, slot_count), self._tables, self.sampler.settings)
         self._reports = [self._report() for _ in range(STAGES)]
         """Host memory for those of steps to come."""
-        self._side: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._host_pages: HostPages | None = None
-        self.host_block_s = 0.0
-        """Seconds that a block takes to host memory and back, as measured."""
         self._graphs: dict[Kind, list[Graph]] = {kind: [] for kind in Kind}
 
     # ---- start-up ----
-
-    def make_pools(self, blocks: int) -> None:
-        """Room for keys and values: blocks 1 to `blocks`; 0 is nobody's."""
-        config = self.model.config
-        shape = (blocks + 1, self.block_size, config.kv_heads, config.head_dim)
-        self.pools: list[Tensor] = []  # the old ones go first
-        self.pools = [kv.make_pool(*shape, self._stored, self.device) for _ in range(config.layers)]
 
     @torch.inference_mode()
     def measure_workspace(self) -> int:
@@ -219,7 +207,7 @@ class GpuRunner:
     def _has_brief(self) -> bool:
         """Whether rows that see few keys have attention of their own; measured on a Hopper."""
         config, dtype = self.model.config, self.model.embedding.dtype
-        numbers = config.heads, config.kv_heads, config.head_dim, dtype, self._stored, self._windows
+        numbers = config.heads, config.kv_heads, config.head_dim, dtype, self.pool.stored, self._windows
         return is_hopper(self.device) and not self.ops.invariant and serves_brief(*numbers)
 
     def _captured_tokens(self) -> list[int]:
@@ -321,55 +309,6 @@ class GpuRunner:
         self._reports.append(step.report)
         return result
 
-    def scrub(self, blocks: list[int]) -> None:
-        """Zero blocks that may hold NaN, behind all steps in the stream."""
-        where = torch.tensor(blocks, dtype=torch.int64, device=self.device)
-        for pool in self.pools:
-            kv.bytes_of(pool).index_fill_(0, where, 0)
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block's keys and values, all layers."""
-        return sum(pool[0].numel() * pool.element_size() for pool in self.pools)
-
-    def read_blocks(self, blocks: list[int]) -> list[bytes]:
-        """The contents of blocks that are computed: keys and values, layer after layer. Steps in flight go on."""
-        if self.device.type == "cuda":
-            with torch.cuda.stream(self._side):
-                contents = self._gather(blocks).cpu()
-        else:
-            contents = self._gather(blocks)
-        lines = contents.view(len(blocks), -1).numpy()
-        return [line.tobytes() for line in lines]
-
-    def make_host_pages(self, max_bytes: int) -> None:
-        """Room in host memory for blocks that leave the pools, which are there already."""
-        self._host_pages = HostPages(self.pools, max_bytes)
-        self.host_block_s = self._host_pages.measure()
-
-    def keep_blocks(self, blocks: list[int]) -> Sequence[Contents]:
-        """The contents of blocks that are computed, in host memory; fewer if there is no room. Steps in flight go on,
-        and those launched later may overwrite the blocks."""
-        assert self._host_pages is not None, "there is no host memory for blocks"
-        return self._host_pages.keep(blocks)
-
-    def write_blocks(self, blocks: list[int], payloads: Sequence[Any]) -> None:
-        """Fill blocks that no job uses with what `read_blocks` or `keep_blocks` gave, after all launched steps."""
-        assert all(len(payload) == self.block_bytes for payload in payloads), "contents of another layout"
-        if payloads and isinstance(payloads[0], HostPage):
-            assert self._host_pages is not None, "its pages come from nowhere"
-            self._host_pages.restore(blocks, payloads)
-            return
-        received = torch.frombuffer(bytearray(b"".join(payloads)), dtype=torch.uint8)
-        where = torch.tensor(blocks, dtype=torch.int64, device=self.device)
-        contents = received.to(self.device).view(len(blocks), len(self.pools), -1)
-        for layer, pool in enumerate(self.pools):
-            kv.bytes_of(pool).index_copy_(0, where, contents[:, layer].contiguous())
-
-    def _gather(self, blocks: list[int]) -> Tensor:
-        where = torch.tensor(blocks, dtype=torch.int64, device=self.device)
-        return torch.stack([kv.bytes_of(pool).index_select(0, where) for pool in self.pools], 1)
-
     def graph_for(self, tokens: int, rows: int, kind: Kind) -> Graph | None:
         """The smallest graph that holds such a step, unless launching it kernel by kernel is better."""
         graphs = self._graphs[kind]
@@ -439,7 +378,7 @@ class GpuRunner:
         report = torch.empty(finite_at + (0 if answers else tokens), dtype=torch.int32, device=device)
         slots.unpack(words, self._last_token, self.sampler.settings.boundary, self._tables, inputs, self.block_size)
         step = self.step_of(inputs, long_tokens, None if answers else inputs.sampled, kind)
-        x, seen = model.forward(step, self.pools)
+        x, seen = model.forward(step, self.pool.layers)
         if not answers:
             slots.finite_lines(seen, report[finite_at:])
         logits = model.logits(x)
@@ -464,7 +403,9 @@ class GpuRunner:
         if kind is Kind.BRIEF:
             return BriefPlan(inputs.starts, inputs.contexts, inputs.tables)
         config, dtype = self.model.config, self.model.embedding.dtype
-        shapes = attention.config_for(config.head_dim, dtype, len(inputs.contexts), self.ops.invariant, self._stored)
+        shapes = attention.config_for(
+            config.head_dim, dtype, len(inputs.contexts), self.ops.invariant, self.pool.stored
+        )
         return attention.plan_attention(
             inputs.starts, inputs.contexts, inputs.tables, config.heads, config.kv_heads, config.head_dim,
             self.block_size, dtype, window, self.ops.short_tokens, long_tokens, shapes,

@@ -26,6 +26,6 @@ def measure_kv_scales(runner: Runner, tokens: int, blocks: int) -> None:
     finite = runner.run(prompt_alone(ids.tolist(), list(range(1, blocks + 1)))).finite
     if not all(finite):
         raise CheckpointError("scales of keys and values cannot be measured: the model's numbers are not finite")
-    for layer, pool in zip(runner.model.layers, runner.pools, strict=True):
+    for layer, pool in zip(runner.model.layers, runner.pool.layers, strict=True):
         largest = pool.abs().amax((0, 1, 4)).float().clamp(min=_SMALLEST)
         layer.attention.kv_scales = torch.exp2(torch.log2(largest * (_HEADROOM / LARGEST[FP8])).ceil())

@@ -8,9 +8,9 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from services.worker.batching import Batch
+from services.worker.kv_pool import KvPool
 from services.worker.prefetch import Link, recompute_s
 from services.worker.sequence import Sequence
 from services.worker.tiers import BlockStore, Contents, HostStore, Wish
@@ -22,19 +22,6 @@ _OFFER_BYTES = 256 << 10
 _MOST_OFFERS = 8192
 # Blocks for which room in host memory is made together.
 _KEPT_AT_ONCE = 32
-
-
-class BlockMover(Protocol):
-    """What this room needs of a runner."""
-
-    def read_blocks(self, blocks: list[int]) -> list[bytes]:
-        """The contents of these blocks, all layers, each as one string of bytes."""
-
-    def keep_blocks(self, blocks: list[int]) -> Many[Contents]:
-        """The same, to be kept in host memory; fewer if there is no room. Later steps may overwrite the blocks."""
-
-    def write_blocks(self, blocks: list[int], payloads: Many[Contents]) -> None:
-        """Fills blocks that nobody uses with contents that `read_blocks` or `keep_blocks` gave."""
 
 
 @dataclass(slots=True, eq=False)
@@ -71,18 +58,17 @@ class Prefixes:
     def __init__(
         self,
         batch: Batch,
-        mover: BlockMover,
-        block_bytes: int,
+        memory: KvPool,
         prefill_rate: Callable[[], float],
         wake: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """prefill_rate() tells tokens per second; wake() lets the engine look at what has arrived."""
-        self.block_bytes = block_bytes
+        self.block_bytes = memory.block_bytes
         self.counts = Counts()
         self.parked = 0
         """Jobs that wait for blocks."""
-        self._batch, self._mover = batch, mover
+        self._batch, self._memory = batch, memory
         self._prefill_rate, self._wake, self._clock = prefill_rate, wake, clock
         self._host: HostStore | None = None
         self._evicted: list[tuple[int, bytes]] = []
@@ -179,7 +165,7 @@ class Prefixes:
             return False
         for key in list(self._offers)[: max(_OFFER_BYTES // self.block_bytes, 1)]:
             found = self._batch.pool.match([key])
-            if found and not self._remote.offer(key, self._mover.read_blocks(found)[0]):
+            if found and not self._remote.offer(key, self._memory.read(found)[0]):
                 return False
             self.counts.offered += len(found)
             del self._offers[key]
@@ -194,7 +180,7 @@ class Prefixes:
         missing = set(self._host.lacks([key for _, key in evicted], needed_s))
         for start in range(0, len(evicted), _KEPT_AT_ONCE):
             piece = [(block, key) for block, key in evicted[start : start + _KEPT_AT_ONCE] if key in missing]
-            kept = self._mover.keep_blocks([block for block, _ in piece])
+            kept = self._memory.keep([block for block, _ in piece])
             for (_, key), contents in zip(piece, kept, strict=False):
                 self.counts.spilled += self._host.offer(key, contents)
 
@@ -234,7 +220,7 @@ class Prefixes:
         blocks = pool.take(len(new))
         self.keep_evicted()
         began = self._clock()
-        self._mover.write_blocks(blocks, [payload for _, payload in new])
+        self._memory.write(blocks, [payload for _, payload in new])
         self._writing.moved(len(new) * self.block_bytes, self._clock() - began)
         for block, (key, _) in zip(blocks, new, strict=True):
             pool.publish(block, key)

@@ -1,6 +1,5 @@
-"""Executes packed steps on the CPU: slots, KV pools, forward, sampling. Knows slots and blocks, never jobs."""
+"""Executes packed steps on the CPU: slots, forward, sampling. Knows slots and blocks, never jobs."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -8,14 +7,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kernels import kv
 from kernels.reference import finite_rows
 from services.worker.inputs import Edit, Rows, SlotState, Words, unpack
+from services.worker.kv_pool import CpuPool, KvPool
 from services.worker.layers import StepTensors
 from services.worker.model import Model
 from services.worker.ops import ReferenceOps, Rotation
 from services.worker.sampler import Sampled, Sampler
-from services.worker.tiers import Contents
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +30,10 @@ class Runner(Protocol):
     """The device side of the engine: executes packed steps in the order of their launch."""
 
     model: Model
-    pools: list[torch.Tensor]
+
+    @property
+    def pool(self) -> KvPool:
+        """Where its steps keep keys and values."""
 
     @property
     def depth(self) -> int:
@@ -49,26 +50,6 @@ class Runner(Protocol):
 
     def collect(self, step: Any, /) -> StepResult:
         """Wait for a launched step and tell what it brought; the oldest first."""
-
-    def scrub(self, blocks: list[int], /) -> None:
-        """Zero blocks that may hold NaN, after all launched steps."""
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block's keys and values, all layers."""
-
-    def read_blocks(self, blocks: list[int], /) -> list[bytes]:
-        """The contents of blocks that are computed: keys and values, layer after layer."""
-
-    @property
-    def host_block_s(self) -> float:
-        """Seconds that a block takes to host memory and back, as measured; 0: it is there already."""
-
-    def keep_blocks(self, blocks: list[int], /) -> Sequence[Contents]:
-        """The same, to be kept in host memory; fewer if there is no room. Steps launched later may overwrite them."""
-
-    def write_blocks(self, blocks: list[int], payloads: Sequence[Contents], /) -> None:
-        """Fill blocks that no job uses with what `read_blocks` or `keep_blocks` gave, after all launched steps."""
 
 
 class CpuRunner:
@@ -90,10 +71,7 @@ class CpuRunner:
         config = model.config
         self.ops = ops
         self.model, self.block_size = model, block_size
-        shape = (blocks + 1, block_size, config.kv_heads, config.head_dim)  # block 0 is nobody's
-        self.pools = [kv.make_pool(*shape, stored) for _ in range(config.layers)]
-        # The same memory as bytes: [blocks + 1, bytes of one block in one layer].
-        self._contents = [kv.bytes_of(pool).numpy() for pool in self.pools]
+        self.pool = CpuPool(config, blocks, block_size, stored)
         self.sampler = Sampler(slots, config.vocab_size)
         self._windows = set(config.windows)
         self._tables = np.zeros((slots, -(-max_length // block_size)), np.int64)
@@ -121,7 +99,7 @@ class CpuRunner:
         contexts = self._computed[slots] + lengths
         with torch.inference_mode():
             step = self._prepare(rows, slots, lengths, contexts)
-            x, seen = self.model.forward(step, self.pools)
+            x, seen = self.model.forward(step, self.pool.layers)
             finite = finite_rows(seen, rows.lengths)
             chosen = np.flatnonzero(rows.samples)
             sampled = Sampled([], None, None)
@@ -133,34 +111,6 @@ class CpuRunner:
         self._computed[slots] = contexts
         self._last_token[slots[chosen]] = sampled.tokens
         return StepResult(finite, sampled)
-
-    def scrub(self, blocks: list[int]) -> None:
-        """Zero blocks that may hold NaN: a masked key still meets its value as 0 * NaN."""
-        for contents in self._contents:
-            contents[blocks] = 0
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block's keys and values, all layers."""
-        return sum(contents.shape[1] for contents in self._contents)
-
-    def read_blocks(self, blocks: list[int]) -> list[bytes]:
-        """The contents of blocks: keys and values, layer after layer, in the pool's own order and number format."""
-        layers = np.stack([contents[blocks] for contents in self._contents], axis=1)
-        return [block.tobytes() for block in layers]
-
-    host_block_s = 0.0
-
-    def keep_blocks(self, blocks: list[int]) -> list[bytes]:
-        """The same: the pool is in host memory already."""
-        return self.read_blocks(blocks)
-
-    def write_blocks(self, blocks: list[int], payloads: Sequence[Any]) -> None:
-        """Fill blocks that no job uses with what `read_blocks` gave, `block_bytes` for each."""
-        assert all(len(payload) == self.block_bytes for payload in payloads), "contents of another layout"
-        received = np.frombuffer(b"".join(payloads), np.uint8).reshape(len(blocks), len(self.pools), -1)
-        for layer, contents in enumerate(self._contents):
-            contents[blocks] = received[:, layer]
 
     def _apply(self, edit: Edit, slot: int, words: Words) -> None:
         if edit is Edit.BLOCKS:

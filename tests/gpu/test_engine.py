@@ -199,17 +199,17 @@ def test_numbers_that_are_not_finite_fail_one_job_and_stain_nobody(engine: Engin
     assert error is not None
     assert (error.reason, answers[9].tokens) == ("NUMERIC", [])
     assert [answers[k].tokens for k in range(4)] == [expected[k].tokens for k in range(4)]
-    assert all(bool(torch.isfinite(pool).all()) for pool in fast.runner.pools)
+    assert all(bool(torch.isfinite(layer).all()) for layer in fast.runner.pool.layers)
 
 
 def test_blocks_move_out_and_back(engine: EngineMaker) -> None:
     fast = engine()
     solo(fast, job(1, prompt_of(64), max_tokens=2))
-    contents = fast.runner.read_blocks([1, 2, 1024])
-    fast.runner.scrub([1, 2])
-    assert fast.runner.read_blocks([1]) == [bytes(fast.runner.block_bytes)]
-    fast.runner.write_blocks([1, 2], contents[:2])
-    assert fast.runner.read_blocks([1, 2, 1024]) == contents
+    contents = fast.runner.pool.read([1, 2, 1024])
+    fast.runner.pool.scrub([1, 2])
+    assert fast.runner.pool.read([1]) == [bytes(fast.runner.pool.block_bytes)]
+    fast.runner.pool.write([1, 2], contents[:2])
+    assert fast.runner.pool.read([1, 2, 1024]) == contents
 
 
 # ---- bfloat16 ----

@@ -33,7 +33,7 @@ def check_steps() -> None:
         got, want = _without_memory_behind_draws(gpu, words), cpu.run(words)
         assert (got.finite, got.sampled.tokens) == (want.finite, want.sampled.tokens)
         _check_tops(got, want)
-        for pool, other in zip(gpu.pools, cpu.pools, strict=True):
+        for pool, other in zip(gpu.pool.layers, cpu.pool.layers, strict=True):
             torch.testing.assert_close(pool[1:], other[1:], rtol=1e-4, atol=1e-4)
 
 
@@ -58,7 +58,7 @@ def _runners(slots: int, length: int, step_tokens: int, blocks: int) -> tuple[Gp
     ops = exact.ops
     assert isinstance(ops, ReferenceOps)
     gpu = GpuRunner(fast, TritonOps(), 16, slots, length, step_tokens, torch.float32)
-    gpu.make_pools(blocks)
+    gpu.pool.allocate(blocks)
     return gpu, CpuRunner(exact, ops, blocks, 16, slots, length, torch.float32)
 
 

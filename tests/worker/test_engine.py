@@ -233,7 +233,8 @@ def test_numbers_that_are_not_finite_fail_one_job_and_stain_nobody(poisoned: Eng
     assert failed.error is not None
     assert (failed.reason, failed.error.reason, answers[9].tokens) == (EndReason.ERROR, "NUMERIC", [])
     assert [answers[k].tokens for k in range(4)] == [expected[k].tokens for k in range(4)]
-    assert all(bool(torch.isfinite(pool).all()) for pool in poisoned.runner.pools), "a later owner would meet NaN"
+    layers = poisoned.runner.pool.layers
+    assert all(bool(torch.isfinite(layer).all()) for layer in layers), "a later owner would meet NaN"
     again = solo(poisoned, job(10, sick)).ended
     assert again.cost.cached_tokens == 0, "nothing of it may be found again"
 

@@ -157,7 +157,7 @@ def test_answers_of_what_real_writers_wrote(name: str, tmp_path: Path) -> None:
 def test_scales_of_heads_that_llm_compressor_calibrated() -> None:
     folder = GOLDEN / "llm-compressor-fp8-heads"
     engine, stored = engine_of(folder), read(folder)
-    assert all(pool.dtype == torch.float8_e4m3fn for pool in engine.runner.pools)
+    assert all(layer.dtype == torch.float8_e4m3fn for layer in engine.runner.pool.layers)
     for number, layer in enumerate(engine.runner.model.layers):
         scales = [stored[f"model.layers.{number}.self_attn.{kind}_scale"].flatten() for kind in "kv"]
         assert layer.attention.kv_scales is not None
@@ -223,7 +223,7 @@ def test_autofp8_checkpoints_with_scales_of_the_cache(
     config["quantization_config"] = {**settings, "kv_cache_scheme": "static"}
     (folder / "config.json").write_text(json.dumps(config))
     engine = engine_of(folder)
-    assert all(pool.dtype == torch.float8_e4m3fn for pool in engine.runner.pools)
+    assert all(layer.dtype == torch.float8_e4m3fn for layer in engine.runner.pool.layers)
     scales = [layer.attention.kv_scales for layer in engine.runner.model.layers]
     assert [scale.tolist() for scale in scales if scale is not None] == [[[0.5, 0.5], [0.5, 0.5]]] * len(layers)
     expected = {name.removesuffix(".weight"): t for name, t in read(made.twin).items() if name.endswith("_proj.weight")}

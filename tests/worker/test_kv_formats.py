@@ -67,19 +67,19 @@ def test_the_same_bytes_hold_more_tokens(engine: EngineMaker, kind: str, gain: f
     assert small.memory.kv <= 64 << 20
     assert small.block_bytes == pytest.approx(full.block_bytes / gain)
     assert small.block_layout != full.block_layout
-    assert sum(pool.numel() * pool.element_size() for pool in small.runner.pools) == small.memory.kv
+    assert sum(layer.numel() * layer.element_size() for layer in small.runner.pool.layers) == small.memory.kv
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
 def test_blocks_move_out_and_back(engine: EngineMaker, kind: str) -> None:
     one = engine(kv_dtype=kind)
     run(one, job(1, prompt_of(64), max_tokens=2))
-    contents = one.runner.read_blocks([1, 2, 3])
+    contents = one.runner.pool.read([1, 2, 3])
     assert {len(page) for page in contents} == {one.block_bytes}
-    one.runner.scrub([1, 2])
-    assert one.runner.read_blocks([1]) == [bytes(one.block_bytes)]
-    one.runner.write_blocks([1, 2], contents[:2])
-    assert one.runner.read_blocks([1, 2, 3]) == contents
+    one.runner.pool.scrub([1, 2])
+    assert one.runner.pool.read([1]) == [bytes(one.block_bytes)]
+    one.runner.pool.write([1, 2], contents[:2])
+    assert one.runner.pool.read([1, 2, 3]) == contents
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
@@ -148,7 +148,7 @@ def test_a_checkpoint_calibrated_for_fp8_is_served_in_fp8(
     settings = compressor.quantization_config.model_dump(mode="json")
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
     engine = Engine(folder, EngineOptions(kv_blocks=64), lambda phase, done, total: None)
-    assert all(pool.dtype == torch.float8_e4m3fn for pool in engine.runner.pools)
+    assert all(layer.dtype == torch.float8_e4m3fn for layer in engine.runner.pool.layers)
     for number, layer in enumerate(engine.runner.model.layers):
         assert layer.attention.kv_scales is not None
         for kind, mine in zip("kv", layer.attention.kv_scales, strict=True):
@@ -212,7 +212,7 @@ def test_measured_scales_are_powers_of_two_with_room(checkpoint: Callable[[str],
         assert torch.equal(torch.frexp(scales).mantissa, torch.full_like(scales, 0.5))
         assert torch.equal(scales, others)
     run(engine, job(1, prompt_of(60), max_tokens=2))
-    largest = max(float(pool.float().abs().max()) for pool in engine.runner.pools)
+    largest = max(float(layer.float().abs().max()) for layer in engine.runner.pool.layers)
     assert 0 < largest < 448
     assert engine.block_layout == again.block_layout != open_fp8(checkpoint("qwen3")).block_layout
 

@@ -34,4 +34,4 @@ def test_a_chunk_that_nobody_samples_from_is_still_watched(engine: EngineMaker) 
     failed = run(made, job(0, prompt_of(100)), steps=1)[0].ended
     assert failed.error is not None
     assert (failed.reason, failed.error.reason) == (EndReason.ERROR, "NUMERIC")
-    assert all(bool(torch.isfinite(pool).all()) for pool in made.runner.pools), "a later owner would meet NaN"
+    assert all(bool(torch.isfinite(layer).all()) for layer in made.runner.pool.layers), "a later owner would meet NaN"

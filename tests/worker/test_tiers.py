@@ -118,12 +118,12 @@ def filled(sharing: Sharing, length: int = 150) -> tuple[FakeRemote, Answer]:
 def test_contents_are_read_as_they_were_written(engine: EngineMaker, dtype: str) -> None:
     one, two = engine(dtype=dtype), engine(dtype=dtype)
     run(one, job(1, prompt_of(100)))
-    payloads = one.runner.read_blocks([3, 1, 2])
+    payloads = one.runner.pool.read([3, 1, 2])
     assert {len(payload) for payload in payloads} == {one.block_bytes}
     assert any(any(payload) for payload in payloads)
-    two.runner.write_blocks([7, 9, 8], payloads)
-    assert two.runner.read_blocks([7, 9, 8]) == payloads
-    for pool, other in zip(one.runner.pools, two.runner.pools, strict=True):
+    two.runner.pool.write([7, 9, 8], payloads)
+    assert two.runner.pool.read([7, 9, 8]) == payloads
+    for pool, other in zip(one.runner.pool.layers, two.runner.pool.layers, strict=True):
         assert pool[3].equal(other[7])
 
 
