@@ -102,7 +102,7 @@ def decode(loop: Loop, batch: int, context: int = CONTEXT) -> Cell:
 
 def _replays(loop: Loop, batch: int) -> float:
     """Seconds of a replay when the host does nothing else."""
-    found = loop.runner.graph_for(batch, batch, Kind.ANSWERS)
+    found = loop.runner.graphs.find(batch, batch, Kind.ANSWERS)
     assert found is not None
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     begin.record()

@@ -58,7 +58,7 @@ def _on_gpu(runner: "GpuRunner", ids_T: Tensor) -> StepTensors:
         sample_slots=nobody,
         sample_positions=nobody,
     )
-    return runner.step_of(inputs, count, None)
+    return runner.forward.step_of(inputs, count, None)
 
 
 def _room(count: int, block_size: int) -> tuple[Tensor, Tensor]:

@@ -1,12 +1,10 @@
-"""Executes packed steps on a GPU: slots on the device, CUDA graphs for steps of answers, results that come later.
+"""Executes packed steps on a GPU: slots on the device, graphs replayed where they serve, results that come later.
 
 Knows slots and blocks, never jobs. The host plans ahead: `launch` puts a step into the stream and returns, `collect`
 waits for what it brought. A token stays in its slot on the device, so the next step needs no round trip.
 """
 
-import gc
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,14 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels import attention, products, sampling, slots
-from kernels.attention import AttentionPlan
-from kernels.attention.brief import BriefPlan, serves_brief
-from kernels.device import is_hopper
+from kernels import slots
 from kernels.edits import HEADER
-from kernels.sampling.slot_settings import Samples
-from kernels.slots import StepInputs
 from services.worker import gpu_words
+from services.worker.gpu_forward import GpuForward
+from services.worker.gpu_graphs import Graphs, nothing_collected
 from services.worker.gpu_ops import TritonOps
 from services.worker.gpu_pool import GpuPool
 from services.worker.gpu_sampler import GpuSampler
@@ -29,62 +24,14 @@ from services.worker.gpu_tops import Tops
 from services.worker.gpu_uplink import NO_EDITS, STAGES, DeviceEdits, Uplink
 from services.worker.gpu_words import Kind, Sizes, StepRows
 from services.worker.inputs import EDIT_WORDS, HEADER_WORDS, Edit, SlotState, Words, unpack
-from services.worker.layers import StepTensors
 from services.worker.model import Model
-from services.worker.ops import Rotation
 from services.worker.runner import StepResult
 from services.worker.sampler import Sampled
 
-GRAPH_ROWS = (1, 2, 4, 8, *range(16, 257, 8))
-"""Steps of so many answers are captured; a step is filled up to the next of them."""
-GRAPH_TOKENS = (*range(64, 513, 64), *range(640, 2049, 128))
-"""Steps with prompts are captured for so many tokens, where launching their kernels one by one would take longer."""
-RAGGED_ROWS = (8, 64, 256)
-"""Most rows of these."""
-BRIEF_TOKENS = (64, 128)
-"""Steps with prompts of so many tokens are captured once more for the fewest rows, none of which sees many keys."""
-EAGER_BYTES = 9e12
-"""A step whose tokens times the weights' bytes exceed this keeps the GPU busy longer than its launches take."""
-FP8_TOKENS, FP8_EAGER, LEAST_FILLED = (1024, 2048), 6, 7 / 8
-"""Products in fp8 take half the time, but no fewer launches, which a busy interpreter delays: steps of these sizes, up
-to so many times larger, are captured for those that fill this share of them."""
 _EAGER_TOKENS, _SIZES_APART = 320, 128
 """Of the steps and products that are run at the start."""
 _SlotEdit = tuple[Edit, int, Words]
 """What is done, to which slot, with which words."""
-
-
-@contextmanager
-def _nothing_collected() -> Iterator[None]:
-    """What is garbage goes before, not within: the graphs of an engine that is gone would end while another's are
-    captured, and a capture does not survive that."""
-    gc.collect()
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
-
-
-@dataclass(frozen=True, slots=True)
-class Computed:
-    """What a step leaves on the device."""
-
-    logits: Tensor
-    samples: Samples
-    report: Tensor
-    """int32: `slots.keep`'s three lists of S, then, unless all rows are answers, which tokens' lines are finite."""
-
-
-@dataclass(frozen=True, slots=True)
-class Graph:
-    """A captured step that holds so many tokens, rows and rows that sample."""
-
-    sizes: Sizes
-    replay: Callable[[], None]
-    computed: Computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,24 +68,23 @@ class GpuRunner:
         step_tokens: int,
         stored: torch.dtype,
     ) -> None:
+        """For steps of up to `slot_count` rows and `step_tokens` tokens, of sequences of up to `max_length`; keys and
+        values are stored as `stored`. The pool is to be allocated."""
         device = model.embedding.device
         self.model, self.ops, self.block_size, self.device = model, ops, block_size, device
         self.slots, self.step_tokens = slot_count, step_tokens
-        self.row_blocks = -(-max_length // block_size)
+        self._row_blocks = -(-max_length // block_size)
         self.pool = GpuPool(model.config, block_size, stored, device)
         self.sampler = GpuSampler(slot_count, model.config.vocab_size, device)
         self.measure_gaps = False
         """Note when each step could begin: `gap_s` tells how long the device idled between two."""
-        self._windows = set(model.config.windows)
         self._computed = [0] * slot_count
-        # The last slot is nobody's: what fills up a graph belongs to it.
-        self._last_token = torch.zeros(slot_count + 1, dtype=torch.int64, device=device)
-        self._tables = torch.zeros(slot_count + 1, self.row_blocks, dtype=torch.int32, device=device)
-        self._row_tables = torch.zeros(slot_count, self.row_blocks, dtype=torch.int32, device=device)
-        self._uplink = Uplink(slots.words_of(step_tokens, slot_count, slot_count), self._tables, self.sampler.settings)
+        tables = torch.zeros(slot_count + 1, self._row_blocks, dtype=torch.int32, device=device)  # the last is nobody's
+        self._uplink = Uplink(slots.words_of(step_tokens, slot_count, slot_count), tables, self.sampler.settings)
+        self.forward = GpuForward(model, ops, self.pool, self._uplink.words, tables, self.sampler.settings)
+        self.graphs = Graphs(model, ops, stored, slot_count, step_tokens)
         self._reports = [self._report() for _ in range(STAGES)]
         """Host memory for those of steps to come."""
-        self._graphs: dict[Kind, list[Graph]] = {kind: [] for kind in Kind}
 
     # ---- start-up ----
 
@@ -148,27 +94,28 @@ class GpuRunner:
         if self.device.type != "cuda":
             return 0
         sizes = self.step_tokens, self.slots, self.slots
-        seen = min(self.step_tokens, self._row_tables.numel() * self.block_size)  # more blocks no table has
+        seen = min(self.step_tokens, self.slots * self._row_blocks * self.block_size)  # more blocks no table has
         self._send_alone(gpu_words.nobodys(seen), sizes)
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        self._compute(sizes, Kind.ANY, self.step_tokens)
+        self.forward.run(sizes, Kind.ANY, self.step_tokens)
         torch.cuda.synchronize()
         logits = self.model.config.vocab_size * self.model.embedding.dtype.itemsize
-        kept = logits * sum(samples for (_, _, samples), _ in self._graph_sizes())
+        kept = logits * sum(samples for (_, _, samples), _ in self.graphs.wanted())
         return int(torch.cuda.max_memory_allocated() - before) * 2 + kept
 
     @torch.inference_mode()
     def capture(self, progress: Callable[[int, int], None]) -> None:
         """Capture the graphs, the largest first: later ones live in its memory."""
-        wanted = self._graph_sizes()
+        wanted = self.graphs.wanted()
         pool = torch.cuda.graph_pool_handle()
-        with _nothing_collected():
+        with nothing_collected():
             self._uplink.capture(pool)
             for done, (sizes, kind) in enumerate(wanted):
                 progress(done, len(wanted))
-                self._graphs[kind].insert(0, self._capture(sizes, kind, pool))
+                self._send_alone(gpu_words.nothing(), sizes)
+                self.graphs.capture(sizes, kind, self.forward.run, pool)
             progress(len(wanted), len(wanted))
 
     @torch.inference_mode()
@@ -180,7 +127,7 @@ class GpuRunner:
             rows = 1 << power
             sizes = min(max(2 * rows, _EAGER_TOKENS), self.step_tokens), rows, rows
             self._send_alone(gpu_words.nothing(), sizes)
-            self._compute(sizes, Kind.ANY, sizes[0] - 1)
+            self.forward.run(sizes, Kind.ANY, sizes[0] - 1)
         model, layer = self.model, self.model.layers[0]
         for tokens in range(_SIZES_APART, self.step_tokens + 1, _SIZES_APART):
             x = model.embedding.new_zeros(tokens, model.config.hidden_size)
@@ -191,49 +138,6 @@ class GpuRunner:
             model.logits(model.embedding.new_zeros(samples, model.config.hidden_size))
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-
-    def _graph_sizes(self) -> list[tuple[Sizes, Kind]]:
-        """Sizes of all graphs, and what they count on; the largest of each kind first."""
-        rows = sorted({*(rows for rows in GRAPH_ROWS if rows < self.slots), min(self.slots, GRAPH_ROWS[-1])})
-        tokens = [count for count in self._captured_tokens() if count <= self.step_tokens]
-        most = sorted({min(count, self.slots) for count in RAGGED_ROWS})
-        ragged = [(count, held, held) for count in tokens for held in most if held <= count]
-        brief = [(count, held, held) for count, held, _ in ragged if count in BRIEF_TOKENS and held == most[0]]
-        answers = [(count, count, count) for count in rows]
-        found = ((ragged, Kind.ANY), (brief if self._has_brief else [], Kind.BRIEF), (answers, Kind.ANSWERS))
-        return [(sizes, kind) for some, kind in found for sizes in reversed(some)]
-
-    @property
-    def _has_brief(self) -> bool:
-        """Whether rows that see few keys have attention of their own; measured on a Hopper."""
-        config, dtype = self.model.config, self.model.embedding.dtype
-        numbers = config.heads, config.kv_heads, config.head_dim, dtype, self.pool.stored, self._windows
-        return is_hopper(self.device) and not self.ops.invariant and serves_brief(*numbers)
-
-    def _captured_tokens(self) -> list[int]:
-        """Of steps with prompts."""
-        most, model = self._eager_tokens, self.model
-        tokens = [count for count in GRAPH_TOKENS if count <= most]
-        if products.rounds(model.embedding[:128], model.layers[0].mlp.gate_up.weight):
-            tokens += [count for count in FP8_TOKENS if most < count <= FP8_EAGER * most]
-        return tokens
-
-    @property
-    def _eager_tokens(self) -> float:
-        """Tokens of a step from which on the GPU is busy longer than launches take."""
-        config = self.model.config
-        weights = 12 * config.layers * config.hidden_size * (config.hidden_size + config.intermediate_size / 4) * 2
-        return EAGER_BYTES / weights
-
-    def _capture(self, sizes: Sizes, kind: Kind, pool: Any) -> Graph:
-        self._send_alone(gpu_words.nothing(), sizes)
-        long_tokens = 0 if kind is Kind.ANSWERS else sizes[0] - 1  # one less: there may be answers, too
-        self._compute(sizes, kind, long_tokens)  # compiles, and lets libraries make what they need
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
-            computed = self._compute(sizes, kind, long_tokens)
-        return Graph(sizes, graph.replay, computed)
 
     def _send_alone(self, rows: StepRows, sizes: Sizes) -> None:
         """The words of a step before which and beside which there is none."""
@@ -258,34 +162,6 @@ class GpuRunner:
             self._computed[slot] = context
         return step
 
-    def _begin(self, rows: StepRows, edits: DeviceEdits, later: list[_SlotEdit]) -> GpuStep:
-        graph = self.graph_for(*rows.sizes[:2], rows.kind)
-        sizes = graph.sizes if graph else self._eager_sizes(rows)
-        # All that is kept has its memory before the step goes: if that failed behind the draws, slots had advanced.
-        asked = [self.sampler.logprobs[rows.rows.slots[row]] for row in rows.sampling]
-        tops = Tops(asked, self.model.config.vocab_size, self.device)
-        report = self._reports.pop() if self._reports else self._report()
-        number, stage = self._uplink.begin()
-        end = rows.lay_out(self._uplink.stages[stage], HEADER, sizes)
-        self._uplink.send(stage, end, edits)
-        self._edit_logits(later)
-        self.sampler.lift_bans(rows.rows.slots, rows.contexts)
-        began = self._event() if self.measure_gaps else None
-        if graph:
-            graph.replay()
-            computed = graph.computed
-        else:
-            long_tokens = sum(length for length in rows.rows.lengths if length > self.ops.short_tokens)
-            computed = self._compute(sizes, Kind.ANSWERS if rows.answers else Kind.ANY, long_tokens)
-        report[: len(computed.report)].copy_(computed.report, non_blocking=True)
-        tops.send(computed.logits, computed.samples.totals)
-        return GpuStep(number, rows, sizes[2], report, tops, self._event(), began)
-
-    def _report(self) -> Tensor:
-        """Host memory for any step's report."""
-        most = slots.aligned(3 * self.slots) + self.step_tokens
-        return torch.zeros(most, dtype=torch.int32, pin_memory=self.device.type == "cuda")
-
     def over(self, step: GpuStep) -> bool:
         """Whether the device is done with a step."""
         done: Any = step.done
@@ -309,15 +185,34 @@ class GpuRunner:
         self._reports.append(step.report)
         return result
 
-    def graph_for(self, tokens: int, rows: int, kind: Kind) -> Graph | None:
-        """The smallest graph that holds such a step, unless launching it kernel by kernel is better."""
-        graphs = self._graphs[kind]
-        graph = next((graph for graph in graphs if tokens <= graph.sizes[0] and rows <= graph.sizes[1]), None)
-        if graph is None and kind is Kind.BRIEF:
-            return self.graph_for(tokens, rows, Kind.ANY)
-        if graph is None or kind is Kind.ANSWERS or graph.sizes[0] <= self._eager_tokens:
-            return graph
-        return graph if tokens >= LEAST_FILLED * graph.sizes[0] else None
+    def gap_s(self, before: GpuStep, after: GpuStep) -> float:
+        """Seconds that the device idled between two steps that are over; both must have been measured."""
+        assert before.done is not None
+        assert after.began is not None
+        return max(0.0, float(before.done.elapsed_time(after.began)) / 1e3)
+
+    def _begin(self, rows: StepRows, edits: DeviceEdits, later: list[_SlotEdit]) -> GpuStep:
+        graph = self.graphs.find(*rows.sizes[:2], rows.kind)
+        sizes = graph.sizes if graph else self._eager_sizes(rows)
+        # All that is kept has its memory before the step goes: if that failed behind the draws, slots had advanced.
+        asked = [self.sampler.logprobs[rows.rows.slots[row]] for row in rows.sampling]
+        tops = Tops(asked, self.model.config.vocab_size, self.device)
+        report = self._reports.pop() if self._reports else self._report()
+        number, stage = self._uplink.begin()
+        end = rows.lay_out(self._uplink.stages[stage], HEADER, sizes)
+        self._uplink.send(stage, end, edits)
+        self._edit_logits(later)
+        self.sampler.lift_bans(rows.rows.slots, rows.contexts)
+        began = self._event() if self.measure_gaps else None
+        if graph:
+            graph.replay()
+            computed = graph.computed
+        else:
+            long_tokens = sum(length for length in rows.rows.lengths if length > self.ops.short_tokens)
+            computed = self.forward.run(sizes, Kind.ANSWERS if rows.answers else Kind.ANY, long_tokens)
+        report[: len(computed.report)].copy_(computed.report, non_blocking=True)
+        tops.send(computed.logits, computed.samples.totals)
+        return GpuStep(number, rows, sizes[2], report, tops, self._event(), began)
 
     def _eager_sizes(self, rows: StepRows) -> Sizes:
         """Of a step without a graph. Rows that sample are filled up to a multiple of 8, as graphs of answers hold: end
@@ -325,11 +220,17 @@ class GpuRunner:
         tokens, count, samples = rows.sizes
         return rows.sizes if rows.answers else (tokens, count, min(-(-samples // 8) * 8, self.slots))
 
-    def gap_s(self, before: GpuStep, after: GpuStep) -> float:
-        """Seconds that the device idled between two steps that are over; both must have been measured."""
-        assert before.done is not None
-        assert after.began is not None
-        return max(0.0, float(before.done.elapsed_time(after.began)) / 1e3)
+    def _report(self) -> Tensor:
+        """Host memory for any step's report."""
+        most = slots.aligned(3 * self.slots) + self.step_tokens
+        return torch.zeros(most, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+
+    def _event(self) -> Any:
+        if self.device.type != "cuda":
+            return None
+        event = torch.cuda.Event(enable_timing=self.measure_gaps)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
 
     # ---- edits ----
 
@@ -363,57 +264,3 @@ class GpuRunner:
                 self.sampler.bias(slot, ids, numbers.view(np.float32))
             else:
                 self.sampler.ban(slot, int(told[0]), told[1:])
-
-    # ---- computing ----
-
-    @torch.inference_mode()
-    def _compute(self, sizes: Sizes, kind: Kind, long_tokens: int) -> Computed:
-        """From the words on the device to the report: all that a graph holds. `long_tokens` as the attention's plan."""
-        model, device = self.model, self.device
-        tokens, _, samples = sizes
-        answers = kind is Kind.ANSWERS
-        words = self._uplink.words
-        inputs = slots.step_inputs(words, *sizes, self._row_tables)
-        finite_at = slots.aligned(3 * samples)
-        report = torch.empty(finite_at + (0 if answers else tokens), dtype=torch.int32, device=device)
-        slots.unpack(words, self._last_token, self.sampler.settings.boundary, self._tables, inputs, self.block_size)
-        step = self.step_of(inputs, long_tokens, None if answers else inputs.sampled, kind)
-        x, seen = model.forward(step, self.pool.layers)
-        if not answers:
-            slots.finite_lines(seen, report[finite_at:])
-        logits = model.logits(x)
-        drawn = sampling.sample(logits, self.sampler.settings, inputs.sample_slots, inputs.sample_positions)
-        told = report[: 3 * samples].view(3, samples)
-        slots.keep(drawn.tokens, drawn.logprobs, drawn.totals, inputs.sample_slots, self._last_token, told)
-        return Computed(logits, drawn, report)
-
-    def step_of(
-        self, inputs: StepInputs, long_tokens: int, sampled: Tensor | None, kind: Kind = Kind.ANY
-    ) -> StepTensors:
-        """What the layers share of a step whose inputs are on the device."""
-        return StepTensors(
-            token_ids=inputs.token_ids,
-            rotation=Rotation(self.model.cos, self.model.sin, inputs.positions),
-            places=inputs.places,
-            plans={window: self._plan(inputs, window, long_tokens, kind) for window in self._windows},
-            sampled=sampled,
-        )
-
-    def _plan(self, inputs: StepInputs, window: int | None, long_tokens: int, kind: Kind) -> AttentionPlan | BriefPlan:
-        if kind is Kind.BRIEF:
-            return BriefPlan(inputs.starts, inputs.contexts, inputs.tables)
-        config, dtype = self.model.config, self.model.embedding.dtype
-        shapes = attention.config_for(
-            config.head_dim, dtype, len(inputs.contexts), self.ops.invariant, self.pool.stored
-        )
-        return attention.plan_attention(
-            inputs.starts, inputs.contexts, inputs.tables, config.heads, config.kv_heads, config.head_dim,
-            self.block_size, dtype, window, self.ops.short_tokens, long_tokens, shapes,
-        )  # fmt: skip
-
-    def _event(self) -> Any:
-        if self.device.type != "cuda":
-            return None
-        event = torch.cuda.Event(enable_timing=self.measure_gaps)  # type: ignore[no-untyped-call]
-        event.record()
-        return event

@@ -12,7 +12,8 @@ import triton
 
 from kernels.device import is_hopper
 from services.worker.engine import Engine
-from services.worker.gpu_runner import GpuRunner, Graph
+from services.worker.gpu_graphs import Graph
+from services.worker.gpu_runner import GpuRunner
 from services.worker.gpu_words import Kind
 from services.worker.job import EndReason, EngineOptions, Job
 from tests.checkpoints import EOS, SHAPES, VOCAB
@@ -251,15 +252,15 @@ def test_short_prompts_have_graphs_of_their_own(engine: EngineMaker, monkeypatch
     exact, fast = engine("demo", device="cpu"), engine("demo", dtype="bfloat16", max_batch_size=8, step_tokens=256)
     runner, kinds = fast.runner, []
     assert isinstance(runner, GpuRunner)
-    known = {id(graph): kind for kind, graphs in runner._graphs.items() for graph in graphs}
-    found = runner.graph_for
+    known = {id(graph): kind for kind, graphs in runner.graphs.captured.items() for graph in graphs}
+    found = runner.graphs.find
 
     def noted(tokens: int, rows: int, kind: Kind) -> Graph | None:
         graph = found(tokens, rows, kind)
         kinds.append(known[id(graph)])
         return graph
 
-    monkeypatch.setattr(runner, "graph_for", noted)
+    monkeypatch.setattr(runner.graphs, "find", noted)
     for length in (2, 40, 64, 103, 128, 150):
         prompt = prompt_of(length)
         top = solo(exact, job(1, prompt, max_tokens=1, logprobs=2)).tops[0]

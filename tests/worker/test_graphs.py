@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from kernels import kv
-from services.worker import gpu_runner
+from services.worker import gpu_graphs
 from services.worker.config import ModelConfig, Rope
+from services.worker.gpu_graphs import Graph
 from services.worker.gpu_ops import InvariantTritonOps, TritonOps
-from services.worker.gpu_runner import GpuRunner, Graph
+from services.worker.gpu_runner import GpuRunner
 from services.worker.gpu_words import Kind, Sizes, StepRows
 from services.worker.inputs import Rows
 from services.worker.model import Model
@@ -29,9 +30,9 @@ def runner_of(
     )  # fmt: skip
     ops = ops or TritonOps()
     runner = GpuRunner(Model(config, ops, HALF, 512), ops, 16, slots, 512, 512, stored)
-    with mock.patch.object(gpu_runner, "is_hopper", return_value=True):
-        for sizes, kind in runner._graph_sizes():
-            runner._graphs[kind].insert(0, Graph(sizes, mock.Mock(), mock.Mock()))
+    with mock.patch.object(gpu_graphs, "is_hopper", return_value=True):
+        for sizes, kind in runner.graphs.wanted():
+            runner.graphs.captured[kind].insert(0, Graph(sizes, mock.Mock(), mock.Mock()))
     return runner
 
 
@@ -39,9 +40,11 @@ def taken(runner: GpuRunner, lengths: list[int], contexts: list[int]) -> tuple[S
     """Sizes and kind of the graph that serves such a step, in which the last row samples."""
     slots, samples = list(range(len(lengths))), [0] * (len(lengths) - 1) + [1]
     rows = StepRows(Rows(slots, lengths, samples, np.zeros(sum(lengths), np.int32)), contexts)
-    graph = runner.graph_for(*rows.sizes[:2], rows.kind)
+    graph = runner.graphs.find(*rows.sizes[:2], rows.kind)
     assert graph is not None
-    return graph.sizes, next(kind for kind, graphs in runner._graphs.items() if any(one is graph for one in graphs))
+    return graph.sizes, next(
+        kind for kind, graphs in runner.graphs.captured.items() if any(one is graph for one in graphs)
+    )
 
 
 def test_steps_whose_rows_see_few_keys_have_graphs_of_their_own() -> None:
@@ -67,4 +70,4 @@ def test_what_their_kernel_does_not_serve_has_none(other: dict[str, Any]) -> Non
 
 
 def test_other_devices_have_none() -> None:
-    assert all(kind is not Kind.BRIEF for _, kind in runner_of()._graph_sizes())
+    assert all(kind is not Kind.BRIEF for _, kind in runner_of().graphs.wanted())

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.gpu_runner import Computed, GpuRunner
+from services.worker.gpu_forward import Computed
+from services.worker.gpu_runner import GpuRunner
 from services.worker.gpu_uplink import STAGES
 from services.worker.inputs import Words
 from tests.worker.test_graphs import runner_of
@@ -22,7 +23,7 @@ def answer(slot: int) -> Words:
 def runner(monkeypatch: pytest.MonkeyPatch) -> GpuRunner:
     """Computes nothing: the token of each step is the number of those before."""
     made, before = runner_of(), iter(range(99))
-    for graphs in made._graphs.values():
+    for graphs in made.graphs.captured.values():
         graphs.clear()
     report = torch.zeros(3, dtype=torch.int32)
 
@@ -30,7 +31,7 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> GpuRunner:
         report[0] = next(before)
         return Computed(mock.Mock(), mock.Mock(), report)
 
-    monkeypatch.setattr(made, "_compute", compute)
+    monkeypatch.setattr(made.forward, "run", compute)
     monkeypatch.setattr(made._uplink, "send", mock.Mock())
     return made
 
@@ -49,7 +50,7 @@ def test_no_stage_is_written_to_that_may_still_be_read(runner: GpuRunner, monkey
         runner.collect(before)
         before = step
     assert waits == [], "two in flight need not wait"
-    with mock.patch.object(runner, "_compute", side_effect=torch.OutOfMemoryError):
+    with mock.patch.object(runner.forward, "run", side_effect=torch.OutOfMemoryError):
         for _ in range(STAGES):
             with pytest.raises(torch.OutOfMemoryError):
                 runner.launch(answer(1))

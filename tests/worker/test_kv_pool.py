@@ -1,0 +1,32 @@
+"""The memory of blocks: a GPU's pool, which runs on a CPU too, and a CPU's move the same contents alike."""
+
+import pytest
+import torch
+
+from kernels import kv
+from services.worker.config import ModelConfig, Rope
+from services.worker.gpu_pool import GpuPool
+from services.worker.kv_pool import CpuPool
+
+CONFIG = ModelConfig(
+    "LlamaForCausalLM", 50, 48, 80, 3, 4, 2, 64, 1e-5, 512, Rope(10_000.0), False, False, False, False, False,
+    (None,) * 3, (1,),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, kv.FP8, kv.INT8], ids=str)
+def test_blocks_leave_one_devices_pool_and_come_back_into_the_others(stored: torch.dtype) -> None:
+    gpu, cpu = GpuPool(CONFIG, 16, stored, torch.device("cpu")), CpuPool(CONFIG, 5, 16, stored)
+    gpu.allocate(5)
+    assert gpu.block_bytes == cpu.block_bytes
+    for layer in gpu.layers:
+        kv.bytes_of(layer).random_(1, 255)
+    contents = gpu.read([4, 2])
+    assert {len(block) for block in contents} == {gpu.block_bytes}
+    cpu.write([1, 5], contents)
+    assert cpu.read([1, 2, 5]) == [contents[0], bytes(cpu.block_bytes), contents[1]]
+    gpu.write([3, 1], cpu.read([5, 1]))
+    assert gpu.read([1, 2, 3, 4]) == [contents[0], contents[1], contents[1], contents[0]]
+    for pool, mine in ((gpu, [4, 2]), (cpu, [1, 5])):
+        pool.scrub(mine[:1])
+        assert pool.read(mine) == [bytes(pool.block_bytes), contents[1]], "it alone is zero"
