@@ -61,7 +61,15 @@ def test_other_steps_do_not_take_them() -> None:
     assert taken(runner, [1, 63, 1], [99, 63, 129]) == ((128, 8, 8), Kind.ANY), "beside an answer that sees more"
     assert taken(runner, [70, 70], [70, 70]) == ((192, 8, 8), Kind.ANY), "too many tokens"
     assert taken(runner, [10] * 9, [10] * 9) == ((128, 16, 16), Kind.ANY), "too many rows"
+    assert taken(runner, [400], [400]) == ((512, 8, 8), Kind.ANY), "no graph holds 448"
     assert taken(runner_of(slots=4), [60], [60]) == ((64, 4, 4), Kind.BRIEF)
+
+
+def test_steps_that_keep_the_gpu_busy_for_long_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_graphs, "EAGER_BYTES", 250 * 12 * 48 * (48 + 20) * 2)
+    runner = runner_of()
+    assert taken(runner, [190], [190]) == ((192, 8, 8), Kind.ANY)
+    assert runner.graphs.find(193, 1, Kind.ANY) is None
 
 
 @pytest.mark.parametrize("other", [{"ops": InvariantTritonOps()}, {"window": 100}, {"stored": kv.FP8}], ids=str)
