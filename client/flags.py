@@ -22,6 +22,9 @@ ApiKey = Annotated[
 Model = Annotated[str, typer.Option(help="Name of the model; empty takes the only one.")]
 Deadline = Annotated[float | None, typer.Option(help="Seconds that an answer may take.", show_default="none")]
 Scheduler = Annotated[str, typer.Option(envvar="WEFT_SCHEDULER_ADDRESS", help="host:port of the mesh's scheduler.")]
+RedisUrl = Annotated[
+    str, typer.Option(envvar=["WEFT_REDIS_URL", "REDIS_URL"], help="Your own Redis.", show_default="embedded")
+]
 LOCAL = "127.0.0.1:50051"
 LOCAL_SCHEDULER = "127.0.0.1:50052"
 

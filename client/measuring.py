@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from client.flags import LOCAL, LOCAL_SCHEDULER, Address, Caching, Model, Scheduler, fail, nobody, run
+from client.flags import LOCAL, LOCAL_SCHEDULER, Address, Caching, Model, RedisUrl, Scheduler, fail, nobody, run
 
 Addresses = Annotated[
     str, typer.Option(envvar="WEFT_ADDRESS", help="host:port of the mesh; several gateways with commas.")
@@ -135,9 +135,7 @@ def top(
 def doctor(
     address: Address = LOCAL,
     scheduler: Scheduler = LOCAL_SCHEDULER,
-    redis_url: Annotated[
-        str, typer.Option(envvar=["WEFT_REDIS_URL", "REDIS_URL"], help="Your own Redis.", show_default="embedded")
-    ] = "",
+    redis_url: RedisUrl = "",
 ) -> None:
     """Look for what keeps a mesh from running, here and at an address. The exit code is 1 if something does."""
     import asyncio

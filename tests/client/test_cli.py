@@ -12,7 +12,7 @@ import grpc
 import pytest
 from typer.testing import CliRunner, Result
 
-from client import cli, demo
+from client import demo, serving
 from client.chat import Conversation
 from client.cli import app
 from protos import inference_pb2 as api
@@ -217,7 +217,7 @@ def test_serve_refuses_what_it_would_ignore(arguments: list[str], told: str) -> 
 
 
 def test_sizes_for_people() -> None:
-    assert [cli._tokens(text) for text in ("4096", "4k", "32K", None)] == [4096, 4096, 32768, None]
+    assert [serving._tokens(text) for text in ("4096", "4k", "32K", None)] == [4096, 4096, 32768, None]
 
 
 def test_help_is_quick_and_needs_no_torch() -> None:
@@ -292,7 +292,7 @@ async def test_a_part_is_the_same_process_and_imports_nothing_from_the_current_f
     ],
 )
 async def test_a_part_that_cannot_be_says_why_in_a_line(tmp_path: Path, name: str, value: str, told: str) -> None:
-    parts = [str(part) for part in cli.Part if part is not cli.Part.WORKER]
+    parts = [str(part) for part in serving.Part if part is not serving.Part.WORKER]
     ends = await asyncio.gather(*(run_weft("serve", part, home=tmp_path, **{name: value}) for part in parts))
     for code, output in ends:
         assert code == os.EX_CONFIG

@@ -170,10 +170,10 @@ def _weft_problems(rest: list[str]) -> Iterator[str]:
     if not module or not hasattr(importlib.import_module(module), attribute):
         yield "there is no command weft"
         return
-    cli = importlib.import_module("client.cli")
-    if len(rest) != 2 or rest[0] != "serve" or not inspect.isfunction(getattr(cli, rest[0], None)):
+    serving = importlib.import_module("client.serving")
+    if len(rest) != 2 or rest[0] != "serve" or not inspect.isfunction(getattr(serving, rest[0], None)):
         yield f"weft {' '.join(rest)} is not `weft serve SERVICE`"
-    elif rest[1] not in {part.value for part in cli.Part} or not _exists(f"services.{rest[1]}.__main__"):
+    elif rest[1] not in {part.value for part in serving.Part} or not _exists(f"services.{rest[1]}.__main__"):
         yield f"{rest[1]} is no service"
 
 
