@@ -10,8 +10,8 @@ import pytest
 import structlog
 
 from services import metrics, telemetry
+from services.courier import Courier, Tally
 from services.settings import CommonSettings
-from services.telemetry import Courier, Tally
 from services.worker.job import Cost, Ended, EndReason, EngineOptions, Job, SamplingParams
 from services.worker.metrics import WorkerMetrics
 from services.worker.paced import PacedEngine, Tempo
