@@ -22,6 +22,8 @@ DOORS = {
 PURE = (
     "services/scheduler/catalog.py",
     "services/scheduler/pool.py",
+    "services/scheduler/routing.py",
+    "services/scheduler/books.py",
     "services/scheduler/jobs.py",
     "services/scheduler/commands.py",
     "services/scheduler/admission.py",

@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from services.scheduler.pool import Limits
+from services.scheduler.limits import Limits
 from services.settings import SCHEDULER_ADDRESS, CommonSettings
 
 

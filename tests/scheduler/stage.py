@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from services.hashing import KEY_BYTES
+from services.scheduler.limits import Limits
 from services.scheduler.messages import (
     Assigned,
     Card,
@@ -20,7 +21,7 @@ from services.scheduler.messages import (
     WorkerHello,
     WorkerMessage,
 )
-from services.scheduler.pool import Limits, Pool
+from services.scheduler.pool import Pool
 
 CARD = Card("story", aliases=("tale",), fingerprint=b"f" * 32, block_size=16, bundle_digest=b"b" * 32)
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from services.scheduler.limits import Limits
 from services.scheduler.messages import Assigned, Code, Hello, Joined, Models, Refused, Rejected, WorkerHello
-from services.scheduler.pool import Limits
 from tests.scheduler.stage import CARD, Stage, keys
 
 # ---- hello ----

@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from services.scheduler.limits import Limits
 from services.scheduler.messages import Assigned, Joined, Rejected, Submit, WorkerHello, WorkerLost
-from services.scheduler.pool import Limits
 from tests.scheduler.stage import CARD, Stage, keys
 
 GATEWAYS = ("g1", "g2")

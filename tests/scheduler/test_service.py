@@ -18,7 +18,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from protos import mesh_pb2 as mesh
 from protos import mesh_pb2_grpc as mesh_grpc
 from services import rpc
-from services.scheduler.pool import Limits, Pool
+from services.scheduler.limits import Limits
+from services.scheduler.pool import Pool
 from services.scheduler.service import SchedulerService
 
 CARD = mesh.ModelCard(name="story", fingerprint=b"f" * 32, block_size=16, bundle_digest=b"b" * 32, context_length=512)
@@ -309,7 +310,7 @@ async def test_a_gateway_that_does_not_read_is_cut_off_and_delays_nobody() -> No
                 await deaf.submit("x" * 16_384, attempt=0)
 
         shouting = asyncio.create_task(shout())
-        while "deaf" in scheduler.pool._out.gateways:
+        while "deaf" in scheduler.pool._books.out.gateways:
             await quick.submit("a")
             assert (await quick.hear_of(mesh.Assigned)).job_id == "a"
             await worker.report(steps=1, ended=[mesh.EndedJob(job_id="a", attempt=1, tokens=1)])
