@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from compress.errors import CompressError
+from compress.files import copied
 
 _RECIPE = "recipe.json"
-_COPIED = ("tokenizer*.json", "special_tokens_map.json", "generation_config.json", "*.jinja")
 
 
 class Workbench:
@@ -78,9 +78,8 @@ class Workbench:
         (self.folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
         (self.folder / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n")
         (self.folder / "README.md").write_text(self._card(total))
-        for pattern in _COPIED:
-            for file in self.base.glob(pattern):
-                shutil.copy2(file, self.folder)
+        for file in copied(self.base):
+            shutil.copy2(file, self.folder)
         for file in (*self.folder.glob("*.state"), self.folder / _RECIPE):
             file.unlink()
         self.folder.rename(self.out)

@@ -4,7 +4,6 @@ Legend: W windows, T tokens of a window, C width, K inputs of a linear.
 """
 
 import contextlib
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.utils import logging
 
+from compress import files
 from compress.errors import CompressError
 
 # Linears of a layer by the place whose values they read.
@@ -46,6 +46,7 @@ def load(folder: Path) -> PreTrainedModel:
         raise CompressError(f"{folder}: model_type {config.get('model_type')} is not supported; {_KNOWN}")
     if config.get("quantization_config"):
         raise CompressError(f"{folder} is quantized already: compress the model that it was made from")
+    files.check(folder)
     _check_size(folder, config)
     _quiet()
     maker: Any = AutoModelForCausalLM
@@ -73,13 +74,9 @@ def _check_whole(folder: Path, model: PreTrainedModel, told: Mapping[str, Any]) 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json as it is. Raises CompressError."""
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, RecursionError, ValueError) as error:
-        raise CompressError(f"no checkpoint in {folder}: config.json: {type(error).__name__}") from None
-    if not isinstance(config, dict):
-        raise CompressError(f"no checkpoint in {folder}: config.json is not an object")
-    return config
+    if not (folder / "config.json").exists():
+        raise CompressError(f"no checkpoint in {folder}: config.json is missing")
+    return files.read_json(folder / "config.json")
 
 
 def _sizes(folder: Path, config: Mapping[str, Any], *names: str) -> list[int]:

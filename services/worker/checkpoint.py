@@ -96,7 +96,7 @@ def fingerprint(folder: Path, *numerics: str) -> bytes:
 
 def _identity(folder: Path) -> Iterator[bytes]:
     """Of the weights: each file's header, and samples of each tensor. What is damaged is refused when it is loaded."""
-    for shard in sorted(folder.glob("*.safetensors")):
+    for shard in filter(Path.is_file, sorted(folder.glob("*.safetensors"))):
         size = shard.stat().st_size
         with shard.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")

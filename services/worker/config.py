@@ -121,8 +121,15 @@ def parse_json(content: bytes, name: str) -> Any:
         raise CheckpointError(f"{name} cannot be read: {type(error).__name__}") from None
 
 
+def check_regular(path: Path) -> None:
+    """Raises CheckpointError for what a read might wait for without end: a pipe, a socket, a device. OSError passes."""
+    if path.exists() and not path.is_file():
+        raise CheckpointError(f"{path.name} is not a regular file")
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
+        check_regular(path)
         content = parse_json(path.read_bytes(), path.name)
     except FileNotFoundError:
         raise CheckpointError(f"{path.name} is missing") from None

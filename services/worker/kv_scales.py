@@ -15,13 +15,15 @@ from services.worker.weights import Checkpoint
 
 # Of llm-compressor and compressed-tensors, of AutoFP8 and of earlier versions of both: one for keys and values, once.
 _NAME = re.compile(
-    r"model\.layers\.\d+\.self_attn\.(q_scale|kv_scale|(attn\.|[kv]_proj\.)?[kv]_scale|[kv]_proj\.output_scale)"
+    r"model\.layers\.(0|[1-9][0-9]{0,3})\.self_attn\."
+    r"(q_scale|kv_scale|attn\.q_scale|(attn\.|[kv]_proj\.)?[kv]_scale|[qkv]_proj\.output_scale)"
 )
 
 
-def is_scale(name: str) -> bool:
-    """Whether a tensor of this name scales queries, keys or values."""
-    return _NAME.fullmatch(name) is not None
+def is_scale(name: str, layers: int) -> bool:
+    """Whether a tensor of this name scales queries, keys or values of one of so many layers."""
+    found = _NAME.fullmatch(name)
+    return found is not None and int(found[1]) < layers
 
 
 def load_kv_scales(layers: Sequence[DecoderLayer], checkpoint: Checkpoint) -> None:

@@ -11,13 +11,12 @@ from services.worker import presets
 from services.worker.config import CheckpointError, ModelConfig
 from services.worker.formats.registry import RoundedWeights, WeightReader
 from services.worker.formats.tensors import ModuleTensors, Tensors
+from services.worker.kv_scales import is_scale
 from services.worker.model import RANDOM_STD, Model, Progress, Projection
 from services.worker.weights import FLOATS, Checkpoint, TensorHeader
 
 _GPU_THREADS = 4
 _BITS = {"int8": 8, "int4": 4.25, "fp8": 8, "nf4": 4.5}
-# Scales of the KV cache; the rest says how a module was quantized and not what it is.
-_KNOWN_ENDS = (".rotary_emb.inv_freq", ".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".output_scale")
 
 
 def load_quantized(model: Model, checkpoint: Checkpoint, reader: WeightReader, progress: Progress) -> None:
@@ -26,7 +25,7 @@ def load_quantized(model: Model, checkpoint: Checkpoint, reader: WeightReader, p
     with checkpoint.opened() as read:
         tensors = Tensors(checkpoint.headers, lambda name: read(name).to(device))
         _fill(model, tensors, reader, progress)
-        _check_all_taken(tensors, model.config.tied_embeddings)
+        _check_all_taken(tensors, model.config.layers, model.config.tied_embeddings)
 
 
 def randomize_quantized(model: Model, reader: RoundedWeights, progress: Progress) -> None:
@@ -93,10 +92,11 @@ def _read(projection: Projection, tensors: Tensors, reader: WeightReader) -> Non
     projection.linear.take(quantized.concat(parts))
 
 
-def _check_all_taken(tensors: Tensors, tied: bool) -> None:
+def _check_all_taken(tensors: Tensors, layers: int, tied: bool) -> None:
     """Raises CheckpointError for a tensor that nothing of the model needs; a bias of zeros is no harm."""
     for name in sorted(tensors.headers.keys() - tensors.taken):
-        if name.endswith(_KNOWN_ENDS) or (tied and name.startswith("lm_head.")):
+        known = name.endswith(".rotary_emb.inv_freq") or is_scale(name, layers)
+        if known or (tied and name.startswith("lm_head.")):
             continue
         if not name.endswith(".bias") or bool(tensors.fetch(name).any()):
             raise CheckpointError(f"tensor {name} is not part of this architecture")

@@ -143,7 +143,7 @@ def _layer_projections(index: int, layer: DecoderLayer, config: ModelConfig) -> 
 def load_weights(model: Model, checkpoint: Checkpoint, progress: Progress) -> None:
     """Fill the model, tensor by tensor, so that never more than one is in memory twice. Raises CheckpointError."""
     places = model.destinations()
-    check_shapes(places, checkpoint, model.config.tied_embeddings)
+    check_shapes(places, checkpoint, model.config)
     shards = len(checkpoint.shards)
     for shard in range(shards):
         progress("weights", shard, shards)
@@ -171,9 +171,9 @@ def randomize(model: Model, progress: Progress) -> None:
     progress("weights", len(places), len(places))
 
 
-def check_shapes(places: dict[str, list[Tensor]], checkpoint: Checkpoint, tied: bool) -> None:
+def check_shapes(places: dict[str, list[Tensor]], checkpoint: Checkpoint, config: ModelConfig) -> None:
     """Whether the checkpoint has the tensors that go to these places. Raises CheckpointError."""
-    _check_names(places, checkpoint.headers, tied)
+    _check_names(places, checkpoint.headers, config)
     for name, views in places.items():
         check_plain(name, checkpoint.headers[name])
         shape = checkpoint.headers[name].shape
@@ -182,11 +182,11 @@ def check_shapes(places: dict[str, list[Tensor]], checkpoint: Checkpoint, tied: 
             raise CheckpointError(f"tensor {name} has shape {list(shape)}, config.json says {expected}")
 
 
-def _check_names(wanted: Iterable[str], found: Iterable[str], tied: bool) -> None:
+def _check_names(wanted: Iterable[str], found: Iterable[str], config: ModelConfig) -> None:
     missing = sorted(set(wanted) - set(found))
     if missing:
         raise CheckpointError(f"tensor {missing[0]} is missing ({len(missing)} of {len(set(wanted))} are)")
-    known_extras = {"lm_head.weight"} if tied else set()
+    known_extras = {"lm_head.weight"} if config.tied_embeddings else set()
     for name in sorted(set(found) - set(wanted) - known_extras):
-        if not name.endswith("rotary_emb.inv_freq") and not is_scale(name):
+        if not name.endswith("rotary_emb.inv_freq") and not is_scale(name, config.layers):
             raise CheckpointError(f"tensor {name} is not part of this architecture")

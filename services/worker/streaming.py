@@ -38,7 +38,7 @@ class _Piece:
 def stream_weights(model: Model, checkpoint: Checkpoint, progress: Progress) -> None:
     """Fill the model; progress is told by shard. Raises CheckpointError."""
     places = model.destinations()
-    check_shapes(places, checkpoint, model.config.tied_embeddings)
+    check_shapes(places, checkpoint, model.config)
     pieces = sorted(_pieces(places, checkpoint), key=lambda piece: (piece.shard, piece.offset))
     left = Counter(piece.shard for piece in pieces)
     lock, local, shards = threading.Lock(), threading.local(), len(checkpoint.shards)

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from services.worker.config import CheckpointError, parse_json
+from services.worker.config import CheckpointError, check_regular, parse_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -135,6 +135,7 @@ def check_plain(name: str, header: TensorHeader) -> None:
 
 def _read_index(path: Path) -> dict[str, str]:
     try:
+        check_regular(path)
         owners = parse_json(path.read_bytes(), path.name)["weight_map"]
     except (OSError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path.name} cannot be read: {type(error).__name__}") from None
@@ -149,6 +150,7 @@ def _read_index(path: Path) -> dict[str, str]:
 def _read_header(path: Path) -> dict[str, TensorHeader]:
     """The header of a safetensors file, compared with the file's length."""
     try:
+        check_regular(path)
         size = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")

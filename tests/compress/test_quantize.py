@@ -3,6 +3,7 @@
 import contextlib
 import gzip
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from compress.quantize import quantize
 from tests.checkpoints import DEMO, make_checkpoint
 from tests.compress.conftest import METHODS, Made
 from verify.served import Served
+
+Damage = Callable[[Path], object]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -117,19 +120,60 @@ def cut(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(content[: len(content) // 2])
 
 
+def pipe(name: str) -> Damage:
+    """A file gives way to a pipe that nobody writes to."""
+
+    def damage(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+
+    return damage
+
+
+def device(name: str) -> Damage:
+    """A file gives way to one of no length."""
+
+    def damage(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to("/dev/null")
+
+    return damage
+
+
+def written(name: str, content: str) -> Damage:
+    """A file says something else."""
+    return lambda folder: (folder / name).write_text(content)
+
+
+def typed(dtype: torch.dtype) -> Damage:
+    """A weight is of another type, as if it were quantized."""
+    return lambda folder: changed(folder, lambda tensors: tensors.update({DOWN: tensors[DOWN].to(dtype)}))
+
+
 DOWN = "model.layers.1.mlp.down_proj.weight"
 
 
 @pytest.mark.parametrize(
     ("damage", "complaint"),
     [
-        (cut, "cannot be loaded"),
+        (cut, "model.safetensors cannot be read: "),
+        (pipe("model.safetensors"), "model.safetensors is not a regular file"),
+        (pipe("config.json"), "config.json is not a regular file"),
+        (pipe("chat_template.jinja"), "chat_template.jinja is not a regular file"),
+        (device("generation_config.json"), "generation_config.json is not a regular file"),
+        (written("generation_config.json", "{"), "generation_config.json cannot be read: JSONDecodeError"),
+        (written("generation_config.json", "[]"), "generation_config.json is not an object"),
+        (written("tokenizer_config.json", "{"), "tokenizer_config.json cannot be read: JSONDecodeError"),
+        (lambda base: (base / "config.json").unlink(), "config.json is missing"),
+        (typed(torch.int32), f"tensor {DOWN} has type I32 and no quantization_config; plain are F32, F16, BF16"),
+        (typed(torch.float8_e4m3fn), f"tensor {DOWN} has type F8_E4M3 and no quantization_config"),
+        (lambda base: changed(base, lambda t: t.update({"a\nb": torch.ones(2)})), "tensor a b is not part of"),
         (lambda base: changed(base, lambda t: t.pop(DOWN)), f"tensor {DOWN} is missing"),
         (lambda base: changed(base, lambda t: t.update({DOWN: t[DOWN][1:].clone()})), f"{DOWN} has not the shape"),
         (lambda base: changed(base, lambda t: t.update(more=torch.ones(2))), "more is not part of this architecture"),
         (lambda base: changed(base, lambda t: t[DOWN][0].fill_(torch.nan)), f"{DOWN} holds numbers that are not fin"),
         (lambda base: (base / "config.json").write_text("[]"), "config.json is not an object"),
-        (lambda base: (base / "config.json").write_text("[" * 10**6), "config.json: RecursionError"),
+        (lambda base: (base / "config.json").write_text("[" * 10**6), "config.json cannot be read: RecursionError"),
         (lambda base: configured(base, hidden_size="64"), "hidden_size must be a positive whole number"),
         (lambda base: configured(base, num_attention_heads=0), "num_attention_heads must be a positive whole number"),
         (
@@ -142,10 +186,8 @@ DOWN = "model.layers.1.mlp.down_proj.weight"
         (lambda base: configured(base, dtype="auto"), "dtype auto is not supported"),
     ],
 )
-def test_a_base_that_is_not_whole_is_never_compressed(
-    damage: Callable[[Path], object], complaint: str, tmp_path: Path
-) -> None:
-    """transformers would go on with random numbers for what is missing."""
+def test_a_base_that_is_not_whole_is_never_compressed(damage: Damage, complaint: str, tmp_path: Path) -> None:
+    """transformers would go on with random numbers for what is missing, and wait for what nobody writes."""
     base = make_checkpoint(tmp_path / "base")
     damage(base)
     told = CliRunner().invoke(app, ["int8", str(base), str(tmp_path / "out")], catch_exceptions=False)

@@ -1,8 +1,11 @@
 """Every defect of a checkpoint is one clear line, and never a served model."""
 
+import contextlib
 import json
 import math
+import os
 import shutil
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,7 @@ from huggingface_hub import utils
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from services.worker.checkpoint import FILES, OTHER_FILES, locate, read_bundle
+from services.worker.checkpoint import FILES, OTHER_FILES, fingerprint, locate, read_bundle
 from services.worker.config import CheckpointError, load_config
 from services.worker.engine import Engine
 from services.worker.job import EngineOptions
@@ -97,6 +100,33 @@ def endless(file: str, before: bytes = b"") -> Damage:
     return damage
 
 
+def pipe(file: str) -> Damage:
+    """A file gives way to a pipe that nobody writes to."""
+
+    def damage(folder: Path) -> None:
+        (folder / file).unlink(missing_ok=True)
+        os.mkfifo(folder / file)
+
+    return damage
+
+
+def listening(folder: Path) -> None:
+    """A file gives way to a socket."""
+    (folder / SINGLE).unlink()
+    with contextlib.chdir(folder), socket.socket(socket.AF_UNIX) as opened:
+        opened.bind(SINGLE)
+
+
+def device(folder: Path) -> None:
+    """A file gives way to one of no length."""
+    (folder / "config.json").unlink()
+    (folder / "config.json").symlink_to("/dev/null")
+
+
+def scale_of_layer(layer: int | str) -> Damage:
+    return edit_tensors(lambda t: t.update({f"model.layers.{layer}.self_attn.k_scale": torch.ones(1)}))
+
+
 def no_config(folder: Path) -> None:
     (folder / "config.json").unlink()
 
@@ -114,6 +144,15 @@ LLAMA3_WITHOUT_FACTOR = {"rope_type": "llama3", "rope_theta": 1e4, "low_freq_fac
         (pickle_only, "pytorch_model.bin, which is a pickle"),
         (no_weights, "found no weights"),
         (no_config, "config.json is missing"),
+        (pipe("config.json"), "config.json is not a regular file"),
+        (pipe("generation_config.json"), "generation_config.json is not a regular file"),
+        (pipe(SINGLE), f"{SINGLE} is not a regular file"),
+        (pipe(INDEX), f"{INDEX} is not a regular file"),
+        (listening, f"{SINGLE} is not a regular file"),
+        (device, "config.json is not a regular file"),
+        (scale_of_layer(3), "tensor model.layers.3.self_attn.k_scale is not part of this architecture"),
+        (scale_of_layer("02"), "tensor model.layers.02.self_attn.k_scale is not part of this architecture"),
+        (scale_of_layer("9" * 5000), "tensor model.layers.9999"),
         (broken_json, "config.json cannot be read"),
         (edit_tensors(lambda t: t.pop(Q)), f"tensor {Q} is missing"),
         (edit_tensors(lambda t: t.update({Q: t[Q][:-1].clone()})), f"tensor {Q} has shape [63, 64]"),
@@ -176,6 +215,13 @@ def test_a_damaged_checkpoint_is_refused_with_its_reason(
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 500
     assert str(folder) not in str(caught.value), "messages hold no paths"
+
+
+def test_a_fingerprint_waits_for_no_pipe(copy: Callable[[str], Path]) -> None:
+    folder = copy("llama")
+    before = fingerprint(folder)
+    os.mkfifo(folder / "more.safetensors")
+    assert fingerprint(folder) == before
 
 
 def missing_shard(folder: Path) -> None:

@@ -102,6 +102,11 @@ def targets(*names: str) -> Change:
     return lambda tensors, settings: settings["config_groups"]["group_0"].update(targets=list(names))
 
 
+def extra_scale(name: str) -> Change:
+    """There is one more scale."""
+    return lambda tensors, settings: tensors.update({name: torch.ones(1)})
+
+
 FP8_NAN = torch.tensor(0x7F, dtype=torch.uint8)
 
 
@@ -165,6 +170,18 @@ def regrouped(tensors: dict[str, Tensor], settings: dict[str, Any]) -> None:
         ("w8a8", zero_points(1), f"{Q}: it has zero points"),
         ("int4-asymmetric", zero_points(8), f"{Q}: its zero points are not of 4 bits"),
         ("int4", targets("re:("), "target re:( is no pattern: missing )"),
+        ("int4", targets("re:(?:.|..|...)+[A-Z]$"), "takes too long to match model.layers.0.self_attn.q_proj"),
+        ("int4", targets("re:([a-z_.0-9]+)+[A-Z]"), "quantization_config does not say how it is quantized"),
+        ("int4", targets("re:(?:(?:a{99}){99}){99}"), "patterns of at most 500 characters, and counts below 100 of"),
+        (
+            "int4",
+            targets("re:(?x)(?:(?:a{99}) {99}) {99}"),
+            "patterns of at most 500 characters, and counts below 100 of",
+        ),
+        ("int4", targets("re:a{65535}"), "patterns of at most 500 characters, and counts below 100 of"),
+        ("int4", targets(f"re:{'.*' * 251}"), "supported are patterns of at most 500 characters"),
+        ("int4", extra_scale("model.layers.2.self_attn.k_scale"), "tensor model.layers.2.self_attn.k_scale is not"),
+        ("int4", extra_scale("model.layers.1.k_scale"), "tensor model.layers.1.k_scale is not part of"),
         ("int4", setting(kv_cache_scheme={"num_bits": 4, "type": "float"}), "kv_cache_scheme of 4 bits (float) is not"),
         ("int4", setting(kv_cache_scheme="best"), "kv_cache_scheme is not an object"),
         ("int4", inputs(num_bits=8, dynamic=True, symmetric=True), "with dynamic int inputs of 8 bits are"),

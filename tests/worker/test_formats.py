@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+from compressed_tensors.utils.match import match_name
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -20,6 +21,7 @@ from kernels import quantized
 from kernels.quantized import Fp8Weight, Int4Weight, Int8Weight, Nf4Weight, QuantizedWeight
 from services.worker import presets
 from services.worker.config import CheckpointError, load_config, read_quantization
+from services.worker.formats.compressed import is_named
 from services.worker.formats.registry import reader_of
 from services.worker.loading import expected_bytes
 from services.worker.weights import Checkpoint, open_checkpoint
@@ -229,6 +231,30 @@ def test_autofp8_checkpoints_with_scales_of_the_cache(
     expected = {name.removesuffix(".weight"): t for name, t in read(made.twin).items() if name.endswith("_proj.weight")}
     for name, weight in weights_of(folder, {name: t.shape for name, t in expected.items()}).items():
         torch.testing.assert_close(quantized.dequantize(weight, torch.float32), expected[name], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r".*",
+        r".*self_attn\.(q|k|v)_proj",
+        r"model\.layers\.\d+\.mlp\..*",
+        r"model\.layers\.(?:[0-9]|1[0-9])\.",
+        r"^(?!.*(gate|up)).*_proj$",
+        r"(?i).*DOWN_proj\Z",
+        r".*layers\.[0-9]{1,2}\.mlp\.(?P<kind>gate|up)_proj",
+        r"model\.layers\.(?!0\.)\d+?\b.*",
+        r".*\.[^.]*(?<=k)_proj",
+        r"layers",
+    ],
+)
+def test_patterns_mean_what_the_library_says(pattern: str) -> None:
+    modules = (*(f"self_attn.{name}_proj" for name in "qkvo"), *(f"mlp.{name}_proj" for name in ("gate", "up", "down")))
+    names = ["lm_head", *(f"model.layers.{layer}.{module}" for layer in (0, 1, 10, 31) for module in modules)]
+    target = f"re:{pattern}"
+    meant = [name for name in names if match_name(name, target)]
+    assert [name for name in names if is_named(name, target)] == meant
+    assert bool(meant) is (pattern != "layers"), "a pattern is matched from the beginning"
 
 
 @pytest.mark.parametrize("first", ["Linear", "re:.*down_proj"])

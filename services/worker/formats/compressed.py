@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import regex
 import torch
 from torch import Tensor
 
@@ -16,6 +17,10 @@ from services.worker.formats.tensors import ModuleTensors, unpack_words
 
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense")
 _INTEGERS = (torch.int32, torch.int64)
+_LONGEST_PATTERN = 500
+# What is counted is one character: a count of groups of counted groups has no end either.
+_COUNT = re.compile(r"(?<![)\s])\{[0-9]{1,2}(,[0-9]{0,2})?\}")
+_MATCH_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,17 +135,25 @@ class CompressedTensors:
 def is_named(module: str, target: str) -> bool:
     """Whether a target of a configuration (a name, the end of one, or `re:` and a pattern) means this module."""
     if pattern := _pattern(target):
-        return pattern.match(module) is not None
+        try:
+            return pattern.match(module, timeout=_MATCH_S) is not None
+        except TimeoutError:
+            raise CheckpointError(f"quantization_config: target {target} takes too long to match {module}") from None
     return module == target or module.endswith(f".{target}")
 
 
-def _pattern(target: str) -> re.Pattern[str] | None:
-    """Of a target that is one. Raises CheckpointError."""
+def _pattern(target: str) -> "regex.Pattern[str] | None":
+    """Of a target that is one, as `re` means it, by the library that can be told to end. Raises CheckpointError."""
     if not target.startswith("re:"):
         return None
+    pattern = target.removeprefix("re:")
+    if len(pattern) > _LONGEST_PATTERN or "{" in _COUNT.sub("", pattern):
+        limits = f"at most {_LONGEST_PATTERN} characters, and counts below 100 of single ones"
+        raise CheckpointError(f"quantization_config: supported are patterns of {limits}, not {target}")
     try:
-        return re.compile(target.removeprefix("re:"))
-    except re.error as error:
+        re.compile(pattern)
+        return regex.compile(pattern)
+    except (re.error, regex.error, RecursionError) as error:
         raise CheckpointError(f"quantization_config: target {target} is no pattern: {error}") from None
 
 
