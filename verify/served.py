@@ -52,7 +52,10 @@ class Served:
             dtype="float32" if device == "cpu" else "bfloat16",
             prefix_cache=False,
         )
-        self._engine = Engine(folder, options, lambda *_: None)
+        try:
+            self._engine = Engine(folder, options, lambda *_: None)
+        except CheckpointError as error:
+            raise CheckpointError(f"{folder}: {error}") from None
         self.config, self.parameters = self._engine.config, self._engine.parameters
         self.model, self._pools = self._engine.runner.model, self._engine.runner.pool.layers
         self.device = self.model.embedding.device

@@ -100,6 +100,14 @@ def test_what_cannot_be_read_is_refused_in_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_refusal_names_the_checkpoint(tmp_path: Path) -> None:
+    base, candidate = make_checkpoint(tmp_path / "base"), make_checkpoint(tmp_path / "candidate")
+    (candidate / "config.json").write_text("{")
+    told = CliRunner().invoke(app, [str(base), str(candidate), "--length", "32"], catch_exceptions=False)
+    assert told.exit_code == 2
+    assert told.output == f"weft verify: {candidate}: config.json cannot be read: JSONDecodeError\n"
+
+
 def test_without_a_gpu_none_is_asked() -> None:
     code, told = verify(DEMO, DEMO, *LEAST, "--device", "cuda")
     assert (code, told.count("\n")) == (2, 1)
