@@ -78,4 +78,12 @@ async def readers(address: str, rows: Sequence[int]) -> AsyncIterator[list[Reade
 
 def _job(job_id: str, row: int) -> mesh.Job:
     sampling = api.Sampling(max_tokens=_MANY, temperature=0.0, seed=row, ignore_eos=True)
-    return mesh.Job(row=row, job_id=job_id, attempt=1, token_ids=[row] * _PROMPT, boundary=_PROMPT, sampling=sampling)
+    return mesh.Job(
+        row=row,
+        job_id=job_id,
+        attempt=1,
+        token_ids=[row] * _PROMPT,
+        boundary=_PROMPT,
+        sampling=sampling,
+        placement=row,
+    )

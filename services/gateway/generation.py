@@ -187,11 +187,9 @@ class Generation:
         journal = Journal(tokens, self.text.detokenizer(() if chats else tokens), stops)
         root = hashing.chain_root(order.tenant.salt, card.fingerprint)
         keys = None if bypass or not card.block_size else KeyChain(root, card.block_size)
-        # A retry by another gateway has the same job id: only the scheduler knows of both.
-        likely = order.served.lone_address if not request.request_id else ""
         return Continuation(
-            self._mesh, partial(_submission, order, job_id), job, journal, keys, question, request.cache, likely,
-            self.deadline, self._news,
+            self._mesh, partial(_submission, order, job_id), job, journal, keys, question, request.cache,
+            order.served.lone_address, self.deadline, self._news,
         )  # fmt: skip
 
     async def _run_all(self) -> None:

@@ -1,11 +1,13 @@
 """A head start: a job that goes to where it will surely run while the scheduler still decides. Knows rows, no tokens.
 
-The scheduler's answer alone counts. Until it comes, nothing of the job is told; one that names another worker, refuses
-the job or lets it wait takes the head start back.
+The scheduler's answer alone counts. Until it comes, nothing of the job is told, and at the worker nobody else knows of
+it: another of the same id, a client's earlier try at another gateway, runs on. An answer that names another worker or
+job, refuses this one or lets it wait takes the head start back.
 """
 
 import asyncio
 
+from protos import inference_pb2 as api
 from protos import mesh_pb2 as mesh
 from services import telemetry
 from services.gateway.links import Row
@@ -34,21 +36,23 @@ class HeadStart:
             self._take_back()
 
     def confirmed(self, placement: mesh.Assigned | mesh.Joined) -> bool:
-        """Whether the job was assigned to this worker, where it still runs or has ended; if not, it is taken back."""
-        lives = not self.row.closed.done() or self.row.end is not None
+        """Whether the job was assigned to this worker, and has not failed there; if not, it is taken back."""
+        end = self.row.end
+        lives = not self.row.closed.done() if end is None else end.reason != api.FINISH_REASON_ERROR
         if not (lives and isinstance(placement, mesh.Assigned) and placement.address == self._address):
             self._take_back()
             return False
         self._settled = True
         self._late.cancel()
         self.row.worker_id = placement.worker_id
+        self.row.link.confirm(self.row, placement.placement)
         return True
 
     def _take_back(self) -> None:
         """The job does not run there after all."""
         self._settled = True
         self._late.cancel()
-        self._withdraw()
+        self.row.link.take_back(self.row)
         self.span.set({"weft.cancelled": True})
         self.span.end()
 

@@ -140,6 +140,16 @@ class WorkerLink:
         self._put(mesh.RunRequest(attach=attach))
         return row
 
+    def confirm(self, row: Row, placement: int) -> None:
+        """A job that was sent ahead is to run, or has run, where it is."""
+        self._put(mesh.RunRequest(confirm=mesh.ConfirmJob(row=row.number, placement=placement)))
+
+    def take_back(self, row: Row) -> None:
+        """A job that was sent ahead is not to be confirmed: the worker forgets it, also if it has ended."""
+        self.cancel(row, 0)
+        if row.end is not None:
+            self._put(mesh.RunRequest(cancel=mesh.CancelJob(row=row.number, position=0)))
+
     def cancel(self, row: Row, position: int, linger_s: float = 0.0) -> None:
         """The job is needed no more, and `position` of its tokens count. For `linger_s` its account may still come."""
         if self._rows.get(row.number) is not row:

@@ -61,7 +61,7 @@ class Running:
     """Its prompt may be found in the prefix cache."""
     traceparent: str = ""
     placement: int = 0
-    """The scheduler's number for what sent it here."""
+    """The scheduler's number for what sent it here; 0: sent ahead of that, and nobody else knows of it."""
     arrived: float = field(default_factory=time.monotonic)
     history: list[TokenOut] = field(default_factory=list)
     listeners: list[tuple["Listener", int]] = field(default_factory=list)
@@ -109,7 +109,8 @@ class Jobs:
                 raise DRAINING
             job = wire.job_of(message, key, self._card)
         except WeftError as error:
-            self._note_end(Running(key, message.job_id, message.attempt, placement=message.placement))
+            if message.placement:
+                self._note_end(Running(key, message.job_id, message.attempt, placement=message.placement))
             link.end(wire.failed(message.row, error))
             return
         self._engine.submit(job)  # its thread awakes while the rest is noted, and what it says comes later
@@ -125,14 +126,21 @@ class Jobs:
             placement=message.placement,
             arrived=arrived,
         )
-        older = self._by_id.get(running.job_id)
-        if older is not None and older.ended is None:
-            self._replace(older)
         self._by_key[running.key] = running
-        self._by_id[running.job_id] = running
         self._listen(running, link, message.row)
-        for follower, attach in self._parked.pop(message.job_id, []):
-            self.attach(follower, attach)
+        if running.placement:
+            self._publish(running)
+
+    def confirm(self, link: Listener, message: mesh.ConfirmJob) -> None:
+        """A job that was sent ahead is to run here: others of its id make way, and who waits to join it does."""
+        running = link.rows.get(message.row)
+        if running is None or running.placement:
+            return
+        running.placement = message.placement
+        self._publish(running)
+        if running.ended is not None:
+            del link.rows[message.row]
+            self._bury(running)
 
     def attach(self, link: Listener, message: mesh.AttachJob) -> None:
         """Lets `link` listen to a job from a position on; one that is not here yet is awaited."""
@@ -159,6 +167,8 @@ class Jobs:
         if running is None:
             self._wait_no_more(link, message.row)
             return
+        if running.ended is not None:  # It was sent ahead, and will not be confirmed.
+            return
         running.listeners.remove((link, message.row))
         if not running.listeners:
             running.last_listener = (link, message.row)
@@ -169,8 +179,12 @@ class Jobs:
         self._wait_no_more(link)
         orphans = []
         for row, running in link.rows.items():
+            if running.ended is not None:
+                continue
             running.listeners.remove((link, row))
-            if not running.listeners:
+            if not running.placement:
+                self._engine.cancel(running.key, 0)
+            elif not running.listeners:
                 orphans.append(running)
         link.rows.clear()
         if orphans:
@@ -201,7 +215,8 @@ class Jobs:
 
     def running(self) -> list[mesh.RunningJob]:
         """What runs, for the scheduler's hello."""
-        return [mesh.RunningJob(job_id=job.job_id, attempt=job.attempt) for job in self._by_key.values()]
+        jobs = (job for job in self._by_key.values() if job.placement)
+        return [mesh.RunningJob(job_id=job.job_id, attempt=job.attempt) for job in jobs]
 
     def take_ended(self) -> list[mesh.EndedJob]:
         """Jobs that ended since the last call."""
@@ -213,6 +228,15 @@ class Jobs:
         """No job runs."""
         return not self._by_key
 
+    def _publish(self, running: Running) -> None:
+        """From now on it is the job of its id."""
+        older = self._by_id.get(running.job_id)
+        if older is not None and older.ended is None:
+            self._replace(older)
+        self._by_id[running.job_id] = running
+        for follower, attach in self._parked.pop(running.job_id, []):
+            self.attach(follower, attach)
+
     def _listen(self, running: Running, link: Listener, row: int) -> None:
         running.listeners.append((link, row))
         link.rows[row] = running
@@ -222,15 +246,16 @@ class Jobs:
         if running is None:
             return
         running.ended = ended
-        asyncio.get_running_loop().call_later(RETENTION_S, self._forget, running)
         for link, row in running.listeners:
             link.end(wire.end_of(ended, row))
-            link.rows.pop(row, None)
+            if running.placement:
+                link.rows.pop(row, None)
         running.listeners.clear()
         if running.last_listener is not None:
             link, row = running.last_listener
             link.end(wire.end_of(ended, row))
-        self._note_end(running)
+        if running.placement:
+            self._bury(running)
         self._metrics.ended(ended, running.prompt_tokens, running.cacheable)
         record_job(
             ended,
@@ -240,6 +265,11 @@ class Jobs:
             attempt=running.attempt,
             prompt_tokens=running.prompt_tokens,
         )
+
+    def _bury(self, running: Running) -> None:
+        """It has ended: the scheduler hears it, and who comes late may have the answer for a while."""
+        asyncio.get_running_loop().call_later(RETENTION_S, self._forget, running)
+        self._note_end(running)
 
     def _forget(self, running: Running) -> None:
         if self._by_id.get(running.job_id) is running:

@@ -137,6 +137,8 @@ async def _read(jobs: Jobs, link: Listener, requests: AsyncIterator[mesh.RunRequ
                     jobs.attach(link, request.attach)
                 case "cancel":
                     jobs.cancel(link, request.cancel)
+                case "confirm":
+                    jobs.confirm(link, request.confirm)
                 case _:
                     raise invalid("message", "not a message of this link")
     finally:

@@ -157,6 +157,7 @@ class FakeWorker(WorkerServicer):
         self.jobs: list[mesh_pb2.Job] = []
         self.attached: list[mesh_pb2.AttachJob] = []
         self.cancelled: list[mesh_pb2.CancelJob] = []
+        self.confirmed: list[mesh_pb2.ConfirmJob] = []
         self.deaf = False  # to cancels
         self.running: dict[str, Running] = {}
         self.sent = 0
@@ -198,6 +199,8 @@ class FakeWorker(WorkerServicer):
                 self.running[job.job_id] = Running(job, position, [(outbox, job.row)])
             elif kind == "attach":
                 self._attach(request.attach, outbox)
+            elif kind == "confirm":
+                self.confirmed.append(request.confirm)
             elif kind == "cancel":
                 self.cancelled.append(request.cancel)
                 if not self.deaf:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from grpc import StatusCode, aio
 
+from client import Client
 from protos import inference_pb2 as api
 from protos import mesh_pb2
 from protos.inference_pb2_grpc import InferenceStub
@@ -45,6 +46,23 @@ async def test_the_only_worker_begins_before_the_scheduler_has_answered_and_noth
         [job] = mesh.workers[0].jobs
         assert (job.job_id, job.attempt) == (mesh.scheduler.submits[0].job_id, 1)
         assert not mesh.workers[0].cancelled
+
+
+@pytest.mark.usefixtures("_patient")
+async def test_what_the_client_asks_begins_there_too_and_is_confirmed() -> None:
+    async with FakeMesh() as mesh, Client(f"127.0.0.1:{mesh.server.port}") as client:
+        worker, scheduler = mesh.workers[0], mesh.scheduler
+        scheduler.decide = lambda submit: assigned(submit, "worker-0", mesh.address("worker-0"), placement=7)
+        scheduler.hold = True
+        answer = client.generate("hello")
+        hearing = asyncio.create_task(answer.text())
+        await until(lambda: worker.sent == len(ANSWER))
+        assert not hearing.done()
+        scheduler.release()
+        assert await hearing == LOREM
+        [job] = worker.jobs
+        assert answer.request_id in job.job_id
+        assert (job.placement, [(each.row, each.placement) for each in worker.confirmed]) == (0, [(job.row, 7)])
 
 
 @pytest.mark.usefixtures("_patient")
@@ -116,6 +134,37 @@ async def test_a_refused_job_is_taken_back() -> None:
         assert answer.error is not None
         assert answer.ids() == []
         await until(lambda: [cancel.position for cancel in mesh.workers[0].cancelled] == [0])
+
+
+@pytest.mark.usefixtures("_patient")
+async def test_a_job_that_has_ended_is_taken_back_when_it_is_refused() -> None:
+    async with FakeMesh() as mesh:
+        worker, scheduler = mesh.workers[0], mesh.scheduler
+        scheduler.hold = True
+        scheduler.decide = lambda submit: rejected(submit, unavailable("QUEUE_FULL", "no room"))
+        answering = asyncio.create_task(generate(mesh.stub, ask()))
+        await until(lambda: worker.sent == len(ANSWER) and not worker.running)
+        await asyncio.sleep(0.02)  # Its end is at the gateway.
+        scheduler.release()
+        assert (await answering).ids() == []
+        await until(lambda: [cancel.row for cancel in worker.cancelled] == [worker.jobs[0].row])
+        assert not worker.confirmed
+
+
+@pytest.mark.usefixtures("_patient")
+async def test_a_job_that_failed_before_it_was_confirmed_has_not_failed() -> None:
+    async with FakeMesh() as mesh:
+        worker = mesh.workers[0]
+        worker.fail_at = (0, unavailable("DRAINING", "leaving"))
+        mesh.scheduler.hold = True
+        answering = asyncio.create_task(generate(mesh.stub, ask()))
+        await until(lambda: len(worker.jobs) == 1 and not worker.running)
+        await asyncio.sleep(0.02)  # Its end is at the gateway.
+        worker.fail_at = None
+        mesh.scheduler.release()
+        answer = await answering
+        assert (answer.ids(), answer.receipt.attempts) == (ANSWER, 1)
+        assert not worker.confirmed
 
 
 async def test_a_job_that_has_to_wait_is_taken_back_until_it_is_its_turn() -> None:
@@ -251,14 +300,12 @@ async def test_a_job_that_joins_another_is_taken_back() -> None:
 
 
 @pytest.mark.usefixtures("_patient")
-@pytest.mark.parametrize("why", ["several workers", "a name", "others run there", "a cached answer"])
+@pytest.mark.parametrize("why", ["several workers", "others run there", "a cached answer"])
 async def test_there_is_no_head_start_where_the_place_is_not_sure(why: str) -> None:
     async with FakeMesh(2 if why == "several workers" else 1, cache=True) as mesh:
         worker, request, before = mesh.workers[0], ask(), 0
         other: asyncio.Task[Answer] | None = None
-        if why == "a name":
-            request = ask(request_id="one")
-        elif why == "others run there":
+        if why == "others run there":
             worker.hold_at = 2
             other = asyncio.create_task(generate(mesh.stub, ask("other")))
             await until(lambda: worker.sent == 2)

@@ -94,11 +94,11 @@ async def test_little_is_unaccounted_for_over_200_requests() -> None:
 
 @timely
 async def test_times_are_those_of_where_they_were_measured() -> None:
-    async with FakeMesh() as mesh:
+    async with FakeMesh(2) as mesh:  # There is no head start.
         mesh.scheduler.hold = True
         mesh.scheduler.decide = lambda submit: assigned(submit, "worker-0", mesh.address("worker-0"), queue_s=0.1)
         mesh.workers[0].step_s = 0.02
-        answering = asyncio.create_task(generate(mesh.stub, ask(max_tokens=6, request_id="no-head-start")))
+        answering = asyncio.create_task(generate(mesh.stub, ask(max_tokens=6)))
         await until(lambda: bool(mesh.scheduler.submits))
         await asyncio.sleep(0.12)
         mesh.scheduler.release()

@@ -63,9 +63,9 @@ async def test_a_lost_worker_is_fenced_even_if_it_still_speaks() -> None:
 
 
 async def test_a_job_says_which_answer_sent_it() -> None:
-    async with FakeMesh() as mesh:
+    async with FakeMesh(2) as mesh:
         mesh.scheduler.decide = lambda submit: assigned(submit, "worker-0", mesh.address("worker-0"), placement=7)
-        await generate(mesh.stub, ask(request_id="named"))  # It gets no head start.
+        await generate(mesh.stub, ask())
         assert [job.placement for job in mesh.workers[0].jobs] == [7]
 
 
@@ -265,9 +265,9 @@ async def test_a_deadline_ends_everything_in_time() -> None:
 
 
 async def test_an_answer_that_crosses_a_withdrawal_harms_nobody() -> None:
-    async with FakeMesh() as mesh:
+    async with FakeMesh(2) as mesh:  # Of several workers none gets a job before the answer.
         mesh.scheduler.hold = True
-        call = mesh.stub.Generate(ask(request_id="named"))  # It gets no head start.
+        call = mesh.stub.Generate(ask())
         await until(lambda: len(mesh.scheduler.submits) == 1)
         call.cancel()
         await until(lambda: len(mesh.scheduler.withdrawn) == 1)

@@ -1,0 +1,128 @@
+"""Requests with names, whose jobs begin at the only worker before the scheduler has answered: an id is used as ever."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+from grpc import aio
+
+from protos import inference_pb2 as api
+from tests.mesh.harness import Answer, Mesh, generate
+from tests.mesh.test_joins import LENGTH, PACED, PROMPT, cost, first_tokens, fresh, idle
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+PAUSES_S = (0.0, 0.001, 0.002, 0.004)
+"""Between two callers: so that the second meets the first one's job on its way, waiting, and at its first token."""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def mesh(tmp_path_factory: pytest.TempPathFactory, model: Path) -> AsyncIterator[Mesh]:
+    """Two gateways before one worker that only pretends, and nothing that keeps results."""
+    async with Mesh(tmp_path_factory.mktemp("ahead"), model, gateways=2, worker_env=PACED) as running:
+        yield running
+
+
+def named(name: str) -> api.GenerateRequest:
+    """A request of that id that is like no earlier one."""
+    request = fresh()
+    request.request_id = name
+    return request
+
+
+def unnamed(request: api.GenerateRequest) -> api.GenerateRequest:
+    """The same, but for its name."""
+    same = api.GenerateRequest()
+    same.CopyFrom(request)
+    same.ClearField("request_id")
+    return same
+
+
+def whole(answer: Answer) -> bool:
+    """Nothing of it was lost on the way, or is missing."""
+    return len(answer.ids) == LENGTH and answer.receipt.attempts == 1
+
+
+async def test_two_callers_of_one_request_at_two_gateways_share_its_generation(mesh: Mesh) -> None:
+    for number, pause_s in enumerate(PAUSES_S):
+        await idle(mesh)
+        request = named(f"shared-{number}")
+        first = asyncio.create_task(generate(mesh.stub(0), request))
+        await asyncio.sleep(pause_s)
+        answers = [await generate(mesh.stub(1), request), await first]
+        assert all(map(whole, answers))
+        assert answers[0].ids == answers[1].ids
+        assert sorted(answer.receipt.joined for answer in answers) == [False, True]
+        assert cost(answers) == len(PROMPT)
+
+
+async def test_of_two_requests_with_one_id_one_is_refused_and_the_other_not_disturbed(mesh: Mesh) -> None:
+    for number, pause_s in enumerate(PAUSES_S):
+        await idle(mesh)
+        requests = [named(f"taken-{number}") for _ in range(2)]
+        first = asyncio.create_task(generate(mesh.stub(0), requests[0]))
+        await asyncio.sleep(pause_s)
+        second = asyncio.create_task(generate(mesh.stub(1), requests[1]))
+        outcomes = await asyncio.gather(first, second, return_exceptions=True)
+        [(request, answer)] = [
+            (request, outcome)
+            for request, outcome in zip(requests, outcomes, strict=True)
+            if isinstance(outcome, Answer)
+        ]
+        [refused] = [outcome for outcome in outcomes if isinstance(outcome, aio.AioRpcError)]
+        assert refused.code() is grpc.StatusCode.ALREADY_EXISTS
+        assert whole(answer)
+        assert answer.ids == (await generate(mesh.stub(0), unnamed(request))).ids
+
+
+async def test_a_retry_at_another_gateway_joins_its_own_generation(mesh: Mesh) -> None:
+    request = named("mine")
+    lost = mesh.stub(0).Generate(request)
+    tokens = await first_tokens(lost, 10)
+    retry = asyncio.create_task(generate(mesh.stub(1), request))
+    await asyncio.sleep(0.05)
+    lost.cancel()
+    answer = await retry
+    assert whole(answer)
+    assert answer.ids[: len(tokens)] == tokens
+    assert answer.receipt.joined
+    assert cost([answer]) == 0
+
+
+async def test_a_retry_after_the_schedulers_death_joins_its_own_generation(mesh: Mesh) -> None:
+    request = named("survivor")
+    request.sampling.max_tokens = 10 * LENGTH
+    lost: Any = mesh.stub(0).Generate(request)
+    tokens = await first_tokens(lost, 10)
+    assert mesh.scheduler.kill() == -9
+    mesh.scheduler.start()
+    await mesh.scheduler.ready()
+    async with asyncio.timeout(10):
+        while not (await mesh.stub(1).ListModels(api.ListModelsRequest())).models:  # noqa: ASYNC110 (far away)
+            await asyncio.sleep(0.02)
+    retry: Any = mesh.stub(1).Generate(request)
+    again = await first_tokens(retry, 20)
+    rest = await first_tokens(lost, len(again))
+    assert again == [*tokens, *rest][: len(again)]
+    assert (await lost.read()).delta.attempt == 1
+    assert (await retry.read()).delta.attempt == 1
+    retry.cancel()
+    lost.cancel()
+
+
+async def test_a_retry_after_a_gateways_death_joins_its_own_generation(mesh: Mesh) -> None:
+    await idle(mesh)
+    request = named("carried")
+    lost = mesh.stub(0).Generate(request)
+    tokens = await first_tokens(lost, 10)
+    assert mesh.gateways[0].kill() == -9
+    answer = await generate(mesh.stub(1), request)
+    assert whole(answer)
+    assert answer.ids[: len(tokens)] == tokens
+    assert answer.receipt.joined
+    mesh.gateways[0].start()
+    await mesh.gateways[0].ready()
