@@ -95,7 +95,7 @@ async def test_a_retry_at_another_gateway_joins_its_own_generation(mesh: Mesh) -
 
 async def test_a_retry_after_the_schedulers_death_joins_its_own_generation(mesh: Mesh) -> None:
     request = named("survivor")
-    request.sampling.max_tokens = 10 * LENGTH
+    request.sampling.max_tokens = 18 * LENGTH  # It outlives the scheduler's start.
     lost: Any = mesh.stub(0).Generate(request)
     tokens = await first_tokens(lost, 10)
     assert mesh.scheduler.kill() == -9
