@@ -65,7 +65,7 @@ def generate(
     stats: Stats = False,
 ) -> None:
     """Continue a prompt, token by token."""
-    options: dict[str, Any] = {
+    options: Any = {
         "model": model,
         "max_tokens": max_tokens,
         "min_tokens": min_tokens,
@@ -89,7 +89,7 @@ def generate(
     }
     with _client(address, api_key, deadline) as client:
         text = sys.stdin.read() if prompt == "-" else prompt
-        _answer(client, text, options, n, logprobs is not None, stats)  # type: ignore[arg-type]
+        _answer(client, text, options, n, logprobs is not None, stats)
 
 
 def chat(
@@ -109,7 +109,7 @@ def chat(
     """Talk with a model; --stats tells time to first token and speed after each answer."""
     from client import chat as conversation
 
-    options: dict[str, Any] = {
+    options: Any = {
         "model": model,
         "max_tokens": max_tokens,
         "temperature": temperature,
@@ -122,7 +122,7 @@ def chat(
         served = [known for known in client.models() if known.workers and model in ("", known.name, *known.aliases)]
         if not served:
             fail(f"{address} does not serve {model}" if model else f"{address} serves no model yet")
-        conversation.run(client, served[0], system, options, stats)  # type: ignore[arg-type]
+        conversation.run(client, served[0], system, options, stats)
 
 
 def models(address: Address = LOCAL, api_key: ApiKey = "") -> None:

@@ -4,6 +4,7 @@ Knows shapes, never engines.
 """
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -17,6 +18,8 @@ from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Conf
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 DEMO = Path(__file__).parents[1] / "models" / "weft-story-11m"
+Damage = Callable[[Path], object]
+"""What is done to a folder before it is read."""
 VOCAB = 320
 CONTEXT = 512
 BOS, EOS = 0, 1
@@ -126,3 +129,13 @@ def make_tokenizer() -> Tokenizer:
     tokenizer.train_from_iterator(["the weft is what is woven through the warp, thread after thread " * 8], trainer)
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
     return tokenizer
+
+
+def pipe(name: str) -> Damage:
+    """A file gives way to a pipe that nobody writes to."""
+
+    def damage(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+
+    return damage

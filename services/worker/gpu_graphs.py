@@ -23,14 +23,14 @@ GRAPH_ROWS = (1, 2, 4, 8, *range(16, 257, 8))
 """Steps of so many answers are captured; a step is filled up to the next of them."""
 GRAPH_TOKENS = (*range(64, 385, 64), *range(512, 2049, 128))
 """Steps with prompts are captured for so many tokens, where launching their kernels one by one may take longer. Not for
-448: the vendor's products of so many rows take longer than those of 512."""
+448: an 8B step of so many takes longer than one of 512."""
 RAGGED_ROWS = (8, 64, 256)
 """Most rows of these."""
 BRIEF_TOKENS = (64, 128)
 """Steps with prompts of so many tokens are captured once more for the fewest rows, none of which sees many keys."""
 EAGER_BYTES = 8e11
 """A step whose tokens times the bytes of a layer's weights exceed this keeps the GPU busy longer than its launches
-take beside a thread that reads a burst of jobs: about 1 ms a layer, four times as long as alone."""
+take beside a thread that reads a burst of jobs: about 1 ms a layer."""
 FP8_TOKENS, FP8_EAGER, LEAST_FILLED = (1024, 2048), 2, 7 / 8
 """Products in fp8 take half the time, but no fewer launches, which a busy interpreter delays: steps of these sizes, up
 to so many times larger, are captured for those that fill this share of them."""

@@ -3,7 +3,6 @@
 import contextlib
 import gzip
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,11 +22,9 @@ from compress.errors import CompressError
 from compress.gptq import Gptq
 from compress.network import group_for
 from compress.quantize import quantize
-from tests.checkpoints import DEMO, make_checkpoint
+from tests.checkpoints import DEMO, Damage, make_checkpoint, pipe
 from tests.compress.conftest import METHODS, Made
 from verify.served import Served
-
-Damage = Callable[[Path], object]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -118,16 +115,6 @@ def configured(folder: Path, **changes: Any) -> None:
 def cut(folder: Path) -> None:
     content = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(content[: len(content) // 2])
-
-
-def pipe(name: str) -> Damage:
-    """A file gives way to a pipe that nobody writes to."""
-
-    def damage(folder: Path) -> None:
-        (folder / name).unlink(missing_ok=True)
-        os.mkfifo(folder / name)
-
-    return damage
 
 
 def device(name: str) -> Damage:

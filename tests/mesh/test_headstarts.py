@@ -12,7 +12,7 @@ from grpc import aio
 
 from protos import inference_pb2 as api
 from tests.mesh.harness import Answer, Mesh, generate
-from tests.mesh.test_joins import LENGTH, PACED, PROMPT, cost, first_tokens, fresh, idle
+from tests.mesh.test_joins import LENGTH, PACED, PROMPT, cost, first_tokens, fresh, idle, knows, retry_joins
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -80,17 +80,7 @@ async def test_of_two_requests_with_one_id_one_is_refused_and_the_other_not_dist
 
 
 async def test_a_retry_at_another_gateway_joins_its_own_generation(mesh: Mesh) -> None:
-    request = named("mine")
-    lost = mesh.stub(0).Generate(request)
-    tokens = await first_tokens(lost, 10)
-    retry = asyncio.create_task(generate(mesh.stub(1), request))
-    await asyncio.sleep(0.05)
-    lost.cancel()
-    answer = await retry
-    assert whole(answer)
-    assert answer.ids[: len(tokens)] == tokens
-    assert answer.receipt.joined
-    assert cost([answer]) == 0
+    await retry_joins(mesh, named("mine"))
 
 
 async def test_a_retry_after_the_schedulers_death_joins_its_own_generation(mesh: Mesh) -> None:
@@ -101,9 +91,7 @@ async def test_a_retry_after_the_schedulers_death_joins_its_own_generation(mesh:
     assert mesh.scheduler.kill() == -9
     mesh.scheduler.start()
     await mesh.scheduler.ready()
-    async with asyncio.timeout(10):
-        while not (await mesh.stub(1).ListModels(api.ListModelsRequest())).models:  # noqa: ASYNC110 (far away)
-            await asyncio.sleep(0.02)
+    await knows(mesh, gateway=1, workers=1)
     retry: Any = mesh.stub(1).Generate(request)
     again = await first_tokens(retry, 20)
     rest = await first_tokens(lost, len(again))

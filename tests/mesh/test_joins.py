@@ -34,10 +34,18 @@ async def mesh(tmp_path_factory: pytest.TempPathFactory, model: Path) -> AsyncIt
 async def both_know(mesh: Mesh) -> None:
     """Waits until each gateway has heard of each worker."""
     for gateway in range(2):
-        async with asyncio.timeout(10):
-            stub = mesh.stub(gateway)
-            while (await stub.ListModels(api.ListModelsRequest())).models[0].workers < 2:  # noqa: ASYNC110 (far away)
-                await asyncio.sleep(0.02)
+        await knows(mesh, gateway, workers=2)
+
+
+async def knows(mesh: Mesh, gateway: int, workers: int) -> None:
+    """Waits until the gateway has heard of so many workers."""
+
+    async def heard() -> int:
+        return sum(model.workers for model in (await mesh.stub(gateway).ListModels(api.ListModelsRequest())).models)
+
+    async with asyncio.timeout(10):
+        while await heard() < workers:  # noqa: ASYNC110 (far away)
+            await asyncio.sleep(0.02)
 
 
 async def status(worker: Process) -> mesh_pb2.StatusResponse:
@@ -138,6 +146,11 @@ async def test_a_retry_through_another_gateway_joins_its_own_generation(mesh: Me
     request = fresh()
     request.request_id = "mine"
     request.sampling.ClearField("seed")  # Two calls draw the same all the same: they have one name.
+    await retry_joins(mesh, request)
+
+
+async def retry_joins(mesh: Mesh, request: api.GenerateRequest) -> None:
+    """A client that asks again at another gateway, and then gives up its first call, has that one's generation."""
     lost = mesh.stub(0).Generate(request)
     tokens = await first_tokens(lost, 10)
     retry = asyncio.create_task(generate(mesh.stub(1), request))

@@ -21,8 +21,7 @@ from services.worker.config import CheckpointError, load_config
 from services.worker.engine import Engine
 from services.worker.job import EngineOptions
 from services.worker.weights import INDEX, SINGLE, open_checkpoint
-
-Damage = Callable[[Path], None]
+from tests.checkpoints import Damage, pipe
 
 
 @pytest.fixture
@@ -96,16 +95,6 @@ def endless(file: str, before: bytes = b"") -> Damage:
 
     def damage(folder: Path) -> None:
         (folder / file).write_bytes(before + b"[" * 10**6)
-
-    return damage
-
-
-def pipe(file: str) -> Damage:
-    """A file gives way to a pipe that nobody writes to."""
-
-    def damage(folder: Path) -> None:
-        (folder / file).unlink(missing_ok=True)
-        os.mkfifo(folder / file)
 
     return damage
 
