@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM
 from bench import cpu_weights, table
 from bench.mesh import up
 from bench.table import Figure
-from client import demo
 from protos import inference_pb2 as api
 from protos import inference_pb2_grpc as stubs
+from weft.launch import demo_model
 
 ROUNDS = 3
 THREADS = 2
@@ -34,7 +34,7 @@ _PROMPT = 32
 def reference() -> Callable[[list[int]], float]:
     """Seconds that `transformers.generate` takes for each token after the first: float32, greedy, with KV cache."""
     torch.set_num_threads(THREADS)
-    model: Any = AutoModelForCausalLM.from_pretrained(demo.model_folder(), dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(demo_model.model_folder(), dtype=torch.float32)
     model.eval()
 
     def seconds(prompt: list[int], tokens: int) -> float:

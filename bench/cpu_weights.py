@@ -16,9 +16,10 @@ from rich.console import Console
 
 from bench import table
 from bench.table import Figure
-from services.worker import presets
-from services.worker.engine import Engine
-from services.worker.job import EngineOptions, Job, SamplingParams
+from services.worker.engine.generation import GenerationEngine
+from services.worker.job import Job, SamplingParams
+from services.worker.loader import presets
+from services.worker.options import EngineOptions
 
 SHAPE = "llama-3.2-1b"
 THREADS = 2
@@ -41,14 +42,14 @@ def rates(shape: str, kind: str) -> dict[int, float]:
     options = EngineOptions(
         kv_blocks=128, max_batch_size=max(BATCHES), max_seq_length=256, dtype=dtype, quantize=quantize, threads=THREADS
     )
-    engine = Engine(presets.folder_of(presets.PREFIX + shape), options, lambda phase, done, total: None)
+    engine = GenerationEngine(presets.folder_of(presets.PREFIX + shape), options, lambda phase, done, total: None)
     best = {batch: max(decode(engine, batch) for _ in range(ROUNDS)) for batch in BATCHES}
     del engine
     gc.collect()
     return best
 
 
-def decode(engine: Engine, batch: int) -> float:
+def decode(engine: GenerationEngine, batch: int) -> float:
     """Tokens per second of `batch` answers, once all have begun."""
     params = SamplingParams(max_tokens=128, temperature=0.0, ignore_eos=True)
     for key in range(batch):

@@ -19,12 +19,13 @@ from typing import Any
 
 import torch
 
-from bench import machine
 from bench.limits import LEAST, limits_of
 from bench.loop import Loop, decode, prefill
-from services.worker import presets
-from services.worker.engine import Engine
-from services.worker.job import EngineOptions, Job, SamplingParams
+from report import machine
+from services.worker.engine.generation import GenerationEngine
+from services.worker.job import Job, SamplingParams
+from services.worker.loader import presets
+from services.worker.options import EngineOptions
 
 PROMPTS, CROWD = 16, 64
 BATCHES = (1, 8, 32, 64)
@@ -47,7 +48,7 @@ def jobs(count: int, tokens: int, first_key: int, **settings: Any) -> list[Job]:
     return made
 
 
-def answers(engine: Engine, wanted: Sequence[Job]) -> list[Answer]:
+def answers(engine: GenerationEngine, wanted: Sequence[Job]) -> list[Answer]:
     """Submit, run until all is done: tokens and log-probabilities of each job."""
     said: dict[int, Answer] = {one.key: [] for one in wanted}
     for one in wanted:
@@ -58,23 +59,25 @@ def answers(engine: Engine, wanted: Sequence[Job]) -> list[Answer]:
     return list(said.values())
 
 
-def open_engine(model: str, deterministic: bool, **options: Any) -> Engine:
+def open_engine(model: str, deterministic: bool, **options: Any) -> GenerationEngine:
     """An engine of random weights, the same for every call."""
     settings: dict[str, Any] = {
         "device": "cuda", "dtype": "bfloat16", "deterministic": deterministic, "max_batch_size": CROWD,
         "step_tokens": 2048, "chunk_tokens": 160, "max_seq_length": 4096, "kv_blocks": 12000, **options,
     }  # fmt: skip
-    return Engine(presets.folder_of(model), EngineOptions(**settings), lambda *_: None)
+    return GenerationEngine(presets.folder_of(model), EngineOptions(**settings), lambda *_: None)
 
 
-def close(engine: Engine) -> None:
+def close(engine: GenerationEngine) -> None:
     """Give its memory back."""
     engine.runner.pool.layers.clear()
     gc.collect()
     torch.cuda.empty_cache()
 
 
-def scenes(model: str, deterministic: bool, tokens: int, engine: Engine) -> Iterator[tuple[str, list[Answer]]]:
+def scenes(
+    model: str, deterministic: bool, tokens: int, engine: GenerationEngine
+) -> Iterator[tuple[str, list[Answer]]]:
     """What the sixteen prompts are answered, in each company."""
     alone = jobs(PROMPTS, tokens, 0, bypass_cache=True)
     yield "alone", [answers(engine, [one])[0] for one in alone]
@@ -88,7 +91,7 @@ def scenes(model: str, deterministic: bool, tokens: int, engine: Engine) -> Iter
     close(small)
 
 
-def price(engine: Engine) -> dict[str, float]:
+def price(engine: GenerationEngine) -> dict[str, float]:
     """Milliseconds of a step of answers, tokens per second of a prompt."""
     loop = Loop(engine, limits_of(engine, LEAST, fp8=False))
     cells = {f"decode {batch}, ms": decode(loop, batch)["step ms"] for batch in BATCHES}

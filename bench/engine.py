@@ -22,15 +22,17 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from bench import machine
 from bench.limits import LEAST, limits_of
 from bench.loop import CONTEXT, STEPS, Cell, Loop, closed, decode, mixed, prefill, prefill_on_and_on
 from bench.timing import ceilings, sustained
+from report import machine
 from services.rpc import settled
-from services.worker import presets, streaming
-from services.worker.engine import Engine
-from services.worker.job import EngineOptions, Job, SamplingParams
-from services.worker.weights import open_checkpoint
+from services.worker.engine.generation import GenerationEngine
+from services.worker.job import Job, SamplingParams
+from services.worker.loader import presets, streaming
+from services.worker.loader.tensors import open_checkpoint
+from services.worker.models.config import count_parameters
+from services.worker.options import EngineOptions
 
 MODELS = {"8b": "llama-3.1-8b", "1b": "llama-3.2-1b", "70b": "llama-3.1-70b"}
 # A variant is a model, or a model and the bits of its weights; with fp8 weights keys and values are fp8, too.
@@ -67,7 +69,7 @@ def held(loop: Loop) -> Cell:
     products, numbers = sum(x.weight.nbytes for x in layers), sum(x.inputs * x.outputs for x in layers)
     return {
         "weights GiB": model.nbytes / 2**30,
-        "of 16 bits": model.nbytes / (2 * presets.parameters(model.config)),
+        "of 16 bits": model.nbytes / (2 * count_parameters(model.config)),
         "products of 16 bits": products / (2 * numbers),
         "KV tokens": float(loop.engine.memory.kv_tokens),
     }
@@ -79,7 +81,7 @@ def returning(model: str, prompt: int) -> Cell:
         device="cuda", dtype="bfloat16", max_batch_size=8, step_tokens=8192, max_seq_length=16384, kv_blocks=1100,
         host_kv_bytes=8 << 30,
     )  # fmt: skip
-    engine = Engine(presets.folder_of(MODELS[model]), options, lambda *_: None)
+    engine = GenerationEngine(presets.folder_of(MODELS[model]), options, lambda *_: None)
     prompts = [random.choices(range(100, 30_000), k=prompt) for _ in range(12)]
     times: list[float] = []
     fetched = 0
@@ -144,7 +146,7 @@ def start(model: str, limits: dict[str, float]) -> tuple[Loop, Cell]:
     name, _, bits = model.partition(" ")
     if bits:
         options = replace(options, quantize=bits, kv_dtype="fp8" if bits == "fp8" else "auto")
-    engine = Engine(presets.folder_of(MODELS[name]), options, progress)
+    engine = GenerationEngine(presets.folder_of(MODELS[name]), options, progress)
     progress("end", 0, 0)
     print(f"{model}: {engine.memory}", flush=True)
     loop = Loop(engine, limits_of(engine, limits, bits == "fp8"))

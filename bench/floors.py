@@ -7,8 +7,9 @@ of answers.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from services.worker import presets
-from services.worker.config import load_config
+from services.worker.loader import presets
+from services.worker.loader.config import load_config
+from services.worker.models.config import count_parameters
 
 READ = 4.3e12
 """Bytes per second."""
@@ -37,7 +38,7 @@ def loop_tokens_per_s(model: str, format: str, inputs: int, outputs: int, concur
     """Output tokens per second of so many requests at a time, each ended one replaced."""
     config, stored = load_config(presets.folder_of(model)), FORMATS[format]
     head = config.vocab_size * config.hidden_size
-    matrices = presets.parameters(config) - (0 if config.tied_embeddings else head)
+    matrices = count_parameters(config) - (0 if config.tied_embeddings else head)
     wide = config.layers * config.heads * config.head_dim
     prompt_s = (2 * inputs * (matrices - head) + 2 * head + 2 * wide * inputs**2) / stored.rate
     kv = config.kv_bytes_per_token(1) * stored.kv_bytes

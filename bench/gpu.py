@@ -21,11 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench import figures, machine, mesh
+from bench import figures, mesh
 from bench.floors import FORMATS, loop_tokens_per_s
-from bench.load import metrics
-from bench.load.plan import Plan
-from bench.load.run import run
+from report import machine
+from weft.load import metrics
+from weft.load.plan import Plan
+from weft.load.run import run
 
 MODELS = {"8b": "random:llama-3.1-8b", "1b": "random:llama-3.2-1b"}
 PREFIX = 1800

@@ -23,9 +23,9 @@ from bench.cells import SHAPES, Row
 from bench.cells.attention import chunk_row, decode_row, prefill_row
 from bench.cells.others import blocks_row, layer_rows, sampling_row
 from bench.cells.products import invariant_row, product_row, products, quantized_row, rotated_row
-from bench.machine import need_gpu
 from bench.timing import DTYPE, ceilings
-from kernels import kv
+from kernels import kv_pages
+from report.machine import need_gpu
 
 ROWS = (1, 4, 8, 16, 32, 64, 128, 256, 1024, 2048)
 
@@ -44,8 +44,8 @@ def cells() -> Iterator[tuple[str, Callable[[], list[Row]]]]:
             yield f"rotated {name} {rows}", partial(one, rotated_row, shape, rows)
         for batch in (1, 8, 32, 128, 256):
             yield f"decode {name} {batch}", partial(one, decode_row, shape, f"{batch} x 2100", [2100] * batch)
-        for stored, batches in ((kv.FP8, (1, 8, 32, 128)), (kv.INT8, (32,))):
-            kind = "fp8" if stored == kv.FP8 else "int8"
+        for stored, batches in ((kv_pages.FP8, (1, 8, 32, 128)), (kv_pages.INT8, (32,))):
+            kind = "fp8" if stored == kv_pages.FP8 else "int8"
             for batch in batches:
                 contexts, title = [2100] * batch, f"{kind} {batch} x 2100"
                 yield f"decode {kind} {name} {batch}", partial(one, decode_row, shape, title, contexts, 1, stored)
@@ -61,11 +61,14 @@ def cells() -> Iterator[tuple[str, Callable[[], list[Row]]]]:
             yield f"prefill {name} {tokens}", partial(one, prefill_row, shape, tokens, 16)
         yield f"prefill {name} 2048 P=128", partial(one, prefill_row, shape, 2048, 128)
         yield f"chunk {name}", partial(one, chunk_row, shape, 512, 8192)
-        for stored in (DTYPE, kv.FP8):
-            kind = "fp8 " if stored == kv.FP8 else ""
+        for stored in (DTYPE, kv_pages.FP8):
+            kind = "fp8 " if stored == kv_pages.FP8 else ""
             yield f"mixed {kind}{name}", partial(one, chunk_row, shape, 512, 8192, 32, stored)
         for tokens, context in ((2048, 2048), (8192, 8192), (512, 8192)):
-            yield f"prefill fp8 {name} {tokens} {context}", partial(one, chunk_row, shape, tokens, context, 0, kv.FP8)
+            yield (
+                f"prefill fp8 {name} {tokens} {context}",
+                partial(one, chunk_row, shape, tokens, context, 0, kv_pages.FP8),
+            )
         for tokens in (1, 64, 2048):
             yield f"layer {name} {tokens}", partial(layer_rows, shape, tokens)
         yield f"blocks {name}", partial(one, blocks_row, shape, 128)

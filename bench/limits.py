@@ -5,10 +5,9 @@
 
 from dataclasses import dataclass
 
-from services.worker import presets
-from services.worker.config import ModelConfig
-from services.worker.engine import Engine
-from services.worker.gpu_runner import GpuRunner
+from services.worker.engine.generation import GenerationEngine
+from services.worker.models.config import ModelConfig, count_parameters
+from services.worker.runners.cuda.runner import GpuRunner
 
 # What one H200 has shown: a run that measures less on its own ceilings is still held to these.
 LEAST = {"read": 0.95 * 4.3e12, "matmul": 0.95 * 790e12, "fp8": 0.95 * 1580e12}
@@ -34,7 +33,7 @@ class Limits:
     def matrix_numbers(self) -> int:
         """Weights that a step multiplies with, the head included."""
         config = self.config
-        return presets.parameters(config) - (0 if config.tied_embeddings else config.vocab_size * config.hidden_size)
+        return count_parameters(config) - (0 if config.tied_embeddings else config.vocab_size * config.hidden_size)
 
     def decode_s(self, batch: int, context: float) -> float:
         """The floor of a step of `batch` answers: the sum over its operators of what each must read or multiply."""
@@ -56,7 +55,7 @@ class Limits:
         return layers + max(2 * head / self.read, 2 * sampled * head / self.matmul)
 
 
-def limits_of(engine: Engine, ceilings: dict[str, float], fp8: bool) -> Limits:
+def limits_of(engine: GenerationEngine, ceilings: dict[str, float], fp8: bool) -> Limits:
     """What the machine can do for this engine's model. Of an embedding of its own a step reads some rows only."""
     assert isinstance(engine.runner, GpuRunner)
     model, config = engine.runner.model, engine.config

@@ -19,9 +19,6 @@ from typing import Any, Protocol
 from grpc import aio
 
 from bench import admission, table
-from bench.load.distribution import Distribution
-from bench.load.plan import Plan
-from bench.load.run import run
 from bench.mesh import meanwhile, paced, processor_s, up
 from bench.runlink import readers
 from bench.table import Figure
@@ -30,10 +27,13 @@ from protos import cache_pb2_grpc as cache_stubs
 from protos import inference_pb2 as api
 from protos import inference_pb2_grpc as stubs
 from services.hashing import chain_root
-from services.worker.batching import Batch
-from services.worker.blocks import BlockPool
 from services.worker.job import Job, SamplingParams
-from services.worker.sequence import Sequence
+from services.worker.planner.block_pool import BlockPool
+from services.worker.planner.planner import Planner
+from services.worker.planner.sequence import Sequence
+from weft.load.distribution import Distribution
+from weft.load.plan import Plan
+from weft.load.run import run
 
 ROUNDS = 3
 WINDOW_S = 3.0
@@ -281,7 +281,7 @@ async def planning() -> list[Figure]:
     """Processor time of planning a step in which every sequence decodes."""
     figures = []
     for count, limit in ((256, 150), (1024, 500)):
-        batch = Batch(BlockPool(count * 40), 16, count, 4 * count, True)
+        batch = Planner(BlockPool(count * 40), 16, count, 4 * count, True)
         for number in range(count):
             batch.add(_sequence(_job(number, 256)))
         plan = _decode(batch)
@@ -290,14 +290,14 @@ async def planning() -> list[Figure]:
     return figures
 
 
-def _decode(batch: Batch) -> Callable[[], object]:
+def _decode(batch: Planner) -> Callable[[], object]:
     """Prefills everything; then each call plans the next decode step."""
     while any(sequence.remaining > 1 for sequence in batch.running) or batch.waiting:
         _land(batch)
     return batch.plan
 
 
-def _land(batch: Batch) -> None:
+def _land(batch: Planner) -> None:
     for row in batch.plan().rows:
         if row.samples:
             row.sequence.tokens.append(1)

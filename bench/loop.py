@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from bench.limits import Limits
-from bench.load.distribution import Distribution
-from services.worker.engine import Engine
-from services.worker.gpu_runner import GpuRunner, GpuStep
-from services.worker.gpu_words import Kind
+from services.worker.engine.generation import GenerationEngine
 from services.worker.job import Job, SamplingParams
+from services.worker.runners.cuda.runner import GpuRunner, GpuStep
+from services.worker.runners.cuda.step_words import Kind
+from weft.load.distribution import Distribution
 
 CONTEXT, STEPS = 2100, 96
 """Tokens behind an answer's, about, and steps that are timed."""
@@ -32,7 +32,7 @@ Cell = dict[str, float]
 class Loop:
     """An engine and what its steps took."""
 
-    def __init__(self, engine: Engine, limits: Limits) -> None:
+    def __init__(self, engine: GenerationEngine, limits: Limits) -> None:
         self.engine, self.limits = engine, limits
         assert isinstance(engine.runner, GpuRunner)
         self.runner: GpuRunner = engine.runner

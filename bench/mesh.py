@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from client import demo, local
-from services.supervisor import Supervisor
+from weft.launch import demo_model, plan
+from weft.launch.supervisor import Supervisor
 
 _START_S = 120.0
 
@@ -51,14 +51,14 @@ async def meanwhile(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 async def up(settings: Mapping[str, str], *, gateways: int = 1, workers: int = 1, model: str = "") -> AsyncIterator[Up]:
     """A mesh with these environment variables and more gateways if wanted; the model is the demo's. Raises GaveUp."""
     with tempfile.TemporaryDirectory(prefix="weft-bench-") as home:
-        wanted = local.Wanted(
-            models=[model or str(demo.model_folder())],
+        wanted = plan.MeshSpec(
+            models=[model or str(demo_model.model_folder())],
             home=Path(home),
             workers=workers,
             free_ports=True,
             settings={"WEFT_LOG_LEVEL": "warning", **settings},
         )
-        planned = await local.plan(wanted)
+        planned = await plan.plan(wanted)
         first = planned.specs[-1]
         addresses = [planned.address, *_free_addresses(gateways - 1)]
         more = [
@@ -66,7 +66,7 @@ async def up(settings: Mapping[str, str], *, gateways: int = 1, workers: int = 1
                 first,
                 name=f"gateway-{number}",
                 environment={**first.environment, "WEFT_LISTEN": address},
-                ready=local.serving(address, "weft.v1.Inference"),
+                ready=plan.serving(address, "weft.v1.Inference"),
             )
             for number, address in enumerate(addresses[1:], 2)
         ]
@@ -74,7 +74,7 @@ async def up(settings: Mapping[str, str], *, gateways: int = 1, workers: int = 1
         async with supervisor.running():
             async with asyncio.timeout(_START_S):
                 for address in addresses:
-                    await supervisor.during(local.wait_served(address, workers))
+                    await supervisor.during(plan.wait_served(address, workers))
             listens = {spec.name: spec.environment.get("WEFT_LISTEN", "") for spec in planned.specs}
             yield Up(addresses, listens["worker-1"], listens["cache"], supervisor)
 
@@ -102,5 +102,5 @@ def _free_addresses(count: int) -> list[str]:
     with contextlib.ExitStack() as held:
         sockets = [held.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
-            each.bind((local.HOST, 0))
-        return [f"{local.HOST}:{each.getsockname()[1]}" for each in sockets]
+            each.bind((plan.HOST, 0))
+        return [f"{plan.HOST}:{each.getsockname()[1]}" for each in sockets]

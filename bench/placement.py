@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from services.hashing import KEY_BYTES
+from services.scheduler.core.pool import Pool
 from services.scheduler.limits import Limits
 from services.scheduler.messages import Assigned, Card, Command, Ended, Report, Submit, ToGateway, WorkerHello
-from services.scheduler.pool import Pool
 
 BLOCK_TOKENS = 512
 REPORT_S = 1.0

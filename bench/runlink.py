@@ -6,13 +6,13 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from bench.load.distribution import Distribution
 from bench.mesh import meanwhile
 from protos import inference_pb2 as api
 from protos import mesh_pb2 as mesh
 from protos import mesh_pb2_grpc as stubs
 from services import rpc
-from services.outbox import Outbox
+from services.send_queue import SendQueue
+from weft.load.distribution import Distribution
 
 _PROMPT = 16
 _MANY = 120_000
@@ -30,7 +30,7 @@ class Reader:
         self._reads = asyncio.Event()
         self._reads.set()
         self._first = asyncio.Event()
-        self._outbox: Outbox[mesh.RunRequest] = Outbox()
+        self._outbox: SendQueue[mesh.RunRequest] = SendQueue()
         self._outbox.put(mesh.RunRequest(hello=mesh.GatewayHello(gateway_id=f"bench-{number}")))
         for row in range(1, rows + 1):
             self._outbox.put(mesh.RunRequest(job=_job(f"bench-{number}-{row}", row)))

@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.table import Table
 
-from bench.load.distribution import Distribution
-from services.worker.batching import Batch, Row
-from services.worker.blocks import BlockPool
 from services.worker.job import Job, SamplingParams
-from services.worker.sequence import Sequence
+from services.worker.planner.block_pool import BlockPool
+from services.worker.planner.planner import Planner, Row
+from services.worker.planner.sequence import Sequence
+from weft.load.distribution import Distribution
 
 # Rows of a step, milliseconds of all but its attention.
 PRODUCTS = (
@@ -79,7 +79,9 @@ class Loop:
     request 3 to 6 ms after the last token.
     """
 
-    def __init__(self, batch: Batch, width: int, prompt: int, answer: int, cost: Callable[[list[Row]], float]) -> None:
+    def __init__(
+        self, batch: Planner, width: int, prompt: int, answer: int, cost: Callable[[list[Row]], float]
+    ) -> None:
         self.outcome = Outcome()
         self._batch, self._prompt, self._answer, self._cost = batch, prompt, answer, cost
         self._left = max(3 * width, 16)
@@ -165,7 +167,7 @@ def closed(
     cost: Callable[[list[Row]], float] = step_ms,
 ) -> Outcome:
     """What the clients of so many requests at a time would see."""
-    batch = Batch(BlockPool(POOL_BLOCKS), 16, 256, step_tokens, False, chunk_tokens)
+    batch = Planner(BlockPool(POOL_BLOCKS), 16, 256, step_tokens, False, chunk_tokens)
     return Loop(batch, width, prompt, answer, cost).run()
 
 

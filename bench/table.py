@@ -13,7 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from bench import machine
+from report import machine
 
 Part = tuple[str, Callable[[], Awaitable[list["Figure"]]]]
 """A title and what measures the figures below it."""

@@ -17,14 +17,14 @@ import triton
 from bench.cells import SHAPES
 from bench.cells.attention import Pages, decode_seconds, prefill_flop, prefill_seconds
 from bench.cells.products import products, random_words
-from bench.machine import need_gpu
 from bench.timing import DTYPE, copies, rand, timed
-from kernels import kv, sampling
+from kernels import kv_pages, sampling
 from kernels.attention import Config
-from kernels.products import fp8, matmul, matmul_words, matmul_words_hopper
-from kernels.products.skinny import Tile
-from kernels.products.words import Words
+from kernels.linear import dense, fp8, packed_gemm, packed_hopper
+from kernels.linear.packed import Words
+from kernels.linear.split_k import Tile
 from kernels.sampling.slot_settings import slot_settings
+from report.machine import need_gpu
 
 Result = TypeVar("Result")
 
@@ -47,7 +47,7 @@ def tune_products(part: tuple[int, int] | None) -> None:
         trials = list(itertools.product((1, 32), everything, (False, True)))
         w, x = rand(8192, 4096), rand(64, 4096)
         for rows, (tile, split, ahead), gated in trials[part[0] :: part[1]]:
-            try_(partial(matmul.linear, x[:rows], w, gated=gated, tile=changed(tile, split, ahead)))
+            try_(partial(dense.linear, x[:rows], w, gated=gated, tile=changed(tile, split, ahead)))
         return
     for shape in SHAPES:
         for name, n, k, gated, _ in products(shape):
@@ -60,7 +60,7 @@ def tune_products(part: tuple[int, int] | None) -> None:
                     if (split > 1 and programs > 800) or programs < 100:
                         continue
                     trial = changed(tile, split, ahead)
-                    launches = [partial(matmul.linear, x, w, gated=gated, out=out, tile=trial) for w in weights]
+                    launches = [partial(dense.linear, x, w, gated=gated, out=out, tile=trial) for w in weights]
                     seconds = try_(partial(timed, launches, 1.5, 3))
                     if seconds:
                         found.append((seconds, trial))
@@ -111,7 +111,7 @@ def tune_words(part: tuple[int, int] | None) -> None:
         made = {kind: random_words(kind, 8192, 4096) for kind in KINDS}
         x = rand(256, 4096)
         for kind, gated, rows, tile in trials[part[0] :: part[1]]:
-            try_(partial(matmul_words.linear_words, x[:rows], made[kind], gated=gated, tile=tile))
+            try_(partial(packed_gemm.linear_words, x[:rows], made[kind], gated=gated, tile=tile))
         return
     for shape, kind in itertools.product(SHAPES[:1], KINDS):
         kinds = [(name, n, k, gated) for name, n, k, gated, _ in products(shape) if name != "head"]
@@ -132,7 +132,7 @@ def tune_product(name: str, kind: str, weights: list[Words], n: int, gated: bool
             continue
         if (1 + gated) * tile.split * rows * n > 8 << 20 and tile.split > 1:
             continue
-        launches = [partial(matmul_words.linear_words, x, w, gated=gated, out=out, tile=tile) for w in weights]
+        launches = [partial(packed_gemm.linear_words, x, w, gated=gated, out=out, tile=tile) for w in weights]
         seconds = try_(partial(timed, launches, 1.0, 3))
         if seconds:
             found.append((seconds, tile))
@@ -144,12 +144,12 @@ def tune_product(name: str, kind: str, weights: list[Words], n: int, gated: bool
         print(f"    {seconds * 1e6:.1f} us n {t.n} k {t.k} w {t.warps} split {t.split} stages {t.stages}", flush=True)
 
 
-def hopper_shapes(rows: int) -> Iterator[matmul_words_hopper.Shape]:
+def hopper_shapes(rows: int) -> Iterator[packed_hopper.Shape]:
     block = max(8, min(128, triton.next_power_of_2(rows)))
     for stages, least in itertools.product((3, 4, 5, 6), (4, 8)):
         if block <= 32:
-            yield matmul_words_hopper.Shape(block, stages, 104, least, 2, 80)
-        yield matmul_words_hopper.Shape(block, stages, 240, least)
+            yield packed_hopper.Shape(block, stages, 104, least, 2, 80)
+        yield packed_hopper.Shape(block, stages, 240, least)
 
 
 def tune_hopper(part: tuple[int, int] | None) -> None:
@@ -165,9 +165,7 @@ def tune_hopper(part: tuple[int, int] | None) -> None:
             out = torch.empty(rows, n if gate else outputs, dtype=DTYPE, device="cuda")
             shapes = list(hopper_shapes(rows))
             for shape in shapes[part[0] :: part[1]] if part else shapes:
-                launches = [
-                    partial(matmul_words_hopper.linear, x, w, None, None, gate, out, shape, scales) for w in weights
-                ]
+                launches = [partial(packed_hopper.linear, x, w, None, None, gate, out, shape, scales) for w in weights]
                 if part:
                     try_(launches[0])
                 elif seconds := try_(partial(timed, launches, 1.5, 3)):
@@ -187,7 +185,7 @@ def decode_configs() -> Iterator[Config]:
 
 def tune_decode(part: tuple[int, int] | None) -> None:
     """Decode rows of the batch sizes that matter."""
-    for shape, stored in itertools.product(SHAPES, (DTYPE, kv.FP8)):
+    for shape, stored in itertools.product(SHAPES, (DTYPE, kv_pages.FP8)):
         for contexts in ([2100], [2100] * 8, [2100] * 32, [2100] * 128, [32768]):
             if part and len(contexts) > 1:
                 continue

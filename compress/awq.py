@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from compress import layout
-from compress.folding import Seam, scaled, seams
+from compress.folding import FoldPair, scaled, seams
 from compress.gptq import round_together
 from compress.network import LINEARS, Moments, Seen, linear
 from compress.recipe import Recipe, Rounded
@@ -62,12 +62,12 @@ class Awq(Recipe):
             weights[name] = int4_weight(steps.nearest(weight), steps, self.symmetric)
         return Rounded(weights)
 
-    def _factor(self, layer: nn.Module, seam: Seam, inputs: Moments) -> Tensor:
+    def _factor(self, layer: nn.Module, seam: FoldPair, inputs: Moments) -> Tensor:
         """The factor of each channel that makes the readers' outputs err least."""
         weights = [linear(layer, name).weight.detach() for name in seam.readers]
         return min(_candidates(seam, weights, inputs), key=lambda factor: self._error(seam, weights, inputs, factor))
 
-    def _error(self, seam: Seam, weights: list[Tensor], inputs: Moments, factor_C: Tensor) -> float:
+    def _error(self, seam: FoldPair, weights: list[Tensor], inputs: Moments, factor_C: Tensor) -> float:
         factor_K, error = seam.spread(factor_C), 0.0
         for weight in weights:
             scaled_up = grouped(weight * factor_K, self.group)
@@ -76,7 +76,7 @@ class Awq(Recipe):
         return error
 
 
-def _candidates(seam: Seam, weights: list[Tensor], inputs: Moments) -> Iterator[Tensor]:
+def _candidates(seam: FoldPair, weights: list[Tensor], inputs: Moments) -> Iterator[Tensor]:
     """Factors x^r, and x^r / w^(1-r) with w the weights' mean share of their group, for r from 0 to 1."""
     size = seam.gather(inputs.mean).clamp_min(1e-4)
     shares = torch.cat([weight.abs() / weight.abs().amax(1, keepdim=True).clamp_min(1e-8) for weight in weights])

@@ -21,7 +21,7 @@ from compress.files import copied
 _RECIPE = "recipe.json"
 
 
-class Workbench:
+class Workspace:
     """The folder of a run that may have been interrupted."""
 
     def __init__(

@@ -171,7 +171,7 @@ def prune(
     length: Length = LENGTH,
 ) -> None:
     """Weights that matter least become zero; with --steps the base then heals the rest."""
-    from compress.prune import Judgement
+    from compress.prune import PruneScore
     from compress.prune import prune as cut
     from compress.training import Plan
 
@@ -179,7 +179,7 @@ def prune(
         _fail(f"2:4 is a sparsity of {HALF}: leave --sparsity {sparsity} out, or the pattern")
     with _making(base, out) as told:
         windows, plan = _windows(base, text, None, length), Plan(steps, batch, learning_rate)
-        cut(base, out, windows, Judgement(sparsity, pattern, wanda, compensate), plan, told)
+        cut(base, out, windows, PruneScore(sparsity, pattern, wanda, compensate), plan, told)
 
 
 @app.command()

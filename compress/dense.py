@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from compress.checkpoint import Workbench, as_stored
+from compress.checkpoint import Workspace, as_stored
 from compress.network import layers_of, outside_layers, read_config, stored_dtype
 
 
@@ -15,7 +15,7 @@ def pieces(model: PreTrainedModel) -> int:
     return len(layers_of(model)) + 1
 
 
-def write(model: PreTrainedModel, shape_of: Path, bench: Workbench, changed: Mapping[str, Any] | None = None) -> None:
+def write(model: PreTrainedModel, shape_of: Path, bench: Workspace, changed: Mapping[str, Any] | None = None) -> None:
     """Finish the bench's checkpoint with this network; its config is that of `shape_of` but for `changed`."""
     config = read_config(shape_of)
     dtype = stored_dtype(config)

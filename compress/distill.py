@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from compress import dense, text
-from compress.checkpoint import Workbench
+from compress.checkpoint import Workspace
 from compress.errors import CompressError
 from compress.network import load
 from compress.progress import Progress
@@ -49,7 +49,7 @@ def distill(
         "text": text.described(windows_WT),
         **asdict(plan),
     }
-    bench = Workbench(student, out, settings, dense.pieces(model), teacher)
+    bench = Workspace(student, out, settings, dense.pieces(model), teacher)
     loss_of = distillation(model, its_teacher, temperature, hard, drafting)
     loss = train(model, windows_WT, loss_of, plan, bench, progress)
     dense.write(model, student, bench)

@@ -10,7 +10,7 @@ from compress.network import READERS, Moments, head_dim, linear
 
 
 @dataclass(frozen=True, slots=True)
-class Seam:
+class FoldPair:
     """A place between a maker (a norm or a linear) and the linears that read its channels."""
 
     maker: str
@@ -50,13 +50,13 @@ class Seam:
         return factor_K
 
 
-def seams(layer: nn.Module) -> Iterator[Seam]:
+def seams(layer: nn.Module) -> Iterator[FoldPair]:
     """All seams of a layer, in the order in which its values pass."""
     values, queries = linear(layer, "self_attn.v_proj"), linear(layer, "self_attn.o_proj")
     heads, sharing = values.out_features // head_dim(layer), queries.in_features // values.out_features
     for maker, readers in READERS.items():
         attends = maker == "self_attn.v_proj"
-        yield Seam(maker, readers, heads if attends else 1, sharing if attends else 1)
+        yield FoldPair(maker, readers, heads if attends else 1, sharing if attends else 1)
 
 
 def scaled(moments: Moments, factor_K: Tensor) -> Moments:

@@ -13,7 +13,7 @@ from compress.choices import Granularity
 from compress.network import LINEARS, Seen, linear
 from compress.recipe import Recipe, Rounded
 from compress.rounding import as_written, round_fp8
-from kernels.quantized import FP8_MAX
+from kernels.quantized_weights import FP8_MAX
 
 
 @dataclass(frozen=True, slots=True)

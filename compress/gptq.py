@@ -16,7 +16,7 @@ from compress.columns import Change, change_columns, damped
 from compress.network import READERS, Moments, Seen, linear
 from compress.recipe import Recipe, Rounded
 from compress.rounding import Steps, cheapest_steps, grouped, int4_weight
-from kernels.quantized import INT4_ZERO, Int4Weight
+from kernels.quantized_weights import INT4_ZERO, Int4Weight
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig
 from torch import Tensor
 
 from compress.choices import Granularity
-from kernels.quantized import FP8_BLOCK, INT4_ZERO, Fp8Weight, Int4Weight, Int8Weight, QuantizedWeight
+from kernels.quantized_weights import FP8_BLOCK, INT4_ZERO, Fp8Weight, Int4Weight, Int8Weight, QuantizedWeight
 
 _EMBEDDINGS = ["lm_head"]
 

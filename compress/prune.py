@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from compress import dense, text
-from compress.checkpoint import Workbench
+from compress.checkpoint import Workspace
 from compress.choices import Pattern
 from compress.columns import Change, change_columns
 from compress.errors import CompressError
@@ -28,7 +28,7 @@ _BLOCK = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
+class PruneScore:
     """Which weights matter, and how many stay."""
 
     sparsity: float = 0.5
@@ -39,7 +39,7 @@ class Judgement:
     """Weights that stay make up for those that go before them."""
 
 
-def prune(base: Path, out: Path, windows_WT: Tensor, judgement: Judgement, heal: Plan, progress: Progress) -> None:
+def prune(base: Path, out: Path, windows_WT: Tensor, judgement: PruneScore, heal: Plan, progress: Progress) -> None:
     """Prune layer after layer, then heal: the base teaches what is left. No `heal.steps` leaves it as it is.
 
     Raises CompressError.
@@ -50,7 +50,7 @@ def prune(base: Path, out: Path, windows_WT: Tensor, judgement: Judgement, heal:
     ):
         raise CompressError(f"2:4 needs linears whose inputs are multiples of 4; those of {base} are not")
     settings = {"method": "prune", **asdict(judgement), **asdict(heal), "text": text.described(windows_WT)}
-    bench = Workbench(base, out, settings, dense.pieces(model))
+    bench = Workspace(base, out, settings, dense.pieces(model))
     pruned = bench.kept("pruned")
     if pruned is None:
         pruned = _pruned(model, windows_WT[:SEEN], judgement, progress)
@@ -63,7 +63,7 @@ def prune(base: Path, out: Path, windows_WT: Tensor, judgement: Judgement, heal:
     dense.write(model, base, bench)
 
 
-def _pruned(model: PreTrainedModel, windows_WT: Tensor, judgement: Judgement, progress: Progress) -> dict[str, Tensor]:
+def _pruned(model: PreTrainedModel, windows_WT: Tensor, judgement: PruneScore, progress: Progress) -> dict[str, Tensor]:
     """The linears' weights by name, pruned. Each layer is judged by what the pruned ones before it say."""
     stream, pruned = Stream(model, windows_WT), dict[str, Tensor]()
     for index, layer in enumerate(stream.layers):
@@ -79,7 +79,7 @@ def _pruned(model: PreTrainedModel, windows_WT: Tensor, judgement: Judgement, pr
     return pruned
 
 
-def _prune(weight_NK: Tensor, gram_KK: Tensor, judgement: Judgement) -> Tensor:
+def _prune(weight_NK: Tensor, gram_KK: Tensor, judgement: PruneScore) -> Tensor:
     """The weight with zeros; each block is judged when those before it have been made up for."""
     sizes_K = gram_KK.diagonal().sqrt() if judgement.wanda else torch.ones_like(gram_KK[0])
 

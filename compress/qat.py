@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 
 from compress import layout, text
-from compress.checkpoint import Workbench, as_stored
+from compress.checkpoint import Workspace, as_stored
 from compress.gptq import Gptq
 from compress.network import (
     LINEARS,
@@ -33,7 +33,7 @@ from compress.quantize import layer_tensors, round_layer
 from compress.recipe import Rounded
 from compress.rounding import Steps, grouped, int4_weight
 from compress.training import Plan, distillation, train
-from kernels.quantized import INT4_ZERO, Int4Weight
+from kernels.quantized_weights import INT4_ZERO, Int4Weight
 
 
 class _AsRounded(nn.Module):
@@ -62,7 +62,7 @@ def qat(base: Path, out: Path, windows_WT: Tensor, plan: Plan, progress: Progres
     model, config = load(base), read_config(base)
     settings = {"method": "qat", "group": group, "text": text.described(windows_WT), **asdict(plan)}
     layers = layers_of(model)
-    bench = Workbench(base, out, settings, len(layers) + 1)
+    bench = Workspace(base, out, settings, len(layers) + 1)
     begun = bench.kept("begun")
     if begun is None:
         begun = _begin(model, windows_WT[:SEEN], group, progress)

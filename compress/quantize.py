@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from compress import text
-from compress.checkpoint import Workbench, as_stored
+from compress.checkpoint import Workspace, as_stored
 from compress.layout import Scheme, tensors_of
 from compress.network import Stream, at_work, layers_of, linear, load, outside_layers, read_config, stored_dtype
 from compress.progress import Progress
@@ -18,7 +18,7 @@ def quantize(base: Path, out: Path, recipe: Recipe, windows_WT: Tensor | None, p
     model, config = load(base), read_config(base)
     layers = layers_of(model)
     settings = recipe.settings() | ({} if windows_WT is None else {"text": text.described(windows_WT)})
-    bench = Workbench(base, out, settings, len(layers) + 1)
+    bench = Workspace(base, out, settings, len(layers) + 1)
     stream = None
     if recipe.calibrated:
         assert windows_WT is not None

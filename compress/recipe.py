@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from compress.layout import Scheme
 from compress.network import Seen
-from kernels.quantized import QuantizedWeight
+from kernels.quantized_weights import QuantizedWeight
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from compress.choices import Granularity
-from kernels.quantized import FP8, FP8_BLOCK, FP8_MAX, INT4_ZERO, Fp8Weight, Int4Weight, Int8Weight, pack_int4
+from kernels.quantized_weights import FP8, FP8_BLOCK, FP8_MAX, INT4_ZERO, Fp8Weight, Int4Weight, Int8Weight, pack_int4
 
 _TINY = 1e-8
 _KEEPS = tuple(1 - 0.04 * step for step in range(8))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from compress import dense, text
-from compress.checkpoint import Workbench
+from compress.checkpoint import Workspace
 from compress.columns import keep_columns
 from compress.errors import CompressError
 from compress.network import SEEN, Seen, Stream, at_work, head_dim, layers_of, linear, load, read_config
@@ -44,7 +44,7 @@ def shrink(base: Path, out: Path, windows_WT: Tensor, cut: Cut, heal: Plan, prog
         raise CompressError("nothing would be left: cut fewer neurons, heads or layers")
     layers = layers_of(model)
     settings = {"method": "shrink", **asdict(cut), **asdict(heal), "text": text.described(windows_WT)}
-    bench = Workbench(base, out, settings, len(layers) - cut.layers + 1)
+    bench = Workspace(base, out, settings, len(layers) - cut.layers + 1)
     stream, turned = Stream(model, windows_WT[:SEEN]), []
     for index, layer in enumerate(layers):
         progress("layers", index, len(layers))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from compress.attention import read_whole_windows
-from compress.checkpoint import Workbench
+from compress.checkpoint import Workspace
 from compress.network import workplace
 from compress.progress import Progress
 
@@ -41,7 +41,7 @@ def train(
     windows_WT: Tensor,
     loss_of: Callable[[Tensor], Tensor],
     plan: Plan,
-    bench: Workbench,
+    bench: Workspace,
     progress: Progress,
     after_step: Callable[[], None] = lambda: None,
 ) -> float:

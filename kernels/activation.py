@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.overlap import begin, launch_options
+from kernels.dependent_launch import launch_options, wait
 
 
 @triton.jit
@@ -18,7 +18,7 @@ def silu_and_mul_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    begin(PDL)
+    wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < n

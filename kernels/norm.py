@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.overlap import begin, launch_options
+from kernels.dependent_launch import launch_options, wait
 
 
 @triton.jit
@@ -30,7 +30,7 @@ def rms_norm_kernel(
     columns = tl.arange(0, BLOCK)
     inside = columns < n
     scale = tl.load(weight + (row % groups) * n + columns, mask=inside, other=0.0).to(tl.float32)
-    begin(PDL)
+    wait(PDL)
     number = tl.load(x + row * x_stride + columns, mask=inside, other=0.0)
     if delta is not None:
         # The sum is rounded to the residual's dtype before it is normalized: later layers see the same number.

@@ -12,8 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kernels import quantized, reference
-from kernels.quantized import INT4_ZERO, Int4Weight, Int8Weight, StackedWeight, Weight
+from kernels import quantized_weights, reference
+from kernels.quantized_weights import INT4_ZERO, Int4Weight, Int8Weight, StackedWeight, Weight
 
 _PACK_FROM = 1 << 20
 """Numbers from which on a weight is worth oneDNN's layout; below, its call costs more than the product."""
@@ -41,7 +41,7 @@ def prepare(weight: Weight, dtype: torch.dtype) -> Tensor | Product:
         return Int8Product(weight)
     if isinstance(weight, Int4Weight) and _int4_group(weight):
         return Int4Product(weight)
-    return quantized.dequantize(weight, dtype)
+    return quantized_weights.dequantize(weight, dtype)
 
 
 class Int8Product:
@@ -68,7 +68,7 @@ class Int8Product:
                 both = self._sums(torch.cat((high, low)))
                 sums = both[:rows].mul_(256).add_(both[rows:])
         else:
-            values, scale = quantized.quantize_rows_int8(x)
+            values, scale = quantized_weights.quantize_rows_int8(x)
             sums = self._sums(values)
         out = sums.mul_(scale)
         return (out if bias is None else out.add_(bias)).to(x.dtype)

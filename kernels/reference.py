@@ -6,8 +6,8 @@ Knows tensors and block tables, never models, jobs or schedules.
     R rows of a step       K key/value heads  L tokens of context   P tokens per block      S rows that sample
 
 A KV pool is one tensor for each layer, `kv_NP2KD`: key and value of a token lie side by side, so one copy writes both,
-one gather reads both, and a block is one contiguous page; `kernels.kv` knows its formats. Block 0 belongs to nobody: it
-is all zeros and pads tables.
+one gather reads both, and a block is one contiguous page; `kernels.kv_pages` knows its formats. Block 0 belongs to
+nobody: it is all zeros and pads tables.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import kv
+from kernels import kv_pages
 
 IntArray = npt.NDArray[np.integer]
 
@@ -101,7 +101,7 @@ def rope_and_store(
     low, high = qk[..., : dim // 2], qk[..., dim // 2 :]
     swapped = torch.cat((high, low), dim=-1).mul_(sin)
     qk.mul_(cos).add_(swapped)
-    kv.store(kv_NP2KD, places_T, qkv[:, heads:], kv_scales)
+    kv_pages.store(kv_NP2KD, places_T, qkv[:, heads:], kv_scales)
     return qkv[:, :heads]
 
 
@@ -306,7 +306,7 @@ def _gather(
 ) -> tuple[Tensor, Tensor]:
     """Keys and values of a group's rows, both [R, K, L, D]."""
     kv_heads, dim = kv_NP2KD.shape[3:]
-    pages = kv.load(kv_NP2KD, group.blocks, kv_scales, dtype).view(group.rows, -1, 2, kv_heads, dim)
+    pages = kv_pages.load(kv_NP2KD, group.blocks, kv_scales, dtype).view(group.rows, -1, 2, kv_heads, dim)
     k, v = pages.permute(2, 0, 3, 1, 4).unbind(0)
     return k, v
 

@@ -1,8 +1,8 @@
 """Rotary embedding, optional norm of queries and keys, and the write of keys and values to their pages: one launch.
 
 T tokens, H query heads, K key/value heads, D head dimension, N blocks, P tokens per block, ROWS of a page. A pool of 8
-bits is written in its format (`kernels.kv`), from keys and values that are rounded to the model's dtype first. Angles
-and places are read before the previous kernel has ended: those just before may not write them.
+bits is written in its format (`kernels.kv_pages`), from keys and values that are rounded to the model's dtype first.
+Angles and places are read before the previous kernel has ended: those just before may not write them.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.kv import block_size_of
-from kernels.overlap import begin, launch_options
+from kernels.dependent_launch import launch_options, wait
+from kernels.kv_pages import block_size_of
 
 
 @triton.jit
@@ -50,7 +50,7 @@ def rope_and_store_kernel(
     cos_high = tl.load(cos + angle * D + half + lanes, mask=rotated, other=1.0).to(tl.float32)
     sin_low = tl.load(sin + angle * D + lanes, mask=rotated, other=0.0).to(tl.float32)
     sin_high = tl.load(sin + angle * D + half + lanes, mask=rotated, other=0.0).to(tl.float32)
-    begin(PDL)
+    wait(PDL)
     source = qkv + (token * (H + 2 * K) + heads) * D + lanes
     low = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)

@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import Tensor
 
-from client.terminal import console
 from compress import text
 from compress.awq import Awq
 from compress.errors import CompressError
@@ -23,7 +22,8 @@ from compress.quantize import quantize
 from compress.recipe import Recipe
 from compress.shrink import Cut, shrink
 from compress.training import Plan
-from services.worker.config import CheckpointError
+from report.console import console
+from services.worker.errors import CheckpointError
 from verify import command
 from verify.gates import LIMITS
 

@@ -15,7 +15,7 @@ lock before the thread that knows Python hears of it; without, that thread polls
 def run(module: str) -> None:
     """Imports a process's module and calls its `run`, which takes nothing and returns at the process's end. A package
     that is not installed, of those that the extra of a service's own name brings, is told in one line."""
-    _poll()
+    choose_polling()
     try:
         importlib.import_module(module).run()
     except ModuleNotFoundError as error:
@@ -26,18 +26,12 @@ def run(module: str) -> None:
         refuse_to_serve(f"the {service} needs {package}, which is not installed: pip install 'weft[{service}]'")
 
 
-def weft() -> None:
-    """The `weft` command. Who imports the client into a program of their own decides how gRPC waits there."""
-    _poll()
-    importlib.import_module("client.cli").app()
-
-
 def refuse_to_serve(reason: str) -> NoReturn:
     """Ends the process with one line on stderr and the exit code that tells a supervisor not to try again."""
     print(f"weft: {reason}", file=sys.stderr)
     sys.exit(os.EX_CONFIG)
 
 
-def _poll() -> None:
+def choose_polling() -> None:
     """Unless the environment says how gRPC shall wait."""
     os.environ.setdefault("GRPC_EXPERIMENTS", POLLING)

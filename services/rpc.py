@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from pydantic_settings import SettingsError
 
 from services import metrics, telemetry
-from services.boundary import Boundary
+from services.interceptor import ErrorInterceptor
 from services.process import refuse_to_serve
 
 PUBLIC_MESSAGE_BYTES = 1 << 20
@@ -130,7 +130,7 @@ async def serve(
     counts = counts or metrics.Metrics()
     services = list(services)
     traced = frozenset(service.name for service in services if service.traced)
-    server = aio.server(interceptors=[Boundary(counts, traced), *gates], options=options)
+    server = aio.server(interceptors=[ErrorInterceptor(counts, traced), *gates], options=options)
     checks = health.aio.HealthServicer()
     names = []
     for service in services:

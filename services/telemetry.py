@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import structlog
 
-from services.courier import Courier, Tally
+from services import span_export
 from services.settings import CommonSettings
+from services.span_export import SpanBudget
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -227,10 +228,12 @@ class _Tracing:
         # Trouble is told by the courier, at its pace.
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
         limit = int(os.environ.get("OTEL_BSP_MAX_QUEUE_SIZE", "2048"))
-        tally = self.tally = Tally(limit)
+        tally = self.tally = SpanBudget(limit)
         timed = any(os.environ.get(f"OTEL_EXPORTER_OTLP_{name}TIMEOUT") for name in ("", "TRACES_"))
         exporter = self._exporter = OTLPSpanExporter(timeout=None if timed else EXPORT_S)
-        courier = self._courier = Courier(lambda batch: exporter.export(batch) is SpanExportResult.SUCCESS, tally)
+        courier = self._courier = span_export.SpanExporter(
+            lambda batch: exporter.export(batch) is SpanExportResult.SUCCESS, tally
+        )
 
         class Exporter(SpanExporter):
             def export(self, spans: Any) -> SpanExportResult:

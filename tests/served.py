@@ -10,16 +10,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from kernels import quantized
-from services.worker.config import load_config, read_quantization
-from services.worker.engine import Engine
-from services.worker.formats.registry import reader_of
-from services.worker.formats.tensors import ModuleTensors
-from services.worker.formats.tensors import Tensors as Source
-from services.worker.job import EngineOptions
-from services.worker.model import Model
-from services.worker.ops import ReferenceOps
-from services.worker.weights import open_checkpoint
+from kernels import quantized_weights
+from services.worker.engine.generation import GenerationEngine
+from services.worker.loader.config import load_config, read_quantization
+from services.worker.loader.formats.module_tensors import ModuleTensors
+from services.worker.loader.formats.module_tensors import Tensors as Source
+from services.worker.loader.formats.registry import reader_of
+from services.worker.loader.tensors import open_checkpoint
+from services.worker.models.decoder import Decoder
+from services.worker.options import EngineOptions
+from services.worker.runners.cpu.ops import ReferenceOps
 from tests.checkpoints import VOCAB, Shape
 from tests.worker.drive import job, prompt_of, run
 
@@ -49,7 +49,7 @@ def tolerance_of(kind: str) -> float:
     return next((most for name, most in TOLERANCES.items() if kind.startswith(name)), EXACT)
 
 
-def weights_of(folder: Path, shapes: Mapping[str, torch.Size]) -> dict[str, quantized.Weight]:
+def weights_of(folder: Path, shapes: Mapping[str, torch.Size]) -> dict[str, quantized_weights.Weight]:
     """What the worker reads."""
     reader, checkpoint = reader_of(read_quantization(folder), None), open_checkpoint(folder)
     assert reader is not None
@@ -58,12 +58,14 @@ def weights_of(folder: Path, shapes: Mapping[str, torch.Size]) -> dict[str, quan
         return {name: reader.read(ModuleTensors(source, name), *shape) for name, shape in shapes.items()}
 
 
-def engine_of(folder: Path, **options: Any) -> Engine:
+def engine_of(folder: Path, **options: Any) -> GenerationEngine:
     settings = {"kv_blocks": 256, "max_batch_size": 16, **options}
-    return Engine(folder, EngineOptions(**settings), lambda phase, done, total: None)
+    return GenerationEngine(folder, EngineOptions(**settings), lambda phase, done, total: None)
 
 
-def assert_served_like(twin: Path, engine: Engine, tolerance: float, tokens: int = 24, *, mean: bool = False) -> None:
+def assert_served_like(
+    twin: Path, engine: GenerationEngine, tolerance: float, tokens: int = 24, *, mean: bool = False
+) -> None:
     """Greedy answers: each token is, within tolerance, the twin's best, and as likely as the twin says; with `mean`, on
     average."""
     model: Any = AutoModelForCausalLM.from_pretrained(twin, dtype=torch.float32)
@@ -87,14 +89,15 @@ def twin_of(source: Path, folder: Path) -> Path:
     config.pop("quantization_config")
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    projections = Model(load_config(source), ReferenceOps(), torch.float32, 1, hollow=True).projections()
+    projections = Decoder(load_config(source), ReferenceOps(), torch.float32, 1, hollow=True).projections()
     shapes = {
         module: torch.Size((outputs, each.linear.inputs))
         for each in projections
         for module, outputs in zip(each.modules, each.outputs, strict=True)
     }
     plain = {
-        f"{module}.weight": quantized.dequantize(w, torch.float32) for module, w in weights_of(source, shapes).items()
+        f"{module}.weight": quantized_weights.dequantize(w, torch.float32)
+        for module, w in weights_of(source, shapes).items()
     }
     for name, tensor in read(source).items():
         module, _, kind = name.rpartition(".")

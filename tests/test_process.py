@@ -12,13 +12,13 @@ from tests.deploy import code
 
 _ENTRY = """
 import os, sys, types
-import bench.load, services.cache, services.gateway, services.scheduler, services.worker  # what -m imports first
+import weft.load, services.cache, services.gateway, services.scheduler, services.worker  # what -m imports first
 entry = types.ModuleType("entry")
 entry.run = entry.app = lambda: print(os.environ["GRPC_EXPERIMENTS"], "grpc" in sys.modules)
-sys.modules["entry"] = sys.modules["client.cli"] = entry
+sys.modules["entry"] = sys.modules["weft.cli.app"] = entry
 from services import process
 """
-_SERVICE, _COMMAND = 'process.run("entry")', "process.weft()"
+_SERVICE, _COMMAND = 'process.run("entry")', "from weft.main import main; main()"
 
 
 def began(call: str, **environment: str) -> list[str]:
@@ -39,7 +39,7 @@ def test_who_runs_them_may_choose_otherwise(call: str) -> None:
 
 
 def test_who_imports_the_client_keeps_what_grpc_does() -> None:
-    program = "import os, client; print(os.environ.get('GRPC_EXPERIMENTS'))"
+    program = "import os; from weft import Client; print(os.environ.get('GRPC_EXPERIMENTS'))"
     env = {name: value for name, value in os.environ.items() if name != "GRPC_EXPERIMENTS"}
     done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
     assert done.stdout == "None\n"
@@ -82,7 +82,7 @@ def test_a_client_of_a_load_that_is_started_by_hand_says_what_it_is() -> None:
     master, terminal = pty.openpty()
     ours, pipe = os.pipe()
     starts: list[tuple[list[str], int]] = [([], terminal), ([], subprocess.DEVNULL), (["--help"], ours)]
-    command = [sys.executable, "-m", "bench.load"]
+    command = [sys.executable, "-m", "weft.load"]
     began = [subprocess.Popen([*command, *more], stdin=told, stderr=subprocess.PIPE) for more, told in starts]
     began.append(subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE))
     line = b"weft: this is one client process of a load, which is told what to do: run `weft bench`\n"

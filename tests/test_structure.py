@@ -7,33 +7,33 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("gateway", "scheduler", "worker", "cache")
-PACKAGES = ("protos", "services", "kernels", "client", "compress", "verify", "report", "bench", "models")
+PACKAGES = ("protos", "services", "kernels", "weft", "compress", "verify", "report", "bench", "models")
 
 # Each outside library has one door in the serving path.
 DOORS = {
     "redis": {"services/cache/store.py"},
-    "tokenizers": {"services/gateway/text.py"},
-    "safetensors": {"services/worker/weights.py"},
+    "tokenizers": {"services/gateway/text/tokenizer.py"},
+    "safetensors": {"services/worker/loader/tensors.py"},
     "opentelemetry": {"services/telemetry.py"},
     "prometheus_client": {"services/metrics.py"},
     "triton": set(),
 }
 # Pure rooms: the clock is an argument, there is no I/O and no tensor.
 PURE = (
-    "services/scheduler/catalog.py",
-    "services/scheduler/pool.py",
-    "services/scheduler/routing.py",
-    "services/scheduler/books.py",
-    "services/scheduler/jobs.py",
-    "services/scheduler/commands.py",
-    "services/scheduler/admission.py",
-    "services/scheduler/placement.py",
-    "services/scheduler/fairness.py",
-    "services/worker/blocks.py",
-    "services/worker/batching.py",
-    "services/worker/sequence.py",
+    "services/scheduler/core/catalog.py",
+    "services/scheduler/core/pool.py",
+    "services/scheduler/core/routing.py",
+    "services/scheduler/core/state.py",
+    "services/scheduler/core/jobs.py",
+    "services/scheduler/core/commands.py",
+    "services/scheduler/core/admission.py",
+    "services/scheduler/core/placement.py",
+    "services/scheduler/core/fairness.py",
+    "services/worker/planner/block_pool.py",
+    "services/worker/planner/planner.py",
+    "services/worker/planner/sequence.py",
     "services/cache/breaker.py",
-    "services/gateway/stops.py",
+    "services/gateway/text/stop_strings.py",
 )
 
 
@@ -80,12 +80,12 @@ def test_rooms_never_import_one_another() -> None:
 
 def test_the_shared_floor_stands_on_itself() -> None:
     floor = (path for path in (ROOT / "services").glob("*.py"))
-    assert offenders(floor, *(f"services.{room}" for room in ROOMS), "kernels", "client", "bench") == []
+    assert offenders(floor, *(f"services.{room}" for room in ROOMS), "kernels", "weft", "bench") == []
 
 
 def test_tools_stand_beside_the_mesh() -> None:
     """Compression knows the meaning of quantized weights, never who serves them; proof knows the worker."""
-    assert offenders(sources("compress"), "services", "verify", "client", "bench", "models", "protos") == []
+    assert offenders(sources("compress"), "services", "verify", "weft", "bench", "models", "protos") == []
     assert offenders(sources("verify"), "models", "services.gateway", "services.scheduler", "services.cache") == []
     assert offenders(sources("report"), *(package for package in PACKAGES if package != "report")) == []
     assert offenders(sources("services", "kernels"), "compress", "verify", "report", "bench", "models") == []
@@ -93,14 +93,11 @@ def test_tools_stand_beside_the_mesh() -> None:
 
 def test_only_the_worker_computes() -> None:
     serving = [f"services/{room}" for room in ROOMS if room != "worker"]
-    assert offenders(sources(*serving, "client"), "torch", "kernels", "transformers", "numpy") == []
+    assert offenders(sources(*serving, "weft"), "torch", "kernels", "transformers", "numpy") == []
 
 
 def test_the_client_library_needs_protos_alone() -> None:
-    library = (
-        ROOT / "client" / f"{name}.py"
-        for name in ("__init__", "api", "blocking", "errors", "requests", "retry", "splice")
-    )
+    library = sources("weft/client")
     assert offenders(library, "services", "kernels", "pydantic", "structlog", "typer", "rich") == []
 
 
@@ -125,8 +122,8 @@ def test_every_file_says_what_it_owns() -> None:
 
 
 def test_nothing_unpickles_or_runs_a_checkpoints_code() -> None:
-    assert offenders(sources("services", "kernels", "client"), "pickle", "marshal", "shelve", "dill") == []
-    for path in sources("services", "kernels", "client"):
+    assert offenders(sources("services", "kernels", "weft"), "pickle", "marshal", "shelve", "dill") == []
+    for path in sources("services", "kernels", "weft"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call):
                 called = ast.unparse(node.func)

@@ -57,11 +57,11 @@ def verify(
     html: Annotated[Path | None, typer.Option(help="Write a report with plots there.")] = None,
 ) -> None:
     """Prove that checkpoints are still the model they were made from. The exit code is 1 if one fails a gate."""
-    from client.terminal import console
     from compress import text as texts
     from compress.cli import errors
     from compress.progress import bars
-    from services.worker.config import CheckpointError
+    from report.console import console
+    from services.worker.errors import CheckpointError
     from verify import command
     from verify.gates import LIMITS
 

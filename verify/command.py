@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from bench import machine
 from compress.progress import Progress
-from services.worker.config import CheckpointError
+from report import machine
+from services.worker.errors import CheckpointError
 from verify import compare, page, rounding
 from verify.figures import ROWS, cell, number
 from verify.gates import base_figures, figures, judged

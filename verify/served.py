@@ -12,10 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from services.worker.config import CheckpointError
-from services.worker.engine import Engine
-from services.worker.job import EngineOptions, Job, SamplingParams
-from services.worker.layers import DecoderLayer
+from services.worker.engine.generation import GenerationEngine
+from services.worker.errors import CheckpointError
+from services.worker.job import Job, SamplingParams
+from services.worker.models.layers import DecoderLayer
+from services.worker.options import EngineOptions
 from verify.whole import whole
 
 
@@ -53,7 +54,7 @@ class Served:
             prefix_cache=False,
         )
         try:
-            self._engine = Engine(folder, options, lambda *_: None)
+            self._engine = GenerationEngine(folder, options, lambda *_: None)
         except CheckpointError as error:
             raise CheckpointError(f"{folder}: {error}") from None
         self.config, self.parameters = self._engine.config, self._engine.parameters

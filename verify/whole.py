@@ -9,19 +9,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.worker.layers import StepTensors
-from services.worker.ops import Rotation
-from services.worker.runner import CpuRunner, Runner
+from services.worker.models.layers import StepTensors
+from services.worker.models.ops import RopeTables
+from services.worker.runners.base import Runner
+from services.worker.runners.cpu.runner import CpuRunner
 
 if TYPE_CHECKING:
-    from services.worker.gpu_runner import GpuRunner
+    from services.worker.runners.cuda.runner import GpuRunner
 
 
 def whole(runner: Runner, ids_T: Tensor) -> StepTensors:
     """The step of token ids int64 [T] on the model's device."""
     if isinstance(runner, CpuRunner):
         return _on_cpu(runner, ids_T)
-    from services.worker.gpu_runner import GpuRunner
+    from services.worker.runners.cuda.runner import GpuRunner
 
     assert isinstance(runner, GpuRunner), type(runner).__name__
     return _on_gpu(runner, ids_T)
@@ -34,7 +35,7 @@ def _on_cpu(runner: CpuRunner, ids_T: Tensor) -> StepTensors:
     windows, dtype = set(model.config.windows), model.embedding.dtype
     return StepTensors(
         token_ids=ids_T,
-        rotation=Rotation(model.cos[:count], model.sin[:count]),
+        rotation=RopeTables(model.cos[:count], model.sin[:count]),
         places=places,
         plans={w: plan(lengths, lengths, blocks[None].numpy(), size, w, dtype) for w in windows},
         sampled=None,
@@ -42,7 +43,7 @@ def _on_cpu(runner: CpuRunner, ids_T: Tensor) -> StepTensors:
 
 
 def _on_gpu(runner: "GpuRunner", ids_T: Tensor) -> StepTensors:
-    from kernels.slots import StepInputs
+    from kernels.step_io import StepInputs
 
     device, count = runner.device, len(ids_T)
     blocks, places = _room(count, runner.block_size)

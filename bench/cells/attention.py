@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.cells import Row, Shape
 from bench.timing import DTYPE, copies, rand, timed
-from kernels import attention, kv
+from kernels import attention, kv_pages
 
 
 class Pages:
@@ -31,10 +31,10 @@ class Pages:
 
     def pool(self) -> Tensor:
         shape = self.shape
-        pool = kv.make_pool(self.count, self.block, shape.kv_heads, shape.dim, self.stored, "cuda")
-        if self.stored == kv.INT8:
+        pool = kv_pages.make_pool(self.count, self.block, shape.kv_heads, shape.dim, self.stored, "cuda")
+        if self.stored == kv_pages.INT8:
             pool.random_(-127, 128)
-            kv.scales_of(pool).uniform_(0.005, 0.01)
+            kv_pages.scales_of(pool).uniform_(0.005, 0.01)
             return pool
         return pool.copy_(rand(*pool.shape))
 
@@ -63,7 +63,7 @@ class Pages:
 
     def bytes(self) -> float:
         """Of all keys and values, and their scales."""
-        scale = 4 if self.stored == kv.INT8 else 0
+        scale = 4 if self.stored == kv_pages.INT8 else 0
         keys = sum(self.contexts) - self.shared * (len(self.contexts) - 1)
         return 2.0 * keys * self.shape.kv_heads * (self.shape.dim * self.stored.itemsize + scale)
 
@@ -138,5 +138,5 @@ def chunk_row(shape: Shape, tokens: int, context: int, answers: int = 0, stored:
     numbers = sum(contexts) * 2 * shape.kv_heads * shape.dim
     moved = 4.0 * sum(lengths) * shape.heads * shape.dim + numbers * stored.itemsize
     flop = prefill_flop(shape, tokens, context) + 4.0 * answers * 2100 * shape.heads * shape.dim
-    title = f"{shape.name}{' fp8' if stored == kv.FP8 else ''} chunk {tokens} of {context}"
+    title = f"{shape.name}{' fp8' if stored == kv_pages.FP8 else ''} chunk {tokens} of {context}"
     return Row(title + (f" + {answers} x 2100" if answers else ""), seconds * 1e6, moved, flop)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from bench.cells import SHAPES, Row, Shape
 from bench.timing import DTYPE, copies, rand, timed
-from kernels import activation, blocks, norm, rope_kv, sampling
+from kernels import activation, block_copy, norm, rope_kv, sampling
 from kernels.sampling.slot_settings import slot_settings
 
 
@@ -61,8 +61,8 @@ def sampling_row(rows: int, name: str, temperature: float, top_k: int, top_p: fl
 def blocks_row(shape: Shape, count: int) -> Row:
     layers = 32 if shape.name == "8B" else 16
     pools = [rand(512, 16, 2, shape.kv_heads, shape.dim) for _ in range(layers)]
-    addresses = blocks.pool_addresses(pools)
+    addresses = block_copy.pool_addresses(pools)
     ids = torch.randperm(512, device="cuda")[:count]
     staging = torch.empty(count, layers, 16, 2, shape.kv_heads, shape.dim, dtype=DTYPE, device="cuda")
-    seconds = timed([lambda: blocks.gather_blocks(addresses, pools[0], ids, staging)])
+    seconds = timed([lambda: block_copy.gather_blocks(addresses, pools[0], ids, staging)])
     return Row(f"{shape.name} gather {count} blocks", seconds * 1e6, 2.0 * staging.numel() * 2, 0)

@@ -10,8 +10,8 @@ from torch import Tensor
 from bench.cells import Row, Shape
 from bench.timing import DTYPE, ROTATED_BYTES, copies, rand, timed
 from kernels import rope_kv
-from kernels.products import fp8, linear, matmul, qkv
-from kernels.products.words import Words
+from kernels.linear import dense, fp8, linear, qkv_rope
+from kernels.linear.packed import Words
 
 
 def products(shape: Shape) -> Iterator[tuple[str, int, int, bool, bool]]:
@@ -32,7 +32,7 @@ def product_row(shape: Shape, name: str, n: int, k: int, gated: bool, added: boo
     residual = rand(rows, n) if added else None
     out = torch.empty(rows, n, dtype=DTYPE, device="cuda")
     plain = torch.empty(rows, outputs, dtype=DTYPE, device="cuda")
-    seconds = timed([partial(matmul.linear, x, w, residual=residual, gated=gated, out=out) for w in weights])
+    seconds = timed([partial(dense.linear, x, w, residual=residual, gated=gated, out=out) for w in weights])
     vendor = timed([partial(torch.mm, x, w.t(), out=plain) for w in weights])
     moved = 2.0 * (outputs * k + rows * k + rows * n)
     return Row(
@@ -45,14 +45,16 @@ def rotated_row(shape: Shape, rows: int) -> Row:
     width, dim = (shape.heads + 2 * shape.kv_heads) * shape.dim, shape.dim
     weights, x, pool = copies(lambda: rand(width, shape.hidden)), rand(rows, shape.hidden), rand(64, 16, 2, 8, dim)
     cos, sin, at = rand(1024, 1, dim), rand(1024, 1, dim), torch.arange(rows, device="cuda")
-    tile = qkv.tile_for(x, dim)
+    tile = qkv_rope.tile_for(x, dim)
     assert tile is not None
 
     def apart(w: Tensor) -> Tensor:
-        product = matmul.linear(x, w).view(rows, -1, dim)
+        product = dense.linear(x, w).view(rows, -1, dim)
         return rope_kv.rope_and_store(product, cos, sin, pool, at, shape.heads, shape.kv_heads, at)
 
-    seconds = timed([partial(qkv.rotated_qkv, x, w, None, cos, sin, at, pool, at, shape.heads, tile) for w in weights])
+    seconds = timed(
+        [partial(qkv_rope.rotated_qkv, x, w, None, cos, sin, at, pool, at, shape.heads, tile) for w in weights]
+    )
     two = timed([partial(apart, w) for w in weights])
     moved = 2.0 * (width * shape.hidden + rows * (shape.hidden + width))
     name, flop = f"{shape.name} qkv+rope M={rows}", 2.0 * rows * width * shape.hidden
@@ -97,7 +99,7 @@ def quantized_row(shape: Shape, kind: str, name: str, n: int, k: int, gated: boo
 def invariant_row(shape: Shape, rows: int) -> Row:
     n, k = 2 * shape.ffn, shape.hidden
     weights, x = copies(lambda: rand(n, k)), rand(rows, k)
-    ours = timed([partial(matmul.matmul_invariant, x, w) for w in weights])
+    ours = timed([partial(dense.matmul_invariant, x, w) for w in weights])
     vendor = timed([partial(F.linear, x, w) for w in weights])
     moved = 2.0 * (n * k + rows * (n + k))
     return Row(

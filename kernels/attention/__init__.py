@@ -24,13 +24,13 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels import kv
-from kernels.attention.brief import BriefPlan, attend_brief
-from kernels.attention.device import split_kernel, tile_kernel
-from kernels.attention.shared import shared_kernel
-from kernels.attention.worklist import FEW_UNIT, RECORD, RECORDS, schedule_kernel
+from kernels import kv_pages
+from kernels.attention.shared_prefix import shared_kernel
+from kernels.attention.short_prefill import BriefPlan, attend_brief
+from kernels.attention.split_schedule import FEW_UNIT, RECORD, RECORDS, schedule_kernel
+from kernels.attention.triton_kernels import split_kernel, tile_kernel
+from kernels.dependent_launch import launch_options
 from kernels.device import has_asm, is_hopper
-from kernels.overlap import launch_options
 
 LOG2E = 1.4426950408889634
 
@@ -40,7 +40,7 @@ LOG2E = 1.4426950408889634
 
 @dataclass(frozen=True, slots=True)
 class FewRows:
-    """Shape of the programs of `kernels.attention.hopper_few`, measured in decode steps on one H200."""
+    """Shape of the programs of `kernels.attention.decode_hopper`, measured in decode steps on one H200."""
 
     keys: int
     """Of a tile."""
@@ -82,9 +82,9 @@ class Config:
     tile_warps: int = 8
     tile_stages: int = 3
     hopper: bool = True
-    """Leave the tiles to `kernels.attention.hopper` where it serves."""
+    """Leave the tiles to `kernels.attention.prefill_hopper` where it serves."""
     few: FewRows | None = None
-    """The programs of `kernels.attention.hopper_few`, where it serves."""
+    """The programs of `kernels.attention.decode_hopper`, where it serves."""
     span: int = 0
     """Cut sums after so many keys, wherever a query lies (invariant); 0: where the shares fall."""
 
@@ -131,7 +131,7 @@ def config_for(
             split_stages=3, tile_rows=64, tile_keys=64, tile_warps=4, tile_stages=3, hopper=False, span=SPAN
         )  # fmt: skip
     configs = CONFIGS if stored is None or stored.itemsize > 1 else CONFIGS_8_BIT
-    few = FEW if stored in (None, dtype) else FEW_FP8 if stored == kv.FP8 and dim > 64 else {}
+    few = FEW if stored in (None, dtype) else FEW_FP8 if stored == kv_pages.FP8 and dim > 64 else {}
     shape = next((shape for most, shape in few.items() if rows <= most), None)
     return replace(configs[64 if dim <= 64 else 128, rows <= FEW_ROWS], few=shape)
 
@@ -267,7 +267,7 @@ def attention(
     """softmax(q k^T * scale) v for each row over its own blocks, causal, grouped heads. -> [T, H * D].
 
     q_THD may have any token stride; its heads must be contiguous. A row with no context gives zeros. The pool may have
-    any format of `kernels.kv`; kv_scales float32 [2, K] are those of an fp8 pool, None: all 1.
+    any format of `kernels.kv_pages`; kv_scales float32 [2, K] are those of an fp8 pool, None: all 1.
     """
     tokens, heads, dim = q_THD.shape
     kv_heads = kv_NP2KD.shape[3]
@@ -277,7 +277,7 @@ def attention(
     if isinstance(plan, BriefPlan):
         attend_brief(q_THD, kv_NP2KD, plan, out, scale * LOG2E)
         return out
-    assert kv.block_size_of(kv_NP2KD) == plan.block_size
+    assert kv_pages.block_size_of(kv_NP2KD) == plan.block_size
     assert (kv_heads, heads) == (plan.kv_heads, plan.kv_heads * plan.share)
     if plan.long_tokens:
         _attend_long(q_THD, kv_NP2KD, kv_scales, out, plan, scale * LOG2E)
@@ -290,12 +290,12 @@ def _attend_long(
     q_THD: Tensor, kv_NP2KD: Tensor, kv_scales: Tensor | None, out: Tensor, plan: AttentionPlan, scale: float
 ) -> None:
     config, rows = plan.config, plan.contexts.shape[0]
-    hopper = _hopper(q_THD, kv_NP2KD.dtype, plan)
-    tile_rows = hopper.ROWS if hopper else config.tile_rows
+    tiles_kernel = _hopper(q_THD, kv_NP2KD.dtype, plan)
+    tile_rows = tiles_kernel.ROWS if tiles_kernel else config.tile_rows
     tiles = min(plan.long_tokens // (plan.short_tokens + 1), rows)
     tiles += triton.cdiv(plan.long_tokens, tile_rows // plan.share)
-    if hopper:
-        hopper.attend_tiles(
+    if tiles_kernel:
+        tiles_kernel.attend_tiles(
             q_THD, kv_NP2KD, kv_scales, out, plan.starts, plan.contexts, plan.tables, tiles, scale, plan.window,
             plan.short_tokens,
         )  # fmt: skip
@@ -312,9 +312,9 @@ def _attend_short(
     q_THD: Tensor, kv_NP2KD: Tensor, kv_scales: Tensor | None, out: Tensor, plan: AttentionPlan, scale: float
 ) -> None:
     if few := plan.few:
-        from kernels.attention import hopper_few  # late: older devices cannot use it
+        from kernels.attention import decode_hopper  # late: older devices cannot use it
 
-        hopper_few.attend_few(
+        decode_hopper.attend_few(
             q_THD, kv_NP2KD, kv_scales, out, plan.tables, plan.records, plan.parts, plan.arrived, scale, few.keys,
             few.stages, few.warps,
         )  # fmt: skip
@@ -354,7 +354,7 @@ def _hopper(q_THD: Tensor, stored: torch.dtype, plan: AttentionPlan) -> ModuleTy
     """The module of the Hopper tile kernel where it can serve. It is imported late: older devices cannot use it."""
     if not launch_options(q_THD.device)["PDL"] or not plan.config.hopper:
         return None
-    from kernels.attention import hopper
+    from kernels.attention import prefill_hopper
 
-    served = hopper.serves(q_THD.shape[2], q_THD.dtype, stored, plan.block_size, plan.share)
-    return hopper if served and torch.cuda.get_device_capability(q_THD.device)[0] == 9 else None
+    served = prefill_hopper.serves(q_THD.shape[2], q_THD.dtype, stored, plan.block_size, plan.share)
+    return prefill_hopper if served and torch.cuda.get_device_capability(q_THD.device)[0] == 9 else None

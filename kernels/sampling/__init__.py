@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.overlap import begin, launch_options
+from kernels.dependent_launch import launch_options, wait
 from kernels.sampling.gumbel import best_of, uniform
 from kernels.sampling.shaping import knobs_of, shaped
 from kernels.sampling.slot_settings import Samples, SlotSettings
@@ -44,7 +44,7 @@ def scan_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    begin(PDL)
+    wait(PDL)
     row, chunk = tl.program_id(1).to(tl.int64), tl.program_id(0)
     slot = tl.load(slots + row)
     knobs = knobs_of(temperatures, repetitions, presences, frequencies, edited_slots, slot)
@@ -91,7 +91,7 @@ def choose_kernel(
     CHUNK: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    begin(PDL)
+    wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     knobs = knobs_of(temperatures, repetitions, presences, frequencies, edited_slots, slot)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.overlap import begin, launch_options
+from kernels.dependent_launch import launch_options, wait
 
 
 @triton.jit
@@ -24,7 +24,7 @@ def top_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """The `most` largest of BLOCK columns, in order; the lowest id of equals."""
-    begin(PDL)
+    wait(PDL)
     row, chunk = tl.program_id(1).to(tl.int64), tl.program_id(0)
     columns = chunk * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(values + row * stride + columns, mask=columns < n, other=float("-inf")).to(tl.float32)

@@ -11,7 +11,7 @@ from protos import cache_pb2 as cache
 from services import hashing
 from services.cache.frames import Kind
 from services.cache.settings import CacheSettings
-from services.cache.store import Shelf, Store
+from services.cache.store import Namespace, Store
 from services.errors import invalid
 
 MESSAGE_BYTES = 1 << 20
@@ -24,9 +24,9 @@ VALUE_BYTES = 16 << 20
 _AHEAD = 4
 
 
-def block_shelf(settings: CacheSettings) -> Shelf[bytes]:
+def block_shelf(settings: CacheSettings) -> Namespace[bytes]:
     """Where contents of KV blocks are kept."""
-    return Shelf(
+    return Namespace(
         name="block",
         kind=Kind.BLOCK,
         parse=bytes,
@@ -53,10 +53,10 @@ def pieces_of(index: int, payload: bytes) -> Iterator[cache.BlockPiece]:
         yield cache.BlockPiece(index=index, data=payload[start:end], last=end >= len(payload))
 
 
-class BlockDesk:
+class BlockService:
     """What the service does with blocks."""
 
-    def __init__(self, store: Store, shelf: Shelf[bytes]) -> None:
+    def __init__(self, store: Store, shelf: Namespace[bytes]) -> None:
         self._store = store
         self._shelf = shelf
 

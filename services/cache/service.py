@@ -8,10 +8,10 @@ from grpc import aio
 from protos import cache_pb2 as cache
 from protos import cache_pb2_grpc
 from protos import inference_pb2 as api
-from services.cache.blocks import BlockDesk, block_shelf
+from services.cache.blocks import BlockService, block_shelf
 from services.cache.frames import Kind
 from services.cache.settings import CacheSettings
-from services.cache.store import Shelf, Store
+from services.cache.store import Namespace, Store
 from services.errors import invalid
 from services.hashing import KEY_BYTES
 from services.rpc import Service
@@ -20,9 +20,9 @@ NAME = "weft.v1.Cache"
 Context = aio.ServicerContext[Any, Any]
 
 
-def result_shelf(settings: CacheSettings) -> Shelf[cache.CachedResult]:
+def result_shelf(settings: CacheSettings) -> Namespace[cache.CachedResult]:
     """Where results of deterministic requests are kept."""
-    return Shelf(
+    return Namespace(
         name="result",
         kind=Kind.RESULT,
         parse=cache.CachedResult.FromString,
@@ -35,7 +35,7 @@ def result_shelf(settings: CacheSettings) -> Shelf[cache.CachedResult]:
 class CacheService(cache_pb2_grpc.CacheServicer):
     """The servicer."""
 
-    def __init__(self, store: Store, results: Shelf[cache.CachedResult], blocks: BlockDesk) -> None:
+    def __init__(self, store: Store, results: Namespace[cache.CachedResult], blocks: BlockService) -> None:
         self._store = store
         self._results = results
         self._blocks = blocks
@@ -83,7 +83,7 @@ async def _pieces(requests: AsyncIterator[cache.PutBlocksRequest]) -> AsyncItera
 
 def service(store: Store, blocks: Store, settings: CacheSettings) -> Service:
     """The servicer and where it belongs. KV blocks have a store, and so connections, of their own."""
-    servicer = CacheService(store, result_shelf(settings), BlockDesk(blocks, block_shelf(settings)))
+    servicer = CacheService(store, result_shelf(settings), BlockService(blocks, block_shelf(settings)))
     return Service(NAME, cache_pb2_grpc.add_CacheServicer_to_server, servicer, traced=True)
 
 

@@ -21,7 +21,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import NoScriptError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from services.cache import frames, ledger
+from services.cache import frames, lru_scripts
 from services.cache.breaker import Breaker
 from services.cache.counters import Counters, Miss
 
@@ -38,7 +38,7 @@ REFUSAL_LOG_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Shelf(Generic[Value]):
+class Namespace(Generic[Value]):
     """A kind of values that share one bound. Shelves know nothing of one another."""
 
     name: str
@@ -73,7 +73,7 @@ class Budgets:
         return self.connect_s + max(self.look_up_s, self.store_s)
 
 
-class Trouble(Exception):
+class RedisUnavailable(Exception):
     """Redis did not answer a command; why, as a look-up counts it."""
 
     def __init__(self, miss: Miss) -> None:
@@ -99,9 +99,9 @@ class Script:
             return await answer
 
 
-LOOK_UP = Script(ledger.LOOK_UP)
-STORE = Script(ledger.STORE)
-PRESENT = Script(ledger.PRESENT)
+LOOK_UP = Script(lru_scripts.LOOK_UP)
+STORE = Script(lru_scripts.STORE)
+PRESENT = Script(lru_scripts.PRESENT)
 
 
 class Store:
@@ -131,7 +131,7 @@ class Store:
         log.info("redis keeps them", of=self._name, at=self._place)
         try:
             await self._ask(self._budgets.longest_s, self._client.ping)
-        except Trouble as trouble:
+        except RedisUnavailable as trouble:
             self._breaker.trip(self._clock())
             self._log_lost(trouble.miss, trouble.__cause__)
 
@@ -143,7 +143,7 @@ class Store:
         await self._client.aclose()
         log.info("cache closed", of=self._name, **self.counters.summary())
 
-    async def get(self, shelf: Shelf[Value], key: bytes) -> Value | None:
+    async def get(self, shelf: Namespace[Value], key: bytes) -> Value | None:
         """The value under `key`, or None within the look-up's budget, whatever is wrong. Raises nothing."""
         found = await self._look_up(shelf, key)
         if isinstance(found, Miss):
@@ -152,7 +152,7 @@ class Store:
         self.counters.hits += 1
         return found
 
-    async def put(self, shelf: Shelf[Any], key: bytes, payload: bytes) -> bool:
+    async def put(self, shelf: Namespace[Any], key: bytes, payload: bytes) -> bool:
         """Stores bytes under `key` and says whether that is known to have happened. Raises nothing."""
         evicted = await self._store(shelf, key, payload)
         if evicted is None:
@@ -162,7 +162,7 @@ class Store:
         self.counters.evictions += evicted
         return True
 
-    async def present(self, shelf: Shelf[Any], keys: Sequence[bytes]) -> list[bool]:
+    async def present(self, shelf: Namespace[Any], keys: Sequence[bytes]) -> list[bool]:
         """Which of these keys have a value, whole or not; all False in doubt. Counts as a use of those that have.
 
         Of several, which must be of one length, the first becomes the last to be evicted. Raises nothing.
@@ -175,16 +175,16 @@ class Store:
             try:
                 answer = await self._ask(self._budgets.look_up_s, command)
                 found += [mark == ord("1") for mark in bytes(answer)]
-            except (Trouble, TypeError, ValueError):
+            except (RedisUnavailable, TypeError, ValueError):
                 break
         return found + [False] * (len(keys) - len(found))
 
-    async def _look_up(self, shelf: Shelf[Value], key: bytes) -> Value | Miss:
+    async def _look_up(self, shelf: Namespace[Value], key: bytes) -> Value | Miss:
         names = [shelf.prefix + key.hex(), shelf.prefix + "ledger"]
         most = shelf.max_value_bytes + frames.HEADER_BYTES
         try:
             frame = await self._ask(self._budgets.look_up_s, lambda: LOOK_UP.run(self._client, names, key.hex(), most))
-        except Trouble as trouble:
+        except RedisUnavailable as trouble:
             return trouble.miss
         if not frame:
             return Miss.ABSENT
@@ -192,14 +192,14 @@ class Store:
             return shelf.parse(frames.unseal(shelf.kind, key, frame))
         except Exception:
             # Whatever a parser thinks of bytes that are not ours. They would stand in the way of good ones.
-            with contextlib.suppress(Trouble):
+            with contextlib.suppress(RedisUnavailable):
                 await self._ask(self._budgets.look_up_s, lambda: _done(self._client.unlink(names[0])))
             return Miss.CORRUPT
 
-    async def _store(self, shelf: Shelf[Any], key: bytes, payload: bytes) -> int | None:
+    async def _store(self, shelf: Namespace[Any], key: bytes, payload: bytes) -> int | None:
         """The number of values evicted for it, None if it was not stored."""
         frame = frames.seal(shelf.kind, key, payload)
-        too_large = len(payload) > shelf.max_value_bytes or len(frame) + ledger.ENTRY_BYTES > shelf.max_bytes
+        too_large = len(payload) > shelf.max_value_bytes or len(frame) + lru_scripts.ENTRY_BYTES > shelf.max_bytes
         # Look-ups are the probes of an open breaker: they are cheaper, and a caller waits for them anyway.
         if too_large or self._breaker.is_open:
             return None
@@ -207,13 +207,13 @@ class Store:
         arguments = [key.hex(), frame, int(shelf.ttl_s * 1000), shelf.max_bytes, shelf.prefix]
         try:
             return int(await self._ask(self._budgets.store_s, lambda: STORE.run(self._client, names, *arguments)))
-        except (Trouble, TypeError, ValueError):
+        except (RedisUnavailable, TypeError, ValueError):
             return None
 
     async def _ask(self, budget_s: float, command: Callable[[], Awaitable[Any]]) -> Any:
-        """What Redis answers within the budget. Raises Trouble."""
+        """What Redis answers within the budget. Raises RedisUnavailable."""
         if not self._breaker.allows(self._clock()):
-            raise Trouble(Miss.BREAKER)
+            raise RedisUnavailable(Miss.BREAKER)
         task: asyncio.Task[Any] | None = None
         try:
             async with asyncio.timeout(budget_s):
@@ -226,7 +226,7 @@ class Store:
             # Without a task it was our own crowd that waited, not Redis.
             if task is not None:
                 asyncio.get_running_loop().call_later(GRACE_S, self._judge_late, task)
-            raise Trouble(Miss.TIMEOUT) from None
+            raise RedisUnavailable(Miss.TIMEOUT) from None
         return self._judged(answer)
 
     def _start(self, command: Callable[[], Awaitable[Any]]) -> "asyncio.Task[Any]":
@@ -245,19 +245,19 @@ class Store:
             self._failed(Miss.TIMEOUT)
 
     def _judged(self, answer: Any) -> Any:
-        """The answer, if it is not an exception. Raises Trouble."""
+        """The answer, if it is not an exception. Raises RedisUnavailable."""
         if _is_trouble(answer):
             late = isinstance(answer, (RedisTimeoutError, TimeoutError))
             miss = Miss.TIMEOUT if late else Miss.ERROR
             self._failed(miss, answer)
-            raise Trouble(miss) from answer
+            raise RedisUnavailable(miss) from answer
         self._succeeded()
         if isinstance(answer, ResponseError):
             code = answer.status_code or str(answer).partition(" ")[0]
             if code == "WRONGTYPE":
-                raise Trouble(Miss.CORRUPT)
+                raise RedisUnavailable(Miss.CORRUPT)
             self._log_refusal(code)
-            raise Trouble(Miss.ERROR)
+            raise RedisUnavailable(Miss.ERROR)
         return answer
 
     def _succeeded(self) -> None:

@@ -11,16 +11,17 @@ import structlog
 from protos import mesh_pb2
 from protos.inference_pb2_grpc import add_InferenceServicer_to_server
 from services import process, rpc, telemetry
-from services.gateway.access import Access, Gate
-from services.gateway.continuation import Mesh
-from services.gateway.dispatch import Dispatch
-from services.gateway.links import WorkerLinks
+from services.gateway.access.authorizer import Authorizer
+from services.gateway.access.tenants import TenantsFileError
+from services.gateway.backend import Backend
+from services.gateway.doors.grpc_gate import AuthInterceptor
+from services.gateway.doors.native import InferenceService
+from services.gateway.links.catalog import Catalog
+from services.gateway.links.result_cache import ResultCache
+from services.gateway.links.scheduler_link import SchedulerLink
+from services.gateway.links.worker_link import WorkerLinks
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.models import Catalog
-from services.gateway.results import ResultCache
-from services.gateway.service import InferenceService
 from services.gateway.settings import GatewaySettings
-from services.gateway.tenants import TenantsFileError
 
 log = structlog.get_logger("gateway")
 
@@ -39,12 +40,12 @@ async def gateway(settings: GatewaySettings) -> AsyncIterator[rpc.Server]:
             catalog.update(models)
             changed.set()
 
-        dispatch = Dispatch(
+        dispatch = SchedulerLink(
             settings.scheduler_address, gateway_id, settings.gateway_scheduler_wait_s, on_models, links.worker_lost
         )
         metrics = GatewayMetrics()
-        access = Access(settings.tenants_file, settings.gateway_open_reflection)
-        service = InferenceService(Mesh(settings, catalog, dispatch, links, results, metrics), access, threads)
+        access = Authorizer(settings.tenants_file, settings.gateway_open_reflection)
+        service = InferenceService(Backend(settings, catalog, dispatch, links, results, metrics), access, threads)
         server = await rpc.serve(
             settings.listen,
             [rpc.Service("weft.v1.Inference", add_InferenceServicer_to_server, service)],
@@ -52,7 +53,7 @@ async def gateway(settings: GatewaySettings) -> AsyncIterator[rpc.Server]:
             allow_remote=settings.allow_remote,
             counts=metrics.all,
             metrics_port=settings.metrics_port,
-            gates=[Gate(access)],
+            gates=[AuthInterceptor(access)],
         )
         tasks = [
             asyncio.create_task(dispatch.run()),

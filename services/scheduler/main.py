@@ -6,7 +6,7 @@ import time
 import structlog
 
 from services import rpc, telemetry
-from services.scheduler.pool import Pool
+from services.scheduler.core.pool import Pool
 from services.scheduler.service import service
 from services.scheduler.settings import SchedulerSettings
 

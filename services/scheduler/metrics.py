@@ -5,9 +5,9 @@ import time
 from collections.abc import Callable, Iterator
 
 from services import metrics
+from services.scheduler.core.pool import Pool
 from services.scheduler.messages import Assigned
 from services.scheduler.models import Model
-from services.scheduler.pool import Pool
 
 _COUNTERS = {
     "submitted": "Attempts that asked for a worker.",

@@ -1,9 +1,9 @@
 """One model of the mesh: its card, its workers, the jobs that wait for them. Knows no gateways and sends nothing."""
 
-from services.scheduler.admission import Ahead, Pace, wait_s
-from services.scheduler.fairness import Line, Tally
+from services.scheduler.core.admission import Pace, QueuePosition, wait_s
+from services.scheduler.core.fairness import Tally, WaitingQueue
+from services.scheduler.core.placement import Candidate, Choice, PrefixIndex, choose
 from services.scheduler.messages import Card, Served
-from services.scheduler.placement import Candidate, Choice, PrefixIndex, choose
 from services.scheduler.workers import Job, Worker
 
 ANSWER_SMOOTHING = 0.1
@@ -16,7 +16,7 @@ class Model:
         self.name = name
         self.card: Card | None = None
         self.workers: dict[str, Worker] = {}
-        self.line: Line[Job] = Line(Tally())
+        self.line: WaitingQueue[Job] = WaitingQueue(Tally())
         self.index = PrefixIndex()
         self.following = 0  # Jobs that wait for a waiting leader.
         self.served_at = now  # When a healthy worker was last seen.
@@ -86,16 +86,16 @@ class Model:
             for worker in healthy
         ]
 
-    def ahead(self, tenant: str, priority: int) -> Ahead:
+    def ahead(self, tenant: str, priority: int) -> QueuePosition:
         """What waits before a new job of this tenant."""
         jobs = self.line.ahead(tenant, priority)
         share = jobs / len(self.line) if jobs else 0.0
-        return Ahead(jobs, int(share * self.line.prompt_tokens), self.answer_tokens)
+        return QueuePosition(jobs, int(share * self.line.prompt_tokens), self.answer_tokens)
 
     def retry_after_s(self, healthy: list[Worker]) -> float:
         """When a place in a full line is likely: half the time that the whole line takes, 0.5 to 10 s."""
         paces = [_pace(worker, 0) for worker in healthy]
-        whole = Ahead(len(self.line), self.line.prompt_tokens, self.answer_tokens)
+        whole = QueuePosition(len(self.line), self.line.prompt_tokens, self.answer_tokens)
         return min(max(wait_s(paces, whole) / 2, 0.5), 10.0)
 
     # -- what jobs cost --

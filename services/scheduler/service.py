@@ -16,8 +16,8 @@ from protos import mesh_pb2 as mesh
 from protos import mesh_pb2_grpc as mesh_grpc
 from services import rpc
 from services.errors import WeftError, invalid
-from services.outbox import Outbox, OutboxFull
-from services.scheduler import wire
+from services.scheduler import codec, overview
+from services.scheduler.core.pool import Pool
 from services.scheduler.messages import (
     Assigned,
     Command,
@@ -29,8 +29,8 @@ from services.scheduler.messages import (
     ToWorker,
 )
 from services.scheduler.metrics import SchedulerMetrics
-from services.scheduler.pool import Pool
 from services.scheduler.tracing import Waits
+from services.send_queue import SendQueue, SendQueueFull
 
 log = structlog.get_logger("scheduler")
 
@@ -45,14 +45,14 @@ class Link(Generic[Response]):
     """One peer's stream: what waits to be said to it, and why it ends."""
 
     def __init__(self, outbox_limit: int) -> None:
-        self.outbox: Outbox[Response] = Outbox(outbox_limit)
+        self.outbox: SendQueue[Response] = SendQueue(outbox_limit)
         self._cut: asyncio.Future[WeftError] = asyncio.get_running_loop().create_future()
 
     def say(self, message: Response) -> None:
         """Never waits. A peer too far behind is cut off."""
         try:
             self.outbox.put(message)
-        except OutboxFull:
+        except SendQueueFull:
             self.cut(WeftError(StatusCode.ABORTED, "LINK_TOO_SLOW", "the reader of this link is too slow"))
 
     def cut(self, error: WeftError) -> None:
@@ -142,7 +142,7 @@ class SchedulerService(mesh_grpc.SchedulerServicer):
     def _submit(self, gateway_id: str, message: mesh.Submit) -> None:
         self._waits.begin(gateway_id, message.job_id, message.traceparent, message.attempt)
         try:
-            submit = wire.submit_from(message)
+            submit = codec.submit_from(message)
         except WeftError as error:  # One malformed job ends neither the link nor the jobs of others.
             self._waits.answered(gateway_id, message.job_id, {}, error.reason)
             rejected = mesh.Rejected(job_id=message.job_id, attempt=message.attempt, failure=error.failure())
@@ -160,7 +160,7 @@ class SchedulerService(mesh_grpc.SchedulerServicer):
         if first.WhichOneof("message") == "loading":
             await self._watch_loading(first.loading, requests, context)
             return
-        hello = wire.hello_from(first.hello)
+        hello = codec.hello_from(first.hello)
         worker_id = hello.worker_id
         link: Link[mesh.AttachResponse] = Link(self._outbox_limit)
         _replace(self._workers, worker_id, link)
@@ -182,7 +182,7 @@ class SchedulerService(mesh_grpc.SchedulerServicer):
         async for request in requests:
             if request.WhichOneof("message") != "report":
                 raise _unexpected()
-            self._perform(self._pool.on_report(worker_id, wire.report_from(request.report), self._clock()))
+            self._perform(self._pool.on_report(worker_id, codec.report_from(request.report), self._clock()))
 
     async def _watch_loading(
         self,
@@ -191,7 +191,7 @@ class SchedulerService(mesh_grpc.SchedulerServicer):
         context: aio.ServicerContext[Any, Any],
     ) -> None:
         """A worker that is being started, until its hello has come on another link or it is gone."""
-        loading = wire.loading_from(first)
+        loading = codec.loading_from(first)
         worker_id = loading.worker_id
         link: Link[mesh.AttachResponse] = Link(self._outbox_limit)
         _replace(self._loading, worker_id, link)
@@ -208,7 +208,7 @@ class SchedulerService(mesh_grpc.SchedulerServicer):
         async for request in requests:
             if request.WhichOneof("message") != "loading" or request.loading.worker_id != worker_id:
                 raise _unexpected()
-            self._perform(self._pool.on_loading(wire.loading_from(request.loading), self._clock()))
+            self._perform(self._pool.on_loading(codec.loading_from(request.loading), self._clock()))
 
     # ---- tools ----
 
@@ -216,7 +216,7 @@ class SchedulerService(mesh_grpc.SchedulerServicer):
         self, request: mesh.OverviewRequest, context: aio.ServicerContext[Any, Any]
     ) -> mesh.OverviewResponse:
         """Who is there and what waits."""
-        return wire.overview_of(self._pool, len(self._gateways), self._clock())
+        return overview.overview_of(self._pool, len(self._gateways), self._clock())
 
     # ---- commands ----
 
@@ -227,10 +227,10 @@ class SchedulerService(mesh_grpc.SchedulerServicer):
                     if isinstance(message, Assigned | Joined | Rejected):
                         self._answered(gateway_id, message)
                     if gateway_id in self._gateways:
-                        self._gateways[gateway_id].say(wire.to_gateway(message))
+                        self._gateways[gateway_id].say(codec.to_gateway(message))
                 case ToWorker(worker_id, message):
                     link = self._workers[worker_id]
-                    link.say(wire.to_worker(message))
+                    link.say(codec.to_worker(message))
                     if isinstance(message, Refused):
                         log.warning("worker refused", worker_id=worker_id, reason=message.failure.reason)
                         link.outbox.close()

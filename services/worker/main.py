@@ -3,8 +3,6 @@
 import asyncio
 import os
 import sys
-import threading
-import time
 import uuid
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,28 +12,25 @@ import structlog
 from protos import mesh_pb2 as mesh
 from protos import mesh_pb2_grpc as mesh_grpc
 from services import process, rpc, telemetry
-from services.worker import checkpoint
-from services.worker.address import NoAddress, advertised
-from services.worker.announce import announce
-from services.worker.attach import Attachment, Refused, report_of
-from services.worker.config import CheckpointError, load_config
-from services.worker.engines import WorkerEngine, open_engine, suited
-from services.worker.job import EngineOptions, StepOutput
-from services.worker.jobs import Jobs
-from services.worker.metrics import WorkerMetrics
-from services.worker.remote import shared_prefixes
-from services.worker.service import READY, Loaded, Startup, WorkerService
+from services.worker.build.choose import open_engine, resolve_engine
+from services.worker.engine.base import Engine
+from services.worker.errors import CheckpointError
+from services.worker.loader import checkpoint
+from services.worker.loader.config import load_config
+from services.worker.options import EngineOptions
+from services.worker.service.address import NoAddress, advertised
+from services.worker.service.engine_thread import EngineFailed, EngineThread
+from services.worker.service.jobs import Jobs
+from services.worker.service.metrics import WorkerMetrics
+from services.worker.service.scheduler_link import Refused, SchedulerLink, report_of
+from services.worker.service.servicer import Loaded, WorkerService
+from services.worker.service.share_blocks import shared_prefixes
+from services.worker.service.startup import READY, Startup, announce
 from services.worker.settings import WorkerSettings
 
 log = structlog.get_logger("worker")
 
 NAME = "weft.v1.Worker"
-_LONG_STEP_S = 0.5
-# Steps whose tokens the event loop has not yet taken: an engine that is faster than the links waits for them.
-_MOST_UNTOLD = 32
-_ROOM_WAIT_S = 0.5
-# Who waits for a first token is told before the engine's thread takes the interpreter for its next launch.
-_FIRST_WAIT_S = 0.0005
 # The engine's thread gives the interpreter away with every kernel that it launches. At Python's 5 ms a burst of
 # requests would take it for so long each time.
 _SWITCH_S = 0.001
@@ -100,7 +95,7 @@ async def _leave_at_once(server: rpc.Server) -> NoReturn:
     os._exit(0)
 
 
-def _load(settings: WorkerSettings, startup: Startup) -> tuple[WorkerSettings, WorkerEngine, mesh.ModelCard, bytes]:
+def _load(settings: WorkerSettings, startup: Startup) -> tuple[WorkerSettings, Engine, mesh.ModelCard, bytes]:
     """The settings with the engine chosen, the engine, its model's card and its tokenizer. Raises CheckpointError."""
 
     def progress(phase: str, done: int, total: int) -> None:
@@ -108,7 +103,7 @@ def _load(settings: WorkerSettings, startup: Startup) -> tuple[WorkerSettings, W
             log.info("loading", phase=phase, done=done, total=total)
         startup.phase, startup.done, startup.total = phase, done, total
 
-    settings = suited(settings)
+    settings = resolve_engine(settings)
     folder = checkpoint.locate(settings.model)
     config = load_config(folder)
     bundle, digest = checkpoint.serialize(checkpoint.read_bundle(folder))
@@ -178,14 +173,14 @@ async def _serve(
     server: rpc.Server,
     startup: Startup,
     stop: asyncio.Event,
-    engine: WorkerEngine,
+    engine: Engine,
     jobs: Jobs,
     hello: mesh.WorkerHello,
 ) -> None:
     """Runs the engine, attached to the scheduler, until `stop` is set or one of the two has ended; then drains."""
-    attachment = Attachment(settings.scheduler_address, hello, engine, jobs)
+    attachment = SchedulerLink(settings.scheduler_address, hello, engine, jobs)
     structlog.contextvars.bind_contextvars(worker=hello.worker_id)
-    with _EngineThread(engine, jobs, attachment) as failed:
+    with EngineThread(engine, jobs, attachment) as failed:
         startup.phase = READY
         rpc.settled()
         await server.ready()
@@ -202,79 +197,13 @@ async def _serve(
         await server.stop(1.0)
 
 
-async def _drain(drain_s: float, startup: Startup, jobs: Jobs, attachment: Attachment) -> None:
+async def _drain(drain_s: float, startup: Startup, jobs: Jobs, attachment: SchedulerLink) -> None:
     startup.phase, jobs.draining = "draining", True
     attachment.changed()
     log.info("draining", jobs=len(jobs.running()))
     deadline = asyncio.get_running_loop().time() + drain_s
     while not jobs.idle and asyncio.get_running_loop().time() < deadline:  # noqa: ASYNC110 - no single event ends it
         await asyncio.sleep(0.02)
-
-
-class EngineFailed(Exception):
-    """The engine's thread has ended by a bug, or because its device is lost: only a new process can do better."""
-
-
-class _EngineThread:
-    """Runs the engine in a thread of its own; what it says reaches the event loop in order.
-
-    As a context manager it gives a future, which never has a result but EngineFailed if it comes to that.
-    """
-
-    def __init__(self, engine: WorkerEngine, jobs: Jobs, attachment: Attachment) -> None:
-        self._engine = engine
-        self._jobs = jobs
-        self._attachment = attachment
-        self._loop = asyncio.get_running_loop()
-        self._stop = threading.Event()
-        self._room = threading.Semaphore(_MOST_UNTOLD)
-        self._told = threading.Event()
-        self._launched_at: float | None = None
-        self._failed: asyncio.Future[None] = self._loop.create_future()
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-
-    def __enter__(self) -> "asyncio.Future[None]":
-        self._thread.start()
-        return self._failed
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._engine.wake()
-        self._thread.join(timeout=5)
-
-    def _run(self) -> None:
-        try:
-            self._engine.run_forever(self._on_output, self._on_launch, self._on_soon, self._stop)
-        except Exception as error:
-            telemetry.log_exception("the engine failed", error)
-            self._loop.call_soon_threadsafe(self._failed.set_exception, EngineFailed())
-
-    def _on_output(self, output: StepOutput) -> None:
-        launched_at, self._launched_at = self._launched_at, None
-        step_s = None if launched_at is None else time.monotonic() - launched_at
-        while not self._room.acquire(timeout=_ROOM_WAIT_S):
-            if self._stop.is_set():
-                return
-        first = any(token.position == 0 for token in output.tokens)
-        self._told.clear()
-        self._loop.call_soon_threadsafe(self._deliver, output, step_s, first)
-        if first:
-            self._told.wait(_FIRST_WAIT_S)
-
-    def _deliver(self, output: StepOutput, step_s: float | None, first: bool) -> None:
-        self._room.release()
-        self._jobs.deliver(output, step_s)
-        if first:
-            self._loop.call_soon(self._told.set)  # behind the links, which write meanwhile
-        self._attachment.changed(urgent=bool(output.ended))
-
-    def _on_launch(self, predicted_s: float) -> None:
-        self._launched_at = time.monotonic()
-        if predicted_s > _LONG_STEP_S:
-            self._loop.call_soon_threadsafe(self._attachment.changed)
-
-    def _on_soon(self, keys: list[int]) -> None:
-        self._loop.call_soon_threadsafe(self._jobs.announce, keys)
 
 
 def run() -> None:

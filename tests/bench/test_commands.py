@@ -12,10 +12,10 @@ import pytest
 import pytest_asyncio
 from typer.testing import CliRunner, Result
 
-from client.cli import app
-from client.demo import model_folder
 from tests.mesh.harness import Mesh
 from tests.ports import free_port
+from weft.cli.app import app
+from weft.launch.demo_model import model_folder
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from bench.load import metrics
-from bench.load.distribution import Distribution
-from bench.load.plan import Plan, PlanError, goodput_from
-from bench.load.tally import Outcome, Tally
-from bench.load.workload import Workload
 from bench.table import Figure
 from protos import inference_pb2 as api
+from weft.load import metrics
+from weft.load.distribution import Distribution
+from weft.load.plan import Plan, PlanError, goodput_from
+from weft.load.tally import Outcome, Tally
+from weft.load.workload import Workload
 
 
 def seen(values: list[float]) -> Distribution:

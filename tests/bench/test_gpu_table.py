@@ -78,7 +78,7 @@ def test_short_answers_stand_beside_vllms_server(tmp_path: Path) -> None:
 def test_without_a_gpu_a_table_stays_as_it_was_measured(
     program: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bench.machine.gpu", str)
+    monkeypatch.setattr("report.machine.gpu", str)
     monkeypatch.setattr("sys.argv", ["bench", "--out", str(tmp_path)])
     with pytest.raises(SystemExit, match="this measures an NVIDIA GPU"):
         program.main()

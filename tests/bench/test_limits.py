@@ -3,15 +3,16 @@
 import pytest
 
 from bench.limits import Limits
-from services.worker import presets
-from services.worker.config import load_config
+from services.worker.loader import presets
+from services.worker.loader.config import load_config
+from services.worker.models.config import count_parameters
 
 
 def limits(model: str) -> Limits:
     """One H200's rates for a model of 16 bits."""
     config = load_config(presets.folder_of(f"random:{model}"))
     embedding = 0 if config.tied_embeddings else config.vocab_size * config.hidden_size
-    weights = 2.0 * (presets.parameters(config) - embedding)
+    weights = 2.0 * (count_parameters(config) - embedding)
     return Limits(config, 4.3e12, 790e12, 790e12, weights, config.kv_bytes_per_token(2), 700e12)
 
 

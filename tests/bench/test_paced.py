@@ -7,15 +7,16 @@ import time
 
 import pytest
 
-from client.demo import model_folder
-from services.worker.config import CheckpointError
-from services.worker.job import Ended, EndReason, EngineOptions, Job, SamplingParams
-from services.worker.paced import PacedEngine, Tempo
+from services.worker.errors import CheckpointError
+from services.worker.job import Ended, EndReason, Job, SamplingParams
+from services.worker.options import EngineOptions
+from services.worker.runners.paced import PacedEngine, PacedTiming
+from weft.launch.demo_model import model_folder
 
-FAST = Tempo(0.0)
+FAST = PacedTiming(0.0)
 
 
-def engine(tempo: Tempo = FAST, **options: int) -> PacedEngine:
+def engine(tempo: PacedTiming = FAST, **options: int) -> PacedEngine:
     values = {"max_batch_size": 4, "kv_blocks": 64, "step_tokens": 64, **options}
     return PacedEngine(model_folder(), EngineOptions(**values), tempo)  # type: ignore[arg-type]
 
@@ -123,13 +124,13 @@ def test_log_probabilities_are_those_of_equal_chances() -> None:
 
 
 def test_the_pace_is_kept() -> None:
-    subject = engine(Tempo(0.01))
+    subject = engine(PacedTiming(0.01))
     began = time.monotonic()
     finish(subject, job(1, [1] * 10, most=21))
     elapsed = time.monotonic() - began
     assert elapsed >= 0.2, "twenty whole steps at least"
-    assert Tempo(0.01, prefill_rate=1000).end(1.001, 100) == pytest.approx(1.11)
-    assert Tempo(0.0).end(1.5, 100) == 1.5
+    assert PacedTiming(0.01, prefill_rate=1000).end(1.001, 100) == pytest.approx(1.11)
+    assert PacedTiming(0.0).end(1.5, 100) == 1.5
 
 
 def test_a_context_beyond_the_checkpoints_is_served_but_not_any() -> None:
@@ -139,5 +140,5 @@ def test_a_context_beyond_the_checkpoints_is_served_but_not_any() -> None:
 
 
 def test_no_tensor_library_is_needed() -> None:
-    code = "import sys, services.worker.main, services.worker.paced; sys.exit('torch' in sys.modules)"
+    code = "import sys, services.worker.main, services.worker.runners.paced; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -3,7 +3,7 @@
 import pytest
 
 from bench.schedule import closed, step_ms
-from services.worker.batching import Row
+from services.worker.planner.planner import Row
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.load.traces import Arrival, TraceError, read
+from weft.load.traces import Arrival, TraceError, read
 
 MOONCAKE = {"timestamp": 2500, "input_length": 700, "output_length": 20, "hash_ids": [0, 9]}
 AZURE = {"timestamp": 52.5, "input_length": 3180, "output_length": 8}

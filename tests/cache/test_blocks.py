@@ -8,7 +8,7 @@ import pytest
 from grpc import aio
 
 from protos import cache_pb2 as cache
-from services.cache import ledger
+from services.cache import lru_scripts
 from services.cache.blocks import MESSAGE_BYTES, pieces_of
 from services.cache.counters import Miss
 from services.cache.frames import HEADER_BYTES
@@ -141,7 +141,7 @@ async def test_swapped_blocks_are_misses(door: CacheDoor, client: Client) -> Non
 async def test_the_bound_holds_and_tails_go_before_heads(
     redis_server: RedisServer, client: Client, open_door: OpenDoor
 ) -> None:
-    cost = 6000 + HEADER_BYTES + ledger.ENTRY_BYTES
+    cost = 6000 + HEADER_BYTES + lru_scripts.ENTRY_BYTES
     async with open_door(redis_server.url, cache_block_bytes=10 * cost) as door:
         await door.put(key_of(1), result_of(1))
         await offered(door, range(8))

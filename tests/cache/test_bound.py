@@ -8,9 +8,9 @@ import redis.asyncio as redis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.cache import ledger
+from services.cache import lru_scripts
 from services.cache.frames import HEADER_BYTES, Kind
-from services.cache.store import Budgets, Shelf, Store
+from services.cache.store import Budgets, Namespace, Store
 from tests.cache.conftest import CacheDoor, Client, OpenDoor, key_of, result_of
 from tests.redis_server import RedisServer
 from tests.timing import timely
@@ -23,22 +23,22 @@ async def accounted(client: Client, prefix: str) -> int:
     entries = await client.zrange(prefix + "ledger", 0, -1, withscores=True)
     assert entries[0][0] == b"", "the total comes first"
     total = -int(entries[0][1])
-    assert total == sum(int(name.rpartition(b":")[2]) + ledger.ENTRY_BYTES for name, _ in entries[1:])
+    assert total == sum(int(name.rpartition(b":")[2]) + lru_scripts.ENTRY_BYTES for name, _ in entries[1:])
     return total
 
 
 async def held(client: Client, prefix: str) -> int:
     """What the values that are there take, by the ledger's measure."""
     names = [name for name in await client.keys(prefix + "*") if not name.endswith(b":ledger")]
-    return sum([await client.strlen(name) + ledger.ENTRY_BYTES for name in names])
+    return sum([await client.strlen(name) + lru_scripts.ENTRY_BYTES for name in names])
 
 
-def shelf_of(max_bytes: int, ttl_s: float = 1000.0) -> Shelf[bytes]:
-    return Shelf("test", Kind.RESULT, bytes, max_bytes, 10_000, ttl_s)
+def shelf_of(max_bytes: int, ttl_s: float = 1000.0) -> Namespace[bytes]:
+    return Namespace("test", Kind.RESULT, bytes, max_bytes, 10_000, ttl_s)
 
 
 def cost(payload: bytes) -> int:
-    return len(payload) + HEADER_BYTES + ledger.ENTRY_BYTES
+    return len(payload) + HEADER_BYTES + lru_scripts.ENTRY_BYTES
 
 
 async def test_the_least_recently_used_go_first(redis_server: RedisServer, open_door: OpenDoor) -> None:
@@ -93,7 +93,7 @@ async def test_a_value_beyond_its_own_bound_is_refused(redis_server: RedisServer
 
 async def test_the_largest_value_is_stored_and_found(redis_server: RedisServer) -> None:
     store = Store(redis_server.url, PATIENT)
-    shelf = Shelf("test", Kind.RESULT, bytes, 64 << 20, 1 << 20, 1000.0)
+    shelf = Namespace("test", Kind.RESULT, bytes, 64 << 20, 1 << 20, 1000.0)
     assert await store.put(shelf, key_of(1), bytes(1 << 20))
     assert await store.get(shelf, key_of(1)) == bytes(1 << 20)
     assert not await store.put(shelf, key_of(2), bytes((1 << 20) + 1))
@@ -152,7 +152,7 @@ async def test_asking_takes_up_just_what_the_ledger_lost(
     for number in lost:
         size = len(values[number]) + HEADER_BYTES
         await client.zrem(ledger_name, f"{key_of(number).hex()}:{size}")
-        await client.zincrby(ledger_name, size + ledger.ENTRY_BYTES, "")
+        await client.zincrby(ledger_name, size + lru_scripts.ENTRY_BYTES, "")
     assert await store.present(shelf, list(map(key_of, range(5)))) == [True] * 4 + [False]
     assert await accounted(client, shelf.prefix) == sum(map(cost, values))
     oldest_first = [name.partition(b":")[0].decode() for name in await client.zrange(ledger_name, 1, -1)]

@@ -9,12 +9,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from client.cli import app
 from compress.cli import app as compress
 from tests.checkpoints import make_checkpoint
 from verify.served import Served
+from weft.cli.app import app
 
-WEFT = [sys.executable, "-c", "from client.cli import app; app()"]
+WEFT = [sys.executable, "-c", "from weft.cli.app import app; app()"]
 
 
 def weft(*arguments: object) -> subprocess.CompletedProcess[str]:

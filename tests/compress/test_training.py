@@ -16,7 +16,7 @@ from compress.columns import keep_columns
 from compress.distill import distill
 from compress.errors import CompressError
 from compress.network import load
-from compress.prune import Judgement, prune
+from compress.prune import PruneScore, prune
 from compress.qat import qat
 from compress.shrink import Cut, shrink
 from compress.training import Plan, logits, rejection
@@ -52,7 +52,7 @@ def divergence(base: Path, candidate: Path, windows_WT: Tensor) -> float:
 
 @pytest.mark.parametrize("wanda", [True, False])
 def test_two_of_four_weights_go_and_the_rest_heals(base: Path, windows: Tensor, tmp_path: Path, wanda: bool) -> None:
-    judgement = Judgement(pattern=Pattern.TWO_OF_FOUR, wanda=wanda)
+    judgement = PruneScore(pattern=Pattern.TWO_OF_FOUR, wanda=wanda)
     prune(base, tmp_path / "hurt", windows, judgement, Plan(steps=0), quiet)
     prune(base, tmp_path / "healed", windows, judgement, PLAN, quiet)
     for folder in (tmp_path / "hurt", tmp_path / "healed"):
@@ -66,14 +66,14 @@ def test_two_of_four_weights_go_and_the_rest_heals(base: Path, windows: Tensor, 
 def test_fours_that_no_linear_has_are_refused(windows: Tensor, tmp_path: Path) -> None:
     base = make_checkpoint(tmp_path / "base", Shape("llama", {"intermediate_size": 98}))
     with pytest.raises(CompressError, match="inputs are multiples of 4"):
-        prune(base, tmp_path / "out", windows, Judgement(pattern=Pattern.TWO_OF_FOUR), Plan(steps=0), quiet)
+        prune(base, tmp_path / "out", windows, PruneScore(pattern=Pattern.TWO_OF_FOUR), Plan(steps=0), quiet)
 
 
 def test_inputs_tell_better_than_sizes_which_weights_matter(base: Path, windows: Tensor, tmp_path: Path) -> None:
     found = {}
     for wanda in (True, False):
         out = tmp_path / f"{wanda}"
-        prune(base, out, windows, Judgement(0.4, wanda=wanda, compensate=False), Plan(steps=0), quiet)
+        prune(base, out, windows, PruneScore(0.4, wanda=wanda, compensate=False), Plan(steps=0), quiet)
         found[wanda] = divergence(base, out, windows)
     assert found[True] < found[False]
 
@@ -82,7 +82,7 @@ def test_what_stays_makes_up_for_what_goes(base: Path, windows: Tensor, tmp_path
     found = {}
     for compensate in (True, False):
         out = tmp_path / f"{compensate}"
-        prune(base, out, windows, Judgement(0.5, compensate=compensate), Plan(steps=0), quiet)
+        prune(base, out, windows, PruneScore(0.5, compensate=compensate), Plan(steps=0), quiet)
         weights = load_file(next(out.glob("model-00002-*")))
         assert (weights["model.layers.1.mlp.up_proj.weight"] == 0).float().mean() == 0.5
         found[compensate] = divergence(base, out, windows)

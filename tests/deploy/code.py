@@ -170,7 +170,7 @@ def _weft_problems(rest: list[str]) -> Iterator[str]:
     if not module or not hasattr(importlib.import_module(module), attribute):
         yield "there is no command weft"
         return
-    serving = importlib.import_module("client.serving")
+    serving = importlib.import_module("weft.cli.serve")
     if len(rest) != 2 or rest[0] != "serve" or not inspect.isfunction(getattr(serving, rest[0], None)):
         yield f"weft {' '.join(rest)} is not `weft serve SERVICE`"
     elif rest[1] not in {part.value for part in serving.Part} or not _exists(f"services.{rest[1]}.__main__"):

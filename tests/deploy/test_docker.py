@@ -79,7 +79,7 @@ def test_a_light_service_never_imports_what_its_image_lacks(service: str) -> Non
 import sys
 for name in {HEAVY!r}:
     sys.modules[name] = None  # Importing it raises ImportError, as if it were not installed.
-import services.health, client.cli, services.{service}.main
+import services.health, weft.cli.app, services.{service}.main
 """
     environment = {**os.environ, "PYTHONPATH": str(code.ROOT)}
     result = subprocess.run(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.worker.engines import suited
+from services.worker.build.choose import resolve_engine
 from services.worker.settings import WorkerSettings
 from tests.deploy import code, manifests
 from tests.deploy.manifests import Object
@@ -59,7 +59,7 @@ def test_a_gpu_runs_as_large_a_batch_as_without_manifests(mesh: list[Object], mo
     worker = code.parse("worker", manifests.Manifests(mesh).environment(container(mesh, "worker")))
     assert isinstance(worker, WorkerSettings)
     for size in ("max_batch_size", "step_tokens", "chunk_tokens"):
-        assert getattr(suited(worker), size) == getattr(suited(WorkerSettings()), size), size
+        assert getattr(resolve_engine(worker), size) == getattr(resolve_engine(WorkerSettings()), size), size
 
 
 def test_loading_may_take_ten_minutes(mesh: list[Object]) -> None:

@@ -23,7 +23,7 @@ from services import rpc
 from services.errors import WeftError, unavailable
 from services.gateway.main import gateway
 from services.gateway.settings import GatewaySettings
-from services.outbox import Outbox
+from services.send_queue import SendQueue
 from tests.gateway.model import ANSWER, BUNDLE, make_card
 
 # The generated stubs have the asynchronous classes in their types only.
@@ -49,12 +49,12 @@ class FakeScheduler(SchedulerServicer):
         self.decide: Callable[[mesh_pb2.Submit], mesh_pb2.DispatchResponse | None] | None = None
         self.epoch = 0
         self.hellos = 0
-        self._outboxes: set[Outbox[mesh_pb2.DispatchResponse]] = set()
+        self._outboxes: set[SendQueue[mesh_pb2.DispatchResponse]] = set()
 
     async def Dispatch(  # type: ignore[override]
         self, requests: AsyncIterator[mesh_pb2.DispatchRequest], context: Context
     ) -> None:
-        outbox: Outbox[mesh_pb2.DispatchResponse] = Outbox()
+        outbox: SendQueue[mesh_pb2.DispatchResponse] = SendQueue()
         hearing = asyncio.create_task(self._hear(requests, outbox))
         self._outboxes.add(outbox)
         try:
@@ -161,7 +161,7 @@ class FakeWorker(WorkerServicer):
         self.deaf = False  # to cancels
         self.running: dict[str, Running] = {}
         self.sent = 0
-        self.links: set[Outbox[mesh_pb2.RunResponse]] = set()
+        self.links: set[SendQueue[mesh_pb2.RunResponse]] = set()
         self.bundle = BUNDLE
         self.hold_bundle = asyncio.Event()
         self.hold_bundle.set()
@@ -177,7 +177,7 @@ class FakeWorker(WorkerServicer):
     async def Run(  # type: ignore[override]
         self, requests: AsyncIterator[mesh_pb2.RunRequest], context: Context
     ) -> None:
-        outbox: Outbox[mesh_pb2.RunResponse] = Outbox()
+        outbox: SendQueue[mesh_pb2.RunResponse] = SendQueue()
         hearing = asyncio.create_task(self._hear(requests, outbox))
         stepping = asyncio.create_task(self._step_for_ever())
         self.links.add(outbox)

@@ -10,19 +10,19 @@ import pytest
 from protos import mesh_pb2 as mesh
 from protos.mesh_pb2_grpc import add_SchedulerServicer_to_server
 from services import rpc
-from services.gateway.dispatch import Dispatch
+from services.gateway.links.scheduler_link import SchedulerLink
 from tests.gateway.fakes import FakeScheduler, until
 
 WAIT_S = 10.5
 
 
 @contextlib.asynccontextmanager
-async def linked(scheduler: FakeScheduler) -> AsyncIterator[Dispatch]:
+async def linked(scheduler: FakeScheduler) -> AsyncIterator[SchedulerLink]:
     """A gateway's link to this scheduler."""
     server = await rpc.serve(
         "127.0.0.1:0", [rpc.Service("weft.v1.Scheduler", add_SchedulerServicer_to_server, scheduler)]
     )
-    dispatch = Dispatch(f"127.0.0.1:{server.port}", "a gateway", WAIT_S, lambda models: None, lambda worker: None)
+    dispatch = SchedulerLink(f"127.0.0.1:{server.port}", "a gateway", WAIT_S, lambda models: None, lambda worker: None)
     running = asyncio.create_task(dispatch.run())
     try:
         yield dispatch
@@ -41,7 +41,7 @@ def scheduler() -> FakeScheduler:
 
 
 async def test_who_waits_for_a_scheduler_says_where(capfd: pytest.CaptureFixture[str]) -> None:
-    dispatch = Dispatch("127.0.0.1:1", "a gateway", WAIT_S, lambda models: None, lambda worker: None)
+    dispatch = SchedulerLink("127.0.0.1:1", "a gateway", WAIT_S, lambda models: None, lambda worker: None)
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(dispatch.run(), 0.1)
     assert "127.0.0.1:1" in "".join(capfd.readouterr())

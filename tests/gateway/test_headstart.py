@@ -8,20 +8,20 @@ from pathlib import Path
 import pytest
 from grpc import StatusCode, aio
 
-from client import Client
 from protos import inference_pb2 as api
 from protos import mesh_pb2
 from protos.inference_pb2_grpc import InferenceStub
 from protos.mesh_pb2_grpc import add_WorkerServicer_to_server
 from services.errors import unavailable
-from services.gateway import headstart
+from services.gateway.answers import early_start
 from tests.gateway.fakes import Answer, FakeMesh, ask, assigned, generate, rejected, until
 from tests.gateway.model import ANSWER, LOREM, ids_of
+from weft import Client
 
 
 @pytest.fixture
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(headstart, "PATIENCE_S", 60.0)
+    monkeypatch.setattr(early_start, "PATIENCE_S", 60.0)
 
 
 @pytest.mark.usefixtures("_patient")

@@ -5,9 +5,9 @@ from hypothesis import strategies as st
 
 from protos import inference_pb2 as api
 from protos import mesh_pb2
-from services.gateway.journal import Ending, Journal, KeyChain
-from services.gateway.stops import StopMatcher
-from services.gateway.text import TextModel
+from services.gateway.text.journal import Ending, Journal, KeyChain
+from services.gateway.text.stop_strings import StopMatcher
+from services.gateway.text.tokenizer import TextModel
 from services.hashing import block_keys
 from tests.gateway.model import BUNDLE, TOKENIZER, ids_of
 

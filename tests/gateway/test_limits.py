@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.errors import WeftError
-from services.gateway.access import Access
-from services.gateway.limits import Account, Bucket
-from services.gateway.tenants import DEFAULT, Limits, Tenant, parse
+from services.gateway.access.authorizer import Authorizer
+from services.gateway.access.quotas import Bucket, Quota
+from services.gateway.access.tenants import DEFAULT, Limits, Tenant, parse
 
 
-def refused(account: Account, now: float, *, answer: bool = False) -> WeftError:
+def refused(account: Quota, now: float, *, answer: bool = False) -> WeftError:
     """Why a request, or an answer, is refused."""
     with pytest.raises(WeftError) as caught:
         account.begin(now) if answer else account.request(now)
@@ -23,7 +23,7 @@ def refused(account: Account, now: float, *, answer: bool = False) -> WeftError:
 
 
 def test_a_burst_and_then_the_rate() -> None:
-    account = Account(Limits(requests_per_second=2.0, burst=3), 0.0)
+    account = Quota(Limits(requests_per_second=2.0, burst=3), 0.0)
     for _ in range(3):
         account.request(0.0)
     assert refused(account, 0.0).retry_after_s == pytest.approx(0.5)
@@ -34,7 +34,7 @@ def test_a_burst_and_then_the_rate() -> None:
 
 @given(st.lists(st.floats(0, 2), max_size=60), st.floats(0.1, 20), st.integers(1, 10))
 def test_never_more_than_burst_and_rate(pauses: list[float], rate: float, burst: int) -> None:
-    account, now, passed = Account(Limits(requests_per_second=rate, burst=burst), 0.0), 0.0, 0
+    account, now, passed = Quota(Limits(requests_per_second=rate, burst=burst), 0.0), 0.0, 0
     for pause in pauses:
         now += pause
         with contextlib.suppress(WeftError):
@@ -48,7 +48,7 @@ def test_a_rate_alone_allows_one_seconds_worth_at_once() -> None:
 
 
 def test_places_are_given_back() -> None:
-    account = Account(Limits(concurrent=2), 0.0)
+    account = Quota(Limits(concurrent=2), 0.0)
     account.begin(0.0)
     account.begin(0.0)
     assert refused(account, 0.0, answer=True).reason == "TOO_MANY_CONCURRENT"
@@ -58,7 +58,7 @@ def test_places_are_given_back() -> None:
 
 
 def test_tokens_are_paid_afterwards() -> None:
-    account = Account(Limits(tokens_per_minute=600), 0.0)
+    account = Quota(Limits(tokens_per_minute=600), 0.0)
     account.begin(0.0)
     account.end(650, 0.0)
     error = refused(account, 0.0, answer=True)
@@ -68,7 +68,7 @@ def test_tokens_are_paid_afterwards() -> None:
 
 
 def test_new_limits_keep_what_was_used() -> None:
-    account = Account(Limits(requests_per_second=1.0, burst=4, concurrent=1), 0.0)
+    account = Quota(Limits(requests_per_second=1.0, burst=4, concurrent=1), 0.0)
     account.begin(0.0)
     for _ in range(4):
         account.request(0.0)
@@ -89,7 +89,7 @@ def test_a_bucket_may_owe() -> None:
 
 
 def test_without_a_file_everybody_is_the_default_tenant() -> None:
-    access = Access("", open_reflection=False)
+    access = Authorizer("", open_reflection=False)
     access.check("/weft.v1.Inference/Generate", ())
     access.check("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", ())
     assert access.tenant((("authorization", "Bearer whatever"),)) is DEFAULT

@@ -6,15 +6,15 @@ import grpc
 import pytest
 
 from services.errors import WeftError
-from services.gateway.patience import Patience
-from services.gateway.receipt import Phase, Timeline
+from services.gateway.answers.deadline import Deadline
+from services.gateway.answers.receipt import Phase, Timeline
 from tests.timing import timely
 
 
 @timely
 async def test_the_deadline_ends_the_block() -> None:
     began = asyncio.get_running_loop().time()
-    with pytest.raises(WeftError) as caught, Patience(Timeline(), 0.05, 60):
+    with pytest.raises(WeftError) as caught, Deadline(Timeline(), 0.05, 60):
         await asyncio.sleep(10)
     assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
     assert asyncio.get_running_loop().time() - began < 0.5
@@ -24,7 +24,7 @@ async def test_the_deadline_ends_the_block() -> None:
 async def test_one_message_that_takes_too_long_ends_the_block() -> None:
     timeline = Timeline()
     timeline.enter(Phase.DELIVER)
-    with pytest.raises(WeftError) as caught, Patience(timeline, None, 0.1):
+    with pytest.raises(WeftError) as caught, Deadline(timeline, None, 0.1):
         await asyncio.sleep(10)
     assert caught.value.reason == "SLOW_CONSUMER"
 
@@ -32,7 +32,7 @@ async def test_one_message_that_takes_too_long_ends_the_block() -> None:
 @timely
 async def test_many_messages_may_take_longer_together() -> None:
     timeline = Timeline()
-    with Patience(timeline, 10, 0.1):
+    with Deadline(timeline, 10, 0.1):
         for _ in range(10):
             timeline.enter(Phase.DELIVER)
             await asyncio.sleep(0.02)
@@ -42,7 +42,7 @@ async def test_many_messages_may_take_longer_together() -> None:
 
 async def test_a_cancellation_from_elsewhere_stays_one() -> None:
     async def handler() -> None:
-        with Patience(Timeline(), 10, 10):
+        with Deadline(Timeline(), 10, 10):
             await asyncio.sleep(10)
 
     task = asyncio.create_task(handler())

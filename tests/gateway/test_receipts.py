@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protos import inference_pb2 as api
-from services.gateway.receipt import Ledger, Phase, Timeline, timings
+from services.gateway.answers.receipt import AttemptCosts, Phase, Timeline, timings
 from tests.gateway.fakes import Answer, FakeMesh, ask, assigned, generate, until
 from tests.timing import timely
 
@@ -40,7 +40,7 @@ def test_every_instant_is_counted_once(
         timeline.enter(phase)
         clock.now += spent
     timeline.enter(Phase.OWN)
-    ledger = Ledger(queue_s, prefill_s, decode_s)
+    ledger = AttemptCosts(queue_s, prefill_s, decode_s)
     if hit:
         ledger.answered_by_cache()
     times = timings(timeline, ledger, 100.5)
@@ -59,14 +59,14 @@ def test_what_was_waited_for_is_split_by_what_others_measured() -> None:
         timeline.enter(phase)
         clock.now += spent
     timeline.enter(Phase.OWN)
-    times = timings(timeline, Ledger(queue_s=1, prefill_s=2, decode_s=4), None)
+    times = timings(timeline, AttemptCosts(queue_s=1, prefill_s=2, decode_s=4), None)
     assert (times.queue_s, times.prefill_s, times.decode_s) == (1, 2, 4)
     assert times.network_s == 10 + 3 - 7
     assert times.detokenize_s == 2
-    slow_reader = timings(timeline, Ledger(decode_s=14), None)  # It decoded on while the client read.
+    slow_reader = timings(timeline, AttemptCosts(decode_s=14), None)  # It decoded on while the client read.
     assert slow_reader.decode_s == 14
     assert (slow_reader.network_s, slow_reader.detokenize_s) == (0, 1)
-    joined_late = timings(timeline, Ledger(queue_s=5, prefill_s=50, decode_s=10), None)
+    joined_late = timings(timeline, AttemptCosts(queue_s=5, prefill_s=50, decode_s=10), None)
     assert (joined_late.queue_s, joined_late.prefill_s, joined_late.decode_s) == (0, 5, 10)
 
 

@@ -8,7 +8,7 @@ import pytest
 from protos import inference_pb2 as api
 from protos import mesh_pb2
 from services.errors import unavailable
-from services.gateway.text import Detokenizer, TextModel
+from services.gateway.text.tokenizer import Detokenizer, TextModel
 from tests.gateway.fakes import FakeMesh, ask, generate, until
 from tests.gateway.model import ANSWER, LOREM
 

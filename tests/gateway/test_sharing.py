@@ -8,9 +8,9 @@ import pytest
 from protos import cache_pb2, mesh_pb2
 from protos import inference_pb2 as api
 from services.errors import WeftError
-from services.gateway.generation import Generation, Listening, Order
-from services.gateway.requests import Registry
-from services.gateway.results import result_key
+from services.gateway.answers.generation import AdmittedRequest, Generation, Listening
+from services.gateway.answers.registry import Registry
+from services.gateway.links.result_cache import result_key
 from tests.gateway.fakes import Answer, FakeMesh, FakeWorker, ask, assigned, generate, rejected, until
 from tests.gateway.model import ANSWER, LOREM, ids_of, make_card
 
@@ -223,7 +223,7 @@ def listening(monkeypatch: pytest.MonkeyPatch) -> list[Listening]:
     listening: list[Listening] = []
     enter = Registry.enter
 
-    def enter_and_tell(self: Registry, order: Order, listener: Listening) -> tuple[Generation, bool]:
+    def enter_and_tell(self: Registry, order: AdmittedRequest, listener: Listening) -> tuple[Generation, bool]:
         listening.append(listener)
         return enter(self, order, listener)
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.stops import StopMatcher
+from services.gateway.text.stop_strings import StopMatcher
 
 words = st.text("abc", min_size=1, max_size=4)
 

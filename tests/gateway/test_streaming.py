@@ -12,8 +12,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos import inference_pb2 as api
 from protos import mesh_pb2
-from services.gateway.tenants import DEFAULT
-from services.gateway.visit import RECEIPT_KEY
+from services.gateway.access.tenants import DEFAULT
+from services.gateway.answers.call import RECEIPT_KEY
 from services.hashing import block_keys, chain_root
 from tests.gateway.fakes import FakeMesh, ask, generate, until
 from tests.gateway.model import ANSWER, LOREM, TOKENIZER, ids_of, make_card

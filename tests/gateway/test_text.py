@@ -13,8 +13,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from protos import inference_pb2 as api
 from protos import mesh_pb2
 from services.errors import WeftError
-from services.gateway.chat import ChatTemplate
-from services.gateway.text import TextModel
+from services.gateway.text.chat_template import ChatTemplate
+from services.gateway.text.tokenizer import TextModel
 from tests.gateway.model import BUNDLE, TOKENIZER
 
 MODEL = TextModel(mesh_pb2.Bundle.FromString(BUNDLE))
@@ -161,7 +161,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_bad_template_fails_alone_and_in_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.gateway.chat.MAX_SECONDS", 0.3)
+    monkeypatch.setattr("services.gateway.text.chat_template.MAX_SECONDS", 0.3)
     template = ChatTemplate(HOSTILE[name], {})
     began = time.perf_counter()
     with pytest.raises(WeftError) as caught:

@@ -6,24 +6,24 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.worker.engine import Engine
-from services.worker.job import EngineOptions
+from services.worker.engine.generation import GenerationEngine
+from services.worker.options import EngineOptions
 from tests.checkpoints import checkpoint
 
 __all__ = ["checkpoint"]
 
-EngineMaker = Callable[..., Engine]
+EngineMaker = Callable[..., GenerationEngine]
 
 
 @pytest.fixture(scope="session")
 def engine(checkpoint: Callable[[str], Path]) -> EngineMaker:
     """engine(shape, **options): a small engine, on the GPU unless device says otherwise."""
 
-    def make(shape: str = "llama", **options: object) -> Engine:
+    def make(shape: str = "llama", **options: object) -> GenerationEngine:
         if not torch.cuda.is_available():
             pytest.skip("needs a GPU")
         settings: dict[str, object] = {"kv_blocks": 1024, "max_batch_size": 64, "device": "cuda", **options}
-        return Engine(checkpoint(shape), EngineOptions(**settings), lambda phase, done, total: None)  # type: ignore[arg-type]
+        return GenerationEngine(checkpoint(shape), EngineOptions(**settings), lambda phase, done, total: None)  # type: ignore[arg-type]
 
     return make
 

@@ -11,11 +11,12 @@ import torch
 import triton
 
 from kernels.device import is_hopper
-from services.worker.engine import Engine
-from services.worker.gpu_graphs import Graph
-from services.worker.gpu_runner import GpuRunner
-from services.worker.gpu_words import Kind
-from services.worker.job import EndReason, EngineOptions, Job
+from services.worker.engine.generation import GenerationEngine
+from services.worker.job import EndReason, Job
+from services.worker.options import EngineOptions
+from services.worker.runners.cuda.graphs import Graph
+from services.worker.runners.cuda.runner import GpuRunner
+from services.worker.runners.cuda.step_words import Kind
 from tests.checkpoints import EOS, SHAPES, VOCAB
 from tests.gpu.conftest import EngineMaker
 from tests.worker.drive import Answer, job, prompt_of, run, solo
@@ -44,7 +45,7 @@ def reference(shape: str, engine: EngineMaker) -> Answers:
 
 
 @pytest.fixture(scope="module")
-def exact(shape: str, engine: EngineMaker) -> Engine:
+def exact(shape: str, engine: EngineMaker) -> GenerationEngine:
     """A GPU engine in float32, graphs and overlap on."""
     return engine(shape)
 
@@ -68,18 +69,18 @@ def assert_equal(answers: Answers, reference: Answers, first_key: int = 0) -> No
 # ---- float32: the same tokens ----
 
 
-def test_greedy_answers_in_one_batch(exact: Engine, reference: Answers) -> None:
+def test_greedy_answers_in_one_batch(exact: GenerationEngine, reference: Answers) -> None:
     assert_equal(run(exact, *jobs(bypass_cache=True)), reference)
 
 
-def test_greedy_answers_one_by_one(exact: Engine, reference: Answers) -> None:
+def test_greedy_answers_one_by_one(exact: GenerationEngine, reference: Answers) -> None:
     answers: Answers = {}
     for one in jobs(bypass_cache=True):
         answers |= run(exact, one)
     assert_equal(answers, reference)
 
 
-def test_after_a_prefix_hit(exact: Engine, reference: Answers) -> None:
+def test_after_a_prefix_hit(exact: GenerationEngine, reference: Answers) -> None:
     run(exact, *jobs())
     answers = run(exact, *jobs(first_key=50))
     assert_equal(answers, reference, first_key=50)
@@ -278,7 +279,7 @@ def test_graphs_are_captured_while_another_engine_becomes_garbage(checkpoint: Ca
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     options = EngineOptions(kv_blocks=64, max_batch_size=8, device="cuda")
-    ring: list[object] = [Engine(checkpoint("llama"), options, lambda phase, done, total: None)]
+    ring: list[object] = [GenerationEngine(checkpoint("llama"), options, lambda phase, done, total: None)]
     ring.append(ring)
     held = [ring]
     del ring
@@ -289,7 +290,7 @@ def test_graphs_are_captured_while_another_engine_becomes_garbage(checkpoint: Ca
             held.clear()
             gc.set_threshold(*(usual if done == total else (1, 1, 1)))
 
-    engine = Engine(checkpoint("llama"), options, forget)
+    engine = GenerationEngine(checkpoint("llama"), options, forget)
     assert run(engine, job(1, PROMPTS[3], max_tokens=4))[1].tokens
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels.quantized import QUANTIZERS
+from kernels.quantized_weights import QUANTIZERS
 from tests.checkpoints import make_checkpoint
 from tests.served import EXACT, GOLDEN, GOLDENS, WIDE, assert_served_like, engine_of, read, save, twin_of
 

@@ -10,11 +10,11 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from kernels import activation, attention, blocks, kv, norm, reference, rope_kv
+from kernels import activation, attention, block_copy, kv_pages, norm, reference, rope_kv
 from kernels.device import is_hopper
-from kernels.products import matmul, matmul_hopper, vendor_tiles
-from kernels.products.matmul_hopper import Shape
-from kernels.products.skinny import Tile
+from kernels.linear import cublaslt, dense, dense_hopper
+from kernels.linear.dense_hopper import Shape
+from kernels.linear.split_k import Tile
 from tests.kernels.cases import DTYPES, Batch, check_edits, check_sampling, check_step_lists, close, poison, rand
 from tests.kernels.fused import check_rotated_qkv
 
@@ -40,7 +40,7 @@ def test_attention_over_random_ragged_steps(heads: tuple[int, int, int], dtype: 
         close(batch.run(window, short), batch.want(window))
 
 
-@pytest.mark.parametrize("stored", [kv.FP8, kv.INT8], ids=str)
+@pytest.mark.parametrize("stored", [kv_pages.FP8, kv_pages.INT8], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("heads", [(32, 8, 128), (28, 4, 128), (32, 8, 64), (8, 8, 80), (4, 1, 32)], ids=str)
 def test_attention_over_pools_of_8_bits(heads: tuple[int, int, int], dtype: torch.dtype, stored: torch.dtype) -> None:
@@ -52,20 +52,20 @@ def test_attention_over_pools_of_8_bits(heads: tuple[int, int, int], dtype: torc
             close(batch.run(window, short, config), batch.want(window))
 
 
-@pytest.mark.parametrize("stored", [kv.FP8, kv.INT8], ids=str)
+@pytest.mark.parametrize("stored", [kv_pages.FP8, kv_pages.INT8], ids=str)
 def test_keys_and_values_are_rounded_as_the_reference_rounds_them(stored: torch.dtype) -> None:
     scales = torch.rand(2, 8, device="cuda") + 0.5
     qkv, angles = rand(300, 48, 128, dtype=torch.bfloat16), rand(300, 1, 128, dtype=torch.bfloat16)
     places = torch.randperm(640, device="cuda")[:300]
-    mine, its = (kv.make_pool(40, 16, 8, 128, stored, "cuda") for _ in range(2))
+    mine, its = (kv_pages.make_pool(40, 16, 8, 128, stored, "cuda") for _ in range(2))
     copy = qkv.clone()
     rope_kv.rope_and_store(qkv, angles, angles, mine, places, 32, 8, kv_scales=scales)
     reference.rope_and_store(copy, angles, angles, its, places, 32, 8, scales)
     every = torch.arange(40, device="cuda")
-    got, want = (kv.load(pool, every, scales, torch.float32) for pool in (mine, its))
+    got, want = (kv_pages.load(pool, every, scales, torch.float32) for pool in (mine, its))
     # The rotation rounds otherwise here and there. In int8 all numbers of a row follow the largest.
-    assert float((got != want).float().mean()) < (0.1 if stored == kv.INT8 else 0.05)
-    if stored == kv.INT8:
+    assert float((got != want).float().mean()) < (0.1 if stored == kv_pages.INT8 else 0.05)
+    if stored == kv_pages.INT8:
         steps = want.abs().amax(-1, keepdim=True) / 127
         assert ((got - want).abs() <= 2 * steps + 2**-5).all()
     assert float((got - want).norm() / want.norm()) < 0.02
@@ -73,7 +73,8 @@ def test_keys_and_values_are_rounded_as_the_reference_rounds_them(stored: torch.
 
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize(
-    ("dtype", "stored"), [*((dtype, None) for dtype in DTYPES), (torch.bfloat16, kv.FP8), (torch.float16, kv.INT8)],
+    ("dtype", "stored"),
+    [*((dtype, None) for dtype in DTYPES), (torch.bfloat16, kv_pages.FP8), (torch.float16, kv_pages.INT8)],
     ids=str,
 )  # fmt: skip
 def test_attention_over_long_contexts_and_skewed_batches(
@@ -90,7 +91,7 @@ def test_attention_over_long_contexts_and_skewed_batches(
         close(batch.run(None, 1), batch.want(None))
 
 
-@pytest.mark.parametrize("stored", [None, kv.FP8], ids=str)
+@pytest.mark.parametrize("stored", [None, kv_pages.FP8], ids=str)
 @pytest.mark.parametrize("heads", [(32, 8, 128), (28, 4, 128), (4, 4, 96)], ids=str)
 def test_neighbours_take_the_keys_that_they_share_together(
     heads: tuple[int, int, int], stored: torch.dtype | None
@@ -110,7 +111,7 @@ def test_neighbours_take_the_keys_that_they_share_together(
     close(batch.run(None, 1, config), batch.want(None))
 
 
-@pytest.mark.parametrize("stored", [None, kv.FP8], ids=str)
+@pytest.mark.parametrize("stored", [None, kv_pages.FP8], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("heads", [(32, 8, 128), (28, 4, 128), (8, 8, 128), (32, 8, 64), (4, 2, 64)], ids=str)
 def test_attention_of_few_answers(heads: tuple[int, int, int], dtype: torch.dtype, stored: torch.dtype | None) -> None:
@@ -135,7 +136,7 @@ def test_rows_that_see_few_keys(heads: tuple[int, int, int], dtype: torch.dtype)
 
 def test_a_context_shorter_than_its_row_ends_and_gives_zeros() -> None:
     """It breaks the contract, yet must not hang the device."""
-    for stored in (None, kv.FP8):
+    for stored in (None, kv_pages.FP8):
         batch = Batch([300, 40], [300, 40], 32, 8, 128, 16, torch.bfloat16, stored)
         batch.contexts = [300, -500]
         out = batch.run(None, 1)
@@ -244,15 +245,15 @@ def test_rope_and_store(heads: tuple[int, int, int], dtype: torch.dtype) -> None
 def test_blocks_survive_the_way_to_the_host_and_back() -> None:
     pools = [rand(40, 16, 2, 8, 128, dtype=torch.bfloat16) for _ in range(5)]
     before = [pool.clone() for pool in pools]
-    addresses = blocks.pool_addresses(pools)
+    addresses = block_copy.pool_addresses(pools)
     ids = torch.randperm(40, device="cuda")[:13]
     for pinned in (False, True):
         staging = torch.empty(13, 5, 16, 2, 8, 128, dtype=torch.bfloat16, pin_memory=True)
         staging = staging if pinned else staging.cuda()
-        blocks.gather_blocks(addresses, pools[0], ids, staging)
+        block_copy.gather_blocks(addresses, pools[0], ids, staging)
         for pool in pools:
             pool[ids] = float("nan")
-        blocks.scatter_blocks(addresses, pools[0], ids, staging)
+        block_copy.scatter_blocks(addresses, pools[0], ids, staging)
         torch.cuda.synchronize()
         assert all(torch.equal(pool, old) for pool, old in zip(pools, before, strict=True))
 
@@ -270,11 +271,11 @@ def test_skinny_products_with_all_that_is_fused(dtype: torch.dtype) -> None:
                 w, w2 = w / k**0.5, w2 / k**0.5
                 bias, residual = rand(n, dtype=dtype), rand(rows, n, dtype=dtype)
                 wide = x.double()
-                close(matmul.linear(x, w, bias, tile=tile), wide @ w.double().T + bias)
-                close(matmul.linear(x, w2, gated=True, tile=tile),
+                close(dense.linear(x, w, bias, tile=tile), wide @ w.double().T + bias)
+                close(dense.linear(x, w2, gated=True, tile=tile),
                       reference.silu_and_mul(x.double() @ w2.double().T))  # fmt: skip
                 expected = wide @ w.double().T + residual.double()
-                close(matmul.linear(x, w, residual=residual, out=residual, tile=tile), expected)
+                close(dense.linear(x, w, residual=residual, out=residual, tile=tile), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -282,7 +283,7 @@ def test_queries_keys_and_values_of_few_rows(dtype: torch.dtype) -> None:
     for rows, heads, kv_heads, dim in ((1, 32, 8, 128), (7, 32, 8, 64), (33, 28, 4, 128), (64, 9, 3, 80)):
         for tile in (Tile(32, 64, 4, 6), Tile(64, 64, 1, 3)):
             check_rotated_qkv(rows, heads, kv_heads, dim, 2048, tile, dtype)
-        shape = matmul_hopper.rotated_shape_for(rows, dim)
+        shape = dense_hopper.rotated_shape_for(rows, dim)
         if shape is not None and is_hopper(torch.device("cuda", 0)):
             check_rotated_qkv(rows, heads, kv_heads, dim, 1096, shape, dtype)
 
@@ -298,13 +299,13 @@ def test_products_on_a_hopper(dtype: torch.dtype) -> None:
         x, w, bias, residual = (rand(*s, dtype=dtype) for s in ((rows, k), (n, k), (n,), (rows, n)))
         out = poison(rows, n, dtype=dtype)
         exact = x.double() @ (w / k**0.5).double().T
-        close(matmul.linear(x, w / k**0.5, bias, out=out, tile=shape), exact + bias)
+        close(dense.linear(x, w / k**0.5, bias, out=out, tile=shape), exact + bias)
         expected = exact + residual.double()
-        close(matmul.linear(x, w / k**0.5, residual=residual, out=residual, tile=shape), expected)
+        close(dense.linear(x, w / k**0.5, residual=residual, out=residual, tile=shape), expected)
         if shape.stages * shape.panels > 12:
             continue  # a gate and its ups would not fit into shared memory
         wide = rand(2 * n, k, dtype=dtype) / k**0.5
-        close(matmul.linear(x, wide, gated=True, tile=shape), reference.silu_and_mul(x.double() @ wide.double().T))
+        close(dense.linear(x, wide, gated=True, tile=shape), reference.silu_and_mul(x.double() @ wide.double().T))
 
 
 def test_products_by_the_vendor_with_tiles_of_our_choice() -> None:
@@ -321,25 +322,25 @@ def test_products_by_the_vendor_with_tiles_of_our_choice() -> None:
         x, w = rand(rows, k + 64, dtype=torch.bfloat16)[:, :k], rand(n, k, dtype=torch.bfloat16) / k**0.5
         residual, out = rand(rows, n, dtype=torch.bfloat16), poison(rows, n, dtype=torch.bfloat16)
         exact = x.double() @ w.double().T
-        assert vendor_tiles.multiply(x, w, None, out)
+        assert cublaslt.multiply(x, w, None, out)
         close(out, exact)
         out.fill_(float("nan"))
         expected = exact + residual.double()
-        assert vendor_tiles.multiply(x, w, residual, out)
+        assert cublaslt.multiply(x, w, residual, out)
         close(out, expected)
-        assert vendor_tiles.multiply(x, w, residual, residual)
+        assert cublaslt.multiply(x, w, residual, residual)
         close(residual, expected)
-        assert not vendor_tiles.multiply(x.half(), w.half(), None, out.half())
+        assert not cublaslt.multiply(x.half(), w.half(), None, out.half())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_invariant_products_have_the_same_bits_in_any_batch(dtype: torch.dtype) -> None:
     for n, k in ((6144, 4096), (1000, 2048)):
         x, w = rand(700, k, dtype=dtype), rand(n, k, dtype=dtype) / k**0.5
-        whole = matmul.matmul_invariant(x, w)
+        whole = dense.matmul_invariant(x, w)
         close(whole, x.double() @ w.double().T)
         for rows in (1, 5, 64, 65, 300):
-            assert torch.equal(matmul.matmul_invariant(x[:rows], w), whole[:rows]), rows
+            assert torch.equal(dense.matmul_invariant(x[:rows], w), whole[:rows]), rows
 
 
 # ---- sampling ----

@@ -8,7 +8,7 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from kernels import quantized
+from kernels import quantized_weights
 from kernels.device import is_hopper
 from tests.kernels.cases import rand
 from tests.kernels.fused import check_rotated_words
@@ -50,11 +50,11 @@ def test_words_as_they_are_served(shape: tuple[int, int, int, int]) -> None:
 def test_rotated_queries_keys_and_values_of_quantized_weights(dtype: torch.dtype) -> None:
     if not is_hopper(torch.device("cuda", 0)):
         pytest.skip("needs a Hopper")
-    for rows, stored in ((1, dtype), (7, quantized.FP8), (16, dtype), (33, dtype)):
+    for rows, stored in ((1, dtype), (7, quantized_weights.FP8), (16, dtype), (33, dtype)):
         w = rand(1024, 2048 if rows == 1 else 1280, dtype=torch.float32) / 1280**0.5
-        check_rotated_words(rows, 4, 2, quantized.quantize_int4(w.to(dtype), 128), dtype, stored)
+        check_rotated_words(rows, 4, 2, quantized_weights.quantize_int4(w.to(dtype), 128), dtype, stored)
         if rows <= 16:
-            check_rotated_words(rows, 4, 2, quantized.quantize_fp8(w), dtype, stored)
+            check_rotated_words(rows, 4, 2, quantized_weights.quantize_fp8(w), dtype, stored)
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)

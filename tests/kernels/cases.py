@@ -9,14 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels import attention, kv, reference, sampling, slots
-from kernels.attention.brief import BriefPlan
-from kernels.edits import HEADER
+from kernels import attention, kv_pages, reference, sampling, step_io
+from kernels.attention.short_prefill import BriefPlan
 from kernels.sampling.slot_settings import SlotSettings, slot_settings
 from kernels.sampling.top_logprobs import room_of, top_logprobs
-from services.worker import gpu_uplink
-from services.worker.gpu_words import StepRows, nobodys
-from services.worker.inputs import Edit, Rows, SlotState
+from kernels.slot_edits import HEADER
+from services.worker.runners.cuda import upload
+from services.worker.runners.cuda.step_words import StepRows, padding_step
+from services.worker.runners.step import Edit, Rows, SlotState
 
 DEVICE = "cuda" if torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1" else "cpu"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -54,9 +54,9 @@ class Batch:
         """shared: for each row, how many of its first blocks are those of the row before it."""
         self.lengths, self.contexts, self.heads, self.kv_heads, self.block = lengths, contexts, heads, kv_heads, block
         needed = [-(-context // block) for context in contexts]
-        self.pool = kv.make_pool(sum(needed) + 1, block, kv_heads, dim, stored or dtype, DEVICE)
-        kv.bytes_of(self.pool).fill_(0xFF)  # NaN in every format
-        self.kv_scales = torch.rand(2, kv_heads, device=DEVICE) + 0.5 if stored == kv.FP8 else None
+        self.pool = kv_pages.make_pool(sum(needed) + 1, block, kv_heads, dim, stored or dtype, DEVICE)
+        kv_pages.bytes_of(self.pool).fill_(0xFF)  # NaN in every format
+        self.kv_scales = torch.rand(2, kv_heads, device=DEVICE) + 0.5 if stored == kv_pages.FP8 else None
         order = torch.randperm(sum(needed), device=DEVICE) + 1
         self.tables = torch.zeros(len(lengths), max(*needed, 1), dtype=torch.int32, device=DEVICE)
         self.kv: list[Tensor] = []
@@ -69,8 +69,8 @@ class Batch:
             ids[:same] = self.tables[row - 1, :same]
             self.tables[row, :count] = ids
             places = (ids[:, None] * block + torch.arange(block, device=DEVICE)).view(-1)[same * block : context]
-            kv.store(self.pool, places, rand(len(places), 2 * kv_heads, dim, dtype=dtype), self.kv_scales)
-            self.kv.append(kv.load(self.pool, ids, self.kv_scales, dtype).flatten(0, 1)[:context])
+            kv_pages.store(self.pool, places, rand(len(places), 2 * kv_heads, dim, dtype=dtype), self.kv_scales)
+            self.kv.append(kv_pages.load(self.pool, ids, self.kv_scales, dtype).flatten(0, 1)[:context])
         tokens = sum(lengths)
         self.q = rand(tokens, heads + 2 * kv_heads, dim, dtype=dtype)[:, :heads]
         self.starts = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=DEVICE)
@@ -154,7 +154,7 @@ def check_edits(slots: int, blocks: int, fresh: list[tuple[int, int]], admitted:
     wanted = {name: getattr(settings, name).clone() for name in settings.__slots__}
     wanted_tables = tables.clone()
     words = array("i")
-    edits = gpu_uplink.DeviceEdits(np.empty(0, np.int32))
+    edits = upload.DeviceEdits(np.empty(0, np.int32))
     order = random.sample(range(slots), len(fresh))
     for slot, (first, count) in zip(order, fresh, strict=True):
         given = torch.randint(100, 200, (count,), dtype=torch.int32)
@@ -173,8 +173,8 @@ def check_edits(slots: int, blocks: int, fresh: list[tuple[int, int]], admitted:
         for name, value in (*numbers, *floats_of(state)):
             wanted[name][slot] = value
     edits.words = np.frombuffer(words, np.int32)
-    with mock.patch.object(gpu_uplink, "ROOM", room):
-        uplink = gpu_uplink.Uplink(1, tables, settings)
+    with mock.patch.object(upload, "ROOM", room):
+        uplink = upload.StepUpload(1, tables, settings)
         uplink.send(2, HEADER + 1, edits)
     assert torch.equal(tables, wanted_tables)
     for name, value in wanted.items():
@@ -197,14 +197,14 @@ def check_step_lists(rows: list[tuple[int, int, bool, bool]], sizes: tuple[int, 
     lengths, contexts = [row[0] for row in rows], [row[1] for row in rows]
     ids = [random.randrange(900) if given else -1 for length, _, given, _ in rows for _ in range(length)]
     known = Rows(owners, lengths, [int(row[3]) for row in rows], np.array(ids, np.int32))
-    words = np.full(slots.words_of(*sizes) + 4, 77, np.int32)
+    words = np.full(step_io.words_of(*sizes) + 4, 77, np.int32)
     assert StepRows(known, contexts).lay_out(words.data, 4, sizes) == len(words)
     sent = torch.from_numpy(words[4:]).to(DEVICE)
     last, boundaries = (torch.randint(0, 900, (nobody + 1,), device=DEVICE) for _ in range(2))
     tables = torch.randint(0, 99, (nobody + 1, width), dtype=torch.int32, device=DEVICE)
     row_tables = torch.full((sizes[1], width), -7, dtype=torch.int32, device=DEVICE)
-    got = slots.step_inputs(sent, *sizes, row_tables)
-    slots.unpack(sent, last, boundaries, tables, got, block)
+    got = step_io.step_inputs(sent, *sizes, row_tables)
+    step_io.unpack(sent, last, boundaries, tables, got, block)
     token_ids, positions, places, given = [], [], [], iter(ids)
     for owner, (length, context, told, _) in zip(owners, rows, strict=True):
         for position in range(context - length, context):
@@ -233,13 +233,13 @@ def check_step_lists(rows: list[tuple[int, int, bool, bool]], sizes: tuple[int, 
 
 def check_nobodys(tokens: int, sizes: tuple[int, int, int], block: int) -> None:
     """Tokens of nobody's row, more of them than a sequence may have, are where any model has a rotation."""
-    words = np.full(slots.words_of(*sizes), 77, np.int32)
-    assert nobodys(tokens).lay_out(words.data, 0, sizes) == len(words)
+    words = np.full(step_io.words_of(*sizes), 77, np.int32)
+    assert padding_step(tokens).lay_out(words.data, 0, sizes) == len(words)
     sent = torch.from_numpy(words).to(DEVICE)
     slot_words = torch.full((3,), 5, device=DEVICE)
     tables, row_tables = (torch.full((rows, 2), 7, dtype=torch.int32, device=DEVICE) for rows in (3, sizes[1]))
-    got = slots.step_inputs(sent, *sizes, row_tables)
-    slots.unpack(sent, slot_words, slot_words, tables, got, block)
+    got = step_io.step_inputs(sent, *sizes, row_tables)
+    step_io.unpack(sent, slot_words, slot_words, tables, got, block)
     assert got.token_ids.tolist() == got.positions.tolist() == [0] * sizes[0]
     assert got.places.tolist() == [-1] * sizes[0]
     assert row_tables.eq(7).all()

@@ -19,10 +19,21 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import mangle_type
 
-from kernels import activation, attention, blocks, edits, kv, norm, quantized, rope_kv, sampling, slots
-from kernels.attention import brief
-from kernels.products import fp8, matmul, matmul_hopper, matmul_words, nf4, qkv, skinny, words
-from kernels.products.skinny import Tile
+from kernels import (
+    activation,
+    attention,
+    block_copy,
+    kv_pages,
+    norm,
+    quantized_weights,
+    rope_kv,
+    sampling,
+    slot_edits,
+    step_io,
+)
+from kernels.attention import short_prefill
+from kernels.linear import dense, dense_hopper, fp8, nf4, packed, packed_gemm, qkv_rope, split_k
+from kernels.linear.split_k import Tile
 from kernels.sampling import top_logprobs
 from kernels.sampling.slot_settings import slot_settings
 
@@ -46,21 +57,21 @@ MOST_SHARED = {80: 166_912, 89: 101_376, 90: 232_448}
 MODULES = (
     activation,
     attention,
-    brief,
-    blocks,
-    edits,
+    short_prefill,
+    block_copy,
+    slot_edits,
     fp8,
-    matmul,
-    matmul_words,
+    dense,
+    packed_gemm,
     nf4,
-    matmul_hopper,
+    dense_hopper,
     norm,
-    qkv,
+    qkv_rope,
     rope_kv,
     sampling,
-    slots,
+    step_io,
     top_logprobs,
-    words,
+    packed,
 )
 
 
@@ -132,14 +143,14 @@ def calls(dtype: torch.dtype, capability: int) -> Iterator[tuple[str, Callable[[
         yield f"rope norm {dim}", partial(rope, index(4), new(40, dim), 1e-6)
         yield f"attention {dim}", partial(attend, qkv, pool, None)
         yield f"attention {dim} invariant", partial(attend, qkv, pool, None, invariant=True)
-    for stored in (kv.INT8, kv.FP8) if capability >= 89 else (kv.INT8,):
-        pool, qkv, angles = kv.make_pool(64, 16, 8, 128, stored), new(4, 48, 128), new(4, 1, 128)
-        scales = torch.empty(2, 8) if stored == kv.FP8 else None
+    for stored in (kv_pages.INT8, kv_pages.FP8) if capability >= 89 else (kv_pages.INT8,):
+        pool, qkv, angles = kv_pages.make_pool(64, 16, 8, 128, stored), new(4, 48, 128), new(4, 1, 128)
+        scales = torch.empty(2, 8) if stored == kv_pages.FP8 else None
         yield f"rope {stored}", partial(rope_kv.rope_and_store, qkv, angles, angles, pool, index(4), 32, 8, index(4),
                                         kv_scales=scales)  # fmt: skip
         for invariant in (False, True):
             yield f"attention {stored} {invariant}", partial(attend, qkv, pool, None, invariant, scales)
-        small = kv.make_pool(64, 16, 8, 64, stored)
+        small = kv_pages.make_pool(64, 16, 8, 64, stored)
         yield f"attention {stored} 64", partial(attend, new(4, 48, 64), small, 4096, scales=scales)
     yield "attention window", partial(attend, new(4, 48, 128), new(64, 16, 2, 8, 128), 4096)
     yield "attention 80", partial(attend, new(4, 36, 80), new(64, 16, 2, 4, 80), None)
@@ -147,30 +158,30 @@ def calls(dtype: torch.dtype, capability: int) -> Iterator[tuple[str, Callable[[
     tile = Tile(16, 32, 4, stages=2) if exact else Tile(64, 128, 4)
     for rows in (1, 64):
         x, residual = new(rows, 4096), new(rows, 4096)
-        yield f"linear {rows}", partial(matmul.linear, x, new(4096, 4096), residual=residual, tile=tile)
+        yield f"linear {rows}", partial(dense.linear, x, new(4096, 4096), residual=residual, tile=tile)
         whole = replace(tile, split=1)
-        yield f"linear gated {rows}", partial(matmul.linear, x, new(8192, 4096), gated=True, tile=whole)
+        yield f"linear gated {rows}", partial(dense.linear, x, new(8192, 4096), gated=True, tile=whole)
     if not exact:
         yield from fused_calls(new, capability)
     for rows in (1, 256):
-        yield f"invariant {rows}", partial(matmul.matmul_invariant, new(rows, 4096), new(4096, 4096))
+        yield f"invariant {rows}", partial(dense.matmul_invariant, new(rows, 4096), new(4096, 4096))
     if not exact:
         yield from quantized_calls(new)
         if capability >= 89:
             yield "round rows", partial(fp8.round_rows, new(4, 4096), new(4096), 1e-5)
             yield "round gated rows", partial(fp8.round_rows, new(4, 28672), gated=True)
     pool, staging = new(64, 16, 2, 8, 128), new(2, 1, 16, 2, 8, 128)
-    yield "gather", partial(blocks.gather_blocks, index(1), pool, index(2), staging)
-    yield "scatter", partial(blocks.scatter_blocks, index(1), pool, index(2), staging)
+    yield "gather", partial(block_copy.gather_blocks, index(1), pool, index(2), staging)
+    yield "scatter", partial(block_copy.scatter_blocks, index(1), pool, index(2), staging)
     step, last, tables = torch.zeros(99, dtype=torch.int32), index(5), torch.zeros(5, 8, dtype=torch.int32)
-    yield "unpack", partial(slots.unpack, step, last, last, tables, slots.step_inputs(step, 9, 2, 2, tables), 16)
-    yield "finite", partial(slots.finite_lines, new(9, 4096), step[:9])
+    yield "unpack", partial(step_io.unpack, step, last, last, tables, step_io.step_inputs(step, 9, 2, 2, tables), 16)
+    yield "finite", partial(step_io.finite_lines, new(9, 4096), step[:9])
     for vocab in (None, 1024) if exact else ():  # logits are float32
         state = slot_settings(4, "cpu", vocab)
         yield f"sample {vocab}", partial(sampling.sample, new(2, 1024), state, index(2), index(2))
     if exact:
-        yield "edit", partial(edits.edit_slots, step, tables, slot_settings(4, "cpu"))
-        yield "keep", partial(slots.keep, index(2), new(2), new(2), index(2), last, step[:6].view(3, 2))
+        yield "edit", partial(slot_edits.edit_slots, step, tables, slot_settings(4, "cpu"))
+        yield "keep", partial(step_io.store_sampled, index(2), new(2), new(2), index(2), last, step[:6].view(3, 2))
         yield (
             "top",
             partial(top_logprobs.top_logprobs, new(2, 1024), new(2), top_logprobs.room_of(2, 1024, 20, new(1).device)),
@@ -179,54 +190,54 @@ def calls(dtype: torch.dtype, capability: int) -> Iterator[tuple[str, Callable[[
 
 def fused_calls(new: Callable[..., Tensor], capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
     """Queries, keys and values with their rotation, the gate of many rows, and products on a Hopper, as they serve."""
-    tile = matmul.tile_for(128, 14336, 4096, True, new(1).dtype)
-    yield "linear gated 128", partial(matmul.linear, new(128, 4096), new(28672, 4096), gated=True, tile=tile)
+    tile = dense.tile_for(128, 14336, 4096, True, new(1).dtype)
+    yield "linear gated 128", partial(dense.linear, new(128, 4096), new(28672, 4096), gated=True, tile=tile)
     for rows in (16, 32):
-        tile = matmul.tile_for(rows, 4096, 14336, False, new(1).dtype)
+        tile = dense.tile_for(rows, 4096, 14336, False, new(1).dtype)
         x, residual = new(rows, 14336), new(rows, 4096)
-        yield f"linear down {rows}", partial(matmul.linear, x, new(4096, 14336), residual=residual, tile=tile)
+        yield f"linear down {rows}", partial(dense.linear, x, new(4096, 14336), residual=residual, tile=tile)
     hopper = capability == 90
     if hopper:
         for rows, dim in ((8, 128), (1, 64)):
-            plan = brief.BriefPlan(*(torch.zeros(n, dtype=torch.int32) for n in (rows + 1, rows, (rows, 8))))
+            plan = short_prefill.BriefPlan(*(torch.zeros(n, dtype=torch.int32) for n in (rows + 1, rows, (rows, 8))))
             arguments = new(128, 48, dim)[:, :32], new(64, 16, 2, 8, dim), plan, 1.0
             if arguments[0].itemsize == 2:
                 yield f"brief {rows}", partial(attention.attention, *arguments)
     for rows, dim in ((1, 64), (8, 128), (32, 128)):
         x, angles, pool = new(rows, 4096), new(99, 1, dim), new(64, 16, 2, 8, dim)
-        for shape in (qkv.tile_for(x, dim), matmul_hopper.rotated_shape_for(rows, dim) if hopper else None):
+        for shape in (qkv_rope.tile_for(x, dim), dense_hopper.rotated_shape_for(rows, dim) if hopper else None):
             if shape is not None:
                 yield f"qkv {rows} {dim}", partial(
-                    qkv.rotated_qkv, x, new(48 * dim, 4096), new(48 * dim), angles, angles, index(rows), pool,
+                    qkv_rope.rotated_qkv, x, new(48 * dim, 4096), new(48 * dim), angles, angles, index(rows), pool,
                     index(rows), 32, shape,
                 )  # fmt: skip
     shapes = ((4096, 14336, False), (2048, 2048, False), (8192, 2048, True), (64, 64, False))
     for n, k, gated in shapes if hopper else ():
-        shape = matmul_hopper.shape_for(8, n, k, gated)
+        shape = dense_hopper.shape_for(8, n, k, gated)
         x, weight, added = new(8, k), new(2 * n if gated else n, k), None if gated else new(8, n)
-        yield f"hopper product {n}", partial(matmul.linear, x, weight, residual=added, gated=gated, tile=shape)
+        yield f"hopper product {n}", partial(dense.linear, x, weight, residual=added, gated=gated, tile=shape)
 
 
 def quantized_calls(new: Callable[..., Tensor]) -> Iterator[tuple[str, Callable[[], object]]]:
     octets = torch.zeros(256, 512, dtype=torch.uint8)
-    weights: dict[str, quantized.Int4Weight | quantized.Int8Weight | quantized.Fp8Weight] = {
-        "int8": quantized.Int8Weight(octets.view(torch.int8), torch.ones(256, 1)),
-        "fp8": quantized.Fp8Weight(octets.view(quantized.FP8), torch.ones(256, 1)),
-        "fp8 blocks": quantized.Fp8Weight(octets.view(quantized.FP8), torch.ones(2, 4)),
+    weights: dict[str, quantized_weights.Int4Weight | quantized_weights.Int8Weight | quantized_weights.Fp8Weight] = {
+        "int8": quantized_weights.Int8Weight(octets.view(torch.int8), torch.ones(256, 1)),
+        "fp8": quantized_weights.Fp8Weight(octets.view(quantized_weights.FP8), torch.ones(256, 1)),
+        "fp8 blocks": quantized_weights.Fp8Weight(octets.view(quantized_weights.FP8), torch.ones(2, 4)),
     }
     for group, zero in ((128, False), (64, True), (32, False)):
         zeros = octets[:, : 512 // group] if zero else None
-        weights[f"int4 {group}"] = quantized.Int4Weight(octets[:, :256], new(256, 512 // group), zeros, group)
-    normal = quantized.Nf4Weight(octets, torch.ones(4096), torch.ones(16))
+        weights[f"int4 {group}"] = quantized_weights.Int4Weight(octets[:, :256], new(256, 512 // group), zeros, group)
+    normal = quantized_weights.Nf4Weight(octets, torch.ones(4096), torch.ones(16))
     yield "dequantize nf4", partial(nf4.dequantize_nf4, normal, new(1).dtype)
     for name, weight in weights.items():
-        laid = words.lay_out(weight)
+        laid = packed.lay_out(weight)
         for rows in (1, 64, 200):
             x, residual = new(rows, 512), new(rows, 256)
-            yield f"{name} {rows}", partial(matmul_words.linear_words, x, laid, residual=residual)
+            yield f"{name} {rows}", partial(packed_gemm.linear_words, x, laid, residual=residual)
             if rows <= 64:
-                yield f"{name} gated {rows}", partial(matmul_words.linear_words, x, laid, gated=True)
-        yield f"dequantize {name}", partial(words.dequantize, laid, x.dtype)
+                yield f"{name} gated {rows}", partial(packed_gemm.linear_words, x, laid, gated=True)
+        yield f"dequantize {name}", partial(packed.dequantize, laid, x.dtype)
 
 
 def attend(
@@ -237,41 +248,53 @@ def attend(
     starts, contexts, tables = (torch.zeros(shape, dtype=torch.int32) for shape in ((33,), (32,), (32, 8)))
     config = attention.config_for(dim, qkv.dtype, 32, invariant, pool.dtype)
     plan = attention.plan_attention(
-        starts, contexts, tables, heads, kv_heads, dim, kv.block_size_of(pool), qkv.dtype, window, 1, 3, config
+        starts,
+        contexts,
+        tables,
+        heads,
+        kv_heads,
+        dim,
+        kv_pages.block_size_of(pool),
+        qkv.dtype,
+        window,
+        1,
+        3,
+        config,
     )
     attention.attention(qkv[:, :heads], pool, plan, 1.0, scales)
 
 
 def compile_hopper(dim: int, windowed: bool, stored: torch.dtype) -> Any:
     """Attention of prompts, for capability 9.0 only."""
-    from kernels.attention import hopper
+    from kernels.attention import prefill_hopper
 
     fixed: dict[str, int | None] = {
-        "SHARE": 4, "D": dim, "P": 16, "ROWS": hopper.ROWS, "TILE": hopper.TILE, "PAGE": hopper.PAGE,
-        "STAGES": hopper.STAGES, "RING": hopper.RING, "BLOCK_R": 128, "WINDOW": windowed,
+        "SHARE": 4, "D": dim, "P": 16, "ROWS": prefill_hopper.ROWS, "TILE": prefill_hopper.TILE,
+        "PAGE": prefill_hopper.PAGE, "STAGES": prefill_hopper.STAGES, "RING": prefill_hopper.RING,
+        "BLOCK_R": 128, "WINDOW": windowed,
     }  # fmt: skip
-    if stored != kv.FP8:
+    if stored != kv_pages.FP8:
         fixed["head_scales"] = None
     kinds = dict.fromkeys(("q", "out"), "*bf16") | dict.fromkeys(("starts", "contexts", "tables"), "*i32")
     kind = mangle_type(torch.empty(0, dtype=stored))[1:]
-    kinds["pool"] = f"tensordesc<{kind}{hopper.box(stored, dim)},{hopper.layout(stored, dim)!r}>"
+    kinds["pool"] = f"tensordesc<{kind}{prefill_hopper.box(stored, dim)},{prefill_hopper.layout(stored, dim)!r}>"
     kinds |= {"scale": "fp32", "head_scales": "*fp32"}
-    return compile_gluon(hopper.hopper_kernel, fixed, kinds, {"num_warps": 4})
+    return compile_gluon(prefill_hopper.hopper_kernel, fixed, kinds, {"num_warps": 4})
 
 
 def compile_few(dim: int, stored: torch.dtype, shape: attention.FewRows, share: int = 4) -> Any:
     """Attention of few answers, for capability 9.0 only. share: query heads of a key/value head."""
-    from kernels.attention import hopper_few
+    from kernels.attention import decode_hopper
 
     fixed: dict[str, int | None] = {
         "K": 8, "SHARE": share, "D": dim, "P": 16, "LINES": triton.next_power_of_2(share), "TILE": shape.keys,
         "STAGES": shape.stages, "WARPS": shape.warps,
     }  # fmt: skip
-    if stored != kv.FP8:
+    if stored != kv_pages.FP8:
         fixed["head_scales"] = None
     kinds = dict.fromkeys(("q", "out"), "*bf16") | dict.fromkeys(("tables", "records", "arrived"), "*i32")
     kinds |= {"kv": mangle_type(torch.empty(0, dtype=stored)), "parts": "*fp32", "head_scales": "*fp32"}
-    return compile_gluon(hopper_few.hopper_few_kernel, fixed, kinds | {"scale": "fp32"}, {"num_warps": shape.warps})
+    return compile_gluon(decode_hopper.hopper_few_kernel, fixed, kinds | {"scale": "fp32"}, {"num_warps": shape.warps})
 
 
 def compile_gluon(kernel: Any, fixed: dict[str, Any], kinds: dict[str, str], options: dict[str, Any]) -> Any:
@@ -288,50 +311,50 @@ def compile_gluon(kernel: Any, fixed: dict[str, Any], kinds: dict[str, str], opt
 
 def compile_hopper_words() -> Iterator[tuple[str, Any]]:
     """Products with weights in words, in shapes that are served."""
-    from kernels.products import matmul_words_hopper
-    from kernels.products.gluon_parts import NOWHERE
-    from kernels.products.words_hopper import hopper_words_kernel
+    from kernels.linear import packed_hopper
+    from kernels.linear.gluon_common import NOWHERE
+    from kernels.linear.packed_hopper_kernel import hopper_words_kernel
 
     octets, bf16 = torch.zeros(768, 1024, dtype=torch.uint8), torch.bfloat16
-    int4 = quantized.Int4Weight(octets[:, :512], torch.ones(768, 8, dtype=bf16), None, 128)
-    rows_fp8 = quantized.Fp8Weight(octets.view(quantized.FP8), torch.ones(768, 1))
-    small = quantized.Int4Weight(octets[:64, :64], torch.ones(64, 1, dtype=bf16), None, 128)
-    Case = tuple[str, quantized.Int4Weight | quantized.Fp8Weight, int, bool, bool, torch.dtype | None]
+    int4 = quantized_weights.Int4Weight(octets[:, :512], torch.ones(768, 8, dtype=bf16), None, 128)
+    rows_fp8 = quantized_weights.Fp8Weight(octets.view(quantized_weights.FP8), torch.ones(768, 1))
+    small = quantized_weights.Int4Weight(octets[:64, :64], torch.ones(64, 1, dtype=bf16), None, 128)
+    Case = tuple[str, quantized_weights.Int4Weight | quantized_weights.Fp8Weight, int, bool, bool, torch.dtype | None]
     cases: list[Case] = [
         ("int4 gated", int4, 2, True, False, None), ("int4 rotated", int4, 2, False, False, bf16),
         ("int4 zeros", replace(int4, zero=octets[:, :8]), 64, False, False, None),
         ("int4", int4, 32, False, False, None), ("int4 of one chunk", small, 1, False, False, None),
-        ("fp8", rows_fp8, 8, False, False, None), ("fp8 rotated", rows_fp8, 8, False, False, quantized.FP8),
+        ("fp8", rows_fp8, 8, False, False, None), ("fp8 rotated", rows_fp8, 8, False, False, quantized_weights.FP8),
         ("fp8 rounded", rows_fp8, 64, False, True, None),
     ]  # fmt: skip
     for name, weight, rows, gated, rounded, stored in cases:
-        laid = words.lay_out(weight)
+        laid = packed.lay_out(weight)
         n, k = laid.shape
-        x = torch.zeros(rows, k, dtype=quantized.FP8 if rounded else bf16)
+        x = torch.zeros(rows, k, dtype=quantized_weights.FP8 if rounded else bf16)
         out = torch.zeros(rows, n // 2 if gated else n, dtype=bf16)
-        shape = matmul_words_hopper.shape_for(laid, rows, gated, rounded)
-        assert isinstance(shape, matmul_words_hopper.Shape)
+        shape = packed_hopper.shape_for(laid, rows, gated, rounded)
+        assert isinstance(shape, packed_hopper.Shape)
         scales, residual = torch.ones(rows, 1) if rounded else None, None if gated or stored else out
         pool = NOWHERE
         if stored:
             kv_pool, angles = torch.zeros(9, 16, 2, 1, 128, dtype=stored), torch.zeros(9, 1, 128, dtype=bf16)
             pool = {"cos": angles, "sin": angles, "positions": index(rows), "kv": kv_pool, "places": index(rows)}
             pool |= {"H": 4, "G": 1}
-        _, given = matmul_words_hopper.launch(x, laid, None, residual, gated, out, shape, scales, 132, pool)
+        _, given = packed_hopper.launch(x, laid, None, residual, gated, out, shape, scales, 132, pool)
         yield f"{name} {rows}", compile_given(hopper_words_kernel, given)
 
 
-def row_cases() -> Iterator[tuple[str, quantized.Int4Weight | quantized.Fp8Weight, bool, bool]]:
+def row_cases() -> Iterator[tuple[str, quantized_weights.Int4Weight | quantized_weights.Fp8Weight, bool, bool]]:
     """Weights for products of one row, some with as many inputs as their shape takes; whether they are gated, and
     whether queries, keys and values."""
-    from kernels.products.matmul_words_row import LONG_INPUTS, MOST_INPUTS
+    from kernels.linear.packed_gemv import LONG_INPUTS, MOST_INPUTS
 
-    def int4(n: int, k: int, zeros: bool = False) -> quantized.Int4Weight:
+    def int4(n: int, k: int, zeros: bool = False) -> quantized_weights.Int4Weight:
         octets, scale = torch.zeros(n, k // 2, dtype=torch.uint8), torch.ones(n, k // 128, dtype=torch.bfloat16)
-        return quantized.Int4Weight(octets, scale, octets[:, : k // 128] if zeros else None, 128)
+        return quantized_weights.Int4Weight(octets, scale, octets[:, : k // 128] if zeros else None, 128)
 
-    def fp8(n: int, k: int, *scales: int) -> quantized.Fp8Weight:
-        return quantized.Fp8Weight(torch.zeros(n, k, dtype=quantized.FP8), torch.ones(scales or (n, 1)))
+    def fp8(n: int, k: int, *scales: int) -> quantized_weights.Fp8Weight:
+        return quantized_weights.Fp8Weight(torch.zeros(n, k, dtype=quantized_weights.FP8), torch.ones(scales or (n, 1)))
 
     yield "int4 gated", int4(768, 2048), True, False
     yield "int4 zeros", int4(768, 2048, zeros=True), False, False
@@ -349,22 +372,22 @@ def row_cases() -> Iterator[tuple[str, quantized.Int4Weight | quantized.Fp8Weigh
 
 def compile_row_words() -> Iterator[tuple[str, Any]]:
     """Products of one row, in shapes that are served."""
-    from kernels.products import matmul_words_row
-    from kernels.products.gluon_parts import NOWHERE, pooled
-    from kernels.products.words_row import row_words_kernel
+    from kernels.linear import packed_gemv
+    from kernels.linear.gluon_common import NOWHERE, pooled
+    from kernels.linear.packed_gemv_kernel import row_words_kernel
 
     angles, kv_pool = (torch.zeros(shape, dtype=torch.bfloat16) for shape in ((9, 1, 128), (9, 16, 2, 1, 128)))
     for name, weight, gated, rotated in row_cases():
-        laid = words.lay_out(weight)
+        laid = packed.lay_out(weight)
         n, k = laid.shape
         x, out = (torch.zeros(1, width, dtype=torch.bfloat16) for width in (k, n // 2 if gated else n))
-        shape = matmul_words_row.shape_for(laid, 1)
+        shape = packed_gemv.shape_for(laid, 1)
         assert shape is not None
         pool = pooled(angles, angles, index(1), kv_pool, index(1), n // 128 - 2) if rotated else NOWHERE
         added = None if gated or rotated else out
-        _, given = matmul_words_row.launch(x, laid, None, added, gated, out, shape, 132, pool)
+        _, given = packed_gemv.launch(x, laid, None, added, gated, out, shape, 132, pool)
         compiled = compile_given(row_words_kernel, given)
-        products = 8 * shape.chunks // matmul_words_row.WARPS
+        products = 8 * shape.chunks // packed_gemv.WARPS
         assert compiled.asm["ptx"].count("mma.sync") == products, "each warp multiplies a chunk at a time"
         # A multiprocessor keeps 1 KiB for each of its programs.
         assert shape.per_sm * (compiled.metadata.shared + 1024) <= MOST_SHARED[90] + 1024, f"{name}: too few fit"
@@ -373,13 +396,13 @@ def compile_row_words() -> Iterator[tuple[str, Any]]:
 
 def compile_prompt_words() -> Iterator[tuple[str, Any]]:
     """Products of many rows with weights of four bits, in shapes that are served."""
-    from kernels.products import matmul_words_prompts
-    from kernels.products.words_prompts import prompt_words_kernel
+    from kernels.linear import packed_prefill
+    from kernels.linear.packed_prefill_kernel import prompt_words_kernel
 
     octets = torch.zeros(512, 1024, dtype=torch.uint8)
-    int4 = quantized.Int4Weight(octets[:, :512], torch.ones(512, 8, dtype=torch.bfloat16), None, 128)
+    int4 = quantized_weights.Int4Weight(octets[:, :512], torch.ones(512, 8, dtype=torch.bfloat16), None, 128)
     zeros = replace(int4, zero=octets[:, :8])
-    narrow, middle, wide, tall = (getattr(matmul_words_prompts, name) for name in ("NARROW", "MIDDLE", "WIDE", "TALL"))
+    narrow, middle, wide, tall = (getattr(packed_prefill, name) for name in ("NARROW", "MIDDLE", "WIDE", "TALL"))
     cases = (
         ("gated", int4, 100, True, narrow),
         ("gated", int4, 384, True, middle),
@@ -389,7 +412,7 @@ def compile_prompt_words() -> Iterator[tuple[str, Any]]:
     for name, weight, rows, gated, shape in cases:
         x, out = (torch.zeros(rows, width, dtype=torch.bfloat16) for width in (1024, 256 if gated else 512))
         added = None if gated else out
-        _, given = matmul_words_prompts.launch(x, words.lay_out(weight), None, added, gated, out, shape, 132)
+        _, given = packed_prefill.launch(x, packed.lay_out(weight), None, added, gated, out, shape, 132)
         compiled = compile_given(prompt_words_kernel, given)
         products = 2 * 8 * (2 if shape.tail else 1)
         assert compiled.asm["ptx"].count("wgmma.mma_async") == products, "products of both warpgroups, each but once"
@@ -421,8 +444,8 @@ def compile_all(capability: int, dtype: torch.dtype) -> list[str]:
     """One line for each kernel: its name and shared memory."""
     lines = []
     dependent = {"PDL": capability >= 90, "ASM": True}
-    processors = mock.patch.object(matmul_hopper, "processors", return_value=132)
-    with processors, mock.patch.object(skinny, "shared_bytes", return_value=MOST_SHARED[capability]):
+    processors = mock.patch.object(dense_hopper, "processors", return_value=132)
+    with processors, mock.patch.object(split_k, "shared_bytes", return_value=MOST_SHARED[capability]):
         launches = [(name, *launch) for name, call in calls(dtype, capability) for launch in recorded(call)]
     for name, kernel, arguments in launches:
         compiled = compile_launch(kernel, arguments | dependent, capability)
@@ -430,14 +453,20 @@ def compile_all(capability: int, dtype: torch.dtype) -> list[str]:
         assert compiled.metadata.shared <= MOST_SHARED[capability], f"{name}: {kernel.__name__}"
         lines.append(f"{name}: {kernel.__name__} shared {compiled.metadata.shared}")
     if capability == 90 and dtype == torch.bfloat16:
-        cases = ((64, False, dtype), (128, False, dtype), (128, True, dtype), (64, True, kv.FP8), (128, False, kv.FP8))
+        cases = (
+            (64, False, dtype),
+            (128, False, dtype),
+            (128, True, dtype),
+            (64, True, kv_pages.FP8),
+            (128, False, kv_pages.FP8),
+        )
         for dim, windowed, stored in cases:
             compiled = compile_hopper(dim, windowed, stored)
             assert compiled.metadata.shared <= MOST_SHARED[capability]
             lines.append(f"attention {dim} {stored}: hopper_kernel shared {compiled.metadata.shared}")
         few = [(64, dtype, attention.FEW[1], 4), *((128, dtype, attention.FEW[rows], 4) for rows in (1, 16))]
         few += [
-            (128, kv.FP8, attention.FEW_FP8[4], 4),
+            (128, kv_pages.FP8, attention.FEW_FP8[4], 4),
             (64, dtype, attention.FEW[1], 1),
             (128, dtype, attention.FEW[1], 7),
         ]

@@ -5,16 +5,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kernels import attention, products, quantized, reference
-from kernels.products import qkv
-from kernels.products.matmul_hopper import Shape
-from kernels.products.skinny import Tile
-from kernels.quantized import Weight
-from services.worker.config import ModelConfig, Rope
-from services.worker.gpu_ops import TritonOps
-from services.worker.layers import StepTensors, rope_tables
-from services.worker.model import Model
-from services.worker.ops import Rotation
+from kernels import attention, linear, quantized_weights, reference
+from kernels.linear import qkv_rope
+from kernels.linear.dense_hopper import Shape
+from kernels.linear.split_k import Tile
+from kernels.quantized_weights import Weight
+from services.worker.models.config import ModelConfig, Rope
+from services.worker.models.decoder import Decoder
+from services.worker.models.layers import StepTensors, rope_tables
+from services.worker.models.ops import RopeTables
+from services.worker.runners.cuda.ops import TritonOps
 from tests.kernels.cases import DEVICE, close, rand
 
 
@@ -26,7 +26,7 @@ def check_rotated_qkv(
     x = rand(rows, k, dtype=dtype)
 
     def rotated(bias: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, pool: Tensor, places: Tensor) -> Tensor:
-        return qkv.rotated_qkv(x, weight, bias, cos, sin, positions, pool, places, heads, tile)
+        return qkv_rope.rotated_qkv(x, weight, bias, cos, sin, positions, pool, places, heads, tile)
 
     _check_rotated(rotated, x.double() @ weight.double().T, heads, kv_heads, dim, dtype, dtype)
 
@@ -36,15 +36,15 @@ def check_rotated_words(
 ) -> None:
     """As `check_rotated_qkv`, of a normalized x, a quantized weight and heads of 128 numbers."""
     x, gamma = rand(rows, weight.shape[1], dtype=dtype), rand(weight.shape[1], dtype=dtype)
-    norm, laid = products.Norm(gamma, 1e-5), products.prepare(weight, dtype)
+    norm, laid = linear.Norm(gamma, 1e-5), linear.prepare(weight, dtype)
 
     def rotated(bias: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, pool: Tensor, places: Tensor) -> Tensor:
-        found = products.rotated_qkv(x, laid, bias, norm, cos, sin, positions, pool, places, heads)
+        found = linear.rotated_qkv(x, laid, bias, norm, cos, sin, positions, pool, places, heads)
         assert found is not None
         return found
 
     normed = reference.rms_norm(x.double(), gamma.double(), 1e-5)
-    _check_rotated(rotated, quantized.linear(normed, weight), heads, kv_heads, 128, dtype, stored)
+    _check_rotated(rotated, quantized_weights.linear(normed, weight), heads, kv_heads, 128, dtype, stored)
 
 
 def _check_rotated(
@@ -76,7 +76,7 @@ def step_of_answers(config: ModelConfig, ops: TritonOps, seed: int) -> tuple[Ten
     """Logits of three rows' next tokens, and the pools behind them; all numbers follow from the seed."""
     torch.manual_seed(seed)
     dtype = torch.float16
-    model = Model(config, ops, dtype, config.context_length, DEVICE)
+    model = Decoder(config, ops, dtype, config.context_length, DEVICE)
     for views in model.destinations().values():
         for view in views:
             view.copy_(torch.randn(view.shape) * 0.1 + (view.ndim == 1))
@@ -104,6 +104,6 @@ def step_of_answers(config: ModelConfig, ops: TritonOps, seed: int) -> tuple[Ten
         )
         for window in set(config.windows)
     }
-    rotation = Rotation(model.cos, model.sin, positions)
+    rotation = RopeTables(model.cos, model.sin, positions)
     step = StepTensors(positions, rotation, places, plans, None)
     return model.logits(model.forward(step, pools)[0]), pools

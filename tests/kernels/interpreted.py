@@ -10,12 +10,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels import activation, attention, blocks, kv, norm, reference, rope_kv
-from kernels.products import matmul, qkv
-from kernels.products.skinny import Tile
-from services.worker.config import ModelConfig, Rope
-from services.worker.gpu_ops import InvariantTritonOps, TritonOps
-from services.worker.host_pages import PIECE_BLOCKS, HostPages
+from kernels import activation, attention, block_copy, kv_pages, norm, reference, rope_kv
+from kernels.linear import dense, qkv_rope
+from kernels.linear.split_k import Tile
+from services.worker.models.config import ModelConfig, Rope
+from services.worker.runners.cuda.host_pages import PIECE_BLOCKS, HostPages
+from services.worker.runners.cuda.ops import InvariantTritonOps, TritonOps
 from tests.kernels.cases import Batch, check_edits, check_nobodys, check_sampling, check_step_lists, close, poison, rand
 from tests.kernels.fused import check_rotated_qkv, step_of_answers
 from tests.kernels.steps import check_measured_scales, check_steps
@@ -84,7 +84,7 @@ def test_neighbours_take_the_keys_that_they_share_together() -> None:
     for heads, dtype, stored, least, shared, found in (
         ((14, 2, 24), HALF, None, 97, [0, 6, 6, 6, 6, 6, 6, 0, 0, 4, 4, 4, 4, 4], [[96, 0], [64, 8]]),
         ((5, 1, 16), FULL, None, 96, [0, 6, 6, 6, 6, 6, 6, 0, 0, 4, 4, 3, 4, 4], [[80, 0], [0, 8]]),
-        ((8, 1, 32), HALF, kv.FP8, 97, [0, 0, 6, 5, 6, 6, 6, 0, 0, 4, 4, 4, 4, 2], [[80, 1], [64, 8]]),
+        ((8, 1, 32), HALF, kv_pages.FP8, 97, [0, 0, 6, 5, 6, 6, 6, 0, 0, 4, 4, 4, 4, 2], [[80, 1], [64, 8]]),
     ):
         contexts = [130, 97, 150, least, 200, 111, 140, 0, 100, 70, 90, 70, 99, 70]
         batch = Batch(lengths, contexts, *heads, 16, dtype, stored, shared)
@@ -104,7 +104,7 @@ def test_invariant_attention_cuts_sums_at_fixed_keys() -> None:
     close(batch.run(None, 1, served), batch.want(None))
 
 
-@pytest.mark.parametrize("stored", [kv.FP8, kv.INT8], ids=str)
+@pytest.mark.parametrize("stored", [kv_pages.FP8, kv_pages.INT8], ids=str)
 def test_attention_over_pools_of_8_bits(stored: torch.dtype) -> None:
     for dtype, dim, invariant, window in (
         (HALF, 64, False, 30), (HALF, 128, False, None), (HALF, 24, True, None), (FULL, 24, False, None),
@@ -158,19 +158,19 @@ def test_norms_and_gate(dtype: torch.dtype) -> None:
     close(norm.rms_norm(heads, weight, 1e-6), reference.rms_norm(heads.double(), weight.double(), 1e-6))
 
 
-@pytest.mark.parametrize("stored", [kv.FP8, kv.INT8], ids=str)
+@pytest.mark.parametrize("stored", [kv_pages.FP8, kv_pages.INT8], ids=str)
 def test_keys_and_values_are_rounded_as_the_reference_rounds_them(stored: torch.dtype) -> None:
     for scales in (None, torch.tensor([[0.5, 1.0], [2.0, 0.01]])):
         qkv = rand(5, 8, 24, dtype=HALF)
         qkv[2, 4:] = 0
         cos, sin, places = rand(5, 1, 24, dtype=HALF), rand(5, 1, 24, dtype=HALF), torch.tensor([3, 40, 16, 31, 70])
-        mine, its = (kv.make_pool(5, 16, 2, 24, stored) for _ in range(2))
+        mine, its = (kv_pages.make_pool(5, 16, 2, 24, stored) for _ in range(2))
         copy = qkv.clone()
         q = rope_kv.rope_and_store(qkv, cos, sin, mine, places, 4, 2, kv_scales=scales)
         close(q, reference.rope_and_store(copy, cos, sin, its, places, 4, 2, scales))
-        got, want = (kv.load(pool, torch.arange(5), scales, FULL) for pool in (mine, its))
+        got, want = (kv_pages.load(pool, torch.arange(5), scales, FULL) for pool in (mine, its))
         coarsest = 1.0 if scales is None else float(scales.max())
-        step = 16 * coarsest if stored == kv.FP8 else float(want.abs().max()) / 100
+        step = 16 * coarsest if stored == kv_pages.FP8 else float(want.abs().max()) / 100
         assert float((got - want).abs().max()) <= step  # a product that rounds otherwise is one step away
         assert float((got != want).float().mean()) < 0.02
 
@@ -205,11 +205,11 @@ def test_blocks_come_back_as_they_went() -> None:
     before = [pool.clone() for pool in pools]
     ids = torch.tensor([4, 1])
     staging = poison(2, 3, 16, 2, 3, 8, dtype=HALF)
-    addresses = blocks.pool_addresses(pools)
-    blocks.gather_blocks(addresses, pools[0], ids, staging)
+    addresses = block_copy.pool_addresses(pools)
+    block_copy.gather_blocks(addresses, pools[0], ids, staging)
     for pool in pools:
         pool[ids] = float("nan")
-    blocks.scatter_blocks(addresses, pools[0], ids, staging)
+    block_copy.scatter_blocks(addresses, pools[0], ids, staging)
     assert all(torch.equal(pool, old) for pool, old in zip(pools, before, strict=True))
 
 
@@ -245,11 +245,11 @@ def test_skinny_products_with_all_that_is_fused(dtype: torch.dtype, split: int) 
     for rows, n, k in ((1, 40, 72), (5, 33, 200), (33, 16, 64)):
         x, w, w2 = rand(rows, k, dtype=dtype), rand(n, k, dtype=dtype) / 8, rand(2 * n, k, dtype=dtype) / 8
         bias, residual = rand(n, dtype=dtype), rand(rows, n, dtype=dtype)
-        close(matmul.linear(x, w, bias, tile=tile), x.double() @ w.double().T + bias)
-        gated = matmul.linear(x, w2, gated=True, tile=tile)
+        close(dense.linear(x, w, bias, tile=tile), x.double() @ w.double().T + bias)
+        gated = dense.linear(x, w2, gated=True, tile=tile)
         close(gated, reference.silu_and_mul(x.double() @ w2.double().T))
         expected = x.double() @ w.double().T + residual.double()
-        close(matmul.linear(x, w, residual=residual, out=residual, tile=tile), expected)
+        close(dense.linear(x, w, residual=residual, out=residual, tile=tile), expected)
 
 
 @pytest.mark.parametrize("split", [1, 2])
@@ -266,8 +266,8 @@ def test_a_step_of_few_rows_in_fused_kernels_is_one_in_plain_kernels(
         "LlamaForCausalLM", 50, 48, 80, 2, 4, 2, 16, 1e-5, 64, Rope(10_000.0), False, bias, False, False, qk_norm,
         (window, window), (1,),
     )  # fmt: skip
-    monkeypatch.setattr(matmul, "tile_for", lambda *_: Tile(16, 32, 2, 2))
-    monkeypatch.setattr(qkv, "tile_for", lambda *_: Tile(16, 32, 2, 2))
+    monkeypatch.setattr(dense, "tile_for", lambda *_: Tile(16, 32, 2, 2))
+    monkeypatch.setattr(qkv_rope, "tile_for", lambda *_: Tile(16, 32, 2, 2))
     weights = random.randrange(1 << 30)
     got, pools = step_of_answers(config, TritonOps(), weights)
     expected, expected_pools = step_of_answers(config, InvariantTritonOps(), weights)
@@ -278,9 +278,9 @@ def test_a_step_of_few_rows_in_fused_kernels_is_one_in_plain_kernels(
 
 def test_invariant_products_have_the_same_bits_in_any_batch() -> None:
     x, w, bias = rand(70, 100, dtype=FULL), rand(50, 100, dtype=FULL), rand(50, dtype=FULL)
-    whole = matmul.matmul_invariant(x, w, bias)
+    whole = dense.matmul_invariant(x, w, bias)
     close(whole, x.double() @ w.double().T + bias)
-    assert torch.equal(matmul.matmul_invariant(x[:3], w, bias), whole[:3])
+    assert torch.equal(dense.matmul_invariant(x[:3], w, bias), whole[:3])
 
 
 def test_weights_in_words() -> None:

@@ -10,14 +10,17 @@ import pytest
 import torch
 
 from kernels import sampling
-from services.worker.config import ModelConfig, Rope
-from services.worker.gpu_ops import TritonOps
-from services.worker.gpu_runner import GpuRunner
-from services.worker.inputs import Edit, SlotState, Words
-from services.worker.kv_probe import measure_kv_scales
-from services.worker.model import Model, randomize
-from services.worker.ops import Ops, ReferenceOps
-from services.worker.runner import CpuRunner, StepResult
+from services.worker.build.kv_calibration import measure_kv_scales
+from services.worker.loader.plain import randomize
+from services.worker.models.config import ModelConfig, Rope
+from services.worker.models.decoder import Decoder
+from services.worker.models.ops import Ops
+from services.worker.runners.base import StepResult
+from services.worker.runners.cpu.ops import ReferenceOps
+from services.worker.runners.cpu.runner import CpuRunner
+from services.worker.runners.cuda.ops import TritonOps
+from services.worker.runners.cuda.runner import GpuRunner
+from services.worker.runners.step import Edit, SlotState, Words
 
 _VOCAB, _LENGTH, _SLOTS, _BLOCKS, _LAST = 50, 128, 4, 12, -1
 _EditOf = tuple[Edit, int, Sequence[int]]
@@ -90,13 +93,13 @@ def _check_tops(got: StepResult, want: StepResult) -> None:
         torch.testing.assert_close([number for _, number in top], [number for _, number in expected], rtol=0, atol=1e-4)
 
 
-def _model(ops: Ops) -> Model:
+def _model(ops: Ops) -> Decoder:
     """Two layers, the second with a window."""
     config = ModelConfig(
         "LlamaForCausalLM", _VOCAB, 48, 80, 2, 4, 2, 16, 1e-5, _LENGTH, Rope(10_000.0),
         False, False, False, False, False, (None, 20), (1,),
     )  # fmt: skip
-    model = Model(config, ops, torch.float32, _LENGTH)
+    model = Decoder(config, ops, torch.float32, _LENGTH)
     randomize(model, lambda phase, done, total: None)
     return model
 

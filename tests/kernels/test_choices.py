@@ -7,12 +7,12 @@ from unittest import mock
 import pytest
 import torch
 
-from kernels import attention, kv
-from kernels.attention import hopper_few
-from kernels.attention.brief import serves_brief
-from kernels.products import matmul_words, matmul_words_hopper, matmul_words_prompts, matmul_words_row
-from kernels.products.words import Words
-from kernels.products.words_row import _octet
+from kernels import attention, kv_pages
+from kernels.attention import decode_hopper
+from kernels.attention.short_prefill import serves_brief
+from kernels.linear import packed_gemm, packed_gemv, packed_hopper, packed_prefill
+from kernels.linear.packed import Words
+from kernels.linear.packed_gemv_kernel import _octet
 
 BF16 = torch.bfloat16
 
@@ -22,8 +22,8 @@ BF16 = torch.bfloat16
 
 @pytest.mark.parametrize(
     ("stored", "programs"),
-    [(BF16, {1: 132, 2: 264, 3: 264, 4: 396, 16: 396, 17: None}), (kv.FP8, {1: 132, 4: 132, 5: None}),
-     (kv.INT8, {1: None})],
+    [(BF16, {1: 132, 2: 264, 3: 264, 4: 396, 16: 396, 17: None}), (kv_pages.FP8, {1: 132, 4: 132, 5: None}),
+     (kv_pages.INT8, {1: None})],
     ids=str,
 )  # fmt: skip
 def test_few_rows_have_programs_of_their_own(stored: torch.dtype, programs: dict[int, int | None]) -> None:
@@ -34,7 +34,7 @@ def test_few_rows_have_programs_of_their_own(stored: torch.dtype, programs: dict
 
 def test_what_few_rows_are_taken_by_the_general_kernel() -> None:
     assert attention.config_for(64, BF16, 1).few is not None
-    assert attention.config_for(64, BF16, 1, stored=kv.FP8).few is None
+    assert attention.config_for(64, BF16, 1, stored=kv_pages.FP8).few is None
     assert attention.config_for(128, torch.float32, 1).few is None
     assert attention.config_for(128, BF16, 1, invariant=True).few is None
 
@@ -81,7 +81,8 @@ def test_rows_that_see_few_keys_have_a_kernel_of_their_own(windows: tuple[int | 
 
 @pytest.mark.parametrize(
     "numbers",
-    [(32, 8, 96, BF16, BF16, [None]), (32, 8, 128, BF16, kv.FP8, [None]), (32, 8, 128, BF16, torch.float16, [None]),
+    [(32, 8, 96, BF16, BF16, [None]), (32, 8, 128, BF16, kv_pages.FP8, [None]),
+     (32, 8, 128, BF16, torch.float16, [None]),
      (32, 8, 128, torch.float32, torch.float32, [None]), (65, 1, 128, BF16, BF16, [None]),
      (32, 8, 128, BF16, BF16, [None, 127])],
     ids=str,
@@ -91,7 +92,7 @@ def test_what_that_kernel_is_not_made_for(numbers: Any) -> None:
 
 
 def test_pools_of_int8_are_none_of_its() -> None:
-    q, pool, plan = torch.zeros(4, 32, 128, dtype=BF16), kv.make_pool(8, 16, 8, 128, kv.INT8), planned()
+    q, pool, plan = torch.zeros(4, 32, 128, dtype=BF16), kv_pages.make_pool(8, 16, 8, 128, kv_pages.INT8), planned()
     with pytest.raises(AssertionError, match="int8"):
         attention.attention(q, pool, plan, 1.0)
 
@@ -100,7 +101,7 @@ def test_pools_of_int8_are_none_of_its() -> None:
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("lines", [1, 2, 4, 8])
 def test_threads_that_merge_parts_cover_a_head(lines: int, dim: int, warps: int) -> None:
-    layout = hopper_few._merge_layout(lines, dim, warps)
+    layout = decode_hopper._merge_layout(lines, dim, warps)
     each, threads, across = (layout.size_per_thread, layout.threads_per_warp, layout.warps_per_cta)
     assert each[2] * threads[2] * across[2] == dim
     assert threads[1] * threads[2] == 32
@@ -118,8 +119,8 @@ def weight(kind: str = "int4", n: int = 4096, k: int = 4096, group: int | None =
 
 def kernel(weight: Words, rows: int, gated: bool = False) -> str | None:
     """Which of the Hopper's kernels takes a product."""
-    shape = matmul_words_hopper.shape_for(weight, rows, gated)
-    names = {matmul_words_row.Shape: "row", matmul_words_hopper.Shape: "words", matmul_words_prompts.Shape: "prompts"}
+    shape = packed_hopper.shape_for(weight, rows, gated)
+    names = {packed_gemv.Shape: "row", packed_hopper.Shape: "words", packed_prefill.Shape: "prompts"}
     return None if shape is None else names[type(shape)]
 
 
@@ -144,22 +145,22 @@ def test_more_rows_are_taken_by_kind() -> None:
 
 def test_eight_rows_are_the_fewest_of_a_block() -> None:
     for rows, block in ((2, 8), (8, 8), (9, 16), (17, 32), (33, 64)):
-        shape = matmul_words_hopper.shape_for(weight(), rows, False)
-        assert isinstance(shape, matmul_words_hopper.Shape)
+        shape = packed_hopper.shape_for(weight(), rows, False)
+        assert isinstance(shape, packed_hopper.Shape)
         assert shape.block_m == block
 
 
 def test_queries_keys_and_values_are_rotated_in_heads_of_128() -> None:
-    rotated = matmul_words_hopper.rotated_shape_for
-    assert isinstance(rotated(weight(), 1, 128), matmul_words_row.Shape)
-    assert isinstance(rotated(weight(), 64, 128), matmul_words_hopper.Shape)
+    rotated = packed_hopper.rotated_shape_for
+    assert isinstance(rotated(weight(), 1, 128), packed_gemv.Shape)
+    assert isinstance(rotated(weight(), 64, 128), packed_hopper.Shape)
     assert rotated(weight(), 65, 128) is None
     assert rotated(weight(), 1, 64) is None
     assert rotated(replace(weight(), order=torch.arange(4096)), 1, 128) is None
 
 
 def test_programs_of_one_row() -> None:
-    shape, other = matmul_words_row.shape_for, matmul_words_row.Shape
+    shape, other = packed_gemv.shape_for, packed_gemv.Shape
     assert shape(weight(), 1) == other(16, 3)
     assert shape(weight(k=3072), 1) == other(8, 6)
     assert shape(weight(n=6144), 1) == other(16, 3, 3, 56)
@@ -183,15 +184,15 @@ def test_octets_of_all_tiles_are_all_rows_of_a_weight(case: str) -> None:
 def test_a_gated_product_has_nothing_added() -> None:
     x, added = torch.zeros(1, 4096, dtype=BF16), torch.zeros(1, 2048, dtype=BF16)
     with pytest.raises(AssertionError):
-        matmul_words.linear_words(x, weight(), residual=added, gated=True)
+        packed_gemm.linear_words(x, weight(), residual=added, gated=True)
     with pytest.raises(AssertionError):
-        matmul_words.linear_words(x, weight(), added[0], gated=True)
+        packed_gemm.linear_words(x, weight(), added[0], gated=True)
 
 
 def tiles(rows: int, n: int, k: int) -> str:
     """The name of the chosen shape."""
-    names = {getattr(matmul_words_prompts, name): name for name in ("NARROW", "MIDDLE", "WIDE", "TALL")}
-    return names[matmul_words_prompts.shape_for(rows, n, k)]
+    names = {getattr(packed_prefill, name): name for name in ("NARROW", "MIDDLE", "WIDE", "TALL")}
+    return names[packed_prefill.shape_for(rows, n, k)]
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import quantized
-from kernels.quantized import Fp8Weight, Int4Weight, Int8Weight, Nf4Weight, QuantizedWeight, StackedWeight, Weight
+from kernels import quantized_weights
+from kernels.quantized_weights import (
+    Fp8Weight,
+    Int4Weight,
+    Int8Weight,
+    Nf4Weight,
+    QuantizedWeight,
+    StackedWeight,
+    Weight,
+)
 
 N, K = 256, 384
 
@@ -18,21 +26,21 @@ def numbers(rows: int = N, columns: int = K, seed: int = 0) -> Tensor:
 
 def blockwise(weight: Tensor) -> Fp8Weight:
     scale = torch.rand(-(-weight.shape[0] // 128), -(-weight.shape[1] // 128)) + 0.5
-    return Fp8Weight((weight * 100).to(quantized.FP8), scale)
+    return Fp8Weight((weight * 100).to(quantized_weights.FP8), scale)
 
 
 def asymmetric(weight: Tensor) -> Int4Weight:
-    plain = quantized.quantize_int4(weight, 32)
+    plain = quantized_weights.quantize_int4(weight, 32)
     zero = torch.randint(16, plain.scale.shape, dtype=torch.uint8)
     return Int4Weight(plain.packed, plain.scale, zero, 32, torch.randperm(weight.shape[1]).int())
 
 
 def per_tensor(weight: Tensor) -> Fp8Weight:
-    return Fp8Weight((weight * 100).to(quantized.FP8), torch.full((1, 1), 0.01), torch.tensor(0.5))
+    return Fp8Weight((weight * 100).to(quantized_weights.FP8), torch.full((1, 1), 0.01), torch.tensor(0.5))
 
 
 MAKERS: dict[str, Callable[[Tensor], QuantizedWeight]] = {
-    **quantized.QUANTIZERS,
+    **quantized_weights.QUANTIZERS,
     "int4 with zeros and an order": asymmetric,
     "fp8 of one scale": per_tensor,
     "fp8 in blocks": blockwise,
@@ -46,7 +54,7 @@ def make(request: pytest.FixtureRequest) -> Callable[[Tensor], QuantizedWeight]:
 
 
 def bits(weight: Weight) -> Tensor:
-    return quantized.dequantize(weight, torch.float32)
+    return quantized_weights.dequantize(weight, torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +63,7 @@ def bits(weight: Weight) -> Tensor:
 )
 def test_rounded_weights_are_near_and_small(kind: str, error: float, bytes_each: float) -> None:
     weight = numbers()
-    made = quantized.QUANTIZERS[kind](weight)
+    made = quantized_weights.QUANTIZERS[kind](weight)
     assert made.shape == weight.shape
     lost = (bits(made) - weight).norm() / weight.norm()
     assert error / 2 < lost < error
@@ -66,7 +74,7 @@ def test_rounded_weights_are_near_and_small(kind: str, error: float, bytes_each:
 
 def test_int4_uses_all_sixteen_values_whatever_the_sign() -> None:
     weight = numbers()
-    made = quantized.quantize_int4(weight)
+    made = quantized_weights.quantize_int4(weight)
     assert set(made.unpack().flatten().tolist()) == set(range(16))
     plain = weight.view(N, -1, 128)
     step = plain.abs().amax(2, keepdim=True) / 7
@@ -76,17 +84,17 @@ def test_int4_uses_all_sixteen_values_whatever_the_sign() -> None:
 
 def test_int4_scales_of_half_precision_are_the_ones_rounded_with() -> None:
     weight = numbers().bfloat16()
-    made = quantized.quantize_int4(weight)
+    made = quantized_weights.quantize_int4(weight)
     assert made.scale.dtype == torch.bfloat16
     assert (bits(made) - weight.float()).abs().amax() <= 1.05 * made.scale.abs().amax()
 
 
-@pytest.mark.parametrize("kind", quantized.QUANTIZERS)
+@pytest.mark.parametrize("kind", quantized_weights.QUANTIZERS)
 def test_zeros_stay_zeros(kind: str) -> None:
     weight = numbers()
     weight[3] = 0
     weight[:, :128] = 0
-    restored = bits(quantized.QUANTIZERS[kind](weight))
+    restored = bits(quantized_weights.QUANTIZERS[kind](weight))
     assert not restored[3].any()
     assert not restored[:, :128].any()
     assert restored.isfinite().all()
@@ -94,12 +102,12 @@ def test_zeros_stay_zeros(kind: str) -> None:
 
 @pytest.mark.parametrize(("inputs", "group"), [(4096, 128), (64, 64), (96, 32), (11008, 128), (40, 8)])
 def test_a_group_divides_the_inputs(inputs: int, group: int) -> None:
-    assert quantized.group_of(inputs) == group
+    assert quantized_weights.group_of(inputs) == group
 
 
 def test_odd_widths_have_no_group() -> None:
     with pytest.raises(ValueError, match="36 inputs"):
-        quantized.group_of(36)
+        quantized_weights.group_of(36)
 
 
 def test_rows_of_a_weight_are_those_of_its_numbers(make: Callable[[Tensor], QuantizedWeight]) -> None:
@@ -109,7 +117,7 @@ def test_rows_of_a_weight_are_those_of_its_numbers(make: Callable[[Tensor], Quan
 
 def test_weights_of_a_kind_join_to_that_kind(make: Callable[[Tensor], QuantizedWeight]) -> None:
     whole = make(numbers())
-    joined = quantized.concat([whole.rows(0, 128), whole.rows(128, N)])
+    joined = quantized_weights.concat([whole.rows(0, 128), whole.rows(128, N)])
     assert type(joined) is type(whole)
     assert torch.equal(bits(joined), bits(whole))
     assert joined.shape == (N, K)
@@ -128,16 +136,16 @@ def incompatible() -> dict[str, tuple[Weight, Weight]]:
     a, b = numbers(seed=1), numbers(seed=2)
     ordered = asymmetric(a)
     return {
-        "two kinds": (quantized.quantize_int8(a), quantized.quantize_int4(b)),
-        "one of them plain": (quantized.quantize_int8(a), b),
-        "two groups": (quantized.quantize_int4(a, 32), quantized.quantize_int4(b, 64)),
+        "two kinds": (quantized_weights.quantize_int8(a), quantized_weights.quantize_int4(b)),
+        "one of them plain": (quantized_weights.quantize_int8(a), b),
+        "two groups": (quantized_weights.quantize_int4(a, 32), quantized_weights.quantize_int4(b, 64)),
         "two orders": (ordered, asymmetric(b)),
-        "one order": (ordered, quantized.quantize_int4(b, 32)),
+        "one order": (ordered, quantized_weights.quantize_int4(b, 32)),
         "blocks that do not meet": (blockwise(a[:64]), blockwise(b)),
         "two input scales": (per_tensor(a), Fp8Weight(per_tensor(b).values, torch.ones(1, 1), torch.tensor(0.25))),
         "rounded inputs and plain": (
-            quantized.quantize_int8(a),
-            Int8Weight(*quantized.quantize_rows_int8(b), dynamic_activations=True),
+            quantized_weights.quantize_int8(a),
+            Int8Weight(*quantized_weights.quantize_rows_int8(b), dynamic_activations=True),
         ),
     }
 
@@ -145,7 +153,7 @@ def incompatible() -> dict[str, tuple[Weight, Weight]]:
 @pytest.mark.parametrize("case", incompatible())
 def test_what_no_kind_can_hold_is_stacked(case: str) -> None:
     first, second = incompatible()[case]
-    stack = quantized.concat([first, second])
+    stack = quantized_weights.concat([first, second])
     assert isinstance(stack, StackedWeight)
     rows = first.shape[0]
     assert stack.shape == (rows + N, K)
@@ -160,20 +168,20 @@ def test_an_order_permutes_the_inputs() -> None:
     weight, x = asymmetric(numbers()), numbers(5)
     assert weight.order is not None
     by_inputs = x[:, weight.order] @ weight.stored(torch.float32).T
-    torch.testing.assert_close(quantized.linear(x, weight), by_inputs)
+    torch.testing.assert_close(quantized_weights.linear(x, weight), by_inputs)
 
 
 def test_w8a8_rounds_its_inputs_row_by_row() -> None:
-    weight = Int8Weight(*quantized.quantize_rows_int8(numbers()), dynamic_activations=True)
+    weight = Int8Weight(*quantized_weights.quantize_rows_int8(numbers()), dynamic_activations=True)
     x = numbers(4, seed=5) * torch.tensor([[1.0], [1e-3], [1e3], [0.0]])
-    values, scale = quantized.quantize_rows_int8(x)
+    values, scale = quantized_weights.quantize_rows_int8(x)
     assert values.abs().amax(1).tolist() == [127, 127, 127, 0]
     exact = (values.long() @ weight.values.long().T).float() * scale * weight.scale.T
-    torch.testing.assert_close(quantized.linear(x, weight), exact, rtol=1e-4, atol=1e-6)
-    assert not torch.equal(quantized.linear(x, weight), x @ bits(weight).T)
+    torch.testing.assert_close(quantized_weights.linear(x, weight), exact, rtol=1e-4, atol=1e-6)
+    assert not torch.equal(quantized_weights.linear(x, weight), x @ bits(weight).T)
 
 
 def test_a_stack_of_nf4_and_its_code() -> None:
-    weight = quantized.quantize_nf4(numbers())
+    weight = quantized_weights.quantize_nf4(numbers())
     other = Nf4Weight(weight.packed, weight.absmax, weight.code.flip(0))
-    assert isinstance(quantized.concat([weight, other]), StackedWeight)
+    assert isinstance(quantized_weights.concat([weight, other]), StackedWeight)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import quantized, quantized_cpu
-from kernels.quantized import Int4Weight, Int8Weight, StackedWeight, Weight
+from kernels import quantized_cpu, quantized_weights
+from kernels.quantized_weights import Int4Weight, Int8Weight, StackedWeight, Weight
 
 K = 256
 
@@ -17,29 +17,29 @@ def numbers(rows: int, columns: int = K, seed: int = 0) -> Tensor:
 
 
 def asymmetric(weight: Tensor, group: int) -> Int4Weight:
-    plain = quantized.quantize_int4(weight, group)
+    plain = quantized_weights.quantize_int4(weight, group)
     zero = torch.randint(16, plain.scale.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(2)).int()
     return Int4Weight(plain.packed, plain.scale, zero, group, order)
 
 
 def w8a8(weight: Tensor) -> Int8Weight:
-    return Int8Weight(*quantized.quantize_rows_int8(weight), dynamic_activations=True)
+    return Int8Weight(*quantized_weights.quantize_rows_int8(weight), dynamic_activations=True)
 
 
 WEIGHTS: dict[str, tuple[Weight, float]] = {
-    "int8": (quantized.quantize_int8(numbers(96)), 6e-5),
-    "int8, large": (quantized.quantize_int8(numbers(1 << 12)), 6e-5),
+    "int8": (quantized_weights.quantize_int8(numbers(96)), 6e-5),
+    "int8, large": (quantized_weights.quantize_int8(numbers(1 << 12)), 6e-5),
     "w8a8": (w8a8(numbers(96)), 1e-6),
     "w8a8, large": (w8a8(numbers(1 << 12)), 1e-6),
-    "int4": (quantized.quantize_int4(numbers(96)), 5e-3),
+    "int4": (quantized_weights.quantize_int4(numbers(96)), 5e-3),
     "int4, groups of 64, zeros and an order": (asymmetric(numbers(96), 64), 5e-3),
-    "int4, one group": (quantized.quantize_int4(numbers(96), K), 5e-3),
-    "int4, a group too small": (quantized.quantize_int4(numbers(96), 16), 1e-6),
-    "int4, odd outputs": (quantized.quantize_int4(numbers(97), 32), 1e-6),
-    "fp8": (quantized.quantize_fp8(numbers(96)), 1e-6),
-    "nf4": (quantized.quantize_nf4(numbers(96)), 1e-6),
-    "stack": (StackedWeight((quantized.quantize_int8(numbers(32)), numbers(64), w8a8(numbers(16)))), 6e-5),
+    "int4, one group": (quantized_weights.quantize_int4(numbers(96), K), 5e-3),
+    "int4, a group too small": (quantized_weights.quantize_int4(numbers(96), 16), 1e-6),
+    "int4, odd outputs": (quantized_weights.quantize_int4(numbers(97), 32), 1e-6),
+    "fp8": (quantized_weights.quantize_fp8(numbers(96)), 1e-6),
+    "nf4": (quantized_weights.quantize_nf4(numbers(96)), 1e-6),
+    "stack": (StackedWeight((quantized_weights.quantize_int8(numbers(32)), numbers(64), w8a8(numbers(16)))), 6e-5),
 }
 
 
@@ -59,7 +59,7 @@ def test_products_follow_the_definition(case: tuple[Weight, float], rows: int, b
     weight, tolerance = case
     x = numbers(rows, seed=7) * torch.logspace(-2, 2, rows)[:, None]
     bias = numbers(1, weight.shape[0])[0] if biased else None
-    expected = quantized.linear(x, weight, bias)
+    expected = quantized_weights.linear(x, weight, bias)
     error = (product(x, weight, bias) - expected).norm(dim=1) / expected.norm(dim=1)
     assert error.max() < tolerance
 
@@ -67,7 +67,7 @@ def test_products_follow_the_definition(case: tuple[Weight, float], rows: int, b
 def test_products_in_bfloat16(case: tuple[Weight, float]) -> None:
     weight, _ = case
     x = numbers(5, seed=7).bfloat16()
-    got, expected = product(x, weight), quantized.linear(x.float(), weight)
+    got, expected = product(x, weight), quantized_weights.linear(x.float(), weight)
     assert got.dtype == torch.bfloat16
     assert (got - expected).norm() / expected.norm() < 8e-3
 
@@ -94,5 +94,5 @@ def test_int8_and_int4_stay_small(case: tuple[Weight, float]) -> None:
 
 
 def test_a_row_of_zeros_gives_zeros() -> None:
-    for weight in (quantized.quantize_int8(numbers(96)), w8a8(numbers(1 << 12))):
+    for weight in (quantized_weights.quantize_int8(numbers(96)), w8a8(numbers(1 << 12))):
         assert not product(torch.zeros(3, K), weight).any()

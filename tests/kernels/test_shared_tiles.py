@@ -9,8 +9,8 @@ import triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.products import words_prompts
-from kernels.products.matmul_words_prompts import BAND, share
+from kernels.linear import packed_prefill_kernel
+from kernels.linear.packed_prefill import BAND, share
 
 
 @contextmanager
@@ -53,7 +53,7 @@ def test_each_program_has_a_part_of_one_tile_where_that_is_not_much_longer() -> 
 def test_tiles_come_in_bands_that_share_rows_of_x(across: int, down: int) -> None:
     band = min(BAND, down)
     with language():
-        places = [words_prompts._place.fn(tile, (down, band, across)) for tile in range(across * down)]
+        places = [packed_prefill_kernel._place.fn(tile, (down, band, across)) for tile in range(across * down)]
     assert sorted(places) == [(column, line) for column in range(across) for line in range(down)]
     assert [line // band for _, line in places] == sorted(line // band for _, line in places)
 
@@ -69,12 +69,16 @@ def test_each_slice_of_a_tile_is_stored_once_when_all_of_its_chunks_are_summed(
     with language() as program_id:
         for program in range(132):
             program_id.return_value = program
-            pieces = [words_prompts._piece.fn(index, plan) for index in range(words_prompts._pieces.fn(plan))]
+            pieces = [
+                packed_prefill_kernel._piece.fn(index, plan) for index in range(packed_prefill_kernel._pieces.fn(plan))
+            ]
             kept = 0
             for place, (tile, shared, low, high) in enumerate(pieces):
                 summed[tile] += high - low
-                first, last = (program, program) if shared < 0 else words_prompts._sharers.fn(shared, span, chunks)
-                owners = [words_prompts._owner.fn(which, first, last, span, chunks) for which in range(slices)]
+                first, last = (
+                    (program, program) if shared < 0 else packed_prefill_kernel._sharers.fn(shared, span, chunks)
+                )
+                owners = [packed_prefill_kernel._owner.fn(which, first, last, span, chunks) for which in range(slices)]
                 stored.update((tile, which) for which, owner in enumerate(owners) if owner == program)
                 kept += any(owner != program for owner in owners)
                 if first < last and program in owners:

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from kernels.products import vendor_tiles
+from kernels.linear import cublaslt
 
 CUDA = torch.device("cuda", 0)
 
@@ -15,21 +15,21 @@ CUDA = torch.device("cuda", 0)
 def test_tiles_fill_the_chip_and_hold_all_rows() -> None:
     for rows in range(65, 289):
         for outputs, rounds in ((2048, 1), (4096, 1), (6144, 1), (8192, 1), (28672, 4)):
-            tile = vendor_tiles.tile_for(rows, outputs)
+            tile = cublaslt.tile_for(rows, outputs)
             if tile is not None:
                 down = -(-rows // tile.rows)
                 assert rounds * 126 <= down * outputs // tile.outputs <= rounds * 132
-        assert vendor_tiles.tile_for(rows, 4096) is not None
+        assert cublaslt.tile_for(rows, 4096) is not None
 
 
 def test_other_shapes_are_left_to_torch() -> None:
     for rows, outputs in ((64, 4096), (289, 4096), (128, 6144), (200, 28672), (256, 128256), (128, 4100), (128, 48)):
-        assert vendor_tiles.tile_for(rows, outputs) is None
+        assert cublaslt.tile_for(rows, outputs) is None
 
 
 def test_nothing_is_done_on_a_cpu() -> None:
     x, weight = torch.ones(128, 16, dtype=torch.bfloat16), torch.ones(4096, 16, dtype=torch.bfloat16)
-    assert not vendor_tiles.multiply(x, weight, None, torch.empty(128, 4096, dtype=torch.bfloat16))
+    assert not cublaslt.multiply(x, weight, None, torch.empty(128, 4096, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize(("hopper", "processors", "asks"), [(False, 132, 0), (True, 114, 0), (True, 132, 1)])
@@ -37,10 +37,10 @@ def test_other_chips_and_other_libraries_are_left_to_torch(
     monkeypatch: pytest.MonkeyPatch, hopper: bool, processors: int, asks: int
 ) -> None:
     opened = mock.Mock(side_effect=OSError)
-    monkeypatch.setattr(vendor_tiles, "is_hopper", lambda device: hopper)
-    monkeypatch.setattr(vendor_tiles, "processors", lambda device: processors)
+    monkeypatch.setattr(cublaslt, "is_hopper", lambda device: hopper)
+    monkeypatch.setattr(cublaslt, "processors", lambda device: processors)
     monkeypatch.setattr(ctypes, "CDLL", opened)
-    assert vendor_tiles._opened.__wrapped__(CUDA) is None
+    assert cublaslt._opened.__wrapped__(CUDA) is None
     assert opened.call_count == asks
 
 
@@ -56,10 +56,10 @@ CALLS = (
 
 def plan_with(monkeypatch: pytest.MonkeyPatch, library: mock.Mock) -> object:
     opened = library, ctypes.c_void_p(), torch.empty(4096, dtype=torch.uint8)
-    monkeypatch.setattr(vendor_tiles, "_opened", lambda device: opened)
-    tile = vendor_tiles.tile_for(128, 4096)
+    monkeypatch.setattr(cublaslt, "_opened", lambda device: opened)
+    tile = cublaslt.tile_for(128, 4096)
     assert tile is not None
-    return vendor_tiles._plan.__wrapped__(CUDA, tile, 128, 4096, 4096, 4096)
+    return cublaslt._plan.__wrapped__(CUDA, tile, 128, 4096, 4096, 4096)
 
 
 def library(**statuses: int) -> mock.Mock:
@@ -85,7 +85,7 @@ def test_a_kernel_that_needs_more_room_is_not_taken(monkeypatch: pytest.MonkeyPa
 
 def test_rows_must_lie_as_the_library_is_told() -> None:
     x, weight, out = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((128, 72), (64, 64), (128, 64)))
-    readable = vendor_tiles._readable
+    readable = cublaslt._readable
     assert readable(x[:, :64], weight, out)
     assert not readable(x[:, 4:68], weight, out)  # not at a multiple of 16 bytes
     assert not readable(x[:, :60], weight, out)

@@ -7,10 +7,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kernels import products, quantized, reference
-from kernels.products import fp8, matmul_words, nf4, words
-from kernels.products.skinny import Tile
-from kernels.quantized import Fp8Weight, Int4Weight, Int8Weight
+from kernels import linear, quantized_weights, reference
+from kernels.linear import fp8, nf4, packed, packed_gemm
+from kernels.linear.split_k import Tile
+from kernels.quantized_weights import Fp8Weight, Int4Weight, Int8Weight
 from tests.kernels.cases import DEVICE, close, error, poison, rand
 
 TILES = [Tile(64, 128, 1, 2, 4, 0), Tile(64, 128, 2, 3, 4, 2), Tile(128, 128, 3, 2, 4, 2)]
@@ -19,16 +19,16 @@ TILES = [Tile(64, 128, 1, 2, 4, 0), Tile(64, 128, 2, 3, 4, 2), Tile(128, 128, 3,
 def weights(n: int, k: int, group: int, dtype: torch.dtype) -> Iterator[Int4Weight | Int8Weight | Fp8Weight]:
     """One of each kind that lies in words. group divides k."""
     w = rand(n, k, dtype=torch.float32) / k**0.5
-    yield quantized.quantize_int4(w.to(dtype), group)
-    plain = quantized.quantize_int4(w, group)
+    yield quantized_weights.quantize_int4(w.to(dtype), group)
+    plain = quantized_weights.quantize_int4(w, group)
     zero = torch.randint(0, 16, plain.scale.shape, dtype=torch.uint8, device=DEVICE)
     yield replace(plain, zero=zero)
     yield replace(plain, zero=zero, order=torch.randperm(k, device=DEVICE).int())
-    yield quantized.quantize_int8(w)
-    rows = quantized.quantize_fp8(w)
+    yield quantized_weights.quantize_int8(w)
+    rows = quantized_weights.quantize_fp8(w)
     yield rows
     octets = torch.randperm(n * k, device=DEVICE).to(torch.uint8)  # every value there is, in no order: no row repeats
-    every = torch.where(octets % 128 == 127, 0, octets).to(torch.uint8).view(quantized.FP8).view(n, k)
+    every = torch.where(octets % 128 == 127, 0, octets).to(torch.uint8).view(quantized_weights.FP8).view(n, k)
     yield Fp8Weight(every, torch.full((1, 1), 1e-3, device=DEVICE))
     blocks = torch.rand(-(-n // 128), -(-k // 128), device=DEVICE) * 2e-3
     yield Fp8Weight(every, blocks)
@@ -39,16 +39,16 @@ def check_words(rows: int, n: int, k: int, group: int, dtype: torch.dtype, serve
     x = rand(rows, k, dtype=dtype)
     residual, bias = rand(rows, n, dtype=dtype), rand(n, dtype=dtype)
     for weight in weights(n, k, group, dtype):
-        laid = words.lay_out(weight)
-        want = quantized.linear(x.double(), weight)
+        laid = packed.lay_out(weight)
+        want = quantized_weights.linear(x.double(), weight)
         out, tile = poison(rows, n, dtype=dtype), None if served else random.choice(TILES)
-        close(matmul_words.linear_words(x, laid, bias, out=out, tile=tile), want + bias.double())
+        close(packed_gemm.linear_words(x, laid, bias, out=out, tile=tile), want + bias.double())
         added = residual.clone()
-        close(matmul_words.linear_words(x, laid, residual=added, out=added, tile=tile), want + residual.double())
+        close(packed_gemm.linear_words(x, laid, residual=added, out=added, tile=tile), want + residual.double())
         out = poison(rows, n // 2, dtype=dtype)
-        close(matmul_words.linear_words(x, laid, gated=True, out=out, tile=tile), reference.silu_and_mul(want))
+        close(packed_gemm.linear_words(x, laid, gated=True, out=out, tile=tile), reference.silu_and_mul(want))
         stored = weight.stored(torch.float64) if isinstance(weight, Int4Weight) else None
-        close(words.dequantize(laid, dtype), weight.dequantize(torch.float64) if stored is None else stored)
+        close(packed.dequantize(laid, dtype), weight.dequantize(torch.float64) if stored is None else stored)
         assert laid.nbytes <= 1.1 * weight.nbytes + 200 * (k + n)
 
 
@@ -76,7 +76,7 @@ def check_rounding(rows: int, n: int, dtype: torch.dtype) -> None:
 
 def check_nf4(n: int, k: int, dtype: torch.dtype) -> None:
     """The kernel's numbers are those of the definition."""
-    weight = quantized.quantize_nf4(rand(n, k, dtype=torch.float32))
+    weight = quantized_weights.quantize_nf4(rand(n, k, dtype=torch.float32))
     close(nf4.dequantize_nf4(weight, dtype), weight.dequantize(torch.float64))
 
 
@@ -85,23 +85,23 @@ def check_products(rows: int, n: int, k: int, dtype: torch.dtype, group: int = 6
     x, gamma = rand(rows, k, dtype=dtype), rand(k, dtype=dtype)
     residual, bias = rand(rows, n, dtype=dtype), rand(n, dtype=dtype)
     w = rand(n, k, dtype=torch.float32) / k**0.5
-    kinds: list[quantized.Weight] = [*weights(n, k, group, dtype), w, quantized.quantize_nf4(w)]
-    mixed = quantized.concat([quantized.quantize_int8(w[:64]), w[64:].to(torch.float16)])
-    kinds += [quantized.quantize_int4(w, 16), mixed]
-    norm, wide = products.Norm(gamma, 1e-5), rand(rows, 2 * k, dtype=dtype)
+    kinds: list[quantized_weights.Weight] = [*weights(n, k, group, dtype), w, quantized_weights.quantize_nf4(w)]
+    mixed = quantized_weights.concat([quantized_weights.quantize_int8(w[:64]), w[64:].to(torch.float16)])
+    kinds += [quantized_weights.quantize_int4(w, 16), mixed]
+    norm, wide = linear.Norm(gamma, 1e-5), rand(rows, 2 * k, dtype=dtype)
     normed = reference.rms_norm(x.double(), gamma.double(), 1e-5)
     for weight in kinds:
-        laid = products.prepare(weight, dtype)
-        rounds = products.rounds(x, laid)
+        laid = linear.prepare(weight, dtype)
+        rounds = linear.rounds(x, laid)
         for got, want in (
-            (products.linear(x, laid, norm=norm), quantized.linear(normed, weight)),
+            (linear.linear(x, laid, norm=norm), quantized_weights.linear(normed, weight)),
             (
-                products.linear(x, laid, bias, residual=residual),
-                quantized.linear(x.double(), weight) + bias.double() + residual.double(),
+                linear.linear(x, laid, bias, residual=residual),
+                quantized_weights.linear(x.double(), weight) + bias.double() + residual.double(),
             ),
-            (products.linear(x, laid, gated=True), _gated(quantized.linear(x.double(), weight))),
-            (_gate(products.gate(x, laid, norm), n), _gated(quantized.linear(normed, weight))),
-            (products.linear(wide, laid), quantized.linear(_gated(wide.double()), weight)),
+            (linear.linear(x, laid, gated=True), _gated(quantized_weights.linear(x.double(), weight))),
+            (_gate(linear.gate(x, laid, norm), n), _gated(quantized_weights.linear(normed, weight))),
+            (linear.linear(wide, laid), quantized_weights.linear(_gated(wide.double()), weight)),
         ):
             if rounds:
                 assert error(got, want) < 0.05

@@ -11,7 +11,7 @@ import pytest_asyncio
 from grpc import aio
 from rich.console import Console
 
-import client.top
+import weft.cli.top
 from protos import inference_pb2 as api
 from tests.mesh.harness import Mesh, Stub, ask, generate
 
@@ -106,7 +106,7 @@ async def test_one_models_death_is_not_the_others(mesh: Mesh, stub: Stub) -> Non
 async def top(mesh: Mesh) -> list[str]:
     """The lines that `weft top --once` prints."""
     out = Console(file=io.StringIO(), width=160)
-    await client.top.show(mesh.scheduler.address, out, once=True)
+    await weft.cli.top.show(mesh.scheduler.address, out, once=True)
     assert isinstance(out.file, io.StringIO)
     return out.file.getvalue().splitlines()
 

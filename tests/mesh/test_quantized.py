@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from services.worker.engine import Engine
-from services.worker.job import EngineOptions
+from services.worker.engine.generation import GenerationEngine
+from services.worker.options import EngineOptions
 from tests.mesh.harness import Mesh, Process, ask, generate
 from tests.mesh.test_models import listing, until_served
 from tests.quantized import write
@@ -44,7 +44,7 @@ async def mesh(tmp_path_factory: pytest.TempPathFactory, model: Path, packed: Pa
 def bare(folder: Path, quantize: str | None = None) -> list[int]:
     """What an engine in this process answers."""
     settings = EngineOptions(kv_blocks=64, deterministic=True, quantize=quantize)
-    engine = Engine(folder, settings, lambda phase, done, total: None)
+    engine = GenerationEngine(folder, settings, lambda phase, done, total: None)
     return run(engine, job(0, PROMPT, max_tokens=TOKENS, ignore_eos=True))[0].tokens
 
 

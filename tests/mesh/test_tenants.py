@@ -18,10 +18,10 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 from typer.testing import CliRunner, Result
 
-from client.cli import app
 from protos import inference_pb2 as api
 from tests.mesh.harness import Answer, Mesh, Stub, ask, generate
 from tests.redis_server import RedisServer
+from weft.cli.app import app
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 CODES = grpc.StatusCode

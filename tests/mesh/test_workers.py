@@ -13,7 +13,7 @@ import pytest
 from grpc import aio
 
 from protos import inference_pb2 as api
-from services.worker.config import load_config
+from services.worker.loader.config import load_config
 from tests.mesh.harness import Mesh, ask, generate
 
 pytestmark = pytest.mark.asyncio(loop_scope="function")

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from services.hashing import KEY_BYTES
+from services.scheduler.core.pool import Pool
 from services.scheduler.limits import Limits
 from services.scheduler.messages import (
     Assigned,
@@ -21,7 +22,6 @@ from services.scheduler.messages import (
     WorkerHello,
     WorkerMessage,
 )
-from services.scheduler.pool import Pool
 
 CARD = Card("story", aliases=("tale",), fingerprint=b"f" * 32, block_size=16, bundle_digest=b"b" * 32)
 

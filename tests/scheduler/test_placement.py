@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench import placement as bench
-from services.scheduler.placement import Candidate, Choice, PrefixIndex, choose
+from services.scheduler.core.placement import Candidate, Choice, PrefixIndex, choose
 from tests.scheduler.stage import keys
 
 WORKERS = ("a", "b", "c")

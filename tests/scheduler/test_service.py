@@ -18,8 +18,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from protos import mesh_pb2 as mesh
 from protos import mesh_pb2_grpc as mesh_grpc
 from services import rpc
+from services.scheduler.core.pool import Pool
 from services.scheduler.limits import Limits
-from services.scheduler.pool import Pool
 from services.scheduler.service import SchedulerService
 
 CARD = mesh.ModelCard(name="story", fingerprint=b"f" * 32, block_size=16, bundle_digest=b"b" * 32, context_length=512)

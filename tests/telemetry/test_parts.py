@@ -10,11 +10,12 @@ import pytest
 import structlog
 
 from services import metrics, telemetry
-from services.courier import Courier, Tally
 from services.settings import CommonSettings
-from services.worker.job import Cost, Ended, EndReason, EngineOptions, Job, SamplingParams
-from services.worker.metrics import WorkerMetrics
-from services.worker.paced import PacedEngine, Tempo
+from services.span_export import SpanBudget, SpanExporter
+from services.worker.job import Cost, Ended, EndReason, Job, SamplingParams
+from services.worker.options import EngineOptions
+from services.worker.runners.paced import PacedEngine, PacedTiming
+from services.worker.service.metrics import WorkerMetrics
 
 
 def rendered(all_: metrics.Metrics) -> list[str]:
@@ -95,7 +96,7 @@ def test_a_workers_counts_are_those_of_its_jobs() -> None:
 
 
 def test_a_paused_job_says_when(model: Path) -> None:
-    engine = PacedEngine(model, EngineOptions(kv_blocks=8, max_batch_size=4, step_tokens=64), Tempo(0.0))
+    engine = PacedEngine(model, EngineOptions(kv_blocks=8, max_batch_size=4, step_tokens=64), PacedTiming(0.0))
     began = time.monotonic()
     for key in range(3):
         engine.submit(Job(key, [5] * 16, 16, SamplingParams(max_tokens=60, ignore_eos=True)))
@@ -145,7 +146,7 @@ def test_a_variable_that_cannot_be_used_costs_no_more_than_the_traces(
 
 
 def test_spans_that_find_no_room_are_dropped_and_counted() -> None:
-    tally = Tally(2)
+    tally = SpanBudget(2)
     assert [tally.admit() for _ in range(3)] == [True, True, False]
     tally.settle(2, exported=True)
     assert tally.admit()
@@ -153,7 +154,7 @@ def test_spans_that_find_no_room_are_dropped_and_counted() -> None:
 
 
 def test_a_collector_that_fails_is_left_alone_for_a_while() -> None:
-    tally = Tally(10)
+    tally = SpanBudget(10)
     tried = []
 
     def export(batch: list[int]) -> bool:
@@ -162,7 +163,7 @@ def test_a_collector_that_fails_is_left_alone_for_a_while() -> None:
             raise OSError("broken")
         return len(tried) > 2
 
-    courier = Courier(export, tally)
+    courier = SpanExporter(export, tally)
     worker = threading.Thread(target=lambda: [courier.bring([1]) for _ in range(3)])
     worker.start()
     worker.join(1.5)

@@ -7,13 +7,13 @@ import pytest
 import torch
 import transformers
 
-from services.worker.engine import Engine
-from services.worker.job import EngineOptions
+from services.worker.engine.generation import GenerationEngine
+from services.worker.options import EngineOptions
 from tests.checkpoints import checkpoint
 
 __all__ = ["checkpoint"]
 
-EngineMaker = Callable[..., Engine]
+EngineMaker = Callable[..., GenerationEngine]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -31,8 +31,8 @@ def _one_thread() -> Iterator[None]:
 def engine(checkpoint: Callable[[str], Path]) -> EngineMaker:
     """engine(shape, **options): a small engine."""
 
-    def make(shape: str = "llama", **options: object) -> Engine:
+    def make(shape: str = "llama", **options: object) -> GenerationEngine:
         settings: dict[str, object] = {"kv_blocks": 256, "max_batch_size": 64, **options}
-        return Engine(checkpoint(shape), EngineOptions(**settings), lambda phase, done, total: None)  # type: ignore[arg-type]
+        return GenerationEngine(checkpoint(shape), EngineOptions(**settings), lambda phase, done, total: None)  # type: ignore[arg-type]
 
     return make

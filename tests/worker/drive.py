@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.worker.engine import Engine
+from services.worker.engine.generation import GenerationEngine
 from services.worker.job import Ended, Job, SamplingParams, TokenOut
 from tests.checkpoints import VOCAB
 
@@ -42,7 +42,7 @@ def job(key: int, prompt: Sequence[int], *, emitted: Sequence[int] = (), max_tok
     return Job(key, [*prompt, *emitted], len(prompt), params, **of_job)
 
 
-def run(engine: Engine, *jobs: Job, steps: int | None = None) -> dict[int, Answer]:
+def run(engine: GenerationEngine, *jobs: Job, steps: int | None = None) -> dict[int, Answer]:
     """Submit the jobs, run until all is done (or so many steps), and collect what was said by key."""
     for one in jobs:
         engine.submit(one)
@@ -58,7 +58,7 @@ def run(engine: Engine, *jobs: Job, steps: int | None = None) -> dict[int, Answe
     return answers
 
 
-def solo(engine: Engine, one: Job) -> Answer:
+def solo(engine: GenerationEngine, one: Job) -> Answer:
     """The answer to one job that is alone."""
     return run(engine, one)[one.key]
 

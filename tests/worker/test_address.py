@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.worker.address import NoAddress, advertised
+from services.worker.service.address import NoAddress, advertised
 
 SCHEDULER = "127.0.0.1:50052"
 

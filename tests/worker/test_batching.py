@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.batching import MOST_PREEMPTIONS, Batch, Plan
-from services.worker.blocks import BlockPool
 from services.worker.job import Job, SamplingParams
-from services.worker.sequence import Sequence
-from services.worker.shares import Shares
+from services.worker.planner.block_pool import BlockPool
+from services.worker.planner.planner import MOST_PREEMPTIONS, Plan, Planner
+from services.worker.planner.sequence import Sequence
+from services.worker.planner.token_budget import TokenBudget
 
 BLOCK = 4
 
@@ -21,7 +21,7 @@ class Stage:
 
     def __init__(self, blocks: int = 100, slots: int = 8, step_tokens: int = 16, prefix_cache: bool = True) -> None:
         self.pool = BlockPool(blocks)
-        self.batch = Batch(self.pool, BLOCK, slots, step_tokens, prefix_cache)
+        self.batch = Planner(self.pool, BLOCK, slots, step_tokens, prefix_cache)
         self.arrivals = 0
         self.random = random.Random(0)
 
@@ -251,9 +251,9 @@ def test_whatever_comes_all_is_done_and_nothing_is_lost(data: st.DataObject) -> 
 # ---- prompts beside answers ----
 
 
-def crowded(answers: int, chunk_tokens: int | None) -> Batch:
+def crowded(answers: int, chunk_tokens: int | None) -> Planner:
     """So many running answers, each past its prompt, on a device that takes 8,192 tokens a step."""
-    batch = Batch(BlockPool(20_000), 16, 256, 8192, False, chunk_tokens)
+    batch = Planner(BlockPool(20_000), 16, 256, 8192, False, chunk_tokens)
     for number in range(answers):
         batch.add(Sequence(Job(number, [1] * 4, 4, SamplingParams(max_tokens=500)), number, 0.0, 16, 16384, b""))
     while any(sequence.remaining != 1 for sequence in batch.running) or batch.waiting:
@@ -263,7 +263,7 @@ def crowded(answers: int, chunk_tokens: int | None) -> Batch:
     return batch
 
 
-def prompt_tokens(batch: Batch, prompts: int) -> int:
+def prompt_tokens(batch: Planner, prompts: int) -> int:
     """Prompt tokens of the next step, when so many prompts of 8,000 tokens arrive."""
     for number in range(1000, 1000 + prompts):
         batch.add(Sequence(Job(number, [1] * 8000, 8000, SamplingParams(max_tokens=5)), number, 0.0, 16, 16384, b""))
@@ -298,7 +298,7 @@ def test_steps_of_a_backlog_grow_with_the_answers_whose_keys_each_reads() -> Non
 
 
 def test_the_last_of_a_backlog_are_computed_as_the_first() -> None:
-    shares = Shares(200, 8192)
+    shares = TokenBudget(200, 8192)
     assert shares.step(range(30), 0, 100, 100) == 6400
     assert shares.step([29], 0, 100, 100) == 6400, "it was in line then"
     assert shares.step([29, 30], 0, 100, 100) == 6400
@@ -313,7 +313,7 @@ def test_prompts_take_all_of_a_step_where_nearly_all_users_wait_for_a_first_toke
 
 
 def test_answers_of_a_first_step_that_still_runs_do_not_end_a_burst() -> None:
-    batch = Batch(BlockPool(20_000), 16, 256, 8192, False, 200)
+    batch = Planner(BlockPool(20_000), 16, 256, 8192, False, 200)
     for number in range(8):
         batch.add(Sequence(Job(number, [1] * 500, 500, SamplingParams(max_tokens=5)), number, 0.0, 16, 16384, b""))
     batch.plan()  # No token of theirs is known when the others come.
@@ -327,7 +327,7 @@ def test_several_prompts_take_all_of_a_step_beside_few_answers() -> None:
 
 
 def test_the_last_of_a_burst_are_computed_as_the_first() -> None:
-    shares = Shares(200, 8192)
+    shares = TokenBudget(200, 8192)
     assert shares.step(range(40), 0, 5, 5) == 8192
     assert shares.step([39, 40], 0, 30, 30) == 8192, "one was in line then"
     assert shares.step([40], 0, 30, 30) == 256

@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from services.worker.blocks import BlockPool
+from services.worker.planner.block_pool import BlockPool
 
 
 def key(number: int) -> bytes:

@@ -16,11 +16,12 @@ from huggingface_hub import utils
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from services.worker.checkpoint import FILES, OTHER_FILES, fingerprint, locate, read_bundle
-from services.worker.config import CheckpointError, load_config
-from services.worker.engine import Engine
-from services.worker.job import EngineOptions
-from services.worker.weights import INDEX, SINGLE, open_checkpoint
+from services.worker.engine.generation import GenerationEngine
+from services.worker.errors import CheckpointError
+from services.worker.loader.checkpoint import FILES, OTHER_FILES, fingerprint, locate, read_bundle
+from services.worker.loader.config import load_config
+from services.worker.loader.tensors import INDEX, SINGLE, open_checkpoint
+from services.worker.options import EngineOptions
 from tests.checkpoints import Damage, pipe
 
 
@@ -34,8 +35,8 @@ def copy(checkpoint: Callable[[str], Path], tmp_path: Path) -> Callable[[str], P
     return make
 
 
-def load(folder: Path) -> Engine:
-    return Engine(folder, EngineOptions(kv_blocks=8), lambda phase, done, total: None)
+def load(folder: Path) -> GenerationEngine:
+    return GenerationEngine(folder, EngineOptions(kv_blocks=8), lambda phase, done, total: None)
 
 
 def edit_config(file: str = "config.json", **changes: Any) -> Damage:
@@ -290,7 +291,7 @@ def test_no_second_copy_of_the_weights_is_fetched() -> None:
 
 def test_loading_tells_its_phases_and_shards(checkpoint: Callable[[str], Path]) -> None:
     told: list[tuple[str, int, int]] = []
-    Engine(checkpoint("qwen3"), EngineOptions(kv_blocks=8), lambda *progress: told.append(progress))
+    GenerationEngine(checkpoint("qwen3"), EngineOptions(kv_blocks=8), lambda *progress: told.append(progress))
     shards = len(open_checkpoint(checkpoint("qwen3")).shards)
     assert shards > 2
     assert [done for phase, done, _ in told if phase == "weights"] == list(range(shards + 1))

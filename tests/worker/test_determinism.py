@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from services.worker.engine import Engine
+from services.worker.engine.generation import GenerationEngine
 from services.worker.job import Job
 from tests.worker.conftest import EngineMaker
 from tests.worker.drive import Answer, job, prompt_of, run, solo
@@ -51,23 +51,23 @@ def bits(answers: dict[int, Answer], first_key: int = 0) -> Bits:
     return [(answers[first_key + i].tokens, answers[first_key + i].logprobs) for i in range(len(LENGTHS))]
 
 
-def alone(engine: Engine) -> Bits:
+def alone(engine: GenerationEngine) -> Bits:
     return bits({one.key: solo(engine, one) for one in jobs()})
 
 
-def in_a_crowd(make: Callable[..., Engine]) -> Bits:
+def in_a_crowd(make: Callable[..., GenerationEngine]) -> Bits:
     engine = make(kv_blocks=1024)
     answers = run(engine, *crowd(64 - len(LENGTHS)), *jobs())
     return bits(answers)
 
 
-def in_odd_chunks(make: Callable[..., Engine]) -> Bits:
+def in_odd_chunks(make: Callable[..., GenerationEngine]) -> Bits:
     answers = run(make(max_batch_size=5, step_tokens=13), *jobs())
     assert max(answer.ended.cost.prefill_steps for answer in answers.values()) > 10
     return bits(answers)
 
 
-def after_a_prefix_hit(make: Callable[..., Engine]) -> Bits:
+def after_a_prefix_hit(make: Callable[..., GenerationEngine]) -> Bits:
     engine = make()
     run(engine, *jobs())
     answers = run(engine, *jobs(first_key=50))
@@ -75,14 +75,14 @@ def after_a_prefix_hit(make: Callable[..., Engine]) -> Bits:
     return bits(answers, first_key=50)
 
 
-def after_preemptions(make: Callable[..., Engine]) -> Bits:
+def after_preemptions(make: Callable[..., GenerationEngine]) -> Bits:
     engine = make(kv_blocks=20, max_batch_size=8)
     answers = run(engine, *jobs())
     assert engine.stats().preemptions > 0
     return bits(answers)
 
 
-def after_a_move(make: Callable[..., Engine]) -> Bits:
+def after_a_move(make: Callable[..., GenerationEngine]) -> Bits:
     """Another engine continues from prompt and emitted tokens, in the company of others."""
     before = bits(run(make(), *jobs()))
     kept = 21
@@ -97,7 +97,7 @@ SCENES = [in_a_crowd, in_odd_chunks, after_a_prefix_hit, after_preemptions, afte
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_nothing_around_a_job_changes_a_bit_of_it(shape: str, engine: EngineMaker) -> None:
-    def make(**options: object) -> Engine:
+    def make(**options: object) -> GenerationEngine:
         return engine(shape, deterministic=True, **options)
 
     expected = alone(make(prefix_cache=False))
@@ -123,7 +123,7 @@ def test_deterministic_engines_agree_on_one_thread_unless_told_otherwise(
 
 @pytest.mark.parametrize("scene", [in_a_crowd, after_a_move])
 def test_without_the_mode_the_same_check_fails(engine: EngineMaker, scene: Callable[..., Bits]) -> None:
-    def make(**options: object) -> Engine:
+    def make(**options: object) -> GenerationEngine:
         return engine("demo", deterministic=False, **options)
 
     assert scene(make) != alone(make(prefix_cache=False))

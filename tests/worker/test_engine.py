@@ -8,21 +8,22 @@ import pytest
 import torch
 
 from services import hashing
-from services.worker.engine import Engine
-from services.worker.inputs import Words, unpack
-from services.worker.job import EndReason, EngineOptions, StepOutput
+from services.worker.engine.generation import GenerationEngine
+from services.worker.job import EndReason, StepOutput
+from services.worker.options import EngineOptions
+from services.worker.runners.step import Words, unpack
 from tests.checkpoints import EOS
 from tests.worker.conftest import EngineMaker
 from tests.worker.drive import Answer, job, prompt_of, run, solo
 
 
 @pytest.fixture(scope="module")
-def shared(engine: EngineMaker) -> Engine:
+def shared(engine: EngineMaker) -> GenerationEngine:
     """An engine for tests that leave nothing behind but cached blocks."""
     return engine()
 
 
-def free_again(engine: Engine) -> bool:
+def free_again(engine: GenerationEngine) -> bool:
     stats = engine.stats()
     return (stats.running, stats.waiting, stats.active_blocks) == (0, 0, 0)
 
@@ -30,7 +31,7 @@ def free_again(engine: Engine) -> bool:
 # ---- ends ----
 
 
-def test_an_answer_ends_at_max_tokens(shared: Engine) -> None:
+def test_an_answer_ends_at_max_tokens(shared: GenerationEngine) -> None:
     answer = solo(shared, job(1, prompt_of(20), max_tokens=5))
     assert answer.positions == [0, 1, 2, 3, 4]
     assert (answer.ended.reason, answer.ended.position) == (EndReason.LENGTH, 5)
@@ -42,7 +43,7 @@ def test_an_answer_ends_where_the_context_does(engine: EngineMaker) -> None:
     assert (answer.ended.reason, len(answer.tokens)) == (EndReason.LENGTH, 4)
 
 
-def test_a_stop_token_ends_the_answer_and_is_not_part_of_it(shared: Engine) -> None:
+def test_a_stop_token_ends_the_answer_and_is_not_part_of_it(shared: GenerationEngine) -> None:
     free = solo(shared, job(1, prompt_of(20), max_tokens=12))
     stop = free.tokens[5]
     first = free.tokens.index(stop)
@@ -52,14 +53,14 @@ def test_a_stop_token_ends_the_answer_and_is_not_part_of_it(shared: Engine) -> N
     assert stopped.ended.position == first
 
 
-def test_the_models_end_token_ends_the_answer_unless_ignored(shared: Engine) -> None:
+def test_the_models_end_token_ends_the_answer_unless_ignored(shared: GenerationEngine) -> None:
     eager: dict[str, Any] = {"logit_bias": {EOS: 100.0}, "max_tokens": 3}
     ended = solo(shared, job(1, prompt_of(9), ignore_eos=False, **eager))
     assert (ended.tokens, ended.ended.reason, ended.ended.stop_token_id) == ([], EndReason.STOP, EOS)
     assert solo(shared, job(2, prompt_of(9), ignore_eos=True, **eager)).tokens == [EOS] * 3
 
 
-def test_min_tokens_forbids_end_and_stop_tokens_before(shared: Engine) -> None:
+def test_min_tokens_forbids_end_and_stop_tokens_before(shared: GenerationEngine) -> None:
     eager: dict[str, Any] = {"logit_bias": {EOS: 100.0, 7: 90.0}, "max_tokens": 9, "stop_token_ids": frozenset({7})}
     answer = solo(shared, job(1, prompt_of(9), ignore_eos=False, min_tokens=4, **eager))
     assert len(answer.tokens) == 4
@@ -67,19 +68,19 @@ def test_min_tokens_forbids_end_and_stop_tokens_before(shared: Engine) -> None:
     assert answer.ended.stop_token_id == EOS
 
 
-def test_a_moved_job_continues_at_its_position(shared: Engine) -> None:
+def test_a_moved_job_continues_at_its_position(shared: GenerationEngine) -> None:
     whole = solo(shared, job(1, prompt_of(30), max_tokens=20, temperature=1.0, seed=3))
     moved = solo(shared, job(2, prompt_of(30), emitted=whole.tokens[:8], max_tokens=20, temperature=1.0, seed=3))
     assert moved.positions == list(range(8, 20))
     assert moved.tokens == whole.tokens[8:]
 
 
-def test_a_moved_job_that_was_done_ends_at_once(shared: Engine) -> None:
+def test_a_moved_job_that_was_done_ends_at_once(shared: GenerationEngine) -> None:
     answer = solo(shared, job(1, prompt_of(30), emitted=[5, 6, 7], max_tokens=3))
     assert (answer.tokens, answer.ended.reason, answer.ended.position) == ([], EndReason.LENGTH, 3)
 
 
-def test_a_moved_jobs_penalties_count_what_it_had_said(shared: Engine) -> None:
+def test_a_moved_jobs_penalties_count_what_it_had_said(shared: GenerationEngine) -> None:
     settings: dict[str, Any] = {
         "max_tokens": 24,
         "presence_penalty": 1.5,
@@ -92,7 +93,7 @@ def test_a_moved_jobs_penalties_count_what_it_had_said(shared: Engine) -> None:
     assert moved.tokens == whole.tokens[10:]
 
 
-def test_an_expired_job_ends_before_it_costs_anything(shared: Engine) -> None:
+def test_an_expired_job_ends_before_it_costs_anything(shared: GenerationEngine) -> None:
     steps = shared.stats().steps
     answer = solo(shared, job(1, prompt_of(30), deadline=time.monotonic() - 1))
     assert (answer.tokens, answer.ended.reason) == ([], EndReason.DEADLINE)
@@ -100,7 +101,7 @@ def test_an_expired_job_ends_before_it_costs_anything(shared: Engine) -> None:
     assert free_again(shared)
 
 
-def test_a_deadline_in_the_middle_ends_the_answer(shared: Engine) -> None:
+def test_a_deadline_in_the_middle_ends_the_answer(shared: GenerationEngine) -> None:
     answer = solo(shared, job(1, prompt_of(30), max_tokens=400, deadline=time.monotonic() + 0.05))
     assert answer.ended.reason is EndReason.DEADLINE
     assert 0 < len(answer.tokens) < 400
@@ -108,7 +109,7 @@ def test_a_deadline_in_the_middle_ends_the_answer(shared: Engine) -> None:
 
 
 @pytest.mark.parametrize("prompt", [[], [5] * 512, [5] * 600])
-def test_a_prompt_without_room_for_an_answer_is_refused(shared: Engine, prompt: list[int]) -> None:
+def test_a_prompt_without_room_for_an_answer_is_refused(shared: GenerationEngine, prompt: list[int]) -> None:
     error = solo(shared, job(1, prompt)).ended.error
     assert error is not None
     assert (error.code, error.reason) == ("INVALID_ARGUMENT", "INVALID")
@@ -168,7 +169,7 @@ def test_cancelling_64_streams_returns_every_block(engine: EngineMaker) -> None:
     wide.check_integrity()
 
 
-def test_a_cancel_of_a_job_that_is_unknown_or_over_means_nothing(shared: Engine) -> None:
+def test_a_cancel_of_a_job_that_is_unknown_or_over_means_nothing(shared: GenerationEngine) -> None:
     shared.cancel(12345, 0)
     assert run(shared) == {}
 
@@ -195,7 +196,7 @@ def test_stored_and_evicted_blocks_are_told_by_the_keys_of_the_mesh(engine: Engi
     assert (len(stored), evicted) == (4, [keys[1]])
 
 
-def test_several_samples_of_one_prompt_compute_it_once(shared: Engine) -> None:
+def test_several_samples_of_one_prompt_compute_it_once(shared: GenerationEngine) -> None:
     prompt = prompt_of(100, seed=8)
     jobs = [job(key, prompt, temperature=1.0, sample_index=key) for key in range(4)]
     answers = run(shared, *jobs)
@@ -216,14 +217,14 @@ POISON = 300
 
 
 @pytest.fixture
-def poisoned(engine: EngineMaker) -> Engine:
+def poisoned(engine: EngineMaker) -> GenerationEngine:
     """An engine whose model knows no finite numbers for one token."""
     made = engine(step_tokens=64)
     made.runner.model.embedding[POISON] = torch.nan
     return made
 
 
-def test_numbers_that_are_not_finite_fail_one_job_and_stain_nobody(poisoned: Engine) -> None:
+def test_numbers_that_are_not_finite_fail_one_job_and_stain_nobody(poisoned: GenerationEngine) -> None:
     healthy = [job(key, [t for t in prompt_of(30 + key) if t != POISON], logprobs=0) for key in range(4)]
     expected = run(poisoned, *healthy)
     sick = prompt_of(100)
@@ -260,7 +261,7 @@ def test_a_job_that_breaks_the_step_fails_alone(engine: EngineMaker, monkeypatch
     assert free_again(fragile)
 
 
-def test_numbers_that_do_not_fit_the_packed_step_fail_one_job(shared: Engine) -> None:
+def test_numbers_that_do_not_fit_the_packed_step_fail_one_job(shared: GenerationEngine) -> None:
     answers = run(shared, job(1, prompt_of(9), temperature=1.0, top_k=1 << 40), job(2, prompt_of(9)))
     error = answers[1].ended.error
     assert error is not None
@@ -321,7 +322,7 @@ def test_an_engine_takes_its_threads_from_the_options(engine: EngineMaker) -> No
         torch.set_num_threads(before)
 
 
-def test_answers_of_one_step_come_once_per_job(shared: Engine) -> None:
+def test_answers_of_one_step_come_once_per_job(shared: GenerationEngine) -> None:
     for key in range(5):
         shared.submit(job(key, prompt_of(12, seed=key), max_tokens=3))
     answers = {key: Answer() for key in range(5)}

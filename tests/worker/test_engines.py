@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.worker.config import CheckpointError
-from services.worker.engines import suited
+from services.worker.build.choose import resolve_engine
+from services.worker.errors import CheckpointError
 from services.worker.main import _startup
 from services.worker.settings import WorkerSettings
 
@@ -20,14 +20,14 @@ def test_a_model_has_the_last_name_of_its_path_also_of_a_link(tmp_path: Path) ->
 
 def test_auto_takes_the_processor_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert suited(WorkerSettings(engine="auto")).engine == "torch"
+    assert resolve_engine(WorkerSettings(engine="auto")).engine == "torch"
     with pytest.raises(CheckpointError, match="ENGINE=gpu needs a GPU"):
-        suited(WorkerSettings(engine="gpu"))
+        resolve_engine(WorkerSettings(engine="gpu"))
 
 
 def test_auto_takes_the_gpu_in_deterministic_mode_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for deterministic in (False, True):
-        chosen = suited(WorkerSettings(engine="auto", deterministic=deterministic))
+        chosen = resolve_engine(WorkerSettings(engine="auto", deterministic=deterministic))
         assert (chosen.engine, chosen.dtype, chosen.deterministic) == ("gpu", "bfloat16", deterministic)
-    assert suited(WorkerSettings(engine="torch", deterministic=True)).engine == "torch"
+    assert resolve_engine(WorkerSettings(engine="torch", deterministic=True)).engine == "torch"

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from services.worker.checkpoint import fingerprint
-from services.worker.weights import SINGLE
+from services.worker.loader.checkpoint import fingerprint
+from services.worker.loader.tensors import SINGLE
 
 
 @pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.down_proj.weight"])

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from services.worker.config import CheckpointError
-from services.worker.engine import Engine
-from services.worker.job import EngineOptions
+from services.worker.engine.generation import GenerationEngine
+from services.worker.errors import CheckpointError
+from services.worker.options import EngineOptions
 from tests.checkpoints import Shape, make_checkpoint
 from tests.quantized import write
 
@@ -23,8 +23,8 @@ Q = "model.layers.1.self_attn.q_proj"
 Change = Callable[[dict[str, Tensor], dict[str, Any]], object]
 
 
-def load(folder: Path, **options: Any) -> Engine:
-    return Engine(folder, EngineOptions(kv_blocks=8, **options), lambda phase, done, total: None)
+def load(folder: Path, **options: Any) -> GenerationEngine:
+    return GenerationEngine(folder, EngineOptions(kv_blocks=8, **options), lambda phase, done, total: None)
 
 
 @pytest.fixture(scope="session")

@@ -17,14 +17,16 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from kernels import quantized
-from kernels.quantized import Fp8Weight, Int4Weight, Int8Weight, Nf4Weight, QuantizedWeight
-from services.worker import presets
-from services.worker.config import CheckpointError, load_config, read_quantization
-from services.worker.formats.compressed import is_named
-from services.worker.formats.registry import reader_of
-from services.worker.loading import expected_bytes
-from services.worker.weights import Checkpoint, open_checkpoint
+from kernels import quantized_weights
+from kernels.quantized_weights import Fp8Weight, Int4Weight, Int8Weight, Nf4Weight, QuantizedWeight
+from services.worker.errors import CheckpointError
+from services.worker.loader import presets
+from services.worker.loader.config import load_config, read_quantization
+from services.worker.loader.formats.compressed_tensors import is_named
+from services.worker.loader.formats.registry import reader_of
+from services.worker.loader.quantized import expected_bytes
+from services.worker.loader.tensors import Checkpoint, open_checkpoint
+from services.worker.models.config import count_embeddings
 from tests.checkpoints import DEMO, VOCAB, Shape, make_checkpoint
 from tests.quantized import WRITERS, Written, modules_of, write
 from tests.served import (
@@ -230,7 +232,9 @@ def test_autofp8_checkpoints_with_scales_of_the_cache(
     assert [scale.tolist() for scale in scales if scale is not None] == [[[0.5, 0.5], [0.5, 0.5]]] * len(layers)
     expected = {name.removesuffix(".weight"): t for name, t in read(made.twin).items() if name.endswith("_proj.weight")}
     for name, weight in weights_of(folder, {name: t.shape for name, t in expected.items()}).items():
-        torch.testing.assert_close(quantized.dequantize(weight, torch.float32), expected[name], rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(
+            quantized_weights.dequantize(weight, torch.float32), expected[name], rtol=1e-6, atol=1e-6
+        )
 
 
 @pytest.mark.parametrize(
@@ -307,14 +311,14 @@ def test_act_order_of_compressed_tensors(written: Callable[[str, str], Written],
 # ---- rounding as weights come in ----
 
 
-@pytest.mark.parametrize("kind", quantized.QUANTIZERS)
+@pytest.mark.parametrize("kind", quantized_weights.QUANTIZERS)
 @pytest.mark.parametrize("shape", ["llama", "mistral", "qwen2", "qwen3"])
 def test_plain_weights_are_rounded_as_they_come_in(kind: str, shape: str, tmp_path: Path) -> None:
     plain = make_checkpoint(tmp_path / "plain", SHAPES[shape])
     twin = Path(shutil.copytree(plain, tmp_path / "twin", ignore=shutil.ignore_patterns("*.safetensors*")))
     tensors = read(plain)
     for name in modules_of(tensors):
-        rounded = quantized.QUANTIZERS[kind](tensors[f"{name}.weight"])
+        rounded = quantized_weights.QUANTIZERS[kind](tensors[f"{name}.weight"])
         tensors[f"{name}.weight"] = rounded.dequantize(torch.float32)
     save(tensors, twin)
     assert_served_like(twin, engine_of(plain, quantize=kind), tolerance_of(kind))
@@ -335,7 +339,7 @@ def test_answers_do_not_depend_on_the_batch(kind: str, tmp_path: Path) -> None:
 def test_the_demo_model_in_fewer_bytes(checkpoint: Callable[[str], Path]) -> None:
     plain = engine_of(checkpoint("demo"))
     sizes = {kind: engine_of(checkpoint("demo"), quantize=kind).memory.weights for kind in ("int8", "int4")}
-    embedding = 4 * presets.embeddings(load_config(checkpoint("demo")))
+    embedding = 4 * count_embeddings(load_config(checkpoint("demo")))
     assert sizes["int8"] - embedding < 0.27 * (plain.memory.weights - embedding)
     assert sizes["int4"] - embedding < 0.15 * (plain.memory.weights - embedding)
 

@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import kv
-from services.worker import gpu_graphs
-from services.worker.config import ModelConfig, Rope
-from services.worker.gpu_graphs import Graph
-from services.worker.gpu_ops import InvariantTritonOps, TritonOps
-from services.worker.gpu_runner import GpuRunner
-from services.worker.gpu_words import Kind, Sizes, StepRows
-from services.worker.inputs import Rows
-from services.worker.model import Model
+from kernels import kv_pages
+from services.worker.models.config import ModelConfig, Rope
+from services.worker.models.decoder import Decoder
+from services.worker.runners.cuda import graphs as graphs_module
+from services.worker.runners.cuda.graphs import Graph
+from services.worker.runners.cuda.ops import InvariantTritonOps, TritonOps
+from services.worker.runners.cuda.runner import GpuRunner
+from services.worker.runners.cuda.step_words import Kind, Sizes, StepRows
+from services.worker.runners.step import Rows
 
 HALF = torch.float16
 
@@ -29,8 +29,8 @@ def runner_of(
         (window,), (1,),
     )  # fmt: skip
     ops = ops or TritonOps()
-    runner = GpuRunner(Model(config, ops, HALF, 512), ops, 16, slots, 512, 512, stored)
-    with mock.patch.object(gpu_graphs, "is_hopper", return_value=True):
+    runner = GpuRunner(Decoder(config, ops, HALF, 512), ops, 16, slots, 512, 512, stored)
+    with mock.patch.object(graphs_module, "is_hopper", return_value=True):
         for sizes, kind in runner.graphs.wanted():
             runner.graphs.captured[kind].insert(0, Graph(sizes, mock.Mock(), mock.Mock()))
     return runner
@@ -66,13 +66,13 @@ def test_other_steps_do_not_take_them() -> None:
 
 
 def test_steps_that_keep_the_gpu_busy_for_long_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_graphs, "EAGER_BYTES", 250 * 12 * 48 * (48 + 20) * 2)
+    monkeypatch.setattr(graphs_module, "EAGER_BYTES", 250 * 12 * 48 * (48 + 20) * 2)
     runner = runner_of()
     assert taken(runner, [190], [190]) == ((192, 8, 8), Kind.ANY)
     assert runner.graphs.find(193, 1, Kind.ANY) is None
 
 
-@pytest.mark.parametrize("other", [{"ops": InvariantTritonOps()}, {"window": 100}, {"stored": kv.FP8}], ids=str)
+@pytest.mark.parametrize("other", [{"ops": InvariantTritonOps()}, {"window": 100}, {"stored": kv_pages.FP8}], ids=str)
 def test_what_their_kernel_does_not_serve_has_none(other: dict[str, Any]) -> None:
     assert taken(runner_of(**other), [128], [128]) == ((128, 8, 8), Kind.ANY)
 

@@ -6,11 +6,12 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker import inputs
-from services.worker.batching import Row
-from services.worker.inputs import Edit, SlotState
+from services.worker.engine import packing
 from services.worker.job import Job, SamplingParams
-from services.worker.sequence import Sequence
+from services.worker.planner.planner import Row
+from services.worker.planner.sequence import Sequence
+from services.worker.runners import step
+from services.worker.runners.step import Edit, SlotState
 
 
 def sequence(slot: int, tokens: list[int], boundary: int | None = None, **params: Any) -> Sequence:
@@ -24,9 +25,9 @@ def test_rows_carry_tokens_that_the_device_cannot_know() -> None:
     prompt = sequence(3, [10, 11, 12, 13, 14])
     answering = sequence(0, [20, 21])
     answering.tokens.append(99)  # sampled on the device, and still there
-    words = inputs.pack([], [Row(answering, 2, 1, True), Row(prompt, 1, 3, False)])
+    words = packing.pack([], [Row(answering, 2, 1, True), Row(prompt, 1, 3, False)])
     assert words.dtype == np.int32
-    edits, rows = inputs.unpack(words)
+    edits, rows = step.unpack(words)
     assert list(edits) == []
     assert (rows.slots, rows.lengths, rows.samples) == ([0, 3], [1, 3], [1, 0])
     assert rows.ids.tolist() == [-1, 11, 12, 13]
@@ -35,21 +36,21 @@ def test_rows_carry_tokens_that_the_device_cannot_know() -> None:
 def test_new_blocks_are_told_once() -> None:
     one = sequence(2, [1, 2, 3])
     one.blocks = [7, 5]
-    edits, _ = inputs.unpack(inputs.pack([inputs.new_blocks(one)], []))
+    edits, _ = step.unpack(packing.pack([packing.new_blocks(one)], []))
     assert [(edit, slot, words.tolist()) for edit, slot, words in edits] == [(Edit.BLOCKS, 2, [0, 7, 5])]
     assert not one.has_new_blocks
     one.blocks.append(9)
-    edits, _ = inputs.unpack(inputs.pack([inputs.new_blocks(one)], []))
+    edits, _ = step.unpack(packing.pack([packing.new_blocks(one)], []))
     assert edits[0][2].tolist() == [2, 9]
 
 
 def test_admission_tells_what_sampling_needs_and_no_more() -> None:
-    plain = inputs.unpack(inputs.pack([inputs.admit(sequence(1, [1, 2]), (9,))], []))[0]
+    plain = step.unpack(packing.pack([packing.admit(sequence(1, [1, 2]), (9,))], []))[0]
     assert [edit for edit, _, _ in plain] == [Edit.ADMIT]
     rich = sequence(
         1, [4, 5, 6], 2, presence_penalty=0.5, logit_bias={3: 1.5, 8: -2.0}, min_tokens=4, stop_token_ids=frozenset({8})
     )
-    told = {edit: words for edit, _, words in inputs.unpack(inputs.pack([inputs.admit(rich, (9,))], []))[0]}
+    told = {edit: words for edit, _, words in step.unpack(packing.pack([packing.admit(rich, (9,))], []))[0]}
     assert told[Edit.HISTORY].tolist() == [2, 4, 5, 6]
     assert told[Edit.BIAS][:2].tolist() == [3, 8]
     assert told[Edit.BIAS][2:].view(np.float32).tolist() == [1.5, -2.0]
@@ -58,7 +59,7 @@ def test_admission_tells_what_sampling_needs_and_no_more() -> None:
 
 def test_end_tokens_are_not_banned_when_they_are_ignored_anyway() -> None:
     ignoring = sequence(1, [4], min_tokens=4, ignore_eos=True)
-    assert [edit for edit, _, _ in inputs.unpack(inputs.pack([inputs.admit(ignoring, (9,))], []))[0]] == [Edit.ADMIT]
+    assert [edit for edit, _, _ in step.unpack(packing.pack([packing.admit(ignoring, (9,))], []))[0]] == [Edit.ADMIT]
 
 
 @given(
@@ -74,7 +75,7 @@ def test_slot_state_survives_the_way(
     one = sequence(
         0, [1], seed=seed, temperature=temperature, top_k=top_k, logprobs=logprobs, frequency_penalty=frequency
     )
-    ((_, _, words), *_) = inputs.unpack(inputs.pack([inputs.admit(one, ())], []))[0]
+    ((_, _, words), *_) = step.unpack(packing.pack([packing.admit(one, ())], []))[0]
     state = SlotState.read(words)
     assert (state.seed_low & 0xFFFFFFFF) | (state.seed_high & 0xFFFFFFFF) << 32 == seed
     assert (state.temperature, state.frequency_penalty) == (temperature, frequency)

@@ -19,9 +19,9 @@ from compressed_tensors.quantization import (
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from services.worker.config import CheckpointError
-from services.worker.engine import Engine
-from services.worker.job import EngineOptions
+from services.worker.engine.generation import GenerationEngine
+from services.worker.errors import CheckpointError
+from services.worker.options import EngineOptions
 from tests.worker.conftest import EngineMaker
 from tests.worker.drive import Answer, job, prompt_of, run
 
@@ -106,8 +106,8 @@ def with_scales(folder: Path, target: Path, scales: dict[str, torch.Tensor]) -> 
     return target
 
 
-def open_fp8(folder: Path) -> Engine:
-    return Engine(folder, EngineOptions(kv_blocks=64, kv_dtype="fp8"), lambda phase, done, total: None)
+def open_fp8(folder: Path) -> GenerationEngine:
+    return GenerationEngine(folder, EngineOptions(kv_blocks=64, kv_dtype="fp8"), lambda phase, done, total: None)
 
 
 def test_scales_of_the_checkpoint_count(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_a_checkpoint_calibrated_for_fp8_is_served_in_fp8(
     compressor.compress_model(model)
     settings = compressor.quantization_config.model_dump(mode="json")
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
-    engine = Engine(folder, EngineOptions(kv_blocks=64), lambda phase, done, total: None)
+    engine = GenerationEngine(folder, EngineOptions(kv_blocks=64), lambda phase, done, total: None)
     assert all(layer.dtype == torch.float8_e4m3fn for layer in engine.runner.pool.layers)
     for number, layer in enumerate(engine.runner.model.layers):
         assert layer.attention.kv_scales is not None
@@ -182,8 +182,10 @@ def louder(folder: Path, target: Path, times: float) -> Path:
     return target
 
 
-def open_measured(folder: Path, **options: Any) -> Engine:
-    return Engine(folder, EngineOptions(kv_blocks=64, kv_scales="dynamic", **options), lambda phase, done, total: None)
+def open_measured(folder: Path, **options: Any) -> GenerationEngine:
+    return GenerationEngine(
+        folder, EngineOptions(kv_blocks=64, kv_scales="dynamic", **options), lambda phase, done, total: None
+    )
 
 
 @pytest.mark.parametrize("times", [2.0**16, 2.0**-16])

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from kernels import kv
-from services.worker.config import ModelConfig, Rope
-from services.worker.gpu_pool import GpuPool
-from services.worker.kv_pool import CpuPool
+from kernels import kv_pages
+from services.worker.models.config import ModelConfig, Rope
+from services.worker.runners.cpu.kv_pool import CpuPool
+from services.worker.runners.cuda.kv_pool import GpuPool
 
 CONFIG = ModelConfig(
     "LlamaForCausalLM", 50, 48, 80, 3, 4, 2, 64, 1e-5, 512, Rope(10_000.0), False, False, False, False, False,
@@ -14,13 +14,13 @@ CONFIG = ModelConfig(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("stored", [torch.bfloat16, kv.FP8, kv.INT8], ids=str)
+@pytest.mark.parametrize("stored", [torch.bfloat16, kv_pages.FP8, kv_pages.INT8], ids=str)
 def test_blocks_leave_one_devices_pool_and_come_back_into_the_others(stored: torch.dtype) -> None:
     gpu, cpu = GpuPool(CONFIG, 16, stored, torch.device("cpu")), CpuPool(CONFIG, 5, 16, stored)
     gpu.allocate(5)
     assert gpu.block_bytes == cpu.block_bytes
     for layer in gpu.layers:
-        kv.bytes_of(layer).random_(1, 255)
+        kv_pages.bytes_of(layer).random_(1, 255)
     contents = gpu.read([4, 2])
     assert {len(block) for block in contents} == {gpu.block_bytes}
     cpu.write([1, 5], contents)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from services.worker.job import EndReason
-from services.worker.layers import Mlp
+from services.worker.models.layers import Mlp
 from tests.worker.conftest import EngineMaker
 from tests.worker.drive import job, prompt_of, run, solo
 

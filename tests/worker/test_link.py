@@ -8,24 +8,25 @@ import grpc
 import pytest
 from grpc import aio
 
-from client.demo import model_folder
 from protos import inference_pb2 as api
 from protos import mesh_pb2 as mesh
 from protos import mesh_pb2_grpc as mesh_grpc
 from services import rpc
-from services.outbox import Outbox
-from services.worker import checkpoint
-from services.worker import link as links
-from services.worker.config import load_config
+from services.send_queue import SendQueue
+from services.worker.engine.profiling import Profiler
 from services.worker.job import Job, StepOutput, TokenOut
-from services.worker.jobs import Jobs
-from services.worker.link import Link
-from services.worker.metrics import WorkerMetrics
-from services.worker.profiling import Profiler
-from services.worker.service import Loaded, Startup, WorkerService
+from services.worker.loader import checkpoint
+from services.worker.loader.config import load_config
+from services.worker.service import gateway_link as links
+from services.worker.service.gateway_link import GatewayLink
+from services.worker.service.jobs import Jobs
+from services.worker.service.metrics import WorkerMetrics
+from services.worker.service.servicer import Loaded, WorkerService
+from services.worker.service.startup import Startup
+from weft.launch.demo_model import model_folder
 
 
-async def written(link: Link[object]) -> list[mesh.RunResponse]:
+async def written(link: GatewayLink[object]) -> list[mesh.RunResponse]:
     """Everything, once the link is closed."""
     link.close()
     return [message async for message in link]
@@ -36,7 +37,7 @@ def entries(message: mesh.RunResponse) -> list[tuple[int, int, int]]:
 
 
 async def test_a_reader_that_keeps_up_gets_a_message_for_each_step() -> None:
-    link: Link[object] = Link("g")
+    link: GatewayLink[object] = GatewayLink("g")
     stream = aiter(link)
     for position in range(3):
         link.tell(1, TokenOut(7, position, 40 + position))
@@ -49,7 +50,7 @@ async def test_a_reader_that_keeps_up_gets_a_message_for_each_step() -> None:
 
 
 async def test_steps_that_come_while_one_is_written_share_a_message() -> None:
-    link: Link[object] = Link("g")
+    link: GatewayLink[object] = GatewayLink("g")
     stream = aiter(link)
     link.tell(1, TokenOut(7, 0, 40))
     assert len((await anext(stream)).rows) == 1
@@ -63,7 +64,7 @@ async def test_steps_that_come_while_one_is_written_share_a_message() -> None:
 
 
 async def test_log_probabilities_stay_with_their_tokens() -> None:
-    link: Link[object] = Link("g")
+    link: GatewayLink[object] = GatewayLink("g")
     link.tell(1, TokenOut(7, 0, 40))
     link.tell(2, TokenOut(8, 0, 41, -0.5, [(41, -0.5), (3, -1.5)]))
     link.tell(1, TokenOut(7, 1, 42))
@@ -75,7 +76,7 @@ async def test_log_probabilities_stay_with_their_tokens() -> None:
 
 
 async def test_messages_are_bounded_and_nothing_is_lost() -> None:
-    link: Link[object] = Link("g")
+    link: GatewayLink[object] = GatewayLink("g")
     count = 2 * links.MOST_ENTRIES + 5
     for position in range(count):
         link.tell(1, TokenOut(7, position, 1))
@@ -85,7 +86,7 @@ async def test_messages_are_bounded_and_nothing_is_lost() -> None:
 
 
 async def test_a_reader_that_reads_no_more_loses_its_link() -> None:
-    link: Link[object] = Link("g")
+    link: GatewayLink[object] = GatewayLink("g")
     for position in range(links.MOST_ENTRIES * links.MOST_MESSAGES):
         link.tell(1, TokenOut(7, position, 1))
     before = link.overrun
@@ -128,7 +129,7 @@ async def test_a_gateway_that_is_too_slow_is_told_so(monkeypatch: pytest.MonkeyP
     )
     try:
         async with rpc.link_channel(f"127.0.0.1:{server.port}") as channel:
-            requests: Outbox[mesh.RunRequest] = Outbox()
+            requests: SendQueue[mesh.RunRequest] = SendQueue()
             requests.put(mesh.RunRequest(hello=mesh.GatewayHello(gateway_id="g")))
             sampling = api.Sampling(max_tokens=100, seed=1)
             job = mesh.Job(row=1, job_id="j", attempt=1, token_ids=[5, 6], boundary=2, sampling=sampling)

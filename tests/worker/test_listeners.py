@@ -5,8 +5,8 @@ import pytest
 from protos import inference_pb2 as api
 from protos import mesh_pb2 as mesh
 from services.worker.job import Cost, Ended, EndReason, Job, StepOutput, TokenOut
-from services.worker.jobs import Jobs, Listener
-from services.worker.metrics import WorkerMetrics
+from services.worker.service.jobs import Jobs, Listener
+from services.worker.service.metrics import WorkerMetrics
 
 
 class Noting:

@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 
-from services.worker.config import CheckpointError, ModelConfig, load_config
-from services.worker.engine import Engine
-from services.worker.job import EngineOptions
-from services.worker.memory import MemoryPlan, MemoryShortage, available_memory, plan_memory
+from services.host import available_memory
+from services.worker.build.memory import MemoryShortage, plan_memory
+from services.worker.engine.generation import GenerationEngine
+from services.worker.errors import CheckpointError
+from services.worker.loader.config import load_config
+from services.worker.models.config import ModelConfig
+from services.worker.options import EngineOptions, MemoryPlan
 
 MIB = 2**20
 PARAMETERS = 10_000_000
@@ -84,7 +87,9 @@ def test_a_checkpoint_that_was_read_takes_nothing_of_a_containers_memory(tmp_pat
 def test_a_worker_that_would_not_fit_says_so_before_it_reads_weights(checkpoint: Callable[[str], Path]) -> None:
     told: list[str] = []
     with pytest.raises(MemoryShortage):
-        Engine(checkpoint("llama"), EngineOptions(kv_blocks=1 << 40), lambda phase, done, total: told.append(phase))
+        GenerationEngine(
+            checkpoint("llama"), EngineOptions(kv_blocks=1 << 40), lambda phase, done, total: told.append(phase)
+        )
     assert "weights" not in told
 
 
@@ -92,5 +97,5 @@ def test_the_log_tells_size_and_concurrency(
     checkpoint: Callable[[str], Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO"):
-        Engine(checkpoint("llama"), EngineOptions(kv_blocks=64), lambda phase, done, total: None)
+        GenerationEngine(checkpoint("llama"), EngineOptions(kv_blocks=64), lambda phase, done, total: None)
     assert "1024 tokens, 2.0 sequences of 512" in caplog.text

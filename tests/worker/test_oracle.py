@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from services.worker.engine import Engine
+from services.worker.engine.generation import GenerationEngine
 from services.worker.job import Job
 from tests.checkpoints import SHAPES, VOCAB
 from tests.worker.conftest import EngineMaker
@@ -51,7 +51,7 @@ def oracle(shape: str, checkpoint: Callable[[str], Path]) -> Oracle:
 
 
 @pytest.fixture(scope="module")
-def wide(shape: str, engine: EngineMaker) -> Engine:
+def wide(shape: str, engine: EngineMaker) -> GenerationEngine:
     """An engine with room for all."""
     return engine(shape, kv_blocks=1024)
 
@@ -72,14 +72,14 @@ def assert_equal(answers: dict[int, Answer], oracle: Oracle, first_key: int = 0)
         assert difference <= TOLERANCE, f"prompt {index}: {difference}"
 
 
-def test_alone(wide: Engine, oracle: Oracle) -> None:
+def test_alone(wide: GenerationEngine, oracle: Oracle) -> None:
     answers: dict[int, Answer] = {}
     for one in jobs(bypass_cache=True):
         answers |= run(wide, one)
     assert_equal(answers, oracle)
 
 
-def test_in_a_crowd_of_64_mixed_lengths(wide: Engine, oracle: Oracle) -> None:
+def test_in_a_crowd_of_64_mixed_lengths(wide: GenerationEngine, oracle: Oracle) -> None:
     crowd = [
         job(100 + i, prompt_of(3 + 2 * i, seed=1), max_tokens=20 + i, temperature=i % 2, seed=i)
         for i in range(64 - len(PROMPTS))
@@ -103,7 +103,7 @@ def test_with_chunked_prefill(shape: str, engine: EngineMaker, oracle: Oracle) -
     assert max(answers[i].ended.cost.prefill_steps for i in answers) >= 5
 
 
-def test_after_a_prefix_hit(wide: Engine, oracle: Oracle) -> None:
+def test_after_a_prefix_hit(wide: GenerationEngine, oracle: Oracle) -> None:
     run(wide, *jobs())
     answers = run(wide, *jobs(first_key=50))
     assert_equal(answers, oracle, first_key=50)

@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 
-from services.worker.engine import Engine
-from services.worker.inputs import Words
+from services.worker.engine.generation import GenerationEngine
 from services.worker.job import EndReason
-from services.worker.runner import CpuRunner, StepResult
+from services.worker.runners.base import StepResult
+from services.worker.runners.cpu.runner import CpuRunner
+from services.worker.runners.step import Words
 from tests.worker.conftest import EngineMaker
 from tests.worker.drive import Answer, job, prompt_of, run, solo
 
@@ -38,7 +39,7 @@ class LateRunner:
 def late(engine: EngineMaker) -> EngineMaker:
     """engine(...) with two steps in flight."""
 
-    def make(shape: str = "llama", **options: object) -> Engine:
+    def make(shape: str = "llama", **options: object) -> GenerationEngine:
         made = engine(shape, **options)
         assert isinstance(made.runner, CpuRunner)
         made.runner = LateRunner(made.runner)

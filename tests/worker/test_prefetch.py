@@ -2,20 +2,20 @@
 
 import pytest
 
-from services.worker.prefetch import ADVANTAGE, Link, recompute_s
+from services.worker.kvcache.transfer_cost import ADVANTAGE, TransferCost, recompute_s
 
 MIB = 1 << 20
 
 
-def link(latency_s: float, bytes_per_s: float) -> Link:
-    made = Link()
+def link(latency_s: float, bytes_per_s: float) -> TransferCost:
+    made = TransferCost()
     made.answered(latency_s)
     made.moved(MIB, latency_s + MIB / bytes_per_s)
     return made
 
 
 def test_nothing_is_predicted_before_it_is_measured() -> None:
-    unknown = Link()
+    unknown = TransferCost()
     unknown.answered(0.001)
     assert not unknown.known
     assert unknown.predict(1) is None

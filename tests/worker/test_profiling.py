@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from services.worker.profiling import PHASES, Profiler, family_of
+from services.worker.engine.profiling import PHASES, Profiler, family_of
 from tests.worker.conftest import EngineMaker
 from tests.worker.drive import job, prompt_of, run
 

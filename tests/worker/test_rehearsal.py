@@ -10,24 +10,28 @@ from typing import Any
 
 import pytest
 
-from client.demo import model_folder
 from protos import inference_pb2 as api
 from protos import mesh_pb2 as mesh
 from protos import mesh_pb2_grpc as mesh_grpc
 from services import rpc
-from services.outbox import Outbox
-from services.worker import checkpoint, main, rehearsal
-from services.worker.config import load_config
-from services.worker.engine import Engine
-from services.worker.inputs import Words
-from services.worker.job import EngineOptions, StepOutput
-from services.worker.jobs import Jobs
-from services.worker.metrics import WorkerMetrics
-from services.worker.paced import PacedEngine, Tempo
-from services.worker.runner import StepResult
-from services.worker.service import Loaded, Startup, WorkerService
+from services.send_queue import SendQueue
+from services.worker.engine import first_token
+from services.worker.engine.generation import GenerationEngine
+from services.worker.job import StepOutput
+from services.worker.loader import checkpoint
+from services.worker.loader.config import load_config
+from services.worker.options import EngineOptions
+from services.worker.runners.base import StepResult
+from services.worker.runners.paced import PacedEngine, PacedTiming
+from services.worker.runners.step import Words
+from services.worker.service import engine_thread
+from services.worker.service.jobs import Jobs
+from services.worker.service.metrics import WorkerMetrics
+from services.worker.service.servicer import Loaded, WorkerService
+from services.worker.service.startup import Startup
 from tests.worker.conftest import EngineMaker
 from tests.worker.drive import job, prompt_of
+from weft.launch.demo_model import model_folder
 
 PROMPT = 60
 PROMPT_S, ANSWER_S = 0.06, 0.001
@@ -37,13 +41,13 @@ PROMPTS = 12
 
 @pytest.fixture(autouse=True)
 def _long_lead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rehearsal, "LEAD_S", 0.03)
+    monkeypatch.setattr(first_token, "LEAD_S", 0.03)
 
 
 class Gateway:
     """The other end of a Run stream: sends jobs, and reads until it has seen enough."""
 
-    def __init__(self, call: AsyncIterator[mesh.RunResponse], requests: Outbox[mesh.RunRequest]) -> None:
+    def __init__(self, call: AsyncIterator[mesh.RunResponse], requests: SendQueue[mesh.RunRequest]) -> None:
         self._call = call
         self._requests = requests
         self._rows = 0
@@ -108,7 +112,7 @@ class Silent:
 async def worker() -> AsyncIterator[Gateway]:
     """A worker's Run stream over a real connection, with an engine that needs PROMPT_S for a prompt."""
     folder = model_folder()
-    engine = PacedEngine(folder, EngineOptions(), Tempo(ANSWER_S, PROMPT / PROMPT_S))
+    engine = PacedEngine(folder, EngineOptions(), PacedTiming(ANSWER_S, PROMPT / PROMPT_S))
     card = checkpoint.model_card(
         folder, load_config(folder), name="m", context_length=2048, block_size=16, parameters=1
     )
@@ -119,10 +123,10 @@ async def worker() -> AsyncIterator[Gateway]:
         "127.0.0.1:0", [rpc.Service("weft.v1.Worker", mesh_grpc.add_WorkerServicer_to_server, service)]
     )
     attachment: Any = silent
-    requests: Outbox[mesh.RunRequest] = Outbox()
+    requests: SendQueue[mesh.RunRequest] = SendQueue()
     requests.put(mesh.RunRequest(hello=mesh.GatewayHello(gateway_id="g")))
     try:
-        with main._EngineThread(engine, jobs, attachment):
+        with engine_thread.EngineThread(engine, jobs, attachment):
             async with rpc.link_channel(f"127.0.0.1:{server.port}") as channel:
                 call: Any = mesh_grpc.WorkerStub(channel).Run(aiter(requests))
                 yield Gateway(call, requests)
@@ -147,7 +151,7 @@ async def test_nothing_is_announced_that_takes_an_unknown_time() -> None:
 async def test_nothing_is_announced_where_many_jobs_run() -> None:
     async with worker() as gateway:
         await gateway.announced()
-        for _ in range(rehearsal.MOST_JOBS):
+        for _ in range(first_token.MOST_JOBS):
             running = gateway.ask(1900)
         await gateway.read(lambda message: running in message.rows)
         for _ in range(3):
@@ -196,7 +200,7 @@ class Device:
 class Heard:
     """What an engine says in its own thread."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: GenerationEngine) -> None:
         self.said: list[tuple[str, int]] = []
         self._engine = engine
         self._ended, self._stop = threading.Event(), threading.Event()
@@ -245,7 +249,7 @@ def test_a_step_that_fails_after_its_rehearsal_fails_its_job_alone(engine: Engin
 
 
 def test_a_step_that_is_over_sooner_than_ever_is_not_waited_for() -> None:
-    subject = rehearsal.Rehearsal()
+    subject = first_token.Rehearsal()
     told: list[list[int]] = []
     subject.tell = told.append
     sequence: Any = type("Sequence", (), {"job": job(1, [5]), "first_token_s": 0.0})()

@@ -15,8 +15,8 @@ from protos import cache_pb2_grpc as cache_grpc
 from services import rpc
 from services.errors import unavailable
 from services.hashing import digest, split_keys
-from services.worker.remote import RemoteStore
-from services.worker.tiers import Contents, Wish
+from services.worker.kvcache.remote_tier import RemoteStore
+from services.worker.kvcache.tiers import BlockRequest, Contents
 from tests.timing import timely
 
 BLOCK_BYTES = 40_000
@@ -102,14 +102,14 @@ class Scene:
         ended = asyncio.Event()
         self.came.clear()
 
-        def answer(wish: Wish, payloads: Sequence[Contents] | None) -> None:
+        def answer(wish: BlockRequest, payloads: Sequence[Contents] | None) -> None:
             assert not ended.is_set()
             self.came += payloads or ()
             if payloads is None:
                 ended.set()
 
         began = time.monotonic()
-        self.store.fetch(Wish(keys, budget_s, answer))
+        self.store.fetch(BlockRequest(keys, budget_s, answer))
         async with asyncio.timeout(20):
             await ended.wait()
         return time.monotonic() - began

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from services.worker.engine import Engine
+from services.worker.engine.generation import GenerationEngine
 from tests.checkpoints import VOCAB
 from tests.worker.conftest import EngineMaker
 from tests.worker.drive import job, prompt_of, run, solo
@@ -16,11 +16,11 @@ PROMPT = prompt_of(24)
 
 
 @pytest.fixture(scope="module")
-def shared(engine: EngineMaker) -> Engine:
+def shared(engine: EngineMaker) -> GenerationEngine:
     return engine()
 
 
-def distribution(engine: Engine) -> torch.Tensor:
+def distribution(engine: GenerationEngine) -> torch.Tensor:
     """The model's probabilities for the first token after PROMPT."""
     top = solo(engine, job(1, PROMPT, max_tokens=1, logprobs=VOCAB)).tops[0]
     assert top is not None
@@ -29,7 +29,7 @@ def distribution(engine: Engine) -> torch.Tensor:
     return chances
 
 
-def first_tokens(engine: Engine, draws: int, **settings: Any) -> Counter[int]:
+def first_tokens(engine: GenerationEngine, draws: int, **settings: Any) -> Counter[int]:
     """First tokens of many seeds, 60 at a time, beside rows of other kinds."""
     others = [
         job(5000, prompt_of(9), max_tokens=99, temperature=0.0),
@@ -50,7 +50,7 @@ def assert_drawn_from(counts: Counter[int], chances: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.5])
-def test_temperature_draws_from_the_tempered_softmax(shared: Engine, temperature: float) -> None:
+def test_temperature_draws_from_the_tempered_softmax(shared: GenerationEngine, temperature: float) -> None:
     chances = torch.softmax(distribution(shared).log() / temperature, 0)
     assert_drawn_from(first_tokens(shared, 1500, temperature=temperature), chances)
 
@@ -59,7 +59,7 @@ def renormalized(chances: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
     return chances * kept / (chances * kept).sum()
 
 
-def test_top_k_draws_from_the_k_best(shared: Engine) -> None:
+def test_top_k_draws_from_the_k_best(shared: GenerationEngine) -> None:
     chances = distribution(shared)
     kept = chances >= chances.topk(3).values[-1]
     counts = first_tokens(shared, 800, temperature=1.0, top_k=3)
@@ -67,7 +67,7 @@ def test_top_k_draws_from_the_k_best(shared: Engine) -> None:
     assert_drawn_from(counts, renormalized(chances, kept))
 
 
-def test_top_p_draws_from_the_smallest_set_that_reaches_p(shared: Engine) -> None:
+def test_top_p_draws_from_the_smallest_set_that_reaches_p(shared: GenerationEngine) -> None:
     chances = distribution(shared)
     ordered = chances.sort(descending=True).values
     last = int((ordered.cumsum(0) < 0.6).sum())  # the token that crosses p is kept
@@ -77,7 +77,7 @@ def test_top_p_draws_from_the_smallest_set_that_reaches_p(shared: Engine) -> Non
     assert_drawn_from(counts, renormalized(chances, kept))
 
 
-def test_min_p_draws_from_those_likely_enough(shared: Engine) -> None:
+def test_min_p_draws_from_those_likely_enough(shared: GenerationEngine) -> None:
     chances = distribution(shared)
     kept = chances >= 0.3 * chances.max()
     counts = first_tokens(shared, 800, temperature=1.0, min_p=0.3)
@@ -85,7 +85,7 @@ def test_min_p_draws_from_those_likely_enough(shared: Engine) -> None:
     assert_drawn_from(counts, renormalized(chances, kept))
 
 
-def test_seed_sample_index_and_position_each_change_the_draw(shared: Engine) -> None:
+def test_seed_sample_index_and_position_each_change_the_draw(shared: GenerationEngine) -> None:
     def tokens(**settings: Any) -> list[int]:
         return solo(shared, job(1, PROMPT, temperature=1.5, max_tokens=12, **settings)).tokens
 
@@ -99,13 +99,13 @@ def test_seed_sample_index_and_position_each_change_the_draw(shared: Engine) -> 
     assert late == same[1:]
 
 
-def test_logit_bias_is_added(shared: Engine) -> None:
+def test_logit_bias_is_added(shared: GenerationEngine) -> None:
     assert solo(shared, job(1, PROMPT, max_tokens=4, logit_bias={17: 100.0})).tokens == [17] * 4
     best = solo(shared, job(1, PROMPT, max_tokens=1)).tokens[0]
     assert solo(shared, job(1, PROMPT, max_tokens=1, logit_bias={best: -100.0})).tokens != [best]
 
 
-def test_repetition_penalty_counts_prompt_and_answer(shared: Engine) -> None:
+def test_repetition_penalty_counts_prompt_and_answer(shared: GenerationEngine) -> None:
     """With every logit of a seen token pushed down far enough, nothing is said twice, and nothing of the prompt."""
     answer = solo(shared, job(1, PROMPT, max_tokens=40, repetition_penalty=10.0))
     assert len(set(answer.tokens)) == len(answer.tokens)
@@ -113,7 +113,7 @@ def test_repetition_penalty_counts_prompt_and_answer(shared: Engine) -> None:
 
 
 @pytest.mark.parametrize("field", ["presence_penalty", "frequency_penalty"])
-def test_penalties_count_the_answer_only(shared: Engine, field: str) -> None:
+def test_penalties_count_the_answer_only(shared: GenerationEngine, field: str) -> None:
     """Each token is the best of the model's own log-probabilities less the penalty for what the answer has said."""
     settings: dict[str, Any] = {field: 2.0, "max_tokens": 40, "logprobs": VOCAB}
     answer = solo(shared, job(1, prompt_of(300, seed=2), **settings))
@@ -130,7 +130,7 @@ def test_penalties_count_the_answer_only(shared: Engine, field: str) -> None:
     assert answer.tokens != solo(shared, job(2, prompt_of(300, seed=2), max_tokens=40)).tokens
 
 
-def test_logprobs_are_the_models_own_whatever_is_asked_beside(shared: Engine) -> None:
+def test_logprobs_are_the_models_own_whatever_is_asked_beside(shared: GenerationEngine) -> None:
     plain = solo(shared, job(1, PROMPT, max_tokens=1, logprobs=5))
     top = plain.tops[0]
     assert top is not None
@@ -145,7 +145,7 @@ def test_logprobs_are_the_models_own_whatever_is_asked_beside(shared: Engine) ->
     assert dict(bent.tops[0] or ()) == pytest.approx(dict(top), abs=1e-5)
 
 
-def test_logprobs_are_told_to_who_asked_and_as_many_as_asked(shared: Engine) -> None:
+def test_logprobs_are_told_to_who_asked_and_as_many_as_asked(shared: GenerationEngine) -> None:
     asked = (None, 0, 2, 20)
     answers = run(shared, *(job(i, PROMPT, max_tokens=3, logprobs=n) for i, n in enumerate(asked)))
     assert answers[0].logprobs == [None] * 3

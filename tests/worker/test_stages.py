@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.gpu_forward import Computed
-from services.worker.gpu_runner import GpuRunner
-from services.worker.gpu_uplink import STAGES
-from services.worker.inputs import Words
+from services.worker.runners.cuda.forward import Computed
+from services.worker.runners.cuda.runner import GpuRunner
+from services.worker.runners.cuda.upload import STAGES
+from services.worker.runners.step import Words
 from tests.worker.test_graphs import runner_of
 
 

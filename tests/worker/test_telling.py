@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from services.worker import main
 from services.worker.job import StepOutput, TokenOut
+from services.worker.service import engine_thread
 
 
 class Speaking:
@@ -52,13 +52,13 @@ class Listening:
 async def test_first_tokens_are_written_before_the_engine_goes_on(
     position: int, waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(main, "_FIRST_WAIT_S", 10.0)
+    monkeypatch.setattr(engine_thread, "_FIRST_WAIT_S", 10.0)
     loop: Any = asyncio.get_running_loop()
     told: list[str] = []
     engine = Speaking(StepOutput([TokenOut(1, position, 5)], []), told)
     listening: Any = Listening(told, loop)
     thread: Any = engine
-    with main._EngineThread(thread, listening, listening):
+    with engine_thread.EngineThread(thread, listening, listening):
         if not waits:
             assert engine.done.wait(5), "it waited for an event loop that is busy"
         else:

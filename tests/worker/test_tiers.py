@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.engine import Engine
+from services.worker.engine.generation import GenerationEngine
+from services.worker.engine.step_times import StepTimes
 from services.worker.job import EndReason, Job, StepOutput
-from services.worker.pace import Pace
-from services.worker.tiers import Contents, HostStore, Wish
+from services.worker.kvcache.tiers import BlockRequest, Contents, HostStore
 from tests.worker.conftest import EngineMaker
 from tests.worker.drive import Answer, job, prompt_of, run, solo
 
@@ -29,19 +29,19 @@ class FakeRemote:
     at_once: bool = True
     cheap: bool = True
     room: int = 1 << 30
-    wishes: list[Wish] = field(default_factory=list)
+    wishes: list[BlockRequest] = field(default_factory=list)
     most: int = 1 << 30
     """Blocks that it answers with at most."""
 
     def pays(self, blocks: int, recompute_s: float) -> bool:
         return self.cheap and recompute_s > 0
 
-    def fetch(self, wish: Wish) -> None:
+    def fetch(self, wish: BlockRequest) -> None:
         self.wishes.append(wish)
         if self.at_once:
             self.answer(wish)
 
-    def answer(self, wish: Wish) -> None:
+    def answer(self, wish: BlockRequest) -> None:
         for key in wish.keys[: self.most]:
             if key not in self.contents:
                 break
@@ -59,22 +59,22 @@ class FakeRemote:
         return True
 
 
-def slow_prefill(engine: Engine, rate: float = 100.0) -> None:
+def slow_prefill(engine: GenerationEngine, rate: float = 100.0) -> None:
     """Let it believe that computing is slow, so that no fetch of a test is ever late."""
-    pace = Pace()
+    pace = StepTimes()
     pace.prefill_rate, pace.decode_s = rate, 0.01
     pace.observe = lambda *_: None  # type: ignore[method-assign]
     engine._pace = pace
 
 
-Sharing = Callable[..., tuple[Engine, FakeRemote]]
+Sharing = Callable[..., tuple[GenerationEngine, FakeRemote]]
 
 
 @pytest.fixture
 def sharing(engine: EngineMaker) -> Sharing:
     """sharing(remote?, **options): an engine whose prompts are shared through a fake tier."""
 
-    def make(remote: FakeRemote | None = None, **options: object) -> tuple[Engine, FakeRemote]:
+    def make(remote: FakeRemote | None = None, **options: object) -> tuple[GenerationEngine, FakeRemote]:
         made, remote = engine(**{"deterministic": True, **options}), remote or FakeRemote()
         made.use_remote(remote)
         slow_prefill(made)
@@ -83,7 +83,7 @@ def sharing(engine: EngineMaker) -> Sharing:
     return make
 
 
-def offer_all(engine: Engine) -> None:
+def offer_all(engine: GenerationEngine) -> None:
     while engine.prefixes.offer_some():
         pass
 
@@ -96,7 +96,7 @@ def asked(key: int, length: int = 150, **more: Any) -> Job:
     return job(key, prompt_of(length), **{"temperature": 0.9, "seed": 3, "logprobs": 0, **more})
 
 
-def answer_of(engine: Engine, key: int = 1, length: int = 150, **more: Any) -> Answer:
+def answer_of(engine: GenerationEngine, key: int = 1, length: int = 150, **more: Any) -> Answer:
     return solo(engine, asked(key, length, **more))
 
 
@@ -255,7 +255,7 @@ def test_a_late_fetch_is_given_up(sharing: Sharing) -> None:
     assert engine.prefixes.counts.fetched == 0, "what comes later is nobody's"
 
 
-def ends_while_parked(engine: Engine, remote: FakeRemote, end: Callable[[], None]) -> StepOutput:
+def ends_while_parked(engine: GenerationEngine, remote: FakeRemote, end: Callable[[], None]) -> StepOutput:
     engine.step()
     assert len(remote.wishes) == 1
     assert engine.prefixes.parked == engine.stats().waiting == 1
@@ -393,13 +393,13 @@ def wished(store: HostStore, keys: list[bytes]) -> list[Contents]:
     came: list[Contents] = []
     ends: list[bool] = []
 
-    def answer(wish: Wish, payloads: Sequence[Contents] | None) -> None:
+    def answer(wish: BlockRequest, payloads: Sequence[Contents] | None) -> None:
         assert not ends
         came.extend(payloads or ())
         if payloads is None:
             ends.append(True)
 
-    store.fetch(Wish(keys, 1.0, answer))
+    store.fetch(BlockRequest(keys, 1.0, answer))
     assert ends
     return came
 

@@ -1,0 +1,191 @@
+"""Products with weights of any kind: which kernel, or the vendor's library, serves which weight and how many rows."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.activation import silu_and_mul
+from kernels.linear import dense, fp8, qkv_rope
+from kernels.linear.nf4 import dequantize_nf4
+from kernels.linear.packed import Words, dequantize, fits, lay_out
+from kernels.linear.packed_gemm import hopper_for, linear_words, serves
+from kernels.norm import rms_norm
+from kernels.quantized_weights import (
+    FP8,
+    Fp8Weight,
+    Int4Weight,
+    Int8Weight,
+    Nf4Weight,
+    QuantizedWeight,
+    StackedWeight,
+    Weight,
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StackedPrepared:
+    """Weights of the same inputs, their outputs one after another."""
+
+    parts: tuple["DeviceWeight", ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        return sum(part.nbytes for part in self.parts)
+
+
+DeviceWeight = Tensor | QuantizedWeight | Words | StackedPrepared
+"""A weight as `prepare` leaves it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """An RMS norm of the rows before a product."""
+
+    weight: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x / rms(x) * weight."""
+        return rms_norm(x, self.weight, self.eps)
+
+
+def prepare(weight: Weight, dtype: torch.dtype) -> DeviceWeight:
+    """The weight in the order that products with rows of `dtype` read best. What it was may be forgotten."""
+    if isinstance(weight, StackedWeight):
+        return StackedPrepared(tuple(prepare(part, dtype) for part in weight.parts))
+    if isinstance(weight, Tensor):
+        return weight.to(dtype)
+    if dtype == torch.float32:
+        return weight
+    if isinstance(weight, Int8Weight | Fp8Weight) or (isinstance(weight, Int4Weight) and fits(weight)):
+        return lay_out(weight)
+    return weight
+
+
+def linear(
+    x: Tensor,
+    weight: DeviceWeight,
+    bias: Tensor | None = None,
+    *,
+    norm: Norm | None = None,
+    residual: Tensor | None = None,
+    gated: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """norm(x) @ weight.T + bias + residual, or silu(its first half) * its second half; otherwise as `matmul.linear`.
+
+    Where x is twice as wide as the weight it is what `gate` left: gates and ups, gated here.
+    """
+    late = x.shape[1] == 2 * _inputs(weight)
+    if rounds(x, weight):
+        assert isinstance(weight, Words)
+        before = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        rounded = fp8.round_rows(x, *before, gated=late, given=weight.input_scale)
+        return _multiply(rounded, weight, x.dtype, bias, residual, gated, out)
+    if late:
+        x = silu_and_mul(x)
+    if norm is not None:
+        x = norm(x)
+    if isinstance(weight, StackedPrepared):
+        product = torch.cat([linear(x, part) for part in weight.parts], 1)
+        return _surround(product, bias, residual, gated, out)
+    if isinstance(weight, Words) and serves(x, weight, gated):
+        return linear_words(x, weight, bias, residual=residual, gated=gated, out=out)
+    if isinstance(weight, Tensor):
+        return dense.linear(x, weight, bias, residual=residual, gated=gated, out=out)
+    return dense.vendor(in_order(x, weight), to_dense(weight, x.dtype), bias, residual, gated, out)
+
+
+def gate(x: Tensor, weight: DeviceWeight, norm: Norm) -> Tensor:
+    """silu(gate) * up of norm(x) [T, K], the halves of the weight's outputs: [T, n]. Where rows are rounded for an fp8
+    product it is left to the next product, which rounds its rows, too: gates and ups, [T, 2n]."""
+    return linear(x, weight, norm=norm, gated=not rounds(x, weight))
+
+
+def rotated_qkv(
+    x: Tensor, weight: DeviceWeight, bias: Tensor | None, norm: Norm, cos: Tensor, sin: Tensor, positions: Tensor,
+    kv: Tensor, places: Tensor, heads: int,
+) -> Tensor | None:  # fmt: skip
+    """The product with norm(x), rotated; keys and values go to the pool -> the queries [M, H, D].
+
+    As `qkv.rotated_qkv`, and the pool may be fp8 whose numbers count as they are where the weight lies in words; None
+    where one kernel for all is not faster.
+    """
+    if isinstance(weight, Words) and not rounds(x, weight) and kv.dtype in (x.dtype, FP8):
+        hopper = hopper_for(x)
+        shape = hopper.rotated_shape_for(weight, len(x), kv.shape[4]) if hopper else None
+        if hopper is None or shape is None:
+            return None
+        q: Tensor = hopper.rotated_qkv(norm(x), weight, bias, cos, sin, positions, kv, places, heads, shape)
+        return q
+    if not isinstance(weight, Tensor) or kv.dtype != x.dtype or len(x) == 0:
+        return None
+    tile = qkv_rope.tile_for(x, kv.shape[4])
+    if tile is None:
+        return None
+    return qkv_rope.rotated_qkv(norm(x), weight, bias, cos, sin, positions, kv, places, heads, tile)
+
+
+def rounds(x: Tensor, weight: DeviceWeight) -> bool:
+    """Whether x is rounded to fp8 for this product."""
+    return isinstance(weight, Words) and fp8.multiplies(weight) and len(x) >= fp8.least_rows(x.device)
+
+
+def _multiply(
+    rounded: tuple[Tensor, Tensor],
+    weight: Words,
+    dtype: torch.dtype,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    gated: bool,
+    out: Tensor | None,
+) -> Tensor:
+    """The product of rounded rows and what follows it."""
+    values, scales = rounded
+    hopper = None if gated else hopper_for(values)
+    if hopper and (shape := hopper.shape_for(weight, len(values), gated, rounded=True)):
+        out = torch.empty(len(values), weight.shape[0], dtype=dtype, device=values.device) if out is None else out
+        hopper.linear(values, weight, bias, residual, gated, out, shape, scales)
+        return out
+    return _surround(fp8.multiply(rounded, weight, dtype), bias, residual, gated, out)
+
+
+def _inputs(weight: DeviceWeight) -> int:
+    return _inputs(weight.parts[0]) if isinstance(weight, StackedPrepared) else weight.shape[1]
+
+
+def invariant(x: Tensor, weight: DeviceWeight, bias: Tensor | None = None) -> Tensor:
+    """x @ weight.T + bias; a row's result has the same bits whatever the other rows are and however many."""
+    if isinstance(weight, StackedPrepared):
+        product = torch.cat([invariant(x, part) for part in weight.parts], 1)
+        return product if bias is None else product + bias
+    return dense.matmul_invariant(in_order(x, weight), to_dense(weight, x.dtype), bias)
+
+
+def in_order(x: Tensor, weight: DeviceWeight) -> Tensor:
+    """Inputs in the order in which the weight's columns are stored."""
+    if isinstance(weight, Words) and weight.order is not None:
+        return x.index_select(1, weight.order)
+    return x
+
+
+def to_dense(weight: Tensor | QuantizedWeight | Words, dtype: torch.dtype) -> Tensor:
+    """All numbers of a weight, for a moment: [N, K], columns as they are stored."""
+    if isinstance(weight, Words):
+        return dequantize(weight, dtype)
+    if isinstance(weight, Nf4Weight) and weight.packed.is_cuda:
+        return dequantize_nf4(weight, dtype)
+    return weight.dequantize(dtype) if isinstance(weight, QuantizedWeight) else weight
+
+
+def _surround(product: Tensor, bias: Tensor | None, residual: Tensor | None, gated: bool, out: Tensor | None) -> Tensor:
+    """What `matmul.linear` fuses, after a product that cannot; the product's memory may be taken."""
+    if bias is not None:
+        product.add_(bias)
+    if gated:
+        return silu_and_mul(product, out)
+    if residual is not None:
+        return torch.add(product, residual, out=out)
+    return product if out is None else out.copy_(product)

@@ -1,0 +1,293 @@
+"""Matrix products of few rows on a Hopper, y = x W^T, in Gluon; what surrounds them as in `kernels.linear.dense`.
+
+One warp fetches W and x by the bulk copy engine: W, which no kernel writes, before the previous kernel has ended. Every
+program computes an equal share of all tiles' chunks laid end to end; who finishes a tile last adds its parts.
+
+    M rows of x    N outputs    K inputs    C chunks of PANELS * 64 inputs
+
+A tile has 64 rows of W for each of its PIECES: one; two of a gate and its ups; or the two halves of a head.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.device import is_hopper, processors
+from kernels.linear.gluon_common import NOWHERE, described, flattened, pooled, store_lines, unflattened
+from kernels.linear.split_k import workspace
+
+
+@gluon.jit
+def _fetch_weights(w, buffers, full, stage, tile, chunk, N, GATED: gl.constexpr, PIECES: gl.constexpr,
+                   PANELS: gl.constexpr):  # fmt: skip
+    """The tile's rows of W for one chunk."""
+    for piece in gl.static_range(PIECES):
+        row = tile * 64 + piece * N if GATED else (tile * PIECES + piece) * 64
+        for panel in gl.static_range(PANELS):
+            place = buffers.index((stage * PIECES + piece) * PANELS + panel)
+            tma.async_copy_global_to_shared(w, [row, (chunk * PANELS + panel) * 64], full.index(stage), place)
+
+
+@gluon.jit
+def _fetch_rows(x, buffers, full, stage, chunk, PANELS: gl.constexpr):
+    """The rows of x for one chunk."""
+    for panel in gl.static_range(PANELS):
+        column = (chunk * PANELS + panel) * 64
+        tma.async_copy_global_to_shared(x, [0, column], full.index(stage), buffers.index(stage * PANELS + panel))
+
+
+@gluon.jit
+def _produce(x, w, x_buffers, w_buffers, full, empty, start, end, N, C, GATED: gl.constexpr, PIECES: gl.constexpr,
+             PANELS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """Fetch chunks `start` to `end` of all tiles' chunks."""
+    BYTES: gl.constexpr = PANELS * 128 * (PIECES * 64 + x_buffers.shape[1])
+    first = gl.minimum(end, start + STAGES)
+    for unit in range(start, first):
+        mbarrier.expect(full.index(unit - start), BYTES)
+        _fetch_weights(w, w_buffers, full, unit - start, unit // C, unit % C, N, GATED, PIECES, PANELS)
+    gdc_wait()
+    for unit in range(start, first):
+        _fetch_rows(x, x_buffers, full, unit - start, unit % C, PANELS)
+    for unit in range(first, end):
+        count = unit - start
+        stage = count % STAGES
+        mbarrier.wait(empty.index(stage), (count // STAGES + 1) & 1)
+        mbarrier.expect(full.index(stage), BYTES)
+        _fetch_weights(w, w_buffers, full, stage, unit // C, unit % C, N, GATED, PIECES, PANELS)
+        _fetch_rows(x, x_buffers, full, stage, unit % C, PANELS)
+
+
+@gluon.jit
+def _sum(x_buffers, w_buffers, full, empty, before, count, layout: gl.constexpr, PIECES: gl.constexpr,
+         PANELS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """The products of both pieces over so many chunks. before: chunks that the program has done."""
+    BLOCK_M: gl.constexpr = x_buffers.shape[1]
+    left = gl.zeros([64, BLOCK_M], gl.float32, layout)
+    right = gl.zeros([64, BLOCK_M], gl.float32, layout)
+    for chunk in range(before, before + count):
+        stage = chunk % STAGES
+        mbarrier.wait(full.index(stage), (chunk // STAGES) & 1)
+        place = stage * PIECES * PANELS
+        for panel in gl.static_range(PANELS):
+            b = x_buffers.index(stage * PANELS + panel).permute([1, 0])
+            left = warpgroup_mma(w_buffers.index(place + panel), b, left, is_async=True)
+            if PIECES == 2:
+                right = warpgroup_mma(w_buffers.index(place + PANELS + panel), b, right, is_async=True)
+        if PIECES == 2:
+            left, right = warpgroup_mma_wait(0, [left, right])
+        else:
+            left = warpgroup_mma_wait(0, [left])
+        mbarrier.arrive(empty.index(stage), count=1)
+    return left, right
+
+
+@gluon.jit
+def _store_rotated(left, right, bias, cos, sin, positions, kv, places, out, head, M, H, G):
+    """The halves of a head's numbers -> queries in out, keys and values in the pool."""
+    BLOCK_M: gl.constexpr = left.shape[1]
+    memory: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
+    lanes = gl.arange(0, 64, gl.SliceLayout(1, memory))[:, None]
+    rows = gl.arange(0, BLOCK_M, gl.SliceLayout(0, memory))
+    some = rows < M
+    left, right = gl.convert_layout(left, memory), gl.convert_layout(right, memory)
+    if bias is not None:
+        left += gl.load(bias + head * 128 + lanes).to(gl.float32)
+        right += gl.load(bias + head * 128 + 64 + lanes).to(gl.float32)
+    if head < H + G:
+        angle = gl.load(positions + rows, mask=some, other=0)[None, :] * 128 + lanes
+        cosine = gl.load(cos + angle).to(gl.float32)
+        sine = gl.load(sin + angle).to(gl.float32)
+        turned = left * cosine + right * sine
+        right = right * cosine - left * sine
+        left = turned
+    half: gl.constexpr = out.dtype.element_ty
+    if head < H:
+        query = out + (rows * H + head)[None, :] * 128 + lanes
+        gl.store(query, left.to(half), mask=some[None, :])
+        gl.store(query + 64, right.to(half), mask=some[None, :])
+    else:
+        place = gl.load(places + rows, mask=some, other=-1)
+        page = kv + (place * (2 * G) + (head - H))[None, :] * 128 + lanes
+        gl.store(page, left.to(half), mask=(place >= 0)[None, :])
+        gl.store(page + 64, right.to(half), mask=(place >= 0)[None, :])
+
+
+@gluon.jit
+def _consume(x_buffers, w_buffers, full, empty, bias, residual, out, cos, sin, positions, kv, places, parts, arrived,
+             start, end, span, M, N, C, H, G, GATED: gl.constexpr, PIECES: gl.constexpr, PANELS: gl.constexpr,
+             STAGES: gl.constexpr):  # fmt: skip
+    """The program's tiles, or its parts of them."""
+    BLOCK_M: gl.constexpr = x_buffers.shape[1]
+    SIZE: gl.constexpr = 64 * BLOCK_M
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    for tile in range(start // C, (end + C - 1) // C):
+        low, high = gl.maximum(start, tile * C), gl.minimum(end, tile * C + C)
+        left, right = _sum(x_buffers, w_buffers, full, empty, low - start, high - low, layout, PIECES, PANELS, STAGES)
+        first, last = tile * C // span, (tile * C + C - 1) // span
+        done = first == last
+        if first < last:
+            # Every program leaves its part; the last to arrive adds all of them, always in the same order.
+            worker = gl.program_id(0)
+            place = parts + (worker * 2 + (worker == first).to(gl.int32)) * (SIZE * PIECES)
+            flat = flattened(left)
+            flat_layout: gl.constexpr = flat.type.layout
+            offsets = gl.arange(0, SIZE, flat_layout)
+            gl.store(place + offsets, flat)
+            if PIECES == 2:
+                gl.store(place + SIZE + offsets, flattened(right))
+            gl.thread_barrier()
+            done = gl.atomic_add(arrived + tile, 1, sem="acq_rel") == last - first
+            if done:
+                gl.store(arrived + tile, 0)
+                flat = gl.zeros([SIZE], gl.float32, flat_layout)
+                flat_right = gl.zeros([SIZE], gl.float32, flat_layout)
+                for other in range(first, last + 1):
+                    place = parts + (other * 2 + (other == first).to(gl.int32)) * (SIZE * PIECES)
+                    flat += gl.load(place + offsets, cache_modifier=".cg")
+                    if PIECES == 2:
+                        flat_right += gl.load(place + SIZE + offsets, cache_modifier=".cg")
+                left = unflattened(flat, BLOCK_M, layout)
+                right = unflattened(flat_right, BLOCK_M, layout)
+        if done:
+            if kv is not None:
+                _store_rotated(left, right, bias, cos, sin, positions, kv, places, out, tile, M, H, G)
+            else:
+                if GATED:
+                    left = left / (1.0 + gl.exp(-left)) * right
+                memory: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
+                columns = tile * 64 + gl.arange(0, 64, gl.SliceLayout(1, memory))
+                rows = gl.arange(0, BLOCK_M, gl.SliceLayout(0, memory))
+                store_lines(left, bias, residual, out, columns, rows, M, N, memory)
+
+
+@gluon.jit(do_not_specialize=["M", "C", "span", "units"])  # a loop of C = 1 does not compile
+def hopper_matmul_kernel(
+    x,  # descriptor of [M, K], boxes [BLOCK_M, 64]
+    w,  # descriptor of [N, K] (GATED: [2N, K]), boxes [64, 64]
+    bias,  # [N] or None
+    residual,  # [M, N] or None: added
+    out,  # [M, N]; where there is a pool: [M, H, 128]
+    cos, sin,  # [positions, 128]; the first half of sin negated
+    positions,  # int64 [M]
+    kv,  # [blocks * P, 2G, 128] or None: W makes queries, keys and values, which are rotated; N = (H + 2G) * 128
+    places,  # int64 [M]: block * P + offset; a negative place is not written
+    parts,  # float32 [programs, 2, PIECES, BLOCK_M, 64]
+    arrived,  # int32 [tiles], zero between launches
+    M, N, C, H, G, span, units,
+    GATED: gl.constexpr, BLOCK_M: gl.constexpr, PIECES: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Program p computes chunks p * span to (p + 1) * span of all tiles' chunks: each tile's C one after another."""
+    start = gl.program_id(0) * span
+    end = gl.minimum(start + span, units)
+    x_buffers = gl.allocate_shared_memory(x.dtype, [STAGES * PANELS, BLOCK_M, 64], x.layout)
+    w_buffers = gl.allocate_shared_memory(w.dtype, [STAGES * PIECES * PANELS, 64, 64], w.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=1)
+    fence_async_shared()
+    gdc_launch_dependents()
+    gl.warp_specialize(
+        [
+            (_consume, (x_buffers, w_buffers, full, empty, bias, residual, out, cos, sin, positions, kv, places, parts,
+                        arrived, start, end, span, M, N, C, H, G, GATED, PIECES, PANELS, STAGES)),
+            (_produce, (x, w, x_buffers, w_buffers, full, empty, start, end, N, C, GATED, PIECES, PANELS, STAGES)),
+        ],
+        [1],
+        [24],
+    )  # fmt: skip
+
+
+# ---- shapes and launch ----
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Shape of a product's programs."""
+
+    block_m: int
+    """Rows of x, at most."""
+    stages: int
+    panels: int
+    """Columns of a chunk, in units of 64."""
+
+
+REGISTERS = 96
+"""Of a thread before the warps share them out: so that the next kernel's program has room beside this one's."""
+
+
+def serves(x: Tensor) -> bool:
+    """Whether this kernel multiplies such rows: of 16 bits, on a Hopper, beginning where the copy engine can read."""
+    fits = x.stride(0) % 8 == 0 and x.shape[1] % 8 == 0 and x.storage_offset() % 8 == 0
+    return fits and x.dtype.itemsize == 2 and is_hopper(x.device)
+
+
+def shape_for(rows: int, n: int, k: int, gated: bool) -> Shape | None:
+    """The shape for x [rows, k] times W [n, k], or None where the Triton kernel is as fast. Measured on one H200."""
+    if rows > 8:
+        return None
+    if gated:
+        return Shape(8, 6, 2) if n <= 8192 else None
+    if k >= 8192 and n <= k:
+        return Shape(8, 10, 2)
+    return Shape(8, 4, 2) if n <= k <= 2048 else None
+
+
+def rotated_shape_for(rows: int, dim: int) -> Shape | None:
+    """The shape for queries, keys and values of so many rows, or None."""
+    if dim != 128 or rows > 32:
+        return None
+    return Shape(8, 6, 2) if rows <= 8 else Shape(16 if rows <= 16 else 32, 9, 1)
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, gated: bool, out: Tensor, shape: Shape
+) -> Tensor:
+    """As `matmul.linear`, of at least one row and at most `shape.block_m`."""
+    _launch(x, weight, bias, residual, gated, out, shape, 2 if gated else 1, NOWHERE)
+    return out
+
+
+def rotated_qkv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, cos: Tensor, sin: Tensor, positions_M: Tensor, kv_NP2GD: Tensor,
+    places_M: Tensor, heads: int, shape: Shape,
+) -> Tensor:  # fmt: skip
+    """As `qkv.rotated_qkv`, of heads of 128 numbers."""
+    out = torch.empty(x.shape[0], heads, 128, dtype=x.dtype, device=x.device)
+    pool = pooled(cos, sin, positions_M, kv_NP2GD, places_M, heads)
+    _launch(x, weight, bias, None, False, out, shape, 2, pool)
+    return out
+
+
+def _launch(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, gated: bool, out: Tensor, shape: Shape,
+    pieces: int, pool: dict[str, Any],
+) -> None:  # fmt: skip
+    (rows, k), n = x.shape, weight.shape[0] // (2 if gated else 1)
+    chunks = triton.cdiv(k, 64 * shape.panels)
+    units = triton.cdiv(n, 64 if gated else 64 * pieces) * chunks
+    span = triton.cdiv(units, processors(x.device))
+    programs = triton.cdiv(units, span)
+    space = workspace(x.device, programs * 2 * pieces * shape.block_m * 64)
+    hopper_matmul_kernel[(programs,)](
+        x=described(x, shape.block_m, 64), w=described(weight, 64, 64), bias=bias, residual=residual, out=out,
+        parts=space.parts, arrived=space.arrived, M=rows, N=n, C=chunks, span=span, units=units, GATED=gated,
+        BLOCK_M=shape.block_m, PIECES=pieces, PANELS=shape.panels, STAGES=shape.stages, num_warps=4,
+        maxnreg=REGISTERS, launch_pdl=True, **pool,
+    )  # fmt: skip

@@ -1,0 +1,162 @@
+"""What the Gluon products share: parts of a sum on their way through memory, what follows a product, descriptors."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from kernels.quantized_weights import FP8
+
+
+@gluon.jit
+def scaled(numbers, by):
+    """numbers * by, two at a time."""
+    text: gl.constexpr = ("mul.rn.bf16x2" if numbers.dtype == gl.bfloat16 else "mul.rn.f16x2") + " $0, $1, $2;"
+    return gl.inline_asm_elementwise(text, "=r,r,r", [numbers, by], dtype=numbers.dtype, is_pure=True, pack=2)
+
+
+@gluon.jit
+def flattened(product):
+    """[64, BLOCK_M] in one dimension, so that what a thread has lies together."""
+    BLOCK_M: gl.constexpr = product.shape[1]
+    six = product.reshape([4, 2, 8, BLOCK_M // 8, 4, 2])
+    return six.permute([3, 0, 2, 4, 1, 5]).reshape([64 * BLOCK_M])
+
+
+@gluon.jit
+def unflattened(flat, BLOCK_M: gl.constexpr, layout: gl.constexpr):
+    """The inverse of `flattened`."""
+    both = flat.reshape([BLOCK_M // 8, 4, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5]).reshape([64, BLOCK_M])
+    return gl.convert_layout(both, layout, assert_trivial=True)
+
+
+@gluon.constexpr_function
+def parts_at_once(block_m):
+    """Parts that a thread has on their way to it at a time."""
+    return max(1, 64 // block_m)
+
+
+@gluon.jit
+def joined(product, parts, arrived, first, last, STRIDE: gl.constexpr, layout: gl.constexpr):
+    """-> whether this program is the last of programs `first` to `last` to arrive, which all have a part of a tile, and
+    then the sum of their parts, always in the same order. A program has room for two parts, STRIDE numbers each;
+    `arrived` counts the tile's, zero between launches."""
+    BLOCK_M: gl.constexpr = product.shape[1]
+    AT_ONCE: gl.constexpr = parts_at_once(BLOCK_M)
+    worker = gl.program_id(0)
+    flat = flattened(product)
+    offsets = gl.arange(0, 64 * BLOCK_M, flat.type.layout)
+    gl.store(parts + (worker * 2 + (worker == first).to(gl.int32)) * STRIDE + offsets, flat)
+    gl.thread_barrier()
+    done = gl.atomic_add(arrived, 1, sem="acq_rel") == last - first
+    if done:
+        gl.store(arrived, 0)
+        flat = gl.zeros_like(flat)
+        for start in range(first, last + 1, AT_ONCE):
+            for which in gl.static_range(AT_ONCE):
+                other = start + which
+                place = parts + (other * 2 + (other == first).to(gl.int32)) * STRIDE + offsets
+                flat += gl.load(
+                    place, mask=offsets < (last - other + 1) * 64 * BLOCK_M, other=0.0, cache_modifier=".cg"
+                )
+        product = unflattened(flat, BLOCK_M, layout)
+    return done, product
+
+
+@gluon.jit
+def angles_of(cos, sin, positions, places, rows, lanes, M):
+    """Cosines and sines [lanes, rows] of a head's pairs of numbers, and where the rows' keys and values go: [rows]."""
+    some = rows < M
+    angle = gl.load(positions + rows, mask=some, other=0)[None, :] * 128 + lanes[:, None]
+    place = gl.load(places + rows, mask=some, other=-1)
+    return gl.load(cos + angle).to(gl.float32), gl.load(sin + angle).to(gl.float32), place
+
+
+@gluon.jit
+def store_rotated(left, right, cosine, sine, place, bias, kv, out, head, rows, lanes, M, H, G):
+    """Pairs `lanes` of the head, [lanes, rows] -> turned queries in out, turned keys and values in the pool."""
+    if bias is not None:
+        left += gl.load(bias + head * 128 + lanes).to(gl.float32)[:, None]
+        right += gl.load(bias + head * 128 + 64 + lanes).to(gl.float32)[:, None]
+    half: gl.constexpr = out.dtype.element_ty
+    turns = (head < H + G).to(gl.float32)
+    cosine, sine = cosine * turns + (1.0 - turns), sine * turns
+    low, high = (left * cosine + right * sine).to(half), (right * cosine - left * sine).to(half)
+    if head < H:
+        query = out + (rows * H + head)[None, :] * 128 + lanes[:, None]
+        gl.store(query, low, mask=(rows < M)[None, :])
+        gl.store(query + 64, high, mask=(rows < M)[None, :])
+    else:
+        page = kv + (place * (2 * G) + (head - H))[None, :] * 128 + lanes[:, None]
+        gl.store(page, _as_stored(low, kv.dtype.element_ty), mask=(place >= 0)[None, :])
+        gl.store(page + 64, _as_stored(high, kv.dtype.element_ty), mask=(place >= 0)[None, :])
+
+
+@gluon.jit
+def _as_stored(numbers, stored: gl.constexpr):
+    """Numbers of the model's dtype as a pool keeps them."""
+    if stored == gl.float8e4nv:
+        numbers = gl.minimum(gl.maximum(numbers.to(gl.float32), -448.0), 448.0)
+    return numbers.to(stored)
+
+
+@gluon.jit
+def added_lines(bias, residual, columns, rows, M, N):
+    """bias + residual at these columns and rows, float32 [columns, rows]; one of them there is."""
+    valid = (columns < N)[:, None] & (rows < M)[None, :]
+    if residual is None:
+        found = gl.load(bias + columns, mask=columns < N, other=0.0).to(gl.float32)[:, None]
+        found, _ = gl.broadcast(found, valid)
+    else:
+        where = rows.to(gl.int64)[None, :] * N + columns[:, None]
+        found = gl.load(residual + where, mask=valid, other=0.0).to(gl.float32)
+        if bias is not None:
+            found += gl.load(bias + columns, mask=columns < N, other=0.0).to(gl.float32)[:, None]
+    return found
+
+
+@gluon.jit
+def store_lines(product, bias, residual, out, columns, rows, M, N, memory: gl.constexpr):
+    """product + bias + residual -> out [M, N], at these columns and rows; `memory` is the layout to write in."""
+    valid = (columns < N)[:, None] & (rows < M)[None, :]
+    where = rows.to(gl.int64)[None, :] * N + columns[:, None]
+    if bias is None and residual is None:
+        gl.store(out + where, gl.convert_layout(product.to(out.dtype.element_ty), memory), mask=valid)
+    else:
+        result = gl.convert_layout(product, memory)
+        if bias is not None:
+            result += gl.load(bias + columns, mask=columns < N, other=0.0).to(gl.float32)[:, None]
+        if residual is not None:
+            result += gl.load(residual + where, mask=valid, other=0.0).to(gl.float32)
+        gl.store(out + where, result.to(out.dtype.element_ty), mask=valid)
+
+
+NOWHERE: dict[str, Any] = {"cos": None, "sin": None, "positions": None, "kv": None, "places": None, "H": 0, "G": 0}
+"""Of a launch that stores its product as it is: no pool."""
+
+
+def pooled(
+    cos: Tensor, sin: Tensor, positions_M: Tensor, kv_NP2GD: Tensor, places_M: Tensor, heads: int
+) -> dict[str, Any]:
+    """What a launch is told that turns queries, keys and values and writes to the pool."""
+    pool = {"cos": cos, "sin": sin, "positions": positions_M, "kv": kv_NP2GD, "places": places_M}
+    return {**pool, "H": heads, "G": kv_NP2GD.shape[3]}
+
+
+@cache
+def _layout(box: tuple[int, ...], dtype: torch.dtype) -> Any:
+    """How boxes lie in shared memory."""
+    kinds = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32, torch.int32: gl.int32,
+             FP8: gl.float8e4nv}  # fmt: skip
+    return gl.NVMMASharedLayout.get_default_for(list(box), kinds[dtype])
+
+
+def described(tensor: Tensor, *box: int) -> Any:
+    """A tensor for the bulk copy engine, in boxes of this shape."""
+    return TensorDescriptor.from_tensor(tensor, list(box), _layout(box, tensor.dtype))

@@ -1,0 +1,325 @@
+"""Products of one row with weights of four or eight bits on a Hopper: y = x W^T, in Gluon.
+
+A tile is 16 rows of W, two octets that need not be neighbours: gates and ups, or the halves of a head. No two programs
+share one: each of a program's WARPS warps takes chunks of its own, turns words into 16-bit floats in the registers from
+which the tensor cores take them, multiplies by itself, and the warps add up. Two more warps fetch, an octet each, by
+the bulk copy engine. All of x stays in shared memory. Names as in `kernels.linear.packed_gemm`, besides:
+
+    STEPS boxes of CHUNKS chunks in a tile    W words of a row in a chunk: 16 of four bits, 32 of eight
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.linear.gluon_common import angles_of, store_rotated
+from kernels.linear.packed import minus_zero, numbers
+
+
+@gluon.jit
+def _octet(tile, N, octet: gl.constexpr, GATED: gl.constexpr, ROTATED: gl.constexpr):
+    """The first row of W of a tile's octet."""
+    if GATED:
+        first = tile * 8 + octet * N
+    elif ROTATED:
+        first = tile // 8 * 128 + tile % 8 * 8 + octet * 64
+    else:
+        first = tile * 16 + octet * 8
+    return first
+
+
+@gluon.jit
+def _rows_of(tile, places, N, GATED: gl.constexpr, ROTATED: gl.constexpr):
+    """The rows of W at these places of a tile, by 16."""
+    first, second = _octet(tile, N, 0, GATED, ROTATED), _octet(tile, N, 1, GATED, ROTATED)
+    return first + places % 8 + places // 8 % 2 * (second - first)
+
+
+# ---- fetching ----
+
+
+@gluon.jit
+def _fetch(words, scales, word_buffer, scale_buffers, full, place, row, step, C, groups, KIND: gl.constexpr,
+           GROUP: gl.constexpr):  # fmt: skip
+    """An octet's words of a step and their scales."""
+    CHUNKS: gl.constexpr = words.block_type.shape[0]
+    first = step * CHUNKS
+    where = [row // 64 * C + first, row % 64 // 2, 0] if KIND == "int4" else [first, row, 0]
+    tma.async_copy_global_to_shared(words, where, full, word_buffer)
+    if GROUP > 0:
+        line = row // 64 * groups + first
+        tma.async_copy_global_to_shared(scales, [line, row % 64], full, scale_buffers.index(place))
+
+
+@gluon.jit
+def _fetch_x(x, buffers, ready, STEPS: gl.constexpr):
+    """All of x, a barrier for each step."""
+    PANELS: gl.constexpr = x.block_type.shape[0]
+    for step in range(STEPS):
+        mbarrier.expect(ready.index(step), PANELS * 128)
+        tma.async_copy_global_to_shared(x, [step * PANELS, 0], ready.index(step), buffers.index(step))
+
+
+@gluon.jit
+def _produce(x, words, scales, x_buffers, word_buffers, scale_buffers, full, empty, ready, tiles, N, C, groups,
+             octet: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, GATED: gl.constexpr, ROTATED: gl.constexpr,
+             STEPS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """Fetch an octet of the program's tiles; what fits of its words and scales, which no kernel writes, before the
+    previous kernel has ended. The first octet's warp fetches x after that."""
+    SCALES: gl.constexpr = scale_buffers.shape[1] * scale_buffers.dtype.primitive_bitwidth if GROUP > 0 else 0
+    BYTES: gl.constexpr = word_buffers.shape[1] * word_buffers.shape[2] * 128 + SCALES
+    tile, programs = gl.program_id(0), gl.num_programs(0)
+    step, stage, turn = tile - tile, tile - tile, tile - tile
+    count = (tiles - tile + programs - 1) // programs * STEPS
+    for done in range(count):
+        if done >= STAGES:
+            mbarrier.wait(empty.index(stage), turn + 1 & 1)
+        mbarrier.expect(full.index(stage), BYTES)
+        row, place = _octet(tile, N, octet, GATED, ROTATED), stage * 2 + octet
+        _fetch(words, scales, word_buffers.index(place), scale_buffers, full.index(stage), place, row, step, C, groups,
+               KIND, GROUP)  # fmt: skip
+        if done == gl.minimum(count, STAGES) - 1:
+            gdc_wait()
+            if octet == 0:
+                _fetch_x(x, x_buffers, ready, STEPS)
+        ends, wraps = (step + 1 == STEPS).to(gl.int32), (stage + 1 == STAGES).to(gl.int32)
+        tile, step = tile + ends * programs, (step + 1) * (1 - ends)
+        turn, stage = turn + wraps, (stage + 1) * (1 - wraps)
+
+
+# ---- layouts ----
+
+
+@gluon.constexpr_function
+def _bases(count, rank, place=0, by=1):
+    """Bases of a layout along one dimension, in strides from `by` on."""
+    return [[0] * place + [by << bit] + [0] * (rank - place - 1) for bit in range(count.bit_length() - 1)]
+
+
+@gluon.constexpr_function
+def octet_layout(warps, w):
+    """How threads hold an octet's words, [warps, 8, w], of int4 as they lie, [warps, 4, 32]: four or eight words that
+    lie together."""
+    inner, across = _bases(w // 4, 3, 2), _bases(4, 3, 2, w // 4)
+    down = [*_bases(32 // w, 3, 2, w), *_bases(w // 4, 3, 1)]
+    return gl.DistributedLinearLayout(inner, [*across, *down], _bases(warps, 3), [], [warps, w // 4, 32])
+
+
+@gluon.constexpr_function
+def tile_layout(warps, w):
+    """How threads hold the words of a tile, [warps * 16, w], in the order in which they are multiplied."""
+    inner, lanes = [[8, 0], *_bases(w // 4, 2, 1, 4)], [*_bases(4, 2, 1), *_bases(8, 2)]
+    return gl.DistributedLinearLayout(inner, lanes, _bases(warps, 2, 0, 16), [], [warps * 16, w])
+
+
+@gluon.constexpr_function
+def x_layout(warps, w):
+    """How threads hold panels of x, [2 * warps, 64]: the numbers that meet their words."""
+    inner = [*_bases(w // 2, 2, 1), *_bases(32 // w, 2, 1, 2 * w), [1, 0]]
+    lanes = [*_bases(4, 2, 1, w // 2), [0, 0], [0, 0], [0, 0]]
+    return gl.DistributedLinearLayout(inner, lanes, _bases(warps, 2, 0, 2), [], [2 * warps, 64])
+
+
+# ---- multiplying ----
+
+
+@gluon.jit
+def _words_of(buffer, W: gl.constexpr):
+    """An octet's words of WARPS chunks, [WARPS, 8, W]: the k-th of a thread's words between the others' k-th."""
+    WARPS: gl.constexpr = buffer.shape[0]
+    found = buffer.load(octet_layout(WARPS, W)).reshape([WARPS, 8, 4, W // 4])
+    return found.permute([0, 1, 3, 2]).reshape([WARPS, 8, W])
+
+
+@gluon.jit
+def _x_of(buffer, W: gl.constexpr, right: gl.constexpr):
+    """The inputs that the two halves of `numbers` meet, each [WARPS, 64, 8], the same in all columns."""
+    WARPS: gl.constexpr = buffer.shape[0] // 2
+    found = buffer.load(x_layout(WARPS, W)).reshape([WARPS, 64 // W, 4, W // 4, 2]).permute([0, 1, 3, 2, 4])
+    low, high = gl.split(found.reshape([WARPS, 2, 64]).permute([0, 2, 1]))
+    one: gl.constexpr = gl.SliceLayout(2, right)
+    all_columns = gl.full([WARPS, 64, 8], 0, low.dtype, right)
+    low, _ = gl.broadcast(gl.convert_layout(low, one, assert_trivial=True)[:, :, None], all_columns)
+    high, _ = gl.broadcast(gl.convert_layout(high, one, assert_trivial=True)[:, :, None], all_columns)
+    return low, high
+
+
+@gluon.jit
+def _scales_of(left, right, layout: gl.constexpr):
+    """The scales of two octets and WARPS chunks, [WARPS, 16, 1]."""
+    WARPS: gl.constexpr = left.shape[0]
+    octet: gl.constexpr = gl.DistributedLinearLayout(
+        [], [[0, 0], [0, 0], [0, 1], [0, 2], [0, 4]], _bases(WARPS, 2), [], [WARPS, 8]
+    )
+    both = gl.join(left.load(octet), right.load(octet)).permute([0, 2, 1]).reshape([WARPS, 16])
+    return gl.convert_layout(both, gl.SliceLayout(2, layout), assert_trivial=True)[:, :, None].to(gl.float32)
+
+
+@gluon.jit
+def _minus(zeros, tile, chunk, N, groups, half: gl.constexpr, W: gl.constexpr, WARPS: gl.constexpr,
+           GATED: gl.constexpr, ROTATED: gl.constexpr):  # fmt: skip
+    """What `numbers` of int4 adds to words of chunks from `chunk` on, [WARPS * 16, W]."""
+    layout: gl.constexpr = tile_layout(WARPS, W)
+    base: gl.constexpr = 0xC308C308 - (1 << 32) if half == gl.bfloat16 else 0xE408E408 - (1 << 32)
+    minus = gl.full([WARPS * 16, W], base, gl.int32, layout)
+    if zeros is not None:
+        places = gl.arange(0, WARPS * 16, gl.SliceLayout(1, layout))
+        rows = _rows_of(tile, places, N, GATED, ROTATED)
+        where = (rows // 64 * groups + chunk + places // 16) * 64 + rows % 64
+        minus, _ = gl.broadcast(minus_zero(zeros, where, half), minus)
+    return minus
+
+
+@gluon.jit
+def _numbers_of(words, PART: gl.constexpr, minus, half: gl.constexpr, KIND: gl.constexpr, left: gl.constexpr):
+    """Half of some chunks' numbers as the tensor cores take them, [WARPS, 16, 64]."""
+    found = numbers(words, PART, 2, minus, half, KIND, True).reshape([words.shape[0] // 16, 16, 64])
+    return gl.convert_layout(found, left, assert_trivial=True)
+
+
+@gluon.jit
+def _sum(x_buffers, word_buffers, scales, full, empty, ready, zeros, tile, stage, turn, N, groups,
+         layout: gl.constexpr, half: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, GATED: gl.constexpr,
+         ROTATED: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """Each warp's sums of a tile, [WARPS, 16, 8], the same in all columns, and the place in the ring after it; scaled
+    unless all inputs share a scale."""
+    W: gl.constexpr = 16 if KIND == "int4" else 32
+    WARPS: gl.constexpr = layout.warps_per_cta[0]
+    CHUNKS: gl.constexpr = word_buffers.shape[1]
+    left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    right: gl.constexpr = gl.DotOperandLayout(1, layout, 2)
+    total = gl.zeros([WARPS, 16, 8], gl.float32, layout)
+    for step in range(STEPS):
+        mbarrier.wait(full.index(stage), turn & 1)
+        if tile == gl.program_id(0):
+            mbarrier.wait(ready.index(step), 0)
+        for low in gl.static_range(0, CHUNKS, WARPS):
+            one = _words_of(word_buffers.index(stage * 2).slice(low, WARPS), W)
+            other = _words_of(word_buffers.index(stage * 2 + 1).slice(low, WARPS), W)
+            words = gl.join(one, other).permute([0, 3, 1, 2]).reshape([WARPS * 16, W])
+            words = gl.convert_layout(words, tile_layout(WARPS, W), assert_trivial=True)
+            if GROUP > 0:
+                place = stage * 2
+                by = _scales_of(
+                    scales.index(place).slice(low, WARPS), scales.index(place + 1).slice(low, WARPS), layout
+                )
+            b, d = _x_of(x_buffers.index(step).slice(2 * low, 2 * WARPS), W, right)
+            if low + WARPS == CHUNKS:
+                mbarrier.arrive(empty.index(stage), count=1)
+            minus = _minus(zeros, tile, step * CHUNKS + low, N, groups, half, W, WARPS, GATED, ROTATED)
+            a = _numbers_of(words, 0, minus, half, KIND, left)
+            c = _numbers_of(words, 1, minus, half, KIND, left)
+            if GROUP > 0:
+                none = gl.zeros([WARPS, 16, 8], gl.float32, layout)
+                total += mma_v2(a, b, none) * by
+                total += mma_v2(c, d, none) * by
+            else:
+                total = mma_v2(c, d, mma_v2(a, b, total))
+        wraps = (stage + 1 == STAGES).to(gl.int32)
+        turn, stage = turn + wraps, (stage + 1) * (1 - wraps)
+    return total, stage, turn
+
+
+@gluon.jit
+def _halves(product):
+    """A tile's octets, [16] -> [8] and [8]."""
+    return gl.split(product.reshape([2, 8]).permute([1, 0]))
+
+
+@gluon.jit
+def _consume(x_buffers, word_buffers, scales, full, empty, ready, zeros, bias, residual, out, cos, sin, positions, kv,
+             places, tiles, N, groups, H, G, KIND: gl.constexpr, GROUP: gl.constexpr, GATED: gl.constexpr,
+             WARPS: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """Multiply the program's tiles, add up, store."""
+    half: gl.constexpr = out.dtype.element_ty
+    ROTATED: gl.constexpr = kv is not None
+    layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
+    sixteen: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, layout))
+    # The layout in which an octet of results comes, in pairs of a head: [8, 1].
+    pairs: gl.constexpr = _halves(gl.zeros([16], gl.float32, sixteen))[0].reshape([8, 1]).type.layout
+    first = gl.program_id(0)
+    stage, turn = first - first, first - first
+    for tile in range(first, tiles, gl.num_programs(0)):
+        rows = _rows_of(tile, gl.arange(0, 16, sixteen), N, GATED, ROTATED)
+        if GROUP == 0:
+            scale = gl.load(scales + rows).to(gl.float32)
+        total, stage, turn = _sum(
+            x_buffers, word_buffers, scales, full, empty, ready, zeros, tile, stage, turn, N, groups, layout, half,
+            KIND, GROUP, GATED, ROTATED, STEPS, STAGES,
+        )  # fmt: skip
+        # What follows the product is on its way while the warps add up.
+        if ROTATED:
+            lanes = tile % 8 * 8 + gl.arange(0, 8, gl.SliceLayout(1, pairs))
+            line = gl.arange(0, 1, gl.SliceLayout(0, pairs))
+            cosine, sine, place = angles_of(cos, sin, positions, places, line, lanes, 1)
+        added = gl.zeros([16], gl.float32, sixteen)
+        if residual is not None:
+            added += gl.load(residual + rows).to(gl.float32)
+        if bias is not None and not ROTATED:
+            added += gl.load(bias + rows).to(gl.float32)
+        product = gl.sum(gl.sum(total, 2), 0) * 0.125
+        if GROUP == 0:
+            product *= scale
+        if ROTATED:
+            left, right = _halves(product)
+            left, right = left.reshape([8, 1]), right.reshape([8, 1])
+            store_rotated(left, right, cosine, sine, place, bias, kv, out, tile // 8, line, lanes, 1, H, G)
+        elif GATED:
+            gate, up = _halves(product)
+            where = out + tile * 8 + gl.arange(0, 8, gate.type.layout)
+            gl.store(where, (gate / (1.0 + gl.exp(-gate)) * up).to(half))
+        else:
+            gl.store(out + rows, (product + added).to(half))
+
+
+@gluon.jit(do_not_specialize=["C", "groups", "H", "G", "tiles"])
+def row_words_kernel(
+    x,  # descriptor of [K / 64, 64], boxes of a step
+    words,  # descriptor of int4 [T * C, 32, 32], others [C, N, 32]; boxes of a step and eight rows of W
+    scales,  # descriptor of [T * groups, 64], boxes of a step and eight rows; where all inputs share a scale: [T * 64]
+    zeros,  # uint8 [T, groups, 64] or None
+    bias,  # [N] or None
+    residual,  # [N] or None: added
+    out,  # [N]; where there is a pool: [H, 128]
+    cos, sin,  # [positions, 128]; the first half of sin negated
+    positions,  # int64 [1]
+    kv,  # [blocks * P, 2G, 128] or None: W makes queries, keys and values, which are rotated; N = (H + 2G) * 128
+    places,  # int64 [1]: block * P + offset; a negative place is not written
+    N, C, groups, H, G, tiles,
+    KIND: gl.constexpr, GROUP: gl.constexpr, GATED: gl.constexpr, WARPS: gl.constexpr, STEPS: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """Program p computes tiles p, p + programs and so on."""
+    ROTATED: gl.constexpr = kv is not None
+    CHUNKS: gl.constexpr = words.block_type.shape[0]
+    TALL: gl.constexpr = words.block_type.shape[1]
+    x_buffers = gl.allocate_shared_memory(x.dtype, [STEPS, 2 * CHUNKS, 64], x.layout)
+    word_buffers = gl.allocate_shared_memory(words.dtype, [STAGES * 2, CHUNKS, TALL, 32], words.layout)
+    held = scales
+    if GROUP > 0:
+        held = gl.allocate_shared_memory(scales.dtype, [STAGES * 2, CHUNKS, 8], scales.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [STEPS, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=2)
+        mbarrier.init(empty.index(stage), count=1)
+    for step in gl.static_range(STEPS):
+        mbarrier.init(ready.index(step), count=1)
+    fence_async_shared()
+    gdc_launch_dependents()
+    gl.warp_specialize(
+        [
+            (_consume, (x_buffers, word_buffers, held, full, empty, ready, zeros, bias, residual, out, cos, sin,
+                        positions, kv, places, tiles, N, groups, H, G, KIND, GROUP, GATED, WARPS, STEPS, STAGES)),
+            (_produce, (x, words, scales, x_buffers, word_buffers, held, full, empty, ready, tiles, N, C, groups, 0,
+                        KIND, GROUP, GATED, ROTATED, STEPS, STAGES)),
+            (_produce, (x, words, scales, x_buffers, word_buffers, held, full, empty, ready, tiles, N, C, groups, 1,
+                        KIND, GROUP, GATED, ROTATED, STEPS, STAGES)),
+        ],
+        [1, 1], [24, 24],
+    )  # fmt: skip

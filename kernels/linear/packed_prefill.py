@@ -1,0 +1,114 @@
+"""Launches of the Hopper kernel for many rows and weights of four bits: which tiles, and how programs share them.
+
+M rows of x, N outputs, C chunks of 128 inputs; `kernels.linear.packed_prefill_kernel` is the kernel.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import triton
+from torch import Tensor
+
+from kernels.device import processors
+from kernels.linear.gluon_common import described
+from kernels.linear.packed import CHUNK, Words
+from kernels.linear.packed_prefill_kernel import prompt_words_kernel
+from kernels.linear.split_k import workspace
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Shape of a product's tiles."""
+
+    block_m: int
+    """Rows of x in one sum, a power of two."""
+    stages: int
+    """Panels of 64 columns of x that are on their way, or being multiplied."""
+    ring: int
+    """Chunks of words, likewise."""
+    cost: float
+    """Time of a tile beside a wide one's. Words are turned into floats again for each tile."""
+    least: int
+    """Chunks of a product with fewer of which parts of shared tiles take too long."""
+    tail: int = 0
+    """Rows of x in a second sum."""
+
+    @property
+    def rows(self) -> int:
+        """Of x, in a tile."""
+        return self.block_m + self.tail
+
+
+NARROW, MIDDLE = Shape(128, 10, 6, cost=0.62, least=0), Shape(128, 8, 3, cost=0.84, least=528, tail=64)
+WIDE, TALL = Shape(256, 6, 3, cost=1.0, least=1536), Shape(256, 4, 6, cost=1.34, least=1584, tail=64)
+
+
+@lru_cache(64)  # all layers of a step ask for the same
+def shape_for(rows: int, n: int, k: int) -> Shape:
+    """The shape for x [rows, k] times W [n, k]: of those with enough chunks the one whose tiles take least time, so
+    that wide ones are left where rows would fill others better. Measured on one H200."""
+    chunks = triton.cdiv(n, 128) * triton.cdiv(k, CHUNK)
+    down = {shape: triton.cdiv(rows, shape.rows) for shape in (NARROW, MIDDLE, WIDE, TALL)}
+    enough = [shape for shape in down if down[shape] * chunks >= shape.least]
+    return min(enough, key=lambda shape: shape.cost * down[shape])
+
+
+BAND = 8
+"""Tiles of x that programs take with all rows of W before they go on to the next: 132 programs read 8 of those and 16
+of W at a time, so that x, four times as many bytes as words are, comes from the L2. Measured on one H200: 4 and 8 are
+equal."""
+SHARING = 6
+"""What sharing tiles costs a program, in the time of chunks."""
+UNEVEN = 4
+"""What it costs more where not all programs have a part of one tile: one of them joins it, and they read other columns
+of x at a time."""
+
+
+@lru_cache(64)
+def share(tiles: int, chunks: int, processors: int) -> tuple[int, int]:
+    """How many tiles have a program of their own, and how many chunks of the others each program takes."""
+    rest = tiles % processors
+    if rest == 0 or (processors - rest) * chunks <= SHARING * processors:
+        return tiles, 1
+    least, equal = triton.cdiv(chunks, processors // rest), triton.cdiv(rest * chunks, processors)
+    even = next(span for span in range(least, chunks + 1) if chunks % span == 0)
+    if even < chunks and even <= equal + UNEVEN:
+        return tiles - rest, even
+    if tiles > processors and 2 * rest <= processors:  # a tile with few parts is better than one with many
+        rest += processors
+    return tiles - rest, triton.cdiv(rest * chunks, processors)
+
+
+def linear(
+    x: Tensor, weight: Words, bias: Tensor | None, residual: Tensor | None, gated: bool, out: Tensor, shape: Shape
+) -> None:
+    """As `matmul_words.linear_words`, of at least one row."""
+    grid, arguments = launch(x, weight, bias, residual, gated, out, shape, processors(x.device))
+    prompt_words_kernel[grid](**arguments, launch_pdl=True)
+
+
+def launch(
+    x: Tensor, weight: Words, bias: Tensor | None, residual: Tensor | None, gated: bool, out: Tensor, shape: Shape,
+    processors: int,
+) -> tuple[tuple[int], dict[str, Any]]:  # fmt: skip
+    """The grid and the arguments of the kernel."""
+    (rows, n), chunks = out.shape, weight.chunks
+    down = triton.cdiv(rows, shape.rows)
+    across = triton.cdiv(n, 64 if gated else 128)
+    tiles = across * down
+    alone, span = share(tiles, chunks, processors)
+    units = (tiles - alone) * chunks
+    programs = processors if tiles >= processors else triton.cdiv(units, span) if units else tiles
+    space = workspace(x.device, programs * 2 * shape.rows * 64)
+    arguments = {
+        "x": described(x, shape.block_m, 64), "x_tail": described(x, shape.tail, 64) if shape.tail else None,
+        "words": described(weight.words.view(-1, 16), 64, 16),
+        "scales": weight.scale, "zeros": weight.zero, "bias": bias, "residual": residual, "out": out,
+        "parts": space.parts, "arrived": space.arrived, "M": rows, "N": n, "C": chunks,
+        "groups": weight.scale.shape[1], "alone": alone, "span": span, "units": units, "down": down,
+        "band": min(BAND, down), "across": across,
+        "GROUP": weight.group, "GATED": gated, "BLOCK_M": shape.block_m, "STAGES": shape.stages, "RING": shape.ring,
+        "num_warps": 4,
+    }  # fmt: skip
+    return (programs,), arguments

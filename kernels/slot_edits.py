@@ -1,0 +1,71 @@
+"""Edits of slots between two steps, in one launch: new blocks in their tables, and how admitted sequences sample.
+
+Words, int32: HEADER words, N, A and where the places begin; there N + A places, counted from behind the last of them;
+there edits as `services.worker.runners.step` packs them: N with new blocks, then A admissions. No block's place and
+no slot twice. The device reads N and A itself, so that a launch can be part of a graph.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.dependent_launch import launch_options, wait
+from kernels.sampling.slot_settings import SlotSettings
+
+HEADER = 4
+"""Words at the beginning, of which the last is of no use."""
+_BLOCK, _PROGRAMS = 128, 64
+
+
+@triton.jit
+def _copy_float(state, column: tl.constexpr, target):
+    tl.store(target, tl.load(state + column).to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def edit_kernel(
+    words,  # int32, as above
+    tables,  # int32 [slots, B] out
+    boundaries, seeds, samples, top_ks,  # int64 [slots] out
+    temperatures, top_ps, min_ps, repetitions, presences, frequencies,  # float32 [slots] out
+    edited,  # int8 [slots] out: an admitted sequence has no edits of its logits yet
+    B,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Each program takes an edit, and the next one that is left."""
+    wait(PDL)
+    N, A = tl.load(words), tl.load(words + 1)
+    places = words + tl.load(words + 2)
+    for number in range(tl.program_id(0), N + A, tl.num_programs(0)):
+        edit = places + N + A + tl.load(places + number)  # operation, slot, number of words, words
+        slot, count, told = tl.load(edit + 1).to(tl.int64), tl.load(edit + 2), edit + 3
+        if number < N:
+            table = tables + slot * B + tl.load(told)
+            for start in range(0, count - 1, BLOCK):
+                here = start + tl.arange(0, BLOCK)
+                known = here < count - 1
+                tl.store(table + here, tl.load(told + 1 + here, mask=known, other=0), mask=known)
+        else:
+            tl.store(boundaries + slot, tl.load(told + 1).to(tl.int64))
+            low = tl.load(told + 2).to(tl.int64) & 0xFFFFFFFF
+            tl.store(seeds + slot, low | tl.load(told + 3).to(tl.int64) << 32)
+            tl.store(samples + slot, tl.load(told + 4).to(tl.int64))
+            tl.store(top_ks + slot, tl.load(told + 5).to(tl.int64))
+            _copy_float(told, 7, temperatures + slot)
+            _copy_float(told, 8, top_ps + slot)
+            _copy_float(told, 9, min_ps + slot)
+            _copy_float(told, 10, repetitions + slot)
+            _copy_float(told, 11, presences + slot)
+            _copy_float(told, 12, frequencies + slot)
+            tl.store(edited + slot, 0)
+
+
+def edit_slots(words: Tensor, tables: Tensor, settings: SlotSettings) -> None:
+    """Apply the words. tables int32 [slots, B], contiguous."""
+    s = settings
+    edit_kernel[(_PROGRAMS,)](
+        words, tables, s.boundary, s.seed, s.sample, s.top_k, s.temperature, s.top_p, s.min_p, s.repetition, s.presence,
+        s.frequency, s.edited, tables.shape[1], BLOCK=_BLOCK, num_warps=4, **launch_options(words.device),
+    )  # fmt: skip

@@ -1,0 +1,214 @@
+"""A step's way in and out of the device's slots: from packed words to what the layers read, from sampled tokens back to
+the slots. Knows slots, positions and block tables, never sequences.
+
+    T tokens of a step    R rows    S rows that sample    B blocks of a table    P tokens per block
+
+The words of a step, int32, one section behind the other; the host may fill a step up to fixed T, R and S with tokens
+behind the last row's, rows without tokens and context, and samples of no row, which are of the last slot: nobody's.
+
+    tokens    T ids (-1: the last token of its row's slot)
+    rows      R + 1 starts, R contexts, R slots (-1: its tokens have no place, and are at position 0)
+    samples   S rows that sample (-1: none)
+
+Every list begins at a multiple of four words: pointers of one alignment, one compiled kernel.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+import functools
+import itertools
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.dependent_launch import launch_options, wait
+
+
+@triton.jit(do_not_specialize=["T", "R", "S", "row_blocks", "nobody"])
+def unpack_kernel(
+    words,  # int32, as above
+    last_token, boundaries,  # int64 [slots]
+    tables,  # int32 [slots, B]
+    token_ids, positions, places,  # int64 [T] out
+    row_tables,  # int32 [R, row_blocks] out: the part in use
+    sampled, sample_slots, sample_positions,  # int64 [S] out
+    T, R, S, B, row_blocks, nobody,
+    P: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Programs 0 to R - 1 copy a row's table each, the others unpack BLOCK tokens or samples each."""
+    wait(PDL)
+    program = tl.program_id(0)
+    starts = words + tl.cdiv(T, 4) * 4
+    contexts = starts + tl.cdiv(R + 1, 4) * 4
+    slots = contexts + tl.cdiv(R, 4) * 4
+    if program < R:
+        owner = tl.load(slots + program).to(tl.int64)
+        count = tl.where(owner < 0, 0, tl.cdiv(tl.load(contexts + program), P))
+        for start in range(0, count, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            table = tl.load(tables + owner * B + columns, mask=columns < count, other=0)
+            tl.store(row_tables + program.to(tl.int64) * row_blocks + columns, table, mask=columns < count)
+    else:
+        here = (program - R) * BLOCK + tl.arange(0, BLOCK)
+        row = tl.zeros([BLOCK], tl.int32)  # how many rows end before the token
+        for first in range(0, R, ROWS):
+            rows = first + tl.arange(0, ROWS)
+            ends = tl.load(starts + 1 + rows, mask=rows < R, other=T)
+            row += tl.sum((ends[None, :] <= here[:, None]).to(tl.int32), 1)
+        inside = here < T
+        known = here < tl.load(starts + R)
+        id = tl.load(words + here, mask=known, other=0)
+        slot = tl.load(slots + row, mask=known, other=-1).to(tl.int64)
+        end = tl.load(starts + 1 + row, mask=known, other=0)
+        placed = slot >= 0
+        position = tl.where(placed, tl.load(contexts + row, mask=known, other=0) - end + here, 0)
+        last = tl.load(last_token + slot, mask=placed & (id < 0), other=0)
+        tl.store(token_ids + here, tl.where(id < 0, last, id.to(tl.int64)), mask=inside)
+        tl.store(positions + here, position.to(tl.int64), mask=inside)
+        block = tl.load(tables + slot * B + position // P, mask=placed, other=0).to(tl.int64)
+        tl.store(places + here, tl.where(placed, block * P + position % P, -1), mask=inside)
+        some = here < S
+        chosen = tl.load(slots + tl.cdiv(R, 4) * 4 + here, mask=some, other=-1)
+        drawn = chosen >= 0
+        tl.store(sampled + here, tl.load(starts + 1 + chosen, mask=drawn, other=1).to(tl.int64) - 1, mask=some)
+        sampler = tl.load(slots + chosen, mask=drawn, other=nobody).to(tl.int64)
+        tl.store(sample_slots + here, sampler, mask=some)
+        context = tl.load(contexts + chosen, mask=drawn, other=0).to(tl.int64)
+        boundary = tl.load(boundaries + sampler, mask=drawn, other=0)
+        tl.store(sample_positions + here, context - boundary, mask=some)
+
+
+@triton.jit(do_not_specialize=["S"])
+def keep_kernel(
+    tokens,  # int64 [S]
+    logprobs, totals,  # float32 [S]
+    slots,  # int64 [S]
+    last_token,  # int64 [slots] out
+    report,  # int32 [3, S] out: tokens, bits of the log-probabilities, bits of the totals
+    S,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Each slot's new last token, and what the host wants to know, in one place."""
+    wait(PDL)
+    here = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    known = here < S
+    token = tl.load(tokens + here, mask=known, other=0)
+    tl.store(last_token + tl.load(slots + here, mask=known, other=0), token, mask=known)
+    tl.store(report + here, token.to(tl.int32), mask=known)
+    logprob = tl.load(logprobs + here, mask=known, other=0.0)
+    tl.store(report + S + here, logprob.to(tl.int32, bitcast=True), mask=known)
+    total = tl.load(totals + here, mask=known, other=0.0)
+    tl.store(report + 2 * S + here, total.to(tl.int32, bitcast=True), mask=known)
+
+
+@triton.jit
+def finite_kernel(
+    x,  # [T, n]
+    finite,  # int32 [T] out: 1 if all numbers of the line are finite
+    n,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait(PDL)
+    line = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    number = tl.load(x + line * n + columns, mask=columns < n, other=0.0).to(tl.float32)
+    # NaN and infinity are what does not vanish when it is taken from itself.
+    odd = tl.sum((number - number != 0.0).to(tl.int32))
+    tl.store(finite + line, (odd == 0).to(tl.int32))
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """What `unpack` fills; sizes are those of the step or of a graph that holds it."""
+
+    token_ids: Tensor
+    """int64 [T]."""
+    positions: Tensor
+    """int64 [T]."""
+    places: Tensor
+    """int64 [T]: block * P + offset; -1: nowhere."""
+    starts: Tensor
+    """int32 [R + 1], a part of the words."""
+    contexts: Tensor
+    """int32 [R], a part of the words."""
+    tables: Tensor
+    """int32 [R, row blocks]."""
+    sampled: Tensor
+    """int64 [S]: the last token of each row that samples."""
+    sample_slots: Tensor
+    """int64 [S]."""
+    sample_positions: Tensor
+    """int64 [S]: of the new token in its answer."""
+
+
+def words_of(tokens: int, rows: int, samples: int) -> int:
+    """Words of a step."""
+    return places_of(tokens, rows, samples)[-1]
+
+
+def aligned(words: int) -> int:
+    """Where a list of so many words ends for the next one: at a multiple of four."""
+    return -(-words // 4) * 4
+
+
+@functools.cache
+def places_of(tokens: int, rows: int, samples: int) -> list[int]:
+    """Where each list of a step's words begins, in order, and where the last one ends."""
+    counts = tokens, rows + 1, rows, rows, samples
+    return [0, *itertools.accumulate(map(aligned, counts))]
+
+
+def step_inputs(words: Tensor, tokens: int, rows: int, samples: int, tables: Tensor) -> StepInputs:
+    """Room for a step of these sizes, whose words are the first of `words`, with the first rows of `tables`."""
+    device = words.device
+
+    def room(count: int) -> Tensor:
+        return torch.empty(count, dtype=torch.int64, device=device)
+
+    starts, contexts = places_of(tokens, rows, samples)[1:3]
+    return StepInputs(
+        token_ids=room(tokens), positions=room(tokens), places=room(tokens),
+        starts=words[starts : starts + rows + 1], contexts=words[contexts : contexts + rows],
+        tables=tables[:rows],
+        sampled=room(samples), sample_slots=room(samples), sample_positions=room(samples),
+    )  # fmt: skip
+
+
+def unpack(
+    words: Tensor, last_token: Tensor, boundaries: Tensor, tables: Tensor, into: StepInputs, block_size: int
+) -> None:
+    """Fill a step's inputs from its words and the slots. last_token and boundaries (tokens of the prompt) int64
+    [slots], tables int32 [slots, B]."""
+    tokens, rows, samples = len(into.token_ids), len(into.contexts), len(into.sampled)
+    block = 128
+    unpack_kernel[(rows + triton.cdiv(max(tokens, samples), block),)](
+        words, last_token, boundaries, tables, into.token_ids, into.positions, into.places, into.tables, into.sampled,
+        into.sample_slots, into.sample_positions, tokens, rows, samples, tables.shape[1], into.tables.shape[1],
+        len(tables) - 1, P=block_size, BLOCK=block, ROWS=64, num_warps=4, **launch_options(words.device),
+    )  # fmt: skip
+
+
+def store_sampled(
+    tokens: Tensor, logprobs: Tensor, totals: Tensor, slots: Tensor, last_token: Tensor, report: Tensor
+) -> None:
+    """last_token[slots] = tokens, and report [3, S] int32 = tokens, log-probabilities and totals as bits."""
+    samples = len(tokens)
+    if samples:
+        keep_kernel[(triton.cdiv(samples, 256),)](
+            tokens, logprobs, totals, slots, last_token, report, samples,
+            BLOCK=256, num_warps=4, **launch_options(tokens.device),
+        )  # fmt: skip
+
+
+def finite_lines(x: Tensor, finite: Tensor) -> None:
+    """finite[t] = 1 if all numbers of line t are finite, else 0. x [T, n], contiguous; finite int32 [T]."""
+    lines, n = x.shape
+    assert x.is_contiguous()
+    if lines:
+        block = triton.next_power_of_2(n)
+        finite_kernel[(lines,)](
+            x, finite, n, BLOCK=block, num_warps=min(8, max(1, block // 512)), **launch_options(x.device)
+        )

@@ -1,0 +1,190 @@
+"""Who asks: tenants, and the file that names them by hashes of their keys. Knows neither calls nor what they cost.
+
+The file is TOML. `weft key` makes a key, and the line that goes here; the key itself is kept nowhere.
+
+    [[tenant]]
+    name = "acme"
+    keys = ["sha256:1f8b...", "sha256:90c2..."]  # several, so that a key can be replaced
+    models = ["fox"]                             # names or aliases; absent: all
+    methods = ["Generate", "ListModels"]         # absent: all
+    requests_per_second = 5.0                    # absent: any number, as are the other limits
+    burst = 10                                   # requests at once; absent: one second's worth
+    concurrent = 8                               # answers under way
+    tokens_per_minute = 60000                    # of prompts and answers
+    most_priority = 0                            # 0 unless said: more would go before the requests of others
+"""
+
+import hashlib
+import hmac
+import math
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from services.hashing import digest
+from services.validate import MAX_PRIORITY
+
+MOST_BYTES = 4 << 20
+_PREFIX = "sha256:"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a tenant may have of one gateway; None is any number."""
+
+    requests_per_second: float | None = None
+    burst: int | None = None
+    concurrent: int | None = None
+    tokens_per_minute: int | None = None
+
+    @property
+    def burst_size(self) -> int:
+        """Requests that may come at once: one second's worth unless the file says otherwise."""
+        return self.burst or max(1, math.ceil(self.requests_per_second or 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """One tenant: caches are shared only between equal salts, fairness counts by the hash of the name."""
+
+    name: str
+    salt: bytes
+    hash: str
+    limits: Limits = field(default_factory=Limits)
+    models: frozenset[str] | None = None
+    methods: frozenset[str] | None = None
+    most_priority: int = MAX_PRIORITY
+
+    @classmethod
+    def named(
+        cls,
+        name: str,
+        limits: Limits | None = None,
+        models: Iterable[str] | None = None,
+        methods: Iterable[str] | None = None,
+        most_priority: int = MAX_PRIORITY,
+    ) -> "Tenant":
+        """The tenant of this name."""
+        return cls(
+            name,
+            digest(b"weft/salt/1", name.encode()),
+            digest(b"weft/tenant/1", name.encode()).hex()[:16],
+            limits or Limits(),
+            None if models is None else frozenset(models),
+            None if methods is None else frozenset(methods),
+            most_priority,
+        )
+
+    def may_use(self, names: Iterable[str]) -> bool:
+        """Whether a model of these names is for this tenant."""
+        return self.models is None or not self.models.isdisjoint(names)
+
+    def may_call(self, method: str) -> bool:
+        """Whether an RPC of the public API is for this tenant."""
+        return self.methods is None or method in self.methods
+
+
+DEFAULT = Tenant.named("default")
+
+
+class TenantsFileError(Exception):
+    """The file cannot be used; the message is one line that repeats nothing of it but names."""
+
+
+class TenantTable:
+    """All tenants, found by their keys."""
+
+    def __init__(self, tenants: Mapping[bytes, Tenant]) -> None:
+        """`tenants` by SHA-256 of their keys."""
+        self._buckets: dict[bytes, list[tuple[bytes, Tenant]]] = {}
+        for hashed, tenant in tenants.items():
+            self._buckets.setdefault(hashed[:2], []).append((hashed, tenant))
+        self.tenants = {tenant.name: tenant for tenant in tenants.values()}
+
+    def find(self, key: str) -> Tenant | None:
+        """The tenant that a key belongs to.
+
+        Each hash is compared whole, in constant time. Only those with the same first two bytes are: that much may be
+        known of a hash from which nobody can tell the key.
+        """
+        hashed = hash_of(key)
+        found = None
+        for known, tenant in self._buckets.get(hashed[:2], ()):
+            if hmac.compare_digest(known, hashed):
+                found = tenant
+        return found
+
+
+def hash_of(key: str) -> bytes:
+    """SHA-256 of a key. Keys are 256 random bits, which no slower hash would protect better."""
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def read(path: Path) -> TenantTable:
+    """The tenants of a file. Raises TenantsFileError."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise TenantsFileError(f"cannot be read: {error.strerror}") from None
+    if len(data) > MOST_BYTES:
+        raise TenantsFileError(f"is larger than {MOST_BYTES >> 20} MiB")
+    return parse(data)
+
+
+def parse(data: bytes) -> TenantTable:
+    """The tenants of a file's bytes. Raises TenantsFileError."""
+    try:
+        entries = _File.model_validate(tomllib.loads(data.decode())).tenant
+    except UnicodeDecodeError:
+        raise TenantsFileError("is not UTF-8") from None
+    except tomllib.TOMLDecodeError as error:
+        raise TenantsFileError(f"is not TOML: {error}") from None
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False, include_context=False)[0]
+        raise TenantsFileError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    names = [entry.name for entry in entries]
+    if len(set(names)) < len(names):
+        raise TenantsFileError(f"names {next(name for name in names if names.count(name) > 1)} twice")
+    owners: dict[bytes, Tenant] = {}
+    for entry in entries:
+        tenant = entry.tenant()
+        for key in entry.keys:
+            hashed = bytes.fromhex(key.removeprefix(_PREFIX))
+            if hashed in owners:
+                raise TenantsFileError(f"{entry.name}: one of its keys is there already")
+            owners[hashed] = tenant
+    return TenantTable(owners)
+
+
+class _Entry(BaseModel):
+    """A tenant as the file has it."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    name: str = Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")
+    keys: list[Annotated[str, Field(pattern=f"^{_PREFIX}[0-9a-f]{{64}}$")]] = Field(min_length=1)
+    models: list[str] | None = None
+    methods: list[Literal["Generate", "Complete", "Tokenize", "ListModels"]] | None = None
+    requests_per_second: float | None = Field(None, gt=0, allow_inf_nan=False)
+    burst: int | None = Field(None, ge=1)
+    concurrent: int | None = Field(None, ge=1)
+    tokens_per_minute: int | None = Field(None, ge=1)
+    most_priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+
+    def tenant(self) -> Tenant:
+        """What it describes."""
+        limits = Limits(self.requests_per_second, self.burst, self.concurrent, self.tokens_per_minute)
+        return Tenant.named(self.name, limits, self.models, self.methods, self.most_priority)
+
+
+class _File(BaseModel):
+    """The whole file."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    tenant: list[_Entry] = Field(min_length=1)

@@ -1,0 +1,1 @@
+"""From a Call to its receipt, whatever the door."""

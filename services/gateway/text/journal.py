@@ -1,0 +1,122 @@
+"""The journal of one continuation: what recovery needs, and what its clients read. Pure; knows no clock and no network.
+
+A worker that is lost costs nothing but time, because an ordinary job of prompt and tokens so far continues the answer.
+"""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from protos import inference_pb2 as api
+from services.gateway.text.stop_strings import StopMatcher
+from services.gateway.text.tokenizer import Detokenizer
+from services.hashing import block_keys
+
+
+@dataclass(frozen=True, slots=True)
+class Detail:
+    """Log-probabilities at one place: of the token, and (ids, values) of the most likely ones."""
+
+    logprob: float
+    top_ids: Sequence[int] = ()
+    top_logprobs: Sequence[float] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Why a continuation ended."""
+
+    reason: "api.FinishReason.ValueType"
+    stop_string: str | None = None
+    stop_token_id: int | None = None
+
+
+class Journal:
+    """Prompt, tokens so far with the attempt that produced them, and their text."""
+
+    def __init__(self, prompt: Sequence[int], detokenizer: Detokenizer, stops: StopMatcher | None) -> None:
+        self.prompt = prompt
+        self.tokens: list[int] = []
+        self.details: list[Detail] = []
+        self.texts: list[str] = []
+        self.attempt = 0
+        self.ending: Ending | None = None
+        self._detokenizer = detokenizer
+        self._stops = stops
+        self._starts: list[tuple[int, int]] = []  # (position, attempt) where each attempt's tokens begin
+
+    def begin_attempt(self) -> None:
+        """Counts the next attempt, from 1."""
+        self.attempt += 1
+        self._starts.append((len(self.tokens), self.attempt))
+
+    def attempt_at(self, position: int) -> tuple[int, int]:
+        """The attempt that produced the token at `position`, and the position after the last token that it produced."""
+        end = len(self.tokens)
+        for start, attempt in reversed(self._starts):
+            if start <= position:
+                return attempt, end
+            end = start
+        return 1, end
+
+    def extend(self, tokens: Sequence[int], details: Sequence[Detail] = ()) -> None:
+        """Adds tokens in order, up to the one that completes a stop string: this ends the answer."""
+        if self.ending is not None:
+            return
+        kept = len(tokens)
+        feed, stops = self._detokenizer.feed, self._stops
+        texts = []
+        for index, token in enumerate(tokens):
+            text = feed(token)
+            if stops is not None:
+                text = stops.feed(text)
+                if stops.found is not None:
+                    kept = index + 1
+                    self.ending = Ending(api.FINISH_REASON_STOP, stop_string=stops.found)
+            if text:
+                texts.append(text)
+            if self.ending is not None:
+                break
+        self.texts += texts
+        self.tokens += tokens[:kept]
+        self.details += details[:kept]
+
+    def end(self, ending: Ending) -> None:
+        """Ends the answer: what was held back of its text is told, unless a stop string is complete in it."""
+        if self.ending is not None:
+            return
+        text = self._detokenizer.flush()
+        if self._stops is not None:
+            text = self._stops.flush(text)
+            if self._stops.found is not None:
+                ending = Ending(api.FINISH_REASON_STOP, stop_string=self._stops.found)
+        self.ending = ending
+        if text:
+            self.texts.append(text)
+
+    def context(self) -> list[int]:
+        """Prompt and answer so far: the tokens of the next attempt's job."""
+        return [*self.prompt, *self.tokens]
+
+
+class KeyChain:
+    """Keys of the whole blocks of a growing sequence, each computed once."""
+
+    def __init__(self, root: bytes, block_size: int) -> None:
+        self._last = root
+        self._block_size = block_size
+        self._hashed = 0
+        self._joined = bytearray()
+
+    def extend_to(self, token_ids: Sequence[int]) -> bytes:
+        """The joined keys of `token_ids`, which begins with what it was given before."""
+        for key in block_keys(token_ids[self._hashed :], self._block_size, self._last):
+            self._last = key
+            self._joined += key
+            self._hashed += self._block_size
+        return bytes(self._joined)
+
+
+def packed(token_ids: Sequence[int]) -> bytes:
+    """Token ids as bytes, for hashing."""
+    return array("I", token_ids).tobytes()

@@ -1,0 +1,21 @@
+"""What this machine has. Knows the operating system, nothing of the project."""
+
+import os
+from pathlib import Path
+
+
+def available_memory(group: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes that this process may still take: what the machine has free, or less where a container is limited.
+
+    Pages of files that were read (`inactive_file`), such as a checkpoint's, count as used there and are given back.
+    """
+    free = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")]
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        free = [int(fields["MemAvailable"].split()[0]) * 1024]
+    limit, used, kinds = (group / f"memory.{name}" for name in ("max", "current", "stat"))
+    if limit.exists() and used.exists() and limit.read_text().strip() != "max":
+        of = dict(line.split() for line in kinds.read_text().splitlines()) if kinds.exists() else {}
+        free.append(int(limit.read_text()) - int(used.read_text()) + int(of.get("inactive_file", 0)))
+    return max(min(free), 0)

@@ -1,0 +1,187 @@
+"""The exception boundary around every handler: what a call's status says, how it is counted and traced.
+
+Knows gRPC's handlers, nothing of what they serve. The text of an unexpected exception never leaves the process.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from types import TracebackType
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+from grpc import aio
+
+from services import errors, metrics, telemetry
+from services.errors import WeftError
+
+_GRPC: telemetry.Attributes = {"rpc.system.name": "grpc"}
+
+
+class ErrorInterceptor(aio.ServerInterceptor):
+    """Around every handler: bytes that are not the message are INVALID_ARGUMENT, errors become rich statuses, and the
+    text of an unexpected exception never leaves the process. Unary calls are counted, and traced where `traced` names
+    their service."""
+
+    def __init__(self, counts: metrics.Metrics, traced: frozenset[str] = frozenset()) -> None:
+        self._traced = traced
+        self._guarded: dict[str, tuple[Any, Any]] = {}
+        self._seconds = counts.histogram(
+            "weft_rpc_seconds", "Unary calls by method and status code.", metrics.SHORT_S, "method", "code"
+        )
+        counts.total("weft_trace_spans", "Spans by what became of them.", _spans, "outcome")
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return handler
+        method = str(handler_call_details.method)
+        known, guarded = self._guarded.get(method, (None, None))
+        if known is handler:
+            return guarded
+        guarded = self._guard(handler, method.removeprefix("/"))
+        if handler.request_deserializer is not None:  # What refuses a call unread, and knows it, is not kept.
+            self._guarded[method] = handler, guarded
+        return guarded
+
+    def _guard(self, handler: Any, method: str) -> Any:
+        parse = handler.request_deserializer or bytes
+        if handler.request_streaming:
+            return rebuilt(handler, _guard_bidi(handler.stream_stream, parse))
+        if handler.response_streaming:
+            return rebuilt(handler, _guard_stream(handler.unary_stream, parse))
+        return rebuilt(handler, _guard_unary(self._watched(handler.unary_unary, method), parse))
+
+    def _watched(self, behavior: Any, method: str) -> Any:
+        traced = method.partition("/")[0] in self._traced
+
+        async def watched(request: Any, context: Any) -> Any:
+            metadata = context.invocation_metadata() if traced else ()
+            parent = next((str(value) for key, value in metadata or () if key == "traceparent"), "")
+            with _CallMetrics(self._seconds, method, parent):
+                return await behavior(request, context)
+
+        return watched
+
+
+def rebuilt(handler: Any, behavior: Any) -> Any:
+    """A handler of the same kind that does this instead, with requests that are not parsed."""
+    rebuild = {
+        (False, False): grpc.unary_unary_rpc_method_handler,
+        (False, True): grpc.unary_stream_rpc_method_handler,
+        (True, True): grpc.stream_stream_rpc_method_handler,
+    }[handler.request_streaming, handler.response_streaming]
+    return rebuild(behavior, response_serializer=handler.response_serializer)
+
+
+def _spans() -> metrics.Series:
+    return metrics.by_label(telemetry.spans().items())
+
+
+class _CallMetrics:
+    """A `with` block around one unary call: how long it took, how it ended and, if its caller is traced, its span."""
+
+    def __init__(self, seconds: metrics.Histogram, method: str, parent: str) -> None:
+        self._seconds = seconds
+        self._method = method
+        self._span = telemetry.start(method, parent, kind="server", attributes=_GRPC) if parent else None
+        self._began = time.monotonic()
+
+    def __enter__(self) -> None:
+        """Begins."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        code = _code(error)
+        self._seconds.observe(time.monotonic() - self._began, self._method, code)
+        if self._span is not None:
+            self._span.set({"rpc.method": self._method, "rpc.response.status_code": code})
+            if code != "OK":
+                self._span.fail(code)
+            self._span.end()
+
+
+def _code(error: BaseException | None) -> str:
+    """The status code that a handler's exception becomes."""
+    if error is None:
+        return "OK"
+    if isinstance(error, WeftError):
+        return error.code.name
+    return "CANCELLED" if isinstance(error, asyncio.CancelledError) else "INTERNAL"
+
+
+def _guard_unary(behavior: Any, parse: Callable[[bytes], Any]) -> Any:
+    async def guarded(request: bytes, context: aio.ServicerContext[Any, Any]) -> Any:
+        async with _ErrorToStatus(context):
+            return await behavior(_parsed(parse, request), context)
+
+    return guarded
+
+
+def _guard_stream(behavior: Any, parse: Callable[[bytes], Any]) -> Any:
+    async def guarded(request: bytes, context: aio.ServicerContext[Any, Any]) -> None:
+        async with _ErrorToStatus(context):
+            await _drive(behavior(_parsed(parse, request), context), context)
+
+    return guarded
+
+
+def _guard_bidi(behavior: Any, parse: Callable[[bytes], Any]) -> Any:
+    async def guarded(requests: AsyncIterator[bytes], context: aio.ServicerContext[Any, Any]) -> None:
+        async def parsed() -> AsyncIterator[Any]:
+            async for request in requests:
+                yield _parsed(parse, request)
+
+        async with _ErrorToStatus(context):
+            await _drive(behavior(parsed(), context), context)
+
+    return guarded
+
+
+def _parsed(parse: Callable[[bytes], Any], request: bytes) -> Any:
+    try:
+        return parse(request)
+    except (DecodeError, UnicodeDecodeError, ValueError, RecursionError):
+        raise WeftError(
+            grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_MESSAGE", "the request is not a message of this method"
+        ) from None
+
+
+async def _drive(answers: Any, context: aio.ServicerContext[Any, Any]) -> None:
+    """Runs a handler of either style: one that writes to the context, or an async generator."""
+    if hasattr(answers, "__aiter__"):
+        async for answer in answers:
+            await context.write(answer)
+    else:
+        await answers
+
+
+class _ErrorToStatus:
+    """An `async with` block around a handler: what it raises becomes the status of its call."""
+
+    def __init__(self, context: aio.ServicerContext[Any, Any]) -> None:
+        self._context = context
+
+    async def __aenter__(self) -> None:
+        """Begins."""
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, WeftError):
+            await _abort(self._context, error)
+        elif isinstance(error, Exception) and not isinstance(error, aio.AbortError):
+            telemetry.log_exception("unexpected exception", error)
+            await _abort(self._context, errors.internal())
+
+
+async def _abort(context: aio.ServicerContext[Any, Any], error: WeftError) -> None:
+    status: Any = error.status()
+    kept = tuple(context.trailing_metadata() or ())
+    await context.abort(status.code, status.details, kept + tuple(status.trailing_metadata))

@@ -1,0 +1,182 @@
+"""The scheduler's messages as protobuf and back. Refuses what a peer must not say, and decides nothing."""
+
+import math
+from collections.abc import Iterable
+
+from protos import mesh_pb2 as mesh
+from services.errors import invalid
+from services.hashing import KEY_BYTES
+from services.scheduler.messages import (
+    Assigned,
+    Card,
+    Ended,
+    Failure,
+    GatewayMessage,
+    Hello,
+    JobRef,
+    Joined,
+    Loading,
+    Models,
+    Rejected,
+    Report,
+    Submit,
+    WorkerHello,
+    WorkerLost,
+    WorkerMessage,
+)
+
+# ---- heard ----
+
+
+def submit_from(submit: mesh.Submit) -> Submit:
+    """A gateway's submission. Raises WeftError by field."""
+    if not submit.job_id:
+        raise invalid("job_id", "is empty")
+    if submit.attempt < 1:
+        raise invalid("attempt", "counts from 1")
+    if not math.isfinite(submit.deadline_s):
+        raise invalid("deadline_s", "is not a number of seconds")
+    _check_keys("block_keys", submit.block_keys)
+    return Submit(
+        job_id=submit.job_id,
+        attempt=submit.attempt,
+        model=submit.model,
+        prompt_tokens=submit.prompt_tokens,
+        max_tokens=submit.max_tokens,
+        block_keys=submit.block_keys,
+        deadline_s=submit.deadline_s or None,
+        tenant=submit.tenant,
+        priority=submit.priority,
+        identity=submit.identity,
+        body=submit.body,
+        avoid=frozenset(submit.avoid),
+        unjoinable=submit.unjoinable,
+    )
+
+
+def hello_from(hello: mesh.WorkerHello) -> WorkerHello:
+    """A worker's hello; the pool judges it."""
+    return WorkerHello(
+        worker_id=hello.worker_id,
+        address=hello.address,
+        card=card_from(hello.card),
+        credits=hello.credits,
+        running=tuple(JobRef(job.job_id, job.attempt) for job in hello.running),
+        stored_keys=hello.stored_keys,
+    )
+
+
+def loading_from(loading: mesh.WorkerLoading) -> Loading:
+    """How far a worker's start is. Raises WeftError by field."""
+    for name in ("worker_id", "model"):
+        if not getattr(loading, name):
+            raise invalid(name, "is empty")
+    aliases = tuple(loading.aliases)
+    return Loading(loading.worker_id, loading.model, aliases, loading.phase, loading.done, loading.total)
+
+
+def card_from(card: mesh.ModelCard) -> Card:
+    """What the scheduler reads of a model card, with the whole card to repeat it."""
+    return Card(
+        name=card.name,
+        aliases=tuple(card.aliases),
+        fingerprint=card.fingerprint,
+        block_size=card.block_size,
+        bundle_digest=card.bundle_digest,
+        detail=card,
+    )
+
+
+def report_from(report: mesh.WorkerReport) -> Report:
+    """A worker's report. Raises WeftError by field."""
+    _check_keys("stored_keys", report.stored_keys)
+    _check_keys("evicted_keys", report.evicted_keys)
+    for name in ("step_s", "prefill_rate", "decode_s"):
+        if not 0 <= getattr(report, name) < math.inf:
+            raise invalid(name, "is not a number of seconds or tokens per second")
+    return Report(
+        steps=report.steps,
+        step_s=report.step_s,
+        running=report.running,
+        waiting=report.waiting,
+        prefill_backlog=report.prefill_backlog,
+        prefill_rate=report.prefill_rate,
+        decode_s=report.decode_s,
+        ended=tuple(Ended(job.job_id, job.attempt, job.tokens, job.placement) for job in report.ended),
+        stored_keys=report.stored_keys,
+        evicted_keys=report.evicted_keys,
+        draining=report.draining,
+    )
+
+
+def _check_keys(field: str, joined: bytes) -> None:
+    if len(joined) % KEY_BYTES:
+        raise invalid(field, f"is not a list of {KEY_BYTES}-byte keys")
+
+
+# ---- said ----
+
+
+def to_gateway(message: GatewayMessage) -> mesh.DispatchResponse:
+    """What a gateway hears."""
+    match message:
+        case Assigned():
+            return mesh.DispatchResponse(
+                assigned=mesh.Assigned(
+                    job_id=message.job_id,
+                    attempt=message.attempt,
+                    worker_id=message.worker_id,
+                    address=message.address,
+                    queue_s=message.queue_s,
+                    matched_blocks=message.matched_blocks,
+                    placement=message.placement,
+                )
+            )
+        case Joined():
+            return mesh.DispatchResponse(
+                joined=mesh.Joined(
+                    job_id=message.job_id,
+                    attempt=message.attempt,
+                    worker_id=message.worker_id,
+                    address=message.address,
+                    leader_job_id=message.leader_job_id,
+                )
+            )
+        case Rejected(job_id, attempt, failure):
+            rejected = mesh.Rejected(job_id=job_id, attempt=attempt, failure=failure_of(failure))
+            return mesh.DispatchResponse(rejected=rejected)
+        case WorkerLost(worker_id):
+            return mesh.DispatchResponse(worker_lost=mesh.WorkerLost(worker_id=worker_id))
+        case Models(models, loading):
+            served = []
+            for model in models:
+                assert isinstance(model.card.detail, mesh.ModelCard), model
+                served.append(mesh.ServedModel(card=model.card.detail, addresses=model.addresses))
+            return mesh.DispatchResponse(models=mesh.ModelList(models=served, loading=_starting(loading)))
+        case Hello(epoch):
+            return mesh.DispatchResponse(hello=mesh.SchedulerHello(epoch=epoch))
+
+
+def _starting(loading: Iterable[Loading]) -> list[mesh.WorkerLoading]:
+    return [mesh.WorkerLoading(**each._asdict()) for each in loading]
+
+
+def to_worker(message: WorkerMessage) -> mesh.AttachResponse:
+    """What a worker hears."""
+    if isinstance(message, Hello):
+        return mesh.AttachResponse(hello=mesh.SchedulerHello(epoch=message.epoch))
+    return mesh.AttachResponse(refused=failure_of(message.failure))
+
+
+def failure_of(failure: Failure) -> mesh.Failure:
+    """A refusal. The same job will not fare better elsewhere: there is one scheduler."""
+    return mesh.Failure(
+        code=failure.code,
+        reason=failure.reason,
+        message=failure.message,
+        retry_after_s=failure.retry_after_s,
+        field=failure.field,
+    )
+
+
+# ---- shown ----

@@ -1,0 +1,31 @@
+"""Measures the scales of keys and values in fp8, by what a prompt of random tokens stores. Knows no checkpoint."""
+
+import numpy as np
+import torch
+
+from kernels.kv_pages import FP8, LARGEST
+from services.worker.engine.packing import prompt_alone
+from services.worker.errors import CheckpointError
+from services.worker.runners.base import Runner
+
+TOKENS = 256
+"""Of the prompt, where the model's context is as long."""
+_HEADROOM = 2
+"""How many times the prompt's largest number a head may store, at least."""
+_SMALLEST = 2.0**-20
+"""A head stores numbers of at least this size: one that stored only zeros has a scale, too."""
+
+
+def measure_kv_scales(runner: Runner, tokens: int, blocks: int) -> None:
+    """Give each layer of a runner's model scales, float32 [2, K]: powers of two, so that machines whose last bits
+    differ agree. The runner is new and has a pool in the model's dtype, with so many blocks for so many tokens.
+
+    Raises CheckpointError where numbers are not finite.
+    """
+    ids = np.random.default_rng(0).integers(0, runner.model.config.vocab_size, tokens)
+    finite = runner.run(prompt_alone(ids.tolist(), list(range(1, blocks + 1)))).finite
+    if not all(finite):
+        raise CheckpointError("scales of keys and values cannot be measured: the model's numbers are not finite")
+    for layer, pool in zip(runner.model.layers, runner.pool.layers, strict=True):
+        largest = pool.abs().amax((0, 1, 4)).float().clamp(min=_SMALLEST)
+        layer.attention.kv_scales = torch.exp2(torch.log2(largest * (_HEADROOM / LARGEST[FP8])).ceil())

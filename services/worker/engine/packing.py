@@ -1,0 +1,103 @@
+"""Packs a planned step into one int32 array. Knows sequences and the format, never who reads it."""
+
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from services.worker.planner.planner import Row
+from services.worker.planner.sequence import Sequence as Job
+from services.worker.runners.step import _ROW_WORDS, Edit, SlotState, Words
+
+
+@dataclass(frozen=True, slots=True)
+class SlotEdits:
+    """Edits of one slot. Until its row has advanced, they may be applied again."""
+
+    slot: int
+    words: "array[int]"
+
+
+def pack(slot_edits: Iterable[SlotEdits], rows: Iterable[Row]) -> Words:
+    """A step: edits, then rows."""
+    edits: array[int] = array("i")
+    for slot_edit in slot_edits:
+        edits += slot_edit.words
+    columns: array[int] = array("i")
+    ids: array[int] = array("i")
+    for row in rows:
+        job = row.sequence
+        columns.extend((_slot(job), row.tokens, row.samples))
+        if row.start < job.prefill_end:
+            ids.extend(job.tokens[row.start : row.start + row.tokens])
+        else:
+            ids.append(-1)
+    header = array("i", (len(edits), len(columns) // _ROW_WORDS, len(ids)))
+    return np.frombuffer(header + edits + columns + ids, np.int32)
+
+
+def release(slot: int) -> SlotEdits:
+    """The edit that empties a slot."""
+    return SlotEdits(slot, _edit(Edit.RELEASE, slot, array("i")))
+
+
+def admit(job: Job, eos_token_ids: Iterable[int]) -> SlotEdits:
+    """The edits that put a sequence in its slot. Raises struct.error or OverflowError for numbers that do not
+    fit."""
+    slot, params = _slot(job), job.job.params
+    state = SlotState(
+        computed=job.found_tokens,
+        boundary=job.job.boundary,
+        seed_low=_signed(params.seed & 0xFFFFFFFF),
+        seed_high=_signed(params.seed >> 32 & 0xFFFFFFFF),
+        sample_index=job.job.sample_index,
+        top_k=params.top_k,
+        logprobs=-1 if params.logprobs is None else params.logprobs,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+    )
+    edits = _edit(Edit.ADMIT, slot, state.words())
+    if params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty:
+        edits += _edit(Edit.HISTORY, slot, array("i", [job.job.boundary, *job.tokens]))
+    if params.logit_bias:
+        words = array("i", params.logit_bias.keys())
+        words.frombytes(array("f", params.logit_bias.values()).tobytes())
+        edits += _edit(Edit.BIAS, slot, words)
+    if job.position < params.min_tokens:
+        banned = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_token_ids))
+        if banned:
+            edits += _edit(Edit.BAN, slot, array("i", [params.min_tokens, *sorted(banned)]))
+    return SlotEdits(slot, edits)
+
+
+def new_blocks(job: Job) -> SlotEdits:
+    """The edit that tells the blocks it got since it was last asked."""
+    words = array("i", [job.told_blocks, *job.blocks[job.told_blocks :]])
+    job.told_blocks = len(job.blocks)
+    return SlotEdits(_slot(job), _edit(Edit.BLOCKS, _slot(job), words))
+
+
+def prompt_alone(ids: list[int], blocks: list[int]) -> Words:
+    """A step of one prompt in slot 0, from which nobody samples."""
+    state = SlotState(0, len(ids), 0, 0, 0, 0, -1, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0)
+    edits = _edit(Edit.ADMIT, 0, state.words()) + _edit(Edit.BLOCKS, 0, array("i", [0, *blocks]))
+    return np.frombuffer(array("i", (len(edits), 1, len(ids))) + edits + array("i", (0, len(ids), 0, *ids)), np.int32)
+
+
+def _edit(operation: Edit, slot: int, words: "array[int]") -> "array[int]":
+    return array("i", (operation, slot, len(words))) + words
+
+
+def _slot(job: Job) -> int:
+    assert job.slot is not None, "a sequence without a slot takes no part"
+    return job.slot
+
+
+def _signed(word: int) -> int:
+    """The same 32 bits as a signed number."""
+    return word - (1 << 32) if word >= 1 << 31 else word

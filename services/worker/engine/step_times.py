@@ -1,0 +1,31 @@
+"""How fast the engine is: measured from its steps, to predict the next one. Knows durations, not what took them."""
+
+_WEIGHT = 0.2  # of a new measurement in the running means
+_UNKNOWN_S = 1.0
+
+
+class StepTimes:
+    """Running means of the seconds of a step that only decodes, and of the prompt tokens computed per second."""
+
+    def __init__(self) -> None:
+        self.decode_s = 0.0
+        self.prefill_rate = 0.0
+
+    def predict(self, prefill_tokens: int) -> float:
+        """Seconds that a step with so many prompt tokens will take."""
+        if not self.decode_s:
+            return _UNKNOWN_S
+        prefill_s = prefill_tokens / self.prefill_rate if self.prefill_rate else _UNKNOWN_S
+        return self.decode_s + (prefill_s if prefill_tokens else 0.0)
+
+    def observe(self, prefill_tokens: int, decodes: bool, elapsed_s: float) -> None:
+        """A step took this long."""
+        if prefill_tokens == 0:
+            self.decode_s = _mean(self.decode_s, elapsed_s)
+            return
+        own_s = elapsed_s - self.decode_s if decodes else elapsed_s
+        self.prefill_rate = _mean(self.prefill_rate, prefill_tokens / max(own_s, elapsed_s / 10))
+
+
+def _mean(before: float, now: float) -> float:
+    return before + _WEIGHT * (now - before) if before else now

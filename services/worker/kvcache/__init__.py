@@ -1,0 +1,1 @@
+"""Contents of KV blocks and where they may be."""

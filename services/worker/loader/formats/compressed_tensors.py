@@ -1,0 +1,217 @@
+"""Checkpoints of compressed-tensors, as llm-compressor writes them: packed integers, INT8 and FP8."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import regex
+import torch
+from torch import Tensor
+
+from kernels.quantized_weights import FP8, INT4_ZERO, Int4Weight, Int8Weight, QuantizedWeight, pack_int4
+from services.worker.errors import CheckpointError
+from services.worker.loader.formats.awq_gptq import order_of
+from services.worker.loader.formats.fp8 import read_fp8
+from services.worker.loader.formats.module_tensors import ModuleTensors, unpack_words
+
+_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense")
+_INTEGERS = (torch.int32, torch.int64)
+_LONGEST_PATTERN = 500
+# What is counted is one character: a count of groups of counted groups has no end either.
+_COUNT = re.compile(r"(?<![)\s])\{[0-9]{1,2}(,[0-9]{0,2})?\}")
+_MATCH_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """How the modules of one group are quantized."""
+
+    targets: tuple[str, ...]
+    kind: str
+    """int or float."""
+    bits: int
+    group_size: int | None
+    """None: one scale for each output or for all."""
+    symmetric: bool
+    inputs: str
+    """What inputs are rounded by: none, static or dynamic."""
+    ordered: bool
+    """Whether groups are of inputs in another order (act-order)."""
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any]) -> "Scheme":
+        """From an entry of config_groups. Raises CheckpointError."""
+        weights, inputs = group.get("weights") or {}, group.get("input_activations")
+        scheme = cls(
+            targets=tuple(map(str, group.get("targets") or ())),
+            kind=str(weights.get("type", "int")),
+            bits=weights.get("num_bits", 8),
+            group_size=weights.get("group_size") if weights.get("strategy") in (None, "group") else None,
+            symmetric=weights.get("symmetric", True) is True,
+            inputs="none" if inputs is None else "dynamic" if inputs.get("dynamic") else "static",
+            ordered=weights.get("actorder") in (True, "group", "dynamic"),
+        )
+        scheme._check(weights, inputs or {})
+        return scheme
+
+    def _check(self, weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:
+        if not isinstance(self.group_size, int | None):
+            raise CheckpointError(f"quantization_config: group_size {self.group_size} is not a number")
+        if not isinstance(weights.get("symmetric", True), bool):
+            raise CheckpointError(f"quantization_config: symmetric {weights['symmetric']} is neither true nor false")
+        for target in self.targets:
+            _pattern(target)
+        strategy = weights.get("strategy") or ("group" if self.group_size else "tensor")
+        named = f"{self.kind} weights of {self.bits} bits ({strategy})"
+        strategies = {
+            ("int", 4): ("group", "channel"),
+            ("int", 8): ("tensor", "channel"),
+            ("float", 8): ("tensor", "channel", "block"),
+        }
+        if strategy not in strategies.get((self.kind, self.bits), ()):
+            raise CheckpointError(f"quantization_config: {named} are not supported")
+        if strategy == "block" and list(weights.get("block_structure") or ()) != [128, 128]:
+            raise CheckpointError(f"quantization_config: blocks of {weights.get('block_structure')} are not supported")
+        if self.bits == 8 and not self.symmetric:
+            raise CheckpointError(f"quantization_config: asymmetric {named} are not supported")
+        if self.inputs != "none" and (
+            inputs.get("num_bits") != self.bits
+            or inputs.get("type", "int") != self.kind
+            or not inputs.get("symmetric", True)
+            or (self.kind, self.inputs) == ("int", "static")
+            or self.bits == 4
+        ):
+            asymmetric = "" if inputs.get("symmetric", True) else "asymmetric "
+            rounded = f"{asymmetric}{self.inputs} {inputs.get('type', 'int')} inputs of {inputs.get('num_bits')} bits"
+            raise CheckpointError(f"quantization_config: {named} with {rounded} are not supported")
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedTensors:
+    """`quant_method: compressed-tensors`."""
+
+    schemes: tuple[Scheme, ...]
+    mark = ("weight_packed", "weight_scale")
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> "CompressedTensors":
+        """From quantization_config. Raises CheckpointError."""
+        groups = list((settings.get("config_groups") or {}).values())
+        for layout in [settings.get("format"), *(group.get("format") for group in groups)]:
+            if layout is not None and layout not in _FORMATS:
+                raise CheckpointError(f"compressed-tensors format {layout} is not supported")
+        if settings.get("quantization_status", "compressed") not in ("compressed", "frozen"):
+            raise CheckpointError(f"quantization_status {settings['quantization_status']} is not supported")
+        sparsity = (settings.get("sparsity_config") or {}).get("format", "dense")
+        if sparsity != "dense":
+            raise CheckpointError(f"compressed-tensors sparsity {sparsity} is not supported")
+        # Groups without weights say how attention's queries, keys and values were calibrated: see `kv_scales`.
+        return cls(tuple(Scheme.of(group) for group in groups if group.get("weights")))
+
+    def read(self, tensors: ModuleTensors, outputs: int, inputs: int) -> QuantizedWeight:
+        """A module's weight. Raises CheckpointError."""
+        scheme = self._scheme_of(tensors.module)
+        if scheme is None:
+            raise tensors.refuse("quantization_config does not say how it is quantized")
+        if scheme.kind == "float":
+            refuse_zero_points(tensors)
+            return read_fp8(tensors, "weight_scale", outputs, inputs, static=scheme.inputs == "static")
+        if scheme.bits == 4:
+            return _read_int4(tensors, scheme, outputs, inputs)
+        return _read_int8(tensors, scheme, outputs, inputs)
+
+    def _scheme_of(self, module: str) -> Scheme | None:
+        """Of those that mean a module: one that names it, else one whose pattern fits, else that of all linears."""
+        means = [
+            ((target == "Linear", target.startswith("re:"), target), scheme)
+            for scheme in self.schemes
+            for target in scheme.targets
+            if target == "Linear" or is_named(module, target)
+        ]
+        return min(means, key=lambda each: each[0], default=(None, None))[1]
+
+
+def is_named(module: str, target: str) -> bool:
+    """Whether a target of a configuration (a name, the end of one, or `re:` and a pattern) means this module."""
+    if pattern := _pattern(target):
+        try:
+            return pattern.match(module, timeout=_MATCH_S) is not None
+        except TimeoutError:
+            raise CheckpointError(f"quantization_config: target {target} takes too long to match {module}") from None
+    return module == target or module.endswith(f".{target}")
+
+
+def _pattern(target: str) -> "regex.Pattern[str] | None":
+    """Of a target that is one, as `re` means it, by the library that can be told to end. Raises CheckpointError."""
+    if not target.startswith("re:"):
+        return None
+    pattern = target.removeprefix("re:")
+    if len(pattern) > _LONGEST_PATTERN or "{" in _COUNT.sub("", pattern):
+        limits = f"at most {_LONGEST_PATTERN} characters, and counts below 100 of single ones"
+        raise CheckpointError(f"quantization_config: supported are patterns of {limits}, not {target}")
+    try:
+        re.compile(pattern)
+        return regex.compile(pattern)
+    except (re.error, regex.error, RecursionError) as error:
+        raise CheckpointError(f"quantization_config: target {target} is no pattern: {error}") from None
+
+
+def _read_int4(tensors: ModuleTensors, scheme: Scheme, outputs: int, inputs: int) -> Int4Weight:
+    group = scheme.group_size or inputs
+    if group == -1:
+        group = inputs
+    if group < 1 or inputs % group or group % 2:
+        raise tensors.refuse(f"{inputs} inputs cannot be shared out in groups of {group}")
+    q = _unpacked(tensors, 4, outputs, inputs)
+    scale = tensors.take_finite("weight_scale", (outputs, inputs // group))
+    zero = None
+    if scheme.symmetric:
+        refuse_zero_points(tensors)
+    else:
+        zero = _zeros(tensors, outputs, inputs // group)
+    order = None
+    if scheme.ordered or tensors.header("weight_g_idx"):
+        order = order_of(tensors, "weight_g_idx", group, inputs)
+    if order is not None:
+        q = q[:, order]
+    return Int4Weight(pack_int4(q), scale, zero, group, order)
+
+
+def _read_int8(tensors: ModuleTensors, scheme: Scheme, outputs: int, inputs: int) -> Int8Weight:
+    if tensors.header("weight_packed"):
+        values = _unpacked(tensors, 8, outputs, inputs).bitwise_xor(128).view(torch.int8)
+    else:
+        values = tensors.take("weight", (torch.int8,), (outputs, inputs))
+    scale = tensors.take_finite("weight_scale", (), (1,), (1, 1), (outputs,), (outputs, 1)).float().reshape(-1, 1)
+    refuse_zero_points(tensors)
+    return Int8Weight(values, scale.expand(outputs, 1).contiguous(), scheme.inputs == "dynamic")
+
+
+def _unpacked(tensors: ModuleTensors, bits: int, outputs: int, inputs: int) -> Tensor:
+    """uint8 [N, K], as the files hold them: offset by half of their range."""
+    if tensors.header("weight_shape"):
+        told = tensors.take("weight_shape", _INTEGERS, (2,)).tolist()
+        if told != [outputs, inputs]:
+            raise tensors.refuse(f"weight_shape says {told}, config.json {[outputs, inputs]}")
+    words = tensors.take("weight_packed", (torch.int32,), (outputs, -(-inputs * bits // 32)))
+    return unpack_words(words, bits)[:, :inputs].contiguous()
+
+
+def refuse_zero_points(tensors: ModuleTensors) -> None:
+    """Raises CheckpointError for zero points that a symmetric weight cannot have; some writers store zeros."""
+    name = "weight_zero_point"
+    if tensors.header(name) and bool(tensors.take(name, (torch.int8, torch.int32, FP8)).float().any()):
+        raise tensors.refuse("it has zero points, and quantization_config says that it is symmetric")
+
+
+def _zeros(tensors: ModuleTensors, outputs: int, groups: int) -> Tensor:
+    """uint8 [N, K / G]: packed along the outputs, or plain int8 around zero."""
+    header = tensors.header("weight_zero_point")
+    if header is not None and header.dtype == torch.int8:
+        plain = tensors.take("weight_zero_point", (torch.int8,), (outputs, groups))
+        if bool((plain < -INT4_ZERO).any() or (plain >= INT4_ZERO).any()):
+            raise tensors.refuse("its zero points are not of 4 bits")
+        return (plain + INT4_ZERO).to(torch.uint8)
+    words = tensors.take("weight_zero_point", (torch.int32,), (-(-outputs // 8), groups))
+    return unpack_words(words.T.contiguous(), 4)[:, :outputs].T.contiguous()

@@ -1,0 +1,61 @@
+"""Scales of stored keys and values that a checkpoint may bring. Knows their names and shapes, never formats of weights.
+
+They count for a pool in fp8 alone: what is stored as x counts x times its head's scale.
+"""
+
+import re
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from services.worker.errors import CheckpointError
+from services.worker.loader.tensors import Checkpoint
+from services.worker.models.layers import DecoderLayer
+
+# Of llm-compressor and compressed-tensors, of AutoFP8 and of earlier versions of both: one for keys and values, once.
+_NAME = re.compile(
+    r"model\.layers\.(0|[1-9][0-9]{0,3})\.self_attn\."
+    r"(q_scale|kv_scale|attn\.q_scale|(attn\.|[kv]_proj\.)?[kv]_scale|[qkv]_proj\.output_scale)"
+)
+
+
+def is_scale(name: str, layers: int) -> bool:
+    """Whether a tensor of this name scales queries, keys or values of one of so many layers."""
+    found = _NAME.fullmatch(name)
+    return found is not None and int(found[1]) < layers
+
+
+def load_kv_scales(layers: Sequence[DecoderLayer], checkpoint: Checkpoint) -> None:
+    """Give each layer its scales, float32 [2, K]; without any they are all 1. Raises CheckpointError."""
+    with checkpoint.opened() as read:
+        for index, layer in enumerate(layers):
+            attention, prefix = layer.attention, f"model.layers.{index}.self_attn."
+            names = [_name(checkpoint, prefix, kind) for kind in "kv"]
+            if any(names):
+                scales = [_checked(name, read(name), attention.kv_heads) if name else None for name in names]
+                ones = torch.ones(attention.kv_heads)
+                both = torch.stack([ones if scale is None else scale for scale in scales])
+                attention.kv_scales = both.to(attention.norm.device)
+
+
+def _name(checkpoint: Checkpoint, prefix: str, kind: str) -> str:
+    """Of the scale of keys ("k") or values ("v"); empty if there is none."""
+    names = (
+        f"{kind}_scale",
+        f"attn.{kind}_scale",
+        f"{kind}_proj.{kind}_scale",
+        f"{kind}_proj.output_scale",
+        "kv_scale",
+    )
+    return next((prefix + name for name in names if prefix + name in checkpoint.headers), "")
+
+
+def _checked(name: str, scale: Tensor, kv_heads: int) -> Tensor:
+    """float32 [K]."""
+    scale = scale.float().flatten()
+    if scale.numel() not in (1, kv_heads):
+        raise CheckpointError(f"tensor {name} has {scale.numel()} scales for {kv_heads} key/value heads")
+    if not bool(((scale > 0) & torch.isfinite(scale)).all()):
+        raise CheckpointError(f"tensor {name} holds scales that are not positive numbers")
+    return scale.expand(kv_heads)

@@ -1,0 +1,100 @@
+"""Models of random weights in well-known shapes, to measure speed without a checkpoint. Knows configurations only.
+
+`MODEL_NAME=random:llama-3.1-8b` serves one. Its answers mean nothing; its speed is that of the real model.
+"""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from services.worker.errors import CheckpointError
+
+PREFIX = "random:"
+_MARK = "random_weights.json"
+_TOKENIZER = Path(__file__).parents[3] / "models" / "weft-story-11m" / "tokenizer.json"
+
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+}
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "llama-3.1-8b": {
+        **_LLAMA,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rope_scaling": _LLAMA3_ROPE,
+    },
+    "llama-3.1-70b": {
+        **_LLAMA,
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rope_scaling": _LLAMA3_ROPE,
+    },
+    "llama-3.2-1b": {
+        **_LLAMA,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "tie_word_embeddings": True,
+        "rope_scaling": {**_LLAMA3_ROPE, "factor": 32.0},
+    },
+    "tiny": {
+        **_LLAMA,
+        "vocab_size": 6144,
+        "max_position_embeddings": 4096,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+    },
+}
+
+
+def folder_of(model: str) -> Path:
+    """A folder with the configuration of `random:NAME` and a tokenizer, and no weights. Raises CheckpointError."""
+    name = model.removeprefix(PREFIX)
+    if name not in PRESETS:
+        raise CheckpointError(f"no preset {name}; there are {', '.join(PRESETS)}")
+    if not _TOKENIZER.is_file():
+        raise CheckpointError("the demo model's tokenizer is not there, which models of random weights borrow")
+    folder = Path(tempfile.mkdtemp(prefix="weft-random-")) / name
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(PRESETS[name]))
+    (folder / _MARK).write_text(json.dumps({"seed": 0}))
+    shutil.copyfile(_TOKENIZER, folder / "tokenizer.json")
+    return folder
+
+
+def is_random(folder: Path) -> bool:
+    """Whether the weights of this folder's model are made, not read."""
+    return (folder / _MARK).is_file()

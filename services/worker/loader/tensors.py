@@ -1,0 +1,191 @@
+"""Tensors of a checkpoint, one at a time, from safetensors files. Knows headers, never what a tensor is for."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from services.worker.errors import CheckpointError
+from services.worker.loader.files import check_regular, parse_json
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPES = {
+    **_PLAIN,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
+FLOATS = tuple(_PLAIN.values())
+"""Types of tensors that are not quantized."""
+_MOST_HEADER_BYTES = 100_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class TensorHeader:
+    """What a file says of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    shard: int = 0
+    """Which file it is in."""
+    offset: int = 0
+    """Its first byte in that file."""
+
+    @property
+    def elements(self) -> int:
+        """How many numbers it has."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that they take."""
+        return self.elements * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """An opened checkpoint: its headers are read and its files complete."""
+
+    shards: tuple[Path, ...]
+    headers: dict[str, TensorHeader]
+
+    @property
+    def parameters(self) -> int:
+        """Numbers in all tensors."""
+        return sum(header.elements for header in self.headers.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(header.nbytes for header in self.headers.values())
+
+    @contextmanager
+    def opened(self) -> Iterator[Callable[[str], Tensor]]:
+        """What reads a tensor by its name, from any thread. Raises CheckpointError."""
+        try:
+            with ExitStack() as stack:
+                files = [stack.enter_context(safe_open(path, framework="pt")) for path in self.shards]
+                yield lambda name: files[self.headers[name].shard].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"a shard cannot be read: {type(error).__name__}") from None
+
+    def read_shard(self, shard: int) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of one file, each read when it is asked for. Raises CheckpointError."""
+        path = self.shards[shard]
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 (not a dict)
+                    yield name, file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path.name} cannot be read: {type(error).__name__}") from None
+
+
+def open_checkpoint(model_dir: Path) -> Checkpoint:
+    """Find the files and read their headers. Raises CheckpointError for what is missing, cut or not safetensors."""
+    if (model_dir / INDEX).exists():
+        owners = _read_index(model_dir / INDEX)
+        shards = tuple(model_dir / name for name in sorted(set(owners.values())))
+    elif single := _single(model_dir):
+        owners, shards = {}, (single,)
+    else:
+        pickles = sorted(p.name for kind in ("*.bin", "*.pt", "*.pth") for p in model_dir.glob(kind))
+        found = f"found only {pickles[0]}, which is a pickle" if pickles else "found no weights"
+        raise CheckpointError(f"{SINGLE} or {INDEX} is needed; {found}")
+    headers: dict[str, TensorHeader] = {}
+    for number, shard in enumerate(shards):
+        for name, header in _read_header(shard).items():
+            if name in headers:
+                raise CheckpointError(f"tensor {name} is in two files")
+            if owners and owners.get(name) != shard.name:
+                raise CheckpointError(f"tensor {name} in {shard.name} is not where the index says")
+            headers[name] = replace(header, shard=number)
+    if absent := owners.keys() - headers.keys():
+        raise CheckpointError(f"tensor {min(absent)} is in the index but in no file")
+    return Checkpoint(shards, headers)
+
+
+def _single(model_dir: Path) -> Path | None:
+    """The one file of all tensors. AutoGPTQ gives it a name of its own: where there is but one, it is that."""
+    if (model_dir / SINGLE).exists():
+        return model_dir / SINGLE
+    found = list(model_dir.glob("*.safetensors"))
+    return found[0] if len(found) == 1 else None
+
+
+def type_name(dtype: torch.dtype) -> str:
+    """What files call a type."""
+    return next(name for name, each in _DTYPES.items() if each == dtype)
+
+
+def check_plain(name: str, header: TensorHeader) -> None:
+    """Raises CheckpointError if a tensor that no format reads is not of plain numbers."""
+    if header.dtype not in FLOATS:
+        kind, plain = type_name(header.dtype), ", ".join(_PLAIN)
+        raise CheckpointError(f"tensor {name} has type {kind} and no quantization_config; plain are {plain}")
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    try:
+        check_regular(path)
+        owners = parse_json(path.read_bytes(), path.name)["weight_map"]
+    except (OSError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path.name} cannot be read: {type(error).__name__}") from None
+    if not isinstance(owners, dict) or not owners:
+        raise CheckpointError(f"{path.name} names no tensors")
+    for name in owners.values():
+        if not isinstance(name, str) or Path(name).name != name:
+            raise CheckpointError(f"{path.name} names a file outside the checkpoint")
+    return owners
+
+
+def _read_header(path: Path) -> dict[str, TensorHeader]:
+    """The header of a safetensors file, compared with the file's length."""
+    try:
+        check_regular(path)
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, _MOST_HEADER_BYTES):
+                raise CheckpointError(f"{path.name} is truncated or not a safetensors file")
+            entries = parse_json(file.read(length), path.name)
+    except FileNotFoundError:
+        raise CheckpointError(f"shard {path.name} is missing") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path.name} cannot be read: {type(error).__name__}") from None
+    if not isinstance(entries, dict):
+        raise CheckpointError(f"{path.name} has a header that is no object")
+    entries.pop("__metadata__", None)
+    return {name: _read_entry(path, name, entry, 8 + length, size) for name, entry in entries.items()}
+
+
+def _read_entry(path: Path, name: str, entry: Any, data_begin: int, size: int) -> TensorHeader:
+    try:
+        dtype, shape, (begin, end) = str(entry["dtype"]), _naturals(entry["shape"]), _naturals(entry["data_offsets"])
+    except (KeyError, TypeError, ValueError):
+        raise CheckpointError(f"{path.name} describes tensor {name} badly") from None
+    if dtype not in _DTYPES:
+        raise CheckpointError(f"tensor {name} has type {dtype}; supported are {', '.join(_DTYPES)}")
+    header = TensorHeader(shape, _DTYPES[dtype], offset=data_begin + begin)
+    data_bytes = size - data_begin
+    if end > data_bytes:
+        raise CheckpointError(f"{path.name} is truncated: tensor {name} ends at byte {end} of {data_bytes}")
+    if end - begin != header.nbytes:
+        raise CheckpointError(f"{path.name}: tensor {name} of shape {list(shape)} has {end - begin} bytes")
+    return header
+
+
+def _naturals(values: Any) -> tuple[int, ...]:
+    """Raises TypeError or ValueError if these are no sizes or places."""
+    if not all(type(number) is int and number >= 0 for number in values):
+        raise ValueError("neither sizes nor places")
+    return tuple(values)

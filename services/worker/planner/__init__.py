@@ -1,0 +1,1 @@
+"""Pure policy: who takes part in the next step."""

@@ -1,0 +1,139 @@
+"""Host memory for blocks that leave a GPU's pool: pinned, and copied both ways beside the steps in flight.
+
+Knows pages as bytes, never what they hold. A block leaves in two hops: a kernel gathers its layers into a buffer on the
+device, which takes microseconds, and the copy engine sends them on while steps go on; it comes back the same way.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.block_copy import gather_blocks, pool_addresses, scatter_blocks
+
+PIECE_BLOCKS = 32
+"""Copied at a time: the buffers on the device hold so many."""
+_ROUNDS = 3
+
+
+class HostPage:
+    """The contents of a block in pinned memory; its place is free again when nobody knows it any more."""
+
+    __slots__ = ("_pages", "arrived", "place")
+
+    def __init__(self, pages: "HostPages", place: int) -> None:
+        self._pages, self.place = pages, place
+        self.arrived: Any = None
+        """When its contents are there."""
+
+    def __len__(self) -> int:
+        return self._pages.page_bytes
+
+    def __del__(self) -> None:
+        self._pages.free.append(self.place)
+
+
+class HostPages:
+    """Pages of `max_bytes`, and a few more for those on their way. To be called from the engine's thread."""
+
+    def __init__(self, pools: Sequence[Tensor], max_bytes: int) -> None:
+        """pools: [blocks, ...] of each layer, all alike; a block of one layer is a multiple of 8 bytes."""
+        self._pool, layers, device = pools[0], len(pools), pools[0].device
+        words = pools[0][0].numel() * pools[0].element_size() // 8
+        self.page_bytes = layers * words * 8
+        count = max_bytes // self.page_bytes + PIECE_BLOCKS
+        on_gpu = device.type == "cuda"
+        self._pinned = torch.empty(count, layers, words, dtype=torch.int64, pin_memory=on_gpu)
+        self.free = list(range(count))
+        """Places that hold nothing."""
+        self._addresses = pool_addresses(pools)
+        self._leaving, self._coming = torch.empty(2, PIECE_BLOCKS, layers, words, dtype=torch.int64, device=device)
+        self._on_gpu = on_gpu
+        self._out, self._in = self._stream(), self._stream()
+        self._restored = self._sent_up = self._event()
+
+    def keep(self, blocks: list[int]) -> list[HostPage]:
+        """Copies of these blocks, whose steps have landed; fewer if there is no room. They may be overwritten by what
+        is launched after this."""
+        places = sorted(self.free.pop() for _ in blocks[: len(self.free)])
+        pages = [HostPage(self, place) for place in places]
+        with self._beside(self._out):
+            self._wait(self._restored)  # What just came back may be about to leave again.
+            self._wait(self._sent_up)  # A page may have been another's a moment ago.
+            for start in range(0, len(pages), PIECE_BLOCKS):
+                piece = pages[start : start + PIECE_BLOCKS]
+                buffer = self._leaving[: len(piece)]
+                gather_blocks(self._addresses, self._pool, self._sent(blocks[start : start + len(piece)]), buffer)
+                gathered = self._event()
+                for at, place, count in _runs(piece):
+                    self._pinned[place : place + count].copy_(buffer[at : at + count], non_blocking=True)
+                arrived = self._event()
+                for page in piece:
+                    page.arrived = arrived
+        if pages:
+            self._wait(gathered)
+        return pages
+
+    def restore(self, blocks: list[int], pages: Sequence[HostPage]) -> None:
+        """Fill blocks that nobody uses, before what is launched after this."""
+        order = sorted(range(len(pages)), key=lambda index: pages[index].place)
+        for start in range(0, len(pages), PIECE_BLOCKS):
+            chosen = order[start : start + PIECE_BLOCKS]
+            piece = [pages[index] for index in chosen]
+            buffer = self._coming[: len(piece)]
+            with self._beside(self._in):
+                self._wait(self._restored)  # The buffer's last contents are in the pool.
+                for arrived in {id(page.arrived): page.arrived for page in piece}.values():
+                    self._wait(arrived)
+                for at, place, count in _runs(piece):
+                    buffer[at : at + count].copy_(self._pinned[place : place + count], non_blocking=True)
+                self._sent_up = self._event()
+            self._wait(self._sent_up)
+            scatter_blocks(self._addresses, self._pool, self._sent([blocks[index] for index in chosen]), buffer)
+            self._restored = self._event()
+
+    def measure(self) -> float:
+        """Seconds that a block takes there and back. The block of nobody, all zeros, goes and comes."""
+        nobody = [0] * PIECE_BLOCKS
+        for _ in range(_ROUNDS):  # the first ones compile
+            self._finish()
+            began = time.perf_counter()
+            self.restore(nobody, self.keep(nobody))
+            self._finish()
+        return (time.perf_counter() - began) / PIECE_BLOCKS
+
+    def _finish(self) -> None:
+        if self._on_gpu:
+            torch.cuda.synchronize(self._pool.device)
+
+    def _stream(self) -> Any:
+        return torch.cuda.Stream(self._pool.device) if self._on_gpu else None  # type: ignore[no-untyped-call]
+
+    @contextlib.contextmanager
+    def _beside(self, stream: Any) -> Iterator[None]:
+        """In a stream of copies, not in that of the steps."""
+        with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
+            yield
+
+    def _event(self) -> Any:
+        return torch.cuda.current_stream(self._pool.device).record_event() if self._on_gpu else None
+
+    def _wait(self, event: Any) -> None:
+        if event is not None:
+            torch.cuda.current_stream(self._pool.device).wait_event(event)
+
+    def _sent(self, blocks: list[int]) -> Tensor:
+        # So few bytes the driver takes along at once: pinning them would cost more.
+        return torch.tensor(blocks, dtype=torch.int64).to(self._pool.device, non_blocking=True)
+
+
+def _runs(pages: Sequence[HostPage]) -> Iterator[tuple[int, int, int]]:
+    """Pages in the order of their places as runs of neighbours: index of the first, its place, how many."""
+    first = 0
+    for after in range(1, len(pages) + 1):
+        if after == len(pages) or pages[after].place != pages[first].place + after - first:
+            yield first, pages[first].place, after - first
+            first = after

@@ -1,0 +1,83 @@
+"""The sampling state of each slot on the device, edited in place. Knows settings and positions, never logits.
+
+What `kernels.sampling` reads while a step runs changes only between steps, in the order of the stream.
+"""
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kernels.sampling.slot_settings import slot_settings
+from services.worker.runners.step import SlotState, Words
+
+
+class GpuSampler:
+    """As `sampler.Sampler`: penalties, bias, ban, temperature, cuts and the keyed draw, for `slots` slots and one more
+    that nobody has: it is always greedy."""
+
+    def __init__(self, slots: int, vocab_size: int, device: torch.device) -> None:
+        self.device, self.vocab_size = device, vocab_size
+        self.settings = slot_settings(slots + 1, device, vocab_size)
+        self._boundary = np.zeros(slots + 1, np.int64)
+        self.logprobs = [-1] * (slots + 1)
+        self._bias: dict[int, tuple[Tensor, Tensor]] = {}
+        self._bans: dict[int, tuple[int, Tensor]] = {}
+        """Tokens of prompt and answer until which each is valid, and which ones."""
+
+    # ---- edits ----
+
+    def admit(self, slot: int, state: SlotState) -> None:
+        """A sequence takes the slot: nothing stays of the one before.
+        What the device keeps `kernels.slot_edits` writes."""
+        self._boundary[slot] = state.boundary
+        self.logprobs[slot] = state.logprobs
+        self._bias.pop(slot, None)
+        self._bans.pop(slot, None)
+
+    def remember(self, slot: int, boundary: int, ids: Words) -> None:
+        """The tokens that the slot's penalties count."""
+        assert self.settings.history is not None
+        counts = np.bincount(ids[boundary:], minlength=self.vocab_size)[: self.vocab_size] * 2
+        counts[np.unique(ids)] |= 1
+        self.settings.history[slot] = self._sent(torch.from_numpy(counts.astype(np.int32)))
+
+    def bias(self, slot: int, ids: Words, values: npt.NDArray[np.float32]) -> None:
+        """What the slot adds to these tokens' logits."""
+        self._bias[slot] = (
+            self._sent(torch.from_numpy(ids.astype(np.int64))), self._sent(torch.from_numpy(values.copy()))
+        )  # fmt: skip
+        self._write_edits(slot)
+
+    def ban(self, slot: int, until: int, ids: Words) -> None:
+        """Tokens that the slot may not choose before this position of its answer."""
+        self._bans[slot] = (until + int(self._boundary[slot]), self._sent(torch.from_numpy(ids.astype(np.int64))))
+        self._write_edits(slot)
+
+    def lift_bans(self, slots: list[int], contexts: list[int]) -> None:
+        """Before a step: these slots have seen so many tokens; bans that end there go."""
+        if not self._bans:
+            return
+        for slot, context in zip(slots, contexts, strict=True):
+            ban = self._bans.get(slot)
+            if ban is not None and context >= ban[0]:
+                del self._bans[slot]
+                self._write_edits(slot)
+
+    def _write_edits(self, slot: int) -> None:
+        """The slot's line anew: bias, then bans. Steps that read it come before or after this in the stream."""
+        edits = self.settings.edits
+        assert edits is not None
+        line = edits[slot].zero_()
+        if slot in self._bias:
+            ids, values = self._bias[slot]
+            line.index_copy_(0, ids, values)
+        if slot in self._bans:
+            line.index_fill_(0, self._bans[slot][1], -torch.inf)
+        self.settings.edited[slot] = int(slot in self._bias or slot in self._bans)
+
+    def _sent(self, values: Tensor) -> Tensor:
+        """On the device, without waiting for it."""
+        if self.device.type == "cpu":
+            return values
+        return values.pin_memory().to(self.device, non_blocking=True)

@@ -1,0 +1,114 @@
+"""A step as one packed int32 array: edits to device slots, then ragged rows. Knows the format, not who reads it.
+
+    header   words of edits, rows, tokens
+    edits    each: operation, slot, number of words, words
+    rows     each: slot, tokens, samples (0 or 1)
+    ids      of the tokens, row by row (-1: the slot's last token)
+
+A slot holds what the device must remember of a sequence: block table, position, last token, sampling state. So a step
+of answers sends four words for each, and a token that is still on the device needs no round trip. Floats go as bits.
+"""
+
+import enum
+import struct
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Words = npt.NDArray[np.int32]
+HEADER_WORDS = EDIT_WORDS = 3
+"""Before the edits, and of an edit before its own words."""
+_ROW_WORDS = 3
+_THREE = struct.Struct("=3i")
+_STATE = struct.Struct("=7i6f")
+
+
+class Edit(enum.IntEnum):
+    """What an edit does to its slot."""
+
+    RELEASE = 0
+    """The slot is empty. No words."""
+    ADMIT = 1
+    """A sequence takes the slot. A SlotState."""
+    BLOCKS = 2
+    """New blocks: place of the first one in the table, then the blocks."""
+    HISTORY = 3
+    """For penalties: tokens of the prompt, then all token ids the sequence has."""
+    BIAS = 4
+    """For logit_bias: token ids, then as many floats."""
+    BAN = 5
+    """For min_tokens: the position from which they are allowed, then token ids."""
+
+
+_EDITS = tuple(Edit)
+
+
+class SlotState(NamedTuple):
+    """What ADMIT says of a sequence."""
+
+    computed: int
+    """Its tokens that are computed already."""
+    boundary: int
+    """Tokens of its prompt: draws are keyed by the position in the answer."""
+    seed_low: int
+    seed_high: int
+    sample_index: int
+    top_k: int
+    logprobs: int
+    """-1: not asked."""
+    temperature: float
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+
+    def words(self) -> "array[int]":
+        """In the order of the fields."""
+        return array("i", _STATE.pack(*self))
+
+    @classmethod
+    def read(cls, words: Words) -> "SlotState":
+        """The inverse of `words`."""
+        return cls(*_STATE.unpack(words.data))
+
+
+# ---- writing ----
+
+
+# ---- reading ----
+
+
+class Rows(NamedTuple):
+    """The R rows of a step, in columns."""
+
+    slots: list[int]
+    lengths: list[int]
+    """Tokens of this step."""
+    samples: list[int]
+    """0 or 1."""
+    ids: Words
+    """Of the tokens, row by row; -1 where the slot knows."""
+
+
+def unpack(words: Words) -> tuple[Sequence[tuple[Edit, int, Words]], Rows]:
+    """The edits as (operation, slot, words), and the rows."""
+    edit_words, count, ids = _THREE.unpack_from(words.data)
+    rows_at = HEADER_WORDS + edit_words
+    ids_at = rows_at + count * _ROW_WORDS
+    assert len(words) == ids_at + ids, f"{len(words)} words, {ids_at + ids} announced"
+    columns = words[rows_at:ids_at].tolist()
+    rows = Rows(columns[0::_ROW_WORDS], columns[1::_ROW_WORDS], columns[2::_ROW_WORDS], words[ids_at:])
+    return list(_edits(words[HEADER_WORDS:rows_at])), rows
+
+
+def _edits(words: Words) -> Iterator[tuple[Edit, int, Words]]:
+    at = 0
+    while at < len(words):
+        operation, slot, count = _THREE.unpack_from(words.data, at * words.itemsize)
+        end = at + EDIT_WORDS + count
+        yield _EDITS[operation], slot, words[at + EDIT_WORDS : end]
+        at = end

@@ -1,0 +1,1 @@
+"""What the mesh sees of a worker."""

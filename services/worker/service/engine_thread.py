@@ -1,0 +1,84 @@
+"""Runs the engine in a thread of its own and passes its events to the event loop in order."""
+
+import asyncio
+import threading
+import time
+
+from services import telemetry
+from services.worker.engine.base import Engine
+from services.worker.job import StepOutput
+from services.worker.service.jobs import Jobs
+from services.worker.service.scheduler_link import SchedulerLink
+
+_LONG_STEP_S = 0.5
+# Steps whose tokens the event loop has not yet taken: an engine that is faster than the links waits for them.
+_MOST_UNTOLD = 32
+_ROOM_WAIT_S = 0.5
+# Who waits for a first token is told before the engine's thread takes the interpreter for its next launch.
+_FIRST_WAIT_S = 0.0005
+
+
+class EngineFailed(Exception):
+    """The engine's thread has ended by a bug, or because its device is lost: only a new process can do better."""
+
+
+class EngineThread:
+    """Runs the engine in a thread of its own; what it says reaches the event loop in order.
+
+    As a context manager it gives a future, which never has a result but EngineFailed if it comes to that.
+    """
+
+    def __init__(self, engine: Engine, jobs: Jobs, attachment: SchedulerLink) -> None:
+        self._engine = engine
+        self._jobs = jobs
+        self._attachment = attachment
+        self._loop = asyncio.get_running_loop()
+        self._stop = threading.Event()
+        self._room = threading.Semaphore(_MOST_UNTOLD)
+        self._told = threading.Event()
+        self._launched_at: float | None = None
+        self._failed: asyncio.Future[None] = self._loop.create_future()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def __enter__(self) -> "asyncio.Future[None]":
+        self._thread.start()
+        return self._failed
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._engine.wake()
+        self._thread.join(timeout=5)
+
+    def _run(self) -> None:
+        try:
+            self._engine.run_forever(self._on_output, self._on_launch, self._on_soon, self._stop)
+        except Exception as error:
+            telemetry.log_exception("the engine failed", error)
+            self._loop.call_soon_threadsafe(self._failed.set_exception, EngineFailed())
+
+    def _on_output(self, output: StepOutput) -> None:
+        launched_at, self._launched_at = self._launched_at, None
+        step_s = None if launched_at is None else time.monotonic() - launched_at
+        while not self._room.acquire(timeout=_ROOM_WAIT_S):
+            if self._stop.is_set():
+                return
+        first = any(token.position == 0 for token in output.tokens)
+        self._told.clear()
+        self._loop.call_soon_threadsafe(self._deliver, output, step_s, first)
+        if first:
+            self._told.wait(_FIRST_WAIT_S)
+
+    def _deliver(self, output: StepOutput, step_s: float | None, first: bool) -> None:
+        self._room.release()
+        self._jobs.deliver(output, step_s)
+        if first:
+            self._loop.call_soon(self._told.set)  # behind the links, which write meanwhile
+        self._attachment.changed(urgent=bool(output.ended))
+
+    def _on_launch(self, predicted_s: float) -> None:
+        self._launched_at = time.monotonic()
+        if predicted_s > _LONG_STEP_S:
+            self._loop.call_soon_threadsafe(self._attachment.changed)
+
+    def _on_soon(self, keys: list[int]) -> None:
+        self._loop.call_soon_threadsafe(self._jobs.announce, keys)

@@ -1,0 +1,132 @@
+"""The worker's link to the scheduler: hello, then reports of what changed. Says hello again after every break."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+import structlog
+from grpc import aio
+
+from protos import mesh_pb2 as mesh
+from protos import mesh_pb2_grpc as mesh_grpc
+from services import hashing, rpc
+from services.worker.job import Stats
+from services.worker.service.jobs import Jobs
+
+log = structlog.get_logger("worker.attach")
+
+# Ends free credits and are told at once, but no oftener than this; mere progress can wait: a report costs the engine's
+# process, and the scheduler counts what it assigned in the meantime by itself.
+REPORT_INTERVAL_S = 0.01
+PROGRESS_INTERVAL_S = 0.1
+HEARTBEAT_S = 1.0
+RETRY_S = 0.2
+
+
+class EngineGauges(Protocol):
+    """What this room reads of an engine."""
+
+    def stats(self) -> Stats:
+        """Counters and gauges."""
+
+    def take_block_events(self) -> tuple[list[bytes], list[bytes]]:
+        """Keys stored and keys evicted since the last call."""
+
+
+class Refused(Exception):
+    """The scheduler will not have this worker."""
+
+
+class SchedulerLink:
+    """Keeps this worker registered until `run` is cancelled."""
+
+    def __init__(self, address: str, hello: mesh.WorkerHello, engine: EngineGauges, jobs: Jobs) -> None:
+        self._address = address
+        self._hello = hello
+        self._engine = engine
+        self._jobs = jobs
+        self._keys: set[bytes] = set()
+        self._changed = asyncio.Event()
+        self._urgent = asyncio.Event()
+        self._reported = (-1, 0.0)
+
+    def changed(self, urgent: bool = True) -> None:
+        """Something is worth a report, now or with the next ones."""
+        self._changed.set()
+        if urgent:
+            self._urgent.set()
+
+    async def run(self) -> None:
+        """Attaches, and attaches again whenever the link breaks. Raises Refused."""
+        log.info("looking for the scheduler", at=self._address)
+        async with rpc.link_channel(self._address) as channel:
+            stub = mesh_grpc.SchedulerStub(channel)
+            while True:
+                try:
+                    await self._attach_once(stub)
+                except aio.AioRpcError as error:
+                    log.info("scheduler away", code=error.code().name)
+                await asyncio.sleep(RETRY_S)
+
+    async def _attach_once(self, stub: "mesh_grpc.SchedulerAsyncStub") -> None:
+        call = stub.Attach(self._messages(), wait_for_ready=True)
+        async for response in call:
+            if response.WhichOneof("message") == "refused":
+                raise Refused(response.refused.message)
+            log.info("attached", epoch=response.hello.epoch)
+
+    async def _messages(self) -> AsyncIterator[mesh.AttachRequest]:
+        self._take_keys()
+        hello = mesh.WorkerHello()
+        hello.CopyFrom(self._hello)
+        hello.running.extend(self._jobs.running())
+        hello.stored_keys = b"".join(self._keys)
+        self._jobs.take_ended()
+        yield mesh.AttachRequest(hello=hello)
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), HEARTBEAT_S)
+            self._changed.clear()
+            self._urgent.clear()
+            stats = self._engine.stats()
+            # A busy engine announces each step and then stays silent until it is done: too long a silence means death.
+            if stats.running == 0 or (stats.steps, stats.predicted_step_s) != self._reported:
+                self._reported = (stats.steps, stats.predicted_step_s)
+                yield mesh.AttachRequest(report=self._report(stats))
+                await asyncio.sleep(REPORT_INTERVAL_S)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._urgent.wait(), PROGRESS_INTERVAL_S - REPORT_INTERVAL_S)
+
+    def _report(self, stats: Stats) -> mesh.WorkerReport:
+        report = report_of(stats, self._jobs)
+        stored, evicted = self._take_keys()
+        report.ended.extend(self._jobs.take_ended())
+        report.stored_keys = b"".join(stored)
+        report.evicted_keys = b"".join(evicted)
+        return report
+
+    def _take_keys(self) -> tuple[list[bytes], list[bytes]]:
+        stored, evicted = self._engine.take_block_events()
+        self._keys.update(stored)
+        self._keys.difference_update(evicted)
+        assert all(len(key) == hashing.KEY_BYTES for key in stored)
+        return stored, evicted
+
+
+def report_of(stats: Stats, jobs: Jobs) -> mesh.WorkerReport:
+    """The gauges of a report."""
+    return mesh.WorkerReport(
+        steps=stats.steps,
+        step_s=stats.predicted_step_s,
+        running=stats.running,
+        waiting=stats.waiting,
+        prefill_backlog=stats.prefill_backlog,
+        free_blocks=stats.free_blocks,
+        cached_blocks=stats.cached_blocks,
+        active_blocks=stats.active_blocks,
+        prefill_rate=stats.prefill_rate,
+        decode_s=stats.decode_s,
+        draining=jobs.draining,
+        preemptions=stats.preemptions,
+    )

@@ -1,0 +1,346 @@
+"""The command as people type it."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import grpc
+import pytest
+from typer.testing import CliRunner, Result
+
+from protos import inference_pb2 as api
+from services.errors import WeftError, invalid
+from tests.ports import free_port
+from tests.weft.fakes import WORDS, FakeMesh, fails, served
+from weft.cli import demo, serve
+from weft.cli.app import app
+from weft.cli.chat import Conversation
+
+WEFT = [sys.executable, "-W", "error", "-c", "from weft.cli.app import app; app()"]
+TEXT = "".join(f" {word}" for word in WORDS)
+Weft = Callable[..., Awaitable[Result]]
+
+
+@pytest.fixture
+def mesh() -> FakeMesh:
+    return FakeMesh()
+
+
+@pytest.fixture
+async def weft(mesh: FakeMesh) -> AsyncIterator[Weft]:
+    """Runs the command against the fake mesh."""
+    async with served(mesh) as address:
+
+        async def run(*arguments: str, typed: str | bytes = "", charset: str = "utf-8") -> Result:
+            environment = {"WEFT_ADDRESS": address, "COLUMNS": "100"}
+            runner = CliRunner(charset=charset)
+            return await asyncio.to_thread(runner.invoke, app, arguments, input=typed, env=environment)
+
+        yield run
+
+
+async def test_generate_writes_the_answer_and_nothing_else(weft: Weft) -> None:
+    result = await weft("generate", "Once")
+    assert (result.exit_code, result.stdout, result.stderr) == (0, f"{TEXT}\n", "")
+
+
+async def test_generate_passes_every_flag_on(weft: Weft, mesh: FakeMesh) -> None:
+    flags = """--model fox --max-tokens 9 --min-tokens 2 --temperature 0.5 --top-k 40 --top-p 0.75 --min-p 0.25
+        --repetition-penalty 1.5 --presence-penalty 0.5 --frequency-penalty -0.5 --seed 7 --stop end --stop .
+        --ignore-eos --stop-token-id 3 --logit-bias 4=-1.5 --logprobs 2 --n 2 --priority 3 --cache bypass
+        --request-id r-1"""
+    result = await weft("generate", "-", *flags.split(), typed="from a pipe")
+    assert result.exit_code == 0
+    assert mesh.requests == [
+        api.GenerateRequest(
+            model="fox",
+            prompt=api.Prompt(text="from a pipe"),
+            sampling=api.Sampling(
+                max_tokens=9,
+                min_tokens=2,
+                temperature=0.5,
+                top_k=40,
+                top_p=0.75,
+                min_p=0.25,
+                repetition_penalty=1.5,
+                presence_penalty=0.5,
+                frequency_penalty=-0.5,
+                seed=7,
+                stop=["end", "."],
+                stop_token_ids=[3],
+                logit_bias={4: -1.5},
+                logprobs=2,
+                ignore_eos=True,
+            ),
+            n=2,
+            priority=3,
+            cache=api.CACHE_POLICY_BYPASS,
+            request_id="r-1",
+        )
+    ]
+
+
+async def test_several_continuations_are_told_apart(weft: Weft) -> None:
+    result = await weft("generate", "Once", "--n", "2")
+    assert result.stdout == f"[0] {TEXT}\n[1] {TEXT}\n"
+
+
+async def test_stats_print_the_receipt(weft: Weft) -> None:
+    result = await weft("generate", "Once", "--stats", "--seed", "5")
+    rows = {line.split("  ")[0]: line.split() for line in result.stdout.splitlines() if line}
+    assert rows["prefill"] == ["prefill", "20.00", "20%"]
+    assert rows["wall"] == ["wall", "100.00"]
+    assert rows["prefill tokens"][-1] == "4"
+    assert rows["workers"][-1] == "worker-a"
+    assert rows["result"][-1] == "miss"
+    assert rows["seed"][-1] == "5"
+    assert "\x1b" not in result.stdout
+
+
+async def test_what_a_model_writes_cannot_steer_the_terminal(weft: Weft, mesh: FakeMesh) -> None:
+    mesh.words = ["\x1b[2Jboo\x07", "tab\tline\n"]
+    result = await weft("generate", "Once")
+    assert result.stdout == " [2Jboo tab\tline\n\n"
+
+
+async def test_what_the_output_cannot_write_does_not_end_the_answer(weft: Weft, mesh: FakeMesh) -> None:
+    mesh.words = ["na\u00efve", "\u65e5", "end"]
+    assert (await weft("generate", "Once", charset="iso-8859-1")).stdout == " na\u00efve ? end\n"
+
+
+async def test_a_prompt_that_is_no_text_is_refused_in_a_line(weft: Weft, mesh: FakeMesh) -> None:
+    result = await weft("generate", "-", typed=b"caf\xe9")
+    assert (result.exit_code, len(result.stderr.splitlines()), mesh.requests) == (2, 1, [])
+
+
+async def test_a_line_that_is_no_text_does_not_end_the_conversation(weft: Weft, mesh: FakeMesh) -> None:
+    result = await weft("chat", typed=b"caf\xe9\nfine\n")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert [request.prompt.text.split()[0] for request in mesh.requests] == ["caf\ufffd", "caf\ufffd"]
+
+
+async def test_a_refusal_is_one_line(weft: Weft, mesh: FakeMesh) -> None:
+    mesh.faults = [fails(0, invalid("sampling.top_p", "above 0 to 1"))]
+    result = await weft("generate", "Once", "--top-p", "7")
+    assert result.exit_code == 1
+    assert result.stderr == "weft: INVALID_ARGUMENT/INVALID_FIELD: sampling.top_p: above 0 to 1\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--logit-bias", "x"], "weft: --logit-bias: 'x' is not ID=BIAS\n"),
+        (["--max-tokens", "-3"], "weft: max_tokens: Value out of range: -3\n"),
+        (["--stop", "\udcff"], "weft: stop: no text that UTF-8 can hold\n"),
+        (["--api-key", "key\n"], "weft: api_key: printable ASCII characters alone\n"),
+    ],
+)
+async def test_impossible_flags_are_refused_here(weft: Weft, mesh: FakeMesh, flags: list[str], told: str) -> None:
+    result = await weft("generate", "Once", *flags)
+    assert (result.exit_code, result.stderr, mesh.requests) == (2, told, [])
+
+
+@pytest.mark.parametrize("command", [["generate", "Once"], ["bench"]])
+def test_nobody_there_is_one_line_that_helps(command: list[str]) -> None:
+    result = CliRunner().invoke(app, [*command, "--address", "127.0.0.1:1"])
+    assert result.exit_code == 1
+    assert result.stderr == "weft: no mesh at 127.0.0.1:1: start one with `weft serve`\n"
+
+
+async def test_what_is_no_gateway_is_called_so() -> None:
+    server = grpc.aio.server()
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    arguments = ["generate", "Once", "--address", f"127.0.0.1:{port}"]
+    result = await asyncio.to_thread(CliRunner().invoke, app, arguments)
+    await server.stop(0)
+    assert (result.exit_code, result.stderr) == (1, f"weft: 127.0.0.1:{port} is no gateway of Weft\n")
+
+
+async def test_models_are_listed(weft: Weft) -> None:
+    result = await weft("models")
+    assert result.stdout.split("\n")[1].split() == ["fox", "11.3", "M", "512", "4096", "Fox", "1", "no"]
+
+
+async def test_chat_reads_lines_and_answers(weft: Weft, mesh: FakeMesh) -> None:
+    mesh.words = ["indeed"]
+    result = await weft("chat", "--stats", "--temperature", "0", typed="It rains.\n\nStill.\n/exit\nnever read\n")
+    assert result.exit_code == 0
+    assert result.stdout.count(" indeed\nfirst token 30 ms, ") == 2
+    texts = [request.prompt.text for request in mesh.requests]
+    assert texts == ["It rains.", "It rains. indeed Still."]
+
+
+async def test_a_failed_question_does_not_end_the_conversation(weft: Weft, mesh: FakeMesh) -> None:
+    full = WeftError(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL", "the queue is full")
+    mesh.faults = [fails(0, full)]
+    result = await weft("chat", typed="One.\nTwo.\n")
+    assert result.exit_code == 0
+    assert "RESOURCE_EXHAUSTED/QUEUE_FULL: the queue is full" in result.stdout
+    assert [request.prompt.text for request in mesh.requests] == ["One.", "Two."]
+
+
+def test_a_conversation_with_a_template_is_a_list_of_turns() -> None:
+    conversation = Conversation(chat=True, system="Be brief.")
+    conversation.ask("Hi")
+    conversation.answered("Hello.")
+    conversation.ask("lost")
+    conversation.not_answered()
+    assert conversation.ask("Bye") == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello."},
+        {"role": "user", "content": "Bye"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["gateway", "--workers", "2"], "--workers is for the whole mesh: start `weft serve gateway` once for each"),
+        (["cache", "--max-batch-size", "2"], "the cache has no MAX_BATCH_SIZE"),
+        (["gateway", "--kv-dtype", "fp8"], "the gateway has no KV_DTYPE"),
+        (["cache", "--kv-scales", "dynamic"], "the cache has no KV_SCALES"),
+        (["scheduler", "--model", "x"], "the scheduler has no --model"),
+        (["worker", "--redis-url", "redis://x"], "the worker has no --redis-url"),
+        (["--max-seq-length", "\u00b2"], "--max-seq-length: '\u00b2' is not a number of tokens such as 4096 or 4k"),
+        (["--max-seq-length", "long"], "--max-seq-length: 'long' is not a number of tokens such as 4096 or 4k"),
+    ],
+)
+def test_serve_refuses_what_it_would_ignore(arguments: list[str], told: str) -> None:
+    result = CliRunner().invoke(app, ["serve", *arguments])
+    assert (result.exit_code, result.stderr) == (2, f"weft: {told}\n")
+
+
+def test_sizes_for_people() -> None:
+    assert [serve._tokens(text) for text in ("4096", "4k", "32K", None)] == [4096, 4096, 32768, None]
+
+
+def test_help_is_quick_and_needs_no_torch() -> None:
+    script = "import sys; from weft.cli.app import app; sys.exit(any(m in sys.modules for m in ('torch', 'services')))"
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 0
+
+
+def test_the_client_package_needs_only_grpcio_and_protobuf() -> None:
+    script = """
+import sys
+
+ALLOWED = {'weft', 'protos', 'grpc', 'google', 'typing_extensions', *sys.stdlib_module_names}
+
+class NothingElse:
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith('google.rpc') or name.partition('.')[0] not in ALLOWED:
+            raise ImportError(name)
+
+sys.meta_path.insert(0, NothingElse())
+import weft
+weft.SyncClient().close()
+"""
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 0
+
+
+async def test_a_bad_checkpoint_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    code, output = await run_weft("serve", "--model", str(tmp_path), "--port", str(free_port()), home=tmp_path / "home")
+    last = output.strip().splitlines()[-1]
+    assert code == 1
+    assert last.startswith("weft: worker-1 ended with exit code")
+    assert "Traceback" not in output
+
+
+async def test_serve_says_what_it_serves_and_stops_at_ctrl_c(tmp_path: Path) -> None:
+    arguments = ("serve", "--port", str(free_port()), "--redis-url", "redis://me:secret@127.0.0.1:1/0")
+    process = await start_weft(*arguments, home=tmp_path)
+    assert process.stdout is not None
+    lines: list[str] = []
+    while not (lines and lines[-1].startswith("try: ")):
+        lines.append((await process.stdout.readline()).decode())
+        assert lines[-1], lines
+    assert lines[0] == "redis: redis://127.0.0.1:1/0\n"
+    process.send_signal(signal.SIGINT)
+    assert (await process.stdout.read()).decode() == "stopped\n"
+    assert await process.wait() == 0
+
+
+async def test_a_part_is_the_same_process_and_imports_nothing_from_the_current_folder(tmp_path: Path) -> None:
+    (tmp_path / "services").mkdir()
+    (tmp_path / "services" / "__init__.py").write_text("raise SystemExit('somebody else')")
+    process = await asyncio.create_subprocess_exec(
+        *(str(Path(sys.executable).with_name("weft")), "serve", "scheduler", "--port", str(free_port())),
+        env={"PATH": "/usr/bin:/bin"},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        cwd=tmp_path,
+    )
+    assert process.stdout is not None
+    assert b'"ready"' in await process.stdout.readline()
+    process.terminate()
+    assert b"Traceback" not in await process.stdout.read()
+    assert await process.wait() == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("WEFT_ALLOW_REMOTE", "many", "settings: allow_remote: Input should be a valid boolean"),
+        ("WEFT_LISTEN", "localhost", "localhost is not host:port"),
+        ("WEFT_LISTEN", "0.0.0.0:0", "0.0.0.0:0 is open to other machines: set WEFT_ALLOW_REMOTE=true"),
+    ],
+)
+async def test_a_part_that_cannot_be_says_why_in_a_line(tmp_path: Path, name: str, value: str, told: str) -> None:
+    parts = [str(part) for part in serve.ServiceName if part is not serve.ServiceName.WORKER]
+    ends = await asyncio.gather(*(run_weft("serve", part, home=tmp_path, **{name: value}) for part in parts))
+    for code, output in ends:
+        assert code == os.EX_CONFIG
+        [reason] = [line for line in output.splitlines() if line[0] != "{"]  # all but its log
+        assert reason.startswith(f"weft: {told}")
+        assert "many" not in output
+
+
+async def test_a_list_that_is_none_is_told_in_a_line(tmp_path: Path) -> None:
+    code, output = await run_weft("serve", "worker", home=tmp_path, WEFT_ALIASES="fox")
+    assert (code, "Traceback" in output) == (os.EX_CONFIG, False)
+    assert "aliases" in output.splitlines()[-1]
+
+
+async def test_the_demo_is_a_hit_the_second_time(tmp_path: Path) -> None:
+    patient = {"WEFT_GATEWAY_CACHE_BUDGET_S": "2"}  # a busy machine may take longer than a look-up may
+    _, first = await run_weft("demo", home=tmp_path, **patient)
+    code, second = await run_weft("demo", home=tmp_path, **patient)
+    _, other = await run_weft("demo", "--prompt", demo.PROMPT.replace("fox", "wolf"), home=tmp_path, **patient)
+    assert code == 0
+    assert first.startswith("redis: embedded ")
+    assert [fact(output, "result") for output in (first, second, other)] == ["miss", "hit", "miss"]
+    assert (fact(second, "prefill tokens"), fact(second, "workers")) == ("0", "none")
+    assert fact(first, "prefill tokens") != "0"
+    story = first[first.index(demo.PROMPT) : first.index("\nhop ")]
+    assert story in second
+
+
+def fact(output: str, name: str) -> str:
+    """The value of a line of the receipt."""
+    return next(line for line in output.splitlines() if line.startswith(f"{name}  ")).removeprefix(name).strip()
+
+
+async def start_weft(*arguments: str, home: Path, **settings: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        *WEFT,
+        *arguments,
+        env={"WEFT_HOME": str(home), "PATH": "/usr/bin:/bin", **settings},
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        cwd=Path(__file__).parents[2],
+    )
+
+
+async def run_weft(*arguments: str, home: Path, **settings: str) -> tuple[int, str]:
+    """Exit code and output of the command."""
+    process = await start_weft(*arguments, home=home, **settings)
+    output, _ = await process.communicate()
+    assert process.returncode is not None
+    return process.returncode, output.decode()

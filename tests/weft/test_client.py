@@ -1,0 +1,282 @@
+"""The client through a real socket: each story is one that a user of a mesh may live through."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.message import Message
+from grpc import aio
+
+from protos import inference_pb2 as api
+from protos import inference_pb2_grpc as stubs
+from services import rpc
+from services.errors import WeftError as MeshError
+from services.errors import invalid, unavailable
+from tests.weft.fakes import WORDS, FakeMesh, cancels, fails, served, token_ids
+from weft import Client, SyncClient, WeftError
+from weft.client.retry import RetryState
+
+TEXT = "".join(f" {word}" for word in WORDS)
+
+
+@pytest.fixture
+def mesh() -> FakeMesh:
+    return FakeMesh()
+
+
+@pytest.fixture
+async def address(mesh: FakeMesh) -> AsyncIterator[str]:
+    async with served(mesh) as address:
+        yield address
+
+
+@pytest.fixture
+async def client(address: str) -> AsyncIterator[Client]:
+    async with Client(address, deadline_s=10) as client:
+        yield client
+
+
+async def test_an_answer_streams_and_ends_with_its_receipt(client: Client) -> None:
+    answer = client.generate("Once", max_tokens=20)
+    deltas = [delta async for delta in answer]
+    assert "".join(delta.text for delta in deltas) == TEXT
+    assert answer.receipt is not None
+    assert answer.receipt.completion_tokens == len(WORDS)
+    assert answer.receipt.request_id == answer.request_id
+
+
+@pytest.mark.parametrize("at", [0, 1, 3, -1])
+async def test_a_broken_stream_is_taken_up_where_it_was(client: Client, mesh: FakeMesh, at: int) -> None:
+    gone = unavailable("DRAINING", "the gateway stops", retry_after_s=0.01)
+    mesh.faults = [fails(at, gone), cancels(at)]
+    answer = client.generate("Once", n=2)
+    deltas = [delta async for delta in answer]
+    for index in (0, 1):
+        tokens = [token for delta in deltas if delta.index == index for token in delta.token_ids]
+        assert tokens == token_ids(WORDS)
+        assert "".join(delta.text for delta in deltas if delta.index == index) == TEXT
+    assert len(mesh.requests) == 3
+    assert len({request.SerializeToString(deterministic=True) for request in mesh.requests}) == 1
+
+
+async def test_a_restarted_server_costs_the_consumer_nothing(mesh: FakeMesh) -> None:
+    mesh.pause_s = 0.02
+    async with served(mesh) as address:
+        client = Client(address, deadline_s=10)
+        answer = client.generate("Once")
+        deltas = [await anext(aiter(answer))]
+    second = FakeMesh()
+    service = rpc.Service("weft.v1.Inference", stubs.add_InferenceServicer_to_server, second)
+    server = await rpc.serve(address, [service])
+    deltas += [delta async for delta in answer]
+    assert "".join(delta.text for delta in deltas) == TEXT
+    assert second.requests[0] == mesh.requests[0]
+    await client.close()
+    await server.stop(0)
+
+
+async def test_a_retry_cannot_become_another_answer(client: Client, mesh: FakeMesh) -> None:
+    mesh.faults = [fails(2, unavailable("GONE", "gone", retry_after_s=0.01))]
+    answer = client.generate("Once")
+    await anext(aiter(answer))
+    mesh.words = WORDS[1:]
+    with pytest.raises(WeftError, match="REPLAY_DIFFERS"):
+        await answer.text()
+
+
+async def test_a_sampled_request_draws_the_same_on_every_try_and_leaves_no_result(
+    client: Client, mesh: FakeMesh
+) -> None:
+    await client.generate("Once").text()
+    await client.generate("Once", temperature=0).text()
+    await client.generate("Once", seed=5).text()
+    drawn, greedy, seeded = mesh.requests
+    assert drawn.sampling.HasField("seed")
+    assert drawn.cache == api.CACHE_POLICY_READ_ONLY
+    assert not greedy.sampling.HasField("seed")
+    assert greedy.cache == seeded.cache == api.CACHE_POLICY_UNSPECIFIED
+    assert seeded.sampling.seed == 5
+
+
+async def test_a_refusal_is_told_whole_and_not_tried_again(client: Client, mesh: FakeMesh) -> None:
+    mesh.faults = [fails(0, invalid("sampling.top_p", "above 0 to 1"))]
+    with pytest.raises(WeftError) as caught:
+        await client.generate("Once", top_p=7).text()
+    error = caught.value
+    assert (error.code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD")
+    assert error.field == "sampling.top_p"
+    assert error.receipt is not None
+    assert error.receipt.model == "fox"
+    assert str(error) == "INVALID_ARGUMENT/INVALID_FIELD: sampling.top_p: above 0 to 1"
+    assert len(mesh.requests) == 1
+
+
+async def test_when_the_mesh_says_later_the_client_comes_later(client: Client, mesh: FakeMesh) -> None:
+    mesh.faults = [fails(0, unavailable("NO_WORKER", "no worker yet", retry_after_s=0.6))]
+    began = time.monotonic()
+    await client.complete("Once")
+    assert time.monotonic() - began >= 0.6
+
+
+async def test_retries_end(address: str, mesh: FakeMesh) -> None:
+    mesh.faults = [fails(0, unavailable("NO_WORKER", "no worker", retry_after_s=0.01)) for _ in range(9)]
+    async with Client(address, retries=2) as client:
+        with pytest.raises(WeftError) as caught:
+            await client.complete("Once")
+    assert caught.value.reason == "NO_WORKER"
+    assert caught.value.retry_after_s == pytest.approx(0.01)
+    assert len(mesh.requests) == 3
+
+
+async def test_overload_is_not_answered_with_more_load(client: Client, mesh: FakeMesh) -> None:
+    full = MeshError(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL", "the queue is full", retry_after_s=0.2)
+    mesh.faults = [fails(0, full)]
+    with pytest.raises(WeftError) as caught:
+        await client.generate("Once").text()
+    assert caught.value.retry_after_s == pytest.approx(0.2)
+    assert len(mesh.requests) == 1
+
+
+async def test_the_deadline_covers_all_tries(client: Client, mesh: FakeMesh) -> None:
+    mesh.faults = [fails(0, unavailable("NO_WORKER", "no worker", retry_after_s=0.15)) for _ in range(9)]
+    began = time.monotonic()
+    with pytest.raises(WeftError):
+        await client.generate("Once", deadline_s=0.4).text()
+    assert time.monotonic() - began < 1.0
+    assert len(mesh.requests) <= 3
+
+
+async def test_a_slow_answer_ends_at_the_deadline(client: Client, mesh: FakeMesh) -> None:
+    mesh.pause_s = 0.2
+    with pytest.raises(WeftError) as caught:
+        await client.generate("Once", deadline_s=0.5).text()
+    assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+    await asyncio.wait_for(mesh.ended.wait(), 5)
+
+
+async def test_nobody_there_is_unavailable_without_a_reason() -> None:
+    async with Client("127.0.0.1:1", retries=1) as client:
+        with pytest.raises(WeftError) as caught:
+            await client.models()
+    assert caught.value.code is grpc.StatusCode.UNAVAILABLE
+    assert caught.value.reason == ""
+
+
+async def test_cancelling_an_answer_reaches_the_mesh(client: Client, mesh: FakeMesh) -> None:
+    mesh.pause_s = 0.05
+    answer = client.generate("Once")
+    await anext(aiter(answer))
+    reading = asyncio.create_task(answer.text())
+    await asyncio.sleep(0.02)
+    await answer.cancel()
+    assert await reading == ""
+    assert answer.receipt is None
+    await asyncio.wait_for(mesh.ended.wait(), 5)
+    assert len(mesh.requests) == 1
+
+
+async def test_cancelling_the_consumer_reaches_the_mesh(client: Client, mesh: FakeMesh) -> None:
+    mesh.pause_s = 0.05
+    reading = asyncio.create_task(client.generate("Once").text())
+    await asyncio.sleep(0.1)
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    await asyncio.wait_for(mesh.ended.wait(), 5)
+
+
+async def test_every_option_arrives(client: Client, mesh: FakeMesh) -> None:
+    sampling = {
+        "max_tokens": 9,
+        "min_tokens": 2,
+        "temperature": 0.5,
+        "top_k": 40,
+        "top_p": 0.75,
+        "min_p": 0.25,
+        "repetition_penalty": 1.5,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "seed": 7,
+        "stop": ["end"],
+        "stop_token_ids": [3],
+        "logit_bias": {4: -1.0},
+        "logprobs": 2,
+        "ignore_eos": True,
+    }
+    other = {"model": "fox", "n": 2, "priority": 3, "request_id": "r-1"}
+    await client.generate([1, 2], cache="bypass", traceparent="00-1-2-03", **sampling, **other).text()  # type: ignore[arg-type]
+    (request,) = mesh.requests
+    assert set(sampling) == {field.name for field in api.Sampling.DESCRIPTOR.fields}
+    assert request == api.GenerateRequest(
+        prompt=api.Prompt(token_ids=api.TokenIds(ids=[1, 2])),
+        sampling=api.Sampling(**sampling),  # type: ignore[arg-type]
+        cache=api.CACHE_POLICY_BYPASS,
+        **other,  # type: ignore[arg-type]
+    )
+    assert mesh.metadata[0]["traceparent"] == "00-1-2-03"
+    assert set(sampling) | set(other) | {"cache", "prompt", "sampling"} == set(sampling) | {
+        field.name for field in api.GenerateRequest.DESCRIPTOR.fields
+    }
+
+
+async def test_prompts_take_the_form_of_their_python_type(client: Client, mesh: FakeMesh) -> None:
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    mixed: Any = ["x", *turns]
+    for prompt in ("text", [5, 6], turns):
+        await client.generate(prompt).text()
+    forms = [request.prompt.WhichOneof("form") for request in mesh.requests]
+    assert forms == ["text", "token_ids", "chat"]
+    assert mesh.requests[2].prompt.chat.messages[1].content == "Hi"
+    with pytest.raises(TypeError, match="max_token"):
+        client.generate("x", max_token=3)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="messages alone"):
+        client.generate(mixed)
+    with pytest.raises(TypeError, match="max_tokens"):
+        client.generate(api.GenerateRequest(prompt=api.Prompt(text="x")), max_tokens=3)
+    with pytest.raises(ValueError, match="sometimes"):
+        client.generate("x", cache="sometimes")
+
+
+async def test_the_other_calls(client: Client) -> None:
+    assert (await client.complete("Once")).choices[0].text == " ".join(WORDS)
+    assert list((await client.tokenize("a b")).pieces) == ["a", "b"]
+    assert [model.name for model in await client.models()] == ["fox"]
+
+
+async def test_scripts_may_block(address: str, mesh: FakeMesh) -> None:
+    def script() -> tuple[str, Message | None, str]:
+        with SyncClient(address, deadline_s=10) as client:
+            answer = client.generate("Once")
+            text = "".join(delta.text for delta in answer)
+            for _ in client.generate("left early"):
+                break
+            return text, answer.receipt, client.models()[0].name
+
+    text, receipt, name = await asyncio.to_thread(script)
+    assert (text, name) == (TEXT, "fox")
+    assert isinstance(receipt, api.Receipt)
+
+
+def test_pauses_grow_with_jitter_and_progress_resets_them() -> None:
+    gone = WeftError(grpc.StatusCode.UNAVAILABLE, "gone")
+    tries = RetryState(6, None, draw=lambda: 1.0)
+    assert [tries.pause(gone, 0.0) for _ in range(6)] == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 2.0])
+    with pytest.raises(WeftError):
+        tries.pause(gone, 0.0)
+    tries.progress()
+    assert tries.pause(gone, 0.0) == pytest.approx(0.1)
+    assert RetryState(6, None, draw=lambda: 0.0).pause(gone, 0.0) == pytest.approx(0.05)
+
+
+async def test_an_unreadable_rich_status_is_an_error_all_the_same(client: Client, mesh: FakeMesh) -> None:
+    async def fault(context: aio.ServicerContext[api.GenerateRequest, api.GenerateResponse], number: int) -> None:
+        broken = (("grpc-status-details-bin", b"\xff\xff"), ("weft-receipt-bin", b"\xff"))
+        await context.abort(grpc.StatusCode.INTERNAL, "internal error", broken)
+
+    mesh.faults = [fault]
+    with pytest.raises(WeftError) as caught:
+        await client.complete("Once")
+    assert (caught.value.code, caught.value.reason, caught.value.receipt) == (grpc.StatusCode.INTERNAL, "", None)

@@ -1,0 +1,15 @@
+"""What `weft doctor` thinks of a Redis, by each way to name one."""
+
+from pathlib import Path
+
+from tests.redis_server import RedisServer
+from weft.cli import doctor
+
+
+def test_the_doctor_knows_every_redis_that_a_cache_may_use(tmp_path: Path) -> None:
+    with RedisServer(tmp_path) as redis:
+        for url in (redis.url, f"unix://{redis.embedded.socket}?db=1"):
+            assert doctor._redis(url).verdict is doctor.Verdict.OK, url
+        assert doctor._redis(redis.url.replace("redis://", "rediss://")).verdict is doctor.Verdict.BAD  # It has no TLS.
+    assert doctor._redis(f"unix://{redis.embedded.socket}").verdict is doctor.Verdict.BAD
+    assert doctor._redis("redis://here:many").verdict is doctor.Verdict.BAD

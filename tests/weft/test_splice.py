@@ -1,0 +1,71 @@
+"""Several tries at one stream become one stream."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protos import inference_pb2 as api
+from weft.client.errors import WeftError
+from weft.client.stream_resumer import StreamResumer
+
+TOKENS = 12
+
+
+def text_of(token: int) -> str:
+    return f"<{token}>" if token % 3 else ""
+
+
+@st.composite
+def a_try(draw: st.DrawFn) -> list[api.Delta]:
+    """The whole stream, cut into messages anywhere; text may come later than its tokens."""
+    cuts = sorted(draw(st.sets(st.integers(1, TOKENS - 1))))
+    text, deltas, said = "".join(text_of(token) for token in range(TOKENS)), [], 0
+    for start, end in zip([0, *cuts], [*cuts, TOKENS], strict=True):
+        due = len("".join(text_of(token) for token in range(end)))
+        until = due if end == TOKENS else draw(st.integers(said, due))
+        reason = api.FINISH_REASON_LENGTH if end == TOKENS else api.FINISH_REASON_UNSPECIFIED
+        places = [api.PositionLogprobs(chosen=api.TokenLogprob(token_id=token)) for token in range(start, end)]
+        deltas.append(
+            api.Delta(
+                text=text[said:until],
+                token_ids=range(start, end),
+                position=start,
+                logprobs=places,
+                finish_reason=reason,
+            )
+        )
+        said = until
+    return deltas
+
+
+@given(st.lists(st.tuples(a_try(), st.integers(0, TOKENS)), max_size=4), a_try())
+def test_each_token_and_character_comes_once(broken: list[tuple[list[api.Delta], int]], whole: list[api.Delta]) -> None:
+    splice, received = StreamResumer(), []
+    for deltas in [*(deltas[:length] for deltas, length in broken), whole]:
+        splice.begin()
+        received += [new for delta in deltas if (new := splice.new(delta)) is not None]
+
+    assert [token for delta in received for token in delta.token_ids] == list(range(TOKENS))
+    assert "".join(delta.text for delta in received) == "".join(text_of(token) for token in range(TOKENS))
+    assert [place.chosen.token_id for delta in received for place in delta.logprobs] == list(range(TOKENS))
+    assert [delta.finish_reason for delta in received if delta.finish_reason] == [api.FINISH_REASON_LENGTH]
+    position = 0
+    for delta in received:
+        assert delta.position == position or not delta.token_ids
+        position += len(delta.token_ids)
+
+
+def test_another_answer_is_never_glued_to_the_first_one() -> None:
+    splice = StreamResumer()
+    splice.begin()
+    splice.new(api.Delta(token_ids=[1, 2, 3]))
+    splice.begin()
+    with pytest.raises(WeftError, match="REPLAY_DIFFERS"):
+        splice.new(api.Delta(token_ids=[1, 2, 4, 5]))
+
+
+def test_a_gap_is_refused() -> None:
+    splice = StreamResumer()
+    splice.begin()
+    with pytest.raises(WeftError, match="REPLAY_DIFFERS"):
+        splice.new(api.Delta(token_ids=[7], position=3))

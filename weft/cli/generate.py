@@ -1,0 +1,179 @@
+"""The commands that ask a mesh: generate, chat, models."""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from weft.cli.flags import LOCAL, Address, ApiKey, Caching, Deadline, Model, fail, nobody
+
+if TYPE_CHECKING:
+    from weft.client.blocking import SyncClient
+    from weft.client.requests import Options
+
+MaxTokens = Annotated[int | None, typer.Option(help="Most tokens to produce.", show_default="up to 256")]
+MinTokens = Annotated[int | None, typer.Option(help="Fewest tokens before the answer may end.")]
+Temperature = Annotated[float | None, typer.Option(help="0 is greedy.", show_default="1")]
+TopK = Annotated[int | None, typer.Option(help="Keep the k most likely tokens; 0 keeps all.", show_default="0")]
+TopP = Annotated[float | None, typer.Option(help="Keep the most likely tokens up to this probability.")]
+MinP = Annotated[float | None, typer.Option(help="Keep tokens this likely, relative to the most likely one.")]
+RepetitionPenalty = Annotated[float | None, typer.Option(help="Above 1: fewer repetitions.")]
+PresencePenalty = Annotated[float | None, typer.Option(help="Taken from tokens that the answer has.")]
+FrequencyPenalty = Annotated[float | None, typer.Option(help="The same, times their count.")]
+Seed = Annotated[int | None, typer.Option(help="The same seed gives the same draws.", show_default="random")]
+Stop = Annotated[list[str] | None, typer.Option(help="End before this string; may be repeated.")]
+StopTokenId = Annotated[list[int] | None, typer.Option(help="End at this token; may be repeated.")]
+LogitBias = Annotated[
+    list[str] | None, typer.Option(metavar="ID=BIAS", help="Add to a token's logit; may be repeated.")
+]
+Logprobs = Annotated[int | None, typer.Option(help="Show log-probabilities, with this many alternatives.")]
+IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Do not end at the model's end tokens.")]
+Count = Annotated[int, typer.Option(help="How many continuations.")]
+Priority = Annotated[int, typer.Option(help="Higher is sooner when the mesh is full.")]
+Cache = Annotated[Caching | None, typer.Option(help="What the caches may do.", show_default="read_write")]
+RequestId = Annotated[str, typer.Option(help="A name for the request.", show_default="random")]
+Stats = Annotated[bool, typer.Option("--stats", help="Say what the answer cost.")]
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help="What to continue; - reads it from standard input.")],
+    address: Address = LOCAL,
+    api_key: ApiKey = "",
+    model: Model = "",
+    max_tokens: MaxTokens = None,
+    min_tokens: MinTokens = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = None,
+    presence_penalty: PresencePenalty = None,
+    frequency_penalty: FrequencyPenalty = None,
+    seed: Seed = None,
+    stop: Stop = None,
+    stop_token_id: StopTokenId = None,
+    logit_bias: LogitBias = None,
+    logprobs: Logprobs = None,
+    ignore_eos: IgnoreEos = False,
+    n: Count = 1,
+    priority: Priority = 0,
+    cache: Cache = None,
+    request_id: RequestId = "",
+    deadline: Deadline = None,
+    stats: Stats = False,
+) -> None:
+    """Continue a prompt, token by token."""
+    options: Any = {
+        "model": model,
+        "max_tokens": max_tokens,
+        "min_tokens": min_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "seed": seed,
+        "stop": stop,
+        "stop_token_ids": stop_token_id,
+        "logit_bias": _biases(logit_bias) if logit_bias else None,
+        "logprobs": logprobs,
+        "ignore_eos": ignore_eos,
+        "n": n,
+        "priority": priority,
+        "cache": cache,
+        "request_id": request_id,
+    }
+    with _client(address, api_key, deadline) as client:
+        text = sys.stdin.read() if prompt == "-" else prompt
+        _answer(client, text, options, n, logprobs is not None, stats)
+
+
+def chat(
+    address: Address = LOCAL,
+    api_key: ApiKey = "",
+    model: Model = "",
+    system: Annotated[str, typer.Option(help="What the model is told first.")] = "",
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    seed: Seed = None,
+    deadline: Deadline = None,
+    stats: Stats = False,
+) -> None:
+    """Talk with a model; --stats tells time to first token and speed after each answer."""
+    from weft.cli import chat as conversation
+
+    options: Any = {
+        "model": model,
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "seed": seed,
+    }
+    with _client(address, api_key, deadline) as client:
+        served = [known for known in client.models() if known.workers and model in ("", known.name, *known.aliases)]
+        if not served:
+            fail(f"{address} does not serve {model}" if model else f"{address} serves no model yet")
+        conversation.run(client, served[0], system, options, stats)
+
+
+def models(address: Address = LOCAL, api_key: ApiKey = "") -> None:
+    """List the models that a mesh serves, and how far those are that it is loading."""
+    from report.console import console
+    from weft.cli.terminal import models_table
+
+    with _client(address, api_key, deadline_s=10) as client:
+        console().print(models_table(client.models()))
+
+
+def _answer(client: "SyncClient", prompt: str, options: "Options", n: int, logprobs: bool, stats: bool) -> None:
+    from report.console import console
+    from weft.cli.terminal import Speaker, print_receipt
+
+    speaker = Speaker(n, logprobs)
+    answer = client.generate(prompt, **options)
+    for delta in answer:
+        speaker.add(delta)
+    if stats and answer.receipt is not None:
+        print_receipt(console(), answer.receipt)
+
+
+@contextlib.contextmanager
+def _client(address: str, api_key: str, deadline_s: float | None) -> "Iterator[SyncClient]":
+    """A client of the mesh at `address`, with its errors told in one line."""
+    from weft.cli.reach import listens
+    from weft.client.blocking import SyncClient
+    from weft.client.errors import WeftError
+
+    if not listens(address):
+        fail(nobody(address))
+    with SyncClient(address, api_key=api_key, deadline_s=deadline_s) as client:
+        try:
+            yield client
+        except WeftError as error:
+            if not error.reason and error.code.name in ("UNAVAILABLE", "UNIMPLEMENTED"):
+                fail(nobody(address) if error.code.name == "UNAVAILABLE" else f"{address} is no gateway of Weft")
+            fail(str(error))
+        except (TypeError, ValueError) as error:
+            fail(str(error), usage=True)
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+
+
+def _biases(pairs: list[str]) -> dict[int, float]:
+    biases = {}
+    for pair in pairs:
+        token_id, _, bias = pair.partition("=")
+        try:
+            biases[int(token_id)] = float(bias)
+        except ValueError:
+            fail(f"--logit-bias: {pair!r} is not ID=BIAS", usage=True)
+    return biases

@@ -1,0 +1,146 @@
+"""The commands that look at a mesh and measure it: bench, top, doctor."""
+
+import contextlib
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from weft.cli.flags import LOCAL, LOCAL_SCHEDULER, Address, Caching, Model, RedisUrl, Scheduler, fail, nobody, run
+
+Addresses = Annotated[
+    str, typer.Option(envvar="WEFT_ADDRESS", help="host:port of the mesh; several gateways with commas.")
+]
+Requests = Annotated[int, typer.Option("--requests", "--limit", min=1, help="Most requests to measure.")]
+Duration = Annotated[float | None, typer.Option(help="Seconds after which no request begins.")]
+Concurrency = Annotated[int | None, typer.Option(min=1, help="Most at a time.", show_default="8, or any")]
+Rate = Annotated[float | None, typer.Option(help="Requests per second, whatever is still running.")]
+Constant = Annotated[bool, typer.Option("--constant", help="They arrive evenly, not by chance (Poisson).")]
+InputLen = Annotated[int, typer.Option(min=1, help="Tokens of each prompt, drawn anew.")]
+OutputLen = Annotated[int, typer.Option(min=1, help="Tokens of each answer.")]
+PrefixLen = Annotated[int, typer.Option(min=0, help="Of the prompt, tokens that requests share.")]
+Prefixes = Annotated[int, typer.Option(min=1, help="How many such prefixes there are.")]
+Trace = Annotated[
+    Path | None, typer.Option(exists=True, dir_okay=False, help="Replay a Mooncake or Azure trace, .jsonl or .gz.")
+]
+TimeScale = Annotated[float, typer.Option(help="How many times faster the trace runs.")]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
+IgnoreEos = Annotated[bool, typer.Option(help="Answers run to their full length.")]
+Cache = Annotated[Caching, typer.Option(help="What the caches may do.")]
+Deadline = Annotated[float, typer.Option(help="Seconds that an answer may take.")]
+Warmup = Annotated[int, typer.Option(min=0, help="Requests beforehand that count for nothing.")]
+Processes = Annotated[int, typer.Option(min=1, help="Client processes.")]
+Seed = Annotated[int | None, typer.Option(help="Of prompts and arrivals.", show_default="random")]
+Goodput = Annotated[list[str] | None, typer.Option(help="Bounds of a good answer in ms: 'ttft:200 tpot:50'.")]
+Json = Annotated[Path | None, typer.Option(help="Write the result there.")]
+Html = Annotated[Path | None, typer.Option(help="Write a report with plots there.")]
+Profile = Annotated[
+    Path | None,
+    typer.Option(dir_okay=False, help="Profile a worker meanwhile; its trace goes there (.json.gz, for Perfetto)."),
+]
+ProfileSteps = Annotated[int, typer.Option(min=1, max=1000, help="How many of its steps.")]
+
+
+def bench(
+    address: Addresses = LOCAL,
+    model: Model = "",
+    requests: Requests = 100,
+    duration: Duration = None,
+    concurrency: Concurrency = None,
+    rate: Rate = None,
+    constant: Constant = False,
+    input_len: InputLen = 128,
+    output_len: OutputLen = 128,
+    prefix_len: PrefixLen = 0,
+    prefixes: Prefixes = 1,
+    trace: Trace = None,
+    time_scale: TimeScale = 1.0,
+    temperature: Temperature = 0.0,
+    ignore_eos: IgnoreEos = True,
+    cache: Cache = Caching.READ_WRITE,
+    deadline: Deadline = 600.0,
+    warmup: Warmup = 8,
+    processes: Processes = 1,
+    seed: Seed = None,
+    goodput: Goodput = None,
+    json: Json = None,
+    html: Html = None,
+    profile: Profile = None,
+    profile_steps: ProfileSteps = 32,
+    scheduler: Scheduler = LOCAL_SCHEDULER,
+) -> None:
+    """Load a mesh and measure: latencies, throughput, where the time goes."""
+    from report.console import console
+    from weft.cli.reach import listens
+    from weft.load.command import bench as measure
+    from weft.load.plan import Plan, goodput_from
+    from weft.load.profile import Wish
+
+    unbounded = concurrency is None and (rate is not None or trace is not None)
+    lengths = {"input_tokens": input_len, "output_tokens": output_len, "prefix_tokens": prefix_len}
+    seed = secrets.randbits(32) if seed is None else seed
+    with _refusals():
+        plan = Plan(
+            address, model, requests=requests, duration_s=duration, concurrency=None if unbounded else concurrency or 8,
+            rate=rate, constant=constant, **lengths, prefixes=prefixes, trace=str(trace.absolute()) if trace else "",
+            time_scale=time_scale, temperature=temperature, ignore_eos=ignore_eos, cache=cache.value,
+            deadline_s=deadline, warmup=warmup, processes=processes, seed=seed, goodput=goodput_from(goodput or []),
+        )  # fmt: skip
+        for file in (json, html, profile):
+            if file is not None and not file.absolute().parent.is_dir():
+                fail(f"{file}: there is no such folder", usage=True)
+        missing = [each for each in address.split(",") if not listens(each)]
+        if missing:
+            fail(nobody(missing[0]))
+        wish = Wish(profile_steps, profile.absolute(), scheduler) if profile else None
+        code = measure(plan, console(), json, html, wish)
+    raise typer.Exit(code)
+
+
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    """What keeps a run of load from its end, in one line."""
+    from weft.client.errors import WeftError
+    from weft.load.plan import PlanError
+    from weft.load.profile import ProfileError
+    from weft.load.run import RunError
+    from weft.load.traces import TraceError
+
+    try:
+        yield
+    except PlanError as error:
+        fail(str(error), usage=True)
+    except (RunError, TraceError, ProfileError, WeftError) as error:
+        fail(str(error))
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+def top(
+    scheduler: Scheduler = LOCAL_SCHEDULER,
+    once: Annotated[bool, typer.Option("--once", help="One picture, no live view.")] = False,
+) -> None:
+    """Watch a mesh: its workers and models, how full and how fast they are."""
+    from report.console import console
+    from weft.cli import top as view
+
+    try:
+        run(view.show(scheduler, console(), once=once))
+    except view.NoScheduler as error:
+        fail(str(error))
+
+
+def doctor(
+    address: Address = LOCAL,
+    scheduler: Scheduler = LOCAL_SCHEDULER,
+    redis_url: RedisUrl = "",
+) -> None:
+    """Look for what keeps a mesh from running, here and at an address. The exit code is 1 if something does."""
+    import asyncio
+
+    from report.console import console
+    from weft.cli import doctor as examination
+
+    raise typer.Exit(examination.tell(asyncio.run(examination.examine(address, scheduler, redis_url)), console()))

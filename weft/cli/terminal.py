@@ -1,0 +1,147 @@
+"""What people see: answers as they arrive, receipts as tables. Knows terminals, never calls."""
+
+import re
+import sys
+from collections.abc import Iterable, Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from protos import inference_pb2 as api
+from report.console import console
+
+# What a model writes must not steer the terminal: control characters go, except tab and line break.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_HOPS = ("tokenize", "cache", "queue", "prefill", "decode", "detokenize", "network", "unaccounted")
+_BAR = 24
+
+
+def say(text: str) -> None:
+    """Writes a piece of an answer at once, as it is; for a character that the output does not know a question mark."""
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(_CONTROL.sub("", text).encode(encoding, "replace").decode(encoding))
+    sys.stdout.flush()
+
+
+class Speaker:
+    """Writes the deltas of an answer: one continuation as it arrives, several each when it is whole."""
+
+    def __init__(self, n: int, logprobs: bool = False) -> None:
+        self._n = n
+        self._logprobs = logprobs
+        self._texts: dict[int, str] = {}
+        self._places: dict[int, list[api.PositionLogprobs]] = {}
+
+    def add(self, delta: api.Delta) -> None:
+        """Takes the next delta."""
+        text = self._texts[delta.index] = self._texts.get(delta.index, "") + delta.text
+        self._places.setdefault(delta.index, []).extend(delta.logprobs)
+        if self._n == 1:
+            say(delta.text)
+        if delta.finish_reason:
+            say("\n" if self._n == 1 else f"[{delta.index}] {text}\n")
+            if self._logprobs:
+                console().print(_logprobs_table(self._places[delta.index]))
+
+
+def receipt_table(receipt: api.Receipt) -> Table:
+    """Where the time went: a row for each hop with its share, and first token and wall time below."""
+    timings = receipt.timings
+    table = _table("hop", "ms", "share")
+    for hop in _HOPS:
+        seconds = float(getattr(timings, f"{hop}_s"))
+        share = seconds / timings.wall_s if timings.wall_s > 0 else 0.0
+        bar = "█" * round(share * _BAR) if table.box else ""
+        table.add_row(hop, f"{seconds * 1e3:.2f}", f"{share:4.0%} {bar}".rstrip())
+    table.add_section()
+    table.add_row("wall", f"{timings.wall_s * 1e3:.2f}", "", style="bold")
+    table.add_row("first token", f"{timings.first_token_s * 1e3:.2f}", "")
+    return table
+
+
+def receipt_facts(receipt: api.Receipt) -> dict[str, str]:
+    """What the request cost, and who served it: names and values for people, without those that say nothing."""
+    result = "hit" if receipt.result_hit else "joined a running generation" if receipt.joined else "miss"
+    facts = {
+        "model": receipt.model,
+        "result": result,
+        "tokens": f"{receipt.completion_tokens} for a prompt of {receipt.prompt_tokens}",
+        "prefill tokens": str(receipt.prefill_tokens),
+        "cached tokens": str(receipt.cached_tokens),
+        "fetched tokens": str(receipt.fetched_tokens or ""),
+        "workers": ", ".join(receipt.workers) or "none",
+        "attempts": str(receipt.attempts),
+        "preemptions": str(receipt.preemptions or ""),
+        "finish": api.FinishReason.Name(receipt.finish_reason).removeprefix("FINISH_REASON_").lower(),
+        "seed": str(receipt.seed),
+        "trace": receipt.trace_id,
+        "request": receipt.request_id,
+    }
+    return {name: value for name, value in facts.items() if value}
+
+
+def print_receipt(out: Console, receipt: api.Receipt) -> None:
+    """The whole receipt."""
+    out.print(receipt_table(receipt))
+    for name, value in receipt_facts(receipt).items():
+        out.print(f"{name:<16}{value}", markup=False)
+
+
+def speed(receipt: api.Receipt) -> str:
+    """One line for after an answer: time to first token, tokens per second of decoding, tokens."""
+    timings = receipt.timings
+    words = [f"first token {timings.first_token_s * 1e3:.0f} ms", f"{receipt.completion_tokens} tokens"]
+    if receipt.result_hit:
+        words.append("from the result cache")
+    elif timings.decode_s > 0 and receipt.completion_tokens > 1:
+        words.insert(1, f"{(receipt.completion_tokens - 1) / timings.decode_s:.1f} tok/s")
+    if receipt.cached_tokens:
+        words.append(f"{receipt.cached_tokens} of {receipt.prompt_tokens} prompt tokens cached")
+    return ", ".join(words)
+
+
+def models_table(models: Iterable[api.Model]) -> Table:
+    """The models of a mesh."""
+    models = list(models)
+    said = {
+        "aliases": [", ".join(model.aliases) for model in models],
+        "loading": [", ".join(f"{each.phase} {each.percent}%" for each in model.loading) for model in models],
+    }
+    more = {name: words for name, words in said.items() if any(words)}
+    table = _table("model", "parameters", "context", "vocabulary", "architecture", "workers", "chat", *more)
+    for place, model in enumerate(models):
+        table.add_row(
+            model.name,
+            amount(model.parameters),
+            str(model.context_length or ""),
+            str(model.vocab_size or ""),
+            model.architecture,
+            str(model.workers),
+            "yes" if model.chat else "no",
+            *(words[place] for words in more.values()),
+        )
+    return table
+
+
+def amount(count: int) -> str:
+    """A count for people: 11.3 M."""
+    for size, unit in ((10**9, " B"), (10**6, " M"), (10**3, " k")):
+        if count >= size:
+            return f"{count / size:.1f}{unit}"
+    return str(count)
+
+
+def _logprobs_table(places: Sequence[api.PositionLogprobs]) -> Table:
+    table = _table("token", "logprob", "most likely")
+    for place in places:
+        top = "  ".join(f"{token.text!r} {token.logprob:.3f}" for token in place.top)
+        table.add_row(repr(place.chosen.text), f"{place.chosen.logprob:.4f}", top)
+    return table
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=box.SIMPLE if sys.stdout.isatty() else None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, justify="right" if column in ("ms", "logprob", "parameters") else "left")
+    return table

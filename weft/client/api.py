@@ -1,0 +1,229 @@
+"""Calls to a mesh: streams that survive broken connections, deadlines over all tries, receipts.
+
+Knows the public API, nothing of what serves it.
+"""
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from typing import Any, Self, TypeVar, Unpack
+
+import grpc
+from grpc import aio
+
+from protos import inference_pb2 as api
+from protos import inference_pb2_grpc as stubs
+from weft.client import requests
+from weft.client.errors import WeftError, from_rpc
+from weft.client.requests import Options, Prompt
+from weft.client.retry import RetryState
+from weft.client.stream_resumer import StreamResumer
+
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+Reply = TypeVar("Reply")
+
+_CHANNEL_OPTIONS: list[tuple[str, Any]] = [
+    # A gateway that hangs or vanishes without a word is noticed within 15 s.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.max_receive_message_length", 16 << 20),
+    # An address that resolves to several gateways uses all of them, and goes on with those that are left.
+    ("grpc.service_config", '{"loadBalancingConfig": [{"round_robin": {}}]}'),
+    # Tries are made here, where a broken stream can be resumed.
+    ("grpc.enable_retries", 0),
+]
+
+
+class Answer:
+    """An answer on its way: iterate over its deltas; `receipt` is there when the iteration has ended."""
+
+    def __init__(self, deltas: Callable[["Answer"], AsyncGenerator[api.Delta, None]], request_id: str) -> None:
+        self.request_id = request_id
+        self.receipt: api.Receipt | None = None
+        self.cancelled = False
+        self.call: aio.UnaryStreamCall[api.GenerateRequest, api.GenerateResponse] | None = None
+        self._deltas = deltas(self)
+
+    def __aiter__(self) -> AsyncIterator[api.Delta]:
+        return self._deltas
+
+    async def text(self) -> str:
+        """All that is left of the text of the first continuation."""
+        return "".join([delta.text async for delta in self._deltas if delta.index == 0])
+
+    async def cancel(self) -> None:
+        """Ends the answer, and an iteration over it: the mesh stops working on it."""
+        self.cancelled = True
+        if self.call is not None:
+            self.call.cancel()
+        with contextlib.suppress(RuntimeError):  # Somebody iterates just now, and will find it ended.
+            await self._deltas.aclose()
+
+
+class Client:
+    """A connection to a mesh, for one event loop.
+
+    `api_key` is for a mesh that asks for one; it comes with every call. `deadline_s` bounds each call with all its
+    tries, None leaves it open; `retries` is how many failures in a row are borne when the mesh is unavailable. Every
+    call raises WeftError when it fails for good.
+    """
+
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        api_key: str = "",
+        deadline_s: float | None = None,
+        retries: int = 6,
+    ) -> None:
+        self.address = address
+        self._api_key = api_key
+        self._deadline_s = deadline_s
+        self._retries = retries
+        self._channel: aio.Channel | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Closes the connection; answers under way end."""
+        if self._channel is not None:
+            await self._channel.close()
+            self._channel = None
+
+    def generate(
+        self,
+        prompt: Prompt | api.GenerateRequest,
+        *,
+        deadline_s: float | None = None,
+        traceparent: str | None = None,
+        **options: Unpack[Options],
+    ) -> Answer:
+        """Streams the answer to `prompt`. A stream that breaks is taken up where it was: each token comes once.
+
+        Raises TypeError or ValueError at once for options that no request can hold.
+        """
+        request = self._request(prompt, options)
+        tries = self._tries(deadline_s)
+        metadata = self._metadata(traceparent)
+        return Answer(lambda answer: self._stream(answer, request, tries, metadata), request.request_id)
+
+    async def complete(
+        self,
+        prompt: Prompt | api.GenerateRequest,
+        *,
+        deadline_s: float | None = None,
+        traceparent: str | None = None,
+        **options: Unpack[Options],
+    ) -> api.CompleteResponse:
+        """The whole answer to `prompt` in one reply."""
+        request = self._request(prompt, options)
+        metadata = self._metadata(traceparent)
+        return await self._call(
+            lambda stub, timeout: stub.Complete(request, timeout=timeout, metadata=metadata), deadline_s
+        )
+
+    async def tokenize(
+        self, prompt: Prompt, *, model: str = "", deadline_s: float | None = None
+    ) -> api.TokenizeResponse:
+        """The tokens that `generate` would make of `prompt`."""
+        request = api.TokenizeRequest(model=model, prompt=requests.build_prompt(prompt))
+        metadata = self._metadata()
+        return await self._call(
+            lambda stub, timeout: stub.Tokenize(request, timeout=timeout, metadata=metadata), deadline_s
+        )
+
+    async def models(self, *, deadline_s: float | None = None) -> list[api.Model]:
+        """The models that the mesh serves now, and those that it is loading."""
+        request = api.ListModelsRequest()
+        metadata = self._metadata()
+        reply = await self._call(
+            lambda stub, timeout: stub.ListModels(request, timeout=timeout, metadata=metadata), deadline_s
+        )
+        return list(reply.models)
+
+    def _request(self, prompt: Prompt | api.GenerateRequest, options: Options) -> api.GenerateRequest:
+        """The request in a form that can be sent again: with an id, so that a second try joins the generation of the
+        first, and with a seed, so that it gives the same answer where there is nothing left to join."""
+        request = api.GenerateRequest()
+        if not isinstance(prompt, api.GenerateRequest):
+            request.CopyFrom(requests.build(prompt, options))
+        elif options:
+            raise TypeError(f"a whole request takes no options beside it: {', '.join(sorted(options))}")
+        else:
+            request.CopyFrom(prompt)
+        request.request_id = request.request_id or secrets.token_hex(16)
+        sampling = request.sampling
+        greedy = sampling.HasField("temperature") and sampling.temperature == 0
+        if not sampling.HasField("seed") and not greedy:
+            sampling.seed = secrets.randbits(64)
+            if request.cache in (api.CACHE_POLICY_UNSPECIFIED, api.CACHE_POLICY_READ_WRITE):
+                # Nobody will ever draw this seed again: its result would only take the place of useful ones.
+                request.cache = api.CACHE_POLICY_READ_ONLY
+        return request
+
+    def _tries(self, deadline_s: float | None) -> RetryState:
+        budget_s = self._deadline_s if deadline_s is None else deadline_s
+        return RetryState(self._retries, None if budget_s is None else time.monotonic() + budget_s)
+
+    async def _call(
+        self, call: Callable[["stubs.InferenceAsyncStub", float | None], Awaitable[Reply]], deadline_s: float | None
+    ) -> Reply:
+        tries = self._tries(deadline_s)
+        while True:
+            try:
+                return await call(self._stub(), tries.left(time.monotonic()))
+            except aio.AioRpcError as error:
+                await asyncio.sleep(tries.pause(from_rpc(error), time.monotonic()))
+
+    async def _stream(
+        self, answer: Answer, request: api.GenerateRequest, tries: RetryState, metadata: aio.Metadata
+    ) -> AsyncGenerator[api.Delta, None]:
+        splice = StreamResumer()
+        while answer.receipt is None and not answer.cancelled:
+            splice.begin()
+            answer.call = call = self._stub().Generate(request, timeout=tries.left(time.monotonic()), metadata=metadata)
+            try:
+                async for response in call:
+                    if response.HasField("receipt"):
+                        answer.receipt = response.receipt
+                    elif (delta := splice.new(response.delta)) is not None:
+                        tries.progress()
+                        yield delta
+                if answer.receipt is None:
+                    raise WeftError(grpc.StatusCode.DATA_LOSS, "the stream ended without a receipt")
+            except aio.AioRpcError as error:
+                await asyncio.sleep(tries.pause(from_rpc(error), time.monotonic()))
+            except asyncio.CancelledError:
+                if not answer.cancelled:
+                    raise
+            finally:
+                call.cancel()
+
+    def _stub(self) -> "stubs.InferenceAsyncStub":
+        if self._channel is None:
+            self._channel = aio.insecure_channel(self.address, options=_CHANNEL_OPTIONS)
+        return stubs.InferenceStub(self._channel)
+
+    def _metadata(self, traceparent: str | None = None) -> aio.Metadata:
+        metadata = aio.Metadata()
+        if self._api_key:
+            metadata.add("authorization", f"Bearer {_header('api_key', self._api_key)}")
+        if traceparent:
+            metadata.add("traceparent", _header("traceparent", traceparent))
+        return metadata
+
+
+def _header(name: str, value: str) -> str:
+    """A value that may travel as metadata. Raises ValueError for another, such as a key with the end of its line."""
+    if not (value.isascii() and value.isprintable()):
+        raise ValueError(f"{name}: printable ASCII characters alone")
+    return value

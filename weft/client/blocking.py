@@ -1,0 +1,101 @@
+"""The client for scripts and notebooks: the same calls, blocking. Owns one thread with the event loop of its client."""
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Iterator
+from typing import Any, Self, TypeVar, Unpack
+
+from protos import inference_pb2 as api
+from weft.client.api import DEFAULT_ADDRESS, Answer, Client
+from weft.client.requests import Options, Prompt
+
+Result = TypeVar("Result")
+
+
+class SyncClient:
+    """As Client; `generate` gives an iterator of deltas whose `receipt` is there at its end."""
+
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        api_key: str = "",
+        deadline_s: float | None = None,
+        retries: int = 6,
+    ) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="weft-client", daemon=True)
+        self._thread.start()
+        self._client = Client(address, api_key=api_key, deadline_s=deadline_s, retries=retries)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the connection and ends the thread."""
+        if self._loop.is_closed():
+            return
+        self._wait(self._client.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def generate(self, prompt: Prompt, *, deadline_s: float | None = None, **options: Unpack[Options]) -> "SyncAnswer":
+        """Streams the answer to `prompt`."""
+        answer = self._client.generate(prompt, deadline_s=deadline_s, **options)
+        return SyncAnswer(answer, self._wait)
+
+    def complete(
+        self, prompt: Prompt, *, deadline_s: float | None = None, **options: Unpack[Options]
+    ) -> api.CompleteResponse:
+        """The whole answer to `prompt` in one reply."""
+        return self._wait(self._client.complete(prompt, deadline_s=deadline_s, **options))
+
+    def tokenize(self, prompt: Prompt, *, model: str = "", deadline_s: float | None = None) -> api.TokenizeResponse:
+        """The tokens that `generate` would make of `prompt`."""
+        return self._wait(self._client.tokenize(prompt, model=model, deadline_s=deadline_s))
+
+    def models(self, *, deadline_s: float | None = None) -> list[api.Model]:
+        """The models that the mesh serves now, and those that it is loading."""
+        return self._wait(self._client.models(deadline_s=deadline_s))
+
+    def _wait(self, work: Coroutine[Any, Any, Result]) -> Result:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+
+class SyncAnswer:
+    """An answer on its way, for a plain `for` loop."""
+
+    def __init__(self, answer: Answer, wait: Any) -> None:
+        self._answer = answer
+        self._wait = wait
+        self.request_id = answer.request_id
+
+    @property
+    def receipt(self) -> api.Receipt | None:
+        """What the answer cost; None until the iteration has ended."""
+        return self._answer.receipt
+
+    def __iter__(self) -> Iterator[api.Delta]:
+        deltas = aiter(self._answer)
+        try:
+            while (delta := self._wait(_next(deltas))) is not None:
+                yield delta
+        finally:
+            self._wait(self._answer.cancel())
+
+    def text(self) -> str:
+        """All that is left of the text of the first continuation."""
+        return str(self._wait(self._answer.text()))
+
+
+async def _next(deltas: Any) -> Any:
+    return await anext(deltas, None)

@@ -1,0 +1,70 @@
+"""One stream out of several tries at it, each token and character once. Knows positions, neither calls nor time."""
+
+import grpc
+
+from protos import inference_pb2 as api
+from weft.client.errors import WeftError
+
+
+class StreamResumer:
+    """What a consumer has received, by continuation, and what of a repeated stream is new to it.
+
+    Each try replays the answer from its start, cut into messages in its own way; `begin` says that one starts.
+    """
+
+    def __init__(self) -> None:
+        self._received: dict[int, _Received] = {}
+
+    def begin(self) -> None:
+        """A new try: its stream starts at position 0 and at the first character."""
+        for received in self._received.values():
+            received.replayed_chars = 0
+
+    def new(self, delta: api.Delta) -> api.Delta | None:
+        """The part of `delta` that the consumer has not received, or None if it has all of it.
+
+        Raises WeftError when the repetition differs from what was received: two answers are never glued together.
+        """
+        received = self._received.setdefault(delta.index, _Received())
+        known = received.known(delta)
+        text = received.take_text(delta.text)
+        if received.ended or not (text or delta.finish_reason or known < len(delta.token_ids)):
+            return None
+        received.token_ids.extend(delta.token_ids[known:])
+        received.ended = bool(delta.finish_reason)
+        return _without_start(delta, known, text) if known or len(text) < len(delta.text) else delta
+
+
+def _without_start(delta: api.Delta, known: int, text: str) -> api.Delta:
+    result = api.Delta()
+    result.CopyFrom(delta)
+    result.text = text
+    result.position = delta.position + known
+    del result.token_ids[:known]
+    del result.logprobs[:known]
+    return result
+
+
+class _Received:
+    """What was received of one continuation."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.chars = 0
+        self.replayed_chars = 0
+        self.ended = False
+
+    def known(self, delta: api.Delta) -> int:
+        """How many of the delta's tokens are a repetition. Raises WeftError if they differ or leave a gap."""
+        at, held = delta.position, len(self.token_ids)
+        known = min(max(held - at, 0), len(delta.token_ids))
+        if delta.token_ids and (at > held or self.token_ids[at : at + known] != delta.token_ids[:known]):
+            raise WeftError(grpc.StatusCode.DATA_LOSS, "a repeated stream is not the same", reason="REPLAY_DIFFERS")
+        return known
+
+    def take_text(self, text: str) -> str:
+        """The new part of a piece of text, by how many characters of this try came before it."""
+        skip = min(max(self.chars - self.replayed_chars, 0), len(text))
+        self.replayed_chars += len(text)
+        self.chars = max(self.chars, self.replayed_chars)
+        return text[skip:]

@@ -1,0 +1,1 @@
+"""One mesh on one machine."""

@@ -1,0 +1,236 @@
+"""One client process: sends its share of a run's requests and counts what comes back. Knows one plan and one door.
+
+Its parent tells it the plan in a line of JSON, is told when the warm-up is over, says when the measured part begins (on
+the machine's monotonic clock), and reads a line of JSON now and then, the last one with everything.
+"""
+
+import asyncio
+import json
+import os
+import stat
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from itertools import chain, islice
+from typing import Any, NoReturn
+
+from grpc import aio
+
+from protos import inference_pb2 as api
+from protos import inference_pb2_grpc as stubs
+from weft.client.errors import from_rpc
+from weft.load.plan import Plan
+from weft.load.tally import Outcome, Tally
+from weft.load.workload import Due, Workload
+
+clock = time.monotonic
+_PROGRESS_S = 0.25
+KEY_VARIABLE = "WEFT_API_KEY"
+"""For a mesh that asks for a key: not part of a plan, which is written into reports."""
+_OPTIONS: list[tuple[str, Any]] = [
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_retries", 0),
+    ("grpc.max_receive_message_length", 16 << 20),
+]
+
+
+class Driver:
+    """Sends requests and counts."""
+
+    def __init__(self, plan: Plan, process: int, stub: "stubs.InferenceAsyncStub") -> None:
+        self.plan = plan
+        self.process = process
+        self.tally = Tally()
+        self.workload = Workload(plan)
+        self._stub = stub
+        key = os.environ.get(KEY_VARIABLE)
+        self._metadata = (("authorization", f"Bearer {key}"),) if key else ()
+        self._start = 0.0
+
+    async def warm_up(self) -> str:
+        """Sends what counts for nothing, a few at a time. Why it failed, if it did."""
+        requests = (self.workload.request(due) for due in self.workload.warmup(self.process))
+        await _all_of(self._send, requests, self._width() or 8)
+        return next(iter(self.tally.errors), "")
+
+    async def run(self, start: float) -> None:
+        """Sends everything from `start` on and waits for every end."""
+        self._start = start
+        self.tally = Tally()
+        dues, width = self.workload.share(self.process), self._width() or 1
+        if self.plan.open_loop:
+            await asyncio.sleep(max(0.0, start - clock()))
+            await self._as_they_come(dues)
+            return
+        first = [self.workload.request(due) for due in islice(dues, width)]  # made before, to leave together
+        await asyncio.sleep(max(0.0, start - clock()))
+        later = (self.workload.request(due) for due in self._in_time(dues))
+        await _all_of(self._send, chain(first, later), width)
+
+    def _width(self) -> int | None:
+        """This process's share of the concurrency."""
+        plan = self.plan
+        if plan.concurrency is None:
+            return None
+        return (plan.concurrency - self.process + plan.processes - 1) // plan.processes
+
+    def _in_time(self, dues: Iterator[Due]) -> Iterator[Due]:
+        limit = self.plan.duration_s
+        for due in dues:
+            if limit is not None and clock() - self._start >= limit:
+                return
+            yield due
+
+    async def _as_they_come(self, dues: Iterator[Due]) -> None:
+        room = _Room(self._width())
+        async with asyncio.TaskGroup() as tasks:
+            for due in self._in_time(dues):
+                if self.plan.duration_s is not None and due.at_s >= self.plan.duration_s:
+                    return
+                request = self.workload.request(due)
+                await asyncio.sleep(max(0.0, self._start + due.at_s - clock()))
+                await room.enter()
+                self.tally.lag.add(max(0.0, clock() - self._start - due.at_s) * 1e3)
+                tasks.create_task(self._send(request)).add_done_callback(room.leave)
+
+    async def _send(self, request: api.GenerateRequest) -> None:
+        """One measured request."""
+        began = clock()
+        self.tally.count(began - self._start, "started")
+        try:
+            self.tally.add(await self._stream(request, began), self._start, self.plan.goodput)
+        except aio.AioRpcError as error:
+            told = from_rpc(error)
+            self.tally.errors[f"{told.code.name}/{told.reason}" if told.reason else told.code.name] += 1
+            self.tally.last_ended = max(self.tally.last_ended, clock() - self._start)
+            self.tally.count(clock() - self._start, "ended")
+
+    async def _stream(self, request: api.GenerateRequest, began: float) -> Outcome:
+        """Reads one answer to its end. The time between tokens is that between messages which bring some."""
+        tally, start = self.tally, self._start
+        gap = tally.latencies["itl"].add
+        first: float | None = None
+        last, tokens, receipt = began, 0, api.Receipt()
+        call = self._stub.Generate(request, timeout=self.plan.deadline_s, metadata=self._metadata)
+        async for response in call:
+            brought = len(response.delta.token_ids)
+            if not brought:
+                receipt = response.receipt if response.HasField("receipt") else receipt
+                continue
+            now = clock()
+            if first is None:
+                first = now
+            else:
+                gap((now - last) * 1e3)
+            last = now
+            tokens += brought
+            tally.messages += 1
+            tally.count(now - start, "tokens", brought)
+        return Outcome(began, first, last, clock(), tokens, receipt)
+
+
+class _Room:
+    """So many at a time, or any number."""
+
+    def __init__(self, width: int | None) -> None:
+        self._places = None if width is None else asyncio.Semaphore(width)
+
+    async def enter(self) -> None:
+        """Waits for a place."""
+        if self._places is not None:
+            await self._places.acquire()
+
+    def leave(self, task: object) -> None:
+        """A task is done: its place is free."""
+        if self._places is not None:
+            self._places.release()
+
+
+async def _all_of(
+    work: Callable[[api.GenerateRequest], Awaitable[None]], requests: Iterator[api.GenerateRequest], width: int
+) -> None:
+    """Does all of it, `width` at a time."""
+
+    async def lane() -> None:
+        for request in requests:
+            await work(request)
+
+    async with asyncio.TaskGroup() as lanes:
+        for _ in range(width):
+            lanes.create_task(lane())
+
+
+async def main() -> None:
+    """Follows the parent's lines on standard input; its end is ours."""
+    lines = _lines()
+    try:
+        orders = json.loads(await anext(lines, b""))
+    except ValueError:
+        _refuse()
+    plan, process = Plan.from_json(orders["plan"]), int(orders["process"])
+    addresses = plan.address.split(",")
+    async with aio.insecure_channel(addresses[process % len(addresses)], options=_OPTIONS) as channel:
+        stub: Any = stubs.InferenceStub(channel)
+        driver = Driver(plan, process, stub)
+        broken = await driver.warm_up()
+        _tell({"broken": broken} if broken else {"ready": True})
+        start = float(await anext(lines))
+        leash = asyncio.create_task(_until_end(lines))
+        progress = asyncio.create_task(_progress(driver))
+        work = asyncio.create_task(driver.run(start))
+        await asyncio.wait([work, leash], return_when=asyncio.FIRST_COMPLETED)
+        progress.cancel()
+        leash.cancel()
+        if work.done():
+            work.result()
+            _tell({"tally": driver.tally.to_json()})
+        else:
+            work.cancel()
+
+
+async def _lines() -> AsyncIterator[bytes]:
+    reader = asyncio.StreamReader(limit=1 << 20)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    while line := await reader.readline():
+        yield line
+
+
+async def _until_end(lines: AsyncIterator[bytes]) -> None:
+    async for _ in lines:
+        pass
+
+
+async def _progress(driver: Driver) -> None:
+    while True:
+        await asyncio.sleep(_PROGRESS_S)
+        tally = driver.tally
+        _tell({"progress": [tally.completed, tally.failed, tally.messages]})
+
+
+def _tell(message: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(message) + "\n")
+    sys.stdout.flush()
+
+
+def _has_parent() -> bool:
+    """Whether standard input is the end of something that a program may write to."""
+    try:
+        mode = os.fstat(0).st_mode
+    except OSError:  # It is closed.
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
+
+
+def _refuse() -> NoReturn:
+    """Ends the process where nobody tells it a plan."""
+    print("weft: this is one client process of a load, which is told what to do: run `weft bench`", file=sys.stderr)
+    sys.exit(2)
+
+
+def run() -> None:
+    """The client as a process."""
+    import uvloop
+
+    if sys.argv[1:] or not _has_parent():
+        _refuse()
+    uvloop.run(main())

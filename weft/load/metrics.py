@@ -1,0 +1,84 @@
+"""From counts to figures, under the names that other benchmarks use. Pure arithmetic; knows no process and no page."""
+
+from typing import Any
+
+from report import machine
+from weft.load.distribution import Distribution
+from weft.load.run import Run
+from weft.load.tally import HOPS, LATENCIES, Tally
+
+PERCENTILES = (25, 50, 75, 90, 95, 99)
+
+
+def result(run: Run) -> dict[str, Any]:
+    """Everything that a report shows, ready for JSON."""
+    plan, model = run.plan, run.model
+    settings = {name: value for name, value in plan.to_json().items() if name not in ("vocab_size", "context_length")}
+    return {
+        "settings": settings,
+        "model": {
+            "name": model.name,
+            "parameters": model.parameters,
+            "architecture": model.architecture,
+            "context_length": model.context_length,
+            "workers": model.workers,
+        },
+        "machine": machine.describe(),
+        "clipped_requests": run.clipped,
+        **figures(run.tally, bool(plan.goodput)),
+        "errors": dict(run.tally.errors),
+        "receipts": receipts(run.tally),
+        "timeline": timeline(run.tally),
+        "curves": {name: run.tally.latencies[name].steps() for name in LATENCIES},
+    }
+
+
+def figures(tally: Tally, goodput: bool = False) -> dict[str, float]:
+    """The flat figures: rates over the time from the start to the last end, latencies in ms."""
+    seconds = tally.last_ended or 1.0
+    values: dict[str, float] = {
+        "completed": tally.completed,
+        "failed": tally.failed,
+        "duration": tally.last_ended,
+        "total_input_tokens": tally.input_tokens,
+        "total_output_tokens": tally.output_tokens,
+        "request_throughput": tally.completed / seconds,
+        "output_throughput": tally.output_tokens / seconds,
+        "total_token_throughput": (tally.input_tokens + tally.output_tokens) / seconds,
+        "message_throughput": tally.messages / seconds,
+    }
+    if goodput:
+        values["request_goodput"] = tally.good / seconds
+    for name in LATENCIES:
+        values.update(latency(f"{name}_ms", tally.latencies[name]))
+    if tally.lag.count:
+        values["p99_send_lag_ms"] = tally.lag.percentile(99)
+    return values
+
+
+def latency(name: str, distribution: Distribution) -> dict[str, float]:
+    """mean_..., median_..., p25_... to p99_... and max_... of one latency."""
+    values = {f"mean_{name}": distribution.mean, f"median_{name}": distribution.percentile(50)}
+    values.update({f"p{percent}_{name}": distribution.percentile(percent) for percent in PERCENTILES})
+    return {**values, f"max_{name}": distribution.greatest}
+
+
+def receipts(tally: Tally) -> dict[str, Any]:
+    """What the receipts say together: tokens computed and found, attempts, and where the time went."""
+    prompt = tally.receipts["prompt_tokens"]
+    return {
+        **{name: int(count) for name, count in tally.receipts.items()},
+        "cached_share": tally.receipts["cached_tokens"] / prompt if prompt else 0.0,
+        "attempts": dict(tally.attempts),
+        "hops": {hop: latency("ms", tally.hops[hop]) for hop in HOPS},
+    }
+
+
+def timeline(tally: Tally) -> list[dict[str, int]]:
+    """A line for each second: requests started and ended, tokens that came, requests running at its end."""
+    lines, running = [], 0
+    for second in range(max(tally.seconds, default=-1) + 1):
+        started, ended, tokens = tally.seconds.get(second, (0, 0, 0))
+        running += started - ended
+        lines.append({"second": second, "started": started, "ended": ended, "tokens": tokens, "running": running})
+    return lines

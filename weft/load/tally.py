@@ -1,0 +1,128 @@
+"""What one client process has seen, in bounded memory: counts, distributions, a line for each second. Mergeable."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from protos import inference_pb2 as api
+from weft.load.distribution import Distribution
+
+LATENCIES = ("ttft", "tpot", "itl", "e2el")
+HOPS = ("tokenize", "cache", "queue", "prefill", "decode", "detokenize", "network", "unaccounted")
+_COUNTS = ("prompt_tokens", "completion_tokens", "prefill_tokens", "cached_tokens", "preemptions")
+SECOND = ("started", "ended", "tokens")
+
+
+@dataclass(slots=True)
+class Outcome:
+    """One request that was answered. Times are seconds of this process's monotonic clock."""
+
+    began: float
+    first: float | None
+    """When the first token came; None if there was none."""
+    last: float
+    """When the last token came."""
+    ended: float
+    """When the stream ended."""
+    tokens: int
+    receipt: api.Receipt
+
+    def milliseconds(self) -> dict[str, float]:
+        """TTFT, TPOT (between the first and the last token) and E2EL, as far as there are such."""
+        times = {"e2el": (self.ended - self.began) * 1e3}
+        if self.first is not None:
+            times["ttft"] = (self.first - self.began) * 1e3
+            if self.tokens > 1:
+                times["tpot"] = (self.last - self.first) / (self.tokens - 1) * 1e3
+        return times
+
+
+@dataclass(slots=True)
+class Tally:
+    """Sums over requests."""
+
+    completed: int = 0
+    good: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+    messages: int = 0
+    """Messages that brought tokens."""
+    last_ended: float = 0.0
+    """Seconds after the start when the last one ended."""
+    errors: Counter[str] = field(default_factory=Counter)
+    latencies: dict[str, Distribution] = field(default_factory=lambda: {name: Distribution() for name in LATENCIES})
+    hops: dict[str, Distribution] = field(default_factory=lambda: {name: Distribution() for name in HOPS})
+    lag: Distribution = field(default_factory=Distribution)
+    """How late requests of an open loop were sent, in ms."""
+    receipts: Counter[str] = field(default_factory=Counter)
+    attempts: Counter[str] = field(default_factory=Counter)
+    """Requests by the attempts that they took."""
+    seconds: dict[int, list[int]] = field(default_factory=dict)
+    """For each second after the start: requests started, requests ended, tokens that came."""
+
+    @property
+    def failed(self) -> int:
+        """Requests that ended with an error."""
+        return self.errors.total()
+
+    def count(self, at_s: float, what: str, number: int = 1) -> None:
+        """Something happened so many seconds after the start."""
+        self.seconds.setdefault(int(at_s), [0] * len(SECOND))[SECOND.index(what)] += number
+
+    def add(self, outcome: Outcome, start: float, bounds: dict[str, float]) -> None:
+        """A request was answered."""
+        self.completed += 1
+        times = outcome.milliseconds()
+        for name, value in times.items():
+            self.latencies[name].add(value)
+        # A time that does not exist (TPOT of one token) breaks no bound.
+        self.good += all(times.get(name, 0.0) <= limit for name, limit in bounds.items())
+        self.input_tokens += outcome.receipt.prompt_tokens
+        self.output_tokens += outcome.tokens
+        self.last_ended = max(self.last_ended, outcome.ended - start)
+        self.count(outcome.ended - start, "ended")
+        self._add_receipt(outcome.receipt)
+
+    def _add_receipt(self, receipt: api.Receipt) -> None:
+        for name in _COUNTS:
+            self.receipts[name] += getattr(receipt, name)
+        self.receipts["result_hits"] += receipt.result_hit
+        self.receipts["joined"] += receipt.joined
+        self.attempts[str(receipt.attempts)] += 1
+        for hop in HOPS:
+            self.hops[hop].add(getattr(receipt.timings, f"{hop}_s") * 1e3)
+
+    def merge(self, other: "Tally") -> None:
+        """Adds what another process has seen."""
+        for name in ("completed", "good", "input_tokens", "output_tokens", "messages"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.last_ended = max(self.last_ended, other.last_ended)
+        self.errors.update(other.errors)
+        self.receipts.update(other.receipts)
+        self.attempts.update(other.attempts)
+        self.lag.merge(other.lag)
+        for mine, theirs in ((self.latencies, other.latencies), (self.hops, other.hops)):
+            for name, distribution in theirs.items():
+                mine[name].merge(distribution)
+        for second, counts in other.seconds.items():
+            line = self.seconds.setdefault(second, [0] * len(SECOND))
+            for place, number in enumerate(counts):
+                line[place] += number
+
+    def to_json(self) -> dict[str, Any]:
+        """For the parent process."""
+        data = {name: getattr(self, name) for name in self.__slots__}
+        for name in ("latencies", "hops"):
+            data[name] = {key: value.to_json() for key, value in data[name].items()}
+        return {**data, "lag": self.lag.to_json(), "seconds": list(self.seconds.items())}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "Tally":
+        """What `to_json` told."""
+        rich = {name: Counter(data[name]) for name in ("errors", "receipts", "attempts")}
+        several = {
+            name: {key: Distribution.from_json(value) for key, value in data[name].items()}
+            for name in ("latencies", "hops")
+        }
+        seconds = {int(second): counts for second, counts in data["seconds"]}
+        return cls(**{**data, **rich, **several, "lag": Distribution.from_json(data["lag"]), "seconds": seconds})
