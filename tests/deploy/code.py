@@ -173,7 +173,7 @@ def _weft_problems(rest: list[str]) -> Iterator[str]:
     serving = importlib.import_module("weft.cli.serve")
     if len(rest) != 2 or rest[0] != "serve" or not inspect.isfunction(getattr(serving, rest[0], None)):
         yield f"weft {' '.join(rest)} is not `weft serve SERVICE`"
-    elif rest[1] not in {part.value for part in serving.Part} or not _exists(f"services.{rest[1]}.__main__"):
+    elif rest[1] not in {part.value for part in serving.ServiceName} or not _exists(f"services.{rest[1]}.__main__"):
         yield f"{rest[1]} is no service"
 
 

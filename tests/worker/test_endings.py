@@ -9,7 +9,8 @@ ROOT = Path(__file__).parents[2]
 
 # The real process with an engine that fails at its first step.
 _FAILS = """
-from services.worker import main, paced
+from services.worker import main
+from services.worker.runners import paced
 
 def run_forever(self, *_):
     raise RuntimeError("the words of a client")
