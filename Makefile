@@ -14,6 +14,8 @@ WORKERS   ?= 1
 GPU_PYTHON ?= $(PYTHON)
 # A folder of text for `make train-demo`.
 CORPUS    ?=
+# Processes that share the tests.
+TEST_PROCESSES ?= auto
 # Where `make demo-family` writes.
 FAMILY    ?= .weft/family
 
@@ -48,7 +50,7 @@ serve: set-up ## Keep the mesh up: MODEL=path-or-hub-id REDIS_URL=redis://... WO
 
 test: set-up ## Lint, types and all tests.
 	@start=$$(date +%s); \
-	$(MAKE) --no-print-directory lint types && $(BIN)/python -m pytest --quiet --durations=10; \
+	$(MAKE) --no-print-directory lint types && $(BIN)/python -m pytest --quiet --durations=10 -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder; \
 	status=$$?; echo "make test: $$(( $$(date +%s) - start )) s"; exit $$status
 
 test-kernels: ## Every kernel on this machine's GPU against its reference: GPU_PYTHON=python with a CUDA build of torch.

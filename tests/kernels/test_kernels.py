@@ -16,16 +16,32 @@ def run(arguments: list[str], **environment: str) -> None:
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
 
 
-@pytest.mark.timeout(600)
-def test_every_kernel_under_the_interpreter() -> None:
+INTERPRETED_PARTS = 4
+
+
+def alone(*values: object, name: str) -> object:
+    """A parameter set whose test any process may run by itself."""
+    return pytest.param(*values, id=name, marks=pytest.mark.xdist_group(f"kernels {name}"))
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    ("capability", "dtype"),
+    [
+        alone(90, "bfloat16", name="sm_90 bfloat16"),
+        alone(90, "float32", name="sm_90 float32"),
+        alone(89, "float16", name="sm_89 float16"),
+        alone(80, "bfloat16", name="sm_80 bfloat16"),
+    ],
+)
+def test_every_kernel_compiles_ahead_of_time(capability: int, dtype: str) -> None:
+    run(["-m", "tests.kernels.compile_ahead", str(capability), dtype], TRITON_INTERPRET="0")
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("part", [alone(part, name=f"part {part}") for part in range(INTERPRETED_PARTS)])
+def test_every_kernel_under_the_interpreter(part: int) -> None:
     # numpy warns of what the interpreter does with scalars and with infinities.
     quiet = ["-W", "ignore::DeprecationWarning", "-W", "ignore::RuntimeWarning"]
-    run(["-m", "pytest", "-q", "-p", "no:cacheprovider", *quiet, "tests/kernels/interpreted.py"], TRITON_INTERPRET="1")
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("capability", "dtypes"), [(80, ["bfloat16"]), (89, ["float16"]), (90, ["bfloat16", "float32"])]
-)
-def test_every_kernel_compiles_ahead_of_time(capability: int, dtypes: list[str]) -> None:
-    run(["-m", "tests.kernels.compile_ahead", str(capability), *dtypes], TRITON_INTERPRET="0")
+    selected = ["tests/kernels/interpreted.py", "--part", f"{part}/{INTERPRETED_PARTS}"]
+    run(["-m", "pytest", "-q", "-p", "no:cacheprovider", *quiet, *selected], TRITON_INTERPRET="1")
