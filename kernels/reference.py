@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import kv_pages
+from kernels.operands import Activation, Norm, NormKind
 
 IntArray = npt.NDArray[np.integer]
 
@@ -33,10 +34,31 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],), None, eps).mul_(weight)
 
 
-def add_rms_norm(residual: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Add `delta` to `residual` in place, then rms_norm of the sum. All [T, n]."""
-    residual.add_(delta)
-    return F.rms_norm(residual, (residual.shape[-1],), weight, eps)
+def normalize(x: Tensor, norm: Norm) -> Tensor:
+    """The norm over the last dimension of x."""
+    if norm.kind is NormKind.RMS:
+        return rms_norm(x, norm.weight, norm.eps)
+    return F.layer_norm(x, (x.shape[-1],), norm.weight, norm.bias, norm.eps)
+
+
+def activate(x: Tensor, activation: Activation) -> Tensor:
+    """The activation of x [..., m]: [..., m], or [..., m / 2] if it is gated."""
+    if activation is Activation.GATED_SILU:
+        return silu_and_mul(x)
+    return F.gelu(x, approximate="tanh" if activation is Activation.GELU_TANH else "none")
+
+
+# torch computes the last numbers of a tensor one by one where they do not fill its vectors, and other bits come out.
+# Rows of whole vectors, two at a time, have none of them, whatever the dtype.
+VECTOR_NUMBERS = 64
+
+
+def activate_invariant(x: Tensor, activation: Activation) -> Tensor:
+    """As `activate` of x [T, m], and a row's result has the same bits whatever the other rows are and however many."""
+    width = x.shape[1]
+    if activation is Activation.GATED_SILU or width % VECTOR_NUMBERS == 0:  # the halves of a row are no whole tensor
+        return activate(x, activation)
+    return activate(F.pad(x, (0, -width % VECTOR_NUMBERS)), activation)[:, :width]
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:

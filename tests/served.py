@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from kernels import quantized_weights
 from services.worker.engine.generation import GenerationEngine
-from services.worker.loader.config import load_config, read_quantization
+from services.worker.loader.config import load_config, read_config
 from services.worker.loader.formats.module_tensors import ModuleTensors
 from services.worker.loader.formats.module_tensors import Tensors as Source
 from services.worker.loader.formats.registry import reader_of
@@ -51,7 +51,7 @@ def tolerance_of(kind: str) -> float:
 
 def weights_of(folder: Path, shapes: Mapping[str, torch.Size]) -> dict[str, quantized_weights.Weight]:
     """What the worker reads."""
-    reader, checkpoint = reader_of(read_quantization(folder), None), open_checkpoint(folder)
+    reader, checkpoint = reader_of(read_config(folder).quantization, None), open_checkpoint(folder)
     assert reader is not None
     with checkpoint.opened() as fetch:
         source = Source(checkpoint.headers, fetch)
@@ -89,7 +89,7 @@ def twin_of(source: Path, folder: Path) -> Path:
     config.pop("quantization_config")
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    projections = Decoder(load_config(source), ReferenceOps(), torch.float32, 1, hollow=True).projections()
+    projections = Decoder(load_config(source), ReferenceOps(), torch.float32, 1, meta_linears=True).projections()
     shapes = {
         module: torch.Size((outputs, each.linear.inputs))
         for each in projections

@@ -19,7 +19,7 @@ def by_granularity(base: Served) -> list[dict[str, Any]]:
         linears = {
             "qkv": layer.attention.qkv,
             "o": layer.attention.output,
-            "gate up": layer.mlp.gate_up,
+            "gate up": layer.mlp.up,
             "down": layer.mlp.down,
         }
         for name, linear in linears.items():

@@ -74,7 +74,8 @@ class Served:
     @torch.inference_mode()
     def read(self, ids_T: Tensor) -> tuple[Tensor, list[Tensor]]:
         """-> the residual stream at the end [T, C], and as it was before each layer and before each MLP."""
-        step, x = whole(self._engine.runner, ids_T), self.model.embedding[ids_T]
+        step = whole(self._engine.runner, ids_T)
+        x = self.model.embed(step)
         states = []
         for layer, pool in zip(self.model.layers, self._pools, strict=True):
             states.append(x.clone())
@@ -86,7 +87,7 @@ class Served:
     @torch.inference_mode()
     def hidden(self, x_TC: Tensor) -> Tensor:
         """The final hidden states, which the head reads: the normed stream [T, C]."""
-        return self.model.ops.rms_norm(x_TC, self.model.norm, self.config.norm_eps)
+        return self.model.ops.normalize(x_TC, self.model.norm)
 
     @torch.inference_mode()
     def logits(self, x_TC: Tensor) -> Tensor:
@@ -123,6 +124,6 @@ class Served:
 
 def _queries_keys(layer: DecoderLayer, x: Tensor) -> tuple[Tensor, Tensor]:
     attention = layer.attention
-    qkv = attention.qkv.of_normed(x, attention.norm, attention.eps)
+    qkv = attention.qkv.norm_matmul(x, attention.norm)
     heads = attention.heads * attention.head_dim
     return qkv[:, :heads], qkv[:, heads : heads + attention.kv_heads * attention.head_dim]

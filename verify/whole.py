@@ -35,8 +35,9 @@ def _on_cpu(runner: CpuRunner, ids_T: Tensor) -> StepTensors:
     windows, dtype = set(model.config.windows), model.embedding.dtype
     return StepTensors(
         token_ids=ids_T,
-        rotation=RopeTables(model.cos[:count], model.sin[:count]),
-        places=places,
+        positions=torch.arange(count),
+        rope=RopeTables(model.cos[:count], model.sin[:count]),
+        slot_mapping=places,
         plans={w: plan(lengths, lengths, blocks[None].numpy(), size, w, dtype) for w in windows},
         sampled=None,
     )

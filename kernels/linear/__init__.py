@@ -10,7 +10,8 @@ from kernels.linear import dense, fp8, qkv_rope
 from kernels.linear.nf4 import dequantize_nf4
 from kernels.linear.packed import Words, dequantize, fits, lay_out
 from kernels.linear.packed_gemm import hopper_for, linear_words, serves
-from kernels.norm import rms_norm
+from kernels.norm import normalize
+from kernels.operands import Norm, NormKind
 from kernels.quantized_weights import (
     FP8,
     Fp8Weight,
@@ -37,18 +38,6 @@ class StackedPrepared:
 
 DeviceWeight = Tensor | QuantizedWeight | Words | StackedPrepared
 """A weight as `prepare` leaves it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Norm:
-    """An RMS norm of the rows before a product."""
-
-    weight: Tensor
-    eps: float
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x / rms(x) * weight."""
-        return rms_norm(x, self.weight, self.eps)
 
 
 def prepare(weight: Weight, dtype: torch.dtype) -> DeviceWeight:
@@ -81,13 +70,15 @@ def linear(
     late = x.shape[1] == 2 * _inputs(weight)
     if rounds(x, weight):
         assert isinstance(weight, Words)
+        if norm is not None and norm.kind is not NormKind.RMS:
+            x, norm = normalize(x, norm), None
         before = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         rounded = fp8.round_rows(x, *before, gated=late, given=weight.input_scale)
         return _multiply(rounded, weight, x.dtype, bias, residual, gated, out)
     if late:
         x = silu_and_mul(x)
     if norm is not None:
-        x = norm(x)
+        x = normalize(x, norm)
     if isinstance(weight, StackedPrepared):
         product = torch.cat([linear(x, part) for part in weight.parts], 1)
         return _surround(product, bias, residual, gated, out)
@@ -118,14 +109,14 @@ def rotated_qkv(
         shape = hopper.rotated_shape_for(weight, len(x), kv.shape[4]) if hopper else None
         if hopper is None or shape is None:
             return None
-        q: Tensor = hopper.rotated_qkv(norm(x), weight, bias, cos, sin, positions, kv, places, heads, shape)
+        q: Tensor = hopper.rotated_qkv(normalize(x, norm), weight, bias, cos, sin, positions, kv, places, heads, shape)
         return q
     if not isinstance(weight, Tensor) or kv.dtype != x.dtype or len(x) == 0:
         return None
     tile = qkv_rope.tile_for(x, kv.shape[4])
     if tile is None:
         return None
-    return qkv_rope.rotated_qkv(norm(x), weight, bias, cos, sin, positions, kv, places, heads, tile)
+    return qkv_rope.rotated_qkv(normalize(x, norm), weight, bias, cos, sin, positions, kv, places, heads, tile)
 
 
 def rounds(x: Tensor, weight: DeviceWeight) -> bool:

@@ -15,7 +15,18 @@ from kernels.device import is_hopper
 from kernels.linear import cublaslt, dense, dense_hopper
 from kernels.linear.dense_hopper import Shape
 from kernels.linear.split_k import Tile
-from tests.kernels.cases import DTYPES, Batch, check_edits, check_sampling, check_step_lists, close, poison, rand
+from tests.kernels.cases import (
+    DTYPES,
+    Batch,
+    check_edits,
+    check_gelu,
+    check_layer_norm,
+    check_sampling,
+    check_step_lists,
+    close,
+    poison,
+    rand,
+)
 from tests.kernels.fused import check_rotated_qkv
 
 
@@ -211,14 +222,17 @@ def test_attention_in_a_graph_follows_its_plan() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_norms_and_gate(dtype: torch.dtype) -> None:
     for rows, n in ((1, 4096), (7, 2048), (300, 80), (33, 1000)):
-        x, delta, weight = (rand(*shape, dtype=dtype) for shape in ((rows, n), (rows, n), (n,)))
+        x, weight = rand(rows, n, dtype=dtype), rand(n, dtype=dtype)
         close(norm.rms_norm(x, weight, 1e-5), reference.rms_norm(x.double(), weight.double(), 1e-5))
-        residual = x.clone()
-        close(norm.add_rms_norm(residual, delta, weight, 1e-5),
-              reference.rms_norm((x + delta).double(), weight.double(), 1e-5))  # fmt: skip
-        assert torch.equal(residual, x + delta)
         wide = rand(rows, 2 * n, dtype=dtype)
         close(activation.silu_and_mul(wide), reference.silu_and_mul(wide.double()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_layer_norm_and_gelu(dtype: torch.dtype) -> None:
+    for rows, n in ((1, 768), (7, 1600), (300, 80), (33, 1000), (random.randint(2, 99), random.randint(2, 9000))):
+        check_layer_norm(rows, n, dtype)
+        check_gelu(rows, n, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

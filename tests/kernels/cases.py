@@ -3,6 +3,7 @@
 import os
 import random
 from array import array
+from dataclasses import replace
 from unittest import mock
 
 import numpy as np
@@ -10,7 +11,10 @@ import torch
 from torch import Tensor
 
 from kernels import attention, kv_pages, reference, sampling, step_io
+from kernels.activation import activate, gelu
 from kernels.attention.short_prefill import BriefPlan
+from kernels.norm import normalize
+from kernels.operands import Activation, Norm, NormKind
 from kernels.sampling.slot_settings import SlotSettings, slot_settings
 from kernels.sampling.top_logprobs import room_of, top_logprobs
 from kernels.slot_edits import HEADER
@@ -293,3 +297,35 @@ def shaped(logits: Tensor, state: SlotSettings, where: Tensor) -> Tensor:
     x[nucleus] = reference.keep_top_p(x[nucleus], settings["top_p"][where][nucleus])
     x[hot] = reference.keep_min_p(x[hot], settings["min_p"][where][hot])
     return x
+
+
+# ---- norms and activations ----
+
+
+def check_layer_norm(rows: int, n: int, dtype: torch.dtype) -> None:
+    """Rows far from zero, with and without a bias, some of them apart; each has the same bits alone."""
+    wide = rand(rows, n + 7, dtype=dtype) * 3 + 20
+    weight, bias = rand(n, dtype=dtype), rand(n, dtype=dtype)
+    x = wide[:, :n]
+    for shift in (None, bias):
+        want = reference.normalize(x.double(), _doubled(Norm(weight, 1e-5, NormKind.LAYER, shift)))
+        got = normalize(x, Norm(weight, 1e-5, NormKind.LAYER, shift))
+        close(got, want)
+        assert torch.equal(normalize(x[-1:], Norm(weight, 1e-5, NormKind.LAYER, shift)), got[-1:])
+
+
+def check_gelu(rows: int, n: int, dtype: torch.dtype) -> None:
+    """Both kinds, into fresh memory and in place, also far out in the tails; each row has the same bits alone."""
+    x = rand(rows, n, dtype=dtype) * 4
+    x[0, :2] = torch.tensor([-30.0, 30.0], dtype=dtype)
+    for activation in (Activation.GELU, Activation.GELU_TANH):
+        tanh = activation is Activation.GELU_TANH
+        out = poison(rows, n, dtype=dtype)
+        assert gelu(x, tanh=tanh, out=out) is out
+        close(out, reference.activate(x.double(), activation))
+        assert torch.equal(activate(x.clone(), activation), out)
+        assert torch.equal(activate(x[-1:].clone(), activation), out[-1:])
+
+
+def _doubled(norm: Norm) -> Norm:
+    return replace(norm, weight=norm.weight.double(), bias=None if norm.bias is None else norm.bias.double())

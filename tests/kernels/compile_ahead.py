@@ -134,8 +134,11 @@ def calls(dtype: torch.dtype, capability: int) -> Iterator[tuple[str, Callable[[
     """Every launcher in the configurations that are served."""
     new = partial(empty, dtype=dtype)
     yield "rms_norm", partial(norm.rms_norm, new(4, 4096), new(4096), 1e-5)
-    yield "add_rms_norm", partial(norm.add_rms_norm, new(4, 4096), new(4, 4096), new(4096), 1e-5)
+    yield "layer_norm", partial(norm.layer_norm, new(4, 768), new(768), new(768), 1e-5)
+    yield "layer_norm without bias", partial(norm.layer_norm, new(4, 768), new(768), None, 1e-5)
     yield "silu_and_mul", partial(activation.silu_and_mul, new(4, 28672))
+    for tanh in (False, True):
+        yield f"gelu {tanh}", partial(activation.gelu, new(4, 3072), tanh=tanh)
     for dim in (64, 128):
         pool, qkv, angles = new(64, 16, 2, 8, dim), new(4, 48, dim), new(4, 1, dim)
         rope = partial(rope_kv.rope_and_store, qkv, angles, angles, pool, index(4), 32, 8)

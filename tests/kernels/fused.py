@@ -9,6 +9,7 @@ from kernels import attention, linear, quantized_weights, reference
 from kernels.linear import qkv_rope
 from kernels.linear.dense_hopper import Shape
 from kernels.linear.split_k import Tile
+from kernels.operands import Norm
 from kernels.quantized_weights import Weight
 from services.worker.models.config import ModelConfig, Rope
 from services.worker.models.decoder import Decoder
@@ -36,7 +37,7 @@ def check_rotated_words(
 ) -> None:
     """As `check_rotated_qkv`, of a normalized x, a quantized weight and heads of 128 numbers."""
     x, gamma = rand(rows, weight.shape[1], dtype=dtype), rand(weight.shape[1], dtype=dtype)
-    norm, laid = linear.Norm(gamma, 1e-5), linear.prepare(weight, dtype)
+    norm, laid = Norm(gamma, 1e-5), linear.prepare(weight, dtype)
 
     def rotated(bias: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, pool: Tensor, places: Tensor) -> Tensor:
         found = linear.rotated_qkv(x, laid, bias, norm, cos, sin, positions, pool, places, heads)
@@ -104,6 +105,6 @@ def step_of_answers(config: ModelConfig, ops: TritonOps, seed: int) -> tuple[Ten
         )
         for window in set(config.windows)
     }
-    rotation = RopeTables(model.cos, model.sin, positions)
-    step = StepTensors(positions, rotation, places, plans, None)
+    rope = RopeTables(model.cos, model.sin, positions)
+    step = StepTensors(positions, positions, rope, places, plans, None)
     return model.logits(model.forward(step, pools)[0]), pools

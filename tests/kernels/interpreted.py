@@ -13,13 +13,24 @@ import torch
 from kernels import activation, attention, block_copy, kv_pages, norm, reference, rope_kv
 from kernels.linear import dense, qkv_rope
 from kernels.linear.split_k import Tile
-from services.worker.models.config import ModelConfig, Rope
 from services.worker.runners.cuda.host_pages import PIECE_BLOCKS, HostPages
 from services.worker.runners.cuda.ops import InvariantTritonOps, TritonOps
-from tests.kernels.cases import Batch, check_edits, check_nobodys, check_sampling, check_step_lists, close, poison, rand
+from tests.kernels.cases import (
+    Batch,
+    check_edits,
+    check_gelu,
+    check_layer_norm,
+    check_nobodys,
+    check_sampling,
+    check_step_lists,
+    close,
+    poison,
+    rand,
+)
 from tests.kernels.fused import check_rotated_qkv, step_of_answers
 from tests.kernels.steps import check_measured_scales, check_steps
 from tests.kernels.weights import check_nf4, check_products, check_rounding, check_words
+from tests.tiny_config import tiny_config
 
 HALF, FULL = torch.float16, torch.float32
 
@@ -145,17 +156,21 @@ def test_scales_that_the_runner_measures() -> None:
 @pytest.mark.parametrize("dtype", [HALF, FULL], ids=str)
 def test_norms_and_gate(dtype: torch.dtype) -> None:
     for rows, n in ((1, 48), (5, 100)):
-        x, delta, weight = rand(rows, n, dtype=dtype), rand(rows, n, dtype=dtype), rand(n, dtype=dtype)
+        x, weight = rand(rows, n, dtype=dtype), rand(n, dtype=dtype)
         close(norm.rms_norm(x, weight, 1e-5), reference.rms_norm(x.double(), weight.double(), 1e-5))
-        residual = x.clone()
-        normed = norm.add_rms_norm(residual, delta, weight, 1e-5)
-        close(normed, reference.rms_norm((x + delta).double(), weight.double(), 1e-5))
-        assert torch.equal(residual, x + delta)
         wide = rand(rows, 2 * n, dtype=dtype)
         close(activation.silu_and_mul(wide), reference.silu_and_mul(wide.double()))
     heads = rand(3, 9, 24, dtype=dtype)[:, :7]
     weight = rand(7, 24, dtype=dtype)
     close(norm.rms_norm(heads, weight, 1e-6), reference.rms_norm(heads.double(), weight.double(), 1e-6))
+
+
+@pytest.mark.parametrize("dtype", [HALF, FULL], ids=str)
+def test_layer_norm_and_gelu(dtype: torch.dtype) -> None:
+    for rows, n in ((1, 48), (5, 100), (3, 513)):
+        check_layer_norm(rows, n, dtype)
+        check_gelu(rows, n, dtype)
+    check_gelu(2, 2500, dtype)  # more numbers than one program takes
 
 
 @pytest.mark.parametrize("stored", [kv_pages.FP8, kv_pages.INT8], ids=str)
@@ -262,10 +277,7 @@ def test_queries_keys_and_values_of_few_rows(split: int) -> None:
 def test_a_step_of_few_rows_in_fused_kernels_is_one_in_plain_kernels(
     monkeypatch: pytest.MonkeyPatch, qk_norm: bool, bias: bool, window: int | None
 ) -> None:
-    config = ModelConfig(
-        "LlamaForCausalLM", 50, 48, 80, 2, 4, 2, 16, 1e-5, 64, Rope(10_000.0), False, bias, False, False, qk_norm,
-        (window, window), (1,),
-    )  # fmt: skip
+    config = tiny_config(context_length=64, qkv_bias=bias, qk_norm=qk_norm, windows=(window, window))
     monkeypatch.setattr(dense, "tile_for", lambda *_: Tile(16, 32, 2, 2))
     monkeypatch.setattr(qkv_rope, "tile_for", lambda *_: Tile(16, 32, 2, 2))
     weights = random.randrange(1 << 30)

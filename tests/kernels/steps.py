@@ -12,7 +12,6 @@ import torch
 from kernels import sampling
 from services.worker.build.kv_calibration import measure_kv_scales
 from services.worker.loader.plain import randomize
-from services.worker.models.config import ModelConfig, Rope
 from services.worker.models.decoder import Decoder
 from services.worker.models.ops import Ops
 from services.worker.runners.base import StepResult
@@ -21,6 +20,7 @@ from services.worker.runners.cpu.runner import CpuRunner
 from services.worker.runners.cuda.ops import TritonOps
 from services.worker.runners.cuda.runner import GpuRunner
 from services.worker.runners.step import Edit, SlotState, Words
+from tests.tiny_config import tiny_config
 
 _VOCAB, _LENGTH, _SLOTS, _BLOCKS, _LAST = 50, 128, 4, 12, -1
 _EditOf = tuple[Edit, int, Sequence[int]]
@@ -95,10 +95,7 @@ def _check_tops(got: StepResult, want: StepResult) -> None:
 
 def _model(ops: Ops) -> Decoder:
     """Two layers, the second with a window."""
-    config = ModelConfig(
-        "LlamaForCausalLM", _VOCAB, 48, 80, 2, 4, 2, 16, 1e-5, _LENGTH, Rope(10_000.0),
-        False, False, False, False, False, (None, 20), (1,),
-    )  # fmt: skip
+    config = tiny_config(vocab_size=_VOCAB, context_length=_LENGTH, windows=(None, 20))
     model = Decoder(config, ops, torch.float32, _LENGTH)
     randomize(model, lambda phase, done, total: None)
     return model

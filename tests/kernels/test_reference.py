@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.generation import logits_process
 
 from kernels import reference
+from kernels.operands import Activation, Norm, NormKind
 
 BLOCK = 4
 
@@ -129,21 +130,41 @@ def test_the_plain_product_does_not_promise_that() -> None:
 
 
 def test_norms_and_gates_do_what_they_say() -> None:
-    x, delta, weight = torch.randn(5, 24), torch.randn(5, 24), torch.rand(24)
+    x, weight = torch.randn(5, 24), torch.rand(24)
 
     def norm(y: Tensor) -> Tensor:
         return y / (y.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight
 
     torch.testing.assert_close(reference.rms_norm(x, weight, 1e-5), norm(x))
-    residual = x.clone()
-    torch.testing.assert_close(reference.add_rms_norm(residual, delta, weight, 1e-5), norm(x + delta))
-    assert torch.equal(residual, x + delta)
     per_head = torch.rand(3, 8)
     heads = torch.randn(5, 3, 8)
     torch.testing.assert_close(
         reference.rms_norm(heads, per_head, 1e-5), F.rms_norm(heads, (8,), None, 1e-5) * per_head
     )
     torch.testing.assert_close(reference.silu_and_mul(x), F.silu(x[:, :12]) * x[:, 12:])
+
+
+def test_layer_norm_and_gelu_do_what_they_say() -> None:
+    x, weight, bias = torch.randn(5, 24) * 3 + 9, torch.rand(24), torch.randn(24)
+    centered = x - x.mean(-1, keepdim=True)
+    normed = centered / (centered.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+    layer = NormKind.LAYER
+    torch.testing.assert_close(reference.normalize(x, Norm(weight, 1e-5, layer)), normed)
+    torch.testing.assert_close(reference.normalize(x, Norm(weight, 1e-5, layer, bias)), normed + bias)
+    exact = x / 2 * (1 + torch.erf(x / 2**0.5))
+    torch.testing.assert_close(reference.activate(x, Activation.GELU), exact)
+    tanh = x / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
+    torch.testing.assert_close(reference.activate(x, Activation.GELU_TANH), tanh)
+
+
+@pytest.mark.parametrize("activation", Activation)
+def test_an_invariant_activation_has_the_same_bits_in_any_batch(activation: Activation) -> None:
+    for width in (66, 96, 100, 3072):
+        x = torch.randn(9, width)
+        whole = reference.activate_invariant(x, activation)
+        torch.testing.assert_close(whole, reference.activate(x, activation))
+        for first, last in ((0, 1), (3, 4), (2, 7), (8, 9)):
+            assert torch.equal(reference.activate_invariant(x[first:last], activation), whole[first:last])
 
 
 def test_rope_rotates_pairs_and_stores_keys_and_values() -> None:

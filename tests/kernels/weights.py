@@ -10,6 +10,7 @@ from torch import Tensor
 from kernels import linear, quantized_weights, reference
 from kernels.linear import fp8, nf4, packed, packed_gemm
 from kernels.linear.split_k import Tile
+from kernels.operands import Norm
 from kernels.quantized_weights import Fp8Weight, Int4Weight, Int8Weight
 from tests.kernels.cases import DEVICE, close, error, poison, rand
 
@@ -88,7 +89,7 @@ def check_products(rows: int, n: int, k: int, dtype: torch.dtype, group: int = 6
     kinds: list[quantized_weights.Weight] = [*weights(n, k, group, dtype), w, quantized_weights.quantize_nf4(w)]
     mixed = quantized_weights.concat([quantized_weights.quantize_int8(w[:64]), w[64:].to(torch.float16)])
     kinds += [quantized_weights.quantize_int4(w, 16), mixed]
-    norm, wide = linear.Norm(gamma, 1e-5), rand(rows, 2 * k, dtype=dtype)
+    norm, wide = Norm(gamma, 1e-5), rand(rows, 2 * k, dtype=dtype)
     normed = reference.rms_norm(x.double(), gamma.double(), 1e-5)
     for weight in kinds:
         laid = linear.prepare(weight, dtype)

@@ -21,6 +21,7 @@ from services.worker.errors import CheckpointError
 from services.worker.loader.checkpoint import FILES, OTHER_FILES, fingerprint, locate, read_bundle
 from services.worker.loader.config import load_config
 from services.worker.loader.tensors import INDEX, SINGLE, open_checkpoint
+from services.worker.models.config import Rope
 from services.worker.options import EngineOptions
 from tests.checkpoints import Damage, pipe
 
@@ -150,7 +151,7 @@ LLAMA3_WITHOUT_FACTOR = {"rope_type": "llama3", "rope_theta": 1e4, "low_freq_fac
         (edit_tensors(lambda t: t[Q].view(-1)[7].fill_(torch.nan)), f"tensor {Q} holds numbers that are not finite"),
         (edit_tensors(lambda t: t[Q].view(-1)[7].fill_(torch.inf)), f"tensor {Q} holds numbers that are not finite"),
         (edit_tensors(lambda t: t.update(extra=torch.ones(2))), "tensor extra is not part of this architecture"),
-        (edit_config(architectures=["GPT2LMHeadModel"]), "architecture GPT2LMHeadModel is not supported"),
+        (edit_config(architectures=["MambaForCausalLM"]), "architecture MambaForCausalLM is not supported"),
         (edit_config(architectures=None), "architecture none is not supported"),
         (edit_config(rope_parameters=YARN), "rope scaling yarn is not supported"),
         (edit_config(rope_parameters=LLAMA3_WITHOUT_FACTOR), "factor must be a positive number of at most"),
@@ -301,17 +302,19 @@ def test_loading_tells_its_phases_and_shards(checkpoint: Callable[[str], Path]) 
 
 def test_the_older_way_to_write_rope_is_read(copy: Callable[[str], Path]) -> None:
     folder = copy("llama-bias-rope")
-    new = load_config(folder).rope
+    new = load_config(folder).positions
     path = folder / "config.json"
     raw = json.loads(path.read_text())
     settings = raw.pop("rope_parameters")
     raw["rope_theta"] = settings.pop("rope_theta")
     raw["rope_scaling"] = settings
     path.write_text(json.dumps(raw))
-    assert load_config(folder).rope == new
+    assert load_config(folder).positions == new
     raw["rope_scaling"] = {"type": "linear", "factor": 2.0}
     path.write_text(json.dumps(raw))
-    assert (load_config(folder).rope.kind, load_config(folder).rope.factor) == ("linear", 2.0)
+    older = load_config(folder).positions
+    assert isinstance(older, Rope)
+    assert (older.kind, older.factor) == ("linear", 2.0)
 
 
 def test_end_tokens_come_from_the_generation_settings_first(copy: Callable[[str], Path]) -> None:

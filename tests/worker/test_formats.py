@@ -21,7 +21,7 @@ from kernels import quantized_weights
 from kernels.quantized_weights import Fp8Weight, Int4Weight, Int8Weight, Nf4Weight, QuantizedWeight
 from services.worker.errors import CheckpointError
 from services.worker.loader import presets
-from services.worker.loader.config import load_config, read_quantization
+from services.worker.loader.config import load_config, read_config
 from services.worker.loader.formats.compressed_tensors import is_named
 from services.worker.loader.formats.registry import reader_of
 from services.worker.loader.quantized import expected_bytes
@@ -375,7 +375,7 @@ def test_a_plain_model_is_never_whole_in_memory(
 def test_what_weights_will_take_is_known_before(kind: str, written: Callable[[str, str], Written]) -> None:
     """Also of those that a CPU has as plain numbers, four or eight times the bytes of the file."""
     folder = written(kind, "wide").folder
-    reader = reader_of(read_quantization(folder), None)
+    reader = reader_of(read_config(folder).quantization, None)
     assert reader is not None
     told = expected_bytes(load_config(folder), open_checkpoint(folder), reader, torch.float32, "cpu")
     assert told == pytest.approx(engine_of(folder).memory.weights, rel=0.1)

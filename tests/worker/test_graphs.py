@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from kernels import kv_pages
-from services.worker.models.config import ModelConfig, Rope
 from services.worker.models.decoder import Decoder
 from services.worker.runners.cuda import graphs as graphs_module
 from services.worker.runners.cuda.graphs import Graph
@@ -16,6 +15,7 @@ from services.worker.runners.cuda.ops import InvariantTritonOps, TritonOps
 from services.worker.runners.cuda.runner import GpuRunner
 from services.worker.runners.cuda.step_words import Kind, Sizes, StepRows
 from services.worker.runners.step import Rows
+from tests.tiny_config import tiny_config
 
 HALF = torch.float16
 
@@ -24,10 +24,7 @@ def runner_of(
     slots: int = 16, ops: TritonOps | None = None, window: int | None = None, stored: torch.dtype = HALF
 ) -> GpuRunner:
     """For a tiny model, with a graph of each size that would be captured on a Hopper."""
-    config = ModelConfig(
-        "LlamaForCausalLM", 50, 48, 80, 1, 4, 2, 64, 1e-5, 512, Rope(10_000.0), False, False, False, False, False,
-        (window,), (1,),
-    )  # fmt: skip
+    config = tiny_config(layers=1, head_dim=64, windows=(window,))
     ops = ops or TritonOps()
     runner = GpuRunner(Decoder(config, ops, HALF, 512), ops, 16, slots, 512, 512, stored)
     with mock.patch.object(graphs_module, "is_hopper", return_value=True):

@@ -4,14 +4,11 @@ import pytest
 import torch
 
 from kernels import kv_pages
-from services.worker.models.config import ModelConfig, Rope
 from services.worker.runners.cpu.kv_pool import CpuPool
 from services.worker.runners.cuda.kv_pool import GpuPool
+from tests.tiny_config import tiny_config
 
-CONFIG = ModelConfig(
-    "LlamaForCausalLM", 50, 48, 80, 3, 4, 2, 64, 1e-5, 512, Rope(10_000.0), False, False, False, False, False,
-    (None,) * 3, (1,),
-)  # fmt: skip
+CONFIG = tiny_config(layers=3, head_dim=64)
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, kv_pages.FP8, kv_pages.INT8], ids=str)

@@ -10,7 +10,7 @@ from services import host
 from services.worker.build import kv_calibration, memory
 from services.worker.errors import CheckpointError
 from services.worker.loader import presets
-from services.worker.loader.config import load_config, read_quantization
+from services.worker.loader.config import read_config
 from services.worker.loader.formats.registry import RoundedWeights, StoredWeights, WeightReader, reader_of
 from services.worker.loader.kv_scales import load_kv_scales
 from services.worker.loader.plain import load_weights, randomize
@@ -19,6 +19,7 @@ from services.worker.loader.tensors import Checkpoint, open_checkpoint
 from services.worker.models.config import ModelConfig, count_parameters
 from services.worker.models.decoder import Decoder
 from services.worker.models.ops import Ops
+from services.worker.models.registry import family_of
 from services.worker.options import EngineOptions, MemoryPlan, Progress
 from services.worker.runners.base import Runner
 from services.worker.runners.cpu.ops import InvariantOps, ReferenceOps
@@ -40,9 +41,11 @@ class EngineParts:
 def assemble(model_dir: Path, options: EngineOptions, progress: Progress) -> EngineParts:
     """Load a checkpoint, or make random weights of a preset's shape. Raises CheckpointError."""
     progress("checkpoint", 0, 1)
-    config = load_config(model_dir)
-    reader = reader_of(read_quantization(model_dir), options.quantize)
-    checkpoint = None if presets.is_random(model_dir) else open_checkpoint(model_dir)
+    settings = read_config(model_dir)
+    config, reader = settings.model, reader_of(settings.quantization, options.quantize)
+    checkpoint = None
+    if not presets.is_random(model_dir):
+        checkpoint = open_checkpoint(model_dir).renamed(family_of(config.architecture).tensor_name)
     progress("checkpoint", 1, 1)
     make = _on_cpu if options.device == "cpu" else _on_gpu
     return make(config, _Source(config, checkpoint, reader), options, progress)
@@ -74,8 +77,8 @@ class _Source:
     def load(self, ops: Ops, max_length: int, options: EngineOptions, progress: Progress) -> Decoder:
         """The model with its weights. Raises CheckpointError."""
         device = "cuda" if options.device == "cuda" else "cpu"
-        hollow = self.reader is not None
-        model = Decoder(self.config, ops, _DTYPES[options.dtype], max_length, device, hollow=hollow)
+        is_quantized = self.reader is not None
+        model = Decoder(self.config, ops, _DTYPES[options.dtype], max_length, device, meta_linears=is_quantized)
         if self.checkpoint and self.reader:
             load_quantized(model, self.checkpoint, self.reader, progress)
         elif isinstance(self.reader, RoundedWeights):

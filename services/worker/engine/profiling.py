@@ -30,7 +30,7 @@ _FAMILIES = (
                    "shared_kernel", "schedule_kernel", "flash", "softmax")),
     ("products", ("gemm", "gemv", "nvjet", "cutlass", "matmul", "linear", "mm", "skinny", "invariant", "split", "qkv")),
     ("quantized products", ("words_kernel", "dequantize", "round_rows")),
-    ("activation", ("silu",)),
+    ("activation", ("silu", "gelu")),
     ("step lists", ("unpack_kernel", "keep_kernel", "finite_kernel", "edit_kernel")),
     ("copies", ("memcpy", "memset", "copy", "index", "fill", "cat", "stack")),
 )  # fmt: skip

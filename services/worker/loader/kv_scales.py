@@ -1,6 +1,6 @@
-"""Scales of stored keys and values that a checkpoint may bring. Knows their names and shapes, never formats of weights.
+"""Reads the scales of stored keys and values that a checkpoint may have. Knows their names and shapes, no weights.
 
-They count for a pool in fp8 alone: what is stored as x counts x times its head's scale.
+Only a pool in fp8 uses them: a stored number x stands for x times the scale of its head.
 """
 
 import re
@@ -13,7 +13,7 @@ from services.worker.errors import CheckpointError
 from services.worker.loader.tensors import Checkpoint
 from services.worker.models.layers import DecoderLayer
 
-# Of llm-compressor and compressed-tensors, of AutoFP8 and of earlier versions of both: one for keys and values, once.
+# Names by llm-compressor and compressed-tensors, by AutoFP8, and by earlier versions of both. kv_scale is for both.
 _NAME = re.compile(
     r"model\.layers\.(0|[1-9][0-9]{0,3})\.self_attn\."
     r"(q_scale|kv_scale|attn\.q_scale|(attn\.|[kv]_proj\.)?[kv]_scale|[qkv]_proj\.output_scale)"
@@ -21,13 +21,13 @@ _NAME = re.compile(
 
 
 def is_scale(name: str, layers: int) -> bool:
-    """Whether a tensor of this name scales queries, keys or values of one of so many layers."""
+    """Whether this is the name of a scale of queries, keys or values, in one of the first `layers` layers."""
     found = _NAME.fullmatch(name)
     return found is not None and int(found[1]) < layers
 
 
 def load_kv_scales(layers: Sequence[DecoderLayer], checkpoint: Checkpoint) -> None:
-    """Give each layer its scales, float32 [2, K]; without any they are all 1. Raises CheckpointError."""
+    """Set each layer's scales, float32 [2, K], where the checkpoint has any. Raises CheckpointError."""
     with checkpoint.opened() as read:
         for index, layer in enumerate(layers):
             attention, prefix = layer.attention, f"model.layers.{index}.self_attn."
@@ -36,11 +36,11 @@ def load_kv_scales(layers: Sequence[DecoderLayer], checkpoint: Checkpoint) -> No
                 scales = [_checked(name, read(name), attention.kv_heads) if name else None for name in names]
                 ones = torch.ones(attention.kv_heads)
                 both = torch.stack([ones if scale is None else scale for scale in scales])
-                attention.kv_scales = both.to(attention.norm.device)
+                attention.kv_scales = both.to(attention.norm.weight.device)
 
 
 def _name(checkpoint: Checkpoint, prefix: str, kind: str) -> str:
-    """Of the scale of keys ("k") or values ("v"); empty if there is none."""
+    """The name of the scale of keys ("k") or values ("v"); empty if there is none."""
     names = (
         f"{kind}_scale",
         f"attn.{kind}_scale",

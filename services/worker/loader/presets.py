@@ -1,6 +1,6 @@
-"""Models of random weights in well-known shapes, to measure speed without a checkpoint. Knows configurations only.
+"""Models with random weights in well-known shapes, to measure speed without a checkpoint. Knows configurations only.
 
-`MODEL_NAME=random:llama-3.1-8b` serves one. Its answers mean nothing; its speed is that of the real model.
+`MODEL_NAME=random:llama-3.1-8b` serves one. Its answers are meaningless; its speed is that of the real model.
 """
 
 import json
@@ -81,12 +81,12 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 
 def folder_of(model: str) -> Path:
-    """A folder with the configuration of `random:NAME` and a tokenizer, and no weights. Raises CheckpointError."""
+    """Make a folder with the configuration of `random:NAME` and a tokenizer, no weights. Raises CheckpointError."""
     name = model.removeprefix(PREFIX)
     if name not in PRESETS:
         raise CheckpointError(f"no preset {name}; there are {', '.join(PRESETS)}")
     if not _TOKENIZER.is_file():
-        raise CheckpointError("the demo model's tokenizer is not there, which models of random weights borrow")
+        raise CheckpointError("models with random weights use the tokenizer of the demo model, which is missing")
     folder = Path(tempfile.mkdtemp(prefix="weft-random-")) / name
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(PRESETS[name]))
@@ -96,5 +96,5 @@ def folder_of(model: str) -> Path:
 
 
 def is_random(folder: Path) -> bool:
-    """Whether the weights of this folder's model are made, not read."""
+    """Whether the folder is of a model with random weights."""
     return (folder / _MARK).is_file()

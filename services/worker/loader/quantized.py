@@ -1,7 +1,11 @@
-"""Fills a model whose products have weights in fewer bits: module by module, so that the plain model is never whole."""
+"""Fills a model whose products have weights in fewer bits, module by module: the plain model is never whole in memory.
+
+Knows modules and their readers, never a format.
+"""
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -9,9 +13,9 @@ from torch import Tensor
 from kernels import quantized_weights
 from services.worker.errors import CheckpointError
 from services.worker.loader.formats.module_tensors import ModuleTensors, Tensors
-from services.worker.loader.formats.registry import RoundedWeights, WeightReader
+from services.worker.loader.formats.registry import RoundedWeights, StoredWeights, WeightReader
 from services.worker.loader.kv_scales import is_scale
-from services.worker.loader.plain import RANDOM_STD
+from services.worker.loader.plain import RANDOM_STD, is_norm_weight
 from services.worker.loader.tensors import FLOATS, Checkpoint, TensorHeader
 from services.worker.models.config import ModelConfig, count_embeddings, count_parameters
 from services.worker.models.decoder import Decoder, Projection
@@ -22,16 +26,31 @@ _BITS = {"int8": 8, "int4": 4.25, "fp8": 8, "nf4": 4.5}
 
 
 def load_quantized(model: Decoder, checkpoint: Checkpoint, reader: WeightReader, progress: Progress) -> None:
-    """Fill a hollow model from files. Raises CheckpointError."""
+    """Fill a model whose linears are on the meta device, from files. Raises CheckpointError."""
+    transposed = {f"{module}.weight" for each in model.projections() if each.transposed for module in each.modules}
+    if transposed and isinstance(reader, StoredWeights):
+        architecture = model.config.architecture
+        raise CheckpointError(f"quantized checkpoints of {architecture} are not supported: serve the plain model")
     device = model.embedding.device
+    headers = {name: _as_read(header, name in transposed) for name, header in checkpoint.headers.items()}
     with checkpoint.opened() as read:
-        tensors = Tensors(checkpoint.headers, lambda name: read(name).to(device))
+
+        def fetch(name: str) -> Tensor:
+            tensor = read(name).to(device)
+            return tensor.t().contiguous() if name in transposed else tensor
+
+        tensors = Tensors(headers, fetch)
         _fill(model, tensors, reader, progress)
-        _check_all_taken(tensors, model.config.layers, model.config.tied_embeddings)
+        _check_all_taken(tensors, model)
+
+
+def _as_read(header: TensorHeader, transposed: bool) -> TensorHeader:
+    """The header of a weight as readers see it: [outputs, inputs]."""
+    return replace(header, shape=header.shape[::-1]) if transposed else header
 
 
 def randomize_quantized(model: Decoder, reader: RoundedWeights, progress: Progress) -> None:
-    """Random weights for a hollow model, made on its device and rounded one by one; norms are ones."""
+    """Random weights, made on the model's device and rounded one by one; norms are ones."""
     generator = torch.Generator(model.embedding.device).manual_seed(0)
     shapes: dict[str, tuple[int, ...]] = {}
     for name, views in model.destinations().items():
@@ -43,7 +62,9 @@ def randomize_quantized(model: Decoder, reader: RoundedWeights, progress: Progre
 
     def make(name: str) -> Tensor:
         tensor = torch.empty(shapes[name], dtype=dtype, device=model.embedding.device)
-        return tensor.fill_(1) if "norm" in name else tensor.normal_(0, RANDOM_STD, generator=generator)
+        if is_norm_weight(name, tensor.ndim):
+            return tensor.fill_(1)
+        return tensor.normal_(0, RANDOM_STD, generator=generator)
 
     headers = {name: TensorHeader(shape, dtype) for name, shape in shapes.items()}
     _fill(model, Tensors(headers, make), reader, progress, threads=1)
@@ -52,7 +73,7 @@ def randomize_quantized(model: Decoder, reader: RoundedWeights, progress: Progre
 def expected_bytes(
     config: ModelConfig, checkpoint: Checkpoint | None, reader: WeightReader, dtype: torch.dtype, device: str
 ) -> int:
-    """About what the weights will take, known before they are loaded."""
+    """Approximate bytes of the weights in memory, estimated before they are loaded."""
     if checkpoint and not isinstance(reader, RoundedWeights):
         return sum(_stored_bytes(name, checkpoint.headers, dtype, device) for name in checkpoint.headers)
     assert isinstance(reader, RoundedWeights), reader
@@ -63,7 +84,7 @@ def expected_bytes(
 
 
 def _stored_bytes(name: str, headers: Mapping[str, TensorHeader], dtype: torch.dtype, device: str) -> int:
-    """About what a tensor of a quantized checkpoint will take: a CPU has FP8 and NF4 as plain numbers."""
+    """Approximate bytes of a tensor of a quantized checkpoint in memory: a CPU expands FP8 and NF4 to plain numbers."""
     header, expands = headers[name], device == "cpu"
     if f"{name}.absmax" in headers:  # NF4: two numbers a byte
         return 2 * header.nbytes * dtype.itemsize if expands else header.nbytes
@@ -74,8 +95,8 @@ def _stored_bytes(name: str, headers: Mapping[str, TensorHeader], dtype: torch.d
 def _fill(
     model: Decoder, tensors: Tensors, reader: WeightReader, progress: Progress, threads: int | None = None
 ) -> None:
-    places, projections = model.destinations(), model.projections()
-    for name, views in places.items():
+    projections = model.projections()
+    for name, views in model.destinations().items():
         module, _, kind = name.rpartition(".")
         tensor = ModuleTensors(tensors, module).take_finite(kind, views[0].shape)
         for view in views:
@@ -93,14 +114,14 @@ def _read(projection: Projection, tensors: Tensors, reader: WeightReader) -> Non
         reader.read(ModuleTensors(tensors, module), outputs, projection.linear.inputs)
         for module, outputs in zip(projection.modules, projection.outputs, strict=True)
     ]
-    projection.linear.take(quantized_weights.concat(parts))
+    projection.linear.set_weight(quantized_weights.concat(parts))
 
 
-def _check_all_taken(tensors: Tensors, layers: int, tied: bool) -> None:
-    """Raises CheckpointError for a tensor that nothing of the model needs; a bias of zeros is no harm."""
+def _check_all_taken(tensors: Tensors, model: Decoder) -> None:
+    """Raises CheckpointError for a tensor that no part of the model reads, unless it is a bias of zeros."""
     for name in sorted(tensors.headers.keys() - tensors.taken):
-        known = name.endswith(".rotary_emb.inv_freq") or is_scale(name, layers)
-        if known or (tied and name.startswith("lm_head.")):
+        is_known = model.family.tensor_name(name) is None or is_scale(name, model.config.layers)
+        if is_known or (model.config.tied_embeddings and name.startswith("lm_head.")):
             continue
         if not name.endswith(".bias") or bool(tensors.fetch(name).any()):
             raise CheckpointError(f"tensor {name} is not part of this architecture")

@@ -1,6 +1,6 @@
-"""Weights from safetensors files straight to a GPU: threads read pieces into pinned memory, each sends its own on.
+"""Streams weights from safetensors files to a GPU: each thread reads pieces into pinned memory and copies them on.
 
-Knows bytes and where they go, never what a tensor is for.
+Knows bytes and their destinations, never what a tensor is for.
 """
 
 import os
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from services.worker.errors import CheckpointError
-from services.worker.loader.plain import check_shapes
+from services.worker.loader.plain import check_tensors
 from services.worker.loader.tensors import Checkpoint
 from services.worker.models.decoder import Decoder
 from services.worker.options import Progress
@@ -26,7 +26,7 @@ THREADS = 8
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Some whole lines of a tensor: where they lie in a file, and where they go."""
+    """Some whole rows of a tensor: where they are in a file, and their destinations."""
 
     path: Path
     shard: int
@@ -34,14 +34,14 @@ class _Piece:
     bytes: int
     dtype: torch.dtype
     targets: tuple[Tensor, ...]
-    """Views of as many numbers each, on the device."""
+    """Views on the device, each of the shape of these rows."""
 
 
 def stream_weights(model: Decoder, checkpoint: Checkpoint, progress: Progress) -> None:
-    """Fill the model; progress is told by shard. Raises CheckpointError."""
-    places = model.destinations()
-    check_shapes(places, checkpoint, model.config)
-    pieces = sorted(_pieces(places, checkpoint), key=lambda piece: (piece.shard, piece.offset))
+    """Fill the model; progress counts shards. Raises CheckpointError."""
+    destinations = model.destinations()
+    check_tensors(model, destinations, checkpoint)
+    pieces = sorted(_pieces(destinations, checkpoint), key=lambda piece: (piece.shard, piece.offset))
     left = Counter(piece.shard for piece in pieces)
     lock, local, shards = threading.Lock(), threading.local(), len(checkpoint.shards)
     progress("weights", 0, shards)
@@ -63,11 +63,11 @@ def stream_weights(model: Decoder, checkpoint: Checkpoint, progress: Progress) -
         raise CheckpointError(f"a shard cannot be read: {type(error).__name__}") from None
     torch.cuda.synchronize()
     progress("weights", shards, shards)
-    _check_finite(places)
+    _check_finite(destinations)
 
 
 def read_through(checkpoint: Checkpoint) -> None:
-    """Read all shards as `stream_weights` does, into memory that nobody keeps: what loading is measured against."""
+    """Read all shards as `stream_weights` does and discard the bytes: the baseline that loading is measured against."""
 
     def read(part: tuple[Path, int]) -> None:
         path, offset = part
@@ -84,7 +84,7 @@ def read_through(checkpoint: Checkpoint) -> None:
 
 
 class _Staging:
-    """One thread's two pinned buffers and its stream: one buffer fills while the other is sent."""
+    """One thread's two pinned buffers and its stream: one buffer is filled while the other is copied to the device."""
 
     def __init__(self, device: torch.device) -> None:
         torch.cuda.set_device(device)
@@ -94,20 +94,20 @@ class _Staging:
         self._next = 0
 
     def load(self, piece: _Piece) -> None:
-        """Read a piece and send it to its places."""
-        place, self._next = self._next, 1 - self._next
-        self._sent[place].synchronize()
-        buffer = self._buffers[place][: piece.bytes]
+        """Read a piece and copy it to its destinations."""
+        current, self._next = self._next, 1 - self._next
+        self._sent[current].synchronize()
+        buffer = self._buffers[current][: piece.bytes]
         _read(piece.path, piece.offset, memoryview(buffer.numpy().data))
         numbers = buffer.view(piece.dtype)
         with torch.cuda.stream(self._stream):
             for target in piece.targets:
-                flat = target.view(-1)
-                if piece.dtype == flat.dtype:
-                    flat.copy_(numbers, non_blocking=True)
-                else:
-                    flat.copy_(numbers.to(flat.device, non_blocking=True))
-            self._sent[place].record()
+                source = numbers.view(target.shape)
+                if piece.dtype == target.dtype and target.is_contiguous():
+                    target.copy_(source, non_blocking=True)
+                else:  # converted, or transposed, on the device
+                    target.copy_(source.to(target.device, non_blocking=True))
+            self._sent[current].record()
 
 
 def _read(path: Path, offset: int, buffer: memoryview) -> None:
@@ -120,27 +120,27 @@ def _read(path: Path, offset: int, buffer: memoryview) -> None:
             done += count
 
 
-def _pieces(places: dict[str, list[Tensor]], checkpoint: Checkpoint) -> Iterator[_Piece]:
-    for name, views in places.items():
+def _pieces(destinations: dict[str, list[Tensor]], checkpoint: Checkpoint) -> Iterator[_Piece]:
+    for name, views in destinations.items():
         header = checkpoint.headers[name]
-        lines = header.shape[0] if header.shape else 1
-        line_bytes = header.nbytes // lines
-        step = max(1, PIECE_BYTES // line_bytes)
-        for first in range(0, lines, step):
-            count = min(step, lines - first)
+        rows = header.shape[0] if header.shape else 1
+        row_bytes = header.nbytes // rows
+        step = max(1, PIECE_BYTES // row_bytes)
+        for first in range(0, rows, step):
+            count = min(step, rows - first)
             yield _Piece(
                 checkpoint.shards[header.shard],
                 header.shard,
-                header.offset + first * line_bytes,
-                count * line_bytes,
+                header.offset + first * row_bytes,
+                count * row_bytes,
                 header.dtype,
                 tuple(view[first : first + count] for view in views),
             )
 
 
-def _check_finite(places: dict[str, list[Tensor]]) -> None:
-    """One wait for all tensors."""
-    good = torch.stack([views[0].sum(dtype=torch.float32) for views in places.values()]).isfinite().tolist()
-    for name, finite in zip(places, good, strict=True):
+def _check_finite(destinations: dict[str, list[Tensor]]) -> None:
+    """Raises CheckpointError for a tensor with infinities or NaN. The device is waited for once, for all tensors."""
+    good = torch.stack([views[0].sum(dtype=torch.float32) for views in destinations.values()]).isfinite().tolist()
+    for name, finite in zip(destinations, good, strict=True):
         if not finite:
             raise CheckpointError(f"tensor {name} holds numbers that are not finite")

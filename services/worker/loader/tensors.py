@@ -24,6 +24,7 @@ _DTYPES = {
     "U8": torch.uint8,
     "I32": torch.int32,
     "I64": torch.int64,
+    "BOOL": torch.bool,
 }
 FLOATS = tuple(_PLAIN.values())
 """Types of tensors that are not quantized."""
@@ -40,6 +41,8 @@ class TensorHeader:
     """Which file it is in."""
     offset: int = 0
     """Its first byte in that file."""
+    stored_name: str = ""
+    """Its name in that file, if `Checkpoint.headers` has it by another."""
 
     @property
     def elements(self) -> int:
@@ -69,13 +72,24 @@ class Checkpoint:
         """Bytes of all tensors."""
         return sum(header.nbytes for header in self.headers.values())
 
+    def renamed(self, name_of: Callable[[str], str | None]) -> "Checkpoint":
+        """The tensors by other names, without those whose name is None. Raises CheckpointError if two get one name."""
+        headers: dict[str, TensorHeader] = {}
+        for stored, header in self.headers.items():
+            name = name_of(stored)
+            if name in headers:
+                raise CheckpointError(f"tensor {name} is in the checkpoint twice, the second time as {stored}")
+            if name is not None:
+                headers[name] = replace(header, stored_name=stored)
+        return replace(self, headers=headers)
+
     @contextmanager
     def opened(self) -> Iterator[Callable[[str], Tensor]]:
         """What reads a tensor by its name, from any thread. Raises CheckpointError."""
         try:
             with ExitStack() as stack:
                 files = [stack.enter_context(safe_open(path, framework="pt")) for path in self.shards]
-                yield lambda name: files[self.headers[name].shard].get_tensor(name)
+                yield lambda name: files[self.headers[name].shard].get_tensor(self.headers[name].stored_name or name)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"a shard cannot be read: {type(error).__name__}") from None
 
@@ -84,8 +98,9 @@ class Checkpoint:
         path = self.shards[shard]
         try:
             with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 (not a dict)
-                    yield name, file.get_tensor(name)
+                for name, header in self.headers.items():
+                    if header.shard == shard:
+                        yield name, file.get_tensor(header.stored_name or name)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path.name} cannot be read: {type(error).__name__}") from None
 

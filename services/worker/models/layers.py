@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.operands import Norm
 from kernels.quantized_weights import Weight
-from services.worker.models.config import ModelConfig, Rope
+from services.worker.models.config import LearnedPositions, ModelConfig, NormConfig, Rope
 from services.worker.models.ops import Ops, RopeTables
 
 
@@ -18,8 +19,10 @@ class StepTensors:
 
     token_ids: Tensor
     """int64 [T]."""
-    rotation: RopeTables
-    places: Tensor
+    positions: Tensor
+    """int64 [T]: each token's place in its sequence."""
+    rope: RopeTables
+    slot_mapping: Tensor
     """int64 [T]: where keys and values go, block * block size + offset."""
     plans: Mapping[int | None, Any]
     """What the operations' attention needs to know of the rows, by window."""
@@ -28,7 +31,7 @@ class StepTensors:
 
 
 class Linear:
-    """x @ weight.T + bias, with what an implementation may fuse. The precision is the weight's own affair."""
+    """x @ weight.T + bias, with what an implementation may fuse. The weight may be plain or quantized."""
 
     def __init__(self, ops: Ops, inputs: int, outputs: int, bias: bool, dtype: torch.dtype) -> None:
         self.ops, self.inputs, self.outputs, self.dtype = ops, inputs, outputs, dtype
@@ -36,50 +39,49 @@ class Linear:
         """A tensor [outputs, inputs], or what the operations prepared of a quantized weight."""
         self.bias = torch.empty(outputs, dtype=dtype) if bias else None
 
-    def make_room(self) -> None:
-        """Memory for a plain weight."""
+    def allocate(self) -> None:
+        """Allocate memory for a plain weight."""
         self.weight = self.ops.empty_weight(self.outputs, self.inputs, self.dtype)
 
-    def take(self, weight: Weight) -> None:
-        """Multiply with this weight from now on."""
+    def set_weight(self, weight: Weight) -> None:
+        """Prepare a weight, quantized or plain, and multiply with it from now on."""
         self.weight = self.ops.prepare(weight, self.dtype)
 
-    def of_normed(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
-        """The product with rms_norm(x): [T, inputs] -> [T, outputs]."""
-        return self.ops.norm_matmul(x, norm, eps, self.weight, self.bias)
+    def norm_matmul(self, x: Tensor, norm: Norm) -> Tensor:
+        """The product with norm(x): [T, inputs] -> [T, outputs]."""
+        return self.ops.norm_matmul(x, norm, self.weight, self.bias)
 
-    def gate_of_normed(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
-        """silu(first half) * second half of the product with rms_norm(x): [T, inputs] -> [T, outputs / 2]."""
-        return self.ops.norm_gate(x, norm, eps, self.weight, self.bias)
-
-    def add_to(self, residual: Tensor, x: Tensor) -> None:
+    def add_matmul(self, residual: Tensor, x: Tensor) -> None:
         """residual [T, outputs] += the product with x [T, inputs]."""
         self.ops.add_matmul(residual, x, self.weight, self.bias)
 
 
 class Attention:
-    """Grouped-query attention with fused projections; Qwen3's norms of queries and keys if the model has them."""
+    """Grouped-query attention with fused projections, and norms of queries and keys if the model has them."""
 
     def __init__(self, ops: Ops, config: ModelConfig, layer: int, dtype: torch.dtype) -> None:
         self.ops = ops
         self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
-        self.window, self.eps = config.windows[layer], config.norm_eps
+        self.window = config.windows[layer]
         self.scale = self.head_dim**-0.5
         width = (self.heads + 2 * self.kv_heads) * self.head_dim
-        self.norm = torch.empty(config.hidden_size, dtype=dtype)
+        self.norm = empty_norm(config.norm, config.hidden_size, dtype)
         self.qkv = Linear(ops, config.hidden_size, width, config.qkv_bias, dtype)
         self.output = Linear(ops, self.heads * self.head_dim, config.hidden_size, config.output_bias, dtype)
         self.kv_scales: Tensor | None = None
-        """float32 [2, K]: what a stored number of the fp8 pool counts, by head, if the checkpoint says."""
+        """float32 [2, K]: the scale of each head's stored numbers in an fp8 pool; None: all 1."""
         rotated = self.heads + self.kv_heads
-        self.qk_norm = torch.empty(rotated, self.head_dim, dtype=dtype) if config.qk_norm else None
+        self.qk_norm: Norm | None = None
+        """Weight [H + K, D]."""
+        if config.qk_norm:
+            self.qk_norm = Norm(torch.empty(rotated, self.head_dim, dtype=dtype), config.norm.eps)
 
     def __call__(self, x: Tensor, step: StepTensors, kv: Tensor) -> None:
         """Add to the residual stream x [T, hidden]; kv is the layer's pool, written and read."""
-        self.output.add_to(x, self.attend(x, step, kv))
+        self.output.add_matmul(x, self.attend(x, step, kv))
 
     def attend(self, x: Tensor, step: StepTensors, kv: Tensor) -> Tensor:
-        """What the heads see, [T, heads * head_dim], before the output projection; the pool is written and read."""
+        """The heads' output [T, heads * head_dim], before the output projection; the pool is written and read."""
         q = self._queries(x, step, kv)
         return self.ops.attention(q, kv, step.plans[self.window], self.scale, self.kv_scales)
 
@@ -87,27 +89,26 @@ class Attention:
         """Queries [T, heads, head_dim]; keys and values go to the pool."""
         if self.qk_norm is None and self.kv_scales is None:
             weight, bias = self.qkv.weight, self.qkv.bias
-            q = self.ops.norm_qkv(x, self.norm, self.eps, weight, bias, step.rotation, kv, step.places, self.heads)
+            q = self.ops.norm_qkv(x, self.norm, weight, bias, step.rope, kv, step.slot_mapping, self.heads)
             if q is not None:
                 return q
-        qkv = self.qkv.of_normed(x, self.norm, self.eps).view(x.shape[0], -1, self.head_dim)
-        return self.ops.rope_and_store(
-            qkv, step.rotation, kv, step.places, self.heads, self.qk_norm, self.eps, self.kv_scales
-        )
+        qkv = self.qkv.norm_matmul(x, self.norm).view(x.shape[0], -1, self.head_dim)
+        return self.ops.rope_and_store(qkv, step.rope, kv, step.slot_mapping, self.heads, self.qk_norm, self.kv_scales)
 
 
 class Mlp:
-    """down(silu(gate(x)) * up(x)), gate and up fused."""
+    """down(activation(up(norm(x)))); gate and up are one product if the activation is gated."""
 
     def __init__(self, ops: Ops, config: ModelConfig, dtype: torch.dtype) -> None:
-        self.eps = config.norm_eps
-        self.norm = torch.empty(config.hidden_size, dtype=dtype)
-        self.gate_up = Linear(ops, config.hidden_size, 2 * config.intermediate_size, config.mlp_bias, dtype)
+        self.ops, self.activation = ops, config.activation
+        self.norm = empty_norm(config.norm, config.hidden_size, dtype)
+        self.up = Linear(ops, config.hidden_size, config.up_outputs, config.mlp_bias, dtype)
         self.down = Linear(ops, config.intermediate_size, config.hidden_size, config.mlp_bias, dtype)
 
     def __call__(self, x: Tensor) -> None:
         """Add to the residual stream x [T, hidden]."""
-        self.down.add_to(x, self.gate_up.gate_of_normed(x, self.norm, self.eps))
+        up = self.up
+        self.down.add_matmul(x, self.ops.norm_activate(x, self.norm, self.activation, up.weight, up.bias))
 
 
 class DecoderLayer:
@@ -118,29 +119,40 @@ class DecoderLayer:
         self.mlp = Mlp(ops, config, dtype)
 
 
-def rope_tables(rope: Rope, head_dim: int, positions: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin for positions 0 to positions - 1, both [positions, 1, head_dim], the first half of sin negated.
+def empty_norm(config: NormConfig, width: int, dtype: torch.dtype) -> Norm:
+    """A norm over rows of `width` numbers, whose weights have memory and no values yet."""
+    bias = torch.empty(width, dtype=dtype) if config.has_bias else None
+    return Norm(torch.empty(width, dtype=dtype), config.eps, config.kind, bias)
 
-    They are made on the CPU, so that every device rotates by the same numbers.
+
+def rope_tables(
+    positions: Rope | LearnedPositions, head_dim: int, count: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """cos and sin for positions 0 to count - 1, both [count, 1, head_dim], the first half of sin negated.
+
+    Learned positions rotate nothing: cos is 1 and sin is 0. The tables are made on the CPU, so that every device
+    rotates by the same numbers.
     """
     with torch.device("cpu"):
-        return _rope_tables(rope, head_dim, positions, dtype)
+        if isinstance(positions, Rope):
+            return _rope_tables(positions, head_dim, count, dtype)
+        return torch.ones(count, 1, head_dim, dtype=dtype), torch.zeros(count, 1, head_dim, dtype=dtype)
 
 
-def _rope_tables(rope: Rope, head_dim: int, positions: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _rope_tables(rope: Rope, head_dim: int, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     frequencies = 1.0 / (rope.theta**exponents)
     if rope.kind == "linear":
         frequencies = frequencies / rope.factor
     elif rope.kind == "llama3":
         frequencies = _llama3_frequencies(frequencies, rope)
-    angles = torch.outer(torch.arange(positions).float(), frequencies)
+    angles = torch.outer(torch.arange(count).float(), frequencies)
     cos, sin = angles.cos(), angles.sin()
     return torch.cat((cos, cos), -1)[:, None].to(dtype), torch.cat((-sin, sin), -1)[:, None].to(dtype)
 
 
 def _llama3_frequencies(frequencies: Tensor, rope: Rope) -> Tensor:
-    """Long wavelengths are stretched, short ones kept, those between blended (Llama 3.1)."""
+    """Stretch long wavelengths, keep short ones, and blend those between (Llama 3.1)."""
     wavelengths = 2 * torch.pi / frequencies
     longest = rope.original_context / rope.low_freq_factor
     shortest = rope.original_context / rope.high_freq_factor

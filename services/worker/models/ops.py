@@ -1,7 +1,7 @@
 """The operations that layers are made of, chosen once for a device. Knows signatures, not how they are computed.
 
-Their cut follows what a device can fuse: a norm goes into the product behind it, a residual addition into the product
-before it. The plain implementation does one after the other.
+They are cut where a device can fuse: a norm with the product behind it, a residual addition with the product before it.
+The plain implementation does one after the other. T tokens, H query heads, K key/value heads, D head dimension.
 """
 
 from dataclasses import dataclass
@@ -10,19 +10,20 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from kernels.operands import Activation, Norm
 from kernels.quantized_weights import Weight
 
 
 @dataclass(frozen=True, slots=True)
 class RopeTables:
-    """Cosines and sines of a step's T tokens."""
+    """Cosines and sines of a step's T tokens; a model without rotation has ones and zeros."""
 
     cos: Tensor
     """[T, 1, D], or [positions, 1, D] with `positions`."""
     sin: Tensor
     """As cos, the first half negated."""
     positions: Tensor | None = None
-    """int64 [T]: where a token's cosines and sines are; None: one line for each token."""
+    """int64 [T]: the row of cos and sin for each token; None: they have one row for each token, in order."""
 
 
 class Ops(Protocol):
@@ -34,14 +35,16 @@ class Ops(Protocol):
     def prepare(self, weight: Weight, dtype: torch.dtype, /) -> Any:
         """A weight, quantized or plain, in the order in which products with rows of `dtype` read it fastest."""
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, /) -> Tensor:
-        """Normalize the last dimension."""
+    def normalize(self, x: Tensor, norm: Norm, /) -> Tensor:
+        """The norm over the last dimension."""
 
-    def norm_matmul(self, x: Tensor, norm: Tensor, eps: float, weight: Any, bias: Tensor | None = None, /) -> Tensor:
-        """rms_norm(x) @ weight.T + bias; the weight is a tensor or what `prepare` made."""
+    def norm_matmul(self, x: Tensor, norm: Norm, weight: Any, bias: Tensor | None = None, /) -> Tensor:
+        """norm(x) @ weight.T + bias; the weight is a tensor or what `prepare` returned."""
 
-    def norm_gate(self, x: Tensor, norm: Tensor, eps: float, weight: Any, bias: Tensor | None = None, /) -> Tensor:
-        """silu(gate) * up, where gate and up are the halves of rms_norm(x) @ weight.T + bias."""
+    def norm_activate(
+        self, x: Tensor, norm: Norm, activation: Activation, weight: Any, bias: Tensor | None = None, /
+    ) -> Tensor:
+        """activation(norm(x) @ weight.T + bias), in the form that `add_matmul` of the same implementation takes."""
 
     def add_matmul(self, residual: Tensor, x: Tensor, weight: Any, bias: Tensor | None = None, /) -> None:
         """Add x @ weight.T + bias to `residual` in place."""
@@ -49,32 +52,30 @@ class Ops(Protocol):
     def rope_and_store(
         self,
         qkv: Tensor,
-        rotation: RopeTables,
+        rope: RopeTables,
         kv: Tensor,
-        places: Tensor,
+        slot_mapping: Tensor,
         heads: int,
-        norm: Tensor | None,
-        eps: float,
+        qk_norm: Norm | None,
         kv_scales: Tensor | None = None,
         /,
     ) -> Tensor:
-        """Normalize queries and keys if there is a norm [H + K, D], rotate them, write keys and values to the pool, and
-        return the queries. kv_scales [2, K]: of an fp8 pool; None: all 1."""
+        """Normalize queries and keys if there is a norm (RMS, weight [H + K, D]), rotate them, write keys and values to
+        the pool, and return the queries [T, H, D]. kv_scales [2, K]: of an fp8 pool; None: all 1."""
 
     def norm_qkv(
         self,
         x: Tensor,
-        norm: Tensor,
-        eps: float,
+        norm: Norm,
         weight: Any,
         bias: Tensor | None,
-        rotation: RopeTables,
+        rope: RopeTables,
         kv: Tensor,
-        places: Tensor,
+        slot_mapping: Tensor,
         heads: int,
         /,
     ) -> Tensor | None:
-        """`norm_matmul` and `rope_and_store` at once -> the queries, or None where an implementation does not."""
+        """`norm_matmul` and `rope_and_store` in one kernel -> the queries, or None where there is no such kernel."""
 
     def attention(self, q: Tensor, kv: Tensor, plan: Any, scale: float, kv_scales: Tensor | None = None, /) -> Tensor:
         """Ragged attention over the pool; the plan is of this implementation's own kind."""

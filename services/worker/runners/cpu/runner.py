@@ -112,8 +112,9 @@ class CpuRunner:
         last = ends[np.flatnonzero(rows.samples)] - 1
         return StepTensors(
             token_ids=torch.from_numpy(token_ids),
-            rotation=RopeTables(model.cos[at], model.sin[at]),
-            places=torch.from_numpy(places),
+            positions=at,
+            rope=RopeTables(model.cos[at], model.sin[at]),
+            slot_mapping=torch.from_numpy(places),
             plans={w: plan(lengths, contexts, tables, self.block_size, w, dtype) for w in self._windows},
             sampled=None if len(last) == len(positions) else torch.from_numpy(last),
         )

@@ -72,8 +72,9 @@ class GpuForward:
         """What the layers share of a step whose inputs are on the device."""
         return StepTensors(
             token_ids=inputs.token_ids,
-            rotation=RopeTables(self._model.cos, self._model.sin, inputs.positions),
-            places=inputs.places,
+            positions=inputs.positions,
+            rope=RopeTables(self._model.cos, self._model.sin, inputs.positions),
+            slot_mapping=inputs.places,
             plans={window: self._plan(inputs, window, long_tokens, kind) for window in self._windows},
             sampled=sampled,
         )

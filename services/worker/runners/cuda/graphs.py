@@ -92,7 +92,7 @@ class Graphs:
         """Of steps with prompts."""
         most, model = self._eager_tokens, self._model
         tokens = [count for count in GRAPH_TOKENS if count <= most]
-        if linear.rounds(model.embedding[:128], model.layers[0].mlp.gate_up.weight):
+        if linear.rounds(model.embedding[:128], model.layers[0].mlp.up.weight):
             tokens += [count for count in FP8_TOKENS if most < count <= FP8_EAGER * most]
         return tokens
 

@@ -1,45 +1,45 @@
-"""The operations of a layer by the Triton kernels and the vendor's library. Knows which serves which shape."""
+"""The operations of a layer by the Triton kernels and the vendor's library. Knows which kernel serves which shape."""
 
 import torch
 from torch import Tensor
 
-from kernels import activation, attention, linear, norm, rope_kv
-from kernels.linear import DeviceWeight, Norm
+from kernels import attention, linear, norm, rope_kv
+from kernels.activation import activate
+from kernels.linear import DeviceWeight
+from kernels.operands import Activation, Norm
 from kernels.quantized_weights import Weight
 from services.worker.models.ops import RopeTables
 
 
 class TritonOps:
-    """The products take residual additions and the gate with them; `kernels.linear` knows which kernel."""
+    """Residual additions and gates are fused into the products; `kernels.linear` chooses the kernel."""
 
-    rms_norm = staticmethod(norm.rms_norm)
+    normalize = staticmethod(norm.normalize)
     attention = staticmethod(attention.attention)
     invariant = False
     """Whether a row has the same bits in any batch and any chunk."""
     short_tokens = 1
-    """Rows of up to so many tokens share out their keys over the whole chip."""
+    """The keys of rows of up to this many tokens are shared out over the whole chip."""
 
     def empty_weight(self, outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
-        """Row after row."""
+        """Row-major memory."""
         return torch.empty(outputs, inputs, dtype=dtype)
 
     def prepare(self, weight: Weight, dtype: torch.dtype, /) -> DeviceWeight:
-        """As the kernels read it best."""
+        """In the layout of the kernels."""
         return linear.prepare(weight, dtype)
 
-    def norm_matmul(
-        self, x: Tensor, norm: Tensor, eps: float, weight: DeviceWeight, bias: Tensor | None = None, /
-    ) -> Tensor:
-        """rms_norm(x) @ weight.T + bias."""
-        return linear.linear(x, weight, bias, norm=Norm(norm, eps))
+    def norm_matmul(self, x: Tensor, norm: Norm, weight: DeviceWeight, bias: Tensor | None = None, /) -> Tensor:
+        """norm(x) @ weight.T + bias."""
+        return linear.linear(x, weight, bias, norm=norm)
 
-    def norm_gate(
-        self, x: Tensor, norm: Tensor, eps: float, weight: DeviceWeight, bias: Tensor | None = None, /
+    def norm_activate(
+        self, x: Tensor, norm: Norm, activation: Activation, weight: DeviceWeight, bias: Tensor | None = None, /
     ) -> Tensor:
-        """The gate of the MLP, from the residual stream; `add_matmul` takes it as it comes, gated or not yet."""
-        if bias is not None:
-            return activation.silu_and_mul(self.norm_matmul(x, norm, eps, weight, bias))
-        return linear.gate(x, weight, Norm(norm, eps))
+        """activation(norm(x) @ weight.T + bias), [T, n]; or [T, 2n], which the product of `add_matmul` gates itself."""
+        if activation is Activation.GATED_SILU and bias is None:
+            return linear.gate(x, weight, norm)
+        return activate(self.norm_matmul(x, norm, weight, bias), activation)
 
     def add_matmul(self, residual: Tensor, x: Tensor, weight: DeviceWeight, bias: Tensor | None = None, /) -> None:
         """residual += x @ weight.T + bias."""
@@ -48,64 +48,59 @@ class TritonOps:
     def rope_and_store(
         self,
         qkv: Tensor,
-        rotation: RopeTables,
+        rope: RopeTables,
         kv: Tensor,
-        places: Tensor,
+        slot_mapping: Tensor,
         heads: int,
-        norm: Tensor | None,
-        eps: float,
+        qk_norm: Norm | None,
         kv_scales: Tensor | None = None,
         /,
     ) -> Tensor:
         """Norm, rotation and the write to the pool in one kernel."""
+        weight, eps = (None, 0.0) if qk_norm is None else (qk_norm.weight, qk_norm.eps)
         return rope_kv.rope_and_store(
-            qkv, rotation.cos, rotation.sin, kv, places, heads, kv.shape[3], rotation.positions, norm, eps, kv_scales
+            qkv, rope.cos, rope.sin, kv, slot_mapping, heads, kv.shape[3], rope.positions, weight, eps, kv_scales
         )
 
     def norm_qkv(
         self,
         x: Tensor,
-        norm: Tensor,
-        eps: float,
+        norm: Norm,
         weight: DeviceWeight,
         bias: Tensor | None,
-        rotation: RopeTables,
+        rope: RopeTables,
         kv: Tensor,
-        places: Tensor,
+        slot_mapping: Tensor,
         heads: int,
         /,
     ) -> Tensor | None:
-        """Few rows need no kernel for the rotation."""
-        if rotation.positions is None:
+        """For few rows the product, the rotation and the write are one kernel."""
+        if rope.positions is None:
             return None
-        return linear.rotated_qkv(
-            x, weight, bias, Norm(norm, eps), rotation.cos, rotation.sin, rotation.positions, kv, places, heads
-        )
+        return linear.rotated_qkv(x, weight, bias, norm, rope.cos, rope.sin, rope.positions, kv, slot_mapping, heads)
 
 
 class InvariantTritonOps(TritonOps):
-    """A row has the same bits in any batch and any chunk: where a sum is cut depends on its own places alone."""
+    """A row has the same bits in any batch and any chunk: where a sum is cut depends on the row's own length alone."""
 
     invariant = True
 
-    def norm_matmul(
-        self, x: Tensor, norm: Tensor, eps: float, weight: DeviceWeight, bias: Tensor | None = None, /
-    ) -> Tensor:
-        """rms_norm(x) @ weight.T + bias."""
-        return linear.invariant(self.rms_norm(x, norm, eps), weight, bias)
+    def norm_matmul(self, x: Tensor, norm: Norm, weight: DeviceWeight, bias: Tensor | None = None, /) -> Tensor:
+        """norm(x) @ weight.T + bias."""
+        return linear.invariant(self.normalize(x, norm), weight, bias)
 
-    def norm_gate(
-        self, x: Tensor, norm: Tensor, eps: float, weight: DeviceWeight, bias: Tensor | None = None, /
+    def norm_activate(
+        self, x: Tensor, norm: Norm, activation: Activation, weight: DeviceWeight, bias: Tensor | None = None, /
     ) -> Tensor:
-        """The gate of the MLP, from the residual stream."""
-        return activation.silu_and_mul(self.norm_matmul(x, norm, eps, weight, bias))
+        """activation(norm(x) @ weight.T + bias), [T, n]."""
+        return activate(self.norm_matmul(x, norm, weight, bias), activation)
 
     def add_matmul(self, residual: Tensor, x: Tensor, weight: DeviceWeight, bias: Tensor | None = None, /) -> None:
         """residual += x @ weight.T + bias."""
         residual.add_(linear.invariant(x, weight, bias))
 
     def norm_qkv(self, *_: object) -> None:
-        """Not in one kernel."""
+        """There is no such kernel."""
 
 
 def exact_products() -> None:

@@ -130,8 +130,8 @@ class GpuRunner:
         model, layer = self.model, self.model.layers[0]
         for tokens in range(_SIZES_APART, self.step_tokens + 1, _SIZES_APART):
             x = model.embedding.new_zeros(tokens, model.config.hidden_size)
-            layer.attention.qkv.of_normed(x, layer.attention.norm, layer.attention.eps)
-            layer.attention.output.add_to(x, x.new_zeros(tokens, layer.attention.output.inputs))
+            layer.attention.qkv.norm_matmul(x, layer.attention.norm)
+            layer.attention.output.add_matmul(x, x.new_zeros(tokens, layer.attention.output.inputs))
             layer.mlp(x)
         for samples in range(8, self.slots + 1, 8):
             model.logits(model.embedding.new_zeros(samples, model.config.hidden_size))

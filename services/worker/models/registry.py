@@ -1,0 +1,20 @@
+"""The families that Weft serves, by the names of their architectures. Imports no torch."""
+
+from collections.abc import Sequence
+
+from services.worker.errors import CheckpointError
+from services.worker.models.families import llama
+from services.worker.models.family import Family
+
+FAMILIES: Sequence[Family] = [
+    llama.FAMILY,
+]
+_BY_ARCHITECTURE = {architecture: family for family in FAMILIES for architecture in family.architectures}
+
+
+def family_of(architecture: str) -> Family:
+    """The family of an architecture. Raises CheckpointError."""
+    if architecture not in _BY_ARCHITECTURE:
+        supported = ", ".join(_BY_ARCHITECTURE)
+        raise CheckpointError(f"architecture {architecture} is not supported; supported are {supported}")
+    return _BY_ARCHITECTURE[architecture]
