@@ -42,8 +42,7 @@ SEEN = 32
 def load(folder: Path) -> PreTrainedModel:
     """A checkpoint of the shapes that the worker serves, whole, in float32, on the CPU. Raises CompressError."""
     config = read_config(folder)
-    if config.get("model_type") not in _KINDS:
-        raise CompressError(f"{folder}: model_type {config.get('model_type')} is not supported; {_KNOWN}")
+    _check_kind(folder, config)
     if config.get("quantization_config"):
         raise CompressError(f"{folder} is quantized already: compress the model that it was made from")
     files.check(folder)
@@ -79,6 +78,12 @@ def read_config(folder: Path) -> dict[str, Any]:
     return files.read_json(folder / "config.json")
 
 
+def _check_kind(folder: Path, config: Mapping[str, Any]) -> None:
+    """Raises CompressError for a model of another shape than these methods know."""
+    if config.get("model_type") not in _KINDS:
+        raise CompressError(f"{folder}: model_type {config.get('model_type')} is not supported; {_KNOWN}")
+
+
 def _sizes(folder: Path, config: Mapping[str, Any], *names: str) -> list[int]:
     """Whole numbers of config.json. Raises CompressError."""
     sizes = []
@@ -105,6 +110,7 @@ def group_for(folder: Path, asked: int | None) -> int:
     Raises CompressError where the inputs of a linear do not part into such groups.
     """
     config = read_config(folder)
+    _check_kind(folder, config)
     width, heads, neurons = _sizes(folder, config, "hidden_size", "num_attention_heads", "intermediate_size")
     (dim,) = _sizes(folder, {"head_dim": config.get("head_dim") or width // heads}, "head_dim")
     inputs = sorted({width, heads * dim, neurons})

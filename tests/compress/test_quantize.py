@@ -51,12 +51,12 @@ def test_narrow_networks_get_small_groups_and_wide_ones_the_usual(tmp_path: Path
     assert group_for(DEMO, None) == 32
     for asked, neurons, group in ((None, 5632, 128), (64, 5632, 64), (None, 5600, 32)):
         shape = {"hidden_size": 2048, "num_attention_heads": 16, "intermediate_size": neurons}
-        (tmp_path / "config.json").write_text(json.dumps(shape))
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **shape}))
         assert group_for(tmp_path, asked) == group
     with pytest.raises(CompressError, match=r"groups of 100 do not divide .*\[384, 896\]"):
         group_for(DEMO, 100)
     odd = {"hidden_size": 144, "num_attention_heads": 1, "intermediate_size": 288}
-    (tmp_path / "config.json").write_text(json.dumps(odd))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **odd}))
     with pytest.raises(CompressError, match="groups of 9 inputs are odd"):
         group_for(tmp_path, 9)
 

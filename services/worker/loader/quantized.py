@@ -27,7 +27,7 @@ _BITS = {"int8": 8, "int4": 4.25, "fp8": 8, "nf4": 4.5}
 
 def load_quantized(model: Decoder, checkpoint: Checkpoint, reader: WeightReader, progress: Progress) -> None:
     """Fill a model whose linears are on the meta device, from files. Raises CheckpointError."""
-    transposed = {f"{module}.weight" for each in model.projections() if each.transposed for module in each.modules}
+    transposed = _transposed_weights(model, checkpoint)
     if transposed and isinstance(reader, StoredWeights):
         architecture = model.config.architecture
         raise CheckpointError(f"quantized checkpoints of {architecture} are not supported: serve the plain model")
@@ -42,6 +42,20 @@ def load_quantized(model: Decoder, checkpoint: Checkpoint, reader: WeightReader,
         tensors = Tensors(headers, fetch)
         _fill(model, tensors, reader, progress)
         _check_all_taken(tensors, model)
+
+
+def _transposed_weights(model: Decoder, checkpoint: Checkpoint) -> set[str]:
+    """Names of the weights that are stored as [inputs, outputs]. Raises CheckpointError if one has another shape."""
+    names = set()
+    for each in model.projections():
+        for module, outputs in zip(each.modules, each.outputs, strict=True) if each.transposed else ():
+            name, expected = f"{module}.weight", (each.linear.inputs, outputs)
+            header = checkpoint.headers.get(name)
+            if header is not None and header.shape != expected:
+                shape = list(header.shape)
+                raise CheckpointError(f"tensor {name} has shape {shape}, config.json says {list(expected)}")
+            names.add(name)
+    return names
 
 
 def _as_read(header: TensorHeader, transposed: bool) -> TensorHeader:
