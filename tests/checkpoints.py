@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+from transformers import GPT2Config, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 DEMO = Path(__file__).parents[1] / "models" / "weft-story-11m"
@@ -28,7 +28,23 @@ _CONFIGS: Mapping[str, type[PreTrainedConfig]] = {
     "mistral": MistralConfig,
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
+    "gpt2": GPT2Config,
 }
+_LLAMA_SHAPE: Mapping[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": CONTEXT,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+}
+_SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": CONTEXT},
+}
+"""Of families whose settings have names of their own."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +74,8 @@ SHAPES: Mapping[str, Shape] = {
     "qwen2": Shape("qwen2", {"tie_word_embeddings": True}),
     "qwen2-window": Shape("qwen2", {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}),
     "qwen3": Shape("qwen3", {"head_dim": 32}, shard_bytes=150_000),
+    "gpt2": Shape("gpt2", shard_bytes=150_000),
+    "gpt2-erf-untied": Shape("gpt2", {"activation_function": "gelu", "n_inner": 100, "tie_word_embeddings": False}),
 }
 
 
@@ -72,18 +90,10 @@ def make_checkpoint(folder: Path, shape: Shape | str = "llama", seed: int = 0) -
     config = _CONFIGS[shape.family](
         **{
             "vocab_size": VOCAB,
-            "hidden_size": 64,
-            "intermediate_size": 96,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
-            "max_position_embeddings": CONTEXT,
             "bos_token_id": BOS,
             "eos_token_id": EOS,
             "initializer_range": 0.2,
-            "sliding_window": None,
-            "tie_word_embeddings": False,
+            **_SHAPES.get(shape.family, _LLAMA_SHAPE),
             **shape.settings,
         }
     )
@@ -92,14 +102,14 @@ def make_checkpoint(folder: Path, shape: Shape | str = "llama", seed: int = 0) -
         for name, weight in model.named_parameters():
             if name.endswith("bias"):
                 weight.normal_(std=0.05)
-            elif "norm" in name:
+            elif "norm" in name or ".ln_" in name:
                 weight.uniform_(0.7, 1.3)
-                weight.mul_(3 if name == "model.norm.weight" else 1)
-            elif "embed_tokens" in name or "lm_head" in name:
+                weight.mul_(3 if name in ("model.norm.weight", "transformer.ln_f.weight") else 1)
+            elif any(part in name for part in ("embed_tokens", "lm_head", "wte", "wpe")):
                 weight.normal_(std=0.1)
     model.save_pretrained(folder, max_shard_size=shape.shard_bytes or "5GB")
-    make_tokenizer().save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    tokenizer, settings = _gpt2_tokenizer() if shape.family == "gpt2" else _llama_tokenizer()
+    tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
 
@@ -115,19 +125,39 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     return folder
 
 
+def _llama_tokenizer() -> tuple[Tokenizer, dict[str, str]]:
+    """A tokenizer and its settings; every text begins with <s>."""
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    return make_tokenizer(), settings
+
+
+def _gpt2_tokenizer() -> tuple[Tokenizer, dict[str, str]]:
+    """As GPT-2's: one special token, which no text begins with."""
+    tokenizer = _byte_level_bpe(["<|endoftext|>"])
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    names = ("bos_token", "eos_token", "unk_token")
+    return tokenizer, {"tokenizer_class": "GPT2Tokenizer", **dict.fromkeys(names, "<|endoftext|>")}
+
+
 def make_tokenizer() -> Tokenizer:
     """A byte-level BPE tokenizer of VOCAB ids; ids 0 and 1 are <s> and </s>."""
+    tokenizer = _byte_level_bpe(["<s>", "</s>"])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
+    return tokenizer
+
+
+def _byte_level_bpe(special: list[str]) -> Tokenizer:
+    """VOCAB ids, of which these tokens are the first."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB,
-        special_tokens=["<s>", "</s>"],
+        special_tokens=special,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(["the weft is what is woven through the warp, thread after thread " * 8], trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
     return tokenizer
 
 

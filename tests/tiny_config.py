@@ -3,7 +3,7 @@
 from typing import Any
 
 from kernels.operands import Activation, NormKind
-from services.worker.models.config import ModelConfig, NormConfig, Rope
+from services.worker.models.config import LearnedPositions, ModelConfig, NormConfig, Rope
 
 
 def tiny_config(**changes: Any) -> ModelConfig:
@@ -30,3 +30,18 @@ def tiny_config(**changes: Any) -> ModelConfig:
     }
     settings.setdefault("windows", (None,) * settings["layers"])
     return ModelConfig(**settings)
+
+
+def gpt2_settings(positions: int) -> dict[str, Any]:
+    """The fields that make the tiny model a GPT-2 with this many learned positions."""
+    return {
+        "architecture": "GPT2LMHeadModel",
+        "kv_heads": 4,
+        "norm": NormConfig(NormKind.LAYER, 1e-5, has_bias=True),
+        "activation": Activation.GELU_TANH,
+        "positions": LearnedPositions(positions),
+        "tied_embeddings": True,
+        "qkv_bias": True,
+        "output_bias": True,
+        "mlp_bias": True,
+    }

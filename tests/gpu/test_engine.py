@@ -217,7 +217,7 @@ def test_blocks_move_out_and_back(engine: EngineMaker) -> None:
 # ---- bfloat16 ----
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "demo"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "demo"])
 def test_bfloat16_agrees_where_the_choice_is_clear(engine: EngineMaker, family: str) -> None:
     exact, half = engine(family, device="cpu"), engine(family, dtype="bfloat16")
     worst, clear = 0.0, 0
@@ -298,7 +298,7 @@ def test_graphs_are_captured_while_another_engine_becomes_garbage(checkpoint: Ca
 
 
 @pytest.mark.parametrize(("kind", "scales"), [("fp8", "checkpoint"), ("fp8", "dynamic"), ("int8", "checkpoint")])
-@pytest.mark.parametrize("family", ["qwen3", "demo"])
+@pytest.mark.parametrize("family", ["qwen3", "gpt2", "demo"])
 def test_pools_of_8_bits_say_what_the_cpu_says(engine: EngineMaker, family: str, kind: str, scales: str) -> None:
     """Teacher-forced: a number that lies between two may be rounded to the other one here."""
     exact, fast = (engine(family, device=device, kv_dtype=kind, kv_scales=scales) for device in ("cpu", "cuda"))
@@ -318,23 +318,33 @@ def test_pools_of_8_bits_say_what_the_cpu_says(engine: EngineMaker, family: str,
 
 
 @pytest.mark.parametrize(
-    ("dtype", "kv_dtype"), [("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "fp8"), ("bfloat16", "int8")]
+    ("family", "dtype", "kv_dtype"),
+    [
+        ("demo", "float32", "auto"),
+        ("demo", "bfloat16", "auto"),
+        ("demo", "bfloat16", "fp8"),
+        ("demo", "bfloat16", "int8"),
+        ("gpt2", "float32", "auto"),
+        ("gpt2-erf-untied", "bfloat16", "auto"),
+    ],
 )
-def test_deterministic_answers_do_not_depend_on_the_batch(engine: EngineMaker, dtype: str, kv_dtype: str) -> None:
+def test_deterministic_answers_do_not_depend_on_the_batch(
+    engine: EngineMaker, family: str, dtype: str, kv_dtype: str
+) -> None:
     settings: dict[str, Any] = {"max_tokens": 40, "logprobs": 0, "temperature": 1.0}
     wanted = [job(key, prompt_of(20 + 7 * key), seed=key, bypass_cache=True, **settings) for key in range(8)]
-    sure = engine("demo", dtype=dtype, deterministic=True, kv_dtype=kv_dtype)
+    sure = engine(family, dtype=dtype, deterministic=True, kv_dtype=kv_dtype)
     alone: Answers = {}
     for one in wanted:
         alone |= run(sure, one)
     crowd = [job(100 + key, prompt_of(11 + 3 * key), max_tokens=30) for key in range(40)]
     together = run(sure, *crowd, *wanted)
     tight = engine(
-        "demo", dtype=dtype, deterministic=True, kv_dtype=kv_dtype, max_batch_size=8, step_tokens=13, kv_blocks=30
+        family, dtype=dtype, deterministic=True, kv_dtype=kv_dtype, max_batch_size=8, step_tokens=13, kv_blocks=30
     )
     chunked = run(tight, *wanted)
     assert tight.stats().preemptions > 0
-    eager = run(engine("demo", dtype=dtype, deterministic=True, kv_dtype=kv_dtype, graphs=False), *wanted)
+    eager = run(engine(family, dtype=dtype, deterministic=True, kv_dtype=kv_dtype, graphs=False), *wanted)
     cached = [job(key, prompt_of(20 + 7 * key), seed=key, **settings) for key in range(8)]
     run(sure, *cached)
     hit = run(sure, *cached)

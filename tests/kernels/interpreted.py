@@ -6,6 +6,7 @@ float16 stands in for bfloat16, whose products the interpreter gets wrong.
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ from tests.kernels.cases import (
 from tests.kernels.fused import check_rotated_qkv, step_of_answers
 from tests.kernels.steps import check_measured_scales, check_steps
 from tests.kernels.weights import check_nf4, check_products, check_rounding, check_words
-from tests.tiny_config import tiny_config
+from tests.tiny_config import gpt2_settings, tiny_config
 
 HALF, FULL = torch.float16, torch.float32
 
@@ -145,8 +146,9 @@ def test_lists_of_a_step() -> None:
     check_nobodys(150, (160, 3, 2), 16)
 
 
-def test_whole_steps_of_the_runner() -> None:
-    check_steps()
+@pytest.mark.parametrize("model", [{}, gpt2_settings(128)], ids=["llama", "gpt2"])
+def test_whole_steps_of_the_runner(model: dict[str, Any]) -> None:
+    check_steps(**model)
 
 
 def test_scales_that_the_runner_measures() -> None:
@@ -273,11 +275,15 @@ def test_queries_keys_and_values_of_few_rows(split: int) -> None:
         check_rotated_qkv(rows, heads, kv_heads, dim, 96, Tile(16, 32, split, 2), HALF)
 
 
-@pytest.mark.parametrize(("qk_norm", "bias", "window"), [(False, True, None), (True, False, 20)])
+@pytest.mark.parametrize(
+    "model",
+    [{"qkv_bias": True}, {"qk_norm": True, "windows": (20, 20)}, gpt2_settings(64)],
+    ids=["bias", "norm and window", "gpt2"],
+)
 def test_a_step_of_few_rows_in_fused_kernels_is_one_in_plain_kernels(
-    monkeypatch: pytest.MonkeyPatch, qk_norm: bool, bias: bool, window: int | None
+    monkeypatch: pytest.MonkeyPatch, model: dict[str, Any]
 ) -> None:
-    config = tiny_config(context_length=64, qkv_bias=bias, qk_norm=qk_norm, windows=(window, window))
+    config = tiny_config(context_length=64, **model)
     monkeypatch.setattr(dense, "tile_for", lambda *_: Tile(16, 32, 2, 2))
     monkeypatch.setattr(qkv_rope, "tile_for", lambda *_: Tile(16, 32, 2, 2))
     weights = random.randrange(1 << 30)

@@ -29,9 +29,11 @@ _RowOf = tuple[int, list[int], bool]
 """Slot, token ids (_LAST: the slot's last token), whether it samples."""
 
 
-def check_steps() -> None:
-    """Prompts in chunks, some that nobody samples from; draws, penalties, bias and bans; slots that change hands."""
-    gpu, cpu = _runners(_SLOTS, _LENGTH, 64, _BLOCKS)
+def check_steps(**model: Any) -> None:
+    """Prompts in chunks, some that nobody samples from; draws, penalties, bias and bans; slots that change hands.
+
+    `model` are fields of the model's configuration."""
+    gpu, cpu = _runners(_SLOTS, _LENGTH, 64, _BLOCKS, **model)
     for words in _steps():
         got, want = _without_memory_behind_draws(gpu, words), cpu.run(words)
         assert (got.finite, got.sampled.tokens) == (want.finite, want.sampled.tokens)
@@ -52,9 +54,9 @@ def check_measured_scales() -> None:
         assert scales.tolist() == wanted.tolist()
 
 
-def _runners(slots: int, length: int, step_tokens: int, blocks: int) -> tuple[GpuRunner, CpuRunner]:
+def _runners(slots: int, length: int, step_tokens: int, blocks: int, **model: Any) -> tuple[GpuRunner, CpuRunner]:
     """Of one model."""
-    fast, exact = _model(TritonOps()), _model(ReferenceOps())
+    fast, exact = _model(TritonOps(), **model), _model(ReferenceOps(), **model)
     for views, others in zip(fast.destinations().values(), exact.destinations().values(), strict=True):
         for view, other in zip(views, others, strict=True):
             view.copy_(other)
@@ -93,9 +95,9 @@ def _check_tops(got: StepResult, want: StepResult) -> None:
         torch.testing.assert_close([number for _, number in top], [number for _, number in expected], rtol=0, atol=1e-4)
 
 
-def _model(ops: Ops) -> Decoder:
+def _model(ops: Ops, **settings: Any) -> Decoder:
     """Two layers, the second with a window."""
-    config = tiny_config(vocab_size=_VOCAB, context_length=_LENGTH, windows=(None, 20))
+    config = tiny_config(vocab_size=_VOCAB, context_length=_LENGTH, windows=(None, 20), **settings)
     model = Decoder(config, ops, torch.float32, _LENGTH)
     randomize(model, lambda phase, done, total: None)
     return model

@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 
 from services.worker.errors import CheckpointError
-from services.worker.models.families import llama
+from services.worker.models.families import gpt2, llama
 from services.worker.models.family import Family
 
 FAMILIES: Sequence[Family] = [
     llama.FAMILY,
+    gpt2.FAMILY,
 ]
 _BY_ARCHITECTURE = {architecture: family for family in FAMILIES for architecture in family.architectures}
 
