@@ -1,4 +1,4 @@
-"""The engine says what transformers says: same tokens, log-probabilities within 2e-4, whatever happens around a job."""
+"""The engine against transformers: same tokens, log-probabilities within 2e-4, alone, batched, chunked, preempted."""
 
 from collections.abc import Callable
 from pathlib import Path
