@@ -9,7 +9,7 @@ from torch import Tensor
 from kernels import quantized_weights
 from services.worker.errors import CheckpointError
 from services.worker.loader.formats.module_tensors import ModuleTensors, Tensors
-from services.worker.loader.formats.registry import RoundedWeights, WeightReader
+from services.worker.loader.formats.registry import RoundedWeights, StoredWeights, WeightReader
 from services.worker.loader.kv_scales import is_scale
 from services.worker.loader.plain import RANDOM_STD
 from services.worker.loader.tensors import FLOATS, Checkpoint, TensorHeader
@@ -54,7 +54,7 @@ def expected_bytes(
 ) -> int:
     """About what the weights will take, known before they are loaded."""
     if checkpoint and not isinstance(reader, RoundedWeights):
-        return sum(_stored_bytes(name, checkpoint.headers, dtype, device) for name in checkpoint.headers)
+        return sum(_stored_bytes(name, checkpoint.headers, reader, dtype, device) for name in checkpoint.headers)
     assert isinstance(reader, RoundedWeights), reader
     parameters, embeddings = count_parameters(config), count_embeddings(config)
     small = device != "cpu" or reader.kind in ("int8", "int4")
@@ -62,9 +62,16 @@ def expected_bytes(
     return embeddings * dtype.itemsize + int((parameters - embeddings) * bits / 8)
 
 
-def _stored_bytes(name: str, headers: Mapping[str, TensorHeader], dtype: torch.dtype, device: str) -> int:
-    """About what a tensor of a quantized checkpoint will take: a CPU has FP8 and NF4 as plain numbers."""
+def _stored_bytes(
+    name: str, headers: Mapping[str, TensorHeader], reader: StoredWeights, dtype: torch.dtype, device: str
+) -> int:
+    """About what a tensor of a quantized checkpoint takes in memory. A CPU has FP8, NF4 and INT8 in groups as plain
+    numbers."""
     header, expands = headers[name], device == "cpu"
+    module, _, kind = name.rpartition(".")
+    if expands and kind in ("weight", "weight_packed") and reader.is_grouped_int8(module):
+        octets = header.dtype in (torch.int8, torch.int32)  # one number a byte, in words or not
+        return header.nbytes * dtype.itemsize if octets else header.elements * dtype.itemsize
     if f"{name}.absmax" in headers:  # NF4: two numbers a byte
         return 2 * header.nbytes * dtype.itemsize if expands else header.nbytes
     plain = header.dtype in FLOATS or (expands and header.dtype == quantized_weights.FP8)
