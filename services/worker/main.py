@@ -105,11 +105,15 @@ def _load(settings: WorkerSettings, startup: Startup) -> tuple[WorkerSettings, E
 
     settings = resolve_engine(settings)
     folder = checkpoint.locate(settings.model)
-    config = load_config(folder)
-    bundle, digest = checkpoint.serialize(checkpoint.read_bundle(folder))
     dtype = "float32" if settings.dtype == "auto" else settings.dtype
-    fingerprint = checkpoint.fingerprint(folder, *_numerics(settings, dtype))
-    engine = open_engine(settings, folder, _options(settings, dtype, fingerprint), progress)
+    with checkpoint.start_hashing(folder) as digests:
+        config = load_config(folder)
+        bundle, digest = checkpoint.serialize(checkpoint.read_bundle(folder))
+        engine = open_engine(settings, folder, _options(settings, dtype), progress)
+        progress("fingerprint", 0, 1)
+        fingerprint = checkpoint.fingerprint(digests, *_numerics(settings, dtype))
+        progress("fingerprint", 1, 1)
+    engine.use_fingerprint(fingerprint)
     memory = engine.memory
     log.info(
         "loaded",
@@ -146,7 +150,7 @@ def _numerics(settings: WorkerSettings, dtype: str) -> list[str]:
     return numerics
 
 
-def _options(settings: WorkerSettings, dtype: str, fingerprint: bytes) -> EngineOptions:
+def _options(settings: WorkerSettings, dtype: str) -> EngineOptions:
     return EngineOptions(
         block_size=settings.block_size,
         kv_blocks=settings.kv_blocks,
@@ -164,7 +168,6 @@ def _options(settings: WorkerSettings, dtype: str, fingerprint: bytes) -> Engine
         threads=settings.threads,
         prefix_cache=settings.prefix_cache,
         host_kv_bytes=settings.host_kv_bytes,
-        fingerprint=fingerprint,
     )
 
 

@@ -18,7 +18,7 @@ from transformers import AutoConfig
 
 from services.worker.engine.generation import GenerationEngine
 from services.worker.errors import CheckpointError
-from services.worker.loader.checkpoint import FILES, OTHER_FILES, fingerprint, locate, read_bundle
+from services.worker.loader.checkpoint import FILES, OTHER_FILES, fingerprint, locate, read_bundle, start_hashing
 from services.worker.loader.config import load_config
 from services.worker.loader.tensors import INDEX, SINGLE, open_checkpoint
 from services.worker.options import EngineOptions
@@ -209,9 +209,11 @@ def test_a_damaged_checkpoint_is_refused_with_its_reason(
 
 def test_a_fingerprint_waits_for_no_pipe(copy: Callable[[str], Path]) -> None:
     folder = copy("llama")
-    before = fingerprint(folder)
+    with start_hashing(folder) as digests:
+        before = fingerprint(digests)
     os.mkfifo(folder / "more.safetensors")
-    assert fingerprint(folder) == before
+    with start_hashing(folder) as digests:
+        assert fingerprint(digests) == before
 
 
 def missing_shard(folder: Path) -> None:
