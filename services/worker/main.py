@@ -15,7 +15,7 @@ from services import process, rpc, telemetry
 from services.worker.build.choose import open_engine, resolve_engine
 from services.worker.engine.base import Engine
 from services.worker.errors import CheckpointError
-from services.worker.loader import checkpoint
+from services.worker.loader import checkpoint, presets
 from services.worker.loader.config import load_config
 from services.worker.options import EngineOptions
 from services.worker.service.address import NoAddress, advertised
@@ -90,6 +90,7 @@ def _startup(settings: WorkerSettings) -> Startup:
 async def _leave_at_once(server: rpc.Server) -> NoReturn:
     """Ends the process. Its thread that loads a model may take minutes more, and nobody can tell it to end."""
     log.info("stopped while loading")
+    presets.remove_folders()
     await server.stop(0)
     telemetry.close()
     os._exit(0)
@@ -114,6 +115,7 @@ def _load(settings: WorkerSettings, startup: Startup) -> tuple[WorkerSettings, E
         fingerprint = checkpoint.fingerprint(digests, *_numerics(settings, dtype))
         progress("fingerprint", 1, 1)
     engine.use_fingerprint(fingerprint)
+    presets.remove_folders()
     memory = engine.memory
     log.info(
         "loaded",

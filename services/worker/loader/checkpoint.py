@@ -14,6 +14,7 @@ from services.worker.loader import presets
 from services.worker.loader.digests import FileDigests
 from services.worker.loader.files import parse_json
 from services.worker.loader.tensors import weight_files
+from services.worker.loader.tokenizer_check import check_template, check_tokenizer
 from services.worker.models.config import ModelConfig
 
 FILES = ["*.json", "*.safetensors", "*.jinja"]
@@ -55,7 +56,8 @@ def locate(model: str) -> Path:
 
 
 def read_bundle(folder: Path) -> mesh.Bundle:
-    """The tokenizer, chat template and special tokens of a checkpoint. Raises CheckpointError."""
+    """The tokenizer, chat template and special tokens of a checkpoint. Raises CheckpointError also for a tokenizer that
+    cannot be built and a template that does not compile: each request would fail at the gateway."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise CheckpointError("the checkpoint has no tokenizer.json")
@@ -63,11 +65,14 @@ def read_bundle(folder: Path) -> mesh.Bundle:
     told = parse_json(tokenizer, path.name)
     if not isinstance(told, dict) or "model" not in told:
         raise CheckpointError("tokenizer.json describes no tokenizer")
+    check_tokenizer(tokenizer)
     try:
-        return _bundle(tokenizer, _json(folder / "tokenizer_config.json"), folder / "chat_template.jinja")
+        bundle = _bundle(tokenizer, _json(folder / "tokenizer_config.json"), folder / "chat_template.jinja")
     except (AttributeError, KeyError, TypeError, UnicodeDecodeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise CheckpointError(f"chat template or special tokens cannot be read: {reason}") from None
+    check_template(bundle.chat_template)
+    return bundle
 
 
 def _bundle(tokenizer: bytes, config: dict[str, Any], template_file: Path) -> mesh.Bundle:
