@@ -106,13 +106,12 @@ def _load(settings: WorkerSettings, startup: Startup) -> tuple[WorkerSettings, E
 
     settings = resolve_engine(settings)
     folder = checkpoint.locate(settings.model)
-    dtype = "float32" if settings.dtype == "auto" else settings.dtype
     with checkpoint.start_hashing(folder) as digests:
         config = load_config(folder)
         bundle, digest = checkpoint.serialize(checkpoint.read_bundle(folder))
-        engine = open_engine(settings, folder, _options(settings, dtype), progress)
+        engine = open_engine(settings, folder, engine_options(settings), progress)
         progress("fingerprint", 0, 1)
-        fingerprint = checkpoint.fingerprint(digests, *_numerics(settings, dtype))
+        fingerprint = checkpoint.fingerprint(digests, *_numerics(settings))
         progress("fingerprint", 1, 1)
     engine.use_fingerprint(fingerprint)
     presets.remove_folders()
@@ -137,9 +136,13 @@ def _load(settings: WorkerSettings, startup: Startup) -> tuple[WorkerSettings, E
     return settings, engine, card, bundle
 
 
-def _numerics(settings: WorkerSettings, dtype: str) -> list[str]:
+def _dtype(settings: WorkerSettings) -> str:
+    return "float32" if settings.dtype == "auto" else settings.dtype
+
+
+def _numerics(settings: WorkerSettings) -> list[str]:
     """What tokens depend on beside the checkpoint."""
-    numerics = [dtype, str(settings.deterministic)]
+    numerics = [_dtype(settings), str(settings.deterministic)]
     # Of equal fingerprints equal bits are expected where the mode promises them: the devices sum in other orders.
     if settings.engine == "paced" or (settings.engine == "gpu" and settings.deterministic):
         numerics.append(settings.engine)
@@ -152,7 +155,8 @@ def _numerics(settings: WorkerSettings, dtype: str) -> list[str]:
     return numerics
 
 
-def _options(settings: WorkerSettings, dtype: str) -> EngineOptions:
+def engine_options(settings: WorkerSettings) -> EngineOptions:
+    """How the settings, whose engine is chosen, say that the model runs; all but its fingerprint."""
     return EngineOptions(
         block_size=settings.block_size,
         kv_blocks=settings.kv_blocks,
@@ -162,8 +166,9 @@ def _options(settings: WorkerSettings, dtype: str) -> EngineOptions:
         step_tokens=max(settings.step_tokens, settings.max_batch_size),
         chunk_tokens=settings.chunk_tokens,
         device="cuda" if settings.engine == "gpu" else "cpu",
+        compile_ahead=True,
         deterministic=settings.deterministic,
-        dtype=dtype,
+        dtype=_dtype(settings),
         quantize=settings.quantize,
         kv_dtype=settings.kv_dtype,
         kv_scales=settings.kv_scales,
