@@ -2,7 +2,7 @@
 
 INT8 weights are multiplied in exact integers: inputs become integers too, 8 bits of them where the weight says so, else
 16 bits in two halves. INT4 weights go through torch's packed kernel, in bfloat16. What no instruction takes as it is
-(FP8, NF4, odd shapes) becomes plain numbers. All have the same bits for a row in any batch.
+(FP8, NF4, INT8 in groups, odd shapes) becomes plain numbers. All have the same bits for a row in any batch.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ def prepare(weight: Weight, dtype: torch.dtype) -> Tensor | Product:
     """The weight as its product wants it: a plain tensor of `dtype` where no product of this file serves."""
     if isinstance(weight, StackedWeight):
         return StackedProduct([prepare(part, dtype) for part in weight.parts])
-    if isinstance(weight, Int8Weight):
+    if isinstance(weight, Int8Weight) and not weight.group:
         return Int8Product(weight)
     if isinstance(weight, Int4Weight) and _int4_group(weight):
         return Int4Product(weight)

@@ -88,12 +88,12 @@ Weight = Tensor | QuantizedWeight
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Int8Weight(QuantizedWeight):
-    """w = values * scale."""
+    """w = values * scale, with one scale for each output or for each group of an output's inputs."""
 
     values: Tensor
     """int8 [N, K]."""
     scale: Tensor
-    """float32 [N, 1]."""
+    """float32 [N, 1] or [N, K / group]."""
     dynamic_activations: bool = False
     """Whether inputs are rounded to int8 too, each row by its own largest number (W8A8)."""
 
@@ -102,18 +102,24 @@ class Int8Weight(QuantizedWeight):
         """(N, K)."""
         return self.values.shape
 
+    @property
+    def group(self) -> int:
+        """Inputs that share a scale; 0: all of an output's inputs do."""
+        return 0 if self.scale.shape[1] == 1 else self.shape[1] // self.scale.shape[1]
+
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The numbers it stands for: [N, K]."""
-        return (self.values.float() * self.scale).to(dtype)
+        groups = self.values.reshape(*self.scale.shape, -1).float()
+        return (groups * self.scale.unsqueeze(-1)).flatten(1).to(dtype)
 
     def rows(self, start: int, stop: int) -> "Int8Weight":
         """The weight of some outputs."""
         return replace(self, values=self.values[start:stop], scale=self.scale[start:stop])
 
     def join(self, others: Sequence[Self]) -> Self | None:
-        """One weight, if all treat their inputs alike."""
+        """One weight, if all group and round their inputs alike."""
         parts = (self, *others)
-        if len({part.dynamic_activations for part in parts}) > 1:
+        if len({(part.group, part.dynamic_activations) for part in parts}) > 1:
             return None
         return replace(self, values=torch.cat([p.values for p in parts]), scale=torch.cat([p.scale for p in parts]))
 

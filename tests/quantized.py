@@ -174,6 +174,8 @@ WRITERS: Mapping[str, Callable[..., Output]] = {
     "int4-channel": compressed("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "channel"}),
     "w8a16": compressed("int-quantized", _INT8),
     "w8a16-packed": compressed("pack-quantized", _INT8),
+    "w8a16-groups": compressed("pack-quantized", {**_INT8, "strategy": "group", "group_size": 32}),
+    "w8a16-groups-int8": compressed("int-quantized", {**_INT8, "strategy": "group", "group_size": 64}),
     "w8a8": compressed("int-quantized", _INT8, {"num_bits": 8, "type": "int", **_TOKENS}),
     "fp8-tensor": compressed("float-quantized", {**_FP8, "strategy": "tensor"}, {**_FP8, **_TOKENS}),
     "fp8-channel": compressed("float-quantized", {**_FP8, "strategy": "channel"}, {**_FP8, **_TOKENS}),

@@ -48,6 +48,7 @@ ROOMS: Mapping[str, Mapping[str, set[str]]] = {
     },
     "services/worker": {
         "__main__": {"main"},
+        "warm": {"main", "build", "loader", "settings", "options", "errors"},
         "main": {"service", "build", "engine", "loader", "settings", "job", "options", "numerics", "errors"},
         "service": {"engine", "settings", "job", "options", "numerics", "errors"},
         "build": {

@@ -48,7 +48,7 @@ def prepare(weight: Weight, dtype: torch.dtype) -> DeviceWeight:
         return weight.to(dtype)
     if dtype == torch.float32:
         return weight
-    if isinstance(weight, Int8Weight | Fp8Weight) or (isinstance(weight, Int4Weight) and fits(weight)):
+    if isinstance(weight, Fp8Weight) or (isinstance(weight, Int4Weight | Int8Weight) and fits(weight)):
         return lay_out(weight)
     return weight
 

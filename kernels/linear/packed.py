@@ -41,7 +41,7 @@ class Words:
     zero: Tensor | None
     """uint8 [T, groups, 64], of int4; None: 8 everywhere."""
     group: int
-    """Inputs that share a scale: 32, 64 or a multiple of 128; 0: all."""
+    """Inputs that share a scale: 32 (int4 alone), 64 or a multiple of 128; 0: all."""
     order: Tensor | None
     """int64 [K]: which input a column belongs to; None: as they come."""
     shape: torch.Size
@@ -66,9 +66,9 @@ class Words:
         return self.words.device
 
 
-def fits(weight: Int4Weight) -> bool:
-    """Whether its groups lie in chunks or chunks in its groups."""
-    return weight.group in (32, 64) or weight.group % CHUNK == 0
+def fits(weight: Int4Weight | Int8Weight) -> bool:
+    """Whether no scale changes within what a kernel turns into floats at once: 32 columns of int4, 64 of int8."""
+    return weight.group == 64 or weight.group % CHUNK == 0 or (isinstance(weight, Int4Weight) and weight.group == 32)
 
 
 def lay_out(weight: Int4Weight | Int8Weight | Fp8Weight) -> Words:
@@ -84,7 +84,9 @@ def lay_out(weight: Int4Weight | Int8Weight | Fp8Weight) -> Words:
         return Words("int4", words, scale, zero, weight.group, order, weight.shape)
     words = _byte_words(weight.values.view(torch.uint8))
     if isinstance(weight, Int8Weight):
-        return Words("int8", words, _by_tile(weight.scale, tiles, 1), None, 0, None, weight.shape)
+        assert fits(weight), weight.group
+        groups = triton.cdiv(chunks * CHUNK, weight.group) if weight.group else 1
+        return Words("int8", words, _by_tile(weight.scale, tiles, groups), None, weight.group, None, weight.shape)
     if weight.blockwise:
         scale = _by_tile(weight.scale.repeat_interleave(FP8_BLOCK, 0)[:n], tiles, chunks)
         return Words("fp8", words, scale, None, FP8_BLOCK, None, weight.shape, weight.input_scale)

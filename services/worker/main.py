@@ -15,7 +15,7 @@ from services import process, rpc, telemetry
 from services.worker.build.choose import open_engine, resolve_engine
 from services.worker.engine.base import Engine
 from services.worker.errors import CheckpointError
-from services.worker.loader import checkpoint
+from services.worker.loader import checkpoint, presets
 from services.worker.loader.config import load_config
 from services.worker.options import EngineOptions
 from services.worker.service.address import NoAddress, advertised
@@ -90,6 +90,7 @@ def _startup(settings: WorkerSettings) -> Startup:
 async def _leave_at_once(server: rpc.Server) -> NoReturn:
     """Ends the process. Its thread that loads a model may take minutes more, and nobody can tell it to end."""
     log.info("stopped while loading")
+    presets.remove_folders()
     await server.stop(0)
     telemetry.close()
     os._exit(0)
@@ -105,11 +106,15 @@ def _load(settings: WorkerSettings, startup: Startup) -> tuple[WorkerSettings, E
 
     settings = resolve_engine(settings)
     folder = checkpoint.locate(settings.model)
-    config = load_config(folder)
-    bundle, digest = checkpoint.serialize(checkpoint.read_bundle(folder))
-    dtype = "float32" if settings.dtype == "auto" else settings.dtype
-    fingerprint = checkpoint.fingerprint(folder, *_numerics(settings, dtype))
-    engine = open_engine(settings, folder, _options(settings, dtype, fingerprint), progress)
+    with checkpoint.start_hashing(folder) as digests:
+        config = load_config(folder)
+        bundle, digest = checkpoint.serialize(checkpoint.read_bundle(folder))
+        engine = open_engine(settings, folder, engine_options(settings), progress)
+        progress("fingerprint", 0, 1)
+        fingerprint = checkpoint.fingerprint(digests, *_numerics(settings))
+        progress("fingerprint", 1, 1)
+    engine.use_fingerprint(fingerprint)
+    presets.remove_folders()
     memory = engine.memory
     log.info(
         "loaded",
@@ -131,9 +136,13 @@ def _load(settings: WorkerSettings, startup: Startup) -> tuple[WorkerSettings, E
     return settings, engine, card, bundle
 
 
-def _numerics(settings: WorkerSettings, dtype: str) -> list[str]:
+def _dtype(settings: WorkerSettings) -> str:
+    return "float32" if settings.dtype == "auto" else settings.dtype
+
+
+def _numerics(settings: WorkerSettings) -> list[str]:
     """What tokens depend on beside the checkpoint."""
-    numerics = [dtype, str(settings.deterministic)]
+    numerics = [_dtype(settings), str(settings.deterministic)]
     # Of equal fingerprints equal bits are expected where the mode promises them: the devices sum in other orders.
     if settings.engine == "paced" or (settings.engine == "gpu" and settings.deterministic):
         numerics.append(settings.engine)
@@ -146,7 +155,8 @@ def _numerics(settings: WorkerSettings, dtype: str) -> list[str]:
     return numerics
 
 
-def _options(settings: WorkerSettings, dtype: str, fingerprint: bytes) -> EngineOptions:
+def engine_options(settings: WorkerSettings) -> EngineOptions:
+    """How the settings, whose engine is chosen, say that the model runs; all but its fingerprint."""
     return EngineOptions(
         block_size=settings.block_size,
         kv_blocks=settings.kv_blocks,
@@ -156,15 +166,15 @@ def _options(settings: WorkerSettings, dtype: str, fingerprint: bytes) -> Engine
         step_tokens=max(settings.step_tokens, settings.max_batch_size),
         chunk_tokens=settings.chunk_tokens,
         device="cuda" if settings.engine == "gpu" else "cpu",
+        compile_ahead=True,
         deterministic=settings.deterministic,
-        dtype=dtype,
+        dtype=_dtype(settings),
         quantize=settings.quantize,
         kv_dtype=settings.kv_dtype,
         kv_scales=settings.kv_scales,
         threads=settings.threads,
         prefix_cache=settings.prefix_cache,
         host_kv_bytes=settings.host_kv_bytes,
-        fingerprint=fingerprint,
     )
 
 

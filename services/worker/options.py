@@ -26,6 +26,8 @@ class EngineOptions:
     """What computes: cpu or cuda."""
     graphs: bool = True
     """Capture the steps of a GPU as CUDA graphs."""
+    compile_ahead: bool = False
+    """Compile a GPU's kernels in processes beside the loading, where the cache on disk lacks them."""
     deterministic: bool = False
     """Logits do not depend on the batch, on chunking or on prefix hits."""
     dtype: str = "float32"

@@ -18,7 +18,7 @@ from tests.served import EXACT, GOLDEN, GOLDENS, WIDE, assert_served_like, engin
 
 KINDS = (
     *("int4", "int4-asymmetric", "int4-channel", "w8a16", "w8a16-packed", "w8a8", "fp8-tensor", "fp8-channel"),
-    *("fp8-static", "fp8-compressed-blocks", "fp8-blocks", "nf4", "nf4-nested"),
+    *("w8a16-groups", "w8a16-groups-int8", "fp8-static", "fp8-compressed-blocks", "fp8-blocks", "nf4", "nf4-nested"),
 )
 # Mean difference of log-probabilities where logits reach 40. FP8 products round their inputs to 3 bits of mantissa.
 ROUNDED = {"fp8": 0.8, "w8a8": 0.5}

@@ -225,6 +225,8 @@ def quantized_calls(new: Callable[..., Tensor]) -> Iterator[tuple[str, Callable[
     octets = torch.zeros(256, 512, dtype=torch.uint8)
     weights: dict[str, quantized_weights.Int4Weight | quantized_weights.Int8Weight | quantized_weights.Fp8Weight] = {
         "int8": quantized_weights.Int8Weight(octets.view(torch.int8), torch.ones(256, 1)),
+        "int8 64": quantized_weights.Int8Weight(octets.view(torch.int8), torch.ones(256, 8)),
+        "int8 128": quantized_weights.Int8Weight(octets.view(torch.int8), torch.ones(256, 4)),
         "fp8": quantized_weights.Fp8Weight(octets.view(quantized_weights.FP8), torch.ones(256, 1)),
         "fp8 blocks": quantized_weights.Fp8Weight(octets.view(quantized_weights.FP8), torch.ones(2, 4)),
     }
@@ -322,13 +324,16 @@ def compile_hopper_words() -> Iterator[tuple[str, Any]]:
     int4 = quantized_weights.Int4Weight(octets[:, :512], torch.ones(768, 8, dtype=bf16), None, 128)
     rows_fp8 = quantized_weights.Fp8Weight(octets.view(quantized_weights.FP8), torch.ones(768, 1))
     small = quantized_weights.Int4Weight(octets[:64, :64], torch.ones(64, 1, dtype=bf16), None, 128)
-    Case = tuple[str, quantized_weights.Int4Weight | quantized_weights.Fp8Weight, int, bool, bool, torch.dtype | None]
+    groups = quantized_weights.Int8Weight(octets.view(torch.int8), torch.ones(768, 8))
+    Weight = quantized_weights.Int4Weight | quantized_weights.Int8Weight | quantized_weights.Fp8Weight
+    Case = tuple[str, Weight, int, bool, bool, torch.dtype | None]
     cases: list[Case] = [
         ("int4 gated", int4, 2, True, False, None), ("int4 rotated", int4, 2, False, False, bf16),
         ("int4 zeros", replace(int4, zero=octets[:, :8]), 64, False, False, None),
         ("int4", int4, 32, False, False, None), ("int4 of one chunk", small, 1, False, False, None),
         ("fp8", rows_fp8, 8, False, False, None), ("fp8 rotated", rows_fp8, 8, False, False, quantized_weights.FP8),
-        ("fp8 rounded", rows_fp8, 64, False, True, None),
+        ("fp8 rounded", rows_fp8, 64, False, True, None), ("int8 groups gated", groups, 8, True, False, None),
+        ("int8 groups", groups, 200, False, False, None), ("int8 groups rotated", groups, 32, False, False, bf16),
     ]  # fmt: skip
     for name, weight, rows, gated, rounded, stored in cases:
         laid = packed.lay_out(weight)
@@ -347,7 +352,10 @@ def compile_hopper_words() -> Iterator[tuple[str, Any]]:
         yield f"{name} {rows}", compile_given(hopper_words_kernel, given)
 
 
-def row_cases() -> Iterator[tuple[str, quantized_weights.Int4Weight | quantized_weights.Fp8Weight, bool, bool]]:
+RowWeight = quantized_weights.Int4Weight | quantized_weights.Int8Weight | quantized_weights.Fp8Weight
+
+
+def row_cases() -> Iterator[tuple[str, RowWeight, bool, bool]]:
     """Weights for products of one row, some with as many inputs as their shape takes; whether they are gated, and
     whether queries, keys and values."""
     from kernels.linear.packed_gemv import LONG_INPUTS, MOST_INPUTS
@@ -371,6 +379,8 @@ def row_cases() -> Iterator[tuple[str, quantized_weights.Int4Weight | quantized_
     yield "fp8 of long inputs", fp8(256, LONG_INPUTS[0][-1]), False, False
     blocks = LONG_INPUTS[128][-1]
     yield "fp8 blocks of long inputs", fp8(256, blocks, 2, blocks // 128), True, False
+    octets = torch.zeros(768, 2048, dtype=torch.int8)
+    yield "int8 groups", quantized_weights.Int8Weight(octets, torch.ones(768, 16)), False, False
 
 
 def compile_row_words() -> Iterator[tuple[str, Any]]:

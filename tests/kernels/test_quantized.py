@@ -39,9 +39,15 @@ def per_tensor(weight: Tensor) -> Fp8Weight:
     return Fp8Weight((weight * 100).to(quantized_weights.FP8), torch.full((1, 1), 0.01), torch.tensor(0.5))
 
 
+def grouped(weight: Tensor) -> Int8Weight:
+    values, scale = quantized_weights.quantize_rows_int8(weight.reshape(-1, 32))
+    return Int8Weight(values.view(weight.shape), scale.view(len(weight), -1))
+
+
 MAKERS: dict[str, Callable[[Tensor], QuantizedWeight]] = {
     **quantized_weights.QUANTIZERS,
     "int4 with zeros and an order": asymmetric,
+    "int8 in groups": grouped,
     "fp8 of one scale": per_tensor,
     "fp8 in blocks": blockwise,
 }
@@ -138,6 +144,7 @@ def incompatible() -> dict[str, tuple[Weight, Weight]]:
     return {
         "two kinds": (quantized_weights.quantize_int8(a), quantized_weights.quantize_int4(b)),
         "one of them plain": (quantized_weights.quantize_int8(a), b),
+        "int8 in groups and not": (grouped(a), quantized_weights.quantize_int8(b)),
         "two groups": (quantized_weights.quantize_int4(a, 32), quantized_weights.quantize_int4(b, 64)),
         "two orders": (ordered, asymmetric(b)),
         "one order": (ordered, quantized_weights.quantize_int4(b, 32)),

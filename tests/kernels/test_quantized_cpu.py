@@ -27,9 +27,15 @@ def w8a8(weight: Tensor) -> Int8Weight:
     return Int8Weight(*quantized_weights.quantize_rows_int8(weight), dynamic_activations=True)
 
 
+def grouped(weight: Tensor) -> Int8Weight:
+    values, scale = quantized_weights.quantize_rows_int8(weight.view(-1, 32))
+    return Int8Weight(values.view(weight.shape), scale.view(len(weight), -1))
+
+
 WEIGHTS: dict[str, tuple[Weight, float]] = {
     "int8": (quantized_weights.quantize_int8(numbers(96)), 6e-5),
     "int8, large": (quantized_weights.quantize_int8(numbers(1 << 12)), 6e-5),
+    "int8 in groups": (grouped(numbers(96)), 1e-6),
     "w8a8": (w8a8(numbers(96)), 1e-6),
     "w8a8, large": (w8a8(numbers(1 << 12)), 1e-6),
     "int4": (quantized_weights.quantize_int4(numbers(96)), 5e-3),

@@ -25,7 +25,10 @@ def weights(n: int, k: int, group: int, dtype: torch.dtype) -> Iterator[Int4Weig
     zero = torch.randint(0, 16, plain.scale.shape, dtype=torch.uint8, device=DEVICE)
     yield replace(plain, zero=zero)
     yield replace(plain, zero=zero, order=torch.randperm(k, device=DEVICE).int())
-    yield quantized_weights.quantize_int8(w)
+    whole = quantized_weights.quantize_int8(w)
+    yield whole
+    if group % 64 == 0:
+        yield Int8Weight(whole.values, whole.scale * (torch.rand(n, k // group, device=DEVICE) + 0.5))
     rows = quantized_weights.quantize_fp8(w)
     yield rows
     octets = torch.randperm(n * k, device=DEVICE).to(torch.uint8)  # every value there is, in no order: no row repeats
@@ -89,6 +92,9 @@ def check_products(rows: int, n: int, k: int, dtype: torch.dtype, group: int = 6
     kinds: list[quantized_weights.Weight] = [*weights(n, k, group, dtype), w, quantized_weights.quantize_nf4(w)]
     mixed = quantized_weights.concat([quantized_weights.quantize_int8(w[:64]), w[64:].to(torch.float16)])
     kinds += [quantized_weights.quantize_int4(w, 16), mixed]
+    if k % 32 == 0:  # groups that no kernel takes
+        whole = quantized_weights.quantize_int8(w)
+        kinds += [Int8Weight(whole.values, whole.scale.expand(n, k // 32).contiguous())]
     norm, wide = Norm(gamma, 1e-5), rand(rows, 2 * k, dtype=dtype)
     normed = reference.rms_norm(x.double(), gamma.double(), 1e-5)
     for weight in kinds:

@@ -2,6 +2,8 @@
 
 import asyncio
 import io
+import os
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -142,6 +144,36 @@ async def test_a_loading_worker_is_seen_by_clients(mesh: Mesh, stub: Stub) -> No
     assert any("1 workers loading" in line for line in pictures)
     assert any(line.strip().startswith("badger-") for line in pictures)
     assert (await generate(stub, ask("A tale", max_tokens=3, model="badger"))).receipt.model == "badger"
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "reason"),
+    [
+        ("tokenizer.json", '{"model": {"type": "BPE", "vocab": {}, "merges": 7}}', "tokenizer.json cannot be used: "),
+        ("chat_template.jinja", "{% for %}", "the chat template does not compile: "),
+    ],
+)
+async def test_a_worker_whose_text_cannot_be_read_never_serves(
+    mesh: Mesh, stub: Stub, model: Path, tmp_path: Path, file: str, content: str, reason: str
+) -> None:
+    """It ends with one line, as for other defects of a checkpoint, instead of refusing each request."""
+    folder = Path(shutil.copytree(model, tmp_path / "unreadable"))
+    (folder / file).write_text(content)
+    worker = mesh.new_worker(3, MODEL_NAME=str(folder), SERVED_MODEL_NAME="unreadable")
+    worker.start()
+    assert worker.popen is not None
+    assert await asyncio.to_thread(worker.popen.wait, 60) == 78
+    assert f"weft: {reason}" in worker.tail()
+    assert not (await listing(stub)).get("unreadable", api.Model()).workers
+
+
+async def test_random_weights_leave_no_folder_behind(mesh: Mesh, tmp_path: Path) -> None:
+    """Not even a worker that is killed while it serves."""
+    worker = mesh.new_worker(3, MODEL_NAME="random:tiny", SERVED_MODEL_NAME="tiny", TMPDIR=str(tmp_path))
+    worker.start()
+    await worker.ready()
+    worker.kill()
+    assert [name for name in os.listdir(tmp_path) if name.startswith("weft-random-")] == []
 
 
 async def test_a_worker_that_fails_to_load_is_listed_no_more(mesh: Mesh, stub: Stub, tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ import math
 import os
 import shutil
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,8 @@ from transformers import AutoConfig
 
 from services.worker.engine.generation import GenerationEngine
 from services.worker.errors import CheckpointError
-from services.worker.loader.checkpoint import FILES, OTHER_FILES, fingerprint, locate, read_bundle
+from services.worker.loader import presets
+from services.worker.loader.checkpoint import FILES, OTHER_FILES, fingerprint, locate, read_bundle, start_hashing
 from services.worker.loader.config import load_config
 from services.worker.loader.tensors import INDEX, SINGLE, open_checkpoint
 from services.worker.models.config import Rope
@@ -210,9 +213,11 @@ def test_a_damaged_checkpoint_is_refused_with_its_reason(
 
 def test_a_fingerprint_waits_for_no_pipe(copy: Callable[[str], Path]) -> None:
     folder = copy("llama")
-    before = fingerprint(folder)
+    with start_hashing(folder) as digests:
+        before = fingerprint(digests)
     os.mkfifo(folder / "more.safetensors")
-    assert fingerprint(folder) == before
+    with start_hashing(folder) as digests:
+        assert fingerprint(digests) == before
 
 
 def missing_shard(folder: Path) -> None:
@@ -272,6 +277,9 @@ def test_what_no_tokenizer_can_mean_is_one_line(copy: Callable[[str], Path], set
         ("{", "tokenizer.json cannot be read: JSONDecodeError"),
         ("[" * 10**6, "tokenizer.json cannot be read: RecursionError"),
         ("[]", "tokenizer.json describes no tokenizer"),
+        ('{"model": {}}', "tokenizer.json cannot be used: "),
+        ('{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["a", "b"]]}}', "tokenizer.json cannot be used: "),
+        ('{"version": "1.0", "model": {"type": "Unheard"}}', "tokenizer.json cannot be used: "),
     ],
 )
 def test_a_tokenizer_that_is_none_is_one_line(copy: Callable[[str], Path], content: str, reason: str) -> None:
@@ -279,6 +287,47 @@ def test_a_tokenizer_that_is_none_is_one_line(copy: Callable[[str], Path], conte
     (folder / "tokenizer.json").write_text(content)
     with pytest.raises(CheckpointError, match=reason):
         read_bundle(folder)
+
+
+@pytest.mark.parametrize("template", ["{% for %}", "{{ messages", "{{ messages | no_such_filter }}", "{% unheard %}"])
+def test_a_template_that_does_not_compile_is_one_line(copy: Callable[[str], Path], template: str) -> None:
+    folder = copy("llama")
+    (folder / "chat_template.jinja").write_text(template)
+    with pytest.raises(CheckpointError, match="the chat template does not compile: ") as caught:
+        read_bundle(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_the_gateway_renders_compiles(copy: Callable[[str], Path]) -> None:
+    """Loop controls, transformers' `generation` blocks, and names that are only there when it renders."""
+    folder = copy("llama")
+    template = "{% for m in messages %}{% if not m %}{% break %}{% endif %}{% generation %}{{ m | tojson }}"
+    template += "{% endgeneration %}{% endfor %}{{ strftime_now('%Y') }}{{ raise_exception('no') }}"
+    (folder / "chat_template.jinja").write_text(template)
+    assert read_bundle(folder).chat_template == template
+
+
+REMOVED = """
+import os
+from services.worker.loader import presets
+folders = [presets.folder_of("random:tiny").parent for _ in range(2)]
+assert all(folder.is_dir() for folder in folders)
+print(*folders)
+"""
+
+
+def test_a_presets_folder_does_not_outlive_its_process() -> None:
+    done = subprocess.run([sys.executable, "-c", REMOVED], capture_output=True, text=True, check=True)
+    folders = [Path(name) for name in done.stdout.split()]
+    assert [folder.name.startswith("weft-random-") for folder in folders] == [True, True]
+    assert not any(folder.exists() for folder in folders)
+
+
+def test_a_presets_folder_goes_when_its_model_is_loaded() -> None:
+    folder = locate("random:tiny")
+    assert load(folder).parameters > 0
+    presets.remove_folders()
+    assert not folder.parent.exists()
 
 
 def test_no_second_copy_of_the_weights_is_fetched() -> None:

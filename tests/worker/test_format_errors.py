@@ -97,6 +97,11 @@ def zero_points(value: int) -> Change:
     return lambda tensors, settings: tensors.update({f"{Q}.weight_zero_point": made})
 
 
+def act_order(tensors: dict[str, Tensor], settings: dict[str, Any]) -> None:
+    """The inputs of a weight are grouped in another order."""
+    tensors[f"{Q}.weight_g_idx"] = torch.arange(64).flip(0).int() // 32
+
+
 def targets(*names: str) -> Change:
     """A group of compressed-tensors means other modules."""
     return lambda tensors, settings: settings["config_groups"]["group_0"].update(targets=list(names))
@@ -188,6 +193,15 @@ def regrouped(tensors: dict[str, Tensor], settings: dict[str, Any]) -> None:
         ("w8a8", inputs(num_bits=8, dynamic=False), "with static int inputs of 8 bits are not supported"),
         ("w8a8", inputs(num_bits=8, dynamic=True, symmetric=False), "with asymmetric dynamic int inputs of 8 bits"),
         ("w8a8", scheme(symmetric=False), "asymmetric int weights of 8 bits (channel) are not supported"),
+        ("w8a16-groups", scheme(symmetric=False), "asymmetric int weights of 8 bits (group) are not supported"),
+        ("w8a16-groups", scheme(group_size=48), "64 inputs cannot be shared out in groups of 48"),
+        ("w8a16-groups", scheme(group_size=64), "q_proj.weight_scale has shape [64, 2], expected is [64, 1]"),
+        ("w8a16-groups", act_order, f"{Q}: weights of 8 bits with act-order (weight_g_idx) are not supported"),
+        (
+            "w8a16-groups",
+            inputs(num_bits=8, dynamic=True),
+            "int weights of 8 bits (group) with dynamic int inputs of 8",
+        ),
         ("w8a8", without(f"{Q}.weight_scale"), f"{Q}: its weight is quantized and weight_scale is missing"),
         ("w8a8", typed(f"{Q}.weight", torch.uint8), f"tensor {Q}.weight has type U8, expected is I8"),
         ("fp8-channel", cut(f"{Q}.weight_scale"), f"tensor {Q}.weight_scale has shape [63, 1]"),

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config, preset_name_to_scheme
 from compressed_tensors.utils.match import match_name
 from safetensors.torch import load_file
 from torch import Tensor
@@ -22,7 +22,7 @@ from kernels.quantized_weights import Fp8Weight, Int4Weight, Int8Weight, Nf4Weig
 from services.worker.errors import CheckpointError
 from services.worker.loader import presets
 from services.worker.loader.config import load_config, read_config
-from services.worker.loader.formats.compressed_tensors import is_named
+from services.worker.loader.formats.compressed_tensors import CompressedTensors, is_named
 from services.worker.loader.formats.registry import reader_of
 from services.worker.loader.quantized import expected_bytes
 from services.worker.loader.tensors import Checkpoint, open_checkpoint
@@ -285,6 +285,14 @@ def test_who_names_a_module_goes_before_who_means_all(
         bits = module.quantization_scheme.weights.num_bits
         assert bits == (8 if name.endswith("down_proj") else 4)
         assert isinstance(got[name], Int8Weight if bits == 8 else Int4Weight)
+
+
+def test_the_w8a16_preset_is_int8_in_groups() -> None:
+    """llm-compressor takes its presets from compressed-tensors."""
+    preset = preset_name_to_scheme("W8A16", ["Linear"]).model_dump(mode="json")
+    read_as = CompressedTensors.of({"format": "pack-quantized", "config_groups": {"group_0": preset}})
+    assert read_as.is_grouped_int8("model.layers.0.mlp.up_proj")
+    assert [scheme.group_size for scheme in read_as.schemes] == [128]
 
 
 def test_act_order_of_compressed_tensors(written: Callable[[str, str], Written], tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from weft.cli import generate, measure, serve
+from weft.cli import generate, measure, serve, warm
 from weft.cli.flags import fail
 
 app = typer.Typer(
@@ -19,6 +19,7 @@ _DELEGATED = {"allow_extra_args": True, "ignore_unknown_options": True, "help_op
 
 app.command()(serve.serve)
 app.command("demo")(serve.demonstrate)
+app.command()(warm.warm)
 app.command()(generate.generate)
 app.command()(generate.chat)
 app.command()(generate.models)

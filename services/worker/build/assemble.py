@@ -7,10 +7,10 @@ import torch
 
 from kernels import kv_pages
 from services import host
-from services.worker.build import kv_calibration, memory
+from services.worker.build import kernel_cache, kv_calibration, memory
 from services.worker.errors import CheckpointError
 from services.worker.loader import presets
-from services.worker.loader.config import read_config
+from services.worker.loader.config import CheckpointConfig, read_config
 from services.worker.loader.formats.registry import RoundedWeights, StoredWeights, WeightReader, reader_of
 from services.worker.loader.kv_scales import load_kv_scales
 from services.worker.loader.plain import load_weights, randomize
@@ -47,8 +47,10 @@ def assemble(model_dir: Path, options: EngineOptions, progress: Progress) -> Eng
     if not presets.is_random(model_dir):
         checkpoint = open_checkpoint(model_dir).renamed(family_of(config.architecture).tensor_name)
     progress("checkpoint", 1, 1)
-    make = _on_cpu if options.device == "cpu" else _on_gpu
-    return make(config, _Source(config, checkpoint, reader), options, progress)
+    source = _Source(config, checkpoint, reader)
+    if options.device == "cpu":
+        return _on_cpu(config, source, options, progress)
+    return _on_gpu(model_dir, settings, source, options, progress)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,19 +120,27 @@ def _on_cpu(config: ModelConfig, source: _Source, options: EngineOptions, progre
     return EngineParts(config, source.parameters, replace(plan, weights=model.nbytes), runner)
 
 
-def _on_gpu(config: ModelConfig, source: _Source, options: EngineOptions, progress: Progress) -> EngineParts:
+def _on_gpu(
+    model_dir: Path, settings: CheckpointConfig, source: _Source, options: EngineOptions, progress: Progress
+) -> EngineParts:
     """The pool of keys and values takes what is left when the weights are there and a step of full size has run."""
     from services.worker.runners.cuda.ops import InvariantTritonOps, TritonOps, exact_products
     from services.worker.runners.cuda.runner import GpuRunner
 
     exact_products()
+    config = settings.model
     dtype = _DTYPES[options.dtype]
     stored = _stored_dtype(config, options)
     available = _free_bytes(options)
     max_length = memory.check_length(config, options)
-    memory.check_weights(source.expected_bytes(dtype, options.device), available, options)
+    weights = source.expected_bytes(dtype, options.device)
+    memory.check_weights(weights, available, options)
     ops = InvariantTritonOps() if options.deterministic else TritonOps()
-    model = source.load(ops, max_length, options, progress)
+    compiled = kernel_cache.Marker(config, settings.quantization, options)
+    with kernel_cache.compiling(model_dir, config, options, compiled, available - weights) as compilation:
+        model = source.load(ops, max_length, options, progress)
+        if compilation:
+            compilation.wait(progress)
     if _measures_scales(model, stored, options):
         tokens, blocks = _probe(max_length, options)
         probe = GpuRunner(model, ops, options.block_size, 1, tokens, tokens, dtype)
@@ -150,6 +160,7 @@ def _on_gpu(config: ModelConfig, source: _Source, options: EngineOptions, progre
         if options.graphs:
             runner.capture(lambda done, total: progress("graphs", done, total))
         runner.meet_kernels()
+        compiled.set()
     return EngineParts(config, source.parameters, plan, runner)
 
 

@@ -37,6 +37,9 @@ class Engine(Protocol):
     def profiler(self) -> Profiler:
         """Observes steps, if asked to."""
 
+    def use_fingerprint(self, fingerprint: bytes) -> None:
+        """Name blocks after this model. To be called before the engine runs."""
+
     def use_remote(self, store: BlockStore) -> None:
         """Share blocks of prompts through this tier."""
 

@@ -50,6 +50,10 @@ class Inbox:
         """Most tokens of prompt and answer."""
         return self.memory.max_seq_length
 
+    def use_fingerprint(self, fingerprint: bytes) -> None:
+        """Name blocks after this model. To be called before the engine runs."""
+        self.options = replace(self.options, fingerprint=fingerprint)
+
     # ---- any thread ----
 
     def submit(self, job: Job) -> None:

@@ -1,11 +1,9 @@
-"""What a checkpoint's folder says without its weights being loaded: the model card and the tokenizer bundle.
+"""What a checkpoint's folder says without its weights being loaded: model card, tokenizer bundle, fingerprint.
 
-Only tokenizer.json and JSON files are read: no pickle, no code of the checkpoint.
+Knows files; reads tokenizer.json and other JSON files, never a pickle and never code of the checkpoint.
 """
 
 import hashlib
-import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +11,18 @@ from protos import mesh_pb2 as mesh
 from services import hashing
 from services.worker.errors import CheckpointError
 from services.worker.loader import presets
+from services.worker.loader.digests import FileDigests
 from services.worker.loader.files import parse_json
+from services.worker.loader.tensors import weight_files
+from services.worker.loader.tokenizer_check import check_template, check_tokenizer
 from services.worker.models.config import ModelConfig
 
 FILES = ["*.json", "*.safetensors", "*.jinja"]
 """What is fetched of a hub's repository; a star means folders, too."""
 OTHER_FILES = ["*/*", "consolidated*"]
 """What is not: other formats in folders, and Mistral's second copy of the same weights."""
-_SAMPLE_BYTES = 1 << 12
+_HASHED = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+"""What tokens depend on beside the weights."""
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -54,7 +56,8 @@ def locate(model: str) -> Path:
 
 
 def read_bundle(folder: Path) -> mesh.Bundle:
-    """The tokenizer, chat template and special tokens of a checkpoint. Raises CheckpointError."""
+    """The tokenizer, chat template and special tokens of a checkpoint. Raises CheckpointError also for a tokenizer that
+    cannot be built and a template that does not compile: each request would fail at the gateway."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise CheckpointError("the checkpoint has no tokenizer.json")
@@ -62,11 +65,14 @@ def read_bundle(folder: Path) -> mesh.Bundle:
     told = parse_json(tokenizer, path.name)
     if not isinstance(told, dict) or "model" not in told:
         raise CheckpointError("tokenizer.json describes no tokenizer")
+    check_tokenizer(tokenizer)
     try:
-        return _bundle(tokenizer, _json(folder / "tokenizer_config.json"), folder / "chat_template.jinja")
+        bundle = _bundle(tokenizer, _json(folder / "tokenizer_config.json"), folder / "chat_template.jinja")
     except (AttributeError, KeyError, TypeError, UnicodeDecodeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise CheckpointError(f"chat template or special tokens cannot be read: {reason}") from None
+    check_template(bundle.chat_template)
+    return bundle
 
 
 def _bundle(tokenizer: bytes, config: dict[str, Any], template_file: Path) -> mesh.Bundle:
@@ -90,36 +96,20 @@ def serialize(bundle: mesh.Bundle) -> tuple[bytes, bytes]:
     return data, hashlib.sha256(data).digest()
 
 
-def fingerprint(folder: Path, *numerics: str) -> bytes:
-    """SHA-256 over configuration, weights' identity and numerics."""
-    configuration = json.dumps(_json(folder / "config.json"), sort_keys=True)
-    return hashing.digest(configuration.encode(), *(part.encode() for part in numerics), *_identity(folder))
+def start_hashing(folder: Path) -> FileDigests:
+    """Begins to hash all that is loaded of a checkpoint, in threads: weights, configuration and tokenizer, whole. The
+    caller loads meanwhile, asks `fingerprint` and leaves the context. Raises CheckpointError."""
+    read = [folder / name for name in _HASHED if (folder / name).is_file()]
+    return FileDigests([*read, *weight_files(folder)])
 
 
-def _identity(folder: Path) -> Iterator[bytes]:
-    """Of the weights: each file's header, and samples of each tensor. What is damaged is refused when it is loaded."""
-    for shard in filter(Path.is_file, sorted(folder.glob("*.safetensors"))):
-        size = shard.stat().st_size
-        with shard.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = file.read(min(length, size))
-            yield shard.name.encode()
-            yield header
-            for begin, end in _places(header, size):
-                last = max(begin, end - _SAMPLE_BYTES)
-                for place in sorted({begin, (begin + last) // 2, last}):
-                    file.seek(8 + length + place)
-                    yield file.read(min(_SAMPLE_BYTES, end - begin))
+def fingerprint(digests: FileDigests, *numerics: str) -> bytes:
+    """SHA-256 over every byte of the files that are loaded and over numerics, once `start_hashing` is done.
 
-
-def _places(header: bytes, size: int) -> list[tuple[int, int]]:
-    """Where the tensors of a safetensors file begin and end, behind its header; none where that cannot be read."""
-    try:
-        entries = json.loads(header)
-        places = (map(int, entry["data_offsets"]) for name, entry in entries.items() if name != "__metadata__")
-        return [(begin, end) for begin, end in places if 0 <= begin <= end <= size]
-    except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError):
-        return []
+    Raises CheckpointError if a file cannot be read or changed meanwhile.
+    """
+    files = (part for name, digest in digests.result() for part in (name.encode(), digest))
+    return hashing.digest(b"weft/model/2", *(part.encode() for part in numerics), *files)
 
 
 def model_card(

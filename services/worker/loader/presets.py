@@ -3,6 +3,7 @@
 `MODEL_NAME=random:llama-3.1-8b` serves one. Its answers are meaningless; its speed is that of the real model.
 """
 
+import atexit
 import json
 import shutil
 import tempfile
@@ -15,6 +16,8 @@ from services.worker.errors import CheckpointError
 PREFIX = "random:"
 _MARK = "random_weights.json"
 _TOKENIZER = Path(__file__).parents[3] / "models" / "weft-story-11m" / "tokenizer.json"
+
+_made: set[Path] = set()
 
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -81,18 +84,30 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 
 def folder_of(model: str) -> Path:
-    """Make a folder with the configuration of `random:NAME` and a tokenizer, no weights. Raises CheckpointError."""
+    """Make a temporary folder with the configuration of `random:NAME` and a tokenizer, no weights. `remove_folders`
+    removes it, at the latest when the process exits. Raises CheckpointError."""
     name = model.removeprefix(PREFIX)
     if name not in PRESETS:
         raise CheckpointError(f"no preset {name}; there are {', '.join(PRESETS)}")
     if not _TOKENIZER.is_file():
         raise CheckpointError("models with random weights use the tokenizer of the demo model, which is missing")
-    folder = Path(tempfile.mkdtemp(prefix="weft-random-")) / name
+    made = Path(tempfile.mkdtemp(prefix="weft-random-"))
+    _made.add(made)
+    folder = made / name
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(PRESETS[name]))
     (folder / _MARK).write_text(json.dumps({"seed": 0}))
     shutil.copyfile(_TOKENIZER, folder / "tokenizer.json")
     return folder
+
+
+def remove_folders() -> None:
+    """Remove the folders that `folder_of` has made in this process: nothing reads them once a model is loaded."""
+    while _made:
+        shutil.rmtree(_made.pop(), ignore_errors=True)
+
+
+atexit.register(remove_folders)
 
 
 def is_random(folder: Path) -> bool:

@@ -89,7 +89,7 @@ def expected_bytes(
 ) -> int:
     """Approximate bytes of the weights in memory, estimated before they are loaded."""
     if checkpoint and not isinstance(reader, RoundedWeights):
-        return sum(_stored_bytes(name, checkpoint.headers, dtype, device) for name in checkpoint.headers)
+        return sum(_stored_bytes(name, checkpoint.headers, reader, dtype, device) for name in checkpoint.headers)
     assert isinstance(reader, RoundedWeights), reader
     parameters, embeddings = count_parameters(config), count_embeddings(config)
     small = device != "cpu" or reader.kind in ("int8", "int4")
@@ -97,9 +97,16 @@ def expected_bytes(
     return embeddings * dtype.itemsize + int((parameters - embeddings) * bits / 8)
 
 
-def _stored_bytes(name: str, headers: Mapping[str, TensorHeader], dtype: torch.dtype, device: str) -> int:
-    """Approximate bytes of a tensor of a quantized checkpoint in memory: a CPU expands FP8 and NF4 to plain numbers."""
+def _stored_bytes(
+    name: str, headers: Mapping[str, TensorHeader], reader: StoredWeights, dtype: torch.dtype, device: str
+) -> int:
+    """About what a tensor of a quantized checkpoint takes in memory. A CPU has FP8, NF4 and INT8 in groups as plain
+    numbers."""
     header, expands = headers[name], device == "cpu"
+    module, _, kind = name.rpartition(".")
+    if expands and kind in ("weight", "weight_packed") and reader.is_grouped_int8(module):
+        octets = header.dtype in (torch.int8, torch.int32)  # one number a byte, in words or not
+        return header.nbytes * dtype.itemsize if octets else header.elements * dtype.itemsize
     if f"{name}.absmax" in headers:  # NF4: two numbers a byte
         return 2 * header.nbytes * dtype.itemsize if expands else header.nbytes
     plain = header.dtype in FLOATS or (expands and header.dtype == quantized_weights.FP8)

@@ -129,6 +129,19 @@ def open_checkpoint(model_dir: Path) -> Checkpoint:
     return Checkpoint(shards, headers)
 
 
+def weight_files(model_dir: Path) -> list[Path]:
+    """The files that `open_checkpoint` reads tensors from; if what names them is damaged, all that may be meant."""
+    try:
+        if (model_dir / INDEX).exists():
+            names = set(_read_index(model_dir / INDEX).values())
+            return [path for path in (model_dir / name for name in sorted(names)) if path.is_file()]
+        if (single := _single(model_dir)) and single.is_file():
+            return [single]
+    except CheckpointError:
+        pass  # `open_checkpoint` refuses it.
+    return sorted(path for path in model_dir.glob("*.safetensors") if path.is_file())
+
+
 def _single(model_dir: Path) -> Path | None:
     """The one file of all tensors. AutoGPTQ gives it a name of its own: where there is but one, it is that."""
     if (model_dir / SINGLE).exists():

@@ -1,4 +1,7 @@
-"""Checkpoints of compressed-tensors, as llm-compressor writes them: packed integers, INT8 and FP8."""
+"""Reads checkpoints of compressed-tensors, as llm-compressor writes them: packed INT4 and INT8, INT8 and FP8.
+
+Knows the format's configuration and tensors, never how a product is computed.
+"""
 
 import re
 from collections.abc import Mapping
@@ -39,6 +42,11 @@ class Scheme:
     ordered: bool
     """Whether groups are of inputs in another order (act-order)."""
 
+    @property
+    def is_grouped_int8(self) -> bool:
+        """Whether weights are 8-bit integers with a scale for each group of inputs."""
+        return (self.kind, self.bits) == ("int", 8) and self.group_size is not None
+
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> "Scheme":
         """From an entry of config_groups. Raises CheckpointError."""
@@ -66,7 +74,7 @@ class Scheme:
         named = f"{self.kind} weights of {self.bits} bits ({strategy})"
         strategies = {
             ("int", 4): ("group", "channel"),
-            ("int", 8): ("tensor", "channel"),
+            ("int", 8): ("tensor", "channel", "group"),
             ("float", 8): ("tensor", "channel", "block"),
         }
         if strategy not in strategies.get((self.kind, self.bits), ()):
@@ -81,6 +89,7 @@ class Scheme:
             or not inputs.get("symmetric", True)
             or (self.kind, self.inputs) == ("int", "static")
             or self.bits == 4
+            or (self.kind, strategy) == ("int", "group")
         ):
             asymmetric = "" if inputs.get("symmetric", True) else "asymmetric "
             rounded = f"{asymmetric}{self.inputs} {inputs.get('type', 'int')} inputs of {inputs.get('num_bits')} bits"
@@ -121,6 +130,11 @@ class CompressedTensors:
             return _read_int4(tensors, scheme, outputs, inputs)
         return _read_int8(tensors, scheme, outputs, inputs)
 
+    def is_grouped_int8(self, module: str) -> bool:
+        """Whether a module's weight is of 8-bit integers with a scale for each group of inputs."""
+        grouped = [each for each in self.schemes if each.is_grouped_int8]
+        return bool(grouped) and self._scheme_of(module) in grouped
+
     def _scheme_of(self, module: str) -> Scheme | None:
         """Of those that mean a module: one that names it, else one whose pattern fits, else that of all linears."""
         means = [
@@ -157,12 +171,16 @@ def _pattern(target: str) -> "regex.Pattern[str] | None":
         raise CheckpointError(f"quantization_config: target {target} is no pattern: {error}") from None
 
 
-def _read_int4(tensors: ModuleTensors, scheme: Scheme, outputs: int, inputs: int) -> Int4Weight:
-    group = scheme.group_size or inputs
-    if group == -1:
-        group = inputs
+def _group(tensors: ModuleTensors, scheme: Scheme, inputs: int) -> int:
+    """Inputs that share a scale. Raises CheckpointError if the inputs cannot be divided so."""
+    group = inputs if scheme.group_size in (None, -1, 0) else int(scheme.group_size or 0)
     if group < 1 or inputs % group or group % 2:
         raise tensors.refuse(f"{inputs} inputs cannot be shared out in groups of {group}")
+    return group
+
+
+def _read_int4(tensors: ModuleTensors, scheme: Scheme, outputs: int, inputs: int) -> Int4Weight:
+    group = _group(tensors, scheme, inputs)
     q = _unpacked(tensors, 4, outputs, inputs)
     scale = tensors.take_finite("weight_scale", (outputs, inputs // group))
     zero = None
@@ -183,9 +201,20 @@ def _read_int8(tensors: ModuleTensors, scheme: Scheme, outputs: int, inputs: int
         values = _unpacked(tensors, 8, outputs, inputs).bitwise_xor(128).view(torch.int8)
     else:
         values = tensors.take("weight", (torch.int8,), (outputs, inputs))
-    scale = tensors.take_finite("weight_scale", (), (1,), (1, 1), (outputs,), (outputs, 1)).float().reshape(-1, 1)
     refuse_zero_points(tensors)
+    if scheme.group_size is not None:
+        return Int8Weight(values, _group_scales(tensors, scheme, outputs, inputs))
+    scale = tensors.take_finite("weight_scale", (), (1,), (1, 1), (outputs,), (outputs, 1)).float().reshape(-1, 1)
     return Int8Weight(values, scale.expand(outputs, 1).contiguous(), scheme.inputs == "dynamic")
+
+
+def _group_scales(tensors: ModuleTensors, scheme: Scheme, outputs: int, inputs: int) -> Tensor:
+    """float32 [N, K / group]. Raises CheckpointError if groups are of inputs in another order."""
+    group = _group(tensors, scheme, inputs)
+    ordered = scheme.ordered or tensors.header("weight_g_idx")
+    if ordered and order_of(tensors, "weight_g_idx", group, inputs) is not None:
+        raise tensors.refuse("weights of 8 bits with act-order (weight_g_idx) are not supported")
+    return tensors.take_finite("weight_scale", (outputs, inputs // group)).float()
 
 
 def _unpacked(tensors: ModuleTensors, bits: int, outputs: int, inputs: int) -> Tensor:

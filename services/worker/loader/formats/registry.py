@@ -54,6 +54,10 @@ class StoredWeights:
 
     format: Format
 
+    def is_grouped_int8(self, module: str) -> bool:
+        """Whether a module's weight is of 8-bit integers in groups, which a CPU dequantizes at load."""
+        return isinstance(self.format, CompressedTensors) and self.format.is_grouped_int8(module)
+
     def read(self, tensors: ModuleTensors, outputs: int, inputs: int, /) -> Weight:
         """The weight of a linear module. Raises CheckpointError."""
         if any(tensors.header(name) for name in self.format.mark):

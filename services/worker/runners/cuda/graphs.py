@@ -69,12 +69,11 @@ class Graphs:
     def capture(self, sizes: Sizes, kind: Kind, compute: Callable[[Sizes, Kind, int], Computed], pool: Any) -> None:
         """Capture a step, smaller than those of its kind before it, in this pool of memory. `compute` is
         `GpuForward.run`, and the words on the device are those of a step of no rows."""
-        long_tokens = 0 if kind is Kind.ANSWERS else sizes[0] - 1  # one less: there may be answers, too
-        compute(sizes, kind, long_tokens)  # compiles, and lets libraries make what they need
+        compute(sizes, kind, long_tokens(sizes, kind))  # compiles, and lets libraries make what they need
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
-            computed = compute(sizes, kind, long_tokens)
+            computed = compute(sizes, kind, long_tokens(sizes, kind))
         self.captured[kind].insert(0, Graph(sizes, graph.replay, computed))
 
     def wanted(self) -> list[tuple[Sizes, Kind]]:
@@ -102,6 +101,11 @@ class Graphs:
         config, embedding = self._model.config, self._model.embedding
         numbers = config.heads, config.kv_heads, config.head_dim, embedding.dtype, self._stored, set(config.windows)
         return is_hopper(embedding.device) and not self._ops.invariant and serves_brief(*numbers)
+
+
+def long_tokens(sizes: Sizes, kind: Kind) -> int:
+    """Tokens of prompts that a captured step of these sizes may hold."""
+    return 0 if kind is Kind.ANSWERS else sizes[0] - 1  # one less: there may be answers, too
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from services.worker.models.decoder import Decoder
 from services.worker.runners.base import Sampled, StepResult
 from services.worker.runners.cuda import step_words
 from services.worker.runners.cuda.forward import GpuForward
-from services.worker.runners.cuda.graphs import Graphs, nothing_collected
+from services.worker.runners.cuda.graphs import Graphs, long_tokens, nothing_collected
 from services.worker.runners.cuda.kv_pool import GpuPool
 from services.worker.runners.cuda.logprobs import TopLogprobs
 from services.worker.runners.cuda.ops import TritonOps
@@ -137,6 +137,17 @@ class GpuRunner:
             model.logits(model.embedding.new_zeros(samples, model.config.hidden_size))
         if self.device.type == "cuda":
             torch.cuda.synchronize()
+
+    @torch.inference_mode()
+    def launch_all(self) -> None:
+        """Launch each kernel that `measure_workspace`, `capture` and `meet_kernels` launch, without capturing anything:
+        to compile them before there is a model."""
+        self.measure_workspace()
+        self._uplink.launch_edits()
+        for sizes, kind in self.graphs.wanted():
+            self._send_alone(step_words.nothing(), sizes)
+            self.forward.run(sizes, kind, long_tokens(sizes, kind))
+        self.meet_kernels()
 
     def _send_alone(self, rows: StepRows, sizes: Sizes) -> None:
         """The words of a step before which and beside which there is none."""

@@ -82,8 +82,7 @@ class StepUpload:
 
     def capture(self, pool: Any) -> None:
         """Let small steps with edits be replays of graphs, whose memory comes from this pool."""
-        self._words.zero_()
-        self._edit()  # compiles
+        self.launch_edits()  # compiles
         torch.cuda.synchronize()
         for stage in range(STAGES):
             graph = torch.cuda.CUDAGraph()
@@ -91,6 +90,11 @@ class StepUpload:
                 self._copy(stage, _CAPTURED_WORDS)
                 self._edit()
             self._graphs.append(graph)
+
+    def launch_edits(self) -> None:
+        """Apply no edits."""
+        self._words.zero_()
+        self._edit()
 
     def begin(self) -> tuple[int, int]:
         """-> the number of a step to come, and its stage. Only where steps failed and were told apart may all stages be

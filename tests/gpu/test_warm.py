@@ -1,0 +1,79 @@
+"""Kernels compiled before or beside a start on the GPU: the engine's process then compiles none of its own."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.checkpoints import DEMO
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+STARTS = """
+import json, sys
+import triton
+from services.worker.engine.generation import GenerationEngine
+from services.worker.loader.checkpoint import locate
+from services.worker.options import EngineOptions
+
+compiled, phases = [], []
+def listen(src, metadata, metadata_group, times, cache_hit):
+    if not cache_hit:
+        compiled.append(src.name)
+triton.knobs.compilation.listener = listen
+settings = json.loads(sys.argv[2])
+options = EngineOptions(device="cuda", max_seq_length=512, **settings)
+GenerationEngine(locate(sys.argv[1]), options, lambda phase, done, total: phases.append((phase, done, total)))
+print(json.dumps({"compiled": compiled, "phases": phases}))
+"""
+SMALL = {"dtype": "bfloat16", "max_batch_size": 8, "step_tokens": 512, "kv_blocks": 512, "compile_ahead": True}
+CASES: tuple[dict[str, object], ...] = (
+    {},
+    {"quantize": "fp8", "kv_dtype": "fp8"},
+    {"quantize": "int4"},
+    {"deterministic": True},
+)
+
+
+def start(cache: Path, **settings: object) -> tuple[list[str], list[tuple[str, int, int]]]:
+    """Kernels that an engine's process compiled itself, and its progress."""
+    done = subprocess.run(
+        [sys.executable, "-c", STARTS, str(DEMO), json.dumps({**SMALL, **settings})],
+        env=os.environ | {"TRITON_CACHE_DIR": str(cache)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])
+    return told["compiled"], [tuple(each) for each in told["phases"]]
+
+
+@pytest.mark.parametrize("settings", CASES, ids=["bfloat16", "fp8", "int4", "deterministic"])
+def test_a_start_compiles_nothing_one_by_one(settings: dict[str, object], tmp_path: Path) -> None:
+    compiled, phases = start(tmp_path, **settings)
+    assert compiled == []
+    kernels = [(done, total) for phase, done, total in phases if phase == "kernels"]
+    assert kernels[-1][0] == kernels[-1][1] > 10
+    compiled, phases = start(tmp_path, **settings)
+    assert compiled == []
+    assert "kernels" not in {phase for phase, _, _ in phases}, "the cache has everything"
+
+
+def test_weft_warm_compiles_before_the_start(tmp_path: Path) -> None:
+    steps = {"WEFT_KV_BLOCKS": "512", "WEFT_STEP_TOKENS": "512", "WEFT_CHUNK_TOKENS": "200"}
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), **steps}
+    command = [sys.executable, "-c", "from weft.main import main; main()", "warm", "--model", str(DEMO)]
+    command += ["--max-batch-size", "8", "--max-seq-length", "512"]
+    told = [
+        subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
+        for _ in range(2)
+    ]
+    assert told[0][0] == "kernels 0%"
+    assert told[0][-2] == "kernels 100%"
+    assert told[0][-1].startswith("compiled ")
+    assert told[1] == ["all kernels of this model are compiled already"]
+    compiled, phases = start(tmp_path)
+    assert compiled == []
+    assert "kernels" not in {phase for phase, _, _ in phases}

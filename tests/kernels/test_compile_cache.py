@@ -1,0 +1,107 @@
+"""Kernels are recorded without being launched, and compiled in several processes; no GPU is needed for either."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+from kernels import compile_cache
+from kernels.compile_cache import run_jobs
+
+
+def test_each_job_is_run_once_and_counted(tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+
+    def job(number: int) -> None:
+        with (tmp_path / str(number)).open("x") as file:
+            file.write(str(os.getpid()))
+
+    failed = run_jobs([partial(job, number) for number in range(40)], 3, lambda *told: seen.append(told))
+    assert failed == 0
+    assert seen == [(done, 40) for done in range(41)]
+    assert {path.name for path in tmp_path.iterdir()} == {str(number) for number in range(40)}
+    assert str(os.getpid()) not in {path.read_text() for path in tmp_path.iterdir()}
+
+
+def test_jobs_run_side_by_side() -> None:
+    began = time.monotonic()
+    assert run_jobs([lambda: time.sleep(0.5)] * 6, 6, lambda done, total: None) == 0
+    assert time.monotonic() - began < 2.5
+
+
+def test_a_job_that_fails_costs_itself_alone(tmp_path: Path) -> None:
+    def fail() -> None:
+        raise ValueError("this kernel does not compile")
+
+    good = [(tmp_path / str(number)).touch for number in range(5)]
+    assert run_jobs([good[0], fail, *good[1:]], 2, lambda done, total: None) == 1
+    assert len(list(tmp_path.iterdir())) == 5
+
+
+def test_a_process_that_dies_costs_the_job_it_was_at(tmp_path: Path) -> None:
+    good = [(tmp_path / str(number)).touch for number in range(5)]
+    assert run_jobs([lambda: os.kill(os.getpid(), signal.SIGKILL), *good], 2, lambda done, total: None) == 1
+    assert len(list(tmp_path.iterdir())) == 5
+
+
+def test_jobs_that_nobody_is_left_for_have_failed() -> None:
+    assert run_jobs([lambda: os.kill(os.getpid(), signal.SIGKILL)] * 3, 1, lambda done, total: None) == 3
+
+
+def test_no_jobs() -> None:
+    assert run_jobs([], 4, lambda done, total: None) == 0
+
+
+# Triton's driver says what the GPU is; a launch asks it for nothing else before it compiles.
+RECORDS = """
+import json, sys
+import torch, triton
+from triton.backends.compiler import GPUTarget
+
+class Driver:
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+    def get_current_device(self): return 0
+    def get_current_stream(self, device): return 0
+
+triton.runtime.driver.set_active(Driver())
+from kernels import activation, compile_cache, norm
+with compile_cache.recording() as found:
+    for rows in (1, 4, 4):
+        x = torch.empty(rows, 64, dtype=torch.bfloat16)
+        assert not x.any() and not torch.empty_like(x).any() and not x.new_empty(3).any()
+        assert norm.rms_norm(x, torch.ones(64), 1e-5).shape == x.shape
+    activation.silu_and_mul(torch.ones(4, 64))
+hits = []
+def listen(src, metadata, metadata_group, times, cache_hit): hits.append(cache_hit)
+failed = compile_cache.run_jobs(found, 2, lambda done, total: None)
+triton.knobs.compilation.listener = listen
+for each in found:
+    each()
+print(json.dumps({"found": len(found), "failed": failed, "hits": sum(hits), "asked": len(hits)}))
+"""
+
+
+def test_what_a_launch_needs_is_compiled_elsewhere(tmp_path: Path) -> None:
+    """A launch records its kernel once for each specialization; afterwards the cache on disk has it."""
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, "-c", RECORDS], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["found"] >= 2
+    assert told == {"found": told["found"], "failed": 0, "hits": told["found"], "asked": told["found"]}
+
+
+def test_other_kernels_have_another_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = compile_cache.sources_digest()
+    assert before == compile_cache.sources_digest()
+    (tmp_path / "kernel.py").write_text("changed")
+    monkeypatch.setattr(compile_cache, "__file__", str(tmp_path / "compile_cache.py"))
+    assert compile_cache.sources_digest() != before

@@ -1,0 +1,36 @@
+"""A worker runs with what its extra in pyproject.toml installs."""
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+WITHOUT_TRANSFORMERS = """
+import importlib, pkgutil, sys
+sys.modules["transformers"] = None  # its import fails
+import kernels, services.worker
+names = [module.name for package in (kernels, services.worker)
+         for module in pkgutil.walk_packages(package.__path__, package.__name__ + ".")]
+for name in names:
+    if not name.endswith("__main__"):
+        importlib.import_module(name)
+print(len(names))
+"""
+
+
+def test_the_worker_imports_no_transformers() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TRANSFORMERS], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 60
+
+
+def test_what_the_tests_compare_with_is_installed_for_them() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = {extra: {line.partition("=")[0].partition(">")[0] for line in lines} for extra, lines in extras.items()}
+    assert "transformers" not in named["worker"]
+    assert "transformers" in named["dev"]
+    assert named["worker"] >= {"huggingface_hub", "tokenizers", "jinja2"}, "hub ids, and checks of the tokenizer"

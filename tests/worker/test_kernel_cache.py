@@ -1,0 +1,214 @@
+"""Kernels compiled while weights load: when it is done, how it is seen, and that no failure of it fails a start."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from kernels import compile_cache
+from services.worker.build import kernel_cache
+from services.worker.build.kernel_cache import Compilation, Marker, compiling
+from services.worker.errors import CheckpointError
+from services.worker.options import EngineOptions
+from tests.tiny_config import tiny_config
+
+CONFIG = tiny_config(layers=4, head_dim=64, windows=(None, 64, None, 64), eos_token_ids=(1,))
+OPTIONS = EngineOptions(device="cuda", compile_ahead=True)
+ORDER = {"folder": "/model", "options": {}}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Triton's cache, empty."""
+    monkeypatch.setattr(compile_cache, "cache_folder", lambda: tmp_path / "cache")
+    return tmp_path / "cache"
+
+
+def program(*lines: str) -> list[str]:
+    """A process that takes the order and then does this."""
+    return [sys.executable, "-c", "\n".join(("import json, os, sys, time", "order = sys.stdin.readline()", *lines))]
+
+
+def run(command: list[str], silence_s: float = 60.0) -> tuple[bool, list[tuple[str, int, int]]]:
+    """Whether it compiled everything, and the progress that was reported."""
+    seen: list[tuple[str, int, int]] = []
+    with Compilation(command, ORDER, silence_s) as compilation:
+        good = compilation.wait(lambda *told: seen.append(told))
+    return good, seen
+
+
+def test_progress_is_a_phase_of_its_own() -> None:
+    good, seen = run(
+        program(
+            "assert json.loads(order)['folder'] == '/model'",
+            "for done in range(4):",
+            "    print(json.dumps({'done': done, 'total': 3}), flush=True)",
+            "    time.sleep(0.15)",
+        )
+    )
+    assert good
+    assert {phase for phase, _, _ in seen} == {"kernels"}
+    assert seen[-1] == ("kernels", 3, 3)
+    assert [done for _, done, _ in seen] == sorted(done for _, done, _ in seen)
+    assert any(0 < done < 3 for _, done, _ in seen)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        program("sys.exit(3)"),
+        program("print(json.dumps({'error': 'out of memory'}))"),
+        program("os.kill(os.getpid(), 9)"),
+        program("print('[1]'); print('{'); print('no report'); sys.exit(1)"),
+        [sys.executable, "-c", "pass", "and reads no order"],
+    ],
+)
+def test_whatever_goes_wrong_is_no_error_of_the_start(command: list[str]) -> None:
+    good, seen = run(command)
+    assert good == (command[-1] == "and reads no order")
+    assert all(phase == "kernels" for phase, _, _ in seen)
+
+
+def test_a_process_that_reports_nothing_is_given_up() -> None:
+    began = time.monotonic()
+    good, _ = run(program("time.sleep(600)"), silence_s=0.5)
+    assert not good
+    assert time.monotonic() - began < 30
+
+
+def test_nothing_goes_on_when_loading_has_failed(tmp_path: Path) -> None:
+    """The process, and what it has forked, ends with the context."""
+    lines = ["os.fork()", "open(sys.argv[1] + str(os.getpid()), 'w').close()", "time.sleep(600)"]
+    compilation = Compilation([*program(*lines), f"{tmp_path}/pid-"], ORDER)
+    with contextlib.suppress(CheckpointError), compilation:
+        while len(list(tmp_path.glob("pid-*"))) < 2:
+            time.sleep(0.05)
+        raise CheckpointError("a tensor is missing")
+    deadline = time.monotonic() + 30
+    pids = [int(path.name.removeprefix("pid-")) for path in tmp_path.glob("pid-*")]
+    while any(running(pid) for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def running(pid: int) -> bool:
+    """Whether a process is there and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_it_is_done_only_where_it_helps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_cache, "command", lambda: program("print(json.dumps({'done': 1, 'total': 1}))"))
+    monkeypatch.setattr(kernel_cache, "processes", lambda: 8)
+    marker, much = Marker(CONFIG, None, OPTIONS), 1 << 40
+
+    def started(options: EngineOptions = OPTIONS, spare: int = much) -> bool:
+        with compiling(tmp_path, CONFIG, options, marker, spare) as compilation:
+            return compilation is not None
+
+    assert started()
+    assert not started(replace(OPTIONS, compile_ahead=False))
+    assert not started(replace(OPTIONS, device="cpu"))
+    assert not started(spare=1 << 30), "the weights leave no room for another process"
+    monkeypatch.setattr(kernel_cache, "processes", lambda: 1)
+    assert not started()
+    monkeypatch.setattr(kernel_cache, "processes", lambda: 8)
+    marker.set()
+    assert not started(), "the cache has everything"
+    monkeypatch.setattr(kernel_cache, "command", lambda: ["/no/such/python"])
+    marker = Marker(CONFIG, None, replace(OPTIONS, dtype="bfloat16"))
+    assert not started()
+
+
+def test_a_marker_is_of_a_shape_on_a_machine(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Marker(CONFIG, None, OPTIONS).set()
+    same = (
+        (replace(CONFIG, layers=8, windows=(None, 64) * 4, eos_token_ids=(2,)), None, OPTIONS),
+        (CONFIG, None, replace(OPTIONS, fingerprint=b"other", kv_blocks=7, prefix_cache=False)),
+    )
+    others = (
+        (replace(CONFIG, hidden_size=96), None, OPTIONS),
+        (replace(CONFIG, windows=(None,) * 4), None, OPTIONS),
+        (CONFIG, {"quant_method": "awq"}, OPTIONS),
+        (CONFIG, None, replace(OPTIONS, quantize="fp8")),
+        (CONFIG, None, replace(OPTIONS, max_batch_size=65)),
+    )
+    assert [Marker(*each).is_set() for each in same] == [True, True]
+    assert [Marker(*each).is_set() for each in others] == [False] * 5
+    monkeypatch.setattr(kernel_cache, "_device", lambda: "another GPU")
+    assert not Marker(CONFIG, None, OPTIONS).is_set()
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(cache: Path) -> None:
+    cache.write_text("no folder")
+    marker = Marker(CONFIG, None, OPTIONS)
+    marker.set()
+    assert not marker.is_set()
+
+
+# A driver that says there is a Hopper: a launch asks it for nothing else before it compiles.
+LAUNCHES = """
+import json, sys
+import torch, triton
+from pathlib import Path
+from triton.backends.compiler import GPUTarget
+
+class Driver:
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+    def get_current_device(self): return 0
+    def get_current_stream(self, device): return 0
+
+triton.runtime.driver.set_active(Driver())
+from kernels import compile_cache
+from services.worker.build import compile_kernels
+from services.worker.loader import presets
+from services.worker.options import EngineOptions
+
+small = {"max_batch_size": 4, "step_tokens": 256, "max_seq_length": 256}
+options = EngineOptions(**small, dtype="bfloat16", quantize=sys.argv[1] or None)
+with compile_cache.recording() as found:
+    compile_kernels.launch_all(presets.folder_of("random:tiny"), options)
+print(json.dumps(sorted({each.kernel.fn.__name__ for each in found})))
+"""
+
+
+@pytest.mark.parametrize("quantize", ["", "int4"])
+def test_all_kernels_of_a_start_are_found_without_launching_one(quantize: str) -> None:
+    """On the CPU, where no kernel could be launched: those for any GPU."""
+    done = subprocess.run(
+        [sys.executable, "-c", LAUNCHES, quantize],
+        env=os.environ | {"TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = set(json.loads(done.stdout))
+    assert "rms_norm_kernel" in found, found
+    assert ("words_kernel" in found) == (quantize == "int4")
+    assert len(found) > 10
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU it compiles")
+def test_weft_warm_says_what_it_needs() -> None:
+    command = [sys.executable, "-c", "from weft.main import main; main()", "warm", "--model", "random:tiny"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (os.EX_CONFIG, "")
+    assert done.stderr == "weft: ENGINE=gpu needs a GPU that torch can use\n"
+
+
+def test_the_process_that_compiles_reports_its_failure(tmp_path: Path) -> None:
+    """It is told of a folder without a model."""
+    compilation = kernel_cache.start(tmp_path, OPTIONS)
+    with compilation:
+        assert not compilation.wait(lambda phase, done, total: None)
+    assert compilation.error.endswith("config.json is missing") or "CUDA" in compilation.error
