@@ -1,6 +1,6 @@
 """Tries tile shapes on one GPU and prints the best of each shape: how the tables in `kernels/` were chosen, offline.
 
-    python -m bench.tune GROUP [--part I/N]
+    python -m bench.kernels.tune GROUP [--part I/N]
 
 --part only compiles the I-th of N parts of the configurations: N processes fill the compiler's cache in parallel.
 """
@@ -14,10 +14,10 @@ from typing import TypeVar
 import torch
 import triton
 
-from bench.cells import SHAPES
-from bench.cells.attention import Pages, decode_seconds, prefill_flop, prefill_seconds
-from bench.cells.products import products, random_words
-from bench.timing import DTYPE, copies, rand, timed
+from bench.kernels.cells import SHAPES
+from bench.kernels.cells.attention import Pages, decode_seconds, prefill_flop, prefill_seconds
+from bench.kernels.cells.linear import products, random_words
+from bench.kernels.timing import DTYPE, copies, rand, timed
 from kernels import kv_pages, sampling
 from kernels.attention import Config
 from kernels.linear import dense, fp8, packed_gemm, packed_hopper

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.cells import Row, Shape
-from bench.timing import DTYPE, ROTATED_BYTES, copies, rand, timed
+from bench.kernels.cells import Row, Shape
+from bench.kernels.timing import DTYPE, ROTATED_BYTES, copies, rand, timed
 from kernels import rope_kv
 from kernels.linear import dense, fp8, linear, qkv_rope
 from kernels.linear.packed import Words
