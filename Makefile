@@ -57,22 +57,22 @@ test-kernels: ## Every kernel on this machine's GPU against its reference: GPU_P
 	@$(GPU_PYTHON) -m pytest -c /dev/null --rootdir . -q -p no:cacheprovider tests/gpu/test_kernels.py tests/gpu/test_products.py
 
 bench-kernels: ## Time every kernel on this machine's GPU into bench/results: GPU_PYTHON=python FRESH=1.
-	@$(GPU_PYTHON) -m bench.kernels $(if $(FRESH),--fresh)
+	@$(GPU_PYTHON) -m bench.kernels.measure $(if $(FRESH),--fresh)
 
 test-gpu: ## The GPU engine on this machine's GPU against the CPU's: GPU_PYTHON=python.
 	@OMP_NUM_THREADS=1 $(GPU_PYTHON) -m pytest -c /dev/null --rootdir . -q -p no:cacheprovider tests/gpu/test_engine.py tests/gpu/test_formats.py tests/gpu/test_verify.py tests/gpu/test_compress.py tests/gpu/test_warm.py
 
 bench-engine: ## The bare engine loop on this machine's GPU, 8B and 1B shapes: GPU_PYTHON=python FRESH=1.
-	@$(GPU_PYTHON) -m bench.engine $(if $(FRESH),--fresh)
+	@$(GPU_PYTHON) -m bench.engine.measure $(if $(FRESH),--fresh)
 
 bench-gpu: ## The whole mesh on this machine's GPU, over gRPC: GPU_PYTHON=python FRESH=1 FORMATS="bf16 fp8 int4" MODELS="8b 1b".
-	@$(GPU_PYTHON) -m bench.gpu $(if $(FRESH),--fresh) $(if $(FORMATS),--formats $(FORMATS)) $(if $(MODELS),--models $(MODELS))
+	@$(GPU_PYTHON) -m bench.mesh.gpu $(if $(FRESH),--fresh) $(if $(FORMATS),--formats $(FORMATS)) $(if $(MODELS),--models $(MODELS))
 
 bench-start: ## Seconds that a worker's start takes on this machine's GPU with an empty and a filled kernel cache: GPU_PYTHON=python FORMATS="bf16 fp8".
 	@$(GPU_PYTHON) -m bench.start $(if $(FORMATS),--formats $(FORMATS))
 
 bench-determinism: ## What the deterministic mode keeps and costs on this machine's GPU, 8B shape: GPU_PYTHON=python.
-	@$(GPU_PYTHON) -m bench.determinism
+	@$(GPU_PYTHON) -m bench.engine.determinism
 
 lint: set-up ## Style and formatting, changing nothing.
 	$(call say,ruff)
@@ -91,13 +91,13 @@ check-images: set-up ## Carry out the build of the small image without an engine
 	@$(BIN)/python -m tests.deploy.replay mesh --python '$(PYTHON)'
 
 bench-cpu: set-up ## The demo model through the door, beside transformers on the same processor.
-	@$(BIN)/python -m bench.cpu
+	@$(BIN)/python -m bench.mesh.cpu
 
 bench-links: set-up ## Links, gateway, admission and planning, measured without a model, each beside its goal.
-	@$(BIN)/python -m bench.links
+	@$(BIN)/python -m bench.mesh.links
 
 bench-tracing: set-up ## What tracing costs: none, 1%, 100%, and a collector that does not answer.
-	@$(BIN)/python -m bench.tracing
+	@$(BIN)/python -m bench.mesh.tracing
 
 train-demo: set-up ## Train the demo models on a folder of text: CORPUS=folder.
 	@test -n '$(CORPUS)' || { echo 'make train-demo needs CORPUS=folder'; exit 2; }

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from rich import box
@@ -39,6 +40,11 @@ class Figure:
             return None
         sign, limit = self.goal.split()
         return bool(_COMPARE[sign](self.value, float(limit)))
+
+
+def selected(name: str, patterns: Iterable[str] | None) -> bool:
+    """Whether a row's whole name matches one of the patterns (`8b decode 1`, `*decode*`); without patterns, always."""
+    return not patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def show(title: str, figures: Iterable[Figure], out: Console) -> None:

@@ -57,7 +57,7 @@ def scales_of(pool: Tensor) -> Tensor:
 # ---- reference ----
 
 
-def store(pool: Tensor, places_T: Tensor, kv_TKD: Tensor, head_scales: Tensor | None) -> None:
+def store(pool: Tensor, slot_mapping_T: Tensor, kv_TKD: Tensor, head_scales: Tensor | None) -> None:
     """Write keys and values [T, 2K, D] to their places (int64 [T]: block * P + offset), rounded to the pool's format.
 
     head_scales float32 [2, K]: of an fp8 pool; None: all 1.
@@ -68,8 +68,8 @@ def store(pool: Tensor, places_T: Tensor, kv_TKD: Tensor, head_scales: Tensor | 
         kv_TKD = (kv_TKD.float() * inverse).clamp_(-limit, limit).to(FP8)
     elif pool.dtype == INT8:
         kv_TKD, scales = _round_to_int8(kv_TKD)
-        scales_of(pool)[places_T // block_size, places_T % block_size] = scales.view(-1, 2, kv_heads)
-    lines = places_T if rows == block_size else places_T // block_size * rows + places_T % block_size
+        scales_of(pool)[slot_mapping_T // block_size, slot_mapping_T % block_size] = scales.view(-1, 2, kv_heads)
+    lines = slot_mapping_T if rows == block_size else slot_mapping_T // block_size * rows + slot_mapping_T % block_size
     target = pool.view(blocks * rows, 2 * kv_heads, dim)
     if pool.dtype == FP8:  # not every operation of torch knows it
         target, kv_TKD = target.view(torch.uint8), kv_TKD.view(torch.uint8)

@@ -107,7 +107,7 @@ def rope_and_store(
     cos: Tensor,
     sin: Tensor,
     kv_NP2KD: Tensor,
-    places_T: Tensor,
+    slot_mapping_T: Tensor,
     heads: int,
     kv_heads: int,
     kv_scales: Tensor | None = None,
@@ -123,7 +123,7 @@ def rope_and_store(
     low, high = qk[..., : dim // 2], qk[..., dim // 2 :]
     swapped = torch.cat((high, low), dim=-1).mul_(sin)
     qk.mul_(cos).add_(swapped)
-    kv_pages.store(kv_NP2KD, places_T, qkv[:, heads:], kv_scales)
+    kv_pages.store(kv_NP2KD, slot_mapping_T, qkv[:, heads:], kv_scales)
     return qkv[:, :heads]
 
 

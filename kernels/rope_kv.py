@@ -22,7 +22,7 @@ def rope_and_store_kernel(
     sin,  # [positions or T, D], the first half negated
     kv,  # [N * ROWS, 2K, D]
     head_scales,  # float32 [2, K] of an fp8 pool, or None: 1
-    places,  # int64 [T]: block * P + offset; a negative place is not written
+    slot_mapping,  # int64 [T]: block * P + offset; a negative place is not written
     positions,  # int64 [T] or None: the row of cos and sin; None: the token's own
     norm,  # [H + K, D] or None
     eps,
@@ -45,7 +45,7 @@ def rope_and_store_kernel(
 
     # Where the token is was said when the step began: only its numbers come from the kernel before.
     angle = tl.load(positions + token) if positions is not None else token
-    place = tl.load(places + token)
+    place = tl.load(slot_mapping + token)
     cos_low = tl.load(cos + angle * D + lanes, mask=rotated, other=1.0).to(tl.float32)
     cos_high = tl.load(cos + angle * D + half + lanes, mask=rotated, other=1.0).to(tl.float32)
     sin_low = tl.load(sin + angle * D + lanes, mask=rotated, other=0.0).to(tl.float32)
@@ -98,7 +98,7 @@ def rope_and_store(
     cos: Tensor,
     sin: Tensor,
     kv_NP2KD: Tensor,
-    places_T: Tensor,
+    slot_mapping_T: Tensor,
     heads: int,
     kv_heads: int,
     positions_T: Tensor | None = None,
@@ -120,7 +120,7 @@ def rope_and_store(
         half = triton.next_power_of_2(dim // 2)
         block = min(16, triton.next_power_of_2(all_heads))
         rope_and_store_kernel[(tokens, triton.cdiv(all_heads, block))](
-            qkv, cos, sin, kv_NP2KD, kv_scales, places_T, positions_T, qk_norm, eps, heads, kv_heads, dim,
+            qkv, cos, sin, kv_NP2KD, kv_scales, slot_mapping_T, positions_T, qk_norm, eps, heads, kv_heads, dim,
             P=block_size_of(kv_NP2KD), ROWS=kv_NP2KD.shape[1], BLOCK_H=block, HALF=half, num_warps=4,
             **launch_options(qkv.device),
         )  # fmt: skip

@@ -28,7 +28,7 @@ def _copy_float(state, column: tl.constexpr, target):
 def edit_kernel(
     words,  # int32, as above
     tables,  # int32 [slots, B] out
-    boundaries, seeds, samples, top_ks,  # int64 [slots] out
+    prompt_lens, seeds, samples, top_ks,  # int64 [slots] out
     temperatures, top_ps, min_ps, repetitions, presences, frequencies,  # float32 [slots] out
     edited,  # int8 [slots] out: an admitted sequence has no edits of its logits yet
     B,
@@ -48,7 +48,7 @@ def edit_kernel(
                 known = here < count - 1
                 tl.store(table + here, tl.load(told + 1 + here, mask=known, other=0), mask=known)
         else:
-            tl.store(boundaries + slot, tl.load(told + 1).to(tl.int64))
+            tl.store(prompt_lens + slot, tl.load(told + 1).to(tl.int64))
             low = tl.load(told + 2).to(tl.int64) & 0xFFFFFFFF
             tl.store(seeds + slot, low | tl.load(told + 3).to(tl.int64) << 32)
             tl.store(samples + slot, tl.load(told + 4).to(tl.int64))
@@ -66,6 +66,6 @@ def edit_slots(words: Tensor, tables: Tensor, settings: SlotSettings) -> None:
     """Apply the words. tables int32 [slots, B], contiguous."""
     s = settings
     edit_kernel[(_PROGRAMS,)](
-        words, tables, s.boundary, s.seed, s.sample, s.top_k, s.temperature, s.top_p, s.min_p, s.repetition, s.presence,
-        s.frequency, s.edited, tables.shape[1], BLOCK=_BLOCK, num_warps=4, **launch_options(words.device),
+        words, tables, s.prompt_len, s.seed, s.sample, s.top_k, s.temperature, s.top_p, s.min_p, s.repetition,
+        s.presence, s.frequency, s.edited, tables.shape[1], BLOCK=_BLOCK, num_warps=4, **launch_options(words.device),
     )  # fmt: skip

@@ -30,9 +30,9 @@ from kernels.dependent_launch import launch_options, wait
 @triton.jit(do_not_specialize=["T", "R", "S", "row_blocks", "nobody"])
 def unpack_kernel(
     words,  # int32, as above
-    last_token, boundaries,  # int64 [slots]
+    last_token, prompt_lens,  # int64 [slots]
     tables,  # int32 [slots, B]
-    token_ids, positions, places,  # int64 [T] out
+    token_ids, positions, slot_mapping,  # int64 [T] out
     row_tables,  # int32 [R, row_blocks] out: the part in use
     sampled, sample_slots, sample_positions,  # int64 [S] out
     T, R, S, B, row_blocks, nobody,
@@ -69,7 +69,7 @@ def unpack_kernel(
         tl.store(token_ids + here, tl.where(id < 0, last, id.to(tl.int64)), mask=inside)
         tl.store(positions + here, position.to(tl.int64), mask=inside)
         block = tl.load(tables + slot * B + position // P, mask=placed, other=0).to(tl.int64)
-        tl.store(places + here, tl.where(placed, block * P + position % P, -1), mask=inside)
+        tl.store(slot_mapping + here, tl.where(placed, block * P + position % P, -1), mask=inside)
         some = here < S
         chosen = tl.load(slots + tl.cdiv(R, 4) * 4 + here, mask=some, other=-1)
         drawn = chosen >= 0
@@ -77,12 +77,12 @@ def unpack_kernel(
         sampler = tl.load(slots + chosen, mask=drawn, other=nobody).to(tl.int64)
         tl.store(sample_slots + here, sampler, mask=some)
         context = tl.load(contexts + chosen, mask=drawn, other=0).to(tl.int64)
-        boundary = tl.load(boundaries + sampler, mask=drawn, other=0)
-        tl.store(sample_positions + here, context - boundary, mask=some)
+        prompt_len = tl.load(prompt_lens + sampler, mask=drawn, other=0)
+        tl.store(sample_positions + here, context - prompt_len, mask=some)
 
 
 @triton.jit(do_not_specialize=["S"])
-def keep_kernel(
+def store_sampled_kernel(
     tokens,  # int64 [S]
     logprobs, totals,  # float32 [S]
     slots,  # int64 [S]
@@ -128,7 +128,7 @@ class StepInputs:
     """int64 [T]."""
     positions: Tensor
     """int64 [T]."""
-    places: Tensor
+    slot_mapping: Tensor
     """int64 [T]: block * P + offset; -1: nowhere."""
     starts: Tensor
     """int32 [R + 1], a part of the words."""
@@ -170,7 +170,7 @@ def step_inputs(words: Tensor, tokens: int, rows: int, samples: int, tables: Ten
 
     starts, contexts = places_of(tokens, rows, samples)[1:3]
     return StepInputs(
-        token_ids=room(tokens), positions=room(tokens), places=room(tokens),
+        token_ids=room(tokens), positions=room(tokens), slot_mapping=room(tokens),
         starts=words[starts : starts + rows + 1], contexts=words[contexts : contexts + rows],
         tables=tables[:rows],
         sampled=room(samples), sample_slots=room(samples), sample_positions=room(samples),
@@ -178,16 +178,17 @@ def step_inputs(words: Tensor, tokens: int, rows: int, samples: int, tables: Ten
 
 
 def unpack(
-    words: Tensor, last_token: Tensor, boundaries: Tensor, tables: Tensor, into: StepInputs, block_size: int
+    words: Tensor, last_token: Tensor, prompt_lens: Tensor, tables: Tensor, into: StepInputs, block_size: int
 ) -> None:
     """Fill a step's inputs from its words and the slots. last_token and boundaries (tokens of the prompt) int64
     [slots], tables int32 [slots, B]."""
     tokens, rows, samples = len(into.token_ids), len(into.contexts), len(into.sampled)
     block = 128
     unpack_kernel[(rows + triton.cdiv(max(tokens, samples), block),)](
-        words, last_token, boundaries, tables, into.token_ids, into.positions, into.places, into.tables, into.sampled,
-        into.sample_slots, into.sample_positions, tokens, rows, samples, tables.shape[1], into.tables.shape[1],
-        len(tables) - 1, P=block_size, BLOCK=block, ROWS=64, num_warps=4, **launch_options(words.device),
+        words, last_token, prompt_lens, tables, into.token_ids, into.positions, into.slot_mapping, into.tables,
+        into.sampled, into.sample_slots, into.sample_positions, tokens, rows, samples, tables.shape[1],
+        into.tables.shape[1], len(tables) - 1, P=block_size, BLOCK=block, ROWS=64, num_warps=4,
+        **launch_options(words.device),
     )  # fmt: skip
 
 
@@ -197,7 +198,7 @@ def store_sampled(
     """last_token[slots] = tokens, and report [3, S] int32 = tokens, log-probabilities and totals as bits."""
     samples = len(tokens)
     if samples:
-        keep_kernel[(triton.cdiv(samples, 256),)](
+        store_sampled_kernel[(triton.cdiv(samples, 256),)](
             tokens, logprobs, totals, slots, last_token, report, samples,
             BLOCK=256, num_warps=4, **launch_options(tokens.device),
         )  # fmt: skip

@@ -46,6 +46,12 @@ def verify(
     max_gain_error: Annotated[
         float | None, typer.Option(help="Of a layer's part or the head.", show_default="0.015")
     ] = None,
+    max_row_error: Annotated[
+        float | None, typer.Option(help="Of a weight's row, over its linear's median row.", show_default="5")
+    ] = None,
+    max_row_gain_error: Annotated[
+        float | None, typer.Option(help="Of a row or group of a weight, beyond rounding.", show_default="0.15")
+    ] = None,
     text: Annotated[
         Path | None, typer.Option(help="File or folder of held-out text.", exists=True, show_default="stories")
     ] = None,
@@ -71,6 +77,8 @@ def verify(
         "perplexity_ratio": max_perplexity_ratio,
         "top1": min_top1,
         "gain_error": max_gain_error,
+        "row_error": max_row_error,
+        "row_gain_error": max_row_gain_error,
     }
     limits = {**LIMITS[kind.value], **{name: limit for name, limit in asked.items() if limit is not None}}
     program = "weft verify"

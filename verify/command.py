@@ -13,10 +13,13 @@ from torch import Tensor
 from compress.progress import Progress
 from report import machine
 from services.worker.errors import CheckpointError
-from verify import compare, page, rounding
+from verify import compare, page, rounding, rows
 from verify.figures import ROWS, cell, number
 from verify.gates import base_figures, figures, judged
 from verify.served import Served
+
+SHOWN_ROWS = 5
+"""Rows of a candidate that are printed where a gate of its rows fails; JSON and HTML have more."""
 
 
 def measure(
@@ -36,9 +39,10 @@ def measure(
             raise CheckpointError(f"{other.folder}: its vocabulary has {sizes}: they do not compare")
     own, tallies = compare.compare(model, others, windows_WT, answers, progress)
     of_base = base_figures(model, own)
+    found = [rows.compare_rows(model, other, progress) for other in others]
     return {
         "base": of_base,
-        "candidates": [figures(other, tally, of_base) for other, tally in zip(others, tallies, strict=True)],
+        "candidates": [figures(*each, of_base) for each in zip(others, tallies, found, strict=True)],
         "tokens": windows_WT.numel(),
         "windows": list(windows_WT.shape),
         "device": device,
@@ -71,6 +75,9 @@ def show(result: Mapping[str, Any], out: Console) -> None:
         failed = [f"{gate['gate']} (is {number(gate['value'])})" for gate in told["gates"] if not gate["holds"]]
         style, verdict = ("red", "fails: " + ", ".join(failed)) if failed else ("green", "passes")
         out.print(f"{told['name']} {verdict}", style=style, markup=False)
+        if any(gate["figure"].startswith("row_") and not gate["holds"] for gate in told["gates"]):
+            for finding in told["worst_rows"][:SHOWN_ROWS]:
+                out.print(f"  {finding['text']}", markup=False, highlight=False)
 
 
 def save(result: Mapping[str, Any], json_file: Path | None, html_file: Path | None) -> None:

@@ -14,6 +14,8 @@ ROWS = (
     ("accepted", "drafts that the base accepts", "{:.1%}"),
     ("greedy", "greedy answers, share before they part", "{:.1%}"),
     ("gain_error", "largest gain error of a part", "{:.4f}"),
+    ("row_error", "worst row of a weight, over the median row", "{:.2f}"),
+    ("row_gain_error", "largest gain error of a row", "{:.4f}"),
     ("file_bytes", "bytes on disk", "{:,.0f}"),
     ("file_ratio", "  of the base's", "{:.1%}"),
     ("memory_bytes", "bytes of weights in memory", "{:,.0f}"),

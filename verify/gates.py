@@ -11,19 +11,23 @@ A gate is a figure with a limit. Of a quantized model all of these are asked:
   the gain error, and is near 0. A scale that is wrong by 5% shows here as 0.05, however little the outputs show of
   it.
 
-Pruned and distilled models are other networks: of them only `kl` and `perplexity_ratio` are asked.
+- `row_error`, `row_gain_error`: no row of a weight is damaged. One row of thousands hardly shows in the outputs, so the
+  weights themselves are compared (`verify.rows`).
+
+Pruned and distilled models are other networks: only `kl` and `perplexity_ratio` apply to them.
 """
 
 import math
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from verify.compare import PARTS, Tally, joined
+from verify.rows import RowErrors
 from verify.served import Served
 
 _QUANTILES = (0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
@@ -48,11 +52,19 @@ class Gate:
 
 
 LIMITS: Mapping[str, Mapping[str, float]] = {
-    "quantized": {"cosine": 0.99, "kl": 0.05, "perplexity_ratio": 1.05, "top1": 0.85, "gain_error": 0.015},
+    "quantized": {
+        "cosine": 0.99,
+        "kl": 0.05,
+        "perplexity_ratio": 1.05,
+        "top1": 0.85,
+        "gain_error": 0.015,
+        "row_error": 5.0,
+        "row_gain_error": 0.15,
+    },
     "changed": {"kl": 1.0, "perplexity_ratio": 2.0},
 }
 """What is asked of a candidate unless the caller says otherwise."""
-_SIGNS = {"cosine": ">=", "kl": "<=", "perplexity_ratio": "<=", "top1": ">=", "gain_error": "<="}
+_AT_LEAST = ("cosine", "top1")
 
 
 def base_figures(model: Served, tally: Tally) -> dict[str, Any]:
@@ -67,8 +79,8 @@ def base_figures(model: Served, tally: Tally) -> dict[str, Any]:
     }
 
 
-def figures(model: Served, tally: Tally, base: Mapping[str, Any]) -> dict[str, Any]:
-    """All that is told of a candidate, for JSON."""
+def figures(model: Served, tally: Tally, rows: RowErrors | None, base: Mapping[str, Any]) -> dict[str, Any]:
+    """All figures of a candidate, for JSON."""
     own = base_figures(model, tally)
     kl, cosines = joined(tally.divergences), joined(tally.cosines)
     ratios = [{part: fits[part].ratio for part in PARTS} for fits in tally.parts]
@@ -85,6 +97,9 @@ def figures(model: Served, tally: Tally, base: Mapping[str, Any]) -> dict[str, A
         "accepted": joined(tally.accepted).mean().item(),
         "greedy": sum(tally.same_greedy) / len(tally.same_greedy) if tally.same_greedy else None,
         "gain_error": max(gain_errors, default=None),
+        "row_error": rows.error if rows else None,
+        "row_gain_error": rows.gain_error if rows else None,
+        "worst_rows": [{**asdict(finding), "text": str(finding)} for finding in rows.worst] if rows else [],
         "ratios": ratios,
         "angles": [{part: fits[part].cosine for part in PARTS} for fits in tally.parts],
         "file_ratio": own["file_bytes"] / base["file_bytes"],
@@ -96,7 +111,7 @@ def judged(told: Mapping[str, Any], limits: Mapping[str, float]) -> list[dict[st
     """Each gate with its value and whether it holds."""
     return [
         {"gate": str(gate), "figure": gate.figure, "value": told.get(gate.figure), "holds": gate.holds(told)}
-        for gate in (Gate(name, _SIGNS[name], limit) for name, limit in limits.items())
+        for gate in (Gate(name, ">=" if name in _AT_LEAST else "<=", limit) for name, limit in limits.items())
     ]
 
 

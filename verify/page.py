@@ -12,6 +12,7 @@ from verify.rounding import KINDS
 _SAID = {
     "gates": "What a candidate must keep to; one figure beyond its limit, and it fails.",
     "kl": "How far its next-token distribution is from the base's: a curve further left is nearer.",
+    "rows": "Rows of weights that differ most from the base's, honest rounding and moved factors divided out.",
     "norm": "Honest rounding leaves norms nearly as they were; a wrong scale stands out as one layer that is off.",
     "error": "How much of this part rounding changed; it should grow slowly and have no peak.",
 }
@@ -35,6 +36,10 @@ def _cards(result: Mapping[str, Any]) -> Iterable[str]:
     yield html.card("Figures", html.table(["", *(model["name"] for model in models)], rows), wide=True)
     gates = html.table(["", *(told["name"] for told in candidates)], _gates(candidates))
     yield html.card("Gates", gates, said=_SAID["gates"], wide=True)
+    for told in candidates:
+        if told["worst_rows"]:
+            worst = [[row["text"]] for row in told["worst_rows"]]
+            yield html.card(f"Worst rows of {told['name']}", html.table([], worst), said=_SAID["rows"])
     curves = [Line(told["name"], told["kl_curve"]) for told in candidates]
     drawing = plot.lines(curves, Axis("nats", log=True), Axis("% of tokens"))
     yield html.card("KL from the base, token by token", drawing, said=_SAID["kl"])

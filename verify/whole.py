@@ -52,7 +52,7 @@ def _on_gpu(runner: "GpuRunner", ids_T: Tensor) -> StepTensors:
     inputs = StepInputs(
         token_ids=ids_T,
         positions=torch.arange(count, device=device),
-        places=places.to(device),
+        slot_mapping=places.to(device),
         starts=torch.tensor([0, count], dtype=torch.int32, device=device),
         contexts=torch.tensor([count], dtype=torch.int32, device=device),
         tables=blocks[None].to(device, torch.int32),

@@ -25,9 +25,9 @@ import triton
 from torch import Tensor
 
 from kernels import kv_pages
-from kernels.attention.shared_prefix import shared_kernel
-from kernels.attention.short_prefill import BriefPlan, attend_brief
-from kernels.attention.split_schedule import FEW_UNIT, RECORD, RECORDS, schedule_kernel
+from kernels.attention.shared_prefix import shared_prefix_kernel
+from kernels.attention.short_prefill import ShortPrefillPlan, attend_short_prefill
+from kernels.attention.split_schedule import DECODE_UNIT, RECORD, RECORDS, schedule_kernel
 from kernels.attention.triton_kernels import split_kernel, tile_kernel
 from kernels.dependent_launch import launch_options
 from kernels.device import has_asm, is_hopper
@@ -39,7 +39,7 @@ LOG2E = 1.4426950408889634
 
 
 @dataclass(frozen=True, slots=True)
-class FewRows:
+class DecodePrograms:
     """Shape of the programs of `kernels.attention.decode_hopper`, measured in decode steps on one H200."""
 
     keys: int
@@ -56,7 +56,7 @@ class FewRows:
 
         row_heads: rows times key/value heads. share: query heads of each of these. dtype: of the queries.
         """
-        made = dim in (64, 128) and share <= 8 and block_size % FEW_UNIT.value == 0 and dtype.itemsize == 2
+        made = dim in (64, 128) and share <= 8 and block_size % DECODE_UNIT.value == 0 and dtype.itemsize == 2
         return made and 2 * row_heads <= self.programs
 
 
@@ -69,9 +69,9 @@ class Config:
     split_stages: int = 5
     split_programs: int = 264
     """G: programs that share all short rows."""
-    split_least: int = 1
+    split_min_tiles: int = 1
     """Key tiles that are worth a program of their own."""
-    split_apart: bool = False
+    split_by_head: bool = False
     """Programs take keys of one row and head each where there are four programs at least for each of those."""
     split_merge: int = 64
     """Query rows of parts to merge at a time."""
@@ -83,19 +83,19 @@ class Config:
     tile_stages: int = 3
     hopper: bool = True
     """Leave the tiles to `kernels.attention.prefill_hopper` where it serves."""
-    few: FewRows | None = None
+    decode: DecodePrograms | None = None
     """The programs of `kernels.attention.decode_hopper`, where it serves."""
     span: int = 0
     """Cut sums after so many keys, wherever a query lies (invariant); 0: where the shares fall."""
 
 
 # By head dimension, for few rows and for many: few rows are short of programs, and small tiles make more of them.
-FEW_ROWS = 4
+SMALL_BATCH = 4
 CONFIGS = {
     (64, True): Config(split_keys=32, split_warps=1, split_programs=264, tile_keys=64, tile_warps=4),
     (64, False): Config(split_keys=32, split_warps=1, split_programs=528, tile_keys=64, tile_warps=4),
     (128, True): Config(split_keys=32, split_warps=2, split_programs=264),
-    (128, False): Config(split_apart=True, shared_rows=17),
+    (128, False): Config(split_by_head=True, shared_rows=17),
 }
 # Of 8 bits. A processor takes as many of these programs as fit its registers, which the number of programs must agree
 # with: one program more or less on some of the processors, and all wait for those.
@@ -105,13 +105,13 @@ CONFIGS_8_BIT = {
         split_keys=64, split_warps=2, split_stages=6, split_programs=792, split_merge=16, tile_keys=64, tile_warps=4
     ),
     (128, True): Config(split_keys=64, split_warps=2, split_stages=4),
-    (128, False): Config(split_keys=128, split_stages=6, split_apart=True, split_merge=32, shared_rows=17),
+    (128, False): Config(split_keys=128, split_stages=6, split_by_head=True, split_merge=32, shared_rows=17),
 }
 # For up to so many rows of one token on a Hopper, over pools of 16 bits and of fp8.
-FEW = {1: FewRows(64, 3, 4, 132), 3: FewRows(64, 2, 4, 264), 16: FewRows(64, 2, 4, 396)}
-FEW_FP8 = {4: FewRows(128, 2, 8, 132)}
+HOPPER_DECODE = {1: DecodePrograms(64, 3, 4, 132), 3: DecodePrograms(64, 2, 4, 264), 16: DecodePrograms(64, 2, 4, 396)}
+HOPPER_DECODE_FP8 = {4: DecodePrograms(128, 2, 8, 132)}
 EXACT = Config(split_keys=32, split_stages=2, tile_rows=32, tile_keys=32, tile_warps=4, tile_stages=2)
-TINY = replace(EXACT, split_programs=3, split_least=1, split_keys=16, tile_keys=16, shared_rows=4)
+TINY = replace(EXACT, split_programs=3, split_min_tiles=1, split_keys=16, tile_keys=16, shared_rows=4)
 SPAN = 512
 # Query rows of a group, and the programs that take what the groups of a step share.
 GROUP_LINES, SHARED_PROGRAMS = 64, 256
@@ -131,9 +131,11 @@ def config_for(
             split_stages=3, tile_rows=64, tile_keys=64, tile_warps=4, tile_stages=3, hopper=False, span=SPAN
         )  # fmt: skip
     configs = CONFIGS if stored is None or stored.itemsize > 1 else CONFIGS_8_BIT
-    few = FEW if stored in (None, dtype) else FEW_FP8 if stored == kv_pages.FP8 and dim > 64 else {}
-    shape = next((shape for most, shape in few.items() if rows <= most), None)
-    return replace(configs[64 if dim <= 64 else 128, rows <= FEW_ROWS], few=shape)
+    decode = (
+        HOPPER_DECODE if stored in (None, dtype) else HOPPER_DECODE_FP8 if stored == kv_pages.FP8 and dim > 64 else {}
+    )
+    shape = next((shape for most, shape in decode.items() if rows <= most), None)
+    return replace(configs[64 if dim <= 64 else 128, rows <= SMALL_BATCH], decode=shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +170,7 @@ class AttentionPlan:
     arrived: Tensor
     """int32 [R * K]: how many of them have, zero between launches."""
     shared: SharedPrefixes | None
-    few: FewRows | None
+    decode: DecodePrograms | None
     """How few rows of one token are taken; None: as any."""
     window: int | None
     short_tokens: int
@@ -204,12 +206,12 @@ def plan_attention(
     config = config or config_for(dim, dtype, rows)
     share = heads // kv_heads
     lines = triton.next_power_of_2(short_tokens * share)
-    few = config.few if window is None and short_tokens == 1 and is_hopper(device) else None
-    if few and not few.serve(rows * kv_heads, share, dim, block_size, dtype):
-        few = None
-    alone = window or short_tokens > 1 or few
+    decode = config.decode if window is None and short_tokens == 1 and is_hopper(device) else None
+    if decode and not decode.serve(rows * kv_heads, share, dim, block_size, dtype):
+        decode = None
+    alone = window or short_tokens > 1 or decode
     shared = None if alone else _shared_prefixes(config, rows, kv_heads, lines, dim, device)
-    programs = few.programs if few else config.split_programs
+    programs = decode.programs if decode else config.split_programs
     pieces = rows * kv_heads + programs
     if config.span:
         pieces = rows * kv_heads * triton.cdiv(tables.shape[1] * block_size, config.span)
@@ -219,8 +221,8 @@ def plan_attention(
         records=torch.empty(programs, RECORD.value, dtype=torch.int32, device=device),
         parts=torch.empty(pieces, lines, dim + 2, dtype=torch.float32, device=device),
         arrived=torch.zeros(rows * kv_heads, dtype=torch.int32, device=device),
-        shared=shared, few=few, window=window, short_tokens=short_tokens, long_tokens=long_tokens, kv_heads=kv_heads,
-        share=share, block_size=block_size, config=config,
+        shared=shared, decode=decode, window=window, short_tokens=short_tokens, long_tokens=long_tokens,
+        kv_heads=kv_heads, share=share, block_size=block_size, config=config,
     )  # fmt: skip
     schedule(plan)
     return plan
@@ -243,15 +245,15 @@ def schedule(plan: AttentionPlan) -> None:
     """Share the short rows' work out anew, after `starts` or `contexts` changed. One small launch; no host waits."""
     rows, config, shared = plan.contexts.shape[0], plan.config, plan.shared
     group, programs = shared.parts.shape[3] if shared else 1, len(plan.records)
-    if plan.few:
-        unit, least, apart = FEW_UNIT.value, plan.few.keys // FEW_UNIT.value, True
+    if plan.decode:
+        unit, least, apart = DECODE_UNIT.value, plan.decode.keys // DECODE_UNIT.value, True
     else:
-        unit, least = config.span or config.split_keys, config.split_least
-        apart = config.split_apart and not config.span and 4 * rows * plan.kv_heads <= programs
+        unit, least = config.span or config.split_keys, config.split_min_tiles
+        apart = config.split_by_head and not config.span and 4 * rows * plan.kv_heads <= programs
     schedule_kernel[(triton.cdiv(programs, RECORDS.value),)](
         plan.starts, plan.contexts, plan.tables, shared.groups if shared else None, plan.ends, plan.records, rows,
         plan.kv_heads, plan.tables.shape[1], plan.window or 0, plan.short_tokens, G=programs,
-        TILE=unit, LEAST=least, P=plan.block_size, GROUP=group, APART=apart, WINDOW=plan.window is not None,
+        TILE=unit, MIN_TILES=least, P=plan.block_size, GROUP=group, BY_HEAD=apart, WINDOW=plan.window is not None,
         BLOCK_R=max(16, group, triton.next_power_of_2(rows)), num_warps=4, **launch_options(plan.starts.device),
     )  # fmt: skip
 
@@ -259,7 +261,7 @@ def schedule(plan: AttentionPlan) -> None:
 def attention(
     q_THD: Tensor,
     kv_NP2KD: Tensor,
-    plan: AttentionPlan | BriefPlan,
+    plan: AttentionPlan | ShortPrefillPlan,
     scale: float,
     kv_scales: Tensor | None = None,
     out: Tensor | None = None,
@@ -274,8 +276,8 @@ def attention(
     assert q_THD.stride()[1:] == (dim, 1)
     if out is None:
         out = torch.empty(tokens, heads * dim, dtype=q_THD.dtype, device=q_THD.device)
-    if isinstance(plan, BriefPlan):
-        attend_brief(q_THD, kv_NP2KD, plan, out, scale * LOG2E)
+    if isinstance(plan, ShortPrefillPlan):
+        attend_short_prefill(q_THD, kv_NP2KD, plan, out, scale * LOG2E)
         return out
     assert kv_pages.block_size_of(kv_NP2KD) == plan.block_size
     assert (kv_heads, heads) == (plan.kv_heads, plan.kv_heads * plan.share)
@@ -311,12 +313,12 @@ def _attend_long(
 def _attend_short(
     q_THD: Tensor, kv_NP2KD: Tensor, kv_scales: Tensor | None, out: Tensor, plan: AttentionPlan, scale: float
 ) -> None:
-    if few := plan.few:
+    if decode := plan.decode:
         from kernels.attention import decode_hopper  # late: older devices cannot use it
 
-        decode_hopper.attend_few(
-            q_THD, kv_NP2KD, kv_scales, out, plan.tables, plan.records, plan.parts, plan.arrived, scale, few.keys,
-            few.stages, few.warps,
+        decode_hopper.attend_decode(
+            q_THD, kv_NP2KD, kv_scales, out, plan.tables, plan.records, plan.parts, plan.arrived, scale, decode.keys,
+            decode.stages, decode.warps,
         )  # fmt: skip
         return
     config, shared, rows, lines = plan.config, plan.shared, plan.contexts.shape[0], plan.parts.shape[1]
@@ -326,7 +328,7 @@ def _attend_short(
         "TILE": config.split_keys, "LINES": lines, "GROUP": group, "SPLITS": splits,
     }  # fmt: skip
     if shared:
-        shared_kernel[(count * plan.kv_heads * splits,)](
+        shared_prefix_kernel[(count * plan.kv_heads * splits,)](
             q_THD, kv_NP2KD, kv_scales, plan.starts, plan.tables, shared.groups, shared.parts, *numbers, STAGES=3,
             num_warps=4, **constants,
         )  # fmt: skip
@@ -335,7 +337,7 @@ def _attend_short(
         q_THD, kv_NP2KD, kv_scales, out, plan.starts, plan.contexts, plan.tables, plan.ends, plan.records,
         shared.groups if shared else None, shared.parts if shared else None, plan.parts, plan.arrived, *numbers,
         plan.window or 0, M=config.tile_rows if config.span else max(8 if columns else 16, lines),
-        MERGE=max(1, config.split_merge // lines), WINDOW=plan.window is not None, SPAN=config.span, COLUMNS=columns,
+        MERGE=max(1, config.split_merge // lines), WINDOW=plan.window is not None, SPAN=config.span, TRANSPOSED=columns,
         ASM=has_asm(q_THD.device), STAGES=config.split_stages, num_warps=config.split_warps, **constants,
     )  # fmt: skip
 

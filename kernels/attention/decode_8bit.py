@@ -15,7 +15,7 @@ FLOOR = tl.constexpr(-1e30)  # below every score, yet finite: exp2(FLOOR - FLOOR
 
 
 @triton.jit
-def attend_columns(
+def attend_8bit(
     q,  # [D, M]
     kv,  # [N, ROWS, 2, K, D]
     table,  # int32 [B]

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.attention.split_schedule import FEW_UNIT, RECORD
+from kernels.attention.split_schedule import DECODE_UNIT, RECORD
 from kernels.kv_pages import FP8
 
 COLUMNS = gl.constexpr(8)  # of queries: the fewest that the matrix unit takes
@@ -103,9 +103,9 @@ def _attend(q, kv, table, start, low, high, tiles, context, head, q_stride, scal
     """Keys low to high: maxima [COLUMNS], sums [TILE, COLUMNS] by place in a tile, weighted values [D, COLUMNS]."""
     AHEAD: gl.constexpr = STAGES - 1
     stored: gl.constexpr = kv.dtype.element_ty
-    OCTETS: gl.constexpr = stored.primitive_bitwidth == 8
-    kind: gl.constexpr = gl.float16 if OCTETS else stored  # e4m3 becomes float16 in one instruction
-    WIDE: gl.constexpr = 1 if OCTETS else STAGES
+    EIGHT_BIT: gl.constexpr = stored.primitive_bitwidth == 8
+    kind: gl.constexpr = gl.float16 if EIGHT_BIT else stored  # e4m3 becomes float16 in one instruction
+    WIDE: gl.constexpr = 1 if EIGHT_BIT else STAGES
     wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, D], kind)
     q_wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COLUMNS, D], kind)
     p_wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COLUMNS, TILE], kind)
@@ -114,12 +114,12 @@ def _attend(q, kv, table, start, low, high, tiles, context, head, q_stride, scal
     q_buffer = gl.allocate_shared_memory(kind, [COLUMNS, D], q_wide)
     p_buffer = gl.allocate_shared_memory(kind, [COLUMNS, TILE], p_wide)
     k_found, v_found = k_buffers, v_buffers
-    if OCTETS:
+    if EIGHT_BIT:
         narrow: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, D], stored)
         k_found = gl.allocate_shared_memory(stored, [STAGES, TILE, D], narrow)
         v_found = gl.allocate_shared_memory(stored, [STAGES, TILE, D], narrow)
 
-    EACH: gl.constexpr = 16 if OCTETS else 8
+    EACH: gl.constexpr = 16 if EIGHT_BIT else 8
     memory: gl.constexpr = gl.BlockedLayout([1, EACH], [32 * EACH // D, D // EACH], [WARPS, 1], [1, 0])
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, COLUMNS, 16])
     rows = gl.arange(0, TILE, gl.SliceLayout(1, memory))
@@ -141,7 +141,7 @@ def _attend(q, kv, table, start, low, high, tiles, context, head, q_stride, scal
             count = step - AHEAD
             stage = count % STAGES
             async_copy.wait_group(AHEAD)
-            if OCTETS:
+            if EIGHT_BIT:
                 gl.thread_barrier()
                 k_buffers.index(0).store(k_found.index(stage).load(memory).to(kind))
                 v_buffers.index(0).store(v_found.index(stage).load(memory).to(kind))
@@ -226,7 +226,7 @@ def _leave(top, total, mixed, parts, arrived, row, head, piece, pieces, target, 
 
 
 @gluon.jit(do_not_specialize=["B"])
-def hopper_few_kernel(
+def decode_hopper_kernel(
     q,  # [T, H, D], tokens q_stride apart
     kv,  # [N, P, 2, K, D]
     head_scales,  # float32 [2, K] or None: 1
@@ -249,8 +249,8 @@ def hopper_few_kernel(
         head = here // units
         piece = (here - head * units) // share
         pieces = units // share
-        low = piece * share * FEW_UNIT
-        high = gl.minimum(low + share * FEW_UNIT, context)
+        low = piece * share * DECODE_UNIT
+        high = gl.minimum(low + share * DECODE_UNIT, context)
         tiles = (gl.maximum(high - low, 0) + TILE - 1) // TILE
         table = tables + row.to(gl.int64) * B
         gain = 1.0
@@ -270,14 +270,14 @@ def hopper_few_kernel(
         gdc_wait()
 
 
-def attend_few(
+def attend_decode(
     q_THD: Tensor, kv_NP2KD: Tensor, kv_scales: Tensor | None, out: Tensor, tables: Tensor, records: Tensor,
     parts: Tensor, arrived: Tensor, scale: float, keys: int, stages: int, warps: int,
 ) -> None:  # fmt: skip
     """Attention of all rows of one token, in tiles of so many keys. scale includes log2(e)."""
     _, block_size, _, kv_heads, dim = kv_NP2KD.shape
     assert kv_NP2KD.dtype in (q_THD.dtype, FP8), kv_NP2KD.dtype
-    hopper_few_kernel[(len(records),)](
+    decode_hopper_kernel[(len(records),)](
         q_THD, kv_NP2KD, kv_scales, out, tables, records, parts, arrived, kv_heads, tables.shape[1], q_THD.stride(0),
         scale, SHARE=q_THD.shape[1] // kv_heads, D=dim, P=block_size, LINES=parts.shape[1], TILE=keys, STAGES=stages,
         WARPS=warps, num_warps=warps, launch_pdl=True,

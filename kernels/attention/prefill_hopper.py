@@ -69,49 +69,49 @@ def _produce(pool, table, buffers, first, tiles, old, context, head, K,
 
 
 @gluon.jit
-def _produce_octets(pool, table, octets, full, empty, first, tiles, old, context, head, K,
+def _produce_8bit(pool, table, raw, full, empty, first, tiles, old, context, head, K,
                     P: gl.constexpr, PAGE: gl.constexpr):  # fmt: skip
     """Keys and values of 8 bits take turns in one ring."""
-    D: gl.constexpr = octets.shape[2]
-    TILE: gl.constexpr = octets.shape[1]
+    D: gl.constexpr = raw.shape[2]
+    TILE: gl.constexpr = raw.shape[1]
     for count in range(2 * tiles):
         if (first + count // 2 + 1) * TILE > old:
             gdc_wait()
         column = (head + count % 2 * K) * D
-        _fetch(pool, table, octets, full, empty, first + count // 2, count, context, column, P, PAGE)
+        _fetch(pool, table, raw, full, empty, first + count // 2, count, context, column, P, PAGE)
 
 
 @gluon.jit
-def _widen(octets, octets_full, octets_empty, count, buffers, full, empty, turn):
+def _convert(raw, raw_full, raw_empty, count, buffers, full, empty, turn):
     """One tile from 8 bits to 16: the count-th of the ring, the turn-th of its kind."""
-    RING: gl.constexpr = octets.shape[0]
+    RING: gl.constexpr = raw.shape[0]
     STAGES: gl.constexpr = buffers.shape[0]
     TILE: gl.constexpr = buffers.shape[1]
     D: gl.constexpr = buffers.shape[2]
     LINES: gl.constexpr = 32  # as much as fits a thread's registers
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     place, stage = count % RING, turn % STAGES
-    mbarrier.wait(octets_full.index(place), (count // RING) & 1)
+    mbarrier.wait(raw_full.index(place), (count // RING) & 1)
     mbarrier.wait(empty.index(stage), (turn // STAGES + 1) & 1)
     for line in gl.static_range(0, TILE, LINES):
-        found = octets.index(place).slice(line, LINES).load(layout)
+        found = raw.index(place).slice(line, LINES).load(layout)
         buffers.index(stage).slice(line, LINES).store(found.to(buffers.dtype))
     fence_async_shared()
     gl.thread_barrier()  # an arrival speaks for all threads
-    mbarrier.arrive(octets_empty.index(place), count=1)
+    mbarrier.arrive(raw_empty.index(place), count=1)
     mbarrier.arrive(full.index(stage), count=1)
 
 
 @gluon.jit
-def _widen_all(octets, octets_full, octets_empty, buffers, tiles):
+def _convert_all(raw, raw_full, raw_empty, buffers, tiles):
     k_buffers, v_buffers, k_full, k_empty, v_full, v_empty = buffers
     for count in range(tiles):
-        _widen(octets, octets_full, octets_empty, 2 * count, k_buffers, k_full, k_empty, count)
-        _widen(octets, octets_full, octets_empty, 2 * count + 1, v_buffers, v_full, v_empty, count)
+        _convert(raw, raw_full, raw_empty, 2 * count, k_buffers, k_full, k_empty, count)
+        _convert(raw, raw_full, raw_empty, 2 * count + 1, v_buffers, v_full, v_empty, count)
 
 
 @gluon.jit
-def _soften(scores, top, total, keys, newest, whole, scale, window, WINDOW: gl.constexpr):
+def _online_softmax(scores, top, total, keys, newest, whole, scale, window, WINDOW: gl.constexpr):
     """Online softmax of one tile: weights, new maximum, new sum, and what to fade earlier values by."""
     scores = scores * scale
     if not whole:
@@ -165,7 +165,9 @@ def _consume(q, out, q_buffer, buffers, numbers, half: gl.constexpr, SHARE: gl.c
     scores = warpgroup_mma_wait(0, [scores])
     mbarrier.arrive(k_empty.index(0), count=1)
     whole = (not WINDOW) & ((first + 1) * TILE <= oldest + 1)
-    weights, top, total, fade = _soften(scores, top, total, first * TILE + keys, newest, whole, scale, window, WINDOW)
+    weights, top, total, fade = _online_softmax(
+        scores, top, total, first * TILE + keys, newest, whole, scale, window, WINDOW
+    )
     ready = gl.convert_layout(weights.to(q_buffer.dtype), weight_layout)
     for count in range(1, tiles):
         stage, before = count % STAGES, (count - 1) % STAGES
@@ -177,7 +179,7 @@ def _consume(q, out, q_buffer, buffers, numbers, half: gl.constexpr, SHARE: gl.c
         scores = warpgroup_mma_wait(1, [scores])
         mbarrier.arrive(k_empty.index(stage), count=1)
         whole = (not WINDOW) & ((first + count + 1) * TILE <= oldest + 1)
-        weights, top, total, fade = _soften(
+        weights, top, total, fade = _online_softmax(
             scores, top, total, (first + count) * TILE + keys, newest, whole, scale, window, WINDOW
         )
         mixed = warpgroup_mma_wait(0, [mixed])
@@ -201,7 +203,7 @@ def _consume(q, out, q_buffer, buffers, numbers, half: gl.constexpr, SHARE: gl.c
 
 
 @gluon.jit(do_not_specialize=["R", "B", "window", "longest"])
-def hopper_kernel(
+def prefill_hopper_kernel(
     pool,  # descriptor of [N * P, 2 * K * D], boxes of PAGE lines and 128 bytes or D numbers
     head_scales,  # float32 [2, K] or None: 1
     q,  # [T, H, D], tokens q_stride apart
@@ -239,8 +241,8 @@ def hopper_kernel(
         if head_scales is not None:
             scale *= gl.load(head_scales + head)
             gain = gl.load(head_scales + K + head)
-        OCTETS: gl.constexpr = pool.dtype.primitive_bitwidth == 8
-        kind: gl.constexpr = gl.float16 if OCTETS else pool.dtype  # e4m3 becomes float16 in one instruction
+        EIGHT_BIT: gl.constexpr = pool.dtype.primitive_bitwidth == 8
+        kind: gl.constexpr = gl.float16 if EIGHT_BIT else pool.dtype  # e4m3 becomes float16 in one instruction
         wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, D], kind)
         q_wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS // 2, D], kind)
         q_buffers = gl.allocate_shared_memory(kind, [2, ROWS // 2, D], q_wide)
@@ -251,17 +253,17 @@ def hopper_kernel(
         table = tables + row.to(gl.int64) * B
         buffers = (k_buffers, v_buffers, k_full, k_empty, v_full, v_empty)
         numbers = (first, count, start, length, context, tile, head, K, q_stride, scale, gain, window)
-        if OCTETS:
+        if EIGHT_BIT:
             narrow: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, D], pool.dtype)
-            octets = gl.allocate_shared_memory(pool.dtype, [RING, TILE, D], narrow)
-            octets_full, octets_empty = _barriers(RING, 1), _barriers(RING, 1)
+            raw = gl.allocate_shared_memory(pool.dtype, [RING, TILE, D], narrow)
+            raw_full, raw_empty = _barriers(RING, 1), _barriers(RING, 1)
             fence_async_shared()
             gl.warp_specialize(
                 [
                     (_consume, (q, out, q_buffers.index(0), buffers, numbers, 0, SHARE, WINDOW)),
                     (_consume, (q, out, q_buffers.index(1), buffers, numbers, 1, SHARE, WINDOW)),
-                    (_widen_all, (octets, octets_full, octets_empty, buffers, count)),
-                    (_produce_octets, (pool, table, octets, octets_full, octets_empty, first, count, context - length,
+                    (_convert_all, (raw, raw_full, raw_empty, buffers, count)),
+                    (_produce_8bit, (pool, table, raw, raw_full, raw_empty, first, count, context - length,
                                        context, head, K, P, PAGE)),
                 ],
                 [4, 4, 1],
@@ -324,7 +326,7 @@ def attend_tiles(
     rows = contexts.shape[0]
     stored = kv_NP2KD.dtype
     pool = TensorDescriptor.from_tensor(kv_NP2KD.view(blocks * block_size, -1), box(stored, dim), layout(stored, dim))
-    hopper_kernel[(tiles * kv_heads,)](
+    prefill_hopper_kernel[(tiles * kv_heads,)](
         pool, kv_scales, q_THD, out, starts, contexts, tables, rows, kv_heads, tables.shape[1], q_THD.stride(0), scale,
         window or 0, longest, SHARE=q_THD.shape[1] // kv_heads, D=dim, P=block_size, ROWS=ROWS, TILE=TILE, PAGE=PAGE,
         STAGES=STAGES, RING=RING, BLOCK_R=max(128, triton.next_power_of_2(rows)), WINDOW=window is not None,

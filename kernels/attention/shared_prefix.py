@@ -15,7 +15,7 @@ from kernels.dependent_launch import wait
 
 
 @triton.jit(do_not_specialize=["R", "B"])
-def shared_kernel(
+def shared_prefix_kernel(
     q,  # [T, H, D], tokens q_stride apart
     kv,  # [N, ROWS, 2, K, D]
     head_scales,  # float32 [2, K] or None: 1

@@ -47,7 +47,7 @@ def _tile_of(starts, contexts, R, K: tl.constexpr, TOKENS: tl.constexpr, BLOCK_R
 
 
 @triton.jit(do_not_specialize=["R", "B"])
-def brief_kernel(
+def short_prefill_kernel(
     q,  # [T, H, D], tokens q_stride apart
     kv,  # [N, P, 2, K, D]
     out,  # [T, H, D]
@@ -90,7 +90,7 @@ def brief_kernel(
 
 
 @dataclass(frozen=True, slots=True)
-class BriefPlan:
+class ShortPrefillPlan:
     """How the rows of a step see the pool, of which none sees more than KEYS tokens; for windows of so many, too."""
 
     starts: Tensor
@@ -101,7 +101,7 @@ class BriefPlan:
     """int32 [R, B]: its blocks, in order."""
 
 
-def serves_brief(
+def serves_short_prefill(
     heads: int, kv_heads: int, dim: int, dtype: torch.dtype, stored: torch.dtype, windows: Iterable[int | None]
 ) -> bool:
     """Whether the kernel is made for such numbers and queries of `dtype` over a pool of `stored`."""
@@ -109,11 +109,11 @@ def serves_brief(
     return whole and dim in (64, 128) and heads // kv_heads <= QUERIES and stored == dtype and dtype.itemsize == 2
 
 
-def attend_brief(q_THD: Tensor, kv_NP2KD: Tensor, plan: BriefPlan, out: Tensor, scale: float) -> None:
+def attend_short_prefill(q_THD: Tensor, kv_NP2KD: Tensor, plan: ShortPrefillPlan, out: Tensor, scale: float) -> None:
     """Attention of all rows. scale includes log2(e)."""
     _, block_size, _, kv_heads, dim = kv_NP2KD.shape
     (tokens, heads, _), rows = q_THD.shape, len(plan.contexts)
-    assert serves_brief(heads, kv_heads, dim, q_THD.dtype, kv_NP2KD.dtype, ()), (
+    assert serves_short_prefill(heads, kv_heads, dim, q_THD.dtype, kv_NP2KD.dtype, ()), (
         q_THD.shape,
         kv_NP2KD.shape,
         kv_NP2KD.dtype,
@@ -121,7 +121,7 @@ def attend_brief(q_THD: Tensor, kv_NP2KD: Tensor, plan: BriefPlan, out: Tensor, 
     share = heads // kv_heads
     # Each row has at most one tile more than whole ones.
     tiles = triton.cdiv(tokens, QUERIES // share) + min(rows, tokens) - 1
-    brief_kernel[(tiles * kv_heads,)](
+    short_prefill_kernel[(tiles * kv_heads,)](
         q_THD, kv_NP2KD, out, plan.starts, plan.contexts, plan.tables, rows, plan.tables.shape[1], q_THD.stride(0),
         scale, K=kv_heads, SHARE=share, D=dim, P=block_size, TILE=KEYS, M=QUERIES,
         BLOCK_R=triton.next_power_of_2(rows), num_warps=WARPS, **launch_options(out.device),

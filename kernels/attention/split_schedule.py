@@ -13,8 +13,11 @@ from kernels.dependent_launch import wait_exclusive
 
 RECORD = tl.constexpr(10)  # numbers that say all about a program's first piece of work
 RECORDS = tl.constexpr(16)  # that one program of `schedule_kernel` makes
-FEW_UNIT = tl.constexpr(16)  # keys by which the programs of few rows on a Hopper share
-LEAST_MEMBERS, LEAST_TILES = tl.constexpr(4), tl.constexpr(4)  # of a group and its keys that are worth taking together
+DECODE_UNIT = tl.constexpr(16)  # keys by which the programs of few rows on a Hopper share
+MIN_MEMBERS, MIN_SHARED_TILES = (
+    tl.constexpr(4),
+    tl.constexpr(4),
+)  # of a group and its keys that are worth taking together
 
 
 @triton.jit
@@ -25,7 +28,7 @@ def first_tile(context, length, window, TILE: tl.constexpr, WINDOW: tl.constexpr
 
 
 @triton.jit
-def _find_shared(
+def _find_shared_prefixes(
     tables, groups, R, B, unseen, short,
     P: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
@@ -36,7 +39,7 @@ def _find_shared(
     """
     COUNT: tl.constexpr = BLOCK_R // GROUP
     AHEAD: tl.constexpr = 16
-    PROBE: tl.constexpr = (LEAST_TILES * TILE + P - 1) // P - 1
+    PROBE: tl.constexpr = (MIN_SHARED_TILES * TILE + P - 1) // P - 1
     rows = tl.arange(0, BLOCK_R)
     mine = tables + rows.to(tl.int64) * B
     candidate = short & (unseen > PROBE) & (B > PROBE)
@@ -49,7 +52,7 @@ def _find_shared(
     member = tl.reshape(belongs, [BLOCK_R])
     leader += tl.arange(0, COUNT) * GROUP
     bound = tl.min(tl.where(belongs, tl.reshape(tl.minimum(unseen, B), [COUNT, GROUP]), B), 1)
-    bound = tl.where(tl.max(votes, 1) >= LEAST_MEMBERS, bound, 0)
+    bound = tl.where(tl.max(votes, 1) >= MIN_MEMBERS, bound, 0)
     leaders = tl.reshape(tl.broadcast_to(leader[:, None], [COUNT, GROUP]), [BLOCK_R])
     its = tables + leaders.to(tl.int64) * B
     first = 0
@@ -62,7 +65,7 @@ def _find_shared(
         bound = tl.minimum(bound, tl.min(tl.reshape(differs, [COUNT, GROUP]), 1))
         first += AHEAD
     tiles = bound * P // TILE
-    keys = tl.where(tiles >= LEAST_TILES, tiles * TILE, 0)
+    keys = tl.where(tiles >= MIN_SHARED_TILES, tiles * TILE, 0)
     group = tl.arange(0, COUNT)
     tl.store(groups + (GROUP + 2) * group, keys, mask=group * GROUP < R)
     tl.store(groups + (GROUP + 2) * group + 1, leader, mask=group * GROUP < R)
@@ -88,10 +91,10 @@ def schedule_kernel(
     longest,  # rows of more tokens belong to the tile kernel
     G: tl.constexpr,
     TILE: tl.constexpr,  # keys of a unit of work
-    LEAST: tl.constexpr,
+    MIN_TILES: tl.constexpr,
     P: tl.constexpr,
     GROUP: tl.constexpr,  # rows
-    APART: tl.constexpr,
+    BY_HEAD: tl.constexpr,
     WINDOW: tl.constexpr,
     BLOCK_R: tl.constexpr,
     PDL: tl.constexpr,
@@ -113,7 +116,7 @@ def schedule_kernel(
     short = (length > 0) & (length <= longest)
     shared = context * 0
     if groups is not None:
-        shared = _find_shared(tables, groups, R, B, (context - length) // P, short, P, TILE, GROUP, BLOCK_R)
+        shared = _find_shared_prefixes(tables, groups, R, B, (context - length) // P, short, P, TILE, GROUP, BLOCK_R)
     # A row without any context has one tile, all of it masked: its result is 0.
     skipped = first_tile(context, length, window, TILE, WINDOW) + shared // TILE
     tiles = tl.maximum(tl.cdiv(context, TILE) - skipped, 1)
@@ -123,30 +126,30 @@ def schedule_kernel(
     tl.store(ends + 1 + rows, end, mask=rows < R)
     all_tiles = tl.sum(tiles)
     members = tl.program_id(0) * RECORDS + tl.arange(0, RECORDS)
-    if APART:
+    if BY_HEAD:
         # One program for each row and head, and of the others as many as its part of all tiles allows.
         wanted = 1 + tiles // K * (G - R * K) // tl.maximum(all_tiles, 1)
-        shares = tl.maximum(tl.cdiv(tiles // K, wanted), LEAST)
+        shares = tl.maximum(tl.cdiv(tiles // K, wanted), MIN_TILES)
         tiles = tl.cdiv(tiles // K, shares) * shares * K
         last = tl.cumsum(tiles // shares, 0)  # programs of all rows so far
         row = tl.sum(((last[None, :] <= members[:, None]) & (rows < R)[None, :]).to(tl.int32), 1)
     else:
-        share = tl.maximum(tl.cdiv(all_tiles, G), LEAST)
+        share = tl.maximum(tl.cdiv(all_tiles, G), MIN_TILES)
         row = tl.sum(((end[None, :] <= (members * share)[:, None]) & (rows < R)[None, :]).to(tl.int32), 1)
     here = rows[None, :] == row[:, None]
-    its_tiles = tl.sum(tl.where(here, tiles[None, :], 0), 1)
-    if APART:
+    row_tiles = tl.sum(tl.where(here, tiles[None, :], 0), 1)
+    if BY_HEAD:
         share = tl.sum(tl.where(here, shares[None, :], 0), 1)
-        its_end = its_tiles
-        first = its_tiles - (tl.sum(tl.where(here, last[None, :], 0), 1) - members) * share
+        row_tiles_end = row_tiles
+        first = row_tiles - (tl.sum(tl.where(here, last[None, :], 0), 1) - members) * share
         stop = tl.where(row < R, first + share, 0)
     else:
-        its_end = tl.sum(tl.where(here, end[None, :], 0), 1)
+        row_tiles_end = tl.sum(tl.where(here, end[None, :], 0), 1)
         first, stop = members * share, tl.minimum(members * share + share, all_tiles)
     record, known = records + members * RECORD, members < G
     tl.store(record, row, mask=known)
-    tl.store(record + 1, its_end - its_tiles, mask=known)
-    tl.store(record + 2, its_end, mask=known)
+    tl.store(record + 1, row_tiles_end - row_tiles, mask=known)
+    tl.store(record + 2, row_tiles_end, mask=known)
     tl.store(record + 3, tl.sum(tl.where(here, start[None, :], 0), 1), mask=known)
     tl.store(record + 4, tl.sum(tl.where(here, length[None, :], 0), 1), mask=known)
     tl.store(record + 5, tl.sum(tl.where(here, context[None, :], 0), 1), mask=known)

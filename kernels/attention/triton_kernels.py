@@ -9,7 +9,7 @@ spans are joined in order. Which program took a span, and what else it took, lea
 import triton
 import triton.language as tl
 
-from kernels.attention.decode_8bit import FLOOR, attend_columns
+from kernels.attention.decode_8bit import FLOOR, attend_8bit
 from kernels.attention.split_schedule import RECORD, first_tile
 from kernels.dependent_launch import wait
 
@@ -188,12 +188,12 @@ def _join_shared(
 def _take(
     query, kv, head_scales, table, newest, low, high, context, head, scale, window, K,
     D: tl.constexpr, BLOCK_D: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, M: tl.constexpr,
-    WINDOW: tl.constexpr, IEEE: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
+    WINDOW: tl.constexpr, IEEE: tl.constexpr, TRANSPOSED: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Keys low to high of one row and head: maximum and sum [M], weighted values [M, BLOCK_D]."""
     query, factor, gain = prepare(query, kv, head_scales, head, K, scale)
-    if COLUMNS:
-        top, total, mixed = attend_columns(
+    if TRANSPOSED:
+        top, total, mixed = attend_8bit(
             tl.trans(query), kv, table, newest, low, high, context, head, factor, window, K, D, P, ROWS, TILE,
             WINDOW, IEEE, STAGES, ASM,
         )  # fmt: skip
@@ -250,7 +250,7 @@ def split_kernel(
     R, K: tl.constexpr, B, q_stride, scale, window,
     SHARE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr,
     TILE: tl.constexpr, M: tl.constexpr, LINES: tl.constexpr, MERGE: tl.constexpr, SPAN: tl.constexpr,
-    GROUP: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, IEEE: tl.constexpr, COLUMNS: tl.constexpr,
+    GROUP: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, IEEE: tl.constexpr, TRANSPOSED: tl.constexpr,
     STAGES: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A unit of work is a tile of keys, and neighbours are taken together; with SPAN it is a span, taken alone."""
@@ -289,7 +289,7 @@ def split_kernel(
             high = tl.minimum((first + unit_stop - unit_begin) * UNIT, context)
             top, total, mixed = _take(
                 query, kv, head_scales, tables + row.to(tl.int64) * B, context - length + token, low, high, context,
-                head, scale, window, K, D, BLOCK_D, P, ROWS, TILE, M, WINDOW, IEEE, COLUMNS, STAGES, ASM,
+                head, scale, window, K, D, BLOCK_D, P, ROWS, TILE, M, WINDOW, IEEE, TRANSPOSED, STAGES, ASM,
             )  # fmt: skip
             unit = row * K + head
             if SPAN:

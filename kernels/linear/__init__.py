@@ -8,8 +8,8 @@ from torch import Tensor
 from kernels.activation import silu_and_mul
 from kernels.linear import dense, fp8, qkv_rope
 from kernels.linear.nf4 import dequantize_nf4
-from kernels.linear.packed import Words, dequantize, fits, lay_out
-from kernels.linear.packed_gemm import hopper_for, linear_words, serves
+from kernels.linear.packed import PackedWeight, can_pack, dequantize, pack_weight
+from kernels.linear.packed_gemm import hopper_for, linear_packed, serves
 from kernels.norm import normalize
 from kernels.operands import Norm, NormKind
 from kernels.quantized_weights import (
@@ -36,7 +36,7 @@ class StackedPrepared:
         return sum(part.nbytes for part in self.parts)
 
 
-DeviceWeight = Tensor | QuantizedWeight | Words | StackedPrepared
+DeviceWeight = Tensor | QuantizedWeight | PackedWeight | StackedPrepared
 """A weight as `prepare` leaves it."""
 
 
@@ -48,8 +48,8 @@ def prepare(weight: Weight, dtype: torch.dtype) -> DeviceWeight:
         return weight.to(dtype)
     if dtype == torch.float32:
         return weight
-    if isinstance(weight, Fp8Weight) or (isinstance(weight, Int4Weight | Int8Weight) and fits(weight)):
-        return lay_out(weight)
+    if isinstance(weight, Fp8Weight) or (isinstance(weight, Int4Weight | Int8Weight) and can_pack(weight)):
+        return pack_weight(weight)
     return weight
 
 
@@ -68,8 +68,8 @@ def linear(
     Where x is twice as wide as the weight it is what `gate` left: gates and ups, gated here.
     """
     late = x.shape[1] == 2 * _inputs(weight)
-    if rounds(x, weight):
-        assert isinstance(weight, Words)
+    if rounds_to_fp8(x, weight):
+        assert isinstance(weight, PackedWeight)
         if norm is not None and norm.kind is not NormKind.RMS:
             x, norm = normalize(x, norm), None
         before = (None, 0.0) if norm is None else (norm.weight, norm.eps)
@@ -82,51 +82,52 @@ def linear(
     if isinstance(weight, StackedPrepared):
         product = torch.cat([linear(x, part) for part in weight.parts], 1)
         return _surround(product, bias, residual, gated, out)
-    if isinstance(weight, Words) and serves(x, weight, gated):
-        return linear_words(x, weight, bias, residual=residual, gated=gated, out=out)
+    if isinstance(weight, PackedWeight) and serves(x, weight, gated):
+        return linear_packed(x, weight, bias, residual=residual, gated=gated, out=out)
     if isinstance(weight, Tensor):
         return dense.linear(x, weight, bias, residual=residual, gated=gated, out=out)
-    return dense.vendor(in_order(x, weight), to_dense(weight, x.dtype), bias, residual, gated, out)
+    return dense.cublas(in_order(x, weight), to_dense(weight, x.dtype), bias, residual, gated, out)
 
 
 def gate(x: Tensor, weight: DeviceWeight, norm: Norm) -> Tensor:
     """silu(gate) * up of norm(x) [T, K], the halves of the weight's outputs: [T, n]. Where rows are rounded for an fp8
     product it is left to the next product, which rounds its rows, too: gates and ups, [T, 2n]."""
-    return linear(x, weight, norm=norm, gated=not rounds(x, weight))
+    return linear(x, weight, norm=norm, gated=not rounds_to_fp8(x, weight))
 
 
 def rotated_qkv(
     x: Tensor, weight: DeviceWeight, bias: Tensor | None, norm: Norm, cos: Tensor, sin: Tensor, positions: Tensor,
-    kv: Tensor, places: Tensor, heads: int,
+    kv: Tensor, slot_mapping: Tensor, heads: int,
 ) -> Tensor | None:  # fmt: skip
     """The product with norm(x), rotated; keys and values go to the pool -> the queries [M, H, D].
 
     As `qkv.rotated_qkv`, and the pool may be fp8 whose numbers count as they are where the weight lies in words; None
     where one kernel for all is not faster.
     """
-    if isinstance(weight, Words) and not rounds(x, weight) and kv.dtype in (x.dtype, FP8):
+    if isinstance(weight, PackedWeight) and not rounds_to_fp8(x, weight) and kv.dtype in (x.dtype, FP8):
         hopper = hopper_for(x)
         shape = hopper.rotated_shape_for(weight, len(x), kv.shape[4]) if hopper else None
         if hopper is None or shape is None:
             return None
-        q: Tensor = hopper.rotated_qkv(normalize(x, norm), weight, bias, cos, sin, positions, kv, places, heads, shape)
+        normed = normalize(x, norm)
+        q: Tensor = hopper.rotated_qkv(normed, weight, bias, cos, sin, positions, kv, slot_mapping, heads, shape)
         return q
     if not isinstance(weight, Tensor) or kv.dtype != x.dtype or len(x) == 0:
         return None
     tile = qkv_rope.tile_for(x, kv.shape[4])
     if tile is None:
         return None
-    return qkv_rope.rotated_qkv(normalize(x, norm), weight, bias, cos, sin, positions, kv, places, heads, tile)
+    return qkv_rope.rotated_qkv(normalize(x, norm), weight, bias, cos, sin, positions, kv, slot_mapping, heads, tile)
 
 
-def rounds(x: Tensor, weight: DeviceWeight) -> bool:
+def rounds_to_fp8(x: Tensor, weight: DeviceWeight) -> bool:
     """Whether x is rounded to fp8 for this product."""
-    return isinstance(weight, Words) and fp8.multiplies(weight) and len(x) >= fp8.least_rows(x.device)
+    return isinstance(weight, PackedWeight) and fp8.multiplies(weight) and len(x) >= fp8.min_rows(x.device)
 
 
 def _multiply(
     rounded: tuple[Tensor, Tensor],
-    weight: Words,
+    weight: PackedWeight,
     dtype: torch.dtype,
     bias: Tensor | None,
     residual: Tensor | None,
@@ -157,14 +158,14 @@ def invariant(x: Tensor, weight: DeviceWeight, bias: Tensor | None = None) -> Te
 
 def in_order(x: Tensor, weight: DeviceWeight) -> Tensor:
     """Inputs in the order in which the weight's columns are stored."""
-    if isinstance(weight, Words) and weight.order is not None:
+    if isinstance(weight, PackedWeight) and weight.order is not None:
         return x.index_select(1, weight.order)
     return x
 
 
-def to_dense(weight: Tensor | QuantizedWeight | Words, dtype: torch.dtype) -> Tensor:
+def to_dense(weight: Tensor | QuantizedWeight | PackedWeight, dtype: torch.dtype) -> Tensor:
     """All numbers of a weight, for a moment: [N, K], columns as they are stored."""
-    if isinstance(weight, Words):
+    if isinstance(weight, PackedWeight):
         return dequantize(weight, dtype)
     if isinstance(weight, Nf4Weight) and weight.packed.is_cuda:
         return dequantize_nf4(weight, dtype)

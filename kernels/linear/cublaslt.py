@@ -44,16 +44,16 @@ _NUMBERS = {
     112: {128: 165},
     128: {40: 396, 48: 397, 56: 398, 64: 18, 72: 399, 80: 400, 88: 401, 96: 33},
 }
-_PROGRAMS, _LEAST = 132, 126
+_PROGRAMS, _MIN_TILES = 132, 126
 """Multiprocessors of the Hopper that tiles are chosen for, and how many of them must have a tile in each round."""
-_MOST_ROWS = 288
+_MAX_ROWS = 288
 _SPACE_BYTES = 4096
 """Kernels of several rounds count there which tiles are taken: their launches share it, so they follow one another."""
 
 
 def tile_for(rows: int, n: int) -> Tile | None:
     """The tile for x [rows, k] times W [n, k], or None where torch's choice is as fast. Measured on one H200."""
-    if not 64 < rows <= _MOST_ROWS:
+    if not 64 < rows <= _MAX_ROWS:
         return None
     for outputs in (64, 128):
         for down, cluster, option in ((2, 5, 3), (4, 3, 1)):
@@ -68,7 +68,7 @@ def tile_for(rows: int, n: int) -> Tile | None:
 
 def _fill(n: int, outputs: int, down: int, rounds: int = 1) -> bool:
     """Whether that many tiles for the rows, for each of n outputs, fill so many rounds of the chip."""
-    return n % outputs == 0 and rounds * _LEAST <= n // outputs * down <= rounds * _PROGRAMS
+    return n % outputs == 0 and rounds * _MIN_TILES <= n // outputs * down <= rounds * _PROGRAMS
 
 
 def multiply(x: Tensor, weight: Tensor, residual: Tensor | None, out: Tensor) -> bool:

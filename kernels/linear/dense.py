@@ -61,7 +61,7 @@ def multiply(
 
 
 @triton.jit(do_not_specialize=["M"])
-def skinny_kernel(
+def split_k_kernel(
     x,  # [M, K], rows x_stride apart
     w,  # [N, K]; GATED: [2N, K], the gates and then the ups
     bias,  # [N] or None
@@ -118,15 +118,15 @@ def invariant_kernel(
 
 # ---- shapes and launch ----
 
-MOST_ROWS, MOST_GATED_ROWS = 64, 128
+MAX_ROWS, MAX_GATED_ROWS = 64, 128
 """More rows than this go to the vendor's library."""
 
 
 def tile_for(rows: int, n: int, k: int, gated: bool, dtype: torch.dtype) -> Tile | None:
     """The tile for x [rows, k] times W [n, k], or None where the vendor's library is as fast. Measured on one H200."""
-    if gated and MOST_ROWS < rows <= MOST_GATED_ROWS and n >= 12800 and dtype != torch.float32:
+    if gated and MAX_ROWS < rows <= MAX_GATED_ROWS and n >= 12800 and dtype != torch.float32:
         return Tile(128, 64, stages=4, warps=8)
-    if dtype == torch.float32 or rows > MOST_ROWS:
+    if dtype == torch.float32 or rows > MAX_ROWS:
         return None
     tiles = triton.cdiv(n, 64)
     if gated or tiles >= 200:  # enough programs to fill the chip
@@ -158,7 +158,7 @@ def linear(
     x [M, K], weight [N, K] (gated: [2N, K]) -> [M, N]. residual [M, N] is added; pass it as `out` too to add in place.
     All 2-dimensional, unit stride in the last, out and residual contiguous. Where no tile is given and the vendor's
     library is as fast, it does the product. The weight is fetched before the kernels in line have ended: none of them
-    may write it (`vendor` takes such a weight).
+    may write it (`cublas` takes such a weight).
     """
     rows, k = x.shape
     n = weight.shape[0] // 2 if gated else weight.shape[0]
@@ -170,11 +170,11 @@ def linear(
         tile = dense_hopper.shape_for(rows, n, k, gated)
     tile = tile or tile_for(rows, n, k, gated, x.dtype)
     if tile is None:
-        return vendor(x, weight, bias, residual, gated, out)
+        return cublas(x, weight, bias, residual, gated, out)
     if isinstance(tile, Shape):
         return dense_hopper.linear(x, weight, bias, residual, gated, out, tile)
     space = workspace(x.device, (1 + gated) * tile.split * rows * n if tile.split > 1 else 0)
-    skinny_kernel[(triton.cdiv(n, tile.n), tile.split)](
+    split_k_kernel[(triton.cdiv(n, tile.n), tile.split)](
         x, weight, bias, residual, out, space.parts, space.arrived, rows, n, k, x.stride(0),
         BLOCK_M=max(16, triton.next_power_of_2(rows)), BLOCK_N=tile.n, BLOCK_K=tile.k, SPLIT=tile.split, GATED=gated,
         IEEE=x.dtype == torch.float32, STAGES=tile.stages_on(x.device), AHEAD=tile.ahead, num_warps=tile.warps,
@@ -183,14 +183,14 @@ def linear(
     return out
 
 
-def vendor(
+def cublas(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, gated: bool, out: Tensor | None
 ) -> Tensor:
     """As `linear`, by the vendor's library, after all kernels in line."""
     if out is None:
         out = x.new_empty(x.shape[0], weight.shape[0] // (2 if gated else 1))
     if gated:
-        return silu_and_mul(vendor(x, weight, bias, None, False, None), out)
+        return silu_and_mul(cublas(x, weight, bias, None, False, None), out)
     if bias is None and cublaslt.multiply(x, weight, residual, out):
         return out
     if residual is None:

@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.device import is_hopper, processors
-from kernels.linear.gluon_common import NOWHERE, described, flattened, pooled, store_lines, unflattened
+from kernels.linear.gluon_common import NO_POOL, descriptor, flattened, pool_arguments, store_lines, unflattened
 from kernels.linear.split_k import workspace
 
 
@@ -97,7 +97,7 @@ def _sum(x_buffers, w_buffers, full, empty, before, count, layout: gl.constexpr,
 
 
 @gluon.jit
-def _store_rotated(left, right, bias, cos, sin, positions, kv, places, out, head, M, H, G):
+def _store_rotated(left, right, bias, cos, sin, positions, kv, slot_mapping, out, head, M, H, G):
     """The halves of a head's numbers -> queries in out, keys and values in the pool."""
     BLOCK_M: gl.constexpr = left.shape[1]
     memory: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
@@ -121,15 +121,15 @@ def _store_rotated(left, right, bias, cos, sin, positions, kv, places, out, head
         gl.store(query, left.to(half), mask=some[None, :])
         gl.store(query + 64, right.to(half), mask=some[None, :])
     else:
-        place = gl.load(places + rows, mask=some, other=-1)
+        place = gl.load(slot_mapping + rows, mask=some, other=-1)
         page = kv + (place * (2 * G) + (head - H))[None, :] * 128 + lanes
         gl.store(page, left.to(half), mask=(place >= 0)[None, :])
         gl.store(page + 64, right.to(half), mask=(place >= 0)[None, :])
 
 
 @gluon.jit
-def _consume(x_buffers, w_buffers, full, empty, bias, residual, out, cos, sin, positions, kv, places, parts, arrived,
-             start, end, span, M, N, C, H, G, GATED: gl.constexpr, PIECES: gl.constexpr, PANELS: gl.constexpr,
+def _consume(x_buffers, w_buffers, full, empty, bias, residual, out, cos, sin, positions, kv, slot_mapping, parts,
+             arrived, start, end, span, M, N, C, H, G, GATED: gl.constexpr, PIECES: gl.constexpr, PANELS: gl.constexpr,
              STAGES: gl.constexpr):  # fmt: skip
     """The program's tiles, or its parts of them."""
     BLOCK_M: gl.constexpr = x_buffers.shape[1]
@@ -165,7 +165,7 @@ def _consume(x_buffers, w_buffers, full, empty, bias, residual, out, cos, sin, p
                 right = unflattened(flat_right, BLOCK_M, layout)
         if done:
             if kv is not None:
-                _store_rotated(left, right, bias, cos, sin, positions, kv, places, out, tile, M, H, G)
+                _store_rotated(left, right, bias, cos, sin, positions, kv, slot_mapping, out, tile, M, H, G)
             else:
                 if GATED:
                     left = left / (1.0 + gl.exp(-left)) * right
@@ -176,7 +176,7 @@ def _consume(x_buffers, w_buffers, full, empty, bias, residual, out, cos, sin, p
 
 
 @gluon.jit(do_not_specialize=["M", "C", "span", "units"])  # a loop of C = 1 does not compile
-def hopper_matmul_kernel(
+def dense_hopper_kernel(
     x,  # descriptor of [M, K], boxes [BLOCK_M, 64]
     w,  # descriptor of [N, K] (GATED: [2N, K]), boxes [64, 64]
     bias,  # [N] or None
@@ -185,7 +185,7 @@ def hopper_matmul_kernel(
     cos, sin,  # [positions, 128]; the first half of sin negated
     positions,  # int64 [M]
     kv,  # [blocks * P, 2G, 128] or None: W makes queries, keys and values, which are rotated; N = (H + 2G) * 128
-    places,  # int64 [M]: block * P + offset; a negative place is not written
+    slot_mapping,  # int64 [M]: block * P + offset; a negative place is not written
     parts,  # float32 [programs, 2, PIECES, BLOCK_M, 64]
     arrived,  # int32 [tiles], zero between launches
     M, N, C, H, G, span, units,
@@ -205,8 +205,8 @@ def hopper_matmul_kernel(
     gdc_launch_dependents()
     gl.warp_specialize(
         [
-            (_consume, (x_buffers, w_buffers, full, empty, bias, residual, out, cos, sin, positions, kv, places, parts,
-                        arrived, start, end, span, M, N, C, H, G, GATED, PIECES, PANELS, STAGES)),
+            (_consume, (x_buffers, w_buffers, full, empty, bias, residual, out, cos, sin, positions, kv, slot_mapping,
+                        parts, arrived, start, end, span, M, N, C, H, G, GATED, PIECES, PANELS, STAGES)),
             (_produce, (x, w, x_buffers, w_buffers, full, empty, start, end, N, C, GATED, PIECES, PANELS, STAGES)),
         ],
         [1],
@@ -260,17 +260,17 @@ def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, gated: bool, out: Tensor, shape: Shape
 ) -> Tensor:
     """As `matmul.linear`, of at least one row and at most `shape.block_m`."""
-    _launch(x, weight, bias, residual, gated, out, shape, 2 if gated else 1, NOWHERE)
+    _launch(x, weight, bias, residual, gated, out, shape, 2 if gated else 1, NO_POOL)
     return out
 
 
 def rotated_qkv(
     x: Tensor, weight: Tensor, bias: Tensor | None, cos: Tensor, sin: Tensor, positions_M: Tensor, kv_NP2GD: Tensor,
-    places_M: Tensor, heads: int, shape: Shape,
+    slot_mapping_M: Tensor, heads: int, shape: Shape,
 ) -> Tensor:  # fmt: skip
     """As `qkv.rotated_qkv`, of heads of 128 numbers."""
     out = torch.empty(x.shape[0], heads, 128, dtype=x.dtype, device=x.device)
-    pool = pooled(cos, sin, positions_M, kv_NP2GD, places_M, heads)
+    pool = pool_arguments(cos, sin, positions_M, kv_NP2GD, slot_mapping_M, heads)
     _launch(x, weight, bias, None, False, out, shape, 2, pool)
     return out
 
@@ -285,8 +285,8 @@ def _launch(
     span = triton.cdiv(units, processors(x.device))
     programs = triton.cdiv(units, span)
     space = workspace(x.device, programs * 2 * pieces * shape.block_m * 64)
-    hopper_matmul_kernel[(programs,)](
-        x=described(x, shape.block_m, 64), w=described(weight, 64, 64), bias=bias, residual=residual, out=out,
+    dense_hopper_kernel[(programs,)](
+        x=descriptor(x, shape.block_m, 64), w=descriptor(weight, 64, 64), bias=bias, residual=residual, out=out,
         parts=space.parts, arrived=space.arrived, M=rows, N=n, C=chunks, span=span, units=units, GATED=gated,
         BLOCK_M=shape.block_m, PIECES=pieces, PANELS=shape.panels, STAGES=shape.stages, num_warps=4,
         maxnreg=REGISTERS, launch_pdl=True, **pool,

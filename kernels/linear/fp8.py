@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.dependent_launch import launch_options, wait
-from kernels.linear.packed import CHUNK, Words
+from kernels.linear.packed import CHUNK, PackedWeight
 from kernels.quantized_weights import FP8
 
 
@@ -71,20 +71,20 @@ def round_rows(
     return out, scales
 
 
-def multiplies(weight: Words) -> bool:
+def multiplies(weight: PackedWeight) -> bool:
     """Whether the vendor's product takes this weight: fp8 with a scale for each output, on a device that knows fp8."""
     if weight.kind != "fp8" or weight.group != 0 or weight.shape[0] % 16 or weight.device.type != "cuda":
         return False
     return torch.cuda.get_device_capability(weight.device) >= (8, 9)
 
 
-def least_rows(device: torch.device) -> int:
+def min_rows(device: torch.device) -> int:
     """From so many rows on they are rounded: a product of fp8 is faster then than one with fp8 weights as floats."""
     return 17 if torch.cuda.get_device_capability(device)[0] == 9 else 65
 
 
-def multiply(rounded: tuple[Tensor, Tensor], weight: Words, dtype: torch.dtype) -> Tensor:
+def multiply(rounded: tuple[Tensor, Tensor], weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     """The vendor's product of rounded rows [T, K] with a weight that it takes: [T, N]."""
     values, scales = rounded
-    w, scale = weight.words.view(FP8).t(), weight.scale.view(1, -1)[:, : weight.shape[0]]
+    w, scale = weight.packed.view(FP8).t(), weight.scale.view(1, -1)[:, : weight.shape[0]]
     return torch._scaled_mm(values, w, scale_a=scales, scale_b=scale, out_dtype=dtype, use_fast_accum=True)

@@ -70,11 +70,11 @@ def joined(product, parts, arrived, first, last, STRIDE: gl.constexpr, layout: g
 
 
 @gluon.jit
-def angles_of(cos, sin, positions, places, rows, lanes, M):
+def angles_of(cos, sin, positions, slot_mapping, rows, lanes, M):
     """Cosines and sines [lanes, rows] of a head's pairs of numbers, and where the rows' keys and values go: [rows]."""
     some = rows < M
     angle = gl.load(positions + rows, mask=some, other=0)[None, :] * 128 + lanes[:, None]
-    place = gl.load(places + rows, mask=some, other=-1)
+    place = gl.load(slot_mapping + rows, mask=some, other=-1)
     return gl.load(cos + angle).to(gl.float32), gl.load(sin + angle).to(gl.float32), place
 
 
@@ -137,15 +137,23 @@ def store_lines(product, bias, residual, out, columns, rows, M, N, memory: gl.co
         gl.store(out + where, result.to(out.dtype.element_ty), mask=valid)
 
 
-NOWHERE: dict[str, Any] = {"cos": None, "sin": None, "positions": None, "kv": None, "places": None, "H": 0, "G": 0}
+NO_POOL: dict[str, Any] = {
+    "cos": None,
+    "sin": None,
+    "positions": None,
+    "kv": None,
+    "slot_mapping": None,
+    "H": 0,
+    "G": 0,
+}
 """Of a launch that stores its product as it is: no pool."""
 
 
-def pooled(
-    cos: Tensor, sin: Tensor, positions_M: Tensor, kv_NP2GD: Tensor, places_M: Tensor, heads: int
+def pool_arguments(
+    cos: Tensor, sin: Tensor, positions_M: Tensor, kv_NP2GD: Tensor, slot_mapping_M: Tensor, heads: int
 ) -> dict[str, Any]:
     """What a launch is told that turns queries, keys and values and writes to the pool."""
-    pool = {"cos": cos, "sin": sin, "positions": positions_M, "kv": kv_NP2GD, "places": places_M}
+    pool = {"cos": cos, "sin": sin, "positions": positions_M, "kv": kv_NP2GD, "slot_mapping": slot_mapping_M}
     return {**pool, "H": heads, "G": kv_NP2GD.shape[3]}
 
 
@@ -157,6 +165,6 @@ def _layout(box: tuple[int, ...], dtype: torch.dtype) -> Any:
     return gl.NVMMASharedLayout.get_default_for(list(box), kinds[dtype])
 
 
-def described(tensor: Tensor, *box: int) -> Any:
+def descriptor(tensor: Tensor, *box: int) -> Any:
     """A tensor for the bulk copy engine, in boxes of this shape."""
     return TensorDescriptor.from_tensor(tensor, list(box), _layout(box, tensor.dtype))

@@ -25,7 +25,7 @@ ROWS, CHUNK = 64, 128
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Words:
+class PackedWeight:
     """A quantized weight in the kernels' order.
 
     int4: bits 4p to 4p + 3 of half h of word j are column 32p + 2j + h of a chunk. int8 and fp8: byte p of half h of
@@ -34,7 +34,7 @@ class Words:
 
     kind: str
     """int4, int8 or fp8."""
-    words: Tensor
+    packed: Tensor
     """int32: int4 [T, C, 64, 16]; int8 and fp8 [N, C * 32], so that the vendor's library can read them, too."""
     scale: Tensor
     """[T, groups, 64] of any float dtype."""
@@ -57,73 +57,74 @@ class Words:
     @property
     def nbytes(self) -> int:
         """Bytes in memory."""
-        parts = (self.words, self.scale, self.zero, self.order, self.input_scale)
+        parts = (self.packed, self.scale, self.zero, self.order, self.input_scale)
         return sum(part.nbytes for part in parts if part is not None)
 
     @property
     def device(self) -> torch.device:
         """Where it is."""
-        return self.words.device
+        return self.packed.device
 
 
-def fits(weight: Int4Weight | Int8Weight) -> bool:
+def can_pack(weight: Int4Weight | Int8Weight) -> bool:
     """Whether no scale changes within what a kernel turns into floats at once: 32 columns of int4, 64 of int8."""
     return weight.group == 64 or weight.group % CHUNK == 0 or (isinstance(weight, Int4Weight) and weight.group == 32)
 
 
-def lay_out(weight: Int4Weight | Int8Weight | Fp8Weight) -> Words:
+def pack_weight(weight: Int4Weight | Int8Weight | Fp8Weight) -> PackedWeight:
     """The canonical weight in the order of the kernels."""
     n, k = weight.shape
     tiles, chunks = triton.cdiv(n, ROWS), triton.cdiv(k, CHUNK)
     if isinstance(weight, Int4Weight):
-        assert fits(weight), weight.group
+        assert can_pack(weight), weight.group
         groups = triton.cdiv(chunks * CHUNK, weight.group)
         zero = None if weight.zero is None else _by_tile(weight.zero, tiles, groups)
         order = None if weight.order is None else weight.order.long()
-        words, scale = _nibble_words(weight.packed), _by_tile(weight.scale, tiles, groups)
-        return Words("int4", words, scale, zero, weight.group, order, weight.shape)
-    words = _byte_words(weight.values.view(torch.uint8))
+        packed, scale = _pack_nibbles(weight.packed), _by_tile(weight.scale, tiles, groups)
+        return PackedWeight("int4", packed, scale, zero, weight.group, order, weight.shape)
+    packed = _pack_bytes(weight.values.view(torch.uint8))
     if isinstance(weight, Int8Weight):
-        assert fits(weight), weight.group
+        assert can_pack(weight), weight.group
         groups = triton.cdiv(chunks * CHUNK, weight.group) if weight.group else 1
-        return Words("int8", words, _by_tile(weight.scale, tiles, groups), None, weight.group, None, weight.shape)
+        scale = _by_tile(weight.scale, tiles, groups)
+        return PackedWeight("int8", packed, scale, None, weight.group, None, weight.shape)
     if weight.blockwise:
         scale = _by_tile(weight.scale.repeat_interleave(FP8_BLOCK, 0)[:n], tiles, chunks)
-        return Words("fp8", words, scale, None, FP8_BLOCK, None, weight.shape, weight.input_scale)
+        return PackedWeight("fp8", packed, scale, None, FP8_BLOCK, None, weight.shape, weight.input_scale)
     scale = _by_tile(weight.scale.expand(n, 1), tiles, 1)
-    return Words("fp8", words, scale, None, 0, None, weight.shape, weight.input_scale)
+    return PackedWeight("fp8", packed, scale, None, 0, None, weight.shape, weight.input_scale)
 
 
 _STEP = 2048
 """Rows that are laid out at a time: what is unpacked takes some times their memory."""
 
 
-def _nibble_words(packed: Tensor) -> Tensor:
+def _pack_nibbles(nibbles: Tensor) -> Tensor:
     """Canonical bytes [N, K / 2] -> int32 [T, C, 64, 16]."""
-    rows, half = packed.shape
+    rows, half = nibbles.shape
     tiles, chunks = triton.cdiv(rows, ROWS), triton.cdiv(half, CHUNK // 2)
-    words = torch.empty(tiles, chunks, ROWS, CHUNK // 8, dtype=torch.int32, device=packed.device)
+    packed = torch.empty(tiles, chunks, ROWS, CHUNK // 8, dtype=torch.int32, device=nibbles.device)
     for first in range(0, rows, _STEP):
-        part = packed[first : first + _STEP]
+        part = nibbles[first : first + _STEP]
         count = triton.cdiv(len(part), ROWS)
         padded = F.pad(part, (0, chunks * CHUNK // 2 - half, 0, count * ROWS - len(part)))
         padded = padded.view(count, ROWS, chunks, CHUNK // 2)
         q = torch.stack((padded & 15, padded >> 4), -1).view(count, ROWS, chunks, 2, 2, 16, 2)  # p / 2, p % 2, j, h
         pairs = q[:, :, :, :, 0] | q[:, :, :, :, 1] << 4  # p / 2, j, h
         ordered = pairs.permute(0, 2, 1, 4, 5, 3).flatten(3)
-        words[first // ROWS : first // ROWS + count] = ordered.view(torch.int32)
-    return words
+        packed[first // ROWS : first // ROWS + count] = ordered.view(torch.int32)
+    return packed
 
 
-def _byte_words(values: Tensor) -> Tensor:
+def _pack_bytes(values: Tensor) -> Tensor:
     """Canonical bytes [N, K] -> int32 [N, C * 32]."""
     rows, k = values.shape
     chunks = triton.cdiv(k, CHUNK)
-    words = torch.empty(rows, chunks * CHUNK, dtype=torch.uint8, device=values.device)
+    packed = torch.empty(rows, chunks * CHUNK, dtype=torch.uint8, device=values.device)
     for first in range(0, rows, _STEP):
         part = F.pad(values[first : first + _STEP], (0, chunks * CHUNK - k)).view(-1, chunks, 2, 32, 2)
-        words[first : first + _STEP] = part.permute(0, 1, 3, 4, 2).flatten(1)
-    return words.view(torch.int32)
+        packed[first : first + _STEP] = part.permute(0, 1, 3, 4, 2).flatten(1)
+    return packed.view(torch.int32)
 
 
 def _by_tile(values: Tensor, tiles: int, groups: int) -> Tensor:
@@ -137,7 +138,7 @@ def _by_tile(values: Tensor, tiles: int, groups: int) -> Tensor:
 
 
 @triton.jit
-def _pick_nibbles(words, SHIFT: tl.constexpr, minus, half: tl.constexpr, ASM: tl.constexpr):
+def _pick_nibbles(packed, SHIFT: tl.constexpr, minus, half: tl.constexpr, ASM: tl.constexpr):
     """Numbers SHIFT / 4, less the zero, as pairs in words: a mantissa that holds q says 2^m + q, and `minus` is a pair
     of -(2^m + zero)."""
     BF: tl.constexpr = half == tl.bfloat16
@@ -150,16 +151,16 @@ def _pick_nibbles(words, SHIFT: tl.constexpr, minus, half: tl.constexpr, ASM: tl
             + "; lop3.b32 t, $1, 0x000F000F, m, 0xEA; fma.rn." + pair + " $0, t, o, $2; }"
         )  # fmt: skip
         found = tl.inline_asm_elementwise(
-            text, "=r,r,r", [words >> SHIFT, minus], dtype=tl.int32, is_pure=True, pack=1
+            text, "=r,r,r", [packed >> SHIFT, minus], dtype=tl.int32, is_pure=True, pack=1
         )  # fmt: skip
     else:
-        q = ((words >> SHIFT) & 0x000F000F) | (0x43004300 if BF else 0x64006400)
+        q = ((packed >> SHIFT) & 0x000F000F) | (0x43004300 if BF else 0x64006400)
         found = _add_pairs(q, minus, half)
     return found
 
 
 @triton.jit
-def _pick_int8(words, SHIFT: tl.constexpr, half: tl.constexpr, ASM: tl.constexpr):
+def _pick_int8(packed, SHIFT: tl.constexpr, half: tl.constexpr, ASM: tl.constexpr):
     """Bytes SHIFT / 8 of both halves, as pairs in words: (2^m + the low seven bits) - (2^m + the sign's 128)."""
     BF: tl.constexpr = half == tl.bfloat16
     magic: tl.constexpr = "0x43004300" if BF else "0x64006400"
@@ -171,14 +172,14 @@ def _pick_int8(words, SHIFT: tl.constexpr, half: tl.constexpr, ASM: tl.constexpr
             + "; lop3.b32 t, $1, 0x007F007F, m, 0xEA; lop3.b32 s, $1, 0x00800080, m, 0xEA; fma.rn." + pair
             + " $0, s, o, t; }"
         )  # fmt: skip
-        return tl.inline_asm_elementwise(text, "=r,r", [words >> SHIFT], dtype=tl.int32, is_pure=True, pack=1)
+        return tl.inline_asm_elementwise(text, "=r,r", [packed >> SHIFT], dtype=tl.int32, is_pure=True, pack=1)
     base: tl.constexpr = 0x43004300 if BF else 0x64006400
-    low, sign = (words >> SHIFT) & 0x007F007F | base, (words >> SHIFT) & 0x00800080 | base
+    low, sign = (packed >> SHIFT) & 0x007F007F | base, (packed >> SHIFT) & 0x00800080 | base
     return _add_pairs(low, sign ^ -2147450880, half)  # both signs turned
 
 
 @triton.jit
-def _pick_fp8(words, SHIFT: tl.constexpr, half: tl.constexpr, ASM: tl.constexpr):
+def _pick_fp8(packed, SHIFT: tl.constexpr, half: tl.constexpr, ASM: tl.constexpr):
     """Bytes SHIFT / 8 of both halves, e4m3, as pairs in words: moved to where a wider float has its exponent and
     mantissa, then multiplied by what the exponents' biases differ by. Subnormal numbers come out right."""
     BF: tl.constexpr = half == tl.bfloat16
@@ -191,8 +192,8 @@ def _pick_fp8(words, SHIFT: tl.constexpr, half: tl.constexpr, ASM: tl.constexpr)
             "{ .reg .b32 t, f, z; mov.b32 f, " + factor + "; mov.b32 z, 0x80008000; shr.u32 t, $1, " + move
             + "; and.b32 t, t, " + mask + "; lop3.b32 t, $1, 0x80008000, t, 0xEA; fma.rn." + pair + " $0, t, f, z; }"
         )  # fmt: skip
-        return tl.inline_asm_elementwise(text, "=r,r", [words << (8 - SHIFT)], dtype=tl.int32, is_pure=True, pack=1)
-    raw = words << (8 - SHIFT)
+        return tl.inline_asm_elementwise(text, "=r,r", [packed << (8 - SHIFT)], dtype=tl.int32, is_pure=True, pack=1)
+    raw = packed << (8 - SHIFT)
     moved = (raw >> (4 if BF else 1)) & (0x07F007F0 if BF else 0x3F803F80) | raw & -2147450880
     low, high = _halves(moved, half)
     # The interpreter's halves would lose subnormal numbers: its products go through float32.
@@ -201,9 +202,9 @@ def _pick_fp8(words, SHIFT: tl.constexpr, half: tl.constexpr, ASM: tl.constexpr)
 
 
 @triton.jit
-def _halves(words, half: tl.constexpr):
+def _halves(packed, half: tl.constexpr):
     """The two 16-bit floats of each word."""
-    return words.to(tl.int16).to(half, bitcast=True), (words >> 16).to(tl.int16).to(half, bitcast=True)
+    return packed.to(tl.int16).to(half, bitcast=True), (packed >> 16).to(tl.int16).to(half, bitcast=True)
 
 
 @triton.jit
@@ -221,35 +222,35 @@ def _add_pairs(a, b, half: tl.constexpr):
 
 
 @triton.jit
-def _pairs(words, PLACE: tl.constexpr, minus, half: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr):
+def _pairs(packed, PLACE: tl.constexpr, minus, half: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr):
     """The PLACE-th number of both halves of all words: [rows, W] -> [rows, 2 W]."""
     if KIND == "int4":
-        both = _pick_nibbles(words, 4 * PLACE, minus, half, ASM)
+        both = _pick_nibbles(packed, 4 * PLACE, minus, half, ASM)
     elif KIND == "int8":
-        both = _pick_int8(words, 8 * PLACE, half, ASM)
+        both = _pick_int8(packed, 8 * PLACE, half, ASM)
     else:
-        both = _pick_fp8(words, 8 * PLACE, half, ASM)
+        both = _pick_fp8(packed, 8 * PLACE, half, ASM)
     low, high = _halves(both, half)
-    return tl.reshape(tl.join(low, high), [words.shape[0], 2 * words.shape[1]])
+    return tl.reshape(tl.join(low, high), [packed.shape[0], 2 * packed.shape[1]])
 
 
 @triton.jit
 def numbers(
-    words, PART: tl.constexpr, PARTS: tl.constexpr, minus, half: tl.constexpr, KIND: tl.constexpr,
+    packed, PART: tl.constexpr, PARTS: tl.constexpr, minus, half: tl.constexpr, KIND: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
     """Part PART of PARTS of a chunk's columns, less the zero, not yet scaled: [rows, 128 / PARTS] of type `half`."""
-    rows: tl.constexpr = words.shape[0]
+    rows: tl.constexpr = packed.shape[0]
     PLACES: tl.constexpr = (4 if KIND == "int4" else 2) // PARTS
     if PLACES == 1:
-        found = _pairs(words, PART, minus, half, KIND, ASM)
+        found = _pairs(packed, PART, minus, half, KIND, ASM)
     elif PLACES == 2:
-        a = _pairs(words, 2 * PART, minus, half, KIND, ASM)
-        b = _pairs(words, 2 * PART + 1, minus, half, KIND, ASM)
+        a = _pairs(packed, 2 * PART, minus, half, KIND, ASM)
+        b = _pairs(packed, 2 * PART + 1, minus, half, KIND, ASM)
         found = tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), [rows, 2 * a.shape[1]])
     else:
-        even = tl.join(_pairs(words, 0, minus, half, KIND, ASM), _pairs(words, 2, minus, half, KIND, ASM))
-        odd = tl.join(_pairs(words, 1, minus, half, KIND, ASM), _pairs(words, 3, minus, half, KIND, ASM))
+        even = tl.join(_pairs(packed, 0, minus, half, KIND, ASM), _pairs(packed, 2, minus, half, KIND, ASM))
+        odd = tl.join(_pairs(packed, 1, minus, half, KIND, ASM), _pairs(packed, 3, minus, half, KIND, ASM))
         four = tl.permute(tl.reshape(tl.join(even, odd), [rows, 32, 4]), (0, 2, 1))
         found = tl.reshape(four, [rows, 128])
     return found
@@ -264,16 +265,16 @@ def minus_zero(zeros, place, half: tl.constexpr):
 
 
 @triton.jit
-def row_words(words, rows, C, KIND: tl.constexpr):
+def packed_rows(packed, rows, C, KIND: tl.constexpr):
     """Pointers to the first word of these rows."""
     if KIND == "int4":
-        return words + (rows // 64 * C * 1024 + rows % 64 * 16)
-    return words + rows.to(tl.int64) * (C * 32)
+        return packed + (rows // 64 * C * 1024 + rows % 64 * 16)
+    return packed + rows.to(tl.int64) * (C * 32)
 
 
 @triton.jit
 def dequantize_kernel(
-    words,  # int32: `Words.words`
+    packed,  # int32: `Words.packed`
     scales,  # [T, groups, 64]
     zeros,  # uint8 [T, groups, 64] or None
     out,  # [last - first, K]
@@ -287,7 +288,7 @@ def dequantize_kernel(
     W: tl.constexpr = 16 if KIND == "int4" else 32
     rows, inner = tl.arange(0, 64), tl.arange(0, 2 * W)
     row = (tile * 64 - first + rows).to(tl.int64)
-    place = row_words(words, tl.minimum(tile * 64 + rows, last - 1), C, KIND) + chunk * (1024 if W == 16 else 32)
+    place = packed_rows(packed, tl.minimum(tile * 64 + rows, last - 1), C, KIND) + chunk * (1024 if W == 16 else 32)
     a = tl.load(place[:, None] + tl.arange(0, W)[None, :])
     for part in tl.static_range(64 // W):  # columns that lie together in the words of a thread
         column = chunk * 128 + part * 2 * W
@@ -298,13 +299,13 @@ def dequantize_kernel(
         tl.store(out + row[:, None] * K + (column + inner)[None, :], found.to(half), mask=valid)
 
 
-def dequantize(weight: Words, dtype: torch.dtype, first: int = 0, last: int | None = None) -> Tensor:
+def dequantize(weight: PackedWeight, dtype: torch.dtype, first: int = 0, last: int | None = None) -> Tensor:
     """Outputs `first` (a multiple of 64) to `last`, columns as they are stored: [outputs, K] of a 16-bit dtype."""
     n, k = weight.shape
     last = n if last is None else last
     out = torch.empty(last - first, k, dtype=dtype, device=weight.device)
     dequantize_kernel[(triton.cdiv(last - first, ROWS), weight.chunks)](
-        weight.words, weight.scale, weight.zero, out, first, last, k, weight.chunks, weight.scale.shape[1],
+        weight.packed, weight.scale, weight.zero, out, first, last, k, weight.chunks, weight.scale.shape[1],
         KIND=weight.kind, GROUP=weight.group, ASM=has_asm(out.device), num_warps=4,
         **launch_options(out.device),
     )  # fmt: skip

@@ -18,7 +18,7 @@ from torch import Tensor
 from kernels.activation import silu_and_mul
 from kernels.dependent_launch import launch_options, prefetch, wait
 from kernels.device import has_asm
-from kernels.linear.packed import CHUNK, Words, minus_zero, numbers, row_words
+from kernels.linear.packed import CHUNK, PackedWeight, minus_zero, numbers, packed_rows
 from kernels.linear.split_k import Tile, finish, workspace
 
 
@@ -47,9 +47,9 @@ def _add_product(
 
 
 @triton.jit(do_not_specialize=["M"])
-def words_kernel(
+def packed_gemm_kernel(
     x,  # [M, K], rows x_stride apart
-    words,  # int32: `Words.words`; GATED: of [2N, K], the gates and then the ups
+    packed,  # int32: `Words.packed`; GATED: of [2N, K], the gates and then the ups
     scales,  # [T, groups, 64]
     zeros,  # uint8 [T, groups, 64] or None
     bias,  # [N] or None
@@ -73,16 +73,19 @@ def words_kernel(
     gate = tl.minimum(columns, N - 1)
     other = gate + N
     lane = tl.arange(0, W)[None, :]
-    weights, ups = row_words(words, gate, C, KIND)[:, None] + lane, row_words(words, other, C, KIND)[:, None] + lane
+    weights, ups = (
+        packed_rows(packed, gate, C, KIND)[:, None] + lane,
+        packed_rows(packed, other, C, KIND)[:, None] + lane,
+    )
     place, up_place = gate // 64 * groups * 64 + gate % 64, other // 64 * groups * 64 + other % 64
     if PDL and AHEAD > 0:
         if GROUP > 0:  # all its scales: a program that waits for one waits longer than it computes
             lines = tl.minimum(low * 128 // GROUP * 64 + tl.arange(0, 64) * 64, groups * 64 - 1)
             prefetch(scales + tile * BLOCK_N // 64 * groups * 64 + lines)
         ahead = tl.minimum(low + tl.arange(0, AHEAD), C - 1)[None, :] * SIZE
-        prefetch(row_words(words, gate, C, KIND)[:, None] + ahead)
+        prefetch(packed_rows(packed, gate, C, KIND)[:, None] + ahead)
         if GATED:
-            prefetch(row_words(words, other, C, KIND)[:, None] + ahead)
+            prefetch(packed_rows(packed, other, C, KIND)[:, None] + ahead)
     wait(PDL)
     rows = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     inner = tl.arange(0, 128 // PARTS)
@@ -121,14 +124,14 @@ def words_kernel(
     finish(product, up, bias, residual, out, parts, arrived, counter, split, columns, rows, M, N, SPLIT, GATED)
 
 
-MOST_BLOCK, MOST_ROWS = 128, 256
+MAX_BLOCK_M, MAX_ROWS = 128, 256
 """Rows of x that a program takes at most, and that are worth its while: it turns all words into floats again for each
 MOST_BLOCK of them."""
 
 
-def serves(x: Tensor, weight: Words, gated: bool) -> bool:
-    """Whether `linear_words` is the fastest for so many rows; the other way is to dequantize the weight."""
-    if len(x) <= MOST_ROWS:
+def serves(x: Tensor, weight: PackedWeight, gated: bool) -> bool:
+    """Whether `linear_packed` is the fastest for so many rows; the other way is to dequantize the weight."""
+    if len(x) <= MAX_ROWS:
         return True
     hopper = hopper_for(x)
     return hopper is not None and hopper.shape_for(weight, len(x), gated) is not None
@@ -147,7 +150,7 @@ def tile_for(kind: str, rows: int, n: int, k: int, gated: bool) -> Tile:
     """The tile for x [rows, k] times W [n, k], of two such W if gated. Measured on one H200."""
     chunks = triton.cdiv(k, CHUNK)
     if rows > 64:
-        tiles = triton.cdiv(n, 128) * triton.cdiv(rows, MOST_BLOCK)
+        tiles = triton.cdiv(n, 128) * triton.cdiv(rows, MAX_BLOCK_M)
         return Tile(128, CHUNK, _splits(tiles, 128, min(4, chunks)), 3, 8, 1)
     tiles = triton.cdiv(n, 64)
     if kind == "int4":
@@ -167,9 +170,9 @@ def _splits(tiles: int, enough: int, most: int) -> int:
     return split
 
 
-def linear_words(
+def linear_packed(
     x: Tensor,
-    weight: Words,
+    weight: PackedWeight,
     bias: Tensor | None = None,
     *,
     residual: Tensor | None = None,
@@ -197,22 +200,22 @@ def linear_words(
 
 def _tiled(
     x: Tensor,
-    weight: Words,
+    weight: PackedWeight,
     bias: Tensor | None,
     residual: Tensor | None,
     gated: bool,
     out: Tensor,
     tile: Tile | None,
 ) -> Tensor:
-    """By `words_kernel`, on any device."""
+    """By `packed_gemm_kernel`, on any device."""
     (rows, k), n = x.shape, out.shape[1]
-    block = min(MOST_BLOCK, max(16, triton.next_power_of_2(rows)))
+    block = min(MAX_BLOCK_M, max(16, triton.next_power_of_2(rows)))
     if gated and block > 64:  # two sums would not fit into the registers
         return silu_and_mul(_tiled(x, weight, None, None, False, x.new_empty(rows, 2 * n), tile), out)
     tile = tile or tile_for(weight.kind, rows, n, k, gated)
     space = workspace(x.device, (1 + gated) * tile.split * rows * n if tile.split > 1 else 0)
-    words_kernel[(triton.cdiv(n, tile.n), tile.split, triton.cdiv(rows, block))](
-        x, weight.words, weight.scale, weight.zero, bias, residual, out, space.parts, space.arrived, rows, n, k,
+    packed_gemm_kernel[(triton.cdiv(n, tile.n), tile.split, triton.cdiv(rows, block))](
+        x, weight.packed, weight.scale, weight.zero, bias, residual, out, space.parts, space.arrived, rows, n, k,
         weight.chunks, weight.scale.shape[1], x.stride(0), KIND=weight.kind, GROUP=weight.group,
         BLOCK_M=block, BLOCK_N=tile.n, STEP=tile.k // CHUNK, SPLIT=tile.split,
         GATED=gated, EVEN=k % CHUNK == 0, STAGES=tile.stages_on(x.device), AHEAD=tile.ahead,

@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from kernels.device import processors
-from kernels.linear.gluon_common import NOWHERE, described
-from kernels.linear.packed import CHUNK, Words
-from kernels.linear.packed_gemv_kernel import row_words_kernel
+from kernels.linear.gluon_common import NO_POOL, descriptor
+from kernels.linear.packed import CHUNK, PackedWeight
+from kernels.linear.packed_gemv_kernel import packed_gemv_kernel
 
 WARPS = 8
 """Warps of a program that multiply."""
@@ -27,7 +27,7 @@ class Shape:
     """Fetches that are on their way, or being multiplied."""
     per_sm: int = 2
     """Programs that a multiprocessor holds."""
-    most_registers: int = 80
+    max_registers: int = 80
     """Of a thread before the warps share them out."""
 
 
@@ -35,14 +35,14 @@ ONE_ROUND = range(2 * 132 + 1, 3 * 132 + 1)
 """Tiles that three programs on each multiprocessor take in one round, and two do not."""
 LONG_INPUTS = {0: range(8192, 16385), CHUNK: range(8192, 14337)}
 """By inputs that share a scale (0: all): so many need more on its way, and leave room for it twice."""
-MOST_INPUTS = {2: 28672, 3: 11264}
+MAX_INPUTS = {2: 28672, 3: 11264}
 """More than these do not stay in shared memory so many times."""
 
 
-def shape_for(weight: Words, rows: int) -> Shape | None:
+def shape_for(weight: PackedWeight, rows: int) -> Shape | None:
     """The shape for so many rows, or None where another kernel serves. Measured on one H200."""
     n, k = weight.shape
-    if rows != 1 or weight.group not in (0, CHUNK) or n % 16 or k % (WARPS * CHUNK) or k > MOST_INPUTS[2]:
+    if rows != 1 or weight.group not in (0, CHUNK) or n % 16 or k % (WARPS * CHUNK) or k > MAX_INPUTS[2]:
         return None
     if weight.kind != "int4":
         if k >= LONG_INPUTS[0].start:
@@ -51,34 +51,34 @@ def shape_for(weight: Words, rows: int) -> Shape | None:
         return Shape(WARPS, 2, 3, 56) if n // 16 < ONE_ROUND.stop else Shape(WARPS, 4)
     chunks = WARPS if weight.chunks % (2 * WARPS) else 2 * WARPS
     stages = 3 * 2 * WARPS // chunks
-    return Shape(chunks, stages, 3, 56) if n // 16 in ONE_ROUND and k <= MOST_INPUTS[3] else Shape(chunks, stages)
+    return Shape(chunks, stages, 3, 56) if n // 16 in ONE_ROUND and k <= MAX_INPUTS[3] else Shape(chunks, stages)
 
 
 def linear(
-    x: Tensor, weight: Words, bias: Tensor | None, residual: Tensor | None, gated: bool, out: Tensor, shape: Shape,
-    pool: dict[str, Any] = NOWHERE,
+    x: Tensor, weight: PackedWeight, bias: Tensor | None, residual: Tensor | None, gated: bool, out: Tensor,
+    shape: Shape, pool: dict[str, Any] = NO_POOL,
 ) -> None:  # fmt: skip
-    """As `matmul_words.linear_words`, of one row; with a pool as `matmul_words_hopper.rotated_qkv`."""
+    """As `matmul_words.linear_packed`, of one row; with a pool as `matmul_words_hopper.rotated_qkv`."""
     grid, arguments = launch(x, weight, bias, residual, gated, out, shape, processors(x.device), pool)
-    row_words_kernel[grid](**arguments, launch_pdl=True)
+    packed_gemv_kernel[grid](**arguments, launch_pdl=True)
 
 
 def launch(
-    x: Tensor, weight: Words, bias: Tensor | None, residual: Tensor | None, gated: bool, out: Tensor, shape: Shape,
-    processors: int, pool: dict[str, Any] = NOWHERE,
+    x: Tensor, weight: PackedWeight, bias: Tensor | None, residual: Tensor | None, gated: bool, out: Tensor,
+    shape: Shape, processors: int, pool: dict[str, Any] = NO_POOL,
 ) -> tuple[tuple[int], dict[str, Any]]:  # fmt: skip
     """The grid and the arguments of the kernel."""
     rows, tiles = weight.shape[0], weight.shape[0] // 16
     if weight.kind == "int4":
-        words = described(weight.words.view(-1, 32, 32), shape.chunks, 4, 32)
+        packed = descriptor(weight.packed.view(-1, 32, 32), shape.chunks, 4, 32)
     else:
-        words = described(weight.words.view(rows, -1, 32).transpose(0, 1), shape.chunks, 8, 32)
+        packed = descriptor(weight.packed.view(rows, -1, 32).transpose(0, 1), shape.chunks, 8, 32)
     arguments = {
-        "x": described(x.view(-1, 64), 2 * shape.chunks, 64), "words": words,
-        "scales": described(weight.scale.view(-1, 64), shape.chunks, 8) if weight.group else weight.scale,
+        "x": descriptor(x.view(-1, 64), 2 * shape.chunks, 64), "packed": packed,
+        "scales": descriptor(weight.scale.view(-1, 64), shape.chunks, 8) if weight.group else weight.scale,
         "zeros": weight.zero, "bias": bias, "residual": residual, "out": out, "N": rows // 2 if gated else rows,
         "C": weight.chunks, "groups": weight.scale.shape[1], "tiles": tiles, "KIND": weight.kind,
         "GROUP": weight.group, "GATED": gated, "WARPS": WARPS, "STEPS": weight.chunks // shape.chunks,
-        "STAGES": shape.stages, "num_warps": WARPS, "maxnreg": shape.most_registers, **pool,
+        "STAGES": shape.stages, "num_warps": WARPS, "maxnreg": shape.max_registers, **pool,
     }  # fmt: skip
     return (min(tiles, processors * shape.per_sm),), arguments

@@ -43,13 +43,13 @@ def _rows_of(tile, places, N, GATED: gl.constexpr, ROTATED: gl.constexpr):
 
 
 @gluon.jit
-def _fetch(words, scales, word_buffer, scale_buffers, full, place, row, step, C, groups, KIND: gl.constexpr,
+def _fetch(packed, scales, packed_buffer, scale_buffers, full, place, row, step, C, groups, KIND: gl.constexpr,
            GROUP: gl.constexpr):  # fmt: skip
     """An octet's words of a step and their scales."""
-    CHUNKS: gl.constexpr = words.block_type.shape[0]
+    CHUNKS: gl.constexpr = packed.block_type.shape[0]
     first = step * CHUNKS
     where = [row // 64 * C + first, row % 64 // 2, 0] if KIND == "int4" else [first, row, 0]
-    tma.async_copy_global_to_shared(words, where, full, word_buffer)
+    tma.async_copy_global_to_shared(packed, where, full, packed_buffer)
     if GROUP > 0:
         line = row // 64 * groups + first
         tma.async_copy_global_to_shared(scales, [line, row % 64], full, scale_buffers.index(place))
@@ -65,13 +65,13 @@ def _fetch_x(x, buffers, ready, STEPS: gl.constexpr):
 
 
 @gluon.jit
-def _produce(x, words, scales, x_buffers, word_buffers, scale_buffers, full, empty, ready, tiles, N, C, groups,
+def _produce(x, packed, scales, x_buffers, packed_buffers, scale_buffers, full, empty, ready, tiles, N, C, groups,
              octet: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, GATED: gl.constexpr, ROTATED: gl.constexpr,
              STEPS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """Fetch an octet of the program's tiles; what fits of its words and scales, which no kernel writes, before the
     previous kernel has ended. The first octet's warp fetches x after that."""
     SCALES: gl.constexpr = scale_buffers.shape[1] * scale_buffers.dtype.primitive_bitwidth if GROUP > 0 else 0
-    BYTES: gl.constexpr = word_buffers.shape[1] * word_buffers.shape[2] * 128 + SCALES
+    BYTES: gl.constexpr = packed_buffers.shape[1] * packed_buffers.shape[2] * 128 + SCALES
     tile, programs = gl.program_id(0), gl.num_programs(0)
     step, stage, turn = tile - tile, tile - tile, tile - tile
     count = (tiles - tile + programs - 1) // programs * STEPS
@@ -80,8 +80,8 @@ def _produce(x, words, scales, x_buffers, word_buffers, scale_buffers, full, emp
             mbarrier.wait(empty.index(stage), turn + 1 & 1)
         mbarrier.expect(full.index(stage), BYTES)
         row, place = _octet(tile, N, octet, GATED, ROTATED), stage * 2 + octet
-        _fetch(words, scales, word_buffers.index(place), scale_buffers, full.index(stage), place, row, step, C, groups,
-               KIND, GROUP)  # fmt: skip
+        _fetch(packed, scales, packed_buffers.index(place), scale_buffers, full.index(stage), place, row, step, C,
+               groups, KIND, GROUP)  # fmt: skip
         if done == gl.minimum(count, STAGES) - 1:
             gdc_wait()
             if octet == 0:
@@ -128,7 +128,7 @@ def x_layout(warps, w):
 
 
 @gluon.jit
-def _words_of(buffer, W: gl.constexpr):
+def _packed_of(buffer, W: gl.constexpr):
     """An octet's words of WARPS chunks, [WARPS, 8, W]: the k-th of a thread's words between the others' k-th."""
     WARPS: gl.constexpr = buffer.shape[0]
     found = buffer.load(octet_layout(WARPS, W)).reshape([WARPS, 8, 4, W // 4])
@@ -175,21 +175,21 @@ def _minus(zeros, tile, chunk, N, groups, half: gl.constexpr, W: gl.constexpr, W
 
 
 @gluon.jit
-def _numbers_of(words, PART: gl.constexpr, minus, half: gl.constexpr, KIND: gl.constexpr, left: gl.constexpr):
+def _numbers_of(packed, PART: gl.constexpr, minus, half: gl.constexpr, KIND: gl.constexpr, left: gl.constexpr):
     """Half of some chunks' numbers as the tensor cores take them, [WARPS, 16, 64]."""
-    found = numbers(words, PART, 2, minus, half, KIND, True).reshape([words.shape[0] // 16, 16, 64])
+    found = numbers(packed, PART, 2, minus, half, KIND, True).reshape([packed.shape[0] // 16, 16, 64])
     return gl.convert_layout(found, left, assert_trivial=True)
 
 
 @gluon.jit
-def _sum(x_buffers, word_buffers, scales, full, empty, ready, zeros, tile, stage, turn, N, groups,
+def _sum(x_buffers, packed_buffers, scales, full, empty, ready, zeros, tile, stage, turn, N, groups,
          layout: gl.constexpr, half: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, GATED: gl.constexpr,
          ROTATED: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """Each warp's sums of a tile, [WARPS, 16, 8], the same in all columns, and the place in the ring after it; scaled
     unless all inputs share a scale."""
     W: gl.constexpr = 16 if KIND == "int4" else 32
     WARPS: gl.constexpr = layout.warps_per_cta[0]
-    CHUNKS: gl.constexpr = word_buffers.shape[1]
+    CHUNKS: gl.constexpr = packed_buffers.shape[1]
     left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     right: gl.constexpr = gl.DotOperandLayout(1, layout, 2)
     total = gl.zeros([WARPS, 16, 8], gl.float32, layout)
@@ -198,10 +198,10 @@ def _sum(x_buffers, word_buffers, scales, full, empty, ready, zeros, tile, stage
         if tile == gl.program_id(0):
             mbarrier.wait(ready.index(step), 0)
         for low in gl.static_range(0, CHUNKS, WARPS):
-            one = _words_of(word_buffers.index(stage * 2).slice(low, WARPS), W)
-            other = _words_of(word_buffers.index(stage * 2 + 1).slice(low, WARPS), W)
-            words = gl.join(one, other).permute([0, 3, 1, 2]).reshape([WARPS * 16, W])
-            words = gl.convert_layout(words, tile_layout(WARPS, W), assert_trivial=True)
+            one = _packed_of(packed_buffers.index(stage * 2).slice(low, WARPS), W)
+            other = _packed_of(packed_buffers.index(stage * 2 + 1).slice(low, WARPS), W)
+            packed = gl.join(one, other).permute([0, 3, 1, 2]).reshape([WARPS * 16, W])
+            packed = gl.convert_layout(packed, tile_layout(WARPS, W), assert_trivial=True)
             if GROUP > 0:
                 place = stage * 2
                 by = _scales_of(
@@ -211,8 +211,8 @@ def _sum(x_buffers, word_buffers, scales, full, empty, ready, zeros, tile, stage
             if low + WARPS == CHUNKS:
                 mbarrier.arrive(empty.index(stage), count=1)
             minus = _minus(zeros, tile, step * CHUNKS + low, N, groups, half, W, WARPS, GATED, ROTATED)
-            a = _numbers_of(words, 0, minus, half, KIND, left)
-            c = _numbers_of(words, 1, minus, half, KIND, left)
+            a = _numbers_of(packed, 0, minus, half, KIND, left)
+            c = _numbers_of(packed, 1, minus, half, KIND, left)
             if GROUP > 0:
                 none = gl.zeros([WARPS, 16, 8], gl.float32, layout)
                 total += mma_v2(a, b, none) * by
@@ -231,8 +231,8 @@ def _halves(product):
 
 
 @gluon.jit
-def _consume(x_buffers, word_buffers, scales, full, empty, ready, zeros, bias, residual, out, cos, sin, positions, kv,
-             places, tiles, N, groups, H, G, KIND: gl.constexpr, GROUP: gl.constexpr, GATED: gl.constexpr,
+def _consume(x_buffers, packed_buffers, scales, full, empty, ready, zeros, bias, residual, out, cos, sin, positions, kv,
+             slot_mapping, tiles, N, groups, H, G, KIND: gl.constexpr, GROUP: gl.constexpr, GATED: gl.constexpr,
              WARPS: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """Multiply the program's tiles, add up, store."""
     half: gl.constexpr = out.dtype.element_ty
@@ -248,14 +248,14 @@ def _consume(x_buffers, word_buffers, scales, full, empty, ready, zeros, bias, r
         if GROUP == 0:
             scale = gl.load(scales + rows).to(gl.float32)
         total, stage, turn = _sum(
-            x_buffers, word_buffers, scales, full, empty, ready, zeros, tile, stage, turn, N, groups, layout, half,
+            x_buffers, packed_buffers, scales, full, empty, ready, zeros, tile, stage, turn, N, groups, layout, half,
             KIND, GROUP, GATED, ROTATED, STEPS, STAGES,
         )  # fmt: skip
         # What follows the product is on its way while the warps add up.
         if ROTATED:
             lanes = tile % 8 * 8 + gl.arange(0, 8, gl.SliceLayout(1, pairs))
             line = gl.arange(0, 1, gl.SliceLayout(0, pairs))
-            cosine, sine, place = angles_of(cos, sin, positions, places, line, lanes, 1)
+            cosine, sine, place = angles_of(cos, sin, positions, slot_mapping, line, lanes, 1)
         added = gl.zeros([16], gl.float32, sixteen)
         if residual is not None:
             added += gl.load(residual + rows).to(gl.float32)
@@ -277,9 +277,9 @@ def _consume(x_buffers, word_buffers, scales, full, empty, ready, zeros, bias, r
 
 
 @gluon.jit(do_not_specialize=["C", "groups", "H", "G", "tiles"])
-def row_words_kernel(
+def packed_gemv_kernel(
     x,  # descriptor of [K / 64, 64], boxes of a step
-    words,  # descriptor of int4 [T * C, 32, 32], others [C, N, 32]; boxes of a step and eight rows of W
+    packed,  # descriptor of int4 [T * C, 32, 32], others [C, N, 32]; boxes of a step and eight rows of W
     scales,  # descriptor of [T * groups, 64], boxes of a step and eight rows; where all inputs share a scale: [T * 64]
     zeros,  # uint8 [T, groups, 64] or None
     bias,  # [N] or None
@@ -288,17 +288,17 @@ def row_words_kernel(
     cos, sin,  # [positions, 128]; the first half of sin negated
     positions,  # int64 [1]
     kv,  # [blocks * P, 2G, 128] or None: W makes queries, keys and values, which are rotated; N = (H + 2G) * 128
-    places,  # int64 [1]: block * P + offset; a negative place is not written
+    slot_mapping,  # int64 [1]: block * P + offset; a negative place is not written
     N, C, groups, H, G, tiles,
     KIND: gl.constexpr, GROUP: gl.constexpr, GATED: gl.constexpr, WARPS: gl.constexpr, STEPS: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """Program p computes tiles p, p + programs and so on."""
     ROTATED: gl.constexpr = kv is not None
-    CHUNKS: gl.constexpr = words.block_type.shape[0]
-    TALL: gl.constexpr = words.block_type.shape[1]
+    CHUNKS: gl.constexpr = packed.block_type.shape[0]
+    TALL: gl.constexpr = packed.block_type.shape[1]
     x_buffers = gl.allocate_shared_memory(x.dtype, [STEPS, 2 * CHUNKS, 64], x.layout)
-    word_buffers = gl.allocate_shared_memory(words.dtype, [STAGES * 2, CHUNKS, TALL, 32], words.layout)
+    packed_buffers = gl.allocate_shared_memory(packed.dtype, [STAGES * 2, CHUNKS, TALL, 32], packed.layout)
     held = scales
     if GROUP > 0:
         held = gl.allocate_shared_memory(scales.dtype, [STAGES * 2, CHUNKS, 8], scales.layout)
@@ -314,11 +314,11 @@ def row_words_kernel(
     gdc_launch_dependents()
     gl.warp_specialize(
         [
-            (_consume, (x_buffers, word_buffers, held, full, empty, ready, zeros, bias, residual, out, cos, sin,
-                        positions, kv, places, tiles, N, groups, H, G, KIND, GROUP, GATED, WARPS, STEPS, STAGES)),
-            (_produce, (x, words, scales, x_buffers, word_buffers, held, full, empty, ready, tiles, N, C, groups, 0,
+            (_consume, (x_buffers, packed_buffers, held, full, empty, ready, zeros, bias, residual, out, cos, sin,
+                        positions, kv, slot_mapping, tiles, N, groups, H, G, KIND, GROUP, GATED, WARPS, STEPS, STAGES)),
+            (_produce, (x, packed, scales, x_buffers, packed_buffers, held, full, empty, ready, tiles, N, C, groups, 0,
                         KIND, GROUP, GATED, ROTATED, STEPS, STAGES)),
-            (_produce, (x, words, scales, x_buffers, word_buffers, held, full, empty, ready, tiles, N, C, groups, 1,
+            (_produce, (x, packed, scales, x_buffers, packed_buffers, held, full, empty, ready, tiles, N, C, groups, 1,
                         KIND, GROUP, GATED, ROTATED, STEPS, STAGES)),
         ],
         [1, 1], [24, 24],

@@ -12,15 +12,15 @@ from torch import Tensor
 
 from kernels.device import is_hopper, processors
 from kernels.linear import packed_gemv, packed_prefill
-from kernels.linear.gluon_common import NOWHERE, described, pooled
-from kernels.linear.packed import Words
-from kernels.linear.packed_hopper_kernel import hopper_words_kernel
+from kernels.linear.gluon_common import NO_POOL, descriptor, pool_arguments
+from kernels.linear.packed import PackedWeight
+from kernels.linear.packed_hopper_kernel import packed_hopper_kernel
 from kernels.linear.split_k import workspace
 from kernels.quantized_weights import FP8
 
 GROUPS = 2
 """Warpgroups of a program that multiply, 64 rows of W each."""
-MOST_OCTET_ROWS = 512
+MAX_8BIT_ROWS = 512
 """With more, a weight of eight bits is better dequantized once for the vendor's product."""
 
 
@@ -32,11 +32,11 @@ class Shape:
     stages: int
     registers: int = 240
     """Of a thread that multiplies."""
-    least: int = 4
+    min_chunks: int = 4
     """Chunks of 128 inputs that a program takes at least."""
     per_sm: int = 1
     """Programs that a multiprocessor holds."""
-    most_registers: int | None = None
+    max_registers: int | None = None
     """Of a thread before the warpgroups share them out; None: as many as one program can have."""
 
 
@@ -44,7 +44,7 @@ AnyShape = Shape | packed_prefill.Shape | packed_gemv.Shape
 """Each has a kernel of its own."""
 
 
-def shape_for(weight: Words, rows: int, gated: bool, rounded: bool = False) -> AnyShape | None:
+def shape_for(weight: PackedWeight, rows: int, gated: bool, rounded: bool = False) -> AnyShape | None:
     """The shape of programs for x [rows, K], or None where another kernel is faster. Measured on one H200.
 
     rounded: x is fp8, and so is the weight.
@@ -60,11 +60,11 @@ def shape_for(weight: Words, rows: int, gated: bool, rounded: bool = False) -> A
     if rows > 64:
         if not octets:
             return packed_prefill.shape_for(rows, n, k)
-        return Shape(128, 4) if rows <= MOST_OCTET_ROWS else None
+        return Shape(128, 4) if rows <= MAX_8BIT_ROWS else None
     if rows > 32:
         return Shape(64, 5 if octets else 6)
     block = max(8, triton.next_power_of_2(rows))
-    return Shape(block, STAGES[block][octets], 104, per_sm=2, most_registers=80)
+    return Shape(block, STAGES[block][octets], 104, per_sm=2, max_registers=80)
 
 
 STAGES = {8: (5, 3), 16: (4, 3), 32: (3, 4)}
@@ -79,7 +79,7 @@ def _rounded_shape(rows: int, n: int, k: int) -> Shape | None:
     return Shape(128, 6) if rows <= 128 and n <= k else None
 
 
-def rotated_shape_for(weight: Words, rows: int, dim: int) -> Shape | packed_gemv.Shape | None:
+def rotated_shape_for(weight: PackedWeight, rows: int, dim: int) -> Shape | packed_gemv.Shape | None:
     """The shape for queries, keys and values of so many rows and this head dimension, or None."""
     if dim != 128 or rows > 64 or weight.order is not None:
         return None
@@ -100,7 +100,7 @@ def serves(x: Tensor) -> bool:
 
 def linear(
     x: Tensor,
-    weight: Words,
+    weight: PackedWeight,
     bias: Tensor | None,
     residual: Tensor | None,
     gated: bool,
@@ -108,7 +108,7 @@ def linear(
     shape: AnyShape,
     x_scales: Tensor | None = None,
 ) -> Tensor:
-    """`matmul_words.linear_words` of at least one row. x_scales: float32 [M, 1], x is `fp8.round_rows`."""
+    """`matmul_words.linear_packed` of at least one row. x_scales: float32 [M, 1], x is `fp8.round_rows`."""
     if isinstance(shape, packed_prefill.Shape):
         packed_prefill.linear(x, weight, bias, residual, gated, out, shape)
         return out
@@ -116,28 +116,28 @@ def linear(
         packed_gemv.linear(x, weight, bias, residual, gated, out, shape)
         return out
     grid, arguments = launch(x, weight, bias, residual, gated, out, shape, x_scales, processors(x.device))
-    hopper_words_kernel[grid](**arguments, launch_pdl=True)
+    packed_hopper_kernel[grid](**arguments, launch_pdl=True)
     return out
 
 
 def rotated_qkv(
-    x: Tensor, weight: Words, bias: Tensor | None, cos: Tensor, sin: Tensor, positions_M: Tensor, kv_NP2GD: Tensor,
-    places_M: Tensor, heads: int, shape: Shape | packed_gemv.Shape,
+    x: Tensor, weight: PackedWeight, bias: Tensor | None, cos: Tensor, sin: Tensor, positions_M: Tensor,
+    kv_NP2GD: Tensor, slot_mapping_M: Tensor, heads: int, shape: Shape | packed_gemv.Shape,
 ) -> Tensor:  # fmt: skip
     """As `qkv.rotated_qkv`, of heads of 128 numbers, of a pool in the model's dtype or of fp8 that counts as it is."""
     out = x.new_empty(len(x), heads, 128)
-    pool = pooled(cos, sin, positions_M, kv_NP2GD, places_M, heads)
+    pool = pool_arguments(cos, sin, positions_M, kv_NP2GD, slot_mapping_M, heads)
     if isinstance(shape, packed_gemv.Shape):
         packed_gemv.linear(x, weight, bias, None, False, out, shape, pool)
         return out
     grid, arguments = launch(x, weight, bias, None, False, out, shape, None, processors(x.device), pool)
-    hopper_words_kernel[grid](**arguments, launch_pdl=True)
+    packed_hopper_kernel[grid](**arguments, launch_pdl=True)
     return out
 
 
 def launch(
     x: Tensor,
-    weight: Words,
+    weight: PackedWeight,
     bias: Tensor | None,
     residual: Tensor | None,
     gated: bool,
@@ -145,28 +145,28 @@ def launch(
     shape: Shape,
     x_scales: Tensor | None,
     processors: int,
-    pool: dict[str, Any] = NOWHERE,
+    pool: dict[str, Any] = NO_POOL,
 ) -> tuple[tuple[int], dict[str, Any]]:
     """The grid and the arguments of the kernel."""
     rows, n = x.shape[0], weight.shape[0] // 2 if gated else weight.shape[0]
     down = triton.cdiv(rows, shape.block_m)
     units = triton.cdiv(weight.shape[0], GROUPS * 64) * down * weight.chunks
-    span = max(shape.least, triton.cdiv(units, processors * shape.per_sm))
+    span = max(shape.min_chunks, triton.cdiv(units, processors * shape.per_sm))
     programs = triton.cdiv(units, span)
     space = workspace(x.device, programs * 2 * GROUPS * shape.block_m * 64)
     if x_scales is not None:
-        words = described(weight.words.view(FP8), 64, 128)
+        packed = descriptor(weight.packed.view(FP8), 64, 128)
     elif weight.kind == "int4":
-        words = described(weight.words.view(-1, 32), 32, 32)
+        packed = descriptor(weight.packed.view(-1, 32), 32, 32)
     else:
-        words = described(weight.words, 64, 32)
+        packed = descriptor(weight.packed, 64, 32)
     arguments = {
-        "x": described(x, shape.block_m, 64 if x_scales is None else 128), "words": words,
-        "scales": described(weight.scale.view(-1), 64) if weight.group else weight.scale, "zeros": weight.zero,
+        "x": descriptor(x, shape.block_m, 64 if x_scales is None else 128), "packed": packed,
+        "scales": descriptor(weight.scale.view(-1), 64) if weight.group else weight.scale, "zeros": weight.zero,
         "x_scales": x_scales, "bias": bias, "residual": residual, "out": out, "parts": space.parts,
         "arrived": space.arrived, "M": rows, "N": n, "C": weight.chunks,
         "groups": weight.scale.shape[1], "span": span, "units": units, "down": down, "KIND": weight.kind,
         "GROUP": weight.group, "GATED": gated, "BLOCK_M": shape.block_m, "GROUPS": GROUPS,
-        "STAGES": shape.stages, "REGISTERS": shape.registers, "num_warps": 4, "maxnreg": shape.most_registers, **pool,
+        "STAGES": shape.stages, "REGISTERS": shape.registers, "num_warps": 4, "maxnreg": shape.max_registers, **pool,
     }  # fmt: skip
     return (programs,), arguments

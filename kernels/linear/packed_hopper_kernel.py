@@ -24,7 +24,7 @@ from kernels.linear.packed import minus_zero, numbers
 
 
 @gluon.jit
-def _fetch_words(words, scales, word_buffers, scale_buffers, full, stage, across, chunk, N, C, groups,
+def _fetch_packed(packed, scales, packed_buffers, scale_buffers, full, stage, across, chunk, N, C, groups,
                  box: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr,
                  GATED: gl.constexpr):  # fmt: skip
     """The words of a chunk and their scales, of one box. GATED: boxes of gates and of ups in turn."""
@@ -32,11 +32,11 @@ def _fetch_words(words, scales, word_buffers, scale_buffers, full, stage, across
     if GATED:
         row = (across * (GROUPS // 2) + box // 2) * 64 + box % 2 * N
     place = stage * GROUPS + box
-    buffer = word_buffers.index(place)
+    buffer = packed_buffers.index(place)
     if KIND == "int4":
-        tma.async_copy_global_to_shared(words, [(row // 64 * C + chunk) * 32, 0], full.index(stage), buffer)
+        tma.async_copy_global_to_shared(packed, [(row // 64 * C + chunk) * 32, 0], full.index(stage), buffer)
     else:
-        tma.async_copy_global_to_shared(words, [row, chunk * words.block_type.shape[1]], full.index(stage), buffer)
+        tma.async_copy_global_to_shared(packed, [row, chunk * packed.block_type.shape[1]], full.index(stage), buffer)
     if GROUP > 0:
         line = row // 64 * groups + chunk * 128 // GROUP
         tma.async_copy_global_to_shared(scales, [line * 64], full.index(stage), scale_buffers.index(place))
@@ -70,14 +70,14 @@ def _next(stage, across, line, chunk, C, down, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _produce(x, words, scales, x_buffers, word_buffers, scale_buffers, full, empty, start, end, down, N, C, groups,
+def _produce(x, packed, scales, x_buffers, packed_buffers, scale_buffers, full, empty, start, end, down, N, C, groups,
              box: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr, GATED: gl.constexpr,
              STAGES: gl.constexpr):  # fmt: skip
     """Fetch a box of chunks `start` to `end` of all tiles' chunks, and a share of x; words and scales, which no kernel
     writes, before the previous kernel has ended."""
     SCALES: gl.constexpr = stage_bytes(scale_buffers, STAGES, box, GROUPS) if GROUP > 0 else 0
-    WORDS: gl.constexpr = stage_bytes(word_buffers, STAGES, box, GROUPS)
-    BYTES: gl.constexpr = stage_bytes(x_buffers, STAGES, box, GROUPS) + WORDS + SCALES
+    PACKED_BYTES: gl.constexpr = stage_bytes(packed_buffers, STAGES, box, GROUPS)
+    BYTES: gl.constexpr = stage_bytes(x_buffers, STAGES, box, GROUPS) + PACKED_BYTES + SCALES
     first = gl.minimum(end - start, STAGES)
     tile, chunk = start // C, start % C
     across, line = tile // down, tile % down
@@ -85,7 +85,7 @@ def _produce(x, words, scales, x_buffers, word_buffers, scale_buffers, full, emp
     ahead, ahead_line, ahead_chunk = across, line, chunk
     for _ in range(first):
         mbarrier.expect(full.index(stage), BYTES)
-        _fetch_words(words, scales, word_buffers, scale_buffers, full, stage, ahead, ahead_chunk, N, C, groups, box,
+        _fetch_packed(packed, scales, packed_buffers, scale_buffers, full, stage, ahead, ahead_chunk, N, C, groups, box,
                      KIND, GROUP, GROUPS, GATED)  # fmt: skip
         stage, ahead, ahead_line, ahead_chunk = _next(stage, ahead, ahead_line, ahead_chunk, C, down, STAGES)
     gdc_wait()
@@ -96,8 +96,8 @@ def _produce(x, words, scales, x_buffers, word_buffers, scale_buffers, full, emp
     for count in range(first, end - start):
         mbarrier.wait(empty.index(stage), (count // STAGES + 1) & 1)
         mbarrier.expect(full.index(stage), BYTES)
-        _fetch_words(words, scales, word_buffers, scale_buffers, full, stage, across, chunk, N, C, groups, box, KIND,
-                     GROUP, GROUPS, GATED)  # fmt: skip
+        _fetch_packed(packed, scales, packed_buffers, scale_buffers, full, stage, across, chunk, N, C, groups, box,
+                     KIND, GROUP, GROUPS, GATED)  # fmt: skip
         _fetch_rows(x, x_buffers, full, stage, line, chunk, box, GROUPS)
         stage, across, line, chunk = _next(stage, across, line, chunk, C, down, STAGES)
 
@@ -109,7 +109,7 @@ def scales_sums(group, block_m):
 
 
 @gluon.constexpr_function
-def word_layout(width, halved, lines=False):
+def packed_layout(width, halved, lines=False):
     """How the threads of a warpgroup hold [64, width] words, or [32, width] of which they take rows alone; of int4 as
     they lie in lines of two rows, too."""
     inner = [[0, 1 << bit] for bit in range(2, width.bit_length() - 1)]
@@ -129,14 +129,14 @@ def _box_of(buffer, W: gl.constexpr, HALVED: gl.constexpr):
     """[64, W] words of a box; HALVED: [32, W] of a half."""
     LINES: gl.constexpr = buffer.shape[1] > W
     TALL: gl.constexpr = 32 if HALVED else 64
-    found = buffer.load(word_layout(W, HALVED, LINES))
+    found = buffer.load(packed_layout(W, HALVED, LINES))
     if LINES:
-        found = gl.convert_layout(found.reshape([TALL, W]), word_layout(W, HALVED), assert_trivial=True)
+        found = gl.convert_layout(found.reshape([TALL, W]), packed_layout(W, HALVED), assert_trivial=True)
     return found
 
 
 @gluon.jit
-def _words_of(buffers, place, group: gl.constexpr, W: gl.constexpr, HALVED: gl.constexpr):
+def _packed_of(buffers, place, group: gl.constexpr, W: gl.constexpr, HALVED: gl.constexpr):
     """A warpgroup's words of a chunk, in the threads that need them: [64, W]. HALVED: of 16 rows the first 8 are of one
     box, the others of the next."""
     if HALVED:
@@ -145,7 +145,7 @@ def _words_of(buffers, place, group: gl.constexpr, W: gl.constexpr, HALVED: gl.c
         left = _box_of(buffers.index(box).slice(group % 2 * TALL, TALL), W, True)
         right = _box_of(buffers.index(box + 1).slice(group % 2 * TALL, TALL), W, True)
         both = gl.join(left, right).reshape([4, 8, W, 2]).permute([0, 3, 1, 2]).reshape([64, W])
-        found = gl.convert_layout(both, word_layout(W, False), assert_trivial=True)
+        found = gl.convert_layout(both, packed_layout(W, False), assert_trivial=True)
     else:
         found = _box_of(buffers.index(place + group), W, False)
     return found
@@ -178,7 +178,7 @@ def _rows_of(across, rows, N, GATED: gl.constexpr, HALVED: gl.constexpr):
 
 
 @gluon.jit
-def _sum_rounded(x_buffers, word_buffers, full, empty, before, low, high, layout: gl.constexpr, group: gl.constexpr,
+def _sum_rounded(x_buffers, packed_buffers, full, empty, before, low, high, layout: gl.constexpr, group: gl.constexpr,
                  GROUPS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """As `_sum`, of fp8 words and rows as they are."""
     BLOCK_M: gl.constexpr = x_buffers.shape[1]
@@ -187,7 +187,7 @@ def _sum_rounded(x_buffers, word_buffers, full, empty, before, low, high, layout
         count = before + chunk - low
         stage = count % STAGES
         mbarrier.wait(full.index(stage), (count // STAGES) & 1)
-        a, b = word_buffers.index(stage * GROUPS + group), x_buffers.index(stage).permute([1, 0])
+        a, b = packed_buffers.index(stage * GROUPS + group), x_buffers.index(stage).permute([1, 0])
         total = warpgroup_mma(a, b, total, is_async=True)
         total = warpgroup_mma_wait(1, [total])
         mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1, pred=chunk > low)
@@ -197,19 +197,19 @@ def _sum_rounded(x_buffers, word_buffers, full, empty, before, low, high, layout
 
 
 @gluon.jit
-def _operands(word_buffers, scale_buffers, zeros, place, zero_place, layout: gl.constexpr, half: gl.constexpr,
+def _operands(packed_buffers, scale_buffers, zeros, place, zero_place, layout: gl.constexpr, half: gl.constexpr,
               group: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, ON_SUMS: gl.constexpr,
               HALVED: gl.constexpr):  # fmt: skip
     """A chunk's two halves as the tensor cores take them, and its scales if they multiply sums."""
     W: gl.constexpr = 16 if KIND == "int4" else 32
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     base: gl.constexpr = 0xC308C308 - (1 << 32) if half == gl.bfloat16 else 0xE408E408 - (1 << 32)
-    minus = gl.full([64, W], base, gl.int32, word_layout(W, False))
+    minus = gl.full([64, W], base, gl.int32, packed_layout(W, False))
     if KIND == "int4" and zeros is not None:
         minus, _ = gl.broadcast(minus_zero(zeros, zero_place, half), minus)
-    words = _words_of(word_buffers, place, group, W, HALVED)
-    a = gl.convert_layout(numbers(words, 0, 2, minus, half, KIND, True), operand, assert_trivial=True)
-    c = gl.convert_layout(numbers(words, 1, 2, minus, half, KIND, True), operand, assert_trivial=True)
+    packed = _packed_of(packed_buffers, place, group, W, HALVED)
+    a = gl.convert_layout(numbers(packed, 0, 2, minus, half, KIND, True), operand, assert_trivial=True)
+    c = gl.convert_layout(numbers(packed, 1, 2, minus, half, KIND, True), operand, assert_trivial=True)
     if ON_SUMS:
         scale = _scales_of(scale_buffers, place, group, HALVED, layout).to(gl.float32)
     else:
@@ -235,7 +235,7 @@ def sums_layout(block_m, rounded):
 
 
 @gluon.jit
-def _sum(x_buffers, word_buffers, scale_buffers, full, empty, zeros, before, low, high, word_place,
+def _sum(x_buffers, packed_buffers, scale_buffers, full, empty, zeros, before, low, high, packed_place,
          layout: gl.constexpr, half: gl.constexpr, group: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr,
          HALVED: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """The products of a warpgroup's 64 rows and chunks `low` to `high`, float32 [64, BLOCK_M]; scaled unless all
@@ -249,9 +249,9 @@ def _sum(x_buffers, word_buffers, scale_buffers, full, empty, zeros, before, low
         stage = count % STAGES
         mbarrier.wait(full.index(stage), (count // STAGES) & 1)
         # All that is multiplied lies ready before the first product begins, or the compiler lets it wait for each.
-        zero_place = word_place + chunk * 128 // GROUP * 64 if GROUP > 0 else word_place
+        zero_place = packed_place + chunk * 128 // GROUP * 64 if GROUP > 0 else packed_place
         a, c, scale = _operands(
-            word_buffers, scale_buffers, zeros, stage * GROUPS, zero_place, layout, half, group, KIND, GROUP, ON_SUMS,
+            packed_buffers, scale_buffers, zeros, stage * GROUPS, zero_place, layout, half, group, KIND, GROUP, ON_SUMS,
             HALVED,
         )  # fmt: skip
         b, d = x_buffers.index(2 * stage).permute([1, 0]), x_buffers.index(2 * stage + 1).permute([1, 0])
@@ -271,8 +271,8 @@ def _sum(x_buffers, word_buffers, scale_buffers, full, empty, zeros, before, low
 
 
 @gluon.jit
-def _consume(x_buffers, word_buffers, scales, full, empty, zeros, x_scales, bias, residual, out, cos,
-             sin, positions, kv, places, parts, arrived, start, end, span, down, M, N, C, groups, H, G,
+def _consume(x_buffers, packed_buffers, scales, full, empty, zeros, x_scales, bias, residual, out, cos,
+             sin, positions, kv, slot_mapping, parts, arrived, start, end, span, down, M, N, C, groups, H, G,
              group: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, GATED: gl.constexpr, GROUPS: gl.constexpr,
              STAGES: gl.constexpr):  # fmt: skip
     """64 rows of W in each of the program's tiles."""
@@ -287,24 +287,24 @@ def _consume(x_buffers, word_buffers, scales, full, empty, zeros, x_scales, bias
     lines = gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout))
     lanes = gl.arange(0, OUTPUTS, gl.SliceLayout(1, memory))
     rows = gl.arange(0, 64, gl.SliceLayout(1, layout))
-    word_rows = gl.arange(0, 64, gl.SliceLayout(1, word_layout(16 if KIND == "int4" else 32, False)))
+    packed_row = gl.arange(0, 64, gl.SliceLayout(1, packed_layout(16 if KIND == "int4" else 32, False)))
     for tile in range(start // C, (end + C - 1) // C):
         low, high = gl.maximum(start, tile * C), gl.minimum(end, tile * C + C)
         before, low, high = low - start, low - tile * C, high - tile * C
         across = tile // down * GROUPS + group
         line = tile % down * BLOCK_M
-        word_row = _rows_of(across, word_rows, N, GATED, HALVED)
-        word_place = word_row // 64 * groups * 64 + word_row % 64
+        packed_row_of = _rows_of(across, packed_row, N, GATED, HALVED)
+        packed_place = packed_row_of // 64 * groups * 64 + packed_row_of % 64
         if GROUP == 0:
             row = _rows_of(across, rows, N, GATED, HALVED)
             scale = gl.load(scales + row).to(gl.float32)[:, None]
         if ROUNDED:
             product = _sum_rounded(
-                x_buffers, word_buffers, full, empty, before, low, high, layout, group, GROUPS, STAGES
+                x_buffers, packed_buffers, full, empty, before, low, high, layout, group, GROUPS, STAGES
             )
         else:
             product = _sum(
-                x_buffers, word_buffers, scales, full, empty, zeros, before, low, high, word_place, layout,
+                x_buffers, packed_buffers, scales, full, empty, zeros, before, low, high, packed_place, layout,
                 half, group, KIND, GROUP, HALVED, GROUPS, STAGES,
             )  # fmt: skip
         if GROUP == 0:
@@ -316,7 +316,7 @@ def _consume(x_buffers, word_buffers, scales, full, empty, zeros, x_scales, bias
         columns = across * OUTPUTS + lanes
         if ROTATED:
             pairs = across % 2 * 32 + lanes
-            cosine, sine, stored_at = angles_of(cos, sin, positions, places, places_of, pairs, M)
+            cosine, sine, stored_at = angles_of(cos, sin, positions, slot_mapping, places_of, pairs, M)
         elif bias is not None or residual is not None:
             added = added_lines(bias, residual, columns, places_of, M, N)
         first, last = tile * C // span, (tile * C + C - 1) // span
@@ -351,9 +351,9 @@ def _consume(x_buffers, word_buffers, scales, full, empty, zeros, x_scales, bias
 
 # A loop of C = 1 does not compile.
 @gluon.jit(do_not_specialize=["M", "C", "groups", "H", "G", "span", "units", "down"])
-def hopper_words_kernel(
+def packed_hopper_kernel(
     x,  # descriptor of [M, K], boxes [BLOCK_M, 128 bytes]
-    words,  # descriptor of int4 [T * C * 32, 32], others [N, C * 32], boxes of 64 rows of W and one chunk
+    packed,  # descriptor of int4 [T * C * 32, 32], others [N, C * 32], boxes of 64 rows of W and one chunk
     scales,  # descriptor of [T * groups * 64], boxes [64]; where all inputs share a scale: [T * 64]
     zeros,  # uint8 [T, groups, 64] or None
     x_scales,  # float32 [M] or None: x is fp8
@@ -363,7 +363,7 @@ def hopper_words_kernel(
     cos, sin,  # [positions, 128]; the first half of sin negated
     positions,  # int64 [M]
     kv,  # [blocks * P, 2G, 128] or None: W makes queries, keys and values, which are rotated; N = (H + 2G) * 128
-    places,  # int64 [M]: block * P + offset; a negative place is not written
+    slot_mapping,  # int64 [M]: block * P + offset; a negative place is not written
     parts,  # float32 [programs, 2, GROUPS, BLOCK_M, 64]
     arrived,  # int32 [tiles * GROUPS], zero between launches
     M, N, C, groups, H, G, span, units, down,
@@ -375,9 +375,9 @@ def hopper_words_kernel(
     end = gl.minimum(start + span, units)
     WIDTH: gl.constexpr = x.block_type.shape[1]
     x_buffers = gl.allocate_shared_memory(x.dtype, [STAGES * (128 // WIDTH), BLOCK_M, WIDTH], x.layout)
-    TALL: gl.constexpr = words.block_type.shape[0]
-    W: gl.constexpr = words.block_type.shape[1]
-    word_buffers = gl.allocate_shared_memory(words.dtype, [STAGES * GROUPS, TALL, W], words.layout)
+    TALL: gl.constexpr = packed.block_type.shape[0]
+    W: gl.constexpr = packed.block_type.shape[1]
+    packed_buffers = gl.allocate_shared_memory(packed.dtype, [STAGES * GROUPS, TALL, W], packed.layout)
     held = scales
     if GROUP > 0:
         held = gl.allocate_shared_memory(scales.dtype, [STAGES * GROUPS, 64], scales.layout)
@@ -390,15 +390,15 @@ def hopper_words_kernel(
     gdc_launch_dependents()
     gl.warp_specialize(
         [
-            (_consume, (x_buffers, word_buffers, held, full, empty, zeros, x_scales, bias, residual,
-                        out, cos, sin, positions, kv, places, parts, arrived, start, end, span, down, M, N, C, groups,
-                        H, G, 0, KIND, GROUP, GATED, GROUPS, STAGES)),
-            (_consume, (x_buffers, word_buffers, held, full, empty, zeros, x_scales, bias, residual,
-                        out, cos, sin, positions, kv, places, parts, arrived, start, end, span, down, M, N, C, groups,
-                        H, G, 1, KIND, GROUP, GATED, GROUPS, STAGES)),
-            (_produce, (x, words, scales, x_buffers, word_buffers, held, full, empty, start, end, down, N, C, groups,
+            (_consume, (x_buffers, packed_buffers, held, full, empty, zeros, x_scales, bias, residual,
+                        out, cos, sin, positions, kv, slot_mapping, parts, arrived, start, end, span, down, M, N, C,
+                        groups, H, G, 0, KIND, GROUP, GATED, GROUPS, STAGES)),
+            (_consume, (x_buffers, packed_buffers, held, full, empty, zeros, x_scales, bias, residual,
+                        out, cos, sin, positions, kv, slot_mapping, parts, arrived, start, end, span, down, M, N, C,
+                        groups, H, G, 1, KIND, GROUP, GATED, GROUPS, STAGES)),
+            (_produce, (x, packed, scales, x_buffers, packed_buffers, held, full, empty, start, end, down, N, C, groups,
                         0, KIND, GROUP, GROUPS, GATED, STAGES)),
-            (_produce, (x, words, scales, x_buffers, word_buffers, held, full, empty, start, end, down, N, C, groups,
+            (_produce, (x, packed, scales, x_buffers, packed_buffers, held, full, empty, start, end, down, N, C, groups,
                         1, KIND, GROUP, GROUPS, GATED, STAGES)),
         ],
         [4, 1, 1], [REGISTERS, 24, 24],

@@ -11,9 +11,9 @@ import triton
 from torch import Tensor
 
 from kernels.device import processors
-from kernels.linear.gluon_common import described
-from kernels.linear.packed import CHUNK, Words
-from kernels.linear.packed_prefill_kernel import prompt_words_kernel
+from kernels.linear.gluon_common import descriptor
+from kernels.linear.packed import CHUNK, PackedWeight
+from kernels.linear.packed_prefill_kernel import packed_prefill_kernel
 from kernels.linear.split_k import workspace
 
 
@@ -29,7 +29,7 @@ class Shape:
     """Chunks of words, likewise."""
     cost: float
     """Time of a tile beside a wide one's. Words are turned into floats again for each tile."""
-    least: int
+    min_chunks: int
     """Chunks of a product with fewer of which parts of shared tiles take too long."""
     tail: int = 0
     """Rows of x in a second sum."""
@@ -40,8 +40,8 @@ class Shape:
         return self.block_m + self.tail
 
 
-NARROW, MIDDLE = Shape(128, 10, 6, cost=0.62, least=0), Shape(128, 8, 3, cost=0.84, least=528, tail=64)
-WIDE, TALL = Shape(256, 6, 3, cost=1.0, least=1536), Shape(256, 4, 6, cost=1.34, least=1584, tail=64)
+NARROW, MIDDLE = Shape(128, 10, 6, cost=0.62, min_chunks=0), Shape(128, 8, 3, cost=0.84, min_chunks=528, tail=64)
+WIDE, TALL = Shape(256, 6, 3, cost=1.0, min_chunks=1536), Shape(256, 4, 6, cost=1.34, min_chunks=1584, tail=64)
 
 
 @lru_cache(64)  # all layers of a step ask for the same
@@ -50,7 +50,7 @@ def shape_for(rows: int, n: int, k: int) -> Shape:
     that wide ones are left where rows would fill others better. Measured on one H200."""
     chunks = triton.cdiv(n, 128) * triton.cdiv(k, CHUNK)
     down = {shape: triton.cdiv(rows, shape.rows) for shape in (NARROW, MIDDLE, WIDE, TALL)}
-    enough = [shape for shape in down if down[shape] * chunks >= shape.least]
+    enough = [shape for shape in down if down[shape] * chunks >= shape.min_chunks]
     return min(enough, key=lambda shape: shape.cost * down[shape])
 
 
@@ -71,8 +71,8 @@ def share(tiles: int, chunks: int, processors: int) -> tuple[int, int]:
     rest = tiles % processors
     if rest == 0 or (processors - rest) * chunks <= SHARING * processors:
         return tiles, 1
-    least, equal = triton.cdiv(chunks, processors // rest), triton.cdiv(rest * chunks, processors)
-    even = next(span for span in range(least, chunks + 1) if chunks % span == 0)
+    min_chunks, equal = triton.cdiv(chunks, processors // rest), triton.cdiv(rest * chunks, processors)
+    even = next(span for span in range(min_chunks, chunks + 1) if chunks % span == 0)
     if even < chunks and even <= equal + UNEVEN:
         return tiles - rest, even
     if tiles > processors and 2 * rest <= processors:  # a tile with few parts is better than one with many
@@ -81,16 +81,22 @@ def share(tiles: int, chunks: int, processors: int) -> tuple[int, int]:
 
 
 def linear(
-    x: Tensor, weight: Words, bias: Tensor | None, residual: Tensor | None, gated: bool, out: Tensor, shape: Shape
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    gated: bool,
+    out: Tensor,
+    shape: Shape,
 ) -> None:
-    """As `matmul_words.linear_words`, of at least one row."""
+    """As `matmul_words.linear_packed`, of at least one row."""
     grid, arguments = launch(x, weight, bias, residual, gated, out, shape, processors(x.device))
-    prompt_words_kernel[grid](**arguments, launch_pdl=True)
+    packed_prefill_kernel[grid](**arguments, launch_pdl=True)
 
 
 def launch(
-    x: Tensor, weight: Words, bias: Tensor | None, residual: Tensor | None, gated: bool, out: Tensor, shape: Shape,
-    processors: int,
+    x: Tensor, weight: PackedWeight, bias: Tensor | None, residual: Tensor | None, gated: bool, out: Tensor,
+    shape: Shape, processors: int,
 ) -> tuple[tuple[int], dict[str, Any]]:  # fmt: skip
     """The grid and the arguments of the kernel."""
     (rows, n), chunks = out.shape, weight.chunks
@@ -102,8 +108,8 @@ def launch(
     programs = processors if tiles >= processors else triton.cdiv(units, span) if units else tiles
     space = workspace(x.device, programs * 2 * shape.rows * 64)
     arguments = {
-        "x": described(x, shape.block_m, 64), "x_tail": described(x, shape.tail, 64) if shape.tail else None,
-        "words": described(weight.words.view(-1, 16), 64, 16),
+        "x": descriptor(x, shape.block_m, 64), "x_tail": descriptor(x, shape.tail, 64) if shape.tail else None,
+        "packed": descriptor(weight.packed.view(-1, 16), 64, 16),
         "scales": weight.scale, "zeros": weight.zero, "bias": bias, "residual": residual, "out": out,
         "parts": space.parts, "arrived": space.arrived, "M": rows, "N": n, "C": chunks,
         "groups": weight.scale.shape[1], "alone": alone, "span": span, "units": units, "down": down,

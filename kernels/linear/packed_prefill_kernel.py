@@ -21,7 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.linear.gluon_common import flattened, scaled, store_lines, unflattened
 from kernels.linear.packed import numbers
-from kernels.linear.packed_hopper_kernel import word_layout
+from kernels.linear.packed_hopper_kernel import packed_layout
 
 
 @gluon.jit
@@ -63,10 +63,10 @@ def _place(tile, sides):
 
 
 @gluon.jit
-def _fetch_words(words, buffers, full, empty, plan, sides, N, C, GATED: gl.constexpr):
+def _fetch_packed(packed, buffers, full, empty, plan, sides, N, C, GATED: gl.constexpr):
     """128 rows of words for each chunk; GATED: 64 gates and 64 ups."""
     RING: gl.constexpr = buffers.shape[0]
-    halves = buffers._reinterpret(gl.int32, [2 * RING, 64, 16], words.layout)
+    halves = buffers._reinterpret(gl.int32, [2 * RING, 64, 16], packed.layout)
     count = 0
     for index in range(_pieces(plan)):
         tile, _, low, high = _piece(index, plan)
@@ -78,9 +78,9 @@ def _fetch_words(words, buffers, full, empty, plan, sides, N, C, GATED: gl.const
             mbarrier.wait(empty.index(slot), (count // RING + 1) & 1)
             mbarrier.expect(full.index(slot), 128 * 64)
             place = halves.index(2 * slot)
-            tma.async_copy_global_to_shared(words, [(first * C + chunk) * 64, 0], full.index(slot), place)
+            tma.async_copy_global_to_shared(packed, [(first * C + chunk) * 64, 0], full.index(slot), place)
             place = halves.index(2 * slot + 1)
-            tma.async_copy_global_to_shared(words, [(second * C + chunk) * 64, 0], full.index(slot), place)
+            tma.async_copy_global_to_shared(packed, [(second * C + chunk) * 64, 0], full.index(slot), place)
             count += 1
 
 
@@ -120,12 +120,12 @@ def _places(rows, groups, N, GATED: gl.constexpr):
 
 
 @gluon.jit
-def _words_of(buffer, group: gl.constexpr, GATED: gl.constexpr):
+def _packed_of(buffer, group: gl.constexpr, GATED: gl.constexpr):
     """A warpgroup's words of one chunk, in the threads that need them: [64, 16]; GATED: of 16 rows the first 8 are
     gates, the others ups."""
-    wanted: gl.constexpr = word_layout(16, False)
+    wanted: gl.constexpr = packed_layout(16, False)
     if GATED:
-        half: gl.constexpr = word_layout(16, True)
+        half: gl.constexpr = packed_layout(16, True)
         both = gl.join(buffer.slice(32 * group, 32).load(half), buffer.slice(64 + 32 * group, 32).load(half))
         both = both.reshape([4, 8, 16, 2]).permute([0, 3, 1, 2]).reshape([64, 16])
         found = gl.convert_layout(both, wanted, assert_trivial=True)
@@ -165,21 +165,21 @@ def _await(panels: gl.constexpr, sums):
 
 
 @gluon.jit
-def _sum(x_buffers, word_buffers, barriers, scales, zeros, word_place, scale_place, before, low, high,
+def _sum(x_buffers, packed_buffers, barriers, scales, zeros, packed_place, scale_place, before, low, high,
          half: gl.constexpr, group: gl.constexpr, GROUP: gl.constexpr, GATED: gl.constexpr):  # fmt: skip
     """The products of a warpgroup's 64 rows and chunks `low` to `high`, for each of x_buffers its rows: float32 [64,
     rows]. before: chunks that the program has done. Scales and zeros are asked for a chunk ahead."""
     STAGES: gl.constexpr = x_buffers[0].shape[0]
-    RING: gl.constexpr = word_buffers.shape[0]
+    RING: gl.constexpr = packed_buffers.shape[0]
     operand: gl.constexpr = gl.DotOperandLayout(0, sums_layout(x_buffers[0].shape[1]), 2)
     base: gl.constexpr = 0xC300 if half == gl.bfloat16 else 0xE400  # as in `minus_zero`
     eights: gl.constexpr = (base + 8) * 0x10001 - (1 << 32)
-    full, empty, words_full, words_empty = barriers
-    minus = gl.full([64, 16], eights, gl.int32, word_layout(16, False))
+    full, empty, packed_full, packed_empty = barriers
+    minus = gl.full([64, 16], eights, gl.int32, packed_layout(16, False))
     sums = [_nothing(buffers) for buffers in x_buffers]
     scale = gl.load(scales + scale_place + low * 128 // GROUP * 64)
     if zeros is not None:
-        zero = gl.load(zeros + word_place + low * 128 // GROUP * 64)
+        zero = gl.load(zeros + packed_place + low * 128 // GROUP * 64)
     for chunk in range(low, high):
         count = before + chunk - low
         after = gl.minimum(chunk + 1, high - 1) * 128 // GROUP * 64
@@ -187,20 +187,20 @@ def _sum(x_buffers, word_buffers, barriers, scales, zeros, word_place, scale_pla
         scale = gl.load(scales + scale_place + after)
         if zeros is not None:
             minus, _ = gl.broadcast(((zero.to(gl.int32) | base) * 0x10001).to(gl.int32)[:, None], minus)
-            zero = gl.load(zeros + word_place + after)
+            zero = gl.load(zeros + packed_place + after)
         slot = count % RING
-        mbarrier.wait(words_full.index(slot), (count // RING) & 1)
-        words = _words_of(word_buffers.index(slot), group, GATED)
+        mbarrier.wait(packed_full.index(slot), (count // RING) & 1)
+        packed = _packed_of(packed_buffers.index(slot), group, GATED)
         # All that is multiplied lies ready before the first product begins, or the compiler lets it wait for each.
-        a = gl.convert_layout(numbers(words, 0, 2, minus, half, "int4", True), operand, assert_trivial=True)
-        c = gl.convert_layout(numbers(words, 1, 2, minus, half, "int4", True), operand, assert_trivial=True)
+        a = gl.convert_layout(numbers(packed, 0, 2, minus, half, "int4", True), operand, assert_trivial=True)
+        c = gl.convert_layout(numbers(packed, 1, 2, minus, half, "int4", True), operand, assert_trivial=True)
         a, c = scaled(a, by), scaled(c, by)
         stage, other = 2 * count % STAGES, (2 * count + 1) % STAGES
         mbarrier.wait(full.index(stage), (2 * count // STAGES) & 1)
         mbarrier.wait(full.index(other), ((2 * count + 1) // STAGES) & 1)
         sums = _multiply(c, x_buffers, other, _multiply(a, x_buffers, stage, sums))
         sums = _await(1, sums)
-        mbarrier.arrive(words_empty.index(slot), count=1)
+        mbarrier.arrive(packed_empty.index(slot), count=1)
         mbarrier.arrive(empty.index(stage), count=1)
         sums = _await(0, sums)
         mbarrier.arrive(empty.index(other), count=1)
@@ -307,21 +307,21 @@ def _store(product, bias, residual, out, across, line, M, N, GATED: gl.constexpr
 
 
 @gluon.jit
-def _consume(x_buffers, word_buffers, barriers, scales, zeros, bias, residual, out, parts, arrived, plan, sides,
+def _consume(x_buffers, packed_buffers, barriers, scales, zeros, bias, residual, out, parts, arrived, plan, sides,
              span, M, N, C, groups, group: gl.constexpr, GROUP: gl.constexpr, GATED: gl.constexpr):  # fmt: skip
     """64 rows of W in each of the program's tiles."""
     half: gl.constexpr = out.dtype.element_ty
-    word_rows = gl.arange(0, 64, gl.SliceLayout(1, word_layout(16, False)))
+    packed_row = gl.arange(0, 64, gl.SliceLayout(1, packed_layout(16, False)))
     scale_rows = gl.arange(0, 64, gl.SliceLayout(1, gl.DotOperandLayout(0, sums_layout(x_buffers[0].shape[1]), 2)))
     before = 0
     for index in range(_pieces(plan)):
         tile, shared, low, high = _piece(index, plan)
         across, line = _place(tile, sides)
         across = across * 2 + group
-        word_place = _places(across * 64 + word_rows, groups, N, GATED)
+        packed_place = _places(across * 64 + packed_row, groups, N, GATED)
         scale_place = _places(across * 64 + scale_rows, groups, N, GATED)
-        sums = _sum(x_buffers, word_buffers, barriers, scales, zeros, word_place, scale_place, before, low, high, half,
-                    group, GROUP, GATED)  # fmt: skip
+        sums = _sum(x_buffers, packed_buffers, barriers, scales, zeros, packed_place, scale_place, before, low, high,
+                    half, group, GROUP, GATED)  # fmt: skip
         before += high - low
         slices = _slices(sums[0])
         if len(sums) == 2:
@@ -355,10 +355,10 @@ def _room(box, STAGES: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["M", "C", "groups", "alone", "span", "units", "down", "band", "across"])
-def prompt_words_kernel(
+def packed_prefill_kernel(
     x,  # descriptor of [M, K], boxes [BLOCK_M, 64]
     x_tail,  # the same in boxes [TAIL, 64], the rest of a tile's rows; or None
-    words,  # descriptor of int32 [T * C * 64, 16], boxes [64, 16]; GATED: of [2N, K], the gates and then the ups
+    packed,  # descriptor of int32 [T * C * 64, 16], boxes [64, 16]; GATED: of [2N, K], the gates and then the ups
     scales,  # [T, groups, 64]
     zeros,  # uint8 [T, groups, 64] or None
     bias,  # [N] or None
@@ -374,20 +374,20 @@ def prompt_words_kernel(
     `_place`: bands of `band`."""
     boxes = (x,) if x_tail is None else (x, x_tail)
     x_buffers = [_room(each, STAGES) for each in boxes]
-    word_buffers = gl.allocate_shared_memory(gl.int32, [RING, 128, 16], words.layout)
+    packed_buffers = gl.allocate_shared_memory(gl.int32, [RING, 128, 16], packed.layout)
     full, empty = _barriers(STAGES, 1), _barriers(STAGES, 2)
-    words_full, words_empty = _barriers(RING, 1), _barriers(RING, 2)
-    barriers = (full, empty, words_full, words_empty)
+    packed_full, packed_empty = _barriers(RING, 1), _barriers(RING, 2)
+    barriers = (full, empty, packed_full, packed_empty)
     plan, sides = (alone, span, units, C), (down, band, across)
     fence_async_shared()
     gdc_launch_dependents()
     gl.warp_specialize(
         [
-            (_consume, (x_buffers, word_buffers, barriers, scales, zeros, bias, residual, out, parts, arrived, plan,
+            (_consume, (x_buffers, packed_buffers, barriers, scales, zeros, bias, residual, out, parts, arrived, plan,
                         sides, span, M, N, C, groups, 0, GROUP, GATED)),
-            (_consume, (x_buffers, word_buffers, barriers, scales, zeros, bias, residual, out, parts, arrived, plan,
+            (_consume, (x_buffers, packed_buffers, barriers, scales, zeros, bias, residual, out, parts, arrived, plan,
                         sides, span, M, N, C, groups, 1, GROUP, GATED)),
-            (_fetch_words, (words, word_buffers, words_full, words_empty, plan, sides, N, C, GATED)),
+            (_fetch_packed, (packed, packed_buffers, packed_full, packed_empty, plan, sides, N, C, GATED)),
             (_fetch_rows, (boxes, x_buffers, full, empty, plan, sides)),
         ],
         [4, 1, 1], [240, 24, 24],

@@ -28,7 +28,7 @@ def qkv_kernel(
     sin,  # [positions, D], the first half negated
     positions,  # int64 [M]
     kv,  # [blocks * P, 2G, D]
-    places,  # int64 [M]: block * P + offset; a negative place is not written
+    slot_mapping,  # int64 [M]: block * P + offset; a negative place is not written
     out,  # [M, H, D]: the queries
     parts,  # float32 [2, SPLIT, M, N]
     arrived,  # int32 [cdiv(N, BLOCK_N)], zero between launches
@@ -56,7 +56,7 @@ def qkv_kernel(
     turned = valid & (head < H + G)[:, None]
     cosine = tl.load(cos + angle, mask=turned, other=1.0).to(tl.float32)
     sine = tl.load(sin + angle, mask=turned, other=0.0).to(tl.float32)
-    place = tl.load(places + rows, mask=some, other=-1)[None, :]
+    place = tl.load(slot_mapping + rows, mask=some, other=-1)[None, :]
     target = rows[None, :] * N + pairs[:, None]
     last, left, right = join(left, right, parts, arrived, tile, split, target, valid, M * N, SPLIT, True)
     if last:
@@ -87,7 +87,7 @@ def tile_for(x: Tensor, dim: int) -> Tile | Shape | None:
 
 def rotated_qkv(
     x: Tensor, weight: Tensor, bias: Tensor | None, cos: Tensor, sin: Tensor, positions_M: Tensor, kv_NP2GD: Tensor,
-    places_M: Tensor, heads: int, tile: Tile | Shape,
+    slot_mapping_M: Tensor, heads: int, tile: Tile | Shape,
 ) -> Tensor:  # fmt: skip
     """x @ weight.T + bias, rotated; keys and values go to the pool -> the queries [M, H, D].
 
@@ -95,14 +95,14 @@ def rotated_qkv(
     alike and of a pool in the model's dtype.
     """
     if isinstance(tile, Shape):
-        return dense_hopper.rotated_qkv(x, weight, bias, cos, sin, positions_M, kv_NP2GD, places_M, heads, tile)
+        return dense_hopper.rotated_qkv(x, weight, bias, cos, sin, positions_M, kv_NP2GD, slot_mapping_M, heads, tile)
     (rows, k), (kv_heads, dim) = x.shape, kv_NP2GD.shape[3:]
     half = dim // 2
     pairs = (heads + 2 * kv_heads) * half
     out = torch.empty(rows, heads, dim, dtype=x.dtype, device=x.device)
     space = workspace(x.device, 2 * tile.split * rows * pairs if tile.split > 1 else 0)
     qkv_kernel[(triton.cdiv(pairs, tile.n), tile.split)](
-        x, weight, bias, cos, sin, positions_M, kv_NP2GD, places_M, out, space.parts, space.arrived, rows, k,
+        x, weight, bias, cos, sin, positions_M, kv_NP2GD, slot_mapping_M, out, space.parts, space.arrived, rows, k,
         x.stride(0), heads, kv_heads, HALF=half, BLOCK_M=max(16, triton.next_power_of_2(rows)), BLOCK_N=tile.n,
         BLOCK_K=tile.k, SPLIT=tile.split, STAGES=tile.stages_on(x.device), AHEAD=tile.ahead, num_warps=tile.warps,
         **launch_options(x.device),

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kernels.dependent_launch import launch_options, wait
 from kernels.sampling.gumbel import best_of, uniform
-from kernels.sampling.shaping import knobs_of, shaped
+from kernels.sampling.shaping import settings_of, shaped
 from kernels.sampling.slot_settings import Samples, SlotSettings
 from kernels.sampling.threshold import cut_of
 
@@ -47,7 +47,7 @@ def scan_kernel(
     wait(PDL)
     row, chunk = tl.program_id(1).to(tl.int64), tl.program_id(0)
     slot = tl.load(slots + row)
-    knobs = knobs_of(temperatures, repetitions, presences, frequencies, edited_slots, slot)
+    knobs = settings_of(temperatures, repetitions, presences, frequencies, edited_slots, slot)
     shape = (logits + row * stride, history, edits, slot * V, V, knobs)
     temperature = knobs[0]
     ids = chunk * BLOCK + tl.arange(0, BLOCK)
@@ -94,7 +94,7 @@ def choose_kernel(
     wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
-    knobs = knobs_of(temperatures, repetitions, presences, frequencies, edited_slots, slot)
+    knobs = settings_of(temperatures, repetitions, presences, frequencies, edited_slots, slot)
     shape = (logits + row * stride, history, edits, slot * V, V, knobs)
     temperature = knobs[0]
     chunks = tl.arange(0, BLOCK_C)

@@ -11,7 +11,7 @@ import triton.language as tl
 
 
 @triton.jit
-def knobs_of(temperatures, repetitions, presences, frequencies, edited_slots, slot):
+def settings_of(temperatures, repetitions, presences, frequencies, edited_slots, slot):
     """What a slot does to logits: temperature, the three penalties, whether there are penalties, and edits."""
     repetition, presence = tl.load(repetitions + slot), tl.load(presences + slot)
     frequency = tl.load(frequencies + slot)

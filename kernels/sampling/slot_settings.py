@@ -22,7 +22,7 @@ class SlotSettings:
     """int64 [slots], the bits of an unsigned 64-bit seed."""
     sample: Tensor
     """int64 [slots]: sample index."""
-    boundary: Tensor
+    prompt_len: Tensor
     """int64 [slots]: tokens of the prompt; what is drawn is keyed by the position behind them."""
     repetition: Tensor
     """float32 [slots]; 1 is off."""
@@ -50,7 +50,7 @@ def slot_settings(slots: int, device: torch.device | str, vocab: int | None = No
 
     return SlotSettings(
         temperature=full(0), top_k=full(0, torch.int64), top_p=full(1), min_p=full(0), seed=full(0, torch.int64),
-        sample=full(0, torch.int64), boundary=full(0, torch.int64), repetition=full(1), presence=full(0),
+        sample=full(0, torch.int64), prompt_len=full(0, torch.int64), repetition=full(1), presence=full(0),
         frequency=full(0), edited=full(0, torch.int8), history=table(torch.int32), edits=table(torch.float32),
     )  # fmt: skip
 

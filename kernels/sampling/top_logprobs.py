@@ -43,7 +43,7 @@ def top_kernel(
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class TopBuffers:
     """Memory for the `most` likely tokens of S rows, found in chunks of so many columns."""
 
     chunk: int
@@ -57,14 +57,14 @@ class Room:
     """float32 [S, most]."""
 
 
-def room_of(rows: int, vocab: int, most: int, device: torch.device, chunk: int = 2048) -> Room:
+def top_buffers(rows: int, vocab: int, most: int, device: torch.device, chunk: int = 2048) -> TopBuffers:
     """Memory that `top_logprobs` fills."""
     width = triton.cdiv(vocab, chunk) * most
     sizes = (width, torch.float32), (width, torch.int32), (most, torch.int64), (most, torch.float32)
-    return Room(chunk, *(torch.empty(rows, columns, dtype=dtype, device=device) for columns, dtype in sizes))
+    return TopBuffers(chunk, *(torch.empty(rows, columns, dtype=dtype, device=device) for columns, dtype in sizes))
 
 
-def top_logprobs(logits_SV: Tensor, totals_S: Tensor, into: Room) -> None:
+def top_logprobs(logits_SV: Tensor, totals_S: Tensor, into: TopBuffers) -> None:
     """The likely tokens of each row, in order, and their log-probabilities: `into.ids` and `into.best`."""
     rows, vocab = logits_SV.shape
     chunks, (_, most), width = triton.cdiv(vocab, into.chunk), into.ids.shape, into.some.shape[1]

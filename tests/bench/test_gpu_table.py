@@ -1,4 +1,4 @@
-"""The tables and plots of `bench.gpu`, from figures that are known: no GPU takes part."""
+"""The tables and plots of `bench.mesh.gpu`, from figures that are known: no GPU takes part."""
 
 import json
 import xml.etree.ElementTree as ET
@@ -7,8 +7,13 @@ from types import ModuleType
 
 import pytest
 
-from bench import determinism, engine, gpu, kernels
-from bench.floors import loop_tokens_per_s
+from bench import peers
+from bench.engine import determinism
+from bench.engine import measure as engine
+from bench.kernels import measure as kernels
+from bench.mesh import gpu
+from bench.mesh.floors import loop_tokens_per_s
+from bench.table import selected
 
 ROW = {"tok/s": 1300.0, "ttft p50": 200.0, "ttft p99": 300.0, "itl p50": 4.8, "itl p99": 5.0}
 REST = {"requests": 24.0, "failed": 0.0, "cached": 0.0}
@@ -59,7 +64,7 @@ def test_floors_of_long_answers_are_those_of_the_steps(format: str, batch: int, 
 def test_every_row_has_a_name_of_its_own_and_the_quantized_ones_are_shorter() -> None:
     every = [row for format in ("bf16", "fp8", "int4") for row in gpu.rows("8b", format)]
     assert len({row.name for row in every}) == len(every)
-    assert gpu.VLLM.keys() <= {row.name for row in (*every, *gpu.rows("1b", "bf16"))}
+    assert peers.load("vllm").rows.keys() <= {row.name for row in (*every, *gpu.rows("1b", "bf16"))}
     assert {row.seconds for row in every if row.format != "bf16"} == {25.0}
     assert [row.requests for row in every if row.format == "int4"][-1] == 256
 
@@ -87,5 +92,12 @@ def test_without_a_gpu_a_table_stays_as_it_was_measured(
 
 @pytest.mark.parametrize("name", ["gpu", "engine", "determinism"])
 def test_the_tables_that_ship_name_the_gpu(name: str) -> None:
-    measured = json.loads((Path(gpu.__file__).parent / f"results/{name}.json").read_text())
+    measured = json.loads((Path(peers.__file__).parents[1] / f"results/{name}.json").read_text())
     assert "H200" in measured["machine"]["gpu"]
+
+
+def test_rows_are_selected_by_whole_names_or_patterns() -> None:
+    names = ["8b decode 1", "8b decode 128", "8b fp8 decode 1"]
+    assert [name for name in names if selected(name, ["8b decode 1"])] == names[:1]
+    assert [name for name in names if selected(name, ["*decode 1"])] == [names[0], names[2]]
+    assert [name for name in names if selected(name, None)] == names

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.limits import Limits
+from bench.engine.limits import Limits
 from services.worker.loader import presets
 from services.worker.loader.config import load_config
 from services.worker.models.config import count_parameters

@@ -1,8 +1,8 @@
-"""What the planner's choices would mean on one H200: figures of the model of `bench.schedule`, held to their bounds."""
+"""The planner's choices on one H200, simulated by `bench.engine.schedule`: its figures stay within their bounds."""
 
 import pytest
 
-from bench.schedule import closed, step_ms
+from bench.engine.schedule import closed, step_ms
 from services.worker.planner.planner import Row
 
 

@@ -21,6 +21,8 @@ from compress.qat import qat
 from compress.shrink import Cut, shrink
 from compress.training import Plan, logits, rejection
 from tests.checkpoints import Shape, make_checkpoint
+from verify.gates import LIMITS
+from verify.rows import compare_rows
 from verify.served import Served
 
 PLAN = Plan(steps=30, batch=4, learning_rate=2e-3, warmup=3)
@@ -134,6 +136,10 @@ def test_trained_rounding_beats_rounding(base: Path, windows: Tensor, tmp_path: 
     qat(base, trained, windows, Plan(steps=40, batch=4, learning_rate=2e-4, warmup=4), quiet, group=32)
     assert json.loads((trained / "config.json").read_text())["quantization_config"]["format"] == "pack-quantized"
     assert divergence(base, trained, windows) < 0.9 * divergence(base, rounded, windows)
+    rows = compare_rows(Served(base, 64), Served(trained, 64), quiet)
+    assert rows is not None
+    assert rows.error < LIMITS["quantized"]["row_error"], rows.worst
+    assert rows.gain_error < LIMITS["quantized"]["row_gain_error"], rows.worst
 
 
 def test_a_student_learns_and_an_interrupted_run_goes_on(base: Path, windows: Tensor, tmp_path: Path) -> None:

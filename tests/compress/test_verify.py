@@ -2,19 +2,22 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from typer.testing import CliRunner
 
 from compress import layout
 from compress.rounding import round_int8
 from tests.checkpoints import DEMO, make_checkpoint
-from tests.compress.conftest import Made
+from tests.compress.conftest import METHODS, Made
 from verify.cli import app
 
+RowDamage = Callable[[dict[str, Tensor]], object]
 FEW = ("--windows", "3", "--length", "192", "--answers", "1")
 LEAST = ("--windows", "1", "--length", "96", "--answers", "0")
 
@@ -80,6 +83,80 @@ def test_a_head_whose_scales_are_off_is_seen_too(factor: float, error: float, tm
     (figures,) = json.loads(result.read_text())["candidates"]
     assert figures["gain_error"] == pytest.approx(error, abs=0.005)
     assert code == (1 if error else 0), told
+
+
+LINEAR = "model.layers.3.mlp.up_proj"
+ROW = 77
+
+
+def scaled_row(factor: float) -> RowDamage:
+    """The scale, or all scales, of one row."""
+    return lambda parts: parts["weight_scale"][ROW].mul_(factor)
+
+
+def exchange_rows(parts: dict[str, Tensor]) -> None:
+    """Two rows with their scales and zeros; those of int4 zeros lie eight to a word, so they are a word apart."""
+    for name, part in parts.items():
+        if name == "weight_zero_point":
+            part[[3, 5]] = part[[5, 3]]
+        elif name != "weight_shape":
+            rows, others = list(range(24, 32)), list(range(40, 48))
+            part.view(torch.uint8)[[*rows, *others]] = part.view(torch.uint8)[[*others, *rows]]
+
+
+def double_one_group(parts: dict[str, Tensor]) -> None:
+    """One group's scale: 32 of the row's inputs."""
+    parts["weight_scale"][ROW, 5] *= 2
+
+
+def damaged(folder: Path, to: Path, damage: RowDamage) -> Path:
+    """A copy with one linear's stored tensors damaged."""
+    shutil.copytree(folder, to)
+    (shard,) = to.glob("model-00004-of-*.safetensors")
+    tensors = load_file(shard)
+    parts = {name.rpartition(".")[2]: tensor for name, tensor in tensors.items() if name.startswith(f"{LINEAR}.")}
+    assert "weight_scale" in parts
+    damage(parts)
+    save_file(tensors, shard, {"format": "pt"})
+    return to
+
+
+@pytest.mark.parametrize("method", ["int8", "fp8", "awq", "gptq"])
+@pytest.mark.parametrize(
+    ("damage", "worst"),
+    [
+        pytest.param(scaled_row(1.5), f"row {ROW}:", id="half-again"),
+        pytest.param(scaled_row(0.0), f"row {ROW}:", id="zero"),
+        pytest.param(exchange_rows, "row ", id="exchanged"),
+    ],
+)
+def test_one_damaged_row_fails_and_is_named(
+    method: str, damage: RowDamage, worst: str, made: Made, tmp_path: Path
+) -> None:
+    code, told = verify(DEMO, damaged(made(method), tmp_path / "off", damage), *LEAST)
+    assert code == 1, told
+    assert f"layer 3 mlp.up_proj {worst}" in told
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq"])
+def test_one_group_of_double_scale_fails_and_is_named(method: str, made: Made, tmp_path: Path) -> None:
+    code, told = verify(DEMO, damaged(made(method), tmp_path / "off", double_one_group), *LEAST)
+    assert code == 1, told
+    assert f"layer 3 mlp.up_proj row {ROW} group 5:" in told
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_rows_of_every_honest_method_pass(method: str, made: Made, base_of: Made, tmp_path: Path) -> None:
+    """AWQ and SmoothQuant move factors from layer to layer; GPTQ and AWQ move errors from column to column."""
+    result = tmp_path / "result.json"
+    verify(base_of(method), made(method), *LEAST, "--json", result)
+    (figures,) = json.loads(result.read_text())["candidates"]
+    assert {gate["figure"]: gate["holds"] for gate in figures["gates"]}.items() >= {
+        ("row_error", True),
+        ("row_gain_error", True),
+    }
+    assert 0 < figures["row_error"] < 3
+    assert figures["row_gain_error"] < 0.08
 
 
 def test_the_base_is_itself() -> None:

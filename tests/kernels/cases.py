@@ -12,11 +12,11 @@ from torch import Tensor
 
 from kernels import attention, kv_pages, reference, sampling, step_io
 from kernels.activation import activate, gelu
-from kernels.attention.short_prefill import BriefPlan
+from kernels.attention.short_prefill import ShortPrefillPlan
 from kernels.norm import normalize
 from kernels.operands import Activation, Norm, NormKind
 from kernels.sampling.slot_settings import SlotSettings, slot_settings
-from kernels.sampling.top_logprobs import room_of, top_logprobs
+from kernels.sampling.top_logprobs import top_buffers, top_logprobs
 from kernels.slot_edits import HEADER
 from services.worker.runners.cuda import upload
 from services.worker.runners.cuda.step_words import StepRows, padding_step
@@ -98,7 +98,7 @@ class Batch:
 
     def run_brief(self) -> Tensor:
         """All rows by the kernel of those that see few keys."""
-        plan = BriefPlan(self.starts, torch.tensor(self.contexts, dtype=torch.int32, device=DEVICE), self.tables)
+        plan = ShortPrefillPlan(self.starts, torch.tensor(self.contexts, dtype=torch.int32, device=DEVICE), self.tables)
         out = poison(self.q.shape[0], self.heads * self.q.shape[2], dtype=self.q.dtype)
         return attention.attention(self.q, self.pool, plan, self.q.shape[2] ** -0.5, out=out)
 
@@ -173,7 +173,7 @@ def check_edits(slots: int, blocks: int, fresh: list[tuple[int, int]], admitted:
         edits.admitted.append(len(words))
         words.extend((Edit.ADMIT, slot, len(state.words()), *state.words()))
         seed = state.seed_low & 0xFFFFFFFF | state.seed_high << 32
-        numbers = ("seed", seed), ("sample", slot), ("top_k", 40), ("boundary", 9), ("edited", 0)
+        numbers = ("seed", seed), ("sample", slot), ("top_k", 40), ("prompt_len", 9), ("edited", 0)
         for name, value in (*numbers, *floats_of(state)):
             wanted[name][slot] = value
     edits.words = np.frombuffer(words, np.int32)
@@ -204,11 +204,11 @@ def check_step_lists(rows: list[tuple[int, int, bool, bool]], sizes: tuple[int, 
     words = np.full(step_io.words_of(*sizes) + 4, 77, np.int32)
     assert StepRows(known, contexts).lay_out(words.data, 4, sizes) == len(words)
     sent = torch.from_numpy(words[4:]).to(DEVICE)
-    last, boundaries = (torch.randint(0, 900, (nobody + 1,), device=DEVICE) for _ in range(2))
+    last, prompt_lens = (torch.randint(0, 900, (nobody + 1,), device=DEVICE) for _ in range(2))
     tables = torch.randint(0, 99, (nobody + 1, width), dtype=torch.int32, device=DEVICE)
     row_tables = torch.full((sizes[1], width), -7, dtype=torch.int32, device=DEVICE)
     got = step_io.step_inputs(sent, *sizes, row_tables)
-    step_io.unpack(sent, last, boundaries, tables, got, block)
+    step_io.unpack(sent, last, prompt_lens, tables, got, block)
     token_ids, positions, places, given = [], [], [], iter(ids)
     for owner, (length, context, told, _) in zip(owners, rows, strict=True):
         for position in range(context - length, context):
@@ -219,7 +219,7 @@ def check_step_lists(rows: list[tuple[int, int, bool, bool]], sizes: tuple[int, 
     unused = sizes[0] - len(token_ids)
     assert got.token_ids.tolist() == token_ids + [0] * unused
     assert got.positions.tolist() == positions + [0] * unused
-    assert got.places.tolist() == places + [-1] * unused
+    assert got.slot_mapping.tolist() == places + [-1] * unused
     ends = np.cumsum(lengths).tolist()
     assert got.starts.tolist() == [0, *ends, *ends[-1:] * (sizes[1] - count)]
     assert got.contexts.tolist() == contexts + [0] * (sizes[1] - count)
@@ -231,7 +231,7 @@ def check_step_lists(rows: list[tuple[int, int, bool, bool]], sizes: tuple[int, 
     idle = sizes[2] - len(chosen)
     assert got.sampled.tolist() == [ends[row] - 1 for row in chosen] + [0] * idle
     assert got.sample_slots.tolist() == [owners[row] for row in chosen] + [nobody] * idle
-    drawn = [contexts[row] - int(boundaries[owners[row]]) for row in chosen]
+    drawn = [contexts[row] - int(prompt_lens[owners[row]]) for row in chosen]
     assert got.sample_positions.tolist()[: len(chosen)] == drawn
 
 
@@ -245,7 +245,7 @@ def check_nobodys(tokens: int, sizes: tuple[int, int, int], block: int) -> None:
     got = step_io.step_inputs(sent, *sizes, row_tables)
     step_io.unpack(sent, slot_words, slot_words, tables, got, block)
     assert got.token_ids.tolist() == got.positions.tolist() == [0] * sizes[0]
-    assert got.places.tolist() == [-1] * sizes[0]
+    assert got.slot_mapping.tolist() == [-1] * sizes[0]
     assert row_tables.eq(7).all()
     assert got.sample_slots.tolist() == [2] * sizes[2]
 
@@ -276,7 +276,7 @@ def check_sampling(rows: int, slots: int, vocab: int, rounded: bool, most: int, 
         assert int(state.history[slot, tokens[row]]) == (word if penal[slot] else int(before[slot, tokens[row]]))
     own, ids, best = reference.log_probs(logits.cpu(), tokens, most)
     assert torch.allclose(got.logprobs.cpu(), own, atol=2e-5)
-    top = room_of(rows, vocab, most, logits.device, chunk or 2048)
+    top = top_buffers(rows, vocab, most, logits.device, chunk or 2048)
     top_logprobs(logits, got.totals, top)
     assert torch.allclose(top.best.cpu(), best, atol=2e-5)
     assert torch.equal(logits.gather(1, top.ids).cpu(), logits.cpu().gather(1, ids))

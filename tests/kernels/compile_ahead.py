@@ -187,7 +187,9 @@ def calls(dtype: torch.dtype, capability: int) -> Iterator[tuple[str, Callable[[
         yield "keep", partial(step_io.store_sampled, index(2), new(2), new(2), index(2), last, step[:6].view(3, 2))
         yield (
             "top",
-            partial(top_logprobs.top_logprobs, new(2, 1024), new(2), top_logprobs.room_of(2, 1024, 20, new(1).device)),
+            partial(
+                top_logprobs.top_logprobs, new(2, 1024), new(2), top_logprobs.top_buffers(2, 1024, 20, new(1).device)
+            ),
         )
 
 
@@ -202,7 +204,9 @@ def fused_calls(new: Callable[..., Tensor], capability: int) -> Iterator[tuple[s
     hopper = capability == 90
     if hopper:
         for rows, dim in ((8, 128), (1, 64)):
-            plan = short_prefill.BriefPlan(*(torch.zeros(n, dtype=torch.int32) for n in (rows + 1, rows, (rows, 8))))
+            plan = short_prefill.ShortPrefillPlan(
+                *(torch.zeros(n, dtype=torch.int32) for n in (rows + 1, rows, (rows, 8)))
+            )
             arguments = new(128, 48, dim)[:, :32], new(64, 16, 2, 8, dim), plan, 1.0
             if arguments[0].itemsize == 2:
                 yield f"brief {rows}", partial(attention.attention, *arguments)
@@ -236,12 +240,12 @@ def quantized_calls(new: Callable[..., Tensor]) -> Iterator[tuple[str, Callable[
     normal = quantized_weights.Nf4Weight(octets, torch.ones(4096), torch.ones(16))
     yield "dequantize nf4", partial(nf4.dequantize_nf4, normal, new(1).dtype)
     for name, weight in weights.items():
-        laid = packed.lay_out(weight)
+        laid = packed.pack_weight(weight)
         for rows in (1, 64, 200):
             x, residual = new(rows, 512), new(rows, 256)
-            yield f"{name} {rows}", partial(packed_gemm.linear_words, x, laid, residual=residual)
+            yield f"{name} {rows}", partial(packed_gemm.linear_packed, x, laid, residual=residual)
             if rows <= 64:
-                yield f"{name} gated {rows}", partial(packed_gemm.linear_words, x, laid, gated=True)
+                yield f"{name} gated {rows}", partial(packed_gemm.linear_packed, x, laid, gated=True)
         yield f"dequantize {name}", partial(packed.dequantize, laid, x.dtype)
 
 
@@ -284,10 +288,10 @@ def compile_hopper(dim: int, windowed: bool, stored: torch.dtype) -> Any:
     kind = mangle_type(torch.empty(0, dtype=stored))[1:]
     kinds["pool"] = f"tensordesc<{kind}{prefill_hopper.box(stored, dim)},{prefill_hopper.layout(stored, dim)!r}>"
     kinds |= {"scale": "fp32", "head_scales": "*fp32"}
-    return compile_gluon(prefill_hopper.hopper_kernel, fixed, kinds, {"num_warps": 4})
+    return compile_gluon(prefill_hopper.prefill_hopper_kernel, fixed, kinds, {"num_warps": 4})
 
 
-def compile_few(dim: int, stored: torch.dtype, shape: attention.FewRows, share: int = 4) -> Any:
+def compile_few(dim: int, stored: torch.dtype, shape: attention.DecodePrograms, share: int = 4) -> Any:
     """Attention of few answers, for capability 9.0 only. share: query heads of a key/value head."""
     from kernels.attention import decode_hopper
 
@@ -299,7 +303,9 @@ def compile_few(dim: int, stored: torch.dtype, shape: attention.FewRows, share: 
         fixed["head_scales"] = None
     kinds = dict.fromkeys(("q", "out"), "*bf16") | dict.fromkeys(("tables", "records", "arrived"), "*i32")
     kinds |= {"kv": mangle_type(torch.empty(0, dtype=stored)), "parts": "*fp32", "head_scales": "*fp32"}
-    return compile_gluon(decode_hopper.hopper_few_kernel, fixed, kinds | {"scale": "fp32"}, {"num_warps": shape.warps})
+    return compile_gluon(
+        decode_hopper.decode_hopper_kernel, fixed, kinds | {"scale": "fp32"}, {"num_warps": shape.warps}
+    )
 
 
 def compile_gluon(kernel: Any, fixed: dict[str, Any], kinds: dict[str, str], options: dict[str, Any]) -> Any:
@@ -314,11 +320,11 @@ def compile_gluon(kernel: Any, fixed: dict[str, Any], kinds: dict[str, str], opt
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
-def compile_hopper_words() -> Iterator[tuple[str, Any]]:
+def compile_packed_hopper() -> Iterator[tuple[str, Any]]:
     """Products with weights in words, in shapes that are served."""
     from kernels.linear import packed_hopper
-    from kernels.linear.gluon_common import NOWHERE
-    from kernels.linear.packed_hopper_kernel import hopper_words_kernel
+    from kernels.linear.gluon_common import NO_POOL
+    from kernels.linear.packed_hopper_kernel import packed_hopper_kernel
 
     octets, bf16 = torch.zeros(768, 1024, dtype=torch.uint8), torch.bfloat16
     int4 = quantized_weights.Int4Weight(octets[:, :512], torch.ones(768, 8, dtype=bf16), None, 128)
@@ -336,20 +342,20 @@ def compile_hopper_words() -> Iterator[tuple[str, Any]]:
         ("int8 groups", groups, 200, False, False, None), ("int8 groups rotated", groups, 32, False, False, bf16),
     ]  # fmt: skip
     for name, weight, rows, gated, rounded, stored in cases:
-        laid = packed.lay_out(weight)
+        laid = packed.pack_weight(weight)
         n, k = laid.shape
         x = torch.zeros(rows, k, dtype=quantized_weights.FP8 if rounded else bf16)
         out = torch.zeros(rows, n // 2 if gated else n, dtype=bf16)
         shape = packed_hopper.shape_for(laid, rows, gated, rounded)
         assert isinstance(shape, packed_hopper.Shape)
         scales, residual = torch.ones(rows, 1) if rounded else None, None if gated or stored else out
-        pool = NOWHERE
+        pool = NO_POOL
         if stored:
             kv_pool, angles = torch.zeros(9, 16, 2, 1, 128, dtype=stored), torch.zeros(9, 1, 128, dtype=bf16)
-            pool = {"cos": angles, "sin": angles, "positions": index(rows), "kv": kv_pool, "places": index(rows)}
+            pool = {"cos": angles, "sin": angles, "positions": index(rows), "kv": kv_pool, "slot_mapping": index(rows)}
             pool |= {"H": 4, "G": 1}
         _, given = packed_hopper.launch(x, laid, None, residual, gated, out, shape, scales, 132, pool)
-        yield f"{name} {rows}", compile_given(hopper_words_kernel, given)
+        yield f"{name} {rows}", compile_given(packed_hopper_kernel, given)
 
 
 RowWeight = quantized_weights.Int4Weight | quantized_weights.Int8Weight | quantized_weights.Fp8Weight
@@ -358,7 +364,7 @@ RowWeight = quantized_weights.Int4Weight | quantized_weights.Int8Weight | quanti
 def row_cases() -> Iterator[tuple[str, RowWeight, bool, bool]]:
     """Weights for products of one row, some with as many inputs as their shape takes; whether they are gated, and
     whether queries, keys and values."""
-    from kernels.linear.packed_gemv import LONG_INPUTS, MOST_INPUTS
+    from kernels.linear.packed_gemv import LONG_INPUTS, MAX_INPUTS
 
     def int4(n: int, k: int, zeros: bool = False) -> quantized_weights.Int4Weight:
         octets, scale = torch.zeros(n, k // 2, dtype=torch.uint8), torch.ones(n, k // 128, dtype=torch.bfloat16)
@@ -369,9 +375,9 @@ def row_cases() -> Iterator[tuple[str, RowWeight, bool, bool]]:
 
     yield "int4 gated", int4(768, 2048), True, False
     yield "int4 zeros", int4(768, 2048, zeros=True), False, False
-    yield "int4 in short boxes", int4(256, MOST_INPUTS[2] - 1024), False, False
-    yield "int4 of most inputs", int4(256, MOST_INPUTS[2]), False, False
-    yield "int4 rotated in one round", int4(34 * 128, MOST_INPUTS[3]), False, True
+    yield "int4 in short boxes", int4(256, MAX_INPUTS[2] - 1024), False, False
+    yield "int4 of most inputs", int4(256, MAX_INPUTS[2]), False, False
+    yield "int4 rotated in one round", int4(34 * 128, MAX_INPUTS[3]), False, True
     yield "fp8 rotated", fp8(768, 2048), False, True
     short = LONG_INPUTS[0][0] - 1024
     yield "fp8 in one round", fp8(6336, short), False, False
@@ -383,23 +389,23 @@ def row_cases() -> Iterator[tuple[str, RowWeight, bool, bool]]:
     yield "int8 groups", quantized_weights.Int8Weight(octets, torch.ones(768, 16)), False, False
 
 
-def compile_row_words() -> Iterator[tuple[str, Any]]:
+def compile_packed_gemv() -> Iterator[tuple[str, Any]]:
     """Products of one row, in shapes that are served."""
     from kernels.linear import packed_gemv
-    from kernels.linear.gluon_common import NOWHERE, pooled
-    from kernels.linear.packed_gemv_kernel import row_words_kernel
+    from kernels.linear.gluon_common import NO_POOL, pool_arguments
+    from kernels.linear.packed_gemv_kernel import packed_gemv_kernel
 
     angles, kv_pool = (torch.zeros(shape, dtype=torch.bfloat16) for shape in ((9, 1, 128), (9, 16, 2, 1, 128)))
     for name, weight, gated, rotated in row_cases():
-        laid = packed.lay_out(weight)
+        laid = packed.pack_weight(weight)
         n, k = laid.shape
         x, out = (torch.zeros(1, width, dtype=torch.bfloat16) for width in (k, n // 2 if gated else n))
         shape = packed_gemv.shape_for(laid, 1)
         assert shape is not None
-        pool = pooled(angles, angles, index(1), kv_pool, index(1), n // 128 - 2) if rotated else NOWHERE
+        pool = pool_arguments(angles, angles, index(1), kv_pool, index(1), n // 128 - 2) if rotated else NO_POOL
         added = None if gated or rotated else out
         _, given = packed_gemv.launch(x, laid, None, added, gated, out, shape, 132, pool)
-        compiled = compile_given(row_words_kernel, given)
+        compiled = compile_given(packed_gemv_kernel, given)
         products = 8 * shape.chunks // packed_gemv.WARPS
         assert compiled.asm["ptx"].count("mma.sync") == products, "each warp multiplies a chunk at a time"
         # A multiprocessor keeps 1 KiB for each of its programs.
@@ -407,10 +413,10 @@ def compile_row_words() -> Iterator[tuple[str, Any]]:
         yield name, compiled
 
 
-def compile_prompt_words() -> Iterator[tuple[str, Any]]:
+def compile_packed_prefill() -> Iterator[tuple[str, Any]]:
     """Products of many rows with weights of four bits, in shapes that are served."""
     from kernels.linear import packed_prefill
-    from kernels.linear.packed_prefill_kernel import prompt_words_kernel
+    from kernels.linear.packed_prefill_kernel import packed_prefill_kernel
 
     octets = torch.zeros(512, 1024, dtype=torch.uint8)
     int4 = quantized_weights.Int4Weight(octets[:, :512], torch.ones(512, 8, dtype=torch.bfloat16), None, 128)
@@ -425,8 +431,8 @@ def compile_prompt_words() -> Iterator[tuple[str, Any]]:
     for name, weight, rows, gated, shape in cases:
         x, out = (torch.zeros(rows, width, dtype=torch.bfloat16) for width in (1024, 256 if gated else 512))
         added = None if gated else out
-        _, given = packed_prefill.launch(x, packed.lay_out(weight), None, added, gated, out, shape, 132)
-        compiled = compile_given(prompt_words_kernel, given)
+        _, given = packed_prefill.launch(x, packed.pack_weight(weight), None, added, gated, out, shape, 132)
+        compiled = compile_given(packed_prefill_kernel, given)
         products = 2 * 8 * (2 if shape.tail else 1)
         assert compiled.asm["ptx"].count("wgmma.mma_async") == products, "products of both warpgroups, each but once"
         yield f"int4 {name} {rows}", compiled
@@ -477,24 +483,27 @@ def compile_all(capability: int, dtype: torch.dtype) -> list[str]:
             compiled = compile_hopper(dim, windowed, stored)
             assert compiled.metadata.shared <= MOST_SHARED[capability]
             lines.append(f"attention {dim} {stored}: hopper_kernel shared {compiled.metadata.shared}")
-        few = [(64, dtype, attention.FEW[1], 4), *((128, dtype, attention.FEW[rows], 4) for rows in (1, 16))]
-        few += [
-            (128, kv_pages.FP8, attention.FEW_FP8[4], 4),
-            (64, dtype, attention.FEW[1], 1),
-            (128, dtype, attention.FEW[1], 7),
+        decode = [
+            (64, dtype, attention.HOPPER_DECODE[1], 4),
+            *((128, dtype, attention.HOPPER_DECODE[rows], 4) for rows in (1, 16)),
         ]
-        for dim, stored, few_rows, share in few:
+        decode += [
+            (128, kv_pages.FP8, attention.HOPPER_DECODE_FP8[4], 4),
+            (64, dtype, attention.HOPPER_DECODE[1], 1),
+            (128, dtype, attention.HOPPER_DECODE[1], 7),
+        ]
+        for dim, stored, few_rows, share in decode:
             compiled = compile_few(dim, stored, few_rows, share)
             assert compiled.metadata.shared <= MOST_SHARED[capability]
             lines.append(f"attention {dim} {stored} {share}: hopper_few_kernel shared {compiled.metadata.shared}")
-        for name, compiled in compile_hopper_words():
+        for name, compiled in compile_packed_hopper():
             assert compiled.metadata.shared <= MOST_SHARED[capability], name
-            lines.append(f"{name}: hopper_words_kernel shared {compiled.metadata.shared}")
-        for name, compiled in compile_row_words():
-            lines.append(f"{name}: row_words_kernel shared {compiled.metadata.shared}")
-        for name, compiled in compile_prompt_words():
+            lines.append(f"{name}: packed_hopper_kernel shared {compiled.metadata.shared}")
+        for name, compiled in compile_packed_gemv():
+            lines.append(f"{name}: packed_gemv_kernel shared {compiled.metadata.shared}")
+        for name, compiled in compile_packed_prefill():
             assert compiled.metadata.shared <= MOST_SHARED[capability], name
-            lines.append(f"{name}: prompt_words_kernel shared {compiled.metadata.shared}")
+            lines.append(f"{name}: packed_prefill_kernel shared {compiled.metadata.shared}")
     return lines
 
 

@@ -44,7 +44,7 @@ def test_attention_of_ragged_steps(dtype: torch.dtype) -> None:
         lengths = [1, random.randint(2, 6), 1, random.randint(17, 40)]
         contexts = [random.randint(1, 90), lengths[1], 64, lengths[3] + random.randint(0, 30)]
         batch = Batch(lengths, contexts, *heads, block, dtype)
-        apart = replace(attention.TINY, split_apart=True, split_programs=51)
+        apart = replace(attention.TINY, split_by_head=True, split_programs=51)
         for config in (attention.TINY, apart):
             close(batch.run(window, short, config), batch.want(window))
 
@@ -60,9 +60,9 @@ def test_attention_in_the_served_configurations() -> None:
 def test_programs_of_few_rows_on_a_hopper_take_each_key_once(monkeypatch: pytest.MonkeyPatch, programs: int) -> None:
     monkeypatch.setattr(attention, "is_hopper", lambda device: True)
     lengths, contexts = [1, 0, 40, 1, 1, 1], [1900, 0, 70, 0, 17, 641]
-    batch, few = Batch(lengths, contexts, 8, 2, 64, 16, HALF), attention.FewRows(64, 2, 4, programs)
-    plan = batch.plan(None, 1, replace(attention.config_for(64, HALF, 6), few=few))
-    assert plan.few == few
+    batch, decode = Batch(lengths, contexts, 8, 2, 64, 16, HALF), attention.DecodePrograms(64, 2, 4, programs)
+    plan = batch.plan(None, 1, replace(attention.config_for(64, HALF, 6), decode=decode))
+    assert plan.decode == decode
     taken: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
     for program, record in enumerate(plan.records.tolist()):
         row, _, units, start, _, context, share, stop, _, here = record

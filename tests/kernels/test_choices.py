@@ -9,9 +9,9 @@ import torch
 
 from kernels import attention, kv_pages
 from kernels.attention import decode_hopper
-from kernels.attention.short_prefill import serves_brief
+from kernels.attention.short_prefill import serves_short_prefill
 from kernels.linear import packed_gemm, packed_gemv, packed_hopper, packed_prefill
-from kernels.linear.packed import Words
+from kernels.linear.packed import PackedWeight
 from kernels.linear.packed_gemv_kernel import _octet
 
 BF16 = torch.bfloat16
@@ -28,15 +28,15 @@ BF16 = torch.bfloat16
 )  # fmt: skip
 def test_few_rows_have_programs_of_their_own(stored: torch.dtype, programs: dict[int, int | None]) -> None:
     for rows, wanted in programs.items():
-        few = attention.config_for(128, BF16, rows, stored=stored).few
-        assert (few and few.programs) == wanted
+        decode = attention.config_for(128, BF16, rows, stored=stored).decode
+        assert (decode and decode.programs) == wanted
 
 
 def test_what_few_rows_are_taken_by_the_general_kernel() -> None:
-    assert attention.config_for(64, BF16, 1).few is not None
-    assert attention.config_for(64, BF16, 1, stored=kv_pages.FP8).few is None
-    assert attention.config_for(128, torch.float32, 1).few is None
-    assert attention.config_for(128, BF16, 1, invariant=True).few is None
+    assert attention.config_for(64, BF16, 1).decode is not None
+    assert attention.config_for(64, BF16, 1, stored=kv_pages.FP8).decode is None
+    assert attention.config_for(128, torch.float32, 1).decode is None
+    assert attention.config_for(128, BF16, 1, invariant=True).decode is None
 
 
 def planned(
@@ -54,10 +54,10 @@ def planned(
 
 def test_a_hopper_takes_few_rows_of_one_token_on_their_own() -> None:
     plan = planned()
-    assert plan.few == attention.FEW[16]
+    assert plan.decode == attention.HOPPER_DECODE[16]
     assert len(plan.records) == 396
     assert plan.shared is None
-    assert planned(rows=16, heads=12, kv_heads=12).few is not None
+    assert planned(rows=16, heads=12, kv_heads=12).decode is not None
 
 
 @pytest.mark.parametrize(
@@ -68,15 +68,15 @@ def test_a_hopper_takes_few_rows_of_one_token_on_their_own() -> None:
 )  # fmt: skip
 def test_what_the_kernel_of_few_rows_cannot_take_is_planned_as_ever(other: dict[str, Any]) -> None:
     plan = planned(**other)
-    assert plan.few is None
+    assert plan.decode is None
     assert len(plan.records) == plan.config.split_programs
     assert (plan.shared is None) == ("window" in other or "short" in other)
 
 
 @pytest.mark.parametrize("windows", [(None,), (128, None, 4096)], ids=str)
 def test_rows_that_see_few_keys_have_a_kernel_of_their_own(windows: tuple[int | None, ...]) -> None:
-    assert serves_brief(32, 8, 128, BF16, BF16, windows)
-    assert serves_brief(28, 4, 64, torch.float16, torch.float16, windows)
+    assert serves_short_prefill(32, 8, 128, BF16, BF16, windows)
+    assert serves_short_prefill(28, 4, 64, torch.float16, torch.float16, windows)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_rows_that_see_few_keys_have_a_kernel_of_their_own(windows: tuple[int | 
     ids=str,
 )  # fmt: skip
 def test_what_that_kernel_is_not_made_for(numbers: Any) -> None:
-    assert not serves_brief(*numbers)
+    assert not serves_short_prefill(*numbers)
 
 
 def test_pools_of_int8_are_none_of_its() -> None:
@@ -111,16 +111,16 @@ def test_threads_that_merge_parts_cover_a_head(lines: int, dim: int, warps: int)
 # ---- products with quantized weights ----
 
 
-def weight(kind: str = "int4", n: int = 4096, k: int = 4096, group: int | None = None) -> Words:
+def weight(kind: str = "int4", n: int = 4096, k: int = 4096, group: int | None = None) -> PackedWeight:
     """A weight of which only the numbers are known that rules ask for."""
     size = (128 if kind == "int4" else 0) if group is None else group
-    return Words(kind, torch.empty(0), torch.empty(0), None, size, None, torch.Size((n, k)))
+    return PackedWeight(kind, torch.empty(0), torch.empty(0), None, size, None, torch.Size((n, k)))
 
 
-def kernel(weight: Words, rows: int, gated: bool = False) -> str | None:
+def kernel(weight: PackedWeight, rows: int, gated: bool = False) -> str | None:
     """Which of the Hopper's kernels takes a product."""
     shape = packed_hopper.shape_for(weight, rows, gated)
-    names = {packed_gemv.Shape: "row", packed_hopper.Shape: "words", packed_prefill.Shape: "prompts"}
+    names = {packed_gemv.Shape: "row", packed_hopper.Shape: "packed", packed_prefill.Shape: "prompts"}
     return None if shape is None else names[type(shape)]
 
 
@@ -128,14 +128,14 @@ def test_one_row_has_a_kernel_of_its_own_where_warps_take_whole_chunks() -> None
     for one in (weight(), weight("fp8"), weight("int8"), weight("fp8", group=128), weight(k=28672), weight(n=16)):
         assert kernel(one, 1) == "row"
         assert kernel(one, 1, gated=True) == "row"
-        assert kernel(one, 2) == "words"
+        assert kernel(one, 2) == "packed"
     for other in (weight(k=1280), weight(n=4104), weight(group=256), weight(k=29696), weight("fp8", k=512)):
-        assert kernel(other, 1) == "words"
+        assert kernel(other, 1) == "packed"
 
 
 def test_more_rows_are_taken_by_kind() -> None:
-    assert [kernel(weight(), rows) for rows in (2, 64, 65, 9000)] == ["words", "words", "prompts", "prompts"]
-    assert [kernel(weight("fp8"), rows) for rows in (2, 64, 512, 513)] == ["words", "words", "words", None]
+    assert [kernel(weight(), rows) for rows in (2, 64, 65, 9000)] == ["packed", "packed", "prompts", "prompts"]
+    assert [kernel(weight("fp8"), rows) for rows in (2, 64, 512, 513)] == ["packed", "packed", "packed", None]
     for rows in (2, 65):
         assert kernel(weight(group=64), rows) is None
         assert kernel(weight(n=192), rows, gated=True) is None
@@ -184,9 +184,9 @@ def test_octets_of_all_tiles_are_all_rows_of_a_weight(case: str) -> None:
 def test_a_gated_product_has_nothing_added() -> None:
     x, added = torch.zeros(1, 4096, dtype=BF16), torch.zeros(1, 2048, dtype=BF16)
     with pytest.raises(AssertionError):
-        packed_gemm.linear_words(x, weight(), residual=added, gated=True)
+        packed_gemm.linear_packed(x, weight(), residual=added, gated=True)
     with pytest.raises(AssertionError):
-        packed_gemm.linear_words(x, weight(), added[0], gated=True)
+        packed_gemm.linear_packed(x, weight(), added[0], gated=True)
 
 
 def tiles(rows: int, n: int, k: int) -> str:

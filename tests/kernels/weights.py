@@ -43,14 +43,14 @@ def check_words(rows: int, n: int, k: int, group: int, dtype: torch.dtype, serve
     x = rand(rows, k, dtype=dtype)
     residual, bias = rand(rows, n, dtype=dtype), rand(n, dtype=dtype)
     for weight in weights(n, k, group, dtype):
-        laid = packed.lay_out(weight)
+        laid = packed.pack_weight(weight)
         want = quantized_weights.linear(x.double(), weight)
         out, tile = poison(rows, n, dtype=dtype), None if served else random.choice(TILES)
-        close(packed_gemm.linear_words(x, laid, bias, out=out, tile=tile), want + bias.double())
+        close(packed_gemm.linear_packed(x, laid, bias, out=out, tile=tile), want + bias.double())
         added = residual.clone()
-        close(packed_gemm.linear_words(x, laid, residual=added, out=added, tile=tile), want + residual.double())
+        close(packed_gemm.linear_packed(x, laid, residual=added, out=added, tile=tile), want + residual.double())
         out = poison(rows, n // 2, dtype=dtype)
-        close(packed_gemm.linear_words(x, laid, gated=True, out=out, tile=tile), reference.silu_and_mul(want))
+        close(packed_gemm.linear_packed(x, laid, gated=True, out=out, tile=tile), reference.silu_and_mul(want))
         stored = weight.stored(torch.float64) if isinstance(weight, Int4Weight) else None
         close(packed.dequantize(laid, dtype), weight.dequantize(torch.float64) if stored is None else stored)
         assert laid.nbytes <= 1.1 * weight.nbytes + 200 * (k + n)
@@ -99,7 +99,7 @@ def check_products(rows: int, n: int, k: int, dtype: torch.dtype, group: int = 6
     normed = reference.rms_norm(x.double(), gamma.double(), 1e-5)
     for weight in kinds:
         laid = linear.prepare(weight, dtype)
-        rounds = linear.rounds(x, laid)
+        rounds_to_fp8 = linear.rounds_to_fp8(x, laid)
         for got, want in (
             (linear.linear(x, laid, norm=norm), quantized_weights.linear(normed, weight)),
             (
@@ -110,7 +110,7 @@ def check_products(rows: int, n: int, k: int, dtype: torch.dtype, group: int = 6
             (_gate(linear.gate(x, laid, norm), n), _gated(quantized_weights.linear(normed, weight))),
             (linear.linear(wide, laid), quantized_weights.linear(_gated(wide.double()), weight)),
         ):
-            if rounds:
+            if rounds_to_fp8:
                 assert error(got, want) < 0.05
             else:
                 close(got, want)

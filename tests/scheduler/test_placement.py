@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench import placement as bench
+from bench.mesh import placement as bench
 from services.scheduler.core.placement import Candidate, Choice, PrefixIndex, choose
 from tests.scheduler.stage import keys
 

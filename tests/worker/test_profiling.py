@@ -23,7 +23,7 @@ def test_the_time_of_observed_steps_is_told_by_phase_and_by_what_computed(engine
     assert sum(profile.host.values()) == pytest.approx(profile.seconds)
     assert profile.host["launch"] > profile.host["planning"] > 0, "on a CPU a launch is the whole computation"
     assert not profile.on_gpu
-    assert {"products", "norms"} <= set(profile.families)
+    assert {"linear", "norms"} <= set(profile.families)
     assert sum(profile.families.values()) <= profile.seconds
     events = json.loads(gzip.decompress(profile.trace))["traceEvents"]
     assert {event["name"] for event in events} >= {*PHASES, "aten::linear"}
@@ -63,9 +63,12 @@ def test_every_kernel_of_ours_belongs_to_a_family() -> None:
 
 def test_kernels_belong_to_families() -> None:
     names = {
-        "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNT": "products",
-        "skinny_kernel": "products",
-        "hopper_kernel": "attention",
+        "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNT": "linear",
+        "split_k_kernel": "linear",
+        "dense_hopper_kernel": "linear",
+        "packed_gemm_kernel": "quantized linear",
+        "store_sampled_kernel": "step inputs",
+        "prefill_hopper_kernel": "attention",
         "split_kernel": "attention",
         "rms_norm_kernel": "norms",
         "rope_and_store_kernel": "rope and KV",

@@ -25,13 +25,13 @@ ELSEWHERE = "elsewhere"
 _FAMILIES = (
     ("norms", ("norm",)),
     ("rope and KV", ("rope", "copy_blocks")),
+    ("step inputs", ("unpack_kernel", "store_sampled_kernel", "finite_kernel", "edit_kernel")),
     ("sampling", ("scan_kernel", "choose_kernel", "top_kernel", "sample", "topk", "argmax", "sort", "multinomial")),
-    ("attention", ("attention", "hopper_kernel", "hopper_few", "brief_kernel", "tile_kernel", "split_kernel",
-                   "shared_kernel", "schedule_kernel", "flash", "softmax")),
-    ("products", ("gemm", "gemv", "nvjet", "cutlass", "matmul", "linear", "mm", "skinny", "invariant", "split", "qkv")),
-    ("quantized products", ("words_kernel", "dequantize", "round_rows")),
-    ("activation", ("silu", "gelu")),
-    ("step lists", ("unpack_kernel", "keep_kernel", "finite_kernel", "edit_kernel")),
+    ("attention", ("attention", "prefill_hopper", "decode_hopper", "short_prefill", "tile_kernel", "split_kernel",
+                   "shared_prefix", "schedule_kernel", "flash", "softmax")),
+    ("quantized linear", ("packed_", "dequantize", "round_rows")),
+    ("linear", ("gemm", "gemv", "nvjet", "cutlass", "matmul", "linear", "mm", "dense_hopper", "invariant", "split",
+    "qkv")), ("activation", ("silu", "gelu")),
     ("copies", ("memcpy", "memset", "copy", "index", "fill", "cat", "stack")),
 )  # fmt: skip
 _OTHER = "other"

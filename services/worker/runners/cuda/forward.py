@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kernels import attention, sampling, step_io
 from kernels.attention import AttentionPlan
-from kernels.attention.short_prefill import BriefPlan
+from kernels.attention.short_prefill import ShortPrefillPlan
 from kernels.sampling.slot_settings import Samples, SlotSettings
 from kernels.step_io import StepInputs
 from services.worker.models.decoder import Decoder
@@ -54,8 +54,8 @@ class GpuForward:
         finite_at = step_io.aligned(3 * samples)
         size = finite_at + (0 if answers else tokens)
         report = torch.empty(size, dtype=torch.int32, device=self._words.device)
-        boundaries, block_size = self._settings.boundary, self._pool.block_size
-        step_io.unpack(self._words, self._last_token, boundaries, self._tables, inputs, block_size)
+        prompt_lens, block_size = self._settings.prompt_len, self._pool.block_size
+        step_io.unpack(self._words, self._last_token, prompt_lens, self._tables, inputs, block_size)
         step = self.step_of(inputs, long_tokens, None if answers else inputs.sampled, kind)
         x, seen = model.forward(step, self._pool.layers)
         if not answers:
@@ -74,14 +74,16 @@ class GpuForward:
             token_ids=inputs.token_ids,
             positions=inputs.positions,
             rope=RopeTables(self._model.cos, self._model.sin, inputs.positions),
-            slot_mapping=inputs.places,
+            slot_mapping=inputs.slot_mapping,
             plans={window: self._plan(inputs, window, long_tokens, kind) for window in self._windows},
             sampled=sampled,
         )
 
-    def _plan(self, inputs: StepInputs, window: int | None, long_tokens: int, kind: Kind) -> AttentionPlan | BriefPlan:
+    def _plan(
+        self, inputs: StepInputs, window: int | None, long_tokens: int, kind: Kind
+    ) -> AttentionPlan | ShortPrefillPlan:
         if kind is Kind.BRIEF:
-            return BriefPlan(inputs.starts, inputs.contexts, inputs.tables)
+            return ShortPrefillPlan(inputs.starts, inputs.contexts, inputs.tables)
         config, dtype, ops, pool = self._model.config, self._model.embedding.dtype, self._ops, self._pool
         shapes = attention.config_for(config.head_dim, dtype, len(inputs.contexts), ops.invariant, pool.stored)
         return attention.plan_attention(

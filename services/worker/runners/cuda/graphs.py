@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from kernels import linear
-from kernels.attention.short_prefill import serves_brief
+from kernels.attention.short_prefill import serves_short_prefill
 from kernels.device import is_hopper
 from services.worker.models.decoder import Decoder
 from services.worker.runners.cuda.forward import Computed
@@ -91,7 +91,7 @@ class Graphs:
         """Of steps with prompts."""
         most, model = self._eager_tokens, self._model
         tokens = [count for count in GRAPH_TOKENS if count <= most]
-        if linear.rounds(model.embedding[:128], model.layers[0].mlp.up.weight):
+        if linear.rounds_to_fp8(model.embedding[:128], model.layers[0].mlp.up.weight):
             tokens += [count for count in FP8_TOKENS if most < count <= FP8_EAGER * most]
         return tokens
 
@@ -100,7 +100,7 @@ class Graphs:
         """Whether rows that see few keys have attention of their own; measured on a Hopper."""
         config, embedding = self._model.config, self._model.embedding
         numbers = config.heads, config.kv_heads, config.head_dim, embedding.dtype, self._stored, set(config.windows)
-        return is_hopper(embedding.device) and not self._ops.invariant and serves_brief(*numbers)
+        return is_hopper(embedding.device) and not self._ops.invariant and serves_short_prefill(*numbers)
 
 
 def long_tokens(sizes: Sizes, kind: Kind) -> int:

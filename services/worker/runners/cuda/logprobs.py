@@ -7,7 +7,7 @@ told again, for its slots would have advanced.
 import torch
 from torch import Tensor
 
-from kernels.sampling.top_logprobs import room_of, top_logprobs
+from kernels.sampling.top_logprobs import top_buffers, top_logprobs
 
 
 class TopLogprobs:
@@ -19,7 +19,7 @@ class TopLogprobs:
         most = max(asked, default=-1)
         self.wanted = most >= 0
         """Whether any row asks for log-probabilities."""
-        self._room = room_of(len(asked), vocab_size, most, device) if most > 0 else None
+        self._room = top_buffers(len(asked), vocab_size, most, device) if most > 0 else None
         found = (self._room.ids, self._room.best) if self._room else ()
         pinned = device.type == "cuda"
         self._told = [torch.empty(x.shape, dtype=x.dtype, pin_memory=pinned) for x in found]

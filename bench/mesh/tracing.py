@@ -1,6 +1,6 @@
 """What tracing costs: the same load on meshes that trace nothing, 1%, everything, and everything to a dead collector.
 
-    python -m bench.tracing [model host] [--json FILE]
+    python -m bench.mesh.tracing [model host] [--json FILE]
 
 The meshes run side by side and take turns, so that what else the machine does meets all of them; each figure is the
 median over the rounds of a mesh's ratio to the one without tracing (with a dead collector: to the one with a live one).
@@ -20,7 +20,7 @@ import grpc
 from grpc import aio
 
 from bench import table
-from bench.mesh import Up, paced, processor_s, up
+from bench.mesh.processes import Up, paced, processor_s, up
 from bench.table import Figure
 from protos import inference_pb2 as api
 from protos import inference_pb2_grpc as stubs

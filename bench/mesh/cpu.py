@@ -1,6 +1,6 @@
 """The demo model on this machine's processor, through the gRPC door, beside transformers. `make bench-cpu`.
 
-    python -m bench.cpu [model] [weights] [--json FILE]
+    python -m bench.mesh.cpu [model] [weights] [--json FILE]
 
 Everything runs here: gateway, scheduler, cache, Redis, worker, client and, in turns with them, transformers in this
 process, whose threads sleep meanwhile. Of each kind the best of three rounds counts.
@@ -16,8 +16,9 @@ import torch
 from grpc import aio
 from transformers import AutoModelForCausalLM
 
-from bench import cpu_weights, table
-from bench.mesh import up
+from bench import table
+from bench.engine import cpu_weights
+from bench.mesh.processes import up
 from bench.table import Figure
 from protos import inference_pb2 as api
 from protos import inference_pb2_grpc as stubs

@@ -1,6 +1,6 @@
 """What surrounds the model, measured without one: links, gateway, admission, planning. `make bench-links`.
 
-    python -m bench.links [link stopped gateway added admission planning prefix] [--json FILE]
+    python -m bench.mesh.links [link stopped gateway added admission planning prefix] [--json FILE]
 
 The worker is a real process with the paced engine. Wall-clock figures share the machine's cores with whoever makes the
 load; figures per core divide by the processor time of the one process that they are about.
@@ -18,9 +18,10 @@ from typing import Any, Protocol
 
 from grpc import aio
 
-from bench import admission, table
-from bench.mesh import meanwhile, paced, processor_s, up
-from bench.runlink import readers
+from bench import table
+from bench.mesh import admission
+from bench.mesh.processes import meanwhile, paced, processor_s, up
+from bench.mesh.run_link import readers
 from bench.table import Figure
 from protos import cache_pb2 as cache
 from protos import cache_pb2_grpc as cache_stubs
@@ -181,7 +182,7 @@ async def _not_reading(address: str, count: int) -> AsyncIterator[Callable[[], N
 async def _frozen(address: str, count: int) -> AsyncIterator[Callable[[], None]]:
     """A client process that is stopped by a signal."""
     command = (
-        "import asyncio, sys; from bench.links import read_on; asyncio.run(read_on(sys.argv[1], int(sys.argv[2])))"
+        "import asyncio, sys; from bench.mesh.links import read_on; asyncio.run(read_on(sys.argv[1], int(sys.argv[2])))"
     )
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", command, address, str(count))
     await asyncio.sleep(2.0)

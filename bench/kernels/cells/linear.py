@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.cells import Row, Shape
-from bench.timing import DTYPE, ROTATED_BYTES, copies, rand, timed
+from bench.kernels.cells import Row, Shape
+from bench.kernels.timing import DTYPE, ROTATED_BYTES, copies, rand, timed
 from kernels import rope_kv
 from kernels.linear import dense, fp8, linear, qkv_rope
-from kernels.linear.packed import Words
+from kernels.linear.packed import PackedWeight
 
 
 def products(shape: Shape) -> Iterator[tuple[str, int, int, bool, bool]]:
@@ -61,22 +61,22 @@ def rotated_row(shape: Shape, rows: int) -> Row:
     return Row(name, seconds * 1e6, moved, flop, {"two kernels": two * 1e6})
 
 
-def random_words(kind: str, n: int, k: int) -> Words:
+def random_packed(kind: str, n: int, k: int) -> PackedWeight:
     """A weight of random bits (no NaN) with a scale for each output, or for 128 inputs of it in int4."""
     scale = torch.rand(n // 64, k // 128 if kind == "int4" else 1, 64, device="cuda") / 64 + 1e-3
     shape = (n // 64, k // 128, 64, 16) if kind == "int4" else (n, k // 4)
-    words = torch.randint(-(2**31), 2**31, shape, dtype=torch.int32, device="cuda")
+    packed = torch.randint(-(2**31), 2**31, shape, dtype=torch.int32, device="cuda")
     if kind == "int4":
-        return Words(kind, words, scale.to(DTYPE), None, 128, None, torch.Size((n, k)))
-    return Words(kind, words & ~0x40404040, scale, None, 0, None, torch.Size((n, k)))
+        return PackedWeight(kind, packed, scale.to(DTYPE), None, 128, None, torch.Size((n, k)))
+    return PackedWeight(kind, packed & ~0x40404040, scale, None, 0, None, torch.Size((n, k)))
 
 
 def quantized_row(shape: Shape, kind: str, name: str, n: int, k: int, gated: bool, added: bool, rows: int) -> Row:
     """A product with quantized weights and all that belongs to it, against cuBLAS for the 16-bit product alone and the
     libraries' products of this kind."""
     outputs = 2 * n if gated else n
-    first = random_words(kind, outputs, k)
-    weights = [first, *(random_words(kind, outputs, k) for _ in range(min(63, ROTATED_BYTES // first.nbytes)))]
+    first = random_packed(kind, outputs, k)
+    weights = [first, *(random_packed(kind, outputs, k) for _ in range(min(63, ROTATED_BYTES // first.nbytes)))]
     x, residual = rand(rows, k), rand(rows, n) if added else None
     out = torch.empty(rows, n, dtype=DTYPE, device="cuda")
     seconds = timed([partial(linear, x, w, residual=residual, gated=gated, out=out) for w in weights])
@@ -86,7 +86,7 @@ def quantized_row(shape: Shape, kind: str, name: str, n: int, k: int, gated: boo
         rounded = fp8.round_rows(x)
         against["scaled_mm"] = timed([partial(fp8.multiply, rounded, w, DTYPE) for w in weights])
     elif rows <= 64:
-        packed = [torch._convert_weight_to_int4pack(w.words.view(torch.uint8).view(outputs, -1), 8) for w in weights]
+        packed = [torch._convert_weight_to_int4pack(w.packed.view(torch.uint8).view(outputs, -1), 8) for w in weights]
         scales = rand(k // 128, outputs, 2)
         against["torch int4"] = timed([partial(torch._weight_int4pack_mm, x, w, 128, scales) for w in packed])
     moved = first.nbytes + 2.0 * rows * (k + n)

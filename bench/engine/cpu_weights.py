@@ -1,6 +1,6 @@
 """Decode of a model of the 1B shape on this processor, its weights plain and in fewer bits. Part of `make bench-cpu`.
 
-    python -m bench.cpu_weights [--shape llama-3.2-1b]
+    python -m bench.engine.cpu_weights [--shape llama-3.2-1b]
 
 The bare engine with random weights, one kind after the other; of each the best of three rounds counts.
 """

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from bench.limits import Limits
+from bench.engine.limits import Limits
 from services.worker.engine.generation import GenerationEngine
 from services.worker.job import Job, SamplingParams
 from services.worker.runners.cuda.runner import GpuRunner, GpuStep
@@ -212,7 +212,7 @@ def _round(loop: Loop, texts: Sequence[Sequence[int]], prompt: int) -> _Round:
 
 def closed(loop: Loop, prompt: int, answer: int, width: int, shared: int = 0) -> Cell:
     """`width` requests at once, each that ended replaced until 3 * width (at least 16) are sent or SECONDS have passed:
-    what `bench.gpu` does, without a mesh. A step's tokens count when the step is over."""
+    what `bench.mesh.gpu` does, without a mesh. A step's tokens count when the step is over."""
     prefix = random.choices(range(100, 30_000), k=shared)
     left, began = max(3 * width, 16), time.perf_counter()
     sent: dict[int, float] = {}

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench.cells import Row, Shape
-from bench.timing import DTYPE, copies, rand, timed
+from bench.kernels.cells import Row, Shape
+from bench.kernels.timing import DTYPE, copies, rand, timed
 from kernels import attention, kv_pages
 
 

@@ -1,9 +1,11 @@
 """The bare engine loop on one GPU: decode, prefill and mixed steps of the 8B and 1B shapes with random weights.
 
-    python -m bench.engine [--models 8b 1b "8b int4" "70b fp8"] [--only WORD ...] [--fresh] [--out bench/results]
+    python -m bench.engine.measure [--models 8b 1b "8b int4" "70b fp8"] [--only NAME ...] [--fresh]
+                                   [--out bench/results]
 
-A row's floor is max(bytes / read bandwidth, FLOP / matrix rate), both measured in the same run. Cells already in the
-results are not measured again unless --fresh is given. No network and no client take part: see `bench.gpu` for these.
+A row's floor is max(bytes / read bandwidth, FLOP / matrix rate), both measured in the same run. Cells that the results
+already contain are not measured again unless --fresh is given. No network and no client take part; `bench.mesh.gpu`
+measures with both.
 """
 
 import argparse
@@ -22,9 +24,10 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from bench.limits import LEAST, limits_of
-from bench.loop import CONTEXT, STEPS, Cell, Loop, closed, decode, mixed, prefill, prefill_on_and_on
-from bench.timing import ceilings, sustained
+from bench import table
+from bench.engine.limits import LEAST, limits_of
+from bench.engine.loop import CONTEXT, STEPS, Cell, Loop, closed, decode, mixed, prefill, prefill_on_and_on
+from bench.kernels.timing import ceilings, sustained
 from report import machine
 from services.rpc import settled
 from services.worker.engine.generation import GenerationEngine
@@ -158,7 +161,7 @@ def main() -> None:
     """Measures what is missing, writes JSON and a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", default=["8b", "1b"], choices=VARIANTS)
-    parser.add_argument("--only", nargs="*", help="only cells whose name holds one of these")
+    parser.add_argument("--only", nargs="*", help="only cells with these names, such as '8b decode 1'; *, ? match")
     parser.add_argument("--fresh", action="store_true")
     parser.add_argument("--seconds", type=float, default=30.0, help="of the mixed cell")
     parser.add_argument("--out", type=Path, default=Path("bench/results"))
@@ -173,7 +176,7 @@ def main() -> None:
     wanted.out.mkdir(parents=True, exist_ok=True)
 
     def note(name: str, measure: Callable[[], Cell]) -> None:
-        if name in found["cells"] or (wanted.only and not any(word in name for word in wanted.only)):
+        if name in found["cells"] or not table.selected(name, wanted.only):
             return
         found["cells"][name] = measure()
         found.setdefault("commits", {})[name] = found["machine"].get("commit", "")

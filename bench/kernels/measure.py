@@ -1,6 +1,6 @@
 """Times every kernel on one GPU beside the ceilings of the same run and beside torch where it does the same job.
 
-    python -m bench.kernels [--only WORD] [--fresh] [--out bench/results]
+    python -m bench.kernels.measure [--only KEY ...] [--fresh] [--out bench/results]
 
 A cell is a CUDA graph of many launches over buffers that rotate past the L2 cache, filled with random data; the median
 replay counts. Its floor is max(bytes / read bandwidth, FLOP / matrix rate), both measured at the start. Cells already
@@ -19,11 +19,12 @@ from typing import Any
 import torch
 import triton
 
-from bench.cells import SHAPES, Row
-from bench.cells.attention import chunk_row, decode_row, prefill_row
-from bench.cells.others import blocks_row, layer_rows, sampling_row
-from bench.cells.products import invariant_row, product_row, products, quantized_row, rotated_row
-from bench.timing import DTYPE, ceilings
+from bench.kernels.cells import SHAPES, Row
+from bench.kernels.cells.attention import chunk_row, decode_row, prefill_row
+from bench.kernels.cells.linear import invariant_row, product_row, products, quantized_row, rotated_row
+from bench.kernels.cells.small import blocks_row, layer_rows, sampling_row
+from bench.kernels.timing import DTYPE, ceilings
+from bench.table import selected
 from kernels import kv_pages
 from report.machine import need_gpu
 
@@ -119,7 +120,7 @@ def machine() -> str:
 def main() -> None:
     """Measure what is missing, then print and write the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--only", default="", help="cells whose key contains this")
+    parser.add_argument("--only", nargs="*", help="only cells with these keys, such as '*sample*'; *, ? match")
     parser.add_argument("--fresh", action="store_true", help="measure everything again")
     parser.add_argument("--out", type=Path, default=Path("bench/results"))
     arguments = parser.parse_args()
@@ -132,7 +133,7 @@ def main() -> None:
     done: dict[str, list[Row]] = {key: [Row(**row) for row in rows] for key, rows in saved.get("cells", {}).items()}
     arguments.out.mkdir(parents=True, exist_ok=True)
     for key, measure in cells():
-        if arguments.only not in key or key in done:
+        if key in done or not selected(key, arguments.only):
             continue
         try:
             done[key] = measure()

@@ -16,13 +16,13 @@ from kernels.linear.packed_prefill import BAND, share
 @contextmanager
 def language() -> Iterator[mock.Mock]:
     """Gluon's words in plain Python -> `program_id`."""
-    words = "triton.experimental.gluon.language."
+    packed = "triton.experimental.gluon.language."
     with (
-        mock.patch(words + "minimum", min),
-        mock.patch(words + "maximum", max),
-        mock.patch(words + "where", lambda which, yes, no: yes if which else no),
-        mock.patch(words + "num_programs", return_value=132),
-        mock.patch(words + "program_id") as program_id,
+        mock.patch(packed + "minimum", min),
+        mock.patch(packed + "maximum", max),
+        mock.patch(packed + "where", lambda which, yes, no: yes if which else no),
+        mock.patch(packed + "num_programs", return_value=132),
+        mock.patch(packed + "program_id") as program_id,
     ):
         yield program_id
 

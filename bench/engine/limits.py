@@ -1,6 +1,6 @@
 """The floors of a bare loop's steps: what they must read and multiply, at the rates that the same run has shown.
 
-`bench.floors` has those of rows through the mesh, at the rates of one H200.
+`bench.mesh.floors` has those of rows through the mesh, at the rates of one H200.
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """Tries tile shapes on one GPU and prints the best of each shape: how the tables in `kernels/` were chosen, offline.
 
-    python -m bench.tune GROUP [--part I/N]
+    python -m bench.kernels.tune GROUP [--part I/N]
 
 --part only compiles the I-th of N parts of the configurations: N processes fill the compiler's cache in parallel.
 """
@@ -14,14 +14,14 @@ from typing import TypeVar
 import torch
 import triton
 
-from bench.cells import SHAPES
-from bench.cells.attention import Pages, decode_seconds, prefill_flop, prefill_seconds
-from bench.cells.products import products, random_words
-from bench.timing import DTYPE, copies, rand, timed
+from bench.kernels.cells import SHAPES
+from bench.kernels.cells.attention import Pages, decode_seconds, prefill_flop, prefill_seconds
+from bench.kernels.cells.linear import products, random_packed
+from bench.kernels.timing import DTYPE, copies, rand, timed
 from kernels import kv_pages, sampling
 from kernels.attention import Config
 from kernels.linear import dense, fp8, packed_gemm, packed_hopper
-from kernels.linear.packed import Words
+from kernels.linear.packed import PackedWeight
 from kernels.linear.split_k import Tile
 from kernels.sampling.slot_settings import slot_settings
 from report.machine import need_gpu
@@ -81,7 +81,7 @@ def changed(tile: Tile, split: int, ahead: int) -> Tile:
     return Tile(tile.n, tile.k, split, tile.stages, tile.warps, ahead)
 
 
-def word_tiles(rows: int) -> Iterator[Tile]:
+def packed_tiles(rows: int) -> Iterator[Tile]:
     shapes = [(64, 128, 4), (64, 128, 2), (32, 128, 2), (128, 128, 4), (64, 256, 4)]
     if rows > 16:
         shapes = [(64, 128, 4), (128, 128, 8)]
@@ -91,48 +91,48 @@ def word_tiles(rows: int) -> Iterator[Tile]:
         yield Tile(n, k, split, stages, warps, 1)
 
 
-WORD_ROWS, KINDS = (1, 16, 64, 128, 256), ("int4", "fp8")
+PACKED_ROWS, KINDS = (1, 16, 64, 128, 256), ("int4", "fp8")
 
 
-def word_trials(kind: str, gated: bool, rows: int, tile: Tile) -> bool:
+def packed_trials(kind: str, gated: bool, rows: int, tile: Tile) -> bool:
     """Whether such a product is worth trying."""
     return not (gated and tile.split > 4) and not (rows > 64 and gated) and not (rows > 8 and kind != "int4")
 
 
-def tune_words(part: tuple[int, int] | None) -> None:
+def tune_packed(part: tuple[int, int] | None) -> None:
     """Each product of a layer with weights of four and eight bits."""
     if part:
         trials = [
             (kind, gated, rows, tile)
-            for kind, gated, rows in itertools.product(KINDS, (False, True), WORD_ROWS)
-            for tile in word_tiles(rows)
-            if word_trials(kind, gated, rows, tile)
+            for kind, gated, rows in itertools.product(KINDS, (False, True), PACKED_ROWS)
+            for tile in packed_tiles(rows)
+            if packed_trials(kind, gated, rows, tile)
         ]
-        made = {kind: random_words(kind, 8192, 4096) for kind in KINDS}
+        made = {kind: random_packed(kind, 8192, 4096) for kind in KINDS}
         x = rand(256, 4096)
         for kind, gated, rows, tile in trials[part[0] :: part[1]]:
-            try_(partial(packed_gemm.linear_words, x[:rows], made[kind], gated=gated, tile=tile))
+            try_(partial(packed_gemm.linear_packed, x[:rows], made[kind], gated=gated, tile=tile))
         return
     for shape, kind in itertools.product(SHAPES[:1], KINDS):
         kinds = [(name, n, k, gated) for name, n, k, gated, _ in products(shape) if name != "head"]
         for name, n, k, gated in [*kinds, ("gate-up alone", 2 * shape.ffn, shape.hidden, False)]:
-            one = random_words(kind, 2 * n if gated else n, k)
-            weights = [one, *(random_words(kind, *one.shape) for _ in range(min(63, (300 << 20) // one.nbytes)))]
-            for rows in WORD_ROWS:
+            one = random_packed(kind, 2 * n if gated else n, k)
+            weights = [one, *(random_packed(kind, *one.shape) for _ in range(min(63, (300 << 20) // one.nbytes)))]
+            for rows in PACKED_ROWS:
                 tune_product(f"{shape.name} {kind} {name}", kind, weights, n, gated, rows)
 
 
-def tune_product(name: str, kind: str, weights: list[Words], n: int, gated: bool, rows: int) -> None:
+def tune_product(name: str, kind: str, weights: list[PackedWeight], n: int, gated: bool, rows: int) -> None:
     """One product at one number of rows."""
     x, out = rand(rows, weights[0].shape[1]), torch.empty(rows, n, dtype=DTYPE, device="cuda")
     found = []
-    for tile in word_tiles(rows):
+    for tile in packed_tiles(rows):
         programs = triton.cdiv(n, tile.n) * tile.split
-        if (tile.split > 1 and programs > 1300) or programs < 30 or not word_trials(kind, gated, rows, tile):
+        if (tile.split > 1 and programs > 1300) or programs < 30 or not packed_trials(kind, gated, rows, tile):
             continue
         if (1 + gated) * tile.split * rows * n > 8 << 20 and tile.split > 1:
             continue
-        launches = [partial(packed_gemm.linear_words, x, w, gated=gated, out=out, tile=tile) for w in weights]
+        launches = [partial(packed_gemm.linear_packed, x, w, gated=gated, out=out, tile=tile) for w in weights]
         seconds = try_(partial(timed, launches, 1.0, 3))
         if seconds:
             found.append((seconds, tile))
@@ -158,7 +158,7 @@ def tune_hopper(part: tuple[int, int] | None) -> None:
         if name == "head" or (rounded and kind == "int4"):
             continue
         outputs, gated = (2 * n, gated) if gated else (n, False)
-        weights = [random_words(kind, outputs, k) for _ in range(1 if part else 4)]
+        weights = [random_packed(kind, outputs, k) for _ in range(1 if part else 4)]
         for rows in (1, 16, 32, 64) if kind == "int4" else (1, 16, 32, 64, 128, 256, 512):
             x, scales = fp8.round_rows(rand(rows, k)) if rounded else (rand(rows, k), None)
             gate = gated and not rounded
@@ -180,7 +180,7 @@ def decode_configs() -> Iterator[Config]:
         (16, 64),
     ):
         for apart in (False, True):
-            yield Config(keys, warps, stages, programs, least, split_apart=apart, split_merge=merge)
+            yield Config(keys, warps, stages, programs, least, split_by_head=apart, split_merge=merge)
 
 
 def tune_decode(part: tuple[int, int] | None) -> None:
@@ -253,7 +253,7 @@ def report(name: str, found: list[tuple[float, Config]], size: float, flop: floa
         rate = f"{size / seconds / 1e12:.2f} TB/s" if size else f"{flop / seconds / 1e12:.0f} TFLOP/s"
         shape = (
             f"keys {c.split_keys} warps {c.split_warps} stages {c.split_stages} "
-            f"programs {c.split_programs} least {c.split_least}"
+            f"programs {c.split_programs} least {c.split_min_tiles}"
             if size
             else f"rows {c.tile_rows} keys {c.tile_keys} warps {c.tile_warps} stages {c.tile_stages}"
         )
@@ -267,7 +267,7 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     need_gpu()
     groups = {
-        "products": tune_products, "words": tune_words, "hopper": tune_hopper, "decode": tune_decode,
+        "products": tune_products, "words": tune_packed, "hopper": tune_hopper, "decode": tune_decode,
         "prefill": tune_prefill, "sampling": tune_sampling,
     }  # fmt: skip
     first, _, count = (arguments.part or "").partition("/")

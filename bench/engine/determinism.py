@@ -1,7 +1,7 @@
 """Deterministic mode on one GPU, the 8B shape with random weights: that it holds, that nothing holds without it, and
 what it costs.
 
-    python -m bench.determinism [--model llama-3.1-8b] [--tokens 200] [--out bench/results]
+    python -m bench.engine.determinism [--model llama-3.1-8b] [--tokens 200] [--out bench/results]
 
 Sixteen prompts, half greedy and half sampled, are answered alone, in a batch of 64, in small chunks with pauses for
 want of room, and after a prefix hit. Tokens and log-probabilities must agree bit for bit with the mode on, and must not
@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from bench.limits import LEAST, limits_of
-from bench.loop import Loop, decode, prefill
+from bench.engine.limits import LEAST, limits_of
+from bench.engine.loop import Loop, decode, prefill
 from report import machine
 from services.worker.engine.generation import GenerationEngine
 from services.worker.job import Job, SamplingParams

@@ -1,6 +1,6 @@
 """Replays a request trace through the real scheduler pool and compares placement rules by prefix hits and balance.
 
-    python -m bench.placement TRACE.jsonl[.gz] --workers 4
+    python -m bench.mesh.placement TRACE.jsonl[.gz] --workers 4
 
 The trace has one JSON object a line: `timestamp` (ms), `input_length` and `output_length` (tokens), `hash_ids` (one id
 per 512-token prompt block; equal ids are equal prefixes), as published with Mooncake (FAST '25). Workers are simulated:

@@ -5,8 +5,8 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from bench.cells import SHAPES, Row, Shape
-from bench.timing import DTYPE, copies, rand, timed
+from bench.kernels.cells import SHAPES, Row, Shape
+from bench.kernels.timing import DTYPE, copies, rand, timed
 from kernels import activation, block_copy, norm, rope_kv, sampling
 from kernels.sampling.slot_settings import slot_settings
 

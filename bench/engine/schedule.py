@@ -1,6 +1,6 @@
-"""The planner's choices without a GPU: the closed loop of `bench.gpu` over the real planner and a model of step times.
+"""Simulates the planner without a GPU: the closed loop of `bench.mesh.gpu`, the real planner, modelled step times.
 
-    python -m bench.schedule [--chunk 200] [--step-tokens 8192]
+    python -m bench.engine.schedule [--chunk 200] [--step-tokens 8192]
 
 The model is that of Llama-3.1-8B in bf16 on one H200: products by rows as measured, keys read at memory bandwidth,
 attention of prompts by operations. It reproduced what was measured through the mesh within 3%. A policy is tried here

@@ -1,0 +1,1 @@
+"""Benchmarks of the bare engine in one process: no network, no clients."""

@@ -1,0 +1,1 @@
+"""Benchmarks of the whole mesh: real processes that talk gRPC on loopback."""
