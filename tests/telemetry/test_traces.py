@@ -13,8 +13,8 @@ from protos import inference_pb2 as api
 from tests.mesh.harness import Mesh, Stub, ask, generate
 from tests.ports import free_port
 from tests.redis_server import RedisServer
-from tests.telemetry.collector import Collector, Seen, tree
-from tests.telemetry.conftest import PACED, PATIENT, THOUGHTFUL
+from tests.telemetry.collector import Collector, ReceivedSpan, tree
+from tests.telemetry.conftest import LONG_TIMEOUTS, PACED, SLOW_PREFILL
 from tests.telemetry.scraping import scrape
 
 CALLER = "00f067aa0ba902b7"
@@ -36,12 +36,12 @@ def send_to(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
 
 
-def names(spans: list[Seen]) -> list[str]:
+def names(spans: list[ReceivedSpan]) -> list[str]:
     """service/name of each, sorted."""
     return sorted(f"{seen.service.removeprefix('weft-')}/{seen.name.split(' ')[0]}" for seen in spans)
 
 
-def one(spans: list[Seen], name: str) -> Seen:
+def one(spans: list[ReceivedSpan], name: str) -> ReceivedSpan:
     """The only span of this service and name."""
     (found,) = [seen for seen in spans if f"{seen.service.removeprefix('weft-')}/{seen.name.split(' ')[0]}" == name]
     return found
@@ -74,9 +74,9 @@ async def test_requests_decoded_together_have_a_whole_trace_each(
     async with Collector() as collector:
         send_to(monkeypatch, collector.endpoint)
         with RedisServer(tmp_path / "redis") as redis:
-            mesh = Mesh(tmp_path, model, redis_url=redis.url, worker_env=THOUGHTFUL)
+            mesh = Mesh(tmp_path, model, redis_url=redis.url, worker_env=SLOW_PREFILL)
             for process in mesh.processes:
-                process.env.update(PATIENT)
+                process.env.update(LONG_TIMEOUTS)
             async with mesh:
                 stub = mesh.stub()
                 ids = [uuid.uuid4().hex, uuid.uuid4().hex]
@@ -168,7 +168,7 @@ async def test_a_second_attempt_is_a_second_span(tmp_path: Path, model: Path, mo
 
 
 @pytest.mark.usefixtures("_fast")
-async def test_who_joins_a_job_has_a_link_to_its_trace(
+async def test_a_joined_request_has_a_link_to_the_trace_of_the_job(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with Collector() as collector:
@@ -225,7 +225,7 @@ async def test_without_a_collector_requests_go_on(
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "16")
     monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "8")
-    async with Collector(deaf=True) as deaf:
+    async with Collector(silent=True) as deaf:
         send_to(monkeypatch, deaf.endpoint if collector == "deaf" else f"http://127.0.0.1:{free_port()}")
         mesh = Mesh(tmp_path, model, worker_env=PACED)
         mesh.gateways[0].env["WEFT_METRICS_PORT"] = str(free_port())

@@ -36,8 +36,8 @@ class QueuePosition(NamedTuple):
 
 
 def wait_s(workers: Sequence[WorkerLoad], position: QueuePosition) -> float:
-    """Seconds until a job at this position gets a credit: the longer of the time that the prompts before it take and the
-    time that the answers take.
+    """Seconds until a job at this position gets a credit: the longer of the times that the prompts before it and the
+    answers take.
 
     Credits become free at a rate of `credits / residence`, where residence is the decode time of an average answer.
     """
