@@ -105,9 +105,9 @@ async def test_concurrent_look_ups_find_all_values(redis_server: RedisServer, op
 
 async def test_the_process_serves_without_redis_and_stops_on_sigterm() -> None:
     port = free_port()
-    with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))
-        url = f"redis://:secret@127.0.0.1:{nobody.getsockname()[1]}"
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"redis://:secret@127.0.0.1:{unused.getsockname()[1]}"
         environment = {**os.environ, "WEFT_REDIS_URL": url, "WEFT_LISTEN": f"127.0.0.1:{port}", "WEFT_DRAIN_S": "0"}
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "services.cache", env=environment, stderr=asyncio.subprocess.PIPE

@@ -1,4 +1,4 @@
-"""Every service of a real mesh answers Prometheus, and what it says is what was done."""
+"""The metrics that Prometheus reads from every service of a real mesh."""
 
 import asyncio
 import uuid
@@ -39,7 +39,7 @@ INFINITY = [float("inf")]
 
 
 async def all_credits_back(scheduler: Process) -> None:
-    """Waits until no job is at a worker: one that the result cache made needless ends with its step."""
+    """Waits until no job is at a worker: a job that the result cache answered runs to the end of its step."""
     async with asyncio.timeout(20):
         while True:
             scraped = await scrape(scheduler)

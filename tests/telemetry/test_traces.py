@@ -1,4 +1,4 @@
-"""One trace per request across all processes, collected over OTLP by a real receiver from a real mesh."""
+"""One trace per request across all processes of a real mesh, collected over OTLP."""
 
 import asyncio
 import signal
@@ -22,7 +22,7 @@ SECRET = "Rumpelstiltskin"
 
 
 def traced(trace_id: str, sampled: bool = True) -> tuple[tuple[str, str], ...]:
-    """Metadata of a caller who has a span of that trace."""
+    """Metadata of a caller that has a span in the trace."""
     return (("traceparent", f"00-{trace_id}-{CALLER}-0{int(sampled)}"),)
 
 
@@ -32,12 +32,12 @@ def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def send_to(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
-    """Every process that starts from now on exports there."""
+    """Sets the environment so that every process started later exports to the collector."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
 
 
 def names(spans: list[ReceivedSpan]) -> list[str]:
-    """service/name of each, sorted."""
+    """The spans as service/name, sorted."""
     return sorted(f"{seen.service.removeprefix('weft-')}/{seen.name.split(' ')[0]}" for seen in spans)
 
 
@@ -48,7 +48,7 @@ def one(spans: list[ReceivedSpan], name: str) -> ReceivedSpan:
 
 
 async def cancel_midway(stub: Stub, request: api.GenerateRequest, trace_id: str) -> None:
-    """Reads two deltas and leaves."""
+    """Reads two deltas and cancels the call."""
     call = stub.Generate(request, metadata=traced(trace_id))
     for _ in range(2):
         await call.read()
@@ -160,7 +160,7 @@ async def test_a_second_attempt_is_a_second_span(tmp_path: Path, model: Path, mo
                 assert [seen.attributes["weft.attempt"] for seen in attempts] == ([1, 2] if answer in moved else [1])
                 assert [seen.attributes["weft.worker"] for seen in attempts] == list(answer.receipt.workers)
                 assert [seen.failed for seen in attempts] == ["WORKER_LOST"] * (len(attempts) - 1) + [""]
-                # What was killed tells no more; the worker that took over tells all.
+                # The killed worker exports nothing; the worker that took over exports its spans.
                 assert names(children[attempts[-1].id]) == ["worker/job"]
                 assert names(spans).count("scheduler/queue") == len(attempts)
                 assert one(spans, "gateway/text_completion").attributes["weft.attempts"] == len(attempts)
@@ -244,7 +244,7 @@ async def test_without_a_collector_requests_go_on(
                 began = time.monotonic()
                 assert process.kill(signal.SIGTERM) == 0
                 assert time.monotonic() - began < 2.5, f"{process.name} waited for the collector"
-                said = [
+                lines = [
                     line for line in process.log.read_text().splitlines() if "collector" in line or "opentele" in line
                 ]
-                assert len(said) <= 1, said
+                assert len(lines) <= 1, lines
