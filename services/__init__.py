@@ -1,1 +1,1 @@
-"""The mesh: one package per service, and beside them the floor that all of them stand on."""
+"""The services of the mesh, one package each, and beside them the modules that all services share."""

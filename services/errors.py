@@ -1,6 +1,7 @@
-"""The one error of the mesh and its shape on the wire. Messages hold no prompt text, paths or exception text.
+"""The error type of the mesh and its form on the wire. Messages contain no prompt text, paths or exception text.
 
-Every error carries a google.rpc.ErrorInfo{reason, domain}; bad fields a BadRequest; what is worth a retry a RetryInfo.
+Every error has a google.rpc.ErrorInfo{reason, domain}; an error of one field also a BadRequest; an error that is worth
+a retry after a delay also a RetryInfo.
 """
 
 from google.protobuf import any_pb2, duration_pb2
@@ -16,7 +17,7 @@ _CODES: dict[int, StatusCode] = {code.value[0]: code for code in StatusCode}
 
 
 class WeftError(Exception):
-    """A failure with a status code, a machine-readable reason and a message that any client may read."""
+    """A failure with a status code, a machine-readable reason and a message for the client."""
 
     def __init__(
         self,
@@ -37,7 +38,7 @@ class WeftError(Exception):
         self.retryable = retryable
 
     def status(self) -> Status:
-        """The error as a rich gRPC status."""
+        """The error as a gRPC status with details."""
         info = error_details_pb2.ErrorInfo(reason=self.reason, domain=DOMAIN)
         details = [_pack(info)]
         if self.field:
@@ -50,7 +51,7 @@ class WeftError(Exception):
         return rpc_status.to_status(status_pb2.Status(code=self.code.value[0], message=self.message, details=details))
 
     def failure(self) -> mesh.Failure:
-        """The error as a message of the internal links."""
+        """The error as a message for the links between services."""
         return mesh.Failure(
             code=self.code.value[0],
             reason=self.reason,
@@ -62,7 +63,7 @@ class WeftError(Exception):
 
     @classmethod
     def from_failure(cls, failure: mesh.Failure) -> "WeftError":
-        """The error that a message of the internal links describes."""
+        """The error that a message of a link between services describes."""
         return cls(
             _CODES.get(failure.code, StatusCode.INTERNAL),
             failure.reason,
@@ -74,22 +75,22 @@ class WeftError(Exception):
 
 
 def invalid(field: str, message: str, reason: str = "INVALID_FIELD") -> WeftError:
-    """INVALID_ARGUMENT: `message` says what is wrong with `field`."""
+    """An INVALID_ARGUMENT error; `message` states the rule that `field` breaks."""
     return WeftError(StatusCode.INVALID_ARGUMENT, reason, f"{field}: {message}", field=field)
 
 
 def internal() -> WeftError:
-    """INTERNAL, which is always a bug of ours and tells the client nothing of it."""
+    """An INTERNAL error: a bug of a service. The client receives no details."""
     return WeftError(StatusCode.INTERNAL, "INTERNAL", "internal error")
 
 
 def unavailable(reason: str, message: str, retry_after_s: float = 1.0) -> WeftError:
-    """UNAVAILABLE, worth a retry after `retry_after_s` seconds."""
+    """An UNAVAILABLE error that is worth a retry after `retry_after_s` seconds."""
     return WeftError(StatusCode.UNAVAILABLE, reason, message, retry_after_s=retry_after_s, retryable=True)
 
 
 def exhausted(reason: str, message: str, retry_after_s: float) -> WeftError:
-    """RESOURCE_EXHAUSTED: a limit is reached that leaves room again in `retry_after_s` seconds."""
+    """A RESOURCE_EXHAUSTED error: a limit is reached until about `retry_after_s` seconds from now."""
     return WeftError(StatusCode.RESOURCE_EXHAUSTED, reason, message, retry_after_s=retry_after_s)
 
 

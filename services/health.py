@@ -1,6 +1,7 @@
-"""`python -m services.health 127.0.0.1:50053 weft.v1.Cache` asks a service for its health: for container health checks.
+"""Checks the health of a service, for container health checks: `python -m services.health HOST:PORT [SERVICE]`.
 
-Exit code 0 is SERVING, 1 anything else, 2 a wrong call. Without a name it asks whether the process listens at all.
+Exit code 0 means SERVING, 1 any other state, 2 wrong arguments. Without a service name, such as `weft.v1.Cache`, it
+checks whether the process listens at all.
 """
 
 import sys
@@ -14,7 +15,7 @@ CHECK_S = 3.0
 
 
 def check(address: str, service: str = "") -> str:
-    """The word of the gRPC health service at `address`, or the status code of the failure."""
+    """The state that the gRPC health service at `address` reports, or the status code of a failed call."""
     with grpc.insecure_channel(address) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         try:
@@ -26,13 +27,13 @@ def check(address: str, service: str = "") -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Says the word on standard output; the exit code is as above."""
+    """Prints the state; returns the exit code."""
     if len(arguments) not in (1, 2):
         print("usage: python -m services.health host:port [service]", file=sys.stderr)
         return 2
-    word = check(*arguments)
-    print(word)
-    return 0 if word == "SERVING" else 1
+    state = check(*arguments)
+    print(state)
+    return 0 if state == "SERVING" else 1
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
-"""What this machine has. Knows the operating system, nothing of the project."""
+"""Resources of this machine. Knows the operating system, nothing of the project."""
 
 import os
 from pathlib import Path
 
 
 def available_memory(group: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes that this process may still take: what the machine has free, or less where a container is limited.
+    """Bytes of memory that this process may still use: the machine's, or less in a container with a limit.
 
-    Pages of files that were read (`inactive_file`), such as a checkpoint's, count as used there and are given back.
+    The cgroup counts cached pages of files (`inactive_file`), such as a checkpoint's, as used; they are reclaimable and
+    so count as available here.
     """
     free = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")]
     meminfo = Path("/proc/meminfo")

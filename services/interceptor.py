@@ -1,6 +1,6 @@
-"""The exception boundary around every handler: what a call's status says, how it is counted and traced.
+"""The interceptor around every handler: converts exceptions to statuses, counts calls, and traces them.
 
-Knows gRPC's handlers, nothing of what they serve. The text of an unexpected exception never leaves the process.
+Knows gRPC's handlers, nothing of the services. The text of an unexpected exception never leaves the process.
 """
 
 import asyncio
@@ -20,17 +20,18 @@ _GRPC: telemetry.Attributes = {"rpc.system.name": "grpc"}
 
 
 class ErrorInterceptor(aio.ServerInterceptor):
-    """Around every handler: bytes that are not the message are INVALID_ARGUMENT, errors become rich statuses, and the
-    text of an unexpected exception never leaves the process. Unary calls are counted, and traced where `traced` names
-    their service."""
+    """Answers malformed requests with INVALID_ARGUMENT, WeftErrors with their status, other exceptions with INTERNAL.
+
+    Unary calls are counted in `counts`; those of the services in `traced` are traced if the caller sends a context.
+    """
 
     def __init__(self, counts: metrics.Metrics, traced: frozenset[str] = frozenset()) -> None:
         self._traced = traced
         self._guarded: dict[str, tuple[Any, Any]] = {}
         self._seconds = counts.histogram(
-            "weft_rpc_seconds", "Unary calls by method and status code.", metrics.SHORT_S, "method", "code"
+            "weft_rpc_seconds", "Duration of unary calls, by method and status code.", metrics.SHORT_S, "method", "code"
         )
-        counts.total("weft_trace_spans", "Spans by what became of them.", _spans, "outcome")
+        counts.total("weft_trace_spans", "Spans by outcome.", _spans, "outcome")
 
     async def intercept_service(
         self,
@@ -45,7 +46,7 @@ class ErrorInterceptor(aio.ServerInterceptor):
         if known is handler:
             return guarded
         guarded = self._guard(handler, method.removeprefix("/"))
-        if handler.request_deserializer is not None:  # What refuses a call unread, and knows it, is not kept.
+        if handler.request_deserializer is not None:  # A handler that refuses one call without parsing it is not kept.
             self._guarded[method] = handler, guarded
         return guarded
 
@@ -55,22 +56,22 @@ class ErrorInterceptor(aio.ServerInterceptor):
             return rebuilt(handler, _guard_bidi(handler.stream_stream, parse))
         if handler.response_streaming:
             return rebuilt(handler, _guard_stream(handler.unary_stream, parse))
-        return rebuilt(handler, _guard_unary(self._watched(handler.unary_unary, method), parse))
+        return rebuilt(handler, _guard_unary(self._measured(handler.unary_unary, method), parse))
 
-    def _watched(self, behavior: Any, method: str) -> Any:
+    def _measured(self, behavior: Any, method: str) -> Any:
         traced = method.partition("/")[0] in self._traced
 
-        async def watched(request: Any, context: Any) -> Any:
+        async def measured(request: Any, context: Any) -> Any:
             metadata = context.invocation_metadata() if traced else ()
             parent = next((str(value) for key, value in metadata or () if key == "traceparent"), "")
             with _CallMetrics(self._seconds, method, parent):
                 return await behavior(request, context)
 
-        return watched
+        return measured
 
 
 def rebuilt(handler: Any, behavior: Any) -> Any:
-    """A handler of the same kind that does this instead, with requests that are not parsed."""
+    """A handler of the same kind (unary or streaming) that calls `behavior` with unparsed requests."""
     rebuild = {
         (False, False): grpc.unary_unary_rpc_method_handler,
         (False, True): grpc.unary_stream_rpc_method_handler,
@@ -84,7 +85,7 @@ def _spans() -> metrics.Series:
 
 
 class _CallMetrics:
-    """A `with` block around one unary call: how long it took, how it ended and, if its caller is traced, its span."""
+    """A `with` block around one unary call that records its duration, its status code and, if traced, its span."""
 
     def __init__(self, seconds: metrics.Histogram, method: str, parent: str) -> None:
         self._seconds = seconds
@@ -93,7 +94,7 @@ class _CallMetrics:
         self._began = time.monotonic()
 
     def __enter__(self) -> None:
-        """Begins."""
+        """Starts nothing: the call began with the constructor."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -108,7 +109,7 @@ class _CallMetrics:
 
 
 def _code(error: BaseException | None) -> str:
-    """The status code that a handler's exception becomes."""
+    """The status code that a handler's exception is converted to."""
     if error is None:
         return "OK"
     if isinstance(error, WeftError):
@@ -154,7 +155,7 @@ def _parsed(parse: Callable[[bytes], Any], request: bytes) -> Any:
 
 
 async def _drive(answers: Any, context: aio.ServicerContext[Any, Any]) -> None:
-    """Runs a handler of either style: one that writes to the context, or an async generator."""
+    """Runs a streaming handler: one that writes to the context, or an async generator of responses."""
     if hasattr(answers, "__aiter__"):
         async for answer in answers:
             await context.write(answer)
@@ -163,13 +164,13 @@ async def _drive(answers: Any, context: aio.ServicerContext[Any, Any]) -> None:
 
 
 class _ErrorToStatus:
-    """An `async with` block around a handler: what it raises becomes the status of its call."""
+    """An `async with` block around a handler that converts its exception to the status of the call."""
 
     def __init__(self, context: aio.ServicerContext[Any, Any]) -> None:
         self._context = context
 
     async def __aenter__(self) -> None:
-        """Begins."""
+        """Starts nothing."""
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -177,7 +178,7 @@ class _ErrorToStatus:
         if isinstance(error, WeftError):
             await _abort(self._context, error)
         elif isinstance(error, Exception) and not isinstance(error, aio.AbortError):
-            telemetry.log_exception("unexpected exception", error)
+            telemetry.log_exception("unexpected exception in a handler", error)
             await _abort(self._context, errors.internal())
 
 

@@ -1,8 +1,9 @@
-"""Counts of a service and how Prometheus reads them: the door to prometheus_client. Knows no name of any metric.
+"""Metrics of a service and the HTTP server where Prometheus reads them. Knows no metric's name; only this file imports
+prometheus_client.
 
-One thread owns all values, that of the event loop: it counts, and it renders what a scrape is answered with. Labels
-come from small closed sets (models, codes, reasons), never from what a client wrote; a metric that grows too many
-series puts the rest under "other".
+The thread of the event loop owns all values: it counts, and it renders the answers to scrapes. Label values come from
+small closed sets (models, codes, reasons), never from a client's text; a metric with too many series counts the rest
+under "other".
 """
 
 import asyncio
@@ -20,57 +21,57 @@ from prometheus_client.metrics_core import Metric
 MOST_SERIES = 256
 OTHER = "other"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-"""The classic format whatever a scraper accepts: under OpenMetrics the colons of `vllm:...` would be rewritten."""
+"""Prometheus's text format for every scraper: OpenMetrics would replace the colons of `vllm:...`."""
 _ANSWER_S = 5.0
-_POLL_S = 0.1  # How late the door may notice that it shall close.
+_POLL_S = 0.1  # How often the server thread checks whether it was shut down.
 
-# Seconds of requests and tokens as the OpenTelemetry conventions for generative AI have them.
+# Buckets in seconds and tokens, from the OpenTelemetry conventions for generative AI.
 DURATION_S = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
 FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
 PER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 TOKENS = tuple(float(4**power) for power in range(14))
-# Seconds of what is short: look-ups, engine steps, work on one text.
+# Buckets in seconds for short operations: look-ups, engine steps, tokenizing.
 SHORT_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
 Series = Mapping[tuple[str, ...], float]
 
 
 class _Family:
-    """One metric: its name, help and label names, and what they share."""
+    """One metric: its name, help text and label names."""
 
     def __init__(self, name: str, help_: str, labels: tuple[str, ...]) -> None:
         self.name = name
         self._help = help_
         self._labels = labels
 
-    def _place(self, labels: tuple[str, ...], known: Mapping[tuple[str, ...], object]) -> tuple[str, ...]:
-        """The series that these label values belong to."""
+    def _series(self, labels: tuple[str, ...], known: Mapping[tuple[str, ...], object]) -> tuple[str, ...]:
+        """The label values to count under: `labels`, or "other" if the metric has too many series."""
         assert len(labels) == len(self._labels), (self.name, labels)
         if labels in known or len(known) < MOST_SERIES:
             return labels
         return (OTHER,) * len(labels)
 
     def family(self) -> Metric:
-        """The values now."""
+        """The current values."""
         raise NotImplementedError
 
 
 class Counter(_Family):
-    """What only grows. Its name is without the `_total` that readers see."""
+    """A value that only grows. `name` is without the suffix `_total`, which Prometheus shows."""
 
     def __init__(self, name: str, help_: str, labels: tuple[str, ...]) -> None:
         super().__init__(name, help_, labels)
         self._values: dict[tuple[str, ...], float] = {} if labels else {(): 0.0}
 
     def add(self, amount: float, *labels: str) -> None:
-        """Counts so many more."""
+        """Adds to the series with these label values."""
         values = self._values
         if labels not in values:
-            labels = self._place(labels, values)
+            labels = self._series(labels, values)
         values[labels] = values.get(labels, 0.0) + amount
 
     def family(self) -> Metric:
-        """The values now."""
+        """The current values."""
         family = CounterMetricFamily(self.name, self._help, labels=self._labels)
         for labels, value in self._values.items():
             family.add_metric(labels, value)
@@ -78,7 +79,7 @@ class Counter(_Family):
 
 
 class Histogram(_Family):
-    """How values are distributed over buckets. Many equal ones cost as little as one."""
+    """The distribution of values over buckets. Observing many equal values costs as much as one."""
 
     def __init__(self, name: str, help_: str, buckets: tuple[float, ...], labels: tuple[str, ...]) -> None:
         super().__init__(name, help_, labels)
@@ -87,17 +88,17 @@ class Histogram(_Family):
         self._sums: dict[tuple[str, ...], float] = dict.fromkeys(self._counts, 0.0)
 
     def observe(self, value: float, *labels: str, times: int = 1) -> None:
-        """There was this value, so many times."""
+        """Counts a value `times` times."""
         counts = self._counts.get(labels)
         if counts is None:
-            labels = self._place(labels, self._counts)
+            labels = self._series(labels, self._counts)
             counts = self._counts.setdefault(labels, [0] * (len(self._bounds) + 1))
             self._sums.setdefault(labels, 0.0)
         counts[bisect.bisect_left(self._bounds, value)] += times
         self._sums[labels] += value * times
 
     def family(self) -> Metric:
-        """The values now."""
+        """The current values."""
         family = HistogramMetricFamily(self.name, self._help, labels=self._labels)
         bounds = [*map(str, self._bounds), "+Inf"]
         for labels, counts in self._counts.items():
@@ -106,8 +107,8 @@ class Histogram(_Family):
         return family
 
 
-class _Reading(_Family):
-    """A gauge or counter that others keep and that is read when somebody asks."""
+class _Callback(_Family):
+    """A gauge or counter whose value is read from a function at each scrape."""
 
     def __init__(
         self, kind: "type[GaugeMetricFamily | CounterMetricFamily]", name: str, help_: str,
@@ -118,7 +119,7 @@ class _Reading(_Family):
         self._read = read
 
     def family(self) -> Metric:
-        """The values now."""
+        """The current values."""
         family = self._kind(self.name, self._help, labels=self._labels)
         values = self._read()
         series: Series = values if isinstance(values, Mapping) else {(): values}
@@ -128,7 +129,7 @@ class _Reading(_Family):
 
 
 class Metrics:
-    """All metrics of one service, those of its process included."""
+    """All metrics of one service, including those of its process."""
 
     def __init__(self) -> None:
         self._families: list[_Family] = []
@@ -137,31 +138,31 @@ class Metrics:
         ProcessCollector(registry=self._registry)
 
     def counter(self, name: str, help_: str, *labels: str) -> Counter:
-        """A new counter; `name` is without `_total`."""
+        """Adds a counter; `name` is without `_total`."""
         counter = Counter(name, help_, labels)
         self._add(counter)
         return counter
 
     def histogram(self, name: str, help_: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
-        """A new histogram; buckets are upper bounds, the last one `+Inf` comes by itself."""
+        """Adds a histogram; `buckets` are upper bounds without the last one, `+Inf`."""
         histogram = Histogram(name, help_, buckets, labels)
         self._add(histogram)
         return histogram
 
     def gauge(self, name: str, help_: str, read: Callable[[], float | Series], *labels: str) -> None:
-        """A value that `read` gives when somebody asks; with labels: a mapping from label values."""
-        self._add(_Reading(GaugeMetricFamily, name, help_, read, labels))
+        """Adds a gauge that `read` returns at each scrape; with labels, `read` returns a mapping from label values."""
+        self._add(_Callback(GaugeMetricFamily, name, help_, read, labels))
 
     def total(self, name: str, help_: str, read: Callable[[], float | Series], *labels: str) -> None:
-        """A count that others keep; `name` is without `_total`."""
-        self._add(_Reading(CounterMetricFamily, name, help_, read, labels))
+        """Adds a counter that `read` returns at each scrape; `name` is without `_total`."""
+        self._add(_Callback(CounterMetricFamily, name, help_, read, labels))
 
     def collect(self) -> Iterator[Metric]:
-        """For prometheus_client: everything as of now."""
+        """The current values of all metrics, for prometheus_client."""
         return iter([family.family() for family in self._families])
 
     def render(self) -> bytes:
-        """Everything as of now in Prometheus's text format."""
+        """The current values of all metrics in Prometheus's text format."""
         return generate_latest(self._registry)
 
     def _add(self, family: _Family) -> None:
@@ -169,11 +170,11 @@ class Metrics:
         self._families.append(family)
 
 
-class Scrapes:
-    """The HTTP door at which Prometheus reads: GET /metrics. Its thread waits for the event loop, which renders."""
+class MetricsServer:
+    """Serves GET /metrics over HTTP. Its thread waits for the event loop, which renders the metrics."""
 
     def __init__(self, metrics: Metrics, host: str, port: int) -> None:
-        """Listens (port 0 takes a free one). Raises OSError."""
+        """Listens; port 0 takes a free port. Raises OSError."""
         loop = asyncio.get_running_loop()
 
         async def render() -> bytes:
@@ -189,7 +190,7 @@ class Scrapes:
                 rendered = asyncio.run_coroutine_threadsafe(render(), loop)
                 try:
                     body = rendered.result(_ANSWER_S)
-                except Exception:  # A loop that is busy for so long, or gone, is what the scraper shall see.
+                except Exception:  # The event loop is blocked or has ended.
                     rendered.cancel()
                     self.send_error(503)
                     return
@@ -200,26 +201,26 @@ class Scrapes:
                 self.wfile.write(body)
 
             def log_message(self, *_: object) -> None:
-                """Says nothing."""
+                """Logs no requests."""
 
-        class Server(socketserver.ThreadingTCPServer):  # An HTTPServer would ask the DNS for its own name.
+        class Server(socketserver.ThreadingTCPServer):  # HTTPServer would resolve its own name.
             address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
             allow_reuse_address = True
             daemon_threads = True
 
             def handle_error(self, *_: object) -> None:
-                """A scraper that left is nobody's trouble."""
+                """Ignores scrapers that disconnect early."""
 
         self._server = Server((host, port), Handler)
         self.port = int(self._server.server_address[1])
         threading.Thread(target=self._server.serve_forever, args=(_POLL_S,), name="metrics", daemon=True).start()
 
     async def close(self) -> None:
-        """Listens no more."""
+        """Stops the server."""
         await asyncio.to_thread(self._server.shutdown)
         self._server.server_close()
 
 
 def by_label(pairs: Iterable[tuple[str, float]]) -> Series:
-    """Values of a metric with one label."""
+    """The series of a metric with one label, from (label value, value)."""
     return {(label,): value for label, value in pairs}

@@ -1,5 +1,7 @@
-"""The first lines of our processes, before gRPC is there: how it waits is decided when it is imported. And the last one
-of a process that cannot serve."""
+"""The start of a process, before gRPC is imported, and the end of a process that cannot serve.
+
+gRPC reads its experiments when it is imported, so the entry point sets them first.
+"""
 
 import importlib
 import importlib.util
@@ -8,13 +10,16 @@ import sys
 from typing import NoReturn
 
 POLLING = "-event_engine_client,-event_engine_listener"
-"""Experiments of gRPC that our processes do without. By its event engine a message passes three threads and a contended
-lock before the thread that knows Python hears of it; without, that thread polls the connections itself."""
+"""Experiments of gRPC that are switched off. With its event engine a message passes three threads and a contended lock
+before it reaches the Python thread; without it, that thread polls the connections itself."""
 
 
 def run(module: str) -> None:
-    """Imports a process's module and calls its `run`, which takes nothing and returns at the process's end. A package
-    that is not installed, of those that the extra of a service's own name brings, is told in one line."""
+    """Imports the main module of a process and calls its `run()`, which returns when the process ends.
+
+    If a package is missing that the extra of the service's name installs, the process ends with one line that names the
+    extra.
+    """
     choose_polling()
     try:
         importlib.import_module(module).run()
@@ -27,11 +32,11 @@ def run(module: str) -> None:
 
 
 def refuse_to_serve(reason: str) -> NoReturn:
-    """Ends the process with one line on stderr and the exit code that tells a supervisor not to try again."""
+    """Ends the process with one line on stderr and exit code 78 (EX_CONFIG): a supervisor must not restart it."""
     print(f"weft: {reason}", file=sys.stderr)
     sys.exit(os.EX_CONFIG)
 
 
 def choose_polling() -> None:
-    """Unless the environment says how gRPC shall wait."""
+    """Switches the experiments off unless the environment has set GRPC_EXPERIMENTS."""
     os.environ.setdefault("GRPC_EXPERIMENTS", POLLING)

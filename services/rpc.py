@@ -1,6 +1,6 @@
-"""How every service listens and calls: servers with health and reflection, channels, the life of a process.
+"""gRPC servers with health and reflection, channels between services, and the life of a service's process.
 
-Knows gRPC, nothing of what is served.
+Knows gRPC, nothing of the services.
 """
 
 import asyncio
@@ -24,13 +24,19 @@ from services.interceptor import ErrorInterceptor
 from services.process import refuse_to_serve
 
 PUBLIC_MESSAGE_BYTES = 1 << 20
+"""Largest request that the gateway's gRPC server accepts: 1 MiB, serialized.
+
+gRPC itself answers a larger one before any handler runs: RESOURCE_EXHAUSTED, "Received message larger than max (SIZE
+vs. 1048576)", without an ErrorInfo. A client must shorten such a request rather than repeat it. Answers may have up to
+INTERNAL_MESSAGE_BYTES."""
 INTERNAL_MESSAGE_BYTES = 16 << 20
+"""Largest message between services, and largest answer of the gateway: 16 MiB, serialized."""
 _MOST_PORT = 65_535
 
-# Clients may ping a quiet connection as often as twice a second: they see a hung peer within about a second.
+# Clients may ping an idle connection twice a second, and so detect a hung peer within about a second.
 _SERVER_OPTIONS = [
     ("grpc.so_reuseport", 0),
-    # Nobody asks for either, and both cost at each message.
+    # Unused, and both cost time for each message.
     ("grpc.per_message_compression", 0),
     ("grpc.enable_channelz", 0),
     ("grpc.keepalive_time_ms", 20_000),
@@ -52,20 +58,20 @@ _LINK_OPTIONS = [
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.max_receive_message_length", INTERNAL_MESSAGE_BYTES),
     ("grpc.max_send_message_length", INTERNAL_MESSAGE_BYTES),
-    # Each link owns its connection, so that a stalled one blocks no other.
+    # Each channel has its own connection, so that a stalled link blocks no other.
     ("grpc.use_local_subchannel_pool", 1),
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A servicer and where it belongs: `add` is the generated add_..._to_server, `name` the full proto name."""
+    """A servicer to serve: `add` is the generated add_..._to_server, `name` the full proto name."""
 
     name: str
     add: Callable[[Any, aio.Server], None]
     servicer: Any
     traced: bool = False
-    """Whether a unary call that brings a trace context is a span of that trace."""
+    """Whether a unary call whose caller sends a trace context is recorded as a span."""
 
 
 class Server:
@@ -77,30 +83,30 @@ class Server:
         checks: health.aio.HealthServicer,
         names: list[str],
         port: int,
-        scrapes: metrics.Scrapes | None,
+        metrics_server: metrics.MetricsServer | None,
     ) -> None:
         self._server = server
         self._checks = checks
         self._names = names
-        self._scrapes = scrapes
+        self._metrics_server = metrics_server
         self.port = port
 
     async def ready(self, ready: bool = True) -> None:
-        """Tells health checks whether calls are welcome, by the names of the services.
+        """Sets the health of the services: SERVING or NOT_SERVING.
 
-        The name "" answers SERVING from the first moment to the stop: it says that this process listens, and a
-        liveness probe must not restart one that loads a model, or waits for one.
+        The health of the name "" is SERVING from the start to the stop: it means that the process listens. A liveness
+        probe of that name does not restart a process that loads a model or waits for one.
         """
         state = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
         for name in self._names:
             await self._checks.set(name, state)
 
     async def stop(self, grace_s: float) -> None:
-        """Says NOT_SERVING, refuses new calls, gives those under way `grace_s` seconds."""
+        """Sets the health to NOT_SERVING, refuses new calls, and cancels running calls after `grace_s` seconds."""
         await self._checks.enter_graceful_shutdown()
         await self._server.stop(grace_s)
-        if self._scrapes is not None:
-            await self._scrapes.close()
+        if self._metrics_server is not None:
+            await self._metrics_server.close()
 
 
 async def serve(
@@ -111,15 +117,16 @@ async def serve(
     allow_remote: bool = False,
     counts: metrics.Metrics | None = None,
     metrics_port: int = 0,
-    gates: Sequence[aio.ServerInterceptor] = (),
+    interceptors: Sequence[aio.ServerInterceptor] = (),
 ) -> Server:
-    """Listens at host:port (port 0 takes a free one). Its services are NOT_SERVING until `ready` is called.
+    """Starts a server at host:port; port 0 takes a free port. Its services are NOT_SERVING until `ready` is called.
 
-    `counts` get those of unary calls and of spans beside what the service counts itself; at `metrics_port`, unless it
-    is 0, Prometheus reads them. If a port is taken the process ends with a line that says so; so it does for an
-    address beyond loopback unless `allow_remote`: the mesh does not authenticate its callers.
+    The metrics of unary calls and of spans are added to `counts`, which `metrics_port` serves unless it is 0. The
+    process ends with one line on stderr if a port is taken or if the address is not loopback and `allow_remote` is
+    false: services do not authenticate their callers. Requests larger than `max_message_bytes` are answered by gRPC
+    with RESOURCE_EXHAUSTED.
 
-    `gates` are asked before each call; what they raise becomes its status.
+    `interceptors` run before each call; an error that they raise becomes the status of the call.
     """
     _check_address(address, allow_remote)
     options = [
@@ -130,7 +137,7 @@ async def serve(
     counts = counts or metrics.Metrics()
     services = list(services)
     traced = frozenset(service.name for service in services if service.traced)
-    server = aio.server(interceptors=[ErrorInterceptor(counts, traced), *gates], options=options)
+    server = aio.server(interceptors=[ErrorInterceptor(counts, traced), *interceptors], options=options)
     checks = health.aio.HealthServicer()
     names = []
     for service in services:
@@ -139,25 +146,25 @@ async def serve(
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
     reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
     port = _listen(server, address)
-    scrapes = _scrapes(counts, address, metrics_port) if metrics_port else None
+    metrics_server = _serve_metrics(counts, address, metrics_port) if metrics_port else None
     await server.start()
-    result = Server(server, checks, names, port, scrapes)
+    result = Server(server, checks, names, port, metrics_server)
     await result.ready(False)
     return result
 
 
 def _listen(server: aio.Server, address: str) -> int:
-    """The port that it got. If that is taken, the process ends with a line that says so, and may be tried again."""
+    """Binds the address and returns the port. If it is taken, the process ends with exit code 1."""
     try:
         return server.add_insecure_port(address)
     except RuntimeError:
-        sys.exit(f"weft: {address} cannot be listened at: another process may have it")
+        sys.exit(f"weft: cannot listen at {address}: another process may use the port")
 
 
-def _scrapes(counts: metrics.Metrics, address: str, port: int) -> metrics.Scrapes:
-    """Lets Prometheus read at this port, on the host of `address` and by its rules."""
+def _serve_metrics(counts: metrics.Metrics, address: str, port: int) -> metrics.MetricsServer:
+    """Serves metrics at this port on the host of `address`."""
     try:
-        return metrics.Scrapes(counts, _host(address), port)
+        return metrics.MetricsServer(counts, _host(address), port)
     except OSError as error:
         refuse_to_serve(f"WEFT_METRICS_PORT {port}: {error.strerror}")
 
@@ -174,16 +181,16 @@ def _check_address(address: str, allow_remote: bool) -> None:
         if ipaddress.ip_address(host).is_loopback:
             return
     if host != "localhost" and not allow_remote:
-        refuse_to_serve(f"{address} is open to other machines: set WEFT_ALLOW_REMOTE=true if its network is trusted")
+        refuse_to_serve(f"{address} is open to other machines: set WEFT_ALLOW_REMOTE=true if the network is trusted")
 
 
 def link_channel(address: str) -> aio.Channel:
-    """A channel between services, with a connection of its own."""
+    """A channel between services with its own connection."""
     return aio.insecure_channel(address, options=_LINK_OPTIONS)
 
 
 def stop_requested() -> asyncio.Event:
-    """An event that SIGTERM and SIGINT set."""
+    """Returns an event that SIGTERM and SIGINT set."""
     event = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, event.set)
@@ -191,14 +198,16 @@ def stop_requested() -> asyncio.Event:
 
 
 def settled() -> None:
-    """To be called when a process begins to serve: what it has made so far stays to its end, so the collector, which
-    stops all threads (150 ms for what a worker imports), need not look at it again."""
+    """Excludes all current objects from garbage collection; to be called when a process starts to serve.
+
+    They live as long as the process, and a full collection stops all threads (150 ms for the imports of a worker).
+    """
     gc.collect()
     gc.freeze()
 
 
 def run(main: Awaitable[None]) -> None:
-    """Runs a service until it ends, on uvloop."""
+    """Runs a service on uvloop until it ends; invalid settings end the process with one line on stderr."""
     import uvloop
 
     async def entry() -> None:
@@ -206,10 +215,10 @@ def run(main: Awaitable[None]) -> None:
 
     try:
         uvloop.run(entry())
-    except ValidationError as error:  # Settings: say which one and why, but never a value, which may be a secret.
+    except ValidationError as error:  # Name the setting and the reason, but not the value, which may be a secret.
         reasons = (f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors(include_input=False))
         refuse_to_serve(f"settings: {'; '.join(reasons)}")
-    except SettingsError as error:  # What should be a list is no JSON; it does not say what it is instead.
+    except SettingsError as error:  # A list or mapping is not valid JSON; the text contains no value.
         refuse_to_serve(f"settings: {error}")
     finally:
         telemetry.close()

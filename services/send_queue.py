@@ -1,4 +1,4 @@
-"""What waits to be written to one link, bounded. Knows no gRPC and no messages."""
+"""A bounded queue of messages to be written to one link. Knows no gRPC and no messages."""
 
 import asyncio
 from collections import deque
@@ -13,27 +13,27 @@ class SendQueueFull(Exception):
 
 
 class SendQueue(Generic[Message]):
-    """What waits to be written to one link. Putting never waits, so a stalled reader delays nobody else."""
+    """Messages in order. `put` never waits, so a reader that stalls delays no other; one task may iterate."""
 
     def __init__(self, limit: int = 4096) -> None:
         self._limit = limit
         self._messages: deque[Message] = deque()
         self._closed = False
-        self._news: asyncio.Future[None] | None = None
+        self._changed: asyncio.Future[None] | None = None
 
     def put(self, message: Message) -> None:
-        """Adds a message; after `close` nobody reads it. Raises OutboxFull when the link is `limit` messages behind."""
+        """Adds a message; after `close` the message is discarded. Raises SendQueueFull if `limit` messages wait."""
         if self._closed:
             return
         if len(self._messages) >= self._limit:
             raise SendQueueFull
         self._messages.append(message)
-        self._tell()
+        self._wake()
 
     def close(self) -> None:
-        """Ends the iteration once what is queued has been taken."""
+        """Ends the iteration after the queued messages."""
         self._closed = True
-        self._tell()
+        self._wake()
 
     async def __aiter__(self) -> AsyncIterator[Message]:
         while True:
@@ -41,9 +41,9 @@ class SendQueue(Generic[Message]):
                 yield self._messages.popleft()
             if self._closed:
                 return
-            self._news = asyncio.get_running_loop().create_future()
-            await self._news
+            self._changed = asyncio.get_running_loop().create_future()
+            await self._changed
 
-    def _tell(self) -> None:
-        if self._news is not None and not self._news.done():
-            self._news.set_result(None)
+    def _wake(self) -> None:
+        if self._changed is not None and not self._changed.done():
+            self._changed.set_result(None)

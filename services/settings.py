@@ -1,13 +1,14 @@
-"""Settings that every service shares: read from the environment, each under one documented name.
+"""Settings that all services share, read from the environment.
 
-A service listens at WEFT_LISTEN and finds the others at WEFT_SCHEDULER_ADDRESS and WEFT_CACHE_ADDRESS (workers are
-found through the scheduler). A service's own settings begin with WEFT_ and its name: WEFT_GATEWAY_..., WEFT_WORKER_...
+A service listens at WEFT_LISTEN and connects to the others at WEFT_SCHEDULER_ADDRESS and WEFT_CACHE_ADDRESS; gateways
+receive the addresses of workers from the scheduler. A service's own settings begin with WEFT_ and its name:
+WEFT_GATEWAY_..., WEFT_WORKER_...
 
-Metrics: each process answers Prometheus at WEFT_METRICS_PORT of the host that it listens at; unset or 0, nowhere. Where
-each process has a network address of its own (containers, pods) all have the same port, by convention 9464. On one
-machine `weft serve` counts up from it: gateway, scheduler, cache, first worker, second worker, ...
+Metrics: each process serves them for Prometheus at WEFT_METRICS_PORT, on the host that it listens at; 0 or unset
+disables this. Processes with network addresses of their own (containers, pods) use the same port, by convention 9464;
+on one machine `weft serve` assigns consecutive ports: gateway, scheduler, cache, first worker, second worker, ...
 
-Traces: the standard OTEL_... variables, read by every process; none is recorded unless they name a collector.
+Traces: every process reads the standard OTEL_... variables and records spans if they name a collector.
 """
 
 from typing import Literal
@@ -22,23 +23,28 @@ WORKER_ADDRESS = "127.0.0.1:50061"
 
 
 class CommonSettings(BaseSettings):
-    """What every service reads. A service's own settings derive from this class."""
+    """The shared settings. The settings of each service derive from this class."""
 
     model_config = SettingsConfigDict(env_prefix="WEFT_", extra="ignore", populate_by_name=True)
 
-    listen: str = Field("", description="host:port to listen at; empty takes the service's default, port 0 a free one.")
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level that is logged.")
+    listen: str = Field(
+        "", description="host:port to listen at; empty for the service's default, port 0 for a free port."
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Lowest level that is logged.")
     log_format: Literal["auto", "json", "console"] = Field(
-        "auto", description="json for machines, console for people; auto asks whether stderr is a terminal."
+        "auto", description="json, or console for people; auto is console if stderr is a terminal."
     )
     allow_remote: bool = Field(
         False,
-        description="Listen beyond loopback, on a network that is trusted: callers are not authenticated.",
+        description="Allow addresses other than loopback. Only on a trusted network: callers are not authenticated.",
     )
     metrics_port: int = Field(
-        0, ge=0, le=65535, description="Port at which Prometheus reads /metrics, on the host of `listen`; 0: none."
+        0,
+        ge=0,
+        le=65535,
+        description="Port at which Prometheus reads /metrics, on the host of `listen`; 0 disables it.",
     )
-    drain_s: float = Field(10.0, ge=0, description="Seconds that calls under way are given at a stop.")
+    drain_s: float = Field(10.0, ge=0, description="Seconds that running calls may take after SIGTERM.")
 
     @field_validator("listen")
     @classmethod

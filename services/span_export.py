@@ -1,6 +1,6 @@
-"""The way of spans to a collector that may be slow, or gone: how many may wait, and when it is left alone.
+"""Export of spans to a collector that may be slow or absent: a bound on waiting spans, and pauses after failures.
 
-Knows batches and counts, never what a span tells.
+Knows batches and counts, never the contents of a span.
 """
 
 import threading
@@ -13,13 +13,13 @@ import structlog
 log = structlog.get_logger("telemetry")
 
 LONGEST_PAUSE_S = 30.0
-"""A collector that fails is left alone for 1 s, 2 s, 4 s, ... up to this."""
+"""After failures the exporter pauses for 1 s, 2 s, 4 s, ... up to this."""
 REPORT_S = 60.0
-"""Trouble with the collector is logged at most this often."""
+"""Failures of the collector are logged at most this often."""
 
 
 class SpanBudget:
-    """What became of spans, and how many wait. The one bound of the queue; any thread may call."""
+    """Bounds the number of waiting spans and counts outcomes. Thread-safe."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -27,63 +27,66 @@ class SpanBudget:
         self._waiting = self._exported = self._dropped = 0
 
     def admit(self) -> bool:
-        """Whether one more span may wait; if not, it is dropped."""
+        """Whether one more span may wait; if not, the span counts as dropped."""
         with self._lock:
             admitted = self._waiting < self._limit
             self._waiting += admitted
             self._dropped += not admitted
             return admitted
 
-    def settle(self, count: int, exported: bool) -> None:
-        """So many spans wait no more."""
+    def release(self, count: int, exported: bool) -> None:
+        """Counts `count` waiting spans as exported or dropped."""
         with self._lock:
             self._waiting -= count
             self._exported += count if exported else 0
             self._dropped += 0 if exported else count
 
     def outcomes(self) -> dict[str, int]:
-        """Spans by outcome."""
+        """The number of spans by outcome."""
         with self._lock:
             return {"exported": self._exported, "dropped": self._dropped}
 
 
 class SpanExporter:
-    """Brings batches of spans to the collector, in the exporter's thread. A collector that fails is left alone for a
-    while; what it would have got is dropped and counted."""
+    """Exports batches of spans, in the thread of OpenTelemetry's batch processor.
 
-    def __init__(self, export: Callable[[Any], bool], tally: SpanBudget) -> None:
-        self._export = export
-        self._tally = tally
+    After a failure it pauses; spans that it cannot export are dropped and counted.
+    """
+
+    def __init__(self, send: Callable[[Any], bool], budget: SpanBudget) -> None:
+        """`send` sends a batch to the collector and returns whether the collector accepted it."""
+        self._send = send
+        self._budget = budget
         self._pause_s = 0.0
-        self._reported = float("-inf")
-        self._leaving = threading.Event()
-        self._gone = False
+        self._logged_at = float("-inf")
+        self._ending = threading.Event()
+        self._stopped = False
 
-    def bring(self, batch: Any) -> bool:
-        """Exports a batch and says whether that worked. After a failure it returns only when the pause is over."""
+    def export(self, batch: Any) -> bool:
+        """Exports a batch and returns whether that succeeded. After a failure it returns when the pause is over."""
         try:
-            brought = not self._gone and self._export(batch)
-        except Exception:  # Whatever a broken connection makes of it.
-            brought = False
-        self._tally.settle(len(batch), brought)
-        if brought:
+            exported = not self._stopped and self._send(batch)
+        except Exception:  # A broken connection may raise any exception.
+            exported = False
+        self._budget.release(len(batch), exported)
+        if exported:
             self._pause_s = 0.0
         else:
-            self._report()
+            self._log_failure()
             self._pause_s = min(max(1.0, 2 * self._pause_s), LONGEST_PAUSE_S)
-            self._leaving.wait(self._pause_s)
-        return brought
+            self._ending.wait(self._pause_s)
+        return exported
 
-    def leave(self) -> None:
-        """Pauses no more."""
-        self._leaving.set()
+    def end_pauses(self) -> None:
+        """Ends the current pause and makes no more of them: the process ends."""
+        self._ending.set()
 
-    def give_up(self) -> None:
-        """Exports nothing more."""
-        self._gone = True
+    def stop(self) -> None:
+        """Drops all further batches."""
+        self._stopped = True
 
-    def _report(self) -> None:
+    def _log_failure(self) -> None:
         now = time.monotonic()
-        if now - self._reported >= REPORT_S and not self._leaving.is_set():
-            self._reported = now
-            log.warning("the collector takes no traces", dropped=self._tally.outcomes()["dropped"])
+        if now - self._logged_at >= REPORT_S and not self._ending.is_set():
+            self._logged_at = now
+            log.warning("the trace collector does not accept spans", dropped=self._budget.outcomes()["dropped"])

@@ -1,7 +1,7 @@
-"""Logs and traces of a service: the door to OpenTelemetry. No prompt text, no keys, no addresses of clients reach them.
+"""Logs and traces of a service. They contain no prompt text, no keys and no addresses of clients.
 
-A span that is not recorded costs microseconds and still has a place in a trace. OpenTelemetry is imported only when
-the standard variables (OTEL_EXPORTER_OTLP_ENDPOINT, OTEL_TRACES_SAMPLER, OTEL_BSP_..., ...) turn tracing on.
+A span that is not recorded costs microseconds and still passes the trace context on. OpenTelemetry is imported, only
+here, if the standard variables (OTEL_EXPORTER_OTLP_ENDPOINT, OTEL_TRACES_SAMPLER, OTEL_BSP_..., ...) turn tracing on.
 """
 
 import asyncio
@@ -36,9 +36,9 @@ Value = str | bool | int | float | list[str]
 Attributes = Mapping[str, Value]
 
 EXPORT_S = 2.0
-"""How long one export may take, unless OTEL_EXPORTER_OTLP_TIMEOUT says otherwise."""
+"""Time limit of one export unless OTEL_EXPORTER_OTLP_TIMEOUT is set."""
 FLUSH_S = 0.8
-"""How long the end of the process may wait for the collector to take what is left."""
+"""How long the end of the process may wait for the export of the last spans."""
 
 _TRACEPARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
 
@@ -55,18 +55,18 @@ def setup(service: str, settings: CommonSettings) -> None:
             structlog.dev.ConsoleRenderer() if console else structlog.processors.JSONRenderer(),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, settings.log_level.upper())),
-        logger_factory=lambda *_: _Lines(sys.stderr),
+        logger_factory=lambda *_: _LogWriter(sys.stderr),
     )
     structlog.contextvars.bind_contextvars(service=service)
-    if _wanted():
+    if _tracing_requested():
         try:
             _tracing = _Tracing(service)
         except ValueError as error:
-            log.warning("no traces: an OTEL_ variable cannot be used", reason=str(error))
+            log.warning("tracing is off: an OTEL_ variable has an invalid value", reason=str(error))
 
 
 def log_exception(event: str, error: BaseException) -> None:
-    """Logs where an exception came from, by type and line: its text may hold what a client sent."""
+    """Logs the type of an exception and its last six lines of code; its text may contain a client's data."""
     frames = []
     trace = error.__traceback__
     while trace is not None:
@@ -75,11 +75,11 @@ def log_exception(event: str, error: BaseException) -> None:
     log.error(event, type=type(error).__name__, frames=frames[-6:])
 
 
-class _Lines(structlog.PrintLogger):
-    """Where lines of a log go. That nobody reads them any more must not fail what they tell of."""
+class _LogWriter(structlog.PrintLogger):
+    """Writes log lines to a stream. A stream whose reader is gone must not fail the code that logs."""
 
     def msg(self, message: str) -> None:
-        """Writes a line, if it can be written."""
+        """Writes a line; ignores a broken stream."""
         with contextlib.suppress(OSError):
             super().msg(message)
 
@@ -87,7 +87,7 @@ class _Lines(structlog.PrintLogger):
 
 
 def close() -> None:
-    """Sends what is left, for a moment. Spans that end later are lost."""
+    """Exports the last spans, for at most FLUSH_S seconds. Spans that end later are lost."""
     global _tracing
     tracing, _tracing = _tracing, None
     if tracing is not None:
@@ -95,32 +95,32 @@ def close() -> None:
 
 
 def spans() -> dict[str, int]:
-    """What became of the recorded spans of this process so far, by outcome: exported or dropped."""
-    return _tracing.tally.outcomes() if _tracing is not None else {"exported": 0, "dropped": 0}
+    """The number of recorded spans of this process by outcome: exported or dropped."""
+    return _tracing.budget.outcomes() if _tracing is not None else {"exported": 0, "dropped": 0}
 
 
 class Span:
-    """A part of a request's trace, recorded or not. As a context manager it ends with its block."""
+    """A span of a request's trace, recorded or not. As a context manager it ends with its block."""
 
     __slots__ = ("_recorded", "traceparent")
 
     def __init__(self, traceparent: str, recorded: "Recorded | None" = None) -> None:
         self.traceparent = traceparent
-        """The W3C header that makes this span the parent of what follows."""
+        """The W3C header by which other spans name this one as their parent."""
         self._recorded = recorded
 
     @property
     def recorded(self) -> bool:
-        """Whether anybody will see it."""
+        """Whether the span is exported."""
         return self._recorded is not None
 
     @property
     def trace_id(self) -> str:
-        """32 hexadecimal digits."""
+        """The trace's id: 32 hexadecimal digits."""
         return self.traceparent.split("-")[1]
 
     def rename(self, name: str) -> None:
-        """Gives it the name that was not known at its start."""
+        """Sets the name, if it was not known at the start."""
         if self._recorded is not None:
             self._recorded.update_name(name)
 
@@ -130,12 +130,12 @@ class Span:
             self._recorded.set_attributes(attributes)
 
     def event(self, name: str, at: float) -> None:
-        """Something happened in it at an instant of `time.monotonic`."""
+        """Adds an event at `at` of `time.monotonic`."""
         if self._recorded is not None:
             self._recorded.add_event(name, timestamp=_epoch_ns(at))
 
     def fail(self, reason: str) -> None:
-        """It did not bring what it should; `reason` is one of few words in capitals."""
+        """Marks the span as failed; `reason` is one of a few names in UPPER_SNAKE_CASE."""
         if self._recorded is not None:
             from opentelemetry.trace import Status, StatusCode
 
@@ -143,7 +143,7 @@ class Span:
             self._recorded.set_attribute("error.type", reason)
 
     def end(self, at: float | None = None) -> None:
-        """It is over, since `at` (of `time.monotonic`) or now."""
+        """Ends the span at `at` (of `time.monotonic`), or now."""
         if self._recorded is not None:
             self._recorded.end(None if at is None else _epoch_ns(at))
 
@@ -153,7 +153,7 @@ class Span:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, asyncio.CancelledError):  # Needed no more, which is no failure of its own.
+        if isinstance(error, asyncio.CancelledError):  # A cancelled span has not failed.
             self.set({"weft.cancelled": True})
         elif error is not None:
             self.fail(str(getattr(error, "reason", "INTERNAL")))
@@ -169,27 +169,30 @@ def start(
     attributes: Attributes | None = None,
     link: str = "",
 ) -> Span:
-    """A new span below `parent`, a W3C traceparent (anything else: a new trace), begun now or at `began` of
-    `time.monotonic`. `link` is the traceparent of a span in another trace that this one has to do with."""
+    """Starts a span, now or at `began` of `time.monotonic`.
+
+    `parent` is a W3C traceparent; any other text starts a new trace. `link` is the traceparent of a related span in
+    another trace.
+    """
     if _tracing is None:
-        return Span(parent if _match(parent) else _unseen())
+        return Span(parent if _match(parent) else _unsampled())
     return _tracing.start(name, parent, kind, began, attributes, link)
 
 
 def record(name: str, parent: Span, began: float, seconds: float, attributes: Attributes | None = None) -> None:
-    """A span that is over: it began at `began` of `time.monotonic` and took so long."""
+    """Records a span that began at `began` of `time.monotonic` and took `seconds`."""
     if parent.recorded:
         start(name, parent.traceparent, began=began, attributes=attributes).end(began + seconds)
 
 
-def _unseen() -> str:
-    """The traceparent of a new trace that nobody records."""
+def _unsampled() -> str:
+    """The traceparent of a new trace that is not sampled."""
     digits = os.urandom(24).hex()
     return f"00-{digits[:32]}-{digits[32:]}-00"
 
 
 def _match(traceparent: str) -> re.Match[str] | None:
-    """The parts of a traceparent; None unless it is valid."""
+    """The match of a valid traceparent; None for any other text."""
     match = _TRACEPARENT.fullmatch(traceparent)
     return match if match is not None and int(match[1], 16) and int(match[2], 16) else None
 
@@ -198,8 +201,8 @@ def _epoch_ns(at: float) -> int:
     return time.time_ns() - int((time.monotonic() - at) * 1e9)
 
 
-def _wanted() -> bool:
-    """Whether the environment asks for tracing, and for one that we can do."""
+def _tracing_requested() -> bool:
+    """Whether the environment turns on tracing with a supported exporter."""
     environ = os.environ
     exporter = environ.get("OTEL_TRACES_EXPORTER", "")
     named = environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
@@ -207,16 +210,18 @@ def _wanted() -> bool:
         return False
     protocol = environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or environ.get("OTEL_EXPORTER_OTLP_PROTOCOL") or "grpc"
     if exporter not in ("", "otlp") or protocol != "grpc":
-        log.warning("no traces: they can be exported by otlp over grpc only", exporter=exporter, protocol=protocol)
+        log.warning(
+            "tracing is off: the only supported exporter is otlp over grpc", exporter=exporter, protocol=protocol
+        )
         return False
     if importlib.util.find_spec("opentelemetry") is None:
-        log.warning("no traces: OpenTelemetry is not installed (pip install 'weft[telemetry]')")
+        log.warning("tracing is off: OpenTelemetry is not installed (pip install 'weft[telemetry]')")
         return False
     return True
 
 
 class _Tracing:
-    """OpenTelemetry, set up as the environment says."""
+    """OpenTelemetry, configured by the environment."""
 
     def __init__(self, service: str) -> None:
         from opentelemetry import trace
@@ -225,23 +230,23 @@ class _Tracing:
         from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 
-        # Trouble is told by the courier, at its pace.
+        # Failures of the collector are logged by span_export.SpanExporter, at a bounded rate.
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
         limit = int(os.environ.get("OTEL_BSP_MAX_QUEUE_SIZE", "2048"))
-        tally = self.tally = SpanBudget(limit)
+        budget = self.budget = SpanBudget(limit)
         timed = any(os.environ.get(f"OTEL_EXPORTER_OTLP_{name}TIMEOUT") for name in ("", "TRACES_"))
-        exporter = self._exporter = OTLPSpanExporter(timeout=None if timed else EXPORT_S)
-        courier = self._courier = span_export.SpanExporter(
-            lambda batch: exporter.export(batch) is SpanExportResult.SUCCESS, tally
+        otlp = self._otlp = OTLPSpanExporter(timeout=None if timed else EXPORT_S)
+        exporter = self._exporter = span_export.SpanExporter(
+            lambda batch: otlp.export(batch) is SpanExportResult.SUCCESS, budget
         )
 
         class Exporter(SpanExporter):
             def export(self, spans: Any) -> SpanExportResult:
-                return SpanExportResult.SUCCESS if courier.bring(spans) else SpanExportResult.FAILURE
+                return SpanExportResult.SUCCESS if exporter.export(spans) else SpanExportResult.FAILURE
 
         class Processor(BatchSpanProcessor):
             def on_end(self, span: ReadableSpan) -> None:
-                if tally.admit():
+                if budget.admit():
                     super().on_end(span)
 
         names = {} if os.environ.get("OTEL_SERVICE_NAME") else {"service.name": f"weft-{service}"}
@@ -257,7 +262,7 @@ class _Tracing:
         self, name: str, parent: str, kind: Kind, began: float | None, attributes: Attributes | None, link: str
     ) -> Span:
         """See the function `start`."""
-        # OpenTelemetry would come to the same, seven times as slowly: most requests are not sampled.
+        # OpenTelemetry would return the same seven times as slowly, and most requests are not sampled.
         if self._follows_parents and parent.endswith("-00") and _match(parent):
             return Span(parent)
         linked = self._remote(link)
@@ -274,13 +279,13 @@ class _Tracing:
         return Span(traceparent, span if span.is_recording() else None)
 
     def close(self) -> None:
-        """Gives the collector a moment for what is left."""
-        self._courier.leave()
+        """Exports the last spans, for at most FLUSH_S seconds."""
+        self._exporter.end_pauses()
         flushing = threading.Thread(target=self._provider.shutdown, daemon=True)
         flushing.start()
         flushing.join(FLUSH_S)
-        self._courier.give_up()
-        self._exporter.shutdown()
+        self._exporter.stop()
+        self._otlp.shutdown()
 
     def _context(self, parent: str) -> "Context":
         from opentelemetry.context import Context

@@ -1,4 +1,4 @@
-"""What a request may ask for. The gateway and the worker run this same code, so neither trusts the other's caller."""
+"""Checks requests. Gateway and worker run the same checks, so neither relies on those of the other."""
 
 import math
 import re
@@ -26,7 +26,7 @@ DEFAULT_MAX_TOKENS = 256
 _POLICIES = frozenset(api.CachePolicy.values())
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _RANGES: dict[str, tuple[float, float, bool]] = {
-    # field: least, most, whether the least itself is allowed
+    # field: minimum, maximum, whether the minimum itself is allowed
     "temperature": (0.0, 100.0, True),
     "top_p": (0.0, 1.0, False),
     "min_p": (0.0, 1.0, True),
@@ -37,22 +37,22 @@ _RANGES: dict[str, tuple[float, float, bool]] = {
 
 
 def check_request(request: api.GenerateRequest) -> None:
-    """All of a request that can be judged without the model's card. Raises WeftError."""
+    """Checks what can be checked without the model's card. Raises WeftError."""
     check_known(request, "request")
     _check_form(request.prompt)
     if request.n > MAX_N:
-        raise invalid("n", f"at most {MAX_N}")
+        raise invalid("n", f"must be at most {MAX_N}")
     if abs(request.priority) > MAX_PRIORITY:
         raise invalid("priority", f"between -{MAX_PRIORITY} and {MAX_PRIORITY}")
     if request.cache not in _POLICIES:
-        raise invalid("cache", "not a cache policy")
+        raise invalid("cache", "must be a cache policy")
     if request.request_id and not _REQUEST_ID.fullmatch(request.request_id):
         raise invalid("request_id", "1 to 128 characters of A-Z a-z 0-9 . _ : -")
     check_stops(request.sampling)
 
 
 def check_prompt(prompt: api.Prompt) -> None:
-    """A prompt of one form that is not empty. Raises WeftError."""
+    """Checks that a prompt has one form and is not empty. Raises WeftError."""
     check_known(prompt, "prompt")
     _check_form(prompt)
 
@@ -75,7 +75,7 @@ def _check_form(prompt: api.Prompt) -> None:
 
 
 def check_stops(sampling: api.Sampling) -> None:
-    """Stop strings, which only the gateway sees. Raises WeftError."""
+    """Checks the stop strings, which only the gateway receives. Raises WeftError."""
     if len(sampling.stop) > MAX_STOPS:
         raise invalid("sampling.stop", f"at most {MAX_STOPS}")
     if any(not 1 <= len(stop) <= MAX_STOP_CHARS for stop in sampling.stop):
@@ -83,10 +83,12 @@ def check_stops(sampling: api.Sampling) -> None:
 
 
 def check_sampling(sampling: api.Sampling, card: mesh.ModelCard) -> dict[str, Any]:
-    """How tokens are chosen, against the model's vocabulary. -> the fields that are set, by name: reading a message
-    takes longer. Raises WeftError."""
+    """Checks the sampling parameters against the model's vocabulary. Raises WeftError.
+
+    Returns the fields that are set, by name: a dict is faster to read than the message.
+    """
     given = {field.name: value for field, value in sampling.ListFields()}
-    for name, value in given.items():  # What is not set is 0 or has a default: both are allowed.
+    for name, value in given.items():  # A field that is not set has 0 or a default, and both are valid.
         if name in _RANGES:
             _check_range(name, value, *_RANGES[name])
     if given.get("max_tokens") == 0:
@@ -108,7 +110,7 @@ def check_sampling(sampling: api.Sampling, card: mesh.ModelCard) -> dict[str, An
 
 
 def check_tokens(token_ids: Sequence[int], sampling: api.Sampling, card: mesh.ModelCard) -> None:
-    """A tokenized prompt: not empty, in the vocabulary, and with room for the answer. Raises WeftError."""
+    """Checks that a tokenized prompt is not empty, in the vocabulary and short enough to answer. Raises WeftError."""
     if not token_ids:
         raise invalid("prompt", "no tokens", "EMPTY_PROMPT")
     check_token_ids("prompt.token_ids", token_ids, card)
@@ -122,12 +124,12 @@ def check_tokens(token_ids: Sequence[int], sampling: api.Sampling, card: mesh.Mo
 
 
 def default_max_tokens(prompt_tokens: int, sampling: api.Sampling, card: mesh.ModelCard) -> int:
-    """How long an answer may get when the request does not say."""
+    """The greatest answer length, in tokens, for a request that does not set one."""
     return max(min(DEFAULT_MAX_TOKENS, card.context_length - prompt_tokens), sampling.min_tokens)
 
 
 def check_known(message: Message, field: str) -> None:
-    """Refuses fields that this version does not have, at any depth: an ignored field would be a broken promise."""
+    """Refuses fields that this version does not have, at any depth, rather than ignore them. Raises WeftError."""
     known = type(message)()
     known.CopyFrom(message)
     known.DiscardUnknownFields()
@@ -136,14 +138,14 @@ def check_known(message: Message, field: str) -> None:
 
 
 def _refuse_unknown(message: Message, field: str) -> None:
-    """Finds such a field by going through the whole message, which takes longer."""
+    """Finds the unknown field by walking through the whole message, which is slow. Raises WeftError."""
     unknown = UnknownFieldSet(message)
     if len(unknown):
         numbers = sorted({unknown[i].field_number for i in range(len(unknown))})
         raise WeftError(
             grpc.StatusCode.UNIMPLEMENTED,
             "UNKNOWN_FIELD",
-            f"{field}: field number {numbers[0]} is not offered by this version",
+            f"{field}: field number {numbers[0]} does not exist in this version",
             field=field,
         )
     for descriptor, value in message.ListFields():
@@ -161,6 +163,6 @@ def _check_range(name: str, value: float, least: float, most: float, inclusive: 
 
 
 def check_token_ids(field: str, token_ids: Sequence[int], card: mesh.ModelCard) -> None:
-    """Ids in the model's vocabulary. Raises WeftError."""
+    """Checks that token ids are in the model's vocabulary. Raises WeftError."""
     if token_ids and max(token_ids) >= card.vocab_size:
         raise invalid(field, f"not in the vocabulary of {card.vocab_size}", "TOKEN_OUT_OF_RANGE")

@@ -1,4 +1,4 @@
-"""How our processes begin: gRPC is told how to wait before it is there, and what is not installed is told in a line."""
+"""The start of processes: gRPC's experiments are set before its import; a missing package is reported in one line."""
 
 import os
 import pty
@@ -22,7 +22,7 @@ _SERVICE, _COMMAND = 'process.run("entry")', "from weft.main import main; main()
 
 
 def began(call: str, **environment: str) -> list[str]:
-    """What the entry point of a process finds: gRPC's experiments, and whether gRPC was imported before."""
+    """What the entry point of a process sees: gRPC's experiments, and whether gRPC was imported already."""
     env = {name: value for name, value in os.environ.items() if name != "GRPC_EXPERIMENTS"} | environment
     done = subprocess.run([sys.executable, "-c", _ENTRY + call], env=env, capture_output=True, text=True, check=True)
     return done.stdout.split()
@@ -34,11 +34,11 @@ def test_services_and_the_command_poll_their_own_connections(call: str) -> None:
 
 
 @pytest.mark.parametrize("call", [_SERVICE, _COMMAND])
-def test_who_runs_them_may_choose_otherwise(call: str) -> None:
+def test_the_environment_may_choose_other_experiments(call: str) -> None:
     assert began(call, GRPC_EXPERIMENTS="monitoring_experiment") == ["monitoring_experiment", "False"]
 
 
-def test_who_imports_the_client_keeps_what_grpc_does() -> None:
+def test_importing_the_client_leaves_grpcs_experiments_alone() -> None:
     program = "import os; from weft import Client; print(os.environ.get('GRPC_EXPERIMENTS'))"
     env = {name: value for name, value in os.environ.items() if name != "GRPC_EXPERIMENTS"}
     done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
@@ -53,7 +53,7 @@ def test_grpc_knows_these_experiments() -> None:
 
 
 def without(package: str, service: str) -> "subprocess.CompletedProcess[str]":
-    """Starts a service where this package is not installed."""
+    """Starts a service in an interpreter without this package."""
     program = f"import sys; sys.modules[{package!r}] = None; from services import process; process.run({service!r})"
     return subprocess.run(
         [sys.executable, "-c", program],
@@ -72,13 +72,13 @@ def test_a_service_without_its_packages_names_the_extra_that_brings_them(service
     assert any(each.startswith(package) for each in code.extras()[service])
 
 
-def test_what_is_missing_of_an_installed_package_stays_a_traceback() -> None:
+def test_a_missing_module_of_an_installed_package_stays_a_traceback() -> None:
     done = without("redis.asyncio", "services.cache.main")
     assert done.returncode == 1
-    assert "services/cache/store.py" in done.stderr
+    assert "services/cache/redis_client.py" in done.stderr
 
 
-def test_a_client_of_a_load_that_is_started_by_hand_says_what_it_is() -> None:
+def test_a_load_client_started_by_hand_prints_what_it_is() -> None:
     master, terminal = pty.openpty()
     ours, pipe = os.pipe()
     starts: list[tuple[list[str], int]] = [([], terminal), ([], subprocess.DEVNULL), (["--help"], ours)]

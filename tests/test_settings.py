@@ -1,4 +1,4 @@
-"""What the settings of all services have in common."""
+"""The settings that all services share."""
 
 import pytest
 

@@ -77,7 +77,7 @@ ROOMS: Mapping[str, Mapping[str, set[str]]] = {
 INTERFACES = {"services/worker/service": ("services.worker.engine", "services.worker.engine.base")}
 # Each outside library has one door in the serving path.
 DOORS: Mapping[str, tuple[str, ...]] = {
-    "redis": ("services/cache/store.py",),
+    "redis": ("services/cache/redis_client.py",),
     "tokenizers": ("services/gateway/text/", "services/worker/loader/"),
     "safetensors": ("services/worker/loader/",),
     "opentelemetry": ("services/telemetry.py",),

@@ -1,11 +1,11 @@
-"""Replays a request trace through the real scheduler pool and compares placement rules by prefix hits and balance.
+"""Replays a request trace through the real scheduler core and compares placement rules by prefix hits and balance.
 
     python -m bench.mesh.placement TRACE.jsonl[.gz] --workers 4
 
 The trace has one JSON object a line: `timestamp` (ms), `input_length` and `output_length` (tokens), `hash_ids` (one id
 per 512-token prompt block; equal ids are equal prefixes), as published with Mooncake (FAST '25). Workers are simulated:
 each has a prefill rate, a decode time per token and an LRU prefix cache of a fixed number of blocks. `cost rule` is the
-scheduler's own pool, fed with their reports; `pooled cache` is one worker with the caches and speed of all.
+scheduler's own core, fed with their reports; `pooled cache` is one worker with the caches and speed of all.
 """
 
 import argparse
@@ -18,9 +18,18 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from services.hashing import KEY_BYTES
-from services.scheduler.core.pool import Pool
-from services.scheduler.limits import Limits
-from services.scheduler.messages import Assigned, Card, Command, Ended, Report, Submit, ToGateway, WorkerHello
+from services.scheduler.core.limits import Limits
+from services.scheduler.core.messages import (
+    Assigned,
+    Card,
+    Command,
+    EndedJob,
+    Submit,
+    ToGateway,
+    WorkerHello,
+    WorkerReport,
+)
+from services.scheduler.core.scheduler import SchedulerCore
 
 BLOCK_TOKENS = 512
 REPORT_S = 1.0
@@ -142,24 +151,24 @@ def pooled(trace: Sequence[Request], mesh: Mesh) -> Outcome:
 # ---- the scheduler itself ----
 
 
-class PoolRun:
-    """The real pool, with simulated workers and a clock that jumps from event to event."""
+class CoreRun:
+    """The real core, with simulated workers and a clock that jumps from event to event."""
 
     def __init__(self, mesh: Mesh, start_s: float) -> None:
         self.mesh = mesh
-        self.pool = Pool(epoch=1, now=start_s, limits=Limits(queue_limit=1 << 30, stall_s=1e9))
+        self.core = SchedulerCore(epoch=1, now=start_s, limits=Limits(queue_limit=1 << 30, stall_s=1e9))
         self.workers = {f"w{n}": SimulatedWorker(mesh) for n in range(mesh.workers)}
         self.hits = 0
-        self._events: list[tuple[float, int, str, Report]] = []
+        self._events: list[tuple[float, int, str, WorkerReport]] = []
         self._serial = 0
         self._waiting: dict[str, Request] = {}
-        self.pool.on_gateway_attached("gateway", start_s)
+        self.core.on_gateway_attached("gateway", start_s)
         card = Card("model", block_size=BLOCK_TOKENS)
         for worker_id in self.workers:
-            self.pool.on_worker_attached(WorkerHello(worker_id, f"{worker_id}:0", card, credits=1 << 20), start_s)
+            self.core.on_worker_attached(WorkerHello(worker_id, f"{worker_id}:0", card, credits=1 << 20), start_s)
 
     def replay(self, trace: Sequence[Request]) -> None:
-        """Submits all requests at their times, and what workers say between them."""
+        """Submits all requests at their times, and the reports of workers between them."""
         report_at = trace[0].at_s
         for number, request in enumerate(trace):
             while report_at <= request.at_s:
@@ -178,7 +187,7 @@ class PoolRun:
             max_tokens=request.output_tokens,
             block_keys=b"".join(request.keys),
         )
-        self._perform(self.pool.on_submit("gateway", submit, request.at_s), request.at_s)
+        self._perform(self.core.on_submit("gateway", submit, request.at_s), request.at_s)
 
     def _perform(self, commands: list[Command], now: float) -> None:
         for command in commands:
@@ -190,12 +199,12 @@ class PoolRun:
         worker = self.workers[assigned.worker_id]
         hits, end_s, stored, evicted = worker.run(request._replace(at_s=now))
         self.hits += hits
-        cached = Report(stored_keys=b"".join(stored), evicted_keys=b"".join(evicted))
+        cached = WorkerReport(stored_keys=b"".join(stored), evicted_keys=b"".join(evicted))
         self._later(worker.busy_until, assigned.worker_id, cached)
-        ended = Report(ended=(Ended(assigned.job_id, 1, request.output_tokens),))
+        ended = WorkerReport(ended=(EndedJob(assigned.job_id, 1, request.output_tokens),))
         self._later(end_s, assigned.worker_id, ended)
 
-    def _later(self, at_s: float, worker_id: str, report: Report) -> None:
+    def _later(self, at_s: float, worker_id: str, report: WorkerReport) -> None:
         self._serial += 1
         heapq.heappush(self._events, (at_s, self._serial, worker_id, report))
 
@@ -206,13 +215,13 @@ class PoolRun:
 
     def _heartbeat(self, now: float) -> None:
         for worker_id in self.workers:
-            self._report(worker_id, Report(), now)
+            self._report(worker_id, WorkerReport(), now)
 
-    def _report(self, worker_id: str, report: Report, now: float) -> None:
+    def _report(self, worker_id: str, report: WorkerReport, now: float) -> None:
         worker = self.workers[worker_id]
         backlog = int(max(0.0, worker.busy_until - now) * self.mesh.prefill_rate)
-        said = Report(
-            running=len(self.pool.workers[worker_id].jobs),
+        full = WorkerReport(
+            running=len(self.core.state.workers[worker_id].jobs),
             prefill_backlog=backlog,
             prefill_rate=self.mesh.prefill_rate,
             decode_s=self.mesh.decode_s,
@@ -220,12 +229,12 @@ class PoolRun:
             stored_keys=report.stored_keys,
             evicted_keys=report.evicted_keys,
         )
-        self._perform(self.pool.on_report(worker_id, said, now), now)
+        self._perform(self.core.on_report(worker_id, full, now), now)
 
 
 def cost_rule(trace: Sequence[Request], mesh: Mesh) -> Outcome:
-    """The scheduler's placement, through its pool."""
-    run = PoolRun(mesh, trace[0].at_s)
+    """The scheduler's own placement."""
+    run = CoreRun(mesh, trace[0].at_s)
     run.replay(trace)
     return outcome("cost rule", run.hits, trace, list(run.workers.values()))
 

@@ -1,4 +1,4 @@
-"""`python -m services.cache` runs the cache service."""
+"""Runs the cache service: `python -m services.cache`."""
 
 from services import process
 

@@ -1,4 +1,4 @@
-"""KV blocks of prompts' prefixes: their names on the shelf, and their contents cut into pieces and put together again.
+"""KV blocks of prompts' prefixes: their names in the store, and their contents split into pieces and joined again.
 
 Knows keys, layouts and bytes, never what a block means, nor Redis.
 """
@@ -15,17 +15,17 @@ from services.cache.store import Namespace, Store
 from services.errors import invalid
 
 MESSAGE_BYTES = 1 << 20
-"""Most bytes of contents in one message."""
+"""Most bytes of block contents in one message."""
 MOST_KEYS = 8192
 MOST_LAYOUT_BYTES = 64
 VALUE_BYTES = 16 << 20
 """Most bytes of one block: 16 tokens of a 70B model in 16 bits are 5 MiB."""
-# Blocks that are read from Redis while the first of them is on its way to the caller, and stored while others arrive.
-_AHEAD = 4
+_CONCURRENT = 4
+"""Blocks that are read from Redis, or written to it, at the same time."""
 
 
-def block_shelf(settings: CacheSettings) -> Namespace[bytes]:
-    """Where contents of KV blocks are kept."""
+def block_namespace(settings: CacheSettings) -> Namespace[bytes]:
+    """The namespace of the contents of KV blocks."""
     return Namespace(
         name="block",
         kind=Kind.BLOCK,
@@ -37,7 +37,7 @@ def block_shelf(settings: CacheSettings) -> Namespace[bytes]:
 
 
 def names_of(blocks: cache.BlockList) -> list[bytes]:
-    """Under which keys the contents are kept: the layout is part of each. Raises WeftError for a malformed list."""
+    """The names of blocks in the store: key and layout, joined. Raises WeftError for a malformed list."""
     count, rest = divmod(len(blocks.keys), hashing.KEY_BYTES)
     if rest or not 0 < count <= MOST_KEYS:
         raise invalid("blocks.keys", f"must be 1 to {MOST_KEYS} keys of {hashing.KEY_BYTES} bytes")
@@ -47,26 +47,26 @@ def names_of(blocks: cache.BlockList) -> list[bytes]:
 
 
 def pieces_of(index: int, payload: bytes) -> Iterator[cache.BlockPiece]:
-    """A block's contents in pieces that fit a message."""
+    """Splits a block's contents into pieces that fit into a message."""
     for start in range(0, len(payload), MESSAGE_BYTES):
         end = start + MESSAGE_BYTES
         yield cache.BlockPiece(index=index, data=payload[start:end], last=end >= len(payload))
 
 
 class BlockService:
-    """What the service does with blocks."""
+    """Stores and returns blocks."""
 
-    def __init__(self, store: Store, shelf: Namespace[bytes]) -> None:
+    def __init__(self, store: Store, namespace: Namespace[bytes]) -> None:
         self._store = store
-        self._shelf = shelf
+        self._namespace = namespace
 
     async def stored(self, blocks: cache.BlockList) -> int:
-        """How many blocks are stored before the first that is not."""
-        present = await self._store.present(self._shelf, names_of(blocks))
+        """The number of stored blocks before the first that is missing."""
+        present = await self._store.present(self._namespace, names_of(blocks))
         return present.index(False) if False in present else len(present)
 
     async def get(self, blocks: cache.BlockList) -> AsyncIterator[list[cache.BlockPiece]]:
-        """The contents up to the first miss, in lists of pieces that fit a message."""
+        """Yields the contents up to the first miss, in lists of pieces that fit into a message."""
         names = names_of(blocks)
         filled: list[cache.BlockPiece] = []
         room = MESSAGE_BYTES
@@ -79,68 +79,73 @@ class BlockService:
                 room -= len(piece.data)
         if filled:
             yield filled
-        # Reading in order made the head the least recently used: it must be the last to go.
-        await self._store.present(self._shelf, names)
+        # Reading in order made the first block the least recently used, but it must be evicted last.
+        await self._store.present(self._namespace, names)
 
     async def wanted(self, blocks: cache.BlockList) -> list[int]:
-        """Indices of the blocks that are not there yet."""
-        present = await self._store.present(self._shelf, names_of(blocks))
+        """The indices of the blocks that are not stored yet."""
+        present = await self._store.present(self._namespace, names_of(blocks))
         return [index for index, there in enumerate(present) if not there]
 
     async def put(
         self, blocks: cache.BlockList, wanted: Sequence[int], pieces: AsyncIterator[cache.BlockPiece]
     ) -> list[int]:
-        """Stores what comes and says which. Raises WeftError for pieces out of order, too large or not asked for."""
+        """Stores the blocks that arrive and returns their indices.
+
+        Raises WeftError for pieces that are out of order, too large or not wanted.
+        """
         names = names_of(blocks)
         stored: list[int] = []
         storing: set[asyncio.Task[None]] = set()
 
         async def store(index: int, payload: bytes) -> None:
-            if await self._store.put(self._shelf, names[index], payload):
+            if await self._store.put(self._namespace, names[index], payload):
                 stored.append(index)
 
         try:
             async for index, payload in _joined(set(wanted), pieces):
                 storing.add(asyncio.create_task(store(index, payload)))
-                if len(storing) >= _AHEAD:
+                if len(storing) >= _CONCURRENT:
                     _, storing = await asyncio.wait(storing, return_when=asyncio.FIRST_COMPLETED)
         finally:
             await asyncio.gather(*storing)
-        await self._store.present(self._shelf, names)
+        await self._store.present(self._namespace, names)
         return sorted(stored)
 
     async def _read(self, names: list[bytes]) -> AsyncIterator[tuple[int, bytes]]:
-        """The contents in order, some of them asked for ahead."""
-        ahead: deque[asyncio.Task[bytes | None]] = deque()
+        """Yields (index, contents) in order, up to the first miss; a few blocks are read in advance."""
+        reading: deque[asyncio.Task[bytes | None]] = deque()
         try:
             for index in range(len(names)):
-                while len(ahead) < _AHEAD and index + len(ahead) < len(names):
-                    name = names[index + len(ahead)]
-                    ahead.append(asyncio.create_task(self._look_up(name)))
-                payload = await ahead.popleft()
+                while len(reading) < _CONCURRENT and index + len(reading) < len(names):
+                    name = names[index + len(reading)]
+                    reading.append(asyncio.create_task(self._look_up(name)))
+                payload = await reading.popleft()
                 if payload is None:
                     return
                 yield index, payload
         finally:
-            for task in ahead:
+            for task in reading:
                 task.cancel()
-            await asyncio.gather(*ahead, return_exceptions=True)
+            await asyncio.gather(*reading, return_exceptions=True)
 
     async def _look_up(self, name: bytes) -> bytes | None:
-        return await self._store.get(self._shelf, name)
+        return await self._store.get(self._namespace, name)
 
 
 async def _joined(wanted: set[int], pieces: AsyncIterator[cache.BlockPiece]) -> AsyncIterator[tuple[int, bytes]]:
-    """Whole blocks of the pieces as they come. Raises WeftError."""
+    """Joins pieces to blocks and yields (index, contents) of each complete block. Raises WeftError."""
     index, parts, size = -1, list[bytes](), 0
     async for piece in pieces:
         if (parts and piece.index != index) or piece.index not in wanted:
-            raise invalid("pieces.index", "not asked for, sent already, or in the middle of another block")
+            raise invalid(
+                "pieces.index", "must be a wanted block that was not sent yet, and the block before it must be complete"
+            )
         index = piece.index
         parts.append(piece.data)
         size += len(piece.data)
         if len(piece.data) > MESSAGE_BYTES or size > VALUE_BYTES:
-            raise invalid("pieces.data", "too large")
+            raise invalid("pieces.data", f"at most {MESSAGE_BYTES} bytes a piece and {VALUE_BYTES} bytes a block")
         if piece.last:
             wanted.discard(index)
             yield index, b"".join(parts)

@@ -1,4 +1,4 @@
-"""What the cache did since it started, in numbers. Knows no keys and no values."""
+"""Counts of a store since its start. Knows no keys and no values."""
 
 import enum
 from collections import Counter
@@ -6,31 +6,31 @@ from dataclasses import dataclass, field
 
 
 class Miss(enum.StrEnum):
-    """Why a look-up found nothing."""
+    """Why a look-up returned no value."""
 
     ABSENT = "absent"
-    """Redis has no such value."""
+    """Redis has no value under the key."""
     CORRUPT = "corrupt"
-    """What Redis has is not what was stored."""
+    """The value in Redis is damaged."""
     TIMEOUT = "timeout"
-    """Redis did not answer within the look-up's budget."""
+    """Redis did not answer within the look-up's time limit."""
     BREAKER = "breaker"
-    """Redis was not asked: it has been failing."""
+    """The circuit breaker was open, so Redis was not asked."""
     ERROR = "error"
-    """Redis could not be reached, or refused."""
+    """Redis could not be reached, or refused the command."""
 
 
 @dataclass
-class Counters:
-    """Counts since the start. Every look-up is one hit or one miss, every store one of stores or refused."""
+class StoreCounters:
+    """Every look-up counts as one hit or one miss, every store as one of `stores` or `refused`."""
 
     hits: int = 0
     misses: Counter[Miss] = field(default_factory=Counter)
     stores: int = 0
     refused: int = 0
-    """Stores that did not happen: too large, or any trouble of Redis."""
+    """Values that were not stored: too large, or Redis did not confirm in time."""
     evictions: int = 0
-    """Values removed to make room for others."""
+    """Values that were removed to make room for others."""
 
     def summary(self) -> dict[str, int]:
         """All counts by name, for a log line."""

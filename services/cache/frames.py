@@ -1,7 +1,7 @@
-"""How a value lies in the store: framed, so that damage or a swap is seen. Knows bytes, never what they mean.
+"""The frame around each stored value: detects damaged and exchanged values. Knows bytes, never what they mean.
 
 A frame is magic (4 bytes), version (1), kind (1), payload length (4, big-endian), checksum (16), payload. The checksum
-is BLAKE2b over all of it and over the key under which the frame is kept: a whole frame of another key does not open.
+is BLAKE2b over the other parts and the key: an intact frame that was stored under another key is rejected.
 """
 
 import enum
@@ -17,24 +17,24 @@ HEADER_BYTES = _HEAD.size + CHECKSUM_BYTES
 
 
 class Kind(enum.IntEnum):
-    """What a frame holds."""
+    """What a frame contains."""
 
     RESULT = 1
     BLOCK = 2
 
 
 class FrameError(Exception):
-    """These bytes are not the frame that was stored under this key."""
+    """The bytes are not the frame that was stored under this key."""
 
 
 def seal(kind: Kind, key: bytes, payload: bytes) -> bytes:
-    """The frame to store under `key`. A payload has less than 4 GiB."""
+    """The frame to store under `key`. The payload must be smaller than 4 GiB."""
     head = _HEAD.pack(MAGIC, VERSION, kind, len(payload))
     return head + _checksum(head, key, payload) + payload
 
 
 def unseal(kind: Kind, key: bytes, frame: bytes) -> bytes:
-    """The payload of a frame found under `key`. Raises FrameError for anything but what `seal` gave for it."""
+    """The payload of a frame found under `key`. Raises FrameError unless `seal` made it for this kind and key."""
     if len(frame) < HEADER_BYTES:
         raise FrameError("shorter than a header")
     head, payload = frame[: _HEAD.size], frame[HEADER_BYTES:]
@@ -46,7 +46,7 @@ def unseal(kind: Kind, key: bytes, frame: bytes) -> bytes:
 
 
 def _checksum(head: bytes, key: bytes, payload: bytes) -> bytes:
-    # The head has one length and precedes the key's own length, so no two triples give the same bytes.
+    # The head has a fixed length and the key's length precedes the key, so no two triples hash the same bytes.
     hasher = hashlib.blake2b(head, digest_size=CHECKSUM_BYTES)
     hasher.update(len(key).to_bytes(4, "big"))
     hasher.update(key)

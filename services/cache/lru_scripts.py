@@ -1,15 +1,19 @@
-"""The Lua scripts that keep a shelf within its bytes in any Redis, without touching that Redis's configuration.
+"""Lua scripts that keep a namespace within its bound in any Redis, without changing that Redis's configuration.
 
-A shelf is its values, `<prefix><key>` (strings with a time to live), and one ledger, `<prefix>ledger`: a sorted set of
-`<key>:<bytes>` by time of last use in microseconds. Its member '' carries the total, negated, as its score: total and
-entries share one Redis key, so they cannot be lost apart, and '' is always first.
+A namespace consists of its values, `<prefix><key>` (strings with a time to live), and one LRU index, `<prefix>ledger`:
+a sorted set of `<key>:<bytes>` by time of last use in microseconds. Its member '' has the negated total of bytes as its
+score: total and entries share one Redis key, so neither can be lost without the other, and '' is always first.
 
-The ledger may know values that are gone (expired, evicted by Redis): they count until they are the least recently used
-or unused for a whole time to live. A value that the ledger lost is taken up again at its next look-up or store.
+The index may contain values that no longer exist (expired, or evicted by Redis): they count until they are the least
+recently used or have not been used for a whole time to live. A value that is missing in the index is added again when
+it is next looked up or stored.
 """
 
+INDEX_NAME = "ledger"
+"""The name of the LRU index behind the prefix. Part of the data format: stores of earlier versions have it."""
+
 ENTRY_BYTES = 300
-"""Charged for each value beside its own bytes: what Redis needs to keep one (measured: 280 in Valkey 9.1)."""
+"""Bytes added for each value: what Redis needs to store one beside its own bytes (measured: 280 in Valkey 9.1)."""
 
 _COMMON = f"""
 local function now_us()
@@ -17,28 +21,28 @@ local function now_us()
   return time[1] .. string.format('%06d', time[2])
 end
 
-local function used(ledger, entry, bytes, at)
-  if redis.call('ZADD', ledger, at or now_us(), entry) == 1 then
-    redis.call('ZINCRBY', ledger, -(bytes + {ENTRY_BYTES}), '')
+local function used(lru, entry, bytes, at)
+  if redis.call('ZADD', lru, at or now_us(), entry) == 1 then
+    redis.call('ZINCRBY', lru, -(bytes + {ENTRY_BYTES}), '')
   end
 end
 
-local function drop(ledger, entry, bytes)
-  if redis.call('ZREM', ledger, entry) == 1 then
-    redis.call('ZINCRBY', ledger, bytes + {ENTRY_BYTES}, '')
+local function drop(lru, entry, bytes)
+  if redis.call('ZREM', lru, entry) == 1 then
+    redis.call('ZINCRBY', lru, bytes + {ENTRY_BYTES}, '')
   end
 end
 
-local function is_sorted_set(ledger)
-  local kind = redis.call('TYPE', ledger).ok
+local function is_sorted_set(lru)
+  local kind = redis.call('TYPE', lru).ok
   return kind == 'zset' or kind == 'none'
 end
 """
 
-# Reads at most max_bytes + 1, so that a foreign value of any size costs little; a cut value does not unseal.
-# pcall around the ledger: a hit stays a hit on a full or read-only Redis.
+# Reads at most max_bytes + 1 bytes, so that a foreign value of any size costs little; a cut value fails its checksum.
+# pcall around the update of the index: a hit stays a hit in a full or read-only Redis.
 LOOK_UP = f"""
--- KEYS: value, ledger. ARGV: key, max_bytes. Returns the value, empty if there is none.
+-- KEYS: value, LRU index. ARGV: key, max_bytes. Returns the value, empty if there is none.
 {_COMMON}
 local value = redis.call('GETRANGE', KEYS[1], 0, ARGV[2])
 if #value > 0 and #value <= tonumber(ARGV[2]) and is_sorted_set(KEYS[2]) then
@@ -47,17 +51,17 @@ end
 return value
 """
 
-# A prefix is of use from its head on, so of what is there the first becomes the most recently used.
-# One command notes all uses; it changes fewer entries than it is given if the ledger has lost one: each is noted then.
-# Values are not among KEYS, but share the hash tag: one argument for all is much less work for the caller.
+# A prefix is only useful from its first block on, so the first value that exists becomes the most recently used.
+# One command updates all entries. If it changes fewer than it was given, some are missing in the index: then each value
+# is updated or added singly. Values are not among KEYS but share the hash tag: one argument for all costs less.
 PRESENT = f"""
--- KEYS: ledger. ARGV: prefix, keys of one length joined, their number.
--- Returns one character for each key: 1 if it is there, else 0.
+-- KEYS: LRU index. ARGV: prefix, keys of one length joined, their number.
+-- Returns one character for each key: 1 if it has a value, else 0.
 {_COMMON}
-local function all_used(ledger, uses)
-  if redis.call('ZADD', ledger, 'XX', 'CH', unpack(uses)) < #uses / 2 then
+local function all_used(lru, uses)
+  if redis.call('ZADD', lru, 'XX', 'CH', unpack(uses)) < #uses / 2 then
     for at = 1, #uses, 2 do
-      used(ledger, uses[at + 1], tonumber(string.match(uses[at + 1], '%d+$')), uses[at])
+      used(lru, uses[at + 1], tonumber(string.match(uses[at + 1], '%d+$')), uses[at])
     end
   end
 end
@@ -78,33 +82,33 @@ if #uses > 0 and is_sorted_set(KEYS[1]) then pcall(all_used, KEYS[1], uses) end
 return table.concat(there)
 """
 
-# The ledger is written before the value: if Redis stops between the two, it counts too much rather than too little.
-# Victims are not among KEYS, but share the hash tag, so they live in the same slot of a cluster.
+# The index is written before the value: if Redis stops between the two, the total is too large rather than too small.
+# Evicted values are not among KEYS but share the hash tag, so they are in the same slot of a cluster.
 STORE = f"""
--- KEYS: value, ledger. ARGV: key, value, ttl_ms, bound, prefix. Returns how many values were evicted.
+-- KEYS: value, LRU index. ARGV: key, value, ttl_ms, bound, prefix. Returns how many values were evicted.
 {_COMMON}
-local ledger, bytes, ttl = KEYS[2], #ARGV[2], tonumber(ARGV[3])
-if not is_sorted_set(ledger) then redis.call('DEL', ledger) end
+local lru, bytes, ttl = KEYS[2], #ARGV[2], tonumber(ARGV[3])
+if not is_sorted_set(lru) then redis.call('DEL', lru) end
 if redis.call('TYPE', KEYS[1]).ok == 'string' then
   local old = redis.call('STRLEN', KEYS[1])
-  drop(ledger, ARGV[1] .. ':' .. old, old)
+  drop(lru, ARGV[1] .. ':' .. old, old)
 end
-used(ledger, ARGV[1] .. ':' .. bytes, bytes)
+used(lru, ARGV[1] .. ':' .. bytes, bytes)
 redis.call('SET', KEYS[1], ARGV[2], 'PX', ttl)
-if redis.call('PTTL', ledger) < ttl then redis.call('PEXPIRE', ledger, ttl) end
+if redis.call('PTTL', lru) < ttl then redis.call('PEXPIRE', lru, ttl) end
 
 local evicted, stale = 0, 0
 while true do
-  local oldest = redis.call('ZRANGE', ledger, 1, 1, 'WITHSCORES')
+  local oldest = redis.call('ZRANGE', lru, 1, 1, 'WITHSCORES')
   if not oldest[1] then break end
-  local full = -tonumber(redis.call('ZSCORE', ledger, '') or 0) > tonumber(ARGV[4])
+  local full = -tonumber(redis.call('ZSCORE', lru, '') or 0) > tonumber(ARGV[4])
   if not full then
-    -- Unused for a whole time to live: its value has expired. A few at each store keep up with them.
+    -- Not used for a whole time to live: the value has expired. Each store removes a few such entries.
     if stale == 8 or tonumber(oldest[2]) > tonumber(now_us()) - ttl * 1000 then break end
     stale = stale + 1
   end
   local key, size = string.match(oldest[1], '^(.*):(%d+)$')
-  drop(ledger, oldest[1], tonumber(size))
+  drop(lru, oldest[1], tonumber(size))
   if redis.pcall('STRLEN', ARGV[5] .. key) == tonumber(size) then
     redis.call('UNLINK', ARGV[5] .. key)
     if full then evicted = evicted + 1 end

@@ -1,4 +1,4 @@
-"""Wires the cache service together and runs it until it is told to stop."""
+"""Builds the cache service and runs it until SIGTERM or SIGINT."""
 
 import structlog
 
@@ -12,13 +12,13 @@ log = structlog.get_logger("cache")
 
 
 async def main() -> None:
-    """Serves until SIGTERM or SIGINT. It is SERVING whether or not Redis is there: without it, it answers misses."""
+    """Serves until SIGTERM or SIGINT. It is SERVING with or without Redis: without Redis it answers misses."""
     settings = CacheSettings()
     telemetry.setup("cache", settings)
     stop = rpc.stop_requested()
     url = settings.redis_url.get_secret_value()
-    store = Store(url, settings.budgets())
-    blocks = Store(url, settings.block_budgets(), name="blocks")
+    store = Store(url, settings.timeouts())
+    blocks = Store(url, settings.block_timeouts(), name="blocks")
     await store.open()
     await blocks.open()
     try:
@@ -40,5 +40,5 @@ async def main() -> None:
 
 
 def run() -> None:
-    """The service as a process."""
+    """Runs the service as a process."""
     rpc.run(main())

@@ -1,4 +1,4 @@
-"""weft.v1.Cache over gRPC: checks what callers send, hands it to the store. Knows messages and shelves, never Redis."""
+"""The gRPC servicer of weft.v1.Cache: checks requests and passes them to the store. Knows messages, never Redis."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -8,7 +8,7 @@ from grpc import aio
 from protos import cache_pb2 as cache
 from protos import cache_pb2_grpc
 from protos import inference_pb2 as api
-from services.cache.blocks import BlockService, block_shelf
+from services.cache.blocks import BlockService, block_namespace
 from services.cache.frames import Kind
 from services.cache.settings import CacheSettings
 from services.cache.store import Namespace, Store
@@ -20,8 +20,8 @@ NAME = "weft.v1.Cache"
 Context = aio.ServicerContext[Any, Any]
 
 
-def result_shelf(settings: CacheSettings) -> Namespace[cache.CachedResult]:
-    """Where results of deterministic requests are kept."""
+def result_namespace(settings: CacheSettings) -> Namespace[cache.CachedResult]:
+    """The namespace of the results of deterministic requests."""
     return Namespace(
         name="result",
         kind=Kind.RESULT,
@@ -33,7 +33,7 @@ def result_shelf(settings: CacheSettings) -> Namespace[cache.CachedResult]:
 
 
 class CacheService(cache_pb2_grpc.CacheServicer):
-    """The servicer."""
+    """`weft.v1.Cache` over a store of results and one of blocks."""
 
     def __init__(self, store: Store, results: Namespace[cache.CachedResult], blocks: BlockService) -> None:
         self._store = store
@@ -41,33 +41,33 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         self._blocks = blocks
 
     async def GetResult(self, request: cache.GetResultRequest, context: Context) -> cache.GetResultResponse:
-        """Looks a result up. Raises WeftError for a malformed key."""
+        """Returns a stored result. Raises WeftError for a malformed key."""
         result = await self._store.get(self._results, _checked_key(request.key))
         return cache.GetResultResponse(result=result)
 
     async def PutResult(self, request: cache.PutResultRequest, context: Context) -> cache.PutResultResponse:
-        """Stores a result. Raises WeftError for a malformed key and for an answer that is not whole."""
+        """Stores a result. Raises WeftError for a malformed key and for an incomplete answer."""
         key = _checked_key(request.key)
         if request.result.finish_reason not in (api.FINISH_REASON_STOP, api.FINISH_REASON_LENGTH):
-            raise invalid("result.finish_reason", "only answers that ended by themselves are kept")
+            raise invalid("result.finish_reason", "must be STOP or LENGTH: only complete answers are stored")
         stored = await self._store.put(self._results, key, request.result.SerializeToString())
         return cache.PutResultResponse(stored=stored)
 
     async def HasBlocks(self, request: cache.HasBlocksRequest, context: Context) -> cache.HasBlocksResponse:
-        """Says how much of a prefix is stored. Raises WeftError for a malformed list."""
+        """Returns how many leading blocks of a prefix are stored. Raises WeftError for a malformed list."""
         return cache.HasBlocksResponse(stored=await self._blocks.stored(request.blocks))
 
     async def GetBlocks(
         self, request: cache.GetBlocksRequest, context: Context
     ) -> AsyncIterator[cache.GetBlocksResponse]:
-        """The stored blocks of a prefix up to the first miss. Raises WeftError for a malformed list."""
+        """Sends the stored blocks of a prefix up to the first miss. Raises WeftError for a malformed list."""
         async for pieces in self._blocks.get(request.blocks):
             yield cache.GetBlocksResponse(pieces=pieces)
 
     async def PutBlocks(
         self, requests: AsyncIterator[cache.PutBlocksRequest], context: Context
     ) -> AsyncIterator[cache.PutBlocksResponse]:
-        """Says which of the offered blocks are wanted, then takes them. Raises WeftError for what is malformed."""
+        """Answers which of the offered blocks are wanted, then stores them. Raises WeftError for malformed messages."""
         first = await anext(requests, cache.PutBlocksRequest())
         wanted = await self._blocks.wanted(first.blocks)
         yield cache.PutBlocksResponse(wanted=wanted)
@@ -82,8 +82,8 @@ async def _pieces(requests: AsyncIterator[cache.PutBlocksRequest]) -> AsyncItera
 
 
 def service(store: Store, blocks: Store, settings: CacheSettings) -> Service:
-    """The servicer and where it belongs. KV blocks have a store, and so connections, of their own."""
-    servicer = CacheService(store, result_shelf(settings), BlockService(blocks, block_shelf(settings)))
+    """The servicer, and its entry for `rpc.serve`. KV blocks have their own store and so their own connections."""
+    servicer = CacheService(store, result_namespace(settings), BlockService(blocks, block_namespace(settings)))
     return Service(NAME, cache_pb2_grpc.add_CacheServicer_to_server, servicer, traced=True)
 
 

@@ -53,7 +53,7 @@ async def gateway(settings: GatewaySettings) -> AsyncIterator[rpc.Server]:
             allow_remote=settings.allow_remote,
             counts=metrics.all,
             metrics_port=settings.metrics_port,
-            gates=[AuthInterceptor(access)],
+            interceptors=[AuthInterceptor(access)],
         )
         tasks = [
             asyncio.create_task(dispatch.run()),

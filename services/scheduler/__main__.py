@@ -1,4 +1,4 @@
-"""`python -m services.scheduler` runs the scheduler."""
+"""Runs the scheduler: `python -m services.scheduler`."""
 
 from services import process
 

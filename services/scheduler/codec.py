@@ -1,4 +1,4 @@
-"""The scheduler's messages as protobuf and back. Refuses what a peer must not say, and decides nothing."""
+"""Converts the core's messages to protobuf and back. Rejects malformed messages by field, and decides nothing."""
 
 import math
 from collections.abc import Iterable
@@ -6,36 +6,36 @@ from collections.abc import Iterable
 from protos import mesh_pb2 as mesh
 from services.errors import invalid
 from services.hashing import KEY_BYTES
-from services.scheduler.messages import (
+from services.scheduler.core.messages import (
     Assigned,
     Card,
-    Ended,
+    EndedJob,
     Failure,
     GatewayMessage,
-    Hello,
-    JobRef,
     Joined,
-    Loading,
-    Models,
+    ModelList,
     Rejected,
-    Report,
+    RunningJob,
+    SchedulerHello,
     Submit,
     WorkerHello,
+    WorkerLoading,
     WorkerLost,
     WorkerMessage,
+    WorkerReport,
 )
 
-# ---- heard ----
+# ---- received ----
 
 
 def submit_from(submit: mesh.Submit) -> Submit:
-    """A gateway's submission. Raises WeftError by field."""
+    """A gateway's submission. Raises WeftError, which names the field."""
     if not submit.job_id:
         raise invalid("job_id", "is empty")
     if submit.attempt < 1:
-        raise invalid("attempt", "counts from 1")
+        raise invalid("attempt", "must be at least 1")
     if not math.isfinite(submit.deadline_s):
-        raise invalid("deadline_s", "is not a number of seconds")
+        raise invalid("deadline_s", "must be a finite number of seconds")
     _check_keys("block_keys", submit.block_keys)
     return Submit(
         job_id=submit.job_id,
@@ -55,28 +55,28 @@ def submit_from(submit: mesh.Submit) -> Submit:
 
 
 def hello_from(hello: mesh.WorkerHello) -> WorkerHello:
-    """A worker's hello; the pool judges it."""
+    """A worker's hello, unchecked: the core checks it."""
     return WorkerHello(
         worker_id=hello.worker_id,
         address=hello.address,
         card=card_from(hello.card),
         credits=hello.credits,
-        running=tuple(JobRef(job.job_id, job.attempt) for job in hello.running),
+        running=tuple(RunningJob(job.job_id, job.attempt) for job in hello.running),
         stored_keys=hello.stored_keys,
     )
 
 
-def loading_from(loading: mesh.WorkerLoading) -> Loading:
-    """How far a worker's start is. Raises WeftError by field."""
+def loading_from(loading: mesh.WorkerLoading) -> WorkerLoading:
+    """The progress of a starting worker. Raises WeftError, which names the field."""
     for name in ("worker_id", "model"):
         if not getattr(loading, name):
             raise invalid(name, "is empty")
     aliases = tuple(loading.aliases)
-    return Loading(loading.worker_id, loading.model, aliases, loading.phase, loading.done, loading.total)
+    return WorkerLoading(loading.worker_id, loading.model, aliases, loading.phase, loading.done, loading.total)
 
 
 def card_from(card: mesh.ModelCard) -> Card:
-    """What the scheduler reads of a model card, with the whole card to repeat it."""
+    """The fields of a model card that the core reads, and the whole card to forward."""
     return Card(
         name=card.name,
         aliases=tuple(card.aliases),
@@ -87,14 +87,14 @@ def card_from(card: mesh.ModelCard) -> Card:
     )
 
 
-def report_from(report: mesh.WorkerReport) -> Report:
-    """A worker's report. Raises WeftError by field."""
+def report_from(report: mesh.WorkerReport) -> WorkerReport:
+    """A worker's report. Raises WeftError, which names the field."""
     _check_keys("stored_keys", report.stored_keys)
     _check_keys("evicted_keys", report.evicted_keys)
     for name in ("step_s", "prefill_rate", "decode_s"):
         if not 0 <= getattr(report, name) < math.inf:
-            raise invalid(name, "is not a number of seconds or tokens per second")
-    return Report(
+            raise invalid(name, "must be a finite number from 0")
+    return WorkerReport(
         steps=report.steps,
         step_s=report.step_s,
         running=report.running,
@@ -102,7 +102,7 @@ def report_from(report: mesh.WorkerReport) -> Report:
         prefill_backlog=report.prefill_backlog,
         prefill_rate=report.prefill_rate,
         decode_s=report.decode_s,
-        ended=tuple(Ended(job.job_id, job.attempt, job.tokens, job.placement) for job in report.ended),
+        ended=tuple(EndedJob(job.job_id, job.attempt, job.tokens, job.placement) for job in report.ended),
         stored_keys=report.stored_keys,
         evicted_keys=report.evicted_keys,
         draining=report.draining,
@@ -111,14 +111,14 @@ def report_from(report: mesh.WorkerReport) -> Report:
 
 def _check_keys(field: str, joined: bytes) -> None:
     if len(joined) % KEY_BYTES:
-        raise invalid(field, f"is not a list of {KEY_BYTES}-byte keys")
+        raise invalid(field, f"must be a list of {KEY_BYTES}-byte keys")
 
 
-# ---- said ----
+# ---- sent ----
 
 
 def to_gateway(message: GatewayMessage) -> mesh.DispatchResponse:
-    """What a gateway hears."""
+    """A message to a gateway."""
     match message:
         case Assigned():
             return mesh.DispatchResponse(
@@ -147,29 +147,30 @@ def to_gateway(message: GatewayMessage) -> mesh.DispatchResponse:
             return mesh.DispatchResponse(rejected=rejected)
         case WorkerLost(worker_id):
             return mesh.DispatchResponse(worker_lost=mesh.WorkerLost(worker_id=worker_id))
-        case Models(models, loading):
+        case ModelList(models, loading):
             served = []
             for model in models:
                 assert isinstance(model.card.detail, mesh.ModelCard), model
                 served.append(mesh.ServedModel(card=model.card.detail, addresses=model.addresses))
-            return mesh.DispatchResponse(models=mesh.ModelList(models=served, loading=_starting(loading)))
-        case Hello(epoch):
+            return mesh.DispatchResponse(models=mesh.ModelList(models=served, loading=loading_messages(loading)))
+        case SchedulerHello(epoch):
             return mesh.DispatchResponse(hello=mesh.SchedulerHello(epoch=epoch))
 
 
-def _starting(loading: Iterable[Loading]) -> list[mesh.WorkerLoading]:
+def loading_messages(loading: Iterable[WorkerLoading]) -> list[mesh.WorkerLoading]:
+    """The starting workers as protobuf messages."""
     return [mesh.WorkerLoading(**each._asdict()) for each in loading]
 
 
 def to_worker(message: WorkerMessage) -> mesh.AttachResponse:
-    """What a worker hears."""
-    if isinstance(message, Hello):
+    """A message to a worker."""
+    if isinstance(message, SchedulerHello):
         return mesh.AttachResponse(hello=mesh.SchedulerHello(epoch=message.epoch))
     return mesh.AttachResponse(refused=failure_of(message.failure))
 
 
 def failure_of(failure: Failure) -> mesh.Failure:
-    """A refusal. The same job will not fare better elsewhere: there is one scheduler."""
+    """A refusal. It is not marked retryable: there is one scheduler, so another attempt gets the same answer."""
     return mesh.Failure(
         code=failure.code,
         reason=failure.reason,
@@ -177,6 +178,3 @@ def failure_of(failure: Failure) -> mesh.Failure:
         retry_after_s=failure.retry_after_s,
         field=failure.field,
     )
-
-
-# ---- shown ----

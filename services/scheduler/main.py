@@ -1,4 +1,4 @@
-"""Wires the scheduler together and runs it until it is told to stop."""
+"""Builds the scheduler and runs it until SIGTERM or SIGINT."""
 
 import asyncio
 import time
@@ -6,7 +6,7 @@ import time
 import structlog
 
 from services import rpc, telemetry
-from services.scheduler.core.pool import Pool
+from services.scheduler.core.scheduler import SchedulerCore
 from services.scheduler.service import service
 from services.scheduler.settings import SchedulerSettings
 
@@ -14,12 +14,12 @@ log = structlog.get_logger("scheduler")
 
 
 async def main() -> None:
-    """Serves until SIGTERM or SIGINT. Its state is soft: gateways and workers say hello again to the next scheduler."""
+    """Serves until SIGTERM or SIGINT. The state is not stored: gateways and workers register at the next scheduler."""
     settings = SchedulerSettings()
     telemetry.setup("scheduler", settings)
     stop = rpc.stop_requested()
     epoch = time.time_ns() // 1_000_000
-    servicer, served = service(Pool(epoch, time.monotonic(), settings.limits()))
+    servicer, served = service(SchedulerCore(epoch, time.monotonic(), settings.limits()))
     server = await rpc.serve(
         settings.listen,
         [served],
@@ -33,12 +33,12 @@ async def main() -> None:
     clock = asyncio.create_task(servicer.run_clock())
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({clock, stopping}, return_when=asyncio.FIRST_COMPLETED)
-    await server.stop(0)  # Nothing to drain: no token passes through here, and what waits will be submitted again.
-    if clock.done():  # Only by a bug: better a new scheduler than one without time.
+    await server.stop(0)  # Nothing to drain: no tokens pass through here, and gateways submit waiting jobs again.
+    if clock.done():  # Only after a bug: without ticks the scheduler must not go on, so the process ends.
         clock.result()
     clock.cancel()
 
 
 def run() -> None:
-    """The service as a process."""
+    """Runs the service as a process."""
     rpc.run(main())

@@ -15,8 +15,8 @@ from protos import cache_pb2 as cache
 from protos import cache_pb2_grpc
 from protos import inference_pb2 as api
 from services import rpc
-from services.cache.blocks import block_shelf
-from services.cache.service import result_shelf, service
+from services.cache.blocks import block_namespace
+from services.cache.service import result_namespace, service
 from services.cache.settings import CacheSettings
 from services.cache.store import Store
 from tests.redis_server import RedisServer, redis_server
@@ -25,7 +25,7 @@ __all__ = ["redis_server"]
 
 
 class CacheDoor:
-    """A running cache service, as its callers see it; its counters; and the names of its values in Redis."""
+    """A client of a running cache service, with its counters and the names of its values in Redis."""
 
     def __init__(
         self,
@@ -38,8 +38,8 @@ class CacheDoor:
         self.store = store
         self.counters = store.counters
         self.block_counters = blocks.counters
-        self.block_shelf = block_shelf(settings)
-        self.shelf = result_shelf(settings)
+        self.block_namespace = block_namespace(settings)
+        self.namespace = result_namespace(settings)
         self.stub = stub
         self.port = port
 
@@ -53,26 +53,26 @@ class CacheDoor:
         return (await self.stub.PutResult(cache.PutResultRequest(key=key, result=result))).stored
 
     def name(self, key: bytes) -> str:
-        """What the value of `key` is called in Redis."""
-        return self.shelf.prefix + key.hex()
+        """The name of the value of `key` in Redis."""
+        return self.namespace.prefix + key.hex()
 
 
 Client = Any
-"""A redis.asyncio.Redis, whose answers have types of too many protocols to be named."""
+"""A redis.asyncio.Redis; its annotations cover several protocols at once and are of no use here."""
 
 OpenDoor = Callable[..., AbstractAsyncContextManager[CacheDoor]]
 
 
-# On a busy machine a story that is not about time must not meet the default budgets; one that is takes HASTE.
-PATIENCE = {"cache_budget_ms": 2000, "cache_store_budget_ms": 2000, "cache_connect_ms": 1000}
-HASTE = {"cache_budget_ms": 20, "cache_store_budget_ms": 100, "cache_connect_ms": 50}
+# A test that is not about time uses long time-outs, so that it passes on a busy machine; others use the defaults.
+LONG_TIMEOUTS = {"cache_budget_ms": 2000, "cache_store_budget_ms": 2000, "cache_connect_ms": 1000}
+DEFAULT_TIMEOUTS = {"cache_budget_ms": 20, "cache_store_budget_ms": 100, "cache_connect_ms": 50}
 
 
 @contextlib.asynccontextmanager
 async def opened(url: str, **settings: Any) -> AsyncIterator[CacheDoor]:
-    """A cache service that keeps its results at `url`."""
-    wanted = CacheSettings(redis_url=SecretStr(url), **{**PATIENCE, **settings})
-    store, blocks = Store(url, wanted.budgets()), Store(url, wanted.block_budgets(), name="blocks")
+    """A cache service that stores its values in the Redis at `url`."""
+    wanted = CacheSettings(redis_url=SecretStr(url), **{**LONG_TIMEOUTS, **settings})
+    store, blocks = Store(url, wanted.timeouts()), Store(url, wanted.block_timeouts(), name="blocks")
     await store.open()
     await blocks.open()
     server = await rpc.serve("127.0.0.1:0", [service(store, blocks, wanted)])
@@ -89,27 +89,27 @@ async def opened(url: str, **settings: Any) -> AsyncIterator[CacheDoor]:
 
 @pytest.fixture
 def open_door() -> OpenDoor:
-    """Opens a cache service with settings of one's own."""
+    """Starts a cache service with the test's own settings."""
     return opened
 
 
 @pytest_asyncio.fixture
 async def door(redis_server: RedisServer) -> AsyncIterator[CacheDoor]:
-    """A cache service that has time."""
+    """A cache service with long time-outs."""
     async with opened(redis_server.url) as door:
         yield door
 
 
 @pytest_asyncio.fixture
 async def hasty_door(redis_server: RedisServer) -> AsyncIterator[CacheDoor]:
-    """A cache service with the default budgets."""
-    async with opened(redis_server.url, **HASTE) as door:
+    """A cache service with the default time-outs."""
+    async with opened(redis_server.url, **DEFAULT_TIMEOUTS) as door:
         yield door
 
 
 @pytest_asyncio.fixture
 async def client(redis_server: RedisServer) -> AsyncIterator[Client]:
-    """Somebody else's connection to the same Redis."""
+    """The test's own connection to the same Redis."""
     client = redis.Redis.from_url(redis_server.url, protocol=2)
     yield client
     await client.aclose()

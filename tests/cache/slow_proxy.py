@@ -1,4 +1,4 @@
-"""A TCP proxy that stands between a client and a server: makes answers late, the way narrow, or replaces what comes."""
+"""A TCP proxy between a client and a server that delays answers, limits the bandwidth, or replaces answers."""
 
 import asyncio
 import contextlib
@@ -11,9 +11,9 @@ class SlowProxy:
     def __init__(self, target: int) -> None:
         self.delay_s = 0.0
         self.bytes_per_s = 0.0
-        """Of each connection in each direction; 0: any number."""
+        """For each connection in each direction; 0 is unlimited."""
         self.answered_bytes = 0
-        """Sent to clients."""
+        """Bytes sent to clients."""
         self.garbage = b""
         """Sent instead of every answer, if not empty."""
         self.port = 0
@@ -23,7 +23,7 @@ class SlowProxy:
 
     @property
     def url(self) -> str:
-        """Where to find Redis through it."""
+        """The URL of Redis through the proxy."""
         return f"redis://127.0.0.1:{self.port}"
 
     async def __aenter__(self) -> "SlowProxy":
@@ -40,7 +40,7 @@ class SlowProxy:
         await asyncio.gather(*self._serving, return_exceptions=True)
 
     def strand(self) -> None:
-        """The connections of now are never answered again, as after a network partition; new ones are."""
+        """Stops answering on all open connections, as after a network partition; new ones are answered."""
         self._strandings += 1
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

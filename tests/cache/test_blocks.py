@@ -1,4 +1,4 @@
-"""KV blocks: prefixes come back whole and in order, up to the first block that is in any doubt."""
+"""KV blocks: prefixes are returned whole and in order, up to the first block that is missing or damaged."""
 
 import asyncio
 import random
@@ -32,7 +32,7 @@ async def stored(door: CacheDoor, numbers: Sequence[int], layout: bytes = LAYOUT
 
 
 async def fetched(door: CacheDoor, numbers: Sequence[int], layout: bytes = LAYOUT) -> list[bytes]:
-    """The contents that come, checked to be whole and in order."""
+    """The contents that are returned, checked to be whole and in order."""
     contents: list[bytes] = []
     parts: list[bytes] = []
     async for response in door.stub.GetBlocks(cache.GetBlocksRequest(blocks=listed(numbers, layout))):
@@ -50,7 +50,7 @@ async def fetched(door: CacheDoor, numbers: Sequence[int], layout: bytes = LAYOU
 async def offered(
     door: CacheDoor, numbers: Sequence[int], size: int = 6000, layout: bytes = LAYOUT
 ) -> tuple[list[int], list[int]]:
-    """Which of them were wanted and which were stored."""
+    """The indices of wanted and of stored blocks."""
     call = door.stub.PutBlocks()
     await call.write(cache.PutBlocksRequest(blocks=listed(numbers, layout)))
     first = await call.read()
@@ -65,7 +65,7 @@ async def offered(
 
 
 def name(door: CacheDoor, number: int, layout: bytes = LAYOUT) -> str:
-    return door.block_shelf.prefix + (key_of(number) + layout).hex()
+    return door.block_namespace.prefix + (key_of(number) + layout).hex()
 
 
 async def test_a_prefix_comes_back_whole_and_in_order(door: CacheDoor) -> None:
@@ -75,7 +75,7 @@ async def test_a_prefix_comes_back_whole_and_in_order(door: CacheDoor) -> None:
     assert await stored(door, numbers) == 300
     assert await fetched(door, numbers) == [content(number) for number in numbers]
     assert (door.block_counters.hits, door.block_counters.stores) == (300, 300)
-    assert (door.counters.hits, door.counters.stores) == (0, 0), "results are counted elsewhere"
+    assert (door.counters.hits, door.counters.stores) == (0, 0), "results have counters of their own"
 
 
 async def test_a_block_larger_than_a_message_travels_in_pieces(door: CacheDoor) -> None:
@@ -84,7 +84,7 @@ async def test_a_block_larger_than_a_message_travels_in_pieces(door: CacheDoor) 
     assert await fetched(door, [1, 2]) == [content(1, size), content(2, size)]
 
 
-async def test_only_what_is_not_there_is_wanted(door: CacheDoor) -> None:
+async def test_only_missing_blocks_are_wanted(door: CacheDoor) -> None:
     await offered(door, [0, 1, 2])
     assert await offered(door, [0, 1, 2, 3, 4]) == ([3, 4], [3, 4])
     assert await offered(door, [0, 1, 2, 3, 4]) == ([], [])
@@ -106,8 +106,8 @@ async def test_layouts_never_mix(door: CacheDoor) -> None:
 
 
 def flip(frame: bytes) -> bytes:
-    place = random.Random(5).randrange(len(frame))
-    return frame[:place] + bytes([frame[place] ^ 16]) + frame[place + 1 :]
+    position = random.Random(5).randrange(len(frame))
+    return frame[:position] + bytes([frame[position] ^ 16]) + frame[position + 1 :]
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ async def test_swapped_blocks_are_misses(door: CacheDoor, client: Client) -> Non
     assert door.block_counters.misses[Miss.CORRUPT] == 2
 
 
-async def test_the_bound_holds_and_tails_go_before_heads(
+async def test_the_bound_holds_and_last_blocks_are_evicted_before_first_ones(
     redis_server: RedisServer, client: Client, open_door: OpenDoor
 ) -> None:
     cost = 6000 + HEADER_BYTES + lru_scripts.ENTRY_BYTES
@@ -148,8 +148,12 @@ async def test_the_bound_holds_and_tails_go_before_heads(
         assert len(await fetched(door, range(8))) == 8
         await offered(door, range(100, 106))
         assert await stored(door, range(100, 106)) == 6
-        assert await stored(door, range(8)) == 4, "what is left of the older prefix is its head"
-        names = [found for found in await client.keys(door.block_shelf.prefix + "*") if b"ledger" not in found]
+        assert await stored(door, range(8)) == 4, "the first blocks of the older prefix remain"
+        names = [
+            found
+            for found in await client.keys(door.block_namespace.prefix + "*")
+            if found.decode() != door.block_namespace.index
+        ]
         assert len(names) == 10
         assert door.block_counters.evictions == 4
         assert await door.get(key_of(1)) == result_of(1), "results have a bound of their own"
@@ -224,7 +228,7 @@ async def test_without_redis_everything_is_a_miss(redis_server: RedisServer, has
 
 
 @timely
-async def test_bulk_does_not_delay_results(door: CacheDoor) -> None:
+async def test_block_transfers_do_not_delay_results(door: CacheDoor) -> None:
     await door.put(key_of(1), result_of(1))
     numbers = list(range(64))
     await offered(door, numbers, 200_000)

@@ -12,7 +12,7 @@ def test_it_opens_after_five_failures_in_a_row() -> None:
     assert breaker.is_open
 
 
-def test_a_success_starts_the_row_again() -> None:
+def test_a_success_resets_the_count() -> None:
     breaker = Breaker()
     for _ in range(20):
         for _ in range(4):
@@ -21,13 +21,13 @@ def test_a_success_starts_the_row_again() -> None:
     assert not breaker.is_open
 
 
-def test_it_opens_when_failures_go_on_for_a_while_however_few() -> None:
+def test_it_opens_when_two_failures_span_a_while() -> None:
     breaker = Breaker()
     assert not breaker.failed(10.0)
     assert breaker.failed(10.25)
 
 
-def test_one_failure_alone_opens_nothing() -> None:
+def test_one_failure_alone_does_not_open_it() -> None:
     breaker = Breaker()
     breaker.failed(0.0)
     breaker.succeeded(1.0)
@@ -42,7 +42,7 @@ def test_open_it_lets_one_probe_a_second_through() -> None:
     assert asked == [float(second) for second in range(1, 10)]
 
 
-def test_a_probe_that_succeeds_closes_it_and_tells_for_how_long_it_was_open() -> None:
+def test_a_probe_that_succeeds_closes_it_and_returns_how_long_it_was_open() -> None:
     breaker = Breaker()
     breaker.trip(5.0)
     assert breaker.allows(6.5)
@@ -56,7 +56,7 @@ events = st.lists(st.tuples(st.floats(0, 0.3), st.sampled_from(["ask", "fail", "
 
 
 @given(events)
-def test_while_open_probes_lie_a_second_apart(events: list[tuple[float, str]]) -> None:
+def test_while_open_probes_are_a_second_apart(events: list[tuple[float, str]]) -> None:
     breaker, now, last = Breaker(), 0.0, None
     for pause, event in events:
         now += pause

@@ -1,4 +1,4 @@
-"""The Redis that the mesh brings along: data that outlives it, a bound, a private socket."""
+"""The embedded Redis: durable data, bounded memory, a private socket."""
 
 import shutil
 import stat
@@ -37,7 +37,7 @@ async def test_it_is_bounded_private_and_evicts(redis_server: RedisServer) -> No
     assert stat.S_IMODE(redis_server.embedded.folder.stat().st_mode) == 0o700
 
 
-async def test_by_itself_it_listens_at_no_port(tmp_path: Path) -> None:
+async def test_by_default_it_listens_on_no_port(tmp_path: Path) -> None:
     command = EmbeddedRedis(tmp_path).command()
     assert command[command.index("--port") + 1] == "0"
 

@@ -1,4 +1,4 @@
-"""Frames: what was stored comes back whole, and nothing else comes back at all."""
+"""Frames: an intact frame returns its payload, and any other bytes are rejected."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""What callers of the cache see while all is well with Redis, through its gRPC door."""
+"""The cache service over gRPC while Redis works."""
 
 import asyncio
 import os
@@ -22,7 +22,7 @@ from tests.ports import free_port
 from tests.redis_server import RedisServer
 
 
-async def test_what_was_stored_is_found(door: CacheDoor) -> None:
+async def test_a_stored_result_is_found(door: CacheDoor) -> None:
     whole = cache.CachedResult(
         token_ids=[1, 2, 3],
         finish_reason=api.FINISH_REASON_STOP,
@@ -43,7 +43,7 @@ async def test_an_answer_of_no_tokens_is_a_hit(door: CacheDoor) -> None:
     assert not found.token_ids
 
 
-async def test_the_later_of_two_results_stays(door: CacheDoor) -> None:
+async def test_a_second_result_replaces_the_first(door: CacheDoor) -> None:
     await door.put(key_of(1), result_of(1))
     await door.put(key_of(1), result_of(2, tokens=50))
     assert await door.get(key_of(1)) == result_of(2, tokens=50)
@@ -83,13 +83,13 @@ async def test_a_malformed_key_is_refused(door: CacheDoor, length: int) -> None:
 @pytest.mark.parametrize(
     "reason", [api.FINISH_REASON_UNSPECIFIED, api.FINISH_REASON_CANCELLED, api.FINISH_REASON_ERROR]
 )
-async def test_an_answer_that_is_not_whole_is_refused(door: CacheDoor, reason: api.FinishReason.ValueType) -> None:
+async def test_an_incomplete_answer_is_refused(door: CacheDoor, reason: api.FinishReason.ValueType) -> None:
     with pytest.raises(aio.AioRpcError) as refused:
         await door.put(key_of(1), cache.CachedResult(token_ids=[1], finish_reason=reason))
     assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_bytes_that_are_no_message_are_refused(door: CacheDoor) -> None:
+async def test_malformed_bytes_are_refused(door: CacheDoor) -> None:
     async with rpc.link_channel(f"127.0.0.1:{door.port}") as channel:
         method: Any = channel.unary_unary("/weft.v1.Cache/GetResult")
         with pytest.raises(aio.AioRpcError) as refused:
@@ -97,17 +97,17 @@ async def test_bytes_that_are_no_message_are_refused(door: CacheDoor) -> None:
     assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_a_crowd_finds_everything(redis_server: RedisServer, open_door: OpenDoor) -> None:
+async def test_concurrent_look_ups_find_all_values(redis_server: RedisServer, open_door: OpenDoor) -> None:
     async with open_door(redis_server.embedded.url) as door:
         assert all(await asyncio.gather(*(door.put(key_of(i), result_of(i)) for i in range(200))))
         assert await asyncio.gather(*(door.get(key_of(i)) for i in range(200))) == [result_of(i) for i in range(200)]
 
 
-async def test_the_process_serves_without_redis_and_stops_when_told() -> None:
+async def test_the_process_serves_without_redis_and_stops_on_sigterm() -> None:
     port = free_port()
-    with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))
-        url = f"redis://:secret@127.0.0.1:{nobody.getsockname()[1]}"
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"redis://:secret@127.0.0.1:{unused.getsockname()[1]}"
         environment = {**os.environ, "WEFT_REDIS_URL": url, "WEFT_LISTEN": f"127.0.0.1:{port}", "WEFT_DRAIN_S": "0"}
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "services.cache", env=environment, stderr=asyncio.subprocess.PIPE
@@ -120,7 +120,7 @@ async def test_the_process_serves_without_redis_and_stops_when_told() -> None:
         process.send_signal(signal.SIGTERM)
         _, logged = await process.communicate()
     assert process.returncode == 0
-    assert b"redis is lost" in logged
+    assert b"redis is unavailable" in logged
     assert b"ConnectionError" in logged
-    assert b"cache closed" in logged
+    assert b"store closed" in logged
     assert b"secret" not in logged

@@ -1,10 +1,11 @@
-"""Settings: names, and that a password is never shown."""
+"""Settings of the cache service: names and defaults; a password is never shown."""
 
 import pytest
 from pydantic import ValidationError
 
+from services.cache.redis_client import display_address
 from services.cache.settings import CacheSettings
-from services.cache.store import Store, place
+from services.cache.store import Store
 
 
 def test_the_environment_names_redis(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -16,13 +17,13 @@ def test_the_environment_names_redis(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_defaults_and_names(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = CacheSettings()
-    assert settings.budgets().look_up_s == 0.02
+    assert settings.timeouts().look_up_s == 0.02
     assert settings.cache_result_bytes == 64 << 20
     monkeypatch.setenv("WEFT_CACHE_BUDGET_MS", "7")
     monkeypatch.setenv("WEFT_CACHE_RESULT_BYTES", "1000")
     monkeypatch.setenv("WEFT_CACHE_TTL_S", "60")
     settings = CacheSettings()
-    assert (settings.budgets().look_up_s, settings.cache_result_bytes, settings.cache_ttl_s) == (0.007, 1000, 60)
+    assert (settings.timeouts().look_up_s, settings.cache_result_bytes, settings.cache_ttl_s) == (0.007, 1000, 60)
 
 
 @pytest.mark.parametrize("url", ["http://:hunter2@host", "redis://:hunter2/x@host", "hunter2", "redis://u:hunter2@h:x"])
@@ -43,11 +44,11 @@ def test_a_password_is_in_no_log(capfd: pytest.CaptureFixture[str]) -> None:
 
     asyncio.run(story())
     logged = "".join(capfd.readouterr())
-    assert "redis is lost" in logged
+    assert "redis is unavailable" in logged
     assert "hunter2" not in logged
 
 
-def test_a_place_tells_only_where() -> None:
-    assert place("rediss://user:secret@host:7000/3?password=secret") == "rediss://host:7000"
-    assert place("unix://user:secret@/run/redis.sock?db=2") == "unix:///run/redis.sock"
-    assert place("redis://") == "redis://localhost:6379"
+def test_a_displayed_address_has_no_secrets() -> None:
+    assert display_address("rediss://user:secret@host:7000/3?password=secret") == "rediss://host:7000"
+    assert display_address("unix://user:secret@/run/redis.sock?db=2") == "unix:///run/redis.sock"
+    assert display_address("redis://") == "redis://localhost:6379"

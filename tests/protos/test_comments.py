@@ -1,4 +1,4 @@
-"""Every message, field, enum, value, service and rpc of the contracts says what it is for."""
+"""Every message, field, enum, value, service and rpc of the protos has a comment."""
 
 from collections.abc import Iterator
 from importlib.resources import files
@@ -15,7 +15,7 @@ Path_ = tuple[int, ...]
 
 @pytest.fixture(scope="module")
 def parsed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, descriptor_pb2.FileDescriptorProto]:
-    """The protos as protoc understands them, comments included."""
+    """The protos as protoc parses them, with comments."""
     out = tmp_path_factory.mktemp("protos") / "descriptors"
     well_known = str(files("grpc_tools") / "_proto")
     arguments = [f"-I{ROOT}", f"-I{well_known}", "--include_source_info", f"--descriptor_set_out={out}"]
@@ -24,19 +24,19 @@ def parsed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, descriptor_pb2
     return {file.name: file for file in described.file}
 
 
-def things(file: descriptor_pb2.FileDescriptorProto) -> Iterator[tuple[str, Path_]]:
-    """Name and path (as in SourceCodeInfo) of all that needs a comment."""
+def elements(file: descriptor_pb2.FileDescriptorProto) -> Iterator[tuple[str, Path_]]:
+    """The name and path (as in SourceCodeInfo) of each element that needs a comment."""
     for i, message in enumerate(file.message_type):
-        yield from things_of_message(message, (4, i), message.name)
+        yield from elements_of_message(message, (4, i), message.name)
     for i, enum in enumerate(file.enum_type):
-        yield from things_of_enum(enum, (5, i), enum.name)
+        yield from elements_of_enum(enum, (5, i), enum.name)
     for i, service in enumerate(file.service):
         yield service.name, (6, i)
         for j, method in enumerate(service.method):
             yield f"{service.name}.{method.name}", (6, i, 2, j)
 
 
-def things_of_message(message: descriptor_pb2.DescriptorProto, path: Path_, name: str) -> Iterator[tuple[str, Path_]]:
+def elements_of_message(message: descriptor_pb2.DescriptorProto, path: Path_, name: str) -> Iterator[tuple[str, Path_]]:
     if message.options.map_entry:
         return
     yield name, path
@@ -47,24 +47,24 @@ def things_of_message(message: descriptor_pb2.DescriptorProto, path: Path_, name
         if i not in synthetic:
             yield f"{name}.{oneof.name}", (*path, 8, i)
     for i, nested in enumerate(message.nested_type):
-        yield from things_of_message(nested, (*path, 3, i), f"{name}.{nested.name}")
+        yield from elements_of_message(nested, (*path, 3, i), f"{name}.{nested.name}")
     for i, enum in enumerate(message.enum_type):
-        yield from things_of_enum(enum, (*path, 4, i), f"{name}.{enum.name}")
+        yield from elements_of_enum(enum, (*path, 4, i), f"{name}.{enum.name}")
 
 
-def things_of_enum(enum: descriptor_pb2.EnumDescriptorProto, path: Path_, name: str) -> Iterator[tuple[str, Path_]]:
+def elements_of_enum(enum: descriptor_pb2.EnumDescriptorProto, path: Path_, name: str) -> Iterator[tuple[str, Path_]]:
     yield name, path
     for i, value in enumerate(enum.value):
         yield f"{name}.{value.name}", (*path, 2, i)
 
 
 def uncommented(file: descriptor_pb2.FileDescriptorProto) -> list[str]:
-    comments = {tuple(place.path): place.leading_comments.strip() for place in file.source_code_info.location}
-    return [name for name, path in things(file) if not comments.get(path)]
+    comments = {tuple(location.path): location.leading_comments.strip() for location in file.source_code_info.location}
+    return [name for name, path in elements(file) if not comments.get(path)]
 
 
 @pytest.mark.parametrize("proto", PROTOS)
-def test_all_of_it_is_commented(parsed: dict[str, descriptor_pb2.FileDescriptorProto], proto: str) -> None:
+def test_every_element_is_commented(parsed: dict[str, descriptor_pb2.FileDescriptorProto], proto: str) -> None:
     assert uncommented(parsed[proto]) == []
     assert parsed[proto].package == "weft.v1"
 

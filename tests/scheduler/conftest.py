@@ -1,4 +1,4 @@
-"""What the scheduler's tests share."""
+"""Fixtures of the scheduler's tests."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from tests.scheduler.stage import Stage
 
 @pytest.fixture
 def stage() -> Stage:
-    """A pool with a gateway."""
+    """A core with one attached gateway, `g1`."""
     stage = Stage()
     stage.gateway("g1")
     return stage

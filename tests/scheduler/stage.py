@@ -1,27 +1,27 @@
-"""A stage for stories about the pool: a clock that stands still, and who was told what."""
+"""Drives the scheduler's core by hand: a clock that the test moves, and the messages that each peer received."""
 
 from collections.abc import Sequence
 
 from services.hashing import KEY_BYTES
-from services.scheduler.core.pool import Pool
-from services.scheduler.limits import Limits
-from services.scheduler.messages import (
+from services.scheduler.core.limits import Limits
+from services.scheduler.core.messages import (
     Assigned,
     Card,
     Command,
     DropWorker,
-    Ended,
+    EndedJob,
     GatewayMessage,
-    JobRef,
     Joined,
     Rejected,
-    Report,
+    RunningJob,
     Submit,
     ToGateway,
     ToWorker,
     WorkerHello,
     WorkerMessage,
+    WorkerReport,
 )
+from services.scheduler.core.scheduler import SchedulerCore
 
 CARD = Card("story", aliases=("tale",), fingerprint=b"f" * 32, block_size=16, bundle_digest=b"b" * 32)
 
@@ -32,11 +32,11 @@ def keys(*names: int) -> bytes:
 
 
 class Stage:
-    """The real pool, driven by hand. Integrity is checked after each event, unless the story is too long."""
+    """The real core with recorded messages. Checks the core's integrity after each event unless `check` is false."""
 
     def __init__(self, limits: Limits | None = None, *, started: float = 0.0, check: bool = True) -> None:
         self.now = 100.0
-        self.pool = Pool(epoch=7, now=started, limits=limits)
+        self.core = SchedulerCore(epoch=7, now=started, limits=limits)
         self.inbox: dict[str, list[GatewayMessage]] = {}
         self.worker_inbox: dict[str, list[WorkerMessage]] = {}
         self.dropped: list[str] = []
@@ -53,27 +53,27 @@ class Stage:
                 case DropWorker(worker_id):
                     self.dropped.append(worker_id)
         if self.check:
-            self.pool.check_integrity()
+            self.core.check_integrity()
 
-    # ---- who does what ----
+    # ---- events ----
 
     def gateway(self, gateway_id: str = "g1") -> str:
-        self.perform(self.pool.on_gateway_attached(gateway_id, self.now))
+        self.perform(self.core.on_gateway_attached(gateway_id, self.now))
         return gateway_id
 
     def gateway_leaves(self, gateway_id: str = "g1") -> None:
-        self.perform(self.pool.on_gateway_detached(gateway_id, self.now))
+        self.perform(self.core.on_gateway_detached(gateway_id, self.now))
 
     def submit(self, job_id: str, gateway: str = "g1", **fields: object) -> GatewayMessage | None:
-        """Submits and returns the answer, if it came at once."""
+        """Submits a job and returns its answer, or None if the job waits."""
         known: dict[str, object] = {"model": "story", "prompt_tokens": 32, "max_tokens": 16} | fields
         submit = Submit(job_id, **known)  # type: ignore[arg-type]
         before = len(self.inbox.get(gateway, []))
-        self.perform(self.pool.on_submit(gateway, submit, self.now))
+        self.perform(self.core.on_submit(gateway, submit, self.now))
         return next(iter(self.inbox.get(gateway, [])[before:]), None)
 
     def withdraw(self, job_id: str, gateway: str = "g1") -> None:
-        self.perform(self.pool.on_withdraw(gateway, job_id, self.now))
+        self.perform(self.core.on_withdraw(gateway, job_id, self.now))
 
     def worker(
         self,
@@ -84,9 +84,9 @@ class Stage:
         running: Sequence[str] = (),
         stored: bytes = b"",
     ) -> str:
-        refs = tuple(JobRef(job_id, 1) for job_id in running)
+        refs = tuple(RunningJob(job_id, 1) for job_id in running)
         hello = WorkerHello(worker_id, f"{worker_id}:1", card, credits, running=refs, stored_keys=stored)
-        self.perform(self.pool.on_worker_attached(hello, self.now))
+        self.perform(self.core.on_worker_attached(hello, self.now))
         return worker_id
 
     def report(
@@ -101,12 +101,12 @@ class Stage:
         """A report that shows progress, unless `steps` says otherwise."""
         self.steps += 1
         known: dict[str, object] = {"steps": self.steps, "running": 1} | fields
-        ends = tuple(Ended(job_id, attempt, tokens, placement) for job_id in ended)
-        report = Report(ended=ends, **known)  # type: ignore[arg-type]
-        self.perform(self.pool.on_report(worker_id, report, self.now))
+        ends = tuple(EndedJob(job_id, attempt, tokens, placement) for job_id in ended)
+        report = WorkerReport(ended=ends, **known)  # type: ignore[arg-type]
+        self.perform(self.core.on_report(worker_id, report, self.now))
 
     def worker_leaves(self, worker_id: str = "w1") -> None:
-        self.perform(self.pool.on_worker_detached(worker_id, self.now))
+        self.perform(self.core.on_worker_detached(worker_id, self.now))
 
     def pass_time(self, seconds: float, *, heartbeat: Sequence[str] = ()) -> None:
         """Ticks every 50 ms; workers in `heartbeat` make progress."""
@@ -114,15 +114,15 @@ class Stage:
             self.now += 0.05
             for worker_id in heartbeat:
                 self.report(worker_id)
-            self.perform(self.pool.on_tick(self.now))
+            self.perform(self.core.on_tick(self.now))
 
-    # ---- what came of it ----
+    # ---- answers ----
 
     def answers(self, gateway: str = "g1") -> list[Assigned | Joined | Rejected]:
         return [m for m in self.inbox.get(gateway, []) if isinstance(m, Assigned | Joined | Rejected)]
 
     def placed(self, gateway: str = "g1") -> list[tuple[str, str]]:
-        """(job, worker) in the order of their assignment."""
+        """(job, worker) in the order of assignment."""
         return [(m.job_id, m.worker_id) for m in self.answers(gateway) if isinstance(m, Assigned)]
 
     def joined(self, gateway: str = "g1") -> list[tuple[str, str]]:

@@ -1,8 +1,8 @@
-"""Stories of identical requests on the real pool: one leads, the others follow."""
+"""Identical requests on the real core: one leads, the others follow."""
 
 from dataclasses import replace
 
-from services.scheduler.messages import Assigned, Code, Joined, Rejected, WorkerLost
+from services.scheduler.core.messages import Assigned, Code, Joined, Rejected, WorkerLost
 from tests.scheduler.stage import Stage
 
 
@@ -48,7 +48,7 @@ def test_followers_survive_the_leaders_gateway(stage: Stage) -> None:
     assert stage.placed("g2")[-1] == ("b", "w1")
 
 
-def test_a_follower_in_a_hurry_pulls_its_leader_forward(stage: Stage) -> None:
+def test_a_follower_with_higher_priority_raises_that_of_its_leader(stage: Stage) -> None:
     stage.worker("w1", credits=1)
     stage.submit("busy")
     stage.submit("other", priority=1)
@@ -151,11 +151,11 @@ def test_a_retry_outlives_the_gateway_of_the_waiting_job(stage: Stage) -> None:
     assert stage.placed("g2") == [("a", "w1")]
 
 
-def test_a_gateway_that_lost_its_link_hears_its_answer_again(stage: Stage) -> None:
+def test_a_gateway_that_lost_its_link_receives_its_answer_again(stage: Stage) -> None:
     stage.worker("w1", credits=1)
     first = stage.submit("a", body=b"one")
     stage.gateway("g1")
     stage.now += 1.0
     assert isinstance(first, Assigned)
     assert stage.submit("a", body=b"one") == replace(first, placement=2)
-    assert len(stage.pool.workers["w1"].jobs) == 1
+    assert len(stage.core.state.workers["w1"].jobs) == 1

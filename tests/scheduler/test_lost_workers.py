@@ -1,6 +1,6 @@
-"""Stories of workers that fall silent, leave or come back, and of the jobs that they had, on the real pool."""
+"""Workers that stall, detach or come back, and the jobs that they had, on the real core."""
 
-from services.scheduler.messages import Assigned, WorkerLost
+from services.scheduler.core.messages import Assigned, WorkerLost
 from tests.scheduler.stage import Stage, keys
 
 # ---- next attempts ----
@@ -13,7 +13,7 @@ def test_the_next_attempt_avoids_the_worker_that_failed(stage: Stage) -> None:
     answer = stage.submit("a", attempt=2, avoid=frozenset({"w1"}))
     assert isinstance(answer, Assigned)
     assert (answer.attempt, answer.worker_id) == (2, "w2")
-    assert not stage.pool.workers["w1"].jobs
+    assert not stage.core.state.workers["w1"].jobs
 
 
 def test_with_nothing_else_an_avoided_worker_is_better_than_none(stage: Stage) -> None:
@@ -31,7 +31,7 @@ def test_a_job_waits_for_another_worker_rather_than_take_the_one_that_failed(sta
     assert stage.placed()[-1] == ("a", "w1")
 
 
-def test_moved_jobs_go_ahead_of_their_class_in_their_old_order(stage: Stage) -> None:
+def test_resumed_jobs_precede_their_priority_class_in_their_old_order(stage: Stage) -> None:
     stage.worker("w1", credits=2)
     for job in ("a", "b", "waits"):
         stage.submit(job)
@@ -54,7 +54,7 @@ def test_a_link_that_breaks_for_a_moment_costs_nothing(stage: Stage) -> None:
     stage.pass_time(1.5)
     stage.worker("w1", credits=2, running=["a"])
     assert not [m for m in stage.inbox["g1"] if isinstance(m, WorkerLost)]
-    assert list(stage.pool.workers["w1"].jobs) == ["a"], "b ended while the link was broken"
+    assert list(stage.core.state.workers["w1"].jobs) == ["a"], "b ended while the link was broken"
 
 
 def test_a_worker_that_does_not_come_back_is_lost(stage: Stage) -> None:
@@ -67,12 +67,12 @@ def test_a_worker_that_does_not_come_back_is_lost(stage: Stage) -> None:
     assert isinstance(stage.submit("a", attempt=2, avoid=frozenset({"w1"})), Assigned)
 
 
-def test_a_worker_without_jobs_leaves_without_a_word(stage: Stage) -> None:
+def test_a_worker_without_jobs_is_removed_without_a_message(stage: Stage) -> None:
     stage.worker("w1")
     stage.worker_leaves("w1")
     stage.pass_time(3.0)
     assert WorkerLost("w1") not in stage.inbox["g1"]
-    assert not stage.pool.workers
+    assert not stage.core.state.workers
 
 
 def test_a_hung_worker_is_lost_even_though_it_reports(stage: Stage) -> None:
@@ -106,16 +106,16 @@ def test_a_short_stall_moves_nothing(stage: Stage) -> None:
     assert not stage.dropped
 
 
-def test_our_own_pause_is_no_workers_fault(stage: Stage) -> None:
+def test_a_pause_of_the_scheduler_costs_no_worker_its_registration(stage: Stage) -> None:
     stage.worker("w1", credits=1)
     stage.submit("a")
     stage.now += 5.0
-    stage.pool.on_pause(5.0)
-    stage.perform(stage.pool.on_tick(stage.now))
+    stage.core.on_pause(5.0)
+    stage.perform(stage.core.on_tick(stage.now))
     assert not stage.dropped
 
 
-def test_an_idle_worker_that_falls_silent_gets_no_jobs_until_it_speaks(stage: Stage) -> None:
+def test_an_idle_worker_that_stops_reporting_gets_no_jobs_until_it_reports(stage: Stage) -> None:
     stage.worker("w1")
     stage.pass_time(2.5)
     assert stage.submit("a") is None
@@ -128,12 +128,14 @@ def test_what_a_lost_worker_reports_counts_for_nothing_until_its_next_hello(stag
     stage.submit("a")
     stage.pass_time(2.5)
     stage.report("w1", "a", stored_keys=keys(1))
-    assert not stage.pool.workers
+    assert not stage.core.state.workers
     stage.worker("w1", credits=1, running=["a"])
-    assert isinstance(stage.submit("a", attempt=2), Assigned), "the next attempt fences what the zombie still runs"
+    assert isinstance(stage.submit("a", attempt=2), Assigned), (
+        "the next attempt replaces the one that the lost worker still runs"
+    )
 
 
-def test_after_a_restart_the_workers_tell_what_runs(stage: Stage) -> None:
+def test_after_a_restart_the_workers_report_what_runs(stage: Stage) -> None:
     stage.worker("w1", credits=2, running=["a", "b"])
     assert stage.submit("c") is None
     stage.report("w1", "a")
@@ -151,4 +153,4 @@ def test_right_after_a_start_jobs_wait_for_the_first_hello_of_their_model() -> N
     assert stage.placed() == [("a", "w1"), ("b", "w1")]
     stage.pass_time(2.0)
     assert stage.rejected() == {"c": "MODEL_NOT_FOUND"}
-    assert list(stage.pool.models) == ["story"]
+    assert list(stage.core.state.models) == ["story"]

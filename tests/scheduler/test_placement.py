@@ -1,4 +1,4 @@
-"""The prefix index against a plain model of it, the cost rule, and the replay of a trace through the real pool."""
+"""The prefix index against a plain model of it, the cost rule, and the replay of a trace through the real core."""
 
 import json
 import random
@@ -18,7 +18,7 @@ actions = st.tuples(st.sampled_from(["add", "drop", "forget"]), st.sampled_from(
 
 
 @given(st.lists(actions, max_size=20), names)
-def test_the_index_knows_who_holds_how_much_of_a_prompt(
+def test_the_index_matches_the_leading_blocks_that_each_worker_holds(
     history: list[tuple[str, str, list[int]]], prompt: list[int]
 ) -> None:
     index = PrefixIndex()
@@ -28,10 +28,10 @@ def test_the_index_knows_who_holds_how_much_of_a_prompt(
             index.add(worker, keys(*blocks))
             held[worker] |= set(blocks)
         elif action == "drop":
-            index.drop(worker, keys(*blocks))
+            index.remove(worker, keys(*blocks))
             held[worker] -= set(blocks)
         else:
-            index.forget(worker)
+            index.remove_worker(worker)
             held[worker] = set()
     expected = {worker: _leading(prompt, blocks) for worker, blocks in held.items()}
     assert index.match(keys(*prompt)) == {worker: depth for worker, depth in expected.items() if depth}
@@ -52,7 +52,7 @@ def test_the_index_serves_thousands_of_workers() -> None:
         "w2999": 4,
     }
     for number in range(3000):
-        index.forget(f"w{number}")
+        index.remove_worker(f"w{number}")
     assert len(index) == 0
 
 
@@ -68,7 +68,7 @@ def test_the_index_serves_thousands_of_workers() -> None:
         ([Candidate("b", 0, 1), Candidate("a", 0, 1)], {}, Choice("a", 0)),
     ],
     ids=[
-        "nobody",
+        "no candidate",
         "prefix",
         "backlog outweighs",
         "prefix outweighs",
@@ -98,9 +98,11 @@ def trace(tmp_path: Path) -> list[bench.Request]:
     return list(bench.read_trace(str(path)))
 
 
-def test_the_pool_keeps_conversations_together_and_workers_level(trace: list[bench.Request]) -> None:
+def test_the_core_keeps_conversations_together_and_workers_balanced(trace: list[bench.Request]) -> None:
     mesh = bench.Mesh(workers=4, cache_blocks=150, prefill_rate=15_000, decode_s=0.01)
-    ours, turns, greedy = (rule(trace, mesh) for rule in (bench.cost_rule, bench.round_robin, bench.longest_prefix))
-    assert ours.hit_rate > 1.2 * turns.hit_rate
-    assert ours.imbalance < 1.3
-    assert greedy.imbalance > 2, "what the backlog term is for"
+    cost_rule, round_robin, longest_prefix = (
+        rule(trace, mesh) for rule in (bench.cost_rule, bench.round_robin, bench.longest_prefix)
+    )
+    assert cost_rule.hit_rate > 1.2 * round_robin.hit_rate
+    assert cost_rule.imbalance < 1.3
+    assert longest_prefix.imbalance > 2, "without the backlog term one worker takes most"

@@ -1,4 +1,4 @@
-"""What holds whatever happens: random histories of the real pool, and a long unfair crowd."""
+"""Invariants of the real core under random histories, and fairness between tenants under long overload."""
 
 import itertools
 import random
@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from services.scheduler.limits import Limits
-from services.scheduler.messages import Assigned, Joined, Rejected, Submit, WorkerHello, WorkerLost
+from services.scheduler.core.limits import Limits
+from services.scheduler.core.messages import Assigned, Joined, Rejected, Submit, WorkerHello, WorkerLost
 from tests.scheduler.stage import CARD, Stage, keys
 
 GATEWAYS = ("g1", "g2")
@@ -16,13 +16,13 @@ WORKERS = ("w1", "w2", "w3")
 
 
 class Histories(RuleBasedStateMachine):
-    """Gateways and workers come, go, stall and repeat themselves; the ledger below is kept by the gateways' view."""
+    """Gateways and workers come, go, stall and repeat messages; the dicts below hold what gateways expect."""
 
     def __init__(self) -> None:
         super().__init__()
         self.stage = Stage(Limits(queue_limit=4))
         self.numbers = itertools.count()
-        self.pending: dict[tuple[str, str, int], str] = {}  # (gateway, job, attempt) awaiting its one answer
+        self.pending: dict[tuple[str, str, int], str] = {}  # (gateway, job, attempt) that has no answer yet
         self.seen: dict[str, int] = dict.fromkeys(GATEWAYS, 0)
         self.running: dict[tuple[str, str], int] = {}  # (worker, job): attempt that a gateway sent there
         self.owner: dict[str, str] = {}
@@ -31,7 +31,7 @@ class Histories(RuleBasedStateMachine):
         for gateway in GATEWAYS:
             self.stage.gateway(gateway)
 
-    # -- what gateways do --
+    # -- events of gateways --
 
     @rule(
         gateway=st.sampled_from(GATEWAYS),
@@ -58,7 +58,7 @@ class Histories(RuleBasedStateMachine):
             deadline_s=deadline_s,
             block_keys=keys(*blocks),
         )
-        self.listen()
+        self.read_answers()
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
@@ -67,7 +67,7 @@ class Histories(RuleBasedStateMachine):
         worker, job = data.draw(st.sampled_from(sorted(self.running)))
         if self.running[worker, job] == self.attempts[job]:
             self.next_attempt(job, worker)
-        self.listen()
+        self.read_answers()
 
     def next_attempt(self, job: str, worker: str) -> None:
         self.attempts[job] += 1
@@ -86,18 +86,18 @@ class Histories(RuleBasedStateMachine):
         gateway, job, attempt = data.draw(st.sampled_from(sorted(self.pending)))
         del self.pending[gateway, job, attempt]
         self.stage.withdraw(job, gateway)
-        self.listen()
+        self.read_answers()
 
     @rule(gateway=st.sampled_from(GATEWAYS))
-    def gateway_blinks(self, gateway: str) -> None:
-        """Its link breaks and comes back: it forgets what waited, as the scheduler does."""
+    def gateway_reconnects(self, gateway: str) -> None:
+        """The gateway's link breaks and comes back: gateway and scheduler forget its waiting jobs."""
         self.pending = {key: why for key, why in self.pending.items() if key[0] != gateway}
         self.stage.gateway_leaves(gateway)
         self.stage.gateway(gateway)
         self.seen[gateway] = len(self.stage.inbox[gateway])
-        self.listen()
+        self.read_answers()
 
-    # -- what workers do --
+    # -- events of workers --
 
     @rule(worker=st.sampled_from(WORKERS), credits=st.integers(1, 3), knows=st.booleans())
     def attach(self, worker: str, credits: int, knows: bool) -> None:
@@ -105,17 +105,17 @@ class Histories(RuleBasedStateMachine):
         if not knows:
             self.running = {(at, job): n for (at, job), n in self.running.items() if at != worker}
         self.stage.worker(worker, credits=credits, running=running, stored=keys(0, 1))
-        self.listen()
+        self.read_answers()
 
     @rule(worker=st.sampled_from(WORKERS))
     def detach(self, worker: str) -> None:
         self.stage.worker_leaves(worker)
-        self.listen()
+        self.read_answers()
 
     @rule(worker=st.sampled_from(WORKERS), draining=st.booleans())
     def report(self, worker: str, draining: bool) -> None:
         self.stage.report(worker, draining=draining, stored_keys=keys(2), evicted_keys=keys(1))
-        self.listen()
+        self.read_answers()
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
@@ -123,17 +123,17 @@ class Histories(RuleBasedStateMachine):
         worker, job = data.draw(st.sampled_from(sorted(self.running)))
         attempt = self.running.pop((worker, job))
         self.stage.report(worker, job, attempt=attempt, tokens=3)
-        self.listen()
+        self.read_answers()
 
     @rule(seconds=st.sampled_from([0.05, 0.5, 2.5]), alive=st.sets(st.sampled_from(WORKERS)))
     def wait(self, seconds: float, alive: set[str]) -> None:
         self.stage.pass_time(seconds, heartbeat=sorted(alive))
-        self.listen()
+        self.read_answers()
 
-    # -- what gateways hear --
+    # -- messages to gateways --
 
-    def listen(self) -> None:
-        """Books each answer; after a death brings the next attempts, as a gateway does."""
+    def read_answers(self) -> None:
+        """Records each answer; submits next attempts for jobs of a lost worker, as a gateway does."""
         for gateway in GATEWAYS:
             while self.seen[gateway] < len(self.stage.inbox[gateway]):
                 message = self.stage.inbox[gateway][self.seen[gateway]]
@@ -141,7 +141,7 @@ class Histories(RuleBasedStateMachine):
                 match message:
                     case Assigned() | Joined() | Rejected():
                         key = (gateway, message.job_id, message.attempt)
-                        assert self.pending.pop(key, None), f"an answer nobody waits for: {message}"
+                        assert self.pending.pop(key, None), f"an answer to no open submission: {message}"
                         if isinstance(message, Assigned):
                             self.running[message.worker_id, message.job_id] = message.attempt
                     case WorkerLost(worker_id):
@@ -154,38 +154,38 @@ class Histories(RuleBasedStateMachine):
             if attempt == self.attempts[job]:
                 self.next_attempt(job, worker)
 
-    # -- what holds --
+    # -- invariants --
 
     @invariant()
-    def no_worker_has_more_jobs_than_it_wants_or_brought(self) -> None:
-        for worker in self.stage.pool.workers.values():
+    def no_worker_has_more_jobs_than_its_credits_or_those_it_registered(self) -> None:
+        for worker in self.stage.core.state.workers.values():
             assert len(worker.jobs) <= max(worker.hello.credits, len(worker.hello.running)), worker
 
     @invariant()
-    def no_credit_is_leaked_to_a_job_that_nobody_sent(self) -> None:
-        for worker in self.stage.pool.workers.values():
-            if worker.detached_at is None:  # Until it is back, the ends that it tells count for nothing.
+    def no_credit_is_held_by_a_job_that_no_gateway_sent(self) -> None:
+        for worker in self.stage.core.state.workers.values():
+            if worker.detached_at is None:  # Ends that a detached worker reports are ignored.
                 assert {(worker.id, job) for job in worker.jobs} <= self.running.keys(), worker
 
     @invariant()
     def every_job_that_waits_is_pending_and_every_pending_one_waits(self) -> None:
-        pool = self.stage.pool
-        line = [job for model in pool.models.values() for job in model.line]
-        waiting = [(job.gateway_id, job.id, job.attempt) for job in line]
-        waiting += [(f.gateway_id, f.id, f.attempt) for job in line for f in job.followers]
+        core = self.stage.core
+        queued = [job for model in core.state.models.values() for job in model.queue]
+        waiting = [(job.gateway_id, job.id, job.attempt) for job in queued]
+        waiting += [(f.gateway_id, f.id, f.attempt) for job in queued for f in job.followers]
         assert sorted(map(str, waiting)) == sorted(map(str, self.pending))
 
     @invariant()
-    def nobody_waits_beside_a_free_credit(self) -> None:
-        pool, now = self.stage.pool, self.stage.now
-        for model in pool.models.values():
+    def no_job_waits_beside_a_free_credit(self) -> None:
+        core, now = self.stage.core, self.stage.now
+        for model in core.state.models.values():
             free = [w for w in model.healthy(now) if w.free_credits]
-            assert not free or not [job for job in model.line if not job.submit.avoid], (free, list(model.line))
+            assert not free or not [job for job in model.queue if not job.submit.avoid], (free, list(model.queue))
 
     @invariant()
     def each_running_job_is_charged_once(self) -> None:
-        pool = self.stage.pool
-        running = [job for worker in pool.workers.values() for job in worker.jobs.values()]
+        core = self.stage.core
+        running = [job for worker in core.state.workers.values() for job in worker.jobs.values()]
         assert all(job.charged == 48 for job in running if job.gateway_id), running
 
 
@@ -193,7 +193,7 @@ Histories.TestCase.settings = settings(max_examples=100, stateful_step_count=60,
 TestHistories = Histories.TestCase
 
 
-def test_ten_to_one_offered_is_one_to_one_served() -> None:
+def test_two_tenants_that_offer_ten_to_one_are_served_one_to_one() -> None:
     """Two tenants offer 10:1; each gets half of the tokens (+- 10%), at any length of prompt and answer."""
     dice = random.Random(5)
     stage = Stage(Limits(queue_limit=10_000), check=False)
@@ -211,25 +211,25 @@ def test_ten_to_one_offered_is_one_to_one_served() -> None:
             sizes[job] = (tenant, dice.randint(1, 400), dice.randint(1, 200))
             stage.submit(job, tenant=tenant, prompt_tokens=sizes[job][1], max_tokens=200)
         for name in ("w1", "w2"):
-            ended = dice.choice(sorted(stage.pool.workers[name].jobs))
+            ended = dice.choice(sorted(stage.core.state.workers[name].jobs))
             tenant, prompt, answer = sizes[ended]
             stage.report(name, ended, tokens=answer)
             done += 1
             served[tenant] += prompt + answer
     share = served["quiet"] / sum(served.values())
-    left = sum(job.tenant == "quiet" for job in stage.pool.models["story"].line)
+    left = sum(job.tenant == "quiet" for job in stage.core.state.models["story"].queue)
     assert done == 1200
-    assert left > 0, "the quiet tenant must want more than its half, or nothing is shown"
+    assert left > 0, "the quiet tenant must offer more than half of the capacity"
     assert 0.45 <= share <= 0.55, share
 
 
-def test_thousands_of_workers_are_one_pool() -> None:
+def test_one_core_serves_a_thousand_workers() -> None:
     stage = Stage()
     stage.gateway("g1")
     for number in range(1000):
-        stage.pool.on_worker_attached(WorkerHello(f"w{number}", f"h{number}:1", CARD, credits=2), stage.now)
+        stage.core.on_worker_attached(WorkerHello(f"w{number}", f"h{number}:1", CARD, credits=2), stage.now)
     for number in range(300):
-        stage.pool.on_submit("g1", Submit(f"j{number}", model="story", prompt_tokens=64, max_tokens=8), stage.now)
-    stage.pool.check_integrity()
-    assert stage.pool.counters.assigned == 300
-    assert max(len(worker.jobs) for worker in stage.pool.workers.values()) == 1
+        stage.core.on_submit("g1", Submit(f"j{number}", model="story", prompt_tokens=64, max_tokens=8), stage.now)
+    stage.core.check_integrity()
+    assert stage.core.state.counters.assigned == 300
+    assert max(len(worker.jobs) for worker in stage.core.state.workers.values()) == 1

@@ -1,4 +1,4 @@
-"""A real OTLP collector for tests: keeps the spans that processes send it, and can be as deaf as a broken one."""
+"""A real OTLP collector for tests: stores the spans that it receives, or never answers."""
 
 import asyncio
 import time
@@ -13,11 +13,11 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as otlp
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as otlp_grpc
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
-PATIENCE_S = 20.0
+WAIT_S = 20.0
 
 
 @dataclass(frozen=True)
-class Seen:
+class ReceivedSpan:
     """A span, and the service that sent it."""
 
     service: str
@@ -35,7 +35,7 @@ class Seen:
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """The span's name."""
         return self.span.name
 
     @property
@@ -49,7 +49,7 @@ class Seen:
 
     @property
     def failed(self) -> str:
-        """Why it has error status; "" if it has not."""
+        """The message of the error status; "" without an error."""
         return self.span.status.message if self.span.status.code == Status.STATUS_CODE_ERROR else ""
 
     def __repr__(self) -> str:
@@ -57,12 +57,12 @@ class Seen:
 
 
 class Collector(otlp_grpc.TraceServiceServicer):
-    """Use it with `async with`; `deaf` collectors accept everything and never answer."""
+    """Use it with `async with`; a `silent` collector accepts calls and never answers."""
 
-    def __init__(self, deaf: bool = False) -> None:
-        self.spans: list[Seen] = []
+    def __init__(self, silent: bool = False) -> None:
+        self.spans: list[ReceivedSpan] = []
         self.calls = 0
-        self._deaf = deaf
+        self._silent = silent
         self._server = aio.server()
         otlp_grpc.add_TraceServiceServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
         self.endpoint = f"http://127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
@@ -77,40 +77,40 @@ class Collector(otlp_grpc.TraceServiceServicer):
         await self._server.stop(0)
 
     async def Export(self, request: otlp.ExportTraceServiceRequest, context: Any) -> otlp.ExportTraceServiceResponse:
-        """Takes spans."""
+        """Stores the spans of a request."""
         self.calls += 1
-        if self._deaf:
+        if self._silent:
             await asyncio.sleep(3600)
         for resource in request.resource_spans:
             names = {pair.key: pair.value.string_value for pair in resource.resource.attributes}
             for scope in resource.scope_spans:
-                self.spans += [Seen(names["service.name"], span) for span in scope.spans]
+                self.spans += [ReceivedSpan(names["service.name"], span) for span in scope.spans]
         return otlp.ExportTraceServiceResponse()
 
-    def trace(self, trace_id: str) -> list[Seen]:
-        """The spans of a trace, by their beginning."""
+    def trace(self, trace_id: str) -> list[ReceivedSpan]:
+        """The spans of a trace, by start time."""
         spans = [seen for seen in self.spans if seen.span.trace_id.hex() == trace_id]
         return sorted(spans, key=lambda seen: seen.span.start_time_unix_nano)
 
-    async def until(self, trace_id: str, complete: Callable[[list[Seen]], bool]) -> list[Seen]:
-        """The spans of a trace once there are enough of them."""
-        deadline = time.monotonic() + PATIENCE_S
+    async def until(self, trace_id: str, complete: Callable[[list[ReceivedSpan]], bool]) -> list[ReceivedSpan]:
+        """The spans of a trace once `complete` returns True for them."""
+        deadline = time.monotonic() + WAIT_S
         while not complete(self.trace(trace_id)):
             assert time.monotonic() < deadline, f"incomplete: {self.trace(trace_id)}"
             await asyncio.sleep(0.05)
         return self.trace(trace_id)
 
 
-def tree(spans: list[Seen], root: str) -> dict[str, list[Seen]]:
+def tree(spans: list[ReceivedSpan], root: str) -> dict[str, list[ReceivedSpan]]:
     """Children by the id of their parent. Every parent is `root` or a span of the trace, and there are no loops."""
     assert len({seen.id for seen in spans}) == len(spans), "an id is used twice"
     parents = {seen.id: seen.parent for seen in spans}
     children = defaultdict(list)
     for seen in spans:
-        place, steps = seen.id, 0
-        while place != root:
-            assert place in parents, f"{seen} hangs at {place}, which nobody sent"
-            place, steps = parents[place], steps + 1
+        ancestor, steps = seen.id, 0
+        while ancestor != root:
+            assert ancestor in parents, f"{seen} has the unknown ancestor {ancestor}"
+            ancestor, steps = parents[ancestor], steps + 1
             assert steps <= len(spans), f"{seen} is its own ancestor"
         children[seen.parent].append(seen)
     return children

@@ -1,4 +1,4 @@
-"""The demo model and a fast mesh without weights for the stories about traces and metrics."""
+"""The demo model and a fast mesh without weights for tests of traces and metrics."""
 
 from pathlib import Path
 
@@ -7,11 +7,11 @@ import pytest
 from tests.mesh.conftest import demo_model
 
 PACED = {"ENGINE": "paced", "WEFT_PACED_STEP_MS": "5"}
-"""A worker that answers at once, at a token each 5 ms."""
-THOUGHTFUL = {**PACED, "WEFT_PACED_PREFILL_RATE": "30"}
-"""One whose first token takes so long that the result cache is sooner."""
-PATIENT = {"WEFT_GATEWAY_CACHE_BUDGET_S": "5", "WEFT_CACHE_BUDGET_MS": "5000"}
-"""Look-ups that a busy machine does not make misses."""
+"""A worker that takes no time for prompts and 5 ms for each token."""
+SLOW_PREFILL = {**PACED, "WEFT_PACED_PREFILL_RATE": "30"}
+"""A worker whose prefill is so slow that the result cache answers first."""
+LONG_TIMEOUTS = {"WEFT_GATEWAY_CACHE_BUDGET_S": "5", "WEFT_CACHE_BUDGET_MS": "5000"}
+"""Time-outs that a look-up meets on a busy machine, too."""
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Reads what a service tells Prometheus, the way Prometheus does."""
+"""Reads the metrics of a service as Prometheus does."""
 
 import asyncio
 import urllib.request
@@ -9,14 +9,14 @@ from tests.mesh.harness import Process
 
 
 class Scraped:
-    """One answer of /metrics."""
+    """One response of /metrics."""
 
     def __init__(self, text: str) -> None:
         self.text = text
         self._families = {family.name: family for family in text_string_to_metric_families(text)}
 
     def type(self, name: str) -> str:
-        """Of a metric; a counter's name is without `_total`."""
+        """The type of a metric; a counter's name is without `_total`."""
         return str(self._families[name].type)
 
     def value(self, sample: str, **labels: str) -> float:
@@ -36,7 +36,7 @@ class Scraped:
         return list(dict.fromkeys(float(entry.labels["le"]) for entry in samples))
 
     def series(self) -> int:
-        """How many there are."""
+        """The number of series."""
         return sum(len(family.samples) for family in self._families.values())
 
 

@@ -1,4 +1,4 @@
-"""Every service of a real mesh answers Prometheus, and what it says is what was done."""
+"""The metrics that Prometheus reads from every service of a real mesh."""
 
 import asyncio
 import uuid
@@ -10,7 +10,7 @@ from grpc import aio
 from tests.mesh.harness import Mesh, Process, ask, generate
 from tests.ports import free_port
 from tests.redis_server import RedisServer
-from tests.telemetry.conftest import PATIENT, THOUGHTFUL
+from tests.telemetry.conftest import LONG_TIMEOUTS, SLOW_PREFILL
 from tests.telemetry.scraping import Scraped, scrape
 
 SECRET = "Rumpelstiltskin"
@@ -39,7 +39,7 @@ INFINITY = [float("inf")]
 
 
 async def all_credits_back(scheduler: Process) -> None:
-    """Waits until no job is at a worker: one that the result cache made needless ends with its step."""
+    """Waits until no job is at a worker: a job that the result cache answered runs to the end of its step."""
     async with asyncio.timeout(20):
         while True:
             scraped = await scrape(scheduler)
@@ -50,9 +50,9 @@ async def all_credits_back(scheduler: Process) -> None:
 
 async def test_every_service_counts_what_it_did(tmp_path: Path, model: Path) -> None:
     with RedisServer(tmp_path / "redis") as redis:
-        mesh = Mesh(tmp_path, model, redis_url=redis.url, worker_env=THOUGHTFUL)
+        mesh = Mesh(tmp_path, model, redis_url=redis.url, worker_env=SLOW_PREFILL)
         for process in mesh.processes:
-            process.env.update(PATIENT, WEFT_METRICS_PORT=str(free_port()))
+            process.env.update(LONG_TIMEOUTS, WEFT_METRICS_PORT=str(free_port()))
         async with mesh:
             stub = mesh.stub()
             greedy = ask(f"{SECRET} was", max_tokens=20, ignore_eos=True)
@@ -123,7 +123,7 @@ def _scheduler_counted(scheduler: Scraped, name: str) -> None:
     assert scheduler.value("weft_scheduler_waiting_jobs", model=name) == 0
 
 
-async def test_a_port_that_is_taken_is_told(tmp_path: Path, model: Path) -> None:
+async def test_a_port_that_is_taken_is_reported_in_one_line(tmp_path: Path, model: Path) -> None:
     async with Mesh(tmp_path, model, workers=0, gateways=0) as mesh:
         taken = mesh.scheduler
         for_metrics = Mesh(tmp_path / "metrics", model, workers=0, gateways=0).scheduler
@@ -131,14 +131,14 @@ async def test_a_port_that_is_taken_is_told(tmp_path: Path, model: Path) -> None
         assert "WEFT_METRICS_PORT" in await _refusal(for_metrics, 78)
         for_calls = Mesh(tmp_path / "calls", model, workers=0, gateways=0).scheduler
         for_calls.port = taken.port
-        assert f"weft: {taken.address} cannot be listened at" in await _refusal(for_calls, 1)
+        assert f"weft: cannot listen at {taken.address}" in await _refusal(for_calls, 1)
 
 
 async def _refusal(process: Process, code: int) -> str:
-    """What a process says that ends with this code as soon as it starts."""
+    """The output of a process that ends with this exit code right after its start."""
     process.start()
     assert process.popen is not None
     assert await asyncio.to_thread(process.popen.wait, 30) == code
-    told = process.tail()
-    assert "Traceback" not in told
-    return told
+    output = process.tail()
+    assert "Traceback" not in output
+    return output

@@ -1,4 +1,4 @@
-"""Counts, the courier of spans and the spans that nobody records, each alone."""
+"""Metrics, the export of spans, and spans that are not recorded, each alone."""
 
 import asyncio
 import threading
@@ -19,7 +19,7 @@ from services.worker.service.metrics import WorkerMetrics
 
 
 def rendered(all_: metrics.Metrics) -> list[str]:
-    """The lines of a scrape."""
+    """The lines of the rendered metrics."""
     return all_.render().decode().splitlines()
 
 
@@ -49,7 +49,7 @@ def test_labels_are_bounded() -> None:
     assert f'b_count{{model="other"}} {float(metrics.MOST_SERIES)}' in lines
 
 
-def test_what_others_keep_is_read_when_asked() -> None:
+def test_callback_metrics_are_read_at_each_scrape() -> None:
     all_, kept = metrics.Metrics(), {"x": 1}
     all_.gauge("a", "A.", lambda: metrics.by_label(kept.items()), "name")
     all_.total("b", "B.", lambda: len(kept))
@@ -58,11 +58,11 @@ def test_what_others_keep_is_read_when_asked() -> None:
 
 
 async def test_only_metrics_are_served() -> None:
-    scrapes = metrics.Scrapes(metrics.Metrics(), "127.0.0.1", 0)
+    server = metrics.MetricsServer(metrics.Metrics(), "127.0.0.1", 0)
 
     def get(path: str) -> int:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{scrapes.port}{path}", timeout=5) as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{server.port}{path}", timeout=5) as answer:
                 return int(answer.status)
         except urllib.error.HTTPError as error:
             with error:
@@ -70,12 +70,12 @@ async def test_only_metrics_are_served() -> None:
 
     assert await asyncio.to_thread(get, "/metrics") == 200
     assert await asyncio.to_thread(get, "/etc/passwd") == 404
-    await scrapes.close()
+    await server.close()
     with pytest.raises(OSError, match="refused"):
         await asyncio.to_thread(get, "/metrics")
 
 
-def test_a_workers_counts_are_those_of_its_jobs() -> None:
+def test_a_worker_counts_its_jobs() -> None:
     worker = WorkerMetrics()
     cost = Cost(queue_s=0.5, prefill_s=1.0, decode_s=2.0, prefill_tokens=6, cached_tokens=4, steps=3, prefill_steps=1)
     worker.stepped(0.01, tokens=2, first_tokens=1)
@@ -95,7 +95,7 @@ def test_a_workers_counts_are_those_of_its_jobs() -> None:
         assert line in lines
 
 
-def test_a_paused_job_says_when(model: Path) -> None:
+def test_a_preempted_job_reports_the_times_of_its_preemptions(model: Path) -> None:
     engine = PacedEngine(model, EngineOptions(kv_blocks=8, max_batch_size=4, step_tokens=64), PacedTiming(0.0))
     began = time.monotonic()
     for key in range(3):
@@ -126,15 +126,13 @@ def test_without_tracing_a_request_has_a_trace_id(caller: str) -> None:
     telemetry.record("e", span, 0.0, 1.0)
 
 
-def test_without_tracing_the_callers_context_is_handed_on() -> None:
+def test_without_tracing_the_callers_context_is_passed_on() -> None:
     caller = f"00-{'a' * 32}-{'b' * 16}-01"
     assert telemetry.start("chat", caller).traceparent == caller
 
 
 @pytest.mark.parametrize("queue", ["many", "7"], ids=["no number", "less than a batch"])
-def test_a_variable_that_cannot_be_used_costs_no_more_than_the_traces(
-    queue: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_invalid_otel_variable_only_turns_tracing_off(queue: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", queue)
     logging = structlog.get_config()
@@ -145,16 +143,16 @@ def test_a_variable_that_cannot_be_used_costs_no_more_than_the_traces(
         structlog.configure(**logging)
 
 
-def test_spans_that_find_no_room_are_dropped_and_counted() -> None:
-    tally = SpanBudget(2)
-    assert [tally.admit() for _ in range(3)] == [True, True, False]
-    tally.settle(2, exported=True)
-    assert tally.admit()
-    assert tally.outcomes() == {"exported": 2, "dropped": 1}
+def test_spans_beyond_the_budget_are_dropped_and_counted() -> None:
+    budget = SpanBudget(2)
+    assert [budget.admit() for _ in range(3)] == [True, True, False]
+    budget.release(2, exported=True)
+    assert budget.admit()
+    assert budget.outcomes() == {"exported": 2, "dropped": 1}
 
 
-def test_a_collector_that_fails_is_left_alone_for_a_while() -> None:
-    tally = SpanBudget(10)
+def test_the_exporter_pauses_after_failures() -> None:
+    budget = SpanBudget(10)
     tried = []
 
     def export(batch: list[int]) -> bool:
@@ -163,15 +161,15 @@ def test_a_collector_that_fails_is_left_alone_for_a_while() -> None:
             raise OSError("broken")
         return len(tried) > 2
 
-    courier = SpanExporter(export, tally)
-    worker = threading.Thread(target=lambda: [courier.bring([1]) for _ in range(3)])
+    exporter = SpanExporter(export, budget)
+    worker = threading.Thread(target=lambda: [exporter.export([1]) for _ in range(3)])
     worker.start()
     worker.join(1.5)
-    assert len(tried) == 2, "one second of silence, and then two"
-    courier.leave()
+    assert len(tried) == 2, "a pause of one second, then of two"
+    exporter.end_pauses()
     worker.join(1)
-    assert not worker.is_alive(), "nobody waits at the end"
-    assert tally.outcomes() == {"exported": 1, "dropped": 2}
-    courier.give_up()
-    assert not courier.bring([1])
+    assert not worker.is_alive(), "no pause at the end of the process"
+    assert budget.outcomes() == {"exported": 1, "dropped": 2}
+    exporter.stop()
+    assert not exporter.export([1])
     assert len(tried) == 3

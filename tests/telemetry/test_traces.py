@@ -1,4 +1,4 @@
-"""One trace per request across all processes, collected over OTLP by a real receiver from a real mesh."""
+"""One trace per request across all processes of a real mesh, collected over OTLP."""
 
 import asyncio
 import signal
@@ -13,8 +13,8 @@ from protos import inference_pb2 as api
 from tests.mesh.harness import Mesh, Stub, ask, generate
 from tests.ports import free_port
 from tests.redis_server import RedisServer
-from tests.telemetry.collector import Collector, Seen, tree
-from tests.telemetry.conftest import PACED, PATIENT, THOUGHTFUL
+from tests.telemetry.collector import Collector, ReceivedSpan, tree
+from tests.telemetry.conftest import LONG_TIMEOUTS, PACED, SLOW_PREFILL
 from tests.telemetry.scraping import scrape
 
 CALLER = "00f067aa0ba902b7"
@@ -22,7 +22,7 @@ SECRET = "Rumpelstiltskin"
 
 
 def traced(trace_id: str, sampled: bool = True) -> tuple[tuple[str, str], ...]:
-    """Metadata of a caller who has a span of that trace."""
+    """Metadata of a caller that has a span in the trace."""
     return (("traceparent", f"00-{trace_id}-{CALLER}-0{int(sampled)}"),)
 
 
@@ -32,23 +32,23 @@ def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def send_to(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
-    """Every process that starts from now on exports there."""
+    """Sets the environment so that every process started later exports to the collector."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
 
 
-def names(spans: list[Seen]) -> list[str]:
-    """service/name of each, sorted."""
+def names(spans: list[ReceivedSpan]) -> list[str]:
+    """The spans as service/name, sorted."""
     return sorted(f"{seen.service.removeprefix('weft-')}/{seen.name.split(' ')[0]}" for seen in spans)
 
 
-def one(spans: list[Seen], name: str) -> Seen:
+def one(spans: list[ReceivedSpan], name: str) -> ReceivedSpan:
     """The only span of this service and name."""
     (found,) = [seen for seen in spans if f"{seen.service.removeprefix('weft-')}/{seen.name.split(' ')[0]}" == name]
     return found
 
 
 async def cancel_midway(stub: Stub, request: api.GenerateRequest, trace_id: str) -> None:
-    """Reads two deltas and leaves."""
+    """Reads two deltas and cancels the call."""
     call = stub.Generate(request, metadata=traced(trace_id))
     for _ in range(2):
         await call.read()
@@ -74,9 +74,9 @@ async def test_requests_decoded_together_have_a_whole_trace_each(
     async with Collector() as collector:
         send_to(monkeypatch, collector.endpoint)
         with RedisServer(tmp_path / "redis") as redis:
-            mesh = Mesh(tmp_path, model, redis_url=redis.url, worker_env=THOUGHTFUL)
+            mesh = Mesh(tmp_path, model, redis_url=redis.url, worker_env=SLOW_PREFILL)
             for process in mesh.processes:
-                process.env.update(PATIENT)
+                process.env.update(LONG_TIMEOUTS)
             async with mesh:
                 stub = mesh.stub()
                 ids = [uuid.uuid4().hex, uuid.uuid4().hex]
@@ -160,7 +160,7 @@ async def test_a_second_attempt_is_a_second_span(tmp_path: Path, model: Path, mo
                 assert [seen.attributes["weft.attempt"] for seen in attempts] == ([1, 2] if answer in moved else [1])
                 assert [seen.attributes["weft.worker"] for seen in attempts] == list(answer.receipt.workers)
                 assert [seen.failed for seen in attempts] == ["WORKER_LOST"] * (len(attempts) - 1) + [""]
-                # What was killed tells no more; the worker that took over tells all.
+                # The killed worker exports nothing; the worker that took over exports its spans.
                 assert names(children[attempts[-1].id]) == ["worker/job"]
                 assert names(spans).count("scheduler/queue") == len(attempts)
                 assert one(spans, "gateway/text_completion").attributes["weft.attempts"] == len(attempts)
@@ -168,7 +168,7 @@ async def test_a_second_attempt_is_a_second_span(tmp_path: Path, model: Path, mo
 
 
 @pytest.mark.usefixtures("_fast")
-async def test_who_joins_a_job_has_a_link_to_its_trace(
+async def test_a_joined_request_has_a_link_to_the_trace_of_the_job(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with Collector() as collector:
@@ -225,7 +225,7 @@ async def test_without_a_collector_requests_go_on(
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "16")
     monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "8")
-    async with Collector(deaf=True) as deaf:
+    async with Collector(silent=True) as deaf:
         send_to(monkeypatch, deaf.endpoint if collector == "deaf" else f"http://127.0.0.1:{free_port()}")
         mesh = Mesh(tmp_path, model, worker_env=PACED)
         mesh.gateways[0].env["WEFT_METRICS_PORT"] = str(free_port())
@@ -244,7 +244,7 @@ async def test_without_a_collector_requests_go_on(
                 began = time.monotonic()
                 assert process.kill(signal.SIGTERM) == 0
                 assert time.monotonic() - began < 2.5, f"{process.name} waited for the collector"
-                said = [
+                lines = [
                     line for line in process.log.read_text().splitlines() if "collector" in line or "opentele" in line
                 ]
-                assert len(said) <= 1, said
+                assert len(lines) <= 1, lines

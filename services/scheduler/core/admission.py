@@ -1,124 +1,179 @@
-"""Whether a job may wait at all, or a worker join: refusals, and the forecast of a job's first token. Knows rates and
-counts, never jobs.
+"""What becomes of a submitted job: it joins a running job, follows a waiting one, enters a queue, or is rejected.
 
-All forecasts are optimistic: what is not measured yet takes no time, so nobody is refused by ignorance.
+Pure. A waiting job that is removed may leave followers: each of them is admitted again.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
-
-from services.hashing import KEY_BYTES
-from services.scheduler.messages import Card, Code, Failure, WorkerHello
-
-
-class Pace(NamedTuple):
-    """How fast one healthy worker is and what it has to do; rates are 0 while unknown.
-
-    `uncached_tokens` is what is left of the job in question's prompt on this worker.
-    """
-
-    credits: int
-    free_credits: int
-    backlog_tokens: float
-    uncached_tokens: int
-    prefill_rate: float
-    decode_s: float
-
-    def first_token_s(self) -> float:
-        """Seconds from placement here to the job's first token."""
-        if not self.prefill_rate:
-            return 0.0
-        return (self.backlog_tokens + self.uncached_tokens) / self.prefill_rate
+from services.scheduler.core import forecast, refusals
+from services.scheduler.core.limits import Limits
+from services.scheduler.core.messages import Failure
+from services.scheduler.core.models import ModelRecord
+from services.scheduler.core.records import JobRecord
+from services.scheduler.core.state import State
 
 
-class QueuePosition(NamedTuple):
-    """What waits before the job: how many jobs, their prompt tokens, and the tokens a typical answer has."""
+class Admission:
+    """Decides about jobs that have no worker."""
 
-    jobs: int
-    prompt_tokens: int
-    answer_tokens: float
+    def __init__(self, state: State, limits: Limits) -> None:
+        self._state, self._limits = state, limits
 
+    def admit(self, job: JobRecord, now: float) -> None:
+        """Decides about a job that neither waits nor runs: it joins a duplicate or a leader, or enters the queue."""
+        duplicate = self._state.jobs.get(job.id)
+        followers_left: list[JobRecord] = []
+        if duplicate is not None:
+            if not self._replaces(job, duplicate):
+                self._answer_duplicate(job, duplicate)
+                return
+            job.order = duplicate.order
+            followers_left = self._state.remove(duplicate)
+        leader = self._state.jobs.leader_of(job)
+        if leader is not None and self._may_follow(job, leader):
+            self._follow(job, leader)
+        else:
+            self._enqueue(job, now)
+        for follower in followers_left:
+            self.admit(follower, now)
 
-def wait_s(workers: Sequence[Pace], ahead: QueuePosition) -> float:
-    """Seconds until a credit comes to a job: the larger of what prompts and what answers before it take.
+    def admit_followers(self, followers_left: list[JobRecord], order: int, now: float) -> None:
+        """Admits jobs whose leader left the queue: the first takes the leader's order, the others follow the first."""
+        if followers_left:
+            followers_left[0].order = order
+        for job in followers_left:
+            self.admit(job, now)
 
-    Credits come free at `credits / residence`, where residence is the decode time of a typical answer.
-    """
-    if not ahead.jobs and any(worker.free_credits for worker in workers):
-        return 0.0
-    slots = sum(worker.credits for worker in workers)
-    residence_s = ahead.answer_tokens * min((worker.decode_s for worker in workers), default=0.0)
-    decoding_s = (ahead.jobs + 1) * residence_s / max(slots, 1)
-    rates = [worker.prefill_rate for worker in workers]
-    prefilling_s = ahead.prompt_tokens / sum(rates) if rates and all(rates) else 0.0
-    return max(decoding_s, prefilling_s)
+    def join_followers(self, leader: JobRecord, now: float) -> None:
+        """Joins the followers of a leader that runs now, except those whose earlier attempt failed on its worker."""
+        worker = leader.worker
+        assert worker is not None, leader
+        for follower in self._state.jobs.release_followers(leader):
+            if worker.id in follower.submit.avoid:
+                self.admit(follower, now)
+            else:
+                self._state.answer_joined(follower, leader)
 
+    # ---- duplicates: jobs with the id of a job in flight ----
 
-def first_token_s(workers: Sequence[Pace], ahead: QueuePosition) -> float:
-    """Seconds until a new job's first token: its wait, then backlog and own prompt on the best worker."""
-    return wait_s(workers, ahead) + min((worker.first_token_s() for worker in workers), default=0.0)
+    def _replaces(self, job: JobRecord, duplicate: JobRecord) -> bool:
+        """Whether a job takes the place of one with the same id.
 
+        A later attempt replaces an earlier one of its own gateway or of an unknown gateway. It replaces that of another
+        gateway only if that one is on a worker that failed the new job.
+        """
+        if job.attempt <= duplicate.attempt:
+            return False
+        if duplicate.gateway_id in (job.gateway_id, None):
+            return True
+        return not self._may_follow(job, duplicate) and job.submit.body == duplicate.submit.body
 
-# ---- refusals ----
+    def _answer_duplicate(self, job: JobRecord, duplicate: JobRecord) -> None:
+        """Answers a job whose id is in flight at this attempt or a later one: a client's retry, or an id used twice.
 
+        The body of a job that only a worker reported is unknown; its id contains the tenant, so joining it is safe.
+        """
+        known = duplicate.gateway_id is not None
+        if known and job.submit.body != duplicate.submit.body:
+            self._state.reject(job, refusals.request_id_in_use())
+        elif job.gateway_id != duplicate.gateway_id:
+            self._follow(job, duplicate)
+        elif job.attempt < duplicate.attempt:
+            self._state.reject(job, refusals.request_id_in_use())
+        elif duplicate.worker is not None:
+            # Either the first Assigned was lost with the gateway's link, or the worker's end of a cancelled job is on
+            # its way and this is a new job. A waiting duplicate will still be answered.
+            duplicate.queued_at = duplicate.assigned_at = job.queued_at
+            self._state.answer_assigned(duplicate)
 
-def model_not_found() -> Failure:
-    """Nobody serves this model, and nobody did of late."""
-    return Failure(Code.NOT_FOUND, "MODEL_NOT_FOUND", "no such model is served", field="model")
+    # ---- the queue ----
 
+    def _enqueue(self, job: JobRecord, now: float) -> None:
+        """Puts a job in the queue of its model, or rejects it."""
+        model = self._state.catalog.resolve(job.submit.model, now, self._limits.unserved_s)
+        if model is None:
+            self._state.reject(job, refusals.model_not_found())
+            return
+        failure = self._refusal(job, model, now)
+        if failure is not None:
+            self._state.reject(job, failure)
+            return
+        self._state.enqueue(job, model)
 
-def no_worker(retry_after_s: float) -> Failure:
-    """The model is known, but no healthy worker serves it now."""
-    return Failure(Code.UNAVAILABLE, "NO_WORKER", "no healthy worker serves this model now", retry_after_s)
+    def _refusal(self, job: JobRecord, model: ModelRecord, now: float) -> Failure | None:
+        if job.deadline <= now:
+            return refusals.deadline_expired()
+        if job.resumed:  # Its client already has tokens: a full queue or a forecast never rejects it.
+            return None
+        if self._queue_is_full(model, job.tenant):
+            return refusals.queue_full(model.retry_after_s(model.healthy(now)))
+        if job.submit.deadline_s is not None:
+            loads = model.loads(job, model.healthy(now))
+            position = model.queue_position(job.tenant, job.priority)
+            if now + forecast.first_token_s(loads, position) > job.deadline:
+                return refusals.deadline_unmeetable()
+        return None
 
+    def _queue_is_full(self, model: ModelRecord, tenant: str) -> bool:
+        """Whether no more jobs of this tenant may wait.
 
-def queue_full(retry_after_s: float) -> Failure:
-    """As many jobs wait as may."""
-    return Failure(Code.RESOURCE_EXHAUSTED, "QUEUE_FULL", "the queue of this model is full", retry_after_s)
+        Beyond the limit, and up to twice the limit, a tenant may still queue its equal share of the limit: a tenant
+        that fills the queue does not lock the others out.
+        """
+        waiting, limit = len(model.queue) + model.followers, self._limits.queue_limit
+        if waiting < limit or waiting >= 2 * limit:
+            return waiting >= limit
+        followers = sum(job.tenant == tenant for job in self._state.jobs.followers_in(model))
+        return model.queue.waiting_of(tenant) + followers >= limit / model.queue.tenants_with(tenant)
 
+    # ---- leaders and followers: jobs with the same identity ----
 
-def deadline_unmeetable() -> Failure:
-    """The first token would come after the deadline."""
-    return Failure(Code.DEADLINE_EXCEEDED, "DEADLINE_UNMEETABLE", "the first token is not expected before the deadline")
+    def _may_follow(self, job: JobRecord, leader: JobRecord) -> bool:
+        if leader.id == job.submit.unjoinable:
+            return False
+        return leader.worker is None or leader.worker.id not in job.submit.avoid
 
+    def _follow(self, job: JobRecord, leader: JobRecord) -> None:
+        """Makes a job share a leader's tokens: it is answered now, or when a waiting leader gets a worker."""
+        if leader.worker is not None:
+            self._state.answer_joined(job, leader)
+            return
+        model = self._state.models[leader.model_name]
+        if self._queue_is_full(model, job.tenant) and not job.resumed:
+            self._state.reject(job, refusals.queue_full(1.0))
+            return
+        self._state.jobs.follow(job, leader)
+        if job.priority > leader.priority:
+            model.queue.remove(leader)
+            leader.priority = job.priority
+            model.queue.push(leader)
 
-def deadline_expired() -> Failure:
-    """The deadline passed in the queue; no token was computed."""
-    return Failure(Code.DEADLINE_EXCEEDED, "DEADLINE_EXPIRED", "the deadline passed in the queue")
+    # ---- jobs that leave the queue ----
 
+    def reject_dequeued(self, job: JobRecord, failure: Failure, now: float) -> None:
+        """Rejects a job that was already taken out of its queue."""
+        followers_left = self._state.jobs.forget(job)
+        self._state.reject(job, failure)
+        self.admit_followers(followers_left, job.order, now)
 
-def request_id_in_use() -> Failure:
-    """Another request with this id is in flight."""
-    return Failure(
-        Code.ALREADY_EXISTS, "REQUEST_ID_IN_USE", "another request with this id is in flight", field="request_id"
-    )
+    def drop_waiting(self, gateway_id: str, now: float) -> None:
+        """Forgets the waiting jobs of a gateway; followers from other gateways are admitted again."""
+        for follower in self._state.jobs.followers_from(gateway_id):
+            self._state.jobs.unfollow(follower)
+        for job in self._state.jobs.waiting_of(gateway_id):
+            self.admit_followers(self._state.remove(job), job.order, now)
 
+    def reject_overdue(self, model: ModelRecord, served: bool, now: float) -> None:
+        """Rejects waiting jobs whose deadline passed or, if the model is not `served`, whose wait is over."""
+        for job in self._state.jobs.followers_in(model):
+            if job.deadline <= now:
+                self._state.jobs.unfollow(job)
+                self._state.reject(job, refusals.deadline_expired())
+        for job in list(model.queue):
+            if job.deadline <= now:
+                model.queue.remove(job)
+                self.reject_dequeued(job, refusals.deadline_expired(), now)
+            elif not served and now - max(model.served_at, job.queued_at) > self._limits.unserved_s:
+                model.queue.remove(job)
+                self.reject_dequeued(job, self._unserved(model), now)
 
-def objection(hello: WorkerHello, others: Iterable[Card]) -> Failure | None:
-    """Why a worker cannot join those with these cards, if it cannot."""
-    wanted = {
-        "worker_id": bool(hello.worker_id),
-        "address": bool(hello.address),
-        "card.name": bool(hello.card.name),
-        "card.block_size": hello.card.block_size > 0,
-        "credits": hello.credits > 0,
-        "stored_keys": len(hello.stored_keys) % KEY_BYTES == 0,
-    }
-    for name, present in wanted.items():
-        if not present:
-            return bad_hello(name)
-    return model_mismatch() if any(hello.card.conflicts_with(other) for other in others) else None
-
-
-def model_mismatch() -> Failure:
-    """A worker says it serves a model of this name, but not the same one as the workers that do."""
-    return Failure(
-        Code.FAILED_PRECONDITION,
-        "MODEL_MISMATCH",
-        "workers of this model have another fingerprint, block size or bundle",
-    )
-
-
-def bad_hello(field: str) -> Failure:
-    """A worker's hello misses something that cannot be done without."""
-    return Failure(Code.INVALID_ARGUMENT, "INVALID_HELLO", f"{field} is missing or malformed", field=field)
+    def _unserved(self, model: ModelRecord) -> Failure:
+        return refusals.no_worker(self._limits.unserved_s) if model.card else refusals.model_not_found()

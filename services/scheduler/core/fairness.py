@@ -1,8 +1,9 @@
-"""The waiting line of one model: who is next. Knows priorities, tenants and tokens, never workers.
+"""The waiting queue of one model, in the order in which jobs are served. Knows priorities, tenants and tokens, never
+workers.
 
 Within a priority, tenants take turns by tokens served: the virtual token counter of Sheng et al., "Fairness in Serving
-Large Language Models" (OSDI 2024), charged with a job's prompt and longest answer when it starts and corrected to the
-actual answer when it ends.
+Large Language Models" (OSDI 2024). A job is charged with its prompt and its longest possible answer when it starts; the
+charge is corrected to the actual answer when the job ends.
 """
 
 import heapq
@@ -10,12 +11,12 @@ from collections.abc import Collection, Iterator
 from typing import Generic, Protocol, TypeVar
 
 
-class Waiting(Protocol):
-    """What the line needs to know of a job. None of it may change while the job waits."""
+class QueueItem(Protocol):
+    """What the queue reads of a job. No value may change while the job waits."""
 
     @property
     def tenant(self) -> str:
-        """Whose it is."""
+        """The tenant that is charged."""
 
     @property
     def priority(self) -> int:
@@ -23,22 +24,22 @@ class Waiting(Protocol):
 
     @property
     def order(self) -> int:
-        """Place among its tenant's jobs: lower is sooner, unique."""
+        """Position among the tenant's jobs: lower is sooner, unique."""
 
     @property
     def resumed(self) -> bool:
-        """It ran before: it goes ahead of its whole priority class."""
+        """Whether an earlier attempt ran: such jobs precede all others of their priority."""
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens to compute before its first new one."""
+        """Tokens to compute before the first new one."""
 
 
-J = TypeVar("J", bound=Waiting)
+J = TypeVar("J", bound=QueueItem)
 
 
-class Tally:
-    """Tokens served to each tenant, as the line counts them."""
+class TokenCounters:
+    """The virtual token counter of each tenant."""
 
     def __init__(self) -> None:
         self._served: dict[str, int] = {}
@@ -50,25 +51,26 @@ class Tally:
         return self._served.get(tenant, 0)
 
     def charge(self, tenant: str, tokens: int) -> None:
-        """Counts tokens for a tenant; negative tokens give back what was charged too much."""
+        """Adds tokens to a tenant's counter; a negative number gives back an excess charge."""
         self._served[tenant] = self.served(tenant) + tokens
 
     def lift(self, tenant: str, waiting: Collection[str]) -> None:
-        """A tenant without waiting jobs comes (back): its idle time earns it nothing.
+        """Raises the counter of a tenant that had no waiting jobs, so that idle time earns no advantage.
 
-        It starts no lower than the least served of those who wait or, with nobody waiting, than the last who was next.
+        The counter starts no lower than the lowest of the tenants in `waiting` or, if there are none, than that of the
+        tenant served last.
         """
         self._sweep(waiting)
         least = min(map(self.served, waiting), default=self._floor)
         if least > self.served(tenant):
             self._served[tenant] = least
 
-    def mark(self, tenant: str) -> None:
-        """A tenant was next: remembers its counter for the next lift into an empty line."""
+    def raise_floor(self, tenant: str) -> None:
+        """Stores the counter of the tenant that is served now, for the next lift into an empty queue."""
         self._floor = max(self._floor, self.served(tenant))
 
     def _sweep(self, waiting: Collection[str]) -> None:
-        """Keeps memory bounded by the tenants that matter: who is below the floor would be lifted anyway."""
+        """Bounds the memory: a tenant below the floor without waiting jobs would be lifted to the floor anyway."""
         if len(self._served) < self._sweep_at:
             return
         self._served = {t: n for t, n in self._served.items() if n > self._floor or t in waiting}
@@ -76,7 +78,7 @@ class Tally:
 
 
 class _PriorityClass(Generic[J]):
-    """Waiting jobs of one priority: those resumed first, then each tenant's in their order."""
+    """Waiting jobs of one priority: resumed jobs first, then the jobs of each tenant in their order."""
 
     def __init__(self) -> None:
         self.resumed: list[tuple[int, J]] = []
@@ -92,10 +94,10 @@ class _PriorityClass(Generic[J]):
         heap = self.resumed if job.resumed else self.tenants.setdefault(job.tenant, [])
         heapq.heappush(heap, (job.order, job))
 
-    def pop(self, tally: Tally) -> J:
+    def pop(self, counters: TokenCounters) -> J:
         if self.resumed:
             return heapq.heappop(self.resumed)[1]
-        tenant = min(self.tenants, key=lambda t: (tally.served(t), self.tenants[t][0][0]))
+        tenant = min(self.tenants, key=lambda t: (counters.served(t), self.tenants[t][0][0]))
         heap = self.tenants[tenant]
         job = heapq.heappop(heap)[1]
         if not heap:
@@ -111,48 +113,49 @@ class _PriorityClass(Generic[J]):
 
 
 class WaitingQueue(Generic[J]):
-    """Jobs that wait for a worker, next one first."""
+    """Jobs that wait for a worker. `pop` returns them by priority, then resumed jobs, then the least served tenant."""
 
-    def __init__(self, tally: Tally) -> None:
-        self.tally = tally
+    def __init__(self, counters: TokenCounters) -> None:
+        self.counters = counters
         self.prompt_tokens = 0
         self._classes: dict[int, _PriorityClass[J]] = {}
-        self._waiting: dict[int, J] = {}
-        self._active: dict[str, int] = {}
+        self._by_order: dict[int, J] = {}
+        self._jobs_of: dict[str, int] = {}
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._by_order)
 
     def __iter__(self) -> Iterator[J]:
-        """The waiting jobs, in the order of their arrival in this line."""
-        return iter(self._waiting.values())
+        """The waiting jobs in the order in which they were pushed."""
+        return iter(self._by_order.values())
 
     def push(self, job: J) -> None:
-        """A job begins to wait."""
-        if job.tenant not in self._active:
-            self.tally.lift(job.tenant, self._active.keys())
+        """Adds a job."""
+        if job.tenant not in self._jobs_of:
+            self.counters.lift(job.tenant, self._jobs_of.keys())
         self._classes.setdefault(job.priority, _PriorityClass()).push(job)
-        self._waiting[job.order] = job
-        self._active[job.tenant] = self._active.get(job.tenant, 0) + 1
+        self._by_order[job.order] = job
+        self._jobs_of[job.tenant] = self._jobs_of.get(job.tenant, 0) + 1
         self.prompt_tokens += job.prompt_tokens
 
     def pop(self) -> J:
-        """Takes out the job whose turn it is: highest priority, then resumed jobs, then the least served tenant's."""
+        """Removes and returns the next job."""
         priority = max(self._classes)
-        job = self._classes[priority].pop(self.tally)
-        self.tally.mark(job.tenant)
-        self._left(job)
+        job = self._classes[priority].pop(self.counters)
+        self.counters.raise_floor(job.tenant)
+        self._uncount(job)
         return job
 
     def remove(self, job: J) -> None:
-        """A job waits no more."""
+        """Removes a job that waits."""
         self._classes[job.priority].remove(job)
-        self._left(job)
+        self._uncount(job)
 
-    def ahead(self, tenant: str, priority: int) -> int:
-        """About how many of the waiting jobs would be served before a new one of this tenant.
+    def jobs_before(self, tenant: str, priority: int) -> int:
+        """An estimate of how many waiting jobs would be served before a new job of this tenant.
 
-        Within the priority each tenant gets a turn for each of ours; never more than all of them.
+        Within the priority, each tenant is served once for each job of this tenant; the estimate never exceeds the
+        number of waiting jobs.
         """
         higher = sum(len(jobs) for p, jobs in self._classes.items() if p > priority)
         same = self._classes.get(priority)
@@ -162,19 +165,19 @@ class WaitingQueue(Generic[J]):
         turns = (len(same.tenants.get(tenant, ())) + 1) * len(tenants) - 1
         return higher + min(len(same), len(same.resumed) + turns)
 
-    def waiting(self, tenant: str) -> int:
-        """How many jobs of a tenant wait."""
-        return self._active.get(tenant, 0)
+    def waiting_of(self, tenant: str) -> int:
+        """The number of waiting jobs of a tenant."""
+        return self._jobs_of.get(tenant, 0)
 
-    def sharers(self, tenant: str) -> int:
-        """How many tenants have jobs that wait, with this one."""
-        return len(self._active) + (tenant not in self._active)
+    def tenants_with(self, tenant: str) -> int:
+        """The number of tenants with waiting jobs, counting `tenant` in any case."""
+        return len(self._jobs_of) + (tenant not in self._jobs_of)
 
-    def _left(self, job: J) -> None:
+    def _uncount(self, job: J) -> None:
         if not self._classes[job.priority]:
             del self._classes[job.priority]
-        del self._waiting[job.order]
+        del self._by_order[job.order]
         self.prompt_tokens -= job.prompt_tokens
-        self._active[job.tenant] -= 1
-        if not self._active[job.tenant]:
-            del self._active[job.tenant]
+        self._jobs_of[job.tenant] -= 1
+        if not self._jobs_of[job.tenant]:
+            del self._jobs_of[job.tenant]

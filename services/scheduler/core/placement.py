@@ -1,18 +1,18 @@
-"""Which worker a job goes to: the prefix index and the cost rule. Knows hashes and loads, never jobs or links."""
+"""Chooses the worker of a job: the prefix index and the cost rule. Knows hashes and loads, never jobs or links."""
 
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from services.hashing import KEY_BYTES, split_keys
 
-BACKLOG_WEIGHT = 0.25  # Blocks of recomputation that one block of backlog is worth.
+BACKLOG_WEIGHT = 0.25  # Blocks of prompt to compute again that cost as much as one block of backlog.
 
 
 class PrefixIndex:
-    """Which workers hold which prompt block, by chained key.
+    """Which workers hold which blocks of prompts, by chained key.
 
-    Workers are bits of an integer, so following one prompt costs one look-up per matched block however many workers
-    there are.
+    Each worker is one bit of an integer, so matching a prompt costs one look-up per matched block, whatever the number
+    of workers.
     """
 
     def __init__(self) -> None:
@@ -23,27 +23,27 @@ class PrefixIndex:
         self._free_bits: list[int] = []
 
     def __len__(self) -> int:
-        """Number of different blocks held anywhere."""
+        """The number of different blocks that at least one worker holds."""
         return len(self._holders)
 
     def add(self, worker_id: str, joined_keys: bytes) -> None:
-        """A worker has cached blocks."""
+        """Adds blocks that a worker has cached; `joined_keys` are 32-byte keys, joined."""
         bit = self._bit(worker_id)
         held = self._keys[worker_id]
         for key in split_keys(joined_keys):
             held.add(key)
             self._holders[key] = self._holders.get(key, 0) | bit
 
-    def drop(self, worker_id: str, joined_keys: bytes) -> None:
-        """A worker has evicted blocks."""
+    def remove(self, worker_id: str, joined_keys: bytes) -> None:
+        """Removes blocks that a worker has evicted; unknown keys are ignored."""
         held = self._keys.get(worker_id, set())
         for key in split_keys(joined_keys):
             if key in held:
                 held.remove(key)
                 self._clear(key, self._bits[worker_id])
 
-    def forget(self, worker_id: str) -> None:
-        """A worker is gone with all it held."""
+    def remove_worker(self, worker_id: str) -> None:
+        """Removes a worker with all its blocks; an unknown worker is ignored."""
         if worker_id not in self._bits:
             return
         bit = self._bits.pop(worker_id)
@@ -53,7 +53,7 @@ class PrefixIndex:
         self._free_bits.append(bit)
 
     def match(self, joined_keys: bytes) -> dict[str, int]:
-        """How many leading blocks of a prompt each worker holds; workers that hold none are absent."""
+        """The number of leading blocks of a prompt that each worker holds; workers that hold none are absent."""
         matched: dict[str, int] = {}
         remaining = self._holders.get(joined_keys[:KEY_BYTES], 0) if joined_keys else 0
         depth = 0
@@ -86,7 +86,7 @@ class PrefixIndex:
 
 
 class Candidate(NamedTuple):
-    """A worker with a free credit, and what it still has to do, in blocks of prompt."""
+    """A worker with a free credit, its load in blocks of prompt, and the number of its jobs."""
 
     worker_id: str
     backlog_blocks: float
@@ -94,17 +94,19 @@ class Candidate(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The worker picked and how many leading blocks of the prompt it is thought to hold."""
+    """The chosen worker, and how many leading blocks of the prompt it holds according to the prefix index."""
 
     worker_id: str
     matched_blocks: int
 
 
 def choose(candidates: Iterable[Candidate], prompt_blocks: int, matched: Mapping[str, int]) -> Choice | None:
-    """The cheapest candidate for a prompt: uncached blocks + 0.25 x backlog; ties go to the least busy, then by id.
+    """The cheapest candidate for a prompt: uncached blocks + 0.25 x backlog.
 
-    Pure longest-prefix routing collapses on one worker when all prompts share a first block; the backlog term is what
-    spreads them (bench/placement.py measures both).
+    Ties go to the smallest backlog, then to the fewest jobs, then to the smallest id.
+
+    Longest-prefix routing alone sends all prompts with the same first block to one worker; the backlog term spreads
+    them (bench/placement.py measures both).
     """
 
     def cost(candidate: Candidate) -> tuple[float, float, int, str]:

@@ -1,125 +1,152 @@
-"""What the pool has written down: models, workers and jobs, what is counted, what is to be said.
+"""The scheduler's state: models, workers, jobs, counters, and the commands of the current event.
 
-Each change leaves all of it in agreement. Pure; decides nothing.
+Each method changes all of it consistently. Pure; decides nothing.
 """
 
+from dataclasses import dataclass, field
+
 from services.scheduler.core.catalog import Catalog
-from services.scheduler.core.commands import Commands
-from services.scheduler.core.jobs import Jobs
-from services.scheduler.messages import Counters, Failure, JobRef, Submit
-from services.scheduler.models import Model
-from services.scheduler.workers import Job, Worker
+from services.scheduler.core.commands import CommandBuffer
+from services.scheduler.core.job_table import JobTable
+from services.scheduler.core.messages import Failure, RunningJob, Submit
+from services.scheduler.core.models import ModelRecord
+from services.scheduler.core.records import JobRecord, WorkerRecord
+
+
+@dataclass(slots=True)
+class EventCounters:
+    """Counts since the scheduler's start."""
+
+    submitted: int = 0
+    assigned: int = 0
+    joined: int = 0
+    rejected: dict[str, int] = field(default_factory=dict)
+    withdrawn: int = 0
+    ended: int = 0
+    tokens: int = 0
+    prompt_blocks: int = 0
+    matched_blocks: int = 0
+    workers_attached: int = 0
+    workers_lost: int = 0
 
 
 class State:
-    """The state of the mesh, and the ways that jobs and workers go through it."""
+    """All that the scheduler stores, and the transitions of jobs and workers."""
 
     def __init__(self, now: float) -> None:
-        self.counters = Counters()
+        self.counters = EventCounters()
         self.catalog = Catalog(now)
-        self.workers: dict[str, Worker] = {}
-        self.jobs = Jobs(self.catalog.by_name)
-        self.out = Commands()
-        self.changed: dict[str, None] = {}
-        """Models that may have a job for a credit, by name."""
+        self.workers: dict[str, WorkerRecord] = {}
+        self.jobs = JobTable(self.catalog.by_name)
+        self.commands = CommandBuffer()
+        self.to_dispatch: dict[str, None] = {}
+        """Names of models that may have both a waiting job and a free credit."""
         self._order = self._placements = 0
 
     @property
-    def models(self) -> dict[str, Model]:
-        """By name."""
+    def models(self) -> dict[str, ModelRecord]:
+        """Models by name."""
         return self.catalog.by_name
 
     # ---- jobs ----
 
-    def new_job(self, submit: Submit, gateway_id: str | None, now: float) -> Job:
-        """A job that came just now, from this gateway or (None) from a worker."""
+    def new_job(self, submit: Submit, gateway_id: str | None, now: float) -> JobRecord:
+        """A record for a job that a gateway submitted now or, if `gateway_id` is None, that a worker reported."""
         self._order += 1
-        return Job(submit, gateway_id, self._order, now)
+        return JobRecord(submit, gateway_id, self._order, now)
 
-    def line_up(self, job: Job, model: Model) -> None:
-        """A job waits in the line of its model."""
+    def enqueue(self, job: JobRecord, model: ModelRecord) -> None:
+        """Puts a job in the queue of its model."""
         self.jobs.add(job, model.name)
-        model.line.push(job)
-        self.changed[model.name] = None
+        model.queue.push(job)
+        self.to_dispatch[model.name] = None
 
-    def assign(self, job: Job, worker: Worker, model: Model, now: float) -> None:
-        """A job that was taken out of the line runs."""
-        worker.take(job, now)
-        worker.expect(job.prompt_tokens - job.matched_blocks * worker.hello.card.block_size, now)
+    def assign(self, job: JobRecord, worker: WorkerRecord, model: ModelRecord, now: float) -> None:
+        """Assigns a job that was taken out of the queue to a worker."""
+        worker.add_job(job, now)
+        worker.add_unreported(job.prompt_tokens - job.matched_blocks * worker.hello.card.block_size, now)
         model.charge(job)
         self.counters.assigned += 1
         self.counters.prompt_blocks += model.blocks(job)
         self.counters.matched_blocks += job.matched_blocks
-        self.tell_assigned(job)
+        self.answer_assigned(job)
 
-    def adopt(self, ref: JobRef, worker: Worker, now: float) -> None:
-        """A worker runs a job that we do not know: we were restarted, or its next attempt is yet to be submitted."""
+    def adopt(self, running: RunningJob, worker: WorkerRecord, now: float) -> None:
+        """Records a job that a worker runs and no gateway has submitted to this scheduler.
+
+        Either the scheduler was restarted, or the submission of the job's next attempt is on its way.
+        """
         name = worker.hello.card.name
-        job = self.new_job(Submit(ref.job_id, ref.attempt, model=name), None, now)
+        job = self.new_job(Submit(running.job_id, running.attempt, model=name), None, now)
         self.jobs.add(job, name)
-        worker.take(job, now)
+        worker.add_job(job, now)
 
-    def end(self, job: Job, tokens: int) -> None:
-        """A job's worker runs it no more."""
+    def end(self, job: JobRecord, tokens: int) -> None:
+        """Records that a job ended at its worker with `tokens` new tokens."""
         self.counters.ended += 1
         self.counters.tokens += tokens
-        self.models[job.model_name].learn(tokens)
+        self.models[job.model_name].record_answer(tokens)
         self.release(job, job.prompt_tokens + tokens)
 
-    def release(self, job: Job, cost: int) -> None:
-        """A running job gives back its credit and what it was charged beyond `cost` tokens."""
+    def release(self, job: JobRecord, cost: int) -> None:
+        """Takes a running job off its worker and corrects its charge to `cost` tokens."""
         assert job.worker is not None, job
         self.models[job.model_name].settle(job, cost)
-        self.changed[job.model_name] = None
-        job.worker.release(job)
+        self.to_dispatch[job.model_name] = None
+        job.worker.remove_job(job)
         self.jobs.forget(job)
 
-    def remove(self, job: Job) -> list[Job]:
-        """Takes a job out of the line or the books, free of charge; returns the followers that it leaves behind."""
+    def remove(self, job: JobRecord) -> list[JobRecord]:
+        """Takes a job out of its queue or off its worker, free of charge; returns the followers that it leaves."""
         if job.worker is not None:
             self.release(job, 0)
             return []
-        self.models[job.model_name].line.remove(job)
+        self.models[job.model_name].queue.remove(job)
         return self.jobs.forget(job)
 
     # ---- workers and models ----
 
-    def take_out(self, worker: Worker) -> None:
-        """A worker is gone; its jobs are not on it any more."""
+    def remove_worker(self, worker: WorkerRecord) -> None:
+        """Removes a worker that has no jobs any more."""
         del self.workers[worker.id]
-        self.models[worker.hello.card.name].leave(worker)
-        self.models_changed()
+        self.models[worker.hello.card.name].remove_worker(worker)
+        self.publish_models()
 
-    def models_changed(self) -> None:
-        """Tells all gateways what is served, if that is news."""
-        if (news := self.catalog.news()) is not None:
-            self.out.broadcast(news)
+    def publish_models(self) -> None:
+        """Sends the list of models to all gateways if it has changed."""
+        if (models := self.catalog.next_list()) is not None:
+            self.commands.broadcast(models)
 
     # ---- answers ----
 
-    def tell_assigned(self, job: Job) -> None:
-        """A job's gateway hears where it runs. Each answer has a number, which the job's end repeats: it frees the
-        credit of no later answer."""
+    def answer_assigned(self, job: JobRecord) -> None:
+        """Answers a job with its worker.
+
+        Each such answer has a new placement number, which the job's end repeats, so an end frees the credit of no later
+        answer.
+        """
         self._placements += 1
         job.placement = self._placements
-        self.out.assigned(job)
+        self.commands.send_assigned(job)
 
-    def tell_joined(self, job: Job, leader: Job) -> None:
-        """A job's gateway hears whose tokens it shares."""
+    def answer_joined(self, job: JobRecord, leader: JobRecord) -> None:
+        """Answers a job with the running job whose tokens it shares."""
         self.counters.joined += 1
-        self.out.joined(job, leader)
+        self.commands.send_joined(job, leader)
 
-    def reject(self, job: Job, failure: Failure) -> None:
-        """A job's gateway hears why it does not run."""
+    def reject(self, job: JobRecord, failure: Failure) -> None:
+        """Answers a job with the reason why it does not run."""
         rejected = self.counters.rejected
         rejected[failure.reason] = rejected.get(failure.reason, 0) + 1
-        self.out.rejected(job, failure)
+        self.commands.send_rejected(job, failure)
 
     # ---- invariants ----
 
     def check_integrity(self) -> None:
-        """Asserts what must hold between any two events; for tests."""
-        waiting = {job.id: job for model in self.models.values() for job in model.line}
+        """Asserts what must hold between two events; for tests."""
+        assert not self.to_dispatch, self.to_dispatch
+        assert not self.commands, self.commands
+        waiting = {job.id: job for model in self.models.values() for job in model.queue}
         running = {job.id: job for worker in self.workers.values() for job in worker.jobs.values()}
         assert not waiting.keys() & running.keys(), waiting.keys() & running.keys()
         self.jobs.check_integrity(waiting | running)

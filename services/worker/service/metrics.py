@@ -1,6 +1,6 @@
-"""What a worker counts: names and labels of its metrics, vLLM's among them. Looks once at each step and each job's end.
+"""A worker's metrics: their names and labels. Updated once at each step and each end of a job.
 
-Boards, autoscalers and gateways made for vLLM read the `vllm:` names; their meaning is vLLM's, the values are ours.
+Dashboards, autoscalers and gateways made for vLLM read the `vllm:` names, which mean what they mean in vLLM.
 """
 
 import sys
@@ -25,33 +25,39 @@ _REQUEST_S = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40
 
 
 class WorkerMetrics:
-    """The metrics of one worker. Those of its model are there once it is loaded."""
+    """The metrics of one worker. Those of its engine are added once that is loaded."""
 
     def __init__(self) -> None:
         self.all = metrics.Metrics()
         self._model = ""
         self._last_step_at = 0.0
         add = self.all
-        self._jobs = add.counter("weft_worker_jobs", "Jobs by how they ended.", "model", "reason")
-        self._prefill = add.counter("weft_worker_prefill_tokens", "Tokens computed before first ones.", "model")
-        self._fetched = add.counter("weft_worker_fetched_tokens", "Prompt tokens fetched from lower tiers.", "model")
-        self._step = add.histogram("weft_worker_step_seconds", "Engine steps.", metrics.SHORT_S, "model")
-        self._rows = add.histogram("weft_worker_step_tokens", "New tokens of a step.", metrics.TOKENS[:8], "model")
+        self._jobs = add.counter("weft_worker_jobs", "Ended jobs by reason.", "model", "reason")
+        self._prefill = add.counter("weft_worker_prefill_tokens", "Prompt tokens computed.", "model")
+        self._fetched = add.counter(
+            "weft_worker_fetched_tokens", "Prompt tokens whose KV was fetched from a lower tier.", "model"
+        )
+        self._step = add.histogram("weft_worker_step_seconds", "Duration of engine steps.", metrics.SHORT_S, "model")
+        self._rows = add.histogram("weft_worker_step_tokens", "New tokens per step.", metrics.TOKENS[:8], "model")
         name = "model_name"
         self._queries = add.counter("vllm:prefix_cache_queries", "Prompt tokens looked up.", name)
         self._hits = add.counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", name)
         self._prompt = add.counter("vllm:prompt_tokens", "Tokens of prompts.", name)
         self._generated = add.counter("vllm:generation_tokens", "Tokens generated.", name)
         self._success = add.counter("vllm:request_success", "Requests that ended.", name, "finished_reason")
-        self._first = add.histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", _TTFT_S, name)
-        self._itl = add.histogram("vllm:inter_token_latency_seconds", "Between tokens.", _ITL_S, name)
-        self._whole = add.histogram("vllm:e2e_request_latency_seconds", "Arrival to end.", _REQUEST_S, name)
-        self._queued = add.histogram("vllm:request_queue_time_seconds", "Waiting for a slot.", _REQUEST_S, name)
-        self._prefilled = add.histogram("vllm:request_prefill_time_seconds", "Computing prompts.", _REQUEST_S, name)
-        self._decoded = add.histogram("vllm:request_decode_time_seconds", "First to last token.", _REQUEST_S, name)
+        self._first = add.histogram(
+            "vllm:time_to_first_token_seconds", "Time from arrival to first token.", _TTFT_S, name
+        )
+        self._itl = add.histogram("vllm:inter_token_latency_seconds", "Time between tokens.", _ITL_S, name)
+        self._whole = add.histogram("vllm:e2e_request_latency_seconds", "Time from arrival to end.", _REQUEST_S, name)
+        self._queued = add.histogram("vllm:request_queue_time_seconds", "Time in the waiting queue.", _REQUEST_S, name)
+        self._prefilled = add.histogram("vllm:request_prefill_time_seconds", "Time of prefill.", _REQUEST_S, name)
+        self._decoded = add.histogram(
+            "vllm:request_decode_time_seconds", "Time from first to last token.", _REQUEST_S, name
+        )
 
     def loaded(self, model: str, slots: int, stats: Callable[[], Stats]) -> None:
-        """There is an engine to read from."""
+        """Adds the metrics of an engine for `model` with `slots` places in the batch."""
         self._model = model
 
         def gauge(name: str, help_: str, read: Callable[[Stats], float], label: str = "model") -> None:
@@ -65,33 +71,42 @@ class WorkerMetrics:
             states = {"free": now.free_blocks, "cached": now.cached_blocks, "active": now.active_blocks}
             return {(model, state): count for state, count in states.items()}
 
-        self.all.gauge("weft_worker_kv_blocks", "Blocks of the KV pool by what they hold.", blocks, "model", "state")
+        self.all.gauge("weft_worker_kv_blocks", "Blocks of the KV pool by state.", blocks, "model", "state")
         gauge("weft_worker_slots", "Most jobs in the batch.", lambda now: slots)
-        gauge("weft_worker_backlog_tokens", "Tokens to compute before first ones.", lambda now: now.prefill_backlog)
+        gauge(
+            "weft_worker_backlog_tokens",
+            "Prompt tokens that are still to be computed.",
+            lambda now: now.prefill_backlog,
+        )
         gauge("weft_worker_prefill_rate", "Measured prompt tokens per second.", lambda now: now.prefill_rate)
         total("weft_worker_steps", "Engine steps.", lambda now: now.steps)
         self.all.gauge(
-            "weft_worker_gpu_memory_bytes", "Memory of the GPU in use by torch and at all.", _gpu_memory, "kind"
+            "weft_worker_gpu_memory_bytes",
+            "GPU memory: allocated and reserved by torch, used by all processes, and total.",
+            _gpu_memory,
+            "kind",
         )
         gauge("vllm:num_requests_running", "Requests in the batch.", lambda now: now.running, "model_name")
-        gauge("vllm:num_requests_waiting", "Requests that wait.", lambda now: now.waiting, "model_name")
+        gauge("vllm:num_requests_waiting", "Requests in the waiting queue.", lambda now: now.waiting, "model_name")
         gauge("vllm:kv_cache_usage_perc", "Blocks in use, 0 to 1.", _usage, "model_name")
-        total("vllm:num_preemptions", "Requests paused to make room.", lambda now: now.preemptions, "model_name")
+        total("vllm:num_preemptions", "Preempted requests.", lambda now: now.preemptions, "model_name")
 
     def stepped(self, seconds: float | None, tokens: int, first_tokens: int) -> None:
-        """The engine told what a step brought: so many tokens, of which some are the first of their jobs. `seconds` is
-        None if nothing was computed."""
+        """Records a step with `tokens` new tokens, `first_tokens` of which are the first of their jobs.
+
+        `seconds` is the step's duration, or None if the step computed nothing.
+        """
         now, before = time.monotonic(), self._last_step_at
         self._last_step_at = now
         if seconds is not None:
             self._step.observe(seconds, self._model)
             self._rows.observe(tokens, self._model)
-        if tokens > first_tokens:  # Whoever has a later token has had one from the step before.
+        if tokens > first_tokens:  # A job with a later token had its previous one from the previous step.
             self._itl.observe(now - before, self._model, times=tokens - first_tokens)
         self._generated.add(tokens, self._model)
 
     def ended(self, ended: Ended, prompt_tokens: int, cacheable: bool) -> None:
-        """A job is over. `cacheable`: its prompt was looked up in the prefix cache."""
+        """Records an ended job. `cacheable`: its prompt was looked up in the prefix cache."""
         cost, model = ended.cost, self._model
         self._jobs.add(1, model, ended.reason.value)
         self._success.add(1, model, _REASONS[ended.reason])
@@ -114,7 +129,7 @@ def _usage(stats: Stats) -> float:
 
 
 def _gpu_memory() -> metrics.Series:
-    """Of the process's GPU, if torch is there and has one."""
+    """Bytes of GPU memory by kind; empty if torch is not loaded or has no GPU."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return {}

@@ -1,4 +1,4 @@
-"""The worker's link to the scheduler: hello, then reports of what changed. Says hello again after every break."""
+"""The worker's link to the scheduler: registers the worker, then sends reports. Registers again after every break."""
 
 import asyncio
 import contextlib
@@ -16,26 +16,27 @@ from services.worker.service.jobs import Jobs
 
 log = structlog.get_logger("worker.attach")
 
-# Ends free credits and are told at once, but no oftener than this; mere progress can wait: a report costs the engine's
-# process, and the scheduler counts what it assigned in the meantime by itself.
 REPORT_INTERVAL_S = 0.01
+"""Shortest time between reports. Ends of jobs free credits, so they are reported as soon as this allows."""
 PROGRESS_INTERVAL_S = 0.1
+"""Time between reports without ends: each report costs time in the engine's process, and the scheduler counts its own
+assignments between reports."""
 HEARTBEAT_S = 1.0
 RETRY_S = 0.2
 
 
 class EngineGauges(Protocol):
-    """What this room reads of an engine."""
+    """The part of an engine that the link reads."""
 
     def stats(self) -> Stats:
-        """Counters and gauges."""
+        """Current counters and gauges."""
 
     def take_block_events(self) -> tuple[list[bytes], list[bytes]]:
-        """Keys stored and keys evicted since the last call."""
+        """Block keys stored and block keys evicted since the last call."""
 
 
 class Refused(Exception):
-    """The scheduler will not have this worker."""
+    """The scheduler refused this worker."""
 
 
 class SchedulerLink:
@@ -52,21 +53,21 @@ class SchedulerLink:
         self._reported = (-1, 0.0)
 
     def changed(self, urgent: bool = True) -> None:
-        """Something is worth a report, now or with the next ones."""
+        """Requests a report: as soon as possible, or with the next progress report if not `urgent`."""
         self._changed.set()
         if urgent:
             self._urgent.set()
 
     async def run(self) -> None:
-        """Attaches, and attaches again whenever the link breaks. Raises Refused."""
-        log.info("looking for the scheduler", at=self._address)
+        """Registers the worker, and again whenever the link breaks. Raises Refused."""
+        log.info("connecting to the scheduler", address=self._address)
         async with rpc.link_channel(self._address) as channel:
             stub = mesh_grpc.SchedulerStub(channel)
             while True:
                 try:
                     await self._attach_once(stub)
                 except aio.AioRpcError as error:
-                    log.info("scheduler away", code=error.code().name)
+                    log.info("the link to the scheduler is down; reconnecting", code=error.code().name)
                 await asyncio.sleep(RETRY_S)
 
     async def _attach_once(self, stub: "mesh_grpc.SchedulerAsyncStub") -> None:
@@ -74,7 +75,7 @@ class SchedulerLink:
         async for response in call:
             if response.WhichOneof("message") == "refused":
                 raise Refused(response.refused.message)
-            log.info("attached", epoch=response.hello.epoch)
+            log.info("registered at the scheduler", epoch=response.hello.epoch)
 
     async def _messages(self) -> AsyncIterator[mesh.AttachRequest]:
         self._take_keys()
@@ -90,7 +91,8 @@ class SchedulerLink:
             self._changed.clear()
             self._urgent.clear()
             stats = self._engine.stats()
-            # A busy engine announces each step and then stays silent until it is done: too long a silence means death.
+            # A busy engine reports each step once, with its predicted time; if the next report is late, the worker
+            # counts as hung.
             if stats.running == 0 or (stats.steps, stats.predicted_step_s) != self._reported:
                 self._reported = (stats.steps, stats.predicted_step_s)
                 yield mesh.AttachRequest(report=self._report(stats))
@@ -115,7 +117,7 @@ class SchedulerLink:
 
 
 def report_of(stats: Stats, jobs: Jobs) -> mesh.WorkerReport:
-    """The gauges of a report."""
+    """The counters and gauges of a report; block keys and ended jobs are added by the link."""
     return mesh.WorkerReport(
         steps=stats.steps,
         step_s=stats.predicted_step_s,

@@ -1,4 +1,4 @@
-"""Connects an engine to the cache service for sharing prefixes. Knows the link and its metrics, never a block."""
+"""Connects an engine to the cache service, through which workers share prefixes. Knows no block."""
 
 import asyncio
 import contextlib
@@ -12,9 +12,9 @@ from services.worker.kvcache.remote_tier import RemoteStore, log
 
 @contextlib.asynccontextmanager
 async def shared_prefixes(address: str, engine: Engine, counts: metrics.Metrics) -> AsyncIterator[None]:
-    """Lets an engine that does not run yet share prefixes through the cache service at `address`, if there is one.
+    """Lets an engine share prefixes through the cache service at `address`, unless that is empty, inside the block.
 
-    `counts` get what becomes of that.
+    The engine must not run yet. The metrics of fetches and offers are added to `counts`.
     """
     if not address or not engine.block_layout:
         yield
@@ -22,31 +22,31 @@ async def shared_prefixes(address: str, engine: Engine, counts: metrics.Metrics)
     async with rpc.link_channel(address) as channel:
         store = RemoteStore(cache_grpc.CacheStub(channel), engine.block_layout, engine.block_bytes)
         engine.use_remote(store)
-        _count(counts, store)
+        _add_metrics(counts, store)
         running = asyncio.create_task(store.run())
         try:
             yield
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
-            log.info("prefixes are shared no more", fetches=dict(store.fetches), offers=dict(store.offers))
+            log.info("prefix sharing has ended", fetches=dict(store.fetches), offers=dict(store.offers))
 
 
-def _count(counts: metrics.Metrics, store: RemoteStore) -> None:
+def _add_metrics(counts: metrics.Metrics, store: RemoteStore) -> None:
     counts.total(
         "weft_worker_prefix_fetches",
-        "Prefixes asked of the cache service, by what became of it.",
+        "Prefixes requested from the cache service, by outcome.",
         lambda: metrics.by_label(store.fetches.items()),
         "outcome",
     )
     counts.total(
         "weft_worker_prefix_offers",
-        "Blocks offered to the cache service, by what became of them.",
+        "Blocks offered to the cache service, by outcome.",
         lambda: metrics.by_label(store.offers.items()),
         "outcome",
     )
     counts.gauge(
         "weft_worker_fetch_bytes_per_second",
-        "Measured speed of fetching KV from the cache service; 0 when not yet known.",
+        "Measured speed of fetching KV from the cache service; 0 while unknown.",
         lambda: 1 / store.link.byte_s if store.link.byte_s else 0.0,
     )

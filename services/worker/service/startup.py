@@ -1,4 +1,4 @@
-"""Tells the scheduler how far this worker's start is, until it is attached. Knows phases, no model and no jobs."""
+"""Reports the progress of this worker's start to the scheduler. Knows phases, no model and no jobs."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -13,14 +13,14 @@ from services import rpc
 
 log = structlog.get_logger("worker.announce")
 
-# A small model's weights and warm-up take tenths of a second each: news must not be older than a fraction of that.
-LOOK_S = 0.02
+POLL_S = 0.02
+"""How often progress is checked. Weights and warm-up of a small model take tenths of a second each."""
 RETRY_S = 1.0
 
 
 @dataclass
 class Startup:
-    """What the worker will be, and how far its start is."""
+    """The worker's id and model name, and the progress of its start: `done` of `total`, which is 0 if unknown."""
 
     worker_id: str = ""
     model: str = ""
@@ -30,7 +30,7 @@ class Startup:
 
 
 async def announce(address: str, aliases: Sequence[str], startup: Startup) -> None:
-    """Keeps the scheduler informed; returns when it has heard the worker's hello. Failures only cost the news."""
+    """Reports progress until the scheduler ends the stream, after the worker's hello. Failures only delay reports."""
     first = mesh.WorkerLoading(worker_id=startup.worker_id, model=startup.model, aliases=aliases)
     async with rpc.link_channel(address) as channel:
         stub = mesh_grpc.SchedulerStub(channel)
@@ -39,22 +39,22 @@ async def announce(address: str, aliases: Sequence[str], startup: Startup) -> No
                 async for _ in stub.Attach(_messages(first, startup), wait_for_ready=True):
                     pass
             except aio.AioRpcError as error:
-                log.debug("not announced", code=error.code().name)
+                log.debug("the progress of the start was not reported", code=error.code().name)
                 await asyncio.sleep(RETRY_S)
 
 
 async def _messages(first: mesh.WorkerLoading, startup: Startup) -> AsyncIterator[mesh.AttachRequest]:
-    """A message whenever there is news. It stays silent after the last one: the scheduler ends the stream."""
-    said: mesh.WorkerLoading | None = None
+    """Yields a message whenever the progress has changed. It never ends by itself: the scheduler ends the stream."""
+    last: mesh.WorkerLoading | None = None
     while True:
         loading = mesh.WorkerLoading()
         loading.CopyFrom(first)
         loading.phase, loading.done, loading.total = startup.phase, startup.done, startup.total
-        if loading != said and startup.phase != READY:
-            said = loading
+        if loading != last and startup.phase != READY:
+            last = loading
             yield mesh.AttachRequest(loading=loading)
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(POLL_S)
 
 
 READY = "ready"
-"""The phase in which a worker serves."""
+"""The phase of a worker that serves."""

@@ -1,13 +1,13 @@
-"""The spans of a job, made when it is over from times that the engine took anyway. Knows no engine and no links."""
+"""The spans of a job, recorded at its end from times that the engine measured. Knows no engine and no links."""
 
 from services import telemetry
 from services.worker.job import Ended, EndReason
 
 
 def record_job(ended: Ended, *, traceparent: str, arrived: float, model: str, attempt: int, prompt_tokens: int) -> None:
-    """One span for the job and one for each part of it that there was: queue, prefill, decode.
+    """Records a span for a job and one for each of its phases: queue, prefill, decode.
 
-    `arrived` is on the clock `time.monotonic`. A job whose request nobody records leaves no span.
+    `arrived` is a time of `time.monotonic`. A job whose request is not sampled has no span.
     """
     cost = ended.cost
     span = telemetry.start("job", traceparent, kind="server", began=arrived)
@@ -33,10 +33,10 @@ def record_job(ended: Ended, *, traceparent: str, arrived: float, model: str, at
         span.set({"weft.cancelled": True})
     for paused_s in cost.preempted_s:
         span.event("preempted", arrived + paused_s)
-    _record_parts(ended, span, arrived)
+    _record_phases(ended, span, arrived)
 
 
-def _record_parts(ended: Ended, span: telemetry.Span, arrived: float) -> None:
+def _record_phases(ended: Ended, span: telemetry.Span, arrived: float) -> None:
     cost = ended.cost
     started = arrived + cost.queue_s
     first = started + cost.prefill_s
@@ -51,5 +51,5 @@ def _record_parts(ended: Ended, span: telemetry.Span, arrived: float) -> None:
 
 
 def record_attach(traceparent: str, leader: str) -> None:
-    """A request joined the job of another: its trace says whose, where the work is to be seen."""
+    """Records that a request joined a running job, with a link to the trace of that job."""
     telemetry.start("attach", traceparent, kind="server", link=leader).end()

@@ -1,4 +1,4 @@
-"""Any trouble of Redis is a miss, in time, and is over when the trouble is."""
+"""Whatever fails at Redis, a look-up is a miss within its time limit, and hits return when Redis does."""
 
 import asyncio
 import time
@@ -10,20 +10,20 @@ from hypothesis import strategies as st
 from services.cache import frames
 from services.cache.counters import Miss
 from services.cache.frames import Kind
-from tests.cache.conftest import HASTE, CacheDoor, Client, OpenDoor, key_of, opened, result_of
+from tests.cache.conftest import DEFAULT_TIMEOUTS, CacheDoor, Client, OpenDoor, key_of, opened, result_of
 from tests.cache.slow_proxy import SlowProxy
 from tests.redis_server import RedisServer
 from tests.timing import timely
 
-BUDGET_S = 0.02
-# Beyond that: gRPC there and back, on a machine whose cores may be busy with other tests.
+TIMEOUT_S = 0.02
+# Added to the time-out: the gRPC round trip, on a machine whose cores may be busy with other tests.
 MARGIN_S = 0.04
-# The breaker's probes, and what the one that succeeds takes.
+# The interval of the breaker's probes, and the time of the one that succeeds.
 BACK_S = 1.0 + 0.2
 
 
 class Stalls:
-    """How long this process was kept from running, seen as sleeps that last too long."""
+    """Measures how long this process did not run, by sleeps that last too long."""
 
     def __init__(self) -> None:
         self.total_s = 0.0
@@ -56,11 +56,11 @@ async def timed(door: CacheDoor, key: bytes) -> float:
 
 
 async def until_open(door: CacheDoor) -> float:
-    """Seconds of look-ups one after another until the first that Redis was not asked for."""
+    """Seconds of consecutive look-ups until the first that the open breaker answers."""
     times = [0.0]
     while not door.counters.misses[Miss.BREAKER]:
         times.append(await timed(door, key_of(1)))
-    assert sorted(times)[len(times) // 2] < BUDGET_S + MARGIN_S
+    assert sorted(times)[len(times) // 2] < TIMEOUT_S + MARGIN_S
     return sum(times)
 
 
@@ -97,7 +97,7 @@ async def test_damaged_values_are_counted_misses(door: CacheDoor, client: Client
         await damage_then_look(door, client, value)
     assert door.counters.misses == {Miss.CORRUPT: len(damaged)}
     assert await door.get(key_of(2)) == result_of(2)
-    assert await door.put(key_of(1), result_of(1)), "a store mends it"
+    assert await door.put(key_of(1), result_of(1)), "a store replaces the damaged value"
     assert await door.get(key_of(1)) == result_of(1)
 
 
@@ -110,12 +110,12 @@ async def test_a_sound_frame_of_no_result_is_a_counted_miss(door: CacheDoor, cli
 @given(data=st.data())
 async def test_no_damage_ever_gives_a_result(door: CacheDoor, client: Client, data: st.DataObject) -> None:
     frame = bytearray(frames.seal(Kind.RESULT, key_of(1), result_of(1).SerializeToString()))
-    for place in data.draw(st.sets(st.integers(0, len(frame) - 1), min_size=1, max_size=4)):
-        frame[place] ^= data.draw(st.integers(1, 255))
+    for position in data.draw(st.sets(st.integers(0, len(frame) - 1), min_size=1, max_size=4)):
+        frame[position] ^= data.draw(st.integers(1, 255))
     await damage_then_look(door, client, bytes(frame))
 
 
-async def test_a_flushed_redis_is_a_miss_and_works_on(door: CacheDoor, client: Client) -> None:
+async def test_a_flushed_redis_is_a_miss_and_works_afterwards(door: CacheDoor, client: Client) -> None:
     await door.put(key_of(1), result_of(1))
     await client.flushall()
     await client.script_flush()
@@ -143,13 +143,13 @@ async def test_a_full_redis_refuses_stores_and_still_gives_hits(
         assert door.counters.refused == refused + 1
         assert await door.get(key_of(1)) == result_of(1)
     assert await door.get(key_of(2)) is None
-    assert "".join(capfd.readouterr()).count("redis refuses") == 1, "one line, not one for each store"
+    assert "".join(capfd.readouterr()).count("redis refused a command") == 1, "one line, not one for each store"
     await client.config_set("maxmemory", "0")
     assert await door.put(key_of(2), result_of(2))
 
 
 @timely
-async def test_a_killed_redis_is_a_miss_until_it_is_back(
+async def test_a_killed_redis_is_a_miss_until_it_is_available_again(
     hasty_door: CacheDoor, redis_server: RedisServer, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for i in range(30):
@@ -163,9 +163,9 @@ async def test_a_killed_redis_is_a_miss_until_it_is_back(
     redis_server.start()
     assert await until_hit(hasty_door, key_of(3)) < BACK_S
     for i in range(30):
-        await until_hit(hasty_door, key_of(i))  # what was stored outlived the kill
+        await until_hit(hasty_door, key_of(i))  # stored values survive the kill
     logged = "".join(capfd.readouterr())
-    assert (logged.count("redis is lost"), logged.count("redis is back")) == (1, 1)
+    assert (logged.count("redis is unavailable"), logged.count("redis is available again")) == (1, 1)
 
 
 @timely
@@ -183,20 +183,20 @@ async def test_open_the_breaker_lets_one_probe_a_second_through(
 
 
 @timely
-async def test_a_look_up_that_is_not_asked_takes_less_than_a_millisecond(redis_server: RedisServer) -> None:
-    async with opened(redis_server.url, **HASTE) as door:
+async def test_a_look_up_at_an_open_breaker_takes_less_than_a_millisecond(redis_server: RedisServer) -> None:
+    async with opened(redis_server.url, **DEFAULT_TIMEOUTS) as door:
         redis_server.kill()
         await until_open(door)
         times = []
         for _ in range(300):
             start = time.perf_counter()
-            assert await door.store.get(door.shelf, key_of(1)) is None
+            assert await door.store.get(door.namespace, key_of(1)) is None
             times.append(time.perf_counter() - start)
         assert sorted(times)[270] < 0.001
 
 
 @timely
-async def test_a_frozen_redis_costs_the_budget_and_then_nothing(
+async def test_a_frozen_redis_costs_the_time_out_and_then_nothing(
     hasty_door: CacheDoor, redis_server: RedisServer
 ) -> None:
     await hasty_door.put(key_of(1), result_of(1))
@@ -208,7 +208,7 @@ async def test_a_frozen_redis_costs_the_budget_and_then_nothing(
 
 
 @timely
-async def test_a_crowd_before_a_frozen_redis_waits_no_longer_than_one(
+async def test_concurrent_look_ups_at_a_frozen_redis_share_the_wait(
     hasty_door: CacheDoor, redis_server: RedisServer
 ) -> None:
     redis_server.freeze()
@@ -220,16 +220,16 @@ async def test_a_crowd_before_a_frozen_redis_waits_no_longer_than_one(
 
 
 @timely
-async def test_our_own_lateness_is_not_held_against_redis(hasty_door: CacheDoor) -> None:
+async def test_delays_of_the_event_loop_do_not_open_the_breaker(hasty_door: CacheDoor) -> None:
     async def look_up() -> None:
-        await hasty_door.store.get(hasty_door.shelf, key_of(1))
+        await hasty_door.store.get(hasty_door.namespace, key_of(1))
 
     await hasty_door.put(key_of(1), result_of(1))
     for _ in range(10):
         look = asyncio.create_task(look_up())
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        time.sleep(0.025)  # noqa: ASYNC251 (this is the lateness)
+        time.sleep(0.025)  # noqa: ASYNC251 (this is the delay)
         await look
     await asyncio.sleep(0.1)
     assert hasty_door.counters.misses[Miss.TIMEOUT] > 0
@@ -238,8 +238,10 @@ async def test_our_own_lateness_is_not_held_against_redis(hasty_door: CacheDoor)
 
 
 @timely
-async def test_a_slow_redis_is_given_up_and_taken_up_again(redis_server: RedisServer, open_door: OpenDoor) -> None:
-    async with SlowProxy(redis_server.port) as proxy, open_door(proxy.url, **HASTE) as door:
+async def test_a_slow_redis_opens_the_breaker_and_is_used_again_later(
+    redis_server: RedisServer, open_door: OpenDoor
+) -> None:
+    async with SlowProxy(redis_server.port) as proxy, open_door(proxy.url, **DEFAULT_TIMEOUTS) as door:
         await door.put(key_of(1), result_of(1))
         await until_hit(door, key_of(1))
         proxy.delay_s = 0.06
@@ -247,16 +249,16 @@ async def test_a_slow_redis_is_given_up_and_taken_up_again(redis_server: RedisSe
         proxy.delay_s = 0.0
         assert await until_hit(door, key_of(1)) < BACK_S
         found = [await door.get(key_of(1)) for _ in range(50)]
-        assert all(result in (result_of(1), None) for result in found), "late answers went to nobody else"
+        assert all(result in (result_of(1), None) for result in found), "no late answer went to another command"
 
 
 @timely
-async def test_a_connection_that_takes_longer_than_a_look_up_is_there_for_the_next(
+async def test_a_connection_that_takes_longer_than_a_look_up_serves_the_next(
     redis_server: RedisServer, open_door: OpenDoor, client: Client
 ) -> None:
     # In database 5 a new connection takes one round trip to choose it before the look-up's own.
-    budgets = {**HASTE, "cache_budget_ms": 30}
-    async with SlowProxy(redis_server.port) as proxy, open_door(proxy.url + "/5", **budgets) as door:
+    timeouts = {**DEFAULT_TIMEOUTS, "cache_budget_ms": 30}
+    async with SlowProxy(redis_server.port) as proxy, open_door(proxy.url + "/5", **timeouts) as door:
         assert await door.put(key_of(1), result_of(1))
         await until_hit(door, key_of(1))
         proxy.delay_s = 0.02
@@ -267,8 +269,8 @@ async def test_a_connection_that_takes_longer_than_a_look_up_is_there_for_the_ne
 
 
 @timely
-async def test_connections_that_died_unheard_are_given_up(redis_server: RedisServer, open_door: OpenDoor) -> None:
-    async with SlowProxy(redis_server.port) as proxy, open_door(proxy.url, **HASTE) as door:
+async def test_connections_that_died_silently_are_abandoned(redis_server: RedisServer, open_door: OpenDoor) -> None:
+    async with SlowProxy(redis_server.port) as proxy, open_door(proxy.url, **DEFAULT_TIMEOUTS) as door:
         await door.put(key_of(1), result_of(1))
         await asyncio.gather(*(door.get(key_of(1)) for _ in range(100)))
         await until_hit(door, key_of(1))
@@ -291,8 +293,8 @@ async def until_hit_after_store(door: CacheDoor) -> float:
 async def test_garbage_is_a_miss(redis_server: RedisServer, open_door: OpenDoor) -> None:
     async with SlowProxy(redis_server.port) as proxy:
         proxy.garbage = b"HTTP/1.1 400 Bad Request\r\n\r\n"
-        async with open_door(proxy.url, **HASTE) as door:
-            assert await timed(door, key_of(1)) < BUDGET_S + MARGIN_S
+        async with open_door(proxy.url, **DEFAULT_TIMEOUTS) as door:
+            assert await timed(door, key_of(1)) < TIMEOUT_S + MARGIN_S
             assert not await door.put(key_of(1), result_of(1))
             proxy.garbage = b""
             await asyncio.sleep(1.0)
@@ -303,8 +305,8 @@ async def test_garbage_is_a_miss(redis_server: RedisServer, open_door: OpenDoor)
 async def test_a_wrong_password_is_a_miss(tmp_path_factory: pytest.TempPathFactory, open_door: OpenDoor) -> None:
     with RedisServer(tmp_path_factory.mktemp("locked"), 64 << 20, "--requirepass", "right") as locked:
         for wrong in ("", ":wrong@", "nobody:wrong@"):
-            async with open_door(locked.url.replace("//", f"//{wrong}"), **HASTE) as door:
-                assert await timed(door, key_of(1)) < BUDGET_S + MARGIN_S
+            async with open_door(locked.url.replace("//", f"//{wrong}"), **DEFAULT_TIMEOUTS) as door:
+                assert await timed(door, key_of(1)) < TIMEOUT_S + MARGIN_S
                 assert not await door.put(key_of(1), result_of(1))
                 assert door.counters.hits == 0
         async with open_door(locked.url.replace("//", "//:right@")) as door:
@@ -323,7 +325,7 @@ async def test_options_in_the_url_cannot_change_what_correctness_rests_on(
 @timely
 async def test_a_redis_that_starts_later_is_found(redis_server: RedisServer, open_door: OpenDoor) -> None:
     redis_server.stop()
-    async with open_door(redis_server.url, **HASTE) as door:
+    async with open_door(redis_server.url, **DEFAULT_TIMEOUTS) as door:
         assert await timed(door, key_of(1)) < MARGIN_S
         redis_server.start()
         assert await until_hit_after_store(door) < BACK_S + MARGIN_S

@@ -1,6 +1,9 @@
-"""What the scheduler hears and says, as plain values. Knows neither sockets nor protobuf."""
+"""Events that the scheduler receives and messages that it sends, as plain values. Knows neither sockets nor protobuf.
 
-from dataclasses import dataclass, field
+Where a value has the name of a message of protos/mesh.proto, its fields mean the same.
+"""
+
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -19,10 +22,7 @@ class Code(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why something was refused, ready for the client.
-
-    `retry_after_s` is 0 if coming again makes no sense.
-    """
+    """Why a job or a worker is refused, ready for the client. `retry_after_s` is 0 if a retry makes no sense."""
 
     code: Code
     reason: str
@@ -31,12 +31,12 @@ class Failure:
     field: str = ""
 
 
-# ---- heard ----
+# ---- received ----
 
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """What tells one model from another; `detail` is the whole card, repeated to gateways and never read here."""
+    """What distinguishes models. `detail` is the whole ModelCard, which the core forwards and never reads."""
 
     name: str
     aliases: tuple[str, ...] = ()
@@ -46,14 +46,14 @@ class Card:
     detail: object = None
 
     def conflicts_with(self, other: "Card") -> bool:
-        """Two workers with these cards cannot continue each other's jobs."""
+        """Whether workers with these two cards cannot continue each other's jobs."""
         mine = (self.fingerprint, self.block_size, self.bundle_digest)
         return mine != (other.fingerprint, other.block_size, other.bundle_digest)
 
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """A job looks for a worker. Fields as in `weft.v1.Submit`; `deadline_s` is None for none."""
+    """A gateway asks for a worker for a job. `deadline_s` is None if the job has no deadline."""
 
     job_id: str
     attempt: int = 1
@@ -70,8 +70,8 @@ class Submit:
     unjoinable: str = ""
 
 
-class JobRef(NamedTuple):
-    """One attempt of a job."""
+class RunningJob(NamedTuple):
+    """One attempt of a job that a worker runs."""
 
     job_id: str
     attempt: int
@@ -79,18 +79,18 @@ class JobRef(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WorkerHello:
-    """A worker registers. Fields as in `weft.v1.WorkerHello`."""
+    """A worker registers."""
 
     worker_id: str
     address: str
     card: Card
     credits: int
-    running: tuple[JobRef, ...] = ()
+    running: tuple[RunningJob, ...] = ()
     stored_keys: bytes = b""
 
 
-class Loading(NamedTuple):
-    """How far a worker's start is that will join. Fields as in `weft.v1.WorkerLoading`."""
+class WorkerLoading(NamedTuple):
+    """The progress of a worker that is still starting."""
 
     worker_id: str
     model: str
@@ -100,19 +100,19 @@ class Loading(NamedTuple):
     total: int = 0
 
 
-class Ended(NamedTuple):
-    """A job that its worker no longer runs, and the tokens it produced in this attempt."""
+class EndedJob(NamedTuple):
+    """A job that its worker no longer runs, and the tokens that it produced in this attempt."""
 
     job_id: str
     attempt: int
     tokens: int
     placement: int = 0
-    """Of the answer that sent it there; 0 if it came without one."""
+    """The number of the Assigned that sent the job to the worker; 0 if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """What happened at a worker since its last report. Fields as in `weft.v1.WorkerReport`."""
+class WorkerReport:
+    """What happened at a worker since its last report."""
 
     steps: int = 0
     step_s: float = 0.0
@@ -121,41 +121,41 @@ class Report:
     prefill_backlog: int = 0
     prefill_rate: float = 0.0
     decode_s: float = 0.0
-    ended: tuple[Ended, ...] = ()
+    ended: tuple[EndedJob, ...] = ()
     stored_keys: bytes = b""
     evicted_keys: bytes = b""
     draining: bool = False
 
 
-# ---- said ----
+# ---- sent ----
 
 
 @dataclass(frozen=True, slots=True)
-class Hello:
-    """First word to a gateway or worker."""
+class SchedulerHello:
+    """The first message to a gateway or worker."""
 
     epoch: int
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
-    """A model and the addresses of the workers that serve it; none while its last worker is being replaced."""
+class ServedModel:
+    """A model and the workers that serve it; it has no address while its last worker is being replaced."""
 
     card: Card
     addresses: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Models:
-    """All models served, by name, and the workers that will serve some."""
+class ModelList:
+    """All models served, by name, and the workers that are still starting, by id."""
 
-    models: tuple[Served, ...]
-    loading: tuple[Loading, ...] = ()
+    models: tuple[ServedModel, ...]
+    loading: tuple[WorkerLoading, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Assigned:
-    """A job has a worker and one of its credits."""
+    """A job holds a credit of a worker."""
 
     job_id: str
     attempt: int
@@ -168,7 +168,7 @@ class Assigned:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """An identical job runs already at this worker."""
+    """An identical job runs at this worker already."""
 
     job_id: str
     attempt: int
@@ -179,7 +179,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A job finds no worker."""
+    """A job gets no worker."""
 
     job_id: str
     attempt: int
@@ -188,20 +188,20 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
-    """A worker is lost: jobs that were there need a next attempt."""
+    """A worker is lost: each job that ran there needs a next attempt."""
 
     worker_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A worker cannot join."""
+    """A worker cannot register."""
 
     failure: Failure
 
 
-GatewayMessage = Hello | Models | Assigned | Joined | Rejected | WorkerLost
-WorkerMessage = Hello | Refused
+GatewayMessage = SchedulerHello | ModelList | Assigned | Joined | Rejected | WorkerLost
+WorkerMessage = SchedulerHello | Refused
 
 
 # ---- commands ----
@@ -209,7 +209,7 @@ WorkerMessage = Hello | Refused
 
 @dataclass(frozen=True, slots=True)
 class ToGateway:
-    """Send this to that gateway."""
+    """Send this message to that gateway."""
 
     gateway_id: str
     message: GatewayMessage
@@ -217,7 +217,7 @@ class ToGateway:
 
 @dataclass(frozen=True, slots=True)
 class ToWorker:
-    """Send this to that worker."""
+    """Send this message to that worker."""
 
     worker_id: str
     message: WorkerMessage
@@ -225,27 +225,10 @@ class ToWorker:
 
 @dataclass(frozen=True, slots=True)
 class DropWorker:
-    """That worker is lost: end its link if there still is one."""
+    """End the link of that worker, if it still has one: the worker is lost."""
 
     worker_id: str
     why: str
 
 
 Command = ToGateway | ToWorker | DropWorker
-
-
-@dataclass(slots=True)
-class Counters:
-    """What happened since the scheduler began."""
-
-    submitted: int = 0
-    assigned: int = 0
-    joined: int = 0
-    rejected: dict[str, int] = field(default_factory=dict)
-    withdrawn: int = 0
-    ended: int = 0
-    tokens: int = 0
-    prompt_blocks: int = 0
-    matched_blocks: int = 0
-    workers_attached: int = 0
-    workers_lost: int = 0

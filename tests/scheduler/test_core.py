@@ -1,32 +1,41 @@
-"""Stories of jobs and workers on the real pool, told with a clock that stands still."""
+"""Jobs and workers on the real core, with a clock that the test moves."""
 
 from dataclasses import replace
 
 import pytest
 
-from services.scheduler.limits import Limits
-from services.scheduler.messages import Assigned, Code, Hello, Joined, Models, Refused, Rejected, WorkerHello
+from services.scheduler.core.limits import Limits
+from services.scheduler.core.messages import (
+    Assigned,
+    Code,
+    Joined,
+    ModelList,
+    Refused,
+    Rejected,
+    SchedulerHello,
+    WorkerHello,
+)
 from tests.scheduler.stage import CARD, Stage, keys
 
 # ---- hello ----
 
 
-def test_a_gateway_hears_the_epoch_and_the_models_first(stage: Stage) -> None:
+def test_a_gateway_receives_the_epoch_and_the_models_first(stage: Stage) -> None:
     stage.worker("w1")
     stage.gateway("g2")
     hello, models = stage.inbox["g2"]
-    assert hello == Hello(7)
-    assert isinstance(models, Models)
+    assert hello == SchedulerHello(7)
+    assert isinstance(models, ModelList)
     assert [(m.card.name, m.addresses) for m in models.models] == [("story", ("w1:1",))]
 
 
-def test_gateways_hear_of_each_change_of_the_models_and_of_nothing_else(stage: Stage) -> None:
+def test_gateways_receive_each_change_of_the_models_and_nothing_else(stage: Stage) -> None:
     stage.worker("w1")
     stage.worker("w2")
     stage.report("w1")
     stage.worker_leaves("w2")
-    told = [[s.addresses for s in m.models] for m in stage.inbox["g1"] if isinstance(m, Models)]
-    assert told == [[], [("w1:1",)], [("w1:1", "w2:1")], [("w1:1",)]]
+    received = [[s.addresses for s in m.models] for m in stage.inbox["g1"] if isinstance(m, ModelList)]
+    assert received == [[], [("w1:1",)], [("w1:1", "w2:1")], [("w1:1",)]]
 
 
 @pytest.mark.parametrize(
@@ -40,13 +49,15 @@ def test_gateways_hear_of_each_change_of_the_models_and_of_nothing_else(stage: S
         ({"card": replace(CARD, block_size=0)}, "card.block_size"),
     ],
 )
-def test_a_worker_without_the_needful_is_refused_by_field(stage: Stage, change: dict[str, object], field: str) -> None:
+def test_a_worker_without_a_required_field_is_refused_and_the_field_named(
+    stage: Stage, change: dict[str, object], field: str
+) -> None:
     hello = replace(WorkerHello("w1", "w1:1", CARD, 1), **change)  # type: ignore[arg-type]
-    stage.perform(stage.pool.on_worker_attached(hello, stage.now))
+    stage.perform(stage.core.on_worker_attached(hello, stage.now))
     (refused,) = stage.worker_inbox[hello.worker_id]
     assert isinstance(refused, Refused)
     assert (refused.failure.code, refused.failure.field) == (Code.INVALID_ARGUMENT, field)
-    assert not stage.pool.workers
+    assert not stage.core.state.workers
 
 
 @pytest.mark.parametrize(
@@ -74,7 +85,7 @@ def test_when_the_old_workers_are_gone_the_name_may_change_its_model(stage: Stag
     assert isinstance(stage.submit("new-tokens"), Assigned)
 
 
-# ---- credits and the line ----
+# ---- credits and the queue ----
 
 
 def test_a_job_takes_a_credit_and_its_end_gives_it_to_the_next(stage: Stage) -> None:
@@ -103,7 +114,7 @@ def test_a_job_that_is_asked_for_again_keeps_its_credit_when_the_one_before_it_e
     stage.worker("w1", credits=1)
     before = stage.submit("a")
     stage.now += 60
-    again = stage.submit("a")  # Its client cancelled at the worker and came again at once.
+    again = stage.submit("a")  # Its client cancelled at the worker and sent the request again at once.
     assert isinstance(before, Assigned)
     assert isinstance(again, Assigned)
     stage.submit("b")
@@ -122,7 +133,7 @@ def test_higher_priority_goes_first_and_within_it_first_come(stage: Stage) -> No
     assert [job for job, _ in stage.placed()] == ["first", "high", "x", "y", "low"]
 
 
-def test_a_full_line_refuses_with_a_time_to_come_back(stage: Stage) -> None:
+def test_a_full_queue_rejects_with_a_retry_delay(stage: Stage) -> None:
     stage = Stage(Limits(queue_limit=2))
     stage.gateway("g1")
     stage.worker("w1", credits=1)
@@ -135,8 +146,8 @@ def test_a_full_line_refuses_with_a_time_to_come_back(stage: Stage) -> None:
     assert stage.submit("moved", attempt=2) is None, "a job with tokens at its client is never turned away"
 
 
-def test_who_could_not_join_a_job_shares_the_next_one() -> None:
-    """Its worker may have ended it, and the report of that be on its way."""
+def test_followers_that_could_not_join_a_job_share_the_next_one() -> None:
+    """The worker may have ended the leader while its report is still on the way."""
     stage = Stage()
     stage.gateway()
     stage.worker(credits=4)
@@ -149,7 +160,7 @@ def test_who_could_not_join_a_job_shares_the_next_one() -> None:
     assert answer.leader_job_id == "a"
 
 
-def test_who_fills_the_line_leaves_the_others_their_share() -> None:
+def test_a_tenant_that_fills_the_queue_leaves_the_others_their_share() -> None:
     stage = Stage(Limits(queue_limit=4))
     stage.gateway()
     stage.worker(credits=1)
@@ -164,7 +175,7 @@ def test_who_fills_the_line_leaves_the_others_their_share() -> None:
     assert stage.rejected() == dict.fromkeys(["many-4", "few-2", "last-0"], "QUEUE_FULL")
 
 
-def test_followers_fill_the_line_too(stage: Stage) -> None:
+def test_followers_count_toward_the_queue_limit(stage: Stage) -> None:
     stage = Stage(Limits(queue_limit=2))
     stage.gateway("g1")
     stage.worker("w1", credits=1)
@@ -175,7 +186,7 @@ def test_followers_fill_the_line_too(stage: Stage) -> None:
     assert stage.rejected() == {"c": "QUEUE_FULL"}
 
 
-def test_a_withdrawn_job_leaves_the_line(stage: Stage) -> None:
+def test_a_withdrawn_job_leaves_the_queue(stage: Stage) -> None:
     stage.worker("w1", credits=1)
     for job in "abc":
         stage.submit(job)
@@ -197,7 +208,7 @@ def test_one_gateway_cannot_withdraw_the_job_of_another(stage: Stage) -> None:
     stage.worker("w1", credits=1)
     stage.submit("a")
     stage.withdraw("a", gateway="g2")
-    assert stage.pool.workers["w1"].free_credits == 0
+    assert stage.core.state.workers["w1"].free_credits == 0
 
 
 def test_the_waiting_jobs_of_a_gone_gateway_are_dropped_and_its_running_ones_run_on(stage: Stage) -> None:
@@ -207,7 +218,7 @@ def test_the_waiting_jobs_of_a_gone_gateway_are_dropped_and_its_running_ones_run
         stage.submit(job)
     stage.submit("c", gateway="g2")
     stage.gateway_leaves("g1")
-    assert stage.pool.workers["w1"].free_credits == 0
+    assert stage.core.state.workers["w1"].free_credits == 0
     stage.report("w1", "a")
     assert stage.placed("g2") == [("c", "w1")]
 
@@ -219,9 +230,9 @@ def test_a_credit_whose_job_never_came_is_found_when_its_gateway_died_between(st
     stage.submit("real", gateway="g2")
     stage.gateway_leaves("g1")
     stage.pass_time(1.0, heartbeat=["w1"])
-    assert stage.pool.workers["w1"].free_credits == 0, "it may still be on its way"
+    assert stage.core.state.workers["w1"].free_credits == 0, "it may still be on its way"
     stage.pass_time(1.2, heartbeat=["w1"])
-    assert list(stage.pool.workers["w1"].jobs) == ["real"]
+    assert list(stage.core.state.workers["w1"].jobs) == ["real"]
 
 
 def test_an_idle_worker_proves_that_no_job_came(stage: Stage) -> None:
@@ -229,7 +240,7 @@ def test_an_idle_worker_proves_that_no_job_came(stage: Stage) -> None:
     stage.submit("never-sent")
     stage.now += 2.1
     stage.report("w1", running=0)
-    assert stage.pool.workers["w1"].free_credits == 1
+    assert stage.core.state.workers["w1"].free_credits == 1
 
 
 # ---- models ----
@@ -243,7 +254,7 @@ def test_an_unknown_model_is_not_found_and_an_alias_is(stage: Stage) -> None:
     assert isinstance(stage.submit("b", model="tale"), Assigned)
 
 
-def test_each_model_has_its_own_workers_and_line(stage: Stage) -> None:
+def test_each_model_has_its_own_workers_and_queue(stage: Stage) -> None:
     poem = replace(CARD, name="poem", aliases=(), fingerprint=b"p" * 32)
     stage.worker("w1", credits=1)
     stage.worker("w2", credits=1, card=poem)
@@ -282,7 +293,7 @@ def test_after_half_a_minute_without_workers_a_model_is_forgotten(stage: Stage) 
     stage.pass_time(30.2)
     stage.submit("a")
     assert stage.rejected() == {"a": "MODEL_NOT_FOUND"}
-    assert stage.inbox["g1"][-2] == Models(())
+    assert stage.inbox["g1"][-2] == ModelList(())
 
 
 def test_a_draining_worker_gets_no_new_jobs(stage: Stage) -> None:
@@ -296,7 +307,7 @@ def test_a_draining_worker_gets_no_new_jobs(stage: Stage) -> None:
 # ---- deadlines ----
 
 
-def test_a_deadline_that_expires_in_the_line_costs_no_token(stage: Stage) -> None:
+def test_a_deadline_that_expires_in_the_queue_costs_no_token(stage: Stage) -> None:
     stage.worker("w1", credits=1)
     stage.submit("a")
     stage.submit("b", deadline_s=0.5)
@@ -332,7 +343,7 @@ def test_a_cached_prompt_can_meet_a_deadline_that_a_new_one_cannot(stage: Stage)
     assert answer.matched_blocks == 3
 
 
-def test_the_wait_in_line_counts_against_the_deadline(stage: Stage) -> None:
+def test_the_wait_in_the_queue_counts_against_the_deadline(stage: Stage) -> None:
     stage.worker("w1", credits=1)
     stage.submit("a")
     stage.report("w1", "a", tokens=100, prefill_rate=1e6, decode_s=0.01)
@@ -343,7 +354,7 @@ def test_the_wait_in_line_counts_against_the_deadline(stage: Stage) -> None:
     assert stage.rejected() == {"late": "DEADLINE_UNMEETABLE"}
 
 
-def test_while_rates_are_unknown_everyone_is_admitted(stage: Stage) -> None:
+def test_while_rates_are_unknown_every_job_is_admitted(stage: Stage) -> None:
     stage.worker("w1", credits=1)
     assert isinstance(stage.submit("a", prompt_tokens=10**6, deadline_s=0.001), Assigned)
 
@@ -368,7 +379,7 @@ def test_evicted_blocks_match_no_more(stage: Stage) -> None:
     assert (answer.worker_id, answer.matched_blocks) == ("w1", 0)
 
 
-def test_a_burst_spreads_before_any_report_tells_of_it(stage: Stage) -> None:
+def test_a_burst_spreads_before_any_report_includes_it(stage: Stage) -> None:
     for worker in ("w1", "w2", "w3"):
         stage.worker(worker, credits=8)
     for job in range(6):
@@ -427,11 +438,11 @@ def test_idle_time_earns_no_credit(stage: Stage) -> None:
 def test_a_job_that_was_lost_costs_its_tenant_nothing(stage: Stage) -> None:
     stage.worker("w1", credits=1)
     stage.submit("a", tenant="t")
-    tally = stage.pool.models["story"].line.tally
-    assert tally.served("t") == 48
+    counters = stage.core.state.models["story"].queue.counters
+    assert counters.served("t") == 48
     stage.worker_leaves("w1")
     stage.pass_time(2.1)
-    assert tally.served("t") == 0
+    assert counters.served("t") == 0
 
 
 def test_a_follower_that_submits_again_waits_once(stage: Stage) -> None:
@@ -466,7 +477,7 @@ def test_a_follower_does_not_join_at_the_worker_that_failed_it(stage: Stage) -> 
     assert stage.placed()[-1] == ("b", "w2")
 
 
-def test_followers_of_a_replaced_attempt_find_their_own_way(stage: Stage) -> None:
+def test_followers_of_a_replaced_attempt_are_admitted_again(stage: Stage) -> None:
     stage.worker("w1", credits=1)
     stage.submit("busy")
     stage.submit("a", identity=b"same")

@@ -1,0 +1,229 @@
+"""The connection to Redis: each command has a time limit, and a circuit breaker stops commands to a failing Redis.
+
+Knows commands and outcomes, never keys or values.
+"""
+
+import asyncio
+import hashlib
+import math
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import redis.asyncio as redis
+import structlog
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import NoScriptError, ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from services.cache.breaker import Breaker
+from services.cache.counters import Miss
+
+log = structlog.get_logger("cache")
+
+CONNECTIONS = 16
+LATE_ANSWER_S = 0.03
+"""A command that exceeds its time limit by this much counts as a failure of Redis."""
+REFUSAL_LOG_S = 60.0
+"""Refusals with the same error code are logged at most this often."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """How long callers wait for Redis, in seconds."""
+
+    look_up_s: float = 0.02
+    store_s: float = 0.1
+    connect_s: float = 0.05
+
+    @property
+    def longest_s(self) -> float:
+        """How long a command may run, whether or not its caller still waits."""
+        return self.connect_s + max(self.look_up_s, self.store_s)
+
+
+class RedisUnavailable(Exception):
+    """Redis did not execute a command; `miss` is the reason that a look-up counts."""
+
+    def __init__(self, miss: Miss) -> None:
+        super().__init__(miss)
+        self.miss = miss
+
+
+class Script:
+    """A Lua script. It is sent by its SHA-1 digest and, if Redis does not know that, as a whole."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._digest = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
+
+    async def run(self, redis_: "redis.Redis", names: list[str], *arguments: Any) -> Any:
+        """Returns what the script returns, as redis-py types it. Raises what redis-py raises."""
+        # redis-py annotates these calls for its blocking and its asyncio client at once.
+        try:
+            answer: Any = redis_.evalsha(self._digest, len(names), *names, *arguments)
+            return await answer
+        except NoScriptError:
+            answer = redis_.eval(self._text, len(names), *names, *arguments)
+            return await answer
+
+
+class RedisClient:
+    """Runs commands in one Redis. Use it within one event loop, and close it."""
+
+    def __init__(self, url: str, timeouts: Timeouts, clock: Callable[[], float], name: str) -> None:
+        """`name` is the store in the log lines."""
+        self.timeouts = timeouts
+        self._name = name
+        self._address = display_address(url)
+        self._clock = clock
+        self._breaker = Breaker()
+        self._redis = _connect(url, timeouts)
+        self._slots = asyncio.Semaphore(CONNECTIONS)
+        self._running: set[asyncio.Task[Any]] = set()
+        self._refusals: dict[str, float] = {}
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether the breaker is open: only probes reach Redis."""
+        return self._breaker.is_open
+
+    async def open(self) -> None:
+        """Logs whether Redis answers. If it does not, the breaker opens."""
+        log.info("using redis", store=self._name, address=self._address)
+        try:
+            await self._execute(self.timeouts.longest_s, self._redis.ping)
+        except RedisUnavailable as error:
+            self._breaker.trip(self._clock())
+            self._log_unavailable(error.miss, error.__cause__)
+
+    async def close(self) -> None:
+        """Cancels the running commands and closes the connections."""
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+        await self._redis.aclose()
+
+    async def run(self, limit_s: float, script: Script, names: list[str], *arguments: Any) -> Any:
+        """Runs a script; `names` are its keys. Raises RedisUnavailable, at the latest after `limit_s` seconds."""
+        return await self._execute(limit_s, lambda: script.run(self._redis, names, *arguments))
+
+    async def delete(self, limit_s: float, name: str) -> None:
+        """Deletes a value. Raises RedisUnavailable, at the latest after `limit_s` seconds."""
+        await self._execute(limit_s, lambda: _awaited(self._redis.unlink(name)))
+
+    async def _execute(self, limit_s: float, command: Callable[[], Awaitable[Any]]) -> Any:
+        if not self._breaker.allows(self._clock()):
+            raise RedisUnavailable(Miss.BREAKER)
+        task: asyncio.Task[Any] | None = None
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._slots.acquire()
+                task = self._start(command)
+                # A late command is abandoned, not cancelled: its connection stays usable, and a connection that takes
+                # longer to open than a look-up may last is ready for the next command.
+                answer = await asyncio.shield(task)
+        except TimeoutError:
+            # Without a task the command waited for a free connection: that is load, no failure of Redis.
+            if task is not None:
+                asyncio.get_running_loop().call_later(LATE_ANSWER_S, self._check_late, task)
+            raise RedisUnavailable(Miss.TIMEOUT) from None
+        return self._checked(answer)
+
+    def _start(self, command: Callable[[], Awaitable[Any]]) -> "asyncio.Task[Any]":
+        task = asyncio.create_task(_outcome(command, self.timeouts.longest_s))
+        self._running.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: "asyncio.Task[Any]") -> None:
+        self._running.discard(task)
+        self._slots.release()
+
+    def _check_late(self, task: "asyncio.Task[Any]") -> None:
+        """Counts a failure unless Redis has answered by now: then the delay may be that of this event loop."""
+        if not task.done() or (not task.cancelled() and _is_failure(task.result())):
+            self._count_failure(Miss.TIMEOUT)
+
+    def _checked(self, answer: Any) -> Any:
+        """The answer if it is not an exception. Raises RedisUnavailable."""
+        if _is_failure(answer):
+            late = isinstance(answer, (RedisTimeoutError, TimeoutError))
+            miss = Miss.TIMEOUT if late else Miss.ERROR
+            self._count_failure(miss, answer)
+            raise RedisUnavailable(miss) from answer
+        self._count_success()
+        if isinstance(answer, ResponseError):
+            code = answer.status_code or str(answer).partition(" ")[0]
+            if code == "WRONGTYPE":
+                raise RedisUnavailable(Miss.CORRUPT)
+            self._log_refusal(code)
+            raise RedisUnavailable(Miss.ERROR)
+        return answer
+
+    def _count_success(self) -> None:
+        open_s = self._breaker.succeeded(self._clock())
+        if open_s is not None:
+            log.info("redis is available again", store=self._name, address=self._address, down_s=round(open_s, 3))
+
+    def _count_failure(self, miss: Miss, error: Exception | None = None) -> None:
+        if self._breaker.failed(self._clock()):
+            self._log_unavailable(miss, error)
+
+    def _log_refusal(self, code: str) -> None:
+        now = self._clock()
+        if now - self._refusals.get(code, -math.inf) >= REFUSAL_LOG_S:
+            self._refusals[code] = now
+            log.warning("redis refused a command", store=self._name, code=code, address=self._address)
+
+    def _log_unavailable(self, miss: Miss, error: BaseException | None) -> None:
+        reason = type(error).__name__ if error else str(miss)
+        log.warning(
+            "redis is unavailable: every look-up is a miss", store=self._name, address=self._address, reason=reason
+        )
+
+
+async def _awaited(command: Any) -> Any:
+    """The result of a redis-py command, which redis-py annotates for its blocking and its asyncio client at once."""
+    return await command
+
+
+async def _outcome(command: Callable[[], Awaitable[Any]], limit_s: float) -> Any:
+    """The answer of a command, or its exception as a value: the caller may have stopped waiting."""
+    try:
+        # redis-py closes a connection whose command was cancelled, so no late answer can go to the next command.
+        async with asyncio.timeout(limit_s):
+            return await command()
+    except Exception as error:
+        return error
+
+
+def _is_failure(answer: Any) -> bool:
+    """Whether Redis did not answer. An error reply is an answer: it is logged, but the breaker does not count it."""
+    return isinstance(answer, Exception) and not isinstance(answer, ResponseError)
+
+
+def display_address(url: str) -> str:
+    """The address in a Redis URL for log lines, without user, password, database and options."""
+    parts = urlsplit(url)
+    if parts.scheme == "unix":
+        return f"unix://{parts.path}"
+    return f"{parts.scheme}://{parts.hostname or 'localhost'}:{parts.port or 6379}"
+
+
+def _connect(url: str, timeouts: Timeouts) -> "redis.Redis":
+    connections = redis.ConnectionPool.from_url(
+        url, max_connections=CONNECTIONS, socket_connect_timeout=timeouts.connect_s, protocol=2
+    )
+    # A URL may contain options; those that correctness depends on are set here.
+    connections.connection_kwargs.update(
+        decode_responses=False,
+        retry=Retry(NoBackoff(), 0),
+        retry_on_timeout=False,
+        # The time limit of each command is set by `RedisClient`.
+        socket_timeout=None,
+        driver_info=None,
+    )
+    return redis.Redis.from_pool(connections)

@@ -1,0 +1,194 @@
+"""What the scheduler stores about one job and one worker. Knows counts and times, never which job is next or why."""
+
+import math
+from collections import deque
+from collections.abc import Container
+from dataclasses import dataclass
+
+from services.scheduler.core.messages import EndedJob, Submit, WorkerHello, WorkerReport
+
+UNREPORTED_S = 0.05  # A report that arrives this soon after an assignment may not include the job yet.
+CONTEXT_WEIGHT = 0.1  # Blocks of prefill backlog that one block of a running job's context is worth.
+
+
+class JobRecord:
+    """One attempt of a job: it waits in a queue, follows a waiting leader, or holds a credit of a worker."""
+
+    __slots__ = (
+        "assigned_at",
+        "charged",
+        "deadline",
+        "followers",
+        "gateway_id",
+        "leader",
+        "matched_blocks",
+        "model_name",
+        "order",
+        "placement",
+        "priority",
+        "queued_at",
+        "submit",
+        "worker",
+    )
+
+    def __init__(self, submit: Submit, gateway_id: str | None, order: int, now: float) -> None:
+        self.submit = submit
+        self.gateway_id = gateway_id  # None: a worker reported the job after the scheduler's start.
+        self.order = order
+        self.priority = submit.priority
+        self.model_name = ""  # Set when the job is admitted: the model's own name, also if `submit` has an alias.
+        self.queued_at = now
+        self.deadline = math.inf if submit.deadline_s is None else now + submit.deadline_s
+        self.worker: WorkerRecord | None = None
+        self.assigned_at = 0.0
+        self.matched_blocks = 0
+        self.placement = 0  # The number of the last Assigned for this job; 0 if this scheduler sent none.
+        self.charged = 0  # Tokens charged to the tenant.
+        self.leader: JobRecord | None = None
+        self.followers: list[JobRecord] = []
+
+    def __repr__(self) -> str:
+        where = f"on {self.worker.id}" if self.worker else "waiting"
+        return f"JobRecord({self.id!r}, attempt {self.attempt}, {where})"
+
+    @property
+    def id(self) -> str:
+        """Unique in the mesh, except for a duplicate that a second gateway submits."""
+        return self.submit.job_id
+
+    @property
+    def attempt(self) -> int:
+        """From 1."""
+        return self.submit.attempt
+
+    @property
+    def tenant(self) -> str:
+        """The hashed name of the tenant."""
+        return self.submit.tenant
+
+    @property
+    def resumed(self) -> bool:
+        """Whether an earlier attempt of the job ran."""
+        return self.submit.attempt > 1
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens to compute before the first new one."""
+        return self.submit.prompt_tokens
+
+    def ended_by(self, ended: EndedJob) -> bool:
+        """Whether a worker's end means this attempt and this placement.
+
+        An end of an earlier attempt, or of a cancelled job with the same id, must not free this job's credit.
+        """
+        unnumbered = not ended.placement or not self.placement
+        return ended.attempt == self.attempt and (unnumbered or ended.placement == self.placement)
+
+
+@dataclass(slots=True)
+class UnreportedPrompt:
+    """Prompt tokens that were assigned to a worker at a time, and that its reports do not count yet."""
+
+    assigned_at: float
+    tokens: int
+
+
+class WorkerRecord:
+    """A registered worker: its credits, load and progress."""
+
+    def __init__(self, hello: WorkerHello, now: float, stall_s: float) -> None:
+        self.hello = hello
+        self.id = hello.worker_id
+        self.jobs: dict[str, JobRecord] = {}
+        self.detached_at: float | None = None
+        self.draining = False
+        self.last_report = WorkerReport()
+        self._context_tokens = 0
+        self._unreported: deque[UnreportedPrompt] = deque()
+        self._unreported_tokens = 0
+        self._stall_s = stall_s
+        self._progress_at = now
+        self._stalls_at = now + stall_s
+
+    def __repr__(self) -> str:
+        return f"WorkerRecord({self.id!r}, {len(self.jobs)}/{self.hello.credits} jobs)"
+
+    # -- credits --
+
+    @property
+    def free_credits(self) -> int:
+        """How many more jobs the worker accepts."""
+        return max(0, self.hello.credits - len(self.jobs))
+
+    def add_job(self, job: JobRecord, now: float) -> None:
+        """Gives a job one of the worker's credits."""
+        assert job.worker is None, job
+        assert job.id not in self.jobs, (self, job)
+        job.worker = self
+        job.assigned_at = now
+        self.jobs[job.id] = job
+        self._context_tokens += job.prompt_tokens + job.submit.max_tokens
+
+    def add_unreported(self, prompt_tokens: int, now: float) -> None:
+        """Counts prompt tokens that were just assigned, until a report includes them."""
+        self._unreported.append(UnreportedPrompt(now, prompt_tokens))
+        self._unreported_tokens += prompt_tokens
+
+    def remove_job(self, job: JobRecord) -> None:
+        """Takes a job's credit back."""
+        assert job.worker is self, job
+        job.worker = None
+        del self.jobs[job.id]
+        self._context_tokens -= job.prompt_tokens + job.submit.max_tokens
+
+    # -- load --
+
+    @property
+    def backlog_tokens(self) -> int:
+        """Prompt tokens that the worker has still to compute, including those that no report counts yet."""
+        return self.last_report.prefill_backlog + self._unreported_tokens
+
+    @property
+    def backlog_blocks(self) -> float:
+        """The worker's load in blocks of prompt: its prefill backlog plus a tenth of the context of its jobs."""
+        return (self.backlog_tokens + CONTEXT_WEIGHT * self._context_tokens) / self.hello.card.block_size
+
+    # -- progress --
+
+    def update(self, report: WorkerReport, now: float) -> None:
+        """Stores a report. It counts as progress if the worker completed steps or had nothing to do."""
+        if report.steps != self.last_report.steps or not (report.running and self.last_report.running):
+            self._progress_at = now
+        self.last_report = report
+        self.draining = report.draining
+        self._stalls_at = self._progress_at + max(self._stall_s, 3 * report.step_s)
+        while self._unreported and self._unreported[0].assigned_at <= now - UNREPORTED_S:
+            self._unreported_tokens -= self._unreported.popleft().tokens
+
+    def stalled(self, now: float) -> bool:
+        """Whether the worker made no progress for `stall_s` seconds and three of its predicted steps."""
+        return now > self._stalls_at
+
+    def healthy(self, now: float) -> bool:
+        """Whether new jobs may go to the worker if it has free credits."""
+        return now <= self._stalls_at and self.detached_at is None and not self.draining
+
+    def excuse_pause(self, pause_s: float) -> None:
+        """Moves all time-outs: the scheduler itself did not run for `pause_s` seconds."""
+        self._progress_at += pause_s
+        self._stalls_at += pause_s
+        if self.detached_at is not None:
+            self.detached_at += pause_s
+
+    def missing_jobs(self, now: float, grace_s: float, attached: Container[str]) -> list[JobRecord]:
+        """Jobs that hold a credit but, by the counts of the last report, never reached the worker.
+
+        A gateway may die between the scheduler's answer and its own message to the worker. Jobs of an attached gateway
+        count as missing only if the worker is idle.
+        """
+        old = [job for job in self.jobs.values() if now - job.assigned_at > grace_s]
+        surplus = len(old) - self.last_report.running - self.last_report.waiting
+        if surplus <= 0:
+            return []
+        idle = not self.last_report.running and not self.last_report.waiting
+        return [job for job in old if idle or job.gateway_id not in attached][:surplus]

@@ -1,0 +1,150 @@
+"""The state machine of jobs and workers: events in, commands out. Knows no clock, no socket and no token.
+
+Each `on_...` method takes one event and the time, and returns the commands that follow from it. A job waits in the
+queue of its model, follows a waiting leader, or holds a credit of one worker. Each submitted attempt gets exactly one
+answer (Assigned, Joined or Rejected) unless its gateway withdraws it or detaches.
+"""
+
+from services.scheduler.core import refusals
+from services.scheduler.core.admission import Admission
+from services.scheduler.core.limits import Limits
+from services.scheduler.core.membership import Membership
+from services.scheduler.core.messages import Command, SchedulerHello, Submit, WorkerHello, WorkerLoading, WorkerReport
+from services.scheduler.core.models import ModelRecord
+from services.scheduler.core.state import State
+
+
+class SchedulerCore:
+    """Applies events to the state and assigns waiting jobs to free credits."""
+
+    def __init__(self, epoch: int, now: float, limits: Limits | None = None) -> None:
+        self.epoch = epoch
+        self.limits = limits or Limits()
+        self.state = State(now)
+        self._admission = Admission(self.state, self.limits)
+        self._membership = Membership(self.state, self._admission, self.limits)
+
+    # ---- events: gateways ----
+
+    def on_gateway_attached(self, gateway_id: str, now: float) -> list[Command]:
+        """A gateway sent its hello. Its waiting jobs of an earlier link are dropped: it will submit them again."""
+        self._admission.drop_waiting(gateway_id, now)
+        self.state.commands.gateways[gateway_id] = None
+        self.state.commands.send(gateway_id, SchedulerHello(self.epoch))
+        self.state.commands.send(gateway_id, self.state.catalog.published)
+        return self._commands(now)
+
+    def on_gateway_detached(self, gateway_id: str, now: float) -> list[Command]:
+        """A gateway's link broke: its waiting jobs are dropped, its running jobs continue."""
+        self.state.commands.gateways.pop(gateway_id, None)
+        self._admission.drop_waiting(gateway_id, now)
+        return self._commands(now)
+
+    def on_submit(self, gateway_id: str, submit: Submit, now: float) -> list[Command]:
+        """A gateway asks for a worker for a job."""
+        self.state.counters.submitted += 1
+        previous = self.state.jobs.follower(gateway_id, submit.job_id)
+        if previous is not None:
+            self.state.jobs.unfollow(previous)
+        self._admission.admit(self.state.new_job(submit, gateway_id, now), now)
+        return self._commands(now)
+
+    def on_withdraw(self, gateway_id: str, job_id: str, now: float) -> list[Command]:
+        """A job needs no worker any more. If it was just assigned, its credit is free: the gateway does not send it."""
+        follower = self.state.jobs.follower(gateway_id, job_id)
+        job = self.state.jobs.get(job_id)
+        if follower is not None:
+            self.state.counters.withdrawn += 1
+            self.state.jobs.unfollow(follower)
+        elif job is not None and job.gateway_id == gateway_id:
+            self.state.counters.withdrawn += 1
+            self._admission.admit_followers(self.state.remove(job), job.order, now)
+        return self._commands(now)
+
+    # ---- events: workers ----
+
+    def on_loading(self, loading: WorkerLoading, now: float) -> list[Command]:
+        """A starting worker reports its progress."""
+        if loading.worker_id not in self.state.workers:
+            self.state.catalog.note_loading(loading)
+            self.state.publish_models()
+        return self._commands(now)
+
+    def on_loading_ended(self, worker_id: str, now: float) -> list[Command]:
+        """The start of a worker succeeded or failed."""
+        if self.state.catalog.end_loading(worker_id):
+            self.state.publish_models()
+        return self._commands(now)
+
+    def on_worker_attached(self, hello: WorkerHello, now: float) -> list[Command]:
+        """A worker registers: for the first time, after its link broke, or after the scheduler was restarted."""
+        self._membership.register(hello, self.epoch, now)
+        return self._commands(now)
+
+    def on_report(self, worker_id: str, report: WorkerReport, now: float) -> list[Command]:
+        """A worker reports. Reports of a lost or detached worker are ignored until it registers again."""
+        worker = self.state.workers.get(worker_id)
+        if worker is None or worker.detached_at is not None:
+            return []
+        self._membership.update(worker, report, now)
+        return self._commands(now)
+
+    def on_worker_detached(self, worker_id: str, now: float) -> list[Command]:
+        """A worker's link broke."""
+        worker = self.state.workers.get(worker_id)
+        if worker is not None and worker.detached_at is None:
+            self._membership.detach(worker, now)
+        return self._commands(now)
+
+    # ---- events: time ----
+
+    def on_tick(self, now: float) -> list[Command]:
+        """Time passed: removes lost workers, rejects overdue jobs, forgets models without workers."""
+        self._membership.remove_lost(now)
+        for model in list(self.state.models.values()):
+            served = bool(model.healthy(now))
+            if served:
+                model.served_at = now
+            self._admission.reject_overdue(model, served, now)
+            self._membership.forget_unserved(model, now)
+        return self._commands(now)
+
+    def on_pause(self, pause_s: float) -> None:
+        """The scheduler's own process did not run for `pause_s` seconds: no worker is blamed for that time."""
+        for worker in self.state.workers.values():
+            worker.excuse_pause(pause_s)
+
+    # ---- assignment ----
+
+    def _commands(self, now: float) -> list[Command]:
+        """Assigns jobs where the event made that possible, then returns all commands of the event."""
+        while self.state.to_dispatch:
+            name, _ = self.state.to_dispatch.popitem()
+            if name in self.state.models:
+                self._assign_waiting(self.state.models[name], now)
+        return self.state.commands.take_all()
+
+    def _assign_waiting(self, model: ModelRecord, now: float) -> None:
+        """Assigns the waiting jobs of a model, in their order, as long as a healthy worker has a free credit."""
+        healthy = model.healthy(now) if model.queue else []
+        skipped = []
+        while model.queue and any(worker.free_credits for worker in healthy):
+            job = model.queue.pop()
+            if job.deadline <= now:
+                self._admission.reject_dequeued(job, refusals.deadline_expired(), now)
+                continue
+            choice = model.choose_worker(job, healthy)
+            if choice is None:  # All free workers failed this job before; the next job may take their credits.
+                skipped.append(job)
+                continue
+            job.matched_blocks = choice.matched_blocks
+            self.state.assign(job, self.state.workers[choice.worker_id], model, now)
+            self._admission.join_followers(job, now)
+        for job in skipped:
+            model.queue.push(job)
+
+    # ---- invariants ----
+
+    def check_integrity(self) -> None:
+        """Asserts what must hold between two events; for tests."""
+        self.state.check_integrity()
