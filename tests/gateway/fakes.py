@@ -139,7 +139,7 @@ class Running:
 
     job: mesh_pb2.Job
     position: int
-    listeners: list[tuple[Any, int]]
+    subscribers: list[tuple[Any, int]]
     began: float = field(default_factory=time.monotonic)
     first: float = 0.0
 
@@ -195,8 +195,8 @@ class FakeWorker(WorkerServicer):
             if kind == "job":
                 job = request.job
                 self.jobs.append(job)
-                position = len(job.token_ids) - job.boundary
-                self.running[job.job_id] = Running(job, position, [(outbox, job.row)])
+                position = len(job.token_ids) - job.prompt_len
+                self.running[job.job_id] = Running(job, position, [(outbox, job.stream_id)])
             elif kind == "attach":
                 self._attach(request.attach, outbox)
             elif kind == "confirm":
@@ -211,24 +211,24 @@ class FakeWorker(WorkerServicer):
         running = self.running.get(attach.job_id)
         if running is None:
             gone = unavailable("JOB_NOT_FOUND", "gone").failure()
-            end = mesh_pb2.JobEnd(row=attach.row, reason=api.FINISH_REASON_ERROR, failure=gone)
+            end = mesh_pb2.JobEnd(stream_id=attach.stream_id, reason=api.FINISH_REASON_ERROR, failure=gone)
             outbox.put(mesh_pb2.RunResponse(ends=[end]))
             return
         tokens = list(self.script(running.job))[attach.position : running.position]
         positions = range(attach.position, running.position)
         if tokens:
-            rows = [attach.row] * len(tokens)
-            outbox.put(mesh_pb2.RunResponse(rows=rows, positions=positions, token_ids=tokens))
-        running.listeners.append((outbox, attach.row))
+            stream_ids = [attach.stream_id] * len(tokens)
+            outbox.put(mesh_pb2.RunResponse(stream_ids=stream_ids, positions=positions, token_ids=tokens))
+        running.subscribers.append((outbox, attach.stream_id))
 
     def _cancel(self, cancel: mesh_pb2.CancelJob, outbox: Any) -> None:
         for job_id, running in list(self.running.items()):
-            if (outbox, cancel.row) in running.listeners:
-                running.listeners.remove((outbox, cancel.row))
-                end = self._end(running, cancel.row)
+            if (outbox, cancel.stream_id) in running.subscribers:
+                running.subscribers.remove((outbox, cancel.stream_id))
+                end = self._end(running, cancel.stream_id)
                 end.reason = api.FINISH_REASON_CANCELLED
                 outbox.put(mesh_pb2.RunResponse(ends=[end]))
-                if not running.listeners:
+                if not running.subscribers:
                     del self.running[job_id]
 
     async def _step_for_ever(self) -> None:
@@ -249,32 +249,32 @@ class FakeWorker(WorkerServicer):
         ends = running.position >= min(len(tokens), job.sampling.max_tokens)
         fails = self.fail_at is not None and running.position >= self.fail_at[0]
         running.first = running.first or time.monotonic()
-        for outbox, row in running.listeners:
+        for outbox, stream_id in running.subscribers:
             message = messages.setdefault(outbox, mesh_pb2.RunResponse())
             if ends or fails:
-                message.ends.append(self._end(running, row))
+                message.ends.append(self._end(running, stream_id))
             else:
-                self.add(message, row, running.position, tokens[running.position], job)
+                self.add(message, stream_id, running.position, tokens[running.position], job)
         if ends or fails:
             del self.running[job.job_id]
         else:
             running.position += 1
             self.sent += 1
 
-    def add(self, message: mesh_pb2.RunResponse, row: int, position: int, token: int, job: mesh_pb2.Job) -> None:
+    def add(self, message: mesh_pb2.RunResponse, stream_id: int, position: int, token: int, job: mesh_pb2.Job) -> None:
         """One token of a step."""
         if job.sampling.HasField("logprobs"):
             top = range(job.sampling.logprobs)
             values = [-float(place + 1) for place in top]
-            message.tops.append(mesh_pb2.TopTokens(entry=len(message.rows), token_ids=top, logprobs=values))
+            message.tops.append(mesh_pb2.TopTokens(entry=len(message.stream_ids), token_ids=top, logprobs=values))
             message.logprobs.append(-0.5)
         elif any(other.job.sampling.HasField("logprobs") for other in self.running.values()):
             message.logprobs.append(float("nan"))
-        message.rows.append(row)
+        message.stream_ids.append(stream_id)
         message.positions.append(position)
         message.token_ids.append(token)
 
-    def _end(self, running: Running, row: int) -> mesh_pb2.JobEnd:
+    def _end(self, running: Running, stream_id: int) -> mesh_pb2.JobEnd:
         now = time.monotonic()
         first = running.first or now
         cost = mesh_pb2.JobCost(
@@ -283,7 +283,7 @@ class FakeWorker(WorkerServicer):
             prefill_tokens=len(running.job.token_ids) - 1,
             cached_tokens=1,
         )
-        end = mesh_pb2.JobEnd(row=row, cost=cost)
+        end = mesh_pb2.JobEnd(stream_id=stream_id, cost=cost)
         if self.fail_at is not None:
             end.reason = api.FINISH_REASON_ERROR
             end.failure.CopyFrom(self.fail_at[1].failure())
@@ -293,12 +293,6 @@ class FakeWorker(WorkerServicer):
             end.reason = api.FINISH_REASON_STOP
             end.stop_token_id = 1
         return end
-
-    def announce(self) -> None:
-        """Says of all jobs that their first token comes soon."""
-        for running in self.running.values():
-            for outbox, row in running.listeners:
-                outbox.put(mesh_pb2.RunResponse(soon=[row]))
 
     def say(self, message: mesh_pb2.RunResponse) -> None:
         """To all gateways, whatever it is."""

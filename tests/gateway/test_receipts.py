@@ -40,10 +40,10 @@ def test_every_instant_is_counted_once(
         timeline.enter(phase)
         clock.now += spent
     timeline.enter(Phase.OWN)
-    ledger = AttemptCosts(queue_s, prefill_s, decode_s)
+    costs = AttemptCosts(queue_s, prefill_s, decode_s)
     if hit:
-        ledger.answered_by_cache()
-    times = timings(timeline, ledger, 100.5)
+        costs.answered_by_cache()
+    times = timings(timeline, costs, 100.5)
     assert times.wall_s == pytest.approx(clock.now - 100.0)
     assert min(getattr(times, part) for part in PARTS) >= 0
     own = sum(spent for phase, spent in walk if phase is Phase.OWN)
@@ -74,6 +74,7 @@ def test_what_was_waited_for_is_split_by_what_others_measured() -> None:
 async def test_little_is_unaccounted_for_over_200_requests() -> None:
     async with FakeMesh(cache=True) as mesh:
         mesh.scheduler.decide = lambda submit: assigned(submit, "worker-0", mesh.address("worker-0"), queue_s=1e-4)
+        mesh.workers[0].step_s = 0.005  # Slower than the cache, as real workers are.
         answers: list[Answer] = []
         for number in range(50):
             request = ask(f"hello {number}", max_tokens=1 + number % 20, logprobs=number % 3)
@@ -94,7 +95,7 @@ async def test_little_is_unaccounted_for_over_200_requests() -> None:
 
 @timely
 async def test_times_are_those_of_where_they_were_measured() -> None:
-    async with FakeMesh(2) as mesh:  # There is no head start.
+    async with FakeMesh(2) as mesh:  # There is no early attempt.
         mesh.scheduler.hold = True
         mesh.scheduler.decide = lambda submit: assigned(submit, "worker-0", mesh.address("worker-0"), queue_s=0.1)
         mesh.workers[0].step_s = 0.02

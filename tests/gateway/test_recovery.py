@@ -28,13 +28,13 @@ async def test_a_broken_link_is_the_next_attempt_elsewhere() -> None:
         assert {delta.attempt for delta in answer.deltas if delta.position < 12 and delta.token_ids} == {1}
         assert {delta.attempt for delta in answer.deltas if delta.position >= 12 and delta.token_ids} == {2}
         [job] = second.jobs
-        assert list(job.token_ids[job.boundary :]) == ANSWER[:12]
+        assert list(job.token_ids[job.prompt_len :]) == ANSWER[:12]
         assert job.attempt == 2
         assert job.sampling.seed == 3
         again = mesh.scheduler.submits[1]
         assert list(again.avoid) == ["worker-0"]
         assert again.identity == mesh.scheduler.submits[0].identity  # Who shared the first attempt shares this one.
-        assert again.prompt_tokens == job.boundary + 12
+        assert again.prompt_tokens == job.prompt_len + 12
         receipt = answer.receipt
         assert receipt.attempts == 2
         assert list(receipt.workers) == ["worker-0", "worker-1"]
@@ -49,17 +49,17 @@ async def test_a_lost_worker_is_fenced_even_if_it_still_speaks() -> None:
         streaming = asyncio.create_task(generate(mesh.stub, ask()))
         await until(lambda: zombie.sent == 5)
         await asyncio.sleep(0.05)
-        row = zombie.jobs[0].row
+        row = zombie.jobs[0].stream_id
         mesh.scheduler.say(mesh_pb2.DispatchResponse(worker_lost=mesh_pb2.WorkerLost(worker_id="worker-0")))
         await until(lambda: second.sent > 2)
-        late = mesh_pb2.RunResponse(rows=[row] * 30, positions=range(5, 35), token_ids=[9] * 30)
-        late.ends.add(row=row, reason=api.FINISH_REASON_STOP)
+        late = mesh_pb2.RunResponse(stream_ids=[row] * 30, positions=range(5, 35), token_ids=[9] * 30)
+        late.ends.add(stream_id=row, reason=api.FINISH_REASON_STOP)
         zombie.say(late)
         answer = await streaming
         assert answer.ids() == ANSWER
         assert answer.text() == LOREM
         assert answer.receipt.attempts == 2
-        assert [cancel.row for cancel in zombie.cancelled] == [row]  # It is told, should it live.
+        assert [cancel.stream_id for cancel in zombie.cancelled] == [row]  # It is told, should it live.
 
 
 async def test_a_job_says_which_answer_sent_it() -> None:
@@ -75,7 +75,9 @@ async def test_repeated_positions_are_dropped() -> None:
         worker.hold_at = 5
         streaming = asyncio.create_task(generate(mesh.stub, ask()))
         await until(lambda: worker.sent == 5)
-        worker.say(mesh_pb2.RunResponse(rows=[worker.jobs[0].row] * 3, positions=range(2, 5), token_ids=[9] * 3))
+        worker.say(
+            mesh_pb2.RunResponse(stream_ids=[worker.jobs[0].stream_id] * 3, positions=range(2, 5), token_ids=[9] * 3)
+        )
         worker.hold_at = None
         assert (await streaming).ids() == ANSWER
 
@@ -86,7 +88,7 @@ async def test_a_gap_in_positions_loses_the_attempt_not_a_token() -> None:
         worker.hold_at = 5
         streaming = asyncio.create_task(generate(mesh.stub, ask()))
         await until(lambda: worker.sent == 5)
-        worker.say(mesh_pb2.RunResponse(rows=[worker.jobs[0].row], positions=[7], token_ids=[9]))
+        worker.say(mesh_pb2.RunResponse(stream_ids=[worker.jobs[0].stream_id], positions=[7], token_ids=[9]))
         answer = await streaming
         assert answer.ids() == ANSWER
         assert answer.receipt.attempts == 2
@@ -98,7 +100,7 @@ async def test_a_message_that_is_no_step_loses_the_link() -> None:
         worker.hold_at = 5
         streaming = asyncio.create_task(generate(mesh.stub, ask()))
         await until(lambda: worker.sent == 5)
-        worker.say(mesh_pb2.RunResponse(rows=[1, 2], positions=[5], token_ids=[9, 9, 9]))
+        worker.say(mesh_pb2.RunResponse(stream_ids=[1, 2], positions=[5], token_ids=[9, 9, 9]))
         answer = await streaming
         assert answer.error is None
         assert answer.receipt.attempts == 2

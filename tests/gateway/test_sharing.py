@@ -8,7 +8,8 @@ import pytest
 from protos import cache_pb2, mesh_pb2
 from protos import inference_pb2 as api
 from services.errors import WeftError
-from services.gateway.answers.generation import AdmittedRequest, Generation, Listening
+from services.gateway.answers.admitted import AdmittedRequest
+from services.gateway.answers.generation import Generation, Observer
 from services.gateway.answers.registry import Registry
 from services.gateway.links.result_cache import result_key
 from tests.gateway.fakes import Answer, FakeMesh, FakeWorker, ask, assigned, generate, rejected, until
@@ -218,22 +219,22 @@ async def test_a_retry_joins_its_own_generation_from_the_start() -> None:
 
 
 @pytest.fixture
-def listening(monkeypatch: pytest.MonkeyPatch) -> list[Listening]:
-    """Who listens to a generation, as it begins to."""
-    listening: list[Listening] = []
+def subscribers(monkeypatch: pytest.MonkeyPatch) -> list[Observer]:
+    """The subscribers of all generations, in the order in which they subscribed."""
+    subscribers: list[Observer] = []
     enter = Registry.enter
 
-    def enter_and_tell(self: Registry, order: AdmittedRequest, listener: Listening) -> tuple[Generation, bool]:
-        listening.append(listener)
-        return enter(self, order, listener)
+    def enter_and_note(self: Registry, admitted: AdmittedRequest, subscriber: Observer) -> tuple[Generation, bool]:
+        subscribers.append(subscriber)
+        return enter(self, admitted, subscriber)
 
-    monkeypatch.setattr(Registry, "enter", enter_and_tell)
-    return listening
+    monkeypatch.setattr(Registry, "enter", enter_and_note)
+    return subscribers
 
 
 @pytest.mark.parametrize("timeouts", [(60, 600), (600, 60)])
 async def test_calls_that_share_a_generation_keep_their_own_deadlines(
-    timeouts: tuple[int, int], listening: list[Listening]
+    timeouts: tuple[int, int], subscribers: list[Observer]
 ) -> None:
     async with FakeMesh() as mesh:
         worker = mesh.workers[0]
@@ -241,11 +242,11 @@ async def test_calls_that_share_a_generation_keep_their_own_deadlines(
         calls = []
         for timeout_s in timeouts:
             calls.append(asyncio.create_task(generate(mesh.stub, ask(request_id="mine"), timeout=timeout_s)))
-            await until(lambda: len(listening) == len(calls) and worker.sent == 10)
+            await until(lambda: len(subscribers) == len(calls) and worker.sent == 10)
         [job] = worker.jobs
         worker.running.clear()
         worker.hold_at = None
-        end = mesh_pb2.JobEnd(row=job.row, reason=api.FINISH_REASON_ERROR, failure=LATE.failure())
+        end = mesh_pb2.JobEnd(stream_id=job.stream_id, reason=api.FINISH_REASON_ERROR, failure=LATE.failure())
         worker.say(mesh_pb2.RunResponse(ends=[end]))
         answers = await asyncio.gather(*calls)
         if timeouts == (600, 60):  # The job had all the time that there is.
@@ -254,17 +255,17 @@ async def test_calls_that_share_a_generation_keep_their_own_deadlines(
         assert [answer.ids() for answer in answers] == [ANSWER] * 2
         again = worker.jobs[1]
         assert job.deadline_s <= 60 < again.deadline_s
-        assert list(again.token_ids[again.boundary :]) == ANSWER[:10]
+        assert list(again.token_ids[again.prompt_len :]) == ANSWER[:10]
         assert list(mesh.scheduler.submits[1].avoid) == []  # No worker failed.
 
 
-async def test_a_deadline_that_passed_in_the_queue_is_not_that_of_who_came_later(listening: list[Listening]) -> None:
+async def test_a_deadline_that_passed_in_the_queue_is_not_that_of_who_came_later(subscribers: list[Observer]) -> None:
     async with FakeMesh() as mesh:
         mesh.scheduler.hold = True
         sooner = asyncio.create_task(generate(mesh.stub, ask(request_id="mine"), timeout=60))
         await until(lambda: len(mesh.scheduler.submits) == 1)
         later = asyncio.create_task(generate(mesh.stub, ask(request_id="mine"), timeout=600))
-        await until(lambda: len(listening) == 2)
+        await until(lambda: len(subscribers) == 2)
         mesh.scheduler.hold = False
         first = mesh.scheduler.submits[0]
         mesh.scheduler.say(rejected(first, LATE))
@@ -328,7 +329,7 @@ async def test_each_of_many_clients_gets_its_own_answer() -> None:
     texts = [f"{number} bottles of ale" for number in range(40)]
 
     def script(job: mesh_pb2.Job) -> list[int]:
-        return list(job.token_ids[1 : job.boundary])  # It says what it was told.
+        return list(job.token_ids[1 : job.prompt_len])  # It says what it was told.
 
     async with FakeMesh(script=script) as mesh:
         mesh.scheduler.decide = lambda submit: assigned(submit, "worker-0", mesh.address("worker-0"))

@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from protos import inference_pb2 as api
 from protos import mesh_pb2
 from services.gateway.access.tenants import DEFAULT
-from services.gateway.answers.call import RECEIPT_KEY
+from services.gateway.doors.native import RECEIPT_KEY
 from services.hashing import block_keys, chain_root
 from tests.gateway.fakes import FakeMesh, ask, generate, until
 from tests.gateway.model import ANSWER, LOREM, TOKENIZER, ids_of, make_card
@@ -58,7 +58,7 @@ async def test_the_scheduler_is_told_lengths_and_hashes_and_the_worker_everythin
         assert submit.priority == job.priority == 5
         assert len(submit.identity) == len(submit.body) == 32
         assert list(job.token_ids) == prompt
-        assert job.boundary == len(prompt)
+        assert job.prompt_len == len(prompt)
         assert job.salt == DEFAULT.salt
         assert (job.sampling.top_k, job.sampling.max_tokens, job.sampling.seed) == (3, 9, 7)
         assert not job.sampling.stop

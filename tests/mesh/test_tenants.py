@@ -334,7 +334,7 @@ BROKEN = {
     "an unknown field": (entry("few", "request_per_second = 1"), "tenant.0.request_per_second: "),
     "a limit of nothing": (entry("few", "concurrent = 0"), "tenant.0.concurrent: "),
     "a tenant twice": (entry("few") + entry("few"), "names few twice"),
-    "a key twice": (entry("few") + entry("few").replace('"few"', '"other"'), "other: one of its keys is there already"),
+    "a key twice": (entry("few") + entry("few").replace('"few"', '"other"'), "other: a key is listed twice"),
     "an unknown method": (entry("few", 'methods = ["Destroy"]'), "tenant.0.methods.0: "),
     "no file": (None, "cannot be read: No such file or directory"),
 }

@@ -1,4 +1,4 @@
-"""Patience: a handler ends at its deadline or when its client reads no more, and never for another reason."""
+"""Deadline: a call ends at its deadline or when its client does not read, and for no other reason."""
 
 import asyncio
 
