@@ -1,6 +1,7 @@
 """The gateway's neighbours as small real servers on loopback: scheduler, workers and cache that do as told."""
 
 import asyncio
+import hashlib
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -328,15 +329,18 @@ class FakeMesh:
         cache: bool = False,
         script: Callable[[mesh_pb2.Job], Sequence[int]] = lambda job: ANSWER,
         card: mesh_pb2.ModelCard | None = None,
+        bundle: bytes = BUNDLE,
         **settings: Any,
     ) -> None:
-        self.card = card or make_card()
+        self.card = card or make_card(bundle_digest=hashlib.sha256(bundle).digest())
         # They have what a gateway calls, and no more.
         self.scheduler = FakeScheduler()  # type: ignore[abstract]
         self.workers = [
             FakeWorker(f"worker-{i}", script)  # type: ignore[abstract]
             for i in range(workers)
         ]
+        for worker in self.workers:
+            worker.bundle = bundle
         self.cache = FakeCache() if cache else None  # type: ignore[abstract]
         self.servers: dict[str, rpc.Server] = {}
         self._settings = settings
