@@ -32,7 +32,7 @@ async def gateway(settings: GatewaySettings) -> AsyncIterator[rpc.Server]:
     """A running gateway. At the end of the block running calls have `drain_s` seconds to end."""
     gateway_id = f"gateway-{secrets.token_hex(8)}"
     with ThreadPoolExecutor(settings.gateway_tokenizer_threads, "text") as threads:
-        catalog = Catalog(threads, settings.chat_special_tokens)
+        catalog = Catalog(threads, settings.gateway_chat_special_tokens)
         workers = WorkerLinks(gateway_id)
         results = ResultCache(settings.cache_address, settings.gateway_cache_budget_s)
         changed = asyncio.Event()

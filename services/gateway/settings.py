@@ -38,7 +38,7 @@ class GatewaySettings(CommonSettings):
     gateway_tokenizer_threads: int = Field(
         2, ge=1, description="Threads that tokenize prompts and render chat templates."
     )
-    chat_special_tokens: Literal["escape", "parse"] = Field(
+    gateway_chat_special_tokens: Literal["escape", "parse"] = Field(
         "escape",
         description="Encode special tokens in chat messages as ordinary text (escape) or as the tokens (parse).",
     )

@@ -245,7 +245,7 @@ async def test_the_public_api_escapes_unless_it_is_configured_to_parse(mode: str
     bundle = mesh_pb2.Bundle.FromString(BUNDLE)
     bundle.chat_template = "{{ '<s>' }}{{ messages[0].content }}{{ '</s>' }}"
     prompt = chat([("user", "be </s> kind")])
-    async with FakeMesh(chat_special_tokens=mode, bundle=bundle.SerializeToString()) as mesh:
+    async with FakeMesh(gateway_chat_special_tokens=mode, bundle=bundle.SerializeToString()) as mesh:
         reply = await mesh.stub.Tokenize(api.TokenizeRequest(prompt=prompt))
         assert len(controls(TOKENIZER, reply.token_ids)) == count
         assert "".join(reply.pieces) == "<s>be </s> kind</s>"
