@@ -18,26 +18,26 @@ from weft import Client
 
 
 @pytest.fixture
-def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(early_attempt, "CONFIRM_WAIT_S", 60.0)
 
 
-@pytest.mark.usefixtures("_patient")
+@pytest.mark.usefixtures("_no_timeout")
 async def test_an_early_attempt_runs_before_the_placement_and_delivers_nothing_until_then() -> None:
     async with FakeMesh() as mesh:
         mesh.scheduler.hold = True
         received: list[api.GenerateResponse] = []
 
-        async def listen() -> None:
+        async def read() -> None:
             async for response in mesh.stub.Generate(ask()):
                 received.append(response)
 
-        listening = asyncio.create_task(listen())
+        reading = asyncio.create_task(read())
         await until(lambda: mesh.workers[0].sent == len(ANSWER))
         await asyncio.sleep(0.02)
         assert not received
         mesh.scheduler.release()
-        await listening
+        await reading
         assert "".join(response.delta.text for response in received) == LOREM
         receipt = received[-1].receipt
         assert (receipt.attempts, list(receipt.workers)) == (1, ["worker-0"])
@@ -46,7 +46,7 @@ async def test_an_early_attempt_runs_before_the_placement_and_delivers_nothing_u
         assert not mesh.workers[0].cancelled
 
 
-@pytest.mark.usefixtures("_patient")
+@pytest.mark.usefixtures("_no_timeout")
 async def test_a_tentative_job_of_the_python_client_is_confirmed() -> None:
     async with FakeMesh() as mesh, Client(f"127.0.0.1:{mesh.server.port}") as client:
         worker, scheduler = mesh.workers[0], mesh.scheduler
@@ -64,20 +64,20 @@ async def test_a_tentative_job_of_the_python_client_is_confirmed() -> None:
         assert [(each.stream_id, each.placement) for each in worker.confirmed] == [(job.stream_id, 7)]
 
 
-@pytest.mark.usefixtures("_patient")
+@pytest.mark.usefixtures("_no_timeout")
 async def test_of_two_equal_requests_the_one_with_the_early_attempt_is_submitted_first() -> None:
     async with FakeMesh(cache=True) as mesh:
         worker = mesh.workers[0]
         worker.hold_bundle.clear()
         request = ask(prompt=api.Prompt(token_ids=api.TokenIds(ids=ids_of("hello"))))
         both = [asyncio.create_task(generate(mesh.stub, request)) for _ in range(2)]
-        await asyncio.sleep(0.1)  # Both wait for the tokenizer, and go on together.
+        await asyncio.sleep(0.1)  # Both wait for the tokenizer, and continue at the same time.
         worker.hold_bundle.set()
         assert [(await each).ids() for each in both] == [ANSWER, ANSWER]
         assert worker.jobs[0].job_id == mesh.scheduler.submits[0].job_id
 
 
-@pytest.mark.usefixtures("_patient")
+@pytest.mark.usefixtures("_no_timeout")
 async def test_initial_metadata_is_sent_before_the_first_token() -> None:
     async with FakeMesh() as mesh:
         mesh.workers[0].hold_at = 0
@@ -88,7 +88,7 @@ async def test_initial_metadata_is_sent_before_the_first_token() -> None:
         assert [response async for response in call][-1].HasField("receipt")
 
 
-@pytest.mark.usefixtures("_patient")
+@pytest.mark.usefixtures("_no_timeout")
 async def test_grpc_may_retry_a_call_whose_early_attempt_was_refused() -> None:
     retry = {"maxAttempts": 2, "initialBackoff": "0.01s", "maxBackoff": "0.01s", "backoffMultiplier": 1}
     policy = {"name": [{}], "retryPolicy": {**retry, "retryableStatusCodes": ["UNAVAILABLE"]}}
@@ -106,7 +106,7 @@ async def test_grpc_may_retry_a_call_whose_early_attempt_was_refused() -> None:
         assert len(mesh.scheduler.submits) == 2
 
 
-@pytest.mark.usefixtures("_patient")
+@pytest.mark.usefixtures("_no_timeout")
 async def test_an_early_attempt_at_a_worker_that_was_restarted_is_repeated() -> None:
     async with FakeMesh() as mesh:
         mesh.scheduler.hold = True
@@ -124,7 +124,7 @@ async def test_an_early_attempt_at_a_worker_that_was_restarted_is_repeated() -> 
         assert len(mesh.workers[0].jobs) == 2
 
 
-@pytest.mark.usefixtures("_patient")
+@pytest.mark.usefixtures("_no_timeout")
 async def test_a_rejected_early_attempt_is_aborted() -> None:
     async with FakeMesh() as mesh:
         mesh.workers[0].hold_at = 2
@@ -135,7 +135,7 @@ async def test_a_rejected_early_attempt_is_aborted() -> None:
         await until(lambda: [cancel.position for cancel in mesh.workers[0].cancelled] == [0])
 
 
-@pytest.mark.usefixtures("_patient")
+@pytest.mark.usefixtures("_no_timeout")
 async def test_a_rejected_early_attempt_is_aborted_even_if_it_has_ended() -> None:
     async with FakeMesh() as mesh:
         worker, scheduler = mesh.workers[0], mesh.scheduler
@@ -143,14 +143,14 @@ async def test_a_rejected_early_attempt_is_aborted_even_if_it_has_ended() -> Non
         scheduler.decide = lambda submit: rejected(submit, unavailable("QUEUE_FULL", "no room"))
         answering = asyncio.create_task(generate(mesh.stub, ask()))
         await until(lambda: worker.sent == len(ANSWER) and not worker.running)
-        await asyncio.sleep(0.02)  # Its end is at the gateway.
+        await asyncio.sleep(0.02)  # The gateway has received the end.
         scheduler.release()
         assert (await answering).ids() == []
         await until(lambda: [cancel.stream_id for cancel in worker.cancelled] == [worker.jobs[0].stream_id])
         assert not worker.confirmed
 
 
-@pytest.mark.usefixtures("_patient")
+@pytest.mark.usefixtures("_no_timeout")
 async def test_the_failure_of_a_tentative_job_is_not_a_lost_attempt() -> None:
     async with FakeMesh() as mesh:
         worker = mesh.workers[0]
@@ -158,7 +158,7 @@ async def test_the_failure_of_a_tentative_job_is_not_a_lost_attempt() -> None:
         mesh.scheduler.hold = True
         answering = asyncio.create_task(generate(mesh.stub, ask()))
         await until(lambda: len(worker.jobs) == 1 and not worker.running)
-        await asyncio.sleep(0.02)  # Its end is at the gateway.
+        await asyncio.sleep(0.02)  # The gateway has received the end.
         worker.fail_at = None
         mesh.scheduler.release()
         answer = await answering
@@ -191,13 +191,13 @@ async def test_without_a_scheduler_an_early_attempt_delivers_nothing_and_is_abor
         assert [cancel.position for cancel in mesh.workers[0].cancelled] == [0]
 
 
-@pytest.mark.usefixtures("_patient")
+@pytest.mark.usefixtures("_no_timeout")
 async def test_a_cached_answer_aborts_the_early_attempt_each_time() -> None:
     async with FakeMesh(cache=True) as mesh:
         cache, worker = mesh.cache, mesh.workers[0]
         assert cache is not None
         await generate(mesh.stub, ask())
-        await until(lambda: bool(cache.kept))
+        await until(lambda: bool(cache.results))
         worker.hold_at = 0
         for number in (1, 2):
             answer = await generate(mesh.stub, ask())
@@ -207,7 +207,7 @@ async def test_a_cached_answer_aborts_the_early_attempt_each_time() -> None:
         assert all(job.tentative for job in worker.jobs)
 
 
-@pytest.mark.usefixtures("_patient")
+@pytest.mark.usefixtures("_no_timeout")
 async def test_an_early_attempt_is_aborted_when_another_worker_is_assigned() -> None:
     async with FakeMesh(2) as mesh:
         served = mesh.served()
@@ -223,7 +223,7 @@ async def test_an_early_attempt_is_aborted_when_another_worker_is_assigned() -> 
         await until(lambda: len(first.cancelled) == len(first.jobs) == 1)
 
 
-@pytest.mark.usefixtures("_patient")
+@pytest.mark.usefixtures("_no_timeout")
 async def test_an_early_attempt_is_aborted_when_the_job_joins_another() -> None:
     async with FakeMesh() as mesh:
         worker = mesh.workers[0]
@@ -249,7 +249,7 @@ async def test_an_early_attempt_is_aborted_when_the_job_joins_another() -> None:
         await until(lambda: len(worker.cancelled) == 1)
 
 
-@pytest.mark.usefixtures("_patient")
+@pytest.mark.usefixtures("_no_timeout")
 @pytest.mark.parametrize("why", ["several workers", "this gateway has another job there"])
 async def test_there_is_no_early_attempt_where_the_placement_is_uncertain(why: str) -> None:
     async with FakeMesh(2 if why == "several workers" else 1) as mesh:

@@ -1,4 +1,4 @@
-"""The control link to a scheduler, over a real socket: what is asked is answered or taken back, however much it is."""
+"""The control link to a scheduler, over a real socket: each submitted job is placed or withdrawn."""
 
 import asyncio
 import contextlib
@@ -34,37 +34,37 @@ async def linked(scheduler: FakeScheduler) -> AsyncIterator[SchedulerLink]:
 
 @pytest.fixture
 def scheduler() -> FakeScheduler:
-    """One that has a worker for everybody."""
+    """A scheduler that assigns every job."""
     fake = FakeScheduler()  # type: ignore[abstract]
     fake.workers = [("a worker", "127.0.0.1:1")]
     return fake
 
 
-async def test_who_waits_for_a_scheduler_says_where(capfd: pytest.CaptureFixture[str]) -> None:
+async def test_the_log_has_the_address_of_the_scheduler(capfd: pytest.CaptureFixture[str]) -> None:
     link = SchedulerLink("127.0.0.1:1", "a gateway", WAIT_S, lambda models: None, lambda worker: None)
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(link.run(), 0.1)
     assert "127.0.0.1:1" in "".join(capfd.readouterr())
 
 
-async def test_an_answer_that_comes_in_the_instant_of_a_cancel_is_given_back(
+async def test_a_placement_that_arrives_in_the_instant_of_a_cancel_is_withdrawn(
     scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with linked(scheduler) as link:
         placing = asyncio.create_task(link.submit(mesh.Submit(job_id="job", attempt=1)))
         answer = link._answer
 
-        def answer_and_leave(*what: Any) -> None:
+        def answer_and_cancel(*what: Any) -> None:
             answer(*what)
             placing.cancel()
 
-        monkeypatch.setattr(link, "_answer", answer_and_leave)
+        monkeypatch.setattr(link, "_answer", answer_and_cancel)
         with pytest.raises(asyncio.CancelledError):
             await placing
         await until(lambda: scheduler.withdrawn == ["job"])
 
 
-async def test_what_is_answered_is_not_taken_back(scheduler: FakeScheduler) -> None:
+async def test_a_placed_job_is_not_withdrawn(scheduler: FakeScheduler) -> None:
     async with linked(scheduler) as link:
         for number in range(2):
             placement = await link.submit(mesh.Submit(job_id=f"job {number}", attempt=1))
@@ -72,7 +72,7 @@ async def test_what_is_answered_is_not_taken_back(scheduler: FakeScheduler) -> N
         assert scheduler.withdrawn == []
 
 
-async def test_more_jobs_at_once_than_a_link_holds_of_anything_else_are_all_placed(scheduler: FakeScheduler) -> None:
+async def test_more_jobs_than_the_default_queue_holds_are_all_placed(scheduler: FakeScheduler) -> None:
     async with linked(scheduler) as link:
         await asyncio.wait_for(link.models_known.wait(), 10)
         jobs = [mesh.Submit(job_id=str(number), attempt=1) for number in range(4200)]
@@ -80,7 +80,7 @@ async def test_more_jobs_at_once_than_a_link_holds_of_anything_else_are_all_plac
         assert [placement.job_id for placement in placements] == [job.job_id for job in jobs]
 
 
-async def test_a_scheduler_that_comes_and_goes_is_given_its_whole_time_each_time(
+async def test_each_disconnect_of_the_scheduler_starts_a_new_timer(
     scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop = asyncio.get_running_loop()
