@@ -60,7 +60,7 @@ class Reader:
                     self.gaps.add((now - self._last) * 1e3)
                 self._last = now
                 self.messages += 1
-                self.tokens += len(message.rows)
+                self.tokens += len(message.stream_ids)
                 self._first.set()
                 if not self._reads.is_set():
                     await self._reads.wait()
@@ -79,11 +79,11 @@ async def readers(address: str, rows: Sequence[int]) -> AsyncIterator[list[Reade
 def _job(job_id: str, row: int) -> mesh.Job:
     sampling = api.Sampling(max_tokens=_MANY, temperature=0.0, seed=row, ignore_eos=True)
     return mesh.Job(
-        row=row,
+        stream_id=row,
         job_id=job_id,
         attempt=1,
         token_ids=[row] * _PROMPT,
-        boundary=_PROMPT,
+        prompt_len=_PROMPT,
         sampling=sampling,
         placement=row,
     )

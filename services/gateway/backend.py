@@ -1,5 +1,6 @@
-"""What all rooms of the gateway share, made once in main. Knows no request."""
+"""What every request of the gateway uses, made once in main. Knows no request."""
 
+from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from services.gateway.links.catalog import Catalog
@@ -12,11 +13,13 @@ from services.gateway.settings import GatewaySettings
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """What the gateway's rooms share: made once, in main."""
+    """The gateway's connections, settings and metrics."""
 
     settings: GatewaySettings
     catalog: Catalog
-    dispatch: SchedulerLink
-    links: WorkerLinks
+    scheduler: SchedulerLink
+    workers: WorkerLinks
     results: ResultCache
     metrics: GatewayMetrics
+    threads: Executor
+    """Tokenizes prompts and renders chat templates."""

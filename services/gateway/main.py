@@ -1,4 +1,4 @@
-"""Wires the gateway together and runs it until SIGTERM or SIGINT."""
+"""Wires the gateway together, and runs it until SIGTERM or SIGINT."""
 
 import asyncio
 import contextlib
@@ -13,6 +13,7 @@ from protos.inference_pb2_grpc import add_InferenceServicer_to_server
 from services import process, rpc, telemetry
 from services.gateway.access.authorizer import Authorizer
 from services.gateway.access.tenants import TenantsFileError
+from services.gateway.answers.serve import AnswerService
 from services.gateway.backend import Backend
 from services.gateway.doors.grpc_gate import AuthInterceptor
 from services.gateway.doors.native import InferenceService
@@ -28,11 +29,11 @@ log = structlog.get_logger("gateway")
 
 @contextlib.asynccontextmanager
 async def gateway(settings: GatewaySettings) -> AsyncIterator[rpc.Server]:
-    """A running gateway. At the end of the block calls under way get `drain_s` seconds."""
+    """A running gateway. At the end of the block running calls have `drain_s` seconds to end."""
     gateway_id = f"gateway-{secrets.token_hex(8)}"
     with ThreadPoolExecutor(settings.gateway_tokenizer_threads, "text") as threads:
-        catalog = Catalog(threads)
-        links = WorkerLinks(gateway_id)
+        catalog = Catalog(threads, settings.gateway_chat_special_tokens)
+        workers = WorkerLinks(gateway_id)
         results = ResultCache(settings.cache_address, settings.gateway_cache_budget_s)
         changed = asyncio.Event()
 
@@ -40,12 +41,13 @@ async def gateway(settings: GatewaySettings) -> AsyncIterator[rpc.Server]:
             catalog.update(models)
             changed.set()
 
-        dispatch = SchedulerLink(
-            settings.scheduler_address, gateway_id, settings.gateway_scheduler_wait_s, on_models, links.worker_lost
+        scheduler = SchedulerLink(
+            settings.scheduler_address, gateway_id, settings.gateway_scheduler_wait_s, on_models, workers.lose_worker
         )
         metrics = GatewayMetrics()
-        access = Authorizer(settings.tenants_file, settings.gateway_open_reflection)
-        service = InferenceService(Backend(settings, catalog, dispatch, links, results, metrics), access, threads)
+        access = Authorizer(settings.tenants_file)
+        backend = Backend(settings, catalog, scheduler, workers, results, metrics, threads)
+        service = InferenceService(AnswerService(backend, access))
         server = await rpc.serve(
             settings.listen,
             [rpc.Service("weft.v1.Inference", add_InferenceServicer_to_server, service)],
@@ -53,11 +55,11 @@ async def gateway(settings: GatewaySettings) -> AsyncIterator[rpc.Server]:
             allow_remote=settings.allow_remote,
             counts=metrics.all,
             metrics_port=settings.metrics_port,
-            interceptors=[AuthInterceptor(access)],
+            interceptors=[AuthInterceptor(access, settings.gateway_open_reflection)],
         )
         tasks = [
-            asyncio.create_task(dispatch.run()),
-            asyncio.create_task(_follow_models(changed, catalog, links, server)),
+            asyncio.create_task(scheduler.run()),
+            asyncio.create_task(_follow_models(changed, catalog, workers, server)),
             asyncio.create_task(access.follow()),
         ]
         log.info("listening", port=server.port)
@@ -70,17 +72,17 @@ async def gateway(settings: GatewaySettings) -> AsyncIterator[rpc.Server]:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await catalog.close()
-            await links.close()
+            await workers.close()
             await results.close()
 
 
-async def _follow_models(changed: asyncio.Event, catalog: Catalog, links: WorkerLinks, server: rpc.Server) -> None:
-    """Keeps health and links in step with the models that are served."""
+async def _follow_models(changed: asyncio.Event, catalog: Catalog, workers: WorkerLinks, server: rpc.Server) -> None:
+    """Updates health and links after each change of the served models."""
     while True:
         await changed.wait()
         changed.clear()
         await server.ready(catalog.available)
-        await links.keep(catalog.addresses)
+        await workers.keep(catalog.addresses)
 
 
 async def main() -> None:
@@ -98,5 +100,5 @@ async def main() -> None:
 
 
 def run() -> None:
-    """The service as a process."""
+    """Runs the service as a process."""
     rpc.run(main())

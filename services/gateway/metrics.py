@@ -1,4 +1,4 @@
-"""What the gateway counts: names and labels of its metrics, and one look at each request's receipt when it is over."""
+"""The metrics of the gateway, taken from each request's receipt. Knows no requests under way."""
 
 from protos import inference_pb2 as api
 from services import metrics
@@ -9,7 +9,7 @@ _PHASES = ("tokenize", "cache", "queue", "prefill", "decode", "detokenize", "net
 
 
 def reason_name(reason: "api.FinishReason.ValueType") -> str:
-    """As labels and attributes have it: stop, length, cancelled, error, or unspecified."""
+    """The label for a finish reason: stop, length, cancelled, error or unspecified."""
     return api.FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower()
 
 
@@ -19,21 +19,17 @@ class GatewayMetrics:
     def __init__(self) -> None:
         self.all = metrics.Metrics()
         self.in_flight = 0
-        """Generate and Complete calls under way."""
+        """Generate and Complete calls that are running."""
         add = self.all
-        add.gauge("weft_gateway_requests_in_flight", "Requests under way.", lambda: self.in_flight)
-        self._requests = add.counter(
-            "weft_gateway_requests", "Requests by how they ended.", "model", "code", "finish_reason"
-        )
-        self._results = add.counter(
-            "weft_gateway_results", "Looks into the result cache by outcome.", "model", "outcome"
-        )
-        self._joined = add.counter("weft_gateway_joined", "Requests answered with another one's tokens.", "model")
-        self._lost = add.counter("weft_gateway_attempts_lost", "Attempts that a worker did not finish.", "reason")
-        self._prompt = add.counter("weft_gateway_prompt_tokens", "Tokens of prompts.", "model")
+        add.gauge("weft_gateway_requests_in_flight", "Requests that are running.", lambda: self.in_flight)
+        self._requests = add.counter("weft_gateway_requests", "Requests by outcome.", "model", "code", "finish_reason")
+        self._results = add.counter("weft_gateway_results", "Result cache look-ups by outcome.", "model", "outcome")
+        self._joined = add.counter("weft_gateway_joined", "Requests that joined another one's generation.", "model")
+        self._lost = add.counter("weft_gateway_attempts_lost", "Attempts that a worker did not complete.", "reason")
+        self._prompt = add.counter("weft_gateway_prompt_tokens", "Prompt tokens.", "model")
         self._cached = add.counter("weft_gateway_cached_tokens", "Prompt tokens found in prefix caches.", "model")
-        self._output = add.counter("weft_gateway_completion_tokens", "Tokens of answers.", "model")
-        self._phases = add.counter("weft_gateway_phase_seconds", "Where the time of requests went.", "model", "phase")
+        self._output = add.counter("weft_gateway_completion_tokens", "Tokens produced.", "model")
+        self._phases = add.counter("weft_gateway_phase_seconds", "Time of requests by phase.", "model", "phase")
         self._tokenize = add.histogram(
             "weft_gateway_tokenize_seconds", "Waiting for the tokenizer, and tokenizing.", metrics.SHORT_S, "model"
         )
@@ -57,7 +53,7 @@ class GatewayMetrics:
     def request(
         self, operation: str, model: str, receipt: api.Receipt, error: WeftError | None, per_token_s: float | None
     ) -> None:
-        """A request is over. `model` is one that is served, or "" if the request named none of them."""
+        """Counts a request that ended. `model` is a served model, or "" if the request named none."""
         times = receipt.timings
         code = error.code.name if error is not None else "OK"
         self._requests.add(1, model, code, reason_name(receipt.finish_reason))
@@ -80,9 +76,9 @@ class GatewayMetrics:
             self._per_token.observe(per_token_s, *named)
 
     def looked_up(self, model: str, hit: bool) -> None:
-        """The result cache was asked."""
+        """Counts a look-up in the result cache."""
         self._results.add(1, model, "hit" if hit else "miss")
 
     def attempt_lost(self, error: WeftError) -> None:
-        """A worker did not finish what it was given."""
+        """Counts an attempt that a worker did not complete."""
         self._lost.add(1, error.reason)

@@ -1,6 +1,7 @@
-"""The gateway's neighbours as small real servers on loopback: scheduler, workers and cache that do as told."""
+"""The gateway's peers as small real servers on loopback: scheduler, workers and cache with scripted behaviour."""
 
 import asyncio
+import hashlib
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -38,7 +39,7 @@ Context = aio.ServicerContext[Any, Any]
 
 
 class FakeScheduler(SchedulerServicer):
-    """Assigns every job to the first worker that is not to be avoided, unless `hold` or `decide` say otherwise."""
+    """Assigns every job to the first worker that the job does not avoid, unless `hold` or `decide` is set."""
 
     def __init__(self) -> None:
         self.models: list[mesh_pb2.ServedModel] = []
@@ -49,73 +50,75 @@ class FakeScheduler(SchedulerServicer):
         self.decide: Callable[[mesh_pb2.Submit], mesh_pb2.DispatchResponse | None] | None = None
         self.epoch = 0
         self.hellos = 0
-        self._outboxes: set[SendQueue[mesh_pb2.DispatchResponse]] = set()
+        self._unsent: set[SendQueue[mesh_pb2.DispatchResponse]] = set()
 
     async def Dispatch(  # type: ignore[override]
         self, requests: AsyncIterator[mesh_pb2.DispatchRequest], context: Context
     ) -> None:
-        outbox: SendQueue[mesh_pb2.DispatchResponse] = SendQueue()
-        hearing = asyncio.create_task(self._hear(requests, outbox))
-        self._outboxes.add(outbox)
+        unsent: SendQueue[mesh_pb2.DispatchResponse] = SendQueue()
+        reading = asyncio.create_task(self._read(requests, unsent))
+        self._unsent.add(unsent)
         try:
-            async for message in outbox:
+            async for message in unsent:
                 await context.write(message)
         finally:
-            self._outboxes.discard(outbox)
-            hearing.cancel()
+            self._unsent.discard(unsent)
+            reading.cancel()
 
-    async def _hear(self, requests: AsyncIterator[mesh_pb2.DispatchRequest], outbox: Any) -> None:
+    async def _read(self, requests: AsyncIterator[mesh_pb2.DispatchRequest], unsent: Any) -> None:
         async for request in requests:
             kind = request.WhichOneof("message")
             if kind == "hello":
                 self.hellos += 1
-                outbox.put(mesh_pb2.DispatchResponse(hello=mesh_pb2.SchedulerHello(epoch=self.epoch)))
-                outbox.put(self._models())
+                unsent.put(mesh_pb2.DispatchResponse(hello=mesh_pb2.SchedulerHello(epoch=self.epoch)))
+                unsent.put(self._models())
             elif kind == "submit":
                 self.submits.append(request.submit)
                 if not self.hold:
-                    self._place(request.submit, outbox)
+                    self._place(request.submit, unsent)
             else:
                 self.withdrawn.append(request.withdraw.job_id)
 
     def _models(self) -> mesh_pb2.DispatchResponse:
         return mesh_pb2.DispatchResponse(models=mesh_pb2.ModelList(models=self.models))
 
-    def _place(self, submit: mesh_pb2.Submit, outbox: Any) -> None:
+    def _place(self, submit: mesh_pb2.Submit, unsent: Any) -> None:
         answer = self.decide(submit) if self.decide is not None else None
         if answer is None:
             free = [worker for worker in self.workers if worker[0] not in submit.avoid]
-            answer = assigned(submit, *free[0]) if free else rejected(submit, unavailable("NO_WORKER", "none is left"))
-        outbox.put(answer)
+            answer = (
+                assigned(submit, *free[0]) if free else rejected(submit, unavailable("NO_WORKER", "no worker is left"))
+            )
+        unsent.put(answer)
 
-    def say(self, message: mesh_pb2.DispatchResponse) -> None:
-        """To all gateways."""
-        for outbox in self._outboxes:
-            outbox.put(message)
+    def send(self, message: mesh_pb2.DispatchResponse) -> None:
+        """Sends a message to all gateways."""
+        for unsent in self._unsent:
+            unsent.put(message)
 
     def serve_models(self, served: list[mesh_pb2.ServedModel]) -> None:
-        """Changes the list."""
+        """Sends another list of models."""
         self.models = served
-        self.say(self._models())
+        self.send(self._models())
 
     def hang_up(self) -> None:
-        """Ends the links of all gateways."""
-        for outbox in self._outboxes:
-            outbox.close()
+        """Closes the links of all gateways."""
+        for unsent in self._unsent:
+            unsent.close()
 
     def release(self) -> None:
-        """Places what was held."""
+        """Places all jobs that were held."""
         self.hold = False
-        for outbox in self._outboxes:
+        for unsent in self._unsent:
             for submit in self.submits:
                 if submit.job_id not in self.withdrawn:
-                    self._place(submit, outbox)
+                    self._place(submit, unsent)
 
 
 def assigned(
     submit: mesh_pb2.Submit, worker_id: str, address: str, queue_s: float = 0.0, placement: int = 0
 ) -> mesh_pb2.DispatchResponse:
-    """A worker for a job."""
+    """The placement of a job."""
     answer = mesh_pb2.Assigned(
         job_id=submit.job_id,
         attempt=submit.attempt,
@@ -128,7 +131,7 @@ def assigned(
 
 
 def rejected(submit: mesh_pb2.Submit, error: WeftError) -> mesh_pb2.DispatchResponse:
-    """No worker for a job."""
+    """The rejection of a job."""
     answer = mesh_pb2.Rejected(job_id=submit.job_id, attempt=submit.attempt, failure=error.failure())
     return mesh_pb2.DispatchResponse(rejected=answer)
 
@@ -139,13 +142,13 @@ class Running:
 
     job: mesh_pb2.Job
     position: int
-    listeners: list[tuple[Any, int]]
+    subscribers: list[tuple[Any, int]]
     began: float = field(default_factory=time.monotonic)
     first: float = 0.0
 
 
 class FakeWorker(WorkerServicer):
-    """Continues every job with the tokens of `script`, one a step, several jobs in one message."""
+    """Continues every job with the tokens of `script`, one per step; the jobs of a step share a message."""
 
     def __init__(self, worker_id: str, script: Callable[[mesh_pb2.Job], Sequence[int]]) -> None:
         self.worker_id = worker_id
@@ -158,7 +161,7 @@ class FakeWorker(WorkerServicer):
         self.attached: list[mesh_pb2.AttachJob] = []
         self.cancelled: list[mesh_pb2.CancelJob] = []
         self.confirmed: list[mesh_pb2.ConfirmJob] = []
-        self.deaf = False  # to cancels
+        self.ignores_cancels = False
         self.running: dict[str, Running] = {}
         self.sent = 0
         self.links: set[SendQueue[mesh_pb2.RunResponse]] = set()
@@ -177,61 +180,61 @@ class FakeWorker(WorkerServicer):
     async def Run(  # type: ignore[override]
         self, requests: AsyncIterator[mesh_pb2.RunRequest], context: Context
     ) -> None:
-        outbox: SendQueue[mesh_pb2.RunResponse] = SendQueue()
-        hearing = asyncio.create_task(self._hear(requests, outbox))
-        stepping = asyncio.create_task(self._step_for_ever())
-        self.links.add(outbox)
+        unsent: SendQueue[mesh_pb2.RunResponse] = SendQueue()
+        reading = asyncio.create_task(self._read(requests, unsent))
+        stepping = asyncio.create_task(self._run_steps())
+        self.links.add(unsent)
         try:
-            async for message in outbox:
+            async for message in unsent:
                 await context.write(message)
         finally:
-            self.links.discard(outbox)
-            hearing.cancel()
+            self.links.discard(unsent)
+            reading.cancel()
             stepping.cancel()
 
-    async def _hear(self, requests: AsyncIterator[mesh_pb2.RunRequest], outbox: Any) -> None:
+    async def _read(self, requests: AsyncIterator[mesh_pb2.RunRequest], unsent: Any) -> None:
         async for request in requests:
             kind = request.WhichOneof("message")
             if kind == "job":
                 job = request.job
                 self.jobs.append(job)
-                position = len(job.token_ids) - job.boundary
-                self.running[job.job_id] = Running(job, position, [(outbox, job.row)])
+                position = len(job.token_ids) - job.prompt_len
+                self.running[job.job_id] = Running(job, position, [(unsent, job.stream_id)])
             elif kind == "attach":
-                self._attach(request.attach, outbox)
+                self._attach(request.attach, unsent)
             elif kind == "confirm":
                 self.confirmed.append(request.confirm)
             elif kind == "cancel":
                 self.cancelled.append(request.cancel)
-                if not self.deaf:
-                    self._cancel(request.cancel, outbox)
+                if not self.ignores_cancels:
+                    self._cancel(request.cancel, unsent)
 
-    def _attach(self, attach: mesh_pb2.AttachJob, outbox: Any) -> None:
+    def _attach(self, attach: mesh_pb2.AttachJob, unsent: Any) -> None:
         self.attached.append(attach)
         running = self.running.get(attach.job_id)
         if running is None:
             gone = unavailable("JOB_NOT_FOUND", "gone").failure()
-            end = mesh_pb2.JobEnd(row=attach.row, reason=api.FINISH_REASON_ERROR, failure=gone)
-            outbox.put(mesh_pb2.RunResponse(ends=[end]))
+            end = mesh_pb2.JobEnd(stream_id=attach.stream_id, reason=api.FINISH_REASON_ERROR, failure=gone)
+            unsent.put(mesh_pb2.RunResponse(ends=[end]))
             return
         tokens = list(self.script(running.job))[attach.position : running.position]
         positions = range(attach.position, running.position)
         if tokens:
-            rows = [attach.row] * len(tokens)
-            outbox.put(mesh_pb2.RunResponse(rows=rows, positions=positions, token_ids=tokens))
-        running.listeners.append((outbox, attach.row))
+            stream_ids = [attach.stream_id] * len(tokens)
+            unsent.put(mesh_pb2.RunResponse(stream_ids=stream_ids, positions=positions, token_ids=tokens))
+        running.subscribers.append((unsent, attach.stream_id))
 
-    def _cancel(self, cancel: mesh_pb2.CancelJob, outbox: Any) -> None:
+    def _cancel(self, cancel: mesh_pb2.CancelJob, unsent: Any) -> None:
         for job_id, running in list(self.running.items()):
-            if (outbox, cancel.row) in running.listeners:
-                running.listeners.remove((outbox, cancel.row))
-                end = self._end(running, cancel.row)
+            if (unsent, cancel.stream_id) in running.subscribers:
+                running.subscribers.remove((unsent, cancel.stream_id))
+                end = self._end(running, cancel.stream_id)
                 end.reason = api.FINISH_REASON_CANCELLED
-                outbox.put(mesh_pb2.RunResponse(ends=[end]))
-                if not running.listeners:
+                unsent.put(mesh_pb2.RunResponse(ends=[end]))
+                if not running.subscribers:
                     del self.running[job_id]
 
-    async def _step_for_ever(self) -> None:
+    async def _run_steps(self) -> None:
         while True:
             await asyncio.sleep(self.step_s)
             messages: dict[Any, mesh_pb2.RunResponse] = {}
@@ -239,8 +242,8 @@ class FakeWorker(WorkerServicer):
                 for _ in range(self.tokens_per_step):
                     if running.job.job_id in self.running:
                         self._step(running, messages)
-            for outbox, message in messages.items():
-                outbox.put(message)
+            for unsent, message in messages.items():
+                unsent.put(message)
 
     def _step(self, running: Running, messages: dict[Any, mesh_pb2.RunResponse]) -> None:
         if self.hold_at is not None and running.position >= self.hold_at:
@@ -249,32 +252,32 @@ class FakeWorker(WorkerServicer):
         ends = running.position >= min(len(tokens), job.sampling.max_tokens)
         fails = self.fail_at is not None and running.position >= self.fail_at[0]
         running.first = running.first or time.monotonic()
-        for outbox, row in running.listeners:
-            message = messages.setdefault(outbox, mesh_pb2.RunResponse())
+        for unsent, stream_id in running.subscribers:
+            message = messages.setdefault(unsent, mesh_pb2.RunResponse())
             if ends or fails:
-                message.ends.append(self._end(running, row))
+                message.ends.append(self._end(running, stream_id))
             else:
-                self.add(message, row, running.position, tokens[running.position], job)
+                self.add(message, stream_id, running.position, tokens[running.position], job)
         if ends or fails:
             del self.running[job.job_id]
         else:
             running.position += 1
             self.sent += 1
 
-    def add(self, message: mesh_pb2.RunResponse, row: int, position: int, token: int, job: mesh_pb2.Job) -> None:
-        """One token of a step."""
+    def add(self, message: mesh_pb2.RunResponse, stream_id: int, position: int, token: int, job: mesh_pb2.Job) -> None:
+        """Adds one token of a step to a message."""
         if job.sampling.HasField("logprobs"):
             top = range(job.sampling.logprobs)
             values = [-float(place + 1) for place in top]
-            message.tops.append(mesh_pb2.TopTokens(entry=len(message.rows), token_ids=top, logprobs=values))
+            message.tops.append(mesh_pb2.TopTokens(entry=len(message.stream_ids), token_ids=top, logprobs=values))
             message.logprobs.append(-0.5)
         elif any(other.job.sampling.HasField("logprobs") for other in self.running.values()):
             message.logprobs.append(float("nan"))
-        message.rows.append(row)
+        message.stream_ids.append(stream_id)
         message.positions.append(position)
         message.token_ids.append(token)
 
-    def _end(self, running: Running, row: int) -> mesh_pb2.JobEnd:
+    def _end(self, running: Running, stream_id: int) -> mesh_pb2.JobEnd:
         now = time.monotonic()
         first = running.first or now
         cost = mesh_pb2.JobCost(
@@ -283,7 +286,7 @@ class FakeWorker(WorkerServicer):
             prefill_tokens=len(running.job.token_ids) - 1,
             cached_tokens=1,
         )
-        end = mesh_pb2.JobEnd(row=row, cost=cost)
+        end = mesh_pb2.JobEnd(stream_id=stream_id, cost=cost)
         if self.fail_at is not None:
             end.reason = api.FINISH_REASON_ERROR
             end.failure.CopyFrom(self.fail_at[1].failure())
@@ -294,38 +297,32 @@ class FakeWorker(WorkerServicer):
             end.stop_token_id = 1
         return end
 
-    def announce(self) -> None:
-        """Says of all jobs that their first token comes soon."""
-        for running in self.running.values():
-            for outbox, row in running.listeners:
-                outbox.put(mesh_pb2.RunResponse(soon=[row]))
-
-    def say(self, message: mesh_pb2.RunResponse) -> None:
-        """To all gateways, whatever it is."""
-        for outbox in self.links:
-            outbox.put(message)
+    def send(self, message: mesh_pb2.RunResponse) -> None:
+        """Sends a message to all gateways, valid or not."""
+        for unsent in self.links:
+            unsent.put(message)
 
 
 class FakeCache(CacheServicer):
-    """A dictionary that may be slow."""
+    """A dictionary with a delay."""
 
     def __init__(self) -> None:
-        self.kept: dict[bytes, cache_pb2.CachedResult] = {}
+        self.results: dict[bytes, cache_pb2.CachedResult] = {}
         self.delay_s = 0.0
         self.lookups = 0
 
     async def GetResult(self, request: cache_pb2.GetResultRequest, context: Context) -> cache_pb2.GetResultResponse:
         self.lookups += 1
         await asyncio.sleep(self.delay_s)
-        return cache_pb2.GetResultResponse(result=self.kept.get(request.key))
+        return cache_pb2.GetResultResponse(result=self.results.get(request.key))
 
     async def PutResult(self, request: cache_pb2.PutResultRequest, context: Context) -> cache_pb2.PutResultResponse:
-        self.kept[request.key] = request.result
+        self.results[request.key] = request.result
         return cache_pb2.PutResultResponse(stored=True)
 
 
 class FakeMesh:
-    """A real gateway among fake neighbours. `async with` starts and stops them."""
+    """A real gateway among fake peers. `async with` starts and stops them."""
 
     def __init__(
         self,
@@ -334,15 +331,18 @@ class FakeMesh:
         cache: bool = False,
         script: Callable[[mesh_pb2.Job], Sequence[int]] = lambda job: ANSWER,
         card: mesh_pb2.ModelCard | None = None,
+        bundle: bytes = BUNDLE,
         **settings: Any,
     ) -> None:
-        self.card = card or make_card()
-        # They have what a gateway calls, and no more.
+        self.card = card or make_card(bundle_digest=hashlib.sha256(bundle).digest())
+        # They implement only the methods that a gateway calls.
         self.scheduler = FakeScheduler()  # type: ignore[abstract]
         self.workers = [
             FakeWorker(f"worker-{i}", script)  # type: ignore[abstract]
             for i in range(workers)
         ]
+        for worker in self.workers:
+            worker.bundle = bundle
         self.cache = FakeCache() if cache else None  # type: ignore[abstract]
         self.servers: dict[str, rpc.Server] = {}
         self._settings = settings
@@ -380,30 +380,30 @@ class FakeMesh:
             await self.stop(name)
 
     def served(self) -> list[mesh_pb2.ServedModel]:
-        """The one model, at all workers."""
+        """The model, served by all workers."""
         addresses = [self.address(worker.worker_id) for worker in self.workers]
         return [mesh_pb2.ServedModel(card=self.card, addresses=addresses)]
 
     def address(self, name: str) -> str:
-        """Where a neighbour listens."""
+        """The address of a peer."""
         return f"127.0.0.1:{self.servers[name].port}"
 
     async def start(self, name: str, full_name: str, add: Any, servicer: Any, address: str = "127.0.0.1:0") -> None:
-        """Starts a neighbour."""
+        """Starts a peer."""
         self.servers[name] = await rpc.serve(address, [rpc.Service(full_name, add, servicer)])
 
     async def start_scheduler(self, address: str = "127.0.0.1:0") -> None:
-        """Starts the scheduler, again at the address it had."""
+        """Starts the scheduler, at the given address again."""
         self.scheduler.epoch += 1
         await self.start("scheduler", "weft.v1.Scheduler", add_SchedulerServicer_to_server, self.scheduler, address)
 
     async def stop(self, name: str) -> None:
-        """Ends a neighbour at once."""
+        """Stops a peer at once."""
         await self.servers.pop(name).stop(0)
 
 
 def ask(text: str = "hello world", **fields: Any) -> api.GenerateRequest:
-    """A greedy request; names of sampling fields go there, others into the request."""
+    """A greedy request; `fields` are those of the sampling or of the request."""
     sampling = {name: fields.pop(name) for name in list(fields) if name in api.Sampling.DESCRIPTOR.fields_by_name}
     sampling = {"temperature": 0.0, "max_tokens": 400} | sampling
     prompt = fields.pop("prompt", api.Prompt(text=text))
@@ -412,7 +412,7 @@ def ask(text: str = "hello world", **fields: Any) -> api.GenerateRequest:
 
 @dataclass
 class Answer:
-    """A stream, collected."""
+    """A collected stream."""
 
     deltas: list[api.Delta] = field(default_factory=list)
     receipt: api.Receipt = field(default_factory=api.Receipt)
@@ -420,11 +420,11 @@ class Answer:
     trailing: dict[str, Any] = field(default_factory=dict)
 
     def text(self, index: int = 0) -> str:
-        """Of one continuation."""
+        """The text of one continuation."""
         return "".join(delta.text for delta in self.deltas if delta.index == index)
 
     def ids(self, index: int = 0) -> list[int]:
-        """Of one continuation; checks that positions have neither gaps nor repetitions."""
+        """The token ids of one continuation. Checks that positions have neither gaps nor repetitions."""
         ids: list[int] = []
         for delta in self.deltas:
             if delta.index == index:
@@ -433,17 +433,17 @@ class Answer:
         return ids
 
     def last(self, index: int = 0) -> api.Delta:
-        """The delta that says why it ended."""
+        """The last delta, with the finish reason."""
         return [delta for delta in self.deltas if delta.index == index][-1]
 
     @property
     def trailing_receipt(self) -> api.Receipt:
-        """The one in the trailing metadata."""
+        """The receipt in the trailing metadata."""
         return api.Receipt.FromString(self.trailing["weft-receipt-bin"])
 
 
 async def generate(stub: Stub, request: api.GenerateRequest, **options: Any) -> Answer:
-    """The whole stream, also of one that fails."""
+    """Reads the whole stream, also of a call that fails."""
     answer = Answer()
     call = stub.Generate(request, **options)
     try:
@@ -460,8 +460,8 @@ async def generate(stub: Stub, request: api.GenerateRequest, **options: Any) -> 
 
 
 async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
-    """Waits until something has come true."""
+    """Waits until a condition is true."""
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, "it did not come true"
+        assert time.monotonic() < deadline, "the condition did not become true"
         await asyncio.sleep(0.002)

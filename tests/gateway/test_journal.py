@@ -1,4 +1,4 @@
-"""The journal: attempts, recovery and what clients read agree, whatever comes."""
+"""The journal: attempts, recovery and delivered text are consistent."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,7 +21,7 @@ def new(*stops: str, min_tokens: int = 0) -> Journal:
 
 
 @given(st.lists(st.lists(ids, max_size=5), min_size=1, max_size=6))
-def test_each_token_belongs_to_the_attempt_that_brought_it(attempts: list[list[int]]) -> None:
+def test_each_token_belongs_to_the_attempt_that_produced_it(attempts: list[list[int]]) -> None:
     journal = new()
     owners: list[int] = []
     for number, tokens in enumerate(attempts, 1):
@@ -41,7 +41,7 @@ def test_each_token_belongs_to_the_attempt_that_brought_it(attempts: list[list[i
 
 
 @given(st.lists(ids, max_size=40), st.integers(1, 7))
-def test_the_text_does_not_depend_on_how_tokens_come(tokens: list[int], step: int) -> None:
+def test_the_text_does_not_depend_on_the_grouping_of_tokens(tokens: list[int], step: int) -> None:
     journal = new()
     journal.begin_attempt()
     for start in range(0, len(tokens), step):
@@ -50,7 +50,7 @@ def test_the_text_does_not_depend_on_how_tokens_come(tokens: list[int], step: in
     assert "".join(journal.texts) == TOKENIZER.decode(tokens, skip_special_tokens=True)
 
 
-def test_a_stop_string_cuts_the_tokens_behind_it() -> None:
+def test_tokens_after_a_stop_string_are_dropped() -> None:
     journal = new("lazy")
     tokens = ids_of("over the lazy dog and on")
     journal.extend(tokens)

@@ -1,4 +1,4 @@
-"""What a tenant may have of a gateway, with a clock that stands still."""
+"""Limits of a tenant, with a clock that is an argument."""
 
 import contextlib
 
@@ -11,76 +11,77 @@ from services.errors import WeftError
 from services.gateway.access.authorizer import Authorizer
 from services.gateway.access.quotas import Bucket, Quota
 from services.gateway.access.tenants import DEFAULT, Limits, Tenant, parse
+from services.gateway.doors.grpc_gate import AuthInterceptor
 
 
-def refused(account: Quota, now: float, *, answer: bool = False) -> WeftError:
-    """Why a request, or an answer, is refused."""
+def refused(quota: Quota, now: float, *, answer: bool = False) -> WeftError:
+    """The error of a refused request or answer."""
     with pytest.raises(WeftError) as caught:
-        account.begin(now) if answer else account.request(now)
+        quota.begin(now) if answer else quota.request(now)
     assert caught.value.code is StatusCode.RESOURCE_EXHAUSTED
     assert caught.value.retry_after_s > 0
     return caught.value
 
 
 def test_a_burst_and_then_the_rate() -> None:
-    account = Quota(Limits(requests_per_second=2.0, burst=3), 0.0)
+    quota = Quota(Limits(requests_per_second=2.0, burst=3), 0.0)
     for _ in range(3):
-        account.request(0.0)
-    assert refused(account, 0.0).retry_after_s == pytest.approx(0.5)
-    account.request(0.5)
-    assert refused(account, 0.9).retry_after_s == pytest.approx(0.1)
-    account.request(100.0)
+        quota.request(0.0)
+    assert refused(quota, 0.0).retry_after_s == pytest.approx(0.5)
+    quota.request(0.5)
+    assert refused(quota, 0.9).retry_after_s == pytest.approx(0.1)
+    quota.request(100.0)
 
 
 @given(st.lists(st.floats(0, 2), max_size=60), st.floats(0.1, 20), st.integers(1, 10))
-def test_never_more_than_burst_and_rate(pauses: list[float], rate: float, burst: int) -> None:
-    account, now, passed = Quota(Limits(requests_per_second=rate, burst=burst), 0.0), 0.0, 0
+def test_requests_never_exceed_burst_and_rate(pauses: list[float], rate: float, burst: int) -> None:
+    quota, now, passed = Quota(Limits(requests_per_second=rate, burst=burst), 0.0), 0.0, 0
     for pause in pauses:
         now += pause
         with contextlib.suppress(WeftError):
-            account.request(now)
+            quota.request(now)
             passed += 1
     assert passed <= burst + rate * now + 1e-6
 
 
-def test_a_rate_alone_allows_one_seconds_worth_at_once() -> None:
+def test_a_rate_alone_allows_a_burst_of_one_second() -> None:
     assert (Limits(requests_per_second=2.5).burst_size, Limits(requests_per_second=0.1).burst_size) == (3, 1)
 
 
-def test_places_are_given_back() -> None:
-    account = Quota(Limits(concurrent=2), 0.0)
-    account.begin(0.0)
-    account.begin(0.0)
-    assert refused(account, 0.0, answer=True).reason == "TOO_MANY_CONCURRENT"
-    account.end(10, 1.0)
-    account.begin(1.0)
-    assert account.running == 2
+def test_slots_are_released() -> None:
+    quota = Quota(Limits(concurrent=2), 0.0)
+    quota.begin(0.0)
+    quota.begin(0.0)
+    assert refused(quota, 0.0, answer=True).reason == "TOO_MANY_CONCURRENT"
+    quota.end(10, 1.0)
+    quota.begin(1.0)
+    assert quota.running == 2
 
 
-def test_tokens_are_paid_afterwards() -> None:
-    account = Quota(Limits(tokens_per_minute=600), 0.0)
-    account.begin(0.0)
-    account.end(650, 0.0)
-    error = refused(account, 0.0, answer=True)
+def test_tokens_are_charged_when_an_answer_ends() -> None:
+    quota = Quota(Limits(tokens_per_minute=600), 0.0)
+    quota.begin(0.0)
+    quota.end(650, 0.0)
+    error = refused(quota, 0.0, answer=True)
     assert error.reason == "TOKENS_EXHAUSTED"
     assert error.retry_after_s == pytest.approx(5.1)
-    account.begin(5.2)
+    quota.begin(5.2)
 
 
-def test_new_limits_keep_what_was_used() -> None:
-    account = Quota(Limits(requests_per_second=1.0, burst=4, concurrent=1), 0.0)
-    account.begin(0.0)
+def test_new_limits_keep_the_use_so_far() -> None:
+    quota = Quota(Limits(requests_per_second=1.0, burst=4, concurrent=1), 0.0)
+    quota.begin(0.0)
     for _ in range(4):
-        account.request(0.0)
-    account.change(Limits(requests_per_second=1.0, burst=8, concurrent=2), 0.0)
-    refused(account, 0.0)
-    account.begin(0.0)
-    account.change(Limits(), 0.0)
+        quota.request(0.0)
+    quota.change(Limits(requests_per_second=1.0, burst=8, concurrent=2), 0.0)
+    refused(quota, 0.0)
+    quota.begin(0.0)
+    quota.change(Limits(), 0.0)
     for _ in range(100):
-        account.request(0.0)
+        quota.request(0.0)
 
 
-def test_a_bucket_may_owe() -> None:
+def test_the_level_of_a_bucket_may_be_negative() -> None:
     bucket = Bucket(2.0, 10.0, 0.0)
     bucket.take(14.0, 0.0)
     assert bucket.level(1.0) == -2.0
@@ -88,16 +89,20 @@ def test_a_bucket_may_owe() -> None:
     assert bucket.level(60.0) == 10.0
 
 
-def test_without_a_file_everybody_is_the_default_tenant() -> None:
-    access = Authorizer("", open_reflection=False)
-    access.check("/weft.v1.Inference/Generate", ())
-    access.check("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", ())
-    assert access.tenant((("authorization", "Bearer whatever"),)) is DEFAULT
+def test_without_a_file_every_caller_is_the_default_tenant() -> None:
+    access = Authorizer("")
+    gate = AuthInterceptor(access, open_reflection=False)
+    gate.check("/weft.v1.Inference/Generate", ())
+    gate.check("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", ())
+    assert access.tenant(["Bearer whatever"]) is DEFAULT
 
 
-def test_salts_and_hashes_are_of_names() -> None:
+def test_salts_and_hashes_are_made_of_names() -> None:
     one, other = Tenant.named("one"), Tenant.named("other")
     assert len({one.salt, other.salt, DEFAULT.salt}) == len({one.hash, other.hash, DEFAULT.hash}) == 3
     assert "one" not in one.hash
     named = parse(f'[[tenant]]\nname = "one"\nkeys = ["sha256:{"0" * 64}"]\nconcurrent = 1'.encode()).tenants["one"]
-    assert (named.salt, named.hash) == (one.salt, one.hash)  # Whatever its limits and keys: its caches stay its own.
+    assert (named.salt, named.hash) == (
+        one.salt,
+        one.hash,
+    )  # They do not depend on limits and keys, so the tenant keeps its caches.

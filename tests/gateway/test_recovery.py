@@ -1,4 +1,4 @@
-"""Stories of workers and schedulers that are lost: no token is lost or repeated, and nobody waits for ever."""
+"""Lost workers and schedulers: no token is lost or repeated, and no request waits without a limit."""
 
 import asyncio
 
@@ -13,7 +13,7 @@ from tests.gateway.model import ANSWER, LOREM
 from tests.timing import timely
 
 
-async def test_a_broken_link_is_the_next_attempt_elsewhere() -> None:
+async def test_a_broken_link_leads_to_the_next_attempt_at_another_worker() -> None:
     async with FakeMesh(2) as mesh:
         first, second = mesh.workers
         first.hold_at = 12
@@ -28,20 +28,22 @@ async def test_a_broken_link_is_the_next_attempt_elsewhere() -> None:
         assert {delta.attempt for delta in answer.deltas if delta.position < 12 and delta.token_ids} == {1}
         assert {delta.attempt for delta in answer.deltas if delta.position >= 12 and delta.token_ids} == {2}
         [job] = second.jobs
-        assert list(job.token_ids[job.boundary :]) == ANSWER[:12]
+        assert list(job.token_ids[job.prompt_len :]) == ANSWER[:12]
         assert job.attempt == 2
         assert job.sampling.seed == 3
         again = mesh.scheduler.submits[1]
         assert list(again.avoid) == ["worker-0"]
-        assert again.identity == mesh.scheduler.submits[0].identity  # Who shared the first attempt shares this one.
-        assert again.prompt_tokens == job.boundary + 12
+        assert (
+            again.identity == mesh.scheduler.submits[0].identity
+        )  # Requests that shared the first attempt share this one.
+        assert again.prompt_tokens == job.prompt_len + 12
         receipt = answer.receipt
         assert receipt.attempts == 2
         assert list(receipt.workers) == ["worker-0", "worker-1"]
         assert receipt.completion_tokens == len(ANSWER)
 
 
-async def test_a_lost_worker_is_fenced_even_if_it_still_speaks() -> None:
+async def test_a_lost_worker_is_fenced_even_if_it_still_sends() -> None:
     async with FakeMesh(2) as mesh:
         zombie, second = mesh.workers
         zombie.hold_at = 5
@@ -49,20 +51,20 @@ async def test_a_lost_worker_is_fenced_even_if_it_still_speaks() -> None:
         streaming = asyncio.create_task(generate(mesh.stub, ask()))
         await until(lambda: zombie.sent == 5)
         await asyncio.sleep(0.05)
-        row = zombie.jobs[0].row
-        mesh.scheduler.say(mesh_pb2.DispatchResponse(worker_lost=mesh_pb2.WorkerLost(worker_id="worker-0")))
+        row = zombie.jobs[0].stream_id
+        mesh.scheduler.send(mesh_pb2.DispatchResponse(worker_lost=mesh_pb2.WorkerLost(worker_id="worker-0")))
         await until(lambda: second.sent > 2)
-        late = mesh_pb2.RunResponse(rows=[row] * 30, positions=range(5, 35), token_ids=[9] * 30)
-        late.ends.add(row=row, reason=api.FINISH_REASON_STOP)
-        zombie.say(late)
+        late = mesh_pb2.RunResponse(stream_ids=[row] * 30, positions=range(5, 35), token_ids=[9] * 30)
+        late.ends.add(stream_id=row, reason=api.FINISH_REASON_STOP)
+        zombie.send(late)
         answer = await streaming
         assert answer.ids() == ANSWER
         assert answer.text() == LOREM
         assert answer.receipt.attempts == 2
-        assert [cancel.row for cancel in zombie.cancelled] == [row]  # It is told, should it live.
+        assert [cancel.stream_id for cancel in zombie.cancelled] == [row]  # The worker may be alive.
 
 
-async def test_a_job_says_which_answer_sent_it() -> None:
+async def test_a_job_carries_its_placement() -> None:
     async with FakeMesh(2) as mesh:
         mesh.scheduler.decide = lambda submit: assigned(submit, "worker-0", mesh.address("worker-0"), placement=7)
         await generate(mesh.stub, ask())
@@ -75,7 +77,9 @@ async def test_repeated_positions_are_dropped() -> None:
         worker.hold_at = 5
         streaming = asyncio.create_task(generate(mesh.stub, ask()))
         await until(lambda: worker.sent == 5)
-        worker.say(mesh_pb2.RunResponse(rows=[worker.jobs[0].row] * 3, positions=range(2, 5), token_ids=[9] * 3))
+        worker.send(
+            mesh_pb2.RunResponse(stream_ids=[worker.jobs[0].stream_id] * 3, positions=range(2, 5), token_ids=[9] * 3)
+        )
         worker.hold_at = None
         assert (await streaming).ids() == ANSWER
 
@@ -86,25 +90,25 @@ async def test_a_gap_in_positions_loses_the_attempt_not_a_token() -> None:
         worker.hold_at = 5
         streaming = asyncio.create_task(generate(mesh.stub, ask()))
         await until(lambda: worker.sent == 5)
-        worker.say(mesh_pb2.RunResponse(rows=[worker.jobs[0].row], positions=[7], token_ids=[9]))
+        worker.send(mesh_pb2.RunResponse(stream_ids=[worker.jobs[0].stream_id], positions=[7], token_ids=[9]))
         answer = await streaming
         assert answer.ids() == ANSWER
         assert answer.receipt.attempts == 2
 
 
-async def test_a_message_that_is_no_step_loses_the_link() -> None:
+async def test_a_message_with_columns_of_unequal_length_loses_the_link() -> None:
     async with FakeMesh(2) as mesh:
         worker = mesh.workers[0]
         worker.hold_at = 5
         streaming = asyncio.create_task(generate(mesh.stub, ask()))
         await until(lambda: worker.sent == 5)
-        worker.say(mesh_pb2.RunResponse(rows=[1, 2], positions=[5], token_ids=[9, 9, 9]))
+        worker.send(mesh_pb2.RunResponse(stream_ids=[1, 2], positions=[5], token_ids=[9, 9, 9]))
         answer = await streaming
         assert answer.error is None
         assert answer.receipt.attempts == 2
 
 
-async def test_a_worker_that_says_try_elsewhere_is_avoided() -> None:
+async def test_a_worker_that_fails_retryably_is_avoided() -> None:
     async with FakeMesh(2) as mesh:
         mesh.workers[0].fail_at = (3, unavailable("DRAINING", "leaving"))
         answer = await generate(mesh.stub, ask())
@@ -114,7 +118,7 @@ async def test_a_worker_that_says_try_elsewhere_is_avoided() -> None:
         assert answer.receipt.prefill_tokens == (prompt - 1) + (prompt + 3 - 1)
 
 
-async def test_a_failure_of_the_request_itself_goes_to_the_client() -> None:
+async def test_a_failure_that_is_not_retryable_is_passed_to_the_client() -> None:
     async with FakeMesh(2) as mesh:
         mesh.workers[0].fail_at = (3, WeftError(grpc.StatusCode.INTERNAL, "NUMERIC", "the logits are not numbers"))
         answer = await generate(mesh.stub, ask())
@@ -152,7 +156,7 @@ async def test_a_worker_lost_after_the_last_token_needs_no_other() -> None:
         assert not mesh.workers[1].jobs
 
 
-async def test_a_running_stream_does_not_feel_the_scheduler() -> None:
+async def test_a_running_stream_survives_the_scheduler() -> None:
     async with FakeMesh() as mesh:
         worker = mesh.workers[0]
         worker.hold_at = 5
@@ -197,13 +201,15 @@ async def test_without_a_scheduler_an_admission_waits_and_is_then_refused() -> N
         await asyncio.sleep(0.1)
         await mesh.start_scheduler(address)
         answer = await waiting
-        if answer.error is not None:  # The channel may back off for longer than the wait: then the next one is served.
+        if (
+            answer.error is not None
+        ):  # The channel may back off for longer than the wait: then the next request is served.
             await until(lambda: mesh.scheduler.hellos == 2)
             answer = await generate(mesh.stub, ask())
         assert answer.ids() == ANSWER
 
 
-async def test_an_answer_to_an_older_attempt_is_nobodys() -> None:
+async def test_the_placement_of_an_older_attempt_is_ignored() -> None:
     async with FakeMesh(2) as mesh:
         first, second = mesh.workers
         first.fail_at = (3, unavailable("DRAINING", "leaving"))
@@ -215,14 +221,14 @@ async def test_an_answer_to_an_older_attempt_is_nobodys() -> None:
         await until(lambda: len(mesh.scheduler.submits) == 2)
         old, new = mesh.scheduler.submits
         assert new.attempt == 2
-        mesh.scheduler.say(assigned(old, "worker-0", mesh.address("worker-0")))
-        mesh.scheduler.say(assigned(new, "worker-1", mesh.address("worker-1")))
+        mesh.scheduler.send(assigned(old, "worker-0", mesh.address("worker-0")))
+        mesh.scheduler.send(assigned(new, "worker-1", mesh.address("worker-1")))
         answer = await streaming
         assert answer.ids() == ANSWER
         assert [job.attempt for job in (*first.jobs, *second.jobs)] == [1, 2]
 
 
-async def test_a_rejection_goes_to_the_client_as_it_is() -> None:
+async def test_a_rejection_is_passed_to_the_client() -> None:
     async with FakeMesh(0) as mesh:
         answer = await generate(mesh.stub, ask())
         assert answer.error is not None
@@ -231,7 +237,7 @@ async def test_a_rejection_goes_to_the_client_as_it_is() -> None:
 
 @timely
 @pytest.mark.parametrize("assigned_already", [False, True])
-async def test_a_cancelled_request_is_taken_back_everywhere(assigned_already: bool) -> None:
+async def test_a_cancelled_request_is_cancelled_at_scheduler_and_worker(assigned_already: bool) -> None:
     async with FakeMesh() as mesh:
         worker = mesh.workers[0]
         mesh.scheduler.hold = not assigned_already
@@ -264,14 +270,14 @@ async def test_a_deadline_ends_everything_in_time() -> None:
         assert 0 < worker.jobs[0].deadline_s <= 0.4
 
 
-async def test_an_answer_that_crosses_a_withdrawal_harms_nobody() -> None:
-    async with FakeMesh(2) as mesh:  # Of several workers none gets a job before the answer.
+async def test_a_placement_that_crosses_a_withdrawal_is_ignored() -> None:
+    async with FakeMesh(2) as mesh:  # With several workers there is no early attempt.
         mesh.scheduler.hold = True
         call = mesh.stub.Generate(ask())
         await until(lambda: len(mesh.scheduler.submits) == 1)
         call.cancel()
         await until(lambda: len(mesh.scheduler.withdrawn) == 1)
-        mesh.scheduler.say(assigned(mesh.scheduler.submits[0], "worker-0", mesh.address("worker-0")))
+        mesh.scheduler.send(assigned(mesh.scheduler.submits[0], "worker-0", mesh.address("worker-0")))
         mesh.scheduler.hold = False
         answer = await generate(mesh.stub, ask())
         assert answer.ids() == ANSWER

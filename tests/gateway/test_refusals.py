@@ -1,4 +1,4 @@
-"""What the gateway refuses: the right status, a reason, a receipt, and nothing of the prompt."""
+"""Refused requests: the right status, a reason, a receipt, and no part of the prompt."""
 
 import gc
 from pathlib import Path
@@ -55,7 +55,7 @@ BAD = [
 ]
 
 
-async def test_refusals_name_their_reason_and_keep_the_secret() -> None:
+async def test_a_refusal_has_a_reason_and_does_not_quote_the_prompt() -> None:
     async with FakeMesh() as mesh:
         for request, code, reason in BAD:
             answer = await generate(mesh.stub, request)
@@ -70,7 +70,7 @@ async def test_refusals_name_their_reason_and_keep_the_secret() -> None:
         assert (await generate(mesh.stub, ask())).ids() == ANSWER
 
 
-async def test_bytes_that_are_no_message() -> None:
+async def test_bytes_that_are_not_a_message_are_invalid() -> None:
     async with FakeMesh() as mesh:
         for method in ("Complete", "Tokenize", "ListModels"):
             call: Any = mesh.channel.unary_unary(f"/weft.v1.Inference/{method}")
@@ -83,7 +83,7 @@ async def test_bytes_that_are_no_message() -> None:
         assert caught.value.code() is CODES.INVALID_ARGUMENT
 
 
-async def test_a_template_that_refuses_says_nothing_of_the_chat() -> None:
+async def test_the_error_of_a_template_does_not_quote_the_chat() -> None:
     import hashlib
 
     from protos import mesh_pb2
@@ -102,12 +102,12 @@ async def test_a_template_that_refuses_says_nothing_of_the_chat() -> None:
         assert (await generate(mesh.stub, ask())).ids() == ANSWER
 
 
-async def test_a_bundle_that_is_not_what_its_digest_says_is_not_used() -> None:
+async def test_a_bundle_that_does_not_match_its_digest_is_not_used() -> None:
     async with FakeMesh(2) as mesh:
         mesh.workers[0].bundle = b"x" * len(BUNDLE)
         mesh.scheduler.serve_models(mesh.served())
         answer = await generate(mesh.stub, ask())
-        assert answer.ids() == ANSWER  # The other worker has it intact.
+        assert answer.ids() == ANSWER  # The bundle of the other worker is intact.
     async with FakeMesh(1, card=make_card(bundle_digest=b"d" * 32)) as mesh:
         answer = await generate(mesh.stub, ask())
         assert answer.error is not None
@@ -140,7 +140,7 @@ async def test_tokenize_refuses_like_generate() -> None:
             assert caught.value.code() is code
 
 
-async def test_of_a_call_without_a_known_key_nothing_is_kept(tmp_path: Path) -> None:
+async def test_a_refused_call_leaves_neither_key_nor_request_in_memory(tmp_path: Path) -> None:
     file = tmp_path / "tenants.toml"
     file.write_text(f'[[tenant]]\nname = "someone"\nkeys = ["sha256:{"0" * 64}"]\n')
     async with FakeMesh(tenants_file=str(file)) as mesh:
@@ -150,6 +150,6 @@ async def test_of_a_call_without_a_known_key_nothing_is_kept(tmp_path: Path) -> 
         health: Any = HealthStub(mesh.channel)
         await health.Check(HealthCheckRequest())  # gRPC keeps the last call of all.
         gc.collect()
-        # Its traceback would hold the key and the request. Not every object may be asked for its class: some warn.
+        # A traceback would hold the key and the request. `isinstance` makes some objects warn.
         refusals = [each for each in gc.get_objects() if issubclass(type(each), WeftError)]
         assert "KEY_UNKNOWN" not in [refusal.reason for refusal in refusals]

@@ -1,4 +1,4 @@
-"""Stories of work that is done once: results from the cache, joined generations, retries that find their own."""
+"""Work that is done once: cached results, joined generations, and retries that join their own generation."""
 
 import asyncio
 
@@ -8,7 +8,8 @@ import pytest
 from protos import cache_pb2, mesh_pb2
 from protos import inference_pb2 as api
 from services.errors import WeftError
-from services.gateway.answers.generation import AdmittedRequest, Generation, Listening
+from services.gateway.answers.admitted import AdmittedRequest
+from services.gateway.answers.generation import Generation, Observer
 from services.gateway.answers.registry import Registry
 from services.gateway.links.result_cache import result_key
 from tests.gateway.fakes import Answer, FakeMesh, FakeWorker, ask, assigned, generate, rejected, until
@@ -18,16 +19,16 @@ LATE = WeftError(grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", "the de
 
 
 async def stored(mesh: FakeMesh, request: api.GenerateRequest) -> Answer:
-    """Answers a request and waits until its result is kept."""
+    """Answers a request and waits until its result is stored."""
     assert mesh.cache is not None
-    before = len(mesh.cache.kept)
+    before = len(mesh.cache.results)
     answer = await generate(mesh.stub, request)
-    await until(lambda: mesh.cache is not None and len(mesh.cache.kept) > before)
+    await until(lambda: mesh.cache is not None and len(mesh.cache.results) > before)
     return answer
 
 
 def slow(worker: FakeWorker, step_s: float = 0.1) -> None:
-    """Makes a worker lose the race against the cache."""
+    """Makes a worker slower than the cache."""
     worker.step_s = step_s
 
 
@@ -51,10 +52,10 @@ async def test_a_result_hit_costs_no_worker() -> None:
         assert receipt.timings.prefill_s == receipt.timings.decode_s == 0
         assert receipt.completion_tokens == len(ANSWER)
         assert not miss.receipt.result_hit
-        await until(lambda: not mesh.workers[0].running)  # What was asked of the worker meanwhile is taken back.
+        await until(lambda: not mesh.workers[0].running)  # The job that the worker received meanwhile is cancelled.
 
 
-async def test_each_thing_that_determines_the_tokens_is_in_the_key() -> None:
+async def test_every_input_that_determines_the_tokens_is_in_the_key() -> None:
     async with FakeMesh(cache=True, script=lambda job: ANSWER[:4]) as mesh:
         assert mesh.cache is not None
         requests = [
@@ -69,7 +70,7 @@ async def test_each_thing_that_determines_the_tokens_is_in_the_key() -> None:
         ]
         for request in requests:
             await stored(mesh, request)
-        assert len(mesh.cache.kept) == len(requests)
+        assert len(mesh.cache.results) == len(requests)
         await stored(mesh, ask("hello", max_tokens=6, n=2))
         slow(mesh.workers[0])
         await asyncio.sleep(0.01)
@@ -77,7 +78,7 @@ async def test_each_thing_that_determines_the_tokens_is_in_the_key() -> None:
             assert (await generate(mesh.stub, same)).receipt.result_hit
 
 
-async def test_what_is_drawn_anew_is_neither_kept_nor_looked_up() -> None:
+async def test_random_draws_are_neither_stored_nor_looked_up() -> None:
     async with FakeMesh(cache=True) as mesh:
         assert mesh.cache is not None
         await generate(mesh.stub, ask(temperature=1.0))
@@ -89,7 +90,7 @@ async def test_what_is_drawn_anew_is_neither_kept_nor_looked_up() -> None:
         await generate(mesh.stub, ask(cache=api.CACHE_POLICY_READ_ONLY))
         assert mesh.cache.lookups == 1
         await asyncio.sleep(0.05)
-        assert not mesh.cache.kept
+        assert not mesh.cache.results
 
 
 async def test_a_hit_ends_at_the_same_stop_string() -> None:
@@ -127,7 +128,7 @@ async def test_a_hit_after_the_first_token_is_ignored() -> None:
     async with FakeMesh(cache=True, gateway_cache_budget_s=5.0) as mesh:
         assert mesh.cache is not None
         await stored(mesh, ask())
-        for result in mesh.cache.kept.values():
+        for result in mesh.cache.results.values():
             result.CopyFrom(cache_pb2.CachedResult(token_ids=[9], finish_reason=api.FINISH_REASON_STOP))
         mesh.cache.delay_s = 0.1
         mesh.workers[0].step_s = 0.02
@@ -136,7 +137,7 @@ async def test_a_hit_after_the_first_token_is_ignored() -> None:
         assert not answer.receipt.result_hit
 
 
-async def test_a_hit_helps_where_no_worker_can() -> None:
+async def test_a_hit_answers_a_request_that_was_rejected() -> None:
     async with FakeMesh(cache=True) as mesh:
         await stored(mesh, ask())
         mesh.scheduler.workers = []
@@ -144,13 +145,13 @@ async def test_a_hit_helps_where_no_worker_can() -> None:
         assert answer.receipt.result_hit
 
 
-async def test_a_failed_answer_is_not_kept() -> None:
+async def test_a_failed_answer_is_not_stored() -> None:
     async with FakeMesh(cache=True) as mesh:
         assert mesh.cache is not None
         mesh.workers[0].hold_at = 3
         await generate(mesh.stub, ask(), timeout=0.2)
         await asyncio.sleep(0.05)
-        assert not mesh.cache.kept
+        assert not mesh.cache.results
 
 
 async def test_an_identical_job_is_joined_at_its_worker() -> None:
@@ -183,7 +184,7 @@ async def test_an_identical_job_is_joined_at_its_worker() -> None:
         assert follower.receipt.joined
         assert not leader.receipt.joined
         assert follower.receipt.prefill_tokens == 0
-        # The generation to join is gone: at the second time an attempt of its own, with no identity, is made.
+        # The generation to join is gone: after the second failed join the job runs on its own, without an identity.
         lonely = await generate(mesh.stub, ask())
         assert lonely.ids() == ANSWER
         assert lonely.receipt.attempts == 3
@@ -204,7 +205,7 @@ async def test_a_retry_joins_its_own_generation_from_the_start() -> None:
         await asyncio.sleep(0.05)
         leaving.cancel()
         await asyncio.sleep(0.05)
-        assert not worker.cancelled  # Somebody still listens.
+        assert not worker.cancelled  # One subscriber is left.
         worker.hold_at = None
         answer = await retrying
         assert answer.ids() == ANSWER
@@ -212,28 +213,28 @@ async def test_a_retry_joins_its_own_generation_from_the_start() -> None:
         assert answer.receipt.joined
         assert answer.receipt.request_id == "mine"
         assert len(worker.jobs) == 1
-        again = await generate(mesh.stub, request)  # It has ended: this is a new one.
+        again = await generate(mesh.stub, request)  # The first generation has ended.
         assert again.ids() == ANSWER
         assert not again.receipt.joined
 
 
 @pytest.fixture
-def listening(monkeypatch: pytest.MonkeyPatch) -> list[Listening]:
-    """Who listens to a generation, as it begins to."""
-    listening: list[Listening] = []
+def subscribers(monkeypatch: pytest.MonkeyPatch) -> list[Observer]:
+    """The subscribers of all generations, in the order in which they subscribed."""
+    subscribers: list[Observer] = []
     enter = Registry.enter
 
-    def enter_and_tell(self: Registry, order: AdmittedRequest, listener: Listening) -> tuple[Generation, bool]:
-        listening.append(listener)
-        return enter(self, order, listener)
+    def enter_and_note(self: Registry, admitted: AdmittedRequest, subscriber: Observer) -> tuple[Generation, bool]:
+        subscribers.append(subscriber)
+        return enter(self, admitted, subscriber)
 
-    monkeypatch.setattr(Registry, "enter", enter_and_tell)
-    return listening
+    monkeypatch.setattr(Registry, "enter", enter_and_note)
+    return subscribers
 
 
 @pytest.mark.parametrize("timeouts", [(60, 600), (600, 60)])
 async def test_calls_that_share_a_generation_keep_their_own_deadlines(
-    timeouts: tuple[int, int], listening: list[Listening]
+    timeouts: tuple[int, int], subscribers: list[Observer]
 ) -> None:
     async with FakeMesh() as mesh:
         worker = mesh.workers[0]
@@ -241,38 +242,38 @@ async def test_calls_that_share_a_generation_keep_their_own_deadlines(
         calls = []
         for timeout_s in timeouts:
             calls.append(asyncio.create_task(generate(mesh.stub, ask(request_id="mine"), timeout=timeout_s)))
-            await until(lambda: len(listening) == len(calls) and worker.sent == 10)
+            await until(lambda: len(subscribers) == len(calls) and worker.sent == 10)
         [job] = worker.jobs
         worker.running.clear()
         worker.hold_at = None
-        end = mesh_pb2.JobEnd(row=job.row, reason=api.FINISH_REASON_ERROR, failure=LATE.failure())
-        worker.say(mesh_pb2.RunResponse(ends=[end]))
+        end = mesh_pb2.JobEnd(stream_id=job.stream_id, reason=api.FINISH_REASON_ERROR, failure=LATE.failure())
+        worker.send(mesh_pb2.RunResponse(ends=[end]))
         answers = await asyncio.gather(*calls)
-        if timeouts == (600, 60):  # The job had all the time that there is.
+        if timeouts == (600, 60):  # The job had the latest of the deadlines.
             assert [answer.error and answer.error.code() for answer in answers] == [LATE.code] * 2
             return
         assert [answer.ids() for answer in answers] == [ANSWER] * 2
         again = worker.jobs[1]
         assert job.deadline_s <= 60 < again.deadline_s
-        assert list(again.token_ids[again.boundary :]) == ANSWER[:10]
-        assert list(mesh.scheduler.submits[1].avoid) == []  # No worker failed.
+        assert list(again.token_ids[again.prompt_len :]) == ANSWER[:10]
+        assert list(mesh.scheduler.submits[1].avoid) == []  # The worker did not fail.
 
 
-async def test_a_deadline_that_passed_in_the_queue_is_not_that_of_who_came_later(listening: list[Listening]) -> None:
+async def test_a_deadline_that_passed_in_the_queue_does_not_end_a_later_subscriber(subscribers: list[Observer]) -> None:
     async with FakeMesh() as mesh:
         mesh.scheduler.hold = True
         sooner = asyncio.create_task(generate(mesh.stub, ask(request_id="mine"), timeout=60))
         await until(lambda: len(mesh.scheduler.submits) == 1)
         later = asyncio.create_task(generate(mesh.stub, ask(request_id="mine"), timeout=600))
-        await until(lambda: len(listening) == 2)
+        await until(lambda: len(subscribers) == 2)
         mesh.scheduler.hold = False
         first = mesh.scheduler.submits[0]
-        mesh.scheduler.say(rejected(first, LATE))
+        mesh.scheduler.send(rejected(first, LATE))
         assert [answer.ids() for answer in await asyncio.gather(sooner, later)] == [ANSWER] * 2
         assert first.deadline_s <= 60 < mesh.scheduler.submits[1].deadline_s
 
 
-async def test_who_joins_late_gets_the_past_in_messages_of_bounded_size() -> None:
+async def test_a_late_subscriber_receives_the_past_in_messages_of_bounded_size() -> None:
     async with FakeMesh(script=lambda job: [5] * 1000, card=make_card(context_length=2000)) as mesh:
         worker = mesh.workers[0]
         worker.hold_at, worker.tokens_per_step = 900, 100
@@ -299,7 +300,7 @@ def test_results_are_shared_only_within_a_tenant_and_a_model() -> None:
     assert len(keys) == 5
 
 
-async def test_the_last_listener_ends_it() -> None:
+async def test_a_generation_ends_with_its_last_subscriber() -> None:
     async with FakeMesh() as mesh:
         worker = mesh.workers[0]
         worker.hold_at = 10
@@ -324,11 +325,11 @@ async def test_the_same_id_with_another_body_is_refused() -> None:
         running.cancel()
 
 
-async def test_each_of_many_clients_gets_its_own_answer() -> None:
+async def test_each_of_many_clients_receives_its_own_answer() -> None:
     texts = [f"{number} bottles of ale" for number in range(40)]
 
     def script(job: mesh_pb2.Job) -> list[int]:
-        return list(job.token_ids[1 : job.boundary])  # It says what it was told.
+        return list(job.token_ids[1 : job.prompt_len])  # The answer repeats the prompt.
 
     async with FakeMesh(script=script) as mesh:
         mesh.scheduler.decide = lambda submit: assigned(submit, "worker-0", mesh.address("worker-0"))

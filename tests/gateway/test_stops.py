@@ -1,4 +1,4 @@
-"""Stop strings: the matcher says what a naive search over the whole text says, however the text is cut."""
+"""Stop strings: the matcher agrees with a naive search over the whole text, however the text is split."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,7 +21,7 @@ def naive(pieces: list[str], stops: list[str], min_tokens: int) -> tuple[str, st
 
 
 def run(pieces: list[str], stops: list[str], min_tokens: int) -> tuple[str, str | None, int]:
-    """The same by the matcher."""
+    """The same with the matcher."""
     matcher = StopMatcher(stops, min_tokens)
     text = ""
     for count, piece in enumerate(pieces, 1):
@@ -39,26 +39,26 @@ def test_it_finds_what_a_naive_search_finds(pieces: list[str], stops: list[str],
 @given(st.lists(st.text("abc", max_size=4), max_size=12), st.lists(words, min_size=1, max_size=4))
 def test_it_holds_back_only_what_may_begin_a_stop_string(pieces: list[str], stops: list[str]) -> None:
     matcher = StopMatcher(stops)
-    told, text = "", ""
+    certain, text = "", ""
     for piece in pieces:
-        told += matcher.feed(piece)
+        certain += matcher.feed(piece)
         text += piece
         if matcher.found is not None:
             return
-        held = text[len(told) :]
-        assert text.startswith(told)
+        held = text[len(certain) :]
+        assert text.startswith(certain)
         assert held == "" or any(stop.startswith(held) for stop in stops)
 
 
-def test_the_longest_of_those_that_end_together_wins() -> None:
+def test_of_stop_strings_that_end_together_the_longest_wins() -> None:
     assert run(["xab", "cd"], ["c", "abc"], 0) == ("x", "abc", 2)
 
 
-def test_the_first_to_end_wins() -> None:
+def test_the_stop_string_that_ends_first_wins() -> None:
     assert run(["abcd"], ["abcd", "bc"], 0) == ("a", "bc", 1)
 
 
-def test_text_that_was_held_for_the_last_character_is_searched_too() -> None:
+def test_text_released_by_the_flush_is_searched() -> None:
     matcher = StopMatcher(["b\ufffd"])
     assert matcher.feed("ab") == "a"
     assert matcher.flush("\ufffd") == ""

@@ -1,4 +1,4 @@
-"""Stories of requests that go well, through the gateway's real door."""
+"""Requests that succeed, through the gateway's gRPC API."""
 
 import asyncio
 import contextlib
@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from protos import inference_pb2 as api
 from protos import mesh_pb2
 from services.gateway.access.tenants import DEFAULT
-from services.gateway.answers.call import RECEIPT_KEY
+from services.gateway.doors.native import RECEIPT_KEY
 from services.hashing import block_keys, chain_root
 from tests.gateway.fakes import FakeMesh, ask, generate, until
 from tests.gateway.model import ANSWER, LOREM, TOKENIZER, ids_of, make_card
@@ -21,7 +21,7 @@ from tests.gateway.test_text import FALLBACK, FALLBACK_BUNDLE
 from tests.timing import timely
 
 
-async def test_a_stream_brings_text_tokens_and_last_the_receipt() -> None:
+async def test_a_stream_delivers_text_and_tokens_and_last_the_receipt() -> None:
     async with FakeMesh() as mesh:
         answer = await generate(mesh.stub, ask("hello", seed=7))
         assert answer.text() == LOREM
@@ -44,7 +44,7 @@ async def test_a_stream_brings_text_tokens_and_last_the_receipt() -> None:
         assert not receipt.joined
 
 
-async def test_the_scheduler_is_told_lengths_and_hashes_and_the_worker_everything() -> None:
+async def test_the_scheduler_receives_lengths_and_hashes_and_the_worker_the_request() -> None:
     async with FakeMesh() as mesh:
         request = ask("hello world and the quick fox", seed=7, top_k=3, priority=5, max_tokens=9, stop=["zzz"])
         answer = await generate(mesh.stub, request, timeout=30)
@@ -58,7 +58,7 @@ async def test_the_scheduler_is_told_lengths_and_hashes_and_the_worker_everythin
         assert submit.priority == job.priority == 5
         assert len(submit.identity) == len(submit.body) == 32
         assert list(job.token_ids) == prompt
-        assert job.boundary == len(prompt)
+        assert job.prompt_len == len(prompt)
         assert job.salt == DEFAULT.salt
         assert (job.sampling.top_k, job.sampling.max_tokens, job.sampling.seed) == (3, 9, 7)
         assert not job.sampling.stop
@@ -74,7 +74,7 @@ async def test_defaults_are_resolved_at_the_gateway() -> None:
         job = mesh.workers[0].jobs[0]
         assert job.sampling.max_tokens == 256
         assert job.sampling.seed == first
-        assert mesh.scheduler.submits[0].identity == b""  # it draws anew each time
+        assert mesh.scheduler.submits[0].identity == b""  # Its draws are random.
 
 
 async def test_several_continuations_share_one_stream() -> None:
@@ -98,7 +98,7 @@ async def test_characters_split_over_tokens_arrive_whole() -> None:
         assert all("\ufffd" not in delta.text for delta in answer.deltas)
 
 
-async def test_an_unfinished_character_is_told_at_the_end() -> None:
+async def test_an_incomplete_character_is_delivered_at_the_end() -> None:
     async with FakeMesh(script=lambda job: ids_of("a 日")[:-1]) as mesh:
         answer = await generate(mesh.stub, ask())
         assert answer.text() == "a \ufffd"
@@ -115,18 +115,18 @@ async def test_a_stop_string_across_tokens_ends_the_answer() -> None:
         assert not TOKENIZER.decode(kept[:-1]).startswith("the quick brown f")
         [cancel] = mesh.workers[0].cancelled
         assert cancel.position == len(kept) == answer.receipt.completion_tokens
-        assert answer.receipt.prefill_tokens == answer.receipt.prompt_tokens - 1  # from the worker's account
+        assert answer.receipt.prefill_tokens == answer.receipt.prompt_tokens - 1  # as the worker reported
         await until(lambda: not mesh.workers[0].running)
 
 
 @timely
-async def test_a_worker_that_goes_on_behind_a_stop_string_is_told_once_and_not_heard() -> None:
+async def test_a_worker_that_ignores_a_cancel_receives_one_and_its_tokens_are_dropped() -> None:
     async with FakeMesh(gateway_cost_wait_s=0.1) as mesh:
-        mesh.workers[0].deaf = True
+        mesh.workers[0].ignores_cancels = True
         answer = await generate(mesh.stub, ask(stop=["quick"]))
         assert answer.text() == "the "
         assert len(mesh.workers[0].cancelled) == 1
-        assert answer.receipt.timings.wall_s < 0.3  # It does not wait for ever for the worker's account.
+        assert answer.receipt.timings.wall_s < 0.3  # It waits at most gateway_cost_wait_s for the worker's report.
         assert list(answer.receipt.workers) == ["worker-0"]
 
 
@@ -143,7 +143,7 @@ async def test_a_stop_string_is_found_although_the_client_reads_nothing() -> Non
         call.cancel()
 
 
-async def test_a_possible_stop_string_is_held_and_then_told() -> None:
+async def test_a_possible_stop_string_is_held_back_and_then_delivered() -> None:
     async with FakeMesh() as mesh:
         answer = await generate(mesh.stub, ask(stop=["the worldwide"]))
         assert answer.text() == LOREM
@@ -199,11 +199,11 @@ async def test_chat_goes_through_the_checkpoints_template() -> None:
     chat = api.Chat(messages=[api.ChatMessage(role="user", content=" hello ")])
     async with FakeMesh() as mesh:
         await generate(mesh.stub, ask(prompt=api.Prompt(chat=chat)))
-        told = TOKENIZER.decode(list(mesh.workers[0].jobs[0].token_ids), skip_special_tokens=False)
-        assert told == "<s>user: hello\nassistant:"
+        prompt = TOKENIZER.decode(list(mesh.workers[0].jobs[0].token_ids), skip_special_tokens=False)
+        assert prompt == "<s>user: hello\nassistant:"
 
 
-async def test_tokenize_does_what_generate_does() -> None:
+async def test_tokenize_gives_the_tokens_of_generate() -> None:
     async with FakeMesh() as mesh:
         reply = await mesh.stub.Tokenize(api.TokenizeRequest(prompt=api.Prompt(text="the 日")))
         assert list(reply.token_ids) == TOKENIZER.encode("the 日").ids
@@ -263,7 +263,7 @@ async def test_health_follows_the_models() -> None:
         await becomes(health_pb2.HealthCheckResponse.SERVING)
 
 
-async def test_a_client_that_stops_reading_is_given_up_and_delays_nobody() -> None:
+async def test_a_client_that_stops_reading_is_aborted_and_delays_no_other() -> None:
     many = [5] * 100_000
 
     def script(job: mesh_pb2.Job) -> list[int]:
@@ -273,7 +273,7 @@ async def test_a_client_that_stops_reading_is_given_up_and_delays_nobody() -> No
         worker = mesh.workers[0]
         worker.tokens_per_step = 200
         call = mesh.stub.Generate(ask(max_tokens=100_000, logprobs=20))
-        await call.read()  # and then no more
+        await call.read()  # and no further message
         while not worker.cancelled:
             neighbour = await generate(mesh.stub, ask())
             assert neighbour.ids() == ANSWER
@@ -298,6 +298,6 @@ async def test_an_answer_of_a_tokenizer_with_byte_fallback_keeps_its_words_apart
     async with FakeMesh(script=script, card=make_card(bundle_digest=digest)) as mesh:
         mesh.workers[0].bundle = data
         whole, torn = [await generate(mesh.stub, ask(prompt)) for prompt in ("ab a", "ab b")]
-        assert whole.text() == " ab a"  # Behind the prompt "ab a".
+        assert whole.text() == " ab a"  # It continues the prompt "ab a".
         assert torn.error is None
         assert (torn.text(), torn.ids()) == ("A\ufffdbb", answers["b"])

@@ -1,4 +1,4 @@
-"""Text and tokens: incremental decoding equals decoding at once, templates render as transformers renders them."""
+"""Text and tokens: incremental decoding equals decoding at once, and templates render as in transformers."""
 
 import json
 import re
@@ -44,8 +44,8 @@ FALLBACK = TextModel(FALLBACK_BUNDLE)
 @given(any_ids)
 def test_any_tokens_decode_piecewise_as_at_once(ids: list[int]) -> None:
     detokenizer = MODEL.detokenizer()
-    told = "".join(detokenizer.feed(token) for token in ids) + detokenizer.flush()
-    assert told == TOKENIZER.decode(ids, skip_special_tokens=True)
+    text = "".join(detokenizer.feed(token) for token in ids) + detokenizer.flush()
+    assert text == TOKENIZER.decode(ids, skip_special_tokens=True)
 
 
 @settings(deadline=None)
@@ -58,20 +58,20 @@ def test_texts_survive_a_tokenizer_with_byte_fallback(text: str) -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.sampled_from([3 + 0x80, 3 + 0xC3, 3 + 0xA9, 3 + 0xFF, 259, 260, 261, 262, 265]), max_size=40))
-def test_bytes_that_turn_out_to_be_no_characters_cost_no_word(ids: list[int]) -> None:
+def test_invalid_bytes_lose_no_word(ids: list[int]) -> None:
     detokenizer = FALLBACK.detokenizer([260])
-    told = "".join(detokenizer.feed(token) for token in ids) + detokenizer.flush()
+    text = "".join(detokenizer.feed(token) for token in ids) + detokenizer.flush()
     words = {259: " ", 260: "a", 261: "b", 262: " a", 265: " ab"}
-    assert re.sub("[^ab ]", "", told) == "".join(words.get(token, "") for token in ids)
+    assert re.sub("[^ab ]", "", text) == "".join(words.get(token, "") for token in ids)
 
 
-def test_an_answer_keeps_its_first_space_where_it_goes_on_from_its_prompt() -> None:
+def test_an_answer_that_continues_its_prompt_keeps_its_first_space() -> None:
     for prompt, expected in (([1, 262], " ab a"), ([1], "ab a"), ([], "ab a")):
         detokenizer = FALLBACK.detokenizer(prompt)
         assert "".join(map(detokenizer.feed, [265, 262])) + detokenizer.flush() == expected
 
 
-def test_broken_bytes_without_end_are_told_in_bounded_time() -> None:
+def test_endless_broken_bytes_are_decoded_in_bounded_time() -> None:
     detokenizer = MODEL.detokenizer()
     [broken] = [i for i in range(300) if TOKENIZER.id_to_token(i) == "ł"]  # a byte that begins no character
     assert TOKENIZER.decode([broken]) == "\ufffd"
@@ -87,7 +87,7 @@ def test_pieces_are_the_text_of_each_token_alone() -> None:
     assert [FALLBACK.piece(i) for i in words] == [" a", " ab"]
 
 
-def test_a_model_without_a_template_takes_no_chat() -> None:
+def test_a_model_without_a_template_refuses_chat() -> None:
     assert not FALLBACK.chat
     with pytest.raises(WeftError) as caught:
         FALLBACK.encode(api.Prompt(chat=api.Chat(messages=[api.ChatMessage(role="user", content="a")])))
@@ -128,7 +128,7 @@ CHATS = [
 
 @pytest.mark.parametrize("template", [CHATML, LLAMA2, LOOPS], ids=["chatml", "llama2", "loops"])
 @pytest.mark.parametrize("chat", CHATS, ids=["one", "system", "many"])
-def test_templates_render_as_transformers_does(template: str, chat: list[tuple[str, str]]) -> None:
+def test_templates_render_as_in_transformers(template: str, chat: list[tuple[str, str]]) -> None:
     import transformers
 
     build: Any = transformers.PreTrainedTokenizerFast
@@ -160,7 +160,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_bad_template_fails_alone_and_in_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hostile_template_fails_in_bounded_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.gateway.text.chat_template.MAX_SECONDS", 0.3)
     template = ChatTemplate(HOSTILE[name], {})
     began = time.perf_counter()
@@ -172,7 +172,7 @@ def test_a_bad_template_fails_alone_and_in_time(name: str, monkeypatch: pytest.M
     assert time.perf_counter() - began < 2
 
 
-def test_a_prompt_is_not_truncated_or_padded_by_what_the_file_says() -> None:
+def test_truncation_and_padding_of_the_tokenizer_file_are_ignored() -> None:
     settings = json.loads(TOKENIZER.to_str())
     settings["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
     model = TextModel(mesh_pb2.Bundle(tokenizer_json=json.dumps(settings).encode()))

@@ -1,4 +1,4 @@
-"""Identical requests in flight are computed once, through whatever gateway they come and whoever of them leaves."""
+"""Identical concurrent requests are computed once, at any gateway, also if some of their clients leave."""
 
 import asyncio
 import itertools
@@ -25,38 +25,38 @@ LENGTH = 100
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def mesh(tmp_path_factory: pytest.TempPathFactory, model: Path) -> AsyncIterator[Mesh]:
-    """Two gateways before two workers that only pretend, and nothing that keeps results."""
+    """Two gateways, two paced workers, no result cache."""
     async with Mesh(tmp_path_factory.mktemp("joins"), model, workers=2, gateways=2, worker_env=PACED) as running:
         await both_know(running)
         yield running
 
 
 async def both_know(mesh: Mesh) -> None:
-    """Waits until each gateway has heard of each worker."""
+    """Waits until each gateway lists each worker."""
     for gateway in range(2):
         await knows(mesh, gateway, workers=2)
 
 
 async def knows(mesh: Mesh, gateway: int, workers: int) -> None:
-    """Waits until the gateway has heard of so many workers."""
+    """Waits until the gateway lists so many workers."""
 
-    async def heard() -> int:
+    async def listed() -> int:
         return sum(model.workers for model in (await mesh.stub(gateway).ListModels(api.ListModelsRequest())).models)
 
     async with asyncio.timeout(10):
-        while await heard() < workers:  # noqa: ASYNC110 (far away)
+        while await listed() < workers:  # noqa: ASYNC110 (far away)
             await asyncio.sleep(0.02)
 
 
 async def status(worker: Process) -> mesh_pb2.StatusResponse:
-    """How a worker is."""
+    """The status of a worker."""
     async with aio.insecure_channel(worker.address) as channel:
         reply: mesh_pb2.StatusResponse = await WorkerStub(channel).Status(mesh_pb2.StatusRequest())
         return reply
 
 
 async def idle(mesh: Mesh) -> None:
-    """Waits until no worker has anything to do."""
+    """Waits until no worker has a job."""
     async with asyncio.timeout(5):
         for worker in mesh.workers:
             while (await status(worker)).report.active_blocks:  # noqa: ASYNC110 (it is in another process)
@@ -64,12 +64,12 @@ async def idle(mesh: Mesh) -> None:
 
 
 def fresh(seeds: "itertools.count[int]" = itertools.count(1000)) -> api.GenerateRequest:  # noqa: B008
-    """A deterministic request that is like no earlier one."""
+    """A deterministic request that differs from all earlier ones."""
     return ask(PROMPT, max_tokens=LENGTH, temperature=1.0, seed=next(seeds), ignore_eos=True)
 
 
 async def first_tokens(call: Any, count: int) -> list[int]:
-    """Reads a stream until it has brought so many tokens."""
+    """Reads so many tokens of a stream."""
     tokens: list[int] = []
     while len(tokens) < count:
         tokens.extend((await call.read()).delta.token_ids)
@@ -93,7 +93,7 @@ async def test_32_identical_requests_through_two_gateways_cost_one(mesh: Mesh) -
     assert len({answer.receipt.workers[0] for answer in answers}) == 1
 
 
-async def test_nobody_minds_when_the_first_client_leaves(mesh: Mesh) -> None:
+async def test_the_others_are_answered_when_the_first_client_leaves(mesh: Mesh) -> None:
     request = fresh()
     first = mesh.stub(0).Generate(request)
     await first_tokens(first, 1)
@@ -110,11 +110,11 @@ async def test_nobody_minds_when_the_first_client_leaves(mesh: Mesh) -> None:
     assert all(len(answer.ids) == LENGTH for answer in answers)
     assert all(answer.receipt.joined for answer in answers)
     assert all(answer.receipt.attempts == 1 for answer in answers)
-    assert cost(answers) == 0  # It is on the receipt of the one who left.
+    assert cost(answers) == 0  # The cost is on the receipt of the client that left.
 
 
 async def test_the_first_client_leaves_at_once(mesh: Mesh) -> None:
-    """Wherever the leader's job is when its client leaves: the others share one generation, at a bad moment two."""
+    """At any moment of the leader's job: the others share one generation, in the worst case two."""
     stubs = [mesh.stub(0), mesh.stub(1)]
     for pause_s in (0.0, 0.001, 0.002, 0.004, 0.006, 0.01):
         request = fresh()
@@ -126,7 +126,7 @@ async def test_the_first_client_leaves_at_once(mesh: Mesh) -> None:
         answers = await asyncio.gather(*others)
         assert len({tuple(answer.ids) for answer in answers}) == 1
         assert all(len(answer.ids) == LENGTH for answer in answers)
-        # Of the leader's answer they may have had a few tokens, which the next leader's prompt then has, too.
+        # They may have a few tokens of the leader's answer, which are then in the next leader's prompt.
         assert cost(answers) <= 2 * (len(PROMPT) + 10), pause_s
         assert sum(answer.receipt.joined for answer in answers) >= 6, pause_s
 
@@ -145,12 +145,12 @@ async def test_the_first_clients_deadline_is_its_own(mesh: Mesh) -> None:
 async def test_a_retry_through_another_gateway_joins_its_own_generation(mesh: Mesh) -> None:
     request = fresh()
     request.request_id = "mine"
-    request.sampling.ClearField("seed")  # Two calls draw the same all the same: they have one name.
+    request.sampling.ClearField("seed")  # Their draws are equal nevertheless: the seed derives from the id.
     await retry_joins(mesh, request)
 
 
 async def retry_joins(mesh: Mesh, request: api.GenerateRequest) -> None:
-    """A client that asks again at another gateway, and then gives up its first call, has that one's generation."""
+    """A client that retries at another gateway, and then cancels its first call, joins its own generation."""
     lost = mesh.stub(0).Generate(request)
     tokens = await first_tokens(lost, 10)
     retry = asyncio.create_task(generate(mesh.stub(1), request))
@@ -175,7 +175,7 @@ async def test_the_same_id_with_another_body_is_refused_at_the_other_gateway(mes
     running.cancel()
 
 
-async def test_a_gateways_death_is_felt_by_its_own_clients_alone(mesh: Mesh) -> None:
+async def test_the_loss_of_a_gateway_affects_only_its_own_clients(mesh: Mesh) -> None:
     request = fresh()
     leading = mesh.stub(0).Generate(request)
     await leading.read()
@@ -195,8 +195,8 @@ async def test_a_gateways_death_is_felt_by_its_own_clients_alone(mesh: Mesh) -> 
     assert cost(answers) == 0
 
 
-async def test_a_workers_death_costs_one_more_generation(mesh: Mesh) -> None:
-    """Those who shared the lost one share the next, whoever of them had more of it."""
+async def test_the_loss_of_a_worker_costs_one_more_generation(mesh: Mesh) -> None:
+    """Requests that shared the lost one share the next, however many tokens each has received."""
     await idle(mesh)
     stubs = [mesh.stub(0), mesh.stub(1)]
     request = fresh()
@@ -214,7 +214,7 @@ async def test_a_workers_death_costs_one_more_generation(mesh: Mesh) -> None:
     done = await asyncio.gather(*answers)
     assert [answer.ids for answer in done] == [undisturbed.ids] * 16
     assert max(answer.receipt.attempts for answer in done) == 2
-    # Of the first attempt the prompt, of the second the prompt and what was already said.
+    # The first attempt computes the prompt, the second one the prompt and the tokens so far.
     assert cost(done) <= 2 * len(PROMPT) + LENGTH
     assert sum(answer.receipt.joined for answer in done) >= 15
     busy[0].start()

@@ -1,4 +1,4 @@
-"""Tenants: who may call, what each may have, and that nothing of one reaches another."""
+"""Tenants: authentication, limits, and isolation from each other."""
 
 import asyncio
 import contextlib
@@ -32,7 +32,7 @@ KEYS = {name: f"weft-key-of-{name}-which-nobody-must-see" for name in NAMES}
 
 
 def entry(name: str, more: str = "") -> str:
-    """A tenant in the file."""
+    """A tenant's entry in the file."""
     hashed = hashlib.sha256(KEYS[name].encode()).hexdigest()
     return f'[[tenant]]\nname = "{name}"\nkeys = ["sha256:{hashed}"]\n{more}\n'
 
@@ -60,7 +60,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def mesh(tmp_path_factory: pytest.TempPathFactory, model: Path, file: Path) -> AsyncIterator[Mesh]:
-    """One paced worker with a small batch, a result cache, and a gateway that asks for keys."""
+    """One paced worker with a small batch, a result cache, and a gateway that requires keys."""
     folder = tmp_path_factory.mktemp("tenants")
     with RedisServer(folder / "redis") as redis:
         async with Mesh(
@@ -76,12 +76,12 @@ async def stub(mesh: Mesh) -> Stub:
 
 
 def bearer(key: str) -> tuple[tuple[str, str], ...]:
-    """The metadata that brings a key."""
+    """The metadata with a key."""
     return (("authorization", f"Bearer {key}"),)
 
 
 async def answer_for(stub: Stub, name: str, request: api.GenerateRequest) -> Answer:
-    """What a tenant gets."""
+    """The answer to a tenant's request."""
     return await generate(stub, request, metadata=bearer(KEYS[name]))
 
 
@@ -98,7 +98,7 @@ async def refusal(call: Any) -> tuple[grpc.StatusCode, str, float]:
     return error.code(), info.reason, retry.retry_delay.ToTimedelta().total_seconds()
 
 
-# ---- who may call ----
+# ---- authentication ----
 
 
 async def read(call: Any) -> Any:
@@ -150,14 +150,14 @@ async def test_every_rpc_but_health_needs_a_key(mesh: Mesh) -> None:
             assert (await refusal(call(twice)))[0] is CODES.UNAUTHENTICATED
 
 
-async def test_health_asks_nobody(mesh: Mesh) -> None:
+async def test_health_needs_no_key(mesh: Mesh) -> None:
     async with aio.insecure_channel(mesh.gateways[0].address) as channel:
         health: Any = health_pb2_grpc.HealthStub(channel)
         reply = await health.Check(health_pb2.HealthCheckRequest(service="weft.v1.Inference"))
         assert reply.status == health_pb2.HealthCheckResponse.SERVING
 
 
-async def test_a_key_opens_what_is_for_it(mesh: Mesh, stub: Stub) -> None:
+async def test_a_key_permits_its_models_and_methods(mesh: Mesh, stub: Stub) -> None:
     assert len((await answer_for(stub, "few", ask("A tale", max_tokens=4))).ids) == 4
     reader = bearer(KEYS["reader"])
     assert (await stub.ListModels(api.ListModelsRequest(), metadata=reader)).models
@@ -182,16 +182,16 @@ async def test_a_key_opens_what_is_for_it(mesh: Mesh, stub: Stub) -> None:
         assert "weft.v1.Inference" in {each.name for each in reply.list_services_response.service}
 
 
-async def test_no_key_is_ever_written_down(mesh: Mesh) -> None:
+async def test_no_key_is_in_a_log(mesh: Mesh) -> None:
     logs = [process.log.read_text() for process in mesh.processes]
     assert all(logs)
     assert not [key for key in KEYS.values() for log in logs if key in log]
 
 
-# ---- what each may have ----
+# ---- limits ----
 
 
-async def test_a_rate_is_kept(stub: Stub) -> None:
+async def test_the_request_rate_is_limited(stub: Stub) -> None:
     request = api.ListModelsRequest()
     slow = bearer(KEYS["slow"])
     for _ in range(3):
@@ -204,7 +204,7 @@ async def test_a_rate_is_kept(stub: Stub) -> None:
     await stub.ListModels(request, metadata=slow)
 
 
-async def test_answers_under_way_are_counted(stub: Stub) -> None:
+async def test_concurrent_answers_are_limited(stub: Stub) -> None:
     request = ask("A tale", max_tokens=200, temperature=1.0, ignore_eos=True)
     running = stub.Generate(request, metadata=bearer(KEYS["one"]))
     await running.read()
@@ -216,7 +216,7 @@ async def test_answers_under_way_are_counted(stub: Stub) -> None:
     assert (await answer_for(stub, "one", ask("A tale", max_tokens=4))).ids
 
 
-async def test_tokens_are_counted(stub: Stub) -> None:
+async def test_tokens_are_limited(stub: Stub) -> None:
     await answer_for(stub, "frugal", ask([5] * 80, max_tokens=30, temperature=1.0, ignore_eos=True))
     code, reason, retry_s = await refusal(stub.Complete(ask("A tale"), metadata=bearer(KEYS["frugal"])))
     assert (code, reason) == (CODES.RESOURCE_EXHAUSTED, "TOKENS_EXHAUSTED")
@@ -224,7 +224,7 @@ async def test_tokens_are_counted(stub: Stub) -> None:
     assert (await stub.ListModels(api.ListModelsRequest(), metadata=bearer(KEYS["frugal"]))).models
 
 
-# ---- nothing of one reaches another ----
+# ---- isolation ----
 
 
 async def test_caches_are_never_shared(stub: Stub) -> None:
@@ -252,7 +252,7 @@ async def test_caches_are_never_shared(stub: Stub) -> None:
 
 
 async def test_generations_are_never_shared(stub: Stub) -> None:
-    """Not even by the same request id: another tenant's is nobody's."""
+    """Not even with equal request ids."""
     request = ask([3, 5, 7] * 32, max_tokens=60, ignore_eos=True, seed=5)
     request.request_id = "the-same"
     leading = asyncio.create_task(answer_for(stub, "many", request))
@@ -296,7 +296,7 @@ async def test_tenants_offering_10_to_1_get_1_to_1(stub: Stub) -> None:
 
 
 async def accepted(stub: Stub, name: str) -> None:
-    """Waits until a tenant's key opens the door."""
+    """Waits until a tenant's key is accepted."""
     async with asyncio.timeout(5):
         while True:
             try:
@@ -314,11 +314,11 @@ async def test_the_file_is_read_again_and_streams_go_on(mesh: Mesh, stub: Stub, 
     await asyncio.to_thread(file.write_text, FILE.replace(entry("many"), "") + entry("late"))
     await accepted(stub, "late")
     assert (await refusal(stub.ListModels(models, metadata=many)))[1] == "KEY_UNKNOWN"
-    # A file that cannot be used changes nothing, and is complained of once.
+    # An invalid file changes nothing, and is logged once.
     await asyncio.to_thread(file.write_text, "[[tenant]]\nname = 5")
     await asyncio.sleep(1.2)
     await accepted(stub, "late")
-    assert mesh.gateways[0].log.read_text().count("the tenants file cannot be used") == 1
+    assert mesh.gateways[0].log.read_text().count("invalid tenants file") == 1
     assert not running.done()
     spare = file.with_suffix(".new")
     spare.write_text(FILE)
@@ -334,13 +334,13 @@ BROKEN = {
     "an unknown field": (entry("few", "request_per_second = 1"), "tenant.0.request_per_second: "),
     "a limit of nothing": (entry("few", "concurrent = 0"), "tenant.0.concurrent: "),
     "a tenant twice": (entry("few") + entry("few"), "names few twice"),
-    "a key twice": (entry("few") + entry("few").replace('"few"', '"other"'), "other: one of its keys is there already"),
+    "a key twice": (entry("few") + entry("few").replace('"few"', '"other"'), "other: a key is listed twice"),
     "an unknown method": (entry("few", 'methods = ["Destroy"]'), "tenant.0.methods.0: "),
     "no file": (None, "cannot be read: No such file or directory"),
 }
 
 
-async def test_a_file_that_cannot_be_used_keeps_a_gateway_from_starting(tmp_path: Path, model: Path) -> None:
+async def test_a_gateway_does_not_start_with_an_invalid_file(tmp_path: Path, model: Path) -> None:
     async def start(number: int, text: str | None, reason: str) -> None:
         path = tmp_path / f"{number}.toml"
         if text is not None:
@@ -359,8 +359,8 @@ async def test_a_file_that_cannot_be_used_keeps_a_gateway_from_starting(tmp_path
         await asyncio.gather(*(start(number, *case) for number, case in cases[begin : begin + 3]))
 
 
-async def test_the_load_generator_brings_its_key(mesh: Mesh) -> None:
-    """`weft bench` at a mesh that asks for keys: with one it is served, without it says what is missing."""
+async def test_the_load_generator_sends_its_key(mesh: Mesh) -> None:
+    """`weft bench` with a mesh that requires keys: it is served with a key, and fails with the reason without."""
     lengths = ("--requests", "2", "--input-len", "8", "--output-len", "4", "--warmup", "0")
 
     async def bench(key: str) -> Result:

@@ -84,7 +84,7 @@ async def test_requests_decoded_together_have_a_whole_trace_each(
                     ask(f"{SECRET} was", max_tokens=100),
                     ask(f"{SECRET} ran", max_tokens=100, temperature=0.7),
                 ]
-                # Where others run there is no head start, which may be one attempt more.
+                # Where this gateway has other jobs there is no early attempt, which may be one more span.
                 company = stub.Generate(ask("Once", max_tokens=500, temperature=1.0, ignore_eos=True))
                 await company.read()
                 answers = await asyncio.gather(
@@ -187,7 +187,7 @@ async def test_a_joined_request_has_a_link_to_the_trace_of_the_job(
             assert names(children[own.id]) == ["worker/attach"]
             (link,) = one(spans, "worker/attach").span.links
             assert link.trace_id.hex() == leader.trace_id
-            # A head start may have gone before it: taken back, since the other one led.
+            # An early attempt may precede it: aborted, because the other job led.
             assert all(seen.attributes["weft.cancelled"] for seen in attempts if seen is not own)
 
 

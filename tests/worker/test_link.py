@@ -1,4 +1,4 @@
-"""The worker's side of a Run stream: what shares a message, and what becomes of a reader that does not read."""
+"""The worker's side of a Run stream: which tokens share a message, and what happens if the gateway does not read."""
 
 import asyncio
 import math
@@ -27,47 +27,47 @@ from weft.launch.demo_model import model_folder
 
 
 async def written(link: GatewayLink[object]) -> list[mesh.RunResponse]:
-    """Everything, once the link is closed."""
+    """Closes the link. -> all its messages."""
     link.close()
     return [message async for message in link]
 
 
 def entries(message: mesh.RunResponse) -> list[tuple[int, int, int]]:
-    return list(zip(message.rows, message.positions, message.token_ids, strict=True))
+    return list(zip(message.stream_ids, message.positions, message.token_ids, strict=True))
 
 
-async def test_a_reader_that_keeps_up_gets_a_message_for_each_step() -> None:
+async def test_a_gateway_that_keeps_up_receives_one_message_per_step() -> None:
     link: GatewayLink[object] = GatewayLink("g")
     stream = aiter(link)
     for position in range(3):
-        link.tell(1, TokenOut(7, position, 40 + position))
+        link.send_token(1, TokenOut(7, position, 40 + position))
         assert entries(await anext(stream)) == [(1, position, 40 + position)]
     waiting = asyncio.ensure_future(anext(stream))
     await asyncio.sleep(0)
-    assert not waiting.done(), "there is nothing to write"
-    link.end(mesh.JobEnd(row=1, reason=api.FINISH_REASON_LENGTH))
-    assert [end.row for end in (await waiting).ends] == [1]
+    assert not waiting.done(), "there is nothing to send"
+    link.send_end(mesh.JobEnd(stream_id=1, reason=api.FINISH_REASON_LENGTH))
+    assert [end.stream_id for end in (await waiting).ends] == [1]
 
 
-async def test_steps_that_come_while_one_is_written_share_a_message() -> None:
+async def test_steps_that_complete_during_a_write_share_a_message() -> None:
     link: GatewayLink[object] = GatewayLink("g")
     stream = aiter(link)
-    link.tell(1, TokenOut(7, 0, 40))
-    assert len((await anext(stream)).rows) == 1
+    link.send_token(1, TokenOut(7, 0, 40))
+    assert len((await anext(stream)).stream_ids) == 1
     for position in (1, 2):
-        link.tell(1, TokenOut(7, position, 50))
-        link.tell(2, TokenOut(8, position, 60))
-    link.end(mesh.JobEnd(row=2, reason=api.FINISH_REASON_LENGTH))
+        link.send_token(1, TokenOut(7, position, 50))
+        link.send_token(2, TokenOut(8, position, 60))
+    link.send_end(mesh.JobEnd(stream_id=2, reason=api.FINISH_REASON_LENGTH))
     (rest,) = await written(link)
     assert entries(rest) == [(1, 1, 50), (2, 1, 60), (1, 2, 50), (2, 2, 60)]
-    assert [end.row for end in rest.ends] == [2]
+    assert [end.stream_id for end in rest.ends] == [2]
 
 
 async def test_log_probabilities_stay_with_their_tokens() -> None:
     link: GatewayLink[object] = GatewayLink("g")
-    link.tell(1, TokenOut(7, 0, 40))
-    link.tell(2, TokenOut(8, 0, 41, -0.5, [(41, -0.5), (3, -1.5)]))
-    link.tell(1, TokenOut(7, 1, 42))
+    link.send_token(1, TokenOut(7, 0, 40))
+    link.send_token(2, TokenOut(8, 0, 41, -0.5, [(41, -0.5), (3, -1.5)]))
+    link.send_token(1, TokenOut(7, 1, 42))
     (message,) = await written(link)
     assert [math.isnan(value) for value in message.logprobs] == [True, False, True]
     assert message.logprobs[1] == -0.5
@@ -79,24 +79,24 @@ async def test_messages_are_bounded_and_nothing_is_lost() -> None:
     link: GatewayLink[object] = GatewayLink("g")
     count = 2 * links.MOST_ENTRIES + 5
     for position in range(count):
-        link.tell(1, TokenOut(7, position, 1))
+        link.send_token(1, TokenOut(7, position, 1))
     messages = await written(link)
-    assert [len(message.rows) for message in messages] == [links.MOST_ENTRIES, links.MOST_ENTRIES, 5]
+    assert [len(message.stream_ids) for message in messages] == [links.MOST_ENTRIES, links.MOST_ENTRIES, 5]
     assert [position for message in messages for position in message.positions] == list(range(count))
 
 
-async def test_a_reader_that_reads_no_more_loses_its_link() -> None:
+async def test_the_link_of_a_gateway_that_does_not_read_is_closed() -> None:
     link: GatewayLink[object] = GatewayLink("g")
     for position in range(links.MOST_ENTRIES * links.MOST_MESSAGES):
-        link.tell(1, TokenOut(7, position, 1))
+        link.send_token(1, TokenOut(7, position, 1))
     before = link.overrun
-    link.tell(1, TokenOut(7, 0, 1))
+    link.send_token(1, TokenOut(7, 0, 1))
     assert (before, link.overrun) == (False, True)
-    assert sum([len(message.rows) async for message in link]) == 1, "it ends, and what it held is gone"
+    assert sum([len(message.stream_ids) async for message in link]) == 1, "it ends, and drops what was unsent"
 
 
-class Submitted:
-    """An engine that notes its jobs."""
+class RecordingEngine:
+    """An engine that records the keys of its jobs."""
 
     def __init__(self) -> None:
         self.keys: asyncio.Queue[int] = asyncio.Queue()
@@ -105,7 +105,7 @@ class Submitted:
         self.keys.put_nowait(job.key)
 
     def cancel(self, key: int, position: int) -> None:
-        """Nothing runs."""
+        """Does nothing."""
 
 
 async def read_to_the_end(call: AsyncIterable[mesh.RunResponse]) -> None:
@@ -113,11 +113,11 @@ async def read_to_the_end(call: AsyncIterable[mesh.RunResponse]) -> None:
         pass
 
 
-async def test_a_gateway_that_is_too_slow_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over a real connection: the call ends with an error, so that the gateway brings the next attempts of its jobs."""
+async def test_a_gateway_that_reads_too_slowly_receives_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over a real connection: the call ends with an error, so that the gateway sends the next attempts of its jobs."""
     monkeypatch.setattr(links, "MOST_ENTRIES", 4)
     monkeypatch.setattr(links, "MOST_MESSAGES", 2)
-    engine, folder = Submitted(), model_folder()
+    engine, folder = RecordingEngine(), model_folder()
     card = checkpoint.model_card(
         folder, load_config(folder), name="m", context_length=2048, block_size=16, parameters=1
     )
@@ -132,7 +132,7 @@ async def test_a_gateway_that_is_too_slow_is_told_so(monkeypatch: pytest.MonkeyP
             requests: SendQueue[mesh.RunRequest] = SendQueue()
             requests.put(mesh.RunRequest(hello=mesh.GatewayHello(gateway_id="g")))
             sampling = api.Sampling(max_tokens=100, seed=1)
-            job = mesh.Job(row=1, job_id="j", attempt=1, token_ids=[5, 6], boundary=2, sampling=sampling)
+            job = mesh.Job(stream_id=1, job_id="j", attempt=1, token_ids=[5, 6], prompt_len=2, sampling=sampling)
             requests.put(mesh.RunRequest(job=job))
             call = mesh_grpc.WorkerStub(channel).Run(aiter(requests))
             key = await asyncio.wait_for(engine.keys.get(), 5)

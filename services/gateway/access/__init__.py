@@ -1,1 +1,1 @@
-"""Who may call, and how much."""
+"""Tenants, their keys and their limits."""

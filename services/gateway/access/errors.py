@@ -6,10 +6,10 @@ from services.errors import WeftError
 
 
 def unauthenticated(message: str, reason: str) -> WeftError:
-    """UNAUTHENTICATED: nobody knows who calls."""
+    """UNAUTHENTICATED: the call has no valid credentials."""
     return WeftError(StatusCode.UNAUTHENTICATED, reason, message)
 
 
 def denied(message: str, reason: str, field: str = "") -> WeftError:
-    """PERMISSION_DENIED: it is known who calls, and this is not for them."""
+    """PERMISSION_DENIED: the tenant is not permitted to do this."""
     return WeftError(StatusCode.PERMISSION_DENIED, reason, message, field=field)

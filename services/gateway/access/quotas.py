@@ -1,14 +1,14 @@
-"""How much one tenant may have of one gateway: rate, answers under way, tokens. Pure; the clock is an argument."""
+"""Limits of one tenant at one gateway: request rate, concurrent answers, tokens. Pure; the clock is an argument."""
 
 from services.errors import exhausted
 from services.gateway.access.tenants import Limits
 
-# How soon a place among the answers under way is worth asking for again.
-_SEAT_RETRY_S = 1.0
+_SLOT_RETRY_S = 1.0
+"""Retry delay sent with TOO_MANY_CONCURRENT."""
 
 
 class Bucket:
-    """A token bucket: `rate` drops fall in per second, up to `size`. It may owe: then it first fills up to 0."""
+    """A token bucket: refilled at `rate` per second, up to `size`. Its level may be negative."""
 
     def __init__(self, rate: float, size: float, now: float) -> None:
         self.rate = rate
@@ -17,28 +17,28 @@ class Bucket:
         self._at = now
 
     def level(self, now: float) -> float:
-        """What is in it."""
+        """The level at `now`; negative if more was taken than it held."""
         self._level = min(self.size, self._level + (now - self._at) * self.rate)
         self._at = now
         return self._level
 
-    def take(self, drops: float, now: float) -> None:
-        """Takes out drops, even those that are not in it."""
-        self._level = self.level(now) - drops
+    def take(self, amount: float, now: float) -> None:
+        """Takes an amount, also if the level becomes negative."""
+        self._level = self.level(now) - amount
 
-    def wait_s(self, drops: float, now: float) -> float:
-        """Seconds until so many are in it; 0 if they are."""
-        return max(0.0, (drops - self.level(now)) / self.rate)
+    def wait_s(self, amount: float, now: float) -> float:
+        """Seconds until the level is `amount`; 0 if it is."""
+        return max(0.0, (amount - self.level(now)) / self.rate)
 
     def resized(self, rate: float, size: float, now: float) -> "Bucket":
-        """A bucket of another shape with what is in this one."""
+        """A bucket with another rate and size, and the level of this one."""
         bucket = Bucket(rate, size, now)
         bucket._level = min(size, self.level(now))
         return bucket
 
 
 class Quota:
-    """What a tenant has used of its limits."""
+    """A tenant's use of its limits."""
 
     def __init__(self, limits: Limits, now: float) -> None:
         self.running = 0
@@ -48,44 +48,42 @@ class Quota:
         self.change(limits, now)
 
     def change(self, limits: Limits, now: float) -> None:
-        """Other limits hold from now on; what was used stays used."""
+        """Applies other limits. What was used stays used."""
         self._limits = limits
         rate, budget = limits.requests_per_second, limits.tokens_per_minute
-        self._requests = _shaped(self._requests, rate, limits.burst_size, now)
-        self._tokens = _shaped(self._tokens, budget / 60 if budget else None, budget or 0, now)
+        self._requests = _resized(self._requests, rate, limits.burst_size, now)
+        self._tokens = _resized(self._tokens, budget / 60 if budget else None, budget or 0, now)
 
     def request(self, now: float) -> None:
-        """Counts a request. Raises WeftError if it comes too soon."""
+        """Counts a request. Raises WeftError if the rate is exceeded."""
         if self._requests is None:
             return
         wait_s = self._requests.wait_s(1, now)
         if wait_s > 0:
-            raise exhausted("RATE_LIMITED", "more requests than this tenant's rate allows", wait_s)
+            raise exhausted("RATE_LIMITED", "the tenant's request rate is exceeded", wait_s)
         self._requests.take(1, now)
 
     def begin(self, now: float) -> None:
-        """Takes a place among the answers under way, which `end` gives back. Raises WeftError if there is none.
+        """Counts a concurrent answer, until `end`. Raises WeftError if a limit is reached.
 
-        An answer's tokens are known at its end: it is let in while any are left, and those that follow pay the rest.
+        Tokens are charged when the answer ends, so a bucket may go negative; later requests wait until it is refilled.
         """
         most = self._limits.concurrent
         if most is not None and self.running >= most:
-            raise exhausted(
-                "TOO_MANY_CONCURRENT", "as many answers as this tenant may have are under way", _SEAT_RETRY_S
-            )
+            raise exhausted("TOO_MANY_CONCURRENT", "the tenant's limit of concurrent answers is reached", _SLOT_RETRY_S)
         if self._tokens is not None and self._tokens.level(now) <= 0:
             wait_s = max(0.1, self._tokens.wait_s(1, now))
-            raise exhausted("TOKENS_EXHAUSTED", "this tenant's tokens for the minute are used up", wait_s)
+            raise exhausted("TOKENS_EXHAUSTED", "the tenant's tokens per minute are used up", wait_s)
         self.running += 1
 
     def end(self, tokens: int, now: float) -> None:
-        """An answer has ended that had so many tokens, its prompt included."""
+        """Ends a concurrent answer, and charges its tokens, those of the prompt included."""
         self.running -= 1
         if self._tokens is not None:
             self._tokens.take(tokens, now)
 
 
-def _shaped(bucket: Bucket | None, rate: float | None, size: float, now: float) -> Bucket | None:
+def _resized(bucket: Bucket | None, rate: float | None, size: float, now: float) -> Bucket | None:
     if rate is None:
         return None
     return Bucket(rate, size, now) if bucket is None else bucket.resized(rate, size, now)

@@ -1,17 +1,17 @@
-"""Who asks: tenants, and the file that names them by hashes of their keys. Knows neither calls nor what they cost.
+"""Tenants, and the file that lists them with the hashes of their keys. Knows neither calls nor their costs.
 
-The file is TOML. `weft key` makes a key, and the line that goes here; the key itself is kept nowhere.
+The file is TOML. `weft key` prints a new key and its line for this file; the key itself is stored nowhere.
 
     [[tenant]]
     name = "acme"
-    keys = ["sha256:1f8b...", "sha256:90c2..."]  # several, so that a key can be replaced
+    keys = ["sha256:1f8b...", "sha256:90c2..."]  # several during a key rotation
     models = ["fox"]                             # names or aliases; absent: all
     methods = ["Generate", "ListModels"]         # absent: all
-    requests_per_second = 5.0                    # absent: any number, as are the other limits
+    requests_per_second = 5.0                    # absent: no limit; so for the other limits
     burst = 10                                   # requests at once; absent: one second's worth
-    concurrent = 8                               # answers under way
+    concurrent = 8                               # concurrent answers
     tokens_per_minute = 60000                    # of prompts and answers
-    most_priority = 0                            # 0 unless said: more would go before the requests of others
+    most_priority = 0                            # default 0; a higher priority overtakes other tenants
 """
 
 import hashlib
@@ -34,7 +34,7 @@ _PREFIX = "sha256:"
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a tenant may have of one gateway; None is any number."""
+    """Limits of a tenant at one gateway; None for no limit."""
 
     requests_per_second: float | None = None
     burst: int | None = None
@@ -43,13 +43,13 @@ class Limits:
 
     @property
     def burst_size(self) -> int:
-        """Requests that may come at once: one second's worth unless the file says otherwise."""
+        """Requests allowed at once; the default is the rate of one second."""
         return self.burst or max(1, math.ceil(self.requests_per_second or 1))
 
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """One tenant: caches are shared only between equal salts, fairness counts by the hash of the name."""
+    """One tenant. Caches are shared only between equal salts; fair queueing counts by the hash of the name."""
 
     name: str
     salt: bytes
@@ -68,7 +68,7 @@ class Tenant:
         methods: Iterable[str] | None = None,
         most_priority: int = MAX_PRIORITY,
     ) -> "Tenant":
-        """The tenant of this name."""
+        """A tenant; its salt and hash are made of the name alone."""
         return cls(
             name,
             digest(b"weft/salt/1", name.encode()),
@@ -80,11 +80,11 @@ class Tenant:
         )
 
     def may_use(self, names: Iterable[str]) -> bool:
-        """Whether a model of these names is for this tenant."""
+        """Whether the tenant may use a model with these names."""
         return self.models is None or not self.models.isdisjoint(names)
 
     def may_call(self, method: str) -> bool:
-        """Whether an RPC of the public API is for this tenant."""
+        """Whether the tenant may call a method of the public API."""
         return self.methods is None or method in self.methods
 
 
@@ -92,11 +92,11 @@ DEFAULT = Tenant.named("default")
 
 
 class TenantsFileError(Exception):
-    """The file cannot be used; the message is one line that repeats nothing of it but names."""
+    """The file is invalid. The message is one line, and quotes nothing of the file but names."""
 
 
 class TenantTable:
-    """All tenants, found by their keys."""
+    """All tenants, looked up by key."""
 
     def __init__(self, tenants: Mapping[bytes, Tenant]) -> None:
         """`tenants` by SHA-256 of their keys."""
@@ -108,8 +108,8 @@ class TenantTable:
     def find(self, key: str) -> Tenant | None:
         """The tenant that a key belongs to.
 
-        Each hash is compared whole, in constant time. Only those with the same first two bytes are: that much may be
-        known of a hash from which nobody can tell the key.
+        Hashes are compared in constant time, but only those in the bucket of the first two bytes. Timing may reveal
+        these two bytes of a hash; the key cannot be derived from them.
         """
         hashed = hash_of(key)
         found = None
@@ -120,7 +120,7 @@ class TenantTable:
 
 
 def hash_of(key: str) -> bytes:
-    """SHA-256 of a key. Keys are 256 random bits, which no slower hash would protect better."""
+    """SHA-256 of a key. Keys are 256 random bits, so a slow hash would add no protection."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
@@ -156,13 +156,13 @@ def parse(data: bytes) -> TenantTable:
         for key in entry.keys:
             hashed = bytes.fromhex(key.removeprefix(_PREFIX))
             if hashed in owners:
-                raise TenantsFileError(f"{entry.name}: one of its keys is there already")
+                raise TenantsFileError(f"{entry.name}: a key is listed twice")
             owners[hashed] = tenant
     return TenantTable(owners)
 
 
 class _Entry(BaseModel):
-    """A tenant as the file has it."""
+    """A tenant's entry in the file."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -177,7 +177,7 @@ class _Entry(BaseModel):
     most_priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
 
     def tenant(self) -> Tenant:
-        """What it describes."""
+        """The tenant that the entry describes."""
         limits = Limits(self.requests_per_second, self.burst, self.concurrent, self.tokens_per_minute)
         return Tenant.named(self.name, limits, self.models, self.methods, self.most_priority)
 

@@ -1,17 +1,17 @@
-"""A stream as one reply. Knows the messages of the public API only."""
+"""Collects a stream into one reply. Knows only messages of the public API."""
 
 from protos import inference_pb2 as api
 
 
 class Collector:
-    """Puts deltas together to a CompleteResponse."""
+    """Builds a CompleteResponse of deltas and the receipt."""
 
     def __init__(self) -> None:
         self.response = api.CompleteResponse()
         self._texts: list[list[str]] = []
 
     async def add(self, response: api.GenerateResponse) -> None:
-        """Takes what comes next in the stream. After the receipt the reply is whole."""
+        """Adds the next message of the stream. The receipt completes the reply."""
         if response.HasField("receipt"):
             self._close(response.receipt)
         else:

@@ -1,50 +1,48 @@
-"""Requests in flight by the name their clients gave them: a retry joins its own generation. Knows no gRPC."""
-
-from concurrent.futures import Executor
+"""Running generations by tenant and request id: a retry joins its own generation. Knows no protocol."""
 
 from grpc import StatusCode
 
 from services.errors import WeftError
-from services.gateway.answers.generation import AdmittedRequest, Generation, Listening
+from services.gateway.answers.admitted import AdmittedRequest
+from services.gateway.answers.generation import Generation, Observer
 from services.gateway.backend import Backend
 
 
 class Registry:
-    """Generations by tenant and request id, as long as somebody listens."""
+    """Generations that have subscribers."""
 
-    def __init__(self, mesh: Backend, threads: Executor) -> None:
-        self._mesh = mesh
-        self._threads = threads
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
         self._running: dict[tuple[str, str], Generation] = {}
 
     def __len__(self) -> int:
         return len(self._running)
 
-    def enter(self, order: AdmittedRequest, listener: Listening) -> tuple[Generation, bool]:
-        """Listens to the generation of this order, which is started unless it runs: then the second value is True.
+    def enter(self, admitted: AdmittedRequest, subscriber: Observer) -> tuple[Generation, bool]:
+        """Subscribes to the generation of this request, and starts it unless it runs. -> it, and whether it ran.
 
-        Raises WeftError if its id names another request.
+        Raises WeftError if another request with the same id is running.
         """
-        key = (order.tenant.hash, order.request_id)
+        key = (admitted.tenant.hash, admitted.request_id)
         generation = self._running.get(key)
         joins = generation is not None
         if generation is None:
-            generation = self._running[key] = Generation(order, self._mesh, self._threads)
-        elif generation.order.body != order.body:
+            generation = self._running[key] = Generation(admitted, self._backend)
+        elif generation.admitted.body != admitted.body:
             raise WeftError(
                 StatusCode.ALREADY_EXISTS,
                 "REQUEST_ID_IN_USE",
                 "another request with this id is running",
                 field="request_id",
             )
-        generation.listeners.add(listener)
+        generation.subscribers.add(subscriber)
         return generation, joins
 
-    async def leave(self, generation: Generation, listener: Listening) -> None:
-        """Listens no more; with the last listener the generation ends."""
-        generation.listeners.discard(listener)
-        if not generation.listeners:
-            order = generation.order
-            del self._running[order.tenant.hash, order.request_id]
+    async def leave(self, generation: Generation, subscriber: Observer) -> None:
+        """Ends a subscription, and the generation with its last one."""
+        generation.subscribers.discard(subscriber)
+        if not generation.subscribers:
+            admitted = generation.admitted
+            del self._running[admitted.tenant.hash, admitted.request_id]
             if not generation.done:
                 await generation.cancel()

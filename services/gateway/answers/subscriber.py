@@ -1,26 +1,24 @@
-"""One client's view of a generation: what it was told already, what comes next, and where its time went.
+"""One client's view of a generation: what was delivered, what is next, and how its time is spent.
 
 Knows messages of the public API, not how they are sent.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 
 from protos import inference_pb2 as api
+from services.gateway.answers.call import Accept, Deliver
 from services.gateway.answers.generation import Generation
 from services.gateway.answers.receipt import Phase, Timeline
 from services.gateway.text.journal import Detail, Journal
 from services.gateway.text.tokenizer import TextModel
 
-# A client that is far behind gets its tokens in messages that it accepts.
 _MAX_TOKENS = 256
-
-Deliver = Callable[[api.GenerateResponse], Awaitable[object]]
-Greet = Callable[[], Awaitable[object]]
+"""Most tokens of one message: a client that is far behind must still accept its size."""
 
 
 class _Cursor:
-    """How far into one continuation a client is."""
+    """How much of one continuation a client has received."""
 
     __slots__ = ("ended", "index", "journal", "texts", "tokens")
 
@@ -32,7 +30,7 @@ class _Cursor:
         self.ended = False
 
     def responses(self, text: TextModel) -> Iterator[api.GenerateResponse]:
-        """What is new, all tokens of one attempt in one delta."""
+        """Deltas of what is new; the tokens of a delta are of one attempt."""
         journal = self.journal
         while not self.ended:
             total = len(journal.tokens)
@@ -44,7 +42,7 @@ class _Cursor:
             end = min(end, start + _MAX_TOKENS)
             self.tokens = end
             response = api.GenerateResponse()
-            delta = response.delta  # Filled in place: given to the constructor it would be copied.
+            delta = response.delta  # Filled in place: the constructor would copy it.
             delta.index, delta.position, delta.attempt = self.index, start, attempt
             delta.token_ids.extend(journal.tokens[start:end])
             if journal.details:
@@ -75,52 +73,49 @@ class Subscriber:
         self._generation: Generation | None = None
         self._cursors: list[_Cursor] = []
         self._loop = asyncio.get_running_loop()
-        self._news: asyncio.Future[None] = self._loop.create_future()
+        self._wake: asyncio.Future[None] = self._loop.create_future()
 
-    def on_news(self) -> None:
+    def notify(self) -> None:
         """There is something to take."""
-        if not self._news.done():
-            self._news.set_result(None)
+        if not self._wake.done():
+            self._wake.set_result(None)
 
-    def on_phase(self) -> None:
-        """What the generation waits for has changed."""
+    def phase_changed(self) -> None:
+        """The generation is in another phase."""
         if self._generation is not None and self.timeline.phase in (Phase.TOKENIZE, Phase.REMOTE):
             self.timeline.enter(self._generation.phase)
 
-    async def follow(self, generation: Generation, deliver: Deliver, greet: Greet | None = None) -> None:
-        """Delivers everything, from the start to the end. Raises the WeftError that ended the generation.
+    async def follow(self, generation: Generation, deliver: Deliver, accept: Accept | None = None) -> None:
+        """Delivers the whole answer. Raises the WeftError that ended the generation.
 
-        While there is nothing to deliver the client is greeted once: what begins every answer need not wait for it, and
-        if the token will be announced, the client has it just behind its greeting. But not before a worker was found: a
-        call that ends without a greeting may be tried again by gRPC itself.
+        Calls `accept` once while the worker computes the first token, if there is time: the door's initial response is
+        then sent before the token arrives. It is not called before a worker has the job: a client may repeat a call
+        that ended before it was accepted.
         """
         self._generation = generation
-        timeline, rehearses = self.timeline, True
-        if not (generation.continuations or generation.done):  # It has just begun: first of all its job is written.
+        timeline = self.timeline
+        if not (generation.continuations or generation.done):  # It has just begun: its first job is written first.
             timeline.enter(generation.phase)
-            await self._news
+            await self._wake
         while True:
-            self._news = self._loop.create_future()
+            self._wake = self._loop.create_future()
             done = generation.done
             timeline.enter(Phase.DETOKENIZE)
             generation.advance()
             for response in self._take(generation):
-                greet, rehearses = None, False
+                accept = None
                 timeline.enter(Phase.DELIVER)
                 await deliver(response)
                 timeline.enter(Phase.DETOKENIZE)
             timeline.enter(generation.phase)
             if done:
                 break
-            if greet is not None and generation.greets:
+            if accept is not None and generation.placed:
                 timeline.enter(Phase.DELIVER)
-                await greet()
-                greet = None
+                await accept()
+                accept = None
                 timeline.enter(generation.phase)
-            if rehearses and generation.soon:
-                rehearses = False
-                _rehearse(generation)
-            await self._news
+            await self._wake
         timeline.enter(Phase.OWN)
         if generation.error is not None:
             raise generation.error
@@ -131,17 +126,6 @@ class Subscriber:
         for cursor in self._cursors:
             assert generation.text is not None
             yield from cursor.responses(generation.text)
-
-
-def _rehearse(generation: Generation) -> None:
-    """Makes a message that nobody is sent, as the first token's will be made."""
-    text = generation.text
-    assert text is not None
-    journal = Journal((), text.detokenizer(), None)
-    journal.begin_attempt()
-    journal.extend(generation.continuations[0].journal.prompt[-1:])
-    for response in _Cursor(0, journal).responses(text):
-        response.SerializeToString()
 
 
 def _logprobs(token: int, detail: Detail, text: TextModel) -> api.PositionLogprobs:

@@ -1,1 +1,1 @@
-"""One file per public protocol."""
+"""One file per public protocol: translates its calls to Calls and back."""

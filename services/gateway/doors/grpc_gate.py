@@ -1,38 +1,56 @@
-"""gRPC's part of access control: refuses calls without credentials before their bytes are read."""
+"""Authenticates gRPC calls: refuses a call without valid credentials before its message is read. Knows no requests."""
 
 from typing import Any
 
 from grpc import aio
 
 from services.errors import WeftError
-from services.gateway.access.authorizer import Authorizer, Metadata
+from services.gateway.access.authorizer import Authorizer, Credentials, method_denied
 from services.interceptor import rebuilt
 
+_HEALTH = "/grpc.health.v1.Health/"
+_REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/"
+_PUBLIC = "/weft.v1.Inference/"
 
-def metadata_of(context: aio.ServicerContext[Any, Any]) -> Metadata:
-    """What a call brings beside its message."""
-    return tuple(context.invocation_metadata() or ())
+
+def credentials_of(metadata: Any) -> Credentials:
+    """The `authorization` values of a call's metadata: pairs of key and value, or None."""
+    return [value if isinstance(value, str) else "" for key, value in metadata or () if key == "authorization"]
 
 
 class AuthInterceptor(aio.ServerInterceptor):
-    """Before every call of a server: what may not pass is refused unread."""
+    """Checks the credentials of every call of a server."""
 
-    def __init__(self, access: Authorizer) -> None:
+    def __init__(self, access: Authorizer, open_reflection: bool) -> None:
+        """`open_reflection`: server reflection needs no key."""
         self._access = access
+        # Health is always open: it reports only whether this process serves, and probes have no keys.
+        self._open = (_HEALTH, _REFLECTION) if open_reflection or not access.requires_keys else (_HEALTH,)
+
+    def check(self, method: str, credentials: Credentials) -> None:
+        """Whether a call to this method, "/package.Service/Method", is permitted. Raises WeftError."""
+        if method.startswith(self._open):
+            return
+        if method.startswith(_PUBLIC):
+            self._access.permit(method.removeprefix(_PUBLIC), credentials)
+            return
+        tenant = self._access.tenant(credentials)
+        if not (method.startswith(_REFLECTION) and tenant.methods is None):
+            raise method_denied()
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
         try:
-            self._access.check(handler_call_details.method, handler_call_details.invocation_metadata or ())
+            self.check(handler_call_details.method, credentials_of(handler_call_details.invocation_metadata))
         except WeftError as error:
             return _refusal(handler, error)
         return handler
 
 
 def _refusal(handler: Any, error: WeftError) -> Any:
-    """A handler of the same kind that reads nothing and fails."""
+    """A handler of the same kind that reads no message and raises the error."""
 
     async def refuse(request: object, context: object) -> None:
         raise error

@@ -1,1 +1,1 @@
-"""The gateway's side of the mesh."""
+"""The gateway's connections to scheduler, workers and cache."""

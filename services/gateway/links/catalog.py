@@ -1,4 +1,4 @@
-"""Which models are served, under which names, and their tokenizers by digest. Knows workers as addresses only."""
+"""The models that are served, their names, and their tokenizers by digest. Knows workers as addresses only."""
 
 import asyncio
 import hashlib
@@ -16,43 +16,46 @@ from services import rpc, telemetry
 from services.errors import WeftError, invalid, unavailable
 from services.gateway.access.errors import denied
 from services.gateway.access.tenants import Tenant
-from services.gateway.text.tokenizer import TextModel
+from services.gateway.text.tokenizer import ChatSpecialTokens, TextModel
 
 log = structlog.get_logger("models")
 
 _MAX_BUNDLES = 32
+"""Tokenizers in memory; the least recently used goes first."""
 _FETCH_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A model, and where its workers are."""
+    """A model and the addresses of its workers."""
 
     card: mesh.ModelCard
     addresses: tuple[str, ...]
 
     @property
-    def lone_address(self) -> str:
-        """Of its only worker; empty if there is none or a choice."""
+    def only_address(self) -> str:
+        """The address of its only worker; empty if there are none or several."""
         return self.addresses[0] if len(self.addresses) == 1 else ""
 
 
 class Catalog:
-    """The models of the mesh as the scheduler last told them, and all that were ever served by name: a model without
-    workers is unavailable, not unknown. A tenant sees those that are for it."""
+    """The models of the mesh as last reported by the scheduler, and all that were served before: a model without
+    workers is unavailable, not unknown. A tenant sees the models that it may use."""
 
-    def __init__(self, threads: Executor) -> None:
+    def __init__(self, threads: Executor, chat_special_tokens: ChatSpecialTokens = "escape") -> None:
+        """`threads` build the tokenizers."""
         self._threads = threads
+        self._chat_special_tokens = chat_special_tokens
         self._served: dict[str, Served] = {}
         self._names: dict[str, Served] = {}
         self._loading: list[mesh.WorkerLoading] = []
         self._texts: OrderedDict[bytes, asyncio.Task[TextModel]] = OrderedDict()
 
     def update(self, models: mesh.ModelList) -> None:
-        """Takes the scheduler's list, and begins to fetch what is new in it."""
+        """Takes the scheduler's list, and begins to fetch the tokenizers of new models."""
         self._served = {model.card.name: Served(model.card, tuple(model.addresses)) for model in models.models}
         self._loading = list(models.loading)
-        # An alias never hides a name; of two models with one alias the first has it, as the scheduler sees it.
+        # A name takes precedence over an alias; the first of two models with one alias has it, as in the scheduler.
         for served in reversed(self._served.values()):
             self._names.update(dict.fromkeys(served.card.aliases, served))
         for served in self._served.values():
@@ -62,48 +65,48 @@ class Catalog:
 
     @property
     def addresses(self) -> set[str]:
-        """Of all workers."""
+        """The addresses of all workers."""
         return {address for served in self._served.values() for address in served.addresses}
 
     @property
     def available(self) -> bool:
-        """Some model has a worker."""
+        """At least one model has a worker."""
         return any(served.addresses for served in self._served.values())
 
     def find(self, name: str, tenant: Tenant) -> Served:
-        """The model of a name or alias; without a name, the only one that is for the tenant. Raises WeftError."""
+        """The model with this name or alias; without a name, the only one that the tenant may use. Raises WeftError."""
         if not name:
             return self._only(tenant)
         served = self._names.get(name)
-        if served is not None and not _is_for(tenant, served):
-            raise denied("this key is not for this model", "MODEL_DENIED", "model")
-        if served is not None and (served.addresses or not self._starts(name)):
+        if served is not None and not _permits(tenant, served):
+            raise denied("this key does not permit this model", "MODEL_DENIED", "model")
+        if served is not None and (served.addresses or not self._is_loading(name)):
             return served
-        if self._starts(name):
+        if self._is_loading(name):
             raise unavailable("MODEL_LOADING", "the model is being loaded")
         raise WeftError(StatusCode.NOT_FOUND, "MODEL_NOT_FOUND", "no such model", field="model")
 
     def _only(self, tenant: Tenant) -> Served:
         models = self._served or {served.card.name: served for served in self._names.values()}
-        mine = [served for served in models.values() if _is_for(tenant, served)]
+        mine = [served for served in models.values() if _permits(tenant, served)]
         if not mine:
             raise unavailable("NO_WORKER", "no model is served yet")
         if len(mine) > 1:
-            raise invalid("model", "several are served: name one", "MODEL_REQUIRED")
+            raise invalid("model", "required, because several models are served", "MODEL_REQUIRED")
         return mine[0]
 
-    def _starts(self, name: str) -> bool:
+    def _is_loading(self, name: str) -> bool:
         return any(name in (each.model, *each.aliases) for each in self._loading)
 
     async def text(self, served: Served) -> TextModel:
         """The tokenizer and template of a model. Raises WeftError."""
         task = self._load(served)
-        # Shielded: one client that leaves must not end what others wait for.
+        # Shielded: a client that leaves must not cancel a fetch that others wait for.
         return task.result() if task.done() else await asyncio.shield(task)
 
     async def listing(self, tenant: Tenant) -> list[api.Model]:
-        """The models that are served or loaded now, by name."""
-        models = {s.card.name: await self._describe(s) for s in self._served.values() if _is_for(tenant, s)}
+        """The models that are served or being loaded, sorted by name."""
+        models = {s.card.name: await self._describe(s) for s in self._served.values() if _permits(tenant, s)}
         for each in self._loading:
             if each.model in models or tenant.may_use((each.model, *each.aliases)):
                 model = models.setdefault(each.model, api.Model(name=each.model))
@@ -112,7 +115,7 @@ class Catalog:
         return [model for _, model in sorted(models.items())]
 
     async def close(self) -> None:
-        """Gives up what is still being fetched."""
+        """Cancels the fetches that are under way."""
         for task in self._texts.values():
             task.cancel()
         await asyncio.gather(*self._texts.values(), return_exceptions=True)
@@ -122,7 +125,7 @@ class Catalog:
         try:
             chat = (await self.text(served)).chat
         except WeftError:
-            chat = False  # Told to those who ask it something.
+            chat = False  # Requests to this model receive the error.
         return api.Model(
             name=card.name,
             context_length=card.context_length,
@@ -138,39 +141,41 @@ class Catalog:
         digest = served.card.bundle_digest
         task = self._texts.get(digest)
         if task is None or (task.done() and _failed(task)):
-            task = self._texts[digest] = asyncio.create_task(fetch(served, self._threads))
-            task.add_done_callback(_failed)  # Whoever needs it asks again; nobody may be waiting for this one.
+            task = self._texts[digest] = asyncio.create_task(self._fetch(served))
+            task.add_done_callback(_failed)  # Marks the exception as retrieved; the next request fetches again.
         self._texts.move_to_end(digest)
         if len(self._texts) > _MAX_BUNDLES:
             self._texts.popitem(last=False)
         return task
 
+    async def _fetch(self, served: Served) -> TextModel:
+        """Loads a bundle from the first worker that sends it intact. Raises WeftError."""
+        for address in served.addresses:
+            try:
+                data = await _download(address, served.card.bundle_digest)
+            except aio.AioRpcError as error:
+                log.warning("bundle not fetched", model=served.card.name, code=error.code().name)
+                continue
+            if hashlib.sha256(data).digest() != served.card.bundle_digest:
+                log.warning("bundle does not match its digest", model=served.card.name)
+                continue
+            try:
+                return await asyncio.get_running_loop().run_in_executor(self._threads, self._build, data)
+            except Exception as error:
+                telemetry.log_exception("bundle cannot be used", error)
+                break
+        raise unavailable("NO_TOKENIZER", "the model's tokenizer is not available")
 
-def _is_for(tenant: Tenant, served: Served) -> bool:
+    def _build(self, data: bytes) -> TextModel:
+        return TextModel(mesh.Bundle.FromString(data), self._chat_special_tokens)
+
+
+def _permits(tenant: Tenant, served: Served) -> bool:
     return tenant.may_use((served.card.name, *served.card.aliases))
 
 
 def _failed(task: asyncio.Task[TextModel]) -> bool:
     return task.cancelled() or task.exception() is not None
-
-
-async def fetch(served: Served, threads: Executor) -> TextModel:
-    """Loads a bundle from the first worker that has it intact. Raises WeftError."""
-    for address in served.addresses:
-        try:
-            data = await _download(address, served.card.bundle_digest)
-        except aio.AioRpcError as error:
-            log.warning("bundle not fetched", model=served.card.name, code=error.code().name)
-            continue
-        if hashlib.sha256(data).digest() != served.card.bundle_digest:
-            log.warning("bundle does not match its digest", model=served.card.name)
-            continue
-        try:
-            return await asyncio.get_running_loop().run_in_executor(threads, _build, data)
-        except Exception as error:
-            telemetry.log_exception("bundle cannot be used", error)
-            break
-    raise unavailable("NO_TOKENIZER", "the model's tokenizer is not available")
 
 
 async def _download(address: str, digest: bytes) -> bytes:
@@ -180,7 +185,3 @@ async def _download(address: str, digest: bytes) -> bytes:
         async for piece in call:
             data += piece.data
     return bytes(data)
-
-
-def _build(data: bytes) -> TextModel:
-    return TextModel(mesh.Bundle.FromString(data))

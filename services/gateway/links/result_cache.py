@@ -1,10 +1,9 @@
-"""The result cache seen from the gateway: keys, look-ups within a budget, stores in the background.
+"""The gateway's client of the result cache: keys, look-ups within a time budget, stores in the background.
 
-Whatever goes wrong is a miss. Knows nothing of where results are kept.
+Every failure is a miss. Knows nothing of where results are kept.
 """
 
 import asyncio
-from collections import OrderedDict
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,14 +19,15 @@ from services.gateway.text.journal import Detail, Ending, Journal, packed
 log = structlog.get_logger("results")
 
 _STORE_S = 1.0
+"""Deadline of one store."""
 _MAX_STORES = 256
-_MAX_KNOWN = 4096
+"""Stores in flight; further results are dropped."""
 
 
 def result_key(
     salt: bytes, card: mesh_pb2.ModelCard, prompt: list[int], sampling: api.Sampling, sample_index: int
 ) -> bytes:
-    """The key of the tokens that these determine. `sampling` is resolved: max_tokens and seed are set."""
+    """The key of the answer to these inputs. `sampling` is resolved: max_tokens and seed are set."""
     canonical = api.Sampling()
     canonical.CopyFrom(sampling)
     if canonical.temperature == 0 and canonical.HasField("temperature"):
@@ -47,86 +47,66 @@ def result_key(
 
 @dataclass(frozen=True)
 class ResultKey:
-    """What determines the tokens of a continuation, and so under which key they are kept."""
+    """The inputs that determine the tokens of one continuation, and the key made of them."""
 
     salt: bytes
     card: mesh_pb2.ModelCard
     prompt: list[int]
-    asked: api.Sampling
-    """As the client sent it."""
-    resolved: api.Sampling
+    sampling: api.Sampling
+    """Resolved: max_tokens and seed are set."""
     index: int
 
     @cached_property
-    def key(self) -> bytes:
-        """The same at every gateway."""
-        return result_key(self.salt, self.card, self.prompt, self.resolved, self.index)
-
-    @cached_property
-    def guess(self) -> int:
-        """Made in a fraction of the key's time, and here the same when a client of this tenant asks the same again."""
-        asked = self.asked.SerializeToString(deterministic=True)
-        return hash((self.salt, self.card.fingerprint, packed(self.prompt), asked, self.index))
+    def digest(self) -> bytes:
+        """32 bytes, equal at every gateway. Hashes the whole prompt, so it is made on first use."""
+        return result_key(self.salt, self.card, self.prompt, self.sampling, self.index)
 
 
 def deterministic(sampling: api.Sampling) -> bool:
-    """Whether a request as the client sent it asks for the same tokens every time."""
+    """Whether a request with this sampling, as the client sent it, always has the same answer."""
     return sampling.HasField("seed") or (sampling.HasField("temperature") and sampling.temperature == 0)
 
 
 class ResultCache:
-    """The cache service, or none."""
+    """The client of the cache service; without an address every look-up is a miss."""
 
     def __init__(self, address: str, budget_s: float) -> None:
         self._channel = rpc.link_channel(address) if address else None
         self._cache = cache_grpc.CacheStub(self._channel) if self._channel else None
         self._budget_s = budget_s
-        self._found = False
-        self._stored: OrderedDict[int, None] = OrderedDict()  # guesses, the latest last
         self._stores: set[asyncio.Task[None]] = set()
 
     @property
     def enabled(self) -> bool:
-        """There is a cache service."""
+        """A cache service is configured."""
         return self._cache is not None
 
-    async def get(self, question: ResultKey, traceparent: str) -> cache_pb2.CachedResult | None:
-        """The result, or None after at most the budget."""
+    async def get(self, key: ResultKey, traceparent: str) -> cache_pb2.CachedResult | None:
+        """The result, or None after at most `budget_s` seconds."""
         if self._cache is None:
             return None
         try:
             reply = await self._cache.GetResult(
-                cache_pb2.GetResultRequest(key=question.key),
+                cache_pb2.GetResultRequest(key=key.digest),
                 timeout=self._budget_s,
                 metadata=(("traceparent", traceparent),),
             )
         except aio.AioRpcError as error:
             log.debug("look-up failed", code=error.code().name)
             return None
-        self._found = reply.HasField("result")
-        if not self._found:
-            self._stored.pop(question.guess, None)
-        return reply.result if self._found else None
+        return reply.result if reply.HasField("result") else None
 
-    def expects(self, question: ResultKey | None) -> bool:
-        """Whether a look-up is likely to find something: the answer was stored from here and not missed since, or the
-        last look-up found one."""
-        return question is not None and (self._found or question.guess in self._stored)
-
-    def put(self, question: ResultKey, result: cache_pb2.CachedResult) -> None:
-        """Stores a result in the background; drops it if the cache service is far behind, or there is none."""
+    def put(self, key: ResultKey, result: cache_pb2.CachedResult) -> None:
+        """Stores a result in the background; drops it if too many stores are in flight or there is no cache service."""
         if self._cache is None:
             return
-        self._stored[question.guess] = None
-        if len(self._stored) > _MAX_KNOWN:
-            self._stored.popitem(last=False)
         if len(self._stores) < _MAX_STORES:
-            task = asyncio.create_task(self._store(self._cache, question.key, result))
+            task = asyncio.create_task(self._store(self._cache, key.digest, result))
             self._stores.add(task)
             task.add_done_callback(self._stores.discard)
 
     async def close(self) -> None:
-        """Waits for what is being stored, no longer than one store may take."""
+        """Waits for the stores in flight, at most one deadline."""
         await asyncio.gather(*self._stores, return_exceptions=True)
         if self._channel is not None:
             await self._channel.close()
@@ -139,7 +119,7 @@ class ResultCache:
 
 
 def to_result(journal: Journal, ending: Ending) -> cache_pb2.CachedResult:
-    """What is kept of a whole answer. Its text is made anew at each hit, and stop strings are found again."""
+    """The stored form of a whole answer: tokens without text. Each hit detokenizes and matches stop strings again."""
     result = cache_pb2.CachedResult(token_ids=journal.tokens, finish_reason=ending.reason)
     if ending.stop_token_id is not None:
         result.stop_token_id = ending.stop_token_id
@@ -152,7 +132,7 @@ def to_result(journal: Journal, ending: Ending) -> cache_pb2.CachedResult:
 
 
 def from_result(result: cache_pb2.CachedResult) -> tuple[list[int], list[Detail], Ending]:
-    """Tokens, their details, and how the answer ended."""
+    """-> tokens, their details, and how the answer ended."""
     details = [
         Detail(place.chosen.logprob, [top.token_id for top in place.top], [top.logprob for top in place.top])
         for place in result.logprobs

@@ -1,6 +1,6 @@
-"""The control link to the scheduler: asks for workers, hears of models and losses. Knows lengths and hashes, no tokens.
+"""The control link to the scheduler: submits jobs, receives placements, models and losses. Knows hashes, never tokens.
 
-Running streams never depend on it. After a break it says hello again and repeats what is still unanswered.
+Running streams do not depend on it. After a reconnect it submits again all jobs that are still unanswered.
 """
 
 import asyncio
@@ -22,38 +22,38 @@ log = structlog.get_logger("dispatch")
 Placement = mesh.Assigned | mesh.Joined
 
 _MOST_UNSENT = 1 << 16
-"""A scheduler that is so many messages behind does not read. Fewer may come at once: a request is up to 16 jobs, and
-after a break all that are unanswered are said again."""
+"""Unsent messages after which the scheduler counts as stalled. Bursts are smaller: a request has up to 16 jobs, and all
+unanswered jobs are submitted again after a reconnect."""
 
 
 @dataclass(eq=False, slots=True)
-class _Ask:
-    """A submission that waits for its answer: said to the scheduler, or until its patience ends."""
+class _Submission:
+    """A job that waits for its placement. While there is no scheduler, a timer bounds the wait."""
 
     submit: mesh.Submit
     answer: asyncio.Future[Placement]
-    asked_at: float = field(default_factory=time.monotonic)
+    submitted_at: float = field(default_factory=time.monotonic)
     sent: bool = False
-    patience: asyncio.TimerHandle | None = None
+    timer: asyncio.TimerHandle | None = None
 
     def message(self) -> mesh.DispatchRequest:
-        """The submission as of now: its deadline has come nearer."""
+        """The message, with the seconds that are left until the deadline now."""
         submit = mesh.Submit()
         submit.CopyFrom(self.submit)
         if submit.deadline_s > 0:
-            submit.deadline_s = max(1e-3, submit.deadline_s - (time.monotonic() - self.asked_at))
+            submit.deadline_s = max(1e-3, submit.deadline_s - (time.monotonic() - self.submitted_at))
         return mesh.DispatchRequest(submit=submit)
 
-    def expect(self, wait_s: float) -> None:
-        """Gives the scheduler its time to come back."""
-        self.patience = asyncio.get_running_loop().call_later(wait_s, self._give_up)
+    def start_timer(self, wait_s: float) -> None:
+        """Fails the submission in `wait_s` unless the scheduler comes back."""
+        self.timer = asyncio.get_running_loop().call_later(wait_s, self._expire)
 
-    def expect_no_more(self) -> None:
-        """The scheduler is there, or nobody waits any more."""
-        if self.patience is not None:
-            self.patience.cancel()
+    def stop_timer(self) -> None:
+        """The scheduler is connected, or the submission is over."""
+        if self.timer is not None:
+            self.timer.cancel()
 
-    def _give_up(self) -> None:
+    def _expire(self) -> None:
         if not self.answer.done():
             self.answer.set_exception(no_scheduler())
 
@@ -74,59 +74,59 @@ class SchedulerLink:
         self._wait_s = wait_s
         self._on_models = on_models
         self._on_worker_lost = on_worker_lost
-        self._asks: dict[str, _Ask] = {}
-        self._outbox: SendQueue[mesh.DispatchRequest] | None = None
-        self._greeted = False
+        self._submissions: dict[str, _Submission] = {}
+        self._unsent: SendQueue[mesh.DispatchRequest] | None = None
+        self._connected = False
         self.models_known = asyncio.Event()
 
     async def run(self) -> None:
-        """Keeps the stream until it is cancelled."""
-        log.info("looking for the scheduler", at=self._address)
+        """Connects, and reconnects after each break, until cancelled."""
+        log.info("connecting to the scheduler", at=self._address)
         async with rpc.link_channel(self._address) as channel:
             while True:
                 try:
                     await self._session(channel)
                 except aio.AioRpcError as error:
-                    log.info("scheduler is away", code=error.code().name, unanswered=len(self._asks))
+                    log.info("scheduler disconnected", code=error.code().name, unanswered=len(self._submissions))
                 finally:
                     self._disconnected()
                 await asyncio.sleep(0.05)
 
-    async def place(self, submit: mesh.Submit) -> Placement:
-        """A worker for a job, as soon as there is one. Cancelling it withdraws the job. Raises WeftError."""
-        ask = _Ask(submit, asyncio.get_running_loop().create_future())
-        self._asks[submit.job_id] = ask
-        if not self._send(ask):
-            ask.expect(self._wait_s)
+    async def submit(self, submit: mesh.Submit) -> Placement:
+        """Waits for the placement of a job. Cancelling withdraws the job. Raises WeftError."""
+        pending = _Submission(submit, asyncio.get_running_loop().create_future())
+        self._submissions[submit.job_id] = pending
+        if not self._send(pending):
+            pending.start_timer(self._wait_s)
         try:
-            return await ask.answer
+            return await pending.answer
         except asyncio.CancelledError:
-            # The answer may have come in the same instant: its credit, too, is to be given back.
-            if ask.sent and self._asks.get(submit.job_id, ask) is ask:
+            # The answer may have arrived in the same instant: its credit must be returned as well.
+            if pending.sent and self._submissions.get(submit.job_id, pending) is pending:
                 self._put(mesh.DispatchRequest(withdraw=mesh.Withdraw(job_id=submit.job_id)))
             raise
         finally:
-            ask.expect_no_more()
-            if self._asks.get(submit.job_id) is ask:
-                del self._asks[submit.job_id]
+            pending.stop_timer()
+            if self._submissions.get(submit.job_id) is pending:
+                del self._submissions[submit.job_id]
 
     async def _session(self, channel: aio.Channel) -> None:
-        outbox = self._outbox = SendQueue[mesh.DispatchRequest](_MOST_UNSENT)
-        outbox.put(mesh.DispatchRequest(hello=mesh.GatewayHello(gateway_id=self._gateway_id)))
-        call = SchedulerStub(channel).Dispatch(aiter(outbox), wait_for_ready=True)
+        unsent = self._unsent = SendQueue[mesh.DispatchRequest](_MOST_UNSENT)
+        unsent.put(mesh.DispatchRequest(hello=mesh.GatewayHello(gateway_id=self._gateway_id)))
+        call = SchedulerStub(channel).Dispatch(aiter(unsent), wait_for_ready=True)
         async for message in call:
             self._receive(message)
-            if self._outbox is not outbox:  # It was full: a scheduler that reads nothing is as good as none.
+            if self._unsent is not unsent:  # It was full: the scheduler does not read.
                 call.cancel()
                 return
 
     def _receive(self, message: mesh.DispatchResponse) -> None:
         kind = message.WhichOneof("message")
         if kind == "hello":
-            log.info("scheduler is here", epoch=message.hello.epoch, unanswered=len(self._asks))
-            self._greeted = True
-            for ask in self._asks.values():
-                self._send(ask)
+            log.info("scheduler connected", epoch=message.hello.epoch, unanswered=len(self._submissions))
+            self._connected = True
+            for pending in self._submissions.values():
+                self._send(pending)
         elif kind == "models":
             self._on_models(message.models)
             self.models_known.set()
@@ -140,45 +140,45 @@ class SchedulerLink:
             self._answer(message.rejected)
 
     def _answer(self, answer: Placement | mesh.Rejected) -> None:
-        ask = self._asks.get(answer.job_id)
-        if ask is None or ask.submit.attempt != answer.attempt:
-            return  # Withdrawn meanwhile: the scheduler frees its credit when it reads the Withdraw.
-        del self._asks[answer.job_id]
-        if ask.answer.done():
+        pending = self._submissions.get(answer.job_id)
+        if pending is None or pending.submit.attempt != answer.attempt:
+            return  # Withdrawn meanwhile: the scheduler frees the credit when it reads the Withdraw.
+        del self._submissions[answer.job_id]
+        if pending.answer.done():
             return
         if isinstance(answer, mesh.Rejected):
-            ask.answer.set_exception(WeftError.from_failure(answer.failure))
+            pending.answer.set_exception(WeftError.from_failure(answer.failure))
         else:
-            ask.answer.set_result(answer)
+            pending.answer.set_result(answer)
 
-    def _send(self, ask: _Ask) -> bool:
-        if self._greeted and not ask.sent:
-            ask.sent = self._put(ask.message())
-            if ask.sent:
-                ask.expect_no_more()
-        return ask.sent
+    def _send(self, pending: _Submission) -> bool:
+        if self._connected and not pending.sent:
+            pending.sent = self._put(pending.message())
+            if pending.sent:
+                pending.stop_timer()
+        return pending.sent
 
     def _put(self, message: mesh.DispatchRequest) -> bool:
-        if self._outbox is None or not self._greeted:
+        if self._unsent is None or not self._connected:
             return False
         try:
-            self._outbox.put(message)
+            self._unsent.put(message)
         except SendQueueFull:
             self._disconnected()
             return False
         return True
 
     def _disconnected(self) -> None:
-        if self._outbox is not None:
-            self._outbox.close()
-        self._outbox = None
-        self._greeted = False
-        for ask in self._asks.values():
-            if ask.sent:  # Who waits for a scheduler already waits no longer for its next failure.
-                ask.sent = False
-                ask.expect(self._wait_s)
+        if self._unsent is not None:
+            self._unsent.close()
+        self._unsent = None
+        self._connected = False
+        for pending in self._submissions.values():
+            if pending.sent:  # The timer of an unsent one is running already.
+                pending.sent = False
+                pending.start_timer(self._wait_s)
 
 
 def no_scheduler() -> WeftError:
-    """There is no scheduler to ask."""
+    """The scheduler has been unreachable for too long."""
     return unavailable("NO_SCHEDULER", "the scheduler is not reachable")

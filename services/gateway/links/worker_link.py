@@ -1,8 +1,8 @@
-"""Run links: one stream to each worker, shared by all jobs there. Owns rows; knows tokens as numbers, no text.
+"""Run links: one gRPC stream to each worker, shared by all jobs there. Owns job streams; knows token ids, never text.
 
-A link lives as long as its connection. When that breaks, all its rows are lost at once, retryably; the next job for the
-worker opens a new one. Row numbers are never used twice, so what a worker sends for a row that is gone is dropped: this
-is what fences older attempts.
+A link lives as long as its connection. When the connection breaks, all its job streams are lost, retryably, and the
+next job for the worker opens a new link. Stream ids are never reused, so a late message for a stream that is gone is
+dropped: this fences older attempts.
 """
 
 import asyncio
@@ -23,32 +23,42 @@ from services.send_queue import SendQueue, SendQueueFull
 log = structlog.get_logger("links")
 clock = time.monotonic
 
-UNREAD = 64  # tokens after which a reader that takes none is told again
-_DEAF = 1 << 40  # expected by a row that takes nothing any more: every position is behind it
+UNREAD_TOKENS = 64
+"""A reader that takes no tokens is notified again after so many."""
+WORKER_LOST = "WORKER_LOST"
+_NO_POSITION = 1 << 40
+"""Expected position of a cancelled stream: every token is before it, and is dropped."""
 
 
-def lost_worker() -> WeftError:
-    """The worker or the way to it is gone: another attempt may succeed."""
-    return WeftError(StatusCode.UNAVAILABLE, "WORKER_LOST", "the worker was lost", retry_after_s=1.0, retryable=True)
+def worker_lost() -> WeftError:
+    """The worker or the connection to it is lost: another attempt may succeed."""
+    return WeftError(StatusCode.UNAVAILABLE, WORKER_LOST, "the worker was lost", retry_after_s=1.0, retryable=True)
 
 
 class JobStream:
-    """One job on a link: the tokens that have come and are not yet taken, in order and without gaps."""
+    """One job on a link: the tokens that arrived and are not yet taken, in order and without gaps."""
 
     __slots__ = (
-        "_told", "closed", "details", "end", "expected", "first_at", "last_at", "link", "loss", "news", "number",
-        "opened_at", "soon", "tokens", "wants_details", "worker_id",
+        "_notified", "closed", "details", "end", "expected", "first_at", "last_at", "link", "loss", "notify",
+        "opened_at", "stream_id", "tokens", "wants_details", "worker_id",
     )  # fmt: skip
 
     def __init__(
-        self, link: "WorkerLink", number: int, worker_id: str, position: int, details: bool, news: Callable[[], None]
+        self,
+        link: "WorkerLink",
+        stream_id: int,
+        worker_id: str,
+        position: int,
+        wants_details: bool,
+        notify: Callable[[], None],
     ) -> None:
+        """`position` is that of the first token; `notify` is called when there are tokens to take."""
         self.link = link
-        self.number = number
+        self.stream_id = stream_id
         self.worker_id = worker_id
         self.expected = position
-        self.wants_details = details
-        self.news = news
+        self.wants_details = wants_details
+        self.notify = notify
         self.tokens: list[int] = []
         self.details: list[Detail] = []
         self.end: mesh.JobEnd | None = None
@@ -56,15 +66,14 @@ class JobStream:
         self.opened_at = clock()
         self.first_at: float | None = None
         self.last_at = self.opened_at
-        self.soon = False
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._told = False
+        self._notified = False
 
     def add(self, position: int, token: int, now: float, detail: Detail | None = None) -> None:
-        """Takes a token if it is the next one; what came before is dropped, what is missing loses the row."""
+        """Appends the next token. Drops a token of an earlier position; a missing token loses the stream."""
         if position != self.expected:
             if position > self.expected:
-                self.link.fail(self, lost_worker())
+                self.link.lose(self, worker_lost())
             return
         self.expected += 1
         self.tokens.append(token)
@@ -72,174 +81,164 @@ class JobStream:
             self.details.append(detail)
         if self.first_at is None:
             self.first_at = now
-            self.link.announces = self.soon
         self.last_at = now
-        # A reader that is behind is told once, and then takes many tokens together.
-        if not self._told or len(self.tokens) % UNREAD == 0:
-            self._told = True
-            self.news()
-
-    def expect(self) -> None:
-        """The first token is about to come: who waits for it may get ready."""
-        if self.first_at is None:
-            self.soon = True
-            self.news()
+        # A reader that is behind is notified once, and then takes many tokens together.
+        if not self._notified or len(self.tokens) % UNREAD_TOKENS == 0:
+            self._notified = True
+            self.notify()
 
     def take(self) -> tuple[list[int], list[Detail]]:
-        """The tokens that have come since the last call, and their details if they were asked for."""
+        """The tokens that arrived since the last call, and their details if they were requested."""
         taken = self.tokens, self.details
         self.tokens, self.details = [], []
-        self._told = False
+        self._notified = False
         return taken
 
     def close(self, end: mesh.JobEnd | None = None, loss: WeftError | None = None) -> None:
-        """Nothing more comes."""
+        """Ends the stream: with the job's end, with a loss, or (neither) because it was cancelled."""
         if not self.closed.done():
             self.end, self.loss = end, loss
             self.closed.set_result(None)
 
-    def spent(self) -> mesh.JobCost:
-        """What the attempt cost as far as the gateway saw it, for when the worker cannot say."""
+    def observed_cost(self) -> mesh.JobCost:
+        """The cost as measured at the gateway, for an attempt of which the worker reported none."""
         if self.first_at is None:
             return mesh.JobCost(prefill_s=clock() - self.opened_at)
         return mesh.JobCost(prefill_s=self.first_at - self.opened_at, decode_s=self.last_at - self.first_at)
 
 
 class WorkerLink:
-    """The stream to one worker."""
+    """The Run stream to one worker."""
 
     def __init__(self, address: str, gateway_id: str) -> None:
         self.alive = True
-        self.announces = False
-        """Whether the last first token was announced: so the next will be."""
-        self._rows: dict[int, JobStream] = {}
-        self._numbers = itertools.count(1)
-        self._outbox: SendQueue[mesh.RunRequest] = SendQueue()
+        self._streams: dict[int, JobStream] = {}
+        self._stream_ids = itertools.count(1)
+        self._unsent: SendQueue[mesh.RunRequest] = SendQueue()
         self._put(mesh.RunRequest(hello=mesh.GatewayHello(gateway_id=gateway_id)))
         self._session = asyncio.create_task(self._run(address))
 
     @property
     def idle(self) -> bool:
-        """No job is on it."""
-        return not self._rows
+        """It has no job streams."""
+        return not self._streams
 
-    def run(self, job: mesh.Job, worker_id: str, news: Callable[[], None]) -> JobStream:
-        """Sends a job; its next position and whether it asks for log-probabilities are in the job."""
-        position = len(job.token_ids) - job.boundary
-        row = self._open(worker_id, position, job.sampling.HasField("logprobs"), news)
-        job.row = row.number
+    def run(self, job: mesh.Job, worker_id: str, notify: Callable[[], None]) -> JobStream:
+        """Sends a job, whose stream id is set here."""
+        position = len(job.token_ids) - job.prompt_len
+        stream = self._open(worker_id, position, job.sampling.HasField("logprobs"), notify)
+        job.stream_id = stream.stream_id
         self._put(mesh.RunRequest(job=job))
-        return row
+        return stream
 
     def attach(
-        self, job_id: str, position: int, details: bool, worker_id: str, news: Callable[[], None], traceparent: str
+        self, attach: mesh.AttachJob, worker_id: str, wants_details: bool, notify: Callable[[], None]
     ) -> JobStream:
-        """Asks for the tokens of a job that runs already."""
-        row = self._open(worker_id, position, details, news)
-        attach = mesh.AttachJob(row=row.number, job_id=job_id, position=position, traceparent=traceparent)
+        """Subscribes to a job that already runs. The stream id of the message is set here."""
+        stream = self._open(worker_id, attach.position, wants_details, notify)
+        attach.stream_id = stream.stream_id
         self._put(mesh.RunRequest(attach=attach))
-        return row
+        return stream
 
-    def confirm(self, row: JobStream, placement: int) -> None:
-        """A job that was sent ahead is to run, or has run, where it is."""
-        self._put(mesh.RunRequest(confirm=mesh.ConfirmJob(row=row.number, placement=placement)))
+    def confirm(self, stream: JobStream, placement: int) -> None:
+        """Confirms a tentative job, which may have ended."""
+        self._put(mesh.RunRequest(confirm=mesh.ConfirmJob(stream_id=stream.stream_id, placement=placement)))
 
-    def take_back(self, row: JobStream) -> None:
-        """A job that was sent ahead is not to be confirmed: the worker forgets it, also if it has ended."""
-        self.cancel(row, 0)
-        if row.end is not None:
-            self._put(mesh.RunRequest(cancel=mesh.CancelJob(row=row.number, position=0)))
+    def abort(self, stream: JobStream) -> None:
+        """Cancels a tentative job, also if it has ended: the worker keeps it until it is confirmed or cancelled."""
+        self.cancel(stream, 0)
+        if stream.end is not None:
+            self._put(mesh.RunRequest(cancel=mesh.CancelJob(stream_id=stream.stream_id, position=0)))
 
-    def cancel(self, row: JobStream, position: int, linger_s: float = 0.0) -> None:
-        """The job is needed no more, and `position` of its tokens count. For `linger_s` its account may still come."""
-        if self._rows.get(row.number) is not row:
+    def cancel(self, stream: JobStream, position: int, linger_s: float = 0.0) -> None:
+        """Cancels a job of which `position` tokens count. Waits up to `linger_s` for the worker to report the cost."""
+        if self._streams.get(stream.stream_id) is not stream:
             return
-        self._put(mesh.RunRequest(cancel=mesh.CancelJob(row=row.number, position=position)))
-        row.expected = _DEAF
+        self._put(mesh.RunRequest(cancel=mesh.CancelJob(stream_id=stream.stream_id, position=position)))
+        stream.expected = _NO_POSITION
         if linger_s > 0:
-            asyncio.get_running_loop().call_later(linger_s, self.drop, row)
+            asyncio.get_running_loop().call_later(linger_s, self.forget, stream)
         else:
-            self.drop(row)
+            self.forget(stream)
 
-    def drop(self, row: JobStream) -> None:
-        """Forgets a row: what still comes for it is nobody's."""
-        self._rows.pop(row.number, None)
-        row.close()
+    def forget(self, stream: JobStream) -> None:
+        """Closes a stream; further messages for it are dropped."""
+        self._streams.pop(stream.stream_id, None)
+        stream.close()
 
-    def fail(self, row: JobStream, loss: WeftError) -> None:
-        """Loses one row, and tells the worker so: it may be alive."""
-        if self._rows.pop(row.number, None) is not None:
-            self._put(mesh.RunRequest(cancel=mesh.CancelJob(row=row.number, position=row.expected)))
-            row.close(loss=loss)
+    def lose(self, stream: JobStream, loss: WeftError) -> None:
+        """Closes a stream with a loss, and cancels its job: the worker may be alive."""
+        if self._streams.pop(stream.stream_id, None) is not None:
+            cancel = mesh.CancelJob(stream_id=stream.stream_id, position=stream.expected)
+            self._put(mesh.RunRequest(cancel=cancel))
+            stream.close(loss=loss)
 
-    def fail_worker(self, worker_id: str) -> None:
-        """Loses all rows of this worker."""
-        for row in [row for row in self._rows.values() if row.worker_id == worker_id]:
-            self.fail(row, lost_worker())
+    def lose_worker(self, worker_id: str) -> None:
+        """Loses all streams of this worker."""
+        for stream in [stream for stream in self._streams.values() if stream.worker_id == worker_id]:
+            self.lose(stream, worker_lost())
 
     async def close(self) -> None:
-        """Closes the stream; rows that are still open are lost."""
+        """Closes the link; streams that are still open are lost."""
         self._session.cancel()
         await asyncio.gather(self._session, return_exceptions=True)
 
-    def _open(self, worker_id: str, position: int, details: bool, news: Callable[[], None]) -> JobStream:
-        row = JobStream(self, next(self._numbers), worker_id, position, details, news)
-        self._rows[row.number] = row
-        return row
+    def _open(self, worker_id: str, position: int, wants_details: bool, notify: Callable[[], None]) -> JobStream:
+        stream = JobStream(self, next(self._stream_ids), worker_id, position, wants_details, notify)
+        self._streams[stream.stream_id] = stream
+        return stream
 
     def _put(self, message: mesh.RunRequest) -> None:
         try:
-            self._outbox.put(message)
+            self._unsent.put(message)
         except SendQueueFull:
             self._session.cancel()
 
     async def _run(self, address: str) -> None:
         try:
             async with rpc.link_channel(address) as channel:
-                call = WorkerStub(channel).Run(aiter(self._outbox))
+                call = WorkerStub(channel).Run(aiter(self._unsent))
                 async for message in call:
                     self._receive(message)
         except aio.AioRpcError as error:
-            log.info("link broke", code=error.code().name, rows=len(self._rows))
+            log.info("link broke", code=error.code().name, jobs=len(self._streams))
         except ValueError as error:
-            telemetry.log_exception("a worker sent what is no step", error)
+            telemetry.log_exception("a worker sent columns of unequal length", error)
         finally:
             self.alive = False
-            rows, self._rows = self._rows, {}
-            for row in rows.values():
-                row.close(loss=lost_worker())
+            streams, self._streams = self._streams, {}
+            for stream in streams.values():
+                stream.close(loss=worker_lost())
 
     def _receive(self, message: mesh.RunResponse) -> None:
         now = clock()
-        rows = self._rows
+        streams = self._streams
         if message.logprobs:
             self._receive_details(message, now)
         else:
-            for number, position, token in zip(message.rows, message.positions, message.token_ids, strict=True):
-                row = rows.get(number)
-                if row is not None:
-                    row.add(position, token, now)
-        for number in message.soon:
-            row = rows.get(number)
-            if row is not None:
-                row.expect()
+            for stream_id, position, token in zip(
+                message.stream_ids, message.positions, message.token_ids, strict=True
+            ):
+                stream = streams.get(stream_id)
+                if stream is not None:
+                    stream.add(position, token, now)
         for end in message.ends:
-            ended = rows.pop(end.row, None)
+            ended = streams.pop(end.stream_id, None)
             if ended is not None:
                 ended.close(end)
 
     def _receive_details(self, message: mesh.RunResponse, now: float) -> None:
         tops = {top.entry: top for top in message.tops}
-        columns = zip(message.rows, message.positions, message.token_ids, message.logprobs, strict=True)
-        for entry, (number, position, token, logprob) in enumerate(columns):
-            row = self._rows.get(number)
-            if row is None:
+        columns = zip(message.stream_ids, message.positions, message.token_ids, message.logprobs, strict=True)
+        for entry, (stream_id, position, token, logprob) in enumerate(columns):
+            stream = self._streams.get(stream_id)
+            if stream is None:
                 continue
             detail = None
-            if row.wants_details:
+            if stream.wants_details:
                 top = tops.get(entry)
                 detail = Detail(logprob, top.token_ids, top.logprobs) if top else Detail(logprob)
-            row.add(position, token, now, detail)
+            stream.add(position, token, now, detail)
 
 
 class WorkerLinks:
@@ -250,16 +249,16 @@ class WorkerLinks:
         self._links: dict[str, WorkerLink] = {}
 
     def to(self, address: str) -> WorkerLink:
-        """The link to this worker, a new one if there is none or the last one broke."""
+        """The link to this worker; a new one if there is none or if the last one broke."""
         link = self._links.get(address)
         if link is None or not link.alive:
             link = self._links[address] = WorkerLink(address, self._gateway_id)
         return link
 
-    def worker_lost(self, worker_id: str) -> None:
-        """The scheduler says so: the jobs there need a next attempt, even if the connection stands."""
+    def lose_worker(self, worker_id: str) -> None:
+        """Loses the streams of a worker that the scheduler reported lost, even if its connection is open."""
         for link in self._links.values():
-            link.fail_worker(worker_id)
+            link.lose_worker(worker_id)
 
     async def keep(self, addresses: Iterable[str]) -> None:
         """Closes idle links to workers that are no longer served."""
@@ -267,5 +266,5 @@ class WorkerLinks:
         await asyncio.gather(*(self._links.pop(address).close() for address in gone))
 
     async def close(self) -> None:
-        """Closes all."""
+        """Closes all links."""
         await asyncio.gather(*(link.close() for link in self._links.values()))

@@ -1,7 +1,7 @@
-"""Chat templates: a conversation becomes the text its checkpoint was trained on. Knows Jinja, no tokenizer.
+"""Renders a conversation with the chat template of its checkpoint. Knows Jinja, no tokenizer.
 
-Renders what transformers' `apply_chat_template(..., add_generation_prompt=True)` renders, in a sandbox, with limits on
-time and size.
+The result equals that of transformers' `apply_chat_template(..., add_generation_prompt=True)`. Templates run in a
+sandbox, with limits on time and size.
 """
 
 import json
@@ -26,12 +26,12 @@ MAX_CHARS = 8 << 20
 MAX_SECONDS = 2.0
 
 
-class _TooMuch(TemplateError):
-    """The template goes on for too long or makes too much."""
+class _LimitExceeded(TemplateError):
+    """The template takes too long, or produces too much text."""
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what the assistant said; it changes nothing in the text."""
+    """`{% generation %}` marks the assistant's text for training. It does not change the result."""
 
     tags = {"generation"}  # noqa: RUF012 (the base class declares it so)
 
@@ -45,7 +45,7 @@ class _Generation(Extension):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox, which also refuses to multiply texts or numbers beyond the limit."""
+    """The sandbox, with limits on the size of products and concatenations."""
 
     intercepted_binops = frozenset({"+", "*", "**"})
 
@@ -53,9 +53,9 @@ class _Environment(ImmutableSandboxedEnvironment):
         if operator == "*":
             for many, times in ((left, right), (right, left)):
                 if hasattr(many, "__len__") and isinstance(times, int) and len(many) * times > MAX_CHARS:
-                    raise _TooMuch
+                    raise _LimitExceeded
         if operator == "**" and isinstance(right, int) and right > 64:
-            raise _TooMuch
+            raise _LimitExceeded
         return _bounded(super().call_binop(context, operator, left, right))
 
 
@@ -72,14 +72,14 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
         except (TemplateError, RecursionError, SyntaxError):
-            return  # Told to those who send chat messages; text prompts work without it.
-        # `a ~ b` compiles to a call of these, past the environment: without a bound, 40 doublings take all memory.
+            return  # Requests with chat messages receive an error; text prompts work.
+        # `a ~ b` compiles to calls of these, not of the environment: without a limit, 40 doublings exhaust memory.
         names = self._template.root_render_func.__globals__
         names["str_join"] = lambda parts: _bounded(str_join(parts))
         names["markup_join"] = lambda parts: _bounded(markup_join(parts))
 
     def render(self, messages: Sequence[tuple[str, str]]) -> str:
-        """The text of a conversation of (role, content), up to where the assistant begins. Raises WeftError."""
+        """The text of a conversation of (role, content), up to the beginning of the answer. Raises WeftError."""
         if self._template is None:
             raise _refused("the model's chat template does not compile")
         conversation = [{"role": role, "content": content} for role, content in messages]
@@ -88,10 +88,10 @@ class ChatTemplate:
         )
         try:
             return _limited(lambda: self._pieces(names))
-        except _TooMuch:
-            raise _refused("the model's chat template takes too long or makes too much") from None
+        except _LimitExceeded:
+            raise _refused("the model's chat template takes too long or produces too much text") from None
         except Exception:
-            # Whatever a template does wrong, its message may quote the conversation.
+            # The message of any other exception may quote the conversation.
             raise _refused("the model's chat template refuses these messages") from None
 
     def _pieces(self, names: dict[str, Any]) -> str:
@@ -100,20 +100,20 @@ class ChatTemplate:
         for piece in self._template.generate(names):
             size += len(piece)
             if size > MAX_CHARS:
-                raise _TooMuch
+                raise _LimitExceeded
             pieces.append(piece)
         return "".join(pieces)
 
 
 def _limited(work: Callable[[], str]) -> str:
-    """Runs `work`; every line that a template executes on the way looks at the clock, endless loops included."""
+    """Runs `work`, and checks the time at every line that a template executes, also in endless loops."""
     deadline = time.monotonic() + MAX_SECONDS
 
     def trace(frame: FrameType, event: str, arg: object) -> Any:
         if frame.f_code.co_filename != "<template>":
             return None
         if time.monotonic() > deadline:
-            raise _TooMuch
+            raise _LimitExceeded
         return trace
 
     before = sys.gettrace()
@@ -126,7 +126,7 @@ def _limited(work: Callable[[], str]) -> str:
 
 def _bounded(value: Any) -> Any:
     if isinstance(value, (str, list, tuple)) and len(value) > MAX_CHARS:
-        raise _TooMuch
+        raise _LimitExceeded
     return value
 
 
@@ -141,7 +141,7 @@ def _raise_exception(message: str) -> None:
 def _tojson(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    # Jinja's own filter would escape for HTML.
+    # Jinja's own filter escapes for HTML.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,6 +1,6 @@
-"""The journal of one continuation: what recovery needs, and what its clients read. Pure; knows no clock and no network.
+"""The journal of one continuation: all that recovery and its clients need. Pure; knows no clock and no network.
 
-A worker that is lost costs nothing but time, because an ordinary job of prompt and tokens so far continues the answer.
+After the loss of a worker an ordinary job of prompt and tokens so far continues the answer: a loss costs only time.
 """
 
 from array import array
@@ -15,7 +15,7 @@ from services.hashing import block_keys
 
 @dataclass(frozen=True, slots=True)
 class Detail:
-    """Log-probabilities at one place: of the token, and (ids, values) of the most likely ones."""
+    """Log-probabilities at one position: of the token, and ids and values of the most likely ones."""
 
     logprob: float
     top_ids: Sequence[int] = ()
@@ -32,7 +32,7 @@ class Ending:
 
 
 class Journal:
-    """Prompt, tokens so far with the attempt that produced them, and their text."""
+    """Prompt, tokens so far with the attempt that produced each, and their text."""
 
     def __init__(self, prompt: Sequence[int], detokenizer: Detokenizer, stops: StopMatcher | None) -> None:
         self.prompt = prompt
@@ -46,7 +46,7 @@ class Journal:
         self._starts: list[tuple[int, int]] = []  # (position, attempt) where each attempt's tokens begin
 
     def begin_attempt(self) -> None:
-        """Counts the next attempt, from 1."""
+        """Begins the next attempt; the first one is 1."""
         self.attempt += 1
         self._starts.append((len(self.tokens), self.attempt))
 
@@ -60,7 +60,7 @@ class Journal:
         return 1, end
 
     def extend(self, tokens: Sequence[int], details: Sequence[Detail] = ()) -> None:
-        """Adds tokens in order, up to the one that completes a stop string: this ends the answer."""
+        """Appends tokens up to the one that completes a stop string, which ends the answer."""
         if self.ending is not None:
             return
         kept = len(tokens)
@@ -82,7 +82,7 @@ class Journal:
         self.details += details[:kept]
 
     def end(self, ending: Ending) -> None:
-        """Ends the answer: what was held back of its text is told, unless a stop string is complete in it."""
+        """Ends the answer, and releases the text that was held back, up to a stop string in it."""
         if self.ending is not None:
             return
         text = self._detokenizer.flush()
@@ -100,7 +100,7 @@ class Journal:
 
 
 class KeyChain:
-    """Keys of the whole blocks of a growing sequence, each computed once."""
+    """The block keys of a growing sequence; each is computed once."""
 
     def __init__(self, root: bytes, block_size: int) -> None:
         self._last = root
@@ -109,7 +109,7 @@ class KeyChain:
         self._joined = bytearray()
 
     def extend_to(self, token_ids: Sequence[int]) -> bytes:
-        """The joined keys of `token_ids`, which begins with what it was given before."""
+        """The concatenated keys of the whole blocks of `token_ids`, which must extend the previous sequence."""
         for key in block_keys(token_ids[self._hashed :], self._block_size, self._last):
             self._last = key
             self._joined += key

@@ -1,14 +1,13 @@
-"""Stop strings: finds the first one in text that arrives in pieces. Pure; knows neither tokens' ids nor clients."""
+"""Finds the first stop string in text that arrives in pieces. Pure; knows neither token ids nor clients."""
 
 from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Watches the text of one answer, one token after the other.
+    """Matches the text of one answer, token by token.
 
-    The stop string that is complete first ends the answer, the longest of those that are complete at the same
-    character. It counts only from the token on that is the `min_tokens`-th of the answer. What may be the beginning
-    of a stop string is held back, and nothing else.
+    The stop string that is complete first ends the answer; of several that are complete at the same character, the
+    longest. Matches count from the `min_tokens`-th token on. Only text that may begin a stop string is held back.
     """
 
     def __init__(self, stops: Sequence[str], min_tokens: int = 0) -> None:
@@ -20,13 +19,15 @@ class StopMatcher:
         self.found: str | None = None
 
     def feed(self, text: str) -> str:
-        """Takes the text that the next token completed; returns what is certain. After it, `found` is the stop string
-        that this token completed, if any: the text ends before it."""
+        """Adds the text of the next token. -> the text that is certain to be in the answer.
+
+        If the token completes a stop string, `found` is set, and the text ends before the stop string.
+        """
         self._tokens += 1
         return self._scan(text) if text else ""
 
     def flush(self, text: str = "") -> str:
-        """Takes the text that was not yet whole when the last token came; returns all that is left."""
+        """Adds the incomplete text after the last token. -> all text that was held back."""
         certain = self._scan(text)
         held, self._held = self._held, ""
         return certain + held
@@ -43,7 +44,7 @@ class StopMatcher:
         return text[:hold]
 
     def _first(self, text: str, fresh: int) -> tuple[int, str] | None:
-        """Where the stop string starts that is complete first, at or after the first fresh character."""
+        """Start and text of the stop string that is complete first, among those that end in `text[fresh:]`."""
         best: tuple[int, int, str] | None = None
         for stop in self._stops:
             start = text.find(stop, max(0, fresh - len(stop) + 1))
@@ -52,7 +53,7 @@ class StopMatcher:
         return best and best[1:]
 
     def _holds_from(self, text: str) -> int:
-        """From where on the end of the text may be the beginning of a stop string."""
+        """Index from which the end of the text may begin a stop string."""
         for start in range(max(0, len(text) - self._longest + 1), len(text)):
             tail = text[start:]
             if any(stop.startswith(tail) for stop in self._stops):

@@ -1,4 +1,4 @@
-"""Between the messages of the Run link and the engine's plain values. Knows both shapes, no links and no engine."""
+"""Converts messages of the Run link to and from the engine's plain values. Knows no links and no engine."""
 
 import time
 from collections.abc import Mapping
@@ -20,25 +20,26 @@ _REASONS = {
     EndReason.DEADLINE: api.FINISH_REASON_ERROR,
 }
 _LEAST_DIVISOR = 1e-6
+"""A smaller temperature or penalty would make every logit infinite, and none the best."""
 DEADLINE_EXCEEDED = WeftError(StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", "the deadline passed")
 
 
 def job_of(message: mesh.Job, key: int, card: mesh.ModelCard) -> Job:
-    """The engine's job for a validated message. Raises WeftError: nothing that a gateway sends is trusted."""
-    sampling, token_ids = message.sampling, list(message.token_ids)  # reading the message's own is slow
+    """The engine's job for a message, which is validated here: the worker trusts no gateway. Raises WeftError."""
+    sampling, token_ids = message.sampling, list(message.token_ids)  # Reading the repeated field itself is slow.
     given = validate.check_sampling(sampling, card)
-    if not 0 < message.boundary <= len(token_ids):
-        raise invalid("boundary", "not within the tokens")
+    if not 0 < message.prompt_len <= len(token_ids):
+        raise invalid("prompt_len", "must be from 1 to the number of token ids")
     if "max_tokens" not in given or "seed" not in given:
-        raise invalid("sampling", "a job's max_tokens and seed are set by its gateway")
-    validate.check_tokens(token_ids[: message.boundary], sampling, card)
-    validate.check_token_ids("token_ids", token_ids[message.boundary :], card)
-    if len(token_ids) - message.boundary >= sampling.max_tokens:
-        raise invalid("token_ids", "the answer is complete already")
+        raise invalid("sampling", "max_tokens and seed must be set in a job")
+    validate.check_tokens(token_ids[: message.prompt_len], sampling, card)
+    validate.check_token_ids("token_ids", token_ids[message.prompt_len :], card)
+    if len(token_ids) - message.prompt_len >= sampling.max_tokens:
+        raise invalid("token_ids", "the answer already has max_tokens tokens")
     return Job(
         key=key,
         token_ids=token_ids,
-        boundary=message.boundary,
+        boundary=message.prompt_len,
         params=_params(given, card.vocab_size),
         sample_index=message.sample_index,
         salt=message.salt,
@@ -69,13 +70,13 @@ def _params(given: Mapping[str, Any], vocab_size: int) -> SamplingParams:
 
 
 def _divisor(value: float) -> float:
-    """What logits are divided by, 0 as it is: by less than the least they would all be infinite, and none the best."""
+    """`value`, but not between 0 and _LEAST_DIVISOR. 0 stays 0 (greedy)."""
     return max(value, _LEAST_DIVISOR) if value else value
 
 
-def end_of(ended: Ended, row: int) -> mesh.JobEnd:
-    """The end of a job as a link's message tells it."""
-    end = mesh.JobEnd(row=row, reason=_REASONS[ended.reason], cost=_cost(ended.cost))
+def end_of(ended: Ended, stream_id: int) -> mesh.JobEnd:
+    """The message for the end of a job."""
+    end = mesh.JobEnd(stream_id=stream_id, reason=_REASONS[ended.reason], cost=_cost(ended.cost))
     if ended.stop_token_id is not None:
         end.stop_token_id = ended.stop_token_id
     if ended.reason is EndReason.DEADLINE:
@@ -102,6 +103,6 @@ def _cost(cost: Cost) -> mesh.JobCost:
     )
 
 
-def failed(row: int, error: WeftError) -> mesh.JobEnd:
-    """The end of a job which never ran."""
-    return mesh.JobEnd(row=row, reason=api.FINISH_REASON_ERROR, failure=error.failure())
+def failed(stream_id: int, error: WeftError) -> mesh.JobEnd:
+    """The message for a job or subscription that failed before it ran."""
+    return mesh.JobEnd(stream_id=stream_id, reason=api.FINISH_REASON_ERROR, failure=error.failure())

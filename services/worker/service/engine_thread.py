@@ -81,4 +81,4 @@ class EngineThread:
             self._loop.call_soon_threadsafe(self._attachment.changed)
 
     def _on_soon(self, keys: list[int]) -> None:
-        self._loop.call_soon_threadsafe(self._jobs.announce, keys)
+        """Jobs no longer pass announced first tokens on."""

@@ -1,4 +1,4 @@
-"""A gateway's Run stream at the worker: who listens to what, and what is still to be written. Knows no engine."""
+"""The worker's side of a gateway's Run stream: its subscriptions and its unsent messages. Knows no engine."""
 
 import asyncio
 import math
@@ -14,51 +14,49 @@ from services.worker.job import TokenOut
 log = structlog.get_logger("worker.link")
 Subscribed = TypeVar("Subscribed")
 
-# Of one message: well below what gRPC carries, even with the most log-probabilities.
 MOST_ENTRIES = 16_384
-# A reader that is so many messages behind reads no more.
+"""Tokens of one message: keeps it well below gRPC's limit, even with the most log-probabilities."""
 MOST_MESSAGES = 256
+"""Unsent messages after which the gateway counts as stalled, and its link is closed."""
 
 
 class Columns:
-    """A message on its way: an entry for each token, in columns, ends, and what comes soon."""
+    """An unsent message: one entry for each token, in columns, and the ends of jobs."""
 
-    __slots__ = ("ends", "logprobs", "positions", "rows", "soon", "token_ids", "tops")
+    __slots__ = ("ends", "logprobs", "positions", "stream_ids", "token_ids", "tops")
 
     def __init__(self) -> None:
-        self.rows: list[int] = []
+        self.stream_ids: list[int] = []
         self.positions: list[int] = []
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
-        """Empty, or with NaN where none was asked for up to the last that was."""
+        """Empty if none was requested; otherwise as long as the columns up to the last requested one, NaN elsewhere."""
         self.tops: list[mesh.TopTokens] = []
         self.ends: list[mesh.JobEnd] = []
-        self.soon: list[int] = []
 
-    def add(self, row: int, token: TokenOut) -> None:
+    def add(self, stream_id: int, token: TokenOut) -> None:
         """Appends a token."""
         if token.logprob is not None:
             self._add_logprob(token.logprob, token.top)
-        self.rows.append(row)
+        self.stream_ids.append(stream_id)
         self.positions.append(token.position)
         self.token_ids.append(token.token_id)
 
     def message(self) -> mesh.RunResponse:
-        """All of it, as it is written."""
-        missing = len(self.rows) - len(self.logprobs)
+        """The protobuf message of all entries."""
+        missing = len(self.stream_ids) - len(self.logprobs)
         logprobs = self.logprobs + [math.nan] * missing if self.logprobs else ()
         return mesh.RunResponse(
-            rows=self.rows,
+            stream_ids=self.stream_ids,
             positions=self.positions,
             token_ids=self.token_ids,
             logprobs=logprobs,
             tops=self.tops,
             ends=self.ends,
-            soon=self.soon,
         )
 
     def _add_logprob(self, logprob: float, top: list[tuple[int, float]] | None) -> None:
-        entry = len(self.rows)
+        entry = len(self.stream_ids)
         self.logprobs += [math.nan] * (entry - len(self.logprobs))
         self.logprobs.append(logprob)
         if top is not None:
@@ -67,63 +65,60 @@ class Columns:
 
 
 class GatewayLink(Generic[Subscribed]):
-    """The stream to one gateway. Iterate it for what is to be written: each engine step is a message of its own where
-    the stream keeps up, and steps that come while one is being written share the next."""
+    """The stream to one gateway. Iterating it gives the messages to send.
+
+    Each engine step is a message of its own while the gateway keeps up. Steps that complete while a message is being
+    written share the next message.
+    """
 
     def __init__(self, gateway_id: str) -> None:
         self.gateway_id = gateway_id
-        self.rows: dict[int, Subscribed] = {}
-        """What it listens to."""
-        self._unwritten: deque[Columns] = deque()
-        self._news = asyncio.Event()
+        self.streams: dict[int, Subscribed] = {}
+        """The jobs that it subscribes to, by stream id."""
+        self._unsent: deque[Columns] = deque()
+        self._wake = asyncio.Event()
         self.closed = False
-        """Whether it ends once everything is written."""
+        """The iteration ends once every message is sent."""
         self.overrun = False
-        """Whether it was closed because its reader is hopelessly behind: something is lost."""
+        """The link was closed because the gateway does not read: messages were dropped."""
 
-    def tell(self, row: int, token: TokenOut) -> None:
-        """A token for a row."""
-        unwritten = self._unwritten
-        if not unwritten or len(unwritten[-1].rows) >= MOST_ENTRIES:
+    def send_token(self, stream_id: int, token: TokenOut) -> None:
+        """Queues one token of a stream."""
+        unsent = self._unsent
+        if not unsent or len(unsent[-1].stream_ids) >= MOST_ENTRIES:
             self._begin_message()
-        unwritten[-1].add(row, token)
+        unsent[-1].add(stream_id, token)
 
-    def end(self, end: mesh.JobEnd) -> None:
-        """The end of a row, after its last token."""
-        if not self._unwritten:
-            self._begin_message()
-        self._unwritten[-1].ends.append(end)
-
-    def announce(self, row: int) -> None:
-        """A token for a row comes soon."""
-        if not self._unwritten:
-            self._begin_message()
-        self._unwritten[-1].soon.append(row)
-
-    def tell_all(self, row: int, tokens: Iterable[TokenOut]) -> None:
-        """What was said before the row began to listen."""
+    def send_tokens(self, stream_id: int, tokens: Iterable[TokenOut]) -> None:
+        """Queues the tokens that precede the subscription."""
         for token in tokens:
-            self.tell(row, token)
+            self.send_token(stream_id, token)
+
+    def send_end(self, end: mesh.JobEnd) -> None:
+        """Queues the end of a stream, behind its last token."""
+        if not self._unsent:
+            self._begin_message()
+        self._unsent[-1].ends.append(end)
 
     def close(self) -> None:
-        """Ends the iteration once everything is written."""
+        """Ends the iteration once every message is sent."""
         self.closed = True
-        self._news.set()
+        self._wake.set()
 
     async def __aiter__(self) -> AsyncIterator[mesh.RunResponse]:
         while True:
-            while self._unwritten:
-                yield self._unwritten.popleft().message()
+            while self._unsent:
+                yield self._unsent.popleft().message()
             if self.closed:
                 return
-            self._news.clear()
-            await self._news.wait()
+            self._wake.clear()
+            await self._wake.wait()
 
     def _begin_message(self) -> None:
-        if len(self._unwritten) == MOST_MESSAGES:
-            log.warning("gateway too slow: its link is closed", gateway=self.gateway_id)
-            self._unwritten.clear()
+        if len(self._unsent) == MOST_MESSAGES:
+            log.warning("link closed: the gateway reads too slowly", gateway=self.gateway_id)
+            self._unsent.clear()
             self.overrun = True
             self.close()
-        self._unwritten.append(Columns())
-        self._news.set()
+        self._unsent.append(Columns())
+        self._wake.set()

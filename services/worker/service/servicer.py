@@ -1,4 +1,4 @@
-"""The worker's door: the Run link of each gateway, and the tokenizer bundle by digest. Knows jobs, not engines."""
+"""Serves weft.v1.Worker: Run links, the tokenizer bundle, profiles and status. Knows jobs, never engines."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -11,18 +11,20 @@ from grpc import StatusCode, aio
 from protos import mesh_pb2 as mesh
 from services.errors import WeftError, invalid, unavailable
 from services.worker.engine.profiling import Profile, Profiler
-from services.worker.service.jobs import Jobs, Listener
+from services.worker.service.job_record import Subscriber
+from services.worker.service.jobs import Jobs
 from services.worker.service.startup import Startup
 
 log = structlog.get_logger("worker.service")
 
 PIECE_BYTES = 1 << 20
-MOST_PROFILED = 1000
+"""Size of the pieces in which a bundle or trace is sent."""
+MOST_PROFILED_STEPS = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What there is once the model is loaded."""
+    """What calls need, available once the model is loaded."""
 
     jobs: Jobs
     bundle: bytes
@@ -39,7 +41,7 @@ class WorkerService:
         self._loaded: Loaded | None = None
 
     def loaded(self, loaded: Loaded) -> None:
-        """The model is there: calls are welcome."""
+        """Begins to accept calls: the model is loaded."""
         self._loaded = loaded
 
     def _model(self) -> Loaded:
@@ -50,43 +52,43 @@ class WorkerService:
     async def Run(
         self, requests: AsyncIterator[mesh.RunRequest], context: aio.ServicerContext[mesh.RunRequest, mesh.RunResponse]
     ) -> None:
-        """A gateway's link: jobs come in, tokens go out, a message for each engine step or several."""
+        """A gateway's link: receives jobs, sends tokens, in one message for each engine step or for several."""
         jobs = self._model().jobs
         first = await anext(requests, None)
         if first is None or first.WhichOneof("message") != "hello":
-            raise invalid("message", "the first message is hello")
-        link = Listener(first.hello.gateway_id)
-        log.info("gateway linked", gateway=link.gateway_id)
+            raise invalid("message", "the first message must be hello")
+        link = Subscriber(first.hello.gateway_id)
+        log.info("gateway connected", gateway=link.gateway_id)
         reader = asyncio.create_task(_read(jobs, link, requests))
         try:
             async for response in link:
                 await context.write(response)
             if link.overrun:
-                # The gateway takes the end of the call as the loss of its rows and brings the next attempts.
+                # The gateway treats the end of the call as the loss of its streams, and sends the next attempts.
                 raise unavailable("GATEWAY_TOO_SLOW", "the gateway reads too slowly")
             await reader
         finally:
             reader.cancel()
             jobs.leave(link)
-            log.info("gateway gone", gateway=link.gateway_id)
+            log.info("gateway disconnected", gateway=link.gateway_id)
 
     async def FetchBundle(
         self, request: mesh.FetchBundleRequest, context: Any
     ) -> AsyncIterator[mesh.FetchBundleResponse]:
-        """The bundle in pieces. NOT_FOUND if the digest is another model's."""
+        """Sends the bundle in pieces. NOT_FOUND if the digest belongs to another model."""
         model = self._model()
         if request.digest != model.digest:
-            raise WeftError(StatusCode.NOT_FOUND, "BUNDLE_NOT_FOUND", "this worker has another bundle")
+            raise WeftError(StatusCode.NOT_FOUND, "BUNDLE_NOT_FOUND", "this worker has a bundle with another digest")
         for start in range(0, len(model.bundle), PIECE_BYTES):
             yield mesh.FetchBundleResponse(data=model.bundle[start : start + PIECE_BYTES])
 
     async def Profile(self, request: mesh.ProfileRequest, context: Any) -> AsyncIterator[mesh.ProfileResponse]:
-        """The next steps under observation; the answer comes when they are over."""
-        if not 1 <= request.steps <= MOST_PROFILED:
-            raise invalid("steps", f"is not between 1 and {MOST_PROFILED}")
+        """Profiles the next steps, and answers when they have ended."""
+        if not 1 <= request.steps <= MOST_PROFILED_STEPS:
+            raise invalid("steps", f"must be between 1 and {MOST_PROFILED_STEPS}")
         ordered = self._model().profiler.order(request.steps)
         if ordered is None:
-            raise WeftError(StatusCode.FAILED_PRECONDITION, "PROFILING", "somebody profiles this worker now")
+            raise WeftError(StatusCode.FAILED_PRECONDITION, "PROFILING", "another call profiles this worker now")
         try:
             observed = await asyncio.wrap_future(ordered)
         finally:
@@ -97,7 +99,7 @@ class WorkerService:
             yield mesh.ProfileResponse(trace=profile.trace[start : start + PIECE_BYTES])
 
     async def Status(self, request: mesh.StatusRequest, context: Any) -> mesh.StatusResponse:
-        """How far the start is, and the counters once it is over."""
+        """The phase of the start, and the counters once the model is loaded."""
         startup = self._startup
         status = mesh.StatusResponse(phase=startup.phase, done=startup.done, total=startup.total)
         if self._loaded is not None:
@@ -115,7 +117,7 @@ def _summary(profile: Profile) -> mesh.ProfileSummary:
     )
 
 
-async def _read(jobs: Jobs, link: Listener, requests: AsyncIterator[mesh.RunRequest]) -> None:
+async def _read(jobs: Jobs, link: Subscriber, requests: AsyncIterator[mesh.RunRequest]) -> None:
     try:
         async for request in requests:
             match request.WhichOneof("message"):
@@ -128,6 +130,6 @@ async def _read(jobs: Jobs, link: Listener, requests: AsyncIterator[mesh.RunRequ
                 case "confirm":
                     jobs.confirm(link, request.confirm)
                 case _:
-                    raise invalid("message", "not a message of this link")
+                    raise invalid("message", "not a message that a worker accepts")
     finally:
         link.close()

@@ -1,9 +1,7 @@
-"""Stories of jobs that are sent to where they will surely run before the scheduler has said so."""
+"""Early attempts: jobs that are sent to the only worker before the scheduler has placed them."""
 
 import asyncio
-import hashlib
 import json
-from pathlib import Path
 
 import pytest
 from grpc import StatusCode, aio
@@ -13,73 +11,74 @@ from protos import mesh_pb2
 from protos.inference_pb2_grpc import InferenceStub
 from protos.mesh_pb2_grpc import add_WorkerServicer_to_server
 from services.errors import unavailable
-from services.gateway.answers import early_start
+from services.gateway.answers import early_attempt
 from tests.gateway.fakes import Answer, FakeMesh, ask, assigned, generate, rejected, until
 from tests.gateway.model import ANSWER, LOREM, ids_of
 from weft import Client
 
 
 @pytest.fixture
-def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(early_start, "PATIENCE_S", 60.0)
+def _no_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(early_attempt, "CONFIRM_WAIT_S", 60.0)
 
 
-@pytest.mark.usefixtures("_patient")
-async def test_the_only_worker_begins_before_the_scheduler_has_answered_and_nothing_is_told_before() -> None:
+@pytest.mark.usefixtures("_no_timeout")
+async def test_an_early_attempt_runs_before_the_placement_and_delivers_nothing_until_then() -> None:
     async with FakeMesh() as mesh:
         mesh.scheduler.hold = True
-        heard: list[api.GenerateResponse] = []
+        received: list[api.GenerateResponse] = []
 
-        async def listen() -> None:
+        async def read() -> None:
             async for response in mesh.stub.Generate(ask()):
-                heard.append(response)
+                received.append(response)
 
-        listening = asyncio.create_task(listen())
+        reading = asyncio.create_task(read())
         await until(lambda: mesh.workers[0].sent == len(ANSWER))
         await asyncio.sleep(0.02)
-        assert not heard
+        assert not received
         mesh.scheduler.release()
-        await listening
-        assert "".join(response.delta.text for response in heard) == LOREM
-        receipt = heard[-1].receipt
+        await reading
+        assert "".join(response.delta.text for response in received) == LOREM
+        receipt = received[-1].receipt
         assert (receipt.attempts, list(receipt.workers)) == (1, ["worker-0"])
         [job] = mesh.workers[0].jobs
         assert (job.job_id, job.attempt) == (mesh.scheduler.submits[0].job_id, 1)
         assert not mesh.workers[0].cancelled
 
 
-@pytest.mark.usefixtures("_patient")
-async def test_what_the_client_asks_begins_there_too_and_is_confirmed() -> None:
+@pytest.mark.usefixtures("_no_timeout")
+async def test_a_tentative_job_of_the_python_client_is_confirmed() -> None:
     async with FakeMesh() as mesh, Client(f"127.0.0.1:{mesh.server.port}") as client:
         worker, scheduler = mesh.workers[0], mesh.scheduler
         scheduler.decide = lambda submit: assigned(submit, "worker-0", mesh.address("worker-0"), placement=7)
         scheduler.hold = True
         answer = client.generate("hello")
-        hearing = asyncio.create_task(answer.text())
+        answering = asyncio.create_task(answer.text())
         await until(lambda: worker.sent == len(ANSWER))
-        assert not hearing.done()
+        assert not answering.done()
         scheduler.release()
-        assert await hearing == LOREM
+        assert await answering == LOREM
         [job] = worker.jobs
         assert answer.request_id in job.job_id
-        assert (job.placement, [(each.row, each.placement) for each in worker.confirmed]) == (0, [(job.row, 7)])
+        assert (job.tentative, job.placement) == (True, 0)
+        assert [(each.stream_id, each.placement) for each in worker.confirmed] == [(job.stream_id, 7)]
 
 
-@pytest.mark.usefixtures("_patient")
-async def test_of_two_equal_requests_at_one_instant_the_one_that_started_is_submitted_first() -> None:
+@pytest.mark.usefixtures("_no_timeout")
+async def test_of_two_equal_requests_the_one_with_the_early_attempt_is_submitted_first() -> None:
     async with FakeMesh(cache=True) as mesh:
         worker = mesh.workers[0]
         worker.hold_bundle.clear()
         request = ask(prompt=api.Prompt(token_ids=api.TokenIds(ids=ids_of("hello"))))
         both = [asyncio.create_task(generate(mesh.stub, request)) for _ in range(2)]
-        await asyncio.sleep(0.1)  # Both wait for the tokenizer, and go on together.
+        await asyncio.sleep(0.1)  # Both wait for the tokenizer, and continue at the same time.
         worker.hold_bundle.set()
         assert [(await each).ids() for each in both] == [ANSWER, ANSWER]
         assert worker.jobs[0].job_id == mesh.scheduler.submits[0].job_id
 
 
-@pytest.mark.usefixtures("_patient")
-async def test_the_client_is_greeted_while_its_first_token_is_computed() -> None:
+@pytest.mark.usefixtures("_no_timeout")
+async def test_initial_metadata_is_sent_before_the_first_token() -> None:
     async with FakeMesh() as mesh:
         mesh.workers[0].hold_at = 0
         call = mesh.stub.Generate(ask())
@@ -89,8 +88,8 @@ async def test_the_client_is_greeted_while_its_first_token_is_computed() -> None
         assert [response async for response in call][-1].HasField("receipt")
 
 
-@pytest.mark.usefixtures("_patient")
-async def test_a_job_that_is_refused_after_its_head_start_may_be_tried_again_by_grpc_itself() -> None:
+@pytest.mark.usefixtures("_no_timeout")
+async def test_grpc_may_retry_a_call_whose_early_attempt_was_refused() -> None:
     retry = {"maxAttempts": 2, "initialBackoff": "0.01s", "maxBackoff": "0.01s", "backoffMultiplier": 1}
     policy = {"name": [{}], "retryPolicy": {**retry, "retryableStatusCodes": ["UNAVAILABLE"]}}
     options = [("grpc.service_config", json.dumps({"methodConfig": [policy]}))]
@@ -99,7 +98,7 @@ async def test_a_job_that_is_refused_after_its_head_start_may_be_tried_again_by_
         mesh.workers[0].hold_at = 0
         answering = asyncio.create_task(generate(InferenceStub(channel), ask()))
         await until(lambda: len(mesh.workers[0].jobs) == len(mesh.scheduler.submits) == 1)
-        await asyncio.sleep(0.02)  # Here the client would be greeted, and gRPC tries nothing again after that.
+        await asyncio.sleep(0.02)  # gRPC does not retry a call that has received initial metadata.
         mesh.scheduler.decide = lambda submit: rejected(submit, unavailable("QUEUE_FULL", "no room"))
         mesh.scheduler.release()
         mesh.scheduler.decide = mesh.workers[0].hold_at = None
@@ -107,8 +106,8 @@ async def test_a_job_that_is_refused_after_its_head_start_may_be_tried_again_by_
         assert len(mesh.scheduler.submits) == 2
 
 
-@pytest.mark.usefixtures("_patient")
-async def test_a_worker_that_dies_early_is_not_the_one_that_was_assigned() -> None:
+@pytest.mark.usefixtures("_no_timeout")
+async def test_an_early_attempt_at_a_worker_that_was_restarted_is_repeated() -> None:
     async with FakeMesh() as mesh:
         mesh.scheduler.hold = True
         mesh.workers[0].hold_at = 3
@@ -125,8 +124,8 @@ async def test_a_worker_that_dies_early_is_not_the_one_that_was_assigned() -> No
         assert len(mesh.workers[0].jobs) == 2
 
 
-@pytest.mark.usefixtures("_patient")
-async def test_a_refused_job_is_taken_back() -> None:
+@pytest.mark.usefixtures("_no_timeout")
+async def test_a_rejected_early_attempt_is_aborted() -> None:
     async with FakeMesh() as mesh:
         mesh.workers[0].hold_at = 2
         mesh.scheduler.decide = lambda submit: rejected(submit, unavailable("QUEUE_FULL", "no room"))
@@ -136,30 +135,30 @@ async def test_a_refused_job_is_taken_back() -> None:
         await until(lambda: [cancel.position for cancel in mesh.workers[0].cancelled] == [0])
 
 
-@pytest.mark.usefixtures("_patient")
-async def test_a_job_that_has_ended_is_taken_back_when_it_is_refused() -> None:
+@pytest.mark.usefixtures("_no_timeout")
+async def test_a_rejected_early_attempt_is_aborted_even_if_it_has_ended() -> None:
     async with FakeMesh() as mesh:
         worker, scheduler = mesh.workers[0], mesh.scheduler
         scheduler.hold = True
         scheduler.decide = lambda submit: rejected(submit, unavailable("QUEUE_FULL", "no room"))
         answering = asyncio.create_task(generate(mesh.stub, ask()))
         await until(lambda: worker.sent == len(ANSWER) and not worker.running)
-        await asyncio.sleep(0.02)  # Its end is at the gateway.
+        await asyncio.sleep(0.02)  # The gateway has received the end.
         scheduler.release()
         assert (await answering).ids() == []
-        await until(lambda: [cancel.row for cancel in worker.cancelled] == [worker.jobs[0].row])
+        await until(lambda: [cancel.stream_id for cancel in worker.cancelled] == [worker.jobs[0].stream_id])
         assert not worker.confirmed
 
 
-@pytest.mark.usefixtures("_patient")
-async def test_a_job_that_failed_before_it_was_confirmed_has_not_failed() -> None:
+@pytest.mark.usefixtures("_no_timeout")
+async def test_the_failure_of_a_tentative_job_is_not_a_lost_attempt() -> None:
     async with FakeMesh() as mesh:
         worker = mesh.workers[0]
         worker.fail_at = (0, unavailable("DRAINING", "leaving"))
         mesh.scheduler.hold = True
         answering = asyncio.create_task(generate(mesh.stub, ask()))
         await until(lambda: len(worker.jobs) == 1 and not worker.running)
-        await asyncio.sleep(0.02)  # Its end is at the gateway.
+        await asyncio.sleep(0.02)  # The gateway has received the end.
         worker.fail_at = None
         mesh.scheduler.release()
         answer = await answering
@@ -167,7 +166,7 @@ async def test_a_job_that_failed_before_it_was_confirmed_has_not_failed() -> Non
         assert not worker.confirmed
 
 
-async def test_a_job_that_has_to_wait_is_taken_back_until_it_is_its_turn() -> None:
+async def test_an_early_attempt_is_aborted_when_the_job_has_to_wait() -> None:
     async with FakeMesh() as mesh:
         mesh.scheduler.hold = True
         mesh.workers[0].hold_at = 2
@@ -180,7 +179,7 @@ async def test_a_job_that_has_to_wait_is_taken_back_until_it_is_its_turn() -> No
         assert [job.attempt for job in mesh.workers[0].jobs] == [1, 1]
 
 
-async def test_without_a_scheduler_a_head_start_tells_nothing_and_is_taken_back() -> None:
+async def test_without_a_scheduler_an_early_attempt_delivers_nothing_and_is_aborted() -> None:
     async with FakeMesh(gateway_scheduler_wait_s=0.5) as mesh:
         await generate(mesh.stub, ask())
         await mesh.stop("scheduler")
@@ -192,73 +191,24 @@ async def test_without_a_scheduler_a_head_start_tells_nothing_and_is_taken_back(
         assert [cancel.position for cancel in mesh.workers[0].cancelled] == [0]
 
 
-@pytest.mark.usefixtures("_patient")
-async def test_a_cached_answer_that_was_not_expected_takes_the_job_back() -> None:
-    async with FakeMesh(cache=True) as other:
-        assert other.cache is not None
-        await generate(other.stub, ask())
-        await until(lambda: bool(other.cache and other.cache.kept))
-    async with FakeMesh(cache=True) as mesh:
-        assert mesh.cache is not None
-        mesh.cache.kept = other.cache.kept
-        mesh.workers[0].hold_at = 0
-        answer = await generate(mesh.stub, ask())
-        assert (answer.receipt.result_hit, answer.ids()) == (True, ANSWER)
-        await until(lambda: [cancel.position for cancel in mesh.workers[0].cancelled] == [0])
-        assert len(mesh.workers[0].jobs) == 1
-
-
-@pytest.mark.usefixtures("_patient")
-async def test_a_cached_answer_that_was_not_there_is_not_expected_again() -> None:
+@pytest.mark.usefixtures("_no_timeout")
+async def test_a_cached_answer_aborts_the_early_attempt_each_time() -> None:
     async with FakeMesh(cache=True) as mesh:
         cache, worker = mesh.cache, mesh.workers[0]
         assert cache is not None
         await generate(mesh.stub, ask())
-        await until(lambda: bool(cache.kept))
-        cache.kept.clear()
-        worker.fail_at = (0, unavailable("DRAINING", "leaving"))  # An answer would be expected again.
-        await generate(mesh.stub, ask())
-        worker.fail_at, mesh.scheduler.hold, before = None, True, len(worker.jobs)
-        answering = asyncio.create_task(generate(mesh.stub, ask()))
-        await until(lambda: len(worker.jobs) == before + 1)
-        mesh.scheduler.release()
-        assert (await answering).ids() == ANSWER
+        await until(lambda: bool(cache.results))
+        worker.hold_at = 0
+        for number in (1, 2):
+            answer = await generate(mesh.stub, ask())
+            assert (answer.receipt.result_hit, answer.ids()) == (True, ANSWER)
+            await until(lambda number=number: [each.position for each in worker.cancelled] == [0] * number)  # type: ignore[misc]
+            assert len(worker.jobs) == 1 + number
+        assert all(job.tentative for job in worker.jobs)
 
 
-@pytest.mark.usefixtures("_patient")
-async def test_what_another_tenant_asked_is_not_expected(tmp_path: Path) -> None:
-    file, tenant = tmp_path / "tenants.toml", '[[tenant]]\nname = "{0}"\nkeys = ["sha256:{1}"]\n'
-    file.write_text("".join(tenant.format(name, hashlib.sha256(name.encode()).hexdigest()) for name in ("one", "two")))
-    one, two = ((("authorization", f"Bearer {name}"),) for name in ("one", "two"))
-    async with FakeMesh(cache=True, tenants_file=str(file)) as mesh:
-        cache, worker = mesh.cache, mesh.workers[0]
-        await generate(mesh.stub, ask(), metadata=one)
-        await until(lambda: bool(cache and cache.kept))
-        mesh.scheduler.hold = True
-        answering = asyncio.create_task(generate(mesh.stub, ask(), metadata=two))
-        await until(lambda: len(worker.jobs) == 2)
-        mesh.scheduler.release()
-        assert (await answering).ids() == ANSWER
-
-
-@pytest.mark.usefixtures("_patient")
-async def test_an_answer_that_no_cache_keeps_is_not_expected_there() -> None:
-    async with FakeMesh(cache=True) as mesh:
-        cache, worker = mesh.cache, mesh.workers[0]
-        await generate(mesh.stub, ask())
-        await until(lambda: bool(cache and cache.kept))
-        worker.step_s = 0.1
-        assert (await generate(mesh.stub, ask())).receipt.result_hit
-        await until(lambda: not worker.running)
-        worker.step_s, mesh.scheduler.hold, before = 0.001, True, len(worker.jobs)
-        answering = asyncio.create_task(generate(mesh.stub, ask(temperature=1.0)))
-        await until(lambda: len(worker.jobs) == before + 1)
-        mesh.scheduler.release()
-        assert (await answering).ids() == ANSWER
-
-
-@pytest.mark.usefixtures("_patient")
-async def test_a_job_that_is_assigned_elsewhere_is_taken_back() -> None:
+@pytest.mark.usefixtures("_no_timeout")
+async def test_an_early_attempt_is_aborted_when_another_worker_is_assigned() -> None:
     async with FakeMesh(2) as mesh:
         served = mesh.served()
         served[0].addresses.remove(mesh.address("worker-1"))
@@ -273,8 +223,8 @@ async def test_a_job_that_is_assigned_elsewhere_is_taken_back() -> None:
         await until(lambda: len(first.cancelled) == len(first.jobs) == 1)
 
 
-@pytest.mark.usefixtures("_patient")
-async def test_a_job_that_joins_another_is_taken_back() -> None:
+@pytest.mark.usefixtures("_no_timeout")
+async def test_an_early_attempt_is_aborted_when_the_job_joins_another() -> None:
     async with FakeMesh() as mesh:
         worker = mesh.workers[0]
         worker.hold_at = 2
@@ -299,25 +249,19 @@ async def test_a_job_that_joins_another_is_taken_back() -> None:
         await until(lambda: len(worker.cancelled) == 1)
 
 
-@pytest.mark.usefixtures("_patient")
-@pytest.mark.parametrize("why", ["several workers", "others run there", "a cached answer"])
-async def test_there_is_no_head_start_where_the_place_is_not_sure(why: str) -> None:
-    async with FakeMesh(2 if why == "several workers" else 1, cache=True) as mesh:
-        worker, request, before = mesh.workers[0], ask(), 0
+@pytest.mark.usefixtures("_no_timeout")
+@pytest.mark.parametrize("why", ["several workers", "this gateway has another job there"])
+async def test_there_is_no_early_attempt_where_the_placement_is_uncertain(why: str) -> None:
+    async with FakeMesh(2 if why == "several workers" else 1) as mesh:
+        worker, before = mesh.workers[0], 0
         other: asyncio.Task[Answer] | None = None
-        if why == "others run there":
+        if why == "this gateway has another job there":
             worker.hold_at = 2
             other = asyncio.create_task(generate(mesh.stub, ask("other")))
             await until(lambda: worker.sent == 2)
             before = 1
-        elif why == "a cached answer":
-            cache = mesh.cache
-            assert cache is not None
-            await generate(mesh.stub, request)
-            await until(lambda: bool(cache.kept))
-            cache.delay_s, before = 0.03, 1
         mesh.scheduler.hold = True
-        answering = asyncio.create_task(generate(mesh.stub, request))
+        answering = asyncio.create_task(generate(mesh.stub, ask()))
         await until(lambda: len(mesh.scheduler.submits) == before + 1)
         await asyncio.sleep(0.02)
         assert sum(len(each.jobs) for each in mesh.workers) == before

@@ -1,4 +1,4 @@
-"""The control link to a scheduler, over a real socket: what is asked is answered or taken back, however much it is."""
+"""The control link to a scheduler, over a real socket: each submitted job is placed or withdrawn."""
 
 import asyncio
 import contextlib
@@ -22,10 +22,10 @@ async def linked(scheduler: FakeScheduler) -> AsyncIterator[SchedulerLink]:
     server = await rpc.serve(
         "127.0.0.1:0", [rpc.Service("weft.v1.Scheduler", add_SchedulerServicer_to_server, scheduler)]
     )
-    dispatch = SchedulerLink(f"127.0.0.1:{server.port}", "a gateway", WAIT_S, lambda models: None, lambda worker: None)
-    running = asyncio.create_task(dispatch.run())
+    link = SchedulerLink(f"127.0.0.1:{server.port}", "a gateway", WAIT_S, lambda models: None, lambda worker: None)
+    running = asyncio.create_task(link.run())
     try:
-        yield dispatch
+        yield link
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
@@ -34,53 +34,53 @@ async def linked(scheduler: FakeScheduler) -> AsyncIterator[SchedulerLink]:
 
 @pytest.fixture
 def scheduler() -> FakeScheduler:
-    """One that has a worker for everybody."""
+    """A scheduler that assigns every job."""
     fake = FakeScheduler()  # type: ignore[abstract]
     fake.workers = [("a worker", "127.0.0.1:1")]
     return fake
 
 
-async def test_who_waits_for_a_scheduler_says_where(capfd: pytest.CaptureFixture[str]) -> None:
-    dispatch = SchedulerLink("127.0.0.1:1", "a gateway", WAIT_S, lambda models: None, lambda worker: None)
+async def test_the_log_has_the_address_of_the_scheduler(capfd: pytest.CaptureFixture[str]) -> None:
+    link = SchedulerLink("127.0.0.1:1", "a gateway", WAIT_S, lambda models: None, lambda worker: None)
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(dispatch.run(), 0.1)
+        await asyncio.wait_for(link.run(), 0.1)
     assert "127.0.0.1:1" in "".join(capfd.readouterr())
 
 
-async def test_an_answer_that_comes_in_the_instant_of_a_cancel_is_given_back(
+async def test_a_placement_that_arrives_in_the_instant_of_a_cancel_is_withdrawn(
     scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with linked(scheduler) as dispatch:
-        placing = asyncio.create_task(dispatch.place(mesh.Submit(job_id="job", attempt=1)))
-        answer = dispatch._answer
+    async with linked(scheduler) as link:
+        placing = asyncio.create_task(link.submit(mesh.Submit(job_id="job", attempt=1)))
+        answer = link._answer
 
-        def answer_and_leave(*what: Any) -> None:
+        def answer_and_cancel(*what: Any) -> None:
             answer(*what)
             placing.cancel()
 
-        monkeypatch.setattr(dispatch, "_answer", answer_and_leave)
+        monkeypatch.setattr(link, "_answer", answer_and_cancel)
         with pytest.raises(asyncio.CancelledError):
             await placing
         await until(lambda: scheduler.withdrawn == ["job"])
 
 
-async def test_what_is_answered_is_not_taken_back(scheduler: FakeScheduler) -> None:
-    async with linked(scheduler) as dispatch:
+async def test_a_placed_job_is_not_withdrawn(scheduler: FakeScheduler) -> None:
+    async with linked(scheduler) as link:
         for number in range(2):
-            placement = await dispatch.place(mesh.Submit(job_id=f"job {number}", attempt=1))
+            placement = await link.submit(mesh.Submit(job_id=f"job {number}", attempt=1))
             assert (placement.job_id, placement.worker_id) == (f"job {number}", "a worker")
         assert scheduler.withdrawn == []
 
 
-async def test_more_jobs_at_once_than_a_link_holds_of_anything_else_are_all_placed(scheduler: FakeScheduler) -> None:
-    async with linked(scheduler) as dispatch:
-        await asyncio.wait_for(dispatch.models_known.wait(), 10)
+async def test_more_jobs_than_the_default_queue_holds_are_all_placed(scheduler: FakeScheduler) -> None:
+    async with linked(scheduler) as link:
+        await asyncio.wait_for(link.models_known.wait(), 10)
         jobs = [mesh.Submit(job_id=str(number), attempt=1) for number in range(4200)]
-        placements = await asyncio.gather(*map(dispatch.place, jobs))
+        placements = await asyncio.gather(*map(link.submit, jobs))
         assert [placement.job_id for placement in placements] == [job.job_id for job in jobs]
 
 
-async def test_a_scheduler_that_comes_and_goes_is_given_its_whole_time_each_time(
+async def test_each_disconnect_of_the_scheduler_starts_a_new_timer(
     scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop = asyncio.get_running_loop()
@@ -93,10 +93,10 @@ async def test_a_scheduler_that_comes_and_goes_is_given_its_whole_time_each_time
         return timer
 
     scheduler.hold = True
-    async with linked(scheduler) as dispatch:
-        await asyncio.wait_for(dispatch.models_known.wait(), 10)
+    async with linked(scheduler) as link:
+        await asyncio.wait_for(link.models_known.wait(), 10)
         monkeypatch.setattr(loop, "call_later", note)
-        placing = asyncio.create_task(dispatch.place(mesh.Submit(job_id="job", attempt=1)))
+        placing = asyncio.create_task(link.submit(mesh.Submit(job_id="job", attempt=1)))
         await until(lambda: len(scheduler.submits) == 1)
         scheduler.hang_up()
         await until(lambda: len(scheduler.submits) == 2)

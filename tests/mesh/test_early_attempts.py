@@ -1,4 +1,4 @@
-"""Requests with names, whose jobs begin at the only worker before the scheduler has answered: an id is used as ever."""
+"""Early attempts of requests with ids: joins, retries and conflicts work as without them."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -17,25 +17,25 @@ from tests.mesh.test_joins import LENGTH, PACED, PROMPT, cost, first_tokens, fre
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 PAUSES_S = (0.0, 0.001, 0.002, 0.004)
-"""Between two callers: so that the second meets the first one's job on its way, waiting, and at its first token."""
+"""Seconds between two callers: the second one meets the job of the first in transit, waiting and running."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def mesh(tmp_path_factory: pytest.TempPathFactory, model: Path) -> AsyncIterator[Mesh]:
-    """Two gateways before one worker that only pretends, and nothing that keeps results."""
-    async with Mesh(tmp_path_factory.mktemp("ahead"), model, gateways=2, worker_env=PACED) as running:
+    """Two gateways, one paced worker, no result cache."""
+    async with Mesh(tmp_path_factory.mktemp("early"), model, gateways=2, worker_env=PACED) as running:
         yield running
 
 
 def named(name: str) -> api.GenerateRequest:
-    """A request of that id that is like no earlier one."""
+    """A new request with this id."""
     request = fresh()
     request.request_id = name
     return request
 
 
 def unnamed(request: api.GenerateRequest) -> api.GenerateRequest:
-    """The same, but for its name."""
+    """The same request without its id."""
     same = api.GenerateRequest()
     same.CopyFrom(request)
     same.ClearField("request_id")
@@ -43,7 +43,7 @@ def unnamed(request: api.GenerateRequest) -> api.GenerateRequest:
 
 
 def whole(answer: Answer) -> bool:
-    """Nothing of it was lost on the way, or is missing."""
+    """The answer is complete, after one attempt."""
     return len(answer.ids) == LENGTH and answer.receipt.attempts == 1
 
 

@@ -1,4 +1,4 @@
-"""Patience: a handler ends at its deadline or when its client reads no more, and never for another reason."""
+"""Deadline: a call ends at its deadline or when its client does not read, and for no other reason."""
 
 import asyncio
 
@@ -18,10 +18,10 @@ async def test_the_deadline_ends_the_block() -> None:
         await asyncio.sleep(10)
     assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
     assert asyncio.get_running_loop().time() - began < 0.5
-    await asyncio.sleep(0.01)  # The task itself goes on.
+    await asyncio.sleep(0.01)  # The task itself is not cancelled.
 
 
-async def test_one_message_that_takes_too_long_ends_the_block() -> None:
+async def test_a_delivery_that_takes_too_long_ends_the_block() -> None:
     timeline = Timeline()
     timeline.enter(Phase.DELIVER)
     with pytest.raises(WeftError) as caught, Deadline(timeline, None, 0.1):
@@ -30,17 +30,17 @@ async def test_one_message_that_takes_too_long_ends_the_block() -> None:
 
 
 @timely
-async def test_many_messages_may_take_longer_together() -> None:
+async def test_many_deliveries_together_may_take_longer() -> None:
     timeline = Timeline()
     with Deadline(timeline, 10, 0.1):
         for _ in range(10):
             timeline.enter(Phase.DELIVER)
             await asyncio.sleep(0.02)
             timeline.enter(Phase.REMOTE)
-        await asyncio.sleep(0.2)  # Waiting for a worker is not the client's fault.
+        await asyncio.sleep(0.2)  # Waiting for a worker does not count.
 
 
-async def test_a_cancellation_from_elsewhere_stays_one() -> None:
+async def test_a_cancellation_from_elsewhere_is_passed_on() -> None:
     async def handler() -> None:
         with Deadline(Timeline(), 10, 10):
             await asyncio.sleep(10)

@@ -1,0 +1,104 @@
+"""Builds the messages of one continuation to scheduler and workers, for each attempt. Knows no links and no clients."""
+
+import math
+import time
+from functools import cached_property
+
+from protos import inference_pb2 as api
+from protos import mesh_pb2 as mesh
+from services import hashing
+from services.gateway.answers.admitted import AdmittedRequest
+from services.gateway.answers.retry_policy import RetryState
+from services.gateway.links.result_cache import ResultKey
+from services.gateway.text.journal import Journal, KeyChain
+
+
+class JobMessages:
+    """Sample `index` of a request, as messages."""
+
+    def __init__(
+        self, admitted: AdmittedRequest, index: int, sampling: api.Sampling, prompt_len: int, key: ResultKey | None
+    ) -> None:
+        """`sampling` is resolved: max_tokens and seed are set. With a `key` the job may join an identical one."""
+        self._admitted = admitted
+        self._key = key
+        tenant, card = admitted.tenant, admitted.served.card
+        self._job_id = f"{tenant.hash}/{admitted.request_id}/{index}"
+        self._job = mesh.Job(
+            job_id=self._job_id,
+            prompt_len=prompt_len,
+            sampling=sampling,
+            sample_index=index,
+            salt=tenant.salt,
+            bypass_cache=admitted.bypass_cache,
+            priority=admitted.request.priority,
+        )
+        self._job.sampling.ClearField("stop")
+        hashed = card.block_size and not admitted.bypass_cache
+        root = hashing.chain_root(tenant.salt, card.fingerprint)
+        self._block_keys = KeyChain(root, card.block_size) if hashed else None
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens of the answer."""
+        return self._job.sampling.max_tokens
+
+    @property
+    def sample_index(self) -> int:
+        """Index of the continuation in its request."""
+        return self._job.sample_index
+
+    @property
+    def wants_details(self) -> bool:
+        """Log-probabilities are requested."""
+        return self._job.sampling.HasField("logprobs")
+
+    def job(self, journal: Journal, deadline: float, traceparent: str, placement: int | None) -> mesh.Job:
+        """The next attempt's job for a worker, tentative without a placement. `deadline` is on `time.monotonic`."""
+        job = mesh.Job()
+        job.CopyFrom(self._job)
+        job.attempt, job.traceparent, job.deadline_s = journal.attempt, traceparent, _remaining_s(deadline)
+        if placement is None:
+            job.tentative = True
+        else:
+            job.placement = placement
+        job.token_ids.extend(journal.context())
+        return job
+
+    def attach(self, journal: Journal, leader_job_id: str, traceparent: str) -> mesh.AttachJob:
+        """The next attempt as a subscription to another job."""
+        return mesh.AttachJob(job_id=leader_job_id, position=len(journal.tokens), traceparent=traceparent)
+
+    def submit(self, journal: Journal, deadline: float, retry: RetryState) -> mesh.Submit:
+        """The next attempt's job for the scheduler."""
+        submit, context = self._submit, journal.context()
+        submit.attempt = journal.attempt
+        submit.prompt_tokens = len(context)
+        submit.max_tokens = max(1, self.max_tokens - len(journal.tokens))
+        submit.deadline_s = _remaining_s(deadline)
+        submit.avoid[:] = retry.avoid
+        submit.unjoinable = retry.unjoinable
+        if not retry.may_join:
+            submit.identity = b""
+        if self._block_keys is not None:
+            submit.block_keys = self._block_keys.extend_to(context)
+        return submit
+
+    @cached_property
+    def _submit(self) -> mesh.Submit:
+        """The parts that no attempt changes. Made on first use: hashing the request can wait for an early attempt."""
+        admitted = self._admitted
+        return mesh.Submit(
+            job_id=self._job_id,
+            model=admitted.served.card.name,
+            tenant=admitted.tenant.hash,
+            priority=admitted.request.priority,
+            identity=self._key.digest if self._key is not None else b"",
+            body=admitted.body,
+            traceparent=admitted.traceparent,
+        )
+
+
+def _remaining_s(deadline: float) -> float:
+    """Seconds until then, as in messages: 0 for no deadline."""
+    return 0.0 if math.isinf(deadline) else max(1e-3, deadline - time.monotonic())

@@ -1,0 +1,129 @@
+"""Serves Calls, from validation to receipt, and the small requests beside them. Knows no protocol."""
+
+import asyncio
+
+from grpc import StatusCode
+
+from protos import inference_pb2 as api
+from services import validate
+from services.errors import WeftError, internal
+from services.gateway.access.authorizer import Authorizer, Credentials
+from services.gateway.access.errors import denied
+from services.gateway.access.tenants import Tenant
+from services.gateway.answers.admitted import AdmittedRequest
+from services.gateway.answers.call import Call
+from services.gateway.answers.call_record import CallRecord
+from services.gateway.answers.deadline import Deadline
+from services.gateway.answers.receipt import Phase
+from services.gateway.answers.registry import Registry
+from services.gateway.answers.subscriber import Subscriber
+from services.gateway.backend import Backend
+from services.gateway.links.catalog import Served
+from services.gateway.links.scheduler_link import no_scheduler
+
+
+class AnswerService:
+    """Serves the requests of all doors."""
+
+    def __init__(self, backend: Backend, access: Authorizer) -> None:
+        self._backend = backend
+        self._access = access
+        self._registry = Registry(backend)
+
+    async def serve(self, call: Call) -> None:
+        """Answers one call: delivers deltas and receipt, and calls `finish` with the receipt however the call ends.
+
+        Raises WeftError if the call failed, which its door translates to its protocol.
+        """
+        record = CallRecord(call, self._backend.metrics)
+        receipt: api.Receipt | None = None
+        error: WeftError | None = None
+        try:
+            with Deadline(record.timeline, call.remaining_s, self._backend.settings.gateway_stall_s):
+                receipt = await self._answer(call, record)
+        except WeftError as failure:
+            error = failure
+            raise
+        except asyncio.CancelledError:
+            error = _cancelled()
+            raise
+        except Exception:
+            error = internal()
+            raise
+        finally:
+            if receipt is None:
+                receipt = record.receipt(error)
+            call.finish(receipt)
+            record.close(receipt, error)
+
+    async def tokenize(self, request: api.TokenizeRequest, credentials: Credentials) -> api.TokenizeResponse:
+        """The token ids of a prompt, and the text of each. Raises WeftError."""
+        tenant = self._admit("Tokenize", credentials)
+        validate.check_known(request, "request")
+        validate.check_prompt(request.prompt)
+        served = await self._find(request.model, tenant)
+        text = await self._backend.catalog.text(served)
+        loop = asyncio.get_running_loop()
+        token_ids = await loop.run_in_executor(self._backend.threads, text.encode, request.prompt)
+        validate.check_tokens(token_ids, api.Sampling(), served.card)
+        return api.TokenizeResponse(token_ids=token_ids, pieces=map(text.piece, token_ids))
+
+    async def list_models(self, request: api.ListModelsRequest, credentials: Credentials) -> api.ListModelsResponse:
+        """The models that are served or being loaded, as far as the tenant may use them. Raises WeftError."""
+        tenant = self._admit("ListModels", credentials)
+        validate.check_known(request, "request")
+        await self._wait_for_models()
+        return api.ListModelsResponse(models=await self._backend.catalog.listing(tenant))
+
+    def _admit(self, method: str, credentials: Credentials) -> Tenant:
+        """Authorizes a request and counts it against its tenant's rate. Raises WeftError."""
+        tenant = self._access.permit(method, credentials)
+        self._access.count(tenant)
+        return tenant
+
+    async def _answer(self, call: Call, record: CallRecord) -> api.Receipt:
+        """Delivers the whole answer and its receipt. Raises WeftError."""
+        tenant = self._admit(call.method, call.credentials)
+        with self._access.slot(tenant, lambda: record.tokens):
+            admitted = await self._validate(record, tenant)
+            subscriber = Subscriber(record.timeline, record.deadline)
+            record.generation, record.joined = self._registry.enter(admitted, subscriber)
+            try:
+                await subscriber.follow(record.generation, call.deliver, call.accept)
+            finally:
+                await self._registry.leave(record.generation, subscriber)
+            receipt = record.receipt()
+            record.timeline.enter(Phase.DELIVER)
+            await call.deliver(api.GenerateResponse(receipt=receipt))
+            return receipt
+
+    async def _validate(self, record: CallRecord, tenant: Tenant) -> AdmittedRequest:
+        request = record.request
+        validate.check_request(request)
+        if request.priority > tenant.most_priority:
+            raise denied("this key does not permit so high a priority", "PRIORITY_DENIED", "priority")
+        record.timeline.enter(Phase.REMOTE)
+        served = await self._find(request.model, tenant)
+        record.timeline.enter(Phase.OWN)
+        record.resolved(served)
+        validate.check_sampling(request.sampling, served.card)
+        return AdmittedRequest(request, record.request_id, tenant, served, record.traceparent)
+
+    async def _find(self, name: str, tenant: Tenant) -> Served:
+        await self._wait_for_models()
+        return self._backend.catalog.find(name, tenant)
+
+    async def _wait_for_models(self) -> None:
+        """Waits for the scheduler's first list of models: until then no name can be resolved. Raises WeftError."""
+        known = self._backend.scheduler.models_known
+        if not known.is_set():
+            try:
+                async with asyncio.timeout(self._backend.settings.gateway_scheduler_wait_s):
+                    await known.wait()
+            except TimeoutError:
+                raise no_scheduler() from None
+
+
+def _cancelled() -> WeftError:
+    """The client cancelled or disconnected."""
+    return WeftError(StatusCode.CANCELLED, "CANCELLED", "the client cancelled")
