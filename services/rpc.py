@@ -191,14 +191,18 @@ def _host(address: str) -> str:
     return address.rpartition(":")[0].strip("[]")
 
 
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches what listens at this host."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    return host == "localhost"
+
+
 def _check_address(address: str, allow_remote: bool) -> None:
     host, port = _host(address), address.rpartition(":")[2]
     if ":" not in address or not port.isdecimal() or int(port) > _MOST_PORT:
         refuse_to_serve(f"{address} is not host:port")
-    with contextlib.suppress(ValueError):
-        if ipaddress.ip_address(host).is_loopback:
-            return
-    if host != "localhost" and not allow_remote:
+    if not allow_remote and not is_loopback(host):
         refuse_to_serve(f"{address} is open to other machines: set WEFT_ALLOW_REMOTE=true if the network is trusted")
 
 

@@ -78,13 +78,14 @@ def serve(
         return
     from report.console import console
     from weft.launch import demo_model, mesh
+    from weft.launch.home import default_home
     from weft.launch.plan import MeshSpec, model_name
 
     with _mesh_errors():
         models = models or [str(demo_model.model_folder())]
         wanted = MeshSpec(
             models=models,
-            home=demo_model.home(),
+            home=default_home(),
             aliases=_aliases(alias or [], {model_name(each) for each in models}),
             workers=workers,
             redis_url=redis_url,

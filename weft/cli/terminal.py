@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from protos import inference_pb2 as api
-from report.console import console
+from report.console import amount, console
 
 # What a model writes must not steer the terminal: control characters go, except tab and line break.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -122,14 +122,6 @@ def models_table(models: Iterable[api.Model]) -> Table:
             *(words[place] for words in more.values()),
         )
     return table
-
-
-def amount(count: int) -> str:
-    """A count for people: 11.3 M."""
-    for size, unit in ((10**9, " B"), (10**6, " M"), (10**3, " k")):
-        if count >= size:
-            return f"{count / size:.1f}{unit}"
-    return str(count)
 
 
 def _logprobs_table(places: Sequence[api.PositionLogprobs]) -> Table:
