@@ -128,7 +128,7 @@ def _plan(spec: MeshSpec, home: Home, ports: HeldPorts, addresses: list[str]) ->
         if aliases:
             own["WEFT_ALIASES"] = json.dumps(aliases)
         specs.append(_service(f"worker-{number}", "worker", address, {**with_metrics(2 + number), **own}))
-    address = _joined(_WILDCARDS.get(spec.host, spec.host), _port_of(listen))
+    address = joined(_WILDCARDS.get(spec.host, spec.host), _port_of(listen))
     specs.append(_service("gateway", "gateway", listen, with_metrics(0), reached_at=address))
     return MeshPlan(specs, mesh_id, address, listen, redis, home.folder, ports)
 
@@ -246,15 +246,15 @@ def _addresses(spec: MeshSpec, ports: HeldPorts) -> list[str]:
     try:
         gateway = ports.take(spec.host, wanted)
     except OSError as error:
-        raise CannotServe(f"{_joined(spec.host, wanted)} cannot be listened at: {error.strerror}") from None
+        raise CannotServe(f"{joined(spec.host, wanted)} cannot be listened at: {error.strerror}") from None
     if gateway is None:
         raise PortTaken(f"port {wanted} is taken: stop what listens there or choose another with --port")
     inner = [(None if spec.free_ports else ports.take(HOST, port)) or ports.free(HOST) for port in defaults]
     ports.all_chosen()
-    return [_joined(spec.host, gateway), *(_joined(HOST, port) for port in inner)]
+    return [joined(spec.host, gateway), *(joined(HOST, port) for port in inner)]
 
 
-def _joined(host: str, port: int) -> str:
+def joined(host: str, port: int) -> str:
     """host:port, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
