@@ -1,26 +1,15 @@
-"""How a run tells how far it is, and the bars that show it. Imports nothing heavy: command lines begin here."""
+"""The progress of a run on stderr. Imports nothing heavy: command lines begin here."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.progress import Progress as Bars
+from report.console import Progress, console, progress
 
-Progress = Callable[[str, int, int], None]
-"""Told what is being done, how much of it is done, and how much there is."""
+__all__ = ["Progress", "bars"]
 
 
 @contextlib.contextmanager
 def bars() -> Iterator[Progress]:
-    """A bar for each phase, on a terminal."""
-    out, phases = Console(stderr=True), {}
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Bars(*columns, TimeRemainingColumn(), console=out, disable=not out.is_terminal) as shown:
-
-        def told(phase: str, done: int, total: int) -> None:
-            if phase not in phases:
-                phases[phase] = shown.add_task(phase, total=total)
-            shown.update(phases[phase], completed=done)
-
-        yield told
+    """A bar for each phase on a terminal; elsewhere a line now and then."""
+    with progress(console(stderr=True)) as show:
+        yield show

@@ -80,6 +80,15 @@ def rebuilt(handler: Any, behavior: Any) -> Any:
     return rebuild(behavior, response_serializer=handler.response_serializer)
 
 
+def refusing(handler: Any, error: WeftError) -> Any:
+    """A handler of the same kind that reads nothing and fails with `error`."""
+
+    async def refuse(request: object, context: object) -> None:
+        raise error
+
+    return rebuilt(handler, refuse)
+
+
 def _spans() -> metrics.Series:
     return metrics.by_label(telemetry.spans().items())
 

@@ -19,8 +19,10 @@ from grpc_reflection.v1alpha import reflection
 from pydantic import ValidationError
 from pydantic_settings import SettingsError
 
+from services import mesh_id as mesh_ids
 from services import metrics, telemetry
 from services.interceptor import ErrorInterceptor
+from services.mesh_id import MeshInterceptor
 from services.process import refuse_to_serve
 
 PUBLIC_MESSAGE_BYTES = 1 << 20
@@ -118,6 +120,7 @@ async def serve(
     counts: metrics.Metrics | None = None,
     metrics_port: int = 0,
     interceptors: Sequence[aio.ServerInterceptor] = (),
+    mesh_id: str = "",
 ) -> Server:
     """Starts a server at host:port; port 0 takes a free port. Its services are NOT_SERVING until `ready` is called.
 
@@ -126,7 +129,8 @@ async def serve(
     false: services do not authenticate their callers. Requests larger than `max_message_bytes` are answered by gRPC
     with RESOURCE_EXHAUSTED.
 
-    `interceptors` run before each call; an error that they raise becomes the status of the call.
+    `interceptors` run before each call; an error that they raise becomes the status of the call. Health answers carry
+    `mesh_id` as initial metadata, and calls whose metadata names another mesh are refused.
     """
     _check_address(address, allow_remote)
     options = [
@@ -137,8 +141,9 @@ async def serve(
     counts = counts or metrics.Metrics()
     services = list(services)
     traced = frozenset(service.name for service in services if service.traced)
-    server = aio.server(interceptors=[ErrorInterceptor(counts, traced), *interceptors], options=options)
-    checks = health.aio.HealthServicer()
+    every = [ErrorInterceptor(counts, traced), MeshInterceptor(mesh_id), *interceptors]
+    server = aio.server(interceptors=every, options=options)
+    checks = _Health(mesh_id)
     names = []
     for service in services:
         service.add(service.servicer, server)
@@ -151,6 +156,19 @@ async def serve(
     result = Server(server, checks, names, port, metrics_server)
     await result.ready(False)
     return result
+
+
+class _Health(health.aio.HealthServicer):
+    """The gRPC health service, whose answers to Check carry the id of the mesh as initial metadata."""
+
+    def __init__(self, mesh_id: str) -> None:
+        super().__init__()
+        self._metadata = mesh_ids.metadata(mesh_id)
+
+    async def Check(self, request: health_pb2.HealthCheckRequest, context: Any) -> health_pb2.HealthCheckResponse:
+        """As in the protocol of gRPC health checks."""
+        await context.send_initial_metadata(self._metadata)
+        return await super().Check(request, context)
 
 
 def _listen(server: aio.Server, address: str) -> int:
@@ -173,14 +191,18 @@ def _host(address: str) -> str:
     return address.rpartition(":")[0].strip("[]")
 
 
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches what listens at this host."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    return host == "localhost"
+
+
 def _check_address(address: str, allow_remote: bool) -> None:
     host, port = _host(address), address.rpartition(":")[2]
     if ":" not in address or not port.isdecimal() or int(port) > _MOST_PORT:
         refuse_to_serve(f"{address} is not host:port")
-    with contextlib.suppress(ValueError):
-        if ipaddress.ip_address(host).is_loopback:
-            return
-    if host != "localhost" and not allow_remote:
+    if not allow_remote and not is_loopback(host):
         refuse_to_serve(f"{address} is open to other machines: set WEFT_ALLOW_REMOTE=true if the network is trusted")
 
 

@@ -34,6 +34,13 @@ class CommonSettings(BaseSettings):
     log_format: Literal["auto", "json", "console"] = Field(
         "auto", description="json, or console for people; auto is console if stderr is a terminal."
     )
+    mesh_id: str = Field(
+        "",
+        max_length=64,
+        pattern=r"^[A-Za-z0-9._-]*$",
+        description="Id of the mesh, the same for all its processes: those of another mesh are refused. Empty: not "
+        "checked. `weft serve` draws one at each start.",
+    )
     allow_remote: bool = Field(
         False,
         description="Allow addresses other than loopback. Only on a trusted network: callers are not authenticated.",

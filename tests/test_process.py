@@ -85,7 +85,7 @@ def test_a_load_client_started_by_hand_prints_what_it_is() -> None:
     command = [sys.executable, "-m", "weft.load"]
     began = [subprocess.Popen([*command, *more], stdin=told, stderr=subprocess.PIPE) for more, told in starts]
     began.append(subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE))
-    line = b"weft: this is one client process of a load, which is told what to do: run `weft bench`\n"
+    line = b"weft: this is one client process of a load and is started by `weft bench`: run that instead\n"
     for process in began:
         assert (process.communicate(timeout=60)[1], process.returncode) == (line, 2)
     for end in (master, terminal, ours, pipe):

@@ -18,7 +18,7 @@ TOP: Mapping[str, set[str]] = {
     "kernels": set(),
     "report": set(),
     "services": {"protos", "kernels"},
-    "compress": {"kernels"},
+    "compress": {"kernels", "report"},
     "weft": {"services", "protos", "report"},
     "verify": {"compress", "services", "kernels", "report"},
     "models": {"compress", "verify", "services", "report"},

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import os
-import socket
 import tempfile
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from dataclasses import dataclass, replace
@@ -51,32 +50,38 @@ async def meanwhile(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 async def up(settings: Mapping[str, str], *, gateways: int = 1, workers: int = 1, model: str = "") -> AsyncIterator[Up]:
     """A mesh with these environment variables and more gateways if wanted; the model is the demo's. Raises GaveUp."""
     with tempfile.TemporaryDirectory(prefix="weft-bench-") as home:
-        wanted = plan.MeshSpec(
+        spec = plan.MeshSpec(
             models=[model or str(demo_model.model_folder())],
             home=Path(home),
             workers=workers,
             free_ports=True,
             settings={"WEFT_LOG_LEVEL": "warning", **settings},
         )
-        planned = await plan.plan(wanted)
-        first = planned.specs[-1]
-        addresses = [planned.address, *_free_addresses(gateways - 1)]
-        more = [
-            replace(
-                first,
-                name=f"gateway-{number}",
-                environment={**first.environment, "WEFT_LISTEN": address},
-                ready=plan.serving(address, "weft.v1.Inference"),
-            )
-            for number, address in enumerate(addresses[1:], 2)
-        ]
-        supervisor = Supervisor([*planned.specs, *more], Path(home))
-        async with supervisor.running():
-            async with asyncio.timeout(_START_S):
-                for address in addresses:
-                    await supervisor.during(plan.wait_served(address, workers))
-            listens = {spec.name: spec.environment.get("WEFT_LISTEN", "") for spec in planned.specs}
-            yield Up(addresses, listens["worker-1"], listens["cache"], supervisor)
+        async with plan.planned(spec) as planned, _running(planned, gateways, workers, Path(home)) as running:
+            yield running
+
+
+@contextlib.asynccontextmanager
+async def _running(mesh: plan.MeshPlan, gateways: int, workers: int, logs: Path) -> AsyncIterator[Up]:
+    """The planned mesh, with so many gateways, when all of them serve all workers."""
+    first = mesh.specs[-1]
+    addresses = [mesh.address, *(f"{plan.HOST}:{mesh.ports.free(plan.HOST)}" for _ in range(gateways - 1))]
+    more = [
+        replace(
+            first,
+            name=f"gateway-{number}",
+            environment={**first.environment, "WEFT_LISTEN": address},
+            ready=plan.serving(address, "weft.v1.Inference", mesh.mesh_id),
+        )
+        for number, address in enumerate(addresses[1:], 2)
+    ]
+    supervisor = Supervisor([*mesh.specs, *more], logs)
+    async with supervisor.running():
+        async with asyncio.timeout(_START_S):
+            for address in addresses:
+                await supervisor.during(plan.wait_served(address, workers))
+        listens = {spec.name: spec.environment.get("WEFT_LISTEN", "") for spec in mesh.specs}
+        yield Up(addresses, listens["worker-1"], listens["cache"], supervisor)
 
 
 def paced(step_ms: float, *, batch: int = 64, prefill_rate: float = 0.0) -> dict[str, str]:
@@ -95,12 +100,3 @@ def processor_s(pid: int) -> float:
     """Processor time that a process has used so far, in seconds. Linux only."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def _free_addresses(count: int) -> list[str]:
-    """Addresses that nobody listens at; all are held until all are chosen, so that no two are the same."""
-    with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind((plan.HOST, 0))
-        return [f"{plan.HOST}:{each.getsockname()[1]}" for each in sockets]

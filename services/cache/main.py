@@ -28,6 +28,7 @@ async def main() -> None:
             allow_remote=settings.allow_remote,
             counts=metrics_of(store.counters, blocks.counters),
             metrics_port=settings.metrics_port,
+            mesh_id=settings.mesh_id,
         )
         rpc.settled()
         await server.ready()

@@ -33,8 +33,8 @@ async def gateway(settings: GatewaySettings) -> AsyncIterator[rpc.Server]:
     gateway_id = f"gateway-{secrets.token_hex(8)}"
     with ThreadPoolExecutor(settings.gateway_tokenizer_threads, "text") as threads:
         catalog = Catalog(threads, settings.gateway_chat_special_tokens)
-        workers = WorkerLinks(gateway_id)
-        results = ResultCache(settings.cache_address, settings.gateway_cache_budget_s)
+        workers = WorkerLinks(gateway_id, settings.mesh_id)
+        results = ResultCache(settings.cache_address, settings.gateway_cache_budget_s, settings.mesh_id)
         changed = asyncio.Event()
 
         def on_models(models: mesh_pb2.ModelList) -> None:
@@ -42,7 +42,12 @@ async def gateway(settings: GatewaySettings) -> AsyncIterator[rpc.Server]:
             changed.set()
 
         scheduler = SchedulerLink(
-            settings.scheduler_address, gateway_id, settings.gateway_scheduler_wait_s, on_models, workers.lose_worker
+            settings.scheduler_address,
+            gateway_id,
+            settings.gateway_scheduler_wait_s,
+            on_models,
+            workers.lose_worker,
+            settings.mesh_id,
         )
         metrics = GatewayMetrics()
         access = Authorizer(settings.tenants_file)
@@ -55,6 +60,7 @@ async def gateway(settings: GatewaySettings) -> AsyncIterator[rpc.Server]:
             allow_remote=settings.allow_remote,
             counts=metrics.all,
             metrics_port=settings.metrics_port,
+            mesh_id=settings.mesh_id,
             interceptors=[AuthInterceptor(access, settings.gateway_open_reflection)],
         )
         tasks = [

@@ -117,7 +117,7 @@ def _check_keys(field: str, joined: bytes) -> None:
 # ---- sent ----
 
 
-def to_gateway(message: GatewayMessage) -> mesh.DispatchResponse:
+def to_gateway(message: GatewayMessage, mesh_id: str = "") -> mesh.DispatchResponse:
     """A message to a gateway."""
     match message:
         case Assigned():
@@ -154,7 +154,7 @@ def to_gateway(message: GatewayMessage) -> mesh.DispatchResponse:
                 served.append(mesh.ServedModel(card=model.card.detail, addresses=model.addresses))
             return mesh.DispatchResponse(models=mesh.ModelList(models=served, loading=loading_messages(loading)))
         case SchedulerHello(epoch):
-            return mesh.DispatchResponse(hello=mesh.SchedulerHello(epoch=epoch))
+            return mesh.DispatchResponse(hello=mesh.SchedulerHello(epoch=epoch, mesh_id=mesh_id))
 
 
 def loading_messages(loading: Iterable[WorkerLoading]) -> list[mesh.WorkerLoading]:
@@ -162,10 +162,10 @@ def loading_messages(loading: Iterable[WorkerLoading]) -> list[mesh.WorkerLoadin
     return [mesh.WorkerLoading(**each._asdict()) for each in loading]
 
 
-def to_worker(message: WorkerMessage) -> mesh.AttachResponse:
+def to_worker(message: WorkerMessage, mesh_id: str = "") -> mesh.AttachResponse:
     """A message to a worker."""
     if isinstance(message, SchedulerHello):
-        return mesh.AttachResponse(hello=mesh.SchedulerHello(epoch=message.epoch))
+        return mesh.AttachResponse(hello=mesh.SchedulerHello(epoch=message.epoch, mesh_id=mesh_id))
     return mesh.AttachResponse(refused=failure_of(message.failure))
 
 

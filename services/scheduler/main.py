@@ -19,13 +19,14 @@ async def main() -> None:
     telemetry.setup("scheduler", settings)
     stop = rpc.stop_requested()
     epoch = time.time_ns() // 1_000_000
-    servicer, served = service(SchedulerCore(epoch, time.monotonic(), settings.limits()))
+    servicer, served = service(SchedulerCore(epoch, time.monotonic(), settings.limits()), settings.mesh_id)
     server = await rpc.serve(
         settings.listen,
         [served],
         allow_remote=settings.allow_remote,
         counts=servicer.metrics.all,
         metrics_port=settings.metrics_port,
+        mesh_id=settings.mesh_id,
     )
     rpc.settled()
     await server.ready()

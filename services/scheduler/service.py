@@ -13,6 +13,7 @@ from grpc import StatusCode, aio
 
 from protos import mesh_pb2 as mesh
 from protos import mesh_pb2_grpc as mesh_grpc
+from services import mesh_id as mesh_ids
 from services import rpc
 from services.errors import WeftError, invalid
 from services.scheduler import codec, overview
@@ -46,9 +47,14 @@ class SchedulerService(mesh_grpc.SchedulerServicer):
     """`weft.v1.Scheduler` over a core. A peer that is `queue_limit` messages behind is disconnected."""
 
     def __init__(
-        self, core: SchedulerCore, clock: Callable[[], float] = time.monotonic, queue_limit: int = 4096
+        self,
+        core: SchedulerCore,
+        clock: Callable[[], float] = time.monotonic,
+        queue_limit: int = 4096,
+        mesh_id: str = "",
     ) -> None:
         self._core = core
+        self._mesh_id = mesh_id
         self._clock = clock
         self._queue_limit = queue_limit
         self._gateways: dict[str, PeerStream[mesh.DispatchResponse]] = {}
@@ -74,9 +80,11 @@ class SchedulerService(mesh_grpc.SchedulerServicer):
         self, requests: AsyncIterator[mesh.DispatchRequest], context: aio.ServicerContext[Any, Any]
     ) -> None:
         """Serves the stream of a gateway."""
-        gateway_id = (await _first(requests)).hello.gateway_id
+        hello = (await _first(requests)).hello
+        gateway_id = hello.gateway_id
         if not gateway_id:
             raise invalid("gateway_id", "is empty")
+        self._check_mesh(hello.mesh_id, "gateway", gateway_id)
         stream: PeerStream[mesh.DispatchResponse] = PeerStream(self._queue_limit)
         replace_stream(self._gateways, gateway_id, stream)
         log.info("gateway attached", gateway_id=gateway_id)
@@ -125,6 +133,7 @@ class SchedulerService(mesh_grpc.SchedulerServicer):
             return
         hello = codec.hello_from(first.hello)
         worker_id = hello.worker_id
+        self._check_mesh(first.hello.mesh_id, "worker", worker_id)
         stream: PeerStream[mesh.AttachResponse] = PeerStream(self._queue_limit)
         replace_stream(self._workers, worker_id, stream)
         commands = self._core.on_worker_attached(hello, self._clock())
@@ -156,6 +165,7 @@ class SchedulerService(mesh_grpc.SchedulerServicer):
         """Serves a starting worker until its hello has arrived on another stream, or until the worker is gone."""
         loading = codec.loading_from(first)
         worker_id = loading.worker_id
+        self._check_mesh(first.mesh_id, "worker", worker_id)
         stream: PeerStream[mesh.AttachResponse] = PeerStream(self._queue_limit)
         replace_stream(self._loading, worker_id, stream)
         log.info("worker loading", worker_id=worker_id, model=loading.model)
@@ -172,6 +182,14 @@ class SchedulerService(mesh_grpc.SchedulerServicer):
             if request.WhichOneof("message") != "loading" or request.loading.worker_id != worker_id:
                 raise _unexpected()
             self._perform(self._core.on_loading(codec.loading_from(request.loading), self._clock()))
+
+    def _check_mesh(self, mesh_id: str, peer: str, peer_id: str) -> None:
+        """Raises WeftError for a hello of another mesh."""
+        try:
+            mesh_ids.check(self._mesh_id, mesh_id, peer)
+        except WeftError:
+            log.warning("refused: another mesh", peer=peer_id, its_mesh=mesh_id[:64])
+            raise
 
     # ---- tools ----
 
@@ -201,11 +219,11 @@ class SchedulerService(mesh_grpc.SchedulerServicer):
         if isinstance(message, Assigned | Joined | Rejected):
             self._record_answer(gateway_id, message)
         if gateway_id in self._gateways:
-            self._gateways[gateway_id].send(codec.to_gateway(message))
+            self._gateways[gateway_id].send(codec.to_gateway(message, self._mesh_id))
 
     def _send_to_worker(self, worker_id: str, message: WorkerMessage) -> None:
         stream = self._workers[worker_id]
-        stream.send(codec.to_worker(message))
+        stream.send(codec.to_worker(message, self._mesh_id))
         if isinstance(message, Refused):
             log.warning("worker refused", worker_id=worker_id, reason=message.failure.reason)
             stream.finish()
@@ -227,9 +245,9 @@ class SchedulerService(mesh_grpc.SchedulerServicer):
                 self._spans.end(gateway_id, answer.job_id, {}, answer.failure.reason)
 
 
-def service(core: SchedulerCore) -> tuple[SchedulerService, rpc.Service]:
+def service(core: SchedulerCore, mesh_id: str = "") -> tuple[SchedulerService, rpc.Service]:
     """The servicer of a core, and its entry for `rpc.serve`."""
-    servicer = SchedulerService(core)
+    servicer = SchedulerService(core, mesh_id=mesh_id)
     return servicer, rpc.Service("weft.v1.Scheduler", mesh_grpc.add_SchedulerServicer_to_server, servicer)
 
 

@@ -49,6 +49,7 @@ async def main() -> None:
         allow_remote=settings.allow_remote,
         counts=metrics.all,
         metrics_port=settings.metrics_port,
+        mesh_id=settings.mesh_id,
     )
     announcing = asyncio.create_task(announce(settings.scheduler_address, settings.aliases, startup))
     try:
@@ -67,9 +68,11 @@ async def main() -> None:
             Loaded(jobs, bundle, card.bundle_digest, lambda: report_of(engine.stats(), jobs), engine.profiler)
         )
         credits = settings.max_batch_size
-        hello = mesh.WorkerHello(worker_id=startup.worker_id, address=address, card=card, credits=credits)
+        hello = mesh.WorkerHello(
+            worker_id=startup.worker_id, address=address, card=card, credits=credits, mesh_id=settings.mesh_id
+        )
         sharing = settings.cache_address if settings.prefix_fetch and settings.prefix_cache else ""
-        async with shared_prefixes(sharing, engine, metrics.all):
+        async with shared_prefixes(sharing, engine, metrics.all, settings.mesh_id):
             await _serve(settings, server, startup, stop, engine, jobs, hello)
     except (CheckpointError, NoAddress, Refused) as error:
         log.error("cannot serve", reason=str(error))
@@ -84,7 +87,7 @@ async def main() -> None:
 def _startup(settings: WorkerSettings) -> Startup:
     """The names that the worker will have, known before its model is: of a link its own, not that of what it is to."""
     name = settings.served_name or Path(os.path.abspath(Path(settings.model).expanduser())).name
-    return Startup(f"{name}-{uuid.uuid4().hex[:8]}", name)
+    return Startup(f"{name}-{uuid.uuid4().hex[:8]}", name, mesh_id=settings.mesh_id)
 
 
 async def _leave_at_once(server: rpc.Server) -> NoReturn:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -118,6 +119,7 @@ class Mesh:
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
+        self.mesh_id = secrets.token_hex(8)
         self._model = model
         self.worker_env = worker_env or {}
         self._gateway_env = gateway_env or {}
@@ -147,6 +149,7 @@ class Mesh:
         return self._process(f"gateway-{number}", "services.gateway", "weft.v1.Inference", env)
 
     def _process(self, name: str, module: str, health: str, env: dict[str, str]) -> Process:
+        env = {"WEFT_MESH_ID": self.mesh_id, **env}
         return Process(name, module, health, env, self._folder / f"{name}.log")
 
     @property

@@ -75,7 +75,8 @@ async def test_models_are_found_by_name_and_alias(stub: Stub) -> None:
     # Whoever leaves no key needs none.
     metadata = (("authorization", "Bearer whatever"),)
     assert (await generate(stub, ask("A tale", max_tokens=3, model="owl"), metadata=metadata)).ids
-    assert (await fails(stub, "badger")).code() is CODES.NOT_FOUND
+    unknown = await fails(stub, "badger")
+    assert (unknown.code(), unknown.details()) == (CODES.NOT_FOUND, "no model 'badger': there are fox, owl")
 
 
 async def test_no_name_is_refused_where_there_is_a_choice(stub: Stub) -> None:

@@ -174,7 +174,11 @@ async def test_a_key_permits_its_models_and_methods(mesh: Mesh, stub: Stub) -> N
     refused = await refusal(stub.Complete(urgent, metadata=bearer(KEYS["few"])))
     assert refused[:2] == (CODES.PERMISSION_DENIED, "PRIORITY_DENIED")
     request.model = "nobody's"
-    assert (await refusal(stub.Complete(request, metadata=stranger)))[0] is CODES.NOT_FOUND
+    with pytest.raises(aio.AioRpcError) as unknown:
+        await stub.Complete(request, metadata=stranger)
+    # Names of models that the tenant may not use are not listed.
+    assert unknown.value.code() is CODES.NOT_FOUND
+    assert unknown.value.details() == 'no model "nobody\'s": none is served'
     async with aio.insecure_channel(mesh.gateways[0].address) as channel:
         reflection: Any = reflection_pb2_grpc.ServerReflectionStub(channel)  # type: ignore[arg-type]
         asked = reflection_pb2.ServerReflectionRequest(list_services="")

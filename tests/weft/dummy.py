@@ -1,4 +1,4 @@
-"""A process to supervise. Tells its pid in a file when it is ready; how it behaves is its first argument.
+"""A process to supervise. Writes its pid to a file when it is ready; its first argument says how it behaves.
 
 dummy.py (polite | stubborn | parent | broken | hopeless | grpc) PATH
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Behaves."""
+    """Behaves as the first argument says."""
     how, path = sys.argv[1], Path(sys.argv[2])
     if how in ("broken", "hopeless"):
         record = {"event": "the checkpoint is broken", "level": "error", "shard": 2, "timestamp": "now"}
@@ -24,7 +24,7 @@ def main() -> None:
     if how == "parent":
         subprocess.Popen([sys.executable, __file__, "polite", f"{path}.child"], start_new_session=False)
     if how == "grpc":
-        server = serve(path)  # noqa: F841 (it ends when nobody holds it)
+        server = serve(path)  # noqa: F841 (it ends when no reference is left)
     path.write_text(str(os.getpid()))
     while True:
         time.sleep(60)

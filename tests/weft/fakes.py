@@ -1,4 +1,4 @@
-"""A mesh's public door without a mesh: it answers as scripted, over a real socket."""
+"""A gateway without a mesh: it answers as scripted, over a real socket."""
 
 import asyncio
 import contextlib
@@ -15,17 +15,18 @@ from services import errors, rpc
 WORDS = ["Once", "upon", "a", "time", "there", "was", "a", "fox", "who", "liked", "the", "rain", "."]
 Context = aio.ServicerContext[Any, Any]
 Fault = Callable[[Context, int], Any]
-"""Called before message number i of a try is sent; may raise, abort or wait."""
+"""Called before message number i of an attempt is sent; may raise, abort or wait."""
 
 
 class FakeMesh(stubs.InferenceServicer):
-    """Answers every prompt with WORDS, `step` tokens a message; `faults` are those of the next tries, in order."""
+    """Answers every prompt with WORDS, `step` tokens a message; `faults` are those of the next attempts, in order."""
 
     def __init__(self) -> None:
         self.requests: list[api.GenerateRequest] = []
         self.metadata: list[dict[str, Any]] = []
         self.faults: list[Fault] = []
         self.step = 2
+        self.model = "fox"
         self.words = list(WORDS)
         self.pause_s = 0.0
         self.ended: asyncio.Event = asyncio.Event()
@@ -62,7 +63,7 @@ class FakeMesh(stubs.InferenceServicer):
         return api.ListModelsResponse(
             models=[
                 api.Model(
-                    name="fox",
+                    name=self.model,
                     context_length=512,
                     vocab_size=4096,
                     parameters=11_300_000,
@@ -112,7 +113,7 @@ async def _no_fault(context: Context, number: int) -> None:
 
 
 def fails(at: int, error: errors.WeftError) -> Fault:
-    """A try that fails with `error` before message `at`, its receipt in the trailing metadata."""
+    """An attempt that fails with `error` before message `at`, its receipt in the trailing metadata."""
 
     async def fault(context: Context, number: int) -> None:
         if number == at:
@@ -124,7 +125,7 @@ def fails(at: int, error: errors.WeftError) -> Fault:
 
 
 def cancels(at: int) -> Fault:
-    """A try that ends with a bare CANCELLED, as from a server that shuts down."""
+    """An attempt that ends with a bare CANCELLED, as from a server that shuts down."""
 
     async def fault(context: Context, number: int) -> None:
         if number == at:

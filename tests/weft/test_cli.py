@@ -1,8 +1,11 @@
 """The command as people type it."""
 
 import asyncio
+import importlib.metadata
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -161,6 +164,101 @@ async def test_what_is_no_gateway_is_called_so() -> None:
     assert (result.exit_code, result.stderr) == (1, f"weft: 127.0.0.1:{port} is no gateway of Weft\n")
 
 
+@pytest.mark.parametrize("command", [["generate", "Once"], ["chat"], ["bench"]])
+async def test_a_connection_that_breaks_is_one_plain_line(command: list[str]) -> None:
+    """Something accepts the connection and says nothing that gRPC understands."""
+
+    async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    code, output = await run_weft(*command, "--address", f"127.0.0.1:{port}", home=Path("/nowhere"))
+    server.close()
+    await server.wait_closed()
+    assert (code, len(output.splitlines())) == (1, 1), output
+    assert not any(raw in output for raw in ("ipv4:", "last error", "failed to connect", "Socket closed"))
+
+
+def test_the_version() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.stdout) == (0, f"weft {importlib.metadata.version('weft')}\n")
+
+
+async def test_names_are_whole_in_pipes(weft: Weft, mesh: FakeMesh) -> None:
+    mesh.model = "the-quick-brown-fox-" * 10
+    result = await weft("models")
+    assert mesh.model in result.stdout.splitlines()[1]
+    assert len(result.stdout.splitlines()) == 2
+
+
+@pytest.mark.parametrize("command", ["chat", "bench"])
+async def test_a_model_that_is_not_served_is_named_beside_those_that_are(weft: Weft, command: str) -> None:
+    result = await weft(command, "--model", "badger")
+    assert result.exit_code in (1, 2)
+    assert re.fullmatch(r"weft: 127\.0\.0\.1:\d+ serves no model 'badger': it serves fox\n", result.stderr)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--engine", "gpx"], "--engine: 'gpx' is none of auto, gpu, torch, paced"),
+        (["--quantize", "int3"], "--quantize: 'int3' is none of int8, int4, fp8, nf4"),
+        (["--kv-dtype", "fp9"], "--kv-dtype: 'fp9' is none of auto, fp8, int8"),
+        (["--kv-scales", "some"], "--kv-scales: 'some' is none of checkpoint, dynamic"),
+        (["--model", "/nowhere/fox"], "--model: there is no folder /nowhere/fox, "),
+        (["--model", "foxx"], "--model: there is no folder foxx, "),
+        (["--model", "random:foxx"], "--model: random:foxx is none of random:"),
+        (["--model", "HERE"], "--model: HERE is no checkpoint: it has no config.json"),
+        (["--max-seq-length", "4x"], "--max-seq-length: '4x' is not a number of tokens"),
+        (["--alias", "x"], "--alias: x= is not ALIAS=NAME with one of the models weft-story-11m"),
+    ],
+)
+@pytest.mark.parametrize("part", [[], ["worker"]])
+def test_wrong_flags_of_serve_are_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: list[str], flags: list[str], message: str
+) -> None:
+    if part and "--alias" in flags:
+        message = "several models and aliases are for the whole mesh"
+    monkeypatch.setenv("WEFT_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("MODEL_NAME", raising=False)
+    here = [flag.replace("HERE", str(tmp_path)) for flag in flags]
+    result = CliRunner().invoke(app, ["serve", *part, *here])
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"weft: {message.replace('HERE', str(tmp_path))}")
+    assert len(result.stderr.splitlines()) == 1
+    assert not (tmp_path / "home").exists()
+
+
+def test_a_taken_port_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_HOME", str(tmp_path))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = CliRunner().invoke(app, ["serve", "--port", str(port)])
+    message = f"weft: port {port} is taken: stop what listens there or choose another with --port\n"
+    assert (result.exit_code, result.output) == (1, message)
+
+
+def test_a_host_that_is_open_to_others_needs_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_HOME", str(tmp_path))
+    result = CliRunner().invoke(app, ["serve", "--host", "0.0.0.0"])
+    assert (result.exit_code, len(result.stderr.splitlines())) == (1, 1)
+    assert result.stderr.startswith("weft: --host 0.0.0.0 is open to other machines: set WEFT_ALLOW_REMOTE=true ")
+    assert "WEFT_TENANTS_FILE" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("part", "host", "port", "listen"),
+    [
+        ("gateway", "0.0.0.0", None, "0.0.0.0:50051"),
+        ("scheduler", None, 7, "127.0.0.1:7"),
+        ("cache", "::1", None, "[::1]:50053"),
+    ],
+)
+def test_one_service_listens_where_it_is_told(part: str, host: str | None, port: int | None, listen: str) -> None:
+    assert serve._listen(serve.ServiceName(part), host, port) == listen
+
+
 async def test_models_are_listed(weft: Weft) -> None:
     result = await weft("models")
     assert result.stdout.split("\n")[1].split() == ["fox", "11.3", "M", "512", "4096", "Fox", "1", "no"]
@@ -252,15 +350,20 @@ async def test_a_bad_checkpoint_is_one_line(tmp_path: Path) -> None:
     assert "Traceback" not in output
 
 
-async def test_serve_says_what_it_serves_and_stops_at_ctrl_c(tmp_path: Path) -> None:
-    arguments = ("serve", "--port", str(free_port()), "--redis-url", "redis://me:secret@127.0.0.1:1/0")
-    process = await start_weft(*arguments, home=tmp_path)
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+async def test_serve_prints_what_it_serves_and_stops_at_ctrl_c(tmp_path: Path, host: str) -> None:
+    port = free_port()
+    arguments = ("serve", "--host", host, "--port", str(port), "--redis-url", "redis://me:secret@127.0.0.1:1/0")
+    process = await start_weft(*arguments, home=tmp_path, WEFT_ALLOW_REMOTE="true")
     assert process.stdout is not None
     lines: list[str] = []
     while not (lines and lines[-1].startswith("try: ")):
         lines.append((await process.stdout.readline()).decode())
         assert lines[-1], lines
     assert lines[0] == "redis: redis://127.0.0.1:1/0\n"
+    assert any(line.startswith("serving ") and line.endswith(f" at 127.0.0.1:{port}\n") for line in lines)
+    is_open = f"listening at 0.0.0.0:{port}: open to other machines\n" in lines
+    assert is_open == (host == "0.0.0.0")
     process.send_signal(signal.SIGINT)
     assert (await process.stdout.read()).decode() == "stopped\n"
     assert await process.wait() == 0

@@ -262,13 +262,13 @@ async def test_scripts_may_block(address: str, mesh: FakeMesh) -> None:
 
 def test_pauses_grow_with_jitter_and_progress_resets_them() -> None:
     gone = WeftError(grpc.StatusCode.UNAVAILABLE, "gone")
-    tries = RetryState(6, None, draw=lambda: 1.0)
-    assert [tries.pause(gone, 0.0) for _ in range(6)] == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 2.0])
+    retry = RetryState(6, None, draw=lambda: 1.0)
+    assert [retry.pause_s(gone, 0.0) for _ in range(6)] == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 2.0])
     with pytest.raises(WeftError):
-        tries.pause(gone, 0.0)
-    tries.progress()
-    assert tries.pause(gone, 0.0) == pytest.approx(0.1)
-    assert RetryState(6, None, draw=lambda: 0.0).pause(gone, 0.0) == pytest.approx(0.05)
+        retry.pause_s(gone, 0.0)
+    retry.progressed()
+    assert retry.pause_s(gone, 0.0) == pytest.approx(0.1)
+    assert RetryState(6, None, draw=lambda: 0.0).pause_s(gone, 0.0) == pytest.approx(0.05)
 
 
 async def test_an_unreadable_rich_status_is_an_error_all_the_same(client: Client, mesh: FakeMesh) -> None:

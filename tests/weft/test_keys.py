@@ -81,6 +81,7 @@ def test_help_does_not_show_the_key(command: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_aliases_are_of_models_that_are_served(tmp_path: Path) -> None:
+    (tmp_path / "config.json").touch()
     result = CliRunner().invoke(app, ["serve", "--model", str(tmp_path), "--alias", "fox=owl"])
     assert result.exit_code == 2
     assert "--alias: fox=owl is not ALIAS=NAME" in result.stderr

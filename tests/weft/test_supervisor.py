@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from weft.launch import plan
-from weft.launch.supervisor import GaveUp, Policy, Spec, State, Supervisor
+from weft.launch.supervisor import GaveUp, Policy, ProcessSpec, State, Supervisor
 
 DUMMY = Path(__file__).with_name("dummy.py")
 QUICK = Policy(first_backoff_s=0.02, longest_backoff_s=0.1, poll_s=0.02, grace_s=0.5)
@@ -36,14 +36,14 @@ def story() -> Story:
     return Story()
 
 
-def spec(how: str, folder: Path, name: str = "") -> Spec:
+def spec(how: str, folder: Path, name: str = "") -> ProcessSpec:
     """A process that behaves like `how`; ready when it has written its pid and is alive."""
     path = folder / (name or how)
 
     async def ready() -> bool:
         return path.exists() and alive(int(path.read_text() or 0))
 
-    return Spec(name=name or how, command=[sys.executable, "-S", str(DUMMY), how, str(path)], ready=ready)
+    return ProcessSpec(name=name or how, command=[sys.executable, "-S", str(DUMMY), how, str(path)], ready=ready)
 
 
 def alive(pid: int) -> bool:
@@ -82,7 +82,7 @@ async def test_a_crashed_process_comes_back(tmp_path: Path, story: Story) -> Non
             await supervisor.during(until(lambda n=crashes: process.restarts == n and process.state is State.READY))  # type: ignore[misc]
     assert story.of(State.CRASHED) == ["polite"] * 4
     details = [detail for _, state, detail in story.told if state is State.CRASHED]
-    assert details[0] == "was ended by SIGKILL; again in 0.0 s"
+    assert details[0] == "was killed by SIGKILL; restart in 0.0 s"
 
 
 @pytest.mark.parametrize(("how", "starts", "code"), [("broken", 3, 1), ("hopeless", 1, 78)])
@@ -99,22 +99,24 @@ async def test_what_never_starts_is_given_up_with_its_reason(
     assert story.of(State.STOPPED) == ["polite"]
 
 
-async def test_a_mended_process_gets_another_chance(tmp_path: Path, story: Story) -> None:
+async def test_a_repaired_process_gets_another_chance(tmp_path: Path, story: Story) -> None:
     good, bad = spec("polite", tmp_path), spec("broken", tmp_path)
     switch = tmp_path / "switch.sh"
-    switch.write_text(f"[ -e {tmp_path}/mended ] && exec {' '.join(good.command)} || exec {' '.join(bad.command)}")
+    switch.write_text(f"[ -e {tmp_path}/repaired ] && exec {' '.join(good.command)} || exec {' '.join(bad.command)}")
 
-    def mend() -> str:
-        (tmp_path / "mended").touch()
+    def repair() -> str:
+        (tmp_path / "repaired").touch()
         return "its data is set aside"
 
-    spec_ = Spec(name="redis", command=["sh", str(switch)], ready=good.ready, mend=mend)
+    spec_ = ProcessSpec(name="redis", command=["sh", str(switch)], ready=good.ready, repair=repair)
     async with Supervisor([spec_], tmp_path, story.notice, QUICK).running():
         assert ("redis", State.CRASHED, "its data is set aside") in story.told
 
 
 async def test_a_command_that_is_not_there_is_told(tmp_path: Path) -> None:
-    missing = Spec(name="redis", command=[str(tmp_path / "no-such-server")], ready=spec("polite", tmp_path).ready)
+    missing = ProcessSpec(
+        name="redis", command=[str(tmp_path / "no-such-server")], ready=spec("polite", tmp_path).ready
+    )
     with pytest.raises(GaveUp, match="no-such-server: No such file or directory"):
         async with Supervisor([missing], tmp_path, policy=QUICK).running():
             pytest.fail("it cannot run")
@@ -148,7 +150,9 @@ async def test_children_of_a_process_go_with_it(tmp_path: Path) -> None:
 
 
 async def test_stopping_before_anything_is_ready(tmp_path: Path) -> None:
-    silent = Spec(name="silent", command=spec("polite", tmp_path).command, ready=lambda: asyncio.sleep(0, result=False))
+    silent = ProcessSpec(
+        name="silent", command=spec("polite", tmp_path).command, ready=lambda: asyncio.sleep(0, result=False)
+    )
     supervisor = Supervisor([silent], tmp_path, policy=QUICK)
 
     async def run() -> None:
@@ -198,7 +202,7 @@ async def test_ready_means_that_the_health_service_says_so(tmp_path: Path) -> No
     gate = tmp_path / "gate"
     command = [sys.executable, str(DUMMY), "grpc", str(gate)]
     ready = plan.serving(address, "weft.v1.Cache")
-    cache = Spec(name="cache", command=command, ready=ready, environment={"WEFT_LISTEN": address})
+    cache = ProcessSpec(name="cache", command=command, ready=ready, environment={"WEFT_LISTEN": address})
     supervisor = Supervisor([cache], tmp_path, policy=QUICK)
     asyncio.get_running_loop().call_later(0.6, gate.touch)
     began = time.monotonic()

@@ -1,4 +1,4 @@
-"""The `weft` command. What its commands do is imported when they run, so that --help is quick."""
+"""The `weft` command: lists its commands. What they do is imported when they run, so that --help is quick."""
 
 import sys
 from typing import Annotated
@@ -17,6 +17,24 @@ app = typer.Typer(
 )
 _DELEGATED = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        import importlib.metadata
+
+        typer.echo(f"weft {importlib.metadata.version('weft')}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Serves large language models in real time as a mesh of small gRPC services."""
+
+
 app.command()(serve.serve)
 app.command("demo")(serve.demonstrate)
 app.command()(warm.warm)
@@ -27,20 +45,20 @@ app.command()(generate.models)
 
 @app.command()
 def key(
-    name: Annotated[str, typer.Argument(help="Name of the tenant that it is for.")],
+    name: Annotated[str, typer.Argument(help="Name of the tenant that the key is for.")],
 ) -> None:
-    """Make an API key, and the lines for the file of tenants; the key itself is kept nowhere."""
+    """Create an API key and print the lines for the tenants file. The key itself is stored nowhere."""
     import hashlib
     import re
     import secrets
 
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name):
         fail("a tenant's name is 1 to 64 characters of A-Z a-z 0-9 . _ -", usage=True)
-    made = f"weft-{secrets.token_urlsafe(32)}"
-    typer.echo("for its owner, who alone will have it:", err=True)
-    typer.echo(made)
-    typer.echo("\nfor the gateways' WEFT_TENANTS_FILE:", err=True)
-    hashed = hashlib.sha256(made.encode()).hexdigest()
+    secret = f"weft-{secrets.token_urlsafe(32)}"
+    typer.echo("give this key to the tenant; it cannot be shown again:", err=True)
+    typer.echo(secret)
+    typer.echo("\nadd this to the file that WEFT_TENANTS_FILE names for the gateways:", err=True)
+    hashed = hashlib.sha256(secret.encode()).hexdigest()
     typer.echo(f'[[tenant]]\nname = "{name}"\nkeys = ["sha256:{hashed}"]')
 
 
@@ -49,20 +67,20 @@ app.command()(measure.top)
 app.command()(measure.doctor)
 
 
-@app.command("compress", context_settings=_DELEGATED)
-def make_smaller(context: typer.Context) -> None:
+@app.command(context_settings=_DELEGATED)
+def compress(context: typer.Context) -> None:
     """Make a checkpoint smaller: AWQ, GPTQ, SmoothQuant, FP8, INT8, pruning, distillation."""
-    _delegate("compress", context.args)
+    _run_package("compress", context.args)
 
 
-@app.command("verify", context_settings=_DELEGATED)
-def prove(context: typer.Context) -> None:
-    """Prove that a compressed checkpoint is still the model it was made from."""
-    _delegate("verify", context.args)
+@app.command(context_settings=_DELEGATED)
+def verify(context: typer.Context) -> None:
+    """Check that a compressed checkpoint still computes what the model it was made from computes."""
+    _run_package("verify", context.args)
 
 
-def _delegate(package: str, arguments: list[str]) -> None:
-    """Becomes another package's command line."""
+def _run_package(package: str, arguments: list[str]) -> None:
+    """Runs another package's command line in this process."""
     import importlib.util
     import runpy
 

@@ -1,4 +1,4 @@
-"""A conversation at the terminal. Knows turns and lines, neither calls nor how answers are made."""
+"""A conversation at the terminal. Knows turns and lines, neither calls nor how answers are computed."""
 
 import io
 import sys
@@ -6,43 +6,43 @@ from collections.abc import Iterator, Mapping
 
 from protos import inference_pb2 as api
 from report.console import console
-from weft.cli.terminal import say, speed
+from weft.cli.terminal import speed, write
 from weft.client.blocking import SyncClient
 from weft.client.errors import WeftError
 from weft.client.requests import Options, Prompt
 
 
 class Conversation:
-    """What was said, as the prompt of the next answer: messages, or one growing text for models without a template."""
+    """The turns so far as the prompt of the next answer: messages, or one growing text for a model without template."""
 
     def __init__(self, chat: bool, system: str = "") -> None:
         self._chat = chat
         self._messages: list[Mapping[str, str]] = [{"role": "system", "content": system}] if system else []
-        self._text = self._asked = system
+        self._text = self._prompt = system
 
     def ask(self, line: str) -> Prompt:
-        """The prompt that follows when the user says `line`."""
+        """The prompt after the user has written `line`."""
         if self._chat:
             self._messages.append({"role": "user", "content": line})
             return list(self._messages)
-        self._asked = f"{self._text} {line}" if self._text else line
-        return self._asked
+        self._prompt = f"{self._text} {line}" if self._text else line
+        return self._prompt
 
     def answered(self, text: str) -> None:
-        """The model has said `text`, perhaps only in part."""
+        """Adds the model's answer, whole or interrupted."""
         if self._chat:
             self._messages.append({"role": "assistant", "content": text})
         else:
-            self._text = self._asked + text
+            self._text = self._prompt + text
 
     def not_answered(self) -> None:
-        """The last question failed: it is forgotten."""
+        """Removes the last question, which failed."""
         if self._chat:
             self._messages.pop()
 
 
 def run(client: SyncClient, model: api.Model, system: str, options: Options, stats: bool) -> None:
-    """Asks and answers until /exit or the end of the input. Ctrl-C ends the answer under way, not the conversation."""
+    """Reads questions and writes answers until /exit or the end of the input. Ctrl-C interrupts an answer only."""
     out = console()
     kind = "/exit leaves" if model.chat else "no chat template: it continues what you write; /exit leaves"
     out.print(f"[bold]{model.name}[/bold] ({kind})")
@@ -56,10 +56,10 @@ def run(client: SyncClient, model: api.Model, system: str, options: Options, sta
         try:
             for delta in answer:
                 text += delta.text
-                say(delta.text)
-            say("\n")
+                write(delta.text)
+            write("\n")
         except KeyboardInterrupt:
-            say(" [interrupted]\n")
+            write(" [interrupted]\n")
         except WeftError as error:
             conversation.not_answered()
             out.print(str(error), style="red", markup=False)
@@ -70,7 +70,7 @@ def run(client: SyncClient, model: api.Model, system: str, options: Options, sta
 
 
 def _lines() -> Iterator[str]:
-    """What the user types, without the ends of lines, U+FFFD for bytes that are no text; a terminal is prompted."""
+    """The lines of the input, without line ends, U+FFFD for bytes that are no UTF-8. A terminal shows a prompt."""
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
     interactive = sys.stdin.isatty()

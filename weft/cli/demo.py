@@ -1,16 +1,17 @@
-"""The demonstration: a mesh of its own with the demo model, one streamed answer, its receipt."""
+"""The demonstration: starts a mesh with the demo model, streams one answer, prints its receipt."""
 
 from rich.console import Console
 
-from weft.cli.terminal import print_receipt, say
+from weft.cli.terminal import print_receipt, write
 from weft.client.api import Client
 from weft.launch import mesh
-from weft.launch.demo_model import home, model_folder
+from weft.launch.demo_model import model_folder
+from weft.launch.home import default_home
 from weft.launch.plan import MeshSpec
 
 PROMPT = "There was once a fox who lived at the edge of the forest. One winter morning"
 MAX_TOKENS = 120
-# Without it, a greedy answer of so small a model soon goes in circles.
+# Without a penalty, a greedy answer of so small a model soon repeats itself.
 REPETITION_PENALTY = 1.15
 
 
@@ -19,13 +20,13 @@ async def run(prompt: str, out: Console) -> None:
 
     Greedy, so that the same prompt is answered from the result cache the next time.
     """
-    wanted = MeshSpec(models=[str(model_folder())], home=home(), free_ports=True)
-    async with mesh.up(wanted, out) as running, Client(running.address, deadline_s=120) as weft:
+    spec = MeshSpec(models=[str(model_folder())], home=default_home(), free_ports=True)
+    async with mesh.up(spec, out) as running, Client(running.address, deadline_s=120) as weft:
         out.print()
         out.print(prompt, style="bold", end="", markup=False)
         answer = weft.generate(prompt, max_tokens=MAX_TOKENS, temperature=0, repetition_penalty=REPETITION_PENALTY)
         async for delta in answer:
-            say(delta.text)
+            write(delta.text)
         out.print("\n")
         assert answer.receipt is not None
         print_receipt(out, answer.receipt)

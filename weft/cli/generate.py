@@ -1,4 +1,4 @@
-"""The commands that ask a mesh: generate, chat, models."""
+"""The commands that call a mesh: generate, chat, models."""
 
 import contextlib
 import sys
@@ -7,22 +7,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weft.cli.flags import LOCAL, Address, ApiKey, Caching, Deadline, Model, fail, nobody
+from weft.cli.flags import LOCAL, Address, ApiKey, Caching, Deadline, Model, fail, no_mesh
 
 if TYPE_CHECKING:
     from weft.client.blocking import SyncClient
     from weft.client.requests import Options
 
-MaxTokens = Annotated[int | None, typer.Option(help="Most tokens to produce.", show_default="up to 256")]
+MaxTokens = Annotated[int | None, typer.Option(help="Most tokens to generate.", show_default="up to 256")]
 MinTokens = Annotated[int | None, typer.Option(help="Fewest tokens before the answer may end.")]
 Temperature = Annotated[float | None, typer.Option(help="0 is greedy.", show_default="1")]
 TopK = Annotated[int | None, typer.Option(help="Keep the k most likely tokens; 0 keeps all.", show_default="0")]
 TopP = Annotated[float | None, typer.Option(help="Keep the most likely tokens up to this probability.")]
-MinP = Annotated[float | None, typer.Option(help="Keep tokens this likely, relative to the most likely one.")]
-RepetitionPenalty = Annotated[float | None, typer.Option(help="Above 1: fewer repetitions.")]
-PresencePenalty = Annotated[float | None, typer.Option(help="Taken from tokens that the answer has.")]
-FrequencyPenalty = Annotated[float | None, typer.Option(help="The same, times their count.")]
-Seed = Annotated[int | None, typer.Option(help="The same seed gives the same draws.", show_default="random")]
+MinP = Annotated[float | None, typer.Option(help="Keep tokens at least this likely, relative to the most likely one.")]
+RepetitionPenalty = Annotated[float | None, typer.Option(help="Above 1: tokens that occurred become less likely.")]
+PresencePenalty = Annotated[float | None, typer.Option(help="Subtracted from logits of tokens in the answer.")]
+FrequencyPenalty = Annotated[float | None, typer.Option(help="The same, times the count of the token.")]
+Seed = Annotated[int | None, typer.Option(help="Equal seeds give equal answers.", show_default="random")]
 Stop = Annotated[list[str] | None, typer.Option(help="End before this string; may be repeated.")]
 StopTokenId = Annotated[list[int] | None, typer.Option(help="End at this token; may be repeated.")]
 LogitBias = Annotated[
@@ -30,15 +30,15 @@ LogitBias = Annotated[
 ]
 Logprobs = Annotated[int | None, typer.Option(help="Show log-probabilities, with this many alternatives.")]
 IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Do not end at the model's end tokens.")]
-Count = Annotated[int, typer.Option(help="How many continuations.")]
-Priority = Annotated[int, typer.Option(help="Higher is sooner when the mesh is full.")]
-Cache = Annotated[Caching | None, typer.Option(help="What the caches may do.", show_default="read_write")]
-RequestId = Annotated[str, typer.Option(help="A name for the request.", show_default="random")]
-Stats = Annotated[bool, typer.Option("--stats", help="Say what the answer cost.")]
+Count = Annotated[int, typer.Option(help="Number of continuations.")]
+Priority = Annotated[int, typer.Option(help="Higher is served sooner when the mesh is full.")]
+Cache = Annotated[Caching | None, typer.Option(help="Use of the caches.", show_default="read_write")]
+RequestId = Annotated[str, typer.Option(help="Id of the request.", show_default="random")]
+Stats = Annotated[bool, typer.Option("--stats", help="Print what the answer cost.")]
 
 
 def generate(
-    prompt: Annotated[str, typer.Argument(help="What to continue; - reads it from standard input.")],
+    prompt: Annotated[str, typer.Argument(help="Text to continue; - reads it from standard input.")],
     address: Address = LOCAL,
     api_key: ApiKey = "",
     model: Model = "",
@@ -64,7 +64,7 @@ def generate(
     deadline: Deadline = None,
     stats: Stats = False,
 ) -> None:
-    """Continue a prompt, token by token."""
+    """Continue a prompt and print the tokens as they arrive."""
     options: Any = {
         "model": model,
         "max_tokens": max_tokens,
@@ -96,7 +96,7 @@ def chat(
     address: Address = LOCAL,
     api_key: ApiKey = "",
     model: Model = "",
-    system: Annotated[str, typer.Option(help="What the model is told first.")] = "",
+    system: Annotated[str, typer.Option(help="The system message.")] = "",
     max_tokens: MaxTokens = None,
     temperature: Temperature = None,
     top_k: TopK = None,
@@ -106,8 +106,9 @@ def chat(
     deadline: Deadline = None,
     stats: Stats = False,
 ) -> None:
-    """Talk with a model; --stats tells time to first token and speed after each answer."""
+    """Chat with a model; --stats prints time to first token and speed after each answer."""
     from weft.cli import chat as conversation
+    from weft.client.requests import not_served
 
     options: Any = {
         "model": model,
@@ -119,14 +120,15 @@ def chat(
         "seed": seed,
     }
     with _client(address, api_key, deadline) as client:
-        served = [known for known in client.models() if known.workers and model in ("", known.name, *known.aliases)]
-        if not served:
-            fail(f"{address} does not serve {model}" if model else f"{address} serves no model yet")
-        conversation.run(client, served[0], system, options, stats)
+        served = [known for known in client.models() if known.workers]
+        chosen = [known for known in served if model in ("", known.name, *known.aliases)]
+        if not chosen:
+            fail(not_served(address, model, [known.name for known in served]))
+        conversation.run(client, chosen[0], system, options, stats)
 
 
 def models(address: Address = LOCAL, api_key: ApiKey = "") -> None:
-    """List the models that a mesh serves, and how far those are that it is loading."""
+    """List the models that a mesh serves, and the progress of those that it is loading."""
     from report.console import console
     from weft.cli.terminal import models_table
 
@@ -136,31 +138,33 @@ def models(address: Address = LOCAL, api_key: ApiKey = "") -> None:
 
 def _answer(client: "SyncClient", prompt: str, options: "Options", n: int, logprobs: bool, stats: bool) -> None:
     from report.console import console
-    from weft.cli.terminal import Speaker, print_receipt
+    from weft.cli.terminal import AnswerWriter, print_receipt
 
-    speaker = Speaker(n, logprobs)
+    writer = AnswerWriter(n, logprobs)
     answer = client.generate(prompt, **options)
     for delta in answer:
-        speaker.add(delta)
+        writer.add(delta)
     if stats and answer.receipt is not None:
         print_receipt(console(), answer.receipt)
 
 
 @contextlib.contextmanager
 def _client(address: str, api_key: str, deadline_s: float | None) -> "Iterator[SyncClient]":
-    """A client of the mesh at `address`, with its errors told in one line."""
+    """A client of the mesh at `address`. An error inside the block ends the command with one line."""
     from weft.cli.reach import listens
     from weft.client.blocking import SyncClient
     from weft.client.errors import WeftError
 
     if not listens(address):
-        fail(nobody(address))
+        fail(no_mesh(address))
     with SyncClient(address, api_key=api_key, deadline_s=deadline_s) as client:
         try:
             yield client
         except WeftError as error:
-            if not error.reason and error.code.name in ("UNAVAILABLE", "UNIMPLEMENTED"):
-                fail(nobody(address) if error.code.name == "UNAVAILABLE" else f"{address} is no gateway of Weft")
+            if not error.reason and error.code.name == "UNAVAILABLE":
+                fail(f"the connection to {address} was lost and could not be made again")
+            if not error.reason and error.code.name == "UNIMPLEMENTED":
+                fail(f"{address} is no gateway of Weft")
             fail(str(error))
         except (TypeError, ValueError) as error:
             fail(str(error), usage=True)

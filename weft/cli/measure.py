@@ -1,4 +1,4 @@
-"""The commands that look at a mesh and measure it: bench, top, doctor."""
+"""The commands that observe and measure a mesh: bench, top, doctor."""
 
 import contextlib
 import secrets
@@ -8,39 +8,39 @@ from typing import Annotated
 
 import typer
 
-from weft.cli.flags import LOCAL, LOCAL_SCHEDULER, Address, Caching, Model, RedisUrl, Scheduler, fail, nobody, run
+from weft.cli.flags import LOCAL, LOCAL_SCHEDULER, Address, Caching, Model, RedisUrl, Scheduler, fail, no_mesh, run
 
 Addresses = Annotated[
     str, typer.Option(envvar="WEFT_ADDRESS", help="host:port of the mesh; several gateways with commas.")
 ]
 Requests = Annotated[int, typer.Option("--requests", "--limit", min=1, help="Most requests to measure.")]
 Duration = Annotated[float | None, typer.Option(help="Seconds after which no request begins.")]
-Concurrency = Annotated[int | None, typer.Option(min=1, help="Most at a time.", show_default="8, or any")]
-Rate = Annotated[float | None, typer.Option(help="Requests per second, whatever is still running.")]
-Constant = Annotated[bool, typer.Option("--constant", help="They arrive evenly, not by chance (Poisson).")]
-InputLen = Annotated[int, typer.Option(min=1, help="Tokens of each prompt, drawn anew.")]
+Concurrency = Annotated[int | None, typer.Option(min=1, help="Most requests at a time.", show_default="8, or any")]
+Rate = Annotated[float | None, typer.Option(help="Requests per second, independent of how many still run.")]
+Constant = Annotated[bool, typer.Option("--constant", help="Requests arrive evenly instead of as a Poisson process.")]
+InputLen = Annotated[int, typer.Option(min=1, help="Tokens of each prompt, drawn at random.")]
 OutputLen = Annotated[int, typer.Option(min=1, help="Tokens of each answer.")]
-PrefixLen = Annotated[int, typer.Option(min=0, help="Of the prompt, tokens that requests share.")]
-Prefixes = Annotated[int, typer.Option(min=1, help="How many such prefixes there are.")]
+PrefixLen = Annotated[int, typer.Option(min=0, help="Tokens at the start of the prompt that requests share.")]
+Prefixes = Annotated[int, typer.Option(min=1, help="Number of such prefixes.")]
 Trace = Annotated[
     Path | None, typer.Option(exists=True, dir_okay=False, help="Replay a Mooncake or Azure trace, .jsonl or .gz.")
 ]
-TimeScale = Annotated[float, typer.Option(help="How many times faster the trace runs.")]
+TimeScale = Annotated[float, typer.Option(help="Replay the trace so many times faster.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
-IgnoreEos = Annotated[bool, typer.Option(help="Answers run to their full length.")]
-Cache = Annotated[Caching, typer.Option(help="What the caches may do.")]
+IgnoreEos = Annotated[bool, typer.Option(help="Do not end answers at the model's end tokens.")]
+Cache = Annotated[Caching, typer.Option(help="Use of the caches.")]
 Deadline = Annotated[float, typer.Option(help="Seconds that an answer may take.")]
-Warmup = Annotated[int, typer.Option(min=0, help="Requests beforehand that count for nothing.")]
+Warmup = Annotated[int, typer.Option(min=0, help="Requests before the measurement, not counted.")]
 Processes = Annotated[int, typer.Option(min=1, help="Client processes.")]
-Seed = Annotated[int | None, typer.Option(help="Of prompts and arrivals.", show_default="random")]
+Seed = Annotated[int | None, typer.Option(help="Seed of prompts and arrivals.", show_default="random")]
 Goodput = Annotated[list[str] | None, typer.Option(help="Bounds of a good answer in ms: 'ttft:200 tpot:50'.")]
-Json = Annotated[Path | None, typer.Option(help="Write the result there.")]
-Html = Annotated[Path | None, typer.Option(help="Write a report with plots there.")]
+Json = Annotated[Path | None, typer.Option(help="Write the result to this file.")]
+Html = Annotated[Path | None, typer.Option(help="Write a report with plots to this file.")]
 Profile = Annotated[
     Path | None,
-    typer.Option(dir_okay=False, help="Profile a worker meanwhile; its trace goes there (.json.gz, for Perfetto)."),
+    typer.Option(dir_okay=False, help="Profile a worker under the load; write the trace here (.json.gz, Perfetto)."),
 ]
-ProfileSteps = Annotated[int, typer.Option(min=1, max=1000, help="How many of its steps.")]
+ProfileSteps = Annotated[int, typer.Option(min=1, max=1000, help="Number of steps to profile.")]
 
 
 def bench(
@@ -71,12 +71,12 @@ def bench(
     profile_steps: ProfileSteps = 32,
     scheduler: Scheduler = LOCAL_SCHEDULER,
 ) -> None:
-    """Load a mesh and measure: latencies, throughput, where the time goes."""
+    """Send load to a mesh and measure latencies, throughput and the time spent in each stage."""
     from report.console import console
     from weft.cli.reach import listens
     from weft.load.command import bench as measure
     from weft.load.plan import Plan, goodput_from
-    from weft.load.profile import Wish
+    from weft.load.profile import ProfileSpec
 
     unbounded = concurrency is None and (rate is not None or trace is not None)
     lengths = {"input_tokens": input_len, "output_tokens": output_len, "prefix_tokens": prefix_len}
@@ -93,15 +93,15 @@ def bench(
                 fail(f"{file}: there is no such folder", usage=True)
         missing = [each for each in address.split(",") if not listens(each)]
         if missing:
-            fail(nobody(missing[0]))
-        wish = Wish(profile_steps, profile.absolute(), scheduler) if profile else None
-        code = measure(plan, console(), json, html, wish)
+            fail(no_mesh(missing[0]))
+        profiled = ProfileSpec(profile_steps, profile.absolute(), scheduler) if profile else None
+        code = measure(plan, console(), json, html, profiled)
     raise typer.Exit(code)
 
 
 @contextlib.contextmanager
 def _refusals() -> Iterator[None]:
-    """What keeps a run of load from its end, in one line."""
+    """Ends the command with one line for what can keep a load from being run."""
     from weft.client.errors import WeftError
     from weft.load.plan import PlanError
     from weft.load.profile import ProfileError
@@ -120,9 +120,9 @@ def _refusals() -> Iterator[None]:
 
 def top(
     scheduler: Scheduler = LOCAL_SCHEDULER,
-    once: Annotated[bool, typer.Option("--once", help="One picture, no live view.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print one snapshot, no live view.")] = False,
 ) -> None:
-    """Watch a mesh: its workers and models, how full and how fast they are."""
+    """Watch a mesh: its workers and models, their load and their speed."""
     from report.console import console
     from weft.cli import top as view
 
@@ -137,10 +137,11 @@ def doctor(
     scheduler: Scheduler = LOCAL_SCHEDULER,
     redis_url: RedisUrl = "",
 ) -> None:
-    """Look for what keeps a mesh from running, here and at an address. The exit code is 1 if something does."""
+    """Check what a mesh needs to run, on this machine and at an address. The exit code is 1 if a check fails."""
     import asyncio
 
     from report.console import console
-    from weft.cli import doctor as examination
+    from weft.cli import doctor as checks
 
-    raise typer.Exit(examination.tell(asyncio.run(examination.examine(address, scheduler, redis_url)), console()))
+    findings = asyncio.run(checks.examine(address, scheduler, redis_url))
+    raise typer.Exit(checks.print_findings(findings, console()))

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_args
 
 import typer
 
@@ -22,7 +22,7 @@ class ServiceName(StrEnum):
     CACHE = "cache"
 
 
-OnePart = Annotated[ServiceName | None, typer.Argument(help="Run this service alone, here.", show_default="all")]
+OneService = Annotated[ServiceName | None, typer.Argument(help="Run this service alone, here.", show_default="all")]
 Models = Annotated[
     list[str] | None,
     typer.Option(help="Folder of a checkpoint, or name on the hub; may be repeated.", show_default="MODEL_NAME"),
@@ -30,27 +30,34 @@ Models = Annotated[
 Aliases = Annotated[
     list[str] | None, typer.Option(metavar="ALIAS=NAME", help="Another name for a model; may be repeated.")
 ]
-Workers = Annotated[int, typer.Option(min=1, help="How many workers, of each model.")]
-Port = Annotated[int | None, typer.Option(min=1, max=65535, help="Where to listen.", show_default="50051")]
+Workers = Annotated[int, typer.Option(min=1, help="Number of workers of each model.")]
+Host = Annotated[
+    str | None,
+    typer.Option(help="Host to listen at for callers: 0.0.0.0 is open to other machines.", show_default="127.0.0.1"),
+]
+Port = Annotated[
+    int | None, typer.Option(min=1, max=65535, help="Port to listen at for callers.", show_default="50051")
+]
 MaxBatchSize = Annotated[int | None, typer.Option(min=1, help="Most sequences in a worker's batch.")]
 MaxSeqLength = Annotated[str | None, typer.Option(help="Most tokens of prompt and answer: 4096, 4k, 32k.")]
-Engine = Annotated[str | None, typer.Option(help="What computes.", show_default="the best there is")]
+Engine = Annotated[str | None, typer.Option(help="gpu, torch (on the CPU) or paced.", show_default="auto")]
 Quantize = Annotated[str | None, typer.Option(help="Round a plain checkpoint's weights to int8, int4, fp8 or nf4.")]
 KvDtype = Annotated[
-    str | None, typer.Option(help="Of stored keys and values: fp8 or int8.", show_default="the model's")
+    str | None, typer.Option(help="Format of stored keys and values: fp8 or int8.", show_default="the model's")
 ]
 KvScales = Annotated[
-    str | None, typer.Option(help="Of keys and values in fp8: dynamic.", show_default="the checkpoint's, else 1")
+    str | None, typer.Option(help="Scales of fp8 keys and values: dynamic.", show_default="the checkpoint's, else 1")
 ]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Logs on stderr instead of in files.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Write logs to stderr instead of files.")]
 
 
 def serve(
-    part: OnePart = None,
+    part: OneService = None,
     model: Models = None,
     alias: Aliases = None,
     workers: Workers = 1,
     redis_url: RedisUrl = "",
+    host: Host = None,
     port: Port = None,
     max_batch_size: MaxBatchSize = None,
     max_seq_length: MaxSeqLength = None,
@@ -61,41 +68,45 @@ def serve(
     verbose: Verbose = False,
 ) -> None:
     """Serve one or several models: the whole mesh, or one of its services by name."""
-    models = [_model_path(each) for each in model or [os.environ.get("MODEL_NAME", "")] if each]
     settings = {
         "MAX_BATCH_SIZE": max_batch_size,
         "MAX_SEQ_LENGTH": _tokens(max_seq_length),
-        "ENGINE": engine,
-        "QUANTIZE": quantize,
-        "KV_DTYPE": kv_dtype,
-        "KV_SCALES": kv_scales,
+        "ENGINE": _one_of("engine", engine),
+        "QUANTIZE": _one_of("quantize", quantize),
+        "KV_DTYPE": _one_of("kv_dtype", kv_dtype),
+        "KV_SCALES": _one_of("kv_scales", kv_scales),
     }
     environment = {name: str(value) for name, value in settings.items() if value is not None}
     if part is not None:
-        if len(models) > 1 or alias:
+        if len(model or []) > 1 or alias:
             fail("several models and aliases are for the whole mesh", usage=True)
-        _serve_part(part, environment, model="".join(model or []), workers=workers, redis_url=redis_url, port=port)
+        if workers != 1:
+            fail(f"--workers is for the whole mesh: start `weft serve {part}` once for each", usage=True)
+        _run_service(part, environment, model="".join(model or []), redis_url=redis_url, host=host, port=port)
         return
+    models = [_model_path(each) for each in model or [os.environ.get("MODEL_NAME", "")] if each]
     from report.console import console
     from weft.launch import demo_model, mesh
-    from weft.launch.plan import MeshSpec, model_name
+    from weft.launch.home import default_home
+    from weft.launch.plan import HOST, MeshSpec, model_name
 
     with _mesh_errors():
         models = models or [str(demo_model.model_folder())]
-        wanted = MeshSpec(
+        spec = MeshSpec(
             models=models,
-            home=demo_model.home(),
+            home=default_home(),
             aliases=_aliases(alias or [], {model_name(each) for each in models}),
             workers=workers,
             redis_url=redis_url,
+            host=host or HOST,
             port=port,
             settings=environment,
         )
-        run(mesh.serve(wanted, console(), verbose=verbose))
+        run(mesh.serve(spec, console(), verbose=verbose))
 
 
 def demonstrate(
-    prompt: Annotated[str, typer.Option(help="What to continue.", show_default="the beginning of a story")] = "",
+    prompt: Annotated[str, typer.Option(help="Text to continue.", show_default="the beginning of a story")] = "",
 ) -> None:
     """Start a mesh with the demo model, stream one answer, print its receipt, stop."""
     from report.console import console
@@ -105,48 +116,87 @@ def demonstrate(
         run(demo.run(prompt or demo.PROMPT, console()))
 
 
-def _serve_part(
-    part: ServiceName, environment: dict[str, str], *, model: str, workers: int, redis_url: str, port: int | None
+def _run_service(
+    part: ServiceName, environment: dict[str, str], *, model: str, redis_url: str, host: str | None, port: int | None
 ) -> None:
-    """Becomes one service. Its settings come from the environment; flags that it would ignore are refused."""
-    if workers != 1:
-        fail(f"--workers is for the whole mesh: start `weft serve {part}` once for each", usage=True)
+    """Replaces this process by one service, with settings in its environment. Refuses flags that it would ignore."""
     if part is not ServiceName.WORKER and environment:
         fail(f"the {part} has no {', '.join(sorted(environment))}", usage=True)
     for flag, value, owner, name in (
-        ("--model", model and _model_path(model), ServiceName.WORKER, "MODEL_NAME"),
+        ("--model", model, ServiceName.WORKER, "MODEL_NAME"),
         ("--redis-url", redis_url, ServiceName.CACHE, "WEFT_REDIS_URL"),
     ):
         if value and part is not owner and value != os.environ.get(name):
             fail(f"the {part} has no {flag}", usage=True)
         if value and part is owner:
-            environment[name] = value
-    if port is not None:
-        environment["WEFT_LISTEN"] = f"127.0.0.1:{port}"
+            environment[name] = _model_path(value) if name == "MODEL_NAME" else value
+    if host is not None or port is not None:
+        environment["WEFT_LISTEN"] = _listen(part, host, port)
     os.environ.update(environment)
-    # `-m` alone would import from the current folder, whatever lies there.
+    # `-m` alone would import from the current folder.
     path = [] if {"", os.getcwd()} & set(sys.path) else ["-P"]
     os.execv(sys.executable, [sys.executable, *path, "-m", f"services.{part}"])
 
 
+def _listen(part: ServiceName, host: str | None, port: int | None) -> str:
+    """host:port of one service, with its own defaults."""
+    from services import settings
+    from weft.launch.plan import joined
+
+    own_host, _, own_port = str(getattr(settings, f"{part.upper()}_ADDRESS")).rpartition(":")
+    return joined(host or own_host, port or int(own_port))
+
+
 @contextlib.contextmanager
 def _mesh_errors() -> Iterator[None]:
-    """What can keep a mesh from running, told in one line."""
+    """Ends the command with one line for what can keep a mesh from running."""
     from services.cache.embedded import NoRedisError
     from weft.client.errors import WeftError
     from weft.launch.demo_model import NoDemoModel
-    from weft.launch.plan import PortTaken
+    from weft.launch.plan import CannotServe
     from weft.launch.supervisor import GaveUp
 
     try:
         yield
-    except (GaveUp, PortTaken, NoRedisError, NoDemoModel, WeftError) as error:
+    except (GaveUp, CannotServe, NoRedisError, NoDemoModel, WeftError) as error:
         fail(str(error))
 
 
 def _model_path(model: str) -> str:
-    """An absolute path for a folder, anything else (a name on the hub) as it is."""
-    return str(Path(model).absolute()) if model and Path(model).is_dir() else model
+    """An absolute path for a folder; a name on the hub or of random weights as it is. Refuses a missing folder."""
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            fail(f"--model: {model} is no checkpoint: it has no config.json", usage=True)
+        return str(folder.absolute())
+    from services.worker.loader import presets
+
+    if model.startswith(presets.PREFIX):
+        if model.removeprefix(presets.PREFIX) not in presets.PRESETS:
+            known = ", ".join(f"{presets.PREFIX}{name}" for name in presets.PRESETS)
+            fail(f"--model: {model} is none of {known}", usage=True)
+    elif model.count("/") != 1 or model.startswith((".", "/", "~")):
+        fail(f"--model: there is no folder {model}, and names on the hub have the form OWNER/NAME", usage=True)
+    return model
+
+
+def _one_of(setting: str, value: str | None) -> str | None:
+    """The value, if the worker's setting of this name allows it. Refuses any other."""
+    if value is None:
+        return None
+    from services.worker.settings import WorkerSettings
+
+    allowed = _literals(WorkerSettings.model_fields[setting].annotation)
+    if value not in allowed:
+        fail(f"--{setting.replace('_', '-')}: {value!r} is none of {', '.join(allowed)}", usage=True)
+    return value
+
+
+def _literals(annotation: Any) -> list[str]:
+    """The strings that an annotation such as Literal["a", "b"] | None allows."""
+    if isinstance(annotation, str):
+        return [annotation]
+    return [text for part in get_args(annotation) for text in _literals(part)]
 
 
 def _aliases(pairs: list[str], names: set[str]) -> dict[str, str]:

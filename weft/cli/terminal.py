@@ -1,4 +1,4 @@
-"""What people see: answers as they arrive, receipts as tables. Knows terminals, never calls."""
+"""Writes answers as they arrive and receipts as tables. Knows terminals, never calls."""
 
 import re
 import sys
@@ -9,44 +9,44 @@ from rich.console import Console
 from rich.table import Table
 
 from protos import inference_pb2 as api
-from report.console import console
+from report.console import amount, console
 
-# What a model writes must not steer the terminal: control characters go, except tab and line break.
+# A model's text must not control the terminal: control characters are removed, except tab and line break.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _HOPS = ("tokenize", "cache", "queue", "prefill", "decode", "detokenize", "network", "unaccounted")
 _BAR = 24
 
 
-def say(text: str) -> None:
-    """Writes a piece of an answer at once, as it is; for a character that the output does not know a question mark."""
+def write(text: str) -> None:
+    """Writes a piece of an answer at once. Characters that the output cannot encode become question marks."""
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(_CONTROL.sub("", text).encode(encoding, "replace").decode(encoding))
     sys.stdout.flush()
 
 
-class Speaker:
-    """Writes the deltas of an answer: one continuation as it arrives, several each when it is whole."""
+class AnswerWriter:
+    """Writes the deltas of an answer: a single continuation as it arrives, one of several when it is complete."""
 
     def __init__(self, n: int, logprobs: bool = False) -> None:
         self._n = n
         self._logprobs = logprobs
         self._texts: dict[int, str] = {}
-        self._places: dict[int, list[api.PositionLogprobs]] = {}
+        self._logprobs_of: dict[int, list[api.PositionLogprobs]] = {}
 
     def add(self, delta: api.Delta) -> None:
-        """Takes the next delta."""
+        """Adds the next delta."""
         text = self._texts[delta.index] = self._texts.get(delta.index, "") + delta.text
-        self._places.setdefault(delta.index, []).extend(delta.logprobs)
+        self._logprobs_of.setdefault(delta.index, []).extend(delta.logprobs)
         if self._n == 1:
-            say(delta.text)
+            write(delta.text)
         if delta.finish_reason:
-            say("\n" if self._n == 1 else f"[{delta.index}] {text}\n")
+            write("\n" if self._n == 1 else f"[{delta.index}] {text}\n")
             if self._logprobs:
-                console().print(_logprobs_table(self._places[delta.index]))
+                console().print(_logprobs_table(self._logprobs_of[delta.index]))
 
 
 def receipt_table(receipt: api.Receipt) -> Table:
-    """Where the time went: a row for each hop with its share, and first token and wall time below."""
+    """The time of each stage with its share of the wall time, then wall time and time to first token."""
     timings = receipt.timings
     table = _table("hop", "ms", "share")
     for hop in _HOPS:
@@ -61,7 +61,7 @@ def receipt_table(receipt: api.Receipt) -> Table:
 
 
 def receipt_facts(receipt: api.Receipt) -> dict[str, str]:
-    """What the request cost, and who served it: names and values for people, without those that say nothing."""
+    """What the request cost and which workers served it: names and values for people, without empty ones."""
     result = "hit" if receipt.result_hit else "joined a running generation" if receipt.joined else "miss"
     facts = {
         "model": receipt.model,
@@ -82,35 +82,35 @@ def receipt_facts(receipt: api.Receipt) -> dict[str, str]:
 
 
 def print_receipt(out: Console, receipt: api.Receipt) -> None:
-    """The whole receipt."""
+    """Prints the whole receipt."""
     out.print(receipt_table(receipt))
     for name, value in receipt_facts(receipt).items():
         out.print(f"{name:<16}{value}", markup=False)
 
 
 def speed(receipt: api.Receipt) -> str:
-    """One line for after an answer: time to first token, tokens per second of decoding, tokens."""
+    """One line about an answer: time to first token, tokens per second of decoding, tokens."""
     timings = receipt.timings
-    words = [f"first token {timings.first_token_s * 1e3:.0f} ms", f"{receipt.completion_tokens} tokens"]
+    parts = [f"first token {timings.first_token_s * 1e3:.0f} ms", f"{receipt.completion_tokens} tokens"]
     if receipt.result_hit:
-        words.append("from the result cache")
+        parts.append("from the result cache")
     elif timings.decode_s > 0 and receipt.completion_tokens > 1:
-        words.insert(1, f"{(receipt.completion_tokens - 1) / timings.decode_s:.1f} tok/s")
+        parts.insert(1, f"{(receipt.completion_tokens - 1) / timings.decode_s:.1f} tok/s")
     if receipt.cached_tokens:
-        words.append(f"{receipt.cached_tokens} of {receipt.prompt_tokens} prompt tokens cached")
-    return ", ".join(words)
+        parts.append(f"{receipt.cached_tokens} of {receipt.prompt_tokens} prompt tokens cached")
+    return ", ".join(parts)
 
 
 def models_table(models: Iterable[api.Model]) -> Table:
-    """The models of a mesh."""
+    """The models of a mesh, a row each. Aliases and loading workers have columns if there are any."""
     models = list(models)
-    said = {
+    optional = {
         "aliases": [", ".join(model.aliases) for model in models],
         "loading": [", ".join(f"{each.phase} {each.percent}%" for each in model.loading) for model in models],
     }
-    more = {name: words for name, words in said.items() if any(words)}
+    more = {name: cells for name, cells in optional.items() if any(cells)}
     table = _table("model", "parameters", "context", "vocabulary", "architecture", "workers", "chat", *more)
-    for place, model in enumerate(models):
+    for index, model in enumerate(models):
         table.add_row(
             model.name,
             amount(model.parameters),
@@ -119,24 +119,16 @@ def models_table(models: Iterable[api.Model]) -> Table:
             model.architecture,
             str(model.workers),
             "yes" if model.chat else "no",
-            *(words[place] for words in more.values()),
+            *(cells[index] for cells in more.values()),
         )
     return table
 
 
-def amount(count: int) -> str:
-    """A count for people: 11.3 M."""
-    for size, unit in ((10**9, " B"), (10**6, " M"), (10**3, " k")):
-        if count >= size:
-            return f"{count / size:.1f}{unit}"
-    return str(count)
-
-
-def _logprobs_table(places: Sequence[api.PositionLogprobs]) -> Table:
+def _logprobs_table(positions: Sequence[api.PositionLogprobs]) -> Table:
     table = _table("token", "logprob", "most likely")
-    for place in places:
-        top = "  ".join(f"{token.text!r} {token.logprob:.3f}" for token in place.top)
-        table.add_row(repr(place.chosen.text), f"{place.chosen.logprob:.4f}", top)
+    for position in positions:
+        top = "  ".join(f"{token.text!r} {token.logprob:.3f}" for token in position.top)
+        table.add_row(repr(position.chosen.text), f"{position.chosen.logprob:.4f}", top)
     return table
 
 

@@ -1,4 +1,4 @@
-"""A live view of a mesh: who runs what, how full and how fast. Asks scheduler and workers, changes nothing."""
+"""A live view of a mesh: its workers, their load and their speed. Reads from scheduler and workers, changes nothing."""
 
 import asyncio
 import time
@@ -16,18 +16,17 @@ from protos import mesh_pb2 as mesh
 from protos import mesh_pb2_grpc as stubs
 
 REFRESH_S = 1.0
-_PATIENCE_S = 1.0
+_TIMEOUT_S = 1.0
 _BAR = 12
-_WIDTH = 160  # where there is no terminal
 
 
 class NoScheduler(Exception):
-    """Nobody answers where the scheduler should be."""
+    """No scheduler answers at the address."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSnapshot:
-    """A worker: what the scheduler says of it, and what it says itself; None if it does not answer."""
+    """A worker as the scheduler reports it, and its own status; None if it does not answer."""
 
     overview: mesh.WorkerOverview
     status: mesh.StatusResponse | None
@@ -35,38 +34,38 @@ class WorkerSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The mesh at a moment."""
+    """The mesh at one moment."""
 
     at_s: float
     gateways: int
     models: list[mesh.ModelOverview]
     workers: list[WorkerSnapshot]
     loading: list[mesh.WorkerLoading]
-    """Those that will join."""
+    """Workers whose start is not over."""
 
     def steps(self) -> dict[str, int]:
-        """Steps that each worker has made."""
-        return {seen.overview.worker_id: seen.status.report.steps for seen in self.workers if seen.status is not None}
+        """Steps that each worker has completed, by its id."""
+        return {each.overview.worker_id: each.status.report.steps for each in self.workers if each.status is not None}
 
 
 class MeshProbe:
-    """Looks at a mesh again and again over the same connections."""
+    """Takes snapshots of a mesh over connections that it keeps."""
 
     def __init__(self, scheduler: str) -> None:
         self._scheduler = scheduler
         self._channels: dict[str, aio.Channel] = {}
 
-    async def look(self) -> Snapshot:
+    async def snapshot(self) -> Snapshot:
         """The mesh now. Raises NoScheduler."""
         stub: stubs.SchedulerAsyncStub = stubs.SchedulerStub(self._channel(self._scheduler))
         try:
-            overview = await stub.Overview(mesh.OverviewRequest(), timeout=_PATIENCE_S)
+            overview = await stub.Overview(mesh.OverviewRequest(), timeout=_TIMEOUT_S)
         except aio.AioRpcError as error:
-            here = error.code() is not grpc.StatusCode.UNAVAILABLE
-            why = "is no scheduler" if here else "has no scheduler"
-            raise NoScheduler(f"{self._scheduler} {why}: name its address with --scheduler") from None
-        workers = await asyncio.gather(*(self._ask(worker) for worker in overview.workers))
-        await self._forget({worker.address for worker in overview.workers})
+            answered = error.code() is not grpc.StatusCode.UNAVAILABLE
+            problem = f"{self._scheduler} is no scheduler" if answered else f"no scheduler at {self._scheduler}"
+            raise NoScheduler(f"{problem}: name its address with --scheduler") from None
+        workers = await asyncio.gather(*(self._worker(worker) for worker in overview.workers))
+        await self._close_others({worker.address for worker in overview.workers})
         return Snapshot(
             time.monotonic(), overview.gateways, list(overview.models), list(workers), list(overview.loading)
         )
@@ -75,14 +74,14 @@ class MeshProbe:
         """Closes all connections."""
         await asyncio.gather(*(channel.close() for channel in self._channels.values()))
 
-    async def _ask(self, worker: mesh.WorkerOverview) -> WorkerSnapshot:
+    async def _worker(self, worker: mesh.WorkerOverview) -> WorkerSnapshot:
         stub: stubs.WorkerAsyncStub = stubs.WorkerStub(self._channel(worker.address))
         try:
-            return WorkerSnapshot(worker, await stub.Status(mesh.StatusRequest(), timeout=_PATIENCE_S))
+            return WorkerSnapshot(worker, await stub.Status(mesh.StatusRequest(), timeout=_TIMEOUT_S))
         except aio.AioRpcError:
             return WorkerSnapshot(worker, None)
 
-    async def _forget(self, present: set[str]) -> None:
+    async def _close_others(self, present: set[str]) -> None:
         gone = self._channels.keys() - present - {self._scheduler}
         await asyncio.gather(*(self._channels.pop(address).close() for address in gone))
 
@@ -93,29 +92,29 @@ class MeshProbe:
 
 
 async def show(scheduler: str, out: Console, *, once: bool) -> None:
-    """One render, or a live one until the task is cancelled. Raises NoScheduler if there is none at the beginning."""
-    eye = MeshProbe(scheduler)
+    """Prints one snapshot, or follows the mesh until it is cancelled. Raises NoScheduler if none answers at first."""
+    probe = MeshProbe(scheduler)
     try:
-        last = await eye.look()
+        last = await probe.snapshot()
         if once:
-            out.print(render(last), width=None if out.is_terminal else _WIDTH)
+            out.print(render(last))
             return
         with Live(render(last), console=out, screen=True, auto_refresh=False) as live:
             while True:
                 await asyncio.sleep(REFRESH_S)
                 try:
-                    now = await eye.look()
+                    now = await probe.snapshot()
                 except NoScheduler as error:
                     live.update(Group(render(last), str(error)), refresh=True)
                     continue
                 live.update(render(now, last), refresh=True)
                 last = now
     finally:
-        await eye.close()
+        await probe.close()
 
 
 def render(now: Snapshot, before: Snapshot | None = None) -> Group:
-    """Two tables; with an earlier snapshot the steps per second between the two."""
+    """The snapshot as two tables, with the steps per second since an earlier snapshot."""
     counts = f"{len(now.workers)} workers, {now.gateways} gateways"
     if now.loading:
         counts += f", {len(now.loading)} workers loading"
@@ -127,7 +126,7 @@ def render(now: Snapshot, before: Snapshot | None = None) -> Group:
 def _models(now: Snapshot) -> Table:
     table = _table(["model"], ["workers", "queued", "queued tokens", "following"])
     for model in now.models:
-        serving = sum(seen.overview.model == model.name for seen in now.workers)
+        serving = sum(worker.overview.model == model.name for worker in now.workers)
         numbers = (serving, model.waiting, model.waiting_tokens, model.following)
         table.add_row(model.name, *map(str, numbers))
     return table
@@ -137,19 +136,19 @@ def _workers(now: Snapshot, before: Snapshot | None) -> Table:
     numbers = ["jobs", "running", "waiting", "to prefill", "step ms", "steps/s", "prefill tok/s", "preempted"]
     table = _table(["worker", "state", "KV in use"], numbers)
     earlier = before.steps() if before is not None else {}
-    for seen in now.workers:
-        overview = seen.overview
+    for worker in now.workers:
+        overview, status = worker.overview, worker.status
         jobs = f"{overview.jobs}/{overview.credits}"
-        if seen.status is None:
+        if status is None:
             table.add_row(overview.worker_id, "no answer", "", jobs, style="yellow")
             continue
-        report = seen.status.report
+        report = status.report
         rate = ""
         if before is not None and overview.worker_id in earlier:
             rate = f"{(report.steps - earlier[overview.worker_id]) / (now.at_s - before.at_s):.0f}"
         table.add_row(
             overview.worker_id,
-            seen.status.phase if overview.ready or seen.status.phase != "ready" else "silent",
+            status.phase if overview.ready or status.phase != "ready" else "silent",
             _kv(report),
             jobs,
             str(report.running),
@@ -161,17 +160,17 @@ def _workers(now: Snapshot, before: Snapshot | None) -> Table:
             str(report.preemptions),
         )
     for each in now.loading:
-        table.add_row(each.worker_id, _start(each), style="dim")
+        table.add_row(each.worker_id, _progress(each), style="dim")
     return table
 
 
-def _start(loading: mesh.WorkerLoading) -> str:
-    """What a worker does before it is ready, and how far that is."""
+def _progress(loading: mesh.WorkerLoading) -> str:
+    """The phase of a worker's start, with percent if they are known."""
     return f"{loading.phase} {100 * loading.done // loading.total}%" if loading.total else loading.phase
 
 
 def _kv(report: mesh.WorkerReport) -> str:
-    """Used blocks, and lighter those that hold a prefix which may be found again."""
+    """A bar of the KV blocks in use and, lighter, of those that hold a cached prefix; then the share in use."""
     total = report.free_blocks + report.cached_blocks + report.active_blocks
     if not total:
         return ""

@@ -1,4 +1,4 @@
-"""Calls to a mesh: streams that survive broken connections, deadlines over all tries, receipts.
+"""Calls to a mesh: streams that survive broken connections, deadlines over all attempts, receipts.
 
 Knows the public API, nothing of what serves it.
 """
@@ -25,22 +25,22 @@ DEFAULT_ADDRESS = "127.0.0.1:50051"
 Reply = TypeVar("Reply")
 
 _CHANNEL_OPTIONS: list[tuple[str, Any]] = [
-    # A gateway that hangs or vanishes without a word is noticed within 15 s.
+    # A gateway that hangs or disappears is detected within 15 s.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.max_receive_message_length", 16 << 20),
-    # An address that resolves to several gateways uses all of them, and goes on with those that are left.
+    # An address that resolves to several gateways uses all of them, and those that remain if some fail.
     ("grpc.service_config", '{"loadBalancingConfig": [{"round_robin": {}}]}'),
-    # Tries are made here, where a broken stream can be resumed.
+    # This client retries by itself: it can resume a broken stream.
     ("grpc.enable_retries", 0),
 ]
 
 
 class Answer:
-    """An answer on its way: iterate over its deltas; `receipt` is there when the iteration has ended."""
+    """A streamed answer: iterate over its deltas. `receipt` is set when the iteration has ended."""
 
     def __init__(self, deltas: Callable[["Answer"], AsyncGenerator[api.Delta, None]], request_id: str) -> None:
         self.request_id = request_id
@@ -53,24 +53,24 @@ class Answer:
         return self._deltas
 
     async def text(self) -> str:
-        """All that is left of the text of the first continuation."""
+        """The rest of the text of the first continuation."""
         return "".join([delta.text async for delta in self._deltas if delta.index == 0])
 
     async def cancel(self) -> None:
-        """Ends the answer, and an iteration over it: the mesh stops working on it."""
+        """Cancels the answer in the mesh and ends an iteration over it."""
         self.cancelled = True
         if self.call is not None:
             self.call.cancel()
-        with contextlib.suppress(RuntimeError):  # Somebody iterates just now, and will find it ended.
+        with contextlib.suppress(RuntimeError):  # Another task iterates now; its iteration ends.
             await self._deltas.aclose()
 
 
 class Client:
     """A connection to a mesh, for one event loop.
 
-    `api_key` is for a mesh that asks for one; it comes with every call. `deadline_s` bounds each call with all its
-    tries, None leaves it open; `retries` is how many failures in a row are borne when the mesh is unavailable. Every
-    call raises WeftError when it fails for good.
+    `api_key` is sent with every call. `deadline_s` bounds each call with all its attempts, None leaves it unbounded;
+    `retries` is the number of consecutive failures after which a call to an unavailable mesh is given up. Every call
+    raises WeftError when it finally fails.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Client:
         await self.close()
 
     async def close(self) -> None:
-        """Closes the connection; answers under way end."""
+        """Closes the connection; unfinished answers end."""
         if self._channel is not None:
             await self._channel.close()
             self._channel = None
@@ -107,14 +107,14 @@ class Client:
         traceparent: str | None = None,
         **options: Unpack[Options],
     ) -> Answer:
-        """Streams the answer to `prompt`. A stream that breaks is taken up where it was: each token comes once.
+        """Streams the answer to `prompt`. A broken stream is resumed: each token is delivered once.
 
         Raises TypeError or ValueError at once for options that no request can hold.
         """
         request = self._request(prompt, options)
-        tries = self._tries(deadline_s)
+        retry = self._retry_state(deadline_s)
         metadata = self._metadata(traceparent)
-        return Answer(lambda answer: self._stream(answer, request, tries, metadata), request.request_id)
+        return Answer(lambda answer: self._stream(answer, request, retry, metadata), request.request_id)
 
     async def complete(
         self,
@@ -134,7 +134,7 @@ class Client:
     async def tokenize(
         self, prompt: Prompt, *, model: str = "", deadline_s: float | None = None
     ) -> api.TokenizeResponse:
-        """The tokens that `generate` would make of `prompt`."""
+        """The tokens of `prompt`, as `generate` would send them to the model."""
         request = api.TokenizeRequest(model=model, prompt=requests.build_prompt(prompt))
         metadata = self._metadata()
         return await self._call(
@@ -142,7 +142,7 @@ class Client:
         )
 
     async def models(self, *, deadline_s: float | None = None) -> list[api.Model]:
-        """The models that the mesh serves now, and those that it is loading."""
+        """The models that the mesh serves, and those that it is loading."""
         request = api.ListModelsRequest()
         metadata = self._metadata()
         reply = await self._call(
@@ -151,8 +151,8 @@ class Client:
         return list(reply.models)
 
     def _request(self, prompt: Prompt | api.GenerateRequest, options: Options) -> api.GenerateRequest:
-        """The request in a form that can be sent again: with an id, so that a second try joins the generation of the
-        first, and with a seed, so that it gives the same answer where there is nothing left to join."""
+        """The request in a form that can be sent again: with an id, so that a second attempt joins the generation of
+        the first, and with a seed, so that it gives the same answer if that generation has ended."""
         request = api.GenerateRequest()
         if not isinstance(prompt, api.GenerateRequest):
             request.CopyFrom(requests.build(prompt, options))
@@ -166,42 +166,43 @@ class Client:
         if not sampling.HasField("seed") and not greedy:
             sampling.seed = secrets.randbits(64)
             if request.cache in (api.CACHE_POLICY_UNSPECIFIED, api.CACHE_POLICY_READ_WRITE):
-                # Nobody will ever draw this seed again: its result would only take the place of useful ones.
+                # A random seed does not occur again: its result would only displace useful ones.
                 request.cache = api.CACHE_POLICY_READ_ONLY
         return request
 
-    def _tries(self, deadline_s: float | None) -> RetryState:
+    def _retry_state(self, deadline_s: float | None) -> RetryState:
         budget_s = self._deadline_s if deadline_s is None else deadline_s
         return RetryState(self._retries, None if budget_s is None else time.monotonic() + budget_s)
 
     async def _call(
         self, call: Callable[["stubs.InferenceAsyncStub", float | None], Awaitable[Reply]], deadline_s: float | None
     ) -> Reply:
-        tries = self._tries(deadline_s)
+        retry = self._retry_state(deadline_s)
         while True:
             try:
-                return await call(self._stub(), tries.left(time.monotonic()))
+                return await call(self._stub(), retry.remaining_s(time.monotonic()))
             except aio.AioRpcError as error:
-                await asyncio.sleep(tries.pause(from_rpc(error), time.monotonic()))
+                await asyncio.sleep(retry.pause_s(from_rpc(error), time.monotonic()))
 
     async def _stream(
-        self, answer: Answer, request: api.GenerateRequest, tries: RetryState, metadata: aio.Metadata
+        self, answer: Answer, request: api.GenerateRequest, retry: RetryState, metadata: aio.Metadata
     ) -> AsyncGenerator[api.Delta, None]:
-        splice = StreamResumer()
+        resumer = StreamResumer()
         while answer.receipt is None and not answer.cancelled:
-            splice.begin()
-            answer.call = call = self._stub().Generate(request, timeout=tries.left(time.monotonic()), metadata=metadata)
+            resumer.begin_attempt()
+            timeout_s = retry.remaining_s(time.monotonic())
+            answer.call = call = self._stub().Generate(request, timeout=timeout_s, metadata=metadata)
             try:
                 async for response in call:
                     if response.HasField("receipt"):
                         answer.receipt = response.receipt
-                    elif (delta := splice.new(response.delta)) is not None:
-                        tries.progress()
+                    elif (delta := resumer.unseen(response.delta)) is not None:
+                        retry.progressed()
                         yield delta
                 if answer.receipt is None:
                     raise WeftError(grpc.StatusCode.DATA_LOSS, "the stream ended without a receipt")
             except aio.AioRpcError as error:
-                await asyncio.sleep(tries.pause(from_rpc(error), time.monotonic()))
+                await asyncio.sleep(retry.pause_s(from_rpc(error), time.monotonic()))
             except asyncio.CancelledError:
                 if not answer.cancelled:
                     raise
@@ -223,7 +224,7 @@ class Client:
 
 
 def _header(name: str, value: str) -> str:
-    """A value that may travel as metadata. Raises ValueError for another, such as a key with the end of its line."""
+    """The value if metadata can carry it. Raises ValueError for others, such as a key that ends in a line break."""
     if not (value.isascii() and value.isprintable()):
         raise ValueError(f"{name}: printable ASCII characters alone")
     return value

@@ -1,4 +1,4 @@
-"""The client for scripts and notebooks: the same calls, blocking. Owns one thread with the event loop of its client."""
+"""The client for scripts and notebooks: the same calls, blocking. Owns one thread that runs the event loop."""
 
 import asyncio
 import threading
@@ -13,7 +13,7 @@ Result = TypeVar("Result")
 
 
 class SyncClient:
-    """As Client; `generate` gives an iterator of deltas whose `receipt` is there at its end."""
+    """Client with blocking calls; `generate` returns an iterator of deltas whose `receipt` is set at its end."""
 
     def __init__(
         self,
@@ -55,11 +55,11 @@ class SyncClient:
         return self._wait(self._client.complete(prompt, deadline_s=deadline_s, **options))
 
     def tokenize(self, prompt: Prompt, *, model: str = "", deadline_s: float | None = None) -> api.TokenizeResponse:
-        """The tokens that `generate` would make of `prompt`."""
+        """The tokens of `prompt`, as `generate` would send them to the model."""
         return self._wait(self._client.tokenize(prompt, model=model, deadline_s=deadline_s))
 
     def models(self, *, deadline_s: float | None = None) -> list[api.Model]:
-        """The models that the mesh serves now, and those that it is loading."""
+        """The models that the mesh serves, and those that it is loading."""
         return self._wait(self._client.models(deadline_s=deadline_s))
 
     def _wait(self, work: Coroutine[Any, Any, Result]) -> Result:
@@ -72,7 +72,7 @@ class SyncClient:
 
 
 class SyncAnswer:
-    """An answer on its way, for a plain `for` loop."""
+    """A streamed answer, for a plain `for` loop."""
 
     def __init__(self, answer: Answer, wait: Any) -> None:
         self._answer = answer
@@ -81,7 +81,7 @@ class SyncAnswer:
 
     @property
     def receipt(self) -> api.Receipt | None:
-        """What the answer cost; None until the iteration has ended."""
+        """The cost of the answer; None until the iteration has ended."""
         return self._answer.receipt
 
     def __iter__(self) -> Iterator[api.Delta]:
@@ -93,7 +93,7 @@ class SyncAnswer:
             self._wait(self._answer.cancel())
 
     def text(self) -> str:
-        """All that is left of the text of the first continuation."""
+        """The rest of the text of the first continuation."""
         return str(self._wait(self._answer.text()))
 
 

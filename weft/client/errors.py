@@ -1,4 +1,4 @@
-"""What a failed call says: the rich status and the receipt in its trailing metadata. Knows the wire, not the calls."""
+"""Reads failed calls: the rich status and the receipt in the trailing metadata. Knows the wire format, no calls."""
 
 from typing import Any
 
@@ -14,8 +14,8 @@ _STATUS_KEY = "grpc-status-details-bin"
 
 
 class WeftError(Exception):
-    """A call that failed. `code` is the gRPC status, `reason` the machine-readable cause ("" if none was told), `field`
-    the field that is wrong, `retry_after_s` when a retry makes sense (0 if not told), `receipt` what it cost."""
+    """A call that failed. `code` is the gRPC status, `reason` the machine-readable cause ("" if the server gave none),
+    `field` the invalid field, `retry_after_s` the delay before a useful retry (0 if unknown), `receipt` the cost."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class WeftError(Exception):
 
 
 def from_rpc(error: aio.AioRpcError) -> WeftError:
-    """The error that a failed call describes; what cannot be read of it is left out."""
+    """The error of a failed call, without the parts of its status that cannot be read."""
     trailing = {str(key): value for key, value in error.trailing_metadata() or ()}
     result = WeftError(error.code(), error.details() or error.code().name, receipt=read_receipt(trailing))
     status = _parse(_Status, trailing.get(_STATUS_KEY))
@@ -52,11 +52,22 @@ def from_rpc(error: aio.AioRpcError) -> WeftError:
             result.retry_after_s = retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9
         elif kind == "google.rpc.BadRequest" and (bad := _parse(_BadRequest, detail.value)):
             result.field = bad.field_violations[0].field if bad.field_violations else ""
+    if not result.reason:
+        result.message = _PLAIN.get(error.code(), result.message)
     return result
 
 
+# Errors without a reason are made by gRPC, whose own texts hold addresses and the insides of its library.
+_PLAIN = {
+    grpc.StatusCode.UNAVAILABLE: "there is no connection to the mesh",
+    grpc.StatusCode.DEADLINE_EXCEEDED: "the deadline has passed",
+    grpc.StatusCode.CANCELLED: "the call was cancelled",
+    grpc.StatusCode.UNIMPLEMENTED: "the server is no gateway of Weft",
+}
+
+
 def read_receipt(trailing: dict[str, Any]) -> api.Receipt | None:
-    """The receipt in trailing metadata, if there is one."""
+    """The receipt in trailing metadata; None without one."""
     receipt: api.Receipt | None = _parse(api.Receipt, trailing.get(RECEIPT_KEY))
     return receipt
 
@@ -72,7 +83,7 @@ def _parse(kind: Any, data: Any) -> Any:
 
 _Field = descriptor_pb2.FieldDescriptorProto
 
-# The few google.rpc messages that errors carry, with what is read of them: field, number, type, of what message.
+# The google.rpc messages that errors carry, with the fields that are read: name, number, type, message type.
 _LAYOUT: dict[str, list[tuple[str, int, "_Field.Type.ValueType", str]]] = {
     "Detail": [("type_url", 1, _Field.TYPE_STRING, ""), ("value", 2, _Field.TYPE_BYTES, "")],
     "Status": [("details", 3, _Field.TYPE_MESSAGE, "Detail")],
@@ -86,7 +97,7 @@ _REPEATED = {"details", "field_violations"}
 
 
 def _messages() -> dict[str, Any]:
-    """The classes of _LAYOUT, in a pool of their own: the published package of google.rpc is not needed here."""
+    """The classes of _LAYOUT, in a pool of their own, so that no package of google.rpc is needed."""
     package = "weft.client"
     file = descriptor_pb2.FileDescriptorProto(name="client/status.proto", package=package, syntax="proto3")
     for name, fields in _LAYOUT.items():

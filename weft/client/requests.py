@@ -1,4 +1,4 @@
-"""From Python values to the messages of the public API. Knows the fields of a request, never what becomes of them."""
+"""Builds messages of the public API from Python values. Knows the fields of a request, never how they are used."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, str]] | api.Prompt
 
 
 class Options(TypedDict, total=False):
-    """What may be asked of an answer; protos/inference.proto explains each field and its default."""
+    """Options of a request; protos/inference.proto explains each field and its default."""
 
     model: str
     max_tokens: int
@@ -57,8 +57,8 @@ def build(prompt: Prompt, options: Options) -> api.GenerateRequest:
 
 
 def build_prompt(prompt: Prompt) -> api.Prompt:
-    """The prompt in the form that its Python type says. Raises TypeError for a list of anything else, ValueError for
-    what no prompt can hold."""
+    """The prompt as text, token ids or messages, by its Python type. Raises TypeError for other types, ValueError for
+    values that no prompt can hold."""
     if isinstance(prompt, api.Prompt):
         return prompt
     with _naming("prompt"):
@@ -74,7 +74,7 @@ def build_prompt(prompt: Prompt) -> api.Prompt:
 
 @contextmanager
 def _naming(field: str) -> Iterator[None]:
-    """Around what makes a field of a Python value: its errors name the field."""
+    """Adds the name of the field to errors inside the block."""
     try:
         yield
     except UnicodeError:
@@ -84,8 +84,16 @@ def _naming(field: str) -> Iterator[None]:
 
 
 def cache_policy(name: str) -> "api.CachePolicy.ValueType":
-    """read_write, read_only or bypass. Raises ValueError for anything else."""
+    """The policy read_write, read_only or bypass. Raises ValueError for other names."""
     try:
         return api.CachePolicy.Value(f"CACHE_POLICY_{name.upper()}")
     except ValueError:
         raise ValueError(f"cache: {name!r} is not read_write, read_only or bypass") from None
+
+
+def not_served(address: str, model: str, served: Sequence[str]) -> str:
+    """The message for a model (empty: any) that a mesh does not serve, with the names of those that it serves."""
+    names = ", ".join(served)
+    if not names:
+        return f"{address} serves no model yet"
+    return f"{address} serves no model {model!r}: it serves {names}"

@@ -1,4 +1,4 @@
-"""Which failures are worth another try, and when. Decides; the calls act."""
+"""Decides which failures are retried, and when. Knows no call."""
 
 import random
 from collections.abc import Callable
@@ -9,12 +9,12 @@ from weft.client.errors import WeftError
 
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 2.0
-# CANCELLED reaches a caller who did not cancel when a server that shuts down ends what it still runs.
+# A server that shuts down ends its calls with CANCELLED, also for callers that did not cancel.
 _RETRYABLE = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
 
 
 class RetryState:
-    """The tries of one call: at most `retries` failures in a row without progress, all of it before `deadline`."""
+    """The attempts at one call: at most `retries` consecutive failures without progress, all before `deadline`."""
 
     def __init__(self, retries: int, deadline: float | None, draw: Callable[[], float] = random.random) -> None:
         self._retries = retries
@@ -22,11 +22,11 @@ class RetryState:
         self._draw = draw
         self._failures = 0
 
-    def progress(self) -> None:
-        """The try under way has brought something new: the count of failures starts again."""
+    def progressed(self) -> None:
+        """Resets the count of failures: the attempt has delivered something new."""
         self._failures = 0
 
-    def left(self, now: float) -> float | None:
+    def remaining_s(self, now: float) -> float | None:
         """Seconds until the deadline, None without one. Raises WeftError when it has passed."""
         if self._deadline is None:
             return None
@@ -34,11 +34,11 @@ class RetryState:
             raise WeftError(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline has passed", reason="DEADLINE")
         return self._deadline - now
 
-    def pause(self, error: WeftError, now: float) -> float:
-        """Seconds to wait before the next try. Raises `error` if there shall be none.
+    def pause_s(self, error: WeftError, now: float) -> float:
+        """Seconds to wait before the next attempt. Raises `error` if there is none.
 
-        Exponential with jitter of one half, so that clients of a restarted server do not come back at one instant, and
-        never sooner than the server asked for.
+        Exponential backoff with jitter of one half, so that the clients of a restarted server do not all reconnect at
+        one instant, and never sooner than the server asks for.
         """
         if error.code not in _RETRYABLE or self._failures >= self._retries:
             raise error

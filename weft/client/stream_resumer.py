@@ -1,4 +1,4 @@
-"""One stream out of several tries at it, each token and character once. Knows positions, neither calls nor time."""
+"""Makes one stream of several attempts at it, each token and character once. Knows positions, no calls and no time."""
 
 import grpc
 
@@ -7,26 +7,26 @@ from weft.client.errors import WeftError
 
 
 class StreamResumer:
-    """What a consumer has received, by continuation, and what of a repeated stream is new to it.
+    """Keeps what the consumer has received of each continuation, and finds what of a repeated stream is new.
 
-    Each try replays the answer from its start, cut into messages in its own way; `begin` says that one starts.
+    Each attempt replays the answer from its start and may divide it into other messages.
     """
 
     def __init__(self) -> None:
         self._received: dict[int, _Received] = {}
 
-    def begin(self) -> None:
-        """A new try: its stream starts at position 0 and at the first character."""
+    def begin_attempt(self) -> None:
+        """Starts a new attempt, whose stream begins at position 0 and at the first character."""
         for received in self._received.values():
             received.replayed_chars = 0
 
-    def new(self, delta: api.Delta) -> api.Delta | None:
+    def unseen(self, delta: api.Delta) -> api.Delta | None:
         """The part of `delta` that the consumer has not received, or None if it has all of it.
 
-        Raises WeftError when the repetition differs from what was received: two answers are never glued together.
+        Raises WeftError if the repetition differs from what was received: two answers are never joined.
         """
         received = self._received.setdefault(delta.index, _Received())
-        known = received.known(delta)
+        known = received.count_known(delta)
         text = received.take_text(delta.text)
         if received.ended or not (text or delta.finish_reason or known < len(delta.token_ids)):
             return None
@@ -46,7 +46,7 @@ def _without_start(delta: api.Delta, known: int, text: str) -> api.Delta:
 
 
 class _Received:
-    """What was received of one continuation."""
+    """What the consumer has received of one continuation."""
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
@@ -54,8 +54,8 @@ class _Received:
         self.replayed_chars = 0
         self.ended = False
 
-    def known(self, delta: api.Delta) -> int:
-        """How many of the delta's tokens are a repetition. Raises WeftError if they differ or leave a gap."""
+    def count_known(self, delta: api.Delta) -> int:
+        """The number of the delta's tokens that are a repetition. Raises WeftError if they differ or leave a gap."""
         at, held = delta.position, len(self.token_ids)
         known = min(max(held - at, 0), len(delta.token_ids))
         if delta.token_ids and (at > held or self.token_ids[at : at + known] != delta.token_ids[:known]):
@@ -63,7 +63,7 @@ class _Received:
         return known
 
     def take_text(self, text: str) -> str:
-        """The new part of a piece of text, by how many characters of this try came before it."""
+        """The new part of a piece of text, found by the number of characters that came before it in this attempt."""
         skip = min(max(self.chars - self.replayed_chars, 0), len(text))
         self.replayed_chars += len(text)
         self.chars = max(self.chars, self.replayed_chars)

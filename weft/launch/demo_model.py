@@ -1,6 +1,5 @@
-"""Where the demo model and the project's own files are."""
+"""Finds the checkpoint of the demo model."""
 
-import os
 from pathlib import Path
 
 _MODELS = Path(__file__).resolve().parents[2] / "models"
@@ -16,8 +15,3 @@ def model_folder(models: Path = _MODELS) -> Path:
     if not folders:
         raise NoDemoModel(f"no checkpoint in {models}: name one with --model, or make train-demo")
     return max(folders, key=lambda folder: sum(shard.stat().st_size for shard in folder.glob("*.safetensors")))
-
-
-def home() -> Path:
-    """Where a mesh started here keeps its data and logs: WEFT_HOME, else .weft in the current folder."""
-    return Path(os.environ.get("WEFT_HOME") or ".weft").absolute()

@@ -1,4 +1,4 @@
-"""A mesh for the time of a command: starts it, shows how it gets ready, stops it. Knows nothing of its services."""
+"""Runs a mesh for the time of a command: starts it, shows its progress, stops it. Knows nothing of its services."""
 
 import asyncio
 import contextlib
@@ -12,8 +12,8 @@ from rich.status import Status
 from rich.text import Text
 
 from protos import inference_pb2 as api
-from weft.cli.flags import LOCAL
-from weft.cli.terminal import amount
+from report.console import amount
+from weft.client.api import DEFAULT_ADDRESS
 from weft.launch import plan
 from weft.launch.startup import Loading, watch
 from weft.launch.supervisor import State, Supervisor
@@ -23,93 +23,99 @@ _REFRESH_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A mesh that answers."""
+    """A mesh that is ready."""
 
     address: str
+    """host:port at which this machine reaches the gateway."""
+    listen: str
+    """host:port at which the gateway listens."""
     models: list[api.Model]
     supervisor: Supervisor
 
 
 @contextlib.asynccontextmanager
-async def up(wanted: plan.MeshSpec, out: Console, *, verbose: bool = False) -> AsyncIterator[Running]:
-    """The mesh, ready, until the block ends or a signal comes; the second signal ends it without waiting for anything.
+async def up(spec: plan.MeshSpec, out: Console, *, verbose: bool = False) -> AsyncIterator[Running]:
+    """The mesh, ready, until the block ends or a signal comes; the second signal kills it without a grace period.
 
-    Raises GaveUp, PortTaken or NoRedisError with one line for people.
+    Raises GaveUp, CannotServe or NoRedisError with one line for people.
     """
-    mesh = await plan.plan(wanted)
-    out.print(f"redis: {mesh.redis}")
-    progress = _Progress(out)
-    supervisor = Supervisor(mesh.specs, None if verbose else wanted.home / "logs", progress.notice)
-    _stop_on_signals(supervisor)
-    async with progress.following(supervisor), supervisor.running():
-        models = await supervisor.during(plan.wait_served(mesh.address, wanted.workers * len(wanted.models)))
-        progress.done()
-        yield Running(mesh.address, models, supervisor)
+    async with plan.planned(spec) as mesh:
+        out.print(f"redis: {mesh.redis}", markup=False)
+        progress = _Progress(out, mesh.mesh_id)
+        supervisor = Supervisor(mesh.specs, None if verbose else mesh.home / "logs", progress.notice)
+        _stop_on_signals(supervisor)
+        async with progress.following(supervisor), supervisor.running():
+            models = await supervisor.during(plan.wait_served(mesh.address, spec.workers * len(spec.models)))
+            progress.done()
+            yield Running(mesh.address, mesh.listen, models, supervisor)
 
 
-async def serve(wanted: plan.MeshSpec, out: Console, *, verbose: bool = False) -> None:
+async def serve(spec: plan.MeshSpec, out: Console, *, verbose: bool = False) -> None:
     """Keeps the mesh up until a signal comes. Raises as `up`."""
     try:
-        async with up(wanted, out, verbose=verbose) as mesh:
+        async with up(spec, out, verbose=verbose) as mesh:
             for model in mesh.models:
                 size = f"{amount(model.parameters)} parameters, context {model.context_length}"
                 out.print(f"serving [bold]{model.name}[/bold] ({size}) at [bold]{mesh.address}[/bold]")
             if not mesh.models:
-                out.print(f"serving at [bold]{mesh.address}[/bold], to those who have an API key")
-            where = "" if mesh.address == LOCAL else f" --address {mesh.address}"
-            out.print(f"try: weft generate 'Once upon a time'{where}   (Ctrl-C stops)")
+                out.print(f"serving at [bold]{mesh.address}[/bold], for callers with an API key")
+            if mesh.listen != mesh.address:
+                out.print(f"listening at {mesh.listen}: open to other machines", style="yellow", markup=False)
+            where = "" if mesh.address == DEFAULT_ADDRESS else f" --address {mesh.address}"
+            out.print(f"try: weft generate 'Once upon a time'{where}   (Ctrl-C stops)", markup=False)
             await mesh.supervisor.during(asyncio.Event().wait())
     except asyncio.CancelledError:
         out.print("stopped")
 
 
 def _stop_on_signals(supervisor: Supervisor) -> None:
-    """The first signal ends the task that called this, which stops the mesh; the next one kills it."""
+    """The first signal cancels the calling task, which stops the mesh; the next one kills the mesh."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
-    asked = False
+    signalled = False
 
     def on_signal() -> None:
-        nonlocal asked
-        if asked:
+        nonlocal signalled
+        if signalled:
             supervisor.kill()
         else:
             task.cancel()
-        asked = True
+        signalled = True
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, on_signal)
 
 
 class _Progress:
-    """A line for each thing that has happened and, on a terminal until `done`, one for what is awaited."""
+    """Prints a line for each event of the start and, on a terminal until `done`, one line that follows the start."""
 
-    def __init__(self, out: Console) -> None:
+    def __init__(self, out: Console, mesh_id: str) -> None:
         self._out = out
-        self._began: dict[str, float] = {}
+        self._mesh_id = mesh_id
+        self._started_at: dict[str, float] = {}
         self._status = Status("", console=out)
         self._refreshing: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
         self._loading: dict[str, Loading] = {}
 
     def notice(self, name: str, state: State, detail: str) -> None:
-        """Takes a change from the supervisor."""
+        """Takes a change of a process from the supervisor."""
         if state is State.STARTING:
-            self._began[name] = time.monotonic()
+            self._started_at[name] = time.monotonic()
         elif state is State.READY:
-            self._out.print(f"{name}: ready in {time.monotonic() - self._began[name]:.1f} s")
+            self._out.print(f"{name}: ready in {time.monotonic() - self._started_at[name]:.1f} s")
         elif state is State.CRASHED:
             self._out.print(f"{name}: {detail}", style="yellow", markup=False)
 
     @contextlib.asynccontextmanager
     async def following(self, supervisor: Supervisor) -> AsyncIterator[None]:
-        """Shows what the processes are doing."""
+        """Shows the start of the processes inside the block."""
         workers = {
             name: process.spec.environment["WEFT_LISTEN"]
             for name, process in supervisor.processes.items()
             if name.startswith("worker")
         }
-        self._watching = asyncio.create_task(watch(workers, self._loads))
+        self._watching = asyncio.create_task(watch(workers, self._on_loading, self._mesh_id))
         if self._out.is_terminal:
             self._status.start()
             self._refreshing = asyncio.create_task(self._refresh(supervisor))
@@ -119,15 +125,15 @@ class _Progress:
             self.done()
 
     def done(self) -> None:
-        """Nothing is awaited any more."""
+        """The start is over: nothing more is shown."""
         if self._watching is not None:
             self._watching.cancel()
         if self._refreshing is not None:
             self._refreshing.cancel()
             self._status.stop()
 
-    def _loads(self, name: str, loading: Loading) -> None:
-        """A worker is further. What has no line that can be drawn over gets one for each tenth of a phase."""
+    def _on_loading(self, name: str, loading: Loading) -> None:
+        """Takes a worker's progress. Output that is no terminal gets a line for each tenth of a phase."""
         before = self._loading.get(name)
         self._loading[name] = loading
         tenths = [(each.phase, (each.percent or 0) // 10) for each in (before, loading) if each is not None]
@@ -139,8 +145,8 @@ class _Progress:
             waiting = [process for process in supervisor.processes.values() if process.state is not State.READY]
             names = ", ".join(process.spec.name for process in waiting) or "the links between them"
             loading = [f"{name} {self._loading[name]}" for p in waiting if (name := p.spec.name) in self._loading]
-            said = ", ".join(loading) or (waiting[0].last_line() if waiting else "")
-            line = f"starting {names}{f' ({said})' if said else ''}"
+            detail = ", ".join(loading) or (waiting[0].last_line() if waiting else "")
+            line = f"starting {names}{f' ({detail})' if detail else ''}"
             # A line that wraps could not be drawn over.
             self._status.update(Text(line[: self._out.width - 4]))
             await asyncio.sleep(_REFRESH_S)

@@ -1,15 +1,16 @@
-"""The whole mesh on one machine: which processes it takes, at which addresses, with which settings and which Redis.
+"""Plans the whole mesh on one machine: processes, addresses, settings, Redis.
 
 Knows how the services are started and asked whether they are ready, never what they do.
 """
 
 import asyncio
+import contextlib
 import json
 import os
+import secrets
 import signal
-import socket
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,83 +18,119 @@ from urllib.parse import urlsplit
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from pydantic import ValidationError
 
 from protos import inference_pb2 as api
 from protos import inference_pb2_grpc as stubs
+from services import mesh_id as mesh_ids
 from services import rpc
 from services.cache.embedded import EmbeddedRedis
-from services.settings import CACHE_ADDRESS, GATEWAY_ADDRESS, SCHEDULER_ADDRESS, WORKER_ADDRESS
-from weft.launch.supervisor import Spec
+from services.settings import CACHE_ADDRESS, GATEWAY_ADDRESS, SCHEDULER_ADDRESS, WORKER_ADDRESS, CommonSettings
+from weft.launch.home import Home, locked_home
+from weft.launch.ports import HeldPorts
+from weft.launch.supervisor import ProcessSpec
 
 HOST = "127.0.0.1"
+_WILDCARDS = {"0.0.0.0": HOST, "::": "::1"}
 _CHECK_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class MeshSpec:
-    """What the mesh shall be."""
+    """The mesh that is asked for."""
 
     models: Sequence[str]
     """Folders of checkpoints, or their names on the hub."""
     home: Path
-    """Where data and logs are kept."""
+    """Where data and logs are kept; a subfolder of it if another mesh runs there."""
     workers: int = 1
-    """Of each model."""
+    """Workers of each model."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other names, each with the name (the last part of the folder) of the model that it stands for."""
     redis_url: str = ""
     """Empty: the embedded Redis."""
+    host: str = HOST
+    """The host that the gateway listens at. Everything else listens at the loopback interface."""
     port: int | None = None
-    """The gateway's; None takes its default."""
+    """The gateway's port; None: its default."""
     free_ports: bool = False
-    """Take free ports for everything, so that no other mesh on this machine is in the way."""
+    """Take free ports for everything instead of the default ones."""
     settings: Mapping[str, str] = field(default_factory=dict)
-    """Further environment of all processes."""
+    """Further environment variables of all processes."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeshPlan:
-    """Processes in the order of their start, where the gateway listens, which Redis is used (fit to be printed)."""
+    """The processes of a mesh in the order of their start, and what they share."""
 
-    specs: Sequence[Spec]
+    specs: Sequence[ProcessSpec]
+    mesh_id: str
     address: str
+    """host:port at which this machine reaches the gateway."""
+    listen: str
+    """host:port at which the gateway listens."""
     redis: str
+    """Which Redis is used, to be printed: without a password."""
+    home: Path
+    """Where this mesh keeps its data and logs."""
+    ports: HeldPorts
+    """The ports of the mesh; further ones may be taken."""
 
 
-class PortTaken(Exception):
+class CannotServe(Exception):
+    """The mesh cannot be started; the message is one line."""
+
+
+class PortTaken(CannotServe):
     """The gateway's port is in use."""
 
 
-async def plan(wanted: MeshSpec) -> MeshPlan:
-    """The mesh that is wanted. Raises PortTaken, and NoRedisError if there is no Redis to embed."""
-    gateway, scheduler, cache, *workers = _addresses(wanted)
-    redis_url, redis, specs = await _redis(wanted)
+class OpenToOthers(CannotServe):
+    """The gateway would be open to other machines without leave."""
+
+
+@contextlib.asynccontextmanager
+async def planned(spec: MeshSpec) -> AsyncIterator[MeshPlan]:
+    """The plan of a mesh, whose ports and folder are held until the block ends. Raises CannotServe and NoRedisError."""
+    _check_host(spec.host)
+    with HeldPorts() as ports:
+        addresses = _addresses(spec, ports)
+        async with locked_home(spec.home) as home:
+            yield _plan(spec, home, ports, addresses)
+
+
+def _plan(spec: MeshSpec, home: Home, ports: HeldPorts, addresses: list[str]) -> MeshPlan:
+    listen, scheduler, cache, *workers = addresses
+    mesh_id = {**os.environ, **spec.settings}.get("WEFT_MESH_ID") or secrets.token_hex(8)
+    redis_url, redis, specs = _redis(spec, home)
     environment = {
-        **wanted.settings,
+        **spec.settings,
+        "WEFT_MESH_ID": mesh_id,
         "WEFT_SCHEDULER_ADDRESS": scheduler,
         "WEFT_CACHE_ADDRESS": cache,
         "PYTHONUNBUFFERED": "1",
     }
-    first_port = {**os.environ, **wanted.settings}.get("WEFT_METRICS_PORT") or "0"
+    first_port = {**os.environ, **spec.settings}.get("WEFT_METRICS_PORT") or "0"
 
-    def counted(place: int) -> dict[str, str]:
-        """Where the process at this place answers Prometheus, if it shall: each has a port of its own. What is no
-        number the processes refuse themselves."""
+    def with_metrics(place: int) -> dict[str, str]:
+        """The environment of the process at this place, with a port of its own for Prometheus if ports are wanted. The
+        process refuses a value that is no number."""
         counts = first_port.isdecimal() and int(first_port) > 0
         return {**environment, "WEFT_METRICS_PORT": str(int(first_port) + place) if counts else first_port}
 
-    specs.append(_service("cache", "cache", cache, {**counted(2), "WEFT_REDIS_URL": redis_url}))
-    specs.append(_service("scheduler", "scheduler", scheduler, counted(1)))
+    specs.append(_service("cache", "cache", cache, {**with_metrics(2), "WEFT_REDIS_URL": redis_url}))
+    specs.append(_service("scheduler", "scheduler", scheduler, with_metrics(1)))
     threads = str(max(1, (os.cpu_count() or 1) // len(workers)))
     for number, address in enumerate(workers, 1):
-        model = wanted.models[(number - 1) // wanted.workers]
+        model = spec.models[(number - 1) // spec.workers]
         own = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads), "MODEL_NAME": model}
-        aliases = [alias for alias, name in wanted.aliases.items() if name == model_name(model)]
+        aliases = [alias for alias, name in spec.aliases.items() if name == model_name(model)]
         if aliases:
             own["WEFT_ALIASES"] = json.dumps(aliases)
-        specs.append(_service(f"worker-{number}", "worker", address, {**counted(2 + number), **own}))
-    specs.append(_service("gateway", "gateway", gateway, counted(0)))
-    return MeshPlan(specs, gateway, redis)
+        specs.append(_service(f"worker-{number}", "worker", address, {**with_metrics(2 + number), **own}))
+    address = joined(_WILDCARDS.get(spec.host, spec.host), _port_of(listen))
+    specs.append(_service("gateway", "gateway", listen, with_metrics(0), reached_at=address))
+    return MeshPlan(specs, mesh_id, address, listen, redis, home.folder, ports)
 
 
 async def wait_served(address: str, workers: int) -> list[api.Model]:
@@ -112,17 +149,21 @@ async def wait_served(address: str, workers: int) -> list[api.Model]:
             await asyncio.sleep(0.05)
 
 
-def serving(address: str, service: str) -> Callable[[], Awaitable[bool]]:
-    """Asks whether the gRPC health service at `address` says that `service` is SERVING."""
+def serving(address: str, service: str, mesh_id: str = "") -> Callable[[], Awaitable[bool]]:
+    """Asks whether the gRPC health service at `address` reports that `service` is SERVING, for this mesh: a process of
+    another one, or of none, never is."""
 
     async def ask() -> bool:
         async with rpc.link_channel(address) as channel:
             stub: Any = health_pb2_grpc.HealthStub(channel)
+            call = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=_CHECK_S)
             try:
-                reply = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=_CHECK_S)
+                reply = await call
+                metadata = dict(await call.initial_metadata())
             except grpc.RpcError:
                 return False
-            return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+            own = not mesh_id or metadata.get(mesh_ids.METADATA_KEY) == mesh_id
+            return own and bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
 
     return ask
 
@@ -146,68 +187,76 @@ _HEALTH_NAMES = {
 }
 
 
-def _service(name: str, module: str, address: str, environment: Mapping[str, str]) -> Spec:
-    return Spec(
+def _service(name: str, module: str, listen: str, environment: Mapping[str, str], reached_at: str = "") -> ProcessSpec:
+    return ProcessSpec(
         name=name,
         command=[sys.executable, "-m", f"services.{module}"],
-        ready=serving(address, _HEALTH_NAMES[module]),
-        environment={**environment, "WEFT_LISTEN": address},
+        ready=serving(reached_at or listen, _HEALTH_NAMES[module], environment["WEFT_MESH_ID"]),
+        environment={**environment, "WEFT_LISTEN": listen},
     )
 
 
-async def _redis(wanted: MeshSpec) -> tuple[str, str, list[Spec]]:
-    """The URL, how to speak of it, and the process it takes, if any."""
-    if wanted.redis_url:
-        return wanted.redis_url, without_password(wanted.redis_url), []
-    redis = EmbeddedRedis(wanted.home / "redis")
+def _redis(spec: MeshSpec, home: Home) -> tuple[str, str, list[ProcessSpec]]:
+    """The URL of Redis, its description for people, and the process to start, if any. Raises NoRedisError."""
+    if spec.redis_url:
+        return spec.redis_url, without_password(spec.redis_url), []
+    redis = EmbeddedRedis(home.folder / "redis")
     name = "Valkey" if redis.program.name == "bundled" else redis.program.name
-    spoken = f"embedded {name}, data in {_short(redis.folder)}"
-    if await redis.answers():
-        return redis.url, f"{spoken} (running already)", []
+    description = f"embedded {name}, data in {_short(redis.folder)}"
+    if home.shared_with is not None:
+        description += f" (another mesh uses {_short(home.shared_with)})"
 
     def set_unreadable_data_aside() -> str | None:
         aside = redis.set_aside()
         return f"its data could not be read and is now in {_short(aside)}" if aside else None
 
-    spec = Spec(
+    process = ProcessSpec(
         name="redis",
         command=redis.command(),
         ready=redis.answers,
-        # Not SIGKILL: it shall write what it has.
+        # Not SIGKILL: Redis writes its data before it ends.
         orphan_signal=signal.SIGTERM,
-        mend=set_unreadable_data_aside,
+        repair=set_unreadable_data_aside,
+        inherited=(home.lock,),
     )
-    return redis.url, spoken, [spec]
+    return redis.url, description, [process]
 
 
-def _addresses(wanted: MeshSpec) -> list[str]:
-    """Addresses of gateway, scheduler, cache and workers: their default ports, or free ones where those are taken."""
-    worker, count = _port_of(WORKER_ADDRESS), wanted.workers * len(wanted.models)
+def _check_host(host: str) -> None:
+    """Raises OpenToOthers for an address beyond loopback unless WEFT_ALLOW_REMOTE allows it."""
+    try:
+        allowed = CommonSettings().allow_remote
+    except ValidationError:  # The processes refuse this setting, or another one, with the reason.
+        allowed = False
+    if not allowed and not rpc.is_loopback(host):
+        raise OpenToOthers(
+            f"--host {host} is open to other machines: set WEFT_ALLOW_REMOTE=true if its network is trusted, and "
+            "WEFT_TENANTS_FILE to a file of tenants (see `weft key`) if callers shall need a key"
+        )
+
+
+def _addresses(spec: MeshSpec, ports: HeldPorts) -> list[str]:
+    """Held addresses of gateway, scheduler, cache and workers: their default ports, or free ones where those are taken.
+
+    Raises CannotServe.
+    """
+    worker, count = _port_of(WORKER_ADDRESS), spec.workers * len(spec.models)
     defaults = [_port_of(SCHEDULER_ADDRESS), _port_of(CACHE_ADDRESS), *range(worker, worker + count)]
-    gateway = wanted.port if wanted.port is not None else 0 if wanted.free_ports else _port_of(GATEWAY_ADDRESS)
-    held = [_hold(gateway)]
+    wanted = spec.port if spec.port is not None else 0 if spec.free_ports else _port_of(GATEWAY_ADDRESS)
     try:
-        if held[0] is None:
-            raise PortTaken(f"port {gateway} is taken: stop what listens there or choose another with --port")
-        held += [(None if wanted.free_ports else _hold(port)) or _hold(0) for port in defaults]
-        # All are held until all are chosen, so that no two are the same.
-        return [f"{HOST}:{holder.getsockname()[1]}" for holder in held if holder is not None]
-    finally:
-        for holder in held:
-            if holder is not None:
-                holder.close()
+        gateway = ports.take(spec.host, wanted)
+    except OSError as error:
+        raise CannotServe(f"{joined(spec.host, wanted)} cannot be listened at: {error.strerror}") from None
+    if gateway is None:
+        raise PortTaken(f"port {wanted} is taken: stop what listens there or choose another with --port")
+    inner = [(None if spec.free_ports else ports.take(HOST, port)) or ports.free(HOST) for port in defaults]
+    ports.all_chosen()
+    return [joined(spec.host, gateway), *(joined(HOST, port) for port in inner)]
 
 
-def _hold(port: int) -> socket.socket | None:
-    """A socket bound to the port (0: a free one), or None if it is taken."""
-    holder = socket.socket()
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        holder.bind((HOST, port))
-    except OSError:
-        holder.close()
-        return None
-    return holder
+def joined(host: str, port: int) -> str:
+    """host:port, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
 def _port_of(address: str) -> int:
@@ -215,5 +264,5 @@ def _port_of(address: str) -> int:
 
 
 def _short(path: Path) -> str:
-    """The path from here, if it is below."""
+    """The path relative to the current folder if it is below it."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

@@ -1,1 +1,1 @@
-"""Load through the public door: requests made from a plan, sent by client processes, counted and reported."""
+"""The load generator: builds requests from a plan, sends them from client processes, reports the latencies."""

@@ -1,7 +1,8 @@
-"""One client process: sends its share of a run's requests and counts what comes back. Knows one plan and one door.
+"""One client process: sends its share of a run's requests and counts the answers. Knows one plan and one gateway.
 
-Its parent tells it the plan in a line of JSON, is told when the warm-up is over, says when the measured part begins (on
-the machine's monotonic clock), and reads a line of JSON now and then, the last one with everything.
+The parent writes the plan as a line of JSON, reads a line when the warm-up has ended, writes the time at which the
+measured part begins (on the machine's monotonic clock), and reads lines of JSON with the progress, the last one with
+the whole result.
 """
 
 import asyncio
@@ -26,7 +27,7 @@ from weft.load.workload import Due, Workload
 clock = time.monotonic
 _PROGRESS_S = 0.25
 KEY_VARIABLE = "WEFT_API_KEY"
-"""For a mesh that asks for a key: not part of a plan, which is written into reports."""
+"""Holds the API key. A plan does not: plans are written into reports."""
 _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
@@ -35,7 +36,7 @@ _OPTIONS: list[tuple[str, Any]] = [
 
 
 class Driver:
-    """Sends requests and counts."""
+    """Sends requests and counts answers."""
 
     def __init__(self, plan: Plan, process: int, stub: "stubs.InferenceAsyncStub") -> None:
         self.plan = plan
@@ -48,27 +49,27 @@ class Driver:
         self._start = 0.0
 
     async def warm_up(self) -> str:
-        """Sends what counts for nothing, a few at a time. Why it failed, if it did."""
+        """Sends requests that are not counted. -> the first error, or ""."""
         requests = (self.workload.request(due) for due in self.workload.warmup(self.process))
         await _all_of(self._send, requests, self._width() or 8)
         return next(iter(self.tally.errors), "")
 
     async def run(self, start: float) -> None:
-        """Sends everything from `start` on and waits for every end."""
+        """Sends all requests from `start` on and waits until each has ended."""
         self._start = start
         self.tally = Tally()
         dues, width = self.workload.share(self.process), self._width() or 1
         if self.plan.open_loop:
             await asyncio.sleep(max(0.0, start - clock()))
-            await self._as_they_come(dues)
+            await self._send_on_schedule(dues)
             return
-        first = [self.workload.request(due) for due in islice(dues, width)]  # made before, to leave together
+        first = [self.workload.request(due) for due in islice(dues, width)]  # built early, to be sent at once
         await asyncio.sleep(max(0.0, start - clock()))
         later = (self.workload.request(due) for due in self._in_time(dues))
         await _all_of(self._send, chain(first, later), width)
 
     def _width(self) -> int | None:
-        """This process's share of the concurrency."""
+        """This process's share of the concurrency; None without a bound."""
         plan = self.plan
         if plan.concurrency is None:
             return None
@@ -81,7 +82,7 @@ class Driver:
                 return
             yield due
 
-    async def _as_they_come(self, dues: Iterator[Due]) -> None:
+    async def _send_on_schedule(self, dues: Iterator[Due]) -> None:
         room = _Room(self._width())
         async with asyncio.TaskGroup() as tasks:
             for due in self._in_time(dues):
@@ -100,13 +101,14 @@ class Driver:
         try:
             self.tally.add(await self._stream(request, began), self._start, self.plan.goodput)
         except aio.AioRpcError as error:
-            told = from_rpc(error)
-            self.tally.errors[f"{told.code.name}/{told.reason}" if told.reason else told.code.name] += 1
+            failure = from_rpc(error)
+            name = f"{failure.code.name}/{failure.reason}" if failure.reason else failure.code.name
+            self.tally.errors[name] += 1
             self.tally.last_ended = max(self.tally.last_ended, clock() - self._start)
             self.tally.count(clock() - self._start, "ended")
 
     async def _stream(self, request: api.GenerateRequest, began: float) -> Outcome:
-        """Reads one answer to its end. The time between tokens is that between messages which bring some."""
+        """Reads one answer to its end. Inter-token latency is the time between messages that bring tokens."""
         tally, start = self.tally, self._start
         gap = tally.latencies["itl"].add
         first: float | None = None
@@ -130,18 +132,18 @@ class Driver:
 
 
 class _Room:
-    """So many at a time, or any number."""
+    """Bounds the requests at a time, or not."""
 
     def __init__(self, width: int | None) -> None:
         self._places = None if width is None else asyncio.Semaphore(width)
 
     async def enter(self) -> None:
-        """Waits for a place."""
+        """Waits until another request may be sent."""
         if self._places is not None:
             await self._places.acquire()
 
     def leave(self, task: object) -> None:
-        """A task is done: its place is free."""
+        """Ends a request, so that another one may be sent."""
         if self._places is not None:
             self._places.release()
 
@@ -149,7 +151,7 @@ class _Room:
 async def _all_of(
     work: Callable[[api.GenerateRequest], Awaitable[None]], requests: Iterator[api.GenerateRequest], width: int
 ) -> None:
-    """Does all of it, `width` at a time."""
+    """Calls `work` for each request, `width` at a time."""
 
     async def lane() -> None:
         for request in requests:
@@ -161,29 +163,29 @@ async def _all_of(
 
 
 async def main() -> None:
-    """Follows the parent's lines on standard input; its end is ours."""
+    """Follows the parent's lines on standard input. The process ends when standard input does."""
     lines = _lines()
     try:
-        orders = json.loads(await anext(lines, b""))
+        order = json.loads(await anext(lines, b""))
     except ValueError:
         _refuse()
-    plan, process = Plan.from_json(orders["plan"]), int(orders["process"])
+    plan, process = Plan.from_json(order["plan"]), int(order["process"])
     addresses = plan.address.split(",")
     async with aio.insecure_channel(addresses[process % len(addresses)], options=_OPTIONS) as channel:
         stub: Any = stubs.InferenceStub(channel)
         driver = Driver(plan, process, stub)
-        broken = await driver.warm_up()
-        _tell({"broken": broken} if broken else {"ready": True})
+        error = await driver.warm_up()
+        _report({"error": error} if error else {"ready": True})
         start = float(await anext(lines))
-        leash = asyncio.create_task(_until_end(lines))
-        progress = asyncio.create_task(_progress(driver))
+        parent_gone = asyncio.create_task(_until_end(lines))
+        progress = asyncio.create_task(_report_progress(driver))
         work = asyncio.create_task(driver.run(start))
-        await asyncio.wait([work, leash], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([work, parent_gone], return_when=asyncio.FIRST_COMPLETED)
         progress.cancel()
-        leash.cancel()
+        parent_gone.cancel()
         if work.done():
             work.result()
-            _tell({"tally": driver.tally.to_json()})
+            _report({"tally": driver.tally.to_json()})
         else:
             work.cancel()
 
@@ -200,20 +202,20 @@ async def _until_end(lines: AsyncIterator[bytes]) -> None:
         pass
 
 
-async def _progress(driver: Driver) -> None:
+async def _report_progress(driver: Driver) -> None:
     while True:
         await asyncio.sleep(_PROGRESS_S)
         tally = driver.tally
-        _tell({"progress": [tally.completed, tally.failed, tally.messages]})
+        _report({"progress": [tally.completed, tally.failed, tally.messages]})
 
 
-def _tell(message: dict[str, Any]) -> None:
+def _report(message: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(message) + "\n")
     sys.stdout.flush()
 
 
 def _has_parent() -> bool:
-    """Whether standard input is the end of something that a program may write to."""
+    """Whether standard input is a pipe or a socket, to which another program may write."""
     try:
         mode = os.fstat(0).st_mode
     except OSError:  # It is closed.
@@ -222,8 +224,10 @@ def _has_parent() -> bool:
 
 
 def _refuse() -> NoReturn:
-    """Ends the process where nobody tells it a plan."""
-    print("weft: this is one client process of a load, which is told what to do: run `weft bench`", file=sys.stderr)
+    """Ends the process if no parent sends it a plan."""
+    print(
+        "weft: this is one client process of a load and is started by `weft bench`: run that instead", file=sys.stderr
+    )
     sys.exit(2)
 
 

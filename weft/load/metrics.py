@@ -1,4 +1,4 @@
-"""From counts to figures, under the names that other benchmarks use. Pure arithmetic; knows no process and no page."""
+"""Computes figures from counts, under the names that other benchmarks use. Knows no process and no page."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ PERCENTILES = (25, 50, 75, 90, 95, 99)
 
 
 def result(run: Run) -> dict[str, Any]:
-    """Everything that a report shows, ready for JSON."""
+    """All figures of a report, as values for JSON."""
     plan, model = run.plan, run.model
     settings = {name: value for name, value in plan.to_json().items() if name not in ("vocab_size", "context_length")}
     return {
@@ -34,7 +34,7 @@ def result(run: Run) -> dict[str, Any]:
 
 
 def figures(tally: Tally, goodput: bool = False) -> dict[str, float]:
-    """The flat figures: rates over the time from the start to the last end, latencies in ms."""
+    """Rates over the time from the start to the last end of a request, and latencies in ms, by name."""
     seconds = tally.last_ended or 1.0
     values: dict[str, float] = {
         "completed": tally.completed,
@@ -57,14 +57,14 @@ def figures(tally: Tally, goodput: bool = False) -> dict[str, float]:
 
 
 def latency(name: str, distribution: Distribution) -> dict[str, float]:
-    """mean_..., median_..., p25_... to p99_... and max_... of one latency."""
+    """Of one latency the figures mean_..., median_..., p25_... to p99_... and max_..."""
     values = {f"mean_{name}": distribution.mean, f"median_{name}": distribution.percentile(50)}
     values.update({f"p{percent}_{name}": distribution.percentile(percent) for percent in PERCENTILES})
     return {**values, f"max_{name}": distribution.greatest}
 
 
 def receipts(tally: Tally) -> dict[str, Any]:
-    """What the receipts say together: tokens computed and found, attempts, and where the time went."""
+    """Sums over receipts: tokens computed and cached, attempts, and the time of each stage."""
     prompt = tally.receipts["prompt_tokens"]
     return {
         **{name: int(count) for name, count in tally.receipts.items()},
@@ -75,7 +75,7 @@ def receipts(tally: Tally) -> dict[str, Any]:
 
 
 def timeline(tally: Tally) -> list[dict[str, int]]:
-    """A line for each second: requests started and ended, tokens that came, requests running at its end."""
+    """For each second: requests started and ended, tokens received, requests running at its end."""
     lines, running = [], 0
     for second in range(max(tally.seconds, default=-1) + 1):
         started, ended, tokens = tally.seconds.get(second, (0, 0, 0))

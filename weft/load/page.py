@@ -1,4 +1,4 @@
-"""A result of `weft bench` as one HTML page: which plots and tables. Knows no network."""
+"""Renders a result of `weft bench` as one HTML page: its plots and tables. Knows no network."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -40,14 +40,14 @@ def _cards(result: dict[str, Any]) -> Iterable[str]:
         yield html.card(title, plot.lines(series, Axis("seconds"), Axis("in each second")))
     hops = result["receipts"]["hops"]
     shares = [(hop, float(values["mean_ms"])) for hop, values in hops.items()]
-    yield html.card("Where the time of an answer went (mean)", plot.bar(shares, "ms"))
+    yield html.card("Mean time of an answer by stage", plot.bar(shares, "ms"))
     if "profile" in result:
-        told = result["profile"]
-        shares = [(name, seconds / told["steps"] * 1e3) for name, seconds in told["host"].items()]
-        table = html.table(["", "ms a step", "share"], profile_rows(told))
-        yield html.card(f"{told['steps']} steps of {told['worker']}", plot.bar(shares, "ms") + table)
+        profile = result["profile"]
+        shares = [(name, seconds / profile["steps"] * 1e3) for name, seconds in profile["host"].items()]
+        table = html.table(["", "ms a step", "share"], profile_rows(profile))
+        yield html.card(f"{profile['steps']} steps of {profile['worker']}", plot.bar(shares, "ms") + table)
     rows = [[name.upper(), *(f"{result[f'{column}_{name}_ms']:,.2f}" for column in _COLUMNS)] for name in LATENCIES]
     yield html.card("Latencies, ms", html.table(["", *_COLUMNS], rows))
-    yield html.card("Tokens and troubles", html.table([], [[line] for line in facts(result)]))
+    yield html.card("Tokens and errors", html.table([], [[line] for line in facts(result)]))
     yield html.card("Settings", html.table([], html.pairs(result["settings"])))
     yield html.card("Machine", html.table([], html.pairs(result["machine"])))

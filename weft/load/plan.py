@@ -1,4 +1,4 @@
-"""What a run of load shall be: how much, how fast, of what. Values only, so that client processes can be told them."""
+"""The plan of a load: how many requests, how fast, of which lengths. Plain values, which client processes are sent."""
 
 import math
 from dataclasses import asdict, dataclass, field, replace
@@ -6,71 +6,71 @@ from typing import Any
 
 
 class PlanError(ValueError):
-    """A run cannot be what was asked for; the message is one line."""
+    """A plan cannot be run; the message is one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A run. With a rate (or a trace) requests arrive when they arrive, else each ended one makes room for the next."""
+    """The plan of a run. With a rate or a trace the loop is open: requests do not wait for others to end."""
 
     address: str
-    """host:port of the public door; several, separated by commas, are shared out over the client processes."""
+    """host:port of the gateway; several, separated by commas, are divided among the client processes."""
     model: str = ""
-    """Its name."""
+    """Name of the model."""
     vocab_size: int = 0
     context_length: int = 0
     requests: int = 100
-    """How many are measured."""
+    """Number of measured requests."""
     duration_s: float | None = None
-    """No request begins later than this."""
+    """No request is sent later than this."""
     concurrency: int | None = 8
     """Most requests at a time; None: no bound (with a rate)."""
     rate: float | None = None
     """Requests per second."""
     constant: bool = False
-    """They arrive evenly rather than by chance (Poisson)."""
+    """Requests arrive evenly instead of as a Poisson process."""
     input_tokens: int = 128
     output_tokens: int = 128
     prefix_tokens: int = 0
-    """Of the input, how many are shared by requests of the same prefix."""
+    """Tokens at the start of the input that requests of one prefix share."""
     prefixes: int = 1
-    """How many different prefixes there are."""
+    """Number of different prefixes."""
     trace: str = ""
-    """A trace file, which sets arrivals and lengths instead."""
+    """A trace file, which replaces rate and lengths."""
     time_scale: float = 1.0
-    """A trace's clock runs so many times faster."""
+    """The trace is replayed so many times faster."""
     temperature: float = 0.0
     ignore_eos: bool = True
-    """Answers are as long as asked for."""
+    """Answers do not end at the model's end tokens."""
     cache: str = "read_write"
-    """What the caches may do."""
+    """Use of the caches."""
     deadline_s: float = 600.0
-    """Of each request."""
+    """Deadline of each request."""
     warmup: int = 8
-    """Requests before the measurement, not counted."""
+    """Number of requests before the measurement, not counted."""
     processes: int = 1
-    """Client processes."""
+    """Number of client processes."""
     seed: int = 0
-    """Of prompts and arrivals."""
+    """Seed of prompts and arrivals."""
     goodput: dict[str, float] = field(default_factory=dict)
-    """A request is good if each of these (ttft, tpot, e2el) stays within so many milliseconds."""
+    """Milliseconds that a good request does not exceed, by latency (ttft, tpot, e2el)."""
 
     @property
     def open_loop(self) -> bool:
-        """Arrivals do not wait for answers."""
+        """Whether requests are sent without waiting for answers."""
         return self.rate is not None or bool(self.trace)
 
     def to_json(self) -> dict[str, Any]:
-        """For another process, and for reports."""
+        """The plan as values for JSON, for client processes and reports."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Plan":
-        """What `to_json` told."""
+        """The plan that `to_json` wrote."""
         return cls(**data)
 
     def checked(self) -> "Plan":
-        """The same plan, if it can be run against its model. Raises PlanError."""
+        """The plan, with no more processes than requests at a time. Raises PlanError if its model cannot run it."""
         amounts = {
             "request rate": self.rate,
             "time scale": self.time_scale,
@@ -87,15 +87,15 @@ class Plan:
         if not self.trace and self.prefix_tokens >= self.input_tokens:
             raise PlanError(f"a shared prefix of {self.prefix_tokens} leaves nothing of {self.input_tokens} tokens")
         if not self.trace and self.input_tokens + self.output_tokens > self.context_length:
-            wanted = f"{self.input_tokens} tokens in and {self.output_tokens} out"
-            raise PlanError(f"{wanted} exceed the model's context of {self.context_length}")
-        # Never more processes than there is something to do for.
+            lengths = f"{self.input_tokens} tokens in and {self.output_tokens} out"
+            raise PlanError(f"{lengths} exceed the model's context of {self.context_length}")
+        # A process without requests would only cost its start.
         bound = self.requests if self.open_loop else min(self.requests, self.concurrency or 1)
         return replace(self, processes=max(1, min(self.processes, bound)))
 
 
 def goodput_from(words: list[str]) -> dict[str, float]:
-    """The bounds of `ttft:200 tpot:50`, given as one or several arguments. Raises PlanError."""
+    """The bounds that `ttft:200 tpot:50` gives, as one or several arguments. Raises PlanError."""
     bounds = {}
     for word in " ".join(words).split():
         name, _, limit = word.partition(":")

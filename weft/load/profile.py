@@ -1,4 +1,4 @@
-"""Where a worker's steps go while a load runs: the scheduler names a worker, that is asked for a profile."""
+"""Profiles a worker while a load runs: the scheduler names a worker, which records its next steps."""
 
 import asyncio
 from dataclasses import dataclass
@@ -9,44 +9,45 @@ from grpc import RpcError, aio
 
 from protos import mesh_pb2 as mesh
 from protos import mesh_pb2_grpc as stubs
+from weft.client.errors import from_rpc
 
-_ANSWER_S = 5.0
+_TIMEOUT_S = 5.0
 _GRACE_S = 30.0
 
 
 class ProfileError(Exception):
-    """There is no profile; the message is one line."""
+    """No profile was taken; the message is one line."""
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """What shall be profiled, and where the trace goes."""
+class ProfileSpec:
+    """How many steps are profiled, and where the trace is written."""
 
     steps: int
     file: Path
-    """Chrome's format, compressed with gzip: for ui.perfetto.dev or chrome://tracing."""
+    """Written in Chrome's trace format, compressed with gzip: for ui.perfetto.dev or chrome://tracing."""
     scheduler: str
     """host:port."""
 
 
-async def take(wish: Wish, model: str) -> dict[str, Any]:
-    """Observes the next steps of a worker that serves `model` (empty: any). Raises ProfileError.
+async def take(spec: ProfileSpec, model: str) -> dict[str, Any]:
+    """Profiles the next steps of a worker that serves `model` (empty: any). Raises ProfileError.
 
-    -> worker, steps, seconds, and by name the seconds of phases of the host and of what computed; on_gpu, trace.
+    -> worker, steps, seconds, seconds by phase of the host and by group of kernels or operators; on_gpu, trace.
     """
     try:
-        worker = await _worker(wish.scheduler, model)
+        worker = await _worker(spec.scheduler, model)
         async with aio.insecure_channel(worker.address) as channel:
             stub: stubs.WorkerAsyncStub = stubs.WorkerStub(channel)
             summary, trace = mesh.ProfileSummary(), bytearray()
-            async for message in stub.Profile(mesh.ProfileRequest(steps=wish.steps)):
+            async for message in stub.Profile(mesh.ProfileRequest(steps=spec.steps)):
                 if message.HasField("summary"):
                     summary = message.summary
                 trace += message.trace
     except RpcError as error:
-        told = error.details() if isinstance(error, aio.AioRpcError) else ""
-        raise ProfileError(f"no profile: {told or error}") from None
-    await asyncio.to_thread(wish.file.write_bytes, bytes(trace))
+        reason = from_rpc(error).message if isinstance(error, aio.AioRpcError) else str(error)
+        raise ProfileError(f"no profile: {reason}") from None
+    await asyncio.to_thread(spec.file.write_bytes, bytes(trace))
     return {
         "worker": worker.worker_id,
         "steps": summary.steps,
@@ -54,12 +55,12 @@ async def take(wish: Wish, model: str) -> dict[str, Any]:
         "host": {part.name: part.seconds for part in summary.host},
         "device": {part.name: part.seconds for part in summary.device},
         "on_gpu": summary.on_gpu,
-        "trace": str(wish.file),
+        "trace": str(spec.file),
     }
 
 
 async def finish(taking: "asyncio.Task[dict[str, Any]]") -> dict[str, Any]:
-    """The profile, when the load is over. Raises ProfileError: also if it ended before enough steps were seen."""
+    """The profile, after the load. Raises ProfileError, also if the load ended before so many steps."""
     try:
         async with asyncio.timeout(_GRACE_S):
             return await taking
@@ -71,10 +72,10 @@ async def _worker(scheduler: str, model: str) -> mesh.WorkerOverview:
     async with aio.insecure_channel(scheduler) as channel:
         stub: stubs.SchedulerAsyncStub = stubs.SchedulerStub(channel)
         try:
-            overview = await stub.Overview(mesh.OverviewRequest(), timeout=_ANSWER_S)
+            overview = await stub.Overview(mesh.OverviewRequest(), timeout=_TIMEOUT_S)
         except aio.AioRpcError:
-            raise ProfileError(f"{scheduler} is no scheduler: name its address with --scheduler") from None
+            raise ProfileError(f"no scheduler answers at {scheduler}: name its address with --scheduler") from None
     found = [worker for worker in overview.workers if model in ("", worker.model)]
     if not found:
-        raise ProfileError(f"{scheduler} knows no worker of {model}")
+        raise ProfileError(f"the scheduler at {scheduler} has no worker of {model}")
     return found[0]

@@ -1,4 +1,4 @@
-"""A whole run: asks the mesh for its model, starts the client processes together, adds up what they saw."""
+"""Runs a whole load: reads the model from the mesh, starts the client processes together, merges their results."""
 
 import asyncio
 import json
@@ -12,6 +12,7 @@ from typing import Any
 
 from protos import inference_pb2 as api
 from weft.client.api import Client
+from weft.client.requests import not_served
 from weft.load.driver import KEY_VARIABLE
 from weft.load.plan import Plan, PlanError
 from weft.load.tally import Tally
@@ -22,26 +23,26 @@ _LINE_BYTES = 64 << 20
 
 
 class RunError(Exception):
-    """A run could not be made; the message is one line."""
+    """A run failed; the message is one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run that is over."""
+    """A completed run."""
 
     plan: Plan
     model: api.Model
     tally: Tally
     clipped: int
-    """Requests of the trace that were too long for the model."""
+    """Requests of the trace that were shortened to the model's context."""
 
 
 Progress = Callable[[int, int], None]
-"""Is told how many requests have ended, and how many there will be at most."""
+"""Takes the number of requests that have ended, and the most that there will be."""
 
 
-async def run(plan: Plan, progress: Progress = lambda ended, total: None) -> Run:
-    """Runs a plan against a mesh that is up. Raises PlanError, TraceError, RunError and the client's WeftError."""
+async def run(plan: Plan, notify: Progress = lambda ended, total: None) -> Run:
+    """Runs a plan against a running mesh. Raises PlanError, TraceError, RunError and the client's WeftError."""
     model = await _model(plan)
     plan = replace(plan, model=model.name, vocab_size=model.vocab_size, context_length=model.context_length).checked()
     workload = Workload(plan)
@@ -49,13 +50,13 @@ async def run(plan: Plan, progress: Progress = lambda ended, total: None) -> Run
     async with _clients(plan) as clients:
         await asyncio.gather(*(client.ready() for client in clients))
         start = time.monotonic() + _LEAD_S
-        seen = [0] * len(clients)
+        ended_by_client = [0] * len(clients)
 
-        def note(number: int, ended: int) -> None:
-            seen[number] = ended
-            progress(sum(seen), plan.requests)
+        def on_progress(number: int, ended: int) -> None:
+            ended_by_client[number] = ended
+            notify(sum(ended_by_client), plan.requests)
 
-        tallies = await asyncio.gather(*(client.run(start, note) for client in clients))
+        tallies = await asyncio.gather(*(client.run(start, on_progress) for client in clients))
     tally = tallies[0]
     for other in tallies[1:]:
         tally.merge(other)
@@ -66,52 +67,53 @@ async def _model(plan: Plan) -> api.Model:
     key = os.environ.get(KEY_VARIABLE, "")
     async with Client(plan.address.split(",")[0], deadline_s=10, api_key=key) as client:
         models = await client.models()
-    wanted = [model for model in models if model.workers and plan.model in ("", model.name, *model.aliases)]
-    if not wanted:
-        raise PlanError(f"{plan.address} serves no model {plan.model}".rstrip())
-    if len(wanted) > 1:
-        raise PlanError(f"name one of the models {', '.join(model.name for model in wanted)}")
-    return wanted[0]
+    served = [model for model in models if model.workers]
+    matching = [model for model in served if plan.model in ("", model.name, *model.aliases)]
+    if not matching:
+        raise PlanError(not_served(plan.address, plan.model, [model.name for model in served]))
+    if len(matching) > 1:
+        raise PlanError(f"several models are served: name one of {', '.join(model.name for model in matching)}")
+    return matching[0]
 
 
 class _Client:
-    """A client process, seen from here."""
+    """One client process, from the parent's side."""
 
     def __init__(self, number: int, process: asyncio.subprocess.Process) -> None:
         self.number = number
         self.process = process
 
     async def ready(self) -> None:
-        """Waits for the end of its warm-up. Raises RunError."""
-        answer = await self._hear()
+        """Waits until its warm-up has ended. Raises RunError."""
+        answer = await self._receive()
         if "ready" not in answer:
-            raise RunError(f"the warm-up failed: {answer['broken']}")
+            raise RunError(f"the warm-up failed: {answer['error']}")
 
-    async def run(self, start: float, note: Callable[[int, int], None]) -> Tally:
-        """Lets it begin at `start` and waits for what it saw."""
-        self.say(repr(start))
-        while "tally" not in (answer := await self._hear()):
+    async def run(self, start: float, notify: Callable[[int, int], None]) -> Tally:
+        """Starts its measured part at `start` (monotonic clock) and waits for its result."""
+        self.send(repr(start))
+        while "tally" not in (answer := await self._receive()):
             completed, failed, _ = answer["progress"]
-            note(self.number, completed + failed)
+            notify(self.number, completed + failed)
         return Tally.from_json(answer["tally"])
 
-    def say(self, line: str) -> None:
-        """A line on its standard input."""
+    def send(self, line: str) -> None:
+        """Writes a line to its standard input."""
         assert self.process.stdin is not None
         self.process.stdin.write(line.encode() + b"\n")
 
-    async def _hear(self) -> dict[str, Any]:
+    async def _receive(self) -> dict[str, Any]:
         assert self.process.stdout is not None
         line = await self.process.stdout.readline()
         if not line:
-            raise RunError(f"client process {self.number} ended with {await self.process.wait()}")
+            raise RunError(f"client process {self.number} ended with exit code {await self.process.wait()}")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
 
 @asynccontextmanager
 async def _clients(plan: Plan) -> AsyncIterator[list[_Client]]:
-    """The client processes, told their plan, gone at the end of the block."""
+    """The client processes, started with the plan; they are killed at the end of the block."""
     clients: list[_Client] = []
     try:
         for number in range(plan.processes):
@@ -122,7 +124,7 @@ async def _clients(plan: Plan) -> AsyncIterator[list[_Client]]:
                 limit=_LINE_BYTES,
             )
             clients.append(_Client(number, process))
-            clients[-1].say(json.dumps({"plan": plan.to_json(), "process": number}))
+            clients[-1].send(json.dumps({"plan": plan.to_json(), "process": number}))
         yield clients
     finally:
         for client in clients:

@@ -1,4 +1,4 @@
-"""What one client process has seen, in bounded memory: counts, distributions, a line for each second. Mergeable."""
+"""The counts of one client process in bounded memory: sums, distributions, counts by second. They can be merged."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -15,20 +15,20 @@ SECOND = ("started", "ended", "tokens")
 
 @dataclass(slots=True)
 class Outcome:
-    """One request that was answered. Times are seconds of this process's monotonic clock."""
+    """One answered request. Times are seconds of the monotonic clock."""
 
     began: float
     first: float | None
-    """When the first token came; None if there was none."""
+    """Arrival of the first token; None without tokens."""
     last: float
-    """When the last token came."""
+    """Arrival of the last token."""
     ended: float
-    """When the stream ended."""
+    """End of the stream."""
     tokens: int
     receipt: api.Receipt
 
     def milliseconds(self) -> dict[str, float]:
-        """TTFT, TPOT (between the first and the last token) and E2EL, as far as there are such."""
+        """TTFT, TPOT (mean between the first and the last token) and E2EL; without tokens E2EL alone."""
         times = {"e2el": (self.ended - self.began) * 1e3}
         if self.first is not None:
             times["ttft"] = (self.first - self.began) * 1e3
@@ -46,36 +46,36 @@ class Tally:
     input_tokens: int = 0
     output_tokens: int = 0
     messages: int = 0
-    """Messages that brought tokens."""
+    """Messages with tokens."""
     last_ended: float = 0.0
-    """Seconds after the start when the last one ended."""
+    """End of the last request, in seconds after the start."""
     errors: Counter[str] = field(default_factory=Counter)
     latencies: dict[str, Distribution] = field(default_factory=lambda: {name: Distribution() for name in LATENCIES})
     hops: dict[str, Distribution] = field(default_factory=lambda: {name: Distribution() for name in HOPS})
     lag: Distribution = field(default_factory=Distribution)
-    """How late requests of an open loop were sent, in ms."""
+    """Delay of sending in an open loop, in ms."""
     receipts: Counter[str] = field(default_factory=Counter)
     attempts: Counter[str] = field(default_factory=Counter)
-    """Requests by the attempts that they took."""
+    """Requests by their number of attempts."""
     seconds: dict[int, list[int]] = field(default_factory=dict)
-    """For each second after the start: requests started, requests ended, tokens that came."""
+    """By second after the start: requests started, requests ended, tokens received."""
 
     @property
     def failed(self) -> int:
-        """Requests that ended with an error."""
+        """Number of requests that ended with an error."""
         return self.errors.total()
 
     def count(self, at_s: float, what: str, number: int = 1) -> None:
-        """Something happened so many seconds after the start."""
+        """Counts an event of SECOND at so many seconds after the start."""
         self.seconds.setdefault(int(at_s), [0] * len(SECOND))[SECOND.index(what)] += number
 
     def add(self, outcome: Outcome, start: float, bounds: dict[str, float]) -> None:
-        """A request was answered."""
+        """Adds an answered request."""
         self.completed += 1
         times = outcome.milliseconds()
         for name, value in times.items():
             self.latencies[name].add(value)
-        # A time that does not exist (TPOT of one token) breaks no bound.
+        # A missing latency (TPOT of a single token) exceeds no bound.
         self.good += all(times.get(name, 0.0) <= limit for name, limit in bounds.items())
         self.input_tokens += outcome.receipt.prompt_tokens
         self.output_tokens += outcome.tokens
@@ -93,7 +93,7 @@ class Tally:
             self.hops[hop].add(getattr(receipt.timings, f"{hop}_s") * 1e3)
 
     def merge(self, other: "Tally") -> None:
-        """Adds what another process has seen."""
+        """Adds the counts of another process."""
         for name in ("completed", "good", "input_tokens", "output_tokens", "messages"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.last_ended = max(self.last_ended, other.last_ended)
@@ -110,7 +110,7 @@ class Tally:
                 line[place] += number
 
     def to_json(self) -> dict[str, Any]:
-        """For the parent process."""
+        """The counts as values for JSON, for the parent process."""
         data = {name: getattr(self, name) for name in self.__slots__}
         for name in ("latencies", "hops"):
             data[name] = {key: value.to_json() for key, value in data[name].items()}
@@ -118,11 +118,13 @@ class Tally:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Tally":
-        """What `to_json` told."""
-        rich = {name: Counter(data[name]) for name in ("errors", "receipts", "attempts")}
-        several = {
+        """The counts that `to_json` wrote."""
+        counters = {name: Counter(data[name]) for name in ("errors", "receipts", "attempts")}
+        distributions = {
             name: {key: Distribution.from_json(value) for key, value in data[name].items()}
             for name in ("latencies", "hops")
         }
         seconds = {int(second): counts for second, counts in data["seconds"]}
-        return cls(**{**data, **rich, **several, "lag": Distribution.from_json(data["lag"]), "seconds": seconds})
+        return cls(
+            **{**data, **counters, **distributions, "lag": Distribution.from_json(data["lag"]), "seconds": seconds}
+        )

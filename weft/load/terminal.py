@@ -1,4 +1,4 @@
-"""A result as tables on the terminal. Knows the names of figures, never how they came about."""
+"""Prints a result as tables. Knows the names of figures, never how they are measured."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ LATENCIES = (
 
 
 def show(out: Console, result: dict[str, Any]) -> None:
-    """The run in a dozen lines or two."""
+    """Prints the run in 12 to 24 lines."""
     out.print(headline(result), style="bold", markup=False)
     rates = _table("rate", "value")
     for name, words in _RATES:
@@ -33,7 +33,7 @@ def show(out: Console, result: dict[str, Any]) -> None:
         cells = [f"{result[f'{figure}_{name}_ms']:,.2f}" for figure in ("mean", "median", "p90", "p99", "max")]
         latencies.add_row(f"{words} ({name})", *cells)
     out.print(latencies)
-    hops = _table("where the time went, ms", "mean", "p99")
+    hops = _table("time by stage, ms", "mean", "p99")
     for hop, values in result["receipts"]["hops"].items():
         hops.add_row(hop, f"{values['mean_ms']:,.2f}", f"{values['p99_ms']:,.2f}")
     out.print(hops)
@@ -57,7 +57,7 @@ def headline(result: dict[str, Any]) -> str:
 
 
 def facts(result: dict[str, Any]) -> list[str]:
-    """What else is worth a line."""
+    """Further facts of the run, a line each."""
     receipts = result["receipts"]
     tokens = f"{result['total_input_tokens']:,} tokens in, {result['total_output_tokens']:,} out"
     found = f"{receipts.get('cached_tokens', 0):,} found in prefix caches ({receipts['cached_share']:.1%})"
@@ -77,7 +77,7 @@ def facts(result: dict[str, Any]) -> list[str]:
 
 
 def profile_rows(profile: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """What a step was spent on, milliseconds of a step, share of it; the host's phases, then what computed."""
+    """Rows of name, milliseconds of a step, share of a step: the host's phases, then groups of kernels or operators."""
     device = "GPU" if profile["on_gpu"] else "operators"
     parts = [(name, seconds) for name, seconds in profile["host"].items()]
     parts += [(f"{device}: {name}", seconds) for name, seconds in profile["device"].items()]

@@ -1,4 +1,4 @@
-"""Recorded traffic as lists of arrivals: Mooncake and Azure traces in JSON lines, gzip or not. Knows no prompts."""
+"""Reads recorded traffic as lists of arrivals: Mooncake and Azure traces in JSON lines, gzip or plain."""
 
 import gzip
 import json
@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 HASH_BLOCK = 512
-"""Prompt tokens that one of Mooncake's hash ids stands for."""
+"""Prompt tokens of one hash id of Mooncake."""
 
 
 class TraceError(Exception):
-    """A trace cannot be read; the message is one line that says where and why."""
+    """A trace cannot be read; the message is one line with the place and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,14 +20,14 @@ class Arrival:
     """One request of a trace."""
 
     at_s: float
-    """Seconds after the first one."""
+    """Seconds after the first request."""
     input_tokens: int
     output_tokens: int
     hash_ids: tuple[int, ...] = ()
-    """Equal ids mean equal blocks of 512 tokens; empty when the trace does not say."""
+    """Equal ids mean equal blocks of 512 tokens; empty if the trace has none."""
 
     def clipped(self, context: int) -> "Arrival":
-        """As much of it as fits a model: at most half of the context is the answer's."""
+        """The arrival shortened to a model's context, of which the answer gets at most half."""
         output = max(1, min(self.output_tokens, context // 2))
         return Arrival(self.at_s, max(1, min(self.input_tokens, context - output)), output, self.hash_ids)
 

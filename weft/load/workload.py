@@ -1,4 +1,4 @@
-"""The requests of a run: each one's time, prompt and length, the same for the same seed. Knows nothing of sending."""
+"""The requests of a run: their times, prompts and lengths, equal for equal seeds. Knows nothing of sending."""
 
 import random
 from array import array
@@ -17,23 +17,23 @@ _KEPT_BLOCKS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """A request and when it is due."""
+    """A request and the time at which it is sent."""
 
     index: int
     at_s: float
-    """Seconds after the start; 0 in a closed loop: as soon as there is room."""
+    """Seconds after the start; 0 in a closed loop, which sends when another request has ended."""
     input_tokens: int
     output_tokens: int
     hash_ids: tuple[int, ...] = ()
 
 
 class Workload:
-    """All requests of a plan. Prompts are made one at a time, when they are needed."""
+    """All requests of a plan. Each prompt is built when it is needed."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.clipped = 0
-        """Requests of the trace that were too long for the model."""
+        """Requests of the trace that were shortened to the model's context."""
         self._arrivals = self._read_trace() if plan.trace else []
         self._block = lru_cache(_KEPT_BLOCKS)(self._make_block)
 
@@ -41,13 +41,13 @@ class Workload:
         return len(self._arrivals) if self.plan.trace else self.plan.requests
 
     def share(self, process: int) -> Iterator[Due]:
-        """The requests that are this client process's to send, in order."""
+        """The requests that this client process sends, in order."""
         for due in self._all():
             if due.index % self.plan.processes == process:
                 yield due
 
     def warmup(self, process: int) -> Iterator[Due]:
-        """Requests of the same kind that count for nothing and share no prompt with those that do."""
+        """Requests of the same kind that are not counted and share no prompt with counted ones."""
         plan = self.plan
         output = min(plan.output_tokens, 8)
         tokens = min(plan.input_tokens, plan.context_length - output)
@@ -67,7 +67,7 @@ class Workload:
         return prefix + self._tokens(f"prompt/{due.index}", due.input_tokens - shared)
 
     def request(self, due: Due) -> api.GenerateRequest:
-        """The message to send."""
+        """The request as a message."""
         plan = self.plan
         sampling = api.Sampling(max_tokens=due.output_tokens, temperature=plan.temperature, ignore_eos=plan.ignore_eos)
         return api.GenerateRequest(

@@ -6,7 +6,7 @@ from grpc import aio
 
 from services.errors import WeftError
 from services.gateway.access.authorizer import Authorizer, Credentials, method_denied
-from services.interceptor import rebuilt
+from services.interceptor import refusing
 
 _HEALTH = "/grpc.health.v1.Health/"
 _REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/"
@@ -45,14 +45,5 @@ class AuthInterceptor(aio.ServerInterceptor):
         try:
             self.check(handler_call_details.method, credentials_of(handler_call_details.invocation_metadata))
         except WeftError as error:
-            return _refusal(handler, error)
+            return refusing(handler, error)
         return handler
-
-
-def _refusal(handler: Any, error: WeftError) -> Any:
-    """A handler of the same kind that reads no message and raises the error."""
-
-    async def refuse(request: object, context: object) -> None:
-        raise error
-
-    return rebuilt(handler, refuse)

@@ -23,6 +23,7 @@ log = structlog.get_logger("models")
 _MAX_BUNDLES = 32
 """Tokenizers in memory; the least recently used goes first."""
 _FETCH_S = 30.0
+_MAX_QUOTED = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,13 @@ class Catalog:
             return served
         if self._is_loading(name):
             raise unavailable("MODEL_LOADING", "the model is being loaded")
-        raise WeftError(StatusCode.NOT_FOUND, "MODEL_NOT_FOUND", "no such model", field="model")
+        raise WeftError(StatusCode.NOT_FOUND, "MODEL_NOT_FOUND", self._not_found(name, tenant), field="model")
+
+    def _not_found(self, name: str, tenant: Tenant) -> str:
+        """The message for an unknown name, with the names of the models that the tenant may use."""
+        asked = name if len(name) <= _MAX_QUOTED else f"{name[:_MAX_QUOTED]}..."
+        known = ", ".join(sorted(name for name, served in self._served.items() if _is_for(tenant, served)))
+        return f"no model {asked!r}: {f'there are {known}' if known else 'none is served'}"
 
     def _only(self, tenant: Tenant) -> Served:
         models = self._served or {served.card.name: served for served in self._names.values()}

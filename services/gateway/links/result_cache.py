@@ -14,6 +14,7 @@ from protos import cache_pb2, mesh_pb2
 from protos import cache_pb2_grpc as cache_grpc
 from protos import inference_pb2 as api
 from services import hashing, rpc
+from services import mesh_id as mesh_ids
 from services.gateway.text.journal import Detail, Ending, Journal, packed
 
 log = structlog.get_logger("results")
@@ -70,7 +71,8 @@ def deterministic(sampling: api.Sampling) -> bool:
 class ResultCache:
     """The client of the cache service; without an address every look-up is a miss."""
 
-    def __init__(self, address: str, budget_s: float) -> None:
+    def __init__(self, address: str, budget_s: float, mesh_id: str = "") -> None:
+        self._metadata = mesh_ids.metadata(mesh_id)
         self._channel = rpc.link_channel(address) if address else None
         self._cache = cache_grpc.CacheStub(self._channel) if self._channel else None
         self._budget_s = budget_s
@@ -89,7 +91,7 @@ class ResultCache:
             reply = await self._cache.GetResult(
                 cache_pb2.GetResultRequest(key=key.digest),
                 timeout=self._budget_s,
-                metadata=(("traceparent", traceparent),),
+                metadata=(("traceparent", traceparent), *self._metadata),
             )
         except aio.AioRpcError as error:
             log.debug("look-up failed", code=error.code().name)
@@ -113,7 +115,8 @@ class ResultCache:
 
     async def _store(self, cache: "cache_grpc.CacheAsyncStub", key: bytes, result: cache_pb2.CachedResult) -> None:
         try:
-            await cache.PutResult(cache_pb2.PutResultRequest(key=key, result=result), timeout=_STORE_S)
+            request = cache_pb2.PutResultRequest(key=key, result=result)
+            await cache.PutResult(request, timeout=_STORE_S, metadata=self._metadata)
         except aio.AioRpcError as error:
             log.debug("not stored", code=error.code().name)
 

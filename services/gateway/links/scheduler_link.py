@@ -13,6 +13,7 @@ from grpc import aio
 
 from protos import mesh_pb2 as mesh
 from protos.mesh_pb2_grpc import SchedulerStub
+from services import mesh_id as mesh_ids
 from services import rpc
 from services.errors import WeftError, unavailable
 from services.send_queue import SendQueue, SendQueueFull
@@ -68,12 +69,15 @@ class SchedulerLink:
         wait_s: float,
         on_models: Callable[[mesh.ModelList], None],
         on_worker_lost: Callable[[str], None],
+        mesh_id: str = "",
     ) -> None:
         self._address = address
         self._gateway_id = gateway_id
         self._wait_s = wait_s
         self._on_models = on_models
         self._on_worker_lost = on_worker_lost
+        self._mesh_id = mesh_id
+        self._refusals = mesh_ids.RefusalLog("scheduler")
         self._submissions: dict[str, _Submission] = {}
         self._unsent: SendQueue[mesh.DispatchRequest] | None = None
         self._connected = False
@@ -84,13 +88,17 @@ class SchedulerLink:
         log.info("connecting to the scheduler", at=self._address)
         async with rpc.link_channel(self._address) as channel:
             while True:
+                pause_s = 0.05
                 try:
                     await self._session(channel)
-                except aio.AioRpcError as error:
-                    log.info("scheduler disconnected", code=error.code().name, unanswered=len(self._submissions))
+                except (aio.AioRpcError, WeftError) as error:
+                    if self._refusals.refused(error, self._address):
+                        pause_s = mesh_ids.RETRY_S
+                    elif isinstance(error, aio.AioRpcError):
+                        log.info("scheduler disconnected", code=error.code().name, unanswered=len(self._submissions))
                 finally:
                     self._disconnected()
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(pause_s)
 
     async def submit(self, submit: mesh.Submit) -> Placement:
         """Waits for the placement of a job. Cancelling withdraws the job. Raises WeftError."""
@@ -112,17 +120,21 @@ class SchedulerLink:
 
     async def _session(self, channel: aio.Channel) -> None:
         unsent = self._unsent = SendQueue[mesh.DispatchRequest](_MOST_UNSENT)
-        unsent.put(mesh.DispatchRequest(hello=mesh.GatewayHello(gateway_id=self._gateway_id)))
+        unsent.put(mesh.DispatchRequest(hello=mesh.GatewayHello(gateway_id=self._gateway_id, mesh_id=self._mesh_id)))
         call = SchedulerStub(channel).Dispatch(aiter(unsent), wait_for_ready=True)
-        async for message in call:
-            self._receive(message)
-            if self._unsent is not unsent:  # It was full: the scheduler does not read.
-                call.cancel()
-                return
+        try:
+            async for message in call:
+                self._receive(message)
+                if self._unsent is not unsent:  # It was full: the scheduler does not read.
+                    return
+        finally:
+            call.cancel()
 
     def _receive(self, message: mesh.DispatchResponse) -> None:
         kind = message.WhichOneof("message")
         if kind == "hello":
+            mesh_ids.check(self._mesh_id, message.hello.mesh_id, "scheduler")
+            self._refusals.accepted()
             log.info("scheduler connected", epoch=message.hello.epoch, unanswered=len(self._submissions))
             self._connected = True
             for pending in self._submissions.values():

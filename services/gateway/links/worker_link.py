@@ -15,6 +15,7 @@ from grpc import StatusCode, aio
 
 from protos import mesh_pb2 as mesh
 from protos.mesh_pb2_grpc import WorkerStub
+from services import mesh_id as mesh_ids
 from services import rpc, telemetry
 from services.errors import WeftError
 from services.gateway.text.journal import Detail
@@ -110,12 +111,12 @@ class JobStream:
 class WorkerLink:
     """The Run stream to one worker."""
 
-    def __init__(self, address: str, gateway_id: str) -> None:
+    def __init__(self, address: str, gateway_id: str, mesh_id: str = "") -> None:
         self.alive = True
         self._streams: dict[int, JobStream] = {}
         self._stream_ids = itertools.count(1)
         self._unsent: SendQueue[mesh.RunRequest] = SendQueue()
-        self._put(mesh.RunRequest(hello=mesh.GatewayHello(gateway_id=gateway_id)))
+        self._put(mesh.RunRequest(hello=mesh.GatewayHello(gateway_id=gateway_id, mesh_id=mesh_id)))
         self._session = asyncio.create_task(self._run(address))
 
     @property
@@ -201,7 +202,8 @@ class WorkerLink:
                 async for message in call:
                     self._receive(message)
         except aio.AioRpcError as error:
-            log.info("link broke", code=error.code().name, jobs=len(self._streams))
+            if not mesh_ids.RefusalLog("worker").refused(error, address):
+                log.info("link broke", code=error.code().name, jobs=len(self._streams))
         except ValueError as error:
             telemetry.log_exception("a worker sent columns of unequal length", error)
         finally:
@@ -244,15 +246,16 @@ class WorkerLink:
 class WorkerLinks:
     """The links to all workers, by address."""
 
-    def __init__(self, gateway_id: str) -> None:
+    def __init__(self, gateway_id: str, mesh_id: str = "") -> None:
         self._gateway_id = gateway_id
+        self._mesh_id = mesh_id
         self._links: dict[str, WorkerLink] = {}
 
     def to(self, address: str) -> WorkerLink:
         """The link to this worker; a new one if there is none or if the last one broke."""
         link = self._links.get(address)
         if link is None or not link.alive:
-            link = self._links[address] = WorkerLink(address, self._gateway_id)
+            link = self._links[address] = WorkerLink(address, self._gateway_id, self._mesh_id)
         return link
 
     def lose_worker(self, worker_id: str) -> None:

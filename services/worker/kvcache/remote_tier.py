@@ -42,7 +42,13 @@ _BROKEN = (aio.AioRpcError, asyncio.InvalidStateError, TimeoutError)
 class RemoteStore:
     """A `BlockStore` behind weft.v1.Cache. `run` must run for it to do anything."""
 
-    def __init__(self, stub: "cache_grpc.CacheAsyncStub", layout: str, block_bytes: int) -> None:
+    def __init__(
+        self,
+        stub: "cache_grpc.CacheAsyncStub",
+        layout: str,
+        block_bytes: int,
+        metadata: tuple[tuple[str, str], ...] = (),
+    ) -> None:
         self.link = TransferCost()
         """The measured way from the cache service to here."""
         self.fetches: Counter[str] = Counter()
@@ -50,6 +56,7 @@ class RemoteStore:
         self.offers: Counter[str] = Counter()
         """What became of offered blocks: stored, known, lost."""
         self._stub = stub
+        self._metadata = metadata
         self._layout = layout.encode()
         self._block_bytes = block_bytes
         self._loop = asyncio.get_running_loop()
@@ -130,7 +137,7 @@ class RemoteStore:
         """How many blocks of a prefix are stored."""
         began = time.monotonic()
         try:
-            reply = await self._stub.HasBlocks(cache.HasBlocksRequest(blocks=self._list(keys)))
+            reply = await self._stub.HasBlocks(cache.HasBlocksRequest(blocks=self._list(keys)), metadata=self._metadata)
         finally:  # An answer that came too late tells as much: a few of them, and nobody asks for a while.
             self.link.answered(time.monotonic() - began)
         stored = min(reply.stored, len(keys))
@@ -143,7 +150,8 @@ class RemoteStore:
         """Hands on what comes; says what became of it."""
         began, received = time.monotonic(), 0
         blocks = _Assembly(stored)
-        call = self._stub.GetBlocks(cache.GetBlocksRequest(blocks=self._list(wish.keys[:stored])))
+        request = cache.GetBlocksRequest(blocks=self._list(wish.keys[:stored]))
+        call = self._stub.GetBlocks(request, metadata=self._metadata)
         try:
             async for response in call:
                 received += sum(len(piece.data) for piece in response.pieces)
@@ -175,7 +183,7 @@ class RemoteStore:
 
     async def _put(self, batch: Sequence[tuple[bytes, bytes]]) -> None:
         keys = [key for key, _ in batch]
-        call = self._stub.PutBlocks()
+        call = self._stub.PutBlocks(metadata=self._metadata)
         await call.write(cache.PutBlocksRequest(blocks=self._list(keys)))
         first = await call.read()
         if not isinstance(first, cache.PutBlocksResponse):
@@ -209,7 +217,8 @@ class RemoteStore:
         elapsed_s = []
         for _ in range(_MEASURE_TIMES):
             began = time.monotonic()
-            call = self._stub.GetBlocks(cache.GetBlocksRequest(blocks=self._list([key])))
+            request = cache.GetBlocksRequest(blocks=self._list([key]))
+            call = self._stub.GetBlocks(request, metadata=self._metadata)
             if sum([len(piece.data) async for response in call for piece in response.pieces]) < MEASURE_BYTES:
                 return
             elapsed_s.append(time.monotonic() - began)

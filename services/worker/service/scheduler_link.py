@@ -11,6 +11,8 @@ from grpc import aio
 from protos import mesh_pb2 as mesh
 from protos import mesh_pb2_grpc as mesh_grpc
 from services import hashing, rpc
+from services import mesh_id as mesh_ids
+from services.errors import WeftError
 from services.worker.job import Stats
 from services.worker.service.jobs import Jobs
 
@@ -47,6 +49,7 @@ class SchedulerLink:
         self._hello = hello
         self._engine = engine
         self._jobs = jobs
+        self._refusals = mesh_ids.RefusalLog("scheduler")
         self._keys: set[bytes] = set()
         self._changed = asyncio.Event()
         self._urgent = asyncio.Event()
@@ -66,16 +69,24 @@ class SchedulerLink:
             while True:
                 try:
                     await self._attach_once(stub)
-                except aio.AioRpcError as error:
-                    log.info("the link to the scheduler is down; reconnecting", code=error.code().name)
+                except (aio.AioRpcError, WeftError) as error:
+                    if self._refusals.refused(error, self._address):
+                        await asyncio.sleep(mesh_ids.RETRY_S - RETRY_S)
+                    elif isinstance(error, aio.AioRpcError):
+                        log.info("the link to the scheduler is down; reconnecting", code=error.code().name)
                 await asyncio.sleep(RETRY_S)
 
     async def _attach_once(self, stub: "mesh_grpc.SchedulerAsyncStub") -> None:
         call = stub.Attach(self._messages(), wait_for_ready=True)
-        async for response in call:
-            if response.WhichOneof("message") == "refused":
-                raise Refused(response.refused.message)
-            log.info("registered at the scheduler", epoch=response.hello.epoch)
+        try:
+            async for response in call:
+                if response.WhichOneof("message") == "refused":
+                    raise Refused(response.refused.message)
+                mesh_ids.check(self._hello.mesh_id, response.hello.mesh_id, "scheduler")
+                self._refusals.accepted()
+                log.info("registered at the scheduler", epoch=response.hello.epoch)
+        finally:
+            call.cancel()
 
     async def _messages(self) -> AsyncIterator[mesh.AttachRequest]:
         self._take_keys()

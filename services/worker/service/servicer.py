@@ -9,6 +9,7 @@ import structlog
 from grpc import StatusCode, aio
 
 from protos import mesh_pb2 as mesh
+from services import mesh_id as mesh_ids
 from services.errors import WeftError, invalid, unavailable
 from services.worker.engine.profiling import Profile, Profiler
 from services.worker.service.job_record import Subscriber
@@ -57,6 +58,7 @@ class WorkerService:
         first = await anext(requests, None)
         if first is None or first.WhichOneof("message") != "hello":
             raise invalid("message", "the first message must be hello")
+        mesh_ids.check(self._startup.mesh_id, first.hello.mesh_id, "gateway")
         link = Subscriber(first.hello.gateway_id)
         log.info("gateway connected", gateway=link.gateway_id)
         reader = asyncio.create_task(_read(jobs, link, requests))

@@ -5,13 +5,16 @@ import contextlib
 from collections.abc import AsyncIterator
 
 from protos import cache_pb2_grpc as cache_grpc
+from services import mesh_id as mesh_ids
 from services import metrics, rpc
 from services.worker.engine.base import Engine
 from services.worker.kvcache.remote_tier import RemoteStore, log
 
 
 @contextlib.asynccontextmanager
-async def shared_prefixes(address: str, engine: Engine, counts: metrics.Metrics) -> AsyncIterator[None]:
+async def shared_prefixes(
+    address: str, engine: Engine, counts: metrics.Metrics, mesh_id: str = ""
+) -> AsyncIterator[None]:
     """Lets an engine share prefixes through the cache service at `address`, unless that is empty, inside the block.
 
     The engine must not run yet. The metrics of fetches and offers are added to `counts`.
@@ -20,7 +23,8 @@ async def shared_prefixes(address: str, engine: Engine, counts: metrics.Metrics)
         yield
         return
     async with rpc.link_channel(address) as channel:
-        store = RemoteStore(cache_grpc.CacheStub(channel), engine.block_layout, engine.block_bytes)
+        stub = cache_grpc.CacheStub(channel)
+        store = RemoteStore(stub, engine.block_layout, engine.block_bytes, mesh_ids.metadata(mesh_id))
         engine.use_remote(store)
         _add_metrics(counts, store)
         running = asyncio.create_task(store.run())

@@ -27,11 +27,14 @@ class Startup:
     phase: str = "starting"
     done: int = 0
     total: int = 0
+    mesh_id: str = ""
 
 
 async def announce(address: str, aliases: Sequence[str], startup: Startup) -> None:
     """Reports progress until the scheduler ends the stream, after the worker's hello. Failures only delay reports."""
-    first = mesh.WorkerLoading(worker_id=startup.worker_id, model=startup.model, aliases=aliases)
+    first = mesh.WorkerLoading(
+        worker_id=startup.worker_id, model=startup.model, aliases=aliases, mesh_id=startup.mesh_id
+    )
     async with rpc.link_channel(address) as channel:
         stub = mesh_grpc.SchedulerStub(channel)
         while startup.phase != READY:

@@ -40,10 +40,10 @@ def a_try(draw: st.DrawFn) -> list[api.Delta]:
 
 @given(st.lists(st.tuples(a_try(), st.integers(0, TOKENS)), max_size=4), a_try())
 def test_each_token_and_character_comes_once(broken: list[tuple[list[api.Delta], int]], whole: list[api.Delta]) -> None:
-    splice, received = StreamResumer(), []
+    resumer, received = StreamResumer(), []
     for deltas in [*(deltas[:length] for deltas, length in broken), whole]:
-        splice.begin()
-        received += [new for delta in deltas if (new := splice.new(delta)) is not None]
+        resumer.begin_attempt()
+        received += [new for delta in deltas if (new := resumer.unseen(delta)) is not None]
 
     assert [token for delta in received for token in delta.token_ids] == list(range(TOKENS))
     assert "".join(delta.text for delta in received) == "".join(text_of(token) for token in range(TOKENS))
@@ -56,16 +56,16 @@ def test_each_token_and_character_comes_once(broken: list[tuple[list[api.Delta],
 
 
 def test_another_answer_is_never_glued_to_the_first_one() -> None:
-    splice = StreamResumer()
-    splice.begin()
-    splice.new(api.Delta(token_ids=[1, 2, 3]))
-    splice.begin()
+    resumer = StreamResumer()
+    resumer.begin_attempt()
+    resumer.unseen(api.Delta(token_ids=[1, 2, 3]))
+    resumer.begin_attempt()
     with pytest.raises(WeftError, match="REPLAY_DIFFERS"):
-        splice.new(api.Delta(token_ids=[1, 2, 4, 5]))
+        resumer.unseen(api.Delta(token_ids=[1, 2, 4, 5]))
 
 
 def test_a_gap_is_refused() -> None:
-    splice = StreamResumer()
-    splice.begin()
+    resumer = StreamResumer()
+    resumer.begin_attempt()
     with pytest.raises(WeftError, match="REPLAY_DIFFERS"):
-        splice.new(api.Delta(token_ids=[7], position=3))
+        resumer.unseen(api.Delta(token_ids=[7], position=3))

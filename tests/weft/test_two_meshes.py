@@ -1,0 +1,55 @@
+"""Two real meshes on one machine, started at one time in one folder: neither joins the other's processes or data."""
+
+import asyncio
+import re
+import signal
+from pathlib import Path
+
+from tests.ports import free_port
+from tests.weft.test_cli import fact, run_weft, start_weft
+
+START_S = 100.0
+PATIENT = {"WEFT_GATEWAY_CACHE_BUDGET_S": "5"}
+
+
+async def serve(home: Path, port: int) -> tuple[asyncio.subprocess.Process, list[str]]:
+    """A mesh that serves, and what it printed on the way."""
+    process = await start_weft("serve", "--port", str(port), home=home, **PATIENT)
+    assert process.stdout is not None
+    lines: list[str] = []
+    async with asyncio.timeout(START_S):
+        while not (lines and lines[-1].startswith("try: ")):
+            lines.append((await process.stdout.readline()).decode())
+            assert lines[-1], lines
+    return process, lines
+
+
+async def stop(process: asyncio.subprocess.Process) -> None:
+    process.send_signal(signal.SIGINT)
+    assert await process.wait() == 0
+
+
+async def ask(home: Path, port: int, prompt: str) -> tuple[str, str]:
+    """Whether a result was found, and the worker that computed it."""
+    address = f"127.0.0.1:{port}"
+    arguments = ("generate", prompt, "--address", address, "--max-tokens", "4", "--temperature", "0", "--stats")
+    code, output = await run_weft(*arguments, home=home)
+    assert code == 0, output
+    return fact(output, "result"), fact(output, "workers")
+
+
+async def test_two_meshes_of_one_folder_are_two_meshes(tmp_path: Path) -> None:
+    ports = (free_port(), free_port())
+    (first, said), (second, said_too) = await asyncio.gather(*(serve(tmp_path, port) for port in ports))
+    data = {re.search(r"data in (\S+)", lines[0])[1] for lines in (said, said_too)}  # type: ignore[index]
+    assert len(data) == 2
+    # What one has computed the other computes again: they share neither workers nor a Redis.
+    one, other = await ask(tmp_path, ports[0], "Once"), await ask(tmp_path, ports[1], "Once")
+    assert (one[0], other[0], one[1] != other[1]) == ("miss", "miss", True)
+    assert [(await ask(tmp_path, port, "Once"))[0] for port in ports] == ["hit", "hit"]
+    listings = [await run_weft("models", "--address", f"127.0.0.1:{port}", home=tmp_path) for port in ports]
+    assert [output.splitlines()[-1].split()[-2] for _, output in listings] == ["1", "1"]
+    await stop(first)
+    assert await ask(tmp_path, ports[1], "Once") == ("hit", "none")
+    assert (await ask(tmp_path, ports[1], "Twice"))[0] == "miss"
+    await stop(second)
