@@ -69,7 +69,7 @@ bench-gpu: ## The whole mesh on this machine's GPU, over gRPC: GPU_PYTHON=python
 	@$(GPU_PYTHON) -m bench.mesh.gpu $(if $(FRESH),--fresh) $(if $(FORMATS),--formats $(FORMATS)) $(if $(MODELS),--models $(MODELS))
 
 bench-start: ## Seconds that a worker's start takes on this machine's GPU with an empty and a filled kernel cache: GPU_PYTHON=python FORMATS="bf16 fp8".
-	@$(GPU_PYTHON) -m bench.start $(if $(FORMATS),--formats $(FORMATS))
+	@$(GPU_PYTHON) -m bench.engine.start $(if $(FORMATS),--formats $(FORMATS))
 
 bench-determinism: ## What the deterministic mode keeps and costs on this machine's GPU, 8B shape: GPU_PYTHON=python.
 	@$(GPU_PYTHON) -m bench.engine.determinism

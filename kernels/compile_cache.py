@@ -133,11 +133,12 @@ def cache_folder() -> Path:
     return Path(triton.knobs.cache.dir)
 
 
-def sources_digest() -> str:
-    """SHA-256 of the compiler's version and of the sources of all kernels, in hexadecimal."""
+def sources_digest(*launchers: Path) -> str:
+    """SHA-256, in hexadecimal, of the compiler's version, of the sources of all kernels, and of those in the folders of
+    code that launches them."""
     sha = hashlib.sha256(f"{triton.__version__} {torch.__version__}".encode())
-    folder = Path(__file__).parent
-    for path in sorted(folder.rglob("*.py")):
-        content = path.read_bytes()
-        sha.update(f"{path.relative_to(folder)} {len(content)} ".encode() + content)
+    for folder in (Path(__file__).parent, *launchers):
+        for path in sorted(folder.rglob("*.py")):
+            content = path.read_bytes()
+            sha.update(f"{path.relative_to(folder)} {len(content)} ".encode() + content)
     return sha.hexdigest()

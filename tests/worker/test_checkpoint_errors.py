@@ -1,4 +1,4 @@
-"""Every defect of a checkpoint is one clear line, and never a served model."""
+"""Each defect of a checkpoint is reported in one line, and the model is not served."""
 
 import contextlib
 import json
@@ -61,7 +61,7 @@ def edit_tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Damage:
 
 
 def edit_header(**changes: Any) -> Damage:
-    """The file says something else of a tensor."""
+    """Change the entry of a tensor in the header of its file."""
 
     def damage(folder: Path) -> None:
         content = (folder / SINGLE).read_bytes()
@@ -96,7 +96,7 @@ def broken_json(folder: Path) -> None:
 
 
 def endless(file: str, before: bytes = b"") -> Damage:
-    """A file of lists in lists in lists."""
+    """Replace a file by a million nested lists."""
 
     def damage(folder: Path) -> None:
         (folder / file).write_bytes(before + b"[" * 10**6)
@@ -105,14 +105,14 @@ def endless(file: str, before: bytes = b"") -> Damage:
 
 
 def listening(folder: Path) -> None:
-    """A file gives way to a socket."""
+    """Replace the weights by a socket."""
     (folder / SINGLE).unlink()
     with contextlib.chdir(folder), socket.socket(socket.AF_UNIX) as opened:
         opened.bind(SINGLE)
 
 
 def device(folder: Path) -> None:
-    """A file gives way to one of no length."""
+    """Replace config.json by a link to a device."""
     (folder / "config.json").unlink()
     (folder / "config.json").symlink_to("/dev/null")
 
@@ -258,7 +258,7 @@ def test_a_damaged_sharded_checkpoint_too(copy: Callable[[str], Path], damage: D
 
 @pytest.mark.parametrize("name", ["models/int4--v2", "models/my model", "./missing", "missing"])
 def test_a_folder_that_is_not_there_is_one_line(name: str) -> None:
-    """Also where its name could be none of the hub's."""
+    """Also where the name is no valid hub id."""
     with pytest.raises(CheckpointError, match=r"no checkpoint folder|neither a folder nor to be had"):
         locate(name)
 
@@ -299,7 +299,7 @@ def test_a_template_that_does_not_compile_is_one_line(copy: Callable[[str], Path
 
 
 def test_what_the_gateway_renders_compiles(copy: Callable[[str], Path]) -> None:
-    """Loop controls, transformers' `generation` blocks, and names that are only there when it renders."""
+    """Loop controls, transformers' `generation` blocks, and functions that are defined when a template renders."""
     folder = copy("llama")
     template = "{% for m in messages %}{% if not m %}{% break %}{% endif %}{% generation %}{{ m | tojson }}"
     template += "{% endgeneration %}{% endfor %}{{ strftime_now('%Y') }}{{ raise_exception('no') }}"
@@ -331,7 +331,7 @@ def test_a_presets_folder_goes_when_its_model_is_loaded() -> None:
 
 
 def test_no_second_copy_of_the_weights_is_fetched() -> None:
-    """Of a repository like Mistral's, by the hub's own rules."""
+    """Of a repository like Mistral's, filtered by the hub's own function."""
     held = ["config.json", "model-00001-of-00002.safetensors", "chat_template.jinja"]
     others = ["consolidated.safetensors", "original/params.json", "onnx/model.safetensors", "model.bin"]
     hub: Any = utils

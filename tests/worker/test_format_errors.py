@@ -1,4 +1,4 @@
-"""Every defect of a quantized checkpoint is one clear line, and never a served model."""
+"""Each defect of a quantized checkpoint is reported in one line, and the model is not served."""
 
 import json
 import math
@@ -29,7 +29,7 @@ def load(folder: Path, **options: Any) -> GenerationEngine:
 
 @pytest.fixture(scope="session")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A quantized checkpoint of a kind, or a golden one."""
+    """written(kind): a quantized checkpoint, written by its library or kept in tests/golden."""
     folder = tmp_path_factory.mktemp("whole")
     plain = make_checkpoint(folder / "plain", Shape("llama", {"intermediate_size": 128, "num_hidden_layers": 2}))
     made: dict[str, Path] = {}
@@ -45,70 +45,70 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def fill(name: str, value: float) -> Change:
-    """One number of a tensor is another."""
+    """Replace the first number of a tensor."""
     return lambda tensors, settings: tensors[name].view(-1)[0].fill_(value)
 
 
 def without(name: str) -> Change:
-    """A tensor is gone."""
+    """Remove a tensor."""
     return lambda tensors, settings: tensors.pop(name)
 
 
 def cut(name: str) -> Change:
-    """A tensor lacks its last row."""
+    """Remove the last row of a tensor."""
     return lambda tensors, settings: tensors.update({name: tensors[name][:-1].clone()})
 
 
 def typed(name: str, dtype: torch.dtype) -> Change:
-    """A tensor has another type."""
+    """Convert a tensor to another type."""
     return lambda tensors, settings: tensors.update({name: tensors[name].to(dtype)})
 
 
 def setting(**changes: Any) -> Change:
-    """quantization_config says something else."""
+    """Change values of quantization_config."""
     return lambda tensors, settings: settings.update(changes)
 
 
 def scheme(**changes: Any) -> Change:
-    """The weights of a group of compressed-tensors are of another kind."""
+    """Change how compressed-tensors' group describes its weights."""
     return lambda tensors, settings: settings["config_groups"]["group_0"]["weights"].update(changes)
 
 
 def inputs(**changes: Any) -> Change:
-    """The inputs of a group of compressed-tensors are of another kind."""
+    """Replace how compressed-tensors' group describes its inputs."""
     return lambda tensors, settings: settings["config_groups"]["group_0"].update(input_activations=changes)
 
 
 def state(text: bytes) -> Change:
-    """The state of a bitsandbytes weight is another text."""
+    """Replace the quantization state of a bitsandbytes weight."""
     name = f"{Q}.weight.quant_state.bitsandbytes__nf4"
     return lambda tensors, settings: tensors.update({name: torch.tensor(list(text), dtype=torch.uint8)})
 
 
 def nested(**changes: Any) -> Change:
-    """The state of a bitsandbytes weight says something else of its nested scales."""
+    """Change what the state of a bitsandbytes weight says about its nested scales."""
     said = {"quant_type": "nf4", "shape": [64, 64], "blocksize": 64, "nested_blocksize": 256, "nested_offset": 0.5}
     return state(json.dumps({**said, **changes}).encode())
 
 
 def zero_points(value: int) -> Change:
-    """A weight has zero points that are not packed."""
+    """Give a weight zero points that are not packed."""
     made = torch.full((64, 2), value, dtype=torch.int8)
     return lambda tensors, settings: tensors.update({f"{Q}.weight_zero_point": made})
 
 
 def act_order(tensors: dict[str, Tensor], settings: dict[str, Any]) -> None:
-    """The inputs of a weight are grouped in another order."""
+    """Group the inputs of a weight in another order."""
     tensors[f"{Q}.weight_g_idx"] = torch.arange(64).flip(0).int() // 32
 
 
 def targets(*names: str) -> Change:
-    """A group of compressed-tensors means other modules."""
+    """Replace the targets of compressed-tensors' group."""
     return lambda tensors, settings: settings["config_groups"]["group_0"].update(targets=list(names))
 
 
 def extra_scale(name: str) -> Change:
-    """There is one more scale."""
+    """Add a scale."""
     return lambda tensors, settings: tensors.update({name: torch.ones(1)})
 
 

@@ -1,4 +1,4 @@
-"""Quantized checkpoints: read as their writers meant them, served as the dequantized model would be."""
+"""Quantized checkpoints are read as their writers define them and served as the dequantized model would be."""
 
 import json
 import shutil
@@ -73,7 +73,7 @@ LLM_COMPRESSOR: Mapping[str, str] = {
 
 
 def demo(folder: Path) -> Path:
-    """The demo model in float32, the numbers that its twins are compared in."""
+    """The demo model in float32, in which it is compared with its dequantized twins."""
     shutil.copytree(DEMO, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
     save({name: tensor.float() for name, tensor in read(DEMO).items()}, folder)
     return folder
@@ -215,7 +215,7 @@ def test_biases_of_zeros_are_no_harm(tmp_path: Path) -> None:
 def test_autofp8_checkpoints_with_scales_of_the_cache(
     names: tuple[str, ...], written: Callable[[str, str], Written], tmp_path: Path
 ) -> None:
-    """Its `kv_cache_scheme` is a word, its scales are numbers without a shape; at first keys and values had one."""
+    """AutoFP8 writes `kv_cache_scheme` as a word and scales as scalars; early versions: one for keys and values."""
     made = written("fp8-static", "llama")
     folder = Path(shutil.copytree(made.folder, tmp_path / "autofp8"))
     tensors = {name: t.reshape(()) if name.endswith("_scale") else t for name, t in read(folder).items()}
@@ -265,7 +265,7 @@ def test_patterns_mean_what_the_library_says(pattern: str) -> None:
 def test_who_names_a_module_goes_before_who_means_all(
     first: str, written: Callable[[str, str], Written], tmp_path: Path
 ) -> None:
-    """Two groups of compressed-tensors mean the same modules, in any order: the library itself says whose they are."""
+    """Where two groups of compressed-tensors match a module, in any order, the library says which one applies."""
     fours, eights = written("int4", "llama"), written("w8a16-packed", "llama")
     folder = Path(shutil.copytree(fours.folder, tmp_path / "mixed"))
     down = {name: tensor for name, tensor in read(eights.folder).items() if ".down_proj." in name}
@@ -288,7 +288,7 @@ def test_who_names_a_module_goes_before_who_means_all(
 
 
 def test_the_w8a16_preset_is_int8_in_groups() -> None:
-    """llm-compressor takes its presets from compressed-tensors."""
+    """llm-compressor takes its presets from compressed-tensors, so this is the preset of both."""
     preset = preset_name_to_scheme("W8A16", ["Linear"]).model_dump(mode="json")
     read_as = CompressedTensors.of({"format": "pack-quantized", "config_groups": {"group_0": preset}})
     assert read_as.is_grouped_int8("model.layers.0.mlp.up_proj")
@@ -296,7 +296,7 @@ def test_the_w8a16_preset_is_int8_in_groups() -> None:
 
 
 def test_act_order_of_compressed_tensors(written: Callable[[str, str], Written], tmp_path: Path) -> None:
-    """Its writer has given it up; older checkpoints have it. Columns are moved and g_idx says from where."""
+    """The library no longer writes it; older checkpoints have it. Columns lie in another order, described by g_idx."""
     made = written("int4-asymmetric", "llama")
     folder = tmp_path / "ordered"
     shutil.copytree(made.folder, folder)
@@ -381,7 +381,7 @@ def test_a_plain_model_is_never_whole_in_memory(
 
 @pytest.mark.parametrize("kind", WRITERS)
 def test_what_weights_will_take_is_known_before(kind: str, written: Callable[[str, str], Written]) -> None:
-    """Also of those that a CPU has as plain numbers, four or eight times the bytes of the file."""
+    """Also where a CPU stores plain numbers, which take four or eight times the bytes of the file."""
     folder = written(kind, "wide").folder
     reader = reader_of(read_config(folder).quantization, None)
     assert reader is not None

@@ -30,6 +30,7 @@ from services.worker.options import EngineOptions, Progress
 log = structlog.get_logger("worker.kernels")
 
 PHASE = "kernels"
+_LAUNCHERS = [Path(__file__).parents[1] / room for room in ("models", "runners")]
 _MODULE = "services.worker.build.compile_kernels"
 _SILENCE_S = 120.0
 """A process that has reported nothing for so long is given up; a kernel takes 20 s at most."""
@@ -56,7 +57,7 @@ class Marker:
         """For this model with these options, on this machine's GPU."""
         shape = dataclasses.replace(config, layers=0, windows=layer_windows(config), eos_token_ids=())
         settings = {name: value for name, value in plain_options(options).items() if name not in _WITHOUT_EFFECT}
-        parts = [compile_cache.sources_digest(), _device(), repr(shape), repr(quantization), repr(settings)]
+        parts = [compile_cache.sources_digest(*_LAUNCHERS), _device(), repr(shape), repr(quantization), repr(settings)]
         name = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
         self._path = compile_cache.cache_folder() / "weft" / name
 
@@ -98,8 +99,9 @@ class Compilation:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # it and those that it has forked
+        if self._process.poll() != 0:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)  # it and those that it has forked
         self._process.wait()
         self._reading.join()
         for pipe in (self._process.stdin, self._process.stdout):

@@ -18,17 +18,17 @@ from services.worker.loader.tokenizer_check import check_template, check_tokeniz
 from services.worker.models.config import ModelConfig
 
 FILES = ["*.json", "*.safetensors", "*.jinja"]
-"""What is fetched of a hub's repository; a star means folders, too."""
+"""Patterns of files that are fetched from a repository of the hub; a star matches folders, too."""
 OTHER_FILES = ["*/*", "consolidated*"]
-"""What is not: other formats in folders, and Mistral's second copy of the same weights."""
+"""Patterns of files that are not: other formats, which lie in folders, and Mistral's second copy of its weights."""
 _HASHED = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 """What tokens depend on beside the weights."""
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 def locate(model: str) -> Path:
-    """The folder of a checkpoint: a path, a preset of random weights, or a hub id that is fetched or already
-    in the local cache.
+    """The folder of a checkpoint, which is named by its path, as a preset of random weights, or by its hub id. A hub id
+    is fetched unless the local cache has it.
 
     Raises CheckpointError.
     """
@@ -62,8 +62,8 @@ def read_bundle(folder: Path) -> mesh.Bundle:
     if not path.is_file():
         raise CheckpointError("the checkpoint has no tokenizer.json")
     tokenizer = path.read_bytes()
-    told = parse_json(tokenizer, path.name)
-    if not isinstance(told, dict) or "model" not in told:
+    content = parse_json(tokenizer, path.name)
+    if not isinstance(content, dict) or "model" not in content:
         raise CheckpointError("tokenizer.json describes no tokenizer")
     check_tokenizer(tokenizer)
     try:
@@ -79,7 +79,7 @@ def _bundle(tokenizer: bytes, config: dict[str, Any], template_file: Path) -> me
     template = config.get("chat_template") or ""
     if template_file.is_file():
         template = template_file.read_text(encoding="utf-8")
-    if isinstance(template, list):  # Several named templates: the default one is for chats.
+    if isinstance(template, list):  # of several named templates the one called default is for chats
         template = {entry["name"]: entry["template"] for entry in template}.get("default", "")
     bundle = mesh.Bundle(tokenizer_json=tokenizer, chat_template=template)
     for name in _SPECIAL:
@@ -91,7 +91,7 @@ def _bundle(tokenizer: bytes, config: dict[str, Any], template_file: Path) -> me
 
 
 def serialize(bundle: mesh.Bundle) -> tuple[bytes, bytes]:
-    """A bundle's bytes, the same for the same bundle, and their SHA-256."""
+    """A bundle's bytes, which are the same for equal bundles, and their SHA-256."""
     data = bundle.SerializeToString(deterministic=True)
     return data, hashlib.sha256(data).digest()
 
@@ -115,7 +115,7 @@ def fingerprint(digests: FileDigests, *numerics: str) -> bytes:
 def model_card(
     folder: Path, config: ModelConfig, *, name: str, context_length: int, block_size: int, parameters: int
 ) -> mesh.ModelCard:
-    """The card of a loaded model, all but what identifies it (aliases, fingerprint, bundle)."""
+    """The card of a loaded model without aliases, fingerprint and the bundle's digest, which the caller adds."""
     return mesh.ModelCard(
         name=name or folder.resolve().name,
         architecture=config.architecture,
@@ -127,6 +127,7 @@ def model_card(
 
 
 def _json(path: Path) -> dict[str, Any]:
+    """The JSON object of a file; empty if there is no such file or no object in it. Raises CheckpointError."""
     if not path.is_file():
         return {}
     value = parse_json(path.read_bytes(), path.name)

@@ -1,4 +1,4 @@
-"""Reads JSON files of a checkpoint. Knows files, never what they mean."""
+"""Reads JSON files of a checkpoint and refuses what is not a regular file. Knows files, never what they mean."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ from services.worker.errors import CheckpointError
 
 
 def parse_json(content: bytes, name: str) -> Any:
-    """What a file, or a part of one, called `name` says. Raises CheckpointError."""
+    """The JSON value of a file's content, or of a part of it; `name` is for messages. Raises CheckpointError."""
     try:
         return json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -16,12 +16,14 @@ def parse_json(content: bytes, name: str) -> Any:
 
 
 def check_regular(path: Path) -> None:
-    """Raises CheckpointError for what a read might wait for without end: a pipe, a socket, a device. OSError passes."""
+    """Raises CheckpointError for a pipe, a socket or a device, which a read could wait for without end. An OSError is
+    not caught."""
     if path.exists() and not path.is_file():
         raise CheckpointError(f"{path.name} is not a regular file")
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    """The JSON object that a file holds. Raises CheckpointError."""
     try:
         check_regular(path)
         content = parse_json(path.read_bytes(), path.name)

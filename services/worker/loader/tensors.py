@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint, one at a time, from safetensors files. Knows headers, never what a tensor is for."""
+"""Reads tensors of a checkpoint from safetensors files, one at a time. Knows headers, never what a tensor is for."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -27,49 +27,49 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 FLOATS = tuple(_PLAIN.values())
-"""Types of tensors that are not quantized."""
+"""Number formats of tensors that are not quantized."""
 _MOST_HEADER_BYTES = 100_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """What a file says of a tensor."""
+    """A tensor's entry in the header of its file."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     shard: int = 0
-    """Which file it is in."""
+    """Index of its file in `Checkpoint.shards`."""
     offset: int = 0
-    """Its first byte in that file."""
+    """Its first byte, from the beginning of the file."""
     stored_name: str = ""
     """Its name in that file, if `Checkpoint.headers` has it by another."""
 
     @property
     def elements(self) -> int:
-        """How many numbers it has."""
+        """How many numbers the tensor has."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that they take."""
+        """Bytes that the tensor takes in its file."""
         return self.elements * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """An opened checkpoint: its headers are read and its files complete."""
+    """A checkpoint whose headers are read and whose files are as long as these say."""
 
     shards: tuple[Path, ...]
     headers: dict[str, TensorHeader]
 
     @property
     def parameters(self) -> int:
-        """Numbers in all tensors."""
+        """How many numbers all tensors have."""
         return sum(header.elements for header in self.headers.values())
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """Bytes that all tensors take in their files."""
         return sum(header.nbytes for header in self.headers.values())
 
     def renamed(self, name_of: Callable[[str], str | None]) -> "Checkpoint":
@@ -85,7 +85,7 @@ class Checkpoint:
 
     @contextmanager
     def opened(self) -> Iterator[Callable[[str], Tensor]]:
-        """What reads a tensor by its name, from any thread. Raises CheckpointError."""
+        """A function that reads a tensor by its name; any thread may call it. Raises CheckpointError."""
         try:
             with ExitStack() as stack:
                 files = [stack.enter_context(safe_open(path, framework="pt")) for path in self.shards]
@@ -94,7 +94,7 @@ class Checkpoint:
             raise CheckpointError(f"a shard cannot be read: {type(error).__name__}") from None
 
     def read_shard(self, shard: int) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of one file, each read when it is asked for. Raises CheckpointError."""
+        """Names and tensors of one file; each tensor is read when the iterator reaches it. Raises CheckpointError."""
         path = self.shards[shard]
         try:
             with safe_open(path, framework="pt") as file:
@@ -106,7 +106,7 @@ class Checkpoint:
 
 
 def open_checkpoint(model_dir: Path) -> Checkpoint:
-    """Find the files and read their headers. Raises CheckpointError for what is missing, cut or not safetensors."""
+    """Find the files and read their headers. Raises CheckpointError if one is missing, truncated or not safetensors."""
     if (model_dir / INDEX).exists():
         owners = _read_index(model_dir / INDEX)
         shards = tuple(model_dir / name for name in sorted(set(owners.values())))
@@ -130,7 +130,8 @@ def open_checkpoint(model_dir: Path) -> Checkpoint:
 
 
 def weight_files(model_dir: Path) -> list[Path]:
-    """The files that `open_checkpoint` reads tensors from; if what names them is damaged, all that may be meant."""
+    """The files that `open_checkpoint` reads tensors from. If the index is damaged, or there is neither an index nor a
+    single file: all safetensors files of the folder."""
     try:
         if (model_dir / INDEX).exists():
             names = set(_read_index(model_dir / INDEX).values())
@@ -143,7 +144,8 @@ def weight_files(model_dir: Path) -> list[Path]:
 
 
 def _single(model_dir: Path) -> Path | None:
-    """The one file of all tensors. AutoGPTQ gives it a name of its own: where there is but one, it is that."""
+    """The file of an unsharded checkpoint. AutoGPTQ chooses its own name for it: a lone safetensors file of any name
+    counts."""
     if (model_dir / SINGLE).exists():
         return model_dir / SINGLE
     found = list(model_dir.glob("*.safetensors"))
@@ -151,12 +153,12 @@ def _single(model_dir: Path) -> Path | None:
 
 
 def type_name(dtype: torch.dtype) -> str:
-    """What files call a type."""
+    """The name that safetensors files use for a number format."""
     return next(name for name, each in _DTYPES.items() if each == dtype)
 
 
 def check_plain(name: str, header: TensorHeader) -> None:
-    """Raises CheckpointError if a tensor that no format reads is not of plain numbers."""
+    """Raises CheckpointError if a tensor is quantized though the checkpoint has no quantization_config."""
     if header.dtype not in FLOATS:
         kind, plain = type_name(header.dtype), ", ".join(_PLAIN)
         raise CheckpointError(f"tensor {name} has type {kind} and no quantization_config; plain are {plain}")
@@ -177,7 +179,7 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def _read_header(path: Path) -> dict[str, TensorHeader]:
-    """The header of a safetensors file, compared with the file's length."""
+    """The header of a safetensors file, checked against the file's length. Raises CheckpointError."""
     try:
         check_regular(path)
         size = path.stat().st_size
@@ -213,7 +215,7 @@ def _read_entry(path: Path, name: str, entry: Any, data_begin: int, size: int) -
 
 
 def _naturals(values: Any) -> tuple[int, ...]:
-    """Raises TypeError or ValueError if these are no sizes or places."""
+    """A list of sizes or offsets as a tuple. Raises TypeError or ValueError if one is no natural number."""
     if not all(type(number) is int and number >= 0 for number in values):
         raise ValueError("neither sizes nor places")
     return tuple(values)

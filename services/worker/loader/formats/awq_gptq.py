@@ -1,4 +1,5 @@
-"""INT4 weights as AWQ and GPTQ write them: words of eight numbers along the outputs, or along the inputs.
+"""Reads INT4 weights as AWQ and GPTQ write them, in words of eight numbers: along the outputs (AWQ) or along the inputs
+(GPTQ). Knows the formats' tensors, never how a product is computed.
 
 AWQ: Lin et al. 2023, the GEMM layout of AutoAWQ. GPTQ: Frantar et al. 2022, the layouts of AutoGPTQ and GPTQModel.
 """
@@ -16,7 +17,7 @@ from services.worker.loader.formats.module_tensors import ModuleTensors, unpack_
 
 _HALF = (torch.float16, torch.bfloat16, torch.float32)
 _WORD = (torch.int32,)
-# Place i of a word holds column _AWQ_ORDER[i] of its eight; the inverse says where a column is.
+# Place i of a word holds column _AWQ_ORDER[i] of eight; column j is in place _AWQ_PLACES[j].
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _AWQ_PLACES = tuple(_AWQ_ORDER.index(column) for column in range(8))
 
@@ -26,6 +27,7 @@ class Awq:
     """`quant_method: awq`."""
 
     group_size: int
+    """Inputs that share a scale; -1: all."""
     mark = ("qweight",)
 
     @classmethod
@@ -51,10 +53,11 @@ class Gptq:
     """`quant_method: gptq`."""
 
     group_size: int
+    """Inputs that share a scale; -1: all."""
     zero_offset: int
-    """What the files lack of each zero."""
+    """Added to each stored zero: version 1 of the format stores zeros less one."""
     ordered: bool
-    """Whether groups are of inputs in another order (act-order)."""
+    """Whether groups are formed of inputs in another order (act-order)."""
     mark = ("qweight",)
 
     @classmethod
@@ -80,7 +83,8 @@ class Gptq:
 
 
 def order_of(tensors: ModuleTensors, name: str, group: int, inputs: int) -> Tensor | None:
-    """The inputs in the order of their groups, int32 [K]; None: they are. Raises CheckpointError."""
+    """Which input each stored column belongs to, int32 [K]: columns lie group after group. None: they lie in the order
+    of the inputs. Raises CheckpointError if groups are not of equal size."""
     groups = tensors.take(name, (torch.int32, torch.int64), (inputs,)).long()
     expected = torch.arange(inputs, device=groups.device) // group
     if torch.equal(groups, expected):
@@ -92,7 +96,7 @@ def order_of(tensors: ModuleTensors, name: str, group: int, inputs: int) -> Tens
 
 
 def _canonical(q: Tensor, scale: Tensor, zero: Tensor, group: int, order: Tensor | None) -> Int4Weight:
-    """From q [N, K], scale and zero [K / G, N]."""
+    """The canonical weight of q uint8 [N, K], scale and zero [K / G, N]."""
     if order is not None:
         q = q[:, order]
     plain = bool((zero == INT4_ZERO).all())
@@ -102,13 +106,13 @@ def _canonical(q: Tensor, scale: Tensor, zero: Tensor, group: int, order: Tensor
 
 
 def _awq_columns(words: Tensor) -> Tensor:
-    """Words [rows, N / 8] -> uint8 [rows, N], columns in their order."""
+    """Unpack words of AWQ: int32 [rows, N / 8] -> uint8 [rows, N], columns in their order."""
     places = unpack_words(words, 4).view(words.shape[0], -1, 8)
     return places[:, :, list(_AWQ_PLACES)].flatten(1)
 
 
 def _groups(tensors: ModuleTensors, group_size: int, outputs: int, inputs: int) -> tuple[int, int]:
-    """Inputs of a group and how many groups there are."""
+    """Inputs of a group, and how many groups there are. Raises CheckpointError if the shape cannot be packed so."""
     group = inputs if group_size == -1 else group_size
     if inputs % group or inputs % 8 or outputs % 8:
         raise tensors.refuse(f"{inputs} inputs and {outputs} outputs cannot be packed in groups of {group}")

@@ -1,4 +1,6 @@
-"""NF4 weights as bitsandbytes writes them, their scales plain or quantized themselves (QLoRA, Dettmers et al. 2023)."""
+"""Reads NF4 weights as bitsandbytes writes them, with scales that are plain or quantized themselves (QLoRA, Dettmers et
+al. 2023). Knows the format's tensors, never how a product is computed.
+"""
 
 import math
 from collections.abc import Mapping
@@ -21,7 +23,7 @@ _LONGEST_STATE = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class BitsAndBytes:
-    """`quant_method: bitsandbytes`, four bits."""
+    """`quant_method: bitsandbytes` with 4-bit weights of type nf4."""
 
     mark = ("weight.absmax",)
 
@@ -40,8 +42,8 @@ class BitsAndBytes:
             raise tensors.refuse(f"{inputs} inputs are not even")
         state = self._state(tensors)
         if state.get("quant_type") != "nf4" or state.get("shape") != [outputs, inputs]:
-            told = f"{state.get('quant_type')} of shape {state.get('shape')}"
-            raise tensors.refuse(f"its state says {told}, expected is nf4 of shape {[outputs, inputs]}")
+            stated = f"{state.get('quant_type')} of shape {state.get('shape')}"
+            raise tensors.refuse(f"its state says {stated}, expected is nf4 of shape {[outputs, inputs]}")
         block = state.get("blocksize")
         if not isinstance(block, int) or block < 1 or block % NF4_BLOCK or outputs * inputs % block:
             raise tensors.refuse(f"blocks of {block} are not supported; supported are multiples of {NF4_BLOCK}")
@@ -55,13 +57,15 @@ class BitsAndBytes:
 
     @staticmethod
     def _packed(tensors: ModuleTensors, count: int) -> Tensor:
-        """So many bytes: as they are, or as numbers of `bnb_4bit_quant_storage`, whose type means nothing."""
+        """`count` packed bytes, uint8. `bnb_4bit_quant_storage` may store them as another type, whose values mean
+        nothing."""
         header = tensors.header("weight")
         stored = count // header.dtype.itemsize if header else count
         return tensors.take("weight", (*_BYTE, *FLOATS), (stored, 1), (1, stored)).view(torch.uint8)
 
     @staticmethod
     def _state(tensors: ModuleTensors) -> dict[str, Any]:
+        """The quantization state of a module, which is JSON stored as bytes."""
         header = tensors.header(_STATE)
         if header and header.elements > _LONGEST_STATE:
             raise tensors.refuse(f"its quant_state has {header.elements} bytes")
@@ -72,7 +76,8 @@ class BitsAndBytes:
 
     @staticmethod
     def _nested(tensors: ModuleTensors, state: Mapping[str, Any], blocks: int) -> Tensor:
-        """The scales, each a value of a code times the scale of its block, moved by their mean."""
+        """Dequantize nested scales, float32 [blocks]: a value of the nested code times its block's scale, plus the mean
+        of all scales."""
         size, offset = state.get("nested_blocksize"), state.get("nested_offset")
         if not isinstance(size, int) or size < 1 or not isinstance(offset, float) or not math.isfinite(offset):
             raise tensors.refuse("its quant_state lacks nested_blocksize or nested_offset")

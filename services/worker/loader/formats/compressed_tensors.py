@@ -21,26 +21,29 @@ from services.worker.loader.formats.module_tensors import ModuleTensors, unpack_
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense")
 _INTEGERS = (torch.int32, torch.int64)
 _LONGEST_PATTERN = 500
-# What is counted is one character: a count of groups of counted groups has no end either.
+# Repetition counts may follow one character only: nested counts of groups would take exponential time.
 _COUNT = re.compile(r"(?<![)\s])\{[0-9]{1,2}(,[0-9]{0,2})?\}")
 _MATCH_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """How the modules of one group are quantized."""
+    """How the modules of one group of the configuration are quantized."""
 
     targets: tuple[str, ...]
+    """Names, ends of names or `re:` patterns of modules; `Linear` stands for all."""
     kind: str
     """int or float."""
     bits: int
+    """Bits of a weight's number."""
     group_size: int | None
-    """None: one scale for each output or for all."""
+    """Inputs that share a scale; None: a scale belongs to an output, to a block or to the whole weight."""
     symmetric: bool
+    """Whether weights have no zero points."""
     inputs: str
-    """What inputs are rounded by: none, static or dynamic."""
+    """How a module's inputs are rounded: none, static (one stored scale) or dynamic (a scale for each token)."""
     ordered: bool
-    """Whether groups are of inputs in another order (act-order)."""
+    """Whether groups are formed of inputs in another order (act-order)."""
 
     @property
     def is_grouped_int8(self) -> bool:
@@ -115,7 +118,7 @@ class CompressedTensors:
         sparsity = (settings.get("sparsity_config") or {}).get("format", "dense")
         if sparsity != "dense":
             raise CheckpointError(f"compressed-tensors sparsity {sparsity} is not supported")
-        # Groups without weights say how attention's queries, keys and values were calibrated: see `kv_scales`.
+        # Groups without weights describe the calibration of attention's queries, keys and values: see `kv_scales`.
         return cls(tuple(Scheme.of(group) for group in groups if group.get("weights")))
 
     def read(self, tensors: ModuleTensors, outputs: int, inputs: int) -> QuantizedWeight:
@@ -136,18 +139,21 @@ class CompressedTensors:
         return bool(grouped) and self._scheme_of(module) in grouped
 
     def _scheme_of(self, module: str) -> Scheme | None:
-        """Of those that mean a module: one that names it, else one whose pattern fits, else that of all linears."""
-        means = [
+        """A module's scheme: one that names it, else one whose pattern matches, else that of all linear modules."""
+        matching = [
             ((target == "Linear", target.startswith("re:"), target), scheme)
             for scheme in self.schemes
             for target in scheme.targets
             if target == "Linear" or is_named(module, target)
         ]
-        return min(means, key=lambda each: each[0], default=(None, None))[1]
+        return min(matching, key=lambda each: each[0], default=(None, None))[1]
 
 
 def is_named(module: str, target: str) -> bool:
-    """Whether a target of a configuration (a name, the end of one, or `re:` and a pattern) means this module."""
+    """Whether a target of the configuration (a name, the end of one, or `re:` and a pattern) matches this module.
+
+    Raises CheckpointError for a pattern that takes too long.
+    """
     if pattern := _pattern(target):
         try:
             return pattern.match(module, timeout=_MATCH_S) is not None
@@ -157,7 +163,10 @@ def is_named(module: str, target: str) -> bool:
 
 
 def _pattern(target: str) -> "regex.Pattern[str] | None":
-    """Of a target that is one, as `re` means it, by the library that can be told to end. Raises CheckpointError."""
+    """A target's pattern, in the syntax of `re`; None: it has none. `regex` compiles it, whose matching takes a limit.
+
+    Raises CheckpointError.
+    """
     if not target.startswith("re:"):
         return None
     pattern = target.removeprefix("re:")
@@ -218,24 +227,25 @@ def _group_scales(tensors: ModuleTensors, scheme: Scheme, outputs: int, inputs: 
 
 
 def _unpacked(tensors: ModuleTensors, bits: int, outputs: int, inputs: int) -> Tensor:
-    """uint8 [N, K], as the files hold them: offset by half of their range."""
+    """The packed numbers as they are stored, uint8 [N, K]: signed numbers plus half of their range."""
     if tensors.header("weight_shape"):
-        told = tensors.take("weight_shape", _INTEGERS, (2,)).tolist()
-        if told != [outputs, inputs]:
-            raise tensors.refuse(f"weight_shape says {told}, config.json {[outputs, inputs]}")
+        shape = tensors.take("weight_shape", _INTEGERS, (2,)).tolist()
+        if shape != [outputs, inputs]:
+            raise tensors.refuse(f"weight_shape says {shape}, config.json {[outputs, inputs]}")
     words = tensors.take("weight_packed", (torch.int32,), (outputs, -(-inputs * bits // 32)))
     return unpack_words(words, bits)[:, :inputs].contiguous()
 
 
 def refuse_zero_points(tensors: ModuleTensors) -> None:
-    """Raises CheckpointError for zero points that a symmetric weight cannot have; some writers store zeros."""
+    """Raises CheckpointError if a symmetric weight has zero points other than 0, which some writers store."""
     name = "weight_zero_point"
     if tensors.header(name) and bool(tensors.take(name, (torch.int8, torch.int32, FP8)).float().any()):
         raise tensors.refuse("it has zero points, and quantization_config says that it is symmetric")
 
 
 def _zeros(tensors: ModuleTensors, outputs: int, groups: int) -> Tensor:
-    """uint8 [N, K / G]: packed along the outputs, or plain int8 around zero."""
+    """Zero points of 4-bit weights, uint8 [N, K / G]. The checkpoint has them packed along the outputs or as signed
+    int8."""
     header = tensors.header("weight_zero_point")
     if header is not None and header.dtype == torch.int8:
         plain = tensors.take("weight_zero_point", (torch.int8,), (outputs, groups))

@@ -1,4 +1,6 @@
-"""FP8 weights: one scale, one for each output, or one for each block of 128 x 128 (DeepSeek's `quant_method: fp8`)."""
+"""Reads FP8 weights with one scale, a scale for each output, or one for each block of 128 x 128 (DeepSeek's
+`quant_method: fp8`). Knows the format's tensors, never how a product is computed.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,10 +16,10 @@ from services.worker.loader.formats.module_tensors import ModuleTensors
 
 @dataclass(frozen=True, slots=True)
 class Fp8:
-    """`quant_method: fp8`. Its scales multiply, though their name says inverse."""
+    """`quant_method: fp8`. Numbers are multiplied by `weight_scale_inv`, in spite of its name."""
 
     static: bool
-    """Whether the checkpoint has scales for inputs."""
+    """Whether the checkpoint has a fixed scale for the inputs of each module."""
     mark = ("weight_scale_inv", "weight_scale")
 
     @classmethod
@@ -38,7 +40,8 @@ class Fp8:
 
 
 def read_fp8(tensors: ModuleTensors, scale_name: str, outputs: int, inputs: int, *, static: bool) -> Fp8Weight:
-    """FP8 values and whichever scales there are. Raises CheckpointError."""
+    """A module's FP8 weight, with scales in any of the three layouts; static: and a scale for its inputs. Raises
+    CheckpointError."""
     values = tensors.take("weight", (FP8,), (outputs, inputs))
     blocks = (-(-outputs // FP8_BLOCK), -(-inputs // FP8_BLOCK))
     scale = tensors.take_finite(scale_name, (), (1,), (outputs, 1), (outputs,), blocks, (1, 1)).float()

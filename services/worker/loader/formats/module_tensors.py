@@ -1,4 +1,4 @@
-"""The tensors of one module of a quantized checkpoint, checked as they are taken. Knows names and shapes, no format."""
+"""Hands out the tensors of one module of a quantized checkpoint and checks them. Knows names and shapes, no format."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,28 +14,29 @@ Shape = Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class Tensors:
-    """The tensors that a loader has not placed yet."""
+    """The tensors of a checkpoint, and which of them have been read."""
 
     headers: dict[str, TensorHeader]
     fetch: Callable[[str], Tensor]
-    """Reads one, to the device of the model."""
+    """Reads the tensor of a name to the device of the model."""
     taken: set[str] = field(default_factory=set)
+    """Names of the tensors that have been read."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleTensors:
-    """Those of one linear module, by their names within it."""
+    """The tensors of one linear module, by their names within it."""
 
     tensors: Tensors
     module: str
     """For example model.layers.0.self_attn.q_proj."""
 
     def header(self, name: str) -> TensorHeader | None:
-        """What the checkpoint says of a tensor; None: it has none of this name."""
+        """The header of a tensor; None: the checkpoint has no tensor of this name."""
         return self.tensors.headers.get(f"{self.module}.{name}")
 
     def take(self, name: str, dtypes: Sequence[torch.dtype], *shapes: Shape) -> Tensor:
-        """A tensor of one of these types and shapes. Raises CheckpointError."""
+        """Read a tensor, whose type and shape must be among these. Raises CheckpointError."""
         header, full = self.header(name), f"{self.module}.{name}"
         if header is None:
             raise CheckpointError(f"tensor {full} is missing")
@@ -50,18 +51,18 @@ class ModuleTensors:
         return self.tensors.fetch(full)
 
     def take_finite(self, name: str, *shapes: Shape) -> Tensor:
-        """A tensor of finite numbers. Raises CheckpointError."""
+        """Read a tensor that is not quantized and whose numbers are finite. Raises CheckpointError."""
         tensor = self.take(name, FLOATS, *shapes)
         if not bool(tensor.isfinite().all()):
             raise CheckpointError(f"tensor {self.module}.{name} holds numbers that are not finite")
         return tensor
 
     def refuse(self, reason: str) -> CheckpointError:
-        """The error that says why this module cannot be read."""
+        """The error for a module that cannot be read, with its name and the reason."""
         return CheckpointError(f"{self.module}: {reason}")
 
 
 def unpack_words(words: Tensor, bits: int) -> Tensor:
-    """Numbers of `bits` bits from int32 words, lowest first: [..., n] -> uint8 [..., n * 32 / bits]."""
+    """Unpack numbers of `bits` bits from int32 words, lowest bits first: [..., n] -> uint8 [..., n * 32 / bits]."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
     return (words.unsqueeze(-1) >> shifts).bitwise_and_((1 << bits) - 1).to(torch.uint8).flatten(-2)

@@ -1,4 +1,6 @@
-"""Which reader serves a checkpoint: the one that its quantization_config names, or rounding as weights come in."""
+"""Chooses how the weights of linear modules are read: by the format that a checkpoint's quantization_config names, or
+rounded while they load. Knows the formats by name, never their tensors.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,7 +24,7 @@ class Format(Protocol):
 
     @property
     def mark(self) -> tuple[str, ...]:
-        """Tensors of which a quantized module has one."""
+        """Names of tensors: a quantized module has at least one of them, a plain one has none."""
 
     def read(self, tensors: ModuleTensors, outputs: int, inputs: int, /) -> QuantizedWeight:
         """The weight of a quantized module. Raises CheckpointError."""
@@ -38,7 +40,7 @@ _FORMATS: Mapping[str, Callable[[Mapping[str, Any]], Format]] = {
 
 
 def format_of(settings: Mapping[str, Any]) -> Format:
-    """The reader of a checkpoint with this quantization_config. Raises CheckpointError."""
+    """The format that this quantization_config describes. Raises CheckpointError."""
     method = str(settings.get("quant_method", "none"))
     if method not in _FORMATS:
         raise CheckpointError(f"quant_method {method} is not supported; supported are {', '.join(_FORMATS)}")
@@ -50,7 +52,7 @@ def format_of(settings: Mapping[str, Any]) -> Format:
 
 @dataclass(frozen=True, slots=True)
 class StoredWeights:
-    """Weights as a quantized checkpoint has them; modules that it left alone stay as they are."""
+    """Reads the weights of a quantized checkpoint; modules that it does not quantize stay plain."""
 
     format: Format
 
@@ -72,7 +74,7 @@ class StoredWeights:
 
 @dataclass(frozen=True, slots=True)
 class RoundedWeights:
-    """Weights of a plain checkpoint, rounded as they come in; the head stays as it is."""
+    """Reads the weights of a plain checkpoint and rounds each but the head's, while the checkpoint loads."""
 
     kind: str
     """One of kernels.quantized_weights.QUANTIZERS."""
@@ -94,9 +96,9 @@ WeightReader = StoredWeights | RoundedWeights
 
 
 def reader_of(settings: Mapping[str, Any] | None, quantize: str | None) -> WeightReader | None:
-    """How to read the weights of linear modules; None: as plain tensors. Raises CheckpointError.
+    """The reader of the weights of linear modules; None: they are plain and stay so. Raises CheckpointError.
 
-    `settings` is the checkpoint's quantization_config, `quantize` what the worker was asked to round to.
+    `settings` is the checkpoint's quantization_config, `quantize` the format that the worker's settings ask for.
     """
     if settings and quantize:
         method = settings.get("quant_method", "unknown")

@@ -1,6 +1,6 @@
 """Seconds until a worker's engine is ready on this GPU: kernels compiled one after the other, in parallel, and before.
 
-    python -m bench.start [--model random:llama-3.1-8b] [--formats bf16 fp8] [--only serial parallel warm]
+    python -m bench.engine.start [--model random:llama-3.1-8b] [--formats bf16 fp8] [--only serial parallel warm]
 
 Each start is a process of its own. The first two begin with an empty cache of kernels, the third with that of the
 second. `compiled here` counts kernels that the engine's process had to compile itself.
@@ -57,7 +57,7 @@ def started(model: str, quantize: str | None, compile_ahead: bool) -> dict[str, 
 def measured(mode: str, model: str, format: str, cache: Path) -> dict[str, Any]:
     """As `started`, in a new process with this cache; with the seconds of the whole process."""
     began = time.monotonic()
-    command = [sys.executable, "-m", "bench.start", "--one", mode, "--model", model, "--formats", format]
+    command = [sys.executable, "-m", "bench.engine.start", "--one", mode, "--model", model, "--formats", format]
     environment = os.environ | {"TRITON_CACHE_DIR": str(cache)}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
