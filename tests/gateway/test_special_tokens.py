@@ -42,10 +42,10 @@ SPECIAL = ["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id
 
 
 def byte_level() -> Tokenizer:
-    """The small byte-level tokenizer with the special tokens of all templates, and one added token that is not."""
+    """The small byte-level tokenizer with the special tokens of all templates, and ordinary added tokens."""
     tokenizer = Tokenizer.from_str(TOKENIZER.to_str())
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
-    tokenizer.add_tokens(["<think>", "</think>", "<unrelated>"])
+    tokenizer.add_tokens(["<think>", "</think>", "<unrelated>", "  "])
     return tokenizer
 
 

@@ -3,6 +3,7 @@
 Everything here is synchronous. Encoding releases the GIL, and should run in a thread.
 """
 
+import re
 import threading
 from collections.abc import Sequence
 from typing import Literal
@@ -20,6 +21,8 @@ from services.gateway.text.control_tokens import ControlTokens, Messages
 ChatSpecialTokens = Literal["escape", "parse"]
 """How the text of a special token in a chat message is encoded: as text, or (as in transformers) as the token."""
 
+_TAG = re.compile(r"<.+>|\[.+\]")
+"""Added tokens that are not marked as special may be control tokens (<think>), or common text (two spaces)."""
 _MAX_HELD = 64
 """Tokens without a complete character after which their bytes count as broken. The decoder decodes all held tokens anew
 at each token, so this bounds its work."""
@@ -40,7 +43,8 @@ class TextModel:
         self._controls: ControlTokens | None = None
         if self._template is not None and chat_special_tokens == "escape":
             special = [token.content for token in added.values() if token.special]
-            others = [token.content for token in added.values() if token.content in bundle.chat_template]
+            written = [token.content for token in added.values() if token.content in bundle.chat_template]
+            others = [token for token in written if _TAG.fullmatch(token)]
             self._controls = ControlTokens(special, others)
         # A normalizer may turn other text into that of a control token: then every chat is encoded the careful way.
         self._normalizes = self._tokenizer.normalizer is not None and any(
