@@ -1,4 +1,4 @@
-"""How a run tells how far it is, and the bars that show it. Imports nothing heavy: command lines begin here."""
+"""The progress callback of runs, and the bars that display it. Imports nothing heavy: command lines import it."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -8,12 +8,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bars
 
 Progress = Callable[[str, int, int], None]
-"""Told what is being done, how much of it is done, and how much there is."""
+"""Called with (phase, steps done, steps in total)."""
 
 
 @contextlib.contextmanager
 def bars() -> Iterator[Progress]:
-    """A bar for each phase, on a terminal."""
+    """Show a bar for each phase on a terminal; nothing in a pipe."""
     out, phases = Console(stderr=True), {}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Bars(*columns, TimeRemainingColumn(), console=out, disable=not out.is_terminal) as shown:
