@@ -11,7 +11,7 @@ WHOLE_WINDOWS = "whole-windows"
 
 
 def read_whole_windows(model: PreTrainedModel) -> None:
-    """Let the model read windows with nothing before them: "causal" says all, unless it attends through a window."""
+    """Set attention to plain causal (no mask tensor), unless the model has a sliding window."""
     if not getattr(model.config, "sliding_window", None):
         model.set_attn_implementation(WHOLE_WINDOWS)
 

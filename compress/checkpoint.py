@@ -1,4 +1,4 @@
-"""Writes a compressed model as an ordinary Hugging Face folder, layer by layer, so that an interrupted run goes on.
+"""Writes a compressed model as a Hugging Face folder, layer by layer, so that an interrupted run can resume.
 
 Work lies in OUT.partial: each finished layer is a shard already, `recipe.json` says whose work it is, and the state
 that the next piece needs lies beside it. The folder gets its own name when it is whole.
@@ -22,12 +22,12 @@ _RECIPE = "recipe.json"
 
 
 class Workspace:
-    """The folder of a run that may have been interrupted."""
+    """The partial output folder of a run, which a later run can resume."""
 
     def __init__(
         self, base: Path, out: Path, settings: Mapping[str, Any], pieces: int, teacher: Path | None = None
     ) -> None:
-        """Find what an earlier run of the same settings and weights has done; throw away that of others.
+        """Find the output of an interrupted run with the same settings and weights; delete that of any other run.
 
         `pieces`: shards of the whole; `teacher`: another checkpoint that is read. Raises CompressError if `out` is
         there.
@@ -46,28 +46,28 @@ class Workspace:
 
     @property
     def done(self) -> int:
-        """Shards that are written, from the first on."""
+        """Number of complete shards, from the first on."""
         return next(n for n in range(self._pieces + 1) if not self._shard(n).exists())
 
     def write(self, piece: int, tensors: Mapping[str, Tensor]) -> None:
-        """A shard; it counts when it is whole."""
+        """Write one shard; it is counted when it is complete."""
         _save(self._shard(piece), tensors)
 
     def keep(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        """State of the run, in place of what it kept by this name."""
+        """Save state of the run under a name, replacing earlier state."""
         _save(self.folder / f"{name}.state", tensors)
 
     def kept(self, name: str) -> dict[str, Tensor] | None:
-        """State that an earlier run kept."""
+        """State that an earlier run saved; None if there is none."""
         file = self.folder / f"{name}.state"
         return load_file(file) if file.exists() else None
 
     def forget(self, name: str) -> None:
-        """Remove state that nobody needs any more."""
+        """Delete saved state."""
         (self.folder / f"{name}.state").unlink(missing_ok=True)
 
     def finish(self, config: Mapping[str, Any]) -> None:
-        """Index, configuration, tokenizer and card; then the folder gets its name."""
+        """Write index, configuration, tokenizer and card, then rename the folder to its final name."""
         assert self.done == self._pieces, f"{self.done} of {self._pieces} shards"
         owners, total = {}, 0
         for piece in range(self._pieces):
@@ -96,12 +96,12 @@ class Workspace:
 
 
 def as_stored(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Weights that stay as they are, in the checkpoint's number format."""
+    """Unquantized weights in the checkpoint's number format."""
     return {name: tensor.detach().to(dtype).contiguous() for name, tensor in tensors.items()}
 
 
 def _identity(folder: Path) -> dict[str, Any]:
-    """Tells a checkpoint from another, and from itself when it has been written anew."""
+    """Identifies a checkpoint; it changes when its files are rewritten."""
     weights = ((file.name, file.stat()) for file in sorted(folder.glob("*.safetensors")))
     return {str(folder.resolve()): [[name, told.st_size, told.st_mtime_ns] for name, told in weights]}
 

@@ -1,10 +1,10 @@
-"""Names that flags and methods share."""
+"""Enumerations that command-line flags and methods share. Imports nothing heavy."""
 
 from enum import StrEnum
 
 
 class Granularity(StrEnum):
-    """What shares a scale in FP8: an output, the whole weight, or a block of 128 x 128."""
+    """What has one scale in FP8: an output, the whole weight, or a block of 128 x 128."""
 
     CHANNEL = "channel"
     TENSOR = "tensor"
@@ -12,7 +12,7 @@ class Granularity(StrEnum):
 
 
 class Pattern(StrEnum):
-    """Which weights pruning may take: the least of each output, or two of any four neighbours."""
+    """Which weights pruning removes: the least important of each output, or two of every four adjacent ones."""
 
     UNSTRUCTURED = "unstructured"
     TWO_OF_FOUR = "2:4"

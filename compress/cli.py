@@ -1,4 +1,4 @@
-"""The `weft compress` command: its methods and flags. What they do is imported when they run."""
+"""The `weft compress` command: methods and flags. The implementation is imported when a method runs."""
 
 import contextlib
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="weft compress",
-    help="Make a checkpoint smaller. Each method writes an ordinary Hugging Face folder; an interrupted run goes on.",
+    help="Compress a checkpoint. Each method writes a Hugging Face folder; an interrupted run can be resumed.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -28,15 +28,19 @@ Base = Annotated[Path, typer.Argument(help="Folder of the checkpoint.", exists=T
 Out = Annotated[Path, typer.Argument(help="Folder to write.")]
 Text = Annotated[
     Path | None,
-    typer.Option(help="File or folder of text like what the model will read.", exists=True, show_default="stories"),
+    typer.Option(
+        help="Calibration text: a file or a folder. Use text like the model's inputs.",
+        exists=True,
+        show_default="stories",
+    ),
 ]
-Windows = Annotated[int, typer.Option(min=1, help="Windows of text to calibrate on.")]
+Windows = Annotated[int, typer.Option(min=1, help="Windows of calibration text.")]
 Length = Annotated[int, typer.Option(min=16, help="Tokens of each window.")]
 Group = Annotated[
     int | None,
     typer.Option(min=8, help="Inputs that share a scale.", show_default="32; from a width of 2,048 on 128"),
 ]
-Symmetric = Annotated[bool, typer.Option(help="Steps without zero points.")]
+Symmetric = Annotated[bool, typer.Option(help="Symmetric quantization, without zero points.")]
 WINDOWS, LENGTH, HALF = 32, 512, 0.5
 
 
@@ -44,10 +48,14 @@ WINDOWS, LENGTH, HALF = 32, 512, 0.5
 def int8(
     base: Base,
     out: Out,
-    dynamic: Annotated[bool, typer.Option("--dynamic", help="Round inputs too, token by token: for CPUs.")] = False,
-    per_tensor: Annotated[bool, typer.Option("--per-tensor", help="One scale for a whole weight.")] = False,
+    dynamic: Annotated[
+        bool, typer.Option("--dynamic", help="Quantize inputs too, with a scale per token (W8A8, fast on CPUs).")
+    ] = False,
+    per_tensor: Annotated[
+        bool, typer.Option("--per-tensor", help="One scale per weight instead of one per output.")
+    ] = False,
 ) -> None:
-    """INT8 weights, rounded to nearest; with --dynamic W8A8."""
+    """INT8 weights, rounded to nearest; with --dynamic also INT8 inputs (W8A8)."""
     from compress.int8 import Int8
 
     with _making(base, out) as told:
@@ -58,11 +66,11 @@ def int8(
 def fp8(
     base: Base,
     out: Out,
-    granularity: Annotated[Granularity, typer.Option(help="What shares a scale.")] = Granularity.CHANNEL,
+    granularity: Annotated[Granularity, typer.Option(help="What has a scale of its own.")] = Granularity.CHANNEL,
     static: Annotated[
-        bool, typer.Option("--static", help="Calibrated scales of inputs, not each token its own.")
+        bool, typer.Option("--static", help="Calibrated static input scales instead of one per token.")
     ] = False,
-    kv: Annotated[bool, typer.Option("--kv", help="Calibrated scales of keys and values too.")] = False,
+    kv: Annotated[bool, typer.Option("--kv", help="Also calibrate scales of keys and values.")] = False,
     text: Text = None,
     windows: Windows = WINDOWS,
     length: Length = LENGTH,
@@ -82,12 +90,14 @@ def awq(
     out: Out,
     group: Group = None,
     symmetric: Symmetric = False,
-    compensate: Annotated[bool, typer.Option(help="Columns make up for one another's errors.")] = True,
+    compensate: Annotated[
+        bool, typer.Option(help="Let later columns compensate rounding errors of earlier ones.")
+    ] = True,
     text: Text = None,
     windows: Windows = WINDOWS,
     length: Length = LENGTH,
 ) -> None:
-    """INT4 weights, those of large inputs scaled up before they are rounded (AWQ)."""
+    """INT4 weights; weights of large inputs are scaled up before rounding (AWQ)."""
     from compress.awq import Awq
     from compress.network import group_for
 
@@ -101,12 +111,14 @@ def gptq(
     out: Out,
     group: Group = None,
     symmetric: Symmetric = True,
-    act_order: Annotated[bool, typer.Option("--act-order", help="Largest inputs first.")] = False,
+    act_order: Annotated[
+        bool, typer.Option("--act-order", help="Round columns with the largest inputs first.")
+    ] = False,
     text: Text = None,
     windows: Windows = WINDOWS,
     length: Length = LENGTH,
 ) -> None:
-    """INT4 weights, each column making up for the errors of those before it (GPTQ)."""
+    """INT4 weights; each column compensates the errors of those before it (GPTQ)."""
     from compress.gptq import Gptq
     from compress.network import group_for
 
@@ -118,20 +130,22 @@ def gptq(
 def smoothquant(
     base: Base,
     out: Out,
-    strength: Annotated[float, typer.Option(min=0, max=1, help="How much moves from inputs to weights.")] = 0.5,
+    strength: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of the outliers' range that moves from inputs to weights.")
+    ] = 0.5,
     text: Text = None,
     windows: Windows = WINDOWS,
     length: Length = LENGTH,
 ) -> None:
-    """INT8 weights and inputs, outliers smoothed away (SmoothQuant)."""
+    """INT8 weights and inputs, with outliers of inputs moved to the weights (SmoothQuant)."""
     from compress.smoothquant import SmoothQuant
 
     with _making(base, out) as told:
         _quantize(base, out, told, SmoothQuant(strength), text, windows, length)
 
 
-Steps = Annotated[int, typer.Option(min=0, help="Steps of training.")]
-Batch = Annotated[int, typer.Option(min=1, help="Windows of each step.")]
+Steps = Annotated[int, typer.Option(min=0, help="Training steps.")]
+Batch = Annotated[int, typer.Option(min=1, help="Windows per training step.")]
 Rate = Annotated[float, typer.Option(help="Learning rate.")]
 
 
@@ -146,7 +160,7 @@ def qat(
     text: Text = None,
     length: Length = LENGTH,
 ) -> None:
-    """INT4 weights: GPTQ's, trained on while they stay rounded."""
+    """INT4 weights: GPTQ, then quantization-aware training."""
     from compress.network import group_for
     from compress.qat import qat as train_rounded
     from compress.training import Plan
@@ -160,17 +174,21 @@ def qat(
 def prune(
     base: Base,
     out: Out,
-    sparsity: Annotated[float, typer.Option(min=0, max=0.99, help="Share of the weights that becomes zero.")] = HALF,
-    pattern: Annotated[Pattern, typer.Option(help="2:4 leaves two of any four neighbours.")] = Pattern.UNSTRUCTURED,
-    wanda: Annotated[bool, typer.Option("--wanda/--magnitude", help="Whether inputs count too.")] = True,
-    compensate: Annotated[bool, typer.Option(help="What stays makes up for what goes.")] = True,
+    sparsity: Annotated[float, typer.Option(min=0, max=0.99, help="Share of weights to set to zero.")] = HALF,
+    pattern: Annotated[
+        Pattern, typer.Option(help="2:4 keeps two of every four adjacent weights.")
+    ] = Pattern.UNSTRUCTURED,
+    wanda: Annotated[
+        bool, typer.Option("--wanda/--magnitude", help="Rank by weight times input (Wanda) or by weight alone.")
+    ] = True,
+    compensate: Annotated[bool, typer.Option(help="Let remaining weights compensate removed ones.")] = True,
     steps: Steps = 0,
     batch: Batch = 4,
     learning_rate: Rate = 5e-4,
     text: Text = None,
     length: Length = LENGTH,
 ) -> None:
-    """Weights that matter least become zero; with --steps the base then heals the rest."""
+    """Set the least important weights to zero; with --steps, then distill from the base."""
     from compress.prune import PruneScore
     from compress.prune import prune as cut
     from compress.training import Plan
@@ -186,16 +204,16 @@ def prune(
 def shrink(
     base: Base,
     out: Out,
-    neurons: Annotated[float, typer.Option(min=0, max=0.99, help="Share of each MLP's neurons that goes.")] = 0.25,
-    kv_heads: Annotated[int, typer.Option(min=0, help="Key/value heads that go, with their query heads.")] = 0,
-    layers: Annotated[int, typer.Option(min=0, help="Layers that go.")] = 0,
+    neurons: Annotated[float, typer.Option(min=0, max=0.99, help="Share of each MLP's neurons to remove.")] = 0.25,
+    kv_heads: Annotated[int, typer.Option(min=0, help="Key/value heads to remove, with their query heads.")] = 0,
+    layers: Annotated[int, typer.Option(min=0, help="Layers to remove.")] = 0,
     steps: Steps = 100,
     batch: Batch = 4,
     learning_rate: Rate = 1e-3,
     text: Text = None,
     length: Length = LENGTH,
 ) -> None:
-    """Neurons, heads and layers that matter least go; the base heals the rest."""
+    """Remove the least important neurons, heads and layers, then distill from the base."""
     from compress.shrink import Cut
     from compress.shrink import shrink as cut
     from compress.training import Plan
@@ -208,13 +226,15 @@ def shrink(
 @app.command()
 def distill(
     base: Annotated[Path, typer.Argument(metavar="TEACHER", help="Folder of the teacher.", exists=True)],
-    student: Annotated[Path, typer.Argument(help="Folder of the student, of the same tokens.", exists=True)],
+    student: Annotated[Path, typer.Argument(help="Folder of the student, with the same tokenizer.", exists=True)],
     out: Out,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Begin with random weights.")] = False,
-    temperature: Annotated[float, typer.Option(min=0.1, help="Of both distributions.")] = 1.0,
-    hard: Annotated[float, typer.Option(min=0, max=1, help="Share of the loss that the text itself has.")] = 0.0,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start from random weights.")] = False,
+    temperature: Annotated[float, typer.Option(min=0.1, help="Temperature of both distributions.")] = 1.0,
+    hard: Annotated[
+        float, typer.Option(min=0, max=1, help="Weight of the cross entropy with the text in the loss.")
+    ] = 0.0,
     drafting: Annotated[
-        float, typer.Option(min=0, max=1, help="Share of the loss that the rate of rejected drafts has.")
+        float, typer.Option(min=0, max=1, help="Weight of the rate of rejected drafts in the loss.")
     ] = 0.0,
     steps: Steps = 1000,
     batch: Batch = 16,
@@ -222,7 +242,7 @@ def distill(
     text: Text = None,
     length: Length = LENGTH,
 ) -> None:
-    """A student learns its teacher's distributions: a draft model, or a smaller model of one's own."""
+    """Train a student on its teacher's distributions, for example a draft model."""
     from compress.distill import distill as teach
     from compress.training import Plan
 
@@ -236,7 +256,7 @@ def distill(
 
 @contextlib.contextmanager
 def _making(base: Path, out: Path) -> Iterator[Progress]:
-    """A run with its bars; at the end it says what came of it."""
+    """Run with progress bars; print the sizes at the end."""
     with errors(), bars() as told:
         yield told
     typer.echo(f"{out}: {_bytes(out):,} bytes of weights, {_bytes(out) / _bytes(base):.1%} of {base}")
@@ -244,7 +264,7 @@ def _making(base: Path, out: Path) -> Iterator[Progress]:
 
 @contextlib.contextmanager
 def errors(program: str = "weft compress") -> Iterator[None]:
-    """What keeps a program from its work, in one line."""
+    """Turn errors into one line on stderr and exit code 1."""
     from compress.errors import CompressError
 
     try:

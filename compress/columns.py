@@ -1,4 +1,4 @@
-"""Changes a weight column after column; what each change costs, the columns after it make up for (arXiv:2210.17323).
+"""Changes a weight column by column; the remaining columns compensate the error of each change (arXiv:2210.17323).
 
 Rounding (`compress.gptq`) and pruning (`compress.prune`, as SparseGPT, arXiv:2301.00774) are such changes; where whole
 columns go (`compress.shrink`), those that stay are fitted at one go.
@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 _DAMPING = 0.01
-"""Added to the moments' diagonal, as a share of its mean."""
+"""Share of the mean of the moments' diagonal that is added to the diagonal."""
 Change = Callable[[int, Tensor], Tensor]
-"""What becomes of a block's column [N], by its number in the block."""
+"""(index of a column in its block, column [N]) -> changed column [N]."""
 
 
 def change_columns(
     weight_NK: Tensor, gram_KK: Tensor, block: int, change_of: Callable[[slice, Tensor], Change]
 ) -> Tensor:
-    """The weight with all columns changed in turn, each after the errors of those before it were made up for.
+    """The weight with all columns changed in turn; each column first compensates the errors of those before it.
 
     `gram_KK`: the inputs' second moments, which say how far columns go together. `change_of` is asked once for each
     block of columns, with the block as it has become.
@@ -41,7 +41,7 @@ def change_columns(
 
 
 def keep_columns(weight_NK: Tensor, gram_KK: Tensor, stays: Tensor) -> Tensor:
-    """The columns that stay, fitted by least squares: they say what they can of what the others said."""
+    """The columns that stay, refitted by least squares to reproduce the outputs of all columns."""
     moments_KK = damped(gram_KK)
     wanted = weight_NK.double() @ moments_KK[:, stays]
     fitted: Tensor = torch.linalg.solve(moments_KK[stays][:, stays], wanted, left=False)
@@ -49,7 +49,7 @@ def keep_columns(weight_NK: Tensor, gram_KK: Tensor, stays: Tensor) -> Tensor:
 
 
 def damped(gram_KK: Tensor) -> Tensor:
-    """Moments that can be inverted, float64."""
+    """The moments in float64 with a damped diagonal, so that they can be inverted."""
     share = (gram_KK.diagonal().mean() * _DAMPING).clamp_min(1e-8)
     return gram_KK.double() + torch.eye(len(gram_KK), device=gram_KK.device) * share
 

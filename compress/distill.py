@@ -1,4 +1,4 @@
-"""Knowledge distillation: a student learns the whole distribution that its teacher gives each next token."""
+"""Knowledge distillation: a student is trained on the teacher's distribution of each next token."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -49,10 +49,10 @@ def distill(
         "text": text.described(windows_WT),
         **asdict(plan),
     }
-    bench = Workspace(student, out, settings, dense.pieces(model), teacher)
+    workspace = Workspace(student, out, settings, dense.pieces(model), teacher)
     loss_of = distillation(model, its_teacher, temperature, hard, drafting)
-    loss = train(model, windows_WT, loss_of, plan, bench, progress)
-    dense.write(model, student, bench)
+    loss = train(model, windows_WT, loss_of, plan, workspace, progress)
+    dense.write(model, student, workspace)
     return loss
 
 

@@ -1,9 +1,9 @@
-"""What keeps a model from being compressed."""
+"""The error of the package: why a model cannot be compressed."""
 
 
 class CompressError(Exception):
-    """The message is one line for people, whatever a checkpoint calls things."""
+    """A one-line message; line breaks in names from a checkpoint are removed."""
 
     def __init__(self, message: str) -> None:
-        """Line breaks and the like become spaces."""
+        """Replace line breaks and other control characters by spaces."""
         super().__init__("".join(each if each.isprintable() else " " for each in message))

@@ -1,4 +1,4 @@
-"""A base's files as they lie on disk, looked at before transformers reads them. Knows JSON and headers, no networks.
+"""Checks a base's files before transformers reads them. Knows JSON and headers, no networks.
 
 transformers waits for a pipe, turns integers into weights, and passes over settings that it cannot read.
 """
@@ -17,12 +17,12 @@ _PLAIN = ("F32", "F16", "BF16", "F64")
 
 
 def copied(folder: Path) -> list[Path]:
-    """What a compressed model has of its base as it is."""
+    """Files that are copied from the base unchanged."""
     return [file for pattern in _COPIED for file in sorted(folder.glob(pattern))]
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """An object. Raises CompressError."""
+    """The object in a JSON file. Raises CompressError."""
     _check_regular(file)
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
@@ -34,7 +34,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def check(folder: Path) -> None:
-    """Raises CompressError for a file that nobody could read, or that says what only quantized weights do."""
+    """Raises CompressError for an unreadable file, or tensors of quantized types in a plain checkpoint."""
     for file in sorted(folder.iterdir()):
         if file.suffix in _READ:
             _check_regular(file)

@@ -1,4 +1,4 @@
-"""Factors that move from the maker of a channel to its readers, changing nothing but how well each can be rounded."""
+"""Folds factors from the norm or linear that makes a channel into the linears that read it; outputs do not change."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -11,27 +11,27 @@ from compress.network import READERS, Moments, head_dim, linear
 
 @dataclass(frozen=True, slots=True)
 class FoldPair:
-    """A place between a maker (a norm or a linear) and the linears that read its channels."""
+    """A maker (a norm or a linear) and the linears that read its output channels."""
 
     maker: str
     readers: tuple[str, ...]
     heads: int
     """Key/value heads whose channels several query heads read; 1 elsewhere."""
     sharing: int
-    """How many query heads share one."""
+    """Query heads per key/value head."""
 
     def spread(self, factor_C: Tensor) -> Tensor:
         """A factor for each channel of the maker -> for each input of the readers [K]."""
         return factor_C.view(self.heads, 1, -1).expand(-1, self.sharing, -1).flatten()
 
     def gather(self, inputs_K: Tensor) -> Tensor:
-        """The largest over the readers' inputs that are one channel of the maker [C]."""
+        """The largest value over the readers' inputs that come from one channel of the maker [C]."""
         return inputs_K.view(self.heads, self.sharing, -1).amax(1).flatten()
 
     def move(self, layer: nn.Module, factor_C: Tensor) -> Tensor:
-        """Divide the maker's channels by the factor and multiply the readers' inputs. -> what was multiplied [K].
+        """Divide the maker's channels by the factor and multiply the readers' inputs -> the inputs' factors [K].
 
-        A norm's weight is written in bf16: the factor is bent to what that can say exactly.
+        A norm's weight is stored in bf16, so the factor is adjusted to one that is exact in bf16.
         """
         maker = layer.get_submodule(self.maker)
         with torch.no_grad():
@@ -50,8 +50,8 @@ class FoldPair:
         return factor_K
 
 
-def seams(layer: nn.Module) -> Iterator[FoldPair]:
-    """All seams of a layer, in the order in which its values pass."""
+def fold_pairs(layer: nn.Module) -> Iterator[FoldPair]:
+    """All fold pairs of a layer, in the order of computation."""
     values, queries = linear(layer, "self_attn.v_proj"), linear(layer, "self_attn.o_proj")
     heads, sharing = values.out_features // head_dim(layer), queries.in_features // values.out_features
     for maker, readers in READERS.items():
@@ -60,7 +60,7 @@ def seams(layer: nn.Module) -> Iterator[FoldPair]:
 
 
 def scaled(moments: Moments, factor_K: Tensor) -> Moments:
-    """The moments of inputs that have been divided by the factor."""
+    """The moments of inputs divided by the factor."""
     return replace(
         moments,
         gram=moments.gram / torch.outer(factor_K, factor_K),

@@ -1,6 +1,7 @@
-"""FP8 (e4m3) weights and inputs, as Micikevicius et al. (arXiv:2209.05433) describe the numbers.
+"""FP8 (e4m3) weights and inputs (the format of Micikevicius et al., arXiv:2209.05433).
 
-Inputs have a scale for each token, found as they come, or one that calibration fixed. Keys and values may get theirs.
+Inputs have a scale per token, computed when serving, or a static one from calibration. Optionally calibrates scales of
+keys and values.
 """
 
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from torch import nn
 
 from compress import layout
 from compress.choices import Granularity
-from compress.network import LINEARS, Seen, linear
+from compress.network import LINEARS, LayerStats, linear
 from compress.recipe import Recipe, Rounded
 from compress.rounding import as_written, round_fp8
 from kernels.quantized_weights import FP8_MAX
@@ -18,17 +19,17 @@ from kernels.quantized_weights import FP8_MAX
 
 @dataclass(frozen=True, slots=True)
 class Fp8(Recipe):
-    """Weights with a scale for each output (`channel`), for all (`tensor`) or for each 128 x 128 (`block`)."""
+    """Weights with a scale per output (`channel`), per weight (`tensor`) or per block of 128 x 128 (`block`)."""
 
     granularity: Granularity = Granularity.CHANNEL
     static: bool = False
-    """Inputs have one scale, the largest that calibration saw / 448, instead of each token its own."""
+    """Inputs have one static scale (largest input in calibration / 448) instead of one per token."""
     kv: bool = False
     """Write calibrated scales of keys and values."""
 
     @property
     def calibrated(self) -> bool:
-        """Fixed scales come from text."""
+        """Static scales need calibration text."""
         return self.static or self.kv
 
     @property
@@ -36,8 +37,8 @@ class Fp8(Recipe):
         """float-quantized."""
         return layout.fp8(self.granularity, static=self.static, kv=self.kv)
 
-    def round(self, layer: nn.Module, seen: Seen | None, /) -> Rounded:
-        """Each linear to the nearest; scales of inputs, keys and values from what was seen."""
+    def round(self, layer: nn.Module, seen: LayerStats | None, /) -> Rounded:
+        """Round each linear to nearest; scales of inputs, keys and values come from calibration."""
         weights = {}
         for name in LINEARS:
             scale = _scale(seen.inputs[name].largest.max().item()) if self.static and seen else None

@@ -1,6 +1,6 @@
-"""GPTQ: round column after column, each time making up for the error in the columns that are left (arXiv:2210.17323).
+"""GPTQ: rounds column by column; the remaining columns compensate each error (arXiv:2210.17323).
 
-Each group's range is cut where that costs least, and at the end all scales are fitted anew to the numbers found.
+Each group's range is clipped where that reduces the error; at the end all scales are refitted to the rounded numbers.
 
 Legend: N outputs, K inputs, B groups of a row, G inputs of a group.
 """
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from compress import layout
 from compress.columns import Change, change_columns, damped
-from compress.network import READERS, Moments, Seen, linear
+from compress.network import READERS, LayerStats, Moments, linear
 from compress.recipe import Recipe, Rounded
 from compress.rounding import Steps, cheapest_steps, grouped, int4_weight
 from kernels.quantized_weights import INT4_ZERO, Int4Weight
@@ -21,12 +21,12 @@ from kernels.quantized_weights import INT4_ZERO, Int4Weight
 
 @dataclass(frozen=True, slots=True)
 class Gptq(Recipe):
-    """Weights of 4 bits in groups of inputs."""
+    """4-bit weights in groups of inputs."""
 
     group: int = 64
     symmetric: bool = True
     act_order: bool = False
-    """Round the inputs with the largest moments first. Groups stay as they are, so readers need not know of it."""
+    """Round columns with the largest moments first. Groups keep the inputs' order, so readers are not affected."""
     calibrated = True
 
     @property
@@ -34,8 +34,8 @@ class Gptq(Recipe):
         """pack-quantized."""
         return layout.int4(self.group, symmetric=self.symmetric, act_order=self.act_order)
 
-    def round(self, layer: nn.Module, seen: Seen | None, /) -> Rounded:
-        """Each linear by its inputs' second moments."""
+    def round(self, layer: nn.Module, seen: LayerStats | None, /) -> Rounded:
+        """Round each linear by its inputs' second moments."""
         assert seen is not None
         return Rounded(round_together(layer, seen.inputs, self.group, self.symmetric, self.act_order))
 
@@ -43,7 +43,7 @@ class Gptq(Recipe):
 def round_together(
     layer: nn.Module, inputs: Mapping[str, Moments], group: int, symmetric: bool, act_order: bool
 ) -> dict[str, Int4Weight]:
-    """All linears of a layer; those that read the same inputs at one go, for a row knows nothing of other rows."""
+    """Round all linears of a layer. Linears with the same inputs are rounded together, since rows are independent."""
     weights = {}
     for names in READERS.values():
         parts = [linear(layer, name).weight.detach() for name in names]
@@ -58,7 +58,7 @@ def round_together(
 
 
 def compensated(weight_NK: Tensor, gram_KK: Tensor, group: int, symmetric: bool, fixed: Steps | None) -> Int4Weight:
-    """Round column after column; what each is off, the columns after it make up for as far as inputs go together.
+    """Round column by column; later columns compensate each error as far as their inputs are correlated.
 
     With `fixed` steps the inputs with the largest moments come first (act-order); else columns come in their own order,
     and a group's steps are found when its turn comes.
@@ -81,8 +81,8 @@ def compensated(weight_NK: Tensor, gram_KK: Tensor, group: int, symmetric: bool,
 
 
 def refitted(rounded: Int4Weight, weight_NK: Tensor, gram_KK: Tensor) -> Int4Weight:
-    """The same whole numbers with the scales that bring their outputs nearest: least squares, all groups of a row at
-    once. A scale that would leave the range from half to twice what it was stays: its group hardly speaks."""
+    """The same integers with refitted scales: least squares over the outputs, all groups of a row at once. A scale that
+    would change by more than a factor of 2 stays: its group hardly affects the output."""
     gram_KK = damped(gram_KK).float()
     zero = INT4_ZERO if rounded.zero is None else rounded.zero.float()[..., None]
     q_NBG = grouped(rounded.unpack().float(), rounded.group) - zero

@@ -1,4 +1,4 @@
-"""How quantized linears lie in a checkpoint: the compressed-tensors formats, by the library that defines them."""
+"""The stored layout of quantized linears: compressed-tensors formats, written by the library that defines them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ _EMBEDDINGS = ["lm_head"]
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """What config.json says of all quantized linears."""
+    """The quantization_config of a checkpoint."""
 
     format: str
     weights: Mapping[str, Any]
@@ -47,7 +47,7 @@ _EACH_TOKEN = {"strategy": "token", "dynamic": True, "symmetric": True}
 
 
 def int8(*, per_tensor: bool, dynamic: bool) -> Scheme:
-    """INT8 weights; `dynamic`: inputs are rounded too, each token by its own largest number (W8A8)."""
+    """INT8 weights; `dynamic`: inputs are rounded too, with a scale per token (W8A8)."""
     weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "tensor" if per_tensor else "channel"}
     return Scheme("int-quantized", weights, {"num_bits": 8, "type": "int", **_EACH_TOKEN} if dynamic else None)
 
@@ -59,7 +59,7 @@ def int4(group: int, *, symmetric: bool, act_order: bool = False) -> Scheme:
 
 
 def fp8(granularity: Granularity, *, static: bool, kv: bool) -> Scheme:
-    """FP8 weights and inputs; `static`: one calibrated scale for the inputs, else each token has its own."""
+    """FP8 weights and inputs; `static`: one calibrated input scale, otherwise one per token."""
     numbers = {"num_bits": 8, "type": "float", "symmetric": True}
     weights = {**numbers, "strategy": granularity.value}
     if granularity is Granularity.BLOCK:
@@ -69,7 +69,7 @@ def fp8(granularity: Granularity, *, static: bool, kv: bool) -> Scheme:
 
 
 def tensors_of(weight: QuantizedWeight, scheme: Scheme) -> dict[str, Tensor]:
-    """A linear's tensors by the last part of their names."""
+    """A linear's tensors, keyed by the last part of their names."""
     if isinstance(weight, Int4Weight):
         return _packed(weight)
     assert isinstance(weight, Int8Weight | Fp8Weight), type(weight)

@@ -17,7 +17,7 @@ from transformers.utils import logging
 from compress import files
 from compress.errors import CompressError
 
-# Linears of a layer by the place whose values they read.
+# Norm or linear -> the linears that read its output.
 READERS: Mapping[str, tuple[str, ...]] = {
     "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "self_attn.v_proj": ("self_attn.o_proj",),
@@ -36,11 +36,11 @@ _LARGEST = 1 << 31
 _LONGEST_REASON = 300
 _WIDE, _WIDE_GROUP, _NARROW_GROUP = 2048, 128, 32
 SEEN = 32
-"""Windows that methods look at before they train; training reads all."""
+"""Windows that methods are calibrated on before training; training uses all."""
 
 
 def load(folder: Path) -> PreTrainedModel:
-    """A checkpoint of the shapes that the worker serves, whole, in float32, on the CPU. Raises CompressError."""
+    """Load a complete checkpoint of a supported architecture in float32 on the CPU. Raises CompressError."""
     config = read_config(folder)
     _check_kind(folder, config)
     if config.get("quantization_config"):
@@ -62,7 +62,7 @@ def load(folder: Path) -> PreTrainedModel:
 
 
 def _check_whole(folder: Path, model: PreTrainedModel, told: Mapping[str, Any]) -> None:
-    """Raises CompressError for what transformers only warns of, and goes on without or with random numbers."""
+    """Raises CompressError where transformers would only warn and use random numbers."""
     for what, complaint in _COMPLAINTS.items():
         for found in sorted(told[what], key=str):
             raise CompressError(f"{folder}: tensor {found if isinstance(found, str) else found[0]} {complaint}")
@@ -72,20 +72,20 @@ def _check_whole(folder: Path, model: PreTrainedModel, told: Mapping[str, Any]) 
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json as it is. Raises CompressError."""
+    """The content of config.json. Raises CompressError."""
     if not (folder / "config.json").exists():
         raise CompressError(f"no checkpoint in {folder}: config.json is missing")
     return files.read_json(folder / "config.json")
 
 
 def _check_kind(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raises CompressError for a model of another shape than these methods know."""
+    """Raises CompressError for an unsupported architecture."""
     if config.get("model_type") not in _KINDS:
         raise CompressError(f"{folder}: model_type {config.get('model_type')} is not supported; {_KNOWN}")
 
 
 def _sizes(folder: Path, config: Mapping[str, Any], *names: str) -> list[int]:
-    """Whole numbers of config.json. Raises CompressError."""
+    """Positive integers of config.json. Raises CompressError."""
     sizes = []
     for name in names:
         size = config.get(name)
@@ -96,7 +96,7 @@ def _sizes(folder: Path, config: Mapping[str, Any], *names: str) -> list[int]:
 
 
 def _check_size(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raises CompressError before there is memory for a network that the files cannot hold."""
+    """Raises CompressError before memory is allocated if config.json describes more numbers than the files hold."""
     names = ("hidden_size", "vocab_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     width, tokens, neurons, layers, _ = _sizes(folder, config, *names)
     told, held = width * (tokens + 3 * neurons * layers), sum(f.stat().st_size for f in folder.glob("*.safetensors"))
@@ -105,7 +105,7 @@ def _check_size(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def group_for(folder: Path, asked: int | None) -> int:
-    """How many inputs share a scale of INT4: narrow networks have few, so each counts more.
+    """Inputs that share a scale of INT4; smaller groups for narrow networks.
 
     Raises CompressError where the inputs of a linear do not part into such groups.
     """
@@ -129,7 +129,7 @@ def layers_of(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def outside_layers(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Embedding, last norm, and the head where it is not the embedding."""
+    """Embedding, final norm, and the head unless it is tied."""
     return {name: weight for name, weight in model.named_parameters() if not name.startswith("model.layers.")}
 
 
@@ -150,21 +150,22 @@ def linear(layer: nn.Module, name: str) -> nn.Linear:
 
 
 def head_dim(layer: nn.Module) -> int:
-    """Numbers of each of its heads."""
+    """The head dimension of a layer."""
     found = layer.get_submodule("self_attn").head_dim
     assert isinstance(found, int), found
     return found
 
 
-def workplace() -> torch.device:
-    """Where networks are computed with: on the GPU, if there is one."""
+def compute_device() -> torch.device:
+    """The device of computations: the GPU if there is one."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @contextlib.contextmanager
-def at_work(layer: nn.Module) -> Iterator[None]:
-    """The layer is at the workplace and then in host memory again, where a large network has room for all of them."""
-    layer.to(workplace())
+def on_device(layer: nn.Module) -> Iterator[None]:
+    """Move the layer to the compute device, and back to host memory afterwards: large networks do not fit on the
+    device."""
+    layer.to(compute_device())
     try:
         yield
     finally:
@@ -173,7 +174,7 @@ def at_work(layer: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """What calibration knows of the inputs of a linear."""
+    """Statistics of the inputs of a linear."""
 
     gram: Tensor
     """float32 [K, K]: mean of x x^T."""
@@ -184,29 +185,29 @@ class Moments:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """What calibration saw in a layer."""
+class LayerStats:
+    """Statistics of a layer from calibration."""
 
     inputs: Mapping[str, Moments]
-    """By the linear's name."""
+    """Linear name -> statistics of its inputs."""
     key_max: float
-    """The largest |key|, rotated as it is cached."""
+    """The largest |key| after rotation."""
     value_max: float
 
 
 class Stream:
-    """The residual stream of all windows, before one layer after another. Layers that it looks into are `at_work`."""
+    """The residual stream of all calibration windows, advanced layer by layer. Observed layers must be `on_device`."""
 
     def __init__(self, model: PreTrainedModel, windows_WT: Tensor) -> None:
         self.layers = layers_of(model)
         self.hidden_WTC = torch.empty(0)
-        """At the workplace."""
+        """Compute the embeddings of all windows."""
         self._how: list[dict[str, Any]] = [{} for _ in self.layers]
         self._begin(model, windows_WT)
 
     @torch.no_grad()
     def _begin(self, model: PreTrainedModel, windows_WT: Tensor) -> None:
-        """Let the model itself say how its layers are called, masks and rotations included."""
+        """Record the arguments, including masks and rotations, with which the model calls its layers."""
 
         def note(index: int, kwargs: dict[str, Any]) -> None:
             self._how[index] = {name: _brought(value) for name, value in kwargs.items() if name not in _OF_A_CACHE}
@@ -223,15 +224,15 @@ class Stream:
         self.go_on_from(embedding(windows_WT))
 
     def go_on_from(self, hidden_WTC: Tensor) -> None:
-        """Take a stream that was kept before some layer."""
-        self.hidden_WTC = hidden_WTC.to(workplace())
+        """Resume from a saved stream."""
+        self.hidden_WTC = hidden_WTC.to(compute_device())
 
     def advance(self, index: int) -> None:
-        """Go through a layer as it now is."""
+        """Advance the stream through the layer's current weights."""
         self.hidden_WTC = torch.cat(list(self._through(index)))
 
-    def look(self, index: int) -> Seen:
-        """What the linears of a layer are given, as the layer now is. The stream stays before the layer."""
+    def look(self, index: int) -> LayerStats:
+        """Statistics of the layer's linears with its current weights. The stream stays before the layer."""
         layer, sums = self.layers[index], {readers[0]: _Sums() for readers in READERS.values()}
         hooks = [
             linear(layer, name).register_forward_pre_hook(lambda _, args, each=each: each.add(args[0]))
@@ -244,7 +245,7 @@ class Stream:
         for hook in hooks:
             hook.remove()
         inputs = {name: sums[readers[0]].moments() for readers in READERS.values() for name in readers}
-        return Seen(inputs, keys, values)
+        return LayerStats(inputs, keys, values)
 
     @torch.no_grad()
     def _through(self, index: int) -> Iterator[Tensor]:
@@ -260,7 +261,7 @@ class Stream:
 
 
 class _Sums:
-    """Moments, while they are summed."""
+    """Running sums of moments."""
 
     def __init__(self) -> None:
         self._gram: Tensor | float = 0.0
@@ -288,14 +289,14 @@ _OF_A_CACHE = ("past_key_values", "use_cache")
 
 
 def _brought(value: Any) -> Any:
-    """An argument of a layer, tensors and pairs of them brought to the workplace."""
+    """An argument of a layer with its tensors moved to the compute device."""
     if isinstance(value, tuple):
         return tuple(map(_brought, value))
-    return value.to(workplace()) if isinstance(value, Tensor) else value
+    return value.to(compute_device()) if isinstance(value, Tensor) else value
 
 
 def _quiet() -> None:
-    """Runs have bars of their own, and one line for what is wrong."""
+    """Silence transformers: runs have progress bars and error lines of their own."""
     its: Any = logging
     its.disable_progress_bar()
     its.set_verbosity_error()

@@ -1,4 +1,4 @@
-"""Unstructured and 2:4 pruning: the weights that matter least become zero, and the rest learns to do without them.
+"""Unstructured and 2:4 pruning: the least important weights become zero; the others compensate and are trained.
 
 A weight matters by its size, or by its size times that of its input (Wanda, Sun et al., arXiv:2306.11695). Columns make
 up for what went from those before them (SparseGPT, Frantar and Alistarh, arXiv:2301.00774).
@@ -19,77 +19,77 @@ from compress.checkpoint import Workspace
 from compress.choices import Pattern
 from compress.columns import Change, change_columns
 from compress.errors import CompressError
-from compress.network import LINEARS, SEEN, Stream, at_work, layers_of, linear, load
+from compress.network import LINEARS, SEEN, Stream, layers_of, linear, load, on_device
 from compress.progress import Progress
 from compress.training import Plan, distillation, train
 
 _BLOCK = 128
-"""Columns that are judged at once."""
+"""Columns that are scored at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class PruneScore:
-    """Which weights matter, and how many stay."""
+    """How weights are scored, and how many stay."""
 
     sparsity: float = 0.5
     pattern: Pattern = Pattern.UNSTRUCTURED
     wanda: bool = True
-    """Whether inputs count, or the weight's size alone."""
+    """Score by weight times input norm (Wanda); otherwise by magnitude."""
     compensate: bool = True
-    """Weights that stay make up for those that go before them."""
+    """Remaining weights compensate the removed ones before them."""
 
 
-def prune(base: Path, out: Path, windows_WT: Tensor, judgement: PruneScore, heal: Plan, progress: Progress) -> None:
-    """Prune layer after layer, then heal: the base teaches what is left. No `heal.steps` leaves it as it is.
+def prune(base: Path, out: Path, windows_WT: Tensor, score: PruneScore, heal: Plan, progress: Progress) -> None:
+    """Prune layer by layer, then train the result with the base as teacher, unless `heal.steps` is 0.
 
     Raises CompressError.
     """
     model = load(base)
-    if judgement.pattern is Pattern.TWO_OF_FOUR and any(
+    if score.pattern is Pattern.TWO_OF_FOUR and any(
         linear(layers_of(model)[0], name).in_features % 4 for name in LINEARS
     ):
         raise CompressError(f"2:4 needs linears whose inputs are multiples of 4; those of {base} are not")
-    settings = {"method": "prune", **asdict(judgement), **asdict(heal), "text": text.described(windows_WT)}
-    bench = Workspace(base, out, settings, dense.pieces(model))
-    pruned = bench.kept("pruned")
+    settings = {"method": "prune", **asdict(score), **asdict(heal), "text": text.described(windows_WT)}
+    workspace = Workspace(base, out, settings, dense.pieces(model))
+    pruned = workspace.kept("pruned")
     if pruned is None:
-        pruned = _pruned(model, windows_WT[:SEEN], judgement, progress)
-        bench.keep("pruned", pruned)
+        pruned = _pruned(model, windows_WT[:SEEN], score, progress)
+        workspace.keep("pruned", pruned)
     for name, weight in pruned.items():
         model.get_parameter(name).data.copy_(weight)
     if heal.steps:
         zero = _zeroing(model, {name: weight != 0 for name, weight in pruned.items()})
-        train(model, windows_WT, distillation(model, load(base)), heal, bench, progress, after_step=zero)
-    dense.write(model, base, bench)
+        train(model, windows_WT, distillation(model, load(base)), heal, workspace, progress, after_step=zero)
+    dense.write(model, base, workspace)
 
 
-def _pruned(model: PreTrainedModel, windows_WT: Tensor, judgement: PruneScore, progress: Progress) -> dict[str, Tensor]:
-    """The linears' weights by name, pruned. Each layer is judged by what the pruned ones before it say."""
+def _pruned(model: PreTrainedModel, windows_WT: Tensor, score: PruneScore, progress: Progress) -> dict[str, Tensor]:
+    """Linear name -> pruned weight. Each layer is scored on the outputs of the pruned layers before it."""
     stream, pruned = Stream(model, windows_WT), dict[str, Tensor]()
     for index, layer in enumerate(stream.layers):
         progress("layers", index, len(stream.layers))
-        with at_work(layer):
+        with on_device(layer):
             seen = stream.look(index)
             for name in LINEARS:
                 weight = linear(layer, name).weight.data
-                weight.copy_(_prune(weight, seen.inputs[name].gram, judgement))
+                weight.copy_(_prune(weight, seen.inputs[name].gram, score))
             stream.advance(index)
         pruned |= {f"model.layers.{index}.{name}.weight": linear(layer, name).weight.data for name in LINEARS}
     progress("layers", len(stream.layers), len(stream.layers))
     return pruned
 
 
-def _prune(weight_NK: Tensor, gram_KK: Tensor, judgement: PruneScore) -> Tensor:
-    """The weight with zeros; each block is judged when those before it have been made up for."""
-    sizes_K = gram_KK.diagonal().sqrt() if judgement.wanda else torch.ones_like(gram_KK[0])
+def _prune(weight_NK: Tensor, gram_KK: Tensor, score: PruneScore) -> Tensor:
+    """The pruned weight; each block is scored after the errors of the blocks before it were compensated."""
+    sizes_K = gram_KK.diagonal().sqrt() if score.wanda else torch.ones_like(gram_KK[0])
 
     def zeroing(columns: slice, weight_NG: Tensor) -> Change:
-        stays_NG = keep(weight_NG.abs() * sizes_K[columns], judgement.sparsity, judgement.pattern)
+        stays_NG = keep(weight_NG.abs() * sizes_K[columns], score.sparsity, score.pattern)
         return lambda column, now: now * stays_NG[:, column]
 
-    if judgement.compensate:
+    if score.compensate:
         return change_columns(weight_NK, gram_KK, _BLOCK, zeroing)
-    return weight_NK * keep(weight_NK.abs() * sizes_K, judgement.sparsity, judgement.pattern)
+    return weight_NK * keep(weight_NK.abs() * sizes_K, score.sparsity, score.pattern)
 
 
 def keep(worth_NK: Tensor, sparsity: float, pattern: Pattern) -> Tensor:

@@ -1,7 +1,7 @@
-"""Quantization-aware training: weights learn while every forward sees them rounded to INT4 (Jacob et al., 1712.05877).
+"""Quantization-aware training: weights are trained while each forward pass rounds them to INT4 (arXiv:1712.05877).
 
-GPTQ finds where to begin and the steps, which stay. The gradient passes the rounding as if it were not there. The base
-is the teacher, so the network stays what it was.
+GPTQ gives the initial weights and the scales, which stay fixed. Gradients pass through the rounding unchanged. The base
+is the teacher.
 """
 
 from collections.abc import Mapping
@@ -20,10 +20,10 @@ from compress.network import (
     LINEARS,
     SEEN,
     Stream,
-    at_work,
     layers_of,
     linear,
     load,
+    on_device,
     outside_layers,
     read_config,
     stored_dtype,
@@ -37,7 +37,7 @@ from kernels.quantized_weights import INT4_ZERO, Int4Weight
 
 
 class _AsRounded(nn.Module):
-    """A weight as it will be read again; its gradient is the weight's."""
+    """Rounds a weight to its stored values; the gradient passes unchanged."""
 
     def __init__(self, scale_NB: Tensor) -> None:
         super().__init__()
@@ -58,35 +58,35 @@ class _AsRounded(nn.Module):
 
 
 def qat(base: Path, out: Path, windows_WT: Tensor, plan: Plan, progress: Progress, *, group: int = 32) -> float:
-    """Train, round for good, write symmetric INT4. -> the last loss, nats a token."""
+    """Train, round, write symmetric INT4 -> the last loss in nats per token."""
     model, config = load(base), read_config(base)
     settings = {"method": "qat", "group": group, "text": text.described(windows_WT), **asdict(plan)}
     layers = layers_of(model)
-    bench = Workspace(base, out, settings, len(layers) + 1)
-    begun = bench.kept("begun")
+    workspace = Workspace(base, out, settings, len(layers) + 1)
+    begun = workspace.kept("begun")
     if begun is None:
         begun = _begin(model, windows_WT[:SEEN], group, progress)
-        bench.keep("begun", begun)
+        workspace.keep("begun", begun)
     roundings = [{name: _AsRounded(begun[f"{index}.{name}.scale"]) for name in LINEARS} for index in range(len(layers))]
     for index, layer in enumerate(layers):
         for name in LINEARS:
             linear(layer, name).weight.data.copy_(begun[f"{index}.{name}.weight"])
             parametrize.register_parametrization(linear(layer, name), "weight", roundings[index][name])
-    loss = train(model, windows_WT, distillation(model, load(base)), plan, bench, progress)
+    loss = train(model, windows_WT, distillation(model, load(base)), plan, workspace, progress)
     scheme, dtype = layout.int4(group, symmetric=True), stored_dtype(config)
     for index, layer in enumerate(layers):
-        bench.write(index, layer_tensors(layer, index, _rounded(layer, roundings[index]), scheme, dtype))
-    bench.write(len(layers), as_stored(outside_layers(model), dtype))
-    bench.finish(config | {"quantization_config": scheme.quantization_config()})
+        workspace.write(index, layer_tensors(layer, index, _rounded(layer, roundings[index]), scheme, dtype))
+    workspace.write(len(layers), as_stored(outside_layers(model), dtype))
+    workspace.finish(config | {"quantization_config": scheme.quantization_config()})
     return loss
 
 
 def _begin(model: PreTrainedModel, windows_WT: Tensor, group: int, progress: Progress) -> dict[str, Tensor]:
-    """Round by GPTQ. -> weights and scales by layer and linear."""
+    """Round by GPTQ -> weights and scales by layer and linear."""
     stream, begun = Stream(model, windows_WT), dict[str, Tensor]()
     for index, layer in enumerate(stream.layers):
         progress("layers", index, len(stream.layers))
-        with at_work(layer):
+        with on_device(layer):
             rounded = round_layer(layer, index, Gptq(group), stream)
         for name, weight in rounded.weights.items():
             assert isinstance(weight, Int4Weight)
@@ -97,7 +97,7 @@ def _begin(model: PreTrainedModel, windows_WT: Tensor, group: int, progress: Pro
 
 
 def _rounded(layer: nn.Module, roundings: Mapping[str, _AsRounded]) -> Rounded:
-    """Take the rounding out of the network again, and do it for good."""
+    """Replace the rounding modules by rounded weights."""
     weights = {}
     for name, rounding in roundings.items():
         parametrize.remove_parametrizations(linear(layer, name), "weight", leave_parametrized=False)

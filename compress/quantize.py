@@ -1,4 +1,4 @@
-"""The driver of every quantization: layer after layer, see, round, write, go on with the rounded layer's outputs."""
+"""Runs a quantization recipe: for each layer, observe its inputs, round, write, advance with the rounded weights."""
 
 from pathlib import Path
 
@@ -8,40 +8,40 @@ from torch import Tensor, nn
 from compress import text
 from compress.checkpoint import Workspace, as_stored
 from compress.layout import Scheme, tensors_of
-from compress.network import Stream, at_work, layers_of, linear, load, outside_layers, read_config, stored_dtype
+from compress.network import Stream, layers_of, linear, load, on_device, outside_layers, read_config, stored_dtype
 from compress.progress import Progress
 from compress.recipe import Recipe, Rounded
 
 
 def quantize(base: Path, out: Path, recipe: Recipe, windows_WT: Tensor | None, progress: Progress) -> None:
-    """Write `base`, rounded by `recipe`, to `out`. Calibrated recipes see the windows of text. Raises CompressError."""
+    """Write `base`, rounded by `recipe`, to `out`. Calibrated recipes need windows of text. Raises CompressError."""
     model, config = load(base), read_config(base)
     layers = layers_of(model)
     settings = recipe.settings() | ({} if windows_WT is None else {"text": text.described(windows_WT)})
-    bench = Workspace(base, out, settings, len(layers) + 1)
+    workspace = Workspace(base, out, settings, len(layers) + 1)
     stream = None
     if recipe.calibrated:
         assert windows_WT is not None
         stream = Stream(model, windows_WT)
-        if kept := bench.kept(f"hidden-{bench.done}"):
+        if kept := workspace.kept(f"hidden-{workspace.done}"):
             stream.go_on_from(kept["hidden"])
     dtype = stored_dtype(config)
-    for index in range(bench.done, len(layers)):
+    for index in range(workspace.done, len(layers)):
         progress("layers", index, len(layers))
         layer = layers[index]
-        with at_work(layer):
+        with on_device(layer):
             rounded = round_layer(layer, index, recipe, stream)
         if stream:
-            bench.keep(f"hidden-{index + 1}", {"hidden": stream.hidden_WTC})
-        bench.write(index, layer_tensors(layer, index, rounded, recipe.scheme, dtype))
-        bench.forget(f"hidden-{index}")
+            workspace.keep(f"hidden-{index + 1}", {"hidden": stream.hidden_WTC})
+        workspace.write(index, layer_tensors(layer, index, rounded, recipe.scheme, dtype))
+        workspace.forget(f"hidden-{index}")
     progress("layers", len(layers), len(layers))
-    bench.write(len(layers), as_stored(outside_layers(model), dtype))
-    bench.finish(config | {"quantization_config": recipe.scheme.quantization_config()})
+    workspace.write(len(layers), as_stored(outside_layers(model), dtype))
+    workspace.finish(config | {"quantization_config": recipe.scheme.quantization_config()})
 
 
 def round_layer(layer: nn.Module, index: int, recipe: Recipe, stream: Stream | None) -> Rounded:
-    """Round a layer in place; the stream goes on, so later layers are calibrated on what this one will really say."""
+    """Round a layer in place and advance the stream, so that later layers are calibrated on its rounded outputs."""
     rounded = recipe.round(layer, stream.look(index) if stream else None)
     for name, weight in rounded.weights.items():
         linear(layer, name).weight.data.copy_(weight.dequantize(torch.float32))
@@ -53,7 +53,7 @@ def round_layer(layer: nn.Module, index: int, recipe: Recipe, stream: Stream | N
 def layer_tensors(
     layer: nn.Module, index: int, rounded: Rounded, scheme: Scheme, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """A rounded layer's tensors, by their names in the checkpoint."""
+    """A rounded layer's tensors, keyed by their names in the checkpoint."""
     replaced = {f"{name}.weight" for name in rounded.weights}
     plain = {name: weight for name, weight in layer.named_parameters() if name not in replaced}
     tensors = as_stored(plain, dtype) | dict(rounded.extras)

@@ -1,4 +1,4 @@
-"""What a method of quantization is to the driver: what it needs to see, how it rounds one layer, what it writes."""
+"""The interface of a quantization method: what it needs, how it rounds one layer, how its weights are stored."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -8,38 +8,38 @@ from typing import Any
 from torch import Tensor, nn
 
 from compress.layout import Scheme
-from compress.network import Seen
+from compress.network import LayerStats
 from kernels.quantized_weights import QuantizedWeight
 
 
 @dataclass(frozen=True, slots=True)
 class Rounded:
-    """A layer in fewer bits."""
+    """A rounded layer."""
 
     weights: Mapping[str, QuantizedWeight]
-    """By the linear's name."""
+    """Linear name -> weight."""
     extras: Mapping[str, Tensor] = field(default_factory=dict)
-    """Other tensors that the layer's checkpoint holds."""
+    """Other tensors to store with the layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe(ABC):
-    """One method with its settings, which are its fields."""
+    """One method; its fields are its settings."""
 
     @property
     @abstractmethod
     def calibrated(self) -> bool:
-        """Whether it looks at text."""
+        """Whether it needs calibration text."""
 
     @property
     @abstractmethod
     def scheme(self) -> Scheme:
-        """How its linears lie in the checkpoint."""
+        """The stored layout of its linears."""
 
     @abstractmethod
-    def round(self, layer: nn.Module, seen: Seen | None, /) -> Rounded:
-        """Round a layer's linears; it may move factors inside the layer. `seen` is None unless it is calibrated."""
+    def round(self, layer: nn.Module, seen: LayerStats | None, /) -> Rounded:
+        """Round a layer's linears; it may fold factors within the layer. `seen` is None unless it is calibrated."""
 
     def settings(self) -> dict[str, Any]:
-        """What it was told, for the card and to know an interrupted run again."""
+        """The settings, for the model card and to recognize an interrupted run."""
         return {"method": type(self).__name__.lower(), **asdict(self)}

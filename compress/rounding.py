@@ -1,4 +1,4 @@
-"""How weights are rounded where calibration may choose the steps. Knows one weight at a time, never a network.
+"""Rounds weights to INT8, INT4 and FP8, with scales found by calibration. Knows one weight at a time, never a network.
 
 Legend: N outputs, K inputs, B groups of a row, G inputs of a group.
 """
@@ -14,11 +14,11 @@ from kernels.quantized_weights import FP8, FP8_BLOCK, FP8_MAX, INT4_ZERO, Fp8Wei
 
 _TINY = 1e-8
 _KEEPS = tuple(1 - 0.04 * step for step in range(8))
-"""Shares of a group's range that are tried: to cut off its ends makes all other steps finer."""
+"""Shares of a group's range that are tried: clipping the range makes the steps finer."""
 
 
 def as_written(scale: Tensor) -> Tensor:
-    """A scale as the checkpoint will hold it, bf16, in float32: rounding must be to the steps that are read again."""
+    """A scale as stored in the checkpoint (bf16), in float32: weights must be rounded to the stored steps."""
     return scale.bfloat16().float()
 
 
@@ -26,7 +26,7 @@ def as_written(scale: Tensor) -> Tensor:
 
 
 def round_int8(weight_NK: Tensor, *, per_tensor: bool = False, dynamic: bool = False) -> Int8Weight:
-    """Nearest of 255 steps between -max and max of each output, or of the whole weight."""
+    """Round to the nearest of 255 steps between -max and max of each output, or of the whole weight."""
     largest = weight_NK.abs().amax().expand(len(weight_NK), 1) if per_tensor else weight_NK.abs().amax(1, keepdim=True)
     scale = as_written(largest.clamp_min(_TINY) / 127)
     values = (weight_NK / scale).round().clamp(-127, 127).to(torch.int8)
@@ -41,17 +41,17 @@ class Steps:
     """The 16 numbers that each group is rounded to: (q - zero) * scale for q in 0..15."""
 
     scale: Tensor
-    """float32 [N, B, 1], as written."""
+    """float32 [N, B, 1], as stored."""
     zero: Tensor
-    """float32 [N, B, 1], whole numbers in 0..15."""
+    """float32 [N, B, 1], integers in 0..15."""
 
     def of(self, groups: Tensor | slice) -> "Steps":
-        """Those of these groups, in this order."""
+        """The steps of these groups, in this order."""
         return Steps(self.scale[:, groups], self.zero[:, groups])
 
     @staticmethod
     def joined(parts: Sequence["Steps"]) -> "Steps":
-        """Groups one after another."""
+        """Concatenate groups."""
         return Steps(torch.cat([part.scale for part in parts], 1), torch.cat([part.zero for part in parts], 1))
 
     def nearest(self, weight_NBG: Tensor) -> Tensor:
@@ -59,16 +59,16 @@ class Steps:
         return (weight_NBG / self.scale + self.zero).round().clamp(0, 15)
 
     def numbers(self, q_NBG: Tensor) -> Tensor:
-        """What these q stand for."""
+        """The numbers of these q."""
         return (q_NBG - self.zero) * self.scale
 
     def rounded(self, weight_NBG: Tensor) -> Tensor:
-        """The nearest numbers."""
+        """The weight rounded to nearest."""
         return self.numbers(self.nearest(weight_NBG))
 
 
 def grouped(weight_NK: Tensor, group: int) -> Tensor:
-    """Groups of inputs apart: [N, B, G]."""
+    """A weight [N, K] as [N, B, G]."""
     return weight_NK.reshape(len(weight_NK), -1, group)
 
 
@@ -84,7 +84,8 @@ def steps_of(weight_NBG: Tensor, symmetric: bool, keep: Tensor | float = 1.0) ->
 
 
 def cheapest_steps(weight_NBG: Tensor, symmetric: bool, worth_BG: Tensor) -> Steps:
-    """Steps over that share of each group's range whose squared errors, each times its input's worth, sum to least."""
+    """Steps over the share of each group's range with the least sum of squared errors, weighted by the inputs'
+    moments."""
     best = torch.full_like(weight_NBG[..., :1], torch.inf)
     keep = torch.ones_like(best)
     for share in _KEEPS:
@@ -96,7 +97,7 @@ def cheapest_steps(weight_NBG: Tensor, symmetric: bool, worth_BG: Tensor) -> Ste
 
 
 def int4_weight(q_NBG: Tensor, steps: Steps, symmetric: bool) -> Int4Weight:
-    """The weight of these q."""
+    """The stored weight of these q."""
     zero = None if symmetric else steps.zero.squeeze(2).to(torch.uint8)
     q = q_NBG.flatten(1).to(torch.uint8)
     return Int4Weight(pack_int4(q), steps.scale.squeeze(2).bfloat16(), zero, q_NBG.shape[2])
@@ -106,7 +107,7 @@ def int4_weight(q_NBG: Tensor, steps: Steps, symmetric: bool) -> Int4Weight:
 
 
 def round_fp8(weight_NK: Tensor, granularity: Granularity, input_scale: Tensor | None = None) -> Fp8Weight:
-    """Nearest e4m3 number with the scale of a `channel` (an output), the whole `tensor`, or a `block` of 128 x 128."""
+    """Round to the nearest e4m3 number, with a scale per `channel` (output), `tensor`, or `block` of 128 x 128."""
     sizes = weight_NK.abs()
     if granularity is Granularity.TENSOR:
         largest = sizes.amax().view(1, 1)

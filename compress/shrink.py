@@ -1,4 +1,4 @@
-"""Structured pruning: whole neurons, groups of heads and layers go, and the rest learns to do without them.
+"""Structured pruning: removes whole neurons, groups of heads and layers, then trains the rest.
 
 What is left is an ordinary smaller network. Neurons and heads matter by the energy that they add to the residual
 stream, and those that stay take over what they can; layers matter by how far they turn it (ShortGPT, Men et al.,
@@ -18,37 +18,37 @@ from compress import dense, text
 from compress.checkpoint import Workspace
 from compress.columns import keep_columns
 from compress.errors import CompressError
-from compress.network import SEEN, Seen, Stream, at_work, head_dim, layers_of, linear, load, read_config
+from compress.network import SEEN, LayerStats, Stream, head_dim, layers_of, linear, load, on_device, read_config
 from compress.progress import Progress
 from compress.training import Plan, distillation, train
 
 _MULTIPLE = 32
-"""Of neurons, so that what is left can be shared out in groups."""
+"""The number of remaining neurons is a multiple of this, so that it can be divided into groups."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How much goes."""
+    """How much is removed."""
 
     neurons: float = 0.25
-    """Share of each MLP's neurons."""
+    """Share of each MLP's neurons to remove."""
     kv_heads: int = 0
-    """Key/value heads of each layer, with the query heads that read them."""
+    """Key/value heads of each layer to remove, with their query heads."""
     layers: int = 0
 
 
 def shrink(base: Path, out: Path, windows_WT: Tensor, cut: Cut, heal: Plan, progress: Progress) -> None:
-    """Cut, then heal by distillation from the base. Raises CompressError where nothing would be left."""
+    """Remove parts, then distill from the base. Raises CompressError if nothing would be left."""
     model, config = load(base), read_config(base)
     if not (0 <= cut.neurons < 1 and cut.layers < config["num_hidden_layers"] and cut.kv_heads < _kv_heads(config)):
         raise CompressError("nothing would be left: cut fewer neurons, heads or layers")
     layers = layers_of(model)
     settings = {"method": "shrink", **asdict(cut), **asdict(heal), "text": text.described(windows_WT)}
-    bench = Workspace(base, out, settings, len(layers) - cut.layers + 1)
+    workspace = Workspace(base, out, settings, len(layers) - cut.layers + 1)
     stream, turned = Stream(model, windows_WT[:SEEN]), []
     for index, layer in enumerate(layers):
         progress("layers", index, len(layers))
-        with at_work(layer):
+        with on_device(layer):
             before, seen = stream.hidden_WTC, stream.look(index)
             stream.advance(index)
             turned.append(1 - F.cosine_similarity(before, stream.hidden_WTC, dim=-1).mean().item())
@@ -61,11 +61,11 @@ def shrink(base: Path, out: Path, windows_WT: Tensor, cut: Cut, heal: Plan, prog
     model.get_submodule("model").layers = nn.ModuleList(layers[index] for index in stays)
     model.config.num_hidden_layers = len(stays)
     if heal.steps:
-        train(model, windows_WT, distillation(model, load(base)), heal, bench, progress)
-    dense.write(model, base, bench, _changed(model, config, stays))
+        train(model, windows_WT, distillation(model, load(base)), heal, workspace, progress)
+    dense.write(model, base, workspace, _changed(model, config, stays))
 
 
-def _cut_neurons(layer: nn.Module, seen: Seen, share: float) -> None:
+def _cut_neurons(layer: nn.Module, seen: LayerStats, share: float) -> None:
     if not share:
         return
     down = linear(layer, "mlp.down_proj")
@@ -78,7 +78,7 @@ def _cut_neurons(layer: nn.Module, seen: Seen, share: float) -> None:
     _keep_inputs(down, stays, gram)
 
 
-def _cut_heads(layer: nn.Module, seen: Seen, count: int) -> None:
+def _cut_heads(layer: nn.Module, seen: LayerStats, count: int) -> None:
     if not count:
         return
     output, width = linear(layer, "self_attn.o_proj"), head_dim(layer)
@@ -108,7 +108,7 @@ def _keep_inputs(module: nn.Linear, stays: Tensor, gram_KK: Tensor) -> None:
 
 
 def _changed(model: PreTrainedModel, config: dict[str, Any], stays: list[int]) -> dict[str, Any]:
-    """What config.json says of the smaller network."""
+    """The config.json entries of the smaller network."""
     layer = layers_of(model)[0]
     width = head_dim(layer)
     changed: dict[str, Any] = {

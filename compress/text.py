@@ -1,4 +1,4 @@
-"""Text to calibrate, train and measure with: files in, windows of token ids out. Knows a tokenizer, never a model.
+"""Text for calibration, training and measurement: reads files, returns windows of token ids. Knows no model.
 
 Legend: W windows, T tokens of a window.
 """
@@ -16,7 +16,7 @@ from compress.errors import CompressError
 _EXCERPTS = Path(__file__).parent / "excerpts"
 CALIBRATION = _EXCERPTS / "calibration.txt.gz"
 HELD_OUT = _EXCERPTS / "heldout.txt.gz"
-"""Public-domain stories that ship with the project; the second are in no training text of the demo models."""
+"""Public-domain stories that ship with the project; HELD_OUT is not in the demo models' training text."""
 END_OF_TEXT = "<|endoftext|>"
 _KINDS = ("*.txt", "*.txt.gz", "*.md")
 
@@ -65,7 +65,7 @@ def windows(texts: list[str], model: Path, length: int, count: int | None = None
 
 
 def described(windows_WT: Tensor) -> str:
-    """Tells one text from another, so that a run on other text does not go on with this one's work."""
+    """Identifies a text, so that a run is not resumed with another text."""
     places = torch.arange(1, windows_WT.numel() + 1).view_as(windows_WT)
     mark = int((windows_WT * places).sum()) & 0xFFFFFFFF
     return f"{windows_WT.shape[0]} windows of {windows_WT.shape[1]} tokens ({mark:08x})"

@@ -1,4 +1,4 @@
-"""A training run that can be interrupted: batches, optimizers, schedule, state to go on from. Knows no files' formats.
+"""A training run that can be resumed: batches, optimizers, schedule, saved state. Knows no file formats.
 
 Legend: W windows of text, B of them in a batch, T tokens of a window, V vocabulary.
 """
@@ -14,25 +14,25 @@ from transformers import PreTrainedModel
 
 from compress.attention import read_whole_windows
 from compress.checkpoint import Workspace
-from compress.network import workplace
+from compress.network import compute_device
 from compress.progress import Progress
 
 _STATE = "training"
 _KEPT_TIMES = 20
-"""How often in a run its state is written."""
+"""How many times a run saves its state."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One run: warm up, hold the learning rate, let it fall to zero."""
+    """The plan of a run: warm-up, constant learning rate, linear decay to zero."""
 
     steps: int
     batch: int = 8
-    """Windows a step."""
+    """Windows per step."""
     learning_rate: float = 1e-3
     warmup: int = 10
     decay_share: float = 0.6
-    """Of all steps, at the end."""
+    """Share of the steps in which the learning rate decays."""
     weight_decay: float = 0.0
 
 
@@ -41,7 +41,7 @@ def train(
     windows_WT: Tensor,
     loss_of: Callable[[Tensor], Tensor],
     plan: Plan,
-    bench: Workspace,
+    workspace: Workspace,
     progress: Progress,
     after_step: Callable[[], None] = lambda: None,
 ) -> float:
@@ -51,7 +51,7 @@ def train(
     """
     windows_WT = windows_WT.to(model.device)
     optimizers = optimizers_for(model.named_parameters(), plan.learning_rate, plan.weight_decay)
-    begun, losses = _restore(bench.kept(_STATE), model, optimizers), []
+    begun, losses = _restore(workspace.kept(_STATE), model, optimizers), []
     model.train()
     for step in range(begun, plan.steps):
         progress("steps", step, plan.steps)
@@ -62,7 +62,7 @@ def train(
         after_step()
         losses.append(loss.detach())
         if (step + 1) % math.ceil(plan.steps / _KEPT_TIMES) == 0:
-            bench.keep(_STATE, _snapshot(step + 1, model, optimizers))
+            workspace.keep(_STATE, _snapshot(step + 1, model, optimizers))
     progress("steps", plan.steps, plan.steps)
     model.train(False)
     return torch.stack(losses[-max(1, plan.steps // 10) :]).mean().item() if losses else math.nan
@@ -88,7 +88,7 @@ def optimizers_for(
 
 
 def update(optimizers: list[torch.optim.Optimizer], rate: float, model: nn.Module) -> None:
-    """One step of all of them, with gradients clipped to a norm of 1."""
+    """One step of all optimizers, with gradients clipped to a norm of 1."""
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -120,9 +120,9 @@ def rejection(logits_BTV: Tensor, teacher_BTV: Tensor) -> Tensor:
 
 
 def to_trainer(*models: nn.Module) -> None:
-    """Move networks to where training is fastest here."""
+    """Move networks to the fastest device for training."""
     for model in models:
-        model.to(workplace())
+        model.to(compute_device())
 
 
 def distillation(
@@ -161,7 +161,7 @@ def distillation(
 
 
 def _batch(windows_WT: Tensor, batch: int, step: int) -> Tensor:
-    """The windows of a step, which its number alone decides; each comes once before any comes again."""
+    """The windows of a step, a function of its number; each window is used once per epoch."""
     count = len(windows_WT)
     epochs = range(step * batch // count, (step * batch + batch - 1) // count + 1)
     orders = [torch.randperm(count, generator=torch.Generator().manual_seed(epoch)) for epoch in epochs]
@@ -177,7 +177,7 @@ def _snapshot(step: int, model: nn.Module, optimizers: list[torch.optim.Optimize
 
 
 def _restore(tensors: dict[str, Tensor] | None, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> int:
-    """-> the step to go on with."""
+    """Restore saved state -> the next step."""
     if tensors is None:
         return 0
     with torch.no_grad():

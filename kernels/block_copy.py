@@ -1,7 +1,7 @@
 """Copies of whole KV blocks between the pages of all layers and one contiguous staging buffer, in one launch.
 
-Knows pages as plain bytes, never keys or values. A staging buffer may be pinned host memory: the kernel then writes
-over the bus itself.
+Knows pages as plain bytes, never keys or values. The staging buffer may be pinned host memory, which the kernel then
+reads or writes over the bus.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -40,7 +40,7 @@ def copy_blocks_kernel(
 
 
 def pool_addresses(pools: Sequence[Tensor]) -> Tensor:
-    """Where each layer's pool lies, int64 [layers] on the pools' device; made once, used by every copy."""
+    """Addresses of the layers' pools, int64 [layers] on the pools' device; made once, used by every copy."""
     return torch.tensor([pool.data_ptr() for pool in pools], dtype=torch.int64, device=pools[0].device)
 
 

@@ -1,9 +1,9 @@
-"""Programmatic dependent launch: a kernel's programs start, and fetch what does not depend on its predecessor, while
-the predecessor still runs. Knows one flag and one wait; every kernel of a chain takes part.
+"""Programmatic dependent launch: a kernel's programs start, and load what does not depend on the previous kernel, while
+the previous kernel still runs. Knows one flag and two waits; every kernel of a chain takes part.
 
-A kernel says `begin(PDL)` before it touches anything that another kernel writes or reads. What it does before that line
-may use weights only, and what lay there before some kernel began that lets nobody start early: one without dependent
-launch, or one that says `settle(PDL)` instead.
+A kernel calls `wait(PDL)` before it reads or writes anything that another kernel writes or reads. Before this call it
+may read only weights, and data written before a kernel that no later kernel overlaps: one launched without dependent
+launch, or one that calls `wait_exclusive(PDL)` instead.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def wait(PDL: tl.constexpr):
-    """Let the next kernel start, then wait until the previous one has ended and its writes are visible."""
+    """Allow the next kernel to start, then wait until the previous one has ended and its writes are visible."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -27,15 +27,15 @@ def wait(PDL: tl.constexpr):
 
 @triton.jit
 def wait_exclusive(PDL: tl.constexpr):
-    """Wait as `begin` does, and let nobody start before the end: whoever comes later may read at once what this kernel
-    or those before it wrote."""
+    """Wait as `wait` does, and do not allow the next kernel to start before this one ends: later kernels may then read
+    what this kernel or earlier ones wrote without waiting."""
     if PDL:
         gdc_wait()
 
 
 @triton.jit
 def prefetch(pointers):
-    """Fetch the 128-byte lines of `pointers` into the L2 cache."""
+    """Prefetch the 128-byte lines at `pointers` into the L2 cache."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
     )

@@ -1,4 +1,4 @@
-"""What a device gives to the kernels that run on it."""
+"""Properties of a GPU that decide which kernels run on it and in which shapes. Knows no kernel."""
 
 from functools import cache
 
@@ -8,24 +8,24 @@ import triton
 
 @cache
 def shared_bytes(device: torch.device) -> int:
-    """Shared memory that one program may have; without a GPU, what a Hopper gives."""
+    """Shared memory available to one program; without a GPU, that of a Hopper."""
     if device.type != "cuda":
         return 232_448
     return int(triton.runtime.driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"])
 
 
 def has_asm(device: torch.device) -> bool:
-    """Whether kernels can speak the device's own language; Triton's interpreter cannot."""
+    """Whether kernels may contain inline PTX; Triton's interpreter does not run it."""
     return device.type == "cuda"
 
 
 @cache
 def is_hopper(device: torch.device) -> bool:
-    """Compute capability 9.0."""
+    """Whether the device has compute capability 9.0."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 @cache
 def processors(device: torch.device) -> int:
-    """Multiprocessors of a device."""
+    """Number of multiprocessors of the device."""
     return torch.cuda.get_device_properties(device).multi_processor_count

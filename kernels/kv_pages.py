@@ -1,13 +1,13 @@
-"""Pages of keys and values: how their numbers are stored, and what a stored number means. Knows no device code.
+"""The formats of KV pages: how keys and values are stored, and their reference conversions. Knows no device code.
 
     N blocks of the pool    P tokens per block    K key/value heads    D head dimension
 
 A pool is one tensor for each layer, [N, rows, 2, K, D], and a page one contiguous block of it, whatever the format:
 
     the model's own dtype   rows = P
-    float8_e4m3fn           rows = P; a number counts as many as its head's scale says, which the checkpoint may bring
-    int8                    rows > P: behind the values, each token's key and value of each head has a float32 scale,
-                            [P, 2, K], so that its largest number is stored as 127
+    float8_e4m3fn           rows = P; stored numbers are multiplied by their head's scale, if the checkpoint has scales
+    int8                    rows > P: after the values, float32 scales [P, 2, K] of each token's key and value of each
+                            head, so that the largest magnitude is stored as 127
 """
 
 import torch
@@ -19,7 +19,7 @@ _SCALE_BYTES = 4
 
 
 def page_rows(block_size: int, dim: int, dtype: torch.dtype) -> int:
-    """Rows of a page: one for each token, and as many more as the scales take."""
+    """Rows of a page: one for each token, and those that hold the scales."""
     return block_size + (-(-_SCALE_BYTES * block_size // dim) if dtype == INT8 else 0)
 
 
@@ -58,7 +58,7 @@ def scales_of(pool: Tensor) -> Tensor:
 
 
 def store(pool: Tensor, slot_mapping_T: Tensor, kv_TKD: Tensor, head_scales: Tensor | None) -> None:
-    """Write keys and values [T, 2K, D] to their places (int64 [T]: block * P + offset), rounded to the pool's format.
+    """Write keys and values [T, 2K, D] to their slots (int64 [T]: block * P + offset), rounded to the pool's format.
 
     head_scales float32 [2, K]: of an fp8 pool; None: all 1.
     """
@@ -71,13 +71,13 @@ def store(pool: Tensor, slot_mapping_T: Tensor, kv_TKD: Tensor, head_scales: Ten
         scales_of(pool)[slot_mapping_T // block_size, slot_mapping_T % block_size] = scales.view(-1, 2, kv_heads)
     lines = slot_mapping_T if rows == block_size else slot_mapping_T // block_size * rows + slot_mapping_T % block_size
     target = pool.view(blocks * rows, 2 * kv_heads, dim)
-    if pool.dtype == FP8:  # not every operation of torch knows it
+    if pool.dtype == FP8:  # index_copy_ does not support fp8
         target, kv_TKD = target.view(torch.uint8), kv_TKD.view(torch.uint8)
     target.index_copy_(0, lines, kv_TKD)
 
 
 def load(pool: Tensor, blocks: Tensor, head_scales: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Keys and values of these blocks (int64 [n]) as they count: [n, P, 2, K, D] of `dtype`."""
+    """Keys and values of these blocks (int64 [n]), dequantized: [n, P, 2, K, D] of `dtype`."""
     if pool.dtype == FP8:
         pages = bytes_of(pool).index_select(0, blocks).view(FP8).view(-1, *pool.shape[1:]).float()
         return (pages if head_scales is None else pages.mul_(head_scales[:, :, None])).to(dtype)

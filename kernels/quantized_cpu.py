@@ -1,8 +1,8 @@
-"""Products with quantized weights on a CPU. Knows which instructions of torch serve which kind, never layers.
+"""Linear layers with quantized weights on a CPU. Knows which operation of torch serves which format, never layers.
 
-INT8 weights are multiplied in exact integers: inputs become integers too, 8 bits of them where the weight says so, else
-16 bits in two halves. INT4 weights go through torch's packed kernel, in bfloat16. What no instruction takes as it is
-(FP8, NF4, INT8 in groups, odd shapes) becomes plain numbers. All have the same bits for a row in any batch.
+INT8 weights are multiplied in exact integer arithmetic: inputs are rounded to 8 bits if the weight asks for it, else to
+16 bits in two halves. INT4 weights use torch's packed kernel in bfloat16. Other formats (FP8, NF4, INT8 in groups, odd
+shapes) are dequantized. A row's bits do not depend on the batch.
 """
 
 from collections.abc import Sequence
@@ -16,14 +16,14 @@ from kernels import quantized_weights, reference
 from kernels.quantized_weights import INT4_ZERO, Int4Weight, Int8Weight, StackedWeight, Weight
 
 _PACK_FROM = 1 << 20
-"""Numbers from which on a weight is worth oneDNN's layout; below, its call costs more than the product."""
+"""The fewest elements of a weight for which oneDNN's layout is faster; below, its call costs more than the product."""
 _FINEST = 127 * 256 + 127
 _INT4_GROUPS = (256, 128, 64, 32)
 _INT4_OUTPUTS = 16
 
 
 class Product(Protocol):
-    """A weight [N, K], laid out for its product."""
+    """A weight [N, K] in the layout of its kernel."""
 
     @property
     def nbytes(self) -> int:
@@ -34,7 +34,7 @@ class Product(Protocol):
 
 
 def prepare(weight: Weight, dtype: torch.dtype) -> Tensor | Product:
-    """The weight as its product wants it: a plain tensor of `dtype` where no product of this file serves."""
+    """The weight in the layout of its kernel; a plain tensor of `dtype` if no kernel of this file supports it."""
     if isinstance(weight, StackedWeight):
         return StackedProduct([prepare(part, dtype) for part in weight.parts])
     if isinstance(weight, Int8Weight) and not weight.group:
@@ -45,7 +45,7 @@ def prepare(weight: Weight, dtype: torch.dtype) -> Tensor | Product:
 
 
 class Int8Product:
-    """A product with int8 weights in exact integers."""
+    """A product with int8 weights in exact integer arithmetic."""
 
     def __init__(self, weight: Int8Weight) -> None:
         self._scale = weight.scale.view(-1)
@@ -62,7 +62,7 @@ class Int8Product:
         if self._halves:
             high, low, scale = _halves(x)
             rows = x.shape[0]
-            if rows == 1 and not self._packed:  # Two products of one row are faster than one of two rows.
+            if rows == 1 and not self._packed:  # two products of one row are faster than one of two rows
                 sums = self._sums(high).mul_(256).add_(self._sums(low))
             else:
                 both = self._sums(torch.cat((high, low)))
@@ -81,7 +81,7 @@ class Int8Product:
 
 
 def _onednn(values: Tensor, packed: Tensor, scale: Tensor, zeros: Tensor) -> Tensor:
-    """Its fast instruction multiplies unsigned by signed, hence the shift of 128 that it takes back itself."""
+    """oneDNN's fast instruction multiplies unsigned by signed: shift by 128, which the zero point takes back."""
     shifted = values.view(torch.uint8) ^ 128
     product: Tensor = torch.ops.onednn.qlinear_pointwise(
         shifted, 1.0, 128, packed, scale, zeros, None, 1.0, 0, torch.float32, "none", [], ""
@@ -91,7 +91,7 @@ def _onednn(values: Tensor, packed: Tensor, scale: Tensor, zeros: Tensor) -> Ten
 
 @cache
 def _packed_is_exact() -> bool:
-    """Whether oneDNN's int8 product is there and sums without saturation (old processors add pairs in 16 bits)."""
+    """Whether oneDNN's int8 product exists and does not saturate (old processors add pairs in 16 bits)."""
     values, weight = torch.full((2, 64), 127, dtype=torch.int8), torch.full((32, 64), 127, dtype=torch.int8)
     try:
         packed = torch.ops.onednn.qlinear_prepack(weight, None)
@@ -102,7 +102,7 @@ def _packed_is_exact() -> bool:
 
 
 def _halves(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """int8 high and low [T, K] and float32 scale [T, 1]: x is (256 * high + low) * scale, to 16 bits of a row."""
+    """int8 high and low [T, K], float32 scale [T, 1]: x = (256 * high + low) * scale, rounded to 16 bits per row."""
     numbers = x.float()
     scale = numbers.abs().amax(1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny * _FINEST) / _FINEST
     whole = (numbers / scale).round_().to(torch.int32)
@@ -138,13 +138,13 @@ class Int4Product:
 
 
 def _int4_group(weight: Int4Weight) -> int:
-    """The kernel's group that divides the weight's; 0: it does not take this weight."""
+    """The kernel's largest group size that divides the weight's; 0: the kernel does not support this weight."""
     fitting = [group for group in _INT4_GROUPS if weight.group % group == 0]
     return fitting[0] if fitting and weight.shape[0] % _INT4_OUTPUTS == 0 else 0
 
 
 class StackedProduct:
-    """Products of the same inputs, side by side."""
+    """Products of the same inputs; their outputs are concatenated."""
 
     def __init__(self, parts: Sequence[Tensor | Product]) -> None:
         self._parts = parts

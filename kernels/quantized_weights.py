@@ -1,6 +1,6 @@
-"""Weights in fewer bits, each kind in the one layout that the whole project knows, and how weights are rounded to it.
+"""The canonical layouts of quantized weights, one for each format, and rounding to them.
 
-Knows the meaning of every byte, never files, layers or fast products.
+Knows the meaning of every byte, never files, layers or fast kernels.
 
     N outputs    K inputs    G inputs that share a scale    w[n, k] the weight that x @ w.T + bias multiplies with
 """
@@ -54,7 +54,7 @@ class QuantizedWeight(ABC):
 
     @abstractmethod
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """The numbers it stands for, computed in float32: [N, K], columns in the order of the inputs."""
+        """The dequantized weight, computed in float32: [N, K], columns in the order of the inputs."""
 
     @abstractmethod
     def rows(self, start: int, stop: int) -> "Weight":
@@ -62,7 +62,7 @@ class QuantizedWeight(ABC):
 
     @abstractmethod
     def join(self, others: Sequence[Self]) -> Self | None:
-        """One weight of its outputs and then those of the others; None: no weight of this kind can say that."""
+        """This weight's outputs followed by the others'; None if this format cannot represent the result."""
 
     @property
     def nbytes(self) -> int:
@@ -71,7 +71,7 @@ class QuantizedWeight(ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where it is."""
+        """Device of the tensors."""
         return next(iter(self._tensors().values())).device
 
     def to(self, device: torch.device | str) -> Self:
@@ -95,7 +95,7 @@ class Int8Weight(QuantizedWeight):
     scale: Tensor
     """float32 [N, 1] or [N, K / group]."""
     dynamic_activations: bool = False
-    """Whether inputs are rounded to int8 too, each row by its own largest number (W8A8)."""
+    """Whether inputs are rounded to int8 too, with a scale for each row (W8A8)."""
 
     @property
     def shape(self) -> torch.Size:
@@ -108,16 +108,16 @@ class Int8Weight(QuantizedWeight):
         return 0 if self.scale.shape[1] == 1 else self.shape[1] // self.scale.shape[1]
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """The numbers it stands for: [N, K]."""
+        """The dequantized weight [N, K]."""
         groups = self.values.reshape(*self.scale.shape, -1).float()
         return (groups * self.scale.unsqueeze(-1)).flatten(1).to(dtype)
 
     def rows(self, start: int, stop: int) -> "Int8Weight":
-        """The weight of some outputs."""
+        """The weight of outputs `start` to `stop`."""
         return replace(self, values=self.values[start:stop], scale=self.scale[start:stop])
 
     def join(self, others: Sequence[Self]) -> Self | None:
-        """One weight, if all group and round their inputs alike."""
+        """One weight, if all have the same group and `dynamic_activations`."""
         parts = (self, *others)
         if len({(part.group, part.dynamic_activations) for part in parts}) > 1:
             return None
@@ -140,7 +140,7 @@ class Int4Weight(QuantizedWeight):
     group: int
     """Inputs that share a scale, G."""
     order: Tensor | None = None
-    """int32 [K]; None: as they come."""
+    """int32 [K]; None: the inputs' own order."""
 
     @property
     def shape(self) -> torch.Size:
@@ -152,24 +152,24 @@ class Int4Weight(QuantizedWeight):
         return torch.stack((self.packed & 15, self.packed >> 4), dim=-1).flatten(1)
 
     def stored(self, dtype: torch.dtype) -> Tensor:
-        """The numbers it stands for, columns as they are stored: [N, K]."""
+        """The dequantized weight, columns in stored order: [N, K]."""
         rows = self.packed.shape[0]
         q = self.unpack().view(rows, -1, self.group).float()
         zero = INT4_ZERO if self.zero is None else self.zero.unsqueeze(-1).float()
         return ((q - zero) * self.scale.unsqueeze(-1).float()).flatten(1).to(dtype)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """The numbers it stands for, columns in the order of the inputs: [N, K]."""
+        """The dequantized weight, columns in the order of the inputs: [N, K]."""
         stored = self.stored(dtype)
         return stored if self.order is None else stored[:, self.order.argsort()]
 
     def rows(self, start: int, stop: int) -> "Int4Weight":
-        """The weight of some outputs."""
+        """The weight of outputs `start` to `stop`."""
         zero = None if self.zero is None else self.zero[start:stop]
         return replace(self, packed=self.packed[start:stop], scale=self.scale[start:stop], zero=zero)
 
     def join(self, others: Sequence[Self]) -> Self | None:
-        """One weight, if all group and order their inputs alike."""
+        """One weight, if all have the same group and order of inputs."""
         parts = (self, *others)
         if any(p.group != self.group or not _same(p.order, self.order) for p in parts):
             return None
@@ -182,14 +182,14 @@ class Int4Weight(QuantizedWeight):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fp8Weight(QuantizedWeight):
-    """w = values * scale, the scale of all, of an output, or of a block of 128 x 128."""
+    """w = values * scale, with one scale for all, for each output, or for each block of 128 x 128."""
 
     values: Tensor
     """float8_e4m3fn [N, K]."""
     scale: Tensor
     """float32 [1, 1], [N, 1] or [ceil(N / 128), ceil(K / 128)]."""
     input_scale: Tensor | None = None
-    """float32 []: what inputs are divided by before they are rounded to FP8; None: each row's own scale."""
+    """float32 []: the static scale of inputs that are rounded to FP8; None: each row has its own scale."""
 
     @property
     def shape(self) -> torch.Size:
@@ -198,11 +198,11 @@ class Fp8Weight(QuantizedWeight):
 
     @property
     def blockwise(self) -> bool:
-        """Whether a scale belongs to a block."""
+        """Whether scales belong to blocks."""
         return self.scale.shape[1] > 1 or self.scale.shape[0] not in (1, self.shape[0])
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """The numbers it stands for: [N, K]."""
+        """The dequantized weight [N, K]."""
         scale = self.scale
         if self.blockwise:
             scale = scale.repeat_interleave(FP8_BLOCK, 0).repeat_interleave(FP8_BLOCK, 1)
@@ -210,7 +210,7 @@ class Fp8Weight(QuantizedWeight):
         return (self.values.float() * scale).to(dtype)
 
     def rows(self, start: int, stop: int) -> "Fp8Weight":
-        """The weight of some outputs; blocks are not cut."""
+        """The weight of outputs `start` to `stop`, which must be at the edges of blocks."""
         scale = self.scale
         if self.blockwise:
             assert start % FP8_BLOCK == 0, f"row {start} lies inside a block"
@@ -220,12 +220,12 @@ class Fp8Weight(QuantizedWeight):
         return replace(self, values=self.values[start:stop], scale=scale)
 
     def join(self, others: Sequence[Self]) -> Self | None:
-        """One weight, if all round their inputs alike and blocks meet."""
+        """One weight, if all have the same input scale and the blocks are aligned."""
         parts = (self, *others)
         if any(not _same(p.input_scale, self.input_scale) for p in parts):
             return None
         if any(p.blockwise for p in parts):
-            # A lone scale is that of a block too, unless its weight has more rows or columns than a block.
+            # A single scale is that of a block if the weight is not larger than a block.
             whole = all(p.shape[0] % FP8_BLOCK == 0 for p in parts[:-1])
             if not whole or not all(p.blockwise or max(p.shape) <= FP8_BLOCK for p in parts):
                 return None
@@ -238,7 +238,7 @@ class Fp8Weight(QuantizedWeight):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Nf4Weight(QuantizedWeight):
-    """w = code[q] * absmax, one absmax for each 64 numbers as they lie in memory (the layout of bitsandbytes)."""
+    """w = code[q] * absmax, one absmax for each 64 consecutive numbers in memory (the layout of bitsandbytes)."""
 
     packed: Tensor
     """uint8 [N, K / 2]: even columns in the high half of a byte."""
@@ -253,12 +253,12 @@ class Nf4Weight(QuantizedWeight):
         return torch.Size((self.packed.shape[0], 2 * self.packed.shape[1]))
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """The numbers it stands for: [N, K]."""
+        """The dequantized weight [N, K]."""
         q = torch.stack((self.packed >> 4, self.packed & 15), dim=-1).reshape(-1, NF4_BLOCK)
         return (self.code[q.int()] * self.absmax[:, None]).view(self.shape).to(dtype)
 
     def rows(self, start: int, stop: int) -> "Nf4Weight":
-        """The weight of some outputs; blocks are not cut."""
+        """The weight of outputs `start` to `stop`, which must be at the edges of blocks."""
         begin, end = start * self.shape[1], stop * self.shape[1]
         assert begin % NF4_BLOCK == end % NF4_BLOCK == 0, f"rows {start} to {stop} lie inside a block"
         absmax = self.absmax[begin // NF4_BLOCK : end // NF4_BLOCK]
@@ -275,7 +275,7 @@ class Nf4Weight(QuantizedWeight):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StackedWeight(QuantizedWeight):
-    """Weights of the same inputs that no single kind can hold: their outputs one after another."""
+    """Weights of the same inputs in different formats; their outputs are concatenated."""
 
     parts: tuple[Weight, ...]
 
@@ -299,11 +299,11 @@ class StackedWeight(QuantizedWeight):
         return StackedWeight(tuple(part.to(device) for part in self.parts))
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """The numbers it stands for: [N, K]."""
+        """The dequantized weight [N, K]."""
         return torch.cat([dequantize(part, dtype) for part in self.parts])
 
     def rows(self, start: int, stop: int) -> Weight:
-        """The weight of some outputs."""
+        """The weight of outputs `start` to `stop`."""
         taken, begin = [], 0
         for part in self.parts:
             first, last = max(start - begin, 0), min(stop - begin, part.shape[0])
@@ -318,7 +318,8 @@ class StackedWeight(QuantizedWeight):
 
 
 def concat(parts: Sequence[Weight]) -> Weight:
-    """One weight of the outputs of all parts, in this order: one of their kind if that can hold them, else a stack."""
+    """One weight with the outputs of all parts in this order: of their format if it can represent them, else
+    stacked."""
     first, *others = parts
     if not others:
         return first
@@ -331,12 +332,12 @@ def concat(parts: Sequence[Weight]) -> Weight:
 
 
 def dequantize(weight: Weight, dtype: torch.dtype) -> Tensor:
-    """The numbers that a weight of any kind stands for: [N, K]."""
+    """Dequantize a weight of any format: [N, K]."""
     return weight.to(dtype) if isinstance(weight, Tensor) else weight.dequantize(dtype)
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    """x @ w.T + bias by the definition: x [T, K] -> [T, N] in x's type. Other products are tested against this one."""
+    """x @ w.T + bias by definition, the reference of all kernels: x [T, K] -> [T, N] in x's dtype."""
     if isinstance(weight, StackedWeight):
         out = torch.cat([linear(x, part) for part in weight.parts], dim=1)
         return out if bias is None else out.add_(bias)
@@ -363,9 +364,9 @@ def quantize_rows_int8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_int4(weight: Tensor, group: int | None = None) -> Int4Weight:
-    """Round to 16 steps for each group of inputs, without zeros: of a group's numbers the largest becomes -8 steps.
+    """Round to 16 steps for each group of inputs, symmetric: a group's number of largest magnitude becomes -8 steps.
 
-    The scale has the sign that makes it so and thereby uses all 16 values (the idea is that of llama.cpp's Q4_0).
+    The scale's sign is chosen accordingly, so that all 16 values are used (as in llama.cpp's Q4_0).
     weight [N, K]; group divides K (None: 128, or the largest power of two below it that does).
     """
     group = group or group_of(weight.shape[1])
@@ -378,7 +379,7 @@ def quantize_int4(weight: Tensor, group: int | None = None) -> Int4Weight:
 
 
 def group_of(inputs: int) -> int:
-    """The largest group up to 128 that divides so many inputs evenly. Raises ValueError."""
+    """The largest group size up to 128 that divides `inputs`. Raises ValueError if it is below 8."""
     group = min(128, inputs & -inputs)
     if group < _SMALLEST_GROUP:
         raise ValueError(f"{inputs} inputs cannot be shared out in groups of {_SMALLEST_GROUP} or more")
@@ -414,7 +415,7 @@ QUANTIZERS: Mapping[str, Callable[[Tensor], QuantizedWeight]] = {
     "fp8": quantize_fp8,
     "nf4": quantize_nf4,
 }
-"""What `--quantize` can say."""
+"""The values of `--quantize`."""
 
 
 def _same(a: Tensor | None, b: Tensor | None) -> bool:

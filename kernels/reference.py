@@ -1,13 +1,13 @@
-"""Each operation of the engine in plain torch: what a CPU worker runs, and what every other kernel is tested against.
+"""Each operation of the engine in plain torch: CPU workers run it, and every other kernel is tested against it.
 
 Knows tensors and block tables, never models, jobs or schedules.
 
     T tokens of a step     H query heads      D head dimension      N blocks of the pool    V vocabulary
     R rows of a step       K key/value heads  L tokens of context   P tokens per block      S rows that sample
 
-A KV pool is one tensor for each layer, `kv_NP2KD`: key and value of a token lie side by side, so one copy writes both,
-one gather reads both, and a block is one contiguous page; `kernels.kv_pages` knows its formats. Block 0 belongs to
-nobody: it is all zeros and pads tables.
+A KV pool is one tensor for each layer, `kv_NP2KD`: key and value of a token are adjacent, so one copy writes both, one
+gather reads both, and a block is one contiguous page; `kernels.kv_pages` defines its formats. Block 0 belongs to no
+sequence: it is all zeros and pads block tables.
 """
 
 from collections.abc import Sequence
@@ -75,15 +75,15 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-# The library picks another summation order for few rows (in fp32 one row alone and the same row among 64 differ in 90%
-# of their elements) and, with several threads and sums over 1024 or more, for each number of rows. One fixed shape has
-# one order: in tiles of 16 rows a row has the same bits wherever it lies and whoever its neighbours are (torch 2.13,
-# for a given number of threads).
+# The BLAS library uses another summation order for few rows (in fp32 one row alone and the same row among 64 differ in
+# 90% of their elements) and, with several threads and sums over 1024 or more, for each number of rows. A fixed shape
+# has one order: in tiles of 16 rows a row's bits depend neither on its position nor on the other rows (torch 2.13, for
+# a given number of threads).
 ROW_TILE = 16
 
 
 def matmul_invariant(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """As `matmul`, and a row's result has the same bits whatever the other rows are and however many."""
+    """x @ weight.T + bias: x [T, n], weight [m, n] -> [T, m]; a row's bits do not depend on the other rows."""
     rows = x.shape[0]
     padded = _pad_rows(x, ROW_TILE)
     if padded.shape[0] == ROW_TILE:
@@ -114,8 +114,8 @@ def rope_and_store(
 ) -> Tensor:
     """Rotate queries and keys (Su et al. 2021, the halves convention), write keys and values, return the queries.
 
-    qkv [T, H + 2K, D], the heads in this order. cos, sin [T, 1, D]; the first half of sin is negated. places_T int64:
-    where each token's key and value go, block * P + offset. kv_scales: `kv.store`'s. -> q [T, H, D].
+    qkv [T, H + 2K, D], the heads in this order. cos, sin [T, 1, D]; the first half of sin is negated. slot_mapping_T
+    int64: slot of each token's key and value, block * P + offset. kv_scales: as in `kv_pages.store`. -> q [T, H, D].
     """
     dim = qkv.shape[2]
     rotated = heads + kv_heads
@@ -129,10 +129,10 @@ def rope_and_store(
 
 # ---- ragged paged attention ----
 
-# Rows that decode are computed together, padded to the longest context among them; a group is split where that would
-# gather more padding than this. One more group costs about as much time as these tokens (measured at K = 2, D = 64).
+# Decode rows are computed in groups, padded to the longest context of the group; a group is split where it would have
+# more padding tokens than this. One more group costs about the time of these tokens (measured at K = 2, D = 64).
 PADDING_TOKENS = 512
-# Keys that the invariant attention takes at a time.
+# Keys of a tile of the invariant attention.
 KEY_TILE = 128
 _FLOOR = -1e30  # below every score, yet finite: exp(_FLOOR - _FLOOR) is 1 and not NaN
 
@@ -146,16 +146,16 @@ class AttentionGroup:
     tokens: int
     """Tokens of each row, n."""
     places: Tensor | slice
-    """Which of the step's tokens: int64 [R * n], or a slice."""
+    """Indices of these tokens in the step: int64 [R * n], or a slice."""
     blocks: Tensor
-    """int64 [R * blocks per row], row by row; block 0 pads."""
+    """int64 [R * blocks per row], row by row, padded with block 0."""
     mask: Tensor
     """Added to the scores, 0 or -inf: [R, 1, n, L]."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """How the rows of one step see the pool; made once, used by all layers with the same window."""
+    """Which keys the rows of one step attend to; made once, used by all layers with the same window."""
 
     groups: tuple[AttentionGroup, ...]
 
@@ -171,9 +171,9 @@ def plan_attention(
 ) -> AttentionPlan:
     """Group the ragged rows of a step.
 
-    lengths_R: tokens of each row in this step, one row after the other. contexts_R: tokens it sees, those included.
-    tables [R, blocks]: its blocks, in order. window: a query sees this many last tokens, itself included; None sees
-    all. Contexts are padded to multiples of key_tile.
+    lengths_R: tokens of each row in this step. contexts_R: context length of each row, these tokens included. tables
+    [R, blocks]: block tables. window: a query attends to this many last tokens, itself included; None: to all. Contexts
+    are padded to multiples of key_tile.
     """
     starts = np.cumsum(lengths_R) - lengths_R
     groups = []
@@ -202,7 +202,7 @@ def plan_attention_invariant(
 
 
 def _group_by_context(singles: IntArray, contexts_R: IntArray) -> list[IntArray]:
-    """Cut rows, longest context first, so that no group is padded by more than PADDING_TOKENS."""
+    """Group rows by context, longest first, so that no group has more than PADDING_TOKENS padding tokens."""
     if len(singles) < 2:
         return [singles] if len(singles) else []
     order = singles[np.argsort(-contexts_R[singles], kind="stable")]
@@ -245,14 +245,14 @@ def _group(
     else:
         places = torch.from_numpy(starts[members].astype(np.int64))
     mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(torch.from_numpy(~seen), -torch.inf)
-    # A block that only pads is block 0, but the tail of a row's last block may hold another job's old values, which the
-    # mask multiplies by 0: they must be finite, so who releases a block that may hold NaN clears it first.
+    # Padding blocks are block 0, but the tail of a row's last block may hold old values of another job, which the mask
+    # multiplies by 0: they must be finite, so a block that may hold NaN is cleared before it is released.
     blocks[:, : held.shape[1]] *= (keys[::block_size][: held.shape[1]] < contexts[:, None]).astype(np.int64)
     return AttentionGroup(len(members), tokens, places, torch.from_numpy(blocks.reshape(-1)), mask[:, None])
 
 
 def _first_block(contexts: IntArray, tokens: int, block_size: int, window: int | None, key_tile: int) -> int:
-    """First block that any query of the group can see, at a multiple of key_tile."""
+    """First block that any query of the group attends to, rounded down to a multiple of key_tile."""
     if window is None:
         return 0
     oldest = max(0, int(contexts.min()) - tokens + 1 - window)
@@ -269,7 +269,7 @@ def attention(
     for group in plan.groups:
         k, v = _gather(kv_NP2KD, group, kv_scales, q_THD.dtype)
         q = q_THD[group.places]
-        if group.tokens == 1:  # The query heads of one KV head become the rows of one product.
+        if group.tokens == 1:  # the query heads of one KV head are the rows of one product
             q = q.reshape(group.rows, k.shape[1], -1, dim)
             mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask, scale=scale)
             out[group.places] = mixed.reshape(group.rows, heads * dim)
@@ -283,10 +283,10 @@ def attention(
 def attention_invariant(
     q_THD: Tensor, kv_NP2KD: Tensor, plan: AttentionPlan, scale: float, kv_scales: Tensor | None = None
 ) -> Tensor:
-    """As `attention`, and a query's result has the same bits in any chunk and any batch.
+    """As `attention`; a query's result has the same bits in any chunk and any batch.
 
-    Keys are taken in tiles that begin at multiples of KEY_TILE (plan with key_tile=KEY_TILE), with running maximum and
-    sum (Milakov and Gimelshein 2018): a tile out of a query's sight changes nothing, not even in the last bit.
+    Keys are processed in tiles that begin at multiples of KEY_TILE (plan with key_tile=KEY_TILE), with running maximum
+    and sum (Milakov and Gimelshein 2018): a fully masked tile changes nothing, not even the last bit.
     """
     tokens, heads, dim = q_THD.shape
     kv_heads = kv_NP2KD.shape[3]
@@ -350,7 +350,7 @@ def philox4x32(
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
-        a, b = c0 * _PHILOX_A, c2 * _PHILOX_B  # wraps beyond 63 bits; the bits are those of the unsigned product
+        a, b = c0 * _PHILOX_A, c2 * _PHILOX_B  # int64 overflow wraps: the bits are those of the unsigned product
         c0 = ((b >> 32) & _LOW32) ^ c1 ^ k0
         c2 = ((a >> 32) & _LOW32) ^ c3 ^ k1
         c1, c3 = b & _LOW32, a & _LOW32
@@ -359,7 +359,7 @@ def philox4x32(
 
 
 def gumbel_noise(seeds_S: Tensor, positions_S: Tensor, samples_S: Tensor, vocab: int) -> Tensor:
-    """The Gumbel noise of each token id at a place of an answer: float32 [S, V], a pure function of its arguments.
+    """The Gumbel noise of each token id at a position of an answer: float32 [S, V], a pure function of its arguments.
 
     Token id v of row s uses word v % 4 of Philox4x32-10 with
         key     = (seed mod 2^32, seed div 2^32)
@@ -391,7 +391,7 @@ def count_penalties(logits_SV: Tensor, counts_SV: Tensor, presence_S: Tensor, fr
 
 
 def keep_top_k(logits_SV: Tensor, k_S: Tensor) -> Tensor:
-    """Set all but the k most likely tokens of each row to -inf; equals of the last one stay; 0 keeps all. In place."""
+    """Set all but the k most likely tokens of each row to -inf; ties with the last one stay; 0 keeps all. In place."""
     vocab = logits_SV.shape[1]
     k_S = torch.where(k_S > 0, k_S, vocab).clamp(max=vocab)
     least = _descending(logits_SV).gather(1, k_S[:, None] - 1)
@@ -401,7 +401,7 @@ def keep_top_k(logits_SV: Tensor, k_S: Tensor) -> Tensor:
 def keep_top_p(logits_SV: Tensor, p_S: Tensor) -> Tensor:
     """Set all to -inf but the smallest set of most likely tokens whose probability reaches p (Holtzman et al. 2019).
 
-    Equals of the last one stay; the most likely one always does. In place.
+    Ties with the last one stay; the most likely token always stays. In place.
     """
     ordered = _descending(logits_SV)
     chances = torch.softmax(ordered, dim=-1)
@@ -423,7 +423,7 @@ def _descending(x: Tensor) -> Tensor:
 
 def choose(logits_SV: Tensor, noise_SV: Tensor | None = None) -> Tensor:
     """The id with the largest logit (plus noise); the lowest id of equals. int64 [S]."""
-    # max is three times as fast as argmax here, and also tells the first of equals.
+    # max is three times as fast as argmax here, and also returns the first index among equals.
     return (logits_SV if noise_SV is None else logits_SV + noise_SV).max(dim=-1).indices
 
 
@@ -439,7 +439,7 @@ def log_probs(logits_SV: Tensor, chosen_S: Tensor, most: int) -> tuple[Tensor, T
 
 def finite_rows(x: Tensor, lengths: Sequence[int]) -> list[bool]:
     """Whether all numbers of each row are finite. x [T, n]; a row is `length` consecutive lines of x."""
-    if bool(torch.isfinite(x.sum())):  # One pass says yes nearly always; only a doubt is looked at row by row.
+    if bool(torch.isfinite(x.sum())):  # nearly always true; otherwise the rows are checked one by one
         return [True] * len(lengths)
     lines = torch.isfinite(x).all(dim=-1)
     return [bool(part.all()) for part in torch.split(lines, list(lengths))]

@@ -1,8 +1,8 @@
-"""Rotary embedding, optional norm of queries and keys, and the write of keys and values to their pages: one launch.
+"""Rotary embedding, optional norm of queries and keys, and the write of keys and values to their pages in one launch.
 
-T tokens, H query heads, K key/value heads, D head dimension, N blocks, P tokens per block, ROWS of a page. A pool of 8
-bits is written in its format (`kernels.kv_pages`), from keys and values that are rounded to the model's dtype first.
-Angles and places are read before the previous kernel has ended: those just before may not write them.
+T tokens, H query heads, K key/value heads, D head dimension, N blocks, P tokens per block, ROWS of a page. 8-bit pools
+are written in their format (`kernels.kv_pages`), from keys and values that are rounded to the model's dtype first.
+Angles and slot mapping are read before the previous kernel has ended: the kernels just before may not write them.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -43,7 +43,7 @@ def rope_and_store_kernel(
     rotated = inside & (heads < H + K)
     dtype = qkv.dtype.element_ty
 
-    # Where the token is was said when the step began: only its numbers come from the kernel before.
+    # Position and slot are known since the step began; only qkv comes from the previous kernel.
     angle = tl.load(positions + token) if positions is not None else token
     place = tl.load(slot_mapping + token)
     cos_low = tl.load(cos + angle * D + lanes, mask=rotated, other=1.0).to(tl.float32)
@@ -58,7 +58,7 @@ def rope_and_store_kernel(
         weight = norm + heads * D + lanes
         squares = tl.sum(low * low, 1) + tl.sum(high * high, 1)
         inverse = 1.0 / tl.sqrt_rn(squares / D + eps)
-        # Rounded as a norm of its own would round it.
+        # Rounded as by a separate norm kernel.
         normed_low = (low * inverse[:, None] * tl.load(weight, mask=rotated, other=0.0)).to(dtype).to(tl.float32)
         normed_high = (high * inverse[:, None] * tl.load(weight + half, mask=rotated, other=0.0)).to(dtype)
         low = tl.where(rotated, normed_low, low)
@@ -109,9 +109,9 @@ def rope_and_store(
     """Rotate queries and keys, write keys and values to the pool, return the queries: [T, H, D], a view of qkv.
 
     qkv [T, H + 2K, D], contiguous; its queries are rotated in place. cos, sin [T, 1, D], the first half of sin negated;
-    with positions_T (int64 [T]) they are whole tables [positions, 1, D]. places_T int64 [T]: block * P + offset, and a
-    negative place is not written. qk_norm [H + K, D] normalizes queries and keys first. kv_scales float32 [2, K]: of an
-    fp8 pool; None: all 1.
+    with positions_T (int64 [T]) they are whole tables [positions, 1, D]. slot_mapping_T int64 [T]: block * P + offset;
+    negative: not written. qk_norm [H + K, D] normalizes queries and keys first. kv_scales float32 [2, K]: of an fp8
+    pool; None: all 1.
     """
     tokens, all_heads, dim = qkv.shape
     assert qkv.is_contiguous()

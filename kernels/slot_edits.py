@@ -1,8 +1,9 @@
-"""Edits of slots between two steps, in one launch: new blocks in their tables, and how admitted sequences sample.
+"""Applies edits of slots between two steps in one launch: new blocks of tables, sampling settings of new sequences.
 
-Words, int32: HEADER words, N, A and where the places begin; there N + A places, counted from behind the last of them;
-there edits as `services.worker.runners.step` packs them: N with new blocks, then A admissions. No block's place and
-no slot twice. The device reads N and A itself, so that a launch can be part of a graph.
+The words, int32: a header of HEADER words with N, A and the position of the list of offsets; there N + A offsets,
+counted from the end of this list; then edits as `services.worker.runners.step` packs them: N with new blocks, then A
+admissions. No table entry and no slot occurs twice. The device reads N and A itself, so that the launch can be part of
+a CUDA graph.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -15,7 +16,7 @@ from kernels.dependent_launch import launch_options, wait
 from kernels.sampling.slot_settings import SlotSettings
 
 HEADER = 4
-"""Words at the beginning, of which the last is of no use."""
+"""Words of the header; the last is unused."""
 _BLOCK, _PROGRAMS = 128, 64
 
 
@@ -34,7 +35,7 @@ def edit_kernel(
     B,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes an edit, and the next one that is left."""
+    """Program p applies edits p, p + programs and so on."""
     wait(PDL)
     N, A = tl.load(words), tl.load(words + 1)
     places = words + tl.load(words + 2)

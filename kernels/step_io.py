@@ -1,16 +1,16 @@
-"""A step's way in and out of the device's slots: from packed words to what the layers read, from sampled tokens back to
-the slots. Knows slots, positions and block tables, never sequences.
+"""Inputs and outputs of a step on the device: unpacks packed words into the layers' inputs, stores sampled tokens in
+their slots. Knows slots, positions and block tables, never sequences.
 
     T tokens of a step    R rows    S rows that sample    B blocks of a table    P tokens per block
 
-The words of a step, int32, one section behind the other; the host may fill a step up to fixed T, R and S with tokens
-behind the last row's, rows without tokens and context, and samples of no row, which are of the last slot: nobody's.
+A packed step is int32 words in three sections. The host may pad it to fixed T, R and S: with tokens after the last
+row's, rows without tokens and context, and samples of row -1, which use the last slot (no sequence has it).
 
     tokens    T ids (-1: the last token of its row's slot)
-    rows      R + 1 starts, R contexts, R slots (-1: its tokens have no place, and are at position 0)
+    rows      R + 1 starts, R contexts, R slots (-1: its tokens are not stored in the KV pool, and have position 0)
     samples   S rows that sample (-1: none)
 
-Every list begins at a multiple of four words: pointers of one alignment, one compiled kernel.
+Every list begins at a multiple of four words, so that all pointers have one alignment and one compiled kernel serves.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -38,7 +38,7 @@ def unpack_kernel(
     T, R, S, B, row_blocks, nobody,
     P: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Programs 0 to R - 1 copy a row's table each, the others unpack BLOCK tokens or samples each."""
+    """Programs 0 to R - 1 copy one row's block table each, the others unpack BLOCK tokens or samples each."""
     wait(PDL)
     program = tl.program_id(0)
     starts = words + tl.cdiv(T, 4) * 4
@@ -91,7 +91,7 @@ def store_sampled_kernel(
     S,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Each slot's new last token, and what the host wants to know, in one place."""
+    """Store each slot's new last token, and the step's results for the host in one tensor."""
     wait(PDL)
     here = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     known = here < S
@@ -115,25 +115,25 @@ def finite_kernel(
     line = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     number = tl.load(x + line * n + columns, mask=columns < n, other=0.0).to(tl.float32)
-    # NaN and infinity are what does not vanish when it is taken from itself.
+    # x - x is not 0 for NaN and infinity only.
     odd = tl.sum((number - number != 0.0).to(tl.int32))
     tl.store(finite + line, (odd == 0).to(tl.int32))
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """What `unpack` fills; sizes are those of the step or of a graph that holds it."""
+    """The tensors that `unpack` fills; sizes are those of the step, or of the CUDA graph that runs it."""
 
     token_ids: Tensor
     """int64 [T]."""
     positions: Tensor
     """int64 [T]."""
     slot_mapping: Tensor
-    """int64 [T]: block * P + offset; -1: nowhere."""
+    """int64 [T]: block * P + offset in the KV pool; -1: not stored."""
     starts: Tensor
-    """int32 [R + 1], a part of the words."""
+    """int32 [R + 1], a view of the words."""
     contexts: Tensor
-    """int32 [R], a part of the words."""
+    """int32 [R], a view of the words."""
     tables: Tensor
     """int32 [R, row blocks]."""
     sampled: Tensor
@@ -141,28 +141,28 @@ class StepInputs:
     sample_slots: Tensor
     """int64 [S]."""
     sample_positions: Tensor
-    """int64 [S]: of the new token in its answer."""
+    """int64 [S]: position of the new token in its answer."""
 
 
 def words_of(tokens: int, rows: int, samples: int) -> int:
-    """Words of a step."""
+    """Number of words of a step."""
     return places_of(tokens, rows, samples)[-1]
 
 
 def aligned(words: int) -> int:
-    """Where a list of so many words ends for the next one: at a multiple of four."""
+    """The number of words rounded up to a multiple of four."""
     return -(-words // 4) * 4
 
 
 @functools.cache
 def places_of(tokens: int, rows: int, samples: int) -> list[int]:
-    """Where each list of a step's words begins, in order, and where the last one ends."""
+    """Offset of each list in a step's words, in order, and the end of the last one."""
     counts = tokens, rows + 1, rows, rows, samples
     return [0, *itertools.accumulate(map(aligned, counts))]
 
 
 def step_inputs(words: Tensor, tokens: int, rows: int, samples: int, tables: Tensor) -> StepInputs:
-    """Room for a step of these sizes, whose words are the first of `words`, with the first rows of `tables`."""
+    """Allocate the inputs of a step of these sizes, whose words begin at `words`, with the first rows of `tables`."""
     device = words.device
 
     def room(count: int) -> Tensor:
@@ -180,8 +180,8 @@ def step_inputs(words: Tensor, tokens: int, rows: int, samples: int, tables: Ten
 def unpack(
     words: Tensor, last_token: Tensor, prompt_lens: Tensor, tables: Tensor, into: StepInputs, block_size: int
 ) -> None:
-    """Fill a step's inputs from its words and the slots. last_token and boundaries (tokens of the prompt) int64
-    [slots], tables int32 [slots, B]."""
+    """Fill a step's inputs from its words and the slots. last_token, prompt_lens int64 [slots], tables int32 [slots,
+    B]."""
     tokens, rows, samples = len(into.token_ids), len(into.contexts), len(into.sampled)
     block = 128
     unpack_kernel[(rows + triton.cdiv(max(tokens, samples), block),)](

@@ -238,6 +238,8 @@ def _gains(weight_NBG: Tensor, found_NBG: Tensor, relative: float) -> tuple[Tens
 def _honestly_rounded(weight_NK: Tensor, like: Weight) -> Tensor:
     """The weight rounded to nearest in another weight's format, with scales of its own."""
     if isinstance(like, Int8Weight):
+        if like.group:
+            return round_int8(weight_NK.reshape(-1, like.group)).dequantize(torch.float32).view_as(weight_NK)
         return round_int8(weight_NK, per_tensor=_is_one(like.scale)).dequantize(torch.float32)
     if isinstance(like, Fp8Weight):
         one = Granularity.TENSOR if _is_one(like.scale) else Granularity.CHANNEL
@@ -255,10 +257,11 @@ def _is_one(scale: Tensor) -> bool:
     return bool((scale == scale.flatten()[0]).all())
 
 
-def _group(weight: Weight) -> int | None:
-    if isinstance(weight, Int4Weight):
+def _group(weight: Weight) -> int:
+    """Inputs that share a scale; 0: all of a row."""
+    if isinstance(weight, Int8Weight | Int4Weight):
         return weight.group
-    return FP8_BLOCK if isinstance(weight, Fp8Weight) and weight.blockwise else None
+    return FP8_BLOCK if isinstance(weight, Fp8Weight) and weight.blockwise else 0
 
 
 def _grouped(numbers_NK: Tensor, weight: Weight, group: int) -> Tensor:

@@ -21,7 +21,7 @@ import triton
 
 from bench.kernels.cells import SHAPES, Row
 from bench.kernels.cells.attention import chunk_row, decode_row, prefill_row
-from bench.kernels.cells.linear import invariant_row, product_row, products, quantized_row, rotated_row
+from bench.kernels.cells.linear import invariant_row, layer_products, product_row, quantized_row, rotated_row
 from bench.kernels.cells.small import blocks_row, layer_rows, sampling_row
 from bench.kernels.timing import DTYPE, ceilings
 from bench.table import selected
@@ -36,7 +36,7 @@ def cells() -> Iterator[tuple[str, Callable[[], list[Row]]]]:
     for shape in SHAPES:
         name = shape.name
         for rows in ROWS if name == "8B" else ROWS[:6]:
-            for product, *rest in products(shape):
+            for product, *rest in layer_products(shape):
                 yield f"product {name} {product} {rows}", partial(one, product_row, shape, product, *rest, rows)
                 for kind in ("int4", "fp8") if product != "head" else ():
                     cell = partial(one, quantized_row, shape, kind, product, *rest, rows)

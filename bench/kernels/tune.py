@@ -1,8 +1,9 @@
-"""Tries tile shapes on one GPU and prints the best of each shape: how the tables in `kernels/` were chosen, offline.
+"""Times tile shapes on one GPU and prints the best for each product shape: the tables in `kernels/` come from it.
 
     python -m bench.kernels.tune GROUP [--part I/N]
 
---part only compiles the I-th of N parts of the configurations: N processes fill the compiler's cache in parallel.
+--part compiles the I-th of N parts of the configurations without timing: N processes fill the compile cache in
+parallel.
 """
 
 import argparse
@@ -16,11 +17,11 @@ import triton
 
 from bench.kernels.cells import SHAPES
 from bench.kernels.cells.attention import Pages, decode_seconds, prefill_flop, prefill_seconds
-from bench.kernels.cells.linear import products, random_packed
+from bench.kernels.cells.linear import layer_products, random_packed
 from bench.kernels.timing import DTYPE, copies, rand, timed
 from kernels import kv_pages, sampling
 from kernels.attention import Config
-from kernels.linear import dense, fp8, packed_gemm, packed_hopper
+from kernels.linear import cublaslt, dense, fp8, packed_gemm, packed_hopper
 from kernels.linear.packed import PackedWeight
 from kernels.linear.split_k import Tile
 from kernels.sampling.slot_settings import slot_settings
@@ -40,8 +41,8 @@ def product_tiles() -> Iterator[Tile]:
 SPLITS, AHEAD = (1, 2, 3, 4, 6, 8), (4, 16, 32)
 
 
-def tune_products(part: tuple[int, int] | None) -> None:
-    """Each product of a layer at each number of rows."""
+def tune_linear(part: tuple[int, int] | None) -> None:
+    """The split-K kernel for each 16-bit product of a layer."""
     everything = list(itertools.product(product_tiles(), SPLITS, AHEAD))
     if part:
         trials = list(itertools.product((1, 32), everything, (False, True)))
@@ -50,7 +51,7 @@ def tune_products(part: tuple[int, int] | None) -> None:
             try_(partial(dense.linear, x[:rows], w, gated=gated, tile=changed(tile, split, ahead)))
         return
     for shape in SHAPES:
-        for name, n, k, gated, _ in products(shape):
+        for name, n, k, gated, _ in layer_products(shape):
             weights = copies(partial(rand, 2 * n if gated else n, k))
             for rows in (1, 16, 32):
                 x, out = rand(rows, k), torch.empty(rows, n, dtype=DTYPE, device="cuda")
@@ -65,10 +66,10 @@ def tune_products(part: tuple[int, int] | None) -> None:
                     if seconds:
                         found.append((seconds, trial))
                 plain = torch.empty(rows, weights[0].shape[0], dtype=x.dtype, device="cuda")
-                vendor = timed([partial(torch.mm, x, w.t(), out=plain) for w in weights], 1.5, 3)
+                cublas = timed([partial(torch.mm, x, w.t(), out=plain) for w in weights], 1.5, 3)
                 size = weights[0].numel() * 2
                 found.sort(key=lambda pair: pair[0])
-                print(f"{shape.name} {name} M={rows}: cublas {vendor * 1e6:.1f} us {size / vendor / 1e12:.2f} TB/s")
+                print(f"{shape.name} {name} M={rows}: cublas {cublas * 1e6:.1f} us {size / cublas / 1e12:.2f} TB/s")
                 for seconds, t in found[:4]:
                     print(
                         f"    {seconds * 1e6:.1f} us {size / seconds / 1e12:.2f} TB/s n {t.n} k {t.k} split {t.split} "
@@ -95,12 +96,12 @@ PACKED_ROWS, KINDS = (1, 16, 64, 128, 256), ("int4", "fp8")
 
 
 def packed_trials(kind: str, gated: bool, rows: int, tile: Tile) -> bool:
-    """Whether such a product is worth trying."""
+    """Whether this combination is timed."""
     return not (gated and tile.split > 4) and not (rows > 64 and gated) and not (rows > 8 and kind != "int4")
 
 
 def tune_packed(part: tuple[int, int] | None) -> None:
-    """Each product of a layer with weights of four and eight bits."""
+    """The Triton kernel for packed weights, for each product of a layer."""
     if part:
         trials = [
             (kind, gated, rows, tile)
@@ -114,7 +115,7 @@ def tune_packed(part: tuple[int, int] | None) -> None:
             try_(partial(packed_gemm.linear_packed, x[:rows], made[kind], gated=gated, tile=tile))
         return
     for shape, kind in itertools.product(SHAPES[:1], KINDS):
-        kinds = [(name, n, k, gated) for name, n, k, gated, _ in products(shape) if name != "head"]
+        kinds = [(name, n, k, gated) for name, n, k, gated, _ in layer_products(shape) if name != "head"]
         for name, n, k, gated in [*kinds, ("gate-up alone", 2 * shape.ffn, shape.hidden, False)]:
             one = random_packed(kind, 2 * n if gated else n, k)
             weights = [one, *(random_packed(kind, *one.shape) for _ in range(min(63, (300 << 20) // one.nbytes)))]
@@ -123,7 +124,7 @@ def tune_packed(part: tuple[int, int] | None) -> None:
 
 
 def tune_product(name: str, kind: str, weights: list[PackedWeight], n: int, gated: bool, rows: int) -> None:
-    """One product at one number of rows."""
+    """Time one product with packed weights at one number of rows."""
     x, out = rand(rows, weights[0].shape[1]), torch.empty(rows, n, dtype=DTYPE, device="cuda")
     found = []
     for tile in packed_tiles(rows):
@@ -153,8 +154,8 @@ def hopper_shapes(rows: int) -> Iterator[packed_hopper.Shape]:
 
 
 def tune_hopper(part: tuple[int, int] | None) -> None:
-    """The products of a layer by the Hopper kernel, with weights of four and eight bits and with fp8 rows."""
-    for kind, rounded, (name, n, k, gated, _) in itertools.product(KINDS, (False, True), products(SHAPES[0])):
+    """The Hopper kernel for packed weights, for each product of a layer, and for fp8 rows."""
+    for kind, rounded, (name, n, k, gated, _) in itertools.product(KINDS, (False, True), layer_products(SHAPES[0])):
         if name == "head" or (rounded and kind == "int4"):
             continue
         outputs, gated = (2 * n, gated) if gated else (n, False)
@@ -172,6 +173,27 @@ def tune_hopper(part: tuple[int, int] | None) -> None:
                     print(f"{kind} rounded {rounded} {name} M={rows}: {seconds * 1e6:.1f} us {shape}", flush=True)
 
 
+def tune_cublaslt(part: tuple[int, int] | None) -> None:
+    """cuBLASLt's tiles for the 16-bit products of a layer with 65 to 256 rows, against torch's choice."""
+    assert part is None, "cuBLAS compiles nothing"
+    for shape, rows in itertools.product(SHAPES, (65, 96, 128, 192, 256)):
+        for name, n, k, gated, _ in layer_products(shape):
+            outputs = 2 * n if gated else n
+            weights, x = copies(partial(rand, outputs, k)), rand(rows, k)
+            out = torch.empty(rows, outputs, dtype=DTYPE, device="cuda")
+            plain = timed([partial(torch.mm, x, w.t(), out=out) for w in weights], 1.5, 3)
+            found = []
+            for tile in cublaslt.tiles():
+                if cublaslt.multiply(x, weights[0], None, out, tile):
+                    launches = [partial(cublaslt.multiply, x, w, None, out, tile) for w in weights]
+                    found.append((timed(launches, 1.5, 3), tile))
+            found.sort(key=lambda pair: pair[0])
+            chosen = cublaslt.tile_for(rows, outputs)
+            print(f"{shape.name} {name} M={rows}: torch {plain * 1e6:.1f} us, chosen {chosen}")
+            for seconds, tile in found[:3]:
+                print(f"    {seconds * 1e6:.1f} us {tile}", flush=True)
+
+
 def decode_configs() -> Iterator[Config]:
     for (keys, warps, stages), programs, least, merge in itertools.product(
         ((32, 2, 5), (64, 4, 5), (64, 2, 6), (128, 4, 3), (128, 4, 6), (128, 2, 6), (32, 1, 5), (32, 1, 7)),
@@ -184,7 +206,7 @@ def decode_configs() -> Iterator[Config]:
 
 
 def tune_decode(part: tuple[int, int] | None) -> None:
-    """Decode rows of the batch sizes that matter."""
+    """The split kernel of attention, for decode at several batch sizes."""
     for shape, stored in itertools.product(SHAPES, (DTYPE, kv_pages.FP8)):
         for contexts in ([2100], [2100] * 8, [2100] * 32, [2100] * 128, [32768]):
             if part and len(contexts) > 1:
@@ -211,7 +233,7 @@ def prefill_configs() -> Iterator[Config]:
 
 
 def tune_prefill(part: tuple[int, int] | None) -> None:
-    """One prompt in one chunk."""
+    """The tile kernel of attention, for a prompt in one chunk."""
     for shape in SHAPES:
         for tokens, block in ((2048, 16), (2048, 128), (8192, 16)):
             if part and tokens > 2048:
@@ -226,7 +248,7 @@ def tune_prefill(part: tuple[int, int] | None) -> None:
 
 
 def tune_sampling(part: tuple[int, int] | None) -> None:
-    """Greedy and drawn rows at several batch sizes."""
+    """Sampling of greedy rows and rows with temperature, at several batch sizes."""
     for rows, temperature in itertools.product((1, 32, 256), (0.0, 0.8)):
         state = slot_settings(rows, "cuda", SHAPES[0].vocab)
         state.temperature.fill_(temperature)
@@ -240,7 +262,7 @@ def tune_sampling(part: tuple[int, int] | None) -> None:
 
 
 def try_(call: Callable[[], Result]) -> Result | None:
-    """The call's result, or None where the device has too little of something."""
+    """The call's result, or None if the configuration needs more shared memory or registers than there are."""
     try:
         return call()
     except triton.runtime.errors.OutOfResources:
@@ -262,13 +284,13 @@ def report(name: str, found: list[tuple[float, Config]], size: float, flop: floa
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("group", choices=["products", "words", "hopper", "decode", "prefill", "sampling"])
+    parser.add_argument("group", choices=["linear", "cublaslt", "packed", "hopper", "decode", "prefill", "sampling"])
     parser.add_argument("--part")
     arguments = parser.parse_args()
     need_gpu()
     groups = {
-        "products": tune_products, "words": tune_packed, "hopper": tune_hopper, "decode": tune_decode,
-        "prefill": tune_prefill, "sampling": tune_sampling,
+        "linear": tune_linear, "cublaslt": tune_cublaslt, "packed": tune_packed, "hopper": tune_hopper,
+        "decode": tune_decode, "prefill": tune_prefill, "sampling": tune_sampling,
     }  # fmt: skip
     first, _, count = (arguments.part or "").partition("/")
     groups[arguments.group]((int(first), int(count)) if count else None)

@@ -4,16 +4,20 @@
     R rows of a step       K key/value heads  P tokens per block  B blocks of a table     M query rows of a tile
 
 Two kernels share one inner loop (online softmax, Milakov and Gimelshein 2018; the H / K query heads of a key/value
-head are packed into the rows of a tile). Rows of few tokens go to the split kernel: all their key tiles, laid end to
-end, are cut into G equal shares, so a skewed batch costs what an even one costs; who finishes a row last merges its
-parts. Where rows are few, each head of a row has programs of its own instead: none has to begin twice; a Hopper has a
-kernel of its own for few rows of one token. Leading keys that neighbours of one token share are taken once for a group
-of them, by a kernel before it. Longer rows go to the tile kernel, or its twin for Hopper, the longest tiles first.
-A step whose rows all see few keys may have a plan of another kind, and one kernel for all of them (`brief`).
-Grids depend on shapes alone and all values are read on the device, so all can be captured in a CUDA graph.
+head are packed into the rows of a tile):
 
-An invariant plan gives a query the same bits in any batch and any chunk: both kernels take the same tiles of keys, cut
-sums at the same positions, join them in the same order and round every product on its own.
+- The split kernel serves rows of few tokens (decode). The key tiles of all rows form one list, which is cut into G
+  equal shares, so a batch of uneven contexts costs what an even one costs. The program that finishes a row last merges
+  the row's partial results. With few rows, each program works on one row and head (`split_by_head`).
+- The tile kernel serves longer rows (prefill), the tiles with the most keys first.
+
+Three kernels replace them where they are faster: `decode_hopper` (few rows of one token, Hopper), `prefill_hopper` (the
+tile kernel for Hopper) and `short_prefill` (steps whose rows all see at most 128 keys; it has a plan of its own).
+`shared_prefix` computes keys that neighbouring rows share once for a group of rows, before the split kernel runs.
+Grids depend on shapes alone and kernels read all values on the device, so all can be captured in a CUDA graph.
+
+An invariant plan gives a query the same bits in any batch and any chunk: both kernels use the same key tiles, end
+partial sums at the same positions, merge them in the same order and round every product separately.
 """
 
 from dataclasses import dataclass, replace
@@ -43,18 +47,18 @@ class DecodePrograms:
     """Shape of the programs of `kernels.attention.decode_hopper`, measured in decode steps on one H200."""
 
     keys: int
-    """Of a tile."""
+    """Keys of a tile."""
     stages: int
-    """Tiles on their way at a time, or being multiplied."""
+    """Tiles that are in flight or being multiplied."""
     warps: int
-    """Of a program."""
+    """Warps of a program."""
     programs: int
-    """G, for all rows and heads."""
+    """G: programs for all rows and heads."""
 
     def serve(self, row_heads: int, share: int, dim: int, block_size: int, dtype: torch.dtype) -> bool:
-        """Whether the kernel is made for such numbers, and each row and head can have two programs at least.
+        """Whether the kernel supports these shapes and each row and head can have at least two programs.
 
-        row_heads: rows times key/value heads. share: query heads of each of these. dtype: of the queries.
+        row_heads: rows times key/value heads. share: query heads per key/value head. dtype: of the queries.
         """
         made = dim in (64, 128) and share <= 8 and block_size % DECODE_UNIT.value == 0 and dtype.itemsize == 2
         return made and 2 * row_heads <= self.programs
@@ -62,34 +66,34 @@ class DecodePrograms:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Tile shapes of both kernels, chosen offline by `bench/kernels.py` on one H200."""
+    """Tile shapes of both kernels, chosen offline by `python -m bench.kernels.tune` on one H200."""
 
     split_keys: int = 64
     split_warps: int = 4
     split_stages: int = 5
     split_programs: int = 264
-    """G: programs that share all short rows."""
+    """G: programs that share the work of all short rows."""
     split_min_tiles: int = 1
-    """Key tiles that are worth a program of their own."""
+    """The fewest key tiles of a program."""
     split_by_head: bool = False
-    """Programs take keys of one row and head each where there are four programs at least for each of those."""
+    """Each program works on one row and head, if there are at least four programs for each row and head."""
     split_merge: int = 64
-    """Query rows of parts to merge at a time."""
+    """Query rows of partial results that are merged at a time."""
     shared_rows: int = 0
-    """Look for keys that neighbours share in steps of at least so many rows; 0: never."""
+    """Search for shared prefixes in steps of at least this many rows; 0: never."""
     tile_rows: int = 128
     tile_keys: int = 128
     tile_warps: int = 8
     tile_stages: int = 3
     hopper: bool = True
-    """Leave the tiles to `kernels.attention.prefill_hopper` where it serves."""
+    """Use `kernels.attention.prefill_hopper` where it supports the shapes."""
     decode: DecodePrograms | None = None
-    """The programs of `kernels.attention.decode_hopper`, where it serves."""
+    """The programs of `kernels.attention.decode_hopper`; None: not used."""
     span: int = 0
-    """Cut sums after so many keys, wherever a query lies (invariant); 0: where the shares fall."""
+    """Invariant plans end partial sums at multiples of this many keys; 0: at the ends of the programs' shares."""
 
 
-# By head dimension, for few rows and for many: few rows are short of programs, and small tiles make more of them.
+# By head dimension, and whether the step has at most SMALL_BATCH rows: few rows give few programs, smaller tiles more.
 SMALL_BATCH = 4
 CONFIGS = {
     (64, True): Config(split_keys=32, split_warps=1, split_programs=264, tile_keys=64, tile_warps=4),
@@ -97,8 +101,8 @@ CONFIGS = {
     (128, True): Config(split_keys=32, split_warps=2, split_programs=264),
     (128, False): Config(split_by_head=True, shared_rows=17),
 }
-# Of 8 bits. A processor takes as many of these programs as fit its registers, which the number of programs must agree
-# with: one program more or less on some of the processors, and all wait for those.
+# For pools of 8 bits. The number of programs must be a multiple of what the multiprocessors' registers hold at a time:
+# otherwise some multiprocessors run one program more than others, and the step waits for them.
 CONFIGS_8_BIT = {
     (64, True): Config(split_keys=64, split_warps=2, split_stages=5, split_programs=264, tile_keys=64, tile_warps=4),
     (64, False): Config(
@@ -107,13 +111,13 @@ CONFIGS_8_BIT = {
     (128, True): Config(split_keys=64, split_warps=2, split_stages=4),
     (128, False): Config(split_keys=128, split_stages=6, split_by_head=True, split_merge=32, shared_rows=17),
 }
-# For up to so many rows of one token on a Hopper, over pools of 16 bits and of fp8.
+# Most rows of one token -> programs on a Hopper, over pools of 16 bits and of fp8.
 HOPPER_DECODE = {1: DecodePrograms(64, 3, 4, 132), 3: DecodePrograms(64, 2, 4, 264), 16: DecodePrograms(64, 2, 4, 396)}
 HOPPER_DECODE_FP8 = {4: DecodePrograms(128, 2, 8, 132)}
 EXACT = Config(split_keys=32, split_stages=2, tile_rows=32, tile_keys=32, tile_warps=4, tile_stages=2)
 TINY = replace(EXACT, split_programs=3, split_min_tiles=1, split_keys=16, tile_keys=16, shared_rows=4)
 SPAN = 512
-# Query rows of a group, and the programs that take what the groups of a step share.
+# Query rows of a group of the shared-prefix kernel, and its programs.
 GROUP_LINES, SHARED_PROGRAMS = 64, 256
 
 
@@ -122,7 +126,7 @@ def config_for(
 ) -> Config:
     """The tile shapes for a head dimension, dtype, number of rows and dtype of the pool (None: `dtype`).
 
-    Invariant ones are the same for all rows.
+    Invariant tile shapes do not depend on the number of rows.
     """
     if dtype == torch.float32:
         return replace(EXACT, span=SPAN) if invariant else EXACT
@@ -140,17 +144,18 @@ def config_for(
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefixes:
-    """Which keys the groups of a step share, and what comes of them."""
+    """The keys that groups of rows share, and the partial results computed from them."""
 
     groups: Tensor
-    """int32 [groups, 2 + rows of a group]: keys, the row whose table names them, and what each row shares of them."""
+    """int32 [groups, 2 + rows of a group]: number of shared keys, row whose block table is read, shared keys per
+    row."""
     parts: Tensor
-    """float32 [groups, K, splits, rows of a group, lines, D + 2]."""
+    """float32 [groups, K, splits, rows of a group, lines, D + 2]: partial results."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """How the rows of one step see the pool; made once, used by all layers with the same window.
+    """Which keys the rows of one step attend to; made once, used by all layers with the same window.
 
     The tensors may be changed in place between replays of a graph, followed by `schedule`.
     """
@@ -158,25 +163,25 @@ class AttentionPlan:
     starts: Tensor
     """int32 [R + 1]: the first token of each row, and T. Rows without tokens are skipped."""
     contexts: Tensor
-    """int32 [R]: tokens that a row sees, its own of this step included."""
+    """int32 [R]: context length of each row, its tokens of this step included."""
     tables: Tensor
-    """int32 [R, B]: its blocks, in order."""
+    """int32 [R, B]: block table of each row."""
     ends: Tensor
-    """int32 [R + 1]: `schedule_kernel` says what these are."""
+    """int32 [R + 1]: filled by `schedule_kernel`."""
     records: Tensor
-    """int32 [G, RECORD], likewise."""
+    """int32 [G, RECORD]: filled by `schedule_kernel`."""
     parts: Tensor
-    """float32 [parts, query rows, D + 2]: what programs leave that share a row and head."""
+    """float32 [parts, query rows, D + 2]: partial results of programs that share a row and head."""
     arrived: Tensor
-    """int32 [R * K]: how many of them have, zero between launches."""
+    """int32 [R * K]: how many of these programs have finished; zero between launches."""
     shared: SharedPrefixes | None
     decode: DecodePrograms | None
-    """How few rows of one token are taken; None: as any."""
+    """The programs of `decode_hopper`; None: the split kernel serves short rows."""
     window: int | None
     short_tokens: int
     """Rows of more tokens than this belong to the tile kernel."""
     long_tokens: int
-    """At most this many tokens belong to such rows; 0 launches no tile kernel."""
+    """The most tokens of rows for the tile kernel; 0 launches no tile kernel."""
     kv_heads: int
     share: int
     block_size: int
@@ -231,18 +236,18 @@ def plan_attention(
 def _shared_prefixes(
     config: Config, rows: int, kv_heads: int, lines: int, dim: int, device: torch.device
 ) -> SharedPrefixes | None:
-    """Room for what groups of rows share, where it is looked for."""
+    """Buffers for shared prefixes; None where the plan does not search for them."""
     if config.span or not 0 < config.shared_rows <= rows or 2 * lines > GROUP_LINES:
         return None
     count, most = (triton.cdiv(some, GROUP_LINES // lines) for some in (rows, triton.next_power_of_2(rows)))
-    splits = max(1, min(8, SHARED_PROGRAMS // (most * kv_heads)))  # few variants: each of them is compiled
+    splits = max(1, min(8, SHARED_PROGRAMS // (most * kv_heads)))  # at most 8 variants, each of which is compiled
     group = GROUP_LINES // lines
     parts = torch.empty(count, kv_heads, splits, group, lines, dim + 2, device=device)
     return SharedPrefixes(torch.empty(count, 2 + group, dtype=torch.int32, device=device), parts)
 
 
 def schedule(plan: AttentionPlan) -> None:
-    """Share the short rows' work out anew, after `starts` or `contexts` changed. One small launch; no host waits."""
+    """Distribute the short rows' work again after `starts` or `contexts` changed. One small launch, no host sync."""
     rows, config, shared = plan.contexts.shape[0], plan.config, plan.shared
     group, programs = shared.parts.shape[3] if shared else 1, len(plan.records)
     if plan.decode:
@@ -314,7 +319,7 @@ def _attend_short(
     q_THD: Tensor, kv_NP2KD: Tensor, kv_scales: Tensor | None, out: Tensor, plan: AttentionPlan, scale: float
 ) -> None:
     if decode := plan.decode:
-        from kernels.attention import decode_hopper  # late: older devices cannot use it
+        from kernels.attention import decode_hopper  # imported here: other devices cannot compile it
 
         decode_hopper.attend_decode(
             q_THD, kv_NP2KD, kv_scales, out, plan.tables, plan.records, plan.parts, plan.arrived, scale, decode.keys,
@@ -343,7 +348,7 @@ def _attend_short(
 
 
 def _constants(q_THD: Tensor, kv_NP2KD: Tensor, plan: AttentionPlan) -> dict[str, Any]:
-    """What all these kernels are compiled for."""
+    """Compile-time constants that these kernels share."""
     dim = q_THD.shape[2]
     return {
         "SHARE": plan.share, "D": dim, "BLOCK_D": max(16, triton.next_power_of_2(dim)), "P": plan.block_size,
@@ -353,7 +358,8 @@ def _constants(q_THD: Tensor, kv_NP2KD: Tensor, plan: AttentionPlan) -> dict[str
 
 
 def _hopper(q_THD: Tensor, stored: torch.dtype, plan: AttentionPlan) -> ModuleType | None:
-    """The module of the Hopper tile kernel where it can serve. It is imported late: older devices cannot use it."""
+    """The module of the Hopper tile kernel if it supports these shapes; imported here: other devices cannot compile
+    it."""
     if not launch_options(q_THD.device)["PDL"] or not plan.config.hopper:
         return None
     from kernels.attention import prefill_hopper

@@ -1,9 +1,10 @@
-"""The inner loop of `kernels.attention` for a handful of queries over a pool of 8 bits: its rows are keys.
+"""The inner loop of the split kernel for few queries over an 8-bit pool, with keys as rows of the matrix product.
 
-Turning 8 bits into 16 takes about as many instructions as all else together, so all else is kept small: the matrix unit
-takes rows by sixteen and columns by eight, and a key/value head seldom has more than eight queries in a decode step.
-Values are fetched two by two, since only numbers of 16 bits can be turned on their way from shared memory to the matrix
-unit's registers; the first and the second of each pair have a product of their own. Names as in `kernels.attention`.
+Converting 8 bits to 16 takes about as many instructions as the rest of the loop, so the rest is kept small: tensor
+cores take rows in multiples of 16 and columns in multiples of 8, and a key/value head seldom has more than 8 queries in
+a decode step. Values are loaded in pairs, because only 16-bit elements can be transposed between shared memory and the
+tensor cores' registers; the first and the second elements of the pairs have a product each. Names as in
+`kernels.attention`.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -31,7 +32,7 @@ def attend_8bit(
     SCALED: tl.constexpr = kv.dtype.element_ty == tl.int8
     precision: tl.constexpr = "ieee" if IEEE else "tf32"
     top = tl.full([M], FLOOR, tl.float32)
-    sums = tl.zeros([TILE, M], tl.float32)  # by place in a tile: added up once, at the end
+    sums = tl.zeros([TILE, M], tl.float32)  # by position in a tile: reduced once, after the loop
     first = tl.zeros([HALF, M], tl.float32)
     second = tl.zeros([HALF, M], tl.float32)
     lanes = tl.arange(0, BLOCK_D)
@@ -39,10 +40,10 @@ def attend_8bit(
     offsets = tl.arange(0, TILE)
     heads = kv + head * D
     pairs = heads.to(tl.pointer_type(tl.int16), bitcast=True) + K * D // 2
-    scales = kv.to(tl.pointer_type(tl.float32), bitcast=True) + head  # of int8: in each page behind its values
+    scales = kv.to(tl.pointer_type(tl.float32), bitcast=True) + head  # int8: after the values of each page
     for start in tl.range(low, high, TILE, num_stages=STAGES):
         keys = start + offsets
-        # What lies behind the context may be anything, NaN too: the last key stands in for it, and is not seen.
+        # Memory after the context may hold anything, even NaN: load the last key again and mask it.
         known = tl.minimum(keys, context - 1).to(tl.uint32)
         page = tl.load(table + known // P)
         inner = (known % P).to(tl.int32)
@@ -79,7 +80,7 @@ def attend_8bit(
 
 @triton.jit
 def _floats(x, kind: tl.constexpr, ASM: tl.constexpr):
-    """Numbers of the pool in the dtype of the products. e4m3 becomes float16 four by four."""
+    """Pool elements in the dtype of the products; e4m3 is converted to float16 four elements at a time."""
     if ASM and x.dtype == tl.float8e4nv and kind == tl.float16:
         return tl.inline_asm_elementwise(
             "{ .reg .b16 l, h; mov.b32 {l, h}, $2; cvt.rn.f16x2.e4m3x2 $0, l; cvt.rn.f16x2.e4m3x2 $1, h; }",
@@ -90,7 +91,7 @@ def _floats(x, kind: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def _split(pairs, stored: tl.constexpr, kind: tl.constexpr, ASM: tl.constexpr):
-    """The first and the second numbers of pairs of bytes (int16), in the dtype of the products."""
+    """The first and the second bytes of pairs (int16), in the dtype of the products."""
     if ASM and stored == tl.float8e4nv and kind == tl.float16:
         return tl.inline_asm_elementwise(
             "{ .reg .b32 t; .reg .b16 l, h; prmt.b32 t, $2, 0, 0x3120; mov.b32 {l, h}, t;"

@@ -1,9 +1,9 @@
-"""The split kernel of `kernels.attention` for few rows of one token on a Hopper, in Gluon: there latency counts.
+"""Decode attention for few rows of one token on a Hopper, in Gluon, for low latency.
 
-A program takes keys of one row and head, which are the rows of both products, as in `kernels.attention.decode_8bit`.
-Its first tiles, unless the newest key lies there, are asked for before the previous kernel has ended, by what
-`schedule_kernel` left. Who finishes a row and head last merges its parts. Names as in `kernels.attention`. 16-bit
-dtypes over pools of the same or of e4m3, D = 64 or 128.
+A program works on keys of one row and head; keys are the rows of both products, as in `kernels.attention.decode_8bit`.
+It requests its first tiles, except the one with the newest key, before the previous kernel has ended, using the records
+that `schedule_kernel` wrote. The program that finishes a row and head last merges the partial results. Names as in
+`kernels.attention`. 16-bit dtypes over pools of the same dtype or of e4m3, D = 64 or 128.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -22,8 +22,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kernels.attention.split_schedule import DECODE_UNIT, RECORD
 from kernels.kv_pages import FP8
 
-COLUMNS = gl.constexpr(8)  # of queries: the fewest that the matrix unit takes
-MERGE = gl.constexpr(16)  # parts to merge at a time
+COLUMNS = gl.constexpr(8)  # queries, padded to the fewest columns that tensor cores take
+MERGE = gl.constexpr(16)  # partial results that are merged at a time
 
 
 # ---- a program's keys ----
@@ -32,7 +32,7 @@ MERGE = gl.constexpr(16)  # parts to merge at a time
 @gluon.jit
 def _prefetch(kv, table, first, high, head, K: gl.constexpr, D: gl.constexpr, P: gl.constexpr, TILE: gl.constexpr,
               WARPS: gl.constexpr):  # fmt: skip
-    """Ask the L2 cache for a tile's lines of 128 bytes."""
+    """Prefetch a tile's lines of 128 bytes into the L2 cache."""
     LINE: gl.constexpr = 1024 // kv.dtype.element_ty.primitive_bitwidth
     COUNT: gl.constexpr = max(1, D // LINE)
     layout: gl.constexpr = gl.BlockedLayout([1, 1], [32 // COUNT, COUNT], [WARPS, 1], [1, 0])
@@ -48,7 +48,7 @@ def _prefetch(kv, table, first, high, head, K: gl.constexpr, D: gl.constexpr, P:
 @gluon.jit
 def _ask(kv, table, k_buffer, v_buffer, first, rows, lanes, high, context, head, K: gl.constexpr, P: gl.constexpr,
          WARPS: gl.constexpr):  # fmt: skip
-    """Let a tile's keys and values come; zeros from `high` on."""
+    """Start the copies of a tile's keys and values; zeros from key `high` on."""
     TILE: gl.constexpr = k_buffer.shape[0]
     D: gl.constexpr = k_buffer.shape[1]
     keys = first + rows
@@ -56,7 +56,7 @@ def _ask(kv, table, k_buffer, v_buffer, first, rows, lanes, high, context, head,
     page = gl.load(table + keys // P, mask=known, other=0).to(gl.int64)
     source = kv + ((page * P + keys % P) * (2 * K) + head)[:, None] * D + lanes[None, :]
     if first + TILE >= context:
-        # The kernel before this one wrote the newest key; the others of its tile come into the L2 already.
+        # The previous kernel writes the newest key: wait for it. The tile's other keys are prefetched into the L2.
         _prefetch(kv, table, first, high, head, K, D, P, TILE, WARPS)
         gdc_wait()
     async_copy.async_copy_global_to_shared(k_buffer, source, known[:, None])
@@ -65,7 +65,7 @@ def _ask(kv, table, k_buffer, v_buffer, first, rows, lanes, high, context, head,
 
 @gluon.jit
 def _fetch_queries(source, q_buffer, SHARE: gl.constexpr, WARPS: gl.constexpr):
-    """SHARE lines of queries, zeros behind them."""
+    """Copy SHARE queries to shared memory, padded with zeros."""
     D: gl.constexpr = q_buffer.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [128 // D, D // 4], [WARPS, 1], [1, 0])
     line = gl.arange(0, COLUMNS, gl.SliceLayout(1, layout))
@@ -76,7 +76,7 @@ def _fetch_queries(source, q_buffer, SHARE: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.jit
 def _take(top, sums, mixed, k_buffer, v_buffer, q_buffer, p_buffer, nothing, first, places, high, scale):
-    """A tile whose buffers are filled: maxima, sums by place and query, weighted values."""
+    """Process a tile that has arrived: maxima, sums by position and query, weighted values."""
     fence_async_shared()
     gl.thread_barrier()
     scores = warpgroup_mma(k_buffer, q_buffer.permute([1, 0]), nothing, use_acc=False, is_async=True)
@@ -92,7 +92,7 @@ def _take(top, sums, mixed, k_buffer, v_buffer, q_buffer, p_buffer, nothing, fir
     gl.thread_barrier()
     mixed = warpgroup_mma(v_buffer.permute([1, 0]), p_buffer.permute([1, 0]), mixed, is_async=True)
     mixed = warpgroup_mma_wait(0, [mixed])
-    gl.thread_barrier()  # other tiles come where this one was
+    gl.thread_barrier()  # the buffers are filled again
     return new_top, sums, mixed
 
 
@@ -100,7 +100,7 @@ def _take(top, sums, mixed, k_buffer, v_buffer, q_buffer, p_buffer, nothing, fir
 def _attend(q, kv, table, start, low, high, tiles, context, head, q_stride, scale, K: gl.constexpr,
             SHARE: gl.constexpr, D: gl.constexpr, P: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
             WARPS: gl.constexpr):  # fmt: skip
-    """Keys low to high: maxima [COLUMNS], sums [TILE, COLUMNS] by place in a tile, weighted values [D, COLUMNS]."""
+    """Keys low to high: maxima [COLUMNS], sums [TILE, COLUMNS] by position in a tile, weighted values [D, COLUMNS]."""
     AHEAD: gl.constexpr = STAGES - 1
     stored: gl.constexpr = kv.dtype.element_ty
     EIGHT_BIT: gl.constexpr = stored.primitive_bitwidth == 8
@@ -156,7 +156,7 @@ def _attend(q, kv, table, start, low, high, tiles, context, head, q_stride, scal
 
 @gluon.constexpr_function
 def _merge_layout(LINES, D, WARPS):
-    """Of [MERGE, LINES, D]: a thread has the same numbers of all parts."""
+    """Layout of [MERGE, LINES, D] in which a thread holds the same elements of all parts."""
     each = min(4, max(1, LINES * D // (32 * WARPS)))
     lanes = min(32, D // each)
     across = D // (each * lanes)
@@ -165,7 +165,7 @@ def _merge_layout(LINES, D, WARPS):
 
 @gluon.jit
 def _merge(parts, pieces, target, SHARE: gl.constexpr, LINES: gl.constexpr, D: gl.constexpr, WARPS: gl.constexpr):
-    """The row and head's result from its parts, which lie one after another."""
+    """Merge the consecutive partial results of a row and head, and store the result."""
     SIZE: gl.constexpr = LINES * (D + 2)
     layout: gl.constexpr = _merge_layout(LINES, D, WARPS)
     of_parts: gl.constexpr = gl.SliceLayout(2, layout)
@@ -201,7 +201,7 @@ def _merge(parts, pieces, target, SHARE: gl.constexpr, LINES: gl.constexpr, D: g
 @gluon.jit
 def _leave(top, total, mixed, parts, arrived, row, head, piece, pieces, target, K: gl.constexpr, SHARE: gl.constexpr,
            LINES: gl.constexpr, WARPS: gl.constexpr):  # fmt: skip
-    """The result of a row and head, or the program's part of it: weighted values, maxima, sums."""
+    """Store the result of a row and head, or the program's partial result: weighted values, maxima, sums."""
     D: gl.constexpr = mixed.shape[0]
     layout: gl.constexpr = mixed.type.layout
     column = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
@@ -216,7 +216,7 @@ def _leave(top, total, mixed, parts, arrived, row, head, piece, pieces, target, 
         gl.store(part + dims[:, None] + (column * D)[None, :], mixed, mask=some)
         gl.store(part + LINES * D + column, top, mask=column < SHARE)
         gl.store(part + LINES * (D + 1) + column, total, mask=column < SHARE)
-        gl.thread_barrier()  # all of the program's stores come before its arrival
+        gl.thread_barrier()  # the program's stores precede its arrival
         if gl.atomic_add(arrived + row * K + head, 1, sem="acq_rel") == pieces - 1:
             gl.store(arrived + row * K + head, 0)
             _merge(part - piece * SIZE, pieces, target, SHARE, LINES, D, WARPS)
@@ -232,14 +232,14 @@ def decode_hopper_kernel(
     head_scales,  # float32 [2, K] or None: 1
     out,  # [T, H, D]
     tables,  # int32 [R, B]
-    records,  # int32 [G, RECORD], as `schedule_kernel` leaves them where each program takes keys of one row and head
+    records,  # int32 [G, RECORD], from `schedule_kernel` with BY_HEAD
     parts,  # float32 [G, LINES * (D + 2)]: weighted values, maxima, sums
     arrived,  # int32 [R * K], zero between launches
     K: gl.constexpr, B, q_stride, scale,
     SHARE: gl.constexpr, D: gl.constexpr, P: gl.constexpr, LINES: gl.constexpr, TILE: gl.constexpr,
     STAGES: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Program p takes the keys of its record, in tiles."""
+    """Program p computes the keys of record p, in tiles."""
     record = records + gl.program_id(0) * RECORD
     row, units, start = gl.load(record), gl.load(record + 2), gl.load(record + 3)
     context, share, stop, here = gl.load(record + 5), gl.load(record + 6), gl.load(record + 7), gl.load(record + 9)
@@ -274,7 +274,7 @@ def attend_decode(
     q_THD: Tensor, kv_NP2KD: Tensor, kv_scales: Tensor | None, out: Tensor, tables: Tensor, records: Tensor,
     parts: Tensor, arrived: Tensor, scale: float, keys: int, stages: int, warps: int,
 ) -> None:  # fmt: skip
-    """Attention of all rows of one token, in tiles of so many keys. scale includes log2(e)."""
+    """Attention of all rows of one token, in tiles of `keys` keys. scale includes log2(e)."""
     _, block_size, _, kv_heads, dim = kv_NP2KD.shape
     assert kv_NP2KD.dtype in (q_THD.dtype, FP8), kv_NP2KD.dtype
     decode_hopper_kernel[(len(records),)](

@@ -1,9 +1,9 @@
-"""The tile kernel of `kernels.attention` for Hopper: one warp fetches pages, two warpgroups multiply, in Gluon.
+"""The tile kernel of `kernels.attention` for Hopper, in Gluon: one warp loads pages, two warpgroups multiply.
 
-Each page's keys arrive by the bulk copy engine; a warpgroup issues the scores of the next tile and the values of this
-one together and takes the exponentials while the tensor cores work (Shah et al. 2024, FlashAttention-3). Pages of e4m3
-arrive in a ring of their own, from which a third warpgroup turns them into float16. Which rows there are, and keys of
-steps before this one, are read before the previous kernel has ended. Names as there. 16-bit dtypes, D = 64 or 128,
+The bulk copy engine (TMA) loads the pages. A warpgroup issues the scores of the next tile and the values of this one
+together and computes exponentials while the tensor cores work (Shah et al. 2024, FlashAttention-3). e4m3 pages go to a
+ring buffer of their own, from which a third warpgroup converts them to float16. The rows, and the keys of earlier
+steps, are read before the previous kernel has ended. Names as in `kernels.attention`. 16-bit dtypes, D = 64 or 128,
 blocks of a multiple of 16 tokens.
 """
 
@@ -35,7 +35,7 @@ ROWS, TILE, STAGES, RING, PAGE = 128, 128, 2, 3, 16
 @gluon.jit
 def _fetch(pool, table, buffers, full, empty, tile, count, context, column,
            P: gl.constexpr, PAGE: gl.constexpr):  # fmt: skip
-    """Fetch a tile of keys or of values, the count-th into these buffers: the producer's half."""
+    """Producer: load a tile of keys or values, the count-th into these buffers."""
     STAGES: gl.constexpr = buffers.shape[0]
     TILE: gl.constexpr = buffers.shape[1]
     D: gl.constexpr = buffers.shape[2]
@@ -57,7 +57,7 @@ def _fetch(pool, table, buffers, full, empty, tile, count, context, column,
 @gluon.jit
 def _produce(pool, table, buffers, first, tiles, old, context, head, K,
              P: gl.constexpr, PAGE: gl.constexpr):  # fmt: skip
-    """old: keys that the kernel before this one did not write."""
+    """Producer of 16-bit pages. old: number of keys that the previous kernel does not write."""
     k_buffers, v_buffers, k_full, k_empty, v_full, v_empty = buffers
     D: gl.constexpr = k_buffers.shape[2]
     TILE: gl.constexpr = k_buffers.shape[1]
@@ -71,7 +71,7 @@ def _produce(pool, table, buffers, first, tiles, old, context, head, K,
 @gluon.jit
 def _produce_8bit(pool, table, raw, full, empty, first, tiles, old, context, head, K,
                     P: gl.constexpr, PAGE: gl.constexpr):  # fmt: skip
-    """Keys and values of 8 bits take turns in one ring."""
+    """Producer of 8-bit pages: keys and values alternate in one ring buffer."""
     D: gl.constexpr = raw.shape[2]
     TILE: gl.constexpr = raw.shape[1]
     for count in range(2 * tiles):
@@ -83,12 +83,12 @@ def _produce_8bit(pool, table, raw, full, empty, first, tiles, old, context, hea
 
 @gluon.jit
 def _convert(raw, raw_full, raw_empty, count, buffers, full, empty, turn):
-    """One tile from 8 bits to 16: the count-th of the ring, the turn-th of its kind."""
+    """Convert one tile from 8 bits to 16: the count-th of the ring, the turn-th of its kind (keys or values)."""
     RING: gl.constexpr = raw.shape[0]
     STAGES: gl.constexpr = buffers.shape[0]
     TILE: gl.constexpr = buffers.shape[1]
     D: gl.constexpr = buffers.shape[2]
-    LINES: gl.constexpr = 32  # as much as fits a thread's registers
+    LINES: gl.constexpr = 32  # the most that a thread's registers hold
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     place, stage = count % RING, turn % STAGES
     mbarrier.wait(raw_full.index(place), (count // RING) & 1)
@@ -97,7 +97,7 @@ def _convert(raw, raw_full, raw_empty, count, buffers, full, empty, turn):
         found = raw.index(place).slice(line, LINES).load(layout)
         buffers.index(stage).slice(line, LINES).store(found.to(buffers.dtype))
     fence_async_shared()
-    gl.thread_barrier()  # an arrival speaks for all threads
+    gl.thread_barrier()  # one arrival is counted for all threads
     mbarrier.arrive(raw_empty.index(place), count=1)
     mbarrier.arrive(full.index(stage), count=1)
 
@@ -112,7 +112,7 @@ def _convert_all(raw, raw_full, raw_empty, buffers, tiles):
 
 @gluon.jit
 def _online_softmax(scores, top, total, keys, newest, whole, scale, window, WINDOW: gl.constexpr):
-    """Online softmax of one tile: weights, new maximum, new sum, and what to fade earlier values by."""
+    """Online softmax of one tile: weights, new maximum, new sum, and the factor for earlier values."""
     scores = scores * scale
     if not whole:
         seen = keys[None, :] <= newest[:, None]
@@ -127,7 +127,7 @@ def _online_softmax(scores, top, total, keys, newest, whole, scale, window, WIND
 
 @gluon.jit
 def _consume(q, out, q_buffer, buffers, numbers, half: gl.constexpr, SHARE: gl.constexpr, WINDOW: gl.constexpr):
-    """64 of the program's rows: half 0 or 1."""
+    """Consumer: compute 64 of the program's rows, half 0 or 1."""
     k_buffers, v_buffers, k_full, k_empty, v_full, v_empty = buffers
     first, tiles, start, length, context, tile, head, K, q_stride, scale, gain, window = numbers
     STAGES: gl.constexpr = k_buffers.shape[0]
@@ -190,7 +190,7 @@ def _consume(q, out, q_buffer, buffers, numbers, half: gl.constexpr, SHARE: gl.c
     mbarrier.wait(v_full.index(last), ((tiles - 1) // STAGES) & 1)
     v = v_buffers.index(last)
     if context < (first + tiles) * TILE:
-        # What lies behind the context may be anything, NaN too. Both warpgroups write the same zeros.
+        # Memory after the context may hold anything, even NaN. Both warpgroups write the same zeros.
         places = (first + tiles - 1) * TILE + gl.arange(0, TILE, gl.SliceLayout(1, memory_layout))
         v.store(gl.where((places < context)[:, None], v.load(memory_layout), 0.0))
         fence_async_shared()
@@ -234,7 +234,7 @@ def prefill_hopper_kernel(
         first = 0
         if WINDOW:
             first = gl.maximum(oldest + 1 - window, 0) // TILE
-        # One tile at least, though all of it were masked: without any, the warps would wait for each other for ever.
+        # At least one tile, even if it is masked: without any, the warps would wait for each other forever.
         count = gl.maximum((gl.minimum(oldest + TOKENS, context) + TILE - 1) // TILE - first, 1)
 
         gain = 1.0
@@ -301,18 +301,18 @@ _KINDS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, FP8: gl.float8
 
 
 def box(dtype: torch.dtype, dim: int) -> list[int]:
-    """Lines and numbers of what one copy fetches of a page: at most 128 bytes of each line."""
+    """Shape of one bulk copy from a page, [lines, numbers]: at most 128 bytes of each line."""
     return [PAGE, min(dim, 128 // dtype.itemsize)]
 
 
 @cache
 def layout(dtype: torch.dtype, dim: int) -> Any:
-    """How a box lies in shared memory."""
+    """The shared memory layout of a box."""
     return gl.NVMMASharedLayout.get_default_for(box(dtype, dim), _KINDS[dtype])
 
 
 def serves(dim: int, dtype: torch.dtype, stored: torch.dtype, block_size: int, share: int) -> bool:
-    """Whether this kernel can take the place of the general one."""
+    """Whether this kernel supports these shapes and dtypes."""
     fits = dim in (64, 128) and block_size % PAGE == 0 and share <= ROWS
     return fits and dtype.itemsize == 2 and stored in (dtype, FP8)
 
@@ -321,7 +321,7 @@ def attend_tiles(
     q_THD: Tensor, kv_NP2KD: Tensor, kv_scales: Tensor | None, out: Tensor, starts: Tensor, contexts: Tensor,
     tables: Tensor, tiles: int, scale: float, window: int | None, longest: int,
 ) -> None:  # fmt: skip
-    """Attention of all rows of more than `longest` tokens, of at most `tiles` tiles. scale includes log2(e)."""
+    """Attention of all rows of more than `longest` tokens, which have at most `tiles` tiles. scale includes log2(e)."""
     blocks, block_size, _, kv_heads, dim = kv_NP2KD.shape
     rows = contexts.shape[0]
     stored = kv_NP2KD.dtype

@@ -1,7 +1,8 @@
-"""The keys that rows next to each other share, taken once for a group of them: their queries fill one tile.
+"""Attention over keys that neighbouring rows share, computed once for a group of rows whose queries fill one tile.
 
-What comes out are parts, which `split_kernel` joins to those of each row's own keys (the cascade of Ye et al. 2025,
-FlashInfer, of two levels). Names as in `kernels.attention`; who shares what, `kernels.attention.split_schedule` found.
+The results are partial: `split_kernel` merges them with those of each row's own keys (two-level cascade attention, Ye
+et al. 2025, FlashInfer). `kernels.attention.split_schedule` finds which rows share which keys. Names as in
+`kernels.attention`.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -21,14 +22,14 @@ def shared_prefix_kernel(
     head_scales,  # float32 [2, K] or None: 1
     starts,  # int32 [R + 1]
     tables,  # int32 [R, B]
-    groups,  # int32 [cdiv(R, GROUP), 2 + GROUP]: first the keys, and the row whose table names them
+    groups,  # int32 [cdiv(R, GROUP), 2 + GROUP]: first the number of keys and the row whose block table is read
     parts,  # float32 [groups, K, SPLITS, GROUP, LINES, D + 2] out: weighted values, maximum, sum
     R, K, B, q_stride, scale,
     SHARE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr,
     TILE: tl.constexpr, GROUP: tl.constexpr, LINES: tl.constexpr, SPLITS: tl.constexpr, IEEE: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (group, head, split) takes a SPLITS-th of a group's keys, for all its rows of one token."""
+    """Program (group, head, split) computes a SPLITS-th of a group's keys for all its rows of one token."""
     M: tl.constexpr = GROUP * LINES
     wait(PDL)
     group = tl.program_id(0) // (K * SPLITS)

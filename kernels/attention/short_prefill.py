@@ -1,10 +1,10 @@
-"""Attention of steps whose rows see few keys each, as a short prompt by itself: there latency counts. Names as in
-`kernels.attention`; pools of their queries' dtype, of 16 bits.
+"""Attention of steps whose rows each see at most 128 keys, such as a short prompt by itself, for low latency. Names as
+in `kernels.attention`; the pool has the queries' dtype, of 16 bits.
 
-All keys of a row are one tile: there is no loop, no running maximum, and code that is short, which counts where it runs
-once and is fetched for it. Rows of one token are rows like any other, so one kernel serves the step. Which tokens are a
-program's, and where their keys lie, is read before the previous kernel has ended: a step's first layer begins with
-kernels that let nobody start early.
+All keys of a row form one tile: there is no loop and no running maximum, and the code is short, which matters because
+it is fetched once and runs once. Rows of one token are handled like others, so one kernel serves the step. A program
+reads which tokens it computes and where their keys are before the previous kernel has ended; this is safe because a
+step's first layer begins with kernels that call `dependent_launch.wait_exclusive`.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -22,16 +22,16 @@ from kernels.attention.decode_8bit import FLOOR
 from kernels.dependent_launch import launch_options, wait_exclusive
 
 KEYS = 128
-"""That a row sees at most."""
+"""The longest context of a row."""
 QUERIES, WARPS = 64, 8
-"""M and warps of a program."""
+"""Query rows (M) and warps of a program."""
 
 
 @triton.jit
 def _tile_of(starts, contexts, R, K: tl.constexpr, TOKENS: tl.constexpr, BLOCK_R: tl.constexpr):
-    """Which tokens are the program's: whether any are, the row, its tile, the row's first token, tokens and context.
+    """The program's work: whether there is any, row, tile of the row, the row's first token, tokens and context.
 
-    Programs of the K heads of a tile are neighbours.
+    Programs of the K heads of a tile have consecutive ids.
     """
     rows = tl.arange(0, BLOCK_R)
     first = tl.load(starts + rows, mask=rows < R, other=0)
@@ -58,8 +58,8 @@ def short_prefill_kernel(
     K: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, M: tl.constexpr,
     BLOCK_R: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile, head) computes M // SHARE tokens of one row. Lines of keys that none of them needs are copies of
-    the last one that they do: no load is masked."""
+    """Program (tile, head) computes M // SHARE tokens of one row. Keys beyond the last needed one are loaded as copies
+    of it, so that no load is masked."""
     TOKENS: tl.constexpr = M // SHARE
     if PDL:
         gdc_launch_dependents()
@@ -91,20 +91,20 @@ def short_prefill_kernel(
 
 @dataclass(frozen=True, slots=True)
 class ShortPrefillPlan:
-    """How the rows of a step see the pool, of which none sees more than KEYS tokens; for windows of so many, too."""
+    """The rows of a step, none with a context above KEYS tokens; valid for windows of at least KEYS tokens, too."""
 
     starts: Tensor
     """int32 [R + 1]: the first token of each row, and T. Rows without tokens are skipped."""
     contexts: Tensor
-    """int32 [R]: tokens that a row sees, its own of this step included."""
+    """int32 [R]: context length of each row, its tokens of this step included."""
     tables: Tensor
-    """int32 [R, B]: its blocks, in order."""
+    """int32 [R, B]: block table of each row."""
 
 
 def serves_short_prefill(
     heads: int, kv_heads: int, dim: int, dtype: torch.dtype, stored: torch.dtype, windows: Iterable[int | None]
 ) -> bool:
-    """Whether the kernel is made for such numbers and queries of `dtype` over a pool of `stored`."""
+    """Whether the kernel supports these shapes, queries of `dtype` and a pool of `stored`."""
     whole = all(window is None or window >= KEYS for window in windows)
     return whole and dim in (64, 128) and heads // kv_heads <= QUERIES and stored == dtype and dtype.itemsize == 2
 
@@ -119,7 +119,7 @@ def attend_short_prefill(q_THD: Tensor, kv_NP2KD: Tensor, plan: ShortPrefillPlan
         kv_NP2KD.dtype,
     )
     share = heads // kv_heads
-    # Each row has at most one tile more than whole ones.
+    # Each row has at most one tile that is not full.
     tiles = triton.cdiv(tokens, QUERIES // share) + min(rows, tokens) - 1
     short_prefill_kernel[(tiles * kv_heads,)](
         q_THD, kv_NP2KD, out, plan.starts, plan.contexts, plan.tables, rows, plan.tables.shape[1], q_THD.stride(0),

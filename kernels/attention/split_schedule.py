@@ -1,7 +1,7 @@
-"""Device code of `kernels.attention` that shares out the work of short rows. Names as there; knows no keys.
+"""Device code that distributes the work of short rows over programs. Names as in `kernels.attention`; knows no keys.
 
-Rows next to each other whose tables begin with the same blocks see the same keys there.
-`kernels.attention.shared_prefix` takes those once for a group of rows, and what is shared out here begins behind them.
+Neighbouring rows whose block tables begin with the same blocks share these keys. `kernels.attention.shared_prefix`
+computes them once for a group of rows; the work distributed here begins after them.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -11,9 +11,9 @@ import triton.language as tl
 
 from kernels.dependent_launch import wait_exclusive
 
-RECORD = tl.constexpr(10)  # numbers that say all about a program's first piece of work
-RECORDS = tl.constexpr(16)  # that one program of `schedule_kernel` makes
-DECODE_UNIT = tl.constexpr(16)  # keys by which the programs of few rows on a Hopper share
+RECORD = tl.constexpr(10)  # fields that describe a program's first piece of work
+RECORDS = tl.constexpr(16)  # records that one program of `schedule_kernel` writes
+DECODE_UNIT = tl.constexpr(16)  # keys of a unit of work of `decode_hopper`
 MIN_MEMBERS, MIN_SHARED_TILES = (
     tl.constexpr(4),
     tl.constexpr(4),
@@ -32,10 +32,11 @@ def _find_shared_prefixes(
     tables, groups, R, B, unseen, short,
     P: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """For each row, the leading keys that it shares with others of its group; 0 where it is not worth it.
+    """For each row, the number of leading keys that it shares with others of its group; 0 if too few.
 
-    unseen [BLOCK_R]: whole blocks before the row's first query. Those rows belong together whose blocks agree where the
-    least worthwhile prefix ends, and most rows of the group say which; how far they agree is then looked up.
+    unseen [BLOCK_R]: whole blocks before the row's first query. The members of a group are the rows whose tables hold
+    the group's most frequent block at the end of the shortest useful prefix; their tables are then compared block by
+    block to find the length of the prefix.
     """
     COUNT: tl.constexpr = BLOCK_R // GROUP
     AHEAD: tl.constexpr = 16
@@ -79,11 +80,11 @@ def schedule_kernel(
     starts,  # int32 [R + 1]: first token of each row
     contexts,  # int32 [R]
     tables,  # int32 [R, B]
-    groups,  # int32 [cdiv(R, GROUP), 2 + GROUP] out, or None: keys that rows of a group share, one of these rows, and
-    # for each row how many of the keys are its own: all or 0
-    ends,  # int32 [R + 1] out: tiles of all rows before, and of all
-    records,  # int32 [G, RECORD] out: row, its tiles' begin and end, first token, tokens, context, share, stop, shared,
-    # begin
+    groups,  # int32 [cdiv(R, GROUP), 2 + GROUP] out, or None: number of shared keys, one row that shares them, and for
+    # each row how many of the keys it shares: all or 0
+    ends,  # int32 [R + 1] out: cumulative number of tiles before each row, and of all rows
+    records,  # int32 [G, RECORD] out: row, first and last tile of the row, first token, tokens, context, tiles of a
+    # share, end of the share, shared keys, begin of the share
     R,
     K,
     B,
@@ -99,14 +100,14 @@ def schedule_kernel(
     BLOCK_R: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Lay the key tiles of all short rows end to end and find where each program's equal share begins.
+    """Form one list of the key tiles of all short rows and find where each program's equal share begins.
 
-    APART: programs take tiles of one row and head each. Every row then counts its tiles from 0, as many as its programs
-    take, and their equal shares are its own.
+    BY_HEAD: each program computes tiles of one row and head. Every row then numbers its tiles from 0 and divides them
+    equally among its own programs.
 
-    Nobody may begin before this has ended: all of it may be read early.
+    No kernel may start before this one has ended (`wait_exclusive`), so that later kernels may read its output early.
 
-    Programs here know all rows and make RECORDS records each; what all of them write is the same.
+    Each program reads all rows and writes RECORDS records; `ends` and `groups` are written by all with equal values.
     """
     wait_exclusive(PDL)
     rows = tl.arange(0, BLOCK_R)
@@ -117,7 +118,7 @@ def schedule_kernel(
     shared = context * 0
     if groups is not None:
         shared = _find_shared_prefixes(tables, groups, R, B, (context - length) // P, short, P, TILE, GROUP, BLOCK_R)
-    # A row without any context has one tile, all of it masked: its result is 0.
+    # A row without context has one tile, which is masked: its result is 0.
     skipped = first_tile(context, length, window, TILE, WINDOW) + shared // TILE
     tiles = tl.maximum(tl.cdiv(context, TILE) - skipped, 1)
     tiles = tl.where(short, tiles * K, 0)
@@ -127,7 +128,7 @@ def schedule_kernel(
     all_tiles = tl.sum(tiles)
     members = tl.program_id(0) * RECORDS + tl.arange(0, RECORDS)
     if BY_HEAD:
-        # One program for each row and head, and of the others as many as its part of all tiles allows.
+        # One program for each row and head; the others are distributed in proportion to the rows' tiles.
         wanted = 1 + tiles // K * (G - R * K) // tl.maximum(all_tiles, 1)
         shares = tl.maximum(tl.cdiv(tiles // K, wanted), MIN_TILES)
         tiles = tl.cdiv(tiles // K, shares) * shares * K

@@ -1,7 +1,7 @@
-"""Device code of `kernels.attention`: one inner loop, the kernel of short rows, the kernel of long ones.
+"""Device code of `kernels.attention`: the inner loop, the kernel of short rows (split), the kernel of long rows (tile).
 
-Names as there. With SPAN keys are taken span by span, [0, SPAN), [SPAN, 2 SPAN) and so on, each from nothing; then the
-spans are joined in order. Which program took a span, and what else it took, leaves no trace in the bits.
+Names as in `kernels.attention`. With SPAN, each span of keys, [0, SPAN), [SPAN, 2 SPAN) and so on, has a partial result
+of its own, and these are merged in order: the result's bits do not depend on which program computed a span.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -25,9 +25,9 @@ def attend(
     D: tl.constexpr, BLOCK_D: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
     MASKED: tl.constexpr, WINDOW: tl.constexpr, IEEE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Take keys low to high, in tiles. Unless MASKED, every query sees all of them."""
+    """Process keys low to high, in tiles. Unless MASKED, every query attends to all of them."""
     SCALED: tl.constexpr = kv.dtype.element_ty == tl.int8
-    scales = kv.to(tl.pointer_type(tl.float32), bitcast=True) + head  # of int8: in each page behind its values
+    scales = kv.to(tl.pointer_type(tl.float32), bitcast=True) + head  # int8: after the values of each page
     lanes = tl.arange(0, BLOCK_D)
     offsets = tl.arange(0, TILE)
     precision: tl.constexpr = "ieee" if IEEE else "tf32"
@@ -64,7 +64,7 @@ def attend(
         if SCALED:
             weights *= tl.load(beside + K, mask=keys < context, other=0.0)[None, :]
         weights = weights.to(q.dtype)
-        # What lies behind the context may be anything, NaN too: never multiply by it, not even by zero.
+        # Memory after the context may hold anything, even NaN: never multiply by it, not even by zero.
         if D != BLOCK_D:
             v = tl.load(source + K * D, mask=here & (lanes < D)[None, :], other=0.0)
         elif MASKED:
@@ -78,9 +78,9 @@ def attend(
 
 @triton.jit
 def prepare(query, kv, head_scales, head, K, scale):
-    """The query in the dtype that its keys are multiplied in, the factor of its scores, the factor of its values."""
+    """The query in the dtype of its products with keys, the factor of its scores, the factor of its values."""
     if kv.dtype.element_ty == tl.float8e4nv and query.dtype == tl.bfloat16:
-        query = query.to(tl.float16)  # exact for the keys, and one conversion instead of two
+        query = query.to(tl.float16)  # e4m3 keys convert to float16 exactly and in one instruction instead of two
     gain = 1.0
     if head_scales is not None:
         scale *= tl.load(head_scales + head)
@@ -90,14 +90,14 @@ def prepare(query, kv, head_scales, head, K, scale):
 
 @triton.jit
 def _store_result(target, total, mixed, inside):
-    """Weighted values over their sum; of a row that sees no key zeros."""
+    """Store weighted values divided by their sum; zeros for a row without keys."""
     result = mixed / tl.where(total > 0, total, 1.0)[:, None]
     tl.store(target, result.to(target.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _join(top, total, mixed, its_top, its_total, its_mixed):
-    """What went before, and the next span. A span that nobody sees changes nothing, not even in the last bit."""
+    """Merge two partial results. A span without visible keys changes nothing, not even in the last bit."""
     new_top = tl.maximum(top, its_top)
     fade, rise = tl.exp2(top - new_top), tl.exp2(its_top - new_top)
     return new_top, total * fade + its_total * rise, mixed * fade[:, None] + its_mixed * rise[:, None]
@@ -114,7 +114,7 @@ def _merge_spans(
     LINES: tl.constexpr,
     AHEAD: tl.constexpr,  # parts to fetch together
 ):
-    """As `_merge`, one span after the other, as `tile_kernel` joins them."""
+    """As `_merge`, but one span after the other, in the order of `tile_kernel`."""
     lines = tl.arange(0, LINES)
     lanes = tl.arange(0, BLOCK_D)
     top = tl.full([LINES], FLOOR, tl.float32)
@@ -141,7 +141,7 @@ def _merge(
     BLOCK_D: tl.constexpr,
     MERGE: tl.constexpr,
 ):
-    """Merge a row's parts, MERGE at a time: one after the other would cost a trip to memory each."""
+    """Merge a row's partial results, MERGE at a time, so that their loads overlap."""
     LINES: tl.constexpr = parts.shape[0]
     lanes = tl.arange(0, BLOCK_D)
     top = tl.full([LINES], FLOOR, tl.float32)
@@ -170,7 +170,7 @@ def _join_shared(
     parts, first, valid,
     D: tl.constexpr, BLOCK_D: tl.constexpr, LINES: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """A row's own keys and those that its group shares."""
+    """Merge the result of a row's own keys with that of the keys its group shares."""
     lines = tl.arange(0, top.shape[0])
     lanes = tl.arange(0, BLOCK_D)
     if shared > 0:
@@ -213,7 +213,7 @@ def _finish(
     K: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, LINES: tl.constexpr,
     MERGE: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Who arrived last makes a row's result of all its parts."""
+    """Merge all partial results of a row and store the result; called by the program that arrives last."""
     lines = tl.arange(0, LINES)
     lanes = tl.arange(0, BLOCK_D)
     part = parts + lines * (D + 2)
@@ -243,8 +243,8 @@ def split_kernel(
     tables,  # int32 [R, B]
     ends,  # int32 [R + 1]
     records,  # int32 [G, RECORD]
-    groups,  # int32 [cdiv(R, GROUP), 2 + GROUP] or None, as `schedule_kernel` leaves them
-    shared_parts,  # float32 [groups, K, SPLITS, GROUP, LINES, D + 2] or None: of the keys that a group shares
+    groups,  # int32 [cdiv(R, GROUP), 2 + GROUP] or None, from `schedule_kernel`
+    shared_parts,  # float32 [groups, K, SPLITS, GROUP, LINES, D + 2] or None: partial results of shared keys
     parts,  # float32 [R * K + G or units of work, LINES, D + 2]: weighted values, maximum, sum
     arrived,  # int32 [R * K], zero between launches
     R, K: tl.constexpr, B, q_stride, scale, window,
@@ -253,11 +253,11 @@ def split_kernel(
     GROUP: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, IEEE: tl.constexpr, TRANSPOSED: tl.constexpr,
     STAGES: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A unit of work is a tile of keys, and neighbours are taken together; with SPAN it is a span, taken alone."""
+    """A unit of work is a tile of keys, and consecutive tiles are computed together; with SPAN it is one span."""
     UNIT: tl.constexpr = SPAN if SPAN else TILE
     wait(PDL)
     program = tl.program_id(0)
-    # One trip to memory says all about the first piece of work.
+    # One memory access describes the first piece of work.
     record = records + program * RECORD
     row, row_begin, row_end = tl.load(record), tl.load(record + 1), tl.load(record + 2)
     start, length, context = tl.load(record + 3), tl.load(record + 4), tl.load(record + 5)
@@ -310,7 +310,7 @@ def split_kernel(
                 tl.store(part[:, None] + lanes[None, :], mixed, mask=inside)
                 tl.store(part + D, top, mask=valid)
                 tl.store(part + D + 1, total, mask=valid)
-                tl.debug_barrier()  # All of the program's stores come before its arrival.
+                tl.debug_barrier()  # The program's stores precede its arrival.
                 if tl.atomic_add(arrived + unit, 1, sem="acq_rel") == pieces - 1:
                     tl.store(arrived + unit, 0)
                     _finish(
@@ -347,7 +347,7 @@ def tile_kernel(
         return
     head = tl.program_id(0) % K
     row = tl.sum((end <= index).to(tl.int32))
-    # The last tile of a row sees the most keys: take it first.
+    # The last tile of a row has the most keys: start it first.
     tile = tl.sum(tl.where(rows == row, end, 0)) - 1 - index
     start, context = tl.load(starts + row), tl.load(contexts + row)
     length = tl.load(starts + row + 1) - start
@@ -382,7 +382,7 @@ def tile_kernel(
         low = 0
         if WINDOW:
             low = tl.maximum(oldest + 1 - window, 0) // TILE * TILE
-        middle = tl.maximum((oldest + 1) // TILE * TILE, low)  # all queries see every key before this one
+        middle = tl.maximum((oldest + 1) // TILE * TILE, low)  # all queries attend to every key before this one
         if WINDOW:
             edge = tl.minimum(tl.maximum(tl.cdiv(beyond - window, TILE) * TILE, low), middle)
             top, total, mixed = attend(

@@ -1,4 +1,4 @@
-"""Products with weights of any kind: which kernel, or the vendor's library, serves which weight and how many rows."""
+"""Linear layers with weights of any format: chooses the kernel, or cuBLAS, by format and number of rows."""
 
 from dataclasses import dataclass
 
@@ -26,7 +26,7 @@ from kernels.quantized_weights import (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StackedPrepared:
-    """Weights of the same inputs, their outputs one after another."""
+    """Weights of the same inputs in different formats; their outputs are concatenated."""
 
     parts: tuple["DeviceWeight", ...]
 
@@ -37,11 +37,11 @@ class StackedPrepared:
 
 
 DeviceWeight = Tensor | QuantizedWeight | PackedWeight | StackedPrepared
-"""A weight as `prepare` leaves it."""
+"""A weight as `prepare` returns it."""
 
 
 def prepare(weight: Weight, dtype: torch.dtype) -> DeviceWeight:
-    """The weight in the order that products with rows of `dtype` read best. What it was may be forgotten."""
+    """The weight in the layout of the kernels for rows of `dtype`. The original may be freed."""
     if isinstance(weight, StackedWeight):
         return StackedPrepared(tuple(prepare(part, dtype) for part in weight.parts))
     if isinstance(weight, Tensor):
@@ -63,9 +63,9 @@ def linear(
     gated: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """norm(x) @ weight.T + bias + residual, or silu(its first half) * its second half; otherwise as `matmul.linear`.
+    """norm(x) @ weight.T + bias + residual; gated: silu(first half) * second half of the product. As `dense.linear`.
 
-    Where x is twice as wide as the weight it is what `gate` left: gates and ups, gated here.
+    If x is twice as wide as the weight's inputs, it holds gates and ups from `gate`, which are gated here.
     """
     late = x.shape[1] == 2 * _inputs(weight)
     if rounds_to_fp8(x, weight):
@@ -90,8 +90,9 @@ def linear(
 
 
 def gate(x: Tensor, weight: DeviceWeight, norm: Norm) -> Tensor:
-    """silu(gate) * up of norm(x) [T, K], the halves of the weight's outputs: [T, n]. Where rows are rounded for an fp8
-    product it is left to the next product, which rounds its rows, too: gates and ups, [T, 2n]."""
+    """silu(gate) * up of norm(x) [T, K], where gate and up are the halves of the weight's outputs: [T, n]. If the rows
+    are rounded to fp8, the result is gates and ups [T, 2n]: the next linear layer gates and rounds them in one
+    kernel."""
     return linear(x, weight, norm=norm, gated=not rounds_to_fp8(x, weight))
 
 
@@ -99,10 +100,10 @@ def rotated_qkv(
     x: Tensor, weight: DeviceWeight, bias: Tensor | None, norm: Norm, cos: Tensor, sin: Tensor, positions: Tensor,
     kv: Tensor, slot_mapping: Tensor, heads: int,
 ) -> Tensor | None:  # fmt: skip
-    """The product with norm(x), rotated; keys and values go to the pool -> the queries [M, H, D].
+    """Project norm(x) to queries, keys and values, rotate, write keys and values to the pool -> queries [M, H, D].
 
-    As `qkv.rotated_qkv`, and the pool may be fp8 whose numbers count as they are where the weight lies in words; None
-    where one kernel for all is not faster.
+    As `qkv_rope.rotated_qkv`; with a packed weight the pool may also be fp8 without scales. None where the fused kernel
+    is not faster.
     """
     if isinstance(weight, PackedWeight) and not rounds_to_fp8(x, weight) and kv.dtype in (x.dtype, FP8):
         hopper = hopper_for(x)
@@ -121,7 +122,7 @@ def rotated_qkv(
 
 
 def rounds_to_fp8(x: Tensor, weight: DeviceWeight) -> bool:
-    """Whether x is rounded to fp8 for this product."""
+    """Whether x is rounded to fp8 before the product with this weight."""
     return isinstance(weight, PackedWeight) and fp8.multiplies(weight) and len(x) >= fp8.min_rows(x.device)
 
 
@@ -134,7 +135,7 @@ def _multiply(
     gated: bool,
     out: Tensor | None,
 ) -> Tensor:
-    """The product of rounded rows and what follows it."""
+    """The product of fp8 rows, with bias, residual or gate."""
     values, scales = rounded
     hopper = None if gated else hopper_for(values)
     if hopper and (shape := hopper.shape_for(weight, len(values), gated, rounded=True)):
@@ -149,7 +150,7 @@ def _inputs(weight: DeviceWeight) -> int:
 
 
 def invariant(x: Tensor, weight: DeviceWeight, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias; a row's result has the same bits whatever the other rows are and however many."""
+    """x @ weight.T + bias; a row's bits do not depend on the other rows or their number."""
     if isinstance(weight, StackedPrepared):
         product = torch.cat([invariant(x, part) for part in weight.parts], 1)
         return product if bias is None else product + bias
@@ -157,14 +158,14 @@ def invariant(x: Tensor, weight: DeviceWeight, bias: Tensor | None = None) -> Te
 
 
 def in_order(x: Tensor, weight: DeviceWeight) -> Tensor:
-    """Inputs in the order in which the weight's columns are stored."""
+    """x with its columns in the order of the weight's stored columns."""
     if isinstance(weight, PackedWeight) and weight.order is not None:
         return x.index_select(1, weight.order)
     return x
 
 
 def to_dense(weight: Tensor | QuantizedWeight | PackedWeight, dtype: torch.dtype) -> Tensor:
-    """All numbers of a weight, for a moment: [N, K], columns as they are stored."""
+    """The weight dequantized into a temporary [N, K], columns in stored order."""
     if isinstance(weight, PackedWeight):
         return dequantize(weight, dtype)
     if isinstance(weight, Nf4Weight) and weight.packed.is_cuda:
@@ -173,7 +174,7 @@ def to_dense(weight: Tensor | QuantizedWeight | PackedWeight, dtype: torch.dtype
 
 
 def _surround(product: Tensor, bias: Tensor | None, residual: Tensor | None, gated: bool, out: Tensor | None) -> Tensor:
-    """What `matmul.linear` fuses, after a product that cannot; the product's memory may be taken."""
+    """Add bias, gate or add the residual after a product that does not fuse them; may overwrite `product`."""
     if bias is not None:
         product.add_(bias)
     if gated:

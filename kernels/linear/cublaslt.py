@@ -1,13 +1,14 @@
-"""The vendor's library asked directly: products of 65 rows and more whose tiles fill the chip.
+"""Calls cuBLASLt directly, with chosen tiles, for products of 65 rows and more whose tiles fill the GPU.
 
-M rows of x, N rows of W (outputs), K columns of both. torch takes the algorithm that the library's heuristics name
-first, which leaves multiprocessors without a tile or sums up parts of K in a second kernel. The library has kernels
-whose tiles are one for each multiprocessor, and here it is told which to take. It is the copy that torch has loaded;
-where that is of another generation, the chip no whole Hopper or the shape not one that gains, nothing is done.
+M rows of x, N rows of W (outputs), K columns of both. torch uses the first algorithm of cuBLASLt's heuristics, which
+leaves multiprocessors without a tile or sums parts of K in a second kernel. cuBLASLt also has kernels with one tile for
+each multiprocessor; `multiply` selects them. It uses the library that torch has loaded, and does nothing if that is of
+another version, the GPU is not a Hopper with all its multiprocessors, or the shape does not gain.
 """
 
 import ctypes
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -19,25 +20,25 @@ from torch import Tensor
 from kernels.device import is_hopper, processors
 
 LIBRARY = "libcublasLt.so.13"
-_BFLOAT16, _FLOAT32, _COMPUTE_FLOAT32, _TRANSPOSE_A = 14, 0, 68, 3  # of the library's types and attributes
-_HOPPER = 66  # its algorithm with tiles fetched by the copy engine
+_BFLOAT16, _FLOAT32, _COMPUTE_FLOAT32, _TRANSPOSE_A = 14, 0, 68, 3  # cuBLASLt's enumerations of types and attributes
+_HOPPER = 66  # the algorithm whose tiles are loaded by the copy engine
 _ONE, _ZERO = ctypes.c_float(1.0), ctypes.c_float(0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """What one multiprocessor computes at a time."""
+    """The tile of one multiprocessor, and the kernel variant."""
 
     outputs: int
     rows: int
     cluster: int
-    """The library's number for a cluster of two tiles: 3 of other outputs, which share x, 5 of other rows, which share
+    """cuBLASLt's number of a cluster of two tiles: 3: different outputs, which share x; 5: different rows, which share
     W."""
     option: int
-    """The library's number for a variant of the kernel."""
+    """cuBLASLt's number of a variant of the kernel."""
 
 
-# The library's numbers for tiles of so many outputs, by their rows.
+# Outputs of a tile -> rows of a tile -> cuBLASLt's number of the tile (cublasLtMatmulTile_t in cublasLt.h).
 _NUMBERS = {
     64: {32: 13, 40: 314, 48: 315, 56: 316, 64: 15, 72: 317, 80: 318, 88: 319, 96: 26},
     96: {128: 28},
@@ -45,14 +46,26 @@ _NUMBERS = {
     128: {40: 396, 48: 397, 56: 398, 64: 18, 72: 399, 80: 400, 88: 401, 96: 33},
 }
 _PROGRAMS, _MIN_TILES = 132, 126
-"""Multiprocessors of the Hopper that tiles are chosen for, and how many of them must have a tile in each round."""
+"""Multiprocessors of the Hopper that tiles are chosen for, and the fewest tiles of a round."""
 _MAX_ROWS = 288
 _SPACE_BYTES = 4096
-"""Kernels of several rounds count there which tiles are taken: their launches share it, so they follow one another."""
+"""Workspace in which kernels of several rounds count tiles. Launches share it, so they must run one after another."""
+
+
+def tiles() -> Iterator[Tile]:
+    """Every tile and variant that `multiply` can be given; a device may not support all of them for every shape."""
+    for outputs, numbers in _NUMBERS.items():
+        for rows in numbers:
+            yield from (Tile(outputs, rows, cluster, option) for cluster in (3, 5) for option in (1, 2, 3))
 
 
 def tile_for(rows: int, n: int) -> Tile | None:
-    """The tile for x [rows, k] times W [n, k], or None where torch's choice is as fast. Measured on one H200."""
+    """The tile for x [rows, k] times W [n, k], or None where torch's choice is as fast.
+
+    The choices were measured on one H200 with the cuBLAS that torch 2.11 loads. To find them again, after an update of
+    cuBLAS or for another GPU, run `python -m bench.kernels.tune cublaslt`: it times `tiles()` against torch for the
+    shapes of the benchmark models. New tile numbers come from cublasLtMatmulTile_t in cublasLt.h.
+    """
     if not 64 < rows <= _MAX_ROWS:
         return None
     for outputs in (64, 128):
@@ -67,14 +80,17 @@ def tile_for(rows: int, n: int) -> Tile | None:
 
 
 def _fill(n: int, outputs: int, down: int, rounds: int = 1) -> bool:
-    """Whether that many tiles for the rows, for each of n outputs, fill so many rounds of the chip."""
+    """Whether n / outputs * down tiles fill `rounds` rounds of the GPU's multiprocessors."""
     return n % outputs == 0 and rounds * _MIN_TILES <= n // outputs * down <= rounds * _PROGRAMS
 
 
-def multiply(x: Tensor, weight: Tensor, residual: Tensor | None, out: Tensor) -> bool:
-    """out = x @ weight.T + residual, and whether that was done: not of other dtypes than bfloat16. x [M, K], weight
-    [N, K]; out and residual [M, N] may be the same. Their device is the current one."""
-    tile, added = tile_for(len(x), len(weight)), out if residual is None else residual
+def multiply(x: Tensor, weight: Tensor, residual: Tensor | None, out: Tensor, tile: Tile | None = None) -> bool:
+    """out = x @ weight.T + residual in bfloat16 -> whether it was computed; otherwise `out` is unchanged.
+
+    x [M, K], weight [N, K]; out and residual [M, N] may be the same tensor. All are on the current device. tile: by
+    default that of `tile_for`.
+    """
+    tile, added = tile or tile_for(len(x), len(weight)), out if residual is None else residual
     if tile is None or not x.is_cuda or not _readable(x, weight, added, out):
         return False
     plan = _plan(x.device, tile, len(x), *weight.shape, x.stride(0))
@@ -85,7 +101,7 @@ def multiply(x: Tensor, weight: Tensor, residual: Tensor | None, out: Tensor) ->
 
 
 def _readable(x: Tensor, *others: Tensor) -> bool:
-    """Whether all are what the library is told: bfloat16, rows at multiples of 16 bytes, which lie apart in x alone."""
+    """Whether all are bfloat16, aligned to 16 bytes and, except for the rows of x, contiguous."""
     if x.stride(1) != 1 or not all(other.is_contiguous() for other in others):
         return False
     places = [tensor.data_ptr() for tensor in (x, *others)]
@@ -94,7 +110,7 @@ def _readable(x: Tensor, *others: Tensor) -> bool:
 
 
 class _Checked(ctypes.Structure):
-    """What the library says of an algorithm."""
+    """cublasLtMatmulHeuristicResult_t: cuBLASLt's answer about an algorithm."""
 
     _fields_ = (
         ("algorithm", ctypes.c_uint64 * 8),
@@ -106,7 +122,7 @@ class _Checked(ctypes.Structure):
 
 
 class _Plan:
-    """A product of one shape, ready to be launched. W and x count as [K, N] and [K, M] in the library's order."""
+    """A product of one shape, ready for launches. In cuBLASLt's column-major order W is [K, N] and x is [K, M]."""
 
     def __init__(
         self, library: Any, handle: ctypes.c_void_p, space: Tensor, tile: Tile, m: int, n: int, k: int, stride: int
@@ -143,7 +159,7 @@ class _Plan:
         return algorithm
 
     def launch(self, x: Tensor, weight: Tensor, adds: bool, added: Tensor, out: Tensor) -> None:
-        """Put out = x @ weight.T, + added if `adds`, into the stream."""
+        """Launch out = x @ weight.T, plus `added` if `adds`, on the current stream."""
         beta, stream = _ONE if adds else _ZERO, torch.cuda.current_stream(x.device).cuda_stream
         _check(
             self._library.cublasLtMatmul(
@@ -155,12 +171,12 @@ class _Plan:
 
 
 class _Unable(Exception):
-    """The library does not do this."""
+    """cuBLASLt does not support this product."""
 
 
 def _check(status: int) -> None:
     if status:
-        raise _Unable(f"cuBLASLt says {status}")
+        raise _Unable(f"cuBLASLt returned status {status}")
 
 
 def _set(setter: Any, target: Any, attribute: int, value: Any) -> None:
@@ -182,8 +198,8 @@ def _plan(device: torch.device, tile: Tile, m: int, n: int, k: int, stride: int)
 
 @cache
 def _opened(device: torch.device) -> tuple[Any, ctypes.c_void_p, Tensor] | None:
-    """The library that torch has loaded, its handle for this device, and room for what its kernels note there; None
-    if it is another or the chip no Hopper with all its multiprocessors."""
+    """The cuBLASLt library that torch has loaded, its handle for this device, and a workspace; None if the version or
+    the GPU is another."""
     handle = ctypes.c_void_p()
     if not is_hopper(device) or processors(device) != _PROGRAMS:
         return None

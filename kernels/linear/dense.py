@@ -1,8 +1,8 @@
-"""Matrix products of few rows, y = x W^T, bound by reading W once; and a batch-invariant product of any number of rows.
+"""16-bit and float32 linear layers: y = x W^T of few rows, bound by reading W once, and a batch-invariant product.
 
-M rows of x, N rows of W (outputs), K columns of both. What surrounds a product in a decoder layer is fused into it: the
-bias and the residual addition after it, the gate of the MLP. Under dependent launch a program
-asks for its first weights before its predecessor in the stream has ended. The vendor's library serves all other shapes.
+M rows of x, N rows of W (outputs), K columns of both. The bias, the residual addition and the gate of the MLP are fused
+into the kernel. Under dependent launch a program prefetches its first weights before the previous kernel has ended.
+cuBLAS serves all other shapes.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -27,13 +27,14 @@ def multiply(
     w,  # [.., K]
     first,  # [BLOCK_N]: rows of W
     offset,  # TWO: to the rows of the second product
-    here,  # [BLOCK_N]: which of them there are
+    here,  # [BLOCK_N]: which of them exist
     low, high,  # columns of W
     rows, M, K, x_stride,
     BLOCK_K: tl.constexpr, TWO: tl.constexpr, IEEE: tl.constexpr, STAGES: tl.constexpr,
     AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """W[first] x^T and W[first + offset] x^T over some columns, [BLOCK_N, BLOCK_M], once the predecessor has ended."""
+    """W[first] x^T and W[first + offset] x^T over columns low to high: [BLOCK_N, BLOCK_M]. Waits for the previous
+    kernel before it reads x."""
     weights = w + first.to(tl.int64)[:, None] * K
     others = weights + tl.cast(offset, tl.int64) * K
     if PDL and AHEAD > 0:
@@ -119,11 +120,11 @@ def invariant_kernel(
 # ---- shapes and launch ----
 
 MAX_ROWS, MAX_GATED_ROWS = 64, 128
-"""More rows than this go to the vendor's library."""
+"""cuBLAS serves more rows than this."""
 
 
 def tile_for(rows: int, n: int, k: int, gated: bool, dtype: torch.dtype) -> Tile | None:
-    """The tile for x [rows, k] times W [n, k], or None where the vendor's library is as fast. Measured on one H200."""
+    """The tile for x [rows, k] times W [n, k], or None where cuBLAS is as fast. Measured on one H200."""
     if gated and MAX_ROWS < rows <= MAX_GATED_ROWS and n >= 12800 and dtype != torch.float32:
         return Tile(128, 64, stages=4, warps=8)
     if dtype == torch.float32 or rows > MAX_ROWS:
@@ -153,12 +154,12 @@ def linear(
     out: Tensor | None = None,
     tile: Tile | Shape | None = None,
 ) -> Tensor:
-    """One product with what surrounds it: x @ weight.T + bias + residual, or silu(its first half) * its second half.
+    """x @ weight.T + bias + residual; gated: silu(first half) * second half of the product.
 
     x [M, K], weight [N, K] (gated: [2N, K]) -> [M, N]. residual [M, N] is added; pass it as `out` too to add in place.
-    All 2-dimensional, unit stride in the last, out and residual contiguous. Where no tile is given and the vendor's
-    library is as fast, it does the product. The weight is fetched before the kernels in line have ended: none of them
-    may write it (`cublas` takes such a weight).
+    All 2-dimensional, unit stride in the last, out and residual contiguous. If no tile is given and cuBLAS is as fast,
+    cuBLAS computes the product. The kernel reads the weight before earlier kernels in the stream have ended, so none of
+    them may write it; use `cublas` for a weight that was just written.
     """
     rows, k = x.shape
     n = weight.shape[0] // 2 if gated else weight.shape[0]
@@ -186,7 +187,7 @@ def linear(
 def cublas(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, gated: bool, out: Tensor | None
 ) -> Tensor:
-    """As `linear`, by the vendor's library, after all kernels in line."""
+    """As `linear`, by cuBLAS, after all earlier kernels in the stream."""
     if out is None:
         out = x.new_empty(x.shape[0], weight.shape[0] // (2 if gated else 1))
     if gated:
@@ -199,14 +200,9 @@ def cublas(
     return out if bias is None else out.add_(bias)
 
 
-def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias. x [T, n], weight [m, n], bias [m] -> [T, m]: the faster of this kernel and the vendor's."""
-    return linear(x, weight, bias)
-
-
 @dataclass(frozen=True, slots=True)
 class InvariantTile:
-    """Shape of an invariant product's programs. All shapes of one dtype sum in the same order."""
+    """Shape of the programs of an invariant product. All shapes of one dtype sum in the same order."""
 
     m: int
     n: int
@@ -222,7 +218,7 @@ INVARIANT_EXACT = InvariantTile(32, 32, 4, 2)
 def matmul_invariant(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, tile: InvariantTile | None = None
 ) -> Tensor:
-    """As `matmul`, and a row's result has the same bits whatever the other rows are and however many."""
+    """x @ weight.T + bias: [M, K] -> [M, N]; a row's bits do not depend on the other rows or their number."""
     rows, k = x.shape
     n = weight.shape[0]
     exact = x.dtype == torch.float32

@@ -1,7 +1,9 @@
-"""Matrix products of few rows on a Hopper, y = x W^T, in Gluon; what surrounds them as in `kernels.linear.dense`.
+"""16-bit linear layers of few rows on a Hopper, y = x W^T, in Gluon; bias, residual and gate as in
+`kernels.linear.dense`.
 
-One warp fetches W and x by the bulk copy engine: W, which no kernel writes, before the previous kernel has ended. Every
-program computes an equal share of all tiles' chunks laid end to end; who finishes a tile last adds its parts.
+One warp loads W and x by the bulk copy engine (TMA): W, which no kernel writes, before the previous kernel has ended.
+The chunks of all tiles form one list, of which every program computes an equal share; the program that finishes a tile
+last adds its parts.
 
     M rows of x    N outputs    K inputs    C chunks of PANELS * 64 inputs
 
@@ -35,7 +37,7 @@ from kernels.linear.split_k import workspace
 @gluon.jit
 def _fetch_weights(w, buffers, full, stage, tile, chunk, N, GATED: gl.constexpr, PIECES: gl.constexpr,
                    PANELS: gl.constexpr):  # fmt: skip
-    """The tile's rows of W for one chunk."""
+    """Load the tile's rows of W for one chunk."""
     for piece in gl.static_range(PIECES):
         row = tile * 64 + piece * N if GATED else (tile * PIECES + piece) * 64
         for panel in gl.static_range(PANELS):
@@ -45,7 +47,7 @@ def _fetch_weights(w, buffers, full, stage, tile, chunk, N, GATED: gl.constexpr,
 
 @gluon.jit
 def _fetch_rows(x, buffers, full, stage, chunk, PANELS: gl.constexpr):
-    """The rows of x for one chunk."""
+    """Load the rows of x for one chunk."""
     for panel in gl.static_range(PANELS):
         column = (chunk * PANELS + panel) * 64
         tma.async_copy_global_to_shared(x, [0, column], full.index(stage), buffers.index(stage * PANELS + panel))
@@ -54,7 +56,7 @@ def _fetch_rows(x, buffers, full, stage, chunk, PANELS: gl.constexpr):
 @gluon.jit
 def _produce(x, w, x_buffers, w_buffers, full, empty, start, end, N, C, GATED: gl.constexpr, PIECES: gl.constexpr,
              PANELS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """Fetch chunks `start` to `end` of all tiles' chunks."""
+    """Producer: load chunks `start` to `end` of all tiles' chunks."""
     BYTES: gl.constexpr = PANELS * 128 * (PIECES * 64 + x_buffers.shape[1])
     first = gl.minimum(end, start + STAGES)
     for unit in range(start, first):
@@ -75,7 +77,7 @@ def _produce(x, w, x_buffers, w_buffers, full, empty, start, end, N, C, GATED: g
 @gluon.jit
 def _sum(x_buffers, w_buffers, full, empty, before, count, layout: gl.constexpr, PIECES: gl.constexpr,
          PANELS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """The products of both pieces over so many chunks. before: chunks that the program has done."""
+    """The products of both pieces over `count` chunks. before: chunks that the program has completed."""
     BLOCK_M: gl.constexpr = x_buffers.shape[1]
     left = gl.zeros([64, BLOCK_M], gl.float32, layout)
     right = gl.zeros([64, BLOCK_M], gl.float32, layout)
@@ -98,7 +100,7 @@ def _sum(x_buffers, w_buffers, full, empty, before, count, layout: gl.constexpr,
 
 @gluon.jit
 def _store_rotated(left, right, bias, cos, sin, positions, kv, slot_mapping, out, head, M, H, G):
-    """The halves of a head's numbers -> queries in out, keys and values in the pool."""
+    """Rotate the halves of a head and store queries in `out`, keys and values in the pool."""
     BLOCK_M: gl.constexpr = left.shape[1]
     memory: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
     lanes = gl.arange(0, 64, gl.SliceLayout(1, memory))[:, None]
@@ -131,7 +133,7 @@ def _store_rotated(left, right, bias, cos, sin, positions, kv, slot_mapping, out
 def _consume(x_buffers, w_buffers, full, empty, bias, residual, out, cos, sin, positions, kv, slot_mapping, parts,
              arrived, start, end, span, M, N, C, H, G, GATED: gl.constexpr, PIECES: gl.constexpr, PANELS: gl.constexpr,
              STAGES: gl.constexpr):  # fmt: skip
-    """The program's tiles, or its parts of them."""
+    """Consumer: compute the program's tiles, or its parts of them."""
     BLOCK_M: gl.constexpr = x_buffers.shape[1]
     SIZE: gl.constexpr = 64 * BLOCK_M
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
@@ -141,7 +143,7 @@ def _consume(x_buffers, w_buffers, full, empty, bias, residual, out, cos, sin, p
         first, last = tile * C // span, (tile * C + C - 1) // span
         done = first == last
         if first < last:
-            # Every program leaves its part; the last to arrive adds all of them, always in the same order.
+            # Every program stores its part; the last to arrive adds all of them, always in the same order.
             worker = gl.program_id(0)
             place = parts + (worker * 2 + (worker == first).to(gl.int32)) * (SIZE * PIECES)
             flat = flattened(left)
@@ -191,7 +193,7 @@ def dense_hopper_kernel(
     M, N, C, H, G, span, units,
     GATED: gl.constexpr, BLOCK_M: gl.constexpr, PIECES: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Program p computes chunks p * span to (p + 1) * span of all tiles' chunks: each tile's C one after another."""
+    """Program p computes chunks p * span to (p + 1) * span of the list of all tiles' chunks, C for each tile."""
     start = gl.program_id(0) * span
     end = gl.minimum(start + span, units)
     x_buffers = gl.allocate_shared_memory(x.dtype, [STAGES * PANELS, BLOCK_M, 64], x.layout)
@@ -219,21 +221,21 @@ def dense_hopper_kernel(
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Shape of a product's programs."""
+    """Shape of the programs."""
 
     block_m: int
-    """Rows of x, at most."""
+    """The most rows of x."""
     stages: int
     panels: int
     """Columns of a chunk, in units of 64."""
 
 
 REGISTERS = 96
-"""Of a thread before the warps share them out: so that the next kernel's program has room beside this one's."""
+"""Registers per thread at launch, before the warps redistribute them: leaves room for the next kernel's program."""
 
 
 def serves(x: Tensor) -> bool:
-    """Whether this kernel multiplies such rows: of 16 bits, on a Hopper, beginning where the copy engine can read."""
+    """Whether this kernel supports these rows: 16-bit, on a Hopper, aligned for the copy engine."""
     fits = x.stride(0) % 8 == 0 and x.shape[1] % 8 == 0 and x.storage_offset() % 8 == 0
     return fits and x.dtype.itemsize == 2 and is_hopper(x.device)
 
@@ -250,7 +252,7 @@ def shape_for(rows: int, n: int, k: int, gated: bool) -> Shape | None:
 
 
 def rotated_shape_for(rows: int, dim: int) -> Shape | None:
-    """The shape for queries, keys and values of so many rows, or None."""
+    """The shape for the fused projection to queries, keys and values, or None."""
     if dim != 128 or rows > 32:
         return None
     return Shape(8, 6, 2) if rows <= 8 else Shape(16 if rows <= 16 else 32, 9, 1)
@@ -259,7 +261,7 @@ def rotated_shape_for(rows: int, dim: int) -> Shape | None:
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, gated: bool, out: Tensor, shape: Shape
 ) -> Tensor:
-    """As `matmul.linear`, of at least one row and at most `shape.block_m`."""
+    """As `dense.linear`, of at least one row and at most `shape.block_m`."""
     _launch(x, weight, bias, residual, gated, out, shape, 2 if gated else 1, NO_POOL)
     return out
 
@@ -268,7 +270,7 @@ def rotated_qkv(
     x: Tensor, weight: Tensor, bias: Tensor | None, cos: Tensor, sin: Tensor, positions_M: Tensor, kv_NP2GD: Tensor,
     slot_mapping_M: Tensor, heads: int, shape: Shape,
 ) -> Tensor:  # fmt: skip
-    """As `qkv.rotated_qkv`, of heads of 128 numbers."""
+    """As `qkv_rope.rotated_qkv`, for head dimension 128."""
     out = torch.empty(x.shape[0], heads, 128, dtype=x.dtype, device=x.device)
     pool = pool_arguments(cos, sin, positions_M, kv_NP2GD, slot_mapping_M, heads)
     _launch(x, weight, bias, None, False, out, shape, 2, pool)

@@ -1,6 +1,6 @@
-"""Rows rounded to fp8 for the vendor's fp8 product, together with what comes before it: a norm, or the gate of the MLP.
+"""fp8 products by cuBLAS: rounds the rows to fp8, fused with the norm or the gate of the MLP that comes before.
 
-T rows, n numbers in a row. The columns come out in the order of `kernels.linear.packed`, chunks filled up with zeros.
+T rows, n numbers in a row. Output columns are in the order of `kernels.linear.packed`, chunks padded with zeros.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -19,13 +19,13 @@ from kernels.quantized_weights import FP8
 def round_rows_kernel(
     x,  # [T, n], or GATED [T, 2n]: gates, then ups; rows x_stride apart
     norm,  # [n] or None: the row is normalized first
-    given,  # float32 [] or None: what to divide by
+    given,  # float32 [] or None: static scale
     out,  # fp8 [T, chunks * 128]
     scales,  # float32 [T]
     n, width, x_stride, eps,
     GATED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row: x / scale, the scale its largest number / 448 unless one is given."""
+    """Round one row: x / scale; the scale is the row's largest magnitude / 448 unless one is given."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < n
@@ -54,9 +54,9 @@ def round_rows(
     gated: bool = False,
     given: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """fp8 [T, n filled up to chunks] and scales float32 [T, 1] of x [T, n], of rms_norm(x), or gated x [T, 2n].
+    """fp8 [T, n padded to chunks] and scales float32 [T, 1] of x [T, n], of rms_norm(x), or of gated x [T, 2n].
 
-    given: float32 [], the scale to take instead of each row's own.
+    given: float32 [], a static scale in place of each row's own.
     """
     rows, n = x.shape[0], x.shape[1] // 2 if gated else x.shape[1]
     width = triton.cdiv(n, CHUNK) * CHUNK
@@ -72,19 +72,19 @@ def round_rows(
 
 
 def multiplies(weight: PackedWeight) -> bool:
-    """Whether the vendor's product takes this weight: fp8 with a scale for each output, on a device that knows fp8."""
+    """Whether cuBLAS can multiply with this weight: fp8 with a scale per output, on a device with fp8 tensor cores."""
     if weight.kind != "fp8" or weight.group != 0 or weight.shape[0] % 16 or weight.device.type != "cuda":
         return False
     return torch.cuda.get_device_capability(weight.device) >= (8, 9)
 
 
 def min_rows(device: torch.device) -> int:
-    """From so many rows on they are rounded: a product of fp8 is faster then than one with fp8 weights as floats."""
+    """The fewest rows for which an fp8 product is faster than one with fp8 weights converted to 16-bit floats."""
     return 17 if torch.cuda.get_device_capability(device)[0] == 9 else 65
 
 
 def multiply(rounded: tuple[Tensor, Tensor], weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """The vendor's product of rounded rows [T, K] with a weight that it takes: [T, N]."""
+    """cuBLAS product of rounded rows [T, K] with a weight for which `multiplies` holds: [T, N]."""
     values, scales = rounded
     w, scale = weight.packed.view(FP8).t(), weight.scale.view(1, -1)[:, : weight.shape[0]]
     return torch._scaled_mm(values, w, scale_a=scales, scale_b=scale, out_dtype=dtype, use_fast_accum=True)

@@ -1,4 +1,4 @@
-"""What the Gluon products share: parts of a sum on their way through memory, what follows a product, descriptors."""
+"""Shared by the Gluon linear kernels: exchange of partial sums through memory, epilogues, tensor descriptors."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -23,7 +23,7 @@ def scaled(numbers, by):
 
 @gluon.jit
 def flattened(product):
-    """[64, BLOCK_M] in one dimension, so that what a thread has lies together."""
+    """[64, BLOCK_M] flattened so that each thread's elements are adjacent."""
     BLOCK_M: gl.constexpr = product.shape[1]
     six = product.reshape([4, 2, 8, BLOCK_M // 8, 4, 2])
     return six.permute([3, 0, 2, 4, 1, 5]).reshape([64 * BLOCK_M])
@@ -38,15 +38,15 @@ def unflattened(flat, BLOCK_M: gl.constexpr, layout: gl.constexpr):
 
 @gluon.constexpr_function
 def parts_at_once(block_m):
-    """Parts that a thread has on their way to it at a time."""
+    """Partial sums that a thread loads at a time."""
     return max(1, 64 // block_m)
 
 
 @gluon.jit
 def joined(product, parts, arrived, first, last, STRIDE: gl.constexpr, layout: gl.constexpr):
-    """-> whether this program is the last of programs `first` to `last` to arrive, which all have a part of a tile, and
-    then the sum of their parts, always in the same order. A program has room for two parts, STRIDE numbers each;
-    `arrived` counts the tile's, zero between launches."""
+    """-> whether this program is the last to arrive of programs `first` to `last`, which all have a part of a tile, and
+    in that case the sum of their parts, always in the same order. A program has buffers for two parts of STRIDE numbers
+    each; `arrived` counts the tile's arrivals and is zero between launches."""
     BLOCK_M: gl.constexpr = product.shape[1]
     AT_ONCE: gl.constexpr = parts_at_once(BLOCK_M)
     worker = gl.program_id(0)
@@ -71,7 +71,7 @@ def joined(product, parts, arrived, first, last, STRIDE: gl.constexpr, layout: g
 
 @gluon.jit
 def angles_of(cos, sin, positions, slot_mapping, rows, lanes, M):
-    """Cosines and sines [lanes, rows] of a head's pairs of numbers, and where the rows' keys and values go: [rows]."""
+    """Cosines and sines [lanes, rows] of a head's pairs, and the rows' slots in the KV pool [rows]."""
     some = rows < M
     angle = gl.load(positions + rows, mask=some, other=0)[None, :] * 128 + lanes[:, None]
     place = gl.load(slot_mapping + rows, mask=some, other=-1)
@@ -80,7 +80,7 @@ def angles_of(cos, sin, positions, slot_mapping, rows, lanes, M):
 
 @gluon.jit
 def store_rotated(left, right, cosine, sine, place, bias, kv, out, head, rows, lanes, M, H, G):
-    """Pairs `lanes` of the head, [lanes, rows] -> turned queries in out, turned keys and values in the pool."""
+    """Rotate pairs `lanes` of the head, [lanes, rows]; store queries in `out`, keys and values in the pool."""
     if bias is not None:
         left += gl.load(bias + head * 128 + lanes).to(gl.float32)[:, None]
         right += gl.load(bias + head * 128 + 64 + lanes).to(gl.float32)[:, None]
@@ -100,7 +100,7 @@ def store_rotated(left, right, cosine, sine, place, bias, kv, out, head, rows, l
 
 @gluon.jit
 def _as_stored(numbers, stored: gl.constexpr):
-    """Numbers of the model's dtype as a pool keeps them."""
+    """Numbers of the model's dtype converted to the pool's dtype, saturated for fp8."""
     if stored == gl.float8e4nv:
         numbers = gl.minimum(gl.maximum(numbers.to(gl.float32), -448.0), 448.0)
     return numbers.to(stored)
@@ -108,7 +108,7 @@ def _as_stored(numbers, stored: gl.constexpr):
 
 @gluon.jit
 def added_lines(bias, residual, columns, rows, M, N):
-    """bias + residual at these columns and rows, float32 [columns, rows]; one of them there is."""
+    """bias + residual at these columns and rows, float32 [columns, rows]; at least one of them is given."""
     valid = (columns < N)[:, None] & (rows < M)[None, :]
     if residual is None:
         found = gl.load(bias + columns, mask=columns < N, other=0.0).to(gl.float32)[:, None]
@@ -146,25 +146,25 @@ NO_POOL: dict[str, Any] = {
     "H": 0,
     "G": 0,
 }
-"""Of a launch that stores its product as it is: no pool."""
+"""Arguments of a launch that stores its product without rotation: there is no KV pool."""
 
 
 def pool_arguments(
     cos: Tensor, sin: Tensor, positions_M: Tensor, kv_NP2GD: Tensor, slot_mapping_M: Tensor, heads: int
 ) -> dict[str, Any]:
-    """What a launch is told that turns queries, keys and values and writes to the pool."""
+    """Arguments of a launch that rotates queries and keys, and writes keys and values to the pool."""
     pool = {"cos": cos, "sin": sin, "positions": positions_M, "kv": kv_NP2GD, "slot_mapping": slot_mapping_M}
     return {**pool, "H": heads, "G": kv_NP2GD.shape[3]}
 
 
 @cache
 def _layout(box: tuple[int, ...], dtype: torch.dtype) -> Any:
-    """How boxes lie in shared memory."""
+    """The shared memory layout of boxes."""
     kinds = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32, torch.int32: gl.int32,
              FP8: gl.float8e4nv}  # fmt: skip
     return gl.NVMMASharedLayout.get_default_for(list(box), kinds[dtype])
 
 
 def descriptor(tensor: Tensor, *box: int) -> Any:
-    """A tensor for the bulk copy engine, in boxes of this shape."""
+    """A descriptor of a tensor for the bulk copy engine (TMA), with boxes of this shape."""
     return TensorDescriptor.from_tensor(tensor, list(box), _layout(box, tensor.dtype))

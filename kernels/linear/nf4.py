@@ -1,4 +1,4 @@
-"""NF4 weights as 16-bit floats, for products that know no NF4."""
+"""Dequantizes NF4 weights to 16-bit floats, for products without an NF4 kernel. Knows no product."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -20,7 +20,7 @@ def dequantize_nf4_kernel(
     count,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """2 * BLOCK numbers."""
+    """Dequantize 2 * BLOCK numbers."""
     wait(PDL)
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = places < count
@@ -31,8 +31,8 @@ def dequantize_nf4_kernel(
 
 
 def dequantize_nf4(weight: Nf4Weight, dtype: torch.dtype) -> Tensor:
-    """The numbers that it stands for: [N, K]."""
-    assert NF4_BLOCK == 64, "the kernel knows one absmax for 32 bytes"
+    """The dequantized weight [N, K]."""
+    assert NF4_BLOCK == 64, "the kernel reads one absmax for 32 bytes"
     out = torch.empty(weight.shape, dtype=dtype, device=weight.packed.device)
     count, block = weight.packed.numel(), 1024
     dequantize_nf4_kernel[(triton.cdiv(count, block),)](

@@ -1,7 +1,7 @@
-"""Weights of four and eight bits as the GPU reads them: words that a few instructions turn into pairs of 16-bit floats.
+"""The packed layout of 4-bit and 8-bit weights: 32-bit words that a few instructions convert to pairs of 16-bit floats.
 
-The numbers of a word become pairs in the registers from which the matrix unit takes them, so nothing is moved between
-threads (the idea of Marlin, Frantar et al. 2024). A tile of 64 rows and 128 columns is contiguous.
+The pairs are created in the registers from which tensor cores read them, so no data moves between threads (as in
+Marlin, Frantar et al. 2024). A tile of 64 rows and 128 columns is contiguous.
 
     N outputs    K inputs    T tiles of 64 outputs    C chunks of 128 inputs    W words of a row in a chunk: 16 or 32
 """
@@ -21,12 +21,12 @@ from kernels.device import has_asm
 from kernels.quantized_weights import FP8_BLOCK, Fp8Weight, Int4Weight, Int8Weight
 
 ROWS, CHUNK = 64, 128
-"""A tile's rows and columns."""
+"""Rows and columns of a tile."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedWeight:
-    """A quantized weight in the kernels' order.
+    """A quantized weight in the packed layout.
 
     int4: bits 4p to 4p + 3 of half h of word j are column 32p + 2j + h of a chunk. int8 and fp8: byte p of half h of
     word j is column 64p + 2j + h.
@@ -35,19 +35,19 @@ class PackedWeight:
     kind: str
     """int4, int8 or fp8."""
     packed: Tensor
-    """int32: int4 [T, C, 64, 16]; int8 and fp8 [N, C * 32], so that the vendor's library can read them, too."""
+    """int32: int4 [T, C, 64, 16]; int8 and fp8 [N, C * 32], a layout that cuBLAS can read, too."""
     scale: Tensor
     """[T, groups, 64] of any float dtype."""
     zero: Tensor | None
     """uint8 [T, groups, 64], of int4; None: 8 everywhere."""
     group: int
-    """Inputs that share a scale: 32 (int4 alone), 64 or a multiple of 128; 0: all."""
+    """Inputs that share a scale: 32 (int4 alone), 64 or a multiple of 128; 0: all inputs of a row."""
     order: Tensor | None
-    """int64 [K]: which input a column belongs to; None: as they come."""
+    """int64 [K]: the input of each stored column (act-order); None: the inputs' own order."""
     shape: torch.Size
     """(N, K)."""
     input_scale: Tensor | None = None
-    """float32 []: what inputs are divided by before they are rounded to fp8; None: each row's own scale."""
+    """float32 []: the static scale of fp8 inputs; None: each row has its own scale."""
 
     @property
     def chunks(self) -> int:
@@ -62,17 +62,17 @@ class PackedWeight:
 
     @property
     def device(self) -> torch.device:
-        """Where it is."""
+        """Device of the weight."""
         return self.packed.device
 
 
 def can_pack(weight: Int4Weight | Int8Weight) -> bool:
-    """Whether no scale changes within what a kernel turns into floats at once: 32 columns of int4, 64 of int8."""
+    """Whether a scale covers all columns that a kernel converts at a time: 32 columns of int4, 64 of int8."""
     return weight.group == 64 or weight.group % CHUNK == 0 or (isinstance(weight, Int4Weight) and weight.group == 32)
 
 
 def pack_weight(weight: Int4Weight | Int8Weight | Fp8Weight) -> PackedWeight:
-    """The canonical weight in the order of the kernels."""
+    """Convert a weight from the canonical to the packed layout."""
     n, k = weight.shape
     tiles, chunks = triton.cdiv(n, ROWS), triton.cdiv(k, CHUNK)
     if isinstance(weight, Int4Weight):
@@ -96,7 +96,7 @@ def pack_weight(weight: Int4Weight | Int8Weight | Fp8Weight) -> PackedWeight:
 
 
 _STEP = 2048
-"""Rows that are laid out at a time: what is unpacked takes some times their memory."""
+"""Rows that are packed at a time: temporaries take several times their memory."""
 
 
 def _pack_nibbles(nibbles: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ def _pack_bytes(values: Tensor) -> Tensor:
 
 
 def _by_tile(values: Tensor, tiles: int, groups: int) -> Tensor:
-    """[N, groups that there are] -> [T, groups, 64], zeros where there is no weight."""
+    """[N, groups] -> [T, groups, 64], padded with zeros."""
     rows, known = values.shape
     padded = F.pad(values, (0, groups - known, 0, tiles * ROWS - rows))
     return padded.view(tiles, ROWS, groups).transpose(1, 2).contiguous()
@@ -139,8 +139,8 @@ def _by_tile(values: Tensor, tiles: int, groups: int) -> Tensor:
 
 @triton.jit
 def _pick_nibbles(packed, SHIFT: tl.constexpr, minus, half: tl.constexpr, ASM: tl.constexpr):
-    """Numbers SHIFT / 4, less the zero, as pairs in words: a mantissa that holds q says 2^m + q, and `minus` is a pair
-    of -(2^m + zero)."""
+    """Elements SHIFT / 4 of both halves less their zeros, as pairs of floats in words: with q in its mantissa a float
+    is 2^m + q; `minus` is a pair of -(2^m + zero)."""
     BF: tl.constexpr = half == tl.bfloat16
     magic: tl.constexpr = "0x43004300" if BF else "0x64006400"
     one: tl.constexpr = "0x3F803F80" if BF else "0x3C003C00"
@@ -161,7 +161,7 @@ def _pick_nibbles(packed, SHIFT: tl.constexpr, minus, half: tl.constexpr, ASM: t
 
 @triton.jit
 def _pick_int8(packed, SHIFT: tl.constexpr, half: tl.constexpr, ASM: tl.constexpr):
-    """Bytes SHIFT / 8 of both halves, as pairs in words: (2^m + the low seven bits) - (2^m + the sign's 128)."""
+    """Bytes SHIFT / 8 of both halves as pairs of floats in words: (2^m + low seven bits) - (2^m + 128 if negative)."""
     BF: tl.constexpr = half == tl.bfloat16
     magic: tl.constexpr = "0x43004300" if BF else "0x64006400"
     minus: tl.constexpr = "0xBF80BF80" if BF else "0xBC00BC00"
@@ -180,8 +180,8 @@ def _pick_int8(packed, SHIFT: tl.constexpr, half: tl.constexpr, ASM: tl.constexp
 
 @triton.jit
 def _pick_fp8(packed, SHIFT: tl.constexpr, half: tl.constexpr, ASM: tl.constexpr):
-    """Bytes SHIFT / 8 of both halves, e4m3, as pairs in words: moved to where a wider float has its exponent and
-    mantissa, then multiplied by what the exponents' biases differ by. Subnormal numbers come out right."""
+    """Bytes SHIFT / 8 of both halves, e4m3, as pairs of floats in words: shifted to the exponent and mantissa of the
+    wider float, then multiplied by the difference of the exponents' biases. Exact for subnormal numbers, too."""
     BF: tl.constexpr = half == tl.bfloat16
     move: tl.constexpr = "4" if BF else "1"
     mask: tl.constexpr = "0x07F007F0" if BF else "0x3F803F80"
@@ -196,7 +196,7 @@ def _pick_fp8(packed, SHIFT: tl.constexpr, half: tl.constexpr, ASM: tl.constexpr
     raw = packed << (8 - SHIFT)
     moved = (raw >> (4 if BF else 1)) & (0x07F007F0 if BF else 0x3F803F80) | raw & -2147450880
     low, high = _halves(moved, half)
-    # The interpreter's halves would lose subnormal numbers: its products go through float32.
+    # The interpreter would flush subnormal halves to zero, so it multiplies in float32.
     scale: tl.constexpr = 2.0**120 if BF else 256.0
     return _pack(low.to(tl.float32) * scale, high.to(tl.float32) * scale, half)
 
@@ -223,7 +223,7 @@ def _add_pairs(a, b, half: tl.constexpr):
 
 @triton.jit
 def _pairs(packed, PLACE: tl.constexpr, minus, half: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr):
-    """The PLACE-th number of both halves of all words: [rows, W] -> [rows, 2 W]."""
+    """The PLACE-th element of both halves of all words: [rows, W] -> [rows, 2 W]."""
     if KIND == "int4":
         both = _pick_nibbles(packed, 4 * PLACE, minus, half, ASM)
     elif KIND == "int8":
@@ -239,7 +239,7 @@ def numbers(
     packed, PART: tl.constexpr, PARTS: tl.constexpr, minus, half: tl.constexpr, KIND: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
-    """Part PART of PARTS of a chunk's columns, less the zero, not yet scaled: [rows, 128 / PARTS] of type `half`."""
+    """Part PART of PARTS of a chunk's columns, zeros subtracted, not scaled: [rows, 128 / PARTS] of type `half`."""
     rows: tl.constexpr = packed.shape[0]
     PLACES: tl.constexpr = (4 if KIND == "int4" else 2) // PARTS
     if PLACES == 1:
@@ -258,7 +258,7 @@ def numbers(
 
 @triton.jit
 def minus_zero(zeros, place, half: tl.constexpr):
-    """What `numbers` of int4 adds in these rows: -(2^m + zero), twice in a word: [rows, 1]."""
+    """The `minus` of `numbers` for int4: -(2^m + zero) of these rows, twice in a word: [rows, 1]."""
     base: tl.constexpr = 0xC300 if half == tl.bfloat16 else 0xE400
     both = tl.zeros_like(place) + 8 if zeros is None else tl.load(zeros + place).to(tl.int32)
     return ((both | base) * 0x10001).to(tl.int32)[:, None]
@@ -281,7 +281,7 @@ def dequantize_kernel(
     first, last, K, C, groups,
     KIND: tl.constexpr, GROUP: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One tile as 16-bit floats."""
+    """Dequantize one tile and chunk to 16-bit floats."""
     wait(PDL)
     tile, chunk = tl.program_id(0) + first // 64, tl.program_id(1)
     half: tl.constexpr = out.dtype.element_ty
@@ -290,7 +290,7 @@ def dequantize_kernel(
     row = (tile * 64 - first + rows).to(tl.int64)
     place = packed_rows(packed, tl.minimum(tile * 64 + rows, last - 1), C, KIND) + chunk * (1024 if W == 16 else 32)
     a = tl.load(place[:, None] + tl.arange(0, W)[None, :])
-    for part in tl.static_range(64 // W):  # columns that lie together in the words of a thread
+    for part in tl.static_range(64 // W):  # columns that are adjacent in the words of a thread
         column = chunk * 128 + part * 2 * W
         where = (tile * groups + (column // GROUP if GROUP > 0 else 0)) * 64 + rows
         minus = tl.broadcast_to(minus_zero(zeros, where, half), [64, W])
@@ -300,7 +300,8 @@ def dequantize_kernel(
 
 
 def dequantize(weight: PackedWeight, dtype: torch.dtype, first: int = 0, last: int | None = None) -> Tensor:
-    """Outputs `first` (a multiple of 64) to `last`, columns as they are stored: [outputs, K] of a 16-bit dtype."""
+    """Dequantize outputs `first` (a multiple of 64) to `last`, columns in stored order: [outputs, K] of 16-bit
+    dtype."""
     n, k = weight.shape
     last = n if last is None else last
     out = torch.empty(last - first, k, dtype=dtype, device=weight.device)

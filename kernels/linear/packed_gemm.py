@@ -1,7 +1,7 @@
-"""Products of few rows with weights of four or eight bits, y = x W^T: bound by reading W once.
+"""Linear layers of few rows with packed 4-bit or 8-bit weights, y = x W^T, bound by reading W once.
 
-Weights become 16-bit floats in the registers from which the matrix unit takes them; x is not rounded. What surrounds a
-product is fused into it as in `kernels.linear.dense`.
+Weights are converted to 16-bit floats in the registers from which tensor cores read them; x is not rounded. Bias,
+residual and gate are fused as in `kernels.linear.dense`.
 
     M rows of x    N outputs    K inputs    T tiles of 64 outputs    C chunks of 128 inputs
 """
@@ -34,7 +34,7 @@ def _add_product(
     PART: tl.constexpr, PARTS: tl.constexpr, half: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
-    """total + W x, scaled unless all inputs share a scale."""
+    """total + W x; scaled here unless all inputs share a scale."""
     if GROUP == 0:
         total = tl.dot(numbers(a, PART, PARTS, minus, half, KIND, ASM), b, total)
     else:
@@ -79,7 +79,7 @@ def packed_gemm_kernel(
     )
     place, up_place = gate // 64 * groups * 64 + gate % 64, other // 64 * groups * 64 + other % 64
     if PDL and AHEAD > 0:
-        if GROUP > 0:  # all its scales: a program that waits for one waits longer than it computes
+        if GROUP > 0:  # all scales: waiting for one takes longer than the computation
             lines = tl.minimum(low * 128 // GROUP * 64 + tl.arange(0, 64) * 64, groups * 64 - 1)
             prefetch(scales + tile * BLOCK_N // 64 * groups * 64 + lines)
         ahead = tl.minimum(low + tl.arange(0, AHEAD), C - 1)[None, :] * SIZE
@@ -125,12 +125,11 @@ def packed_gemm_kernel(
 
 
 MAX_BLOCK_M, MAX_ROWS = 128, 256
-"""Rows of x that a program takes at most, and that are worth its while: it turns all words into floats again for each
-MOST_BLOCK of them."""
+"""Rows of x per program, and per product: the weights are converted to floats again for each MAX_BLOCK_M rows."""
 
 
 def serves(x: Tensor, weight: PackedWeight, gated: bool) -> bool:
-    """Whether `linear_packed` is the fastest for so many rows; the other way is to dequantize the weight."""
+    """Whether `linear_packed` is faster for these rows than dequantizing the weight for cuBLAS."""
     if len(x) <= MAX_ROWS:
         return True
     hopper = hopper_for(x)
@@ -138,7 +137,7 @@ def serves(x: Tensor, weight: PackedWeight, gated: bool) -> bool:
 
 
 def hopper_for(x: Tensor) -> ModuleType | None:
-    """`kernels.linear.packed_hopper` where it can take these rows."""
+    """`kernels.linear.packed_hopper` if it supports these rows on this device, else None."""
     if not launch_options(x.device)["PDL"]:
         return None
     from kernels.linear import packed_hopper
@@ -147,7 +146,7 @@ def hopper_for(x: Tensor) -> ModuleType | None:
 
 
 def tile_for(kind: str, rows: int, n: int, k: int, gated: bool) -> Tile:
-    """The tile for x [rows, k] times W [n, k], of two such W if gated. Measured on one H200."""
+    """The tile for x [rows, k] times W [n, k] (gated: two such W). Measured on one H200."""
     chunks = triton.cdiv(k, CHUNK)
     if rows > 64:
         tiles = triton.cdiv(n, 128) * triton.cdiv(rows, MAX_BLOCK_M)
@@ -163,7 +162,7 @@ def tile_for(kind: str, rows: int, n: int, k: int, gated: bool) -> Tile:
 
 
 def _splits(tiles: int, enough: int, most: int) -> int:
-    """The smallest power of two that makes enough programs of so many tiles, up to `most`."""
+    """The smallest power of two, up to `most`, for which tiles * split >= enough."""
     split = 1
     while tiles * split < enough and 2 * split <= most:
         split *= 2
@@ -180,7 +179,7 @@ def linear_packed(
     out: Tensor | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
-    """As `matmul.linear`, of rows of a 16-bit dtype that `serves`, with the tile given or chosen."""
+    """As `dense.linear`, for rows of a 16-bit dtype that `serves`; the tile is chosen unless given."""
     rows, k = x.shape
     assert k == weight.shape[1]
     assert not gated or (bias is None and residual is None)
@@ -207,10 +206,10 @@ def _tiled(
     out: Tensor,
     tile: Tile | None,
 ) -> Tensor:
-    """By `packed_gemm_kernel`, on any device."""
+    """As `linear_packed` by `packed_gemm_kernel`, which runs on any device."""
     (rows, k), n = x.shape, out.shape[1]
     block = min(MAX_BLOCK_M, max(16, triton.next_power_of_2(rows)))
-    if gated and block > 64:  # two sums would not fit into the registers
+    if gated and block > 64:  # two accumulators would not fit into the registers
         return silu_and_mul(_tiled(x, weight, None, None, False, x.new_empty(rows, 2 * n), tile), out)
     tile = tile or tile_for(weight.kind, rows, n, k, gated)
     space = workspace(x.device, (1 + gated) * tile.split * rows * n if tile.split > 1 else 0)

@@ -1,6 +1,6 @@
-"""Launches of the Hopper kernel for one row of x and quantized weights: which shape of program serves which product.
+"""Chooses program shapes for, and launches, the Hopper kernel for one row of x and packed weights.
 
-N outputs, K inputs; `kernels.linear.packed_gemv_kernel` is the kernel.
+N outputs, K inputs; the kernel is in `kernels.linear.packed_gemv_kernel`.
 """
 
 from dataclasses import dataclass
@@ -14,40 +14,40 @@ from kernels.linear.packed import CHUNK, PackedWeight
 from kernels.linear.packed_gemv_kernel import packed_gemv_kernel
 
 WARPS = 8
-"""Warps of a program that multiply."""
+"""Warps of a program that multiply; two more load."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Shape of a product's programs."""
+    """Shape of the programs."""
 
     chunks: int
-    """Chunks of 128 inputs that are fetched at once."""
+    """Chunks of 128 inputs per load."""
     stages: int
-    """Fetches that are on their way, or being multiplied."""
+    """Loads that are in flight or being multiplied."""
     per_sm: int = 2
-    """Programs that a multiprocessor holds."""
+    """Programs per multiprocessor."""
     max_registers: int = 80
-    """Of a thread before the warps share them out."""
+    """Registers per thread at launch, before the warps redistribute them."""
 
 
 ONE_ROUND = range(2 * 132 + 1, 3 * 132 + 1)
-"""Tiles that three programs on each multiprocessor take in one round, and two do not."""
+"""Numbers of tiles that three programs per multiprocessor compute in one round and two do not."""
 LONG_INPUTS = {0: range(8192, 16385), CHUNK: range(8192, 14337)}
-"""By inputs that share a scale (0: all): so many need more on its way, and leave room for it twice."""
+"""Inputs per scale (0: all) -> numbers of inputs that need more loads in flight, and for which they fit twice."""
 MAX_INPUTS = {2: 28672, 3: 11264}
-"""More than these do not stay in shared memory so many times."""
+"""Programs per multiprocessor -> the most inputs for which x fits into shared memory that many times."""
 
 
 def shape_for(weight: PackedWeight, rows: int) -> Shape | None:
-    """The shape for so many rows, or None where another kernel serves. Measured on one H200."""
+    """The shape for `rows` rows, or None where another kernel serves. Measured on one H200."""
     n, k = weight.shape
     if rows != 1 or weight.group not in (0, CHUNK) or n % 16 or k % (WARPS * CHUNK) or k > MAX_INPUTS[2]:
         return None
     if weight.kind != "int4":
         if k >= LONG_INPUTS[0].start:
             return Shape(WARPS, 5 if k in LONG_INPUTS[weight.group] else 3)
-        # One round leaves room for the kernel behind it; more rounds want more on its way.
+        # One round leaves room for the next kernel's programs; more rounds need more loads in flight.
         return Shape(WARPS, 2, 3, 56) if n // 16 < ONE_ROUND.stop else Shape(WARPS, 4)
     chunks = WARPS if weight.chunks % (2 * WARPS) else 2 * WARPS
     stages = 3 * 2 * WARPS // chunks
@@ -58,7 +58,7 @@ def linear(
     x: Tensor, weight: PackedWeight, bias: Tensor | None, residual: Tensor | None, gated: bool, out: Tensor,
     shape: Shape, pool: dict[str, Any] = NO_POOL,
 ) -> None:  # fmt: skip
-    """As `matmul_words.linear_packed`, of one row; with a pool as `matmul_words_hopper.rotated_qkv`."""
+    """As `packed_gemm.linear_packed` for one row; with `pool` as `packed_hopper.rotated_qkv`."""
     grid, arguments = launch(x, weight, bias, residual, gated, out, shape, processors(x.device), pool)
     packed_gemv_kernel[grid](**arguments, launch_pdl=True)
 
@@ -67,7 +67,7 @@ def launch(
     x: Tensor, weight: PackedWeight, bias: Tensor | None, residual: Tensor | None, gated: bool, out: Tensor,
     shape: Shape, processors: int, pool: dict[str, Any] = NO_POOL,
 ) -> tuple[tuple[int], dict[str, Any]]:  # fmt: skip
-    """The grid and the arguments of the kernel."""
+    """The grid and the arguments of `packed_gemv_kernel`."""
     rows, tiles = weight.shape[0], weight.shape[0] // 16
     if weight.kind == "int4":
         packed = descriptor(weight.packed.view(-1, 32, 32), shape.chunks, 4, 32)

@@ -1,9 +1,10 @@
-"""Products of one row with weights of four or eight bits on a Hopper: y = x W^T, in Gluon.
+"""Linear layers of one row with packed 4-bit or 8-bit weights on a Hopper: y = x W^T, in Gluon.
 
-A tile is 16 rows of W, two octets that need not be neighbours: gates and ups, or the halves of a head. No two programs
-share one: each of a program's WARPS warps takes chunks of its own, turns words into 16-bit floats in the registers from
-which the tensor cores take them, multiplies by itself, and the warps add up. Two more warps fetch, an octet each, by
-the bulk copy engine. All of x stays in shared memory. Names as in `kernels.linear.packed_gemm`, besides:
+A tile is 16 rows of W: two octets (8 rows each) that need not be adjacent, such as gates and ups, or the halves of a
+head. Each tile is computed by one program: each of its WARPS warps converts chunks of its own to 16-bit floats, in the
+registers from which tensor cores read them, and multiplies them; then the warps' sums are added. Two more warps load
+one octet each by the bulk copy engine (TMA). All of x stays in shared memory. Names as in `kernels.linear.packed_gemm`,
+and:
 
     STEPS boxes of CHUNKS chunks in a tile    W words of a row in a chunk: 16 of four bits, 32 of eight
 """
@@ -34,7 +35,7 @@ def _octet(tile, N, octet: gl.constexpr, GATED: gl.constexpr, ROTATED: gl.conste
 
 @gluon.jit
 def _rows_of(tile, places, N, GATED: gl.constexpr, ROTATED: gl.constexpr):
-    """The rows of W at these places of a tile, by 16."""
+    """The rows of W at these places (0 to 15, repeating) of a tile."""
     first, second = _octet(tile, N, 0, GATED, ROTATED), _octet(tile, N, 1, GATED, ROTATED)
     return first + places % 8 + places // 8 % 2 * (second - first)
 
@@ -45,7 +46,7 @@ def _rows_of(tile, places, N, GATED: gl.constexpr, ROTATED: gl.constexpr):
 @gluon.jit
 def _fetch(packed, scales, packed_buffer, scale_buffers, full, place, row, step, C, groups, KIND: gl.constexpr,
            GROUP: gl.constexpr):  # fmt: skip
-    """An octet's words of a step and their scales."""
+    """Load an octet's words of a step and their scales."""
     CHUNKS: gl.constexpr = packed.block_type.shape[0]
     first = step * CHUNKS
     where = [row // 64 * C + first, row % 64 // 2, 0] if KIND == "int4" else [first, row, 0]
@@ -57,7 +58,7 @@ def _fetch(packed, scales, packed_buffer, scale_buffers, full, place, row, step,
 
 @gluon.jit
 def _fetch_x(x, buffers, ready, STEPS: gl.constexpr):
-    """All of x, a barrier for each step."""
+    """Load all of x, with a barrier for each step."""
     PANELS: gl.constexpr = x.block_type.shape[0]
     for step in range(STEPS):
         mbarrier.expect(ready.index(step), PANELS * 128)
@@ -68,8 +69,8 @@ def _fetch_x(x, buffers, ready, STEPS: gl.constexpr):
 def _produce(x, packed, scales, x_buffers, packed_buffers, scale_buffers, full, empty, ready, tiles, N, C, groups,
              octet: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, GATED: gl.constexpr, ROTATED: gl.constexpr,
              STEPS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """Fetch an octet of the program's tiles; what fits of its words and scales, which no kernel writes, before the
-    previous kernel has ended. The first octet's warp fetches x after that."""
+    """Producer: load an octet of the program's tiles. Words and scales, which no kernel writes, are loaded before the
+    previous kernel has ended, as many as the buffers hold. The first octet's warp loads x after that."""
     SCALES: gl.constexpr = scale_buffers.shape[1] * scale_buffers.dtype.primitive_bitwidth if GROUP > 0 else 0
     BYTES: gl.constexpr = packed_buffers.shape[1] * packed_buffers.shape[2] * 128 + SCALES
     tile, programs = gl.program_id(0), gl.num_programs(0)
@@ -102,8 +103,8 @@ def _bases(count, rank, place=0, by=1):
 
 @gluon.constexpr_function
 def octet_layout(warps, w):
-    """How threads hold an octet's words, [warps, 8, w], of int4 as they lie, [warps, 4, 32]: four or eight words that
-    lie together."""
+    """How threads hold an octet's words, [warps, 8, w] (int4 as stored, [warps, 4, 32]): four or eight adjacent
+    words."""
     inner, across = _bases(w // 4, 3, 2), _bases(4, 3, 2, w // 4)
     down = [*_bases(32 // w, 3, 2, w), *_bases(w // 4, 3, 1)]
     return gl.DistributedLinearLayout(inner, [*across, *down], _bases(warps, 3), [], [warps, w // 4, 32])
@@ -129,7 +130,7 @@ def x_layout(warps, w):
 
 @gluon.jit
 def _packed_of(buffer, W: gl.constexpr):
-    """An octet's words of WARPS chunks, [WARPS, 8, W]: the k-th of a thread's words between the others' k-th."""
+    """An octet's words of WARPS chunks, [WARPS, 8, W], interleaved: the k-th words of all threads are adjacent."""
     WARPS: gl.constexpr = buffer.shape[0]
     found = buffer.load(octet_layout(WARPS, W)).reshape([WARPS, 8, 4, W // 4])
     return found.permute([0, 1, 3, 2]).reshape([WARPS, 8, W])
@@ -137,7 +138,7 @@ def _packed_of(buffer, W: gl.constexpr):
 
 @gluon.jit
 def _x_of(buffer, W: gl.constexpr, right: gl.constexpr):
-    """The inputs that the two halves of `numbers` meet, each [WARPS, 64, 8], the same in all columns."""
+    """The inputs for the two halves of `numbers`, each [WARPS, 64, 8], equal in all columns."""
     WARPS: gl.constexpr = buffer.shape[0] // 2
     found = buffer.load(x_layout(WARPS, W)).reshape([WARPS, 64 // W, 4, W // 4, 2]).permute([0, 1, 3, 2, 4])
     low, high = gl.split(found.reshape([WARPS, 2, 64]).permute([0, 2, 1]))
@@ -162,7 +163,7 @@ def _scales_of(left, right, layout: gl.constexpr):
 @gluon.jit
 def _minus(zeros, tile, chunk, N, groups, half: gl.constexpr, W: gl.constexpr, WARPS: gl.constexpr,
            GATED: gl.constexpr, ROTATED: gl.constexpr):  # fmt: skip
-    """What `numbers` of int4 adds to words of chunks from `chunk` on, [WARPS * 16, W]."""
+    """The `minus` of `numbers` for int4 words of chunks from `chunk` on, [WARPS * 16, W]."""
     layout: gl.constexpr = tile_layout(WARPS, W)
     base: gl.constexpr = 0xC308C308 - (1 << 32) if half == gl.bfloat16 else 0xE408E408 - (1 << 32)
     minus = gl.full([WARPS * 16, W], base, gl.int32, layout)
@@ -176,7 +177,7 @@ def _minus(zeros, tile, chunk, N, groups, half: gl.constexpr, W: gl.constexpr, W
 
 @gluon.jit
 def _numbers_of(packed, PART: gl.constexpr, minus, half: gl.constexpr, KIND: gl.constexpr, left: gl.constexpr):
-    """Half of some chunks' numbers as the tensor cores take them, [WARPS, 16, 64]."""
+    """Half of the chunks' elements in the tensor cores' operand layout, [WARPS, 16, 64]."""
     found = numbers(packed, PART, 2, minus, half, KIND, True).reshape([packed.shape[0] // 16, 16, 64])
     return gl.convert_layout(found, left, assert_trivial=True)
 
@@ -185,8 +186,8 @@ def _numbers_of(packed, PART: gl.constexpr, minus, half: gl.constexpr, KIND: gl.
 def _sum(x_buffers, packed_buffers, scales, full, empty, ready, zeros, tile, stage, turn, N, groups,
          layout: gl.constexpr, half: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, GATED: gl.constexpr,
          ROTATED: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """Each warp's sums of a tile, [WARPS, 16, 8], the same in all columns, and the place in the ring after it; scaled
-    unless all inputs share a scale."""
+    """Each warp's sums of a tile, [WARPS, 16, 8], equal in all columns and scaled unless all inputs share a scale; and
+    the next position in the ring buffer."""
     W: gl.constexpr = 16 if KIND == "int4" else 32
     WARPS: gl.constexpr = layout.warps_per_cta[0]
     CHUNKS: gl.constexpr = packed_buffers.shape[1]
@@ -234,12 +235,12 @@ def _halves(product):
 def _consume(x_buffers, packed_buffers, scales, full, empty, ready, zeros, bias, residual, out, cos, sin, positions, kv,
              slot_mapping, tiles, N, groups, H, G, KIND: gl.constexpr, GROUP: gl.constexpr, GATED: gl.constexpr,
              WARPS: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """Multiply the program's tiles, add up, store."""
+    """Consumer: multiply the program's tiles, add the warps' sums, store."""
     half: gl.constexpr = out.dtype.element_ty
     ROTATED: gl.constexpr = kv is not None
     layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     sixteen: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, layout))
-    # The layout in which an octet of results comes, in pairs of a head: [8, 1].
+    # The layout of an octet of results as pairs of a head: [8, 1].
     pairs: gl.constexpr = _halves(gl.zeros([16], gl.float32, sixteen))[0].reshape([8, 1]).type.layout
     first = gl.program_id(0)
     stage, turn = first - first, first - first
@@ -251,7 +252,7 @@ def _consume(x_buffers, packed_buffers, scales, full, empty, ready, zeros, bias,
             x_buffers, packed_buffers, scales, full, empty, ready, zeros, tile, stage, turn, N, groups, layout, half,
             KIND, GROUP, GATED, ROTATED, STEPS, STAGES,
         )  # fmt: skip
-        # What follows the product is on its way while the warps add up.
+        # Inputs of the epilogue are loaded while the warps' sums are added.
         if ROTATED:
             lanes = tile % 8 * 8 + gl.arange(0, 8, gl.SliceLayout(1, pairs))
             line = gl.arange(0, 1, gl.SliceLayout(0, pairs))

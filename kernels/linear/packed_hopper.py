@@ -1,7 +1,7 @@
-"""Launches of the Hopper kernel for quantized weights: which shape of program serves which product, what it is told.
+"""Chooses program shapes for, and launches, the Hopper kernels for packed weights.
 
-M rows of x, N outputs, K inputs, as in `kernels.linear.packed_gemm`; the kernel is
-`kernels.linear.packed_hopper_kernel`.
+M rows of x, N outputs, K inputs, as in `kernels.linear.packed_gemm`. The kernel for few rows is in
+`kernels.linear.packed_hopper_kernel`; one row and many rows have kernels of their own.
 """
 
 from dataclasses import dataclass
@@ -19,29 +19,30 @@ from kernels.linear.split_k import workspace
 from kernels.quantized_weights import FP8
 
 GROUPS = 2
-"""Warpgroups of a program that multiply, 64 rows of W each."""
+"""Warpgroups of a program that multiply, each 64 rows of W."""
 MAX_8BIT_ROWS = 512
-"""With more, a weight of eight bits is better dequantized once for the vendor's product."""
+"""For more rows it is faster to dequantize an 8-bit weight and use cuBLAS."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Shape of a product's programs."""
+    """Shape of the programs of `packed_hopper_kernel`."""
 
     block_m: int
     stages: int
     registers: int = 240
-    """Of a thread that multiplies."""
+    """Registers of a thread that multiplies."""
     min_chunks: int = 4
-    """Chunks of 128 inputs that a program takes at least."""
+    """The fewest chunks of 128 inputs per program."""
     per_sm: int = 1
-    """Programs that a multiprocessor holds."""
+    """Programs per multiprocessor."""
     max_registers: int | None = None
-    """Of a thread before the warpgroups share them out; None: as many as one program can have."""
+    """Registers per thread at launch, before the warpgroups redistribute them; None: as many as one program can
+    have."""
 
 
 AnyShape = Shape | packed_prefill.Shape | packed_gemv.Shape
-"""Each has a kernel of its own."""
+"""The type of a shape selects the kernel."""
 
 
 def shape_for(weight: PackedWeight, rows: int, gated: bool, rounded: bool = False) -> AnyShape | None:
@@ -68,19 +69,19 @@ def shape_for(weight: PackedWeight, rows: int, gated: bool, rounded: bool = Fals
 
 
 STAGES = {8: (5, 3), 16: (4, 3), 32: (3, 4)}
-"""With weights of four and of eight bits: as many as two programs' multiplying warps keep up with. What is fetched
-ahead beyond that is in the way of the kernel before."""
+"""Block of rows -> stages with 4-bit and with 8-bit weights: as many as two programs' warps can multiply in time. More
+loads in flight would slow the previous kernel down."""
 
 
 def _rounded_shape(rows: int, n: int, k: int) -> Shape | None:
-    """Of fp8 rows; the vendor's product is faster where more rows meet many outputs."""
+    """The shape for fp8 rows; None where cuBLAS is faster: more rows, many outputs."""
     if rows <= 64:
         return Shape(max(16, triton.next_power_of_2(rows)), 8)
     return Shape(128, 6) if rows <= 128 and n <= k else None
 
 
 def rotated_shape_for(weight: PackedWeight, rows: int, dim: int) -> Shape | packed_gemv.Shape | None:
-    """The shape for queries, keys and values of so many rows and this head dimension, or None."""
+    """The shape for the fused projection to queries, keys and values with this head dimension, or None."""
     if dim != 128 or rows > 64 or weight.order is not None:
         return None
     shape = shape_for(weight, rows, False)
@@ -88,7 +89,7 @@ def rotated_shape_for(weight: PackedWeight, rows: int, dim: int) -> Shape | pack
 
 
 def serves(x: Tensor) -> bool:
-    """Whether the kernel can take these rows, on this device."""
+    """Whether the device is a Hopper and the copy engine can read these rows (16-byte alignment)."""
     return (
         is_hopper(x.device)
         and len(x) > 0
@@ -108,7 +109,8 @@ def linear(
     shape: AnyShape,
     x_scales: Tensor | None = None,
 ) -> Tensor:
-    """`matmul_words.linear_packed` of at least one row. x_scales: float32 [M, 1], x is `fp8.round_rows`."""
+    """As `packed_gemm.linear_packed`, of at least one row. x_scales: float32 [M, 1] if x comes from
+    `fp8.round_rows`."""
     if isinstance(shape, packed_prefill.Shape):
         packed_prefill.linear(x, weight, bias, residual, gated, out, shape)
         return out
@@ -124,7 +126,7 @@ def rotated_qkv(
     x: Tensor, weight: PackedWeight, bias: Tensor | None, cos: Tensor, sin: Tensor, positions_M: Tensor,
     kv_NP2GD: Tensor, slot_mapping_M: Tensor, heads: int, shape: Shape | packed_gemv.Shape,
 ) -> Tensor:  # fmt: skip
-    """As `qkv.rotated_qkv`, of heads of 128 numbers, of a pool in the model's dtype or of fp8 that counts as it is."""
+    """As `qkv_rope.rotated_qkv`, for head dimension 128 and a pool in the model's dtype or in fp8 without scales."""
     out = x.new_empty(len(x), heads, 128)
     pool = pool_arguments(cos, sin, positions_M, kv_NP2GD, slot_mapping_M, heads)
     if isinstance(shape, packed_gemv.Shape):
@@ -147,7 +149,7 @@ def launch(
     processors: int,
     pool: dict[str, Any] = NO_POOL,
 ) -> tuple[tuple[int], dict[str, Any]]:
-    """The grid and the arguments of the kernel."""
+    """The grid and the arguments of `packed_hopper_kernel`."""
     rows, n = x.shape[0], weight.shape[0] // 2 if gated else weight.shape[0]
     down = triton.cdiv(rows, shape.block_m)
     units = triton.cdiv(weight.shape[0], GROUPS * 64) * down * weight.chunks

@@ -1,8 +1,8 @@
-"""Products with weights of four or eight bits on a Hopper: y = x W^T, in Gluon.
+"""Linear layers of few rows with packed 4-bit or 8-bit weights on a Hopper: y = x W^T, in Gluon.
 
-Two warps fetch words, their scales and rows of x by the bulk copy engine, each a box of 64 rows of W; two warpgroups
-turn 64 rows of words each into 16-bit floats in the registers from which the tensor cores take them. HALVED: 32 are
-of one box and 32 of the next, gates and ups or the halves of a head. Names as in `kernels.linear.packed_gemm`.
+Two warps load words, scales and rows of x by the bulk copy engine (TMA), each a box of 64 rows of W; two warpgroups
+convert 64 rows of words each to 16-bit floats in the registers from which tensor cores read them. HALVED: 32 rows are
+of one box and 32 of the next (gates and ups, or the halves of a head). Names as in `kernels.linear.packed_gemm`.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -27,7 +27,7 @@ from kernels.linear.packed import minus_zero, numbers
 def _fetch_packed(packed, scales, packed_buffers, scale_buffers, full, stage, across, chunk, N, C, groups,
                  box: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr,
                  GATED: gl.constexpr):  # fmt: skip
-    """The words of a chunk and their scales, of one box. GATED: boxes of gates and of ups in turn."""
+    """Load the words of a chunk and their scales, of one box. GATED: boxes of gates and of ups alternate."""
     row = (across * GROUPS + box) * 64
     if GATED:
         row = (across * (GROUPS // 2) + box // 2) * 64 + box % 2 * N
@@ -44,7 +44,7 @@ def _fetch_packed(packed, scales, packed_buffers, scale_buffers, full, stage, ac
 
 @gluon.jit
 def _fetch_rows(x, buffers, full, stage, line, chunk, box: gl.constexpr, GROUPS: gl.constexpr):
-    """A share of the rows of x for one chunk, in panels of 128 bytes."""
+    """Load a share of the rows of x for one chunk, in panels of 128 bytes."""
     WIDTH: gl.constexpr = buffers.shape[2]
     PANELS: gl.constexpr = 128 // WIDTH
     for panel in gl.static_range(box, PANELS, GROUPS):
@@ -54,7 +54,7 @@ def _fetch_rows(x, buffers, full, stage, line, chunk, box: gl.constexpr, GROUPS:
 
 @gluon.constexpr_function
 def stage_bytes(buffers, stages, share=1, of=1):
-    """What one stage of these buffers holds; of its panels that are dealt out to `of` hands, what the first gets."""
+    """Bytes of one stage of these buffers that warp `share` of `of` loads."""
     size = buffers.numel * buffers.dtype.primitive_bitwidth // 8 // stages
     panels = buffers.shape[0] // stages
     return size // panels * len(range(share, panels, of))
@@ -62,7 +62,8 @@ def stage_bytes(buffers, stages, share=1, of=1):
 
 @gluon.jit
 def _next(stage, across, line, chunk, C, down, STAGES: gl.constexpr):
-    """The place after this one: in the ring, and among all tiles' chunks. A division would take longer than a fetch."""
+    """The next position in the ring and in the list of all tiles' chunks, without divisions: one takes longer than a
+    load."""
     wraps = (chunk + 1 == C).to(gl.int32)
     turns = wraps * (line + 1 == down).to(gl.int32)
     around = (stage + 1 == STAGES).to(gl.int32)
@@ -73,8 +74,8 @@ def _next(stage, across, line, chunk, C, down, STAGES: gl.constexpr):
 def _produce(x, packed, scales, x_buffers, packed_buffers, scale_buffers, full, empty, start, end, down, N, C, groups,
              box: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr, GATED: gl.constexpr,
              STAGES: gl.constexpr):  # fmt: skip
-    """Fetch a box of chunks `start` to `end` of all tiles' chunks, and a share of x; words and scales, which no kernel
-    writes, before the previous kernel has ended."""
+    """Producer: load a box of chunks `start` to `end` of all tiles' chunks, and a share of x. Words and scales, which
+    no kernel writes, are loaded before the previous kernel has ended."""
     SCALES: gl.constexpr = stage_bytes(scale_buffers, STAGES, box, GROUPS) if GROUP > 0 else 0
     PACKED_BYTES: gl.constexpr = stage_bytes(packed_buffers, STAGES, box, GROUPS)
     BYTES: gl.constexpr = stage_bytes(x_buffers, STAGES, box, GROUPS) + PACKED_BYTES + SCALES
@@ -104,14 +105,14 @@ def _produce(x, packed, scales, x_buffers, packed_buffers, scale_buffers, full, 
 
 @gluon.constexpr_function
 def scales_sums(group, block_m):
-    """Whether a group's scale multiplies sums; of more rows than these there are fewer weights than sums."""
+    """Whether group scales multiply sums instead of weights: with up to 64 rows of x there are fewer sums."""
     return group > 0 and block_m <= 64
 
 
 @gluon.constexpr_function
 def packed_layout(width, halved, lines=False):
-    """How the threads of a warpgroup hold [64, width] words, or [32, width] of which they take rows alone; of int4 as
-    they lie in lines of two rows, too."""
+    """How the threads of a warpgroup hold [64, width] words; halved: [32, width]; lines: int4 words as stored, two rows
+    per line."""
     inner = [[0, 1 << bit] for bit in range(2, width.bit_length() - 1)]
     lanes, warps, tall = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], 64
     if halved:
@@ -137,8 +138,8 @@ def _box_of(buffer, W: gl.constexpr, HALVED: gl.constexpr):
 
 @gluon.jit
 def _packed_of(buffers, place, group: gl.constexpr, W: gl.constexpr, HALVED: gl.constexpr):
-    """A warpgroup's words of a chunk, in the threads that need them: [64, W]. HALVED: of 16 rows the first 8 are of one
-    box, the others of the next."""
+    """A warpgroup's words of a chunk, in the threads that multiply them: [64, W]. HALVED: of 16 rows the first 8 are of
+    one box, the others of the next."""
     if HALVED:
         box = place + group // 2 * 2
         TALL: gl.constexpr = buffers.shape[1] // 2
@@ -153,7 +154,7 @@ def _packed_of(buffers, place, group: gl.constexpr, W: gl.constexpr, HALVED: gl.
 
 @gluon.jit
 def _scales_of(buffers, place, group: gl.constexpr, HALVED: gl.constexpr, wanted: gl.constexpr):
-    """The scales of the same rows: [64, 1], in the layout of what they multiply."""
+    """The scales of the same rows: [64, 1], in the layout of their operand."""
     if HALVED:
         half: gl.constexpr = gl.DistributedLinearLayout([], [[0], [0], [1], [2], [4]], [[8], [16]], [], [32])
         box = place + group // 2 * 2
@@ -168,7 +169,7 @@ def _scales_of(buffers, place, group: gl.constexpr, HALVED: gl.constexpr, wanted
 
 @gluon.jit
 def _rows_of(across, rows, N, GATED: gl.constexpr, HALVED: gl.constexpr):
-    """Which rows of W a warpgroup's rows are; those beyond the last count as the last."""
+    """The rows of W that a warpgroup computes, clamped to the last."""
     if HALVED:
         lane, half = rows // 16 * 8 + rows % 8, rows % 16 // 8
         found = across * 32 + lane + half * N if GATED else across // 2 * 128 + across % 2 * 32 + lane + half * 64
@@ -180,7 +181,7 @@ def _rows_of(across, rows, N, GATED: gl.constexpr, HALVED: gl.constexpr):
 @gluon.jit
 def _sum_rounded(x_buffers, packed_buffers, full, empty, before, low, high, layout: gl.constexpr, group: gl.constexpr,
                  GROUPS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """As `_sum`, of fp8 words and rows as they are."""
+    """As `_sum`, of fp8 weights and fp8 rows without conversion."""
     BLOCK_M: gl.constexpr = x_buffers.shape[1]
     total = gl.zeros([64, BLOCK_M], gl.float32, layout)
     for chunk in range(low, high):
@@ -200,7 +201,7 @@ def _sum_rounded(x_buffers, packed_buffers, full, empty, before, low, high, layo
 def _operands(packed_buffers, scale_buffers, zeros, place, zero_place, layout: gl.constexpr, half: gl.constexpr,
               group: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, ON_SUMS: gl.constexpr,
               HALVED: gl.constexpr):  # fmt: skip
-    """A chunk's two halves as the tensor cores take them, and its scales if they multiply sums."""
+    """A chunk's two halves in the tensor cores' operand layout, and its scales if they multiply sums."""
     W: gl.constexpr = 16 if KIND == "int4" else 32
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     base: gl.constexpr = 0xC308C308 - (1 << 32) if half == gl.bfloat16 else 0xE408E408 - (1 << 32)
@@ -222,7 +223,7 @@ def _operands(packed_buffers, scale_buffers, zeros, place, zero_place, layout: g
 
 @gluon.constexpr_function
 def alone(block_m):
-    """Whether each warp multiplies by itself: a warpgroup's instruction takes as long for few rows of x as for more."""
+    """Whether warps multiply separately: a warpgroup instruction takes as long for 8 rows of x as for more."""
     return block_m <= 8
 
 
@@ -239,8 +240,8 @@ def _sum(x_buffers, packed_buffers, scale_buffers, full, empty, zeros, before, l
          layout: gl.constexpr, half: gl.constexpr, group: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr,
          HALVED: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """The products of a warpgroup's 64 rows and chunks `low` to `high`, float32 [64, BLOCK_M]; scaled unless all
-    inputs share a scale. before: chunks that the program has done. While one warpgroup turns words into floats the
-    other multiplies."""
+    inputs share a scale. before: chunks that the program has completed. While one warpgroup converts words, the other
+    multiplies."""
     BLOCK_M: gl.constexpr = x_buffers.shape[1]
     ON_SUMS: gl.constexpr = scales_sums(GROUP, BLOCK_M)
     total = gl.zeros([64, BLOCK_M], gl.float32, layout)
@@ -248,7 +249,7 @@ def _sum(x_buffers, packed_buffers, scale_buffers, full, empty, zeros, before, l
         count = before + chunk - low
         stage = count % STAGES
         mbarrier.wait(full.index(stage), (count // STAGES) & 1)
-        # All that is multiplied lies ready before the first product begins, or the compiler lets it wait for each.
+        # All operands are ready before the first product begins; otherwise the compiler waits after each.
         zero_place = packed_place + chunk * 128 // GROUP * 64 if GROUP > 0 else packed_place
         a, c, scale = _operands(
             packed_buffers, scale_buffers, zeros, stage * GROUPS, zero_place, layout, half, group, KIND, GROUP, ON_SUMS,
@@ -275,7 +276,7 @@ def _consume(x_buffers, packed_buffers, scales, full, empty, zeros, x_scales, bi
              sin, positions, kv, slot_mapping, parts, arrived, start, end, span, down, M, N, C, groups, H, G,
              group: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, GATED: gl.constexpr, GROUPS: gl.constexpr,
              STAGES: gl.constexpr):  # fmt: skip
-    """64 rows of W in each of the program's tiles."""
+    """Consumer: compute 64 rows of W in each of the program's tiles."""
     BLOCK_M: gl.constexpr = x_buffers.shape[1]
     half: gl.constexpr = out.dtype.element_ty
     ROTATED: gl.constexpr = kv is not None
@@ -311,7 +312,7 @@ def _consume(x_buffers, packed_buffers, scales, full, empty, zeros, x_scales, bi
             product *= scale
         if x_scales is not None:
             product *= gl.load(x_scales + line + lines, mask=line + lines < M, other=0.0)[None, :]
-        # What follows the product is on its way while the parts are joined.
+        # Inputs of the epilogue are loaded while the parts are joined.
         places_of = line + gl.arange(0, BLOCK_M, gl.SliceLayout(0, memory))
         columns = across * OUTPUTS + lanes
         if ROTATED:

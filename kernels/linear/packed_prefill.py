@@ -1,6 +1,6 @@
-"""Launches of the Hopper kernel for many rows and weights of four bits: which tiles, and how programs share them.
+"""Chooses tiles for, distributes over programs and launches the Hopper kernel for many rows and packed 4-bit weights.
 
-M rows of x, N outputs, C chunks of 128 inputs; `kernels.linear.packed_prefill_kernel` is the kernel.
+M rows of x, N outputs, C chunks of 128 inputs; the kernel is in `kernels.linear.packed_prefill_kernel`.
 """
 
 from dataclasses import dataclass
@@ -19,24 +19,24 @@ from kernels.linear.split_k import workspace
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Shape of a product's tiles."""
+    """Shape of the tiles."""
 
     block_m: int
-    """Rows of x in one sum, a power of two."""
+    """Rows of x in one accumulator, a power of two."""
     stages: int
-    """Panels of 64 columns of x that are on their way, or being multiplied."""
+    """Panels of 64 columns of x that are in flight or being multiplied."""
     ring: int
-    """Chunks of words, likewise."""
+    """Chunks of words that are in flight or being multiplied."""
     cost: float
-    """Time of a tile beside a wide one's. Words are turned into floats again for each tile."""
+    """Time of a tile relative to a WIDE one. Words are converted to floats again for each tile."""
     min_chunks: int
-    """Chunks of a product with fewer of which parts of shared tiles take too long."""
+    """The shape is not used for products with fewer chunks: sharing tiles would take too long."""
     tail: int = 0
-    """Rows of x in a second sum."""
+    """Rows of x in a second accumulator."""
 
     @property
     def rows(self) -> int:
-        """Of x, in a tile."""
+        """Rows of x in a tile."""
         return self.block_m + self.tail
 
 
@@ -44,10 +44,10 @@ NARROW, MIDDLE = Shape(128, 10, 6, cost=0.62, min_chunks=0), Shape(128, 8, 3, co
 WIDE, TALL = Shape(256, 6, 3, cost=1.0, min_chunks=1536), Shape(256, 4, 6, cost=1.34, min_chunks=1584, tail=64)
 
 
-@lru_cache(64)  # all layers of a step ask for the same
+@lru_cache(64)  # all layers of a step have the same shapes
 def shape_for(rows: int, n: int, k: int) -> Shape:
-    """The shape for x [rows, k] times W [n, k]: of those with enough chunks the one whose tiles take least time, so
-    that wide ones are left where rows would fill others better. Measured on one H200."""
+    """The shape for x [rows, k] times W [n, k]: of those with enough chunks, the one with the least total time.
+    Measured on one H200."""
     chunks = triton.cdiv(n, 128) * triton.cdiv(k, CHUNK)
     down = {shape: triton.cdiv(rows, shape.rows) for shape in (NARROW, MIDDLE, WIDE, TALL)}
     enough = [shape for shape in down if down[shape] * chunks >= shape.min_chunks]
@@ -55,19 +55,19 @@ def shape_for(rows: int, n: int, k: int) -> Shape:
 
 
 BAND = 8
-"""Tiles of x that programs take with all rows of W before they go on to the next: 132 programs read 8 of those and 16
-of W at a time, so that x, four times as many bytes as words are, comes from the L2. Measured on one H200: 4 and 8 are
+"""Tiles of x that are combined with all rows of W before the next band begins: 132 programs read 8 tiles of x and 16 of
+W at a time, so that x, four times as many bytes as the words, comes from the L2. Measured on one H200: 4 and 8 are
 equal."""
 SHARING = 6
-"""What sharing tiles costs a program, in the time of chunks."""
+"""Cost of sharing tiles for a program, in the time of chunks."""
 UNEVEN = 4
-"""What it costs more where not all programs have a part of one tile: one of them joins it, and they read other columns
+"""Further cost if some programs have parts of two tiles: one program joins a tile, and programs read different columns
 of x at a time."""
 
 
 @lru_cache(64)
 def share(tiles: int, chunks: int, processors: int) -> tuple[int, int]:
-    """How many tiles have a program of their own, and how many chunks of the others each program takes."""
+    """How many tiles are computed by one program each, and how many chunks of the other tiles each program computes."""
     rest = tiles % processors
     if rest == 0 or (processors - rest) * chunks <= SHARING * processors:
         return tiles, 1
@@ -75,7 +75,7 @@ def share(tiles: int, chunks: int, processors: int) -> tuple[int, int]:
     even = next(span for span in range(min_chunks, chunks + 1) if chunks % span == 0)
     if even < chunks and even <= equal + UNEVEN:
         return tiles - rest, even
-    if tiles > processors and 2 * rest <= processors:  # a tile with few parts is better than one with many
+    if tiles > processors and 2 * rest <= processors:  # few parts per tile are faster than many
         rest += processors
     return tiles - rest, triton.cdiv(rest * chunks, processors)
 
@@ -89,7 +89,7 @@ def linear(
     out: Tensor,
     shape: Shape,
 ) -> None:
-    """As `matmul_words.linear_packed`, of at least one row."""
+    """As `packed_gemm.linear_packed`, of at least one row."""
     grid, arguments = launch(x, weight, bias, residual, gated, out, shape, processors(x.device))
     packed_prefill_kernel[grid](**arguments, launch_pdl=True)
 
@@ -98,7 +98,7 @@ def launch(
     x: Tensor, weight: PackedWeight, bias: Tensor | None, residual: Tensor | None, gated: bool, out: Tensor,
     shape: Shape, processors: int,
 ) -> tuple[tuple[int], dict[str, Any]]:  # fmt: skip
-    """The grid and the arguments of the kernel."""
+    """The grid and the arguments of `packed_prefill_kernel`."""
     (rows, n), chunks = out.shape, weight.chunks
     down = triton.cdiv(rows, shape.rows)
     across = triton.cdiv(n, 64 if gated else 128)

@@ -1,9 +1,9 @@
-"""Products of many rows with weights of four bits on a Hopper: y = x W^T, in Gluon.
+"""Linear layers of many rows with packed 4-bit weights on a Hopper: y = x W^T, in Gluon.
 
-As `kernels.linear.packed_hopper_kernel`, in tiles of 128 rows of W and 128 to 320 of x: a warp fetches words and
-another rows of x, two warpgroups turn 64 rows of words each into 16-bit floats in registers, scaled, and multiply.
-Tiles that make whole rounds of all multiprocessors have one program each; those that are left may be shared in equal
-parts.
+As `kernels.linear.packed_hopper_kernel`, in tiles of 128 rows of W and 128 to 320 rows of x: one warp loads words and
+another rows of x; two warpgroups convert 64 rows of words each to scaled 16-bit floats in registers and multiply. Tiles
+that form whole rounds of all multiprocessors are computed by one program each; the remaining ones may be shared in
+equal parts.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -26,7 +26,7 @@ from kernels.linear.packed_hopper_kernel import packed_layout
 
 @gluon.jit
 def _pieces(plan):
-    """How many tiles, or pieces of them, a program computes."""
+    """Number of tiles and pieces of tiles that this program computes."""
     alone, span, units, C = plan
     whole = (alone - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0)
     start = gl.program_id(0) * span
@@ -36,9 +36,9 @@ def _pieces(plan):
 
 @gluon.jit
 def _piece(index, plan):
-    """-> a tile, which of the shared ones it is (below 0: it is not), and its chunks: from `low` to `high`.
+    """-> a tile, its index among the shared tiles (below 0: not shared), and its chunks `low` to `high`.
 
-    First come whole tiles, which all programs take in turn; then the program's share of the others, its end first.
+    First come whole tiles, dealt to all programs in turn; then the program's share of the other tiles, its end first.
     """
     alone, span, units, C = plan
     tile, low, high = index * gl.num_programs(0) + gl.program_id(0), 0, C
@@ -54,7 +54,8 @@ def _piece(index, plan):
 
 @gluon.jit
 def _place(tile, sides):
-    """-> which rows of W and of x a tile has. Tiles come in bands of `band` tiles of x, each with all rows of W."""
+    """-> position of a tile across (rows of W) and down (rows of x). Tiles come in bands of `band` tiles of x, each
+    with all rows of W."""
     down, band, across = sides
     above = tile // (band * across) * band
     height = gl.minimum(band, down - above)
@@ -64,7 +65,7 @@ def _place(tile, sides):
 
 @gluon.jit
 def _fetch_packed(packed, buffers, full, empty, plan, sides, N, C, GATED: gl.constexpr):
-    """128 rows of words for each chunk; GATED: 64 gates and 64 ups."""
+    """Producer: load 128 rows of words for each chunk; GATED: 64 gates and 64 ups."""
     RING: gl.constexpr = buffers.shape[0]
     halves = buffers._reinterpret(gl.int32, [2 * RING, 64, 16], packed.layout)
     count = 0
@@ -92,7 +93,7 @@ def rows_of(x_buffers):
 
 @gluon.jit
 def _fetch_rows(boxes, x_buffers, full, empty, plan, sides):
-    """The rows of x for each chunk, in two panels of 64 columns. boxes: a descriptor for each of x_buffers."""
+    """Producer: load the rows of x for each chunk, in two panels of 64 columns. boxes: one descriptor per x buffer."""
     STAGES: gl.constexpr = x_buffers[0].shape[0]
     ROWS: gl.constexpr = rows_of(x_buffers)
     gdc_wait()
@@ -112,7 +113,7 @@ def _fetch_rows(boxes, x_buffers, full, empty, plan, sides):
 
 @gluon.jit
 def _places(rows, groups, N, GATED: gl.constexpr):
-    """Where the scales of rows begin. rows: as they lie in the tiles; GATED: of 16 the first 8 are gates."""
+    """Offsets of the rows' first scales. rows: in the order of the tiles; GATED: of 16 the first 8 are gates."""
     if GATED:
         rows = rows // 16 * 8 + rows % 8 + rows % 16 // 8 * N
     rows = gl.minimum(rows, (2 * N if GATED else N) - 1)
@@ -121,7 +122,7 @@ def _places(rows, groups, N, GATED: gl.constexpr):
 
 @gluon.jit
 def _packed_of(buffer, group: gl.constexpr, GATED: gl.constexpr):
-    """A warpgroup's words of one chunk, in the threads that need them: [64, 16]; GATED: of 16 rows the first 8 are
+    """A warpgroup's words of one chunk, in the threads that multiply them: [64, 16]; GATED: of 16 rows the first 8 are
     gates, the others ups."""
     wanted: gl.constexpr = packed_layout(16, False)
     if GATED:
@@ -136,20 +137,20 @@ def _packed_of(buffer, group: gl.constexpr, GATED: gl.constexpr):
 
 @gluon.constexpr_function
 def sums_layout(rows):
-    """How a warpgroup holds the products of its 64 rows of W and so many of x."""
+    """How a warpgroup holds the products of its 64 rows of W and `rows` rows of x."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, rows, 16])
 
 
 @gluon.jit
 def _nothing(buffers):
-    """A sum of no products with rows that lie there."""
+    """A zero accumulator for the rows of x in these buffers."""
     ROWS: gl.constexpr = buffers.shape[1]
     return gl.zeros([64, ROWS], gl.float32, sums_layout(ROWS))
 
 
 @gluon.jit
 def _multiply(a, x_buffers, panel, sums):
-    """Begin to add a panel's products to each of the sums."""
+    """Start adding a panel's products to each of the sums."""
     found = sums[:0]
     for which in gl.static_range(len(sums)):
         b = x_buffers[which].index(panel).permute([1, 0])
@@ -159,7 +160,7 @@ def _multiply(a, x_buffers, panel, sums):
 
 @gluon.jit
 def _await(panels: gl.constexpr, sums):
-    """The sums when at most the products of the last `panels` panels are under way."""
+    """Wait until at most the products of the last `panels` panels are in flight, and return the sums."""
     found = warpgroup_mma_wait(panels * len(sums), sums)
     return (found,) if len(sums) == 1 else found
 
@@ -168,7 +169,7 @@ def _await(panels: gl.constexpr, sums):
 def _sum(x_buffers, packed_buffers, barriers, scales, zeros, packed_place, scale_place, before, low, high,
          half: gl.constexpr, group: gl.constexpr, GROUP: gl.constexpr, GATED: gl.constexpr):  # fmt: skip
     """The products of a warpgroup's 64 rows and chunks `low` to `high`, for each of x_buffers its rows: float32 [64,
-    rows]. before: chunks that the program has done. Scales and zeros are asked for a chunk ahead."""
+    rows]. before: chunks that the program has completed. Scales and zeros are loaded one chunk ahead."""
     STAGES: gl.constexpr = x_buffers[0].shape[0]
     RING: gl.constexpr = packed_buffers.shape[0]
     operand: gl.constexpr = gl.DotOperandLayout(0, sums_layout(x_buffers[0].shape[1]), 2)
@@ -191,7 +192,7 @@ def _sum(x_buffers, packed_buffers, barriers, scales, zeros, packed_place, scale
         slot = count % RING
         mbarrier.wait(packed_full.index(slot), (count // RING) & 1)
         packed = _packed_of(packed_buffers.index(slot), group, GATED)
-        # All that is multiplied lies ready before the first product begins, or the compiler lets it wait for each.
+        # All operands are ready before the first product begins; otherwise the compiler waits after each.
         a = gl.convert_layout(numbers(packed, 0, 2, minus, half, "int4", True), operand, assert_trivial=True)
         c = gl.convert_layout(numbers(packed, 1, 2, minus, half, "int4", True), operand, assert_trivial=True)
         a, c = scaled(a, by), scaled(c, by)
@@ -209,7 +210,7 @@ def _sum(x_buffers, packed_buffers, barriers, scales, zeros, packed_place, scale
 
 @gluon.jit
 def _slices(product):
-    """A sum by 64 rows of x: [64, 64] each."""
+    """A sum in slices of 64 rows of x: [64, 64] each."""
     if product.shape[1] > 64:
         low, high = gl.split(product.reshape([64, 2, product.shape[1] // 2]).permute([0, 2, 1]))
         found = _slices(low) + _slices(high)
@@ -226,14 +227,14 @@ def _sharers(shared, span, C):
 
 @gluon.jit
 def _owner(which: gl.constexpr, first, last, span, C):
-    """The program that joins this slice of a tile that programs `first` to `last` share. Where each has a part of this
-    tile alone they take slices in turn; else the last takes all: it has computed its other parts before."""
+    """The program that adds up this slice of a tile that programs `first` to `last` share. If each has parts of this
+    tile only, they own slices in turn; otherwise the last owns all, since it has computed its other parts before."""
     return gl.where(C % span == 0, first + which % (last - first + 1), last)
 
 
 @gluon.jit
 def _keep(part, place, wanted):
-    """Leave a slice of a part in memory."""
+    """Store a slice of a part in memory."""
     flat = flattened(part)
     offsets = gl.arange(0, 64 * 64, flat.type.layout)
     gl.store(place + offsets, flat, mask=wanted)
@@ -241,7 +242,7 @@ def _keep(part, place, wanted):
 
 @gluon.jit
 def _add_kept(part, place, wanted):
-    """The slice and what `_keep` left."""
+    """The sum of the slice and the one that `_keep` stored."""
     layout: gl.constexpr = part.type.layout
     flat = flattened(part)
     offsets = gl.arange(0, 64 * 64, flat.type.layout)
@@ -251,10 +252,13 @@ def _add_kept(part, place, wanted):
 
 @gluon.jit
 def _joined(slices, parts, arrived, first, last, span, C, group: gl.constexpr):
-    """A program's part of a tile that programs `first` to `last` share -> the same, and the sums of all parts in the
-    slices that it owns, always in the same order. Owners wait for the others' parts. No program waits before it has
-    computed its own, and all run at the same time: there are at most as many as multiprocessors. The last owner of
-    several is found by `_leave`; one alone leaves the counter at zero."""
+    """Slices of a program's part of a tile that programs `first` to `last` share -> the same; the slices that it owns
+    hold the sums of all parts, always in the same order.
+
+    Owners wait for the other programs' parts. This cannot deadlock: a program waits only after it has stored its own
+    part, and all run at the same time because there are at most as many as multiprocessors. A single owner resets the
+    counter here; several owners reset it in `_leave`.
+    """
     COUNT: gl.constexpr = len(slices)
     program, together = gl.program_id(0), C % span == 0
     mine = parts + (program * 2 + group) * (COUNT * 4096)
@@ -277,7 +281,7 @@ def _joined(slices, parts, arrived, first, last, span, C, group: gl.constexpr):
 
 @gluon.jit
 def _leave(arrived, first, last):
-    """Programs `first` to `last` have all joined slices: the last that comes here leaves the counter at zero."""
+    """Programs `first` to `last` all own slices: the last one to arrive here resets the counter."""
     sharers = last - first + 1
     if gl.atomic_add(arrived, 1, sem="relaxed") == 2 * sharers - 1:
         gl.store(arrived, 0)
@@ -285,7 +289,7 @@ def _leave(arrived, first, last):
 
 @gluon.jit
 def _added(slices, place, other, first, last, span, C):
-    """Another program's part of the slices that this one owns is added."""
+    """Add another program's part to the slices that this program owns."""
     found = slices[:0]
     for which in gl.static_range(len(slices)):
         wanted = (_owner(which, first, last, span, C) == gl.program_id(0)) & (other != gl.program_id(0))
@@ -295,7 +299,7 @@ def _added(slices, place, other, first, last, span, C):
 
 @gluon.jit
 def _store(product, bias, residual, out, across, line, M, N, GATED: gl.constexpr):
-    """What follows the product of a warpgroup's rows and 64 rows of x from `line` on."""
+    """Epilogue of a warpgroup's rows of W and 64 rows of x from `line` on."""
     OUTPUTS: gl.constexpr = 32 if GATED else 64
     memory: gl.constexpr = gl.BlockedLayout([8, 1], [OUTPUTS // 32, 64 // OUTPUTS * 16], [4, 1], [0, 1])
     if GATED:
@@ -309,7 +313,7 @@ def _store(product, bias, residual, out, across, line, M, N, GATED: gl.constexpr
 @gluon.jit
 def _consume(x_buffers, packed_buffers, barriers, scales, zeros, bias, residual, out, parts, arrived, plan, sides,
              span, M, N, C, groups, group: gl.constexpr, GROUP: gl.constexpr, GATED: gl.constexpr):  # fmt: skip
-    """64 rows of W in each of the program's tiles."""
+    """Consumer: compute 64 rows of W in each of the program's tiles."""
     half: gl.constexpr = out.dtype.element_ty
     packed_row = gl.arange(0, 64, gl.SliceLayout(1, packed_layout(16, False)))
     scale_rows = gl.arange(0, 64, gl.SliceLayout(1, gl.DotOperandLayout(0, sums_layout(x_buffers[0].shape[1]), 2)))
@@ -349,7 +353,7 @@ def _barriers(COUNT: gl.constexpr, arrivals: gl.constexpr):
 
 @gluon.jit
 def _room(box, STAGES: gl.constexpr):
-    """Shared memory for so many boxes."""
+    """Shared memory for STAGES boxes."""
     ROWS: gl.constexpr = box.block_type.shape[0]
     return gl.allocate_shared_memory(box.dtype, [STAGES, ROWS, 64], box.layout)
 
@@ -369,9 +373,9 @@ def packed_prefill_kernel(
     M, N, C, groups, alone, span, units, down, band, across,
     GROUP: gl.constexpr, GATED: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, RING: gl.constexpr,
 ):  # fmt: skip
-    """`alone` tiles are computed by one program each, in turn; of the others' `units` chunks, laid end to end, program
-    p computes p * span to (p + 1) * span. `down` tiles have the same rows of W, `across` the same of x, in the order of
-    `_place`: bands of `band`."""
+    """`alone` tiles are computed by one program each, in turn. The chunks of the other tiles form one list of `units`,
+    of which program p computes p * span to (p + 1) * span. `down` tiles have the same rows of W, `across` tiles the
+    same rows of x, in the order of `_place`: bands of `band`."""
     boxes = (x,) if x_tail is None else (x, x_tail)
     x_buffers = [_room(each, STAGES) for each in boxes]
     packed_buffers = gl.allocate_shared_memory(gl.int32, [RING, 128, 16], packed.layout)

@@ -1,8 +1,8 @@
-"""The projection of queries, keys and values, rotation and the write to the pool, in one kernel for few rows.
+"""Fuses the projection of queries, keys and values, their rotation and the write to the KV pool, for few rows.
 
     M rows of x    K columns of x    H query heads    G key/value heads    D head dimension    P tokens per block
 
-A program computes both halves of some of a head's numbers, so that they can be rotated where they are.
+A program computes both halves of some pairs of a head, so that it can rotate them in registers.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -50,7 +50,7 @@ def qkv_kernel(
     left, right = multiply(
         x, w, first, HALF, here, low, high, rows, M, K, x_stride, BLOCK_K, True, False, STAGES, AHEAD, PDL
     )
-    # Angles are on their way while the splits are joined.
+    # Angles are loaded while the splits are summed.
     valid = here[:, None] & some[None, :]
     angle = tl.load(positions + rows, mask=some, other=0)[None, :] * (2 * HALF) + lane[:, None]
     turned = valid & (head < H + G)[:, None]
@@ -91,8 +91,8 @@ def rotated_qkv(
 ) -> Tensor:  # fmt: skip
     """x @ weight.T + bias, rotated; keys and values go to the pool -> the queries [M, H, D].
 
-    x [M, K], weight [(H + 2G) * D, K]. The rest as `rope_kv.rope_and_store` takes it, of whole tables whose halves are
-    alike and of a pool in the model's dtype.
+    x [M, K], weight [(H + 2G) * D, K]. cos, sin: whole tables whose halves are equal; the pool has the model's dtype;
+    the rest as in `rope_kv.rope_and_store`.
     """
     if isinstance(tile, Shape):
         return dense_hopper.rotated_qkv(x, weight, bias, cos, sin, positions_M, kv_NP2GD, slot_mapping_M, heads, tile)

@@ -1,7 +1,7 @@
-"""What all skinny products share, whatever their weights are: the shape of a program, and what follows the product in
-its kernel (the sum over splits of K, the gate, bias and residual, the store).
+"""What all split-K kernels for few rows share: the shape of a program, and the epilogue of its kernel (the sum over
+splits of K, the gate, bias and residual, the store).
 
-M rows of x, N outputs. A product lies in registers as [BLOCK_N, BLOCK_M], one column for each row of x.
+M rows of x, N outputs. A product is held in registers as [BLOCK_N, BLOCK_M], one column for each row of x.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -17,7 +17,7 @@ from kernels.device import shared_bytes
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Shape of a skinny product's programs."""
+    """Shape of the programs of a split-K kernel."""
 
     n: int
     k: int
@@ -25,27 +25,28 @@ class Tile:
     stages: int = 4
     warps: int = 4
     ahead: int = 4
-    """Lines of 128 bytes of each of its rows of W that a program asks for before its predecessor has ended."""
+    """Lines of 128 bytes per row of W that a program prefetches before the previous kernel has ended."""
 
     def stages_on(self, device: torch.device) -> int:
-        """The tiles were chosen on a Hopper; chips with less than 110 KiB for a program fetch less far ahead."""
+        """Pipeline stages: as chosen on a Hopper, at most 2 on GPUs with less than 110 KiB of shared memory a
+        program."""
         return self.stages if shared_bytes(device) >= 110 << 10 else min(self.stages, 2)
 
 
 @triton.jit
 def join(
-    product, up,  # float32 [BLOCK_N, BLOCK_M]; up counts where TWO
+    product, up,  # float32 [BLOCK_N, BLOCK_M]; up is used with TWO
     parts,  # float32 [2 or 1, SPLIT, size]
     arrived,  # int32, zero between launches
     counter,  # which of `arrived` counts the splits of this product
     split,
-    target, valid, size,  # where in a split's part the product goes
+    target, valid, size,  # offsets of the product in a split's part
     SPLIT: tl.constexpr, TWO: tl.constexpr,
 ):  # fmt: skip
-    """-> whether this program is the last of its splits to arrive, and then the sums over all splits."""
+    """-> whether this program is the last of its splits to arrive, and in that case the sums over all splits."""
     last = SPLIT == 1
     if SPLIT > 1:
-        # Every split leaves its part; the last to arrive adds all of them, always in the same order.
+        # Every split stores its part; the last to arrive adds all of them, always in the same order.
         tl.store(parts + split * size + target, product, mask=valid)
         if TWO:
             tl.store(parts + (SPLIT + split) * size + target, up, mask=valid)
@@ -64,7 +65,7 @@ def join(
 
 @triton.jit
 def finish(
-    product, up,  # float32 [BLOCK_N, BLOCK_M]; up counts where GATED
+    product, up,  # float32 [BLOCK_N, BLOCK_M]; up is used with GATED
     bias,  # [N] or None
     residual,  # [M, N] or None: added
     out,  # [M, N]
@@ -72,11 +73,11 @@ def finish(
     columns, rows, M, N,
     SPLIT: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """out[rows, columns] = the sum of all splits' products, or silu(product) * up; + bias + residual."""
+    """out[rows, columns] = the sum of all splits' products (GATED: silu(product) * up) + bias + residual."""
     here = columns < N
     target = rows[None, :] * N + columns[:, None]
     valid = here[:, None] & (rows < M)[None, :]
-    # What is added is on its way while the splits are joined.
+    # Bias and residual are loaded while the splits are summed.
     if bias is not None:
         shift = tl.load(bias + columns, mask=here, other=0.0).to(tl.float32)
     if residual is not None:
@@ -93,7 +94,7 @@ def finish(
 
 
 class Workspace:
-    """Partial sums of split products, one for each stream of launches: zeroed counters, room for the widest product."""
+    """Buffers for partial sums, one set per stream of launches: zeroed counters, and parts for the widest product."""
 
     def __init__(self, device: torch.device, words: int = 9 << 20, tiles: int = 16384) -> None:
         self.parts = torch.empty(words, dtype=torch.float32, device=device)
@@ -104,7 +105,7 @@ _workspaces: dict[torch.device, Workspace] = {}
 
 
 def workspace(device: torch.device, words: int) -> Workspace:
-    """The device's; it has room for so many partial sums."""
+    """The device's workspace, which must hold at least `words` partial sums."""
     if device not in _workspaces:
         _workspaces[device] = Workspace(device)
     space = _workspaces[device]

@@ -1,13 +1,13 @@
-"""From logits to tokens in two launches: penalties, edits, temperature, top-k, top-p, min-p, the keyed Gumbel draw,
-log-probabilities. Knows rows and the slots that keep their state, never jobs.
+"""Samples tokens from logits in two launches: penalties, logit bias, temperature, top-k, top-p, min-p, the keyed Gumbel
+draw, log-probabilities. Knows rows and the slots that hold their settings, never jobs.
 
     S rows that sample    V vocabulary    C chunks of a row
 
-`scan_kernel` reads each logit once and leaves what a chunk has to say: its largest logit, its sum of exponentials, its
-best token after noise. `choose_kernel` merges them. The best token of all that also survives the cut (top-k, top-p,
-min-p) is the answer, since the cut only removes competitors; only when it does not survive are the chunks that reach
-the cut read again. So greedy rows and rows with temperature alone read their logits once, min-p nearly always once; the
-thresholds of top-k and top-p are searched by counting in sections of the value range, without a sort.
+`scan_kernel` reads each logit once and stores for each chunk the largest logit, the sum of exponentials and the best
+token after noise. `choose_kernel` merges the chunks. If the best token survives the cut (top-k, top-p, min-p), it is
+the result, because the cut only removes competitors; otherwise the chunks with values above the cut are read again. So
+greedy rows and rows with temperature alone read their logits once, and rows with min-p nearly always once. The
+thresholds of top-k and top-p are found by counting in sections of the value range, without a sort.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -25,7 +25,7 @@ from kernels.sampling.threshold import cut_of
 
 STATS = 7
 CHUNK = 512
-"""Logits that one program reads: a warp's, so that no sum waits for another warp."""
+"""Logits per program: those of one warp, so that no reduction waits for another warp."""
 
 
 @triton.jit
@@ -120,7 +120,7 @@ def choose_kernel(
         if (value < threshold) | ((value == cut) & (token >= limit)):
             best, value = tl.full((), float("-inf"), tl.float32), tl.full((), float("-inf"), tl.float32)
             token = tl.full((), 0x7FFFFFFF, tl.int32)
-            # The chunk of the highest hope first: a chunk whose best without the cut is no better cannot change it.
+            # Chunks with the best uncut score first; a chunk whose uncut score is not better cannot change the result.
             hopes = tl.where(known & (tops >= threshold), scores, float("-inf"))
             hope = tl.max(hopes)
             while hope > best:
@@ -154,11 +154,11 @@ def sample(
     warps: int | None = None,
     block: int = 4096,
 ) -> Samples:
-    """Choose a token for each row: repetition, presence and frequency penalty, edits, temperature, top-k, top-p, min-p,
+    """Choose a token for each row: repetition, presence and frequency penalty, bias, temperature, top-k, top-p, min-p,
     then the largest logit plus the noise of `reference.gumbel_noise` (none at temperature 0).
 
-    logits_SV [S, V] of any float dtype, read only. slots_S int64 [S]: where a row's settings are. positions_S int64
-    [S]: of the new token in its answer. Two launches, no host waits.
+    logits_SV [S, V] of any float dtype, read only. slots_S int64 [S]: the slot of a row's settings. positions_S int64
+    [S]: position of the new token in its answer. Two launches, no host sync.
     """
     rows, vocab = logits_SV.shape
     assert logits_SV.stride(1) == 1

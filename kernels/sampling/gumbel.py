@@ -1,6 +1,6 @@
-"""Noise for drawing: a token's Gumbel number follows from seed, place and sample alone, and the best of many is exact.
+"""Gumbel noise for sampling: a pure function of seed, position, sample index and token id; the maximum is exact.
 
-Knows numbers and ids, neither logits' origin nor cuts.
+Knows values and ids, neither settings nor cuts.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -20,7 +20,8 @@ def uniform(seed, ids, position, sample, BLOCK: tl.constexpr):
 
 @triton.jit
 def _rough_gumbel(u):
-    """-log(-log(u)) to about 1e-5: the fast logarithm, and a series close to 1, where it is poor and noise large."""
+    """-log(-log(u)) to about 1e-5: the fast logarithm, and a series for u near 1, where that logarithm is
+    inaccurate."""
     v = 1.0 - u
     series = v * (1.0 + v * (0.5 + v * (0.33333333 + v * (0.25 + v * (0.2 + v * 0.16666667)))))
     return -tl.log(tl.where(v < 0.0625, series, -tl.log(u)))
@@ -28,9 +29,9 @@ def _rough_gumbel(u):
 
 @triton.jit
 def best_of(x, u, ids, drawn, best, best_id, best_x):
-    """The better of the best so far and the best of x + noise; the lowest id of equals.
+    """The better of the best so far and the best of x + noise; the lowest id among equals.
 
-    All candidates are ranked with rough noise; those that could win get exact noise, in float64, one after the other.
+    All candidates are ranked with approximate noise; exact noise in float64 is computed for those that could win.
     """
     rough = x
     if drawn:

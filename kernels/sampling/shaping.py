@@ -1,7 +1,7 @@
-"""What a logit becomes before the cut: penalties, edits, temperature. Knows one row at a time.
+"""Applies penalties, logit bias and temperature to logits, before the cut. Knows one row at a time.
 
-A row travels as a tuple: where its logits begin, the tables of history (int32 [slots, V]; bit 0: seen, above it: how
-often generated) and edits (float32 [slots, V]: added), each or None, where its slot begins in them, V, its knobs.
+A row is passed as a tuple: pointer to its logits, history table or None (int32 [slots, V]; bit 0: seen, higher bits:
+times generated), bias table or None (float32 [slots, V]: added), offset of its slot in these tables, V, its settings.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def settings_of(temperatures, repetitions, presences, frequencies, edited_slots, slot):
-    """What a slot does to logits: temperature, the three penalties, whether there are penalties, and edits."""
+    """A slot's settings: temperature, the three penalties, whether any penalty is on, whether there is a bias."""
     repetition, presence = tl.load(repetitions + slot), tl.load(presences + slot)
     frequency = tl.load(frequencies + slot)
     penal = tl.abs(repetition - 1.0) + tl.abs(presence) + tl.abs(frequency) > 0.0
@@ -22,13 +22,13 @@ def settings_of(temperatures, repetitions, presences, frequencies, edited_slots,
 
 @triton.jit
 def shaped(row, ids):
-    """Raw logits of the ids, and what they become before the cut, both float32."""
+    """Raw logits of the ids, and the same after penalties, bias and temperature, both float32."""
     logits, history, edits, place, V, knobs = row
     temperature, repetition, presence, frequency, penal, edited = knobs
     inside = ids < V
     raw = tl.load(logits + ids, mask=inside, other=float("-inf")).to(tl.float32)
     x = raw
-    # Exact divisions take most of the time: only rows that ask for them have them.
+    # Exact divisions take most of the time, so they are skipped in rows without penalties.
     if history is not None and penal:
         word = tl.load(history + place + ids, mask=inside, other=0)
         x = tl.where((word & 1) == 0, x, tl.where(x > 0, tl.div_rn(x, repetition), x * repetition))

@@ -1,4 +1,4 @@
-"""How each slot samples, and what sampled rows bring: tensors on the device. Knows no kernel."""
+"""Sampling settings of all slots, and the results of sampled rows: tensors on the device. Knows no kernel."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class SlotSettings:
-    """How each slot samples, on the device; the engine edits single slots in place."""
+    """Sampling settings by slot, on the device; `slot_edits` changes single slots in place."""
 
     temperature: Tensor
     """float32 [slots]; 0 is greedy."""
@@ -23,7 +23,7 @@ class SlotSettings:
     sample: Tensor
     """int64 [slots]: sample index."""
     prompt_len: Tensor
-    """int64 [slots]: tokens of the prompt; what is drawn is keyed by the position behind them."""
+    """int64 [slots]: tokens of the prompt; noise is keyed by the position after the prompt."""
     repetition: Tensor
     """float32 [slots]; 1 is off."""
     presence: Tensor
@@ -31,16 +31,16 @@ class SlotSettings:
     frequency: Tensor
     """float32 [slots]; 0 is off."""
     edited: Tensor
-    """int8 [slots]: whether the slot has edits."""
+    """int8 [slots]: whether the slot has a logit bias."""
     history: Tensor | None = None
-    """int32 [slots, V]: bit 0 says that the token was seen (prompt or answer), the bits above how often it was
-    generated. Kept up to date by `sample` in slots with penalties. None: no slot has penalties."""
+    """int32 [slots, V]: bit 0: the token occurs in prompt or answer; higher bits: how often it was generated. `sample`
+    updates it in slots with penalties. None: no slot has penalties."""
     edits: Tensor | None = None
-    """float32 [slots, V]: added to the logits; -inf bans. None: no slot has edits."""
+    """float32 [slots, V]: bias that is added to the logits; -inf bans. None: no slot has a bias."""
 
 
 def slot_settings(slots: int, device: torch.device | str, vocab: int | None = None) -> SlotSettings:
-    """All slots greedy, nothing cut, no penalties; with a vocabulary also the tables for history and edits."""
+    """Default settings: greedy, no cut, no penalties; with `vocab` also the tables of history and bias."""
 
     def full(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.full((slots,), value, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""Where top-k, top-p and min-p cut a row, found by counting in sections of the range of values, without a sort."""
+"""Finds the thresholds of top-k, top-p and min-p by counting in sections of the value range, without a sort."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -10,9 +10,10 @@ from kernels.sampling.shaping import shaped
 
 @triton.jit
 def cut_of(row, V, top, mass, top_k, top_p, min_p, BLOCK: tl.constexpr):
-    """What survives: values of at least the first number, but of those equal to the second only ids below the third.
+    """-> (threshold, tie value, id limit): tokens survive if x >= threshold and, where x equals the tie value, id <
+    limit.
 
-    top: the largest value; mass: the sum of exp(x - top) over the row, which only top-p asks for.
+    top: the largest value; mass: the sum of exp(x - top) over the row, needed by top-p only.
     """
     threshold = float("-inf")
     last = float("-inf")  # top-p's own threshold
@@ -45,18 +46,18 @@ def mass_from(row, V, top, threshold, BLOCK: tl.constexpr):
 def search(
     row, V, top, low, target, MASS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The largest value t for which the tokens with x >= t number `target` (MASS: weigh it, by exp(x - top)).
+    """The largest value t such that at least `target` tokens have x >= t (MASS: weighted by exp(x - top)).
 
-    Each pass counts in five sections of the range and goes on in the one that holds t, until one value is left.
+    Each pass counts in five sections of the range and continues in the one that holds t, until one value is left.
     """
     high = top
     answer = low
-    closed = True  # the first section holds its upper end, too
+    closed = True  # the section includes its upper end
     searching = True
     while searching:
         width = high - low
         t1, t2, t3, t4 = low + 0.2 * width, low + 0.4 * width, low + 0.6 * width, low + 0.8 * width
-        if closed:  # What is searched lies close to the top.
+        if closed:  # t is usually close to the top
             t1, t2, t3, t4 = high - width / 2, high - width / 8, high - width / 32, high - width / 128
         n1 = tl.zeros([BLOCK], tl.float32)
         n2, n3, n4, n5 = n1, n1, n1, n1
@@ -86,7 +87,7 @@ def search(
             new_low = tl.where(c4, t4, tl.where(c3, t3, tl.where(c2, t2, tl.where(c1, t1, low))))
             new_high = tl.where(c4, high, tl.where(c3, t4, tl.where(c2, t3, tl.where(c1, t2, t1))))
             closed = closed & c4
-            # Rounding may leave nothing to divide; then the ends are neighbours.
+            # The section may be too small to divide in float32; its ends are then adjacent values.
             searching = (new_low > low) | (new_high < high)
             low, high, answer = new_low, new_high, new_low
     return answer
@@ -96,7 +97,7 @@ def search(
 def tie_limit(
     row, V, top, threshold, mass, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of the tokens with exactly the threshold, the lower ids come first: the first id too many to reach `mass`."""
+    """Tokens equal to the threshold are kept in order of their ids: the first id that is not needed to reach `mass`."""
     above = tl.zeros([BLOCK], tl.float32)
     for start in tl.range(0, V, BLOCK, num_stages=3):
         ids = start + tl.arange(0, BLOCK)

@@ -1,4 +1,4 @@
-"""The most likely tokens of each row and their log-probabilities, in two launches: of chunks, then of their best."""
+"""The most likely tokens of each row and their log-probabilities, in two launches: per chunk, then over chunks."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -23,7 +23,7 @@ def top_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """The `most` largest of BLOCK columns, in order; the lowest id of equals."""
+    """The `most` largest of BLOCK columns, in descending order; the lowest id first among equals."""
     wait(PDL)
     row, chunk = tl.program_id(1).to(tl.int64), tl.program_id(0)
     columns = chunk * BLOCK + tl.arange(0, BLOCK)
@@ -44,7 +44,7 @@ def top_kernel(
 
 @dataclass(frozen=True, slots=True)
 class TopBuffers:
-    """Memory for the `most` likely tokens of S rows, found in chunks of so many columns."""
+    """Buffers for the `most` likely tokens of S rows, searched in chunks of `chunk` columns."""
 
     chunk: int
     some: Tensor
@@ -58,14 +58,15 @@ class TopBuffers:
 
 
 def top_buffers(rows: int, vocab: int, most: int, device: torch.device, chunk: int = 2048) -> TopBuffers:
-    """Memory that `top_logprobs` fills."""
+    """Allocate the buffers that `top_logprobs` fills."""
     width = triton.cdiv(vocab, chunk) * most
     sizes = (width, torch.float32), (width, torch.int32), (most, torch.int64), (most, torch.float32)
     return TopBuffers(chunk, *(torch.empty(rows, columns, dtype=dtype, device=device) for columns, dtype in sizes))
 
 
 def top_logprobs(logits_SV: Tensor, totals_S: Tensor, into: TopBuffers) -> None:
-    """The likely tokens of each row, in order, and their log-probabilities: `into.ids` and `into.best`."""
+    """Write the most likely tokens of each row, in descending order, to `into.ids`, log-probabilities to
+    `into.best`."""
     rows, vocab = logits_SV.shape
     chunks, (_, most), width = triton.cdiv(vocab, into.chunk), into.ids.shape, into.some.shape[1]
     assert width == chunks * most

@@ -54,9 +54,9 @@ def divergence(base: Path, candidate: Path, windows_WT: Tensor) -> float:
 
 @pytest.mark.parametrize("wanda", [True, False])
 def test_two_of_four_weights_go_and_the_rest_heals(base: Path, windows: Tensor, tmp_path: Path, wanda: bool) -> None:
-    judgement = PruneScore(pattern=Pattern.TWO_OF_FOUR, wanda=wanda)
-    prune(base, tmp_path / "hurt", windows, judgement, Plan(steps=0), quiet)
-    prune(base, tmp_path / "healed", windows, judgement, PLAN, quiet)
+    score = PruneScore(pattern=Pattern.TWO_OF_FOUR, wanda=wanda)
+    prune(base, tmp_path / "hurt", windows, score, Plan(steps=0), quiet)
+    prune(base, tmp_path / "healed", windows, score, PLAN, quiet)
     for folder in (tmp_path / "hurt", tmp_path / "healed"):
         weights = load_file(next(folder.glob("model-00001-*")))
         zeros = (weights["model.layers.0.mlp.down_proj.weight"].view(-1, 4) == 0).sum(1)

@@ -48,7 +48,7 @@ def test_a_gpu_makes_what_a_cpu_makes(method: str, tmp_path: Path, monkeypatch: 
     before = torch.cuda.memory_allocated()
     gpu = made(method, tmp_path / "gpu")
     assert torch.cuda.max_memory_allocated() > before
-    monkeypatch.setattr(network, "workplace", lambda: torch.device("cpu"))
+    monkeypatch.setattr(network, "compute_device", lambda: torch.device("cpu"))
     cpu = made(method, tmp_path / "cpu")
     ids = text.windows(text.read(text.HELD_OUT), DEMO, 128, 1)[0]
     said, wanted, base = (

@@ -322,7 +322,7 @@ def test_products_on_a_hopper(dtype: torch.dtype) -> None:
         close(dense.linear(x, wide, gated=True, tile=shape), reference.silu_and_mul(x.double() @ wide.double().T))
 
 
-def test_products_by_the_vendor_with_tiles_of_our_choice() -> None:
+def test_cublaslt_products_with_chosen_tiles() -> None:
     if not is_hopper(torch.device("cuda", 0)) or not (torch.version.cuda or "").startswith("13."):
         pytest.skip("needs a Hopper and cuBLAS 13")
     for rows, n, k in (

@@ -1,4 +1,4 @@
-"""Which tiles the vendor's library is told to take; the products themselves are tested on a GPU."""
+"""Which cuBLASLt tiles are chosen; the products themselves are tested on a GPU."""
 
 import ctypes
 from typing import Any

@@ -14,7 +14,7 @@ from kernels.linear import dense, fp8, linear, qkv_rope
 from kernels.linear.packed import PackedWeight
 
 
-def products(shape: Shape) -> Iterator[tuple[str, int, int, bool, bool]]:
+def layer_products(shape: Shape) -> Iterator[tuple[str, int, int, bool, bool]]:
     """(name, outputs, inputs, whether gated, whether the residual is added) of one layer and the head."""
     width = (shape.heads + 2 * shape.kv_heads) * shape.dim
     yield "qkv", width, shape.hidden, False, False
@@ -33,10 +33,10 @@ def product_row(shape: Shape, name: str, n: int, k: int, gated: bool, added: boo
     out = torch.empty(rows, n, dtype=DTYPE, device="cuda")
     plain = torch.empty(rows, outputs, dtype=DTYPE, device="cuda")
     seconds = timed([partial(dense.linear, x, w, residual=residual, gated=gated, out=out) for w in weights])
-    vendor = timed([partial(torch.mm, x, w.t(), out=plain) for w in weights])
+    cublas = timed([partial(torch.mm, x, w.t(), out=plain) for w in weights])
     moved = 2.0 * (outputs * k + rows * k + rows * n)
     return Row(
-        f"{shape.name} {name} M={rows}", seconds * 1e6, moved, 2.0 * rows * outputs * k, {"cublas": vendor * 1e6}
+        f"{shape.name} {name} M={rows}", seconds * 1e6, moved, 2.0 * rows * outputs * k, {"cublas": cublas * 1e6}
     )
 
 
@@ -100,8 +100,8 @@ def invariant_row(shape: Shape, rows: int) -> Row:
     n, k = 2 * shape.ffn, shape.hidden
     weights, x = copies(lambda: rand(n, k)), rand(rows, k)
     ours = timed([partial(dense.matmul_invariant, x, w) for w in weights])
-    vendor = timed([partial(F.linear, x, w) for w in weights])
+    cublas = timed([partial(F.linear, x, w) for w in weights])
     moved = 2.0 * (n * k + rows * (n + k))
     return Row(
-        f"{shape.name} invariant gate-up M={rows}", ours * 1e6, moved, 2.0 * rows * n * k, {"cublas": vendor * 1e6}
+        f"{shape.name} invariant gate-up M={rows}", ours * 1e6, moved, 2.0 * rows * n * k, {"cublas": cublas * 1e6}
     )
