@@ -90,7 +90,7 @@ class Catalog:
     def _not_found(self, name: str, tenant: Tenant) -> str:
         """The message for an unknown name, with the names of the models that the tenant may use."""
         asked = name if len(name) <= _MAX_QUOTED else f"{name[:_MAX_QUOTED]}..."
-        known = ", ".join(sorted(name for name, served in self._served.items() if _is_for(tenant, served)))
+        known = ", ".join(sorted(name for name, served in self._served.items() if _permits(tenant, served)))
         return f"no model {asked!r}: {f'there are {known}' if known else 'none is served'}"
 
     def _only(self, tenant: Tenant) -> Served:
