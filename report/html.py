@@ -1,4 +1,4 @@
-"""One HTML document that needs nothing else: tiles, cards, tables and the result itself as JSON. Knows no figures."""
+"""Builds one self-contained HTML document of tiles, cards, tables and the result as JSON. Knows no figures."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,7 +29,7 @@ th:first-child, td:first-child { text-align: left; white-space: pre-wrap; } th {
 
 
 def document(title: str, below: str, body: Iterable[str], result: Mapping[str, Any]) -> str:
-    """The whole page; `result` lies in it as JSON, for programs."""
+    """The whole page, with `result` embedded as JSON for programs."""
     data = json.dumps(result).replace("</", "<\\/")
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
@@ -40,7 +40,7 @@ def document(title: str, below: str, body: Iterable[str], result: Mapping[str, A
 
 
 def tiles(figures: Iterable[tuple[str, str, str]]) -> str:
-    """Figures to see first: (name, value as written, words); a value that begins with "!" is bad, with "+" good."""
+    """The main figures: (name, formatted value, label). A value that begins with "!" is bad, with "+" good."""
     parts = (
         f'<div class="tile">{_marked("b", value, name)}<span>{escape(words)}</span></div>'
         for name, value, words in figures
@@ -49,25 +49,25 @@ def tiles(figures: Iterable[tuple[str, str, str]]) -> str:
 
 
 def cards(parts: Iterable[str]) -> str:
-    """Cards side by side, as many as fit."""
+    """Cards side by side, as many as fit in a row."""
     return f'<div class="cards">{"".join(parts)}</div>'
 
 
 def card(title: str, body: str, *, said: str = "", wide: bool = False) -> str:
-    """A titled box, with what is `said` of it under the title; a wide one has a row of its own."""
+    """A titled box with a note (`said`) under the title; a wide one takes a whole row."""
     words = f'<p class="said">{escape(said)}</p>' if said else ""
     return f'<section class="card{" wide" if wide else ""}"><h2>{escape(title)}</h2>{words}{body}</section>'
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Rows of text; a cell that begins with "!" is bad, with "+" good."""
+    """A table of text. A cell that begins with "!" is bad, with "+" good."""
     top = f"<tr>{''.join(f'<th>{escape(cell)}</th>' for cell in head)}</tr>" if head else ""
     body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
     return f"<table>{top}{body}</table>"
 
 
 def pairs(values: Mapping[str, Any]) -> list[list[str]]:
-    """A mapping as rows; what is empty is left out."""
+    """A mapping as rows, without empty values."""
     return [[name.replace("_", " "), str(value)] for name, value in values.items() if value not in (None, "", {})]
 
 

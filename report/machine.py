@@ -1,4 +1,4 @@
-"""What a figure was measured on: the machine, versions, and how busy the machine was. Knows no figures."""
+"""Describes the machine of a measurement: hardware, versions, load. Knows no figures."""
 
 import importlib.metadata
 import os
@@ -12,7 +12,7 @@ _PACKAGES = ("grpcio", "protobuf", "torch", "transformers", "triton")
 
 
 def describe() -> dict[str, str]:
-    """Names and values for people, in the order to print them."""
+    """Names and values for people, in the order of printing."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     facts = {
         "cpu": f"{_cpu()}, {cores} cores",
@@ -27,12 +27,12 @@ def describe() -> dict[str, str]:
 
 
 def load_average() -> str:
-    """Of the last minute and the last five."""
+    """The load average of the last minute and of the last five."""
     return " / ".join(f"{value:.1f}" for value in os.getloadavg()[:2])
 
 
 def version(package: str) -> str:
-    """Of an installed package; empty if it is not there."""
+    """The version of a package; empty if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -40,7 +40,7 @@ def version(package: str) -> str:
 
 
 def gpu() -> str:
-    """The GPUs as their driver names them; empty if there is none."""
+    """The GPUs with the names that their driver gives; empty without one."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return ""
@@ -53,9 +53,9 @@ def gpu() -> str:
 
 
 def need_gpu() -> None:
-    """Ends a program that measures a GPU with one line where there is none."""
+    """Ends the program with one line if there is no NVIDIA GPU."""
     if not gpu():
-        sys.exit("this measures an NVIDIA GPU, and here is none that its driver knows")
+        sys.exit("this benchmark needs an NVIDIA GPU, and nvidia-smi finds none")
 
 
 def _cpu() -> str:

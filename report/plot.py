@@ -1,4 +1,4 @@
-"""Small plots as inline SVG: lines over two axes, and one stacked bar. Knows points, never what they mean."""
+"""Draws small plots as inline SVG: lines over two axes, and one stacked bar. Knows points only."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 60, 14, 12, 40
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line of a plot."""
+    """A line of a plot."""
 
     name: str
     points: Sequence[Point]
@@ -22,14 +22,14 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """What an axis says."""
+    """The label and the scale of an axis."""
 
     label: str
     log: bool = False
 
 
 def lines(series: Sequence[Line], x: Axis, y: Axis) -> str:
-    """An SVG of these lines; without points an empty plot."""
+    """An SVG of lines; an empty plot without points."""
     points = [point for line in series for point in line.points]
     across = _Scale([p[0] for p in points], x.log, _LEFT, _WIDTH - _RIGHT, from_zero=not x.log)
     up = _Scale([p[1] for p in points], y.log, _HEIGHT - _BOTTOM, _TOP, from_zero=not y.log)
@@ -41,7 +41,7 @@ def lines(series: Sequence[Line], x: Axis, y: Axis) -> str:
 
 
 def bar(shares: Sequence[tuple[str, float]], unit: str) -> str:
-    """An SVG of one bar that is divided as the values are."""
+    """An SVG of one bar, divided in proportion to the values."""
     total = sum(value for _, value in shares) or 1.0
     parts, left = [], 0.0
     for number, (name, value) in enumerate(shares):
@@ -54,7 +54,7 @@ def bar(shares: Sequence[tuple[str, float]], unit: str) -> str:
 
 
 class _Scale:
-    """From values to pixels."""
+    """Maps values to pixels."""
 
     def __init__(self, values: Sequence[float], log: bool, start: float, end: float, *, from_zero: bool) -> None:
         self.log = log
@@ -74,7 +74,7 @@ class _Scale:
         return self._start + share * (self._end - self._start)
 
     def ticks(self) -> list[float]:
-        """Round values along the axis, at most about eight."""
+        """Round values along the axis, about eight at most."""
         if self.log:
             low, high = math.floor(math.log10(self.least)), math.ceil(math.log10(self.greatest))
             factors = (1, 2, 5) if high - low <= 3 else (1,)
