@@ -6,7 +6,7 @@ import socket
 
 
 def free_port() -> int:
-    """One that nobody listens at now, of those that no outgoing connection is given before the test listens there."""
+    """A port where nothing listens, outside the range that the kernel gives to outgoing connections."""
     while True:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", random.randrange(20_000, 32_000)))

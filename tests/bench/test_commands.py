@@ -34,7 +34,7 @@ async def weft(*arguments: str) -> Result:
 
 
 class Page(HTMLParser):
-    """What the tests want to know of a report."""
+    """The parts of a report that the tests check."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ async def test_a_closed_loop_is_measured_and_reported(mesh: Mesh, tmp_path: Path
     assert re.search(r"^requests: \d+ of 24$", ran.stderr, re.MULTILINE), "progress in a pipe"
 
 
-async def test_the_report_needs_nothing_else_and_agrees_with_the_json(mesh: Mesh, tmp_path: Path) -> None:
+async def test_the_report_is_self_contained_and_agrees_with_the_json(mesh: Mesh, tmp_path: Path) -> None:
     out, html = tmp_path / "result.json", tmp_path / "report.html"
     ran = await weft(
         *("bench", "--address", mesh.gateways[0].address, "--requests", "8", "--input-len", "16"),
@@ -145,10 +145,10 @@ async def test_a_worker_is_profiled_under_load(mesh: Mesh, tmp_path: Path) -> No
         *("--profile", str(trace), "--profile-steps", "50"),
     )
     assert ran.exit_code == 0, ran.output
-    told = json.loads(out.read_text())["profile"]
-    assert told["steps"] == 50
-    assert sum(told["host"].values()) == pytest.approx(told["seconds"])
-    assert told["host"]["waiting"] > told["host"]["planning"] > 0, "the paced engine sleeps for most of a step"
+    profile = json.loads(out.read_text())["profile"]
+    assert profile["steps"] == 50
+    assert sum(profile["host"].values()) == pytest.approx(profile["seconds"])
+    assert profile["host"]["waiting"] > profile["host"]["planning"] > 0, "the paced engine sleeps for most of a step"
     assert re.search(r"50 steps of weft-story-11m-\w{8}", ran.output)
     assert re.search(r"planning +\d", ran.output)
     assert "planning" in html.read_text()
@@ -156,7 +156,7 @@ async def test_a_worker_is_profiled_under_load(mesh: Mesh, tmp_path: Path) -> No
     assert sum(event["name"] == "planning" for event in events) == 50
 
 
-async def test_a_profile_that_cannot_be_is_refused_in_one_line(mesh: Mesh, tmp_path: Path) -> None:
+async def test_a_failed_profile_is_one_line(mesh: Mesh, tmp_path: Path) -> None:
     common = ("bench", "--address", mesh.gateways[0].address, "--profile", str(tmp_path / "trace.json.gz"))
     load = ("--requests", "8", "--output-len", "50")
     away = await weft(*common, *load, "--scheduler", f"127.0.0.1:{free_port()}")
@@ -165,16 +165,16 @@ async def test_a_profile_that_cannot_be_is_refused_in_one_line(mesh: Mesh, tmp_p
     assert "Traceback" not in away.output
 
 
-async def test_what_cannot_be_run_is_said_in_one_line(mesh: Mesh) -> None:
+async def test_a_load_that_cannot_be_run_is_refused_in_one_line(mesh: Mesh) -> None:
     address = mesh.gateways[0].address
     too_long = await weft("bench", "--address", address, "--input-len", "9000")
     assert too_long.exit_code == 2
     assert "exceed the model's context" in too_long.output
     nowhere = await weft("bench", "--address", address, "--requests", "1", "--json", "/nowhere/result.json")
     assert (nowhere.exit_code, nowhere.output) == (2, "weft: /nowhere/result.json: there is no such folder\n")
-    nobody = await weft("bench", "--address", f"127.0.0.1:{free_port()}", "--requests", "1")
-    assert nobody.exit_code == 1
-    assert "Traceback" not in nobody.output
+    absent = await weft("bench", "--address", f"127.0.0.1:{free_port()}", "--requests", "1")
+    assert absent.exit_code == 1
+    assert "Traceback" not in absent.output
 
 
 async def test_top_shows_the_worker_once(mesh: Mesh) -> None:
@@ -187,7 +187,7 @@ async def test_top_shows_the_worker_once(mesh: Mesh) -> None:
     assert "no scheduler at" in away.output
 
 
-async def test_the_doctor_finds_a_healthy_mesh_healthy(mesh: Mesh) -> None:
+async def test_the_doctor_reports_a_healthy_mesh(mesh: Mesh) -> None:
     ran = await weft("doctor", "--address", mesh.gateways[0].address, "--scheduler", mesh.scheduler.address)
     assert ran.exit_code == 0, ran.output
     lines = {line.split()[1]: line for line in ran.output.splitlines()}
@@ -196,9 +196,9 @@ async def test_the_doctor_finds_a_healthy_mesh_healthy(mesh: Mesh) -> None:
     assert "1 ready" in lines["workers"]
 
 
-async def test_the_doctor_says_what_is_wrong(mesh: Mesh) -> None:
-    nobody = f"127.0.0.1:{free_port()}"
-    ran = await weft("doctor", "--address", nobody, "--scheduler", nobody, "--redis-url", f"redis://{nobody}")
+async def test_the_doctor_reports_faults(mesh: Mesh) -> None:
+    absent = f"127.0.0.1:{free_port()}"
+    ran = await weft("doctor", "--address", absent, "--scheduler", absent, "--redis-url", f"redis://{absent}")
     assert ran.exit_code == 1
     bad = [line.split()[1] for line in ran.output.splitlines() if line.startswith("bad")]
     assert bad == ["redis"]

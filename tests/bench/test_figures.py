@@ -1,4 +1,4 @@
-"""The arithmetic of `weft bench`: percentiles, rates, goodput, and that nothing is lost between processes."""
+"""The arithmetic of `weft bench`: percentiles, rates, goodput, merging of the counts of several processes."""
 
 import json
 import math
@@ -43,7 +43,7 @@ def test_mean_and_extremes_are_exact() -> None:
     assert Distribution().percentile(99) == Distribution().mean == 0.0
 
 
-def test_halves_that_are_merged_are_the_whole() -> None:
+def test_merged_halves_equal_the_whole() -> None:
     chance = random.Random(6)
     values = [chance.expovariate(0.1) for _ in range(1000)]
     half = seen(values[:500])
@@ -83,7 +83,7 @@ def test_rates_and_goodput_over_two_processes() -> None:
     assert [line["ended"] for line in metrics.timeline(one)] == [0, 2, 0, 0, 1]
 
 
-def test_goodput_bounds_are_read_and_nonsense_is_refused() -> None:
+def test_goodput_bounds_are_parsed_and_invalid_ones_refused() -> None:
     assert goodput_from(["ttft:200 tpot:50"]) == goodput_from(["ttft:200", "tpot:50"]) == {"ttft": 200, "tpot": 50}
     for word in ("ttft", "ttft:soon", "speed:3"):
         with pytest.raises(PlanError):
@@ -107,7 +107,7 @@ def test_a_plan_that_cannot_be_run_is_refused(changes: dict[str, object]) -> Non
         plan(**changes).checked()
 
 
-def test_prompts_are_fresh_but_for_the_shared_prefix() -> None:
+def test_prompts_differ_except_for_the_shared_prefix() -> None:
     workload = Workload(plan(requests=6, prefix_tokens=5, prefixes=2))
     prompts = [workload.prompt(due) for due in workload.share(0)]
     assert prompts == [Workload(workload.plan).prompt(due) for due in workload.share(0)], "the seed decides"
@@ -119,7 +119,7 @@ def test_prompts_are_fresh_but_for_the_shared_prefix() -> None:
 
 
 @pytest.mark.parametrize("constant", [True, False])
-def test_processes_share_the_arrivals_of_a_rate(constant: bool) -> None:
+def test_processes_divide_the_arrivals_of_a_rate(constant: bool) -> None:
     shared = plan(requests=2000, rate=100.0, constant=constant, processes=3)
     dues = sorted((due for number in range(3) for due in Workload(shared).share(number)), key=lambda due: due.index)
     assert [due.index for due in dues] == list(range(2000))
@@ -128,7 +128,7 @@ def test_processes_share_the_arrivals_of_a_rate(constant: bool) -> None:
     assert (max(gaps) - min(gaps) < 1e-9) is constant
 
 
-def test_a_trace_makes_equal_blocks_of_equal_ids(tmp_path: Path) -> None:
+def test_equal_ids_of_a_trace_give_equal_blocks(tmp_path: Path) -> None:
     lines = [
         {"timestamp": 1000, "input_length": 600, "output_length": 5, "hash_ids": [1, 2]},
         {"timestamp": 3000, "input_length": 1024, "output_length": 5, "hash_ids": [1, 3]},

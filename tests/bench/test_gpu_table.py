@@ -85,7 +85,7 @@ def test_without_a_gpu_a_table_stays_as_it_was_measured(
 ) -> None:
     monkeypatch.setattr("report.machine.gpu", str)
     monkeypatch.setattr("sys.argv", ["bench", "--out", str(tmp_path)])
-    with pytest.raises(SystemExit, match="this measures an NVIDIA GPU"):
+    with pytest.raises(SystemExit, match="needs an NVIDIA GPU"):
         program.main()
     assert not list(tmp_path.iterdir())
 

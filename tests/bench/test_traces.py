@@ -1,4 +1,4 @@
-"""Trace files as they are published, and what is said of those that are not."""
+"""Trace files in their published formats, and errors for other files."""
 
 import gzip
 import json
@@ -20,7 +20,7 @@ def trace(folder: Path, *lines: object, name: str = "trace.jsonl") -> Path:
 
 
 @pytest.mark.parametrize("name", ["trace.jsonl", "trace.jsonl.gz"])
-def test_both_kinds_are_read_and_time_begins_with_the_first(tmp_path: Path, name: str) -> None:
+def test_both_formats_are_read_and_time_starts_at_the_first_request(tmp_path: Path, name: str) -> None:
     later = {**AZURE, "timestamp": 4500}
     assert read(trace(tmp_path, MOONCAKE, later, name=name)) == [
         Arrival(0.0, 700, 20, (0, 9)),
@@ -39,13 +39,13 @@ def test_lengths_are_clipped_to_the_context() -> None:
     "lines",
     [[], ["text"], [{"timestamp": 1}], [{**MOONCAKE, "input_length": "x"}], [{**MOONCAKE, "hash_ids": [1]}]],
 )
-def test_what_is_no_trace_is_said_in_a_line(tmp_path: Path, lines: list[object]) -> None:
+def test_a_malformed_trace_is_one_line(tmp_path: Path, lines: list[object]) -> None:
     with pytest.raises(TraceError) as told:
         read(trace(tmp_path, *lines))
     assert "\n" not in str(told.value)
 
 
-def test_a_file_that_is_no_gzip_is_said_in_a_line(tmp_path: Path) -> None:
+def test_a_malformed_gzip_file_is_one_line(tmp_path: Path) -> None:
     path = tmp_path / "trace.gz"
     path.write_bytes(b"\x00\xff")
     with pytest.raises(TraceError, match=r"trace\.gz cannot be read"):

@@ -42,7 +42,7 @@ async def test_by_default_it_listens_on_no_port(tmp_path: Path) -> None:
     assert command[command.index("--port") + 1] == "0"
 
 
-async def test_it_says_whether_it_answers(redis_server: RedisServer) -> None:
+async def test_it_reports_whether_the_server_answers(redis_server: RedisServer) -> None:
     assert await redis_server.embedded.answers()
     redis_server.kill()
     assert not await redis_server.embedded.answers()

@@ -1,4 +1,4 @@
-"""The command as people type it."""
+"""The `weft` command: flags, output, errors in one line."""
 
 import asyncio
 import importlib.metadata
@@ -51,7 +51,7 @@ async def test_generate_writes_the_answer_and_nothing_else(weft: Weft) -> None:
     assert (result.exit_code, result.stdout, result.stderr) == (0, f"{TEXT}\n", "")
 
 
-async def test_generate_passes_every_flag_on(weft: Weft, mesh: FakeMesh) -> None:
+async def test_generate_sends_every_flag(weft: Weft, mesh: FakeMesh) -> None:
     flags = """--model fox --max-tokens 9 --min-tokens 2 --temperature 0.5 --top-k 40 --top-p 0.75 --min-p 0.25
         --repetition-penalty 1.5 --presence-penalty 0.5 --frequency-penalty -0.5 --seed 7 --stop end --stop .
         --ignore-eos --stop-token-id 3 --logit-bias 4=-1.5 --logprobs 2 --n 2 --priority 3 --cache bypass
@@ -87,7 +87,7 @@ async def test_generate_passes_every_flag_on(weft: Weft, mesh: FakeMesh) -> None
     ]
 
 
-async def test_several_continuations_are_told_apart(weft: Weft) -> None:
+async def test_several_continuations_are_numbered(weft: Weft) -> None:
     result = await weft("generate", "Once", "--n", "2")
     assert result.stdout == f"[0] {TEXT}\n[1] {TEXT}\n"
 
@@ -104,23 +104,23 @@ async def test_stats_print_the_receipt(weft: Weft) -> None:
     assert "\x1b" not in result.stdout
 
 
-async def test_what_a_model_writes_cannot_steer_the_terminal(weft: Weft, mesh: FakeMesh) -> None:
+async def test_control_characters_of_a_model_are_removed(weft: Weft, mesh: FakeMesh) -> None:
     mesh.words = ["\x1b[2Jboo\x07", "tab\tline\n"]
     result = await weft("generate", "Once")
     assert result.stdout == " [2Jboo tab\tline\n\n"
 
 
-async def test_what_the_output_cannot_write_does_not_end_the_answer(weft: Weft, mesh: FakeMesh) -> None:
+async def test_characters_that_the_output_cannot_encode_are_replaced(weft: Weft, mesh: FakeMesh) -> None:
     mesh.words = ["na\u00efve", "\u65e5", "end"]
     assert (await weft("generate", "Once", charset="iso-8859-1")).stdout == " na\u00efve ? end\n"
 
 
-async def test_a_prompt_that_is_no_text_is_refused_in_a_line(weft: Weft, mesh: FakeMesh) -> None:
+async def test_a_prompt_that_is_not_utf8_is_refused_in_one_line(weft: Weft, mesh: FakeMesh) -> None:
     result = await weft("generate", "-", typed=b"caf\xe9")
     assert (result.exit_code, len(result.stderr.splitlines()), mesh.requests) == (2, 1, [])
 
 
-async def test_a_line_that_is_no_text_does_not_end_the_conversation(weft: Weft, mesh: FakeMesh) -> None:
+async def test_a_line_that_is_not_utf8_does_not_end_the_chat(weft: Weft, mesh: FakeMesh) -> None:
     result = await weft("chat", typed=b"caf\xe9\nfine\n")
     assert (result.exit_code, result.stderr) == (0, "")
     assert [request.prompt.text.split()[0] for request in mesh.requests] == ["caf\ufffd", "caf\ufffd"]
@@ -134,7 +134,7 @@ async def test_a_refusal_is_one_line(weft: Weft, mesh: FakeMesh) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "message"),
     [
         (["--logit-bias", "x"], "weft: --logit-bias: 'x' is not ID=BIAS\n"),
         (["--max-tokens", "-3"], "weft: max_tokens: Value out of range: -3\n"),
@@ -142,19 +142,21 @@ async def test_a_refusal_is_one_line(weft: Weft, mesh: FakeMesh) -> None:
         (["--api-key", "key\n"], "weft: api_key: printable ASCII characters alone\n"),
     ],
 )
-async def test_impossible_flags_are_refused_here(weft: Weft, mesh: FakeMesh, flags: list[str], told: str) -> None:
+async def test_impossible_flags_are_refused_before_a_call(
+    weft: Weft, mesh: FakeMesh, flags: list[str], message: str
+) -> None:
     result = await weft("generate", "Once", *flags)
-    assert (result.exit_code, result.stderr, mesh.requests) == (2, told, [])
+    assert (result.exit_code, result.stderr, mesh.requests) == (2, message, [])
 
 
 @pytest.mark.parametrize("command", [["generate", "Once"], ["bench"]])
-def test_nobody_there_is_one_line_that_helps(command: list[str]) -> None:
+def test_a_missing_mesh_is_one_line_with_advice(command: list[str]) -> None:
     result = CliRunner().invoke(app, [*command, "--address", "127.0.0.1:1"])
     assert result.exit_code == 1
     assert result.stderr == "weft: no mesh at 127.0.0.1:1: start one with `weft serve`\n"
 
 
-async def test_what_is_no_gateway_is_called_so() -> None:
+async def test_a_server_that_is_no_gateway_is_named_so() -> None:
     server = grpc.aio.server()
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -166,7 +168,7 @@ async def test_what_is_no_gateway_is_called_so() -> None:
 
 @pytest.mark.parametrize("command", [["generate", "Once"], ["chat"], ["bench"]])
 async def test_a_connection_that_breaks_is_one_plain_line(command: list[str]) -> None:
-    """Something accepts the connection and says nothing that gRPC understands."""
+    """A server accepts connections and closes them at once."""
 
     async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.close()
@@ -239,7 +241,7 @@ def test_a_taken_port_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert (result.exit_code, result.output) == (1, message)
 
 
-def test_a_host_that_is_open_to_others_needs_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_is_open_to_others_needs_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEFT_HOME", str(tmp_path))
     result = CliRunner().invoke(app, ["serve", "--host", "0.0.0.0"])
     assert (result.exit_code, len(result.stderr.splitlines())) == (1, 1)
@@ -255,7 +257,9 @@ def test_a_host_that_is_open_to_others_needs_leave(tmp_path: Path, monkeypatch: 
         ("cache", "::1", None, "[::1]:50053"),
     ],
 )
-def test_one_service_listens_where_it_is_told(part: str, host: str | None, port: int | None, listen: str) -> None:
+def test_one_service_listens_at_the_given_host_and_port(
+    part: str, host: str | None, port: int | None, listen: str
+) -> None:
     assert serve._listen(serve.ServiceName(part), host, port) == listen
 
 
@@ -273,7 +277,7 @@ async def test_chat_reads_lines_and_answers(weft: Weft, mesh: FakeMesh) -> None:
     assert texts == ["It rains.", "It rains. indeed Still."]
 
 
-async def test_a_failed_question_does_not_end_the_conversation(weft: Weft, mesh: FakeMesh) -> None:
+async def test_a_failed_question_does_not_end_the_chat(weft: Weft, mesh: FakeMesh) -> None:
     full = WeftError(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL", "the queue is full")
     mesh.faults = [fails(0, full)]
     result = await weft("chat", typed="One.\nTwo.\n")
@@ -297,7 +301,7 @@ def test_a_conversation_with_a_template_is_a_list_of_turns() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["gateway", "--workers", "2"], "--workers is for the whole mesh: start `weft serve gateway` once for each"),
         (["cache", "--max-batch-size", "2"], "the cache has no MAX_BATCH_SIZE"),
@@ -309,12 +313,12 @@ def test_a_conversation_with_a_template_is_a_list_of_turns() -> None:
         (["--max-seq-length", "long"], "--max-seq-length: 'long' is not a number of tokens such as 4096 or 4k"),
     ],
 )
-def test_serve_refuses_what_it_would_ignore(arguments: list[str], told: str) -> None:
+def test_serve_refuses_flags_that_it_would_ignore(arguments: list[str], message: str) -> None:
     result = CliRunner().invoke(app, ["serve", *arguments])
-    assert (result.exit_code, result.stderr) == (2, f"weft: {told}\n")
+    assert (result.exit_code, result.stderr) == (2, f"weft: {message}\n")
 
 
-def test_sizes_for_people() -> None:
+def test_numbers_of_tokens_are_parsed() -> None:
     assert [serve._tokens(text) for text in ("4096", "4k", "32K", None)] == [4096, 4096, 32768, None]
 
 
@@ -369,9 +373,9 @@ async def test_serve_prints_what_it_serves_and_stops_at_ctrl_c(tmp_path: Path, h
     assert await process.wait() == 0
 
 
-async def test_a_part_is_the_same_process_and_imports_nothing_from_the_current_folder(tmp_path: Path) -> None:
+async def test_a_single_service_keeps_its_process_and_imports_nothing_from_the_current_folder(tmp_path: Path) -> None:
     (tmp_path / "services").mkdir()
-    (tmp_path / "services" / "__init__.py").write_text("raise SystemExit('somebody else')")
+    (tmp_path / "services" / "__init__.py").write_text("raise SystemExit('not this one')")
     process = await asyncio.create_subprocess_exec(
         *(str(Path(sys.executable).with_name("weft")), "serve", "scheduler", "--port", str(free_port())),
         env={"PATH": "/usr/bin:/bin"},
@@ -387,31 +391,33 @@ async def test_a_part_is_the_same_process_and_imports_nothing_from_the_current_f
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "told"),
+    ("name", "value", "message"),
     [
         ("WEFT_ALLOW_REMOTE", "many", "settings: allow_remote: Input should be a valid boolean"),
         ("WEFT_LISTEN", "localhost", "localhost is not host:port"),
         ("WEFT_LISTEN", "0.0.0.0:0", "0.0.0.0:0 is open to other machines: set WEFT_ALLOW_REMOTE=true"),
     ],
 )
-async def test_a_part_that_cannot_be_says_why_in_a_line(tmp_path: Path, name: str, value: str, told: str) -> None:
+async def test_a_service_with_a_wrong_setting_prints_one_line(
+    tmp_path: Path, name: str, value: str, message: str
+) -> None:
     parts = [str(part) for part in serve.ServiceName if part is not serve.ServiceName.WORKER]
     ends = await asyncio.gather(*(run_weft("serve", part, home=tmp_path, **{name: value}) for part in parts))
     for code, output in ends:
         assert code == os.EX_CONFIG
         [reason] = [line for line in output.splitlines() if line[0] != "{"]  # all but its log
-        assert reason.startswith(f"weft: {told}")
+        assert reason.startswith(f"weft: {message}")
         assert "many" not in output
 
 
-async def test_a_list_that_is_none_is_told_in_a_line(tmp_path: Path) -> None:
+async def test_a_malformed_list_prints_one_line(tmp_path: Path) -> None:
     code, output = await run_weft("serve", "worker", home=tmp_path, WEFT_ALIASES="fox")
     assert (code, "Traceback" in output) == (os.EX_CONFIG, False)
     assert "aliases" in output.splitlines()[-1]
 
 
-async def test_the_demo_is_a_hit_the_second_time(tmp_path: Path) -> None:
-    patient = {"WEFT_GATEWAY_CACHE_BUDGET_S": "2"}  # a busy machine may take longer than a look-up may
+async def test_the_second_demo_is_a_cache_hit(tmp_path: Path) -> None:
+    patient = {"WEFT_GATEWAY_CACHE_BUDGET_S": "2"}  # a busy machine may exceed the default
     _, first = await run_weft("demo", home=tmp_path, **patient)
     code, second = await run_weft("demo", home=tmp_path, **patient)
     _, other = await run_weft("demo", "--prompt", demo.PROMPT.replace("fox", "wolf"), home=tmp_path, **patient)

@@ -1,4 +1,4 @@
-"""The client through a real socket: each story is one that a user of a mesh may live through."""
+"""The client over a real socket: streams, broken connections, retries, deadlines, cancellation."""
 
 import asyncio
 import time
@@ -49,7 +49,7 @@ async def test_an_answer_streams_and_ends_with_its_receipt(client: Client) -> No
 
 
 @pytest.mark.parametrize("at", [0, 1, 3, -1])
-async def test_a_broken_stream_is_taken_up_where_it_was(client: Client, mesh: FakeMesh, at: int) -> None:
+async def test_a_broken_stream_is_resumed_at_its_position(client: Client, mesh: FakeMesh, at: int) -> None:
     gone = unavailable("DRAINING", "the gateway stops", retry_after_s=0.01)
     mesh.faults = [fails(at, gone), cancels(at)]
     answer = client.generate("Once", n=2)
@@ -62,7 +62,7 @@ async def test_a_broken_stream_is_taken_up_where_it_was(client: Client, mesh: Fa
     assert len({request.SerializeToString(deterministic=True) for request in mesh.requests}) == 1
 
 
-async def test_a_restarted_server_costs_the_consumer_nothing(mesh: FakeMesh) -> None:
+async def test_a_restarted_server_costs_the_consumer_no_token(mesh: FakeMesh) -> None:
     mesh.pause_s = 0.02
     async with served(mesh) as address:
         client = Client(address, deadline_s=10)
@@ -78,7 +78,7 @@ async def test_a_restarted_server_costs_the_consumer_nothing(mesh: FakeMesh) -> 
     await server.stop(0)
 
 
-async def test_a_retry_cannot_become_another_answer(client: Client, mesh: FakeMesh) -> None:
+async def test_a_retry_with_a_different_answer_is_an_error(client: Client, mesh: FakeMesh) -> None:
     mesh.faults = [fails(2, unavailable("GONE", "gone", retry_after_s=0.01))]
     answer = client.generate("Once")
     await anext(aiter(answer))
@@ -87,9 +87,7 @@ async def test_a_retry_cannot_become_another_answer(client: Client, mesh: FakeMe
         await answer.text()
 
 
-async def test_a_sampled_request_draws_the_same_on_every_try_and_leaves_no_result(
-    client: Client, mesh: FakeMesh
-) -> None:
+async def test_a_sampled_request_keeps_its_seed_on_retries_and_stores_no_result(client: Client, mesh: FakeMesh) -> None:
     await client.generate("Once").text()
     await client.generate("Once", temperature=0).text()
     await client.generate("Once", seed=5).text()
@@ -101,7 +99,7 @@ async def test_a_sampled_request_draws_the_same_on_every_try_and_leaves_no_resul
     assert seeded.sampling.seed == 5
 
 
-async def test_a_refusal_is_told_whole_and_not_tried_again(client: Client, mesh: FakeMesh) -> None:
+async def test_a_refusal_is_reported_in_full_and_not_retried(client: Client, mesh: FakeMesh) -> None:
     mesh.faults = [fails(0, invalid("sampling.top_p", "above 0 to 1"))]
     with pytest.raises(WeftError) as caught:
         await client.generate("Once", top_p=7).text()
@@ -114,14 +112,14 @@ async def test_a_refusal_is_told_whole_and_not_tried_again(client: Client, mesh:
     assert len(mesh.requests) == 1
 
 
-async def test_when_the_mesh_says_later_the_client_comes_later(client: Client, mesh: FakeMesh) -> None:
+async def test_a_retry_waits_as_long_as_the_mesh_asks(client: Client, mesh: FakeMesh) -> None:
     mesh.faults = [fails(0, unavailable("NO_WORKER", "no worker yet", retry_after_s=0.6))]
     began = time.monotonic()
     await client.complete("Once")
     assert time.monotonic() - began >= 0.6
 
 
-async def test_retries_end(address: str, mesh: FakeMesh) -> None:
+async def test_the_number_of_retries_is_bounded(address: str, mesh: FakeMesh) -> None:
     mesh.faults = [fails(0, unavailable("NO_WORKER", "no worker", retry_after_s=0.01)) for _ in range(9)]
     async with Client(address, retries=2) as client:
         with pytest.raises(WeftError) as caught:
@@ -131,7 +129,7 @@ async def test_retries_end(address: str, mesh: FakeMesh) -> None:
     assert len(mesh.requests) == 3
 
 
-async def test_overload_is_not_answered_with_more_load(client: Client, mesh: FakeMesh) -> None:
+async def test_a_full_queue_is_not_retried(client: Client, mesh: FakeMesh) -> None:
     full = MeshError(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL", "the queue is full", retry_after_s=0.2)
     mesh.faults = [fails(0, full)]
     with pytest.raises(WeftError) as caught:
@@ -140,7 +138,7 @@ async def test_overload_is_not_answered_with_more_load(client: Client, mesh: Fak
     assert len(mesh.requests) == 1
 
 
-async def test_the_deadline_covers_all_tries(client: Client, mesh: FakeMesh) -> None:
+async def test_the_deadline_covers_all_attempts(client: Client, mesh: FakeMesh) -> None:
     mesh.faults = [fails(0, unavailable("NO_WORKER", "no worker", retry_after_s=0.15)) for _ in range(9)]
     began = time.monotonic()
     with pytest.raises(WeftError):
@@ -157,7 +155,7 @@ async def test_a_slow_answer_ends_at_the_deadline(client: Client, mesh: FakeMesh
     await asyncio.wait_for(mesh.ended.wait(), 5)
 
 
-async def test_nobody_there_is_unavailable_without_a_reason() -> None:
+async def test_a_missing_server_is_unavailable_without_a_reason() -> None:
     async with Client("127.0.0.1:1", retries=1) as client:
         with pytest.raises(WeftError) as caught:
             await client.models()
@@ -188,7 +186,7 @@ async def test_cancelling_the_consumer_reaches_the_mesh(client: Client, mesh: Fa
     await asyncio.wait_for(mesh.ended.wait(), 5)
 
 
-async def test_every_option_arrives(client: Client, mesh: FakeMesh) -> None:
+async def test_every_option_is_sent(client: Client, mesh: FakeMesh) -> None:
     sampling = {
         "max_tokens": 9,
         "min_tokens": 2,
@@ -222,7 +220,7 @@ async def test_every_option_arrives(client: Client, mesh: FakeMesh) -> None:
     }
 
 
-async def test_prompts_take_the_form_of_their_python_type(client: Client, mesh: FakeMesh) -> None:
+async def test_the_python_type_of_a_prompt_selects_its_form(client: Client, mesh: FakeMesh) -> None:
     turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     mixed: Any = ["x", *turns]
     for prompt in ("text", [5, 6], turns):
@@ -246,7 +244,7 @@ async def test_the_other_calls(client: Client) -> None:
     assert [model.name for model in await client.models()] == ["fox"]
 
 
-async def test_scripts_may_block(address: str, mesh: FakeMesh) -> None:
+async def test_the_blocking_client(address: str, mesh: FakeMesh) -> None:
     def script() -> tuple[str, Message | None, str]:
         with SyncClient(address, deadline_s=10) as client:
             answer = client.generate("Once")
@@ -271,7 +269,7 @@ def test_pauses_grow_with_jitter_and_progress_resets_them() -> None:
     assert RetryState(6, None, draw=lambda: 0.0).pause_s(gone, 0.0) == pytest.approx(0.05)
 
 
-async def test_an_unreadable_rich_status_is_an_error_all_the_same(client: Client, mesh: FakeMesh) -> None:
+async def test_an_unreadable_rich_status_is_still_an_error(client: Client, mesh: FakeMesh) -> None:
     async def fault(context: aio.ServicerContext[api.GenerateRequest, api.GenerateResponse], number: int) -> None:
         broken = (("grpc-status-details-bin", b"\xff\xff"), ("weft-receipt-bin", b"\xff"))
         await context.abort(grpc.StatusCode.INTERNAL, "internal error", broken)

@@ -1,4 +1,4 @@
-"""What `weft doctor` thinks of a Redis, by each way to name one."""
+"""`weft doctor` checks a Redis by each kind of URL."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from tests.redis_server import RedisServer
 from weft.cli import doctor
 
 
-def test_the_doctor_knows_every_redis_that_a_cache_may_use(tmp_path: Path) -> None:
+def test_every_kind_of_redis_url_is_checked(tmp_path: Path) -> None:
     with RedisServer(tmp_path) as redis:
         for url in (redis.url, f"unix://{redis.embedded.socket}?db=1"):
             assert doctor._redis(url).verdict is doctor.Verdict.OK, url

@@ -1,4 +1,4 @@
-"""API keys as people use them: made once, sent with every call, written nowhere."""
+"""API keys: created once, sent with every call, written nowhere."""
 
 import hashlib
 import re
@@ -17,7 +17,7 @@ from weft.cli.app import app
 
 
 class Listening(FakeMesh):
-    """Remembers what each call brought."""
+    """Records the key of each call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Listening(FakeMesh):
         self.keys.append(metadata.get("authorization"))  # type: ignore[arg-type]
 
 
-async def test_the_key_comes_with_every_call() -> None:
+async def test_the_key_is_sent_with_every_call() -> None:
     mesh = Listening()
     async with served(mesh) as address:
         async with Client(address, api_key="weft-mine", deadline_s=10) as client:
@@ -58,7 +58,7 @@ async def test_the_key_comes_with_every_call() -> None:
     assert mesh.keys == ["Bearer weft-mine"] * 4 + [None]
 
 
-def test_a_key_is_made_with_its_line_for_the_file() -> None:
+def test_a_key_is_printed_with_its_line_for_the_file() -> None:
     made = CliRunner().invoke(app, ["key", "acme"])
     key, *lines = made.stdout.splitlines()
     assert re.fullmatch(r"weft-[A-Za-z0-9_-]{43}", key)
@@ -80,7 +80,7 @@ def test_help_does_not_show_the_key(command: str, monkeypatch: pytest.MonkeyPatc
     assert "weft-secret" not in result.stdout
 
 
-def test_aliases_are_of_models_that_are_served(tmp_path: Path) -> None:
+def test_an_alias_must_name_a_served_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").touch()
     result = CliRunner().invoke(app, ["serve", "--model", str(tmp_path), "--alias", "fox=owl"])
     assert result.exit_code == 2

@@ -70,7 +70,7 @@ async def test_each_of_several_models_has_its_workers_and_aliases(tmp_path: Path
     assert len({worker["WEFT_LISTEN"] for worker in workers}) == 4
 
 
-async def test_an_own_redis_is_used_and_its_password_not_printed(tmp_path: Path) -> None:
+async def test_an_external_redis_is_used_and_its_password_not_printed(tmp_path: Path) -> None:
     async with planned(spec_of(tmp_path, redis_url="rediss://me:secret@cache.example:6380/2?x=secret")) as mesh:
         assert "redis" not in environments(mesh)
         url = "rediss://me:secret@cache.example:6380/2?x=secret"
@@ -127,7 +127,7 @@ async def test_a_deployment_may_name_its_mesh(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a held port cannot be listened at")
-async def test_a_held_port_is_nobody_elses_until_its_process_listens() -> None:
+async def test_a_held_port_is_not_given_to_others_before_and_after_its_process_listens() -> None:
     with HeldPorts() as ours, HeldPorts() as theirs:
         port = ours.free(HOST)
         assert theirs.take(HOST, port) is None
@@ -160,7 +160,7 @@ async def test_a_service_of_another_mesh_is_never_ready() -> None:
 @pytest.mark.parametrize(
     ("host", "reached"), [("0.0.0.0", HOST), ("127.0.0.2", "127.0.0.2"), ("localhost", "localhost")]
 )
-async def test_the_gateway_listens_at_a_host_of_ones_own(
+async def test_the_gateway_listens_at_the_given_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str, reached: str
 ) -> None:
     monkeypatch.setenv("WEFT_ALLOW_REMOTE", "true" if host == "0.0.0.0" else "false")
@@ -174,7 +174,7 @@ async def test_the_gateway_listens_at_a_host_of_ones_own(
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "weft.example"])
 @pytest.mark.parametrize("allow", ["", "many"])
-async def test_a_host_open_to_others_needs_leave(
+async def test_a_host_open_to_others_needs_permission(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str, allow: str
 ) -> None:
     if allow:

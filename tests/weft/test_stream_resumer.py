@@ -1,4 +1,4 @@
-"""Several tries at one stream become one stream."""
+"""Several attempts at one stream become one stream."""
 
 import pytest
 from hypothesis import given
@@ -16,8 +16,8 @@ def text_of(token: int) -> str:
 
 
 @st.composite
-def a_try(draw: st.DrawFn) -> list[api.Delta]:
-    """The whole stream, cut into messages anywhere; text may come later than its tokens."""
+def an_attempt(draw: st.DrawFn) -> list[api.Delta]:
+    """The whole stream, divided into messages anywhere; text may follow later than its tokens."""
     cuts = sorted(draw(st.sets(st.integers(1, TOKENS - 1))))
     text, deltas, said = "".join(text_of(token) for token in range(TOKENS)), [], 0
     for start, end in zip([0, *cuts], [*cuts, TOKENS], strict=True):
@@ -38,7 +38,7 @@ def a_try(draw: st.DrawFn) -> list[api.Delta]:
     return deltas
 
 
-@given(st.lists(st.tuples(a_try(), st.integers(0, TOKENS)), max_size=4), a_try())
+@given(st.lists(st.tuples(an_attempt(), st.integers(0, TOKENS)), max_size=4), an_attempt())
 def test_each_token_and_character_comes_once(broken: list[tuple[list[api.Delta], int]], whole: list[api.Delta]) -> None:
     resumer, received = StreamResumer(), []
     for deltas in [*(deltas[:length] for deltas, length in broken), whole]:
@@ -55,7 +55,7 @@ def test_each_token_and_character_comes_once(broken: list[tuple[list[api.Delta],
         position += len(delta.token_ids)
 
 
-def test_another_answer_is_never_glued_to_the_first_one() -> None:
+def test_a_different_answer_is_never_joined_to_the_first_one() -> None:
     resumer = StreamResumer()
     resumer.begin_attempt()
     resumer.unseen(api.Delta(token_ids=[1, 2, 3]))

@@ -1,4 +1,4 @@
-"""Supervision of real processes."""
+"""The supervisor with real processes."""
 
 import asyncio
 import os
@@ -18,22 +18,22 @@ DUMMY = Path(__file__).with_name("dummy.py")
 QUICK = Policy(first_backoff_s=0.02, longest_backoff_s=0.1, poll_s=0.02, grace_s=0.5)
 
 
-class Story:
-    """What the supervisor told."""
+class Notices:
+    """Records the notices of the supervisor."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[str, State, str]] = []
+        self.all: list[tuple[str, State, str]] = []
 
     def notice(self, name: str, state: State, detail: str) -> None:
-        self.told.append((name, state, detail))
+        self.all.append((name, state, detail))
 
     def of(self, state: State) -> list[str]:
-        return [name for name, told, _ in self.told if told is state]
+        return [name for name, changed, _ in self.all if changed is state]
 
 
 @pytest.fixture
-def story() -> Story:
-    return Story()
+def notices() -> Notices:
+    return Notices()
 
 
 def spec(how: str, folder: Path, name: str = "") -> ProcessSpec:
@@ -47,7 +47,7 @@ def spec(how: str, folder: Path, name: str = "") -> ProcessSpec:
 
 
 def alive(pid: int) -> bool:
-    """Whether the process runs; one that is dead and not yet buried does not."""
+    """Whether the process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
@@ -60,46 +60,46 @@ async def until(holds: Callable[[], bool], within_s: float = 5.0) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_all_start_and_stop_in_reverse_order(tmp_path: Path, story: Story) -> None:
+async def test_all_start_and_stop_in_reverse_order(tmp_path: Path, notices: Notices) -> None:
     specs = [spec("polite", tmp_path, name) for name in ("first", "second", "third")]
-    supervisor = Supervisor(specs, tmp_path / "logs", story.notice, QUICK)
+    supervisor = Supervisor(specs, tmp_path / "logs", notices.notice, QUICK)
     async with supervisor.running():
         pids = [process.pid for process in supervisor.processes.values()]
         assert all(pid and alive(pid) for pid in pids)
         # A Ctrl-C at the terminal must not reach them: each has a process group of its own.
         assert [os.getpgid(pid) for pid in pids if pid] == pids
-    assert story.of(State.STOPPED) == ["third", "second", "first"]
+    assert notices.of(State.STOPPED) == ["third", "second", "first"]
     assert not any(alive(pid) for pid in pids if pid)
 
 
-async def test_a_crashed_process_comes_back(tmp_path: Path, story: Story) -> None:
-    supervisor = Supervisor([spec("polite", tmp_path)], tmp_path, story.notice, QUICK)
+async def test_a_crashed_process_is_restarted(tmp_path: Path, notices: Notices) -> None:
+    supervisor = Supervisor([spec("polite", tmp_path)], tmp_path, notices.notice, QUICK)
     process = supervisor.processes["polite"]
     async with supervisor.running():
         for crashes in range(1, 5):
             assert process.pid
             os.kill(process.pid, signal.SIGKILL)
             await supervisor.during(until(lambda n=crashes: process.restarts == n and process.state is State.READY))  # type: ignore[misc]
-    assert story.of(State.CRASHED) == ["polite"] * 4
-    details = [detail for _, state, detail in story.told if state is State.CRASHED]
+    assert notices.of(State.CRASHED) == ["polite"] * 4
+    details = [detail for _, state, detail in notices.all if state is State.CRASHED]
     assert details[0] == "was killed by SIGKILL; restart in 0.0 s"
 
 
 @pytest.mark.parametrize(("how", "starts", "code"), [("broken", 3, 1), ("hopeless", 1, 78)])
-async def test_what_never_starts_is_given_up_with_its_reason(
-    tmp_path: Path, story: Story, how: str, starts: int, code: int
+async def test_a_process_that_never_starts_is_given_up_with_its_reason(
+    tmp_path: Path, notices: Notices, how: str, starts: int, code: int
 ) -> None:
-    supervisor = Supervisor([spec("polite", tmp_path), spec(how, tmp_path)], tmp_path, story.notice, QUICK)
+    supervisor = Supervisor([spec("polite", tmp_path), spec(how, tmp_path)], tmp_path, notices.notice, QUICK)
     with pytest.raises(GaveUp) as caught:
         async with supervisor.running():
             pytest.fail("it cannot run")
     log = tmp_path / f"{how}.log"
     assert str(caught.value) == f"{how} ended with exit code {code}: the checkpoint is broken shard=2 (log: {log})"
-    assert story.of(State.STARTING).count(how) == starts
-    assert story.of(State.STOPPED) == ["polite"]
+    assert notices.of(State.STARTING).count(how) == starts
+    assert notices.of(State.STOPPED) == ["polite"]
 
 
-async def test_a_repaired_process_gets_another_chance(tmp_path: Path, story: Story) -> None:
+async def test_a_repaired_process_is_started_again(tmp_path: Path, notices: Notices) -> None:
     good, bad = spec("polite", tmp_path), spec("broken", tmp_path)
     switch = tmp_path / "switch.sh"
     switch.write_text(f"[ -e {tmp_path}/repaired ] && exec {' '.join(good.command)} || exec {' '.join(bad.command)}")
@@ -109,11 +109,11 @@ async def test_a_repaired_process_gets_another_chance(tmp_path: Path, story: Sto
         return "its data is set aside"
 
     spec_ = ProcessSpec(name="redis", command=["sh", str(switch)], ready=good.ready, repair=repair)
-    async with Supervisor([spec_], tmp_path, story.notice, QUICK).running():
-        assert ("redis", State.CRASHED, "its data is set aside") in story.told
+    async with Supervisor([spec_], tmp_path, notices.notice, QUICK).running():
+        assert ("redis", State.CRASHED, "its data is set aside") in notices.all
 
 
-async def test_a_command_that_is_not_there_is_told(tmp_path: Path) -> None:
+async def test_a_missing_command_is_reported(tmp_path: Path) -> None:
     missing = ProcessSpec(
         name="redis", command=[str(tmp_path / "no-such-server")], ready=spec("polite", tmp_path).ready
     )
@@ -122,7 +122,7 @@ async def test_a_command_that_is_not_there_is_told(tmp_path: Path) -> None:
             pytest.fail("it cannot run")
 
 
-async def test_who_ignores_sigterm_is_killed(tmp_path: Path) -> None:
+async def test_a_process_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     supervisor = Supervisor([spec("stubborn", tmp_path)], tmp_path, policy=QUICK)
     async with supervisor.running():
         pid = supervisor.processes["stubborn"].pid
@@ -140,7 +140,7 @@ async def test_killing_does_not_wait(tmp_path: Path) -> None:
     assert time.monotonic() - began < 5
 
 
-async def test_children_of_a_process_go_with_it(tmp_path: Path) -> None:
+async def test_children_of_a_process_end_with_it(tmp_path: Path) -> None:
     child = tmp_path / "parent.child"
     async with Supervisor([spec("parent", tmp_path)], tmp_path, policy=QUICK).running():
         await until(child.exists)
@@ -195,7 +195,7 @@ asyncio.run(main())
     await until(lambda: not any(alive(pid) for pid in pids))
 
 
-async def test_ready_means_that_the_health_service_says_so(tmp_path: Path) -> None:
+async def test_ready_means_that_the_health_service_reports_serving(tmp_path: Path) -> None:
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{held.getsockname()[1]}"
@@ -213,7 +213,7 @@ async def test_ready_means_that_the_health_service_says_so(tmp_path: Path) -> No
     assert not await ready()
 
 
-def test_a_long_log_is_turned_over_and_only_this_run_is_quoted(tmp_path: Path) -> None:
+def test_a_long_log_is_rotated_and_only_this_run_is_quoted(tmp_path: Path) -> None:
     log = tmp_path / "polite.log"
     log.write_bytes(b"an older run\n" * (2 << 20))
     process = Supervisor([spec("polite", tmp_path)], tmp_path).processes["polite"]

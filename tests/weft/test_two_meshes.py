@@ -43,7 +43,7 @@ async def test_two_meshes_of_one_folder_are_two_meshes(tmp_path: Path) -> None:
     (first, said), (second, said_too) = await asyncio.gather(*(serve(tmp_path, port) for port in ports))
     data = {re.search(r"data in (\S+)", lines[0])[1] for lines in (said, said_too)}  # type: ignore[index]
     assert len(data) == 2
-    # What one has computed the other computes again: they share neither workers nor a Redis.
+    # Each computes the same prompt anew: they share neither workers nor a Redis.
     one, other = await ask(tmp_path, ports[0], "Once"), await ask(tmp_path, ports[1], "Once")
     assert (one[0], other[0], one[1] != other[1]) == ("miss", "miss", True)
     assert [(await ask(tmp_path, port, "Once"))[0] for port in ports] == ["hit", "hit"]

@@ -1,8 +1,8 @@
 """Network ports, held from their choice until the mesh has ended. Knows sockets, never who listens.
 
-On Linux, a socket that is bound with SO_REUSEADDR and does not listen keeps its port from everybody who asks for any
-free one, while one process may still listen there. That another `weft serve` does not choose the same port, an abstract
-Unix socket named after the port sees to: one process can have it, and the kernel frees it when that process dies.
+On Linux, a bound socket with SO_REUSEADDR that does not listen reserves its port: no process that asks for a free port
+gets it, and one process may listen there. An abstract Unix socket named after the port keeps another `weft serve` from
+choosing the port: one process can have it, and the kernel removes it when that process dies.
 """
 
 import errno
@@ -57,7 +57,7 @@ class HeldPorts:
         return port
 
     def all_chosen(self) -> None:
-        """Releases the ports where the system lets nobody listen at a port that is held: elsewhere than on Linux."""
+        """Releases the ports on systems other than Linux, where no process can listen at a port that is held."""
         if not _CAN_BE_SHARED:
             self.release()
 
