@@ -1,1 +1,1 @@
-"""What is measured, and the tools that measure it."""
+"""Benchmarks: of single kernels, of the bare engine, of the whole mesh; and figures of other servers."""

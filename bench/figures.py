@@ -1,4 +1,4 @@
-"""Plots that stand alone, for pages that show files: SVG with its own colours and words. Knows points, no benchmark."""
+"""Standalone SVG plots for documents, with their own colours and legends. Knows points, no benchmark."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -13,7 +13,7 @@ text { fill: #4b5563; } .title { font-size: 14px; fill: #111827; }
 """
 _WIDTH, _TOP, _HEIGHT, _LEGEND = 560, 26, 240, 24
 _NAMES, _ROW = 262, 17
-"""Pixels left of bars, and of a bar with the space below it."""
+"""Pixels: width of the names, height of a bar with its spacing."""
 
 
 def write(file: Path, title: str, points: Mapping[str, Sequence[Point]]) -> None:
@@ -33,7 +33,7 @@ def write(file: Path, title: str, points: Mapping[str, Sequence[Point]]) -> None
 
 
 def against(file: Path, title: str, ratios: Mapping[str, float]) -> None:
-    """A bar for each ratio, and a line at 1; what is less has another colour."""
+    """A bar for each ratio, and a line at 1; ratios below 1 have another colour."""
     wide = (_WIDTH - _NAMES - 40) / max([1.0, *ratios.values()])
     parts = []
     for number, (name, ratio) in enumerate(ratios.items()):
@@ -47,7 +47,7 @@ def against(file: Path, title: str, ratios: Mapping[str, float]) -> None:
 
 
 def _save(file: Path, title: str, left: int, height: int, body: str) -> None:
-    """A file of this body, which begins below the title."""
+    """Write an SVG file with a title above `body`."""
     file.write_text(
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_TOP + height}" role="img">'
         f'<style>{_STYLE}</style><text x="{left}" y="18" class="title">{escape(title)}</text>{body}</svg>\n'

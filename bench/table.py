@@ -1,4 +1,4 @@
-"""Figures beside their goals: one line each, for the terminal and for JSON. Knows no measurement."""
+"""Measured figures and their goals: one line each, for the terminal and for JSON. Knows no measurement."""
 
 import argparse
 import json
@@ -17,7 +17,7 @@ from rich.table import Table
 from report import machine
 
 Part = tuple[str, Callable[[], Awaitable[list["Figure"]]]]
-"""A title and what measures the figures below it."""
+"""A title, and a function that measures the figures below it."""
 
 _COMPARE = {">=": operator.ge, "<=": operator.le}
 
@@ -30,7 +30,7 @@ class Figure:
     value: float
     unit: str = ""
     goal: str = ""
-    """">= 100000" or "<= 2.5", in the same unit; empty if there is none."""
+    """For example ">= 100000" or "<= 2.5", in the same unit; empty: no goal."""
     note: str = ""
 
     @property
@@ -48,7 +48,7 @@ def selected(name: str, patterns: Iterable[str] | None) -> bool:
 
 
 def show(title: str, figures: Iterable[Figure], out: Console) -> None:
-    """A table of figures."""
+    """Print a table of figures."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("measured")
     for name in ("value", "goal"):
@@ -64,19 +64,19 @@ def show(title: str, figures: Iterable[Figure], out: Console) -> None:
 
 
 def save(file: Path, figures: Iterable[Figure]) -> None:
-    """The figures and the machine as JSON."""
+    """Write the figures and the machine as JSON."""
     lines = [{**asdict(figure), "met": figure.met} for figure in figures]
     file.write_text(json.dumps({"machine": machine.describe(), "figures": lines}, indent=1) + "\n")
 
 
 def show_machine(out: Console) -> None:
-    """What the figures were measured on."""
+    """Print the machine that the figures were measured on."""
     for name, value in machine.describe().items():
         out.print(f"{name:<14}{value}", markup=False, highlight=False)
 
 
 async def measure(what: str, parts: Mapping[str, Part]) -> None:
-    """A benchmark of several parts: those that the command line names, or all of them."""
+    """Run the parts that the command line names, or all, and print their figures."""
     asked = _arguments(what, parts)
     out = Console(width=150 if not sys.stdout.isatty() else None)
     show_machine(out)

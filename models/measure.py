@@ -20,7 +20,7 @@ PROMPT = "Once upon a time there was a little fox who lived at the edge of a gre
 class Quality:
     """Held-out figures of the weights as they ship."""
 
-    loss: float  # nats a token
+    loss: float  # nats per token
     bits_per_byte: float
 
     @property

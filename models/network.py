@@ -59,12 +59,12 @@ def add_dropout(model: LlamaForCausalLM, probability: float) -> None:
 
 
 def text_loss(model: LlamaForCausalLM, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
-    """Mean cross entropy of the targets, nats a token."""
+    """Mean cross entropy of the targets, nats per token."""
     return F.cross_entropy(logits(model, inputs_BT).float().flatten(0, 1), targets_BT.flatten())
 
 
 def distillation_loss(model: LlamaForCausalLM, teacher: LlamaForCausalLM, inputs_BT: Tensor) -> Tensor:
-    """Mean cross entropy of the teacher's distribution, nats a token."""
+    """Mean cross entropy of the teacher's distribution, nats per token."""
     with torch.no_grad():
         wanted_BTV = logits(teacher, inputs_BT)
     return soft_loss(logits(model, inputs_BT), wanted_BTV)

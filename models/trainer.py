@@ -17,7 +17,7 @@ from models.recipe import Recipe
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run cost and reached; losses in nats a token."""
+    """What a run cost and reached; losses in nats per token."""
 
     steps: int
     tokens: int
@@ -68,7 +68,7 @@ def train(
 
 @torch.no_grad()
 def evaluate(model: LlamaForCausalLM, split: Split, window: int, batch: int = 16) -> float:
-    """Mean loss in nats a token: every token once, windows side by side, nothing seen before each."""
+    """Mean loss in nats per token: every token once, windows side by side, nothing seen before each."""
     model.train(False)
     grid = torch.arange(0, len(split) - window + 1, window)
     rest = len(split) % window

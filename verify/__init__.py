@@ -1,1 +1,1 @@
-"""Proves that a compressed checkpoint is still the model it was made from, on the worker's own code. Makes none."""
+"""Compares a compressed checkpoint with the model it was made from, computed by the worker's code. Makes none."""

@@ -1,4 +1,4 @@
-"""The `weft verify` command: its flags. What it does is imported when it runs."""
+"""The `weft verify` command: its flags. The implementation is imported when it runs."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -15,14 +15,14 @@ app = typer.Typer(
 
 
 class Kind(StrEnum):
-    """What the candidate is to its base, which says what can be asked of it."""
+    """How the candidate was made from its base, which selects the gates."""
 
     QUANTIZED = "quantized"
     CHANGED = "changed"
 
 
 class Device(StrEnum):
-    """What computes."""
+    """The device that computes."""
 
     CPU = "cpu"
     CUDA = "cuda"
@@ -32,37 +32,45 @@ class Device(StrEnum):
 def verify(
     base: Annotated[Path, typer.Argument(help="Folder of the 16-bit checkpoint.", exists=True, file_okay=False)],
     candidates: Annotated[
-        list[Path], typer.Argument(help="Folders of what was made from it, side by side.", exists=True, file_okay=False)
+        list[Path], typer.Argument(help="Folders of checkpoints made from the base.", exists=True, file_okay=False)
     ],
     kind: Annotated[
         Kind, typer.Option(help="quantized: the same network in fewer bits; changed: pruned or distilled.")
     ] = Kind.QUANTIZED,
-    min_cosine: Annotated[float | None, typer.Option(help="Of final hidden states.", show_default="0.99")] = None,
-    max_kl: Annotated[float | None, typer.Option(help="Nats a token.", show_default="0.05; changed: 1")] = None,
-    max_perplexity_ratio: Annotated[
-        float | None, typer.Option(help="Over the base's.", show_default="1.05; changed: 2")
+    min_cosine: Annotated[
+        float | None, typer.Option(help="Least cosine of final hidden states.", show_default="0.99")
     ] = None,
-    min_top1: Annotated[float | None, typer.Option(help="Same likeliest token.", show_default="0.85")] = None,
+    max_kl: Annotated[
+        float | None, typer.Option(help="Most KL divergence, nats per token.", show_default="0.05; changed: 1")
+    ] = None,
+    max_perplexity_ratio: Annotated[
+        float | None, typer.Option(help="Most perplexity relative to the base.", show_default="1.05; changed: 2")
+    ] = None,
+    min_top1: Annotated[
+        float | None, typer.Option(help="Least share of equal most likely tokens.", show_default="0.85")
+    ] = None,
     max_gain_error: Annotated[
-        float | None, typer.Option(help="Of a layer's part or the head.", show_default="0.015")
+        float | None, typer.Option(help="Most gain error of a layer's part or the head.", show_default="0.015")
     ] = None,
     max_row_error: Annotated[
-        float | None, typer.Option(help="Of a weight's row, over its linear's median row.", show_default="5")
+        float | None, typer.Option(help="Most error of a weight's row, over the median row's.", show_default="5")
     ] = None,
     max_row_gain_error: Annotated[
-        float | None, typer.Option(help="Of a row or group of a weight, beyond rounding.", show_default="0.15")
+        float | None, typer.Option(help="Most gain error of a row or group of a weight.", show_default="0.15")
     ] = None,
     text: Annotated[
         Path | None, typer.Option(help="File or folder of held-out text.", exists=True, show_default="stories")
     ] = None,
-    windows: Annotated[int, typer.Option(min=1, help="Windows of text.")] = 8,
+    windows: Annotated[int, typer.Option(min=1, help="Windows of held-out text.")] = 8,
     length: Annotated[int, typer.Option(min=32, help="Tokens of each window.")] = 512,
-    answers: Annotated[int, typer.Option(min=0, help="Greedy answers to compare and to time.")] = 4,
-    device: Annotated[Device, typer.Option(help="As a worker serves there: cuda computes in bfloat16.")] = Device.CPU,
-    json: Annotated[Path | None, typer.Option(help="Write the result there.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write a report with plots there.")] = None,
+    answers: Annotated[int, typer.Option(min=0, help="Greedy answers to compare and time.")] = 4,
+    device: Annotated[
+        Device, typer.Option(help="cpu computes in float32, cuda in bfloat16, as a worker does.")
+    ] = Device.CPU,
+    json: Annotated[Path | None, typer.Option(help="Write the result to this file.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a report with plots to this file.")] = None,
 ) -> None:
-    """Prove that checkpoints are still the model they were made from. The exit code is 1 if one fails a gate."""
+    """Compare checkpoints with the model they were made from. The exit code is 1 if one fails a gate."""
     from compress import text as texts
     from compress.cli import errors
     from compress.progress import bars
@@ -82,10 +90,10 @@ def verify(
     }
     limits = {**LIMITS[kind.value], **{name: limit for name, limit in asked.items() if limit is not None}}
     program = "weft verify"
-    with errors(program), bars() as told:
+    with errors(program), bars() as progress:
         held_out = texts.windows(texts.read(text or texts.HELD_OUT), base, length, windows)
         try:
-            result = command.measure(base, candidates, held_out, min(answers, windows), told, device.value)
+            result = command.measure(base, candidates, held_out, min(answers, windows), progress, device.value)
         except CheckpointError as error:
             typer.echo(f"{program}: {error}", err=True)
             raise typer.Exit(2) from None

@@ -1,4 +1,4 @@
-"""What `weft verify` does: loads, compares, judges, shows a table, writes the files that were asked for."""
+"""Carries out `weft verify`: loads and compares models, applies the gates, prints a table, writes JSON and HTML."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -15,11 +15,11 @@ from report import machine
 from services.worker.errors import CheckpointError
 from verify import compare, page, rounding, rows
 from verify.figures import ROWS, cell, number
-from verify.gates import base_figures, figures, judged
+from verify.gates import apply_gates, base_figures, figures
 from verify.served import Served
 
 SHOWN_ROWS = 5
-"""Rows of a candidate that are printed where a gate of its rows fails; JSON and HTML have more."""
+"""Damaged rows that are printed if a row gate fails; JSON and HTML contain more."""
 
 
 def measure(
@@ -30,7 +30,7 @@ def measure(
     progress: Progress,
     device: str = "cpu",
 ) -> dict[str, Any]:
-    """All figures of all models as a worker on this device (cpu or cuda) serves them. Raises CheckpointError."""
+    """Figures of all models, computed as by a worker on this device (cpu or cuda). Raises CheckpointError."""
     longest = max(windows_WT.shape[1], compare.PROMPT_TOKENS + compare.ANSWER_TOKENS)
     model, others = Served(base, longest, device), [Served(candidate, longest, device) for candidate in candidates]
     for other in others:
@@ -52,15 +52,15 @@ def measure(
 
 
 def judge(result: dict[str, Any], limits: Mapping[str, float]) -> bool:
-    """Write each candidate's verdict into the result. -> whether all pass."""
-    for told in result["candidates"]:
-        told["gates"] = judged(told, limits)
-        told["passes"] = all(gate["holds"] for gate in told["gates"])
-    return all(told["passes"] for told in result["candidates"])
+    """Add gates and verdict of each candidate to the result -> whether all pass."""
+    for candidate in result["candidates"]:
+        candidate["gates"] = apply_gates(candidate, limits)
+        candidate["passes"] = all(gate["holds"] for gate in candidate["gates"])
+    return all(candidate["passes"] for candidate in result["candidates"])
 
 
 def show(result: Mapping[str, Any], out: Console) -> None:
-    """A column for each model, then what failed."""
+    """Print a column for each model, then the failed gates."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column(f"{result['tokens']:,} held-out tokens")
     models = [result["base"], *result["candidates"]]
@@ -71,17 +71,17 @@ def show(result: Mapping[str, Any], out: Console) -> None:
     for name, words, form in ROWS:
         table.add_row(words, *(cell(model, name, form) for model in models))
     out.print(table)
-    for told in result["candidates"]:
-        failed = [f"{gate['gate']} (is {number(gate['value'])})" for gate in told["gates"] if not gate["holds"]]
+    for candidate in result["candidates"]:
+        failed = [f"{gate['gate']} (is {number(gate['value'])})" for gate in candidate["gates"] if not gate["holds"]]
         style, verdict = ("red", "fails: " + ", ".join(failed)) if failed else ("green", "passes")
-        out.print(f"{told['name']} {verdict}", style=style, markup=False)
-        if any(gate["figure"].startswith("row_") and not gate["holds"] for gate in told["gates"]):
-            for finding in told["worst_rows"][:SHOWN_ROWS]:
+        out.print(f"{candidate['name']} {verdict}", style=style, markup=False)
+        if any(gate["figure"].startswith("row_") and not gate["holds"] for gate in candidate["gates"]):
+            for finding in candidate["worst_rows"][:SHOWN_ROWS]:
                 out.print(f"  {finding['text']}", markup=False, highlight=False)
 
 
 def save(result: Mapping[str, Any], json_file: Path | None, html_file: Path | None) -> None:
-    """The files that were asked for."""
+    """Write the result as JSON and HTML, where a file is given."""
     if json_file is not None:
         _write(json_file, json.dumps(result, indent=1) + "\n")
     if html_file is not None:

@@ -1,4 +1,4 @@
-"""How far candidates are from their base, token by token and layer by layer. Knows logits and streams, no files.
+"""Measures how far candidates are from their base, by token and by layer. Knows logits and streams, no files.
 
 Legend: T tokens of a window, V vocabulary.
 """
@@ -21,14 +21,14 @@ PARTS = ("queries", "keys", "attention", "mlp")
 
 @dataclass(slots=True)
 class Fit:
-    """How numbers b lie against numbers a: as long, and in the same direction?"""
+    """Ratio of norms and angle between numbers a and b, accumulated."""
 
     ab: float = 0.0
     aa: float = 0.0
     bb: float = 0.0
 
     def add(self, a: Tensor, b: Tensor) -> None:
-        """Count these."""
+        """Accumulate more numbers."""
         a, b = a.double(), b.double()
         self.ab += float((a * b).sum())
         self.aa += float((a * a).sum())
@@ -36,35 +36,35 @@ class Fit:
 
     @property
     def ratio(self) -> float:
-        """Of the norms."""
+        """|b| / |a|."""
         return float((self.bb / self.aa) ** 0.5)
 
     @property
     def cosine(self) -> float:
-        """Of the angle between them."""
+        """Cosine of the angle between a and b."""
         return float(self.ab / max((self.aa * self.bb) ** 0.5, 1e-30))
 
     @property
     def gain_error(self) -> float:
-        """How far the ratio of norms is off 1 beyond what honest rounding at this angle explains: `verify.gates`."""
+        """Deviation of the ratio of norms from 1 beyond what rounding with this angle explains: see `verify.gates`."""
         return max(0.0, abs(self.ratio - 1) - (1 - self.cosine**2) / 2)
 
 
 @dataclass(slots=True)
 class Tally:
-    """What was counted of one candidate."""
+    """Figures of one candidate by token and layer."""
 
     losses: list[Tensor] = field(default_factory=list)
     divergences: list[Tensor] = field(default_factory=list)
     cosines: list[Tensor] = field(default_factory=list)
-    """Empty where the widths differ."""
+    """Of final hidden states; empty if the widths differ."""
     same_top: list[Tensor] = field(default_factory=list)
     accepted: list[Tensor] = field(default_factory=list)
-    """The chance that the base accepts a draft of the candidate at temperature 1: sum of min(p, q)."""
+    """Probability that the base accepts a draft of the candidate at temperature 1: sum of min(p, q)."""
     parts: list[dict[str, Fit]] = field(default_factory=list)
-    """For each layer; empty where the layers are not the base's."""
+    """For each layer; empty if the candidate's layers have other shapes than the base's."""
     head: Fit = field(default_factory=Fit)
-    """Its logits of the base's stream, where the layers are the base's."""
+    """Logits computed from the base's residual stream; only if the layers have the base's shapes."""
     same_greedy: list[float] = field(default_factory=list)
     token_s: list[float] = field(default_factory=list)
 
@@ -72,7 +72,7 @@ class Tally:
 def compare(
     base: Served, candidates: Sequence[Served], windows_WT: Tensor, answers: int, progress: Progress
 ) -> tuple[Tally, list[Tally]]:
-    """Read the windows with all models; continue the beginnings of the first `answers` of them greedily."""
+    """Run all models on the windows; continue the beginnings of the first `answers` windows greedily."""
     own, tallies = Tally(), [Tally() for _ in candidates]
     for tally, candidate in zip(tallies, candidates, strict=True):
         if _layers(candidate) == _layers(base):
@@ -118,7 +118,7 @@ def _window(base: Served, own: Tally, others: Sequence[tuple[Served, Tally]], id
 
 
 def _layer_fits(tally: Tally, steps: list[Steps], candidate: Served, ids_T: Tensor, states: list[Tensor]) -> None:
-    """Each layer alone, on the base's stream: no layer answers for what another did before it."""
+    """Compare each layer separately, on the base's residual stream, so that errors of earlier layers do not add up."""
     for fits, wanted, got in zip(tally.parts, steps, candidate.layer_steps(ids_T, states), strict=True):
         for part, fit in fits.items():
             fit.add(getattr(wanted, part), getattr(got, part))
@@ -130,5 +130,5 @@ def _layers(model: Served) -> tuple[int, ...]:
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """One row of all parts."""
+    """Concatenate the parts."""
     return torch.cat(list(parts)) if parts else torch.empty(0)

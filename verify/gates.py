@@ -1,15 +1,14 @@
-"""From what was counted to figures, and from figures to a verdict. Knows no models.
+"""Computes figures from measurements, and verdicts from figures. Knows no models.
 
-A gate is a figure with a limit. Of a quantized model all of these are asked:
+A gate is a figure with a limit. A quantized model must pass all of these:
 
-- `cosine`, `kl`, `perplexity_ratio`, `top1`: its outputs are nearly the base's. They see any large damage.
-- `gain_error`: no part speaks louder or softer. The parts (of a layer queries, keys, what attention and the MLP add;
-  the head's logits) are computed on the base's own stream, so none answers for another. Let e^2 = 1 - cos^2, the
-  share of a part's numbers that does not follow the base's. Rounding to nearest adds such noise and leaves the rest
-  alone: norms grow by a factor 1 + e^2 / 2. Rounding that minimizes the output's error shrinks: 1 - e^2 / 2. So the
-  ratio of norms of an honest quantization, however coarse, is off 1 by about e^2 / 2; what it is off beyond that is
-  the gain error, and is near 0. A scale that is wrong by 5% shows here as 0.05, however little the outputs show of
-  it.
+- `cosine`, `kl`, `perplexity_ratio`, `top1`: its outputs are nearly the base's. They detect any large damage.
+- `gain_error`: no part has outputs that are too large or too small. The parts (of a layer queries, keys, and what
+  attention and the MLP add; the head's logits) are computed on the base's residual stream, so errors do not add up.
+  Let e^2 = 1 - cos^2, the share of a part's variance that is noise. Rounding to nearest adds noise and keeps the
+  signal, so norms grow by a factor 1 + e^2 / 2. Rounding that minimizes the output error shrinks them by 1 - e^2 / 2.
+  So the ratio of norms of an honest quantization, however coarse, deviates from 1 by about e^2 / 2. The gain error is
+  the deviation beyond that and is near 0. A scale that is wrong by 5% gives 0.05, even if the outputs hardly change.
 
 - `row_error`, `row_gain_error`: no row of a weight is damaged. One row of thousands hardly shows in the outputs, so the
   weights themselves are compared (`verify.rows`).
@@ -43,7 +42,7 @@ class Gate:
     limit: float
 
     def holds(self, figures: Mapping[str, Any]) -> bool:
-        """Whether a candidate keeps to it; a figure that it does not have is not kept to."""
+        """Whether a candidate passes; a candidate without this figure fails."""
         value = figures.get(self.figure)
         return value is not None and bool(_COMPARE[self.sign](value, self.limit))
 
@@ -63,12 +62,12 @@ LIMITS: Mapping[str, Mapping[str, float]] = {
     },
     "changed": {"kl": 1.0, "perplexity_ratio": 2.0},
 }
-"""What is asked of a candidate unless the caller says otherwise."""
+"""Default limits by kind of candidate."""
 _AT_LEAST = ("cosine", "top1")
 
 
 def base_figures(model: Served, tally: Tally) -> dict[str, Any]:
-    """What is told of the base itself."""
+    """Figures of a model itself, without a comparison."""
     return {
         "name": model.folder.resolve().name,
         "parameters": model.parameters,
@@ -107,10 +106,10 @@ def figures(model: Served, tally: Tally, rows: RowErrors | None, base: Mapping[s
     }
 
 
-def judged(told: Mapping[str, Any], limits: Mapping[str, float]) -> list[dict[str, Any]]:
-    """Each gate with its value and whether it holds."""
+def apply_gates(values: Mapping[str, Any], limits: Mapping[str, float]) -> list[dict[str, Any]]:
+    """Each gate with its value and whether the candidate passes it."""
     return [
-        {"gate": str(gate), "figure": gate.figure, "value": told.get(gate.figure), "holds": gate.holds(told)}
+        {"gate": str(gate), "figure": gate.figure, "value": values.get(gate.figure), "holds": gate.holds(values)}
         for gate in (Gate(name, ">=" if name in _AT_LEAST else "<=", limit) for name, limit in limits.items())
     ]
 

@@ -1,4 +1,4 @@
-"""The report of `weft verify` as one HTML page: which plots and tables. Knows the names of figures alone."""
+"""The report of `weft verify` as one HTML page: its plots and tables. Knows names of figures, no models."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -10,11 +10,11 @@ from verify.figures import ROWS, cell, number
 from verify.rounding import KINDS
 
 _SAID = {
-    "gates": "What a candidate must keep to; one figure beyond its limit, and it fails.",
-    "kl": "How far its next-token distribution is from the base's: a curve further left is nearer.",
+    "gates": "A candidate fails if one figure is beyond its limit.",
+    "kl": "Distance of the next-token distribution from the base's: curves further left are closer.",
     "rows": "Rows of weights that differ most from the base's, honest rounding and moved factors divided out.",
-    "norm": "Honest rounding leaves norms nearly as they were; a wrong scale stands out as one layer that is off.",
-    "error": "How much of this part rounding changed; it should grow slowly and have no peak.",
+    "norm": "Honest rounding hardly changes norms; a wrong scale shows as an outlier in one layer.",
+    "error": "Relative change of this part by rounding; it should grow slowly and have no peak.",
 }
 _WORDS = {"queries": "queries", "keys": "keys", "attention": "what attention adds", "mlp": "what the MLP adds"}
 
@@ -22,7 +22,10 @@ _WORDS = {"queries": "queries", "keys": "keys", "attention": "what attention add
 def page(result: Mapping[str, Any]) -> str:
     """The whole document."""
     base, candidates = result["base"], result["candidates"]
-    verdicts = ((told["name"], "+passes" if told["passes"] else "!fails", told["name"]) for told in candidates)
+    verdicts = (
+        (candidate["name"], "+passes" if candidate["passes"] else "!fails", candidate["name"])
+        for candidate in candidates
+    )
     device = "a GPU in bfloat16" if result["device"] == "cuda" else "the CPU in float32"
     below = f"against {base['name']}, {result['tokens']:,} held-out tokens, computed by the worker's code on {device}"
     body = (html.tiles(verdicts), html.cards(_cards(result)))
@@ -34,16 +37,16 @@ def _cards(result: Mapping[str, Any]) -> Iterable[str]:
     models = [base, *candidates]
     rows = [[words, *(cell(model, name, form) for model in models)] for name, words, form in ROWS]
     yield html.card("Figures", html.table(["", *(model["name"] for model in models)], rows), wide=True)
-    gates = html.table(["", *(told["name"] for told in candidates)], _gates(candidates))
+    gates = html.table(["", *(candidate["name"] for candidate in candidates)], _gates(candidates))
     yield html.card("Gates", gates, said=_SAID["gates"], wide=True)
-    for told in candidates:
-        if told["worst_rows"]:
-            worst = [[row["text"]] for row in told["worst_rows"]]
-            yield html.card(f"Worst rows of {told['name']}", html.table([], worst), said=_SAID["rows"])
-    curves = [Line(told["name"], told["kl_curve"]) for told in candidates]
+    for candidate in candidates:
+        if candidate["worst_rows"]:
+            worst = [[row["text"]] for row in candidate["worst_rows"]]
+            yield html.card(f"Worst rows of {candidate['name']}", html.table([], worst), said=_SAID["rows"])
+    curves = [Line(candidate["name"], candidate["kl_curve"]) for candidate in candidates]
     drawing = plot.lines(curves, Axis("nats", log=True), Axis("% of tokens"))
     yield html.card("KL from the base, token by token", drawing, said=_SAID["kl"])
-    layered = [told for told in candidates if told["ratios"]]
+    layered = [candidate for candidate in candidates if candidate["ratios"]]
     for part in PARTS if layered else ():
         ratios = [Line(t["name"], [(n, (g[part] - 1) * 100) for n, g in enumerate(t["ratios"])]) for t in layered]
         title = f"Norm of {_WORDS[part]}, each layer on the base's stream"
@@ -58,10 +61,10 @@ def _cards(result: Mapping[str, Any]) -> Iterable[str]:
 
 
 def _gates(candidates: list[Mapping[str, Any]]) -> Iterable[list[str]]:
-    """A row for each gate that any candidate was asked; empty where another was not."""
-    asked = dict.fromkeys(gate["gate"] for told in candidates for gate in told["gates"])
+    """A row for each gate of any candidate; a cell is empty if the gate does not apply to that candidate."""
+    asked = dict.fromkeys(gate["gate"] for candidate in candidates for gate in candidate["gates"])
     for words in asked:
-        found = ({gate["gate"]: gate for gate in told["gates"]}.get(words) for told in candidates)
+        found = ({gate["gate"]: gate for gate in candidate["gates"]}.get(words) for candidate in candidates)
         yield [
             words,
             *("" if gate is None else f"{'+' if gate['holds'] else '!'}{number(gate['value'])}" for gate in found),
@@ -70,7 +73,7 @@ def _gates(candidates: list[Mapping[str, Any]]) -> Iterable[list[str]]:
 
 def _granularity(rounding: list[Mapping[str, Any]]) -> Iterable[str]:
     series = [Line(kind, [(n, linear[kind] * 100) for n, linear in enumerate(rounding)]) for kind in KINDS]
-    title = "Per channel against per tensor: how far rounding to nearest moves each linear of the base"
+    title = "Per channel and per tensor: relative error of each linear of the base, rounded to nearest"
     rows = [[linear["linear"], *(f"{linear[kind]:.3%}" for kind in KINDS)] for linear in rounding]
     drawing = plot.lines(series, Axis("linear, first layer to last"), Axis("% of the weight's norm"))
     yield html.card(title, drawing + html.table(["layer, linear", *KINDS], rows), wide=True)

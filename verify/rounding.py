@@ -1,4 +1,4 @@
-"""What a scale for each output spares against one for the whole weight: how much rounding moves each linear."""
+"""Rounding error of each linear with a scale per output and with one scale per weight. Knows weights, no outputs."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ KINDS = ("int8 per channel", "int8 per tensor", "fp8 per channel", "fp8 per tens
 
 
 def by_granularity(base: Served) -> list[dict[str, Any]]:
-    """For each linear of the base, as it is served: its name and the relative error of each kind of rounding."""
+    """For each linear of the base: its name and the relative error of each kind of rounding."""
     found = []
     for number, layer in enumerate(base.model.layers):
         linears = {

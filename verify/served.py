@@ -1,4 +1,4 @@
-"""A checkpoint as a worker serves it, opened up: one sequence at a time, with what each layer adds.
+"""A model loaded by the worker's code for inspection: one sequence at a time, with the output of each layer part.
 
 Legend: T tokens, C width of the residual stream, V vocabulary.
 """
@@ -22,19 +22,19 @@ from verify.whole import whole
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """What one layer makes of a residual stream [T, C]."""
+    """The parts of one layer, computed from a residual stream [T, C]."""
 
     queries: Tensor
-    """Before they are rotated [T, heads x dimension]."""
+    """Before rotation [T, heads x dimension]."""
     keys: Tensor
     attention: Tensor
     """What attention adds [T, C]."""
     mlp: Tensor
-    """What the MLP adds [T, C], to the stream after the attention that was given."""
+    """What the MLP adds [T, C], to the given stream after attention."""
 
 
 class Served:
-    """One model. Sequences are read into the same blocks, one after another."""
+    """One model. Sequences use the same KV blocks, one after another."""
 
     def __init__(self, folder: Path, longest: int, device: str = "cpu") -> None:
         """Load a checkpoint for sequences of up to `longest` tokens, in float32 on a CPU, in bfloat16 on a GPU.
@@ -63,17 +63,17 @@ class Served:
 
     @property
     def file_bytes(self) -> int:
-        """Bytes of the weights' files."""
+        """Bytes of the weights on disk."""
         return sum(file.stat().st_size for file in self.folder.glob("*.safetensors"))
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of the weights as they are served; the embedding counts once where it is the head too."""
+        """Bytes of the weights in memory; a tied embedding counts once."""
         return self.model.nbytes
 
     @torch.inference_mode()
     def read(self, ids_T: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """-> the residual stream at the end [T, C], and as it was before each layer and before each MLP."""
+        """-> the final residual stream [T, C], and the stream before each layer and before each MLP."""
         step = whole(self._engine.runner, ids_T)
         x = self.model.embed(step)
         states = []
@@ -91,16 +91,16 @@ class Served:
 
     @torch.inference_mode()
     def logits(self, x_TC: Tensor) -> Tensor:
-        """What the head says of the next tokens [T, V], float32."""
+        """Logits of the next tokens [T, V], float32."""
         return self.model.logits(x_TC).float()
 
     def logprobs(self, x_TC: Tensor) -> Tensor:
-        """Of the next tokens [T, V], float32."""
+        """Log-probabilities of the next tokens [T, V], float32."""
         return F.log_softmax(self.logits(x_TC), -1)
 
     @torch.inference_mode()
     def layer_steps(self, ids_T: Tensor, states: list[Tensor]) -> Iterator[Steps]:
-        """What each layer makes of given streams, as `read` tells them, be they this model's or another's."""
+        """The parts of each layer, computed from streams that `read` of this or another model returned."""
         step = whole(self._engine.runner, ids_T)
         for index, (layer, pool) in enumerate(zip(self.model.layers, self._pools, strict=True)):
             before, between = states[2 * index], states[2 * index + 1]
@@ -111,7 +111,7 @@ class Served:
             yield Steps(queries, keys, attended - before, fed - between)
 
     def continue_greedily(self, prompt_T: Tensor, tokens: int) -> tuple[list[int], float]:
-        """-> the likeliest tokens one after another, and the seconds that each took after the first."""
+        """-> the greedy continuation, and the mean seconds per token after the first."""
         prompt = prompt_T.tolist()
         params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
         self._engine.submit(Job(0, prompt, len(prompt), params))

@@ -1,4 +1,4 @@
-"""A whole sequence as the one row of a step, in blocks 1, 2, ... of a runner's pools: what its layers are told.
+"""Builds the step inputs of one whole sequence as a single row, in blocks 1, 2, ... of a runner's KV pools.
 
 Legend: T tokens.
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def whole(runner: Runner, ids_T: Tensor) -> StepTensors:
-    """The step of token ids int64 [T] on the model's device."""
+    """The step of token ids int64 [T], on the model's device."""
     if isinstance(runner, CpuRunner):
         return _on_cpu(runner, ids_T)
     from services.worker.runners.cuda.runner import GpuRunner
@@ -64,6 +64,6 @@ def _on_gpu(runner: "GpuRunner", ids_T: Tensor) -> StepTensors:
 
 
 def _room(count: int, block_size: int) -> tuple[Tensor, Tensor]:
-    """Blocks of so many tokens, and each token's place in them. Block 0 is nobody's."""
+    """Blocks for `count` tokens, and each token's slot. Block 0 belongs to no sequence."""
     blocks, positions = torch.arange(1, -(-count // block_size) + 1), torch.arange(count)
     return blocks, blocks[positions // block_size] * block_size + positions % block_size

@@ -1,4 +1,4 @@
-"""Decode of a model of the 1B shape on this processor, its weights plain and in fewer bits. Part of `make bench-cpu`.
+"""Decode of a 1B-shape model on this machine's CPU, with plain and with quantized weights. Part of `make bench-cpu`.
 
     python -m bench.engine.cpu_weights [--shape llama-3.2-1b]
 
@@ -33,11 +33,11 @@ KINDS = {
     "int8": ("bfloat16", "int8"),
     "int4": ("bfloat16", "int4"),
 }
-"""dtype of what is not quantized, and what --quantize says."""
+"""Kind -> (dtype of unquantized weights, value of --quantize)."""
 
 
 def rates(shape: str, kind: str) -> dict[int, float]:
-    """Tokens per second of a kind, by how many answers decode together."""
+    """Batch size -> tokens per second, for one kind of weights."""
     dtype, quantize = KINDS[kind]
     options = EngineOptions(
         kv_blocks=128, max_batch_size=max(BATCHES), max_seq_length=256, dtype=dtype, quantize=quantize, threads=THREADS
@@ -50,7 +50,7 @@ def rates(shape: str, kind: str) -> dict[int, float]:
 
 
 def decode(engine: GenerationEngine, batch: int) -> float:
-    """Tokens per second of `batch` answers, once all have begun."""
+    """Tokens per second of `batch` answers, after the first token of each."""
     params = SamplingParams(max_tokens=128, temperature=0.0, ignore_eos=True)
     for key in range(batch):
         prompt = random.choices(range(100, engine.config.vocab_size - 300), k=_PROMPT)
@@ -70,7 +70,7 @@ def decode(engine: GenerationEngine, batch: int) -> float:
 
 
 def measure(shape: str = SHAPE) -> list[Figure]:
-    """The rates, and how they compare with plain weights."""
+    """The rates, and their ratios to plain weights."""
     found = {kind: rates(shape, kind) for kind in KINDS}
     figures = [
         Figure(f"{shape}, {kind}, batch {batch}", rate, "tokens/s", note="decode only, 2 threads")
@@ -92,7 +92,7 @@ def main() -> None:
     asked = parser.parse_args()
     out = Console(width=150 if not sys.stdout.isatty() else None)
     table.show_machine(out)
-    table.show(f"Weights in fewer bits (load average {os.getloadavg()[0]:.1f})", measure(asked.shape), out)
+    table.show(f"Quantized weights (load average {os.getloadavg()[0]:.1f})", measure(asked.shape), out)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
-"""Deterministic mode on one GPU, the 8B shape with random weights: that it holds, that nothing holds without it, and
-what it costs.
+"""Deterministic mode on one GPU, 8B shape with random weights: equality of results with and without it, and its cost.
 
     python -m bench.engine.determinism [--model llama-3.1-8b] [--tokens 200] [--out bench/results]
 
-Sixteen prompts, half greedy and half sampled, are answered alone, in a batch of 64, in small chunks with pauses for
-want of room, and after a prefix hit. Tokens and log-probabilities must agree bit for bit with the mode on, and must not
-with it off; the exit code says so.
+Sixteen prompts, half greedy and half sampled, are answered alone, in a batch of 64, in small chunks with preemptions,
+and after a prefix hit. Tokens and log-probabilities must be equal bit for bit with the mode on, and must differ with it
+off; otherwise the exit code is 1.
 """
 
 import argparse
@@ -35,7 +34,7 @@ Answer = list[tuple[int, float | None]]
 
 
 def jobs(count: int, tokens: int, first_key: int, **settings: Any) -> list[Job]:
-    """Prompts of 20 to 900 tokens, the same for the same place; every other one is sampled."""
+    """Jobs with prompts of 20 to 900 tokens, a function of their index; every other one is sampled."""
     made = []
     for place in range(count):
         source = random.Random(place)
@@ -49,7 +48,7 @@ def jobs(count: int, tokens: int, first_key: int, **settings: Any) -> list[Job]:
 
 
 def answers(engine: GenerationEngine, wanted: Sequence[Job]) -> list[Answer]:
-    """Submit, run until all is done: tokens and log-probabilities of each job."""
+    """Run the jobs to the end -> tokens and log-probabilities of each."""
     said: dict[int, Answer] = {one.key: [] for one in wanted}
     for one in wanted:
         engine.submit(one)
@@ -69,7 +68,7 @@ def open_engine(model: str, deterministic: bool, **options: Any) -> GenerationEn
 
 
 def close(engine: GenerationEngine) -> None:
-    """Give its memory back."""
+    """Free the engine's memory."""
     engine.runner.pool.layers.clear()
     gc.collect()
     torch.cuda.empty_cache()
@@ -78,7 +77,7 @@ def close(engine: GenerationEngine) -> None:
 def scenes(
     model: str, deterministic: bool, tokens: int, engine: GenerationEngine
 ) -> Iterator[tuple[str, list[Answer]]]:
-    """What the sixteen prompts are answered, in each company."""
+    """The answers to the sixteen prompts in each situation."""
     alone = jobs(PROMPTS, tokens, 0, bypass_cache=True)
     yield "alone", [answers(engine, [one])[0] for one in alone]
     crowd = jobs(CROWD, tokens, 100, bypass_cache=True)
@@ -99,7 +98,7 @@ def price(engine: GenerationEngine) -> dict[str, float]:
 
 
 def measure(model: str, deterministic: bool, tokens: int) -> dict[str, Any]:
-    """How many of the sixteen answers are the same in each company, and the price."""
+    """Number of equal answers in each situation, and the cost of the mode."""
     engine = open_engine(model, deterministic)
     found: dict[str, Any] = {}
     first: list[Answer] = []
@@ -134,7 +133,7 @@ def page(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measures, writes JSON and a table, and exits with 1 if the mode does not do what it says."""
+    """Measure, write JSON and a table; exit with 1 if the mode does not hold or makes no difference."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama-3.1-8b")
     parser.add_argument("--tokens", type=int, default=200)

@@ -1,6 +1,6 @@
-"""The floors of a bare loop's steps: what they must read and multiply, at the rates that the same run has shown.
+"""Floors of the bare engine's steps: bytes to read and operations, at the rates measured in the same run.
 
-`bench.mesh.floors` has those of rows through the mesh, at the rates of one H200.
+`bench.mesh.floors` has the floors of requests through the mesh, at fixed rates of one H200.
 """
 
 from dataclasses import dataclass
@@ -9,13 +9,13 @@ from services.worker.engine.generation import GenerationEngine
 from services.worker.models.config import ModelConfig, count_parameters
 from services.worker.runners.cuda.runner import GpuRunner
 
-# What one H200 has shown: a run that measures less on its own ceilings is still held to these.
+# Least ceilings, from one H200: a run that measures lower ones is compared with these.
 LEAST = {"read": 0.95 * 4.3e12, "matmul": 0.95 * 790e12, "fp8": 0.95 * 1580e12}
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the machine can do, as measured in this run, and what the model needs of it."""
+    """The machine's rates, as measured in this run, and the bytes and operations that the model needs."""
 
     config: ModelConfig
     read: float

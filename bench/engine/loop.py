@@ -1,6 +1,6 @@
-"""What a bare engine loop is measured by: answers in batches, prompts alone, both together, requests in a closed loop.
+"""Measurements of the bare engine: decode in batches, prefill alone, both together, requests in a closed loop.
 
-No network and no client take part. Each measurement returns one cell: figures by name.
+No network and no clients. Each measurement returns one cell: figures by name.
 """
 
 import random
@@ -20,17 +20,17 @@ from services.worker.runners.cuda.step_words import Kind
 from weft.load.distribution import Distribution
 
 CONTEXT, STEPS = 2100, 96
-"""Tokens behind an answer's, about, and steps that are timed."""
+"""Approximate context length of decode, and the number of timed steps."""
 SPAN, SETTLED = 600, 16
-"""Tokens of an answer beside which prompts are computed, and of each before it counts."""
+"""Tokens of the answers in the mixed measurement, and tokens of each answer before the measurement begins."""
 SECONDS = 40.0
-"""No request of a closed loop is replaced after these."""
+"""Finished requests of a closed loop are not replaced after this time."""
 
 Cell = dict[str, float]
 
 
 class Loop:
-    """An engine and what its steps took."""
+    """An engine, and its recorded steps."""
 
     def __init__(self, engine: GenerationEngine, limits: Limits) -> None:
         self.engine, self.limits = engine, limits
@@ -48,7 +48,7 @@ class Loop:
         self._keys = iter(range(1 << 30))
 
     def submit(self, prompt: int, answer: int, prefix: Sequence[int] = ()) -> int:
-        """A job with a fresh random prompt, but for its prefix."""
+        """Submit a job whose prompt is `prefix` followed by random tokens -> its key."""
         key = next(self._keys)
         tokens = [*prefix, *random.choices(range(100, self.limits.config.vocab_size - 300), k=prompt - len(prefix))]
         params = SamplingParams(max_tokens=answer, temperature=0.0, ignore_eos=True)
@@ -56,18 +56,18 @@ class Loop:
         return key
 
     def drain(self) -> None:
-        """Until nothing is left to do."""
+        """Step until all jobs have ended."""
         while self.engine.has_work():
             self.engine.step()
 
     def gaps_us(self) -> list[float]:
-        """Microseconds that the device idled before each noted step but the first."""
+        """Microseconds that the device was idle before each recorded step but the first."""
         pairs = zip(self.steps, self.steps[1:], strict=False)
         return [self.runner.gap_s(before, after) * 1e6 for before, after in pairs]
 
 
 def decode(loop: Loop, batch: int, context: int = CONTEXT) -> Cell:
-    """Steps of `batch` answers at about this context."""
+    """Decode steps of `batch` sequences with about `context` tokens each."""
     for _ in range(batch):
         loop.submit(context - STEPS // 2 - 16, STEPS + 512)
     stats = loop.engine.stats()
@@ -101,7 +101,7 @@ def decode(loop: Loop, batch: int, context: int = CONTEXT) -> Cell:
 
 
 def _replays(loop: Loop, batch: int) -> float:
-    """Seconds of a replay when the host does nothing else."""
+    """Seconds of a CUDA graph replay without work on the host between replays."""
     found = loop.runner.graphs.find(batch, batch, Kind.ANSWERS)
     assert found is not None
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -114,8 +114,8 @@ def _replays(loop: Loop, batch: int) -> float:
 
 
 def prefill(loop: Loop, tokens: int, rest_s: float = 0.1, prompts: int = 12) -> Cell:
-    """A prompt alone, from its arrival to its first token. Its answer goes on for so long before the next one comes: at
-    full power the chip lowers its clocks within some tenths of a second, and in its sleep it lowers them, too."""
+    """The time to the first token of a prompt alone. Its answer is decoded for `rest_s` before the next prompt arrives:
+    the GPU lowers its clocks after some tenths of a second at full power, and also when it is idle."""
     times = []
     for _ in range(prompts):
         began = time.perf_counter()
@@ -140,7 +140,7 @@ def prefill(loop: Loop, tokens: int, rest_s: float = 0.1, prompts: int = 12) -> 
 
 
 def prefill_on_and_on(loop: Loop, tokens: int) -> Cell:
-    """Prompts one after the other for more than a second, also against what the chip sustains for as long."""
+    """Prompts back to back for more than a second, also against the rate that the GPU sustains for a second."""
     cell = prefill(loop, tokens, rest_s=0.0, prompts=36)
     limits = loop.limits
     floor = replace(limits, matmul=limits.sustained, linear=limits.sustained).prefill_s(tokens)
@@ -148,10 +148,10 @@ def prefill_on_and_on(loop: Loop, tokens: int) -> Cell:
 
 
 def mixed(loop: Loop, streams: int, prompt: int, seconds: float) -> Cell:
-    """Running answers alone, and while one long prompt after the other is computed beside them.
+    """Time between tokens of running answers, alone and while long prompts are computed one after another.
 
-    Their contexts are the same in both, SPAN tokens around CONTEXT: at the end of these they begin anew, with prompts
-    that are found in the cache. What happens between two such rounds counts for nothing.
+    Contexts are the same in both, SPAN tokens around CONTEXT: after these, a new round of answers begins with prompts
+    that are in the prefix cache. The time between rounds is not counted.
     """
     texts = [random.choices(range(100, 30_000), k=CONTEXT - SPAN // 2) for _ in range(streams)]
     quiet = _round(loop, texts, 0).gaps
@@ -172,17 +172,17 @@ def mixed(loop: Loop, streams: int, prompt: int, seconds: float) -> Cell:
 
 @dataclass
 class _Round:
-    """What answers saw while others were computed beside them."""
+    """Measurements of one round of answers."""
 
     gaps: list[float]
     """Milliseconds between an answer's tokens."""
     computed: int = 0
-    """Tokens of prompts beside."""
+    """Prompt tokens computed in the meantime."""
     seconds: float = 0.0
 
 
 def _round(loop: Loop, texts: Sequence[Sequence[int]], prompt: int) -> _Round:
-    """Answers of SPAN tokens to these texts; a prompt of `prompt` tokens, unless 0, is always computed beside them."""
+    """Decode SPAN tokens for each text; unless `prompt` is 0, a prompt of that many tokens is always being computed."""
     keys = {loop.submit(len(text) + 1, SPAN, text) for text in texts}
     told, last = dict.fromkeys(keys, 0), dict[int, float]()
     done, beside = 0, loop.submit(prompt, 1) if prompt else -1
@@ -211,8 +211,8 @@ def _round(loop: Loop, texts: Sequence[Sequence[int]], prompt: int) -> _Round:
 
 
 def closed(loop: Loop, prompt: int, answer: int, width: int, shared: int = 0) -> Cell:
-    """`width` requests at once, each that ended replaced until 3 * width (at least 16) are sent or SECONDS have passed:
-    what `bench.mesh.gpu` does, without a mesh. A step's tokens count when the step is over."""
+    """`width` requests at a time, each finished one replaced until 3 * width (at least 16) are sent or SECONDS have
+    passed: the load of `bench.mesh.gpu` without a mesh. A step's tokens are counted when the step has ended."""
     prefix = random.choices(range(100, 30_000), k=shared)
     left, began = max(3 * width, 16), time.perf_counter()
     sent: dict[int, float] = {}

@@ -38,19 +38,19 @@ from services.worker.models.config import count_parameters
 from services.worker.options import EngineOptions
 
 MODELS = {"8b": "llama-3.1-8b", "1b": "llama-3.2-1b", "70b": "llama-3.1-70b"}
-# A variant is a model, or a model and the bits of its weights; with fp8 weights keys and values are fp8, too.
+# A variant is a model, or a model and the format of its weights; with fp8 weights the KV cache is fp8, too.
 VARIANTS = ("8b", "1b", "8b fp8", "8b int4", "1b fp8", "1b int4", "70b fp8", "70b int4")
 BATCHES = (1, 8, 32, 128, 256)
 SHORT = 128
 
 
 def cells(loop: Loop, seconds: float, model: str) -> Iterator[tuple[str, Callable[[], Cell]]]:
-    """Name and measurement of each cell of a model, of a variant those that its bits matter for."""
+    """Name and measurement of each cell of a model; for quantized variants only the cells that differ."""
     for tokens in (128, 1950):
         yield f"prefill {tokens}", lambda tokens=tokens: prefill(loop, tokens)  # type: ignore[misc]
     for batch in BATCHES:
         if batch * (CONTEXT + STEPS + 512) > loop.engine.memory.kv_tokens:
-            break  # a 70B model's keys and values of so many do not fit beside its weights
+            break  # the KV cache of a 70B model does not fit beside its weights
         yield f"decode {batch}", lambda batch=batch: decode(loop, batch)  # type: ignore[misc]
     yield "decode 1, short", lambda: decode(loop, 1, SHORT)
     if " " in model:
@@ -66,7 +66,7 @@ def cells(loop: Loop, seconds: float, model: str) -> Iterator[tuple[str, Callabl
 
 
 def held(loop: Loop) -> Cell:
-    """What the weights take, the products in the layers alone and all, against 16 bits; tokens that the pool holds."""
+    """Bytes of the weights, of all and of the layers alone, relative to 16 bits; tokens that the KV pool holds."""
     model = loop.runner.model
     layers = [each.linear for each in model.projections() if each.modules != ("lm_head",)]
     products, numbers = sum(x.weight.nbytes for x in layers), sum(x.inputs * x.outputs for x in layers)
@@ -79,7 +79,7 @@ def held(loop: Loop) -> Cell:
 
 
 def returning(model: str, prompt: int) -> Cell:
-    """A prompt whose blocks were evicted to host memory, until its first token; and as it was computed."""
+    """Time to the first token of a prompt whose blocks are in host memory, and of one that must be computed."""
     options = EngineOptions(
         device="cuda", dtype="bfloat16", max_batch_size=8, step_tokens=8192, max_seq_length=16384, kv_blocks=1100,
         host_kv_bytes=8 << 30,
@@ -103,7 +103,7 @@ def returning(model: str, prompt: int) -> Cell:
 
 
 def loading(loop: Loop) -> Cell:
-    """The model's weights as a checkpoint of four shards: how fast its files can be read, and how fast it loads."""
+    """Rates of reading and of loading a checkpoint of four shards with the model's weights."""
     model = loop.runner.model
     with tempfile.TemporaryDirectory(prefix="weft-bench-") as home:
         folder = Path(home)
@@ -132,7 +132,7 @@ def _seconds(work: Callable[[], None]) -> float:
 
 
 def start(model: str, limits: dict[str, float]) -> tuple[Loop, Cell]:
-    """An engine of random weights, and what its start took by phase."""
+    """Start an engine with random weights -> the engine, and the seconds of each phase of the start."""
     phases: dict[str, float] = {}
     began = last = time.perf_counter()
     current = "checkpoint"
@@ -158,7 +158,7 @@ def start(model: str, limits: dict[str, float]) -> tuple[Loop, Cell]:
 
 
 def main() -> None:
-    """Measures what is missing, writes JSON and a table."""
+    """Measure the cells that are missing; write JSON and a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", default=["8b", "1b"], choices=VARIANTS)
     parser.add_argument("--only", nargs="*", help="only cells with these names, such as '8b decode 1'; *, ? match")

@@ -2,9 +2,9 @@
 
     python -m bench.engine.schedule [--chunk 200] [--step-tokens 8192]
 
-The model is that of Llama-3.1-8B in bf16 on one H200: products by rows as measured, keys read at memory bandwidth,
-attention of prompts by operations. It reproduced what was measured through the mesh within 3%. A policy is tried here
-before it is measured there.
+The model of step times is that of Llama-3.1-8B in bf16 on one H200: linear layers as measured, keys read at memory
+bandwidth, prefill attention by operations. It reproduced measurements through the mesh within 3%. Policies are tried
+here before they are measured there.
 """
 
 import argparse
@@ -41,7 +41,7 @@ POOL_BLOCKS = 60_000
 
 
 def step_ms(rows: list[Row]) -> float:
-    """How long a step takes on the device."""
+    """Milliseconds of a step on the device."""
     count = sum(row.tokens for row in rows)
     keys = sum(row.start for row in rows if row.tokens == 1)
     attended = sum(row.tokens * (row.start + row.tokens / 2) for row in rows if row.tokens > 1)
@@ -59,7 +59,7 @@ def _products_ms(rows: int) -> float:
 
 @dataclass
 class Outcome:
-    """What clients saw, in milliseconds."""
+    """Client-side figures, in milliseconds."""
 
     tokens: int = 0
     ended_ms: float = 0.0
@@ -68,15 +68,16 @@ class Outcome:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all answers, from the first request to the last end."""
+        """Output tokens per second, from the first request to the last completion."""
         return self.tokens / self.ended_ms * 1e3
 
 
 class Loop:
-    """`width` requests at once, each that ended replaced until 3 * width (at least 16) are sent or 40 s are over.
+    """`width` requests at a time, each finished one replaced until 3 * width (at least 16) are sent or 40 s have
+    passed.
 
-    Two steps are in flight; a request takes 2.5 to 4 ms to the worker, a token 1.2 ms to its client, who sends the next
-    request 3 to 6 ms after the last token.
+    Two steps are in flight; a request reaches the worker in 2.5 to 4 ms, a token its client in 1.2 ms; a client sends
+    the next request 3 to 6 ms after the last token.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class Loop:
             self._send(self._chance.uniform(0, 2))
 
     def run(self) -> Outcome:
-        """To the end."""
+        """Simulate until all requests have ended."""
         now = 0.0
         while True:
             self._arrive(now)
@@ -166,13 +167,13 @@ def closed(
     step_tokens: int = 8192,
     cost: Callable[[list[Row]], float] = step_ms,
 ) -> Outcome:
-    """What the clients of so many requests at a time would see."""
+    """Simulate a closed loop of `width` requests."""
     batch = Planner(BlockPool(POOL_BLOCKS), 16, 256, step_tokens, False, chunk_tokens)
     return Loop(batch, width, prompt, answer, cost).run()
 
 
 def main() -> None:
-    """A table over requests at a time."""
+    """Print a table by number of concurrent requests."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chunk", type=int, default=200, help="as WEFT_CHUNK_TOKENS")
     parser.add_argument("--step-tokens", type=int, default=8192, help="as WEFT_STEP_TOKENS")

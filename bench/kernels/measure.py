@@ -1,10 +1,10 @@
-"""Times every kernel on one GPU beside the ceilings of the same run and beside torch where it does the same job.
+"""Times every kernel on one GPU, against the ceilings of the same run and against torch for the same operation.
 
     python -m bench.kernels.measure [--only KEY ...] [--fresh] [--out bench/results]
 
-A cell is a CUDA graph of many launches over buffers that rotate past the L2 cache, filled with random data; the median
-replay counts. Its floor is max(bytes / read bandwidth, FLOP / matrix rate), both measured at the start. Cells already
-in the results are not measured again unless --fresh is given.
+A cell is a CUDA graph of many launches over random data, in buffers that together exceed the L2 cache; the median
+replay counts. Its floor is max(bytes / read bandwidth, FLOP / matrix rate), both measured at the start. Cells that the
+results already contain are not measured again unless --fresh is given.
 """
 
 import argparse
@@ -32,7 +32,7 @@ ROWS = (1, 4, 8, 16, 32, 64, 128, 256, 1024, 2048)
 
 
 def cells() -> Iterator[tuple[str, Callable[[], list[Row]]]]:
-    """Every cell: its key and what measures it."""
+    """Every cell: its key, and the function that measures it."""
     for shape in SHAPES:
         name = shape.name
         for rows in ROWS if name == "8B" else ROWS[:6]:
@@ -106,10 +106,12 @@ def table(rows: list[Row], roof: dict[str, float]) -> str:
 
 
 def page(machine: str, roof: dict[str, float], rows: list[Row]) -> str:
-    """The table with what must be known to read it."""
+    """The table as Markdown, with machine and ceilings."""
     head = ", ".join(f"{name} {value / 1e12:.2f} T/s" for name, value in roof.items())
     text = f"# Kernels\n\n{machine}. Ceilings of this run: {head}.\n\n"
-    text += "A product holds what belongs to it (residual, gate, rounding to fp8), a peer the product alone.\n\n"
+    text += (
+        "Linear layers include fused operations (residual, gate, rounding to fp8); others are the product alone.\n\n"
+    )
     return text + table(rows, roof) + "\n"
 
 
@@ -118,7 +120,7 @@ def machine() -> str:
 
 
 def main() -> None:
-    """Measure what is missing, then print and write the table."""
+    """Measure the cells that are missing, then write the results and the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--only", nargs="*", help="only cells with these keys, such as '*sample*'; *, ? match")
     parser.add_argument("--fresh", action="store_true", help="measure everything again")

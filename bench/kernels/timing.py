@@ -1,4 +1,4 @@
-"""Times launches on one GPU, and the ceilings of the machine they run on: read bandwidth, matrix rates."""
+"""Times kernel launches on one GPU, and measures the GPU's ceilings: read bandwidth, matrix rates."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ Launch = Callable[[], object]
 
 
 def elapsed(launch: Launch) -> float:
-    """Seconds from the beginning to the end of what it puts into the stream."""
+    """Seconds of the work that `launch` puts on the stream, by CUDA events."""
     event: Any = torch.cuda.Event
     begin, end = event(enable_timing=True), event(enable_timing=True)
     begin.record()
@@ -25,7 +25,7 @@ def elapsed(launch: Launch) -> float:
 
 
 def timed(launches: Sequence[Launch], target_ms: float = 4.0, tries: int = 7) -> float:
-    """Seconds for each launch: the median replay of a graph that holds all of them, several times over."""
+    """Seconds per launch: the median replay of a CUDA graph that contains all launches several times."""
     for launch in launches[:2]:
         launch()
     torch.cuda.synchronize()
@@ -49,12 +49,12 @@ def timed(launches: Sequence[Launch], target_ms: float = 4.0, tries: int = 7) ->
 
 
 def rand(*shape: int, dtype: torch.dtype = DTYPE) -> Tensor:
-    """Random numbers of the scale of activations."""
+    """A tensor of normal random numbers on the GPU."""
     return torch.randn(shape, device="cuda", dtype=dtype)
 
 
 def copies(make: Callable[[], Tensor]) -> list[Tensor]:
-    """As many tensors as it takes to pass the L2 cache."""
+    """Enough tensors to exceed the L2 cache when they are used in turn."""
     first = make()
     count = max(1, -(-ROTATED_BYTES // (first.numel() * first.element_size())))
     return [first, *(make() for _ in range(min(count, 64) - 1))]
@@ -84,7 +84,7 @@ def ceilings() -> dict[str, float]:
 
 
 def sustained(seconds: float = 1.0) -> float:
-    """bf16 FLOP per second of a product that goes on, once the power limit has lowered the clocks."""
+    """bf16 FLOP per second of products over `seconds`, after the power limit has lowered the clocks."""
     x, w = rand(8192, 8192), rand(8192, 8192)
     out = torch.empty_like(x)
     count = int(seconds / timed([partial(torch.mm, x, w, out=out)], 20))

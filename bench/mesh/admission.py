@@ -1,4 +1,4 @@
-"""How many jobs per second one scheduler process admits over gRPC, and how long each waits for its answer.
+"""Measures jobs per second that one scheduler process admits over gRPC, and the time until each is assigned.
 
     python -m bench.mesh.admission --jobs 20000 --window 64 --blocks 125
 
@@ -26,7 +26,7 @@ REPORT_S = 0.01
 
 
 async def start_scheduler() -> tuple[asyncio.subprocess.Process, str]:
-    """A scheduler on a free port, and its address."""
+    """Start a scheduler on a free port -> its process and address."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -47,21 +47,21 @@ def processor_s(pid: int) -> float:
 
 
 class Worker:
-    """Ends every job at its next report."""
+    """A worker that reports every job as ended in its next report."""
 
     def __init__(self, call: Any) -> None:
         self._call = call
         self.ended: list[str] = []
 
     async def attach(self) -> None:
-        """Says hello and waits for the answer."""
+        """Send hello and wait for the answer."""
         card = mesh.ModelCard(name="bench", block_size=16, fingerprint=bytes(32), bundle_digest=bytes(32))
         hello = mesh.WorkerHello(worker_id="worker", address="worker:1", card=card, credits=1 << 20)
         await self._call.write(mesh.AttachRequest(hello=hello))
         await self._call.read()
 
     async def run(self) -> None:
-        """Reports until cancelled."""
+        """Send reports until cancelled."""
         steps = 0
         while True:
             await asyncio.sleep(REPORT_S)
@@ -72,7 +72,7 @@ class Worker:
 
 
 async def admit(call: Any, worker: Worker, jobs: int, window: int, blocks: int) -> list[float]:
-    """Submits jobs and returns the seconds that each waited for its worker."""
+    """Submit jobs -> the seconds until each was assigned, sorted."""
     room = asyncio.Semaphore(window)
     sent_at: dict[str, float] = {}
     waits: list[float] = []
@@ -108,7 +108,7 @@ async def admit(call: Any, worker: Worker, jobs: int, window: int, blocks: int) 
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """What one run showed."""
+    """Figures of one run."""
 
     per_second: float
     p50_ms: float
@@ -118,7 +118,7 @@ class Admitted:
 
 
 async def run(jobs: int, window: int, blocks: int) -> Admitted:
-    """One run."""
+    """Start a scheduler and a worker, and submit all jobs once."""
     process, address = await start_scheduler()
     async with rpc.link_channel(address) as gateway_channel, rpc.link_channel(address) as worker_channel:
         worker = Worker(mesh_grpc.SchedulerStub(worker_channel).Attach(wait_for_ready=True))
@@ -137,7 +137,7 @@ async def run(jobs: int, window: int, blocks: int) -> Admitted:
 
 
 async def measure(jobs: int, window: int, blocks: int) -> None:
-    """One run, printed as a row."""
+    """Run once and print a row."""
     seen = await run(jobs, window, blocks)
     print(f"{'window':>8}{'jobs/s':>10}{'p50 ms':>10}{'p99 ms':>10}{'cpu us/job':>12}")
     print(f"{window:>8}{seen.per_second:>10.0f}{seen.p50_ms:>10.2f}{seen.p99_ms:>10.2f}{1e6 / seen.per_core:>12.0f}")

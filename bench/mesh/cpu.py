@@ -1,4 +1,4 @@
-"""The demo model on this machine's processor, through the gRPC door, beside transformers. `make bench-cpu`.
+"""The demo model on this machine's CPU through the gateway's gRPC interface, against transformers. `make bench-cpu`.
 
     python -m bench.mesh.cpu [model] [weights] [--json FILE]
 
@@ -58,7 +58,7 @@ def reference() -> Callable[[list[int]], float]:
 
 
 async def answer(stub: Any, prompt: list[int], tokens: int) -> float:
-    """Streams one answer; seconds for each token after the first."""
+    """Stream one answer -> seconds per token after the first."""
     sampling = api.Sampling(max_tokens=tokens, temperature=0.0, ignore_eos=True)
     form = api.Prompt(token_ids=api.TokenIds(ids=prompt))
     request = api.GenerateRequest(prompt=form, sampling=sampling, cache=api.CACHE_POLICY_BYPASS)
@@ -73,7 +73,7 @@ async def answer(stub: Any, prompt: list[int], tokens: int) -> float:
 
 
 async def together(stub: Any, prompts: list[list[int]]) -> float:
-    """Tokens per second of all these answers at once."""
+    """Tokens per second of concurrent answers."""
     began = time.perf_counter()
     await asyncio.gather(*(answer(stub, prompt, STREAM_TOKENS) for prompt in prompts))
     return len(prompts) * STREAM_TOKENS / (time.perf_counter() - began)
@@ -88,13 +88,13 @@ async def in_turn(stub: Any, prompts: list[list[int]]) -> float:
 
 
 def prompts(count: int) -> list[list[int]]:
-    """Prompts that share nothing."""
+    """Random prompts without shared prefixes."""
     chance = random.Random(11)
     return [chance.choices(range(1, 6000), k=_PROMPT) for _ in range(count)]
 
 
 async def through_the_door() -> list[Figure]:
-    """All figures, in rounds that alternate between what is compared."""
+    """All figures, in rounds that alternate between Weft and transformers."""
     theirs = reference()
     token_s: dict[str, list[float]] = {"ours": [], "theirs": []}
     rates: dict[str, list[float]] = {"together": [], "in turn": []}
@@ -111,22 +111,22 @@ async def through_the_door() -> list[Figure]:
     alone, batched = max(rates["in turn"]), max(rates["together"])
     return [
         Figure("transformers.generate, batch 1, 2 threads", 1 / reference_s, "tokens/s", note="decode only"),
-        Figure("Weft through the gRPC door, batch 1", 1 / ours, "tokens/s", note="decode only"),
+        Figure("Weft through its gRPC interface, batch 1", 1 / ours, "tokens/s", note="decode only"),
         Figure("ratio", reference_s / ours, "x", ">= 1"),
         Figure(f"{STREAMS} answers one after another", alone, "tokens/s", note=f"{STREAM_TOKENS} tokens each"),
-        Figure(f"{STREAMS} answers at once", batched, "tokens/s"),
+        Figure(f"{STREAMS} concurrent answers", batched, "tokens/s"),
         Figure("ratio", batched / alone, "x", ">= 4"),
     ]
 
 
 async def weights() -> list[Figure]:
-    """Weights in fewer bits, without a mesh."""
+    """Quantized weights, without a mesh."""
     return cpu_weights.measure()
 
 
 PARTS: dict[str, table.Part] = {
     "model": ("The demo model, float32", through_the_door),
-    "weights": ("Weights in fewer bits", weights),
+    "weights": ("Quantized weights", weights),
 }
 
 

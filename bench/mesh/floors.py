@@ -1,4 +1,4 @@
-"""What one H200 allows: bytes over bandwidth, operations over rate. Knows shapes and formats, no run.
+"""Floors of one H200: bytes / bandwidth and operations / rate. Knows shapes and formats, measures nothing.
 
 A row's floor lets nothing overlap that different steps do: each request costs its prompt, and its share of every step
 of answers.
@@ -12,19 +12,19 @@ from services.worker.loader.config import load_config
 from services.worker.models.config import count_parameters
 
 READ = 4.3e12
-"""Bytes per second."""
+"""Memory bandwidth in bytes per second."""
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How numbers are stored and multiplied; the head stays in 16 bits."""
+    """Storage and arithmetic of a number format; the head stays in 16 bits."""
 
     weight_bytes: float
     kv_bytes: float
     rate: float
-    """Operations per second of prompts' products."""
+    """Operations per second of matrix products in prefill."""
     settings: Mapping[str, str] = field(default_factory=dict)
-    """What a worker is told for it."""
+    """Environment variables of a worker for this format."""
 
 
 FORMATS: Mapping[str, Format] = {
@@ -35,7 +35,7 @@ FORMATS: Mapping[str, Format] = {
 
 
 def loop_tokens_per_s(model: str, format: str, inputs: int, outputs: int, concurrency: int) -> float:
-    """Output tokens per second of so many requests at a time, each ended one replaced."""
+    """Output tokens per second of a closed loop with `concurrency` requests."""
     config, stored = load_config(presets.folder_of(model)), FORMATS[format]
     head = config.vocab_size * config.hidden_size
     matrices = count_parameters(config) - (0 if config.tied_embeddings else head)

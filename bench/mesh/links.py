@@ -1,4 +1,4 @@
-"""What surrounds the model, measured without one: links, gateway, admission, planning. `make bench-links`.
+"""Measures links, gateway, admission and planning, without a model. `make bench-links`.
 
     python -m bench.mesh.links [link stopped gateway added admission planning prefix] [--json FILE]
 
@@ -44,7 +44,7 @@ WINDOW_S = 3.0
 
 
 async def link() -> list[Figure]:
-    """Tokens and messages per second from one worker to its gateways, the engine as fast as it goes."""
+    """Throughput of the Run link from one worker to its gateways, with steps that take no time."""
     figures = []
     async with up(paced(0.0)) as mesh:
         pid = mesh.pid("worker-1")
@@ -62,7 +62,7 @@ async def link() -> list[Figure]:
                         tokens = sum(each.tokens for each in links)
                         messages = sum(each.messages for each in links)
                         best = max(best, (tokens / seconds, messages / seconds, tokens / used))
-                name = f"run link, {rows} rows per step, {gateways} gateway{'s' * (gateways > 1)}"
+                name = f"worker-to-gateway link, {rows} sequences per step, {gateways} gateway{'s' * (gateways > 1)}"
                 note = f"{best[1]:,.0f} messages/s; {best[2]:,.0f} tokens per second of the worker's processor"
                 figures.append(Figure(name, best[0], "tokens/s", ">= 100000" if rows == 64 else "", note))
     return figures
@@ -72,7 +72,7 @@ async def link() -> list[Figure]:
 
 
 async def stopped() -> list[Figure]:
-    """What others lose when one gateway, or one client, reads no more."""
+    """Slowdown of other readers when one gateway, or one client, stops reading."""
     return [await _stopped_gateway(), *await _stopped_clients()]
 
 
@@ -92,18 +92,18 @@ class _Counting(Protocol):
     gaps: Distribution
 
     def begin(self) -> None:
-        """Counts from now."""
+        """Reset the counters."""
 
 
 async def _gap(counting: _Counting) -> tuple[float, float]:
-    """Mean and p99 of what is counted in a window."""
+    """Mean and p99 of the gaps in one window."""
     counting.begin()
     await asyncio.sleep(WINDOW_S)
     return counting.gaps.mean, counting.gaps.percentile(99)
 
 
 def _delay(name: str, normal: list[tuple[float, float]], beside: list[tuple[float, float]]) -> Figure:
-    """The best round of each kind, so that what else the machine does counts least."""
+    """Compare the best rounds, to reduce the effect of other work on the machine."""
     (mean, _), (mean_beside, _) = min(normal), min(beside)
     p99, p99_beside = (min(round_[1] for round_ in rounds) for rounds in (normal, beside))
     note = f"mean {mean:.3f} ms, then {mean_beside:.3f}; p99 {p99:.2f} ms, then {p99_beside:.2f}"
@@ -111,7 +111,8 @@ def _delay(name: str, normal: list[tuple[float, float]], beside: list[tuple[floa
 
 
 async def _stopped_clients() -> list[Figure]:
-    """32 streams through a gateway, steps of 10 ms: first alone with 8 others, then these read no more."""
+    """32 streams through a gateway with steps of 10 ms, beside 8 others: first while these read, then while they do
+    not."""
     figures = []
     async with up(paced(10.0)) as mesh:
         for name, others in (("that never reads", _not_reading), ("that is stopped (SIGSTOP)", _frozen)):
@@ -132,13 +133,13 @@ class _Gaps:
         self.gaps = Distribution()
 
     def begin(self) -> None:
-        """Counts from now."""
+        """Reset the counters."""
         self.gaps = Distribution()
 
 
 @contextlib.asynccontextmanager
 async def _streams(address: str, count: int) -> AsyncIterator[_Gaps]:
-    """Streams that read all the time."""
+    """Streams whose client reads without pauses."""
     counting = _Gaps()
 
     async def follow(number: int, stub: Any) -> None:
@@ -158,7 +159,7 @@ async def _streams(address: str, count: int) -> AsyncIterator[_Gaps]:
 
 @contextlib.asynccontextmanager
 async def _not_reading(address: str, count: int) -> AsyncIterator[Callable[[], None]]:
-    """Calls that stop being read, while their process lives on."""
+    """Calls that are no longer read, while their process keeps running."""
     reads = True
 
     async def follow(call: Any) -> None:
@@ -209,7 +210,7 @@ def _request(number: int, tokens: int, max_tokens: int) -> api.GenerateRequest:
 
 
 async def gateway() -> list[Figure]:
-    """Messages and tokens per second to standard gRPC clients: a token a message, then as many as come together."""
+    """Messages and tokens per second to standard gRPC clients: one token per message, then batched tokens."""
     figures = []
     for name, step_ms, what, goal in (
         ("one token a message", 4.0, "messages", ">= 20000"),
@@ -232,7 +233,7 @@ async def gateway() -> list[Figure]:
 
 
 async def added() -> list[Figure]:
-    """TTFT and the age of tokens at the client, beyond what the engine took, at 70% of the worker's slots."""
+    """Latency that the mesh adds to the first token and to each token, at 70% of the worker's slots."""
     step_s, batch, tokens, requests = 0.02, 64, 64, 600
     rate = 0.7 * batch / (tokens * step_s)
     firsts, ages = Distribution(), Distribution()
@@ -261,10 +262,16 @@ async def added() -> list[Figure]:
                 due += chance.expovariate(rate)
     note = f"{rate:.0f} requests/s, 128 tokens in, {tokens} out, step {step_s * 1e3:.0f} ms"
     return [
-        Figure("added to the first token, p50", firsts.percentile(50), "ms", "<= 1.5", note),
-        Figure("added to the first token, p99", firsts.percentile(99), "ms", "<= 5"),
-        Figure("added to a token, p50", ages.percentile(50), "ms", "<= 0.6", "age at the client after its step's end"),
-        Figure("added to a token, p99", ages.percentile(99), "ms", "<= 2.5"),
+        Figure("latency added to the first token, p50", firsts.percentile(50), "ms", "<= 1.5", note),
+        Figure("latency added to the first token, p99", firsts.percentile(99), "ms", "<= 5"),
+        Figure(
+            "latency added to a token, p50",
+            ages.percentile(50),
+            "ms",
+            "<= 0.6",
+            "from the end of the step to the client",
+        ),
+        Figure("latency added to a token, p99", ages.percentile(99), "ms", "<= 2.5"),
     ]
 
 
@@ -272,7 +279,7 @@ async def added() -> list[Figure]:
 
 
 async def admit() -> list[Figure]:
-    """Jobs that one scheduler process admits per second, prompts of 2,000 tokens with their block keys."""
+    """Jobs per second that one scheduler process admits, with prompts of 2,000 tokens and their block keys."""
     figures = await admission.run(jobs=10_000, window=64, blocks=125)
     note = f"p50 {figures.p50_ms:.2f} ms, p99 {figures.p99_ms:.2f} ms; {figures.per_core:,.0f} per core"
     return [Figure("admission over gRPC, 64 at a time", figures.per_second, "requests/s", ">= 4000", note)]
@@ -292,7 +299,7 @@ async def planning() -> list[Figure]:
 
 
 def _decode(batch: Planner) -> Callable[[], object]:
-    """Prefills everything; then each call plans the next decode step."""
+    """Prefill all sequences -> a function that plans the next decode step."""
     while any(sequence.remaining > 1 for sequence in batch.running) or batch.waiting:
         _land(batch)
     return batch.plan
@@ -306,7 +313,8 @@ def _land(batch: Planner) -> None:
 
 
 async def prefix() -> list[Figure]:
-    """Processor time of finding a prompt of 2,000 tokens in a worker's own cache: its keys, then their blocks."""
+    """Processor time of a prefix look-up of 2,000 tokens in the worker's own cache: computing keys and finding
+    blocks."""
     pool = BlockPool(4096)
     job = _job(1, 2000)
     known = _sequence(job)
@@ -326,7 +334,7 @@ async def prefix() -> list[Figure]:
 
 
 async def _shared_look_up() -> float:
-    """Median seconds of asking the cache service for 125 blocks that Redis holds."""
+    """Median seconds of a HasBlocks request for 125 blocks that Redis holds."""
     keys = [random.Random(number).randbytes(32) for number in range(125)]
     blocks = cache.BlockList(keys=b"".join(keys), layout=b"bench")
     async with up(paced(1.0)) as mesh, aio.insecure_channel(mesh.cache) as channel:
@@ -364,13 +372,13 @@ def _timed(work: Callable[[], object], times: int) -> float:
 
 
 PARTS: dict[str, table.Part] = {
-    "link": ("Worker to gateways", link),
-    "stopped": ("A reader that stops", stopped),
-    "gateway": ("Gateway to clients", gateway),
-    "added": ("What the mesh adds at 70% load", added),
-    "admission": ("Scheduler", admit),
-    "planning": ("Planner", planning),
-    "prefix": ("Prefix cache", prefix),
+    "link": ("Worker-to-gateway link", link),
+    "stopped": ("A gateway or client that stops reading", stopped),
+    "gateway": ("Gateway-to-client throughput", gateway),
+    "added": ("Latency that the mesh adds at 70% load", added),
+    "admission": ("Admission by the scheduler", admit),
+    "planning": ("Planning of steps", planning),
+    "prefix": ("Prefix look-up", prefix),
 }
 
 

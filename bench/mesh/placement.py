@@ -36,7 +36,7 @@ REPORT_S = 1.0
 
 
 class Request(NamedTuple):
-    """One line of a trace, with its prompt as block keys."""
+    """One request of a trace, with its prompt as block keys."""
 
     at_s: float
     input_tokens: int
@@ -46,7 +46,7 @@ class Request(NamedTuple):
 
 @dataclass(slots=True)
 class Mesh:
-    """What the simulated workers can do."""
+    """Number and rates of the simulated workers."""
 
     workers: int
     cache_blocks: int
@@ -56,7 +56,7 @@ class Mesh:
 
 @dataclass(slots=True)
 class SimulatedWorker:
-    """One worker: an LRU prefix cache, and prompts computed one after another."""
+    """A worker with an LRU prefix cache that computes prompts one after another."""
 
     mesh: Mesh
     cache: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
@@ -65,14 +65,14 @@ class SimulatedWorker:
     first_token_s: list[float] = field(default_factory=list)
 
     def matched(self, keys: Sequence[bytes]) -> int:
-        """Leading blocks of a prompt that are cached."""
+        """Number of leading blocks of a prompt that are cached."""
         for depth, key in enumerate(keys):
             if key not in self.cache:
                 return depth
         return len(keys)
 
     def run(self, request: Request) -> tuple[int, float, list[bytes], list[bytes]]:
-        """Computes a request: blocks hit, time of its end, keys stored and evicted."""
+        """Compute a request -> blocks hit, end time, keys stored and evicted."""
         hits = self.matched(request.keys)
         uncached = len(request.keys) - hits
         self.computed_blocks += uncached
@@ -93,7 +93,7 @@ class SimulatedWorker:
 
 
 class Outcome(NamedTuple):
-    """What a rule achieved."""
+    """Figures of one placement rule."""
 
     rule: str
     hit_rate: float
@@ -125,14 +125,14 @@ def outcome(rule: str, hits: int, trace: Sequence[Request], workers: Sequence[Si
 
 
 def round_robin(trace: Sequence[Request], mesh: Mesh) -> Outcome:
-    """Each request to the next worker."""
+    """Round robin: each request goes to the next worker."""
     workers = [SimulatedWorker(mesh) for _ in range(mesh.workers)]
     hits = sum(workers[number % len(workers)].run(request)[0] for number, request in enumerate(trace))
     return outcome("round robin", hits, trace, workers)
 
 
 def longest_prefix(trace: Sequence[Request], mesh: Mesh) -> Outcome:
-    """Each request to the worker that holds most of its prompt."""
+    """Each request goes to the worker with the longest cached prefix."""
     workers = [SimulatedWorker(mesh) for _ in range(mesh.workers)]
     hits = 0
     for request in trace:
@@ -141,7 +141,7 @@ def longest_prefix(trace: Sequence[Request], mesh: Mesh) -> Outcome:
 
 
 def pooled(trace: Sequence[Request], mesh: Mesh) -> Outcome:
-    """One worker with the caches and the speed of all."""
+    """One worker with the caches and the rate of all."""
     whole = Mesh(1, mesh.cache_blocks * mesh.workers, mesh.prefill_rate * mesh.workers, mesh.decode_s)
     worker = SimulatedWorker(whole)
     hits = sum(worker.run(request)[0] for request in trace)
@@ -152,7 +152,7 @@ def pooled(trace: Sequence[Request], mesh: Mesh) -> Outcome:
 
 
 class CoreRun:
-    """The real core, with simulated workers and a clock that jumps from event to event."""
+    """The real scheduler core with simulated workers and an event-driven clock."""
 
     def __init__(self, mesh: Mesh, start_s: float) -> None:
         self.mesh = mesh
@@ -168,7 +168,7 @@ class CoreRun:
             self.core.on_worker_attached(WorkerHello(worker_id, f"{worker_id}:0", card, credits=1 << 20), start_s)
 
     def replay(self, trace: Sequence[Request]) -> None:
-        """Submits all requests at their times, and the reports of workers between them."""
+        """Submit all requests at their times, with the workers' reports in between."""
         report_at = trace[0].at_s
         for number, request in enumerate(trace):
             while report_at <= request.at_s:
@@ -233,7 +233,7 @@ class CoreRun:
 
 
 def cost_rule(trace: Sequence[Request], mesh: Mesh) -> Outcome:
-    """The scheduler's own placement."""
+    """Placement by the scheduler's own cost rule."""
     run = CoreRun(mesh, trace[0].at_s)
     run.replay(trace)
     return outcome("cost rule", run.hits, trace, list(run.workers.values()))

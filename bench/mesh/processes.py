@@ -1,4 +1,4 @@
-"""A mesh for the time of a benchmark: the real services as processes on free ports. Knows no load and no figures."""
+"""Starts a mesh for a benchmark: the real services as processes on free ports. Knows no load and no figures."""
 
 import asyncio
 import contextlib
@@ -17,18 +17,18 @@ _START_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Up:
-    """A mesh that answers."""
+    """A running mesh."""
 
     gateways: list[str]
-    """host:port of each."""
+    """host:port of each gateway."""
     worker: str
-    """host:port of the first one."""
+    """host:port of the first worker."""
     cache: str
     """host:port of the cache service."""
     supervisor: Supervisor
 
     def pid(self, name: str) -> int:
-        """Of a process: worker-1, gateway, gateway-2, scheduler, cache, redis."""
+        """Process id of worker-1, gateway, gateway-2, scheduler, cache or redis."""
         pid = self.supervisor.processes[name].pid
         assert pid is not None, f"{name} does not run"
         return pid
@@ -36,7 +36,7 @@ class Up:
 
 @contextlib.asynccontextmanager
 async def meanwhile(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """It goes on beside what happens inside, and is cancelled at the end."""
+    """Run the coroutines in the background of the `with` block; cancel them at its end."""
     tasks = [asyncio.create_task(each) for each in work]
     try:
         yield
@@ -48,7 +48,7 @@ async def meanwhile(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 
 @contextlib.asynccontextmanager
 async def up(settings: Mapping[str, str], *, gateways: int = 1, workers: int = 1, model: str = "") -> AsyncIterator[Up]:
-    """A mesh with these environment variables and more gateways if wanted; the model is the demo's. Raises GaveUp."""
+    """Run a mesh with these environment variables; the default model is the demo model. Raises GaveUp."""
     with tempfile.TemporaryDirectory(prefix="weft-bench-") as home:
         spec = plan.MeshSpec(
             models=[model or str(demo_model.model_folder())],
@@ -85,7 +85,7 @@ async def _running(mesh: plan.MeshPlan, gateways: int, workers: int, logs: Path)
 
 
 def paced(step_ms: float, *, batch: int = 64, prefill_rate: float = 0.0) -> dict[str, str]:
-    """The settings of a worker with the paced engine."""
+    """Settings of a worker with the paced engine."""
     return {
         "ENGINE": "paced",
         "WEFT_PACED_STEP_MS": str(step_ms),

@@ -1,4 +1,4 @@
-"""A gateway reduced to its Run link: sends jobs to a worker and counts what comes back. Knows no clients."""
+"""A minimal gateway: sends jobs to a worker over a Run link and counts messages and tokens. Knows no clients."""
 
 import asyncio
 import contextlib
@@ -19,7 +19,7 @@ _MANY = 120_000
 
 
 class Reader:
-    """One link and what has come over it."""
+    """One Run link and its counters."""
 
     def __init__(self, number: int, rows: int) -> None:
         self.tokens = 0
@@ -36,21 +36,21 @@ class Reader:
             self._outbox.put(mesh.RunRequest(job=_job(f"bench-{number}-{row}", row)))
 
     def stop_reading(self) -> None:
-        """As a process that was stopped: the connection stands, nothing is taken from it."""
+        """Stop reading while the connection stays open, as a suspended process does."""
         self._reads.clear()
 
     def begin(self) -> None:
-        """Counts from now."""
+        """Reset the counters."""
         self.tokens = self.messages = 0
         self.gaps = Distribution()
         self._last = 0.0
 
     async def started(self) -> None:
-        """Waits for the first tokens."""
+        """Wait for the first tokens."""
         await self._first.wait()
 
     async def read(self, address: str) -> None:
-        """Reads until cancelled."""
+        """Read until cancelled."""
         async with rpc.link_channel(address) as channel:
             stub: Any = stubs.WorkerStub(channel)
             call = stub.Run(aiter(self._outbox))
@@ -68,7 +68,7 @@ class Reader:
 
 @contextlib.asynccontextmanager
 async def readers(address: str, rows: Sequence[int]) -> AsyncIterator[list[Reader]]:
-    """A link for each entry, with that many jobs, all of them running."""
+    """Open one link per entry of `rows`, each with that many running jobs."""
     links = [Reader(number, count) for number, count in enumerate(rows)]
     async with meanwhile(*(link.read(address) for link in links)):
         async with asyncio.timeout(30):

@@ -1,4 +1,4 @@
-"""What tracing costs: the same load on meshes that trace nothing, 1%, everything, and everything to a dead collector.
+"""Cost of tracing: the same load with no tracing, 1%, all requests, and all requests to an unresponsive collector.
 
     python -m bench.mesh.tracing [model host] [--json FILE]
 
@@ -33,7 +33,7 @@ _EXPORT = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What each mesh gets in a round."""
+    """The load of one round."""
 
     requests: int
     prompt_tokens: int
@@ -42,7 +42,7 @@ class Load:
 
 @dataclass(slots=True)
 class Side:
-    """One mesh and its rounds."""
+    """One tracing configuration and its rounds."""
 
     name: str
     mesh: Up
@@ -52,7 +52,7 @@ class Side:
 
 @contextlib.asynccontextmanager
 async def collector(answers: bool) -> AsyncIterator[str]:
-    """The endpoint of a collector that takes everything, and answers or not."""
+    """Endpoint of a collector that accepts everything, and either answers or never does."""
 
     async def export(request: bytes, context: Any) -> bytes:
         if not answers:
@@ -72,7 +72,7 @@ async def collector(answers: bool) -> AsyncIterator[str]:
 
 
 async def compare(settings: Mapping[str, str], load: Load) -> list[Side]:
-    """Runs the rounds."""
+    """Run the rounds of all configurations in turn."""
     async with contextlib.AsyncExitStack() as stack:
         alive = await stack.enter_async_context(collector(answers=True))
         dead = await stack.enter_async_context(collector(answers=False))
@@ -126,13 +126,13 @@ def _figures(sides: list[Side], load: Load, goals: Mapping[str, str]) -> list[Fi
     plain_ms = statistics.median(off.processor_s) / load.requests * 1e3
     figures = [
         Figure("no tracing", statistics.median(off.tokens_per_s), "tokens/s"),
-        Figure("no tracing: processor time of a request", plain_ms, "ms"),
+        Figure("no tracing: processor time per request", plain_ms, "ms"),
     ]
     for side, other in ((again, off), (some, off), (everything, off), (dead, everything)):
         lost = _median_ratio(side.tokens_per_s, other.tokens_per_s)
         more = _median_ratio(side.processor_s, other.processor_s)
         figures.append(Figure(f"{side.name}: throughput lost", (1 - lost) * 100, "%", goals.get(side.name, "")))
-        figures.append(Figure(f"{side.name}: more processor time", (more - 1) * 100, "%"))
+        figures.append(Figure(f"{side.name}: added processor time", (more - 1) * 100, "%"))
     return figures
 
 
@@ -147,7 +147,7 @@ async def model() -> list[Figure]:
 
 
 async def host() -> list[Figure]:
-    """No model, a step each 5 ms: nothing but the mesh's own work, of which spans are the largest possible part."""
+    """No model, a step every 5 ms: only the mesh's own work, so that the share of spans is largest."""
     load = Load(requests=96, prompt_tokens=64, output_tokens=64)
     return _figures(await compare(paced(5.0), load), load, {})
 

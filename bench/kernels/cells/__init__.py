@@ -1,11 +1,11 @@
-"""What is measured of the kernels: a row for each cell. Here what a row is; the files beside this measure them."""
+"""Rows of the kernel benchmark: defines a row; the other files of this folder measure them."""
 
 from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One model's layer."""
+    """The shape of one model's layers."""
 
     name: str
     hidden: int
@@ -21,18 +21,18 @@ SHAPES = (Shape("8B", 4096, 32, 8, 128, 14336), Shape("1B", 2048, 32, 8, 64, 819
 
 @dataclass(slots=True)
 class Row:
-    """One measured cell."""
+    """One measured kernel and shape."""
 
     name: str
     microseconds: float
     bytes: float
     flop: float
     against: dict[str, float] = field(default_factory=dict)
-    """Microseconds of others that do the same job."""
+    """Microseconds of other implementations of the same operation."""
     note: str = ""
     rate: str = "matmul"
-    """The ceiling of its FLOP: matmul or fp8."""
+    """The ceiling that applies to its FLOP: matmul or fp8."""
 
     def share(self, ceilings: dict[str, float]) -> float:
-        """Floor over time."""
+        """Floor divided by measured time."""
         return max(self.bytes / ceilings["read"], self.flop / ceilings[self.rate]) * 1e6 / self.microseconds

@@ -62,14 +62,14 @@ class Pages:
         )
 
     def bytes(self) -> float:
-        """Of all keys and values, and their scales."""
+        """Bytes of all keys and values, and their scales."""
         scale = 4 if self.stored == kv_pages.INT8 else 0
         keys = sum(self.contexts) - self.shared * (len(self.contexts) - 1)
         return 2.0 * keys * self.shape.kv_heads * (self.shape.dim * self.stored.itemsize + scale)
 
 
 def decode_seconds(pages: Pages, tokens: int = 1, config: attention.Config | None = None) -> float:
-    """One layer's attention of rows with `tokens` new tokens each."""
+    """Seconds of one layer's attention, for rows with `tokens` new tokens each."""
     shape = pages.shape
     plan = pages.plan([tokens] * len(pages.contexts), tokens, config)
     q = rand(tokens * len(pages.contexts), shape.heads, shape.dim)
@@ -80,7 +80,7 @@ def decode_seconds(pages: Pages, tokens: int = 1, config: attention.Config | Non
 def decode_row(
     shape: Shape, name: str, contexts: list[int], tokens: int = 1, stored: torch.dtype = DTYPE, shared: int = 0
 ) -> Row:
-    """Paged decode, or verification of several tokens a row."""
+    """Paged decode, or verification of several tokens per row."""
     pages = Pages(shape, contexts, 16, stored, shared)
     seconds = decode_seconds(pages, tokens)
     moved = pages.bytes() + 4.0 * tokens * len(contexts) * shape.heads * shape.dim
@@ -102,7 +102,7 @@ def prefill_seconds(
     stored: torch.dtype = DTYPE,
     config: attention.Config | None = None,
 ) -> float:
-    """One layer's attention of chunks of prompts, and of answers where a length is 1."""
+    """Seconds of one layer's attention, for chunks of prompts and, where a length is 1, decode rows."""
     pages = Pages(shape, contexts, block, stored)
     plan = pages.plan(lengths, 1, config)
     tokens = sum(lengths)
@@ -119,7 +119,7 @@ def sdpa_seconds(shape: Shape, tokens: int, backend: SDPBackend) -> float:
 
 
 def prefill_row(shape: Shape, tokens: int, block: int) -> Row:
-    """A whole prompt in one chunk, beside torch's attention over contiguous keys."""
+    """A whole prompt in one chunk, against torch's attention over contiguous keys."""
     seconds = prefill_seconds(shape, [tokens], [tokens], block)
     against = {
         "cudnn": sdpa_seconds(shape, tokens, SDPBackend.CUDNN_ATTENTION) * 1e6,
@@ -132,7 +132,7 @@ def prefill_row(shape: Shape, tokens: int, block: int) -> Row:
 
 
 def chunk_row(shape: Shape, tokens: int, context: int, answers: int = 0, stored: torch.dtype = DTYPE) -> Row:
-    """A chunk of a prompt, beside rows of one token at contexts of 2,100, over pages of this dtype."""
+    """A chunk of a prompt and `answers` decode rows with contexts of 2,100, over pages of this dtype."""
     lengths, contexts = [tokens] + [1] * answers, [context] + [2100] * answers
     seconds = prefill_seconds(shape, lengths, contexts, 16, stored)
     numbers = sum(contexts) * 2 * shape.kv_heads * shape.dim

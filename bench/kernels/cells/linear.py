@@ -1,4 +1,4 @@
-"""Cells of the products of a layer, with 16-bit and with quantized weights."""
+"""Measures the linear layers of a decoder layer, with 16-bit and with quantized weights."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -15,7 +15,7 @@ from kernels.linear.packed import PackedWeight
 
 
 def layer_products(shape: Shape) -> Iterator[tuple[str, int, int, bool, bool]]:
-    """(name, outputs, inputs, whether gated, whether the residual is added) of one layer and the head."""
+    """(name, outputs, inputs, gated, residual added) of the linear layers of one decoder layer, and of the head."""
     width = (shape.heads + 2 * shape.kv_heads) * shape.dim
     yield "qkv", width, shape.hidden, False, False
     yield "o", shape.hidden, shape.heads * shape.dim, False, True
@@ -25,7 +25,7 @@ def layer_products(shape: Shape) -> Iterator[tuple[str, int, int, bool, bool]]:
 
 
 def product_row(shape: Shape, name: str, n: int, k: int, gated: bool, added: bool, rows: int) -> Row:
-    """A product with what is fused into it, against cuBLAS for the product alone."""
+    """A 16-bit linear layer with its fused operations, against the matrix product alone in cuBLAS."""
     outputs = 2 * n if gated else n
     weights = copies(lambda: rand(outputs, k))
     x = rand(rows, k)
@@ -41,7 +41,7 @@ def product_row(shape: Shape, name: str, n: int, k: int, gated: bool, added: boo
 
 
 def rotated_row(shape: Shape, rows: int) -> Row:
-    """Queries, keys and values, rotated and written to the pool, against product and rotation in two kernels."""
+    """Fused projection, rotation and KV write, against the same in two kernels."""
     width, dim = (shape.heads + 2 * shape.kv_heads) * shape.dim, shape.dim
     weights, x, pool = copies(lambda: rand(width, shape.hidden)), rand(rows, shape.hidden), rand(64, 16, 2, 8, dim)
     cos, sin, at = rand(1024, 1, dim), rand(1024, 1, dim), torch.arange(rows, device="cuda")
@@ -62,7 +62,7 @@ def rotated_row(shape: Shape, rows: int) -> Row:
 
 
 def random_packed(kind: str, n: int, k: int) -> PackedWeight:
-    """A weight of random bits (no NaN) with a scale for each output, or for 128 inputs of it in int4."""
+    """A packed weight of random bits (no NaN) with a scale per output, or per 128 inputs in int4."""
     scale = torch.rand(n // 64, k // 128 if kind == "int4" else 1, 64, device="cuda") / 64 + 1e-3
     shape = (n // 64, k // 128, 64, 16) if kind == "int4" else (n, k // 4)
     packed = torch.randint(-(2**31), 2**31, shape, dtype=torch.int32, device="cuda")
@@ -72,8 +72,8 @@ def random_packed(kind: str, n: int, k: int) -> PackedWeight:
 
 
 def quantized_row(shape: Shape, kind: str, name: str, n: int, k: int, gated: bool, added: bool, rows: int) -> Row:
-    """A product with quantized weights and all that belongs to it, against cuBLAS for the 16-bit product alone and the
-    libraries' products of this kind."""
+    """A quantized linear layer with its fused operations, against the 16-bit matrix product alone in cuBLAS and the
+    library's product of this format."""
     outputs = 2 * n if gated else n
     first = random_packed(kind, outputs, k)
     weights = [first, *(random_packed(kind, outputs, k) for _ in range(min(63, ROTATED_BYTES // first.nbytes)))]

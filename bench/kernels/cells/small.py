@@ -1,4 +1,4 @@
-"""Cells of the small kernels: norms, gate and rotation, sampling, blocks on their way to the host."""
+"""Measures the small kernels: norms, gate and rotation, sampling, copies of blocks to the host."""
 
 from functools import partial
 
