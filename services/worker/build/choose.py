@@ -37,7 +37,7 @@ class BuiltEngine:
 
 
 def resolve_engine(settings: Options) -> Options:
-    """The settings with the engine chosen, and with the engine's defaults for what is not set. Raises CheckpointError."""
+    """The settings with the engine chosen, and with its defaults for what is not set. Raises CheckpointError."""
     engine, chosen = settings.engine, dict[str, object]()
     if engine in ("auto", "gpu"):
         import torch

@@ -1,4 +1,4 @@
-"""Records operators of the CPU and kernels of the GPU for profiles of steps. Knows torch's profiler, never the engine."""
+"""Records operators of the CPU and kernels of the GPU for profiles of steps. Knows torch's profiler, no engine."""
 
 import contextlib
 import json
