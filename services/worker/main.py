@@ -13,6 +13,7 @@ from protos import mesh_pb2 as mesh
 from protos import mesh_pb2_grpc as mesh_grpc
 from services import process, rpc, telemetry
 from services.worker.build.load import LoadedModel, abandon, load_model
+from services.worker.build.share_blocks import shared_prefixes
 from services.worker.errors import CheckpointError
 from services.worker.service.address import NoAddress, advertised
 from services.worker.service.engine_thread import EngineFailed, EngineThread
@@ -20,7 +21,6 @@ from services.worker.service.jobs import Jobs
 from services.worker.service.metrics import WorkerMetrics
 from services.worker.service.scheduler_link import Refused, SchedulerLink, report_of
 from services.worker.service.servicer import Loaded, WorkerService
-from services.worker.service.share_blocks import shared_prefixes
 from services.worker.service.startup import READY, Startup, announce
 from services.worker.settings import WorkerSettings
 
