@@ -139,7 +139,7 @@ class Loop:
             if row.samples and sequence in self._seen:
                 self._batch.commit(row, [0])
                 self._tell(sequence, now + 1.2)
-            self._batch.land(sequence)
+        self._batch.landed(rows)
 
     def _tell(self, sequence: Sequence, at_ms: float) -> None:
         before, outcome = self._seen[sequence], self.outcome

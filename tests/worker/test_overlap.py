@@ -6,6 +6,7 @@ import pytest
 
 from services.worker.engine.generation import GenerationEngine
 from services.worker.job import EndReason
+from services.worker.planner.planner import Row
 from services.worker.runners.base import StepResult
 from services.worker.runners.cpu.runner import CpuRunner
 from services.worker.runners.step import Words
@@ -111,7 +112,7 @@ def test_a_sequence_that_ends_in_flight_keeps_slot_and_blocks(late: EngineMaker)
     assert sequence.slot is not None
     assert sequence.blocks
     ahead.check_integrity()
-    ahead.planner.land(sequence)
+    ahead.planner.landed([Row(sequence, 0, 1, True)])
     assert not sequence.blocks
     ahead.check_integrity()
 

@@ -262,8 +262,7 @@ class GenerationEngine:
                 self._fail(self._jobs[rows[0].sequence.job.key], error, output)
                 return []
         else:
-            self.planner.launched(rows)
-            return [_StepPart(rows, [row.sequence.preemptions for row in rows], handle)]
+            return [_StepPart(rows, self.planner.launched(rows), handle)]
         half = len(rows) // 2
         late = {row.sequence.slot for row in rows[half:]}
         first = self._launch_rows(rows[:half], [edit for edit in edits if edit.slot not in late], output)
@@ -277,57 +276,58 @@ class GenerationEngine:
                 result = self.runner.collect(part.handle)
             with self.profiler.phase("collecting"):
                 self._collect(part, result, output)
-                for row in part.rows:
-                    self.planner.land(row.sequence)
+                self.planner.landed(part.rows)
         now = time.monotonic()
         self._steps += 1
         self.step_times.observe(step.prefill, step.decodes, now - began)
         self._last_end_s = now
 
     def _collect(self, part: _StepPart, result: StepResult, output: StepOutput) -> None:
-        now, next_sample = time.monotonic(), 0
+        now, jobs, sampled, index = time.monotonic(), self._jobs, result.sampled, -1
         for row, preemptions, finite in zip(part.rows, part.preemptions, result.finite, strict=True):
-            sequence, index = row.sequence, next_sample
-            next_sample += row.samples
-            job = self._jobs.get(sequence.job.key)
+            sequence, start, tokens, samples = row
+            index += samples
+            job = jobs.get(sequence.job.key)
             if job is None or job.sequence is not sequence or sequence.preemptions != preemptions:
                 continue  # The job ended or was paused meanwhile: these tokens are dropped.
             job.steps += 1
-            if row.start < sequence.prefill_end:
+            if start < sequence.prefill_end:
                 job.prefill_steps += 1
-                job.prefill_tokens += row.tokens
+                job.prefill_tokens += tokens
             if not finite:
                 self._fail(job, None, output)
-            elif row.samples:
-                self._advance(job, row, result.sampled, index, now, output)
+            elif samples:
+                self._advance(job, row, sampled, index, now, output)
             else:
                 self.planner.commit(row)
 
     def _advance(self, job: ActiveJob, row: Row, sampled: Sampled, index: int, now: float, output: StepOutput) -> None:
         """A row has drawn tokens: report them up to the answer's end. Tokens behind an end are dropped."""
-        drawn, params, sequence = sampled.tokens[index], job.job.params, job.sequence
-        if not job.first_token_s and drawn:
-            job.first_token_s = now
-            self.prefixes.computed(sequence)
+        drawn, sequence = sampled.tokens[index], row.sequence
+        params, asked = job.job.params, job.job.params.logprobs
         if drawn:
+            if not job.first_token_s:
+                job.first_token_s = now
+                self.prefixes.computed(sequence)
             job.last_token_s = now
-        logprobs = sampled.logprobs[index] if params.logprobs is not None and sampled.logprobs else None
-        tops = sampled.tops[index] if params.logprobs and sampled.tops else None
-        key, position, last = job.job.key, sequence.position, sequence.limit - job.job.prompt_len - 1
-        for place, token_id in enumerate(drawn):
+        logprobs = sampled.logprobs[index] if asked is not None and sampled.logprobs else None
+        tops = sampled.tops[index] if asked and sampled.tops else None
+        position, most, kept = sequence.position, sequence.limit - job.job.prompt_len, 0
+        for token_id in drawn:
             ends = token_id in params.stop_token_ids or (not params.ignore_eos and token_id in self._eos_token_ids)
             if ends and position >= params.min_tokens:
-                self.planner.commit(row, drawn[:place])
+                self.planner.commit(row, drawn[:kept])
                 self._end(job, EndReason.STOP, output, stop_token_id=token_id)
                 return
-            logprob, top = logprobs[place] if logprobs else None, tops[place] if tops else None
-            output.tokens.append(TokenOut(key, position, token_id, logprob, top))
-            if position == last:
-                self.planner.commit(row, drawn[: place + 1])
-                self._end(job, EndReason.LENGTH, output)
-                return
+            logprob, top = logprobs[kept] if logprobs else None, tops[kept] if tops else None
+            output.tokens.append(TokenOut(job.job.key, position, token_id, logprob, top))
             position += 1
-        self.planner.commit(row, drawn)
+            kept += 1
+            if position == most:
+                break
+        self.planner.commit(row, drawn if kept == len(drawn) else drawn[:kept])
+        if position == most:
+            self._end(job, EndReason.LENGTH, output)
 
     # ---- arrivals and ends ----
 
@@ -397,7 +397,7 @@ class GenerationEngine:
 
     def _measure(self) -> Stats:
         planner, pool = self.planner, self.planner.pool
-        backlog = sum(max(sequence.prefill_end - sequence.computed, 0) for sequence in planner.running)
+        backlog = sum(s.prefill_end - s.computed for s in planner.running if s.computed < s.prefill_end)
         return Stats(
             steps=self._steps,
             running=len(planner.running),

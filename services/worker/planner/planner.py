@@ -101,17 +101,23 @@ class Planner:
         else:
             self._vacate(sequence)
 
-    def launched(self, rows: Iterable[Row]) -> None:
-        """Note that a step with these rows is in flight."""
+    def launched(self, rows: Iterable[Row]) -> list[int]:
+        """Note that a step with these rows is in flight. -> how often the sequence of each row was paused so far."""
+        preemptions = []
         for row in rows:
-            row.sequence.in_flight += 1
+            sequence = row.sequence
+            sequence.in_flight += 1
+            preemptions.append(sequence.preemptions)
+        return preemptions
 
-    def land(self, sequence: Sequence) -> None:
-        """Note that a step in flight with a row of this sequence is over."""
-        sequence.in_flight -= 1
-        if not sequence.in_flight and sequence in self.leaving:
-            self.leaving.remove(sequence)
-            self._vacate(sequence)
+    def landed(self, rows: Iterable[Row]) -> None:
+        """Note that a step in flight with these rows is over."""
+        for row in rows:
+            sequence = row.sequence
+            sequence.in_flight -= 1
+            if self.leaving and not sequence.in_flight and sequence in self.leaving:
+                self.leaving.remove(sequence)
+                self._vacate(sequence)
 
     def plan(self) -> Plan:
         """Choose the rows of the next step within the token budget: running answers, then prompts, then new ones."""
@@ -142,9 +148,10 @@ class Planner:
         A plan counts on one token for each row that samples. Of a row that drew several, the device has computed all
         but the last; of one that drew none, the last token is computed again.
         """
-        sequence, end = row.sequence, row.start + row.tokens
-        sequence.tokens.extend(tokens)
-        if row.samples and len(tokens) != 1:
+        sequence, start, count, samples = row
+        end = start + count
+        sequence.tokens += tokens
+        if samples and len(tokens) != 1:
             beyond = len(tokens) - 1
             sequence.computed += beyond
             sequence.total += beyond
