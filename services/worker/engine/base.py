@@ -83,9 +83,6 @@ class Engine(Protocol):
     def profiler(self) -> StepProfiler:
         """Observes steps on request."""
 
-    def use_fingerprint(self, fingerprint: bytes) -> None:
-        """Name blocks after this model. To be called before the engine runs."""
-
     def use_remote(self, store: BlockStore) -> None:
         """Share blocks of prompts through this tier. To be called before `run`."""
 

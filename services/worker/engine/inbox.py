@@ -43,10 +43,6 @@ class Inbox:
         self._predicted_step_s = 0.0
         self._arrivals = 0
 
-    def use_fingerprint(self, fingerprint: bytes) -> None:
-        """Name blocks after this model. To be called before the engine runs."""
-        self.options = replace(self.options, fingerprint=fingerprint)
-
     # ---- any thread ----
 
     def submit(self, job: Job) -> None:

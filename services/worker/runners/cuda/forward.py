@@ -79,7 +79,9 @@ class GpuForward:
             sampled=sampled,
         )
 
-    def _plan(self, inputs: StepInputs, window: int | None, long_tokens: int, kind: Kind) -> AttentionPlan | ShortPrefillPlan:
+    def _plan(
+        self, inputs: StepInputs, window: int | None, long_tokens: int, kind: Kind
+    ) -> AttentionPlan | ShortPrefillPlan:
         if kind is Kind.BRIEF:
             return ShortPrefillPlan(inputs.starts, inputs.contexts, inputs.tables)
         config, dtype, ops, pool = self._model.config, self._model.embedding.dtype, self._ops, self._pool
