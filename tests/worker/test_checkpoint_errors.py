@@ -24,7 +24,8 @@ from services.worker.errors import CheckpointError
 from services.worker.loader import presets
 from services.worker.loader.checkpoint import FILES, OTHER_FILES, fingerprint, locate, read_bundle, start_hashing
 from services.worker.loader.config import load_config
-from services.worker.loader.tensors import INDEX, SINGLE, open_checkpoint
+from services.worker.loader.tensors import open_checkpoint
+from services.worker.loader.weight_files import INDEX, SINGLE
 from services.worker.models.config import Rope
 from services.worker.options import EngineOptions
 from tests.checkpoints import Damage, pipe
