@@ -18,10 +18,9 @@ from services.worker.loader.formats.module_tensors import Tensors as Source
 from services.worker.loader.formats.registry import reader_of
 from services.worker.loader.tensors import open_checkpoint
 from services.worker.models.decoder import Decoder
-from services.worker.options import EngineOptions
 from services.worker.runners.cpu.ops import ReferenceOps
 from tests.checkpoints import VOCAB, Shape
-from tests.worker.drive import job, prompt_of, run
+from tests.worker.drive import job, open_engine, prompt_of, run
 
 GOLDEN = Path(__file__).parent / "golden"
 GOLDENS = ("awq", "gptq", "gptq-act-order", "gptq-asymmetric")
@@ -60,7 +59,7 @@ def weights_of(folder: Path, shapes: Mapping[str, torch.Size]) -> dict[str, quan
 
 def engine_of(folder: Path, **options: Any) -> GenerationEngine:
     settings = {"kv_blocks": 256, "max_batch_size": 16, **options}
-    return GenerationEngine(folder, EngineOptions(**settings), lambda phase, done, total: None)
+    return open_engine(folder, **settings)
 
 
 def assert_served_like(

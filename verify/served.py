@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from services.worker.engine.generation import GenerationEngine
+from services.worker.build.choose import build_engine
 from services.worker.errors import CheckpointError
 from services.worker.job import Job, SamplingParams
 from services.worker.models.layers import DecoderLayer
 from services.worker.options import EngineOptions
-from verify.whole import whole
+from services.worker.runners.inspection import DecoderInspection
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +49,16 @@ class Served:
             max_batch_size=1,
             max_seq_length=longest,
             step_tokens=64,
-            device=device,
+            engine="torch" if device == "cpu" else "gpu",
             dtype="float32" if device == "cpu" else "bfloat16",
             prefix_cache=False,
         )
         try:
-            self._engine = GenerationEngine(folder, options, lambda *_: None)
+            built = build_engine(folder, options, lambda *_: None)
         except CheckpointError as error:
             raise CheckpointError(f"{folder}: {error}") from None
-        self.config, self.parameters = self._engine.config, self._engine.parameters
-        self.model, self._pools = self._engine.runner.model, self._engine.runner.pool.layers
+        self._engine, self.config, self.parameters = built.engine, built.config, built.parameters
+        self.model = self._inspect([0]).model
         self.device = self.model.embedding.device
 
     @property
@@ -74,12 +74,12 @@ class Served:
     @torch.inference_mode()
     def read(self, ids_T: Tensor) -> tuple[Tensor, list[Tensor]]:
         """-> the final residual stream [T, C], and the stream before each layer and before each MLP."""
-        step = whole(self._engine.runner, ids_T)
-        x = self.model.embed(step)
+        opened = self._inspect(ids_T.tolist())
+        x = self.model.embed(opened.step)
         states = []
-        for layer, pool in zip(self.model.layers, self._pools, strict=True):
+        for layer, pool in zip(self.model.layers, opened.pools, strict=True):
             states.append(x.clone())
-            layer.attention(x, step, pool)
+            layer.attention(x, opened.step, pool)
             states.append(x.clone())
             layer.mlp(x)
         return x, states
@@ -101,12 +101,12 @@ class Served:
     @torch.inference_mode()
     def layer_steps(self, ids_T: Tensor, states: list[Tensor]) -> Iterator[Steps]:
         """The parts of each layer, computed from streams that `read` of this or another model returned."""
-        step = whole(self._engine.runner, ids_T)
-        for index, (layer, pool) in enumerate(zip(self.model.layers, self._pools, strict=True)):
+        opened = self._inspect(ids_T.tolist())
+        for index, (layer, pool) in enumerate(zip(self.model.layers, opened.pools, strict=True)):
             before, between = states[2 * index], states[2 * index + 1]
             attended, fed = before.clone(), between.clone()
             queries, keys = _queries_keys(layer, before)
-            layer.attention(attended, step, pool)
+            layer.attention(attended, opened.step, pool)
             layer.mlp(fed)
             yield Steps(queries, keys, attended - before, fed - between)
 
@@ -120,6 +120,11 @@ class Served:
             answer += [told.token_id for told in self._engine.step().tokens]
             times += [time.perf_counter()] * (len(answer) - len(times))
         return answer, (times[-1] - times[0]) / (tokens - 1)
+
+    def _inspect(self, token_ids: list[int]) -> DecoderInspection:
+        opened = self._engine.runner.inspect(token_ids)
+        assert isinstance(opened, DecoderInspection), type(opened).__name__
+        return opened
 
 
 def _queries_keys(layer: DecoderLayer, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from bench import table
 from bench.table import Figure
-from services.worker.engine.generation import GenerationEngine
+from services.worker.build.choose import BuiltEngine, build_engine
 from services.worker.job import Job, SamplingParams
 from services.worker.loader import presets
 from services.worker.options import EngineOptions
@@ -42,18 +42,19 @@ def rates(shape: str, kind: str) -> dict[int, float]:
     options = EngineOptions(
         kv_blocks=128, max_batch_size=max(BATCHES), max_seq_length=256, dtype=dtype, quantize=quantize, threads=THREADS
     )
-    engine = GenerationEngine(presets.folder_of(presets.PREFIX + shape), options, lambda phase, done, total: None)
-    best = {batch: max(decode(engine, batch) for _ in range(ROUNDS)) for batch in BATCHES}
-    del engine
+    built = build_engine(presets.folder_of(presets.PREFIX + shape), options, lambda phase, done, total: None)
+    best = {batch: max(decode(built, batch) for _ in range(ROUNDS)) for batch in BATCHES}
+    del built
     gc.collect()
     return best
 
 
-def decode(engine: GenerationEngine, batch: int) -> float:
+def decode(built: BuiltEngine, batch: int) -> float:
     """Tokens per second of `batch` answers, after the first token of each."""
+    engine = built.engine
     params = SamplingParams(max_tokens=128, temperature=0.0, ignore_eos=True)
     for key in range(batch):
-        prompt = random.choices(range(100, engine.config.vocab_size - 300), k=_PROMPT)
+        prompt = random.choices(range(100, built.config.vocab_size - 300), k=_PROMPT)
         engine.submit(Job(key, prompt, _PROMPT, params, bypass_cache=True))
     begun: set[int] = set()
     while len(begun) < batch:

@@ -21,10 +21,12 @@ import torch
 from bench.engine.limits import LEAST, limits_of
 from bench.engine.loop import Loop, decode, prefill
 from report import machine
+from services.worker.build.choose import build_engine
 from services.worker.engine.generation import GenerationEngine
 from services.worker.job import Job, SamplingParams
 from services.worker.loader import presets
 from services.worker.options import EngineOptions
+from services.worker.runners.cuda.runner import GpuRunner
 
 PROMPTS, CROWD = 16, 64
 BATCHES = (1, 8, 32, 64)
@@ -61,15 +63,16 @@ def answers(engine: GenerationEngine, wanted: Sequence[Job]) -> list[Answer]:
 def open_engine(model: str, deterministic: bool, **options: Any) -> GenerationEngine:
     """An engine of random weights, the same for every call."""
     settings: dict[str, Any] = {
-        "device": "cuda", "dtype": "bfloat16", "deterministic": deterministic, "max_batch_size": CROWD,
+        "engine": "gpu", "dtype": "bfloat16", "deterministic": deterministic, "max_batch_size": CROWD,
         "step_tokens": 2048, "chunk_tokens": 160, "max_seq_length": 4096, "kv_blocks": 12000, **options,
     }  # fmt: skip
-    return GenerationEngine(presets.folder_of(model), EngineOptions(**settings), lambda *_: None)
+    return build_engine(presets.folder_of(model), EngineOptions(**settings), lambda *_: None).engine
 
 
 def close(engine: GenerationEngine) -> None:
     """Free the engine's memory."""
-    engine.runner.pool.layers.clear()
+    assert isinstance(engine.runner, GpuRunner)
+    engine.runner.kv.layers.clear()
     gc.collect()
     torch.cuda.empty_cache()
 

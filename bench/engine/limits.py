@@ -58,7 +58,7 @@ class Limits:
 def limits_of(engine: GenerationEngine, ceilings: dict[str, float], fp8: bool) -> Limits:
     """What the machine can do for this engine's model. Of an embedding of its own a step reads some rows only."""
     assert isinstance(engine.runner, GpuRunner)
-    model, config = engine.runner.model, engine.config
+    model, config = engine.runner.model, engine.runner.model.config
     weights = model.nbytes - (0 if config.tied_embeddings else model.embedding.nbytes)
     return Limits(
         config,

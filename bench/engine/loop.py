@@ -82,9 +82,9 @@ def decode(loop: Loop, batch: int, context: int = CONTEXT) -> Cell:
         ends.append(time.perf_counter())
     seconds = (ends[-1] - ends[0]) / STEPS
     gaps = loop.gaps_us()
-    seen = statistics.mean(s.total for s in loop.engine.batch.running) - STEPS / 2
+    seen = statistics.mean(s.total for s in loop.engine.planner.running) - STEPS / 2
     alone = _replays(loop, batch)
-    for sequence in list(loop.engine.batch.running):
+    for sequence in list(loop.engine.planner.running):
         loop.engine.cancel(sequence.job.key)
     loop.drain()
     floor = loop.limits.decode_s(batch, seen)
@@ -200,11 +200,11 @@ def _round(loop: Loop, texts: Sequence[Sequence[int]], prompt: int) -> _Round:
                 if began:
                     seen.gaps.append((now - last[token.key]) * 1e3)
                 last[token.key] = now
-        under_way = sum(s.computed for s in loop.engine.batch.running if s.job.key == beside)
+        under_way = sum(s.computed for s in loop.engine.planner.running if s.job.key == beside)
         seen.computed, seen.seconds = done * prompt + under_way - before, now - began
         if not began and min(told.values()) >= SETTLED:
             began, before = now, done * prompt + under_way
-    for sequence in [*loop.engine.batch.running, *loop.engine.batch.waiting]:
+    for sequence in [*loop.engine.planner.running, *loop.engine.planner.waiting]:
         loop.engine.cancel(sequence.job.key)
     loop.drain()
     return seen

@@ -16,7 +16,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from bench.engine.loop import CONTEXT, STEPS, Cell, Loop, closed, decode, mixed,
 from bench.kernels.timing import ceilings, sustained
 from report import machine
 from services.rpc import settled
-from services.worker.engine.generation import GenerationEngine
+from services.worker.build.choose import build_engine
 from services.worker.job import Job, SamplingParams
 from services.worker.loader import presets, streaming
 from services.worker.loader.tensors import open_checkpoint
@@ -81,10 +80,10 @@ def held(loop: Loop) -> Cell:
 def returning(model: str, prompt: int) -> Cell:
     """Time to the first token of a prompt whose blocks are in host memory, and of one that must be computed."""
     options = EngineOptions(
-        device="cuda", dtype="bfloat16", max_batch_size=8, step_tokens=8192, max_seq_length=16384, kv_blocks=1100,
+        engine="gpu", max_batch_size=8, step_tokens=8192, max_seq_length=16384, kv_blocks=1100,
         host_kv_bytes=8 << 30,
     )  # fmt: skip
-    engine = GenerationEngine(presets.folder_of(MODELS[model]), options, lambda *_: None)
+    engine = build_engine(presets.folder_of(MODELS[model]), options, lambda *_: None).engine
     prompts = [random.choices(range(100, 30_000), k=prompt) for _ in range(12)]
     times: list[float] = []
     fetched = 0
@@ -143,13 +142,11 @@ def start(model: str, limits: dict[str, float]) -> tuple[Loop, Cell]:
         phases[f"{current} s"] = phases.get(f"{current} s", 0.0) + now - last
         last, current = now, phase
 
-    options = EngineOptions(
-        device="cuda", dtype="bfloat16", max_batch_size=256, step_tokens=8192, chunk_tokens=200, max_seq_length=16384
-    )
+    options = EngineOptions(engine="gpu", max_batch_size=256, step_tokens=8192, chunk_tokens=200, max_seq_length=16384)
     name, _, bits = model.partition(" ")
     if bits:
-        options = replace(options, quantize=bits, kv_dtype="fp8" if bits == "fp8" else "auto")
-    engine = GenerationEngine(presets.folder_of(MODELS[name]), options, progress)
+        options = options.model_copy(update={"quantize": bits, "kv_dtype": "fp8" if bits == "fp8" else "auto"})
+    engine = build_engine(presets.folder_of(MODELS[name]), options, progress).engine
     progress("end", 0, 0)
     print(f"{model}: {engine.memory}", flush=True)
     loop = Loop(engine, limits_of(engine, limits, bits == "fp8"))
@@ -192,7 +189,7 @@ def main() -> None:
         note(f"{model} memory", partial(held, loop))
         for name, measure in cells(loop, wanted.seconds, model):
             note(f"{model} {name}", measure)
-        loop.engine.runner.pool.layers.clear()
+        loop.runner.kv.layers.clear()
         del loop
         gc.unfreeze()
         gc.collect()

@@ -122,15 +122,14 @@ class Loop:
         while self._coming and self._coming[0][0] <= now:
             _, number, sent = heapq.heappop(self._coming)
             job = Job(number, [number] * self._prompt, self._prompt, SamplingParams(max_tokens=self._answer))
-            sequence = Sequence(job, number, 0.0, 16, 1 << 20, b"")
+            sequence = Sequence(job, number, 16, 1 << 20, b"")
             self._sent[sequence], self._seen[sequence] = sent, None
             self._batch.add(sequence)
 
     def _launch(self, now: float) -> bool:
         rows = self._batch.plan().rows
         if rows:
-            for row in rows:
-                row.sequence.flying += 1
+            self._batch.launched(rows)
             self._free_ms = max(now + 0.3, self._free_ms + 0.02) + self._cost(rows)
             self._flights.append((self._free_ms, rows))
         return bool(rows)
@@ -139,9 +138,9 @@ class Loop:
         for row in rows:
             sequence = row.sequence
             if row.samples and sequence in self._seen:
-                sequence.tokens.append(0)
+                self._batch.commit(row, [0])
                 self._tell(sequence, now + 1.2)
-            self._batch.land(sequence)
+        self._batch.landed(rows)
 
     def _tell(self, sequence: Sequence, at_ms: float) -> None:
         before, outcome = self._seen[sequence], self.outcome

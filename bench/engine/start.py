@@ -20,11 +20,11 @@ MODES = ("serial", "parallel", "warm")
 QUANTIZE = {"bf16": None, "fp8": "fp8", "int4": "int4", "int8": "int8"}
 
 
-def started(model: str, quantize: str | None, compile_ahead: bool) -> dict[str, Any]:
+def started(model: str, quantize: Any, compile_ahead: bool) -> dict[str, Any]:
     """Start an engine in this process -> seconds of its phases, and kernels that were compiled here."""
     import triton
 
-    from services.worker.engine.generation import GenerationEngine
+    from services.worker.build.choose import build_engine
     from services.worker.loader.checkpoint import locate
     from services.worker.options import EngineOptions
 
@@ -44,11 +44,11 @@ def started(model: str, quantize: str | None, compile_ahead: bool) -> dict[str, 
 
     triton.knobs.compilation.listener = listen
     options = EngineOptions(
-        device="cuda", dtype="bfloat16", max_batch_size=256, step_tokens=8192, chunk_tokens=200, quantize=quantize,
-        kv_dtype="fp8" if quantize == "fp8" else "auto", compile_ahead=compile_ahead,
+        engine="gpu", max_batch_size=256, step_tokens=8192, chunk_tokens=200, quantize=quantize,
+        kv_dtype="fp8" if quantize == "fp8" else "auto",
     )  # fmt: skip
     began = time.monotonic()
-    GenerationEngine(locate(model), options, progress)
+    build_engine(locate(model), options, progress, compile_ahead=compile_ahead)
     progress("", 0, 0)
     phases.pop("", None)
     return {"engine s": time.monotonic() - began, "phases s": phases, "compiled here": compiled}

@@ -27,7 +27,6 @@ from protos import cache_pb2 as cache
 from protos import cache_pb2_grpc as cache_stubs
 from protos import inference_pb2 as api
 from protos import inference_pb2_grpc as stubs
-from services.hashing import chain_root
 from services.worker.job import Job, SamplingParams
 from services.worker.planner.block_pool import BlockPool
 from services.worker.planner.planner import Planner
@@ -307,9 +306,7 @@ def _decode(batch: Planner) -> Callable[[], object]:
 
 def _land(batch: Planner) -> None:
     for row in batch.plan().rows:
-        if row.samples:
-            row.sequence.tokens.append(1)
-        batch.commit(row)
+        batch.commit(row, [1] if row.samples else [])
 
 
 async def prefix() -> list[Figure]:
@@ -319,11 +316,11 @@ async def prefix() -> list[Figure]:
     job = _job(1, 2000)
     known = _sequence(job)
     blocks = pool.take(125)
-    for block, key in zip(blocks, known.keys(125), strict=True):
+    for block, key in zip(blocks, known.keys.first(125), strict=True):
         pool.publish(block, key)
 
     def look_up() -> None:
-        assert pool.match(_sequence(job).keys(125)) == blocks
+        assert pool.match(_sequence(job).keys.first(125)) == blocks
 
     best = min(_timed(look_up, 20) for _ in range(20))
     note = "125 blocks of 16, all found"
@@ -360,7 +357,7 @@ def _job(number: int, tokens: int) -> Job:
 
 
 def _sequence(job: Job) -> Sequence:
-    return Sequence(job, job.key, 0.0, 16, 128 * 1024, chain_root(b"", b"bench"))
+    return Sequence(job, job.key, 16, 128 * 1024, b"bench")
 
 
 def _timed(work: Callable[[], object], times: int) -> float:

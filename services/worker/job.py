@@ -1,7 +1,7 @@
 """What goes into the engine and what comes out of it, as plain values. Knows no torch, no gRPC and no engine.
 
-A job is one sequence to continue. Its `key` is a handle that the caller chose, unique among the jobs the engine has.
-Positions count tokens of the answer from 0, so the next position of a job is `len(token_ids) - boundary`.
+A job is one sequence to continue. Its `key` is chosen by the caller and unique among the jobs that the engine has.
+Positions count tokens of the answer from 0, so the next position of a job is `len(token_ids) - prompt_len`.
 """
 
 import enum
@@ -15,7 +15,7 @@ class SamplingParams:
     """How to choose tokens. The meaning, order and ranges are those of `weft.v1.Sampling`, already validated."""
 
     max_tokens: int
-    """Most tokens of the answer, counted from the job's boundary."""
+    """Most tokens of the answer, those of earlier attempts included."""
     min_tokens: int = 0
     """Fewest tokens of the answer before an end or stop token may be chosen."""
     temperature: float = 1.0
@@ -51,8 +51,8 @@ class Job:
     key: int
     """The caller's handle."""
     token_ids: list[int]
-    """The prompt and, after a move, the tokens of the answer that were already produced. Not empty."""
-    boundary: int
+    """The prompt and, after a move, the tokens of the answer that earlier attempts produced. Not empty."""
+    prompt_len: int
     """How many of these are the prompt."""
     params: SamplingParams
     """How to choose tokens."""
@@ -102,7 +102,7 @@ class Cost:
     """What a job cost."""
 
     queue_s: float = 0.0
-    """Seconds from its arrival to the start of its first step."""
+    """Seconds from the job's arrival to the start of its first step."""
     prefill_s: float = 0.0
     """Seconds from there to its first token."""
     decode_s: float = 0.0
@@ -120,7 +120,7 @@ class Cost:
     fetched_tokens: int = 0
     """Tokens whose KV was fetched from a lower tier instead."""
     first_token: bool = False
-    """It came to its first token."""
+    """Whether it produced a token."""
     preempted_s: tuple[float, ...] = ()
     """Seconds from its arrival to each pause."""
 
@@ -149,7 +149,7 @@ class Ended:
     reason: EndReason
     """Why."""
     position: int
-    """Tokens of the answer that there are, those of earlier attempts included."""
+    """Tokens of the answer so far, those of earlier attempts included."""
     cost: Cost
     """What it cost in this attempt."""
     stop_token_id: int | None = None
@@ -160,10 +160,10 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What one engine step brought. A job's end follows its last token."""
+    """The results of one engine step. A job's end follows its last token."""
 
     tokens: list[TokenOut]
-    """New tokens, at most one for each job."""
+    """New tokens; those of one job in the order of their positions."""
     ended: list[Ended]
     """Jobs that ended."""
 
@@ -195,4 +195,4 @@ class Stats:
     preemptions: int
     """Preemptions since the start."""
     predicted_step_s: float
-    """Seconds that the step under way is predicted to take; 0 when idle."""
+    """Seconds that the step in flight is predicted to take; 0 when idle."""

@@ -11,7 +11,6 @@ from services.worker.build.kernel_cache import Marker
 from services.worker.errors import CheckpointError
 from services.worker.loader import checkpoint, presets
 from services.worker.loader.config import read_config
-from services.worker.main import engine_options
 from services.worker.settings import WorkerSettings
 
 
@@ -26,13 +25,13 @@ def run() -> None:
 def compile_all(settings: WorkerSettings) -> str:
     """Compile the kernels -> a line that says what was done. Raises CheckpointError or OSError."""
     settings = resolve_engine(settings.model_copy(update={"engine": "gpu"}))
-    folder, options = checkpoint.locate(settings.model), engine_options(settings)
+    folder = checkpoint.locate(settings.model)
     config = read_config(folder)
-    marker = Marker(config.model, config.quantization, options)
+    marker = Marker(config.model, config.quantization, settings)
     if marker.is_set():
         return "all kernels of this model are compiled already"
     began, shown = time.monotonic(), _Tenths()
-    with kernel_cache.start(folder, options) as compilation:
+    with kernel_cache.start(folder, settings) as compilation:
         if not compilation.wait(shown):
             raise CheckpointError(f"the kernels could not be compiled: {compilation.error or 'see above'}")
     marker.set()

@@ -1,32 +1,34 @@
-"""The paced engine is an engine: counts that add up, tokens that depend on nothing but the job, a pace that is kept."""
+"""An engine on the paced runner: counts that add up, tokens that depend on nothing but the job, a pace that is kept."""
 
 import random
 import subprocess
 import sys
 import time
+from typing import Any
 
 import pytest
 
+from services.worker.build.choose import build_engine
+from services.worker.engine.generation import GenerationEngine
 from services.worker.errors import CheckpointError
 from services.worker.job import Ended, EndReason, Job, SamplingParams
 from services.worker.options import EngineOptions
-from services.worker.runners.paced import PacedEngine, PacedTiming
+from services.worker.runners.paced import PacedTiming
 from weft.launch.demo_model import model_folder
 
-FAST = PacedTiming(0.0)
+
+def engine(step_ms: float = 0.0, **options: int) -> GenerationEngine:
+    values: dict[str, Any] = {"max_batch_size": 4, "kv_blocks": 64, "step_tokens": 64, **options}
+    made = EngineOptions(engine="paced", paced_step_ms=step_ms, **values)
+    return build_engine(model_folder(), made, lambda *_: None).engine
 
 
-def engine(tempo: PacedTiming = FAST, **options: int) -> PacedEngine:
-    values = {"max_batch_size": 4, "kv_blocks": 64, "step_tokens": 64, **options}
-    return PacedEngine(model_folder(), EngineOptions(**values), tempo)  # type: ignore[arg-type]
-
-
-def job(key: int, tokens: list[int], most: int = 12, boundary: int | None = None, **params: object) -> Job:
+def job(key: int, tokens: list[int], most: int = 12, prompt_len: int | None = None, **params: object) -> Job:
     sampling = SamplingParams(max_tokens=most, **{"seed": 7, **params})  # type: ignore[arg-type]
-    return Job(key, tokens, len(tokens) if boundary is None else boundary, sampling)
+    return Job(key, tokens, len(tokens) if prompt_len is None else prompt_len, sampling)
 
 
-def finish(subject: PacedEngine, *jobs: Job) -> tuple[dict[int, list[int]], dict[int, Ended]]:
+def finish(subject: GenerationEngine, *jobs: Job) -> tuple[dict[int, list[int]], dict[int, Ended]]:
     for each in jobs:
         subject.submit(each)
     tokens: dict[int, list[int]] = {each.key: [] for each in jobs}
@@ -42,7 +44,7 @@ def finish(subject: PacedEngine, *jobs: Job) -> tuple[dict[int, list[int]], dict
 
 
 def _start(jobs: tuple[Job, ...], key: int) -> int:
-    return next(len(each.token_ids) - each.boundary for each in jobs if each.key == key)
+    return next(len(each.token_ids) - each.prompt_len for each in jobs if each.key == key)
 
 
 def test_tokens_depend_on_seed_and_position_alone() -> None:
@@ -58,7 +60,7 @@ def test_tokens_depend_on_seed_and_position_alone() -> None:
 def test_recovery_by_prefill_continues_the_answer() -> None:
     prompt = [3] * 20
     whole, _ = finish(engine(), job(1, prompt, most=25))
-    moved, ended = finish(engine(), job(1, prompt + whole[1][:10], most=25, boundary=20))
+    moved, ended = finish(engine(), job(1, prompt + whole[1][:10], most=25, prompt_len=20))
     assert whole[1][:10] + moved[1] == whole[1]
     assert ended[1].position == 25
     assert ended[1].cost.prefill_tokens == 30
@@ -124,7 +126,7 @@ def test_log_probabilities_are_those_of_equal_chances() -> None:
 
 
 def test_the_pace_is_kept() -> None:
-    subject = engine(PacedTiming(0.01))
+    subject = engine(10.0)
     began = time.monotonic()
     finish(subject, job(1, [1] * 10, most=21))
     elapsed = time.monotonic() - began
@@ -134,7 +136,7 @@ def test_the_pace_is_kept() -> None:
 
 
 def test_a_context_beyond_the_checkpoints_is_served_but_not_any() -> None:
-    assert engine(max_seq_length=128 * 1024).max_seq_length == 128 * 1024
+    assert engine(max_seq_length=128 * 1024).memory.max_seq_length == 128 * 1024
     with pytest.raises(CheckpointError):
         engine(max_seq_length=128 * 1024 + 1)
 

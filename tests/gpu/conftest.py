@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from services.worker.engine.generation import GenerationEngine
-from services.worker.options import EngineOptions
 from tests.checkpoints import checkpoint
+from tests.worker.drive import open_engine
 
 __all__ = ["checkpoint"]
 
@@ -17,13 +18,14 @@ EngineMaker = Callable[..., GenerationEngine]
 
 @pytest.fixture(scope="session")
 def engine(checkpoint: Callable[[str], Path]) -> EngineMaker:
-    """engine(shape, **options): a small engine, on the GPU unless device says otherwise."""
+    """engine(shape, **options): a small engine, in float32 on the GPU unless the options say otherwise."""
 
     def make(shape: str = "llama", **options: object) -> GenerationEngine:
         if not torch.cuda.is_available():
             pytest.skip("needs a GPU")
-        settings: dict[str, object] = {"kv_blocks": 1024, "max_batch_size": 64, "device": "cuda", **options}
-        return GenerationEngine(checkpoint(shape), EngineOptions(**settings), lambda phase, done, total: None)  # type: ignore[arg-type]
+        sizes = {"kv_blocks": 1024, "max_batch_size": 64}
+        settings: dict[str, Any] = {**sizes, "engine": "gpu", "dtype": "float32", **options}
+        return open_engine(checkpoint(shape), **settings)
 
     return make
 

@@ -11,6 +11,7 @@ import torch
 import triton
 
 from kernels.device import is_hopper
+from services.worker.build.choose import build_engine
 from services.worker.engine.generation import GenerationEngine
 from services.worker.job import EndReason, Job
 from services.worker.options import EngineOptions
@@ -19,7 +20,7 @@ from services.worker.runners.cuda.runner import GpuRunner
 from services.worker.runners.cuda.step_words import Kind
 from tests.checkpoints import EOS, SHAPES, VOCAB
 from tests.gpu.conftest import EngineMaker
-from tests.worker.drive import Answer, job, prompt_of, run, solo
+from tests.worker.drive import Answer, decoder_of, job, prompt_of, run, solo
 from tests.worker.test_tiers import slow_prefill
 
 TOKENS = 48
@@ -41,7 +42,7 @@ def jobs(*, first_key: int = 0, **settings: Any) -> list[Job]:
 
 @pytest.fixture(scope="module")
 def reference(shape: str, engine: EngineMaker) -> Answers:
-    return run(engine(shape, device="cpu"), *jobs(bypass_cache=True))
+    return run(engine(shape, engine="torch"), *jobs(bypass_cache=True))
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +131,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 def test_draws_penalties_and_bans_are_those_of_the_cpu(engine: EngineMaker) -> None:
     wanted = [job(key, prompt_of(20 + key), max_tokens=40, **settings) for key, settings in enumerate(SETTINGS)]
-    expected, answers = run(engine(device="cpu"), *wanted), run(engine(), *wanted)
+    expected, answers = run(engine(engine="torch"), *wanted), run(engine(), *wanted)
     for key, settings in enumerate(SETTINGS):
         assert answers[key].tokens == expected[key].tokens, settings
         assert answers[key].ended.reason is expected[key].ended.reason
@@ -139,7 +140,7 @@ def test_draws_penalties_and_bans_are_those_of_the_cpu(engine: EngineMaker) -> N
 def test_several_samples_share_their_prompt(engine: EngineMaker) -> None:
     wanted = [job(key, prompt_of(100), temperature=1.0, sample_index=key, seed=4) for key in range(4)]
     fast = engine()
-    answers, expected = run(fast, *wanted), run(engine(device="cpu"), *wanted)
+    answers, expected = run(fast, *wanted), run(engine(engine="torch"), *wanted)
     assert [answers[key].tokens for key in range(4)] == [expected[key].tokens for key in range(4)]
     assert [answers[key].ended.cost.cached_tokens for key in range(4)] == [0, 96, 96, 96]
 
@@ -191,7 +192,7 @@ def test_cancelled_streams_return_every_block_and_slot(engine: EngineMaker) -> N
 
 def test_numbers_that_are_not_finite_fail_one_job_and_stain_nobody(engine: EngineMaker) -> None:
     fast = engine(step_tokens=64)
-    fast.runner.model.embedding[300] = torch.nan
+    decoder_of(fast).model.embedding[300] = torch.nan
     healthy = [job(key, [t for t in prompt_of(30 + key) if t != 300]) for key in range(4)]
     expected = run(fast, *healthy)
     sick = prompt_of(100)
@@ -201,17 +202,17 @@ def test_numbers_that_are_not_finite_fail_one_job_and_stain_nobody(engine: Engin
     assert error is not None
     assert (error.reason, answers[9].tokens) == ("NUMERIC", [])
     assert [answers[k].tokens for k in range(4)] == [expected[k].tokens for k in range(4)]
-    assert all(bool(torch.isfinite(layer).all()) for layer in fast.runner.pool.layers)
+    assert all(bool(torch.isfinite(layer).all()) for layer in decoder_of(fast).kv.layers)
 
 
 def test_blocks_move_out_and_back(engine: EngineMaker) -> None:
     fast = engine()
     solo(fast, job(1, prompt_of(64), max_tokens=2))
-    contents = fast.runner.pool.read([1, 2, 1024])
-    fast.runner.pool.scrub([1, 2])
-    assert fast.runner.pool.read([1]) == [bytes(fast.runner.pool.block_bytes)]
-    fast.runner.pool.write([1, 2], contents[:2])
-    assert fast.runner.pool.read([1, 2, 1024]) == contents
+    contents = decoder_of(fast).kv.read([1, 2, 1024])
+    decoder_of(fast).kv.scrub([1, 2])
+    assert decoder_of(fast).kv.read([1]) == [bytes(decoder_of(fast).kv.block_bytes)]
+    decoder_of(fast).kv.write([1, 2], contents[:2])
+    assert decoder_of(fast).kv.read([1, 2, 1024]) == contents
 
 
 # ---- bfloat16 ----
@@ -219,7 +220,7 @@ def test_blocks_move_out_and_back(engine: EngineMaker) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "demo"])
 def test_bfloat16_agrees_where_the_choice_is_clear(engine: EngineMaker, family: str) -> None:
-    exact, half = engine(family, device="cpu"), engine(family, dtype="bfloat16")
+    exact, half = engine(family, engine="torch"), engine(family, dtype="bfloat16")
     worst, clear = 0.0, 0
     for key, prompt in enumerate(PROMPTS[3:]):
         answer = solo(exact, job(key, prompt, max_tokens=24, logprobs=2))
@@ -250,7 +251,7 @@ def test_half_precision_graphs_say_what_eager_steps_say(engine: EngineMaker) -> 
 
 
 def test_short_prompts_have_graphs_of_their_own(engine: EngineMaker, monkeypatch: pytest.MonkeyPatch) -> None:
-    exact, fast = engine("demo", device="cpu"), engine("demo", dtype="bfloat16", max_batch_size=8, step_tokens=256)
+    exact, fast = engine("demo", engine="torch"), engine("demo", dtype="bfloat16", max_batch_size=8, step_tokens=256)
     runner, kinds = fast.runner, []
     assert isinstance(runner, GpuRunner)
     known = {id(graph): kind for kind, graphs in runner.graphs.captured.items() for graph in graphs}
@@ -278,8 +279,8 @@ def test_short_prompts_have_graphs_of_their_own(engine: EngineMaker, monkeypatch
 def test_graphs_are_captured_while_another_engine_becomes_garbage(checkpoint: Callable[[str], Path]) -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
-    options = EngineOptions(kv_blocks=64, max_batch_size=8, device="cuda")
-    ring: list[object] = [GenerationEngine(checkpoint("llama"), options, lambda phase, done, total: None)]
+    options = EngineOptions(kv_blocks=64, max_batch_size=8, engine="gpu")
+    ring: list[object] = [build_engine(checkpoint("llama"), options, lambda phase, done, total: None)]
     ring.append(ring)
     held = [ring]
     del ring
@@ -290,7 +291,7 @@ def test_graphs_are_captured_while_another_engine_becomes_garbage(checkpoint: Ca
             held.clear()
             gc.set_threshold(*(usual if done == total else (1, 1, 1)))
 
-    engine = GenerationEngine(checkpoint("llama"), options, forget)
+    engine = build_engine(checkpoint("llama"), options, forget).engine
     assert run(engine, job(1, PROMPTS[3], max_tokens=4))[1].tokens
 
 
@@ -301,7 +302,7 @@ def test_graphs_are_captured_while_another_engine_becomes_garbage(checkpoint: Ca
 @pytest.mark.parametrize("family", ["qwen3", "gpt2", "demo"])
 def test_pools_of_8_bits_say_what_the_cpu_says(engine: EngineMaker, family: str, kind: str, scales: str) -> None:
     """Teacher-forced: a number that lies between two may be rounded to the other one here."""
-    exact, fast = (engine(family, device=device, kv_dtype=kind, kv_scales=scales) for device in ("cpu", "cuda"))
+    exact, fast = (engine(family, engine=kind_of, kv_dtype=kind, kv_scales=scales) for kind_of in ("torch", "gpu"))
     own = run(exact, *jobs(bypass_cache=True))
     wanted = [
         job(100 * key + at, prompt, emitted=own[key].tokens[:at], max_tokens=at + 1, logprobs=2)

@@ -53,9 +53,9 @@ def test_a_checkpoint_is_served_as_its_dequantized_twin(
 ) -> None:
     folder = written(kind)
     twin = twin_of(folder, tmp_path / "twin")
-    assert_served_like(twin, engine_of(folder, device="cuda", dtype="float32"), EXACT)
+    assert_served_like(twin, engine_of(folder, engine="gpu", dtype="float32"), EXACT)
     mean = next((most for name, most in ROUNDED.items() if kind.startswith(name)), BFLOAT16)
-    assert_served_like(twin, engine_of(folder, device="cuda", dtype="bfloat16"), mean, mean=True)
+    assert_served_like(twin, engine_of(folder, engine="gpu", dtype="bfloat16"), mean, mean=True)
 
 
 @pytest.mark.parametrize("shape", [WIDE, GPT2], ids=["llama", "gpt2"])
@@ -70,4 +70,4 @@ def test_plain_weights_are_rounded_on_the_device(kind: str, shape: Shape, tmp_pa
         elif name.endswith(GPT2_LINEARS):  # stored as [inputs, outputs]
             tensors[name] = QUANTIZERS[kind](weight.t().contiguous()).dequantize(torch.float32).t()
     save(tensors, twin)
-    assert_served_like(twin, engine_of(plain, device="cuda", dtype="float32", quantize=kind), EXACT)
+    assert_served_like(twin, engine_of(plain, engine="gpu", dtype="float32", quantize=kind), EXACT)

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 STARTS = """
 import json, sys
 import triton
-from services.worker.engine.generation import GenerationEngine
+from services.worker.build.choose import build_engine
 from services.worker.loader.checkpoint import locate
 from services.worker.options import EngineOptions
 
@@ -26,11 +26,12 @@ def listen(src, metadata, metadata_group, times, cache_hit):
         compiled.append(src.name)
 triton.knobs.compilation.listener = listen
 settings = json.loads(sys.argv[2])
-options = EngineOptions(device="cuda", max_seq_length=512, **settings)
-GenerationEngine(locate(sys.argv[1]), options, lambda phase, done, total: phases.append((phase, done, total)))
+options = EngineOptions(engine="gpu", max_seq_length=512, **settings)
+def note(*told): phases.append(told)
+build_engine(locate(sys.argv[1]), options, note, compile_ahead=True)
 print(json.dumps({"compiled": compiled, "phases": phases}))
 """
-SMALL = {"dtype": "bfloat16", "max_batch_size": 8, "step_tokens": 512, "kv_blocks": 512, "compile_ahead": True}
+SMALL = {"dtype": "bfloat16", "max_batch_size": 8, "step_tokens": 512, "kv_blocks": 512}
 CASES: tuple[dict[str, object], ...] = (
     {},
     {"quantize": "fp8", "kv_dtype": "fp8"},

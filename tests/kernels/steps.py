@@ -38,7 +38,7 @@ def check_steps(**model: Any) -> None:
         got, want = _without_memory_behind_draws(gpu, words), cpu.run(words)
         assert (got.finite, got.sampled.tokens) == (want.finite, want.sampled.tokens)
         _check_tops(got, want)
-        for pool, other in zip(gpu.pool.layers, cpu.pool.layers, strict=True):
+        for pool, other in zip(gpu.kv.layers, cpu.kv.layers, strict=True):
             torch.testing.assert_close(pool[1:], other[1:], rtol=1e-4, atol=1e-4)
 
 
@@ -63,7 +63,7 @@ def _runners(slots: int, length: int, step_tokens: int, blocks: int, **model: An
     ops = exact.ops
     assert isinstance(ops, ReferenceOps)
     gpu = GpuRunner(fast, TritonOps(), 16, slots, length, step_tokens, torch.float32)
-    gpu.pool.allocate(blocks)
+    gpu.kv.allocate(blocks)
     return gpu, CpuRunner(exact, ops, blocks, 16, slots, length, torch.float32)
 
 
@@ -90,7 +90,7 @@ def _without_memory_behind_draws(gpu: GpuRunner, words: Words) -> StepResult:
 
 def _check_tops(got: StepResult, want: StepResult) -> None:
     """Rows that did not ask may have a log-probability or none."""
-    for top, expected in zip(got.sampled.tops or [], want.sampled.tops or [], strict=True):
+    for (top,), (expected,) in zip(got.sampled.tops or [], want.sampled.tops or [], strict=True):
         assert [id for id, _ in top] == [id for id, _ in expected]
         torch.testing.assert_close([number for _, number in top], [number for _, number in expected], rtol=0, atol=1e-4)
 
@@ -132,8 +132,8 @@ def _steps() -> Iterator[Words]:
     yield _packed([(Edit.BLOCKS, 0, [2, 7])], [(0, [_LAST], True)])
 
 
-def _admit(slot: int, boundary: int, **settings: Any) -> _EditOf:
-    greedy = SlotState(0, boundary, 5, 0, 0, 0, -1, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0)
+def _admit(slot: int, prompt_len: int, **settings: Any) -> _EditOf:
+    greedy = SlotState(0, prompt_len, 5, 0, 0, 0, -1, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0)
     return Edit.ADMIT, slot, greedy._replace(**settings).words()
 
 

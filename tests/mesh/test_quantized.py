@@ -7,12 +7,10 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from services.worker.engine.generation import GenerationEngine
-from services.worker.options import EngineOptions
 from tests.mesh.harness import Mesh, Process, ask, generate
 from tests.mesh.test_models import listing, until_served
 from tests.quantized import write
-from tests.worker.drive import job, run
+from tests.worker.drive import job, open_engine, run
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -43,8 +41,7 @@ async def mesh(tmp_path_factory: pytest.TempPathFactory, model: Path, packed: Pa
 
 def bare(folder: Path, quantize: str | None = None) -> list[int]:
     """What an engine in this process answers."""
-    settings = EngineOptions(kv_blocks=64, deterministic=True, quantize=quantize)
-    engine = GenerationEngine(folder, settings, lambda phase, done, total: None)
+    engine = open_engine(folder, kv_blocks=64, deterministic=True, quantize=quantize)
     return run(engine, job(0, PROMPT, max_tokens=TOKENS, ignore_eos=True))[0].tokens
 
 

@@ -12,9 +12,9 @@ import structlog
 from services import metrics, telemetry
 from services.settings import CommonSettings
 from services.span_export import SpanBudget, SpanExporter
+from services.worker.build.choose import build_engine
 from services.worker.job import Cost, Ended, EndReason, Job, SamplingParams
 from services.worker.options import EngineOptions
-from services.worker.runners.paced import PacedEngine, PacedTiming
 from services.worker.service.metrics import WorkerMetrics
 
 
@@ -96,7 +96,8 @@ def test_a_worker_counts_its_jobs() -> None:
 
 
 def test_a_preempted_job_reports_the_times_of_its_preemptions(model: Path) -> None:
-    engine = PacedEngine(model, EngineOptions(kv_blocks=8, max_batch_size=4, step_tokens=64), PacedTiming(0.0))
+    options = EngineOptions(engine="paced", kv_blocks=8, max_batch_size=4, step_tokens=64, paced_step_ms=0)
+    engine = build_engine(model, options, lambda *_: None).engine
     began = time.monotonic()
     for key in range(3):
         engine.submit(Job(key, [5] * 16, 16, SamplingParams(max_tokens=60, ignore_eos=True)))

@@ -2,14 +2,15 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 
 from services.worker.engine.generation import GenerationEngine
-from services.worker.options import EngineOptions
 from tests.checkpoints import checkpoint
+from tests.worker.drive import open_engine
 
 __all__ = ["checkpoint"]
 
@@ -32,7 +33,7 @@ def engine(checkpoint: Callable[[str], Path]) -> EngineMaker:
     """engine(shape, **options): a small engine."""
 
     def make(shape: str = "llama", **options: object) -> GenerationEngine:
-        settings: dict[str, object] = {"kv_blocks": 256, "max_batch_size": 64, **options}
-        return GenerationEngine(checkpoint(shape), EngineOptions(**settings), lambda phase, done, total: None)  # type: ignore[arg-type]
+        settings: dict[str, Any] = {"kv_blocks": 256, "max_batch_size": 64, **options}
+        return open_engine(checkpoint(shape), **settings)
 
     return make

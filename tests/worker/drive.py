@@ -1,18 +1,64 @@
-"""Drives an engine by hand, step by step, checking its books after each."""
+"""Opens engines and drives them by hand, step by step, checking their integrity after each."""
 
 import random
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from services.worker.build.choose import BuiltEngine, build_engine
 from services.worker.engine.generation import GenerationEngine
-from services.worker.job import Ended, Job, SamplingParams, TokenOut
+from services.worker.job import Ended, Job, SamplingParams, StepOutput, TokenOut
+from services.worker.options import EngineOptions
+from services.worker.runners.cpu.runner import CpuRunner
+from services.worker.runners.inspection import DecoderRunner
 from tests.checkpoints import VOCAB
+
+
+def built(folder: Path, *, fingerprint: bytes = b"", graphs: bool = True, **options: Any) -> BuiltEngine:
+    """An engine for the checkpoint in this folder, and the shape of its model."""
+    made = build_engine(folder, EngineOptions(**options), lambda *_: None, graphs=graphs)
+    made.engine.use_fingerprint(fingerprint)
+    return made
+
+
+def open_engine(folder: Path, **options: Any) -> GenerationEngine:
+    """An engine for the checkpoint in this folder."""
+    return built(folder, **options).engine
+
+
+def decoder_of(engine: GenerationEngine) -> DecoderRunner:
+    """The engine's runner, opened up to its model and its pools."""
+    if isinstance(engine.runner, CpuRunner):
+        return engine.runner
+    from services.worker.runners.cuda.runner import GpuRunner
+
+    assert isinstance(engine.runner, GpuRunner)
+    return engine.runner
+
+
+class Recorded:
+    """`EngineEvents` that keep what an engine reports while it runs."""
+
+    def __init__(self) -> None:
+        self.outputs: list[StepOutput] = []
+        self.predictions: list[float] = []
+        self.ended = threading.Event()
+        """Set when a job has ended."""
+
+    def launched(self, predicted_s: float) -> None:
+        self.predictions.append(predicted_s)
+
+    def stepped(self, output: StepOutput) -> None:
+        self.outputs.append(output)
+        if output.ended:
+            self.ended.set()
 
 
 @dataclass
 class Answer:
-    """All that an engine said of one job."""
+    """All that an engine reported of one job."""
 
     tokens: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
@@ -43,7 +89,7 @@ def job(key: int, prompt: Sequence[int], *, emitted: Sequence[int] = (), max_tok
 
 
 def run(engine: GenerationEngine, *jobs: Job, steps: int | None = None) -> dict[int, Answer]:
-    """Submit the jobs, run until all is done (or so many steps), and collect what was said by key."""
+    """Submit the jobs, run until all is done (or so many steps), and collect the output by key."""
     for one in jobs:
         engine.submit(one)
     answers: dict[int, Answer] = {one.key: Answer() for one in jobs}

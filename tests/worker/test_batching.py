@@ -28,7 +28,7 @@ class Stage:
     def sequence(self, tokens: list[int], max_tokens: int = 8, **job: Any) -> Sequence:
         self.arrivals += 1
         one = Job(self.arrivals, tokens, len(tokens), SamplingParams(max_tokens), **job)
-        return Sequence(one, self.arrivals, 0.0, BLOCK, 1000, b"")
+        return Sequence(one, self.arrivals, BLOCK, 1000, b"")
 
     def add(self, tokens: list[int], max_tokens: int = 8, **job: Any) -> Sequence:
         sequence = self.sequence(tokens, max_tokens, **job)
@@ -41,9 +41,7 @@ class Stage:
         assert sum(row.tokens for row in plan.rows) == self.batch.step_tokens - plan.budget <= self.batch.step_tokens
         for row in plan.rows:
             assert len(row.sequence.blocks) * BLOCK >= row.start + row.tokens, "no room for its tokens"
-            if row.samples:
-                row.sequence.tokens.append(self.random.randrange(1000))
-            self.batch.commit(row)
+            self.batch.commit(row, [self.random.randrange(1000)] if row.samples else [])
             if len(row.sequence.tokens) >= row.sequence.limit:
                 self.batch.remove(row.sequence)
         self.batch.check()
@@ -200,7 +198,7 @@ def test_cut_blocks_are_not_found_again() -> None:
     for _ in range(10):
         stage.step()
     tokens = sequence.tokens[:16]
-    assert len(stage.pool.match(sequence.keys(4))) == 4
+    assert len(stage.pool.match(sequence.keys.first(4))) == 4
     stage.batch.cut(sequence, 9)
     stage.batch.remove(sequence)
     assert stage.pool.cached == 2
@@ -255,7 +253,7 @@ def crowded(answers: int, chunk_tokens: int | None) -> Planner:
     """So many running answers, each past its prompt, on a device that takes 8,192 tokens a step."""
     batch = Planner(BlockPool(20_000), 16, 256, 8192, False, chunk_tokens)
     for number in range(answers):
-        batch.add(Sequence(Job(number, [1] * 4, 4, SamplingParams(max_tokens=500)), number, 0.0, 16, 16384, b""))
+        batch.add(Sequence(Job(number, [1] * 4, 4, SamplingParams(max_tokens=500)), number, 16, 16384, b""))
     while any(sequence.remaining != 1 for sequence in batch.running) or batch.waiting:
         batch.plan()
         for sequence in batch.running:
@@ -266,7 +264,7 @@ def crowded(answers: int, chunk_tokens: int | None) -> Planner:
 def prompt_tokens(batch: Planner, prompts: int) -> int:
     """Prompt tokens of the next step, when so many prompts of 8,000 tokens arrive."""
     for number in range(1000, 1000 + prompts):
-        batch.add(Sequence(Job(number, [1] * 8000, 8000, SamplingParams(max_tokens=5)), number, 0.0, 16, 16384, b""))
+        batch.add(Sequence(Job(number, [1] * 8000, 8000, SamplingParams(max_tokens=5)), number, 16, 16384, b""))
     return sum(row.tokens for row in batch.plan().rows if row.tokens > 1)
 
 
@@ -315,7 +313,7 @@ def test_prompts_take_all_of_a_step_where_nearly_all_users_wait_for_a_first_toke
 def test_answers_of_a_first_step_that_still_runs_do_not_end_a_burst() -> None:
     batch = Planner(BlockPool(20_000), 16, 256, 8192, False, 200)
     for number in range(8):
-        batch.add(Sequence(Job(number, [1] * 500, 500, SamplingParams(max_tokens=5)), number, 0.0, 16, 16384, b""))
+        batch.add(Sequence(Job(number, [1] * 500, 500, SamplingParams(max_tokens=5)), number, 16, 16384, b""))
     batch.plan()  # No token of theirs is known when the others come.
     assert prompt_tokens(batch, 24) == 8192 - 8
 

@@ -18,15 +18,18 @@ from huggingface_hub import utils
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
+from services.worker.build.choose import build_engine
 from services.worker.engine.generation import GenerationEngine
 from services.worker.errors import CheckpointError
 from services.worker.loader import presets
 from services.worker.loader.checkpoint import FILES, OTHER_FILES, fingerprint, locate, read_bundle, start_hashing
 from services.worker.loader.config import load_config
-from services.worker.loader.tensors import INDEX, SINGLE, open_checkpoint
+from services.worker.loader.tensors import open_checkpoint
+from services.worker.loader.weight_files import INDEX, SINGLE
 from services.worker.models.config import Rope
 from services.worker.options import EngineOptions
 from tests.checkpoints import Damage, pipe
+from tests.worker.drive import open_engine
 
 
 @pytest.fixture
@@ -40,7 +43,7 @@ def copy(checkpoint: Callable[[str], Path], tmp_path: Path) -> Callable[[str], P
 
 
 def load(folder: Path) -> GenerationEngine:
-    return GenerationEngine(folder, EngineOptions(kv_blocks=8), lambda phase, done, total: None)
+    return open_engine(folder, kv_blocks=8)
 
 
 def edit_config(file: str = "config.json", **changes: Any) -> Damage:
@@ -325,7 +328,7 @@ def test_a_presets_folder_does_not_outlive_its_process() -> None:
 
 def test_a_presets_folder_goes_when_its_model_is_loaded() -> None:
     folder = locate("random:tiny")
-    assert load(folder).parameters > 0
+    assert load(folder).memory.weights > 0
     presets.remove_folders()
     assert not folder.parent.exists()
 
@@ -341,7 +344,7 @@ def test_no_second_copy_of_the_weights_is_fetched() -> None:
 
 def test_loading_tells_its_phases_and_shards(checkpoint: Callable[[str], Path]) -> None:
     told: list[tuple[str, int, int]] = []
-    GenerationEngine(checkpoint("qwen3"), EngineOptions(kv_blocks=8), lambda *progress: told.append(progress))
+    build_engine(checkpoint("qwen3"), EngineOptions(kv_blocks=8), lambda *progress: told.append(progress))
     shards = len(open_checkpoint(checkpoint("qwen3")).shards)
     assert shards > 2
     assert [done for phase, done, _ in told if phase == "weights"] == list(range(shards + 1))

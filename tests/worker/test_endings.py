@@ -10,12 +10,12 @@ ROOT = Path(__file__).parents[2]
 # The real process with an engine that fails at its first step.
 _FAILS = """
 from services.worker import main
-from services.worker.runners import paced
+from services.worker.engine import generation
 
-def run_forever(self, *_):
+def run(self, *_):
     raise RuntimeError("the words of a client")
 
-paced.PacedEngine.run_forever = run_forever
+generation.GenerationEngine.run = run
 main.run()
 """
 # The real process with a model that takes a minute to load.
@@ -27,7 +27,7 @@ def load(*_):
     print("loading", flush=True)
     time.sleep(60)
 
-main._load = load
+main.load_model = load
 main.run()
 """
 

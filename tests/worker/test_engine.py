@@ -9,12 +9,12 @@ import torch
 
 from services import hashing
 from services.worker.engine.generation import GenerationEngine
-from services.worker.job import EndReason, StepOutput
+from services.worker.job import EndReason
 from services.worker.options import EngineOptions
 from services.worker.runners.step import Words, unpack
 from tests.checkpoints import EOS
 from tests.worker.conftest import EngineMaker
-from tests.worker.drive import Answer, job, prompt_of, run, solo
+from tests.worker.drive import Answer, Recorded, decoder_of, job, prompt_of, run, solo
 
 
 @pytest.fixture(scope="module")
@@ -220,7 +220,7 @@ POISON = 300
 def poisoned(engine: EngineMaker) -> GenerationEngine:
     """An engine whose model knows no finite numbers for one token."""
     made = engine(step_tokens=64)
-    made.runner.model.embedding[POISON] = torch.nan
+    decoder_of(made).model.embedding[POISON] = torch.nan
     return made
 
 
@@ -234,7 +234,7 @@ def test_numbers_that_are_not_finite_fail_one_job_and_stain_nobody(poisoned: Gen
     assert failed.error is not None
     assert (failed.reason, failed.error.reason, answers[9].tokens) == (EndReason.ERROR, "NUMERIC", [])
     assert [answers[k].tokens for k in range(4)] == [expected[k].tokens for k in range(4)]
-    layers = poisoned.runner.pool.layers
+    layers = decoder_of(poisoned).kv.layers
     assert all(bool(torch.isfinite(layer).all()) for layer in layers), "a later owner would meet NaN"
     again = solo(poisoned, job(10, sick)).ended
     assert again.cost.cached_tokens == 0, "nothing of it may be found again"
@@ -288,24 +288,16 @@ def test_half_precision_stays_near_full_precision(engine: EngineMaker, dtype: st
 
 def test_the_loop_sleeps_until_there_is_work(engine: EngineMaker) -> None:
     fresh = engine()
-    outputs: list[StepOutput] = []
-    predictions: list[float] = []
-    ended, stop = threading.Event(), threading.Event()
-
-    def on_output(output: StepOutput) -> None:
-        outputs.append(output)
-        if output.ended:
-            ended.set()
-
-    thread = threading.Thread(target=fresh.run_forever, args=(on_output, predictions.append, lambda _: None, stop))
+    events, stop = Recorded(), threading.Event()
+    thread = threading.Thread(target=fresh.run, args=(events, stop))
     thread.start()
     time.sleep(0.2)
-    assert outputs == [], "an idle engine has nothing to say"
+    assert events.outputs == [], "an idle engine reports nothing"
     fresh.submit(job(1, prompt_of(10), max_tokens=6))
-    assert ended.wait(10)
-    assert sum(len(output.tokens) for output in outputs) == 6
-    assert len(predictions) == len(outputs) == 6
-    assert all(prediction > 0 for prediction in predictions)
+    assert events.ended.wait(10)
+    assert sum(len(output.tokens) for output in events.outputs) == 6
+    assert len(events.predictions) == len(events.outputs) == 6
+    assert all(prediction > 0 for prediction in events.predictions)
     stop.set()
     fresh.wake()
     thread.join(5)

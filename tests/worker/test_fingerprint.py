@@ -15,7 +15,7 @@ from services.worker.loader import digests as digests_module
 from services.worker.loader import presets
 from services.worker.loader.checkpoint import fingerprint, start_hashing
 from services.worker.loader.digests import DigestCache, FileDigests, cache_file
-from services.worker.loader.tensors import INDEX, SINGLE
+from services.worker.loader.weight_files import INDEX, SINGLE
 
 
 def print_of(folder: Path, *numerics: str) -> bytes:

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from services.worker.engine.generation import GenerationEngine
 from services.worker.errors import CheckpointError
-from services.worker.options import EngineOptions
 from tests.checkpoints import Shape, make_checkpoint
 from tests.quantized import write
+from tests.worker.drive import built, open_engine
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 Q = "model.layers.1.self_attn.q_proj"
@@ -24,7 +24,7 @@ Change = Callable[[dict[str, Tensor], dict[str, Any]], object]
 
 
 def load(folder: Path, **options: Any) -> GenerationEngine:
-    return GenerationEngine(folder, EngineOptions(kv_blocks=8, **options), lambda phase, done, total: None)
+    return open_engine(folder, kv_blocks=8, **options)
 
 
 @pytest.fixture(scope="session")
@@ -292,4 +292,4 @@ def test_zero_points_that_are_zeros_are_no_harm(kind: str, written: Callable[[st
     tensors = load_file(folder / "model.safetensors")
     zero_points(0)(tensors, {})
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    assert load(folder).parameters > 0
+    assert built(folder, kv_blocks=8).parameters > 0

@@ -41,7 +41,7 @@ from tests.served import (
     twin_of,
     weights_of,
 )
-from tests.worker.drive import job, prompt_of, run
+from tests.worker.drive import built, decoder_of, job, prompt_of, run
 
 KINDS: Mapping[str, type[QuantizedWeight]] = {
     "int4": Int4Weight,
@@ -134,7 +134,7 @@ def test_answers_are_those_of_the_dequantized_model(
     made = written(kind, shape)
     engine = engine_of(made.folder)
     assert_served_like(made.twin, engine, tolerance_of(kind))
-    assert engine.parameters == sum(tensor.numel() for tensor in read(made.twin).values())
+    assert built(made.folder).parameters == sum(tensor.numel() for tensor in read(made.twin).values())
 
 
 @pytest.mark.parametrize("name", [*GOLDENS, *FAMILIES, *LLM_COMPRESSOR])
@@ -161,8 +161,8 @@ def test_answers_of_what_real_writers_wrote(name: str, tmp_path: Path) -> None:
 def test_scales_of_heads_that_llm_compressor_calibrated() -> None:
     folder = GOLDEN / "llm-compressor-fp8-heads"
     engine, stored = engine_of(folder), read(folder)
-    assert all(layer.dtype == torch.float8_e4m3fn for layer in engine.runner.pool.layers)
-    for number, layer in enumerate(engine.runner.model.layers):
+    assert all(layer.dtype == torch.float8_e4m3fn for layer in decoder_of(engine).kv.layers)
+    for number, layer in enumerate(decoder_of(engine).model.layers):
         scales = [stored[f"model.layers.{number}.self_attn.{kind}_scale"].flatten() for kind in "kv"]
         assert layer.attention.kv_scales is not None
         assert torch.equal(layer.attention.kv_scales, torch.stack(scales))
@@ -201,14 +201,14 @@ def test_a_lone_file_may_have_the_name_that_autogptq_gives_it(tmp_path: Path) ->
     with pytest.raises(CheckpointError, match=r"model.safetensors or model.safetensors.index.json is needed"):
         engine_of(folder)  # there is the file of expected numbers, too
     (folder / "expected.safetensors").unlink()
-    assert engine_of(folder).parameters > 0
+    assert built(folder, kv_blocks=8).parameters > 0
 
 
 def test_biases_of_zeros_are_no_harm(tmp_path: Path) -> None:
     folder = edited(
         "gptq", tmp_path / "biased", lambda t, _: t.update({"model.layers.0.self_attn.o_proj.bias": torch.zeros(64)})
     )
-    assert engine_of(folder).parameters > 0
+    assert built(folder, kv_blocks=8).parameters > 0
 
 
 @pytest.mark.parametrize("names", [("kv_scale",), ("k_proj.output_scale", "v_proj.output_scale")])
@@ -227,8 +227,8 @@ def test_autofp8_checkpoints_with_scales_of_the_cache(
     config["quantization_config"] = {**settings, "kv_cache_scheme": "static"}
     (folder / "config.json").write_text(json.dumps(config))
     engine = engine_of(folder)
-    assert all(layer.dtype == torch.float8_e4m3fn for layer in engine.runner.pool.layers)
-    scales = [layer.attention.kv_scales for layer in engine.runner.model.layers]
+    assert all(layer.dtype == torch.float8_e4m3fn for layer in decoder_of(engine).kv.layers)
+    scales = [layer.attention.kv_scales for layer in decoder_of(engine).model.layers]
     assert [scale.tolist() for scale in scales if scale is not None] == [[[0.5, 0.5], [0.5, 0.5]]] * len(layers)
     expected = {name.removesuffix(".weight"): t for name, t in read(made.twin).items() if name.endswith("_proj.weight")}
     for name, weight in weights_of(folder, {name: t.shape for name, t in expected.items()}).items():
@@ -390,9 +390,10 @@ def test_what_weights_will_take_is_known_before(kind: str, written: Callable[[st
 
 
 def test_random_models_are_rounded_too() -> None:
-    engine = engine_of(presets.folder_of("random:tiny"), quantize="int4")
+    made = built(presets.folder_of("random:tiny"), kv_blocks=256, max_batch_size=16, quantize="int4")
+    engine = made.engine
     assert run(engine, job(0, [5, 6, 7], max_tokens=8, ignore_eos=True))[0].tokens
-    assert engine.memory.weights < 4 * engine.parameters
+    assert engine.memory.weights < 4 * made.parameters
 
 
 def test_blocks_of_rounded_and_plain_models_never_mix(checkpoint: Callable[[str], Path]) -> None:

@@ -20,7 +20,7 @@ from services.worker.loader.config import load_config
 from services.worker.models.config import LearnedPositions, count_embeddings, count_parameters
 from tests.checkpoints import CONTEXT, VOCAB, Shape, make_checkpoint
 from tests.served import assert_served_like, engine_of, tolerance_of
-from tests.worker.drive import job, prompt_of, run
+from tests.worker.drive import built, job, prompt_of, run
 
 PROMPT = prompt_of(21, vocab=VOCAB)
 _LINEARS = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
@@ -46,7 +46,7 @@ def greedy(folder: Path, **options: Any) -> tuple[list[int], list[float | None]]
 
 
 def test_names_without_a_prefix_and_stored_masks_change_nothing(plain: Path) -> None:
-    expected, parameters = greedy(plain), engine_of(plain).parameters
+    expected, parameters = greedy(plain), built(plain, kv_blocks=8).parameters
 
     def bare(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         renamed = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
@@ -57,8 +57,8 @@ def test_names_without_a_prefix_and_stored_masks_change_nothing(plain: Path) -> 
 
     edit(plain, bare)
     assert greedy(plain) == expected
-    assert engine_of(plain).parameters == parameters
-    assert engine_of(plain, quantize="int8").parameters == parameters
+    assert built(plain, kv_blocks=8).parameters == parameters
+    assert built(plain, kv_blocks=8, quantize="int8").parameters == parameters
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,11 @@ from services.worker.runners import step
 from services.worker.runners.step import Edit, SlotState
 
 
-def sequence(slot: int, tokens: list[int], boundary: int | None = None, **params: Any) -> Sequence:
-    job = Job(1, tokens, len(tokens) if boundary is None else boundary, SamplingParams(**{"max_tokens": 50, **params}))
-    made = Sequence(job, 1, 0.0, 4, 1000, b"")
+def sequence(slot: int, tokens: list[int], prompt_len: int | None = None, **params: Any) -> Sequence:
+    job = Job(
+        1, tokens, len(tokens) if prompt_len is None else prompt_len, SamplingParams(**{"max_tokens": 50, **params})
+    )
+    made = Sequence(job, 1, 4, 1000, b"")
     made.slot, made.prefill_end = slot, len(tokens)
     return made
 

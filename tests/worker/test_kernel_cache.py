@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,8 +23,13 @@ from services.worker.options import EngineOptions
 from tests.tiny_config import tiny_config
 
 CONFIG = tiny_config(layers=4, head_dim=64, windows=(None, 64, None, 64), eos_token_ids=(1,))
-OPTIONS = EngineOptions(device="cuda", compile_ahead=True)
+OPTIONS = EngineOptions(engine="gpu", dtype="float32")
 ORDER = {"folder": "/model", "options": {}}
+
+
+def changed(**options: Any) -> EngineOptions:
+    """OPTIONS with others."""
+    return OPTIONS.model_copy(update=options)
 
 
 @pytest.fixture(autouse=True)
@@ -118,8 +124,7 @@ def test_it_is_done_only_where_it_helps(tmp_path: Path, monkeypatch: pytest.Monk
             return compilation is not None
 
     assert started()
-    assert not started(replace(OPTIONS, compile_ahead=False))
-    assert not started(replace(OPTIONS, device="cpu"))
+    assert not started(changed(engine="torch"))
     assert not started(spare=1 << 30), "the weights leave no room for another process"
     monkeypatch.setattr(kernel_cache, "processes", lambda: 1)
     assert not started()
@@ -127,7 +132,7 @@ def test_it_is_done_only_where_it_helps(tmp_path: Path, monkeypatch: pytest.Monk
     marker.set()
     assert not started(), "the cache has everything"
     monkeypatch.setattr(kernel_cache, "command", lambda: ["/no/such/python"])
-    marker = Marker(CONFIG, None, replace(OPTIONS, dtype="bfloat16"))
+    marker = Marker(CONFIG, None, changed(dtype="bfloat16"))
     assert not started()
 
 
@@ -135,14 +140,14 @@ def test_a_marker_is_of_a_shape_on_a_machine(cache: Path, monkeypatch: pytest.Mo
     Marker(CONFIG, None, OPTIONS).set()
     same = (
         (replace(CONFIG, layers=8, windows=(None, 64) * 4, eos_token_ids=(2,)), None, OPTIONS),
-        (CONFIG, None, replace(OPTIONS, fingerprint=b"other", kv_blocks=7, prefix_cache=False)),
+        (CONFIG, None, changed(kv_blocks=7, prefix_cache=False)),
     )
     others = (
         (replace(CONFIG, hidden_size=96), None, OPTIONS),
         (replace(CONFIG, windows=(None,) * 4), None, OPTIONS),
         (CONFIG, {"quant_method": "awq"}, OPTIONS),
-        (CONFIG, None, replace(OPTIONS, quantize="fp8")),
-        (CONFIG, None, replace(OPTIONS, max_batch_size=65)),
+        (CONFIG, None, changed(quantize="fp8")),
+        (CONFIG, None, changed(max_batch_size=65)),
     )
     assert [Marker(*each).is_set() for each in same] == [True, True]
     assert [Marker(*each).is_set() for each in others] == [False] * 5

@@ -21,9 +21,8 @@ from transformers import AutoModelForCausalLM
 
 from services.worker.engine.generation import GenerationEngine
 from services.worker.errors import CheckpointError
-from services.worker.options import EngineOptions
 from tests.worker.conftest import EngineMaker
-from tests.worker.drive import Answer, job, prompt_of, run
+from tests.worker.drive import Answer, decoder_of, job, open_engine, prompt_of, run
 
 PROMPTS = [prompt_of(length) for length in (5, 33, 90)]
 TOKENS = 24
@@ -67,19 +66,19 @@ def test_the_same_bytes_hold_more_tokens(engine: EngineMaker, kind: str, gain: f
     assert small.memory.kv <= 64 << 20
     assert small.block_bytes == pytest.approx(full.block_bytes / gain)
     assert small.block_layout != full.block_layout
-    assert sum(layer.numel() * layer.element_size() for layer in small.runner.pool.layers) == small.memory.kv
+    assert sum(layer.numel() * layer.element_size() for layer in decoder_of(small).kv.layers) == small.memory.kv
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
 def test_blocks_move_out_and_back(engine: EngineMaker, kind: str) -> None:
     one = engine(kv_dtype=kind)
     run(one, job(1, prompt_of(64), max_tokens=2))
-    contents = one.runner.pool.read([1, 2, 3])
+    contents = decoder_of(one).kv.read([1, 2, 3])
     assert {len(page) for page in contents} == {one.block_bytes}
-    one.runner.pool.scrub([1, 2])
-    assert one.runner.pool.read([1]) == [bytes(one.block_bytes)]
-    one.runner.pool.write([1, 2], contents[:2])
-    assert one.runner.pool.read([1, 2, 3]) == contents
+    decoder_of(one).kv.scrub([1, 2])
+    assert decoder_of(one).kv.read([1]) == [bytes(one.block_bytes)]
+    decoder_of(one).kv.write([1, 2], contents[:2])
+    assert decoder_of(one).kv.read([1, 2, 3]) == contents
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
@@ -107,7 +106,7 @@ def with_scales(folder: Path, target: Path, scales: dict[str, torch.Tensor]) -> 
 
 
 def open_fp8(folder: Path) -> GenerationEngine:
-    return GenerationEngine(folder, EngineOptions(kv_blocks=64, kv_dtype="fp8"), lambda phase, done, total: None)
+    return open_engine(folder, kv_blocks=64, kv_dtype="fp8")
 
 
 def test_scales_of_the_checkpoint_count(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
@@ -115,10 +114,10 @@ def test_scales_of_the_checkpoint_count(checkpoint: Callable[[str], Path], tmp_p
     folder, layer = checkpoint("llama"), "model.layers.0.self_attn"
     named = {f"{layer}.k_scale": torch.tensor([0.5, 2.0]), f"{layer}.v_scale": torch.tensor(0.25)}
     fine = open_fp8(with_scales(folder, tmp_path / "fine", named))
-    scales = fine.runner.model.layers[0].attention.kv_scales
+    scales = decoder_of(fine).model.layers[0].attention.kv_scales
     assert scales is not None
     assert scales.tolist() == [[0.5, 2.0], [0.25, 0.25]]
-    assert fine.runner.model.layers[1].attention.kv_scales is None
+    assert decoder_of(fine).model.layers[1].attention.kv_scales is None
     coarse = {f"{layer}.{kind}_proj.{kind}_scale": torch.tensor([4000.0]) for kind in "kv"}
     wanted = job(1, prompt_of(40), max_tokens=12, logprobs=0)
     plain, same, other = (
@@ -147,9 +146,9 @@ def test_a_checkpoint_calibrated_for_fp8_is_served_in_fp8(
     compressor.compress_model(model)
     settings = compressor.quantization_config.model_dump(mode="json")
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
-    engine = GenerationEngine(folder, EngineOptions(kv_blocks=64), lambda phase, done, total: None)
-    assert all(layer.dtype == torch.float8_e4m3fn for layer in engine.runner.pool.layers)
-    for number, layer in enumerate(engine.runner.model.layers):
+    engine = open_engine(folder, kv_blocks=64)
+    assert all(layer.dtype == torch.float8_e4m3fn for layer in decoder_of(engine).kv.layers)
+    for number, layer in enumerate(decoder_of(engine).model.layers):
         assert layer.attention.kv_scales is not None
         for kind, mine in zip("kv", layer.attention.kv_scales, strict=True):
             its = scales[f"model.layers.{number}.self_attn.{kind}_scale"].flatten()
@@ -183,9 +182,7 @@ def louder(folder: Path, target: Path, times: float) -> Path:
 
 
 def open_measured(folder: Path, **options: Any) -> GenerationEngine:
-    return GenerationEngine(
-        folder, EngineOptions(kv_blocks=64, kv_scales="dynamic", **options), lambda phase, done, total: None
-    )
+    return open_engine(folder, kv_blocks=64, kv_scales="dynamic", **options)
 
 
 @pytest.mark.parametrize("times", [2.0**16, 2.0**-16])
@@ -206,7 +203,7 @@ def test_measured_scales_hold_numbers_beyond_those_of_fp8(
 
 def test_measured_scales_are_powers_of_two_with_room(checkpoint: Callable[[str], Path]) -> None:
     engine, again = (open_measured(checkpoint("qwen3"), kv_dtype="fp8") for _ in range(2))
-    for layer, other in zip(engine.runner.model.layers, again.runner.model.layers, strict=True):
+    for layer, other in zip(decoder_of(engine).model.layers, decoder_of(again).model.layers, strict=True):
         scales, others = layer.attention.kv_scales, other.attention.kv_scales
         assert scales is not None
         assert others is not None
@@ -214,7 +211,7 @@ def test_measured_scales_are_powers_of_two_with_room(checkpoint: Callable[[str],
         assert torch.equal(torch.frexp(scales).mantissa, torch.full_like(scales, 0.5))
         assert torch.equal(scales, others)
     run(engine, job(1, prompt_of(60), max_tokens=2))
-    largest = max(float(layer.float().abs().max()) for layer in engine.runner.pool.layers)
+    largest = max(float(layer.float().abs().max()) for layer in decoder_of(engine).kv.layers)
     assert 0 < largest < 448
     assert engine.block_layout == again.block_layout != open_fp8(checkpoint("qwen3")).block_layout
 
@@ -222,7 +219,7 @@ def test_measured_scales_are_powers_of_two_with_room(checkpoint: Callable[[str],
 def test_a_checkpoints_scales_are_not_measured(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     named = {"model.layers.0.self_attn.k_scale": torch.tensor([0.5, 2.0])}
     engine = open_measured(with_scales(checkpoint("llama"), tmp_path / "named", named), kv_dtype="fp8")
-    scales = [layer.attention.kv_scales for layer in engine.runner.model.layers]
+    scales = [layer.attention.kv_scales for layer in decoder_of(engine).model.layers]
     assert scales[0] is not None
     assert scales[0].tolist() == [[0.5, 2.0], [1.0, 1.0]]
     assert scales[1] is None

@@ -7,12 +7,12 @@ from torch import Tensor
 from services.worker.job import EndReason
 from services.worker.models.layers import Mlp
 from tests.worker.conftest import EngineMaker
-from tests.worker.drive import job, prompt_of, run, solo
+from tests.worker.drive import decoder_of, job, prompt_of, run, solo
 
 
 def test_only_tokens_that_are_sampled_from_pass_it(engine: EngineMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     made = engine(step_tokens=64)
-    first, last = made.runner.model.layers[0].mlp, made.runner.model.layers[-1].mlp
+    first, last = decoder_of(made).model.layers[0].mlp, decoder_of(made).model.layers[-1].mlp
     passed: dict[Mlp, list[int]] = {first: [], last: []}
     compute = Mlp.__call__
 
@@ -29,9 +29,11 @@ def test_only_tokens_that_are_sampled_from_pass_it(engine: EngineMaker, monkeypa
 def test_a_chunk_that_nobody_samples_from_is_still_watched(engine: EngineMaker) -> None:
     """Keys and values of the last layer are all that is left of its tokens there, and others may find them."""
     made = engine(step_tokens=64)
-    heads = made.config.kv_heads * made.config.head_dim
-    made.runner.model.layers[-1].attention.qkv.weight[-heads:] = torch.nan
+    heads = decoder_of(made).model.config.kv_heads * decoder_of(made).model.config.head_dim
+    decoder_of(made).model.layers[-1].attention.qkv.weight[-heads:] = torch.nan
     failed = run(made, job(0, prompt_of(100)), steps=1)[0].ended
     assert failed.error is not None
     assert (failed.reason, failed.error.reason) == (EndReason.ERROR, "NUMERIC")
-    assert all(bool(torch.isfinite(layer).all()) for layer in made.runner.pool.layers), "a later owner would meet NaN"
+    assert all(bool(torch.isfinite(layer).all()) for layer in decoder_of(made).kv.layers), (
+        "a later owner would meet NaN"
+    )

@@ -13,7 +13,7 @@ from protos import mesh_pb2 as mesh
 from protos import mesh_pb2_grpc as mesh_grpc
 from services import rpc
 from services.send_queue import SendQueue
-from services.worker.engine.profiling import Profiler
+from services.worker.engine.profiling import PhaseRecorder, Profiler
 from services.worker.job import Job, StepOutput, TokenOut
 from services.worker.loader import checkpoint
 from services.worker.loader.config import load_config
@@ -123,7 +123,7 @@ async def test_a_gateway_that_reads_too_slowly_receives_an_error(monkeypatch: py
     )
     jobs = Jobs(engine, card, 1.0, WorkerMetrics())
     service = WorkerService(Startup("w", "m"))
-    service.loaded(Loaded(jobs, b"", b"", mesh.WorkerReport, Profiler(computes=False)))
+    service.loaded(Loaded(jobs, b"", b"", mesh.WorkerReport, Profiler(PhaseRecorder)))
     server = await rpc.serve(
         "127.0.0.1:0", [rpc.Service("weft.v1.Worker", mesh_grpc.add_WorkerServicer_to_server, service)]
     )

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 
 from services.host import available_memory
+from services.worker.build.choose import build_engine
 from services.worker.build.memory import MemoryShortage, plan_memory
-from services.worker.engine.generation import GenerationEngine
 from services.worker.errors import CheckpointError
 from services.worker.loader.config import load_config
 from services.worker.models.config import ModelConfig
 from services.worker.options import EngineOptions, MemoryPlan
+from tests.worker.drive import open_engine
 
 MIB = 2**20
 PARAMETERS = 10_000_000
@@ -87,7 +88,7 @@ def test_a_checkpoint_that_was_read_takes_nothing_of_a_containers_memory(tmp_pat
 def test_a_worker_that_would_not_fit_says_so_before_it_reads_weights(checkpoint: Callable[[str], Path]) -> None:
     told: list[str] = []
     with pytest.raises(MemoryShortage):
-        GenerationEngine(
+        build_engine(
             checkpoint("llama"), EngineOptions(kv_blocks=1 << 40), lambda phase, done, total: told.append(phase)
         )
     assert "weights" not in told
@@ -97,5 +98,5 @@ def test_the_log_tells_size_and_concurrency(
     checkpoint: Callable[[str], Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO"):
-        GenerationEngine(checkpoint("llama"), EngineOptions(kv_blocks=64), lambda phase, done, total: None)
+        open_engine(checkpoint("llama"), kv_blocks=64)
     assert "1024 tokens, 2.0 sequences of 512" in caplog.text

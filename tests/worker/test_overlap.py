@@ -6,6 +6,7 @@ import pytest
 
 from services.worker.engine.generation import GenerationEngine
 from services.worker.job import EndReason
+from services.worker.planner.planner import Row
 from services.worker.runners.base import StepResult
 from services.worker.runners.cpu.runner import CpuRunner
 from services.worker.runners.step import Words
@@ -14,7 +15,7 @@ from tests.worker.drive import Answer, job, prompt_of, run, solo
 
 
 class LateRunner:
-    """The CPU's runner as a device would be: a step's result is told later, while the next one is under way."""
+    """The CPU's runner as a device would be: a step's result comes later, while the next one is under way."""
 
     depth = 2
 
@@ -76,7 +77,7 @@ def test_who_comes_during_a_launch_is_in_the_next_step(late: EngineMaker, monkey
     monkeypatch.setattr(ahead.runner, "launch", slow)
     ahead.submit(job(1, prompt_of(20), max_tokens=4))
     ahead.step()
-    assert {sequence.job.key for sequence in ahead.batch.running} == {1, 2}
+    assert {sequence.job.key for sequence in ahead.planner.running} == {1, 2}
 
 
 def test_a_row_that_is_computed_after_a_stop_is_not_told(late: EngineMaker) -> None:
@@ -97,7 +98,7 @@ def test_a_cancel_with_a_step_ahead_returns_every_block(late: EngineMaker) -> No
     output = ahead.step()
     assert [end.reason for end in output.ended] == [EndReason.CANCELLED]
     run(ahead)
-    assert (ahead.stats().running, ahead.batch.leaving) == (0, [])
+    assert (ahead.stats().running, ahead.planner.leaving) == (0, [])
     ahead.check_integrity()
     assert ahead.stats().active_blocks == 0
 
@@ -105,13 +106,13 @@ def test_a_cancel_with_a_step_ahead_returns_every_block(late: EngineMaker) -> No
 def test_a_sequence_that_ends_in_flight_keeps_slot_and_blocks(late: EngineMaker) -> None:
     ahead = late()
     run(ahead, job(1, prompt_of(20), max_tokens=200), job(2, prompt_of(30), max_tokens=200), steps=10)
-    sequence = next(s for s in ahead.batch.running if s.job.key == 1)
-    assert sequence.flying == 1
-    ahead.batch.remove(sequence)
+    sequence = next(s for s in ahead.planner.running if s.job.key == 1)
+    assert sequence.in_flight == 1
+    ahead.planner.remove(sequence)
     assert sequence.slot is not None
     assert sequence.blocks
     ahead.check_integrity()
-    ahead.batch.land(sequence)
+    ahead.planner.landed([Row(sequence, 0, 1, True)])
     assert not sequence.blocks
     ahead.check_integrity()
 

@@ -19,26 +19,26 @@ def test_nothing_is_predicted_before_it_is_measured() -> None:
     unknown.answered(0.001)
     assert not unknown.known
     assert unknown.predict(1) is None
-    assert not unknown.pays(1, 1e9)
+    assert not unknown.is_faster(1, 1e9)
 
 
 def test_a_fast_link_pays_and_a_slow_one_does_not() -> None:
     six_mib_s = recompute_s(1000, 4000.0)
-    assert link(0.002, 100e6).pays(6 * MIB, six_mib_s)
-    assert not link(0.002, 1e6).pays(6 * MIB, six_mib_s)
-    assert not link(0.3, 100e6).pays(6 * MIB, six_mib_s), "the answer alone takes too long"
+    assert link(0.002, 100e6).is_faster(6 * MIB, six_mib_s)
+    assert not link(0.002, 1e6).is_faster(6 * MIB, six_mib_s)
+    assert not link(0.3, 100e6).is_faster(6 * MIB, six_mib_s), "the answer alone takes too long"
 
 
 def test_it_must_be_clearly_cheaper() -> None:
     even = link(0.0, MIB)
-    assert not even.pays(MIB, 1.0)
-    assert not even.pays(MIB, 0.99 / ADVANTAGE)
-    assert even.pays(MIB, 1.01 / ADVANTAGE)
+    assert not even.is_faster(MIB, 1.0)
+    assert not even.is_faster(MIB, 0.99 / ADVANTAGE)
+    assert even.is_faster(MIB, 1.01 / ADVANTAGE)
 
 
 def test_nothing_pays_as_long_as_the_prefill_rate_is_unknown() -> None:
     assert recompute_s(1000, 0.0) == 0.0
-    assert not link(0.0, 1e12).pays(MIB, 0.0)
+    assert not link(0.0, 1e12).is_faster(MIB, 0.0)
 
 
 def test_one_slow_transfer_tells_more_than_many_fast_ones() -> None:
@@ -46,10 +46,10 @@ def test_one_slow_transfer_tells_more_than_many_fast_ones() -> None:
     for _ in range(20):
         changed.moved(6 * MIB, 0.02)
     changed.moved(MIB // 4, 0.25)
-    assert not changed.pays(6 * MIB, 0.25)
+    assert not changed.is_faster(6 * MIB, 0.25)
     for _ in range(8):
         changed.moved(6 * MIB, 0.02)
-    assert changed.pays(6 * MIB, 0.25), "and it recovers"
+    assert changed.is_faster(6 * MIB, 0.25), "and it recovers"
 
 
 def test_latency_is_not_counted_as_transfer() -> None:
@@ -62,4 +62,4 @@ def test_latency_is_not_counted_as_transfer() -> None:
 def test_a_transfer_without_a_byte_counts_as_slow() -> None:
     dead = link(0.001, 100e6)
     dead.moved(0, 0.2)
-    assert not dead.pays(MIB, 1.0)
+    assert not dead.is_faster(MIB, 1.0)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from services.worker.engine.profiling import PHASES, Profiler, family_of
+from services.worker.engine.profiling import PHASES, PhaseRecorder, Profiler, family_of
 from tests.worker.conftest import EngineMaker
 from tests.worker.drive import job, prompt_of, run
 
@@ -38,7 +38,7 @@ def test_answers_under_observation_are_the_same(engine: EngineMaker) -> None:
 
 
 def test_one_observes_at_a_time_and_may_give_up() -> None:
-    profiler = Profiler(computes=False)
+    profiler = Profiler(PhaseRecorder)
     first = profiler.order(100)
     assert first is not None
     assert profiler.order(1) is None
@@ -51,7 +51,7 @@ def test_one_observes_at_a_time_and_may_give_up() -> None:
     with profiler.phase("planning"):
         pass
     profiler.step_begins()
-    assert second.result(0).steps == 1
+    assert second.result(0).report().steps == 1
 
 
 def test_every_kernel_of_ours_belongs_to_a_family() -> None:

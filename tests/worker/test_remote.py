@@ -98,11 +98,11 @@ class Scene:
                 await asyncio.sleep(0.005)
 
     async def fetch(self, keys: list[bytes], budget_s: float = 10.0) -> float:
-        """Waits for the end of the answer to a wish; how long that took."""
+        """Waits for the end of the answer to a request; how long that took."""
         ended = asyncio.Event()
         self.came.clear()
 
-        def answer(wish: BlockRequest, payloads: Sequence[Contents] | None) -> None:
+        def answer(request: BlockRequest, payloads: Sequence[Contents] | None) -> None:
             assert not ended.is_set()
             self.came += payloads or ()
             if payloads is None:
@@ -161,10 +161,10 @@ async def test_a_part_of_a_prefix_is_better_than_nothing(scene: Scene) -> None:
 async def test_what_would_take_too_long_is_not_begun(scene: Scene) -> None:
     await scene.keep(10)
     scene.store.link.byte_s = 1e-5
-    assert not scene.store.pays(10, 0.4)
+    assert not scene.store.is_faster(10, 0.4)
     assert await scene.fetch(KEYS, budget_s=0.4) < 0.3
     assert scene.came == []
-    assert scene.store.fetches == {"dear": 1}
+    assert scene.store.fetches == {"too_slow": 1}
     assert scene.store.lacks(KEYS, 0.4) == [], "nor is it worth keeping"
 
 
@@ -173,11 +173,11 @@ async def test_a_service_that_hangs_costs_the_budget_and_is_avoided(scene: Scene
     await scene.keep(10)
     scene.service.hangs = True
     for _ in range(4):
-        if scene.store.pays(10, 0.2):
+        if scene.store.is_faster(10, 0.2):
             assert 0.15 < await scene.fetch(KEYS, budget_s=0.2) < 1.0
     assert scene.came == []
     assert 1 <= scene.store.fetches["late"] <= 4
-    assert not scene.store.pays(10, 0.2)
+    assert not scene.store.is_faster(10, 0.2)
 
 
 @timely
@@ -214,7 +214,7 @@ async def test_an_absent_service_is_a_miss_at_once() -> None:
         scene = Scene(store, FakeCache())
         assert await scene.fetch(KEYS, budget_s=5.0) < 2.0
         assert store.fetches == {"failed": 1}
-        assert not store.pays(10, 100.0), "what was never measured is not trusted"
+        assert not store.is_faster(10, 100.0), "what was never measured is not trusted"
 
 
 async def test_offers_are_bounded(scene: Scene) -> None:

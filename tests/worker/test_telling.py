@@ -2,11 +2,11 @@
 
 import asyncio
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from services.worker.engine.base import EngineEvents
 from services.worker.job import StepOutput, TokenOut
 from services.worker.service import engine_thread
 
@@ -19,14 +19,8 @@ class Speaking:
         self.told_before: list[str] = []
         self.done = threading.Event()
 
-    def run_forever(
-        self,
-        on_output: Callable[[StepOutput], None],
-        on_launch: Callable[[float], None],
-        on_soon: Callable[[list[int]], None],
-        stop: threading.Event,
-    ) -> None:
-        on_output(self.output)
+    def run(self, events: EngineEvents, stop: threading.Event) -> None:
+        events.stepped(self.output)
         self.told_before = list(self.told)
         self.done.set()
 

@@ -16,7 +16,7 @@ from services.worker.engine.step_times import StepTimes
 from services.worker.job import EndReason, Job, StepOutput
 from services.worker.kvcache.tiers import BlockRequest, Contents, HostStore
 from tests.worker.conftest import EngineMaker
-from tests.worker.drive import Answer, job, prompt_of, run, solo
+from tests.worker.drive import Answer, Recorded, decoder_of, job, prompt_of, run, solo
 
 BLOCK = 16
 
@@ -29,24 +29,24 @@ class FakeRemote:
     at_once: bool = True
     cheap: bool = True
     room: int = 1 << 30
-    wishes: list[BlockRequest] = field(default_factory=list)
+    requests: list[BlockRequest] = field(default_factory=list)
     most: int = 1 << 30
     """Blocks that it answers with at most."""
 
-    def pays(self, blocks: int, recompute_s: float) -> bool:
+    def is_faster(self, blocks: int, recompute_s: float) -> bool:
         return self.cheap and recompute_s > 0
 
-    def fetch(self, wish: BlockRequest) -> None:
-        self.wishes.append(wish)
+    def fetch(self, request: BlockRequest) -> None:
+        self.requests.append(request)
         if self.at_once:
-            self.answer(wish)
+            self.answer(request)
 
-    def answer(self, wish: BlockRequest) -> None:
-        for key in wish.keys[: self.most]:
+    def answer(self, request: BlockRequest) -> None:
+        for key in request.keys[: self.most]:
             if key not in self.contents:
                 break
-            wish.answer(wish, [self.contents[key]])
-        wish.answer(wish, None)
+            request.answer(request, [self.contents[key]])
+        request.answer(request, None)
 
     def lacks(self, keys: Sequence[bytes], recompute_s: float) -> list[bytes]:
         return [key for key in keys if key not in self.contents]
@@ -64,7 +64,7 @@ def slow_prefill(engine: GenerationEngine, rate: float = 100.0) -> None:
     pace = StepTimes()
     pace.prefill_rate, pace.decode_s = rate, 0.01
     pace.observe = lambda *_: None  # type: ignore[method-assign]
-    engine._pace = pace
+    engine.step_times = pace
 
 
 Sharing = Callable[..., tuple[GenerationEngine, FakeRemote]]
@@ -107,7 +107,7 @@ def filled(sharing: Sharing, length: int = 150) -> tuple[FakeRemote, Answer]:
     assert cold.ended.cost.prefill_tokens == length
     offer_all(engine)
     assert len(remote.contents) == length // BLOCK
-    remote.wishes.clear()
+    remote.requests.clear()
     return remote, cold
 
 
@@ -118,12 +118,12 @@ def filled(sharing: Sharing, length: int = 150) -> tuple[FakeRemote, Answer]:
 def test_contents_are_read_as_they_were_written(engine: EngineMaker, dtype: str) -> None:
     one, two = engine(dtype=dtype), engine(dtype=dtype)
     run(one, job(1, prompt_of(100)))
-    payloads = one.runner.pool.read([3, 1, 2])
+    payloads = decoder_of(one).kv.read([3, 1, 2])
     assert {len(payload) for payload in payloads} == {one.block_bytes}
     assert any(any(payload) for payload in payloads)
-    two.runner.pool.write([7, 9, 8], payloads)
-    assert two.runner.pool.read([7, 9, 8]) == payloads
-    for pool, other in zip(one.runner.pool.layers, two.runner.pool.layers, strict=True):
+    decoder_of(two).kv.write([7, 9, 8], payloads)
+    assert decoder_of(two).kv.read([7, 9, 8]) == payloads
+    for pool, other in zip(decoder_of(one).kv.layers, decoder_of(two).kv.layers, strict=True):
         assert pool[3].equal(other[7])
 
 
@@ -146,13 +146,13 @@ def test_the_device_part_is_not_fetched_again(sharing: Sharing) -> None:
     remote, cold = filled(sharing)
     engine, _ = sharing(remote)
     solo(engine, job(5, prompt_of(150)[:80], bypass_cache=False, max_tokens=1))
-    remote.wishes.clear()
+    remote.requests.clear()
     warm = answer_of(engine)
     assert told(warm) == told(cold)
     cost = warm.ended.cost
     assert cost.fetched_tokens + cost.cached_tokens == 144
     assert cost.cached_tokens == 80
-    assert [len(wish.keys) for wish in remote.wishes] == [4]
+    assert [len(request.keys) for request in remote.requests] == [4]
 
 
 def test_bypassing_jobs_neither_fetch_nor_fill(sharing: Sharing) -> None:
@@ -164,7 +164,7 @@ def test_bypassing_jobs_neither_fetch_nor_fill(sharing: Sharing) -> None:
     before = len(remote.contents)
     solo(engine, job(9, prompt_of(150, seed=9), bypass_cache=True))
     offer_all(engine)
-    assert (len(remote.contents), remote.wishes) == (before, [])
+    assert (len(remote.contents), remote.requests) == (before, [])
 
 
 def test_salts_do_not_share(sharing: Sharing) -> None:
@@ -178,7 +178,7 @@ def test_short_prompts_are_left_alone(sharing: Sharing) -> None:
     solo(engine, job(1, prompt_of(4 * BLOCK - 1)))
     offer_all(engine)
     assert not remote.contents
-    assert not remote.wishes
+    assert not remote.requests
     solo(engine, job(2, prompt_of(4 * BLOCK)))
     offer_all(engine)
     assert len(remote.contents) == 4
@@ -191,11 +191,11 @@ def test_the_same_blocks_are_fetched_once(sharing: Sharing) -> None:
     for key in range(1, 6):
         engine.submit(asked(key))
     engine.step()
-    assert len(remote.wishes) == 1
+    assert len(remote.requests) == 1
     assert (engine.stats().waiting, engine.stats().running) == (5, 0)
-    remote.answer(remote.wishes[0])
+    remote.answer(remote.requests[0])
     answers = run(engine)
-    assert len(remote.wishes) == 1
+    assert len(remote.requests) == 1
     for answer in answers.values():
         assert told(answer) == told(cold)
         cost = answer.ended.cost
@@ -212,7 +212,7 @@ def test_where_fetching_does_not_pay_it_is_computed(sharing: Sharing) -> None:
     answer = answer_of(engine)
     assert told(answer) == told(cold)
     assert answer.ended.cost.prefill_tokens == 150
-    assert not remote.wishes
+    assert not remote.requests
     assert engine.prefixes.counts.declined == 1
 
 
@@ -249,36 +249,36 @@ def test_a_late_fetch_is_given_up(sharing: Sharing) -> None:
     assert answer.ended.cost.queue_s >= 0.04
     assert time.monotonic() - began < 5
     assert engine.prefixes.counts.late == 1
-    assert remote.wishes[0].abandoned
-    remote.answer(remote.wishes[0])
+    assert remote.requests[0].abandoned
+    remote.answer(remote.requests[0])
     engine.step()
     assert engine.prefixes.counts.fetched == 0, "what comes later is nobody's"
 
 
-def ends_while_parked(engine: GenerationEngine, remote: FakeRemote, end: Callable[[], None]) -> StepOutput:
+def ends_while_waiting(engine: GenerationEngine, remote: FakeRemote, end: Callable[[], None]) -> StepOutput:
     engine.step()
-    assert len(remote.wishes) == 1
-    assert engine.prefixes.parked == engine.stats().waiting == 1
+    assert len(remote.requests) == 1
+    assert engine.prefixes.waiting == engine.stats().waiting == 1
     end()
     output = engine.step()
     engine.check_integrity()
-    assert engine.prefixes.parked == 0
-    assert remote.wishes[0].abandoned
+    assert engine.prefixes.waiting == 0
+    assert remote.requests[0].abandoned
     assert not engine.has_work()
     return output
 
 
-def test_a_parked_job_can_be_cancelled(sharing: Sharing) -> None:
+def test_a_job_that_waits_for_blocks_can_be_cancelled(sharing: Sharing) -> None:
     engine, remote = sharing(FakeRemote(at_once=False))
     engine.submit(job(1, prompt_of(150)))
-    output = ends_while_parked(engine, remote, lambda: engine.cancel(1))
+    output = ends_while_waiting(engine, remote, lambda: engine.cancel(1))
     assert [ended.reason for ended in output.ended] == [EndReason.CANCELLED]
 
 
-def test_a_parked_job_has_a_deadline(sharing: Sharing) -> None:
+def test_a_job_that_waits_for_blocks_has_a_deadline(sharing: Sharing) -> None:
     engine, remote = sharing(FakeRemote(at_once=False))
     engine.submit(job(1, prompt_of(150), deadline=time.monotonic() + 0.2))
-    output = ends_while_parked(engine, remote, lambda: time.sleep(0.25))
+    output = ends_while_waiting(engine, remote, lambda: time.sleep(0.25))
     assert [ended.reason for ended in output.ended] == [EndReason.DEADLINE]
 
 
@@ -291,8 +291,8 @@ def test_one_of_two_that_wait_may_leave(sharing: Sharing) -> None:
     engine.step()
     engine.cancel(1)
     engine.step()
-    assert not remote.wishes[0].abandoned
-    remote.answer(remote.wishes[0])
+    assert not remote.requests[0].abandoned
+    remote.answer(remote.requests[0])
     answers = run(engine)
     assert told(answers[2]) == told(cold)
     assert answers[2].ended.cost.fetched_tokens == 144
@@ -303,32 +303,27 @@ def test_others_run_while_one_waits(sharing: Sharing) -> None:
     engine.submit(job(1, prompt_of(150)))
     answers = run(engine, job(2, prompt_of(20), max_tokens=8), steps=12)
     assert len(answers[2].tokens) == 8
-    assert engine.prefixes.parked == 1
+    assert engine.prefixes.waiting == 1
 
 
 def test_an_engine_that_only_waits_sleeps(sharing: Sharing) -> None:
     remote, cold = filled(sharing)
     remote.at_once = False
     engine, _ = sharing(remote)
-    stop, done, outputs = threading.Event(), threading.Event(), list[StepOutput]()
-
-    def on_output(output: StepOutput) -> None:
-        outputs.append(output)
-        if output.ended:
-            done.set()
-
-    thread = threading.Thread(target=engine.run_forever, args=(on_output, lambda _: None, lambda _: None, stop))
+    stop = threading.Event()
+    events = Recorded()
+    thread = threading.Thread(target=engine.run, args=(events, stop))
     thread.start()
     engine.submit(asked(1))
     time.sleep(0.3)
-    waited = len(outputs)
+    waited = len(events.outputs)
     assert 1 <= waited < 60, f"{waited} steps in 0.3 s"
-    remote.answer(remote.wishes[0])
-    assert done.wait(10)
+    remote.answer(remote.requests[0])
+    assert events.ended.wait(10)
     stop.set()
     engine.wake()
     thread.join(5)
-    assert [token.token_id for output in outputs for token in output.tokens] == cold.tokens
+    assert [token.token_id for output in events.outputs for token in output.tokens] == cold.tokens
 
 
 # ---- offers ----
@@ -389,11 +384,11 @@ def test_evicted_blocks_come_back_from_host_memory(engine: EngineMaker) -> None:
 # ---- the host's tier ----
 
 
-def wished(store: HostStore, keys: list[bytes]) -> list[Contents]:
+def fetched(store: HostStore, keys: list[bytes]) -> list[Contents]:
     came: list[Contents] = []
     ends: list[bool] = []
 
-    def answer(wish: BlockRequest, payloads: Sequence[Contents] | None) -> None:
+    def answer(request: BlockRequest, payloads: Sequence[Contents] | None) -> None:
         assert not ends
         came.extend(payloads or ())
         if payloads is None:
@@ -408,7 +403,7 @@ def test_host_memory_gives_a_prefix_up_to_the_first_gap() -> None:
     store = HostStore(1000)
     for number in (0, 1, 2, 4):
         assert store.offer(bytes([number]), bytes([number]) * 10)
-    assert wished(store, [bytes([i]) for i in range(6)]) == [bytes([i]) * 10 for i in range(3)]
+    assert fetched(store, [bytes([i]) for i in range(6)]) == [bytes([i]) * 10 for i in range(3)]
     assert store.lacks([b"\2", b"\3"], 1.0) == [b"\3"]
     assert not store.offer(b"large", bytes(1001))
 
@@ -419,9 +414,9 @@ def test_host_memory_that_is_far_is_used_where_its_way_is_the_shorter_one() -> N
     assert far.lacks([b"1", b"2"], 0.0) == [b"1", b"2"], "nobody knows yet how long computing takes"
     assert far.lacks([b"1", b"2"], 0.019) == []
     assert far.offer(b"1", b"contents")
-    assert far.pays(4, 0.051)
-    assert not far.pays(4, 0.049)
-    assert HostStore(1000, 0.0).pays(4, 0.1) is False, "there is nothing in it"
+    assert far.is_faster(4, 0.051)
+    assert not far.is_faster(4, 0.049)
+    assert HostStore(1000, 0.0).is_faster(4, 0.1) is False, "there is nothing in it"
 
 
 @settings(max_examples=50, deadline=None)

@@ -1,7 +1,10 @@
-"""Puts a model on its device: what memory it takes, its weights, its runner. Knows the order of a start, never jobs."""
+"""Puts a model on its device: plans its memory, loads its weights, makes its runner. Knows no engine and no jobs."""
 
+import contextlib
+import hashlib
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -10,7 +13,7 @@ from services import host
 from services.worker.build import kernel_cache, kv_calibration, memory
 from services.worker.errors import CheckpointError
 from services.worker.loader import presets
-from services.worker.loader.config import CheckpointConfig, read_config
+from services.worker.loader.config import read_config
 from services.worker.loader.formats.registry import RoundedWeights, StoredWeights, WeightReader, reader_of
 from services.worker.loader.kv_scales import load_kv_scales
 from services.worker.loader.plain import load_weights, randomize
@@ -24,6 +27,7 @@ from services.worker.options import EngineOptions, MemoryPlan, Progress
 from services.worker.runners.base import Runner
 from services.worker.runners.cpu.ops import InvariantOps, ReferenceOps
 from services.worker.runners.cpu.runner import CpuRunner
+from services.worker.runners.inspection import DecoderRunner
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -34,12 +38,21 @@ class EngineParts:
 
     config: ModelConfig
     parameters: int
+    """Numbers in the checkpoint."""
     memory: MemoryPlan
-    runner: Runner
+    runner: Runner[Any]
+    block_layout: str
+    """The layout of the contents of blocks."""
 
 
-def assemble(model_dir: Path, options: EngineOptions, progress: Progress) -> EngineParts:
-    """Load a checkpoint, or make random weights of a preset's shape. Raises CheckpointError."""
+def assemble(
+    model_dir: Path, options: EngineOptions, progress: Progress, *, graphs: bool = True, compile_ahead: bool = False
+) -> EngineParts:
+    """Load a checkpoint, or make random weights of a preset's shape. Of a GPU: graphs: capture its steps;
+    compile_ahead: compile kernels in processes beside the loading, where the cache on disk lacks them.
+
+    Raises CheckpointError.
+    """
     progress("checkpoint", 0, 1)
     settings = read_config(model_dir)
     config, reader = settings.model, reader_of(settings.quantization, options.quantize)
@@ -47,40 +60,48 @@ def assemble(model_dir: Path, options: EngineOptions, progress: Progress) -> Eng
     if not presets.is_random(model_dir):
         checkpoint = open_checkpoint(model_dir).renamed(family_of(config.architecture).tensor_name)
     progress("checkpoint", 1, 1)
-    source = _Source(config, checkpoint, reader)
-    if options.device == "cpu":
+    source = WeightSource(config, checkpoint, reader)
+    if not options.on_gpu:
         return _on_cpu(config, source, options, progress)
-    return _on_gpu(model_dir, settings, source, options, progress)
+    compiled = kernel_cache.Marker(config, settings.quantization, options)
+    spare = _free_gpu_bytes() - source.expected_bytes(_dtype(options), "cuda")
+    compiling: contextlib.AbstractContextManager[kernel_cache.Compilation | None] = contextlib.nullcontext()
+    if compile_ahead:
+        compiling = kernel_cache.compiling(model_dir, config, options, compiled, spare)
+    parts = _on_gpu(config, source, options, progress, compiling, graphs)
+    if graphs:  # Otherwise some kernels were not launched.
+        compiled.set()
+    return parts
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
-    """Where weights come from."""
+class WeightSource:
+    """The source of the weights."""
 
     config: ModelConfig
     checkpoint: Checkpoint | None
-    """None: they are random."""
+    """None: the weights are random."""
     reader: WeightReader | None
-    """What reads the weights of products; None: they are plain."""
+    """Reads the weights of linear layers; None: they are plain."""
 
     @property
     def parameters(self) -> int:
-        """Numbers that the model has."""
+        """Numbers in the checkpoint."""
         if self.checkpoint and not isinstance(self.reader, StoredWeights):
             return self.checkpoint.parameters
         return count_parameters(self.config)
 
     def expected_bytes(self, dtype: torch.dtype, device: str) -> int:
-        """About what the weights will take."""
+        """About the bytes that the weights will take."""
         if self.reader is None:
             return self.parameters * dtype.itemsize
         return expected_bytes(self.config, self.checkpoint, self.reader, dtype, device)
 
     def load(self, ops: Ops, max_length: int, options: EngineOptions, progress: Progress) -> Decoder:
         """The model with its weights. Raises CheckpointError."""
-        device = "cuda" if options.device == "cuda" else "cpu"
+        device = "cuda" if options.on_gpu else "cpu"
         is_quantized = self.reader is not None
-        model = Decoder(self.config, ops, _DTYPES[options.dtype], max_length, device, meta_linears=is_quantized)
+        model = Decoder(self.config, ops, _dtype(options), max_length, device, meta_linears=is_quantized)
         if self.checkpoint and self.reader:
             load_quantized(model, self.checkpoint, self.reader, progress)
         elif isinstance(self.reader, RoundedWeights):
@@ -93,88 +114,108 @@ class _Source:
             from services.worker.loader.streaming import stream_weights
 
             stream_weights(model, self.checkpoint, progress)
-        if self.checkpoint and _stored_dtype(self.config, options) == kv_pages.FP8:
+        if self.checkpoint and stored_dtype(self.config, options) == kv_pages.FP8:
             load_kv_scales(model.layers, self.checkpoint)
         return model
 
 
-def _on_cpu(config: ModelConfig, source: _Source, options: EngineOptions, progress: Progress) -> EngineParts:
-    # Threads share out long sums, each number of them in another order: one is every worker's common denominator.
-    threads = options.threads or (1 if options.deterministic else None)
+def _on_cpu(config: ModelConfig, source: WeightSource, options: EngineOptions, progress: Progress) -> EngineParts:
+    # Threads share out long sums, and the order of summation depends on their number.
+    threads = options.threads or options.numerics.threads
     if threads:
         torch.set_num_threads(threads)
-    dtype = _DTYPES[options.dtype]
-    weights = source.expected_bytes(dtype, options.device)
-    stored = _stored_dtype(config, options)
-    block_bytes = _block_bytes(config, options, stored)
+    dtype, stored = _dtype(options), stored_dtype(config, options)
+    weights, block_bytes = source.expected_bytes(dtype, "cpu"), _block_bytes(config, options, stored)
     plan = memory.plan_memory(config, weights, dtype.itemsize, block_bytes, options, host.available_memory())
     ops = InvariantOps() if options.deterministic else ReferenceOps()
     model = source.load(ops, plan.max_seq_length, options, progress)
-    if _measures_scales(model, stored, options):
-        tokens, blocks = _probe(plan.max_seq_length, options)
-        probe = CpuRunner(model, ops, blocks, options.block_size, 1, tokens, dtype)
-        kv_calibration.measure_kv_scales(probe, tokens, blocks)
+    if measures_scales(model, stored, options):
+        tokens, blocks = _calibration_size(plan.max_seq_length, options)
+        calibrated = CpuRunner(model, ops, blocks, options.block_size, 1, tokens, dtype)
+        kv_calibration.measure_kv_scales(calibrated, tokens, blocks)
     runner = CpuRunner(
         model, ops, plan.kv_blocks, options.block_size, options.max_batch_size, plan.max_seq_length, stored
     )
-    return EngineParts(config, source.parameters, replace(plan, weights=model.nbytes), runner)
+    return _parts(source, options, replace(plan, weights=model.nbytes), runner, runner)
 
 
 def _on_gpu(
-    model_dir: Path, settings: CheckpointConfig, source: _Source, options: EngineOptions, progress: Progress
+    config: ModelConfig,
+    source: WeightSource,
+    options: EngineOptions,
+    progress: Progress,
+    compiling: contextlib.AbstractContextManager[kernel_cache.Compilation | None],
+    graphs: bool,
 ) -> EngineParts:
-    """The pool of keys and values takes what is left when the weights are there and a step of full size has run."""
+    """The KV pool takes the memory that is left when the weights are loaded and a step of full size has run."""
     from services.worker.runners.cuda.ops import InvariantTritonOps, TritonOps, exact_products
     from services.worker.runners.cuda.runner import GpuRunner
 
     exact_products()
-    config = settings.model
-    dtype = _DTYPES[options.dtype]
-    stored = _stored_dtype(config, options)
-    available = _free_bytes(options)
+    dtype, stored = _dtype(options), stored_dtype(config, options)
+    available = _free_gpu_bytes()
     max_length = memory.check_length(config, options)
-    weights = source.expected_bytes(dtype, options.device)
-    memory.check_weights(weights, available, options)
+    memory.check_weights(source.expected_bytes(dtype, "cuda"), available, options)
     ops = InvariantTritonOps() if options.deterministic else TritonOps()
-    compiled = kernel_cache.Marker(config, settings.quantization, options)
-    with kernel_cache.compiling(model_dir, config, options, compiled, available - weights) as compilation:
+    with compiling as compilation:
         model = source.load(ops, max_length, options, progress)
         if compilation:
             compilation.wait(progress)
-    if _measures_scales(model, stored, options):
-        tokens, blocks = _probe(max_length, options)
-        probe = GpuRunner(model, ops, options.block_size, 1, tokens, tokens, dtype)
-        probe.pool.allocate(blocks)
-        kv_calibration.measure_kv_scales(probe, tokens, blocks)
-        del probe
+    if measures_scales(model, stored, options):
+        tokens, blocks = _calibration_size(max_length, options)
+        calibrated = GpuRunner(model, ops, options.block_size, 1, tokens, tokens, dtype)
+        calibrated.kv.allocate(blocks)
+        kv_calibration.measure_kv_scales(calibrated, tokens, blocks)
+        del calibrated
     runner = GpuRunner(model, ops, options.block_size, options.max_batch_size, max_length, options.step_tokens, stored)
     progress("memory", 0, 1)
     workspace = runner.measure_workspace()
     block_bytes = _block_bytes(config, options, stored)
-    plan = memory.plan_pool(config, model.nbytes, block_bytes, options, available, _free_bytes(options), workspace)
-    runner.pool.allocate(plan.kv_blocks)
+    plan = memory.plan_pool(config, model.nbytes, block_bytes, options, available, _free_gpu_bytes(), workspace)
+    runner.kv.allocate(plan.kv_blocks)
     if options.host_kv_bytes:
-        runner.pool.use_host(options.host_kv_bytes)
+        runner.kv.use_host(options.host_kv_bytes)
     progress("memory", 1, 1)
-    if options.device == "cuda":
-        if options.graphs:
-            runner.capture(lambda done, total: progress("graphs", done, total))
-        runner.meet_kernels()
-        compiled.set()
-    return EngineParts(config, source.parameters, plan, runner)
+    if graphs:
+        runner.capture(lambda done, total: progress("graphs", done, total))
+    runner.warm_up_eager_kernels()
+    return _parts(source, options, plan, runner, runner)
 
 
-def _stored_dtype(config: ModelConfig, options: EngineOptions) -> torch.dtype:
-    """Of the pool's numbers. Raises CheckpointError where the device cannot have it."""
+def _parts(
+    source: WeightSource, options: EngineOptions, plan: MemoryPlan, runner: Runner[Any], decoder: DecoderRunner
+) -> EngineParts:
+    """The parts around a runner, which is given once more as the decoder that it runs."""
+    config, model = source.config, decoder.model
+    stored = str(decoder.kv.layers[0].dtype).removeprefix("torch.")
+    digest = _scales_digest(model) if options.kv_scales == "dynamic" else ""
+    numerics = options.numerics.loaded(stored, digest)
+    layout = numerics.block_layout(options.block_size, config.layers, config.kv_heads, config.head_dim)
+    return EngineParts(config, source.parameters, plan, runner, layout)
+
+
+def _scales_digest(model: Decoder) -> str:
+    """A digest of the scales of stored keys and values: measured ones may differ between machines."""
+    scales = [layer.attention.kv_scales for layer in model.layers]
+    return hashlib.sha256(repr([None if x is None else x.tolist() for x in scales]).encode()).hexdigest()[:8]
+
+
+def _dtype(options: EngineOptions) -> torch.dtype:
+    """The format of weights and activations."""
+    return _DTYPES[options.numerics.dtype]
+
+
+def stored_dtype(config: ModelConfig, options: EngineOptions) -> torch.dtype:
+    """The format of stored keys and values. Raises CheckpointError if the device does not support it."""
     name = config.kv_dtype if options.kv_dtype == "auto" else options.kv_dtype
-    stored = {"fp8": kv_pages.FP8, "int8": kv_pages.INT8}.get(name, _DTYPES[options.dtype])
-    if stored == kv_pages.FP8 and options.device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+    stored = {"fp8": kv_pages.FP8, "int8": kv_pages.INT8}.get(name, _dtype(options))
+    if stored == kv_pages.FP8 and options.on_gpu and torch.cuda.get_device_capability() < (8, 9):
         raise CheckpointError("keys and values in fp8 need a GPU of compute capability 8.9 or more: set KV_DTYPE=int8")
     return stored
 
 
-def _measures_scales(model: Decoder, stored: torch.dtype, options: EngineOptions) -> bool:
-    """Whether scales are to be measured: asked for, and the checkpoint brings none. Raises CheckpointError."""
+def measures_scales(model: Decoder, stored: torch.dtype, options: EngineOptions) -> bool:
+    """Whether scales are to be measured: they were asked for, and the checkpoint has none. Raises CheckpointError."""
     if options.kv_scales != "dynamic":
         return False
     if stored != kv_pages.FP8:
@@ -182,8 +223,8 @@ def _measures_scales(model: Decoder, stored: torch.dtype, options: EngineOptions
     return all(layer.attention.kv_scales is None for layer in model.layers)
 
 
-def _probe(max_length: int, options: EngineOptions) -> tuple[int, int]:
-    """Tokens of a prompt that measures, and its blocks."""
+def _calibration_size(max_length: int, options: EngineOptions) -> tuple[int, int]:
+    """Tokens of the prompt that measures scales, and its blocks."""
     tokens = min(kv_calibration.TOKENS, max_length)
     return tokens, -(-tokens // options.block_size)
 
@@ -192,8 +233,6 @@ def _block_bytes(config: ModelConfig, options: EngineOptions, stored: torch.dtyp
     return config.layers * kv_pages.page_bytes(options.block_size, config.kv_heads, config.head_dim, stored)
 
 
-def _free_bytes(options: EngineOptions) -> int:
-    if options.device != "cuda":
-        return host.available_memory()
+def _free_gpu_bytes() -> int:
     torch.cuda.empty_cache()
     return int(torch.cuda.mem_get_info()[0])

@@ -1,12 +1,22 @@
-"""Which engine a worker runs, by name. Knows how to open each, and imports only the one that was asked for."""
+"""Chooses what computes and builds the engine on it. Imports only the device that is asked for.
 
-from collections.abc import Callable, Mapping
+Knows the order of a start, no jobs and no mesh.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
-from services.worker.engine.base import Engine
+from services.worker.engine.generation import GenerationEngine
 from services.worker.errors import CheckpointError
-from services.worker.options import EngineOptions
-from services.worker.settings import WorkerSettings
+from services.worker.models.config import ModelConfig
+from services.worker.options import EngineOptions, Progress
+
+log = logging.getLogger(__name__)
+
+Options = TypeVar("Options", bound=EngineOptions)
 
 _GPU_DEFAULTS: Mapping[str, object] = {
     "max_batch_size": 256,
@@ -16,30 +26,58 @@ _GPU_DEFAULTS: Mapping[str, object] = {
 }
 
 
-def resolve_engine(settings: WorkerSettings) -> WorkerSettings:
-    """The settings with the engine chosen, and with its own defaults for what nobody set. Raises CheckpointError."""
-    if settings.engine not in ("auto", "gpu"):
-        return settings
-    import torch
+@dataclass(frozen=True, slots=True)
+class BuiltEngine:
+    """An engine that is ready to run, and the shape of its model."""
 
-    if not torch.cuda.is_available():
-        if settings.engine == "gpu":
+    engine: GenerationEngine
+    config: ModelConfig
+    parameters: int
+    """Numbers in the checkpoint; 0 where nothing computes."""
+
+
+def resolve_engine(settings: Options) -> Options:
+    """The settings with the engine chosen, and with its defaults for what is not set. Raises CheckpointError."""
+    engine, chosen = settings.engine, dict[str, object]()
+    if engine in ("auto", "gpu"):
+        import torch
+
+        if torch.cuda.is_available():
+            chosen = {name: value for name, value in _GPU_DEFAULTS.items() if name not in settings.model_fields_set}
+            chosen |= {"engine": "gpu", "dtype": _GPU_DEFAULTS["dtype"] if settings.dtype == "auto" else settings.dtype}
+        elif engine == "gpu":
             raise CheckpointError("ENGINE=gpu needs a GPU that torch can use")
-        return settings.model_copy(update={"engine": "torch"})
-    unset = {name: value for name, value in _GPU_DEFAULTS.items() if name not in settings.model_fields_set}
-    if settings.dtype == "auto":
-        unset["dtype"] = _GPU_DEFAULTS["dtype"]
-    return settings.model_copy(update={"engine": "gpu", **unset})
+        else:
+            chosen = {"engine": "torch"}
+    settings = settings.model_copy(update=chosen)
+    # Each sequence of the batch has at least one token in a step.
+    return settings.model_copy(update={"step_tokens": max(settings.step_tokens, settings.max_batch_size)})
 
 
-def open_engine(
-    settings: WorkerSettings, folder: Path, options: EngineOptions, progress: Callable[[str, int, int], None]
-) -> Engine:
-    """The engine that the settings name, ready to run. Raises CheckpointError."""
-    if settings.engine == "paced":
-        from services.worker.runners.paced import PacedEngine, PacedTiming
+def build_engine(
+    folder: Path, options: EngineOptions, progress: Progress, *, graphs: bool = True, compile_ahead: bool = False
+) -> BuiltEngine:
+    """Load the checkpoint in this folder and warm the engine up. An engine that is not chosen computes on the CPU.
 
-        return PacedEngine(folder, options, PacedTiming(settings.paced_step_ms / 1e3, settings.paced_prefill_rate))
-    from services.worker.engine.generation import GenerationEngine
+    graphs and compile_ahead as in `assemble`. Raises CheckpointError.
+    """
+    if options.engine == "paced":
+        from services.worker.build.paced import build_paced_engine
 
-    return GenerationEngine(folder, options, progress)
+        engine, config = build_paced_engine(folder, options)
+        return BuiltEngine(engine, config, 0)
+    from services.worker.build.assemble import assemble
+    from services.worker.build.torch_recorder import TorchRecorder
+
+    parts = assemble(folder, options, progress, graphs=graphs, compile_ahead=compile_ahead)
+    engine = GenerationEngine(
+        options,
+        parts.memory,
+        parts.runner,
+        parts.config.eos_token_ids,
+        block_layout=parts.block_layout,
+        recorder=TorchRecorder,
+    )
+    log.info("memory: %s", parts.memory)
+    engine.warm_up(progress)
+    return BuiltEngine(engine, parts.config, parts.parameters)

@@ -57,14 +57,14 @@ def launch_all(folder: Path, options: EngineOptions) -> None:
     exact_products()
     settings = read_config(folder)
     whole = settings.model
-    stored = assemble._stored_dtype(whole, options)
+    stored = assemble.stored_dtype(whole, options)
     max_length = memory.check_length(whole, options)
     ops = InvariantTritonOps() if options.deterministic else TritonOps()
     model = _few_layers(folder, settings, options, ops, max_length)
     if stored == kv_pages.FP8:
         _set_scales(model, folder, stored, options)
     runner = GpuRunner(model, ops, options.block_size, options.max_batch_size, max_length, options.step_tokens, stored)
-    runner.pool.allocate(_FEW_BLOCKS)
+    runner.kv.allocate(_FEW_BLOCKS)
     runner.launch_all()
 
 
@@ -78,7 +78,7 @@ def _few_layers(folder: Path, settings: CheckpointConfig, options: EngineOptions
     if isinstance(reader, StoredWeights):
         checkpoint = open_checkpoint(folder).renamed(family_of(config.architecture).tensor_name)
         read = _of_layers(checkpoint, len(windows))
-    source = assemble._Source(config, read, reader)
+    source = assemble.WeightSource(config, read, reader)
     return source.load(ops, max_length, options, lambda phase, done, total: None)
 
 
@@ -96,7 +96,7 @@ def _set_scales(model: Decoder, folder: Path, stored: torch.dtype, options: Engi
     """Scales of keys and values where the model will have some: kernels are compiled with or without."""
     if not presets.is_random(folder):
         load_kv_scales(model.layers, open_checkpoint(folder))
-    if assemble._measures_scales(model, stored, options):
+    if assemble.measures_scales(model, stored, options):
         for layer in model.layers:
             layer.attention.kv_scales = torch.ones(2, layer.attention.kv_heads, device=model.embedding.device)
 

@@ -38,14 +38,14 @@ _LOOK_S = 0.1
 _BESIDE_LAYERS = 3 << 30
 """Bytes that the process needs on the GPU beside weights: its context, activations of a full step, workspaces."""
 _WITHOUT_EFFECT = (
-    "fingerprint",
     "kv_blocks",
     "kv_bytes",
     "threads",
     "prefix_cache",
     "host_kv_bytes",
     "chunk_tokens",
-    "compile_ahead",
+    "paced_step_ms",
+    "paced_prefill_rate",
 )
 """Options that change no kernel."""
 
@@ -141,7 +141,7 @@ def compiling(
 
     spare_bytes: memory of the GPU that the weights leave.
     """
-    wanted = options.compile_ahead and options.device == "cuda" and processes() > 1
+    wanted = options.on_gpu and processes() > 1
     if not wanted or marker.is_set() or spare_bytes < needed_bytes(config, options):
         yield None
         return
@@ -174,7 +174,7 @@ def processes() -> int:
 
 def needed_bytes(config: ModelConfig, options: EngineOptions) -> int:
     """About what the process takes on the GPU: embeddings and one layer of each kind, not yet rounded, and the rest."""
-    item = 4 if options.dtype == "float32" else 2
+    item = 4 if options.numerics.dtype == "float32" else 2
     embeddings = count_embeddings(config)
     layer = (count_parameters(config) - embeddings) // config.layers
     return item * (2 * embeddings + 2 * layer * len(layer_windows(config))) + _BESIDE_LAYERS
@@ -186,8 +186,8 @@ def layer_windows(config: ModelConfig) -> tuple[int | None, ...]:
 
 
 def plain_options(options: EngineOptions) -> dict[str, Any]:
-    """The options as JSON has them, without the fingerprint, which no kernel knows."""
-    return {name: value for name, value in dataclasses.asdict(options).items() if name != "fingerprint"}
+    """The options as JSON."""
+    return options.model_dump(mode="json", include=set(EngineOptions.model_fields))
 
 
 def _device() -> str:

@@ -1,4 +1,4 @@
-"""Measures the scales of keys and values in fp8, by what a prompt of random tokens stores. Knows no checkpoint."""
+"""Measures the scales of keys and values in fp8 from what a prompt of random tokens stores. Knows no checkpoint."""
 
 import numpy as np
 import torch
@@ -6,19 +6,19 @@ import torch
 from kernels.kv_pages import FP8, LARGEST
 from services.worker.engine.packing import prompt_alone
 from services.worker.errors import CheckpointError
-from services.worker.runners.base import Runner
+from services.worker.runners.inspection import DecoderRunner
 
 TOKENS = 256
-"""Of the prompt, where the model's context is as long."""
+"""Tokens of the prompt, if the model's context is as long."""
 _HEADROOM = 2
-"""How many times the prompt's largest number a head may store, at least."""
+"""A head can store numbers at least so many times as large as the prompt's largest one."""
 _SMALLEST = 2.0**-20
-"""A head stores numbers of at least this size: one that stored only zeros has a scale, too."""
+"""A head can store numbers of at least this size, even if the prompt stored only zeros."""
 
 
-def measure_kv_scales(runner: Runner, tokens: int, blocks: int) -> None:
-    """Give each layer of a runner's model scales, float32 [2, K]: powers of two, so that machines whose last bits
-    differ agree. The runner is new and has a pool in the model's dtype, with so many blocks for so many tokens.
+def measure_kv_scales(runner: DecoderRunner, tokens: int, blocks: int) -> None:
+    """Set the scales of each layer of a runner's model, float32 [2, K]: powers of two, so that machines whose last bits
+    differ agree. The runner is unused; its pool is in the model's dtype and has so many blocks for so many tokens.
 
     Raises CheckpointError where numbers are not finite.
     """
@@ -26,6 +26,6 @@ def measure_kv_scales(runner: Runner, tokens: int, blocks: int) -> None:
     finite = runner.run(prompt_alone(ids.tolist(), list(range(1, blocks + 1)))).finite
     if not all(finite):
         raise CheckpointError("scales of keys and values cannot be measured: the model's numbers are not finite")
-    for layer, pool in zip(runner.model.layers, runner.pool.layers, strict=True):
+    for layer, pool in zip(runner.model.layers, runner.kv.layers, strict=True):
         largest = pool.abs().amax((0, 1, 4)).float().clamp(min=_SMALLEST)
         layer.attention.kv_scales = torch.exp2(torch.log2(largest * (_HEADROOM / LARGEST[FP8])).ceil())

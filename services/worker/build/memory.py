@@ -1,11 +1,11 @@
-"""How much memory a model will take, before it is loaded, and what to do about it. Knows sizes, not tensors."""
+"""Plans a model's memory before it is loaded, with advice if it does not fit. Knows sizes, not tensors."""
 
 from services.worker.errors import CheckpointError
 from services.worker.models.config import ModelConfig
-from services.worker.options import EngineOptions, MemoryPlan, _mib
+from services.worker.options import EngineOptions, MemoryPlan, mib
 
 _KV_SHARE = 0.25
-_DEVICE_SHARE = 0.96  # of what is free on a GPU: libraries take some later
+_DEVICE_SHARE = 0.96  # of the free memory of a GPU: libraries allocate some later
 
 
 class MemoryShortage(CheckpointError):
@@ -25,13 +25,13 @@ def plan_memory(
     plan = _plan(options, block_bytes, room, max_length, weights, workspace, available)
     needed = plan.weights + plan.kv + plan.workspace
     if needed > available:
-        raise MemoryShortage(f"{_mib(needed)} are needed ({plan}): {_advice(plan, options)}")
+        raise MemoryShortage(f"{mib(needed)} are needed ({plan}): {_advice(plan, options)}")
     _check_sequence(plan, options)
     return plan
 
 
 def check_length(config: ModelConfig, options: EngineOptions) -> int:
-    """Most tokens of prompt and answer. Raises CheckpointError if the model's context is shorter."""
+    """Most tokens of prompt and answer. Raises CheckpointError if they exceed the model's context."""
     max_length = options.max_seq_length or config.context_length
     if max_length > config.context_length:
         raise CheckpointError(f"max_seq_length {max_length} exceeds the model's context of {config.context_length}")
@@ -39,9 +39,9 @@ def check_length(config: ModelConfig, options: EngineOptions) -> int:
 
 
 def check_weights(weights: int, available: int, options: EngineOptions) -> None:
-    """Raises MemoryShortage, before anything is loaded, if a device of `available` free bytes cannot hold them."""
+    """Raises MemoryShortage if a device of `available` free bytes cannot hold the weights, before they are loaded."""
     if weights > available:
-        raise MemoryShortage(f"the weights take {_mib(weights)}, {_mib(available)} are free: {_smaller(options)}")
+        raise MemoryShortage(f"the weights take {mib(weights)}, {mib(available)} are free: {_smaller(options)}")
 
 
 def plan_pool(
@@ -61,7 +61,7 @@ def plan_pool(
     left = int(free * _DEVICE_SHARE) - workspace
     plan = _plan(options, block_bytes, left, max_length, weights, workspace, available)
     if plan.kv > left:
-        raise MemoryShortage(f"{_mib(plan.kv)} of KV do not fit into {_mib(left)} ({plan}): {_advice(plan, options)}")
+        raise MemoryShortage(f"{mib(plan.kv)} of KV do not fit into {mib(left)} ({plan}): {_advice(plan, options)}")
     _check_sequence(plan, options)
     return plan
 
@@ -82,7 +82,7 @@ def _plan(
 
 
 def _kv_blocks(options: EngineOptions, block_bytes: int, max_length: int, room: int) -> int:
-    """As the options say; else what a full batch of full sequences needs, within `room` bytes."""
+    """The number in the options; without one, what a full batch of full sequences needs, within `room` bytes."""
     if options.kv_blocks is not None:
         return options.kv_blocks
     if options.kv_bytes is not None:
@@ -99,7 +99,7 @@ def _check_sequence(plan: MemoryPlan, options: EngineOptions) -> None:
 
 
 def _workspace(config: ModelConfig, element_bytes: int, options: EngineOptions, max_length: int) -> int:
-    """Activations of one layer, logits and their copies while sampling, attention's gathered keys and masks, tables."""
+    """Bytes for activations of one layer, logits and their copies while sampling, gathered keys, masks and tables."""
     width = 4 * config.hidden_size + 3 * config.intermediate_size + 4 * config.heads * config.head_dim
     activations = options.step_tokens * width * element_bytes
     sampling = options.max_batch_size * config.vocab_size * 48
@@ -118,4 +118,8 @@ def _advice(plan: MemoryPlan, options: EngineOptions) -> str:
 
 
 def _smaller(options: EngineOptions) -> str:
-    return "take a smaller model or serve it in bfloat16" if options.dtype == "float32" else "take a smaller model"
+    return (
+        "take a smaller model or serve it in bfloat16"
+        if options.numerics.dtype == "float32"
+        else "take a smaller model"
+    )

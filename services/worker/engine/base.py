@@ -1,68 +1,105 @@
 """The engine as the rest of a worker sees it. Knows no implementation."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Mapping
+from concurrent.futures import Future
 from typing import Protocol
 
-from services.worker.engine.profiling import Profiler
 from services.worker.job import Job, Stats, StepOutput
 from services.worker.kvcache.tiers import BlockStore
-from services.worker.options import MemoryPlan
+
+GENERATE = "generate"
+"""The capability of continuing a prompt token by token."""
+
+
+class EngineEvents(Protocol):
+    """What an engine reports while it runs. Called from its thread."""
+
+    def launched(self, predicted_s: float, /) -> None:
+        """A step begins that is predicted to take so many seconds."""
+
+    def stepped(self, output: StepOutput, /) -> None:
+        """A step is over, or jobs have ended without one."""
+
+
+class StepProfile(Protocol):
+    """Where the time of some steps went, in seconds over all of them."""
+
+    @property
+    def steps(self) -> int:
+        """Number of steps."""
+
+    @property
+    def seconds(self) -> float:
+        """From the beginning of the first step to the end of the last."""
+
+    @property
+    def host(self) -> Mapping[str, float]:
+        """By phase of the step; they add up to `seconds`."""
+
+    @property
+    def families(self) -> Mapping[str, float]:
+        """By family of kernels (on a CPU: of operators), the longest first."""
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the families are of a GPU's kernels."""
+
+    @property
+    def trace(self) -> bytes:
+        """A trace in Chrome's format, compressed with gzip."""
+
+
+class StepObservation(Protocol):
+    """Steps that were observed."""
+
+    def report(self) -> StepProfile:
+        """Evaluate the observation. Takes seconds: not for the engine's thread or the event loop."""
+
+
+class StepProfiler(Protocol):
+    """Observes steps on request."""
+
+    def order(self, steps: int) -> "Future[StepObservation] | None":
+        """Observe the next so many steps. None while other steps are being observed; cancel the future to stop."""
 
 
 class Engine(Protocol):
-    """What a worker needs of an engine. `run_forever` has a thread of its own, the rest may be called from any."""
+    """Runs jobs. `run` has a thread of its own; all other methods may be called from any thread."""
 
     @property
-    def memory(self) -> MemoryPlan:
-        """Where the memory goes."""
-
-    @property
-    def parameters(self) -> int:
-        """Numbers in the checkpoint."""
-
-    @property
-    def max_seq_length(self) -> int:
-        """Most tokens of prompt and answer."""
+    def capabilities(self) -> frozenset[str]:
+        """The kinds of jobs that it runs."""
 
     @property
     def block_layout(self) -> str:
-        """What contents of blocks look like; empty: its blocks have none."""
+        """The layout of blocks' contents, equal where they may be exchanged; empty: blocks have no contents."""
 
     @property
     def block_bytes(self) -> int:
         """Bytes of the contents of a block."""
 
     @property
-    def profiler(self) -> Profiler:
-        """Observes steps, if asked to."""
-
-    def use_fingerprint(self, fingerprint: bytes) -> None:
-        """Name blocks after this model. To be called before the engine runs."""
+    def profiler(self) -> StepProfiler:
+        """Observes steps on request."""
 
     def use_remote(self, store: BlockStore) -> None:
-        """Share blocks of prompts through this tier."""
+        """Share blocks of prompts through this tier. To be called before `run`."""
 
     def submit(self, job: Job) -> None:
         """Run this job."""
 
     def cancel(self, key: int, position: int | None = None) -> None:
-        """End a job of whose answer `position` tokens count (None: all)."""
+        """End a job. Only the first `position` tokens of its answer stay in the prefix cache; None: all."""
 
     def stats(self) -> Stats:
-        """Counters and gauges."""
+        """Counters and gauges as of the last step."""
 
     def take_block_events(self) -> tuple[list[bytes], list[bytes]]:
-        """Keys that were stored, and keys that were evicted, since the last call."""
+        """Keys of blocks that were stored, and of blocks that were evicted, since the last call."""
 
-    def run_forever(
-        self,
-        on_output: Callable[[StepOutput], None],
-        on_launch: Callable[[float], None],
-        on_soon: Callable[[list[int]], None],
-        stop: threading.Event,
-    ) -> None:
-        """Run steps until `stop` is set."""
+    def run(self, events: EngineEvents, stop: threading.Event) -> None:
+        """Run steps until `stop` is set and `wake` is called; sleep while there is no work."""
 
     def wake(self) -> None:
-        """Let `run_forever` look at its stop event now."""
+        """Make `run` look at its stop event now."""

@@ -1,302 +1,202 @@
-"""Tokens in, tokens out: takes jobs, runs steps, tells tokens and ends. Knows no network; one thread runs the steps."""
+"""Continuous batching: jobs in, tokens out. One thread plans, launches and collects steps.
 
-import hashlib
+Knows the planner and a runner that it is handed, no device, no checkpoint and no network.
+"""
+
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any
 
-from services.worker.build.assemble import assemble
 from services.worker.engine import packing
-from services.worker.engine.inbox import IDLE_WAIT_S, Inbox
+from services.worker.engine.active_job import ActiveJob
+from services.worker.engine.base import GENERATE, EngineEvents
+from services.worker.engine.inbox import Arrival, Inbox
 from services.worker.engine.packing import SlotEdits
 from services.worker.engine.prefixes import Prefixes
-from services.worker.engine.profiling import Profiler
+from services.worker.engine.profiling import PhaseRecorder, Profiler, Recorder
 from services.worker.engine.step_times import StepTimes
 from services.worker.errors import CheckpointError
-from services.worker.job import EndReason, Failure, Job, SamplingParams, StepOutput, TokenOut
+from services.worker.job import Ended, EndReason, Failure, Job, SamplingParams, Stats, StepOutput, TokenOut
 from services.worker.kvcache.tiers import BlockStore, HostStore
-from services.worker.options import EngineOptions, Progress
-from services.worker.planner.planner import Row
+from services.worker.options import EngineOptions, MemoryPlan, Progress
+from services.worker.planner.block_pool import BlockPool
+from services.worker.planner.planner import Plan, Planner, Row
 from services.worker.planner.sequence import Sequence
-from services.worker.runners.base import StepResult
+from services.worker.runners.base import Runner, Sampled, StepResult
 
 log = logging.getLogger(__name__)
 
-_PARKED_WAIT_S = 0.01  # at most, until a deadline or a late fetch is noticed when nothing else is to be done
+IDLE_WAIT_S = 0.5
+"""How long an engine sleeps at a time while there is nothing to do."""
+_FETCH_WAIT_S = 0.01  # at most, until a deadline or a late fetch is noticed while all jobs wait for blocks
 _WARM_UP_KEY = -1
 
+_TOO_LONG = Failure("INVALID_ARGUMENT", "INVALID", "the prompt is empty or does not fit the model's context")
+_NO_ROOM = Failure("RESOURCE_EXHAUSTED", "KV_EXHAUSTED", "the request needs more KV memory than this worker has")
 _NUMERIC = Failure("INTERNAL", "NUMERIC", "the model computed numbers that are not finite for this request")
 _INTERNAL = Failure("INTERNAL", "INTERNAL", "the engine failed to compute this request", retryable=True)
 
 
 @dataclass(frozen=True, slots=True)
-class _Flight:
+class _StepPart:
+    """Rows that were launched together."""
+
+    rows: list[Row]
+    preemptions: list[int]
+    """For each row, how often its sequence had been paused: a later pause makes the row void."""
+    handle: Any
+    """The runner's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class _StepInFlight:
     """A step that has been launched and not yet collected."""
 
-    parts: list[tuple[list[Row], Any]]
-    """Its rows and the runner's handle; more than one if rows had to be told apart."""
-    epochs: dict[int, int]
-    """For each job, how often it had been paused: a later pause makes its row void."""
+    parts: list[_StepPart]
+    """More than one if a launch failed and the rows were split."""
     prefill: int
     """Prompt tokens."""
     decodes: bool
     launched_s: float
 
 
-class GenerationEngine(Inbox):
-    """A loaded model and the jobs it runs.
+class GenerationEngine:
+    """An `Engine` that generates tokens.
 
-    `submit`, `cancel`, `has_work`, `stats` and `take_block_events` may be called from any thread; `step`, `run_forever`
-    and `check_integrity` from one thread at a time.
+    `submit`, `cancel`, `wake`, `has_work`, `stats` and `take_block_events` may be called from any thread; the other
+    methods from one thread at a time.
     """
 
-    def __init__(self, model_dir: Path, options: EngineOptions, progress: Progress) -> None:
-        """Load a checkpoint. progress(phase, done, total) is called along the way. Raises CheckpointError."""
-        parts = assemble(model_dir, options, progress)
-        super().__init__(options, parts.memory, Profiler(computes=True))
-        self.config, self.runner = parts.config, parts.runner
-        self.parameters = parts.parameters
-        """Numbers in the checkpoint."""
-        log.info("memory: %s", self.memory)
-        self._flights: deque[_Flight] = deque()
-        self._landed_s = 0.0
-        self._on_launch: Callable[[float], None] = lambda predicted_step_s: None
-        self.prefixes = Prefixes(self.batch, self.runner.pool, lambda: self._pace.prefill_rate, self.wake)
-        if options.host_kv_bytes:
-            self.prefixes.use_host(HostStore(options.host_kv_bytes, self.runner.pool.host_block_s))
-        self._warm_up(progress)
-        self._stats = self._measure()
+    capabilities = frozenset({GENERATE})
 
-    @property
-    def block_layout(self) -> str:
-        """What contents of blocks look like; with device or threads where bits depend on them."""
-        config, options = self.config, self.options
-        shape = f"{config.layers}x{config.kv_heads}x{config.head_dim}"
-        stored = str(self.runner.pool.layers[0].dtype).removeprefix("torch.")
-        dtype = options.dtype if stored == options.dtype else f"{options.dtype}+{stored}"
-        kind = "gpu" if options.device == "cuda" else options.threads or 1
-        bits = f"/{kind}" if options.deterministic else ""
-        weights = f"/{options.quantize}" if options.quantize else ""
-        scales = f"/{self._scales_digest()}" if options.kv_scales == "dynamic" else ""
-        return f"{dtype}/{options.block_size}/{shape}/0of1{bits}{weights}{scales}"
-
-    def _scales_digest(self) -> str:
-        """Of what stored keys and values count: measured ones may differ between machines."""
-        scales = [layer.attention.kv_scales for layer in self.runner.model.layers]
-        return hashlib.sha256(repr([None if x is None else x.tolist() for x in scales]).encode()).hexdigest()[:8]
+    def __init__(
+        self,
+        options: EngineOptions,
+        memory: MemoryPlan,
+        runner: Runner[Any],
+        eos_token_ids: Collection[int],
+        *,
+        block_layout: str = "",
+        step_times: StepTimes | None = None,
+        recorder: Callable[[], Recorder] = PhaseRecorder,
+    ) -> None:
+        """block_layout: of the runner's blocks. step_times: what is known of the runner's pace. recorder: makes what
+        profiles record with.
+        """
+        self.options, self.memory, self.runner = options, memory, runner
+        self.block_layout = block_layout
+        self.step_times = step_times or StepTimes()
+        self.profiler = Profiler(recorder)
+        self.planner = Planner(
+            BlockPool(memory.kv_blocks),
+            options.block_size,
+            options.max_batch_size,
+            options.step_tokens,
+            options.prefix_cache,
+            options.chunk_tokens,
+        )
+        self._eos_token_ids, self._fingerprint = frozenset(eos_token_ids), b""
+        self._jobs: dict[int, ActiveJob] = {}
+        self._in_flight: deque[_StepInFlight] = deque()
+        self._last_end_s = 0.0
+        self._steps = 0
+        self._events: EngineEvents | None = None
+        self.inbox = Inbox(self._measure())
+        self.prefixes = Prefixes(self.planner, runner.kv, lambda: self.step_times.prefill_rate, self.inbox.wake)
+        if options.host_kv_bytes and runner.kv is not None:
+            self.prefixes.use_host(HostStore(options.host_kv_bytes, runner.kv.host_block_s))
 
     @property
     def block_bytes(self) -> int:
         """Bytes of the contents of a block."""
-        return self.runner.pool.block_bytes
+        return self.prefixes.block_bytes
+
+    def use_fingerprint(self, fingerprint: bytes) -> None:
+        """Key blocks by this model: keys begin at `hashing.chain_root(job.salt, fingerprint)`. To be called before the
+        engine runs."""
+        self._fingerprint = fingerprint
 
     def use_remote(self, store: BlockStore) -> None:
         """Share blocks of prompts through this tier. To be called before the engine runs."""
         self.prefixes.use_remote(store)
 
+    # ---- any thread ----
+
+    def submit(self, job: Job) -> None:
+        """Run this job. Its tokens and its end are in the outputs of steps."""
+        self.inbox.submit(job)
+
+    def cancel(self, key: int, position: int | None = None) -> None:
+        """End a job. Only the first `position` tokens of its answer stay in the prefix cache; None: all. Does nothing
+        if the job has ended."""
+        self.inbox.cancel(key, position)
+
+    def wake(self) -> None:
+        """Make `run` look at its stop event now."""
+        self.inbox.wake()
+
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._flights) or super().has_work()
+        return bool(self._in_flight or self.inbox.pending or self._jobs)
+
+    def stats(self) -> Stats:
+        """Counters and gauges as of the last step, and the prediction for the step in flight."""
+        return self.inbox.stats()
+
+    def take_block_events(self) -> tuple[list[bytes], list[bytes]]:
+        """Keys of blocks that were stored, and of blocks that were evicted, since the last call."""
+        return self.inbox.take_block_events()
 
     # ---- the engine's thread ----
 
-    def run_forever(
-        self,
-        on_output: Callable[[StepOutput], None],
-        on_launch: Callable[[float], None],
-        on_soon: Callable[[list[int]], None],
-        stop: threading.Event,
-    ) -> None:
-        """Run steps until `stop` is set (then call `wake`), asleep while there is no work.
-
-        on_launch gets the predicted seconds of each step before it begins, on_output what it brought; on_soon, before
-        that, the keys of jobs whose first tokens come soon, where that is worth telling.
-        """
-        self._on_launch, self.rehearsal.tell = on_launch, on_soon
+    def run(self, events: EngineEvents, stop: threading.Event) -> None:
+        """Run steps until `stop` is set and `wake` is called; sleep while there is no work."""
+        self._events = events
+        prefixes = self.prefixes
         while not stop.is_set():
-            if self._sequences and self.prefixes.parked == len(self._sequences) and not self._flights:
-                with self._wake:
-                    if not (self._inbox or self.prefixes.answered or stop.is_set()):
-                        self._wake.wait(_PARKED_WAIT_S)
+            if self._jobs and prefixes.waiting == len(self._jobs) and not self._in_flight:
+                self.inbox.sleep(_FETCH_WAIT_S, lambda: prefixes.answered or stop.is_set())
             if self.has_work():
-                on_output(self.step())
-            elif not self.prefixes.offer_some():
-                with self._wake:
-                    if not (self._inbox or stop.is_set()):
-                        self._wake.wait(IDLE_WAIT_S)
+                events.stepped(self.step())
+            elif not prefixes.offer_some():
+                self.inbox.sleep(IDLE_WAIT_S, stop.is_set)
 
     def step(self) -> StepOutput:
-        """Take what has arrived, launch steps until as many are in flight as the device may have, collect the oldest.
+        """Take messages, launch steps until as many are in flight as the runner allows, collect the oldest.
 
         On a CPU that is one step from its plan to its tokens. On a GPU the next step is planned and launched while one
-        runs, and what is told here is what the oldest brought.
+        runs, and the output is that of the oldest.
         """
         output = StepOutput([], [])
         self.profiler.step_begins()
         with self.profiler.phase("arrivals"):
-            self._take_inbox(output)
+            self._take_messages(output)
             self.prefixes.settle()
             self._end_expired(output)
-        while len(self._flights) < self.runner.depth and self._launch_next(output):
-            self._take_inbox(output)  # a launch may take some time: who came meanwhile is planned for
-        if self._flights:
+        while len(self._in_flight) < self.runner.depth and self._launch_next(output):
+            self._take_messages(output)  # A launch may take some time: jobs that arrived meanwhile join the next step.
+        if self._in_flight:
             self._collect_oldest(output)
         with self.profiler.phase("publishing"):
             self.prefixes.offer_some()
-            self._publish_state()
+            self._publish()
         return output
 
-    # ---- one step ----
+    def check_integrity(self) -> None:
+        """Assert that free + cached + active blocks are all blocks, and that tables and counts agree."""
+        self.planner.check()
 
-    def _launch_next(self, output: StepOutput) -> bool:
-        """Plan the next step and launch it. False if there is nothing to do before something has landed."""
-        plan = self._plan()
-        self.prefixes.keep_evicted()
-        edits = [packing.release(slot) for slot in plan.released]
-        for sequence in plan.admitted:
-            try:
-                edits.append(packing.admit(sequence, self.config.eos_token_ids))
-            except Exception as error:
-                plan.drop(sequence)
-                self._fail(sequence, error, output)
-        edits += [packing.new_blocks(row.sequence) for row in plan.rows if row.sequence.has_new_blocks]
-        if plan.rows:
-            self._launch(plan.rows, edits, output)
-        return bool(plan.rows)
-
-    def _launch(self, rows: list[Row], edits: list[SlotEdits], output: StepOutput) -> None:
-        prefill = sum(row.tokens for row in rows if row.start < row.sequence.prefill_end)
-        self._predicted_step_s = self._pace.predict(prefill)
-        self._on_launch(self._predicted_step_s)
-        began = time.monotonic()
-        for row in rows:
-            row.sequence.started_s = row.sequence.started_s or began
-        decodes = any(row.start >= row.sequence.prefill_end for row in rows)
-        parts = self._run(rows, edits, output)
-        epochs = {}
-        for row in (row for part, _ in parts for row in part):
-            row.sequence.flying += 1
-            epochs[row.sequence.job.key] = row.sequence.preemptions
-        self._flights.append(_Flight(parts, epochs, prefill, decodes, began))
-
-    def _collect_oldest(self, output: StepOutput) -> None:
-        flight = self._flights.popleft()
-        began = max(flight.launched_s, self._landed_s)
-        for rows, step in flight.parts:
-            with self.profiler.phase("waiting"):
-                self.rehearsal.before(rows, len(self._sequences), began, partial(self.runner.over, step))
-                result = self.runner.collect(step)
-            now = time.monotonic()
-            with self.profiler.phase("collecting"):
-                self._collect(rows, result, flight.epochs, now, output)
-                for row in rows:
-                    self.batch.land(row.sequence)
-            self.rehearsal.after(rows, now - began)
-        now = time.monotonic()
-        self._steps += 1
-        self._pace.observe(flight.prefill, flight.decodes, now - began)
-        self._landed_s = now
-
-    def _run(self, rows: list[Row], edits: list[SlotEdits], output: StepOutput) -> list[tuple[list[Row], Any]]:
-        """Launch the rows; if that fails, each half of them with its slots' edits, so one bad job fails alone."""
-        try:
-            with self.profiler.phase("packing"):
-                words = packing.pack(edits, rows)
-            with self.profiler.phase("launch"):
-                return [(rows, self.runner.launch(words))]
-        except Exception as error:
-            if len(rows) == 1:
-                self._fail(rows[0].sequence, error, output)
-                return []
-        half = len(rows) // 2
-        late = {row.sequence.slot for row in rows[half:]}
-        first = self._run(rows[:half], [edit for edit in edits if edit.slot not in late], output)
-        return first + self._run(rows[half:], [edit for edit in edits if edit.slot in late], output)
-
-    def _collect(
-        self, rows: list[Row], result: StepResult, epochs: dict[int, int], now: float, output: StepOutput
-    ) -> None:
-        sampled = result.sampled
-        place = 0
-        for row, finite in zip(rows, result.finite, strict=True):
-            sequence, at = row.sequence, place
-            place += row.samples
-            key = sequence.job.key
-            if self._sequences.get(key) is not sequence or sequence.preemptions != epochs[key]:
-                continue  # It ended or was paused meanwhile: nobody waits for this token.
-            sequence.steps += 1
-            if row.start < sequence.prefill_end:
-                sequence.prefill_steps += 1
-                sequence.prefill_tokens += row.tokens
-            if not finite:
-                self._fail(sequence, None, output)
-                continue
-            if not row.samples:
-                self.batch.commit(row)
-                continue
-            asked = sequence.job.params.logprobs
-            logprob = sampled.logprobs[at] if asked is not None and sampled.logprobs else None
-            top = sampled.tops[at] if asked and sampled.tops else None
-            self._advance(row, sampled.tokens[at], logprob, top, now, output)
-
-    def _advance(
-        self,
-        row: Row,
-        token_id: int,
-        logprob: float | None,
-        top: list[tuple[int, float]] | None,
-        now: float,
-        output: StepOutput,
-    ) -> None:
-        """A sequence has a new token: tell it, or end at it."""
-        sequence, params = row.sequence, row.sequence.job.params
-        if not sequence.first_token_s:
-            self.prefixes.computed(sequence)
-        sequence.first_token_s = sequence.first_token_s or now
-        sequence.last_token_s = now
-        ends = token_id in params.stop_token_ids or (not params.ignore_eos and token_id in self.config.eos_token_ids)
-        if ends and sequence.position >= params.min_tokens:
-            self.batch.commit(row)
-            self._end(sequence, EndReason.STOP, output, stop_token_id=token_id)
-            return
-        output.tokens.append(TokenOut(sequence.job.key, sequence.position, token_id, logprob, top))
-        sequence.tokens.append(token_id)
-        self.batch.commit(row)
-        if len(sequence.tokens) >= sequence.limit:
-            self._end(sequence, EndReason.LENGTH, output)
-
-    # ---- arrivals and ends ----
-
-    def _accept(self, sequence: Sequence, output: StepOutput) -> bool:
-        waits = super()._accept(sequence, output)
-        if waits:
-            self.prefixes.consider(sequence)
-        return waits
-
-    def _forget(self, sequence: Sequence) -> None:
-        self.prefixes.forget(sequence)
-
-    def _fail(self, sequence: Sequence, error: Exception | None, output: StepOutput) -> None:
-        """A job failed alone: what it computed is neither found nor met by anyone."""
-        if error is not None:  # The text of an exception may quote the request.
-            log.error("job %d failed: %s", sequence.job.key, type(error).__name__)
-        own = sequence.blocks[sequence.published :]
-        if own:
-            self.runner.pool.scrub(own)
-        self._end(sequence, EndReason.ERROR, output, error=_NUMERIC if error is None else _INTERNAL)
-
-    def _warm_up(self, progress: Progress) -> None:
-        """Run one job twice, so that the first real one meets warm code and a known pace."""
+    def warm_up(self, progress: Progress) -> None:
+        """Run one job twice, so that the first real one finds warm code and known step times. Raises CheckpointError
+        if the model cannot compute."""
         tokens = max(min(64, self.memory.max_seq_length - 4, self.memory.kv_tokens - 4), 1)
         for round_ in range(2):
             progress("warm-up", round_, 2)
-            self._pace = StepTimes()
+            self.step_times = StepTimes()
             params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
             self.submit(Job(_WARM_UP_KEY, [0] * tokens, tokens, params, bypass_cache=True))
             while self.has_work():
@@ -304,4 +204,211 @@ class GenerationEngine(Inbox):
                 if failures:
                     raise CheckpointError(f"the model cannot compute: {failures[0].message}")
         self._steps = 0
+        self._publish()
         progress("warm-up", 2, 2)
+
+    # ---- one step ----
+
+    def _launch_next(self, output: StepOutput) -> bool:
+        """Plan the next step and launch it. False if there is nothing to launch before a step in flight is over."""
+        plan = self._plan()
+        self.prefixes.keep_evicted()
+        edits = [packing.release(slot) for slot in plan.released]
+        for sequence in plan.admitted:
+            try:
+                edits.append(packing.admit(sequence, self._eos_token_ids))
+            except Exception as error:
+                plan.drop(sequence)
+                self._fail(self._jobs[sequence.job.key], error, output)
+        edits += [packing.new_blocks(row.sequence) for row in plan.rows if row.sequence.has_new_blocks]
+        if plan.rows:
+            self._launch(plan, edits, output)
+        return bool(plan.rows)
+
+    def _plan(self) -> Plan:
+        with self.profiler.phase("planning"):
+            plan = self.planner.plan()
+        if plan.paused:
+            now = time.monotonic()
+            for sequence in plan.paused:
+                self._jobs[sequence.job.key].paused_s.append(now)
+        return plan
+
+    def _launch(self, plan: Plan, edits: list[SlotEdits], output: StepOutput) -> None:
+        rows = plan.rows
+        prefill = sum(row.tokens for row in rows if row.start < row.sequence.prefill_end)
+        predicted_s = self.step_times.predict(prefill)
+        self.inbox.predict(predicted_s)
+        if self._events is not None:
+            self._events.launched(predicted_s)
+        began = time.monotonic()
+        for sequence in plan.admitted:
+            job = self._jobs.get(sequence.job.key)
+            if job is not None and not job.started_s:
+                job.started_s = began
+        decodes = any(row.start >= row.sequence.prefill_end for row in rows)
+        parts = self._launch_rows(rows, edits, output)
+        self._in_flight.append(_StepInFlight(parts, prefill, decodes, began))
+
+    def _launch_rows(self, rows: list[Row], edits: list[SlotEdits], output: StepOutput) -> list[_StepPart]:
+        """Launch the rows; if that fails, each half of them with its slots' edits, so that one bad job fails alone."""
+        try:
+            with self.profiler.phase("packing"):
+                words = packing.pack(edits, rows)
+            with self.profiler.phase("launch"):
+                handle = self.runner.launch(words)
+        except Exception as error:
+            if len(rows) == 1:
+                self._fail(self._jobs[rows[0].sequence.job.key], error, output)
+                return []
+        else:
+            return [_StepPart(rows, self.planner.launched(rows), handle)]
+        half = len(rows) // 2
+        late = {row.sequence.slot for row in rows[half:]}
+        first = self._launch_rows(rows[:half], [edit for edit in edits if edit.slot not in late], output)
+        return first + self._launch_rows(rows[half:], [edit for edit in edits if edit.slot in late], output)
+
+    def _collect_oldest(self, output: StepOutput) -> None:
+        step = self._in_flight.popleft()
+        began = max(step.launched_s, self._last_end_s)
+        for part in step.parts:
+            with self.profiler.phase("waiting"):
+                result = self.runner.collect(part.handle)
+            with self.profiler.phase("collecting"):
+                self._collect(part, result, output)
+                self.planner.landed(part.rows)
+        now = time.monotonic()
+        self._steps += 1
+        self.step_times.observe(step.prefill, step.decodes, now - began)
+        self._last_end_s = now
+
+    def _collect(self, part: _StepPart, result: StepResult, output: StepOutput) -> None:
+        now, jobs, sampled, index = time.monotonic(), self._jobs, result.sampled, -1
+        for row, preemptions, finite in zip(part.rows, part.preemptions, result.finite, strict=True):
+            sequence, start, tokens, samples = row
+            index += samples
+            job = jobs.get(sequence.job.key)
+            if job is None or job.sequence is not sequence or sequence.preemptions != preemptions:
+                continue  # The job ended or was paused meanwhile: these tokens are dropped.
+            job.steps += 1
+            if start < sequence.prefill_end:
+                job.prefill_steps += 1
+                job.prefill_tokens += tokens
+            if not finite:
+                self._fail(job, None, output)
+            elif samples:
+                self._advance(job, row, sampled, index, now, output)
+            else:
+                self.planner.commit(row)
+
+    def _advance(self, job: ActiveJob, row: Row, sampled: Sampled, index: int, now: float, output: StepOutput) -> None:
+        """A row has drawn tokens: report them up to the answer's end. Tokens behind an end are dropped."""
+        drawn, sequence = sampled.tokens[index], row.sequence
+        params, asked = job.job.params, job.job.params.logprobs
+        if drawn:
+            if not job.first_token_s:
+                job.first_token_s = now
+                self.prefixes.computed(sequence)
+            job.last_token_s = now
+        logprobs = sampled.logprobs[index] if asked is not None and sampled.logprobs else None
+        tops = sampled.tops[index] if asked and sampled.tops else None
+        position, most, kept = sequence.position, sequence.limit - job.job.prompt_len, 0
+        for token_id in drawn:
+            ends = token_id in params.stop_token_ids or (not params.ignore_eos and token_id in self._eos_token_ids)
+            if ends and position >= params.min_tokens:
+                self.planner.commit(row, drawn[:kept])
+                self._end(job, EndReason.STOP, output, stop_token_id=token_id)
+                return
+            logprob, top = logprobs[kept] if logprobs else None, tops[kept] if tops else None
+            output.tokens.append(TokenOut(job.job.key, position, token_id, logprob, top))
+            position += 1
+            kept += 1
+            if position == most:
+                break
+        self.planner.commit(row, drawn if kept == len(drawn) else drawn[:kept])
+        if position == most:
+            self._end(job, EndReason.LENGTH, output)
+
+    # ---- arrivals and ends ----
+
+    def _take_messages(self, output: StepOutput) -> None:
+        for message in self.inbox.take():
+            if isinstance(message, Arrival):
+                self._accept(message, output)
+                continue
+            job = self._jobs.get(message.key)
+            if job is not None:
+                if message.position is not None:
+                    self.planner.cut(job.sequence, job.job.prompt_len + message.position)
+                self._end(job, EndReason.CANCELLED, output)
+
+    def _accept(self, arrival: Arrival, output: StepOutput) -> None:
+        """Put a job into the waiting queue, or end it if it cannot run."""
+        job, longest = arrival.job, self.memory.max_seq_length
+        assert job.key not in self._jobs, f"a job with key {job.key} is running"
+        sequence = Sequence(job, arrival.number, self.options.block_size, longest, self._fingerprint)
+        active = self._jobs[job.key] = ActiveJob(sequence, arrival.at)
+        self.planner.add(sequence)
+        if not job.token_ids or job.prompt_len >= longest:
+            self._end(active, EndReason.ERROR, output, error=_TOO_LONG)
+        elif sequence.total >= sequence.limit:
+            self._end(active, EndReason.LENGTH, output)
+        elif not self.planner.fits(sequence):
+            self._end(active, EndReason.ERROR, output, error=_NO_ROOM)
+        else:
+            self.prefixes.consider(sequence)
+
+    def _end_expired(self, output: StepOutput) -> None:
+        now = time.monotonic()
+        for job in list(self._jobs.values()):
+            if job.job.deadline is not None and job.job.deadline <= now:
+                self._end(job, EndReason.DEADLINE, output)
+
+    def _fail(self, job: ActiveJob, error: Exception | None, output: StepOutput) -> None:
+        """End one job with an error. Blocks that it alone has are zeroed: no other job may find or reuse them as they
+        are. error: what its launch raised; None: its numbers are not finite."""
+        if error is not None:  # The text of an exception may quote the request.
+            log.error("job %d failed: %s", job.job.key, type(error).__name__)
+        own = job.sequence.blocks[job.sequence.published :]
+        if own and self.runner.kv is not None:
+            self.runner.kv.scrub(own)
+        self._end(job, EndReason.ERROR, output, error=_NUMERIC if error is None else _INTERNAL)
+
+    def _end(
+        self,
+        job: ActiveJob,
+        reason: EndReason,
+        output: StepOutput,
+        stop_token_id: int | None = None,
+        error: Failure | None = None,
+    ) -> None:
+        key, sequence = job.job.key, job.sequence
+        self.prefixes.forget(sequence)
+        self.planner.remove(sequence)
+        del self._jobs[key]
+        output.ended.append(Ended(key, reason, sequence.position, job.cost(time.monotonic()), stop_token_id, error))
+
+    # ---- state for others ----
+
+    def _publish(self) -> None:
+        self.inbox.publish(self._measure(), *self.planner.pool.take_changes())
+        if not self._jobs:
+            self.inbox.predict(0.0)
+
+    def _measure(self) -> Stats:
+        planner, pool = self.planner, self.planner.pool
+        backlog = sum(s.prefill_end - s.computed for s in planner.running if s.computed < s.prefill_end)
+        return Stats(
+            steps=self._steps,
+            running=len(planner.running),
+            waiting=len(planner.waiting),
+            prefill_backlog=backlog + sum(sequence.total for sequence in planner.waiting),
+            free_blocks=pool.free,
+            cached_blocks=pool.cached,
+            active_blocks=pool.active,
+            total_blocks=pool.total,
+            prefill_rate=self.step_times.prefill_rate,
+            decode_s=self.step_times.decode_s,
+            preemptions=planner.preemptions,
+            predicted_step_s=0.0,
+        )

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from services.worker.planner.planner import Row
-from services.worker.planner.sequence import Sequence as Job
-from services.worker.runners.step import _ROW_WORDS, Edit, SlotState, Words
+from services.worker.planner.sequence import Sequence
+from services.worker.runners.step import ROW_WORDS, Edit, SlotState, Words
 
 
 @dataclass(frozen=True, slots=True)
 class SlotEdits:
-    """Edits of one slot. Until its row has advanced, they may be applied again."""
+    """Edits of one slot. Until its row has advanced they may be applied again."""
 
     slot: int
     words: "array[int]"
@@ -27,13 +27,13 @@ def pack(slot_edits: Iterable[SlotEdits], rows: Iterable[Row]) -> Words:
     columns: array[int] = array("i")
     ids: array[int] = array("i")
     for row in rows:
-        job = row.sequence
-        columns.extend((_slot(job), row.tokens, row.samples))
-        if row.start < job.prefill_end:
-            ids.extend(job.tokens[row.start : row.start + row.tokens])
+        sequence = row.sequence
+        columns.extend((_slot(sequence), row.tokens, row.samples))
+        if row.start < sequence.prefill_end:
+            ids.extend(sequence.tokens[row.start : row.start + row.tokens])
         else:
             ids.append(-1)
-    header = array("i", (len(edits), len(columns) // _ROW_WORDS, len(ids)))
+    header = array("i", (len(edits), len(columns) // ROW_WORDS, len(ids)))
     return np.frombuffer(header + edits + columns + ids, np.int32)
 
 
@@ -42,16 +42,15 @@ def release(slot: int) -> SlotEdits:
     return SlotEdits(slot, _edit(Edit.RELEASE, slot, array("i")))
 
 
-def admit(job: Job, eos_token_ids: Iterable[int]) -> SlotEdits:
-    """The edits that put a sequence in its slot. Raises struct.error or OverflowError for numbers that do not
-    fit."""
-    slot, params = _slot(job), job.job.params
+def admit(sequence: Sequence, eos_token_ids: Iterable[int]) -> SlotEdits:
+    """The edits that put a sequence in its slot. Raises struct.error or OverflowError for numbers that do not fit."""
+    slot, job, params = _slot(sequence), sequence.job, sequence.job.params
     state = SlotState(
-        computed=job.found_tokens,
-        boundary=job.job.boundary,
+        computed=sequence.found_tokens,
+        prompt_len=job.prompt_len,
         seed_low=_signed(params.seed & 0xFFFFFFFF),
         seed_high=_signed(params.seed >> 32 & 0xFFFFFFFF),
-        sample_index=job.job.sample_index,
+        sample_index=job.sample_index,
         top_k=params.top_k,
         logprobs=-1 if params.logprobs is None else params.logprobs,
         temperature=params.temperature,
@@ -63,27 +62,27 @@ def admit(job: Job, eos_token_ids: Iterable[int]) -> SlotEdits:
     )
     edits = _edit(Edit.ADMIT, slot, state.words())
     if params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty:
-        edits += _edit(Edit.HISTORY, slot, array("i", [job.job.boundary, *job.tokens]))
+        edits += _edit(Edit.HISTORY, slot, array("i", [job.prompt_len, *sequence.tokens]))
     if params.logit_bias:
         words = array("i", params.logit_bias.keys())
         words.frombytes(array("f", params.logit_bias.values()).tobytes())
         edits += _edit(Edit.BIAS, slot, words)
-    if job.position < params.min_tokens:
+    if sequence.position < params.min_tokens:
         banned = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_token_ids))
         if banned:
             edits += _edit(Edit.BAN, slot, array("i", [params.min_tokens, *sorted(banned)]))
     return SlotEdits(slot, edits)
 
 
-def new_blocks(job: Job) -> SlotEdits:
-    """The edit that tells the blocks it got since it was last asked."""
-    words = array("i", [job.told_blocks, *job.blocks[job.told_blocks :]])
-    job.told_blocks = len(job.blocks)
-    return SlotEdits(_slot(job), _edit(Edit.BLOCKS, _slot(job), words))
+def new_blocks(sequence: Sequence) -> SlotEdits:
+    """The edit with the blocks that the device was not sent yet; they count as sent from now on."""
+    first, blocks = sequence.take_new_blocks()
+    slot = _slot(sequence)
+    return SlotEdits(slot, _edit(Edit.BLOCKS, slot, array("i", [first, *blocks])))
 
 
 def prompt_alone(ids: list[int], blocks: list[int]) -> Words:
-    """A step of one prompt in slot 0, from which nobody samples."""
+    """A step of one prompt in slot 0, with these blocks, from which nothing is sampled."""
     state = SlotState(0, len(ids), 0, 0, 0, 0, -1, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0)
     edits = _edit(Edit.ADMIT, 0, state.words()) + _edit(Edit.BLOCKS, 0, array("i", [0, *blocks]))
     return np.frombuffer(array("i", (len(edits), 1, len(ids))) + edits + array("i", (0, len(ids), 0, *ids)), np.int32)
@@ -93,9 +92,9 @@ def _edit(operation: Edit, slot: int, words: "array[int]") -> "array[int]":
     return array("i", (operation, slot, len(words))) + words
 
 
-def _slot(job: Job) -> int:
-    assert job.slot is not None, "a sequence without a slot takes no part"
-    return job.slot
+def _slot(sequence: Sequence) -> int:
+    assert sequence.slot is not None, f"job {sequence.job.key} has a row but no slot"
+    return sequence.slot
 
 
 def _signed(word: int) -> int:

@@ -1,27 +1,27 @@
-"""Steps under observation: what the host spends them on, what the device computes, and a trace of both.
+"""Profiles of steps: the time of each phase of the host, of each family of kernels, and a trace of both.
 
-The engine's thread marks its phases; while nobody observes, a mark costs a look. Knows clocks and torch's profiler,
-which only engines that compute bring, never jobs or tokens.
+The engine's thread marks its phases; without an observation a mark costs one comparison. Knows clocks and recorders,
+never jobs or tokens.
 """
 
 import contextlib
 import gzip
 import json
-import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
+from services.worker.engine.base import StepObservation
+
 PHASES = ("arrivals", "planning", "packing", "launch", "waiting", "collecting", "publishing")
-"""Of a step, in order: waiting is for the device, where the host is ahead of it."""
+"""The phases of a step, in order. In `waiting` the host is ahead of the device and waits for it."""
 ELSEWHERE = "elsewhere"
-"""What is no phase: telling the tokens, and other threads that hold the interpreter."""
-# The first family of which a word is in a kernel's or operator's name.
+"""Time outside the phases: delivering the tokens, and other threads that hold the interpreter."""
+# A kernel or operator belongs to the first family with a word that its name contains.
 _FAMILIES = (
     ("norms", ("norm",)),
     ("rope and KV", ("rope", "copy_blocks")),
@@ -39,66 +39,33 @@ _UNTIMED = contextlib.nullcontext()
 
 
 class Recorder(Protocol):
-    """What a profile is made with, from its first step to its last."""
+    """Records some steps of the engine."""
 
     def begin(self) -> None:
-        """Now."""
+        """Begin to record."""
 
     def mark(self, phase: str) -> contextlib.AbstractContextManager[Any]:
-        """A phase in the trace."""
+        """A `with` block that appears in the trace as a phase."""
 
     def end(self) -> None:
-        """No more."""
+        """Stop recording."""
 
     def trace(self) -> dict[str, Any]:
-        """All that was seen, in Chrome's format. May be called from any thread, once, after the end."""
-
-
-class TorchRecorder:
-    """Operators of the CPU and kernels of the GPU, as torch sees them."""
-
-    def __init__(self) -> None:
-        import torch
-        from torch.profiler import ProfilerActivity, profile, record_function
-
-        kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
-        self._profile = profile(activities=kinds)
-        self._mark = record_function
-
-    def begin(self) -> None:
-        """Now."""
-        self._profile.start()
-
-    def mark(self, phase: str) -> contextlib.AbstractContextManager[Any]:
-        """A phase in the trace."""
-        marked: contextlib.AbstractContextManager[Any] = self._mark(phase)
-        return marked
-
-    def end(self) -> None:
-        """No more."""
-        self._profile.stop()
-
-    def trace(self) -> dict[str, Any]:
-        """All that was seen, in Chrome's format."""
-        with tempfile.TemporaryDirectory(prefix="weft-profile-") as home:
-            file = Path(home) / "trace.json"
-            self._profile.export_chrome_trace(str(file))
-            trace: dict[str, Any] = json.loads(file.read_text())
-        return trace
+        """The record in Chrome's format. May be called from any thread, once, after `end`."""
 
 
 class PhaseRecorder:
-    """The phases alone, for an engine that computes nothing."""
+    """Records the phases alone, for runners that compute nothing."""
 
     def __init__(self) -> None:
         self._events: list[dict[str, Any]] = []
 
     def begin(self) -> None:
-        """Now."""
+        """Nothing is to be done."""
 
     @contextlib.contextmanager
     def mark(self, phase: str) -> Any:
-        """A phase in the trace."""
+        """A `with` block that appears in the trace as a phase."""
         began = time.perf_counter_ns()
         yield
         now = time.perf_counter_ns()
@@ -106,10 +73,10 @@ class PhaseRecorder:
         self._events.append({**event, "pid": 0, "tid": threading.get_native_id()})
 
     def end(self) -> None:
-        """No more."""
+        """Nothing is to be done."""
 
     def trace(self) -> dict[str, Any]:
-        """All that was seen, in Chrome's format."""
+        """The record in Chrome's format."""
         return {"traceEvents": self._events, "displayTimeUnit": "ms"}
 
 
@@ -121,11 +88,11 @@ class Observation:
     seconds: float
     """From the beginning of the first to the end of the last."""
     phases: Mapping[str, float]
-    """Seconds of each, over all steps."""
+    """Seconds of each phase, over all steps."""
     recorder: Recorder
 
     def report(self) -> "Profile":
-        """What they were spent on. Takes its time: not for the engine's thread."""
+        """Evaluate the record. Takes seconds: not for the engine's thread or the event loop."""
         trace = self.recorder.trace()
         host = {phase: self.phases[phase] for phase in PHASES if phase in self.phases}
         host[ELSEWHERE] = max(0.0, self.seconds - sum(host.values()))
@@ -143,40 +110,39 @@ class Profile:
     host: Mapping[str, float]
     """By phase; they add up to `seconds`."""
     families: Mapping[str, float]
-    """What computed, by family of kernels (of operators, on a CPU), the most first."""
+    """By family of kernels (on a CPU: of operators), the longest first."""
     on_gpu: bool
     trace: bytes
     """Chrome's format, compressed with gzip."""
 
 
 class Profiler:
-    """Observes steps when somebody asks. `order` may be called from any thread, the rest from the engine's."""
+    """Observes steps on request. `order` may be called from any thread, the rest from the engine's."""
 
-    def __init__(self, computes: bool) -> None:
-        """computes: the engine runs torch."""
-        self._make = TorchRecorder if computes else PhaseRecorder
-        self._ordered: tuple[int, Future[Observation]] | None = None
+    def __init__(self, make_recorder: Callable[[], Recorder]) -> None:
+        self._make_recorder = make_recorder
+        self._ordered: tuple[int, Future[StepObservation]] | None = None
         self._recorder: Recorder | None = None
         self._phases: dict[str, float] = defaultdict(float)
         self._steps = 0
         self._began = 0.0
 
-    def order(self, steps: int) -> "Future[Observation] | None":
-        """The next so many steps, when they are over; None if somebody else's are under observation. If the future is
-        cancelled, observation ends at the next step."""
+    def order(self, steps: int) -> "Future[StepObservation] | None":
+        """Observe the next so many steps. None while other steps are being observed. If the future is cancelled, the
+        observation ends at the next step."""
         if self._ordered is not None:
             return None
-        future: Future[Observation] = Future()
+        future: Future[StepObservation] = Future()
         self._ordered = steps, future
         return future
 
     def step_begins(self) -> None:
-        """Begins or ends what was ordered."""
+        """Begin or end the observation that was ordered."""
         if self._ordered is None:
             return
         wanted, future = self._ordered
         if self._recorder is None and not future.cancelled():
-            self._recorder = self._make()
+            self._recorder = self._make_recorder()
             self._phases, self._steps = defaultdict(float), 0
             self._recorder.begin()
             self._began = time.perf_counter()
@@ -196,7 +162,7 @@ class Profiler:
             yield
         self._phases[name] += time.perf_counter() - began
 
-    def _end(self, future: Future[Observation]) -> None:
+    def _end(self, future: Future[StepObservation]) -> None:
         seconds, recorder = time.perf_counter() - self._began, self._recorder
         self._ordered, self._recorder = None, None
         if recorder is not None:
@@ -206,14 +172,14 @@ class Profiler:
 
 
 def _families(events: Iterable[dict[str, Any]]) -> tuple[bool, dict[str, float]]:
-    """Whether a GPU computed, and seconds by family: of its kernels, else of the CPU's operators. No moment of the GPU,
-    or of a thread, counts twice."""
+    """Whether a GPU computed, and seconds by family: of its kernels, otherwise of the CPU's operators. No moment of the
+    GPU, or of a thread, counts twice."""
     timed = [event for event in events if event.get("ph") == "X" and "dur" in event]
     kernels = [event for event in timed if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     chosen = kernels or [{**event, "pid": 0} for event in timed if event.get("cat") == "cpu_op"]
     seconds: dict[str, float] = defaultdict(float)
     over: dict[tuple[Any, Any], float] = {}
-    # A moment belongs to what began first: a kernel may be launched early and wait, an operator may call others.
+    # A moment counts for the event that began first: a kernel may wait after its launch, an operator may call others.
     for event in sorted(chosen, key=lambda event: (event["ts"], -event["dur"])):
         where = (event["pid"], None if kernels else event["tid"])
         end = event["ts"] + event["dur"]

@@ -1,4 +1,4 @@
-"""How fast the engine is: measured from its steps, to predict the next one. Knows durations, not what took them."""
+"""Measured times of an engine's steps, to predict the next one. Knows durations, not what took them."""
 
 _WEIGHT = 0.2  # of a new measurement in the running means
 _UNKNOWN_S = 1.0
@@ -7,9 +7,9 @@ _UNKNOWN_S = 1.0
 class StepTimes:
     """Running means of the seconds of a step that only decodes, and of the prompt tokens computed per second."""
 
-    def __init__(self) -> None:
-        self.decode_s = 0.0
-        self.prefill_rate = 0.0
+    def __init__(self, decode_s: float = 0.0, prefill_rate: float = 0.0) -> None:
+        """0: unknown until it is measured."""
+        self.decode_s, self.prefill_rate = decode_s, prefill_rate
 
     def predict(self, prefill_tokens: int) -> float:
         """Seconds that a step with so many prompt tokens will take."""
@@ -19,12 +19,12 @@ class StepTimes:
         return self.decode_s + (prefill_s if prefill_tokens else 0.0)
 
     def observe(self, prefill_tokens: int, decodes: bool, elapsed_s: float) -> None:
-        """A step took this long."""
+        """Record a step's prompt tokens, whether it also decoded, and its seconds."""
         if prefill_tokens == 0:
             self.decode_s = _mean(self.decode_s, elapsed_s)
             return
-        own_s = elapsed_s - self.decode_s if decodes else elapsed_s
-        self.prefill_rate = _mean(self.prefill_rate, prefill_tokens / max(own_s, elapsed_s / 10))
+        own_s = max(elapsed_s - self.decode_s if decodes else elapsed_s, elapsed_s / 10, 1e-9)
+        self.prefill_rate = _mean(self.prefill_rate, prefill_tokens / own_s)
 
 
 def _mean(before: float, now: float) -> float:

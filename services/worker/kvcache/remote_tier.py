@@ -1,7 +1,7 @@
 """The tier in the cache service: fetches and offers contents of blocks over gRPC, and measures how fast that is.
 
-Lives on the event loop; the engine's thread calls the methods of `BlockStore`. Knows the cache's messages, not Redis.
-Whatever goes wrong, less is fetched or stored, and it is counted.
+Runs on the event loop; the engine's thread calls the methods of `BlockStore`. Knows the cache's messages, not Redis.
+After an error fewer blocks are fetched or stored, and the error is counted.
 """
 
 import asyncio
@@ -25,17 +25,17 @@ log = structlog.get_logger("worker.remote")
 MESSAGE_BYTES = 1 << 20
 MEASURE_BYTES = 256 << 10
 MEASURE_S = 5.0
-"""Seconds between measurements for their own sake: while no job dares to fetch, nothing else tells of a faster link."""
+"""Seconds between measurements: while fetching is too slow for any job, nothing else shows that it became faster."""
 _MEASURE_TIMES = 3
 _MEASURE_LIMIT_S = 3.0
-# A block is not worth keeping if fetching is predicted to take so many times longer than computing. Not just longer:
-# others may have a better link, and this one may be busy for a moment.
+# A block is not stored if fetching it is predicted to take so many times as long as computing it. Not merely longer:
+# other workers may have a faster link, and this one may be busy for a moment.
 _HOPELESS = 4.0
 _OFFER_LIMIT_S = 30.0
 _OFFERED_BYTES = 16 << 20
 _BATCH_BLOCKS = 128
 _MOST_KNOWN = 1 << 16
-# A call that breaks says so when it is read, and by the second of these when it is written to after its end.
+# A broken call raises the first of these when it is read, the second when it is written to after its end.
 _BROKEN = (aio.AioRpcError, asyncio.InvalidStateError, TimeoutError)
 
 
@@ -50,11 +50,11 @@ class RemoteStore:
         metadata: tuple[tuple[str, str], ...] = (),
     ) -> None:
         self.link = TransferCost()
-        """The measured way from the cache service to here."""
+        """The measured speed from the cache service to this worker."""
         self.fetches: Counter[str] = Counter()
-        """What became of wishes: fetched, absent, dear, late, abandoned, failed."""
+        """Requests by outcome: fetched, absent, too_slow, late, abandoned, failed."""
         self.offers: Counter[str] = Counter()
-        """What became of offered blocks: stored, known, lost."""
+        """Offered blocks by outcome: stored, known, lost."""
         self._stub = stub
         self._metadata = metadata
         self._layout = layout.encode()
@@ -63,29 +63,29 @@ class RemoteStore:
         self._known: OrderedDict[bytes, None] = OrderedDict()
         self._offers: deque[tuple[bytes, bytes]] = deque()
         self._offered = asyncio.Event()
-        self._curious = True
+        self._measure_soon = True
         self._fetching: set[asyncio.Task[None]] = set()
 
     # ---- the engine's thread ----
 
-    def pays(self, blocks: int, recompute_s: float) -> bool:
-        """By the link as it was measured. Where it does not, it is measured again before long."""
-        pays = self.link.pays(blocks * self._block_bytes, recompute_s)
-        self._curious |= not pays
-        return pays
+    def is_faster(self, blocks: int, recompute_s: float) -> bool:
+        """Predicted from the measured link. If fetching is slower, the link is measured again soon."""
+        faster = self.link.is_faster(blocks * self._block_bytes, recompute_s)
+        self._measure_soon |= not faster
+        return faster
 
-    def fetch(self, wish: BlockRequest) -> None:
-        """Asks the cache service."""
-        self._loop.call_soon_threadsafe(self._start, wish)
+    def fetch(self, request: BlockRequest) -> None:
+        """Ask the cache service."""
+        self._loop.call_soon_threadsafe(self._start, request)
 
     def lacks(self, keys: Sequence[bytes], recompute_s: float) -> list[bytes]:
-        """Those not known to be stored."""
-        if self.link.known and not self.pays(len(keys), _HOPELESS * recompute_s):
+        """The blocks that are not known to be stored."""
+        if self.link.known and not self.is_faster(len(keys), _HOPELESS * recompute_s):
             return []
         return [key for key in keys if key not in self._known]
 
     def offer(self, key: bytes, payload: bytes) -> bool:
-        """Queues it."""
+        """Queue the contents."""
         if len(self._offers) * self._block_bytes > _OFFERED_BYTES:
             return False
         self._offers.append((key, payload))
@@ -95,7 +95,7 @@ class RemoteStore:
     # ---- the event loop ----
 
     async def run(self) -> None:
-        """Stores what is offered and measures the link, until it is cancelled."""
+        """Store offered blocks and measure the link, until cancelled."""
         tasks = [asyncio.create_task(self._store_offers()), asyncio.create_task(self._measure_often())]
         try:
             await asyncio.gather(*tasks)
@@ -106,39 +106,39 @@ class RemoteStore:
                 task.cancel()
             await asyncio.gather(*tasks, *self._fetching, return_exceptions=True)
 
-    def _start(self, wish: BlockRequest) -> None:
-        task = asyncio.create_task(self._fetch(wish))
+    def _start(self, request: BlockRequest) -> None:
+        task = asyncio.create_task(self._fetch(request))
         self._fetching.add(task)
         task.add_done_callback(self._fetching.discard)
 
-    async def _fetch(self, wish: BlockRequest) -> None:
+    async def _fetch(self, request: BlockRequest) -> None:
         began = time.monotonic()
         outcome = "failed"
         try:
-            async with asyncio.timeout(wish.budget_s) as limit:
-                stored = await self._count(wish.keys)
-                budget_s = wish.budget_s * stored / len(wish.keys)
+            async with asyncio.timeout(request.budget_s) as limit:
+                stored = await self._count(request.keys)
+                budget_s = request.budget_s * stored / len(request.keys)
                 limit.reschedule(self._loop.time() + budget_s - (time.monotonic() - began))
                 if stored == 0:
                     outcome = "absent"
-                elif not self.link.pays(stored * self._block_bytes, budget_s):
-                    outcome = "dear"
+                elif not self.link.is_faster(stored * self._block_bytes, budget_s):
+                    outcome = "too_slow"
                 else:
-                    outcome = await self._receive(wish, stored)
+                    outcome = await self._receive(request, stored)
         except TimeoutError:
             outcome = "late"
         except aio.AioRpcError as error:
             log.debug("fetch failed", code=error.code().name)
         finally:
             self.fetches[outcome] += 1
-            wish.answer(wish, None)
+            request.answer(request, None)
 
     async def _count(self, keys: Sequence[bytes]) -> int:
         """How many blocks of a prefix are stored."""
         began = time.monotonic()
         try:
             reply = await self._stub.HasBlocks(cache.HasBlocksRequest(blocks=self._list(keys)), metadata=self._metadata)
-        finally:  # An answer that came too late tells as much: a few of them, and nobody asks for a while.
+        finally:  # A late answer counts, too: after a few of them nothing is requested for a while.
             self.link.answered(time.monotonic() - began)
         stored = min(reply.stored, len(keys))
         self._know(keys[:stored])
@@ -146,23 +146,23 @@ class RemoteStore:
             self._known.pop(key, None)
         return stored
 
-    async def _receive(self, wish: BlockRequest, stored: int) -> str:
-        """Hands on what comes; says what became of it."""
+    async def _receive(self, request: BlockRequest, stored: int) -> str:
+        """Pass on the contents as they arrive. -> the outcome."""
         began, received = time.monotonic(), 0
         blocks = _Assembly(stored)
-        request = cache.GetBlocksRequest(blocks=self._list(wish.keys[:stored]))
-        call = self._stub.GetBlocks(request, metadata=self._metadata)
+        wanted = cache.GetBlocksRequest(blocks=self._list(request.keys[:stored]))
+        call = self._stub.GetBlocks(wanted, metadata=self._metadata)
         try:
             async for response in call:
                 received += sum(len(piece.data) for piece in response.pieces)
-                wish.answer(wish, blocks.add(response.pieces))
-                if wish.abandoned:
+                request.answer(request, blocks.add(response.pieces))
+                if request.abandoned:
                     return "abandoned"
         finally:
             call.cancel()
             self.link.moved(max(received, self._block_bytes), time.monotonic() - began)
         if blocks.whole < stored:  # Removed meanwhile, or damaged.
-            for key in wish.keys[blocks.whole : stored]:
+            for key in request.keys[blocks.whole : stored]:
                 self._known.pop(key, None)
         return "fetched" if blocks.whole else "absent"
 
@@ -172,7 +172,7 @@ class RemoteStore:
             self._offered.clear()
             while self._offers:
                 count = min(len(self._offers), _BATCH_BLOCKS)
-                batch = [self._offers[place] for place in range(count)]
+                batch = [self._offers[index] for index in range(count)]
                 try:
                     async with asyncio.timeout(_OFFER_LIMIT_S):
                         await self._put(batch)
@@ -194,23 +194,23 @@ class RemoteStore:
         await call.done_writing()
         last = await call.read()
         stored = set(last.stored) if isinstance(last, cache.PutBlocksResponse) else set()
-        self._know([key for place, key in enumerate(keys) if place in stored or place not in first.wanted])
+        self._know([key for index, key in enumerate(keys) if index in stored or index not in first.wanted])
         self.offers["stored"] += len(stored)
         self.offers["lost"] += len(first.wanted) - len(stored)
         self.offers["known"] += len(keys) - len(first.wanted)
 
     async def _measure_often(self) -> None:
         while True:
-            if self._curious:
-                self._curious = False
+            if self._measure_soon:
+                self._measure_soon = False
                 with contextlib.suppress(*_BROKEN):
                     async with asyncio.timeout(_MEASURE_LIMIT_S):
                         await self._measure()
             await asyncio.sleep(MEASURE_S if self.link.known else MEASURE_S / 5)
 
     async def _measure(self) -> None:
-        """Store random bytes, unless they are there, and fetch them a few times: the quickest was least disturbed."""
-        self._curious = True
+        """Store random bytes, unless they are stored, and fetch them a few times: the quickest fetch counts."""
+        self._measure_soon = True
         key = hashing.digest(b"weft/measure/1", self._layout)
         await self._put([(key, os.urandom(MEASURE_BYTES))])
         await self._count([key])
@@ -223,14 +223,14 @@ class RemoteStore:
                 return
             elapsed_s.append(time.monotonic() - began)
         self.link.moved(MEASURE_BYTES, min(elapsed_s))
-        self._curious = False
+        self._measure_soon = False
         log.debug("link measured", latency_s=self.link.latency_s, byte_s=self.link.byte_s)
 
     def _list(self, keys: Sequence[bytes]) -> cache.BlockList:
         return cache.BlockList(keys=b"".join(keys), layout=self._layout)
 
     def _know(self, keys: Sequence[bytes]) -> None:
-        """These are stored."""
+        """Note that these blocks are stored."""
         for key in keys:
             self._known[key] = None
             self._known.move_to_end(key)
@@ -239,7 +239,7 @@ class RemoteStore:
 
 
 class _Assembly:
-    """Puts pieces together to whole blocks, as they come in order."""
+    """Joins pieces to whole blocks, as they arrive in order."""
 
     def __init__(self, most: int) -> None:
         self.whole = 0
@@ -247,7 +247,7 @@ class _Assembly:
         self._parts: list[bytes] = []
 
     def add(self, pieces: Sequence[cache.BlockPiece]) -> list[bytes]:
-        """The blocks that are whole now. Nothing is taken that is out of order: what is missing will be computed."""
+        """-> the blocks that are whole now. Pieces out of order are dropped: missing blocks will be computed."""
         payloads = []
         for piece in pieces:
             if piece.index != self.whole or self.whole == self._most:

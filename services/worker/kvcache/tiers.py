@@ -1,4 +1,4 @@
-"""The tiers below the device's pool: what each can do with the contents of blocks, and the one in host memory.
+"""The tiers below the device's pool: their interface, and the one in host memory.
 
 Knows keys and bytes, never tensors, sequences or the network.
 """
@@ -13,42 +13,42 @@ from services.worker.kvcache.transfer_cost import ADVANTAGE
 _PIECE_BLOCKS = 16
 
 Contents = Sized
-"""The contents of a block, as many bytes as their length says: bytes, or what a runner keeps in host memory."""
+"""The contents of a block, whose length is their number of bytes: bytes, or a runner's page in host memory."""
 
 
 @dataclass(slots=True, eq=False)
 class BlockRequest:
-    """The contents of these blocks are wanted, in order, before `budget_s` is over: then computing them is cheaper."""
+    """A request for the contents of these blocks, in order. After `budget_s` seconds computing them is cheaper."""
 
     keys: Sequence[bytes]
     budget_s: float
     answer: Callable[["BlockRequest", Sequence[Contents] | None], None] = field(repr=False)
-    """Takes the next contents, and None when no more will come. May be called from any thread."""
+    """Called with the next contents, and with None when no more will come. May be called from any thread."""
     abandoned: bool = False
-    """Nobody waits for it any more."""
+    """No job waits for it any more."""
 
 
 class BlockStore(Protocol):
-    """A tier. The engine's thread calls it, so nothing here waits; answers may come from another thread."""
+    """A tier. The engine's thread calls it, so no method waits; answers may come from another thread."""
 
-    def pays(self, blocks: int, recompute_s: float) -> bool:
-        """Whether fetching so many blocks is predicted to be cheaper than computing them in `recompute_s`."""
+    def is_faster(self, blocks: int, recompute_s: float) -> bool:
+        """Whether fetching so many blocks is predicted to be faster than computing them in `recompute_s` seconds."""
 
-    def fetch(self, wish: BlockRequest) -> None:
-        """Answers the wish with what it has of it from the first block on, and then, in any case, with None."""
+    def fetch(self, request: BlockRequest) -> None:
+        """Answer with the contents that it has, from the first block on, and then in any case with None."""
 
     def lacks(self, keys: Sequence[bytes], recompute_s: float) -> list[bytes]:
-        """Which of these blocks it may want to be offered: none if fetching them all is far from paying."""
+        """The blocks among these that it lacks; none if fetching them all would take far longer than computing them."""
 
     def offer(self, key: bytes, payload: bytes) -> bool:
-        """Takes the contents of a block. False if it has no room for offers now."""
+        """Take the contents of a block. False if there is no room for offers now."""
 
 
 class HostStore:
-    """Contents in host memory, bounded in bytes; the least recently used go first."""
+    """Contents in host memory, bounded in bytes; the least recently used are dropped first."""
 
     def __init__(self, max_bytes: int, block_s: float = 0.0) -> None:
-        """block_s: seconds that a block takes there and back, if that is another memory than the pool's."""
+        """block_s: seconds that a block takes there and back, if the pool is not in host memory itself."""
         self.max_bytes, self._block_s = max_bytes, block_s
         self.bytes = 0
         self._contents: OrderedDict[bytes, Contents] = OrderedDict()
@@ -56,33 +56,33 @@ class HostStore:
     def __len__(self) -> int:
         return len(self._contents)
 
-    def pays(self, blocks: int, recompute_s: float) -> bool:
-        """By the time of a block's way there and back. Within the machine's memory that is nothing: the engine has
-        counted its own copy."""
+    def is_faster(self, blocks: int, recompute_s: float) -> bool:
+        """Predicted from the time of a block's way there and back. Within host memory that is zero: the engine itself
+        accounts for its copy."""
         return bool(self._contents) and recompute_s > 0 and blocks * self._block_s <= ADVANTAGE * recompute_s
 
-    def fetch(self, wish: BlockRequest) -> None:
-        """Answers at once."""
+    def fetch(self, request: BlockRequest) -> None:
+        """Answer at once."""
         found: list[Contents] = []
-        for key in wish.keys:
+        for key in request.keys:
             payload = self._contents.get(key)
             if payload is None:
                 break
             found.append(payload)
-        for key in reversed(wish.keys[: len(found)]):  # The tail goes before the head.
+        for key in reversed(request.keys[: len(found)]):  # The tail is dropped before the head.
             self._contents.move_to_end(key)
         for start in range(0, len(found), _PIECE_BLOCKS):
-            wish.answer(wish, found[start : start + _PIECE_BLOCKS])
-        wish.answer(wish, None)
+            request.answer(request, found[start : start + _PIECE_BLOCKS])
+        request.answer(request, None)
 
     def lacks(self, keys: Sequence[bytes], recompute_s: float) -> list[bytes]:
-        """Those that it does not have; none if their way is known to be longer than computing them."""
+        """The blocks that it does not have; none if moving them is known to take longer than computing them."""
         if 0 < recompute_s < len(keys) * self._block_s:
             return []
         return [key for key in keys if key not in self._contents]
 
     def offer(self, key: bytes, payload: Contents) -> bool:
-        """Keeps it, and drops others for it."""
+        """Keep the contents, and drop others for them."""
         if key in self._contents:
             self._contents.move_to_end(key)
             return True

@@ -13,8 +13,8 @@ from services.worker.errors import CheckpointError
 from services.worker.loader import presets
 from services.worker.loader.digests import FileDigests
 from services.worker.loader.files import parse_json
-from services.worker.loader.tensors import weight_files
 from services.worker.loader.tokenizer_check import check_template, check_tokenizer
+from services.worker.loader.weight_files import weight_files
 from services.worker.models.config import ModelConfig
 
 FILES = ["*.json", "*.safetensors", "*.jinja"]

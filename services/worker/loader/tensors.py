@@ -13,9 +13,8 @@ from torch import Tensor
 
 from services.worker.errors import CheckpointError
 from services.worker.loader.files import check_regular, parse_json
+from services.worker.loader.weight_files import INDEX, SINGLE, read_index, single_file
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _DTYPES = {
     **_PLAIN,
@@ -108,9 +107,9 @@ class Checkpoint:
 def open_checkpoint(model_dir: Path) -> Checkpoint:
     """Find the files and read their headers. Raises CheckpointError if one is missing, truncated or not safetensors."""
     if (model_dir / INDEX).exists():
-        owners = _read_index(model_dir / INDEX)
+        owners = read_index(model_dir / INDEX)
         shards = tuple(model_dir / name for name in sorted(set(owners.values())))
-    elif single := _single(model_dir):
+    elif single := single_file(model_dir):
         owners, shards = {}, (single,)
     else:
         pickles = sorted(p.name for kind in ("*.bin", "*.pt", "*.pth") for p in model_dir.glob(kind))
@@ -129,29 +128,6 @@ def open_checkpoint(model_dir: Path) -> Checkpoint:
     return Checkpoint(shards, headers)
 
 
-def weight_files(model_dir: Path) -> list[Path]:
-    """The files that `open_checkpoint` reads tensors from. If the index is damaged, or there is neither an index nor a
-    single file: all safetensors files of the folder."""
-    try:
-        if (model_dir / INDEX).exists():
-            names = set(_read_index(model_dir / INDEX).values())
-            return [path for path in (model_dir / name for name in sorted(names)) if path.is_file()]
-        if (single := _single(model_dir)) and single.is_file():
-            return [single]
-    except CheckpointError:
-        pass  # `open_checkpoint` refuses it.
-    return sorted(path for path in model_dir.glob("*.safetensors") if path.is_file())
-
-
-def _single(model_dir: Path) -> Path | None:
-    """The file of an unsharded checkpoint. AutoGPTQ chooses its own name for it: a lone safetensors file of any name
-    counts."""
-    if (model_dir / SINGLE).exists():
-        return model_dir / SINGLE
-    found = list(model_dir.glob("*.safetensors"))
-    return found[0] if len(found) == 1 else None
-
-
 def type_name(dtype: torch.dtype) -> str:
     """The name that safetensors files use for a number format."""
     return next(name for name, each in _DTYPES.items() if each == dtype)
@@ -162,20 +138,6 @@ def check_plain(name: str, header: TensorHeader) -> None:
     if header.dtype not in FLOATS:
         kind, plain = type_name(header.dtype), ", ".join(_PLAIN)
         raise CheckpointError(f"tensor {name} has type {kind} and no quantization_config; plain are {plain}")
-
-
-def _read_index(path: Path) -> dict[str, str]:
-    try:
-        check_regular(path)
-        owners = parse_json(path.read_bytes(), path.name)["weight_map"]
-    except (OSError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path.name} cannot be read: {type(error).__name__}") from None
-    if not isinstance(owners, dict) or not owners:
-        raise CheckpointError(f"{path.name} names no tensors")
-    for name in owners.values():
-        if not isinstance(name, str) or Path(name).name != name:
-            raise CheckpointError(f"{path.name} names a file outside the checkpoint")
-    return owners
 
 
 def _read_header(path: Path) -> dict[str, TensorHeader]:

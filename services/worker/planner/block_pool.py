@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 
 class BlockPool:
-    """Blocks 1 to `total`; 0 is nobody's. A block with a key may have several owners, one without has one."""
+    """Blocks 1 to `total`; block 0 is padding. A block with a key may have several owners, one without has one."""
 
     def __init__(self, total: int) -> None:
         self.total = total
@@ -20,7 +20,7 @@ class BlockPool:
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._changes: dict[bytes, bool] = {}
         self.on_evict: Callable[[int, bytes], None] | None = None
-        """Told of each cached block and its key before `take` gives it away: its content is still there."""
+        """Called with each cached block and its key before `take` gives it away: its content is still there."""
 
     @property
     def free(self) -> int:
@@ -57,13 +57,13 @@ class BlockPool:
         return sum(block in self._cached for block in blocks)
 
     def share(self, blocks: Sequence[int]) -> None:
-        """Become one more owner of matched blocks."""
+        """Add one owner to each of these matched blocks."""
         for block in blocks:
             self._cached.pop(block, None)
             self._owners[block] += 1
 
     def touch(self, blocks: Sequence[int]) -> None:
-        """Matched blocks of a sequence are the last to be evicted, its tail before its head."""
+        """Make matched blocks of a sequence the last to be evicted, its tail before its head."""
         self.share(blocks)
         self.release(blocks)
 
@@ -84,7 +84,7 @@ class BlockPool:
         return taken
 
     def publish(self, block: int, key: bytes) -> None:
-        """The block is computed: whoever looks for `key` may share it. The first block published with a key stays."""
+        """Make a computed block findable by `key`. The first block published with a key stays."""
         assert self._owners[block] > 0, f"block {block} has no owner"
         if key not in self._block_of and block not in self._key_of:
             self._key_of[block] = key
@@ -92,12 +92,12 @@ class BlockPool:
             self._changes[key] = True
 
     def withdraw(self, block: int) -> None:
-        """What the block holds shall not be found again, unless others share it."""
+        """Make the block unfindable, unless several sequences own it."""
         if self._owners[block] == 1:
             self._forget(block)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Give up one ownership of each block of a sequence, so that its tail is evicted before its head."""
+        """Remove one owner from each of these blocks of a sequence. Its tail will be evicted before its head."""
         for block in reversed(blocks):
             assert self._owners[block] > 0, f"block {block} has no owner"
             self._owners[block] -= 1
@@ -109,7 +109,7 @@ class BlockPool:
                 self._free.append(block)
 
     def take_changes(self) -> tuple[list[bytes], list[bytes]]:
-        """Keys that can be found since the last call, and keys that can no more be found since."""
+        """Keys that became findable since the last call, and keys that became unfindable."""
         changes, self._changes = self._changes, {}
         return [k for k, found in changes.items() if found], [k for k, found in changes.items() if not found]
 

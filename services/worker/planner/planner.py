@@ -1,9 +1,10 @@
-"""The planner: which sequences take part in the next step, with how many tokens, and who must wait or make room.
+"""Chooses which sequences take part in the next step, with how many tokens, and which ones wait or make room.
 
 Pure: knows sequences and blocks, never tensors, threads or the clock. It needs no token's value to plan the next step.
 """
 
 import bisect
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple
@@ -12,10 +13,11 @@ from services.worker.planner.block_pool import BlockPool
 from services.worker.planner.sequence import Sequence
 from services.worker.planner.token_budget import TokenBudget
 
-# A sequence that was paused this often is not paused again: when it comes back it takes all blocks it can ever need.
+# A sequence that was paused this often is not paused again: when it is admitted again it takes all blocks that it can
+# ever need.
 MOST_PREEMPTIONS = 3
 
-_rank = attrgetter("rank")
+_queue_key = attrgetter("queue_key")
 
 
 class Row(NamedTuple):
@@ -27,7 +29,7 @@ class Row(NamedTuple):
     tokens: int
     """Tokens to compute."""
     samples: bool
-    """A new token follows: these are the last ones there are."""
+    """Whether the row ends with the sequence's last token, so that new ones are drawn."""
 
 
 @dataclass(slots=True)
@@ -38,18 +40,20 @@ class Plan:
     """Tokens that may still be added."""
     rows: list[Row] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
-    """They have a slot since this step."""
+    """Sequences that got a slot in this step."""
     released: list[int] = field(default_factory=list)
-    """Slots that became empty since the last step; an admitted sequence may have one of them again."""
+    """Slots that became empty since the last step. An admitted sequence may have got one of them."""
+    paused: list[Sequence] = field(default_factory=list)
+    """Sequences that lost slot and blocks to make room for others."""
 
     def drop(self, sequence: Sequence) -> None:
-        """The sequence takes no part after all."""
+        """Take the sequence's row out of the step."""
         self.budget += sum(row.tokens for row in self.rows if row.sequence is sequence)
         self.rows = [row for row in self.rows if row.sequence is not sequence]
 
 
 class Planner:
-    """Waiting and running sequences and the pool they share. Its one writer is the engine's thread."""
+    """Waiting and running sequences and the pool they share. Only the engine's thread may call it."""
 
     def __init__(
         self,
@@ -64,86 +68,123 @@ class Planner:
             raise ValueError(f"step_tokens {step_tokens} is less than max_batch_size {slots}: some rows would starve")
         self.pool, self.block_size = pool, block_size
         self.step_tokens, self.prefix_cache = step_tokens, prefix_cache
-        self._shares = None if chunk_tokens is None else TokenBudget(chunk_tokens, step_tokens)
+        self._token_budget = None if chunk_tokens is None else TokenBudget(chunk_tokens, step_tokens)
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.leaving: list[Sequence] = []
-        """Done, but a step in flight may still write to their blocks."""
+        """Sequences that have ended while a step in flight may still write to their blocks."""
         self.preemptions = 0
         self._free_slots = list(range(slots - 1, -1, -1))
         self._released: list[int] = []
         self._computing: dict[bytes, Sequence] = {}
         self._begun: list[tuple[Sequence, int]] = []
-        """Whose blocks, up to which, are still to be noted as being computed: making keys can wait for the launch."""
+        """Sequences whose first so many blocks are still to be entered in `_computing`. Computing their keys can wait
+        until the step is launched."""
 
     def fits(self, sequence: Sequence) -> bool:
-        """Whether it can run when it is alone."""
+        """Whether the sequence can run when it is alone."""
         return sequence.most_blocks <= self.pool.total
 
     def add(self, sequence: Sequence) -> None:
-        """The sequence waits for its turn."""
-        bisect.insort(self.waiting, sequence, key=_rank)
+        """Put the sequence into the waiting queue."""
+        bisect.insort(self.waiting, sequence, key=_queue_key)
 
     def remove(self, sequence: Sequence) -> None:
-        """A sequence is done, whatever the reason: its slot and blocks are free for others, at once or when the last
-        step in flight that may still write to them has landed."""
+        """Take out a sequence that has ended. Its slot and blocks become free at once, or when the last step in flight
+        that may still write to them is over."""
         if sequence.slot is None:
             self.waiting.remove(sequence)
             return
         self.running.remove(sequence)
-        if sequence.flying:
+        if sequence.in_flight:
             self.leaving.append(sequence)
         else:
             self._vacate(sequence)
 
-    def land(self, sequence: Sequence) -> None:
-        """A step in flight with a row of this sequence is over."""
-        sequence.flying -= 1
-        if not sequence.flying and sequence in self.leaving:
-            self.leaving.remove(sequence)
-            self._vacate(sequence)
+    def launched(self, rows: Iterable[Row]) -> list[int]:
+        """Note that a step with these rows is in flight. -> how often the sequence of each row was paused so far."""
+        preemptions = []
+        for row in rows:
+            sequence = row.sequence
+            sequence.in_flight += 1
+            preemptions.append(sequence.preemptions)
+        return preemptions
+
+    def landed(self, rows: Iterable[Row]) -> None:
+        """Note that a step in flight with these rows is over."""
+        for row in rows:
+            sequence = row.sequence
+            sequence.in_flight -= 1
+            if self.leaving and not sequence.in_flight and sequence in self.leaving:
+                self.leaving.remove(sequence)
+                self._vacate(sequence)
 
     def plan(self) -> Plan:
-        """Decide the next step: running answers first, then prompts, then who waits, within the token budget."""
+        """Choose the rows of the next step within the token budget: running answers, then prompts, then new ones."""
         self._note_begun()
         plan = Plan(self.step_tokens)
         before = self.preemptions
         prompts = self._schedule_answers(plan)
-        if plan.rows and self._shares is not None:
+        if plan.rows and self._token_budget is not None:
             taken = self.step_tokens - plan.budget
-            line = [*prompts, *self.waiting[: len(self._free_slots)]]
-            begun = sum(len(row.sequence.tokens) > row.sequence.prefill_end for row in plan.rows) if line else 0
+            queue = [*prompts, *self.waiting[: len(self._free_slots)]]
+            begun = sum(len(row.sequence.tokens) > row.sequence.prefill_end for row in plan.rows) if queue else 0
             context = prompts[0].computed if prompts else 0
-            share = self._shares.step([sequence.arrival for sequence in line], context, taken, begun)
+            share = self._token_budget.step([sequence.arrival for sequence in queue], context, taken, begun)
             plan.budget = max(share - taken, 0)
         for sequence in prompts:
             if sequence.slot is not None:
                 self._schedule(sequence, sequence.remaining, plan)
         if self.preemptions == before:
             self._admit(plan)
-        if plan.rows:  # Else no step is launched that could tell of them.
+        if plan.rows:  # Otherwise no step is launched that could carry the edits.
             plan.released, self._released = self._released, []
         return plan
 
-    def commit(self, row: Row) -> None:
-        """The row's tokens are computed and their values known: whole blocks can be found from now on."""
-        sequence = row.sequence
-        whole = min(row.start + row.tokens, len(sequence.tokens)) // self.block_size
+    def commit(self, row: Row, tokens: Collection[int] = ()) -> None:
+        """Record that a row is computed and, if it samples, which tokens it drew. Its whole blocks can be found from
+        now on.
+
+        A plan counts on one token for each row that samples. Of a row that drew several, the device has computed all
+        but the last; of one that drew none, the last token is computed again.
+        """
+        sequence, start, count, samples = row
+        end = start + count
+        sequence.tokens += tokens
+        if samples and len(tokens) != 1:
+            beyond = len(tokens) - 1
+            sequence.computed += beyond
+            sequence.total += beyond
+            end = min(end + beyond, len(sequence.blocks) * self.block_size)
+        whole = min(end, len(sequence.tokens)) // self.block_size
         if whole <= sequence.published or sequence.slot is None or not self.caches(sequence):
             return
-        for index, key in enumerate(sequence.keys(whole)[sequence.published :], sequence.published):
+        for index, key in enumerate(sequence.keys.first(whole)[sequence.published :], sequence.published):
             self.pool.publish(sequence.blocks[index], key)
             if self._computing.get(key) is sequence:
                 del self._computing[key]
         sequence.published = whole
 
+    def hold(self, sequence: Sequence) -> None:
+        """Do not admit this waiting sequence: blocks are being fetched for it."""
+        sequence.waiting_for_blocks = True
+
+    def resume(self, sequence: Sequence) -> None:
+        """The sequence may be admitted again."""
+        sequence.waiting_for_blocks = False
+
+    def note_fetched(self, sequence: Sequence, keys: Iterable[bytes]) -> None:
+        """Record that the blocks of these keys were fetched for this sequence."""
+        sequence.fetched_keys.update(keys)
+
     def usable_blocks(self, sequence: Sequence) -> int:
-        """How many blocks it may find in the cache: whole ones, before its last token, which is always computed."""
+        """How many blocks the sequence may find in the cache: whole ones before its last token, which is always
+        computed."""
         return (len(sequence.tokens) - 1) // self.block_size if self.caches(sequence) else 0
 
     def usable_keys(self, sequence: Sequence) -> list[bytes]:
         """Keys of these blocks."""
-        return sequence.keys(self.usable_blocks(sequence))
+        return sequence.keys.first(self.usable_blocks(sequence))
 
     def is_computing(self, key: bytes) -> bool:
         """Whether a running sequence is about to publish this block."""
@@ -151,7 +192,7 @@ class Planner:
         return key in self._computing
 
     def cut(self, sequence: Sequence, tokens: int) -> None:
-        """Only its first `tokens` tokens count: what lies beyond is not to be found in the cache."""
+        """Withdraw the blocks beyond the sequence's first `tokens` tokens from the cache."""
         for block in sequence.blocks[tokens // self.block_size : sequence.published]:
             self.pool.withdraw(block)
 
@@ -168,8 +209,8 @@ class Planner:
     # ---- running sequences ----
 
     def _schedule_answers(self, plan: Plan) -> list[Sequence]:
-        """A token of each running answer; what runs besides, by rank, are prompts. The budget is never short here: a
-        step has at least as many tokens as there are slots."""
+        """Add a token of each running answer. -> the running prompts, in the queue's order. The budget suffices: a step
+        has at least as many tokens as there are slots."""
         prompts = []
         for sequence in self.running.copy():
             computed, total = sequence.computed, sequence.total
@@ -200,21 +241,23 @@ class Planner:
         sequence.total += samples
 
     def _make_room(self, sequence: Sequence, tokens: int, plan: Plan) -> bool:
-        """Give it blocks for so many tokens, pausing others if need be. False when it had to be paused itself."""
+        """Give the sequence blocks for so many tokens, pausing others if need be. False when it was paused itself."""
         needed = sequence.blocks_for(tokens) - len(sequence.blocks)
         if needed <= 0:
             return True
         while self.pool.available < needed:
-            victim = max((s for s in self.running if s.preemptions < MOST_PREEMPTIONS), key=_rank)
+            victim = max((s for s in self.running if s.preemptions < MOST_PREEMPTIONS), key=_queue_key)
             self._preempt(victim)
             plan.drop(victim)
+            plan.paused.append(victim)
             if victim is sequence:
                 return False
         sequence.blocks += self.pool.take(needed)
         return True
 
     def _preempt(self, victim: Sequence) -> None:
-        """Pause: its blocks go (computed whole ones stay findable as long as there is room), prefill brings it back."""
+        """Take slot and blocks away. Whole blocks that are computed stay in the cache as long as there is room; a
+        prefill computes the rest again."""
         self.running.remove(victim)
         self._vacate(victim)
         victim.total = len(victim.tokens)
@@ -223,27 +266,28 @@ class Planner:
         self.add(victim)
 
     def _vacate(self, sequence: Sequence) -> None:
-        assert sequence.slot is not None, "it has no slot"
+        assert sequence.slot is not None, f"job {sequence.job.key} has no slot"
         for key in [key for key, owner in self._computing.items() if owner is sequence]:
             del self._computing[key]
         self.pool.release(sequence.blocks)
         self._free_slots.append(sequence.slot)
         self._released.append(sequence.slot)
         sequence.slot, sequence.blocks = None, []
-        sequence.computed = sequence.published = sequence.told_blocks = 0
+        sequence.computed = sequence.published = sequence.sent_blocks = 0
 
     # ---- waiting sequences ----
 
     def _admit(self, plan: Plan) -> None:
-        """By rank. Who waits for a prefix, fetched or computed by another, lets others pass; who waits for room not."""
+        """Admit waiting sequences in the queue's order. One whose prefix is being fetched, or computed by another, lets
+        others pass; one for which there is no room does not."""
         for sequence in list(self.waiting):
             if not self._free_slots or plan.budget == 0:
                 return
-            if sequence.parked:
+            if sequence.waiting_for_blocks:
                 continue
             usable = self.usable_blocks(sequence)
-            found = self.pool.match(map(sequence.key, range(usable)))
-            if len(found) < usable and self.is_computing(sequence.key(len(found))):
+            found = self.pool.match(map(sequence.keys.at, range(usable)))
+            if len(found) < usable and self.is_computing(sequence.keys.at(len(found))):
                 continue
             protected = sequence.preemptions >= MOST_PREEMPTIONS
             blocks = sequence.most_blocks if protected else sequence.blocks_for(sequence.total)
@@ -257,14 +301,15 @@ class Planner:
     def _start(self, sequence: Sequence, found: list[int], usable: int) -> None:
         self.pool.share(found)
         self.waiting.remove(sequence)
-        bisect.insort(self.running, sequence, key=_rank)
+        bisect.insort(self.running, sequence, key=_queue_key)
         sequence.slot = self._free_slots.pop()
         sequence.blocks = found
         sequence.published = len(found)
         sequence.computed = sequence.found_tokens = len(found) * self.block_size
         sequence.prefill_end = sequence.total
         if not sequence.preemptions:
-            fetched = sum(key in sequence.fetched for key in sequence.keys(len(found))) if sequence.fetched else 0
+            keys = sequence.keys.first(len(found)) if sequence.fetched_keys else []
+            fetched = sum(key in sequence.fetched_keys for key in keys)
             sequence.fetched_tokens = fetched * self.block_size
             sequence.cached_tokens = sequence.found_tokens - sequence.fetched_tokens
         self._begun.append((sequence, usable))
@@ -272,10 +317,10 @@ class Planner:
     def _note_begun(self) -> None:
         for sequence, usable in self._begun:
             if sequence.slot is not None:
-                for key in sequence.keys(usable)[sequence.published :]:
+                for key in sequence.keys.first(usable)[sequence.published :]:
                     self._computing.setdefault(key, sequence)
         self._begun.clear()
 
     def caches(self, sequence: Sequence) -> bool:
-        """Whether it may find and fill cached blocks."""
+        """Whether the sequence may find and fill cached blocks."""
         return self.prefix_cache and not sequence.job.bypass_cache

@@ -1,55 +1,93 @@
-"""One job on its way through the engine: its tokens, its blocks and what it has cost. Knows counts, never tensors."""
+"""A job as the planner sees it: its tokens, its slot and blocks, and how far it is computed. Knows counts, never times.
+
+The planner is the only writer of a sequence; everybody else reads it.
+"""
+
+from collections.abc import Sequence as Many
 
 from services.hashing import block_keys, chain_root
-from services.worker.job import Cost, Job
+from services.worker.job import Job
+
+
+class BlockKeys:
+    """Keys of the whole blocks of a growing list of tokens. A key is computed when it is first asked for, and kept."""
+
+    __slots__ = ("_block_size", "_keys", "_root", "_tokens")
+
+    def __init__(self, tokens: Many[int], block_size: int, root: bytes) -> None:
+        """root: what the first block's key is chained to."""
+        self._tokens, self._block_size, self._root = tokens, block_size, root
+        self._keys: list[bytes] = []
+
+    def first(self, count: int) -> list[bytes]:
+        """Keys of the first `count` blocks, all of which must be whole."""
+        assert count * self._block_size <= len(self._tokens), "only whole blocks have keys"
+        known = len(self._keys)
+        if known < count:
+            new = self._tokens[known * self._block_size : count * self._block_size]
+            self._keys += block_keys(new, self._block_size, self._keys[-1] if known else self._root)
+        return self._keys[:count]
+
+    def at(self, index: int) -> bytes:
+        """The key of one whole block. Keys of some blocks behind it are computed at the same time."""
+        if index >= len(self._keys):
+            self.first(min(2 * index + 1, len(self._tokens) // self._block_size))
+        return self._keys[index]
 
 
 class Sequence:
-    """The state of a job. The planner owns slot, blocks and counts; the engine owns tokens and times.
+    """The progress of one job.
 
-    `total` counts the tokens there are, those included that are still being computed: the next step can be planned
-    before their values are known.
+    `total` counts all tokens, including those that are still being computed: the next step can be planned before their
+    values are known. `tokens` holds those whose values are known.
     """
 
-    def __init__(
-        self, job: Job, arrival: int, now: float, block_size: int, max_length: int, fingerprint: bytes
-    ) -> None:
-        self.job = job
-        self.arrival = arrival
-        self.block_size = block_size
-        self.limit = min(job.boundary + job.params.max_tokens, max_length)
+    __slots__ = (
+        "arrival", "block_size", "blocks", "cached_tokens", "computed", "fetched_keys", "fetched_tokens",
+        "found_tokens", "in_flight", "job", "keys", "limit", "preemptions", "prefill_end", "published", "queue_key",
+        "sent_blocks", "slot", "tokens", "total", "waiting_for_blocks",
+    )  # fmt: skip
+
+    def __init__(self, job: Job, arrival: int, block_size: int, max_length: int, fingerprint: bytes) -> None:
+        """arrival: the number of the job among all that arrived. max_length: most tokens of prompt and answer."""
+        self.job, self.arrival, self.block_size = job, arrival, block_size
+        self.queue_key = (-job.priority, arrival)
+        """The sequence with the smallest key goes first."""
+        self.limit = min(job.prompt_len + job.params.max_tokens, max_length)
+        """Tokens at which the answer ends."""
         self.tokens: list[int] = list(job.token_ids)
+        self.keys = BlockKeys(self.tokens, block_size, chain_root(job.salt, fingerprint))
         self.total = len(self.tokens)
         self.computed = 0
+        """Tokens whose keys and values are stored, or will be when the steps in flight are over."""
         self.published = 0
+        """Blocks that other sequences can find."""
         self.slot: int | None = None
         self.blocks: list[int] = []
-        self.found_tokens = 0  # in the cache, when it got its slot
-        self.prefill_end = 0  # tokens it had when it got its slot: what comes later the device made itself
-        self.told_blocks = 0
-        self.flying = 0  # steps in flight that it has a row in
+        self.sent_blocks = 0
+        """Blocks that the device was sent."""
+        self.found_tokens = 0
+        """Tokens found in the prefix cache when the sequence got its slot."""
+        self.prefill_end = 0
+        """Tokens that the sequence had when it got its slot. The device itself produced all later ones."""
+        self.in_flight = 0
+        """Steps in flight in which the sequence has a row."""
         self.preemptions = 0
-        self._keys: list[bytes] = []
-        self._root = chain_root(job.salt, fingerprint)
-        self.arrived_s, self.started_s, self.first_token_s, self.last_token_s = now, 0.0, 0.0, 0.0
-        self.preempted_s: list[float] = []
-        self.prefill_tokens = self.cached_tokens = self.fetched_tokens = self.steps = self.prefill_steps = 0
-        self.parked = False  # it waits for blocks that are being fetched for it
-        self.fetched: set[bytes] = set()  # keys of those that came
-
-    @property
-    def rank(self) -> tuple[int, int]:
-        """Who goes first: the smallest."""
-        return (-self.job.priority, self.arrival)
+        self.waiting_for_blocks = False
+        """Blocks are being fetched for it from a lower tier."""
+        self.fetched_keys: set[bytes] = set()
+        """Keys of the blocks that were fetched for it."""
+        self.cached_tokens = self.fetched_tokens = 0
+        """Prompt tokens that the device's prefix cache held, and those fetched from a lower tier."""
 
     @property
     def position(self) -> int:
         """Tokens of the answer whose values are known."""
-        return len(self.tokens) - self.job.boundary
+        return len(self.tokens) - self.job.prompt_len
 
     @property
     def remaining(self) -> int:
-        """Tokens to compute before the next new one; 0 when all there will be are on their way."""
+        """Tokens to compute before the next new one; 0 when all tokens there will be are already being computed."""
         return 0 if self.total >= self.limit else self.total - self.computed
 
     def blocks_for(self, tokens: int) -> int:
@@ -58,47 +96,16 @@ class Sequence:
 
     @property
     def most_blocks(self) -> int:
-        """Blocks it needs at most: the last token of an answer is never computed."""
+        """Blocks that the sequence needs at most. The last token of an answer is never computed."""
         return self.blocks_for(max(self.limit - 1, 1))
 
     @property
     def has_new_blocks(self) -> bool:
-        """Whether it got blocks that the device does not know of."""
-        return self.told_blocks < len(self.blocks)
+        """Whether there are blocks that the device was not sent."""
+        return self.sent_blocks < len(self.blocks)
 
-    def keys(self, blocks: int) -> list[bytes]:
-        """Keys of its first whole blocks."""
-        assert blocks * self.block_size <= len(self.tokens), "only whole blocks have keys"
-        if len(self._keys) < blocks:
-            new = self.tokens[len(self._keys) * self.block_size : blocks * self.block_size]
-            self._keys += block_keys(new, self.block_size, self._keys[-1] if self._keys else self._root)
-        return self._keys[:blocks]
-
-    def key(self, index: int) -> bytes:
-        """Of one of its whole blocks; those up to it, and some behind it, are made and kept."""
-        if index >= len(self._keys):
-            self.keys(min(2 * index + 1, len(self.tokens) // self.block_size))
-        return self._keys[index]
-
-    def cost(self, now: float) -> Cost:
-        """What it has cost until now."""
-        started = self.started_s or now
-        first = self.first_token_s or now
-        return Cost(
-            queue_s=started - self.arrived_s,
-            prefill_s=first - started,
-            decode_s=(self.last_token_s or now) - first,
-            prefill_tokens=self.prefill_tokens,
-            cached_tokens=self.cached_tokens,
-            preemptions=self.preemptions,
-            steps=self.steps,
-            prefill_steps=self.prefill_steps,
-            fetched_tokens=self.fetched_tokens,
-            first_token=self.first_token_s > 0,
-            preempted_s=tuple(at - self.arrived_s for at in self.preempted_s),
-        )
-
-    def note_pauses(self, now: float) -> None:
-        """The planner, which knows no clock, may have paused it since the last time."""
-        while len(self.preempted_s) < self.preemptions:
-            self.preempted_s.append(now)
+    def take_new_blocks(self) -> tuple[int, list[int]]:
+        """The index of the first block that the device was not sent, and the blocks from there on. They count as sent
+        from now on."""
+        first, self.sent_blocks = self.sent_blocks, len(self.blocks)
+        return first, self.blocks[first:]

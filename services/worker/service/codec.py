@@ -39,7 +39,7 @@ def job_of(message: mesh.Job, key: int, card: mesh.ModelCard) -> Job:
     return Job(
         key=key,
         token_ids=token_ids,
-        boundary=message.prompt_len,
+        prompt_len=message.prompt_len,
         params=_params(given, card.vocab_size),
         sample_index=message.sample_index,
         salt=message.salt,

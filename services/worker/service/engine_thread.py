@@ -1,4 +1,4 @@
-"""Runs the engine in a thread of its own and passes its events to the event loop in order."""
+"""Runs the engine in a thread of its own and passes its events to the event loop in order. Knows no model."""
 
 import asyncio
 import threading
@@ -11,21 +11,20 @@ from services.worker.service.jobs import Jobs
 from services.worker.service.scheduler_link import SchedulerLink
 
 _LONG_STEP_S = 0.5
-# Steps whose tokens the event loop has not yet taken: an engine that is faster than the links waits for them.
-_MOST_UNTOLD = 32
+_MOST_UNDELIVERED = 32  # steps whose tokens the event loop has not taken yet: a faster engine waits
 _ROOM_WAIT_S = 0.5
-# Who waits for a first token is told before the engine's thread takes the interpreter for its next launch.
+# Links write a job's first token before the engine's thread takes the interpreter for its next launch.
 _FIRST_WAIT_S = 0.0005
 
 
 class EngineFailed(Exception):
-    """The engine's thread has ended by a bug, or because its device is lost: only a new process can do better."""
+    """The engine's thread has ended by a bug, or because its device is lost: only a new process can recover."""
 
 
 class EngineThread:
-    """Runs the engine in a thread of its own; what it says reaches the event loop in order.
+    """Runs the engine in a thread of its own; as `EngineEvents` it passes what happens to the event loop in order.
 
-    As a context manager it gives a future, which never has a result but EngineFailed if it comes to that.
+    As a context manager it returns a future that never has a result; it raises EngineFailed when the thread has failed.
     """
 
     def __init__(self, engine: Engine, jobs: Jobs, attachment: SchedulerLink) -> None:
@@ -34,8 +33,8 @@ class EngineThread:
         self._attachment = attachment
         self._loop = asyncio.get_running_loop()
         self._stop = threading.Event()
-        self._room = threading.Semaphore(_MOST_UNTOLD)
-        self._told = threading.Event()
+        self._room = threading.Semaphore(_MOST_UNDELIVERED)
+        self._written = threading.Event()
         self._launched_at: float | None = None
         self._failed: asyncio.Future[None] = self._loop.create_future()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -51,34 +50,33 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            self._engine.run_forever(self._on_output, self._on_launch, self._on_soon, self._stop)
+            self._engine.run(self, self._stop)
         except Exception as error:
             telemetry.log_exception("the engine failed", error)
             self._loop.call_soon_threadsafe(self._failed.set_exception, EngineFailed())
 
-    def _on_output(self, output: StepOutput) -> None:
+    def launched(self, predicted_s: float) -> None:
+        """A step begins. The scheduler is informed at once if the step will take long."""
+        self._launched_at = time.monotonic()
+        if predicted_s > _LONG_STEP_S:
+            self._loop.call_soon_threadsafe(self._attachment.changed)
+
+    def stepped(self, output: StepOutput) -> None:
+        """A step is over: deliver its output, waiting while too many outputs are not delivered yet."""
         launched_at, self._launched_at = self._launched_at, None
         step_s = None if launched_at is None else time.monotonic() - launched_at
         while not self._room.acquire(timeout=_ROOM_WAIT_S):
             if self._stop.is_set():
                 return
         first = any(token.position == 0 for token in output.tokens)
-        self._told.clear()
+        self._written.clear()
         self._loop.call_soon_threadsafe(self._deliver, output, step_s, first)
         if first:
-            self._told.wait(_FIRST_WAIT_S)
+            self._written.wait(_FIRST_WAIT_S)
 
     def _deliver(self, output: StepOutput, step_s: float | None, first: bool) -> None:
         self._room.release()
         self._jobs.deliver(output, step_s)
         if first:
-            self._loop.call_soon(self._told.set)  # behind the links, which write meanwhile
+            self._loop.call_soon(self._written.set)  # after the links, which write in this iteration of the loop
         self._attachment.changed(urgent=bool(output.ended))
-
-    def _on_launch(self, predicted_s: float) -> None:
-        self._launched_at = time.monotonic()
-        if predicted_s > _LONG_STEP_S:
-            self._loop.call_soon_threadsafe(self._attachment.changed)
-
-    def _on_soon(self, keys: list[int]) -> None:
-        """Jobs no longer pass announced first tokens on."""

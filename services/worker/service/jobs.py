@@ -75,7 +75,7 @@ class Jobs:
             message.attempt,
             state=state,
             placement=message.placement,
-            prior=job.token_ids[job.boundary :],
+            prior=job.token_ids[job.prompt_len :],
             replayable=job.params.logprobs is None,
             prompt_tokens=len(job.token_ids),
             cacheable=not job.bypass_cache,

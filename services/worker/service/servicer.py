@@ -11,7 +11,7 @@ from grpc import StatusCode, aio
 from protos import mesh_pb2 as mesh
 from services import mesh_id as mesh_ids
 from services.errors import WeftError, invalid, unavailable
-from services.worker.engine.profiling import Profile, Profiler
+from services.worker.engine.base import StepProfile, StepProfiler
 from services.worker.service.job_record import Subscriber
 from services.worker.service.jobs import Jobs
 from services.worker.service.startup import Startup
@@ -31,7 +31,7 @@ class Loaded:
     bundle: bytes
     digest: bytes
     report: Callable[[], mesh.WorkerReport]
-    profiler: Profiler
+    profiler: StepProfiler
 
 
 class WorkerService:
@@ -109,7 +109,7 @@ class WorkerService:
         return status
 
 
-def _summary(profile: Profile) -> mesh.ProfileSummary:
+def _summary(profile: StepProfile) -> mesh.ProfileSummary:
     host, device = (
         [mesh.ProfilePart(name=name, seconds=seconds) for name, seconds in parts.items()]
         for parts in (profile.host, profile.families)

@@ -1,4 +1,4 @@
-"""The KV pool in host memory: keys and values of all layers by block. Knows blocks by number, never whose they are."""
+"""The KV pool in host memory: keys and values of all layers by block. Knows blocks by number, no sequences."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,14 +7,15 @@ import numpy as np
 import torch
 
 from kernels import kv_pages
-from services.worker.kvcache.pool import make_layers
+from services.worker.kvcache.pages import make_layers
 from services.worker.models.config import ModelConfig
 
 
 class CpuPool:
-    """A pool in host memory."""
+    """A `KvPool` in host memory."""
 
     host_block_s = 0.0
+    """Blocks are in host memory already."""
 
     def __init__(self, config: ModelConfig, blocks: int, block_size: int, stored: torch.dtype) -> None:
         """Room for blocks 1 to `blocks`, each of `block_size` tokens."""
@@ -38,11 +39,11 @@ class CpuPool:
         return [block.tobytes() for block in layers]
 
     def keep(self, blocks: list[int]) -> list[bytes]:
-        """The same: the pool is in host memory already."""
+        """The same as `read`: the pool is in host memory already."""
         return self.read(blocks)
 
     def write(self, blocks: list[int], payloads: Sequence[Any]) -> None:
-        """Fill blocks that no job uses with what `read` gave, `block_bytes` for each."""
+        """Fill blocks that no job uses with what `read` returned, `block_bytes` for each."""
         assert all(len(payload) == self.block_bytes for payload in payloads), "contents of another layout"
         received = np.frombuffer(b"".join(payloads), np.uint8).reshape(len(blocks), len(self.layers), -1)
         for layer, contents in enumerate(self._contents):

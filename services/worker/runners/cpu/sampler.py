@@ -1,4 +1,4 @@
-"""From logits to tokens: the sampling state of each slot, and the order of the steps. Knows slots, never jobs."""
+"""From logits to tokens: the sampling state of each slot, and the order of operations. Knows slots, never jobs."""
 
 import numpy as np
 import numpy.typing as npt
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels import reference
-from services.worker.runners.base import Sampled
+from services.worker.runners.base import Sampled, Top
 from services.worker.runners.step import SlotState, Words
 
 _DRAW, _CUT, _PENALTY, _BIAS, _BAN, _LOGPROBS = (1 << bit for bit in range(6))
@@ -22,7 +22,7 @@ class Sampler:
         self.slots, self.vocab_size = slots, vocab_size
         self._todo = np.zeros(slots, np.int64)
         self._logprobs = np.zeros(slots, np.int64)
-        self._boundary = np.zeros(slots, np.int64)
+        self._prompt_len = np.zeros(slots, np.int64)
         self._seed = torch.zeros(slots, dtype=torch.int64)
         self._sample_index = torch.zeros(slots, dtype=torch.int64)
         self._top_k = torch.zeros(slots, dtype=torch.int64)
@@ -36,8 +36,8 @@ class Sampler:
     # ---- edits ----
 
     def admit(self, slot: int, state: SlotState) -> None:
-        """A sequence takes the slot; nothing stays of the one before."""
-        self._boundary[slot] = state.boundary
+        """A sequence takes the slot; the state of the previous one is dropped."""
+        self._prompt_len[slot] = state.prompt_len
         self._logprobs[slot] = state.logprobs
         self._seed[slot] = state.seed_low & 0xFFFFFFFF | state.seed_high << 32
         self._sample_index[slot] = state.sample_index
@@ -52,34 +52,34 @@ class Sampler:
         draws = state.temperature > 0
         self._todo[slot] = _DRAW * draws | _CUT * (draws and cuts) | _LOGPROBS * (state.logprobs >= 0)
 
-    def remember(self, slot: int, boundary: int, ids: Words) -> None:
-        """The tokens that the slot's penalties count."""
+    def remember(self, slot: int, prompt_len: int, ids: Words) -> None:
+        """Set the tokens that the slot's penalties count: the prompt's and the answer's."""
         if self._seen is None or self._counts is None:
             self._seen = torch.zeros(self.slots, self.vocab_size, dtype=torch.bool)
             self._counts = torch.zeros(self.slots, self.vocab_size)
         tokens = torch.from_numpy(ids.astype(np.int64))
         self._seen[slot].zero_()[tokens] = True
-        self._counts[slot] = torch.bincount(tokens[boundary:], minlength=self.vocab_size)
+        self._counts[slot] = torch.bincount(tokens[prompt_len:], minlength=self.vocab_size)
         self._todo[slot] |= _PENALTY
 
     def bias(self, slot: int, ids: Words, values: npt.NDArray[np.float32]) -> None:
-        """What the slot adds to these tokens' logits."""
+        """Set what is added to these tokens' logits."""
         self._bias[slot] = (torch.from_numpy(ids.astype(np.int64)), torch.from_numpy(values.copy()))
         self._todo[slot] |= _BIAS
 
     def ban(self, slot: int, until: int, ids: Words) -> None:
-        """Tokens that the slot may not choose before this position of its answer."""
+        """Forbid these tokens before this position of the answer."""
         self._bans[slot] = (until, torch.from_numpy(ids.astype(np.int64)))
         self._todo[slot] |= _BAN
 
     # ---- sampling ----
 
     def sample(self, logits: Tensor, slots: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> Sampled:
-        """Choose a token for each row. logits float32 [S, V]; lengths [S]: tokens that each sequence has before it."""
+        """Draw a token for each row. logits float32 [S, V]; lengths [S]: tokens before the new one."""
         todo = self._todo[slots]
         if not todo.any():
-            return Sampled(reference.choose(logits).tolist(), None, None)
-        positions = lengths - self._boundary[slots]
+            return Sampled(reference.choose(logits)[:, None].tolist(), None, None)
+        positions = lengths - self._prompt_len[slots]
         shaped = self._shape(logits, slots, positions, todo)
         chosen = reference.choose(shaped)
         draws = np.flatnonzero(todo & _DRAW)
@@ -89,9 +89,9 @@ class Sampler:
         sampled = self._report(logits, chosen, slots, todo)
         counted = np.flatnonzero(todo & _PENALTY)
         if self._seen is not None and self._counts is not None and len(counted):
-            tokens, places = chosen[torch.from_numpy(counted)], torch.from_numpy(slots[counted])
-            self._seen[places, tokens] = True
-            self._counts[places, tokens] += 1
+            tokens, where = chosen[torch.from_numpy(counted)], torch.from_numpy(slots[counted])
+            self._seen[where, tokens] = True
+            self._counts[where, tokens] += 1
         return sampled
 
     def _shape(
@@ -101,7 +101,7 @@ class Sampler:
         positions: npt.NDArray[np.int64],
         todo: npt.NDArray[np.int64],
     ) -> Tensor:
-        """Penalties, bias and bans, on a copy if there are any."""
+        """Apply penalties, bias and bans, on a copy if there are any."""
         if not (todo & (_PENALTY | _BIAS | _BAN)).any():
             return logits
         logits = logits.clone()
@@ -128,7 +128,7 @@ class Sampler:
         positions: npt.NDArray[np.int64],
         todo: npt.NDArray[np.int64],
     ) -> Tensor:
-        """One token for each row by the keyed draw. `logits` is a copy."""
+        """Draw one token for each row, keyed by seed, position and sample index. `logits` is a copy."""
         where = torch.from_numpy(slots)
         logits.div_(self._temperature[where, None])
         cut = np.flatnonzero(todo & _CUT)
@@ -154,13 +154,13 @@ class Sampler:
     ) -> Sampled:
         asked = np.flatnonzero(todo & _LOGPROBS)
         if not len(asked):
-            return Sampled(chosen.tolist(), None, None)
+            return Sampled(chosen[:, None].tolist(), None, None)
         rows, counts = torch.from_numpy(asked), self._logprobs[slots[asked]]
         own, best_ids, best = reference.log_probs(logits[rows], chosen[rows], int(counts.max()))
-        logprobs = [float("nan")] * len(slots)
-        tops: list[list[tuple[int, float]]] = [[] for _ in slots]
+        logprobs = [[float("nan")] for _ in slots]
+        tops: list[list[Top]] = [[[]] for _ in slots]
         columns = zip(asked.tolist(), counts.tolist(), own.tolist(), best_ids.tolist(), best.tolist(), strict=True)
         for row, count, value, ids, values in columns:
-            logprobs[row] = value
-            tops[row] = list(zip(ids[:count], values[:count], strict=True))
-        return Sampled(chosen.tolist(), logprobs, tops)
+            logprobs[row] = [value]
+            tops[row] = [list(zip(ids[:count], values[:count], strict=True))]
+        return Sampled(chosen[:, None].tolist(), logprobs, tops)

@@ -1,6 +1,4 @@
-"""A step on a GPU, from the words that came up to the report that goes down: all that a graph holds. Knows slots by
-number, never the host's plans.
-"""
+"""The kernels of a step on a GPU, from its words to its report, as a graph captures them. Knows slots, never jobs."""
 
 from dataclasses import dataclass
 
@@ -22,22 +20,23 @@ from services.worker.runners.cuda.step_words import Kind, Sizes
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """What a step leaves on the device."""
+    """The results of a step, on the device."""
 
     logits: Tensor
     samples: Samples
     report: Tensor
-    """int32: `slots.keep`'s three lists of S, then, unless all rows are answers, which tokens' lines are finite."""
+    """int32: the three lists of S that `step_io.store_sampled` writes; then, unless all rows are answers, for each
+    token whether its line is finite."""
 
 
 class GpuForward:
-    """The kernels of a step, in their order. The last slot is nobody's: what fills up a step belongs to it."""
+    """The kernels of a step, in their order. The last slot is for padding."""
 
     def __init__(
         self, model: Decoder, ops: TritonOps, pool: GpuPool, words: Tensor, tables: Tensor, settings: SlotSettings
     ) -> None:
-        """words int32: where each step's are, as `kernels.step_io` has them; tables int32 [slots + 1, B]: blocks of
-        each         slot, and what its samples are drawn by. Both are as edits before the step leave them."""
+        """words int32: the words of each step, as `kernels.step_io` defines them; tables int32 [slots + 1, B]: the
+        blocks of each slot; settings: how its tokens are drawn. Edits change both before the step."""
         self._model, self._ops, self._pool = model, ops, pool
         self._words, self._tables, self._settings = words, tables, settings
         self._windows = set(model.config.windows)
@@ -46,7 +45,7 @@ class GpuForward:
 
     @torch.inference_mode()
     def run(self, sizes: Sizes, kind: Kind, long_tokens: int) -> Computed:
-        """Compute the step of these sizes whose words are there. `long_tokens` as the attention's plan."""
+        """Compute the step whose words are on the device. `long_tokens` as in `attention.plan_attention`."""
         model = self._model
         tokens, _, samples = sizes
         answers = kind is Kind.ANSWERS
@@ -54,22 +53,23 @@ class GpuForward:
         finite_at = step_io.aligned(3 * samples)
         size = finite_at + (0 if answers else tokens)
         report = torch.empty(size, dtype=torch.int32, device=self._words.device)
-        prompt_lens, block_size = self._settings.prompt_len, self._pool.block_size
-        step_io.unpack(self._words, self._last_token, prompt_lens, self._tables, inputs, block_size)
+        step_io.unpack(
+            self._words, self._last_token, self._settings.prompt_len, self._tables, inputs, self._pool.block_size
+        )
         step = self.step_of(inputs, long_tokens, None if answers else inputs.sampled, kind)
         x, seen = model.forward(step, self._pool.layers)
         if not answers:
             step_io.finite_lines(seen, report[finite_at:])
         logits = model.logits(x)
         drawn = sampling.sample(logits, self._settings, inputs.sample_slots, inputs.sample_positions)
-        told = report[: 3 * samples].view(3, samples)
-        step_io.store_sampled(drawn.tokens, drawn.logprobs, drawn.totals, inputs.sample_slots, self._last_token, told)
+        lists = report[: 3 * samples].view(3, samples)
+        step_io.store_sampled(drawn.tokens, drawn.logprobs, drawn.totals, inputs.sample_slots, self._last_token, lists)
         return Computed(logits, drawn, report)
 
     def step_of(
         self, inputs: StepInputs, long_tokens: int, sampled: Tensor | None, kind: Kind = Kind.ANY
     ) -> StepTensors:
-        """What the layers share of a step whose inputs are on the device."""
+        """What the layers share of a step whose inputs are on the device. sampled as in `StepTensors`."""
         return StepTensors(
             token_ids=inputs.token_ids,
             positions=inputs.positions,

@@ -1,6 +1,6 @@
 """Captured steps: which sizes have a CUDA graph, and which graph serves which step. Knows sizes, never rows.
 
-A replay is one launch where a step has hundreds, but it computes all that the graph holds, filled or not.
+A replay is one launch instead of hundreds, but it computes all rows and tokens of the graph, padding included.
 """
 
 import gc
@@ -20,25 +20,25 @@ from services.worker.runners.cuda.ops import TritonOps
 from services.worker.runners.cuda.step_words import Kind, Sizes
 
 GRAPH_ROWS = (1, 2, 4, 8, *range(16, 257, 8))
-"""Steps of so many answers are captured; a step is filled up to the next of them."""
+"""Steps of so many answers are captured; a step is padded to the next of these sizes."""
 GRAPH_TOKENS = (*range(64, 385, 64), *range(512, 2049, 128))
 """Steps with prompts are captured for so many tokens, where launching their kernels one by one may take longer. Not for
-448: an 8B step of so many takes longer than one of 512."""
+448: an 8B step of 448 tokens takes longer than one of 512."""
 RAGGED_ROWS = (8, 64, 256)
-"""Most rows of these."""
+"""Most rows of steps with prompts; each size of tokens is captured for each of these."""
 BRIEF_TOKENS = (64, 128)
-"""Steps with prompts of so many tokens are captured once more for the fewest rows, none of which sees many keys."""
+"""Steps with prompts of so many tokens are captured once more for the fewest rows, with short prefill attention."""
 EAGER_BYTES = 8e11
-"""A step whose tokens times the bytes of a layer's weights exceed this keeps the GPU busy longer than its launches
-take beside a thread that reads a burst of jobs: about 1 ms a layer."""
+"""A step whose tokens times the bytes of a layer's weights exceed this keeps the GPU busy longer than the launches
+take, even while another thread reads a burst of jobs: about 1 ms a layer."""
 FP8_TOKENS, FP8_EAGER, LEAST_FILLED = (1024, 2048), 2, 7 / 8
-"""Products in fp8 take half the time, but no fewer launches, which a busy interpreter delays: steps of these sizes, up
-to so many times larger, are captured for those that fill this share of them."""
+"""Products in fp8 take half the time, but as many launches, which a busy interpreter delays. So steps of these sizes,
+up to so many times larger than others, are captured too. They serve steps that fill this share of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """A captured step that holds so many tokens, rows and rows that sample."""
+    """A captured step."""
 
     sizes: Sizes
     replay: Callable[[], None]
@@ -49,15 +49,15 @@ class Graphs:
     """The captured steps of a runner."""
 
     def __init__(self, model: Decoder, ops: TritonOps, stored: torch.dtype, slots: int, step_tokens: int) -> None:
-        """For steps of up to so many rows and tokens, whose keys and values are stored as `stored`."""
+        """slots, step_tokens: most rows and tokens of a step; stored: the format of keys and values."""
         self._model, self._ops, self._stored = model, ops, stored
         self._slots, self._step_tokens = slots, step_tokens
         self._eager_tokens = _eager_tokens(model)
         self.captured: dict[Kind, list[Graph]] = {kind: [] for kind in Kind}
-        """The smallest first."""
+        """For each kind, the smallest first."""
 
     def find(self, tokens: int, rows: int, kind: Kind) -> Graph | None:
-        """The smallest graph that holds such a step, unless launching it kernel by kernel is better."""
+        """The smallest graph that holds such a step; None if launching it kernel by kernel is faster."""
         graphs = self.captured[kind]
         graph = next((graph for graph in graphs if tokens <= graph.sizes[0] and rows <= graph.sizes[1]), None)
         if graph is None and kind is Kind.BRIEF:
@@ -67,8 +67,8 @@ class Graphs:
         return graph if tokens >= LEAST_FILLED * graph.sizes[0] else None
 
     def capture(self, sizes: Sizes, kind: Kind, compute: Callable[[Sizes, Kind, int], Computed], pool: Any) -> None:
-        """Capture a step, smaller than those of its kind before it, in this pool of memory. `compute` is
-        `GpuForward.run`, and the words on the device are those of a step of no rows."""
+        """Capture a step that is smaller than those of its kind before it, with memory from this pool. `compute` is
+        `GpuForward.run`; the words on the device are those of a step without rows."""
         compute(sizes, kind, long_tokens(sizes, kind))  # compiles, and lets libraries make what they need
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -77,7 +77,7 @@ class Graphs:
         self.captured[kind].insert(0, Graph(sizes, graph.replay, computed))
 
     def wanted(self) -> list[tuple[Sizes, Kind]]:
-        """Sizes of all graphs, and what they count on; the largest of each kind first."""
+        """Sizes and kinds of all graphs; the largest of each kind first."""
         rows = sorted({*(rows for rows in GRAPH_ROWS if rows < self._slots), min(self._slots, GRAPH_ROWS[-1])})
         tokens = [count for count in self._tokens() if count <= self._step_tokens]
         most = sorted({min(count, self._slots) for count in RAGGED_ROWS})
@@ -88,7 +88,7 @@ class Graphs:
         return [(sizes, kind) for some, kind in found for sizes in reversed(some)]
 
     def _tokens(self) -> list[int]:
-        """Of steps with prompts."""
+        """Numbers of tokens for which steps with prompts are captured."""
         most, model = self._eager_tokens, self._model
         tokens = [count for count in GRAPH_TOKENS if count <= most]
         if linear.rounds_to_fp8(model.embedding[:128], model.layers[0].mlp.up.weight):
@@ -97,7 +97,7 @@ class Graphs:
 
     @property
     def _has_brief(self) -> bool:
-        """Whether rows that see few keys have attention of their own; measured on a Hopper."""
+        """Whether short prefill attention serves this model. It was measured on a Hopper."""
         config, embedding = self._model.config, self._model.embedding
         numbers = config.heads, config.kv_heads, config.head_dim, embedding.dtype, self._stored, set(config.windows)
         return is_hopper(embedding.device) and not self._ops.invariant and serves_short_prefill(*numbers)
@@ -105,13 +105,13 @@ class Graphs:
 
 def long_tokens(sizes: Sizes, kind: Kind) -> int:
     """Tokens of prompts that a captured step of these sizes may hold."""
-    return 0 if kind is Kind.ANSWERS else sizes[0] - 1  # one less: there may be answers, too
+    return 0 if kind is Kind.ANSWERS else sizes[0] - 1  # one less: there may also be answers
 
 
 @contextmanager
 def nothing_collected() -> Iterator[None]:
-    """What is garbage goes before, not within: the graphs of an engine that is gone would end while another's are
-    captured, and a capture does not survive that."""
+    """Collect garbage before the block, not within: a capture fails if the graphs of an engine that is gone are
+    destroyed meanwhile."""
     gc.collect()
     collects = gc.isenabled()
     gc.disable()
@@ -123,7 +123,7 @@ def nothing_collected() -> Iterator[None]:
 
 
 def _eager_tokens(model: Decoder) -> float:
-    """Tokens of a step from which on the GPU is busy longer than launches take."""
+    """Tokens of a step from which on the GPU is busy longer than the launches take."""
     config = model.config
     layer = 12 * config.hidden_size * (config.hidden_size + config.intermediate_size / 4) * 2
     return EAGER_BYTES / layer

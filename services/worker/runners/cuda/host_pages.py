@@ -1,7 +1,7 @@
-"""Host memory for blocks that leave a GPU's pool: pinned, and copied both ways beside the steps in flight.
+"""Host memory for blocks that are evicted from a GPU's pool: pinned, and copied both ways beside the steps in flight.
 
-Knows pages as bytes, never what they hold. A block leaves in two hops: a kernel gathers its layers into a buffer on the
-device, which takes microseconds, and the copy engine sends them on while steps go on; it comes back the same way.
+Knows pages as bytes, never what they hold. A block is copied in two hops: a kernel gathers its layers into a buffer on
+the device, which takes microseconds, and the copy engine sends the buffer to the host while steps run; and back alike.
 """
 
 import contextlib
@@ -15,19 +15,19 @@ from torch import Tensor
 from kernels.block_copy import gather_blocks, pool_addresses, scatter_blocks
 
 PIECE_BLOCKS = 32
-"""Copied at a time: the buffers on the device hold so many."""
+"""Blocks copied at a time: the buffers on the device hold so many."""
 _ROUNDS = 3
 
 
 class HostPage:
-    """The contents of a block in pinned memory; its place is free again when nobody knows it any more."""
+    """The contents of a block in pinned memory. Its page is free again when this object is garbage."""
 
     __slots__ = ("_pages", "arrived", "place")
 
     def __init__(self, pages: "HostPages", place: int) -> None:
         self._pages, self.place = pages, place
         self.arrived: Any = None
-        """When its contents are there."""
+        """The event after which the contents are in place."""
 
     def __len__(self) -> int:
         return self._pages.page_bytes
@@ -37,10 +37,10 @@ class HostPage:
 
 
 class HostPages:
-    """Pages of `max_bytes`, and a few more for those on their way. To be called from the engine's thread."""
+    """Pages of `max_bytes`, and PIECE_BLOCKS more for copies in flight. Called from the engine's thread alone."""
 
     def __init__(self, pools: Sequence[Tensor], max_bytes: int) -> None:
-        """pools: [blocks, ...] of each layer, all alike; a block of one layer is a multiple of 8 bytes."""
+        """pools: [blocks, ...] of each layer, equal in shape; a block of one layer is a multiple of 8 bytes."""
         self._pool, layers, device = pools[0], len(pools), pools[0].device
         words = pools[0][0].numel() * pools[0].element_size() // 8
         self.page_bytes = layers * words * 8
@@ -48,7 +48,7 @@ class HostPages:
         on_gpu = device.type == "cuda"
         self._pinned = torch.empty(count, layers, words, dtype=torch.int64, pin_memory=on_gpu)
         self.free = list(range(count))
-        """Places that hold nothing."""
+        """Indices of pages that hold nothing."""
         self._addresses = pool_addresses(pools)
         self._leaving, self._coming = torch.empty(2, PIECE_BLOCKS, layers, words, dtype=torch.int64, device=device)
         self._on_gpu = on_gpu
@@ -56,13 +56,13 @@ class HostPages:
         self._restored = self._sent_up = self._event()
 
     def keep(self, blocks: list[int]) -> list[HostPage]:
-        """Copies of these blocks, whose steps have landed; fewer if there is no room. They may be overwritten by what
-        is launched after this."""
+        """Copy these blocks, whose steps are over; fewer if there is no room. What is launched later may overwrite the
+        blocks."""
         places = sorted(self.free.pop() for _ in blocks[: len(self.free)])
         pages = [HostPage(self, place) for place in places]
         with self._beside(self._out):
-            self._wait(self._restored)  # What just came back may be about to leave again.
-            self._wait(self._sent_up)  # A page may have been another's a moment ago.
+            self._wait(self._restored)  # A block that was just restored may be evicted again.
+            self._wait(self._sent_up)  # The page may have just been freed by another block.
             for start in range(0, len(pages), PIECE_BLOCKS):
                 piece = pages[start : start + PIECE_BLOCKS]
                 buffer = self._leaving[: len(piece)]
@@ -78,7 +78,7 @@ class HostPages:
         return pages
 
     def restore(self, blocks: list[int], pages: Sequence[HostPage]) -> None:
-        """Fill blocks that nobody uses, before what is launched after this."""
+        """Fill blocks that no job uses, before what is launched later."""
         order = sorted(range(len(pages)), key=lambda index: pages[index].place)
         for start in range(0, len(pages), PIECE_BLOCKS):
             chosen = order[start : start + PIECE_BLOCKS]
@@ -96,12 +96,12 @@ class HostPages:
             self._restored = self._event()
 
     def measure(self) -> float:
-        """Seconds that a block takes there and back. The block of nobody, all zeros, goes and comes."""
-        nobody = [0] * PIECE_BLOCKS
+        """Seconds that a block takes to the host and back, measured with the padding block."""
+        padding = [0] * PIECE_BLOCKS
         for _ in range(_ROUNDS):  # the first ones compile
             self._finish()
             began = time.perf_counter()
-            self.restore(nobody, self.keep(nobody))
+            self.restore(padding, self.keep(padding))
             self._finish()
         return (time.perf_counter() - began) / PIECE_BLOCKS
 
@@ -114,7 +114,7 @@ class HostPages:
 
     @contextlib.contextmanager
     def _beside(self, stream: Any) -> Iterator[None]:
-        """In a stream of copies, not in that of the steps."""
+        """Run the block in a stream of copies instead of the steps' stream."""
         with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
             yield
 
@@ -126,12 +126,12 @@ class HostPages:
             torch.cuda.current_stream(self._pool.device).wait_event(event)
 
     def _sent(self, blocks: list[int]) -> Tensor:
-        # So few bytes the driver takes along at once: pinning them would cost more.
+        # The driver copies so few bytes at once: pinning them would cost more.
         return torch.tensor(blocks, dtype=torch.int64).to(self._pool.device, non_blocking=True)
 
 
 def _runs(pages: Sequence[HostPage]) -> Iterator[tuple[int, int, int]]:
-    """Pages in the order of their places as runs of neighbours: index of the first, its place, how many."""
+    """Runs of neighbouring pages, given in their order: index of the first one, its page number, how many."""
     first = 0
     for after in range(1, len(pages) + 1):
         if after == len(pages) or pages[after].place != pages[first].place + after - first:

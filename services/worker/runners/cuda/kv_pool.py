@@ -1,6 +1,6 @@
-"""The memory of blocks on a GPU, and the ways of their contents: to the host and back, beside the steps in flight.
+"""The memory of blocks on a GPU, and the copies of their contents to the host and back, beside the steps in flight.
 
-Knows blocks by number, never whose they are. It works on a CPU too, for tests of all that is not the device.
+Knows blocks by number, no sequences. It works on a CPU too, for tests of all that is not the device.
 """
 
 from collections.abc import Sequence
@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from kernels import kv_pages
-from services.worker.kvcache.pool import make_layers
+from services.worker.kvcache.pages import make_layers
 from services.worker.kvcache.tiers import Contents
 from services.worker.models.config import ModelConfig
 from services.worker.runners.cuda.host_pages import HostPage, HostPages
 
 
 class GpuPool:
-    """A `KvPool`, which has its memory when it is known how much is left: until then only block 0, nobody's."""
+    """A `KvPool` that is allocated once it is known how much memory is left. Until then it has block 0, padding."""
 
     def __init__(self, config: ModelConfig, block_size: int, stored: torch.dtype, device: torch.device) -> None:
         """For blocks of `block_size` tokens, whose numbers are stored as `stored`."""
@@ -25,18 +25,18 @@ class GpuPool:
         self._config = config
         self.allocate(0)
         self.host_block_s = 0.0
-        """Seconds that a block takes to host memory and back, as measured."""
+        """Measured seconds that a block takes to host memory and back."""
         self._host_pages: HostPages | None = None
         self._side: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def allocate(self, blocks: int) -> None:
-        """Room for blocks 1 to `blocks`, all zeros. To be called before a graph is captured or host pages are made:
-        they know where the layers are."""
-        self.layers: list[Tensor] = []  # the old ones go first
+        """Allocate blocks 1 to `blocks`, all zeros. To be called before a graph is captured or host pages are made:
+        they hold the layers' addresses."""
+        self.layers: list[Tensor] = []  # free the old ones first
         self.layers = make_layers(self._config, blocks, self.block_size, self.stored, self.device)
 
     def use_host(self, max_bytes: int) -> None:
-        """Room in host memory for what `keep` is told."""
+        """Allocate host memory for the blocks that `keep` copies."""
         self._host_pages = HostPages(self.layers, max_bytes)
         self.host_block_s = self._host_pages.measure()
 
@@ -46,13 +46,13 @@ class GpuPool:
         return sum(layer[0].numel() * layer.element_size() for layer in self.layers)
 
     def scrub(self, blocks: list[int]) -> None:
-        """Zero blocks that may hold NaN, behind all steps in the stream."""
+        """Zero blocks that may hold NaN, after all steps in the stream."""
         where = self._sent(blocks)
         for layer in self.layers:
             kv_pages.bytes_of(layer).index_fill_(0, where, 0)
 
     def read(self, blocks: list[int]) -> list[bytes]:
-        """The contents of blocks that are computed: keys and values, layer after layer. Steps in flight go on."""
+        """The contents of computed blocks: keys and values, layer after layer. Steps in flight continue."""
         if self.device.type == "cuda":
             with torch.cuda.stream(self._side):
                 contents = self._gather(blocks).cpu()
@@ -62,16 +62,16 @@ class GpuPool:
         return [line.tobytes() for line in lines]
 
     def keep(self, blocks: list[int]) -> Sequence[Contents]:
-        """The contents of blocks that are computed, in host memory; fewer if there is no room. Steps in flight go on,
-        and those launched later may overwrite the blocks."""
+        """Copies of computed blocks in host memory; fewer if there is no room. Steps in flight continue, and steps
+        launched later may overwrite the blocks."""
         assert self._host_pages is not None, "there is no host memory for blocks"
         return self._host_pages.keep(blocks)
 
     def write(self, blocks: list[int], payloads: Sequence[Any]) -> None:
-        """Fill blocks that no job uses with what `read` or `keep` gave, after all launched steps."""
+        """Fill blocks that no job uses with what `read` or `keep` returned, after all launched steps."""
         assert all(len(payload) == self.block_bytes for payload in payloads), "contents of another layout"
         if payloads and isinstance(payloads[0], HostPage):
-            assert self._host_pages is not None, "its pages come from nowhere"
+            assert self._host_pages is not None, "there is no host memory that these pages could come from"
             self._host_pages.restore(blocks, payloads)
             return
         received = torch.frombuffer(bytearray(b"".join(payloads)), dtype=torch.uint8)

@@ -1,10 +1,10 @@
 """Executes packed steps on a GPU: slots on the device, graphs replayed where they serve, results that come later.
 
 Knows slots and blocks, never jobs. The host plans ahead: `launch` puts a step into the stream and returns, `collect`
-waits for what it brought. A token stays in its slot on the device, so the next step needs no round trip.
+waits for its results. A token stays in its slot on the device, so the next step needs no round trip.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kernels import step_io
 from kernels.slot_edits import HEADER
+from kernels.step_io import StepInputs
 from services.worker.models.decoder import Decoder
 from services.worker.runners.base import Sampled, StepResult
 from services.worker.runners.cuda import step_words
@@ -24,35 +25,36 @@ from services.worker.runners.cuda.logprobs import TopLogprobs
 from services.worker.runners.cuda.ops import TritonOps
 from services.worker.runners.cuda.sampler import GpuSampler
 from services.worker.runners.cuda.step_words import Kind, Sizes, StepRows
-from services.worker.runners.cuda.upload import NO_EDITS, STAGES, DeviceEdits, StepUpload
+from services.worker.runners.cuda.upload import NO_EDITS, STAGING_BUFFERS, DeviceEdits, StepUpload
+from services.worker.runners.inspection import DecoderInspection, first_blocks
 from services.worker.runners.step import EDIT_WORDS, HEADER_WORDS, Edit, SlotState, Words, unpack
 
 _EAGER_TOKENS, _SIZES_APART = 320, 128
-"""Of the steps and products that are run at the start."""
+"""Least tokens of the steps, and distance between the sizes of products, that are run at the start."""
 _SlotEdit = tuple[Edit, int, Words]
-"""What is done, to which slot, with which words."""
+"""The operation, its slot, its words."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuStep:
-    """A step in the stream."""
+    """A launched step."""
 
     number: int
-    """The uplink's."""
+    """As counted by `StepUpload`."""
     rows: StepRows
     samples: int
-    """S of the report."""
+    """Length S of the report's lists."""
     report: Tensor
     """Host memory that begins with `Computed.report`, valid after `done`."""
     tops: TopLogprobs
     done: torch.cuda.Event | None
-    """None: it is over already (no GPU)."""
+    """None: the step is over already (no GPU)."""
     began: torch.cuda.Event | None
-    """When its first kernel could start, if that is measured."""
+    """When its first kernel could start, if gaps are measured."""
 
 
 class GpuRunner:
-    """The device side of the engine; it runs on a CPU too, without graphs, for tests of all that is not the device."""
+    """A `Runner` on a GPU. It also runs on a CPU, without graphs, for tests of all that is not the device."""
 
     depth = 2
     """Steps in flight: the next one is planned and launched while one runs."""
@@ -67,33 +69,34 @@ class GpuRunner:
         step_tokens: int,
         stored: torch.dtype,
     ) -> None:
-        """For steps of up to `slot_count` rows and `step_tokens` tokens, of sequences of up to `max_length`; keys and
-        values are stored as `stored`. The pool is to be allocated."""
+        """For steps of up to `slot_count` rows and `step_tokens` tokens, of sequences of up to `max_length` tokens.
+        Keys and values are stored as `stored`. The caller allocates the pool, `kv`."""
         device = model.embedding.device
         self.model, self.ops, self.block_size, self.device = model, ops, block_size, device
         self.slots, self.step_tokens = slot_count, step_tokens
         self._row_blocks = -(-max_length // block_size)
-        self.pool = GpuPool(model.config, block_size, stored, device)
+        self.kv = GpuPool(model.config, block_size, stored, device)
         self.sampler = GpuSampler(slot_count, model.config.vocab_size, device)
         self.measure_gaps = False
-        """Note when each step could begin: `gap_s` tells how long the device idled between two."""
+        """Record when each step could begin, for `gap_s`."""
         self._computed = [0] * slot_count
-        tables = torch.zeros(slot_count + 1, self._row_blocks, dtype=torch.int32, device=device)  # the last is nobody's
-        self._uplink = StepUpload(step_io.words_of(step_tokens, slot_count, slot_count), tables, self.sampler.settings)
-        self.forward = GpuForward(model, ops, self.pool, self._uplink.words, tables, self.sampler.settings)
+        lines = slot_count + 1  # the last one is for padding
+        tables = torch.zeros(lines, self._row_blocks, dtype=torch.int32, device=device)
+        self._upload = StepUpload(step_io.words_of(step_tokens, slot_count, slot_count), tables, self.sampler.settings)
+        self.forward = GpuForward(model, ops, self.kv, self._upload.words, tables, self.sampler.settings)
         self.graphs = Graphs(model, ops, stored, slot_count, step_tokens)
-        self._reports = [self._report() for _ in range(STAGES)]
-        """Host memory for those of steps to come."""
+        self._reports = [self._report() for _ in range(STAGING_BUFFERS)]
+        """Host memory for the reports of later steps."""
 
     # ---- start-up ----
 
     @torch.inference_mode()
     def measure_workspace(self) -> int:
-        """Bytes that the largest step takes for a moment and that graphs will keep: one of nobody's rows is run."""
+        """Bytes that the largest step takes at its peak, and that graphs will keep. A step of padding is run."""
         if self.device.type != "cuda":
             return 0
         sizes = self.step_tokens, self.slots, self.slots
-        seen = min(self.step_tokens, self.slots * self._row_blocks * self.block_size)  # more blocks no table has
+        seen = min(self.step_tokens, self.slots * self._row_blocks * self.block_size)  # a table has no more blocks
         self._send_alone(step_words.padding_step(seen), sizes)
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
@@ -106,26 +109,28 @@ class GpuRunner:
 
     @torch.inference_mode()
     def capture(self, progress: Callable[[int, int], None]) -> None:
-        """Capture the graphs, the largest first: later ones live in its memory."""
+        """Capture the graphs, the largest first: the others share its memory."""
         wanted = self.graphs.wanted()
         pool = torch.cuda.graph_pool_handle()
         with nothing_collected():
-            self._uplink.capture(pool)
+            self._upload.capture(pool)
             for done, (sizes, kind) in enumerate(wanted):
                 progress(done, len(wanted))
-                self._send_alone(step_words.nothing(), sizes)
+                self._send_alone(step_words.empty_step(), sizes)
                 self.graphs.capture(sizes, kind, self.forward.run, pool)
             progress(len(wanted), len(wanted))
 
     @torch.inference_mode()
-    def meet_kernels(self) -> None:
-        """Run what no graph holds, so that nothing is compiled or loaded while requests wait: a step of each power of
-        two of rows, for which attention is compiled, and one layer's products and the head's of all sizes, for some of
-        which the vendor's library takes kernels that it has not loaded yet, and stops the device to load them."""
+    def warm_up_eager_kernels(self) -> None:
+        """Run what no graph holds, so that nothing is compiled or loaded while requests wait.
+
+        A step of each power of two of rows, for which attention is compiled; and the products of one layer and of the
+        head in all sizes: for some of them the vendor's library stops the device to load further kernels.
+        """
         for power in range((self.slots - 1).bit_length()):
             rows = 1 << power
             sizes = min(max(2 * rows, _EAGER_TOKENS), self.step_tokens), rows, rows
-            self._send_alone(step_words.nothing(), sizes)
+            self._send_alone(step_words.empty_step(), sizes)
             self.forward.run(sizes, Kind.ANY, sizes[0] - 1)
         model, layer = self.model, self.model.layers[0]
         for tokens in range(_SIZES_APART, self.step_tokens + 1, _SIZES_APART):
@@ -140,26 +145,26 @@ class GpuRunner:
 
     @torch.inference_mode()
     def launch_all(self) -> None:
-        """Launch each kernel that `measure_workspace`, `capture` and `meet_kernels` launch, without capturing anything:
-        to compile them before there is a model."""
+        """Launch each kernel that `measure_workspace`, `capture` and `warm_up_eager_kernels` launch, without capturing
+        anything, so that all are compiled before the model is loaded."""
         self.measure_workspace()
-        self._uplink.launch_edits()
+        self._upload.launch_edits()
         for sizes, kind in self.graphs.wanted():
-            self._send_alone(step_words.nothing(), sizes)
+            self._send_alone(step_words.empty_step(), sizes)
             self.forward.run(sizes, kind, long_tokens(sizes, kind))
-        self.meet_kernels()
+        self.warm_up_eager_kernels()
 
     def _send_alone(self, rows: StepRows, sizes: Sizes) -> None:
-        """The words of a step before which and beside which there is none."""
-        end = rows.lay_out(self._uplink.stages[0], HEADER, sizes)
-        self._uplink.send(0, end, NO_EDITS)
+        """Send the words of a step while no other one is in flight."""
+        end = rows.lay_out(self._upload.staging_buffers[0], HEADER, sizes)
+        self._upload.send(0, end, NO_EDITS)
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
     # ---- steps ----
 
     def run(self, words: Words) -> StepResult:
-        """Launch and collect."""
+        """Launch a step and collect it."""
         return self.collect(self.launch(words))
 
     def launch(self, words: Words) -> GpuStep:
@@ -172,13 +177,13 @@ class GpuRunner:
             self._computed[slot] = context
         return step
 
-    def over(self, step: GpuStep) -> bool:
-        """Whether the device is done with a step."""
+    def done(self, step: GpuStep) -> bool:
+        """Whether the device has finished a step."""
         done: Any = step.done
         return done is None or bool(done.query())
 
     def collect(self, step: GpuStep) -> StepResult:
-        """Wait for a step and tell what it brought."""
+        """Wait for a step and return its results."""
         if step.done is not None:
             step.done.synchronize()
         tokens, rows, samples = step.rows.sizes
@@ -189,14 +194,32 @@ class GpuRunner:
             lines = report[step_io.aligned(3 * step.samples) :][:tokens]
             finite = np.minimum.reduceat(lines, [0, *step.rows.ends[:-1]]) > 0
         finite[step.rows.sampling] &= np.isfinite(totals.view(np.float32))
-        logprobs = own.view(np.float32).tolist() if step.tops.wanted else None
-        result = StepResult(finite.tolist(), Sampled(drawn.tolist(), logprobs, step.tops.lists()))
-        self._uplink.landed(step.number)
+        logprobs = own.view(np.float32)[:, None].tolist() if step.tops.wanted else None
+        result = StepResult(finite.tolist(), Sampled(drawn[:, None].tolist(), logprobs, step.tops.lists()))
+        self._upload.landed(step.number)
         self._reports.append(step.report)
         return result
 
+    def inspect(self, token_ids: Sequence[int]) -> DecoderInspection:
+        """Open up the model for one sequence, in the first blocks of the pool."""
+        count, device = len(token_ids), self.device
+        blocks, slot_mapping = first_blocks(count, self.block_size)
+        none = torch.zeros(0, dtype=torch.int64, device=device)
+        inputs = StepInputs(
+            token_ids=torch.tensor(token_ids, dtype=torch.int64, device=device),
+            positions=torch.arange(count, device=device),
+            slot_mapping=slot_mapping.to(device),
+            starts=torch.tensor([0, count], dtype=torch.int32, device=device),
+            contexts=torch.tensor([count], dtype=torch.int32, device=device),
+            tables=blocks[None].to(device, torch.int32),
+            sampled=none,
+            sample_slots=none,
+            sample_positions=none,
+        )
+        return DecoderInspection(self.model, self.forward.step_of(inputs, count, None), self.kv.layers)
+
     def gap_s(self, before: GpuStep, after: GpuStep) -> float:
-        """Seconds that the device idled between two steps that are over; both must have been measured."""
+        """Seconds that the device idled between two steps that are over, both launched with `measure_gaps`."""
         assert before.done is not None
         assert after.began is not None
         return max(0.0, float(before.done.elapsed_time(after.began)) / 1e3)
@@ -204,13 +227,13 @@ class GpuRunner:
     def _begin(self, rows: StepRows, edits: DeviceEdits, later: list[_SlotEdit]) -> GpuStep:
         graph = self.graphs.find(*rows.sizes[:2], rows.kind)
         sizes = graph.sizes if graph else self._eager_sizes(rows)
-        # All that is kept has its memory before the step goes: if that failed behind the draws, slots had advanced.
+        # All memory is allocated before the step is launched: had the draws run, slots would have advanced.
         asked = [self.sampler.logprobs[rows.rows.slots[row]] for row in rows.sampling]
         tops = TopLogprobs(asked, self.model.config.vocab_size, self.device)
         report = self._reports.pop() if self._reports else self._report()
-        number, stage = self._uplink.begin()
-        end = rows.lay_out(self._uplink.stages[stage], HEADER, sizes)
-        self._uplink.send(stage, end, edits)
+        number, buffer = self._upload.begin()
+        end = rows.lay_out(self._upload.staging_buffers[buffer], HEADER, sizes)
+        self._upload.send(buffer, end, edits)
         self._edit_logits(later)
         self.sampler.lift_bans(rows.rows.slots, rows.contexts)
         began = self._event() if self.measure_gaps else None
@@ -225,13 +248,13 @@ class GpuRunner:
         return GpuStep(number, rows, sizes[2], report, tops, self._event(), began)
 
     def _eager_sizes(self, rows: StepRows) -> Sizes:
-        """Of a step without a graph. Rows that sample are filled up to a multiple of 8, as graphs of answers hold: end
-        of the last layer and head meet no other sizes, for which the vendor's library may have to load kernels."""
+        """Sizes of a step without a graph. Rows that sample are padded to a multiple of 8, like graphs of answers: for
+        other sizes of the last products the vendor's library may have to load kernels."""
         tokens, count, samples = rows.sizes
         return rows.sizes if rows.answers else (tokens, count, min(-(-samples // 8) * 8, self.slots))
 
     def _report(self) -> Tensor:
-        """Host memory for any step's report."""
+        """Host memory for the report of any step."""
         most = step_io.aligned(3 * self.slots) + self.step_tokens
         return torch.zeros(most, dtype=torch.int32, pin_memory=self.device.type == "cuda")
 
@@ -245,32 +268,32 @@ class GpuRunner:
     # ---- edits ----
 
     def _read(self, edits: Iterable[_SlotEdit], words: Words) -> tuple[DeviceEdits, list[_SlotEdit]]:
-        """Note what the host keeps of edits, which begin these words. -> what the device reads, and what is to be done
-        behind that."""
+        """Record what the host keeps of the edits, with which these words begin. -> the edits that the device reads,
+        and those to apply after them."""
         blocks: list[int] = []
         admitted: list[int] = []
         later: list[_SlotEdit] = []
         at = 0
-        for edit, slot, told in edits:
+        for edit, slot, data in edits:
             if edit is Edit.BLOCKS:
                 blocks.append(at)
             elif edit is Edit.ADMIT:
                 admitted.append(at)
-                state = SlotState.read(told)
+                state = SlotState.read(data)
                 self._computed[slot] = state.computed
                 self.sampler.admit(slot, state)
             elif edit is not Edit.RELEASE:
-                later.append((edit, slot, told))
-            at += EDIT_WORDS + len(told)
+                later.append((edit, slot, data))
+            at += EDIT_WORDS + len(data)
         return DeviceEdits(words[:at], blocks, admitted), later
 
     def _edit_logits(self, edits: list[_SlotEdit]) -> None:
-        """Apply what is behind the device's own edits in the stream."""
-        for edit, slot, told in edits:
+        """Apply the edits that come after the device's own ones in the stream."""
+        for edit, slot, data in edits:
             if edit is Edit.HISTORY:
-                self.sampler.remember(slot, int(told[0]), told[1:])
+                self.sampler.remember(slot, int(data[0]), data[1:])
             elif edit is Edit.BIAS:
-                ids, numbers = np.split(told, 2)
+                ids, numbers = np.split(data, 2)
                 self.sampler.bias(slot, ids, numbers.view(np.float32))
             else:
-                self.sampler.ban(slot, int(told[0]), told[1:])
+                self.sampler.ban(slot, int(data[0]), data[1:])

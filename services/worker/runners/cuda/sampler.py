@@ -1,6 +1,6 @@
 """The sampling state of each slot on the device, edited in place. Knows settings and positions, never logits.
 
-What `kernels.sampling` reads while a step runs changes only between steps, in the order of the stream.
+`kernels.sampling` reads this state while a step runs; edits come between steps, in the order of the stream.
 """
 
 import numpy as np
@@ -13,49 +13,48 @@ from services.worker.runners.step import SlotState, Words
 
 
 class GpuSampler:
-    """As `sampler.Sampler`: penalties, bias, ban, temperature, cuts and the keyed draw, for `slots` slots and one more
-    that nobody has: it is always greedy."""
+    """The same state as `runners.cpu.sampler` keeps, for `slots` slots and one more for padding, which is greedy."""
 
     def __init__(self, slots: int, vocab_size: int, device: torch.device) -> None:
         self.device, self.vocab_size = device, vocab_size
         self.settings = slot_settings(slots + 1, device, vocab_size)
-        self._boundary = np.zeros(slots + 1, np.int64)
+        self._prompt_len = np.zeros(slots + 1, np.int64)
         self.logprobs = [-1] * (slots + 1)
         self._bias: dict[int, tuple[Tensor, Tensor]] = {}
         self._bans: dict[int, tuple[int, Tensor]] = {}
-        """Tokens of prompt and answer until which each is valid, and which ones."""
+        """For each slot: the number of tokens from which its ban ends, and the banned tokens."""
 
     # ---- edits ----
 
     def admit(self, slot: int, state: SlotState) -> None:
-        """A sequence takes the slot: nothing stays of the one before.
-        What the device keeps `kernels.slot_edits` writes."""
-        self._boundary[slot] = state.boundary
+        """A sequence takes the slot; the previous one's state is dropped. `kernels.slot_edits` writes the state that is
+        on the device."""
+        self._prompt_len[slot] = state.prompt_len
         self.logprobs[slot] = state.logprobs
         self._bias.pop(slot, None)
         self._bans.pop(slot, None)
 
-    def remember(self, slot: int, boundary: int, ids: Words) -> None:
-        """The tokens that the slot's penalties count."""
+    def remember(self, slot: int, prompt_len: int, ids: Words) -> None:
+        """Set the tokens that the slot's penalties count: the prompt's and the answer's."""
         assert self.settings.history is not None
-        counts = np.bincount(ids[boundary:], minlength=self.vocab_size)[: self.vocab_size] * 2
+        counts = np.bincount(ids[prompt_len:], minlength=self.vocab_size)[: self.vocab_size] * 2
         counts[np.unique(ids)] |= 1
         self.settings.history[slot] = self._sent(torch.from_numpy(counts.astype(np.int32)))
 
     def bias(self, slot: int, ids: Words, values: npt.NDArray[np.float32]) -> None:
-        """What the slot adds to these tokens' logits."""
+        """Set what is added to these tokens' logits."""
         self._bias[slot] = (
             self._sent(torch.from_numpy(ids.astype(np.int64))), self._sent(torch.from_numpy(values.copy()))
         )  # fmt: skip
         self._write_edits(slot)
 
     def ban(self, slot: int, until: int, ids: Words) -> None:
-        """Tokens that the slot may not choose before this position of its answer."""
-        self._bans[slot] = (until + int(self._boundary[slot]), self._sent(torch.from_numpy(ids.astype(np.int64))))
+        """Forbid these tokens before this position of the answer."""
+        self._bans[slot] = (until + int(self._prompt_len[slot]), self._sent(torch.from_numpy(ids.astype(np.int64))))
         self._write_edits(slot)
 
     def lift_bans(self, slots: list[int], contexts: list[int]) -> None:
-        """Before a step: these slots have seen so many tokens; bans that end there go."""
+        """Before a step: drop the bans that end at these slots' numbers of tokens."""
         if not self._bans:
             return
         for slot, context in zip(slots, contexts, strict=True):
@@ -65,7 +64,7 @@ class GpuSampler:
                 self._write_edits(slot)
 
     def _write_edits(self, slot: int) -> None:
-        """The slot's line anew: bias, then bans. Steps that read it come before or after this in the stream."""
+        """Rewrite the slot's line: bias, then bans. Steps that read it come before or after this in the stream."""
         edits = self.settings.edits
         assert edits is not None
         line = edits[slot].zero_()
@@ -77,7 +76,7 @@ class GpuSampler:
         self.settings.edited[slot] = int(slot in self._bias or slot in self._bans)
 
     def _sent(self, values: Tensor) -> Tensor:
-        """On the device, without waiting for it."""
+        """A copy on the device, without waiting for it."""
         if self.device.type == "cpu":
             return values
         return values.pin_memory().to(self.device, non_blocking=True)

@@ -1,8 +1,7 @@
-"""The words of a step for the GPU: from a packed step and what the host knows of slots to the lists of
-`kernels.step_io`.
+"""The words of a step for the GPU: from a packed step and the contexts of its slots to the lists of `kernels.step_io`.
 
-Knows contexts and slots, never tensors of a device. Python's own numbers, arrays and views of memory alone: a prompt
-that comes after a rest waits for this, and numpy that has rested takes ten times its time.
+Knows contexts and slots, never tensors of a device. Only Python's numbers, arrays and memory views: a prompt that comes
+after an idle time waits for this code, and numpy that has not run for some time takes ten times as long.
 """
 
 import itertools
@@ -19,55 +18,55 @@ from services.worker.runners.step import Rows
 
 Sizes = tuple[int, int, int]
 """Tokens, rows, rows that sample."""
-Stage = memoryview
-"""Words, int32, in host memory."""
+StagingBuffer = memoryview
+"""Words, int32, in pinned host memory."""
 
 
 class Kind(Enum):
-    """What all rows of a step have in common, which a graph of such steps counts on."""
+    """A property that all rows of a step share, and that a graph of such steps relies on."""
 
     ANSWERS = auto()
     """Each has one token and samples."""
     BRIEF = auto()
-    """None sees many keys."""
+    """No row attends to more than `short_prefill.KEYS` keys."""
     ANY = auto()
-    """Nothing."""
+    """No common property."""
 
 
 @dataclass(slots=True)
 class StepRows:
-    """The R rows of a step, and what the host knows of them."""
+    """The R rows of a step with their contexts, S of them sample."""
 
     rows: Rows
     contexts: list[int]
-    """[R]: tokens seen, those of this step included."""
+    """[R]: tokens of the sequence so far, those of this step included."""
     sampling: list[int] = field(init=False)
-    """[S]: which rows sample."""
+    """[S]: the rows that sample."""
     ends: list[int] = field(init=False)
-    """[R]: tokens of the rows up to each, its own included."""
+    """[R]: tokens of all rows up to this one, its own included."""
     sizes: Sizes = field(init=False)
 
     def __post_init__(self) -> None:
-        """Counts, once."""
+        """Counts the rows and tokens once."""
         self.ends = list(itertools.accumulate(self.rows.lengths))
         self.sampling = [row for row, samples in enumerate(self.rows.samples) if samples]
         self.sizes = len(self.rows.ids), len(self.ends), len(self.sampling)
 
     @property
     def answers(self) -> bool:
-        """Every row has one token and samples."""
+        """Whether every row has one token and samples."""
         tokens, rows, samples = self.sizes
         return tokens == rows == samples
 
     @property
     def kind(self) -> Kind:
-        """The first that fits."""
+        """The first kind that fits."""
         if self.answers:
             return Kind.ANSWERS
         return Kind.BRIEF if max(self.contexts) <= short_prefill.KEYS else Kind.ANY
 
-    def lay_out(self, words: Stage, begin: int, sizes: Sizes) -> int:
-        """Write the lists from `begin` on, filled up to `sizes` with what is nobody's. -> where they end."""
+    def lay_out(self, words: StagingBuffer, begin: int, sizes: Sizes) -> int:
+        """Write the lists from index `begin` on, padded to `sizes`. -> the index after them."""
         tokens, count, samples = self.sizes
         ids, starts, contexts, owners, chosen, end = (begin + place for place in step_io.places_of(*sizes))
         words[ids : ids + tokens] = self.rows.ids.data
@@ -78,16 +77,16 @@ class StepRows:
         return end
 
 
-def put(words: Stage, at: int, values: Sequence[int]) -> None:
-    """Write these numbers there."""
+def put(words: StagingBuffer, at: int, values: Sequence[int]) -> None:
+    """Write these numbers from index `at` on."""
     words[at : at + len(values)] = array("i", values)
 
 
-def nothing() -> StepRows:
+def empty_step() -> StepRows:
     """A step without rows."""
     return StepRows(Rows([], [], [], np.empty(0, np.int32)), [])
 
 
 def padding_step(tokens: int) -> StepRows:
-    """A step of one row of so many tokens, which is nobody's and writes nowhere."""
+    """A step of one row of so many tokens that belongs to no sequence and writes to padding."""
     return StepRows(Rows([-1], [tokens], [0], np.zeros(tokens, np.int32)), [tokens])

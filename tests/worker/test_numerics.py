@@ -1,0 +1,101 @@
+"""Numerics: every option changes them, or is known to change no bit; fingerprint and block layout follow from them."""
+
+from typing import Any
+
+import pytest
+
+from services.worker.numerics import Numerics
+from services.worker.options import EngineOptions
+
+# An option whose value may change a token's bits, and another value of it.
+CHANGES_BITS: dict[str, Any] = {
+    "engine": "gpu",
+    "deterministic": False,
+    "dtype": "float16",
+    "quantize": "int8",
+    "kv_dtype": "int8",
+    "kv_scales": "dynamic",
+    "threads": 3,
+}
+CHANGES_NO_BIT = {
+    "max_batch_size",  # sizes of batches, chunks and blocks: the deterministic mode makes them irrelevant
+    "max_seq_length",
+    "block_size",
+    "step_tokens",
+    "chunk_tokens",
+    "kv_bytes",
+    "kv_blocks",
+    "prefix_cache",  # where keys and values are, not what they are
+    "host_kv_bytes",
+    "paced_step_ms",  # when tokens come, not which ones
+    "paced_prefill_rate",
+}
+STRICT = EngineOptions(deterministic=True)
+
+
+def test_every_option_is_known_to_change_bits_or_not() -> None:
+    assert set(EngineOptions.model_fields) == CHANGES_BITS.keys() | CHANGES_NO_BIT
+    assert not CHANGES_BITS.keys() & CHANGES_NO_BIT
+
+
+@pytest.mark.parametrize("option", CHANGES_BITS)
+def test_options_that_change_bits_change_the_numerics(option: str) -> None:
+    changed = STRICT.model_copy(update={option: CHANGES_BITS[option]})
+    assert changed.numerics != STRICT.numerics
+    assert layout(changed) != layout(STRICT) or option in ("kv_dtype", "kv_scales")
+
+
+@pytest.mark.parametrize("option", sorted(CHANGES_NO_BIT))
+def test_options_that_change_no_bit_leave_the_numerics_as_they_are(option: str) -> None:
+    value = False if option == "prefix_cache" else 7
+    assert STRICT.model_copy(update={option: value}).numerics == STRICT.numerics
+
+
+def layout(options: EngineOptions) -> str:
+    return options.numerics.block_layout(16, 2, 4, 64)
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({}, ["float32", "False"]),
+        ({"engine": "gpu"}, ["bfloat16", "False"]),
+        ({"engine": "torch", "deterministic": True, "threads": 2}, ["float32", "True"]),
+        ({"engine": "gpu", "deterministic": True}, ["bfloat16", "True", "gpu"]),
+        ({"engine": "paced"}, ["float32", "False", "paced"]),
+        (
+            {"dtype": "float16", "quantize": "int4", "kv_dtype": "fp8", "kv_scales": "dynamic"},
+            ["float16", "False", "int4", "fp8", "dynamic"],
+        ),
+    ],
+)
+def test_fingerprints_are_made_of_what_distinguishes_models(options: dict[str, Any], parts: list[str]) -> None:
+    assert EngineOptions(**options).numerics.fingerprint_parts() == parts
+
+
+@pytest.mark.parametrize(
+    ("options", "stored", "digest", "expected"),
+    [
+        ({}, "float32", "", "float32/16/2x4x64/0of1"),
+        ({"deterministic": True}, "float32", "", "float32/16/2x4x64/0of1/1"),
+        ({"deterministic": True, "threads": 3}, "float32", "", "float32/16/2x4x64/0of1/3"),
+        ({"threads": 3}, "float32", "", "float32/16/2x4x64/0of1"),
+        ({"engine": "gpu", "deterministic": True}, "bfloat16", "", "bfloat16/16/2x4x64/0of1/gpu"),
+        ({"engine": "gpu"}, "float8_e4m3fn", "ab12", "bfloat16+float8_e4m3fn/16/2x4x64/0of1/ab12"),
+        ({"quantize": "int8"}, "int8", "", "float32+int8/16/2x4x64/0of1/int8"),
+    ],
+)
+def test_layouts_of_blocks_are_made_of_what_their_contents_depend_on(
+    options: dict[str, Any], stored: str, digest: str, expected: str
+) -> None:
+    assert EngineOptions(**options).numerics.loaded(stored, digest).block_layout(16, 2, 4, 64) == expected
+
+
+def test_adapters_and_shards_are_other_numerics() -> None:
+    plain = Numerics("float32", "cpu", 0, deterministic=False)
+    adapted = Numerics("float32", "cpu", 0, deterministic=False, adapter="poems")
+    assert adapted.fingerprint_parts() != plain.fingerprint_parts()
+    assert adapted.block_layout(16, 2, 4, 64) != plain.block_layout(16, 2, 4, 64)
+    second = Numerics("float32", "cpu", 0, deterministic=False, shard="1of2")
+    assert second.block_layout(16, 2, 4, 64) != plain.block_layout(16, 2, 4, 64)
+    assert second.fingerprint_parts() == plain.fingerprint_parts(), "a sharded model is one model"
