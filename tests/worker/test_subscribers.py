@@ -170,3 +170,12 @@ async def test_the_refusal_of_a_tentative_job_is_not_reported(engine: RecordingE
     assert (engine.submitted, jobs.take_ended()) == ([], [])
     jobs.start(early, job(stream_id=2, placement=3))
     assert [end.placement for end in jobs.take_ended()] == [3]
+
+
+async def test_several_tokens_of_a_step_are_sent_in_order(engine: RecordingEngine, jobs: Jobs) -> None:
+    link = Subscriber("owner")
+    jobs.start(link, job(stream_id=1))
+    (key,) = engine.submitted
+    jobs.deliver(StepOutput([TokenOut(key, position, 50 + position) for position in range(3)], []))
+    messages = [message async for message in closed(link)]
+    assert [token for message in messages for token in message.token_ids] == [50, 51, 52]

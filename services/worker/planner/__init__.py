@@ -1,1 +1,1 @@
-"""Pure policy: who takes part in the next step."""
+"""Pure policy: which sequences take part in the next step."""

@@ -6,6 +6,7 @@ A job ends when the engine ends it or when its last subscriber leaves.
 import asyncio
 import itertools
 import time
+from operator import attrgetter
 from typing import Protocol
 
 import structlog
@@ -21,6 +22,8 @@ from services.worker.service.metrics import WorkerMetrics
 from services.worker.service.tracing import record_job
 
 log = structlog.get_logger("worker.jobs")
+
+_position = attrgetter("position")
 
 RETENTION_S = 2.0
 """How long the answer of an ended job is kept for requests that the scheduler sent to join it."""
@@ -139,8 +142,8 @@ class Jobs:
         """Sends the output of a step to the subscribers; `step_s` is the duration of the step."""
         by_key = self._by_key
         first_tokens = 0
-        # In reverse: the newest jobs wait for their first tokens, which are queued first this way.
-        for token in reversed(output.tokens):
+        # By position: first tokens are queued first, and a job's tokens in their order where a step has several.
+        for token in sorted(output.tokens, key=_position):
             record = by_key.get(token.key)
             if record is None:
                 continue

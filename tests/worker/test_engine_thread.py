@@ -1,0 +1,59 @@
+"""How an engine's output reaches the event loop: in order, and first tokens before the engine goes on."""
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+from services.worker.engine.base import EngineEvents
+from services.worker.job import StepOutput, TokenOut
+from services.worker.service import engine_thread
+
+
+class OneStepEngine:
+    """An engine of one step. It notes what had happened to the output when it could go on."""
+
+    def __init__(self, output: StepOutput, happened: list[str]) -> None:
+        self.output, self.happened = output, happened
+        self.happened_before: list[str] = []
+        self.done = threading.Event()
+
+    def run(self, events: EngineEvents, stop: threading.Event) -> None:
+        events.stepped(self.output)
+        self.happened_before = list(self.happened)
+        self.done.set()
+
+    def wake(self) -> None:
+        pass
+
+
+class Receiver:
+    """Jobs, their links and the scheduler's link: a link writes in a later turn of the event loop."""
+
+    def __init__(self, happened: list[str], loop: Any) -> None:
+        self.happened, self.loop = happened, loop
+
+    def deliver(self, output: StepOutput, step_s: float | None) -> None:
+        self.happened.append("delivered")
+        self.loop.call_soon(self.happened.append, "written")
+
+    def changed(self, urgent: bool = True) -> None:
+        self.happened.append("reported")
+
+
+@pytest.mark.parametrize(("position", "waits"), [(0, True), (3, False)])
+async def test_first_tokens_are_written_before_the_engine_goes_on(
+    position: int, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_thread, "_FIRST_WAIT_S", 10.0)
+    loop: Any = asyncio.get_running_loop()
+    happened: list[str] = []
+    engine: Any = OneStepEngine(StepOutput([TokenOut(1, position, 5)], []), happened)
+    receiver: Any = Receiver(happened, loop)
+    with engine_thread.EngineThread(engine, receiver, receiver):
+        if not waits:
+            assert engine.done.wait(5), "the engine waited for a busy event loop"
+        else:
+            assert await asyncio.to_thread(engine.done.wait, 5)
+    assert engine.happened_before == (["delivered", "reported", "written"] if waits else [])
