@@ -142,7 +142,7 @@ def test_rows_that_see_few_keys(heads: tuple[int, int, int], dtype: torch.dtype)
         (64, few, [length + random.randint(0, 128 - length) for length in few]),
     ):  # fmt: skip
         batch = Batch(lengths, contexts, *heads, block, dtype)
-        close(batch.run_brief(), batch.want(None))
+        close(batch.run_short_prefill(), batch.want(None))
 
 
 def test_a_context_shorter_than_its_row_ends_and_gives_zeros() -> None:
@@ -276,7 +276,7 @@ def test_blocks_survive_the_way_to_the_host_and_back() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_skinny_products_with_all_that_is_fused(dtype: torch.dtype) -> None:
+def test_split_k_products_with_all_fused_operations(dtype: torch.dtype) -> None:
     for rows in (1, 2, 7, 16, 33, 64):
         for n, k in ((6144, 4096), (1000, 2048), (77, 264)):
             for split in (1, 4):

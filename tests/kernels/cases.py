@@ -96,7 +96,7 @@ class Batch:
             attention.attention(self.q, self.pool, plan, self.q.shape[2] ** -0.5, self.kv_scales, out)
         return out
 
-    def run_brief(self) -> Tensor:
+    def run_short_prefill(self) -> Tensor:
         """All rows by the kernel of those that see few keys."""
         plan = ShortPrefillPlan(self.starts, torch.tensor(self.contexts, dtype=torch.int32, device=DEVICE), self.tables)
         out = poison(self.q.shape[0], self.heads * self.q.shape[2], dtype=self.q.dtype)

@@ -209,7 +209,7 @@ def fused_calls(new: Callable[..., Tensor], capability: int) -> Iterator[tuple[s
             )
             arguments = new(128, 48, dim)[:, :32], new(64, 16, 2, 8, dim), plan, 1.0
             if arguments[0].itemsize == 2:
-                yield f"brief {rows}", partial(attention.attention, *arguments)
+                yield f"short prefill {rows}", partial(attention.attention, *arguments)
     for rows, dim in ((1, 64), (8, 128), (32, 128)):
         x, angles, pool = new(rows, 4096), new(99, 1, dim), new(64, 16, 2, 8, dim)
         for shape in (qkv_rope.tile_for(x, dim), dense_hopper.rotated_shape_for(rows, dim) if hopper else None):
@@ -273,7 +273,7 @@ def attend(
     attention.attention(qkv[:, :heads], pool, plan, 1.0, scales)
 
 
-def compile_hopper(dim: int, windowed: bool, stored: torch.dtype) -> Any:
+def compile_prefill_hopper(dim: int, windowed: bool, stored: torch.dtype) -> Any:
     """Attention of prompts, for capability 9.0 only."""
     from kernels.attention import prefill_hopper
 
@@ -291,7 +291,7 @@ def compile_hopper(dim: int, windowed: bool, stored: torch.dtype) -> Any:
     return compile_gluon(prefill_hopper.prefill_hopper_kernel, fixed, kinds, {"num_warps": 4})
 
 
-def compile_few(dim: int, stored: torch.dtype, shape: attention.DecodePrograms, share: int = 4) -> Any:
+def compile_decode(dim: int, stored: torch.dtype, shape: attention.DecodePrograms, share: int = 4) -> Any:
     """Attention of few answers, for capability 9.0 only. share: query heads of a key/value head."""
     from kernels.attention import decode_hopper
 
@@ -321,7 +321,7 @@ def compile_gluon(kernel: Any, fixed: dict[str, Any], kinds: dict[str, str], opt
 
 
 def compile_packed_hopper() -> Iterator[tuple[str, Any]]:
-    """Products with weights in words, in shapes that are served."""
+    """Products with packed weights, in shapes that are served."""
     from kernels.linear import packed_hopper
     from kernels.linear.gluon_common import NO_POOL
     from kernels.linear.packed_hopper_kernel import packed_hopper_kernel
@@ -480,9 +480,9 @@ def compile_all(capability: int, dtype: torch.dtype) -> list[str]:
             (128, False, kv_pages.FP8),
         )
         for dim, windowed, stored in cases:
-            compiled = compile_hopper(dim, windowed, stored)
+            compiled = compile_prefill_hopper(dim, windowed, stored)
             assert compiled.metadata.shared <= MOST_SHARED[capability]
-            lines.append(f"attention {dim} {stored}: hopper_kernel shared {compiled.metadata.shared}")
+            lines.append(f"attention {dim} {stored}: prefill_hopper_kernel shared {compiled.metadata.shared}")
         decode = [
             (64, dtype, attention.HOPPER_DECODE[1], 4),
             *((128, dtype, attention.HOPPER_DECODE[rows], 4) for rows in (1, 16)),
@@ -492,10 +492,10 @@ def compile_all(capability: int, dtype: torch.dtype) -> list[str]:
             (64, dtype, attention.HOPPER_DECODE[1], 1),
             (128, dtype, attention.HOPPER_DECODE[1], 7),
         ]
-        for dim, stored, few_rows, share in decode:
-            compiled = compile_few(dim, stored, few_rows, share)
+        for dim, stored, programs, share in decode:
+            compiled = compile_decode(dim, stored, programs, share)
             assert compiled.metadata.shared <= MOST_SHARED[capability]
-            lines.append(f"attention {dim} {stored} {share}: hopper_few_kernel shared {compiled.metadata.shared}")
+            lines.append(f"attention {dim} {stored} {share}: decode_hopper_kernel shared {compiled.metadata.shared}")
         for name, compiled in compile_packed_hopper():
             assert compiled.metadata.shared <= MOST_SHARED[capability], name
             lines.append(f"{name}: packed_hopper_kernel shared {compiled.metadata.shared}")

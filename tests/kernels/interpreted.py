@@ -88,7 +88,7 @@ def test_rows_that_see_few_keys() -> None:
     ):
         for block in (16, 64):
             batch = Batch(lengths, contexts, *heads, block, HALF)
-            close(batch.run_brief(), batch.want(None))
+            close(batch.run_short_prefill(), batch.want(None))
 
 
 def test_neighbours_take_the_keys_that_they_share_together() -> None:
@@ -257,7 +257,7 @@ def test_pages_in_host_memory_come_back_as_they_left() -> None:
 
 @pytest.mark.parametrize("split", [1, 3])
 @pytest.mark.parametrize("dtype", [HALF, FULL], ids=str)
-def test_skinny_products_with_all_that_is_fused(dtype: torch.dtype, split: int) -> None:
+def test_split_k_products_with_all_fused_operations(dtype: torch.dtype, split: int) -> None:
     tile = Tile(16, 32, split, 2)
     for rows, n, k in ((1, 40, 72), (5, 33, 200), (33, 16, 64)):
         x, w, w2 = rand(rows, k, dtype=dtype), rand(n, k, dtype=dtype) / 8, rand(2 * n, k, dtype=dtype) / 8
