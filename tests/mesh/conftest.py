@@ -1,4 +1,4 @@
-"""Meshes that the stories share: one small mesh with everything, started once."""
+"""A small mesh with every service, started once for all tests that break nothing."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -24,7 +24,7 @@ def model() -> Path:
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def mesh(tmp_path_factory: pytest.TempPathFactory, model: Path) -> AsyncIterator[Mesh]:
-    """One worker, one gateway, scheduler, cache and a real Redis, shared by the stories that break nothing."""
+    """One worker, one gateway, scheduler, cache and a real Redis, shared by the tests that break nothing."""
     folder = tmp_path_factory.mktemp("mesh")
     with RedisServer(folder / "redis") as redis:
         async with Mesh(folder, model, redis_url=redis.url) as running:

@@ -1,4 +1,4 @@
-"""A real mesh for tests: real processes on loopback, killed and restarted at will."""
+"""A real mesh for tests: service processes on loopback that a test may kill and restart."""
 
 import asyncio
 import contextlib
@@ -47,17 +47,17 @@ class Process:
 
     @property
     def address(self) -> str:
-        """host:port at which it listens."""
+        """host:port at which the process listens."""
         return f"127.0.0.1:{self.port}"
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """The id of the process."""
         assert self.popen is not None
         return self.popen.pid
 
     def start(self) -> None:
-        """Starts it; `ready` waits for it."""
+        """Starts the process without waiting for it; see `ready`."""
         env = {**os.environ, **self.env, "WEFT_LISTEN": self.address, "WEFT_LOG_FORMAT": "json"}
         with self.log.open("ab") as log:
             self.popen = subprocess.Popen(
@@ -65,13 +65,13 @@ class Process:
             )
 
     def kill(self, how: signal.Signals = signal.SIGKILL) -> int:
-        """Ends it by a signal and returns its exit code."""
+        """Ends the process by a signal and returns its exit code."""
         assert self.popen is not None
         self.popen.send_signal(how)
         return self.popen.wait(30)
 
     def stop(self) -> None:
-        """Ends it gently, then not."""
+        """Ends the process with SIGTERM, and with SIGKILL if it does not stop in time."""
         if self.popen is None or self.popen.poll() is not None:
             return
         self.popen.terminate()
@@ -83,7 +83,7 @@ class Process:
             raise AssertionError(f"{self.name} did not stop on SIGTERM") from None
 
     async def ready(self) -> None:
-        """Waits until its health check says SERVING."""
+        """Waits until the health check of the service answers SERVING."""
         deadline = time.monotonic() + START_S
         async with aio.insecure_channel(self.address) as channel:
             stub: Any = health_pb2_grpc.HealthStub(channel)
@@ -99,7 +99,7 @@ class Process:
         raise AssertionError(f"{self.name} is not ready after {START_S} s:\n{self.tail()}")
 
     def tail(self) -> str:
-        """The end of its log."""
+        """The end of the process's log."""
         return self.log.read_text(errors="replace")[-4000:]
 
 
@@ -132,7 +132,7 @@ class Mesh:
         self._channels: list[aio.Channel] = []
 
     def new_worker(self, number: int, **env: str) -> Process:
-        """One more worker, not yet started."""
+        """Another worker of this mesh, not yet started."""
         settings = {
             "MODEL_NAME": str(self._model),
             "WEFT_SCHEDULER_ADDRESS": self.scheduler.address,
@@ -154,7 +154,7 @@ class Mesh:
 
     @property
     def processes(self) -> list[Process]:
-        """All of them, callers first."""
+        """All processes; each comes before those that it calls."""
         cache = [self.cache] if self.cache else []
         return [*self.gateways, *self.workers, self.scheduler, *cache]
 
@@ -191,7 +191,7 @@ class Mesh:
 
 @dataclass
 class Answer:
-    """All that a stream brought, for one continuation of each index."""
+    """What a stream delivered: tokens, text, log-probabilities and finish reason by continuation index."""
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
     texts: dict[int, str] = field(default_factory=dict)
@@ -203,7 +203,7 @@ class Answer:
     trailing: api.Receipt | None = None
 
     def add(self, delta: api.Delta) -> None:
-        """Takes a delta; positions must follow without gap or repetition."""
+        """Adds a delta. Asserts that positions have neither gaps nor repetitions."""
         tokens = self.tokens.setdefault(delta.index, [])
         assert not delta.token_ids or delta.position == len(tokens), (delta.position, len(tokens))
         assert delta.index not in self.finish, "a delta after the last one"
@@ -237,7 +237,7 @@ async def generate(
     metadata: tuple[tuple[str, str], ...] = (),
     on_delta: Callable[[api.Delta], None] | None = None,
 ) -> Answer:
-    """Streams an answer to its end. Raises AioRpcError."""
+    """Reads a stream to its end. Raises AioRpcError."""
     answer = Answer()
     call = stub.Generate(request, timeout=deadline_s, metadata=metadata)
     async for response in call:
@@ -262,7 +262,7 @@ def receipt_of(metadata: aio.Metadata | None) -> api.Receipt | None:
 def ask(
     prompt: str | list[int], *, max_tokens: int = 16, temperature: float = 0.0, model: str = "", **sampling: Any
 ) -> api.GenerateRequest:
-    """A request for one continuation, greedy unless told otherwise."""
+    """A request for one continuation; greedy unless `sampling` sets a temperature."""
     form = api.Prompt(text=prompt) if isinstance(prompt, str) else api.Prompt(token_ids=api.TokenIds(ids=prompt))
     parameters = api.Sampling(max_tokens=max_tokens, temperature=temperature, **sampling)
     return api.GenerateRequest(model=model, prompt=form, sampling=parameters)

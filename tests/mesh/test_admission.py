@@ -1,4 +1,4 @@
-"""Deadlines at a full mesh: who cannot make it is told so at once, and who waited in vain has cost nothing."""
+"""Deadlines at a full mesh: a hopeless request is refused at once, and one that expires in the queue costs nothing."""
 
 import asyncio
 import time
@@ -25,7 +25,7 @@ PACED = {"ENGINE": "paced", "WEFT_PACED_STEP_MS": "5", "MAX_BATCH_SIZE": "1", "W
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def mesh(tmp_path_factory: pytest.TempPathFactory, model: Path) -> AsyncIterator[Mesh]:
-    """One paced worker with room for one."""
+    """One paced worker that runs one job at a time."""
     async with Mesh(tmp_path_factory.mktemp("admission"), model, worker_env=PACED) as running:
         yield running
 
@@ -37,7 +37,7 @@ async def stub(mesh: Mesh) -> Stub:
 
 
 async def steps(mesh: Mesh) -> int:
-    """Steps that the worker has made."""
+    """The number of steps that the worker has run."""
     async with aio.insecure_channel(mesh.workers[0].address) as channel:
         status: mesh_pb2.StatusResponse = await WorkerStub(channel).Status(mesh_pb2.StatusRequest())
         assert not status.report.running
@@ -45,12 +45,12 @@ async def steps(mesh: Mesh) -> int:
 
 
 def long(seed: int, tokens: int = 100) -> Any:
-    """A request that takes half a second and shares nothing with others."""
+    """A request that takes half a second and shares neither prefix nor result with others."""
     return ask([seed] * 32, max_tokens=tokens, temperature=1.0, ignore_eos=True)
 
 
 async def test_a_deadline_that_expires_in_the_queue_costs_nothing(mesh: Mesh, stub: Stub) -> None:
-    """First of all stories here: as long as nothing is measured, nobody is refused by a forecast."""
+    """Must run first: until the worker's rates are measured, the scheduler refuses no job by a forecast."""
     leading = asyncio.create_task(generate(stub, long(11, 140)))
     await asyncio.sleep(0.1)
     with pytest.raises(aio.AioRpcError) as caught:
@@ -66,13 +66,13 @@ async def test_a_deadline_that_expires_in_the_queue_costs_nothing(mesh: Mesh, st
 
 
 async def test_a_deadline_that_cannot_be_met_is_refused_at_once(mesh: Mesh, stub: Stub) -> None:
-    for seed in (21, 22):  # The worker's pace and the length of answers are known now.
+    for seed in (21, 22):  # Afterwards the scheduler has measured the worker's rates and the length of answers.
         await generate(stub, long(seed))
     before = await steps(mesh)
     waiting = [asyncio.create_task(generate(stub, long(30 + i))) for i in range(4)]
     async with aio.insecure_channel(mesh.scheduler.address) as channel:
         scheduler = SchedulerStub(channel)
-        while (await scheduler.Overview(mesh_pb2.OverviewRequest())).models[0].waiting < 3:  # noqa: ASYNC110 (far away)
+        while (await scheduler.Overview(mesh_pb2.OverviewRequest())).models[0].waiting < 3:  # noqa: ASYNC110 (remote)
             await asyncio.sleep(0.01)
     took_ms: list[float] = []
     for number in range(9):

@@ -1,4 +1,4 @@
-"""Early attempts of requests with ids: joins, retries and conflicts work as without them."""
+"""Requests with ids that start as early attempts: joins, retries and conflicts work as without early attempts."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -12,7 +12,7 @@ from grpc import aio
 
 from protos import inference_pb2 as api
 from tests.mesh.harness import Answer, Mesh, generate
-from tests.mesh.test_joins import LENGTH, PACED, PROMPT, cost, first_tokens, fresh, idle, knows, retry_joins
+from tests.mesh.test_joins import LENGTH, PACED, PROMPT, cost, first_tokens, fresh, idle, retry_joins, until_listed
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -43,7 +43,7 @@ def unnamed(request: api.GenerateRequest) -> api.GenerateRequest:
 
 
 def whole(answer: Answer) -> bool:
-    """The answer is complete, after one attempt."""
+    """Whether the answer is complete after one attempt."""
     return len(answer.ids) == LENGTH and answer.receipt.attempts == 1
 
 
@@ -85,13 +85,13 @@ async def test_a_retry_at_another_gateway_joins_its_own_generation(mesh: Mesh) -
 
 async def test_a_retry_after_the_schedulers_death_joins_its_own_generation(mesh: Mesh) -> None:
     request = named("survivor")
-    request.sampling.max_tokens = 18 * LENGTH  # It outlives the scheduler's start.
+    request.sampling.max_tokens = 18 * LENGTH  # The answer takes longer than the start of a scheduler.
     lost: Any = mesh.stub(0).Generate(request)
     tokens = await first_tokens(lost, 10)
     assert mesh.scheduler.kill() == -9
     mesh.scheduler.start()
     await mesh.scheduler.ready()
-    await knows(mesh, gateway=1, workers=1)
+    await until_listed(mesh, gateway=1, workers=1)
     retry: Any = mesh.stub(1).Generate(request)
     again = await first_tokens(retry, 20)
     rest = await first_tokens(lost, len(again))

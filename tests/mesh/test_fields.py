@@ -1,4 +1,4 @@
-"""Each field of a request does what it says, seen through the gRPC door; each test fails if the field is ignored."""
+"""Each field of a request has its documented effect over gRPC; each test fails if the field is ignored."""
 
 import asyncio
 import math
@@ -15,7 +15,7 @@ from tests.mesh.harness import Answer, Stub, ask, generate
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 STORY = "Once upon a time there was a little girl who lived in a small house near the wood. One day she"
-SETTLE_S = 0.1  # Results are stored behind the client's back.
+SETTLE_S = 0.1  # The gateway stores results in the background.
 STOP, LENGTH = api.FINISH_REASON_STOP, api.FINISH_REASON_LENGTH
 
 
@@ -73,7 +73,7 @@ async def test_narrow_sampling_is_greedy(stub: Stub, narrow: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("field", ["temperature", "repetition_penalty"])
 async def test_the_smallest_divisor_leaves_the_best_token(stub: Stub, field: str) -> None:
-    """Logits that a computer would divide to infinity."""
+    """Dividing the logits by a value as small as this would overflow to infinity."""
     small, smallest = [await greedy(stub, 24, seed=3, ignore_eos=True, **{field: value}) for value in (1e-6, 1e-40)]
     assert smallest.ids == small.ids
 
@@ -84,7 +84,7 @@ async def test_a_top_k_beyond_the_vocabulary_keeps_all_tokens(stub: Stub) -> Non
 
 
 async def test_top_k_keeps_k_tokens(stub: Stub) -> None:
-    """At top_k = 3 and a flat temperature every token is among the three most likely, and not always the first."""
+    """At top_k = 3 and a high temperature each token is one of the three most likely, and not always the first."""
     answer = await greedy(stub, 32, temperature=50.0, top_k=3, seed=5, logprobs=3)
     call = stub.Generate(ask(STORY, max_tokens=32, temperature=50.0, top_k=3, seed=5, logprobs=3))
     entries = [entry async for response in call for entry in response.delta.logprobs]
@@ -104,8 +104,8 @@ async def test_a_seed_repeats_its_draws(stub: Stub) -> None:
         answer = await generate(stub, request)
         return answer.ids, answer.receipt.seed
 
-    first, told = await draw(None)
-    assert (await draw(told))[0] == first
+    first, seed = await draw(None)
+    assert (await draw(seed))[0] == first
     assert (await draw(7)) == (await draw(7))
     assert (await draw(7))[0] != (await draw(8))[0]
 
@@ -113,7 +113,7 @@ async def test_a_seed_repeats_its_draws(stub: Stub) -> None:
 async def test_a_stop_string_ends_the_text_before_it(stub: Stub) -> None:
     free = await greedy(stub, 40)
     stop = free.text[20:26]
-    stopped = await greedy(stub, 40, stop=[stop, "never said"])
+    stopped = await greedy(stub, 40, stop=[stop, "never generated"])
     assert stopped.text == free.text[: free.text.index(stop)]
     assert stopped.finish == {0: STOP}
     assert stopped.stop == {0: stop}
@@ -126,7 +126,7 @@ async def test_logit_bias_moves_a_token(stub: Stub) -> None:
     assert set((await greedy(stub, logit_bias={77: 100.0}, ignore_eos=True)).ids) == {77}
 
 
-async def test_repetition_penalty_avoids_what_was_said(stub: Stub) -> None:
+async def test_repetition_penalty_avoids_tokens_of_prompt_and_answer(stub: Stub) -> None:
     free = await greedy(stub, 48, ignore_eos=True)
     assert len(set(free.ids)) < 48, "the greedy answer repeats itself, as it must for this test"
     fresh = await greedy(stub, 48, ignore_eos=True, repetition_penalty=10.0)
@@ -137,18 +137,18 @@ async def test_repetition_penalty_avoids_what_was_said(stub: Stub) -> None:
 
 @pytest.mark.parametrize("field", ["presence_penalty", "frequency_penalty"])
 async def test_answer_penalties_change_the_token_they_must(stub: Stub, field: str) -> None:
-    """From the undisturbed log-probabilities one can tell where, and to what, a penalty first changes the answer."""
+    """The log-probabilities without a penalty show where the penalty first changes the answer, and to which token."""
     sampling: dict[str, Any] = {"ignore_eos": True, "logprobs": 20}
     call = stub.Generate(ask(STORY, max_tokens=160, **sampling))
     entries = [entry async for response in call for entry in response.delta.logprobs]
     ids = [entry.chosen.token_id for entry in entries]
     for place, entry in enumerate(entries):
-        said = Counter(ids[:place] if field == "frequency_penalty" else set(ids[:place]))
-        best = max(entry.top, key=lambda top, said=said: top.logprob - 2.0 * said[top.token_id])  # type: ignore[misc]
+        seen = Counter(ids[:place] if field == "frequency_penalty" else set(ids[:place]))
+        best = max(entry.top, key=lambda top, seen=seen: top.logprob - 2.0 * seen[top.token_id])  # type: ignore[misc]
         if best.token_id != ids[place]:
             break
     else:
-        pytest.fail("the greedy answer never says a word twice")
+        pytest.fail("the greedy answer repeats no token")
     penalized = await greedy(stub, place + 1, ignore_eos=True, **{field: 2.0})
     assert penalized.ids == [*ids[:place], best.token_id]
 
@@ -169,7 +169,7 @@ async def test_logprobs_are_those_asked_for(stub: Stub) -> None:
                 assert entry.chosen.text
 
 
-async def test_ignore_eos_goes_on(stub: Stub) -> None:
+async def test_ignore_eos_continues_after_the_end_token(stub: Stub) -> None:
     eos = (await stub.Tokenize(api.TokenizeRequest(prompt=api.Prompt(text="<|endoftext|>")))).token_ids[-1]
     ended = await greedy(stub, 6, logit_bias={eos: 100.0})
     assert ended.ids == []
@@ -210,7 +210,7 @@ async def test_chat_is_rendered_by_the_checkpoints_template(stub: Stub) -> None:
     assert answer.ids == (await generate(stub, ask(list(tokenized.token_ids), max_tokens=8))).ids
 
 
-async def test_cache_policies(stub: Stub) -> None:
+async def test_cache_policies_control_results_and_prefixes(stub: Stub) -> None:
     def request(policy: api.CachePolicy.ValueType, text: str, max_tokens: int = 8) -> api.GenerateRequest:
         message = ask(text, max_tokens=max_tokens)
         message.cache = policy
@@ -220,9 +220,9 @@ async def test_cache_policies(stub: Stub) -> None:
     await generate(stub, request(api.CACHE_POLICY_READ_ONLY, read_only))
     await asyncio.sleep(SETTLE_S)
     again = await generate(stub, request(api.CACHE_POLICY_READ_ONLY, read_only))
-    assert not again.receipt.result_hit, "read-only stores nothing"
+    assert not again.receipt.result_hit, "read-only stores no result"
     longer = await generate(stub, request(api.CACHE_POLICY_READ_ONLY, read_only, 9))
-    assert longer.receipt.cached_tokens > 0, "but it reads prefixes"
+    assert longer.receipt.cached_tokens > 0, "read-only uses cached prefixes"
 
     both = f"{STORY} {uuid.uuid4().hex}"
     first = await generate(stub, request(api.CACHE_POLICY_READ_WRITE, both))

@@ -1,4 +1,4 @@
-"""A GPT-2 through the public door: text in its own tokens, log-probabilities as transformers computes them."""
+"""A GPT-2 model over the public API: its own tokenizer, and the log-probabilities that transformers computes."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -26,13 +26,13 @@ Expected = tuple[list[int], list[float]]
 
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny GPT-2 with a tokenizer of its kind."""
+    """A tiny GPT-2 with a GPT-2 tokenizer."""
     return make_checkpoint(tmp_path_factory.mktemp("gpt2"), Shape("gpt2"))
 
 
 @pytest.fixture(scope="module")
 def expected(gpt2: Path) -> Callable[[list[int]], Expected]:
-    """The greedy answer of transformers to a prompt, and its log-probabilities."""
+    """A function from a prompt to the greedy answer of transformers with its log-probabilities."""
     model: Any = AutoModelForCausalLM.from_pretrained(gpt2, dtype=torch.float32)
 
     def answer(prompt: list[int]) -> Expected:
@@ -54,7 +54,7 @@ def expected(gpt2: Path) -> Callable[[list[int]], Expected]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def mesh(tmp_path_factory: pytest.TempPathFactory, gpt2: Path) -> AsyncIterator[Mesh]:
-    """One worker that computes prompts in chunks and keeps prefixes."""
+    """One worker that prefills prompts in chunks and caches prefixes."""
     settings = {"ENGINE": "torch", "SERVED_MODEL_NAME": "gpt2", "WEFT_KV_BLOCKS": "128", "WEFT_STEP_TOKENS": "48"}
     async with Mesh(tmp_path_factory.mktemp("mesh-gpt2"), gpt2, worker_env=settings) as running:
         yield running
@@ -91,7 +91,7 @@ async def test_text_is_tokenized_as_transformers_does(
     assert answer.text == tokenizer.decode(want[0], skip_special_tokens=True)
 
 
-async def test_its_card_says_what_it_is(mesh: Mesh, gpt2: Path) -> None:
+async def test_the_model_card_has_architecture_context_and_parameters(mesh: Mesh, gpt2: Path) -> None:
     card = (await listing(mesh.stub()))["gpt2"]
     assert (card.architecture, card.context_length) == ("GPT2LMHeadModel", CONTEXT)
     assert card.parameters == sum(tensor.numel() for tensor in load_file(gpt2 / "model.safetensors").values())

@@ -1,4 +1,4 @@
-"""Identical concurrent requests are computed once, at any gateway, also if some of their clients leave."""
+"""Identical concurrent requests are computed once, at any gateway, also if some of their clients disconnect."""
 
 import asyncio
 import itertools
@@ -27,24 +27,24 @@ LENGTH = 100
 async def mesh(tmp_path_factory: pytest.TempPathFactory, model: Path) -> AsyncIterator[Mesh]:
     """Two gateways, two paced workers, no result cache."""
     async with Mesh(tmp_path_factory.mktemp("joins"), model, workers=2, gateways=2, worker_env=PACED) as running:
-        await both_know(running)
+        await until_all_listed(running)
         yield running
 
 
-async def both_know(mesh: Mesh) -> None:
+async def until_all_listed(mesh: Mesh) -> None:
     """Waits until each gateway lists each worker."""
     for gateway in range(2):
-        await knows(mesh, gateway, workers=2)
+        await until_listed(mesh, gateway, workers=2)
 
 
-async def knows(mesh: Mesh, gateway: int, workers: int) -> None:
-    """Waits until the gateway lists so many workers."""
+async def until_listed(mesh: Mesh, gateway: int, workers: int) -> None:
+    """Waits until the gateway lists at least `workers` workers."""
 
     async def listed() -> int:
         return sum(model.workers for model in (await mesh.stub(gateway).ListModels(api.ListModelsRequest())).models)
 
     async with asyncio.timeout(10):
-        while await listed() < workers:  # noqa: ASYNC110 (far away)
+        while await listed() < workers:  # noqa: ASYNC110 (the event is in another process)
             await asyncio.sleep(0.02)
 
 
@@ -56,10 +56,10 @@ async def status(worker: Process) -> mesh_pb2.StatusResponse:
 
 
 async def idle(mesh: Mesh) -> None:
-    """Waits until no worker has a job."""
+    """Waits until no worker has a job that holds a block."""
     async with asyncio.timeout(5):
         for worker in mesh.workers:
-            while (await status(worker)).report.active_blocks:  # noqa: ASYNC110 (it is in another process)
+            while (await status(worker)).report.active_blocks:  # noqa: ASYNC110 (the event is in another process)
                 await asyncio.sleep(0.02)
 
 
@@ -69,7 +69,7 @@ def fresh(seeds: "itertools.count[int]" = itertools.count(1000)) -> api.Generate
 
 
 async def first_tokens(call: Any, count: int) -> list[int]:
-    """Reads so many tokens of a stream."""
+    """Reads a stream until at least `count` tokens have arrived."""
     tokens: list[int] = []
     while len(tokens) < count:
         tokens.extend((await call.read()).delta.token_ids)
@@ -77,7 +77,7 @@ async def first_tokens(call: Any, count: int) -> list[int]:
 
 
 def cost(answers: list[Answer]) -> int:
-    """Prompt tokens that were computed or found for these answers."""
+    """The number of prompt tokens that were computed, cached or fetched for these answers."""
     return sum(answer.receipt.prefill_tokens + answer.receipt.cached_tokens for answer in answers)
 
 
@@ -93,7 +93,7 @@ async def test_32_identical_requests_through_two_gateways_cost_one(mesh: Mesh) -
     assert len({answer.receipt.workers[0] for answer in answers}) == 1
 
 
-async def test_the_others_are_answered_when_the_first_client_leaves(mesh: Mesh) -> None:
+async def test_the_others_are_answered_when_the_first_client_disconnects(mesh: Mesh) -> None:
     request = fresh()
     first = mesh.stub(0).Generate(request)
     await first_tokens(first, 1)
@@ -101,7 +101,7 @@ async def test_the_others_are_answered_when_the_first_client_leaves(mesh: Mesh) 
     others = [asyncio.create_task(generate(stubs[i % 2], request)) for i in range(31)]
     began: list[int] = []
     watched = asyncio.create_task(generate(stubs[1], request, on_delta=lambda delta: began.append(delta.position)))
-    while not began:  # noqa: ASYNC110 (a delta sets it)
+    while not began:  # noqa: ASYNC110 (the callback of a delta sets it)
         await asyncio.sleep(0.005)
     await asyncio.sleep(0.05)
     first.cancel()
@@ -110,11 +110,11 @@ async def test_the_others_are_answered_when_the_first_client_leaves(mesh: Mesh) 
     assert all(len(answer.ids) == LENGTH for answer in answers)
     assert all(answer.receipt.joined for answer in answers)
     assert all(answer.receipt.attempts == 1 for answer in answers)
-    assert cost(answers) == 0  # The cost is on the receipt of the client that left.
+    assert cost(answers) == 0  # The receipt of the disconnected client has the cost.
 
 
-async def test_the_first_client_leaves_at_once(mesh: Mesh) -> None:
-    """At any moment of the leader's job: the others share one generation, in the worst case two."""
+async def test_the_first_client_disconnects_at_once(mesh: Mesh) -> None:
+    """Whenever the leader's client disconnects, the others share one generation, or two in the worst case."""
     stubs = [mesh.stub(0), mesh.stub(1)]
     for pause_s in (0.0, 0.001, 0.002, 0.004, 0.006, 0.01):
         request = fresh()
@@ -126,7 +126,7 @@ async def test_the_first_client_leaves_at_once(mesh: Mesh) -> None:
         answers = await asyncio.gather(*others)
         assert len({tuple(answer.ids) for answer in answers}) == 1
         assert all(len(answer.ids) == LENGTH for answer in answers)
-        # They may have a few tokens of the leader's answer, which are then in the next leader's prompt.
+        # They may have received tokens of the leader's answer, which are then part of the next leader's prompt.
         assert cost(answers) <= 2 * (len(PROMPT) + 10), pause_s
         assert sum(answer.receipt.joined for answer in answers) >= 6, pause_s
 
@@ -145,7 +145,7 @@ async def test_the_first_clients_deadline_is_its_own(mesh: Mesh) -> None:
 async def test_a_retry_through_another_gateway_joins_its_own_generation(mesh: Mesh) -> None:
     request = fresh()
     request.request_id = "mine"
-    request.sampling.ClearField("seed")  # Their draws are equal nevertheless: the seed derives from the id.
+    request.sampling.ClearField("seed")  # The draws are equal nevertheless: the seed is derived from the id.
     await retry_joins(mesh, request)
 
 
@@ -184,7 +184,7 @@ async def test_the_loss_of_a_gateway_affects_only_its_own_clients(mesh: Mesh) ->
         asyncio.create_task(generate(mesh.stub(1), request, on_delta=lambda delta: began.append(delta.position)))
         for _ in range(4)
     ]
-    while len(began) < 4:  # noqa: ASYNC110 (deltas come in)
+    while len(began) < 4:  # noqa: ASYNC110 (deltas arrive meanwhile)
         await asyncio.sleep(0.005)
     assert mesh.gateways[0].kill() == -9
     answers = await asyncio.gather(*following)
@@ -196,7 +196,7 @@ async def test_the_loss_of_a_gateway_affects_only_its_own_clients(mesh: Mesh) ->
 
 
 async def test_the_loss_of_a_worker_costs_one_more_generation(mesh: Mesh) -> None:
-    """Requests that shared the lost one share the next, however many tokens each has received."""
+    """Requests that shared the lost generation share the next one, whatever number of tokens each has received."""
     await idle(mesh)
     stubs = [mesh.stub(0), mesh.stub(1)]
     request = fresh()
@@ -206,7 +206,7 @@ async def test_the_loss_of_a_worker_costs_one_more_generation(mesh: Mesh) -> Non
         asyncio.create_task(generate(stubs[i % 2], request, on_delta=lambda delta: tokens.extend(delta.token_ids)))
         for i in range(16)
     ]
-    while len(tokens) < 16 * 20:  # noqa: ASYNC110 (deltas come in)
+    while len(tokens) < 16 * 20:  # noqa: ASYNC110 (deltas arrive meanwhile)
         await asyncio.sleep(0.005)
     busy = [worker for worker in mesh.workers if (await status(worker)).report.running]
     assert len(busy) == 1
@@ -214,9 +214,9 @@ async def test_the_loss_of_a_worker_costs_one_more_generation(mesh: Mesh) -> Non
     done = await asyncio.gather(*answers)
     assert [answer.ids for answer in done] == [undisturbed.ids] * 16
     assert max(answer.receipt.attempts for answer in done) == 2
-    # The first attempt computes the prompt, the second one the prompt and the tokens so far.
+    # The first attempt computes the prompt, the second one the prompt and the tokens generated so far.
     assert cost(done) <= 2 * len(PROMPT) + LENGTH
     assert sum(answer.receipt.joined for answer in done) >= 15
     busy[0].start()
     await busy[0].ready()
-    await both_know(mesh)
+    await until_all_listed(mesh)

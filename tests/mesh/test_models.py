@@ -1,4 +1,4 @@
-"""Several models in one mesh: found by name and alias, each with workers of its own, and seen while they are loaded."""
+"""Several models in one mesh: found by name and alias, with separate workers, and listed while they are loaded."""
 
 import asyncio
 import io
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 CODES = grpc.StatusCode
 
 PACED = {"ENGINE": "paced", "WEFT_PACED_STEP_MS": "5"}
-FOX = {"SERVED_MODEL_NAME": "fox", "WEFT_ALIASES": '["reynard", "owl"]'}  # An alias never hides another's name.
+FOX = {"SERVED_MODEL_NAME": "fox", "WEFT_ALIASES": '["reynard", "owl"]'}  # A model's name wins over an alias.
 OWL = {"SERVED_MODEL_NAME": "owl", "WEFT_ALIASES": '["hoot", "reynard"]', "MAX_SEQ_LENGTH": "256"}
 
 
@@ -47,7 +47,7 @@ async def listing(stub: Stub) -> dict[str, api.Model]:
 
 
 async def until_served(stub: Stub, workers: dict[str, int]) -> None:
-    """Waits until each model has so many workers."""
+    """Waits until each model has the given number of workers."""
     async with asyncio.timeout(30):
         while True:
             models = await listing(stub)
@@ -57,7 +57,7 @@ async def until_served(stub: Stub, workers: dict[str, int]) -> None:
 
 
 async def fails(stub: Stub, name: str) -> aio.AioRpcError:
-    """How a request for a model is refused."""
+    """The error that a request for a model ends with."""
     with pytest.raises(aio.AioRpcError) as caught:
         await generate(stub, ask("A tale", model=name))
     return caught.value
@@ -72,7 +72,7 @@ async def test_models_are_found_by_name_and_alias(stub: Stub) -> None:
         receipt = (await generate(stub, ask(f"A tale of {asked}", max_tokens=3, model=asked))).receipt
         assert receipt.model == served
         assert receipt.workers[0].startswith(f"{served}-")
-    # Whoever leaves no key needs none.
+    # A gateway without a tenants file accepts any key.
     metadata = (("authorization", "Bearer whatever"),)
     assert (await generate(stub, ask("A tale", max_tokens=3, model="owl"), metadata=metadata)).ids
     unknown = await fails(stub, "badger")
@@ -88,7 +88,7 @@ async def test_no_name_is_refused_where_there_is_a_choice(stub: Stub) -> None:
     assert caught.value.code() is CODES.INVALID_ARGUMENT
 
 
-async def test_one_models_death_is_not_the_others(mesh: Mesh, stub: Stub) -> None:
+async def test_the_loss_of_one_model_does_not_affect_the_other(mesh: Mesh, stub: Stub) -> None:
     started = asyncio.Event()
     long = ask("A tale", max_tokens=200, model="owl", ignore_eos=True)
     running = asyncio.create_task(generate(stub, long, on_delta=lambda _: started.set()))
@@ -97,7 +97,7 @@ async def test_one_models_death_is_not_the_others(mesh: Mesh, stub: Stub) -> Non
     error = await fails(stub, "fox")
     assert error.code() is CODES.UNAVAILABLE
     assert (await generate(stub, ask("A tale", max_tokens=3, model="hoot"))).receipt.attempts == 1
-    assert (await fails(stub, "")).code() is CODES.INVALID_ARGUMENT  # A model does not become the only one by a death.
+    assert (await fails(stub, "")).code() is CODES.INVALID_ARGUMENT  # "fox" still counts as a model.
     answer = await running
     assert (len(answer.ids), answer.receipt.attempts) == (200, 1)
     mesh.workers[0].start()
@@ -115,12 +115,12 @@ async def top(mesh: Mesh) -> list[str]:
 
 
 async def test_a_loading_worker_is_seen_by_clients(mesh: Mesh, stub: Stub) -> None:
-    """A worker with weights to load: listed with what it does and how far that is, until it serves."""
+    """A worker that loads weights is listed with its phase and percent until it serves."""
     worker = mesh.new_worker(2, ENGINE="torch", SERVED_MODEL_NAME="badger", MAX_BATCH_SIZE="4", WEFT_KV_BLOCKS="64")
     mesh.workers.append(worker)
     seen: list[tuple[str, int]] = []
     refused = None
-    pictures: list[str] = []
+    lines: list[str] = []
     worker.start()
     async with asyncio.timeout(60):
         while True:
@@ -134,7 +134,7 @@ async def test_a_loading_worker_is_seen_by_clients(mesh: Mesh, stub: Stub) -> No
                     seen.append((loading.phase, loading.percent))
                 if refused is None:
                     refused = await fails(stub, "badger")
-                    pictures = await top(mesh)
+                    lines = await top(mesh)
             await asyncio.sleep(0.01)
     print("seen:", seen)
     assert seen[0][0] == "starting"
@@ -142,8 +142,8 @@ async def test_a_loading_worker_is_seen_by_clients(mesh: Mesh, stub: Stub) -> No
     assert refused is not None
     assert refused.code() is CODES.UNAVAILABLE
     assert "being loaded" in (refused.details() or "")
-    assert any("1 workers loading" in line for line in pictures)
-    assert any(line.strip().startswith("badger-") for line in pictures)
+    assert any("1 workers loading" in line for line in lines)
+    assert any(line.strip().startswith("badger-") for line in lines)
     assert (await generate(stub, ask("A tale", max_tokens=3, model="badger"))).receipt.model == "badger"
 
 
@@ -154,10 +154,10 @@ async def test_a_loading_worker_is_seen_by_clients(mesh: Mesh, stub: Stub) -> No
         ("chat_template.jinja", "{% for %}", "the chat template does not compile: "),
     ],
 )
-async def test_a_worker_whose_text_cannot_be_read_never_serves(
+async def test_a_worker_with_an_unusable_tokenizer_or_template_never_serves(
     mesh: Mesh, stub: Stub, model: Path, tmp_path: Path, file: str, content: str, reason: str
 ) -> None:
-    """It ends with one line, as for other defects of a checkpoint, instead of refusing each request."""
+    """The process ends with one line, as for other defects of a checkpoint, instead of refusing each request."""
     folder = Path(shutil.copytree(model, tmp_path / "unreadable"))
     (folder / file).write_text(content)
     worker = mesh.new_worker(3, MODEL_NAME=str(folder), SERVED_MODEL_NAME="unreadable")
@@ -169,7 +169,7 @@ async def test_a_worker_whose_text_cannot_be_read_never_serves(
 
 
 async def test_random_weights_leave_no_folder_behind(mesh: Mesh, tmp_path: Path) -> None:
-    """Not even a worker that is killed while it serves."""
+    """A worker that is killed while it serves leaves no folder either."""
     worker = mesh.new_worker(3, MODEL_NAME="random:tiny", SERVED_MODEL_NAME="tiny", TMPDIR=str(tmp_path))
     worker.start()
     await worker.ready()
@@ -177,7 +177,7 @@ async def test_random_weights_leave_no_folder_behind(mesh: Mesh, tmp_path: Path)
     assert [name for name in os.listdir(tmp_path) if name.startswith("weft-random-")] == []
 
 
-async def test_a_worker_that_fails_to_load_is_listed_no_more(mesh: Mesh, stub: Stub, tmp_path: Path) -> None:
+async def test_a_worker_that_fails_to_load_is_no_longer_listed(mesh: Mesh, stub: Stub, tmp_path: Path) -> None:
     worker = mesh.new_worker(3, MODEL_NAME=str(tmp_path), SERVED_MODEL_NAME="ghost")
     worker.start()
     assert worker.popen is not None

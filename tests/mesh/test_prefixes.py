@@ -1,4 +1,4 @@
-"""Prefixes outlive the worker that computed them, through the public door, and no trouble on the way costs a token."""
+"""Prefixes outlive the worker that computed them, and no failure of link, cache or Redis changes or loses a token."""
 
 import asyncio
 import random
@@ -23,8 +23,8 @@ from tests.redis_server import RedisServer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-# One thread, invariant sums, small steps: prefill is slow enough that fetching pays also on a busy machine, and equal
-# tokens are promised.
+# One thread, deterministic mode, small steps: prefill is slow enough that fetching is faster on a busy machine too,
+# and equal tokens are guaranteed.
 WORKER = {"WEFT_DETERMINISTIC": "true", "WEFT_THREADS": "1", "WEFT_STEP_TOKENS": "64", "WEFT_LOG_LEVEL": "debug"}
 SENTENCE = "the king had a young daughter who went into dark woods to find her brother and an old white horse"
 PATTERN = "weft:1:{block}:*"
@@ -33,13 +33,13 @@ SETTLE_S = 30.0
 
 
 def tale(number: int, words: int = 1100) -> str:
-    """A text of more than 1,000 tokens, unlike that of another number."""
+    """A text of more than 1,000 tokens, different for each number."""
     source = random.Random(number)
     return " ".join(source.choices(SENTENCE.split(), k=words))
 
 
 def request(number: int) -> api.GenerateRequest:
-    """A sampled continuation of tale `number`, whose result is not kept."""
+    """A request for a sampled continuation of tale `number`; its result is not stored."""
     message = ask(tale(number), max_tokens=12, temperature=0.9, seed=number, ignore_eos=True, logprobs=0)
     message.cache = api.CACHE_POLICY_READ_ONLY
     return message
@@ -47,7 +47,7 @@ def request(number: int) -> api.GenerateRequest:
 
 @dataclass
 class Stage:
-    """A mesh whose first worker told all tales and died, its Redis, and the way between workers and cache service."""
+    """A mesh whose first worker answered all tales and was killed, its Redis, and the proxy of its cache service."""
 
     mesh: Mesh
     server: RedisServer
@@ -60,7 +60,7 @@ class Stage:
 
     @asynccontextmanager
     async def worker(self) -> AsyncIterator[Process]:
-        """A fresh process that knows how fast its link is; killed at the end."""
+        """A fresh worker that has measured its link to the cache service; killed at the end."""
         process = self.mesh.new_worker(len(self.mesh.workers))
         self.mesh.workers.append(process)
         process.start()
@@ -73,13 +73,13 @@ class Stage:
                 assert process.kill(signal.SIGKILL) == -signal.SIGKILL
 
     async def blocks(self) -> list[bytes]:
-        """Names of the blocks of prefixes in Redis; what a worker measured its link with is larger."""
+        """Names of the blocks of prefixes in Redis, without the larger values that workers measure their link with."""
         names: list[bytes] = await self.client.keys(PATTERN)
         lengths = [await self.client.strlen(name) if not name.endswith(b"ledger") else 0 for name in names]
         return [name for name, length in zip(names, lengths, strict=True) if 0 < length < 256 << 10]
 
     async def corrupt_misses(self) -> int:
-        """How many damaged blocks the cache service has counted."""
+        """The number of damaged blocks that the cache service has counted."""
         url = f"http://127.0.0.1:{self.metrics_port}/metrics"
         text = (await asyncio.to_thread(urllib.request.urlopen, url)).read().decode()
         found = re.search(r'weft_cache_block_misses_total\{reason="corrupt"\} (\S+)', text)
@@ -88,24 +88,24 @@ class Stage:
 
 
 async def measured(worker: Process) -> None:
-    """Waits until a worker knows how fast its link to the cache service is."""
+    """Waits until a worker has measured its link to the cache service."""
 
-    async def there() -> bool:
+    async def logged() -> bool:
         return "link measured" in worker.log.read_text()
 
-    await until(there)
+    await until(logged)
 
 
 async def until(true: Callable[[], Awaitable[bool]]) -> None:
-    """Waits for what another process brings about."""
+    """Waits until a condition in another process is true."""
     async with asyncio.timeout(SETTLE_S):
         while not await true():  # noqa: ASYNC110 - the event is in another process
             await asyncio.sleep(0.05)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def on(tmp_path_factory: pytest.TempPathFactory, model: Path) -> AsyncIterator[Stage]:
-    """All of it: the tales lie in Redis, no worker lives."""
+async def stage(tmp_path_factory: pytest.TempPathFactory, model: Path) -> AsyncIterator[Stage]:
+    """The mesh after the first worker: all tales are in Redis, and no worker runs."""
     folder = tmp_path_factory.mktemp("prefixes")
     with RedisServer(folder / "redis", 512 << 20) as server:
         mesh = Mesh(folder, model, workers=0, redis_url=server.url)
@@ -132,7 +132,7 @@ async def on(tmp_path_factory: pytest.TempPathFactory, model: Path) -> AsyncIter
 
 
 def check(answer: Answer, expected: Answer) -> None:
-    """Same tokens and log-probabilities bit for bit; every prompt token accounted for once."""
+    """Asserts equal tokens, bit-identical log-probabilities, and that each prompt token is counted once."""
     receipt = answer.receipt
     assert answer.ids == expected.ids
     assert answer.logprobs == expected.logprobs
@@ -140,112 +140,112 @@ def check(answer: Answer, expected: Answer) -> None:
 
 
 def is_warm(answer: Answer) -> bool:
-    """Most of the prompt was fetched."""
+    """Whether most of the prompt was fetched."""
     return answer.receipt.fetched_tokens >= 0.9 * answer.receipt.prompt_tokens
 
 
-async def alone(on: Stage, wanted: api.GenerateRequest) -> Answer:
-    """The answer that joined nobody's: an equal one's end may still be on its way to the scheduler."""
-    while (answer := await generate(on.stub, wanted)).receipt.joined:
+async def alone(stage: Stage, wanted: api.GenerateRequest) -> Answer:
+    """Asks until the answer joined no job: the end of an equal job may not have reached the scheduler yet."""
+    while (answer := await generate(stage.stub, wanted)).receipt.joined:
         pass
     return answer
 
 
-async def test_a_restarted_worker_starts_warm(on: Stage) -> None:
-    cold = on.cold[0]
+async def test_a_restarted_worker_starts_warm(stage: Stage) -> None:
+    cold = stage.cold[0]
     assert cold.receipt.prompt_tokens >= 1000
     assert cold.receipt.prefill_tokens == cold.receipt.prompt_tokens
-    async with on.worker():
-        warm = await generate(on.stub, request(0))
+    async with stage.worker():
+        warm = await generate(stage.stub, request(0))
         check(warm, cold)
         assert warm.receipt.workers != cold.receipt.workers
         assert is_warm(warm)
-        again = await alone(on, request(0))
+        again = await alone(stage, request(0))
         check(again, cold)
-        assert again.receipt.fetched_tokens == 0, "it is in the device's memory now"
+        assert again.receipt.fetched_tokens == 0, "the prefix is in device memory now"
         assert again.receipt.cached_tokens == warm.receipt.fetched_tokens
         neither = request(1)
         neither.cache = api.CACHE_POLICY_BYPASS
-        bypass = await generate(on.stub, neither)
-        check(bypass, on.cold[1])
+        bypass = await generate(stage.stub, neither)
+        check(bypass, stage.cold[1])
         assert bypass.receipt.prefill_tokens == bypass.receipt.prompt_tokens
 
 
-async def test_a_prefix_of_another_living_worker_is_used(on: Stage) -> None:
-    async with on.worker() as first:
+async def test_a_prefix_of_another_living_worker_is_used(stage: Stage) -> None:
+    async with stage.worker() as first:
         new = request(100)
-        computed = await generate(on.stub, new)
+        computed = await generate(stage.stub, new)
         assert computed.receipt.fetched_tokens == 0
-        count = len(on.cold) * (on.cold[0].receipt.prompt_tokens // 16)
+        count = len(stage.cold) * (stage.cold[0].receipt.prompt_tokens // 16)
 
         async def stored() -> bool:
-            return len(await on.blocks()) > count + 32
+            return len(await stage.blocks()) > count + 32
 
         await until(stored)
-        async with on.worker():
+        async with stage.worker():
             started = asyncio.Event()
             long = ask("A long tale", max_tokens=600, ignore_eos=True)
-            busy = asyncio.create_task(generate(on.stub, long, on_delta=lambda _: started.set()))
+            busy = asyncio.create_task(generate(stage.stub, long, on_delta=lambda _: started.set()))
             await started.wait()
             assert first.popen is not None
-            first.popen.terminate()  # It drains: new jobs go elsewhere.
-            answer = await generate(on.stub, new)
+            first.popen.terminate()  # The worker drains: new jobs go to the other one.
+            answer = await generate(stage.stub, new)
             check(answer, computed)
             assert answer.receipt.workers != computed.receipt.workers
             assert answer.receipt.fetched_tokens > 0
             assert len((await busy).ids) == 600
 
 
-async def test_over_a_slow_link_it_is_cheaper_to_compute(on: Stage) -> None:
-    on.proxy.bytes_per_s = 1e6
+async def test_over_a_slow_link_the_prompt_is_computed(stage: Stage) -> None:
+    stage.proxy.bytes_per_s = 1e6
     try:
-        async with on.worker():
-            before = on.proxy.answered_bytes
-            answer = await generate(on.stub, request(1))
-            check(answer, on.cold[1])
+        async with stage.worker():
+            before = stage.proxy.answered_bytes
+            answer = await generate(stage.stub, request(1))
+            check(answer, stage.cold[1])
             assert answer.receipt.prefill_tokens == answer.receipt.prompt_tokens
-            assert on.proxy.answered_bytes - before < 300_000, "nothing was fetched in vain"
+            assert stage.proxy.answered_bytes - before < 300_000, "no block was fetched and dropped"
     finally:
-        on.proxy.bytes_per_s = 0.0
-    async with on.worker():
-        answer = await generate(on.stub, request(1))
-        check(answer, on.cold[1])
-        assert is_warm(answer), "over the fast link it is fetched"
+        stage.proxy.bytes_per_s = 0.0
+    async with stage.worker():
+        answer = await generate(stage.stub, request(1))
+        check(answer, stage.cold[1])
+        assert is_warm(answer), "over the fast link the prefix is fetched"
 
 
-async def test_a_link_that_becomes_slow_is_noticed(on: Stage) -> None:
-    async with on.worker():
-        on.proxy.bytes_per_s = 1e6
+async def test_a_link_that_becomes_slow_is_noticed(stage: Stage) -> None:
+    async with stage.worker():
+        stage.proxy.bytes_per_s = 1e6
         try:
             for number in (2, 3, 4):
-                answer = await generate(on.stub, request(number))
-                check(answer, on.cold[number])
+                answer = await generate(stage.stub, request(number))
+                check(answer, stage.cold[number])
             assert answer.receipt.prefill_tokens == answer.receipt.prompt_tokens
         finally:
-            on.proxy.bytes_per_s = 0.0
+            stage.proxy.bytes_per_s = 0.0
 
 
-async def test_damaged_blocks_are_counted_misses(on: Stage) -> None:
-    for name in await on.blocks():
-        value = bytearray(await on.client.get(name))
+async def test_damaged_blocks_are_counted_misses(stage: Stage) -> None:
+    for name in await stage.blocks():
+        value = bytearray(await stage.client.get(name))
         for place in random.Random(name).sample(range(len(value)), 3):
             value[place] ^= 0xFF
-        await on.client.set(name, bytes(value))
-    before = await on.corrupt_misses()
-    async with on.worker():
-        answer = await generate(on.stub, request(5))
-        check(answer, on.cold[5])
+        await stage.client.set(name, bytes(value))
+    before = await stage.corrupt_misses()
+    async with stage.worker():
+        answer = await generate(stage.stub, request(5))
+        check(answer, stage.cold[5])
         assert answer.receipt.fetched_tokens == 0
-        assert await on.corrupt_misses() > before
+        assert await stage.corrupt_misses() > before
 
 
-async def test_without_redis_nothing_fails(on: Stage) -> None:
-    async with on.worker():
-        on.server.kill()
-        answer = await generate(on.stub, request(6))
-        check(answer, on.cold[6])
+async def test_without_redis_nothing_fails(stage: Stage) -> None:
+    async with stage.worker():
+        stage.server.kill()
+        answer = await generate(stage.stub, request(6))
+        check(answer, stage.cold[6])
         assert answer.receipt.prefill_tokens == answer.receipt.prompt_tokens
-        assert on.mesh.cache is not None
-        on.mesh.cache.kill()
-        assert len((await generate(on.stub, request(7))).ids) == 12
-    on.server.start()
+        assert stage.mesh.cache is not None
+        stage.mesh.cache.kill()
+        assert len((await generate(stage.stub, request(7))).ids) == 12
+    stage.server.start()

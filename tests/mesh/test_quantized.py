@@ -1,4 +1,4 @@
-"""Quantized models through the door: a checkpoint that is quantized, and a plain one that is rounded as it comes in."""
+"""Quantized models in a mesh: a quantized checkpoint, and a plain one that is quantized while it is loaded."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -21,13 +21,13 @@ EXACT = {"WEFT_DETERMINISTIC": "true"}
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
-    """The demo model in INT4, by compressed-tensors."""
+    """The demo model in INT4, written by compressed-tensors."""
     return write("int4-asymmetric", model, tmp_path_factory.mktemp("packed")).folder
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def mesh(tmp_path_factory: pytest.TempPathFactory, model: Path, packed: Path) -> AsyncIterator[Mesh]:
-    """The demo model plain, rounded to INT8, and in INT4 on disk: a worker each."""
+    """One worker each: the plain demo model, the same quantized to INT8 at load, and the INT4 checkpoint."""
     mesh = Mesh(tmp_path_factory.mktemp("quantized"), model, workers=0, worker_env=EXACT)
     mesh.workers += [
         mesh.new_worker(0, SERVED_MODEL_NAME="plain"),
@@ -40,7 +40,7 @@ async def mesh(tmp_path_factory: pytest.TempPathFactory, model: Path, packed: Pa
 
 
 def bare(folder: Path, quantize: str | None = None) -> list[int]:
-    """What an engine in this process answers."""
+    """The tokens that an engine in this process generates."""
     engine = open_engine(folder, kv_blocks=64, deterministic=True, quantize=quantize)
     return run(engine, job(0, PROMPT, max_tokens=TOKENS, ignore_eos=True))[0].tokens
 
@@ -55,10 +55,10 @@ async def test_quantized_models_answer_as_their_engines_do(mesh: Mesh, model: Pa
         answer = await generate(mesh.stub(), ask(PROMPT, max_tokens=TOKENS, model=name, ignore_eos=True))
         assert answer.ids == tokens, name
     listed = await listing(mesh.stub())
-    assert len({listed[name].parameters for name in expected}) == 1, "quantized or not, it has as many numbers"
+    assert len({listed[name].parameters for name in expected}) == 1, "quantization changes no parameter count"
 
 
-async def test_a_worker_that_cannot_quantize_says_so(mesh: Mesh, packed: Path) -> None:
+async def test_a_worker_that_cannot_quantize_exits_with_the_reason(mesh: Mesh, packed: Path) -> None:
     worker: Process = mesh.new_worker(3, SERVED_MODEL_NAME="twice", MODEL_NAME=str(packed), QUANTIZE="int4")
     worker.start()
     assert worker.popen is not None

@@ -1,4 +1,4 @@
-"""The receipt accounts for the time of a request: what is left over stays small, hits and errors included."""
+"""The receipt accounts for the time of a request: the unaccounted part stays small, hits and errors included."""
 
 import uuid
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 async def receipts_of_200(stub: Stub) -> list[api.Receipt]:
-    """Misses, hits, sampled and greedy ones, streams and single replies, and errors."""
+    """Receipts of misses and hits, sampled and greedy answers, streams and single replies, and errors."""
     receipts = []
     for number in range(40):
         fresh = ask(f"Tale {uuid.uuid4().hex} {number}", max_tokens=1 + number % 24)
@@ -44,7 +44,7 @@ async def test_little_time_is_unaccounted_for(stub: Stub) -> None:
     assert sorted(excess)[197] <= 0, f"p99 of the excess: {sorted(excess)[197] * 1e3:.2f} ms"
 
 
-async def test_the_receipt_counts(stub: Stub) -> None:
+async def test_the_receipt_counts_tokens_by_their_source(stub: Stub) -> None:
     prompt = f"Tale {uuid.uuid4().hex} and what came of it"
     answer = await generate(stub, ask(prompt, max_tokens=12))
     receipt = answer.receipt
@@ -59,14 +59,14 @@ async def test_the_receipt_counts(stub: Stub) -> None:
     assert 0 < receipt.timings.first_token_s < receipt.timings.wall_s
 
 
-async def test_a_stopped_answer_has_its_costs(stub: Stub) -> None:
+async def test_an_answer_ended_by_a_stop_string_has_its_costs(stub: Stub) -> None:
     prompt = f"Tale {uuid.uuid4().hex} and what came of it"
     free = await generate(stub, ask(prompt, max_tokens=40))
     stopped = await generate(stub, ask(prompt, max_tokens=40, stop=[free.text[20:26]]))
     receipt = stopped.receipt
     assert receipt.prefill_tokens + receipt.cached_tokens == receipt.prompt_tokens
     assert receipt.timings.decode_s > 0
-    assert receipt.timings.wall_s < free.receipt.timings.wall_s + 0.1, "it did not wait for an account that never comes"
+    assert receipt.timings.wall_s < free.receipt.timings.wall_s + 0.1, "the worker reported the costs in time"
 
 
 async def test_the_callers_trace_is_the_parent(stub: Stub) -> None:

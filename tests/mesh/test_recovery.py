@@ -1,4 +1,4 @@
-"""Processes die in the middle of streams, and the clients do not notice."""
+"""Processes are killed in the middle of streams, and the clients receive complete answers."""
 
 import asyncio
 import signal
@@ -29,7 +29,7 @@ DETERMINISTIC = {"WEFT_DETERMINISTIC": "true"}
 
 
 def request(number: int) -> api.GenerateRequest:
-    """Stream `number`: every second one is sampled; prompts differ in text and length."""
+    """The request of stream `number`: every second one is sampled; prompts differ in text and length."""
     text = f"{OPENINGS[number % len(OPENINGS)]} number {number} and" + " and then" * (number % 11)
     temperature = 0.9 if number % 2 else 0.0
     message = ask(text, max_tokens=TOKENS, temperature=temperature, seed=number, ignore_eos=True, logprobs=0)
@@ -38,7 +38,7 @@ def request(number: int) -> api.GenerateRequest:
 
 
 async def undisturbed(mesh: Mesh) -> list[Answer]:
-    """What all streams bring when nothing happens."""
+    """The answers of all streams when no process is killed."""
     stub = mesh.stub()
     return list(await asyncio.gather(*(generate(stub, request(i), deadline_s=110) for i in range(STREAMS))))
 
@@ -91,7 +91,7 @@ async def test_a_killed_scheduler_interrupts_no_running_stream(tmp_path: Path, m
 
 
 async def blocks_of(mesh: Mesh) -> mesh_pb2.WorkerReport:
-    """The counters of the first worker."""
+    """The report of the first worker, with its counts of blocks."""
     async with aio.insecure_channel(mesh.workers[0].address) as channel:
         return (await mesh_pb2_grpc.WorkerStub(channel).Status(mesh_pb2.StatusRequest())).report
 

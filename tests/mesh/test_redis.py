@@ -1,4 +1,4 @@
-"""Redis comes and goes under load; no request fails, and hits come back."""
+"""Redis is killed and restarted under load: no request fails, and hits return."""
 
 import asyncio
 from pathlib import Path
@@ -28,17 +28,17 @@ async def test_a_killed_redis_fails_nothing(tmp_path: Path, model: Path) -> None
 
             clients = [asyncio.create_task(client(number)) for number in range(4)]
             await asyncio.sleep(1.5)
-            assert any(done), "hits before the fall"
+            assert any(done), "there are hits before Redis is killed"
             redis.kill()
             await asyncio.sleep(0.3)
             done.clear()
             await asyncio.sleep(1.5)
-            assert done, "requests go on without Redis"
-            assert not any(done), "and none is a hit"
+            assert done, "requests are answered without Redis"
+            assert not any(done), "without Redis no request is a hit"
             redis.start()
             await asyncio.sleep(2.0)
             done.clear()
             await asyncio.sleep(1.5)
-            assert any(done), "hits come back"
+            assert any(done), "hits return with Redis"
             stop.set()
             await asyncio.gather(*clients)

@@ -1,4 +1,4 @@
-"""What cannot be served is refused with the right status, a reason and a receipt; nothing leaks and nothing breaks."""
+"""Invalid requests are refused with the right status, a reason and a receipt; no prompt is logged, no process ends."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,12 +21,12 @@ NAN, INF = float("nan"), float("inf")
 
 
 def sampling(**fields: object) -> Change:
-    """A change of sampling fields."""
+    """A change to a request that sets sampling fields."""
     return lambda request: request.sampling.MergeFrom(api.Sampling(**fields))  # type: ignore[arg-type]
 
 
 def prompt(value: api.Prompt) -> Change:
-    """Another prompt."""
+    """A change to a request that replaces its prompt."""
     return lambda request: request.prompt.CopyFrom(value)
 
 
@@ -140,8 +140,8 @@ async def test_a_message_over_one_mebibyte_is_refused(stub: Stub) -> None:
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-async def test_the_mesh_is_as_before(mesh: Mesh, stub: Stub) -> None:
-    """After all of the above the same processes answer, and no log holds the prompt."""
+async def test_the_mesh_still_answers_after_all_refusals(mesh: Mesh, stub: Stub) -> None:
+    """After the tests above the same processes answer, and no log contains the prompt."""
     answer = await generate(stub, ask(SECRET, max_tokens=8))
     assert len(answer.ids) == 8
     for process in mesh.processes:

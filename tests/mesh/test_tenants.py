@@ -28,11 +28,11 @@ CODES = grpc.StatusCode
 
 PACED = {"ENGINE": "paced", "WEFT_PACED_STEP_MS": "5", "MAX_BATCH_SIZE": "4", "WEFT_PACED_PREFILL_RATE": "4000"}
 NAMES = ("many", "few", "slow", "one", "frugal", "stranger", "reader", "late")
-KEYS = {name: f"weft-key-of-{name}-which-nobody-must-see" for name in NAMES}
+KEYS = {name: f"weft-key-of-{name}-which-must-stay-secret" for name in NAMES}
 
 
 def entry(name: str, more: str = "") -> str:
-    """A tenant's entry in the file."""
+    """A tenant's entry in the tenants' file."""
     hashed = hashlib.sha256(KEYS[name].encode()).hexdigest()
     return f'[[tenant]]\nname = "{name}"\nkeys = ["sha256:{hashed}"]\n{more}\n'
 
@@ -132,13 +132,13 @@ def calling(channel: aio.Channel, name: str, method: Any) -> Callable[[Any], Any
     return lambda metadata: unary(b"", metadata=metadata)
 
 
-async def test_every_rpc_but_health_needs_a_key(mesh: Mesh) -> None:
+async def test_every_rpc_except_health_needs_a_key(mesh: Mesh) -> None:
     async with aio.insecure_channel(mesh.gateways[0].address) as channel:
         calls = every_rpc(channel)
         assert len(calls) >= 8
         for name, call in calls.items():
             if name.startswith("/grpc.health.v1.Health/"):
-                with contextlib.suppress(aio.AioRpcError):  # Some of its methods may not be there.
+                with contextlib.suppress(aio.AioRpcError):  # The gateway may not implement each method of reflection.
                     await call(())
                 continue
             assert (await refusal(call(())))[:2] == (CODES.UNAUTHENTICATED, "KEY_REQUIRED"), name
@@ -232,7 +232,7 @@ async def test_tokens_are_limited(stub: Stub) -> None:
 
 
 async def test_caches_are_never_shared(stub: Stub) -> None:
-    """Neither in content, nor in the time that a hit would save: the prompt takes 100 ms to compute."""
+    """A tenant's cache is visible to others neither in content nor in time: the prompt takes 100 ms to compute."""
     request = ask([7, 11, 13, 17] * 100, max_tokens=4, seed=21, temperature=1.0)
     first = await answer_for(stub, "many", request)
     request.cache = api.CACHE_POLICY_READ_ONLY
@@ -256,7 +256,7 @@ async def test_caches_are_never_shared(stub: Stub) -> None:
 
 
 async def test_generations_are_never_shared(stub: Stub) -> None:
-    """Not even with equal request ids."""
+    """Equal requests of two tenants are computed twice, even with equal request ids."""
     request = ask([3, 5, 7] * 32, max_tokens=60, ignore_eos=True, seed=5)
     request.request_id = "the-same"
     leading = asyncio.create_task(answer_for(stub, "many", request))
@@ -269,7 +269,7 @@ async def test_generations_are_never_shared(stub: Stub) -> None:
 
 
 async def test_tenants_offering_10_to_1_get_1_to_1(stub: Stub) -> None:
-    """80 clients against 8, and longer answers: in tokens, those of prompts included, both are served the same."""
+    """80 clients with longer answers against 8: both tenants get the same number of tokens, prompts included."""
     served = {"many": 0, "few": 0}
     counting = False
 
@@ -310,7 +310,7 @@ async def accepted(stub: Stub, name: str) -> None:
                 await asyncio.sleep(0.05)
 
 
-async def test_the_file_is_read_again_and_streams_go_on(mesh: Mesh, stub: Stub, file: Path) -> None:
+async def test_the_file_is_reloaded_and_running_streams_continue(mesh: Mesh, stub: Stub, file: Path) -> None:
     models, many = api.ListModelsRequest(), bearer(KEYS["many"])
     long = ask("A tale", max_tokens=400, temperature=1.0, ignore_eos=True)
     running = asyncio.create_task(answer_for(stub, "many", long))
@@ -364,7 +364,7 @@ async def test_a_gateway_does_not_start_with_an_invalid_file(tmp_path: Path, mod
 
 
 async def test_the_load_generator_sends_its_key(mesh: Mesh) -> None:
-    """`weft bench` with a mesh that requires keys: it is served with a key, and fails with the reason without."""
+    """`weft bench` at a mesh that requires keys succeeds with a key, and fails with the reason without one."""
     lengths = ("--requests", "2", "--input-len", "8", "--output-len", "4", "--warmup", "0")
 
     async def bench(key: str) -> Result:

@@ -1,4 +1,4 @@
-"""Workers as operators meet them: the variables they know, broken checkpoints, who goes first, draining."""
+"""Workers as operators use them: environment variables, broken checkpoints, priorities, draining."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ from tests.mesh.harness import Mesh, ask, generate
 pytestmark = pytest.mark.asyncio(loop_scope="function")
 
 
-async def test_the_variables_that_users_know(tmp_path: Path, model: Path) -> None:
+async def test_common_variables_configure_a_worker(tmp_path: Path, model: Path) -> None:
     env = {"MAX_BATCH_SIZE": "3", "MAX_SEQ_LENGTH": "128", "ENGINE": "torch", "SERVED_MODEL_NAME": "tales"}
     async with Mesh(tmp_path, model, worker_env=env) as mesh:
         stub = mesh.stub()
@@ -45,7 +45,7 @@ async def test_keys_and_values_in_fp8_take_a_quarter_of_float32(tmp_path: Path, 
 
 
 async def test_higher_priority_goes_first(tmp_path: Path, model: Path) -> None:
-    """One place in the batch: of those who wait, the one with the highest priority is next."""
+    """With a batch of one, the waiting job with the highest priority runs next."""
     async with Mesh(tmp_path, model, worker_env={"MAX_BATCH_SIZE": "1"}) as mesh:
         stub = mesh.stub()
         order: list[int] = []
@@ -115,7 +115,7 @@ async def test_a_wrong_setting_is_named_and_its_value_is_not(tmp_path: Path, mod
     assert "7351" not in worker.log.read_text()
 
 
-async def test_a_drained_worker_finishes_what_it_has(tmp_path: Path, model: Path) -> None:
+async def test_a_draining_worker_finishes_its_jobs(tmp_path: Path, model: Path) -> None:
     async with Mesh(tmp_path, model) as mesh:
         stub = mesh.stub()
         started = asyncio.Event()
