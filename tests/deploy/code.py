@@ -1,6 +1,6 @@
-"""What the code says that a deployment must agree with: services, ports, health names, settings, commands, images.
+"""Facts that a deployment must agree with, read from the code: ports, health names, settings, commands, images.
 
-Read from the code itself. Each function returns what is wrong, as sentences; none of them is good news.
+Functions named `*_problems` yield one sentence for each thing that is wrong.
 """
 
 import ast
@@ -34,26 +34,26 @@ SETTINGS: dict[str, type[CommonSettings]] = {
     "worker": WorkerSettings,
 }
 REDIS_PORT = 6379
-# By convention, where each process has an address of its own.
+# The conventional port of metrics where each process has its own address.
 METRICS_PORT = 9464
-# Read by the operating system's and the libraries' own code.
+# Variables that the operating system or a library reads, not a service.
 FOREIGN = {"HOME", "TMPDIR", "OMP_NUM_THREADS", "HF_HOME", "HF_HUB_OFFLINE", "TRITON_CACHE_DIR", "POD_IP", "POD_NAME"}
 OTEL = {name for name in vars(otel).values() if isinstance(name, str) and name.startswith("OTEL_")}
 
 
 def port(service: str) -> int:
-    """The port that a service listens at if nothing else is said."""
+    """The port that a service listens at by default."""
     return port_of(getattr(common, f"{service.upper()}_ADDRESS"))
 
 
 def port_of(address: str) -> int:
-    """Of host:port."""
+    """The port of an address host:port."""
     return int(address.rpartition(":")[2])
 
 
 @functools.cache
 def health_names(service: str) -> set[str]:
-    """Names that a service's code registers with its health service, beside the empty one."""
+    """The names that a service registers with its health service, without the empty name."""
     names = set()
     for path in (ROOT / "services" / service).glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -65,7 +65,7 @@ def health_names(service: str) -> set[str]:
 
 
 def variables(service: str) -> dict[str, str]:
-    """Each environment variable that a service reads, and the field that it sets."""
+    """Environment variable -> field of the settings, for all that a service reads."""
     settings = SETTINGS[service]
     prefix = str(settings.model_config.get("env_prefix", ""))
     names = {}
@@ -80,7 +80,7 @@ def variables(service: str) -> dict[str, str]:
 
 
 def settings_problems(service: str, environment: Mapping[str, str]) -> Iterator[str]:
-    """What is wrong with the environment of a service in a container of its own."""
+    """Problems of the environment of a service that runs in its own container."""
     known = variables(service)
     for name in sorted(environment.keys() - known.keys() - OTEL - FOREIGN):
         yield f"{service}: {name} is no setting of it"
@@ -105,7 +105,7 @@ def settings_problems(service: str, environment: Mapping[str, str]) -> Iterator[
 
 
 def parse(service: str, environment: Mapping[str, str]) -> CommonSettings | None:
-    """The settings that this environment makes; None if it makes none, which `settings_problems` tells."""
+    """The settings from an environment; None if they are invalid, which `settings_problems` reports."""
     try:
         return _read(service, environment)
     except ValidationError:
@@ -118,7 +118,7 @@ def _read(service: str, environment: Mapping[str, str]) -> CommonSettings:
 
 
 def peers(service: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Fields of a service's settings that say where something else is, with host:port."""
+    """Field -> host:port, for the settings of a service that hold the address of a peer."""
     settings = parse(service, environment)
     if settings is None:
         return {}
@@ -131,7 +131,7 @@ def peers(service: str, environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def peer_problems(service: str, environment: Mapping[str, str]) -> Iterator[str]:
-    """Peers that are looked for on loopback."""
+    """Problems: addresses of peers on loopback, which is the service's own container."""
     for field, address in peers(service, environment).items():
         host = address.rpartition(":")[0].strip("[]")
         if host == "localhost" or (host[:1].isdigit() and ipaddress.ip_address(host).is_loopback):
@@ -146,14 +146,14 @@ def project() -> dict[str, object]:
 
 
 def extras() -> dict[str, list[str]]:
-    """Optional dependencies by name."""
+    """Extra -> requirements: the optional dependencies of pyproject.toml."""
     table = project()["optional-dependencies"]
     assert isinstance(table, dict)
     return table
 
 
 def command_problems(command: Sequence[str]) -> Iterator[str]:
-    """What is wrong with a command that runs in one of our images."""
+    """Problems of a command that runs in one of the project's images."""
     match list(command):
         case ["weft", *rest]:
             yield from _weft_problems(rest)

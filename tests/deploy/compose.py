@@ -1,4 +1,4 @@
-"""The compose file and the collector's configuration, judged: by the compose specification, and against the code."""
+"""Checks the compose file and the collector's configuration against the compose specification and the code."""
 
 import json
 import re
@@ -17,14 +17,14 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600}
 
 
 def load(path: Path) -> Object:
-    """The file with its defaults filled in, merges made and templates removed."""
+    """The parsed compose file: default values filled in, YAML merges resolved, `x-` templates removed."""
     text = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", path.read_text())
     whole: Object = yaml.safe_load(text)
     return {key: value for key, value in whole.items() if not key.startswith("x-")}
 
 
 def specification_problems(compose: Object) -> list[str]:
-    """What the compose specification does not allow."""
+    """Problems: violations of the compose specification."""
     try:
         compose_spec.PyCompose.from_json(json.dumps(compose)).validate()
     except ValueError as error:
@@ -33,7 +33,7 @@ def specification_problems(compose: Object) -> list[str]:
 
 
 def problems(compose: Object, folder: Path) -> list[str]:
-    """All that is wrong but the specification. Paths are relative to `folder`."""
+    """All problems beside those of the specification. Paths in the file are relative to `folder`."""
     found: list[str] = []
     for name, service in compose["services"].items():
         found += _surroundings(name, service, compose, folder)
@@ -123,12 +123,12 @@ def _check(name: str, part: str, service: Object) -> Iterator[str]:
 
 
 def seconds(duration: str) -> int:
-    """Of a duration in one unit."""
+    """The seconds of a duration with one unit, such as 30s or 5m."""
     return int(duration[:-1]) * _SECONDS[duration[-1]]
 
 
 def collector_problems(config: Object, endpoint: str, services: set[str]) -> Iterator[str]:
-    """What is missing or unused in its pipelines; whether it listens at `endpoint`'s port and reads these services."""
+    """Problems of the collector: its pipelines, its port (that of `endpoint`), and the services that it scrapes."""
     pipelines = config["service"]["pipelines"]
     for kind in ("receivers", "processors", "exporters"):
         defined = set(config.get(kind, {}))

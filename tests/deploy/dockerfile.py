@@ -1,6 +1,6 @@
-"""Dockerfiles read and judged without an engine: their sources, commands, arguments and ports.
+"""Parses and checks Dockerfiles without a container engine: their sources, commands, arguments and ports.
 
-Understands the part of the language that ours use, and raises on anything else.
+Supports the instructions that the project's Dockerfile uses, and raises ValueError for all others.
 """
 
 import json
@@ -18,14 +18,14 @@ _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::[-+][^}]*)?\}|(\w+))")
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One instruction: its line, its keyword, and what follows."""
+    """One instruction: its line number, its keyword, and the text after the keyword."""
 
     line: int
     keyword: str
     rest: str
 
     def copies(self) -> tuple[str, list[str], str]:
-        """COPY's --from (or nothing), sources and target."""
+        """The --from of a COPY (or an empty string), its sources and its target."""
         words = shlex.split(self.rest)
         stage = ""
         if words[0].startswith("--from="):
@@ -33,30 +33,30 @@ class Instruction:
         return stage, words[:-1], words[-1]
 
     def words(self) -> list[str]:
-        """The list of an ENTRYPOINT or CMD, which must be JSON: a shell would keep signals from the service."""
+        """The list of an ENTRYPOINT or CMD. It must be JSON: a shell would not forward signals to the service."""
         value: list[str] = json.loads(self.rest)
         return value
 
 
 @dataclass(slots=True)
 class Stage:
-    """From one FROM to the next."""
+    """One build stage: a FROM and the instructions up to the next FROM."""
 
     name: str
     base: str
     body: list[Instruction] = field(default_factory=list)
 
     def all(self, keyword: str) -> list[Instruction]:
-        """Its instructions of one kind."""
+        """All instructions of the stage with this keyword."""
         return [instruction for instruction in self.body if instruction.keyword == keyword]
 
     def last(self, keyword: str) -> str:
-        """What the last instruction of a kind says, or nothing."""
+        """The text of the last instruction with this keyword, or an empty string."""
         found = self.all(keyword)
         return found[-1].rest if found else ""
 
     def command(self) -> list[str]:
-        """What a container runs if nothing else is said."""
+        """The default command of a container: ENTRYPOINT, then CMD."""
         entry, command = self.all("ENTRYPOINT"), self.all("CMD")
         return [*(entry[-1].words() if entry else []), *(command[-1].words() if command else [])]
 
@@ -73,12 +73,12 @@ class Dockerfile:
     stages: list[Stage]
 
     def stage(self, name: str) -> Stage:
-        """By name. Raises StopIteration."""
+        """The stage of this name. Raises StopIteration if there is none."""
         return next(stage for stage in self.stages if stage.name == name)
 
 
 def parse(text: str) -> Dockerfile:
-    """Raises ValueError for what this reader does not understand."""
+    """Parses a Dockerfile. Raises ValueError for an unsupported instruction."""
     result = Dockerfile({}, [])
     for instruction in _instructions(text):
         if instruction.keyword == "FROM":
@@ -119,7 +119,7 @@ def _substitute(text: str, values: dict[str, str]) -> str:
 
 
 class Ignore:
-    """A .dockerignore: the last pattern that matches a path, or a folder above it, decides."""
+    """A .dockerignore: the last pattern that matches a path or one of its parents applies."""
 
     def __init__(self, text: str) -> None:
         lines = (line.strip() for line in text.splitlines())
@@ -127,7 +127,7 @@ class Ignore:
         self._rules = [(not line.startswith("!"), _regex(line.lstrip("!"))) for line in patterns]
 
     def excludes(self, path: str) -> bool:
-        """Whether a path, relative to the context, is left out."""
+        """Whether a path, relative to the build context, is excluded."""
         parts = path.split("/")
         above = ["/".join(parts[:end]) for end in range(1, len(parts) + 1)]
         excluded = False
@@ -144,7 +144,7 @@ def _regex(pattern: str) -> re.Pattern[str]:
 
 
 def problems(text: str, ignore: Ignore, root: Path) -> list[str]:
-    """What is wrong with a Dockerfile whose context is the folder `root`."""
+    """Problems of a Dockerfile whose build context is the folder `root`."""
     file = parse(text)
     return [problem for stage in file.stages for problem in _stage_problems(stage, file, ignore, root)]
 
@@ -176,7 +176,7 @@ def _copy_problems(stage: Stage, before: list[str], ignore: Ignore, root: Path) 
 
 
 def kept(folder: Path, ignore: Ignore, root: Path) -> Iterator[Path]:
-    """Files below a folder that are part of the context."""
+    """The files below a folder that are part of the build context."""
     for path in sorted(folder.rglob("*")):
         if path.is_file() and not ignore.excludes(path.relative_to(root).as_posix()):
             yield path
@@ -216,6 +216,6 @@ def _run_problems(stage: Stage) -> Iterator[str]:
 
 
 def pinned(image: str) -> bool:
-    """Whether an image is named with a version, and not with one that moves on by itself."""
+    """Whether an image is named by a full version or digest, and not by a tag that is moved to newer releases."""
     tag = image.rpartition("/")[2].partition(":")[2]
     return bool(re.match(r"v?\d+\.\d+\.\d+", tag)) or "@sha256:" in image

@@ -1,6 +1,6 @@
-"""Kubernetes manifests rendered and judged: by the schemas of Kubernetes, against each other, and against the code.
+"""Renders Kubernetes manifests and checks them against the schemas of Kubernetes, each other and the code.
 
-Every function returns what is wrong, as sentences.
+Functions that check something yield one sentence for each problem.
 """
 
 import shutil
@@ -17,10 +17,10 @@ from tests.deploy import code, dockerfile
 
 Object = dict[str, Any]
 
-# The oldest release that has all that we use (the sleep of preStop, by default), and the newest with schemas here.
+# The oldest release with all features in use (preStop's sleep without a feature gate), and the newest with schemas.
 RELEASES = ("1.30", "1.37")
 _MARGIN_S = 5
-# Kubernetes' own, where a Deployment says nothing.
+# The default of Kubernetes, for a Deployment that sets none.
 _PROGRESS_S = 600
 _NAME = "app.kubernetes.io/name"
 _COMPONENT = "app.kubernetes.io/component"
@@ -28,14 +28,14 @@ _UNITS = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "kb": 1 << 10, "mb": 1 <<
 
 
 def renderer() -> list[str] | None:
-    """The command that renders a kustomization, if this machine has one."""
+    """The command that renders a kustomization; None if this machine has none."""
     if shutil.which("kustomize"):
         return ["kustomize", "build"]
     return ["kubectl", "kustomize"] if shutil.which("kubectl") else None
 
 
 def render(folder: Path) -> list[Object]:
-    """The objects of a kustomization. Raises CalledProcessError."""
+    """The rendered objects of a kustomization. Raises CalledProcessError."""
     command = renderer()
     assert command is not None
     text = subprocess.run([*command, str(folder)], check=True, capture_output=True, text=True, timeout=60).stdout
@@ -43,7 +43,7 @@ def render(folder: Path) -> list[Object]:
 
 
 def schema_problems(objects: list[Object], release: str) -> list[str]:
-    """Fields that Kubernetes does not know, lacks, or that hold the wrong kind of value."""
+    """Problems: unknown fields, missing fields, and values of a wrong type."""
     found = []
     for thing in objects:
         try:
@@ -56,12 +56,12 @@ def schema_problems(objects: list[Object], release: str) -> list[str]:
 
 
 def title(thing: Object) -> str:
-    """Kind and name."""
+    """Kind and name of an object, for messages."""
     return f"{thing['kind']} {thing['metadata']['name']}"
 
 
 def problems(objects: list[Object]) -> list[str]:
-    """All that is wrong but the schemas."""
+    """All problems beside those of the schemas."""
     mesh = Manifests(objects)
     checks: list[Callable[[Manifests], Iterator[str]]] = [
         _references,
@@ -82,7 +82,7 @@ def problems(objects: list[Object]) -> list[str]:
 
 
 class Manifests:
-    """Objects by kind and name, and what is asked of them again and again."""
+    """The rendered objects by kind and name, with the look-ups that several checks need."""
 
     def __init__(self, objects: list[Object]) -> None:
         self._objects = objects
@@ -93,23 +93,23 @@ class Manifests:
         return [thing for thing in self._objects if thing["kind"] == kind]
 
     def named(self, kind: str, name: str) -> Object | None:
-        """One object, if it is there."""
+        """The object of this kind and name, or None."""
         return next((thing for thing in self.kind(kind) if thing["metadata"]["name"] == name), None)
 
     @staticmethod
     def component(deployment: Object) -> str:
-        """Which part of the mesh a deployment is."""
+        """The component of the mesh that a deployment runs."""
         return str(_pod_labels(deployment).get(_COMPONENT, deployment["metadata"]["name"]))
 
     def ours(self) -> Iterator[tuple[str, Object, Object]]:
-        """Service, pod and container of all that runs our code."""
+        """(component, pod, container) of each deployment that runs the project's code."""
         for component, deployment in self.deployments.items():
             if component in code.SETTINGS:
                 pod = _pod(deployment)
                 yield component, pod, pod["containers"][0]
 
     def environment(self, container: Object) -> dict[str, str]:
-        """What a container sees: its ConfigMaps, then its own variables, references replaced."""
+        """The environment of a container: its ConfigMaps, then its own variables with references replaced."""
         found: dict[str, str] = {}
         for source in container.get("envFrom", []):
             config = self.named("ConfigMap", source.get("configMapRef", {}).get("name", ""))
@@ -122,7 +122,7 @@ class Manifests:
         return found
 
     def select(self, selector: Object) -> list[str]:
-        """Components whose pods a label selector takes."""
+        """The components whose pods a label selector matches."""
         return [name for name, thing in self.deployments.items() if _matches(selector, _pod_labels(thing))]
 
 
@@ -139,7 +139,7 @@ def _pod_labels(deployment: Object) -> Object:
 def _matches(selector: Object, labels: Object) -> bool:
     same = all(labels.get(key) == value for key, value in selector.get("matchLabels", {}).items())
     expressions = selector.get("matchExpressions", [])
-    assert all(expression["operator"] == "In" for expression in expressions), "only In is understood"
+    assert all(expression["operator"] == "In" for expression in expressions), "only the operator In is supported"
     return same and all(labels.get(each["key"]) in each["values"] for each in expressions)
 
 
@@ -161,7 +161,7 @@ def _references(mesh: Manifests) -> Iterator[str]:
         for container in pod["containers"]:
             mounted = {mount["name"] for mount in container.get("volumeMounts", [])}
             yield from (f"{component}: there is no volume {name}" for name in sorted(mounted - volumes))
-            yield from (f"{component}: nobody mounts {name}" for name in sorted(volumes - mounted))
+            yield from (f"{component}: no container mounts {name}" for name in sorted(volumes - mounted))
             for kind, name in _sources(container):
                 if mesh.named(kind, name) is None:
                     yield f"{component}: there is no {kind} {name}"
@@ -202,7 +202,7 @@ def _ports(mesh: Manifests) -> Iterator[str]:
             yield f"{component}: its container opens {opened}, not {code.port(component)} and {code.METRICS_PORT}"
         annotations = mesh.deployments[component]["spec"]["template"]["metadata"].get("annotations", {})
         if annotations.get("prometheus.io/port") != str(code.METRICS_PORT):
-            yield f"{component}: Prometheus is told another port"
+            yield f"{component}: Prometheus is given another port"
 
 
 def _environments(mesh: Manifests) -> Iterator[str]:
@@ -238,7 +238,7 @@ def _probes(mesh: Manifests) -> Iterator[str]:
 
 
 def _deadlines(mesh: Manifests) -> Iterator[str]:
-    """A rollout that is given up while a worker may still load its model, for which gateways wait too."""
+    """Problems: a rollout deadline shorter than the load of a model, which workers need and gateways wait for."""
     probes = [container.get("startupProbe", {}) for component, _, container in mesh.ours() if component == "worker"]
     longest = max(probe.get("periodSeconds", 10) * probe.get("failureThreshold", 3) for probe in probes)
     for component in ("gateway", "worker"):
@@ -313,7 +313,7 @@ def _services(mesh: Manifests) -> Iterator[str]:
             elif number != port["port"]:
                 yield f"{title(service)}: offers {number} as {port['port']}"
             if chosen[0] in code.SETTINGS and port["name"] == "grpc" and port.get("appProtocol") != "kubernetes.io/h2c":
-                yield f"{title(service)}: does not say that it speaks HTTP/2"
+                yield f"{title(service)}: does not declare HTTP/2"
 
 
 def _selectors(mesh: Manifests) -> Iterator[str]:
@@ -329,14 +329,14 @@ def _selectors(mesh: Manifests) -> Iterator[str]:
         if scaled is None:
             yield f"{title(scaler)}: there is no {target['name']}"
         elif "replicas" in scaled["spec"]:
-            yield f"{title(scaler)}: {target['name']} says its replicas itself"
+            yield f"{title(scaler)}: {target['name']} sets its own number of replicas"
     scheduler = mesh.deployments["scheduler"]["spec"]
     if scheduler["replicas"] != 1 or scheduler["strategy"]["type"] != "Recreate":
         yield "scheduler: two of it could be there at once"
 
 
 def _policies(mesh: Manifests) -> Iterator[str]:
-    """Who calls whom, by the settings, is allowed; and for every pod something is forbidden."""
+    """Problems: a call between services that no policy allows, or a pod that any other pod may call."""
     wanted = {("gateway", "worker", code.port("worker"))}
     for component, _, container in mesh.ours():
         for address in code.peers(component, mesh.environment(container)).values():
@@ -347,16 +347,16 @@ def _policies(mesh: Manifests) -> Iterator[str]:
         if not any(_allows(mesh, policy, caller, to, number) for policy in mesh.kind("NetworkPolicy")):
             yield f"no policy lets {caller} call {to} at {number}"
     confined = {name for policy in mesh.kind("NetworkPolicy") for name in mesh.select(policy["spec"]["podSelector"])}
-    yield from (f"{name}: anybody may call it" for name in sorted(mesh.deployments.keys() - confined))
+    yield from (f"{name}: any pod may call it" for name in sorted(mesh.deployments.keys() - confined))
     for policy in mesh.kind("NetworkPolicy"):
         peers = [peer for rule in policy["spec"].get("ingress", []) for peer in rule.get("from", [])]
         chosen = [policy["spec"]["podSelector"], *(peer["podSelector"] for peer in peers if "podSelector" in peer)]
         if not all(_NAME in selector.get("matchLabels", {}) for selector in chosen):
-            yield f"{title(policy)}: is about pods that are not ours"
+            yield f"{title(policy)}: selects pods of other projects"
     for name in ("scheduler", "cache", "worker", "redis"):
         inner = code.REDIS_PORT if name == "redis" else code.port(name)
         if any(_allows(mesh, policy, "", name, inner) for policy in mesh.kind("NetworkPolicy")):
-            yield f"{name}: strangers may call it"
+            yield f"{name}: other pods may call it"
 
 
 def _behind(mesh: Manifests, service: Object) -> list[str]:
@@ -370,7 +370,7 @@ def _allows(mesh: Manifests, policy: Object, caller: str, to: str, number: int) 
     for rule in policy["spec"].get("ingress", []):
         opened = [ports.get(port["port"], port["port"]) for port in rule.get("ports", [{"port": number}])]
         callers = rule.get("from")
-        # Peers of other namespaces are none of ours.
+        # Peers from other namespaces are not part of the mesh.
         ours = [each["podSelector"] for each in callers or [] if "namespaceSelector" not in each]
         known = callers is None or any(caller in mesh.select(selector) for selector in ours)
         if number in opened and known:
@@ -392,7 +392,7 @@ def _redis(mesh: Manifests) -> Iterator[str]:
 
 
 def redis_problems(command: list[str], limit: str) -> Iterator[str]:
-    """A Redis without a bound, or whose bound its container cannot hold."""
+    """Problems: a Redis without a memory bound, or with a bound above the limit of its container."""
     most, policy = _flag(command, "--maxmemory"), _flag(command, "--maxmemory-policy")
     if not most or _bytes(most) * 1.25 > _bytes(limit):
         yield f"redis: takes {most or 'all memory'}, and its container has {limit}"

@@ -1,8 +1,8 @@
-"""`python -m tests.deploy.replay mesh` carries out the steps of an image in a folder and runs what results.
+"""`python -m tests.deploy.replay mesh` runs the build steps of an image in a folder, then the services in it.
 
-An image cannot be built without an engine; this replays what can go wrong in one: the copies as .dockerignore leaves
-them, every pip and protoc step as it is written, and then each service from the image's entry point, asked for its
-health. Left out, and said so: steps that need root (users, system packages). A Python stands for the base image.
+Building an image needs a container engine. This replays the steps that may fail: the copies that .dockerignore
+permits and every pip and protoc step. Then it starts each service by the image's entry point and checks its
+health. Steps that need root (users, system packages) are skipped with a message. `--python` replaces the base image.
 """
 
 import argparse
@@ -26,7 +26,7 @@ _READY_S = 30.0
 
 
 class Replay:
-    """The stages of a Dockerfile, each with a folder for its root. /opt is shared: virtual environments do not move."""
+    """The stages of a Dockerfile, each with a folder as its root. They share /opt: environments cannot be moved."""
 
     def __init__(self, file: Dockerfile, folder: Path, python: str) -> None:
         self._file = file
@@ -35,7 +35,7 @@ class Replay:
         self._ignore = Ignore((code.ROOT / ".dockerignore").read_text())
 
     def build(self, target: str) -> Stage:
-        """Replays a stage and, before it, those it copies from. Raises CalledProcessError."""
+        """Replays a stage, after the stages that it copies from. Raises CalledProcessError."""
         stage = self._file.stage(target)
         for instruction in stage.all("COPY"):
             origin = instruction.copies()[0]
@@ -86,17 +86,17 @@ class Replay:
         subprocess.run(["/bin/sh", "-ec", command], cwd=place, env=environment, check=True)
 
     def command(self, *words: str) -> list[str]:
-        """A command of the image."""
+        """The command line of a program in the image's environment."""
         return [str(self._folder / "opt/weft/bin" / words[0]), *words[1:]]
 
 
 def _listening_name(service: str) -> str:
-    """The health name to wait for: a gateway is not ready without a model."""
+    """The health name to wait for. A gateway without a model is never ready, so it is checked by the empty name."""
     return "" if service == "gateway" else f"weft.v1.{service.capitalize()}"
 
 
 def serve(replay: Replay, stage: Stage, service: str, folder: Path) -> None:
-    """Starts a service as its container would, elsewhere than in the sources, and waits until it lives."""
+    """Starts a service as its container would, outside of the sources, and waits until it is healthy."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -120,7 +120,7 @@ def serve(replay: Replay, stage: Stage, service: str, folder: Path) -> None:
 
 
 def main() -> None:
-    """Replays one image."""
+    """Replays the build of one image and runs its services."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("image", choices=["mesh", "worker"])
     parser.add_argument("--python", default=sys.executable, help="stands for the base image's")

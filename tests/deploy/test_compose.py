@@ -1,4 +1,4 @@
-"""The compose file fits its specification, the Dockerfile and the code; the collector listens where traces are sent."""
+"""The compose file agrees with its specification, the Dockerfile and the code; the collector receives the traces."""
 
 import copy
 from collections.abc import Callable
@@ -22,7 +22,7 @@ def written() -> Object:
 
 @pytest.fixture
 def mesh(written: Object) -> Object:
-    """The same, to be broken."""
+    """A copy of the compose file that a test may break."""
     return copy.deepcopy(written)
 
 
@@ -33,15 +33,15 @@ def collector() -> Object:
     return config
 
 
-def test_the_specification_is_kept(written: Object) -> None:
+def test_the_compose_file_is_valid(written: Object) -> None:
     assert compose.specification_problems(written) == []
 
 
-def test_it_agrees_with_the_code(written: Object) -> None:
+def test_the_compose_file_agrees_with_the_code(written: Object) -> None:
     assert compose.problems(written, FOLDER) == []
 
 
-def test_every_service_is_there_and_workers_by_profile(written: Object) -> None:
+def test_every_service_is_defined_and_workers_have_profiles(written: Object) -> None:
     services = written["services"]
     assert {service["command"][0] for service in services.values()} >= code.SETTINGS.keys()
     profiles = {name: service["profiles"] for name, service in services.items() if "profiles" in service}
@@ -62,11 +62,11 @@ def test_the_default_model_is_in_the_repository(written: Object) -> None:
     assert (FOLDER / source / model / "config.json").is_file()
 
 
-def test_the_collector_takes_what_is_sent(written: Object, collector: Object) -> None:
+def test_the_collector_receives_what_services_send(written: Object, collector: Object) -> None:
     assert list(compose.collector_problems(collector, ENDPOINT, MEASURED)) == []
     services = written["services"]
     assert {services[name]["environment"]["OTEL_EXPORTER_OTLP_ENDPOINT"] for name in code.SETTINGS} == {ENDPOINT}
-    # It reads the file that is mounted.
+    # The collector reads the mounted file.
     path = services["otel-collector"]["command"][0].removeprefix("--config=")
     assert services["otel-collector"]["volumes"] == [f"./otel-collector.yaml:{path}:ro"]
 
@@ -138,9 +138,9 @@ BROKEN: dict[str, tuple[Callable[[Object], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("story", BROKEN)
-def test_what_disagrees_is_noticed(mesh: Object, story: str) -> None:
-    change, complaint = BROKEN[story]
+@pytest.mark.parametrize("mistake", BROKEN)
+def test_each_mistake_is_found(mesh: Object, mistake: str) -> None:
+    change, complaint = BROKEN[mistake]
     change(mesh)
     found = compose.problems(mesh, FOLDER)
     assert any(complaint in problem for problem in found), found
@@ -155,7 +155,7 @@ def test_what_disagrees_is_noticed(mesh: Object, story: str) -> None:
         lambda m: service(m, "cache")["healthcheck"].update(tests=["CMD", "true"]),
     ],
 )
-def test_what_the_specification_does_not_know_is_noticed(mesh: Object, change: Callable[[Object], object]) -> None:
+def test_what_the_specification_forbids_is_found(mesh: Object, change: Callable[[Object], object]) -> None:
     change(mesh)
     assert compose.specification_problems(mesh)
 
@@ -174,7 +174,7 @@ def test_what_the_specification_does_not_know_is_noticed(mesh: Object, change: C
         (lambda c: c["receivers"]["otlp"]["protocols"]["grpc"].update(endpoint="localhost:4317"), "listens at"),
     ],
 )
-def test_a_collector_that_would_not_do_is_noticed(
+def test_each_mistake_in_the_collectors_configuration_is_found(
     collector: Object, change: Callable[[Object], object], complaint: str
 ) -> None:
     change(collector)

@@ -1,4 +1,4 @@
-"""The images can be built from this repository and run its services, as far as can be told without building them."""
+"""The Dockerfile and the repository fit together, as far as can be checked without building an image."""
 
 import os
 import re
@@ -18,7 +18,7 @@ HEAVY = ("torch", "transformers", "numpy", "safetensors", "triton")
 
 @pytest.fixture(scope="module")
 def ignore() -> Ignore:
-    """What the build context leaves out."""
+    """The rules of .dockerignore."""
     return Ignore((code.ROOT / ".dockerignore").read_text())
 
 
@@ -32,26 +32,26 @@ def test_hadolint_finds_nothing() -> None:
     assert (result.returncode, result.stdout) == (0, "")
 
 
-def test_each_image_holds_its_services() -> None:
+def test_each_image_exposes_the_ports_of_its_services() -> None:
     file = dockerfile.parse(TEXT)
     held = {stage.name: stage.ports() for stage in file.stages if stage.all("ENTRYPOINT")}
     light = {code.METRICS_PORT, *(code.port(name) for name in ("gateway", "scheduler", "cache"))}
     assert held == {"mesh": light, "worker": {code.port("worker"), code.METRICS_PORT}}
 
 
-def test_versions_are_those_of_the_project() -> None:
+def test_versions_in_the_dockerfile_are_those_of_the_project() -> None:
     tools = next(name for name in code.extras()["dev"] if name.startswith("grpcio-tools"))
     assert f" {tools}\n" in TEXT
     assert f":{code.project()['version']} ." in TEXT
 
 
-def test_torch_stays_as_it_was_installed() -> None:
-    """Of a release that wants another Triton than the project, the step after it would install an older torch."""
+def test_no_later_step_replaces_the_installed_torch() -> None:
+    """If torch needed another Triton than the project pins, the next pip step would install an older torch."""
     wanted = {"torch==2.11.0": "triton==3.6.0", "torch==2.12.0": "triton==3.7.0", "torch==2.13.0": "triton==3.7.1"}
-    told = re.findall(r"^ARG TORCH=(\S+)$", TEXT, re.MULTILINE)
-    told += re.findall(r"make serve .*TORCH=(\S+)", (code.ROOT / "README.md").read_text())
-    assert len(told) == 2, "the image's, and README's for a GPU"
-    for torch in told:
+    releases = re.findall(r"^ARG TORCH=(\S+)$", TEXT, re.MULTILINE)
+    releases += re.findall(r"make serve .*TORCH=(\S+)", (code.ROOT / "README.md").read_text())
+    assert len(releases) == 2, "one release in the Dockerfile, one in the README for GPUs"
+    for torch in releases:
         assert wanted[torch] in code.extras()["worker"]
 
 
@@ -107,14 +107,14 @@ import services.health, weft.cli.app, services.{service}.main
         (" --no-cache-dir", "", "pip's cache stays in the image"),
     ],
 )
-def test_what_disagrees_is_noticed(ignore: Ignore, old: str, new: str, complaint: str) -> None:
+def test_each_mistake_is_found(ignore: Ignore, old: str, new: str, complaint: str) -> None:
     assert old in TEXT
     found = dockerfile.problems(TEXT.replace(old, new), ignore, code.ROOT)
     assert any(complaint in problem for problem in found), found
 
 
 @pytest.mark.parametrize("text", ["HEALTHCHECK NONE", "RUN true", "FROM python:3.12.1", "FROM a:1.2.3 AS a\nADD x y"])
-def test_what_is_not_understood_is_refused(text: str) -> None:
+def test_an_unsupported_instruction_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="line"):
         dockerfile.parse(text)
 
@@ -137,5 +137,5 @@ def test_a_command_in_a_shell_is_refused(ignore: Ignore) -> None:
         ("# a", "a", False),
     ],
 )
-def test_dockerignore(pattern: str, path: str, excluded: bool) -> None:
+def test_dockerignore_patterns(pattern: str, path: str, excluded: bool) -> None:
     assert Ignore(pattern).excludes(path) is excluded

@@ -1,4 +1,4 @@
-"""What probes hear of a service: whether its process lives, and whether it is ready, are two questions."""
+"""Health checks for probes: the empty name reports that the process runs, the service's name that it is ready."""
 
 import asyncio
 import sys
@@ -13,31 +13,31 @@ NAME = "weft.v1.Inference"
 
 @pytest.fixture
 async def waiting() -> AsyncIterator[rpc.Server]:
-    """A service that listens and is not ready, as a gateway is before there is a model."""
+    """A service that listens and is not ready, like a gateway without a model."""
     server = await rpc.serve("127.0.0.1:0", [rpc.Service(NAME, lambda servicer, server: None, None)])
     yield server
     await server.stop(0)
 
 
-async def word(server: rpc.Server, name: str = "") -> str:
+async def health_of(server: rpc.Server, name: str = "") -> str:
     return await asyncio.to_thread(health.check, f"127.0.0.1:{server.port}", name)
 
 
-async def test_waiting_is_no_reason_to_be_restarted(waiting: rpc.Server) -> None:
-    assert await word(waiting, NAME) == "NOT_SERVING"
-    assert await word(waiting) == "SERVING"
+async def test_a_service_that_is_not_ready_is_alive(waiting: rpc.Server) -> None:
+    assert await health_of(waiting, NAME) == "NOT_SERVING"
+    assert await health_of(waiting) == "SERVING"
     await waiting.ready()
-    assert await word(waiting, NAME) == "SERVING"
+    assert await health_of(waiting, NAME) == "SERVING"
     await waiting.ready(False)
-    assert await word(waiting, NAME) == "NOT_SERVING"
-    assert await word(waiting) == "SERVING"
+    assert await health_of(waiting, NAME) == "NOT_SERVING"
+    assert await health_of(waiting) == "SERVING"
 
 
-async def test_a_name_that_nobody_has_is_never_healthy(waiting: rpc.Server) -> None:
-    assert await word(waiting, "weft.v1.Gateway") == "NOT_FOUND"
+async def test_an_unknown_name_is_never_healthy(waiting: rpc.Server) -> None:
+    assert await health_of(waiting, "weft.v1.Gateway") == "NOT_FOUND"
 
 
-async def test_the_command_tells_by_its_exit_code(waiting: rpc.Server) -> None:
+async def test_the_exit_code_of_the_health_command_is_the_answer(waiting: rpc.Server) -> None:
     async def exit_code(*arguments: str) -> int:
         command = (sys.executable, "-m", "services.health", *arguments)
         process = await asyncio.create_subprocess_exec(

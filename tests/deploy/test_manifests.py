@@ -1,4 +1,4 @@
-"""The Kubernetes manifests fit Kubernetes and the code, and each thing that could be wrong with them is noticed."""
+"""The Kubernetes manifests agree with Kubernetes and the code, and the checks find each kind of mistake in them."""
 
 import copy
 import os
@@ -27,7 +27,7 @@ def rendered() -> dict[str, list[Object]]:
 
 @pytest.fixture
 def mesh(rendered: dict[str, list[Object]]) -> list[Object]:
-    """Objects to break."""
+    """A copy of the GPU overlay's objects that a test may break."""
     return copy.deepcopy(rendered["gpu"])
 
 
@@ -42,19 +42,19 @@ def test_the_manifests_agree_with_the_code(rendered: dict[str, list[Object]], ov
     assert manifests.problems(rendered[overlay]) == []
 
 
-def test_every_service_is_there(rendered: dict[str, list[Object]]) -> None:
+def test_every_service_has_a_deployment(rendered: dict[str, list[Object]]) -> None:
     for objects in rendered.values():
         assert {*code.SETTINGS, "redis"} == manifests.Manifests(objects).deployments.keys()
 
 
-def test_a_gpu_where_there_is_one(rendered: dict[str, list[Object]]) -> None:
+def test_only_the_gpu_overlay_asks_for_a_gpu(rendered: dict[str, list[Object]]) -> None:
     limits = {name: container(objects, "worker")["resources"]["limits"] for name, objects in rendered.items()}
     assert limits["gpu"]["nvidia.com/gpu"] == 1
     assert "nvidia.com/gpu" not in limits["cpu"]
 
 
 def test_a_gpu_runs_as_large_a_batch_as_without_manifests(mesh: list[Object], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A number that all workers share would be a CPU's."""
+    """The manifests set no batch size for all workers, because the default depends on the device."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     worker = code.parse("worker", manifests.Manifests(mesh).environment(container(mesh, "worker")))
     assert isinstance(worker, WorkerSettings)
@@ -68,7 +68,7 @@ def test_loading_may_take_ten_minutes(mesh: list[Object]) -> None:
 
 
 def with_component(folder: Path, name: str) -> list[Object]:
-    """What the GPU overlay becomes with a component; it holds to everything that the overlays hold to."""
+    """The GPU overlay with a component added; asserts that all checks of the overlays hold for it."""
 
     def near(path: str) -> str:
         return os.path.relpath(KUSTOMIZE / path, folder.resolve())
@@ -81,7 +81,7 @@ def with_component(folder: Path, name: str) -> list[Object]:
     return objects
 
 
-def test_a_model_from_an_image(tmp_path: Path) -> None:
+def test_a_model_may_come_from_an_image(tmp_path: Path) -> None:
     objects = with_component(tmp_path, "model-image")
     volumes = deployment(objects, "worker")["spec"]["template"]["spec"]["volumes"]
     assert [volume["image"]["reference"] for volume in volumes if volume["name"] == "models"] == [
@@ -90,7 +90,7 @@ def test_a_model_from_an_image(tmp_path: Path) -> None:
     assert not [thing for thing in objects if thing["kind"] == "PersistentVolumeClaim"]
 
 
-def test_tenants_from_a_secret(tmp_path: Path) -> None:
+def test_tenants_may_come_from_a_secret(tmp_path: Path) -> None:
     objects = with_component(tmp_path, "tenants")
     file = manifests.Manifests(objects).environment(container(objects, "gateway"))["WEFT_TENANTS_FILE"]
     mounts = {mount["name"]: mount for mount in container(objects, "gateway")["volumeMounts"]}
@@ -99,7 +99,7 @@ def test_tenants_from_a_secret(tmp_path: Path) -> None:
     assert volumes["tenants"]["secret"]["secretName"] == "weft-tenants"
 
 
-def test_the_overlay_of_the_readme(tmp_path: Path) -> None:
+def test_the_overlay_in_the_readme_is_valid(tmp_path: Path) -> None:
     text = (code.ROOT / "deploy/README.md").read_text()
     example = text.partition("```yaml\n")[2].partition("```")[0]
     path = os.path.relpath(KUSTOMIZE, tmp_path.resolve())
@@ -114,7 +114,7 @@ def test_the_overlay_of_the_readme(tmp_path: Path) -> None:
     assert {thing["metadata"]["namespace"] for thing in objects} == {"weft"}
 
 
-# ---- what is wrong is noticed ----
+# ---- each mistake is found ----
 
 
 def deployment(objects: list[Object], component: str) -> Object:
@@ -169,7 +169,7 @@ BROKEN: dict[str, tuple[Callable[[list[Object]], object], str]] = {
     ),
     "metrics that Prometheus does not find": (
         lambda m: deployment(m, "cache")["spec"]["template"]["metadata"].pop("annotations"),
-        "cache: Prometheus is told another port",
+        "cache: Prometheus is given another port",
     ),
     "service port": (
         lambda m: named(m, "Service", "weft-cache")["spec"]["ports"][0].update(port=80),
@@ -181,7 +181,7 @@ BROKEN: dict[str, tuple[Callable[[list[Object]], object], str]] = {
     ),
     "protocol": (
         lambda m: named(m, "Service", "weft-worker")["spec"]["ports"][0].pop("appProtocol"),
-        "does not say that it speaks HTTP/2",
+        "does not declare HTTP/2",
     ),
     "service selector": (
         lambda m: named(m, "Service", "weft-scheduler")["spec"].update(selector={"app": "scheduler"}),
@@ -211,7 +211,7 @@ BROKEN: dict[str, tuple[Callable[[list[Object]], object], str]] = {
         lambda m: named(m, "ConfigMap", "weft-worker-")["data"].pop("WEFT_SCHEDULER_ADDRESS"),
         "worker: scheduler_address is not given",
     ),
-    "peer at home": (
+    "peer on loopback": (
         lambda m: config(m, "weft-cache", WEFT_REDIS_URL="redis://127.0.0.1:6379/0"),
         "cache: redis_url is 127.0.0.1:6379, its own container",
     ),
@@ -225,7 +225,7 @@ BROKEN: dict[str, tuple[Callable[[list[Object]], object], str]] = {
     "image without it": (lambda m: container(m, "worker").update(image="weft:0.1.0"), "image mesh does not hold it"),
     "moving image": (lambda m: container(m, "gateway").update(image="weft:latest"), "weft:latest is not pinned"),
     "no pull policy": (lambda m: container(m, "gateway").pop("imagePullPolicy"), "no pull policy"),
-    "probe of a name that is not": (
+    "probe of an unknown name": (
         lambda m: container(m, "gateway")["readinessProbe"]["grpc"].update(service="weft.v1.Gateway"),
         "its readinessProbe asks for weft.v1.Gateway",
     ),
@@ -283,9 +283,9 @@ BROKEN: dict[str, tuple[Callable[[list[Object]], object], str]] = {
         lambda m: named(m, "HorizontalPodAutoscaler", "weft")["spec"]["scaleTargetRef"].update(name="weft"),
         "there is no weft",
     ),
-    "two masters of one number": (
+    "replicas set beside an autoscaler": (
         lambda m: deployment(m, "gateway")["spec"].update(replicas=2),
-        "weft-gateway says its replicas itself",
+        "weft-gateway sets its own number of replicas",
     ),
     "two schedulers": (
         lambda m: deployment(m, "scheduler")["spec"].update(strategy={"type": "RollingUpdate"}),
@@ -301,10 +301,10 @@ BROKEN: dict[str, tuple[Callable[[list[Object]], object], str]] = {
         lambda m: policy(m, "weft-redis").update(ports=[{"port": 6380}]),
         "no policy lets cache call redis at 6379",
     ),
-    "a stranger": (lambda m: policy(m, "weft-worker").pop("from"), "worker: strangers may call it"),
-    "everybody else's pods": (
+    "a call from any pod": (lambda m: policy(m, "weft-worker").pop("from"), "worker: other pods may call it"),
+    "a policy for all pods": (
         lambda m: named(m, "NetworkPolicy", "weft-deny")["spec"].update(podSelector={}),
-        "is about pods that are not ours",
+        "selects pods of other projects",
     ),
     "a Redis that grows": (
         lambda m: replace(container(m, "redis")["args"], "1gb", "2gb"),
@@ -329,9 +329,9 @@ BROKEN: dict[str, tuple[Callable[[list[Object]], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("story", BROKEN)
-def test_what_disagrees_is_noticed(mesh: list[Object], story: str) -> None:
-    change, complaint = BROKEN[story]
+@pytest.mark.parametrize("mistake", BROKEN)
+def test_each_mistake_is_found(mesh: list[Object], mistake: str) -> None:
+    change, complaint = BROKEN[mistake]
     change(mesh)
     assert any(complaint in problem for problem in manifests.problems(mesh)), manifests.problems(mesh)
 
@@ -345,7 +345,7 @@ def test_what_disagrees_is_noticed(mesh: list[Object], story: str) -> None:
         (lambda m: named(m, "Service", "weft-cache")["spec"].update(ports="50053"), "50053"),
     ],
 )
-def test_what_kubernetes_does_not_know_is_noticed(
+def test_fields_and_values_unknown_to_kubernetes_are_found(
     mesh: list[Object], change: Callable[[list[Object]], object], complaint: str
 ) -> None:
     change(mesh)
