@@ -1,4 +1,4 @@
-"""Checkpoints: the demo model's, and tiny ones with random weights, made by the tests that need them.
+"""Checkpoints for tests: the demo model, and tiny models with random weights that are written when a test needs them.
 
 Knows shapes, never engines.
 """
@@ -44,7 +44,7 @@ _LLAMA_SHAPE: Mapping[str, Any] = {
 _SHAPES: Mapping[str, Mapping[str, Any]] = {
     "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": CONTEXT},
 }
-"""Of families whose settings have names of their own."""
+"""Settings of the tiny model for families whose config fields differ from Llama's."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ class Shape:
 
     family: str
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """What differs from the tiny default."""
+    """Config fields that differ from those of the tiny default model."""
     shard_bytes: int | None = None
-    """Cut the weights into files of at most this size."""
+    """Largest size of a weights file in bytes; None for a single file."""
 
 
 LLAMA3_ROPE = {
@@ -80,9 +80,9 @@ SHAPES: Mapping[str, Shape] = {
 
 
 def make_checkpoint(folder: Path, shape: Shape | str = "llama", seed: int = 0) -> Path:
-    """Write config, weights and tokenizer of a tiny random model to `folder`, and return it.
+    """Writes config, weights and tokenizer of a tiny random model to `folder`, and returns the folder.
 
-    The weights are scaled so that its answers wander and its choices are clear: the median margin between the two
+    The weights are scaled so that answers vary and the best token is clear: the median difference between the two
     largest logits exceeds 0.1.
     """
     shape = SHAPES[shape] if isinstance(shape, str) else shape
@@ -116,7 +116,7 @@ def make_checkpoint(folder: Path, shape: Shape | str = "llama", seed: int = 0) -
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a named tiny checkpoint, or of the demo model."""
+    """A function from a name to the folder of that tiny checkpoint, or of the demo model."""
 
     @cache
     def folder(name: str) -> Path:
@@ -126,13 +126,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
 
 def _llama_tokenizer() -> tuple[Tokenizer, dict[str, str]]:
-    """A tokenizer and its settings; every text begins with <s>."""
+    """A tokenizer and its settings. Every encoded text begins with <s>."""
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
     return make_tokenizer(), settings
 
 
 def _gpt2_tokenizer() -> tuple[Tokenizer, dict[str, str]]:
-    """As GPT-2's: one special token, which no text begins with."""
+    """A tokenizer like GPT-2's and its settings: one special token, with which no encoded text begins."""
     tokenizer = _byte_level_bpe(["<|endoftext|>"])
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     names = ("bos_token", "eos_token", "unk_token")
@@ -147,7 +147,7 @@ def make_tokenizer() -> Tokenizer:
 
 
 def _byte_level_bpe(special: list[str]) -> Tokenizer:
-    """VOCAB ids, of which these tokens are the first."""
+    """A byte-level BPE tokenizer of VOCAB ids; the first ids are these special tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -162,7 +162,7 @@ def _byte_level_bpe(special: list[str]) -> Tokenizer:
 
 
 def pipe(name: str) -> Damage:
-    """A file gives way to a pipe that nobody writes to."""
+    """Replaces a file by a named pipe without a writer, which blocks a reader."""
 
     def damage(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""How tests are shared by several processes: a file's tests stay together, and what takes longest begins first."""
+"""Distributes tests over processes: the tests of a file stay in one process, and the longest files start first."""
 
 import pytest
 
@@ -12,12 +12,12 @@ LONGEST = (
     "tests/cache",
     "tests/weft",
 )
-"""Files and folders by the time that they take, the longest first; the others follow."""
+"""Files and folders by their duration, the longest first; all others follow."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give each file a group of its own (`--dist loadgroup`), unless a test names one, and sort by LONGEST."""
+    """Puts each file into its own group (`--dist loadgroup`), unless a test names a group, and sorts by LONGEST."""
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))

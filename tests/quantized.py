@@ -1,6 +1,6 @@
-"""Tiny quantized checkpoints by the libraries that define the formats, each beside a plain twin of the same numbers.
+"""Tiny quantized checkpoints, written by the libraries that define the formats, each with an unquantized twin.
 
-The twin holds, unquantized, what the writer's own code reads back; transformers on the twin is the reference.
+The twin has the weights that the writer's own code dequantizes. Transformers on the twin is the reference.
 """
 
 import json
@@ -36,14 +36,14 @@ layers: Any = bitsandbytes.nn
 
 @dataclass(frozen=True)
 class Written:
-    """A quantized checkpoint and its plain twin."""
+    """The folders of a quantized checkpoint and of its unquantized twin."""
 
     folder: Path
     twin: Path
 
 
 def write(kind: str, plain: Path, folder: Path) -> Written:
-    """Quantize the linear layers, but not the head, of a plain checkpoint in float32."""
+    """Quantizes the linear layers, without the head, of an unquantized checkpoint in float32."""
     quantized, twin = folder / kind, folder / f"{kind}-twin"
     for each in (quantized, twin):
         shutil.copytree(plain, each, ignore=shutil.ignore_patterns("*.safetensors*"))
@@ -59,7 +59,7 @@ def write(kind: str, plain: Path, folder: Path) -> Written:
 
 
 def modules_of(tensors: Tensors) -> list[str]:
-    """The linear modules that get quantized."""
+    """The names of the linear modules that are quantized."""
     return [name.removesuffix(".weight") for name in tensors if name.endswith("_proj.weight")]
 
 
@@ -69,7 +69,7 @@ Output = tuple[Tensors, dict[str, Any], Tensors]
 
 
 def compressed(layout: str, weights: dict[str, Any], inputs: dict[str, Any] | None = None) -> Callable[..., Output]:
-    """A writer by compressed-tensors; scales by the smallest and largest numbers."""
+    """A writer that uses compressed-tensors, with scales from the smallest and largest weights."""
 
     def make(plain: Path, tensors: Tensors) -> Output:
         model: Any = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
@@ -118,7 +118,7 @@ def _calibrate(module: Any) -> None:
 
 
 def nf4(nested: bool, storage: torch.dtype = torch.uint8) -> Callable[..., Output]:
-    """A writer by bitsandbytes."""
+    """A writer that uses bitsandbytes."""
 
     def make(plain: Path, tensors: Tensors) -> Output:
         made: Tensors = {}
@@ -147,7 +147,7 @@ def nf4(nested: bool, storage: torch.dtype = torch.uint8) -> Callable[..., Outpu
 
 
 def fp8_blocks(plain: Path, tensors: Tensors) -> Output:
-    """By definition: no library here writes it without a GPU."""
+    """Writes FP8 blocks by the definition of the format: no installed library writes it without a GPU."""
     made: Tensors = {}
     numbers: Tensors = {}
     for name in modules_of(tensors):
@@ -195,7 +195,7 @@ WRITERS: Mapping[str, Callable[..., Output]] = {
 
 
 def main() -> None:
-    """Writes one checkpoint of each kind below the folder that is named, for machines without these libraries."""
+    """Writes one checkpoint of each kind to the given folder, for machines without these libraries."""
     folder = Path(sys.argv[1])
     plain = make_checkpoint(folder / "plain", WIDE)
     for kind in WRITERS:

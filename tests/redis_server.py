@@ -1,6 +1,6 @@
-"""A real Redis-compatible server for tests: started, killed, frozen and started again at will, its data kept.
+"""A real Redis-compatible server that a test may start, kill, freeze and restart; it keeps its data.
 
-`with RedisServer(folder) as redis:` in a test of one's own, or the fixture `redis_server`
+Use it as `with RedisServer(folder) as redis:`, or by the fixture `redis_server`
 (`from tests.redis_server import redis_server`). Nothing here needs an event loop.
 """
 
@@ -24,10 +24,10 @@ START_S = 10.0
 
 
 class RedisServer:
-    """The embedded server, at a TCP port beside its Unix socket. It keeps port and data over restarts."""
+    """The embedded server at a TCP port and a Unix socket. Restarts keep port and data."""
 
     def __init__(self, folder: Path, max_bytes: int = 64 << 20, *options: str) -> None:
-        """`options` are further words of its command line, such as "--requirepass", "secret"."""
+        """`options` are appended to its command line, such as "--requirepass", "secret"."""
         self.embedded = EmbeddedRedis(folder, max_bytes)
         self.port = free_port()
         self._options = options
@@ -35,12 +35,12 @@ class RedisServer:
 
     @property
     def url(self) -> str:
-        """Its TCP address; `embedded.url` is the Unix socket."""
+        """The URL of the TCP port; `embedded.url` is that of the Unix socket."""
         return f"redis://127.0.0.1:{self.port}/0"
 
     @property
     def process(self) -> "subprocess.Popen[bytes]":
-        """The process that runs now."""
+        """The running process."""
         assert self._process is not None, "the server is not running"
         return self._process
 
@@ -55,7 +55,7 @@ class RedisServer:
             self.kill()
 
     def start(self) -> None:
-        """Starts it on the data that its folder has and waits until it answers."""
+        """Starts the server on the data in its folder and waits until it answers."""
         assert self._process is None, "the server is running"
         command = [*self.embedded.command(), "--bind", "127.0.0.1", "--port", str(self.port), *self._options]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -66,22 +66,22 @@ class RedisServer:
             time.sleep(0.005)
 
     def stop(self) -> int:
-        """Ends it as a supervisor would, with SIGTERM. Returns the exit status."""
+        """Ends the server with SIGTERM, as a supervisor does. Returns the exit status."""
         return self._end(signal.SIGTERM)
 
     def kill(self) -> int:
-        """Ends it with SIGKILL. Returns the exit status, -9."""
+        """Ends the server with SIGKILL. Returns the exit status, -9."""
         return self._end(signal.SIGKILL)
 
     def freeze(self) -> None:
-        """Stops it from answering, with SIGSTOP; returns when the kernel says that it is stopped."""
+        """Suspends the server with SIGSTOP; returns when the kernel reports that it is stopped."""
         self.process.send_signal(signal.SIGSTOP)
         stat = Path(f"/proc/{self.process.pid}/stat")
         while stat.read_text().rpartition(")")[2].split()[0] != "T":
             os.sched_yield()
 
     def thaw(self) -> None:
-        """Undoes `freeze`."""
+        """Resumes the server after `freeze`."""
         self.process.send_signal(signal.SIGCONT)
 
     def _end(self, number: signal.Signals) -> int:
@@ -91,7 +91,7 @@ class RedisServer:
         return status
 
     def _answers(self) -> bool:
-        # While it reads its data it says LOADING, with a password NOAUTH: the first is not ready, the second is.
+        # A server that still loads its data answers LOADING; one with a password answers NOAUTH and is ready.
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1.0) as peer:
             peer.sendall(b"PING\r\n")
             return peer.recv(64).startswith((b"+PONG", b"-NOAUTH"))

@@ -1,4 +1,4 @@
-"""What quantized checkpoints must be served like, on any device: as transformers serves their plain twins."""
+"""Asserts that a worker serves a quantized checkpoint as transformers serves its unquantized twin, on any device."""
 
 import json
 from collections.abc import Mapping
@@ -24,9 +24,9 @@ from tests.worker.drive import job, open_engine, prompt_of, run
 
 GOLDEN = Path(__file__).parent / "golden"
 GOLDENS = ("awq", "gptq", "gptq-act-order", "gptq-asymmetric")
-# Widths with whole and cut blocks of 128.
+# Some widths are multiples of the block size 128, some are not.
 WIDE = Shape("llama", {"hidden_size": 192, "intermediate_size": 320, "num_hidden_layers": 2, "initializer_range": 0.1})
-# Log-probabilities of a model whose logits reach 40: INT4 products on CPUs are in bfloat16, W8A8 rounds its inputs.
+# Of log-probabilities, at logits up to 40: INT4 on CPUs multiplies in bfloat16, W8A8 rounds its inputs.
 TOLERANCES = {"int4": 0.4, "w8a8": 0.6}
 EXACT = 2e-3
 
@@ -38,18 +38,18 @@ def read(folder: Path) -> dict[str, Tensor]:
 
 
 def save(tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Write tensors as the one file of a checkpoint."""
+    """Writes tensors as the only weights file of a checkpoint."""
     made = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(made, folder / "model.safetensors", {"format": "pt"})
 
 
 def tolerance_of(kind: str) -> float:
-    """How far log-probabilities may be from the twin's on a CPU."""
+    """The largest accepted difference of log-probabilities from the twin's on a CPU."""
     return next((most for name, most in TOLERANCES.items() if kind.startswith(name)), EXACT)
 
 
 def weights_of(folder: Path, shapes: Mapping[str, torch.Size]) -> dict[str, quantized_weights.Weight]:
-    """What the worker reads."""
+    """The weights that the worker's reader makes of a quantized checkpoint."""
     reader, checkpoint = reader_of(read_config(folder).quantization, None), open_checkpoint(folder)
     assert reader is not None
     with checkpoint.opened() as fetch:
@@ -65,8 +65,8 @@ def engine_of(folder: Path, **options: Any) -> GenerationEngine:
 def assert_served_like(
     twin: Path, engine: GenerationEngine, tolerance: float, tokens: int = 24, *, mean: bool = False
 ) -> None:
-    """Greedy answers: each token is, within tolerance, the twin's best, and as likely as the twin says; with `mean`, on
-    average."""
+    """Each greedy token is, within the tolerance, the twin's best and has its log-probability there; with `mean`, the
+    mean of the differences is compared."""
     model: Any = AutoModelForCausalLM.from_pretrained(twin, dtype=torch.float32)
     prompts = [prompt_of(length, vocab=min(model.config.vocab_size, VOCAB)) for length in (1, 9, 33)]
     answers = run(engine, *(job(i, p, max_tokens=tokens, logprobs=0, ignore_eos=True) for i, p in enumerate(prompts)))
@@ -83,7 +83,7 @@ def assert_served_like(
 
 
 def twin_of(source: Path, folder: Path) -> Path:
-    """The plain model of what the worker reads of a quantized checkpoint, which other tests hold to its writer."""
+    """Writes the dequantized weights that the worker reads; other tests compare these with the writer's own."""
     config = json.loads((source / "config.json").read_text())
     config.pop("quantization_config")
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""Two meshes beside each other: hellos, calls and health answers carry the mesh's id, and another mesh is refused."""
+"""Two meshes on one network: hellos, calls and health answers carry the mesh id, and another mesh is refused."""
 
 import asyncio
 import contextlib
@@ -26,14 +26,14 @@ from services.settings import CommonSettings
 from services.worker.service.servicer import WorkerService
 from services.worker.service.startup import Startup
 
-PATIENCE_S = 10
+TIMEOUT_S = 10
 REFUSED = grpc.StatusCode.FAILED_PRECONDITION
 Stub = Any
 
 
 @contextlib.asynccontextmanager
 async def scheduler(own: str) -> AsyncIterator[str]:
-    """The address of a scheduler of this mesh."""
+    """Runs a scheduler with the mesh id `own`; yields its address."""
     _, served = scheduler_service(SchedulerCore(7, time.monotonic()), own)
     server = await rpc.serve("127.0.0.1:0", [served], mesh_id=own)
     await server.ready()
@@ -42,10 +42,10 @@ async def scheduler(own: str) -> AsyncIterator[str]:
 
 
 async def code_of(call: Any, hello: Any) -> grpc.StatusCode | None:
-    """The status that a hello ends a stream with; None if it is answered."""
+    """The status with which a hello ends a stream; None if the hello is answered."""
     await call.write(hello)
     try:
-        answer = await asyncio.wait_for(call.read(), PATIENCE_S)
+        answer = await asyncio.wait_for(call.read(), TIMEOUT_S)
     except aio.AioRpcError as error:
         return error.code() if mesh_id.REASON in str(error.trailing_metadata()) else grpc.StatusCode.UNKNOWN
     assert answer is not aio.EOF
@@ -81,26 +81,26 @@ async def test_a_worker_refuses_a_gateway_of_another_mesh(capfd: pytest.CaptureF
     server = await rpc.serve("127.0.0.1:0", [served], mesh_id="a")
     links = WorkerLinks("g", "b")
     link = links.to(f"127.0.0.1:{server.port}")
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(TIMEOUT_S):
         while link.alive:  # noqa: ASYNC110 (a link sets no event)
             await asyncio.sleep(0.01)
     await links.close()
     await server.stop(0)
-    assert "the worker refuses this process" in (said := "".join(capfd.readouterr()))
-    assert "belongs to mesh 'b'" in said
+    assert "the worker refuses this process" in (log := "".join(capfd.readouterr()))
+    assert "belongs to mesh 'b'" in log
 
 
 class _Loaded:
     jobs = None
 
 
-async def test_a_gateway_says_once_that_its_scheduler_is_another_meshs(
+async def test_a_gateway_logs_once_that_its_scheduler_belongs_to_another_mesh(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tries = asyncio.Semaphore(0)
+    attempts = asyncio.Semaphore(0)
 
     async def pause(seconds: float) -> None:
-        tries.release()
+        attempts.release()
         await real_sleep(0)
 
     real_sleep = asyncio.sleep
@@ -108,9 +108,9 @@ async def test_a_gateway_says_once_that_its_scheduler_is_another_meshs(
         link = SchedulerLink(address, "g", 1.0, lambda models: None, lambda worker: None, "b")
         monkeypatch.setattr("services.gateway.links.scheduler_link.asyncio.sleep", pause)
         running = asyncio.create_task(link.run())
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(TIMEOUT_S):
             for _ in range(3):
-                await tries.acquire()
+                await attempts.acquire()
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         monkeypatch.undo()
@@ -119,10 +119,10 @@ async def test_a_gateway_says_once_that_its_scheduler_is_another_meshs(
 
 
 async def test_a_gateway_accepts_no_scheduler_that_names_another_mesh() -> None:
-    """Not even one that accepts the gateway."""
+    """A gateway checks the id even if the scheduler accepts the gateway."""
     closed = asyncio.Event()
 
-    class Careless(mesh_grpc.SchedulerServicer):
+    class AcceptsAll(mesh_grpc.SchedulerServicer):
         async def Dispatch(self, requests: Any, context: Any) -> Any:
             try:
                 yield mesh.DispatchResponse(hello=mesh.SchedulerHello(epoch=1, mesh_id="a"))
@@ -131,19 +131,19 @@ async def test_a_gateway_accepts_no_scheduler_that_names_another_mesh() -> None:
             finally:
                 closed.set()
 
-    served = rpc.Service("weft.v1.Scheduler", mesh_grpc.add_SchedulerServicer_to_server, Careless())  # type: ignore
+    served = rpc.Service("weft.v1.Scheduler", mesh_grpc.add_SchedulerServicer_to_server, AcceptsAll())  # type: ignore
     server = await rpc.serve("127.0.0.1:0", [served])
     link = SchedulerLink(f"127.0.0.1:{server.port}", "g", 1.0, lambda models: None, lambda worker: None, "b")
     running = asyncio.create_task(link.run())
-    await asyncio.wait_for(closed.wait(), PATIENCE_S)
+    await asyncio.wait_for(closed.wait(), TIMEOUT_S)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     await server.stop(0)
     assert not link.models_known.is_set()
 
 
-class _Everything(cache_grpc.CacheServicer):
-    """A cache service that has every result."""
+class _AlwaysHit(cache_grpc.CacheServicer):
+    """A cache service that returns a result for every key."""
 
     def __init__(self) -> None:
         self.stored = 0
@@ -162,18 +162,18 @@ class _Key:
 
 @pytest.mark.parametrize(("other", "found"), [("a", True), ("", True), ("b", False)])
 async def test_a_cache_service_answers_its_own_mesh(other: str, found: bool) -> None:
-    everything = _Everything()  # type: ignore[abstract]
-    served = rpc.Service("weft.v1.Cache", cache_grpc.add_CacheServicer_to_server, everything)
+    service = _AlwaysHit()  # type: ignore[abstract]
+    served = rpc.Service("weft.v1.Cache", cache_grpc.add_CacheServicer_to_server, service)
     server = await rpc.serve("127.0.0.1:0", [served], mesh_id="a")
-    results = ResultCache(f"127.0.0.1:{server.port}", PATIENCE_S, other)
+    results = ResultCache(f"127.0.0.1:{server.port}", TIMEOUT_S, other)
     got = await results.get(_Key(), "00-" + "1" * 32 + "-" + "1" * 16 + "-00")  # type: ignore[arg-type]
     results.put(_Key(), cache.CachedResult())  # type: ignore[arg-type]
     await results.close()
     await server.stop(0)
-    assert (got is not None, everything.stored) == (found, int(found))
+    assert (got is not None, service.stored) == (found, int(found))
 
 
-async def test_a_refusal_says_which_mesh_is_which() -> None:
+async def test_a_refusal_names_both_meshes() -> None:
     async with scheduler("a") as address, rpc.link_channel(address) as channel:
         stub: Stub = mesh_grpc.SchedulerStub(channel)
         with pytest.raises(aio.AioRpcError) as caught:
@@ -181,10 +181,10 @@ async def test_a_refusal_says_which_mesh_is_which() -> None:
         assert caught.value.code() is REFUSED
         assert caught.value.details() == "the caller belongs to mesh 'b', this process to mesh 'a'"
         await stub.Overview(mesh.OverviewRequest(), metadata=mesh_id.metadata("a"))
-        await stub.Overview(mesh.OverviewRequest())  # A tool names no mesh.
+        await stub.Overview(mesh.OverviewRequest())  # A caller without a mesh id is accepted.
 
 
-async def test_health_answers_carry_the_id() -> None:
+async def test_health_answers_carry_the_mesh_id() -> None:
     for own in ("a", ""):
         async with scheduler(own) as address, rpc.link_channel(address) as channel:
             stub: Any = health_pb2_grpc.HealthStub(channel)

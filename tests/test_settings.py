@@ -7,7 +7,7 @@ from tests.deploy.code import SETTINGS
 
 
 @pytest.mark.parametrize("service", SETTINGS)
-def test_an_empty_address_to_listen_at_is_the_default(monkeypatch: pytest.MonkeyPatch, service: str) -> None:
+def test_an_empty_listen_address_is_the_default(monkeypatch: pytest.MonkeyPatch, service: str) -> None:
     default = getattr(common, f"{service.upper()}_ADDRESS")
     monkeypatch.delenv("WEFT_LISTEN", raising=False)
     assert SETTINGS[service]().listen == default

@@ -1,4 +1,4 @@
-"""Who may import whom, as ARCHITECTURE.md says: read from the code, imports by name included."""
+"""Holds the import rules of ARCHITECTURE.md: imports are read from the code, imports by name included."""
 
 import ast
 import re
@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 LARGEST_FOLDER = 20
 MOST_FLOORS = 4
 
-# What each package may import beside itself. All others are beyond its reach.
+# The packages that each package may import beside itself.
 TOP: Mapping[str, set[str]] = {
     "protos": set(),
     "kernels": set(),
@@ -25,7 +25,7 @@ TOP: Mapping[str, set[str]] = {
     "bench": {"weft", "services", "kernels", "report", "protos"},
 }
 SERVICES = ("gateway", "scheduler", "worker", "cache")
-# Within a package: each room, and the rooms that it may import. A name that is no folder is a file.
+# Within a package: each room and the rooms that it may import. A room is a folder or a single file.
 ROOMS: Mapping[str, Mapping[str, set[str]]] = {
     "weft": {
         "main": {"cli"},
@@ -73,9 +73,9 @@ ROOMS: Mapping[str, Mapping[str, set[str]]] = {
         "errors": set(),
     },
 }  # fmt: skip
-# Of the worker's rooms, the engine is seen by its interface alone.
+# `service` may import only these modules of the engine.
 INTERFACES = {"services/worker/service": ("services.worker.engine", "services.worker.engine.base")}
-# Each outside library has one door in the serving path.
+# The only files of the serving path that may import each outside library.
 DOORS: Mapping[str, tuple[str, ...]] = {
     "redis": ("services/cache/redis_client.py",),
     "tokenizers": ("services/gateway/text/", "services/worker/loader/"),
@@ -89,7 +89,7 @@ DOORS: Mapping[str, tuple[str, ...]] = {
 }
 TORCH = ("torch", "kernels", "safetensors", "triton")
 CLOCKED = ("asyncio", "grpc", "torch", "time", "threading", "socket", "random")
-# What each of these must do without.
+# Libraries and modules that these places must not import.
 WITHOUT: Mapping[str, tuple[str, ...]] = {
     "services/scheduler/core": CLOCKED,
     "services/worker/planner": CLOCKED,
@@ -113,7 +113,7 @@ WITHOUT: Mapping[str, tuple[str, ...]] = {
 
 
 def files(*places: str) -> Iterator[Path]:
-    """Python files that people write, at or below these places."""
+    """Python files at or below these places, without generated ones."""
     for place in places:
         path = ROOT / place
         found = [path] if path.is_file() else sorted(path.rglob("*.py"))
@@ -134,7 +134,7 @@ def imports(path: Path) -> frozenset[str]:
 
 
 def imported(source: str) -> set[str]:
-    """As `imports`, of a source text."""
+    """The same as `imports`, for a source text."""
     tree = ast.parse(source)
     names: set[str] = set()
     for node in ast.walk(tree):
@@ -149,7 +149,7 @@ def imported(source: str) -> set[str]:
 
 
 def _named(text: str) -> set[str]:
-    """A string that is a module of the project, or begins like one (as the first part of an f-string does)."""
+    """The module of the project that a string names, or begins with (as the first part of an f-string does)."""
     if text in modules() and "." in text:
         return {text}
     begins = re.fullmatch(r"(\w+(?:\.\w+)*)\.", text)
@@ -157,18 +157,18 @@ def _named(text: str) -> set[str]:
 
 
 def reaches(path: Path, *packages: str) -> list[str]:
-    """The packages among these that a file imports, as sentences."""
+    """One sentence for each import by a file of one of these packages."""
     names = sorted(name for name in imports(path) if any(name == p or name.startswith(f"{p}.") for p in packages))
     return [f"{path.relative_to(ROOT)} imports {name}" for name in names]
 
 
 def offenders(paths: Iterator[Path], *packages: str) -> list[str]:
-    """Files that import one of these packages, and which."""
+    """One sentence for each import by these files of one of these packages."""
     return [sentence for path in paths for sentence in reaches(path, *packages)]
 
 
 def floors(graph: Mapping[str, set[str]]) -> int:
-    """Length of the longest chain of imports. Raises RecursionError where there is a circle."""
+    """The length of the longest chain of imports. Raises RecursionError if imports form a circle."""
 
     def height(name: str) -> int:
         return 1 + max((height(other) for other in graph[name] if other in graph), default=0)
@@ -196,7 +196,7 @@ def test_services_never_import_one_another() -> None:
         assert offenders(files(f"services/{service}"), *others) == []
 
 
-def test_the_shared_floor_stands_on_itself() -> None:
+def test_shared_modules_import_no_service() -> None:
     floor = list((ROOT / "services").glob("*.py"))
     assert offenders(iter(floor), *(f"services.{service}" for service in SERVICES), "kernels") == []
 
@@ -209,8 +209,8 @@ def test_of_the_services_only_the_worker_imports_kernels() -> None:
 def test_rooms_import_what_the_table_allows(place: str) -> None:
     rooms, package = ROOMS[place], place.replace("/", ".")
     there = {path.stem for path in (ROOT / place).iterdir() if path.suffix == ".py" or any(path.glob("*.py"))}
-    assert there - {"__init__"} <= rooms.keys(), "a room that the table lacks"
-    assert floors(rooms) > 1  # no circle
+    assert there - {"__init__"} <= rooms.keys(), "a room that is missing in the table"
+    assert floors(rooms) > 1  # raises if imports form a circle
     wrong: list[str] = []
     for room, allowed in rooms.items():
         beyond = [f"{package}.{other}" for other in rooms.keys() - allowed - {room}]
@@ -227,7 +227,7 @@ def test_no_door_imports_another() -> None:
         assert reaches(door, *others) == []
 
 
-def test_a_worker_sees_its_engine_by_the_interface() -> None:
+def test_the_worker_service_imports_only_the_engine_interface() -> None:
     for place, (room, interface) in INTERFACES.items():
         seen = {sentence.rpartition(" ")[2] for sentence in offenders(files(place), room)}
         assert {name for name in seen if not f"{name}.".startswith(f"{interface}.") and name != room} == set()
@@ -239,13 +239,13 @@ def test_only_build_and_loader_know_the_path_of_a_checkpoint() -> None:
 
 
 @pytest.mark.parametrize("library", DOORS)
-def test_each_library_has_one_door(library: str) -> None:
+def test_each_library_is_imported_in_one_place(library: str) -> None:
     outside = (path for path in files("services") if not str(path.relative_to(ROOT)).startswith(DOORS[library]))
     assert offenders(outside, library) == []
 
 
 @pytest.mark.parametrize("place", WITHOUT)
-def test_rooms_do_without(place: str) -> None:
+def test_rooms_do_not_import_forbidden_libraries(place: str) -> None:
     assert offenders(files(place), *WITHOUT[place]) == []
 
 
@@ -269,13 +269,13 @@ def files_in(folder: Path) -> Iterator[Path]:
         ("def late():\n    from services.worker import build", "services.worker.build"),
     ],
 )
-def test_imports_by_name_are_seen(source: str, seen: str) -> None:
+def test_imports_by_name_are_found(source: str, seen: str) -> None:
     assert seen in imported(source)
 
 
-def test_every_file_says_what_it_owns() -> None:
-    silent = [path for path in files(*TOP, "tests") if not ast.get_docstring(ast.parse(path.read_text()))]
-    assert [str(path) for path in silent if path.name != "__init__.py"] == []
+def test_every_file_has_an_opening_docstring() -> None:
+    missing = [path for path in files(*TOP, "tests") if not ast.get_docstring(ast.parse(path.read_text()))]
+    assert [str(path) for path in missing if path.name != "__init__.py"] == []
 
 
 def test_nothing_unpickles_or_runs_a_checkpoints_code() -> None:
@@ -288,7 +288,7 @@ def test_nothing_unpickles_or_runs_a_checkpoints_code() -> None:
             assert not (isinstance(node, ast.keyword) and node.arg == "trust_remote_code"), path.name
 
 
-def test_every_program_of_the_makefile_does_something_when_it_is_run() -> None:
+def test_every_program_of_the_makefile_runs_as_a_script() -> None:
     named = set(re.findall(r"-m ((?:bench|models|tests)\.[\w.]+)", (ROOT / "Makefile").read_text()))
     assert len([name for name in named if name.startswith("bench.")]) >= 5
     for program in sorted(named):

@@ -1,4 +1,4 @@
-"""A tiny model's configuration, for tests that need a shape and no checkpoint."""
+"""The configuration of a tiny model, for tests that need a shape and no checkpoint."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from services.worker.models.config import LearnedPositions, ModelConfig, NormCon
 
 
 def tiny_config(**changes: Any) -> ModelConfig:
-    """A Llama of two layers; `changes` are fields of ModelConfig."""
+    """A Llama with two layers; `changes` are fields of ModelConfig."""
     settings: dict[str, Any] = {
         "architecture": "LlamaForCausalLM",
         "vocab_size": 50,
