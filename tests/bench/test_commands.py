@@ -72,16 +72,16 @@ async def test_a_closed_loop_is_measured_and_reported(mesh: Mesh, tmp_path: Path
     assert (result["total_input_tokens"], result["total_output_tokens"]) == (24 * 96, 24 * 12)
     assert result["request_goodput"] == result["request_throughput"]
     assert 0 < result["median_ttft_ms"] <= result["p99_ttft_ms"] <= result["max_e2el_ms"]
-    # Steps end 2 ms apart on the clock of the whole machine.
+    # Steps of the paced engine end at multiples of 2 ms of the machine's clock.
     assert result["mean_tpot_ms"] >= 1.9
     receipts = result["receipts"]
-    assert receipts["cached_tokens"] >= 64 * 12, "most requests find the prefix that they share"
+    assert receipts["cached_tokens"] >= 64 * 12, "most requests hit the shared prefix"
     assert receipts["cached_tokens"] + receipts["prefill_tokens"] == 24 * 96
     assert receipts["attempts"] == {"1": 24}
     assert sum(line["tokens"] for line in result["timeline"]) == 24 * 12
     assert result["timeline"][-1]["running"] == 0
     assert f"{result['output_throughput']:,.1f}" in ran.output
-    assert re.search(r"^requests: \d+ of 24$", ran.stderr, re.MULTILINE), "progress in a pipe"
+    assert re.search(r"^requests: \d+ of 24$", ran.stderr, re.MULTILINE), "progress is printed in a pipe"
 
 
 async def test_the_report_is_self_contained_and_agrees_with_the_json(mesh: Mesh, tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ async def test_a_worker_is_profiled_under_load(mesh: Mesh, tmp_path: Path) -> No
     assert sum(event["name"] == "planning" for event in events) == 50
 
 
-async def test_a_failed_profile_is_one_line(mesh: Mesh, tmp_path: Path) -> None:
+async def test_a_failed_profile_is_reported_in_one_line(mesh: Mesh, tmp_path: Path) -> None:
     common = ("bench", "--address", mesh.gateways[0].address, "--profile", str(tmp_path / "trace.json.gz"))
     load = ("--requests", "8", "--output-len", "50")
     away = await weft(*common, *load, "--scheduler", f"127.0.0.1:{free_port()}")

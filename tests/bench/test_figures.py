@@ -58,7 +58,7 @@ def test_merged_halves_equal_the_whole() -> None:
 def test_the_times_of_one_answer() -> None:
     times = outcome(began=10.0, first=10.2, last=11.2, tokens=11).milliseconds()
     assert times["ttft"] == pytest.approx(200)
-    assert times["tpot"] == pytest.approx(100), "ten gaps in a second"
+    assert times["tpot"] == pytest.approx(100), "eleven tokens in a second have ten gaps"
     assert times["e2el"] == pytest.approx(1201)
     assert "tpot" not in outcome(10.0, 10.2, 10.2, tokens=1).milliseconds()
 
@@ -67,8 +67,8 @@ def test_rates_and_goodput_over_two_processes() -> None:
     bounds = {"ttft": 250.0, "tpot": 150.0}
     one, other = Tally(), Tally()
     one.add(outcome(100.0, 100.2, 101.2, 11, cached_tokens=4), 100.0, bounds)
-    one.add(outcome(100.0, 100.3, 101.3, 11), 100.0, bounds)  # late to its first token
-    other.add(outcome(102.0, 102.1, 103.999, 10), 100.0, bounds)  # slow after it
+    one.add(outcome(100.0, 100.3, 101.3, 11), 100.0, bounds)  # the first token exceeds its bound
+    other.add(outcome(102.0, 102.1, 103.999, 10), 100.0, bounds)  # the later tokens exceed their bound
     other.errors["UNAVAILABLE/WORKER_LOST"] += 1
     one.merge(Tally.from_json(json.loads(json.dumps(other.to_json()))))
     figures = metrics.figures(one, goodput=True)
@@ -110,7 +110,7 @@ def test_a_plan_that_cannot_be_run_is_refused(changes: dict[str, object]) -> Non
 def test_prompts_differ_except_for_the_shared_prefix() -> None:
     workload = Workload(plan(requests=6, prefix_tokens=5, prefixes=2))
     prompts = [workload.prompt(due) for due in workload.share(0)]
-    assert prompts == [Workload(workload.plan).prompt(due) for due in workload.share(0)], "the seed decides"
+    assert prompts == [Workload(workload.plan).prompt(due) for due in workload.share(0)], "the seed selects prompts"
     assert len({tuple(prompt[:5]) for prompt in prompts}) == 2
     assert len({tuple(prompt) for prompt in prompts}) == 6
     assert {len(prompt) for prompt in prompts} == {8}
@@ -143,7 +143,7 @@ def test_equal_ids_of_a_trace_give_equal_blocks(tmp_path: Path) -> None:
     assert [due.at_s for due in second] == [0.0, 0.5]
 
 
-def test_a_goal_is_met_or_not() -> None:
+def test_a_goal_is_compared_with_the_measured_figure() -> None:
     assert Figure("a", 5, goal=">= 5").met is True
     assert Figure("a", 5, goal="<= 4").met is False
     assert Figure("a", 5).met is None

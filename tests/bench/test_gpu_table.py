@@ -1,4 +1,4 @@
-"""The tables and plots of `bench.mesh.gpu`, from figures that are known: no GPU takes part."""
+"""The tables and plots of `bench.mesh.gpu`, made from given figures without a GPU."""
 
 import json
 import xml.etree.ElementTree as ET
@@ -43,7 +43,7 @@ def test_a_row_stands_beside_vllm_the_floor_and_the_bare_loop(tmp_path: Path) ->
     assert {NAME, "1.17"} <= words_of(tmp_path / "over-vllm.svg")
 
 
-def test_a_row_is_not_held_against_the_bare_loop_of_another_commit(tmp_path: Path) -> None:
+def test_a_row_is_not_compared_with_the_bare_loop_of_another_commit(tmp_path: Path) -> None:
     name = "8b loop 1950/200 8"
     (tmp_path / "engine.json").write_text(json.dumps({"cells": {name: {"tok/s": 1310.0}}, "commits": {name: "a"}}))
     for commit, ratio in (("a", "0.99"), ("b", "")):
@@ -61,7 +61,7 @@ def test_floors_of_long_answers_are_those_of_the_steps(format: str, batch: int, 
     assert batch / tokens_per_s * 1e3 == pytest.approx(milliseconds, rel=0.03)
 
 
-def test_every_row_has_a_name_of_its_own_and_the_quantized_ones_are_shorter() -> None:
+def test_rows_have_different_names_and_quantized_ones_run_shorter() -> None:
     every = [row for format in ("bf16", "fp8", "int4") for row in gpu.rows("8b", format)]
     assert len({row.name for row in every}) == len(every)
     assert peers.load("vllm").rows.keys() <= {row.name for row in (*every, *gpu.rows("1b", "bf16"))}
@@ -80,7 +80,7 @@ def test_short_answers_stand_beside_vllms_server(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("program", [gpu, engine, determinism, kernels])
-def test_without_a_gpu_a_table_stays_as_it_was_measured(
+def test_without_a_gpu_the_measured_table_is_unchanged(
     program: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("report.machine.gpu", str)

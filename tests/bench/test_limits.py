@@ -1,4 +1,4 @@
-"""The floors that rows of the bare loop are scored by."""
+"""The lower bounds on time by which rows of the bare loop are scored."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from services.worker.models.config import count_parameters
 
 
 def limits(model: str) -> Limits:
-    """One H200's rates for a model of 16 bits."""
+    """The limits of one H200 for a 16-bit model."""
     config = load_config(presets.folder_of(f"random:{model}"))
     embedding = 0 if config.tied_embeddings else config.vocab_size * config.hidden_size
     weights = 2.0 * (count_parameters(config) - embedding)
@@ -17,11 +17,11 @@ def limits(model: str) -> Limits:
 
 
 @pytest.mark.parametrize(("batch", "ms"), [(1, 3.56), (8, 4.00), (32, 5.54), (128, 11.7)])
-def test_steps_that_only_read_take_as_long_as_reading_takes(batch: int, ms: float) -> None:
+def test_the_floor_of_a_memory_bound_step_is_its_reading_time(batch: int, ms: float) -> None:
     assert limits("llama-3.1-8b").decode_s(batch, 2100) * 1e3 == pytest.approx(ms, rel=0.01)
 
 
-def test_operators_that_multiply_longer_than_they_read_count_so() -> None:
+def test_the_floor_of_a_compute_bound_operator_is_its_multiplying_time() -> None:
     found = limits("llama-3.1-8b")
     reading = (found.weights + 256 * 2100 * found.kv_token) / found.read
     multiplying = 2 * 256 * found.matrix_numbers / found.matmul
@@ -29,7 +29,7 @@ def test_operators_that_multiply_longer_than_they_read_count_so() -> None:
     assert found.decode_s(256, 2100) > max(reading, multiplying)
 
 
-def test_a_prompt_reads_the_head_once() -> None:
+def test_prefill_reads_the_head_once() -> None:
     found = limits("llama-3.2-1b")
     head = 2 * found.config.vocab_size * found.config.hidden_size / found.read
     multiplied = 2 * 2000 * (found.matrix_numbers - found.config.vocab_size * found.config.hidden_size)

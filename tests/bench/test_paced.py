@@ -1,4 +1,4 @@
-"""An engine on the paced runner: counts that add up, tokens that depend on nothing but the job, a pace that is kept."""
+"""An engine on the paced runner: consistent counts, tokens that depend on the job alone, and steps of a fixed time."""
 
 import random
 import subprocess
@@ -81,7 +81,7 @@ def test_random_loads_lose_no_block_and_no_token() -> None:
         assert subject.stats().active_blocks == 0
 
 
-def test_preemption_is_real_and_invisible() -> None:
+def test_preempted_jobs_get_the_same_tokens() -> None:
     jobs = [job(key, [key] * 100, most=100, seed=key) for key in range(4)]
     roomy, _ = finish(engine(kv_blocks=64), *jobs)
     tight = engine(kv_blocks=30)
@@ -100,7 +100,7 @@ def test_a_known_prefix_is_found() -> None:
     assert not evicted
 
 
-def test_stops_cancels_and_misfits_end_as_they_should() -> None:
+def test_stop_tokens_cancellations_and_too_long_jobs_end_with_their_reason() -> None:
     tokens, _ = finish(engine(), job(1, [1] * 5))
     stopping = job(1, [1] * 5, stop_token_ids=frozenset({tokens[1][4]}))
     short, ended = finish(engine(), stopping)
@@ -116,7 +116,7 @@ def test_stops_cancels_and_misfits_end_as_they_should() -> None:
     assert ended[3].error.reason == "KV_EXHAUSTED"
 
 
-def test_log_probabilities_are_those_of_equal_chances() -> None:
+def test_log_probabilities_are_nearly_uniform() -> None:
     subject = engine()
     subject.submit(job(1, [1], logprobs=3))
     token = subject.step().tokens[0]
@@ -125,22 +125,22 @@ def test_log_probabilities_are_those_of_equal_chances() -> None:
     assert len(token.top) == 3
 
 
-def test_the_pace_is_kept() -> None:
+def test_steps_take_the_configured_time() -> None:
     subject = engine(10.0)
     began = time.monotonic()
     finish(subject, job(1, [1] * 10, most=21))
     elapsed = time.monotonic() - began
-    assert elapsed >= 0.2, "twenty whole steps at least"
+    assert elapsed >= 0.2, "the job takes at least twenty steps"
     assert PacedTiming(0.01, prefill_rate=1000).end(1.001, 100) == pytest.approx(1.11)
     assert PacedTiming(0.0).end(1.5, 100) == 1.5
 
 
-def test_a_context_beyond_the_checkpoints_is_served_but_not_any() -> None:
+def test_the_context_may_exceed_the_checkpoints_up_to_a_limit() -> None:
     assert engine(max_seq_length=128 * 1024).memory.max_seq_length == 128 * 1024
     with pytest.raises(CheckpointError):
         engine(max_seq_length=128 * 1024 + 1)
 
 
-def test_no_tensor_library_is_needed() -> None:
+def test_the_paced_runner_does_not_import_torch() -> None:
     code = "import sys, services.worker.main, services.worker.runners.paced; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

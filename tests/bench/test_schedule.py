@@ -1,4 +1,4 @@
-"""The planner's choices on one H200, simulated by `bench.engine.schedule`: its figures stay within their bounds."""
+"""The planner on one H200, simulated by `bench.engine.schedule`: throughput and latencies stay within bounds."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from services.worker.planner.planner import Row
     ("width", "tokens_per_s", "first_ms", "between_ms"),
     [(1, 215, 54, 5), (8, 1108, 390, 6.05), (32, 2227, 1515, 60), (128, 2931, 6048, 224)],
 )
-def test_bursts_and_answers_are_served_as_they_should(
+def test_throughput_and_latencies_stay_within_bounds(
     width: int, tokens_per_s: float, first_ms: float, between_ms: float
 ) -> None:
     seen = closed(width)
@@ -20,13 +20,13 @@ def test_bursts_and_answers_are_served_as_they_should(
     assert seen.between.percentile(99) <= between_ms
 
 
-def test_short_steps_bring_first_tokens_later() -> None:
+def test_shorter_steps_delay_first_tokens() -> None:
     short, whole = closed(32, step_tokens=512), closed(32)
     assert short.first.percentile(99) > whole.first.percentile(99)
     assert short.between.greatest < whole.between.greatest
 
 
-def test_what_a_step_costs_grows_with_its_rows_and_with_what_they_see() -> None:
+def test_the_time_of_a_step_grows_with_rows_and_context() -> None:
     def rows(count: int, tokens: int, start: int) -> list[Row]:
         return [Row(None, start, tokens, True)] * count  # type: ignore[arg-type]
 

@@ -39,13 +39,13 @@ def test_lengths_are_clipped_to_the_context() -> None:
     "lines",
     [[], ["text"], [{"timestamp": 1}], [{**MOONCAKE, "input_length": "x"}], [{**MOONCAKE, "hash_ids": [1]}]],
 )
-def test_a_malformed_trace_is_one_line(tmp_path: Path, lines: list[object]) -> None:
-    with pytest.raises(TraceError) as told:
+def test_a_malformed_trace_is_reported_in_one_line(tmp_path: Path, lines: list[object]) -> None:
+    with pytest.raises(TraceError) as caught:
         read(trace(tmp_path, *lines))
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(caught.value)
 
 
-def test_a_malformed_gzip_file_is_one_line(tmp_path: Path) -> None:
+def test_a_malformed_gzip_file_is_reported_in_one_line(tmp_path: Path) -> None:
     path = tmp_path / "trace.gz"
     path.write_bytes(b"\x00\xff")
     with pytest.raises(TraceError, match=r"trace\.gz cannot be read"):

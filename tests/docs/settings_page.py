@@ -1,6 +1,6 @@
 """`python -m tests.docs.settings_page` writes docs/settings.md from the settings classes of the services.
 
-Knows how a pydantic field is shown, not what any setting does.
+Knows how a pydantic field is printed, not what a setting does.
 """
 
 import types
@@ -55,7 +55,7 @@ def page() -> str:
 
 
 def _own_fields(settings: type[CommonSettings]) -> list[str]:
-    """The fields that a service adds to the common ones, or gives another default."""
+    """The fields that a service adds to the common settings, or for which it has another default."""
     common = CommonSettings.model_fields
     return [
         name
@@ -74,7 +74,7 @@ def _rows(settings: type[CommonSettings], fields: Iterable[str]) -> Iterator[str
 
 
 def _variables(prefix: str, name: str, field: FieldInfo) -> list[str]:
-    """The environment variables of a field, in the order in which they are looked up, each once."""
+    """The environment variables of a field in the order of their precedence, without duplicates."""
     alias = field.validation_alias
     choices = alias.choices if isinstance(alias, AliasChoices) else [alias or f"{prefix}{name}"]
     return list(dict.fromkeys(str(choice).upper() for choice in choices))
@@ -92,7 +92,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def _values(field: FieldInfo) -> str:
-    """The allowed values: names, or a type with its bounds."""
+    """The allowed values of a field: names, or a type with its bounds."""
     kind: Any = field.annotation
     if typing.get_origin(kind) in (types.UnionType, typing.Union):
         kind = next(each for each in typing.get_args(kind) if each is not type(None))

@@ -1,5 +1,5 @@
-"""The documents are true to the code: links, commands, flags, paths and figures exist, and pictures and tables stay in
-their bounds."""
+"""The documents agree with the code: links, commands, flags, paths and figures exist, and texts of pictures and tables
+fit their boxes and cells."""
 
 import ast
 import functools
@@ -32,11 +32,11 @@ EM_PER_CHARACTER = 0.62
 
 
 def documents() -> list[Path]:
-    """Every Markdown file that git tracks or would track."""
+    """Every Markdown file that git tracks, or would track."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"]
     try:
         listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
-    except (OSError, subprocess.CalledProcessError):  # an archive without git
+    except (OSError, subprocess.CalledProcessError):  # a source archive without git
         return [*GUIDES, ROOT / "ARCHITECTURE.md", LEDGER, *EXPERIMENTS]
     return [ROOT / name for name in listed if name and (ROOT / name).is_file()]
 
@@ -53,13 +53,13 @@ def test_the_readme_is_short() -> None:
 
 
 def anchors(text: str) -> set[str]:
-    """The fragments that a Markdown page offers: one for each heading."""
+    """The link fragments of a Markdown page: one for each heading."""
     titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 def broken_links(file: Path, text: str) -> list[str]:
-    """Relative links of a page whose file, or whose heading, does not exist."""
+    """The relative links of a page whose file or heading does not exist."""
     broken = []
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if re.match(r"[a-z]+:", target):
@@ -85,7 +85,7 @@ def test_a_broken_link_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("file", GUIDES, ids=named)
 def test_paths_of_the_code_exist(file: Path) -> None:
-    """`services/hashing.py`, `docs/settings.md`, `services/*/settings.py`: from the root, or from the page's folder."""
+    """Paths such as `services/hashing.py` or `services/*/settings.py` exist below the root or the page's folder."""
     tops = "|".join(each.name for each in ROOT.iterdir() if each.is_dir() and not each.name.startswith("."))
     paths = re.findall(rf"`((?:{tops})/[\w/.*-]+)`", file.read_text())
     assert [path for path in paths if not any(ROOT.glob(path)) and not (file.parent / path).exists()] == []
@@ -119,14 +119,14 @@ def helped(*command: str) -> str:
 
 
 class Call(NamedTuple):
-    """A call of the `weft` command in a document: its subcommands and the flags behind them."""
+    """A call of the `weft` command in a document: its subcommands and its flags."""
 
     command: tuple[str, ...]
     flags: tuple[str, ...]
 
 
 def calls(text: str) -> Iterator[Call]:
-    """All calls of `weft` in code: in lines of consoles, and between backquotes."""
+    """All calls of `weft` in a page's code: in console lines and between backquotes."""
     lines = re.findall(r"^\$ (.*)$", text, re.MULTILINE)
     prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
     for line in [*lines, *re.findall(r"`([^`]+)`", prose)]:
@@ -168,7 +168,7 @@ def test_a_wrong_command_is_found() -> None:
 
 @pytest.mark.parametrize("file", GUIDES, ids=named)
 def test_every_variable_is_a_setting(file: Path) -> None:
-    """Names in WEFT_... that a document shows are settings of a service, or read by the `weft` command or compose."""
+    """Each WEFT_... name in a document is a setting of a service, or is read by the `weft` command or compose."""
     known = set(itertools.chain.from_iterable(variables(service) for service in SETTINGS))
     sources = [*(ROOT / "weft").rglob("*.py"), ROOT / "deploy" / "compose.yaml"]
     known |= {name for source in sources for name in re.findall(r"\bWEFT_[A-Z_]+\b", source.read_text())}
@@ -176,10 +176,10 @@ def test_every_variable_is_a_setting(file: Path) -> None:
     assert asked - known == set()
 
 
-# ---- what the README shows ----
+# ---- examples and figures of the README ----
 
 
-def test_the_readmes_python_fits_the_client() -> None:
+def test_the_readmes_python_calls_existing_methods_of_the_client() -> None:
     code = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     assert len(code) == 1
     tree = compile(code[0], "README.md", "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
@@ -214,7 +214,7 @@ def test_the_readmes_figures_are_rows_of_the_results() -> None:
 def test_the_readmes_mean_over_vllm_is_that_of_the_results() -> None:
     page = (ROOT / "docs" / "performance.md").read_text()
     rows = json.loads((ROOT / "bench" / "results" / "gpu.json").read_text())["rows"]
-    assert rows, "there are results"
+    assert rows, "the results have rows"
     cells = [line.split("|") for line in (ROOT / "bench" / "results" / "gpu.md").read_text().splitlines()]
     ratios = [
         float(ours.replace(",", "")) / float(theirs.replace(",", ""))
@@ -245,7 +245,7 @@ def test_the_index_and_the_files_of_the_ledger_agree() -> None:
     """One line for each experiment, with its file's number, date, commit and outcome."""
     rows = re.findall(r"^\| \[(\d{4})\]\(ledger/([^)]+)\) \| (.+) \|$", LEDGER.read_text(), re.MULTILINE)
     assert sorted(name for _, name, _ in rows) == [file.name for file in EXPERIMENTS]
-    assert len({number for number, _, _ in rows}) == len(rows), "each number once"
+    assert len({number for number, _, _ in rows}) == len(rows), "each number is used once"
     for number, name, rest in rows:
         date, commit, claim, predicted, measured, outcome = rest.split(" | ")
         head = (ROOT / "bench" / "ledger" / name).read_text().splitlines()[:3]
@@ -273,7 +273,7 @@ class Box(NamedTuple):
 
 
 def too_wide(picture: ET.Element) -> list[str]:
-    """Texts whose estimated width leaves the smallest rectangle around their anchor, or that have none."""
+    """Texts whose estimated width exceeds the smallest rectangle around their anchor, or that have no rectangle."""
     space = "{http://www.w3.org/2000/svg}"
     boxes = [
         Box(*(float(rect.get(name, "0")) for name in ("x", "y", "width", "height")))

@@ -1,4 +1,4 @@
-"""docs/settings.md shows the settings of the code: every variable, its default and its meaning."""
+"""docs/settings.md has every setting of the code: its variables, its default and its meaning."""
 
 import pytest
 

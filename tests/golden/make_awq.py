@@ -1,9 +1,9 @@
-"""Writes tests/golden/awq*: tiny models quantized and saved by AutoAWQ itself, with its own idea of the weights.
+"""Writes tests/golden/awq*: tiny models that AutoAWQ quantizes and saves, with the weights as it dequantizes them.
 
     python -m venv env && env/bin/pip install torch 'transformers==4.51.3' autoawq==0.2.9
     env/bin/python -m tests.golden.make_awq
 
-AutoAWQ is no longer developed and wants an old transformers, hence an environment of its own.
+AutoAWQ is no longer developed and needs an old transformers, hence the separate environment.
 """
 
 import torch
@@ -16,7 +16,7 @@ KINDS = {"awq": "Llama", "awq-mistral": "Mistral", "awq-qwen2": "Qwen2"}
 
 
 def main() -> None:
-    """Quantize, save, and store the numbers that AutoAWQ reads back."""
+    """Quantizes and saves each model, and stores the weights that AutoAWQ dequantizes."""
     settings = {"zero_point": True, "q_group_size": GROUP, "w_bit": 4, "version": "GEMM"}
     how = {"quant_config": settings, "calib_data": calibration(), "max_calib_seq_len": 128, "apply_clip": False}
     for kind, family in KINDS.items():

@@ -1,9 +1,9 @@
-"""Writes tests/golden/gptq*: tiny models quantized and saved by AutoGPTQ itself, with its own idea of the weights.
+"""Writes tests/golden/gptq*: tiny models that AutoGPTQ quantizes and saves, with the weights as it dequantizes them.
 
     python -m venv env && env/bin/pip install torch 'transformers==4.51.3' peft==0.13.2 auto_gptq==0.7.1
     env/bin/python -m tests.golden.make_gptq
 
-AutoGPTQ is no longer developed and wants an old transformers, hence an environment of its own.
+AutoGPTQ is no longer developed and needs an old transformers, hence the separate environment.
 """
 
 from unittest import mock
@@ -29,14 +29,14 @@ MAKERS = {"Llama": LlamaGPTQForCausalLM, "Mistral": MistralGPTQForCausalLM, "Qwe
 
 
 def main() -> None:
-    """Quantize, save, and store the numbers that AutoGPTQ reads back."""
-    _base.CUDA_0 = torch.device("cpu")  # AutoGPTQ takes a GPU for granted, though none of this needs one.
+    """Quantizes and saves each model, and stores the weights that AutoGPTQ dequantizes."""
+    _base.CUDA_0 = torch.device("cpu")  # AutoGPTQ assumes a GPU, which this does not need.
     words = tokenizer()
     examples = [words(text, return_tensors="pt", truncation=True, max_length=64) for text in calibration()]
     for name, (family, kind) in KINDS.items():
         torch.manual_seed(0)
         settings = BaseQuantizeConfig(bits=4, group_size=GROUP, **kind)
-        # Not by its `from_pretrained`, which refuses to work without a GPU.
+        # Its `from_pretrained` refuses to run without a GPU.
         model = MAKERS[family](AutoModelForCausalLM.from_pretrained(plain(family)), False, settings)
         with mock.patch.object(torch.cuda, "synchronize"):
             model.quantize(examples, use_triton=False)

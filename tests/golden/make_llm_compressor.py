@@ -1,10 +1,10 @@
-"""Writes tests/golden/llm-compressor*: tiny models quantized and saved by llm-compressor itself, with its own idea of
-the weights.
+"""Writes tests/golden/llm-compressor*: tiny models that llm-compressor quantizes and saves, with the
+weights as it dequantizes them.
 
     python -m venv env && env/bin/pip install torch llmcompressor==0.14.0
     env/bin/python -m tests.golden.make_llm_compressor
 
-It brings a hundred packages that nothing else here needs, hence an environment of its own.
+llm-compressor installs about a hundred packages that nothing else needs, hence the separate environment.
 """
 
 from collections.abc import Mapping
@@ -23,13 +23,13 @@ from tests.golden.tiny import GROUP, calibration, emptied, finish, plain, tokeni
 
 
 def fours(*, symmetric: bool) -> dict[str, Any]:
-    """INT4 in groups."""
+    """Quantization arguments of INT4 in groups."""
     weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP, "symmetric": symmetric}
     return {"config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}, "ignore": ["lm_head"]}
 
 
 def named(scheme: str, **more: Any) -> dict[str, Any]:
-    """One of its own schemes."""
+    """A recipe with one of llm-compressor's named schemes."""
     return {"scheme": scheme, "targets": ["Linear"], "ignore": ["lm_head"], **more}
 
 
@@ -44,12 +44,12 @@ KINDS: Mapping[str, tuple[str, list[Any]]] = {
 
 
 def main() -> None:
-    """Quantize, save, and store the numbers that llm-compressor reads back."""
+    """Quantizes and saves each model, and stores the weights that llm-compressor dequantizes."""
     words = tokenizer()
     data = Dataset.from_list([dict(words(text, truncation=True, max_length=64)) for text in calibration()])
     for name, (family, recipe) in KINDS.items():
         model = AutoModelForCausalLM.from_pretrained(plain(family), dtype=torch.float32)
-        # Its AWQ takes a GPU for granted, though none of this needs one.
+        # Its AWQ assumes a GPU, which this does not need.
         with mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor):
             oneshot(model=model, dataset=data, recipe=recipe, max_seq_length=64, tokenizer=words)
         folder = emptied(f"llm-compressor-{name}")

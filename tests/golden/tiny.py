@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-library: Any = transformers  # Of whichever version the writer wants.
+library: Any = transformers  # The version depends on the writer's environment.
 FOLDER = Path(__file__).parent
 EXPECTED = "expected.safetensors"
 GROUP = 32
@@ -26,11 +26,11 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "Qwen2": {"tie_word_embeddings": True},
     "Qwen3": {"head_dim": 32},
 }
-"""What each has of its own; Qwen2 has biases, too."""
+"""Config fields of each family that differ from Llama's. Qwen2 also has biases."""
 
 
 def plain(family: str = "Llama") -> Path:
-    """A folder with the unquantized model."""
+    """Writes the unquantized model of a family to a temporary folder and returns it."""
     torch.manual_seed(0)
     config = getattr(library, f"{family}Config")(
         vocab_size=32,
@@ -56,26 +56,26 @@ def plain(family: str = "Llama") -> Path:
 
 
 def emptied(name: str) -> Path:
-    """The folder of a golden checkpoint, with nothing in it."""
+    """The folder of a golden checkpoint, after its content was deleted."""
     shutil.rmtree(FOLDER / name, ignore_errors=True)
     return FOLDER / name
 
 
 def tokenizer() -> Any:
-    """One token for each word."""
+    """A tokenizer with one token per word of WORDS."""
     words = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<s>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     return library.PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", eos_token="</s>", pad_token="</s>")
 
 
 def calibration() -> list[str]:
-    """Text enough to quantize by."""
+    """Texts with which a writer calibrates its quantization."""
     chance = random.Random(0)
     return [" ".join(chance.choices(WORDS[2:], k=80)) for _ in range(32)]
 
 
 def finish(folder: Path, weights: Mapping[str, Any]) -> None:
-    """Leave one safetensors file, the configuration and what the writer takes the weights for, [N, K] float16."""
+    """Reduces a folder to one safetensors file, the config and the writer's dequantized `weights`, [N, K] float16."""
     written = list(folder.glob("*.safetensors"))
     tensors: dict[str, Any] = {}
     for path in written:

@@ -1,4 +1,4 @@
-"""Stories made on the spot, so that training is tested without any book."""
+"""A small generated corpus, so that training is tested without the real one."""
 
 import gzip
 import random
@@ -10,8 +10,8 @@ import torch
 
 
 @pytest.fixture(autouse=True)
-def torch_as_it_was() -> Iterator[None]:
-    """One thread, as toy models gain nothing from more; afterwards threads and precision are what they were."""
+def one_torch_thread() -> Iterator[None]:
+    """Runs torch with one thread, which is enough for toy models, and restores threads and precision afterwards."""
     threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
     torch.set_num_threads(1)
     yield
@@ -21,7 +21,7 @@ def torch_as_it_was() -> Iterator[None]:
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
-    """A folder of a few KB of stories, laid out as a real corpus is."""
+    """A folder with a few KB of stories, in the layout of the real corpus."""
     folder = tmp_path / "corpus"
     folder.mkdir()
     for name, seed, count in [("train-00", 1, 150), ("train-01", 2, 150), ("heldout", 3, 40)]:
@@ -32,5 +32,5 @@ def corpus(tmp_path: Path) -> Path:
 
 def _work(chance: random.Random) -> str:
     who, what = (chance.choice(words.split()) for words in ("fox bear king girl", "bread gold honey water"))
-    told = [f"The {who} went to the wood.", f'"Where is my {what}?" said the {who}.', f"So the {who} found the {what}."]
-    return "\n\n".join([f"The {who.title()} and the {what.title()}", *told])
+    text = [f"The {who} went to the wood.", f'"Where is my {what}?" said the {who}.', f"So the {who} found the {what}."]
+    return "\n\n".join([f"The {who.title()} and the {what.title()}", *text])

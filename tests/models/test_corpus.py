@@ -1,4 +1,4 @@
-"""How stories become texts, tokens and windows."""
+"""The corpus: stories are split into texts, tokens and windows."""
 
 import gzip
 from pathlib import Path
@@ -18,11 +18,11 @@ def test_a_short_line_of_capitalised_words_is_a_heading(line: str) -> None:
 
 
 @pytest.mark.parametrize("line", ["He ran.", "the end", "The fox ran away", '"Who?"', "The Fox\nand the Hen", "A" * 80])
-def test_anything_else_is_not(line: str) -> None:
+def test_other_lines_are_not_headings(line: str) -> None:
     assert not is_heading(line)
 
 
-def test_a_work_is_cut_before_each_heading_and_nothing_is_lost() -> None:
+def test_a_work_is_split_before_each_heading_without_loss() -> None:
     work = "The Fox\n\nHe ran.\n\nHe hid.\n\nThe Hen\n\nShe saw.\n\nShe flew."
     assert list(chapters(work)) == ["The Fox\n\nHe ran.\n\nHe hid.", "The Hen\n\nShe saw.\n\nShe flew."]
 
@@ -49,7 +49,7 @@ def test_every_text_is_followed_by_the_end_of_text(corpus: Path) -> None:
     assert len(split.starts) == sum(text.count("\n\n") + 1 for text in texts)
 
 
-def test_windows_begin_paragraphs_and_an_epoch_reads_nearly_everything_once(corpus: Path) -> None:
+def test_windows_start_at_paragraphs_and_cover_nearly_the_whole_text(corpus: Path) -> None:
     texts = read_texts(corpus, "train-*.txt.gz")
     split = tokenize(texts, train_tokenizer(texts, 300))
     window = 64
@@ -59,7 +59,7 @@ def test_windows_begin_paragraphs_and_an_epoch_reads_nearly_everything_once(corp
     assert starts.max() + window <= len(split)
 
 
-def test_inputs_are_the_targets_moved_on_by_one(corpus: Path) -> None:
+def test_inputs_are_the_targets_shifted_by_one(corpus: Path) -> None:
     texts = read_texts(corpus, "heldout.txt.gz")
     split = tokenize(texts, train_tokenizer(texts, 300))
     inputs, targets = batch_at(split, torch.tensor([0, 5]), 16, bos=0)

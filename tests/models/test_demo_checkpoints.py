@@ -1,4 +1,4 @@
-"""The demo models as they ship: ordinary checkpoints of the stated size that know English."""
+"""The shipped demo models: standard checkpoints of the stated size that predict English."""
 
 import json
 import math
@@ -37,7 +37,7 @@ def tokenizer_named(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_checkpoint_is_an_ordinary_one_with_the_shape_of_its_recipe(name: str) -> None:
+def test_a_checkpoint_is_a_standard_one_with_the_shape_of_its_recipe(name: str) -> None:
     config = model_named(name).config
     shape = {STORY.name: STORY, DRAFT.name: DRAFT}[name].shape
     assert config.architectures == ["LlamaForCausalLM"]
@@ -79,36 +79,36 @@ def test_the_card_states_the_true_size_and_a_likely_perplexity(name: str) -> Non
 
 
 @pytest.mark.parametrize(("name", "most"), [(STORY.name, 3.2), (DRAFT.name, 3.7)])
-def test_english_is_far_likelier_than_chance(name: str, most: float) -> None:
+def test_the_loss_on_english_is_far_below_chance(name: str, most: float) -> None:
     ids = torch.tensor([tokenizer_named(name)(SNIPPET).input_ids])
     with torch.no_grad():
         loss = model_named(name)(ids, labels=ids).loss.item()
     assert loss < most < math.log(model_named(name).config.vocab_size) / 2
 
 
-def test_a_story_goes_on_in_english_words() -> None:
+def test_a_story_continues_in_english_words() -> None:
     tokenizer, model = tokenizer_named(STORY.name), model_named(STORY.name)
     prompt = tokenizer("Once upon a time there was a king who had three", return_tensors="pt")
     written = model.generate(**prompt, max_new_tokens=8, do_sample=False)
     assert tokenizer.decode(written[0], skip_special_tokens=True).split()[11].startswith(("sons", "daughters"))
 
 
-def test_chat_tells_the_messages_as_paragraphs_and_leaves_room_for_the_next() -> None:
+def test_the_chat_template_joins_messages_as_paragraphs() -> None:
     tokenizer = tokenizer_named(STORY.name)
     messages = [{"role": "system", "content": "A tale."}, {"role": "user", "content": " It rained. "}]
-    told = tokenizer.apply_chat_template(messages, tokenize=False)
-    asked = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert told == "<|endoftext|>A tale.\n\nIt rained."
-    assert asked == told + "\n\n"
+    rendered = tokenizer.apply_chat_template(messages, tokenize=False)
+    prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert rendered == "<|endoftext|>A tale.\n\nIt rained."
+    assert prompt == rendered + "\n\n"
 
 
-def test_encoding_begins_a_text_once() -> None:
+def test_an_encoded_text_begins_with_one_start_token() -> None:
     tokenizer = tokenizer_named(STORY.name)
     assert tokenizer("A tale.").input_ids[0] == tokenizer.bos_token_id == tokenizer.eos_token_id == 0
     assert 0 not in tokenizer("A tale.", add_special_tokens=False).input_ids
 
 
-def test_a_blank_line_is_one_token_wherever_it_stands() -> None:
+def test_a_blank_line_is_one_token_at_any_place() -> None:
     tokenizer = Tokenizer.from_file(str(FOLDER / STORY.name / "tokenizer.json"))
     at_the_end = tokenizer.encode("He ran.\n\n").tokens
     assert at_the_end[-1] == "ĊĊ"

@@ -1,4 +1,4 @@
-"""The program that makes the demo models, run whole at toy size."""
+"""The program that trains the demo models, run as a whole at toy size."""
 
 import gzip
 import math
@@ -31,7 +31,7 @@ def test_training_writes_two_checkpoints_and_lowers_the_loss(
     assert "drafts at temperature 1 is accepted" in (out / TINY_DRAFT.name / "README.md").read_text()
 
 
-def test_a_corpus_that_cannot_serve_is_refused_in_one_line(
+def test_an_unusable_corpus_is_refused_in_one_line(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (corpus / "heldout.txt.gz").write_bytes(gzip.compress(b"The fox ran."))

@@ -1,4 +1,4 @@
-"""A process to supervise. Writes its pid to a file when it is ready; its first argument says how it behaves.
+"""A process to supervise. Writes its pid to a file when it is ready; its first argument selects its behaviour.
 
 dummy.py (polite | stubborn | parent | broken | hopeless | grpc) PATH
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Behaves as the first argument says."""
+    """Runs with the behaviour that the first argument selects."""
     how, path = sys.argv[1], Path(sys.argv[2])
     if how in ("broken", "hopeless"):
         record = {"event": "the checkpoint is broken", "level": "error", "shard": 2, "timestamp": "now"}
@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def serve(path: Path) -> object:
-    """Answers health checks at the address in WEFT_LISTEN: SERVING once the file at `path` is there."""
+    """Answers health checks at the address in WEFT_LISTEN: SERVING once the file at `path` exists."""
     from concurrent.futures import ThreadPoolExecutor
 
     import grpc

@@ -1,4 +1,4 @@
-"""A gateway without a mesh: it answers as scripted, over a real socket."""
+"""A gateway without a mesh, which sends scripted answers over a real socket."""
 
 import asyncio
 import contextlib
@@ -19,7 +19,7 @@ Fault = Callable[[Context, int], Any]
 
 
 class FakeMesh(stubs.InferenceServicer):
-    """Answers every prompt with WORDS, `step` tokens a message; `faults` are those of the next attempts, in order."""
+    """Answers every prompt with WORDS, `step` tokens per message. `faults` apply to the next attempts, in order."""
 
     def __init__(self) -> None:
         self.requests: list[api.GenerateRequest] = []

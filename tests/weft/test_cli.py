@@ -126,7 +126,7 @@ async def test_a_line_that_is_not_utf8_does_not_end_the_chat(weft: Weft, mesh: F
     assert [request.prompt.text.split()[0] for request in mesh.requests] == ["caf\ufffd", "caf\ufffd"]
 
 
-async def test_a_refusal_is_one_line(weft: Weft, mesh: FakeMesh) -> None:
+async def test_a_refusal_is_reported_in_one_line(weft: Weft, mesh: FakeMesh) -> None:
     mesh.faults = [fails(0, invalid("sampling.top_p", "above 0 to 1"))]
     result = await weft("generate", "Once", "--top-p", "7")
     assert result.exit_code == 1
@@ -150,13 +150,13 @@ async def test_impossible_flags_are_refused_before_a_call(
 
 
 @pytest.mark.parametrize("command", [["generate", "Once"], ["bench"]])
-def test_a_missing_mesh_is_one_line_with_advice(command: list[str]) -> None:
+def test_a_missing_mesh_is_reported_in_one_line_with_advice(command: list[str]) -> None:
     result = CliRunner().invoke(app, [*command, "--address", "127.0.0.1:1"])
     assert result.exit_code == 1
     assert result.stderr == "weft: no mesh at 127.0.0.1:1: start one with `weft serve`\n"
 
 
-async def test_a_server_that_is_no_gateway_is_named_so() -> None:
+async def test_a_server_that_is_no_gateway_is_reported() -> None:
     server = grpc.aio.server()
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -167,7 +167,7 @@ async def test_a_server_that_is_no_gateway_is_named_so() -> None:
 
 
 @pytest.mark.parametrize("command", [["generate", "Once"], ["chat"], ["bench"]])
-async def test_a_connection_that_breaks_is_one_plain_line(command: list[str]) -> None:
+async def test_a_broken_connection_is_reported_in_one_line(command: list[str]) -> None:
     """A server accepts connections and closes them at once."""
 
     async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -182,12 +182,12 @@ async def test_a_connection_that_breaks_is_one_plain_line(command: list[str]) ->
     assert not any(raw in output for raw in ("ipv4:", "last error", "failed to connect", "Socket closed"))
 
 
-def test_the_version() -> None:
+def test_the_version_is_printed() -> None:
     result = CliRunner().invoke(app, ["--version"])
     assert (result.exit_code, result.stdout) == (0, f"weft {importlib.metadata.version('weft')}\n")
 
 
-async def test_names_are_whole_in_pipes(weft: Weft, mesh: FakeMesh) -> None:
+async def test_names_are_not_cut_in_pipes(weft: Weft, mesh: FakeMesh) -> None:
     mesh.model = "the-quick-brown-fox-" * 10
     result = await weft("models")
     assert mesh.model in result.stdout.splitlines()[1]
@@ -232,7 +232,7 @@ def test_wrong_flags_of_serve_are_refused_before_anything_starts(
     assert not (tmp_path / "home").exists()
 
 
-def test_a_taken_port_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_taken_port_is_reported_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEFT_HOME", str(tmp_path))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -345,7 +345,7 @@ weft.SyncClient().close()
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0
 
 
-async def test_a_bad_checkpoint_is_one_line(tmp_path: Path) -> None:
+async def test_a_bad_checkpoint_is_reported_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     code, output = await run_weft("serve", "--model", str(tmp_path), "--port", str(free_port()), home=tmp_path / "home")
     last = output.strip().splitlines()[-1]
@@ -405,7 +405,7 @@ async def test_a_service_with_a_wrong_setting_prints_one_line(
     ends = await asyncio.gather(*(run_weft("serve", part, home=tmp_path, **{name: value}) for part in parts))
     for code, output in ends:
         assert code == os.EX_CONFIG
-        [reason] = [line for line in output.splitlines() if line[0] != "{"]  # all but its log
+        [reason] = [line for line in output.splitlines() if line[0] != "{"]  # the output without the log
         assert reason.startswith(f"weft: {message}")
         assert "many" not in output
 
@@ -431,7 +431,7 @@ async def test_the_second_demo_is_a_cache_hit(tmp_path: Path) -> None:
 
 
 def fact(output: str, name: str) -> str:
-    """The value of a line of the receipt."""
+    """The value of the named line of the printed receipt."""
     return next(line for line in output.splitlines() if line.startswith(f"{name}  ")).removeprefix(name).strip()
 
 

@@ -238,13 +238,13 @@ async def test_the_python_type_of_a_prompt_selects_its_form(client: Client, mesh
         client.generate("x", cache="sometimes")
 
 
-async def test_the_other_calls(client: Client) -> None:
+async def test_complete_tokenize_and_models(client: Client) -> None:
     assert (await client.complete("Once")).choices[0].text == " ".join(WORDS)
     assert list((await client.tokenize("a b")).pieces) == ["a", "b"]
     assert [model.name for model in await client.models()] == ["fox"]
 
 
-async def test_the_blocking_client(address: str, mesh: FakeMesh) -> None:
+async def test_the_synchronous_client_needs_no_event_loop(address: str, mesh: FakeMesh) -> None:
     def script() -> tuple[str, Message | None, str]:
         with SyncClient(address, deadline_s=10) as client:
             answer = client.generate("Once")

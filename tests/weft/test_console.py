@@ -1,4 +1,4 @@
-"""Output of commands that is no terminal: nothing is cut short, and long commands print their progress."""
+"""Output of commands to a pipe: no text is cut, and long commands print their progress."""
 
 import io
 
@@ -22,8 +22,8 @@ def test_progress_in_a_pipe_is_a_line_at_start_and_end_of_each_phase() -> None:
     assert written(*updates, every_s=60) == ["layers: 0 of 30", "layers: 30 of 30", "steps: 5 of 9", "steps: 9 of 9"]
 
 
-def test_progress_in_a_pipe_goes_on_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter(range(100))  # An update each second.
+def test_progress_in_a_pipe_is_repeated_at_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(100))  # One update per second.
     monkeypatch.setattr("report.console.time.monotonic", lambda: float(next(clock)))
     updates = [("layers", done, 30) for done in range(31)]
     assert written(*updates, every_s=10) == [f"layers: {done} of 30" for done in (0, 10, 20, 30)]
@@ -38,12 +38,12 @@ def test_progress_on_a_terminal_is_a_bar() -> None:
     assert "1 of 2" not in out.file.getvalue()
 
 
-def test_a_long_name_is_whole_in_a_pipe(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_name_is_not_cut_in_a_pipe(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     console().print("x" * 500)
     assert capsys.readouterr().out == "x" * 500 + "\n"
 
 
 @pytest.mark.parametrize(("count", "text"), [(999, "999"), (11_300_000, "11.3 M"), (8_000_000_000, "8.0 B")])
-def test_counts_for_people(count: int, text: str) -> None:
+def test_large_counts_have_a_unit(count: int, text: str) -> None:
     assert amount(count) == text

@@ -16,7 +16,7 @@ from weft import Client
 from weft.cli.app import app
 
 
-class Listening(FakeMesh):
+class RecordsKeys(FakeMesh):
     """Records the key of each call."""
 
     def __init__(self) -> None:
@@ -24,29 +24,29 @@ class Listening(FakeMesh):
         self.keys: list[str | None] = []
 
     async def ListModels(self, request: api.ListModelsRequest, context: Context) -> api.ListModelsResponse:
-        self._hear(context)
+        self._record(context)
         return await super().ListModels(request, context)
 
     async def Tokenize(self, request: api.TokenizeRequest, context: Context) -> api.TokenizeResponse:
-        self._hear(context)
+        self._record(context)
         return await super().Tokenize(request, context)
 
     async def Complete(self, request: api.GenerateRequest, context: Context) -> api.CompleteResponse:
-        self._hear(context)
+        self._record(context)
         return await super().Complete(request, context)
 
     async def Generate(self, request: api.GenerateRequest, context: Context) -> AsyncIterator[api.GenerateResponse]:
-        self._hear(context)
+        self._record(context)
         async for response in super().Generate(request, context):
             yield response
 
-    def _hear(self, context: Context) -> None:
+    def _record(self, context: Context) -> None:
         metadata = dict(context.invocation_metadata() or ())
         self.keys.append(metadata.get("authorization"))  # type: ignore[arg-type]
 
 
 async def test_the_key_is_sent_with_every_call() -> None:
-    mesh = Listening()
+    mesh = RecordsKeys()
     async with served(mesh) as address:
         async with Client(address, api_key="weft-mine", deadline_s=10) as client:
             await client.models()
@@ -58,7 +58,7 @@ async def test_the_key_is_sent_with_every_call() -> None:
     assert mesh.keys == ["Bearer weft-mine"] * 4 + [None]
 
 
-def test_a_key_is_printed_with_its_line_for_the_file() -> None:
+def test_a_key_is_printed_with_its_lines_for_the_tenants_file() -> None:
     made = CliRunner().invoke(app, ["key", "acme"])
     key, *lines = made.stdout.splitlines()
     assert re.fullmatch(r"weft-[A-Za-z0-9_-]{43}", key)

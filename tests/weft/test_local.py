@@ -36,7 +36,7 @@ async def planned_environments(spec: MeshSpec) -> dict[str, dict[str, str]]:
         return environments(mesh)
 
 
-async def test_the_processes_are_given_one_anothers_addresses(tmp_path: Path) -> None:
+async def test_each_process_gets_the_addresses_of_its_peers(tmp_path: Path) -> None:
     async with planned(spec_of(tmp_path, workers=2, settings={"MAX_BATCH_SIZE": "8"})) as mesh:
         parts = environments(mesh)
         assert list(parts) == ["redis", "cache", "scheduler", "worker-1", "worker-2", "gateway"]
@@ -107,7 +107,7 @@ async def test_a_taken_port_of_the_gateway_is_refused_and_inner_ones_are_replace
 
 @pytest.mark.parametrize("free_ports", [True, False])
 async def test_two_meshes_planned_at_one_time_share_neither_ports_nor_ids(tmp_path: Path, free_ports: bool) -> None:
-    """Before either has a process that listens."""
+    """Ports are held when they are planned, before any process listens."""
     async with contextlib.AsyncExitStack() as meshes:
         specs = (spec_of(tmp_path / name, free_ports=free_ports, port=0) for name in "abc")
         plans = [await meshes.enter_async_context(planned(spec)) for spec in specs]
@@ -118,7 +118,7 @@ async def test_two_meshes_planned_at_one_time_share_neither_ports_nor_ids(tmp_pa
         assert len(set.union(*ids)) == 3
 
 
-async def test_a_deployment_may_name_its_mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_deployment_may_set_its_mesh_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEFT_MESH_ID", "ours")
     parts = await planned_environments(spec_of(tmp_path))
     assert {name: each["WEFT_MESH_ID"] for name, each in parts.items() if name != "redis"} == dict.fromkeys(
@@ -133,7 +133,7 @@ async def test_a_held_port_is_not_given_to_others_before_and_after_its_process_l
         assert theirs.take(HOST, port) is None
         with socket.socket() as client, pytest.raises(ConnectionRefusedError):
             client.connect((HOST, port))
-        for _ in range(2):  # A restarted process listens there again.
+        for _ in range(2):  # A restarted process listens at the same port again.
             server = aio.server(options=[("grpc.so_reuseport", 0)])
             assert server.add_insecure_port(f"{HOST}:{port}") == port
             await server.start()
@@ -192,7 +192,7 @@ async def test_a_host_that_is_not_this_machines_is_refused(tmp_path: Path, monke
 # ---- folders ----
 
 
-async def test_a_second_mesh_of_one_folder_has_data_and_logs_of_its_own(tmp_path: Path) -> None:
+async def test_a_second_mesh_in_one_folder_has_separate_data_and_logs(tmp_path: Path) -> None:
     async with planned(spec_of(tmp_path)) as first, planned(spec_of(tmp_path)) as second:
         assert (first.home, second.home) == (tmp_path, tmp_path / "mesh-2")
         assert (
@@ -216,13 +216,13 @@ async def test_a_redis_ends_with_its_mesh_and_not_with_another(tmp_path: Path) -
 
 @contextlib.asynccontextmanager
 async def redis_of(home: Path) -> AsyncIterator[EmbeddedRedis]:
-    """The Redis of a mesh that runs nothing else."""
+    """The Redis of a planned mesh of which no other process runs."""
     async with planned(spec_of(home)) as mesh, Supervisor([mesh.specs[0]], mesh.home / "logs").running():
         yield EmbeddedRedis(mesh.home / "redis")
 
 
-async def test_the_folder_of_a_killed_mesh_is_waited_for(tmp_path: Path) -> None:
-    """Its Redis may still write: it has inherited the lock."""
+async def test_the_next_mesh_waits_for_the_folder_of_a_killed_one(tmp_path: Path) -> None:
+    """The Redis of the killed mesh may still write: it has inherited the lock."""
     script = f"""
 import asyncio, subprocess
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A real mesh under the client: a killed gateway costs its reader nothing."""
+"""The client at a real mesh: when its gateway is killed, it receives the whole answer nevertheless."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Several attempts at one stream become one stream."""
+"""The stream resumer: the deltas of several attempts become one stream without gaps or repetitions."""
 
 import pytest
 from hypothesis import given
@@ -17,7 +17,7 @@ def text_of(token: int) -> str:
 
 @st.composite
 def an_attempt(draw: st.DrawFn) -> list[api.Delta]:
-    """The whole stream, divided into messages anywhere; text may follow later than its tokens."""
+    """The whole stream, split into messages at random; text may be sent later than its tokens."""
     cuts = sorted(draw(st.sets(st.integers(1, TOKENS - 1))))
     text, deltas, said = "".join(text_of(token) for token in range(TOKENS)), [], 0
     for start, end in zip([0, *cuts], [*cuts, TOKENS], strict=True):
@@ -39,7 +39,7 @@ def an_attempt(draw: st.DrawFn) -> list[api.Delta]:
 
 
 @given(st.lists(st.tuples(an_attempt(), st.integers(0, TOKENS)), max_size=4), an_attempt())
-def test_each_token_and_character_comes_once(broken: list[tuple[list[api.Delta], int]], whole: list[api.Delta]) -> None:
+def test_tokens_and_characters_arrive_once(broken: list[tuple[list[api.Delta], int]], whole: list[api.Delta]) -> None:
     resumer, received = StreamResumer(), []
     for deltas in [*(deltas[:length] for deltas, length in broken), whole]:
         resumer.begin_attempt()
@@ -64,7 +64,7 @@ def test_a_different_answer_is_never_joined_to_the_first_one() -> None:
         resumer.unseen(api.Delta(token_ids=[1, 2, 4, 5]))
 
 
-def test_a_gap_is_refused() -> None:
+def test_a_gap_in_positions_raises() -> None:
     resumer = StreamResumer()
     resumer.begin_attempt()
     with pytest.raises(WeftError, match="REPLAY_DIFFERS"):

@@ -1,4 +1,4 @@
-"""The supervisor with real processes."""
+"""The supervisor starts, watches, restarts and stops real processes."""
 
 import asyncio
 import os
@@ -37,7 +37,7 @@ def notices() -> Notices:
 
 
 def spec(how: str, folder: Path, name: str = "") -> ProcessSpec:
-    """A process that behaves like `how`; ready when it has written its pid and is alive."""
+    """The dummy process with behaviour `how`; ready when it has written its pid and runs."""
     path = folder / (name or how)
 
     async def ready() -> bool:
@@ -66,7 +66,7 @@ async def test_all_start_and_stop_in_reverse_order(tmp_path: Path, notices: Noti
     async with supervisor.running():
         pids = [process.pid for process in supervisor.processes.values()]
         assert all(pid and alive(pid) for pid in pids)
-        # A Ctrl-C at the terminal must not reach them: each has a process group of its own.
+        # Each has its own process group, so a Ctrl-C at the terminal does not reach it.
         assert [os.getpgid(pid) for pid in pids if pid] == pids
     assert notices.of(State.STOPPED) == ["third", "second", "first"]
     assert not any(alive(pid) for pid in pids if pid)
@@ -92,7 +92,7 @@ async def test_a_process_that_never_starts_is_given_up_with_its_reason(
     supervisor = Supervisor([spec("polite", tmp_path), spec(how, tmp_path)], tmp_path, notices.notice, QUICK)
     with pytest.raises(GaveUp) as caught:
         async with supervisor.running():
-            pytest.fail("it cannot run")
+            pytest.fail("the process cannot run")
     log = tmp_path / f"{how}.log"
     assert str(caught.value) == f"{how} ended with exit code {code}: the checkpoint is broken shard=2 (log: {log})"
     assert notices.of(State.STARTING).count(how) == starts
@@ -119,7 +119,7 @@ async def test_a_missing_command_is_reported(tmp_path: Path) -> None:
     )
     with pytest.raises(GaveUp, match="no-such-server: No such file or directory"):
         async with Supervisor([missing], tmp_path, policy=QUICK).running():
-            pytest.fail("it cannot run")
+            pytest.fail("the process cannot run")
 
 
 async def test_a_process_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ async def test_stopping_before_anything_is_ready(tmp_path: Path) -> None:
 
     async def run() -> None:
         async with supervisor.running():
-            pytest.fail("it is never ready")
+            pytest.fail("the process is never ready")
 
     starting = asyncio.create_task(run())
     await until(lambda: supervisor.processes["silent"].pid is not None)

@@ -1,4 +1,4 @@
-"""Two real meshes on one machine, started at one time in one folder: neither joins the other's processes or data."""
+"""Two real meshes on one machine, started together in one folder: they share neither processes nor data."""
 
 import asyncio
 import re
@@ -13,7 +13,7 @@ PATIENT = {"WEFT_GATEWAY_CACHE_BUDGET_S": "5"}
 
 
 async def serve(home: Path, port: int) -> tuple[asyncio.subprocess.Process, list[str]]:
-    """A mesh that serves, and what it printed on the way."""
+    """Starts a mesh and returns its process and the lines that it printed until it served."""
     process = await start_weft("serve", "--port", str(port), home=home, **PATIENT)
     assert process.stdout is not None
     lines: list[str] = []
@@ -30,7 +30,7 @@ async def stop(process: asyncio.subprocess.Process) -> None:
 
 
 async def ask(home: Path, port: int, prompt: str) -> tuple[str, str]:
-    """Whether a result was found, and the worker that computed it."""
+    """Whether the answer was a hit of the result cache, and the workers that computed it, as printed."""
     address = f"127.0.0.1:{port}"
     arguments = ("generate", prompt, "--address", address, "--max-tokens", "4", "--temperature", "0", "--stats")
     code, output = await run_weft(*arguments, home=home)
@@ -38,10 +38,10 @@ async def ask(home: Path, port: int, prompt: str) -> tuple[str, str]:
     return fact(output, "result"), fact(output, "workers")
 
 
-async def test_two_meshes_of_one_folder_are_two_meshes(tmp_path: Path) -> None:
+async def test_two_meshes_in_one_folder_share_nothing(tmp_path: Path) -> None:
     ports = (free_port(), free_port())
-    (first, said), (second, said_too) = await asyncio.gather(*(serve(tmp_path, port) for port in ports))
-    data = {re.search(r"data in (\S+)", lines[0])[1] for lines in (said, said_too)}  # type: ignore[index]
+    (first, printed), (second, printed_too) = await asyncio.gather(*(serve(tmp_path, port) for port in ports))
+    data = {re.search(r"data in (\S+)", lines[0])[1] for lines in (printed, printed_too)}  # type: ignore[index]
     assert len(data) == 2
     # Each computes the same prompt anew: they share neither workers nor a Redis.
     one, other = await ask(tmp_path, ports[0], "Once"), await ask(tmp_path, ports[1], "Once")
