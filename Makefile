@@ -6,7 +6,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 EXTRAS := gateway,cache,worker,compress,telemetry,dev
 
-# Passed on to `weft serve`; empty means its own default.
+# Passed to `weft serve`; if empty, its default applies.
 MODEL     ?=
 REDIS_URL ?=
 WORKERS   ?= 1
@@ -14,9 +14,9 @@ WORKERS   ?= 1
 GPU_PYTHON ?= $(PYTHON)
 # A folder of text for `make train-demo`.
 CORPUS    ?=
-# Processes that share the tests.
+# The number of processes that run the tests.
 TEST_PROCESSES ?= auto
-# Where `make demo-family` writes.
+# The folder that `make demo-family` writes to.
 FAMILY    ?= .weft/family
 
 PACKAGES := $(patsubst %/__init__.py,%,$(wildcard */__init__.py))
@@ -117,7 +117,7 @@ $(MADE):
 	@$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-# Torch comes first and alone, so that pip takes the build that this machine is configured for.
+# Torch is installed first, so that pip takes the build from the index that this machine is configured for.
 $(TORCHED): $(MADE)
 	$(call say,$(TORCH) (the largest download))
 	@$(PIP) '$(TORCH)'
