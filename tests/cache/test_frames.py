@@ -12,7 +12,7 @@ payloads = st.binary(max_size=300)
 
 
 @given(keys, payloads)
-def test_a_sealed_payload_comes_back(key: bytes, payload: bytes) -> None:
+def test_a_sealed_payload_is_unsealed(key: bytes, payload: bytes) -> None:
     assert unseal(Kind.RESULT, key, seal(Kind.RESULT, key, payload)) == payload
 
 
@@ -60,5 +60,5 @@ def test_every_single_bit_of_one_frame() -> None:
             unseal(Kind.RESULT, KEY, bytes(damaged))
 
 
-def test_the_head_is_small() -> None:
+def test_the_header_has_26_bytes() -> None:
     assert len(seal(Kind.RESULT, KEY, b"")) == HEADER_BYTES == 26

@@ -23,7 +23,7 @@ BACK_S = 1.0 + 0.2
 
 
 class Stalls:
-    """Measures how long this process did not run, by sleeps that last too long."""
+    """Measures how long this process was not scheduled, by the excess time of its sleeps."""
 
     def __init__(self) -> None:
         self.total_s = 0.0
@@ -101,14 +101,14 @@ async def test_damaged_values_are_counted_misses(door: CacheDoor, client: Client
     assert await door.get(key_of(1)) == result_of(1)
 
 
-async def test_a_sound_frame_of_no_result_is_a_counted_miss(door: CacheDoor, client: Client) -> None:
+async def test_an_intact_frame_without_a_result_is_a_counted_miss(door: CacheDoor, client: Client) -> None:
     await damage_then_look(door, client, frames.seal(Kind.RESULT, key_of(1), b"\xff\xff no message"))
     assert door.counters.misses == {Miss.CORRUPT: 1}
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-async def test_no_damage_ever_gives_a_result(door: CacheDoor, client: Client, data: st.DataObject) -> None:
+async def test_a_damaged_value_is_never_returned(door: CacheDoor, client: Client, data: st.DataObject) -> None:
     frame = bytearray(frames.seal(Kind.RESULT, key_of(1), result_of(1).SerializeToString()))
     for position in data.draw(st.sets(st.integers(0, len(frame) - 1), min_size=1, max_size=4)):
         frame[position] ^= data.draw(st.integers(1, 255))
@@ -169,9 +169,7 @@ async def test_a_killed_redis_is_a_miss_until_it_is_available_again(
 
 
 @timely
-async def test_open_the_breaker_lets_one_probe_a_second_through(
-    hasty_door: CacheDoor, redis_server: RedisServer
-) -> None:
+async def test_the_open_breaker_permits_one_probe_per_second(hasty_door: CacheDoor, redis_server: RedisServer) -> None:
     redis_server.kill()
     await until_open(hasty_door)
     asked_before = hasty_door.counters.misses.total() - hasty_door.counters.misses[Miss.BREAKER]
@@ -196,7 +194,7 @@ async def test_a_look_up_at_an_open_breaker_takes_less_than_a_millisecond(redis_
 
 
 @timely
-async def test_a_frozen_redis_costs_the_time_out_and_then_nothing(
+async def test_a_frozen_redis_costs_one_time_out_until_the_breaker_opens(
     hasty_door: CacheDoor, redis_server: RedisServer
 ) -> None:
     await hasty_door.put(key_of(1), result_of(1))
@@ -249,7 +247,7 @@ async def test_a_slow_redis_opens_the_breaker_and_is_used_again_later(
         proxy.delay_s = 0.0
         assert await until_hit(door, key_of(1)) < BACK_S
         found = [await door.get(key_of(1)) for _ in range(50)]
-        assert all(result in (result_of(1), None) for result in found), "no late answer went to another command"
+        assert all(result in (result_of(1), None) for result in found), "no late answer was read by another command"
 
 
 @timely
@@ -314,7 +312,7 @@ async def test_a_wrong_password_is_a_miss(tmp_path_factory: pytest.TempPathFacto
             assert await door.get(key_of(1)) == result_of(1)
 
 
-async def test_options_in_the_url_cannot_change_what_correctness_rests_on(
+async def test_options_in_the_url_cannot_change_decoding_and_retries(
     redis_server: RedisServer, open_door: OpenDoor
 ) -> None:
     async with open_door(redis_server.url + "?decode_responses=true&socket_timeout=30&retry_on_timeout=true") as door:

@@ -102,7 +102,7 @@ class FakeScheduler(SchedulerServicer):
         self.send(self._models())
 
     def hang_up(self) -> None:
-        """Closes the links of all gateways."""
+        """Closes the streams of all gateways."""
         for unsent in self._unsent:
             unsent.close()
 

@@ -53,7 +53,7 @@ def make_card(**changes: Any) -> mesh_pb2.ModelCard:
 
 
 def ids_of(text: str) -> list[int]:
-    """Tokens of an answer."""
+    """The tokens of a text, without special tokens."""
     return list(TOKENIZER.encode(text, add_special_tokens=False).ids)
 
 

@@ -256,7 +256,7 @@ async def test_calls_that_share_a_generation_keep_their_own_deadlines(
         again = worker.jobs[1]
         assert job.deadline_s <= 60 < again.deadline_s
         assert list(again.token_ids[again.prompt_len :]) == ANSWER[:10]
-        assert list(mesh.scheduler.submits[1].avoid) == []  # The worker did not fail.
+        assert list(mesh.scheduler.submits[1].avoid) == []  # The worker did not fail, so it is not avoided.
 
 
 async def test_a_deadline_that_passed_in_the_queue_does_not_end_a_later_subscriber(subscribers: list[Observer]) -> None:

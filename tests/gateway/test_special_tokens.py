@@ -204,7 +204,7 @@ def test_parse_gives_the_tokens_of_transformers() -> None:
         assert model.encode(chat(messages)) == transformers_ids(tokenizer, CHATML, messages), kind
 
 
-def test_text_that_a_normalizer_turns_into_a_special_token_is_text() -> None:
+def test_text_that_is_normalized_to_a_special_token_stays_text() -> None:
     tokenizer = lower_case()
     template = "{{ messages[0].content }}{{ '[SEP]' }}"
     model = text_model(tokenizer, template)

@@ -1,4 +1,4 @@
-"""Stop strings: the matcher agrees with a naive search over the whole text, however the text is split."""
+"""Stop strings: the matcher agrees with a naive search over the whole text for every split into pieces."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,7 +21,7 @@ def naive(pieces: list[str], stops: list[str], min_tokens: int) -> tuple[str, st
 
 
 def run(pieces: list[str], stops: list[str], min_tokens: int) -> tuple[str, str | None, int]:
-    """The same with the matcher."""
+    """The result of the matcher, in the form of `naive`."""
     matcher = StopMatcher(stops, min_tokens)
     text = ""
     for count, piece in enumerate(pieces, 1):

@@ -1,4 +1,4 @@
-"""Text and tokens: incremental decoding equals decoding at once, and templates render as in transformers."""
+"""Text and tokens: incremental decoding equals decoding as a whole, and templates render as in transformers."""
 
 import json
 import re
@@ -42,7 +42,7 @@ FALLBACK = TextModel(FALLBACK_BUNDLE)
 
 @settings(deadline=None)
 @given(any_ids)
-def test_any_tokens_decode_piecewise_as_at_once(ids: list[int]) -> None:
+def test_incremental_decoding_equals_decoding_as_a_whole(ids: list[int]) -> None:
     detokenizer = MODEL.detokenizer()
     text = "".join(detokenizer.feed(token) for token in ids) + detokenizer.flush()
     assert text == TOKENIZER.decode(ids, skip_special_tokens=True)
@@ -50,7 +50,7 @@ def test_any_tokens_decode_piecewise_as_at_once(ids: list[int]) -> None:
 
 @settings(deadline=None)
 @given(st.text("ab 日😀é", max_size=20).map(str.strip))
-def test_texts_survive_a_tokenizer_with_byte_fallback(text: str) -> None:
+def test_texts_are_unchanged_by_a_tokenizer_with_byte_fallback(text: str) -> None:
     ids = FALLBACK.encode(api.Prompt(text=text))
     detokenizer = FALLBACK.detokenizer()
     assert "".join(detokenizer.feed(token) for token in ids) + detokenizer.flush() == text

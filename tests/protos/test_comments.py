@@ -76,7 +76,7 @@ def test_the_zero_of_an_enum_is_unspecified(parsed: dict[str, descriptor_pb2.Fil
     assert all(zero.number == 0 and zero.name.endswith("_UNSPECIFIED") for zero in zeros.values()), zeros
 
 
-def test_a_missing_comment_is_noticed(tmp_path: Path) -> None:
+def test_a_missing_comment_is_found(tmp_path: Path) -> None:
     (tmp_path / "bare.proto").write_text(
         """syntax = "proto3";
         // A message.

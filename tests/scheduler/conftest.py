@@ -1,4 +1,4 @@
-"""Fixtures of the scheduler's tests."""
+"""The fixture of the scheduler's tests: a core with a connected gateway."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Drives the scheduler's core by hand: a clock that the test moves, and the messages that each peer received."""
+"""Drives the scheduler's core by hand: the test sets the clock and reads the messages that each peer would receive."""
 
 from collections.abc import Sequence
 
@@ -27,7 +27,7 @@ CARD = Card("story", aliases=("tale",), fingerprint=b"f" * 32, block_size=16, bu
 
 
 def keys(*names: int) -> bytes:
-    """Block keys, joined as on the wire."""
+    """Block keys, concatenated as in a request."""
     return b"".join(name.to_bytes(KEY_BYTES, "big") for name in names)
 
 
@@ -98,7 +98,7 @@ class Stage:
         placement: int = 0,
         **fields: object,
     ) -> None:
-        """A report that shows progress, unless `steps` says otherwise."""
+        """Reports from a worker; by default with one step more than before, which is progress."""
         self.steps += 1
         known: dict[str, object] = {"steps": self.steps, "running": 1} | fields
         ends = tuple(EndedJob(job_id, attempt, tokens, placement) for job_id in ended)

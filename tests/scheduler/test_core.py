@@ -1,4 +1,4 @@
-"""Jobs and workers on the real core, with a clock that the test moves."""
+"""The scheduler's core with a clock that the test sets: models, credits, queue, deadlines, placement, fairness."""
 
 from dataclasses import replace
 
@@ -88,7 +88,7 @@ def test_when_the_old_workers_are_gone_the_name_may_change_its_model(stage: Stag
 # ---- credits and the queue ----
 
 
-def test_a_job_takes_a_credit_and_its_end_gives_it_to_the_next(stage: Stage) -> None:
+def test_a_job_takes_a_credit_and_its_end_frees_it_for_the_next(stage: Stage) -> None:
     stage.worker("w1", credits=1)
     first = stage.submit("a")
     assert first == Assigned("a", 1, "w1", "w1:1", 0.0, 0, placement=1)
@@ -110,7 +110,7 @@ def test_the_end_of_an_older_attempt_frees_nothing(stage: Stage) -> None:
     assert stage.placed()[-1] == ("b", "w1")
 
 
-def test_a_job_that_is_asked_for_again_keeps_its_credit_when_the_one_before_it_ends(stage: Stage) -> None:
+def test_a_repeated_job_keeps_its_credit_when_its_first_run_ends(stage: Stage) -> None:
     stage.worker("w1", credits=1)
     before = stage.submit("a")
     stage.now += 60
@@ -124,7 +124,7 @@ def test_a_job_that_is_asked_for_again_keeps_its_credit_when_the_one_before_it_e
     assert stage.placed()[-1] == ("b", "w1")
 
 
-def test_higher_priority_goes_first_and_within_it_first_come(stage: Stage) -> None:
+def test_the_queue_is_ordered_by_priority_then_arrival(stage: Stage) -> None:
     stage.worker("w1", credits=1)
     for job, priority in [("first", 0), ("low", -1), ("x", 0), ("y", 0), ("high", 5)]:
         stage.submit(job, priority=priority)
@@ -143,11 +143,11 @@ def test_a_full_queue_rejects_with_a_retry_delay(stage: Stage) -> None:
     assert isinstance(answer, Rejected)
     assert (answer.failure.code, answer.failure.reason) == (Code.RESOURCE_EXHAUSTED, "QUEUE_FULL")
     assert answer.failure.retry_after_s > 0
-    assert stage.submit("moved", attempt=2) is None, "a job with tokens at its client is never turned away"
+    assert stage.submit("moved", attempt=2) is None, "a job whose client has tokens is never rejected"
 
 
 def test_followers_that_could_not_join_a_job_share_the_next_one() -> None:
-    """The worker may have ended the leader while its report is still on the way."""
+    """The worker may have ended the leader before the scheduler receives its report."""
     stage = Stage()
     stage.gateway()
     stage.worker(credits=4)
@@ -223,19 +223,19 @@ def test_the_waiting_jobs_of_a_gone_gateway_are_dropped_and_its_running_ones_run
     assert stage.placed("g2") == [("c", "w1")]
 
 
-def test_a_credit_whose_job_never_came_is_found_when_its_gateway_died_between(stage: Stage) -> None:
+def test_the_credit_of_a_job_that_a_dead_gateway_never_sent_is_freed(stage: Stage) -> None:
     stage.gateway("g2")
     stage.worker("w1", credits=2)
     stage.submit("never-sent")
     stage.submit("real", gateway="g2")
     stage.gateway_leaves("g1")
     stage.pass_time(1.0, heartbeat=["w1"])
-    assert stage.core.state.workers["w1"].free_credits == 0, "it may still be on its way"
+    assert stage.core.state.workers["w1"].free_credits == 0, "the job may still arrive"
     stage.pass_time(1.2, heartbeat=["w1"])
     assert list(stage.core.state.workers["w1"].jobs) == ["real"]
 
 
-def test_an_idle_worker_proves_that_no_job_came(stage: Stage) -> None:
+def test_an_idle_worker_frees_the_credits_of_jobs_that_never_arrived(stage: Stage) -> None:
     stage.worker("w1", credits=1)
     stage.submit("never-sent")
     stage.now += 2.1
@@ -264,7 +264,7 @@ def test_each_model_has_its_own_workers_and_queue(stage: Stage) -> None:
     assert stage.placed() == [("a", "w1"), ("c", "w2")]
 
 
-def test_a_model_whose_worker_restarts_is_waited_for(stage: Stage) -> None:
+def test_jobs_wait_for_a_model_whose_worker_restarts(stage: Stage) -> None:
     stage.worker("w1")
     stage.worker_leaves("w1")
     stage.pass_time(20.0)
@@ -362,7 +362,7 @@ def test_while_rates_are_unknown_every_job_is_admitted(stage: Stage) -> None:
 # ---- placement ----
 
 
-def test_a_prompt_goes_where_its_prefix_is(stage: Stage) -> None:
+def test_a_job_is_placed_where_its_prefix_is_cached(stage: Stage) -> None:
     stage.worker("w1", credits=4)
     stage.worker("w2", credits=4, stored=keys(1, 2))
     answer = stage.submit("a", prompt_tokens=48, block_keys=keys(1, 2, 3))
@@ -370,7 +370,7 @@ def test_a_prompt_goes_where_its_prefix_is(stage: Stage) -> None:
     assert (answer.worker_id, answer.matched_blocks) == ("w2", 2)
 
 
-def test_evicted_blocks_match_no_more(stage: Stage) -> None:
+def test_evicted_blocks_no_longer_match(stage: Stage) -> None:
     stage.worker("w2", credits=4, stored=keys(1, 2))
     stage.worker("w1", credits=4)
     stage.report("w2", evicted_keys=keys(1), running=0)
@@ -387,7 +387,7 @@ def test_a_burst_spreads_before_any_report_includes_it(stage: Stage) -> None:
     assert sorted(worker for _, worker in stage.placed()) == ["w1", "w1", "w2", "w2", "w3", "w3"]
 
 
-def test_a_shared_prefix_does_not_draw_everything_to_one_worker(stage: Stage) -> None:
+def test_a_shared_prefix_does_not_place_all_jobs_on_one_worker(stage: Stage) -> None:
     stage.worker("w1", credits=64, stored=keys(1))
     stage.worker("w2", credits=64)
     for job in range(40):

@@ -33,7 +33,7 @@ def test_a_follower_takes_the_place_of_a_withdrawn_leader(stage: Stage) -> None:
     stage.submit("c", identity=b"same")
     stage.withdraw("a")
     stage.report("w1", "busy")
-    assert stage.placed()[-1] == ("b", "w1"), "in the leader's place, before `next`"
+    assert stage.placed()[-1] == ("b", "w1"), "the follower takes the leader's place, before `next`"
     assert stage.joined() == [("c", "b")]
 
 
@@ -98,7 +98,7 @@ def test_a_joined_job_whose_worker_failed_runs_alone(stage: Stage) -> None:
     assert answer.worker_id == "w2"
 
 
-def test_after_a_death_one_runs_and_the_others_join_it(stage: Stage) -> None:
+def test_after_a_lost_worker_one_job_runs_and_the_others_join_it(stage: Stage) -> None:
     stage.gateway("g2")
     stage.worker("w1", credits=1)
     stage.submit("a", identity=b"same")

@@ -30,7 +30,7 @@ def test_gateways_receive_the_progress_of_starting_workers(stage: Stage) -> None
 def test_a_worker_that_serves_is_no_longer_loading(stage: Stage) -> None:
     loads(stage, "w1", 4)
     stage.worker("w1")
-    loads(stage, "w1", 4)  # Sent on the other link before it ended.
+    loads(stage, "w1", 4)  # Arrives late from the link of the starting worker.
     assert received(stage) == [([], 0), ([4], 0), ([], 1)]
     stage.perform(stage.core.on_loading_ended("w1", stage.now))
     assert received(stage)[-1] == ([], 1)

@@ -16,7 +16,7 @@ def test_the_next_attempt_avoids_the_worker_that_failed(stage: Stage) -> None:
     assert not stage.core.state.workers["w1"].jobs
 
 
-def test_with_nothing_else_an_avoided_worker_is_better_than_none(stage: Stage) -> None:
+def test_an_avoided_worker_is_used_if_there_is_no_other(stage: Stage) -> None:
     stage.worker("w1", credits=2)
     assert isinstance(stage.submit("a", attempt=2, avoid=frozenset({"w1"})), Assigned)
 
@@ -26,7 +26,7 @@ def test_a_job_waits_for_another_worker_rather_than_take_the_one_that_failed(sta
     stage.submit("long")
     stage.worker("w2", credits=1)
     assert stage.submit("a", attempt=2, avoid=frozenset({"w2"})) is None
-    assert isinstance(stage.submit("b"), Assigned), "others take what it leaves"
+    assert isinstance(stage.submit("b"), Assigned), "the free credit goes to another job"
     stage.report("w1", "long")
     assert stage.placed()[-1] == ("a", "w1")
 
@@ -43,10 +43,10 @@ def test_resumed_jobs_precede_their_priority_class_in_their_old_order(stage: Sta
     assert [job for job, _ in stage.placed()][2:] == ["urgent", "a", "b", "waits"]
 
 
-# ---- the life of workers ----
+# ---- stalls, broken links and restarts ----
 
 
-def test_a_link_that_breaks_for_a_moment_costs_nothing(stage: Stage) -> None:
+def test_a_short_break_of_a_link_loses_no_job(stage: Stage) -> None:
     stage.worker("w1", credits=2)
     stage.submit("a")
     stage.submit("b")
@@ -57,7 +57,7 @@ def test_a_link_that_breaks_for_a_moment_costs_nothing(stage: Stage) -> None:
     assert list(stage.core.state.workers["w1"].jobs) == ["a"], "b ended while the link was broken"
 
 
-def test_a_worker_that_does_not_come_back_is_lost(stage: Stage) -> None:
+def test_a_worker_that_does_not_reconnect_is_lost(stage: Stage) -> None:
     stage.worker("w1", credits=1)
     stage.submit("a")
     stage.worker_leaves("w1")
@@ -86,7 +86,7 @@ def test_a_hung_worker_is_lost_even_though_it_reports(stage: Stage) -> None:
     assert stage.dropped == ["w1"]
 
 
-def test_a_long_step_that_was_announced_is_no_hang(stage: Stage) -> None:
+def test_a_worker_may_take_three_predicted_steps_without_progress(stage: Stage) -> None:
     stage.worker("w1", credits=1)
     stage.submit("a")
     stage.report("w1", steps=3, step_s=4.0)
@@ -96,7 +96,7 @@ def test_a_long_step_that_was_announced_is_no_hang(stage: Stage) -> None:
     assert stage.dropped == ["w1"]
 
 
-def test_a_short_stall_moves_nothing(stage: Stage) -> None:
+def test_a_short_stall_moves_no_job(stage: Stage) -> None:
     stage.worker("w1", credits=1)
     stage.submit("a")
     stage.report("w1")
@@ -123,7 +123,7 @@ def test_an_idle_worker_that_stops_reporting_gets_no_jobs_until_it_reports(stage
     assert stage.placed() == [("a", "w1")]
 
 
-def test_what_a_lost_worker_reports_counts_for_nothing_until_its_next_hello(stage: Stage) -> None:
+def test_reports_of_a_lost_worker_are_ignored_until_its_next_hello(stage: Stage) -> None:
     stage.worker("w1", credits=1)
     stage.submit("a")
     stage.pass_time(2.5)
@@ -135,7 +135,7 @@ def test_what_a_lost_worker_reports_counts_for_nothing_until_its_next_hello(stag
     )
 
 
-def test_after_a_restart_the_workers_report_what_runs(stage: Stage) -> None:
+def test_after_a_restart_the_workers_report_their_running_jobs(stage: Stage) -> None:
     stage.worker("w1", credits=2, running=["a", "b"])
     assert stage.submit("c") is None
     stage.report("w1", "a")

@@ -28,7 +28,7 @@ WAIT_S = 10
 
 @dataclass
 class Peer:
-    """One end of a link."""
+    """A gateway's or worker's end of a link to the scheduler."""
 
     call: Any
 
@@ -170,7 +170,7 @@ async def test_every_refusal_carries_code_reason_and_retry_delay() -> None:
     assert failures["full"].retry_after_s > 0
 
 
-async def test_withdrawn_and_joined_jobs_over_the_wire(scheduler: Mesh) -> None:
+async def test_withdrawn_and_joined_jobs_over_grpc(scheduler: Mesh) -> None:
     await (await scheduler.worker()).receive()
     gateway = await scheduler.gateway()
     await gateway.submit("a", identity=b"same")
@@ -260,7 +260,7 @@ async def test_a_worker_whose_link_breaks_for_good_is_lost() -> None:
         assert (await gateway.receive_kind(mesh.WorkerLost)).worker_id == "w1"
 
 
-async def test_a_worker_that_comes_back_keeps_its_jobs(scheduler: Mesh) -> None:
+async def test_a_worker_that_reconnects_keeps_its_jobs(scheduler: Mesh) -> None:
     first = await scheduler.worker(credits=2)
     gateway = await scheduler.gateway()
     await gateway.submit("a")

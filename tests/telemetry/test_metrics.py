@@ -105,7 +105,7 @@ def _worker_counted(worker: Scraped, name: str) -> None:
     finished = worker.value("vllm:request_success_total", finished_reason="length", **labels)
     aborted = worker.value("vllm:request_success_total", **labels) - finished
     assert finished == 2
-    assert aborted <= 1, "the job that the result cache made needless may have got that far"
+    assert aborted <= 1, "the job that a result hit withdrew may have reached the worker"
     assert 30 <= worker.value("vllm:generation_tokens_total", **labels) <= 30 + 19 * aborted
     assert worker.value("vllm:time_to_first_token_seconds_count", **labels) >= 2
     assert worker.value("vllm:inter_token_latency_seconds_count", **labels) >= 28

@@ -1,4 +1,4 @@
-"""Metrics, the export of spans, and spans that are not recorded, each alone."""
+"""Metrics, the export of spans, and spans that are not recorded, each without a mesh."""
 
 import asyncio
 import threading

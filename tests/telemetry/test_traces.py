@@ -84,7 +84,7 @@ async def test_requests_decoded_together_have_a_whole_trace_each(
                     ask(f"{SECRET} was", max_tokens=100),
                     ask(f"{SECRET} ran", max_tokens=100, temperature=0.7),
                 ]
-                # Where this gateway has other jobs there is no early attempt, which may be one more span.
+                # Other jobs of the gateway prevent an early attempt, which may add a span.
                 company = stub.Generate(ask("Once", max_tokens=500, temperature=1.0, ignore_eos=True))
                 await company.read()
                 answers = await asyncio.gather(
@@ -109,7 +109,7 @@ async def test_requests_decoded_together_have_a_whole_trace_each(
                 overlap_ns = min(span.end_time_unix_nano for span in decodes) - max(
                     span.start_time_unix_nano for span in decodes
                 )
-                assert overlap_ns > 0.1e9, "they were to be decoded together"
+                assert overlap_ns > 0.1e9, "the requests were not decoded together"
 
                 request = one(sampled, "gateway/text_completion")
                 assert request.attributes["gen_ai.usage.output_tokens"] == 100
@@ -192,7 +192,7 @@ async def test_a_joined_request_has_a_link_to_the_trace_of_the_job(
 
 
 @pytest.mark.usefixtures("_fast")
-async def test_a_cancelled_request_is_seen_as_cancelled(
+async def test_the_spans_of_a_cancelled_request_are_marked_cancelled(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with Collector() as collector:
@@ -215,11 +215,11 @@ async def test_a_cancelled_request_is_seen_as_cancelled(
             request = one(spans, "gateway/text_completion")
             assert request.attributes["rpc.response.status_code"] == "INVALID_ARGUMENT"
             assert request.failed
-            assert collector.trace(silent) == [], "its caller does not record it"
+            assert collector.trace(silent) == [], "the caller's context is not sampled"
 
 
 @pytest.mark.parametrize("collector", ["stopped", "deaf"])
-async def test_without_a_collector_requests_go_on(
+async def test_requests_are_answered_without_a_collector(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, collector: str
 ) -> None:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
