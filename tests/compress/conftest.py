@@ -1,4 +1,4 @@
-"""The demo model, made smaller by the public door: each method once for all tests that look at what it wrote."""
+"""The demo model compressed by the `weft compress` command, once per method for all tests that read the output."""
 
 import json
 import re
@@ -50,7 +50,7 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def base_of(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """The folder of the model that a method makes smaller."""
+    """A function from a method to the folder of the model that the method compresses."""
     short = shutil.copytree(DEMO, tmp_path_factory.mktemp("short") / "base")
     config = json.loads((short / "config.json").read_text())
     (short / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
@@ -66,14 +66,14 @@ def base_of(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 @pytest.fixture(scope="session")
 def made(base_of: Made, tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """The folder that a method wrote, made when it is first asked for."""
+    """A function from a method to the folder that it wrote; the method runs at the first call."""
 
     @cache
     def folder(name: str) -> Path:
         method, *flags = METHODS[name]
         out = tmp_path_factory.mktemp("made") / name
-        told = CliRunner().invoke(app, [method, str(base_of(name)), str(out), *flags], catch_exceptions=False)
-        assert told.exit_code == 0, told.output
+        result = CliRunner().invoke(app, [method, str(base_of(name)), str(out), *flags], catch_exceptions=False)
+        assert result.exit_code == 0, result.output
         return out
 
     return folder

@@ -1,4 +1,4 @@
-"""`weft compress` and `weft verify` as people type them."""
+"""The commands `weft compress` and `weft verify`: flags, output and exit codes."""
 
 import importlib.util
 import subprocess
@@ -21,7 +21,7 @@ def weft(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*WEFT, *map(str, arguments)], capture_output=True, text=True, timeout=100)
 
 
-def test_a_model_is_made_smaller_and_proved(tmp_path: Path) -> None:
+def test_a_model_is_compressed_and_verified(tmp_path: Path) -> None:
     base = make_checkpoint(tmp_path / "base")
     made = weft("compress", "int8", base, tmp_path / "int8")
     assert made.returncode == 0, made.stderr
@@ -31,29 +31,29 @@ def test_a_model_is_made_smaller_and_proved(tmp_path: Path) -> None:
     assert "int8 passes" in proof.stdout
 
 
-def test_each_method_explains_itself() -> None:
-    told = weft("compress", "--help").stdout
+def test_each_method_has_a_help_page() -> None:
+    ran = weft("compress", "--help").stdout
     for method in ("int8", "fp8", "awq", "gptq", "smoothquant", "qat", "prune", "shrink", "distill"):
-        assert f" {method} " in told
+        assert f" {method} " in ran
 
 
-def test_without_its_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_its_extra_the_command_names_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     def only_weft(name: str) -> object:
         return None if name == "compressed_tensors" else object()
 
     monkeypatch.setattr(importlib.util, "find_spec", only_weft)
-    told = CliRunner().invoke(app, ["compress", "int8"])
-    assert told.exit_code == 1
-    assert told.output.startswith("weft: compress needs compressed_tensors, which is not installed: make set-up")
-    assert told.output.count("\n") == 1
+    ran = CliRunner().invoke(app, ["compress", "int8"])
+    assert ran.exit_code == 1
+    assert ran.output.startswith("weft: compress needs compressed_tensors, which is not installed: make set-up")
+    assert ran.output.count("\n") == 1
 
 
 def test_a_share_that_a_pattern_cannot_have_is_refused(tmp_path: Path) -> None:
     base = make_checkpoint(tmp_path / "base")
     flags = ["--pattern", "2:4", "--sparsity", "0.8"]
-    told = CliRunner().invoke(compress, ["prune", str(base), str(tmp_path / "out"), *flags], catch_exceptions=False)
-    assert told.exit_code == 1
-    assert "2:4 is a sparsity of 0.5: leave --sparsity 0.8 out" in told.output
+    ran = CliRunner().invoke(compress, ["prune", str(base), str(tmp_path / "out"), *flags], catch_exceptions=False)
+    assert ran.exit_code == 1
+    assert "2:4 is a sparsity of 0.5: leave --sparsity 0.8 out" in ran.output
 
 
 @pytest.mark.parametrize(
@@ -66,13 +66,13 @@ def test_a_share_that_a_pattern_cannot_have_is_refused(tmp_path: Path) -> None:
         ("distill", "--fresh", "--temperature", "2", "--hard", "0.5", "--drafting", "0.2"),
     ],
 )
-def test_methods_that_train_write_what_is_served(flags: tuple[str, ...], tmp_path: Path) -> None:
+def test_methods_that_train_write_checkpoints_to_serve(flags: tuple[str, ...], tmp_path: Path) -> None:
     method, *rest = flags
     base, out = make_checkpoint(tmp_path / "base"), tmp_path / "out"
     (tmp_path / "text.txt").write_text("Once upon a time there was a fox who could spin. " * 80)
     folders = [base, base, out] if method == "distill" else [base, out]
     few = ["--steps", "3", "--batch", "2", "--length", "32", "--text", tmp_path / "text.txt"]
-    told = CliRunner().invoke(compress, [str(each) for each in (method, *folders, *rest, *few)], catch_exceptions=False)
-    assert told.exit_code == 0, told.output
+    ran = CliRunner().invoke(compress, [str(each) for each in (method, *folders, *rest, *few)], catch_exceptions=False)
+    assert ran.exit_code == 0, ran.output
     model = Served(out, 32)
     assert model.logprobs(model.read(torch.arange(2, 20))[0]).isfinite().all()

@@ -1,4 +1,4 @@
-"""The program that makes the demo family, with two members that take seconds."""
+"""The program that makes the demo family, with two members that take seconds each."""
 
 from pathlib import Path
 
@@ -11,9 +11,9 @@ from compress.training import Plan
 from models import family
 
 
-def test_the_family_is_made_proved_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def pruned(out: Path, windows: Tensor, told: Progress) -> None:
-        shrink(family.BASE, out, windows[:2], Cut(neurons=0.04), Plan(steps=0), told)
+def test_the_family_is_made_verified_and_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pruned(out: Path, windows: Tensor, progress: Progress) -> None:
+        shrink(family.BASE, out, windows[:2], Cut(neurons=0.04), Plan(steps=0), progress)
 
     monkeypatch.setattr(family, "QUANTIZED", {"int8": family.QUANTIZED["int8"]})
     monkeypatch.setattr(family, "CHANGED", {"pruned": pruned})
@@ -26,6 +26,6 @@ def test_the_family_is_made_proved_and_told(tmp_path: Path, monkeypatch: pytest.
     assert "<svg" in (tmp_path / "family.html").read_text()
 
 
-def test_what_keeps_the_family_from_being_made_is_one_line(tmp_path: Path) -> None:
+def test_a_missing_input_of_the_family_is_reported_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"demo-family: text .*none cannot be read: FileNotFoundError"):
         family.main(["--out", str(tmp_path / "out"), "--text", str(tmp_path / "none")])

@@ -1,4 +1,4 @@
-"""Quantized checkpoints are what they say: transformers and the worker read the same model from them."""
+"""Quantized checkpoints of `weft compress`: transformers and the worker read the same model from them."""
 
 import contextlib
 import gzip
@@ -36,7 +36,7 @@ def test_transformers_and_the_worker_read_the_same_model(method: str, made: Made
     model = Served(folder, 64)
     got = model.logprobs(model.read(ids)[0])
     divergence = F.kl_div(got, wanted, log_target=True, reduction="batchmean").item()
-    # Where inputs are rounded, a sum in another order may fall on the next step.
+    # If inputs are rounded, another order of a sum may change a rounded value by one step.
     rounds_inputs = method in ("w8a8", "smoothquant") or method.startswith("fp8")
     assert divergence < (2e-2 if rounds_inputs else 1e-4), divergence
 
@@ -47,7 +47,7 @@ def test_the_files_are_smaller(method: str, share: float, made: Made) -> None:
     assert sizes[0] / sizes[1] < share
 
 
-def test_narrow_networks_get_small_groups_and_wide_ones_the_usual(tmp_path: Path) -> None:
+def test_narrow_networks_get_small_groups_and_wide_ones_the_default(tmp_path: Path) -> None:
     assert group_for(DEMO, None) == 32
     for asked, neurons, group in ((None, 5632, 128), (64, 5632, 64), (None, 5600, 32)):
         shape = {"hidden_size": 2048, "num_attention_heads": 16, "intermediate_size": neurons}
@@ -68,23 +68,23 @@ def test_keys_and_values_get_scales(made: Made) -> None:
 
 
 class _Interrupted(Exception):
-    """Somebody stopped the run."""
+    """Raised in place of an interrupt."""
 
 
-def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_an_interrupted_run_is_resumed(tmp_path: Path) -> None:
     base = make_checkpoint(tmp_path / "base")
     windows = text.windows(text.read(text.CALIBRATION), base, 64, 2)
 
     def layers_done(out: str, recipe: Gptq, windows: Tensor, stop_at: int = 9) -> list[int]:
         told: list[int] = []
 
-        def tell(_: str, done: int, __: int) -> None:
+        def report(_: str, done: int, __: int) -> None:
             told.append(done)
             if done == stop_at:
                 raise _Interrupted
 
         with contextlib.suppress(_Interrupted):
-            quantize(base, tmp_path / out, recipe, windows, tell)
+            quantize(base, tmp_path / out, recipe, windows, report)
         return told
 
     assert layers_done("whole", Gptq(32), windows) == [0, 1, 2, 3]
@@ -95,10 +95,10 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path) -> None:
     for file in (tmp_path / "whole").glob("*.safetensors"):
         assert file.read_bytes() == (tmp_path / "parts" / file.name).read_bytes(), file.name
     layers_done("other", Gptq(32), windows, stop_at=2)
-    assert layers_done("other", Gptq(16), windows, stop_at=2)[0] == 0, "other settings begin anew"
-    assert layers_done("other", Gptq(16), windows.flip(0), stop_at=2)[0] == 0, "other text begins anew"
+    assert layers_done("other", Gptq(16), windows, stop_at=2)[0] == 0, "other settings start a new run"
+    assert layers_done("other", Gptq(16), windows.flip(0), stop_at=2)[0] == 0, "another text starts a new run"
     make_checkpoint(base, seed=1)
-    assert layers_done("other", Gptq(16), windows.flip(0))[0] == 0, "another base of the same name begins anew"
+    assert layers_done("other", Gptq(16), windows.flip(0))[0] == 0, "another base of the same name starts a new run"
 
 
 def changed(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
@@ -118,7 +118,7 @@ def cut(folder: Path) -> None:
 
 
 def device(name: str) -> Damage:
-    """A file gives way to one of no length."""
+    """Replaces a file by a device, which has no end."""
 
     def damage(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
@@ -128,12 +128,12 @@ def device(name: str) -> Damage:
 
 
 def written(name: str, content: str) -> Damage:
-    """A file says something else."""
+    """Replaces the content of a file."""
     return lambda folder: (folder / name).write_text(content)
 
 
 def typed(dtype: torch.dtype) -> Damage:
-    """A weight is of another type, as if it were quantized."""
+    """Converts a weight to another type, as in a quantized checkpoint."""
     return lambda folder: changed(folder, lambda tensors: tensors.update({DOWN: tensors[DOWN].to(dtype)}))
 
 
@@ -173,8 +173,8 @@ DOWN = "model.layers.1.mlp.down_proj.weight"
         (lambda base: configured(base, dtype="auto"), "dtype auto is not supported"),
     ],
 )
-def test_a_base_that_is_not_whole_is_never_compressed(damage: Damage, complaint: str, tmp_path: Path) -> None:
-    """transformers would go on with random numbers for what is missing, and wait for what nobody writes."""
+def test_an_incomplete_base_is_never_compressed(damage: Damage, complaint: str, tmp_path: Path) -> None:
+    """Transformers would fill missing tensors with random values, and block at a pipe without a writer."""
     base = make_checkpoint(tmp_path / "base")
     damage(base)
     told = CliRunner().invoke(app, ["int8", str(base), str(tmp_path / "out")], catch_exceptions=False)
@@ -184,7 +184,7 @@ def test_a_base_that_is_not_whole_is_never_compressed(damage: Damage, complaint:
     assert not (tmp_path / "out").exists()
 
 
-def test_text_that_is_cut_and_a_tokenizer_that_is_none_are_refused(tmp_path: Path) -> None:
+def test_short_text_and_unusable_tokenizers_are_refused(tmp_path: Path) -> None:
     (tmp_path / "cut.txt.gz").write_bytes(gzip.compress(b"Once upon a time. " * 1000)[:40])
     with pytest.raises(CompressError, match=r"cut\.txt\.gz cannot be read"):
         text.read(tmp_path / "cut.txt.gz")
@@ -193,7 +193,7 @@ def test_text_that_is_cut_and_a_tokenizer_that_is_none_are_refused(tmp_path: Pat
         text.windows(["Once"], tmp_path, 64)
 
 
-def test_what_cannot_be_compressed_is_refused_in_one_line(tmp_path: Path, made: Made) -> None:
+def test_a_model_that_cannot_be_compressed_is_refused_in_one_line(tmp_path: Path, made: Made) -> None:
     with pytest.raises(CompressError, match="quantized already"):
         quantize(made("int8"), tmp_path / "again", Awq(), None, lambda *_: None)
     with pytest.raises(CompressError, match="exists"):
@@ -207,7 +207,7 @@ def test_what_cannot_be_compressed_is_refused_in_one_line(tmp_path: Path, made: 
         text.read(tmp_path / "empty.txt")
 
 
-def test_a_base_that_computes_no_numbers_is_refused(tmp_path: Path) -> None:
+def test_a_base_with_non_finite_outputs_is_refused(tmp_path: Path) -> None:
     base = make_checkpoint(tmp_path / "base")
     configured(base, rope_parameters={"rope_type": "default", "rope_theta": float("nan")})
     windows = text.windows(text.read(text.CALIBRATION), base, 32, 2)

@@ -1,4 +1,4 @@
-"""What trains: pruned and shrunk networks heal, students learn, rounded weights learn; an interrupted run goes on."""
+"""Compression that trains: pruned and shrunk networks, students, rounded weights, and resumed runs."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ PLAN = Plan(steps=30, batch=4, learning_rate=2e-3, warmup=3)
 
 
 def quiet(*_: object) -> None:
-    """Nobody looks."""
+    """Ignores progress."""
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def windows(base: Path) -> Tensor:
 
 
 def divergence(base: Path, candidate: Path, windows_WT: Tensor) -> float:
-    """Mean KL from the base, as both are served."""
+    """Mean KL divergence from the base in nats; both are served by the worker."""
     one, other = Served(base, 64), Served(candidate, 64)
     total = 0.0
     for ids in windows_WT[:8]:
@@ -53,7 +53,7 @@ def divergence(base: Path, candidate: Path, windows_WT: Tensor) -> float:
 
 
 @pytest.mark.parametrize("wanda", [True, False])
-def test_two_of_four_weights_go_and_the_rest_heals(base: Path, windows: Tensor, tmp_path: Path, wanda: bool) -> None:
+def test_after_2_of_4_pruning_the_rest_is_trained(base: Path, windows: Tensor, tmp_path: Path, wanda: bool) -> None:
     score = PruneScore(pattern=Pattern.TWO_OF_FOUR, wanda=wanda)
     prune(base, tmp_path / "hurt", windows, score, Plan(steps=0), quiet)
     prune(base, tmp_path / "healed", windows, score, PLAN, quiet)
@@ -65,13 +65,13 @@ def test_two_of_four_weights_go_and_the_rest_heals(base: Path, windows: Tensor, 
     assert divergence(base, tmp_path / "healed", windows) < 0.8 * divergence(base, tmp_path / "hurt", windows)
 
 
-def test_fours_that_no_linear_has_are_refused(windows: Tensor, tmp_path: Path) -> None:
+def test_a_2_of_4_pattern_without_matching_layers_is_refused(windows: Tensor, tmp_path: Path) -> None:
     base = make_checkpoint(tmp_path / "base", Shape("llama", {"intermediate_size": 98}))
     with pytest.raises(CompressError, match="inputs are multiples of 4"):
         prune(base, tmp_path / "out", windows, PruneScore(pattern=Pattern.TWO_OF_FOUR), Plan(steps=0), quiet)
 
 
-def test_inputs_tell_better_than_sizes_which_weights_matter(base: Path, windows: Tensor, tmp_path: Path) -> None:
+def test_pruning_by_inputs_loses_less_than_pruning_by_size(base: Path, windows: Tensor, tmp_path: Path) -> None:
     found = {}
     for wanda in (True, False):
         out = tmp_path / f"{wanda}"
@@ -80,7 +80,7 @@ def test_inputs_tell_better_than_sizes_which_weights_matter(base: Path, windows:
     assert found[True] < found[False]
 
 
-def test_what_stays_makes_up_for_what_goes(base: Path, windows: Tensor, tmp_path: Path) -> None:
+def test_remaining_weights_compensate_for_pruned_ones(base: Path, windows: Tensor, tmp_path: Path) -> None:
     found = {}
     for compensate in (True, False):
         out = tmp_path / f"{compensate}"
@@ -91,7 +91,7 @@ def test_what_stays_makes_up_for_what_goes(base: Path, windows: Tensor, tmp_path
     assert found[True] < 0.8 * found[False]
 
 
-def test_a_shrunk_network_is_an_ordinary_smaller_one(base: Path, windows: Tensor, tmp_path: Path) -> None:
+def test_a_shrunk_network_is_a_standard_smaller_one(base: Path, windows: Tensor, tmp_path: Path) -> None:
     cut = Cut(neurons=0.34, kv_heads=1, layers=1)
     shrink(base, tmp_path / "hurt", windows, cut, Plan(steps=0), quiet)
     shrink(base, tmp_path / "healed", windows, cut, PLAN, quiet)
@@ -106,7 +106,7 @@ def test_a_shrunk_network_is_an_ordinary_smaller_one(base: Path, windows: Tensor
     assert torch.allclose(ours.logprobs(ours.read(windows[0])[0]), wanted, atol=1e-4)
 
 
-def test_inputs_that_stay_take_over_what_others_said() -> None:
+def test_remaining_inputs_take_over_the_removed_ones() -> None:
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(400, 12, generator=generator)
     inputs[:, 8:] = inputs[:, :4] + 0.1 * inputs[:, 8:]
@@ -118,19 +118,19 @@ def test_inputs_that_stay_take_over_what_others_said() -> None:
 
 
 @pytest.mark.parametrize(("share", "left"), [(0.99, 32), (0.0, 80)])
-def test_neurons_go_as_many_as_were_asked(windows: Tensor, tmp_path: Path, share: float, left: int) -> None:
-    """What stays is a multiple of 32, if any go, and never nothing."""
+def test_the_requested_share_of_neurons_is_removed(windows: Tensor, tmp_path: Path, share: float, left: int) -> None:
+    """The number of remaining neurons is a multiple of 32 if any are removed, and never zero."""
     base = make_checkpoint(tmp_path / "base", Shape("llama", {"intermediate_size": 80}))
     shrink(base, tmp_path / "out", windows[:2], Cut(neurons=share), Plan(steps=0), quiet)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["intermediate_size"] == left
 
 
-def test_nothing_left_is_refused(base: Path, windows: Tensor, tmp_path: Path) -> None:
+def test_removing_everything_is_refused(base: Path, windows: Tensor, tmp_path: Path) -> None:
     with pytest.raises(CompressError, match="nothing would be left"):
         shrink(base, tmp_path / "out", windows, Cut(layers=3), PLAN, quiet)
 
 
-def test_trained_rounding_beats_rounding(base: Path, windows: Tensor, tmp_path: Path) -> None:
+def test_trained_rounding_is_better_than_rounding(base: Path, windows: Tensor, tmp_path: Path) -> None:
     rounded, trained = tmp_path / "rounded", tmp_path / "trained"
     qat(base, rounded, windows, Plan(steps=0), quiet, group=32)
     qat(base, trained, windows, Plan(steps=40, batch=4, learning_rate=2e-4, warmup=4), quiet, group=32)
@@ -142,7 +142,7 @@ def test_trained_rounding_beats_rounding(base: Path, windows: Tensor, tmp_path: 
     assert rows.gain_error < LIMITS["quantized"]["row_gain_error"], rows.worst
 
 
-def test_a_student_learns_and_an_interrupted_run_goes_on(base: Path, windows: Tensor, tmp_path: Path) -> None:
+def test_a_student_learns_and_an_interrupted_run_is_resumed(base: Path, windows: Tensor, tmp_path: Path) -> None:
     student = make_checkpoint(tmp_path / "student", Shape("llama", {"num_hidden_layers": 1}), seed=5)
     told: list[int] = []
 
@@ -172,7 +172,7 @@ def test_a_student_learns_to_draft_what_its_teacher_accepts(base: Path, windows:
     assert rejected(tmp_path / "out") < 0.9 * rejected(student)
 
 
-def test_a_student_of_other_tokens_is_refused(base: Path, windows: Tensor, tmp_path: Path) -> None:
+def test_a_student_with_another_vocabulary_is_refused(base: Path, windows: Tensor, tmp_path: Path) -> None:
     student = make_checkpoint(tmp_path / "student", Shape("llama", {"vocab_size": 400}))
     with pytest.raises(CompressError, match="different vocabularies"):
         distill(base, student, tmp_path / "out", windows, PLAN, quiet)

@@ -1,4 +1,4 @@
-"""The gates: honest checkpoints pass, one wrong scale does not."""
+"""The limits of `weft verify`: correct checkpoints pass, and one wrong scale fails."""
 
 import json
 import shutil
@@ -23,8 +23,8 @@ LEAST = ("--windows", "1", "--length", "96", "--answers", "0")
 
 
 def verify(*arguments: object) -> tuple[int, str]:
-    told = CliRunner().invoke(app, [str(each) for each in arguments], catch_exceptions=False)
-    return told.exit_code, told.output
+    result = CliRunner().invoke(app, [str(each) for each in arguments], catch_exceptions=False)
+    return result.exit_code, result.output
 
 
 def tampered(folder: Path, to: Path, linear: str, factor: float) -> Path:
@@ -40,15 +40,15 @@ def tampered(folder: Path, to: Path, linear: str, factor: float) -> Path:
     return to
 
 
-def test_honest_quantizations_pass_side_by_side(made: Made, tmp_path: Path) -> None:
+def test_correct_quantizations_pass_in_one_report(made: Made, tmp_path: Path) -> None:
     html, result = tmp_path / "new" / "report.html", tmp_path / "result.json"
     folders = [made(method) for method in ("int8", "int8-tensor", "w8a8", "fp8", "awq")]
-    code, told = verify(DEMO, *folders, *FEW, "--json", result, "--html", html)
-    assert code == 0, told
+    code, output = verify(DEMO, *folders, *FEW, "--json", result, "--html", html)
+    assert code == 0, output
     figures = json.loads(result.read_text())["candidates"]
     assert [each["name"] for each in figures] == [folder.name for folder in folders]
-    assert all(each["cosine"] >= 0.99 and each["gain_error"] < 0.01 for each in figures), told
-    assert all(0.85 < each["accepted"] < 1 for each in figures), told
+    assert all(each["cosine"] >= 0.99 and each["gain_error"] < 0.01 for each in figures), output
+    assert all(0.85 < each["accepted"] < 1 for each in figures), output
     per_channel, per_tensor = figures[:2]
     assert per_channel["kl"] < per_tensor["kl"]
     page = html.read_text()
@@ -62,14 +62,14 @@ def test_honest_quantizations_pass_side_by_side(made: Made, tmp_path: Path) -> N
 def test_a_layer_whose_scales_are_off_by_a_twentieth_fails(
     method: str, linear: str, made: Made, tmp_path: Path
 ) -> None:
-    code, told = verify(DEMO, tampered(made(method), tmp_path / "off", linear, 1.05), *FEW)
+    code, output = verify(DEMO, tampered(made(method), tmp_path / "off", linear, 1.05), *FEW)
     assert code == 1
-    assert "gain error <= 0.015" in told
+    assert "gain error <= 0.015" in output
 
 
 @pytest.mark.parametrize(("factor", "error"), [(1.0, 0.0), (1.05, 0.05)])
-def test_a_head_whose_scales_are_off_is_seen_too(factor: float, error: float, tmp_path: Path) -> None:
-    """Its outputs hardly show it: hidden states end before the head, and the likeliest token stays."""
+def test_a_head_with_wrong_scales_is_found_too(factor: float, error: float, tmp_path: Path) -> None:
+    """Outputs hardly change: hidden states end before the head, and the most likely token stays the same."""
     base = make_checkpoint(tmp_path / "base")
     candidate, result = Path(shutil.copytree(base, tmp_path / "candidate")), tmp_path / "result.json"
     tensors = load_file(base / "model.safetensors")
@@ -79,10 +79,10 @@ def test_a_head_whose_scales_are_off_is_seen_too(factor: float, error: float, tm
     config = json.loads((base / "config.json").read_text())
     settings = layout.int8(per_tensor=False, dynamic=False).quantization_config() | {"ignore": ["re:.*_proj"]}
     (candidate / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
-    code, told = verify(base, candidate, *LEAST, "--json", result)
+    code, output = verify(base, candidate, *LEAST, "--json", result)
     (figures,) = json.loads(result.read_text())["candidates"]
     assert figures["gain_error"] == pytest.approx(error, abs=0.005)
-    assert code == (1 if error else 0), told
+    assert code == (1 if error else 0), output
 
 
 LINEAR = "model.layers.3.mlp.up_proj"
@@ -90,12 +90,12 @@ ROW = 77
 
 
 def scaled_row(factor: float) -> RowDamage:
-    """The scale, or all scales, of one row."""
+    """Multiplies the scale, or all scales, of one row."""
     return lambda parts: parts["weight_scale"][ROW].mul_(factor)
 
 
 def exchange_rows(parts: dict[str, Tensor]) -> None:
-    """Two rows with their scales and zeros; those of int4 zeros lie eight to a word, so they are a word apart."""
+    """Exchanges two rows with their scales and zeros. Eight int4 zeros share a word, so the rows are 8 apart."""
     for name, part in parts.items():
         if name == "weight_zero_point":
             part[[3, 5]] = part[[5, 3]]
@@ -105,7 +105,7 @@ def exchange_rows(parts: dict[str, Tensor]) -> None:
 
 
 def double_one_group(parts: dict[str, Tensor]) -> None:
-    """One group's scale: 32 of the row's inputs."""
+    """Doubles the scale of one group, which is 32 inputs of a row."""
     parts["weight_scale"][ROW, 5] *= 2
 
 
@@ -133,20 +133,20 @@ def damaged(folder: Path, to: Path, damage: RowDamage) -> Path:
 def test_one_damaged_row_fails_and_is_named(
     method: str, damage: RowDamage, worst: str, made: Made, tmp_path: Path
 ) -> None:
-    code, told = verify(DEMO, damaged(made(method), tmp_path / "off", damage), *LEAST)
-    assert code == 1, told
-    assert f"layer 3 mlp.up_proj {worst}" in told
+    code, output = verify(DEMO, damaged(made(method), tmp_path / "off", damage), *LEAST)
+    assert code == 1, output
+    assert f"layer 3 mlp.up_proj {worst}" in output
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq"])
 def test_one_group_of_double_scale_fails_and_is_named(method: str, made: Made, tmp_path: Path) -> None:
-    code, told = verify(DEMO, damaged(made(method), tmp_path / "off", double_one_group), *LEAST)
-    assert code == 1, told
-    assert f"layer 3 mlp.up_proj row {ROW} group 5:" in told
+    code, output = verify(DEMO, damaged(made(method), tmp_path / "off", double_one_group), *LEAST)
+    assert code == 1, output
+    assert f"layer 3 mlp.up_proj row {ROW} group 5:" in output
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_rows_of_every_honest_method_pass(method: str, made: Made, base_of: Made, tmp_path: Path) -> None:
+def test_the_rows_of_every_correct_method_pass(method: str, made: Made, base_of: Made, tmp_path: Path) -> None:
     """AWQ and SmoothQuant move factors from layer to layer; GPTQ and AWQ move errors from column to column."""
     result = tmp_path / "result.json"
     verify(base_of(method), made(method), *LEAST, "--json", result)
@@ -159,39 +159,39 @@ def test_the_rows_of_every_honest_method_pass(method: str, made: Made, base_of: 
     assert figures["row_gain_error"] < 0.08
 
 
-def test_the_base_is_itself() -> None:
-    code, told = verify(DEMO, DEMO, *FEW, "--max-kl", "0", "--max-gain-error", "0", "--min-top1", "1")
-    assert code == 0, told
+def test_the_base_compared_with_itself_passes() -> None:
+    code, output = verify(DEMO, DEMO, *FEW, "--max-kl", "0", "--max-gain-error", "0", "--min-top1", "1")
+    assert code == 0, output
 
 
-def test_limits_are_the_callers(made: Made) -> None:
+def test_limits_may_be_set_by_flags(made: Made) -> None:
     assert verify(DEMO, made("int8"), *LEAST, "--max-kl", "1e-9")[0] == 1
     assert verify(DEMO, DEMO.with_name("weft-story-2m"), *LEAST, "--kind", "changed")[0] == 0
     assert verify(DEMO, DEMO.with_name("weft-story-2m"), *LEAST)[0] == 1
 
 
-def test_what_cannot_be_read_is_refused_in_one_line(tmp_path: Path) -> None:
-    code, told = verify(DEMO, tmp_path, *FEW)
-    assert (code, told.count("\n")) == (2, 1)
-    assert "config.json is missing" in told
+def test_an_unreadable_checkpoint_is_refused_in_one_line(tmp_path: Path) -> None:
+    code, output = verify(DEMO, tmp_path, *FEW)
+    assert (code, output.count("\n")) == (2, 1)
+    assert "config.json is missing" in output
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_refusal_names_the_checkpoint(tmp_path: Path) -> None:
     base, candidate = make_checkpoint(tmp_path / "base"), make_checkpoint(tmp_path / "candidate")
     (candidate / "config.json").write_text("{")
-    told = CliRunner().invoke(app, [str(base), str(candidate), "--length", "32"], catch_exceptions=False)
-    assert told.exit_code == 2
-    assert told.output == f"weft verify: {candidate}: config.json cannot be read: JSONDecodeError\n"
+    output = CliRunner().invoke(app, [str(base), str(candidate), "--length", "32"], catch_exceptions=False)
+    assert output.exit_code == 2
+    assert output.output == f"weft verify: {candidate}: config.json cannot be read: JSONDecodeError\n"
 
 
-def test_without_a_gpu_none_is_asked() -> None:
-    code, told = verify(DEMO, DEMO, *LEAST, "--device", "cuda")
-    assert (code, told.count("\n")) == (2, 1)
-    assert "needs a GPU" in told
+def test_without_a_gpu_its_device_is_not_queried() -> None:
+    code, output = verify(DEMO, DEMO, *LEAST, "--device", "cuda")
+    assert (code, output.count("\n")) == (2, 1)
+    assert "needs a GPU" in output
 
 
 def test_another_vocabulary_is_refused_in_one_line(tmp_path: Path) -> None:
-    code, told = verify(DEMO, make_checkpoint(tmp_path / "other"), *FEW)
-    assert (code, told.count("\n")) == (2, 1)
-    assert "they do not compare" in told
+    code, output = verify(DEMO, make_checkpoint(tmp_path / "other"), *FEW)
+    assert (code, output.count("\n")) == (2, 1)
+    assert "they do not compare" in output
