@@ -1,4 +1,4 @@
-"""Checkpoints, engines and the oracle that the worker's tests share."""
+"""Engines that the worker's tests share."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +19,7 @@ EngineMaker = Callable[..., GenerationEngine]
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Tests share the machine: a barrier of two threads waits for whoever has the other core."""
+    """One thread for torch: on a busy machine a barrier of two threads waits for the other core."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
@@ -30,7 +30,7 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def engine(checkpoint: Callable[[str], Path]) -> EngineMaker:
-    """engine(shape, **options): a small engine."""
+    """A function engine(shape, **options) that opens a small engine."""
 
     def make(shape: str = "llama", **options: object) -> GenerationEngine:
         settings: dict[str, Any] = {"kv_blocks": 256, "max_batch_size": 64, **options}

@@ -58,7 +58,7 @@ class Recorded:
 
 @dataclass
 class Answer:
-    """All that an engine reported of one job."""
+    """The tokens and the end that an engine reported for one job."""
 
     tokens: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
@@ -68,12 +68,12 @@ class Answer:
 
     @property
     def ended(self) -> Ended:
-        """Its end, which has come."""
+        """The end of the job. Asserts that the job has ended."""
         assert self.end is not None, "the job has not ended"
         return self.end
 
     def add(self, out: TokenOut) -> None:
-        """One more token."""
+        """Adds a token."""
         assert self.end is None, "a token after the end"
         self.tokens.append(out.token_id)
         self.positions.append(out.position)
@@ -89,7 +89,7 @@ def job(key: int, prompt: Sequence[int], *, emitted: Sequence[int] = (), max_tok
 
 
 def run(engine: GenerationEngine, *jobs: Job, steps: int | None = None) -> dict[int, Answer]:
-    """Submit the jobs, run until all is done (or so many steps), and collect the output by key."""
+    """Submits the jobs, runs until all have ended (or for `steps` steps), and returns the answers by key."""
     for one in jobs:
         engine.submit(one)
     answers: dict[int, Answer] = {one.key: Answer() for one in jobs}
@@ -105,7 +105,7 @@ def run(engine: GenerationEngine, *jobs: Job, steps: int | None = None) -> dict[
 
 
 def solo(engine: GenerationEngine, one: Job) -> Answer:
-    """The answer to one job that is alone."""
+    """The answer to one job without others beside it."""
     return run(engine, one)[one.key]
 
 

@@ -1,4 +1,4 @@
-"""Where a worker says that it is."""
+"""The address that a worker reports to the scheduler."""
 
 import pytest
 
@@ -7,21 +7,21 @@ from services.worker.service.address import NoAddress, advertised
 SCHEDULER = "127.0.0.1:50052"
 
 
-def test_what_it_is_told_wins() -> None:
+def test_a_configured_address_is_used() -> None:
     assert advertised("worker-3:50061", "0.0.0.0:50061", 50061, SCHEDULER) == "worker-3:50061"
 
 
-def test_a_single_address_is_its_own_name_with_the_port_it_got() -> None:
+def test_a_worker_on_one_address_reports_it_with_its_port() -> None:
     assert advertised("", "127.0.0.1:0", 40001, "nowhere.invalid:1") == "127.0.0.1:40001"
     assert advertised("", "[::1]:0", 40001, "nowhere.invalid:1") == "[::1]:40001"
 
 
 @pytest.mark.parametrize("everywhere", ["0.0.0.0:50061", "[::]:50061"])
-def test_who_listens_everywhere_is_where_the_scheduler_sees_it(everywhere: str) -> None:
+def test_a_worker_on_all_addresses_reports_the_one_that_reaches_the_scheduler(everywhere: str) -> None:
     assert advertised("", everywhere, 50061, SCHEDULER) == "127.0.0.1:50061"
 
 
 @pytest.mark.parametrize("scheduler", ["not a host:50052", "127.0.0.1:no-port", ""])
-def test_a_scheduler_that_is_not_found_asks_for_the_setting(scheduler: str) -> None:
+def test_an_unknown_scheduler_makes_the_setting_necessary(scheduler: str) -> None:
     with pytest.raises(NoAddress, match="WEFT_ADVERTISE"):
         advertised("", "0.0.0.0:50061", 50061, scheduler)

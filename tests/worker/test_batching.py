@@ -40,7 +40,7 @@ class Stage:
         plan = self.batch.plan()
         assert sum(row.tokens for row in plan.rows) == self.batch.step_tokens - plan.budget <= self.batch.step_tokens
         for row in plan.rows:
-            assert len(row.sequence.blocks) * BLOCK >= row.start + row.tokens, "no room for its tokens"
+            assert len(row.sequence.blocks) * BLOCK >= row.start + row.tokens, "a row has no block for its tokens"
             self.batch.commit(row, [self.random.randrange(1000)] if row.samples else [])
             if len(row.sequence.tokens) >= row.sequence.limit:
                 self.batch.remove(row.sequence)
@@ -52,7 +52,7 @@ class Stage:
             if not (self.batch.running or self.batch.waiting):
                 return
             plan = self.step()
-            assert plan.rows or self.batch.waiting, "nothing moves"
+            assert plan.rows or self.batch.waiting, "no progress"
         raise AssertionError("some sequence never ends")
 
 
@@ -77,19 +77,19 @@ def test_higher_priority_then_earlier_arrival_is_admitted_first() -> None:
     assert [s.job.key for s in stage.batch.waiting] == [1, 3]
 
 
-def test_a_prefix_wanted_by_many_at_once_is_computed_once() -> None:
+def test_a_prefix_of_several_waiting_jobs_is_computed_once() -> None:
     stage = Stage(step_tokens=16)
     prompt = list(range(22))
     for _ in range(3):
         stage.add(prompt)
     stage.add(list(range(500, 503)))
     assert shares(stage.step()) == [(1, 16, False)]
-    assert shares(stage.step()) == [(1, 6, True), (4, 3, True)], "others pass those who wait for the leader"
+    assert shares(stage.step()) == [(1, 6, True), (4, 3, True)], "other jobs overtake those that wait for the leader"
     assert shares(stage.step()) == [(1, 1, True), (4, 1, True), (2, 2, True), (3, 2, True)]
     assert stage.batch.running[1].cached_tokens == 20
 
 
-def test_who_waits_for_a_leader_goes_on_when_the_leader_is_gone() -> None:
+def test_jobs_that_wait_for_a_leader_continue_when_it_ends() -> None:
     stage = Stage(step_tokens=8)
     leader = stage.add(list(range(20)))
     follower = stage.add(list(range(20)))
@@ -111,7 +111,7 @@ def test_the_last_token_of_a_prompt_is_always_computed() -> None:
     assert again.cached_tokens == 4
 
 
-def test_a_bypassing_job_neither_finds_nor_leaves_anything() -> None:
+def test_a_job_that_bypasses_the_cache_neither_reads_nor_stores_blocks() -> None:
     stage = Stage()
     stage.add(list(range(12)), bypass_cache=True)
     stage.run()
@@ -126,7 +126,7 @@ def test_a_bypassing_job_neither_finds_nor_leaves_anything() -> None:
     assert stage.pool.cached == cached
 
 
-def test_salts_do_not_share() -> None:
+def test_jobs_with_different_salts_share_no_block() -> None:
     stage = Stage()
     stage.add(list(range(12)), salt=b"a")
     stage.run()
@@ -136,7 +136,7 @@ def test_salts_do_not_share() -> None:
     assert (stranger.cached_tokens, friend.cached_tokens) == (0, 8)
 
 
-def test_when_blocks_run_out_the_lowest_rank_makes_room() -> None:
+def test_when_blocks_run_out_the_last_in_the_queue_is_preempted() -> None:
     stage = Stage(blocks=5, prefix_cache=False)
     important = stage.add([1] * 7, max_tokens=9, priority=1)
     first = stage.add([2] * 3, max_tokens=9)
@@ -151,8 +151,8 @@ def test_when_blocks_run_out_the_lowest_rank_makes_room() -> None:
     assert len(second.tokens) == 12
 
 
-def test_a_sequence_is_paused_three_times_and_then_never_again() -> None:
-    """One long answer, and a stream of more important ones that always need the room."""
+def test_a_sequence_is_preempted_at_most_three_times() -> None:
+    """One long answer beside a stream of jobs with higher priority that need its blocks."""
     stage = Stage(blocks=18, prefix_cache=False)
     humble = stage.add([1] * 4, max_tokens=60)
     for guest in range(15):
@@ -165,13 +165,13 @@ def test_a_sequence_is_paused_three_times_and_then_never_again() -> None:
         for _ in range(3):
             stage.step()
         if humble.preemptions == MOST_PREEMPTIONS and humble.slot is not None:
-            assert len(humble.blocks) == humble.most_blocks, "it has all it can ever need"
+            assert len(humble.blocks) == humble.most_blocks, "the sequence holds every block that it can need"
     stage.run()
     assert humble.preemptions == 3
     assert len(humble.tokens) == humble.limit
 
 
-def test_cached_blocks_go_before_anyone_is_paused() -> None:
+def test_cached_blocks_are_evicted_before_a_sequence_is_preempted() -> None:
     stage = Stage(blocks=6)
     stage.add(list(range(16)), max_tokens=1)
     stage.run()
@@ -181,9 +181,9 @@ def test_cached_blocks_go_before_anyone_is_paused() -> None:
     assert stage.batch.preemptions == 0
 
 
-def test_a_sequence_that_could_never_run_is_known_beforehand() -> None:
+def test_a_sequence_that_can_never_fit_is_recognized() -> None:
     stage = Stage(blocks=4)
-    assert stage.batch.fits(stage.sequence([1] * 9, max_tokens=8))  # the last token's key and value are never needed
+    assert stage.batch.fits(stage.sequence([1] * 9, max_tokens=8))  # the last token needs no key and value
     assert not stage.batch.fits(stage.sequence([1] * 9, max_tokens=9))
 
 
@@ -192,7 +192,7 @@ def test_a_slot_starves_if_the_budget_is_smaller_than_the_batch() -> None:
         Stage(slots=4, step_tokens=3)
 
 
-def test_cut_blocks_are_not_found_again() -> None:
+def test_withdrawn_blocks_are_not_found() -> None:
     stage = Stage()
     sequence = stage.add(list(range(8)), max_tokens=20)
     for _ in range(10):
@@ -209,8 +209,8 @@ def test_cut_blocks_are_not_found_again() -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
-def test_whatever_comes_all_is_done_and_nothing_is_lost(data: st.DataObject) -> None:
-    """Random jobs, arrivals and cancels in a small pool: everyone ends, at most 3 preemptions each, books kept."""
+def test_random_jobs_all_end_and_no_block_is_lost(data: st.DataObject) -> None:
+    """Random jobs, arrivals and cancels in a small pool: all end, each is preempted at most 3 times, counts agree."""
     slots = data.draw(st.integers(1, 5), "slots")
     stage = Stage(
         blocks=data.draw(st.integers(6, 14), "blocks"),
@@ -250,7 +250,7 @@ def test_whatever_comes_all_is_done_and_nothing_is_lost(data: st.DataObject) -> 
 
 
 def crowded(answers: int, chunk_tokens: int | None) -> Planner:
-    """So many running answers, each past its prompt, on a device that takes 8,192 tokens a step."""
+    """A planner with `answers` decoding sequences and steps of up to 8,192 tokens."""
     batch = Planner(BlockPool(20_000), 16, 256, 8192, False, chunk_tokens)
     for number in range(answers):
         batch.add(Sequence(Job(number, [1] * 4, 4, SamplingParams(max_tokens=500)), number, 16, 16384, b""))
@@ -262,7 +262,7 @@ def crowded(answers: int, chunk_tokens: int | None) -> Planner:
 
 
 def prompt_tokens(batch: Planner, prompts: int) -> int:
-    """Prompt tokens of the next step, when so many prompts of 8,000 tokens arrive."""
+    """Prompt tokens in the next step after `prompts` prompts of 8,000 tokens have arrived."""
     for number in range(1000, 1000 + prompts):
         batch.add(Sequence(Job(number, [1] * 8000, 8000, SamplingParams(max_tokens=5)), number, 16, 16384, b""))
     return sum(row.tokens for row in batch.plan().rows if row.tokens > 1)
@@ -273,7 +273,7 @@ def test_one_prompt_beside_many_answers_takes_a_small_share_of_a_step() -> None:
     assert prompt_tokens(crowded(100, 200), 1) == 320 - 100
 
 
-def test_a_long_prompt_takes_less_where_it_has_much_to_attend_to() -> None:
+def test_the_chunks_of_a_long_prompt_shrink_with_its_context() -> None:
     batch = crowded(32, 200)
     chunks = [prompt_tokens(batch, 1)]
     while chunks[-1]:
@@ -281,59 +281,59 @@ def test_a_long_prompt_takes_less_where_it_has_much_to_attend_to() -> None:
             sequence.tokens += [1] * (sequence.total - len(sequence.tokens))
         chunks.append(prompt_tokens(batch, 0))
     assert set(chunks[:10]) == {256 - 32}
-    assert set(chunks[-10:-2]) == {192 - 32}, "6,500 tokens on"
+    assert set(chunks[-10:-2]) == {192 - 32}, "a chunk after 6,500 tokens"
     assert sum(chunks) == 8000
 
 
-def test_several_prompts_in_line_take_more_of_a_step() -> None:
+def test_several_waiting_prompts_take_more_of_a_step() -> None:
     assert prompt_tokens(crowded(100, 200), 2) == 960 - 100
     assert prompt_tokens(crowded(60, 200), 5) == 3840 - 60
 
 
-def test_steps_of_a_backlog_grow_with_the_answers_whose_keys_each_reads() -> None:
+def test_steps_of_a_backlog_grow_with_the_keys_that_answers_read() -> None:
     assert prompt_tokens(crowded(100, 200), 25) == 6400 - 100
     assert prompt_tokens(crowded(120, 200), 30) == 7680 - 120
 
 
-def test_the_last_of_a_backlog_are_computed_as_the_first() -> None:
+def test_the_last_prompts_of_a_backlog_get_the_same_share_as_the_first() -> None:
     shares = TokenBudget(200, 8192)
     assert shares.step(range(30), 0, 100, 100) == 6400
-    assert shares.step([29], 0, 100, 100) == 6400, "it was in line then"
+    assert shares.step([29], 0, 100, 100) == 6400, "the prompt was part of the backlog"
     assert shares.step([29, 30], 0, 100, 100) == 6400
-    assert shares.step([30], 0, 100, 100) == 320, "it came later"
+    assert shares.step([30], 0, 100, 100) == 320, "the prompt arrived after the backlog"
 
 
-def test_prompts_take_all_of_a_step_where_nearly_all_users_wait_for_a_first_token() -> None:
+def test_prompts_take_the_whole_step_while_most_jobs_wait_for_a_first_token() -> None:
     assert prompt_tokens(crowded(7, 200), 49) == 8192 - 7
     assert prompt_tokens(crowded(7, 200), 48) == 2048 - 7
     assert prompt_tokens(crowded(2, 200), 1) == 8000
     assert prompt_tokens(crowded(0, 200), 1) == 8000
 
 
-def test_answers_of_a_first_step_that_still_runs_do_not_end_a_burst() -> None:
+def test_answers_of_a_step_in_flight_do_not_end_a_burst() -> None:
     batch = Planner(BlockPool(20_000), 16, 256, 8192, False, 200)
     for number in range(8):
         batch.add(Sequence(Job(number, [1] * 500, 500, SamplingParams(max_tokens=5)), number, 16, 16384, b""))
-    batch.plan()  # No token of theirs is known when the others come.
+    batch.plan()  # Their first tokens are in flight when the other prompts arrive.
     assert prompt_tokens(batch, 24) == 8192 - 8
 
 
-def test_several_prompts_take_all_of_a_step_beside_few_answers() -> None:
+def test_several_prompts_take_the_whole_step_beside_few_answers() -> None:
     assert prompt_tokens(crowded(6, 200), 3) == 8192 - 6
     assert prompt_tokens(crowded(6, 200), 2) == 2048 - 6
     assert prompt_tokens(crowded(7, 200), 4) == 2048 - 7
 
 
-def test_the_last_of_a_burst_are_computed_as_the_first() -> None:
+def test_the_last_prompts_of_a_burst_get_the_same_share_as_the_first() -> None:
     shares = TokenBudget(200, 8192)
     assert shares.step(range(40), 0, 5, 5) == 8192
-    assert shares.step([39, 40], 0, 30, 30) == 8192, "one was in line then"
+    assert shares.step([39, 40], 0, 30, 30) == 8192, "one prompt was waiting"
     assert shares.step([40], 0, 30, 30) == 256
 
 
-def test_prompts_without_a_slot_are_not_in_line_yet() -> None:
+def test_prompts_without_a_slot_do_not_count_as_waiting() -> None:
     assert prompt_tokens(crowded(255, 200), 100) == 512 - 255
 
 
-def test_without_a_bound_a_prompt_takes_all_that_is_left() -> None:
+def test_without_a_bound_a_prompt_takes_the_rest_of_the_step() -> None:
     assert prompt_tokens(crowded(200, None), 2) == 8192 - 200

@@ -1,4 +1,4 @@
-"""Blocks are never lost, never given twice, and the least recently used are the first to go."""
+"""The block pool: blocks are never lost or allocated twice, and the least recently used are evicted first."""
 
 import pytest
 from hypothesis import settings
@@ -12,7 +12,7 @@ def key(number: int) -> bytes:
     return number.to_bytes(32, "little")
 
 
-def test_a_pool_gives_what_it_has_and_takes_it_back() -> None:
+def test_blocks_are_allocated_and_released() -> None:
     pool = BlockPool(4)
     blocks = pool.take(3)
     assert len(set(blocks)) == 3
@@ -22,7 +22,7 @@ def test_a_pool_gives_what_it_has_and_takes_it_back() -> None:
     assert (pool.free, pool.cached, pool.active) == (4, 0, 0)
 
 
-def test_published_blocks_are_found_again_as_far_as_the_prefix_goes() -> None:
+def test_published_blocks_are_found_up_to_the_end_of_the_prefix() -> None:
     pool = BlockPool(8)
     blocks = pool.take(3)
     for block, number in zip(blocks, (1, 2, 3), strict=True):
@@ -62,7 +62,7 @@ def test_a_shared_block_outlives_one_of_its_owners() -> None:
     assert (pool.active, pool.cached) == (0, 1)
 
 
-def test_the_first_block_published_with_a_key_stays() -> None:
+def test_the_first_block_published_with_a_key_is_kept() -> None:
     pool = BlockPool(2)
     first, second = pool.take(2)
     pool.publish(first, key(1))
@@ -84,7 +84,7 @@ def test_a_withdrawn_block_is_not_found_unless_others_share_it() -> None:
     assert pool.match([key(2)]) == [shared]
 
 
-def test_an_overdrawn_or_doubly_released_pool_says_so() -> None:
+def test_overdrawing_and_double_release_raise() -> None:
     pool = BlockPool(2)
     with pytest.raises(AssertionError, match="3 blocks wanted, 2 available"):
         pool.take(3)
@@ -94,8 +94,8 @@ def test_an_overdrawn_or_doubly_released_pool_says_so() -> None:
         pool.release(blocks)
 
 
-class PoolStory(RuleBasedStateMachine):
-    """Any sequence of operations keeps the books; a model of owners and ages says who must be where."""
+class PoolHistory(RuleBasedStateMachine):
+    """Any sequence of operations keeps the pool consistent with a model of owners and ages."""
 
     TOTAL = 7
 
@@ -112,7 +112,7 @@ class PoolStory(RuleBasedStateMachine):
         count = data.draw(st.integers(1, self.pool.available))
         taken = self.pool.take(count)
         in_use = {block for blocks in self.held for block in blocks}
-        assert not in_use & set(taken), "a block in use was given away"
+        assert not in_use & set(taken), "a block in use was allocated again"
         self.held.append(taken)
 
     @precondition(lambda self: self.held)
@@ -144,18 +144,18 @@ class PoolStory(RuleBasedStateMachine):
             self.held.append(found)
 
     @invariant()
-    def books_agree(self) -> None:
+    def the_pool_agrees_with_the_model(self) -> None:
         self.pool.check()
         active = {block for blocks in self.held for block in blocks}
         assert self.pool.active == len(active)
 
     @rule()
-    def the_told_changes_add_up(self) -> None:
+    def the_reported_changes_add_up(self) -> None:
         stored, evicted = self.pool.take_changes()
         self.seen.update(dict.fromkeys(evicted, False))
         self.seen.update(dict.fromkeys(stored, True))
         assert all(bool(self.pool.match([k])) == known for k, known in self.seen.items())
 
 
-TestPoolStory = PoolStory.TestCase
-TestPoolStory.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPoolHistory = PoolHistory.TestCase
+TestPoolHistory.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -64,7 +64,7 @@ def edit_tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Damage:
 
 
 def edit_header(**changes: Any) -> Damage:
-    """Change the entry of a tensor in the header of its file."""
+    """Changes the entry of a tensor in the header of its file."""
 
     def damage(folder: Path) -> None:
         content = (folder / SINGLE).read_bytes()
@@ -99,7 +99,7 @@ def broken_json(folder: Path) -> None:
 
 
 def endless(file: str, before: bytes = b"") -> Damage:
-    """Replace a file by a million nested lists."""
+    """Replaces a file by a million nested lists."""
 
     def damage(folder: Path) -> None:
         (folder / file).write_bytes(before + b"[" * 10**6)
@@ -108,14 +108,14 @@ def endless(file: str, before: bytes = b"") -> Damage:
 
 
 def listening(folder: Path) -> None:
-    """Replace the weights by a socket."""
+    """Replaces the weights by a socket."""
     (folder / SINGLE).unlink()
     with contextlib.chdir(folder), socket.socket(socket.AF_UNIX) as opened:
         opened.bind(SINGLE)
 
 
 def device(folder: Path) -> None:
-    """Replace config.json by a link to a device."""
+    """Replaces config.json by a link to a device."""
     (folder / "config.json").unlink()
     (folder / "config.json").symlink_to("/dev/null")
 
@@ -211,10 +211,10 @@ def test_a_damaged_checkpoint_is_refused_with_its_reason(
     assert reason in str(caught.value)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 500
-    assert str(folder) not in str(caught.value), "messages hold no paths"
+    assert str(folder) not in str(caught.value), "the message contains no path"
 
 
-def test_a_fingerprint_waits_for_no_pipe(copy: Callable[[str], Path]) -> None:
+def test_a_fingerprint_does_not_block_at_a_pipe(copy: Callable[[str], Path]) -> None:
     folder = copy("llama")
     with start_hashing(folder) as digests:
         before = fingerprint(digests)
@@ -252,7 +252,7 @@ def index_is_empty(folder: Path) -> None:
         (index_is_empty, "names no tensors"),
     ],
 )
-def test_a_damaged_sharded_checkpoint_too(copy: Callable[[str], Path], damage: Damage, reason: str) -> None:
+def test_a_damaged_sharded_checkpoint_is_refused(copy: Callable[[str], Path], damage: Damage, reason: str) -> None:
     folder = copy("qwen3")
     damage(folder)
     with pytest.raises(CheckpointError, match=reason):
@@ -260,14 +260,14 @@ def test_a_damaged_sharded_checkpoint_too(copy: Callable[[str], Path], damage: D
 
 
 @pytest.mark.parametrize("name", ["models/int4--v2", "models/my model", "./missing", "missing"])
-def test_a_folder_that_is_not_there_is_one_line(name: str) -> None:
-    """Also where the name is no valid hub id."""
+def test_a_missing_folder_is_reported_in_one_line(name: str) -> None:
+    """The same holds for a name that is no valid hub id."""
     with pytest.raises(CheckpointError, match=r"no checkpoint folder|neither a folder nor to be had"):
         locate(name)
 
 
 @pytest.mark.parametrize("settings", [{"bos_token": 5}, {"chat_template": [{"a": "b"}]}, {"chat_template": 7}])
-def test_what_no_tokenizer_can_mean_is_one_line(copy: Callable[[str], Path], settings: dict[str, Any]) -> None:
+def test_invalid_tokenizer_settings_are_one_line(copy: Callable[[str], Path], settings: dict[str, Any]) -> None:
     folder = copy("llama")
     edit_config("tokenizer_config.json", **settings)(folder)
     with pytest.raises(CheckpointError, match="chat template or special tokens cannot be read"):
@@ -285,7 +285,7 @@ def test_what_no_tokenizer_can_mean_is_one_line(copy: Callable[[str], Path], set
         ('{"version": "1.0", "model": {"type": "Unheard"}}', "tokenizer.json cannot be used: "),
     ],
 )
-def test_a_tokenizer_that_is_none_is_one_line(copy: Callable[[str], Path], content: str, reason: str) -> None:
+def test_an_unusable_tokenizer_is_reported_in_one_line(copy: Callable[[str], Path], content: str, reason: str) -> None:
     folder = copy("llama")
     (folder / "tokenizer.json").write_text(content)
     with pytest.raises(CheckpointError, match=reason):
@@ -293,7 +293,7 @@ def test_a_tokenizer_that_is_none_is_one_line(copy: Callable[[str], Path], conte
 
 
 @pytest.mark.parametrize("template", ["{% for %}", "{{ messages", "{{ messages | no_such_filter }}", "{% unheard %}"])
-def test_a_template_that_does_not_compile_is_one_line(copy: Callable[[str], Path], template: str) -> None:
+def test_a_template_that_does_not_compile_is_reported_in_one_line(copy: Callable[[str], Path], template: str) -> None:
     folder = copy("llama")
     (folder / "chat_template.jinja").write_text(template)
     with pytest.raises(CheckpointError, match="the chat template does not compile: ") as caught:
@@ -301,8 +301,8 @@ def test_a_template_that_does_not_compile_is_one_line(copy: Callable[[str], Path
     assert "\n" not in str(caught.value)
 
 
-def test_what_the_gateway_renders_compiles(copy: Callable[[str], Path]) -> None:
-    """Loop controls, transformers' `generation` blocks, and functions that are defined when a template renders."""
+def test_templates_that_the_gateway_supports_compile(copy: Callable[[str], Path]) -> None:
+    """Loop controls, `generation` blocks of transformers, and functions that exist only when a template is rendered."""
     folder = copy("llama")
     template = "{% for m in messages %}{% if not m %}{% break %}{% endif %}{% generation %}{{ m | tojson }}"
     template += "{% endgeneration %}{% endfor %}{{ strftime_now('%Y') }}{{ raise_exception('no') }}"
@@ -326,15 +326,15 @@ def test_a_presets_folder_does_not_outlive_its_process() -> None:
     assert not any(folder.exists() for folder in folders)
 
 
-def test_a_presets_folder_goes_when_its_model_is_loaded() -> None:
+def test_a_presets_folder_is_removed_after_its_model_is_loaded() -> None:
     folder = locate("random:tiny")
     assert load(folder).memory.weights > 0
     presets.remove_folders()
     assert not folder.parent.exists()
 
 
-def test_no_second_copy_of_the_weights_is_fetched() -> None:
-    """Of a repository like Mistral's, filtered by the hub's own function."""
+def test_no_second_copy_of_the_weights_is_downloaded() -> None:
+    """A repository like Mistral's has the weights twice; the patterns are applied by the hub's own function."""
     held = ["config.json", "model-00001-of-00002.safetensors", "chat_template.jinja"]
     others = ["consolidated.safetensors", "original/params.json", "onnx/model.safetensors", "model.bin"]
     hub: Any = utils
@@ -342,7 +342,7 @@ def test_no_second_copy_of_the_weights_is_fetched() -> None:
     assert list(fetched) == held
 
 
-def test_loading_tells_its_phases_and_shards(checkpoint: Callable[[str], Path]) -> None:
+def test_loading_reports_its_phases_and_shards(checkpoint: Callable[[str], Path]) -> None:
     told: list[tuple[str, int, int]] = []
     build_engine(checkpoint("qwen3"), EngineOptions(kv_blocks=8), lambda *progress: told.append(progress))
     shards = len(open_checkpoint(checkpoint("qwen3")).shards)
@@ -352,7 +352,7 @@ def test_loading_tells_its_phases_and_shards(checkpoint: Callable[[str], Path]) 
     assert all(0 <= done <= total for _, done, total in told)
 
 
-def test_the_older_way_to_write_rope_is_read(copy: Callable[[str], Path]) -> None:
+def test_the_older_form_of_rope_settings_is_read(copy: Callable[[str], Path]) -> None:
     folder = copy("llama-bias-rope")
     new = load_config(folder).positions
     path = folder / "config.json"

@@ -1,4 +1,4 @@
-"""In deterministic mode a job's tokens and log-probabilities are the same bit for bit, whatever happens around it."""
+"""In deterministic mode a job's tokens and log-probabilities do not depend on other jobs or recovery in any bit."""
 
 from collections.abc import Callable, Iterator
 
@@ -26,7 +26,7 @@ def two_threads() -> Iterator[None]:
 
 
 def jobs(first_key: int = 0, emitted: Bits | None = None, kept: int = 0) -> list[Job]:
-    """Sampled jobs; with `emitted`, as they are after a move that comes when `kept` tokens are out."""
+    """Sampled jobs; with `emitted`, as the next attempt after `kept` tokens has them."""
     return [
         job(
             first_key + i,
@@ -83,7 +83,7 @@ def after_preemptions(make: Callable[..., GenerationEngine]) -> Bits:
 
 
 def after_a_move(make: Callable[..., GenerationEngine]) -> Bits:
-    """Another engine continues from prompt and emitted tokens, in the company of others."""
+    """Another engine continues from prompt and emitted tokens, beside other jobs."""
     before = bits(run(make(), *jobs()))
     kept = 21
     moved = run(make(step_tokens=100), *crowd(9), *jobs(emitted=before, kept=kept))
@@ -96,7 +96,7 @@ SCENES = [in_a_crowd, in_odd_chunks, after_a_prefix_hit, after_preemptions, afte
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_nothing_around_a_job_changes_a_bit_of_it(shape: str, engine: EngineMaker) -> None:
+def test_other_jobs_and_recovery_change_no_bit(shape: str, engine: EngineMaker) -> None:
     def make(**options: object) -> GenerationEngine:
         return engine(shape, deterministic=True, **options)
 
@@ -105,8 +105,8 @@ def test_nothing_around_a_job_changes_a_bit_of_it(shape: str, engine: EngineMake
         assert scene(make) == expected, scene.__name__
 
 
-def test_two_threads_agree_with_themselves(engine: EngineMaker, two_threads: None) -> None:
-    """The demo model's sums over 896 numbers are shared out between two threads."""
+def test_two_threads_always_give_the_same_bits(engine: EngineMaker, two_threads: None) -> None:
+    """Two threads share the demo model's sums over 896 numbers."""
     made = engine("demo", deterministic=True, threads=2, max_batch_size=8, step_tokens=31)
     one = job(1, prompt_of(47), max_tokens=6, logprobs=0, bypass_cache=True)
     alone, beside_others = solo(made, one), run(made, *crowd(5), one, steps=40)[1]
@@ -114,9 +114,7 @@ def test_two_threads_agree_with_themselves(engine: EngineMaker, two_threads: Non
     assert (beside_others.tokens, beside_others.logprobs) == (alone.tokens, alone.logprobs)
 
 
-def test_deterministic_engines_agree_on_one_thread_unless_told_otherwise(
-    engine: EngineMaker, two_threads: None
-) -> None:
+def test_deterministic_engines_use_one_thread_by_default(engine: EngineMaker, two_threads: None) -> None:
     engine("llama", deterministic=True)
     assert torch.get_num_threads() == 1
 

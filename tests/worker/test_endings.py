@@ -1,4 +1,4 @@
-"""How a worker ends: when its engine fails, so that another can take its place; when it is told to, at once."""
+"""The end of a worker's process: with an error when its engine fails, and at once after SIGTERM."""
 
 import os
 import subprocess
@@ -33,7 +33,7 @@ main.run()
 
 
 def start(entry: str) -> "subprocess.Popen[str]":
-    """A worker that does so."""
+    """Starts a worker with this entry point."""
     env = {
         **os.environ,
         "ENGINE": "paced",
@@ -53,7 +53,7 @@ def test_a_worker_whose_engine_failed_ends_and_may_be_started_again() -> None:
     assert "the words of a client" not in log
 
 
-def test_a_worker_that_is_told_to_end_while_it_loads_does_not_wait_for_its_model() -> None:
+def test_sigterm_during_loading_ends_the_worker_at_once() -> None:
     worker = start(_LOADS)
     assert worker.stdout is not None
     assert worker.stdout.readline() == "loading\n"

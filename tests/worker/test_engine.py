@@ -1,4 +1,4 @@
-"""What the engine promises around the tokens: ends, costs, cancels, failures that stay alone, books that balance."""
+"""The engine beside its tokens: ends, costs, cancels, isolated failures, and counts of blocks."""
 
 import threading
 import time
@@ -19,7 +19,7 @@ from tests.worker.drive import Answer, Recorded, decoder_of, job, prompt_of, run
 
 @pytest.fixture(scope="module")
 def shared(engine: EngineMaker) -> GenerationEngine:
-    """An engine for tests that leave nothing behind but cached blocks."""
+    """An engine shared by tests that leave nothing but cached blocks."""
     return engine()
 
 
@@ -38,7 +38,7 @@ def test_an_answer_ends_at_max_tokens(shared: GenerationEngine) -> None:
     assert free_again(shared)
 
 
-def test_an_answer_ends_where_the_context_does(engine: EngineMaker) -> None:
+def test_an_answer_ends_at_the_end_of_the_context(engine: EngineMaker) -> None:
     answer = solo(engine(max_seq_length=24), job(1, prompt_of(20), max_tokens=50))
     assert (answer.ended.reason, len(answer.tokens)) == (EndReason.LENGTH, 4)
 
@@ -80,7 +80,7 @@ def test_a_moved_job_that_was_done_ends_at_once(shared: GenerationEngine) -> Non
     assert (answer.tokens, answer.ended.reason, answer.ended.position) == ([], EndReason.LENGTH, 3)
 
 
-def test_a_moved_jobs_penalties_count_what_it_had_said(shared: GenerationEngine) -> None:
+def test_the_penalties_of_a_moved_job_count_its_earlier_tokens(shared: GenerationEngine) -> None:
     settings: dict[str, Any] = {
         "max_tokens": 24,
         "presence_penalty": 1.5,
@@ -93,7 +93,7 @@ def test_a_moved_jobs_penalties_count_what_it_had_said(shared: GenerationEngine)
     assert moved.tokens == whole.tokens[10:]
 
 
-def test_an_expired_job_ends_before_it_costs_anything(shared: GenerationEngine) -> None:
+def test_an_expired_job_ends_without_a_step(shared: GenerationEngine) -> None:
     steps = shared.stats().steps
     answer = solo(shared, job(1, prompt_of(30), deadline=time.monotonic() - 1))
     assert (answer.tokens, answer.ended.reason) == ([], EndReason.DEADLINE)
@@ -126,7 +126,7 @@ def test_a_job_that_could_never_fit_is_refused(engine: EngineMaker) -> None:
 # ---- costs ----
 
 
-def test_the_cost_says_where_time_and_tokens_went(engine: EngineMaker) -> None:
+def test_the_cost_of_a_job_has_its_times_and_tokens(engine: EngineMaker) -> None:
     chunky = engine(max_batch_size=2, step_tokens=16)
     run(chunky, job(1, prompt_of(40), max_tokens=2))
     cost = run(chunky, job(2, [*prompt_of(40)[:32], *prompt_of(40, seed=1)], max_tokens=6))[2].ended.cost
@@ -136,12 +136,12 @@ def test_the_cost_says_where_time_and_tokens_went(engine: EngineMaker) -> None:
     assert cost.queue_s >= 0
 
 
-def test_the_gauges_follow_the_work(engine: EngineMaker) -> None:
+def test_the_gauges_follow_running_and_waiting_jobs(engine: EngineMaker) -> None:
     fresh = engine(max_batch_size=2, step_tokens=32)
     before = fresh.stats()
     assert (before.steps, before.running, before.waiting, before.preemptions) == (0, 0, 0, 0)
     assert before.free_blocks == before.total_blocks
-    assert min(before.decode_s, before.prefill_rate) > 0, "the warm-up has measured the pace"
+    assert min(before.decode_s, before.prefill_rate) > 0, "the warm-up has measured the step times"
     for key in range(3):
         fresh.submit(job(key, prompt_of(50, seed=key), max_tokens=4))
     fresh.step()
@@ -169,12 +169,12 @@ def test_cancelling_64_streams_returns_every_block(engine: EngineMaker) -> None:
     wide.check_integrity()
 
 
-def test_a_cancel_of_a_job_that_is_unknown_or_over_means_nothing(shared: GenerationEngine) -> None:
+def test_a_cancel_of_an_unknown_or_ended_job_is_ignored(shared: GenerationEngine) -> None:
     shared.cancel(12345, 0)
     assert run(shared) == {}
 
 
-def test_what_lies_beyond_a_cancels_position_is_not_found_again(engine: EngineMaker) -> None:
+def test_blocks_beyond_the_position_of_a_cancel_are_not_found(engine: EngineMaker) -> None:
     fresh = engine()
     prompt = prompt_of(32)
     said = run(fresh, job(1, prompt, max_tokens=200), steps=60)[1].tokens
@@ -184,7 +184,7 @@ def test_what_lies_beyond_a_cancels_position_is_not_found_again(engine: EngineMa
     assert later.ended.cost.cached_tokens == 48  # 32 + 20 tokens are three whole blocks
 
 
-def test_stored_and_evicted_blocks_are_told_by_the_keys_of_the_mesh(engine: EngineMaker) -> None:
+def test_stored_and_evicted_blocks_are_reported_by_their_keys(engine: EngineMaker) -> None:
     small = engine(kv_blocks=6, fingerprint=b"model")
     prompt = prompt_of(40)
     run(small, job(1, prompt, max_tokens=1, salt=b"tenant"))
@@ -204,27 +204,27 @@ def test_several_samples_of_one_prompt_compute_it_once(shared: GenerationEngine)
     assert len({tuple(answers[key].tokens) for key in range(4)}) == 4
 
 
-def test_without_the_prefix_cache_nothing_is_kept(engine: EngineMaker) -> None:
+def test_without_the_prefix_cache_no_block_is_kept(engine: EngineMaker) -> None:
     plain = engine(prefix_cache=False)
     for key in range(2):
         assert solo(plain, job(key, prompt_of(50))).ended.cost.cached_tokens == 0
     assert plain.stats().cached_blocks == 0
 
 
-# ---- failures stay alone ----
+# ---- isolated failures ----
 
 POISON = 300
 
 
 @pytest.fixture
 def poisoned(engine: EngineMaker) -> GenerationEngine:
-    """An engine whose model knows no finite numbers for one token."""
+    """An engine whose model has no finite values for one token."""
     made = engine(step_tokens=64)
     decoder_of(made).model.embedding[POISON] = torch.nan
     return made
 
 
-def test_numbers_that_are_not_finite_fail_one_job_and_stain_nobody(poisoned: GenerationEngine) -> None:
+def test_non_finite_values_fail_one_job_and_reach_no_other(poisoned: GenerationEngine) -> None:
     healthy = [job(key, [t for t in prompt_of(30 + key) if t != POISON], logprobs=0) for key in range(4)]
     expected = run(poisoned, *healthy)
     sick = prompt_of(100)
@@ -235,9 +235,9 @@ def test_numbers_that_are_not_finite_fail_one_job_and_stain_nobody(poisoned: Gen
     assert (failed.reason, failed.error.reason, answers[9].tokens) == (EndReason.ERROR, "NUMERIC", [])
     assert [answers[k].tokens for k in range(4)] == [expected[k].tokens for k in range(4)]
     layers = decoder_of(poisoned).kv.layers
-    assert all(bool(torch.isfinite(layer).all()) for layer in layers), "a later owner would meet NaN"
+    assert all(bool(torch.isfinite(layer).all()) for layer in layers), "a later owner of the block would read NaN"
     again = solo(poisoned, job(10, sick)).ended
-    assert again.cost.cached_tokens == 0, "nothing of it may be found again"
+    assert again.cost.cached_tokens == 0, "no block of the failed job may be found"
 
 
 def test_a_job_that_breaks_the_step_fails_alone(engine: EngineMaker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,7 +261,7 @@ def test_a_job_that_breaks_the_step_fails_alone(engine: EngineMaker, monkeypatch
     assert free_again(fragile)
 
 
-def test_numbers_that_do_not_fit_the_packed_step_fail_one_job(shared: GenerationEngine) -> None:
+def test_values_that_do_not_fit_the_packed_step_fail_one_job(shared: GenerationEngine) -> None:
     answers = run(shared, job(1, prompt_of(9), temperature=1.0, top_k=1 << 40), job(2, prompt_of(9)))
     error = answers[1].ended.error
     assert error is not None
@@ -314,7 +314,7 @@ def test_an_engine_takes_its_threads_from_the_options(engine: EngineMaker) -> No
         torch.set_num_threads(before)
 
 
-def test_answers_of_one_step_come_once_per_job(shared: GenerationEngine) -> None:
+def test_a_step_reports_each_job_once(shared: GenerationEngine) -> None:
     for key in range(5):
         shared.submit(job(key, prompt_of(12, seed=key), max_tokens=3))
     answers = {key: Answer() for key in range(5)}

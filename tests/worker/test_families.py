@@ -1,4 +1,4 @@
-"""Every family's tables: they name all tensors of a checkpoint, count them right, and split them correctly."""
+"""The tables of each family: they name and count all tensors of a checkpoint, and split them correctly."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -52,7 +52,7 @@ def test_a_family_names_each_part_once_and_splits_what_can_be_split(family: obje
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_two_ranks_compute_the_mlp_of_one(checkpoint: Callable[[str], Path], shape: str) -> None:
-    """Each rank has half of the neurons, as the tables say, and the sum of both is what one rank computes."""
+    """Each rank has half of the neurons by the tables, and the sum of both equals the result of one rank."""
     model = loaded(checkpoint(shape))
     mlp, config = model.layers[0].mlp, model.config
     up, down = (next(each for each in model.projections() if each.linear is linear) for linear in (mlp.up, mlp.down))
@@ -85,7 +85,7 @@ def test_two_tensors_of_one_name_are_refused(checkpoint: Callable[[str], Path]) 
         stored.renamed(lambda name: "x")
 
 
-def test_one_read_has_all_that_the_settings_say(checkpoint: Callable[[str], Path]) -> None:
+def test_reading_the_config_once_gives_all_settings(checkpoint: Callable[[str], Path]) -> None:
     settings = read_config(checkpoint("qwen2"))
     assert settings.raw["model_type"] == "qwen2"
     assert (settings.model.eos_token_ids, settings.quantization) == ((1,), None)

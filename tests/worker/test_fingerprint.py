@@ -1,4 +1,4 @@
-"""A fingerprint says which model this is, to the last byte: of equal ones answers and keys may be shared."""
+"""A fingerprint depends on every byte of a model: models with equal fingerprints may share results and KV blocks."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def copy(checkpoint: Callable[[str], Path], tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.down_proj.weight"])
-def test_other_weights_are_another_model(checkpoint: Callable[[str], Path], copy: Path, name: str) -> None:
+def test_other_weights_change_the_fingerprint(checkpoint: Callable[[str], Path], copy: Path, name: str) -> None:
     folder = checkpoint("llama")
     assert print_of(copy) == print_of(folder)
     tensors = load_file(copy / SINGLE)
@@ -40,8 +40,8 @@ def test_other_weights_are_another_model(checkpoint: Callable[[str], Path], copy
     assert print_of(copy) != print_of(folder)
 
 
-def test_every_byte_of_the_weights_counts(copy: Path) -> None:
-    """Also far from the beginning, middle and end of its tensor, and while size and time stay as they were."""
+def test_every_byte_of_the_weights_changes_the_fingerprint(copy: Path) -> None:
+    """The byte may be anywhere in its tensor, and the file's size and time may be unchanged."""
     before, stat = print_of(copy), (copy / SINGLE).stat()
     content = bytearray((copy / SINGLE).read_bytes())
     header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
@@ -68,7 +68,7 @@ def _length(offsets: list[int]) -> int:
         ("chat_template.jinja", None),
     ],
 )
-def test_other_settings_are_another_model(copy: Path, file: str, changes: dict[str, object] | None) -> None:
+def test_other_settings_change_the_fingerprint(copy: Path, file: str, changes: dict[str, object] | None) -> None:
     before, path = print_of(copy), copy / file
     if changes is None:
         path.write_text("{{ messages }}")
@@ -77,14 +77,14 @@ def test_other_settings_are_another_model(copy: Path, file: str, changes: dict[s
     assert print_of(copy) != before
 
 
-def test_files_that_are_not_loaded_do_not_count(copy: Path) -> None:
+def test_files_that_are_not_loaded_do_not_change_the_fingerprint(copy: Path) -> None:
     before = print_of(copy)
     (copy / "README.md").write_text("A model.")
     (copy / "consolidated.safetensors").write_bytes(b"the same weights once more")
     assert print_of(copy) == before
 
 
-def test_shards_count_by_their_index(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+def test_shards_are_hashed_by_the_index(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(checkpoint("qwen3"), tmp_path / "sharded"))
     before = print_of(folder)
     (folder / "more.safetensors").write_bytes(b"of no index")
@@ -94,18 +94,18 @@ def test_shards_count_by_their_index(checkpoint: Callable[[str], Path], tmp_path
     assert print_of(folder) != before
 
 
-def test_other_numerics_are_another_model(checkpoint: Callable[[str], Path]) -> None:
+def test_other_numerics_change_the_fingerprint(checkpoint: Callable[[str], Path]) -> None:
     folder = checkpoint("llama")
     assert print_of(folder, "float32") != print_of(folder, "bfloat16")
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff" * 8, (2).to_bytes(8, "little") + b"[]", bytes(7)])
-def test_damaged_weights_have_one_too(checkpoint: Callable[[str], Path], copy: Path, content: bytes) -> None:
+def test_damaged_weights_have_a_fingerprint_too(checkpoint: Callable[[str], Path], copy: Path, content: bytes) -> None:
     (copy / SINGLE).write_bytes(content)
     assert print_of(copy) != print_of(checkpoint("llama"))
 
 
-def test_presets_have_one_without_weights() -> None:
+def test_presets_have_a_fingerprint_without_weights() -> None:
     assert print_of(presets.folder_of("random:tiny")) == print_of(presets.folder_of("random:tiny"))
     assert print_of(presets.folder_of("random:tiny")) != print_of(presets.folder_of("random:llama-3.2-1b"))
 
@@ -131,12 +131,12 @@ def test_a_digest_does_not_depend_on_how_threads_share_a_file(tmp_path: Path, mo
         assert FileDigests([file], cache).result() != found[0], place
 
 
-# ---- digests of earlier starts ----
+# ---- the cache of digests ----
 
 
 @pytest.fixture
 def settled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file, seen long after it was written."""
+    """A file that was written long ago."""
     (tmp_path / "file").write_bytes(b"weights" * 1000)
     later = time.time_ns() + 60 * 10**9
     monkeypatch.setattr(time, "time_ns", lambda: later)
@@ -162,7 +162,7 @@ def test_a_file_with_the_same_size_and_time_is_hashed_again(settled: Path) -> No
     assert FileDigests([settled], cache).result() != before
 
 
-def test_a_file_that_has_just_changed_is_not_remembered(tmp_path: Path) -> None:
+def test_the_digest_of_a_recently_changed_file_is_not_cached(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"weights")
     cache = DigestCache(tmp_path / "digests.json", least_bytes=1)
     FileDigests([tmp_path / "file"], cache).result()
@@ -170,7 +170,7 @@ def test_a_file_that_has_just_changed_is_not_remembered(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"[" * 10**5, b'{"FILE": 1}', b'{"FILE": [[], "x"]}', b"\xff"])
-def test_a_damaged_cache_is_written_anew(settled: Path, content: bytes) -> None:
+def test_a_damaged_cache_is_replaced(settled: Path, content: bytes) -> None:
     path = settled.parent / "digests.json"
     path.write_bytes(content.replace(b"FILE", str(settled).encode()))
     cache = DigestCache(path, least_bytes=1)
@@ -181,13 +181,13 @@ def test_a_damaged_cache_is_written_anew(settled: Path, content: bytes) -> None:
     assert (first.hashed_bytes, second.hashed_bytes) == (7000, 0)
 
 
-def test_a_cache_that_cannot_be_written_costs_nothing_else(settled: Path) -> None:
+def test_an_unwritable_cache_does_not_fail_the_start(settled: Path) -> None:
     (settled.parent / "taken").write_text("no folder")
     cache = DigestCache(settled.parent / "taken" / "digests.json", least_bytes=1)
     assert FileDigests([settled], cache).result() == FileDigests([settled], DigestCache(None)).result()
 
 
-def test_where_digests_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_of_the_digest_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WEFT_HOME", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     assert cache_file() == Path("/somewhere/weft/digests.json")

@@ -242,7 +242,7 @@ def test_a_damaged_checkpoint_is_refused_with_its_reason(
         load(folder)
     assert reason in str(caught.value)
     assert "\n" not in str(caught.value)
-    assert str(folder) not in str(caught.value), "messages hold no paths"
+    assert str(folder) not in str(caught.value), "the message contains no path"
 
 
 def test_a_cut_file_is_refused(written: Callable[[str], Path], tmp_path: Path) -> None:
@@ -262,7 +262,7 @@ def test_a_plain_configuration_does_not_hide_quantized_tensors(written: Callable
         load(folder)
 
 
-def test_what_is_quantized_is_not_quantized_again(written: Callable[[str], Path]) -> None:
+def test_a_quantized_checkpoint_is_not_quantized_again(written: Callable[[str], Path]) -> None:
     with pytest.raises(CheckpointError, match=r"quantized already \(quant_method gptq\): leave out --quantize"):
         load(written("gptq"), quantize="int8")
 
@@ -271,13 +271,13 @@ def test_what_is_quantized_is_not_quantized_again(written: Callable[[str], Path]
     ("kind", "width", "reason"),
     [("int4", 84, "84 inputs cannot be shared out in groups"), ("nf4", 63, "cannot be shared out in blocks of 64")],
 )
-def test_widths_that_cannot_be_rounded(kind: str, width: int, reason: str, tmp_path: Path) -> None:
+def test_widths_that_cannot_be_quantized_are_refused(kind: str, width: int, reason: str, tmp_path: Path) -> None:
     shape = Shape("llama", {"intermediate_size": width, "num_hidden_layers": 1})
     with pytest.raises(CheckpointError, match=reason):
         load(make_checkpoint(tmp_path / "odd", shape), quantize=kind)
 
 
-def test_rounding_finds_numbers_that_are_not_finite(tmp_path: Path) -> None:
+def test_quantizing_non_finite_weights_is_refused(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "plain")
     tensors = load_file(folder / "model.safetensors")
     tensors[f"{Q}.weight"].view(-1)[5] = torch.nan
@@ -287,7 +287,7 @@ def test_rounding_finds_numbers_that_are_not_finite(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["int4", "w8a8", "fp8-channel"])
-def test_zero_points_that_are_zeros_are_no_harm(kind: str, written: Callable[[str], Path], tmp_path: Path) -> None:
+def test_zero_points_of_zero_are_accepted(kind: str, written: Callable[[str], Path], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(written(kind), tmp_path / "zeros"))
     tensors = load_file(folder / "model.safetensors")
     zero_points(0)(tensors, {})

@@ -1,4 +1,4 @@
-"""Quantized checkpoints are read as their writers define them and served as the dequantized model would be."""
+"""Quantized checkpoints are read as their writers define them and served as the dequantized model is."""
 
 import json
 import shutil
@@ -50,7 +50,7 @@ KINDS: Mapping[str, type[QuantizedWeight]] = {
     "fp8": Fp8Weight,
     "nf4": Nf4Weight,
 }
-# bitsandbytes' own dequantization on CPUs is wrong where a block of 64 begins within a row: inputs are multiples of 64.
+# On CPUs bitsandbytes dequantizes wrongly if a block of 64 starts within a row: all inputs are multiples of 64.
 _EVEN = {"intermediate_size": 128}
 SHAPES: Mapping[str, Shape] = {
     "llama": Shape("llama", {**_EVEN, "attention_bias": True, "mlp_bias": True}),
@@ -73,7 +73,7 @@ LLM_COMPRESSOR: Mapping[str, str] = {
 
 
 def demo(folder: Path) -> Path:
-    """The demo model in float32, in which it is compared with its dequantized twins."""
+    """The demo model in float32, for comparisons with dequantized twins."""
     shutil.copytree(DEMO, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
     save({name: tensor.float() for name, tensor in read(DEMO).items()}, folder)
     return folder
@@ -97,7 +97,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Wr
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", WRITERS)
-def test_weights_are_what_their_writer_reads_back(
+def test_weights_equal_those_that_their_writer_dequantizes(
     kind: str, shape: str, written: Callable[[str, str], Written]
 ) -> None:
     made = written(kind, shape)
@@ -112,7 +112,7 @@ def test_weights_are_what_their_writer_reads_back(
         if "lm_head.weight" in read(made.twin)
         else {}
     )
-    assert all(isinstance(weight, Tensor) for weight in head.values()), "the head was left alone"
+    assert all(isinstance(weight, Tensor) for weight in head.values()), "the head is not quantized"
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_answers_are_those_of_the_dequantized_model(
 
 
 @pytest.mark.parametrize("name", [*GOLDENS, *FAMILIES, *LLM_COMPRESSOR])
-def test_what_real_writers_wrote_is_read_as_they_read_it(name: str) -> None:
+def test_golden_weights_equal_those_that_their_writer_dequantizes(name: str) -> None:
     expected = load_file(GOLDEN / name / "expected.safetensors")
     got = weights_of(GOLDEN / name, {module: weight.shape for module, weight in expected.items()})
     assert len(expected) == 7
@@ -151,8 +151,8 @@ def test_what_real_writers_wrote_is_read_as_they_read_it(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*GOLDENS, *FAMILIES, *LLM_COMPRESSOR])
-def test_answers_of_what_real_writers_wrote(name: str, tmp_path: Path) -> None:
-    rounded = name.endswith("fp8-heads")  # keys and values too, which the twin does not do
+def test_answers_of_golden_checkpoints(name: str, tmp_path: Path) -> None:
+    rounded = name.endswith("fp8-heads")  # keys and values are quantized too, unlike the twin's
     tolerance = 0.5 if rounded else tolerance_of(LLM_COMPRESSOR.get(name, "int4"))
     twin = twin_of(GOLDEN / name, tmp_path / "twin")
     assert_served_like(twin, engine_of(GOLDEN / name), tolerance, mean=rounded)
@@ -166,7 +166,7 @@ def test_scales_of_heads_that_llm_compressor_calibrated() -> None:
         scales = [stored[f"model.layers.{number}.self_attn.{kind}_scale"].flatten() for kind in "kv"]
         assert layer.attention.kv_scales is not None
         assert torch.equal(layer.attention.kv_scales, torch.stack(scales))
-        assert len(set(scales[0].tolist())) == 2, "each head has its own"
+        assert len(set(scales[0].tolist())) == 2, "each head has its own scale"
 
 
 def edited(name: str, folder: Path, change: Callable[[dict[str, Tensor], dict[str, Any]], None]) -> Path:
@@ -179,7 +179,7 @@ def edited(name: str, folder: Path, change: Callable[[dict[str, Tensor], dict[st
     return folder
 
 
-def test_the_second_format_of_gptq_stores_true_zeros(tmp_path: Path) -> None:
+def test_the_second_format_of_gptq_stores_unshifted_zeros(tmp_path: Path) -> None:
     def second(tensors: dict[str, Tensor], settings: dict[str, Any]) -> None:
         settings["checkpoint_format"] = "gptq_v2"
         for name in tensors:
@@ -199,12 +199,12 @@ def test_a_lone_file_may_have_the_name_that_autogptq_gives_it(tmp_path: Path) ->
     folder = edited("gptq", tmp_path / "named", lambda tensors, _: None)
     (folder / "model.safetensors").rename(folder / "gptq_model-4bit-32g.safetensors")
     with pytest.raises(CheckpointError, match=r"model.safetensors or model.safetensors.index.json is needed"):
-        engine_of(folder)  # there is the file of expected numbers, too
+        engine_of(folder)  # the folder also contains the file of expected weights
     (folder / "expected.safetensors").unlink()
     assert built(folder, kv_blocks=8).parameters > 0
 
 
-def test_biases_of_zeros_are_no_harm(tmp_path: Path) -> None:
+def test_biases_of_zeros_are_accepted(tmp_path: Path) -> None:
     folder = edited(
         "gptq", tmp_path / "biased", lambda t, _: t.update({"model.layers.0.self_attn.o_proj.bias": torch.zeros(64)})
     )
@@ -215,7 +215,7 @@ def test_biases_of_zeros_are_no_harm(tmp_path: Path) -> None:
 def test_autofp8_checkpoints_with_scales_of_the_cache(
     names: tuple[str, ...], written: Callable[[str, str], Written], tmp_path: Path
 ) -> None:
-    """AutoFP8 writes `kv_cache_scheme` as a word and scales as scalars; early versions: one for keys and values."""
+    """AutoFP8 writes `kv_cache_scheme` as a string and scales as scalars; early versions have one for both."""
     made = written("fp8-static", "llama")
     folder = Path(shutil.copytree(made.folder, tmp_path / "autofp8"))
     tensors = {name: t.reshape(()) if name.endswith("_scale") else t for name, t in read(folder).items()}
@@ -252,20 +252,20 @@ def test_autofp8_checkpoints_with_scales_of_the_cache(
         r"layers",
     ],
 )
-def test_patterns_mean_what_the_library_says(pattern: str) -> None:
+def test_patterns_match_as_in_the_library(pattern: str) -> None:
     modules = (*(f"self_attn.{name}_proj" for name in "qkvo"), *(f"mlp.{name}_proj" for name in ("gate", "up", "down")))
     names = ["lm_head", *(f"model.layers.{layer}.{module}" for layer in (0, 1, 10, 31) for module in modules)]
     target = f"re:{pattern}"
     meant = [name for name in names if match_name(name, target)]
     assert [name for name in names if is_named(name, target)] == meant
-    assert bool(meant) is (pattern != "layers"), "a pattern is matched from the beginning"
+    assert bool(meant) is (pattern != "layers"), "a pattern is matched from the start of a name"
 
 
 @pytest.mark.parametrize("first", ["Linear", "re:.*down_proj"])
-def test_who_names_a_module_goes_before_who_means_all(
+def test_a_group_that_names_a_module_precedes_a_general_one(
     first: str, written: Callable[[str, str], Written], tmp_path: Path
 ) -> None:
-    """Where two groups of compressed-tensors match a module, in any order, the library says which one applies."""
+    """If two groups of compressed-tensors match a module, in any order, the same applies as in the library."""
     fours, eights = written("int4", "llama"), written("w8a16-packed", "llama")
     folder = Path(shutil.copytree(fours.folder, tmp_path / "mixed"))
     down = {name: tensor for name, tensor in read(eights.folder).items() if ".down_proj." in name}
@@ -288,7 +288,7 @@ def test_who_names_a_module_goes_before_who_means_all(
 
 
 def test_the_w8a16_preset_is_int8_in_groups() -> None:
-    """llm-compressor takes its presets from compressed-tensors, so this is the preset of both."""
+    """llm-compressor uses the presets of compressed-tensors, so this is the preset of both."""
     preset = preset_name_to_scheme("W8A16", ["Linear"]).model_dump(mode="json")
     read_as = CompressedTensors.of({"format": "pack-quantized", "config_groups": {"group_0": preset}})
     assert read_as.is_grouped_int8("model.layers.0.mlp.up_proj")
@@ -296,7 +296,7 @@ def test_the_w8a16_preset_is_int8_in_groups() -> None:
 
 
 def test_act_order_of_compressed_tensors(written: Callable[[str, str], Written], tmp_path: Path) -> None:
-    """The library no longer writes it; older checkpoints have it. Columns lie in another order, described by g_idx."""
+    """The library no longer writes act-order, but older checkpoints have it: g_idx is the group of each column."""
     made = written("int4-asymmetric", "llama")
     folder = tmp_path / "ordered"
     shutil.copytree(made.folder, folder)
@@ -316,12 +316,12 @@ def test_act_order_of_compressed_tensors(written: Callable[[str, str], Written],
     torch.testing.assert_close(read_back.dequantize(torch.float32), plain.dequantize(torch.float32)[:, order])
 
 
-# ---- rounding as weights come in ----
+# ---- quantizing while weights are loaded ----
 
 
 @pytest.mark.parametrize("kind", quantized_weights.QUANTIZERS)
 @pytest.mark.parametrize("shape", ["llama", "mistral", "qwen2", "qwen3"])
-def test_plain_weights_are_rounded_as_they_come_in(kind: str, shape: str, tmp_path: Path) -> None:
+def test_plain_weights_are_quantized_while_they_are_loaded(kind: str, shape: str, tmp_path: Path) -> None:
     plain = make_checkpoint(tmp_path / "plain", SHAPES[shape])
     twin = Path(shutil.copytree(plain, tmp_path / "twin", ignore=shutil.ignore_patterns("*.safetensors*")))
     tensors = read(plain)
@@ -344,7 +344,7 @@ def test_answers_do_not_depend_on_the_batch(kind: str, tmp_path: Path) -> None:
         assert (alone.tokens, alone.logprobs) == (together[one.key].tokens, together[one.key].logprobs)
 
 
-def test_the_demo_model_in_fewer_bytes(checkpoint: Callable[[str], Path]) -> None:
+def test_the_quantized_demo_model_takes_fewer_bytes(checkpoint: Callable[[str], Path]) -> None:
     plain = engine_of(checkpoint("demo"))
     sizes = {kind: engine_of(checkpoint("demo"), quantize=kind).memory.weights for kind in ("int8", "int4")}
     embedding = 4 * count_embeddings(load_config(checkpoint("demo")))
@@ -376,12 +376,12 @@ def test_a_plain_model_is_never_whole_in_memory(
 
     monkeypatch.setattr(Checkpoint, "opened", watched)
     engine_of(checkpoint("demo"), quantize="int4")
-    assert 1 <= most <= 3, "no more than the parts of one fused projection"
+    assert 1 <= most <= 3, "no more than one fused projection is in memory"
 
 
 @pytest.mark.parametrize("kind", WRITERS)
-def test_what_weights_will_take_is_known_before(kind: str, written: Callable[[str, str], Written]) -> None:
-    """Also where a CPU stores plain numbers, which take four or eight times the bytes of the file."""
+def test_the_size_of_weights_is_estimated_before_loading(kind: str, written: Callable[[str, str], Written]) -> None:
+    """The estimate includes formats that a CPU stores dequantized, in four or eight times the bytes of the file."""
     folder = written(kind, "wide").folder
     reader = reader_of(read_config(folder).quantization, None)
     assert reader is not None
@@ -389,13 +389,13 @@ def test_what_weights_will_take_is_known_before(kind: str, written: Callable[[st
     assert told == pytest.approx(engine_of(folder).memory.weights, rel=0.1)
 
 
-def test_random_models_are_rounded_too() -> None:
+def test_random_models_are_quantized_too() -> None:
     made = built(presets.folder_of("random:tiny"), kv_blocks=256, max_batch_size=16, quantize="int4")
     engine = made.engine
     assert run(engine, job(0, [5, 6, 7], max_tokens=8, ignore_eos=True))[0].tokens
     assert engine.memory.weights < 4 * made.parameters
 
 
-def test_blocks_of_rounded_and_plain_models_never_mix(checkpoint: Callable[[str], Path]) -> None:
+def test_quantized_and_plain_models_share_no_blocks(checkpoint: Callable[[str], Path]) -> None:
     layouts = {engine_of(checkpoint("llama"), quantize=kind).block_layout for kind in (None, "int8", "int4")}
     assert len(layouts) == 3

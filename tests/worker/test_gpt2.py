@@ -1,4 +1,4 @@
-"""GPT-2's own ways: names with and without a prefix, stored masks, transposed weights; and what is refused by name."""
+"""Properties of GPT-2 checkpoints: names with and without a prefix, stored masks, transposed weights, and refusals."""
 
 import json
 import shutil
@@ -28,12 +28,12 @@ _LINEARS = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 
 @pytest.fixture
 def plain(tmp_path: Path) -> Path:
-    """A GPT-2 in one file, with numbers that formats of 4 bits can share out."""
+    """A GPT-2 in one file, with widths that 4-bit formats can divide into groups."""
     return make_checkpoint(tmp_path / "plain", Shape("gpt2"))
 
 
 def edit(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Path:
-    """Rewrite the weights of a checkpoint in one file."""
+    """Changes the weights of a checkpoint with one file."""
     path = folder / "model.safetensors"
     tensors = {name: tensor.contiguous() for name, tensor in change(load_file(path)).items()}
     save_file(tensors, path, {"format": "pt"})
@@ -105,7 +105,7 @@ def test_a_damaged_checkpoint_is_refused_with_its_reason(
         ),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(plain: Path, setting: dict[str, Any], reason: str) -> None:
+def test_unsupported_settings_are_refused_by_name(plain: Path, setting: dict[str, Any], reason: str) -> None:
     path = plain / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | setting))
     with pytest.raises(CheckpointError, match=reason):
@@ -114,7 +114,7 @@ def test_what_is_not_supported_is_refused_by_name(plain: Path, setting: dict[str
 
 @pytest.mark.parametrize("kind", ["int8", "int4", "fp8", "nf4"])
 def test_weights_are_rounded_as_they_are_loaded(plain: Path, kind: str, tmp_path: Path) -> None:
-    """As transformers serves the rounded weights; a scale belongs to an output, so they are rounded transposed."""
+    """The reference is transformers with rounded weights; a scale belongs to an output, so they are transposed."""
     twin = Path(shutil.copytree(plain, tmp_path / "twin"))
 
     def rounded(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -128,7 +128,7 @@ def test_weights_are_rounded_as_they_are_loaded(plain: Path, kind: str, tmp_path
     assert_served_like(twin, engine_of(plain, quantize=kind), tolerance_of(kind))
 
 
-def test_its_numbers_are_counted_as_openai_counted_them(tmp_path: Path) -> None:
+def test_parameters_are_counted_as_openai_counted_them(tmp_path: Path) -> None:
     settings = {"architectures": ["GPT2LMHeadModel"], "vocab_size": 50257, "n_positions": 1024, "n_embd": 768}
     (tmp_path / "config.json").write_text(json.dumps({**settings, "n_layer": 12, "n_head": 12, "eos_token_id": 50256}))
     config = load_config(tmp_path)
@@ -138,8 +138,8 @@ def test_its_numbers_are_counted_as_openai_counted_them(tmp_path: Path) -> None:
     assert count_embeddings(config) == (50257 + 1024) * 768
 
 
-def test_answers_end_with_the_context(plain: Path) -> None:
-    """The last learned position is used, and there is none behind it."""
+def test_answers_end_at_the_end_of_the_context(plain: Path) -> None:
+    """The last learned position is used; there is none after it."""
     engine = engine_of(plain)
     answer = run(engine, job(0, prompt_of(CONTEXT - 5, vocab=VOCAB), max_tokens=5, ignore_eos=True))[0]
     assert len(answer.tokens) == 5
@@ -150,9 +150,9 @@ def test_answers_end_with_the_context(plain: Path) -> None:
 def test_verify_compares_gpt2_and_compress_refuses_it_by_name(plain: Path, tmp_path: Path) -> None:
     same = shutil.copytree(plain, tmp_path / "same")
     few = ("--windows", "1", "--length", "96", "--answers", "0")
-    told = CliRunner().invoke(verify.cli.app, [str(plain), str(same), *few])
-    assert told.exit_code == 0, told.output
+    result = CliRunner().invoke(verify.cli.app, [str(plain), str(same), *few])
+    assert result.exit_code == 0, result.output
     for method in ("int8", "awq", "gptq"):
-        told = CliRunner().invoke(compress.cli.app, [method, str(plain), str(tmp_path / method)])
+        result = CliRunner().invoke(compress.cli.app, [method, str(plain), str(tmp_path / method)])
         reason = "model_type gpt2 is not supported; known are Llama, Mistral, Qwen2 and Qwen3"
-        assert (told.exit_code, told.output.strip()) == (1, f"weft compress: {plain}: {reason}")
+        assert (result.exit_code, result.output.strip()) == (1, f"weft compress: {plain}: {reason}")

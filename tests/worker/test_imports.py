@@ -1,4 +1,4 @@
-"""A worker runs with what its extra in pyproject.toml installs."""
+"""A worker needs only the packages of its extra in pyproject.toml."""
 
 import subprocess
 import sys
@@ -28,9 +28,9 @@ def test_the_worker_imports_no_transformers() -> None:
     assert int(done.stdout) > 60
 
 
-def test_what_the_tests_compare_with_is_installed_for_them() -> None:
+def test_the_packages_of_the_tests_are_in_their_extra() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     named = {extra: {line.partition("=")[0].partition(">")[0] for line in lines} for extra, lines in extras.items()}
     assert "transformers" not in named["worker"]
     assert "transformers" in named["dev"]
-    assert named["worker"] >= {"huggingface_hub", "tokenizers", "jinja2"}, "hub ids, and checks of the tokenizer"
+    assert named["worker"] >= {"huggingface_hub", "tokenizers", "jinja2"}, "for hub ids and tokenizer checks"

@@ -1,4 +1,4 @@
-"""The packed step says exactly what was planned: what is written is what is read."""
+"""The packed step: the values that the engine packs are those that the runner unpacks."""
 
 from typing import Any
 
@@ -23,10 +23,10 @@ def sequence(slot: int, tokens: list[int], prompt_len: int | None = None, **para
     return made
 
 
-def test_rows_carry_tokens_that_the_device_cannot_know() -> None:
+def test_rows_have_the_tokens_that_the_device_has_not_sampled() -> None:
     prompt = sequence(3, [10, 11, 12, 13, 14])
     answering = sequence(0, [20, 21])
-    answering.tokens.append(99)  # sampled on the device, and still there
+    answering.tokens.append(99)  # sampled on the device, which still has it
     words = packing.pack([], [Row(answering, 2, 1, True), Row(prompt, 1, 3, False)])
     assert words.dtype == np.int32
     edits, rows = step.unpack(words)
@@ -35,7 +35,7 @@ def test_rows_carry_tokens_that_the_device_cannot_know() -> None:
     assert rows.ids.tolist() == [-1, 11, 12, 13]
 
 
-def test_new_blocks_are_told_once() -> None:
+def test_new_blocks_are_sent_once() -> None:
     one = sequence(2, [1, 2, 3])
     one.blocks = [7, 5]
     edits, _ = step.unpack(packing.pack([packing.new_blocks(one)], []))
@@ -46,7 +46,7 @@ def test_new_blocks_are_told_once() -> None:
     assert edits[0][2].tolist() == [2, 9]
 
 
-def test_admission_tells_what_sampling_needs_and_no_more() -> None:
+def test_an_admission_has_the_fields_that_sampling_needs() -> None:
     plain = step.unpack(packing.pack([packing.admit(sequence(1, [1, 2]), (9,))], []))[0]
     assert [edit for edit, _, _ in plain] == [Edit.ADMIT]
     rich = sequence(
@@ -59,7 +59,7 @@ def test_admission_tells_what_sampling_needs_and_no_more() -> None:
     assert told[Edit.BAN].tolist() == [4, 8, 9]
 
 
-def test_end_tokens_are_not_banned_when_they_are_ignored_anyway() -> None:
+def test_ignored_end_tokens_are_not_banned() -> None:
     ignoring = sequence(1, [4], min_tokens=4, ignore_eos=True)
     assert [edit for edit, _, _ in step.unpack(packing.pack([packing.admit(ignoring, (9,))], []))[0]] == [Edit.ADMIT]
 
@@ -71,7 +71,7 @@ def test_end_tokens_are_not_banned_when_they_are_ignored_anyway() -> None:
     logprobs=st.none() | st.integers(0, 20),
     frequency=st.floats(-2, 2, width=32),
 )
-def test_slot_state_survives_the_way(
+def test_slot_state_is_unpacked_as_it_was_packed(
     seed: int, temperature: float, top_k: int, logprobs: int | None, frequency: float
 ) -> None:
     one = sequence(

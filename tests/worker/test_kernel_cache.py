@@ -1,4 +1,4 @@
-"""Kernels compiled while weights load: when it is done, how it is seen, and that no failure of it fails a start."""
+"""Kernels are compiled while weights are loaded: conditions, progress, and failures, which do not fail a start."""
 
 import contextlib
 import json
@@ -28,31 +28,31 @@ ORDER = {"folder": "/model", "options": {}}
 
 
 def changed(**options: Any) -> EngineOptions:
-    """OPTIONS with others."""
+    """OPTIONS with these changes."""
     return OPTIONS.model_copy(update=options)
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Triton's cache, empty."""
+    """An empty Triton cache."""
     monkeypatch.setattr(compile_cache, "cache_folder", lambda: tmp_path / "cache")
     return tmp_path / "cache"
 
 
 def program(*lines: str) -> list[str]:
-    """A process that takes the order and then does this."""
+    """The command of a process that reads its input and then runs these lines."""
     return [sys.executable, "-c", "\n".join(("import json, os, sys, time", "order = sys.stdin.readline()", *lines))]
 
 
 def run(command: list[str], silence_s: float = 60.0) -> tuple[bool, list[tuple[str, int, int]]]:
-    """Whether it compiled everything, and the progress that was reported."""
+    """Whether the process compiled everything, and the progress that it reported."""
     seen: list[tuple[str, int, int]] = []
     with Compilation(command, ORDER, silence_s) as compilation:
         good = compilation.wait(lambda *told: seen.append(told))
     return good, seen
 
 
-def test_progress_is_a_phase_of_its_own() -> None:
+def test_compiling_is_reported_as_a_phase() -> None:
     good, seen = run(
         program(
             "assert json.loads(order)['folder'] == '/model'",
@@ -78,7 +78,7 @@ def test_progress_is_a_phase_of_its_own() -> None:
         [sys.executable, "-c", "pass", "and reads no order"],
     ],
 )
-def test_whatever_goes_wrong_is_no_error_of_the_start(command: list[str]) -> None:
+def test_a_failed_compilation_does_not_fail_the_start(command: list[str]) -> None:
     good, seen = run(command)
     assert good == (command[-1] == "and reads no order")
     assert all(phase == "kernels" for phase, _, _ in seen)
@@ -91,8 +91,8 @@ def test_a_process_that_reports_nothing_is_given_up() -> None:
     assert time.monotonic() - began < 30
 
 
-def test_nothing_goes_on_when_loading_has_failed(tmp_path: Path) -> None:
-    """The process, and what it has forked, ends with the context."""
+def test_compiling_stops_when_loading_has_failed(tmp_path: Path) -> None:
+    """The process and its children end with the context."""
     lines = ["os.fork()", "open(sys.argv[1] + str(os.getpid()), 'w').close()", "time.sleep(600)"]
     compilation = Compilation([*program(*lines), f"{tmp_path}/pid-"], ORDER)
     with contextlib.suppress(CheckpointError), compilation:
@@ -107,14 +107,14 @@ def test_nothing_goes_on_when_loading_has_failed(tmp_path: Path) -> None:
 
 
 def running(pid: int) -> bool:
-    """Whether a process is there and no zombie."""
+    """Whether a process exists and is no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
 
 
-def test_it_is_done_only_where_it_helps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_compiled_only_if_needed_and_possible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_cache, "command", lambda: program("print(json.dumps({'done': 1, 'total': 1}))"))
     monkeypatch.setattr(kernel_cache, "processes", lambda: 8)
     marker, much = Marker(CONFIG, None, OPTIONS), 1 << 40
@@ -130,13 +130,13 @@ def test_it_is_done_only_where_it_helps(tmp_path: Path, monkeypatch: pytest.Monk
     assert not started()
     monkeypatch.setattr(kernel_cache, "processes", lambda: 8)
     marker.set()
-    assert not started(), "the cache has everything"
+    assert not started(), "the cache has every kernel"
     monkeypatch.setattr(kernel_cache, "command", lambda: ["/no/such/python"])
     marker = Marker(CONFIG, None, changed(dtype="bfloat16"))
     assert not started()
 
 
-def test_a_marker_is_of_a_shape_on_a_machine(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_marker_belongs_to_a_shape_and_a_machine(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Marker(CONFIG, None, OPTIONS).set()
     same = (
         (replace(CONFIG, layers=8, windows=(None, 64) * 4, eos_token_ids=(2,)), None, OPTIONS),
@@ -155,14 +155,14 @@ def test_a_marker_is_of_a_shape_on_a_machine(cache: Path, monkeypatch: pytest.Mo
     assert not Marker(CONFIG, None, OPTIONS).is_set()
 
 
-def test_a_cache_that_cannot_be_written_is_no_error(cache: Path) -> None:
+def test_an_unwritable_cache_is_no_error(cache: Path) -> None:
     cache.write_text("no folder")
     marker = Marker(CONFIG, None, OPTIONS)
     marker.set()
     assert not marker.is_set()
 
 
-# A driver that says there is a Hopper: a launch asks it for nothing else before it compiles.
+# A driver that reports a Hopper, which is all that a launch reads from it before it compiles.
 LAUNCHES = """
 import json, sys
 import torch, triton
@@ -190,7 +190,7 @@ print(json.dumps(sorted({each.kernel.fn.__name__ for each in found})))
 
 @pytest.mark.parametrize("quantize", ["", "int4"])
 def test_all_kernels_of_a_start_are_found_without_launching_one(quantize: str) -> None:
-    """On the CPU, where no kernel could be launched: those for any GPU."""
+    """On a CPU no kernel can be launched, so the kernels for any GPU are recorded only."""
     done = subprocess.run(
         [sys.executable, "-c", LAUNCHES, quantize],
         env=os.environ | {"TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"},
@@ -204,7 +204,7 @@ def test_all_kernels_of_a_start_are_found_without_launching_one(quantize: str) -
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU it compiles")
-def test_weft_warm_says_what_it_needs() -> None:
+def test_weft_warm_without_a_gpu_ends_with_one_line() -> None:
     command = [sys.executable, "-c", "from weft.main import main; main()", "warm", "--model", "random:tiny"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (os.EX_CONFIG, "")
@@ -212,7 +212,7 @@ def test_weft_warm_says_what_it_needs() -> None:
 
 
 def test_the_process_that_compiles_reports_its_failure(tmp_path: Path) -> None:
-    """It is told of a folder without a model."""
+    """The process receives a folder without a model."""
     compilation = kernel_cache.start(tmp_path, OPTIONS)
     with compilation:
         assert not compilation.wait(lambda phase, done, total: None)

@@ -1,4 +1,4 @@
-"""Keys and values stored in 8 bits: how near answers stay, what fits, what the checkpoint says, what stays the same."""
+"""Keys and values stored in 8 bits: accuracy of answers, memory, scales of the checkpoint, deterministic mode."""
 
 import json
 import shutil
@@ -26,13 +26,13 @@ from tests.worker.drive import Answer, decoder_of, job, open_engine, prompt_of, 
 
 PROMPTS = [prompt_of(length) for length in (5, 33, 90)]
 TOKENS = 24
-# Of 72 choices, and the mean difference of a log-probability: three bits of mantissa are few for models this small.
+# Equal choices of 72, and mean difference of log-probabilities: 3 bits of mantissa are few for such small models.
 NEARNESS = {"int8": (66, 0.06), "fp8": (45, 0.3)}
 
 
 @pytest.mark.parametrize("shape", ["llama", "mistral-window", "qwen3", "demo"])
 def test_answers_stay_near_those_of_full_precision(shape: str, engine: EngineMaker) -> None:
-    """Each token is asked for after the exact engine's own text."""
+    """Each token is generated after the tokens of the exact engine (teacher forcing)."""
     exact = run(engine(shape), *[job(key, prompt, max_tokens=TOKENS, logprobs=0) for key, prompt in enumerate(PROMPTS)])
     agreed: dict[str, int] = {}
     for kind, (fewest, most) in NEARNESS.items():
@@ -46,12 +46,12 @@ def test_answers_stay_near_those_of_full_precision(shape: str, engine: EngineMak
         agreed[kind] = sum(answer.tokens[0] == its.tokens[at] for its, at, answer in pairs)
         mean = statistics.mean(_difference(its, at, answer) for its, at, answer in pairs)
         assert agreed[kind] >= fewest
-        assert 0 < mean < most  # equal log-probabilities would mean that nothing was rounded
+        assert 0 < mean < most  # a difference of zero would mean that no value was rounded
     assert agreed["int8"] >= agreed["fp8"]
 
 
 def _difference(its: Answer, at: int, answer: Answer) -> float:
-    """Of the exact engine's choice; 0 where it is not among the most likely ones."""
+    """Difference of log-probability of the exact engine's token; 0 if it is not among the most likely ones."""
     own, tops = its.logprobs[at], answer.tops[0]
     assert own is not None
     assert tops is not None
@@ -82,7 +82,7 @@ def test_blocks_move_out_and_back(engine: EngineMaker, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
-def test_deterministic_mode_holds_with_them(engine: EngineMaker, kind: str) -> None:
+def test_deterministic_mode_holds_with_8_bit_keys_and_values(engine: EngineMaker, kind: str) -> None:
     wanted = [
         job(key, prompt_of(20 + 31 * key), max_tokens=20, temperature=0.9, seed=key, logprobs=0) for key in range(4)
     ]
@@ -99,7 +99,7 @@ def test_deterministic_mode_holds_with_them(engine: EngineMaker, kind: str) -> N
 
 
 def with_scales(folder: Path, target: Path, scales: dict[str, torch.Tensor]) -> Path:
-    """A copy of a one-file checkpoint with more tensors."""
+    """A copy of a one-file checkpoint with additional scale tensors."""
     shutil.copytree(folder, target)
     save_file(load_file(target / "model.safetensors") | scales, target / "model.safetensors", {"format": "pt"})
     return target
@@ -109,8 +109,8 @@ def open_fp8(folder: Path) -> GenerationEngine:
     return open_engine(folder, kv_blocks=64, kv_dtype="fp8")
 
 
-def test_scales_of_the_checkpoint_count(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    """Scales that throw nearly all precision away show in the answer; powers of two hardly do."""
+def test_scales_of_the_checkpoint_are_used(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """Scales that lose nearly all precision change the answer; powers of two hardly change it."""
     folder, layer = checkpoint("llama"), "model.layers.0.self_attn"
     named = {f"{layer}.k_scale": torch.tensor([0.5, 2.0]), f"{layer}.v_scale": torch.tensor(0.25)}
     fine = open_fp8(with_scales(folder, tmp_path / "fine", named))
@@ -132,7 +132,7 @@ def test_scales_of_the_checkpoint_count(checkpoint: Callable[[str], Path], tmp_p
 def test_a_checkpoint_calibrated_for_fp8_is_served_in_fp8(
     checkpoint: Callable[[str], Path], tmp_path: Path, strategy: str, queries: bool
 ) -> None:
-    """Written by compressed-tensors; nobody asks for a format. Calibrated for queries too, they stay as they are."""
+    """The checkpoint selects fp8 without an option. Its scales of queries are not used."""
     model: Any = AutoModelForCausalLM.from_pretrained(checkpoint("llama"), dtype=torch.float32)
     stored = QuantizationArgs(num_bits=8, type="float", symmetric=True, strategy=strategy, dynamic=False)
     attention = {"attention": QuantizationScheme(targets=["LlamaAttention"], input_activations=stored)}
@@ -160,7 +160,7 @@ def test_a_checkpoint_calibrated_for_fp8_is_served_in_fp8(
     ("scale", "complaint"),
     [(torch.ones(5), "has 5 scales for 2 key/value heads"), (torch.tensor(0.0), "not positive numbers")],
 )
-def test_scales_that_make_no_sense_are_refused(
+def test_invalid_scales_are_refused(
     checkpoint: Callable[[str], Path], tmp_path: Path, scale: torch.Tensor, complaint: str
 ) -> None:
     folder = with_scales(checkpoint("llama"), tmp_path / "bad", {"model.layers.1.self_attn.v_scale": scale})
@@ -172,7 +172,7 @@ def test_scales_that_make_no_sense_are_refused(
 
 
 def louder(folder: Path, target: Path, times: float) -> Path:
-    """A copy whose first layer's values are so many times larger, and its output's weights so many times smaller."""
+    """A copy with the first layer's values `times` larger and its output weights `times` smaller."""
     tensors, layer = load_file(folder / "model.safetensors"), "model.layers.0.self_attn"
     tensors[f"{layer}.v_proj.weight"] *= times
     tensors[f"{layer}.o_proj.weight"] /= times
@@ -189,7 +189,7 @@ def open_measured(folder: Path, **options: Any) -> GenerationEngine:
 def test_measured_scales_hold_numbers_beyond_those_of_fp8(
     checkpoint: Callable[[str], Path], tmp_path: Path, times: float
 ) -> None:
-    """Values too large or too small for fp8: with measured scales nothing is lost by that."""
+    """Measured scales keep the precision of values that are too large or too small for fp8."""
     plain, loud = checkpoint("llama"), louder(checkpoint("llama"), tmp_path / "loud", times)
     wanted = job(1, prompt_of(40), max_tokens=12, logprobs=0)
     good, same, lost = (

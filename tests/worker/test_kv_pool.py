@@ -1,4 +1,4 @@
-"""The memory of blocks: a GPU's pool, which runs on a CPU too, and a CPU's move the same contents alike."""
+"""The pools of blocks for CPU and GPU (here on a CPU): contents can be moved between them."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ CONFIG = tiny_config(layers=3, head_dim=64)
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, kv_pages.FP8, kv_pages.INT8], ids=str)
-def test_blocks_leave_one_devices_pool_and_come_back_into_the_others(stored: torch.dtype) -> None:
+def test_blocks_move_from_one_devices_pool_to_the_others(stored: torch.dtype) -> None:
     gpu, cpu = GpuPool(CONFIG, 16, stored, torch.device("cpu")), CpuPool(CONFIG, 5, 16, stored)
     gpu.allocate(5)
     assert gpu.block_bytes == cpu.block_bytes
@@ -26,4 +26,4 @@ def test_blocks_leave_one_devices_pool_and_come_back_into_the_others(stored: tor
     assert gpu.read([1, 2, 3, 4]) == [contents[0], contents[1], contents[1], contents[0]]
     for pool, mine in ((gpu, [4, 2]), (cpu, [1, 5])):
         pool.scrub(mine[:1])
-        assert pool.read(mine) == [bytes(pool.block_bytes), contents[1]], "it alone is zero"
+        assert pool.read(mine) == [bytes(pool.block_bytes), contents[1]], "only the cleared block is zero"

@@ -1,4 +1,4 @@
-"""The end of the last layer: computed for the tokens that are sampled from, and for nobody else."""
+"""The end of the last layer is computed only for tokens that are sampled from."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from tests.worker.conftest import EngineMaker
 from tests.worker.drive import decoder_of, job, prompt_of, run, solo
 
 
-def test_only_tokens_that_are_sampled_from_pass_it(engine: EngineMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_mlp_computes_only_sampled_tokens(engine: EngineMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     made = engine(step_tokens=64)
     first, last = decoder_of(made).model.layers[0].mlp, decoder_of(made).model.layers[-1].mlp
     passed: dict[Mlp, list[int]] = {first: [], last: []}
@@ -26,8 +26,8 @@ def test_only_tokens_that_are_sampled_from_pass_it(engine: EngineMaker, monkeypa
     assert passed == {first: [64, 36, 1, 1], last: [1, 1, 1]}
 
 
-def test_a_chunk_that_nobody_samples_from_is_still_watched(engine: EngineMaker) -> None:
-    """Keys and values of the last layer are all that is left of its tokens there, and others may find them."""
+def test_a_chunk_without_a_sampled_token_is_still_checked(engine: EngineMaker) -> None:
+    """Its keys and values of the last layer are cached, so non-finite ones must fail the job."""
     made = engine(step_tokens=64)
     heads = decoder_of(made).model.config.kv_heads * decoder_of(made).model.config.head_dim
     decoder_of(made).model.layers[-1].attention.qkv.weight[-heads:] = torch.nan
@@ -35,5 +35,5 @@ def test_a_chunk_that_nobody_samples_from_is_still_watched(engine: EngineMaker) 
     assert failed.error is not None
     assert (failed.reason, failed.error.reason) == (EndReason.ERROR, "NUMERIC")
     assert all(bool(torch.isfinite(layer).all()) for layer in decoder_of(made).kv.layers), (
-        "a later owner would meet NaN"
+        "a later owner of the block would read NaN"
     )

@@ -27,7 +27,7 @@ from weft.launch.demo_model import model_folder
 
 
 async def written(link: GatewayLink[object]) -> list[mesh.RunResponse]:
-    """Closes the link. -> all its messages."""
+    """Closes the link and returns all its messages."""
     link.close()
     return [message async for message in link]
 
@@ -44,7 +44,7 @@ async def test_a_gateway_that_keeps_up_receives_one_message_per_step() -> None:
         assert entries(await anext(stream)) == [(1, position, 40 + position)]
     waiting = asyncio.ensure_future(anext(stream))
     await asyncio.sleep(0)
-    assert not waiting.done(), "there is nothing to send"
+    assert not waiting.done(), "an empty message is not sent"
     link.send_end(mesh.JobEnd(stream_id=1, reason=api.FINISH_REASON_LENGTH))
     assert [end.stream_id for end in (await waiting).ends] == [1]
 
@@ -92,7 +92,7 @@ async def test_the_link_of_a_gateway_that_does_not_read_is_closed() -> None:
     before = link.overrun
     link.send_token(1, TokenOut(7, 0, 1))
     assert (before, link.overrun) == (False, True)
-    assert sum([len(message.stream_ids) async for message in link]) == 1, "it ends, and drops what was unsent"
+    assert sum([len(message.stream_ids) async for message in link]) == 1, "the link ends and drops unsent messages"
 
 
 class RecordingEngine:

@@ -1,4 +1,4 @@
-"""The memory estimate: what goes where, and advice that helps when it does not fit."""
+"""The memory estimate: sizes of weights and KV pool, and advice if they do not fit."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -37,13 +37,13 @@ def test_a_pool_holds_a_full_batch_of_full_sequences_if_there_is_room(config: Mo
     assert roomy.weights == 4 * PARAMETERS
 
 
-def test_and_at_most_a_quarter_of_what_is_left_if_not(config: ModelConfig) -> None:
+def test_a_pool_takes_at_most_a_quarter_of_scarce_memory(config: ModelConfig) -> None:
     tight = plan(config, 80 * MIB)
     assert tight.kv_tokens < 64 * 512
     assert tight.kv <= (80 * MIB - tight.weights - tight.workspace) / 4
 
 
-def test_a_given_size_is_kept(config: ModelConfig) -> None:
+def test_a_configured_size_is_used(config: ModelConfig) -> None:
     assert plan(config, kv_blocks=77).kv_blocks == 77
     by_bytes = plan(config, kv_bytes=3 * MIB)
     assert 0.9 * 3 * MIB < by_bytes.kv <= 3 * MIB
@@ -59,7 +59,7 @@ def test_a_given_size_is_kept(config: ModelConfig) -> None:
         (1000 * MIB, {"kv_bytes": 100_000}, "lower max_seq_length or raise kv_bytes"),
     ],
 )
-def test_what_does_not_fit_comes_with_advice(
+def test_the_error_of_a_model_that_does_not_fit_has_advice(
     config: ModelConfig, available: int, options: dict[str, Any], advice: str
 ) -> None:
     with pytest.raises(MemoryShortage) as caught:
@@ -73,11 +73,11 @@ def test_a_context_beyond_the_models_is_refused(config: ModelConfig) -> None:
         plan(config, max_seq_length=600)
 
 
-def test_this_machine_has_some_memory() -> None:
+def test_the_available_memory_is_positive() -> None:
     assert 64 * MIB < available_memory() < 2**50
 
 
-def test_a_checkpoint_that_was_read_takes_nothing_of_a_containers_memory(tmp_path: Path) -> None:
+def test_the_page_cache_of_a_checkpoint_counts_as_available_memory(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text(f"{48 * MIB}\n")
     (tmp_path / "memory.current").write_text(f"{40 * MIB}\n")
     assert available_memory(tmp_path) == 8 * MIB
@@ -85,7 +85,7 @@ def test_a_checkpoint_that_was_read_takes_nothing_of_a_containers_memory(tmp_pat
     assert available_memory(tmp_path) == 38 * MIB
 
 
-def test_a_worker_that_would_not_fit_says_so_before_it_reads_weights(checkpoint: Callable[[str], Path]) -> None:
+def test_a_worker_that_does_not_fit_fails_before_it_reads_weights(checkpoint: Callable[[str], Path]) -> None:
     told: list[str] = []
     with pytest.raises(MemoryShortage):
         build_engine(
@@ -94,9 +94,7 @@ def test_a_worker_that_would_not_fit_says_so_before_it_reads_weights(checkpoint:
     assert "weights" not in told
 
 
-def test_the_log_tells_size_and_concurrency(
-    checkpoint: Callable[[str], Path], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_log_has_size_and_concurrency(checkpoint: Callable[[str], Path], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         open_engine(checkpoint("llama"), kv_blocks=64)
     assert "1024 tokens, 2.0 sequences of 512" in caplog.text

@@ -18,22 +18,22 @@ CHANGES_BITS: dict[str, Any] = {
     "threads": 3,
 }
 CHANGES_NO_BIT = {
-    "max_batch_size",  # sizes of batches, chunks and blocks: the deterministic mode makes them irrelevant
+    "max_batch_size",  # sizes of batches, chunks and blocks: in deterministic mode they change no bit
     "max_seq_length",
     "block_size",
     "step_tokens",
     "chunk_tokens",
     "kv_bytes",
     "kv_blocks",
-    "prefix_cache",  # where keys and values are, not what they are
+    "prefix_cache",  # where keys and values are stored, not their values
     "host_kv_bytes",
-    "paced_step_ms",  # when tokens come, not which ones
+    "paced_step_ms",  # the time of tokens, not their values
     "paced_prefill_rate",
 }
 STRICT = EngineOptions(deterministic=True)
 
 
-def test_every_option_is_known_to_change_bits_or_not() -> None:
+def test_every_option_is_listed_as_changing_bits_or_not() -> None:
     assert set(EngineOptions.model_fields) == CHANGES_BITS.keys() | CHANGES_NO_BIT
     assert not CHANGES_BITS.keys() & CHANGES_NO_BIT
 
@@ -69,7 +69,7 @@ def layout(options: EngineOptions) -> str:
         ),
     ],
 )
-def test_fingerprints_are_made_of_what_distinguishes_models(options: dict[str, Any], parts: list[str]) -> None:
+def test_fingerprints_depend_on_the_numerics(options: dict[str, Any], parts: list[str]) -> None:
     assert EngineOptions(**options).numerics.fingerprint_parts() == parts
 
 
@@ -85,7 +85,7 @@ def test_fingerprints_are_made_of_what_distinguishes_models(options: dict[str, A
         ({"quantize": "int8"}, "int8", "", "float32+int8/16/2x4x64/0of1/int8"),
     ],
 )
-def test_layouts_of_blocks_are_made_of_what_their_contents_depend_on(
+def test_layouts_of_blocks_depend_on_the_numerics(
     options: dict[str, Any], stored: str, digest: str, expected: str
 ) -> None:
     assert EngineOptions(**options).numerics.loaded(stored, digest).block_layout(16, 2, 4, 64) == expected
@@ -98,4 +98,4 @@ def test_adapters_and_shards_are_other_numerics() -> None:
     assert adapted.block_layout(16, 2, 4, 64) != plain.block_layout(16, 2, 4, 64)
     second = Numerics("float32", "cpu", 0, deterministic=False, shard="1of2")
     assert second.block_layout(16, 2, 4, 64) != plain.block_layout(16, 2, 4, 64)
-    assert second.fingerprint_parts() == plain.fingerprint_parts(), "a sharded model is one model"
+    assert second.fingerprint_parts() == plain.fingerprint_parts(), "all shards of a model have one fingerprint"

@@ -28,7 +28,7 @@ def shape(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def oracle(shape: str, checkpoint: Callable[[str], Path]) -> Oracle:
-    """For each prompt the greedy tokens of transformers and their log-probabilities."""
+    """The greedy tokens of transformers for each prompt, with their log-probabilities."""
     model: Any = AutoModelForCausalLM.from_pretrained(checkpoint(shape), dtype=torch.float32)
     answers, margins = [], []
     for prompt in PROMPTS:
@@ -46,13 +46,13 @@ def oracle(shape: str, checkpoint: Callable[[str], Path]) -> Oracle:
         margins.append(best[:, 0] - best[:, 1])
         logprobs = torch.log_softmax(torch.stack(made.logits)[:, 0], -1).max(-1).values
         answers.append((made.sequences[0, len(prompt) :].tolist(), logprobs.tolist()))
-    assert float(torch.cat(margins).median()) > 0.1, "choices are too close for a fair comparison"
+    assert float(torch.cat(margins).median()) > 0.1, "the best tokens are too close to compare"
     return answers
 
 
 @pytest.fixture(scope="module")
 def wide(shape: str, engine: EngineMaker) -> GenerationEngine:
-    """An engine with room for all."""
+    """An engine with slots and blocks for all jobs."""
     return engine(shape, kv_blocks=1024)
 
 
@@ -72,14 +72,14 @@ def assert_equal(answers: dict[int, Answer], oracle: Oracle, first_key: int = 0)
         assert difference <= TOLERANCE, f"prompt {index}: {difference}"
 
 
-def test_alone(wide: GenerationEngine, oracle: Oracle) -> None:
+def test_answers_of_single_jobs(wide: GenerationEngine, oracle: Oracle) -> None:
     answers: dict[int, Answer] = {}
     for one in jobs(bypass_cache=True):
         answers |= run(wide, one)
     assert_equal(answers, oracle)
 
 
-def test_in_a_crowd_of_64_mixed_lengths(wide: GenerationEngine, oracle: Oracle) -> None:
+def test_answers_in_a_batch_of_64_mixed_lengths(wide: GenerationEngine, oracle: Oracle) -> None:
     crowd = [
         job(100 + i, prompt_of(3 + 2 * i, seed=1), max_tokens=20 + i, temperature=i % 2, seed=i)
         for i in range(64 - len(PROMPTS))
@@ -97,13 +97,13 @@ def test_in_a_crowd_of_64_mixed_lengths(wide: GenerationEngine, oracle: Oracle) 
     assert_equal(answers, oracle)
 
 
-def test_with_chunked_prefill(shape: str, engine: EngineMaker, oracle: Oracle) -> None:
+def test_answers_with_chunked_prefill(shape: str, engine: EngineMaker, oracle: Oracle) -> None:
     answers = run(engine(shape, max_batch_size=8, step_tokens=11), *jobs(bypass_cache=True))
     assert_equal(answers, oracle)
     assert max(answers[i].ended.cost.prefill_steps for i in answers) >= 5
 
 
-def test_after_a_prefix_hit(wide: GenerationEngine, oracle: Oracle) -> None:
+def test_answers_after_a_prefix_hit(wide: GenerationEngine, oracle: Oracle) -> None:
     run(wide, *jobs())
     answers = run(wide, *jobs(first_key=50))
     assert_equal(answers, oracle, first_key=50)
@@ -113,7 +113,7 @@ def test_after_a_prefix_hit(wide: GenerationEngine, oracle: Oracle) -> None:
         assert cost.cached_tokens + cost.prefill_tokens == len(prompt)
 
 
-def test_after_preemptions(shape: str, engine: EngineMaker, oracle: Oracle) -> None:
+def test_answers_after_preemptions(shape: str, engine: EngineMaker, oracle: Oracle) -> None:
     small = engine(shape, kv_blocks=26, max_batch_size=8)
     answers = run(small, *jobs(bypass_cache=True))
     assert_equal(answers, oracle)

@@ -15,7 +15,7 @@ from tests.worker.drive import Answer, job, prompt_of, run, solo
 
 
 class LateRunner:
-    """The CPU's runner as a device would be: a step's result comes later, while the next one is under way."""
+    """The CPU's runner with the timing of a device: a step's result is available after the next one was launched."""
 
     depth = 2
 
@@ -38,7 +38,7 @@ class LateRunner:
 
 @pytest.fixture
 def late(engine: EngineMaker) -> EngineMaker:
-    """engine(...) with two steps in flight."""
+    """A function like `engine` that opens engines with two steps in flight."""
 
     def make(shape: str = "llama", **options: object) -> GenerationEngine:
         made = engine(shape, **options)
@@ -56,7 +56,7 @@ def same(answers: dict[int, Answer], expected: dict[int, Answer]) -> None:
         assert answers[key].ended.reason is answer.ended.reason
 
 
-def test_answers_are_the_same_with_a_step_ahead(engine: EngineMaker, late: EngineMaker) -> None:
+def test_answers_are_the_same_with_two_steps_in_flight(engine: EngineMaker, late: EngineMaker) -> None:
     jobs = [job(key, prompt_of(9 + 5 * key), max_tokens=5 + 3 * key, temperature=key % 2, seed=key) for key in range(9)]
     ahead = late(step_tokens=64)
     same(run(ahead, *jobs), run(engine(), *jobs))
@@ -65,7 +65,7 @@ def test_answers_are_the_same_with_a_step_ahead(engine: EngineMaker, late: Engin
     assert ahead.stats().active_blocks == 0
 
 
-def test_who_comes_during_a_launch_is_in_the_next_step(late: EngineMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_sent_during_a_launch_is_in_the_next_step(late: EngineMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     ahead = late()
     launch, coming = ahead.runner.launch, [job(2, prompt_of(30, seed=1), max_tokens=4)]
 
@@ -80,7 +80,7 @@ def test_who_comes_during_a_launch_is_in_the_next_step(late: EngineMaker, monkey
     assert {sequence.job.key for sequence in ahead.planner.running} == {1, 2}
 
 
-def test_a_row_that_is_computed_after_a_stop_is_not_told(late: EngineMaker) -> None:
+def test_a_row_that_is_computed_after_a_stop_is_not_reported(late: EngineMaker) -> None:
     ahead = late()
     free = solo(ahead, job(1, prompt_of(20), max_tokens=24))
     stop = free.tokens[9]
@@ -91,7 +91,7 @@ def test_a_row_that_is_computed_after_a_stop_is_not_told(late: EngineMaker) -> N
     assert ahead.stats().active_blocks == 0
 
 
-def test_a_cancel_with_a_step_ahead_returns_every_block(late: EngineMaker) -> None:
+def test_a_cancel_with_two_steps_in_flight_returns_every_block(late: EngineMaker) -> None:
     ahead = late()
     run(ahead, job(1, prompt_of(20), max_tokens=200), steps=10)
     ahead.cancel(1)
@@ -117,7 +117,7 @@ def test_a_sequence_that_ends_in_flight_keeps_slot_and_blocks(late: EngineMaker)
     ahead.check_integrity()
 
 
-def test_pauses_with_a_step_ahead_change_no_token(engine: EngineMaker, late: EngineMaker) -> None:
+def test_preemptions_with_two_steps_in_flight_change_no_token(engine: EngineMaker, late: EngineMaker) -> None:
     jobs = [job(key, prompt_of(30 + key), max_tokens=40, bypass_cache=True) for key in range(8)]
     tight = late(kv_blocks=20, max_batch_size=8)
     same(run(tight, *jobs), run(engine(), *jobs))

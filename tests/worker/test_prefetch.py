@@ -1,4 +1,4 @@
-"""Fetch or recompute: the decision follows what was measured."""
+"""Fetch or recompute: the decision by measured transfer costs."""
 
 import pytest
 
@@ -22,26 +22,26 @@ def test_nothing_is_predicted_before_it_is_measured() -> None:
     assert not unknown.is_faster(1, 1e9)
 
 
-def test_a_fast_link_pays_and_a_slow_one_does_not() -> None:
+def test_a_fast_link_is_faster_than_computing_and_a_slow_one_is_not() -> None:
     six_mib_s = recompute_s(1000, 4000.0)
     assert link(0.002, 100e6).is_faster(6 * MIB, six_mib_s)
     assert not link(0.002, 1e6).is_faster(6 * MIB, six_mib_s)
-    assert not link(0.3, 100e6).is_faster(6 * MIB, six_mib_s), "the answer alone takes too long"
+    assert not link(0.3, 100e6).is_faster(6 * MIB, six_mib_s), "the latency alone exceeds the time to compute"
 
 
-def test_it_must_be_clearly_cheaper() -> None:
+def test_fetching_must_be_clearly_faster() -> None:
     even = link(0.0, MIB)
     assert not even.is_faster(MIB, 1.0)
     assert not even.is_faster(MIB, 0.99 / ADVANTAGE)
     assert even.is_faster(MIB, 1.01 / ADVANTAGE)
 
 
-def test_nothing_pays_as_long_as_the_prefill_rate_is_unknown() -> None:
+def test_nothing_is_fetched_until_the_prefill_rate_is_measured() -> None:
     assert recompute_s(1000, 0.0) == 0.0
     assert not link(0.0, 1e12).is_faster(MIB, 0.0)
 
 
-def test_one_slow_transfer_tells_more_than_many_fast_ones() -> None:
+def test_one_slow_transfer_outweighs_many_fast_ones() -> None:
     changed = link(0.001, 500e6)
     for _ in range(20):
         changed.moved(6 * MIB, 0.02)
@@ -49,7 +49,7 @@ def test_one_slow_transfer_tells_more_than_many_fast_ones() -> None:
     assert not changed.is_faster(6 * MIB, 0.25)
     for _ in range(8):
         changed.moved(6 * MIB, 0.02)
-    assert changed.is_faster(6 * MIB, 0.25), "and it recovers"
+    assert changed.is_faster(6 * MIB, 0.25), "fast transfers restore the estimate"
 
 
 def test_latency_is_not_counted_as_transfer() -> None:

@@ -1,4 +1,4 @@
-"""Observed steps of the engine: the phases of the host, what computed, the trace; nobody observes uninvited."""
+"""Profiled steps of the engine: phases of the host, kernels, the trace, and one profile at a time."""
 
 import gzip
 import json
@@ -12,7 +12,7 @@ from tests.worker.conftest import EngineMaker
 from tests.worker.drive import job, prompt_of, run
 
 
-def test_the_time_of_observed_steps_is_told_by_phase_and_by_what_computed(engine: EngineMaker) -> None:
+def test_a_profile_has_the_time_of_steps_by_phase_and_kernel(engine: EngineMaker) -> None:
     made = engine("llama")
     ordered = made.profiler.order(6)
     assert ordered is not None
@@ -29,7 +29,7 @@ def test_the_time_of_observed_steps_is_told_by_phase_and_by_what_computed(engine
     assert {event["name"] for event in events} >= {*PHASES, "aten::linear"}
 
 
-def test_answers_under_observation_are_the_same(engine: EngineMaker) -> None:
+def test_profiling_does_not_change_answers(engine: EngineMaker) -> None:
     made, alone = engine("llama"), engine("llama")
     assert made.profiler.order(3) is not None
     jobs = [job(key, prompt_of(9 + key), max_tokens=6, temperature=1, seed=key) for key in range(3)]
@@ -37,7 +37,7 @@ def test_answers_under_observation_are_the_same(engine: EngineMaker) -> None:
     assert {key: answer.tokens for key, answer in observed.items()} == {k: a.tokens for k, a in plain.items()}
 
 
-def test_one_observes_at_a_time_and_may_give_up() -> None:
+def test_only_one_profile_runs_at_a_time_and_it_may_be_cancelled() -> None:
     profiler = Profiler(PhaseRecorder)
     first = profiler.order(100)
     assert first is not None
@@ -54,7 +54,7 @@ def test_one_observes_at_a_time_and_may_give_up() -> None:
     assert second.result(0).report().steps == 1
 
 
-def test_every_kernel_of_ours_belongs_to_a_family() -> None:
+def test_every_kernel_of_the_project_belongs_to_a_family() -> None:
     files = (Path(__file__).parents[2] / "kernels").rglob("*.py")
     names = [name for file in files for name in re.findall(r"^def (\w+_kernel)\(", file.read_text(), re.MULTILINE)]
     assert len(names) > 15

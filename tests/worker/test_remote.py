@@ -1,4 +1,4 @@
-"""The tier in the cache service, over a real socket: whatever the service does, an answer comes in time."""
+"""The block store in the cache service, over a real socket: each fetch ends within its budget."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ def content(key: bytes) -> bytes:
 
 
 class FakeCache(cache_grpc.CacheServicer):
-    """Keeps blocks in a dict; does what a test tells it to do wrong."""
+    """Stores blocks in a dict; a test may switch faults on."""
 
     def __init__(self) -> None:
         self.contents: dict[tuple[bytes, bytes], bytes] = {}
@@ -82,7 +82,7 @@ class FakeCache(cache_grpc.CacheServicer):
 
 @dataclass
 class Scene:
-    """A store that has measured its link, and the service behind it."""
+    """A store that has measured its link, and its cache service."""
 
     store: RemoteStore
     service: FakeCache
@@ -94,11 +94,11 @@ class Scene:
         for key in KEYS[:count]:
             assert self.store.offer(key, content(key))
         async with asyncio.timeout(10):
-            while self.store.lacks(KEYS[:count], 100.0):  # noqa: ASYNC110 - no event tells
+            while self.store.lacks(KEYS[:count], 100.0):  # noqa: ASYNC110 - no event is set
                 await asyncio.sleep(0.005)
 
     async def fetch(self, keys: list[bytes], budget_s: float = 10.0) -> float:
-        """Waits for the end of the answer to a request; how long that took."""
+        """Fetches blocks and returns the seconds until the request was answered."""
         ended = asyncio.Event()
         self.came.clear()
 
@@ -125,7 +125,7 @@ async def scene() -> AsyncIterator[Scene]:
         store = RemoteStore(cache_grpc.CacheStub(channel), "a layout", BLOCK_BYTES)
         running = asyncio.create_task(store.run())
         async with asyncio.timeout(10):
-            while not store.link.known:  # noqa: ASYNC110 - no event tells
+            while not store.link.known:  # noqa: ASYNC110 - no event is set
                 await asyncio.sleep(0.005)
         yield Scene(store, service)
         running.cancel()
@@ -134,15 +134,15 @@ async def scene() -> AsyncIterator[Scene]:
     await server.stop(0)
 
 
-async def test_what_was_offered_is_fetched(scene: Scene) -> None:
+async def test_offered_blocks_are_fetched(scene: Scene) -> None:
     await scene.keep(10)
     await scene.fetch(KEYS)
     assert scene.came == [content(key) for key in KEYS]
     assert scene.store.fetches == {"fetched": 1}
-    assert scene.store.offers["stored"] == 11, "with the one that measured the link"
+    assert scene.store.offers["stored"] == 11, "including the block that measured the link"
 
 
-async def test_what_is_known_to_be_stored_is_not_offered_again(scene: Scene) -> None:
+async def test_stored_blocks_are_not_offered_again(scene: Scene) -> None:
     await scene.keep(6)
     assert scene.store.lacks(KEYS, 100.0) == KEYS[6:]
     scene.service.contents.clear()
@@ -151,21 +151,21 @@ async def test_what_is_known_to_be_stored_is_not_offered_again(scene: Scene) -> 
     assert scene.store.lacks(KEYS, 100.0) == KEYS
 
 
-async def test_a_part_of_a_prefix_is_better_than_nothing(scene: Scene) -> None:
+async def test_a_stored_part_of_a_prefix_is_fetched(scene: Scene) -> None:
     await scene.keep(4)
     await scene.fetch(KEYS)
     assert scene.came == [content(key) for key in KEYS[:4]]
 
 
 @timely
-async def test_what_would_take_too_long_is_not_begun(scene: Scene) -> None:
+async def test_a_fetch_that_would_take_too_long_is_not_started(scene: Scene) -> None:
     await scene.keep(10)
     scene.store.link.byte_s = 1e-5
     assert not scene.store.is_faster(10, 0.4)
     assert await scene.fetch(KEYS, budget_s=0.4) < 0.3
     assert scene.came == []
     assert scene.store.fetches == {"too_slow": 1}
-    assert scene.store.lacks(KEYS, 0.4) == [], "nor is it worth keeping"
+    assert scene.store.lacks(KEYS, 0.4) == [], "nor are such blocks offered"
 
 
 @timely
@@ -196,12 +196,12 @@ async def test_pieces_out_of_order_are_not_taken(scene: Scene) -> None:
     assert scene.came == [content(key) for key in KEYS[:2]]
 
 
-async def test_a_service_that_goes_in_the_middle_of_an_offer_is_offered_the_next(scene: Scene) -> None:
+async def test_a_service_lost_during_an_offer_receives_the_next_one(scene: Scene) -> None:
     scene.service.refuses = True
     for number, key in enumerate(KEYS, 1):
         assert scene.store.offer(key, content(key) * 100)
         async with asyncio.timeout(10):
-            while scene.store.offers["lost"] < number:  # noqa: ASYNC110 - no event tells
+            while scene.store.offers["lost"] < number:  # noqa: ASYNC110 - no event is set
                 await asyncio.sleep(0.005)
     scene.service.refuses = False
     await scene.keep(5)
@@ -214,7 +214,7 @@ async def test_an_absent_service_is_a_miss_at_once() -> None:
         scene = Scene(store, FakeCache())
         assert await scene.fetch(KEYS, budget_s=5.0) < 2.0
         assert store.fetches == {"failed": 1}
-        assert not store.is_faster(10, 100.0), "what was never measured is not trusted"
+        assert not store.is_faster(10, 100.0), "an unmeasured link is not used"
 
 
 async def test_offers_are_bounded(scene: Scene) -> None:

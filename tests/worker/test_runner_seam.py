@@ -70,7 +70,7 @@ class CountingRunner:
 
 
 def engine_on(runner: Runner[Any], eos: Collection[int] = (EOS,), **options: Any) -> GenerationEngine:
-    """An engine that is handed a runner, and nothing else."""
+    """An engine on this runner, without a checkpoint."""
     made = EngineOptions(**{"max_batch_size": 4, "step_tokens": 32, "block_size": 4, **options})
     memory = MemoryPlan(0, 0, 0, 0, kv_blocks=64, kv_tokens=256, max_seq_length=128)
     return GenerationEngine(made, memory, runner, eos)
@@ -92,7 +92,7 @@ def test_each_row_may_draw_its_own_number_of_tokens(draws: list[int], depth: int
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("position", range(6))
-def test_tokens_behind_an_end_are_dropped(position: int, depth: int) -> None:
+def test_tokens_after_an_end_are_dropped(position: int, depth: int) -> None:
     stopping = job(1, prompt_of(9), max_tokens=12, stop_token_ids=frozenset({100 + position}))
     answer = solo(engine_on(CountingRunner([3], depth)), stopping)
     assert answer.tokens == [100 + at for at in range(position)]
@@ -102,7 +102,7 @@ def test_tokens_behind_an_end_are_dropped(position: int, depth: int) -> None:
     ended = solo(engine_on(runner), job(1, prompt_of(9), max_tokens=12, ignore_eos=False))
     assert (ended.tokens, ended.ended.stop_token_id) == (answer.tokens, EOS)
     early = job(1, prompt_of(9), max_tokens=12, min_tokens=position + 1, stop_token_ids=frozenset({100 + position}))
-    assert len(solo(engine_on(CountingRunner([3], depth)), early).tokens) == 12, "it may not end yet"
+    assert len(solo(engine_on(CountingRunner([3], depth)), early).tokens) == 12, "min_tokens forbids the end here"
 
 
 def test_blocks_of_rows_with_several_tokens_are_found_again() -> None:
@@ -112,7 +112,7 @@ def test_blocks_of_rows_with_several_tokens_are_found_again() -> None:
     assert again.ended.cost.cached_tokens == 24, "all whole blocks of 25 tokens whose last one was never computed"
 
 
-def test_paused_answers_continue_where_they_were() -> None:
+def test_preempted_answers_continue_at_their_position() -> None:
     jobs = [job(key, prompt_of(20 + key), max_tokens=40) for key in range(4)]
     made = EngineOptions(max_batch_size=4, step_tokens=32, block_size=4)
     memory = MemoryPlan(0, 0, 0, 0, kv_blocks=34, kv_tokens=136, max_seq_length=128)
@@ -133,7 +133,7 @@ def test_an_engine_runs_without_contents_of_blocks() -> None:
         engine.use_remote(remote)
 
 
-def test_numbers_that_are_not_finite_need_no_pool_to_fail_one_job() -> None:
+def test_non_finite_values_fail_one_job_without_a_pool() -> None:
     class Broken(CountingRunner):
         def launch(self, words: Words) -> StepResult:
             return StepResult([False], super().launch(words).sampled)
@@ -143,7 +143,7 @@ def test_numbers_that_are_not_finite_need_no_pool_to_fail_one_job() -> None:
     assert error.reason == "NUMERIC"
 
 
-def test_events_come_in_order() -> None:
+def test_events_are_reported_in_order() -> None:
     engine, events, stop = engine_on(CountingRunner([3])), Recorded(), threading.Event()
     engine.submit(job(1, prompt_of(5), max_tokens=7))
     thread = threading.Thread(target=engine.run, args=(events, stop))
@@ -156,7 +156,7 @@ def test_events_come_in_order() -> None:
     assert len(events.predictions) == 3
 
 
-def test_a_paced_runner_opens_up_to_equal_chances() -> None:
+def test_inspecting_a_paced_runner_gives_uniform_logits() -> None:
     logits = PacedRunner(200, [EOS], 4, PacedTiming(0.0)).inspect([5, 6, 7]).logits()
     assert logits.shape == (3, 200)
     assert set(logits[:, EOS]) == {float("-inf")}
@@ -164,14 +164,14 @@ def test_a_paced_runner_opens_up_to_equal_chances() -> None:
 
 
 class RepeatingProposer:
-    """Proposes what followed the last token the last time."""
+    """Proposes the tokens that followed the previous occurrence of the last token."""
 
     def propose(self, token_ids: Sequence[int], most: int) -> Sequence[int]:
         earlier = [at for at in range(len(token_ids) - 1) if token_ids[at] == token_ids[-1]]
         return token_ids[earlier[-1] + 1 :][:most] if earlier else []
 
 
-def test_a_proposer_guesses_from_the_tokens_so_far() -> None:
+def test_a_proposer_drafts_from_the_tokens_so_far() -> None:
     proposer: Proposer = RepeatingProposer()
     assert list(proposer.propose([1, 2, 3, 4, 2], 2)) == [3, 4]
     assert list(proposer.propose([1, 2, 3], 2)) == []

@@ -1,4 +1,4 @@
-"""Every sampling field does what it says, in the company of rows that ask for something else."""
+"""Each sampling field has its documented effect, beside rows with other settings."""
 
 import math
 from collections import Counter
@@ -30,7 +30,7 @@ def distribution(engine: GenerationEngine) -> torch.Tensor:
 
 
 def first_tokens(engine: GenerationEngine, draws: int, **settings: Any) -> Counter[int]:
-    """First tokens of many seeds, 60 at a time, beside rows of other kinds."""
+    """Counts of first tokens for many seeds, 60 at a time, beside rows with other settings."""
     others = [
         job(5000, prompt_of(9), max_tokens=99, temperature=0.0),
         job(5001, prompt_of(9), max_tokens=99, temperature=2.0, top_k=7),
@@ -42,7 +42,7 @@ def first_tokens(engine: GenerationEngine, draws: int, **settings: Any) -> Count
 
 
 def assert_drawn_from(counts: Counter[int], chances: torch.Tensor) -> None:
-    """No token has a count that is more than five deviations away from what the probabilities say."""
+    """Asserts that no count differs from its expected value by more than five standard deviations."""
     total = sum(counts.values())
     for token, chance in enumerate(chances.tolist()):
         deviation = math.sqrt(total * chance * (1 - chance)) + 1
@@ -77,7 +77,7 @@ def test_top_p_draws_from_the_smallest_set_that_reaches_p(shared: GenerationEngi
     assert_drawn_from(counts, renormalized(chances, kept))
 
 
-def test_min_p_draws_from_those_likely_enough(shared: GenerationEngine) -> None:
+def test_min_p_draws_from_tokens_above_its_share_of_the_best(shared: GenerationEngine) -> None:
     chances = distribution(shared)
     kept = chances >= 0.3 * chances.max()
     counts = first_tokens(shared, 800, temperature=1.0, min_p=0.3)
@@ -92,7 +92,7 @@ def test_seed_sample_index_and_position_each_change_the_draw(shared: GenerationE
     same = tokens(seed=5)
     assert tokens(seed=5) == same
     assert tokens(seed=6) != same
-    assert tokens(seed=5 + (1 << 40)) != same, "all 64 bits count"
+    assert tokens(seed=5 + (1 << 40)) != same, "all 64 bits of the seed are used"
     assert tokens(seed=(1 << 64) - 1) != same
     assert tokens(seed=5, sample_index=1) != same
     late = solo(shared, job(1, PROMPT, emitted=[same[0]], temperature=1.5, max_tokens=12, seed=5)).tokens
@@ -106,7 +106,7 @@ def test_logit_bias_is_added(shared: GenerationEngine) -> None:
 
 
 def test_repetition_penalty_counts_prompt_and_answer(shared: GenerationEngine) -> None:
-    """With every logit of a seen token pushed down far enough, nothing is said twice, and nothing of the prompt."""
+    """A large penalty lowers each seen token so far that no token of prompt or answer is repeated."""
     answer = solo(shared, job(1, PROMPT, max_tokens=40, repetition_penalty=10.0))
     assert len(set(answer.tokens)) == len(answer.tokens)
     assert not set(answer.tokens) & set(PROMPT)
@@ -114,7 +114,7 @@ def test_repetition_penalty_counts_prompt_and_answer(shared: GenerationEngine) -
 
 @pytest.mark.parametrize("field", ["presence_penalty", "frequency_penalty"])
 def test_penalties_count_the_answer_only(shared: GenerationEngine, field: str) -> None:
-    """Each token is the best of the model's own log-probabilities less the penalty for what the answer has said."""
+    """Each token has the best of the model's log-probabilities less the penalties of the tokens in the answer."""
     settings: dict[str, Any] = {field: 2.0, "max_tokens": 40, "logprobs": VOCAB}
     answer = solo(shared, job(1, prompt_of(300, seed=2), **settings))
     counts: Counter[int] = Counter()
@@ -130,7 +130,7 @@ def test_penalties_count_the_answer_only(shared: GenerationEngine, field: str) -
     assert answer.tokens != solo(shared, job(2, prompt_of(300, seed=2), max_tokens=40)).tokens
 
 
-def test_logprobs_are_the_models_own_whatever_is_asked_beside(shared: GenerationEngine) -> None:
+def test_logprobs_are_those_of_the_unmodified_model(shared: GenerationEngine) -> None:
     plain = solo(shared, job(1, PROMPT, max_tokens=1, logprobs=5))
     top = plain.tops[0]
     assert top is not None
@@ -145,7 +145,7 @@ def test_logprobs_are_the_models_own_whatever_is_asked_beside(shared: Generation
     assert dict(bent.tops[0] or ()) == pytest.approx(dict(top), abs=1e-5)
 
 
-def test_logprobs_are_told_to_who_asked_and_as_many_as_asked(shared: GenerationEngine) -> None:
+def test_each_job_gets_the_number_of_logprobs_that_it_asked_for(shared: GenerationEngine) -> None:
     asked = (None, 0, 2, 20)
     answers = run(shared, *(job(i, PROMPT, max_tokens=3, logprobs=n) for i, n in enumerate(asked)))
     assert answers[0].logprobs == [None] * 3
@@ -155,7 +155,7 @@ def test_logprobs_are_told_to_who_asked_and_as_many_as_asked(shared: GenerationE
     assert [len(top or []) for top in answers[3].tops] == [20] * 3
 
 
-def test_a_recycled_slot_remembers_nothing_of_the_job_before(engine: EngineMaker) -> None:
+def test_a_reused_slot_keeps_no_state_of_the_previous_job(engine: EngineMaker) -> None:
     single = engine(max_batch_size=1)
     expected = solo(single, job(1, PROMPT, max_tokens=10)).tokens
     nasty: dict[str, Any] = {

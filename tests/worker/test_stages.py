@@ -1,4 +1,4 @@
-"""Steps that a GPU's runner has in flight: one that was told apart may be more than it has host memory at hand for."""
+"""Staging buffers of a GPU's runner: a step that is split into parts may need more buffers than there are."""
 
 from typing import Any
 from unittest import mock
@@ -21,7 +21,7 @@ def answer(slot: int) -> Words:
 
 @pytest.fixture
 def runner(monkeypatch: pytest.MonkeyPatch) -> GpuRunner:
-    """Computes nothing: the token of each step is the number of those before."""
+    """A runner without computation: the token of each step is the number of earlier steps."""
     made, before = runner_of(), iter(range(99))
     for graphs in made.graphs.captured.values():
         graphs.clear()
@@ -36,12 +36,12 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> GpuRunner:
     return made
 
 
-def test_each_of_many_parts_tells_what_it_brought(runner: GpuRunner) -> None:
+def test_each_of_many_parts_returns_its_own_tokens(runner: GpuRunner) -> None:
     steps = [runner.launch(answer(slot)) for slot in range(2 * STAGING_BUFFERS + 1)]
     assert [runner.collect(step).sampled.tokens for step in steps] == [[[number]] for number in range(len(steps))]
 
 
-def test_no_stage_is_written_to_that_may_still_be_read(runner: GpuRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_staging_buffer_is_written_while_it_may_be_read(runner: GpuRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[int] = []
     monkeypatch.setattr(runner._upload, "_settle", lambda: waits.append(runner._upload._begun))
     before = runner.launch(answer(0))
@@ -49,12 +49,12 @@ def test_no_stage_is_written_to_that_may_still_be_read(runner: GpuRunner, monkey
         step = runner.launch(answer(0))
         runner.collect(before)
         before = step
-    assert waits == [], "two in flight need not wait"
+    assert waits == [], "two steps in flight have free buffers"
     with mock.patch.object(runner.forward, "run", side_effect=torch.OutOfMemoryError):
         for _ in range(STAGING_BUFFERS):
             with pytest.raises(torch.OutOfMemoryError):
                 runner.launch(answer(1))
-    assert waits == [3 * STAGING_BUFFERS], "those that fail have stages, as has the one in flight"
+    assert waits == [3 * STAGING_BUFFERS], "failed steps and the one in flight hold buffers"
     for _ in range(STAGING_BUFFERS):
         runner.launch(answer(2))
     assert waits == [3 * STAGING_BUFFERS, 4 * STAGING_BUFFERS]

@@ -1,4 +1,4 @@
-"""Jobs that wait for blocks of their prefix, and tiers that have them, lose them, damage them or never answer."""
+"""Jobs that wait for blocks of their prefix, and block stores that return, lose, damage or never return them."""
 
 import random
 import threading
@@ -23,7 +23,7 @@ BLOCK = 16
 
 @dataclass
 class FakeRemote:
-    """A tier in this process. It answers when a test says so, or at once."""
+    """A block store in this process. It answers at once, or when a test calls `answer`."""
 
     contents: dict[bytes, bytes] = field(default_factory=dict)
     at_once: bool = True
@@ -60,7 +60,7 @@ class FakeRemote:
 
 
 def slow_prefill(engine: GenerationEngine, rate: float = 100.0) -> None:
-    """Let it believe that computing is slow, so that no fetch of a test is ever late."""
+    """Sets a low prefill rate, so that no fetch of a test takes too long."""
     pace = StepTimes()
     pace.prefill_rate, pace.decode_s = rate, 0.01
     pace.observe = lambda *_: None  # type: ignore[method-assign]
@@ -72,7 +72,7 @@ Sharing = Callable[..., tuple[GenerationEngine, FakeRemote]]
 
 @pytest.fixture
 def sharing(engine: EngineMaker) -> Sharing:
-    """sharing(remote?, **options): an engine whose prompts are shared through a fake tier."""
+    """A function sharing(remote?, **options) that opens an engine with a fake block store."""
 
     def make(remote: FakeRemote | None = None, **options: object) -> tuple[GenerationEngine, FakeRemote]:
         made, remote = engine(**{"deterministic": True, **options}), remote or FakeRemote()
@@ -88,7 +88,7 @@ def offer_all(engine: GenerationEngine) -> None:
         pass
 
 
-def told(answer: Answer) -> tuple[list[int], list[float | None]]:
+def output_of(answer: Answer) -> tuple[list[int], list[float | None]]:
     return answer.tokens, answer.logprobs
 
 
@@ -101,7 +101,7 @@ def answer_of(engine: GenerationEngine, key: int = 1, length: int = 150, **more:
 
 
 def filled(sharing: Sharing, length: int = 150) -> tuple[FakeRemote, Answer]:
-    """A tier that holds the prefix of a prompt, and the answer to it as it was computed."""
+    """A block store with the prefix of a prompt, and the computed answer to the prompt."""
     engine, remote = sharing()
     cold = answer_of(engine, length=length)
     assert cold.ended.cost.prefill_tokens == length
@@ -111,7 +111,7 @@ def filled(sharing: Sharing, length: int = 150) -> tuple[FakeRemote, Answer]:
     return remote, cold
 
 
-# ---- blocks that come ----
+# ---- blocks that are fetched ----
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -127,17 +127,17 @@ def test_contents_are_read_as_they_were_written(engine: EngineMaker, dtype: str)
         assert pool[3].equal(other[7])
 
 
-def test_another_engine_starts_warm_and_says_the_same_bit_for_bit(sharing: Sharing) -> None:
+def test_another_engine_fetches_the_prefix_and_answers_bit_for_bit(sharing: Sharing) -> None:
     remote, cold = filled(sharing)
     engine, _ = sharing(remote)
     warm = answer_of(engine)
-    assert told(warm) == told(cold)
+    assert output_of(warm) == output_of(cold)
     cost = warm.ended.cost
     assert (cost.fetched_tokens, cost.cached_tokens, cost.prefill_tokens) == (144, 0, 6)
     stored, _ = engine.take_block_events()
     assert len(stored) == 9 + len([key for key in stored if key not in remote.contents])
     again = answer_of(engine, key=2)
-    assert told(again) == told(cold)
+    assert output_of(again) == output_of(cold)
     cost = again.ended.cost
     assert (cost.fetched_tokens, cost.cached_tokens, cost.prefill_tokens) == (0, 144, 6)
 
@@ -148,7 +148,7 @@ def test_the_device_part_is_not_fetched_again(sharing: Sharing) -> None:
     solo(engine, job(5, prompt_of(150)[:80], bypass_cache=False, max_tokens=1))
     remote.requests.clear()
     warm = answer_of(engine)
-    assert told(warm) == told(cold)
+    assert output_of(warm) == output_of(cold)
     cost = warm.ended.cost
     assert cost.fetched_tokens + cost.cached_tokens == 144
     assert cost.cached_tokens == 80
@@ -159,7 +159,7 @@ def test_bypassing_jobs_neither_fetch_nor_fill(sharing: Sharing) -> None:
     remote, cold = filled(sharing)
     engine, _ = sharing(remote)
     bypass = answer_of(engine, bypass_cache=True)
-    assert told(bypass) == told(cold)
+    assert output_of(bypass) == output_of(cold)
     assert bypass.ended.cost.prefill_tokens == 150
     before = len(remote.contents)
     solo(engine, job(9, prompt_of(150, seed=9), bypass_cache=True))
@@ -167,13 +167,13 @@ def test_bypassing_jobs_neither_fetch_nor_fill(sharing: Sharing) -> None:
     assert (len(remote.contents), remote.requests) == (before, [])
 
 
-def test_salts_do_not_share(sharing: Sharing) -> None:
+def test_jobs_with_different_salts_share_no_block(sharing: Sharing) -> None:
     remote, _ = filled(sharing)
     engine, _ = sharing(remote)
     assert answer_of(engine, salt=b"another tenant").ended.cost.fetched_tokens == 0
 
 
-def test_short_prompts_are_left_alone(sharing: Sharing) -> None:
+def test_short_prompts_are_not_fetched(sharing: Sharing) -> None:
     engine, remote = sharing()
     solo(engine, job(1, prompt_of(4 * BLOCK - 1)))
     offer_all(engine)
@@ -197,20 +197,20 @@ def test_the_same_blocks_are_fetched_once(sharing: Sharing) -> None:
     answers = run(engine)
     assert len(remote.requests) == 1
     for answer in answers.values():
-        assert told(answer) == told(cold)
+        assert output_of(answer) == output_of(cold)
         cost = answer.ended.cost
         assert cost.fetched_tokens + cost.cached_tokens + cost.prefill_tokens == 150
 
 
-# ---- blocks that do not come ----
+# ---- blocks that are not fetched ----
 
 
-def test_where_fetching_does_not_pay_it_is_computed(sharing: Sharing) -> None:
+def test_a_prefix_is_computed_if_that_is_faster_than_fetching(sharing: Sharing) -> None:
     remote, cold = filled(sharing)
     remote.cheap = False
     engine, _ = sharing(remote)
     answer = answer_of(engine)
-    assert told(answer) == told(cold)
+    assert output_of(answer) == output_of(cold)
     assert answer.ended.cost.prefill_tokens == 150
     assert not remote.requests
     assert engine.prefixes.counts.declined == 1
@@ -222,29 +222,29 @@ def test_a_fetch_that_ends_early_is_completed_by_computing(sharing: Sharing, mos
     remote.most = most
     engine, _ = sharing(remote)
     answer = answer_of(engine)
-    assert told(answer) == told(cold)
+    assert output_of(answer) == output_of(cold)
     assert answer.ended.cost.fetched_tokens == most * BLOCK
     assert answer.ended.cost.prefill_tokens == 150 - most * BLOCK
 
 
-def test_contents_of_another_size_are_not_taken(sharing: Sharing) -> None:
+def test_contents_of_another_size_are_dropped(sharing: Sharing) -> None:
     remote, cold = filled(sharing)
     keys = list(remote.contents)
     remote.contents[keys[3]] = remote.contents[keys[3]][:-1]
     engine, _ = sharing(remote)
     answer = answer_of(engine)
-    assert told(answer) == told(cold)
+    assert output_of(answer) == output_of(cold)
     assert answer.ended.cost.fetched_tokens == 3 * BLOCK
 
 
-def test_a_late_fetch_is_given_up(sharing: Sharing) -> None:
+def test_a_late_fetch_is_abandoned(sharing: Sharing) -> None:
     remote, cold = filled(sharing)
     remote.at_once = False
     engine, _ = sharing(remote)
     slow_prefill(engine, rate=3000.0)  # 144 tokens: 48 ms
     began = time.monotonic()
     answer = answer_of(engine)
-    assert told(answer) == told(cold)
+    assert output_of(answer) == output_of(cold)
     assert answer.ended.cost.prefill_tokens == 150
     assert answer.ended.cost.queue_s >= 0.04
     assert time.monotonic() - began < 5
@@ -252,7 +252,7 @@ def test_a_late_fetch_is_given_up(sharing: Sharing) -> None:
     assert remote.requests[0].abandoned
     remote.answer(remote.requests[0])
     engine.step()
-    assert engine.prefixes.counts.fetched == 0, "what comes later is nobody's"
+    assert engine.prefixes.counts.fetched == 0, "later contents are dropped"
 
 
 def ends_while_waiting(engine: GenerationEngine, remote: FakeRemote, end: Callable[[], None]) -> StepOutput:
@@ -282,7 +282,7 @@ def test_a_job_that_waits_for_blocks_has_a_deadline(sharing: Sharing) -> None:
     assert [ended.reason for ended in output.ended] == [EndReason.DEADLINE]
 
 
-def test_one_of_two_that_wait_may_leave(sharing: Sharing) -> None:
+def test_one_of_two_waiting_jobs_may_be_cancelled(sharing: Sharing) -> None:
     remote, cold = filled(sharing)
     remote.at_once = False
     engine, _ = sharing(remote)
@@ -294,11 +294,11 @@ def test_one_of_two_that_wait_may_leave(sharing: Sharing) -> None:
     assert not remote.requests[0].abandoned
     remote.answer(remote.requests[0])
     answers = run(engine)
-    assert told(answers[2]) == told(cold)
+    assert output_of(answers[2]) == output_of(cold)
     assert answers[2].ended.cost.fetched_tokens == 144
 
 
-def test_others_run_while_one_waits(sharing: Sharing) -> None:
+def test_other_jobs_run_while_one_waits_for_blocks(sharing: Sharing) -> None:
     engine, _ = sharing(FakeRemote(at_once=False))
     engine.submit(job(1, prompt_of(150)))
     answers = run(engine, job(2, prompt_of(20), max_tokens=8), steps=12)
@@ -306,7 +306,7 @@ def test_others_run_while_one_waits(sharing: Sharing) -> None:
     assert engine.prefixes.waiting == 1
 
 
-def test_an_engine_that_only_waits_sleeps(sharing: Sharing) -> None:
+def test_an_engine_sleeps_while_all_jobs_wait_for_blocks(sharing: Sharing) -> None:
     remote, cold = filled(sharing)
     remote.at_once = False
     engine, _ = sharing(remote)
@@ -343,7 +343,7 @@ def test_offers_wait_for_room_and_are_made_once(sharing: Sharing) -> None:
     assert engine.prefixes.counts.offered == 9
 
 
-def test_what_was_evicted_before_its_turn_is_not_offered(sharing: Sharing) -> None:
+def test_blocks_evicted_before_their_offer_are_not_offered(sharing: Sharing) -> None:
     engine, remote = sharing(FakeRemote(room=0), kv_blocks=12, max_batch_size=2)
     solo(engine, job(1, prompt_of(150), max_tokens=1))
     solo(engine, job(2, prompt_of(150, seed=1), max_tokens=1))
@@ -354,10 +354,10 @@ def test_what_was_evicted_before_its_turn_is_not_offered(sharing: Sharing) -> No
     assert 9 <= len(remote.contents) == there < 18
 
 
-# ---- little room ----
+# ---- small pools ----
 
 
-def test_a_small_pool_stays_whole(sharing: Sharing) -> None:
+def test_a_small_pool_keeps_its_integrity(sharing: Sharing) -> None:
     remote, _ = filled(sharing)
     engine, _ = sharing(remote, kv_blocks=14, max_batch_size=4)
     jobs = [job(key, prompt_of(150, seed=key % 2 * 7), max_tokens=20) for key in range(6)]
@@ -367,21 +367,21 @@ def test_a_small_pool_stays_whole(sharing: Sharing) -> None:
     assert stats.free_blocks + stats.cached_blocks == stats.total_blocks == 14
 
 
-def test_evicted_blocks_come_back_from_host_memory(engine: EngineMaker) -> None:
+def test_evicted_blocks_are_fetched_from_host_memory(engine: EngineMaker) -> None:
     small = engine(deterministic=True, kv_blocks=12, max_batch_size=2, host_kv_bytes=64 << 20)
     slow_prefill(small)
     cold = answer_of(small, max_tokens=8)
     solo(small, job(2, prompt_of(170, seed=1), max_tokens=8))
     assert small.prefixes.counts.spilled >= 9
     warm = answer_of(small, key=3, max_tokens=8)
-    assert told(warm) == told(cold)
+    assert output_of(warm) == output_of(cold)
     cost = warm.ended.cost
     assert cost.fetched_tokens + cost.cached_tokens == 144
     assert cost.fetched_tokens > 0
     small.check_integrity()
 
 
-# ---- the host's tier ----
+# ---- host memory ----
 
 
 def fetched(store: HostStore, keys: list[bytes]) -> list[Contents]:
@@ -399,7 +399,7 @@ def fetched(store: HostStore, keys: list[bytes]) -> list[Contents]:
     return came
 
 
-def test_host_memory_gives_a_prefix_up_to_the_first_gap() -> None:
+def test_host_memory_returns_a_prefix_up_to_the_first_gap() -> None:
     store = HostStore(1000)
     for number in (0, 1, 2, 4):
         assert store.offer(bytes([number]), bytes([number]) * 10)
@@ -408,15 +408,15 @@ def test_host_memory_gives_a_prefix_up_to_the_first_gap() -> None:
     assert not store.offer(b"large", bytes(1001))
 
 
-def test_host_memory_that_is_far_is_used_where_its_way_is_the_shorter_one() -> None:
+def test_host_memory_is_used_if_its_transfer_is_faster_than_computing() -> None:
     far = HostStore(1000, block_s=0.01)
     assert far.lacks([b"1", b"2"], 0.1) == [b"1", b"2"]
-    assert far.lacks([b"1", b"2"], 0.0) == [b"1", b"2"], "nobody knows yet how long computing takes"
+    assert far.lacks([b"1", b"2"], 0.0) == [b"1", b"2"], "the prefill rate is not measured yet"
     assert far.lacks([b"1", b"2"], 0.019) == []
     assert far.offer(b"1", b"contents")
     assert far.is_faster(4, 0.051)
     assert not far.is_faster(4, 0.049)
-    assert HostStore(1000, 0.0).is_faster(4, 0.1) is False, "there is nothing in it"
+    assert HostStore(1000, 0.0).is_faster(4, 0.1) is False, "the store is empty"
 
 
 @settings(max_examples=50, deadline=None)
@@ -432,12 +432,12 @@ def test_host_memory_keeps_its_bound(offers: list[tuple[int, int]], bound: int) 
 
 
 def test_random_answers_never_change_a_token(sharing: Sharing) -> None:
-    """Whatever a tier brings of a prefix, and whenever: the answers are those of an engine that computes all."""
+    """Whatever part of a prefix a store returns, and whenever: answers equal those of an engine that computes all."""
     plain, _ = sharing(FakeRemote(cheap=False), prefix_cache=False)
     prompts = [prompt_of(length, seed=5)[:length] for length in (70, 100, 130, 130)]
     prompts += [prompts[2][:90] + prompt_of(40, seed=8), prompts[3][:64] + prompt_of(80, seed=9)]
     jobs = [job(i, p, max_tokens=8, temperature=0.9, seed=i, logprobs=0) for i, p in enumerate(prompts)]
-    expected = {one.key: told(solo(plain, one)) for one in jobs}
+    expected = {one.key: output_of(solo(plain, one)) for one in jobs}
     source = random.Random(1)
     remote = FakeRemote()
     for _ in range(12):
@@ -448,4 +448,4 @@ def test_random_answers_never_change_a_token(sharing: Sharing) -> None:
         answers = run(engine, *mixed[:3])
         answers |= run(engine, *mixed[3:])
         offer_all(engine)
-        assert {key: told(answer) for key, answer in answers.items()} == expected
+        assert {key: output_of(answer) for key, answer in answers.items()} == expected
