@@ -54,7 +54,7 @@ test: set-up ## Lint, types and all tests.
 	status=$$?; echo "make test: $$(( $$(date +%s) - start )) s"; exit $$status
 
 test-kernels: ## Every kernel on this machine's GPU against its reference: GPU_PYTHON=python with a CUDA build of torch.
-	@$(GPU_PYTHON) -m pytest -c /dev/null --rootdir . -q -p no:cacheprovider tests/gpu/test_kernels.py tests/gpu/test_products.py
+	@$(GPU_PYTHON) -m pytest -c /dev/null --rootdir . -q -p no:cacheprovider tests/gpu/test_kernels.py tests/gpu/test_linear.py
 
 bench-kernels: ## Time every kernel on this machine's GPU into bench/results: GPU_PYTHON=python FRESH=1.
 	@$(GPU_PYTHON) -m bench.kernels.measure $(if $(FRESH),--fresh)

@@ -76,16 +76,16 @@ def test_an_interrupted_run_is_resumed(tmp_path: Path) -> None:
     windows = text.windows(text.read(text.CALIBRATION), base, 64, 2)
 
     def layers_done(out: str, recipe: Gptq, windows: Tensor, stop_at: int = 9) -> list[int]:
-        told: list[int] = []
+        reported: list[int] = []
 
         def report(_: str, done: int, __: int) -> None:
-            told.append(done)
+            reported.append(done)
             if done == stop_at:
                 raise _Interrupted
 
         with contextlib.suppress(_Interrupted):
             quantize(base, tmp_path / out, recipe, windows, report)
-        return told
+        return reported
 
     assert layers_done("whole", Gptq(32), windows) == [0, 1, 2, 3]
     assert layers_done("parts", Gptq(32), windows, stop_at=2) == [0, 1, 2]
@@ -177,10 +177,10 @@ def test_an_incomplete_base_is_never_compressed(damage: Damage, complaint: str, 
     """Transformers would fill missing tensors with random values, and block at a pipe without a writer."""
     base = make_checkpoint(tmp_path / "base")
     damage(base)
-    told = CliRunner().invoke(app, ["int8", str(base), str(tmp_path / "out")], catch_exceptions=False)
-    assert told.exit_code == 1
-    assert complaint in told.output
-    assert told.output.count("\n") == 1
+    result = CliRunner().invoke(app, ["int8", str(base), str(tmp_path / "out")], catch_exceptions=False)
+    assert result.exit_code == 1
+    assert complaint in result.output
+    assert result.output.count("\n") == 1
     assert not (tmp_path / "out").exists()
 
 

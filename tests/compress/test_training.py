@@ -144,7 +144,7 @@ def test_trained_rounding_is_better_than_rounding(base: Path, windows: Tensor, t
 
 def test_a_student_learns_and_an_interrupted_run_is_resumed(base: Path, windows: Tensor, tmp_path: Path) -> None:
     student = make_checkpoint(tmp_path / "student", Shape("llama", {"num_hidden_layers": 1}), seed=5)
-    told: list[int] = []
+    reported: list[int] = []
 
     def stop_half_way(_: str, done: int, __: int) -> None:
         if done == 16:
@@ -153,8 +153,8 @@ def test_a_student_learns_and_an_interrupted_run_is_resumed(base: Path, windows:
     distill(base, student, tmp_path / "whole", windows, PLAN, quiet, fresh=True)
     with pytest.raises(KeyboardInterrupt):
         distill(base, student, tmp_path / "parts", windows, PLAN, stop_half_way, fresh=True)
-    distill(base, student, tmp_path / "parts", windows, PLAN, lambda _, done, __: told.append(done), fresh=True)
-    assert told[0] == 16
+    distill(base, student, tmp_path / "parts", windows, PLAN, lambda _, done, __: reported.append(done), fresh=True)
+    assert reported[0] == 16
     assert divergence(base, tmp_path / "whole", windows) < divergence(base, student, windows)
     for file in (tmp_path / "whole").glob("*.safetensors"):
         assert file.read_bytes() == (tmp_path / "parts" / file.name).read_bytes()

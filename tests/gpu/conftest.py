@@ -18,7 +18,7 @@ EngineMaker = Callable[..., GenerationEngine]
 
 @pytest.fixture(scope="session")
 def engine(checkpoint: Callable[[str], Path]) -> EngineMaker:
-    """engine(shape, **options): a small engine, in float32 on the GPU unless the options say otherwise."""
+    """A function engine(shape, **options) that opens a small engine, by default in float32 on the GPU."""
 
     def make(shape: str = "llama", **options: object) -> GenerationEngine:
         if not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""`weft compress` on a GPU makes what it makes on a CPU."""
+"""`weft compress` writes the same checkpoints on a GPU as on a CPU."""
 
 from pathlib import Path
 
@@ -32,8 +32,8 @@ METHODS = {
 
 def made(method: str, out: Path) -> Path:
     name, *flags = METHODS[method]
-    told = CliRunner().invoke(app, [name, str(DEMO), str(out), *flags], catch_exceptions=False)
-    assert told.exit_code == 0, told.output
+    result = CliRunner().invoke(app, [name, str(DEMO), str(out), *flags], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
     return out
 
 
@@ -43,7 +43,7 @@ from the first ones as from the base, and just as good."""
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_gpu_makes_what_a_cpu_makes(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_and_cpu_write_the_same_checkpoint(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     gpu = made(method, tmp_path / "gpu")
@@ -51,15 +51,15 @@ def test_a_gpu_makes_what_a_cpu_makes(method: str, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(network, "compute_device", lambda: torch.device("cpu"))
     cpu = made(method, tmp_path / "cpu")
     ids = text.windows(text.read(text.HELD_OUT), DEMO, 128, 1)[0]
-    said, wanted, base = (
+    actual, wanted, base = (
         model.logprobs(model.read(ids)[0]) for model in (Served(each, 128) for each in (gpu, cpu, DEMO))
     )
     if method in COMPENSATED:
-        assert divergence(said, base) < 1.25 * divergence(wanted, base)
+        assert divergence(actual, base) < 1.25 * divergence(wanted, base)
     else:
-        assert divergence(said, wanted) < 5e-3
+        assert divergence(actual, wanted) < 5e-3
 
 
-def divergence(said: Tensor, wanted: Tensor) -> float:
+def divergence(actual: Tensor, wanted: Tensor) -> float:
     """Mean KL of log-probabilities [T, V], nats."""
-    return F.kl_div(said, wanted, log_target=True, reduction="batchmean").item()
+    return F.kl_div(actual, wanted, log_target=True, reduction="batchmean").item()

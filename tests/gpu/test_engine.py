@@ -1,4 +1,4 @@
-"""The GPU engine says what the reference engine says: with graphs, overlap, chunks, cache hits, pauses and draws."""
+"""The GPU engine gives the reference engine's answers: with graphs, overlap, chunks, cache hits, preemptions, draws."""
 
 import gc
 import math
@@ -98,7 +98,7 @@ def test_with_chunked_prefill_and_preemptions(shape: str, engine: EngineMaker, r
     small.check_integrity()
 
 
-def test_after_a_prefix_left_to_host_memory_and_came_back(shape: str, engine: EngineMaker, reference: Answers) -> None:
+def test_after_a_prefix_moved_to_host_memory_and_back(shape: str, engine: EngineMaker, reference: Answers) -> None:
     small = engine(shape, kv_blocks=26, max_batch_size=4, host_kv_bytes=64 << 20)
     slow_prefill(small)
     run(small, *jobs())
@@ -190,7 +190,7 @@ def test_cancelled_streams_return_every_block_and_slot(engine: EngineMaker) -> N
     assert fast.stats().active_blocks == 0
 
 
-def test_numbers_that_are_not_finite_fail_one_job_and_stain_nobody(engine: EngineMaker) -> None:
+def test_non_finite_values_fail_one_job_and_reach_no_other(engine: EngineMaker) -> None:
     fast = engine(step_tokens=64)
     decoder_of(fast).model.embedding[300] = torch.nan
     healthy = [job(key, [t for t in prompt_of(30 + key) if t != 300]) for key in range(4)]
@@ -242,7 +242,7 @@ def test_bfloat16_agrees_where_the_choice_is_clear(engine: EngineMaker, family: 
     assert math.isfinite(worst)
 
 
-def test_half_precision_graphs_say_what_eager_steps_say(engine: EngineMaker) -> None:
+def test_half_precision_graphs_agree_with_eager_steps(engine: EngineMaker) -> None:
     wanted = [job(key, prompt_of(20 + 5 * key), max_tokens=32) for key in range(6)]
     with_graphs = run(engine("demo", dtype="bfloat16"), *wanted)
     without = run(engine("demo", dtype="bfloat16", graphs=False), *wanted)
@@ -250,7 +250,7 @@ def test_half_precision_graphs_say_what_eager_steps_say(engine: EngineMaker) -> 
     assert same >= 5  # padded rows may choose another tile, and so another order of a sum
 
 
-def test_short_prompts_have_graphs_of_their_own(engine: EngineMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_prompts_have_separate_graphs(engine: EngineMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     exact, fast = engine("demo", engine="torch"), engine("demo", dtype="bfloat16", max_batch_size=8, step_tokens=256)
     runner, kinds = fast.runner, []
     assert isinstance(runner, GpuRunner)
@@ -273,7 +273,7 @@ def test_short_prompts_have_graphs_of_their_own(engine: EngineMaker, monkeypatch
             assert answer.ended.cost.cached_tokens == cached
             assert kinds[0] is (Kind.BRIEF if length <= 128 and is_hopper(runner.device) else Kind.ANY)
             its = dict(answer.tops[0] or ())
-            assert abs(its[top[0][0]] - top[0][1]) < 0.2, "the likeliest token is as likely"
+            assert abs(its[top[0][0]] - top[0][1]) < 0.2, "the best token has the same probability"
 
 
 def test_graphs_are_captured_while_another_engine_becomes_garbage(checkpoint: Callable[[str], Path]) -> None:
@@ -300,8 +300,8 @@ def test_graphs_are_captured_while_another_engine_becomes_garbage(checkpoint: Ca
 
 @pytest.mark.parametrize(("kind", "scales"), [("fp8", "checkpoint"), ("fp8", "dynamic"), ("int8", "checkpoint")])
 @pytest.mark.parametrize("family", ["qwen3", "gpt2", "demo"])
-def test_pools_of_8_bits_say_what_the_cpu_says(engine: EngineMaker, family: str, kind: str, scales: str) -> None:
-    """Teacher-forced: a number that lies between two may be rounded to the other one here."""
+def test_pools_of_8_bits_agree_with_the_cpu(engine: EngineMaker, family: str, kind: str, scales: str) -> None:
+    """Teacher-forced, because a value between two representable ones may be rounded differently on the GPU."""
     exact, fast = (engine(family, engine=kind_of, kv_dtype=kind, kv_scales=scales) for kind_of in ("torch", "gpu"))
     own = run(exact, *jobs(bypass_cache=True))
     wanted = [

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A quantized checkpoint of a kind."""
+    """A function from a kind to a checkpoint quantized so."""
     made = tmp_path_factory.mktemp("quantized")
 
     def get(kind: str) -> Path:

@@ -104,9 +104,7 @@ def test_attention_over_long_contexts_and_skewed_batches(
 
 @pytest.mark.parametrize("stored", [None, kv_pages.FP8], ids=str)
 @pytest.mark.parametrize("heads", [(32, 8, 128), (28, 4, 128), (4, 4, 96)], ids=str)
-def test_neighbours_take_the_keys_that_they_share_together(
-    heads: tuple[int, int, int], stored: torch.dtype | None
-) -> None:
+def test_attention_of_rows_with_a_shared_prefix(heads: tuple[int, int, int], stored: torch.dtype | None) -> None:
     lengths = [1] * 70
     lengths[5], lengths[33], lengths[60] = 0, 200, 7
     shared = [0, *[100] * 69]
@@ -135,7 +133,7 @@ def test_attention_of_few_answers(heads: tuple[int, int, int], dtype: torch.dtyp
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("heads", [(32, 8, 128), (28, 4, 128), (8, 8, 128), (32, 8, 64), (6, 2, 64)], ids=str)
-def test_rows_that_see_few_keys(heads: tuple[int, int, int], dtype: torch.dtype) -> None:
+def test_attention_of_rows_with_few_keys(heads: tuple[int, int, int], dtype: torch.dtype) -> None:
     few = [random.randint(1, 60) for _ in range(8)]
     for block, lengths, contexts in (
         (16, [128], [128]), (16, [103] + [0] * 7, [103] + [0] * 7), (32, [1, 0, 70, 5], [128, 0, 70, 117]),
@@ -146,7 +144,7 @@ def test_rows_that_see_few_keys(heads: tuple[int, int, int], dtype: torch.dtype)
 
 
 def test_a_context_shorter_than_its_row_ends_and_gives_zeros() -> None:
-    """It breaks the contract, yet must not hang the device."""
+    """Such a row is invalid, but must not hang the device."""
     for stored in (None, kv_pages.FP8):
         batch = Batch([300, 40], [300, 40], 32, 8, 128, 16, torch.bfloat16, stored)
         batch.contexts = [300, -500]
@@ -256,7 +254,7 @@ def test_rope_and_store(heads: tuple[int, int, int], dtype: torch.dtype) -> None
         close(pool, expected_pool)
 
 
-def test_blocks_survive_the_way_to_the_host_and_back() -> None:
+def test_blocks_are_copied_to_the_host_and_back_unchanged() -> None:
     pools = [rand(40, 16, 2, 8, 128, dtype=torch.bfloat16) for _ in range(5)]
     before = [pool.clone() for pool in pools]
     addresses = block_copy.pool_addresses(pools)
@@ -317,7 +315,7 @@ def test_products_on_a_hopper(dtype: torch.dtype) -> None:
         expected = exact + residual.double()
         close(dense.linear(x, w / k**0.5, residual=residual, out=residual, tile=shape), expected)
         if shape.stages * shape.panels > 12:
-            continue  # a gate and its ups would not fit into shared memory
+            continue  # the gated weight would not fit into shared memory
         wide = rand(2 * n, k, dtype=dtype) / k**0.5
         close(dense.linear(x, wide, gated=True, tile=shape), reference.silu_and_mul(x.double() @ wide.double().T))
 

@@ -27,7 +27,7 @@ def listen(src, metadata, metadata_group, times, cache_hit):
 triton.knobs.compilation.listener = listen
 settings = json.loads(sys.argv[2])
 options = EngineOptions(engine="gpu", max_seq_length=512, **settings)
-def note(*told): phases.append(told)
+def note(*progress): phases.append(progress)
 build_engine(locate(sys.argv[1]), options, note, compile_ahead=True)
 print(json.dumps({"compiled": compiled, "phases": phases}))
 """
@@ -41,25 +41,25 @@ CASES: tuple[dict[str, object], ...] = (
 
 
 def start(cache: Path, **settings: object) -> tuple[list[str], list[tuple[str, int, int]]]:
-    """Kernels that an engine's process compiled itself, and its progress."""
+    """Starts an engine in a process; returns the kernels that it compiled itself, and its progress."""
     done = subprocess.run(
         [sys.executable, "-c", STARTS, str(DEMO), json.dumps({**SMALL, **settings})],
         env=os.environ | {"TRITON_CACHE_DIR": str(cache)}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout.splitlines()[-1])
-    return told["compiled"], [tuple(each) for each in told["phases"]]
+    result = json.loads(done.stdout.splitlines()[-1])
+    return result["compiled"], [tuple(each) for each in result["phases"]]
 
 
 @pytest.mark.parametrize("settings", CASES, ids=["bfloat16", "fp8", "int4", "deterministic"])
-def test_a_start_compiles_nothing_one_by_one(settings: dict[str, object], tmp_path: Path) -> None:
+def test_a_start_compiles_no_kernel_in_its_own_process(settings: dict[str, object], tmp_path: Path) -> None:
     compiled, phases = start(tmp_path, **settings)
     assert compiled == []
     kernels = [(done, total) for phase, done, total in phases if phase == "kernels"]
     assert kernels[-1][0] == kernels[-1][1] > 10
     compiled, phases = start(tmp_path, **settings)
     assert compiled == []
-    assert "kernels" not in {phase for phase, _, _ in phases}, "the cache has everything"
+    assert "kernels" not in {phase for phase, _, _ in phases}, "the cache has every kernel"
 
 
 def test_weft_warm_compiles_before_the_start(tmp_path: Path) -> None:
@@ -67,14 +67,14 @@ def test_weft_warm_compiles_before_the_start(tmp_path: Path) -> None:
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), **steps}
     command = [sys.executable, "-c", "from weft.main import main; main()", "warm", "--model", str(DEMO)]
     command += ["--max-batch-size", "8", "--max-seq-length", "512"]
-    told = [
+    lines = [
         subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
         for _ in range(2)
     ]
-    assert told[0][0] == "kernels 0%"
-    assert told[0][-2] == "kernels 100%"
-    assert told[0][-1].startswith("compiled ")
-    assert told[1] == ["all kernels of this model are compiled already"]
+    assert lines[0][0] == "kernels 0%"
+    assert lines[0][-2] == "kernels 100%"
+    assert lines[0][-1].startswith("compiled ")
+    assert lines[1] == ["all kernels of this model are compiled already"]
     compiled, phases = start(tmp_path)
     assert compiled == []
     assert "kernels" not in {phase for phase, _, _ in phases}

@@ -1,4 +1,4 @@
-"""What tests of kernels share: random cases on the device at hand, poisoned outputs, comparison with the reference."""
+"""Helpers of kernel tests: random cases for the device, poisoned outputs, comparison with the reference."""
 
 import os
 import random
@@ -28,7 +28,7 @@ TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 1.5e-3, torch.float32: 5e-6}
 
 
 def error(got: Tensor, want: Tensor) -> float:
-    """||got - want|| / ||want||, NaN if anything is."""
+    """||got - want|| / ||want||; NaN if any value is NaN."""
     return float((got.double() - want.double()).norm() / want.double().norm().clamp(min=1e-30))
 
 
@@ -49,13 +49,13 @@ def poison(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 class Batch:
-    """A ragged step over a scattered pool whose unused places hold NaN."""
+    """A step of ragged rows over a scattered pool whose unused slots hold NaN."""
 
     def __init__(
         self, lengths: list[int], contexts: list[int], heads: int, kv_heads: int, dim: int, block: int,
         dtype: torch.dtype, stored: torch.dtype | None = None, shared: list[int] | None = None,
     ) -> None:  # fmt: skip
-        """shared: for each row, how many of its first blocks are those of the row before it."""
+        """shared: for each row, the number of leading blocks that it shares with the previous row."""
         self.lengths, self.contexts, self.heads, self.kv_heads, self.block = lengths, contexts, heads, kv_heads, block
         needed = [-(-context // block) for context in contexts]
         self.pool = kv_pages.make_pool(sum(needed) + 1, block, kv_heads, dim, stored or dtype, DEVICE)
@@ -91,13 +91,13 @@ class Batch:
     def run(self, window: int | None, short: int, config: attention.Config | None = None) -> Tensor:
         plan = self.plan(window, short, config)
         out = poison(self.q.shape[0], self.heads * self.q.shape[2], dtype=self.q.dtype)
-        for _ in range(2):  # the second time shows that the counters were left at zero
+        for _ in range(2):  # the second run shows that the counters were reset
             out.fill_(float("nan"))
             attention.attention(self.q, self.pool, plan, self.q.shape[2] ** -0.5, self.kv_scales, out)
         return out
 
     def run_short_prefill(self) -> Tensor:
-        """All rows by the kernel of those that see few keys."""
+        """Attention of all rows by the kernel for rows with few keys."""
         plan = ShortPrefillPlan(self.starts, torch.tensor(self.contexts, dtype=torch.int32, device=DEVICE), self.tables)
         out = poison(self.q.shape[0], self.heads * self.q.shape[2], dtype=self.q.dtype)
         return attention.attention(self.q, self.pool, plan, self.q.shape[2] ** -0.5, out=out)
@@ -125,7 +125,7 @@ class Batch:
 
 
 def random_settings(slots: int, vocab: int) -> SlotSettings:
-    """Slots of all kinds, with history and edits."""
+    """Slots with random settings, histories and edits."""
     state = slot_settings(slots, DEVICE, vocab)
     assert state.history is not None
     assert state.edits is not None
@@ -151,8 +151,8 @@ def random_settings(slots: int, vocab: int) -> SlotSettings:
 
 
 def check_edits(slots: int, blocks: int, fresh: list[tuple[int, int]], admitted: int, room: int = 1 << 14) -> None:
-    """New blocks, for each slot the place of the first and how many, and admissions change what they name, and nothing
-    else; so they do where there is no room for all of them at once."""
+    """New blocks (`fresh`: for each slot the index of the first and their number) and admissions change only the slots
+    that they name, also if they do not fit into one launch."""
     settings = random_settings(slots, 32)
     tables = torch.randint(0, 9, (slots, blocks), dtype=torch.int32, device=DEVICE)
     wanted = {name: getattr(settings, name).clone() for name in settings.__slots__}
@@ -186,7 +186,7 @@ def check_edits(slots: int, blocks: int, fresh: list[tuple[int, int]], admitted:
 
 
 def floats_of(state: SlotState) -> list[tuple[str, float]]:
-    """Those that the settings of a slot hold, by their names there."""
+    """The floating-point settings of a slot, with their names in SlotSettings."""
     return [
         ("temperature", state.temperature), ("top_p", state.top_p), ("min_p", state.min_p),
         ("repetition", state.repetition_penalty), ("presence", state.presence_penalty),
@@ -195,25 +195,25 @@ def floats_of(state: SlotState) -> list[tuple[str, float]]:
 
 
 def check_step_lists(rows: list[tuple[int, int, bool, bool]], sizes: tuple[int, int, int], block: int) -> None:
-    """For each row its tokens, its context, whether its tokens are given and whether it samples, filled up to sizes."""
-    count, nobody, width = len(rows), len(rows) + 3, 40
-    owners = random.sample(range(nobody), count)
+    """rows: (tokens, context, whether its tokens are given, whether it samples); lists are padded to `sizes`."""
+    count, padding, width = len(rows), len(rows) + 3, 40
+    owners = random.sample(range(padding), count)
     lengths, contexts = [row[0] for row in rows], [row[1] for row in rows]
     ids = [random.randrange(900) if given else -1 for length, _, given, _ in rows for _ in range(length)]
     known = Rows(owners, lengths, [int(row[3]) for row in rows], np.array(ids, np.int32))
     words = np.full(step_io.words_of(*sizes) + 4, 77, np.int32)
     assert StepRows(known, contexts).lay_out(words.data, 4, sizes) == len(words)
     sent = torch.from_numpy(words[4:]).to(DEVICE)
-    last, prompt_lens = (torch.randint(0, 900, (nobody + 1,), device=DEVICE) for _ in range(2))
-    tables = torch.randint(0, 99, (nobody + 1, width), dtype=torch.int32, device=DEVICE)
+    last, prompt_lens = (torch.randint(0, 900, (padding + 1,), device=DEVICE) for _ in range(2))
+    tables = torch.randint(0, 99, (padding + 1, width), dtype=torch.int32, device=DEVICE)
     row_tables = torch.full((sizes[1], width), -7, dtype=torch.int32, device=DEVICE)
     got = step_io.step_inputs(sent, *sizes, row_tables)
     step_io.unpack(sent, last, prompt_lens, tables, got, block)
     token_ids, positions, places, given = [], [], [], iter(ids)
-    for owner, (length, context, told, _) in zip(owners, rows, strict=True):
+    for owner, (length, context, is_given, _) in zip(owners, rows, strict=True):
         for position in range(context - length, context):
             token_id = next(given)
-            token_ids.append(token_id if told else int(last[owner]))
+            token_ids.append(token_id if is_given else int(last[owner]))
             positions.append(position)
             places.append(int(tables[owner, position // block]) * block + position % block)
     unused = sizes[0] - len(token_ids)
@@ -230,13 +230,13 @@ def check_step_lists(rows: list[tuple[int, int, bool, bool]], sizes: tuple[int, 
     chosen = [row for row in range(count) if rows[row][3]]
     idle = sizes[2] - len(chosen)
     assert got.sampled.tolist() == [ends[row] - 1 for row in chosen] + [0] * idle
-    assert got.sample_slots.tolist() == [owners[row] for row in chosen] + [nobody] * idle
+    assert got.sample_slots.tolist() == [owners[row] for row in chosen] + [padding] * idle
     drawn = [contexts[row] - int(prompt_lens[owners[row]]) for row in chosen]
     assert got.sample_positions.tolist()[: len(chosen)] == drawn
 
 
-def check_nobodys(tokens: int, sizes: tuple[int, int, int], block: int) -> None:
-    """Tokens of nobody's row, more of them than a sequence may have, are where any model has a rotation."""
+def check_padding_tokens(tokens: int, sizes: tuple[int, int, int], block: int) -> None:
+    """Padding tokens, even more than a sequence may have, get positions that every rotation table has."""
     words = np.full(step_io.words_of(*sizes), 77, np.int32)
     assert padding_step(tokens).lay_out(words.data, 0, sizes) == len(words)
     sent = torch.from_numpy(words).to(DEVICE)
@@ -254,7 +254,7 @@ def check_sampling(rows: int, slots: int, vocab: int, rounded: bool, most: int, 
     """One step of `sample` and `top_logprobs` against the reference, which runs on the CPU."""
     logits = torch.randn(rows, vocab, device=DEVICE) * 3
     if rounded:
-        logits = logits.bfloat16().float()  # many equals
+        logits = logits.bfloat16().float()  # many equal values
     state = random_settings(slots, vocab)
     where = torch.randperm(slots, device=DEVICE)[:rows]
     positions = torch.randint(0, 4000, (rows,), device=DEVICE)
@@ -267,7 +267,7 @@ def check_sampling(rows: int, slots: int, vocab: int, rounded: bool, most: int, 
     got = sampling.sample(logits, state, where, positions, chunk=chunk or sampling.CHUNK, block=block)
     tokens = got.tokens.cpu()
     wrong = (tokens != expected).nonzero()[:, 0].tolist()
-    # A sum of rounded probabilities may end one token earlier or later at the edge of the nucleus.
+    # By rounding, the nucleus of top-p may have one token more or less.
     assert all(float(state.top_p[where][row]) < 1 for row in wrong), wrong
     assert len(wrong) <= 1, wrong
     penal = (state.repetition != 1) | (state.presence != 0) | (state.frequency != 0)
@@ -283,7 +283,7 @@ def check_sampling(rows: int, slots: int, vocab: int, rounded: bool, most: int, 
 
 
 def shaped(logits: Tensor, state: SlotSettings, where: Tensor) -> Tensor:
-    """The logits after penalties, edits, temperature and cut, by the reference."""
+    """The reference's logits after penalties, edits, temperature and truncation."""
     x, where = logits.cpu().clone(), where.cpu()
     settings = {name: getattr(state, name).cpu() for name in state.__slots__}
     history = settings["history"][where]
@@ -303,7 +303,7 @@ def shaped(logits: Tensor, state: SlotSettings, where: Tensor) -> Tensor:
 
 
 def check_layer_norm(rows: int, n: int, dtype: torch.dtype) -> None:
-    """Rows far from zero, with and without a bias, some of them apart; each has the same bits alone."""
+    """Rows far from zero, with and without a bias, some not contiguous; a single row has the same bits."""
     wide = rand(rows, n + 7, dtype=dtype) * 3 + 20
     weight, bias = rand(n, dtype=dtype), rand(n, dtype=dtype)
     x = wide[:, :n]
@@ -315,7 +315,7 @@ def check_layer_norm(rows: int, n: int, dtype: torch.dtype) -> None:
 
 
 def check_gelu(rows: int, n: int, dtype: torch.dtype) -> None:
-    """Both kinds, into fresh memory and in place, also far out in the tails; each row has the same bits alone."""
+    """Both kinds of GELU, in new memory and in place, also for large arguments; a single row has the same bits."""
     x = rand(rows, n, dtype=dtype) * 4
     x[0, :2] = torch.tensor([-30.0, 30.0], dtype=dtype)
     for activation in (Activation.GELU, Activation.GELU_TANH):

@@ -1,7 +1,7 @@
-"""Compiles every kernel ahead of time for the compute capabilities that Weft serves on. Needs no GPU.
+"""Compiles every kernel ahead of time for the supported compute capabilities. Needs no GPU.
 
-Run as a program: `python -m tests.kernels.compile_ahead 90`. It prints a line for each kernel and the shared memory
-that it takes.
+Run as a program: `python -m tests.kernels.compile_ahead 90`. It prints a line for each kernel with its use of shared
+memory.
 """
 
 import sys
@@ -39,7 +39,7 @@ from kernels.sampling.slot_settings import slot_settings
 
 
 class Recorder:
-    """Stands in for a kernel: keeps what a launch passes instead of launching."""
+    """Replaces a kernel: records the arguments of a launch and launches nothing."""
 
     def __init__(self, kernel: Any, launches: list[tuple[Any, dict[str, Any]]]) -> None:
         self.kernel, self.launches = kernel, launches
@@ -52,7 +52,7 @@ class Recorder:
         return launch
 
 
-# Bytes of shared memory that one program may have, by compute capability.
+# The largest shared memory of one program in bytes, by compute capability.
 MOST_SHARED = {80: 166_912, 89: 101_376, 90: 232_448}
 MODULES = (
     activation,
@@ -76,7 +76,7 @@ MODULES = (
 
 
 def recorded(call: Callable[[], object]) -> list[tuple[Any, dict[str, Any]]]:
-    """The launches that a call would make."""
+    """The launches of a call, recorded without a device."""
     launches: list[tuple[Any, dict[str, Any]]] = []
     originals = [
         (module, name, kernel)
@@ -95,7 +95,7 @@ def recorded(call: Callable[[], object]) -> list[tuple[Any, dict[str, Any]]]:
 
 
 def compile_launch(kernel: Any, arguments: dict[str, Any], capability: int) -> Any:
-    """Compile one launch for one capability, with the specialization that the launch would get."""
+    """Compiles one launch for one capability, with the specialization of its arguments."""
     constants: dict[tuple[int, ...], Any] = {}
     signature: dict[str, str] = {}
     attributes: dict[tuple[int, ...], Any] = {}
@@ -131,7 +131,7 @@ def index(*shape: int) -> Tensor:
 
 
 def calls(dtype: torch.dtype, capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Every launcher in the configurations that are served."""
+    """(name, call) of every launcher in its served configurations."""
     new = partial(empty, dtype=dtype)
     yield "rms_norm", partial(norm.rms_norm, new(4, 4096), new(4096), 1e-5)
     yield "layer_norm", partial(norm.layer_norm, new(4, 768), new(768), new(768), 1e-5)
@@ -274,7 +274,7 @@ def attend(
 
 
 def compile_prefill_hopper(dim: int, windowed: bool, stored: torch.dtype) -> Any:
-    """Attention of prompts, for capability 9.0 only."""
+    """Compiles the attention of prompts, for capability 9.0 only."""
     from kernels.attention import prefill_hopper
 
     fixed: dict[str, int | None] = {
@@ -292,7 +292,7 @@ def compile_prefill_hopper(dim: int, windowed: bool, stored: torch.dtype) -> Any
 
 
 def compile_decode(dim: int, stored: torch.dtype, shape: attention.DecodePrograms, share: int = 4) -> Any:
-    """Attention of few answers, for capability 9.0 only. share: query heads of a key/value head."""
+    """Compiles the attention of few decoding rows, for capability 9.0 only. share: query heads per key/value head."""
     from kernels.attention import decode_hopper
 
     fixed: dict[str, int | None] = {
@@ -309,7 +309,7 @@ def compile_decode(dim: int, stored: torch.dtype, shape: attention.DecodeProgram
 
 
 def compile_gluon(kernel: Any, fixed: dict[str, Any], kinds: dict[str, str], options: dict[str, Any]) -> Any:
-    """A Gluon kernel, for capability 9.0 only. kinds: types of arguments that are not `fixed`; others are int32."""
+    """Compiles a Gluon kernel, for capability 9.0 only. kinds: types of arguments that are not `fixed` nor int32."""
     from triton.experimental.gluon._runtime import GluonASTSource
 
     names = [parameter.name for parameter in kernel.params]
@@ -408,7 +408,7 @@ def compile_packed_gemv() -> Iterator[tuple[str, Any]]:
         compiled = compile_given(packed_gemv_kernel, given)
         products = 8 * shape.chunks // packed_gemv.WARPS
         assert compiled.asm["ptx"].count("mma.sync") == products, "each warp multiplies a chunk at a time"
-        # A multiprocessor keeps 1 KiB for each of its programs.
+        # A multiprocessor reserves 1 KiB for each of its programs.
         assert shape.per_sm * (compiled.metadata.shared + 1024) <= MOST_SHARED[90] + 1024, f"{name}: too few fit"
         yield name, compiled
 
@@ -439,7 +439,7 @@ def compile_packed_prefill() -> Iterator[tuple[str, Any]]:
 
 
 def compile_given(kernel: Any, given: dict[str, Any]) -> Any:
-    """A Gluon kernel with what a launch of it passes."""
+    """Compiles a Gluon kernel for the arguments of one launch."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     boxes = {place: value for place, value in given.items() if isinstance(value, TensorDescriptor)}

@@ -1,4 +1,4 @@
-"""Checks of what few rows of a layer fuse: queries, keys and values with their rotation, and a step of such rows."""
+"""Checks of fused kernels for few rows: queries, keys and values with rotation, and whole steps of such rows."""
 
 from collections.abc import Callable
 
@@ -22,7 +22,7 @@ from tests.kernels.cases import DEVICE, close, rand
 def check_rotated_qkv(
     rows: int, heads: int, kv_heads: int, dim: int, k: int, tile: Tile | Shape, dtype: torch.dtype
 ) -> None:
-    """Queries, keys and values against product, then rotation and write to the pool."""
+    """The fused kernel against a projection, then rotation and writing to the pool."""
     weight = rand((heads + 2 * kv_heads) * dim, k, dtype=dtype) / k**0.5
     x = rand(rows, k, dtype=dtype)
 
@@ -32,10 +32,10 @@ def check_rotated_qkv(
     _check_rotated(rotated, x.double() @ weight.double().T, heads, kv_heads, dim, dtype, dtype)
 
 
-def check_rotated_words(
+def check_rotated_packed(
     rows: int, heads: int, kv_heads: int, weight: Weight, dtype: torch.dtype, stored: torch.dtype
 ) -> None:
-    """As `check_rotated_qkv`, of a normalized x, a quantized weight and heads of 128 numbers."""
+    """The same as `check_rotated_qkv` for a normalized x, a quantized weight and heads of 128 values."""
     x, gamma = rand(rows, weight.shape[1], dtype=dtype), rand(weight.shape[1], dtype=dtype)
     norm, laid = Norm(gamma, 1e-5), linear.prepare(weight, dtype)
 
@@ -58,7 +58,7 @@ def _check_rotated(
     positions, places = torch.randint(0, 90, (rows,), device=DEVICE), torch.randperm(96, device=DEVICE)[:rows]
     angles = cos[positions].double(), sin[positions].double()
     turned = (product + bias.double()).view(rows, -1, dim)
-    for count in {1, min(1, rows - 1)}:  # rows that go nowhere; a row by itself goes somewhere, too
+    for count in {1, min(1, rows - 1)}:  # rows that are not stored; a single row is stored in one of two runs
         pool = rand(6, 16, 2, kv_heads, dim, dtype=dtype).to(stored)
         nowhere, expected_pool, kept = places.clone(), pool.double(), places[:count]
         nowhere[:count] = -1
@@ -74,7 +74,7 @@ def _check_rotated(
 
 
 def step_of_answers(config: ModelConfig, ops: TritonOps, seed: int) -> tuple[Tensor, list[Tensor]]:
-    """Logits of three rows' next tokens, and the pools behind them; all numbers follow from the seed."""
+    """Logits of the next tokens of three rows, and the pools afterwards; all values are drawn from the seed."""
     torch.manual_seed(seed)
     dtype = torch.float16
     model = Decoder(config, ops, dtype, config.context_length, DEVICE)

@@ -1,7 +1,7 @@
 """Every kernel on a CPU, under Triton's interpreter, in its served configuration over odd shapes.
 
-`test_kernels.py` runs this file in a process of its own: the interpreter must be chosen before Triton is imported.
-float16 stands in for bfloat16, whose products the interpreter gets wrong.
+`test_kernels.py` runs this file in separate processes: the interpreter must be chosen before Triton is imported.
+float16 replaces bfloat16, whose products the interpreter computes wrongly.
 """
 
 import random
@@ -21,7 +21,7 @@ from tests.kernels.cases import (
     check_edits,
     check_gelu,
     check_layer_norm,
-    check_nobodys,
+    check_padding_tokens,
     check_sampling,
     check_step_lists,
     close,
@@ -30,7 +30,7 @@ from tests.kernels.cases import (
 )
 from tests.kernels.fused import check_rotated_qkv, step_of_answers
 from tests.kernels.steps import check_measured_scales, check_steps
-from tests.kernels.weights import check_nf4, check_products, check_rounding, check_words
+from tests.kernels.weights import check_linear, check_nf4, check_packed, check_rounding
 from tests.tiny_config import gpt2_settings, tiny_config
 
 HALF, FULL = torch.float16, torch.float32
@@ -80,7 +80,7 @@ def test_programs_of_few_rows_on_a_hopper_take_each_key_once(monkeypatch: pytest
         assert all(high - low >= 64 for _, low, high in pieces[:-1])
 
 
-def test_rows_that_see_few_keys() -> None:
+def test_attention_of_rows_with_few_keys() -> None:
     for heads, lengths, contexts in (
         ((8, 2, 64), [1, 20, 0, 3, 1, 1], [128, 20, 0, 113, 1, 70]),
         ((7, 1, 64), [128], [128]),
@@ -91,7 +91,7 @@ def test_rows_that_see_few_keys() -> None:
             close(batch.run_short_prefill(), batch.want(None))
 
 
-def test_neighbours_take_the_keys_that_they_share_together() -> None:
+def test_attention_of_rows_with_a_shared_prefix() -> None:
     lengths = [1, 1, 30, 1, 1, 1, 1, 0, *[1] * 6]
     for heads, dtype, stored, least, shared, found in (
         ((14, 2, 24), HALF, None, 97, [0, 6, 6, 6, 6, 6, 6, 0, 0, 4, 4, 4, 4, 4], [[96, 0], [64, 8]]),
@@ -143,7 +143,7 @@ def test_lists_of_a_step() -> None:
         ([answer] * 150, (160, 160, 160)),
     ):
         check_step_lists(rows, sizes, 16)
-    check_nobodys(150, (160, 3, 2), 16)
+    check_padding_tokens(150, (160, 3, 2), 16)
 
 
 @pytest.mark.parametrize("model", [{}, gpt2_settings(128)], ids=["llama", "gpt2"])
@@ -172,7 +172,7 @@ def test_layer_norm_and_gelu(dtype: torch.dtype) -> None:
     for rows, n in ((1, 48), (5, 100), (3, 513)):
         check_layer_norm(rows, n, dtype)
         check_gelu(rows, n, dtype)
-    check_gelu(2, 2500, dtype)  # more numbers than one program takes
+    check_gelu(2, 2500, dtype)  # wider than one program's block
 
 
 @pytest.mark.parametrize("stored", [kv_pages.FP8, kv_pages.INT8], ids=str)
@@ -188,7 +188,7 @@ def test_keys_and_values_are_rounded_as_the_reference_rounds_them(stored: torch.
         got, want = (kv_pages.load(pool, torch.arange(5), scales, FULL) for pool in (mine, its))
         coarsest = 1.0 if scales is None else float(scales.max())
         step = 16 * coarsest if stored == kv_pages.FP8 else float(want.abs().max()) / 100
-        assert float((got - want).abs().max()) <= step  # a product that rounds otherwise is one step away
+        assert float((got - want).abs().max()) <= step  # another rounding of the product differs by one step
         assert float((got != want).float().mean()) < 0.02
 
 
@@ -217,7 +217,7 @@ def test_rope_and_store(dtype: torch.dtype, normed: bool) -> None:
     close(pool, expected_pool)
 
 
-def test_blocks_come_back_as_they_went() -> None:
+def test_blocks_are_copied_out_and_in_unchanged() -> None:
     pools = [rand(6, 16, 2, 3, 8, dtype=HALF) for _ in range(3)]
     before = [pool.clone() for pool in pools]
     ids = torch.tensor([4, 1])
@@ -230,7 +230,7 @@ def test_blocks_come_back_as_they_went() -> None:
     assert all(torch.equal(pool, old) for pool, old in zip(pools, before, strict=True))
 
 
-def test_pages_in_host_memory_come_back_as_they_left() -> None:
+def test_pages_are_copied_to_host_memory_and_back_unchanged() -> None:
     pools = [rand(9, 16, 2, 3, 8, dtype=HALF) for _ in range(2)]
     before = [pool.clone() for pool in pools]
     pages = HostPages(pools, 3 * 2 * 16 * 2 * 3 * 8 * 2)
@@ -245,7 +245,7 @@ def test_pages_in_host_memory_come_back_as_they_left() -> None:
         assert torch.equal(pool[[1, 8, 3]], was[[5, 2, 7]])
         assert not pool[[0, 2, 4, 5, 6, 7]].any()
     more = pages.keep([1] * (room + 4))
-    assert len(more) == room - 3, "there is no room for more"
+    assert len(more) == room - 3, "the buffer has no room for more blocks"
     del kept, more
     assert sorted(pages.free) == list(range(room))
     for pool in pools:
@@ -301,9 +301,9 @@ def test_invariant_products_have_the_same_bits_in_any_batch() -> None:
     assert torch.equal(dense.matmul_invariant(x[:3], w, bias), whole[:3])
 
 
-def test_weights_in_words() -> None:
+def test_packed_weights() -> None:
     for rows, n, k, group in ((1, 100, 128, 32), (140, 66, 192, 64), (5, 64, 256, 256)):
-        check_words(rows, n, k, group, HALF)
+        check_packed(rows, n, k, group, HALF)
 
 
 def test_rows_rounded_to_fp8() -> None:
@@ -314,7 +314,7 @@ def test_rows_rounded_to_fp8() -> None:
 @pytest.mark.parametrize("dtype", [HALF, FULL], ids=str)
 def test_products_of_any_weight(dtype: torch.dtype) -> None:
     check_nf4(6, 192, dtype)
-    check_products(3, 128, 192, dtype)
+    check_linear(3, 128, 192, dtype)
 
 
 def test_sampling_follows_the_reference() -> None:

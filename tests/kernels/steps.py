@@ -1,4 +1,4 @@
-"""Whole steps of the GPU's runner against the CPU's: the same packed words, the same tokens, likely ones and pools."""
+"""Whole steps of the GPU's runner against the CPU's: equal tokens, log-probabilities and pools for a packed step."""
 
 import random
 from array import array
@@ -30,14 +30,14 @@ _RowOf = tuple[int, list[int], bool]
 
 
 def check_steps(**model: Any) -> None:
-    """Prompts in chunks, some that nobody samples from; draws, penalties, bias and bans; slots that change hands.
+    """Prompts in chunks, some without a sampled token; draws, penalties, bias and bans; slots that are reused.
 
     `model` are fields of the model's configuration."""
     gpu, cpu = _runners(_SLOTS, _LENGTH, 64, _BLOCKS, **model)
     for words in _steps():
         got, want = _without_memory_behind_draws(gpu, words), cpu.run(words)
         assert (got.finite, got.sampled.tokens) == (want.finite, want.sampled.tokens)
-        _check_tops(got, want)
+        _check_top_logprobs(got, want)
         for pool, other in zip(gpu.kv.layers, cpu.kv.layers, strict=True):
             torch.testing.assert_close(pool[1:], other[1:], rtol=1e-4, atol=1e-4)
     seen, expected = (runner.inspect([5, 6, 7, 8, 9]).logits() for runner in (gpu, cpu))
@@ -46,7 +46,7 @@ def check_steps(**model: Any) -> None:
 
 
 def check_measured_scales() -> None:
-    """Of keys and values, by a prompt whose last block is not full."""
+    """Compares the measured scales of keys and values, by a prompt whose last block is not full."""
     gpu, cpu = _runners(1, 40, 40, 3)
     for runner in (gpu, cpu):
         measure_kv_scales(runner, 40, 3)
@@ -58,7 +58,7 @@ def check_measured_scales() -> None:
 
 
 def _runners(slots: int, length: int, step_tokens: int, blocks: int, **model: Any) -> tuple[GpuRunner, CpuRunner]:
-    """Of one model."""
+    """The GPU's and the CPU's runner of one model."""
     fast, exact = _model(TritonOps(), **model), _model(ReferenceOps(), **model)
     for views, others in zip(fast.destinations().values(), exact.destinations().values(), strict=True):
         for view, other in zip(views, others, strict=True):
@@ -79,8 +79,8 @@ def _without_memory_behind_draws(gpu: GpuRunner, words: Words) -> StepResult:
         def nothing(*_: object, **__: object) -> None:
             raise MemoryError
 
-        def drawn(*told: Any) -> Any:
-            samples = sample(*told)
+        def drawn(*arguments: Any) -> Any:
+            samples = sample(*arguments)
             for name in ("empty", "zeros"):
                 patch.setattr(torch, name, nothing)
             return samples
@@ -91,15 +91,15 @@ def _without_memory_behind_draws(gpu: GpuRunner, words: Words) -> StepResult:
     return gpu.collect(step)
 
 
-def _check_tops(got: StepResult, want: StepResult) -> None:
-    """Rows that did not ask may have a log-probability or none."""
+def _check_top_logprobs(got: StepResult, want: StepResult) -> None:
+    """Compares top log-probabilities; a row that did not request them may have them or not."""
     for (top,), (expected,) in zip(got.sampled.tops or [], want.sampled.tops or [], strict=True):
         assert [id for id, _ in top] == [id for id, _ in expected]
         torch.testing.assert_close([number for _, number in top], [number for _, number in expected], rtol=0, atol=1e-4)
 
 
 def _model(ops: Ops, **settings: Any) -> Decoder:
-    """Two layers, the second with a window."""
+    """A model of two layers, the second with a sliding window."""
     config = tiny_config(vocab_size=_VOCAB, context_length=_LENGTH, windows=(None, 20), **settings)
     model = Decoder(config, ops, torch.float32, _LENGTH)
     randomize(model, lambda phase, done, total: None)
@@ -145,7 +145,7 @@ def _bits(*values: float) -> Sequence[int]:
 
 
 def _packed(edits: list[_EditOf], rows: list[_RowOf]) -> Words:
-    told = [word for edit, slot, words in edits for word in (edit, slot, len(words), *words)]
+    packed = [word for edit, slot, words in edits for word in (edit, slot, len(words), *words)]
     columns = [number for slot, ids, samples in rows for number in (slot, len(ids), samples)]
     ids = [id for row in rows for id in row[1]]
-    return np.array([len(told), len(rows), len(ids), *told, *columns, *ids], np.int32)
+    return np.array([len(packed), len(rows), len(ids), *packed, *columns, *ids], np.int32)

@@ -1,4 +1,4 @@
-"""Which kernel serves which rows: the rules, which need no GPU."""
+"""The rules that choose a kernel for rows; no GPU is needed."""
 
 from dataclasses import replace
 from typing import Any
@@ -26,13 +26,13 @@ BF16 = torch.bfloat16
      (kv_pages.INT8, {1: None})],
     ids=str,
 )  # fmt: skip
-def test_few_rows_have_programs_of_their_own(stored: torch.dtype, programs: dict[int, int | None]) -> None:
+def test_few_rows_have_their_own_decode_programs(stored: torch.dtype, programs: dict[int, int | None]) -> None:
     for rows, wanted in programs.items():
         decode = attention.config_for(128, BF16, rows, stored=stored).decode
         assert (decode and decode.programs) == wanted
 
 
-def test_what_few_rows_are_taken_by_the_general_kernel() -> None:
+def test_which_few_rows_use_the_general_kernel() -> None:
     assert attention.config_for(64, BF16, 1).decode is not None
     assert attention.config_for(64, BF16, 1, stored=kv_pages.FP8).decode is None
     assert attention.config_for(128, torch.float32, 1).decode is None
@@ -43,7 +43,7 @@ def planned(
     rows: int = 4, heads: int = 32, kv_heads: int = 8, dim: int = 128, block: int = 16, window: int | None = None,
     short: int = 1, hopper: bool = True,
 ) -> attention.AttentionPlan:  # fmt: skip
-    """The plan of a step whose rows could share prefixes, on a device that may be a Hopper."""
+    """The plan of a step whose rows may share prefixes, on a Hopper or another device."""
     starts, contexts, tables = (torch.zeros(shape, dtype=torch.int32) for shape in ((rows + 1,), (rows,), (rows, 8)))
     config = replace(attention.config_for(dim, BF16, rows), shared_rows=1)
     with mock.patch.object(attention, "is_hopper", return_value=hopper), mock.patch.object(attention, "schedule"):
@@ -52,7 +52,7 @@ def planned(
         )
 
 
-def test_a_hopper_takes_few_rows_of_one_token_on_their_own() -> None:
+def test_a_hopper_uses_the_decode_kernel_for_few_rows_of_one_token() -> None:
     plan = planned()
     assert plan.decode == attention.HOPPER_DECODE[16]
     assert len(plan.records) == 396
@@ -66,7 +66,7 @@ def test_a_hopper_takes_few_rows_of_one_token_on_their_own() -> None:
      {"heads": 36, "kv_heads": 4}, {"rows": 16, "heads": 13, "kv_heads": 13}],
     ids=str,
 )  # fmt: skip
-def test_what_the_kernel_of_few_rows_cannot_take_is_planned_as_ever(other: dict[str, Any]) -> None:
+def test_shapes_without_the_decode_kernel_use_the_general_plan(other: dict[str, Any]) -> None:
     plan = planned(**other)
     assert plan.decode is None
     assert len(plan.records) == plan.config.split_programs
@@ -74,7 +74,7 @@ def test_what_the_kernel_of_few_rows_cannot_take_is_planned_as_ever(other: dict[
 
 
 @pytest.mark.parametrize("windows", [(None,), (128, None, 4096)], ids=str)
-def test_rows_that_see_few_keys_have_a_kernel_of_their_own(windows: tuple[int | None, ...]) -> None:
+def test_rows_with_few_keys_use_the_short_kernel(windows: tuple[int | None, ...]) -> None:
     assert serves_short_prefill(32, 8, 128, BF16, BF16, windows)
     assert serves_short_prefill(28, 4, 64, torch.float16, torch.float16, windows)
 
@@ -87,11 +87,11 @@ def test_rows_that_see_few_keys_have_a_kernel_of_their_own(windows: tuple[int | 
      (32, 8, 128, BF16, BF16, [None, 127])],
     ids=str,
 )  # fmt: skip
-def test_what_that_kernel_is_not_made_for(numbers: Any) -> None:
+def test_which_rows_do_not_use_the_short_kernel(numbers: Any) -> None:
     assert not serves_short_prefill(*numbers)
 
 
-def test_pools_of_int8_are_none_of_its() -> None:
+def test_int8_pools_do_not_use_the_short_kernel() -> None:
     q, pool, plan = torch.zeros(4, 32, 128, dtype=BF16), kv_pages.make_pool(8, 16, 8, 128, kv_pages.INT8), planned()
     with pytest.raises(AssertionError, match="int8"):
         attention.attention(q, pool, plan, 1.0)
@@ -112,19 +112,19 @@ def test_threads_that_merge_parts_cover_a_head(lines: int, dim: int, warps: int)
 
 
 def weight(kind: str = "int4", n: int = 4096, k: int = 4096, group: int | None = None) -> PackedWeight:
-    """A weight of which only the numbers are known that rules ask for."""
+    """A weight with only the attributes that the rules read."""
     size = (128 if kind == "int4" else 0) if group is None else group
     return PackedWeight(kind, torch.empty(0), torch.empty(0), None, size, None, torch.Size((n, k)))
 
 
 def kernel(weight: PackedWeight, rows: int, gated: bool = False) -> str | None:
-    """Which of the Hopper's kernels takes a product."""
+    """The name of the Hopper kernel for this weight and number of rows; None for no such kernel."""
     shape = packed_hopper.shape_for(weight, rows, gated)
     names = {packed_gemv.Shape: "row", packed_hopper.Shape: "packed", packed_prefill.Shape: "prompts"}
     return None if shape is None else names[type(shape)]
 
 
-def test_one_row_has_a_kernel_of_its_own_where_warps_take_whole_chunks() -> None:
+def test_one_row_uses_gemv_if_warps_read_whole_chunks() -> None:
     for one in (weight(), weight("fp8"), weight("int8"), weight("fp8", group=128), weight(k=28672), weight(n=16)):
         assert kernel(one, 1) == "row"
         assert kernel(one, 1, gated=True) == "row"
@@ -133,7 +133,7 @@ def test_one_row_has_a_kernel_of_its_own_where_warps_take_whole_chunks() -> None
         assert kernel(other, 1) == "packed"
 
 
-def test_more_rows_are_taken_by_kind() -> None:
+def test_the_kernel_of_several_rows_depends_on_the_format() -> None:
     assert [kernel(weight(), rows) for rows in (2, 64, 65, 9000)] == ["packed", "packed", "prompts", "prompts"]
     assert [kernel(weight("fp8"), rows) for rows in (2, 64, 512, 513)] == ["packed", "packed", "packed", None]
     for rows in (2, 65):
@@ -190,7 +190,7 @@ def test_a_gated_product_has_nothing_added() -> None:
 
 
 def tiles(rows: int, n: int, k: int) -> str:
-    """The name of the chosen shape."""
+    """The name of the chosen tile shape."""
     names = {getattr(packed_prefill, name): name for name in ("NARROW", "MIDDLE", "WIDE", "TALL")}
     return names[packed_prefill.shape_for(rows, n, k)]
 
@@ -201,7 +201,7 @@ def tiles(rows: int, n: int, k: int) -> str:
      ((193, 256, 385, 512, 641, 768, 769, 1024, 1152, 1280, 2048, 8192), "WIDE")],
     ids=str,
 )  # fmt: skip
-def test_many_rows_take_the_tiles_that_they_fill(rows: tuple[int, ...], wanted: str) -> None:
+def test_many_rows_use_the_tiles_that_they_fill(rows: tuple[int, ...], wanted: str) -> None:
     assert {tiles(count, 28672, 4096) for count in rows} == {wanted}
 
 
@@ -213,5 +213,5 @@ def test_many_rows_take_the_tiles_that_they_fill(rows: tuple[int, ...], wanted: 
      (6144, 4096, {256: "WIDE", 320: "MIDDLE", 384: "MIDDLE", 640: "TALL"})],
     ids=str,
 )  # fmt: skip
-def test_products_of_few_chunks_take_tiles_of_few_rows(n: int, k: int, wanted: dict[int, str]) -> None:
+def test_products_of_few_chunks_use_tiles_of_few_rows(n: int, k: int, wanted: dict[int, str]) -> None:
     assert {rows: tiles(rows, n, k) for rows in wanted} == wanted

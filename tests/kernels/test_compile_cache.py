@@ -24,20 +24,20 @@ def test_each_job_is_run_once_and_counted(tmp_path: Path) -> None:
         with (tmp_path / str(number)).open("x") as file:
             file.write(str(os.getpid()))
 
-    failed = run_jobs([partial(job, number) for number in range(40)], 3, lambda *told: seen.append(told))
+    failed = run_jobs([partial(job, number) for number in range(40)], 3, lambda *progress: seen.append(progress))
     assert failed == 0
     assert seen == [(done, 40) for done in range(41)]
     assert {path.name for path in tmp_path.iterdir()} == {str(number) for number in range(40)}
     assert str(os.getpid()) not in {path.read_text() for path in tmp_path.iterdir()}
 
 
-def test_jobs_run_side_by_side() -> None:
+def test_jobs_run_in_parallel() -> None:
     began = time.monotonic()
     assert run_jobs([lambda: time.sleep(0.5)] * 6, 6, lambda done, total: None) == 0
     assert time.monotonic() - began < 2.5
 
 
-def test_a_job_that_fails_costs_itself_alone(tmp_path: Path) -> None:
+def test_a_failed_job_does_not_affect_others(tmp_path: Path) -> None:
     def fail() -> None:
         raise ValueError("this kernel does not compile")
 
@@ -46,13 +46,13 @@ def test_a_job_that_fails_costs_itself_alone(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 5
 
 
-def test_a_process_that_dies_costs_the_job_it_was_at(tmp_path: Path) -> None:
+def test_a_process_that_dies_loses_only_its_current_job(tmp_path: Path) -> None:
     good = [(tmp_path / str(number)).touch for number in range(5)]
     assert run_jobs([lambda: os.kill(os.getpid(), signal.SIGKILL), *good], 2, lambda done, total: None) == 1
     assert len(list(tmp_path.iterdir())) == 5
 
 
-def test_jobs_that_nobody_is_left_for_have_failed() -> None:
+def test_jobs_without_a_remaining_process_have_failed() -> None:
     assert run_jobs([lambda: os.kill(os.getpid(), signal.SIGKILL)] * 3, 1, lambda done, total: None) == 3
 
 
@@ -60,7 +60,7 @@ def test_no_jobs() -> None:
     assert run_jobs([], 4, lambda done, total: None) == 0
 
 
-# Triton's driver says what the GPU is; a launch asks it for nothing else before it compiles.
+# A driver that reports the kind of GPU, which is all that a launch reads from it before it compiles.
 RECORDS = """
 import json, sys
 import torch, triton
@@ -89,14 +89,14 @@ print(json.dumps({"found": len(found), "failed": failed, "hits": sum(hits), "ask
 """
 
 
-def test_what_a_launch_needs_is_compiled_elsewhere(tmp_path: Path) -> None:
+def test_the_kernels_of_a_launch_are_compiled_in_other_processes(tmp_path: Path) -> None:
     """A launch records its kernel once for each specialization; afterwards the cache on disk has it."""
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "TRITON_INTERPRET": "0"}
     done = subprocess.run([sys.executable, "-c", RECORDS], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert told["found"] >= 2
-    assert told == {"found": told["found"], "failed": 0, "hits": told["found"], "asked": told["found"]}
+    result = json.loads(done.stdout)
+    assert result["found"] >= 2
+    assert result == {"found": result["found"], "failed": 0, "hits": result["found"], "asked": result["found"]}
 
 
 def test_other_kernels_have_another_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Which cuBLASLt tiles are chosen; the products themselves are tested on a GPU."""
+"""The choice of cuBLASLt tiles; the products themselves are tested on a GPU."""
 
 import ctypes
 from typing import Any
@@ -27,7 +27,7 @@ def test_other_shapes_are_left_to_torch() -> None:
         assert cublaslt.tile_for(rows, outputs) is None
 
 
-def test_nothing_is_done_on_a_cpu() -> None:
+def test_a_cpu_has_no_cublaslt_plan() -> None:
     x, weight = torch.ones(128, 16, dtype=torch.bfloat16), torch.ones(4096, 16, dtype=torch.bfloat16)
     assert not cublaslt.multiply(x, weight, None, torch.empty(128, 4096, dtype=torch.bfloat16))
 
@@ -63,17 +63,17 @@ def plan_with(monkeypatch: pytest.MonkeyPatch, library: mock.Mock) -> object:
 
 
 def library(**statuses: int) -> mock.Mock:
-    """One that says so to these calls and agrees to all others."""
+    """A library that returns these statuses, and success for all other calls."""
     return mock.Mock(**{f"cublasLt{call}.return_value": statuses.get(call, 0) for call in CALLS})
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_library_that_refuses_is_not_asked_to_multiply(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+def test_a_library_that_reports_an_error_is_not_used(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     assert plan_with(monkeypatch, library()) is not None
     assert plan_with(monkeypatch, library(**{call: 7})) is None
 
 
-def test_a_kernel_that_needs_more_room_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_needs_a_larger_workspace_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     def check(*arguments: Any) -> int:
         arguments[-1]._obj.workspace = 1 << 20
         return 0
@@ -83,7 +83,7 @@ def test_a_kernel_that_needs_more_room_is_not_taken(monkeypatch: pytest.MonkeyPa
     assert plan_with(monkeypatch, greedy) is None
 
 
-def test_rows_must_lie_as_the_library_is_told() -> None:
+def test_rows_must_have_the_alignment_that_the_library_needs() -> None:
     x, weight, out = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((128, 72), (64, 64), (128, 64)))
     readable = cublaslt._readable
     assert readable(x[:, :64], weight, out)

@@ -20,7 +20,7 @@ INTERPRETED_PARTS = 4
 
 
 def alone(*values: object, name: str) -> object:
-    """A parameter set whose test any process may run by itself."""
+    """A parameter set whose test has its own group, so that any process may run it."""
     return pytest.param(*values, id=name, marks=pytest.mark.xdist_group(f"kernels {name}"))
 
 
@@ -41,7 +41,7 @@ def test_every_kernel_compiles_ahead_of_time(capability: int, dtype: str) -> Non
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("part", [alone(part, name=f"part {part}") for part in range(INTERPRETED_PARTS)])
 def test_every_kernel_under_the_interpreter(part: int) -> None:
-    # numpy warns of what the interpreter does with scalars and with infinities.
+    # numpy warns about the interpreter's use of scalars and infinities.
     quiet = ["-W", "ignore::DeprecationWarning", "-W", "ignore::RuntimeWarning"]
     selected = ["tests/kernels/interpreted.py", "--part", f"{part}/{INTERPRETED_PARTS}"]
     run(["-m", "pytest", "-q", "-p", "no:cacheprovider", *quiet, *selected], TRITON_INTERPRET="1")

@@ -1,4 +1,4 @@
-"""How programs of a product of many rows share its tiles."""
+"""The distribution of tiles over programs in products with many rows."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from kernels.linear.packed_prefill import BAND, share
 
 @contextmanager
 def language() -> Iterator[mock.Mock]:
-    """Gluon's words in plain Python -> `program_id`."""
+    """Replaces Gluon's functions by plain Python; yields the mock of `program_id`."""
     packed = "triton.experimental.gluon.language."
     with (
         mock.patch(packed + "minimum", min),
@@ -50,7 +50,7 @@ def test_each_program_has_a_part_of_one_tile_where_that_is_not_much_longer() -> 
 
 
 @given(across=st.integers(1, 20), down=st.integers(1, 30))
-def test_tiles_come_in_bands_that_share_rows_of_x(across: int, down: int) -> None:
+def test_tiles_are_ordered_in_bands_that_share_rows_of_x(across: int, down: int) -> None:
     band = min(BAND, down)
     with language():
         places = [packed_prefill_kernel._place.fn(tile, (down, band, across)) for tile in range(across * down)]
@@ -82,7 +82,7 @@ def test_each_slice_of_a_tile_is_stored_once_when_all_of_its_chunks_are_summed(
                 stored.update((tile, which) for which, owner in enumerate(owners) if owner == program)
                 kept += any(owner != program for owner in owners)
                 if first < last and program in owners:
-                    assert place == len(pieces) - 1, "others wait for what it has still to compute"
-            assert kept <= 1, "a program has room for one part"
+                    assert place == len(pieces) - 1, "other programs wait for a part that this one has not computed"
+            assert kept <= 1, "a program stores one part at most"
     assert summed == Counter(dict.fromkeys(range(tiles), chunks))
     assert stored == Counter({(tile, which): 1 for tile in range(tiles) for which in range(slices)})

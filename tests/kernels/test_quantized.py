@@ -1,4 +1,4 @@
-"""Quantized weights: what they stand for, how they are cut and joined, and how well weights are rounded to them."""
+"""Quantized weights: their values, splitting and joining, and the error of rounding."""
 
 from collections.abc import Callable
 
@@ -88,7 +88,7 @@ def test_int4_uses_all_sixteen_values_whatever_the_sign() -> None:
     assert (bits(made) - weight).square().mean() < (usual.flatten(1) - weight).square().mean()
 
 
-def test_int4_scales_of_half_precision_are_the_ones_rounded_with() -> None:
+def test_int4_is_rounded_by_its_half_precision_scales() -> None:
     weight = numbers().bfloat16()
     made = quantized_weights.quantize_int4(weight)
     assert made.scale.dtype == torch.bfloat16
@@ -121,7 +121,7 @@ def test_rows_of_a_weight_are_those_of_its_numbers(make: Callable[[Tensor], Quan
     assert torch.equal(bits(weight.rows(128, 192)), bits(weight)[128:192])
 
 
-def test_weights_of_a_kind_join_to_that_kind(make: Callable[[Tensor], QuantizedWeight]) -> None:
+def test_weights_of_one_kind_are_joined_to_that_kind(make: Callable[[Tensor], QuantizedWeight]) -> None:
     whole = make(numbers())
     joined = quantized_weights.concat([whole.rows(0, 128), whole.rows(128, N)])
     assert type(joined) is type(whole)
@@ -129,7 +129,7 @@ def test_weights_of_a_kind_join_to_that_kind(make: Callable[[Tensor], QuantizedW
     assert joined.shape == (N, K)
 
 
-def test_weights_move_between_devices_as_they_are(make: Callable[[Tensor], QuantizedWeight]) -> None:
+def test_weights_move_between_devices_unchanged(make: Callable[[Tensor], QuantizedWeight]) -> None:
     weight = make(numbers())
     moved = weight.to("meta")
     assert moved.device.type == "meta"
@@ -158,7 +158,7 @@ def incompatible() -> dict[str, tuple[Weight, Weight]]:
 
 
 @pytest.mark.parametrize("case", incompatible())
-def test_what_no_kind_can_hold_is_stacked(case: str) -> None:
+def test_weights_of_different_kinds_are_stacked(case: str) -> None:
     first, second = incompatible()[case]
     stack = quantized_weights.concat([first, second])
     assert isinstance(stack, StackedWeight)

@@ -1,4 +1,4 @@
-"""The reference against definitions written out in full, published vectors, and transformers."""
+"""The reference against literal definitions, published test vectors, and transformers."""
 
 import math
 from typing import Any
@@ -25,7 +25,7 @@ def _seeded() -> None:
 
 
 class Paged:
-    """Ragged rows with keys and values scattered over a pool, and the plain answer for each row."""
+    """Ragged rows with keys and values scattered over a pool, and the plain attention of each row."""
 
     def __init__(self, rows: list[tuple[int, int]], heads: int, kv_heads: int, dim: int) -> None:
         """rows: (tokens, context) of each."""
@@ -41,7 +41,7 @@ class Paged:
         for row, (count, kv) in enumerate(zip(per_row, self.kv, strict=True)):
             blocks, ids = ids[:count], ids[count:]
             self.tables[row, :count] = blocks
-            flat = torch.full((count * BLOCK, 2, kv_heads, dim), 7.5)  # what a former owner left behind
+            flat = torch.full((count * BLOCK, 2, kv_heads, dim), 7.5)  # values of a previous owner
             flat[: len(kv)] = kv
             self.pool[torch.from_numpy(blocks)] = flat.view(count, BLOCK, 2, kv_heads, dim)
 
@@ -80,15 +80,15 @@ def test_ragged_attention_is_plain_attention_row_by_row(
     torch.testing.assert_close(paged.run(0.3, window, invariant), paged.plain(0.3, window), atol=2e-6, rtol=1e-5)
 
 
-def test_rows_of_one_token_share_groups_without_much_padding() -> None:
+def test_rows_of_one_token_are_grouped_with_little_padding() -> None:
     paged = Paged([(1, context) for context in (10, 12, 2000, 1999, 11, 13)], 2, 1, 8)
     plan = reference.plan_attention(paged.lengths, paged.contexts, paged.tables, BLOCK, None, torch.float32)
     assert sorted(group.rows for group in plan.groups) == [2, 4]
     assert sum(len(group.blocks) * BLOCK for group in plan.groups) - int(paged.contexts.sum()) <= 3 * BLOCK * 4
 
 
-def test_the_invariant_attention_knows_no_neighbours_and_no_chunks() -> None:
-    """One query alone has the bits it has as a part of any chunk, beside any rows, in any block order."""
+def test_invariant_attention_does_not_depend_on_other_rows_or_chunks() -> None:
+    """A single query has the same bits in any chunk, beside any rows and in any order of blocks."""
     whole = Paged([(300, 300)], 6, 2, 16)
     expected = whole.run(0.25, None, invariant=True)
     for tokens, context in ((1, 300), (1, 17), (7, 250), (64, 64), (129, 299)):
@@ -108,9 +108,7 @@ def test_the_invariant_attention_knows_no_neighbours_and_no_chunks() -> None:
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 192), (384, 768), (896, 384), (2048, 512), (96, 160)])
-def test_the_invariant_product_of_a_row_has_the_same_bits_in_any_company(
-    inputs: int, outputs: int, threads: int
-) -> None:
+def test_the_invariant_product_of_a_row_has_the_same_bits_in_any_batch(inputs: int, outputs: int, threads: int) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -124,12 +122,12 @@ def test_the_invariant_product_of_a_row_has_the_same_bits_in_any_company(
         torch.set_num_threads(before)
 
 
-def test_the_plain_product_does_not_promise_that() -> None:
+def test_the_plain_product_depends_on_the_batch() -> None:
     x, weight = torch.randn(64, 384), torch.randn(768, 384)
     assert not torch.equal(F.linear(x[:1], weight), F.linear(x, weight)[:1])
 
 
-def test_norms_and_gates_do_what_they_say() -> None:
+def test_norms_and_gates_follow_their_definitions() -> None:
     x, weight = torch.randn(5, 24), torch.rand(24)
 
     def norm(y: Tensor) -> Tensor:
@@ -144,7 +142,7 @@ def test_norms_and_gates_do_what_they_say() -> None:
     torch.testing.assert_close(reference.silu_and_mul(x), F.silu(x[:, :12]) * x[:, 12:])
 
 
-def test_layer_norm_and_gelu_do_what_they_say() -> None:
+def test_layer_norm_and_gelu_follow_their_definitions() -> None:
     x, weight, bias = torch.randn(5, 24) * 3 + 9, torch.rand(24), torch.randn(24)
     centered = x - x.mean(-1, keepdim=True)
     normed = centered / (centered.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight
@@ -229,7 +227,7 @@ def test_noise_depends_on_its_key_alone() -> None:
     batch = reference.gumbel_noise(seeds, positions, samples, 1001)
     for row in range(4):
         alone = reference.gumbel_noise(seeds[row : row + 1], positions[row : row + 1], samples[row : row + 1], 333)
-        assert torch.equal(batch[row, :333], alone[0]), "neither the batch nor the vocabulary's size matters"
+        assert torch.equal(batch[row, :333], alone[0]), "noise does not depend on batch or vocabulary size"
     assert len({tuple(row.tolist()) for row in batch}) == 4
 
 
@@ -278,12 +276,12 @@ def test_min_p_is_transformers(logits: Tensor, p: float) -> None:
     assert torch.equal(reference.keep_min_p(logits.clone(), torch.zeros(6)), logits)
 
 
-def test_equals_share_their_fate() -> None:
+def test_equal_logits_are_kept_or_cut_together() -> None:
     flat = torch.zeros(1, 10)
     flat[0, 3] = 1.0
     assert int(reference.keep_top_k(flat.clone(), torch.tensor([2])).isfinite().sum()) == 10
     assert int(reference.keep_top_p(flat.clone(), torch.tensor([1e-4])).isfinite().sum()) == 1
-    assert int(reference.choose(torch.zeros(1, 10))[0]) == 0, "of equals the lowest id"
+    assert int(reference.choose(torch.zeros(1, 10))[0]) == 0, "of equal logits the lowest id is best"
 
 
 def test_repetition_penalty_is_transformers(logits: Tensor) -> None:
@@ -293,7 +291,7 @@ def test_repetition_penalty_is_transformers(logits: Tensor) -> None:
     torch.testing.assert_close(reference.repeat_penalty(logits.clone(), seen, torch.full((6,), 1.7)), expected)
 
 
-def test_presence_and_frequency_penalties_are_what_they_say(logits: Tensor) -> None:
+def test_presence_and_frequency_penalties_follow_their_definitions(logits: Tensor) -> None:
     counts = torch.randint(0, 4, (6, 321)).float()
     presence, frequency = torch.randn(6), torch.randn(6)
     expected = logits - presence[:, None] * (counts > 0) - frequency[:, None] * counts
@@ -310,7 +308,7 @@ def test_log_probs_are_the_log_softmax(logits: Tensor) -> None:
     assert reference.log_probs(logits, chosen, 0)[1].shape == (6, 0)
 
 
-def test_rows_that_are_not_finite_are_named() -> None:
+def test_rows_with_non_finite_values_are_reported() -> None:
     x = torch.zeros(6, 3)
     assert reference.finite_rows(x, [1, 2, 3]) == [True, True, True]
     x[2, 1] = torch.nan

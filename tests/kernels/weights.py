@@ -31,14 +31,14 @@ def weights(n: int, k: int, group: int, dtype: torch.dtype) -> Iterator[Int4Weig
         yield Int8Weight(whole.values, whole.scale * (torch.rand(n, k // group, device=DEVICE) + 0.5))
     rows = quantized_weights.quantize_fp8(w)
     yield rows
-    octets = torch.randperm(n * k, device=DEVICE).to(torch.uint8)  # every value there is, in no order: no row repeats
+    octets = torch.randperm(n * k, device=DEVICE).to(torch.uint8)  # every value in random order: no row repeats
     every = torch.where(octets % 128 == 127, 0, octets).to(torch.uint8).view(quantized_weights.FP8).view(n, k)
     yield Fp8Weight(every, torch.full((1, 1), 1e-3, device=DEVICE))
     blocks = torch.rand(-(-n // 128), -(-k // 128), device=DEVICE) * 2e-3
     yield Fp8Weight(every, blocks)
 
 
-def check_words(rows: int, n: int, k: int, group: int, dtype: torch.dtype, served: bool = False) -> None:
+def check_packed(rows: int, n: int, k: int, group: int, dtype: torch.dtype, served: bool = False) -> None:
     """Products and dequantization of every kind of weight, n even; by the served kernel or that for any device."""
     x = rand(rows, k, dtype=dtype)
     residual, bias = rand(rows, n, dtype=dtype), rand(n, dtype=dtype)
@@ -79,12 +79,12 @@ def check_rounding(rows: int, n: int, dtype: torch.dtype) -> None:
 
 
 def check_nf4(n: int, k: int, dtype: torch.dtype) -> None:
-    """The kernel's numbers are those of the definition."""
+    """Dequantization by the kernel against the definition."""
     weight = quantized_weights.quantize_nf4(rand(n, k, dtype=torch.float32))
     close(nf4.dequantize_nf4(weight, dtype), weight.dequantize(torch.float64))
 
 
-def check_products(rows: int, n: int, k: int, dtype: torch.dtype, group: int = 64) -> None:
+def check_linear(rows: int, n: int, k: int, dtype: torch.dtype, group: int = 64) -> None:
     """`products.linear` with every kind of weight, prepared for the device."""
     x, gamma = rand(rows, k, dtype=dtype), rand(k, dtype=dtype)
     residual, bias = rand(rows, n, dtype=dtype), rand(n, dtype=dtype)

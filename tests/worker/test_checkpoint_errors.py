@@ -343,13 +343,13 @@ def test_no_second_copy_of_the_weights_is_downloaded() -> None:
 
 
 def test_loading_reports_its_phases_and_shards(checkpoint: Callable[[str], Path]) -> None:
-    told: list[tuple[str, int, int]] = []
-    build_engine(checkpoint("qwen3"), EngineOptions(kv_blocks=8), lambda *progress: told.append(progress))
+    reported: list[tuple[str, int, int]] = []
+    build_engine(checkpoint("qwen3"), EngineOptions(kv_blocks=8), lambda *progress: reported.append(progress))
     shards = len(open_checkpoint(checkpoint("qwen3")).shards)
     assert shards > 2
-    assert [done for phase, done, _ in told if phase == "weights"] == list(range(shards + 1))
-    assert list(dict.fromkeys(phase for phase, _, _ in told)) == ["checkpoint", "weights", "warm-up"]
-    assert all(0 <= done <= total for _, done, total in told)
+    assert [done for phase, done, _ in reported if phase == "weights"] == list(range(shards + 1))
+    assert list(dict.fromkeys(phase for phase, _, _ in reported)) == ["checkpoint", "weights", "warm-up"]
+    assert all(0 <= done <= total for _, done, total in reported)
 
 
 def test_the_older_form_of_rope_settings_is_read(copy: Callable[[str], Path]) -> None:

@@ -385,8 +385,8 @@ def test_the_size_of_weights_is_estimated_before_loading(kind: str, written: Cal
     folder = written(kind, "wide").folder
     reader = reader_of(read_config(folder).quantization, None)
     assert reader is not None
-    told = expected_bytes(load_config(folder), open_checkpoint(folder), reader, torch.float32, "cpu")
-    assert told == pytest.approx(engine_of(folder).memory.weights, rel=0.1)
+    estimated = expected_bytes(load_config(folder), open_checkpoint(folder), reader, torch.float32, "cpu")
+    assert estimated == pytest.approx(engine_of(folder).memory.weights, rel=0.1)
 
 
 def test_random_models_are_quantized_too() -> None:

@@ -52,11 +52,11 @@ def test_an_admission_has_the_fields_that_sampling_needs() -> None:
     rich = sequence(
         1, [4, 5, 6], 2, presence_penalty=0.5, logit_bias={3: 1.5, 8: -2.0}, min_tokens=4, stop_token_ids=frozenset({8})
     )
-    told = {edit: words for edit, _, words in step.unpack(packing.pack([packing.admit(rich, (9,))], []))[0]}
-    assert told[Edit.HISTORY].tolist() == [2, 4, 5, 6]
-    assert told[Edit.BIAS][:2].tolist() == [3, 8]
-    assert told[Edit.BIAS][2:].view(np.float32).tolist() == [1.5, -2.0]
-    assert told[Edit.BAN].tolist() == [4, 8, 9]
+    edits = {edit: words for edit, _, words in step.unpack(packing.pack([packing.admit(rich, (9,))], []))[0]}
+    assert edits[Edit.HISTORY].tolist() == [2, 4, 5, 6]
+    assert edits[Edit.BIAS][:2].tolist() == [3, 8]
+    assert edits[Edit.BIAS][2:].view(np.float32).tolist() == [1.5, -2.0]
+    assert edits[Edit.BAN].tolist() == [4, 8, 9]
 
 
 def test_ignored_end_tokens_are_not_banned() -> None:

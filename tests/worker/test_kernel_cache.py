@@ -48,7 +48,7 @@ def run(command: list[str], silence_s: float = 60.0) -> tuple[bool, list[tuple[s
     """Whether the process compiled everything, and the progress that it reported."""
     seen: list[tuple[str, int, int]] = []
     with Compilation(command, ORDER, silence_s) as compilation:
-        good = compilation.wait(lambda *told: seen.append(told))
+        good = compilation.wait(lambda *progress: seen.append(progress))
     return good, seen
 
 

@@ -86,12 +86,12 @@ def test_the_page_cache_of_a_checkpoint_counts_as_available_memory(tmp_path: Pat
 
 
 def test_a_worker_that_does_not_fit_fails_before_it_reads_weights(checkpoint: Callable[[str], Path]) -> None:
-    told: list[str] = []
+    phases: list[str] = []
     with pytest.raises(MemoryShortage):
         build_engine(
-            checkpoint("llama"), EngineOptions(kv_blocks=1 << 40), lambda phase, done, total: told.append(phase)
+            checkpoint("llama"), EngineOptions(kv_blocks=1 << 40), lambda phase, done, total: phases.append(phase)
         )
-    assert "weights" not in told
+    assert "weights" not in phases
 
 
 def test_the_log_has_size_and_concurrency(checkpoint: Callable[[str], Path], caplog: pytest.LogCaptureFixture) -> None:

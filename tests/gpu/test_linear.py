@@ -11,8 +11,8 @@ if not torch.cuda.is_available():
 from kernels import quantized_weights
 from kernels.device import is_hopper
 from tests.kernels.cases import rand
-from tests.kernels.fused import check_rotated_words
-from tests.kernels.weights import check_nf4, check_products, check_rounding, check_words
+from tests.kernels.fused import check_rotated_packed
+from tests.kernels.weights import check_linear, check_nf4, check_packed, check_rounding
 
 HALVES = [torch.bfloat16, torch.float16]
 
@@ -30,8 +30,8 @@ def _exact_reference() -> Iterator[None]:
     [(1, 6144, 4096, 128), (7, 1000, 2048, 64), (16, 66, 96, 32), (33, 4096, 1024, 128), (64, 130, 768, 256)],
     ids=str,
 )
-def test_words_of_every_kind(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
-    check_words(*shape, dtype)
+def test_packed_weights_of_every_kind(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    check_packed(*shape, dtype)
 
 
 @pytest.mark.parametrize(
@@ -41,9 +41,9 @@ def test_words_of_every_kind(shape: tuple[int, int, int, int], dtype: torch.dtyp
      (1030, 2048, 4096, 128), (2310, 384, 256, 128), (330, 8704, 2048, 128), (200, 4224, 8192, 128)],
     ids=str,
 )  # fmt: skip
-def test_words_as_they_are_served(shape: tuple[int, int, int, int]) -> None:
+def test_packed_weights_in_served_shapes(shape: tuple[int, int, int, int]) -> None:
     for dtype in HALVES:
-        check_words(*shape, dtype, served=True)
+        check_packed(*shape, dtype, served=True)
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -52,9 +52,9 @@ def test_rotated_queries_keys_and_values_of_quantized_weights(dtype: torch.dtype
         pytest.skip("needs a Hopper")
     for rows, stored in ((1, dtype), (7, quantized_weights.FP8), (16, dtype), (33, dtype)):
         w = rand(1024, 2048 if rows == 1 else 1280, dtype=torch.float32) / 1280**0.5
-        check_rotated_words(rows, 4, 2, quantized_weights.quantize_int4(w.to(dtype), 128), dtype, stored)
+        check_rotated_packed(rows, 4, 2, quantized_weights.quantize_int4(w.to(dtype), 128), dtype, stored)
         if rows <= 16:
-            check_rotated_words(rows, 4, 2, quantized_weights.quantize_fp8(w), dtype, stored)
+            check_rotated_packed(rows, 4, 2, quantized_weights.quantize_fp8(w), dtype, stored)
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -68,6 +68,6 @@ def test_rows_rounded_to_fp8(dtype: torch.dtype) -> None:
 def test_products_of_any_weight_and_any_number_of_rows(rows: int, dtype: torch.dtype) -> None:
     check_nf4(66, 4096, dtype)
     n = 256 if rows > 1 else 1024  # where few outputs are compared, one that rounding and its gate hit hard shows
-    check_products(rows, n, 448, dtype)
+    check_linear(rows, n, 448, dtype)
     if rows == 1:
-        check_products(rows, n, 2048, dtype, 128)
+        check_linear(rows, n, 2048, dtype, 128)
