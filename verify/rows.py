@@ -24,7 +24,6 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -48,6 +47,7 @@ from services.worker.loader.config import read_config
 from services.worker.loader.formats.module_tensors import ModuleTensors, Tensors
 from services.worker.loader.formats.registry import StoredWeights, WeightReader, reader_of
 from services.worker.loader.tensors import FLOATS, open_checkpoint
+from services.worker.models.registry import family_of
 from verify.served import Served
 
 KEPT = 10
@@ -103,7 +103,7 @@ def compare_rows(base: Served, candidate: Served, progress: Progress) -> RowErro
     if shapes != _shapes(candidate):
         return None
     found, config, device = RowErrors(), base.config, base.device
-    with _opened(base.folder, device) as before, _opened(candidate.folder, device) as after:
+    with _opened(base, device) as before, _opened(candidate, device) as after:
         for done, (module, shape) in enumerate(shapes.items()):
             progress("rows", done, len(shapes))
             weight_NK = dequantize(before.linear(module, shape), torch.float32)
@@ -134,11 +134,17 @@ class _Weights:
 
     reader: WeightReader | None
     tensors: Tensors
+    transposed: frozenset[str]
+    """Linears whose plain weights are stored as [K, N]."""
 
     def linear(self, module: str, shape: tuple[int, int]) -> Weight:
         """A linear's weight [N, K] in its stored format. Raises CheckpointError."""
         tensors = ModuleTensors(self.tensors, module)
-        return self.reader.read(tensors, *shape) if self.reader else tensors.take_finite("weight", shape)
+        if self.reader:
+            return self.reader.read(tensors, *shape)
+        transposed = module in self.transposed
+        weight = tensors.take_finite("weight", shape[::-1] if transposed else shape)
+        return weight.t() if transposed else weight
 
     def norm(self, module: str, size: int) -> Tensor | None:
         """A norm's weight in float32; None if the checkpoint has none of this name and size."""
@@ -149,12 +155,18 @@ class _Weights:
 
 
 @contextmanager
-def _opened(folder: Path, device: torch.device) -> Iterator[_Weights]:
+def _opened(model: Served, device: torch.device) -> Iterator[_Weights]:
+    folder, transposed = model.folder, set[str]()
+    for projection in model.model.projections():
+        transposed.update(projection.modules if projection.transposed else ())
     try:
-        checkpoint, reader = open_checkpoint(folder), reader_of(read_config(folder).quantization, None)
+        config = read_config(folder)
+        reader = reader_of(config.quantization, None)
+        checkpoint = open_checkpoint(folder).renamed(family_of(config.model.architecture).tensor_name)
         with checkpoint.opened() as read:
             assert reader is None or isinstance(reader, StoredWeights)
-            yield _Weights(reader, Tensors(checkpoint.headers, lambda name: read(name).to(device)))
+            tensors = Tensors(checkpoint.headers, lambda name: read(name).to(device))
+            yield _Weights(reader, tensors, frozenset(transposed))
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from None
 

@@ -154,6 +154,7 @@ class FakeWorker(WorkerServicer):
         self.worker_id = worker_id
         self.script = script
         self.step_s = 0.001
+        self.first_step_s = 0.0  # before a job's first token
         self.tokens_per_step = 1
         self.hold_at: int | None = None  # position after which all jobs wait
         self.fail_at: tuple[int, WeftError] | None = None
@@ -247,6 +248,8 @@ class FakeWorker(WorkerServicer):
 
     def _step(self, running: Running, messages: dict[Any, mesh_pb2.RunResponse]) -> None:
         if self.hold_at is not None and running.position >= self.hold_at:
+            return
+        if not running.first and time.monotonic() < running.began + self.first_step_s:
             return
         tokens, job = self.script(running.job), running.job
         ends = running.position >= min(len(tokens), job.sampling.max_tokens)

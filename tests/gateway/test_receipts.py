@@ -74,7 +74,7 @@ def test_waiting_time_is_split_by_the_times_that_workers_measured() -> None:
 async def test_little_time_is_unaccounted_for_over_200_requests() -> None:
     async with FakeMesh(cache=True) as mesh:
         mesh.scheduler.decide = lambda submit: assigned(submit, "worker-0", mesh.address("worker-0"), queue_s=1e-4)
-        mesh.workers[0].step_s = 0.005  # Slower than the cache, as real workers are.
+        mesh.workers[0].first_step_s = 0.05  # Slower than the cache, as real workers are.
         answers: list[Answer] = []
         for number in range(50):
             request = ask(f"hello {number}", max_tokens=1 + number % 20, logprobs=number % 3)

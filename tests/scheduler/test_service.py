@@ -21,6 +21,7 @@ from services import rpc
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.scheduler import SchedulerCore
 from services.scheduler.service import SchedulerService
+from tests.gateway.fakes import until
 
 CARD = mesh.ModelCard(name="story", fingerprint=b"f" * 32, block_size=16, bundle_digest=b"b" * 32, context_length=512)
 WAIT_S = 10
@@ -291,9 +292,9 @@ async def test_a_gateways_waiting_jobs_are_dropped_with_its_link(scheduler: Mesh
     await first.submit("runs")
     await first.receive_kind(mesh.Assigned)
     await first.submit("waits")
-    await asyncio.sleep(0.1)
+    await until(lambda: bool(scheduler.core.state.jobs.waiting_of("g1")), 30)
     first.call.cancel()
-    await asyncio.sleep(0.1)
+    await until(lambda: not scheduler.core.state.jobs.waiting_of("g1"), 30)
     await second.submit("next")
     await worker.report(steps=1, ended=[mesh.EndedJob(job_id="runs", attempt=1, tokens=1)])
     assert (await second.receive_kind(mesh.Assigned)).job_id == "next"

@@ -69,7 +69,7 @@ def launch_all(folder: Path, options: EngineOptions) -> None:
 
 
 def _few_layers(folder: Path, settings: CheckpointConfig, options: EngineOptions, ops: Any, max_length: int) -> Decoder:
-    """A model of one layer of each kind. A quantized checkpoint's first layers say how theirs are laid out."""
+    """A model of a few layers (`layer_windows`). A quantized checkpoint's first layers say how theirs are laid out."""
     whole = settings.model
     windows = layer_windows(whole)
     config = replace(whole, layers=len(windows), windows=windows)

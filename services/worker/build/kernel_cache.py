@@ -173,7 +173,7 @@ def processes() -> int:
 
 
 def needed_bytes(config: ModelConfig, options: EngineOptions) -> int:
-    """About what the process takes on the GPU: embeddings and one layer of each kind, not yet rounded, and the rest."""
+    """About what the process takes on the GPU: embeddings and a few layers, not yet rounded, and the rest."""
     item = 4 if options.numerics.dtype == "float32" else 2
     embeddings = count_embeddings(config)
     layer = (count_parameters(config) - embeddings) // config.layers
@@ -181,8 +181,10 @@ def needed_bytes(config: ModelConfig, options: EngineOptions) -> int:
 
 
 def layer_windows(config: ModelConfig) -> tuple[int | None, ...]:
-    """The window of one layer of each kind: layers with the same window run the same kernels."""
-    return tuple(dict.fromkeys(config.windows))
+    """The windows of a small model that runs the kernels of all layers: layers with the same window run the same ones,
+    but a model's last layer computes its products for sampled rows alone, so another layer precedes it."""
+    kinds = tuple(dict.fromkeys(config.windows))
+    return kinds if config.layers == len(kinds) else (*kinds, kinds[-1])
 
 
 def plain_options(options: EngineOptions) -> dict[str, Any]:
