@@ -132,7 +132,7 @@ async def serve(
     `interceptors` run before each call; an error that they raise becomes the status of the call. Health answers carry
     `mesh_id` as initial metadata, and calls whose metadata names another mesh are refused.
     """
-    _check_address(address, allow_remote)
+    check_address(address, allow_remote)
     options = [
         *_SERVER_OPTIONS,
         ("grpc.max_receive_message_length", max_message_bytes),
@@ -199,7 +199,8 @@ def is_loopback(host: str) -> bool:
     return host == "localhost"
 
 
-def _check_address(address: str, allow_remote: bool) -> None:
+def check_address(address: str, allow_remote: bool) -> None:
+    """Ends the process with one line on stderr unless host:port is loopback or `allow_remote` is true."""
     host, port = host_of(address), address.rpartition(":")[2]
     if ":" not in address or not port.isdecimal() or int(port) > _MOST_PORT:
         refuse_to_serve(f"{address} is not host:port")

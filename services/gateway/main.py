@@ -57,6 +57,8 @@ async def gateway(settings: GatewaySettings) -> AsyncIterator[rpc.Server]:
         backend = Backend(settings, catalog, scheduler, workers, results, metrics, threads)
         answers = AnswerService(backend, access)
         service = InferenceService(answers)
+        rpc.check_address(settings.listen, settings.allow_remote)
+        http = _http_server(settings, answers, access, backend)
         server = await rpc.serve(
             settings.listen,
             [rpc.Service("weft.v1.Inference", add_InferenceServicer_to_server, service)],
@@ -67,7 +69,6 @@ async def gateway(settings: GatewaySettings) -> AsyncIterator[rpc.Server]:
             mesh_id=settings.mesh_id,
             interceptors=[AuthInterceptor(access, settings.gateway_open_reflection)],
         )
-        http = _http_server(settings, answers, access, backend)
         if http is not None:
             await http.start()
         tasks = [

@@ -451,6 +451,15 @@ async def test_connections_are_used_again_and_requests_may_be_pipelined(mesh: Fa
     writer.close()
 
 
+async def test_too_many_pipelined_requests_are_refused(mesh: FakeMesh) -> None:
+    mesh.workers[0].hold_at = 5
+    reader, writer = await asyncio.open_connection("127.0.0.1", mesh.http_port)
+    writer.write(request_bytes(TEXT) * 100)
+    assert (await asyncio.wait_for(reader.readline(), 5)).startswith(b"HTTP/1.1 400 ")
+    await until(lambda: not mesh.workers[0].running)
+    writer.close()
+
+
 async def test_a_gateway_that_stops_ends_its_streams() -> None:
     mesh = FakeMesh(http_port=free_port())
     async with mesh:

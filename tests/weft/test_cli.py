@@ -412,6 +412,17 @@ async def test_a_service_with_a_wrong_setting_prints_one_line(
         assert "many" not in output
 
 
+async def test_a_gateway_whose_http_port_is_taken_prints_one_line(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        code, output = await run_weft(
+            "serve", "gateway", "--port", str(free_port()), "--http-port", port, home=tmp_path
+        )
+    assert (code, output) == (os.EX_CONFIG, f"weft: WEFT_GATEWAY_HTTP_PORT {port}: Address already in use\n")
+
+
 async def test_a_malformed_list_prints_one_line(tmp_path: Path) -> None:
     code, output = await run_weft("serve", "worker", home=tmp_path, WEFT_ALIASES="fox")
     assert (code, "Traceback" in output) == (os.EX_CONFIG, False)

@@ -38,6 +38,10 @@ _MOST_DISCARDED_BYTES = 16 << 20
 _MOST_HEADER_BYTES = 32 << 10
 _HEAD_S = 20.0
 """Longest time until the headers of a request are complete."""
+_IDLE_S = 75
+"""How long a connection without a request stays open: longer than clients keep theirs, or requests would be lost."""
+_MOST_PIPELINED = 32
+"""Most requests that wait on one connection for the one before them."""
 _BODY_S = 60.0
 """Longest time until the body of a request is complete."""
 _LAST_WORDS_S = 2.0
@@ -351,6 +355,8 @@ class _Protocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._stop_timer()
         self._in_head = False
+        if len(self.pipeline) >= _MOST_PIPELINED:
+            raise ValueError("too many requests at once")  # As above.
         super().on_headers_complete()
 
     def _count(self, size: int) -> None:
@@ -407,6 +413,7 @@ class HttpServer:
             access_log=False,
             server_header=False,
             proxy_headers=False,
+            timeout_keep_alive=_IDLE_S,
             timeout_graceful_shutdown=math.ceil(drain_s),
         )
         self._server = _Server(config)
