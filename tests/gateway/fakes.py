@@ -365,8 +365,7 @@ class FakeMesh:
             gateway_http_port=self.http_port,
             scheduler_address=self.address("scheduler"),
             cache_address=self.address("cache") if self.cache else "",
-            drain_s=0,
-            **self._settings,
+            **({"drain_s": 0} | self._settings),
         )
         self._gateway = gateway(settings)
         self.server: rpc.Server = await self._gateway.__aenter__()

@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import json
 import socket
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -457,6 +458,24 @@ async def test_too_many_pipelined_requests_are_refused(mesh: FakeMesh) -> None:
     writer.write(request_bytes(TEXT) * 100)
     assert (await asyncio.wait_for(reader.readline(), 5)).startswith(b"HTTP/1.1 400 ")
     await until(lambda: not mesh.workers[0].running)
+    writer.close()
+
+
+async def test_a_gateway_that_drains_completes_its_streams() -> None:
+    async with FakeMesh(http_port=free_port(), drain_s=5) as mesh:
+        mesh.workers[0].hold_at = 5
+        reader, writer = await asyncio.open_connection("127.0.0.1", mesh.http_port)
+        writer.write(request_bytes(TEXT | {"stream": True}))
+        await until(lambda: mesh.workers[0].sent == 5)
+        # The block ends while the stream runs; the worker goes on a moment later.
+        asyncio.get_running_loop().call_later(0.5, setattr, mesh.workers[0], "hold_at", None)
+        began = time.monotonic()
+    assert time.monotonic() - began < 5
+    received = await asyncio.wait_for(reader.read(), 5)
+    assert received.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    assert received.count(b'"text_completion"') > len(ANSWER) // 2
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection("127.0.0.1", mesh.http_port)
     writer.close()
 
 
