@@ -44,7 +44,7 @@ _MOST_PIPELINED = 32
 """Most requests that wait on one connection for the one before them."""
 _BODY_S = 60.0
 """Longest time until the body of a request is complete."""
-_LAST_WORDS_S = 2.0
+_ERROR_EVENT_S = 2.0
 """Longest time that an error takes to be sent in a stream that has begun."""
 
 STATUS: dict[StatusCode, int] = {
@@ -203,7 +203,7 @@ class Exchange:
             await self.reply(body, status_of(error), retry_headers(error))
         elif not self._ended:
             try:
-                async with asyncio.timeout(0 if error.code is StatusCode.ABORTED else _LAST_WORDS_S):
+                async with asyncio.timeout(0 if error.code is StatusCode.ABORTED else _ERROR_EVENT_S):
                     await self.write(b"data: " + orjson.dumps(body) + b"\n\n")
                     await self.end()
             except TimeoutError:

@@ -1,6 +1,6 @@
-"""What probes and load balancers ask over HTTP: whether a model is served, and how far loading is. Needs no key.
+"""The health checks over HTTP: whether a model is served, and the progress of workers that are loading. Need no key.
 
-Knows how far models are, never their names: those are for the tenants that may use them.
+Knows phases and percentages, never the names of models: only tenants that may use a model see its name.
 """
 
 from services.gateway.doors.http import Exchange, HttpRoutes
