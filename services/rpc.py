@@ -132,7 +132,7 @@ async def serve(
     `interceptors` run before each call; an error that they raise becomes the status of the call. Health answers carry
     `mesh_id` as initial metadata, and calls whose metadata names another mesh are refused.
     """
-    _check_address(address, allow_remote)
+    check_address(address, allow_remote)
     options = [
         *_SERVER_OPTIONS,
         ("grpc.max_receive_message_length", max_message_bytes),
@@ -182,12 +182,13 @@ def _listen(server: aio.Server, address: str) -> int:
 def _serve_metrics(counts: metrics.Metrics, address: str, port: int) -> metrics.MetricsServer:
     """Serves metrics at this port on the host of `address`."""
     try:
-        return metrics.MetricsServer(counts, _host(address), port)
+        return metrics.MetricsServer(counts, host_of(address), port)
     except OSError as error:
         refuse_to_serve(f"WEFT_METRICS_PORT {port}: {error.strerror}")
 
 
-def _host(address: str) -> str:
+def host_of(address: str) -> str:
+    """The host of host:port, without the brackets of an IPv6 address."""
     return address.rpartition(":")[0].strip("[]")
 
 
@@ -198,8 +199,9 @@ def is_loopback(host: str) -> bool:
     return host == "localhost"
 
 
-def _check_address(address: str, allow_remote: bool) -> None:
-    host, port = _host(address), address.rpartition(":")[2]
+def check_address(address: str, allow_remote: bool) -> None:
+    """Ends the process with one line on stderr unless host:port is loopback or `allow_remote` is true."""
+    host, port = host_of(address), address.rpartition(":")[2]
     if ":" not in address or not port.isdecimal() or int(port) > _MOST_PORT:
         refuse_to_serve(f"{address} is not host:port")
     if not allow_remote and not is_loopback(host):

@@ -17,6 +17,8 @@ from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 GATEWAY_ADDRESS = "127.0.0.1:50051"
+HTTP_PORT = 8000
+"""The gateway's port for HTTP."""
 SCHEDULER_ADDRESS = "127.0.0.1:50052"
 CACHE_ADDRESS = "127.0.0.1:50053"
 WORKER_ADDRESS = "127.0.0.1:50061"

@@ -64,7 +64,10 @@ def without(package: str, service: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
-@pytest.mark.parametrize(("service", "package"), [("gateway", "tokenizers"), ("cache", "redis"), ("worker", "torch")])
+@pytest.mark.parametrize(
+    ("service", "package"),
+    [("gateway", "tokenizers"), ("gateway", "starlette"), ("cache", "redis"), ("worker", "torch")],
+)
 def test_a_service_without_its_packages_names_the_extra_to_install(service: str, package: str) -> None:
     done = without(package, f"services.{service}.main")
     line = f"weft: the {service} needs {package}, which is not installed: pip install 'weft[{service}]'\n"

@@ -1,6 +1,6 @@
 """Measures links, gateway, admission and planning, without a model. `make bench-links`.
 
-    python -m bench.mesh.links [link stopped gateway added admission planning prefix] [--json FILE]
+    python -m bench.mesh.links [link stopped gateway events added added-events admission planning prefix] [--json FILE]
 
 The worker is a real process with the paced engine. Wall-clock figures share the machine's cores with whoever makes the
 load; figures per core divide by the processor time of the one process that they are about.
@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from grpc import aio
 
 from bench import table
-from bench.mesh import admission
+from bench.mesh import admission, sse
 from bench.mesh.processes import meanwhile, paced, processor_s, up
 from bench.mesh.run_link import readers
 from bench.table import Figure
@@ -228,7 +228,57 @@ async def gateway() -> list[Figure]:
     return figures
 
 
+async def events() -> list[Figure]:
+    """The same over HTTP: server-sent events of OpenAI's API, one token each."""
+    chunks, limit = 0, asyncio.Semaphore(64)
+
+    def on_chunk(count: int, _: float) -> None:
+        nonlocal chunks
+        chunks += count
+
+    async def one(number: int, address: str) -> None:
+        async with limit:
+            await sse.stream(address, _completion(number, 16, 1500), on_chunk)
+
+    async with up(paced(4.0)) as mesh:
+        pid = mesh.pid("gateway")
+        used, began = processor_s(pid), time.monotonic()
+        await asyncio.gather(*(one(number, mesh.http) for number in range(128)))
+        used, seconds = processor_s(pid) - used, time.monotonic() - began
+    note = f"{chunks / seconds:,.0f} events/s on the wall"
+    return [Figure("gateway, one token an event, per core", chunks / used, "events/s", ">= 20000", note)]
+
+
+def _completion(number: int, tokens: int, max_tokens: int) -> dict[str, Any]:
+    """The request of `_request` as OpenAI's API writes it."""
+    prompt = list(_request(number, tokens, max_tokens).prompt.token_ids.ids)
+    return {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "cache": "bypass"}
+
+
 # ---- what the mesh adds ----
+
+
+async def added_to_events() -> list[Figure]:
+    """As `added`, for each token of a stream over HTTP."""
+    step_s, batch, tokens, requests = 0.02, 64, 64, 300
+    rate = 0.7 * batch / (tokens * step_s)
+    ages = Distribution()
+
+    def on_chunk(count: int, now: float) -> None:
+        for _ in range(count):
+            ages.add(now % step_s * 1e3)
+
+    async with up(paced(step_s * 1e3, batch=batch)) as mesh:
+        chance, due = random.Random(7), time.monotonic()
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(requests):
+                await asyncio.sleep(max(0.0, due - time.monotonic()))
+                tasks.create_task(sse.stream(mesh.http, _completion(number, 128, tokens), on_chunk))
+                due += chance.expovariate(rate)
+    return [
+        Figure("latency added to an event, p50", ages.percentile(50), "ms", "<= 0.6", f"{rate:.0f} requests/s"),
+        Figure("latency added to an event, p99", ages.percentile(99), "ms", "<= 2.5"),
+    ]
 
 
 async def added() -> list[Figure]:
@@ -373,6 +423,8 @@ PARTS: dict[str, table.Part] = {
     "stopped": ("A gateway or client that stops reading", stopped),
     "gateway": ("Gateway-to-client throughput", gateway),
     "added": ("Latency that the mesh adds at 70% load", added),
+    "events": ("Gateway-to-client throughput over HTTP", events),
+    "added-events": ("Latency that the mesh adds at 70% load, over HTTP", added_to_events),
     "admission": ("Admission by the scheduler", admit),
     "planning": ("Planning of steps", planning),
     "prefix": ("Prefix look-up", prefix),

@@ -21,6 +21,8 @@ class Up:
 
     gateways: list[str]
     """host:port of each gateway."""
+    http: str
+    """host:port of the first gateway's HTTP server."""
     worker: str
     """host:port of the first worker."""
     cache: str
@@ -70,7 +72,11 @@ async def _running(mesh: plan.MeshPlan, gateways: int, workers: int, logs: Path)
         replace(
             first,
             name=f"gateway-{number}",
-            environment={**first.environment, "WEFT_LISTEN": address},
+            environment={
+                **first.environment,
+                "WEFT_LISTEN": address,
+                plan.HTTP_PORT_SETTING: str(mesh.ports.free(plan.HOST)),
+            },
             ready=plan.serving(address, "weft.v1.Inference", mesh.mesh_id),
         )
         for number, address in enumerate(addresses[1:], 2)
@@ -81,7 +87,7 @@ async def _running(mesh: plan.MeshPlan, gateways: int, workers: int, logs: Path)
             for address in addresses:
                 await supervisor.during(plan.wait_served(address, workers))
         listens = {spec.name: spec.environment.get("WEFT_LISTEN", "") for spec in mesh.specs}
-        yield Up(addresses, listens["worker-1"], listens["cache"], supervisor)
+        yield Up(addresses, mesh.http_address, listens["worker-1"], listens["cache"], supervisor)
 
 
 def paced(step_ms: float, *, batch: int = 64, prefill_rate: float = 0.0) -> dict[str, str]:

@@ -16,7 +16,10 @@ from services.gateway.access.tenants import TenantsFileError
 from services.gateway.answers.serve import AnswerService
 from services.gateway.backend import Backend
 from services.gateway.doors.grpc_gate import AuthInterceptor
+from services.gateway.doors.http import HttpRoutes, HttpServer, listen
 from services.gateway.doors.native import InferenceService
+from services.gateway.doors.openai import OpenAIDoor
+from services.gateway.doors.probes import Probes
 from services.gateway.links.catalog import Catalog
 from services.gateway.links.result_cache import ResultCache
 from services.gateway.links.scheduler_link import SchedulerLink
@@ -52,7 +55,10 @@ async def gateway(settings: GatewaySettings) -> AsyncIterator[rpc.Server]:
         metrics = GatewayMetrics()
         access = Authorizer(settings.tenants_file)
         backend = Backend(settings, catalog, scheduler, workers, results, metrics, threads)
-        service = InferenceService(AnswerService(backend, access))
+        answers = AnswerService(backend, access)
+        service = InferenceService(answers)
+        rpc.check_address(settings.listen, settings.allow_remote)
+        http = _http_server(settings, answers, access, backend)
         server = await rpc.serve(
             settings.listen,
             [rpc.Service("weft.v1.Inference", add_InferenceServicer_to_server, service)],
@@ -63,23 +69,38 @@ async def gateway(settings: GatewaySettings) -> AsyncIterator[rpc.Server]:
             mesh_id=settings.mesh_id,
             interceptors=[AuthInterceptor(access, settings.gateway_open_reflection)],
         )
+        if http is not None:
+            await http.start()
         tasks = [
             asyncio.create_task(scheduler.run()),
             asyncio.create_task(_follow_models(changed, catalog, workers, server)),
             asyncio.create_task(access.follow()),
         ]
-        log.info("listening", port=server.port)
+        log.info("listening", port=server.port, http_port=http.port if http is not None else 0)
         try:
             yield server
         finally:
             tasks[1].cancel()
-            await server.stop(settings.drain_s)
+            await asyncio.gather(server.stop(settings.drain_s), *([http.stop()] if http is not None else []))
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await catalog.close()
             await workers.close()
             await results.close()
+
+
+def _http_server(
+    settings: GatewaySettings, answers: AnswerService, access: Authorizer, backend: Backend
+) -> HttpServer | None:
+    """The HTTP server with the routes of all doors, on the host of the gRPC server; None if it is disabled."""
+    if not settings.gateway_http_port:
+        return None
+    routes = HttpRoutes(backend.metrics.all)
+    OpenAIDoor(answers, access, backend.catalog).add_to(routes)
+    Probes(backend.catalog).add_to(routes)
+    listener = listen(rpc.host_of(settings.listen), settings.gateway_http_port)
+    return HttpServer(routes.app(), listener, settings.gateway_stall_s, settings.drain_s)
 
 
 async def _follow_models(changed: asyncio.Event, catalog: Catalog, workers: WorkerLinks, server: rpc.Server) -> None:

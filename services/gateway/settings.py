@@ -4,13 +4,19 @@ from typing import Literal
 
 from pydantic import Field
 
-from services.settings import CACHE_ADDRESS, GATEWAY_ADDRESS, SCHEDULER_ADDRESS, CommonSettings
+from services.settings import CACHE_ADDRESS, GATEWAY_ADDRESS, HTTP_PORT, SCHEDULER_ADDRESS, CommonSettings
 
 
 class GatewaySettings(CommonSettings):
     """The gateway's settings, beside those of every service."""
 
     listen: str = Field(GATEWAY_ADDRESS, description="host:port of the public gRPC server; port 0 takes a free port.")
+    gateway_http_port: int = Field(
+        HTTP_PORT,
+        ge=0,
+        le=65535,
+        description="Port of the public HTTP server (OpenAI's API), on the host of `listen`; 0 disables it.",
+    )
     scheduler_address: str = Field(SCHEDULER_ADDRESS, description="host:port of the scheduler.")
     cache_address: str = Field(CACHE_ADDRESS, description="host:port of the cache service; empty for none.")
     gateway_cache_budget_s: float = Field(

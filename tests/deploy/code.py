@@ -46,6 +46,11 @@ def port(service: str) -> int:
     return port_of(getattr(common, f"{service.upper()}_ADDRESS"))
 
 
+def ports(service: str) -> dict[str, int]:
+    """The ports that a service listens at by name, beside that for metrics."""
+    return {"grpc": port(service)} | ({"http": common.HTTP_PORT} if service == "gateway" else {})
+
+
 def port_of(address: str) -> int:
     """The port of an address host:port."""
     return int(address.rpartition(":")[2])
@@ -96,6 +101,8 @@ def settings_problems(service: str, environment: Mapping[str, str]) -> Iterator[
         yield f"{service}: listens at {settings.listen or 'its default'}, which others do not reach"
     elif int(listening) != port(service):
         yield f"{service}: listens at {listening}, not at its default {port(service)}"
+    if isinstance(settings, GatewaySettings) and settings.gateway_http_port != common.HTTP_PORT:
+        yield f"{service}: HTTP is at {settings.gateway_http_port or 'no port'}, not at {common.HTTP_PORT}"
     if settings.metrics_port != METRICS_PORT:
         yield f"{service}: its metrics are at {settings.metrics_port or 'no port'}, not at {METRICS_PORT}"
     given = {known[name] for name in environment.keys() & known.keys()}

@@ -104,8 +104,9 @@ def _ours(name: str, service: Object, compose: Object) -> Iterator[str]:
     if collector and number not in compose["services"].get(host, {}).get("expose", []):
         yield f"{name}: its traces go to {collector}, where nothing is"
     opened = {*service.get("expose", []), *(port.rpartition(":")[2] for port in service.get("ports", []))}
-    if opened != {str(code.port(part)), str(code.METRICS_PORT)}:
-        yield f"{name}: opens {', '.join(sorted(opened)) or 'nothing'}, not {code.port(part)} and {code.METRICS_PORT}"
+    wanted = [*map(str, code.ports(part).values()), str(code.METRICS_PORT)]
+    if opened != set(wanted):
+        yield f"{name}: opens {', '.join(sorted(opened)) or 'nothing'}, not {' and '.join(wanted)}"
     settings, grace_s = code.parse(part, environment), seconds(service.get("stop_grace_period", "10s"))
     if settings is not None and grace_s < settings.drain_s + _MARGIN_S:
         yield f"{name}: is killed after {grace_s} s, and drains for {settings.drain_s:g} s"

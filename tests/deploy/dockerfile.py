@@ -208,10 +208,10 @@ def _run_problems(stage: Stage) -> Iterator[str]:
     user = stage.last("USER")
     if not re.fullmatch(r"[1-9]\d*:[1-9]\d*", user):
         yield f"{stage.name}: its user {user or 'root'} is not an unprivileged number"
-    ours = {code.port(service): service for service in code.SETTINGS}
-    for number in sorted(stage.ports() - ours.keys() - {code.METRICS_PORT}):
+    ours = {number for service in code.SETTINGS for number in code.ports(service).values()}
+    for number in sorted(stage.ports() - ours - {code.METRICS_PORT}):
         yield f"{stage.name}: no service listens at {number}"
-    if code.port(command[-1]) not in stage.ports() if command[-1] in code.SETTINGS else True:
+    if not set(code.ports(command[-1]).values()) <= stage.ports() if command[-1] in code.SETTINGS else True:
         yield f"{stage.name}: does not expose what {command[-1]} listens at"
 
 

@@ -198,8 +198,9 @@ def _commands(mesh: Manifests) -> Iterator[str]:
 def _ports(mesh: Manifests) -> Iterator[str]:
     for component, _, container in mesh.ours():
         opened = _container_ports(container)
-        if opened != {"grpc": code.port(component), "metrics": code.METRICS_PORT}:
-            yield f"{component}: its container opens {opened}, not {code.port(component)} and {code.METRICS_PORT}"
+        wanted = {**code.ports(component), "metrics": code.METRICS_PORT}
+        if opened != wanted:
+            yield f"{component}: its container opens {opened}, not {wanted}"
         annotations = mesh.deployments[component]["spec"]["template"]["metadata"].get("annotations", {})
         if annotations.get("prometheus.io/port") != str(code.METRICS_PORT):
             yield f"{component}: Prometheus is given another port"
@@ -347,6 +348,9 @@ def _policies(mesh: Manifests) -> Iterator[str]:
         if not any(_allows(mesh, policy, caller, to, number) for policy in mesh.kind("NetworkPolicy")):
             yield f"no policy lets {caller} call {to} at {number}"
     confined = {name for policy in mesh.kind("NetworkPolicy") for name in mesh.select(policy["spec"]["podSelector"])}
+    for number in code.ports("gateway").values():
+        if not any(_allows(mesh, policy, "", "gateway", number) for policy in mesh.kind("NetworkPolicy")):
+            yield f"gateway: no policy lets callers reach it at {number}"
     yield from (f"{name}: any pod may call it" for name in sorted(mesh.deployments.keys() - confined))
     for policy in mesh.kind("NetworkPolicy"):
         peers = [peer for rule in policy["spec"].get("ingress", []) for peer in rule.get("from", [])]

@@ -97,11 +97,13 @@ def _listening_name(service: str) -> str:
 
 def serve(replay: Replay, stage: Stage, service: str, folder: Path) -> None:
     """Starts a service as its container would, outside of the sources, and waits until it is healthy."""
-    with socket.socket() as free:
+    with socket.socket() as free, socket.socket() as free_http:
         free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+        free_http.bind(("127.0.0.1", 0))
+        address, http_port = f"127.0.0.1:{free.getsockname()[1]}", str(free_http.getsockname()[1])
     entry = [word for instruction in stage.all("ENTRYPOINT") for word in instruction.words()]
     environment = {"PATH": os.environ["PATH"], "HOME": str(folder), "WEFT_LISTEN": address}
+    environment |= {"WEFT_GATEWAY_HTTP_PORT": http_port} if service == "gateway" else {}
     environment |= {"MODEL_NAME": str(code.ROOT / "models/weft-story-2m")} if service == "worker" else {}
     process = subprocess.Popen(replay.command(*entry, service), cwd=folder, env=environment)
     try:

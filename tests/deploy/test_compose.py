@@ -50,7 +50,9 @@ def test_every_service_is_defined_and_workers_have_profiles(written: Object) -> 
 
 
 def test_only_this_machine_reaches_the_gateway(written: Object) -> None:
-    assert written["services"]["gateway"]["ports"] == [f"127.0.0.1:50051:{code.port('gateway')}"]
+    assert written["services"]["gateway"]["ports"] == [
+        f"127.0.0.1:{port}:{port}" for port in code.ports("gateway").values()
+    ]
     assert written["networks"]["mesh"]["internal"] is True
 
 
@@ -109,6 +111,10 @@ BROKEN: dict[str, tuple[Callable[[Object], object], str]] = {
         "its traces go to otel-collector:4318",
     ),
     "port": (lambda m: service(m, "scheduler").update(expose=["50053"]), "opens 50053, not 50052"),
+    "HTTP": (
+        lambda m: service(m, "gateway")["environment"].update(WEFT_GATEWAY_HTTP_PORT="0"),
+        "gateway: HTTP is at no port, not at 8000",
+    ),
     "metrics": (
         lambda m: service(m, "cache")["environment"].update(WEFT_METRICS_PORT="9090"),
         "its metrics are at 9090, not at 9464",

@@ -35,7 +35,10 @@ def test_hadolint_finds_nothing() -> None:
 def test_each_image_exposes_the_ports_of_its_services() -> None:
     file = dockerfile.parse(TEXT)
     held = {stage.name: stage.ports() for stage in file.stages if stage.all("ENTRYPOINT")}
-    light = {code.METRICS_PORT, *(code.port(name) for name in ("gateway", "scheduler", "cache"))}
+    light = {
+        code.METRICS_PORT,
+        *(port for name in ("gateway", "scheduler", "cache") for port in code.ports(name).values()),
+    }
     assert held == {"mesh": light, "worker": {code.port("worker"), code.METRICS_PORT}}
 
 
@@ -100,6 +103,7 @@ import services.health, weft.cli.app, services.{service}.main
         ('CMD ["worker"]', 'CMD ["wrker"]', "wrker is no service"),
         ("EXPOSE 50061", "EXPOSE 50062", "no service listens at 50062"),
         ("EXPOSE 50061", "EXPOSE 50051", "does not expose what worker listens at"),
+        ("EXPOSE 50051 8000", "EXPOSE 50051", "does not expose what gateway listens at"),
         ("USER 10001:10001", "USER weft", "not an unprivileged number"),
         ("USER 10001:10001", "USER 0:0", "not an unprivileged number"),
         ("ARG TORCH=torch==2.11.0\n", "", "${TORCH} is not set in this stage"),

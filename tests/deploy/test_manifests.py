@@ -163,6 +163,10 @@ BROKEN: dict[str, tuple[Callable[[list[Object]], object], str]] = {
         lambda m: container(m, "cache")["ports"][0].update(containerPort=50054),
         "cache: its container opens",
     ),
+    "HTTP that nobody reaches": (
+        lambda m: policy(m, "weft-gateway").update(ports=[{"port": "grpc"}]),
+        "gateway: no policy lets callers reach it at 8000",
+    ),
     "metrics": (
         lambda m: config(m, "weft-common", WEFT_METRICS_PORT="0"),
         "cache: its metrics are at no port, not at 9464",

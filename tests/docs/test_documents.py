@@ -180,7 +180,7 @@ def test_every_variable_is_a_setting(file: Path) -> None:
 
 
 def test_the_readmes_python_calls_existing_methods_of_the_client() -> None:
-    code = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    code = [each for each in re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL) if "openai" not in each]
     assert len(code) == 1
     tree = compile(code[0], "README.md", "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     assert isinstance(tree, ast.Module)

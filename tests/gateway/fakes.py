@@ -335,8 +335,10 @@ class FakeMesh:
         script: Callable[[mesh_pb2.Job], Sequence[int]] = lambda job: ANSWER,
         card: mesh_pb2.ModelCard | None = None,
         bundle: bytes = BUNDLE,
+        http_port: int = 0,
         **settings: Any,
     ) -> None:
+        self.http_port = http_port
         self.card = card or make_card(bundle_digest=hashlib.sha256(bundle).digest())
         # They implement only the methods that a gateway calls.
         self.scheduler = FakeScheduler()  # type: ignore[abstract]
@@ -363,10 +365,10 @@ class FakeMesh:
         await self.start_scheduler()
         settings = GatewaySettings(
             listen="127.0.0.1:0",
+            gateway_http_port=self.http_port,
             scheduler_address=self.address("scheduler"),
             cache_address=self.address("cache") if self.cache else "",
-            drain_s=0,
-            **self._settings,
+            **({"drain_s": 0} | self._settings),
         )
         self._gateway = gateway(settings)
         self.server: rpc.Server = await self._gateway.__aenter__()

@@ -145,7 +145,12 @@ class Mesh:
 
     def _gateway(self, number: int) -> Process:
         cache = self.cache.address if self.cache else ""
-        env = {"WEFT_SCHEDULER_ADDRESS": self.scheduler.address, "WEFT_CACHE_ADDRESS": cache, **self._gateway_env}
+        env = {
+            "WEFT_SCHEDULER_ADDRESS": self.scheduler.address,
+            "WEFT_CACHE_ADDRESS": cache,
+            "WEFT_GATEWAY_HTTP_PORT": str(free_port()),
+            **self._gateway_env,
+        }
         return self._process(f"gateway-{number}", "services.gateway", "weft.v1.Inference", env)
 
     def _process(self, name: str, module: str, health: str, env: dict[str, str]) -> Process:
@@ -180,6 +185,10 @@ class Mesh:
             await channel.close()
         for process in self.processes:
             process.stop()
+
+    def url(self, gateway: int = 0) -> str:
+        """Where a gateway serves HTTP."""
+        return f"http://127.0.0.1:{self.gateways[gateway].env['WEFT_GATEWAY_HTTP_PORT']}"
 
     def stub(self, gateway: int = 0) -> Stub:
         """A client of a gateway, with a connection of its own."""

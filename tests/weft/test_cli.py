@@ -306,6 +306,7 @@ def test_a_conversation_with_a_template_is_a_list_of_turns() -> None:
         (["gateway", "--workers", "2"], "--workers is for the whole mesh: start `weft serve gateway` once for each"),
         (["cache", "--max-batch-size", "2"], "the cache has no MAX_BATCH_SIZE"),
         (["gateway", "--kv-dtype", "fp8"], "the gateway has no KV_DTYPE"),
+        (["cache", "--http-port", "8001"], "the cache has no --http-port"),
         (["cache", "--kv-scales", "dynamic"], "the cache has no KV_SCALES"),
         (["scheduler", "--model", "x"], "the scheduler has no --model"),
         (["worker", "--redis-url", "redis://x"], "the worker has no --redis-url"),
@@ -365,6 +366,7 @@ async def test_serve_prints_what_it_serves_and_stops_at_ctrl_c(tmp_path: Path, h
         lines.append((await process.stdout.readline()).decode())
         assert lines[-1], lines
     assert lines[0] == "redis: redis://127.0.0.1:1/0\n"
+    assert any(line.startswith("OpenAI's API: http://127.0.0.1:") and line.endswith("/v1\n") for line in lines)
     assert any(line.startswith("serving ") and line.endswith(f" at 127.0.0.1:{port}\n") for line in lines)
     is_open = f"listening at 0.0.0.0:{port}: open to other machines\n" in lines
     assert is_open == (host == "0.0.0.0")
@@ -408,6 +410,17 @@ async def test_a_service_with_a_wrong_setting_prints_one_line(
         [reason] = [line for line in output.splitlines() if line[0] != "{"]  # the output without the log
         assert reason.startswith(f"weft: {message}")
         assert "many" not in output
+
+
+async def test_a_gateway_whose_http_port_is_taken_prints_one_line(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        code, output = await run_weft(
+            "serve", "gateway", "--port", str(free_port()), "--http-port", port, home=tmp_path
+        )
+    assert (code, output) == (os.EX_CONFIG, f"weft: WEFT_GATEWAY_HTTP_PORT {port}: Address already in use\n")
 
 
 async def test_a_malformed_list_prints_one_line(tmp_path: Path) -> None:

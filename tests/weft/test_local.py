@@ -12,6 +12,7 @@ from grpc import aio
 
 from services import rpc
 from services.cache.embedded import EmbeddedRedis
+from tests.ports import free_port
 from tests.weft.test_supervisor import alive
 from weft.launch import plan
 from weft.launch.home import locked_home
@@ -58,6 +59,40 @@ async def test_each_process_gets_the_addresses_of_its_peers(tmp_path: Path) -> N
 async def test_each_process_has_a_port_for_prometheus(tmp_path: Path, setting: str, first: str, last: str) -> None:
     parts = await planned_environments(spec_of(tmp_path, settings={"WEFT_METRICS_PORT": setting}))
     assert [parts[name]["WEFT_METRICS_PORT"] for name in ("gateway", "worker-1")] == [first, last]
+
+
+async def test_http_has_a_port_that_is_held(tmp_path: Path) -> None:
+    async with planned(spec_of(tmp_path)) as mesh:
+        port = environments(mesh)["gateway"]["WEFT_GATEWAY_HTTP_PORT"]
+        assert mesh.http_address == f"{HOST}:{port}" != mesh.address
+        with HeldPorts() as others:
+            assert others.take(HOST, int(port)) is None
+            assert others.take(HOST, 0) not in (int(port), None)
+
+
+async def test_the_port_for_http_is_chosen_by_flag_or_setting(tmp_path: Path) -> None:
+    with HeldPorts() as others:
+        free, taken = others.free(HOST), others.free(HOST)
+        others.release()
+        others.take(HOST, taken)
+        for chosen in ({"http_port": free}, {"settings": {"WEFT_GATEWAY_HTTP_PORT": str(free)}}):
+            async with planned(spec_of(tmp_path, **chosen)) as mesh:
+                assert mesh.http_address == f"{HOST}:{free}"
+        with pytest.raises(PortTaken, match=f"port {taken} is taken: .* --http-port"):
+            await planned_environments(spec_of(tmp_path, http_port=taken))
+    async with planned(spec_of(tmp_path, http_port=0)) as mesh:
+        assert (mesh.http_address, environments(mesh)["gateway"]["WEFT_GATEWAY_HTTP_PORT"]) == ("", "0")
+    parts = await planned_environments(spec_of(tmp_path, settings={"WEFT_GATEWAY_HTTP_PORT": "many"}))
+    assert parts["gateway"]["WEFT_GATEWAY_HTTP_PORT"] == "many"
+
+
+async def test_a_free_port_replaces_the_default_one_for_http(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with HeldPorts() as others:
+        taken = others.free(HOST)
+        monkeypatch.setattr(plan, "HTTP_PORT", taken)
+        async with planned(spec_of(tmp_path, free_ports=False, port=free_port())) as mesh:
+            assert mesh.http_address.startswith(f"{HOST}:")
+            assert mesh.http_address != f"{HOST}:{taken}"
 
 
 async def test_each_of_several_models_has_its_workers_and_aliases(tmp_path: Path) -> None:

@@ -38,6 +38,15 @@ Host = Annotated[
 Port = Annotated[
     int | None, typer.Option(min=1, max=65535, help="Port to listen at for callers.", show_default="50051")
 ]
+HttpPort = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        max=65535,
+        help="Port to listen at for HTTP (OpenAI's API); 0 for none.",
+        show_default="8000 or a free one",
+    ),
+]
 MaxBatchSize = Annotated[int | None, typer.Option(min=1, help="Most sequences in a worker's batch.")]
 MaxSeqLength = Annotated[str | None, typer.Option(help="Most tokens of prompt and answer: 4096, 4k, 32k.")]
 Engine = Annotated[str | None, typer.Option(help="gpu, torch (on the CPU) or paced.", show_default="auto")]
@@ -59,6 +68,7 @@ def serve(
     redis_url: RedisUrl = "",
     host: Host = None,
     port: Port = None,
+    http_port: HttpPort = None,
     max_batch_size: MaxBatchSize = None,
     max_seq_length: MaxSeqLength = None,
     engine: Engine = None,
@@ -82,6 +92,10 @@ def serve(
             fail("several models and aliases are for the whole mesh", usage=True)
         if workers != 1:
             fail(f"--workers is for the whole mesh: start `weft serve {part}` once for each", usage=True)
+        if http_port is not None:
+            if part is not ServiceName.GATEWAY:
+                fail(f"the {part} has no --http-port", usage=True)
+            os.environ["WEFT_GATEWAY_HTTP_PORT"] = str(http_port)
         _run_service(part, environment, model="".join(model or []), redis_url=redis_url, host=host, port=port)
         return
     models = [_model_path(each) for each in model or [os.environ.get("MODEL_NAME", "")] if each]
@@ -100,6 +114,7 @@ def serve(
             redis_url=redis_url,
             host=host or HOST,
             port=port,
+            http_port=http_port,
             settings=environment,
         )
         run(mesh.serve(spec, console(), verbose=verbose))

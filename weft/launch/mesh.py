@@ -29,6 +29,8 @@ class Running:
     """host:port at which this machine reaches the gateway."""
     listen: str
     """host:port at which the gateway listens."""
+    http_address: str
+    """host:port at which this machine reaches the gateway over HTTP; empty for none."""
     models: list[api.Model]
     supervisor: Supervisor
 
@@ -47,7 +49,7 @@ async def up(spec: plan.MeshSpec, out: Console, *, verbose: bool = False) -> Asy
         async with progress.following(supervisor), supervisor.running():
             models = await supervisor.during(plan.wait_served(mesh.address, spec.workers * len(spec.models)))
             progress.done()
-            yield Running(mesh.address, mesh.listen, models, supervisor)
+            yield Running(mesh.address, mesh.listen, mesh.http_address, models, supervisor)
 
 
 async def serve(spec: plan.MeshSpec, out: Console, *, verbose: bool = False) -> None:
@@ -59,6 +61,8 @@ async def serve(spec: plan.MeshSpec, out: Console, *, verbose: bool = False) -> 
                 out.print(f"serving [bold]{model.name}[/bold] ({size}) at [bold]{mesh.address}[/bold]")
             if not mesh.models:
                 out.print(f"serving at [bold]{mesh.address}[/bold], for callers with an API key")
+            if mesh.http_address:
+                out.print(f"OpenAI's API: [bold]http://{mesh.http_address}/v1[/bold]")
             if mesh.listen != mesh.address:
                 out.print(f"listening at {mesh.listen}: open to other machines", style="yellow", markup=False)
             where = "" if mesh.address == DEFAULT_ADDRESS else f" --address {mesh.address}"

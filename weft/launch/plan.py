@@ -25,14 +25,23 @@ from protos import inference_pb2_grpc as stubs
 from services import mesh_id as mesh_ids
 from services import rpc
 from services.cache.embedded import EmbeddedRedis
-from services.settings import CACHE_ADDRESS, GATEWAY_ADDRESS, SCHEDULER_ADDRESS, WORKER_ADDRESS, CommonSettings
+from services.settings import (
+    CACHE_ADDRESS,
+    GATEWAY_ADDRESS,
+    HTTP_PORT,
+    SCHEDULER_ADDRESS,
+    WORKER_ADDRESS,
+    CommonSettings,
+)
 from weft.launch.home import Home, locked_home
 from weft.launch.ports import HeldPorts
 from weft.launch.supervisor import ProcessSpec
 
 HOST = "127.0.0.1"
+HTTP_PORT_SETTING = "WEFT_GATEWAY_HTTP_PORT"
 _WILDCARDS = {"0.0.0.0": HOST, "::": "::1"}
 _CHECK_S = 1.0
+_MOST_PORT = 65_535
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +62,9 @@ class MeshSpec:
     """The host that the gateway listens at. Everything else listens at the loopback interface."""
     port: int | None = None
     """The gateway's port; None: its default."""
+    http_port: int | None = None
+    """The gateway's port for HTTP, 0 for none; None: WEFT_GATEWAY_HTTP_PORT, else the default one or, if that is taken,
+    a free one."""
     free_ports: bool = False
     """Take free ports for everything instead of the default ones."""
     settings: Mapping[str, str] = field(default_factory=dict)
@@ -69,6 +81,8 @@ class MeshPlan:
     """host:port at which this machine reaches the gateway."""
     listen: str
     """host:port at which the gateway listens."""
+    http_address: str
+    """host:port at which this machine reaches the gateway over HTTP; empty for none."""
     redis: str
     """Which Redis is used, to be printed: without a password."""
     home: Path
@@ -94,12 +108,12 @@ async def planned(spec: MeshSpec) -> AsyncIterator[MeshPlan]:
     """The plan of a mesh, whose ports and folder are held until the block ends. Raises CannotServe and NoRedisError."""
     _check_host(spec.host)
     with HeldPorts() as ports:
-        addresses = _addresses(spec, ports)
+        addresses, http_port = _addresses(spec, ports)
         async with locked_home(spec.home) as home:
-            yield _plan(spec, home, ports, addresses)
+            yield _plan(spec, home, ports, addresses, http_port)
 
 
-def _plan(spec: MeshSpec, home: Home, ports: HeldPorts, addresses: list[str]) -> MeshPlan:
+def _plan(spec: MeshSpec, home: Home, ports: HeldPorts, addresses: list[str], http_port: str) -> MeshPlan:
     listen, scheduler, cache, *workers = addresses
     mesh_id = {**os.environ, **spec.settings}.get("WEFT_MESH_ID") or secrets.token_hex(8)
     redis_url, redis, specs = _redis(spec, home)
@@ -128,9 +142,12 @@ def _plan(spec: MeshSpec, home: Home, ports: HeldPorts, addresses: list[str]) ->
         if aliases:
             own["WEFT_ALIASES"] = json.dumps(aliases)
         specs.append(_service(f"worker-{number}", "worker", address, {**with_metrics(2 + number), **own}))
-    address = joined(_WILDCARDS.get(spec.host, spec.host), _port_of(listen))
-    specs.append(_service("gateway", "gateway", listen, with_metrics(0), reached_at=address))
-    return MeshPlan(specs, mesh_id, address, listen, redis, home.folder, ports)
+    host = _WILDCARDS.get(spec.host, spec.host)
+    address = joined(host, _port_of(listen))
+    http_address = joined(host, int(http_port)) if http_port.isdecimal() and int(http_port) else ""
+    own = {**with_metrics(0), HTTP_PORT_SETTING: http_port}
+    specs.append(_service("gateway", "gateway", listen, own, reached_at=address))
+    return MeshPlan(specs, mesh_id, address, listen, http_address, redis, home.folder, ports)
 
 
 async def wait_served(address: str, workers: int) -> list[api.Model]:
@@ -235,23 +252,46 @@ def _check_host(host: str) -> None:
         )
 
 
-def _addresses(spec: MeshSpec, ports: HeldPorts) -> list[str]:
-    """Held addresses of gateway, scheduler, cache and workers: their default ports, or free ones where those are taken.
+def _addresses(spec: MeshSpec, ports: HeldPorts) -> tuple[list[str], str]:
+    """Held addresses of gateway, scheduler, cache and workers: their default ports, or free ones where those are taken;
+    and the gateway's port for HTTP.
 
     Raises CannotServe.
     """
     worker, count = _port_of(WORKER_ADDRESS), spec.workers * len(spec.models)
     defaults = [_port_of(SCHEDULER_ADDRESS), _port_of(CACHE_ADDRESS), *range(worker, worker + count)]
     wanted = spec.port if spec.port is not None else 0 if spec.free_ports else _port_of(GATEWAY_ADDRESS)
-    try:
-        gateway = ports.take(spec.host, wanted)
-    except OSError as error:
-        raise CannotServe(f"{joined(spec.host, wanted)} cannot be listened at: {error.strerror}") from None
-    if gateway is None:
-        raise PortTaken(f"port {wanted} is taken: stop what listens there or choose another with --port")
+    gateway = _public(spec.host, wanted, ports, "--port")
+    http_port = _http_port(spec, ports)
     inner = [(None if spec.free_ports else ports.take(HOST, port)) or ports.free(HOST) for port in defaults]
     ports.all_chosen()
-    return [joined(spec.host, gateway), *(joined(HOST, port) for port in inner)]
+    return [joined(spec.host, gateway), *(joined(HOST, port) for port in inner)], http_port
+
+
+def _public(host: str, wanted: int, ports: HeldPorts, flag: str) -> int:
+    """Holds a port that callers use. Raises CannotServe."""
+    try:
+        port = ports.take(host, wanted)
+    except OSError as error:
+        raise CannotServe(f"{joined(host, wanted)} cannot be listened at: {error.strerror}") from None
+    if port is None:
+        raise PortTaken(f"port {wanted} is taken: stop what listens there or choose another with {flag}")
+    return port
+
+
+def _http_port(spec: MeshSpec, ports: HeldPorts) -> str:
+    """Holds the gateway's port for HTTP. A value that is no port is left to the gateway, which refuses it.
+
+    Raises CannotServe.
+    """
+    wanted = {**os.environ, **spec.settings}.get(HTTP_PORT_SETTING, "")
+    if spec.http_port is not None:
+        wanted = str(spec.http_port)
+    if wanted:
+        is_port = wanted.isdecimal() and 0 < int(wanted) <= _MOST_PORT
+        return str(_public(spec.host, int(wanted), ports, "--http-port")) if is_port else wanted
+    default = None if spec.free_ports else ports.take(spec.host, HTTP_PORT)
+    return str(default or ports.free(spec.host))
 
 
 def joined(host: str, port: int) -> str:

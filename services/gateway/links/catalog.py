@@ -74,6 +74,11 @@ class Catalog:
         """At least one model has a worker."""
         return any(served.addresses for served in self._served.values())
 
+    @property
+    def loading(self) -> list[api.Loading]:
+        """The phase of every worker that is loading a model."""
+        return [_progress(each) for each in self._loading]
+
     def find(self, name: str, tenant: Tenant) -> Served:
         """The model with this name or alias; without a name, the only one that the tenant may use. Raises WeftError."""
         if not name:
@@ -117,8 +122,7 @@ class Catalog:
         for each in self._loading:
             if each.model in models or tenant.may_use((each.model, *each.aliases)):
                 model = models.setdefault(each.model, api.Model(name=each.model))
-                percent = min(100, 100 * each.done // each.total) if each.total else 0
-                model.loading.add(phase=each.phase, percent=percent)
+                model.loading.append(_progress(each))
         return [model for _, model in sorted(models.items())]
 
     async def close(self) -> None:
@@ -175,6 +179,11 @@ class Catalog:
 
     def _build(self, data: bytes) -> TextModel:
         return TextModel(mesh.Bundle.FromString(data), self._chat_special_tokens)
+
+
+def _progress(each: mesh.WorkerLoading) -> api.Loading:
+    percent = min(100, 100 * each.done // each.total) if each.total else 0
+    return api.Loading(phase=each.phase, percent=percent)
 
 
 def _permits(tenant: Tenant, served: Served) -> bool:

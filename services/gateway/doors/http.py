@@ -1,0 +1,452 @@
+"""The gateway's HTTP/1.1 server: one request and its response, its credentials, errors and limits. Knows no model API.
+
+The server runs in the gateway's own event loop, so that a token reaches the socket without a change of thread. Errors
+have the form that OpenAI's clients read: {"error": {"message", "type", "param", "code"}}.
+"""
+
+import asyncio
+import contextlib
+import logging
+import math
+import socket
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import orjson
+import structlog
+import uvicorn
+from grpc import StatusCode
+from starlette.datastructures import Headers
+from starlette.routing import Route, Router
+from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from services import metrics, telemetry
+from services.errors import WeftError, internal, invalid, unavailable
+from services.gateway.access.authorizer import Credentials
+from services.process import refuse_to_serve
+from services.rpc import PUBLIC_MESSAGE_BYTES
+
+log = structlog.get_logger("http")
+T = TypeVar("T")
+
+MOST_BODY_BYTES = PUBLIC_MESSAGE_BYTES
+"""Largest body of a request, as of a gRPC message: 1 MiB."""
+_MOST_DISCARDED_BYTES = 16 << 20
+"""Of a larger body this much is read and discarded, so that its sender reads the refusal instead of a reset."""
+_MOST_HEADER_BYTES = 32 << 10
+_HEAD_S = 20.0
+"""Longest time until the headers of a request are complete."""
+_IDLE_S = 75
+"""How long a connection without a request stays open: longer than clients keep theirs, or requests would be lost."""
+_MOST_PIPELINED = 32
+"""Most requests that wait on one connection for the one before them."""
+_BODY_S = 60.0
+"""Longest time until the body of a request is complete."""
+_ERROR_EVENT_S = 2.0
+"""Longest time that an error takes to be sent in a stream that has begun."""
+
+STATUS: dict[StatusCode, int] = {
+    StatusCode.INVALID_ARGUMENT: 400,
+    StatusCode.FAILED_PRECONDITION: 400,
+    StatusCode.OUT_OF_RANGE: 400,
+    StatusCode.UNAUTHENTICATED: 401,
+    StatusCode.PERMISSION_DENIED: 403,
+    StatusCode.NOT_FOUND: 404,
+    StatusCode.ALREADY_EXISTS: 409,
+    StatusCode.RESOURCE_EXHAUSTED: 429,
+    StatusCode.UNIMPLEMENTED: 501,
+    StatusCode.UNAVAILABLE: 503,
+    StatusCode.ABORTED: 503,
+    StatusCode.DEADLINE_EXCEEDED: 504,
+}
+"""HTTP status of each code of a WeftError; 500 for the others."""
+_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+_CODES = {
+    "CONTEXT_EXCEEDED": "context_length_exceeded",
+    "KEY_REQUIRED": "invalid_api_key",
+    "KEY_UNKNOWN": "invalid_api_key",
+    "RATE_LIMITED": "rate_limit_exceeded",
+}
+"""OpenAI's own codes; the others are the reasons of weft.v1 in lower case."""
+_STATUS_OF_REASON = {"BODY_TOO_LARGE": 413, "METHOD_NOT_ALLOWED": 405, "BODY_TIMEOUT": 408}
+_JSON = (b"content-type", b"application/json")
+_EVENTS = (b"content-type", b"text/event-stream; charset=utf-8")
+_NOT_STORED = (b"cache-control", b"no-cache")
+Header = tuple[bytes, bytes]
+
+
+class ClientGone(Exception):
+    """The client disconnected before its response was complete."""
+
+
+class Exchange:
+    """One request and its response."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.headers = Headers(scope=scope)
+        self.path_params: dict[str, Any] = scope.get("path_params", {})
+        self.status = 0
+        """Status of the response; 0 until it has begun."""
+        self.extra: list[Header] = []
+        """Further headers of the response, also of an error."""
+        self.param: Callable[[str], str] = str
+        """From a field of weft.v1, as errors name it, to the field of the request."""
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+        self._ended = False
+        self._gone = False
+
+    @property
+    def credentials(self) -> Credentials:
+        """The values of the `authorization` headers."""
+        return self.headers.getlist("authorization")
+
+    @property
+    def remaining_s(self) -> float | None:
+        """The header `x-request-timeout`: seconds until the caller's deadline. Raises WeftError."""
+        given = self.headers.get("x-request-timeout")
+        if given is None:
+            return None
+        with contextlib.suppress(ValueError):
+            seconds = float(given)
+            if seconds > 0 and math.isfinite(seconds):
+                return seconds
+        raise invalid("x-request-timeout", "a number of seconds above 0")
+
+    async def json(self) -> dict[str, Any]:
+        """The body, which must be a JSON object in UTF-8. Raises WeftError and ClientGone."""
+        try:
+            parsed = orjson.loads(await self._body())
+        except orjson.JSONDecodeError:
+            raise WeftError(StatusCode.INVALID_ARGUMENT, "MALFORMED_JSON", "the body is not JSON in UTF-8") from None
+        if not isinstance(parsed, dict):
+            raise WeftError(StatusCode.INVALID_ARGUMENT, "MALFORMED_JSON", "the body is not a JSON object")
+        return parsed
+
+    async def _body(self) -> bytes:
+        body, size = bytearray(), 0
+        try:
+            async with asyncio.timeout(_BODY_S):
+                while True:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientGone
+                    size += len(message["body"])
+                    if size <= MOST_BODY_BYTES:
+                        body += message["body"]
+                    if not message.get("more_body") or size > _MOST_DISCARDED_BYTES:
+                        break
+        except TimeoutError:
+            raise WeftError(StatusCode.INVALID_ARGUMENT, "BODY_TIMEOUT", "the body did not arrive in time") from None
+        if size > MOST_BODY_BYTES:
+            self.extra.append((b"connection", b"close"))
+            message_ = f"the body has more than {MOST_BODY_BYTES} bytes"
+            raise WeftError(StatusCode.INVALID_ARGUMENT, "BODY_TOO_LARGE", message_)
+        return bytes(body)
+
+    async def run(self, work: Awaitable[T]) -> T:
+        """Awaits `work`, and cancels it when the client disconnects. Raises ClientGone. The body has been read."""
+        task = asyncio.current_task()
+        assert task is not None
+
+        def on_disconnect(watcher: "asyncio.Task[None]") -> None:
+            if not watcher.cancelled() and not self._ended:
+                self._gone = True
+                task.cancel()
+
+        watcher = asyncio.create_task(self._disconnected())
+        watcher.add_done_callback(on_disconnect)
+        try:
+            return await work
+        except asyncio.CancelledError:
+            if self._gone and not task.uncancel():
+                raise ClientGone from None
+            raise
+        finally:
+            watcher.remove_done_callback(on_disconnect)
+            watcher.cancel()
+
+    async def _disconnected(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    async def reply(self, payload: object, status: int = 200, headers: Iterable[Header] = ()) -> None:
+        """Sends the whole response as JSON."""
+        body = orjson.dumps(payload)
+        self.status = status
+        length = (b"content-length", b"%d" % len(body))
+        start = {"type": "http.response.start", "status": status, "headers": [_JSON, length, *self.extra, *headers]}
+        self._ended = True
+        await self._send(start)
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def write(self, data: bytes) -> None:
+        """Sends events, after the headers if they are the first. Returns once the client can take more."""
+        if not self.status:
+            self.status = 200
+            headers = [_EVENTS, _NOT_STORED, *self.extra]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end(self) -> None:
+        """Ends a stream."""
+        self._ended = True
+        await self._send({"type": "http.response.body"})
+
+    async def fail(self, error: WeftError) -> None:
+        """Sends an error: as the response, or as the last event of a stream that has begun."""
+        body = error_body(error, self.param)
+        if not self.status:
+            await self.reply(body, status_of(error), retry_headers(error))
+        elif not self._ended:
+            try:
+                async with asyncio.timeout(0 if error.code is StatusCode.ABORTED else _ERROR_EVENT_S):
+                    await self.write(b"data: " + orjson.dumps(body) + b"\n\n")
+                    await self.end()
+            except TimeoutError:
+                self.abort()
+
+    def abort(self) -> None:
+        """Closes the connection at once, whatever is left to send."""
+        self._ended = True
+        self._scope["state"]["abort"]()
+
+
+def error_body(error: WeftError, param: Callable[[str], str] = str) -> dict[str, Any]:
+    """An error in OpenAI's form."""
+    status, field, message = status_of(error), error.field, error.message
+    name = param(field) if field else None
+    if name is not None and message.startswith(f"{field}:"):
+        message = name + message[len(field) :]
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    code = _CODES.get(error.reason, error.reason.lower())
+    return {"error": {"message": message, "type": kind, "param": name, "code": code}}
+
+
+def status_of(error: WeftError) -> int:
+    """The HTTP status of an error. A field that does not exist is the caller's mistake, as in OpenAI's API."""
+    if error.reason in _STATUS_OF_REASON:
+        return _STATUS_OF_REASON[error.reason]
+    return 400 if error.reason == "UNKNOWN_FIELD" else STATUS.get(error.code, 500)
+
+
+def retry_headers(error: WeftError) -> list[Header]:
+    """When to try again: `retry-after` in seconds, rounded up, and `retry-after-ms`, which OpenAI's clients read."""
+    status = status_of(error)
+    if status not in (429, 503):
+        return [(b"www-authenticate", b"Bearer")] if status == 401 else []
+    wait_s = error.retry_after_s or 1.0
+    return [(b"retry-after", b"%d" % math.ceil(wait_s)), (b"retry-after-ms", b"%d" % math.ceil(wait_s * 1000))]
+
+
+Handler = Callable[[Exchange], Awaitable[None]]
+
+
+class HttpRoutes:
+    """Builds the routes of all doors, each request counted and its errors sent."""
+
+    def __init__(self, counts: metrics.Metrics) -> None:
+        self._handlers: dict[str, dict[str, Handler]] = {}
+        self._seconds = counts.histogram(
+            "weft_http_seconds",
+            "Duration of HTTP requests, by route and status.",
+            metrics.DURATION_S,
+            "route",
+            "status",
+        )
+
+    def add(self, method: str, path: str, handler: Handler) -> None:
+        """Adds a route; `path` in Starlette's form."""
+        self._handlers.setdefault(path, {})[method] = handler
+
+    def app(self) -> Router:
+        """The ASGI application."""
+        routes = []
+        for path, handlers in self._handlers.items():
+            for method, handler in handlers.items():
+                routes.append(Route(path, _Endpoint(path, handler, self._seconds), methods=[method]))
+            routes.append(Route(path, _Endpoint(path, _refuse_method(", ".join(handlers)), self._seconds)))
+        return Router(routes, redirect_slashes=False, default=_Endpoint("other", _not_found, self._seconds))
+
+
+class _Endpoint:
+    """An ASGI application of one handler."""
+
+    def __init__(self, route: str, handler: Handler, seconds: metrics.Histogram) -> None:
+        self._route = route
+        self._handler = handler
+        self._seconds = seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one request."""
+        if scope["type"] != "http":
+            return
+        began = time.monotonic()
+        exchange = Exchange(scope, receive, send)
+        try:
+            await self._handler(exchange)
+        except WeftError as error:
+            await exchange.fail(error)
+        except ClientGone:
+            exchange.status = 499  # As nginx counts it.
+            exchange.abort()
+        except asyncio.CancelledError:
+            await exchange.fail(unavailable("SHUTTING_DOWN", "the gateway is stopping"))
+        except Exception as error:
+            telemetry.log_exception("unexpected exception in a handler", error)
+            await exchange.fail(internal())
+        finally:
+            self._seconds.observe(time.monotonic() - began, self._route, str(exchange.status))
+
+
+async def _not_found(exchange: Exchange) -> None:
+    raise WeftError(StatusCode.NOT_FOUND, "NO_SUCH_PATH", "there is no such path")
+
+
+def _refuse_method(allowed: str) -> Handler:
+    async def refuse(exchange: Exchange) -> None:
+        exchange.extra.append((b"allow", allowed.encode()))
+        raise WeftError(StatusCode.UNIMPLEMENTED, "METHOD_NOT_ALLOWED", f"this path is for {allowed}")
+
+    return refuse
+
+
+class _Protocol(HttpToolsProtocol):
+    """A connection with limits: bytes of the headers, and the time until they are complete."""
+
+    _timer: asyncio.TimerHandle | None = None
+    _header_bytes = 0
+    _in_head = True
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect_headers()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        in_head = self._in_head
+        super().data_received(data)
+        # The parser reports a header when it is complete, and keeps what it has of it until then.
+        if in_head and self._in_head and not self.transport.is_closing():
+            self._header_bytes += len(data)
+            if self._header_bytes > _MOST_HEADER_BYTES:
+                self.send_400_response("Headers too large.")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._header_bytes, self._in_head = 0, True
+        self.scope["state"]["abort"] = self.transport.abort
+        self._expect_headers()
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(len(name) + len(value))
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._stop_timer()
+        self._in_head = False
+        if len(self.pipeline) >= _MOST_PIPELINED:
+            raise ValueError("too many requests at once")  # As above.
+        super().on_headers_complete()
+
+    def _count(self, size: int) -> None:
+        self._header_bytes += size
+        if self._header_bytes > _MOST_HEADER_BYTES:
+            raise ValueError("headers too large")  # The parser ends the connection with status 400.
+
+    def _expect_headers(self) -> None:
+        self._stop_timer()
+        self._timer = self.loop.call_later(_HEAD_S, self.transport.abort)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+class _Server(uvicorn.Server):
+    """Leaves the signals of the process to the gateway."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begins to listen."""
+        await super().startup(sockets)
+        self.listening.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Any:
+        """Captures none."""
+        yield
+
+
+class HttpServer:
+    """A listening HTTP server."""
+
+    def __init__(self, app: Router, listener: socket.socket, stall_s: float, drain_s: float) -> None:
+        """`stall_s`: longest time that a client takes no data; `drain_s`: time that `stop` gives to requests."""
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux. Accepted sockets inherit both options.
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(stall_s * 1000))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL + 1)  # It would log the text of exceptions.
+        self.port = int(listener.getsockname()[1])
+        self._listener = listener
+        config = uvicorn.Config(
+            app,
+            http=_Protocol,
+            ws="none",
+            lifespan="off",
+            interface="asgi3",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=_IDLE_S,
+            timeout_graceful_shutdown=math.ceil(drain_s),
+        )
+        self._server = _Server(config)
+        self._serving: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Begins to serve."""
+        self._serving = asyncio.create_task(self._server.serve([self._listener]))
+        await self._server.listening.wait()
+
+    async def stop(self) -> None:
+        """Accepts no connections, gives running requests their time, and closes what is left."""
+        if self._serving is None:
+            self._listener.close()
+            return
+        self._server.should_exit = True
+        await self._serving
+        left: Sequence[asyncio.Task[None]] = list(self._server.server_state.tasks)
+        await asyncio.gather(*left, return_exceptions=True)
+        for connection in list(self._server.server_state.connections):
+            if connection.transport is not None:
+                connection.transport.abort()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Binds the address; port 0 takes a free port. The process ends with one line on stderr if it is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        refuse_to_serve(f"WEFT_GATEWAY_HTTP_PORT {port}: {error.strerror}")
+    listener.setblocking(False)
+    return listener

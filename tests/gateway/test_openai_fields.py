@@ -1,0 +1,233 @@
+"""Every field of the requests of OpenAI's Python client is honoured by name, or refused by name."""
+
+import typing
+from typing import Any
+
+import pytest
+from openai.types import completion_create_params as completions
+from openai.types.chat import ChatCompletionMessageParam
+from openai.types.chat import completion_create_params as chat
+from openai.types.chat.chat_completion_stream_options_param import ChatCompletionStreamOptionsParam
+
+from protos import inference_pb2 as api
+from services.errors import WeftError
+from services.gateway.doors import openai_messages as messages
+from services.gateway.doors.openai_messages import EXTENSIONS, HONOURED, REFUSED, Asked, parse
+
+TYPES: dict[str, Any] = {
+    "chat": chat.CompletionCreateParamsStreaming,
+    "completions": completions.CompletionCreateParamsStreaming,
+}
+REQUIRED: dict[str, dict[str, Any]] = {
+    "chat": {"messages": [{"role": "user", "content": "hi"}]},
+    "completions": {"prompt": "hi"},
+}
+BOTH: dict[str, tuple[Any, str, Any]] = {
+    # field: a value, where it arrives, what arrives
+    "model": ("fox", "request.model", "fox"),
+    "max_tokens": (7, "request.sampling.max_tokens", 7),
+    "temperature": (0.5, "request.sampling.temperature", 0.5),
+    "top_p": (0.25, "request.sampling.top_p", 0.25),
+    "presence_penalty": (-1.5, "request.sampling.presence_penalty", -1.5),
+    "frequency_penalty": (1, "request.sampling.frequency_penalty", 1.0),
+    "seed": ((1 << 64) - 1, "request.sampling.seed", (1 << 64) - 1),
+    "n": (3, "request.n", 3),
+    "stop": ("end", "request.sampling.stop", ["end"]),
+    "logit_bias": ({"5": -100, "17": 1.5}, "request.sampling.logit_bias", {5: -100.0, 17: 1.5}),
+    "stream": (True, "stream", True),
+    "stream_options": ({"include_usage": True}, "usage", True),
+    "min_tokens": (4, "request.sampling.min_tokens", 4),
+    "top_k": (-1, "request.sampling.top_k", 0),
+    "min_p": (0.5, "request.sampling.min_p", 0.5),
+    "repetition_penalty": (1.5, "request.sampling.repetition_penalty", 1.5),
+    "stop_token_ids": ([1, 2], "request.sampling.stop_token_ids", [1, 2]),
+    "ignore_eos": (True, "request.sampling.ignore_eos", True),
+    "priority": (-5, "request.priority", -5),
+    "cache": ("bypass", "request.cache", api.CACHE_POLICY_BYPASS),
+    "request_id": ("mine", "request.request_id", "mine"),
+    "return_token_ids": (True, "token_ids", True),
+}
+EXAMPLES: dict[str, dict[str, tuple[Any, str, Any]]] = {
+    "chat": {
+        **BOTH,
+        "messages": ([{"role": "system", "content": "x"}], "request.prompt.chat.messages[0].role", "system"),
+        "max_completion_tokens": (9, "request.sampling.max_tokens", 9),
+        "logprobs": (True, "request.sampling.logprobs", 0),
+        "top_logprobs": (5, "request.sampling.logprobs", 5),
+        "response_format": ({"type": "text"}, "chat", True),
+    },
+    "completions": {
+        **BOTH,
+        "prompt": ([3, 4], "request.prompt.token_ids.ids", [3, 4]),
+        "logprobs": (3, "request.sampling.logprobs", 3),
+    },
+}
+ALONG: dict[str, dict[str, Any]] = {"stream_options": {"stream": True}, "top_logprobs": {"logprobs": True}}
+
+
+def refusal(kind: str, **fields: Any) -> WeftError:
+    """The error of a body with these fields."""
+    with pytest.raises(WeftError) as caught:
+        parse(kind, REQUIRED[kind] | fields)
+    return caught.value
+
+
+def reached(asked: Asked, path: str) -> Any:
+    """The value at a path such as "request.prompt.chat.messages[0].role"."""
+    value: Any = asked
+    for part in path.split("."):
+        name, _, index = part.partition("[")
+        value = getattr(value, name)
+        value = value[int(index[:-1])] if index else value
+    return value
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_every_field_of_openais_request_is_in_one_of_the_lists(kind: str) -> None:
+    fields = set(TYPES[kind].__annotations__)
+    assert not HONOURED[kind].keys() & REFUSED[kind].keys()
+    assert HONOURED[kind].keys() | REFUSED[kind].keys() == fields | EXTENSIONS.keys()
+    assert EXAMPLES[kind].keys() == HONOURED[kind].keys()
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in HONOURED for name in HONOURED[kind]])
+def test_an_honoured_field_arrives(kind: str, name: str) -> None:
+    value, path, expected = EXAMPLES[kind][name]
+    asked = parse(kind, REQUIRED[kind] | ALONG.get(name, {}) | {name: value})
+    found = reached(asked, path)
+    assert (
+        dict(found) if isinstance(expected, dict) else list(found) if isinstance(expected, list) else found
+    ) == expected
+    if expected not in (0, True) and path != "request.model":
+        assert reached(parse(kind, REQUIRED[kind]), path.partition("[")[0]) != expected
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in HONOURED for name in HONOURED[kind]])
+def test_an_honoured_field_of_a_wrong_type_is_refused_by_name(kind: str, name: str) -> None:
+    for wrong in (object(), [[[]]], {"x": "y"}, "" if name not in ("model", "prompt", "stop", "request_id") else 7):
+        error = refusal(kind, **(ALONG.get(name, {}) | {name: wrong}))
+        assert error.field.partition("[")[0].partition(".")[0] == name
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in REFUSED for name in REFUSED[kind]])
+def test_a_refused_field_is_refused_by_name(kind: str, name: str) -> None:
+    for value in ("something", {"type": "x"}, [1], 5):
+        error = refusal(kind, **{name: value})
+        assert (error.field, error.reason, error.code.name) == (name, "UNSUPPORTED_FIELD", "INVALID_ARGUMENT")
+    for neutral in (*REFUSED[kind][name][0], None):
+        parse(kind, REQUIRED[kind] | {name: neutral})
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_an_unknown_field_is_refused_by_name(kind: str) -> None:
+    error = refusal(kind, guided_json={})
+    assert (error.field, error.reason) == ("guided_json", "UNKNOWN_FIELD")
+
+
+def test_true_is_no_number() -> None:
+    assert refusal("completions", best_of=True).field == "best_of"
+    for name in ("max_tokens", "temperature", "n", "seed", "logprobs"):
+        assert refusal("completions", **{name: True}).field == name
+
+
+@pytest.mark.parametrize("message", typing.get_args(ChatCompletionMessageParam))
+def test_every_field_of_a_message_is_honoured_or_refused_by_name(message: Any) -> None:
+    for name in set(message.__annotations__) - {"role", "content"}:
+        given = {"role": "user", "content": "x", name: {"id": "y"}}
+        assert refusal("chat", messages=[given]).field == f"messages[0].{name}"
+        parse("chat", {"messages": [given | {name: None}]})
+
+
+@pytest.mark.parametrize("name", ChatCompletionStreamOptionsParam.__annotations__)
+def test_every_stream_option_is_honoured_or_refused_by_name(name: str) -> None:
+    if name == "include_usage":
+        assert parse("chat", REQUIRED["chat"] | {"stream": True, "stream_options": {name: True}}).usage
+    else:
+        assert refusal("chat", stream=True, stream_options={name: True}).field == f"stream_options.{name}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "param"),
+    [
+        ("chat", {"messages": {}}, "messages"),
+        ("chat", {"messages": ["hi"]}, "messages[0]"),
+        ("chat", {"messages": [{"role": "user"}]}, "messages[0].content"),
+        ("chat", {"messages": [{"content": "x"}]}, "messages[0].role"),
+        ("chat", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+        ("chat", {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+        ("chat", {"response_format": {"type": "json_object"}}, "response_format"),
+        ("chat", {"top_logprobs": 2}, "top_logprobs"),
+        ("chat", {"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
+        ("chat", {"stream_options": {"include_usage": True}}, "stream_options"),
+        ("chat", {"n": 0}, "n"),
+        ("chat", {"seed": -1}, "seed"),
+        ("chat", {"logit_bias": {"x": 1}}, "logit_bias"),
+        ("chat", {"logit_bias": {"4294967296": 1}}, "logit_bias"),
+        ("completions", {"prompt": ["a", "b"]}, "prompt"),
+        ("completions", {"prompt": [-1]}, "prompt"),
+        ("completions", {"cache": "never"}, "cache"),
+    ],
+)
+def test_a_wrong_value_is_refused_by_name(kind: str, fields: dict[str, Any], param: str) -> None:
+    assert refusal(kind, **fields).field == param
+
+
+def test_parts_of_text_are_joined_by_line_breaks() -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    asked = parse("chat", {"messages": [{"role": "user", "content": parts}]})
+    assert asked.request.prompt.chat.messages[0].content == "one\ntwo"
+
+
+def test_the_lower_of_two_limits_holds() -> None:
+    for limits in ({"max_tokens": 5, "max_completion_tokens": 9}, {"max_completion_tokens": 5, "max_tokens": 9}):
+        assert parse("chat", REQUIRED["chat"] | limits).request.sampling.max_tokens == 5
+
+
+def test_a_list_of_one_prompt_is_that_prompt() -> None:
+    assert parse("completions", {"prompt": ["hi"]}).request.prompt.text == "hi"
+    assert list(parse("completions", {"prompt": [[1, 2]]}).request.prompt.token_ids.ids) == [1, 2]
+
+
+def test_errors_name_the_field_of_openais_api() -> None:
+    of_chat, of_text = Asked(True), Asked(False)
+    names = ("prompt.chat.messages", "prompt", "sampling.stop", "sampling.logprobs")
+    assert [of_chat.param(name) for name in names] == [
+        "messages", "messages", "stop", "top_logprobs",
+    ]  # fmt: skip
+    assert [of_text.param(name) for name in ("prompt.text", "sampling.logprobs", "n")] == ["prompt", "logprobs", "n"]
+
+
+def test_cached_tokens_are_those_that_were_not_computed() -> None:
+    def cached(**fields: Any) -> int:
+        usage = messages.usage_of(api.Receipt(prompt_tokens=10, completion_tokens=2, **fields))
+        assert (usage["prompt_tokens"], usage["total_tokens"]) == (10, 12)
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    assert cached(prefill_tokens=10) == 0
+    assert cached(cached_tokens=4, fetched_tokens=3) == 7
+    assert cached(cached_tokens=8, fetched_tokens=0, attempts=2) == 8
+    assert cached(cached_tokens=18) == 10  # Two continuations of one prompt.
+    assert cached(result_hit=True) == 10
+
+
+def test_the_log_probabilities_of_the_completions_api() -> None:
+    def place(text: str, *top: tuple[str, float]) -> api.PositionLogprobs:
+        chosen = api.TokenLogprob(text=text, logprob=-0.5)
+        return api.PositionLogprobs(chosen=chosen, top=[api.TokenLogprob(text=t, logprob=p) for t, p in top])
+
+    lists, offset = messages.completion_logprobs([place("ab", ("x", -0.25)), place("c")], 4)
+    assert lists == {
+        "tokens": ["ab", "c"],
+        "token_logprobs": [-0.5, -0.5],
+        "top_logprobs": [{"x": -0.25, "ab": -0.5}, {"c": -0.5}],
+        "text_offset": [4, 6],
+    }
+    assert offset == 7
+
+
+def test_the_receipt_is_one_line_of_ascii() -> None:
+    receipt = api.Receipt(model="日本\n語", finish_reason=api.FINISH_REASON_STOP, timings=api.Timings(wall_s=0.5))
+    line = messages.receipt_json(receipt)
+    assert line.isascii()
+    assert b"\n" not in line
+    assert b'"finish_reason":"stop"' in line.replace(b" ", b"")
