@@ -1,6 +1,5 @@
 """The `weft` command: lists its commands. What they do is imported when they run, so that --help is quick."""
 
-import sys
 from typing import Annotated
 
 import typer
@@ -70,22 +69,23 @@ app.command()(measure.doctor)
 @app.command(context_settings=_DELEGATED)
 def compress(context: typer.Context) -> None:
     """Make a checkpoint smaller: AWQ, GPTQ, SmoothQuant, FP8, INT8, pruning, distillation."""
-    _run_package("compress", context.args)
+    _run_tool("compress", context.args)
 
 
 @app.command(context_settings=_DELEGATED)
 def verify(context: typer.Context) -> None:
     """Check that a compressed checkpoint still computes what the model it was made from computes."""
-    _run_package("verify", context.args)
+    _run_tool("verify", context.args)
 
 
-def _run_package(package: str, arguments: list[str]) -> None:
-    """Runs another package's command line in this process."""
+def _run_tool(name: str, arguments: list[str]) -> None:
+    """Run the command line that a package has registered under this name in the entry points `weft.commands`."""
+    import importlib.metadata
     import importlib.util
-    import runpy
 
-    missing = [name for name in (package, "compressed_tensors") if importlib.util.find_spec(name) is None]
+    tools = importlib.metadata.entry_points(group="weft.commands", name=name)
+    missing = [] if tools else [name]
+    missing += [] if importlib.util.find_spec("compressed_tensors") else ["compressed_tensors"]
     if missing:
-        fail(f"{package} needs {missing[0]}, which is not installed: make set-up, or pip install 'weft[compress]'")
-    sys.argv = [f"weft {package}", *arguments]
-    runpy.run_module(package, run_name="__main__", alter_sys=True)
+        fail(f"{name} needs {missing[0]}, which is not installed: make set-up, or pip install 'weft[compress]'")
+    next(iter(tools)).load()(args=arguments, prog_name=f"weft {name}")
