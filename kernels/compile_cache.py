@@ -93,9 +93,9 @@ def run_jobs(jobs: Sequence[Job], processes: int, progress: Progress) -> int:
     os.close(answer)
     done = good = 0
     progress(0, len(jobs))
-    while told := os.read(answers, 1):  # empty when the last child is gone
+    while outcome := os.read(answers, 1):  # empty when the last child is gone
         done += 1
-        good += told == _DONE
+        good += outcome == _DONE
         progress(done, len(jobs))
     os.close(answers)
     for child in children:

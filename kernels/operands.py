@@ -1,4 +1,4 @@
-"""Values that a product is called with: the norm of its inputs and the activation of its outputs. Imports no torch."""
+"""Values that operations are called with: norms, activations and the scores of attention. Imports no torch."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ class Activation(Enum):
 
     GATED_SILU = "gated silu"
     """silu(first half of a row) * second half (Shazeer 2020)."""
+    GATED_GELU_TANH = "gated gelu tanh"
+    """gelu(first half of a row) * second half, with the tanh approximation."""
     GELU = "gelu"
     """x * Phi(x), with the error function (Hendrycks and Gimpel 2016)."""
     GELU_TANH = "gelu tanh"
@@ -32,7 +34,7 @@ class Activation(Enum):
     @property
     def is_gated(self) -> bool:
         """Whether a row has two halves, of which one gates the other."""
-        return self is Activation.GATED_SILU
+        return self in (Activation.GATED_SILU, Activation.GATED_GELU_TANH)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,3 +47,21 @@ class Norm:
     kind: NormKind = NormKind.RMS
     bias: Tensor | None = None
     """[n]; LAYER only."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scores:
+    """How the products of queries and keys become the scores whose softmax weights the values."""
+
+    scale: float
+    """Factor of the products."""
+    soft_cap: float | None = None
+    """A score x becomes soft_cap * tanh(x / soft_cap), so that none exceeds the cap (Gemma Team 2024)."""
+    sinks: Tensor | None = None
+    """float32 [H]: for each query head the score of a key that every query sees and that has no value (Xiao et al.
+    2023); None: there is none."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the scores are the scaled products alone."""
+        return self.soft_cap is None and self.sinks is None

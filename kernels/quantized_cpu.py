@@ -57,10 +57,10 @@ class Int8Product:
             self._no_zeros = torch.zeros_like(self._scale, dtype=torch.int32)
         self.nbytes = weight.nbytes
 
-    def __call__(self, x: Tensor, bias: Tensor | None = None, /) -> Tensor:
-        """x @ w.T + bias."""
+    def __call__(self, x: Tensor, bias: Tensor | None = None, largest: Tensor | None = None, /) -> Tensor:
+        """x @ w.T + bias. largest, float32 [T, 1]: the largest magnitudes of rows of which x is a part; None: of x."""
         if self._halves:
-            high, low, scale = _halves(x)
+            high, low, scale = _halves(x, largest)
             rows = x.shape[0]
             if rows == 1 and not self._packed:  # two products of one row are faster than one of two rows
                 sums = self._sums(high).mul_(256).add_(self._sums(low))
@@ -68,7 +68,7 @@ class Int8Product:
                 both = self._sums(torch.cat((high, low)))
                 sums = both[:rows].mul_(256).add_(both[rows:])
         else:
-            values, scale = quantized_weights.quantize_rows_int8(x)
+            values, scale = quantized_weights.quantize_rows_int8(x, largest)
             sums = self._sums(values)
         out = sums.mul_(scale)
         return (out if bias is None else out.add_(bias)).to(x.dtype)
@@ -101,10 +101,11 @@ def _packed_is_exact() -> bool:
     return bool((got == 127 * 127 * 64).all())
 
 
-def _halves(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _halves(x: Tensor, largest: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """int8 high and low [T, K], float32 scale [T, 1]: x = (256 * high + low) * scale, rounded to 16 bits per row."""
     numbers = x.float()
-    scale = numbers.abs().amax(1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny * _FINEST) / _FINEST
+    largest = numbers.abs().amax(1, keepdim=True) if largest is None else largest
+    scale = largest.clamp_min(torch.finfo(torch.float32).tiny * _FINEST) / _FINEST
     whole = (numbers / scale).round_().to(torch.int32)
     high = (whole + 128) >> 8
     return high.to(torch.int8), (whole - (high << 8)).to(torch.int8), scale

@@ -5,6 +5,7 @@ Knows the meaning of every byte, never files, layers or fast kernels.
     N outputs    K inputs    G inputs that share a scale    w[n, k] the weight that x @ w.T + bias multiplies with
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -59,6 +60,10 @@ class QuantizedWeight(ABC):
     @abstractmethod
     def rows(self, start: int, stop: int) -> "Weight":
         """The weight of outputs `start` to `stop`."""
+
+    def columns(self, start: int, stop: int) -> "QuantizedWeight":
+        """The weight of inputs `start` to `stop`. Raises ValueError if that would divide numbers of one scale."""
+        raise ValueError(f"the inputs of {type(self).__name__} cannot be divided")
 
     @abstractmethod
     def join(self, others: Sequence[Self]) -> Self | None:
@@ -116,6 +121,13 @@ class Int8Weight(QuantizedWeight):
         """The weight of outputs `start` to `stop`."""
         return replace(self, values=self.values[start:stop], scale=self.scale[start:stop])
 
+    def columns(self, start: int, stop: int) -> "Int8Weight":
+        """The weight of inputs `start` to `stop`."""
+        if self.group:
+            _check_edges(start, stop, self.group)
+        scale = self.scale[:, start // self.group : stop // self.group] if self.group else self.scale
+        return replace(self, values=self.values[:, start:stop].contiguous(), scale=scale)
+
     def join(self, others: Sequence[Self]) -> Self | None:
         """One weight, if all have the same group and `dynamic_activations`."""
         parts = (self, *others)
@@ -168,6 +180,17 @@ class Int4Weight(QuantizedWeight):
         zero = None if self.zero is None else self.zero[start:stop]
         return replace(self, packed=self.packed[start:stop], scale=self.scale[start:stop], zero=zero)
 
+    def columns(self, start: int, stop: int) -> "Int4Weight":
+        """The weight of inputs `start` to `stop`. Groups become smaller where one would be divided."""
+        group = math.gcd(self.group, start, stop)
+        if self.order is not None or group < _SMALLEST_GROUP:
+            raise ValueError(f"inputs {start} to {stop} divide a group of {self.group}")
+        groups, repeats = slice(start // group, stop // group), self.group // group
+        scale = self.scale.repeat_interleave(repeats, 1)[:, groups]
+        zero = None if self.zero is None else self.zero.repeat_interleave(repeats, 1)[:, groups]
+        packed = self.packed[:, start // 2 : stop // 2].contiguous()
+        return replace(self, packed=packed, scale=scale, zero=zero, group=group)
+
     def join(self, others: Sequence[Self]) -> Self | None:
         """One weight, if all have the same group and order of inputs."""
         parts = (self, *others)
@@ -219,6 +242,14 @@ class Fp8Weight(QuantizedWeight):
             scale = scale[start:stop]
         return replace(self, values=self.values[start:stop], scale=scale)
 
+    def columns(self, start: int, stop: int) -> "Fp8Weight":
+        """The weight of inputs `start` to `stop`, which must be at the edges of blocks."""
+        scale = self.scale
+        if self.blockwise:
+            _check_edges(start, stop, FP8_BLOCK)
+            scale = scale[:, start // FP8_BLOCK : stop // FP8_BLOCK]
+        return replace(self, values=self.values[:, start:stop].contiguous(), scale=scale)
+
     def join(self, others: Sequence[Self]) -> Self | None:
         """One weight, if all have the same input scale and the blocks are aligned."""
         parts = (self, *others)
@@ -263,6 +294,13 @@ class Nf4Weight(QuantizedWeight):
         assert begin % NF4_BLOCK == end % NF4_BLOCK == 0, f"rows {start} to {stop} lie inside a block"
         absmax = self.absmax[begin // NF4_BLOCK : end // NF4_BLOCK]
         return replace(self, packed=self.packed[start:stop], absmax=absmax)
+
+    def columns(self, start: int, stop: int) -> "Nf4Weight":
+        """The weight of inputs `start` to `stop`, which must be at the edges of blocks."""
+        _check_edges(start, stop, NF4_BLOCK)
+        _check_edges(0, self.shape[1], NF4_BLOCK)
+        absmax = self.absmax.view(self.shape[0], -1)[:, start // NF4_BLOCK : stop // NF4_BLOCK]
+        return replace(self, packed=self.packed[:, start // 2 : stop // 2].contiguous(), absmax=absmax.flatten())
 
     def join(self, others: Sequence[Self]) -> Self | None:
         """One weight, if all have the same code."""
@@ -356,10 +394,12 @@ def quantize_int8(weight: Tensor) -> Int8Weight:
     return Int8Weight(values, scale)
 
 
-def quantize_rows_int8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 values [T, K] and float32 scales [T, 1] of rows of numbers: x is about values * scale."""
+def quantize_rows_int8(x: Tensor, largest: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """int8 values [T, K] and float32 scales [T, 1] of rows of numbers: x is about values * scale. largest, float32
+    [T, 1]: the largest magnitudes of rows of which x is a part; None: of x."""
     numbers = x.float()
-    scale = numbers.abs().amax(1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / 127
+    largest = numbers.abs().amax(1, keepdim=True) if largest is None else largest
+    scale = largest.clamp_min(torch.finfo(torch.float32).tiny) / 127
     return (numbers / scale).round_().to(torch.int8), scale
 
 
@@ -416,6 +456,12 @@ QUANTIZERS: Mapping[str, Callable[[Tensor], QuantizedWeight]] = {
     "nf4": quantize_nf4,
 }
 """The values of `--quantize`."""
+
+
+def _check_edges(start: int, stop: int, block: int) -> None:
+    """Raises ValueError if inputs `start` to `stop` are no whole blocks."""
+    if start % block or stop % block:
+        raise ValueError(f"inputs {start} to {stop} divide a block of {block}")
 
 
 def _same(a: Tensor | None, b: Tensor | None) -> bool:

@@ -10,7 +10,7 @@ gather reads both, and a block is one contiguous page; `kernels.kv_pages` define
 sequence: it is all zeros and pads block tables.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import kv_pages
-from kernels.operands import Activation, Norm, NormKind
+from kernels.operands import Activation, Norm, NormKind, Scores
 
 IntArray = npt.NDArray[np.integer]
 
@@ -29,6 +29,8 @@ IntArray = npt.NDArray[np.integer]
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) * weight over the last dimension (Zhang and Sennrich 2019). x [..., n], weight [n] or [..., n]."""
+    if weight.dtype != x.dtype:
+        return rms_norm(x.to(weight.dtype), weight, eps).to(x.dtype)
     if weight.dim() == 1:
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
     return F.rms_norm(x, (x.shape[-1],), None, eps).mul_(weight)
@@ -45,6 +47,9 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
     """The activation of x [..., m]: [..., m], or [..., m / 2] if it is gated."""
     if activation is Activation.GATED_SILU:
         return silu_and_mul(x)
+    if activation is Activation.GATED_GELU_TANH:
+        gate, up = x.chunk(2, dim=-1)
+        return F.gelu(gate, approximate="tanh").mul_(up)
     return F.gelu(x, approximate="tanh" if activation is Activation.GELU_TANH else "none")
 
 
@@ -56,6 +61,9 @@ VECTOR_NUMBERS = 64
 def activate_invariant(x: Tensor, activation: Activation) -> Tensor:
     """As `activate` of x [T, m], and a row's result has the same bits whatever the other rows are and however many."""
     width = x.shape[1]
+    if activation is Activation.GATED_GELU_TANH:
+        gate, up = x.chunk(2, dim=1)
+        return activate_invariant(gate.contiguous(), Activation.GELU_TANH).mul(up)
     if activation is Activation.GATED_SILU or width % VECTOR_NUMBERS == 0:  # the halves of a row are no whole tensor
         return activate(x, activation)
     return activate(F.pad(x, (0, -width % VECTOR_NUMBERS)), activation)[:, :width]
@@ -261,9 +269,11 @@ def _first_block(contexts: IntArray, tokens: int, block_size: int, window: int |
 
 
 def attention(
-    q_THD: Tensor, kv_NP2KD: Tensor, plan: AttentionPlan, scale: float, kv_scales: Tensor | None = None
+    q_THD: Tensor, kv_NP2KD: Tensor, plan: AttentionPlan, scores: Scores, kv_scales: Tensor | None = None
 ) -> Tensor:
     """softmax(q k^T * scale) v for each row over its own blocks, causal, grouped heads. -> [T, H * D]."""
+    if not scores.is_plain:
+        return _attend_rows(q_THD, kv_NP2KD, plan, scores, kv_scales, 1, _attend_at_once)
     tokens, heads, dim = q_THD.shape
     out = q_THD.new_empty(tokens, heads * dim)
     for group in plan.groups:
@@ -271,23 +281,39 @@ def attention(
         q = q_THD[group.places]
         if group.tokens == 1:  # the query heads of one KV head are the rows of one product
             q = q.reshape(group.rows, k.shape[1], -1, dim)
-            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask, scale=scale)
+            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask, scale=scores.scale)
             out[group.places] = mixed.reshape(group.rows, heads * dim)
         else:
             q = q.transpose(0, 1)[None]
-            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask, scale=scale, enable_gqa=True)
+            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask, scale=scores.scale, enable_gqa=True)
             out[group.places] = mixed[0].transpose(0, 1).reshape(group.tokens, heads * dim)
     return out
 
 
 def attention_invariant(
-    q_THD: Tensor, kv_NP2KD: Tensor, plan: AttentionPlan, scale: float, kv_scales: Tensor | None = None
+    q_THD: Tensor, kv_NP2KD: Tensor, plan: AttentionPlan, scores: Scores, kv_scales: Tensor | None = None
 ) -> Tensor:
     """As `attention`; a query's result has the same bits in any chunk and any batch.
 
     Keys are processed in tiles that begin at multiples of KEY_TILE (plan with key_tile=KEY_TILE), with running maximum
     and sum (Milakov and Gimelshein 2018): a fully masked tile changes nothing, not even the last bit.
     """
+    return _attend_rows(q_THD, kv_NP2KD, plan, scores, kv_scales, ROW_TILE, _attend_in_tiles)
+
+
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Scores, Tensor | None], Tensor]
+
+
+def _attend_rows(
+    q_THD: Tensor,
+    kv_NP2KD: Tensor,
+    plan: AttentionPlan,
+    scores: Scores,
+    kv_scales: Tensor | None,
+    row_tile: int,
+    attend: Attend,
+) -> Tensor:
+    """`attend` each group, with the queries of all heads of a key/value head as rows, padded to full tiles."""
     tokens, heads, dim = q_THD.shape
     kv_heads = kv_NP2KD.shape[3]
     share = heads // kv_heads
@@ -297,29 +323,51 @@ def attention_invariant(
         rows = group.tokens * share
         q = q_THD[group.places].reshape(group.rows, group.tokens, kv_heads, share, dim)
         q = q.permute(0, 2, 1, 3, 4).reshape(group.rows, kv_heads, rows, dim)
-        q = F.pad(q, (0, 0, 0, -rows % ROW_TILE))
+        q = F.pad(q, (0, 0, 0, -rows % row_tile))
         mask = group.mask.repeat_interleave(share, dim=2)
-        mask = F.pad(mask, (0, 0, 0, -rows % ROW_TILE))
-        mixed = _attend_in_tiles(q, k, v, mask, scale)[:, :, :rows]
+        mask = F.pad(mask, (0, 0, 0, -rows % row_tile))
+        sinks = None
+        if scores.sinks is not None:
+            sinks = scores.sinks.view(kv_heads, 1, share).expand(-1, group.tokens, -1).reshape(kv_heads, rows)
+            sinks = F.pad(sinks, (0, -rows % row_tile))[:, :, None].to(q.dtype)
+        mixed = attend(q, k, v, mask, scores, sinks)[:, :, :rows]
         mixed = mixed.reshape(group.rows, kv_heads, group.tokens, share, dim).permute(0, 2, 1, 3, 4)
         out[group.places] = mixed.reshape(-1, heads, dim)
     return out.view(tokens, heads * dim)
 
 
-def _attend_in_tiles(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """q [R, K, M, D], k and v [R, K, L, D], mask [R, 1, M, L], L a multiple of KEY_TILE -> [R, K, M, D]."""
+def _score(q: Tensor, k: Tensor, mask: Tensor, scores: Scores) -> Tensor:
+    """q [R, K, M, D], k [R, K, L, D], mask [R, 1, M, L] -> [R, K, M, L]."""
+    products = torch.matmul(q, k.transpose(2, 3)).mul_(scores.scale)
+    if scores.soft_cap is not None:
+        products.div_(scores.soft_cap).tanh_().mul_(scores.soft_cap)
+    return products.add_(mask)
+
+
+def _attend_at_once(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scores: Scores, sinks: Tensor | None) -> Tensor:
+    """q [R, K, M, D], k and v [R, K, L, D], mask [R, 1, M, L], sinks [K, M, 1] -> [R, K, M, D]."""
+    weights = _score(q, k, mask, scores)
+    if sinks is not None:
+        weights = torch.cat((weights, sinks.expand(len(q), -1, -1, -1)), dim=-1)
+    return torch.matmul(weights.softmax(dim=-1)[..., : k.shape[2]], v)
+
+
+def _attend_in_tiles(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scores: Scores, sinks: Tensor | None) -> Tensor:
+    """As `_attend_at_once`, L a multiple of KEY_TILE."""
     top = q.new_full((*q.shape[:3], 1), _FLOOR)
     total = q.new_zeros(top.shape)
     mixed = torch.zeros_like(q)
     for start in range(0, k.shape[2] // KEY_TILE * KEY_TILE, KEY_TILE):
         tile = slice(start, start + KEY_TILE)
-        scores = torch.matmul(q, k[:, :, tile].transpose(2, 3)).mul_(scale).add_(mask[..., tile])
-        new_top = torch.maximum(top, scores.amax(dim=-1, keepdim=True))
-        weights = scores.sub_(new_top).exp_()
+        weights = _score(q, k[:, :, tile], mask[..., tile], scores)
+        new_top = torch.maximum(top, weights.amax(dim=-1, keepdim=True))
+        weights.sub_(new_top).exp_()
         fade = top.sub_(new_top).exp_()
         total.mul_(fade).add_(weights.sum(dim=-1, keepdim=True))
         mixed.mul_(fade).add_(torch.matmul(weights, v[:, :, tile]))
         top = new_top
+    if sinks is not None:
+        total.add_((sinks - top).exp_())
     return mixed.div_(total)
 
 
@@ -388,6 +436,14 @@ def repeat_penalty(logits_SV: Tensor, seen_SV: Tensor, penalty_S: Tensor) -> Ten
 def count_penalties(logits_SV: Tensor, counts_SV: Tensor, presence_S: Tensor, frequency_S: Tensor) -> Tensor:
     """Subtract presence from the logits of tokens with counts above 0, and frequency times the count. In place."""
     return logits_SV.sub_((counts_SV > 0) * presence_S[:, None]).sub_(counts_SV * frequency_S[:, None])
+
+
+def mask_logits(logits_SV: Tensor, lines_M: Tensor, masks_MW: Tensor) -> None:
+    """Set the logits of tokens without a bit to minus infinity, in place, in the lines of `lines_M` (int64). Bit v % 32
+    of word v // 32 of a mask (int32) says whether token v may be drawn; tokens beyond its last word may not."""
+    bits = masks_MW[:, :, None] >> torch.arange(32, dtype=torch.int32, device=masks_MW.device) & 1
+    allowed = F.pad(bits.flatten(1), (0, max(0, logits_SV.shape[1] - 32 * masks_MW.shape[1])))[:, : logits_SV.shape[1]]
+    logits_SV[lines_M] = logits_SV[lines_M].masked_fill(allowed == 0, -torch.inf)
 
 
 def keep_top_k(logits_SV: Tensor, k_S: Tensor) -> Tensor:

@@ -41,25 +41,25 @@ def edit_kernel(
     places = words + tl.load(words + 2)
     for number in range(tl.program_id(0), N + A, tl.num_programs(0)):
         edit = places + N + A + tl.load(places + number)  # operation, slot, number of words, words
-        slot, count, told = tl.load(edit + 1).to(tl.int64), tl.load(edit + 2), edit + 3
+        slot, count, data = tl.load(edit + 1).to(tl.int64), tl.load(edit + 2), edit + 3
         if number < N:
-            table = tables + slot * B + tl.load(told)
+            table = tables + slot * B + tl.load(data)
             for start in range(0, count - 1, BLOCK):
                 here = start + tl.arange(0, BLOCK)
                 known = here < count - 1
-                tl.store(table + here, tl.load(told + 1 + here, mask=known, other=0), mask=known)
+                tl.store(table + here, tl.load(data + 1 + here, mask=known, other=0), mask=known)
         else:
-            tl.store(prompt_lens + slot, tl.load(told + 1).to(tl.int64))
-            low = tl.load(told + 2).to(tl.int64) & 0xFFFFFFFF
-            tl.store(seeds + slot, low | tl.load(told + 3).to(tl.int64) << 32)
-            tl.store(samples + slot, tl.load(told + 4).to(tl.int64))
-            tl.store(top_ks + slot, tl.load(told + 5).to(tl.int64))
-            _copy_float(told, 7, temperatures + slot)
-            _copy_float(told, 8, top_ps + slot)
-            _copy_float(told, 9, min_ps + slot)
-            _copy_float(told, 10, repetitions + slot)
-            _copy_float(told, 11, presences + slot)
-            _copy_float(told, 12, frequencies + slot)
+            tl.store(prompt_lens + slot, tl.load(data + 1).to(tl.int64))
+            low = tl.load(data + 2).to(tl.int64) & 0xFFFFFFFF
+            tl.store(seeds + slot, low | tl.load(data + 3).to(tl.int64) << 32)
+            tl.store(samples + slot, tl.load(data + 4).to(tl.int64))
+            tl.store(top_ks + slot, tl.load(data + 5).to(tl.int64))
+            _copy_float(data, 7, temperatures + slot)
+            _copy_float(data, 8, top_ps + slot)
+            _copy_float(data, 9, min_ps + slot)
+            _copy_float(data, 10, repetitions + slot)
+            _copy_float(data, 11, presences + slot)
+            _copy_float(data, 12, frequencies + slot)
             tl.store(edited + slot, 0)
 
 

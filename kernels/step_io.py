@@ -8,7 +8,10 @@ row's, rows without tokens and context, and samples of row -1, which use the las
 
     tokens    T ids (-1: the last token of its row's slot)
     rows      R + 1 starts, R contexts, R slots (-1: its tokens are not stored in the KV pool, and have position 0)
-    samples   S rows that sample (-1: none)
+    samples   S rows that sample (-1: none; -2 - row: the row's logits are drawn from later, now for the last slot)
+
+In a step with guesses all tokens are sampled from, T = S, and a sample is its row + GUESS_PLACE times the number of the
+row's tokens after it.
 
 Every list begins at a multiple of four words, so that all pointers have one alignment and one compiled kernel serves.
 """
@@ -26,6 +29,9 @@ from torch import Tensor
 
 from kernels.dependent_launch import launch_options, wait
 
+GUESS_PLACE = tl.constexpr(1 << 16)
+"""More than the rows of any step."""
+
 
 @triton.jit(do_not_specialize=["T", "R", "S", "row_blocks", "nobody"])
 def unpack_kernel(
@@ -35,6 +41,7 @@ def unpack_kernel(
     token_ids, positions, slot_mapping,  # int64 [T] out
     row_tables,  # int32 [R, row_blocks] out: the part in use
     sampled, sample_slots, sample_positions,  # int64 [S] out
+    places,  # int32 [S] out, or None: guesses of its row before each sample
     T, R, S, B, row_blocks, nobody,
     P: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -72,12 +79,22 @@ def unpack_kernel(
         tl.store(slot_mapping + here, tl.where(placed, block * P + position % P, -1), mask=inside)
         some = here < S
         chosen = tl.load(slots + tl.cdiv(R, 4) * 4 + here, mask=some, other=-1)
+        own = chosen >= 0  # not drawn later
+        chosen = tl.where(chosen < -1, -2 - chosen, chosen)
         drawn = chosen >= 0
+        if places is not None:
+            after = tl.where(drawn, chosen // GUESS_PLACE, 0)
+            chosen = tl.where(drawn, chosen % GUESS_PLACE, -1)
+            begin = tl.load(starts + chosen, mask=drawn, other=0)
+            end = tl.load(starts + 1 + chosen, mask=drawn, other=1)
+            tl.store(places + here, tl.where(drawn, end - 1 - after - begin, 0), mask=some)
         tl.store(sampled + here, tl.load(starts + 1 + chosen, mask=drawn, other=1).to(tl.int64) - 1, mask=some)
-        sampler = tl.load(slots + chosen, mask=drawn, other=nobody).to(tl.int64)
+        sampler = tl.load(slots + chosen, mask=own, other=nobody).to(tl.int64)
         tl.store(sample_slots + here, sampler, mask=some)
         context = tl.load(contexts + chosen, mask=drawn, other=0).to(tl.int64)
-        prompt_len = tl.load(prompt_lens + sampler, mask=drawn, other=0)
+        if places is not None:
+            context -= after
+        prompt_len = tl.load(prompt_lens + sampler, mask=own, other=0)
         tl.store(sample_positions + here, context - prompt_len, mask=some)
 
 
@@ -142,6 +159,8 @@ class StepInputs:
     """int64 [S]."""
     sample_positions: Tensor
     """int64 [S]: position of the new token in its answer."""
+    places: Tensor | None = None
+    """int32 [S]: guesses of its row before each sample; None: a step without guesses."""
 
 
 def words_of(tokens: int, rows: int, samples: int) -> int:
@@ -161,8 +180,11 @@ def places_of(tokens: int, rows: int, samples: int) -> list[int]:
     return [0, *itertools.accumulate(map(aligned, counts))]
 
 
-def step_inputs(words: Tensor, tokens: int, rows: int, samples: int, tables: Tensor) -> StepInputs:
-    """Allocate the inputs of a step of these sizes, whose words begin at `words`, with the first rows of `tables`."""
+def step_inputs(
+    words: Tensor, tokens: int, rows: int, samples: int, tables: Tensor, guesses: bool = False
+) -> StepInputs:
+    """Allocate the inputs of a step of these sizes, whose words begin at `words`, with the first rows of `tables`.
+    guesses: of a step with guesses."""
     device = words.device
 
     def room(count: int) -> Tensor:
@@ -174,6 +196,7 @@ def step_inputs(words: Tensor, tokens: int, rows: int, samples: int, tables: Ten
         starts=words[starts : starts + rows + 1], contexts=words[contexts : contexts + rows],
         tables=tables[:rows],
         sampled=room(samples), sample_slots=room(samples), sample_positions=room(samples),
+        places=torch.empty(samples, dtype=torch.int32, device=device) if guesses else None,
     )  # fmt: skip
 
 
@@ -186,7 +209,7 @@ def unpack(
     block = 128
     unpack_kernel[(rows + triton.cdiv(max(tokens, samples), block),)](
         words, last_token, prompt_lens, tables, into.token_ids, into.positions, into.slot_mapping, into.tables,
-        into.sampled, into.sample_slots, into.sample_positions, tokens, rows, samples, tables.shape[1],
+        into.sampled, into.sample_slots, into.sample_positions, into.places, tokens, rows, samples, tables.shape[1],
         into.tables.shape[1], len(tables) - 1, P=block_size, BLOCK=block, ROWS=64, num_warps=4,
         **launch_options(words.device),
     )  # fmt: skip

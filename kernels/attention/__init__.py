@@ -29,15 +29,14 @@ import triton
 from torch import Tensor
 
 from kernels import kv_pages
+from kernels.attention.scores import LOG2E, cap_of
 from kernels.attention.shared_prefix import shared_prefix_kernel
 from kernels.attention.short_prefill import ShortPrefillPlan, attend_short_prefill
 from kernels.attention.split_schedule import DECODE_UNIT, RECORD, RECORDS, schedule_kernel
 from kernels.attention.triton_kernels import split_kernel, tile_kernel
 from kernels.dependent_launch import launch_options
 from kernels.device import has_asm, is_hopper
-
-LOG2E = 1.4426950408889634
-
+from kernels.operands import Scores
 
 # ---- plan and launch ----
 
@@ -111,6 +110,10 @@ CONFIGS_8_BIT = {
     (128, True): Config(split_keys=64, split_warps=2, split_stages=4),
     (128, False): Config(split_keys=128, split_stages=6, split_by_head=True, split_merge=32, shared_rows=17),
 }
+# Heads of more than 128 numbers: what fits the shared memory of every capability, not measured on a device.
+WIDE = Config(
+    split_keys=32, split_stages=2, tile_rows=64, tile_keys=32, tile_warps=4, tile_stages=2, hopper=False
+)  # fmt: skip
 # Most rows of one token -> programs on a Hopper, over pools of 16 bits and of fp8.
 HOPPER_DECODE = {1: DecodePrograms(64, 3, 4, 132), 3: DecodePrograms(64, 2, 4, 264), 16: DecodePrograms(64, 2, 4, 396)}
 HOPPER_DECODE_FP8 = {4: DecodePrograms(128, 2, 8, 132)}
@@ -130,6 +133,8 @@ def config_for(
     """
     if dtype == torch.float32:
         return replace(EXACT, span=SPAN) if invariant else EXACT
+    if dim > 128:
+        return replace(WIDE, span=SPAN) if invariant else WIDE
     if invariant:
         return Config(
             split_stages=3, tile_rows=64, tile_keys=64, tile_warps=4, tile_stages=3, hopper=False, span=SPAN
@@ -201,17 +206,19 @@ def plan_attention(
     short_tokens: int = 1,
     long_tokens: int = 0,
     config: Config | None = None,
+    plain: bool = True,
 ) -> AttentionPlan:
     """Allocate a plan and schedule it. starts int32 [R + 1], contexts int32 [R], tables int32 [R, B], on the device.
 
     short_tokens: rows of up to this many tokens share the split kernel (1 for decode, k + 1 for verification).
-    long_tokens: the tokens of longer rows, at most; 0 if there are none.
+    long_tokens: the tokens of longer rows, at most; 0 if there are none. plain: scores have neither cap nor sinks; the
+    kernel for few rows on a Hopper knows no others.
     """
     rows, device = contexts.shape[0], starts.device
     config = config or config_for(dim, dtype, rows)
     share = heads // kv_heads
     lines = triton.next_power_of_2(short_tokens * share)
-    decode = config.decode if window is None and short_tokens == 1 and is_hopper(device) else None
+    decode = config.decode if plain and window is None and short_tokens == 1 and is_hopper(device) else None
     if decode and not decode.serve(rows * kv_heads, share, dim, block_size, dtype):
         decode = None
     alone = window or short_tokens > 1 or decode
@@ -267,11 +274,11 @@ def attention(
     q_THD: Tensor,
     kv_NP2KD: Tensor,
     plan: AttentionPlan | ShortPrefillPlan,
-    scale: float,
+    scores: Scores,
     kv_scales: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """softmax(q k^T * scale) v for each row over its own blocks, causal, grouped heads. -> [T, H * D].
+    """softmax(scores) v for each row over its own blocks, causal, grouped heads. -> [T, H * D].
 
     q_THD may have any token stride; its heads must be contiguous. A row with no context gives zeros. The pool may have
     any format of `kernels.kv_pages`; kv_scales float32 [2, K] are those of an fp8 pool, None: all 1.
@@ -282,22 +289,22 @@ def attention(
     if out is None:
         out = torch.empty(tokens, heads * dim, dtype=q_THD.dtype, device=q_THD.device)
     if isinstance(plan, ShortPrefillPlan):
-        attend_short_prefill(q_THD, kv_NP2KD, plan, out, scale * LOG2E)
+        attend_short_prefill(q_THD, kv_NP2KD, plan, out, scores)
         return out
     assert kv_pages.block_size_of(kv_NP2KD) == plan.block_size
     assert (kv_heads, heads) == (plan.kv_heads, plan.kv_heads * plan.share)
     if plan.long_tokens:
-        _attend_long(q_THD, kv_NP2KD, kv_scales, out, plan, scale * LOG2E)
+        _attend_long(q_THD, kv_NP2KD, kv_scales, out, plan, scores)
     if plan.long_tokens < tokens:
-        _attend_short(q_THD, kv_NP2KD, kv_scales, out, plan, scale * LOG2E)
+        _attend_short(q_THD, kv_NP2KD, kv_scales, out, plan, scores)
     return out
 
 
 def _attend_long(
-    q_THD: Tensor, kv_NP2KD: Tensor, kv_scales: Tensor | None, out: Tensor, plan: AttentionPlan, scale: float
+    q_THD: Tensor, kv_NP2KD: Tensor, kv_scales: Tensor | None, out: Tensor, plan: AttentionPlan, scores: Scores
 ) -> None:
-    config, rows = plan.config, plan.contexts.shape[0]
-    tiles_kernel = _hopper(q_THD, kv_NP2KD.dtype, plan)
+    config, rows, scale = plan.config, plan.contexts.shape[0], scores.scale * LOG2E
+    tiles_kernel = _hopper(q_THD, kv_NP2KD.dtype, plan) if scores.is_plain else None
     tile_rows = tiles_kernel.ROWS if tiles_kernel else config.tile_rows
     tiles = min(plan.long_tokens // (plan.short_tokens + 1), rows)
     tiles += triton.cdiv(plan.long_tokens, tile_rows // plan.share)
@@ -308,17 +315,20 @@ def _attend_long(
         )  # fmt: skip
         return
     tile_kernel[(tiles * plan.kv_heads,)](
-        q_THD, kv_NP2KD, kv_scales, out, plan.starts, plan.contexts, plan.tables, rows, plan.kv_heads,
-        plan.tables.shape[1], q_THD.stride(0), scale, plan.window or 0, plan.short_tokens, TILE=config.tile_keys,
-        M=config.tile_rows, BLOCK_R=max(16, triton.next_power_of_2(rows)), WINDOW=plan.window is not None,
-        SPAN=config.span, STAGES=config.tile_stages, num_warps=config.tile_warps, **_constants(q_THD, kv_NP2KD, plan),
+        q_THD, kv_NP2KD, kv_scales, out, plan.starts, plan.contexts, plan.tables, scores.sinks, rows,
+        plan.kv_heads, plan.tables.shape[1], q_THD.stride(0), scale, plan.window or 0, plan.short_tokens,
+        TILE=config.tile_keys, M=config.tile_rows, BLOCK_R=max(16, triton.next_power_of_2(rows)),
+        WINDOW=plan.window is not None, SPAN=config.span, STAGES=config.tile_stages, num_warps=config.tile_warps,
+        **_constants(q_THD, kv_NP2KD, plan, scores),
     )  # fmt: skip
 
 
 def _attend_short(
-    q_THD: Tensor, kv_NP2KD: Tensor, kv_scales: Tensor | None, out: Tensor, plan: AttentionPlan, scale: float
+    q_THD: Tensor, kv_NP2KD: Tensor, kv_scales: Tensor | None, out: Tensor, plan: AttentionPlan, scores: Scores
 ) -> None:
+    scale = scores.scale * LOG2E
     if decode := plan.decode:
+        assert scores.is_plain, "the plan is for plain scores"
         from kernels.attention import decode_hopper  # imported here: other devices cannot compile it
 
         decode_hopper.attend_decode(
@@ -329,7 +339,7 @@ def _attend_short(
     config, shared, rows, lines = plan.config, plan.shared, plan.contexts.shape[0], plan.parts.shape[1]
     numbers = (rows, plan.kv_heads, plan.tables.shape[1], q_THD.stride(0), scale)
     count, _, splits, group, _, _ = shared.parts.shape if shared else (0, 0, 1, 1, 0, 0)
-    constants: dict[str, Any] = _constants(q_THD, kv_NP2KD, plan) | {
+    constants: dict[str, Any] = _constants(q_THD, kv_NP2KD, plan, scores) | {
         "TILE": config.split_keys, "LINES": lines, "GROUP": group, "SPLITS": splits,
     }  # fmt: skip
     if shared:
@@ -340,19 +350,21 @@ def _attend_short(
     columns = kv_NP2KD.dtype.itemsize == 1 and not config.span
     split_kernel[(config.split_programs,)](
         q_THD, kv_NP2KD, kv_scales, out, plan.starts, plan.contexts, plan.tables, plan.ends, plan.records,
-        shared.groups if shared else None, shared.parts if shared else None, plan.parts, plan.arrived, *numbers,
-        plan.window or 0, M=config.tile_rows if config.span else max(8 if columns else 16, lines),
+        shared.groups if shared else None, shared.parts if shared else None, plan.parts, plan.arrived,
+        scores.sinks, *numbers, plan.window or 0,
+        M=config.tile_rows if config.span else max(8 if columns else 16, lines),
         MERGE=max(1, config.split_merge // lines), WINDOW=plan.window is not None, SPAN=config.span, TRANSPOSED=columns,
         ASM=has_asm(q_THD.device), STAGES=config.split_stages, num_warps=config.split_warps, **constants,
     )  # fmt: skip
 
 
-def _constants(q_THD: Tensor, kv_NP2KD: Tensor, plan: AttentionPlan) -> dict[str, Any]:
+def _constants(q_THD: Tensor, kv_NP2KD: Tensor, plan: AttentionPlan, scores: Scores) -> dict[str, Any]:
     """Compile-time constants that these kernels share."""
     dim = q_THD.shape[2]
     return {
         "SHARE": plan.share, "D": dim, "BLOCK_D": max(16, triton.next_power_of_2(dim)), "P": plan.block_size,
-        "ROWS": kv_NP2KD.shape[1], "IEEE": q_THD.dtype == torch.float32, "enable_fp_fusion": not plan.config.span,
+        "ROWS": kv_NP2KD.shape[1], "CAP": cap_of(scores),
+        "IEEE": q_THD.dtype == torch.float32, "enable_fp_fusion": not plan.config.span,
         **launch_options(q_THD.device),
     }  # fmt: skip
 

@@ -12,6 +12,8 @@ tensor cores' registers; the first and the second elements of the pairs have a p
 import triton
 import triton.language as tl
 
+from kernels.attention.scores import cap_scores
+
 FLOOR = tl.constexpr(-1e30)  # below every score, yet finite: exp2(FLOOR - FLOOR) is 1 and not NaN
 
 
@@ -23,7 +25,7 @@ def attend_8bit(
     newest,  # [M]: the last key that each query sees
     low, high, context, head, scale, window,
     K: tl.constexpr, D: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
-    IEEE: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
+    CAP: tl.constexpr, IEEE: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Keys low to high, in tiles: maximum [M], sum [M], weighted values [M, D]."""
     BLOCK_D: tl.constexpr = q.shape[0]
@@ -59,6 +61,8 @@ def attend_8bit(
         if SCALED:
             beside = scales + page.to(tl.int64) * (ROWS * K * D // 2) + (P * K * D // 2 + inner * 2 * K)
             scores *= tl.load(beside)[:, None]
+        if CAP is not None:
+            scores = cap_scores(scores, CAP)
         seen = keys[:, None] <= newest[None, :]
         if WINDOW:
             seen &= keys[:, None] > newest[None, :] - window

@@ -26,8 +26,8 @@ def shared_prefix_kernel(
     parts,  # float32 [groups, K, SPLITS, GROUP, LINES, D + 2] out: weighted values, maximum, sum
     R, K, B, q_stride, scale,
     SHARE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr,
-    TILE: tl.constexpr, GROUP: tl.constexpr, LINES: tl.constexpr, SPLITS: tl.constexpr, IEEE: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    TILE: tl.constexpr, GROUP: tl.constexpr, LINES: tl.constexpr, SPLITS: tl.constexpr, CAP: tl.constexpr,
+    IEEE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (group, head, split) computes a SPLITS-th of a group's keys for all its rows of one token."""
     M: tl.constexpr = GROUP * LINES
@@ -53,7 +53,7 @@ def shared_prefix_kernel(
     top, total, mixed = attend(
         tl.full([M], FLOOR, tl.float32), tl.zeros([M], tl.float32), tl.zeros([M, BLOCK_D], tl.float32),
         query, kv, tables + leader.to(tl.int64) * B, lines, low, tl.minimum(low + span, context), context, head,
-        factor, 0, K, D, BLOCK_D, P, ROWS, TILE, False, False, IEEE, STAGES,
+        factor, 0, K, D, BLOCK_D, P, ROWS, TILE, False, False, CAP, IEEE, STAGES,
     )  # fmt: skip
     part = parts + (tl.program_id(0).to(tl.int64) * M + lines) * (D + 2)
     tl.store(part[:, None] + lanes[None, :], mixed * gain, mask=inside)

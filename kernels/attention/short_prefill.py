@@ -19,7 +19,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from kernels.attention.decode_8bit import FLOOR
+from kernels.attention.scores import LOG2E, add_sinks, cap_of, cap_scores
 from kernels.dependent_launch import launch_options, wait_exclusive
+from kernels.operands import Scores
 
 KEYS = 128
 """The longest context of a row."""
@@ -54,9 +56,10 @@ def short_prefill_kernel(
     starts,  # int32 [R + 1]
     contexts,  # int32 [R]: at most TILE
     tables,  # int32 [R, B]
+    sinks,  # float32 [H] or None
     R, B, q_stride, scale,
     K: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, M: tl.constexpr,
-    BLOCK_R: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_R: tl.constexpr, CAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, head) computes M // SHARE tokens of one row. Keys beyond the last needed one are loaded as copies
     of it, so that no load is masked."""
@@ -81,9 +84,16 @@ def short_prefill_kernel(
     column = (head * SHARE + lines % SHARE) * D
     asked = (start + tl.minimum(token, length - 1)).to(tl.int64)
     query = tl.load(q + (asked * q_stride + column)[:, None] + lanes)
-    scores = tl.where(keys[None, :] <= newest[:, None], tl.dot(query, tl.trans(k)) * scale, FLOOR)
-    weights = tl.exp2(scores - tl.max(scores, 1)[:, None])
-    mixed = tl.dot(weights.to(v.dtype), v) * (1.0 / tl.sum(weights, 1))[:, None]
+    scores = tl.dot(query, tl.trans(k)) * scale
+    if CAP is not None:
+        scores = cap_scores(scores, CAP)
+    scores = tl.where(keys[None, :] <= newest[:, None], scores, FLOOR)
+    top = tl.max(scores, 1)
+    weights = tl.exp2(scores - top[:, None])
+    total = tl.sum(weights, 1)
+    if sinks is not None:
+        total = add_sinks(top, total, sinks, head * SHARE + lines % SHARE)
+    mixed = tl.dot(weights.to(v.dtype), v) * (1.0 / total)[:, None]
     inside = (token < length) & (lines < TOKENS * SHARE)
     target = out + (asked * (K * SHARE * D) + column)[:, None] + lanes
     tl.store(target, mixed.to(out.dtype.element_ty), mask=inside[:, None])
@@ -109,8 +119,8 @@ def serves_short_prefill(
     return whole and dim in (64, 128) and heads // kv_heads <= QUERIES and stored == dtype and dtype.itemsize == 2
 
 
-def attend_short_prefill(q_THD: Tensor, kv_NP2KD: Tensor, plan: ShortPrefillPlan, out: Tensor, scale: float) -> None:
-    """Attention of all rows. scale includes log2(e)."""
+def attend_short_prefill(q_THD: Tensor, kv_NP2KD: Tensor, plan: ShortPrefillPlan, out: Tensor, scores: Scores) -> None:
+    """Attention of all rows."""
     _, block_size, _, kv_heads, dim = kv_NP2KD.shape
     (tokens, heads, _), rows = q_THD.shape, len(plan.contexts)
     assert serves_short_prefill(heads, kv_heads, dim, q_THD.dtype, kv_NP2KD.dtype, ()), (
@@ -122,7 +132,7 @@ def attend_short_prefill(q_THD: Tensor, kv_NP2KD: Tensor, plan: ShortPrefillPlan
     # Each row has at most one tile that is not full.
     tiles = triton.cdiv(tokens, QUERIES // share) + min(rows, tokens) - 1
     short_prefill_kernel[(tiles * kv_heads,)](
-        q_THD, kv_NP2KD, out, plan.starts, plan.contexts, plan.tables, rows, plan.tables.shape[1], q_THD.stride(0),
-        scale, K=kv_heads, SHARE=share, D=dim, P=block_size, TILE=KEYS, M=QUERIES,
-        BLOCK_R=triton.next_power_of_2(rows), num_warps=WARPS, **launch_options(out.device),
+        q_THD, kv_NP2KD, out, plan.starts, plan.contexts, plan.tables, scores.sinks, rows, plan.tables.shape[1],
+        q_THD.stride(0), scores.scale * LOG2E, K=kv_heads, SHARE=share, D=dim, P=block_size, TILE=KEYS, M=QUERIES,
+        BLOCK_R=triton.next_power_of_2(rows), CAP=cap_of(scores), num_warps=WARPS, **launch_options(out.device),
     )  # fmt: skip

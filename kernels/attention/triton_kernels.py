@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from kernels.attention.decode_8bit import FLOOR, attend_8bit
+from kernels.attention.scores import add_sinks, cap_scores
 from kernels.attention.split_schedule import RECORD, first_tile
 from kernels.dependent_launch import wait
 
@@ -23,7 +24,7 @@ def attend(
     newest,  # [M]: the last key that each query sees
     low, high, context, head, scale, window, K,
     D: tl.constexpr, BLOCK_D: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-    MASKED: tl.constexpr, WINDOW: tl.constexpr, IEEE: tl.constexpr, STAGES: tl.constexpr,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, IEEE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Process keys low to high, in tiles. Unless MASKED, every query attends to all of them."""
     SCALED: tl.constexpr = kv.dtype.element_ty == tl.int8
@@ -52,6 +53,8 @@ def attend(
         if SCALED:
             beside = scales + (page * ROWS + P) * (K * D // 2) + inner * 2 * K
             scores *= tl.load(beside, mask=keys < context, other=0.0)[None, :]
+        if CAP is not None:
+            scores = cap_scores(scores, CAP)
         if MASKED:
             seen = keys[None, :] <= newest[:, None]
             if WINDOW:
@@ -89,8 +92,10 @@ def prepare(query, kv, head_scales, head, K, scale):
 
 
 @triton.jit
-def _store_result(target, total, mixed, inside):
-    """Store weighted values divided by their sum; zeros for a row without keys."""
+def _store_result(target, top, total, mixed, inside, sinks, heads):
+    """Store weighted values divided by their sum; zeros for a row without keys. heads [M]: the rows' query heads."""
+    if sinks is not None:
+        total = add_sinks(top, total, sinks, heads)
     result = mixed / tl.where(total > 0, total, 1.0)[:, None]
     tl.store(target, result.to(target.dtype.element_ty), mask=inside)
 
@@ -109,6 +114,8 @@ def _merge_spans(
     out,  # [LINES, 1] pointers
     pieces,
     valid,
+    sinks,
+    heads,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     LINES: tl.constexpr,
@@ -129,7 +136,8 @@ def _merge_spans(
             its_top = tl.load(place + D, mask=exists, other=FLOOR, cache_modifier=".cg")
             its_total = tl.load(place + D + 1, mask=exists, other=0.0, cache_modifier=".cg")
             top, total, mixed = _join(top, total, mixed, its_top, its_total, its_mixed)
-    _store_result(out + lanes[None, :], total, mixed, (lines < valid)[:, None] & (lanes < D)[None, :])
+    inside = (lines < valid)[:, None] & (lanes < D)[None, :]
+    _store_result(out + lanes[None, :], top, total, mixed, inside, sinks, heads)
 
 
 @triton.jit
@@ -188,20 +196,21 @@ def _join_shared(
 def _take(
     query, kv, head_scales, table, newest, low, high, context, head, scale, window, K,
     D: tl.constexpr, BLOCK_D: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, M: tl.constexpr,
-    WINDOW: tl.constexpr, IEEE: tl.constexpr, TRANSPOSED: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, IEEE: tl.constexpr, TRANSPOSED: tl.constexpr, STAGES: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
     """Keys low to high of one row and head: maximum and sum [M], weighted values [M, BLOCK_D]."""
     query, factor, gain = prepare(query, kv, head_scales, head, K, scale)
     if TRANSPOSED:
         top, total, mixed = attend_8bit(
             tl.trans(query), kv, table, newest, low, high, context, head, factor, window, K, D, P, ROWS, TILE,
-            WINDOW, IEEE, STAGES, ASM,
+            WINDOW, CAP, IEEE, STAGES, ASM,
         )  # fmt: skip
     else:
         top, total, mixed = attend(
             tl.full([M], FLOOR, tl.float32), tl.zeros([M], tl.float32), tl.zeros([M, BLOCK_D], tl.float32),
             query, kv, table, newest, low, high, context, head, factor, window, K, D, BLOCK_D, P, ROWS, TILE,
-            True, WINDOW, IEEE, STAGES,
+            True, WINDOW, CAP, IEEE, STAGES,
         )  # fmt: skip
     return top, total, mixed * gain
 
@@ -209,7 +218,7 @@ def _take(
 @triton.jit
 def _finish(
     parts,  # the first of `pieces` parts
-    pieces, out, start, length, head, groups, shared, shared_parts, before,
+    pieces, out, start, length, head, groups, shared, shared_parts, before, sinks,
     K: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, LINES: tl.constexpr,
     MERGE: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
@@ -220,8 +229,9 @@ def _finish(
     target = (
         out + ((start + lines // SHARE).to(tl.int64) * (K * SHARE * D) + (head * SHARE + lines % SHARE) * D)[:, None]
     )
+    heads = head * SHARE + lines % SHARE
     if SPAN:
-        _merge_spans(part, target, pieces, length * SHARE, D, BLOCK_D, LINES, 4)
+        _merge_spans(part, target, pieces, length * SHARE, sinks, heads, D, BLOCK_D, LINES, 4)
     else:
         valid = lines < length * SHARE
         top, total, mixed = _merge(part, pieces, valid, D, BLOCK_D, MERGE)
@@ -229,7 +239,8 @@ def _finish(
             top, total, mixed = _join_shared(
                 top, total, mixed, shared, shared_parts, before, valid, D, BLOCK_D, LINES, GROUP, SPLITS
             )
-        _store_result(target + lanes[None, :], total, mixed, valid[:, None] & (lanes < D)[None, :])
+        inside = valid[:, None] & (lanes < D)[None, :]
+        _store_result(target + lanes[None, :], top, total, mixed, inside, sinks, heads)
 
 
 @triton.jit(do_not_specialize=["R", "B", "window"])
@@ -247,11 +258,12 @@ def split_kernel(
     shared_parts,  # float32 [groups, K, SPLITS, GROUP, LINES, D + 2] or None: partial results of shared keys
     parts,  # float32 [R * K + G or units of work, LINES, D + 2]: weighted values, maximum, sum
     arrived,  # int32 [R * K], zero between launches
+    sinks,  # float32 [H] or None
     R, K: tl.constexpr, B, q_stride, scale, window,
     SHARE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr,
     TILE: tl.constexpr, M: tl.constexpr, LINES: tl.constexpr, MERGE: tl.constexpr, SPAN: tl.constexpr,
-    GROUP: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, IEEE: tl.constexpr, TRANSPOSED: tl.constexpr,
-    STAGES: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    GROUP: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, IEEE: tl.constexpr,
+    TRANSPOSED: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A unit of work is a tile of keys, and consecutive tiles are computed together; with SPAN it is one span."""
     UNIT: tl.constexpr = SPAN if SPAN else TILE
@@ -289,7 +301,7 @@ def split_kernel(
             high = tl.minimum((first + unit_stop - unit_begin) * UNIT, context)
             top, total, mixed = _take(
                 query, kv, head_scales, tables + row.to(tl.int64) * B, context - length + token, low, high, context,
-                head, scale, window, K, D, BLOCK_D, P, ROWS, TILE, M, WINDOW, IEEE, TRANSPOSED, STAGES, ASM,
+                head, scale, window, K, D, BLOCK_D, P, ROWS, TILE, M, WINDOW, CAP, IEEE, TRANSPOSED, STAGES, ASM,
             )  # fmt: skip
             unit = row * K + head
             if SPAN:
@@ -304,7 +316,8 @@ def split_kernel(
                     top, total, mixed = _join_shared(
                         top, total, mixed, shared, shared_parts, before, valid, D, BLOCK_D, LINES, GROUP, SPLITS
                     )
-                _store_result(out + (line * (K * SHARE * D) + column)[:, None] + lanes[None, :], total, mixed, inside)
+                target = out + (line * (K * SHARE * D) + column)[:, None] + lanes[None, :]
+                _store_result(target, top, total, mixed, inside, sinks, head * SHARE + lines % SHARE)
             else:
                 part = parts + place.to(tl.int64) * LINES * (D + 2) + lines * (D + 2)
                 tl.store(part[:, None] + lanes[None, :], mixed, mask=inside)
@@ -315,7 +328,7 @@ def split_kernel(
                     tl.store(arrived + unit, 0)
                     _finish(
                         parts + first_place.to(tl.int64) * LINES * (D + 2), pieces, out, start, length, head,
-                        groups, shared, shared_parts, before,
+                        groups, shared, shared_parts, before, sinks,
                         K, SHARE, D, BLOCK_D, LINES, MERGE, SPAN, GROUP, SPLITS,
                     )  # fmt: skip
             here = unit_stop
@@ -330,10 +343,11 @@ def tile_kernel(
     starts,  # int32 [R + 1]
     contexts,  # int32 [R]
     tables,  # int32 [R, B]
+    sinks,  # float32 [H] or None
     R, K, B, q_stride, scale, window, longest,
     SHARE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr,
     TILE: tl.constexpr, M: tl.constexpr, BLOCK_R: tl.constexpr, SPAN: tl.constexpr, WINDOW: tl.constexpr,
-    IEEE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    CAP: tl.constexpr, IEEE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, head) computes M // SHARE tokens of one row of more than `longest` tokens."""
     wait(PDL)
@@ -375,7 +389,7 @@ def tile_kernel(
             its_top, its_total, its_mixed = attend(
                 tl.full([M], FLOOR, tl.float32), tl.zeros([M], tl.float32), tl.zeros([M, BLOCK_D], tl.float32),
                 query, kv, table, newest, span, tl.minimum(span + SPAN, beyond), context, head, factor, window, K,
-                D, BLOCK_D, P, ROWS, TILE, True, WINDOW, IEEE, STAGES,
+                D, BLOCK_D, P, ROWS, TILE, True, WINDOW, CAP, IEEE, STAGES,
             )  # fmt: skip
             top, total, mixed = _join(top, total, mixed, its_top, its_total, its_mixed * gain)
     else:
@@ -387,16 +401,17 @@ def tile_kernel(
             edge = tl.minimum(tl.maximum(tl.cdiv(beyond - window, TILE) * TILE, low), middle)
             top, total, mixed = attend(
                 top, total, mixed, query, kv, table, newest, low, edge, context, head, factor, window, K,
-                D, BLOCK_D, P, ROWS, TILE, True, WINDOW, IEEE, STAGES,
+                D, BLOCK_D, P, ROWS, TILE, True, WINDOW, CAP, IEEE, STAGES,
             )  # fmt: skip
             low = edge
         top, total, mixed = attend(
             top, total, mixed, query, kv, table, newest, low, middle, context, head, factor, window, K,
-            D, BLOCK_D, P, ROWS, TILE, False, False, IEEE, STAGES,
+            D, BLOCK_D, P, ROWS, TILE, False, False, CAP, IEEE, STAGES,
         )  # fmt: skip
         top, total, mixed = attend(
             top, total, mixed, query, kv, table, newest, middle, beyond, context, head, factor, window, K,
-            D, BLOCK_D, P, ROWS, TILE, True, WINDOW, IEEE, STAGES,
+            D, BLOCK_D, P, ROWS, TILE, True, WINDOW, CAP, IEEE, STAGES,
         )  # fmt: skip
         mixed *= gain
-    _store_result(out + (line * (K * SHARE * D) + column)[:, None] + lanes[None, :], total, mixed, inside)
+    target = out + (line * (K * SHARE * D) + column)[:, None] + lanes[None, :]
+    _store_result(target, top, total, mixed, inside, sinks, head * SHARE + lines % SHARE)

@@ -38,6 +38,8 @@ def scan_kernel(
     history,  # int32 [slots, V] or None: bit 0: seen; above it: how often generated
     edits,  # float32 [slots, V] or None: added
     edited_slots,  # int8 [slots]: whether a slot has edits
+    guesses,  # int64 [S] or None: the token before each sample
+    places,  # int32 [S] or None: how many of the tokens up to it are guesses of its row
     top_ps,  # float32 [slots]
     stats,  # float32 [S, STATS, C] out
     V, C, stride,
@@ -48,7 +50,7 @@ def scan_kernel(
     row, chunk = tl.program_id(1).to(tl.int64), tl.program_id(0)
     slot = tl.load(slots + row)
     knobs = settings_of(temperatures, repetitions, presences, frequencies, edited_slots, slot)
-    shape = (logits + row * stride, history, edits, slot * V, V, knobs)
+    shape = (logits + row * stride, history, edits, slot * V, V, knobs, guesses, places, row)
     temperature = knobs[0]
     ids = chunk * BLOCK + tl.arange(0, BLOCK)
     raw, x = shaped(shape, ids)
@@ -80,7 +82,7 @@ def choose_kernel(
     positions,  # int64 [S]
     temperatures, repetitions, presences, frequencies,  # float32 [slots]
     seeds, samples,  # int64 [slots]
-    history, edits, edited_slots,
+    history, edits, edited_slots, guesses, places,
     top_ks,  # int64 [slots]: 0 keeps all
     top_ps, min_ps,  # float32 [slots]: 1 and 0 keep all
     stats,  # float32 [S, STATS, C]
@@ -95,7 +97,7 @@ def choose_kernel(
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     knobs = settings_of(temperatures, repetitions, presences, frequencies, edited_slots, slot)
-    shape = (logits + row * stride, history, edits, slot * V, V, knobs)
+    shape = (logits + row * stride, history, edits, slot * V, V, knobs, guesses, places, row)
     temperature = knobs[0]
     chunks = tl.arange(0, BLOCK_C)
     place = stats + row * 7 * C + chunks
@@ -138,7 +140,7 @@ def choose_kernel(
     own = tl.load(logits + row * stride + token).to(tl.float32)
     tl.store(logprobs + row, own - log_total)
     tl.store(totals + row, log_total)
-    if history is not None:  # noqa: SIM102 (a constant of the compiler, then a value)
+    if history is not None and places is None:  # noqa: SIM102 (a constant of the compiler, then a value)
         if knobs[4]:
             word = history + slot * V + token
             tl.store(word, (tl.load(word) | 1) + 2)
@@ -153,12 +155,17 @@ def sample(
     chunk: int = CHUNK,
     warps: int | None = None,
     block: int = 4096,
+    guesses: Tensor | None = None,
+    places: Tensor | None = None,
 ) -> Samples:
     """Choose a token for each row: repetition, presence and frequency penalty, bias, temperature, top-k, top-p, min-p,
     then the largest logit plus the noise of `reference.gumbel_noise` (none at temperature 0).
 
     logits_SV [S, V] of any float dtype, read only. slots_S int64 [S]: the slot of a row's settings. positions_S int64
     [S]: position of the new token in its answer. Two launches, no host sync.
+
+    guesses int64 [S], places int32 [S]: of a step with guesses the token before each sample, and how many of the tokens
+    up to it are guesses of its row. Penalties count these; the history is left to `kernels.guesses.accept`.
     """
     rows, vocab = logits_SV.shape
     assert logits_SV.stride(1) == 1
@@ -176,7 +183,7 @@ def sample(
     s = settings
     common = (
         logits_SV, slots_S, positions_S, s.temperature, s.repetition, s.presence, s.frequency, s.seed, s.sample,
-        s.history, s.edits, s.edited,
+        s.history, s.edits, s.edited, guesses, places,
     )  # fmt: skip
     stride = logits_SV.stride(0)
     scan_kernel[(chunks, rows)](

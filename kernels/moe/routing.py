@@ -1,0 +1,126 @@
+"""Routing on the device: which experts compute which tokens, as `kernels.moe.reference` defines it, and the entries in
+the order of their experts (a counting sort). Nothing is read by the host, so a CUDA graph can hold it.
+
+    T tokens    E experts of a layer    k experts that compute a token    entry t * k + i: the i-th choice of token t
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.dependent_launch import launch_options, wait
+from kernels.moe.reference import Routes
+
+CHUNK = 128
+"""Entries that a program of the sort places."""
+
+
+@triton.jit(do_not_specialize=["T"])
+def choose_experts_kernel(
+    logits,  # [T, E]
+    ids,  # int32 [T, k] out
+    weights,  # float32 [T, k] out
+    T, stride,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, CHOSEN: tl.constexpr, NORMALIZED: tl.constexpr, ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """A program chooses the experts of ROWS tokens, one choice after the other."""
+    wait(PDL)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    lanes = tl.arange(0, BLOCK_E)
+    known = (rows < T)[:, None] & (lanes < E)[None, :]
+    place = rows.to(tl.int64)[:, None] * stride + lanes[None, :]
+    scores = tl.load(logits + place, mask=known, other=float("-inf")).to(tl.float32)
+    # A token with numbers that are not finite has experts, too: its own row alone is spoilt.
+    scores = tl.where(known & (scores == scores), scores, float("-inf"))
+    scores = tl.where(lanes[None, :] < E, tl.maximum(scores, -3e38), float("-inf"))
+    top = tl.max(scores, 1)
+    whole = tl.sum(tl.exp(scores - top[:, None]), 1)
+    total = tl.zeros([ROWS], tl.float32)
+    left = scores
+    for _ in tl.static_range(CHOSEN):
+        best = tl.max(left, 1)
+        expert = tl.min(tl.where(left == best[:, None], lanes[None, :], BLOCK_E), 1)
+        total += tl.exp(best - top)
+        left = tl.where(lanes[None, :] == expert[:, None], float("-inf"), left)
+    left = scores
+    divisor = total if NORMALIZED else whole
+    for index in tl.static_range(CHOSEN):
+        best = tl.max(left, 1)
+        expert = tl.min(tl.where(left == best[:, None], lanes[None, :], BLOCK_E), 1)
+        tl.store(ids + rows * CHOSEN + index, expert, mask=rows < T)
+        tl.store(weights + rows * CHOSEN + index, tl.exp(best - top) / divisor, mask=rows < T)
+        left = tl.where(lanes[None, :] == expert[:, None], float("-inf"), left)
+
+
+@triton.jit(do_not_specialize=["entries"])
+def count_kernel(
+    ids,  # int32 [entries]
+    counts,  # int32 [chunks, E] out
+    entries,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program c counts the entries of each expert in chunk c."""
+    wait(PDL)
+    places = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    lanes = tl.arange(0, BLOCK_E)
+    expert = tl.load(ids + places, mask=places < entries, other=-1)
+    count = tl.sum((expert[:, None] == lanes[None, :]).to(tl.int32), 0)
+    tl.store(counts + tl.program_id(0) * E + lanes, count, mask=lanes < E)
+
+
+@triton.jit(do_not_specialize=["entries", "chunks"])
+def place_kernel(
+    ids,  # int32 [entries]
+    counts,  # int32 [chunks, E]
+    order,  # int32 [entries] out
+    offsets,  # int32 [E + 1] out
+    entries, chunks,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program c places the entries of chunk c behind those of lower experts and of earlier chunks."""
+    wait(PDL)
+    chunk = tl.program_id(0)
+    lanes = tl.arange(0, BLOCK_E)
+    whole = tl.zeros([BLOCK_E], tl.int32)
+    earlier = tl.zeros([BLOCK_E], tl.int32)
+    for other in range(chunks):
+        count = tl.load(counts + other * E + lanes, mask=lanes < E, other=0)
+        whole += count
+        earlier += tl.where(other < chunk, count, 0)
+    first = tl.cumsum(whole, 0) - whole
+    if chunk == 0:
+        tl.store(offsets + lanes, first, mask=lanes < E)
+        tl.store(offsets + E, entries)
+    places = chunk * CHUNK + tl.arange(0, CHUNK)
+    expert = tl.load(ids + places, mask=places < entries, other=-1)
+    same = (expert[:, None] == lanes[None, :]).to(tl.int32)
+    target = tl.sum(same * (first + earlier + tl.cumsum(same, 0) - 1), 1)
+    tl.store(order + target, places, mask=places < entries)
+
+
+def route(logits_TE: Tensor, chosen: int, normalized: bool) -> Routes:
+    """As `kernels.moe.reference.route`, in three launches; order and offsets are int32."""
+    tokens, experts = logits_TE.shape
+    assert 0 < chosen <= experts, (chosen, experts)
+    assert logits_TE.stride(1) == 1
+    entries, device = tokens * chosen, logits_TE.device
+    chunks = max(1, triton.cdiv(entries, CHUNK))
+    ids = torch.empty(tokens, chosen, dtype=torch.int32, device=device)
+    weights = torch.empty(tokens, chosen, dtype=torch.float32, device=device)
+    counts = torch.empty(chunks, experts, dtype=torch.int32, device=device)
+    order = torch.empty(entries, dtype=torch.int32, device=device)
+    offsets = torch.empty(experts + 1, dtype=torch.int32, device=device)
+    block = max(16, triton.next_power_of_2(experts))
+    rows, options = max(1, 512 // block), launch_options(device)
+    choose_experts_kernel[(triton.cdiv(tokens, rows),)](
+        logits_TE, ids, weights, tokens, logits_TE.stride(0), E=experts, BLOCK_E=block, CHOSEN=chosen,
+        NORMALIZED=normalized, ROWS=rows, num_warps=4, **options,
+    )  # fmt: skip
+    sizes = {"E": experts, "BLOCK_E": block, "CHUNK": CHUNK, "num_warps": 8}
+    count_kernel[(chunks,)](ids, counts, entries, **sizes, **options)
+    place_kernel[(chunks,)](ids, counts, order, offsets, entries, chunks, **sizes, **options)
+    return Routes(weights, order, offsets)
