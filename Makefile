@@ -16,8 +16,14 @@ GPU_PYTHON ?= $(PYTHON)
 CORPUS    ?=
 # The number of processes that run the tests.
 TEST_PROCESSES ?= auto
+# The clients that `make test-clients` runs; if empty, all.
+CLIENTS   ?=
+# The program smg for `make bench-smg`; if empty, it is installed.
+SMG       ?=
 # The folder that `make demo-family` writes to.
 FAMILY    ?= .weft/family
+# The folder that `make certs` writes to.
+CERTS     ?= .weft/certs
 
 PACKAGES := $(patsubst %/__init__.py,%,$(wildcard */__init__.py))
 PROTOS   := $(wildcard protos/*.proto)
@@ -33,7 +39,7 @@ say = @printf '\033[1m%s\033[0m\n' '$(1)'
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help set-up stubs demo serve test test-kernels test-gpu bench-kernels bench-engine bench-gpu bench-start bench-determinism lint format types check-images bench-cpu bench-links bench-tracing train-demo demo-family clean
+.PHONY: help chaos simulate soak set-up stubs demo serve test tests test-clients test-kernels test-gpu bench-kernels bench-engine bench-gpu bench-start bench-determinism bench-speculation bench-speculation-cpu bench-speculation-equality lint format types check-images bench-cpu bench-links bench-smg bench-open bench-overload bench-tracing train-demo demo-family fuzz certs clean
 
 help: ## List what can be made.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -50,17 +56,23 @@ serve: set-up ## Keep the mesh up: MODEL=path-or-hub-id REDIS_URL=redis://... WO
 
 test: set-up ## Lint, types and all tests.
 	@start=$$(date +%s); \
-	$(MAKE) --no-print-directory lint types && $(BIN)/python -m pytest --quiet --durations=10 -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder; \
+	$(MAKE) --no-print-directory lint && $(MAKE) --no-print-directory --jobs=2 types tests; \
 	status=$$?; echo "make test: $$(( $$(date +%s) - start )) s"; exit $$status
 
+tests: set-up ## All tests, without lint and types: TEST_PROCESSES=4.
+	@$(BIN)/python -m pytest --quiet --durations=10 -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder
+
+test-clients: set-up ## Unmodified clients (OpenAI's, LangChain, ...) against a running mesh: CLIENTS="openai_python langchain".
+	@$(BIN)/python -m tests.clients.run $(CLIENTS)
+
 test-kernels: ## Every kernel on this machine's GPU against its reference: GPU_PYTHON=python with a CUDA build of torch.
-	@$(GPU_PYTHON) -m pytest -c /dev/null --rootdir . -q -p no:cacheprovider tests/gpu/test_kernels.py tests/gpu/test_linear.py
+	@$(GPU_PYTHON) -m pytest -c /dev/null --rootdir . -q -p no:cacheprovider tests/gpu/test_kernels.py tests/gpu/test_linear.py tests/gpu/test_adapters.py
 
 bench-kernels: ## Time every kernel on this machine's GPU into bench/results: GPU_PYTHON=python FRESH=1.
 	@$(GPU_PYTHON) -m bench.kernels.measure $(if $(FRESH),--fresh)
 
 test-gpu: ## The GPU engine on this machine's GPU against the CPU's: GPU_PYTHON=python.
-	@OMP_NUM_THREADS=1 $(GPU_PYTHON) -m pytest -c /dev/null --rootdir . -q -p no:cacheprovider tests/gpu/test_engine.py tests/gpu/test_formats.py tests/gpu/test_verify.py tests/gpu/test_compress.py tests/gpu/test_warm.py
+	@OMP_NUM_THREADS=1 $(GPU_PYTHON) -m pytest -c /dev/null --rootdir . -q -p no:cacheprovider tests/gpu/test_engine.py tests/gpu/test_speculation.py tests/gpu/test_formats.py tests/gpu/test_verify.py tests/gpu/test_compress.py tests/gpu/test_warm.py
 
 bench-engine: ## The bare engine loop on this machine's GPU, 8B and 1B shapes: GPU_PYTHON=python FRESH=1.
 	@$(GPU_PYTHON) -m bench.engine.measure $(if $(FRESH),--fresh)
@@ -73,6 +85,27 @@ bench-start: ## Seconds that a worker's start takes on this machine's GPU with a
 
 bench-determinism: ## What the deterministic mode keeps and costs on this machine's GPU, 8B shape: GPU_PYTHON=python.
 	@$(GPU_PYTHON) -m bench.engine.determinism
+
+bench-speculation: ## Speculation on this machine's GPU, 8B shape with a 1B draft: GPU_PYTHON=python ARGUMENTS="--draft-quantize int4".
+	@$(GPU_PYTHON) -m bench.engine.speculation $(ARGUMENTS)
+
+bench-speculation-cpu: set-up ## Speculation of the demo model on this machine's CPU.
+	@$(BIN)/python -m bench.engine.speculation_cpu
+
+bench-speculation-equality: set-up ## Whether speculation changes a token, on the CPU: REQUESTS=1000 SPECULATE=ngram.
+	@OMP_NUM_THREADS=1 $(BIN)/python -m bench.engine.speculation_equality --requests $(or $(REQUESTS),1000) $(if $(SPECULATE),--speculate $(SPECULATE))
+
+.PHONY: bench-lora
+bench-lora: ## Decode with 32 adapters of rank 16 mixed in a batch of 64: the demo model on the CPU, with GPU=1 the 8B shape: ARGS="--rounds 3" GPU_PYTHON=python.
+	@$(if $(GPU),$(GPU_PYTHON),OMP_NUM_THREADS=1 $(BIN)/python) -m bench.engine.adapters $(ARGS)
+
+.PHONY: bench-engines
+bench-engines: set-up ## All engines beside each other on this machine's CPU, demo model, batch 1 and 16: ENGINES="torch onnxruntime".
+	@$(BIN)/python -m bench.engine.engines $(if $(ENGINES),--engines $(ENGINES))
+
+.PHONY: bench-grammar
+bench-grammar: ## Random JSON schemas obeyed by the demo model; with GPU=1 what constrained rows cost in an 8B step: SCHEMAS=1000 GPU_PYTHON=python.
+	@$(if $(GPU),$(GPU_PYTHON),$(BIN)/python) -m bench.engine.structured $(if $(GPU),--gpu,$(if $(SCHEMAS),--schemas $(SCHEMAS)))
 
 lint: set-up ## Style and formatting, changing nothing.
 	$(call say,ruff)
@@ -90,11 +123,42 @@ format: set-up ## Format the code and fix what can be fixed.
 check-images: set-up ## Carry out the build of the small image without an engine, and start its services (slow).
 	@$(BIN)/python -m tests.deploy.replay mesh --python '$(PYTHON)'
 
+chaos: set-up ## Break links and processes under streams, a row for each promise: SEEDS=3 ROWS="worker SIGKILL" FIRST=1.
+	@$(BIN)/python -m tests.faults.chaos $(if $(SEEDS),--seeds $(SEEDS)) $(if $(FIRST),--first-seed $(FIRST)) $(if $(ROWS),--rows '$(ROWS)')
+
+simulate: set-up ## The gateway's recovery in simulated histories, each replayable by its number: SEEDS=10000 FIRST=0.
+	@$(BIN)/python -m tests.faults.simulation $(if $(SEEDS),--seeds $(SEEDS)) $(if $(FIRST),--first $(FIRST))
+
+.PHONY: seeded-bugs
+seeded-bugs: set-up ## Bugs that tests must catch, one after the other: BUGS="poison joins".
+	@$(BIN)/python -m tests.faults.seeded_bugs $(if $(BUGS),--bugs $(BUGS))
+
+soak: set-up ## A mesh under load with a fault every 30 s, every answer checked: SECONDS=1800 EVERY=30.
+	@$(BIN)/python -m tests.faults.soak $(if $(SECONDS),--seconds $(SECONDS)) $(if $(EVERY),--every $(EVERY))
+
+.PHONY: check-parallel
+check-parallel: set-up ## Grids of ranks on the CPU against one process: families, formats, lost ranks: ARGS="formats --only int4".
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.parallel.check $(ARGS)
+
 bench-cpu: set-up ## The demo model through the door, beside transformers on the same processor.
 	@$(BIN)/python -m bench.mesh.cpu
 
+.PHONY: bench-embed
+bench-embed: set-up ## Embeddings of MiniLM's shape through the door, beside ONNX Runtime on the same processor.
+	@$(BIN)/python -m bench.mesh.embed
+
 bench-links: set-up ## Links, gateway, admission and planning, measured without a model, each beside its goal.
 	@$(BIN)/python -m bench.mesh.links
+
+bench-open: set-up ## Constant rates and overload of short requests, and 5,000 streams, through the one public port: ARGS="--seconds 60".
+	@$(BIN)/python -m bench.mesh.open_loop $(ARGS)
+
+bench-overload: set-up ## Ten times the load for 60 s: goodput, refusals and recovery, paced and demo model: ARGS="--out overload.html".
+	@$(BIN)/python -m bench.mesh.overload $(ARGS)
+
+bench-smg: set-up ## Server-sent events beside those of the gateway smg, before the same paced worker: SMG=program.
+	@test -n '$(SMG)' || { $(PYTHON) -m venv .clients/bench-smg && .clients/bench-smg/bin/pip install -qq smg==1.13.0; }
+	@$(BIN)/python -m bench.mesh.beside_smg --smg '$(or $(SMG),.clients/bench-smg/bin/smg)'
 
 bench-tracing: set-up ## What tracing costs: none, 1%, 100%, and a collector that does not answer.
 	@$(BIN)/python -m bench.mesh.tracing
@@ -107,8 +171,15 @@ train-demo: set-up ## Train the demo models on a folder of text: CORPUS=folder.
 demo-family: set-up ## The demo model quantized, pruned, distilled, and proved, in one table: FAMILY=folder CORPUS=folder.
 	@$(BIN)/python -m models.family --out '$(FAMILY)' $(if $(CORPUS),--text '$(CORPUS)')
 
+fuzz: set-up ## Every RPC and HTTP route of a mesh with random and damaged messages: CASES=100000 SEED=1.
+	@$(BIN)/python -m tests.fuzz $(if $(CASES),--cases $(CASES)) $(if $(SEED),--seed $(SEED))
+	@$(BIN)/python -c 'import atheris' 2>/dev/null && $(BIN)/python -m tests.fuzz.decoders -runs=$(or $(CASES),100000) || echo 'atheris is not installed: decoders were fuzzed without coverage'
+
+certs: set-up ## Certificates and a mesh secret for development: CERTS=folder PUBLIC="names of the gateway".
+	@$(BIN)/python -m services.security.certificates --out '$(CERTS)' $(if $(PUBLIC),--public $(PUBLIC))
+
 clean: ## Remove what was generated; keep .weft, where the data of the embedded Redis lives.
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .clients build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	rm -f protos/*_pb2.py protos/*_pb2.pyi protos/*_pb2_grpc.py protos/*_pb2_grpc.pyi
 
 $(MADE):

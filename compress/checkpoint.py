@@ -103,7 +103,7 @@ def as_stored(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Te
 def _identity(folder: Path) -> dict[str, Any]:
     """Identifies a checkpoint; it changes when its files are rewritten."""
     weights = ((file.name, file.stat()) for file in sorted(folder.glob("*.safetensors")))
-    return {str(folder.resolve()): [[name, told.st_size, told.st_mtime_ns] for name, told in weights]}
+    return {str(folder.resolve()): [[name, status.st_size, status.st_mtime_ns] for name, status in weights]}
 
 
 def _save(file: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -58,8 +58,8 @@ def int8(
     """INT8 weights, rounded to nearest; with --dynamic also INT8 inputs (W8A8)."""
     from compress.int8 import Int8
 
-    with _making(base, out) as told:
-        _quantize(base, out, told, Int8(dynamic, per_tensor))
+    with _making(base, out) as progress:
+        _quantize(base, out, progress, Int8(dynamic, per_tensor))
 
 
 @app.command()
@@ -80,8 +80,8 @@ def fp8(
 
     if static and granularity is Granularity.BLOCK:
         _fail("block-wise FP8 has dynamic inputs: leave --static out")
-    with _making(base, out) as told:
-        _quantize(base, out, told, Fp8(granularity, static, kv), text, windows, length)
+    with _making(base, out) as progress:
+        _quantize(base, out, progress, Fp8(granularity, static, kv), text, windows, length)
 
 
 @app.command()
@@ -101,8 +101,8 @@ def awq(
     from compress.awq import Awq
     from compress.network import group_for
 
-    with _making(base, out) as told:
-        _quantize(base, out, told, Awq(group_for(base, group), symmetric, compensate), text, windows, length)
+    with _making(base, out) as progress:
+        _quantize(base, out, progress, Awq(group_for(base, group), symmetric, compensate), text, windows, length)
 
 
 @app.command()
@@ -122,8 +122,8 @@ def gptq(
     from compress.gptq import Gptq
     from compress.network import group_for
 
-    with _making(base, out) as told:
-        _quantize(base, out, told, Gptq(group_for(base, group), symmetric, act_order), text, windows, length)
+    with _making(base, out) as progress:
+        _quantize(base, out, progress, Gptq(group_for(base, group), symmetric, act_order), text, windows, length)
 
 
 @app.command()
@@ -140,8 +140,8 @@ def smoothquant(
     """INT8 weights and inputs, with outliers of inputs moved to the weights (SmoothQuant)."""
     from compress.smoothquant import SmoothQuant
 
-    with _making(base, out) as told:
-        _quantize(base, out, told, SmoothQuant(strength), text, windows, length)
+    with _making(base, out) as progress:
+        _quantize(base, out, progress, SmoothQuant(strength), text, windows, length)
 
 
 Steps = Annotated[int, typer.Option(min=0, help="Training steps.")]
@@ -165,9 +165,9 @@ def qat(
     from compress.qat import qat as train_rounded
     from compress.training import Plan
 
-    with _making(base, out) as told:
+    with _making(base, out) as progress:
         windows, plan = _windows(base, text, None, length), Plan(steps, batch, learning_rate)
-        train_rounded(base, out, windows, plan, told, group=group_for(base, group))
+        train_rounded(base, out, windows, plan, progress, group=group_for(base, group))
 
 
 @app.command()
@@ -195,9 +195,9 @@ def prune(
 
     if pattern is Pattern.TWO_OF_FOUR and sparsity != HALF:
         _fail(f"2:4 is a sparsity of {HALF}: leave --sparsity {sparsity} out, or the pattern")
-    with _making(base, out) as told:
+    with _making(base, out) as progress:
         windows, plan = _windows(base, text, None, length), Plan(steps, batch, learning_rate)
-        cut(base, out, windows, PruneScore(sparsity, pattern, wanda, compensate), plan, told)
+        cut(base, out, windows, PruneScore(sparsity, pattern, wanda, compensate), plan, progress)
 
 
 @app.command()
@@ -218,9 +218,9 @@ def shrink(
     from compress.shrink import shrink as cut
     from compress.training import Plan
 
-    with _making(base, out) as told:
+    with _making(base, out) as progress:
         windows, plan = _windows(base, text, None, length), Plan(steps, batch, learning_rate)
-        cut(base, out, windows, Cut(neurons, kv_heads, layers), plan, told)
+        cut(base, out, windows, Cut(neurons, kv_heads, layers), plan, progress)
 
 
 @app.command()
@@ -248,17 +248,17 @@ def distill(
 
     if hard + drafting > 1:
         _fail(f"--hard and --drafting are shares of one loss: {hard} + {drafting} is more than 1")
-    with _making(base, out) as told:
+    with _making(base, out) as progress:
         windows, plan = _windows(base, text, None, length), Plan(steps, batch, learning_rate, warmup=100)
         aims = {"temperature": temperature, "hard": hard, "drafting": drafting}
-        teach(base, student, out, windows, plan, told, fresh=fresh, **aims)
+        teach(base, student, out, windows, plan, progress, fresh=fresh, **aims)
 
 
 @contextlib.contextmanager
 def _making(base: Path, out: Path) -> Iterator[Progress]:
     """Run with progress bars; print the sizes at the end."""
-    with errors(), bars() as told:
-        yield told
+    with errors(), bars() as progress:
+        yield progress
     typer.echo(f"{out}: {_bytes(out):,} bytes of weights, {_bytes(out) / _bytes(base):.1%} of {base}")
 
 
@@ -281,7 +281,7 @@ def errors(program: str = "weft compress") -> Iterator[None]:
 def _quantize(
     base: Path,
     out: Path,
-    told: Progress,
+    progress: Progress,
     recipe: "Recipe",
     text: Path | None = None,
     windows: int = WINDOWS,
@@ -289,7 +289,7 @@ def _quantize(
 ) -> None:
     from compress.quantize import quantize
 
-    quantize(base, out, recipe, _windows(base, text, windows, length) if recipe.calibrated else None, told)
+    quantize(base, out, recipe, _windows(base, text, windows, length) if recipe.calibrated else None, progress)
 
 
 def _windows(base: Path, text: Path | None, count: int | None, length: int) -> "Tensor":

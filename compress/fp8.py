@@ -11,7 +11,7 @@ from torch import nn
 
 from compress import layout
 from compress.choices import Granularity
-from compress.network import LINEARS, LayerStats, linear
+from compress.network import LayerStats, linear, linears_of
 from compress.recipe import Recipe, Rounded
 from compress.rounding import as_written, round_fp8
 from kernels.quantized_weights import FP8_MAX
@@ -40,7 +40,7 @@ class Fp8(Recipe):
     def round(self, layer: nn.Module, seen: LayerStats | None, /) -> Rounded:
         """Round each linear to nearest; scales of inputs, keys and values come from calibration."""
         weights = {}
-        for name in LINEARS:
+        for name in linears_of(layer):
             scale = _scale(seen.inputs[name].largest.max().item()) if self.static and seen else None
             weights[name] = round_fp8(linear(layer, name).weight.detach(), self.granularity, scale)
         if not (self.kv and seen):

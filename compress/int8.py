@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from compress import layout
-from compress.network import LINEARS, LayerStats, linear
+from compress.network import LayerStats, linear, linears_of
 from compress.recipe import Recipe, Rounded
 from compress.rounding import round_int8
 
@@ -27,4 +27,4 @@ class Int8(Recipe):
     def round(self, layer: nn.Module, _: LayerStats | None, /) -> Rounded:
         """Round each linear to nearest."""
         how = {"per_tensor": self.per_tensor, "dynamic": self.dynamic}
-        return Rounded({name: round_int8(linear(layer, name).weight.detach(), **how) for name in LINEARS})
+        return Rounded({name: round_int8(linear(layer, name).weight.detach(), **how) for name in linears_of(layer)})

@@ -16,6 +16,7 @@ from transformers.utils import logging
 
 from compress import files
 from compress.errors import CompressError
+from compress.experts import expert_linears, split_experts
 
 # Norm or linear -> the linears that read its output.
 READERS: Mapping[str, tuple[str, ...]] = {
@@ -26,6 +27,7 @@ READERS: Mapping[str, tuple[str, ...]] = {
 }
 LINEARS = tuple(name for readers in READERS.values() for name in readers)
 _KINDS = ("llama", "mistral", "qwen2", "qwen3")
+_SPARSE_KINDS = ("mixtral", "qwen3_moe")
 _KNOWN = "known are Llama, Mistral, Qwen2 and Qwen3"
 _COMPLAINTS: Mapping[str, str] = {
     "missing_keys": "is missing",
@@ -39,10 +41,11 @@ SEEN = 32
 """Windows that methods are calibrated on before training; training uses all."""
 
 
-def load(folder: Path) -> PreTrainedModel:
-    """Load a complete checkpoint of a supported architecture in float32 on the CPU. Raises CompressError."""
+def load(folder: Path, *, with_experts: bool = False) -> PreTrainedModel:
+    """Load a complete checkpoint of a supported architecture in float32 on the CPU. with_experts: mixtures of experts,
+    too, whose experts are split (`compress.experts`). Raises CompressError."""
     config = read_config(folder)
-    _check_kind(folder, config)
+    _check_kind(folder, config, with_experts)
     if config.get("quantization_config"):
         raise CompressError(f"{folder} is quantized already: compress the model that it was made from")
     files.check(folder)
@@ -55,16 +58,17 @@ def load(folder: Path) -> PreTrainedModel:
     except Exception as error:  # of any kind: what config.json says goes to the library unread
         reason = " ".join(str(error).split())[:_LONGEST_REASON] or type(error).__name__
         raise CompressError(f"{folder} cannot be loaded: {reason}") from None
-    model, told = loaded
-    _check_whole(folder, model, told)
+    model, info = loaded
+    _check_whole(folder, model, info)
     model.train(False)
+    split_experts(layers_of(model), str(config.get("model_type")))
     return model
 
 
-def _check_whole(folder: Path, model: PreTrainedModel, told: Mapping[str, Any]) -> None:
+def _check_whole(folder: Path, model: PreTrainedModel, info: Mapping[str, Any]) -> None:
     """Raises CompressError where transformers would only warn and use random numbers."""
     for what, complaint in _COMPLAINTS.items():
-        for found in sorted(told[what], key=str):
+        for found in sorted(info[what], key=str):
             raise CompressError(f"{folder}: tensor {found if isinstance(found, str) else found[0]} {complaint}")
     for name, weight in model.named_parameters():
         if not bool(weight.detach().sum().isfinite()):
@@ -78,9 +82,14 @@ def read_config(folder: Path) -> dict[str, Any]:
     return files.read_json(folder / "config.json")
 
 
-def _check_kind(folder: Path, config: Mapping[str, Any]) -> None:
+def _check_kind(folder: Path, config: Mapping[str, Any], with_experts: bool = False) -> None:
     """Raises CompressError for an unsupported architecture."""
-    if config.get("model_type") not in _KINDS:
+    kind = config.get("model_type")
+    if kind in _SPARSE_KINDS:
+        if not with_experts:
+            methods = "int8 and fp8 without calibration alone"
+            raise CompressError(f"{folder}: mixtures of experts are compressed by {methods}")
+    elif kind not in _KINDS:
         raise CompressError(f"{folder}: model_type {config.get('model_type')} is not supported; {_KNOWN}")
 
 
@@ -99,9 +108,14 @@ def _check_size(folder: Path, config: Mapping[str, Any]) -> None:
     """Raises CompressError before memory is allocated if config.json describes more numbers than the files hold."""
     names = ("hidden_size", "vocab_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     width, tokens, neurons, layers, _ = _sizes(folder, config, *names)
-    told, held = width * (tokens + 3 * neurons * layers), sum(f.stat().st_size for f in folder.glob("*.safetensors"))
-    if held and told > held:
-        raise CompressError(f"{folder}: config.json speaks of {told:,} numbers or more, its files have {held:,} bytes")
+    described, held = (
+        width * (tokens + 3 * neurons * layers),
+        sum(f.stat().st_size for f in folder.glob("*.safetensors")),
+    )
+    if held and described > held:
+        raise CompressError(
+            f"{folder}: config.json speaks of {described:,} numbers or more, its files have {held:,} bytes"
+        )
 
 
 def group_for(folder: Path, asked: int | None) -> int:
@@ -140,6 +154,12 @@ def stored_dtype(config: dict[str, Any]) -> torch.dtype:
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise CompressError(f"config.json: dtype {name} is not supported; supported are bfloat16, float16 and float32")
     return dtype
+
+
+def linears_of(layer: nn.Module) -> tuple[str, ...]:
+    """The names of the linears that are rounded: with experts those of attention and of each expert."""
+    experts = expert_linears(layer)
+    return (*(name for name in LINEARS if not (experts and name.startswith("mlp."))), *experts)
 
 
 def linear(layer: nn.Module, name: str) -> nn.Linear:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from compress import text
 from compress.checkpoint import Workspace, as_stored
+from compress.experts import routers, stored_name
 from compress.layout import Scheme, tensors_of
 from compress.network import Stream, layers_of, linear, load, on_device, outside_layers, read_config, stored_dtype
 from compress.progress import Progress
@@ -15,7 +16,7 @@ from compress.recipe import Recipe, Rounded
 
 def quantize(base: Path, out: Path, recipe: Recipe, windows_WT: Tensor | None, progress: Progress) -> None:
     """Write `base`, rounded by `recipe`, to `out`. Calibrated recipes need windows of text. Raises CompressError."""
-    model, config = load(base), read_config(base)
+    model, config = load(base, with_experts=not recipe.calibrated), read_config(base)
     layers = layers_of(model)
     settings = recipe.settings() | ({} if windows_WT is None else {"text": text.described(windows_WT)})
     workspace = Workspace(base, out, settings, len(layers) + 1)
@@ -37,7 +38,9 @@ def quantize(base: Path, out: Path, recipe: Recipe, windows_WT: Tensor | None, p
         workspace.forget(f"hidden-{index}")
     progress("layers", len(layers), len(layers))
     workspace.write(len(layers), as_stored(outside_layers(model), dtype))
-    workspace.finish(config | {"quantization_config": recipe.scheme.quantization_config()})
+    scheme = recipe.scheme.quantization_config()
+    scheme["ignore"] = [*scheme["ignore"], *routers(layers)]
+    workspace.finish(config | {"quantization_config": scheme})
 
 
 def round_layer(layer: nn.Module, index: int, recipe: Recipe, stream: Stream | None) -> Rounded:
@@ -59,4 +62,4 @@ def layer_tensors(
     tensors = as_stored(plain, dtype) | dict(rounded.extras)
     for name, weight in rounded.weights.items():
         tensors |= {f"{name}.{part}": tensor for part, tensor in tensors_of(weight, scheme).items()}
-    return {f"model.layers.{index}.{name}": tensor for name, tensor in tensors.items()}
+    return {f"model.layers.{index}.{stored_name(layer, name)}": tensor for name, tensor in tensors.items()}

@@ -26,6 +26,11 @@ def chain_root(salt: bytes, fingerprint: bytes) -> bytes:
     return digest(b"weft/prefix/1", salt, fingerprint)
 
 
+def adapted(fingerprint: bytes, adapter: bytes) -> bytes:
+    """The fingerprint of a model with an adapter on top of it; without one (empty) the model's own."""
+    return digest(b"weft/adapted/1", fingerprint, adapter) if adapter else fingerprint
+
+
 def digest(*parts: bytes) -> bytes:
     """SHA-256 over the parts, each preceded by its length, so that different lists of parts hash different bytes."""
     return hashlib.sha256(b"".join([len(part).to_bytes(8, "little") + part for part in parts])).digest()

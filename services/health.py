@@ -1,37 +1,73 @@
 """Checks the health of a service, for container health checks: `python -m services.health HOST:PORT [SERVICE]`.
 
-Exit code 0 means SERVING, 1 any other state, 2 wrong arguments. Without a service name, such as `weft.v1.Cache`, it
-checks whether the process listens at all.
+Exit code 0 means SERVING, 1 any other state, 2 wrong arguments. Without a service name, such as `weft.v1.Cache`, or
+with `--listening` after it, it checks whether the process listens at all. It reads the same settings as the service:
+an encrypted port is called with the service's own certificate, and needs the service's name.
 """
 
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from services.security import identity as identities
+from services.security.door_tls import CERT, probe
+from services.security.identity import IdentityError
+from services.security.roles import Role, role_name
+
 CHECK_S = 3.0
+ROLE_OF: Mapping[str, Role] = {
+    "weft.v1.Inference": "gateway",
+    "weft.v1.Scheduler": "scheduler",
+    "weft.v1.Worker": "worker",
+    "weft.v1.Cache": "cache",
+}
+"""The role that serves each health name."""
 
 
-def check(address: str, service: str = "") -> str:
-    """The state that the gRPC health service at `address` reports, or the status code of a failed call."""
-    with grpc.insecure_channel(address) as channel:
+def check(address: str, service: str = "", listening: bool = False) -> str:
+    """The state that the gRPC health service at `address` reports, or the status code of a failed call.
+
+    `listening`: that of the process, not of the service. Raises IdentityError for invalid settings.
+    """
+    with _channel(address, ROLE_OF.get(service)) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         try:
-            reply = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=CHECK_S)
+            request = health_pb2.HealthCheckRequest(service="" if listening else service)
+            reply = stub.Check(request, timeout=CHECK_S)
         except grpc.RpcError as error:
             code: grpc.StatusCode = error.code()
             return code.name
         return str(health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status))
 
 
+def _channel(address: str, role: Role | None) -> grpc.Channel:
+    """A channel to a service of this role; None: a plain one."""
+    if role == "gateway":
+        path = os.environ.get(CERT, "")
+        if not path:
+            return grpc.insecure_channel(address)
+        credentials, name = probe(identities.read(path, CERT))
+        return grpc.secure_channel(address, credentials, [("grpc.ssl_target_name_override", name)])
+    own = identities.load(role, identities.named(os.environ)).client() if role is not None else None
+    if own is None or role is None:
+        return grpc.insecure_channel(address)
+    return grpc.secure_channel(address, own, [("grpc.ssl_target_name_override", role_name(role))])
+
+
 def main(arguments: Sequence[str]) -> int:
     """Prints the state; returns the exit code."""
-    if len(arguments) not in (1, 2):
-        print("usage: python -m services.health host:port [service]", file=sys.stderr)
+    if not 1 <= len(arguments) <= 3 or arguments[2:] not in ([], ["--listening"]):
+        print("usage: python -m services.health host:port [service [--listening]]", file=sys.stderr)
         return 2
-    state = check(*arguments)
+    try:
+        state = check(arguments[0], "".join(arguments[1:2]), len(arguments) == 3)
+    except IdentityError as error:
+        print(f"weft: {error}", file=sys.stderr)
+        return 2
     print(state)
     return 0 if state == "SERVING" else 1
 

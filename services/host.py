@@ -20,3 +20,13 @@ def available_memory(group: Path = Path("/sys/fs/cgroup")) -> int:
         of = dict(line.split() for line in kinds.read_text().splitlines()) if kinds.exists() else {}
         free.append(int(limit.read_text()) - int(used.read_text()) + int(of.get("inactive_file", 0)))
     return max(min(free), 0)
+
+
+def available_cores(group: Path = Path("/sys/fs/cgroup")) -> int:
+    """Cores that this process may use: those of its affinity, or fewer in a container with a limit; at least 1."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    limit = group / "cpu.max"
+    quota, _, period = limit.read_text().strip().partition(" ") if limit.exists() else ("max", "", "")
+    if quota.isdecimal() and period.isdecimal():
+        cores = min(cores, -(-int(quota) // int(period)))
+    return max(1, cores)

@@ -12,11 +12,12 @@ import http.server
 import socket
 import socketserver
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
 
 MOST_SERIES = 256
 OTHER = "other"
@@ -165,6 +166,10 @@ class Metrics:
         """The current values of all metrics in Prometheus's text format."""
         return generate_latest(self._registry)
 
+    async def rendered(self) -> bytes:
+        """The same as `render`, for `MetricsServer`."""
+        return self.render()
+
     def _add(self, family: _Family) -> None:
         assert all(family.name != other.name for other in self._families), family.name
         self._families.append(family)
@@ -173,12 +178,12 @@ class Metrics:
 class MetricsServer:
     """Serves GET /metrics over HTTP. Its thread waits for the event loop, which renders the metrics."""
 
-    def __init__(self, metrics: Metrics, host: str, port: int) -> None:
-        """Listens; port 0 takes a free port. Raises OSError."""
+    def __init__(self, render: Callable[[], Awaitable[bytes]], host: str, port: int) -> None:
+        """Listens; port 0 takes a free port. `render` runs in the calling event loop. Raises OSError."""
         loop = asyncio.get_running_loop()
 
-        async def render() -> bytes:
-            return metrics.render()
+        async def answer() -> bytes:
+            return await render()
 
         class Handler(http.server.BaseHTTPRequestHandler):
             timeout = _ANSWER_S
@@ -187,7 +192,7 @@ class MetricsServer:
                 if self.path.partition("?")[0] not in ("/", "/metrics"):
                     self.send_error(404)
                     return
-                rendered = asyncio.run_coroutine_threadsafe(render(), loop)
+                rendered = asyncio.run_coroutine_threadsafe(answer(), loop)
                 try:
                     body = rendered.result(_ANSWER_S)
                 except Exception:  # The event loop is blocked or has ended.
@@ -224,3 +229,26 @@ class MetricsServer:
 def by_label(pairs: Iterable[tuple[str, float]]) -> Series:
     """The series of a metric with one label, from (label value, value)."""
     return {(label,): value for label, value in pairs}
+
+
+def merged(texts: Mapping[str, bytes]) -> bytes:
+    """The metrics of several processes, by name of the process, as one text: each series gets the label `process`."""
+    families: dict[str, Metric] = {}
+    for name, text in texts.items():
+        for family in text_string_to_metric_families(text.decode()):
+            whole = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            for sample in family.samples:
+                whole.add_sample(sample.name, {**sample.labels, "process": name}, sample.value)
+    return generate_latest(_Given(families.values()))
+
+
+class _Given(CollectorRegistry):
+    """A registry of families that are given."""
+
+    def __init__(self, families: Iterable[Metric]) -> None:
+        super().__init__()
+        self._families = families
+
+    def collect(self) -> Iterator[Metric]:
+        """The families."""
+        return iter(self._families)

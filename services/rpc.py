@@ -13,17 +13,24 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import grpc
 from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from pydantic import ValidationError
 from pydantic_settings import SettingsError
 
-from services import mesh_id as mesh_ids
 from services import metrics, telemetry
+from services.errors import WeftError
+from services.hang_watch import LoopCheck, watching
 from services.interceptor import ErrorInterceptor
-from services.mesh_id import MeshInterceptor
 from services.process import refuse_to_serve
+from services.security import identity as identities
+from services.security import mesh_id as mesh_ids
+from services.security.authorization import RoleInterceptor
+from services.security.identity import NOBODY, Identity
+from services.security.mesh_id import MeshInterceptor
+from services.security.roles import Role, role_name
 
 PUBLIC_MESSAGE_BYTES = 1 << 20
 """Largest request that the gateway's gRPC server accepts: 1 MiB, serialized.
@@ -37,7 +44,6 @@ _MOST_PORT = 65_535
 
 # Clients may ping an idle connection twice a second, and so detect a hung peer within about a second.
 _SERVER_OPTIONS = [
-    ("grpc.so_reuseport", 0),
     # Unused, and both cost time for each message.
     ("grpc.per_message_compression", 0),
     ("grpc.enable_channelz", 0),
@@ -46,6 +52,9 @@ _SERVER_OPTIONS = [
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 500),
     ("grpc.http2.max_ping_strikes", 0),
+    # Beyond 1,000 calls that Python has not accepted yet, gRPC would cancel calls without any status; after 30 s, too.
+    ("grpc.server.max_pending_requests", 1 << 20),
+    ("grpc.server.max_pending_requests_hard_limit", 1 << 20),
     ("grpc.max_metadata_size", 16 << 10),
     ("grpc.absolute_max_metadata_size", 32 << 10),
 ]
@@ -56,13 +65,32 @@ _LINK_OPTIONS = [
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.max_receive_message_length", INTERNAL_MESSAGE_BYTES),
     ("grpc.max_send_message_length", INTERNAL_MESSAGE_BYTES),
     # Each channel has its own connection, so that a stalled link blocks no other.
     ("grpc.use_local_subchannel_pool", 1),
 ]
+
+
+UNPROTECTED_HELP = (
+    "see SECURITY.md, or set WEFT_ALLOW_UNPROTECTED=true if everybody who reaches it may read and forge everything"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PublicDoor:
+    """How a port for clients is protected."""
+
+    credentials: grpc.ServerCredentials | None
+    """None: the port is plain."""
+    authenticated: bool
+    """Callers need a key."""
+
+    @property
+    def protected(self) -> bool:
+        """Encrypted, and callers need a key."""
+        return self.credentials is not None and self.authenticated
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +131,11 @@ class Server:
         for name in self._names:
             await self._checks.set(name, state)
 
+    async def set_health(self, name: str, ready: bool) -> None:
+        """Sets the health of a name that is not a service."""
+        states = health_pb2.HealthCheckResponse
+        await self._checks.set(name, states.SERVING if ready else states.NOT_SERVING)
+
     async def stop(self, grace_s: float) -> None:
         """Sets the health to NOT_SERVING, refuses new calls, and cancels running calls after `grace_s` seconds."""
         await self._checks.enter_graceful_shutdown()
@@ -116,33 +149,50 @@ async def serve(
     services: Iterable[Service],
     *,
     max_message_bytes: int = INTERNAL_MESSAGE_BYTES,
-    allow_remote: bool = False,
+    allow_unprotected: bool = False,
+    identity: Identity = NOBODY,
+    public: PublicDoor | None = None,
     counts: metrics.Metrics | None = None,
     metrics_port: int = 0,
     interceptors: Sequence[aio.ServerInterceptor] = (),
     mesh_id: str = "",
+    shares_port: bool = False,
+    gates: Sequence[aio.ServerInterceptor] = (),
+    options: Sequence[tuple[str, int]] = (),
 ) -> Server:
     """Starts a server at host:port; port 0 takes a free port. Its services are NOT_SERVING until `ready` is called.
 
-    The metrics of unary calls and of spans are added to `counts`, which `metrics_port` serves unless it is 0. The
-    process ends with one line on stderr if a port is taken or if the address is not loopback and `allow_remote` is
-    false: services do not authenticate their callers. Requests larger than `max_message_bytes` are answered by gRPC
-    with RESOURCE_EXHAUSTED.
+    The metrics of unary calls and of spans are added to `counts`, which `metrics_port` serves unless it is 0. Requests
+    larger than `max_message_bytes` are answered by gRPC with RESOURCE_EXHAUSTED. With `shares_port` other
+    processes of this user may listen at the same port.
 
-    `interceptors` run before each call; an error that they raise becomes the status of the call. Health answers carry
+    A port for the mesh has the credentials of `identity`, if that has any, and permits what `authorization.MATRIX`
+    does. A port for clients is described by `public` instead, and its `interceptors` authenticate them. The process
+    ends with one line on stderr if a port is taken, or if the address is not loopback, the port is not both encrypted
+    and authenticated, and `allow_unprotected` is false.
+
+    `interceptors` run before each call; an error that they raise becomes the status of the call. `gates` run before
+    everything else, and may only return another handler. `options` are further channel arguments. Health answers carry
     `mesh_id` as initial metadata, and calls whose metadata names another mesh are refused.
     """
-    check_address(address, allow_remote)
-    options = [
-        *_SERVER_OPTIONS,
+    protected = public.protected if public is not None else identity.protected
+    check_address(address, protected, allow_unprotected)
+    credentials = public.credentials if public is not None else identity.server()
+    given = {name for name, _ in options}  # Of two values for one argument gRPC takes the first one.
+    arguments = [
+        *(option for option in _SERVER_OPTIONS if option[0] not in given),
+        ("grpc.so_reuseport", int(shares_port)),
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", INTERNAL_MESSAGE_BYTES),
+        *options,
     ]
     counts = counts or metrics.Metrics()
+    counts.gauge("weft_event_loop_tasks", "Tasks of the event loop.", lambda: len(asyncio.all_tasks()))
     services = list(services)
     traced = frozenset(service.name for service in services if service.traced)
-    every = [ErrorInterceptor(counts, traced), MeshInterceptor(mesh_id), *interceptors]
-    server = aio.server(interceptors=every, options=options)
+    roles = [RoleInterceptor()] if public is None and identity.protected else []
+    every = [*gates, ErrorInterceptor(counts, traced), MeshInterceptor(mesh_id), *roles, *interceptors]
+    server = aio.server(interceptors=every, options=arguments)
     checks = _Health(mesh_id)
     names = []
     for service in services:
@@ -150,7 +200,7 @@ async def serve(
         names.append(service.name)
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
     reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
-    port = _listen(server, address)
+    port = _listen(server, address, credentials)
     metrics_server = _serve_metrics(counts, address, metrics_port) if metrics_port else None
     await server.start()
     result = Server(server, checks, names, port, metrics_server)
@@ -170,10 +220,16 @@ class _Health(health.aio.HealthServicer):
         await context.send_initial_metadata(self._metadata)
         return await super().Check(request, context)
 
+    async def List(self, request: Any, context: Any) -> Any:
+        """Not offered. Raises WeftError."""
+        raise WeftError(grpc.StatusCode.UNIMPLEMENTED, "METHOD_NOT_OFFERED", "use Check: names are not listed")
 
-def _listen(server: aio.Server, address: str) -> int:
+
+def _listen(server: aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:
     """Binds the address and returns the port. If it is taken, the process ends with exit code 1."""
     try:
+        if credentials is not None:
+            return server.add_secure_port(address, credentials)
         return server.add_insecure_port(address)
     except RuntimeError:
         sys.exit(f"weft: cannot listen at {address}: another process may use the port")
@@ -182,7 +238,7 @@ def _listen(server: aio.Server, address: str) -> int:
 def _serve_metrics(counts: metrics.Metrics, address: str, port: int) -> metrics.MetricsServer:
     """Serves metrics at this port on the host of `address`."""
     try:
-        return metrics.MetricsServer(counts, host_of(address), port)
+        return metrics.MetricsServer(counts.rendered, host_of(address), port)
     except OSError as error:
         refuse_to_serve(f"WEFT_METRICS_PORT {port}: {error.strerror}")
 
@@ -199,18 +255,31 @@ def is_loopback(host: str) -> bool:
     return host == "localhost"
 
 
-def check_address(address: str, allow_remote: bool) -> None:
-    """Ends the process with one line on stderr unless host:port is loopback or `allow_remote` is true."""
+def check_address(address: str, protected: bool, allow_unprotected: bool) -> None:
+    """Ends the process with one line on stderr unless host:port is loopback, protected, or permitted without it."""
     host, port = host_of(address), address.rpartition(":")[2]
     if ":" not in address or not port.isdecimal() or int(port) > _MOST_PORT:
         refuse_to_serve(f"{address} is not host:port")
-    if not allow_remote and not is_loopback(host):
-        refuse_to_serve(f"{address} is open to other machines: set WEFT_ALLOW_REMOTE=true if the network is trusted")
+    if not (protected or allow_unprotected or is_loopback(host)):
+        refuse_to_serve(f"{address} is open to other machines, without TLS and authentication: {UNPROTECTED_HELP}")
 
 
-def link_channel(address: str) -> aio.Channel:
-    """A channel between services with its own connection."""
-    return aio.insecure_channel(address, options=_LINK_OPTIONS)
+def link_channel(
+    address: str, peer: Role | None = None, identity: Identity | None = None, *, connect_s: float = 0.1
+) -> aio.Channel:
+    """A channel with its own connection to a service whose role is `peer`: a server of another role is refused.
+
+    `identity` is that of the process unless it is given. Without credentials the connection is plain. One attempt to
+    connect may take `connect_s` or longer. Raises ValueError if there are credentials and no `peer`.
+    """
+    options: list[tuple[str, str | int]] = [*_LINK_OPTIONS, ("grpc.min_reconnect_backoff_ms", int(1e3 * connect_s))]
+    credentials = (identity or identities.current()).client()
+    if credentials is None:
+        return aio.insecure_channel(address, options=options)
+    if peer is None:
+        raise ValueError("an encrypted connection needs the role of its peer")
+    options.append(("grpc.ssl_target_name_override", role_name(peer)))
+    return aio.secure_channel(address, credentials, options=options)
 
 
 def stop_requested() -> asyncio.Event:
@@ -221,7 +290,7 @@ def stop_requested() -> asyncio.Event:
     return event
 
 
-def settled() -> None:
+def freeze_objects() -> None:
     """Excludes all current objects from garbage collection; to be called when a process starts to serve.
 
     They live as long as the process, and a full collection stops all threads (150 ms for the imports of a worker).
@@ -235,12 +304,13 @@ def run(main: Awaitable[None]) -> None:
     import uvloop
 
     async def entry() -> None:
-        await main
+        with watching(LoopCheck(asyncio.get_running_loop())):
+            await main
 
     try:
         uvloop.run(entry())
     except ValidationError as error:  # Name the setting and the reason, but not the value, which may be a secret.
-        reasons = (f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors(include_input=False))
+        reasons = (": ".join([*map(str, item["loc"]), item["msg"]]) for item in error.errors(include_input=False))
         refuse_to_serve(f"settings: {'; '.join(reasons)}")
     except SettingsError as error:  # A list or mapping is not valid JSON; the text contains no value.
         refuse_to_serve(f"settings: {error}")

@@ -11,9 +11,11 @@ on one machine `weft serve` assigns consecutive ports: gateway, scheduler, cache
 Traces: every process reads the standard OTEL_... variables and records spans if they name a collector.
 """
 
-from typing import Literal
+import os
+from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 GATEWAY_ADDRESS = "127.0.0.1:50051"
@@ -22,12 +24,17 @@ HTTP_PORT = 8000
 SCHEDULER_ADDRESS = "127.0.0.1:50052"
 CACHE_ADDRESS = "127.0.0.1:50053"
 WORKER_ADDRESS = "127.0.0.1:50061"
+_REMOVED = {"WEFT_ALLOW_REMOTE": "WEFT_ALLOW_UNPROTECTED"}
+"""Settings of older versions, and what has taken their place."""
 
 
 class CommonSettings(BaseSettings):
     """The shared settings. The settings of each service derive from this class."""
 
-    model_config = SettingsConfigDict(env_prefix="WEFT_", extra="ignore", populate_by_name=True)
+    # No part of a rejected secret may be logged.
+    model_config = SettingsConfigDict(
+        env_prefix="WEFT_", extra="ignore", populate_by_name=True, hide_input_in_errors=True
+    )
 
     listen: str = Field(
         "", description="host:port to listen at; empty for the service's default, port 0 for a free port."
@@ -43,9 +50,26 @@ class CommonSettings(BaseSettings):
         description="Id of the mesh, the same for all its processes: those of another mesh are refused. Empty: not "
         "checked. `weft serve` draws one at each start.",
     )
-    allow_remote: bool = Field(
+    mesh_secret: SecretStr = Field(
+        SecretStr(""),
+        description="Secret of the mesh, the same for all its processes, at least 32 characters: connections between "
+        "services use TLS with certificates derived from it. Better in a file: see the next one.",
+    )
+    mesh_secret_file: str = Field(
+        "", description="File that holds the secret of the mesh. `weft serve` makes one where nothing is set."
+    )
+    tls_ca: str = Field("", description="PEM file of the authority that signs the certificates of this mesh alone.")
+    tls_cert: str = Field(
+        "",
+        description="PEM file of this service's certificate, whose DNS name grants its role: gateway.weft.internal, "
+        "scheduler.weft.internal, worker.weft.internal, cache.weft.internal, admin.weft.internal. Needs a mesh secret, "
+        "too.",
+    )
+    tls_key: str = Field("", description="PEM file of the private key of that certificate.")
+    allow_unprotected: bool = Field(
         False,
-        description="Allow addresses other than loopback. Only on a trusted network: callers are not authenticated.",
+        description="DANGER: listen at addresses other than loopback without both TLS and authentication. Whoever "
+        "reaches the port reads prompts and answers, uses the models and may forge results.",
     )
     metrics_port: int = Field(
         0,
@@ -55,7 +79,19 @@ class CommonSettings(BaseSettings):
     )
     drain_s: float = Field(10.0, ge=0, description="Seconds that running calls may take after SIGTERM.")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_removed(cls, given: Any) -> Any:
+        for old, new in _REMOVED.items():
+            if old in os.environ:
+                raise PydanticCustomError("removed", "{old} was replaced by {new}", {"old": old, "new": new})
+        return given
+
     @field_validator("listen")
     @classmethod
     def _default_if_empty(cls, listen: str) -> str:
         return listen or str(cls.model_fields["listen"].default)
+
+    def secret(self) -> str:
+        """The mesh secret from the environment, or empty."""
+        return self.mesh_secret.get_secret_value()

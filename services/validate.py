@@ -12,18 +12,24 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from protos import inference_pb2 as api
 from protos import mesh_pb2 as mesh
 from services.errors import WeftError, invalid
+from services.forms.request import form_of
+from services.validate_chat import calls_required, check_chat
 
 MAX_N = 16
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKENS = 64
 MAX_BIASES = 1024
+MAX_BAD_WORDS = 64
+MAX_BAD_SEQUENCES = 2 * MAX_BAD_WORDS
+MAX_BAD_TOKENS = 64
 MAX_LOGPROBS = 20
 MAX_PRIORITY = 100
-MAX_MESSAGES = 1024
+MAX_SPECULATION = 8
 DEFAULT_MAX_TOKENS = 256
 
 _POLICIES = frozenset(api.CachePolicy.values())
+_CRITICALITIES = frozenset(api.Criticality.values())
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _RANGES: dict[str, tuple[float, float, bool]] = {
     # field: minimum, maximum, whether the minimum itself is allowed
@@ -44,11 +50,35 @@ def check_request(request: api.GenerateRequest) -> None:
         raise invalid("n", f"must be at most {MAX_N}")
     if abs(request.priority) > MAX_PRIORITY:
         raise invalid("priority", f"between -{MAX_PRIORITY} and {MAX_PRIORITY}")
-    if request.cache not in _POLICIES:
-        raise invalid("cache", "must be a cache policy")
-    if request.request_id and not _REQUEST_ID.fullmatch(request.request_id):
-        raise invalid("request_id", "1 to 128 characters of A-Z a-z 0-9 . _ : -")
+    check_policy("cache", request.cache)
+    if request.criticality not in _CRITICALITIES:
+        raise invalid("criticality", "must be a criticality")
+    check_request_id("request_id", request.request_id)
+    if request.sampling.HasField("structured") and calls_required(request.prompt.chat):
+        raise invalid("sampling.structured", "not together with required tool calls, which are a form of their own")
+    check_speculation(request)
     check_stops(request.sampling)
+
+
+def check_policy(field: str, policy: int) -> None:
+    """Checks that a number is a cache policy. Raises WeftError."""
+    if policy not in _POLICIES:
+        raise invalid(field, "must be a cache policy")
+
+
+def check_request_id(field: str, request_id: str) -> None:
+    """Checks a request's id; it may be empty. Raises WeftError."""
+    if request_id and not _REQUEST_ID.fullmatch(request_id):
+        raise invalid(field, "1 to 128 characters of A-Z a-z 0-9 . _ : -")
+
+
+def check_speculation(message: api.GenerateRequest | mesh.Job) -> int | None:
+    """Checks how many guesses a step may have. -> the number; None: not set. Raises WeftError."""
+    if not message.HasField("speculation"):
+        return None
+    if message.speculation > MAX_SPECULATION:
+        raise invalid("speculation", f"at most {MAX_SPECULATION}")
+    return message.speculation
 
 
 def check_prompt(prompt: api.Prompt) -> None:
@@ -66,28 +96,31 @@ def _check_form(prompt: api.Prompt) -> None:
     if form == "token_ids" and not prompt.token_ids.ids:
         raise invalid("prompt.token_ids", "empty", "EMPTY_PROMPT")
     if form == "chat":
-        if not prompt.chat.messages:
-            raise invalid("prompt.chat.messages", "empty", "EMPTY_PROMPT")
-        if len(prompt.chat.messages) > MAX_MESSAGES:
-            raise invalid("prompt.chat.messages", f"at most {MAX_MESSAGES}")
-        if any(not message.role for message in prompt.chat.messages):
-            raise invalid("prompt.chat.messages.role", "empty")
+        check_chat(prompt.chat)
 
 
 def check_stops(sampling: api.Sampling) -> None:
-    """Checks the stop strings, which only the gateway receives. Raises WeftError."""
+    """Checks the stop strings and bad words, which only the gateway receives. Raises WeftError."""
     if len(sampling.stop) > MAX_STOPS:
         raise invalid("sampling.stop", f"at most {MAX_STOPS}")
     if any(not 1 <= len(stop) <= MAX_STOP_CHARS for stop in sampling.stop):
         raise invalid("sampling.stop", f"each 1 to {MAX_STOP_CHARS} characters")
+    if sampling.include_stop_string and not sampling.stop:
+        raise invalid("sampling.include_stop_string", "only with stop strings")
+    if len(sampling.bad_words) > MAX_BAD_WORDS:
+        raise invalid("sampling.bad_words", f"at most {MAX_BAD_WORDS}")
+    if any(not 1 <= len(word) <= MAX_STOP_CHARS or word.isspace() for word in sampling.bad_words):
+        raise invalid("sampling.bad_words", f"each 1 to {MAX_STOP_CHARS} characters, not space alone")
 
 
 def check_sampling(sampling: api.Sampling, card: mesh.ModelCard) -> dict[str, Any]:
     """Checks the sampling parameters against the model's vocabulary. Raises WeftError.
 
-    Returns the fields that are set, by name: a dict is faster to read than the message.
+    Returns the fields that are set, by name: a dict is faster to read than the message. `structured` is a Form.
     """
     given = {field.name: value for field, value in sampling.ListFields()}
+    if "structured" in given:
+        given["structured"] = form_of(sampling.structured)
     for name, value in given.items():  # A field that is not set has 0 or a default, and both are valid.
         if name in _RANGES:
             _check_range(name, value, *_RANGES[name])
@@ -97,6 +130,8 @@ def check_sampling(sampling: api.Sampling, card: mesh.ModelCard) -> dict[str, An
         raise invalid("sampling.min_tokens", "more than max_tokens")
     if given.get("logprobs", 0) > MAX_LOGPROBS:
         raise invalid("sampling.logprobs", f"at most {MAX_LOGPROBS}")
+    if given.get("prompt_logprobs", 0) > MAX_LOGPROBS:
+        raise invalid("sampling.prompt_logprobs", f"at most {MAX_LOGPROBS}")
     stops, biases = given.get("stop_token_ids", ()), given.get("logit_bias", {})
     if len(stops) > MAX_STOP_TOKENS:
         raise invalid("sampling.stop_token_ids", f"at most {MAX_STOP_TOKENS}")
@@ -106,14 +141,24 @@ def check_sampling(sampling: api.Sampling, card: mesh.ModelCard) -> dict[str, An
         _check_range("logit_bias", bias, -100.0, 100.0, True)
     check_token_ids("sampling.stop_token_ids", stops, card)
     check_token_ids("sampling.logit_bias", list(biases), card)
+    if "bad_token_sequences" in given:
+        _check_bad_sequences([each.ids for each in given["bad_token_sequences"]], card)
     return given
+
+
+def _check_bad_sequences(sequences: Sequence[Sequence[int]], card: mesh.ModelCard) -> None:
+    if len(sequences) > MAX_BAD_SEQUENCES:
+        raise invalid("sampling.bad_token_sequences", f"at most {MAX_BAD_SEQUENCES}")
+    for token_ids in sequences:
+        if not 1 <= len(token_ids) <= MAX_BAD_TOKENS:
+            raise invalid("sampling.bad_token_sequences", f"each 1 to {MAX_BAD_TOKENS} tokens")
+        check_token_ids("sampling.bad_token_sequences", token_ids, card)
 
 
 def check_tokens(token_ids: Sequence[int], sampling: api.Sampling, card: mesh.ModelCard) -> None:
     """Checks that a tokenized prompt is not empty, in the vocabulary and short enough to answer. Raises WeftError."""
     if not token_ids:
         raise invalid("prompt", "no tokens", "EMPTY_PROMPT")
-    check_token_ids("prompt.token_ids", token_ids, card)
     wanted = sampling.max_tokens if sampling.HasField("max_tokens") else max(1, sampling.min_tokens)
     if len(token_ids) + wanted > card.context_length:
         raise invalid(
@@ -121,6 +166,7 @@ def check_tokens(token_ids: Sequence[int], sampling: api.Sampling, card: mesh.Mo
             f"{len(token_ids)} tokens and {wanted} for the answer exceed the context of {card.context_length}",
             "CONTEXT_EXCEEDED",
         )
+    check_token_ids("prompt.token_ids", token_ids, card)
 
 
 def default_max_tokens(prompt_tokens: int, sampling: api.Sampling, card: mesh.ModelCard) -> int:

@@ -50,11 +50,13 @@ def _cards(result: Mapping[str, Any]) -> Iterable[str]:
     for part in PARTS if layered else ():
         ratios = [Line(t["name"], [(n, (g[part] - 1) * 100) for n, g in enumerate(t["ratios"])]) for t in layered]
         title = f"Norm of {_WORDS[part]}, each layer on the base's stream"
-        yield html.card(title, plot.lines(ratios, Axis("layer"), Axis("% off 1")), said=_SAID["norm"])
+        yield html.card(title, plot.lines(ratios, Axis("layer", whole=True), Axis("% off 1")), said=_SAID["norm"])
     for part in PARTS if layered else ():
         angles = [Line(t["name"], [(n, (1 - c[part]) * 100) for n, c in enumerate(t["angles"])]) for t in layered]
         title = f"Error of {_WORDS[part]}, each layer on the base's stream"
-        yield html.card(title, plot.lines(angles, Axis("layer"), Axis("1 - cosine, %")), said=_SAID["error"])
+        yield html.card(
+            title, plot.lines(angles, Axis("layer", whole=True), Axis("1 - cosine, %")), said=_SAID["error"]
+        )
     if result["rounding"]:
         yield from _granularity(result["rounding"])
     yield html.card("Machine", html.table([], html.pairs(result["machine"])))
@@ -75,5 +77,5 @@ def _granularity(rounding: list[Mapping[str, Any]]) -> Iterable[str]:
     series = [Line(kind, [(n, linear[kind] * 100) for n, linear in enumerate(rounding)]) for kind in KINDS]
     title = "Per channel and per tensor: relative error of each linear of the base, rounded to nearest"
     rows = [[linear["linear"], *(f"{linear[kind]:.3%}" for kind in KINDS)] for linear in rounding]
-    drawing = plot.lines(series, Axis("linear, first layer to last"), Axis("% of the weight's norm"))
+    drawing = plot.lines(series, Axis("linear, first layer to last", whole=True), Axis("% of the weight's norm"))
     yield html.card(title, drawing + html.table(["layer, linear", *KINDS], rows), wide=True)

@@ -7,24 +7,30 @@ from torch import Tensor
 
 from compress.choices import Granularity
 from compress.rounding import round_fp8, round_int8
+from services.worker.models.family import Part
 from verify.served import Served
 
+_NAMES = {
+    Part.QKV: "qkv",
+    Part.OUTPUT: "o",
+    Part.UP: "gate up",
+    Part.DOWN: "down",
+    Part.EXPERT_UP: "experts' gate up",
+    Part.EXPERT_DOWN: "experts' down",
+}
 KINDS = ("int8 per channel", "int8 per tensor", "fp8 per channel", "fp8 per tensor")
 
 
 def by_granularity(base: Served) -> list[dict[str, Any]]:
-    """For each linear of the base: its name and the relative error of each kind of rounding."""
+    """For each linear of the base: its name and the relative error of each kind of rounding; of experts the mean."""
     found = []
     for number, layer in enumerate(base.model.layers):
-        linears = {
-            "qkv": layer.attention.qkv,
-            "o": layer.attention.output,
-            "gate up": layer.mlp.up,
-            "down": layer.mlp.down,
-        }
-        for name, linear in linears.items():
-            if isinstance(linear.weight, Tensor):
-                found.append({"linear": f"{number} {name}", **_errors(linear.weight.float().cpu())})
+        for part, linears in layer.linears().items():
+            weights = [linear.weight for linear in linears if isinstance(linear.weight, Tensor)]
+            if len(weights) == len(linears):
+                errors = [_errors(weight.float().cpu()) for weight in weights]
+                means = {kind: sum(each[kind] for each in errors) / len(errors) for kind in KINDS}
+                found.append({"linear": f"{number} {_NAMES[part]}", **means})
     return found
 
 

@@ -44,10 +44,10 @@ from kernels.quantized_weights import (
 )
 from services.worker.errors import CheckpointError
 from services.worker.loader.config import read_config
+from services.worker.loader.family_tensors import open_family
 from services.worker.loader.formats.module_tensors import ModuleTensors, Tensors
 from services.worker.loader.formats.registry import StoredWeights, WeightReader, reader_of
-from services.worker.loader.tensors import FLOATS, open_checkpoint
-from services.worker.models.registry import family_of
+from services.worker.loader.tensors import FLOATS
 from verify.served import Served
 
 KEPT = 10
@@ -162,7 +162,7 @@ def _opened(model: Served, device: torch.device) -> Iterator[_Weights]:
     try:
         config = read_config(folder)
         reader = reader_of(config.quantization, None)
-        checkpoint = open_checkpoint(folder).renamed(family_of(config.model.architecture).tensor_name)
+        checkpoint = open_family(folder, config.model)
         with checkpoint.opened() as read:
             assert reader is None or isinstance(reader, StoredWeights)
             tensors = Tensors(checkpoint.headers, lambda name: read(name).to(device))

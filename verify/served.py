@@ -15,7 +15,7 @@ from torch import Tensor
 from services.worker.build.choose import build_engine
 from services.worker.errors import CheckpointError
 from services.worker.job import Job, SamplingParams
-from services.worker.models.layers import DecoderLayer
+from services.worker.models.decoder_layer import DecoderLayer
 from services.worker.options import EngineOptions
 from services.worker.runners.inspection import DecoderInspection
 
@@ -117,7 +117,7 @@ class Served:
         self._engine.submit(Job(0, prompt, len(prompt), params))
         answer, times = list[int](), list[float]()
         while self._engine.has_work():
-            answer += [told.token_id for told in self._engine.step().tokens]
+            answer += [token.token_id for token in self._engine.step().tokens]
             times += [time.perf_counter()] * (len(answer) - len(times))
         return answer, (times[-1] - times[0]) / (tokens - 1)
 

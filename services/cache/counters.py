@@ -11,7 +11,7 @@ class Miss(enum.StrEnum):
     ABSENT = "absent"
     """Redis has no value under the key."""
     CORRUPT = "corrupt"
-    """The value in Redis is damaged."""
+    """The value in Redis is damaged, or was not made with the secret of this mesh."""
     TIMEOUT = "timeout"
     """Redis did not answer within the look-up's time limit."""
     BREAKER = "breaker"

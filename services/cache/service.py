@@ -1,7 +1,8 @@
 """The gRPC servicer of weft.v1.Cache: checks requests and passes them to the store. Knows messages, never Redis."""
 
-from collections.abc import AsyncIterator
-from typing import Any
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, TypeVar
 
 from grpc import aio
 
@@ -18,6 +19,9 @@ from services.rpc import Service
 
 NAME = "weft.v1.Cache"
 Context = aio.ServicerContext[Any, Any]
+_MOST_VECTORS = 256
+_FLOAT_BYTES = 4
+_Entry = TypeVar("_Entry")
 
 
 def result_namespace(settings: CacheSettings) -> Namespace[cache.CachedResult]:
@@ -32,13 +36,32 @@ def result_namespace(settings: CacheSettings) -> Namespace[cache.CachedResult]:
     )
 
 
+def vector_namespace(settings: CacheSettings) -> Namespace[bytes | None]:
+    """The namespace of the vectors of texts."""
+    return Namespace(
+        name="vector",
+        kind=Kind.VECTOR,
+        parse=_checked_vector,
+        max_bytes=settings.cache_vector_bytes,
+        max_value_bytes=settings.cache_value_bytes,
+        ttl_s=settings.cache_ttl_s,
+    )
+
+
 class CacheService(cache_pb2_grpc.CacheServicer):
     """`weft.v1.Cache` over a store of results and one of blocks."""
 
-    def __init__(self, store: Store, results: Namespace[cache.CachedResult], blocks: BlockService) -> None:
+    def __init__(
+        self,
+        store: Store,
+        results: Namespace[cache.CachedResult],
+        blocks: BlockService,
+        vectors: Namespace[bytes | None],
+    ) -> None:
         self._store = store
         self._results = results
         self._blocks = blocks
+        self._vectors = vectors
 
     async def GetResult(self, request: cache.GetResultRequest, context: Context) -> cache.GetResultResponse:
         """Returns a stored result. Raises WeftError for a malformed key."""
@@ -74,6 +97,20 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         stored = await self._blocks.put(first.blocks, wanted, _pieces(requests))
         yield cache.PutBlocksResponse(stored=stored)
 
+    async def GetVectors(self, request: cache.GetVectorsRequest, context: Context) -> cache.GetVectorsResponse:
+        """Returns the stored vectors, all looked up at once. Raises WeftError for malformed keys."""
+        keys = [_checked_key(key) for key in _checked_count("keys", request.keys)]
+        found = await asyncio.gather(*(self._store.get(self._vectors, key) for key in keys))
+        return cache.GetVectorsResponse(vectors=[vector or b"" for vector in found])
+
+    async def PutVectors(self, request: cache.PutVectorsRequest, context: Context) -> cache.PutVectorsResponse:
+        """Stores vectors. Raises WeftError for a malformed key or vector."""
+        entries = [(_checked_key(each.key), each.data) for each in _checked_count("vectors", request.vectors)]
+        if any(not data or len(data) % _FLOAT_BYTES for _, data in entries):
+            raise invalid("vectors.data", "must be whole numbers of float32, at least one")
+        stored = await asyncio.gather(*(self._store.put(self._vectors, key, data) for key, data in entries))
+        return cache.PutVectorsResponse(stored=sum(stored))
+
 
 async def _pieces(requests: AsyncIterator[cache.PutBlocksRequest]) -> AsyncIterator[cache.BlockPiece]:
     async for request in requests:
@@ -83,7 +120,12 @@ async def _pieces(requests: AsyncIterator[cache.PutBlocksRequest]) -> AsyncItera
 
 def service(store: Store, blocks: Store, settings: CacheSettings) -> Service:
     """The servicer, and its entry for `rpc.serve`. KV blocks have their own store and so their own connections."""
-    servicer = CacheService(store, result_namespace(settings), BlockService(blocks, block_namespace(settings)))
+    servicer = CacheService(
+        store,
+        result_namespace(settings),
+        BlockService(blocks, block_namespace(settings)),
+        vector_namespace(settings),
+    )
     return Service(NAME, cache_pb2_grpc.add_CacheServicer_to_server, servicer, traced=True)
 
 
@@ -91,3 +133,16 @@ def _checked_key(key: bytes) -> bytes:
     if len(key) != KEY_BYTES:
         raise invalid("key", f"must be {KEY_BYTES} bytes")
     return key
+
+
+def _checked_count(field: str, entries: Sequence[_Entry]) -> Sequence[_Entry]:
+    if len(entries) > _MOST_VECTORS:
+        raise invalid(field, f"at most {_MOST_VECTORS}")
+    return entries
+
+
+def _checked_vector(data: bytes) -> bytes:
+    """A stored vector as it is. Raises ValueError for what is none."""
+    if not data or len(data) % _FLOAT_BYTES:
+        raise ValueError("not whole numbers of float32")
+    return data

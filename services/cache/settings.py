@@ -31,6 +31,7 @@ class CacheSettings(CommonSettings):
     cache_value_bytes: int = Field(1 << 20, gt=0, description="Most bytes of one result.")
     cache_ttl_s: float = Field(86_400.0, ge=0.001, description="Seconds for which a value is kept.")
     cache_block_bytes: int = Field(256 << 20, gt=0, description="Most bytes of all KV blocks in Redis.")
+    cache_vector_bytes: int = Field(64 << 20, gt=0, description="Most bytes of all vectors of texts in Redis.")
     cache_block_budget_ms: float = Field(
         1000.0, gt=0, description="Milliseconds after which looking up or storing a KV block is abandoned."
     )

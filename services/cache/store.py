@@ -63,9 +63,14 @@ class Store:
         timeouts: Timeouts | None = None,
         clock: Callable[[], float] = time.monotonic,
         name: str = "results",
+        secret: bytes = b"",
     ) -> None:
-        """`name` is the store in log lines. Stores share no connection, so the load of one does not delay another."""
+        """`name` is the store in log lines; a value that was not made with `secret` is a miss.
+
+        Stores share no connection, so the load of one does not delay another.
+        """
         self._name = name
+        self._secret = secret
         self.counters = StoreCounters()
         self._timeouts = timeouts or Timeouts()
         self._client = RedisClient(url, self._timeouts, clock, name)
@@ -126,7 +131,7 @@ class Store:
         if not frame:
             return Miss.ABSENT
         try:
-            return namespace.parse(frames.unseal(namespace.kind, key, frame))
+            return namespace.parse(frames.unseal(namespace.kind, key, frame, self._secret))
         except Exception:  # A parser may raise any exception for foreign bytes.
             # The damaged value would keep a good one from being stored.
             with contextlib.suppress(RedisUnavailable):
@@ -135,7 +140,7 @@ class Store:
 
     async def _store(self, namespace: Namespace[Any], key: bytes, payload: bytes) -> int | None:
         """The number of values that were evicted for the new one; None if it was not stored."""
-        frame = frames.seal(namespace.kind, key, payload)
+        frame = frames.seal(namespace.kind, key, payload, self._secret)
         too_large = (
             len(payload) > namespace.max_value_bytes or len(frame) + lru_scripts.ENTRY_BYTES > namespace.max_bytes
         )

@@ -2,4 +2,4 @@
 
 from services import process
 
-process.run("services.gateway.main")
+process.run("services.gateway.processes")

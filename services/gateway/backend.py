@@ -1,14 +1,17 @@
 """What every request of the gateway uses, made once in main. Knows no request."""
 
-from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from services.forms.checks import FormChecks
 from services.gateway.links.catalog import Catalog
+from services.gateway.links.mesh_view import MeshView
 from services.gateway.links.result_cache import ResultCache
 from services.gateway.links.scheduler_link import SchedulerLink
-from services.gateway.links.worker_link import WorkerLinks
+from services.gateway.links.vector_cache import VectorCache
+from services.gateway.links.worker_links import WorkerLinks
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.settings import GatewaySettings
+from services.gateway.text.encoder import Encoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,5 +24,9 @@ class Backend:
     workers: WorkerLinks
     results: ResultCache
     metrics: GatewayMetrics
-    threads: Executor
-    """Tokenizes prompts and renders chat templates."""
+    view: MeshView
+    encoder: Encoder
+    vectors: VectorCache = field(default_factory=lambda: VectorCache("", 0.0))
+    """Vectors of texts; without a cache service it has none."""
+    forms: FormChecks = field(default_factory=FormChecks)
+    """Checks the forms that answers are to have."""

@@ -3,123 +3,174 @@
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncIterator
+import sys
+from collections.abc import AsyncIterator, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import structlog
 
 from protos import mesh_pb2
-from protos.inference_pb2_grpc import add_InferenceServicer_to_server
 from services import process, rpc, telemetry
 from services.gateway.access.authorizer import Authorizer
+from services.gateway.access.bearer_tokens import BearerTokens, TokenKeysError
 from services.gateway.access.tenants import TenantsFileError
-from services.gateway.answers.serve import AnswerService
+from services.gateway.access.usage import UsageTable
 from services.gateway.backend import Backend
-from services.gateway.doors.grpc_gate import AuthInterceptor
-from services.gateway.doors.http import HttpRoutes, HttpServer, listen
-from services.gateway.doors.native import InferenceService
-from services.gateway.doors.openai import OpenAIDoor
-from services.gateway.doors.probes import Probes
 from services.gateway.links.catalog import Catalog
+from services.gateway.links.local_placement import LocalPlacement
+from services.gateway.links.mesh_view import MeshView
 from services.gateway.links.result_cache import ResultCache
 from services.gateway.links.scheduler_link import SchedulerLink
-from services.gateway.links.worker_link import WorkerLinks
+from services.gateway.links.vector_cache import VectorCache
+from services.gateway.links.worker_links import WorkerLinks
+from services.gateway.member import Member
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.ports import Ports
 from services.gateway.settings import GatewaySettings
+from services.gateway.text.encoder import Encoder
+from services.security import identity
 
 log = structlog.get_logger("gateway")
 
+_REPORT_S = 1.0
+READY = "weft.v1.Gateway"
+"""The name in the health service for readiness probes: it does not depend on workers."""
+
 
 @contextlib.asynccontextmanager
-async def gateway(settings: GatewaySettings) -> AsyncIterator[rpc.Server]:
+async def gateway(settings: GatewaySettings, member: Member | None = None) -> AsyncIterator[rpc.Server]:
     """A running gateway. At the end of the block running calls have `drain_s` seconds to end."""
-    gateway_id = f"gateway-{secrets.token_hex(8)}"
-    with ThreadPoolExecutor(settings.gateway_tokenizer_threads, "text") as threads:
-        catalog = Catalog(threads, settings.gateway_chat_special_tokens)
-        workers = WorkerLinks(gateway_id, settings.mesh_id)
-        results = ResultCache(settings.cache_address, settings.gateway_cache_budget_s, settings.mesh_id)
-        changed = asyncio.Event()
-
-        def on_models(models: mesh_pb2.ModelList) -> None:
-            catalog.update(models)
-            changed.set()
-
-        scheduler = SchedulerLink(
-            settings.scheduler_address,
-            gateway_id,
-            settings.gateway_scheduler_wait_s,
-            on_models,
-            workers.lose_worker,
-            settings.mesh_id,
-        )
-        metrics = GatewayMetrics()
-        access = Authorizer(settings.tenants_file)
-        backend = Backend(settings, catalog, scheduler, workers, results, metrics, threads)
-        answers = AnswerService(backend, access)
-        service = InferenceService(answers)
-        rpc.check_address(settings.listen, settings.allow_remote)
-        http = _http_server(settings, answers, access, backend)
-        server = await rpc.serve(
-            settings.listen,
-            [rpc.Service("weft.v1.Inference", add_InferenceServicer_to_server, service)],
-            max_message_bytes=rpc.PUBLIC_MESSAGE_BYTES,
-            allow_remote=settings.allow_remote,
-            counts=metrics.all,
-            metrics_port=settings.metrics_port,
-            mesh_id=settings.mesh_id,
-            interceptors=[AuthInterceptor(access, settings.gateway_open_reflection)],
-        )
-        if http is not None:
-            await http.start()
-        tasks = [
-            asyncio.create_task(scheduler.run()),
-            asyncio.create_task(_follow_models(changed, catalog, workers, server)),
-            asyncio.create_task(access.follow()),
-        ]
-        log.info("listening", port=server.port, http_port=http.port if http is not None else 0)
+    encoder = Encoder(settings.gateway_tokenizer_threads)
+    with ThreadPoolExecutor(1, "bundle") as threads, contextlib.closing(encoder):
+        catalog = Catalog(threads, settings.gateway_chat_special_tokens, settings.gateway_tool_format, encoder)
+        links = _Links(settings, catalog)
+        backend = links.backend(settings, encoder)
+        access = _authorizer(settings, member)
+        rendered = backend.metrics.all.rendered
+        ports = Ports(backend, access, member.scrape if member else rendered, shared=member is not None)
+        await ports.open()
+        following = asyncio.create_task(links.follow_models(ports.grpc))
+        work = [*links.work(), access.follow(), ports.gate.watch(), _report_traffic(links.scheduler, backend.metrics)]
+        if member is not None:
+            work.append(member.follow(rendered))
+        tasks = [asyncio.create_task(each) for each in work]
+        log.info("listening", port=ports.grpc.port, http_port=ports.http_port)
         try:
-            yield server
+            yield ports.grpc
         finally:
-            tasks[1].cancel()
-            await asyncio.gather(server.stop(settings.drain_s), *([http.stop()] if http is not None else []))
+            following.cancel()
+            backend.view.close()
+            await ports.close()
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await catalog.close()
-            await workers.close()
-            await results.close()
+            await asyncio.gather(following, *tasks, return_exceptions=True)
+            await links.close()
+            await backend.forms.close()
 
 
-def _http_server(
-    settings: GatewaySettings, answers: AnswerService, access: Authorizer, backend: Backend
-) -> HttpServer | None:
-    """The HTTP server with the routes of all doors, on the host of the gRPC server; None if it is disabled."""
-    if not settings.gateway_http_port:
+class _Links:
+    """The gateway's links to scheduler, workers and cache, and what each reports to the others."""
+
+    def __init__(self, settings: GatewaySettings, catalog: Catalog) -> None:
+        self.gateway_id = f"gateway-{secrets.token_hex(8)}"
+        self.catalog = catalog
+        self.workers = WorkerLinks(self.gateway_id, settings.mesh_id, settings.gateway_connect_s)
+        self.results = ResultCache(settings.cache_address, settings.gateway_cache_budget_s, settings.mesh_id)
+        self.vectors = VectorCache(settings.cache_address, settings.gateway_cache_budget_s, settings.mesh_id)
+        self.local = LocalPlacement(self.workers)
+        self.scheduler = SchedulerLink(
+            settings.scheduler_address,
+            self.gateway_id,
+            settings.gateway_scheduler_wait_s,
+            self._on_models,
+            self.workers.lose_worker,
+            settings.mesh_id,
+            self.local.place,
+        )
+        self.workers.on_unreachable = self.scheduler.report_unreachable
+        self._changed = asyncio.Event()
+
+    def backend(self, settings: GatewaySettings, encoder: Encoder) -> Backend:
+        """What every request uses."""
+        view = MeshView(settings.scheduler_address, self.gateway_id, settings.mesh_id, lambda: self.results.state)
+        metrics = GatewayMetrics()
+        return Backend(
+            settings, self.catalog, self.scheduler, self.workers, self.results, metrics, view, encoder, self.vectors
+        )
+
+    def work(self) -> list[Coroutine[Any, Any, None]]:
+        """What runs as long as the gateway."""
+        return [self.scheduler.run(), self.workers.watch()]
+
+    async def follow_models(self, server: rpc.Server) -> None:
+        """Updates health and links after each change of the served models.
+
+        The health of the service means that a model is served; that of READY means that the gateway answers: a list of
+        models has arrived, and whether workers serve them is no property of this gateway.
+        """
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            await server.set_health(READY, True)
+            await server.ready(self.catalog.available)
+            await self.workers.keep(self.local.addresses)
+
+    async def close(self) -> None:
+        """Closes all links."""
+        await self.catalog.close()
+        await self.workers.close()
+        await self.results.close()
+        await self.vectors.close()
+
+    def _on_models(self, models: mesh_pb2.ModelList) -> None:
+        self.catalog.update(models)
+        self.local.update(models)
+        self._changed.set()
+
+
+def _authorizer(settings: GatewaySettings, member: Member | None) -> Authorizer:
+    """Who may call, within limits that hold over all members."""
+    shared = UsageTable(member.usage) if member is not None else None
+    salts = identity.current().subkey(b"tenant-salts")
+    number = member.number if member is not None else 0
+    return Authorizer(settings.tenants_file, shared, number, salts, _tokens(settings))
+
+
+def _tokens(settings: GatewaySettings) -> BearerTokens | None:
+    """What checks JSON Web Tokens; None if they are not accepted. The process ends with one line if it is invalid."""
+    if not settings.gateway_jwt_keys:
         return None
-    routes = HttpRoutes(backend.metrics.all)
-    OpenAIDoor(answers, access, backend.catalog).add_to(routes)
-    Probes(backend.catalog).add_to(routes)
-    listener = listen(rpc.host_of(settings.listen), settings.gateway_http_port)
-    return HttpServer(routes.app(), listener, settings.gateway_stall_s, settings.drain_s)
+    try:
+        if not settings.tenants_file:
+            raise TokenKeysError("needs WEFT_TENANTS_FILE, which has the tenants that tokens name")
+        return BearerTokens(
+            settings.gateway_jwt_keys,
+            settings.gateway_jwt_issuer,
+            settings.gateway_jwt_audience,
+            settings.gateway_jwt_claim,
+        )
+    except TokenKeysError as error:
+        process.refuse_to_serve(f"WEFT_GATEWAY_JWT_KEYS {error}")
 
 
-async def _follow_models(changed: asyncio.Event, catalog: Catalog, workers: WorkerLinks, server: rpc.Server) -> None:
-    """Updates health and links after each change of the served models."""
+async def _report_traffic(scheduler: SchedulerLink, metrics: GatewayMetrics) -> None:
+    """Reports the recent traffic to the scheduler, which passes it to every gateway that is asked for the mesh."""
     while True:
-        await changed.wait()
-        changed.clear()
-        await server.ready(catalog.available)
-        await workers.keep(catalog.addresses)
+        await asyncio.sleep(_REPORT_S)
+        scheduler.report(metrics.traffic.roll(metrics.in_flight))
 
 
 async def main() -> None:
     """Serves until SIGTERM or SIGINT."""
     settings = GatewaySettings()
     telemetry.setup("gateway", settings)
+    identity.setup("gateway", settings)
     stop = rpc.stop_requested()
+    member = Member.from_arguments(sys.argv[1:], stop)
     try:
-        async with gateway(settings):
-            rpc.settled()
+        async with gateway(settings, member):
+            rpc.freeze_objects()
             await stop.wait()
             log.info("draining", seconds=settings.drain_s)
     except TenantsFileError as error:

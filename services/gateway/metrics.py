@@ -1,8 +1,11 @@
 """The metrics of the gateway, taken from each request's receipt. Knows no requests under way."""
 
+from collections.abc import Callable
+
 from protos import inference_pb2 as api
 from services import metrics
 from services.errors import WeftError
+from services.gateway.traffic import Traffic
 
 _PROVIDER = "weft"
 _PHASES = ("tokenize", "cache", "queue", "prefill", "decode", "detokenize", "network", "unaccounted")
@@ -18,12 +21,14 @@ class GatewayMetrics:
 
     def __init__(self) -> None:
         self.all = metrics.Metrics()
+        self.traffic = Traffic()
         self.in_flight = 0
         """Generate and Complete calls that are running."""
         add = self.all
         add.gauge("weft_gateway_requests_in_flight", "Requests that are running.", lambda: self.in_flight)
         self._requests = add.counter("weft_gateway_requests", "Requests by outcome.", "model", "code", "finish_reason")
         self._results = add.counter("weft_gateway_results", "Result cache look-ups by outcome.", "model", "outcome")
+        self._vectors = add.counter("weft_gateway_vectors", "Vectors looked up, by outcome.", "model", "outcome")
         self._joined = add.counter("weft_gateway_joined", "Requests that joined another one's generation.", "model")
         self._lost = add.counter("weft_gateway_attempts_lost", "Attempts that a worker did not complete.", "reason")
         self._prompt = add.counter("weft_gateway_prompt_tokens", "Prompt tokens.", "model")
@@ -55,6 +60,8 @@ class GatewayMetrics:
     ) -> None:
         """Counts a request that ended. `model` is a served model, or "" if the request named none."""
         times = receipt.timings
+        if model:
+            self.traffic.model(model).ended(receipt, error is not None)
         code = error.code.name if error is not None else "OK"
         self._requests.add(1, model, code, reason_name(receipt.finish_reason))
         named = (operation, _PROVIDER, model)
@@ -75,9 +82,19 @@ class GatewayMetrics:
         if per_token_s is not None:
             self._per_token.observe(per_token_s, *named)
 
+    def load(self, admitted: Callable[[], float], refused: Callable[[], int]) -> None:
+        """Adds the gate's share of admitted calls and its count of refused ones, which are no requests."""
+        self.all.gauge("weft_gateway_admitted_share", "Share of calls that the process has time for.", admitted)
+        self.all.total("weft_gateway_refused", "Calls that were refused before they were read.", refused)
+
     def looked_up(self, model: str, hit: bool) -> None:
         """Counts a look-up in the result cache."""
         self._results.add(1, model, "hit" if hit else "miss")
+
+    def looked_up_vectors(self, model: str, hits: int, keys: int) -> None:
+        """Counts a look-up of vectors of texts."""
+        self._vectors.add(hits, model, "hit")
+        self._vectors.add(keys - hits, model, "miss")
 
     def attempt_lost(self, error: WeftError) -> None:
         """Counts an attempt that a worker did not complete."""

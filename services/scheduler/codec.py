@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 from protos import mesh_pb2 as mesh
 from services.errors import invalid
 from services.hashing import KEY_BYTES
 from services.scheduler.core.messages import (
+    Adapter,
     Assigned,
     Card,
     EndedJob,
@@ -17,13 +19,21 @@ from services.scheduler.core.messages import (
     Rejected,
     RunningJob,
     SchedulerHello,
+    ServedWorker,
     Submit,
+    Suspects,
     WorkerHello,
     WorkerLoading,
     WorkerLost,
     WorkerMessage,
     WorkerReport,
 )
+
+_COUNTERS = (
+    "steps", "step_s", "running", "waiting", "prefill_backlog", "prefill_rate", "decode_s", "free_blocks",
+    "cached_blocks", "active_blocks", "preemptions",
+)  # fmt: skip
+"""Fields of a worker's report that are the same in both forms."""
 
 # ---- received ----
 
@@ -51,6 +61,11 @@ def submit_from(submit: mesh.Submit) -> Submit:
         body=submit.body,
         avoid=frozenset(submit.avoid),
         unjoinable=submit.unjoinable,
+        fingerprint=submit.fingerprint,
+        lost_on=submit.lost_on,
+        lost_after=submit.lost_after,
+        sheddable=submit.sheddable,
+        adapter=submit.adapter,
     )
 
 
@@ -63,7 +78,13 @@ def hello_from(hello: mesh.WorkerHello) -> WorkerHello:
         credits=hello.credits,
         running=tuple(RunningJob(job.job_id, job.attempt) for job in hello.running),
         stored_keys=hello.stored_keys,
+        adapters=adapters_from(hello.adapters),
     )
+
+
+def adapters_from(found: mesh.AdapterList) -> tuple[Adapter, ...]:
+    """The adapters that a worker serves."""
+    return tuple(Adapter(each.name, each.fingerprint, each.rank, each.bytes, each.resident) for each in found.adapters)
 
 
 def loading_from(loading: mesh.WorkerLoading) -> WorkerLoading:
@@ -91,22 +112,24 @@ def report_from(report: mesh.WorkerReport) -> WorkerReport:
     """A worker's report. Raises WeftError, which names the field."""
     _check_keys("stored_keys", report.stored_keys)
     _check_keys("evicted_keys", report.evicted_keys)
-    for name in ("step_s", "prefill_rate", "decode_s"):
+    for name in ("step_s", "prefill_rate", "decode_s", "engine_cpu_s"):
         if not 0 <= getattr(report, name) < math.inf:
             raise invalid(name, "must be a finite number from 0")
     return WorkerReport(
-        steps=report.steps,
-        step_s=report.step_s,
-        running=report.running,
-        waiting=report.waiting,
-        prefill_backlog=report.prefill_backlog,
-        prefill_rate=report.prefill_rate,
-        decode_s=report.decode_s,
+        **_counters(report),
         ended=tuple(EndedJob(job.job_id, job.attempt, job.tokens, job.placement) for job in report.ended),
         stored_keys=report.stored_keys,
         evicted_keys=report.evicted_keys,
         draining=report.draining,
+        engine_cpu_s=report.engine_cpu_s,
+        busy=report.busy,
+        adapters=adapters_from(report.adapters) if report.HasField("adapters") else None,
     )
+
+
+def _counters(report: mesh.WorkerReport | WorkerReport) -> dict[str, Any]:
+    """What a report counts and measures, in either form."""
+    return {name: getattr(report, name) for name in _COUNTERS}
 
 
 def _check_keys(field: str, joined: bytes) -> None:
@@ -130,6 +153,7 @@ def to_gateway(message: GatewayMessage, mesh_id: str = "") -> mesh.DispatchRespo
                     queue_s=message.queue_s,
                     matched_blocks=message.matched_blocks,
                     placement=message.placement,
+                    probation=message.probation,
                 )
             )
         case Joined():
@@ -145,21 +169,40 @@ def to_gateway(message: GatewayMessage, mesh_id: str = "") -> mesh.DispatchRespo
         case Rejected(job_id, attempt, failure):
             rejected = mesh.Rejected(job_id=job_id, attempt=attempt, failure=failure_of(failure))
             return mesh.DispatchResponse(rejected=rejected)
+        case Suspects(fingerprints):
+            return mesh.DispatchResponse(suspects=mesh.Suspects(fingerprints=fingerprints))
         case WorkerLost(worker_id):
             return mesh.DispatchResponse(worker_lost=mesh.WorkerLost(worker_id=worker_id))
         case ModelList(models, loading):
             served = []
             for model in models:
                 assert isinstance(model.card.detail, mesh.ModelCard), model
-                served.append(mesh.ServedModel(card=model.card.detail, addresses=model.addresses))
+                workers = [_served_worker(worker) for worker in model.workers]
+                served.append(mesh.ServedModel(card=model.card.detail, addresses=model.addresses, workers=workers))
             return mesh.DispatchResponse(models=mesh.ModelList(models=served, loading=loading_messages(loading)))
         case SchedulerHello(epoch):
-            return mesh.DispatchResponse(hello=mesh.SchedulerHello(epoch=epoch, mesh_id=mesh_id))
+            hello = mesh.SchedulerHello(epoch=epoch, mesh_id=mesh_id, accepts_reports=True)
+            return mesh.DispatchResponse(hello=hello)
+
+
+def _served_worker(worker: ServedWorker) -> mesh.ServedWorker:
+    adapters = [mesh.AdapterState(**each._asdict()) for each in worker.adapters]
+    return mesh.ServedWorker(
+        worker_id=worker.worker_id, address=worker.address, credits=worker.credits, adapters=adapters
+    )
 
 
 def loading_messages(loading: Iterable[WorkerLoading]) -> list[mesh.WorkerLoading]:
     """The starting workers as protobuf messages."""
     return [mesh.WorkerLoading(**each._asdict()) for each in loading]
+
+
+def report_message(report: WorkerReport) -> mesh.WorkerReport:
+    """The counters of a worker's report."""
+    return mesh.WorkerReport(
+        **_counters(report),
+        draining=report.draining,
+    )
 
 
 def to_worker(message: WorkerMessage, mesh_id: str = "") -> mesh.AttachResponse:

@@ -9,6 +9,7 @@ from services import rpc, telemetry
 from services.scheduler.core.scheduler import SchedulerCore
 from services.scheduler.service import service
 from services.scheduler.settings import SchedulerSettings
+from services.security import identity
 
 log = structlog.get_logger("scheduler")
 
@@ -17,18 +18,20 @@ async def main() -> None:
     """Serves until SIGTERM or SIGINT. The state is not stored: gateways and workers register at the next scheduler."""
     settings = SchedulerSettings()
     telemetry.setup("scheduler", settings)
+    own = identity.setup("scheduler", settings)
     stop = rpc.stop_requested()
     epoch = time.time_ns() // 1_000_000
     servicer, served = service(SchedulerCore(epoch, time.monotonic(), settings.limits()), settings.mesh_id)
     server = await rpc.serve(
         settings.listen,
         [served],
-        allow_remote=settings.allow_remote,
+        allow_unprotected=settings.allow_unprotected,
+        identity=own,
         counts=servicer.metrics.all,
         metrics_port=settings.metrics_port,
         mesh_id=settings.mesh_id,
     )
-    rpc.settled()
+    rpc.freeze_objects()
     await server.ready()
     log.info("ready", port=server.port, epoch=epoch)
     clock = asyncio.create_task(servicer.run_clock())

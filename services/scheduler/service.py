@@ -13,7 +13,6 @@ from grpc import StatusCode, aio
 
 from protos import mesh_pb2 as mesh
 from protos import mesh_pb2_grpc as mesh_grpc
-from services import mesh_id as mesh_ids
 from services import rpc
 from services.errors import WeftError, invalid
 from services.scheduler import codec, overview
@@ -33,10 +32,13 @@ from services.scheduler.core.scheduler import SchedulerCore
 from services.scheduler.metrics import SchedulerMetrics
 from services.scheduler.peer_stream import PeerStream, replace_stream
 from services.scheduler.tracing import QueueSpans
+from services.security import mesh_id as mesh_ids
 
 log = structlog.get_logger("scheduler")
 
 TICK_S = 0.05
+HEARTBEAT_S = 0.5
+"""Time between two heartbeats to each gateway."""
 PAUSE_S = 0.25
 """A tick that is this late means that the process was stopped or did not read its streams."""
 
@@ -60,11 +62,14 @@ class SchedulerService(mesh_grpc.SchedulerServicer):
         self._gateways: dict[str, PeerStream[mesh.DispatchResponse]] = {}
         self._workers: dict[str, PeerStream[mesh.AttachResponse]] = {}
         self._loading: dict[str, PeerStream[mesh.AttachResponse]] = {}
+        self._reports: dict[str, mesh.GatewayReport] = {}
+        """The last report of each attached gateway; of one that has sent none, only its id."""
         self._spans = QueueSpans()
         self.metrics = SchedulerMetrics(core, lambda: len(self._gateways))
 
     async def run_clock(self) -> None:
         """Sends a tick to the core every 50 ms until cancelled."""
+        beat_at = 0.0
         while True:
             slept_at = self._clock()
             await asyncio.sleep(TICK_S)
@@ -73,6 +78,10 @@ class SchedulerService(mesh_grpc.SchedulerServicer):
                 log.warning("the scheduler was paused", seconds=round(now - slept_at, 3))
                 self._core.on_pause(now - slept_at)
             self._perform(self._core.on_tick(now))
+            if now - beat_at >= HEARTBEAT_S:
+                beat_at = now
+                for stream in self._gateways.values():
+                    stream.send(mesh.DispatchResponse(heartbeat=mesh.SchedulerHeartbeat()))
 
     # ---- gateways ----
 
@@ -87,13 +96,14 @@ class SchedulerService(mesh_grpc.SchedulerServicer):
         self._check_mesh(hello.mesh_id, "gateway", gateway_id)
         stream: PeerStream[mesh.DispatchResponse] = PeerStream(self._queue_limit)
         replace_stream(self._gateways, gateway_id, stream)
+        self._reports[gateway_id] = mesh.GatewayReport(gateway_id=gateway_id)
         log.info("gateway attached", gateway_id=gateway_id)
         self._perform(self._core.on_gateway_attached(gateway_id, self._clock()))
         try:
             await stream.run(asyncio.create_task(self._read_gateway(gateway_id, requests)), context)
         finally:
             if self._gateways.get(gateway_id) is stream:
-                del self._gateways[gateway_id]
+                del self._gateways[gateway_id], self._reports[gateway_id]
                 log.info("gateway detached", gateway_id=gateway_id)
                 self._spans.cancel_all(gateway_id)
                 self._perform(self._core.on_gateway_detached(gateway_id, self._clock()))
@@ -107,6 +117,14 @@ class SchedulerService(mesh_grpc.SchedulerServicer):
                     job_id = request.withdraw.job_id
                     self._spans.cancel(gateway_id, job_id)
                     self._perform(self._core.on_withdraw(gateway_id, job_id, self._clock()))
+                case "report":
+                    request.report.gateway_id = gateway_id
+                    self._reports[gateway_id] = request.report
+                case "survived":
+                    self._perform(self._core.on_survived(gateway_id, request.survived.job_id, self._clock()))
+                case "unreachable":
+                    addresses = frozenset(request.unreachable.addresses)
+                    self._perform(self._core.on_unreachable(gateway_id, addresses, self._clock()))
                 case _:
                     raise _unexpected()
 
@@ -197,7 +215,7 @@ class SchedulerService(mesh_grpc.SchedulerServicer):
         self, request: mesh.OverviewRequest, context: aio.ServicerContext[Any, Any]
     ) -> mesh.OverviewResponse:
         """Workers, models and queues as of now."""
-        return overview.overview_of(self._core.state, len(self._gateways), self._clock())
+        return overview.overview_of(self._core.state, self._reports.values(), self._clock())
 
     # ---- commands ----
 

@@ -6,8 +6,10 @@ Positions count tokens of the answer from 0, so the next position of a job is `l
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from services.forms.form import Form
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +44,55 @@ class SamplingParams:
     """None: not asked. 0: of the chosen token. n: also of the n most likely ones."""
     ignore_eos: bool = False
     """Do not end at the model's end tokens."""
+    bad_sequences: tuple[tuple[int, ...], ...] = ()
+    """Sequences of tokens that the answer does not contain; none is empty."""
+    structured: Form | None = None
+    """The form of the answer. An end or stop token ends it only where the form is complete."""
+    prompt_logprobs: int | None = None
+    """As `logprobs`, for each token of the prompt but the first."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Adapter:
+    """A low-rank adapter of the worker's model."""
+
+    name: str
+    fingerprint: bytes
+    """Equal for adapters that compute the same."""
+    rank: int
+    nbytes: int
+    """Of the copy in host memory."""
+    weights: Any = field(repr=False)
+    """That copy, as the runner's pages made it."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeTask:
+    """What an encoder computes: a vector for each text of a job, or the scores of its labels."""
+
+    lengths: tuple[int, ...]
+    """Tokens of each text, none 0; the job's tokens are those of all texts, one text behind another."""
+    seconds: tuple[int, ...] = ()
+    """Where the second text of each pair begins, counted within the pair; empty: there are no pairs."""
+    dimensions: int = 0
+    """Leading numbers of each vector to keep; 0: all."""
+    normalize: bool = False
+    """Vectors get length 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vectors:
+    """What an encoder computed for the texts of a job."""
+
+    width: int
+    """Numbers of each vector."""
+    data: bytes
+    """The numbers as float32, little-endian, one text behind another."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One sequence to continue."""
+    """One sequence to continue, or texts to encode."""
 
     key: int
     """The caller's handle."""
@@ -66,6 +112,12 @@ class Job:
     """When it must have ended, on the clock `time.monotonic`."""
     priority: int = 0
     """Higher is sooner."""
+    speculation: int | None = None
+    """Most guesses of a step; 0: none; None: the engine's choice. Changes no token."""
+    adapter: Adapter | None = None
+    """What is added to the model's products; None: the model as it is."""
+    encode: EncodeTask | None = None
+    """What an encoder computes; None: the job is continued."""
 
 
 class EndReason(enum.Enum):
@@ -123,6 +175,10 @@ class Cost:
     """Whether it produced a token."""
     preempted_s: tuple[float, ...] = ()
     """Seconds from its arrival to each pause."""
+    drafted_tokens: int = 0
+    """Tokens of its answer that were guessed."""
+    accepted_tokens: int = 0
+    """Guesses that were right."""
 
 
 class TokenOut(NamedTuple):
@@ -156,9 +212,45 @@ class Ended:
     """The end or stop token that ended it."""
     error: Failure | None = None
     """Why it failed, if reason is ERROR."""
+    vectors: Vectors | None = None
+    """Of a job that was encoded."""
+    failed_text: int | None = None
+    """Index of the text that could not be encoded, if one failed."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
+class GuessCounts:
+    """What became of guesses."""
+
+    rows: int = 0
+    """Rows with guesses."""
+    drafted: int = 0
+    """Guesses."""
+    accepted: int = 0
+    """Guesses that were right."""
+    drafted_at: list[int] = field(default_factory=list)
+    """By their place in the row, from the first."""
+    accepted_at: list[int] = field(default_factory=list)
+    """The same of those that were right."""
+
+    def add(self, drafted: int, accepted: int) -> None:
+        """Count a row."""
+        self.rows += 1
+        self.drafted += drafted
+        self.accepted += accepted
+        missing = [0] * (drafted - len(self.drafted_at))
+        self.drafted_at += missing
+        self.accepted_at += missing
+        for place in range(drafted):
+            self.drafted_at[place] += 1
+            self.accepted_at[place] += place < accepted
+
+    def copy(self) -> "GuessCounts":
+        """The counts as of now."""
+        return replace(self, drafted_at=self.drafted_at.copy(), accepted_at=self.accepted_at.copy())
+
+
+@dataclass(slots=True)
 class StepOutput:
     """The results of one engine step. A job's end follows its last token."""
 
@@ -166,10 +258,27 @@ class StepOutput:
     """New tokens; those of one job in the order of their positions."""
     ended: list[Ended]
     """Jobs that ended."""
+    extra: list[int] = field(default_factory=list)
+    """For each row that drew more than one token: the number of the others."""
+    scores: list["PromptScores"] = field(default_factory=list)
+    """Log-probabilities of prompts; those of one job in the order of their positions, and before its first token."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stats:
+class PromptScores(NamedTuple):
+    """The log-probabilities of a part of a prompt."""
+
+    key: int
+    """The job."""
+    position: int
+    """The place of the first of these tokens in the prompt, at least 1."""
+    logprobs: list[float]
+    """Natural logarithm of the model's own probability of each token."""
+    tops: list[list[tuple[int, float]]]
+    """For each the most likely tokens and their log-probabilities, most likely first; empty lists if none were asked
+    for."""
+
+
+class Stats(NamedTuple):
     """The engine's counters and gauges."""
 
     steps: int
@@ -196,3 +305,7 @@ class Stats:
     """Preemptions since the start."""
     predicted_step_s: float
     """Seconds that the step in flight is predicted to take; 0 when idle."""
+    guesses: GuessCounts = field(default_factory=GuessCounts)
+    """Of speculation since the start."""
+    resident: tuple[bytes, ...] = ()
+    """Fingerprints of the adapters in device memory."""

@@ -11,17 +11,25 @@ import structlog
 
 from protos import mesh_pb2 as mesh
 from protos import mesh_pb2_grpc as mesh_grpc
+from protos import vllm_engine_pb2_grpc as vllm_grpc
 from services import process, rpc, telemetry
+from services.hang_watch import watching
+from services.security import identity
 from services.worker.build.load import LoadedModel, abandon, load_model
 from services.worker.build.share_blocks import shared_prefixes
 from services.worker.errors import CheckpointError
+from services.worker.loader.stop_watch import StopWatches
+from services.worker.service.adapters import Adapters
 from services.worker.service.address import NoAddress, advertised
 from services.worker.service.engine_thread import EngineFailed, EngineThread
+from services.worker.service.heartbeat import Progress
 from services.worker.service.jobs import Jobs
 from services.worker.service.metrics import WorkerMetrics
 from services.worker.service.scheduler_link import Refused, SchedulerLink, report_of
 from services.worker.service.servicer import Loaded, WorkerService
 from services.worker.service.startup import READY, Startup, announce
+from services.worker.service.vllm.servicer import NAME as VLLM
+from services.worker.service.vllm.servicer import EngineModel, VllmEngineService
 from services.worker.settings import WorkerSettings
 
 log = structlog.get_logger("worker")
@@ -36,13 +44,18 @@ async def main() -> None:
     """Serve until SIGTERM or SIGINT, then let running jobs finish. Exits with a one-line reason if it cannot serve."""
     settings = WorkerSettings()
     telemetry.setup("worker", settings)
+    own = identity.setup("worker", settings)
     stop = rpc.stop_requested()
     startup, metrics = _startup(settings), WorkerMetrics()
-    service = WorkerService(startup)
+    service, others = WorkerService(startup), VllmEngineService(startup)
     server = await rpc.serve(
         settings.listen,
-        [rpc.Service(NAME, mesh_grpc.add_WorkerServicer_to_server, service)],
-        allow_remote=settings.allow_remote,
+        [
+            rpc.Service(NAME, mesh_grpc.add_WorkerServicer_to_server, service),
+            rpc.Service(VLLM, vllm_grpc.add_VllmEngineServicer_to_server, others),
+        ],
+        allow_unprotected=settings.allow_unprotected,
+        identity=own,
         counts=metrics.all,
         metrics_port=settings.metrics_port,
         mesh_id=settings.mesh_id,
@@ -53,7 +66,10 @@ async def main() -> None:
             advertised, settings.advertise, settings.listen, server.port, settings.scheduler_address
         )
         model = await _load(settings, startup, server, stop)
-        jobs = _open_jobs(model, service, metrics, settings.orphan_s)
+        adapters = Adapters(
+            model.read_adapter, settings.most_adapters, lambda: model.engine.stats().resident, model.adapters
+        )
+        jobs, progress = _open_jobs(model, adapters, service, others, metrics, settings.orphan_s)
         sharing = settings.cache_address if settings.prefix_fetch and settings.prefix_cache else ""
         async with shared_prefixes(sharing, model.engine, metrics.all, settings.mesh_id):
             hello = mesh.WorkerHello(
@@ -63,12 +79,15 @@ async def main() -> None:
                 credits=model.max_batch_size,
                 mesh_id=settings.mesh_id,
             )
-            attachment = SchedulerLink(settings.scheduler_address, hello, model.engine, jobs)
+            attachment = SchedulerLink(settings.scheduler_address, hello, model.engine, jobs, progress, adapters)
+            adapters.changed = attachment.changed
             structlog.contextvars.bind_contextvars(worker=hello.worker_id)
-            with EngineThread(model.engine, jobs, attachment) as failed:
+            with (engine_thread := EngineThread(model.engine, jobs, attachment)) as failed:
+                progress.watch(engine_thread.thread)
                 await _ready(server, startup)
                 attached = asyncio.create_task(attachment.run())
-                await _until(stop, attached, failed)
+                with watching(progress.hang_check()):
+                    await _until(stop, attached, failed)
                 await _drain(settings.drain_s, startup, jobs, attachment)
                 attached.cancel()
                 await server.stop(1.0)
@@ -115,20 +134,32 @@ async def _leave_at_once(server: rpc.Server) -> NoReturn:
     os._exit(0)
 
 
-def _open_jobs(model: LoadedModel, service: WorkerService, metrics: WorkerMetrics, orphan_s: float) -> Jobs:
-    """The jobs of a loaded model, which the service accepts from now on."""
+def _open_jobs(
+    model: LoadedModel,
+    adapters: Adapters,
+    service: WorkerService,
+    others: VllmEngineService,
+    metrics: WorkerMetrics,
+    orphan_s: float,
+) -> tuple[Jobs, Progress]:
+    """The jobs of a loaded model, which both services accept from now on."""
     engine, card = model.engine, model.card
     metrics.loaded(card.name, model.max_batch_size, engine.stats)
-    jobs = Jobs(engine, card, orphan_s, metrics)
-    service.loaded(
-        Loaded(jobs, model.bundle, card.bundle_digest, lambda: report_of(engine.stats(), jobs), engine.profiler)
-    )
-    return jobs
+    jobs = Jobs(engine, card, orphan_s, metrics, adapters)
+    progress = Progress(engine.stats, jobs)
+
+    def report() -> mesh.WorkerReport:
+        return report_of(engine.stats(), jobs, progress)
+
+    service.loaded(Loaded(jobs, adapters, progress, model.bundle, card.bundle_digest, report, engine.profiler))
+    watches = StopWatches(mesh.Bundle.FromString(model.bundle).tokenizer_json)
+    others.loaded(EngineModel(jobs, card, model.bundle, report, watches.watch, model.max_batch_size))
+    return jobs, progress
 
 
 async def _ready(server: rpc.Server, startup: Startup) -> None:
     startup.phase = READY
-    rpc.settled()
+    rpc.freeze_objects()
     await server.ready()
 
 

@@ -8,7 +8,8 @@ class Numerics:
     """How a model's numbers are computed and stored.
 
     Models of equal checkpoints and equal `fingerprint_parts` may continue one another's answers and share results.
-    Blocks of equal `block_layout` may be exchanged.
+    Blocks of equal `block_layout` may be exchanged. An adapter belongs to a job, not to the worker:
+    `hashing.adapted` adds it to the fingerprint.
     """
 
     dtype: str
@@ -31,9 +32,8 @@ class Numerics:
     scales_digest: str = ""
     """Of measured scales, once they are measured: they may differ between machines."""
     shard: str = "0of1"
-    """Which part of the model this worker has."""
-    adapter: str = ""
-    """The adapter on top of the weights; empty: none."""
+    """Which part of the model this worker has; or by how many ranks it has the layers computed, which add up partial
+    sums."""
 
     def fingerprint_parts(self) -> list[str]:
         """What enters the model's fingerprint, known before the checkpoint is read."""
@@ -41,10 +41,10 @@ class Numerics:
         # Equal fingerprints promise equal bits where the mode does, and devices add up in different orders.
         if self.device == "paced" or (self.device == "gpu" and self.deterministic):
             parts.append(self.device)
+        parts += [self.shard] if self.deterministic and self.shard != "0of1" else []
         parts += [self.weights] if self.weights else []
         parts += [self.kv_dtype] if self.kv_dtype != "auto" else []
         parts += [self.kv_scales] if self.kv_scales != "checkpoint" else []
-        parts += [f"adapter {self.adapter}"] if self.adapter else []
         return parts
 
     def loaded(self, stored: str, scales_digest: str) -> "Numerics":
@@ -59,5 +59,4 @@ class Numerics:
             parts.append("gpu" if self.device == "gpu" else str(self.threads))
         parts += [self.weights] if self.weights else []
         parts += [self.scales_digest] if self.scales_digest else []
-        parts += [f"adapter {self.adapter}"] if self.adapter else []
         return "/".join(parts)

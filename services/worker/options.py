@@ -8,6 +8,13 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from services.worker.numerics import Numerics
 
+SPECULATE = r"^(ngram|suffix|draft:.+)?$"
+SPECULATORS = "ngram, suffix, draft:MODEL"
+"""The pattern of `speculate`, and its values for people."""
+DEFAULT_SLOTS = 8
+ADAPTER_NAME = r"[A-Za-z0-9._-]{1,64}"
+RUNTIMES = ("onnxruntime", "openvino", "tensorrt", "exported", "compile")
+"""Engines that compute a decoder in another runtime, or as a graph."""
 Progress = Callable[[str, int, int], None]
 """progress(phase, done, total) is called during the start of an engine."""
 
@@ -22,11 +29,14 @@ class EngineOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, populate_by_name=True, extra="forbid")
 
-    engine: Literal["auto", "gpu", "torch", "paced"] = Field(
-        "auto",
-        validation_alias=known_as("ENGINE"),
-        description="What computes: gpu, or plain torch on the CPU; auto takes the GPU if there is one. paced only "
-        "pretends, at a set pace.",
+    engine: Literal["auto", "gpu", "torch", "onnxruntime", "openvino", "tensorrt", "exported", "compile", "paced"] = (
+        Field(
+            "auto",
+            validation_alias=known_as("ENGINE"),
+            description="What computes: gpu, or plain torch on the CPU; auto takes the GPU if there is one. "
+            "onnxruntime, openvino, tensorrt and exported compute what `weft export` wrote, compile what torch.compile "
+            "makes of the checkpoint (docs/engines.md). paced only pretends, at a set pace.",
+        )
     )
     max_batch_size: int = Field(
         64,
@@ -52,6 +62,14 @@ class EngineOptions(BaseModel):
         ge=1,
         description="Beside many running answers, prompt tokens of a step when one prompt waits (n prompts: n * n "
         "times as many); on a GPU 200 unless set. Less keeps answers even, more computes prompts sooner.",
+    )
+    max_wait_ms: float = Field(
+        5.0,
+        ge=0,
+        le=1000,
+        validation_alias=known_as("MAX_WAIT_MS"),
+        description="Milliseconds that an encoder's batch waits for more texts at the most; a full one does not wait, "
+        "nor does one for which no more are expected.",
     )
     prefix_cache: bool = Field(True, description="Keep computed prefixes for later requests.")
     host_kv_bytes: int = Field(
@@ -81,11 +99,60 @@ class EngineOptions(BaseModel):
         description="Of keys and values in fp8, by head: what the checkpoint says, else 1; dynamic measures them at "
         "the start, by a prompt of 256 random tokens, unless the checkpoint brings any.",
     )
+    speculate: str = Field(
+        "",
+        pattern=SPECULATE,
+        description="Who guesses tokens, which a step then checks several at a time: ngram (what followed the last "
+        "tokens before), suffix (also in the tenant's earlier answers), "
+        "draft:MODEL (a small model of the same vocabulary). It changes no token. Empty: nobody.",
+    )
+    speculate_depth: int | None = Field(
+        None, ge=1, le=8, description="Guesses for each answer and step; absent: chosen by what is measured, down to 0."
+    )
+    draft_quantize: Literal["int8", "int4", "fp8", "nf4"] | None = Field(
+        None, description="Round the draft model's weights as they come in; absent: serve them as they are."
+    )
+    adapter_slots: int | None = Field(
+        None,
+        ge=0,
+        le=1024,
+        validation_alias=known_as("MAX_LORAS"),
+        description="Adapters that device memory holds at a time, the least recently used one makes room; 0: none are "
+        "served. Absent: 8; on a GPU only if adapters are given at the start, because their memory is reserved.",
+    )
+    adapter_rank: int = Field(
+        16,
+        ge=1,
+        le=256,
+        validation_alias=known_as("MAX_LORA_RANK"),
+        description="Largest rank of an adapter.",
+    )
+    tensor_parallel: int = Field(
+        1, ge=1, le=64, description="Processes that share each layer: heads, neurons and vocabulary. On CPUs so far."
+    )
+    pipeline_parallel: int = Field(
+        1, ge=1, le=64, description="Stages of layers, each computed by processes of its own. On CPUs so far."
+    )
     threads: int | None = Field(None, ge=1, description="CPU threads of the engine; absent: torch's choice.")
     paced_step_ms: float = Field(10.0, ge=0, description="Milliseconds of a step of the paced engine.")
     paced_prefill_rate: float = Field(
         0.0, ge=0, description="Prompt tokens that the paced engine computes in a second; 0: any number."
     )
+
+    paced_acceptance: float = Field(
+        0.7, ge=0, le=1, description="How often a guess of the paced engine's draft model, which it pretends, is right."
+    )
+
+    @property
+    def draft(self) -> str:
+        """The model that guesses; empty: none does."""
+        name, _, model = self.speculate.partition(":")
+        return model if name == "draft" else ""
+
+    @property
+    def adapter_room(self) -> int:
+        """Adapters that device memory holds at a time."""
+        return self.adapter_slots if self.adapter_slots is not None else 0 if self.on_gpu else DEFAULT_SLOTS
 
     @property
     def on_gpu(self) -> bool:
@@ -107,6 +174,7 @@ class EngineOptions(BaseModel):
             weights=self.quantize or "",
             kv_dtype=self.kv_dtype,
             kv_scales=self.kv_scales,
+            shard="0of1" if self.tensor_parallel == 1 else f"tensor{self.tensor_parallel}",
         )
 
 

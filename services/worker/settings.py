@@ -7,7 +7,7 @@ from pydantic import AliasChoices, Field
 from pydantic_settings import SettingsConfigDict
 
 from services.settings import SCHEDULER_ADDRESS, WORKER_ADDRESS, CommonSettings
-from services.worker.options import EngineOptions
+from services.worker.options import EngineOptions, known_as
 
 
 class WorkerSettings(EngineOptions, CommonSettings):
@@ -29,6 +29,15 @@ class WorkerSettings(EngineOptions, CommonSettings):
         description="Name that requests use; empty: the last part of the model's.",
     )
     aliases: list[str] = Field([], description="Other names of the model, as a JSON list.")
+    adapters: list[str] = Field(
+        [], description="Adapters that are served from the start, as a JSON list of NAME=FOLDER."
+    )
+    most_adapters: int = Field(
+        64,
+        ge=0,
+        validation_alias=known_as("MAX_CPU_LORAS"),
+        description="Most adapters that the worker serves; each has a copy in host memory.",
+    )
     cache_address: str = Field("", description="host:port of the cache service; empty: prefixes are not shared.")
     prefix_fetch: bool = Field(
         True,

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from weft.cli import generate, measure, serve, warm
+from weft.cli import adapters, batch, embed, export, generate, measure, serve, warm
 from weft.cli.flags import fail
 
 app = typer.Typer(
@@ -37,9 +37,13 @@ def main(
 app.command()(serve.serve)
 app.command("demo")(serve.demonstrate)
 app.command()(warm.warm)
+app.command()(export.export)
 app.command()(generate.generate)
 app.command()(generate.chat)
+app.command()(embed.embed)
 app.command()(generate.models)
+app.command()(batch.batch)
+app.add_typer(adapters.app)
 
 
 @app.command()

@@ -20,7 +20,7 @@ async def run(prompt: str, out: Console) -> None:
 
     Greedy, so that the same prompt is answered from the result cache the next time.
     """
-    spec = MeshSpec(models=[str(model_folder())], home=default_home(), free_ports=True)
+    spec = MeshSpec(models=[str(model_folder())], home=default_home(), free_ports=True, gateways=1)
     async with mesh.up(spec, out) as running, Client(running.address, deadline_s=120) as weft:
         out.print()
         out.print(prompt, style="bold", end="", markup=False)

@@ -11,6 +11,7 @@ import ssl
 import subprocess
 import sys
 from collections.abc import Awaitable, Iterator
+from contextlib import aclosing
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -21,10 +22,12 @@ from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.console import Console
 
+from protos import inference_pb2 as api
 from services.host import available_memory
+from services.worker.parallel.placement import numa_nodes
 from weft.cli.reach import TIMEOUT_S, listens
-from weft.cli.top import MeshProbe, NoScheduler
 from weft.client.api import Client
+from weft.client.channel import open_channel
 from weft.client.errors import WeftError
 
 _LEAST_PYTHON = (3, 11)
@@ -57,7 +60,7 @@ async def examine(address: str, scheduler: str, redis_url: str) -> list[Finding]
     """The findings of all checks, within a few seconds. Raises nothing."""
     findings = [_python(), *_packages(), _gpu(), _memory(), _ports(address, scheduler)]
     remote: list[Awaitable[Finding]] = [asyncio.to_thread(_redis, redis_url), _health(address), _models(address)]
-    return [*findings, *await asyncio.gather(*remote, _workers(scheduler))]
+    return [*findings, *await asyncio.gather(*remote, _workers(address))]
 
 
 def print_findings(findings: list[Finding], out: Console) -> int:
@@ -116,7 +119,9 @@ def _gpu() -> Finding:
 def _memory() -> Finding:
     free = available_memory()
     verdict = Verdict.OK if free >= _LEAST_MEMORY else Verdict.NOTE
-    return Finding("memory", verdict, f"{free / 2**30:.1f} GiB free, {os.cpu_count()} cores")
+    nodes = len(numa_nodes())
+    where = f" on {nodes} NUMA nodes, to which ranks are pinned" if nodes > 1 else ""
+    return Finding("memory", verdict, f"{free / 2**30:.1f} GiB free, {os.cpu_count()} cores{where}")
 
 
 def _ports(*addresses: str) -> Finding:
@@ -170,7 +175,7 @@ def _connected(parts: SplitResult) -> socket.socket:
 async def _health(address: str) -> Finding:
     if not await asyncio.to_thread(listens, address):
         return Finding("mesh", Verdict.NOTE, f"none at {address}: start one with `weft serve`")
-    async with aio.insecure_channel(address) as channel:
+    async with open_channel(address) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         try:
             request = health_pb2.HealthCheckRequest(service="weft.v1.Inference")
@@ -195,15 +200,26 @@ async def _models(address: str) -> Finding:
     return Finding("models", Verdict.OK if models else Verdict.BAD, detail or "none is served")
 
 
-async def _workers(scheduler: str) -> Finding:
-    probe = MeshProbe(scheduler)
+async def _workers(address: str) -> Finding:
     try:
-        snapshot = await probe.snapshot()
-    except NoScheduler:
-        return Finding("workers", Verdict.NOTE, f"unknown: no scheduler at {scheduler}")
-    finally:
-        await probe.close()
-    silent = [each.overview.worker_id for each in snapshot.workers if each.status is None or not each.overview.ready]
-    if silent:
-        return Finding("workers", Verdict.BAD, f"accept no jobs: {', '.join(silent)}")
-    return Finding("workers", Verdict.OK if snapshot.workers else Verdict.NOTE, f"{len(snapshot.workers)} ready")
+        snapshot = await _snapshot(address)
+    except WeftError as error:
+        if error.code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
+            return Finding("workers", Verdict.NOTE, "shown to operators: set WEFT_API_KEY")
+        return Finding("workers", Verdict.NOTE, "unknown without a mesh")
+    if not snapshot.scheduler_connected:
+        return Finding("workers", Verdict.BAD, "unknown: the gateway does not reach the scheduler")
+    loading = [each.worker_id for each in snapshot.workers if each.phase == api.WorkerState.PHASE_LOADING]
+    ready = [each.worker_id for each in snapshot.workers if each.phase == api.WorkerState.PHASE_READY]
+    others = {each.worker_id for each in snapshot.workers} - {*loading, *ready}
+    if others:
+        return Finding("workers", Verdict.BAD, f"accept no jobs: {', '.join(sorted(others))}")
+    detail = f"{len(ready)} ready" + (f", {len(loading)} loading" if loading else "")
+    return Finding("workers", Verdict.OK if ready else Verdict.NOTE, detail)
+
+
+async def _snapshot(address: str) -> api.MeshSnapshot:
+    """The mesh at an address. Raises WeftError."""
+    key = os.environ.get("WEFT_API_KEY", "")
+    async with Client(address, api_key=key) as client, aclosing(client.watch_mesh(deadline_s=TIMEOUT_S)) as snapshots:
+        return await anext(snapshots)

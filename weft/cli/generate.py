@@ -7,6 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from weft.cli.answer_form import (
+    Choice,
+    GrammarFile,
+    JsonObject,
+    JsonSchema,
+    Regex,
+    form_options,
+)
 from weft.cli.flags import LOCAL, Address, ApiKey, Caching, Deadline, Model, fail, no_mesh
 
 if TYPE_CHECKING:
@@ -31,6 +39,9 @@ LogitBias = Annotated[
 Logprobs = Annotated[int | None, typer.Option(help="Show log-probabilities, with this many alternatives.")]
 IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Do not end at the model's end tokens.")]
 Count = Annotated[int, typer.Option(help="Number of continuations.")]
+Speculation = Annotated[
+    int | None, typer.Option(min=0, max=8, help="Most guesses of a step; 0: none. Changes no token.")
+]
 Priority = Annotated[int, typer.Option(help="Higher is served sooner when the mesh is full.")]
 Cache = Annotated[Caching | None, typer.Option(help="Use of the caches.", show_default="read_write")]
 RequestId = Annotated[str, typer.Option(help="Id of the request.", show_default="random")]
@@ -57,8 +68,14 @@ def generate(
     logit_bias: LogitBias = None,
     logprobs: Logprobs = None,
     ignore_eos: IgnoreEos = False,
+    json_schema: JsonSchema = "",
+    json_object: JsonObject = False,
+    regex: Regex = "",
+    choice: Choice = None,
+    grammar: GrammarFile = "",
     n: Count = 1,
     priority: Priority = 0,
+    speculation: Speculation = None,
     cache: Cache = None,
     request_id: RequestId = "",
     deadline: Deadline = None,
@@ -82,12 +99,14 @@ def generate(
         "logit_bias": _biases(logit_bias) if logit_bias else None,
         "logprobs": logprobs,
         "ignore_eos": ignore_eos,
+        **form_options(json_schema, json_object, regex, choice, grammar),
         "n": n,
         "priority": priority,
+        "speculation": speculation,
         "cache": cache,
         "request_id": request_id,
     }
-    with _client(address, api_key, deadline) as client:
+    with client_of(address, api_key, deadline) as client:
         text = sys.stdin.read() if prompt == "-" else prompt
         _answer(client, text, options, n, logprobs is not None, stats)
 
@@ -119,7 +138,7 @@ def chat(
         "min_p": min_p,
         "seed": seed,
     }
-    with _client(address, api_key, deadline) as client:
+    with client_of(address, api_key, deadline) as client:
         served = [known for known in client.models() if known.workers]
         chosen = [known for known in served if model in ("", known.name, *known.aliases)]
         if not chosen:
@@ -132,7 +151,7 @@ def models(address: Address = LOCAL, api_key: ApiKey = "") -> None:
     from report.console import console
     from weft.cli.terminal import models_table
 
-    with _client(address, api_key, deadline_s=10) as client:
+    with client_of(address, api_key, deadline_s=10) as client:
         console().print(models_table(client.models()))
 
 
@@ -149,7 +168,7 @@ def _answer(client: "SyncClient", prompt: str, options: "Options", n: int, logpr
 
 
 @contextlib.contextmanager
-def _client(address: str, api_key: str, deadline_s: float | None) -> "Iterator[SyncClient]":
+def client_of(address: str, api_key: str, deadline_s: float | None) -> "Iterator[SyncClient]":
     """A client of the mesh at `address`. An error inside the block ends the command with one line."""
     from weft.cli.reach import listens
     from weft.client.blocking import SyncClient

@@ -8,7 +8,19 @@ from typing import Annotated
 
 import typer
 
-from weft.cli.flags import LOCAL, LOCAL_SCHEDULER, Address, Caching, Model, RedisUrl, Scheduler, fail, no_mesh, run
+from weft.cli.flags import (
+    LOCAL,
+    LOCAL_SCHEDULER,
+    Address,
+    ApiKey,
+    Caching,
+    Model,
+    RedisUrl,
+    Scheduler,
+    fail,
+    no_mesh,
+    run,
+)
 
 Addresses = Annotated[
     str, typer.Option(envvar="WEFT_ADDRESS", help="host:port of the mesh; several gateways with commas.")
@@ -25,7 +37,7 @@ Prefixes = Annotated[int, typer.Option(min=1, help="Number of such prefixes.")]
 Trace = Annotated[
     Path | None, typer.Option(exists=True, dir_okay=False, help="Replay a Mooncake or Azure trace, .jsonl or .gz.")
 ]
-TimeScale = Annotated[float, typer.Option(help="Replay the trace so many times faster.")]
+TimeScale = Annotated[float, typer.Option(help="Replay the trace faster by this factor.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 IgnoreEos = Annotated[bool, typer.Option(help="Do not end answers at the model's end tokens.")]
 Cache = Annotated[Caching, typer.Option(help="Use of the caches.")]
@@ -79,12 +91,12 @@ def bench(
     from weft.load.profile import ProfileSpec
 
     unbounded = concurrency is None and (rate is not None or trace is not None)
-    lengths = {"input_tokens": input_len, "output_tokens": output_len, "prefix_tokens": prefix_len}
     seed = secrets.randbits(32) if seed is None else seed
     with _refusals():
         plan = Plan(
             address, model, requests=requests, duration_s=duration, concurrency=None if unbounded else concurrency or 8,
-            rate=rate, constant=constant, **lengths, prefixes=prefixes, trace=str(trace.absolute()) if trace else "",
+            rate=rate, constant=constant, input_tokens=input_len, output_tokens=output_len,
+            prefix_tokens=prefix_len, prefixes=prefixes, trace=str(trace.absolute()) if trace else "",
             time_scale=time_scale, temperature=temperature, ignore_eos=ignore_eos, cache=cache.value,
             deadline_s=deadline, warmup=warmup, processes=processes, seed=seed, goodput=goodput_from(goodput or []),
         )  # fmt: skip
@@ -94,6 +106,10 @@ def bench(
         missing = [each for each in address.split(",") if not listens(each)]
         if missing:
             fail(no_mesh(missing[0]))
+        if profile:
+            from weft.launch.admin import assume_admin
+
+            assume_admin()
         profiled = ProfileSpec(profile_steps, profile.absolute(), scheduler) if profile else None
         code = measure(plan, console(), json, html, profiled)
     raise typer.Exit(code)
@@ -119,16 +135,21 @@ def _refusals() -> Iterator[None]:
 
 
 def top(
-    scheduler: Scheduler = LOCAL_SCHEDULER,
+    address: Address = LOCAL,
+    api_key: ApiKey = "",
     once: Annotated[bool, typer.Option("--once", help="Print one snapshot, no live view.")] = False,
 ) -> None:
-    """Watch a mesh: its workers and models, their load and their speed."""
+    """Watch a mesh: its models, workers and gateways, their load and their speed."""
     from report.console import console
     from weft.cli import top as view
+    from weft.cli.reach import listens
+    from weft.client.errors import WeftError
 
+    if not listens(address):
+        fail(no_mesh(address))
     try:
-        run(view.show(scheduler, console(), once=once))
-    except view.NoScheduler as error:
+        run(view.show(address, api_key, console(), once=once))
+    except WeftError as error:
         fail(str(error))
 
 

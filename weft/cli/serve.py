@@ -1,7 +1,9 @@
 """The commands that run a mesh here, or one of its services: serve, demo."""
 
 import contextlib
+import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from enum import StrEnum
@@ -30,6 +32,14 @@ Models = Annotated[
 Aliases = Annotated[
     list[str] | None, typer.Option(metavar="ALIAS=NAME", help="Another name for a model; may be repeated.")
 ]
+AdapterFolders = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--adapter",
+        metavar="[MODEL:]NAME=FOLDER",
+        help="A low-rank adapter, which requests name MODEL:NAME; may be repeated.",
+    ),
+]
 Workers = Annotated[int, typer.Option(min=1, help="Number of workers of each model.")]
 Host = Annotated[
     str | None,
@@ -47,15 +57,39 @@ HttpPort = Annotated[
         show_default="8000 or a free one",
     ),
 ]
+Gateways = Annotated[
+    int | None,
+    typer.Option(
+        min=1, max=64, help="Gateway processes that share the ports.", show_default="one for every two cores, at most 8"
+    ),
+]
 MaxBatchSize = Annotated[int | None, typer.Option(min=1, help="Most sequences in a worker's batch.")]
 MaxSeqLength = Annotated[str | None, typer.Option(help="Most tokens of prompt and answer: 4096, 4k, 32k.")]
-Engine = Annotated[str | None, typer.Option(help="gpu, torch (on the CPU) or paced.", show_default="auto")]
+Engine = Annotated[
+    str | None,
+    typer.Option(
+        help="gpu, torch (on the CPU), onnxruntime, openvino, tensorrt, exported, compile or paced.",
+        show_default="auto",
+    ),
+]
 Quantize = Annotated[str | None, typer.Option(help="Round a plain checkpoint's weights to int8, int4, fp8 or nf4.")]
 KvDtype = Annotated[
     str | None, typer.Option(help="Format of stored keys and values: fp8 or int8.", show_default="the model's")
 ]
 KvScales = Annotated[
     str | None, typer.Option(help="Scales of fp8 keys and values: dynamic.", show_default="the checkpoint's, else 1")
+]
+Speculate = Annotated[
+    str | None,
+    typer.Option(help="Who guesses tokens that a step then checks: ngram, suffix, draft:MODEL.", show_default="nobody"),
+]
+TensorParallel = Annotated[
+    int | None,
+    typer.Option(min=1, max=64, help="Processes of a worker that share each layer, on CPUs.", show_default="1"),
+]
+PipelineParallel = Annotated[
+    int | None,
+    typer.Option(min=1, max=64, help="Stages of layers, with processes of their own, on CPUs.", show_default="1"),
 ]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Write logs to stderr instead of files.")]
 
@@ -64,17 +98,22 @@ def serve(
     part: OneService = None,
     model: Models = None,
     alias: Aliases = None,
+    adapter: AdapterFolders = None,
     workers: Workers = 1,
     redis_url: RedisUrl = "",
     host: Host = None,
     port: Port = None,
     http_port: HttpPort = None,
+    gateways: Gateways = None,
     max_batch_size: MaxBatchSize = None,
     max_seq_length: MaxSeqLength = None,
     engine: Engine = None,
     quantize: Quantize = None,
     kv_dtype: KvDtype = None,
     kv_scales: KvScales = None,
+    speculate: Speculate = None,
+    tensor_parallel: TensorParallel = None,
+    pipeline_parallel: PipelineParallel = None,
     verbose: Verbose = False,
 ) -> None:
     """Serve one or several models: the whole mesh, or one of its services by name."""
@@ -85,17 +124,26 @@ def serve(
         "QUANTIZE": _one_of("quantize", quantize),
         "KV_DTYPE": _one_of("kv_dtype", kv_dtype),
         "KV_SCALES": _one_of("kv_scales", kv_scales),
+        "WEFT_SPECULATE": _speculator(speculate),
+        "WEFT_TENSOR_PARALLEL": tensor_parallel,
+        "WEFT_PIPELINE_PARALLEL": pipeline_parallel,
     }
     environment = {name: str(value) for name, value in settings.items() if value is not None}
     if part is not None:
         if len(model or []) > 1 or alias:
             fail("several models and aliases are for the whole mesh", usage=True)
+        if adapter:
+            environment["WEFT_ADAPTERS"] = json.dumps([f"{name}={folder}" for _, name, folder in _adapters(adapter)])
         if workers != 1:
             fail(f"--workers is for the whole mesh: start `weft serve {part}` once for each", usage=True)
         if http_port is not None:
             if part is not ServiceName.GATEWAY:
                 fail(f"the {part} has no --http-port", usage=True)
             os.environ["WEFT_GATEWAY_HTTP_PORT"] = str(http_port)
+        if gateways is not None:
+            if part is not ServiceName.GATEWAY:
+                fail(f"the {part} has no --gateways", usage=True)
+            os.environ["WEFT_GATEWAY_PROCESSES"] = str(gateways)
         _run_service(part, environment, model="".join(model or []), redis_url=redis_url, host=host, port=port)
         return
     models = [_model_path(each) for each in model or [os.environ.get("MODEL_NAME", "")] if each]
@@ -110,11 +158,13 @@ def serve(
             models=models,
             home=default_home(),
             aliases=_aliases(alias or [], {model_name(each) for each in models}),
+            adapters=_adapters_by_model(adapter or [], [model_name(each) for each in models]),
             workers=workers,
             redis_url=redis_url,
             host=host or HOST,
             port=port,
             http_port=http_port,
+            gateways=gateways,
             settings=environment,
         )
         run(mesh.serve(spec, console(), verbose=verbose))
@@ -207,6 +257,15 @@ def _one_of(setting: str, value: str | None) -> str | None:
     return value
 
 
+def _speculator(value: str | None) -> str | None:
+    """The value, if the worker's setting allows it. Refuses any other."""
+    from services.worker.options import SPECULATE, SPECULATORS
+
+    if value is not None and not re.fullmatch(SPECULATE, value):
+        fail(f"--speculate: {value!r} is none of {SPECULATORS}", usage=True)
+    return value
+
+
 def _literals(annotation: Any) -> list[str]:
     """The strings that an annotation such as Literal["a", "b"] | None allows."""
     if isinstance(annotation, str):
@@ -222,6 +281,34 @@ def _aliases(pairs: list[str], names: set[str]) -> dict[str, str]:
             known = ", ".join(sorted(names))
             fail(f"--alias: {alias}={name} is not ALIAS=NAME with one of the models {known}", usage=True)
     return aliases
+
+
+def _adapters(given: list[str]) -> list[tuple[str, str, str]]:
+    """[MODEL:]NAME=FOLDER as model, which may be empty, name and absolute folder."""
+    from services.worker.options import ADAPTER_NAME
+
+    found = []
+    for each in given:
+        names, _, place = each.partition("=")
+        model, _, name = names.rpartition(":")
+        if not re.fullmatch(ADAPTER_NAME, name) or not place:
+            fail(f"--adapter: {each} is not [MODEL:]NAME=FOLDER", usage=True)
+        path = Path(place).expanduser().absolute()
+        if not (path / "adapter_config.json").is_file():
+            fail(f"--adapter: {place} is no adapter: it has no adapter_config.json", usage=True)
+        found.append((model, name, str(path)))
+    return found
+
+
+def _adapters_by_model(given: list[str], models: list[str]) -> dict[str, list[str]]:
+    """The adapters of each model as NAME=FOLDER."""
+    found: dict[str, list[str]] = {}
+    for model, name, folder in _adapters(given):
+        owner = model or (models[0] if len(models) == 1 else "")
+        if owner not in models:
+            fail(f"--adapter: {model}:{name} names none of the models {', '.join(sorted(models))}", usage=True)
+        found.setdefault(owner, []).append(f"{name}={folder}")
+    return found
 
 
 def _tokens(text: str | None) -> int | None:

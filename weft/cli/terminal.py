@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from protos import inference_pb2 as api
+from protos import mesh_pb2 as mesh
 from report.console import amount, console
 
 # A model's text must not control the terminal: control characters are removed, except tab and line break.
@@ -70,6 +71,7 @@ def receipt_facts(receipt: api.Receipt) -> dict[str, str]:
         "prefill tokens": str(receipt.prefill_tokens),
         "cached tokens": str(receipt.cached_tokens),
         "fetched tokens": str(receipt.fetched_tokens or ""),
+        "speculation": _speculation(receipt),
         "workers": ", ".join(receipt.workers) or "none",
         "attempts": str(receipt.attempts),
         "preemptions": str(receipt.preemptions or ""),
@@ -79,6 +81,13 @@ def receipt_facts(receipt: api.Receipt) -> dict[str, str]:
         "request": receipt.request_id,
     }
     return {name: value for name, value in facts.items() if value}
+
+
+def _speculation(receipt: api.Receipt) -> str:
+    if not receipt.drafted_tokens:
+        return ""
+    share = receipt.accepted_tokens / receipt.drafted_tokens
+    return f"{receipt.accepted_tokens} of {receipt.drafted_tokens} guessed tokens accepted ({share:.0%})"
 
 
 def print_receipt(out: Console, receipt: api.Receipt) -> None:
@@ -106,10 +115,13 @@ def models_table(models: Iterable[api.Model]) -> Table:
     models = list(models)
     optional = {
         "aliases": [", ".join(model.aliases) for model in models],
+        "adapter of": [model.base for model in models],
         "loading": [", ".join(f"{each.phase} {each.percent}%" for each in model.loading) for model in models],
     }
     more = {name: cells for name, cells in optional.items() if any(cells)}
-    table = _table("model", "parameters", "context", "vocabulary", "architecture", "workers", "chat", *more)
+    table = _table(
+        "model", "parameters", "context", "vocabulary", "architecture", "engine", "workers", "tasks", "chat", *more
+    )
     for index, model in enumerate(models):
         table.add_row(
             model.name,
@@ -117,10 +129,22 @@ def models_table(models: Iterable[api.Model]) -> Table:
             str(model.context_length or ""),
             str(model.vocab_size or ""),
             model.architecture,
+            model.engine,
             str(model.workers),
+            ", ".join(model.tasks),
             "yes" if model.chat else "no",
             *(cells[index] for cells in more.values()),
         )
+    return table
+
+
+def adapters_table(workers: Iterable[tuple[mesh.WorkerOverview, Sequence[mesh.AdapterState]]]) -> Table:
+    """The adapters of each worker, a row each."""
+    table = _table("adapter", "rank", "memory", "on the device", "worker")
+    for worker, adapters in workers:
+        for each in adapters:
+            name, there = f"{worker.model}:{each.name}", "yes" if each.resident else "no"
+            table.add_row(name, str(each.rank), f"{each.bytes / 2**20:.1f} MiB", there, worker.worker_id)
     return table
 
 

@@ -1,189 +1,191 @@
-"""A live view of a mesh: its workers, their load and their speed. Reads from scheduler and workers, changes nothing."""
+"""A live view of a mesh in the terminal: its models, workers and gateways. Shows what a gateway reports, no more."""
 
 import asyncio
-import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+import io
+from collections.abc import Mapping, Sequence
+from contextlib import aclosing
+from typing import NamedTuple
 
-import grpc
-from grpc import aio
 from rich import box
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 
-from protos import mesh_pb2 as mesh
-from protos import mesh_pb2_grpc as stubs
+from protos import inference_pb2 as api
+from weft.client.api import Client
+from weft.client.errors import WeftError
 
-REFRESH_S = 1.0
-_TIMEOUT_S = 1.0
+RETRY_S = 1.0
 _BAR = 12
+# The columns of each table. Where a terminal is too narrow for all, those of the highest level are left out first.
+_MODELS = {
+    "model": 0,
+    "workers": 1,
+    "queued": 0,
+    "queued tokens": 3,
+    "following": 3,
+    "req/s": 0,
+    "failed/s": 2,
+    "tokens/s": 0,
+    "cached": 2,
+    "TTFT p50/p99 ms": 0,
+    "ITL p50/p99 ms": 0,
+}
+_WORKERS = {
+    "worker": 0,
+    "state": 0,
+    "KV in use": 0,
+    "jobs": 0,
+    "running": 2,
+    "waiting": 2,
+    "to prefill": 3,
+    "step ms": 0,
+    "steps/s": 1,
+    "prefill tok/s": 3,
+    "preempted": 3,
+}
+_GATEWAYS = {"gateway": 0, "running": 0, "req/s": 0, "tokens/s": 0}
+_RULER = Console(width=10_000, file=io.StringIO())
+_WORDS = {"model", "worker", "gateway", "state", "KV in use"}
+_PHASES = {
+    api.WorkerState.PHASE_READY: "ready",
+    api.WorkerState.PHASE_DRAINING: "draining",
+    api.WorkerState.PHASE_SILENT: "silent",
+    api.WorkerState.PHASE_DETACHED: "detached",
+}
+_CACHES = {api.CACHE_STATE_NONE: "no cache", api.CACHE_STATE_DISCONNECTED: "cache not connected"}
 
 
-class NoScheduler(Exception):
-    """No scheduler answers at the address."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerSnapshot:
-    """A worker as the scheduler reports it, and its own status; None if it does not answer."""
-
-    overview: mesh.WorkerOverview
-    status: mesh.StatusResponse | None
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """The mesh at one moment."""
-
-    at_s: float
-    gateways: int
-    models: list[mesh.ModelOverview]
-    workers: list[WorkerSnapshot]
-    loading: list[mesh.WorkerLoading]
-    """Workers whose start is not over."""
-
-    def steps(self) -> dict[str, int]:
-        """Steps that each worker has completed, by its id."""
-        return {each.overview.worker_id: each.status.report.steps for each in self.workers if each.status is not None}
-
-
-class MeshProbe:
-    """Takes snapshots of a mesh over connections that it keeps."""
-
-    def __init__(self, scheduler: str) -> None:
-        self._scheduler = scheduler
-        self._channels: dict[str, aio.Channel] = {}
-
-    async def snapshot(self) -> Snapshot:
-        """The mesh now. Raises NoScheduler."""
-        stub: stubs.SchedulerAsyncStub = stubs.SchedulerStub(self._channel(self._scheduler))
-        try:
-            overview = await stub.Overview(mesh.OverviewRequest(), timeout=_TIMEOUT_S)
-        except aio.AioRpcError as error:
-            answered = error.code() is not grpc.StatusCode.UNAVAILABLE
-            problem = f"{self._scheduler} is no scheduler" if answered else f"no scheduler at {self._scheduler}"
-            raise NoScheduler(f"{problem}: name its address with --scheduler") from None
-        workers = await asyncio.gather(*(self._worker(worker) for worker in overview.workers))
-        await self._close_others({worker.address for worker in overview.workers})
-        return Snapshot(
-            time.monotonic(), overview.gateways, list(overview.models), list(workers), list(overview.loading)
-        )
-
-    async def close(self) -> None:
-        """Closes all connections."""
-        await asyncio.gather(*(channel.close() for channel in self._channels.values()))
-
-    async def _worker(self, worker: mesh.WorkerOverview) -> WorkerSnapshot:
-        stub: stubs.WorkerAsyncStub = stubs.WorkerStub(self._channel(worker.address))
-        try:
-            return WorkerSnapshot(worker, await stub.Status(mesh.StatusRequest(), timeout=_TIMEOUT_S))
-        except aio.AioRpcError:
-            return WorkerSnapshot(worker, None)
-
-    async def _close_others(self, present: set[str]) -> None:
-        gone = self._channels.keys() - present - {self._scheduler}
-        await asyncio.gather(*(self._channels.pop(address).close() for address in gone))
-
-    def _channel(self, address: str) -> aio.Channel:
-        if address not in self._channels:
-            self._channels[address] = aio.insecure_channel(address)
-        return self._channels[address]
-
-
-async def show(scheduler: str, out: Console, *, once: bool) -> None:
-    """Prints one snapshot, or follows the mesh until it is cancelled. Raises NoScheduler if none answers at first."""
-    probe = MeshProbe(scheduler)
-    try:
-        last = await probe.snapshot()
+async def show(address: str, api_key: str, out: Console, *, once: bool) -> None:
+    """Prints one snapshot, or follows the mesh until it is cancelled. Raises WeftError if there is none."""
+    async with Client(address, api_key=api_key) as client:
         if once:
-            out.print(render(last))
+            async with aclosing(client.watch_mesh(deadline_s=10)) as snapshots:
+                out.print(render(await anext(snapshots), out.width))
             return
-        with Live(render(last), console=out, screen=True, auto_refresh=False) as live:
-            while True:
-                await asyncio.sleep(REFRESH_S)
-                try:
-                    now = await probe.snapshot()
-                except NoScheduler as error:
-                    live.update(Group(render(last), str(error)), refresh=True)
-                    continue
-                live.update(render(now, last), refresh=True)
-                last = now
-    finally:
-        await probe.close()
+        await _follow(client, out)
 
 
-def render(now: Snapshot, before: Snapshot | None = None) -> Group:
-    """The snapshot as two tables, with the steps per second since an earlier snapshot."""
-    counts = f"{len(now.workers)} workers, {now.gateways} gateways"
-    if now.loading:
-        counts += f", {len(now.loading)} workers loading"
-    return Group(
-        f"{counts}, {sum(model.waiting for model in now.models)} jobs queued", "", _models(now), _workers(now, before)
-    )
+async def _follow(client: Client, out: Console) -> None:
+    last: api.MeshSnapshot | None = None
+    with Live(console=out, screen=True, auto_refresh=False) as live:
+        while True:
+            problem = "the gateway is stopping"
+            try:
+                async with aclosing(client.watch_mesh()) as snapshots:
+                    async for now in snapshots:
+                        live.update(render(now, out.width, last), refresh=True)
+                        last = now
+            except WeftError as error:
+                if last is None:
+                    raise
+                problem = str(error)
+            if last is not None:
+                live.update(Group(render(last, out.width), "", f"{problem}; trying again"), refresh=True)
+            await asyncio.sleep(RETRY_S)
 
 
-def _models(now: Snapshot) -> Table:
-    table = _table(["model"], ["workers", "queued", "queued tokens", "following"])
+def render(now: api.MeshSnapshot, width: int, before: api.MeshSnapshot | None = None) -> Group:
+    """The snapshot as tables for a terminal of this width, with the steps per second since an earlier snapshot."""
+    loading = sum(worker.phase == api.WorkerState.PHASE_LOADING for worker in now.workers)
+    facts = [f"{len(now.workers) - loading} workers", f"{len(now.gateways)} gateways"]
+    facts += [f"{loading} workers loading"] if loading else []
+    facts += [f"{sum(model.waiting for model in now.models)} jobs queued"]
+    facts += [_CACHES[now.cache]] if now.cache in _CACHES else []
+    facts += [] if now.scheduler_connected else ["the scheduler does not answer: what follows may be old"]
+    tables = (_models(now, width), _workers(now, before, width), _gateways(now, width))
+    return Group(", ".join(facts), "", *tables)
+
+
+def _models(now: api.MeshSnapshot, width: int) -> Table:
+    rows = []
     for model in now.models:
-        serving = sum(worker.overview.model == model.name for worker in now.workers)
-        numbers = (serving, model.waiting, model.waiting_tokens, model.following)
-        table.add_row(model.name, *map(str, numbers))
-    return table
+        serving = sum(each.model == model.name and each.phase != each.PHASE_LOADING for each in now.workers)
+        cells = [
+            model.name,
+            *map(str, (serving, model.waiting, model.waiting_tokens, model.following)),
+            f"{model.requests_per_s:.1f}",
+            f"{model.failed_per_s:.1f}",
+            f"{model.tokens_per_s:.0f}",
+            f"{model.cached_share:.0%}",
+            _milliseconds(model.first_token),
+            _milliseconds(model.inter_token),
+        ]
+        rows.append(_Row(cells))
+    return _fitted(_MODELS, rows, width)
 
 
-def _workers(now: Snapshot, before: Snapshot | None) -> Table:
-    numbers = ["jobs", "running", "waiting", "to prefill", "step ms", "steps/s", "prefill tok/s", "preempted"]
-    table = _table(["worker", "state", "KV in use"], numbers)
-    earlier = before.steps() if before is not None else {}
+def _milliseconds(latency: api.Percentiles) -> str:
+    """Median and 99th percentile; empty without durations."""
+    return " / ".join(_short(value * 1e3) for value in (latency.p50_s, latency.p99_s)) if latency.count else ""
+
+
+def _short(value: float) -> str:
+    return f"{value:.3g}" if value < 100 else f"{value:.0f}"
+
+
+def _workers(now: api.MeshSnapshot, before: api.MeshSnapshot | None, width: int) -> Table:
+    earlier = {worker.worker_id: worker.steps for worker in before.workers} if before is not None else {}
+    rows = []
     for worker in now.workers:
-        overview, status = worker.overview, worker.status
-        jobs = f"{overview.jobs}/{overview.credits}"
-        if status is None:
-            table.add_row(overview.worker_id, "no answer", "", jobs, style="yellow")
+        if worker.phase == api.WorkerState.PHASE_LOADING:
+            rest = [""] * (len(_WORKERS) - 2)
+            rows.append(_Row([worker.worker_id, f"{worker.step} {worker.percent}%", *rest], "dim"))
             continue
-        report = status.report
         rate = ""
-        if before is not None and overview.worker_id in earlier:
-            rate = f"{(report.steps - earlier[overview.worker_id]) / (now.at_s - before.at_s):.0f}"
-        table.add_row(
-            overview.worker_id,
-            status.phase if overview.ready or status.phase != "ready" else "silent",
-            _kv(report),
-            jobs,
-            str(report.running),
-            str(report.waiting),
-            str(report.prefill_backlog),
-            f"{report.decode_s * 1e3:.2f}" if report.decode_s else "",
+        if before is not None and worker.worker_id in earlier and now.at_s > before.at_s:
+            rate = f"{(worker.steps - earlier[worker.worker_id]) / (now.at_s - before.at_s):.0f}"
+        cells = [
+            worker.worker_id,
+            _PHASES.get(worker.phase, "unknown"),
+            _kv(worker),
+            f"{worker.jobs}/{worker.credits}",
+            *map(str, (worker.running, worker.waiting, worker.prefill_backlog)),
+            f"{worker.decode_s * 1e3:.2f}" if worker.decode_s else "",
             rate,
-            f"{report.prefill_rate:.0f}" if report.prefill_rate else "",
-            str(report.preemptions),
-        )
-    for each in now.loading:
-        table.add_row(each.worker_id, _progress(each), style="dim")
-    return table
+            f"{worker.prefill_rate:.0f}" if worker.prefill_rate else "",
+            str(worker.preemptions),
+        ]
+        rows.append(_Row(cells, "" if worker.phase == api.WorkerState.PHASE_READY else "yellow"))
+    return _fitted(_WORKERS, rows, width)
 
 
-def _progress(loading: mesh.WorkerLoading) -> str:
-    """The phase of a worker's start, with percent if they are known."""
-    return f"{loading.phase} {100 * loading.done // loading.total}%" if loading.total else loading.phase
+def _gateways(now: api.MeshSnapshot, width: int) -> Table:
+    rows = [
+        _Row([each.gateway_id, str(each.running), f"{each.requests_per_s:.1f}", f"{each.tokens_per_s:.0f}"])
+        for each in now.gateways
+    ]
+    return _fitted(_GATEWAYS, rows, width)
 
 
-def _kv(report: mesh.WorkerReport) -> str:
+def _kv(worker: api.WorkerState) -> str:
     """A bar of the KV blocks in use and, lighter, of those that hold a cached prefix; then the share in use."""
-    total = report.free_blocks + report.cached_blocks + report.active_blocks
+    total = worker.free_blocks + worker.cached_blocks + worker.active_blocks
     if not total:
         return ""
-    active = -(-report.active_blocks * _BAR // total)
-    cached = min(-(-report.cached_blocks * _BAR // total), _BAR - active)
+    active = -(-worker.active_blocks * _BAR // total)
+    cached = min(-(-worker.cached_blocks * _BAR // total), _BAR - active)
     bar = "█" * active + "▒" * cached + "░" * (_BAR - active - cached)
-    return f"{bar} {report.active_blocks / total:4.0%}"
+    return f"{bar} {worker.active_blocks / total:4.0%}"
 
 
-def _table(words: Iterable[str], numbers: Iterable[str]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in words:
-        table.add_column(name, no_wrap=True)
-    for name in numbers:
-        table.add_column(name, justify="right")
+class _Row(NamedTuple):
+    """A row with a cell for every column, shown or not."""
+
+    cells: Sequence[str]
+    style: str = ""
+
+
+def _fitted(columns: Mapping[str, int], rows: Sequence[_Row], width: int) -> Table:
+    """A table with as many columns as fit into the width."""
+    for level in range(max(columns.values()), -1, -1):
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        shown = [place for place, least in enumerate(columns.values()) if least <= level]
+        for place in shown:
+            name = list(columns)[place]
+            table.add_column(name, justify="left" if name in _WORDS else "right", overflow="fold")
+        for row in rows:
+            table.add_row(*(row.cells[place] for place in shown), style=row.style)
+        if _RULER.measure(table).maximum <= width:
+            break
     return table

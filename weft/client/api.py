@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, Self, TypeVar, Unpack
 
 import grpc
@@ -16,6 +16,15 @@ from grpc import aio
 from protos import inference_pb2 as api
 from protos import inference_pb2_grpc as stubs
 from weft.client import requests
+from weft.client.channel import open_channel
+from weft.client.embeddings import (
+    EmbedSettings,
+    EncodeSettings,
+    Input,
+    classify_request,
+    embed_request,
+    rank_request,
+)
 from weft.client.errors import WeftError, from_rpc
 from weft.client.requests import Options, Prompt
 from weft.client.retry import RetryState
@@ -34,6 +43,8 @@ _CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", 16 << 20),
     # An address that resolves to several gateways uses all of them, and those that remain if some fail.
     ("grpc.service_config", '{"loadBalancingConfig": [{"round_robin": {}}]}'),
+    # Each client has a connection of its own: the processes of a gateway share connections, not calls.
+    ("grpc.use_local_subchannel_pool", 1),
     # This client retries by itself: it can resume a broken stream.
     ("grpc.enable_retries", 0),
 ]
@@ -47,10 +58,19 @@ class Answer:
         self.receipt: api.Receipt | None = None
         self.cancelled = False
         self.call: aio.UnaryStreamCall[api.GenerateRequest, api.GenerateResponse] | None = None
+        self.prompt: api.PromptEcho | None = None
+        """The prompt, if it was asked for by `echo` or `prompt_logprobs`. It comes before the first delta."""
         self._deltas = deltas(self)
 
     def __aiter__(self) -> AsyncIterator[api.Delta]:
         return self._deltas
+
+    def add_prompt(self, part: api.PromptEcho) -> None:
+        """Takes the next part of the prompt, which a resumed stream repeats."""
+        if self.prompt is None or part.position == 0:
+            self.prompt = api.PromptEcho()
+        self.prompt.MergeFrom(part)
+        self.prompt.position = 0
 
     async def text(self) -> str:
         """The rest of the text of the first continuation."""
@@ -71,6 +91,9 @@ class Client:
     `api_key` is sent with every call. `deadline_s` bounds each call with all its attempts, None leaves it unbounded;
     `retries` is the number of consecutive failures after which a call to an unavailable mesh is given up. Every call
     raises WeftError when it finally fails.
+
+    The address is host:port, or https://host:port for TLS. Then `ca_file`, or WEFT_CA_FILE, may name a PEM file of
+    authorities to use instead of the system's.
     """
 
     def __init__(
@@ -80,8 +103,10 @@ class Client:
         api_key: str = "",
         deadline_s: float | None = None,
         retries: int = 6,
+        ca_file: str = "",
     ) -> None:
         self.address = address
+        self._ca_file = ca_file
         self._api_key = api_key
         self._deadline_s = deadline_s
         self._retries = retries
@@ -141,6 +166,39 @@ class Client:
             lambda stub, timeout: stub.Tokenize(request, timeout=timeout, metadata=metadata), deadline_s
         )
 
+    async def embed(
+        self, texts: Sequence[Input], *, deadline_s: float | None = None, **settings: Unpack[EmbedSettings]
+    ) -> api.EmbedResponse:
+        """A vector for each text (or list of token ids), in `embeddings`, and the receipt."""
+        request, metadata = embed_request(texts, settings), self._metadata()
+        return await self._call(
+            lambda stub, timeout: stub.Embed(request, timeout=timeout, metadata=metadata), deadline_s
+        )
+
+    async def rank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        top_n: int = 0,
+        deadline_s: float | None = None,
+        **settings: Unpack[EncodeSettings],
+    ) -> api.RankResponse:
+        """The documents by how well they belong to the query, the best first, in `results`, and the receipt."""
+        request, metadata = rank_request(query, documents, top_n, settings), self._metadata()
+        return await self._call(
+            lambda stub, timeout: stub.Rank(request, timeout=timeout, metadata=metadata), deadline_s
+        )
+
+    async def classify(
+        self, texts: Sequence[Input], *, deadline_s: float | None = None, **settings: Unpack[EncodeSettings]
+    ) -> api.ClassifyResponse:
+        """The labels of each text, the most likely first, in `results`, and the receipt."""
+        request, metadata = classify_request(texts, settings), self._metadata()
+        return await self._call(
+            lambda stub, timeout: stub.Classify(request, timeout=timeout, metadata=metadata), deadline_s
+        )
+
     async def models(self, *, deadline_s: float | None = None) -> list[api.Model]:
         """The models that the mesh serves, and those that it is loading."""
         request = api.ListModelsRequest()
@@ -149,6 +207,17 @@ class Client:
             lambda stub, timeout: stub.ListModels(request, timeout=timeout, metadata=metadata), deadline_s
         )
         return list(reply.models)
+
+    async def watch_mesh(self, *, deadline_s: float | None = None) -> AsyncGenerator[api.MeshSnapshot, None]:
+        """Snapshots of the whole mesh, about one per second, until the gateway stops or the deadline. Not retried."""
+        call = self._stub().WatchMesh(api.WatchMeshRequest(), timeout=deadline_s, metadata=self._metadata())
+        try:
+            async for snapshot in call:
+                yield snapshot
+        except aio.AioRpcError as error:
+            raise from_rpc(error) from None
+        finally:
+            call.cancel()
 
     def _request(self, prompt: Prompt | api.GenerateRequest, options: Options) -> api.GenerateRequest:
         """The request in a form that can be sent again: with an id, so that a second attempt joins the generation of
@@ -196,6 +265,8 @@ class Client:
                 async for response in call:
                     if response.HasField("receipt"):
                         answer.receipt = response.receipt
+                    elif response.HasField("prompt"):
+                        answer.add_prompt(response.prompt)
                     elif (delta := resumer.unseen(response.delta)) is not None:
                         retry.progressed()
                         yield delta
@@ -211,7 +282,7 @@ class Client:
 
     def _stub(self) -> "stubs.InferenceAsyncStub":
         if self._channel is None:
-            self._channel = aio.insecure_channel(self.address, options=_CHANNEL_OPTIONS)
+            self._channel = open_channel(self.address, _CHANNEL_OPTIONS, self._ca_file)
         return stubs.InferenceStub(self._channel)
 
     def _metadata(self, traceparent: str | None = None) -> aio.Metadata:

@@ -2,11 +2,12 @@
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Sequence
 from typing import Any, Self, TypeVar, Unpack
 
 from protos import inference_pb2 as api
 from weft.client.api import DEFAULT_ADDRESS, Answer, Client
+from weft.client.embeddings import EmbedSettings, EncodeSettings, Input
 from weft.client.requests import Options, Prompt
 
 Result = TypeVar("Result")
@@ -22,11 +23,12 @@ class SyncClient:
         api_key: str = "",
         deadline_s: float | None = None,
         retries: int = 6,
+        ca_file: str = "",
     ) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="weft-client", daemon=True)
         self._thread.start()
-        self._client = Client(address, api_key=api_key, deadline_s=deadline_s, retries=retries)
+        self._client = Client(address, api_key=api_key, deadline_s=deadline_s, retries=retries, ca_file=ca_file)
 
     def __enter__(self) -> Self:
         return self
@@ -53,6 +55,30 @@ class SyncClient:
     ) -> api.CompleteResponse:
         """The whole answer to `prompt` in one reply."""
         return self._wait(self._client.complete(prompt, deadline_s=deadline_s, **options))
+
+    def embed(
+        self, texts: Sequence[Input], *, deadline_s: float | None = None, **settings: Unpack[EmbedSettings]
+    ) -> api.EmbedResponse:
+        """A vector for each text (or list of token ids), in `embeddings`, and the receipt."""
+        return self._wait(self._client.embed(texts, deadline_s=deadline_s, **settings))
+
+    def rank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        top_n: int = 0,
+        deadline_s: float | None = None,
+        **settings: Unpack[EncodeSettings],
+    ) -> api.RankResponse:
+        """The documents by how well they belong to the query, the best first, in `results`, and the receipt."""
+        return self._wait(self._client.rank(query, documents, top_n=top_n, deadline_s=deadline_s, **settings))
+
+    def classify(
+        self, texts: Sequence[Input], *, deadline_s: float | None = None, **settings: Unpack[EncodeSettings]
+    ) -> api.ClassifyResponse:
+        """The labels of each text, the most likely first, in `results`, and the receipt."""
+        return self._wait(self._client.classify(texts, deadline_s=deadline_s, **settings))
 
     def tokenize(self, prompt: Prompt, *, model: str = "", deadline_s: float | None = None) -> api.TokenizeResponse:
         """The tokens of `prompt`, as `generate` would send them to the model."""
@@ -83,6 +109,11 @@ class SyncAnswer:
     def receipt(self) -> api.Receipt | None:
         """The cost of the answer; None until the iteration has ended."""
         return self._answer.receipt
+
+    @property
+    def prompt(self) -> api.PromptEcho | None:
+        """The prompt, if it was asked for; None before the first delta."""
+        return self._answer.prompt
 
     def __iter__(self) -> Iterator[api.Delta]:
         deltas = aiter(self._answer)

@@ -1,12 +1,14 @@
 """Builds messages of the public API from Python values. Knows the fields of a request, never how they are used."""
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypedDict
 
 from protos import inference_pb2 as api
+from weft.client.chat import Message, Tool, add_options, build_message
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]] | api.Prompt
+Prompt = str | Sequence[int] | Sequence[Message] | api.Prompt
 """Text, token ids, or chat messages ({"role": ..., "content": ...})."""
 
 
@@ -29,13 +31,40 @@ class Options(TypedDict, total=False):
     logit_bias: Mapping[int, float]
     logprobs: int
     ignore_eos: bool
+    include_stop_string: bool
+    prompt_logprobs: int
+    bad_words: Sequence[str]
+    bad_token_sequences: Sequence[Sequence[int]]
+    tools: Sequence[Tool]
+    tool_choice: str | Tool
+    parallel_tool_calls: bool
+    template_variables: Mapping[str, Any]
+    add_generation_prompt: bool
+    continue_final_message: bool
     n: int
+    echo: bool
     priority: int
     cache: str
+    criticality: str
     request_id: str
+    speculation: int
+    json_schema: Mapping[str, Any] | str
+    json_object: bool
+    regex: str
+    choice: Sequence[str]
+    grammar: str
 
 
-_OF_REQUEST = {"model", "n", "priority", "cache", "request_id"}
+_OF_FORM = ("json_schema", "json_object", "regex", "choice", "grammar")
+_OF_REQUEST = {"model", "n", "echo", "priority", "cache", "criticality", "request_id", "speculation"}
+_OF_CHAT = {
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "template_variables",
+    "add_generation_prompt",
+    "continue_final_message",
+}
 
 
 def build(prompt: Prompt, options: Options) -> api.GenerateRequest:
@@ -46,9 +75,21 @@ def build(prompt: Prompt, options: Options) -> api.GenerateRequest:
     given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     if "cache" in given:
         given["cache"] = cache_policy(given["cache"])
+    if "criticality" in given:
+        given["criticality"] = criticality(given["criticality"])
+    if "bad_token_sequences" in given:
+        with naming("bad_token_sequences"):
+            given["bad_token_sequences"] = [api.TokenIds(ids=each) for each in given["bad_token_sequences"]]
     request = api.GenerateRequest(prompt=build_prompt(prompt), sampling=api.Sampling())
+    of_chat = {name: given.pop(name) for name in _OF_CHAT & given.keys()}
+    if of_chat and not request.prompt.HasField("chat"):
+        raise TypeError(f"{min(of_chat)}: for chat messages alone")
+    _add_form(request.sampling, {name: given.pop(name) for name in _OF_FORM if name in given})
+    for name, value in of_chat.items():
+        with naming(name):
+            add_options(request.prompt.chat, {name: value})
     for name, value in given.items():
-        with _naming(name):
+        with naming(name):
             if name in _OF_REQUEST:
                 request.MergeFrom(api.GenerateRequest(**{name: value}))
             else:
@@ -56,12 +97,27 @@ def build(prompt: Prompt, options: Options) -> api.GenerateRequest:
     return request
 
 
+def _add_form(sampling: api.Sampling, given: Mapping[str, Any]) -> None:
+    """Sets the form of the answer. Raises TypeError for more than one."""
+    if len(given) > 1:
+        raise TypeError(f"{', '.join(given)}: an answer has one form")
+    for name, value in given.items():
+        with naming(name):
+            if name == "json_schema" and not isinstance(value, str):
+                value = json.dumps(value)
+            elif name == "choice":
+                if isinstance(value, str):
+                    raise TypeError("a list of texts")
+                value = api.Choices(texts=value)
+            sampling.structured.MergeFrom(api.Structured(**{name: value}))
+
+
 def build_prompt(prompt: Prompt) -> api.Prompt:
     """The prompt as text, token ids or messages, by its Python type. Raises TypeError for other types, ValueError for
     values that no prompt can hold."""
     if isinstance(prompt, api.Prompt):
         return prompt
-    with _naming("prompt"):
+    with naming("prompt"):
         if isinstance(prompt, str):
             return api.Prompt(text=prompt)
         if all(isinstance(part, int) for part in prompt):
@@ -69,11 +125,11 @@ def build_prompt(prompt: Prompt) -> api.Prompt:
         turns = [part for part in prompt if isinstance(part, Mapping)]
         if len(turns) < len(prompt):
             raise TypeError("a text, token ids alone, or messages alone")
-        return api.Prompt(chat=api.Chat(messages=[api.ChatMessage(**turn) for turn in turns]))
+        return api.Prompt(chat=api.Chat(messages=map(build_message, turns)))
 
 
 @contextmanager
-def _naming(field: str) -> Iterator[None]:
+def naming(field: str) -> Iterator[None]:
     """Adds the name of the field to errors inside the block."""
     try:
         yield
@@ -89,6 +145,14 @@ def cache_policy(name: str) -> "api.CachePolicy.ValueType":
         return api.CachePolicy.Value(f"CACHE_POLICY_{name.upper()}")
     except ValueError:
         raise ValueError(f"cache: {name!r} is not read_write, read_only or bypass") from None
+
+
+def criticality(name: str) -> "api.Criticality.ValueType":
+    """The criticality default or sheddable. Raises ValueError for other names."""
+    try:
+        return api.Criticality.Value(f"CRITICALITY_{name.upper()}")
+    except ValueError:
+        raise ValueError(f"criticality: {name!r} is not default or sheddable") from None
 
 
 def not_served(address: str, model: str, served: Sequence[str]) -> str:

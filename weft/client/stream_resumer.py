@@ -1,5 +1,7 @@
 """Makes one stream of several attempts at it, each token and character once. Knows positions, no calls and no time."""
 
+from collections.abc import Iterable
+
 import grpc
 
 from protos import inference_pb2 as api
@@ -18,7 +20,7 @@ class StreamResumer:
     def begin_attempt(self) -> None:
         """Starts a new attempt, whose stream begins at position 0 and at the first character."""
         for received in self._received.values():
-            received.replayed_chars = 0
+            received.begin_attempt()
 
     def unseen(self, delta: api.Delta) -> api.Delta | None:
         """The part of `delta` that the consumer has not received, or None if it has all of it.
@@ -27,17 +29,20 @@ class StreamResumer:
         """
         received = self._received.setdefault(delta.index, _Received())
         known = received.count_known(delta)
-        text = received.take_text(delta.text)
-        if received.ended or not (text or delta.finish_reason or known < len(delta.token_ids)):
+        text, calls = received.take_text(delta.text), received.take_calls(delta.tool_calls)
+        if received.ended or not (text or calls or delta.finish_reason or known < len(delta.token_ids)):
             return None
         received.token_ids.extend(delta.token_ids[known:])
         received.ended = bool(delta.finish_reason)
-        return _without_start(delta, known, text) if known or len(text) < len(delta.text) else delta
+        repeats = known or len(text) < len(delta.text) or calls != list(delta.tool_calls)
+        return _without_start(delta, known, text, calls) if repeats else delta
 
 
-def _without_start(delta: api.Delta, known: int, text: str) -> api.Delta:
+def _without_start(delta: api.Delta, known: int, text: str, calls: list[api.ToolCallDelta]) -> api.Delta:
     result = api.Delta()
     result.CopyFrom(delta)
+    del result.tool_calls[:]
+    result.tool_calls.extend(calls)
     result.text = text
     result.position = delta.position + known
     del result.token_ids[:known]
@@ -53,6 +58,14 @@ class _Received:
         self.chars = 0
         self.replayed_chars = 0
         self.ended = False
+        self._calls: dict[int, int] = {}
+        """Characters of the arguments of each call."""
+        self._replayed: dict[int, int] = {}
+
+    def begin_attempt(self) -> None:
+        """A stream begins that repeats all from its start."""
+        self.replayed_chars = 0
+        self._replayed.clear()
 
     def count_known(self, delta: api.Delta) -> int:
         """The number of the delta's tokens that are a repetition. Raises WeftError if they differ or leave a gap."""
@@ -68,3 +81,17 @@ class _Received:
         self.replayed_chars += len(text)
         self.chars = max(self.chars, self.replayed_chars)
         return text[skip:]
+
+    def take_calls(self, parts: Iterable[api.ToolCallDelta]) -> list[api.ToolCallDelta]:
+        """The new parts of tool calls, found as those of the text."""
+        new = []
+        for part in parts:
+            begins = part.index not in self._calls
+            known, replayed = self._calls.get(part.index, 0), self._replayed.get(part.index, 0)
+            arguments = part.arguments[max(known - replayed, 0) :]
+            self._replayed[part.index] = replayed + len(part.arguments)
+            self._calls[part.index] = max(known, self._replayed[part.index])
+            if begins or arguments:
+                first = {"id": part.id, "name": part.name} if begins else {}
+                new.append(api.ToolCallDelta(index=part.index, arguments=arguments, **first))
+        return new

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import signal
 import time
 from collections.abc import AsyncIterator
@@ -15,10 +16,12 @@ from protos import inference_pb2 as api
 from report.console import amount
 from weft.client.api import DEFAULT_ADDRESS
 from weft.launch import plan
+from weft.launch.reach import Reach
 from weft.launch.startup import Loading, watch
 from weft.launch.supervisor import State, Supervisor
 
 _REFRESH_S = 0.1
+_FALSE = {"false", "0", "no", "off", "n", "f"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +46,13 @@ async def up(spec: plan.MeshSpec, out: Console, *, verbose: bool = False) -> Asy
     """
     async with plan.planned(spec) as mesh:
         out.print(f"redis: {mesh.redis}", markup=False)
-        progress = _Progress(out, mesh.mesh_id)
+        progress = _Progress(out, mesh.mesh_id, mesh.reach)
         supervisor = Supervisor(mesh.specs, None if verbose else mesh.home / "logs", progress.notice)
         _stop_on_signals(supervisor)
         async with progress.following(supervisor), supervisor.running():
-            models = await supervisor.during(plan.wait_served(mesh.address, spec.workers * len(spec.models)))
+            models = await supervisor.during(
+                plan.wait_served(mesh.address, spec.workers * len(spec.models), mesh.reach)
+            )
             progress.done()
             yield Running(mesh.address, mesh.listen, mesh.http_address, models, supervisor)
 
@@ -63,6 +68,8 @@ async def serve(spec: plan.MeshSpec, out: Console, *, verbose: bool = False) -> 
                 out.print(f"serving at [bold]{mesh.address}[/bold], for callers with an API key")
             if mesh.http_address:
                 out.print(f"OpenAI's API: [bold]http://{mesh.http_address}/v1[/bold]")
+                if os.environ.get("WEFT_GATEWAY_PAGE", "").lower() not in _FALSE:
+                    out.print(f"playground and live view: [bold]http://{mesh.http_address}/[/bold]")
             if mesh.listen != mesh.address:
                 out.print(f"listening at {mesh.listen}: open to other machines", style="yellow", markup=False)
             where = "" if mesh.address == DEFAULT_ADDRESS else f" --address {mesh.address}"
@@ -93,8 +100,9 @@ def _stop_on_signals(supervisor: Supervisor) -> None:
 class _Progress:
     """Prints a line for each event of the start and, on a terminal until `done`, one line that follows the start."""
 
-    def __init__(self, out: Console, mesh_id: str) -> None:
+    def __init__(self, out: Console, mesh_id: str, reach: Reach) -> None:
         self._out = out
+        self._reach = reach
         self._mesh_id = mesh_id
         self._started_at: dict[str, float] = {}
         self._status = Status("", console=out)
@@ -119,7 +127,7 @@ class _Progress:
             for name, process in supervisor.processes.items()
             if name.startswith("worker")
         }
-        self._watching = asyncio.create_task(watch(workers, self._on_loading, self._mesh_id))
+        self._watching = asyncio.create_task(watch(workers, self._on_loading, self._mesh_id, self._reach))
         if self._out.is_terminal:
             self._status.start()
             self._refreshing = asyncio.create_task(self._refresh(supervisor))

@@ -22,9 +22,11 @@ from pydantic import ValidationError
 
 from protos import inference_pb2 as api
 from protos import inference_pb2_grpc as stubs
-from services import mesh_id as mesh_ids
 from services import rpc
 from services.cache.embedded import EmbeddedRedis
+from services.security import mesh_id as mesh_ids
+from services.security.door_tls import CERT, KEY
+from services.security.roles import Role
 from services.settings import (
     CACHE_ADDRESS,
     GATEWAY_ADDRESS,
@@ -35,10 +37,12 @@ from services.settings import (
 )
 from weft.launch.home import Home, locked_home
 from weft.launch.ports import HeldPorts
+from weft.launch.reach import PLAIN, Reach, reach
 from weft.launch.supervisor import ProcessSpec
 
 HOST = "127.0.0.1"
 HTTP_PORT_SETTING = "WEFT_GATEWAY_HTTP_PORT"
+PROCESSES_SETTING = "WEFT_GATEWAY_PROCESSES"
 _WILDCARDS = {"0.0.0.0": HOST, "::": "::1"}
 _CHECK_S = 1.0
 _MOST_PORT = 65_535
@@ -56,6 +60,8 @@ class MeshSpec:
     """Workers of each model."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other names, each with the name (the last part of the folder) of the model that it stands for."""
+    adapters: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """NAME=FOLDER of the adapters of each model, by the model's name."""
     redis_url: str = ""
     """Empty: the embedded Redis."""
     host: str = HOST
@@ -65,8 +71,12 @@ class MeshSpec:
     http_port: int | None = None
     """The gateway's port for HTTP, 0 for none; None: WEFT_GATEWAY_HTTP_PORT, else the default one or, if that is taken,
     a free one."""
+    gateways: int | None = None
+    """Gateway processes that share the ports; None: WEFT_GATEWAY_PROCESSES, else as many as the cores allow."""
     free_ports: bool = False
     """Take free ports for everything instead of the default ones."""
+    plain: bool = False
+    """Services connect without TLS and authentication, where nothing names a secret: for measurements."""
     settings: Mapping[str, str] = field(default_factory=dict)
     """Further environment variables of all processes."""
 
@@ -77,6 +87,8 @@ class MeshPlan:
 
     specs: Sequence[ProcessSpec]
     mesh_id: str
+    reach: Reach
+    """How this process reaches the ports of the mesh."""
     address: str
     """host:port at which this machine reaches the gateway."""
     listen: str
@@ -116,9 +128,11 @@ async def planned(spec: MeshSpec) -> AsyncIterator[MeshPlan]:
 def _plan(spec: MeshSpec, home: Home, ports: HeldPorts, addresses: list[str], http_port: str) -> MeshPlan:
     listen, scheduler, cache, *workers = addresses
     mesh_id = {**os.environ, **spec.settings}.get("WEFT_MESH_ID") or secrets.token_hex(8)
+    own_reach, secret = reach(spec.settings, home.folder, spec.plain)
     redis_url, redis, specs = _redis(spec, home)
     environment = {
         **spec.settings,
+        **secret,
         "WEFT_MESH_ID": mesh_id,
         "WEFT_SCHEDULER_ADDRESS": scheduler,
         "WEFT_CACHE_ADDRESS": cache,
@@ -132,8 +146,13 @@ def _plan(spec: MeshSpec, home: Home, ports: HeldPorts, addresses: list[str], ht
         counts = first_port.isdecimal() and int(first_port) > 0
         return {**environment, "WEFT_METRICS_PORT": str(int(first_port) + place) if counts else first_port}
 
-    specs.append(_service("cache", "cache", cache, {**with_metrics(2), "WEFT_REDIS_URL": redis_url}))
-    specs.append(_service("scheduler", "scheduler", scheduler, with_metrics(1)))
+    def service(name: str, module: Role, listen: str, own: Mapping[str, str], reached_at: str = "") -> None:
+        ready = serving(reached_at or listen, _HEALTH_NAMES[module], mesh_id, own_reach)
+        command = [sys.executable, "-m", f"services.{module}"]
+        specs.append(ProcessSpec(name, command, ready, {**own, "WEFT_LISTEN": listen}))
+
+    service("cache", "cache", cache, {**with_metrics(2), "WEFT_REDIS_URL": redis_url})
+    service("scheduler", "scheduler", scheduler, with_metrics(1))
     threads = str(max(1, (os.cpu_count() or 1) // len(workers)))
     for number, address in enumerate(workers, 1):
         model = spec.models[(number - 1) // spec.workers]
@@ -141,18 +160,22 @@ def _plan(spec: MeshSpec, home: Home, ports: HeldPorts, addresses: list[str], ht
         aliases = [alias for alias, name in spec.aliases.items() if name == model_name(model)]
         if aliases:
             own["WEFT_ALIASES"] = json.dumps(aliases)
-        specs.append(_service(f"worker-{number}", "worker", address, {**with_metrics(2 + number), **own}))
+        if spec.adapters.get(model_name(model)):
+            own["WEFT_ADAPTERS"] = json.dumps(list(spec.adapters[model_name(model)]))
+        service(f"worker-{number}", "worker", address, {**with_metrics(2 + number), **own})
     host = _WILDCARDS.get(spec.host, spec.host)
     address = joined(host, _port_of(listen))
     http_address = joined(host, int(http_port)) if http_port.isdecimal() and int(http_port) else ""
     own = {**with_metrics(0), HTTP_PORT_SETTING: http_port}
-    specs.append(_service("gateway", "gateway", listen, own, reached_at=address))
-    return MeshPlan(specs, mesh_id, address, listen, http_address, redis, home.folder, ports)
+    if spec.gateways is not None:
+        own[PROCESSES_SETTING] = str(spec.gateways)
+    service("gateway", "gateway", listen, own, reached_at=address)
+    return MeshPlan(specs, mesh_id, own_reach, address, listen, http_address, redis, home.folder, ports)
 
 
-async def wait_served(address: str, workers: int) -> list[api.Model]:
+async def wait_served(address: str, workers: int, reach: Reach = PLAIN) -> list[api.Model]:
     """The models that the gateway offers, once `workers` workers serve them; none where it asks for a key."""
-    async with rpc.link_channel(address) as channel:
+    async with reach.channel(address, "gateway") as channel:
         stub: stubs.InferenceAsyncStub = stubs.InferenceStub(channel)
         while True:
             try:
@@ -161,17 +184,17 @@ async def wait_served(address: str, workers: int) -> list[api.Model]:
                 if isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.UNAUTHENTICATED:
                     return []
                 reply = api.ListModelsResponse()
-            if sum(model.workers for model in reply.models) >= workers:
+            if sum(model.workers for model in reply.models if not model.base) >= workers:
                 return list(reply.models)
             await asyncio.sleep(0.05)
 
 
-def serving(address: str, service: str, mesh_id: str = "") -> Callable[[], Awaitable[bool]]:
+def serving(address: str, service: str, mesh_id: str = "", reach: Reach = PLAIN) -> Callable[[], Awaitable[bool]]:
     """Asks whether the gRPC health service at `address` reports that `service` is SERVING, for this mesh: a process of
     another one, or of none, never is."""
 
     async def ask() -> bool:
-        async with rpc.link_channel(address) as channel:
+        async with reach.channel(address, _ROLES[service]) as channel:
             stub: Any = health_pb2_grpc.HealthStub(channel)
             call = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=_CHECK_S)
             try:
@@ -196,21 +219,13 @@ def without_password(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
-_HEALTH_NAMES = {
+_HEALTH_NAMES: Mapping[Role, str] = {
     "cache": "weft.v1.Cache",
     "scheduler": "weft.v1.Scheduler",
     "worker": "weft.v1.Worker",
     "gateway": "weft.v1.Inference",
 }
-
-
-def _service(name: str, module: str, listen: str, environment: Mapping[str, str], reached_at: str = "") -> ProcessSpec:
-    return ProcessSpec(
-        name=name,
-        command=[sys.executable, "-m", f"services.{module}"],
-        ready=serving(reached_at or listen, _HEALTH_NAMES[module], environment["WEFT_MESH_ID"]),
-        environment={**environment, "WEFT_LISTEN": listen},
-    )
+_ROLES = {name: role for role, name in _HEALTH_NAMES.items()}
 
 
 def _redis(spec: MeshSpec, home: Home) -> tuple[str, str, list[ProcessSpec]]:
@@ -240,15 +255,16 @@ def _redis(spec: MeshSpec, home: Home) -> tuple[str, str, list[ProcessSpec]]:
 
 
 def _check_host(host: str) -> None:
-    """Raises OpenToOthers for an address beyond loopback unless WEFT_ALLOW_REMOTE allows it."""
+    """Raises OpenToOthers for an address beyond loopback that is not protected, unless that is permitted."""
     try:
-        allowed = CommonSettings().allow_remote
+        allowed = CommonSettings().allow_unprotected
     except ValidationError:  # The processes refuse this setting, or another one, with the reason.
         allowed = False
-    if not allowed and not rpc.is_loopback(host):
+    protected = all(os.environ.get(name) for name in ("WEFT_TENANTS_FILE", CERT, KEY))
+    if not (allowed or protected or rpc.is_loopback(host)):
         raise OpenToOthers(
-            f"--host {host} is open to other machines: set WEFT_ALLOW_REMOTE=true if its network is trusted, and "
-            "WEFT_TENANTS_FILE to a file of tenants (see `weft key`) if callers shall need a key"
+            f"--host {host} is open to other machines: set WEFT_TENANTS_FILE to a file of tenants (see `weft key`) "
+            f"and {CERT} and {KEY} to a certificate; {rpc.UNPROTECTED_HELP}"
         )
 
 

@@ -8,8 +8,8 @@ import grpc
 
 from protos import mesh_pb2 as mesh
 from protos import mesh_pb2_grpc as stubs
-from services import mesh_id as mesh_ids
-from services import rpc
+from services.security import mesh_id as mesh_ids
+from weft.launch.reach import PLAIN, Reach
 
 _POLL_S = 0.1
 _TIMEOUT_S = 1.0
@@ -27,14 +27,16 @@ class Loading:
         return self.phase if self.percent is None else f"{self.phase} {self.percent}%"
 
 
-async def watch(workers: Mapping[str, str], notify: Callable[[str, Loading], None], mesh_id: str = "") -> None:
+async def watch(
+    workers: Mapping[str, str], notify: Callable[[str, Loading], None], mesh_id: str = "", reach: Reach = PLAIN
+) -> None:
     """Calls `notify` with the name of a worker (name: host:port) at each progress, until all are ready."""
-    await asyncio.gather(*(_watch(name, address, notify, mesh_id) for name, address in workers.items()))
+    await asyncio.gather(*(_watch(name, address, notify, mesh_id, reach) for name, address in workers.items()))
 
 
-async def _watch(name: str, address: str, notify: Callable[[str, Loading], None], mesh_id: str) -> None:
+async def _watch(name: str, address: str, notify: Callable[[str, Loading], None], mesh_id: str, reach: Reach) -> None:
     metadata = mesh_ids.metadata(mesh_id)
-    async with rpc.link_channel(address) as channel:
+    async with reach.channel(address, "worker") as channel:
         stub: stubs.WorkerAsyncStub = stubs.WorkerStub(channel)
         last: Loading | None = None
         while last is None or last.phase != _READY:

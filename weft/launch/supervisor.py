@@ -18,7 +18,7 @@ from typing import IO, TypeVar
 
 Result = TypeVar("Result")
 
-PARENT_DEATH = Path(__file__).with_name("parent_death.py")
+PARENT_DEATH = Path(__file__).parents[2] / "services" / "parent_death.py"
 _LOG_BYTES = 16 << 20
 # Beginnings of last lines of common error reports that hold no reason.
 _NOISE = ("For further information visit",)

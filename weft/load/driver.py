@@ -11,15 +11,18 @@ import os
 import stat
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from itertools import chain, islice
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack
+from itertools import chain, cycle, islice
 from typing import Any, NoReturn
 
 from grpc import aio
 
 from protos import inference_pb2 as api
 from protos import inference_pb2_grpc as stubs
+from weft.client.channel import open_channel
 from weft.client.errors import from_rpc
+from weft.load.http_calls import HttpCalls, HttpError
 from weft.load.plan import Plan
 from weft.load.tally import Outcome, Tally
 from weft.load.workload import Due, Workload
@@ -38,13 +41,15 @@ _OPTIONS: list[tuple[str, Any]] = [
 class Driver:
     """Sends requests and counts answers."""
 
-    def __init__(self, plan: Plan, process: int, stub: "stubs.InferenceAsyncStub") -> None:
+    def __init__(self, plan: Plan, process: int, callers: "Sequence[stubs.InferenceAsyncStub]") -> None:
+        """`callers`: one for each connection."""
         self.plan = plan
         self.process = process
         self.tally = Tally()
         self.workload = Workload(plan)
-        self._stub = stub
+        self._callers = cycle(callers)
         key = os.environ.get(KEY_VARIABLE)
+        self._http = HttpCalls(plan.http, key or "") if plan.http else None
         self._metadata = (("authorization", f"Bearer {key}"),) if key else ()
         self._start = 0.0
 
@@ -99,13 +104,37 @@ class Driver:
         began = clock()
         self.tally.count(began - self._start, "started")
         try:
-            self.tally.add(await self._stream(request, began), self._start, self.plan.goodput)
+            self.tally.add(await self._answer(request, began), self._start, self.plan.goodput)
         except aio.AioRpcError as error:
             failure = from_rpc(error)
+            refused = failure.code.name == "RESOURCE_EXHAUSTED" or failure.reason == "DEADLINE_UNMEETABLE"
             name = f"{failure.code.name}/{failure.reason}" if failure.reason else failure.code.name
-            self.tally.errors[name] += 1
-            self.tally.last_ended = max(self.tally.last_ended, clock() - self._start)
-            self.tally.count(clock() - self._start, "ended")
+            self._failed(name, began, refused)
+        except HttpError as error:
+            self._failed(str(error), began, error.refused)
+        except (OSError, EOFError) as error:
+            self._failed(type(error).__name__, began, False)
+
+    def _failed(self, name: str, began: float, refused: bool) -> None:
+        now = clock()
+        self.tally.errors[name] += 1
+        if refused:
+            self.tally.refusals.add((now - began) * 1e3)
+        self.tally.last_ended = max(self.tally.last_ended, now - self._start)
+        self.tally.count(now - self._start, "ended")
+
+    async def _answer(self, request: api.GenerateRequest, began: float) -> Outcome:
+        """Reads one answer to its end."""
+        if self._http is not None:
+            receipt = await self._http.complete(request, self.plan.deadline_s)
+        elif not self.plan.stream:
+            call = next(self._callers).Complete(request, timeout=self.plan.deadline_s, metadata=self._metadata)
+            receipt = (await call).receipt
+        else:
+            return await self._stream(request, began)
+        now = clock()
+        self.tally.count(now - self._start, "tokens", receipt.completion_tokens)
+        return Outcome(began, None, now, now, receipt.completion_tokens, receipt)
 
     async def _stream(self, request: api.GenerateRequest, began: float) -> Outcome:
         """Reads one answer to its end. Inter-token latency is the time between messages that bring tokens."""
@@ -113,7 +142,7 @@ class Driver:
         gap = tally.latencies["itl"].add
         first: float | None = None
         last, tokens, receipt = began, 0, api.Receipt()
-        call = self._stub.Generate(request, timeout=self.plan.deadline_s, metadata=self._metadata)
+        call = next(self._callers).Generate(request, timeout=self.plan.deadline_s, metadata=self._metadata)
         async for response in call:
             brought = len(response.delta.token_ids)
             if not brought:
@@ -171,9 +200,12 @@ async def main() -> None:
         _refuse()
     plan, process = Plan.from_json(order["plan"]), int(order["process"])
     addresses = plan.address.split(",")
-    async with aio.insecure_channel(addresses[process % len(addresses)], options=_OPTIONS) as channel:
-        stub: Any = stubs.InferenceStub(channel)
-        driver = Driver(plan, process, stub)
+    async with AsyncExitStack() as stack:
+        callers: list[Any] = []
+        for _ in range(plan.connections):
+            channel = open_channel(addresses[process % len(addresses)], _OPTIONS)
+            callers.append(stubs.InferenceStub(await stack.enter_async_context(channel)))
+        driver = Driver(plan, process, callers)
         error = await driver.warm_up()
         _report({"error": error} if error else {"ready": True})
         start = float(await anext(lines))

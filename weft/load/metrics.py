@@ -51,6 +51,8 @@ def figures(tally: Tally, goodput: bool = False) -> dict[str, float]:
         values["request_goodput"] = tally.good / seconds
     for name in LATENCIES:
         values.update(latency(f"{name}_ms", tally.latencies[name]))
+    if tally.refusals.count:
+        values.update(latency("refusal_ms", tally.refusals))
     if tally.lag.count:
         values["p99_send_lag_ms"] = tally.lag.percentile(99)
     return values
@@ -78,7 +80,7 @@ def timeline(tally: Tally) -> list[dict[str, int]]:
     """For each second: requests started and ended, tokens received, requests running at its end."""
     lines, running = [], 0
     for second in range(max(tally.seconds, default=-1) + 1):
-        started, ended, tokens = tally.seconds.get(second, (0, 0, 0))
+        started, ended, tokens, _ = tally.seconds.get(second, (0, 0, 0, 0))
         running += started - ended
         lines.append({"second": second, "started": started, "ended": ended, "tokens": tokens, "running": running})
     return lines

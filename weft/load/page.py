@@ -37,17 +37,19 @@ def _cards(result: dict[str, Any]) -> Iterable[str]:
     seconds = result["timeline"]
     for title, names in (("Tokens per second", ["tokens"]), ("Requests", ["running", "started", "ended"])):
         series = [Line(name, [(line["second"], line[name]) for line in seconds]) for name in names]
-        yield html.card(title, plot.lines(series, Axis("seconds"), Axis("in each second")))
+        yield html.card(title, plot.lines(series, Axis("seconds", whole=True), Axis("in each second")))
     hops = result["receipts"]["hops"]
     shares = [(hop, float(values["mean_ms"])) for hop, values in hops.items()]
-    yield html.card("Mean time of an answer by stage", plot.bar(shares, "ms"))
+    stages = [[hop, *(f"{values[name]:,.2f}" for name in ("mean_ms", "p99_ms"))] for hop, values in hops.items()]
+    drawing = plot.bar(shares, "ms") + html.table(["stage, ms", "mean", "p99"], stages)
+    yield html.card("Time of an answer by stage", drawing)
     if "profile" in result:
         profile = result["profile"]
         shares = [(name, seconds / profile["steps"] * 1e3) for name, seconds in profile["host"].items()]
         table = html.table(["", "ms a step", "share"], profile_rows(profile))
         yield html.card(f"{profile['steps']} steps of {profile['worker']}", plot.bar(shares, "ms") + table)
+    yield html.card("Tokens and errors", html.facts(facts(result)), wide="profile" in result)
     rows = [[name.upper(), *(f"{result[f'{column}_{name}_ms']:,.2f}" for column in _COLUMNS)] for name in LATENCIES]
-    yield html.card("Latencies, ms", html.table(["", *_COLUMNS], rows))
-    yield html.card("Tokens and errors", html.table([], [[line] for line in facts(result)]))
+    yield html.card("Latencies, ms", html.table(["", *_COLUMNS], rows), wide=True)
     yield html.card("Settings", html.table([], html.pairs(result["settings"])))
     yield html.card("Machine", html.table([], html.pairs(result["machine"])))

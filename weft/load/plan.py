@@ -23,6 +23,8 @@ class Plan:
     """Number of measured requests."""
     duration_s: float | None = None
     """No request is sent later than this."""
+    delay_s: float = 0.0
+    """Seconds from the start to the first request; for a load beside another one."""
     concurrency: int | None = 8
     """Most requests at a time; None: no bound (with a rate)."""
     rate: float | None = None
@@ -38,7 +40,7 @@ class Plan:
     trace: str = ""
     """A trace file, which replaces rate and lengths."""
     time_scale: float = 1.0
-    """The trace is replayed so many times faster."""
+    """The factor by which the trace is replayed faster."""
     temperature: float = 0.0
     ignore_eos: bool = True
     """Answers do not end at the model's end tokens."""
@@ -50,6 +52,12 @@ class Plan:
     """Number of requests before the measurement, not counted."""
     processes: int = 1
     """Number of client processes."""
+    connections: int = 1
+    """gRPC connections of each client process; its requests take turns on them."""
+    stream: bool = True
+    """Answers are streamed; else each is one message."""
+    http: str = ""
+    """host:port of the gateway's HTTP server: requests are completions there, not streamed. Empty: gRPC."""
     seed: int = 0
     """Seed of prompts and arrivals."""
     goodput: dict[str, float] = field(default_factory=dict)

@@ -9,6 +9,7 @@ from grpc import RpcError, aio
 
 from protos import mesh_pb2 as mesh
 from protos import mesh_pb2_grpc as stubs
+from services import rpc
 from weft.client.errors import from_rpc
 
 _TIMEOUT_S = 5.0
@@ -37,7 +38,7 @@ async def take(spec: ProfileSpec, model: str) -> dict[str, Any]:
     """
     try:
         worker = await _worker(spec.scheduler, model)
-        async with aio.insecure_channel(worker.address) as channel:
+        async with rpc.link_channel(worker.address, "worker") as channel:
             stub: stubs.WorkerAsyncStub = stubs.WorkerStub(channel)
             summary, trace = mesh.ProfileSummary(), bytearray()
             async for message in stub.Profile(mesh.ProfileRequest(steps=spec.steps)):
@@ -60,16 +61,16 @@ async def take(spec: ProfileSpec, model: str) -> dict[str, Any]:
 
 
 async def finish(taking: "asyncio.Task[dict[str, Any]]") -> dict[str, Any]:
-    """The profile, after the load. Raises ProfileError, also if the load ended before so many steps."""
+    """The profile, after the load. Raises ProfileError, also if the load ended before all steps were observed."""
     try:
         async with asyncio.timeout(_GRACE_S):
             return await taking
     except TimeoutError:
-        raise ProfileError("no profile: the load ended before so many steps") from None
+        raise ProfileError("no profile: the load ended before all steps were observed") from None
 
 
 async def _worker(scheduler: str, model: str) -> mesh.WorkerOverview:
-    async with aio.insecure_channel(scheduler) as channel:
+    async with rpc.link_channel(scheduler, "scheduler") as channel:
         stub: stubs.SchedulerAsyncStub = stubs.SchedulerStub(channel)
         try:
             overview = await stub.Overview(mesh.OverviewRequest(), timeout=_TIMEOUT_S)

@@ -49,7 +49,7 @@ async def run(plan: Plan, notify: Progress = lambda ended, total: None) -> Run:
     plan = replace(plan, requests=len(workload)).checked()
     async with _clients(plan) as clients:
         await asyncio.gather(*(client.ready() for client in clients))
-        start = time.monotonic() + _LEAD_S
+        start = time.monotonic() + _LEAD_S + plan.delay_s
         ended_by_client = [0] * len(clients)
 
         def on_progress(number: int, ended: int) -> None:
@@ -71,6 +71,8 @@ async def _model(plan: Plan) -> api.Model:
     matching = [model for model in served if plan.model in ("", model.name, *model.aliases)]
     if not matching:
         raise PlanError(not_served(plan.address, plan.model, [model.name for model in served]))
+    if not plan.model:
+        matching = [model for model in matching if not model.base]
     if len(matching) > 1:
         raise PlanError(f"several models are served: name one of {', '.join(model.name for model in matching)}")
     return matching[0]

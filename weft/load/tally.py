@@ -9,8 +9,11 @@ from weft.load.distribution import Distribution
 
 LATENCIES = ("ttft", "tpot", "itl", "e2el")
 HOPS = ("tokenize", "cache", "queue", "prefill", "decode", "detokenize", "network", "unaccounted")
-_COUNTS = ("prompt_tokens", "completion_tokens", "prefill_tokens", "cached_tokens", "preemptions")
-SECOND = ("started", "ended", "tokens")
+_COUNTS = (
+    "prompt_tokens", "completion_tokens", "prefill_tokens", "cached_tokens", "preemptions", "drafted_tokens",
+    "accepted_tokens",
+)  # fmt: skip
+SECOND = ("started", "ended", "tokens", "answered")
 
 
 @dataclass(slots=True)
@@ -52,13 +55,15 @@ class Tally:
     errors: Counter[str] = field(default_factory=Counter)
     latencies: dict[str, Distribution] = field(default_factory=lambda: {name: Distribution() for name in LATENCIES})
     hops: dict[str, Distribution] = field(default_factory=lambda: {name: Distribution() for name in HOPS})
+    refusals: Distribution = field(default_factory=Distribution)
+    """Time until a request was refused for the load or for its deadline, in ms."""
     lag: Distribution = field(default_factory=Distribution)
     """Delay of sending in an open loop, in ms."""
     receipts: Counter[str] = field(default_factory=Counter)
     attempts: Counter[str] = field(default_factory=Counter)
     """Requests by their number of attempts."""
     seconds: dict[int, list[int]] = field(default_factory=dict)
-    """By second after the start: requests started, requests ended, tokens received."""
+    """By second after the start: requests started, requests ended, tokens received, answers ended."""
 
     @property
     def failed(self) -> int:
@@ -66,7 +71,7 @@ class Tally:
         return self.errors.total()
 
     def count(self, at_s: float, what: str, number: int = 1) -> None:
-        """Counts an event of SECOND at so many seconds after the start."""
+        """Counts an event of SECOND that happened `at_s` seconds after the start."""
         self.seconds.setdefault(int(at_s), [0] * len(SECOND))[SECOND.index(what)] += number
 
     def add(self, outcome: Outcome, start: float, bounds: dict[str, float]) -> None:
@@ -81,6 +86,7 @@ class Tally:
         self.output_tokens += outcome.tokens
         self.last_ended = max(self.last_ended, outcome.ended - start)
         self.count(outcome.ended - start, "ended")
+        self.count(outcome.ended - start, "answered")
         self._add_receipt(outcome.receipt)
 
     def _add_receipt(self, receipt: api.Receipt) -> None:
@@ -101,6 +107,7 @@ class Tally:
         self.receipts.update(other.receipts)
         self.attempts.update(other.attempts)
         self.lag.merge(other.lag)
+        self.refusals.merge(other.refusals)
         for mine, theirs in ((self.latencies, other.latencies), (self.hops, other.hops)):
             for name, distribution in theirs.items():
                 mine[name].merge(distribution)
@@ -114,17 +121,17 @@ class Tally:
         data = {name: getattr(self, name) for name in self.__slots__}
         for name in ("latencies", "hops"):
             data[name] = {key: value.to_json() for key, value in data[name].items()}
-        return {**data, "lag": self.lag.to_json(), "seconds": list(self.seconds.items())}
+        data.update(lag=self.lag.to_json(), refusals=self.refusals.to_json())
+        return {**data, "seconds": list(self.seconds.items())}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Tally":
         """The counts that `to_json` wrote."""
         counters = {name: Counter(data[name]) for name in ("errors", "receipts", "attempts")}
+        single = {name: Distribution.from_json(data[name]) for name in ("lag", "refusals")}
         distributions = {
             name: {key: Distribution.from_json(value) for key, value in data[name].items()}
             for name in ("latencies", "hops")
         }
         seconds = {int(second): counts for second, counts in data["seconds"]}
-        return cls(
-            **{**data, **counters, **distributions, "lag": Distribution.from_json(data["lag"]), "seconds": seconds}
-        )
+        return cls(**{**data, **counters, **distributions, **single, "seconds": seconds})

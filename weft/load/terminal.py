@@ -65,6 +65,9 @@ def facts(result: dict[str, Any]) -> list[str]:
     for name, words in (("preemptions", "preemptions"), ("result_hits", "result hits"), ("joined", "joined")):
         if receipts.get(name):
             lines.append(f"{receipts[name]:,} {words}")
+    if receipts.get("drafted_tokens"):
+        drafted, accepted = receipts["drafted_tokens"], receipts.get("accepted_tokens", 0)
+        lines.append(f"{drafted:,} tokens guessed, {accepted:,} of them right ({accepted / drafted:.1%})")
     retried = {attempts: count for attempts, count in receipts["attempts"].items() if attempts not in ("0", "1")}
     lines += [f"{count:,} requests took {attempts} attempts" for attempts, count in sorted(retried.items())]
     lines += [f"{count:,} times {code}" for code, count in sorted(result["errors"].items())]

@@ -12,9 +12,11 @@ from pathlib import Path
 import structlog
 
 from services.errors import WeftError
+from services.gateway.access.bearer_tokens import BearerTokens
 from services.gateway.access.errors import denied, unauthenticated
 from services.gateway.access.quotas import Quota
-from services.gateway.access.tenants import DEFAULT, Tenant, TenantsFileError, TenantTable, read
+from services.gateway.access.tenants import DEFAULT, Limits, Tenant, TenantsFileError, TenantTable, read
+from services.gateway.access.usage import SharedUsage, UsageTable
 
 log = structlog.get_logger("access")
 clock = time.monotonic
@@ -29,12 +31,25 @@ Credentials = Sequence[str]
 class Authorizer:
     """The tenants of a file and their use of their limits; without a file one tenant without limits."""
 
-    def __init__(self, path: str) -> None:
-        """`path` of the tenants file, or empty. Raises TenantsFileError."""
+    def __init__(
+        self,
+        path: str,
+        shared: UsageTable | None = None,
+        member: int = 0,
+        secret: bytes = b"",
+        tokens: BearerTokens | None = None,
+    ) -> None:
+        """`path` of the tenants file, or empty. With a `shared` table limits hold over all members of the gateway;
+        `member` is the number of this one. `secret` for the tenants' salts. Besides API keys, `tokens` that name a
+        tenant of the file are accepted. Raises TenantsFileError."""
+        self._secret = secret
+        self._bearer_tokens = tokens
+        self._default = DEFAULT.salted(secret)
         self._path = Path(path) if path else None
         self._quotas: dict[str, Quota] = {}
+        self._shared, self._member = shared, member
         self._seen = self._stamp()
-        self._tenants: TenantTable | None = read(self._path) if self._path else None
+        self._tenants: TenantTable | None = read(self._path, secret) if self._path else None
 
     @property
     def requires_keys(self) -> bool:
@@ -44,16 +59,23 @@ class Authorizer:
     def tenant(self, credentials: Credentials) -> Tenant:
         """The tenant that owns the API key of a call. Raises WeftError."""
         if self._tenants is None:
-            return DEFAULT
+            return self._default
         if not credentials:
             raise unauthenticated("an API key is required, as `authorization: Bearer <key>`", "KEY_REQUIRED")
         # Several credentials could belong to several callers: none is accepted.
         value = credentials[0] if len(credentials) == 1 else ""
         has_key = value.lower().startswith(_SCHEME)
-        tenant = self._tenants.find(value[len(_SCHEME) :].strip()) if has_key else None
+        tenant = self._owner(self._tenants, value[len(_SCHEME) :].strip()) if has_key else None
         if tenant is None:
             raise unauthenticated("the API key is not valid", "KEY_UNKNOWN")
         return tenant
+
+    def _owner(self, tenants: TenantTable, credential: str) -> Tenant | None:
+        """The tenant that has this API key, or that this token names."""
+        if self._bearer_tokens is None or not self._bearer_tokens.looks_like_one(credential):
+            return tenants.find(credential)
+        name = self._bearer_tokens.tenant(credential)
+        return tenants.tenants.get(name) if name is not None else None
 
     def permit(self, method: str, credentials: Credentials) -> Tenant:
         """The tenant of a call of this method of the public API, such as "Generate". Raises WeftError."""
@@ -83,7 +105,7 @@ class Authorizer:
         """Applies the file as it is now. Running calls continue, also those of removed tenants."""
         assert self._path is not None
         try:
-            self._tenants = read(self._path)
+            self._tenants = read(self._path, self._secret)
         except TenantsFileError as error:
             log.error("invalid tenants file: the previous tenants stay in effect", reason=str(error))
             return
@@ -97,8 +119,17 @@ class Authorizer:
     def _quota(self, tenant: Tenant) -> Quota:
         quota = self._quotas.get(tenant.name)
         if quota is None:
-            quota = self._quotas[tenant.name] = Quota(tenant.limits, clock())
+            quota = self._quotas[tenant.name] = Quota(tenant.limits, clock(), self._usage(tenant))
         return quota
+
+    def _usage(self, tenant: Tenant) -> SharedUsage | None:
+        """Where the tenant's usage is counted beside other processes; None to count it here alone."""
+        if self._shared is None or tenant.limits == Limits():
+            return None
+        usage = self._shared.usage(tenant.hash, self._member)
+        if usage is None:
+            log.warning("too many tenants to share their limits: some are counted by each process on its own")
+        return usage
 
     def _stamp(self) -> tuple[int, int, int] | None:
         """Changes when the file changes, also when a symbolic link is replaced, as Kubernetes does."""

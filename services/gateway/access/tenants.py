@@ -12,6 +12,7 @@ The file is TOML. `weft key` prints a new key and its line for this file; the ke
     concurrent = 8                               # concurrent answers
     tokens_per_minute = 60000                    # of prompts and answers
     most_priority = 0                            # default 0; a higher priority overtakes other tenants
+    operator = true                              # may watch the whole mesh; default false
 """
 
 import hashlib
@@ -19,7 +20,7 @@ import hmac
 import math
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -29,12 +30,14 @@ from services.hashing import digest
 from services.validate import MAX_PRIORITY
 
 MOST_BYTES = 4 << 20
+_OF_OPERATORS = {"WatchMesh"}
+"""Methods that show more than a tenant's own requests."""
 _PREFIX = "sha256:"
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of a tenant at one gateway; None for no limit."""
+    """Limits of a tenant over all processes of a gateway; None for no limit."""
 
     requests_per_second: float | None = None
     burst: int | None = None
@@ -49,7 +52,8 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """One tenant. Caches are shared only between equal salts; fair queueing counts by the hash of the name."""
+    """One tenant. Caches are shared only between equal salts, which nobody makes without the mesh secret; fair queueing
+    counts by the hash of the name."""
 
     name: str
     salt: bytes
@@ -58,6 +62,8 @@ class Tenant:
     models: frozenset[str] | None = None
     methods: frozenset[str] | None = None
     most_priority: int = MAX_PRIORITY
+    operator: bool = True
+    """May watch the whole mesh: all models, workers and traffic."""
 
     @classmethod
     def named(
@@ -67,6 +73,7 @@ class Tenant:
         models: Iterable[str] | None = None,
         methods: Iterable[str] | None = None,
         most_priority: int = MAX_PRIORITY,
+        operator: bool = True,
     ) -> "Tenant":
         """A tenant; its salt and hash are made of the name alone."""
         return cls(
@@ -77,7 +84,14 @@ class Tenant:
             None if models is None else frozenset(models),
             None if methods is None else frozenset(methods),
             most_priority,
+            operator,
         )
+
+    def salted(self, secret: bytes) -> "Tenant":
+        """The tenant with a salt that only those can make who have the secret; without one, the same tenant."""
+        if not secret:
+            return self
+        return replace(self, salt=hmac.new(secret, b"weft/salt/2\0" + self.name.encode(), hashlib.sha256).digest())
 
     def may_use(self, names: Iterable[str]) -> bool:
         """Whether the tenant may use a model with these names."""
@@ -85,7 +99,8 @@ class Tenant:
 
     def may_call(self, method: str) -> bool:
         """Whether the tenant may call a method of the public API."""
-        return self.methods is None or method in self.methods
+        permitted = self.methods is None or method in self.methods
+        return permitted and (self.operator or method not in _OF_OPERATORS)
 
 
 DEFAULT = Tenant.named("default")
@@ -124,8 +139,8 @@ def hash_of(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
-def read(path: Path) -> TenantTable:
-    """The tenants of a file. Raises TenantsFileError."""
+def read(path: Path, secret: bytes = b"") -> TenantTable:
+    """The tenants of a file, with salts made with `secret`. Raises TenantsFileError."""
     try:
         with path.open("rb") as file:
             data = file.read(MOST_BYTES + 1)
@@ -133,11 +148,11 @@ def read(path: Path) -> TenantTable:
         raise TenantsFileError(f"cannot be read: {error.strerror}") from None
     if len(data) > MOST_BYTES:
         raise TenantsFileError(f"is larger than {MOST_BYTES >> 20} MiB")
-    return parse(data)
+    return parse(data, secret)
 
 
-def parse(data: bytes) -> TenantTable:
-    """The tenants of a file's bytes. Raises TenantsFileError."""
+def parse(data: bytes, secret: bytes = b"") -> TenantTable:
+    """The tenants of a file's bytes, with salts made with `secret`. Raises TenantsFileError."""
     try:
         entries = _File.model_validate(tomllib.loads(data.decode())).tenant
     except UnicodeDecodeError:
@@ -152,7 +167,7 @@ def parse(data: bytes) -> TenantTable:
         raise TenantsFileError(f"names {next(name for name in names if names.count(name) > 1)} twice")
     owners: dict[bytes, Tenant] = {}
     for entry in entries:
-        tenant = entry.tenant()
+        tenant = entry.tenant().salted(secret)
         for key in entry.keys:
             hashed = bytes.fromhex(key.removeprefix(_PREFIX))
             if hashed in owners:
@@ -169,17 +184,20 @@ class _Entry(BaseModel):
     name: str = Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")
     keys: list[Annotated[str, Field(pattern=f"^{_PREFIX}[0-9a-f]{{64}}$")]] = Field(min_length=1)
     models: list[str] | None = None
-    methods: list[Literal["Generate", "Complete", "Tokenize", "ListModels"]] | None = None
+    methods: (
+        list[Literal["Generate", "Complete", "Tokenize", "ListModels", "WatchMesh", "Embed", "Rank", "Classify"]] | None
+    ) = None
     requests_per_second: float | None = Field(None, gt=0, allow_inf_nan=False)
     burst: int | None = Field(None, ge=1)
     concurrent: int | None = Field(None, ge=1)
     tokens_per_minute: int | None = Field(None, ge=1)
     most_priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+    operator: bool = False
 
     def tenant(self) -> Tenant:
         """The tenant that the entry describes."""
         limits = Limits(self.requests_per_second, self.burst, self.concurrent, self.tokens_per_minute)
-        return Tenant.named(self.name, limits, self.models, self.methods, self.most_priority)
+        return Tenant.named(self.name, limits, self.models, self.methods, self.most_priority, self.operator)
 
 
 class _File(BaseModel):

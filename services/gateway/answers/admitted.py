@@ -7,7 +7,7 @@ from functools import cached_property
 from protos import inference_pb2 as api
 from services import hashing
 from services.gateway.access.tenants import Tenant
-from services.gateway.links.catalog import Served
+from services.gateway.links.adapters import Served
 
 
 @dataclass(frozen=True)

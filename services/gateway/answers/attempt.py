@@ -11,6 +11,7 @@ from services.errors import WeftError
 from services.gateway.answers.receipt import AttemptCosts
 from services.gateway.links.worker_link import JobStream, worker_lost
 from services.gateway.text.journal import Ending, Journal
+from services.gateway.traffic import ModelCounts
 
 
 @dataclass(slots=True, eq=False)
@@ -22,10 +23,20 @@ class Answer:
     """The latest deadline of the current subscribers, on `time.monotonic`. A later subscriber may extend it."""
     notify: Callable[[], None]
     """Informs the subscribers that there is something to take."""
+    traffic: ModelCounts
+    """Counts the tokens and their times."""
+    began: float
+    """When the request arrived, on `time.monotonic`."""
     cost_wait_s: float
     """How long to wait for the worker's report of the cost after a stop string has ended the answer."""
     costs: AttemptCosts = field(default_factory=AttemptCosts)
     first_token_at: float | None = None
+    last_token_at: float = 0.0
+
+    def first_token(self, now: float) -> None:
+        """Notes the arrival of the first token."""
+        self.first_token_at = self.last_token_at = now
+        self.traffic.first_token.add(now - self.began)
 
     def end(self, ending: Ending) -> None:
         """Ends the answer."""
@@ -58,14 +69,28 @@ class Attempt:
     def advance(self) -> None:
         """Moves the tokens that have arrived to the journal. A stop string among them ends the answer and the job."""
         answer, stream = self._answer, self.stream
+        if stream.scores:
+            scores, stream.scores = stream.scores, []
+            for position, details in scores:
+                answer.journal.score(position, details)
         if not stream.tokens:
             return
         tokens, details = stream.take()
-        if answer.first_token_at is None:
-            answer.first_token_at = stream.first_at
+        self._count(len(tokens))
         answer.journal.extend(tokens, details)
         if answer.journal.ending is not None:
             stream.link.cancel(stream, len(answer.journal.tokens), answer.cost_wait_s)
+
+    def _count(self, tokens: int) -> None:
+        """Counts tokens that arrived, the first of which may be the answer's first."""
+        answer, stream = self._answer, self.stream
+        gaps = tokens
+        if answer.first_token_at is None:
+            assert stream.first_at is not None
+            answer.first_token(stream.first_at)
+            gaps -= 1
+        answer.traffic.arrived(tokens, gaps, stream.last_at - answer.last_token_at)
+        answer.last_token_at = stream.last_at
 
     def _conclude(self) -> WeftError | None:
         """Ends the answer as the worker did. -> None, or why the worker did not end it."""

@@ -16,10 +16,10 @@ from services.errors import WeftError
 from services.gateway.answers.call import Call
 from services.gateway.answers.generation import Generation
 from services.gateway.answers.receipt import Phase, Timeline, fill_costs, timings
-from services.gateway.links.catalog import Served
+from services.gateway.links.adapters import Served
 from services.gateway.metrics import GatewayMetrics, reason_name
 
-_MOST_ECHOED = 128
+MOST_ECHOED = 128
 """Characters of an unknown model name or invalid request id that a receipt repeats: metadata is limited in size."""
 _NUMBERS = ("max_tokens", "temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty", "seed")
 
@@ -30,7 +30,7 @@ class CallRecord:
     def __init__(self, call: Call, metrics: GatewayMetrics) -> None:
         self.timeline = Timeline(time.monotonic)
         self.request = call.request
-        self.request_id = call.request.request_id[:_MOST_ECHOED] or os.urandom(16).hex()
+        self.request_id = call.request.request_id[:MOST_ECHOED] or os.urandom(16).hex()
         self.deadline = math.inf if call.remaining_s is None else self.timeline.began + call.remaining_s
         self.generation: Generation | None = None
         self.joined = False
@@ -76,10 +76,10 @@ class CallRecord:
         self.timeline.enter(Phase.OWN)
         receipt = api.Receipt(
             request_id=self.request_id,
-            model=self._model or self.request.model[:_MOST_ECHOED],
+            model=self._model or self.request.model[:MOST_ECHOED],
             joined=self.joined,
             trace_id=self._span.trace_id,
-            finish_reason=api.FINISH_REASON_UNSPECIFIED if error is None else _reason(error),
+            finish_reason=api.FINISH_REASON_UNSPECIFIED if error is None else reason_of(error),
         )
         generation = self.generation
         if generation is None:
@@ -129,6 +129,7 @@ class CallRecord:
             self._span.fail(error.reason)
 
 
-def _reason(error: WeftError) -> "api.FinishReason.ValueType":
+def reason_of(error: WeftError) -> "api.FinishReason.ValueType":
+    """The finish reason of a request that failed."""
     gone = error.code in (StatusCode.CANCELLED, StatusCode.DEADLINE_EXCEEDED)
     return api.FINISH_REASON_CANCELLED if gone else api.FINISH_REASON_ERROR

@@ -1,5 +1,7 @@
 """Collects a stream into one reply. Knows only messages of the public API."""
 
+from collections.abc import Iterable, MutableSequence
+
 from protos import inference_pb2 as api
 
 
@@ -14,6 +16,9 @@ class Collector:
         """Adds the next message of the stream. The receipt completes the reply."""
         if response.HasField("receipt"):
             self._close(response.receipt)
+        elif response.HasField("prompt"):
+            self.response.prompt.MergeFrom(response.prompt)
+            self.response.prompt.position = 0
         else:
             self._add_delta(response.delta)
 
@@ -26,6 +31,7 @@ class Collector:
         self._texts[delta.index].append(delta.text)
         choice.token_ids.extend(delta.token_ids)
         choice.logprobs.extend(delta.logprobs)
+        add_calls(choice.tool_calls, delta.tool_calls)
         if delta.finish_reason:
             choice.finish_reason = delta.finish_reason
             if delta.HasField("stop_string"):
@@ -37,3 +43,11 @@ class Collector:
         for choice, texts in zip(self.response.choices, self._texts, strict=True):
             choice.text = "".join(texts)
         self.response.receipt.CopyFrom(receipt)
+
+
+def add_calls(calls: MutableSequence[api.ToolCall], deltas: Iterable[api.ToolCallDelta]) -> None:
+    """Adds parts of tool calls to the calls of an answer."""
+    for part in deltas:
+        if part.index == len(calls):
+            calls.append(api.ToolCall(id=part.id, name=part.name))
+        calls[part.index].arguments += part.arguments

@@ -6,6 +6,7 @@ The author of recovery, which is the next attempt at prompt and tokens so far. K
 import asyncio
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 
 import structlog
 from grpc import StatusCode
@@ -29,6 +30,12 @@ from services.gateway.text.journal import Ending, Journal
 
 log = structlog.get_logger("continuation")
 
+_PROBATION = 4
+"""Tokens of a suspect that its gateway waits for if the last attempt died after its first tokens: some of these may
+have been lost with the worker, so that the next attempt repeats them before it dies again."""
+NOTICE_S = 5.0
+"""Time between two messages to the clients of an interrupted answer that waits for a worker."""
+
 
 class Continuation:
     """One sample of a request."""
@@ -44,6 +51,8 @@ class Continuation:
         self._key = key
         self._retries = RetryPolicy(backend.settings.gateway_max_attempts)
         self._retry = RetryState()
+        self._suspect_until: int | None = None
+        """Number of tokens after which its attempt has survived its probation; None if it is on none."""
         self._attempt: Attempt | None = None
         """The confirmed attempt that runs now."""
 
@@ -99,6 +108,9 @@ class Continuation:
                 result = await look_up
                 self.advance()
                 if result is not None and not self.journal.tokens and self.journal.ending is None:
+                    # From here on no token of the attempt may reach the journal, which the result fills: clients that
+                    # were notified in this turn of the loop still call `advance` before the attempt is cancelled.
+                    self._attempt = None
                     return result
             await work
             return None
@@ -116,10 +128,12 @@ class Continuation:
             return result
 
     def _replay(self, result: cache_pb2.CachedResult) -> None:
+        assert not self.journal.tokens, "a result replaces no tokens"
         tokens, details, ending = from_result(result)
         self.costs.answered_by_cache()
         self.journal.attempt = 1
-        self._answer.first_token_at = time.monotonic() if tokens else None
+        if tokens:
+            self._answer.first_token(time.monotonic())
         self.journal.extend(tokens, details)
         self._answer.end(ending)
 
@@ -133,14 +147,34 @@ class Continuation:
         """Runs attempts until the answer has ended. Raises WeftError."""
         while self.journal.ending is None:
             placement = await self._place()
-            loss = await self._run_attempt(self._open_attempt(placement, early), placement)
+            before = len(self.journal.tokens)
+            attempt = self._open_attempt(placement, early)
+            self._watch_probation(placement)
+            loss = await self._run_attempt(attempt, placement)
             if loss is None:
                 return
+            broken = attempt.stream.broken or (early is not None and early.attempt.stream.broken)
             early = None
-            self._prepare_retry(loss, placement)
+            self._prepare_retry(loss, placement, before if broken else None)
 
     async def _place(self) -> Placement:
         """The placement of the next attempt. Raises WeftError."""
+        if not self.journal.tokens:  # Its client may still be refused.
+            return await self._submit()
+        notices = asyncio.create_task(self._report_wait())
+        try:
+            return await self._submit()
+        finally:
+            notices.cancel()
+
+    async def _report_wait(self) -> None:
+        """Informs the clients, who have part of the answer, that it waits for a worker."""
+        while True:
+            await asyncio.sleep(NOTICE_S)
+            self.journal.waits += 1
+            self._answer.notify()
+
+    async def _submit(self) -> Placement:
         while True:
             deadline = self._answer.deadline()
             try:
@@ -155,7 +189,9 @@ class Continuation:
         nothing there: elsewhere the scheduler may choose another place, or the job would have to wait."""
         address = self._admitted.served.only_address
         link = self._backend.workers.to(address) if address else None
-        if link is None or not link.idle:
+        if link is None or not link.idle or not link.usable:
+            return None
+        if self._backend.scheduler.suspects and self._messages.fingerprint in self._backend.scheduler.suspects:
             return None
         span, deadline = self._begin_span(), self._answer.deadline()
         job = self._messages.job(self.journal, deadline, span.traceparent, None)
@@ -198,15 +234,23 @@ class Continuation:
                 span.fail(loss.reason)
         return loss
 
-    def _prepare_retry(self, loss: WeftError, placement: Placement) -> None:
-        """Begins the next attempt, or raises the loss."""
+    def _watch_probation(self, placement: Placement) -> None:
+        """Notes after how many tokens an attempt is no longer suspected to kill its worker."""
+        self._suspect_until = None
+        if isinstance(placement, mesh.Assigned) and placement.probation:
+            self._suspect_until = len(self.journal.tokens) + (_PROBATION if self._retry.lost_after else 1)
+
+    def _prepare_retry(self, loss: WeftError, placement: Placement, broke_at: int | None) -> None:
+        """Begins the next attempt, or raises the loss. `broke_at`: tokens before the attempt if the connection to its
+        worker broke, else None."""
         journal = self.journal
         self._backend.metrics.attempt_lost(loss)
         log.info("attempt lost", attempt=journal.attempt, reason=loss.reason, tokens=len(journal.tokens))
         retry = self._retries.next(self._retry, loss, placement)
         if retry is None:
             raise loss
-        self._retry = retry
+        on, after = ("", 0) if broke_at is None else (placement.worker_id, len(journal.tokens) - broke_at)
+        self._retry = replace(retry, lost_on=on, lost_after=after)
         if len(journal.tokens) >= self._messages.max_tokens:
             self._answer.end(Ending(api.FINISH_REASON_LENGTH))
         else:
@@ -219,6 +263,11 @@ class Continuation:
 
     def _on_tokens(self) -> None:
         attempt = self._attempt
+        if attempt is not None and self._suspect_until is not None:
+            attempt.advance()
+            if len(self.journal.tokens) >= self._suspect_until:
+                self._suspect_until = None
+                self._backend.scheduler.report_survived(self._messages.job_id)
         if attempt is not None and len(attempt.stream.tokens) >= UNREAD_TOKENS:
             attempt.advance()  # No client reads: stop strings must be found nevertheless.
         self._answer.notify()

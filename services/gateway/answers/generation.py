@@ -4,11 +4,14 @@ A task of its own drives it. It outlives each single subscriber, but not the las
 """
 
 import asyncio
+import time
 from typing import Protocol
 
 from protos import inference_pb2 as api
-from services import telemetry, validate
+from services import hashing, telemetry, validate
 from services.errors import WeftError, internal
+from services.forms.form import Form
+from services.forms.request import check_size
 from services.gateway.answers.admitted import AdmittedRequest
 from services.gateway.answers.attempt import Answer
 from services.gateway.answers.continuation import Continuation
@@ -16,9 +19,11 @@ from services.gateway.answers.job_messages import JobMessages
 from services.gateway.answers.receipt import Phase
 from services.gateway.backend import Backend
 from services.gateway.links.result_cache import ResultKey, deterministic
+from services.gateway.text.conversation import calls_once, tools_of
 from services.gateway.text.journal import Journal
 from services.gateway.text.stop_strings import StopMatcher
 from services.gateway.text.tokenizer import TextModel
+from services.validate_chat import calls_required
 
 
 class Observer(Protocol):
@@ -50,6 +55,9 @@ class Generation:
         self.text: TextModel | None = None
         self.subscribers: set[Observer] = set()
         self.seed = admitted.seed()
+        self._form: api.Structured | None = None
+        """The form of an answer that must consist of tool calls."""
+        self._began = time.monotonic()
         self._backend = backend
         self._task = asyncio.create_task(self._run())
 
@@ -92,14 +100,21 @@ class Generation:
     async def _tokenize(self) -> list[int]:
         admitted = self.admitted
         text = self.text = await self._backend.catalog.text(admitted.served)
-        prompt = admitted.request.prompt
-        if prompt.WhichOneof("form") == "token_ids":  # Nothing to encode: waking a thread would take longer.
-            tokens = text.encode(prompt)
-        else:
-            tokens = await asyncio.get_running_loop().run_in_executor(self._backend.threads, text.encode, prompt)
+        most = admitted.served.card.context_length
+        tokens = await self._backend.encoder.encode(text, admitted.request.prompt, admitted.tenant.name, most)
         validate.check_tokens(tokens, admitted.request.sampling, admitted.served.card)
         self.prompt_tokens = len(tokens)
+        if calls_required(admitted.request.prompt.chat):
+            await self._require_calls(text)
         return tokens
+
+    async def _require_calls(self, text: TextModel) -> None:
+        """Makes the answer consist of tool calls. Raises WeftError if their grammar cannot be compiled."""
+        field = "prompt.chat.tools"
+        plain, own = text.call_grammars(self.admitted.request.prompt.chat)
+        self._form = api.Structured(grammar=own)
+        check_size(self._form, field)
+        await self._backend.forms.check(Form("grammar", plain), field)
 
     def _plan(self, tokens: list[int]) -> None:
         sampling = api.Sampling()
@@ -107,21 +122,46 @@ class Generation:
         if not sampling.HasField("max_tokens"):
             sampling.max_tokens = validate.default_max_tokens(len(tokens), sampling, self.admitted.served.card)
         sampling.seed = self.seed
+        if self._form is not None:
+            sampling.structured.CopyFrom(self._form)
+        if sampling.bad_words:
+            assert self.text is not None
+            sequences = self.text.sequences_of(sampling.bad_words)
+            sampling.bad_token_sequences.extend(api.TokenIds(ids=each) for each in sequences)
+            sampling.ClearField("bad_words")
+            validate.check_sampling(sampling, self.admitted.served.card)
         self.continuations = [self._continuation(index, tokens, sampling) for index in range(self.admitted.n)]
 
     def _continuation(self, index: int, tokens: list[int], sampling: api.Sampling) -> Continuation:
         admitted, request, card = self.admitted, self.admitted.request, self.admitted.served.card
         assert self.text is not None
         key = None
-        if deterministic(request.sampling) and not admitted.bypass_cache:
-            key = ResultKey(admitted.tenant.salt, card, tokens, sampling, index)
-        stops = StopMatcher(sampling.stop, sampling.min_tokens) if sampling.stop else None
-        # The answer to a conversation begins a message; any other continues its prompt.
-        is_chat = request.prompt.WhichOneof("form") == "chat"
-        journal = Journal(tokens, self.text.detokenizer(() if is_chat else tokens), stops)
-        answer = Answer(journal, self.deadline, self._notify, self._backend.settings.gateway_cost_wait_s)
-        messages = JobMessages(admitted, index, sampling, len(tokens), key)
+        scores = request.sampling.HasField("prompt_logprobs")  # They are not part of a result.
+        if deterministic(request.sampling) and not admitted.bypass_cache and not scores:
+            key = ResultKey(admitted.tenant.salt, card, tokens, sampling, index, calls_once(request.prompt.chat))
+        journal = self._journal(index, tokens, sampling)
+        answer = Answer(
+            journal,
+            self.deadline,
+            self._notify,
+            traffic=self._backend.metrics.traffic.model(card.name),
+            began=self._began,
+            cost_wait_s=self._backend.settings.gateway_cost_wait_s,
+        )
+        messages = JobMessages(admitted, index, sampling, tokens, key)
         return Continuation(self._backend, admitted, answer, messages, key)
+
+    def _journal(self, index: int, tokens: list[int], sampling: api.Sampling) -> Journal:
+        prompt, text = self.admitted.request.prompt, self.text
+        assert text is not None
+        stops = StopMatcher(sampling.stop, sampling.min_tokens, sampling.include_stop_string) if sampling.stop else None
+        # The answer to a conversation begins a message, unless it continues one; any other continues its prompt.
+        begins = prompt.WhichOneof("form") == "chat" and not prompt.chat.continue_final_message
+        before = () if begins else tokens
+        if not tools_of(prompt.chat) or text.tool_format is None:
+            return Journal(tokens, text.detokenizer(before), stops)
+        calls = text.tool_calls(prompt.chat, hashing.digest(b"weft/call/1", self.admitted.body, bytes([index])))
+        return Journal(tokens, text.detokenizer(before, text.tool_format.markers), stops, calls)
 
     async def _run_all(self) -> None:
         if len(self.continuations) == 1:

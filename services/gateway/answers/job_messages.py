@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Sequence
 from functools import cached_property
 
 from protos import inference_pb2 as api
@@ -10,30 +11,42 @@ from services import hashing
 from services.gateway.answers.admitted import AdmittedRequest
 from services.gateway.answers.retry_policy import RetryState
 from services.gateway.links.result_cache import ResultKey
-from services.gateway.text.journal import Journal, KeyChain
+from services.gateway.text.journal import Journal, KeyChain, packed
 
 
 class JobMessages:
     """Sample `index` of a request, as messages."""
 
     def __init__(
-        self, admitted: AdmittedRequest, index: int, sampling: api.Sampling, prompt_len: int, key: ResultKey | None
+        self,
+        admitted: AdmittedRequest,
+        index: int,
+        sampling: api.Sampling,
+        prompt: Sequence[int],
+        key: ResultKey | None,
     ) -> None:
         """`sampling` is resolved: max_tokens and seed are set. With a `key` the job may join an identical one."""
         self._admitted = admitted
         self._key = key
+        self._prompt = prompt
         tenant, card = admitted.tenant, admitted.served.card
         self._job_id = f"{tenant.hash}/{admitted.request_id}/{index}"
         self._job = mesh.Job(
             job_id=self._job_id,
-            prompt_len=prompt_len,
+            prompt_len=len(prompt),
             sampling=sampling,
             sample_index=index,
             salt=tenant.salt,
             bypass_cache=admitted.bypass_cache,
             priority=admitted.request.priority,
+            adapter=admitted.served.adapter,
         )
+        if admitted.request.HasField("speculation"):
+            self._job.speculation = admitted.request.speculation
         self._job.sampling.ClearField("stop")
+        self._job.sampling.ClearField("include_stop_string")
+        if index:  # All continuations have one prompt.
+            self._job.sampling.ClearField("prompt_logprobs")
         hashed = card.block_size and not admitted.bypass_cache
         root = hashing.chain_root(tenant.salt, card.fingerprint)
         self._block_keys = KeyChain(root, card.block_size) if hashed else None
@@ -53,15 +66,29 @@ class JobMessages:
         """Log-probabilities are requested."""
         return self._job.sampling.HasField("logprobs")
 
+    @property
+    def job_id(self) -> str:
+        """The id of the job, the same for all attempts."""
+        return self._job_id
+
+    @cached_property
+    def fingerprint(self) -> bytes:
+        """What all attempts, retries and samples of this request have in common: tenant, model and prompt. The
+        scheduler counts the deaths of workers by it; other sampling must not hide them."""
+        card = self._admitted.served.card
+        return hashing.digest(b"weft/request/1", self._job.salt, card.fingerprint, packed(self._prompt))
+
     def job(self, journal: Journal, deadline: float, traceparent: str, placement: int | None) -> mesh.Job:
         """The next attempt's job for a worker, tentative without a placement. `deadline` is on `time.monotonic`."""
         job = mesh.Job()
         job.CopyFrom(self._job)
-        job.attempt, job.traceparent, job.deadline_s = journal.attempt, traceparent, _remaining_s(deadline)
+        job.attempt, job.traceparent, job.deadline_s = journal.attempt, traceparent, remaining_s(deadline)
         if placement is None:
             job.tentative = True
         else:
             job.placement = placement
+        if len(journal.prompt_details) >= len(journal.prompt) - 1:
+            job.sampling.ClearField("prompt_logprobs")
         job.token_ids.extend(journal.context())
         return job
 
@@ -75,9 +102,10 @@ class JobMessages:
         submit.attempt = journal.attempt
         submit.prompt_tokens = len(context)
         submit.max_tokens = max(1, self.max_tokens - len(journal.tokens))
-        submit.deadline_s = _remaining_s(deadline)
+        submit.deadline_s = remaining_s(deadline)
         submit.avoid[:] = retry.avoid
         submit.unjoinable = retry.unjoinable
+        submit.lost_on, submit.lost_after = retry.lost_on, retry.lost_after
         if not retry.may_join:
             submit.identity = b""
         if self._block_keys is not None:
@@ -90,15 +118,18 @@ class JobMessages:
         admitted = self._admitted
         return mesh.Submit(
             job_id=self._job_id,
-            model=admitted.served.card.name,
+            model=admitted.served.model,
+            adapter=admitted.served.adapter,
             tenant=admitted.tenant.hash,
             priority=admitted.request.priority,
+            sheddable=admitted.request.criticality == api.CRITICALITY_SHEDDABLE,
             identity=self._key.digest if self._key is not None else b"",
             body=admitted.body,
             traceparent=admitted.traceparent,
+            fingerprint=self.fingerprint,
         )
 
 
-def _remaining_s(deadline: float) -> float:
+def remaining_s(deadline: float) -> float:
     """Seconds until then, as in messages: 0 for no deadline."""
     return 0.0 if math.isinf(deadline) else max(1e-3, deadline - time.monotonic())

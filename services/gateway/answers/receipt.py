@@ -15,7 +15,7 @@ class Phase(enum.IntEnum):
     OWN = 0
     """Other work of the gateway, reported as `unaccounted_s`."""
     TOKENIZE = 1
-    """Waiting for the tokenizer, and tokenizing."""
+    """Waiting for the tokenizer, tokenizing, and compiling the form of a structured answer."""
     REMOTE = 2
     """Waiting for scheduler, worker or cache."""
     DETOKENIZE = 3
@@ -52,6 +52,12 @@ class Timeline:
         return self.since - self.began
 
 
+_COUNTS = (
+    "prefill_tokens", "cached_tokens", "fetched_tokens", "preemptions", "drafted_tokens", "accepted_tokens",
+)  # fmt: skip
+"""Costs that are summed over attempts, and over the continuations of a request."""
+
+
 @dataclass(slots=True)
 class AttemptCosts:
     """The costs of one continuation at scheduler and workers, summed over its attempts."""
@@ -63,6 +69,8 @@ class AttemptCosts:
     cached_tokens: int = 0
     fetched_tokens: int = 0
     preemptions: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     attempts: int = 0
     workers: list[str] = field(default_factory=list)
     hit: bool = False
@@ -81,15 +89,15 @@ class AttemptCosts:
         self.prefill_s += cost.prefill_s
         self.decode_s += cost.decode_s
         if not self.joined:
-            self.prefill_tokens += cost.prefill_tokens
-            self.cached_tokens += cost.cached_tokens
-            self.fetched_tokens += cost.fetched_tokens
-            self.preemptions += cost.preemptions
+            for name in _COUNTS:
+                setattr(self, name, getattr(self, name) + getattr(cost, name))
 
     def answered_by_cache(self) -> None:
         """The result cache had the answer: the costs of attempts do not count."""
         self.queue_s = self.prefill_s = self.decode_s = 0.0
-        self.prefill_tokens = self.cached_tokens = self.fetched_tokens = self.preemptions = self.attempts = 0
+        self.attempts = 0
+        for name in _COUNTS:
+            setattr(self, name, 0)
         self.workers.clear()
         self.hit = True
 
@@ -127,10 +135,8 @@ def timings(timeline: Timeline, costs: AttemptCosts | None, first_token_at: floa
 def fill_costs(receipt: api.Receipt, continuations: Iterable[AttemptCosts]) -> None:
     """Sums the costs of a request's continuations into its receipt."""
     for costs in continuations:
-        receipt.prefill_tokens += costs.prefill_tokens
-        receipt.cached_tokens += costs.cached_tokens
-        receipt.fetched_tokens += costs.fetched_tokens
-        receipt.preemptions += costs.preemptions
+        for name in _COUNTS:
+            setattr(receipt, name, getattr(receipt, name) + getattr(costs, name))
         receipt.attempts = max(receipt.attempts, costs.attempts)
         receipt.result_hit |= costs.hit
         receipt.joined |= costs.joined

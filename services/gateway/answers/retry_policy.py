@@ -22,6 +22,10 @@ class RetryState:
     """Attempts to join a generation that was gone."""
     avoid: tuple[str, ...] = ()
     """Ids of workers that lost or failed an attempt."""
+    lost_on: str = ""
+    """The worker whose connection broke under the last attempt; empty if that ended otherwise."""
+    lost_after: int = 0
+    """Tokens that this attempt had produced."""
     unjoinable: str = ""
     """The last job that could not be joined."""
 

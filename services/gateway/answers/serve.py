@@ -1,6 +1,7 @@
 """Serves Calls, from validation to receipt, and the small requests beside them. Knows no protocol."""
 
 import asyncio
+from collections.abc import AsyncGenerator
 
 from grpc import StatusCode
 
@@ -18,8 +19,10 @@ from services.gateway.answers.receipt import Phase
 from services.gateway.answers.registry import Registry
 from services.gateway.answers.subscriber import Subscriber
 from services.gateway.backend import Backend
-from services.gateway.links.catalog import Served
+from services.gateway.links.adapters import Served
 from services.gateway.links.scheduler_link import no_scheduler
+from services.gateway.text.encoder import SMALL_BYTES
+from services.validate_encode import check_task
 
 
 class AnswerService:
@@ -45,7 +48,7 @@ class AnswerService:
             error = failure
             raise
         except asyncio.CancelledError:
-            error = _cancelled()
+            error = cancelled()
             raise
         except Exception:
             error = internal()
@@ -58,24 +61,33 @@ class AnswerService:
 
     async def tokenize(self, request: api.TokenizeRequest, credentials: Credentials) -> api.TokenizeResponse:
         """The token ids of a prompt, and the text of each. Raises WeftError."""
-        tenant = self._admit("Tokenize", credentials)
+        tenant = self.admit("Tokenize", credentials)
+        await self._check_size(request, tenant)
         validate.check_known(request, "request")
         validate.check_prompt(request.prompt)
-        served = await self._find(request.model, tenant)
+        served = await self.find(request.model, tenant)
         text = await self._backend.catalog.text(served)
-        loop = asyncio.get_running_loop()
-        token_ids = await loop.run_in_executor(self._backend.threads, text.encode, request.prompt)
+        most = served.card.context_length
+        token_ids = await self._backend.encoder.encode(text, request.prompt, tenant.name, most)
         validate.check_tokens(token_ids, api.Sampling(), served.card)
         return api.TokenizeResponse(token_ids=token_ids, pieces=map(text.piece, token_ids))
 
     async def list_models(self, request: api.ListModelsRequest, credentials: Credentials) -> api.ListModelsResponse:
         """The models that are served or being loaded, as far as the tenant may use them. Raises WeftError."""
-        tenant = self._admit("ListModels", credentials)
+        tenant = self.admit("ListModels", credentials)
         validate.check_known(request, "request")
         await self._wait_for_models()
         return api.ListModelsResponse(models=await self._backend.catalog.listing(tenant))
 
-    def _admit(self, method: str, credentials: Credentials) -> Tenant:
+    def watch_mesh(
+        self, request: api.WatchMeshRequest, credentials: Credentials
+    ) -> AsyncGenerator[api.MeshSnapshot, None]:
+        """Snapshots of the mesh for an operator, about one per second. Raises WeftError at once."""
+        self.admit("WatchMesh", credentials)
+        validate.check_known(request, "request")
+        return self._backend.view.watch()
+
+    def admit(self, method: str, credentials: Credentials) -> Tenant:
         """Authorizes a request and counts it against its tenant's rate. Raises WeftError."""
         tenant = self._access.permit(method, credentials)
         self._access.count(tenant)
@@ -83,7 +95,7 @@ class AnswerService:
 
     async def _answer(self, call: Call, record: CallRecord) -> api.Receipt:
         """Delivers the whole answer and its receipt. Raises WeftError."""
-        tenant = self._admit(call.method, call.credentials)
+        tenant = self.admit(call.method, call.credentials)
         with self._access.slot(tenant, lambda: record.tokens):
             admitted = await self._validate(record, tenant)
             subscriber = Subscriber(record.timeline, record.deadline)
@@ -99,17 +111,33 @@ class AnswerService:
 
     async def _validate(self, record: CallRecord, tenant: Tenant) -> AdmittedRequest:
         request = record.request
+        await self._check_size(request, tenant)
         validate.check_request(request)
         if request.priority > tenant.most_priority:
             raise denied("this key does not permit so high a priority", "PRIORITY_DENIED", "priority")
         record.timeline.enter(Phase.REMOTE)
-        served = await self._find(request.model, tenant)
+        served = await self.find(request.model, tenant)
         record.timeline.enter(Phase.OWN)
         record.resolved(served)
-        validate.check_sampling(request.sampling, served.card)
+        check_task(served.card, "generate")
+        form = validate.check_sampling(request.sampling, served.card).get("structured")
+        if form is not None:
+            record.timeline.enter(Phase.TOKENIZE)
+            await self._backend.forms.check(form)
+            record.timeline.enter(Phase.OWN)
         return AdmittedRequest(request, record.request_id, tenant, served, record.traceparent)
 
-    async def _find(self, name: str, tenant: Tenant) -> Served:
+    async def _check_size(self, request: api.GenerateRequest | api.TokenizeRequest, tenant: Tenant) -> None:
+        """Refuses a prompt that cannot fit its model before anything else is done with it. Raises WeftError."""
+        if request.ByteSize() <= SMALL_BYTES:
+            return
+        served = await self.find(request.model, tenant)
+        text = await self._backend.catalog.text(served)
+        most = served.card.context_length
+        await self._backend.encoder.check_size(text, request.prompt, tenant.name, most)
+
+    async def find(self, name: str, tenant: Tenant) -> Served:
+        """The model of a name, once the models are known. Raises WeftError."""
         await self._wait_for_models()
         return self._backend.catalog.find(name, tenant)
 
@@ -124,6 +152,6 @@ class AnswerService:
                 raise no_scheduler() from None
 
 
-def _cancelled() -> WeftError:
+def cancelled() -> WeftError:
     """The client cancelled or disconnected."""
     return WeftError(StatusCode.CANCELLED, "CANCELLED", "the client cancelled")

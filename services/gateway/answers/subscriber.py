@@ -7,11 +7,13 @@ import asyncio
 from collections.abc import Iterator
 
 from protos import inference_pb2 as api
+from services.gateway.answers import echo
 from services.gateway.answers.call import Accept, Deliver
 from services.gateway.answers.generation import Generation
 from services.gateway.answers.receipt import Phase, Timeline
-from services.gateway.text.journal import Detail, Journal
+from services.gateway.text.journal import Journal
 from services.gateway.text.tokenizer import TextModel
+from services.gateway.text.tool_calls.parser import CallPiece
 
 _MAX_TOKENS = 256
 """Most tokens of one message: a client that is far behind must still accept its size."""
@@ -20,22 +22,29 @@ _MAX_TOKENS = 256
 class _Cursor:
     """How much of one continuation a client has received."""
 
-    __slots__ = ("ended", "index", "journal", "texts", "tokens")
+    __slots__ = ("calls", "ended", "index", "journal", "texts", "tokens", "waits")
 
     def __init__(self, index: int, journal: Journal) -> None:
         self.index = index
         self.journal = journal
         self.tokens = 0
-        self.texts = 0
+        self.texts = self.calls = self.waits = 0
         self.ended = False
 
     def responses(self, text: TextModel) -> Iterator[api.GenerateResponse]:
         """Deltas of what is new; the tokens of a delta are of one attempt."""
         journal = self.journal
+        if self.waits != journal.waits:
+            self.waits = journal.waits
+            at = len(journal.tokens)
+            if at == self.tokens:
+                delta = api.Delta(index=self.index, position=at, attempt=journal.attempt, waiting=True)
+                yield api.GenerateResponse(delta=delta)
         while not self.ended:
             total = len(journal.tokens)
             finishes = journal.ending is not None
-            if self.tokens == total and self.texts == len(journal.texts) and not finishes:
+            behind = self.texts < len(journal.texts) or self.calls < len(journal.call_pieces)
+            if self.tokens == total and not (behind or finishes):
                 return
             start = self.tokens
             attempt, end = journal.attempt_at(start)
@@ -47,12 +56,15 @@ class _Cursor:
             delta.token_ids.extend(journal.tokens[start:end])
             if journal.details:
                 delta.logprobs.extend(
-                    _logprobs(token, detail, text)
+                    echo.position_of(token, detail, text)
                     for token, detail in zip(journal.tokens[start:end], journal.details[start:end], strict=True)
                 )
             if end == total:  # Text is never ahead of its tokens.
                 delta.text = "".join(journal.texts[self.texts :])
                 self.texts = len(journal.texts)
+                if self.calls < len(journal.call_pieces):
+                    delta.tool_calls.extend(map(_call_delta, journal.call_pieces[self.calls :]))
+                    self.calls = len(journal.call_pieces)
                 if journal.ending is not None:
                     self.ended = True
                     delta.finish_reason = journal.ending.reason
@@ -72,6 +84,7 @@ class Subscriber:
         self.deadline = deadline
         self._generation: Generation | None = None
         self._cursors: list[_Cursor] = []
+        self._echoed = False
         self._loop = asyncio.get_running_loop()
         self._wake: asyncio.Future[None] = self._loop.create_future()
 
@@ -123,14 +136,18 @@ class Subscriber:
     def _take(self, generation: Generation) -> Iterator[api.GenerateResponse]:
         if len(self._cursors) < len(generation.continuations):
             self._cursors = [_Cursor(index, each.journal) for index, each in enumerate(generation.continuations)]
+        request = generation.admitted.request
+        if self._cursors and not self._echoed and echo.asks(request):
+            journal = generation.continuations[0].journal
+            assert generation.text is not None
+            if not echo.ready(request, journal):  # The answer comes after it.
+                return
+            self._echoed = True
+            yield from echo.responses(request, journal, generation.text)
         for cursor in self._cursors:
             assert generation.text is not None
             yield from cursor.responses(generation.text)
 
 
-def _logprobs(token: int, detail: Detail, text: TextModel) -> api.PositionLogprobs:
-    place = api.PositionLogprobs()
-    place.chosen.token_id, place.chosen.text, place.chosen.logprob = token, text.piece(token), detail.logprob
-    for top_id, top_logprob in zip(detail.top_ids, detail.top_logprobs, strict=True):
-        place.top.add(token_id=top_id, text=text.piece(top_id), logprob=top_logprob)
-    return place
+def _call_delta(piece: CallPiece) -> api.ToolCallDelta:
+    return api.ToolCallDelta(index=piece.index, id=piece.id, name=piece.name, arguments=piece.arguments)

@@ -1,4 +1,5 @@
-"""Authenticates gRPC calls: refuses a call without valid credentials before its message is read. Knows no requests."""
+"""Refuses gRPC calls before their message is read: those that the process has no time for, and those without valid
+credentials. Knows no requests."""
 
 from typing import Any
 
@@ -6,11 +7,30 @@ from grpc import aio
 
 from services.errors import WeftError
 from services.gateway.access.authorizer import Authorizer, Credentials, method_denied
-from services.interceptor import refusing
+from services.gateway.access.load_gate import LoadGate, overloaded
+from services.interceptor import rebuilt, refusing
 
+RECEIPT_KEY = "weft-receipt-bin"
+"""The trailing metadata that has the serialized receipt."""
+_STATES = ("/ServerLive", "/ServerReady", "/ModelReady")
+"""Methods of KServe's protocol that probes call."""
 _HEALTH = "/grpc.health.v1.Health/"
 _REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/"
 _PUBLIC = "/weft.v1.Inference/"
+_KSERVE = "/inference.GRPCInferenceService/"
+_PERMITTED_BY = {
+    f"{_KSERVE}ModelInfer": "Complete",
+    f"{_KSERVE}ModelStreamInfer": "Generate",
+    f"{_KSERVE}ServerMetadata": "ListModels",
+    f"{_KSERVE}ModelReady": "ListModels",
+    f"{_KSERVE}ModelMetadata": "ListModels",
+    f"{_KSERVE}ModelConfig": "ListModels",
+    f"{_KSERVE}RepositoryIndex": "ListModels",
+    f"{_KSERVE}RepositoryModelLoad": "ListModels",
+    f"{_KSERVE}RepositoryModelUnload": "ListModels",
+}
+"""The method of weft.v1 that a tenant's key must permit for a method of another protocol."""
+_PROBES = (f"{_KSERVE}ServerLive", f"{_KSERVE}ServerReady")
 
 
 def credentials_of(metadata: Any) -> Credentials:
@@ -25,7 +45,8 @@ class AuthInterceptor(aio.ServerInterceptor):
         """`open_reflection`: server reflection needs no key."""
         self._access = access
         # Health is always open: it reports only whether this process serves, and probes have no keys.
-        self._open = (_HEALTH, _REFLECTION) if open_reflection or not access.requires_keys else (_HEALTH,)
+        probes = (_HEALTH, *_PROBES)
+        self._open = (*probes, _REFLECTION) if open_reflection or not access.requires_keys else probes
 
     def check(self, method: str, credentials: Credentials) -> None:
         """Whether a call to this method, "/package.Service/Method", is permitted. Raises WeftError."""
@@ -33,6 +54,9 @@ class AuthInterceptor(aio.ServerInterceptor):
             return
         if method.startswith(_PUBLIC):
             self._access.permit(method.removeprefix(_PUBLIC), credentials)
+            return
+        if method in _PERMITTED_BY:
+            self._access.permit(_PERMITTED_BY[method], credentials)
             return
         tenant = self._access.tenant(credentials)
         if not (method.startswith(_REFLECTION) and tenant.methods is None):
@@ -47,3 +71,29 @@ class AuthInterceptor(aio.ServerInterceptor):
         except WeftError as error:
             return refusing(handler, error)
         return handler
+
+
+class LoadInterceptor(aio.ServerInterceptor):
+    """Refuses calls that the process has no time for, as cheaply as it can: the first interceptor of its server."""
+
+    def __init__(self, gate: LoadGate) -> None:
+        self._gate = gate
+        self._refusing: dict[str, Any] = {}
+        status: Any = overloaded().status()
+        refusal = status.code, status.details, tuple(status.trailing_metadata)
+
+        async def refuse(request: object, context: Any) -> None:
+            await context.abort(*refusal)
+
+        self._refuse = refuse
+
+    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
+        method = handler_call_details.method
+        refusing = self._refusing.get(method)
+        if refusing is not None and self._gate.refusal() is not None:
+            return refusing
+        handler = await continuation(handler_call_details)
+        if refusing is not None or handler is None or method.startswith(_HEALTH) or method.endswith(_STATES):
+            return handler
+        refusing = self._refusing[method] = rebuilt(handler, self._refuse)
+        return refusing if self._gate.refusal() is not None else handler

@@ -1,31 +1,25 @@
-"""The gateway's HTTP/1.1 server: one request and its response, its credentials, errors and limits. Knows no model API.
+"""One HTTP request and its response: credentials, body, events, errors; and the routes to handlers. Knows no model API.
 
-The server runs in the gateway's own event loop, so that a token reaches the socket without a change of thread. Errors
-have the form that OpenAI's clients read: {"error": {"message", "type", "param", "code"}}.
+Errors have the form that OpenAI's clients read: {"error": {"message", "type", "param", "code"}}.
 """
 
 import asyncio
 import contextlib
-import logging
 import math
-import socket
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
 import orjson
 import structlog
-import uvicorn
 from grpc import StatusCode
 from starlette.datastructures import Headers
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from services import metrics, telemetry
 from services.errors import WeftError, internal, invalid, unavailable
 from services.gateway.access.authorizer import Credentials
-from services.process import refuse_to_serve
 from services.rpc import PUBLIC_MESSAGE_BYTES
 
 log = structlog.get_logger("http")
@@ -35,13 +29,6 @@ MOST_BODY_BYTES = PUBLIC_MESSAGE_BYTES
 """Largest body of a request, as of a gRPC message: 1 MiB."""
 _MOST_DISCARDED_BYTES = 16 << 20
 """Of a larger body this much is read and discarded, so that its sender reads the refusal instead of a reset."""
-_MOST_HEADER_BYTES = 32 << 10
-_HEAD_S = 20.0
-"""Longest time until the headers of a request are complete."""
-_IDLE_S = 75
-"""How long a connection without a request stays open: longer than clients keep theirs, or requests would be lost."""
-_MOST_PIPELINED = 32
-"""Most requests that wait on one connection for the one before them."""
 _BODY_S = 60.0
 """Longest time until the body of a request is complete."""
 _ERROR_EVENT_S = 2.0
@@ -93,6 +80,8 @@ class Exchange:
         """Further headers of the response, also of an error."""
         self.param: Callable[[str], str] = str
         """From a field of weft.v1, as errors name it, to the field of the request."""
+        self.error_form: Callable[[WeftError], object] = lambda error: error_body(error, self.param)
+        """The body of an error; that of OpenAI's API unless the door has another."""
         self._scope = scope
         self._receive = receive
         self._send = send
@@ -119,14 +108,15 @@ class Exchange:
     async def json(self) -> dict[str, Any]:
         """The body, which must be a JSON object in UTF-8. Raises WeftError and ClientGone."""
         try:
-            parsed = orjson.loads(await self._body())
+            parsed = orjson.loads(await self.body())
         except orjson.JSONDecodeError:
             raise WeftError(StatusCode.INVALID_ARGUMENT, "MALFORMED_JSON", "the body is not JSON in UTF-8") from None
         if not isinstance(parsed, dict):
             raise WeftError(StatusCode.INVALID_ARGUMENT, "MALFORMED_JSON", "the body is not a JSON object")
         return parsed
 
-    async def _body(self) -> bytes:
+    async def body(self) -> bytes:
+        """The whole body. Raises WeftError and ClientGone."""
         body, size = bytearray(), 0
         try:
             async with asyncio.timeout(_BODY_S):
@@ -175,10 +165,13 @@ class Exchange:
 
     async def reply(self, payload: object, status: int = 200, headers: Iterable[Header] = ()) -> None:
         """Sends the whole response as JSON."""
-        body = orjson.dumps(payload)
+        await self.send(orjson.dumps(payload), status, [_JSON, *headers])
+
+    async def send(self, body: bytes, status: int, headers: Iterable[Header]) -> None:
+        """Sends the whole response; `headers` have its content type."""
         self.status = status
         length = (b"content-length", b"%d" % len(body))
-        start = {"type": "http.response.start", "status": status, "headers": [_JSON, length, *self.extra, *headers]}
+        start = {"type": "http.response.start", "status": status, "headers": [length, *self.extra, *headers]}
         self._ended = True
         await self._send(start)
         await self._send({"type": "http.response.body", "body": body})
@@ -198,7 +191,7 @@ class Exchange:
 
     async def fail(self, error: WeftError) -> None:
         """Sends an error: as the response, or as the last event of a stream that has begun."""
-        body = error_body(error, self.param)
+        body = self.error_form(error)
         if not self.status:
             await self.reply(body, status_of(error), retry_headers(error))
         elif not self._ended:
@@ -243,13 +236,17 @@ def retry_headers(error: WeftError) -> list[Header]:
 
 
 Handler = Callable[[Exchange], Awaitable[None]]
+Refusal = Callable[[], WeftError | None]
 
 
 class HttpRoutes:
     """Builds the routes of all doors, each request counted and its errors sent."""
 
-    def __init__(self, counts: metrics.Metrics) -> None:
+    def __init__(self, counts: metrics.Metrics, refusal: Refusal = lambda: None) -> None:
+        """`refusal` returns why a request that arrives now is refused before it is read, or None."""
         self._handlers: dict[str, dict[str, Handler]] = {}
+        self._refusal = refusal
+        self._always: set[str] = set()
         self._seconds = counts.histogram(
             "weft_http_seconds",
             "Duration of HTTP requests, by route and status.",
@@ -258,16 +255,19 @@ class HttpRoutes:
             "status",
         )
 
-    def add(self, method: str, path: str, handler: Handler) -> None:
-        """Adds a route; `path` in Starlette's form."""
+    def add(self, method: str, path: str, handler: Handler, *, always: bool = False) -> None:
+        """Adds a route; `path` in Starlette's form. With `always` its requests are never refused for the load."""
+        if always:
+            self._always.add(path)
         self._handlers.setdefault(path, {})[method] = handler
 
     def app(self) -> Router:
         """The ASGI application."""
         routes = []
         for path, handlers in self._handlers.items():
+            refusal: Refusal = (lambda: None) if path in self._always else self._refusal
             for method, handler in handlers.items():
-                routes.append(Route(path, _Endpoint(path, handler, self._seconds), methods=[method]))
+                routes.append(Route(path, _Endpoint(path, handler, self._seconds, refusal), methods=[method]))
             routes.append(Route(path, _Endpoint(path, _refuse_method(", ".join(handlers)), self._seconds)))
         return Router(routes, redirect_slashes=False, default=_Endpoint("other", _not_found, self._seconds))
 
@@ -275,8 +275,11 @@ class HttpRoutes:
 class _Endpoint:
     """An ASGI application of one handler."""
 
-    def __init__(self, route: str, handler: Handler, seconds: metrics.Histogram) -> None:
+    def __init__(
+        self, route: str, handler: Handler, seconds: metrics.Histogram, refusal: Refusal = lambda: None
+    ) -> None:
         self._route = route
+        self._refusal = refusal
         self._handler = handler
         self._seconds = seconds
 
@@ -287,6 +290,9 @@ class _Endpoint:
         began = time.monotonic()
         exchange = Exchange(scope, receive, send)
         try:
+            refusal = self._refusal()
+            if refusal is not None:
+                raise refusal
             await self._handler(exchange)
         except WeftError as error:
             await exchange.fail(error)
@@ -312,141 +318,3 @@ def _refuse_method(allowed: str) -> Handler:
         raise WeftError(StatusCode.UNIMPLEMENTED, "METHOD_NOT_ALLOWED", f"this path is for {allowed}")
 
     return refuse
-
-
-class _Protocol(HttpToolsProtocol):
-    """A connection with limits: bytes of the headers, and the time until they are complete."""
-
-    _timer: asyncio.TimerHandle | None = None
-    _header_bytes = 0
-    _in_head = True
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._expect_headers()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_timer()
-        super().connection_lost(exc)
-
-    def data_received(self, data: bytes) -> None:
-        in_head = self._in_head
-        super().data_received(data)
-        # The parser reports a header when it is complete, and keeps what it has of it until then.
-        if in_head and self._in_head and not self.transport.is_closing():
-            self._header_bytes += len(data)
-            if self._header_bytes > _MOST_HEADER_BYTES:
-                self.send_400_response("Headers too large.")
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self._header_bytes, self._in_head = 0, True
-        self.scope["state"]["abort"] = self.transport.abort
-        self._expect_headers()
-
-    def on_url(self, url: bytes) -> None:
-        self._count(len(url))
-        super().on_url(url)
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self._count(len(name) + len(value))
-        super().on_header(name, value)
-
-    def on_headers_complete(self) -> None:
-        self._stop_timer()
-        self._in_head = False
-        if len(self.pipeline) >= _MOST_PIPELINED:
-            raise ValueError("too many requests at once")  # As above.
-        super().on_headers_complete()
-
-    def _count(self, size: int) -> None:
-        self._header_bytes += size
-        if self._header_bytes > _MOST_HEADER_BYTES:
-            raise ValueError("headers too large")  # The parser ends the connection with status 400.
-
-    def _expect_headers(self) -> None:
-        self._stop_timer()
-        self._timer = self.loop.call_later(_HEAD_S, self.transport.abort)
-
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-
-class _Server(uvicorn.Server):
-    """Leaves the signals of the process to the gateway."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.listening = asyncio.Event()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begins to listen."""
-        await super().startup(sockets)
-        self.listening.set()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Any:
-        """Captures none."""
-        yield
-
-
-class HttpServer:
-    """A listening HTTP server."""
-
-    def __init__(self, app: Router, listener: socket.socket, stall_s: float, drain_s: float) -> None:
-        """`stall_s`: longest time that a client takes no data; `drain_s`: time that `stop` gives to requests."""
-        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux. Accepted sockets inherit both options.
-            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(stall_s * 1000))
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL + 1)  # It would log the text of exceptions.
-        self.port = int(listener.getsockname()[1])
-        self._listener = listener
-        config = uvicorn.Config(
-            app,
-            http=_Protocol,
-            ws="none",
-            lifespan="off",
-            interface="asgi3",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            timeout_keep_alive=_IDLE_S,
-            timeout_graceful_shutdown=math.ceil(drain_s),
-        )
-        self._server = _Server(config)
-        self._serving: asyncio.Task[None] | None = None
-
-    async def start(self) -> None:
-        """Begins to serve."""
-        self._serving = asyncio.create_task(self._server.serve([self._listener]))
-        await self._server.listening.wait()
-
-    async def stop(self) -> None:
-        """Accepts no connections, gives running requests their time, and closes what is left."""
-        if self._serving is None:
-            self._listener.close()
-            return
-        self._server.should_exit = True
-        await self._serving
-        left: Sequence[asyncio.Task[None]] = list(self._server.server_state.tasks)
-        await asyncio.gather(*left, return_exceptions=True)
-        for connection in list(self._server.server_state.connections):
-            if connection.transport is not None:
-                connection.transport.abort()
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Binds the address; port 0 takes a free port. The process ends with one line on stderr if it is taken."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        refuse_to_serve(f"WEFT_GATEWAY_HTTP_PORT {port}: {error.strerror}")
-    listener.setblocking(False)
-    return listener

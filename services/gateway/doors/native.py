@@ -3,6 +3,7 @@
 The receipt is also sent in the trailing metadata; the initial metadata is sent once a worker has accepted the request.
 """
 
+from contextlib import aclosing
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -11,18 +12,20 @@ from grpc import aio
 from protos import inference_pb2 as api
 from services.gateway.answers.call import Accept, Call, Deliver
 from services.gateway.answers.collect import Collector
+from services.gateway.answers.encoding.call import EncodeCall, Request
+from services.gateway.answers.encoding.serve import EncodeService
 from services.gateway.answers.serve import AnswerService
-from services.gateway.doors.grpc_gate import credentials_of
+from services.gateway.doors.grpc_gate import RECEIPT_KEY, credentials_of
 
-RECEIPT_KEY = "weft-receipt-bin"
 Context: TypeAlias = aio.ServicerContext[Any, Any]
 
 
 class InferenceService:
     """Serves weft.v1.Inference."""
 
-    def __init__(self, answers: AnswerService) -> None:
+    def __init__(self, answers: AnswerService, encoding: EncodeService) -> None:
         self._answers = answers
+        self._encoding = encoding
 
     async def Generate(self, request: api.GenerateRequest, context: Context) -> None:
         """Streams the answer, and last the receipt."""
@@ -42,6 +45,38 @@ class InferenceService:
     async def ListModels(self, request: api.ListModelsRequest, context: Context) -> api.ListModelsResponse:
         """Lists the models that are served, and those that are being loaded."""
         return await self._answers.list_models(request, credentials_of(context.invocation_metadata()))
+
+    async def WatchMesh(self, request: api.WatchMeshRequest, context: Context) -> None:
+        """Streams snapshots of the mesh."""
+        credentials = credentials_of(context.invocation_metadata())
+        async with aclosing(self._answers.watch_mesh(request, credentials)) as snapshots:
+            async for snapshot in snapshots:
+                await context.write(snapshot)
+
+    async def Embed(self, request: api.EmbedRequest, context: Context) -> api.EmbedResponse:
+        """Returns a vector for each input."""
+        return await self._encoding.embed(_encode_call("Embed", request, context))
+
+    async def Rank(self, request: api.RankRequest, context: Context) -> api.RankResponse:
+        """Orders documents by how well they belong to a query."""
+        return await self._encoding.rank(_encode_call("Rank", request, context))
+
+    async def Classify(self, request: api.ClassifyRequest, context: Context) -> api.ClassifyResponse:
+        """Scores the labels of each input."""
+        return await self._encoding.classify(_encode_call("Classify", request, context))
+
+
+def _encode_call(method: str, request: Request, context: Context) -> EncodeCall[Request]:
+    metadata = tuple(context.invocation_metadata() or ())
+    return EncodeCall(
+        method=method,
+        protocol="grpc",
+        request=request,
+        credentials=credentials_of(metadata),
+        finish=partial(_send_receipt, context),
+        remaining_s=context.time_remaining(),
+        traceparent=str(dict(metadata).get("traceparent", "")),
+    )
 
 
 def _call(

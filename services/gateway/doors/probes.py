@@ -15,8 +15,8 @@ class Probes:
 
     def add_to(self, routes: HttpRoutes) -> None:
         """Adds the two routes."""
-        routes.add("GET", "/health", self.health)
-        routes.add("GET", "/startupz", self.startup)
+        routes.add("GET", "/health", self.health, always=True)
+        routes.add("GET", "/startupz", self.startup, always=True)
 
     async def health(self, exchange: Exchange) -> None:
         """Status 200 if a model is served, else 503."""

@@ -4,7 +4,6 @@ import asyncio
 import hashlib
 from collections import OrderedDict
 from concurrent.futures import Executor
-from dataclasses import dataclass
 
 import structlog
 from grpc import StatusCode, aio
@@ -16,7 +15,12 @@ from services import rpc, telemetry
 from services.errors import WeftError, invalid, unavailable
 from services.gateway.access.errors import denied
 from services.gateway.access.tenants import Tenant
+from services.gateway.links import adapters
+from services.gateway.links.adapters import Served
+from services.gateway.text.encoder import Encoder
 from services.gateway.text.tokenizer import ChatSpecialTokens, TextModel
+from services.gateway.text.tool_calls.formats import FormatName
+from services.validate_encode import tasks_of
 
 log = structlog.get_logger("models")
 
@@ -26,29 +30,27 @@ _FETCH_S = 30.0
 _MAX_QUOTED = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Served:
-    """A model and the addresses of its workers."""
-
-    card: mesh.ModelCard
-    addresses: tuple[str, ...]
-
-    @property
-    def only_address(self) -> str:
-        """The address of its only worker; empty if there are none or several."""
-        return self.addresses[0] if len(self.addresses) == 1 else ""
-
-
 class Catalog:
     """The models of the mesh as last reported by the scheduler, and all that were served before: a model without
     workers is unavailable, not unknown. A tenant sees the models that it may use."""
 
-    def __init__(self, threads: Executor, chat_special_tokens: ChatSpecialTokens = "escape") -> None:
-        """`threads` build the tokenizers."""
+    def __init__(
+        self,
+        threads: Executor,
+        chat_special_tokens: ChatSpecialTokens = "escape",
+        tool_format: FormatName = "auto",
+        encoder: Encoder | None = None,
+    ) -> None:
+        """`threads` build the tokenizers; `encoder` is prepared for each."""
+        self._encoder = encoder
+        self._warming: set[asyncio.Task[None]] = set()
         self._threads = threads
+        self._tool_format = tool_format
         self._chat_special_tokens = chat_special_tokens
         self._served: dict[str, Served] = {}
         self._names: dict[str, Served] = {}
+        self._adapters: dict[str, Served] = {}
+        """Models with adapters, by MODEL:ADAPTER."""
         self._loading: list[mesh.WorkerLoading] = []
         self._texts: OrderedDict[bytes, asyncio.Task[TextModel]] = OrderedDict()
 
@@ -63,6 +65,7 @@ class Catalog:
             self._names[served.card.name] = served
             if served.addresses:
                 self._load(served)
+        self._adapters = adapters.served_with_adapters(models, self._adapters)
 
     @property
     def addresses(self) -> set[str]:
@@ -83,7 +86,7 @@ class Catalog:
         """The model with this name or alias; without a name, the only one that the tenant may use. Raises WeftError."""
         if not name:
             return self._only(tenant)
-        served = self._names.get(name)
+        served = self._names.get(name) or self._adapters.get(name)
         if served is not None and not _permits(tenant, served):
             raise denied("this key does not permit this model", "MODEL_DENIED", "model")
         if served is not None and (served.addresses or not self._is_loading(name)):
@@ -95,7 +98,8 @@ class Catalog:
     def _not_found(self, name: str, tenant: Tenant) -> str:
         """The message for an unknown name, with the names of the models that the tenant may use."""
         asked = name if len(name) <= _MAX_QUOTED else f"{name[:_MAX_QUOTED]}..."
-        known = ", ".join(sorted(name for name, served in self._served.items() if _permits(tenant, served)))
+        models = {**self._served, **{served.card.name: served for served in self._adapters.values()}}
+        known = ", ".join(sorted(name for name, served in models.items() if _permits(tenant, served)))
         return f"no model {asked!r}: {f'there are {known}' if known else 'none is served'}"
 
     def _only(self, tenant: Tenant) -> Served:
@@ -118,7 +122,8 @@ class Catalog:
 
     async def listing(self, tenant: Tenant) -> list[api.Model]:
         """The models that are served or being loaded, sorted by name."""
-        models = {s.card.name: await self._describe(s) for s in self._served.values() if _permits(tenant, s)}
+        served = [*self._served.values(), *{s.card.name: s for s in self._adapters.values()}.values()]
+        models = {s.card.name: await self._describe(s) for s in served if _permits(tenant, s)}
         for each in self._loading:
             if each.model in models or tenant.may_use((each.model, *each.aliases)):
                 model = models.setdefault(each.model, api.Model(name=each.model))
@@ -127,9 +132,10 @@ class Catalog:
 
     async def close(self) -> None:
         """Cancels the fetches that are under way."""
-        for task in self._texts.values():
+        tasks = [*self._texts.values(), *self._warming]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._texts.values(), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _describe(self, served: Served) -> api.Model:
         card = served.card
@@ -146,6 +152,12 @@ class Catalog:
             workers=len(served.addresses),
             chat=chat,
             aliases=card.aliases,
+            base=served.base,
+            engine=card.engine,
+            tasks=tasks_of(card),
+            dimensions=card.encoder.width if "embed" in card.encoder.tasks else 0,
+            prompts=sorted(card.encoder.prompts),
+            labels=card.encoder.labels if "classify" in card.encoder.tasks else (),
         )
 
     def _load(self, served: Served) -> asyncio.Task[TextModel]:
@@ -156,7 +168,9 @@ class Catalog:
             task.add_done_callback(_failed)  # Marks the exception as retrieved; the next request fetches again.
         self._texts.move_to_end(digest)
         if len(self._texts) > _MAX_BUNDLES:
-            self._texts.popitem(last=False)
+            _, oldest = self._texts.popitem(last=False)
+            if self._encoder is not None and oldest.done() and not _failed(oldest):
+                self._encoder.forget(oldest.result())
         return task
 
     async def _fetch(self, served: Served) -> TextModel:
@@ -171,14 +185,22 @@ class Catalog:
                 log.warning("bundle does not match its digest", model=served.card.name)
                 continue
             try:
-                return await asyncio.get_running_loop().run_in_executor(self._threads, self._build, data)
+                text = await asyncio.get_running_loop().run_in_executor(self._threads, self._build, data)
             except Exception as error:
                 telemetry.log_exception("bundle cannot be used", error)
                 break
+            self._warm_up(text)
+            return text
         raise unavailable("NO_TOKENIZER", "the model's tokenizer is not available")
 
+    def _warm_up(self, text: TextModel) -> None:
+        if self._encoder is not None:
+            task = asyncio.create_task(self._encoder.warm_up(text))
+            self._warming.add(task)
+            task.add_done_callback(self._warming.discard)
+
     def _build(self, data: bytes) -> TextModel:
-        return TextModel(mesh.Bundle.FromString(data), self._chat_special_tokens)
+        return TextModel(mesh.Bundle.FromString(data), self._chat_special_tokens, self._tool_format)
 
 
 def _progress(each: mesh.WorkerLoading) -> api.Loading:
@@ -196,7 +218,7 @@ def _failed(task: asyncio.Task[TextModel]) -> bool:
 
 async def _download(address: str, digest: bytes) -> bytes:
     data = bytearray()
-    async with rpc.link_channel(address) as channel:
+    async with rpc.link_channel(address, "worker") as channel:
         call = WorkerStub(channel).FetchBundle(mesh.FetchBundleRequest(digest=digest), timeout=_FETCH_S)
         async for piece in call:
             data += piece.data

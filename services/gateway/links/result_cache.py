@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import structlog
-from grpc import aio
+from grpc import ChannelConnectivity, aio
 
 from protos import cache_pb2, mesh_pb2
 from protos import cache_pb2_grpc as cache_grpc
 from protos import inference_pb2 as api
 from services import hashing, rpc
-from services import mesh_id as mesh_ids
 from services.gateway.text.journal import Detail, Ending, Journal, packed
+from services.security import mesh_id as mesh_ids
 
 log = structlog.get_logger("results")
 
@@ -26,9 +26,15 @@ _MAX_STORES = 256
 
 
 def result_key(
-    salt: bytes, card: mesh_pb2.ModelCard, prompt: list[int], sampling: api.Sampling, sample_index: int
+    salt: bytes,
+    card: mesh_pb2.ModelCard,
+    prompt: list[int],
+    sampling: api.Sampling,
+    sample_index: int,
+    calls_once: bool = False,
 ) -> bytes:
-    """The key of the answer to these inputs. `sampling` is resolved: max_tokens and seed are set."""
+    """The key of the answer to these inputs. `sampling` is resolved: max_tokens and seed are set. `calls_once`: the
+    answer ends after its first tool call."""
     canonical = api.Sampling()
     canonical.CopyFrom(sampling)
     if canonical.temperature == 0 and canonical.HasField("temperature"):
@@ -43,6 +49,7 @@ def result_key(
         packed(prompt),
         canonical.SerializeToString(deterministic=True),
         sample_index.to_bytes(4, "little"),
+        *([b"one call"] if calls_once else []),
     )
 
 
@@ -56,11 +63,13 @@ class ResultKey:
     sampling: api.Sampling
     """Resolved: max_tokens and seed are set."""
     index: int
+    calls_once: bool = False
+    """The answer ends after its first tool call."""
 
     @cached_property
     def digest(self) -> bytes:
         """32 bytes, equal at every gateway. Hashes the whole prompt, so it is made on first use."""
-        return result_key(self.salt, self.card, self.prompt, self.sampling, self.index)
+        return result_key(self.salt, self.card, self.prompt, self.sampling, self.index, self.calls_once)
 
 
 def deterministic(sampling: api.Sampling) -> bool:
@@ -73,7 +82,7 @@ class ResultCache:
 
     def __init__(self, address: str, budget_s: float, mesh_id: str = "") -> None:
         self._metadata = mesh_ids.metadata(mesh_id)
-        self._channel = rpc.link_channel(address) if address else None
+        self._channel = rpc.link_channel(address, "cache") if address else None
         self._cache = cache_grpc.CacheStub(self._channel) if self._channel else None
         self._budget_s = budget_s
         self._stores: set[asyncio.Task[None]] = set()
@@ -82,6 +91,17 @@ class ResultCache:
     def enabled(self) -> bool:
         """A cache service is configured."""
         return self._cache is not None
+
+    @property
+    def state(self) -> "api.CacheState.ValueType":
+        """The state of the connection to the cache service."""
+        if self._channel is None:
+            return api.CACHE_STATE_NONE
+        # A channel that was never used is idle: this connects it, and a later call reports the outcome.
+        state = self._channel.get_state(try_to_connect=True)
+        if state in (ChannelConnectivity.IDLE, ChannelConnectivity.CONNECTING):
+            return api.CACHE_STATE_UNSPECIFIED
+        return api.CACHE_STATE_CONNECTED if state is ChannelConnectivity.READY else api.CACHE_STATE_DISCONNECTED
 
     async def get(self, key: ResultKey, traceparent: str) -> cache_pb2.CachedResult | None:
         """The result, or None after at most `budget_s` seconds."""

@@ -1,6 +1,7 @@
 """The control link to the scheduler: submits jobs, receives placements, models and losses. Knows hashes, never tokens.
 
-Running streams do not depend on it. After a reconnect it submits again all jobs that are still unanswered.
+Running streams do not depend on it. After a reconnect it submits again all jobs that are still unanswered. While the
+scheduler does not answer, `fallback` places jobs.
 """
 
 import asyncio
@@ -13,15 +14,24 @@ from grpc import aio
 
 from protos import mesh_pb2 as mesh
 from protos.mesh_pb2_grpc import SchedulerStub
-from services import mesh_id as mesh_ids
 from services import rpc
 from services.errors import WeftError, unavailable
+from services.security import mesh_id as mesh_ids
 from services.send_queue import SendQueue, SendQueueFull
 
 log = structlog.get_logger("dispatch")
 
 Placement = mesh.Assigned | mesh.Joined
+Fallback = Callable[[mesh.Submit, bool], mesh.Assigned | None]
+"""Places a job without the scheduler, or not. If the second argument is true, only at workers with a working link."""
 
+RESUME_S = 30.0
+"""How long an interrupted answer waits for a disconnected scheduler, if no known worker has room meanwhile."""
+SILENCE_S = 1.5
+"""A scheduler that has sent nothing for so long does not answer: it sends two heartbeats a second."""
+WATCH_S = 0.1
+_UNSERVED = frozenset({"NO_WORKER", "MODEL_NOT_FOUND"})
+"""Rejections that mean that the scheduler sees no worker of the model. It may be the scheduler that lost them."""
 _MOST_UNSENT = 1 << 16
 """Unsent messages after which the scheduler counts as stalled. Bursts are smaller: a request has up to 16 jobs, and all
 unanswered jobs are submitted again after a reconnect."""
@@ -47,12 +57,14 @@ class _Submission:
 
     def start_timer(self, wait_s: float) -> None:
         """Fails the submission in `wait_s` unless the scheduler comes back."""
+        self.stop_timer()
         self.timer = asyncio.get_running_loop().call_later(wait_s, self._expire)
 
     def stop_timer(self) -> None:
         """The scheduler is connected, or the submission is over."""
         if self.timer is not None:
             self.timer.cancel()
+            self.timer = None
 
     def _expire(self) -> None:
         if not self.answer.done():
@@ -70,7 +82,11 @@ class SchedulerLink:
         on_models: Callable[[mesh.ModelList], None],
         on_worker_lost: Callable[[str], None],
         mesh_id: str = "",
+        fallback: Fallback = lambda submit, connected: None,
     ) -> None:
+        self._fallback = fallback
+        self._heard_at = 0.0
+        """When the last message arrived, once the scheduler has sent a heartbeat; 0 before."""
         self._address = address
         self._gateway_id = gateway_id
         self._wait_s = wait_s
@@ -81,12 +97,24 @@ class SchedulerLink:
         self._submissions: dict[str, _Submission] = {}
         self._unsent: SendQueue[mesh.DispatchRequest] | None = None
         self._connected = False
+        self._accepts_reports = False
+        self._reported = mesh.GatewayReport()
+        self._unreachable: frozenset[str] = frozenset()
+        self.suspects: frozenset[bytes] = frozenset()
+        """Fingerprints of requests under which workers died: none of them is placed without the scheduler."""
         self.models_known = asyncio.Event()
 
     async def run(self) -> None:
         """Connects, and reconnects after each break, until cancelled."""
+        watching = asyncio.create_task(self._watch())
+        try:
+            await self._run()
+        finally:
+            watching.cancel()
+
+    async def _run(self) -> None:
         log.info("connecting to the scheduler", at=self._address)
-        async with rpc.link_channel(self._address) as channel:
+        async with rpc.link_channel(self._address, "scheduler") as channel:
             while True:
                 pause_s = 0.05
                 try:
@@ -105,7 +133,9 @@ class SchedulerLink:
         pending = _Submission(submit, asyncio.get_running_loop().create_future())
         self._submissions[submit.job_id] = pending
         if not self._send(pending):
-            pending.start_timer(self._wait_s)
+            pending.start_timer(self._wait_for(pending))
+        if self.silent:
+            self._place_locally(pending)
         try:
             return await pending.answer
         except asyncio.CancelledError:
@@ -117,6 +147,53 @@ class SchedulerLink:
             pending.stop_timer()
             if self._submissions.get(submit.job_id) is pending:
                 del self._submissions[submit.job_id]
+
+    def report(self, report: mesh.GatewayReport) -> None:
+        """Sends the gateway's recent traffic, unless the scheduler has an equal report already or accepts none."""
+        if self._accepts_reports and report != self._reported and self._put(mesh.DispatchRequest(report=report)):
+            self._reported = report
+
+    def report_survived(self, job_id: str) -> None:
+        """Reports that a job on probation has produced tokens."""
+        self._put(mesh.DispatchRequest(survived=mesh.Survived(job_id=job_id)))
+
+    def report_unreachable(self, addresses: frozenset[str]) -> None:
+        """Reports the workers, by host:port, to which this gateway has no working link; again after each reconnect."""
+        self._unreachable = addresses
+        if self._accepts_reports:
+            self._put(mesh.DispatchRequest(unreachable=mesh.UnreachableWorkers(addresses=sorted(addresses))))
+
+    @property
+    def silent(self) -> bool:
+        """The scheduler does not answer: there is no connection, or nothing arrives through it."""
+        if not self._connected:
+            return self.models_known.is_set()
+        return self._heard_at > 0 and time.monotonic() - self._heard_at > SILENCE_S
+
+    async def _watch(self) -> None:
+        """Places the waiting jobs while the scheduler is silent, until cancelled."""
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(WATCH_S)
+            now = time.monotonic()
+            if self._heard_at and now - last > 2 * WATCH_S:  # This process did not run: the scheduler is not to blame.
+                self._heard_at += now - last - WATCH_S
+            last = now
+            if self._submissions and self.silent:
+                for pending in list(self._submissions.values()):
+                    self._place_locally(pending)
+
+    def _place_locally(self, pending: _Submission) -> None:
+        """Answers a submission without the scheduler if a worker has room, and withdraws it there."""
+        if pending.answer.done() or pending.submit.fingerprint in self.suspects or pending.submit.lost_on:
+            return
+        if (placed := self._fallback(pending.submit, False)) is None:
+            return
+        log.debug("placed without the scheduler", job_id=pending.submit.job_id)
+        pending.answer.set_result(placed)
+        del self._submissions[pending.submit.job_id]
+        if pending.sent:
+            self._put(mesh.DispatchRequest(withdraw=mesh.Withdraw(job_id=pending.submit.job_id)))
 
     async def _session(self, channel: aio.Channel) -> None:
         unsent = self._unsent = SendQueue[mesh.DispatchRequest](_MOST_UNSENT)
@@ -132,13 +209,20 @@ class SchedulerLink:
 
     def _receive(self, message: mesh.DispatchResponse) -> None:
         kind = message.WhichOneof("message")
+        if self._heard_at or kind == "heartbeat":
+            self._heard_at = time.monotonic()
         if kind == "hello":
             mesh_ids.check(self._mesh_id, message.hello.mesh_id, "scheduler")
             self._refusals.accepted()
             log.info("scheduler connected", epoch=message.hello.epoch, unanswered=len(self._submissions))
             self._connected = True
+            self._accepts_reports, self._reported = message.hello.accepts_reports, mesh.GatewayReport()
+            if self._unreachable:
+                self.report_unreachable(self._unreachable)
             for pending in self._submissions.values():
                 self._send(pending)
+        elif kind == "suspects":
+            self.suspects = frozenset(message.suspects.fingerprints)
         elif kind == "models":
             self._on_models(message.models)
             self.models_known.set()
@@ -159,7 +243,12 @@ class SchedulerLink:
         if pending.answer.done():
             return
         if isinstance(answer, mesh.Rejected):
-            pending.answer.set_exception(WeftError.from_failure(answer.failure))
+            unserved = answer.failure.reason in _UNSERVED
+            placed = self._fallback(pending.submit, True) if unserved else None
+            if placed is not None:
+                pending.answer.set_result(placed)
+            else:
+                pending.answer.set_exception(WeftError.from_failure(answer.failure))
         else:
             pending.answer.set_result(answer)
 
@@ -185,10 +274,15 @@ class SchedulerLink:
             self._unsent.close()
         self._unsent = None
         self._connected = False
+        self._heard_at = 0.0
         for pending in self._submissions.values():
             if pending.sent:  # The timer of an unsent one is running already.
                 pending.sent = False
-                pending.start_timer(self._wait_s)
+                pending.start_timer(self._wait_for(pending))
+
+    def _wait_for(self, pending: _Submission) -> float:
+        """How long a submission waits for the scheduler. The client of a later attempt has part of its answer."""
+        return self._wait_s if pending.submit.attempt == 1 else max(self._wait_s, RESUME_S)
 
 
 def no_scheduler() -> WeftError:

@@ -3,30 +3,38 @@
 A link lives as long as its connection. When the connection breaks, all its job streams are lost, retryably, and the
 next job for the worker opens a new link. Stream ids are never reused, so a late message for a stream that is gone is
 dropped: this fences older attempts.
+
+The link judges its worker by what it receives (link_health.py). It gives up the streams of a worker that is silent but
+keeps the connection: if the worker comes back, its late tokens are dropped, and new jobs may go there again.
 """
 
 import asyncio
 import itertools
+import math
 import time
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable
 
 import structlog
-from grpc import StatusCode, aio
+from grpc import ChannelConnectivity, StatusCode, aio
 
 from protos import mesh_pb2 as mesh
 from protos.mesh_pb2_grpc import WorkerStub
-from services import mesh_id as mesh_ids
 from services import rpc, telemetry
 from services.errors import WeftError
+from services.gateway.links.link_health import LinkHealth
 from services.gateway.text.journal import Detail
+from services.security import mesh_id as mesh_ids
 from services.send_queue import SendQueue, SendQueueFull
 
 log = structlog.get_logger("links")
 clock = time.monotonic
 
 UNREAD_TOKENS = 64
-"""A reader that takes no tokens is notified again after so many."""
+"""Tokens after which a reader that takes none is notified again."""
 WORKER_LOST = "WORKER_LOST"
+_NO_STREAM = 0
+"""No stream has this id: stream ids begin at 1."""
 _NO_POSITION = 1 << 40
 """Expected position of a cancelled stream: every token is before it, and is dropped."""
 
@@ -40,8 +48,8 @@ class JobStream:
     """One job on a link: the tokens that arrived and are not yet taken, in order and without gaps."""
 
     __slots__ = (
-        "_notified", "closed", "details", "end", "expected", "first_at", "last_at", "link", "loss", "notify",
-        "opened_at", "stream_id", "tokens", "wants_details", "worker_id",
+        "_notified", "broken", "closed", "details", "end", "expected", "first_at", "last_at", "link", "loss", "notify",
+        "number", "opened_at", "scores", "stream_id", "tokens", "wants_details", "worker_id",
     )  # fmt: skip
 
     def __init__(
@@ -56,14 +64,20 @@ class JobStream:
         """`position` is that of the first token; `notify` is called when there are tokens to take."""
         self.link = link
         self.stream_id = stream_id
+        self.number = 0
+        """The number of its job's message on the link."""
         self.worker_id = worker_id
         self.expected = position
         self.wants_details = wants_details
         self.notify = notify
         self.tokens: list[int] = []
         self.details: list[Detail] = []
+        self.scores: list[tuple[int, list[Detail]]] = []
+        """Log-probabilities of parts of the prompt, each with the position of its first token."""
         self.end: mesh.JobEnd | None = None
         self.loss: WeftError | None = None
+        self.broken = False
+        """The connection to the worker broke after its job was sent, and the worker was not draining."""
         self.opened_at = clock()
         self.first_at: float | None = None
         self.last_at = self.opened_at
@@ -111,12 +125,21 @@ class JobStream:
 class WorkerLink:
     """The Run stream to one worker."""
 
-    def __init__(self, address: str, gateway_id: str, mesh_id: str = "") -> None:
+    def __init__(self, address: str, gateway_id: str, mesh_id: str = "", connect_s: float = 0.5) -> None:
+        """`connect_s`: how long connecting may take before the link counts as broken."""
+        self.address = address
         self.alive = True
+        self.connected = False
+        """The worker has answered."""
+        self.health = LinkHealth.begin(clock())
+        self._connect_s = connect_s
+        self._sent = 0
+        """Messages that were queued after the hello."""
+        self._unacknowledged: deque[tuple[int, float]] = deque()
         self._streams: dict[int, JobStream] = {}
         self._stream_ids = itertools.count(1)
         self._unsent: SendQueue[mesh.RunRequest] = SendQueue()
-        self._put(mesh.RunRequest(hello=mesh.GatewayHello(gateway_id=gateway_id, mesh_id=mesh_id)))
+        self._unsent.put(mesh.RunRequest(hello=mesh.GatewayHello(gateway_id=gateway_id, mesh_id=mesh_id)))
         self._session = asyncio.create_task(self._run(address))
 
     @property
@@ -124,12 +147,38 @@ class WorkerLink:
         """It has no job streams."""
         return not self._streams
 
+    @property
+    def jobs(self) -> int:
+        """Number of its job streams."""
+        return len(self._streams)
+
+    @property
+    def usable(self) -> bool:
+        """New jobs may go to the worker."""
+        return self.alive and not self.health.suspect(clock())
+
+    def watch(self, now: float, patient: bool) -> bool:
+        """Loses what is lost by now, as link_health.py defines it. -> whether the worker lost all its streams.
+
+        Asks for an acknowledgement if none is open: that is how a cut in the direction to the worker is found.
+        """
+        if self.health.dead(now, patient) and self._streams:
+            self.lose_all()
+            return True
+        acknowledged = self.health.last.received if self.health.last is not None else 0
+        for stream in list(self._streams.values()):
+            if stream.number > acknowledged and self.health.unreceived(stream.opened_at, now, patient):
+                self.lose(stream, worker_lost())
+        if self.health.judges and not self._unacknowledged:
+            self._put(mesh.RunRequest(cancel=mesh.CancelJob(stream_id=_NO_STREAM)))
+        return False
+
     def run(self, job: mesh.Job, worker_id: str, notify: Callable[[], None]) -> JobStream:
         """Sends a job, whose stream id is set here."""
         position = len(job.token_ids) - job.prompt_len
         stream = self._open(worker_id, position, job.sampling.HasField("logprobs"), notify)
         job.stream_id = stream.stream_id
-        self._put(mesh.RunRequest(job=job))
+        stream.number = self._put(mesh.RunRequest(job=job))
         return stream
 
     def attach(
@@ -138,7 +187,7 @@ class WorkerLink:
         """Subscribes to a job that already runs. The stream id of the message is set here."""
         stream = self._open(worker_id, attach.position, wants_details, notify)
         attach.stream_id = stream.stream_id
-        self._put(mesh.RunRequest(attach=attach))
+        stream.number = self._put(mesh.RunRequest(attach=attach))
         return stream
 
     def confirm(self, stream: JobStream, placement: int) -> None:
@@ -174,10 +223,17 @@ class WorkerLink:
             self._put(mesh.RunRequest(cancel=cancel))
             stream.close(loss=loss)
 
-    def lose_worker(self, worker_id: str) -> None:
-        """Loses all streams of this worker."""
-        for stream in [stream for stream in self._streams.values() if stream.worker_id == worker_id]:
+    def lose_all(self) -> None:
+        """Loses all streams; the connection stays open."""
+        log.warning("worker lost", worker=self.address, jobs=len(self._streams))
+        for stream in list(self._streams.values()):
             self.lose(stream, worker_lost())
+
+    def lose_worker(self, worker_id: str) -> None:
+        """The scheduler has lost this worker. Its streams are lost if the worker sends no heartbeats to judge it by."""
+        if not self.health.judges:
+            for stream in [stream for stream in self._streams.values() if stream.worker_id == worker_id]:
+                self.lose(stream, worker_lost())
 
     async def close(self) -> None:
         """Closes the link; streams that are still open are lost."""
@@ -189,32 +245,75 @@ class WorkerLink:
         self._streams[stream.stream_id] = stream
         return stream
 
-    def _put(self, message: mesh.RunRequest) -> None:
+    def _put(self, message: mesh.RunRequest) -> int:
+        """Queues a message. -> its number, from 1."""
+        self._sent += 1
+        now = clock()
+        self._unacknowledged.append((self._sent, now))
+        self.health.unacknowledged_at = self._unacknowledged[0][1]
         try:
             self._unsent.put(message)
         except SendQueueFull:
             self._session.cancel()
+        return self._sent
 
     async def _run(self, address: str) -> None:
         try:
-            async with rpc.link_channel(address) as channel:
+            async with rpc.link_channel(address, "worker", connect_s=self._connect_s) as channel:
+                await self._connect(channel)
                 call = WorkerStub(channel).Run(aiter(self._unsent))
                 async for message in call:
                     self._receive(message)
+        except TimeoutError:
+            log.info("no connection", worker=address, jobs=len(self._streams))
         except aio.AioRpcError as error:
             if not mesh_ids.RefusalLog("worker").refused(error, address):
                 log.info("link broke", code=error.code().name, jobs=len(self._streams))
         except ValueError as error:
             telemetry.log_exception("a worker sent columns of unequal length", error)
         finally:
-            self.alive = False
-            streams, self._streams = self._streams, {}
-            for stream in streams.values():
-                stream.close(loss=worker_lost())
+            self._break()
+
+    def _break(self) -> None:
+        """The connection has ended: all streams are lost."""
+        self.alive = False
+        streams, self._streams = self._streams, {}
+        died = self.connected and not (self.health.last is not None and self.health.last.draining)
+        for stream in streams.values():
+            stream.broken = died
+            stream.close(loss=worker_lost())
+
+    async def _connect(self, channel: aio.Channel) -> None:
+        """Waits for the connection. Raises TimeoutError if the worker refuses it or does not answer in time."""
+        async with asyncio.timeout(self._connect_s):
+            state = channel.get_state(try_to_connect=True)
+            while state is not ChannelConnectivity.READY:
+                if state is ChannelConnectivity.TRANSIENT_FAILURE:
+                    raise TimeoutError
+                await channel.wait_for_state_change(state)
+                state = channel.get_state()
+        self.connected = True
+        now = clock()
+        self.health = LinkHealth.begin(now)
+        self._unacknowledged = deque((number, now) for number, _ in self._unacknowledged)
+
+    def _acknowledge(self, heartbeat: mesh.WorkerHeartbeat, now: float) -> None:
+        unacknowledged = self._unacknowledged
+        while unacknowledged and unacknowledged[0][0] <= heartbeat.received:
+            unacknowledged.popleft()
+        self.health.unacknowledged_at = unacknowledged[0][1] if unacknowledged else math.inf
+        self.health.beat(heartbeat, now)
 
     def _receive(self, message: mesh.RunResponse) -> None:
         now = clock()
+        self.health.heard_at = now
+        if message.HasField("heartbeat"):
+            self._acknowledge(message.heartbeat, now)
         streams = self._streams
+        for scores in message.scores:
+            scored = streams.get(scores.stream_id)
+            if scored is not None:
+                scored.scores.append((scores.position, _details(scores)))
         if message.logprobs:
             self._receive_details(message, now)
         else:
@@ -243,31 +342,9 @@ class WorkerLink:
             stream.add(position, token, now, detail)
 
 
-class WorkerLinks:
-    """The links to all workers, by address."""
-
-    def __init__(self, gateway_id: str, mesh_id: str = "") -> None:
-        self._gateway_id = gateway_id
-        self._mesh_id = mesh_id
-        self._links: dict[str, WorkerLink] = {}
-
-    def to(self, address: str) -> WorkerLink:
-        """The link to this worker; a new one if there is none or if the last one broke."""
-        link = self._links.get(address)
-        if link is None or not link.alive:
-            link = self._links[address] = WorkerLink(address, self._gateway_id, self._mesh_id)
-        return link
-
-    def lose_worker(self, worker_id: str) -> None:
-        """Loses the streams of a worker that the scheduler reported lost, even if its connection is open."""
-        for link in self._links.values():
-            link.lose_worker(worker_id)
-
-    async def keep(self, addresses: Iterable[str]) -> None:
-        """Closes idle links to workers that are no longer served."""
-        gone = [address for address in self._links.keys() - set(addresses) if self._links[address].idle]
-        await asyncio.gather(*(self._links.pop(address).close() for address in gone))
-
-    async def close(self) -> None:
-        """Closes all links."""
-        await asyncio.gather(*(link.close() for link in self._links.values()))
+def _details(scores: mesh.PromptScores) -> list[Detail]:
+    tops = {top.entry: top for top in scores.tops}
+    return [
+        Detail(logprob, tops[entry].token_ids, tops[entry].logprobs) if entry in tops else Detail(logprob)
+        for entry, logprob in enumerate(scores.logprobs)
+    ]

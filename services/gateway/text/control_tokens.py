@@ -13,13 +13,15 @@ text could end its own turn and begin another one. Three steps prevent this, and
 import json
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
+from typing import Any
 
 _ASSISTANT = "assistant"
-
-Messages = Sequence[tuple[str, str]]
-"""Role and content of each message."""
+_OWN_NAMES = frozenset(
+    ("role", "content", "name", "tool_calls", "tool_call_id", "id", "type", "function", "arguments", "parameters")
+)
+"""Names in messages that no client has chosen."""
 
 
 class ControlTokens:
@@ -34,22 +36,39 @@ class ControlTokens:
         self.names = {token: f"{secret}{_letters(f'{i:06x}')}" for i, token in enumerate(self._all.tokens)}
         """The secret name of each token: lower-case letters, which no normalizer changes."""
 
-    def escape(self, messages: Messages) -> tuple[Messages, Mapping[str, str]]:
-        """-> the messages with escaped control tokens, and the original of each escape character (empty: no change)."""
-        finders = [self._special if role == _ASSISTANT else self._all for role, _ in messages]
-        places = [
-            (self._special.places(role), finder.places(content))
-            for finder, (role, content) in zip(finders, messages, strict=True)
-        ]
-        if not any(chain.from_iterable(places)):
-            return messages, {}
-        unused = _unused_characters("".join(chain.from_iterable(messages)))
-        characters = dict(zip(self._all.first_characters, unused, strict=False))
-        escaped = [
-            (_replaced(role, in_role, characters), _replaced(content, in_content, characters))
-            for (role, content), (in_role, in_content) in zip(messages, places, strict=True)
-        ]
+    def escape(self, variables: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, str]]:
+        """-> the variables of a template with escaped control tokens in all their texts, and the original of each
+        escape character (empty: no change)."""
+        texts: list[str] = []
+        found = False
+
+        def look(text: str, finder: _Finder) -> str:
+            nonlocal found
+            texts.append(text)
+            found = found or bool(finder.places(text))
+            return text
+
+        self._mapped(variables, look)
+        if not found:
+            return variables, {}
+        characters = dict(zip(self._all.first_characters, _unused_characters("".join(texts)), strict=False))
+        escaped = self._mapped(variables, lambda text, finder: _replaced(text, finder.places(text), characters))
         return escaped, {escape: character for character, escape in characters.items()}
+
+    def _mapped(self, variables: Mapping[str, Any], change: "Callable[[str, _Finder], str]") -> Mapping[str, Any]:
+        """The variables with changed texts. An assistant's message may contain the other added tokens."""
+
+        def of_all(text: str) -> str:
+            return change(text, self._all)
+
+        def of_special(text: str) -> str:
+            return change(text, self._special)
+
+        changed = {name: _mapped(value, of_all) for name, value in variables.items() if name != "messages"}
+        changed["messages"] = [
+            _mapped(each, of_special if each["role"] == _ASSISTANT else of_all) for each in variables["messages"]
+        ]
+        return changed
 
     def unescape(self, text: str, escapes: Mapping[str, str]) -> str:
         """The rendered text, in which the control tokens have their secret names, and the messages are as they were."""
@@ -97,6 +116,17 @@ class _Finder:
         end = len(text.rstrip())
         places += [start for start in range(max(0, end - self._longest + 1), end) if text[start:end] in self._prefixes]
         return places
+
+
+def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+    """A value of JSON with changed texts, names of objects included."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, list):
+        return [_mapped(each, change) for each in value]
+    if isinstance(value, dict):
+        return {name if name in _OWN_NAMES else change(name): _mapped(each, change) for name, each in value.items()}
+    return value
 
 
 def _replaced(text: str, places: Sequence[int], characters: Mapping[str, str]) -> str:

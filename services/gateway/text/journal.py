@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from protos import inference_pb2 as api
 from services.gateway.text.stop_strings import StopMatcher
 from services.gateway.text.tokenizer import Detokenizer
+from services.gateway.text.tool_calls.parser import CallPiece, ToolCallParser
 from services.hashing import block_keys
 
 
@@ -32,17 +33,29 @@ class Ending:
 
 
 class Journal:
-    """Prompt, tokens so far with the attempt that produced each, and their text."""
+    """Prompt, tokens so far with the attempt that produced each, and their text and tool calls."""
 
-    def __init__(self, prompt: Sequence[int], detokenizer: Detokenizer, stops: StopMatcher | None) -> None:
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        detokenizer: Detokenizer,
+        stops: StopMatcher | None,
+        calls: ToolCallParser | None = None,
+    ) -> None:
         self.prompt = prompt
         self.tokens: list[int] = []
         self.details: list[Detail] = []
         self.texts: list[str] = []
+        self.call_pieces: list[CallPiece] = []
+        self.prompt_details: list[Detail] = []
+        """Log-probabilities of the prompt's tokens but the first, as far as they are known."""
         self.attempt = 0
         self.ending: Ending | None = None
+        self.waits = 0
+        """How often its clients were to be informed that the answer waits for a worker."""
         self._detokenizer = detokenizer
         self._stops = stops
+        self._calls = calls
         self._starts: list[tuple[int, int]] = []  # (position, attempt) where each attempt's tokens begin
 
     def begin_attempt(self) -> None:
@@ -60,11 +73,11 @@ class Journal:
         return 1, end
 
     def extend(self, tokens: Sequence[int], details: Sequence[Detail] = ()) -> None:
-        """Appends tokens up to the one that completes a stop string, which ends the answer."""
+        """Appends tokens up to the one that completes a stop string or the last tool call, which ends the answer."""
         if self.ending is not None:
             return
         kept = len(tokens)
-        feed, stops = self._detokenizer.feed, self._stops
+        feed, stops, calls = self._detokenizer.feed, self._stops, self._calls
         texts = []
         for index, token in enumerate(tokens):
             text = feed(token)
@@ -73,6 +86,11 @@ class Journal:
                 if stops.found is not None:
                     kept = index + 1
                     self.ending = Ending(api.FINISH_REASON_STOP, stop_string=stops.found)
+            if calls is not None:
+                text = self._divide(calls, text)
+                if calls.done and self.ending is None:
+                    kept = index + 1
+                    self.ending = Ending(api.FINISH_REASON_STOP)
             if text:
                 texts.append(text)
             if self.ending is not None:
@@ -80,6 +98,10 @@ class Journal:
         self.texts += texts
         self.tokens += tokens[:kept]
         self.details += details[:kept]
+
+    def score(self, position: int, details: Sequence[Detail]) -> None:
+        """Appends log-probabilities of the prompt from the token at this position on; known ones do not count."""
+        self.prompt_details += details[len(self.prompt_details) + 1 - position :]
 
     def end(self, ending: Ending) -> None:
         """Ends the answer, and releases the text that was held back, up to a stop string in it."""
@@ -91,8 +113,20 @@ class Journal:
             if self._stops.found is not None:
                 ending = Ending(api.FINISH_REASON_STOP, stop_string=self._stops.found)
         self.ending = ending
+        if self._calls is not None:
+            text = self._divide(self._calls, text)
         if text:
             self.texts.append(text)
+
+    def _divide(self, calls: ToolCallParser, text: str) -> str:
+        """Moves tool calls out of the text, and releases what was held back if the answer has ended. -> the rest."""
+        text, pieces = calls.feed(text)
+        self.call_pieces += pieces
+        if self.ending is not None:
+            rest, pieces = calls.flush()
+            text += rest
+            self.call_pieces += pieces
+        return text
 
     def context(self) -> list[int]:
         """Prompt and answer so far: the tokens of the next attempt's job."""

@@ -10,7 +10,9 @@ class StopMatcher:
     longest. Matches count from the `min_tokens`-th token on. Only text that may begin a stop string is held back.
     """
 
-    def __init__(self, stops: Sequence[str], min_tokens: int = 0) -> None:
+    def __init__(self, stops: Sequence[str], min_tokens: int = 0, keeps: bool = False) -> None:
+        """`keeps`: the stop string is part of the answer."""
+        self._keeps = keeps
         self._stops = tuple(stops)
         self._longest = max(map(len, stops), default=0)
         self._min_tokens = min_tokens
@@ -21,7 +23,7 @@ class StopMatcher:
     def feed(self, text: str) -> str:
         """Adds the text of the next token. -> the text that is certain to be in the answer.
 
-        If the token completes a stop string, `found` is set, and the text ends before the stop string.
+        If the token completes a stop string, `found` is set, and the text ends before or behind the stop string.
         """
         self._tokens += 1
         return self._scan(text) if text else ""
@@ -38,7 +40,7 @@ class StopMatcher:
         self._held = ""
         if self._tokens >= self._min_tokens and (match := self._first(text, fresh)):
             start, self.found = match
-            return text[:start]
+            return text[: start + len(self.found)] if self._keeps else text[:start]
         hold = self._holds_from(text)
         self._held = text[hold:]
         return text[:hold]

@@ -3,11 +3,12 @@
 Pure. A waiting job that is removed may leave followers: each of them is admitted again.
 """
 
-from services.scheduler.core import forecast, refusals
+from services.scheduler.core import forecast, lanes, refusals
+from services.scheduler.core.lanes import Lane
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.messages import Failure
 from services.scheduler.core.models import ModelRecord
-from services.scheduler.core.records import JobRecord
+from services.scheduler.core.records import JobRecord, WorkerRecord
 from services.scheduler.core.state import State
 
 
@@ -47,7 +48,7 @@ class Admission:
         worker = leader.worker
         assert worker is not None, leader
         for follower in self._state.jobs.release_followers(leader):
-            if worker.id in follower.submit.avoid:
+            if not self._may_join_at(follower, worker):
                 self.admit(follower, now)
             else:
                 self._state.answer_joined(follower, leader)
@@ -98,6 +99,21 @@ class Admission:
             return
         self._state.enqueue(job, model)
 
+    def dequeued_in_time(self, job: JobRecord, model: ModelRecord, healthy: list[WorkerRecord], now: float) -> bool:
+        """Whether a job that was taken out of its queue can be answered before its deadline; else it is rejected."""
+        if job.deadline <= now:
+            self.reject_dequeued(job, refusals.deadline_expired(), now)
+        elif (
+            not job.resumed
+            and job.submit.deadline_s is not None
+            and job.queued_at != now  # It did not wait: its admission has just forecast the same.
+            and (now + forecast.answer_s(model.loads(job, healthy), model.answer_tokens(job)) > job.deadline)
+        ):
+            self.reject_dequeued(job, refusals.deadline_unmeetable(model.retry_after_s(healthy)), now)
+        else:
+            return True
+        return False
+
     def _refusal(self, job: JobRecord, model: ModelRecord, now: float) -> Failure | None:
         if job.deadline <= now:
             return refusals.deadline_expired()
@@ -105,12 +121,12 @@ class Admission:
             return None
         if self._queue_is_full(model, job.tenant):
             return refusals.queue_full(model.retry_after_s(model.healthy(now)))
-        if job.submit.deadline_s is not None:
-            loads = model.loads(job, model.healthy(now))
-            position = model.queue_position(job.tenant, job.priority)
-            if now + forecast.first_token_s(loads, position) > job.deadline:
-                return refusals.deadline_unmeetable()
-        return None
+        lane = lanes.choose(job, model, self._limits.target_s, now)
+        job.express = lane is Lane.EXPRESS
+        if lane in (Lane.EXPRESS, Lane.NORMAL):
+            return None
+        retry_after_s = model.retry_after_s(model.healthy(now))
+        return refusals.shed(retry_after_s) if lane is Lane.SHED else refusals.deadline_unmeetable(retry_after_s)
 
     def _queue_is_full(self, model: ModelRecord, tenant: str) -> bool:
         """Whether no more jobs of this tenant may wait.
@@ -129,7 +145,11 @@ class Admission:
     def _may_follow(self, job: JobRecord, leader: JobRecord) -> bool:
         if leader.id == job.submit.unjoinable:
             return False
-        return leader.worker is None or leader.worker.id not in job.submit.avoid
+        return leader.worker is None or self._may_join_at(job, leader.worker)
+
+    def _may_join_at(self, job: JobRecord, worker: WorkerRecord) -> bool:
+        """Whether a job may share the tokens of a job at this worker."""
+        return worker.id not in job.submit.avoid and self._state.reach.allows(job, worker)
 
     def _follow(self, job: JobRecord, leader: JobRecord) -> None:
         """Makes a job share a leader's tokens: it is answered now, or when a waiting leader gets a worker."""
@@ -161,8 +181,9 @@ class Admission:
         for job in self._state.jobs.waiting_of(gateway_id):
             self.admit_followers(self._state.remove(job), job.order, now)
 
-    def reject_overdue(self, model: ModelRecord, served: bool, now: float) -> None:
-        """Rejects waiting jobs whose deadline passed or, if the model is not `served`, whose wait is over."""
+    def reject_overdue(self, model: ModelRecord, healthy: list[WorkerRecord], now: float) -> None:
+        """Rejects waiting jobs whose deadline passed or, if their gateway reaches no healthy worker of the model, whose
+        wait is over."""
         for job in self._state.jobs.followers_in(model):
             if job.deadline <= now:
                 self._state.jobs.unfollow(job)
@@ -171,9 +192,30 @@ class Admission:
             if job.deadline <= now:
                 model.queue.remove(job)
                 self.reject_dequeued(job, refusals.deadline_expired(), now)
-            elif not served and now - max(model.served_at, job.queued_at) > self._limits.unserved_s:
+            elif now - self._unserved_since(job, model, healthy, now) > self._longest_wait_s(job, model):
                 model.queue.remove(job)
                 self.reject_dequeued(job, self._unserved(model), now)
+
+    def _unserved_since(self, job: JobRecord, model: ModelRecord, healthy: list[WorkerRecord], now: float) -> float:
+        """Since when the gateway of a waiting job has reached no healthy worker of its model and adapter; now if it
+        reaches one."""
+        if not healthy:
+            return max(model.served_at, job.queued_at)
+        healthy = [worker for worker in healthy if worker.serves(job)]
+        if not healthy:  # No worker has its adapter: it was dropped, or is being loaded.
+            return job.queued_at
+        if any(self._state.reach.allows(job, worker) for worker in healthy):
+            return now
+        return max(self._state.reach.changed_at(job), job.queued_at)
+
+    def _longest_wait_s(self, job: JobRecord, model: ModelRecord) -> float:
+        """How long a job waits for a worker. The client of a resumed job has part of its answer: that job waits longer,
+        and longest while a worker of its model loads, is silent, or is out of its gateway's reach."""
+        if not job.resumed:
+            return self._limits.unserved_s
+        names = {model.name, *(model.card.aliases if model.card else ())}
+        expected = model.workers or any(each.model in names for each in self._state.catalog.loading)
+        return self._limits.resume_s if expected else self._limits.absent_s
 
     def _unserved(self, model: ModelRecord) -> Failure:
         return refusals.no_worker(self._limits.unserved_s) if model.card else refusals.model_not_found()

@@ -41,7 +41,16 @@ class CommandBuffer:
         queue_s = max(0.0, job.assigned_at - job.queued_at)
         self.send(
             job.gateway_id,
-            Assigned(job.id, job.attempt, worker.id, worker.hello.address, queue_s, job.matched_blocks, job.placement),
+            Assigned(
+                job.id,
+                job.attempt,
+                worker.id,
+                worker.hello.address,
+                queue_s,
+                job.matched_blocks,
+                job.placement,
+                worker.probation is job,
+            ),
         )
 
     def send_joined(self, job: JobRecord, leader: JobRecord) -> None:

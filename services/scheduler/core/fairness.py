@@ -1,6 +1,9 @@
 """The waiting queue of one model, in the order in which jobs are served. Knows priorities, tenants and tokens, never
 workers.
 
+A queue has two lanes. While both have jobs, three of the express lane are served for each one of the normal lane. The
+express lane is kept short (lanes.py): so a new job is served soon after a burst, and an old one is never starved.
+
 Within a priority, tenants take turns by tokens served: the virtual token counter of Sheng et al., "Fairness in Serving
 Large Language Models" (OSDI 2024). A job is charged with its prompt and its longest possible answer when it starts; the
 charge is corrected to the actual answer when the job ends.
@@ -9,6 +12,9 @@ charge is corrected to the actual answer when the job ends.
 import heapq
 from collections.abc import Collection, Iterator
 from typing import Generic, Protocol, TypeVar
+
+EXPRESS_TURNS = 3
+"""Jobs of the express lane that are served for each one of the normal lane."""
 
 
 class QueueItem(Protocol):
@@ -29,6 +35,10 @@ class QueueItem(Protocol):
     @property
     def resumed(self) -> bool:
         """Whether an earlier attempt ran: such jobs precede all others of their priority."""
+
+    @property
+    def express(self) -> bool:
+        """Whether it waits in the express lane."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -77,39 +87,78 @@ class TokenCounters:
         self._sweep_at = max(4096, 2 * len(self._served))
 
 
+class _Lane(Generic[J]):
+    """Waiting jobs by tenant, those of each tenant in their order."""
+
+    def __init__(self) -> None:
+        self.tenants: dict[str, list[tuple[int, J]]] = {}
+        self.jobs = 0
+
+    def push(self, job: J) -> None:
+        heapq.heappush(self.tenants.setdefault(job.tenant, []), (job.order, job))
+        self.jobs += 1
+
+    def pop(self, counters: TokenCounters) -> J:
+        tenant = min(self.tenants, key=lambda t: (counters.served(t), self.tenants[t][0][0]))
+        heap = self.tenants[tenant]
+        job = heapq.heappop(heap)[1]
+        self._popped(tenant)
+        return job
+
+    def remove(self, job: J) -> None:
+        heap = self.tenants[job.tenant]
+        heap.remove((job.order, job))
+        heapq.heapify(heap)
+        self._popped(job.tenant)
+
+    def waiting_of(self, tenant: str) -> int:
+        return len(self.tenants.get(tenant, ()))
+
+    def _popped(self, tenant: str) -> None:
+        self.jobs -= 1
+        if not self.tenants[tenant]:
+            del self.tenants[tenant]
+
+
 class _PriorityClass(Generic[J]):
-    """Waiting jobs of one priority: resumed jobs first, then the jobs of each tenant in their order."""
+    """Waiting jobs of one priority: resumed jobs first, then the two lanes in turns."""
 
     def __init__(self) -> None:
         self.resumed: list[tuple[int, J]] = []
-        self.tenants: dict[str, list[tuple[int, J]]] = {}
+        self.normal: _Lane[J] = _Lane()
+        self.express: _Lane[J] = _Lane()
+        self._express_served = 0  # Since the last job of the normal lane.
 
     def __bool__(self) -> bool:
-        return bool(self.resumed or self.tenants)
+        return bool(self.resumed or self.normal.jobs or self.express.jobs)
 
     def __len__(self) -> int:
-        return len(self.resumed) + sum(map(len, self.tenants.values()))
+        return len(self.resumed) + self.normal.jobs + self.express.jobs
 
     def push(self, job: J) -> None:
-        heap = self.resumed if job.resumed else self.tenants.setdefault(job.tenant, [])
-        heapq.heappush(heap, (job.order, job))
+        if job.resumed:
+            heapq.heappush(self.resumed, (job.order, job))
+        else:
+            self._lane(job).push(job)
 
     def pop(self, counters: TokenCounters) -> J:
         if self.resumed:
             return heapq.heappop(self.resumed)[1]
-        tenant = min(self.tenants, key=lambda t: (counters.served(t), self.tenants[t][0][0]))
-        heap = self.tenants[tenant]
-        job = heapq.heappop(heap)[1]
-        if not heap:
-            del self.tenants[tenant]
-        return job
+        if self.express.jobs and (self._express_served < EXPRESS_TURNS or not self.normal.jobs):
+            self._express_served += 1
+            return self.express.pop(counters)
+        self._express_served = 0
+        return self.normal.pop(counters)
 
     def remove(self, job: J) -> None:
-        heap = self.resumed if job.resumed else self.tenants[job.tenant]
-        heap.remove((job.order, job))
-        heapq.heapify(heap)
-        if not heap and not job.resumed:
-            del self.tenants[job.tenant]
+        if job.resumed:
+            self.resumed.remove((job.order, job))
+            heapq.heapify(self.resumed)
+        else:
+            self._lane(job).remove(job)
+
+    def _lane(self, job: J) -> _Lane[J]:
+        return self.express if job.express else self.normal
 
 
 class WaitingQueue(Generic[J]):
@@ -161,9 +210,27 @@ class WaitingQueue(Generic[J]):
         same = self._classes.get(priority)
         if same is None:
             return higher
-        tenants = same.tenants.keys() | {tenant}
-        turns = (len(same.tenants.get(tenant, ())) + 1) * len(tenants) - 1
+        tenants = same.normal.tenants.keys() | same.express.tenants.keys() | {tenant}
+        own = same.normal.waiting_of(tenant) + same.express.waiting_of(tenant)
+        turns = (own + 1) * len(tenants) - 1
         return higher + min(len(same), len(same.resumed) + turns)
+
+    def jobs_before_express(self, priority: int) -> int:
+        """How many waiting jobs would be served before a new job in the express lane of this priority.
+
+        For every three jobs before it in the lane, it waits for one of the normal lane, too.
+        """
+        higher = sum(len(jobs) for p, jobs in self._classes.items() if p > priority)
+        same = self._classes.get(priority)
+        return (
+            higher
+            if same is None
+            else (
+                higher
+                + len(same.resumed)
+                + min(len(same), same.express.jobs * (EXPRESS_TURNS + 1) // EXPRESS_TURNS + 1)
+            )
+        )
 
     def waiting_of(self, tenant: str) -> int:
         """The number of waiting jobs of a tenant."""

@@ -1,4 +1,4 @@
-"""When a waiting job would get its worker and its first token. Knows rates and counts, never jobs.
+"""When a waiting job would get its worker, its first token and its last one. Knows rates and counts, never jobs.
 
 All forecasts are optimistic: what is not measured yet takes no time, so no job is refused for lack of a measurement.
 """
@@ -26,6 +26,10 @@ class WorkerLoad(NamedTuple):
             return 0.0
         return (self.backlog_tokens + self.uncached_tokens) / self.prefill_rate
 
+    def answer_s(self, tokens: float) -> float:
+        """Seconds from the job's assignment to this worker to the last of so many tokens."""
+        return self.first_token_s() + tokens * self.decode_s
+
 
 class QueuePosition(NamedTuple):
     """What waits before a job: how many jobs, their prompt tokens, and the average length of an answer in tokens."""
@@ -51,6 +55,6 @@ def wait_s(workers: Sequence[WorkerLoad], position: QueuePosition) -> float:
     return max(decoding_s, prefilling_s)
 
 
-def first_token_s(workers: Sequence[WorkerLoad], position: QueuePosition) -> float:
-    """Seconds until a new job's first token: its wait, then the backlog and its own prompt on the best worker."""
-    return wait_s(workers, position) + min((worker.first_token_s() for worker in workers), default=0.0)
+def answer_s(workers: Sequence[WorkerLoad], tokens: float) -> float:
+    """Seconds from a job's assignment to the last of so many tokens, on the best worker."""
+    return min((worker.answer_s(tokens) for worker in workers), default=0.0)

@@ -36,6 +36,7 @@ class Membership:
             state.commands.add(ToWorker(hello.worker_id, Refused(failure)))
             return
         state.counters.workers_attached += 1
+        state.poison.alive(hello.worker_id)
         model = self._model_for(hello.card, now)
         worker = WorkerRecord(hello, now, self._limits.stall_s)
         self._take_over_jobs(worker, state.workers.get(worker.id), now)
@@ -68,10 +69,12 @@ class Membership:
         model = self._state.models[worker.hello.card.name]
         model.index.remove(worker.id, report.evicted_keys)
         model.index.add(worker.id, report.stored_keys)
+        if report.adapters is not None and worker.update_adapters(report.adapters):
+            self._state.publish_models()
         for ended in report.ended:
             job = worker.jobs.get(ended.job_id)
             if job is not None and job.ended_by(ended):
-                self._state.end(job, ended.tokens)
+                self._state.end(job, ended.tokens, now)
         for job in worker.missing_jobs(now, self._limits.grace_s, self._state.commands.gateways):
             self._state.remove(job)
         self._state.to_dispatch[model.name] = None
@@ -83,9 +86,11 @@ class Membership:
         if not worker.jobs:
             self._state.remove_worker(worker)
 
-    def _lose(self, worker: WorkerRecord, why: str) -> None:
-        """Removes a worker with its jobs and reports it as lost; gateways submit the next attempts of its jobs."""
+    def _lose(self, worker: WorkerRecord, why: str, now: float) -> None:
+        """Removes a worker with its jobs and reports it as lost. Its jobs may still run: where their tokens flow,
+        gateways leave them there, and the worker reports them when it registers again."""
         self._state.counters.workers_lost += 1
+        self._state.poison.abandoned(worker.id, worker.probation_mark, now)
         for job in list(worker.jobs.values()):
             self._state.remove(job)
         self._state.remove_worker(worker)
@@ -99,9 +104,13 @@ class Membership:
         for worker in list(self._state.workers.values()):
             if worker.detached_at is not None:
                 if now - worker.detached_at > self._limits.grace_s:
-                    self._lose(worker, "the worker did not register again after its link broke")
-            elif worker.jobs and worker.stalled(now):
-                self._lose(worker, "the worker made no progress")
+                    self._lose(worker, "the worker did not register again after its link broke", now)
+            elif worker.jobs and worker.silent(now):
+                self._lose(worker, "the worker sent no reports", now)
+            elif worker.jobs and worker.hung(now) and not worker.hint_sent:
+                # Its link works, so it keeps its registration, and gets no new jobs until it makes progress.
+                worker.hint_sent = True
+                self._state.commands.broadcast(WorkerLost(worker.id))
 
     def forget_unserved(self, model: ModelRecord, now: float) -> None:
         """Forgets a model that has had neither workers nor waiting jobs for long enough."""

@@ -17,6 +17,7 @@ class Code(IntEnum):
     ALREADY_EXISTS = 6
     RESOURCE_EXHAUSTED = 8
     FAILED_PRECONDITION = 9
+    INTERNAL = 13
     UNAVAILABLE = 14
 
 
@@ -68,6 +69,11 @@ class Submit:
     body: bytes = b""
     avoid: frozenset[str] = frozenset()
     unjoinable: str = ""
+    fingerprint: bytes = b""
+    lost_on: str = ""
+    lost_after: int = 0
+    sheddable: bool = False
+    adapter: bytes = b""
 
 
 class RunningJob(NamedTuple):
@@ -75,6 +81,16 @@ class RunningJob(NamedTuple):
 
     job_id: str
     attempt: int
+
+
+class Adapter(NamedTuple):
+    """An adapter that a worker serves."""
+
+    name: str
+    fingerprint: bytes
+    rank: int = 0
+    bytes: int = 0
+    resident: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +103,7 @@ class WorkerHello:
     credits: int
     running: tuple[RunningJob, ...] = ()
     stored_keys: bytes = b""
+    adapters: tuple[Adapter, ...] = ()
 
 
 class WorkerLoading(NamedTuple):
@@ -112,7 +129,7 @@ class EndedJob(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """What happened at a worker since its last report."""
+    """What happened at a worker since its last report. `adapters` is None if nothing about them has changed."""
 
     steps: int = 0
     step_s: float = 0.0
@@ -121,10 +138,17 @@ class WorkerReport:
     prefill_backlog: int = 0
     prefill_rate: float = 0.0
     decode_s: float = 0.0
+    free_blocks: int = 0
+    cached_blocks: int = 0
+    active_blocks: int = 0
+    preemptions: int = 0
     ended: tuple[EndedJob, ...] = ()
     stored_keys: bytes = b""
     evicted_keys: bytes = b""
     draining: bool = False
+    engine_cpu_s: float = 0.0
+    busy: bool = False
+    adapters: tuple[Adapter, ...] | None = None
 
 
 # ---- sent ----
@@ -137,12 +161,26 @@ class SchedulerHello:
     epoch: int
 
 
+class ServedWorker(NamedTuple):
+    """A worker as gateways know it."""
+
+    worker_id: str
+    address: str
+    credits: int
+    adapters: tuple[Adapter, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """A model and the workers that serve it; it has no address while its last worker is being replaced."""
 
     card: Card
-    addresses: tuple[str, ...]
+    workers: tuple[ServedWorker, ...]
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """host:port of each worker."""
+        return tuple(worker.address for worker in self.workers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +202,7 @@ class Assigned:
     queue_s: float
     matched_blocks: int
     placement: int
+    probation: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +227,7 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
-    """A worker is lost: each job that ran there needs a next attempt."""
+    """A worker is lost or makes no progress. A hint: gateways judge by their own links whether its jobs must move."""
 
     worker_id: str
 
@@ -200,7 +239,14 @@ class Refused:
     failure: Failure
 
 
-GatewayMessage = SchedulerHello | ModelList | Assigned | Joined | Rejected | WorkerLost
+@dataclass(frozen=True, slots=True)
+class Suspects:
+    """Fingerprints of requests under which workers died."""
+
+    fingerprints: tuple[bytes, ...]
+
+
+GatewayMessage = SchedulerHello | ModelList | Assigned | Joined | Rejected | WorkerLost | Suspects
 WorkerMessage = SchedulerHello | Refused
 
 

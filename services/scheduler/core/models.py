@@ -2,12 +2,10 @@
 
 from services.scheduler.core.fairness import TokenCounters, WaitingQueue
 from services.scheduler.core.forecast import QueuePosition, WorkerLoad, wait_s
-from services.scheduler.core.messages import Card, ServedModel
+from services.scheduler.core.lengths import AnswerLengths, Pace
+from services.scheduler.core.messages import Card, ServedModel, ServedWorker
 from services.scheduler.core.placement import Candidate, Choice, PrefixIndex, choose
 from services.scheduler.core.records import JobRecord, WorkerRecord
-
-ANSWER_SMOOTHING = 0.1
-"""Weight of the newest answer in the moving average of answer lengths."""
 
 
 class ModelRecord:
@@ -21,7 +19,8 @@ class ModelRecord:
         self.index = PrefixIndex()
         self.followers = 0  # Jobs that follow a waiting leader.
         self.served_at = now  # When the model last had a healthy worker.
-        self.answer_tokens = 0.0  # Moving average over ended jobs; 0 until one has ended.
+        self.lengths = AnswerLengths()
+        self.pace = Pace()
 
     def __repr__(self) -> str:
         return f"ModelRecord({self.name!r}, {len(self.workers)} workers, {len(self.queue)} waiting)"
@@ -55,19 +54,25 @@ class ModelRecord:
     def served(self) -> ServedModel:
         """The model as gateways receive it."""
         assert self.card is not None, self
-        return ServedModel(self.card, tuple(sorted(worker.hello.address for worker in self.workers.values())))
+        workers = (
+            ServedWorker(each.id, each.hello.address, each.hello.credits, each.listed_adapters)
+            for each in self.workers.values()
+        )
+        return ServedModel(self.card, tuple(sorted(workers, key=lambda worker: worker.address)))
 
     # -- placement --
 
     def choose_worker(self, job: JobRecord, healthy: list[WorkerRecord]) -> Choice | None:
         """The best of the healthy workers with a free credit; None if the job must wait.
 
-        Workers that failed the job before are candidates only if no other worker is healthy.
+        Workers that failed the job before are candidates only if no other worker is healthy. A job with an adapter goes
+        to workers that have it, and rather to one in whose device memory it is.
         """
         avoid = job.submit.avoid
+        healthy = [worker for worker in healthy if worker.serves(job)]
         if avoid:
             healthy = [worker for worker in healthy if worker.id not in avoid] or healthy
-        candidates = [Candidate(w.id, w.backlog_blocks, len(w.jobs)) for w in healthy if w.free_credits]
+        candidates = [Candidate(w.id, w.backlog_blocks, len(w.jobs), w.is_cold(job)) for w in healthy if w.free_credits]
         if not candidates:
             return None
         return choose(candidates, self.blocks(job), self.index.match(job.submit.block_keys))
@@ -83,7 +88,7 @@ class ModelRecord:
         """The load of each healthy worker, and what it would have to compute for the job's prompt."""
         matched = self.index.match(job.submit.block_keys)
         return [
-            _load(worker, job.prompt_tokens - matched.get(worker.id, 0) * worker.hello.card.block_size)
+            self._load(worker, job.prompt_tokens - matched.get(worker.id, 0) * worker.hello.card.block_size)
             for worker in healthy
         ]
 
@@ -91,13 +96,55 @@ class ModelRecord:
         """What would wait before a new job of this tenant."""
         jobs = self.queue.jobs_before(tenant, priority)
         share = jobs / len(self.queue) if jobs else 0.0
-        return QueuePosition(jobs, int(share * self.queue.prompt_tokens), self.answer_tokens)
+        return QueuePosition(jobs, int(share * self.queue.prompt_tokens), self.lengths.mean)
+
+    def express_position(self, priority: int) -> QueuePosition:
+        """What would be served before a new job in the express lane."""
+        jobs = self.queue.jobs_before_express(priority)
+        share = min(1.0, jobs / len(self.queue)) if jobs and self.queue else 0.0
+        return QueuePosition(jobs, int(share * self.queue.prompt_tokens), self.lengths.mean)
+
+    def answer_tokens(self, job: JobRecord) -> float:
+        """The likely length of a job's answer."""
+        return self.lengths.expected(job.tenant, job.submit.max_tokens)
+
+    def wait_s(
+        self, loads: list[WorkerLoad], healthy: list[WorkerRecord], position: QueuePosition, now: float
+    ) -> float:
+        """Seconds until a job at this position gets a credit, by when the running jobs began: they may end together."""
+        rough_s = wait_s(loads, position)
+        if not rough_s or not position.answer_tokens:
+            return rough_s
+        each_s = position.answer_tokens * min(load.decode_s for load in loads)
+        place = position.jobs // len(healthy)
+        decoding_s = min(worker.credit_free_s(place, each_s, now) for worker in healthy)
+        return max(decoding_s, wait_s(loads, position._replace(answer_tokens=0.0)))
 
     def retry_after_s(self, healthy: list[WorkerRecord]) -> float:
         """When a full queue is likely to have room: half the time that the whole queue takes, 0.5 to 10 s."""
-        loads = [_load(worker, 0) for worker in healthy]
-        whole = QueuePosition(len(self.queue), self.queue.prompt_tokens, self.answer_tokens)
+        loads = [self._load(worker, 0) for worker in healthy]
+        whole = QueuePosition(len(self.queue), self.queue.prompt_tokens, self.lengths.mean)
         return min(max(wait_s(loads, whole) / 2, 0.5), 10.0)
+
+    def record_end(self, job: JobRecord, tokens: int, now: float) -> None:
+        """Learns the length and the duration of a job that ended at its worker with `tokens` new tokens."""
+        self.lengths.add(job.tenant, tokens)
+        worker = job.worker
+        if worker is not None and job.gateway_id is not None and tokens:
+            uncached = job.prompt_tokens - job.matched_blocks * worker.hello.card.block_size
+            report = worker.last_report
+            prefill_s = uncached / report.prefill_rate if report.prefill_rate else 0.0
+            self.pace.add(prefill_s + tokens * report.decode_s, now - job.assigned_at)
+
+    def _load(self, worker: WorkerRecord, uncached_tokens: int) -> WorkerLoad:
+        return WorkerLoad(
+            credits=worker.hello.credits,
+            free_credits=worker.free_credits,
+            backlog_tokens=worker.backlog_tokens,
+            uncached_tokens=uncached_tokens,
+            prefill_rate=worker.last_report.prefill_rate,
+            decode_s=worker.last_report.decode_s * self.pace.factor,
+        )
 
     # -- costs --
 
@@ -114,20 +161,3 @@ class ModelRecord:
         if job.gateway_id is not None:
             self.queue.counters.charge(job.tenant, cost - job.charged)
             job.charged = 0
-
-    def record_answer(self, tokens: int) -> None:
-        """Updates the average answer length with that of an ended job."""
-        if not self.answer_tokens:
-            self.answer_tokens = float(tokens)
-        self.answer_tokens += ANSWER_SMOOTHING * (tokens - self.answer_tokens)
-
-
-def _load(worker: WorkerRecord, uncached_tokens: int) -> WorkerLoad:
-    return WorkerLoad(
-        credits=worker.hello.credits,
-        free_credits=worker.free_credits,
-        backlog_tokens=worker.backlog_tokens,
-        uncached_tokens=uncached_tokens,
-        prefill_rate=worker.last_report.prefill_rate,
-        decode_s=worker.last_report.decode_s,
-    )

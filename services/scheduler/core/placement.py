@@ -7,6 +7,8 @@ from services.hashing import KEY_BYTES, split_keys
 
 BACKLOG_WEIGHT = 0.25  # Blocks of prompt to compute again that cost as much as one block of backlog.
 
+COLD_ADAPTER_BLOCKS = 16  # Blocks of prompt that take about as long to compute as an adapter takes to load.
+
 
 class PrefixIndex:
     """Which workers hold which blocks of prompts, by chained key.
@@ -86,11 +88,13 @@ class PrefixIndex:
 
 
 class Candidate(NamedTuple):
-    """A worker with a free credit, its load in blocks of prompt, and the number of its jobs."""
+    """A worker with a free credit, its load in blocks of prompt, the number of its jobs, and whether it would load."""
 
     worker_id: str
     backlog_blocks: float
     jobs: int
+    cold_adapter: bool = False
+    """The job's adapter is not in its device memory."""
 
 
 class Choice(NamedTuple):
@@ -101,7 +105,7 @@ class Choice(NamedTuple):
 
 
 def choose(candidates: Iterable[Candidate], prompt_blocks: int, matched: Mapping[str, int]) -> Choice | None:
-    """The cheapest candidate for a prompt: uncached blocks + 0.25 x backlog.
+    """The cheapest candidate for a prompt: uncached blocks + 0.25 x backlog + 16 blocks for an adapter to load.
 
     Ties go to the smallest backlog, then to the fewest jobs, then to the smallest id.
 
@@ -112,7 +116,8 @@ def choose(candidates: Iterable[Candidate], prompt_blocks: int, matched: Mapping
     def cost(candidate: Candidate) -> tuple[float, float, int, str]:
         uncached = prompt_blocks - matched.get(candidate.worker_id, 0)
         backlog = candidate.backlog_blocks
-        return (uncached + BACKLOG_WEIGHT * backlog, backlog, candidate.jobs, candidate.worker_id)
+        loading = COLD_ADAPTER_BLOCKS * candidate.cold_adapter
+        return (uncached + loading + BACKLOG_WEIGHT * backlog, backlog, candidate.jobs, candidate.worker_id)
 
     best = min(candidates, key=cost, default=None)
     return best and Choice(best.worker_id, matched.get(best.worker_id, 0))

@@ -1,11 +1,12 @@
 """What the scheduler stores about one job and one worker. Knows counts and times, never which job is next or why."""
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Container
 from dataclasses import dataclass
 
-from services.scheduler.core.messages import EndedJob, Submit, WorkerHello, WorkerReport
+from services.scheduler.core.messages import Adapter, EndedJob, Submit, WorkerHello, WorkerReport
 
 UNREPORTED_S = 0.05  # A report that arrives this soon after an assignment may not include the job yet.
 CONTEXT_WEIGHT = 0.1  # Blocks of prefill backlog that one block of a running job's context is worth.
@@ -18,6 +19,7 @@ class JobRecord:
         "assigned_at",
         "charged",
         "deadline",
+        "express",
         "followers",
         "gateway_id",
         "leader",
@@ -39,6 +41,7 @@ class JobRecord:
         self.model_name = ""  # Set when the job is admitted: the model's own name, also if `submit` has an alias.
         self.queued_at = now
         self.deadline = math.inf if submit.deadline_s is None else now + submit.deadline_s
+        self.express = False  # It waits in the express lane of its queue.
         self.worker: WorkerRecord | None = None
         self.assigned_at = 0.0
         self.matched_blocks = 0
@@ -103,12 +106,19 @@ class WorkerRecord:
         self.detached_at: float | None = None
         self.draining = False
         self.last_report = WorkerReport()
+        self.adapters: dict[bytes, Adapter] = {each.fingerprint: each for each in hello.adapters}
+        self.listed_adapters = _listed(hello.adapters)
+        """As gateways receive them."""
         self._context_tokens = 0
         self._unreported: deque[UnreportedPrompt] = deque()
         self._unreported_tokens = 0
+        self.probation: JobRecord | None = None
+        """The suspect that runs here; there is at most one. It stays until it has produced tokens."""
+        self.hint_sent = False
+        """Gateways have received a WorkerLost since the last progress."""
         self._stall_s = stall_s
-        self._progress_at = now
-        self._stalls_at = now + stall_s
+        self._progress_at = self._reported_at = self._computed_at = now
+        self._limit_s = stall_s
 
     def __repr__(self) -> str:
         return f"WorkerRecord({self.id!r}, {len(self.jobs)}/{self.hello.credits} jobs)"
@@ -119,6 +129,18 @@ class WorkerRecord:
     def free_credits(self) -> int:
         """How many more jobs the worker accepts."""
         return max(0, self.hello.credits - len(self.jobs))
+
+    def credit_free_s(self, place: int, each_s: float, now: float) -> float:
+        """Seconds until a credit is free for the job at this place of those that wait (from 0), if each job takes
+        `each_s`."""
+        place -= self.free_credits
+        if place < 0 or not self.jobs:
+            return 0.0
+        waves, place = divmod(place, len(self.jobs))
+        began = next(
+            itertools.islice(self.jobs.values(), place, None)
+        ).assigned_at  # They are in the order of assignment.
+        return waves * each_s + max(0.0, each_s - (now - began))
 
     def add_job(self, job: JobRecord, now: float) -> None:
         """Gives a job one of the worker's credits."""
@@ -139,7 +161,32 @@ class WorkerRecord:
         assert job.worker is self, job
         job.worker = None
         del self.jobs[job.id]
+        if self.probation is job:
+            self.probation = None
         self._context_tokens -= job.prompt_tokens + job.submit.max_tokens
+
+    @property
+    def probation_mark(self) -> bytes:
+        """The fingerprint of the job on probation; empty for none."""
+        return self.probation.submit.fingerprint if self.probation is not None else b""
+
+    # -- adapters --
+
+    def serves(self, job: JobRecord) -> bool:
+        """Whether the worker has the job's adapter, if the job has one."""
+        return not job.submit.adapter or job.submit.adapter in self.adapters
+
+    def is_cold(self, job: JobRecord) -> bool:
+        """Whether the job would wait until its adapter is in device memory."""
+        adapter = self.adapters.get(job.submit.adapter)
+        return adapter is not None and not adapter.resident
+
+    def update_adapters(self, adapters: tuple[Adapter, ...]) -> bool:
+        """Stores the adapters that a worker reports. Returns whether the list that gateways receive has changed."""
+        before = self.listed_adapters
+        self.adapters = {each.fingerprint: each for each in adapters}
+        self.listed_adapters = _listed(adapters)
+        return self.listed_adapters != before
 
     # -- load --
 
@@ -157,26 +204,42 @@ class WorkerRecord:
 
     def update(self, report: WorkerReport, now: float) -> None:
         """Stores a report. It counts as progress if the worker completed steps or had nothing to do."""
-        if report.steps != self.last_report.steps or not (report.running and self.last_report.running):
-            self._progress_at = now
+        last = self.last_report
+        was_busy = report.running and last.running
+        if report.steps != last.steps or not (was_busy or (report.busy and last.busy)):
+            self._progress_at = self._computed_at = now
+            self.hint_sent = False
+        elif report.engine_cpu_s != last.engine_cpu_s:
+            self._computed_at = now
+        self._reported_at = now
         self.last_report = report
         self.draining = report.draining
-        self._stalls_at = self._progress_at + max(self._stall_s, 3 * report.step_s)
+        self._limit_s = max(self._stall_s, 3 * report.step_s)
         while self._unreported and self._unreported[0].assigned_at <= now - UNREPORTED_S:
             self._unreported_tokens -= self._unreported.popleft().tokens
 
-    def stalled(self, now: float) -> bool:
-        """Whether the worker made no progress for `stall_s` seconds and three of its predicted steps."""
-        return now > self._stalls_at
+    def suspect(self, now: float) -> bool:
+        """Whether the worker made no progress for `stall_s` seconds and three of its predicted steps. It keeps its
+        jobs: it may lack CPU time, or only its link to the scheduler may be slow."""
+        return now > self._progress_at + self._limit_s
+
+    def silent(self, now: float) -> bool:
+        """Whether no report arrived for as long: a worker reports twice a second, also during a step."""
+        return now > self._reported_at + self._limit_s
+
+    def hung(self, now: float) -> bool:
+        """Whether its engine neither completed a step nor used the CPU for as long."""
+        return now > self._computed_at + self._limit_s
 
     def healthy(self, now: float) -> bool:
         """Whether new jobs may go to the worker if it has free credits."""
-        return now <= self._stalls_at and self.detached_at is None and not self.draining
+        return not self.suspect(now) and self.detached_at is None and not self.draining
 
     def excuse_pause(self, pause_s: float) -> None:
         """Moves all time-outs: the scheduler itself did not run for `pause_s` seconds."""
         self._progress_at += pause_s
-        self._stalls_at += pause_s
+        self._reported_at += pause_s
+        self._computed_at += pause_s
         if self.detached_at is not None:
             self.detached_at += pause_s
 
@@ -191,4 +254,10 @@ class WorkerRecord:
         if surplus <= 0:
             return []
         idle = not self.last_report.running and not self.last_report.waiting
+        if idle and self.last_report.busy:  # The engine has not taken its first jobs yet: its counts are older.
+            return []
         return [job for job in old if idle or job.gateway_id not in attached][:surplus]
+
+
+def _listed(adapters: tuple[Adapter, ...]) -> tuple[Adapter, ...]:
+    return tuple(sorted(each._replace(resident=False) for each in adapters))

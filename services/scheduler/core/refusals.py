@@ -23,14 +23,25 @@ def queue_full(retry_after_s: float) -> Failure:
     return Failure(Code.RESOURCE_EXHAUSTED, "QUEUE_FULL", "the queue of this model is full", retry_after_s)
 
 
-def deadline_unmeetable() -> Failure:
-    """The first token is expected after the deadline."""
-    return Failure(Code.DEADLINE_EXCEEDED, "DEADLINE_UNMEETABLE", "the first token is not expected before the deadline")
+def shed(retry_after_s: float) -> Failure:
+    """The job may be shed, and would have to wait."""
+    return Failure(Code.RESOURCE_EXHAUSTED, "SHED", "the mesh is busy, and the request is sheddable", retry_after_s)
+
+
+def deadline_unmeetable(retry_after_s: float) -> Failure:
+    """The answer is expected to end after the deadline."""
+    message = "the answer is not expected to end before the deadline"
+    return Failure(Code.DEADLINE_EXCEEDED, "DEADLINE_UNMEETABLE", message, retry_after_s)
 
 
 def deadline_expired() -> Failure:
     """The deadline passed while the job waited; no token was computed."""
     return Failure(Code.DEADLINE_EXCEEDED, "DEADLINE_EXPIRED", "the deadline passed in the queue")
+
+
+def poisoned() -> Failure:
+    """Workers died under this request, the last one while no other suspect ran there."""
+    return Failure(Code.INTERNAL, "POISONED", "this request ended the workers that computed it, and is refused")
 
 
 def request_id_in_use() -> Failure:

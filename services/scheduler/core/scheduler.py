@@ -9,8 +9,17 @@ from services.scheduler.core import refusals
 from services.scheduler.core.admission import Admission
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.membership import Membership
-from services.scheduler.core.messages import Command, SchedulerHello, Submit, WorkerHello, WorkerLoading, WorkerReport
+from services.scheduler.core.messages import (
+    Command,
+    SchedulerHello,
+    Submit,
+    Suspects,
+    WorkerHello,
+    WorkerLoading,
+    WorkerReport,
+)
 from services.scheduler.core.models import ModelRecord
+from services.scheduler.core.records import JobRecord, WorkerRecord
 from services.scheduler.core.state import State
 
 
@@ -29,14 +38,18 @@ class SchedulerCore:
     def on_gateway_attached(self, gateway_id: str, now: float) -> list[Command]:
         """A gateway sent its hello. Its waiting jobs of an earlier link are dropped: it will submit them again."""
         self._admission.drop_waiting(gateway_id, now)
+        self.state.reach.forget(gateway_id)
         self.state.commands.gateways[gateway_id] = None
         self.state.commands.send(gateway_id, SchedulerHello(self.epoch))
         self.state.commands.send(gateway_id, self.state.catalog.published)
+        if suspects := self.state.poison.suspects():
+            self.state.commands.send(gateway_id, Suspects(suspects))
         return self._commands(now)
 
     def on_gateway_detached(self, gateway_id: str, now: float) -> list[Command]:
         """A gateway's link broke: its waiting jobs are dropped, its running jobs continue."""
         self.state.commands.gateways.pop(gateway_id, None)
+        self.state.reach.forget(gateway_id)
         self._admission.drop_waiting(gateway_id, now)
         return self._commands(now)
 
@@ -46,7 +59,24 @@ class SchedulerCore:
         previous = self.state.jobs.follower(gateway_id, submit.job_id)
         if previous is not None:
             self.state.jobs.unfollow(previous)
-        self._admission.admit(self.state.new_job(submit, gateway_id, now), now)
+        if submit.lost_on:
+            worker = self.state.workers.get(submit.lost_on)
+            jobs, mark = (len(worker.jobs), worker.probation_mark) if worker is not None else (0, b"")
+            self.state.poison.died(submit, jobs, mark, now)
+        job = self.state.new_job(submit, gateway_id, now)
+        if self.state.poison.poisoned(submit.fingerprint, now):
+            self.state.reject(job, refusals.poisoned())
+        else:
+            self._admission.admit(job, now)
+        return self._commands(now)
+
+    def on_survived(self, gateway_id: str, job_id: str, now: float) -> list[Command]:
+        """A job on probation has produced tokens: the next suspect may run at its worker."""
+        job = self.state.jobs.get(job_id)
+        if job is not None and job.gateway_id == gateway_id and job.worker is not None and job.worker.probation is job:
+            job.worker.probation = None
+            self.state.poison.survived(job.submit.fingerprint)
+            self.state.to_dispatch[job.model_name] = None
         return self._commands(now)
 
     def on_withdraw(self, gateway_id: str, job_id: str, now: float) -> list[Command]:
@@ -59,6 +89,12 @@ class SchedulerCore:
         elif job is not None and job.gateway_id == gateway_id:
             self.state.counters.withdrawn += 1
             self._admission.admit_followers(self.state.remove(job), job.order, now)
+        return self._commands(now)
+
+    def on_unreachable(self, gateway_id: str, addresses: frozenset[str], now: float) -> list[Command]:
+        """A gateway reports to which workers, by host:port, it has no working link."""
+        self.state.reach.update(gateway_id, addresses, now)
+        self.state.to_dispatch.update(dict.fromkeys(self.state.models))
         return self._commands(now)
 
     # ---- events: workers ----
@@ -102,10 +138,10 @@ class SchedulerCore:
         """Time passed: removes lost workers, rejects overdue jobs, forgets models without workers."""
         self._membership.remove_lost(now)
         for model in list(self.state.models.values()):
-            served = bool(model.healthy(now))
-            if served:
+            healthy = model.healthy(now)
+            if healthy:
                 model.served_at = now
-            self._admission.reject_overdue(model, served, now)
+            self._admission.reject_overdue(model, healthy, now)
             self._membership.forget_unserved(model, now)
         return self._commands(now)
 
@@ -122,6 +158,8 @@ class SchedulerCore:
             name, _ = self.state.to_dispatch.popitem()
             if name in self.state.models:
                 self._assign_waiting(self.state.models[name], now)
+        if self.state.poison.changed:
+            self.state.commands.broadcast(Suspects(self.state.poison.suspects()))
         return self.state.commands.take_all()
 
     def _assign_waiting(self, model: ModelRecord, now: float) -> None:
@@ -130,18 +168,28 @@ class SchedulerCore:
         skipped = []
         while model.queue and any(worker.free_credits for worker in healthy):
             job = model.queue.pop()
-            if job.deadline <= now:
-                self._admission.reject_dequeued(job, refusals.deadline_expired(), now)
+            if not self._admission.dequeued_in_time(job, model, healthy, now):
                 continue
-            choice = model.choose_worker(job, healthy)
-            if choice is None:  # All free workers failed this job before; the next job may take their credits.
+            if self.state.poison.poisoned(job.submit.fingerprint, now):
+                self._admission.reject_dequeued(job, refusals.poisoned(), now)
+                continue
+            suspect = self.state.poison.suspect(job.submit.fingerprint)
+            choice = model.choose_worker(job, self._open_to(job, healthy, suspect))
+            if choice is None:  # No worker that is open to it has a credit.
                 skipped.append(job)
                 continue
+            if suspect:
+                self.state.workers[choice.worker_id].probation = job
             job.matched_blocks = choice.matched_blocks
             self.state.assign(job, self.state.workers[choice.worker_id], model, now)
             self._admission.join_followers(job, now)
         for job in skipped:
             model.queue.push(job)
+
+    def _open_to(self, job: JobRecord, healthy: list[WorkerRecord], suspect: bool) -> list[WorkerRecord]:
+        """The workers that a job's gateway reaches and, for a suspect, that have no other suspect."""
+        reached = [worker for worker in healthy if self.state.reach.allows(job, worker)]
+        return [worker for worker in reached if worker.probation is None] if suspect else reached
 
     # ---- invariants ----
 

@@ -10,6 +10,8 @@ from services.scheduler.core.commands import CommandBuffer
 from services.scheduler.core.job_table import JobTable
 from services.scheduler.core.messages import Failure, RunningJob, Submit
 from services.scheduler.core.models import ModelRecord
+from services.scheduler.core.poison import PoisonWatch
+from services.scheduler.core.reach import Reach
 from services.scheduler.core.records import JobRecord, WorkerRecord
 
 
@@ -39,6 +41,8 @@ class State:
         self.workers: dict[str, WorkerRecord] = {}
         self.jobs = JobTable(self.catalog.by_name)
         self.commands = CommandBuffer()
+        self.reach = Reach()
+        self.poison = PoisonWatch()
         self.to_dispatch: dict[str, None] = {}
         """Names of models that may have both a waiting job and a free credit."""
         self._order = self._placements = 0
@@ -81,11 +85,13 @@ class State:
         self.jobs.add(job, name)
         worker.add_job(job, now)
 
-    def end(self, job: JobRecord, tokens: int) -> None:
+    def end(self, job: JobRecord, tokens: int, now: float) -> None:
         """Records that a job ended at its worker with `tokens` new tokens."""
         self.counters.ended += 1
+        if tokens:
+            self.poison.survived(job.submit.fingerprint)
         self.counters.tokens += tokens
-        self.models[job.model_name].record_answer(tokens)
+        self.models[job.model_name].record_end(job, tokens, now)
         self.release(job, job.prompt_tokens + tokens)
 
     def release(self, job: JobRecord, cost: int) -> None:

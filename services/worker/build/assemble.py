@@ -2,7 +2,9 @@
 
 import contextlib
 import hashlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,24 +13,31 @@ import torch
 from kernels import kv_pages
 from services import host
 from services.worker.build import kernel_cache, kv_calibration, memory
+from services.worker.build.adapters import PreparedPages
+from services.worker.build.draft import draft_options, locate_draft
 from services.worker.errors import CheckpointError
 from services.worker.loader import presets
 from services.worker.loader.config import read_config
+from services.worker.loader.family_tensors import open_family
 from services.worker.loader.formats.registry import RoundedWeights, StoredWeights, WeightReader, reader_of
 from services.worker.loader.kv_scales import load_kv_scales
 from services.worker.loader.plain import load_weights, randomize
 from services.worker.loader.quantized import expected_bytes, load_quantized, randomize_quantized
-from services.worker.loader.tensors import Checkpoint, open_checkpoint
+from services.worker.loader.tensors import Checkpoint
 from services.worker.models.config import ModelConfig, count_parameters
 from services.worker.models.decoder import Decoder
 from services.worker.models.ops import Ops
-from services.worker.models.registry import family_of
 from services.worker.options import EngineOptions, MemoryPlan, Progress
 from services.worker.runners.base import Runner
+from services.worker.runners.cpu.adapters import CpuAdapters
+from services.worker.runners.cpu.draft_model import CpuDraftModel
 from services.worker.runners.cpu.ops import InvariantOps, ReferenceOps
 from services.worker.runners.cpu.runner import CpuRunner
 from services.worker.runners.inspection import DecoderRunner
+from services.worker.runners.step import MOST_GUESSES
 
+_DRAFT_WORKSPACE = 256 << 20
+"""Bytes of a draft model's steps on a GPU: at most 512 tokens, and logits of 64 rows."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -43,6 +52,12 @@ class EngineParts:
     runner: Runner[Any]
     block_layout: str
     """The layout of the contents of blocks."""
+    draft_context: int = 0
+    """Tokens of the context of the runner's draft model; 0: it has none."""
+    adapters: PreparedPages | None = None
+    """The runner's adapters; None: it serves none."""
+    guess_limit: Callable[[int], int] | None = None
+    """Most guesses of each row in a step of so many rows; None: any number."""
 
 
 def assemble(
@@ -54,21 +69,23 @@ def assemble(
     Raises CheckpointError.
     """
     progress("checkpoint", 0, 1)
-    settings = read_config(model_dir)
-    config, reader = settings.model, reader_of(settings.quantization, options.quantize)
-    checkpoint = None
-    if not presets.is_random(model_dir):
-        checkpoint = open_checkpoint(model_dir).renamed(family_of(config.architecture).tensor_name)
+    source = open_source(model_dir, options)
+    config, draft = source.config, None
+    if options.draft:
+        draft = open_source(locate_draft(options, model_dir, config), draft_options(options))
     progress("checkpoint", 1, 1)
-    source = WeightSource(config, checkpoint, reader)
+    if options.tensor_parallel * options.pipeline_parallel > 1:
+        from services.worker.build.grid import assemble_grid
+
+        return assemble_grid(model_dir, source, options, progress)
     if not options.on_gpu:
-        return _on_cpu(config, source, options, progress)
-    compiled = kernel_cache.Marker(config, settings.quantization, options)
-    spare = _free_gpu_bytes() - source.expected_bytes(_dtype(options), "cuda")
+        return _on_cpu(config, source, draft, options, progress)
+    compiled = kernel_cache.Marker(config, source.quantization, options)
+    spare = _free_gpu_bytes() - source.expected_bytes(dtype_of(options), "cuda")
     compiling: contextlib.AbstractContextManager[kernel_cache.Compilation | None] = contextlib.nullcontext()
     if compile_ahead:
         compiling = kernel_cache.compiling(model_dir, config, options, compiled, spare)
-    parts = _on_gpu(config, source, options, progress, compiling, graphs)
+    parts = _on_gpu(config, source, draft, options, progress, compiling, graphs)
     if graphs:  # Otherwise some kernels were not launched.
         compiled.set()
     return parts
@@ -83,6 +100,8 @@ class WeightSource:
     """None: the weights are random."""
     reader: WeightReader | None
     """Reads the weights of linear layers; None: they are plain."""
+    quantization: Mapping[str, Any] | None
+    """The quantization_config of config.json."""
 
     @property
     def parameters(self) -> int:
@@ -97,11 +116,18 @@ class WeightSource:
             return self.parameters * dtype.itemsize
         return expected_bytes(self.config, self.checkpoint, self.reader, dtype, device)
 
-    def load(self, ops: Ops, max_length: int, options: EngineOptions, progress: Progress) -> Decoder:
-        """The model with its weights. Raises CheckpointError."""
+    def load(
+        self,
+        ops: Ops,
+        max_length: int,
+        options: EngineOptions,
+        progress: Progress,
+        make: Callable[..., Decoder] = Decoder,
+    ) -> Decoder:
+        """The model with its weights. make: a decoder, or a part of one. Raises CheckpointError."""
         device = "cuda" if options.on_gpu else "cpu"
         is_quantized = self.reader is not None
-        model = Decoder(self.config, ops, _dtype(options), max_length, device, meta_linears=is_quantized)
+        model = make(self.config, ops, dtype_of(options), max_length, device, meta_linears=is_quantized)
         if self.checkpoint and self.reader:
             load_quantized(model, self.checkpoint, self.reader, progress)
         elif isinstance(self.reader, RoundedWeights):
@@ -114,18 +140,35 @@ class WeightSource:
             from services.worker.loader.streaming import stream_weights
 
             stream_weights(model, self.checkpoint, progress)
+        if self.checkpoint:
+            model.add_norm_offset()
         if self.checkpoint and stored_dtype(self.config, options) == kv_pages.FP8:
             load_kv_scales(model.layers, self.checkpoint)
         return model
 
 
-def _on_cpu(config: ModelConfig, source: WeightSource, options: EngineOptions, progress: Progress) -> EngineParts:
+def open_source(model_dir: Path, options: EngineOptions) -> WeightSource:
+    """The source of the weights of a folder. Raises CheckpointError."""
+    settings = read_config(model_dir)
+    config, reader = settings.model, reader_of(settings.quantization, options.quantize)
+    checkpoint = None
+    if not presets.is_random(model_dir):
+        checkpoint = open_family(model_dir, config)
+    return WeightSource(config, checkpoint, reader, settings.quantization)
+
+
+def _on_cpu(
+    config: ModelConfig, source: WeightSource, draft: WeightSource | None, options: EngineOptions, progress: Progress
+) -> EngineParts:
     # Threads share out long sums, and the order of summation depends on their number.
     threads = options.threads or options.numerics.threads
     if threads:
         torch.set_num_threads(threads)
-    dtype, stored = _dtype(options), stored_dtype(config, options)
-    weights, block_bytes = source.expected_bytes(dtype, "cpu"), _block_bytes(config, options, stored)
+    dtype, stored = dtype_of(options), stored_dtype(config, options)
+    weights, block_bytes = source.expected_bytes(dtype, "cpu"), bytes_of_block(config, options, stored)
+    if draft is not None:
+        weights += draft.expected_bytes(dtype, "cpu")
+        block_bytes += bytes_of_block(draft.config, options, stored_dtype(draft.config, draft_options(options)))
     plan = memory.plan_memory(config, weights, dtype.itemsize, block_bytes, options, host.available_memory())
     ops = InvariantOps() if options.deterministic else ReferenceOps()
     model = source.load(ops, plan.max_seq_length, options, progress)
@@ -133,29 +176,42 @@ def _on_cpu(config: ModelConfig, source: WeightSource, options: EngineOptions, p
         tokens, blocks = _calibration_size(plan.max_seq_length, options)
         calibrated = CpuRunner(model, ops, blocks, options.block_size, 1, tokens, dtype)
         kv_calibration.measure_kv_scales(calibrated, tokens, blocks)
+    guessing, context = None, 0
+    if draft is not None:
+        context = min(plan.max_seq_length, draft.config.context_length)
+        small = draft.load(ops, context, draft_options(options), progress)
+        stores = stored_dtype(draft.config, draft_options(options))
+        guessing = CpuDraftModel(small, ops, plan.kv_blocks, options.block_size, stores)
+    adapters = CpuAdapters(model, ops, options.adapter_room) if options.adapter_room else None
     runner = CpuRunner(
-        model, ops, plan.kv_blocks, options.block_size, options.max_batch_size, plan.max_seq_length, stored
-    )
-    return _parts(source, options, replace(plan, weights=model.nbytes), runner, runner)
+        model, ops, plan.kv_blocks, options.block_size, options.max_batch_size, plan.max_seq_length, stored, guessing,
+        adapters,
+    )  # fmt: skip
+    parts = _parts(source, options, replace(plan, weights=model.nbytes), runner, runner)
+    return replace(parts, draft_context=context, adapters=adapters)
 
 
 def _on_gpu(
     config: ModelConfig,
     source: WeightSource,
+    draft: WeightSource | None,
     options: EngineOptions,
     progress: Progress,
     compiling: contextlib.AbstractContextManager[kernel_cache.Compilation | None],
     graphs: bool,
 ) -> EngineParts:
     """The KV pool takes the memory that is left when the weights are loaded and a step of full size has run."""
+    from services.worker.runners.cuda.adapters import GpuAdapters
+    from services.worker.runners.cuda.graphs import most_guesses
     from services.worker.runners.cuda.ops import InvariantTritonOps, TritonOps, exact_products
     from services.worker.runners.cuda.runner import GpuRunner
 
     exact_products()
-    dtype, stored = _dtype(options), stored_dtype(config, options)
+    dtype, stored = dtype_of(options), stored_dtype(config, options)
     available = _free_gpu_bytes()
     max_length = memory.check_length(config, options)
-    memory.check_weights(source.expected_bytes(dtype, "cuda"), available, options)
+    weights = source.expected_bytes(dtype, "cuda") + (draft.expected_bytes(dtype, "cuda") if draft else 0)
+    memory.check_weights(weights, available, options)
     ops = InvariantTritonOps() if options.deterministic else TritonOps()
     with compiling as compilation:
         model = source.load(ops, max_length, options, progress)
@@ -167,19 +223,35 @@ def _on_gpu(
         calibrated.kv.allocate(blocks)
         kv_calibration.measure_kv_scales(calibrated, tokens, blocks)
         del calibrated
-    runner = GpuRunner(model, ops, options.block_size, options.max_batch_size, max_length, options.step_tokens, stored)
+    guesses = MOST_GUESSES if options.speculate else 0
+    adapters = None
+    if options.adapter_room:
+        adapters = GpuAdapters(model, options.adapter_room, options.adapter_rank, options.step_tokens)
+    runner = GpuRunner(
+        model, ops, options.block_size, options.max_batch_size, max_length, options.step_tokens, stored, guesses,
+        adapters,
+    )  # fmt: skip
+    guessing, context, block_bytes = None, 0, bytes_of_block(config, options, stored)
+    if draft is not None:
+        context = min(max_length, draft.config.context_length)
+        stores = stored_dtype(draft.config, draft_options(options))
+        guessing = runner.use_draft(draft.load(ops, context, draft_options(options), progress), stores)
+        block_bytes += bytes_of_block(draft.config, options, stores)
     progress("memory", 0, 1)
-    workspace = runner.measure_workspace()
-    block_bytes = _block_bytes(config, options, stored)
+    workspace = runner.measure_workspace() + (_DRAFT_WORKSPACE if guessing else 0)
     plan = memory.plan_pool(config, model.nbytes, block_bytes, options, available, _free_gpu_bytes(), workspace)
     runner.kv.allocate(plan.kv_blocks)
+    if guessing is not None:
+        guessing.kv.allocate(plan.kv_blocks)
     if options.host_kv_bytes:
         runner.kv.use_host(options.host_kv_bytes)
     progress("memory", 1, 1)
     if graphs:
         runner.capture(lambda done, total: progress("graphs", done, total))
     runner.warm_up_eager_kernels()
-    return _parts(source, options, plan, runner, runner)
+    limit = partial(most_guesses, guesses=guesses)
+    parts = _parts(source, options, plan, runner, runner)
+    return replace(parts, draft_context=context, guess_limit=limit, adapters=adapters)
 
 
 def _parts(
@@ -200,7 +272,7 @@ def _scales_digest(model: Decoder) -> str:
     return hashlib.sha256(repr([None if x is None else x.tolist() for x in scales]).encode()).hexdigest()[:8]
 
 
-def _dtype(options: EngineOptions) -> torch.dtype:
+def dtype_of(options: EngineOptions) -> torch.dtype:
     """The format of weights and activations."""
     return _DTYPES[options.numerics.dtype]
 
@@ -208,7 +280,7 @@ def _dtype(options: EngineOptions) -> torch.dtype:
 def stored_dtype(config: ModelConfig, options: EngineOptions) -> torch.dtype:
     """The format of stored keys and values. Raises CheckpointError if the device does not support it."""
     name = config.kv_dtype if options.kv_dtype == "auto" else options.kv_dtype
-    stored = {"fp8": kv_pages.FP8, "int8": kv_pages.INT8}.get(name, _dtype(options))
+    stored = {"fp8": kv_pages.FP8, "int8": kv_pages.INT8}.get(name, dtype_of(options))
     if stored == kv_pages.FP8 and options.on_gpu and torch.cuda.get_device_capability() < (8, 9):
         raise CheckpointError("keys and values in fp8 need a GPU of compute capability 8.9 or more: set KV_DTYPE=int8")
     return stored
@@ -229,7 +301,8 @@ def _calibration_size(max_length: int, options: EngineOptions) -> tuple[int, int
     return tokens, -(-tokens // options.block_size)
 
 
-def _block_bytes(config: ModelConfig, options: EngineOptions, stored: torch.dtype) -> int:
+def bytes_of_block(config: ModelConfig, options: EngineOptions, stored: torch.dtype) -> int:
+    """Bytes of one block's keys and values, all layers."""
     return config.layers * kv_pages.page_bytes(options.block_size, config.kv_heads, config.head_dim, stored)
 
 

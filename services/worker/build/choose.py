@@ -9,10 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from services.worker.build.adapters import AdapterReader, adapter_reader
+from services.worker.build.grid_limits import check_grid
+from services.worker.build.speculate import make_speculation
 from services.worker.engine.generation import GenerationEngine
 from services.worker.errors import CheckpointError
 from services.worker.models.config import ModelConfig
-from services.worker.options import EngineOptions, Progress
+from services.worker.options import RUNTIMES, EngineOptions, Progress
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +37,7 @@ class BuiltEngine:
     config: ModelConfig
     parameters: int
     """Numbers in the checkpoint; 0 where nothing computes."""
+    read_adapter: AdapterReader
 
 
 def resolve_engine(settings: Options) -> Options:
@@ -61,15 +65,23 @@ def build_engine(
 
     graphs and compile_ahead as in `assemble`. Raises CheckpointError.
     """
+    if options.tensor_parallel * options.pipeline_parallel > 1:
+        check_grid(options)
     if options.engine == "paced":
         from services.worker.build.paced import build_paced_engine
 
         engine, config = build_paced_engine(folder, options)
-        return BuiltEngine(engine, config, 0)
+        return BuiltEngine(engine, config, 0, adapter_reader(None, 0))
     from services.worker.build.assemble import assemble
     from services.worker.build.torch_recorder import TorchRecorder
 
-    parts = assemble(folder, options, progress, graphs=graphs, compile_ahead=compile_ahead)
+    if options.engine in RUNTIMES:
+        from services.worker.build.runtimes import assemble_runtime, runtime_options
+
+        options = runtime_options(options)
+        parts = assemble_runtime(folder, options, progress)
+    else:
+        parts = assemble(folder, options, progress, graphs=graphs, compile_ahead=compile_ahead)
     engine = GenerationEngine(
         options,
         parts.memory,
@@ -77,7 +89,9 @@ def build_engine(
         parts.config.eos_token_ids,
         block_layout=parts.block_layout,
         recorder=TorchRecorder,
+        speculation=make_speculation(options, parts.draft_context, parts.runner.depth > 1, parts.guess_limit),
+        adapter_pages=parts.adapters,
     )
     log.info("memory: %s", parts.memory)
     engine.warm_up(progress)
-    return BuiltEngine(engine, parts.config, parts.parameters)
+    return BuiltEngine(engine, parts.config, parts.parameters, adapter_reader(parts.adapters, options.adapter_rank))

@@ -7,10 +7,11 @@ kernel, compiles what would have been launched in as many processes as there are
 
 import json
 import os
+import re
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,33 +21,36 @@ import torch
 from kernels import compile_cache, kv_pages
 from kernels.compile_cache import RecordedKernel
 from services.worker.build import assemble, memory
-from services.worker.build.kernel_cache import layer_windows, processes
+from services.worker.build.kernel_cache import layer_kinds, processes, with_layers
 from services.worker.loader import presets
 from services.worker.loader.config import CheckpointConfig, read_config
+from services.worker.loader.family_tensors import open_family
 from services.worker.loader.formats.registry import StoredWeights, reader_of
 from services.worker.loader.kv_scales import load_kv_scales
 from services.worker.loader.tensors import Checkpoint, open_checkpoint
 from services.worker.models.decoder import Decoder
-from services.worker.models.registry import family_of
 from services.worker.options import EngineOptions
+from services.worker.runners.cuda.adapters import GpuAdapters
 from services.worker.runners.cuda.runner import GpuRunner
+from services.worker.runners.step import MOST_GUESSES
 
-Say = Callable[[dict[str, Any]], None]
+Report = Callable[[dict[str, Any]], None]
 _FEW_BLOCKS = 64
+_LAYER = re.compile(r"(model\.layers\.)([0-9]+)(\..*)")
 
 
-def compile_model(folder: Path, options: EngineOptions, say: Say) -> bool:
+def compile_model(folder: Path, options: EngineOptions, report: Report) -> bool:
     """Compile every kernel that a start of this model runs; whether all could be. Raises CheckpointError."""
     with compile_cache.recording() as kernels:
         launch_all(folder, options)
-    return not compile_recorded(kernels, processes(), say)
+    return not compile_recorded(kernels, processes(), report)
 
 
-def compile_recorded(kernels: list[RecordedKernel], count: int, say: Say) -> int:
+def compile_recorded(kernels: list[RecordedKernel], count: int, report: Report) -> int:
     """Compile in so many processes -> how many kernels could not be."""
-    failed = compile_cache.run_jobs(kernels, count, lambda done, total: say({"done": done, "total": total}))
+    failed = compile_cache.run_jobs(kernels, count, lambda done, total: report({"done": done, "total": total}))
     if failed:
-        say({"error": f"{failed} of {len(kernels)} kernels did not compile"})
+        report({"error": f"{failed} of {len(kernels)} kernels did not compile"})
     return failed
 
 
@@ -63,32 +67,43 @@ def launch_all(folder: Path, options: EngineOptions) -> None:
     model = _few_layers(folder, settings, options, ops, max_length)
     if stored == kv_pages.FP8:
         _set_scales(model, folder, stored, options)
-    runner = GpuRunner(model, ops, options.block_size, options.max_batch_size, max_length, options.step_tokens, stored)
+    guesses = MOST_GUESSES if options.speculate else 0
+    adapters = None
+    if options.adapter_room:
+        adapters = GpuAdapters(model, 1, options.adapter_rank, options.step_tokens)
+    runner = GpuRunner(
+        model, ops, options.block_size, options.max_batch_size, max_length, options.step_tokens, stored, guesses,
+        adapters,
+    )  # fmt: skip
     runner.kv.allocate(_FEW_BLOCKS)
     runner.launch_all()
 
 
 def _few_layers(folder: Path, settings: CheckpointConfig, options: EngineOptions, ops: Any, max_length: int) -> Decoder:
-    """A model of a few layers (`layer_windows`). A quantized checkpoint's first layers say how theirs are laid out."""
+    """A model of a few layers (`layer_kinds`). A quantized checkpoint's first layers say how theirs are laid out."""
     whole = settings.model
-    windows = layer_windows(whole)
-    config = replace(whole, layers=len(windows), windows=windows)
+    kinds = layer_kinds(whole)
+    config = with_layers(whole, kinds)
     reader = reader_of(settings.quantization, options.quantize)
     read = None
     if isinstance(reader, StoredWeights):
-        checkpoint = open_checkpoint(folder).renamed(family_of(config.architecture).tensor_name)
-        read = _of_layers(checkpoint, len(windows))
-    source = assemble.WeightSource(config, read, reader)
+        checkpoint = open_family(folder, whole)
+        read = _of_layers(checkpoint, kinds)
+    source = assemble.WeightSource(config, read, reader, settings.quantization)
     return source.load(ops, max_length, options, lambda phase, done, total: None)
 
 
-def _of_layers(checkpoint: Checkpoint, layers: int) -> Checkpoint:
-    """The checkpoint without its later layers."""
-    headers = {
-        name: header
-        for name, header in checkpoint.headers.items()
-        if not name.startswith("model.layers.") or int(name.split(".")[2]) < layers
-    }
+def _of_layers(checkpoint: Checkpoint, layers: Sequence[int]) -> Checkpoint:
+    """The checkpoint of these layers alone, in this order."""
+    headers = {}
+    for name, header in checkpoint.headers.items():
+        found = _LAYER.fullmatch(name)
+        if found is None:
+            headers[name] = header
+            continue
+        for index, layer in enumerate(layers):
+            if int(found[2]) == layer:
+                headers[f"{found[1]}{index}{found[3]}"] = replace(header, stored_name=header.stored_name or name)
     return replace(checkpoint, headers=headers)
 
 
@@ -129,14 +144,14 @@ def main() -> None:
     os.dup2(2, 1)  # What libraries print is no report.
     _end_with_parent()
 
-    def say(told: dict[str, Any]) -> None:
-        out.write(json.dumps(told) + "\n")
+    def report(progress: dict[str, Any]) -> None:
+        out.write(json.dumps(progress) + "\n")
         out.flush()
 
     try:
-        good = compile_model(Path(order["folder"]), EngineOptions(**order["options"]), say)
+        good = compile_model(Path(order["folder"]), EngineOptions(**order["options"]), report)
     except Exception as error:  # Whatever it is, the engine can start without this process.
-        say({"error": f"{type(error).__name__}: {error}"})
+        report({"error": f"{type(error).__name__}: {error}"})
         good = False
     sys.stderr.flush()
     os._exit(0 if good else 1)  # CUDA's own end takes a second.

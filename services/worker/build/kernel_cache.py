@@ -55,7 +55,7 @@ class Marker:
 
     def __init__(self, config: ModelConfig, quantization: Mapping[str, Any] | None, options: EngineOptions) -> None:
         """For this model with these options, on this machine's GPU."""
-        shape = dataclasses.replace(config, layers=0, windows=layer_windows(config), eos_token_ids=())
+        shape = dataclasses.replace(with_layers(config, layer_kinds(config)), layers=0, eos_token_ids=())
         settings = {name: value for name, value in plain_options(options).items() if name not in _WITHOUT_EFFECT}
         parts = [compile_cache.sources_digest(*_LAUNCHERS), _device(), repr(shape), repr(quantization), repr(settings)]
         name = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
@@ -128,9 +128,9 @@ class Compilation:
         for line in self._process.stdout:
             self._heard = time.monotonic()
             with contextlib.suppress(AttributeError, TypeError, ValueError):  # Libraries may print, too.
-                told = json.loads(line)
-                self.error = str(told.get("error", ""))
-                self._done, self._total = int(told.get("done", self._done)), int(told.get("total", self._total))
+                report = json.loads(line)
+                self.error = str(report.get("error", ""))
+                self._done, self._total = int(report.get("done", self._done)), int(report.get("total", self._total))
 
 
 @contextlib.contextmanager
@@ -177,14 +177,26 @@ def needed_bytes(config: ModelConfig, options: EngineOptions) -> int:
     item = 4 if options.numerics.dtype == "float32" else 2
     embeddings = count_embeddings(config)
     layer = (count_parameters(config) - embeddings) // config.layers
-    return item * (2 * embeddings + 2 * layer * len(layer_windows(config))) + _BESIDE_LAYERS
+    return item * (2 * embeddings + 2 * layer * len(layer_kinds(config))) + _BESIDE_LAYERS
 
 
-def layer_windows(config: ModelConfig) -> tuple[int | None, ...]:
-    """The windows of a small model that runs the kernels of all layers: layers with the same window run the same ones,
-    but a model's last layer computes its products for sampled rows alone, so another layer precedes it."""
-    kinds = tuple(dict.fromkeys(config.windows))
-    return kinds if config.layers == len(kinds) else (*kinds, kinds[-1])
+def layer_kinds(config: ModelConfig) -> Sequence[int]:
+    """The first layer of each kind, for a small model that runs the kernels of all layers: layers with the same window
+    and the same sort of MLP run the same ones, but a model's last layer computes its products for sampled rows alone,
+    so another layer precedes it."""
+    kinds: dict[tuple[int | None, bool], int] = {}
+    for layer, window in enumerate(config.windows):
+        kinds.setdefault((window, config.has_experts(layer)), layer)
+    first = list(kinds.values())
+    return first if config.layers == len(first) else [*first, first[-1]]
+
+
+def with_layers(config: ModelConfig, layers: Sequence[int]) -> ModelConfig:
+    """The configuration of a model of these layers alone, in this order."""
+    windows, moe = tuple(config.windows[layer] for layer in layers), config.moe
+    if moe is not None:
+        moe = dataclasses.replace(moe, layers=tuple(moe.layers[layer] for layer in layers))
+    return dataclasses.replace(config, layers=len(layers), windows=windows, moe=moe)
 
 
 def plain_options(options: EngineOptions) -> dict[str, Any]:

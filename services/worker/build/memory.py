@@ -100,7 +100,7 @@ def _check_sequence(plan: MemoryPlan, options: EngineOptions) -> None:
 
 def _workspace(config: ModelConfig, element_bytes: int, options: EngineOptions, max_length: int) -> int:
     """Bytes for activations of one layer, logits and their copies while sampling, gathered keys, masks and tables."""
-    width = 4 * config.hidden_size + 3 * config.intermediate_size + 4 * config.heads * config.head_dim
+    width = 4 * config.hidden_size + 3 * config.active_neurons + 4 * config.heads * config.head_dim
     activations = options.step_tokens * width * element_bytes
     sampling = options.max_batch_size * config.vocab_size * 48
     gathered = 4 * max_length * config.kv_heads * config.head_dim * element_bytes

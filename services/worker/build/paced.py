@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from services.host import available_memory
+from services.worker.build.speculate import make_speculation
 from services.worker.engine.generation import GenerationEngine
 from services.worker.engine.step_times import StepTimes
 from services.worker.errors import CheckpointError
@@ -20,13 +21,16 @@ def build_paced_engine(folder: Path, options: EngineOptions) -> tuple[Generation
     """The engine for a model of this shape, and the shape. Raises CheckpointError."""
     config = load_config(folder)
     timing = PacedTiming(options.paced_step_ms / 1e3, options.paced_prefill_rate)
-    runner = PacedRunner(config.vocab_size, config.eos_token_ids, options.max_batch_size, timing)
+    runner = PacedRunner(
+        config.vocab_size, config.eos_token_ids, options.max_batch_size, timing, options.paced_acceptance
+    )
     engine = GenerationEngine(
         options,
         _plan_memory(config, options),
         runner,
         config.eos_token_ids,
         step_times=StepTimes(timing.step_s, timing.prefill_rate),
+        speculation=make_speculation(options, config.context_length),
     )
     return engine, config
 

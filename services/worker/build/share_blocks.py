@@ -5,8 +5,8 @@ import contextlib
 from collections.abc import AsyncIterator
 
 from protos import cache_pb2_grpc as cache_grpc
-from services import mesh_id as mesh_ids
 from services import metrics, rpc
+from services.security import mesh_id as mesh_ids
 from services.worker.engine.base import Engine
 from services.worker.kvcache.remote_tier import RemoteStore, log
 
@@ -22,7 +22,7 @@ async def shared_prefixes(
     if not address or not engine.block_layout:
         yield
         return
-    async with rpc.link_channel(address) as channel:
+    async with rpc.link_channel(address, "cache") as channel:
         stub = cache_grpc.CacheStub(channel)
         store = RemoteStore(stub, engine.block_layout, engine.block_bytes, mesh_ids.metadata(mesh_id))
         engine.use_remote(store)

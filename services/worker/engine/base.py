@@ -10,6 +10,12 @@ from services.worker.kvcache.tiers import BlockStore
 
 GENERATE = "generate"
 """The capability of continuing a prompt token by token."""
+EMBED = "embed"
+"""The capability of making a vector of a text."""
+RANK = "rank"
+"""The capability of scoring how well two texts belong together."""
+CLASSIFY = "classify"
+"""The capability of scoring the labels of a text."""
 
 
 class EngineEvents(Protocol):

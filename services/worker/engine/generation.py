@@ -8,32 +8,49 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from services.worker.engine import packing
+from services import failpoints
+from services.worker.engine import adapters, packing
 from services.worker.engine.active_job import ActiveJob
+from services.worker.engine.adapters import AdapterLoads
+from services.worker.engine.answers import advance
 from services.worker.engine.base import GENERATE, EngineEvents
 from services.worker.engine.inbox import Arrival, Inbox
 from services.worker.engine.packing import SlotEdits
 from services.worker.engine.prefixes import Prefixes
 from services.worker.engine.profiling import PhaseRecorder, Profiler, Recorder
 from services.worker.engine.step_times import StepTimes
+from services.worker.engine.structured import StructuredJobs, refused
 from services.worker.errors import CheckpointError
-from services.worker.job import Ended, EndReason, Failure, Job, SamplingParams, Stats, StepOutput, TokenOut
+from services.worker.job import (
+    Ended,
+    EndReason,
+    Failure,
+    GuessCounts,
+    Job,
+    PromptScores,
+    SamplingParams,
+    Stats,
+    StepOutput,
+)
 from services.worker.kvcache.tiers import BlockStore, HostStore
 from services.worker.options import EngineOptions, MemoryPlan, Progress
 from services.worker.planner.block_pool import BlockPool
 from services.worker.planner.planner import Plan, Planner, Row
 from services.worker.planner.sequence import Sequence
-from services.worker.runners.base import Runner, Sampled, StepResult
+from services.worker.runners.base import AdapterPages, Runner, Sampled, Scores, StepResult
+from services.worker.speculative.speculation import Speculation
+from services.worker.structured.base import Forms
 
 log = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 0.5
 """How long an engine sleeps at a time while there is nothing to do."""
 _FETCH_WAIT_S = 0.01  # at most, until a deadline or a late fetch is noticed while all jobs wait for blocks
+_LOAD_WAIT_S = 0.001  # between two looks at an adapter for which all jobs wait
 _WARM_UP_KEY = -1
+_NO_GUESSES = GuessCounts()
 
 _TOO_LONG = Failure("INVALID_ARGUMENT", "INVALID", "the prompt is empty or does not fit the model's context")
 _NO_ROOM = Failure("RESOURCE_EXHAUSTED", "KV_EXHAUSTED", "the request needs more KV memory than this worker has")
@@ -41,8 +58,7 @@ _NUMERIC = Failure("INTERNAL", "NUMERIC", "the model computed numbers that are n
 _INTERNAL = Failure("INTERNAL", "INTERNAL", "the engine failed to compute this request", retryable=True)
 
 
-@dataclass(frozen=True, slots=True)
-class _StepPart:
+class _StepPart(NamedTuple):
     """Rows that were launched together."""
 
     rows: list[Row]
@@ -52,8 +68,7 @@ class _StepPart:
     """The runner's own."""
 
 
-@dataclass(frozen=True, slots=True)
-class _StepInFlight:
+class _StepInFlight(NamedTuple):
     """A step that has been launched and not yet collected."""
 
     parts: list[_StepPart]
@@ -61,6 +76,8 @@ class _StepInFlight:
     prefill: int
     """Prompt tokens."""
     decodes: bool
+    guesses: bool
+    """Whether it was planned with the values of all tokens known: none may be launched before it is over."""
     launched_s: float
 
 
@@ -83,13 +100,17 @@ class GenerationEngine:
         block_layout: str = "",
         step_times: StepTimes | None = None,
         recorder: Callable[[], Recorder] = PhaseRecorder,
+        speculation: Speculation | None = None,
+        adapter_pages: AdapterPages | None = None,
     ) -> None:
         """block_layout: of the runner's blocks. step_times: what is known of the runner's pace. recorder: makes what
-        profiles record with.
+        profiles record with. speculation: guesses tokens; None: every row of an answer has one token. adapter_pages:
+        the runner's; None: jobs with an adapter are refused.
         """
         self.options, self.memory, self.runner = options, memory, runner
         self.block_layout = block_layout
         self.step_times = step_times or StepTimes()
+        self.speculation = speculation
         self.profiler = Profiler(recorder)
         self.planner = Planner(
             BlockPool(memory.kv_blocks),
@@ -98,14 +119,23 @@ class GenerationEngine:
             options.step_tokens,
             options.prefix_cache,
             options.chunk_tokens,
+            guesses_alone=runner.depth > 1,
+            adapter_slots=adapter_pages.slots if adapter_pages is not None else 0,
+            stages=options.pipeline_parallel,
         )
+        self._adapters = AdapterLoads(self.planner.adapters, adapter_pages)
         self._eos_token_ids, self._fingerprint = frozenset(eos_token_ids), b""
         self._jobs: dict[int, ActiveJob] = {}
+        self._scored: dict[int, int] = {}
+        """For each job that asks for log-probabilities of its prompt: how many were reported."""
         self._in_flight: deque[_StepInFlight] = deque()
         self._last_end_s = 0.0
         self._steps = 0
         self._events: EngineEvents | None = None
-        self.inbox = Inbox(self._measure())
+        self._undrawn = False
+        """The last step in flight has rows whose tokens are not drawn yet: their masks follow from the step before."""
+        self.inbox = Inbox()
+        self._structured = StructuredJobs(self.inbox)
         self.prefixes = Prefixes(self.planner, runner.kv, lambda: self.step_times.prefill_rate, self.inbox.wake)
         if options.host_kv_bytes and runner.kv is not None:
             self.prefixes.use_host(HostStore(options.host_kv_bytes, runner.kv.host_block_s))
@@ -124,11 +154,18 @@ class GenerationEngine:
         """Share blocks of prompts through this tier. To be called before the engine runs."""
         self.prefixes.use_remote(store)
 
+    def use_forms(self, forms: Forms) -> None:
+        """Serve answers that have a form. To be called before the engine runs; without it they are refused."""
+        self._structured.forms = forms
+
     # ---- any thread ----
 
     def submit(self, job: Job) -> None:
         """Run this job. Its tokens and its end are in the outputs of steps."""
-        self.inbox.submit(job)
+        if job.params.structured is None:
+            self.inbox.submit(job)
+        else:
+            self._structured.submit(job)
 
     def cancel(self, key: int, position: int | None = None) -> None:
         """End a job. Only the first `position` tokens of its answer stay in the prefix cache; None: all. Does nothing
@@ -141,11 +178,11 @@ class GenerationEngine:
 
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._in_flight or self.inbox.pending or self._jobs)
+        return bool(self._in_flight or self.inbox.pending or self._jobs or self._structured)
 
     def stats(self) -> Stats:
-        """Counters and gauges as of the last step, and the prediction for the step in flight."""
-        return self.inbox.stats()
+        """Counters and gauges of this moment: a step may be changing them. The prediction is of the step in flight."""
+        return self._measure()
 
     def take_block_events(self) -> tuple[list[bytes], list[bytes]]:
         """Keys of blocks that were stored, and of blocks that were evicted, since the last call."""
@@ -158,8 +195,10 @@ class GenerationEngine:
         self._events = events
         prefixes = self.prefixes
         while not stop.is_set():
-            if self._jobs and prefixes.waiting == len(self._jobs) and not self._in_flight:
+            if (self._jobs or self._structured) and prefixes.waiting == len(self._jobs) and not self._in_flight:
                 self.inbox.sleep(_FETCH_WAIT_S, lambda: prefixes.answered or stop.is_set())
+            elif self.planner.adapters.loading and not self.planner.running:
+                self.inbox.sleep(_LOAD_WAIT_S, lambda: self._adapters.arrived or stop.is_set())
             if self.has_work():
                 events.stepped(self.step())
             elif not prefixes.offer_some():
@@ -176,8 +215,9 @@ class GenerationEngine:
         with self.profiler.phase("arrivals"):
             self._take_messages(output)
             self.prefixes.settle()
+            self._adapters.settle()
             self._end_expired(output)
-        while len(self._in_flight) < self.runner.depth and self._launch_next(output):
+        while self._may_launch() and self._launch_next(output):
             self._take_messages(output)  # A launch may take some time: jobs that arrived meanwhile join the next step.
         if self._in_flight:
             self._collect_oldest(output)
@@ -209,6 +249,17 @@ class GenerationEngine:
 
     # ---- one step ----
 
+    def _may_launch(self) -> bool:
+        """Whether a step can be planned now. Beside a step with guesses none is in flight, and none is launched before
+        the last one has drawn."""
+        if not self._in_flight:
+            return True
+        if len(self._in_flight) >= self.runner.depth or self._undrawn or self._in_flight[-1].guesses:
+            return False
+        if self.speculation is None or not self.planner.may_guess():
+            return True
+        return not self.speculation.waits(self.planner.running)
+
     def _launch_next(self, output: StepOutput) -> bool:
         """Plan the next step and launch it. False if there is nothing to launch before a step in flight is over."""
         plan = self._plan()
@@ -220,14 +271,25 @@ class GenerationEngine:
             except Exception as error:
                 plan.drop(sequence)
                 self._fail(self._jobs[sequence.job.key], error, output)
-        edits += [packing.new_blocks(row.sequence) for row in plan.rows if row.sequence.has_new_blocks]
+        grown = [row.sequence for row in plan.rows if row.sequence.sent_blocks < len(row.sequence.blocks)]
+        if self.speculation is not None:
+            for sequence in grown:
+                self.speculation.new_blocks(sequence)
+        edits += map(packing.new_blocks, grown)
+        if self.speculation is not None:
+            edits += [packing.draft(*catch_up) for catch_up in self.speculation.catch_ups(plan.rows)]
+        if self._scored:
+            edits += [edit for edit in map(packing.score, plan.rows) if edit is not None]
         if plan.rows:
             self._launch(plan, edits, output)
         return bool(plan.rows)
 
     def _plan(self) -> Plan:
+        speculation = self.speculation
         with self.profiler.phase("planning"):
-            plan = self.planner.plan()
+            asks = speculation is not None and speculation.begins_step() and not self._in_flight
+            plan = self.planner.plan(speculation.guess if speculation and asks else None)
+        self._adapters.begin(plan.loads)
         if plan.paused:
             now = time.monotonic()
             for sequence in plan.paused:
@@ -236,9 +298,16 @@ class GenerationEngine:
 
     def _launch(self, plan: Plan, edits: list[SlotEdits], output: StepOutput) -> None:
         rows = plan.rows
-        prefill = sum(row.tokens for row in rows if row.start < row.sequence.prefill_end)
+        if failpoints.ARMED:
+            for row in rows:
+                failpoints.hit("engine.step", row.sequence.job.token_ids)
+        prefill, prompts = 0, 0
+        for row in rows:
+            if row.start < row.sequence.prefill_end:
+                prefill += row.tokens
+                prompts += 1
         predicted_s = self.step_times.predict(prefill)
-        self.inbox.predict(predicted_s)
+        self.inbox.predicted_step_s = predicted_s
         if self._events is not None:
             self._events.launched(predicted_s)
         began = time.monotonic()
@@ -246,9 +315,12 @@ class GenerationEngine:
             job = self._jobs.get(sequence.job.key)
             if job is not None and not job.started_s:
                 job.started_s = began
-        decodes = any(row.start >= row.sequence.prefill_end for row in rows)
+        guesses = any(row.guesses for row in rows) if self.speculation else False
         parts = self._launch_rows(rows, edits, output)
-        self._in_flight.append(_StepInFlight(parts, prefill, decodes, began))
+        self._in_flight.append(_StepInFlight(parts, prefill, len(rows) > prompts, guesses, began))
+        self._undrawn = any(row.samples and row.sequence.job.params.structured for row in rows)
+        if self._undrawn and len(self._in_flight) == 1:
+            self._draw(output)
 
     def _launch_rows(self, rows: list[Row], edits: list[SlotEdits], output: StepOutput) -> list[_StepPart]:
         """Launch the rows; if that fails, each half of them with its slots' edits, so that one bad job fails alone."""
@@ -262,7 +334,8 @@ class GenerationEngine:
                 self._fail(self._jobs[rows[0].sequence.job.key], error, output)
                 return []
         else:
-            return [_StepPart(rows, self.planner.launched(rows), handle)]
+            self.planner.launched(rows)
+            return [_StepPart(rows, [row.sequence.preemptions for row in rows], handle)]
         half = len(rows) // 2
         late = {row.sequence.slot for row in rows[half:]}
         first = self._launch_rows(rows[:half], [edit for edit in edits if edit.slot not in late], output)
@@ -276,20 +349,52 @@ class GenerationEngine:
                 result = self.runner.collect(part.handle)
             with self.profiler.phase("collecting"):
                 self._collect(part, result, output)
-                self.planner.landed(part.rows)
+                self.planner.landed()
         now = time.monotonic()
         self._steps += 1
         self.step_times.observe(step.prefill, step.decodes, now - began)
+        if self.speculation is not None and not step.prefill:
+            idle_s = step.launched_s - self._last_end_s  # The host's part of a step that was not planned ahead.
+            began -= idle_s if 0 < idle_s < now - began else 0.0
+            self.speculation.stepped([row for part in step.parts for row in part.rows], now - began)
         self._last_end_s = now
+        if self._undrawn:
+            self._draw(output)
+
+    def _draw(self, output: StepOutput) -> None:
+        """Draw the tokens of the rows that wait for masks. All tokens before them are known now: theirs is the only
+        step in flight. The device computes it meanwhile."""
+        self._undrawn = False
+        for part in self._in_flight[0].parts:
+            waiting = [
+                self._job_of(row, preemptions)
+                for row, preemptions in zip(part.rows, part.preemptions, strict=True)
+                if row.samples and row.sequence.job.params.structured
+            ]
+            if waiting:
+                with self.profiler.phase("packing"):
+                    masks, failed = self._structured.masks_of(waiting, self._eos_token_ids)
+                with self.profiler.phase("launch"):
+                    self.runner.draw(part.handle, masks)
+                for job, error in failed:
+                    self._end(job, EndReason.ERROR, output, error=refused(error))
+
+    def _job_of(self, row: Row, preemptions: int) -> ActiveJob | None:
+        """The job of a row in flight; None if it ended or was paused meanwhile."""
+        sequence = row.sequence
+        job = self._jobs.get(sequence.job.key)
+        return None if job is None or job.sequence is not sequence or sequence.preemptions != preemptions else job
 
     def _collect(self, part: _StepPart, result: StepResult, output: StepOutput) -> None:
-        now, jobs, sampled, index = time.monotonic(), self._jobs, result.sampled, -1
+        now, sampled, index = time.monotonic(), result.sampled, -1
+        for place, scores in result.scores.items():
+            self._report_scores(part.rows[place], part.preemptions[place], scores, output)
         for row, preemptions, finite in zip(part.rows, part.preemptions, result.finite, strict=True):
-            sequence, start, tokens, samples = row
-            index += samples
-            job = jobs.get(sequence.job.key)
-            if job is None or job.sequence is not sequence or sequence.preemptions != preemptions:
-                continue  # The job ended or was paused meanwhile: these tokens are dropped.
+            sequence, start, tokens, samples, _ = row
+            index += samples > 0
+            job = self._job_of(row, preemptions)
+            if job is None:
+                continue  # These tokens are dropped.
             job.steps += 1
             if start < sequence.prefill_end:
                 job.prefill_steps += 1
@@ -302,32 +407,46 @@ class GenerationEngine:
                 self.planner.commit(row)
 
     def _advance(self, job: ActiveJob, row: Row, sampled: Sampled, index: int, now: float, output: StepOutput) -> None:
-        """A row has drawn tokens: report them up to the answer's end. Tokens behind an end are dropped."""
+        """A row has drawn tokens: report them up to the answer's end."""
         drawn, sequence = sampled.tokens[index], row.sequence
-        params, asked = job.job.params, job.job.params.logprobs
+        if row.guesses:
+            self._count_guesses(job, row, len(drawn), output)
         if drawn:
             if not job.first_token_s:
                 job.first_token_s = now
                 self.prefixes.computed(sequence)
             job.last_token_s = now
-        logprobs = sampled.logprobs[index] if asked is not None and sampled.logprobs else None
-        tops = sampled.tops[index] if asked and sampled.tops else None
-        position, most, kept = sequence.position, sequence.limit - job.job.prompt_len, 0
-        for token_id in drawn:
-            ends = token_id in params.stop_token_ids or (not params.ignore_eos and token_id in self._eos_token_ids)
-            if ends and position >= params.min_tokens:
-                self.planner.commit(row, drawn[:kept])
-                self._end(job, EndReason.STOP, output, stop_token_id=token_id)
-                return
-            logprob, top = logprobs[kept] if logprobs else None, tops[kept] if tops else None
-            output.tokens.append(TokenOut(job.job.key, position, token_id, logprob, top))
-            position += 1
-            kept += 1
-            if position == most:
-                break
-        self.planner.commit(row, drawn if kept == len(drawn) else drawn[:kept])
-        if position == most:
-            self._end(job, EndReason.LENGTH, output)
+        logprobs, tops = None, None
+        asked = job.job.params.logprobs
+        if asked is not None:
+            logprobs = sampled.logprobs[index] if sampled.logprobs else None
+            tops = sampled.tops[index] if sampled.tops and asked else None
+        ending = advance(job, drawn, logprobs, tops, output.tokens)
+        if ending is None:
+            self.planner.commit(row, drawn)
+        else:
+            self.planner.commit(row, drawn[: ending.kept])
+            self._end(job, ending.reason, output, ending.stop_token_id, ending.error)
+
+    def _report_scores(self, row: Row, preemptions: int, scores: Scores, output: StepOutput) -> None:
+        """Report log-probabilities of a prompt, each once: after a pause a prompt is computed again."""
+        if self._job_of(row, preemptions) is None:
+            return
+        key = row.sequence.job.key
+        reported = self._scored.get(key, 0)
+        begin, (logprobs, tops) = max(row.start, reported), scores
+        if len(logprobs) > begin - row.start:
+            new = slice(begin - row.start, None)
+            output.scores.append(PromptScores(key, begin + 1, logprobs[new], tops[new]))
+            self._scored[key] = row.start + len(logprobs)
+
+    def _count_guesses(self, job: ActiveJob, row: Row, drawn: int, output: StepOutput) -> None:
+        assert self.speculation is not None
+        drafted, accepted = self.speculation.drawn(row, drawn)
+        job.drafted_tokens += drafted
+        job.accepted_tokens += accepted
+        if accepted:
+            output.extra.append(accepted)
 
     # ---- arrivals and ends ----
 
@@ -337,7 +456,9 @@ class GenerationEngine:
                 self._accept(message, output)
                 continue
             job = self._jobs.get(message.key)
-            if job is not None:
+            if job is None:
+                self._structured.cancel(message.key)
+            else:
                 if message.position is not None:
                     self.planner.cut(job.sequence, job.job.prompt_len + message.position)
                 self._end(job, EndReason.CANCELLED, output)
@@ -347,9 +468,21 @@ class GenerationEngine:
         job, longest = arrival.job, self.memory.max_seq_length
         assert job.key not in self._jobs, f"a job with key {job.key} is running"
         sequence = Sequence(job, arrival.number, self.options.block_size, longest, self._fingerprint)
-        active = self._jobs[job.key] = ActiveJob(sequence, arrival.at)
+        form, cancelled = arrival.form, self._structured.arrived(job.key)
+        matcher = None if isinstance(form, Failure) else form
+        active = self._jobs[job.key] = ActiveJob(sequence, arrival.at, self._eos_token_ids, matcher)
         self.planner.add(sequence)
-        if not job.token_ids or job.prompt_len >= longest:
+        if job.params.prompt_logprobs is not None:
+            self._scored[job.key] = 0
+        if cancelled:
+            self._end(active, EndReason.CANCELLED, output)
+        elif isinstance(form, Failure):
+            self._end(active, EndReason.ERROR, output, error=form)
+        elif matcher is not None and matcher.ended:  # An earlier attempt completed it.
+            self._end(active, EndReason.STOP, output)
+        elif job.adapter is not None and not self.planner.adapters.count:
+            self._end(active, EndReason.ERROR, output, error=adapters.UNSUPPORTED)
+        elif not job.token_ids or job.prompt_len >= longest:
             self._end(active, EndReason.ERROR, output, error=_TOO_LONG)
         elif sequence.total >= sequence.limit:
             self._end(active, EndReason.LENGTH, output)
@@ -383,7 +516,10 @@ class GenerationEngine:
         error: Failure | None = None,
     ) -> None:
         key, sequence = job.job.key, job.sequence
+        self._scored.pop(key, None)
         self.prefixes.forget(sequence)
+        if self.speculation is not None:
+            self.speculation.ended(sequence)
         self.planner.remove(sequence)
         del self._jobs[key]
         output.ended.append(Ended(key, reason, sequence.position, job.cost(time.monotonic()), stop_token_id, error))
@@ -391,9 +527,10 @@ class GenerationEngine:
     # ---- state for others ----
 
     def _publish(self) -> None:
-        self.inbox.publish(self._measure(), *self.planner.pool.take_changes())
+        if self.planner.pool.changed:
+            self.inbox.publish(*self.planner.pool.take_changes())
         if not self._jobs:
-            self.inbox.predict(0.0)
+            self.inbox.predicted_step_s = 0.0
 
     def _measure(self) -> Stats:
         planner, pool = self.planner, self.planner.pool
@@ -410,5 +547,7 @@ class GenerationEngine:
             prefill_rate=self.step_times.prefill_rate,
             decode_s=self.step_times.decode_s,
             preemptions=planner.preemptions,
-            predicted_step_s=0.0,
+            predicted_step_s=self.inbox.predicted_step_s,
+            guesses=self.speculation.counts.copy() if self.speculation else _NO_GUESSES,
+            resident=planner.adapters.resident,
         )

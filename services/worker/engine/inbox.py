@@ -1,4 +1,4 @@
-"""What crosses between an engine's thread and all others: jobs and cancels in, stats and block events out.
+"""What crosses between an engine's thread and all others: jobs and cancels in, block events out.
 
 Knows when to wake a sleeping engine, never how jobs are run.
 """
@@ -7,10 +7,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
-from services.worker.job import Job, Stats
+from services.worker.job import Failure, Job
+from services.worker.structured.base import Matcher
 
 
 class Arrival(NamedTuple):
@@ -21,6 +21,8 @@ class Arrival(NamedTuple):
     """Its number among all arrivals, from 1."""
     at: float
     """When it arrived, on the clock `time.monotonic`."""
+    form: Matcher | Failure | None = None
+    """Of a job whose answer has a form: what follows it, or why the job cannot run."""
 
 
 class Cancel(NamedTuple):
@@ -32,25 +34,24 @@ class Cancel(NamedTuple):
 
 
 class Inbox:
-    """The first five methods may be called from any thread, the others from the engine's."""
+    """The first four methods may be called from any thread, the others from the engine's."""
 
-    def __init__(self, stats: Stats) -> None:
-        """stats: those of an engine that has not run."""
+    def __init__(self) -> None:
         self._condition = threading.Condition()
         self._messages: deque[Arrival | Cancel] = deque()
         self._block_changes: dict[bytes, bool] = {}
-        self._stats = stats
-        self._predicted_step_s = 0.0
+        self.predicted_step_s = 0.0
+        """Predicted seconds of the step in flight; 0: none is."""
         self._arrivals = 0
 
     # ---- any thread ----
 
-    def submit(self, job: Job) -> None:
-        """Add a job and wake the engine."""
-        now = time.monotonic()
+    def submit(self, job: Job, at: float | None = None, form: Matcher | Failure | None = None) -> None:
+        """Add a job and wake the engine. at: when it arrived, if not now; form as in `Arrival`."""
+        now = time.monotonic() if at is None else at
         with self._condition:
             self._arrivals += 1
-            self._messages.append(Arrival(job, self._arrivals, now))
+            self._messages.append(Arrival(job, self._arrivals, now, form))
             self._condition.notify()
 
     def cancel(self, key: int, position: int | None) -> None:
@@ -63,10 +64,6 @@ class Inbox:
         """Wake the engine."""
         with self._condition:
             self._condition.notify()
-
-    def stats(self) -> Stats:
-        """The stats that were published last, with the prediction for the step in flight."""
-        return replace(self._stats, predicted_step_s=self._predicted_step_s)
 
     def take_block_events(self) -> tuple[list[bytes], list[bytes]]:
         """Keys of stored and of evicted blocks since the last call. Only the last state of each key is returned."""
@@ -92,14 +89,8 @@ class Inbox:
             if not (self._messages or unless()):
                 self._condition.wait(most_s)
 
-    def predict(self, step_s: float) -> None:
-        """Publish the predicted seconds of the step in flight; 0: none is."""
-        self._predicted_step_s = step_s
-
-    def publish(self, stats: Stats, stored: Iterable[bytes], evicted: Iterable[bytes]) -> None:
-        """Publish the state after a step."""
-        if stored or evicted:
-            with self._condition:
-                self._block_changes.update(dict.fromkeys(evicted, False))
-                self._block_changes.update(dict.fromkeys(stored, True))
-        self._stats = stats
+    def publish(self, stored: Iterable[bytes], evicted: Iterable[bytes]) -> None:
+        """Publish keys of blocks that a step has stored and evicted."""
+        with self._condition:
+            self._block_changes.update(dict.fromkeys(evicted, False))
+            self._block_changes.update(dict.fromkeys(stored, True))

@@ -8,7 +8,7 @@ import numpy as np
 
 from services.worker.planner.planner import Row
 from services.worker.planner.sequence import Sequence
-from services.worker.runners.step import ROW_WORDS, Edit, SlotState, Words
+from services.worker.runners.step import LAST_TOKEN, ROW_WORDS, Edit, SlotState, Words
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,17 +24,19 @@ def pack(slot_edits: Iterable[SlotEdits], rows: Iterable[Row]) -> Words:
     edits: array[int] = array("i")
     for slot_edit in slot_edits:
         edits += slot_edit.words
-    columns: array[int] = array("i")
-    ids: array[int] = array("i")
-    for row in rows:
-        sequence = row.sequence
-        columns.extend((_slot(sequence), row.tokens, row.samples))
-        if row.start < sequence.prefill_end:
-            ids.extend(sequence.tokens[row.start : row.start + row.tokens])
+    columns: list[int] = []
+    ids: list[int] = []
+    for sequence, start, tokens, samples, guesses in rows:
+        slot = sequence.slot
+        assert slot is not None, f"job {sequence.job.key} has a row but no slot"
+        columns += (slot, tokens, samples)
+        if start < sequence.prefill_end:
+            ids += sequence.tokens[start : start + tokens]
         else:
-            ids.append(-1)
-    header = array("i", (len(edits), len(columns) // ROW_WORDS, len(ids)))
-    return np.frombuffer(header + edits + columns + ids, np.int32)
+            ids.append(LAST_TOKEN)
+            ids += guesses
+    header = (len(edits), len(columns) // ROW_WORDS, len(ids))
+    return np.frombuffer(array("i", (*header, *edits, *columns, *ids)), np.int32)
 
 
 def release(slot: int) -> SlotEdits:
@@ -61,17 +63,34 @@ def admit(sequence: Sequence, eos_token_ids: Iterable[int]) -> SlotEdits:
         frequency_penalty=params.frequency_penalty,
     )
     edits = _edit(Edit.ADMIT, slot, state.words())
+    if sequence.adapter_slot:
+        edits += _edit(Edit.ADAPTER, slot, array("i", [sequence.adapter_slot]))
     if params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty:
         edits += _edit(Edit.HISTORY, slot, array("i", [job.prompt_len, *sequence.tokens]))
     if params.logit_bias:
         words = array("i", params.logit_bias.keys())
         words.frombytes(array("f", params.logit_bias.values()).tobytes())
         edits += _edit(Edit.BIAS, slot, words)
-    if sequence.position < params.min_tokens:
+    if params.structured is not None:
+        edits += _edit(Edit.MASK, slot, array("i"))  # The masks also forbid to end before min_tokens.
+    elif sequence.position < params.min_tokens:
         banned = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_token_ids))
         if banned:
             edits += _edit(Edit.BAN, slot, array("i", [params.min_tokens, *sorted(banned)]))
+    if params.bad_sequences:
+        edits += _edit(Edit.FORBID, slot, _forbidden(sequence))
     return SlotEdits(slot, edits)
+
+
+def _forbidden(sequence: Sequence) -> "array[int]":
+    """The data of FORBID. Of the answer as much as the longest sequence looks back at."""
+    forbidden, answer = sequence.job.params.bad_sequences, sequence.tokens[sequence.job.prompt_len :]
+    before = max(map(len, forbidden)) - 1
+    last = answer[-before:] if before else []
+    words = array("i", [len(answer), len(last), *last])
+    for token_ids in forbidden:
+        words.extend((len(token_ids), *token_ids))
+    return words
 
 
 def new_blocks(sequence: Sequence) -> SlotEdits:
@@ -79,6 +98,23 @@ def new_blocks(sequence: Sequence) -> SlotEdits:
     first, blocks = sequence.take_new_blocks()
     slot = _slot(sequence)
     return SlotEdits(slot, _edit(Edit.BLOCKS, slot, array("i", [first, *blocks])))
+
+
+def draft(sequence: Sequence, first: int, end: int) -> SlotEdits:
+    """The edit that makes the draft model compute the sequence's tokens from `first` to `end`."""
+    slot = _slot(sequence)
+    return SlotEdits(slot, _edit(Edit.DRAFT, slot, array("i", [first, *sequence.tokens[first:end]])))
+
+
+def score(row: Row) -> SlotEdits | None:
+    """The edit that asks for the log-probabilities of the prompt's tokens after those of the row; None if there are
+    none."""
+    job = row.sequence.job
+    targets = row.sequence.tokens[row.start + 1 : min(row.start + row.tokens + 1, job.prompt_len)]
+    if job.params.prompt_logprobs is None or not targets:
+        return None
+    slot = _slot(row.sequence)
+    return SlotEdits(slot, _edit(Edit.SCORE, slot, array("i", [job.params.prompt_logprobs, *targets])))
 
 
 def prompt_alone(ids: list[int], blocks: list[int]) -> Words:

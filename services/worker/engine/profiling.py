@@ -26,12 +26,15 @@ _FAMILIES = (
     ("norms", ("norm",)),
     ("rope and KV", ("rope", "copy_blocks")),
     ("step inputs", ("unpack_kernel", "store_sampled_kernel", "finite_kernel", "edit_kernel")),
-    ("sampling", ("scan_kernel", "choose_kernel", "top_kernel", "sample", "topk", "argmax", "sort", "multinomial")),
+    ("experts", ("choose_experts", "count_kernel", "place_kernel", "grouped_kernel", "add_weighted")),
+    ("adapters", ("shrink_kernel", "expand_kernel")),
+    ("sampling", ("scan_kernel", "choose_kernel", "top_kernel", "mask_kernel", "accept_kernel", "sample", "topk",
+                  "argmax", "sort", "multinomial")),
     ("attention", ("attention", "prefill_hopper", "decode_hopper", "short_prefill", "tile_kernel", "split_kernel",
                    "shared_prefix", "schedule_kernel", "flash", "softmax")),
     ("quantized linear", ("packed_", "dequantize", "round_rows")),
     ("linear", ("gemm", "gemv", "nvjet", "cutlass", "matmul", "linear", "mm", "dense_hopper", "invariant", "split",
-    "qkv")), ("activation", ("silu", "gelu")),
+    "qkv")), ("activation", ("silu", "gelu", "gated_kernel")),
     ("copies", ("memcpy", "memset", "copy", "index", "fill", "cat", "stack")),
 )  # fmt: skip
 _OTHER = "other"

@@ -1,6 +1,6 @@
 """What a checkpoint's folder says without its weights being loaded: model card, tokenizer bundle, fingerprint.
 
-Knows files; reads tokenizer.json and other JSON files, never a pickle and never code of the checkpoint.
+Knows files; reads tokenizer.json or tokenizer.model and JSON files, never a pickle and never code of the checkpoint.
 """
 
 import hashlib
@@ -10,18 +10,33 @@ from typing import Any
 from protos import mesh_pb2 as mesh
 from services import hashing
 from services.worker.errors import CheckpointError
-from services.worker.loader import presets
+from services.worker.loader import exports, presets
 from services.worker.loader.digests import FileDigests
-from services.worker.loader.files import parse_json
+from services.worker.loader.files import (
+    MOST_JSON_BYTES,
+    MOST_TEMPLATE_BYTES,
+    MOST_TOKENIZER_BYTES,
+    parse_json,
+    read_bounded,
+)
+from services.worker.loader.formats import sentencepiece
 from services.worker.loader.tokenizer_check import check_template, check_tokenizer
 from services.worker.loader.weight_files import weight_files
 from services.worker.models.config import ModelConfig
 
-FILES = ["*.json", "*.safetensors", "*.jinja"]
+FILES = ["*.json", "*.safetensors", "*.jinja", sentencepiece.NAME]
 """Patterns of files that are fetched from a repository of the hub; a star matches folders, too."""
-OTHER_FILES = ["*/*", "consolidated*"]
-"""Patterns of files that are not: other formats, which lie in folders, and Mistral's second copy of its weights."""
-_HASHED = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+OTHER_FILES = ["[!0-9]*/*", "consolidated*"]
+"""Patterns of files that are not: other formats, which lie in folders (those with a number are modules of an embedder),
+and Mistral's second copy of its weights."""
+_HASHED = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    sentencepiece.NAME,
+    "tokenizer_config.json",
+    "chat_template.jinja",
+)
 """What tokens depend on beside the weights."""
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 
@@ -58,16 +73,11 @@ def locate(model: str) -> Path:
 def read_bundle(folder: Path) -> mesh.Bundle:
     """The tokenizer, chat template and special tokens of a checkpoint. Raises CheckpointError also for a tokenizer that
     cannot be built and a template that does not compile: each request would fail at the gateway."""
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise CheckpointError("the checkpoint has no tokenizer.json")
-    tokenizer = path.read_bytes()
-    content = parse_json(tokenizer, path.name)
-    if not isinstance(content, dict) or "model" not in content:
-        raise CheckpointError("tokenizer.json describes no tokenizer")
+    settings = _json(folder / "tokenizer_config.json")
+    tokenizer = _read_tokenizer(folder, settings)
     check_tokenizer(tokenizer)
     try:
-        bundle = _bundle(tokenizer, _json(folder / "tokenizer_config.json"), folder / "chat_template.jinja")
+        bundle = _bundle(tokenizer, settings, folder / "chat_template.jinja")
     except (AttributeError, KeyError, TypeError, UnicodeDecodeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise CheckpointError(f"chat template or special tokens cannot be read: {reason}") from None
@@ -75,10 +85,24 @@ def read_bundle(folder: Path) -> mesh.Bundle:
     return bundle
 
 
+def _read_tokenizer(folder: Path, settings: dict[str, Any]) -> bytes:
+    """tokenizer.json, or what stands for it where there is a SentencePiece model alone. Raises CheckpointError."""
+    path, model = folder / "tokenizer.json", folder / sentencepiece.NAME
+    if not path.is_file():
+        if model.is_file():
+            return sentencepiece.tokenizer_json(_readable(model, MOST_TOKENIZER_BYTES), settings)
+        raise CheckpointError(f"the checkpoint has neither tokenizer.json nor {model.name}")
+    tokenizer = _readable(path, MOST_TOKENIZER_BYTES)
+    content = parse_json(tokenizer, path.name)
+    if not isinstance(content, dict) or "model" not in content:
+        raise CheckpointError("tokenizer.json describes no tokenizer")
+    return tokenizer
+
+
 def _bundle(tokenizer: bytes, config: dict[str, Any], template_file: Path) -> mesh.Bundle:
     template = config.get("chat_template") or ""
-    if template_file.is_file():
-        template = template_file.read_text(encoding="utf-8")
+    if template_file.exists():
+        template = _readable(template_file, MOST_TEMPLATE_BYTES).decode()
     if isinstance(template, list):  # of several named templates the one called default is for chats
         template = {entry["name"]: entry["template"] for entry in template}.get("default", "")
     bundle = mesh.Bundle(tokenizer_json=tokenizer, chat_template=template)
@@ -96,11 +120,13 @@ def serialize(bundle: mesh.Bundle) -> tuple[bytes, bytes]:
     return data, hashlib.sha256(data).digest()
 
 
-def start_hashing(folder: Path) -> FileDigests:
-    """Begins to hash all that is loaded of a checkpoint, in threads: weights, configuration and tokenizer, whole. The
-    caller loads meanwhile, asks `fingerprint` and leaves the context. Raises CheckpointError."""
+def start_hashing(folder: Path, engine: str = "") -> FileDigests:
+    """Begins to hash all that an engine loads of a checkpoint, in threads: weights, configuration and tokenizer, whole.
+    The caller loads meanwhile, asks `fingerprint` and leaves the context. Raises CheckpointError."""
     read = [folder / name for name in _HASHED if (folder / name).is_file()]
-    return FileDigests([*read, *weight_files(folder)])
+    exported = exports.has_export(folder, engine)
+    weights = exports.files_of(exports.find_export(folder, engine)) if exported else weight_files(folder)
+    return FileDigests([*read, *weights])
 
 
 def fingerprint(digests: FileDigests, *numerics: str) -> bytes:
@@ -126,9 +152,17 @@ def model_card(
     )
 
 
+def _readable(path: Path, most_bytes: int = MOST_JSON_BYTES) -> bytes:
+    """The content of a file. Raises CheckpointError."""
+    try:
+        return read_bounded(path, most_bytes)
+    except OSError as error:
+        raise CheckpointError(f"{path.name} cannot be read: {type(error).__name__}") from None
+
+
 def _json(path: Path) -> dict[str, Any]:
     """The JSON object of a file; empty if there is no such file or no object in it. Raises CheckpointError."""
     if not path.is_file():
         return {}
-    value = parse_json(path.read_bytes(), path.name)
+    value = parse_json(_readable(path), path.name)
     return value if isinstance(value, dict) else {}

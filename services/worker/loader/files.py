@@ -6,9 +6,29 @@ from typing import Any
 
 from services.worker.errors import CheckpointError
 
+MOST_JSON_BYTES = 16 << 20
+"""Largest JSON file of a checkpoint, but for those below."""
+MOST_TOKENIZER_BYTES = 64 << 20
+MOST_INDEX_BYTES = 64 << 20
+MOST_TEMPLATE_BYTES = 1 << 20
+_MOST_VALUES = 3 << 20
+"""Most values in a JSON text: each costs a hundred bytes of memory, however few it takes in the text."""
+
+
+def read_bounded(path: Path, most_bytes: int = MOST_JSON_BYTES) -> bytes:
+    """The content of a regular file. Raises CheckpointError for one that is larger, and OSError."""
+    check_regular(path)
+    with path.open("rb") as file:
+        content = file.read(most_bytes) if path.stat().st_size <= most_bytes else None
+    if content is None:
+        raise CheckpointError(f"{path.name} is larger than {most_bytes >> 20} MiB")
+    return content
+
 
 def parse_json(content: bytes, name: str) -> Any:
     """The JSON value of a file's content, or of a part of it; `name` is for messages. Raises CheckpointError."""
+    if content.count(b",") + content.count(b"[") + content.count(b"{") > _MOST_VALUES:
+        raise CheckpointError(f"{name} has more than {_MOST_VALUES} values")
     try:
         return json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -25,8 +45,7 @@ def check_regular(path: Path) -> None:
 def _read_json(path: Path) -> dict[str, Any]:
     """The JSON object that a file holds. Raises CheckpointError."""
     try:
-        check_regular(path)
-        content = parse_json(path.read_bytes(), path.name)
+        content = parse_json(read_bounded(path), path.name)
     except FileNotFoundError:
         raise CheckpointError(f"{path.name} is missing") from None
     except OSError as error:

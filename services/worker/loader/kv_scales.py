@@ -11,7 +11,8 @@ from torch import Tensor
 
 from services.worker.errors import CheckpointError
 from services.worker.loader.tensors import Checkpoint
-from services.worker.models.layers import DecoderLayer
+from services.worker.models.decoder_layer import DecoderLayer
+from services.worker.parallel.shards import Span
 
 # Names by llm-compressor and compressed-tensors, by AutoFP8, and by earlier versions of both. kv_scale is for both.
 _NAME = re.compile(
@@ -24,6 +25,16 @@ def is_scale(name: str, layers: int) -> bool:
     """Whether this is the name of a scale of queries, keys or values, in one of the first `layers` layers."""
     found = _NAME.fullmatch(name)
     return found is not None and int(found[1]) < layers
+
+
+def own_scale(name: str, elements: int, layers: Span, kv_heads: Span, ranks: int) -> tuple[str, Span | None] | None:
+    """The name that a scale has in the model of a rank with these layers and heads, and which of its numbers are the
+    rank's (None: all); None: it is no scale of these layers."""
+    found = _NAME.fullmatch(name)
+    if found is None or not layers.start <= int(found[1]) < layers.stop:
+        return None
+    own = f"{name[: found.start(1)]}{int(found[1]) - layers.start}{name[found.end(1) :]}"
+    return own, kv_heads if elements > 1 and ranks > 1 else None
 
 
 def load_kv_scales(layers: Sequence[DecoderLayer], checkpoint: Checkpoint) -> None:

@@ -8,13 +8,13 @@ from torch import Tensor
 from services.worker.errors import CheckpointError
 from services.worker.loader.kv_scales import is_scale
 from services.worker.loader.tensors import Checkpoint, check_plain
-from services.worker.models.decoder import Decoder
+from services.worker.models.weighted import WeightedModel
 from services.worker.options import Progress
 
 RANDOM_STD = 0.02
 
 
-def load_weights(model: Decoder, checkpoint: Checkpoint, progress: Progress) -> None:
+def load_weights(model: WeightedModel, checkpoint: Checkpoint, progress: Progress) -> None:
     """Fill the model tensor by tensor, so that at most one tensor is in memory twice. Raises CheckpointError."""
     destinations = model.destinations()
     check_tensors(model, destinations, checkpoint)
@@ -31,7 +31,7 @@ def load_weights(model: Decoder, checkpoint: Checkpoint, progress: Progress) -> 
     progress("weights", shards, shards)
 
 
-def randomize(model: Decoder, progress: Progress) -> None:
+def randomize(model: WeightedModel, progress: Progress) -> None:
     """Random weights, made on the model's device; norms are ones. Never zeros: those can run faster than real ones."""
     generator = torch.Generator(model.embedding.device).manual_seed(0)
     destinations = model.destinations()
@@ -50,7 +50,7 @@ def is_norm_weight(name: str, dimensions: int) -> bool:
     return dimensions == 1 and name.endswith(".weight")
 
 
-def check_tensors(model: Decoder, destinations: dict[str, list[Tensor]], checkpoint: Checkpoint) -> None:
+def check_tensors(model: WeightedModel, destinations: dict[str, list[Tensor]], checkpoint: Checkpoint) -> None:
     """Raises CheckpointError if a tensor is missing, is unknown, or has another shape than its destination."""
     _check_names(destinations, checkpoint.headers, model)
     for name, views in destinations.items():
@@ -61,7 +61,7 @@ def check_tensors(model: Decoder, destinations: dict[str, list[Tensor]], checkpo
             raise CheckpointError(f"tensor {name} has shape {list(shape)}, config.json says {expected}")
 
 
-def _check_names(wanted: Iterable[str], found: Iterable[str], model: Decoder) -> None:
+def _check_names(wanted: Iterable[str], found: Iterable[str], model: WeightedModel) -> None:
     missing = sorted(set(wanted) - set(found))
     if missing:
         raise CheckpointError(f"tensor {missing[0]} is missing ({len(missing)} of {len(set(wanted))} are)")

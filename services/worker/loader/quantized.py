@@ -18,23 +18,21 @@ from services.worker.loader.kv_scales import is_scale
 from services.worker.loader.plain import RANDOM_STD, is_norm_weight
 from services.worker.loader.tensors import FLOATS, Checkpoint, TensorHeader
 from services.worker.models.config import ModelConfig, count_embeddings, count_parameters
-from services.worker.models.decoder import Decoder, Projection
+from services.worker.models.decoder import Projection
+from services.worker.models.weighted import WeightedModel
 from services.worker.options import Progress
 
 _GPU_THREADS = 4
 _BITS = {"int8": 8, "int4": 4.25, "fp8": 8, "nf4": 4.5}
 
 
-def load_quantized(model: Decoder, checkpoint: Checkpoint, reader: WeightReader, progress: Progress) -> None:
+def load_quantized(model: WeightedModel, checkpoint: Checkpoint, reader: WeightReader, progress: Progress) -> None:
     """Fill a model whose linears are on the meta device, from files. Raises CheckpointError."""
     transposed = _transposed_weights(model, checkpoint)
     architecture = model.config.architecture
     if transposed and isinstance(reader, StoredWeights):
         raise CheckpointError(f"quantized checkpoints of {architecture} are not supported: serve the plain model")
     device = model.embedding.device
-    if transposed and isinstance(reader, RoundedWeights) and device.type == "cuda":
-        # Measured on an H200: the answers differ from those of the rounded model.
-        raise CheckpointError(f"quantize {reader.kind} of {architecture} is not supported on a GPU")
     headers = {name: _as_read(header, name in transposed) for name, header in checkpoint.headers.items()}
     with checkpoint.opened() as read:
 
@@ -47,7 +45,7 @@ def load_quantized(model: Decoder, checkpoint: Checkpoint, reader: WeightReader,
         _check_all_taken(tensors, model)
 
 
-def _transposed_weights(model: Decoder, checkpoint: Checkpoint) -> set[str]:
+def _transposed_weights(model: WeightedModel, checkpoint: Checkpoint) -> set[str]:
     """Names of the weights that are stored as [inputs, outputs]. Raises CheckpointError if one has another shape."""
     names = set()
     for each in model.projections():
@@ -66,7 +64,7 @@ def _as_read(header: TensorHeader, transposed: bool) -> TensorHeader:
     return replace(header, shape=header.shape[::-1]) if transposed else header
 
 
-def randomize_quantized(model: Decoder, reader: RoundedWeights, progress: Progress) -> None:
+def randomize_quantized(model: WeightedModel, reader: RoundedWeights, progress: Progress) -> None:
     """Random weights, made on the model's device and rounded one by one; norms are ones."""
     generator = torch.Generator(model.embedding.device).manual_seed(0)
     shapes: dict[str, tuple[int, ...]] = {}
@@ -117,7 +115,7 @@ def _stored_bytes(
 
 
 def _fill(
-    model: Decoder, tensors: Tensors, reader: WeightReader, progress: Progress, threads: int | None = None
+    model: WeightedModel, tensors: Tensors, reader: WeightReader, progress: Progress, threads: int | None = None
 ) -> None:
     projections = model.projections()
     for name, views in model.destinations().items():
@@ -141,7 +139,7 @@ def _read(projection: Projection, tensors: Tensors, reader: WeightReader) -> Non
     projection.linear.set_weight(quantized_weights.concat(parts))
 
 
-def _check_all_taken(tensors: Tensors, model: Decoder) -> None:
+def _check_all_taken(tensors: Tensors, model: WeightedModel) -> None:
     """Raises CheckpointError for a tensor that no part of the model reads, unless it is a bias of zeros."""
     for name in sorted(tensors.headers.keys() - tensors.taken):
         is_known = model.family.tensor_name(name) is None or is_scale(name, model.config.layers)

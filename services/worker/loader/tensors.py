@@ -14,6 +14,7 @@ from torch import Tensor
 from services.worker.errors import CheckpointError
 from services.worker.loader.files import check_regular, parse_json
 from services.worker.loader.weight_files import INDEX, SINGLE, read_index, single_file
+from services.worker.parallel.shards import Span
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _DTYPES = {
@@ -27,7 +28,21 @@ _DTYPES = {
 }
 FLOATS = tuple(_PLAIN.values())
 """Number formats of tensors that are not quantized."""
-_MOST_HEADER_BYTES = 100_000_000
+_MOST_HEADER_BYTES = 32 << 20
+"""Largest header: 150 bytes for each of 200,000 tensors."""
+_MOST_TENSORS = 200_000
+_MOST_DIMENSIONS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPart:
+    """What is read of a tensor."""
+
+    dimension: int
+    spans: tuple[Span, ...]
+    """Of this dimension, one after another."""
+    subtracted: int = 0
+    """From the tensor's numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +50,7 @@ class TensorHeader:
     """A tensor's entry in the header of its file."""
 
     shape: tuple[int, ...]
+    """Of what is read of it."""
     dtype: torch.dtype
     shard: int = 0
     """Index of its file in `Checkpoint.shards`."""
@@ -42,6 +58,10 @@ class TensorHeader:
     """Its first byte, from the beginning of the file."""
     stored_name: str = ""
     """Its name in that file, if `Checkpoint.headers` has it by another."""
+    part: TensorPart | None = None
+    """What is read of it; None: all."""
+    place: tuple[int, int] | None = None
+    """It is a part of that tensor: from this row of this matrix on; None: the whole."""
 
     @property
     def elements(self) -> int:
@@ -88,7 +108,7 @@ class Checkpoint:
         try:
             with ExitStack() as stack:
                 files = [stack.enter_context(safe_open(path, framework="pt")) for path in self.shards]
-                yield lambda name: files[self.headers[name].shard].get_tensor(self.headers[name].stored_name or name)
+                yield lambda name: _read(files[self.headers[name].shard], name, self.headers[name])
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"a shard cannot be read: {type(error).__name__}") from None
 
@@ -99,9 +119,44 @@ class Checkpoint:
             with safe_open(path, framework="pt") as file:
                 for name, header in self.headers.items():
                     if header.shard == shard:
-                        yield name, file.get_tensor(header.stored_name or name)
+                        yield name, _read(file, name, header)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path.name} cannot be read: {type(error).__name__}") from None
+
+
+def _read(file: Any, name: str, header: TensorHeader) -> Tensor:
+    """A tensor of an open file, or the part of it that is wanted: no more is read."""
+    stored, part = header.stored_name or name, header.part
+    if part is None and header.place is None:
+        tensor: Tensor = file.get_tensor(stored)
+        return tensor
+    rows = file.get_slice(stored)
+    pieces = [rows[index] for index in _indices(header)]
+    joined: Tensor = pieces[0] if part is None or len(pieces) == 1 else _join(pieces, part.dimension)
+    return joined - part.subtracted if part is not None and part.subtracted else joined
+
+
+def _indices(header: TensorHeader) -> Iterator[tuple[int | slice, ...]]:
+    """Which pieces of a stored tensor are read."""
+    part, (matrix, first) = header.part, header.place or (None, 0)
+    before = () if matrix is None else (matrix,)
+    if part is None:
+        yield (*before, slice(first, first + header.shape[0]))
+        return
+    for span in part.spans:
+        if part.dimension == 0:
+            yield (*before, slice(first + span.start, first + span.stop))
+        else:
+            rows = slice(None) if matrix is None else slice(first, first + header.shape[0])
+            yield (*before, rows, slice(span.start, span.stop))
+
+
+def _join(pieces: list[Tensor], dimension: int) -> Tensor:
+    """Joined as bytes where torch does not join the number format."""
+    dtype = pieces[0].dtype
+    if dtype.itemsize > 1:
+        return torch.cat(pieces, dimension)
+    return torch.cat([piece.view(torch.uint8) for piece in pieces], dimension).view(dtype)
 
 
 def open_checkpoint(model_dir: Path) -> Checkpoint:
@@ -123,9 +178,17 @@ def open_checkpoint(model_dir: Path) -> Checkpoint:
             if owners and owners.get(name) != shard.name:
                 raise CheckpointError(f"tensor {name} in {shard.name} is not where the index says")
             headers[name] = replace(header, shard=number)
+        if len(headers) > _MOST_TENSORS:
+            raise CheckpointError(f"the checkpoint has more than {_MOST_TENSORS} tensors")
     if absent := owners.keys() - headers.keys():
         raise CheckpointError(f"tensor {min(absent)} is in the index but in no file")
     return Checkpoint(shards, headers)
+
+
+def open_file(path: Path) -> Checkpoint:
+    """One file as a checkpoint. Raises CheckpointError if it is missing, truncated or not safetensors."""
+    headers = _read_header(path)
+    return Checkpoint((path,), headers)
 
 
 def type_name(dtype: torch.dtype) -> str:
@@ -147,8 +210,10 @@ def _read_header(path: Path) -> dict[str, TensorHeader]:
         size = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(size - 8, _MOST_HEADER_BYTES):
+            if size < 8 or length > size - 8:
                 raise CheckpointError(f"{path.name} is truncated or not a safetensors file")
+            if length > _MOST_HEADER_BYTES:
+                raise CheckpointError(f"{path.name} has a header of more than {_MOST_HEADER_BYTES >> 20} MiB")
             entries = parse_json(file.read(length), path.name)
     except FileNotFoundError:
         raise CheckpointError(f"shard {path.name} is missing") from None
@@ -157,6 +222,8 @@ def _read_header(path: Path) -> dict[str, TensorHeader]:
     if not isinstance(entries, dict):
         raise CheckpointError(f"{path.name} has a header that is no object")
     entries.pop("__metadata__", None)
+    if len(entries) > _MOST_TENSORS:
+        raise CheckpointError(f"{path.name} has more than {_MOST_TENSORS} tensors")
     return {name: _read_entry(path, name, entry, 8 + length, size) for name, entry in entries.items()}
 
 
@@ -165,6 +232,8 @@ def _read_entry(path: Path, name: str, entry: Any, data_begin: int, size: int) -
         dtype, shape, (begin, end) = str(entry["dtype"]), _naturals(entry["shape"]), _naturals(entry["data_offsets"])
     except (KeyError, TypeError, ValueError):
         raise CheckpointError(f"{path.name} describes tensor {name} badly") from None
+    if len(shape) > _MOST_DIMENSIONS:
+        raise CheckpointError(f"{path.name}: tensor {name} has more than {_MOST_DIMENSIONS} dimensions")
     if dtype not in _DTYPES:
         raise CheckpointError(f"tensor {name} has type {dtype}; supported are {', '.join(_DTYPES)}")
     header = TensorHeader(shape, _DTYPES[dtype], offset=data_begin + begin)

@@ -6,10 +6,11 @@ Without torch: a process that computes nothing reads them, too.
 from pathlib import Path
 
 from services.worker.errors import CheckpointError
-from services.worker.loader.files import check_regular, parse_json
+from services.worker.loader.files import MOST_INDEX_BYTES, parse_json, read_bounded
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_MOST_FILES = 4096
 
 
 def weight_files(model_dir: Path) -> list[Path]:
@@ -38,12 +39,13 @@ def single_file(model_dir: Path) -> Path | None:
 def read_index(path: Path) -> dict[str, str]:
     """The file of each tensor, as the index says. Raises CheckpointError."""
     try:
-        check_regular(path)
-        owners = parse_json(path.read_bytes(), path.name)["weight_map"]
+        owners = parse_json(read_bounded(path, MOST_INDEX_BYTES), path.name)["weight_map"]
     except (OSError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path.name} cannot be read: {type(error).__name__}") from None
     if not isinstance(owners, dict) or not owners:
         raise CheckpointError(f"{path.name} names no tensors")
+    if len(set(map(str, owners.values()))) > _MOST_FILES:
+        raise CheckpointError(f"{path.name} names more than {_MOST_FILES} files")
     for name in owners.values():
         if not isinstance(name, str) or Path(name).name != name:
             raise CheckpointError(f"{path.name} names a file outside the checkpoint")

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from kernels.operands import Activation, NormKind
+from services.worker.models.rope_settings import Rope
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,20 +13,10 @@ class NormConfig:
     kind: NormKind
     eps: float
     has_bias: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Rope:
-    """Positions rotate queries and keys (Su et al. 2021)."""
-
-    theta: float
-    kind: str = "default"
-    """default, linear or llama3."""
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_context: int = 0
-    """Context that the model was first trained for (llama3)."""
+    offset: float = 0.0
+    """Added to the weights of a checkpoint; the sums are kept in float32."""
+    after: bool = False
+    """The outputs of attention and MLP are normalized, too, before they are added."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +25,22 @@ class LearnedPositions:
 
     count: int
     """Rows of the table."""
+
+
+@dataclass(frozen=True, slots=True)
+class MoeConfig:
+    """The layers whose MLP is a mixture of experts."""
+
+    experts: int
+    """Experts of a layer."""
+    chosen: int
+    """Experts that compute a token."""
+    width: int
+    """Neurons of an expert."""
+    normalized: bool
+    """The weights of a token's chosen experts sum to 1; otherwise they are parts of the softmax over all experts."""
+    layers: tuple[bool, ...]
+    """For each layer, whether its MLP has experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +70,41 @@ class ModelConfig:
     windows: tuple[int | None, ...]
     """For each layer, how many last tokens a query sees; None is all."""
     eos_token_ids: tuple[int, ...] = ()
+    local_rope: Rope | None = None
+    """Positions in layers with a window; None: those of the other layers."""
+    attention_scale: float | None = None
+    """Factor of the scores of attention; None: 1 / sqrt(head_dim)."""
+    attention_soft_cap: float | None = None
+    """Of the scores of attention, as `kernels.operands.Scores` has it."""
+    logit_soft_cap: float | None = None
+    """Of the logits, likewise."""
+    embedding_scale: float = 1.0
+    """Factor of the embedding of tokens, rounded to the model's dtype."""
+    moe: MoeConfig | None = None
+    """None: the MLP of each layer is one of `intermediate_size` neurons."""
     kv_dtype: str = "auto"
     """Of stored keys and values, if the checkpoint was calibrated for one: fp8 or int8."""
 
     def kv_bytes_per_token(self, element_bytes: int) -> int:
         """Bytes of keys and values of one token in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * element_bytes
+
+    @property
+    def has_plain_scores(self) -> bool:
+        """Whether the scores of attention are the scaled products of queries and keys alone."""
+        return self.attention_soft_cap is None
+
+    @property
+    def active_neurons(self) -> int:
+        """The most neurons that compute a token in a layer's MLP."""
+        if self.moe is None:
+            return self.intermediate_size
+        sparse = self.moe.chosen * self.moe.width
+        return sparse if all(self.moe.layers) else max(sparse, self.intermediate_size)
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether the MLP of a layer is a mixture of experts."""
+        return self.moe is not None and self.moe.layers[layer]
 
     @property
     def up_outputs(self) -> int:
@@ -80,12 +116,18 @@ def count_parameters(config: ModelConfig) -> int:
     """Numbers that a model of this configuration has."""
     heads = (2 * config.heads + 2 * config.kv_heads) * config.head_dim
     norm = config.hidden_size * (1 + config.norm.has_bias)
-    layer = config.hidden_size * (heads + config.up_outputs + config.intermediate_size) + 2 * norm
+    layer = config.hidden_size * heads + 2 * norm
+    layer += config.norm.after * 2 * norm
     layer += config.qkv_bias * (config.heads + 2 * config.kv_heads) * config.head_dim
     layer += config.output_bias * config.hidden_size
-    layer += config.mlp_bias * (config.up_outputs + config.hidden_size)
     layer += config.qk_norm * 2 * config.head_dim
-    return config.layers * layer + count_embeddings(config) + norm
+    dense = config.hidden_size * (config.up_outputs + config.intermediate_size)
+    dense += config.mlp_bias * (config.up_outputs + config.hidden_size)
+    sparse, moe = 0, config.moe
+    if moe is not None:
+        sparse = moe.experts * config.hidden_size * (moe.width * (2 + config.activation.is_gated) + 1)
+    mlps = sum(sparse if config.has_experts(index) else dense for index in range(config.layers))
+    return config.layers * layer + mlps + count_embeddings(config) + norm
 
 
 def count_embeddings(config: ModelConfig) -> int:

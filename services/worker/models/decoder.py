@@ -1,6 +1,6 @@
 """The decoder: embedding, layers, final norm, head; and which tensor of a checkpoint fills which of their weights."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -8,10 +8,15 @@ from torch import Tensor
 
 from kernels.operands import Norm
 from services.worker.models.config import LearnedPositions, ModelConfig
+from services.worker.models.decoder_layer import DecoderLayer
 from services.worker.models.family import Part, PartNames, Split
-from services.worker.models.layers import DecoderLayer, Linear, StepTensors, empty_norm, rope_tables
-from services.worker.models.ops import Ops
+from services.worker.models.layers import Linear, StepTensors, empty_norm
+from services.worker.models.lora import AdaptedProduct, AdaptedProducts
+from services.worker.models.moe import ExpertLinear, SparseMlp
+from services.worker.models.ops import Ops, RopeTables
 from services.worker.models.registry import family_of
+from services.worker.models.rope import rope_tables
+from services.worker.models.rope_settings import Rope
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +27,26 @@ class Projection:
     modules: tuple[str, ...]
     outputs: tuple[int, ...]
     """Of each module."""
+    parts: tuple[int, ...]
+    """Outputs that ranks split each for itself: of queries, keys and values, or of gate and up."""
     split: Split
     transposed: bool
     """The checkpoint stores the modules' weights as [inputs, outputs]."""
+
+    @property
+    def inputs(self) -> int:
+        """Of each module."""
+        return self.linear.inputs
+
+
+@dataclass(frozen=True, slots=True)
+class _RopeTable:
+    """[positions, 1, head_dim]."""
+
+    cos: Tensor
+    sin: Tensor
+    windows: list[int | None]
+    """Of the layers that use it."""
 
 
 class Decoder:
@@ -45,32 +67,57 @@ class Decoder:
         meta_linears: the weights of products get no memory here; each is set later, quantized.
         """
         self.config, self.ops, self.family = config, ops, family_of(config.architecture)
+        self._adapted = AdaptedProducts()
         with torch.device(device):
             self._build(dtype)
             for projection in [] if meta_linears else self.projections():
                 projection.linear.allocate()
-        cos, sin = rope_tables(config.positions, config.head_dim, max_positions, dtype)
-        self.cos, self.sin = cos.to(device), sin.to(device)
+        self._ropes: dict[Rope | LearnedPositions, _RopeTable] = {}
+        for window in set(config.windows):
+            positions = config.positions if window is None or config.local_rope is None else config.local_rope
+            if positions not in self._ropes:
+                cos, sin = rope_tables(positions, config.head_dim, max_positions, dtype)
+                self._ropes[positions] = _RopeTable(cos.to(device), sin.to(device), [])
+            self._ropes[positions].windows.append(window)
 
     def _build(self, dtype: torch.dtype) -> None:
         config, ops, positions = self.config, self.ops, self.config.positions
         empty = ops.empty_weight if config.tied_embeddings else torch.empty
-        self.embedding = empty(config.vocab_size, config.hidden_size, dtype=dtype)
+        embedded, drawn = self.table_rows()
+        self.embedding = empty(embedded, config.hidden_size, dtype=dtype)
         self.position_embedding: Tensor | None = None
         """[positions, hidden]; None: positions rotate queries and keys."""
         if isinstance(positions, LearnedPositions):
             self.position_embedding = torch.empty(positions.count, config.hidden_size, dtype=dtype)
         self.layers = [DecoderLayer(ops, config, layer, dtype) for layer in range(config.layers)]
         self.norm = empty_norm(config.norm, config.hidden_size, dtype)
-        self.head = Linear(ops, config.hidden_size, 0 if config.tied_embeddings else config.vocab_size, False, dtype)
+        self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=dtype, device="cpu"))
+        self.head = Linear(ops, config.hidden_size, 0 if config.tied_embeddings else drawn, False, dtype)
         if config.tied_embeddings:
             self.head.weight = self.embedding
 
+    def table_rows(self) -> tuple[int, int]:
+        """Rows of the embedding and of the head: one for each token of the vocabulary."""
+        return self.config.vocab_size, self.config.vocab_size
+
     # ---- forward ----
+
+    def lookup(self, token_ids: Tensor) -> Tensor:
+        """Rows of the embedding, [T, hidden]."""
+        return self.embedding[token_ids]
+
+    def ropes(self, pick: Callable[[Tensor, Tensor], RopeTables]) -> dict[int | None, RopeTables]:
+        """What `pick` makes of the tables of cos and sin, [positions, 1, head_dim], by window."""
+        picked = {}
+        for table in self._ropes.values():
+            picked.update(dict.fromkeys(table.windows, pick(table.cos, table.sin)))
+        return picked
 
     def embed(self, step: StepTensors) -> Tensor:
         """The residual stream before the first layer, [T, hidden]."""
-        x = self.embedding[step.token_ids]
+        x = self.lookup(step.token_ids)
+        if self.config.embedding_scale != 1.0:
+            x.mul_(self._embedding_scale)
         return x if self.position_embedding is None else x.add_(self.position_embedding[step.positions])
 
     def forward(self, step: StepTensors, pools: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -79,24 +126,39 @@ class Decoder:
         -> the residual stream of the tokens that are sampled from [S, hidden], and the output of the last layer's heads
         [T, heads * head_dim]; a token's row of it is finite if all that the step computed for the token is. The rest of
         the last layer is computed for the sampled tokens only: nothing else reads it, and it is a 32nd of a prompt's
-        work in 32 layers.
+        work in 32 layers. Where tokens have adapters all of it is computed: their order is that of all tokens.
         """
+        self._adapted.step = step.adapters
         x = self.embed(step)
         for layer, pool in zip(self.layers[:-1], pools[:-1], strict=True):
             layer.attention(x, step, pool)
             layer.mlp(x)
         last = self.layers[-1]
         attended = wanted = last.attention.attend(x, step, pools[-1])
-        if step.sampled is not None:
-            x, wanted = x[step.sampled], attended[step.sampled]
-        if len(x):
-            last.attention.output.add_matmul(x, wanted)
+        sampled = step.sampled
+        if sampled is not None and (step.adapters is None or not len(sampled)):
+            x, wanted, sampled = x[sampled], attended[sampled], None
+        if x.shape[0]:
+            last.attention.add_output(x, wanted)
             last.mlp(x)
-        return x, attended
+        return x if sampled is None else x[sampled], attended
 
     def logits(self, x: Tensor) -> Tensor:
         """Residual stream [S, hidden] -> logits [S, vocabulary] in the model's dtype."""
-        return self.head.norm_matmul(x, self.norm)
+        logits, cap = self.head.norm_matmul(x, self.norm), self.config.logit_soft_cap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+    def adaptable(self) -> list[Projection]:
+        """The products of the layers, without those of experts, in a fixed order. From now on the adapters of a step's
+        tokens add to them."""
+        found = [
+            projection
+            for projection in self.projections()
+            if projection.linear is not self.head and not isinstance(projection.linear, ExpertLinear)
+        ]
+        for index, projection in enumerate(found):
+            projection.linear.adapters = AdaptedProduct(self._adapted, index)
+        return found
 
     # ---- weights ----
 
@@ -104,12 +166,11 @@ class Decoder:
         """The products with weights of their own, from the first layer on."""
         found = []
         for index, layer in enumerate(self.layers):
-            attention, mlp = layer.attention, layer.mlp
-            linears = {Part.QKV: attention.qkv, Part.OUTPUT: attention.output, Part.UP: mlp.up, Part.DOWN: mlp.down}
+            linears = layer.linears()
             for names in self.family.layer:
-                if names.part in linears:
-                    found.append(_projection(linears[names.part], names, self.config, index))
-        if not self.config.tied_embeddings:
+                for expert, linear in enumerate(linears.get(names.part, ())):
+                    found.append(_projection(linear, names, self.config, index, expert))
+        if self.head.outputs:
             found += [
                 _projection(self.head, names, self.config) for names in self.family.outside if names.part is Part.HEAD
             ]
@@ -138,18 +199,39 @@ class Decoder:
         for names in self.family.outside:
             (module,) = names.modules
             table = tables.get(names.part)
-            if table is not None:
+            if table is not None and len(table):
                 yield f"{module}.weight", [table]
             elif names.part is Part.FINAL_NORM:
                 yield from _norm_destinations(module, self.norm)
 
+    def add_norm_offset(self) -> None:
+        """Turn the stored weights of norms into those that rows are multiplied with."""
+        offset = self.config.norm.offset
+        if not offset:
+            return
+        norms = [self.norm]
+        for layer in self.layers:
+            attention, mlp = layer.attention, layer.mlp
+            found = (attention.norm, attention.after_norm, attention.qk_norm, mlp.norm, mlp.after_norm)
+            norms += [norm for norm in found if norm is not None]
+        for norm in norms:
+            norm.weight.add_(offset)
+
     def _layer_destinations(self, index: int, layer: DecoderLayer) -> Iterator[tuple[str, list[Tensor]]]:
-        norms = {Part.ATTENTION_NORM: layer.attention.norm, Part.MLP_NORM: layer.mlp.norm}
+        norms = {
+            Part.ATTENTION_NORM: layer.attention.norm,
+            Part.ATTENTION_AFTER_NORM: layer.attention.after_norm,
+            Part.MLP_NORM: layer.mlp.norm,
+            Part.MLP_AFTER_NORM: layer.mlp.after_norm,
+        }
         qk_norm, heads = layer.attention.qk_norm, self.config.heads
         for names in self.family.layer:
-            module = names.modules[0].format(layer=index)
-            if names.part in norms:
-                yield from _norm_destinations(module, norms[names.part])
+            module = names.modules[0].format(layer=index, expert=0)
+            norm = norms.get(names.part)
+            if norm is not None:
+                yield from _norm_destinations(module, norm)
+            elif names.part is Part.ROUTER and isinstance(layer.mlp, SparseMlp):
+                yield f"{module}.weight", [layer.mlp.router]
             elif qk_norm is not None and names.part in (Part.Q_NORM, Part.K_NORM):
                 rows = qk_norm.weight[:heads] if names.part is Part.Q_NORM else qk_norm.weight[heads:]
                 yield f"{module}.weight", list(rows)
@@ -169,16 +251,17 @@ def _norm_destinations(module: str, norm: Norm) -> Iterator[tuple[str, list[Tens
         yield f"{module}.bias", [norm.bias]
 
 
-def _projection(linear: Linear, names: PartNames, config: ModelConfig, layer: int = 0) -> Projection:
-    modules = tuple(module.format(layer=layer) for module in names.modules)
-    outputs = _outputs(names.part, linear, config) if len(modules) > 1 else (linear.outputs,)
-    return Projection(linear, modules, outputs, names.split, names.transposed)
+def _projection(linear: Linear, names: PartNames, config: ModelConfig, layer: int = 0, expert: int = 0) -> Projection:
+    modules = tuple(module.format(layer=layer, expert=expert) for module in names.modules)
+    parts = _parts(names.part, linear, config)
+    outputs = parts if len(modules) > 1 else (linear.outputs,)
+    return Projection(linear, modules, outputs, parts, names.split, names.transposed)
 
 
-def _outputs(part: Part, linear: Linear, config: ModelConfig) -> tuple[int, ...]:
-    """Outputs of each module of a part that has several."""
+def _parts(part: Part, linear: Linear, config: ModelConfig) -> tuple[int, ...]:
     if part is Part.QKV:
         q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
         return q, kv, kv
-    assert part is Part.UP, part
-    return linear.outputs // 2, linear.outputs // 2
+    if part in (Part.UP, Part.EXPERT_UP) and config.activation.is_gated:
+        return linear.outputs // 2, linear.outputs // 2
+    return (linear.outputs,)

@@ -27,10 +27,19 @@ class Part(Enum):
     K_NORM = auto()
     OUTPUT = auto()
     """The projection after attention."""
+    ATTENTION_AFTER_NORM = auto()
+    """Of the output of attention."""
     MLP_NORM = auto()
+    MLP_AFTER_NORM = auto()
+    """Of the output of the MLP."""
     UP = auto()
     """The first projection of the MLP: gate and up, one after another, if the activation is gated."""
     DOWN = auto()
+    ROUTER = auto()
+    """The product that chooses experts."""
+    EXPERT_UP = auto()
+    """As UP, of one expert; {expert} in its modules' names is the expert's number."""
+    EXPERT_DOWN = auto()
 
 
 class Split(Enum):

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.operands import Norm
+from kernels.operands import Activation, Norm, Scores
 from kernels.quantized_weights import Weight
-from services.worker.models.config import LearnedPositions, ModelConfig, NormConfig, Rope
+from services.worker.models.config import ModelConfig, NormConfig
+from services.worker.models.lora import AdaptedProduct, StepAdapters
 from services.worker.models.ops import Ops, RopeTables
 
 
@@ -21,13 +22,16 @@ class StepTensors:
     """int64 [T]."""
     positions: Tensor
     """int64 [T]: each token's place in its sequence."""
-    rope: RopeTables
+    ropes: Mapping[int | None, RopeTables]
+    """By window."""
     slot_mapping: Tensor
     """int64 [T]: where keys and values go, block * block size + offset."""
     plans: Mapping[int | None, Any]
     """What the operations' attention needs to know of the rows, by window."""
     sampled: Tensor | None
     """int64 [S]: the tokens that are sampled from, the last of each row that samples; None: all, in order."""
+    adapters: StepAdapters | None = None
+    """Of the tokens; None: no token has one."""
 
 
 class Linear:
@@ -38,6 +42,13 @@ class Linear:
         self.weight: Any = torch.empty(outputs, inputs, dtype=dtype, device="meta")
         """A tensor [outputs, inputs], or what the operations prepared of a quantized weight."""
         self.bias = torch.empty(outputs, dtype=dtype) if bias else None
+        self.adapters: AdaptedProduct | None = None
+        """None: no adapter can change it."""
+
+    @property
+    def adapted(self) -> bool:
+        """Whether adapters of the step's tokens may add to the product: then it cannot be fused with what follows."""
+        return self.adapters is not None and self.adapters.active
 
     def allocate(self) -> None:
         """Allocate memory for a plain weight."""
@@ -49,11 +60,22 @@ class Linear:
 
     def norm_matmul(self, x: Tensor, norm: Norm) -> Tensor:
         """The product with norm(x): [T, inputs] -> [T, outputs]."""
-        return self.ops.norm_matmul(x, norm, self.weight, self.bias)
+        out = self.ops.norm_matmul(x, norm, self.weight, self.bias)
+        if self.adapters is not None and self.adapters.active:
+            self.adapters.add(out, self.ops.normalize(x, norm))
+        return out
+
+    def norm_activate(self, x: Tensor, norm: Norm, activation: Activation) -> Tensor:
+        """activation(the product with norm(x)), in the form that `add_matmul` takes."""
+        if self.adapted:
+            return self.ops.activate(self.norm_matmul(x, norm), activation)
+        return self.ops.norm_activate(x, norm, activation, self.weight, self.bias)
 
     def add_matmul(self, residual: Tensor, x: Tensor) -> None:
         """residual [T, outputs] += the product with x [T, inputs]."""
         self.ops.add_matmul(residual, x, self.weight, self.bias)
+        if self.adapters is not None:
+            self.adapters.add(residual, x)
 
 
 class Attention:
@@ -63,9 +85,11 @@ class Attention:
         self.ops = ops
         self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
         self.window = config.windows[layer]
-        self.scale = self.head_dim**-0.5
+        scale = self.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
+        self.scores = Scores(scale, config.attention_soft_cap)
         width = (self.heads + 2 * self.kv_heads) * self.head_dim
         self.norm = empty_norm(config.norm, config.hidden_size, dtype)
+        self.after_norm = empty_norm(config.norm, config.hidden_size, dtype) if config.norm.after else None
         self.qkv = Linear(ops, config.hidden_size, width, config.qkv_bias, dtype)
         self.output = Linear(ops, self.heads * self.head_dim, config.hidden_size, config.output_bias, dtype)
         self.kv_scales: Tensor | None = None
@@ -74,26 +98,32 @@ class Attention:
         self.qk_norm: Norm | None = None
         """Weight [H + K, D]."""
         if config.qk_norm:
-            self.qk_norm = Norm(torch.empty(rotated, self.head_dim, dtype=dtype), config.norm.eps)
+            weight = torch.empty(rotated, self.head_dim, dtype=norm_dtype(config.norm, dtype))
+            self.qk_norm = Norm(weight, config.norm.eps)
 
     def __call__(self, x: Tensor, step: StepTensors, kv: Tensor) -> None:
         """Add to the residual stream x [T, hidden]; kv is the layer's pool, written and read."""
-        self.output.add_matmul(x, self.attend(x, step, kv))
+        self.add_output(x, self.attend(x, step, kv))
+
+    def add_output(self, x: Tensor, attended: Tensor) -> None:
+        """Add the projection of the heads' output [T, heads * head_dim] to the residual stream x [T, hidden]."""
+        add_normalized(x, self.output, attended, self.after_norm)
 
     def attend(self, x: Tensor, step: StepTensors, kv: Tensor) -> Tensor:
         """The heads' output [T, heads * head_dim], before the output projection; the pool is written and read."""
         q = self._queries(x, step, kv)
-        return self.ops.attention(q, kv, step.plans[self.window], self.scale, self.kv_scales)
+        return self.ops.attention(q, kv, step.plans[self.window], self.scores, self.kv_scales)
 
     def _queries(self, x: Tensor, step: StepTensors, kv: Tensor) -> Tensor:
         """Queries [T, heads, head_dim]; keys and values go to the pool."""
-        if self.qk_norm is None and self.kv_scales is None:
+        rope = step.ropes[self.window]
+        if self.qk_norm is None and self.kv_scales is None and not self.qkv.adapted:
             weight, bias = self.qkv.weight, self.qkv.bias
-            q = self.ops.norm_qkv(x, self.norm, weight, bias, step.rope, kv, step.slot_mapping, self.heads)
+            q = self.ops.norm_qkv(x, self.norm, weight, bias, rope, kv, step.slot_mapping, self.heads)
             if q is not None:
                 return q
         qkv = self.qkv.norm_matmul(x, self.norm).view(x.shape[0], -1, self.head_dim)
-        return self.ops.rope_and_store(qkv, step.rope, kv, step.slot_mapping, self.heads, self.qk_norm, self.kv_scales)
+        return self.ops.rope_and_store(qkv, rope, kv, step.slot_mapping, self.heads, self.qk_norm, self.kv_scales)
 
 
 class Mlp:
@@ -102,63 +132,32 @@ class Mlp:
     def __init__(self, ops: Ops, config: ModelConfig, dtype: torch.dtype) -> None:
         self.ops, self.activation = ops, config.activation
         self.norm = empty_norm(config.norm, config.hidden_size, dtype)
+        self.after_norm = empty_norm(config.norm, config.hidden_size, dtype) if config.norm.after else None
         self.up = Linear(ops, config.hidden_size, config.up_outputs, config.mlp_bias, dtype)
         self.down = Linear(ops, config.intermediate_size, config.hidden_size, config.mlp_bias, dtype)
 
     def __call__(self, x: Tensor) -> None:
         """Add to the residual stream x [T, hidden]."""
-        up = self.up
-        self.down.add_matmul(x, self.ops.norm_activate(x, self.norm, self.activation, up.weight, up.bias))
+        activated = self.up.norm_activate(x, self.norm, self.activation)
+        add_normalized(x, self.down, activated, self.after_norm)
 
 
-class DecoderLayer:
-    """Attention, then the MLP; each begins with a norm and adds to the residual stream."""
-
-    def __init__(self, ops: Ops, config: ModelConfig, layer: int, dtype: torch.dtype) -> None:
-        self.attention = Attention(ops, config, layer, dtype)
-        self.mlp = Mlp(ops, config, dtype)
+def add_normalized(x: Tensor, linear: Linear, inputs: Tensor, norm: Norm | None) -> None:
+    """Add the product with `inputs`, normalized if there is a norm, to the residual stream x [T, hidden]."""
+    if norm is None:
+        linear.add_matmul(x, inputs)
+        return
+    product = torch.zeros_like(x)
+    linear.add_matmul(product, inputs)
+    x.add_(linear.ops.normalize(product, norm))
 
 
 def empty_norm(config: NormConfig, width: int, dtype: torch.dtype) -> Norm:
     """A norm over rows of `width` numbers, whose weights have memory and no values yet."""
     bias = torch.empty(width, dtype=dtype) if config.has_bias else None
-    return Norm(torch.empty(width, dtype=dtype), config.eps, config.kind, bias)
+    return Norm(torch.empty(width, dtype=norm_dtype(config, dtype)), config.eps, config.kind, bias)
 
 
-def rope_tables(
-    positions: Rope | LearnedPositions, head_dim: int, count: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """cos and sin for positions 0 to count - 1, both [count, 1, head_dim], the first half of sin negated.
-
-    Learned positions rotate nothing: cos is 1 and sin is 0. The tables are made on the CPU, so that every device
-    rotates by the same numbers.
-    """
-    with torch.device("cpu"):
-        if isinstance(positions, Rope):
-            return _rope_tables(positions, head_dim, count, dtype)
-        return torch.ones(count, 1, head_dim, dtype=dtype), torch.zeros(count, 1, head_dim, dtype=dtype)
-
-
-def _rope_tables(rope: Rope, head_dim: int, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-    frequencies = 1.0 / (rope.theta**exponents)
-    if rope.kind == "linear":
-        frequencies = frequencies / rope.factor
-    elif rope.kind == "llama3":
-        frequencies = _llama3_frequencies(frequencies, rope)
-    angles = torch.outer(torch.arange(count).float(), frequencies)
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat((cos, cos), -1)[:, None].to(dtype), torch.cat((-sin, sin), -1)[:, None].to(dtype)
-
-
-def _llama3_frequencies(frequencies: Tensor, rope: Rope) -> Tensor:
-    """Stretch long wavelengths, keep short ones, and blend those between (Llama 3.1)."""
-    wavelengths = 2 * torch.pi / frequencies
-    longest = rope.original_context / rope.low_freq_factor
-    shortest = rope.original_context / rope.high_freq_factor
-    blend = (rope.original_context / wavelengths - rope.low_freq_factor) / (
-        rope.high_freq_factor - rope.low_freq_factor
-    )
-    blended = (1 - blend) * frequencies / rope.factor + blend * frequencies
-    stretched = torch.where(wavelengths > longest, frequencies / rope.factor, blended)
-    return torch.where(wavelengths < shortest, frequencies, stretched)
+def norm_dtype(config: NormConfig, dtype: torch.dtype) -> torch.dtype:
+    """Of the weights of norms in a model of this dtype."""
+    return torch.float32 if config.offset else dtype

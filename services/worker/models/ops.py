@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kernels.operands import Activation, Norm
+from kernels.operands import Activation, Norm, Scores
 from kernels.quantized_weights import Weight
 
 
@@ -24,6 +24,18 @@ class RopeTables:
     """As cos, the first half negated."""
     positions: Tensor | None = None
     """int64 [T]: the row of cos and sin for each token; None: they have one row for each token, in order."""
+
+
+class ExpertWeights(Protocol):
+    """The weights of a layer's experts, all [outputs, inputs], in the form that an implementation multiplies with."""
+
+    def allocate(self, expert: int, /) -> Tensor:
+        """Memory for the plain weight of an expert."""
+
+    def keep(self, expert: int, weight: Weight, /) -> Any:
+        """Keep the weight of an expert, quantized or plain; any thread may call it -> its part, which has `nbytes`.
+
+        Raises ValueError where its format cannot stand beside the other experts'."""
 
 
 class Ops(Protocol):
@@ -45,6 +57,9 @@ class Ops(Protocol):
         self, x: Tensor, norm: Norm, activation: Activation, weight: Any, bias: Tensor | None = None, /
     ) -> Tensor:
         """activation(norm(x) @ weight.T + bias), in the form that `add_matmul` of the same implementation takes."""
+
+    def activate(self, x: Tensor, activation: Activation, /) -> Tensor:
+        """The activation of x [T, m], in a form that `add_matmul` of the same implementation takes."""
 
     def add_matmul(self, residual: Tensor, x: Tensor, weight: Any, bias: Tensor | None = None, /) -> None:
         """Add x @ weight.T + bias to `residual` in place."""
@@ -77,5 +92,16 @@ class Ops(Protocol):
     ) -> Tensor | None:
         """`norm_matmul` and `rope_and_store` in one kernel -> the queries, or None where there is no such kernel."""
 
-    def attention(self, q: Tensor, kv: Tensor, plan: Any, scale: float, kv_scales: Tensor | None = None, /) -> Tensor:
+    def expert_weights(self, count: int, outputs: int, inputs: int, dtype: torch.dtype, /) -> Any:
+        """Empty `ExpertWeights` of this implementation."""
+
+    def route(self, logits: Tensor, chosen: int, normalized: bool, /) -> Any:
+        """Choose experts for each token from logits [T, experts]; the routes are of this implementation's own kind."""
+
+    def add_experts(
+        self, residual: Tensor, x: Tensor, routes: Any, activation: Activation, up: Any, down: Any, /
+    ) -> None:
+        """Add the weighted results down(activation(up(x))) of each token's experts to `residual` in place."""
+
+    def attention(self, q: Tensor, kv: Tensor, plan: Any, scores: Scores, kv_scales: Tensor | None = None, /) -> Tensor:
         """Ragged attention over the pool; the plan is of this implementation's own kind."""

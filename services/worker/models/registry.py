@@ -3,12 +3,17 @@
 from collections.abc import Sequence
 
 from services.worker.errors import CheckpointError
-from services.worker.models.families import gpt2, llama
+from services.worker.models.families import gemma2, gemma3, gpt2, llama, mixtral, phi3
 from services.worker.models.family import Family
 
 FAMILIES: Sequence[Family] = [
     llama.FAMILY,
     gpt2.FAMILY,
+    phi3.FAMILY,
+    gemma2.FAMILY,
+    gemma3.FAMILY,
+    mixtral.MIXTRAL,
+    mixtral.QWEN3_MOE,
 ]
 _BY_ARCHITECTURE = {architecture: family for family in FAMILIES for architecture in family.architectures}
 

@@ -108,6 +108,11 @@ class BlockPool:
             else:
                 self._free.append(block)
 
+    @property
+    def changed(self) -> bool:
+        """Whether keys became findable or unfindable since they were taken last."""
+        return bool(self._changes)
+
     def take_changes(self) -> tuple[list[bytes], list[bytes]]:
         """Keys that became findable since the last call, and keys that became unfindable."""
         changes, self._changes = self._changes, {}

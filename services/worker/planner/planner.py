@@ -4,11 +4,14 @@ Pure: knows sequences and blocks, never tensors, threads or the clock. It needs 
 """
 
 import bisect
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple
 
+from services.worker.job import Adapter
+from services.worker.planner.adapter_slots import AdapterSlots
 from services.worker.planner.block_pool import BlockPool
 from services.worker.planner.sequence import Sequence
 from services.worker.planner.token_budget import TokenBudget
@@ -28,8 +31,15 @@ class Row(NamedTuple):
     """Index of its first token in the sequence."""
     tokens: int
     """Tokens to compute."""
-    samples: bool
-    """Whether the row ends with the sequence's last token, so that new ones are drawn."""
+    samples: int
+    """Tokens at the row's end after which a new one is drawn: none if the row ends before the sequence's last token;
+    otherwise that one and the guesses."""
+    guesses: Many[int] = ()
+    """Tokens that may follow the last one. They are part of the row."""
+
+
+Guesser = Callable[[list[tuple[Sequence, int]], int], list[Many[int]]]
+"""Answers of a step, how many guesses each has room for at most, and the rows of the step -> the guesses for each."""
 
 
 @dataclass(slots=True)
@@ -45,6 +55,8 @@ class Plan:
     """Slots that became empty since the last step. An admitted sequence may have got one of them."""
     paused: list[Sequence] = field(default_factory=list)
     """Sequences that lost slot and blocks to make room for others."""
+    loads: list[tuple[int, Adapter]] = field(default_factory=list)
+    """Adapters that are to be loaded, and the slots for them."""
 
     def drop(self, sequence: Sequence) -> None:
         """Take the sequence's row out of the step."""
@@ -63,17 +75,27 @@ class Planner:
         step_tokens: int,
         prefix_cache: bool,
         chunk_tokens: int | None = None,
+        guesses_alone: bool = False,
+        adapter_slots: int = 0,
+        stages: int = 1,
     ) -> None:
+        """guesses_alone: a step has no guesses beside prompts. adapter_slots: adapters that device memory holds.
+        stages: of a pipeline, whose steps in flight share the answers: the first stage needs the value of an answer's
+        last token."""
         if step_tokens < slots:
             raise ValueError(f"step_tokens {step_tokens} is less than max_batch_size {slots}: some rows would starve")
         self.pool, self.block_size = pool, block_size
         self.step_tokens, self.prefix_cache = step_tokens, prefix_cache
+        self._guesses_alone, self._stages = guesses_alone, stages
         self._token_budget = None if chunk_tokens is None else TokenBudget(chunk_tokens, step_tokens)
+        self.adapters = AdapterSlots(adapter_slots)
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.leaving: list[Sequence] = []
         """Sequences that have ended while a step in flight may still write to their blocks."""
         self.preemptions = 0
+        self._launched = self._landed = 0
+        """Steps so far."""
         self._free_slots = list(range(slots - 1, -1, -1))
         self._released: list[int] = []
         self._computing: dict[bytes, Sequence] = {}
@@ -96,50 +118,67 @@ class Planner:
             self.waiting.remove(sequence)
             return
         self.running.remove(sequence)
-        if sequence.in_flight:
+        if self.in_flight(sequence):
             self.leaving.append(sequence)
         else:
             self._vacate(sequence)
 
-    def launched(self, rows: Iterable[Row]) -> list[int]:
-        """Note that a step with these rows is in flight. -> how often the sequence of each row was paused so far."""
-        preemptions = []
+    def launched(self, rows: Iterable[Row]) -> None:
+        """Note that a step with these rows is in flight."""
+        self._launched = number = self._launched + 1
         for row in rows:
-            sequence = row.sequence
-            sequence.in_flight += 1
-            preemptions.append(sequence.preemptions)
-        return preemptions
+            row.sequence.last_step = number
 
-    def landed(self, rows: Iterable[Row]) -> None:
-        """Note that a step in flight with these rows is over."""
-        for row in rows:
-            sequence = row.sequence
-            sequence.in_flight -= 1
-            if self.leaving and not sequence.in_flight and sequence in self.leaving:
-                self.leaving.remove(sequence)
-                self._vacate(sequence)
+    def landed(self) -> None:
+        """Note that the oldest step in flight is over."""
+        self._landed += 1
+        if self.leaving:
+            leaving, self.leaving = self.leaving, []
+            for sequence in leaving:
+                if self.in_flight(sequence):
+                    self.leaving.append(sequence)
+                else:
+                    self._vacate(sequence)
 
-    def plan(self) -> Plan:
-        """Choose the rows of the next step within the token budget: running answers, then prompts, then new ones."""
+    def in_flight(self, sequence: Sequence) -> bool:
+        """Whether a step in flight has a row of the sequence."""
+        return sequence.last_step > self._landed
+
+    def plan(self, guesser: Guesser | None = None) -> Plan:
+        """Choose the rows of the next step within the token budget: running answers, then prompts, then new ones.
+
+        guesser: is asked how the answers whose tokens are all known may continue.
+        """
         self._note_begun()
         plan = Plan(self.step_tokens)
         before = self.preemptions
         prompts = self._schedule_answers(plan)
+        if guesser is not None and self.may_guess():
+            self._add_guesses(plan, guesser)
         if plan.rows and self._token_budget is not None:
-            taken = self.step_tokens - plan.budget
+            answers = len(plan.rows)
             queue = [*prompts, *self.waiting[: len(self._free_slots)]]
             begun = sum(len(row.sequence.tokens) > row.sequence.prefill_end for row in plan.rows) if queue else 0
             context = prompts[0].computed if prompts else 0
-            share = self._token_budget.step([sequence.arrival for sequence in queue], context, taken, begun)
-            plan.budget = max(share - taken, 0)
+            share = self._token_budget.step([sequence.arrival for sequence in queue], context, answers, begun)
+            plan.budget = min(plan.budget, max(share - answers, 0))
         for sequence in prompts:
             if sequence.slot is not None:
                 self._schedule(sequence, sequence.remaining, plan)
         if self.preemptions == before:
             self._admit(plan)
+            plan.loads = self.adapters.take_loads()
         if plan.rows:  # Otherwise no step is launched that could carry the edits.
             plan.released, self._released = self._released, []
         return plan
+
+    def may_guess(self) -> bool:
+        """Whether the next step may have guesses."""
+        if not self._guesses_alone:
+            return True
+        return not self.waiting and all(
+            sequence.computed >= sequence.prefill_end and sequence.guessable for sequence in self.running
+        )
 
     def commit(self, row: Row, tokens: Collection[int] = ()) -> None:
         """Record that a row is computed and, if it samples, which tokens it drew. Its whole blocks can be found from
@@ -148,18 +187,19 @@ class Planner:
         A plan counts on one token for each row that samples. Of a row that drew several, the device has computed all
         but the last; of one that drew none, the last token is computed again.
         """
-        sequence, start, count, samples = row
-        end = start + count
+        sequence, start, count, samples, guesses = row
+        end = start + count - len(guesses)
         sequence.tokens += tokens
         if samples and len(tokens) != 1:
             beyond = len(tokens) - 1
             sequence.computed += beyond
             sequence.total += beyond
             end = min(end + beyond, len(sequence.blocks) * self.block_size)
-        whole = min(end, len(sequence.tokens)) // self.block_size
+        known = len(sequence.tokens)
+        whole = (end if end < known else known) // self.block_size
         if whole <= sequence.published or sequence.slot is None or not self.caches(sequence):
             return
-        for index, key in enumerate(sequence.keys.first(whole)[sequence.published :], sequence.published):
+        for index, key in enumerate(sequence.keys.between(sequence.published, whole), sequence.published):
             self.pool.publish(sequence.blocks[index], key)
             if self._computing.get(key) is sequence:
                 del self._computing[key]
@@ -179,7 +219,9 @@ class Planner:
 
     def usable_blocks(self, sequence: Sequence) -> int:
         """How many blocks the sequence may find in the cache: whole ones before its last token, which is always
-        computed."""
+        computed. None if the log-probabilities of its prompt are asked for: a block that is found shows none."""
+        if sequence.job.params.prompt_logprobs is not None:
+            return 0
         return (len(sequence.tokens) - 1) // self.block_size if self.caches(sequence) else 0
 
     def usable_keys(self, sequence: Sequence) -> list[bytes]:
@@ -205,27 +247,37 @@ class Planner:
         assert not any(sequence.blocks for sequence in self.waiting), "a waiting sequence holds blocks"
         slots = sorted([*self._free_slots, *(s.slot for s in holders if s.slot is not None)])
         assert slots == list(range(len(slots))), f"slots are lost or given twice: {slots}"
+        self.adapters.check(s.job.adapter.fingerprint for s in holders if s.job.adapter is not None)
 
     # ---- running sequences ----
 
     def _schedule_answers(self, plan: Plan) -> list[Sequence]:
         """Add a token of each running answer. -> the running prompts, in the queue's order. The budget suffices: a step
         has at least as many tokens as there are slots."""
-        prompts = []
+        prompts, most = [], self._most_answers()
         for sequence in self.running.copy():
             computed, total = sequence.computed, sequence.total
             if total >= sequence.limit:
                 continue
             if total - computed > 1:
                 prompts.append(sequence)
+            elif self._stages > 1 and (len(plan.rows) >= most or self.in_flight(sequence)):
+                continue
             elif sequence.slot is not None and (
                 total <= len(sequence.blocks) * self.block_size or self._make_room(sequence, total, plan)
             ):
-                plan.rows.append(Row(sequence, computed, 1, True))
+                plan.rows.append(Row(sequence, computed, 1, 1))
                 sequence.computed = total
                 sequence.total = total + 1
         plan.budget = self.step_tokens - len(plan.rows)
         return prompts
+
+    def _most_answers(self) -> int:
+        """Answers of a step: of a pipeline each step in flight has an equal part of them."""
+        if self._stages == 1:
+            return len(self.running)
+        answers = sum(sequence.total - sequence.computed == 1 for sequence in self.running)
+        return -(-answers // self._stages)
 
     def _schedule(self, sequence: Sequence, remaining: int, plan: Plan) -> None:
         tokens = remaining if remaining <= plan.budget else plan.budget
@@ -234,11 +286,36 @@ class Planner:
         end = sequence.computed + tokens
         if end > len(sequence.blocks) * self.block_size and not self._make_room(sequence, end, plan):
             return
-        samples = tokens == remaining
+        samples = int(tokens == remaining)
         plan.rows.append(Row(sequence, end - tokens, tokens, samples))
         plan.budget -= tokens
         sequence.computed = end
         sequence.total += samples
+
+    def _add_guesses(self, plan: Plan, guesser: Guesser) -> None:
+        """Lengthen rows of answers by guesses, as far as free blocks and the budget reach: nobody is paused for them.
+        A plan counts on one token of such a row, as of any other; blocks for guesses stay with their sequence."""
+        places, asked = [], []
+        for place, row in enumerate(plan.rows):
+            sequence = row.sequence
+            known = len(sequence.tokens) == sequence.total - 1 and not self.in_flight(sequence)
+            if known and row.start >= sequence.prefill_end and sequence.total < sequence.limit:
+                places.append(place)
+                asked.append((sequence, sequence.limit - sequence.total))
+        spare = self.pool.available - len(self.running)  # Their next tokens need blocks too.
+        found = guesser(asked, len(plan.rows)) if asked else []
+        for place, (sequence, _), guesses in zip(places, asked, found, strict=True):
+            room = (len(sequence.blocks) + max(spare, 0)) * self.block_size - sequence.computed
+            guesses = guesses[: max(min(room, plan.budget), 0)]
+            if not guesses:
+                continue
+            needed = sequence.blocks_for(sequence.computed + len(guesses)) - len(sequence.blocks)
+            if needed > 0:
+                sequence.blocks += self.pool.take(needed)
+                spare -= needed
+            plan.budget -= len(guesses)
+            row = plan.rows[place]
+            plan.rows[place] = Row(sequence, row.start, 1 + len(guesses), 1 + len(guesses), guesses)
 
     def _make_room(self, sequence: Sequence, tokens: int, plan: Plan) -> bool:
         """Give the sequence blocks for so many tokens, pausing others if need be. False when it was paused itself."""
@@ -270,6 +347,8 @@ class Planner:
         for key in [key for key, owner in self._computing.items() if owner is sequence]:
             del self._computing[key]
         self.pool.release(sequence.blocks)
+        if sequence.job.adapter is not None:
+            self.adapters.release(sequence.job.adapter)
         self._free_slots.append(sequence.slot)
         self._released.append(sequence.slot)
         sequence.slot, sequence.blocks = None, []
@@ -278,12 +357,18 @@ class Planner:
     # ---- waiting sequences ----
 
     def _admit(self, plan: Plan) -> None:
-        """Admit waiting sequences in the queue's order. One whose prefix is being fetched, or computed by another, lets
-        others pass; one for which there is no room does not."""
+        """Admit waiting sequences in the queue's order. One whose prefix is being fetched, or computed by another, or
+        whose adapter is being loaded, lets others pass; one for which there is no room does not. One for whose adapter
+        there is no room lets those pass that have none."""
+        adapters_full = False
         for sequence in list(self.waiting):
             if not self._free_slots or plan.budget == 0:
                 return
-            if sequence.waiting_for_blocks:
+            adapter = sequence.job.adapter
+            if sequence.waiting_for_blocks or (adapter is not None and adapters_full):
+                continue
+            if adapter is not None and not self.adapters.is_ready(adapter):
+                adapters_full = not self.adapters.request(adapter)
                 continue
             usable = self.usable_blocks(sequence)
             found = self.pool.match(map(sequence.keys.at, range(usable)))
@@ -303,6 +388,7 @@ class Planner:
         self.waiting.remove(sequence)
         bisect.insort(self.running, sequence, key=_queue_key)
         sequence.slot = self._free_slots.pop()
+        sequence.adapter_slot = 0 if sequence.job.adapter is None else self.adapters.use(sequence.job.adapter)
         sequence.blocks = found
         sequence.published = len(found)
         sequence.computed = sequence.found_tokens = len(found) * self.block_size
@@ -317,7 +403,7 @@ class Planner:
     def _note_begun(self) -> None:
         for sequence, usable in self._begun:
             if sequence.slot is not None:
-                for key in sequence.keys.first(usable)[sequence.published :]:
+                for key in sequence.keys.between(sequence.published, usable):
                     self._computing.setdefault(key, sequence)
         self._begun.clear()
 

@@ -5,7 +5,7 @@ The planner is the only writer of a sequence; everybody else reads it.
 
 from collections.abc import Sequence as Many
 
-from services.hashing import block_keys, chain_root
+from services.hashing import adapted, block_keys, chain_root
 from services.worker.job import Job
 
 
@@ -21,12 +21,16 @@ class BlockKeys:
 
     def first(self, count: int) -> list[bytes]:
         """Keys of the first `count` blocks, all of which must be whole."""
+        return self.between(0, count)
+
+    def between(self, begin: int, count: int) -> list[bytes]:
+        """Those of the first `count` keys that begin with block `begin`."""
         assert count * self._block_size <= len(self._tokens), "only whole blocks have keys"
         known = len(self._keys)
         if known < count:
             new = self._tokens[known * self._block_size : count * self._block_size]
             self._keys += block_keys(new, self._block_size, self._keys[-1] if known else self._root)
-        return self._keys[:count]
+        return self._keys[begin:count]
 
     def at(self, index: int) -> bytes:
         """The key of one whole block. Keys of some blocks behind it are computed at the same time."""
@@ -43,8 +47,9 @@ class Sequence:
     """
 
     __slots__ = (
-        "arrival", "block_size", "blocks", "cached_tokens", "computed", "fetched_keys", "fetched_tokens",
-        "found_tokens", "in_flight", "job", "keys", "limit", "preemptions", "prefill_end", "published", "queue_key",
+        "adapter_slot", "arrival", "block_size", "blocks", "cached_tokens", "computed", "fetched_keys",
+        "fetched_tokens",
+        "found_tokens", "job", "keys", "last_step", "limit", "preemptions", "prefill_end", "published", "queue_key",
         "sent_blocks", "slot", "tokens", "total", "waiting_for_blocks",
     )  # fmt: skip
 
@@ -56,13 +61,16 @@ class Sequence:
         self.limit = min(job.prompt_len + job.params.max_tokens, max_length)
         """Tokens at which the answer ends."""
         self.tokens: list[int] = list(job.token_ids)
-        self.keys = BlockKeys(self.tokens, block_size, chain_root(job.salt, fingerprint))
+        adapter = job.adapter.fingerprint if job.adapter is not None else b""
+        self.keys = BlockKeys(self.tokens, block_size, chain_root(job.salt, adapted(fingerprint, adapter)))
         self.total = len(self.tokens)
         self.computed = 0
         """Tokens whose keys and values are stored, or will be when the steps in flight are over."""
         self.published = 0
         """Blocks that other sequences can find."""
         self.slot: int | None = None
+        self.adapter_slot = 0
+        """Where its adapter is while it has a slot; 0: it has none."""
         self.blocks: list[int] = []
         self.sent_blocks = 0
         """Blocks that the device was sent."""
@@ -70,8 +78,8 @@ class Sequence:
         """Tokens found in the prefix cache when the sequence got its slot."""
         self.prefill_end = 0
         """Tokens that the sequence had when it got its slot. The device itself produced all later ones."""
-        self.in_flight = 0
-        """Steps in flight in which the sequence has a row."""
+        self.last_step = 0
+        """The number of the last launched step in which the sequence has a row."""
         self.preemptions = 0
         self.waiting_for_blocks = False
         """Blocks are being fetched for it from a lower tier."""
@@ -79,6 +87,11 @@ class Sequence:
         """Keys of the blocks that were fetched for it."""
         self.cached_tokens = self.fetched_tokens = 0
         """Prompt tokens that the device's prefix cache held, and those fetched from a lower tier."""
+
+    @property
+    def guessable(self) -> bool:
+        """Whether its tokens may be guessed: not where each is drawn under a mask of its own."""
+        return self.job.params.structured is None and not self.job.params.bad_sequences
 
     @property
     def position(self) -> int:
@@ -98,11 +111,6 @@ class Sequence:
     def most_blocks(self) -> int:
         """Blocks that the sequence needs at most. The last token of an answer is never computed."""
         return self.blocks_for(max(self.limit - 1, 1))
-
-    @property
-    def has_new_blocks(self) -> bool:
-        """Whether there are blocks that the device was not sent."""
-        return self.sent_blocks < len(self.blocks)
 
     def take_new_blocks(self) -> tuple[int, list[int]]:
         """The index of the first block that the device was not sent, and the blocks from there on. They count as sent

@@ -3,22 +3,23 @@
 Legend: R rows of a step, S of them sample, T tokens, V vocabulary.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from services.worker.job import Adapter
 from services.worker.kvcache.pool import KvPool
 from services.worker.runners.step import Words
 
+Masks = npt.NDArray[np.int32]
+"""[M, W]: bit v % 32 of word v // 32 of a line says whether token v may be drawn."""
 Top = list[tuple[int, float]]
 """The most likely tokens and their log-probabilities, the most likely first."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(NamedTuple):
     """What the S rows that sample drew, in their order; each list has an entry for each token that its row drew."""
 
     tokens: list[list[int]]
@@ -33,14 +34,20 @@ class Sampled:
 NOTHING_SAMPLED = Sampled([], None, None)
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+Scores = tuple[list[float], list[Top]]
+"""Log-probabilities of tokens, and at each the most likely tokens."""
+NO_SCORES: Mapping[int, Scores] = {}
+
+
+class StepResult(NamedTuple):
     """The results of a step."""
 
     finite: list[bool]
     """[R]: whether all numbers of a row are finite. If not, its tokens mean nothing and its blocks must be scrubbed."""
     sampled: Sampled
     """What the rows that sample drew."""
+    scores: Mapping[int, Scores] = NO_SCORES
+    """By index of the row: the log-probabilities that an edit SCORE asked for."""
 
 
 class Inspection(Protocol):
@@ -59,7 +66,9 @@ class Runner(Protocol[Step]):
 
     It keeps each slot's position itself: a row that drew several tokens has moved its slot past all but the last of
     them, and a row that drew none leaves its slot before its last token. A runner with blocks draws at most as many
-    tokens as the slot's blocks have room for.
+    tokens as the slot's blocks have room for. A step with guesses is collected before another one is launched. A row of
+    guesses whose numbers are not all finite draws none and leaves no such number in its blocks: without the guesses it
+    may be finite.
     """
 
     @property
@@ -74,6 +83,11 @@ class Runner(Protocol[Step]):
         """Apply the edits and begin to compute the rows. After an exception no row has advanced; edits may be applied,
         and may be sent again."""
 
+    def draw(self, step: Step, masks: Masks, /) -> None:
+        """Draw the tokens of a step's M rows that sample and whose slots have masks (`Edit.MASK`), in the order of the
+        rows; the log-probabilities of these are after the mask. Called once for each step with such rows, after all
+        earlier steps were collected, before this one is collected and before the next one is launched."""
+
     def done(self, step: Step, /) -> bool:
         """Whether `collect` would return at once."""
 
@@ -87,12 +101,40 @@ class Runner(Protocol[Step]):
         """Open up the model for one sequence of T tokens. Uses the first blocks of the pool: not beside jobs."""
 
 
+class AdapterPages(Protocol):
+    """The adapters in a runner's device memory: a fixed number of slots, from 1."""
+
+    @property
+    def slots(self) -> int:
+        """How many adapters there is room for."""
+
+    def load(self, slot: int, adapter: Adapter, /) -> None:
+        """Begin to copy an adapter to a slot that no later step reads until it is loaded. Steps run meanwhile."""
+
+    def loaded(self, slot: int, /) -> bool:
+        """Whether the copy is complete."""
+
+
+class TextTokens(NamedTuple):
+    """The tokens of a text, or of a pair of texts."""
+
+    token_ids: Sequence[int]
+    """At least one."""
+    second: int = 0
+    """Where the second text of a pair begins; 0: there is none."""
+
+
 class EncoderRunner(Protocol):
     """Executes batches of an encoder, which keeps nothing between them."""
 
     @property
     def most_tokens(self) -> int:
-        """Most tokens of a batch, over all its sequences."""
+        """Most tokens of a batch, over all its texts."""
 
-    def encode(self, batch: Sequence[Sequence[int]], /) -> npt.NDArray[np.float32]:
-        """The token ids of B sequences -> a vector for each [B, width]. Raises ValueError for too many tokens."""
+    @property
+    def width(self) -> int:
+        """Numbers of each vector."""
+
+    def encode(self, batch: Sequence[TextTokens], /) -> npt.NDArray[np.float32]:
+        """A vector for each of B texts [B, width]: pooled and not normalized, or the scores of a head's labels. Raises
+        ValueError for too many tokens."""

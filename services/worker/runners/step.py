@@ -2,8 +2,12 @@
 
     header   words of edits, rows, tokens
     edits    each: operation, slot, number of words, words
-    rows     each: slot, tokens, samples (0 or 1)
-    ids      of the tokens, row by row (-1: the slot's last token)
+    rows     each: slot, tokens, samples
+    ids      of the tokens, row by row (-1: the slot's last token, -2: a guess of the runner's own)
+
+New tokens are drawn after the last `samples` tokens of a row: 0 for a part of a prompt, 1 usually. With 1 + k the last
+k tokens are guesses; the runner draws after each as if the guesses before it were the answer, and keeps the draws up to
+the first that is not what was guessed.
 
 A slot holds the device's state of one sequence: block table, position, last token, sampling state. So a step of answers
 takes four words for each row, and a token that is still on the device needs no round trip. Floats are sent as bits.
@@ -19,6 +23,10 @@ import numpy as np
 import numpy.typing as npt
 
 Words = npt.NDArray[np.int32]
+LAST_TOKEN, OWN_GUESS = -1, -2
+"""Ids whose token the runner has itself."""
+MOST_GUESSES = 8
+"""Guesses of a row at most."""
 HEADER_WORDS = EDIT_WORDS = ROW_WORDS = 3
 """Words before the edits, words of an edit before its data, words of a row."""
 _THREE = struct.Struct("=3i")
@@ -40,6 +48,20 @@ class Edit(enum.IntEnum):
     """For logit_bias: token ids, then as many floats."""
     BAN = 5
     """For min_tokens: the position from which they are allowed, then token ids."""
+    DRAFT = 6
+    """For OWN_GUESS: tokens of the sequence that the draft model has yet to compute, the last one included. The
+    position of the first, then token ids. Holds for this step."""
+    FORBID = 7
+    """For bad words: position of the next token, number of the answer's last tokens that follow and these tokens; then
+    each forbidden sequence of tokens, its length first."""
+    MASK = 8
+    """The slot draws under masks: its tokens are drawn when `Runner.draw` brings them. No words."""
+    SCORE = 9
+    """For log-probabilities of the prompt: likely tokens to report, then the tokens that come after the row's first
+    tokens. Holds for this step."""
+    ADAPTER = 10
+    """The slot's sequence has an adapter until the slot is empty or admitted anew: which of the adapters' own slots it
+    is in, from 1."""
 
 
 _EDITS = tuple(Edit)
@@ -82,9 +104,9 @@ class Rows(NamedTuple):
     lengths: list[int]
     """Tokens of this step."""
     samples: list[int]
-    """0 or 1."""
+    """Tokens at the row's end after which a new one is drawn; all but the first of these are guesses."""
     ids: Words
-    """Of the tokens, row by row; -1: the slot's last token."""
+    """Of the tokens, row by row, or LAST_TOKEN or OWN_GUESS."""
 
 
 def unpack(words: Words) -> tuple[Sequence[tuple[Edit, int, Words]], Rows]:
@@ -95,7 +117,7 @@ def unpack(words: Words) -> tuple[Sequence[tuple[Edit, int, Words]], Rows]:
     assert len(words) == ids_at + ids, f"{len(words)} words, {ids_at + ids} announced"
     columns = words[rows_at:ids_at].tolist()
     rows = Rows(columns[0::ROW_WORDS], columns[1::ROW_WORDS], columns[2::ROW_WORDS], words[ids_at:])
-    return list(_edits(words[HEADER_WORDS:rows_at])), rows
+    return list(_edits(words[HEADER_WORDS:rows_at])) if edit_words else [], rows
 
 
 def _edits(words: Words) -> Iterator[tuple[Edit, int, Words]]:

@@ -1,6 +1,5 @@
 """Converts messages of the Run link to and from the engine's plain values. Knows no links and no engine."""
 
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +9,9 @@ from protos import inference_pb2 as api
 from protos import mesh_pb2 as mesh
 from services import validate
 from services.errors import WeftError, invalid
-from services.worker.job import Cost, Ended, EndReason, Failure, Job, SamplingParams
+from services.validate_encode import check_task
+from services.worker.job import Adapter, Cost, Ended, EndReason, Failure, Job, SamplingParams
+from services.worker.service import encode_codec
 
 _REASONS = {
     EndReason.STOP: api.FINISH_REASON_STOP,
@@ -24,8 +25,12 @@ _LEAST_DIVISOR = 1e-6
 DEADLINE_EXCEEDED = WeftError(StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", "the deadline passed")
 
 
-def job_of(message: mesh.Job, key: int, card: mesh.ModelCard) -> Job:
-    """The engine's job for a message, which is validated here: the worker trusts no gateway. Raises WeftError."""
+def job_of(message: mesh.Job, key: int, card: mesh.ModelCard, adapter: Adapter | None = None) -> Job:
+    """The engine's job for a message, which is validated here: the worker trusts no gateway. adapter: the one that the
+    message names. Raises WeftError."""
+    if message.HasField("encode"):
+        return encode_codec.job_of(message, key, card)
+    check_task(card, "generate")
     sampling, token_ids = message.sampling, list(message.token_ids)  # Reading the repeated field itself is slow.
     given = validate.check_sampling(sampling, card)
     if not 0 < message.prompt_len <= len(token_ids):
@@ -34,6 +39,7 @@ def job_of(message: mesh.Job, key: int, card: mesh.ModelCard) -> Job:
         raise invalid("sampling", "max_tokens and seed must be set in a job")
     validate.check_tokens(token_ids[: message.prompt_len], sampling, card)
     validate.check_token_ids("token_ids", token_ids[message.prompt_len :], card)
+    speculation = validate.check_speculation(message)
     if len(token_ids) - message.prompt_len >= sampling.max_tokens:
         raise invalid("token_ids", "the answer already has max_tokens tokens")
     return Job(
@@ -44,8 +50,10 @@ def job_of(message: mesh.Job, key: int, card: mesh.ModelCard) -> Job:
         sample_index=message.sample_index,
         salt=message.salt,
         bypass_cache=message.bypass_cache,
-        deadline=time.monotonic() + message.deadline_s if message.deadline_s > 0 else None,
+        deadline=encode_codec.deadline_of(message),
         priority=message.priority,
+        speculation=speculation,
+        adapter=adapter,
     )
 
 
@@ -66,6 +74,9 @@ def _params(given: Mapping[str, Any], vocab_size: int) -> SamplingParams:
         logit_bias=dict(given.get("logit_bias", {})),
         logprobs=given.get("logprobs"),
         ignore_eos=given.get("ignore_eos", False),
+        prompt_logprobs=given.get("prompt_logprobs"),
+        bad_sequences=tuple(tuple(each.ids) for each in given.get("bad_token_sequences", ())),
+        structured=given.get("structured"),
     )
 
 
@@ -79,6 +90,10 @@ def end_of(ended: Ended, stream_id: int) -> mesh.JobEnd:
     end = mesh.JobEnd(stream_id=stream_id, reason=_REASONS[ended.reason], cost=_cost(ended.cost))
     if ended.stop_token_id is not None:
         end.stop_token_id = ended.stop_token_id
+    if ended.vectors is not None:
+        end.vectors.width, end.vectors.data = ended.vectors.width, ended.vectors.data
+    if ended.failed_text is not None:
+        end.failed_text = ended.failed_text
     if ended.reason is EndReason.DEADLINE:
         end.failure.CopyFrom(DEADLINE_EXCEEDED.failure())
     elif ended.error is not None:
@@ -100,6 +115,8 @@ def _cost(cost: Cost) -> mesh.JobCost:
         cached_tokens=cost.cached_tokens,
         preemptions=cost.preemptions,
         fetched_tokens=cost.fetched_tokens,
+        drafted_tokens=cost.drafted_tokens,
+        accepted_tokens=cost.accepted_tokens,
     )
 
 

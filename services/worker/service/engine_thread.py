@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from collections import deque
 
 from services import telemetry
 from services.worker.engine.base import Engine
@@ -33,20 +34,23 @@ class EngineThread:
         self._attachment = attachment
         self._loop = asyncio.get_running_loop()
         self._stop = threading.Event()
-        self._room = threading.Semaphore(_MOST_UNDELIVERED)
+        self._undelivered: deque[tuple[StepOutput, float | None]] = deque()
+        """Outputs and the seconds of their steps. The engine's thread adds, the event loop takes."""
+        self._delivery_due = False
+        self._taken = threading.Event()
         self._written = threading.Event()
         self._launched_at: float | None = None
         self._failed: asyncio.Future[None] = self._loop.create_future()
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self.thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def __enter__(self) -> "asyncio.Future[None]":
-        self._thread.start()
+        self.thread.start()
         return self._failed
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._engine.wake()
-        self._thread.join(timeout=5)
+        self.thread.join(timeout=5)
 
     def _run(self) -> None:
         try:
@@ -65,18 +69,29 @@ class EngineThread:
         """A step is over: deliver its output, waiting while too many outputs are not delivered yet."""
         launched_at, self._launched_at = self._launched_at, None
         step_s = None if launched_at is None else time.monotonic() - launched_at
-        while not self._room.acquire(timeout=_ROOM_WAIT_S):
-            if self._stop.is_set():
-                return
+        while len(self._undelivered) >= _MOST_UNDELIVERED and not self._stop.is_set():
+            self._taken.clear()
+            if len(self._undelivered) >= _MOST_UNDELIVERED:
+                self._taken.wait(_ROOM_WAIT_S)
         first = any(token.position == 0 for token in output.tokens)
-        self._written.clear()
-        self._loop.call_soon_threadsafe(self._deliver, output, step_s, first)
+        if first:
+            self._written.clear()
+        self._undelivered.append((output, step_s))
+        if not self._delivery_due:
+            self._delivery_due = True
+            self._loop.call_soon_threadsafe(self._deliver)
         if first:
             self._written.wait(_FIRST_WAIT_S)
 
-    def _deliver(self, output: StepOutput, step_s: float | None, first: bool) -> None:
-        self._room.release()
-        self._jobs.deliver(output, step_s)
-        if first:
+    def _deliver(self) -> None:
+        """Deliver all outputs that there are."""
+        self._delivery_due = False  # First: an output that is added from now on has a delivery of its own.
+        ended = False
+        while self._undelivered:
+            output, step_s = self._undelivered.popleft()
+            self._jobs.deliver(output, step_s)
+            ended = ended or bool(output.ended)
+        self._taken.set()
+        if not self._written.is_set():
             self._loop.call_soon(self._written.set)  # after the links, which write in this iteration of the loop
-        self._attachment.changed(urgent=bool(output.ended))
+        self._attachment.changed(urgent=ended)

@@ -9,13 +9,17 @@ from typing import Generic, TypeVar
 import structlog
 
 from protos import mesh_pb2 as mesh
-from services.worker.job import TokenOut
+from services.worker.job import PromptScores, TokenOut
 
 log = structlog.get_logger("worker.link")
 Subscribed = TypeVar("Subscribed")
 
 MOST_ENTRIES = 16_384
 """Tokens of one message: keeps it well below gRPC's limit, even with the most log-probabilities."""
+_MOST_SCORES = 4
+"""Parts of prompts in one message: each may have some thousand tokens with their most likely ones."""
+_MOST_VECTOR_BYTES = 4 << 20
+"""Vectors of one message, but for those of a single job."""
 MOST_MESSAGES = 256
 """Unsent messages after which the gateway counts as stalled, and its link is closed."""
 
@@ -23,7 +27,9 @@ MOST_MESSAGES = 256
 class Columns:
     """An unsent message: one entry for each token, in columns, and the ends of jobs."""
 
-    __slots__ = ("ends", "logprobs", "positions", "stream_ids", "token_ids", "tops")
+    __slots__ = (
+        "ends", "heartbeat", "logprobs", "positions", "scores", "stream_ids", "token_ids", "tops", "vector_bytes",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.stream_ids: list[int] = []
@@ -33,14 +39,10 @@ class Columns:
         """Empty if none was requested; otherwise as long as the columns up to the last requested one, NaN elsewhere."""
         self.tops: list[mesh.TopTokens] = []
         self.ends: list[mesh.JobEnd] = []
-
-    def add(self, stream_id: int, token: TokenOut) -> None:
-        """Appends a token."""
-        if token.logprob is not None:
-            self._add_logprob(token.logprob, token.top)
-        self.stream_ids.append(stream_id)
-        self.positions.append(token.position)
-        self.token_ids.append(token.token_id)
+        self.heartbeat: mesh.WorkerHeartbeat | None = None
+        self.scores: list[mesh.PromptScores] = []
+        self.vector_bytes = 0
+        """Of all vectors in `ends`."""
 
     def message(self) -> mesh.RunResponse:
         """The protobuf message of all entries."""
@@ -53,9 +55,12 @@ class Columns:
             logprobs=logprobs,
             tops=self.tops,
             ends=self.ends,
+            heartbeat=self.heartbeat,
+            scores=self.scores,
         )
 
-    def _add_logprob(self, logprob: float, top: list[tuple[int, float]] | None) -> None:
+    def add_logprob(self, logprob: float, top: list[tuple[int, float]] | None) -> None:
+        """Appends the log-probabilities of the next entry."""
         entry = len(self.stream_ids)
         self.logprobs += [math.nan] * (entry - len(self.logprobs))
         self.logprobs.append(logprob)
@@ -73,6 +78,8 @@ class GatewayLink(Generic[Subscribed]):
 
     def __init__(self, gateway_id: str) -> None:
         self.gateway_id = gateway_id
+        self.received = 0
+        """Messages that the gateway has sent after its hello."""
         self.streams: dict[int, Subscribed] = {}
         """The jobs that it subscribes to, by stream id."""
         self._unsent: deque[Columns] = deque()
@@ -84,21 +91,45 @@ class GatewayLink(Generic[Subscribed]):
 
     def send_token(self, stream_id: int, token: TokenOut) -> None:
         """Queues one token of a stream."""
-        unsent = self._unsent
-        if not unsent or len(unsent[-1].stream_ids) >= MOST_ENTRIES:
+        if not self._unsent or len(self._unsent[-1].stream_ids) >= MOST_ENTRIES:
             self._begin_message()
-        unsent[-1].add(stream_id, token)
+        columns = self._unsent[-1]
+        _, position, token_id, logprob, top = token
+        if logprob is not None:
+            columns.add_logprob(logprob, top)
+        columns.stream_ids.append(stream_id)
+        columns.positions.append(position)
+        columns.token_ids.append(token_id)
 
     def send_tokens(self, stream_id: int, tokens: Iterable[TokenOut]) -> None:
         """Queues the tokens that precede the subscription."""
         for token in tokens:
             self.send_token(stream_id, token)
 
+    def send_scores(self, stream_id: int, scores: PromptScores) -> None:
+        """Queues log-probabilities of a prompt, in a message that no tokens precede."""
+        if not self._unsent or self._unsent[-1].stream_ids or len(self._unsent[-1].scores) >= _MOST_SCORES:
+            self._begin_message()
+        message = mesh.PromptScores(stream_id=stream_id, position=scores.position, logprobs=scores.logprobs)
+        for entry, top in enumerate(scores.tops):
+            if top:
+                ids, logprobs = [i for i, _ in top], [value for _, value in top]
+                message.tops.append(mesh.TopTokens(entry=entry, token_ids=ids, logprobs=logprobs))
+        self._unsent[-1].scores.append(message)
+
     def send_end(self, end: mesh.JobEnd) -> None:
         """Queues the end of a stream, behind its last token."""
-        if not self._unsent:
+        size = len(end.vectors.data)
+        if not self._unsent or (size and self._unsent[-1].vector_bytes + size > _MOST_VECTOR_BYTES):
             self._begin_message()
         self._unsent[-1].ends.append(end)
+        self._unsent[-1].vector_bytes += size
+
+    def send_heartbeat(self, heartbeat: mesh.WorkerHeartbeat) -> None:
+        """Queues a heartbeat. While messages wait, it joins the last of them and replaces its heartbeat."""
+        if not self._unsent:
+            self._begin_message()
+        self._unsent[-1].heartbeat = heartbeat
 
     def close(self) -> None:
         """Ends the iteration once every message is sent."""

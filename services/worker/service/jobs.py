@@ -14,8 +14,9 @@ from grpc import StatusCode
 
 from protos import mesh_pb2 as mesh
 from services.errors import WeftError
-from services.worker.job import Ended, Job, StepOutput
+from services.worker.job import Adapter, Ended, Job, StepOutput
 from services.worker.service import codec
+from services.worker.service.adapters import NOT_LOADED, Adapters
 from services.worker.service.job_record import JobRecord, JobState, Subscriber
 from services.worker.service.joins import WaitingJoins, join
 from services.worker.service.metrics import WorkerMetrics
@@ -28,6 +29,9 @@ _position = attrgetter("position")
 RETENTION_S = 2.0
 """How long the answer of an ended job is kept for requests that the scheduler sent to join it."""
 _REPLACED = WeftError(StatusCode.ABORTED, "ATTEMPT_REPLACED", "a later attempt replaced this one", retryable=True)
+_IN_USE = WeftError(
+    StatusCode.ALREADY_EXISTS, "REQUEST_ID_IN_USE", "another request with this id is in flight", field="request_id"
+)
 DRAINING = WeftError(StatusCode.UNAVAILABLE, "DRAINING", "the worker is leaving", retryable=True)
 
 
@@ -44,8 +48,16 @@ class JobEngine(Protocol):
 class Jobs:
     """All jobs of this worker."""
 
-    def __init__(self, engine: JobEngine, card: mesh.ModelCard, orphan_s: float, metrics: WorkerMetrics) -> None:
-        """`orphan_s`: how long a job runs on after its last link broke."""
+    def __init__(
+        self,
+        engine: JobEngine,
+        card: mesh.ModelCard,
+        orphan_s: float,
+        metrics: WorkerMetrics,
+        adapters: Adapters | None = None,
+    ) -> None:
+        """`orphan_s`: how long a job runs on after its last link broke. `adapters`: those that jobs may name."""
+        self._adapters = adapters
         self._engine = engine
         self._card = card
         self._orphan_s = orphan_s
@@ -65,12 +77,17 @@ class Jobs:
         try:
             if self.draining:
                 raise DRAINING
-            job = codec.job_of(message, key, self._card)
+            job = codec.job_of(message, key, self._card, self._adapter(message.adapter))
         except WeftError as error:
             if state is JobState.CONFIRMED:
                 self._report_end(JobRecord(key, message.job_id, message.attempt, placement=message.placement))
             link.send_end(codec.failed(message.stream_id, error))
             return
+        prior = job.token_ids[job.prompt_len :]
+        if not message.tentative and not message.placement:
+            other = self._of_another(link, message.job_id)
+            if other is not None and _share(other, job, prior, link, message.stream_id, message.traceparent):
+                return
         self._engine.submit(job)  # First: its thread wakes up while this one makes the record.
         record = JobRecord(
             key,
@@ -78,8 +95,10 @@ class Jobs:
             message.attempt,
             state=state,
             placement=message.placement,
-            prior=job.token_ids[job.prompt_len :],
+            request=job,
+            prior=prior,
             replayable=job.params.logprobs is None,
+            joinable=job.params.prompt_logprobs is None,
             prompt_tokens=len(job.token_ids),
             cacheable=not job.bypass_cache,
             traceparent=message.traceparent,
@@ -90,10 +109,18 @@ class Jobs:
         if record.confirmed:
             self._publish(record)
 
+    def _adapter(self, fingerprint: bytes) -> Adapter | None:
+        """The adapter of a job; None for a job without one. Raises WeftError."""
+        if not fingerprint:
+            return None
+        if self._adapters is None:
+            raise NOT_LOADED
+        return self._adapters.find(fingerprint)
+
     def confirm(self, link: Subscriber, message: mesh.ConfirmJob) -> None:
         """Makes a tentative job the job of its id: it replaces an older one, and waiting requests join it."""
         record = link.streams.get(message.stream_id)
-        if record is None or record.confirmed:
+        if record is None or record.confirmed or (not message.placement and self._given_up(link, message, record)):
             return
         record.state, record.placement = JobState.CONFIRMED, message.placement
         self._publish(record)
@@ -142,18 +169,23 @@ class Jobs:
         """Sends the output of a step to the subscribers; `step_s` is the duration of the step."""
         by_key = self._by_key
         first_tokens = 0
-        # By position: first tokens are queued first, and a job's tokens in their order where a step has several.
-        for token in sorted(output.tokens, key=_position):
+        for scores in output.scores:
+            scored = by_key.get(scores.key)
+            for link, stream_id in scored.subscribers if scored is not None else ():
+                link.send_scores(stream_id, scores)
+        # First tokens are queued first: those of the newest jobs, or, where a job has several tokens, by position.
+        newest_first = sorted(output.tokens, key=_position) if output.extra else reversed(output.tokens)
+        for token in newest_first:
             record = by_key.get(token.key)
             if record is None:
                 continue
-            first_tokens += not record.history
-            record.history.append(token)
+            first_tokens += not record.token_ids
+            record.add(token)
             for link, stream_id in record.subscribers:
                 link.send_token(stream_id, token)
         for ended in output.ended:
             self._end(ended)
-        self._metrics.stepped(step_s, len(output.tokens), first_tokens)
+        self._metrics.stepped(step_s, len(output.tokens), first_tokens, sum(output.extra))
 
     def running(self) -> list[mesh.RunningJob]:
         """The confirmed jobs that run, for the hello to the scheduler."""
@@ -169,6 +201,28 @@ class Jobs:
     def idle(self) -> bool:
         """No job runs."""
         return not self._by_key
+
+    def _of_another(self, link: Subscriber, job_id: str) -> JobRecord | None:
+        """The running job of this id, if another gateway has it. A gateway's later attempt replaces its earlier one."""
+        running = self._by_id.get(job_id)
+        if running is None or running.ended is not None or any(each is link for each, _ in running.subscribers):
+            return None
+        return running
+
+    def _given_up(self, link: Subscriber, message: mesh.ConfirmJob, record: JobRecord) -> bool:
+        """Whether a tentative job that no scheduler placed is given up for the one that another gateway has here."""
+        other = self._of_another(link, record.job_id)
+        if other is None or record.request is None:
+            return False
+        answer = [*record.prior, *record.token_ids]
+        if record.ended is not None:
+            del link.streams[message.stream_id]
+            return True
+        if not _share(other, record.request, answer, link, message.stream_id, record.traceparent):
+            return False
+        record.subscribers.remove((link, message.stream_id))
+        self._engine.cancel(record.key, record.position)
+        return True
 
     def _publish(self, record: JobRecord) -> None:
         """Makes it the job of its id."""
@@ -214,7 +268,7 @@ class Jobs:
             del self._by_id[record.job_id]
 
     def _report_end(self, record: JobRecord) -> None:
-        tokens, placement = len(record.history), record.placement
+        tokens, placement = len(record.token_ids), record.placement
         end = mesh.EndedJob(job_id=record.job_id, attempt=record.attempt, tokens=tokens, placement=placement)
         self._ended.append(end)
 
@@ -230,3 +284,18 @@ class Jobs:
         for record in orphans:
             if not record.subscribers and record.key in self._by_key:
                 self._engine.cancel(record.key, record.position)
+
+
+def _share(running: JobRecord, job: Job, answer: list[int], link: Subscriber, stream_id: int, traceparent: str) -> bool:
+    """Whether a job that no scheduler placed, and that has these tokens, needs no further ones from the engine.
+
+    As a scheduler would do, it joins the running job if that is the same request, and is refused if it is not.
+    """
+    if not running.same_request(job):
+        link.streams.pop(stream_id, None)
+        link.send_end(codec.failed(stream_id, _IN_USE))
+        return True
+    if not running.continues(answer):
+        return False
+    join(running, link, mesh.AttachJob(stream_id=stream_id, position=len(answer), traceparent=traceparent))
+    return True

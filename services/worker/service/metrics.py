@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from services import metrics
-from services.worker.job import Ended, EndReason, Stats
+from services.worker.job import Ended, EndReason, GuessCounts, Stats
 
 _REASONS = {
     EndReason.STOP: "stop",
@@ -89,10 +89,36 @@ class WorkerMetrics:
         gauge("vllm:num_requests_running", "Requests in the batch.", lambda now: now.running, "model_name")
         gauge("vllm:num_requests_waiting", "Requests in the waiting queue.", lambda now: now.waiting, "model_name")
         gauge("vllm:kv_cache_usage_perc", "Blocks in use, 0 to 1.", _usage, "model_name")
+        self._add_guesses(model, stats)
         total("vllm:num_preemptions", "Preempted requests.", lambda now: now.preemptions, "model_name")
 
-    def stepped(self, seconds: float | None, tokens: int, first_tokens: int) -> None:
-        """Records a step with `tokens` new tokens, `first_tokens` of which are the first of their jobs.
+    def _add_guesses(self, model: str, stats: Callable[[], Stats]) -> None:
+        def by_place(read: Callable[[GuessCounts], list[int]]) -> Callable[[], metrics.Series]:
+            return lambda: {(model, str(place)): count for place, count in enumerate(read(stats().guesses))}
+
+        def total(name: str, help_: str, read: Callable[[GuessCounts], float], label: str) -> None:
+            self.all.total(name, help_, lambda: {(model,): read(stats().guesses)}, label)
+
+        self.all.total(
+            "weft_worker_drafted_tokens", "Guesses by place in the row.", by_place(lambda c: c.drafted_at),
+            "model", "place",
+        )  # fmt: skip
+        self.all.total(
+            "weft_worker_accepted_tokens", "Right guesses by place in the row.", by_place(lambda c: c.accepted_at),
+            "model", "place",
+        )  # fmt: skip
+        total(
+            "weft_worker_wasted_tokens", "Row-tokens that were computed for wrong guesses.",
+            lambda c: c.drafted - c.accepted, "model",
+        )  # fmt: skip
+        name = "model_name"
+        total("vllm:spec_decode_num_drafts", "Rows with guesses.", lambda c: c.rows, name)
+        total("vllm:spec_decode_num_draft_tokens", "Guesses.", lambda c: c.drafted, name)
+        total("vllm:spec_decode_num_accepted_tokens", "Right guesses.", lambda c: c.accepted, name)
+
+    def stepped(self, seconds: float | None, tokens: int, first_tokens: int, extra: int = 0) -> None:
+        """Records a step with `tokens` new tokens, `first_tokens` of which are the first of their jobs. `extra` of them
+        came together with another one of their job.
 
         `seconds` is the step's duration, or None if the step computed nothing.
         """
@@ -101,8 +127,10 @@ class WorkerMetrics:
         if seconds is not None:
             self._step.observe(seconds, self._model)
             self._rows.observe(tokens, self._model)
-        if tokens > first_tokens:  # A job with a later token had its previous one from the previous step.
-            self._itl.observe(now - before, self._model, times=tokens - first_tokens)
+        if tokens > first_tokens + extra:  # A job with a later token had its previous one from the previous step.
+            self._itl.observe(now - before, self._model, times=tokens - first_tokens - extra)
+        if extra:
+            self._itl.observe(0.0, self._model, times=extra)
         self._generated.add(tokens, self._model)
 
     def ended(self, ended: Ended, prompt_tokens: int, cacheable: bool) -> None:

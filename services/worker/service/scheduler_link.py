@@ -11,9 +11,11 @@ from grpc import aio
 from protos import mesh_pb2 as mesh
 from protos import mesh_pb2_grpc as mesh_grpc
 from services import hashing, rpc
-from services import mesh_id as mesh_ids
 from services.errors import WeftError
+from services.security import mesh_id as mesh_ids
 from services.worker.job import Stats
+from services.worker.service.adapters import Adapters
+from services.worker.service.heartbeat import Progress
 from services.worker.service.jobs import Jobs
 
 log = structlog.get_logger("worker.attach")
@@ -23,7 +25,7 @@ REPORT_INTERVAL_S = 0.01
 PROGRESS_INTERVAL_S = 0.1
 """Time between reports without ends: each report costs time in the engine's process, and the scheduler counts its own
 assignments between reports."""
-HEARTBEAT_S = 1.0
+HEARTBEAT_S = 0.5
 RETRY_S = 0.2
 
 
@@ -44,16 +46,27 @@ class Refused(Exception):
 class SchedulerLink:
     """Keeps this worker registered until `run` is cancelled."""
 
-    def __init__(self, address: str, hello: mesh.WorkerHello, engine: EngineGauges, jobs: Jobs) -> None:
+    def __init__(
+        self,
+        address: str,
+        hello: mesh.WorkerHello,
+        engine: EngineGauges,
+        jobs: Jobs,
+        progress: Progress,
+        adapters: Adapters | None = None,
+    ) -> None:
+        """`adapters`: those that it reports; None: it serves none."""
+        self._adapters = adapters
+        self._reported_adapters = mesh.AdapterList()
         self._address = address
         self._hello = hello
         self._engine = engine
         self._jobs = jobs
+        self._progress = progress
         self._refusals = mesh_ids.RefusalLog("scheduler")
         self._keys: set[bytes] = set()
         self._changed = asyncio.Event()
         self._urgent = asyncio.Event()
-        self._reported = (-1, 0.0)
 
     def changed(self, urgent: bool = True) -> None:
         """Requests a report: as soon as possible, or with the next progress report if not `urgent`."""
@@ -64,7 +77,7 @@ class SchedulerLink:
     async def run(self) -> None:
         """Registers the worker, and again whenever the link breaks. Raises Refused."""
         log.info("connecting to the scheduler", address=self._address)
-        async with rpc.link_channel(self._address) as channel:
+        async with rpc.link_channel(self._address, "scheduler") as channel:
             stub = mesh_grpc.SchedulerStub(channel)
             while True:
                 try:
@@ -94,6 +107,9 @@ class SchedulerLink:
         hello.CopyFrom(self._hello)
         hello.running.extend(self._jobs.running())
         hello.stored_keys = b"".join(self._keys)
+        if self._adapters is not None:
+            self._reported_adapters = self._adapters.listing()
+            hello.adapters.CopyFrom(self._reported_adapters)
         self._jobs.take_ended()
         yield mesh.AttachRequest(hello=hello)
         while True:
@@ -101,22 +117,20 @@ class SchedulerLink:
                 await asyncio.wait_for(self._changed.wait(), HEARTBEAT_S)
             self._changed.clear()
             self._urgent.clear()
-            stats = self._engine.stats()
-            # A busy engine reports each step once, with its predicted time; if the next report is late, the worker
-            # counts as hung.
-            if stats.running == 0 or (stats.steps, stats.predicted_step_s) != self._reported:
-                self._reported = (stats.steps, stats.predicted_step_s)
-                yield mesh.AttachRequest(report=self._report(stats))
-                await asyncio.sleep(REPORT_INTERVAL_S)
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._urgent.wait(), PROGRESS_INTERVAL_S - REPORT_INTERVAL_S)
+            yield mesh.AttachRequest(report=self._report(self._engine.stats()))
+            await asyncio.sleep(REPORT_INTERVAL_S)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._urgent.wait(), PROGRESS_INTERVAL_S - REPORT_INTERVAL_S)
 
     def _report(self, stats: Stats) -> mesh.WorkerReport:
-        report = report_of(stats, self._jobs)
+        report = report_of(stats, self._jobs, self._progress)
         stored, evicted = self._take_keys()
         report.ended.extend(self._jobs.take_ended())
         report.stored_keys = b"".join(stored)
         report.evicted_keys = b"".join(evicted)
+        if self._adapters is not None and (listing := self._adapters.listing()) != self._reported_adapters:
+            self._reported_adapters = listing
+            report.adapters.CopyFrom(listing)
         return report
 
     def _take_keys(self) -> tuple[list[bytes], list[bytes]]:
@@ -127,7 +141,7 @@ class SchedulerLink:
         return stored, evicted
 
 
-def report_of(stats: Stats, jobs: Jobs) -> mesh.WorkerReport:
+def report_of(stats: Stats, jobs: Jobs, progress: Progress) -> mesh.WorkerReport:
     """The counters and gauges of a report; block keys and ended jobs are added by the link."""
     return mesh.WorkerReport(
         steps=stats.steps,
@@ -142,4 +156,6 @@ def report_of(stats: Stats, jobs: Jobs) -> mesh.WorkerReport:
         decode_s=stats.decode_s,
         draining=jobs.draining,
         preemptions=stats.preemptions,
+        engine_cpu_s=progress.cpu_s(),
+        busy=not jobs.idle,
     )

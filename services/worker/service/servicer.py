@@ -9,9 +9,11 @@ import structlog
 from grpc import StatusCode, aio
 
 from protos import mesh_pb2 as mesh
-from services import mesh_id as mesh_ids
 from services.errors import WeftError, invalid, unavailable
+from services.security import mesh_id as mesh_ids
 from services.worker.engine.base import StepProfile, StepProfiler
+from services.worker.service.adapters import Adapters
+from services.worker.service.heartbeat import HEARTBEAT_S, Progress
 from services.worker.service.job_record import Subscriber
 from services.worker.service.jobs import Jobs
 from services.worker.service.startup import Startup
@@ -28,6 +30,8 @@ class Loaded:
     """What calls need, available once the model is loaded."""
 
     jobs: Jobs
+    adapters: Adapters
+    progress: Progress
     bundle: bytes
     digest: bytes
     report: Callable[[], mesh.WorkerReport]
@@ -54,7 +58,8 @@ class WorkerService:
         self, requests: AsyncIterator[mesh.RunRequest], context: aio.ServicerContext[mesh.RunRequest, mesh.RunResponse]
     ) -> None:
         """A gateway's link: receives jobs, sends tokens, in one message for each engine step or for several."""
-        jobs = self._model().jobs
+        loaded = self._model()
+        jobs = loaded.jobs
         first = await anext(requests, None)
         if first is None or first.WhichOneof("message") != "hello":
             raise invalid("message", "the first message must be hello")
@@ -62,6 +67,7 @@ class WorkerService:
         link = Subscriber(first.hello.gateway_id)
         log.info("gateway connected", gateway=link.gateway_id)
         reader = asyncio.create_task(_read(jobs, link, requests))
+        beating = asyncio.create_task(_beat(loaded.progress, link))
         try:
             async for response in link:
                 await context.write(response)
@@ -71,6 +77,7 @@ class WorkerService:
             await reader
         finally:
             reader.cancel()
+            beating.cancel()
             jobs.leave(link)
             log.info("gateway disconnected", gateway=link.gateway_id)
 
@@ -108,6 +115,19 @@ class WorkerService:
             status.report.CopyFrom(self._loaded.report())
         return status
 
+    async def ListAdapters(self, request: mesh.ListAdaptersRequest, context: Any) -> mesh.AdapterList:
+        """The adapters that the worker serves."""
+        return self._model().adapters.listing()
+
+    async def LoadAdapter(self, request: mesh.LoadAdapterRequest, context: Any) -> mesh.AdapterState:
+        """Reads an adapter, and serves it from now on."""
+        return await self._model().adapters.load(request.name, request.folder)
+
+    async def DropAdapter(self, request: mesh.DropAdapterRequest, context: Any) -> mesh.DropAdapterResponse:
+        """Serves an adapter no longer."""
+        self._model().adapters.drop(request.name)
+        return mesh.DropAdapterResponse()
+
 
 def _summary(profile: StepProfile) -> mesh.ProfileSummary:
     host, device = (
@@ -119,9 +139,17 @@ def _summary(profile: StepProfile) -> mesh.ProfileSummary:
     )
 
 
+async def _beat(progress: Progress, link: Subscriber) -> None:
+    """Sends heartbeats until cancelled, the first one at once."""
+    while True:
+        link.send_heartbeat(progress.heartbeat(link.received))
+        await asyncio.sleep(HEARTBEAT_S)
+
+
 async def _read(jobs: Jobs, link: Subscriber, requests: AsyncIterator[mesh.RunRequest]) -> None:
     try:
         async for request in requests:
+            link.received += 1
             match request.WhichOneof("message"):
                 case "job":
                     jobs.start(link, request.job)

@@ -35,7 +35,7 @@ async def announce(address: str, aliases: Sequence[str], startup: Startup) -> No
     first = mesh.WorkerLoading(
         worker_id=startup.worker_id, model=startup.model, aliases=aliases, mesh_id=startup.mesh_id
     )
-    async with rpc.link_channel(address) as channel:
+    async with rpc.link_channel(address, "scheduler") as channel:
         stub = mesh_grpc.SchedulerStub(channel)
         while startup.phase != READY:
             try:

@@ -22,6 +22,8 @@ def record_job(ended: Ended, *, traceparent: str, arrived: float, model: str, at
             "weft.cached_tokens": cost.cached_tokens,
             "weft.steps": cost.steps,
             "weft.preemptions": cost.preemptions,
+            "weft.drafted_tokens": cost.drafted_tokens,
+            "weft.accepted_tokens": cost.accepted_tokens,
             "weft.end": ended.reason.value,
         }
     )

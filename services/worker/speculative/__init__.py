@@ -1,1 +1,1 @@
-"""Proposers of draft tokens."""
+"""Guesses of tokens: who proposes them, and how many of them a step computes."""

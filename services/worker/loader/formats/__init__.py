@@ -1,1 +1,1 @@
-"""One reader per quantized format."""
+"""One reader per foreign format: of quantized weights, and of SentencePiece's tokenizers."""

@@ -3,7 +3,7 @@ rounded while they load. Knows the formats by name, never their tensors.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +15,7 @@ from services.worker.loader.formats.bitsandbytes import BitsAndBytes
 from services.worker.loader.formats.compressed_tensors import CompressedTensors
 from services.worker.loader.formats.fp8 import Fp8
 from services.worker.loader.formats.module_tensors import ModuleTensors
+from services.worker.parallel.shards import Span
 
 _QUANTIZED = (torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn)
 
@@ -78,16 +79,20 @@ class RoundedWeights:
 
     kind: str
     """One of kernels.quantized_weights.QUANTIZERS."""
+    rows: Mapping[str, tuple[Span, int]] = field(default_factory=dict)
+    """By module: the inputs that this rank has of how many. Their weights are read whole, since ranks share scales."""
 
     def read(self, tensors: ModuleTensors, outputs: int, inputs: int, /) -> Weight:
         """The weight of a linear module. Raises CheckpointError."""
+        span, inputs = self.rows.get(tensors.module, (None, inputs))
         plain = tensors.take_finite("weight", (outputs, inputs))
         if tensors.module == "lm_head":
             return plain
         if self.kind == "nf4" and (outputs * inputs % NF4_BLOCK or inputs % 2):
             raise tensors.refuse(f"{outputs} x {inputs} numbers cannot be shared out in blocks of {NF4_BLOCK}")
         try:
-            return QUANTIZERS[self.kind](plain)
+            rounded = QUANTIZERS[self.kind](plain)
+            return rounded if span is None else rounded.columns(span.start, span.stop)
         except ValueError as error:
             raise tensors.refuse(str(error)) from None
 

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 from kernels.operands import Activation, NormKind
 from services.worker.errors import CheckpointError
-from services.worker.models.config import ModelConfig, NormConfig, Rope
+from services.worker.models.config import ModelConfig, NormConfig
 from services.worker.models.family import Family, Part, PartNames, Split
 from services.worker.models.raw_config import RawConfig
+from services.worker.models.rope_settings import read_rope
 
 Windows = tuple[int | None, ...]
 
@@ -16,7 +17,8 @@ def _no_windows(raw: RawConfig, layers: int) -> Windows:
     return (None,) * layers
 
 
-def _window_everywhere(raw: RawConfig, layers: int) -> Windows:
+def window_everywhere(raw: RawConfig, layers: int) -> Windows:
+    """`sliding_window` in each layer."""
     window = None if raw.get("sliding_window") is None else raw.integer("sliding_window")
     return (window,) * layers
 
@@ -36,7 +38,7 @@ def _windows_by_layer(raw: RawConfig, layers: int) -> Windows:
 
 
 @dataclass(frozen=True, slots=True)
-class _Variant:
+class Variant:
     """Where an architecture of this family has more than the others."""
 
     windows: Callable[[RawConfig, int], Windows] = _no_windows
@@ -48,17 +50,22 @@ class _Variant:
     qk_norm: bool = False
 
 
-_VARIANTS: Mapping[str, _Variant] = {
-    "LlamaForCausalLM": _Variant(reads_attention_bias=True, reads_mlp_bias=True),
-    "MistralForCausalLM": _Variant(_window_everywhere),
-    "Qwen2ForCausalLM": _Variant(_windows_by_layer, qkv_bias=True),
-    "Qwen3ForCausalLM": _Variant(_windows_by_layer, reads_attention_bias=True, qk_norm=True),
+_VARIANTS: Mapping[str, Variant] = {
+    "LlamaForCausalLM": Variant(reads_attention_bias=True, reads_mlp_bias=True),
+    "MistralForCausalLM": Variant(window_everywhere),
+    "Qwen2ForCausalLM": Variant(_windows_by_layer, qkv_bias=True),
+    "Qwen3ForCausalLM": Variant(_windows_by_layer, reads_attention_bias=True, qk_norm=True),
 }
 
 
 def _read_config(raw: RawConfig) -> ModelConfig:
-    _refuse_the_unsupported(raw)
-    variant = _VARIANTS[raw.architecture]
+    return read_llama_config(raw, _VARIANTS[raw.architecture])
+
+
+def read_llama_config(raw: RawConfig, variant: Variant) -> ModelConfig:
+    """The settings of an architecture whose layer is Llama's. Raises CheckpointError."""
+    if raw.get("hidden_act", "silu") != "silu":
+        raise CheckpointError(f"hidden_act {raw.get('hidden_act')} is not supported; supported is silu")
     heads, hidden_size, layers = (
         raw.integer("num_attention_heads"), raw.integer("hidden_size"), raw.layers("num_hidden_layers")
     )  # fmt: skip
@@ -67,6 +74,7 @@ def _read_config(raw: RawConfig) -> ModelConfig:
         raise CheckpointError(f"config.json: {heads} attention heads cannot share {kv_heads} key/value heads")
     attention_bias = variant.reads_attention_bias and raw.flag("attention_bias")
     context_length = raw.integer("max_position_embeddings")
+    head_dim = raw.integer("head_dim", hidden_size // heads)
     return ModelConfig(
         architecture=raw.architecture,
         vocab_size=raw.integer("vocab_size"),
@@ -75,11 +83,11 @@ def _read_config(raw: RawConfig) -> ModelConfig:
         layers=layers,
         heads=heads,
         kv_heads=kv_heads,
-        head_dim=raw.integer("head_dim", hidden_size // heads),
+        head_dim=head_dim,
         norm=NormConfig(NormKind.RMS, raw.number("rms_norm_eps")),
         activation=Activation.GATED_SILU,
         context_length=context_length,
-        positions=_read_rope(raw, context_length),
+        positions=read_rope(raw, context_length, head_dim),
         tied_embeddings=raw.flag("tie_word_embeddings"),
         qkv_bias=attention_bias or variant.qkv_bias,
         output_bias=attention_bias,
@@ -89,34 +97,8 @@ def _read_config(raw: RawConfig) -> ModelConfig:
     )
 
 
-def _refuse_the_unsupported(raw: RawConfig) -> None:
-    if raw.get("hidden_act", "silu") != "silu":
-        raise CheckpointError(f"hidden_act {raw.get('hidden_act')} is not supported; supported is silu")
-    if raw.get("partial_rotary_factor", 1.0) != 1.0:
-        raise CheckpointError("partial_rotary_factor is not supported")
-
-
-def _read_rope(raw: RawConfig, context_length: int) -> Rope:
-    """`rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before)."""
-    old = RawConfig({"rope_theta": raw.get("rope_theta", 10000.0), **raw.section("rope_scaling").values})
-    new = raw.section("rope_parameters")
-    settings = new if new.values else old
-    kind = settings.get("rope_type") or settings.get("type") or "default"
-    if kind not in ("default", "linear", "llama3"):
-        raise CheckpointError(f"rope scaling {kind} is not supported; supported are default, linear and llama3")
-    is_scaled, is_llama3 = kind != "default", kind == "llama3"
-    return Rope(
-        theta=settings.number("rope_theta"),
-        kind=kind,
-        factor=settings.number("factor") if is_scaled else 1.0,
-        low_freq_factor=settings.number("low_freq_factor") if is_llama3 else 1.0,
-        high_freq_factor=settings.number("high_freq_factor") if is_llama3 else 4.0,
-        original_context=settings.integer("original_max_position_embeddings", context_length),
-    )
-
-
-def _tensor_name(stored: str) -> str | None:
-    """Old checkpoints store the frequencies of the rotation, which follow from config.json."""
+def tensor_name(stored: str) -> str | None:
+    """The name as it is. Old checkpoints store the frequencies of the rotation, which follow from config.json."""
     return None if stored.endswith("rotary_emb.inv_freq") else stored
 
 
@@ -140,5 +122,5 @@ FAMILY = Family(
         PartNames(Part.UP, Split.COLUMN, (f"{_MLP}gate_proj", f"{_MLP}up_proj")),
         PartNames(Part.DOWN, Split.ROW, (f"{_MLP}down_proj",)),
     ),
-    tensor_name=_tensor_name,
+    tensor_name=tensor_name,
 )

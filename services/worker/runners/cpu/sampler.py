@@ -7,15 +7,17 @@ from torch import Tensor
 
 from kernels import reference
 from services.worker.runners.base import Sampled, Top
-from services.worker.runners.step import SlotState, Words
+from services.worker.runners.forbidden import Forbidden
+from services.worker.runners.step import Edit, SlotState, Words
 
-_DRAW, _CUT, _PENALTY, _BIAS, _BAN, _LOGPROBS = (1 << bit for bit in range(6))
+_DRAW, _CUT, _PENALTY, _BIAS, _BAN, _LOGPROBS, _FORBID = (1 << bit for bit in range(7))
 
 
 class Sampler:
     """logits -> repetition, then presence and frequency penalty, bias, ban, temperature, top_k, top_p, min_p -> draw.
 
-    Log-probabilities are the model's own: of the logits before all that.
+    Log-probabilities are the model's own: of the logits before all that. The logits of tokens that a mask forbids are
+    minus infinity already.
     """
 
     def __init__(self, slots: int, vocab_size: int) -> None:
@@ -32,8 +34,22 @@ class Sampler:
         self._counts: Tensor | None = None  # float [slots, V]
         self._bias: dict[int, tuple[Tensor, Tensor]] = {}
         self._bans: dict[int, tuple[int, Tensor]] = {}
+        self._forbidden: dict[int, Forbidden] = {}
 
     # ---- edits ----
+
+    def edit(self, edit: Edit, slot: int, words: Words) -> None:
+        """Apply the edit of a packed step that says how the slot's tokens are drawn, all but ADMIT and MASK."""
+        if edit is Edit.HISTORY:
+            self.remember(slot, int(words[0]), words[1:])
+        elif edit is Edit.BIAS:
+            ids, values = np.split(words, 2)
+            self.bias(slot, ids, values.view(np.float32))
+        elif edit is Edit.BAN:
+            self.ban(slot, int(words[0]), words[1:])
+        else:
+            assert edit is Edit.FORBID, f"{edit.name} is no edit of a sampler"
+            self.forbid(slot, words)
 
     def admit(self, slot: int, state: SlotState) -> None:
         """A sequence takes the slot; the state of the previous one is dropped."""
@@ -72,6 +88,11 @@ class Sampler:
         self._bans[slot] = (until, torch.from_numpy(ids.astype(np.int64)))
         self._todo[slot] |= _BAN
 
+    def forbid(self, slot: int, words: Words) -> None:
+        """Set the bad words of the slot."""
+        self._forbidden[slot] = Forbidden(words)
+        self._todo[slot] |= _FORBID
+
     # ---- sampling ----
 
     def sample(self, logits: Tensor, slots: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> Sampled:
@@ -79,6 +100,21 @@ class Sampler:
         todo = self._todo[slots]
         if not todo.any():
             return Sampled(reference.choose(logits)[:, None].tolist(), None, None)
+        chosen = self.guess(logits, slots, lengths)
+        sampled = self._report(logits, chosen, slots, todo)
+        counted = np.flatnonzero(todo & _PENALTY)
+        if self._seen is not None and self._counts is not None and len(counted):
+            tokens, where = chosen[torch.from_numpy(counted)], torch.from_numpy(slots[counted])
+            self._seen[where, tokens] = True
+            self._counts[where, tokens] += 1
+        for row in np.flatnonzero(todo & _FORBID).tolist():
+            slot = int(slots[row])
+            self._forbidden[slot].add(int(lengths[row] - self._prompt_len[slot]), int(chosen[row]))
+        return sampled
+
+    def guess(self, logits: Tensor, slots: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> Tensor:
+        """What `sample` draws, int64 [S]; nothing is counted."""
+        todo = self._todo[slots]
         positions = lengths - self._prompt_len[slots]
         shaped = self._shape(logits, slots, positions, todo)
         chosen = reference.choose(shaped)
@@ -86,13 +122,7 @@ class Sampler:
         if len(draws):
             rows = torch.from_numpy(draws)
             chosen[rows] = self._draw(shaped[rows], slots[draws], positions[draws], todo[draws])
-        sampled = self._report(logits, chosen, slots, todo)
-        counted = np.flatnonzero(todo & _PENALTY)
-        if self._seen is not None and self._counts is not None and len(counted):
-            tokens, where = chosen[torch.from_numpy(counted)], torch.from_numpy(slots[counted])
-            self._seen[where, tokens] = True
-            self._counts[where, tokens] += 1
-        return sampled
+        return chosen
 
     def _shape(
         self,
@@ -102,7 +132,7 @@ class Sampler:
         todo: npt.NDArray[np.int64],
     ) -> Tensor:
         """Apply penalties, bias and bans, on a copy if there are any."""
-        if not (todo & (_PENALTY | _BIAS | _BAN)).any():
+        if not (todo & (_PENALTY | _BIAS | _BAN | _FORBID)).any():
             return logits
         logits = logits.clone()
         penal = np.flatnonzero(todo & _PENALTY)
@@ -119,6 +149,8 @@ class Sampler:
             until, ids = self._bans[int(slots[row])]
             if positions[row] < until:
                 logits[row, ids] = -torch.inf
+        for row in np.flatnonzero(todo & _FORBID).tolist():
+            logits[row, self._forbidden[int(slots[row])].banned(int(positions[row]))] = -torch.inf
         return logits
 
     def _draw(

@@ -1,11 +1,11 @@
 """The kernels of a step on a GPU, from its words to its report, as a graph captures them. Knows slots, never jobs."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from kernels import attention, sampling, step_io
+from kernels import attention, guesses, sampling, step_io
 from kernels.attention import AttentionPlan
 from kernels.attention.short_prefill import ShortPrefillPlan
 from kernels.sampling.slot_settings import Samples, SlotSettings
@@ -13,8 +13,10 @@ from kernels.step_io import StepInputs
 from services.worker.models.decoder import Decoder
 from services.worker.models.layers import StepTensors
 from services.worker.models.ops import RopeTables
+from services.worker.runners.cuda.adapters import TiledAdapters
 from services.worker.runners.cuda.kv_pool import GpuPool
 from services.worker.runners.cuda.ops import TritonOps
+from services.worker.runners.cuda.scores import PromptLines
 from services.worker.runners.cuda.step_words import Kind, Sizes
 
 
@@ -26,7 +28,7 @@ class Computed:
     samples: Samples
     report: Tensor
     """int32: the three lists of S that `step_io.store_sampled` writes; then, unless all rows are answers, for each
-    token whether its line is finite."""
+    token whether its line is finite, or in a step with guesses for each row how many draws are kept."""
 
 
 class GpuForward:
@@ -40,12 +42,26 @@ class GpuForward:
         self._model, self._ops, self._pool = model, ops, pool
         self._words, self._tables, self._settings = words, tables, settings
         self._windows = set(model.config.windows)
-        self._last_token = torch.zeros(len(tables), dtype=torch.int64, device=tables.device)
+        self.last_token = torch.zeros(len(tables), dtype=torch.int64, device=tables.device)
+        """int64 [slots + 1]: the token that each slot drew last."""
         self._row_tables = torch.zeros_like(tables[:-1])
+        self.forced_acceptance: float | None = None
+        """For measurements: guesses count as right with this chance, whatever is drawn."""
 
     @torch.inference_mode()
-    def run(self, sizes: Sizes, kind: Kind, long_tokens: int) -> Computed:
-        """Compute the step whose words are on the device. `long_tokens` as in `attention.plan_attention`."""
+    def run(
+        self,
+        sizes: Sizes,
+        kind: Kind,
+        long_tokens: int,
+        prompts: PromptLines | None = None,
+        adapters: TiledAdapters | None = None,
+    ) -> Computed:
+        """Compute the step whose words are on the device. `long_tokens` as in `attention.plan_attention`. `prompts`:
+        lines whose log-probabilities are asked for, in a step that is not of answers alone. `adapters`: of its tokens;
+        None: no token has one."""
+        if kind is Kind.GUESSES:
+            return self._run_guesses(sizes, long_tokens, adapters)
         model = self._model
         tokens, _, samples = sizes
         answers = kind is Kind.ANSWERS
@@ -54,39 +70,96 @@ class GpuForward:
         size = finite_at + (0 if answers else tokens)
         report = torch.empty(size, dtype=torch.int32, device=self._words.device)
         step_io.unpack(
-            self._words, self._last_token, self._settings.prompt_len, self._tables, inputs, self._pool.block_size
+            self._words, self.last_token, self._settings.prompt_len, self._tables, inputs, self._pool.block_size
         )
-        step = self.step_of(inputs, long_tokens, None if answers else inputs.sampled, kind)
+        sampled = None if answers else inputs.sampled
+        if prompts is not None:
+            sampled = torch.cat([inputs.sampled, prompts.lines])
+        step = replace(self.step_of(inputs, long_tokens, sampled, kind), adapters=adapters)
         x, seen = model.forward(step, self._pool.layers)
+        if prompts is not None:
+            prompts.score(model, x[samples:])
+            x = x[:samples]
         if not answers:
             step_io.finite_lines(seen, report[finite_at:])
         logits = model.logits(x)
         drawn = sampling.sample(logits, self._settings, inputs.sample_slots, inputs.sample_positions)
         lists = report[: 3 * samples].view(3, samples)
-        step_io.store_sampled(drawn.tokens, drawn.logprobs, drawn.totals, inputs.sample_slots, self._last_token, lists)
+        step_io.store_sampled(drawn.tokens, drawn.logprobs, drawn.totals, inputs.sample_slots, self.last_token, lists)
         return Computed(logits, drawn, report)
 
+    def _run_guesses(self, sizes: Sizes, longest: int, adapters: TiledAdapters | None) -> Computed:
+        """A step with guesses, of rows of up to `longest` tokens."""
+        tokens, rows, samples = sizes
+        assert tokens == samples, sizes
+        model, settings = self._model, self._settings
+        inputs = step_io.step_inputs(self._words, *sizes, self._row_tables, guesses=True)
+        counts_at = step_io.aligned(3 * samples)
+        report = torch.empty(counts_at + rows, dtype=torch.int32, device=self._words.device)
+        scratch = torch.empty_like(self.last_token)
+        step_io.unpack(self._words, self.last_token, settings.prompt_len, self._tables, inputs, self._pool.block_size)
+        step = replace(self.step_of(inputs, 0, None, Kind.GUESSES, longest), adapters=adapters)
+        x, _ = model.forward(step, self._pool.layers)
+        logits = model.logits(x)
+        drawn = sampling.sample(
+            logits, settings, inputs.sample_slots, inputs.sample_positions, guesses=inputs.token_ids,
+            places=inputs.places,
+        )  # fmt: skip
+        guesses.accept(
+            drawn.tokens, drawn.totals, inputs.token_ids, inputs.starts, inputs.sample_slots, inputs.sample_positions,
+            settings, self.last_token, report[counts_at:], self.forced_acceptance,
+        )  # fmt: skip
+        lists = report[: 3 * samples].view(3, samples)
+        step_io.store_sampled(drawn.tokens, drawn.logprobs, drawn.totals, inputs.sample_slots, scratch, lists)
+        return Computed(logits, drawn, report)
+
+    @torch.inference_mode()
+    def guess(self, sizes: Sizes, longest: int) -> Tensor:
+        """Draw after each row of up to `longest` tokens, for a draft model. -> the tokens, int64 [S], which become the
+        last ones of their slots. The histories of penalties stay as they are."""
+        model, settings = self._model, self._settings
+        inputs = step_io.step_inputs(self._words, *sizes, self._row_tables)
+        step_io.unpack(self._words, self.last_token, settings.prompt_len, self._tables, inputs, self._pool.block_size)
+        step = self.step_of(inputs, 0, inputs.sampled, Kind.GUESSES, longest)
+        x, _ = model.forward(step, self._pool.layers)
+        none = torch.zeros(sizes[2], dtype=torch.int32, device=self._words.device)
+        drawn = sampling.sample(
+            model.logits(x), settings, inputs.sample_slots, inputs.sample_positions, guesses=inputs.sample_slots,
+            places=none,
+        )  # fmt: skip
+        self.last_token.index_copy_(0, inputs.sample_slots, drawn.tokens)
+        return drawn.tokens
+
+    @torch.inference_mode()
+    def compute(self, sizes: Sizes, long_tokens: int) -> None:
+        """Compute a step from which nothing is sampled."""
+        inputs = step_io.step_inputs(self._words, *sizes, self._row_tables)
+        prompts = self._settings.prompt_len
+        step_io.unpack(self._words, self.last_token, prompts, self._tables, inputs, self._pool.block_size)
+        self._model.forward(self.step_of(inputs, long_tokens, inputs.sampled), self._pool.layers)
+
     def step_of(
-        self, inputs: StepInputs, long_tokens: int, sampled: Tensor | None, kind: Kind = Kind.ANY
+        self, inputs: StepInputs, long_tokens: int, sampled: Tensor | None, kind: Kind = Kind.ANY, longest: int = 1
     ) -> StepTensors:
         """What the layers share of a step whose inputs are on the device. sampled as in `StepTensors`."""
         return StepTensors(
             token_ids=inputs.token_ids,
             positions=inputs.positions,
-            rope=RopeTables(self._model.cos, self._model.sin, inputs.positions),
+            ropes=self._model.ropes(lambda cos, sin: RopeTables(cos, sin, inputs.positions)),
             slot_mapping=inputs.slot_mapping,
-            plans={window: self._plan(inputs, window, long_tokens, kind) for window in self._windows},
+            plans={window: self._plan(inputs, window, long_tokens, kind, longest) for window in self._windows},
             sampled=sampled,
         )
 
     def _plan(
-        self, inputs: StepInputs, window: int | None, long_tokens: int, kind: Kind
+        self, inputs: StepInputs, window: int | None, long_tokens: int, kind: Kind, longest: int
     ) -> AttentionPlan | ShortPrefillPlan:
-        if kind is Kind.BRIEF:
+        if kind is Kind.SHORT_CONTEXT:
             return ShortPrefillPlan(inputs.starts, inputs.contexts, inputs.tables)
         config, dtype, ops, pool = self._model.config, self._model.embedding.dtype, self._ops, self._pool
         shapes = attention.config_for(config.head_dim, dtype, len(inputs.contexts), ops.invariant, pool.stored)
         return attention.plan_attention(
             inputs.starts, inputs.contexts, inputs.tables, config.heads, config.kv_heads, config.head_dim,
-            pool.block_size, dtype, window, ops.short_tokens, long_tokens, shapes,
+            pool.block_size, dtype, window, max(ops.short_tokens, longest), long_tokens, shapes,
+            config.has_plain_scores,
         )  # fmt: skip

@@ -26,7 +26,9 @@ GRAPH_TOKENS = (*range(64, 385, 64), *range(512, 2049, 128))
 448: an 8B step of 448 tokens takes longer than one of 512."""
 RAGGED_ROWS = (8, 64, 256)
 """Most rows of steps with prompts; each size of tokens is captured for each of these."""
-BRIEF_TOKENS = (64, 128)
+GUESS_ROWS, GUESSES, MOST_GUESS_TOKENS = (1, 2, 4, 8, 16, 32, 64), (1, 2, 4, 8), 320
+"""Steps of so many rows with up to so many guesses each are captured, unless they have more tokens."""
+SHORT_CONTEXT_TOKENS = (64, 128)
 """Steps with prompts of so many tokens are captured once more for the fewest rows, with short prefill attention."""
 EAGER_BYTES = 8e11
 """A step whose tokens times the bytes of a layer's weights exceed this keeps the GPU busy longer than the launches
@@ -36,6 +38,13 @@ FP8_TOKENS, FP8_EAGER, LEAST_FILLED = (1024, 2048), 2, 7 / 8
 up to so many times larger than others, are captured too. They serve steps that fill this share of them."""
 
 
+def most_guesses(rows: int, guesses: int) -> int:
+    """How many guesses each of so many rows may have, so that a captured step serves them; `guesses` at most."""
+    held = next((held for held in GUESS_ROWS if rows <= held), 0)
+    counts = (min(count, guesses) for count in GUESSES)
+    return max((count for count in counts if held and held * (count + 1) <= MOST_GUESS_TOKENS), default=0)
+
+
 @dataclass(frozen=True, slots=True)
 class Graph:
     """A captured step."""
@@ -43,13 +52,19 @@ class Graph:
     sizes: Sizes
     replay: Callable[[], None]
     computed: Computed
+    longest: int = 1
+    """Most tokens of a row, of a step with guesses."""
 
 
 class Graphs:
     """The captured steps of a runner."""
 
-    def __init__(self, model: Decoder, ops: TritonOps, stored: torch.dtype, slots: int, step_tokens: int) -> None:
-        """slots, step_tokens: most rows and tokens of a step; stored: the format of keys and values."""
+    def __init__(
+        self, model: Decoder, ops: TritonOps, stored: torch.dtype, slots: int, step_tokens: int, guesses: int = 0
+    ) -> None:
+        """slots, step_tokens: most rows and tokens of a step; stored: the format of keys and values; guesses: most of a
+        row."""
+        self._guesses = guesses
         self._model, self._ops, self._stored = model, ops, stored
         self._slots, self._step_tokens = slots, step_tokens
         self._eager_tokens = _eager_tokens(model)
@@ -60,21 +75,47 @@ class Graphs:
         """The smallest graph that holds such a step; None if launching it kernel by kernel is faster."""
         graphs = self.captured[kind]
         graph = next((graph for graph in graphs if tokens <= graph.sizes[0] and rows <= graph.sizes[1]), None)
-        if graph is None and kind is Kind.BRIEF:
+        if graph is None and kind is Kind.SHORT_CONTEXT:
             return self.find(tokens, rows, Kind.ANY)
         if graph is None or kind is Kind.ANSWERS or graph.sizes[0] <= self._eager_tokens:
             return graph
         return graph if tokens >= LEAST_FILLED * graph.sizes[0] else None
 
-    def capture(self, sizes: Sizes, kind: Kind, compute: Callable[[Sizes, Kind, int], Computed], pool: Any) -> None:
+    def find_guesses(self, rows: int, guesses: int) -> Graph | None:
+        """The smallest graph that holds a step of rows with up to so many guesses each."""
+        graphs = self.captured[Kind.GUESSES]
+        fitting = [graph for graph in graphs if rows <= graph.sizes[1] and guesses < graph.longest]
+        return min(fitting, key=lambda graph: graph.sizes, default=None)
+
+    def wanted_guesses(self) -> list[tuple[Sizes, int]]:
+        """Sizes of the graphs of steps with guesses and the most tokens of their rows; the largest first."""
+        lengths = sorted({min(count, self._guesses) + 1 for count in GUESSES}) if self._guesses else []
+        found = [
+            ((rows * length, rows, rows * length), length)
+            for rows in sorted({min(rows, self._slots) for rows in GUESS_ROWS})
+            for length in lengths
+            if rows * length <= min(MOST_GUESS_TOKENS, self._step_tokens)
+        ]
+        return sorted(found, reverse=True)
+
+    def capture(
+        self,
+        sizes: Sizes,
+        kind: Kind,
+        compute: Callable[[Sizes, Kind, int], Computed],
+        pool: Any,
+        longest: int | None = None,
+    ) -> None:
         """Capture a step that is smaller than those of its kind before it, with memory from this pool. `compute` is
-        `GpuForward.run`; the words on the device are those of a step without rows."""
-        compute(sizes, kind, long_tokens(sizes, kind))  # compiles, and lets libraries make what they need
+        `GpuForward.run`; the words on the device are those of a step without rows. longest: tokens of a row, of a step
+        with guesses."""
+        most = long_tokens(sizes, kind) if longest is None else longest
+        compute(sizes, kind, most)  # compiles, and lets libraries make what they need
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
-            computed = compute(sizes, kind, long_tokens(sizes, kind))
-        self.captured[kind].insert(0, Graph(sizes, graph.replay, computed))
+            computed = compute(sizes, kind, most)
+        self.captured[kind].insert(0, Graph(sizes, graph.replay, computed, longest or 1))
 
     def wanted(self) -> list[tuple[Sizes, Kind]]:
         """Sizes and kinds of all graphs; the largest of each kind first."""
@@ -82,21 +123,25 @@ class Graphs:
         tokens = [count for count in self._tokens() if count <= self._step_tokens]
         most = sorted({min(count, self._slots) for count in RAGGED_ROWS})
         ragged = [(count, held, held) for count in tokens for held in most if held <= count]
-        brief = [(count, held, held) for count, held, _ in ragged if count in BRIEF_TOKENS and held == most[0]]
+        short = [(count, held, held) for count, held, _ in ragged if count in SHORT_CONTEXT_TOKENS and held == most[0]]
         answers = [(count, count, count) for count in rows]
-        found = ((ragged, Kind.ANY), (brief if self._has_brief else [], Kind.BRIEF), (answers, Kind.ANSWERS))
+        found = (
+            (ragged, Kind.ANY),
+            (short if self._has_short_context else [], Kind.SHORT_CONTEXT),
+            (answers, Kind.ANSWERS),
+        )
         return [(sizes, kind) for some, kind in found for sizes in reversed(some)]
 
     def _tokens(self) -> list[int]:
         """Numbers of tokens for which steps with prompts are captured."""
         most, model = self._eager_tokens, self._model
         tokens = [count for count in GRAPH_TOKENS if count <= most]
-        if linear.rounds_to_fp8(model.embedding[:128], model.layers[0].mlp.up.weight):
+        if linear.rounds_to_fp8(model.embedding[:128], model.layers[0].attention.output.weight):
             tokens += [count for count in FP8_TOKENS if most < count <= FP8_EAGER * most]
         return tokens
 
     @property
-    def _has_brief(self) -> bool:
+    def _has_short_context(self) -> bool:
         """Whether short prefill attention serves this model. It was measured on a Hopper."""
         config, embedding = self._model.config, self._model.embedding
         numbers = config.heads, config.kv_heads, config.head_dim, embedding.dtype, self._stored, set(config.windows)
@@ -125,5 +170,5 @@ def nothing_collected() -> Iterator[None]:
 def _eager_tokens(model: Decoder) -> float:
     """Tokens of a step from which on the GPU is busy longer than the launches take."""
     config = model.config
-    layer = 12 * config.hidden_size * (config.hidden_size + config.intermediate_size / 4) * 2
+    layer = 12 * config.hidden_size * (config.hidden_size + config.active_neurons / 4) * 2
     return EAGER_BYTES / layer

@@ -6,6 +6,9 @@ from torch import Tensor
 from kernels import attention, linear, norm, rope_kv
 from kernels.activation import activate
 from kernels.linear import DeviceWeight
+from kernels.moe import grouped, routing
+from kernels.moe.reference import Routes
+from kernels.moe.weights import ExpertStack
 from kernels.operands import Activation, Norm
 from kernels.quantized_weights import Weight
 from services.worker.models.ops import RopeTables
@@ -15,7 +18,9 @@ class TritonOps:
     """Residual additions and gates are fused into the products; `kernels.linear` chooses the kernel."""
 
     normalize = staticmethod(norm.normalize)
+    activate = staticmethod(activate)
     attention = staticmethod(attention.attention)
+    route = staticmethod(routing.route)
     invariant = False
     """Whether a row has the same bits in any batch and any chunk."""
     short_tokens = 1
@@ -61,6 +66,19 @@ class TritonOps:
         return rope_kv.rope_and_store(
             qkv, rope.cos, rope.sin, kv, slot_mapping, heads, kv.shape[3], rope.positions, weight, eps, kv_scales
         )
+
+    def expert_weights(self, count: int, outputs: int, inputs: int, dtype: torch.dtype, /) -> ExpertStack:
+        """A stack of all weights."""
+        return ExpertStack(count, outputs, inputs, dtype)
+
+    def add_experts(
+        self, residual: Tensor, x: Tensor, routes: Routes, activation: Activation, up: ExpertStack, down: ExpertStack, /
+    ) -> None:
+        """Each product of all experts is one launch."""
+        chosen = routes.weights_Tk.shape[1]
+        hidden = activate(grouped.multiply(x, up, routes, divide=chosen, invariant=self.invariant), activation)
+        results = grouped.multiply(hidden, down, routes, divide=1, invariant=self.invariant)
+        grouped.add_weighted(residual, results, routes.weights_Tk)
 
     def norm_qkv(
         self,

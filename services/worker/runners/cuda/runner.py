@@ -6,28 +6,34 @@ waits for its results. A token stays in its slot on the device, so the next step
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kernels import step_io
+from kernels import kv_pages, step_io
 from kernels.slot_edits import HEADER
 from kernels.step_io import StepInputs
 from services.worker.models.decoder import Decoder
-from services.worker.runners.base import Sampled, StepResult
+from services.worker.runners.base import NO_SCORES, Masks, Sampled, StepResult
 from services.worker.runners.cuda import step_words
-from services.worker.runners.cuda.forward import GpuForward
+from services.worker.runners.cuda.adapters import GpuAdapters
+from services.worker.runners.cuda.draft_model import GpuDraftModel, Pending
+from services.worker.runners.cuda.forward import Computed, GpuForward
 from services.worker.runners.cuda.graphs import Graphs, long_tokens, nothing_collected
 from services.worker.runners.cuda.kv_pool import GpuPool
 from services.worker.runners.cuda.logprobs import TopLogprobs
+from services.worker.runners.cuda.masked_draws import MaskedDraws, MaskedRows, merged
 from services.worker.runners.cuda.ops import TritonOps
 from services.worker.runners.cuda.sampler import GpuSampler
+from services.worker.runners.cuda.scores import PromptLines
 from services.worker.runners.cuda.step_words import Kind, Sizes, StepRows
 from services.worker.runners.cuda.upload import NO_EDITS, STAGING_BUFFERS, DeviceEdits, StepUpload
 from services.worker.runners.inspection import DecoderInspection, first_blocks
-from services.worker.runners.step import EDIT_WORDS, HEADER_WORDS, Edit, SlotState, Words, unpack
+from services.worker.runners.scored_rows import ScoredRows
+from services.worker.runners.step import EDIT_WORDS, HEADER_WORDS, LAST_TOKEN, OWN_GUESS, Edit, SlotState, Words, unpack
 
 _EAGER_TOKENS, _SIZES_APART = 320, 128
 """Least tokens of the steps, and distance between the sizes of products, that are run at the start."""
@@ -35,7 +41,7 @@ _SlotEdit = tuple[Edit, int, Words]
 """The operation, its slot, its words."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class GpuStep:
     """A launched step."""
 
@@ -51,6 +57,10 @@ class GpuStep:
     """None: the step is over already (no GPU)."""
     began: torch.cuda.Event | None
     """When its first kernel could start, if gaps are measured."""
+    masked: MaskedRows | None = None
+    """Rows that draw later, under masks."""
+    prompts: PromptLines | None = None
+    """Its lines of prompts whose log-probabilities are asked for."""
 
 
 class GpuRunner:
@@ -68,9 +78,12 @@ class GpuRunner:
         max_length: int,
         step_tokens: int,
         stored: torch.dtype,
+        guesses: int = 0,
+        adapters: GpuAdapters | None = None,
     ) -> None:
         """For steps of up to `slot_count` rows and `step_tokens` tokens, of sequences of up to `max_length` tokens.
-        Keys and values are stored as `stored`. The caller allocates the pool, `kv`."""
+        Keys and values are stored as `stored`. The caller allocates the pool, `kv`. guesses: most of a row; 0: no row
+        has any. adapters: of the model; None: it serves none."""
         device = model.embedding.device
         self.model, self.ops, self.block_size, self.device = model, ops, block_size, device
         self.slots, self.step_tokens = slot_count, step_tokens
@@ -82,13 +95,34 @@ class GpuRunner:
         self._computed = [0] * slot_count
         lines = slot_count + 1  # the last one is for padding
         tables = torch.zeros(lines, self._row_blocks, dtype=torch.int32, device=device)
-        self._upload = StepUpload(step_io.words_of(step_tokens, slot_count, slot_count), tables, self.sampler.settings)
+        self._most_samples = min(slot_count * (1 + guesses), step_tokens) if guesses else slot_count
+        most_words = step_io.words_of(step_tokens, slot_count, self._most_samples)
+        self._upload = StepUpload(most_words, tables, self.sampler.settings)
+        self._tables = tables
         self.forward = GpuForward(model, ops, self.kv, self._upload.words, tables, self.sampler.settings)
-        self.graphs = Graphs(model, ops, stored, slot_count, step_tokens)
+        self._masked = MaskedDraws(slot_count, model.config.vocab_size, self.sampler.settings, self.forward.last_token)
+        self.graphs = Graphs(model, ops, stored, slot_count, step_tokens, guesses)
+        self.adapters = adapters
+        self.adapted_graphs = Graphs(model, ops, stored, slot_count, step_tokens, guesses)
+        """Of steps with adapters."""
+        self._adapter_slots = [0] * slot_count
+        """Where the adapter of each slot is; 0: it has none."""
+        self._draft: GpuDraftModel | None = None
+        self._pending: dict[int, Pending] = {}
+        """What the draft model is to compute before the next step, by slot."""
         self._reports = [self._report() for _ in range(STAGING_BUFFERS)]
         """Host memory for the reports of later steps."""
 
     # ---- start-up ----
+
+    def use_draft(self, model: Decoder, stored: torch.dtype) -> GpuDraftModel:
+        """Let this model guess where a row has OWN_GUESS. To be called before anything is captured. The caller
+        allocates its pool."""
+        self._draft = GpuDraftModel(
+            model, self.ops, self.block_size, self.slots, self.step_tokens, stored, self._tables,
+            self.sampler.settings, self._upload.words,
+        )  # fmt: skip
+        return self._draft
 
     @torch.inference_mode()
     def measure_workspace(self) -> int:
@@ -101,24 +135,54 @@ class GpuRunner:
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        self.forward.run(sizes, Kind.ANY, self.step_tokens)
+        adapters = self.adapters.step(self.step_tokens) if self.adapters else None
+        self.forward.run(sizes, Kind.ANY, self.step_tokens, adapters=adapters)
         torch.cuda.synchronize()
         logits = self.model.config.vocab_size * self.model.embedding.dtype.itemsize
-        kept = logits * sum(samples for (_, _, samples), _ in self.graphs.wanted())
+        graphs = [*self.graphs.wanted(), *self.graphs.wanted_guesses()]
+        kept = logits * sum(samples for (_, _, samples), _ in graphs) * (2 if self.adapters else 1)
         return int(torch.cuda.max_memory_allocated() - before) * 2 + kept
 
     @torch.inference_mode()
     def capture(self, progress: Callable[[int, int], None]) -> None:
-        """Capture the graphs, the largest first: the others share its memory."""
-        wanted = self.graphs.wanted()
-        pool = torch.cuda.graph_pool_handle()
+        """Capture the graphs, the largest first: the others share its memory. Steps with adapters have graphs of their
+        own, so that steps without any pay nothing."""
+        kinds = [(self.graphs, False), *([(self.adapted_graphs, True)] if self.adapters else [])]
+        wanted = [(graphs, adapted, *each) for graphs, adapted in kinds for each in graphs.wanted()]
+        guesses = [(graphs, adapted, *each) for graphs, adapted in kinds for each in graphs.wanted_guesses()]
+        total, pool = len(wanted) + len(guesses), torch.cuda.graph_pool_handle()
         with nothing_collected():
             self._upload.capture(pool)
-            for done, (sizes, kind) in enumerate(wanted):
-                progress(done, len(wanted))
+            for done, (graphs, adapted, sizes, kind) in enumerate(wanted):
+                progress(done, total)
                 self._send_alone(step_words.empty_step(), sizes)
-                self.graphs.capture(sizes, kind, self.forward.run, pool)
-            progress(len(wanted), len(wanted))
+                graphs.capture(sizes, kind, self._compute(sizes, adapted), pool)
+            for done, (graphs, adapted, sizes, longest) in enumerate(guesses, len(wanted)):
+                progress(done, total)
+                self._capture_guesses(graphs, adapted, sizes, longest, pool)
+            if self._draft is not None:
+                self._draft.capture()
+            progress(total, total)
+
+    def _compute(self, sizes: Sizes, adapted: bool) -> Callable[[Sizes, Kind, int], Computed]:
+        """What a graph of these sizes captures."""
+        adapters = self.adapters.step(sizes[0]) if self.adapters and adapted else None
+        return partial(self.forward.run, adapters=adapters)
+
+    @torch.inference_mode()
+    def force_acceptance(self, chance: float | None) -> None:
+        """For measurements: let guesses count as right with this chance, whatever is drawn; None: as they are. Captures
+        the steps with guesses anew."""
+        self.forward.forced_acceptance = chance
+        self.graphs.captured[Kind.GUESSES].clear()
+        pool = torch.cuda.graph_pool_handle()
+        with nothing_collected():
+            for sizes, longest in self.graphs.wanted_guesses():
+                self._capture_guesses(self.graphs, False, sizes, longest, pool)
+
+    def _capture_guesses(self, graphs: Graphs, adapted: bool, sizes: Sizes, longest: int, pool: Any) -> None:
+        self._send_alone(step_words.empty_step(), sizes)
+        graphs.capture(sizes, Kind.GUESSES, self._compute(sizes, adapted), pool, longest)
 
     @torch.inference_mode()
     def warm_up_eager_kernels(self) -> None:
@@ -131,7 +195,7 @@ class GpuRunner:
             rows = 1 << power
             sizes = min(max(2 * rows, _EAGER_TOKENS), self.step_tokens), rows, rows
             self._send_alone(step_words.empty_step(), sizes)
-            self.forward.run(sizes, Kind.ANY, sizes[0] - 1)
+            self._masked.warm_up(self.forward.run(sizes, Kind.ANY, sizes[0] - 1).logits)
         model, layer = self.model, self.model.layers[0]
         for tokens in range(_SIZES_APART, self.step_tokens + 1, _SIZES_APART):
             x = model.embedding.new_zeros(tokens, model.config.hidden_size)
@@ -149,9 +213,13 @@ class GpuRunner:
         anything, so that all are compiled before the model is loaded."""
         self.measure_workspace()
         self._upload.launch_edits()
-        for sizes, kind in self.graphs.wanted():
-            self._send_alone(step_words.empty_step(), sizes)
-            self.forward.run(sizes, kind, long_tokens(sizes, kind))
+        for adapted in (False, True) if self.adapters else (False,):
+            for sizes, kind in self.graphs.wanted():
+                self._send_alone(step_words.empty_step(), sizes)
+                self._compute(sizes, adapted)(sizes, kind, long_tokens(sizes, kind))
+            for sizes, longest in self.graphs.wanted_guesses():
+                self._send_alone(step_words.empty_step(), sizes)
+                self._compute(sizes, adapted)(sizes, Kind.GUESSES, longest)
         self.warm_up_eager_kernels()
 
     def _send_alone(self, rows: StepRows, sizes: Sizes) -> None:
@@ -170,12 +238,19 @@ class GpuRunner:
     def launch(self, words: Words) -> GpuStep:
         """Put a step into the stream. After an exception no row has advanced, and the edits may be sent again."""
         edits, rows = unpack(words)
+        self._pending.clear()
         here, later = self._read(edits, words[HEADER_WORDS:])
         contexts = [self._computed[slot] + length for slot, length in zip(rows.slots, rows.lengths, strict=True)]
-        step = self._begin(StepRows(rows, contexts), here, later)
+        step = self._begin(StepRows(rows, contexts, self.sampler.masked), here, later)
         for slot, context in zip(rows.slots, contexts, strict=True):
             self._computed[slot] = context
         return step
+
+    def draw(self, step: GpuStep, masks: Masks) -> None:
+        """Put the draws of the rows with masks into the stream."""
+        assert step.masked is not None, "the step has no rows with masks"
+        self._masked.draw(step.masked, masks)
+        step.done = self._event()
 
     def done(self, step: GpuStep) -> bool:
         """Whether the device has finished a step."""
@@ -189,16 +264,52 @@ class GpuRunner:
         tokens, rows, samples = step.rows.sizes
         report = step.report.numpy()
         drawn, own, totals = report[: 3 * step.samples].reshape(3, step.samples)[:, :samples]
+        if step.rows.guesses:
+            return self._collect_guesses(step, drawn.tolist(), own.view(np.float32).tolist())
         finite = np.ones(rows, np.bool_)
         if not step.rows.answers:
             lines = report[step_io.aligned(3 * step.samples) :][:tokens]
             finite = np.minimum.reduceat(lines, [0, *step.rows.ends[:-1]]) > 0
         finite[step.rows.sampling] &= np.isfinite(totals.view(np.float32))
         logprobs = own.view(np.float32)[:, None].tolist() if step.tops.wanted else None
-        result = StepResult(finite.tolist(), Sampled(drawn[:, None].tolist(), logprobs, step.tops.lists()))
+        sampled = Sampled(drawn[:, None].tolist(), logprobs, step.tops.lists())
+        if step.masked is not None:
+            self._masked.collect(step.masked)
+            sampled = merged(sampled, step.masked)
+        scores = step.prompts.results() if step.prompts is not None else NO_SCORES
+        result = StepResult(finite.tolist(), sampled, scores)
         self._upload.landed(step.number)
         self._reports.append(step.report)
         return result
+
+    def _collect_guesses(self, step: GpuStep, drawn: list[int], own: list[float]) -> StepResult:
+        """The results of a step with guesses: of each row the draws that are kept. It is the only one in flight."""
+        rows, logprobs, tops = step.rows, None, step.tops.lists()
+        counts = step.report.numpy()[step_io.aligned(3 * step.samples) :][: len(rows.contexts)].tolist()
+        starts = [end - length for end, length in zip(rows.ends, rows.rows.lengths, strict=True)]
+        finite = []
+        for slot, context, length, count in zip(rows.rows.slots, rows.contexts, rows.rows.lengths, counts, strict=True):
+            self._computed[slot] = context - length + count
+            finite.append(count > 0 or length > 1)
+            if not count:
+                self._clear(slot, context - length, context)
+        pieces = [slice(start, start + count) for start, count in zip(starts, counts, strict=True)]
+        if step.tops.wanted:
+            logprobs = [own[piece] for piece in pieces]
+        tokens = [drawn[piece] for piece in pieces]
+        likely = None if tops is None else [[top for (top,) in tops[piece]] for piece in pieces]
+        self._upload.landed(step.number)
+        self._reports.append(step.report)
+        return StepResult(finite, Sampled(tokens, logprobs, likely))
+
+    def _clear(self, slot: int, first: int, end: int) -> None:
+        """Zero keys and values of a slot's tokens: some are not finite."""
+        positions = torch.arange(first, end, device=self.device)
+        blocks = self._tables[slot].long()[positions // self.block_size]
+        slot_mapping = blocks * self.block_size + positions % self.block_size
+        for layer in self.kv.layers:
+            zeros = self.model.embedding.new_zeros(end - first, 2 * layer.shape[3], layer.shape[4])
+            kv_pages.store(layer, slot_mapping, zeros, None)
 
     def inspect(self, token_ids: Sequence[int]) -> DecoderInspection:
         """Open up the model for one sequence, in the first blocks of the pool."""
@@ -225,37 +336,87 @@ class GpuRunner:
         return max(0.0, float(before.done.elapsed_time(after.began)) / 1e3)
 
     def _begin(self, rows: StepRows, edits: DeviceEdits, later: list[_SlotEdit]) -> GpuStep:
-        graph = self.graphs.find(*rows.sizes[:2], rows.kind)
+        scored = {slot: data.tolist() for edit, slot, data in later if edit is Edit.SCORE}
+        prompts = PromptLines(ScoredRows.of(scored, rows.rows), self.device) if scored else None
+        owners = [self._adapter_slots[slot] for slot in rows.rows.slots] if self.adapters else []
+        graphs = self.adapted_graphs if any(owners) else self.graphs
+        if rows.guesses:
+            graph = graphs.find_guesses(rows.sizes[1], rows.guesses)
+        else:
+            graph = graphs.find(*rows.sizes[:2], rows.kind) if prompts is None else None
         sizes = graph.sizes if graph else self._eager_sizes(rows)
         # All memory is allocated before the step is launched: had the draws run, slots would have advanced.
-        asked = [self.sampler.logprobs[rows.rows.slots[row]] for row in rows.sampling]
+        slots = [rows.rows.slots[row] for row in rows.sampling]
+        masked = self._begin_masked(rows, slots) if rows.masked else None
+        asked = [self.sampler.logprobs[slot] if masked is None or slot not in rows.masked else -1 for slot in slots]
         tops = TopLogprobs(asked, self.model.config.vocab_size, self.device)
         report = self._reports.pop() if self._reports else self._report()
         number, buffer = self._upload.begin()
         end = rows.lay_out(self._upload.staging_buffers[buffer], HEADER, sizes)
         self._upload.send(buffer, end, edits)
+        adapters = None
+        if self.adapters is not None and any(owners):
+            adapters = self.adapters.send(np.repeat(owners, rows.rows.lengths), sizes[0], buffer)
         self._edit_logits(later)
         self.sampler.lift_bans(rows.rows.slots, rows.contexts)
+        if self.sampler.has_bad_words:
+            self._mark_bad_words(rows)
         began = self._event() if self.measure_gaps else None
+        if self._draft is not None and self._pending:
+            self._guess(self._draft, rows)
         if graph:
             graph.replay()
             computed = graph.computed
+        elif rows.guesses:
+            computed = self.forward.run(sizes, Kind.GUESSES, rows.guesses + 1, adapters=adapters)
         else:
             long_tokens = sum(length for length in rows.rows.lengths if length > self.ops.short_tokens)
-            computed = self.forward.run(sizes, Kind.ANSWERS if rows.answers else Kind.ANY, long_tokens)
+            kind = Kind.ANSWERS if rows.answers else Kind.ANY
+            computed = self.forward.run(sizes, kind, long_tokens, prompts, adapters)
         report[: len(computed.report)].copy_(computed.report, non_blocking=True)
         tops.send(computed.logits, computed.samples.totals)
-        return GpuStep(number, rows, sizes[2], report, tops, self._event(), began)
+        if masked is not None:
+            masked.logits = computed.logits[: len(slots)]
+        return GpuStep(number, rows, sizes[2], report, tops, self._event(), began, masked, prompts)
+
+    def _guess(self, draft: GpuDraftModel, rows: StepRows) -> None:
+        """Launch the draft model, which puts its guesses into the words of this step on the device."""
+        wanted, places, ids = {}, {}, rows.rows.ids
+        for slot, length, end in zip(rows.rows.slots, rows.rows.lengths, rows.ends, strict=True):
+            if length > 1 and ids[end - 1] == OWN_GUESS:
+                wanted[slot], places[slot] = length - 1, end - length + 1
+        draft.launch(self._pending, wanted, places)
+
+    def _begin_masked(self, rows: StepRows, slots: list[int]) -> MaskedRows | None:
+        """The rows of a step with masks; None if there are none. slots [S]: those of the rows that sample."""
+        lines = [line for line, slot in enumerate(slots) if slot in rows.masked]
+        if not lines:
+            return None
+        later = [slot in rows.masked for slot in slots]
+        asked = [self.sampler.logprobs[slot] if mask else -1 for slot, mask in zip(slots, later, strict=True)]
+        return MaskedRows(
+            lines=lines,
+            slots=[slot if mask else self.slots for slot, mask in zip(slots, later, strict=True)],
+            positions=list(map(self.sampler.position, slots, (rows.contexts[row] for row in rows.sampling))),
+            tops=TopLogprobs(asked, self.model.config.vocab_size, self.device),
+        )
+
+    def _mark_bad_words(self, rows: StepRows) -> None:
+        for row in rows.sampling:
+            slot = rows.rows.slots[row]
+            drawn = rows.rows.ids[rows.ends[row] - 1] == LAST_TOKEN
+            last_token = self.forward.last_token[slot : slot + 1] if drawn else None
+            self.sampler.mark_bad_words(slot, rows.contexts[row], last_token)
 
     def _eager_sizes(self, rows: StepRows) -> Sizes:
         """Sizes of a step without a graph. Rows that sample are padded to a multiple of 8, like graphs of answers: for
         other sizes of the last products the vendor's library may have to load kernels."""
         tokens, count, samples = rows.sizes
-        return rows.sizes if rows.answers else (tokens, count, min(-(-samples // 8) * 8, self.slots))
+        return rows.sizes if rows.answers or rows.guesses else (tokens, count, min(-(-samples // 8) * 8, self.slots))
 
     def _report(self) -> Tensor:
         """Host memory for the report of any step."""
-        most = step_io.aligned(3 * self.slots) + self.step_tokens
+        most = step_io.aligned(3 * self._most_samples) + max(self.step_tokens, self.slots)
         return torch.zeros(most, dtype=torch.int32, pin_memory=self.device.type == "cuda")
 
     def _event(self) -> Any:
@@ -281,8 +442,17 @@ class GpuRunner:
                 admitted.append(at)
                 state = SlotState.read(data)
                 self._computed[slot] = state.computed
+                self._adapter_slots[slot] = 0
                 self.sampler.admit(slot, state)
-            elif edit is not Edit.RELEASE:
+            elif edit is Edit.DRAFT:
+                self._pending[slot] = int(data[0]), data[1:].tolist()
+            elif edit is Edit.MASK:
+                self.sampler.mask(slot)
+            elif edit is Edit.ADAPTER:
+                self._adapter_slots[slot] = int(data[0])
+            elif edit is Edit.RELEASE:
+                self.sampler.release(slot)
+            else:
                 later.append((edit, slot, data))
             at += EDIT_WORDS + len(data)
         return DeviceEdits(words[:at], blocks, admitted), later
@@ -295,5 +465,7 @@ class GpuRunner:
             elif edit is Edit.BIAS:
                 ids, numbers = np.split(data, 2)
                 self.sampler.bias(slot, ids, numbers.view(np.float32))
-            else:
+            elif edit is Edit.FORBID:
+                self.sampler.forbid(slot, data)
+            elif edit is not Edit.SCORE:
                 self.sampler.ban(slot, int(data[0]), data[1:])

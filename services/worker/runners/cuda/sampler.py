@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.sampling.slot_settings import slot_settings
+from services.worker.runners.cuda.bad_words import BadWords
 from services.worker.runners.step import SlotState, Words
 
 
@@ -23,6 +24,9 @@ class GpuSampler:
         self._bias: dict[int, tuple[Tensor, Tensor]] = {}
         self._bans: dict[int, tuple[int, Tensor]] = {}
         """For each slot: the number of tokens from which its ban ends, and the banned tokens."""
+        self._bad_words: dict[int, BadWords] = {}
+        self.masked: frozenset[int] = frozenset()
+        """Slots that draw under masks."""
 
     # ---- edits ----
 
@@ -33,6 +37,21 @@ class GpuSampler:
         self.logprobs[slot] = state.logprobs
         self._bias.pop(slot, None)
         self._bans.pop(slot, None)
+        self._bad_words.pop(slot, None)
+        self.masked -= {slot}
+
+    def release(self, slot: int) -> None:
+        """The slot is empty: a step has nothing to do for its bad words and masks any more."""
+        self._bad_words.pop(slot, None)
+        self.masked -= {slot}
+
+    def mask(self, slot: int) -> None:
+        """The slot draws under masks."""
+        self.masked |= {slot}
+
+    def position(self, slot: int, context: int) -> int:
+        """Position in its answer of the token that follows `context` tokens of the slot."""
+        return context - int(self._prompt_len[slot])
 
     def remember(self, slot: int, prompt_len: int, ids: Words) -> None:
         """Set the tokens that the slot's penalties count: the prompt's and the answer's."""
@@ -52,6 +71,24 @@ class GpuSampler:
         """Forbid these tokens before this position of the answer."""
         self._bans[slot] = (until + int(self._prompt_len[slot]), self._sent(torch.from_numpy(ids.astype(np.int64))))
         self._write_edits(slot)
+
+    def forbid(self, slot: int, words: Words) -> None:
+        """Set the bad words of the slot."""
+        self._bad_words[slot] = BadWords(words, self.device)
+        self._write_edits(slot)
+
+    def mark_bad_words(self, slot: int, context: int, last_token: Tensor | None) -> None:
+        """Before a step that draws for this slot the token behind so many: ban what would complete a bad word.
+        last_token int64 [1]: the token before it, if the device drew it."""
+        bad_words = self._bad_words.get(slot)
+        if bad_words is not None:
+            assert self.settings.edits is not None
+            bad_words.mark(self.settings.edits[slot], context - int(self._prompt_len[slot]), last_token)
+
+    @property
+    def has_bad_words(self) -> bool:
+        """Whether any slot has bad words."""
+        return bool(self._bad_words)
 
     def lift_bans(self, slots: list[int], contexts: list[int]) -> None:
         """Before a step: drop the bans that end at these slots' numbers of tokens."""
@@ -73,7 +110,9 @@ class GpuSampler:
             line.index_copy_(0, ids, values)
         if slot in self._bans:
             line.index_fill_(0, self._bans[slot][1], -torch.inf)
-        self.settings.edited[slot] = int(slot in self._bias or slot in self._bans)
+        if slot in self._bad_words:
+            self._bad_words[slot].rewritten(line)
+        self.settings.edited[slot] = int(slot in self._bias or slot in self._bans or slot in self._bad_words)
 
     def _sent(self, values: Tensor) -> Tensor:
         """A copy on the device, without waiting for it."""

@@ -27,8 +27,10 @@ class Kind(Enum):
 
     ANSWERS = auto()
     """Each has one token and samples."""
-    BRIEF = auto()
+    SHORT_CONTEXT = auto()
     """No row attends to more than `short_prefill.KEYS` keys."""
+    GUESSES = auto()
+    """Each has its last known token and guesses after it, all of which are sampled from."""
     ANY = auto()
     """No common property."""
 
@@ -40,8 +42,12 @@ class StepRows:
     rows: Rows
     contexts: list[int]
     """[R]: tokens of the sequence so far, those of this step included."""
+    masked: frozenset[int] = frozenset()
+    """Slots that draw under masks, later."""
     sampling: list[int] = field(init=False)
-    """[S]: the rows that sample."""
+    """[S]: the row of each sample."""
+    guesses: int = field(init=False)
+    """The most guesses of a row; 0: none has any."""
     ends: list[int] = field(init=False)
     """[R]: tokens of all rows up to this one, its own included."""
     sizes: Sizes = field(init=False)
@@ -49,7 +55,12 @@ class StepRows:
     def __post_init__(self) -> None:
         """Counts the rows and tokens once."""
         self.ends = list(itertools.accumulate(self.rows.lengths))
-        self.sampling = [row for row, samples in enumerate(self.rows.samples) if samples]
+        samples = self.rows.samples
+        self.guesses = max(max(samples, default=0) - 1, 0)
+        self.sampling = [row for row, count in enumerate(samples) if count]
+        if self.guesses:
+            assert samples == self.rows.lengths, "guesses beside prompts"
+            self.sampling = [row for row, count in enumerate(samples) for _ in range(count)]
         self.sizes = len(self.rows.ids), len(self.ends), len(self.sampling)
 
     @property
@@ -63,7 +74,9 @@ class StepRows:
         """The first kind that fits."""
         if self.answers:
             return Kind.ANSWERS
-        return Kind.BRIEF if max(self.contexts) <= short_prefill.KEYS else Kind.ANY
+        if self.guesses:
+            return Kind.GUESSES
+        return Kind.SHORT_CONTEXT if max(self.contexts) <= short_prefill.KEYS else Kind.ANY
 
     def lay_out(self, words: StagingBuffer, begin: int, sizes: Sizes) -> int:
         """Write the lists from index `begin` on, padded to `sizes`. -> the index after them."""
@@ -73,8 +86,19 @@ class StepRows:
         put(words, starts, [0, *self.ends, *[tokens] * (sizes[1] - count)])
         put(words, contexts, [*self.contexts, *[0] * (sizes[1] - count)])
         put(words, owners, self.rows.slots)
-        put(words, chosen, [*self.sampling, *[-1] * (sizes[2] - samples)])
+        put(words, chosen, [*self._chosen(), *[-1] * (sizes[2] - samples)])
         return end
+
+    def _chosen(self) -> list[int]:
+        """[S]: the samples as `kernels.step_io` reads them."""
+        if self.guesses:
+            assert self.masked.isdisjoint(self.rows.slots), "guesses beside masks"
+            place = step_io.GUESS_PLACE.value
+            counts = enumerate(self.rows.samples)
+            return [row + place * after for row, count in counts for after in reversed(range(count))]
+        if not self.masked:
+            return self.sampling
+        return [-2 - row if self.rows.slots[row] in self.masked else row for row in self.sampling]
 
 
 def put(words: StagingBuffer, at: int, values: Sequence[int]) -> None:

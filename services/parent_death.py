@@ -26,4 +26,5 @@ def main() -> None:
         sys.exit(f"{command[0]}: {error.strerror}")
 
 
-main()
+if __name__ == "__main__":
+    main()

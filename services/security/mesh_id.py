@@ -34,7 +34,7 @@ def metadata(mesh_id: str) -> tuple[tuple[str, str], ...]:
 
 
 class RefusalLog:
-    """Logs once that a peer refuses this process as one of another mesh, and again after a link that held."""
+    """Logs once that a peer refuses this process as one of another mesh or role, and again after a link that held."""
 
     def __init__(self, peer: str) -> None:
         self._peer = peer
@@ -50,7 +50,7 @@ class RefusalLog:
             code, reason = error.code, error.message
         else:
             code, reason = error.code(), error.details() or ""
-        if code is not StatusCode.FAILED_PRECONDITION:
+        if code not in (StatusCode.FAILED_PRECONDITION, StatusCode.PERMISSION_DENIED):
             return False
         if reason != self._logged:
             log.warning(f"the {self._peer} refuses this process", at=address, reason=reason)

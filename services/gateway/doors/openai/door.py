@@ -1,24 +1,29 @@
 """OpenAI's HTTP API: makes Calls of its requests, and sends their outcome as JSON or server-sent events.
 
-Knows HTTP exchanges. `openai_messages` knows the JSON.
+Knows HTTP exchanges; `requests` and `answers` know the JSON.
 """
 
+import asyncio
 import os
 import time
+from collections.abc import Callable, Sequence
 
 from grpc import StatusCode
 
 from protos import inference_pb2 as api
-from services.errors import WeftError, invalid
+from services.errors import WeftError
 from services.gateway.access.authorizer import Authorizer
 from services.gateway.answers.call import Call, Deliver, Finish
 from services.gateway.answers.collect import Collector
 from services.gateway.answers.serve import AnswerService
-from services.gateway.doors import openai_messages as messages
 from services.gateway.doors.http import Exchange, HttpRoutes
+from services.gateway.doors.openai.answers import Format, model_json, receipt_json
+from services.gateway.doors.openai.requests import parse, parse_tokenize
 from services.gateway.links.catalog import Catalog
 
 RECEIPT_HEADER = b"weft-receipt"
+_WAITING = b": waiting for a worker\n\n"
+"""A comment of server-sent events, which clients skip; it keeps the connection alive."""
 _REQUEST_ID_HEADER = b"x-request-id"
 
 
@@ -35,7 +40,6 @@ class OpenAIDoor:
         """Adds the door's routes."""
         routes.add("POST", "/v1/chat/completions", self.chat)
         routes.add("POST", "/v1/completions", self.completions)
-        routes.add("POST", "/v1/embeddings", self.embeddings)
         routes.add("GET", "/v1/models", self.models)
         routes.add("GET", "/v1/models/{name:path}", self.model)
         routes.add("POST", "/tokenize", self.tokenize)
@@ -48,16 +52,10 @@ class OpenAIDoor:
         """Continues a text."""
         await self._generate(exchange, "completions")
 
-    async def embeddings(self, exchange: Exchange) -> None:
-        """Refused: no model embeds."""
-        self._access.tenant(exchange.credentials)
-        await exchange.json()
-        raise invalid("model", "no model embeds", "EMBEDDINGS_UNSUPPORTED")
-
     async def models(self, exchange: Exchange) -> None:
         """Lists the models that are served."""
         reply = await self._answers.list_models(api.ListModelsRequest(), exchange.credentials)
-        data = [messages.model_json(model, self._started_at) for model in reply.models if model.workers]
+        data = [model_json(model, self._started_at) for model in reply.models if model.workers]
         await exchange.reply({"object": "list", "data": data})
 
     async def model(self, exchange: Exchange) -> None:
@@ -66,14 +64,14 @@ class OpenAIDoor:
         reply = await self._answers.list_models(api.ListModelsRequest(), exchange.credentials)
         for model in reply.models:
             if model.workers and name in (model.name, *model.aliases):
-                await exchange.reply(messages.model_json(model, self._started_at))
+                await exchange.reply(model_json(model, self._started_at))
                 return
         raise WeftError(StatusCode.NOT_FOUND, "MODEL_NOT_FOUND", "no model of this name is served", field="model")
 
     async def tokenize(self, exchange: Exchange) -> None:
         """Converts a prompt or messages to token ids."""
         self._access.permit("Tokenize", exchange.credentials)
-        asked, request = messages.parse_tokenize(await exchange.json())
+        asked, request = parse_tokenize(await exchange.json())
         exchange.param = asked.param
         reply = await exchange.run(self._answers.tokenize(request, exchange.credentials))
         tokens = list(reply.token_ids)
@@ -81,38 +79,88 @@ class OpenAIDoor:
 
     async def _generate(self, exchange: Exchange, kind: str) -> None:
         self._access.tenant(exchange.credentials)  # Before the body is read.
-        asked = messages.parse(kind, await exchange.json())
+        asked = parse(kind, await exchange.json())
         exchange.param = asked.param
         request = asked.request
         request_id = request.request_id or os.urandom(16).hex()
         request.request_id = request_id
-        form = messages.Format(asked, request_id, int(time.time()), lambda: self._only_model(exchange))
+        form = Format(asked, request_id, int(time.time()), lambda: self._only_model(exchange))
         if request_id.isascii() and request_id.isprintable():
             exchange.extra.append((_REQUEST_ID_HEADER, request_id.encode()))
-        await (self._stream if asked.stream else self._complete)(exchange, request, form)
+        await (self._stream if asked.stream else self._complete)(exchange, asked.requests, form)
 
-    async def _stream(self, exchange: Exchange, request: api.GenerateRequest, form: messages.Format) -> None:
-        async def deliver(response: api.GenerateResponse) -> None:
-            if response.HasField("receipt"):
-                await exchange.write(form.ending(response.receipt))
-            elif event := form.event(response.delta):
-                await exchange.write(event)
+    async def _stream(self, exchange: Exchange, requests: Sequence[api.GenerateRequest], form: Format) -> None:
+        receipts: list[api.Receipt] = [api.Receipt()] * len(requests)
 
-        def finish(receipt: api.Receipt) -> None:
-            """Delivered already, unless the call failed before the stream began."""
-            if not exchange.status:
-                exchange.extra.append((RECEIPT_HEADER, messages.receipt_json(receipt)))
+        def deliver(place: int) -> Deliver:
+            own = form.at(place)
 
-        await exchange.run(self._answers.serve(_call("Generate", exchange, request, deliver, finish)))
+            async def deliver(response: api.GenerateResponse) -> None:
+                kind = response.WhichOneof("event")
+                if kind == "delta":
+                    delta = response.delta
+                    event = _WAITING if delta.waiting else own.event(delta)
+                else:
+                    event = own.echo(response.prompt) if kind == "prompt" else b""
+                if event:
+                    await exchange.write(event)
+
+            return deliver
+
+        def finish(place: int) -> Finish:
+            return lambda receipt: receipts.__setitem__(place, receipt)
+
+        try:
+            await self._serve("Generate", exchange, requests, deliver, finish)
+        except BaseException:
+            self._note(exchange, receipts)
+            raise
+        await exchange.write(form.ending(receipts))
         await exchange.end()
 
-    async def _complete(self, exchange: Exchange, request: api.GenerateRequest, form: messages.Format) -> None:
-        def finish(receipt: api.Receipt) -> None:
-            exchange.extra.append((RECEIPT_HEADER, messages.receipt_json(receipt)))
+    async def _complete(self, exchange: Exchange, requests: Sequence[api.GenerateRequest], form: Format) -> None:
+        receipts: list[api.Receipt] = [api.Receipt()] * len(requests)
+        collectors = [Collector() for _ in requests]
 
-        collector = Collector()
-        await exchange.run(self._answers.serve(_call("Complete", exchange, request, collector.add, finish)))
-        await exchange.reply(form.whole(collector.response))
+        def finish(place: int) -> Finish:
+            return lambda receipt: receipts.__setitem__(place, receipt)
+
+        try:
+            await self._serve("Complete", exchange, requests, lambda place: collectors[place].add, finish)
+        finally:
+            self._note(exchange, receipts)
+        await exchange.reply(form.whole([collector.response for collector in collectors]))
+
+    async def _serve(
+        self,
+        method: str,
+        exchange: Exchange,
+        requests: Sequence[api.GenerateRequest],
+        deliver: Callable[[int], Deliver],
+        finish: Callable[[int], Finish],
+    ) -> None:
+        """Answers all requests at once. The first failure ends the others. Raises WeftError."""
+        calls = [_call(method, exchange, each, deliver(at), finish(at)) for at, each in enumerate(requests)]
+        if len(calls) == 1:
+            await exchange.run(self._answers.serve(calls[0]))
+            return
+        await exchange.run(self._serve_all(calls))
+
+    async def _serve_all(self, calls: Sequence[Call]) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                for call in calls:
+                    group.create_task(self._answers.serve(call))
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+
+    def _note(self, exchange: Exchange, receipts: Sequence[api.Receipt]) -> None:
+        """Adds the receipts to the response's headers, unless these are sent."""
+        if exchange.status:
+            return
+        lines = [receipt_json(receipt) for receipt in receipts if receipt.request_id]
+        if lines:
+            exchange.extra.append((RECEIPT_HEADER, lines[0] if len(receipts) == 1 else b"[" + b",".join(lines) + b"]"))
 
     def _only_model(self, exchange: Exchange) -> str:
         """The name of the model that a request without a name means; empty if models have changed since."""

@@ -1,0 +1,1 @@
+"""The forms that requests ask of their answers: read, written as grammars, and checked within limits."""

@@ -1,0 +1,91 @@
+"""Whether this process takes another call, by its own load: a bound on calls that run, and a share of calls while its
+event loop has no time left. Knows no protocols, no tenants and no requests.
+
+A call that is refused is cheap, but not free: gRPC hands it to Python like any other. So the share of calls to take is
+found by feedback: it falls while the event loop's thread computes nearly all of the time, and rises again when it does
+not. A loop that waits for a processor, because other processes have all of them, is not what this measures.
+"""
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+
+import structlog
+
+from services.errors import WeftError, exhausted
+
+log = structlog.get_logger("load")
+
+REASON = "GATEWAY_OVERLOADED"
+RETRY_S = 1.0
+WINDOW_S = 0.05
+BUSIEST = 0.93
+"""Share of a window that the event loop computes at the most before calls are refused."""
+_SATURATED = 0.98
+_FALL, _SLOW_FALL, _FASTEST_RISE, _RISE = 0.75, 0.95, 1.25, 0.01
+_LEAST = 0.01
+"""Share of calls that is taken at the least: without any, nothing would show that there is time again."""
+_LOG_S = 10.0
+
+
+class AdmittedShare:
+    """The share of calls to take, from 0.01 to 1, after each window of time. Pure."""
+
+    def __init__(self) -> None:
+        self.share = 1.0
+
+    def update(self, busy: float) -> float:
+        """Applies a window in which the event loop computed for the share `busy` of the time -> the new share."""
+        if busy > BUSIEST:
+            self.share *= _FALL if busy > _SATURATED else _SLOW_FALL
+        else:
+            self.share = self.share * min(_FASTEST_RISE, BUSIEST / max(busy, 0.1)) + _RISE
+        self.share = min(1.0, max(_LEAST, self.share))
+        return self.share
+
+
+class LoadGate:
+    """Refuses calls that this process has no time for."""
+
+    def __init__(self, most_calls: int, running: Callable[[], int]) -> None:
+        """`most_calls` that may run at once; `running` returns those that run."""
+        self.refused = 0
+        self._most_calls = most_calls
+        self._running = running
+        self._admitted = AdmittedShare()
+
+    def share_now(self) -> float:
+        """The share of calls that is taken now."""
+        return self._admitted.share
+
+    def refusal(self) -> WeftError | None:
+        """Why a call that arrives now is refused; None if it is taken."""
+        share = self._admitted.share
+        if self._running() < self._most_calls and (share >= 1.0 or random.random() < share):
+            return None
+        self.refused += 1
+        return overloaded()
+
+    def check(self) -> None:
+        """Raises WeftError if a call that arrives now is refused."""
+        error = self.refusal()
+        if error is not None:
+            raise error
+
+    async def watch(self) -> None:
+        """Measures the load of the calling thread's event loop until cancelled."""
+        at, used, logged_at = time.monotonic(), time.thread_time(), -_LOG_S
+        while True:
+            await asyncio.sleep(WINDOW_S)
+            now, now_used = time.monotonic(), time.thread_time()
+            share = self._admitted.update((now_used - used) / (now - at))
+            if share < 0.5 and now - logged_at > _LOG_S:
+                log.warning("the gateway is overloaded", admitted=round(share, 3), refused=self.refused)
+                logged_at = now
+            at, used = now, now_used
+
+
+def overloaded() -> WeftError:
+    """This process has no time for the call; another one may have."""
+    return exhausted(REASON, "the gateway is overloaded", RETRY_S)

@@ -1,0 +1,1 @@
+"""Requests to encoders: texts in, vectors or scores out."""

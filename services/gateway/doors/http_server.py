@@ -1,0 +1,189 @@
+"""The gateway's HTTP/1.1 server: its port, and the limits of connections and headers. Knows no requests.
+
+It runs in the gateway's own event loop, so that a token reaches the socket without a change of thread.
+"""
+
+import asyncio
+import contextlib
+import logging
+import math
+import socket
+import ssl
+from collections.abc import Sequence
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from services.process import refuse_to_serve
+
+_MOST_HEADER_BYTES = 32 << 10
+_HEAD_S = 20.0
+"""Longest time until the headers of a request are complete."""
+_IDLE_S = 75
+"""How long a connection without a request stays open: longer than clients keep theirs, or requests would be lost."""
+_MOST_PIPELINED = 32
+"""Most requests that wait on one connection for the one before them."""
+_TOO_MANY_CONNECTIONS = (
+    b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+)
+
+
+class _Protocol(HttpToolsProtocol):
+    """A connection with limits: bytes of the headers, and the time until they are complete."""
+
+    most_connections = 0
+    """Open connections of the server beyond which a new one gets status 503 at once."""
+    _timer: asyncio.TimerHandle | None = None
+    _header_bytes = 0
+    _in_head = True
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect_headers()
+        if len(self.connections) > self.most_connections:
+            transport.write(_TOO_MANY_CONNECTIONS)
+            transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        in_head = self._in_head
+        super().data_received(data)
+        # The parser reports a header when it is complete, and keeps what it has of it until then.
+        if in_head and self._in_head and not self.transport.is_closing():
+            self._header_bytes += len(data)
+            if self._header_bytes > _MOST_HEADER_BYTES:
+                self.send_400_response("Headers too large.")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._header_bytes, self._in_head = 0, True
+        self.scope["state"]["abort"] = self.transport.abort
+        self._expect_headers()
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(len(name) + len(value))
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._stop_timer()
+        self._in_head = False
+        if len(self.pipeline) >= _MOST_PIPELINED:
+            raise ValueError("too many requests at once")  # As above.
+        super().on_headers_complete()
+
+    def _count(self, size: int) -> None:
+        self._header_bytes += size
+        if self._header_bytes > _MOST_HEADER_BYTES:
+            raise ValueError("headers too large")  # The parser ends the connection with status 400.
+
+    def _expect_headers(self) -> None:
+        self._stop_timer()
+        self._timer = self.loop.call_later(_HEAD_S, self.transport.abort)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+class _Server(uvicorn.Server):
+    """Leaves the signals of the process to the gateway."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begins to listen."""
+        await super().startup(sockets)
+        self.listening.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Any:
+        """Captures none."""
+        yield
+
+
+class HttpServer:
+    """A listening HTTP server."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        listener: socket.socket,
+        stall_s: float,
+        drain_s: float,
+        most_connections: int,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """`stall_s`: longest time that a client takes no data; `drain_s`: time that `stop` gives to requests; `tls`:
+        None for a plain port."""
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux. Accepted sockets inherit both options.
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(stall_s * 1000))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL + 1)  # It would log the text of exceptions.
+        self.port = int(listener.getsockname()[1])
+        self._listener = listener
+        config = uvicorn.Config(
+            app,
+            http=type("_Limited", (_Protocol,), {"most_connections": most_connections}),
+            ws="none",
+            lifespan="off",
+            interface="asgi3",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=_IDLE_S,
+            timeout_graceful_shutdown=math.ceil(drain_s),
+        )
+        config.load()
+        config.ssl = tls
+        self._server = _Server(config)
+        self._serving: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Begins to serve."""
+        self._serving = asyncio.create_task(self._server.serve([self._listener]))
+        await self._server.listening.wait()
+
+    async def stop(self) -> None:
+        """Accepts no connections, gives running requests their time, and closes what is left."""
+        if self._serving is None:
+            self._listener.close()
+            return
+        self._server.should_exit = True
+        await self._serving
+        left: Sequence[asyncio.Task[None]] = list(self._server.server_state.tasks)
+        await asyncio.gather(*left, return_exceptions=True)
+        for connection in list(self._server.server_state.connections):
+            if connection.transport is not None:
+                connection.transport.abort()
+
+
+def listen(host: str, port: int, shares_port: bool = False) -> socket.socket:
+    """Binds the address; port 0 takes a free port. The process ends with one line on stderr if it is taken.
+
+    With `shares_port` other processes of this user may listen at it, too.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if shares_port:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        refuse_to_serve(f"WEFT_GATEWAY_HTTP_PORT {port}: {error.strerror}")
+    listener.setblocking(False)
+    return listener

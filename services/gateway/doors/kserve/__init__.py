@@ -1,0 +1,1 @@
+"""The Open Inference Protocol of KServe and Triton."""

@@ -1,0 +1,115 @@
+"""The public ports of a gateway: which doors each one serves, and what guards them. Knows no links and no requests."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from protos.inference_pb2_grpc import add_InferenceServicer_to_server
+from protos.kserve_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
+from services import process, rpc
+from services.gateway.access.authorizer import Authorizer
+from services.gateway.access.load_gate import LoadGate
+from services.gateway.answers.encoding.serve import EncodeService
+from services.gateway.answers.serve import AnswerService
+from services.gateway.backend import Backend
+from services.gateway.doors.grpc_gate import AuthInterceptor, LoadInterceptor
+from services.gateway.doors.http import HttpRoutes
+from services.gateway.doors.http_server import HttpServer, listen
+from services.gateway.doors.kserve.door import NAME as KSERVE
+from services.gateway.doors.kserve.door import KServeModels, KServeService
+from services.gateway.doors.kserve.http_door import KServeHttpDoor
+from services.gateway.doors.metrics import MetricsDoor
+from services.gateway.doors.native import InferenceService
+from services.gateway.doors.openai.door import OpenAIDoor
+from services.gateway.doors.openai.embeddings import EmbeddingsDoor
+from services.gateway.doors.page import PageDoor
+from services.gateway.doors.probes import Probes
+from services.gateway.doors.watch import WatchDoor
+from services.gateway.settings import GatewaySettings
+from services.security.door_tls import DoorCertificate
+from services.security.identity import IdentityError
+
+
+class Ports:
+    """The gRPC port and, unless it is disabled, the HTTP port on the same host."""
+
+    def __init__(
+        self, backend: Backend, access: Authorizer, scrape: Callable[[], Awaitable[bytes]], shared: bool
+    ) -> None:
+        """`scrape` returns the metrics of the whole gateway; `shared`: other processes listen at the same ports. Binds
+        the HTTP port. The process ends with one line if the settings are refused."""
+        settings = self._settings = backend.settings
+        self._backend, self._access, self._shared = backend, access, shared
+        self._answers = AnswerService(backend, access)
+        self._encoding = EncodeService(self._answers, backend, access)
+        self._kserve = KServeModels(self._answers, access, backend.catalog)
+        self._certificate = _certificate(settings)
+        tls = self._certificate.grpc() if self._certificate else None
+        self._public = rpc.PublicDoor(tls, access.requires_keys)
+        rpc.check_address(settings.listen, self._public.protected, settings.allow_unprotected)
+        self.gate = LoadGate(settings.gateway_most_calls, lambda: backend.metrics.in_flight)
+        backend.metrics.load(self.gate.share_now, lambda: self.gate.refused)
+        self._http = self._http_server(scrape) if settings.gateway_http_port else None
+        self.grpc: rpc.Server
+
+    @property
+    def http_port(self) -> int:
+        """The port of HTTP; 0 if it is disabled."""
+        return self._http.port if self._http is not None else 0
+
+    async def open(self) -> None:
+        """Begins to listen."""
+        self.grpc = await self._serve_grpc()
+        if self._http is not None:
+            await self._http.start()
+
+    async def close(self) -> None:
+        """Refuses new calls, and gives running ones `drain_s` seconds to end."""
+        stopping = [self.grpc.stop(self._settings.drain_s)]
+        await asyncio.gather(*stopping, *([self._http.stop()] if self._http is not None else []))
+
+    async def _serve_grpc(self) -> rpc.Server:
+        settings = self._settings
+        native, kserve = InferenceService(self._answers, self._encoding), KServeService(self._answers, self._kserve)
+        return await rpc.serve(
+            settings.listen,
+            [
+                rpc.Service("weft.v1.Inference", add_InferenceServicer_to_server, native),
+                rpc.Service(KSERVE, add_GRPCInferenceServiceServicer_to_server, kserve),
+            ],
+            max_message_bytes=rpc.PUBLIC_MESSAGE_BYTES,
+            allow_unprotected=settings.allow_unprotected,
+            public=self._public,
+            counts=self._backend.metrics.all,
+            metrics_port=settings.metrics_port,
+            mesh_id=settings.mesh_id,
+            interceptors=[AuthInterceptor(self._access, settings.gateway_open_reflection)],
+            shares_port=self._shared,
+            gates=[LoadInterceptor(self.gate)],
+            options=settings.connection_options(),
+        )
+
+    def _http_server(self, scrape: Callable[[], Awaitable[bytes]]) -> HttpServer:
+        settings, catalog = self._settings, self._backend.catalog
+        routes = HttpRoutes(self._backend.metrics.all, self.gate.refusal)
+        OpenAIDoor(self._answers, self._access, catalog).add_to(routes)
+        EmbeddingsDoor(self._encoding, self._access).add_to(routes)
+        KServeHttpDoor(self._answers, self._access, self._kserve).add_to(routes)
+        Probes(catalog).add_to(routes)
+        WatchDoor(self._answers).add_to(routes)
+        MetricsDoor(self._access, scrape).add_to(routes)
+        if settings.gateway_page:
+            PageDoor().add_to(routes)
+        listener = listen(rpc.host_of(settings.listen), settings.gateway_http_port, self._shared)
+        tls = self._certificate.context if self._certificate else None
+        most = settings.gateway_most_connections
+        return HttpServer(routes.app(), listener, settings.gateway_stall_s, settings.drain_s, most, tls)
+
+
+def _certificate(settings: GatewaySettings) -> DoorCertificate | None:
+    """The certificate of the public ports; None for plain ones. The process ends with one line if it is invalid."""
+    if not (settings.gateway_tls_cert or settings.gateway_tls_key):
+        return None
+    try:
+        return DoorCertificate(settings.gateway_tls_cert, settings.gateway_tls_key)
+    except IdentityError as error:
+        process.refuse_to_serve(str(error))

@@ -1,0 +1,38 @@
+"""From the folder of an adapter to one that the engine can serve. Knows the loader and a runner's pages, no job."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from services.worker.errors import CheckpointError
+from services.worker.job import Adapter
+from services.worker.runners.base import AdapterPages
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+AdapterReader = Callable[[str, str], Adapter]
+"""reader(name, folder) reads an adapter, in tenths of a second; any thread may call it. Raises CheckpointError."""
+
+
+class PreparedPages(AdapterPages, Protocol):
+    """Pages that make the host copies of adapters themselves."""
+
+    def prepare(self, stored: "Mapping[str, tuple[Tensor, Tensor]]", /) -> tuple[Any, int]:
+        """The host copy of an adapter, and its bytes: A and scaled B of each module of the base, by its name.
+        Any thread may call it. Raises CheckpointError."""
+
+
+def adapter_reader(pages: PreparedPages | None, most_rank: int) -> AdapterReader:
+    """The reader of adapters for an engine with these pages."""
+
+    def read(name: str, place: str) -> Adapter:
+        if pages is None:
+            raise CheckpointError("this worker serves no adapters (MAX_LORAS is 0, or its engine has none)")
+        from services.worker.loader.adapter import read_adapter  # imports torch, which not every engine needs
+
+        stored = read_adapter(Path(place).expanduser(), most_rank)
+        weights, nbytes = pages.prepare(stored.modules)
+        return Adapter(name, stored.fingerprint, stored.rank, nbytes, weights)
+
+    return read

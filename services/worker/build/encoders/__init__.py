@@ -1,0 +1,1 @@
+"""From the folder of an encoder to its engine."""

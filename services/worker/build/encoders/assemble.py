@@ -1,0 +1,157 @@
+"""Builds the engine of an encoder: reads its folder, loads its weights, warms it up. Knows no jobs and no mesh."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from services.host import available_memory
+from services.worker.build import memory
+from services.worker.build.torch_recorder import TorchRecorder
+from services.worker.engine.base import CLASSIFY, EMBED, RANK
+from services.worker.engine.encoding import EncodingEngine
+from services.worker.engine.finish_vectors import ScoreKind
+from services.worker.errors import CheckpointError
+from services.worker.loader import presets
+from services.worker.loader.files import _read_json
+from services.worker.loader.formats.registry import RoundedWeights, WeightReader, reader_of
+from services.worker.loader.plain import load_weights, randomize
+from services.worker.loader.quantized import load_quantized, randomize_quantized
+from services.worker.loader.sentence_folder import SentenceSettings, read_sentence_settings
+from services.worker.loader.tensors import Checkpoint, open_checkpoint
+from services.worker.models.encoders.config import EncoderConfig, HeadConfig
+from services.worker.models.encoders.encoder import Encoder
+from services.worker.models.encoders.family import EncoderFamily
+from services.worker.models.encoders.registry import ENCODERS, encoder_family
+from services.worker.models.raw_config import RawConfig
+from services.worker.options import EngineOptions, Progress
+from services.worker.planner.dynamic_batch import DynamicBatch
+from services.worker.runners.cpu.encoder_ops import CpuEncoderOps
+from services.worker.runners.cpu.encoder_runner import CpuEncoderRunner
+
+log = logging.getLogger(__name__)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltEncoder:
+    """An encoder's engine that is ready to run, and what its folder says."""
+
+    engine: EncodingEngine
+    config: EncoderConfig
+    settings: SentenceSettings
+    dimensions: tuple[int, ...]
+    """Fewer dimensions that its vectors may be cut to; (0,): any number."""
+    most_length: int
+    """Most tokens of a text."""
+    parameters: int
+
+
+def build_encoder(folder: Path, options: EngineOptions, progress: Progress) -> BuiltEncoder:
+    """Load the checkpoint in this folder and warm the engine up. Raises CheckpointError."""
+    _refuse_options(options)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    progress("checkpoint", 0, 1)
+    raw = _read_raw(folder)
+    family = encoder_family(raw.architecture)
+    if family is None:
+        supported = ", ".join(name for each in ENCODERS for name in each.architectures)
+        raise CheckpointError(f"{raw.architecture} is not supported as an embedder; supported are {supported}")
+    config, settings = family.read_config(raw), read_sentence_settings(folder)
+    length = _most_length(config, settings, options)
+    reader = reader_of(raw.section("quantization_config").values or None, options.quantize)
+    checkpoint = _open(folder, family, config.head is not None)
+    progress("checkpoint", 1, 1)
+    if checkpoint is not None:
+        memory.check_weights(_expected_bytes(checkpoint, options), available_memory(), options)
+    ops, dtype = CpuEncoderOps(), _DTYPES[options.numerics.dtype]
+    model = Encoder(config, family, ops, dtype, settings.pooling, meta_linears=reader is not None)
+    _load(model, checkpoint, reader, progress)
+    runner = CpuEncoderRunner(model, max(options.step_tokens, length))
+    batch = DynamicBatch(runner.most_tokens, options.max_batch_size, options.max_wait_ms / 1e3)
+    engine = EncodingEngine(runner, _tasks(config.head), length, batch, _score_kind(config.head), TorchRecorder)
+    progress("warm-up", 0, 1)
+    engine.warm_up()
+    progress("warm-up", 1, 1)
+    parameters = checkpoint.parameters if checkpoint is not None else 0
+    return BuiltEncoder(engine, config, settings, _read_dimensions(raw, config), length, parameters)
+
+
+def _refuse_options(options: EngineOptions) -> None:
+    """Raises CheckpointError for what an encoder does not support."""
+    if options.on_gpu:
+        raise CheckpointError("encoders run on the CPU alone so far: set ENGINE=torch")
+    if options.engine not in ("auto", "torch"):
+        raise CheckpointError(f"ENGINE={options.engine} does not serve encoders: set ENGINE=torch")
+    if options.deterministic:
+        raise CheckpointError(
+            "WEFT_DETERMINISTIC is not supported for encoders: a vector's last bits depend on its batch"
+        )
+    if options.tensor_parallel * options.pipeline_parallel > 1:
+        raise CheckpointError("WEFT_TENSOR_PARALLEL and WEFT_PIPELINE_PARALLEL are not supported for encoders")
+    if options.speculate:
+        raise CheckpointError("WEFT_SPECULATE is for models that generate: an encoder has no tokens to guess")
+
+
+def _read_raw(folder: Path) -> RawConfig:
+    return RawConfig(_read_json(folder / "config.json"))
+
+
+def _most_length(config: EncoderConfig, settings: SentenceSettings, options: EngineOptions) -> int:
+    most = config.context_length
+    if most < 1:
+        raise CheckpointError(f"config.json: {config.positions} positions leave none for a token")
+    if options.max_seq_length and options.max_seq_length > most:
+        raise CheckpointError(f"max_seq_length {options.max_seq_length} exceeds the model's context of {most}")
+    return options.max_seq_length or min(most, settings.max_length or most)
+
+
+def _read_dimensions(raw: RawConfig, config: EncoderConfig) -> tuple[int, ...]:
+    """`matryoshka_dimensions`, or any number with `is_matryoshka`, as vLLM reads them; empty: none."""
+    listed = raw.get("matryoshka_dimensions")
+    if listed is None:
+        return (0,) if raw.flag("is_matryoshka") else ()
+    sizes = listed if isinstance(listed, list) else [None]
+    if not all(type(size) is int and 0 < size <= config.hidden_size for size in sizes):
+        raise CheckpointError(
+            f"config.json: matryoshka_dimensions must be a list of numbers up to {config.hidden_size}"
+        )
+    return tuple(sizes)
+
+
+def _tasks(head: HeadConfig | None) -> frozenset[str]:
+    if head is None:
+        return frozenset({EMBED})
+    return frozenset({RANK if len(head.labels) == 1 else CLASSIFY})
+
+
+def _score_kind(head: HeadConfig | None) -> ScoreKind | None:
+    if head is None:
+        return None
+    return "sigmoid" if head.multi_label or len(head.labels) == 1 else "softmax"
+
+
+def _open(folder: Path, family: EncoderFamily, scores: bool) -> Checkpoint | None:
+    """None: the weights are random."""
+    if presets.is_random(folder):
+        return None
+    return open_checkpoint(folder).renamed(family.tensor_name if scores else family.tensor_name_without_head)
+
+
+def _expected_bytes(checkpoint: Checkpoint, options: EngineOptions) -> int:
+    """About the bytes that the weights take, without what rounding saves."""
+    return checkpoint.parameters * _DTYPES[options.numerics.dtype].itemsize
+
+
+def _load(model: Encoder, checkpoint: Checkpoint | None, reader: WeightReader | None, progress: Progress) -> None:
+    if checkpoint is not None and reader is not None:
+        load_quantized(model, checkpoint, reader, progress)
+    elif checkpoint is not None:
+        load_weights(model, checkpoint, progress)
+    elif isinstance(reader, RoundedWeights):
+        randomize_quantized(model, reader, progress)
+    else:
+        randomize(model, progress)

@@ -1,0 +1,123 @@
+"""Writes a checkpoint's decoder, with past, as a file that other runtimes compute. Knows exporters, no jobs."""
+
+import json
+import logging
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.export import Dim, ExportedProgram
+from torch.fx.experimental import _config as fx_config
+
+from services.worker.build.assemble import open_source
+from services.worker.errors import CheckpointError
+from services.worker.models.config import ModelConfig
+from services.worker.options import EngineOptions, Progress
+from services.worker.runners.runtime.network import DenseOps, PastDecoder
+from services.worker.runners.runtime.session import Signature
+
+_OPSET = 20
+_PLAIN = EngineOptions(engine="torch")
+_KEPT = ("generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja")
+"""Files of the checkpoint that are copied as they are."""
+
+
+def export(model_dir: Path, out: Path, form: str, progress: Progress) -> None:
+    """Write a folder with the decoder in this form, and with what a server needs of the checkpoint beside its weights.
+
+    Raises CheckpointError, also if `out` has files.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise CheckpointError(f"{out} exists and is not an empty folder")
+    network, config = load_network(model_dir, progress)
+    progress("export", 0, 1)
+    program = trace(network, config)
+    out.mkdir(parents=True, exist_ok=True)
+    if form == "onnx":
+        _write_onnx(program, config, out)
+    else:
+        torch.export.save(program, out / "model.pt2")
+    _copy_settings(model_dir, out)
+    progress("export", 1, 1)
+
+
+def load_network(
+    model_dir: Path, progress: Progress, options: EngineOptions = _PLAIN
+) -> tuple[PastDecoder, ModelConfig]:
+    """A checkpoint's decoder as a function, in the options' dtype, of which float32 is the default. Raises
+    CheckpointError."""
+    source = open_source(model_dir, options)
+    if source.config.moe is not None:
+        raise CheckpointError(f"mixtures of experts ({source.config.architecture}) cannot be exported")
+    decoder = source.load(DenseOps(), source.config.context_length, options, progress)
+    return PastDecoder(decoder).eval(), source.config
+
+
+def trace(network: PastDecoder, config: ModelConfig) -> ExportedProgram:
+    """The network as a graph, in which rows, tokens, past and wanted tokens may be of any number."""
+    rows, tokens, past = 2, 3, 5
+    batch, new, old, wanted = Dim("batch"), Dim.AUTO, Dim.AUTO, Dim("wanted")
+    keys = torch.zeros(rows, config.kv_heads, past, config.head_dim)
+    example = (
+        torch.zeros(rows, tokens, dtype=torch.int64),
+        torch.ones(rows, past + tokens, dtype=torch.int64),
+        torch.arange(past, past + tokens).repeat(rows, 1),
+        torch.tensor([tokens - 1, rows * tokens - 1]),
+        [keys.clone() for _ in range(2 * config.layers)],
+    )
+    pairs, pasts = {0: batch, 1: new}, [{0: batch, 2: old}] * (2 * config.layers)
+    masks = {0: batch, 1: Dim.AUTO}  # past + tokens
+    # Otherwise 0 and 1 count as special sizes, and the graph holds for larger ones alone.
+    oblivious = fx_config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
+    shapes = (pairs, masks, pairs, {0: wanted}, pasts)
+    try:
+        with _quiet(), torch.no_grad(), oblivious:
+            return torch.export.export(network, example, dynamic_shapes=shapes)
+    except Exception as error:  # Torch raises many kinds, all of them over what the network computes.
+        reason = str(error).partition("\n")[0]
+        raise CheckpointError(f"{config.architecture} cannot be exported: {reason}") from None
+
+
+def _write_onnx(program: ExportedProgram, config: ModelConfig, out: Path) -> None:
+    try:
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        raise CheckpointError(f"{error.name} is not installed: pip install 'weft[onnxruntime]'") from None
+    signature = Signature(config.layers, True)
+    with _quiet():
+        made = torch.onnx.export(
+            program,
+            input_names=signature.inputs,
+            output_names=signature.outputs,
+            opset_version=_OPSET,
+            dynamo=True,
+            verbose=False,
+        )
+    assert made is not None, "without a file the exporter returns a program"
+    made.save(out / "model.onnx", external_data=True)
+
+
+def _copy_settings(model_dir: Path, out: Path) -> None:
+    config: dict[str, Any] = json.loads((model_dir / "config.json").read_text())
+    config.pop("quantization_config", None)  # The weights are plain now.
+    (out / "config.json").write_text(json.dumps(config, indent=2))
+    for name in _KEPT:
+        if (model_dir / name).is_file():
+            shutil.copyfile(model_dir / name, out / name)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the exporters' warnings of what does not concern a decoder (torchvision that is not installed, ...)."""
+    level = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(level)

@@ -1,0 +1,182 @@
+"""Puts a model on a grid of ranks: plans their memory, starts them, loads this process's part. Knows no engine.
+
+Rank 0 is this process. The others are its children: `services.worker.build.rank`.
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import structlog
+import torch
+
+from services import host
+from services.worker.build import memory, rank_process
+from services.worker.build.assemble import (
+    EngineParts,
+    WeightSource,
+    bytes_of_block,
+    dtype_of,
+    open_source,
+    stored_dtype,
+)
+from services.worker.errors import CheckpointError
+from services.worker.loader.formats.registry import RoundedWeights
+from services.worker.loader.sharded import sharded, unknown_tensor, whole_rows
+from services.worker.models.registry import family_of
+from services.worker.models.sharding import ModulePiece, config_of, pieces_of, sizes_of
+from services.worker.models.stage import StageDecoder
+from services.worker.options import EngineOptions, Progress
+from services.worker.parallel import placement
+from services.worker.parallel.channel import Channel, Kind
+from services.worker.parallel.collectives import Collectives
+from services.worker.parallel.shards import Shard, shard_of
+from services.worker.parallel.topology import Grid
+from services.worker.runners.cpu.runner import CpuRunner
+from services.worker.runners.rank_ops import InvariantRankOps, RankOps
+from services.worker.runners.ranks import Rank, RanksRunner
+
+log = structlog.get_logger("worker")
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """What a rank is told at its start."""
+
+    rank: int
+    folder: str
+    options: dict[str, Any]
+    meeting: str
+    """The file in which ranks meet."""
+    blocks: int
+    max_length: int
+    threads: int
+
+    def write(self) -> bytes:
+        """As JSON."""
+        return json.dumps({name: getattr(self, name) for name in self.__slots__}).encode()
+
+    @classmethod
+    def read(cls, content: bytes) -> "Orders":
+        """The inverse of `write`."""
+        return cls(**json.loads(content))
+
+
+def grid_of(options: EngineOptions) -> Grid:
+    """The grid that the options ask for."""
+    return Grid(options.tensor_parallel, options.pipeline_parallel)
+
+
+def assemble_grid(model_dir: Path, source: WeightSource, options: EngineOptions, progress: Progress) -> EngineParts:
+    """Start the ranks, load the model and connect it. Raises CheckpointError."""
+    grid, config, stored = grid_of(options), source.config, stored_dtype(source.config, options)
+    shards = [_shard(source, grid, rank) for rank in range(grid.ranks)]
+    _check_tensors(source, shards)
+    dtype = dtype_of(options)
+    sizes = [bytes_of_block(config_of(config, shard), options, stored) for shard in shards]
+    plan = memory.plan_memory(
+        config, source.expected_bytes(dtype, "cpu"), dtype.itemsize, sum(sizes), options, host.available_memory()
+    )
+    threads = options.threads or options.numerics.threads or max(1, torch.get_num_threads() // grid.ranks)
+    nodes = placement.numa_nodes()
+    placement.pin(placement.cores_of(0, grid.ranks, nodes))
+    log.info("ranks", grid=str(grid), placement=placement.describe(grid.ranks, nodes), threads=threads)
+    channels: list[Channel] = []
+    orders = Orders(0, str(model_dir), _plain(options), _meeting(), plan.kv_blocks, plan.max_seq_length, threads)
+    try:
+        for number in range(1, grid.ranks):
+            channels.append(rank_process.start(number, grid.ranks))
+            channels[-1].send(Kind.BEGIN, replace(orders, rank=number).write())
+        others = Collectives(grid, 0, Path(orders.meeting))
+        own = load_rank(source, options, orders, others, progress)
+        loaded = [_ready(number, channel) for number, channel in enumerate(channels, 1)]
+    except BaseException:
+        for channel in channels:
+            channel.close()
+        raise
+    runner = RanksRunner(own, channels, sizes, grid, options.max_batch_size, rank_process.end_worker)
+    plan = replace(plan, weights=own.runner.model.nbytes + sum(loaded))
+    numerics = options.numerics.loaded(str(stored).removeprefix("torch."), "")
+    layout = numerics.block_layout(options.block_size, config.layers, config.kv_heads, config.head_dim)
+    return EngineParts(config, source.parameters, plan, runner, layout)
+
+
+def _meeting() -> str:
+    """The path of a file in which ranks can meet. On Linux it is in memory: nothing is left of it, however this process
+    ends. It stays open as long as the process lives, because stores of torch open it once more when they are freed."""
+    if hasattr(os, "memfd_create"):
+        return f"/proc/{os.getpid()}/fd/{os.memfd_create('weft-ranks')}"
+    return f"{tempfile.mkdtemp(prefix='weft-ranks-')}/meeting"
+
+
+def load_rank(
+    source: WeightSource, options: EngineOptions, orders: Orders, others: Collectives, progress: Progress
+) -> Rank:
+    """Load one rank's part. Raises CheckpointError."""
+    torch.set_num_threads(orders.threads)
+    grid = grid_of(options)
+    shard = _shard(source, grid, orders.rank)
+    ops = InvariantRankOps(others) if options.deterministic else RankOps(others)
+    make: Callable[..., StageDecoder] = partial(StageDecoder, shard=shard, others=others)
+    try:
+        model = _own_part(source, shard).load(ops, orders.max_length, options, progress, make)
+    except CheckpointError as error:
+        raise CheckpointError(f"rank {orders.rank}, from layer {shard.layers.start} on: {error}") from None
+    stored, slots = stored_dtype(source.config, options), options.max_batch_size
+    runner = CpuRunner(model, ops, orders.blocks, options.block_size, slots, orders.max_length, stored)
+    return Rank(runner, others, grid, orders.rank)
+
+
+def open_own(orders: Orders) -> tuple[WeightSource, EngineOptions]:
+    """The source and the options of a rank that was started. Raises CheckpointError."""
+    options = EngineOptions.model_validate(orders.options)
+    return open_source(Path(orders.folder), options), options
+
+
+def _shard(source: WeightSource, grid: Grid, rank: int) -> Shard:
+    return shard_of(sizes_of(source.config, quantized=source.reader is not None), grid, rank)
+
+
+def _own_part(source: WeightSource, shard: Shard) -> WeightSource:
+    """The source of a rank's weights."""
+    pieces, reader = _pieces(source, shard), source.reader
+    rounds = isinstance(reader, RoundedWeights)
+    if isinstance(reader, RoundedWeights) and source.checkpoint is not None:
+        reader = replace(reader, rows=whole_rows(pieces))
+    checkpoint = source.checkpoint and sharded(source.checkpoint, pieces, shard, rounds=rounds)
+    return replace(source, checkpoint=checkpoint, reader=reader)
+
+
+def _pieces(source: WeightSource, shard: Shard) -> dict[str, ModulePiece]:
+    return dict(pieces_of(family_of(source.config.architecture), source.config, shard))
+
+
+def _check_tensors(source: WeightSource, shards: Sequence[Shard]) -> None:
+    """Raises CheckpointError for a tensor that no rank would read, or that cannot be split."""
+    for shard in shards:
+        _own_part(source, shard)
+    pieces = {name: piece for shard in shards for name, piece in _pieces(source, shard).items()}
+    if source.checkpoint is not None:
+        config = source.config
+        if unknown := unknown_tensor(source.checkpoint, pieces, config.layers, config.tied_embeddings):
+            raise CheckpointError(f"tensor {unknown} is not part of this architecture")
+
+
+def _plain(options: EngineOptions) -> dict[str, Any]:
+    """The options of the engine as JSON can have them; `options` may be the settings of a worker, with more."""
+    values = options.model_dump(mode="json")
+    return {name: values[name] for name in EngineOptions.model_fields}
+
+
+def _ready(number: int, channel: Channel) -> int:
+    """Wait until a rank has loaded its part -> bytes of its weights. Raises CheckpointError."""
+    kind, content = channel.receive()
+    if kind is Kind.REFUSED:
+        raise CheckpointError(content.decode())
+    assert kind is Kind.READY, f"rank {number} answers {kind.name}"
+    return int(content)

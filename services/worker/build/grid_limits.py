@@ -1,0 +1,20 @@
+"""What a grid of ranks cannot do yet, refused by name at the start. Knows options, no model."""
+
+from services.worker.errors import CheckpointError
+from services.worker.options import EngineOptions
+
+_ENGINES = ("auto", "torch")
+"""auto: where no GPU was found."""
+
+
+def check_grid(options: EngineOptions) -> None:
+    """Raises CheckpointError for an option that ranks do not support."""
+    for wanted, what in (
+        (options.engine not in _ENGINES, f"ENGINE={options.engine}: they compute with plain torch (ENGINE=torch)"),
+        (bool(options.speculate), "WEFT_SPECULATE"),
+        (bool(options.adapter_slots), "adapters (MAX_LORAS)"),
+        (options.kv_scales != "checkpoint", f"KV_SCALES={options.kv_scales}"),
+    ):
+        if wanted:
+            grid = f"tensor {options.tensor_parallel} x pipeline {options.pipeline_parallel}"
+            raise CheckpointError(f"{grid} ranks do not support {what}")

@@ -1,0 +1,25 @@
+"""Makes the speculation that the options ask for. Knows the proposers by name, no device."""
+
+from collections.abc import Callable
+
+from services.worker.options import EngineOptions
+from services.worker.speculative.draft_model import DraftProgress
+from services.worker.speculative.ngram import NgramProposer
+from services.worker.speculative.proposer import Proposer
+from services.worker.speculative.speculation import Speculation
+from services.worker.speculative.suffix import SuffixProposer
+
+
+def make_speculation(
+    options: EngineOptions, draft_context: int, overlaps: bool = False, limit: Callable[[int], int] | None = None
+) -> Speculation | None:
+    """None: nobody guesses. draft_context: tokens of the context of the runner's draft model, if it has one. overlaps
+    and limit as in `Speculation`."""
+    if not options.speculate:
+        return None
+    proposer: Proposer | DraftProgress = NgramProposer()
+    if options.draft:
+        proposer = DraftProgress(options.block_size, draft_context)
+    elif options.speculate == "suffix":
+        proposer = SuffixProposer()
+    return Speculation(proposer, options.speculate_depth, overlaps=overlaps, limit=limit)

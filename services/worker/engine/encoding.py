@@ -1,0 +1,276 @@
+"""Dynamic batching of an encoder: jobs with texts in, vectors out. One thread takes batches and computes them.
+
+Knows the batch's policy and a runner that it is handed, no device, no checkpoint and no network.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import numpy.typing as npt
+
+from services import failpoints
+from services.worker.engine.base import EngineEvents
+from services.worker.engine.finish_vectors import ScoreKind, finished
+from services.worker.engine.inbox import Arrival, Inbox
+from services.worker.engine.profiling import PhaseRecorder, Profiler, Recorder
+from services.worker.engine.step_times import StepTimes
+from services.worker.errors import CheckpointError
+from services.worker.job import (
+    Cost,
+    EncodeTask,
+    Ended,
+    EndReason,
+    Failure,
+    Job,
+    SamplingParams,
+    Stats,
+    StepOutput,
+)
+from services.worker.kvcache.tiers import BlockStore
+from services.worker.planner.dynamic_batch import DynamicBatch, WaitingText
+from services.worker.runners.base import EncoderRunner, TextTokens
+
+log = logging.getLogger(__name__)
+
+IDLE_WAIT_S = 0.5
+_NUMERIC = Failure("INTERNAL", "NUMERIC", "the model computed numbers that are not finite for this text")
+_INTERNAL = Failure("INTERNAL", "INTERNAL", "the engine failed to compute this text", retryable=True)
+_WRONG = Failure("INVALID_ARGUMENT", "INVALID", "the job has no texts for this encoder")
+_WARM_UP_KEY = -1
+_NO_DECODING_S = 1e-9
+
+
+@dataclass(slots=True, eq=False)
+class _Texts:
+    """A job that runs."""
+
+    job: Job
+    task: EncodeTask
+    arrived: float
+    begins: list[int]
+    """Where each text begins in the job's tokens, and where the last one ends."""
+    vectors: npt.NDArray[np.float32]
+    left: int
+    """Texts that are not computed yet."""
+    started: float = 0.0
+    steps: int = 0
+
+    def tokens_of(self, index: int) -> TextTokens:
+        """The tokens of a text."""
+        second = self.task.seconds[index] if self.task.seconds else 0
+        return TextTokens(self.job.token_ids[self.begins[index] : self.begins[index + 1]], second)
+
+
+class EncodingEngine:
+    """An `Engine` that encodes texts.
+
+    `submit`, `cancel`, `wake`, `stats` and `take_block_events` may be called from any thread; the other methods from
+    one thread at a time.
+    """
+
+    block_layout = ""
+    block_bytes = 0
+
+    def __init__(
+        self,
+        runner: EncoderRunner,
+        capabilities: frozenset[str],
+        most_length: int,
+        batch: DynamicBatch,
+        scores: ScoreKind | None = None,
+        recorder: Callable[[], Recorder] = PhaseRecorder,
+    ) -> None:
+        """most_length: tokens of a text. scores: how the runner's scores of labels become shares; None: it embeds."""
+        self.runner, self.capabilities, self.most_length = runner, capabilities, most_length
+        self.batch, self.scores = batch, scores
+        self.profiler = Profiler(recorder)
+        self.step_times = StepTimes(_NO_DECODING_S)
+        self._jobs: dict[int, _Texts] = {}
+        self._steps = 0
+        self._events: EngineEvents | None = None
+        self.inbox = Inbox()
+
+    def use_remote(self, store: BlockStore) -> None:
+        """There are no blocks to share."""
+
+    # ---- any thread ----
+
+    def submit(self, job: Job) -> None:
+        """Encode the texts of this job. Its vectors are in its end."""
+        self.inbox.submit(job)
+
+    def cancel(self, key: int, position: int | None = None) -> None:
+        """End a job. Does nothing if the job has ended."""
+        self.inbox.cancel(key, position)
+
+    def wake(self) -> None:
+        """Make `run` look at its stop event now."""
+        self.inbox.wake()
+
+    def stats(self) -> Stats:
+        """Counters and gauges as of now, and the prediction for the batch that is computed."""
+        return self._measure()
+
+    def take_block_events(self) -> tuple[list[bytes], list[bytes]]:
+        """There are no blocks."""
+        return [], []
+
+    # ---- the engine's thread ----
+
+    def run(self, events: EngineEvents, stop: threading.Event) -> None:
+        """Compute batches until `stop` is set and `wake` is called; sleep while no text waits or more are expected."""
+        self._events = events
+        while not stop.is_set():
+            output = StepOutput([], [])
+            self._take_messages(output)
+            wait_s = self.batch.wait_s(time.monotonic())
+            if wait_s == 0.0:
+                self.step(output)
+            if output.ended:
+                events.stepped(output)
+            if wait_s > 0.0:
+                self.inbox.sleep(min(wait_s, IDLE_WAIT_S), stop.is_set)
+
+    def step(self, output: StepOutput) -> None:
+        """Compute the next batch."""
+        self.profiler.step_begins()
+        with self.profiler.phase("planning"):
+            batch = self.batch.take()
+        tokens, began = sum(text.tokens for text in batch), time.monotonic()
+        predicted_s = self.step_times.predict(tokens)
+        self.inbox.predicted_step_s = predicted_s
+        if self._events is not None:
+            self._events.launched(predicted_s)
+        for text in batch:
+            job = self._jobs[text.key]
+            job.started = job.started or began
+        with self.profiler.phase("launch"):
+            self._compute(batch, output)
+        self._steps += 1
+        self.step_times.observe(tokens, False, time.monotonic() - began)
+        self.inbox.predicted_step_s = 0.0
+
+    def has_work(self) -> bool:
+        """Whether there are jobs, or messages that were not taken."""
+        return bool(self._jobs or self.inbox.pending)
+
+    def warm_up(self) -> None:
+        """Compute a text twice, so that the first real one finds warm code and a known rate. Raises CheckpointError if
+        the model cannot compute."""
+        length = min(self.most_length, 64)
+        task = EncodeTask((length,))
+        for _ in range(2):
+            self.step_times = StepTimes(_NO_DECODING_S)
+            output = StepOutput([], [])
+            self.submit(Job(_WARM_UP_KEY, [0] * length, length, SamplingParams(1), encode=task))
+            self._take_messages(output)
+            self.step(output)
+            failures = [ended.error for ended in output.ended if ended.error]
+            if failures:
+                raise CheckpointError(f"the model cannot compute: {failures[0].message}")
+        self._steps = 0
+
+    def _compute(self, batch: Sequence[WaitingText], output: StepOutput) -> None:
+        """Compute these texts; if that fails, each half of them, so that one bad text fails alone."""
+        texts = [self._jobs[each.key].tokens_of(each.place) for each in batch]
+        try:
+            for text in texts if failpoints.ARMED else ():
+                failpoints.hit("engine.step", text.token_ids)
+            vectors = self.runner.encode(texts)
+        except Exception as error:
+            if len(batch) == 1:
+                log.error("a text of job %d failed: %s", batch[0].key, type(error).__name__)
+                self._fail(batch[0], _INTERNAL, output)
+                return
+            half = len(batch) // 2
+            for part in (batch[:half], batch[half:]):
+                alive = [each for each in part if each.key in self._jobs]
+                if alive:
+                    self._compute(alive, output)
+            return
+        for each, vector in zip(batch, vectors, strict=True):
+            if not np.isfinite(vector).all():
+                self._fail(each, _NUMERIC, output)
+            elif each.key in self._jobs:
+                self._computed(self._jobs[each.key], each, vector, output)
+
+    def _computed(self, job: _Texts, text: WaitingText, vector: npt.NDArray[np.float32], output: StepOutput) -> None:
+        job.vectors[text.place] = vector
+        job.left -= 1
+        if not job.left:
+            vectors = finished(job.vectors, job.task, self.scores)
+            self._end(job, Ended(text.key, EndReason.STOP, 0, self._cost(job), vectors=vectors), output)
+
+    def _fail(self, text: WaitingText, failure: Failure, output: StepOutput) -> None:
+        """End the job of a text that cannot be computed; its other texts are not computed."""
+        job = self._jobs.get(text.key)
+        if job is not None:
+            ended = Ended(text.key, EndReason.ERROR, 0, self._cost(job), error=failure, failed_text=text.place)
+            self._end(job, ended, output)
+
+    # ---- arrivals and ends ----
+
+    def _take_messages(self, output: StepOutput) -> None:
+        now = time.monotonic()
+        for message in self.inbox.take():
+            if isinstance(message, Arrival):
+                self._accept(message, now, output)
+            elif message.key in self._jobs:
+                job = self._jobs[message.key]
+                self._end(job, Ended(message.key, EndReason.CANCELLED, 0, self._cost(job)), output)
+        for job in list(self._jobs.values()):
+            if job.job.deadline is not None and job.job.deadline <= now:
+                self._end(job, Ended(job.job.key, EndReason.DEADLINE, 0, self._cost(job)), output)
+
+    def _accept(self, arrival: Arrival, now: float, output: StepOutput) -> None:
+        job, task = arrival.job, arrival.job.encode
+        if task is None or not task.lengths or max(task.lengths) > self.most_length:
+            output.ended.append(Ended(job.key, EndReason.ERROR, 0, Cost(), error=_WRONG))
+            return
+        begins = list(accumulate(task.lengths, initial=0))
+        count = len(task.lengths)
+        vectors = np.empty((count, self.runner.width), np.float32)
+        self._jobs[job.key] = _Texts(job, task, arrival.at, begins, vectors, count)
+        texts = (
+            WaitingText(-job.priority, arrival.number, index, job.key, tokens, arrival.at)
+            for index, tokens in enumerate(task.lengths)
+        )
+        self.batch.add(texts, now)
+
+    def _end(self, job: _Texts, ended: Ended, output: StepOutput) -> None:
+        del self._jobs[ended.key]
+        if job.left:
+            self.batch.drop(ended.key)
+        output.ended.append(ended)
+
+    def _cost(self, job: _Texts) -> Cost:
+        now = time.monotonic()
+        if not job.started:
+            return Cost(queue_s=now - job.arrived)
+        done = len(job.task.lengths) - job.left
+        tokens = sum(job.task.lengths) if not job.left else 0
+        return Cost(
+            queue_s=job.started - job.arrived, prefill_s=now - job.started, prefill_tokens=tokens, steps=done > 0
+        )
+
+    def _measure(self) -> Stats:
+        """No blocks, no decoding: texts are computed once."""
+        return Stats(
+            steps=self._steps,
+            running=len(self._jobs),
+            waiting=len(self.batch),
+            prefill_backlog=self.batch.tokens,
+            free_blocks=0,
+            cached_blocks=0,
+            active_blocks=0,
+            total_blocks=0,
+            prefill_rate=self.step_times.prefill_rate,
+            decode_s=0.0,
+            preemptions=0,
+            predicted_step_s=self.inbox.predicted_step_s,
+        )

@@ -1,0 +1,1 @@
+"""Encoders: networks that read whole texts at once."""

@@ -1,0 +1,1 @@
+"""Which rank holds what of a model, and what ranks exchange."""

@@ -1,0 +1,68 @@
+"""A decoder in OpenVINO on the CPU, from an ONNX file or from a traced program. Knows one request, no slots.
+
+This file alone imports openvino.
+"""
+
+import warnings
+from typing import Any
+
+import numpy as np
+import torch
+from torch.export import ExportedProgram
+
+from services.worker.errors import CheckpointError
+from services.worker.models.config import ModelConfig
+from services.worker.runners.runtime.past import PastShape
+from services.worker.runners.runtime.session import Call, Computed, Dimension, Signature, read_signature
+
+
+class OpenvinoSession:
+    """A `DecoderSession` of a compiled model, in float32."""
+
+    def __init__(
+        self, source: str | ExportedProgram, config: ModelConfig, max_length: int, threads: int | None
+    ) -> None:
+        """source: the path of an ONNX file, or a traced `PastDecoder`. threads: of the CPU; None: the runtime's choice.
+        Raises CheckpointError, and ImportError."""
+        import openvino
+
+        name = source.rpartition("/")[2] if isinstance(source, str) else "the checkpoint"
+        core = openvino.Core()
+        settings: dict[str, Any] = {"INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY"}
+        if threads is not None:
+            settings["INFERENCE_NUM_THREADS"] = threads
+        try:
+            model = core.read_model(source) if isinstance(source, str) else _convert(openvino, source, config)
+            self._request = core.compile_model(model, "CPU", settings).create_infer_request()
+        except Exception as error:  # The runtime raises many kinds, all of them over the file.
+            raise CheckpointError(f"{name} cannot be loaded by openvino: {error}") from None
+        shapes = {port.any_name: _dimensions(port.partial_shape) for port in model.inputs}
+        outputs = [found for port in model.outputs for found in port.names]
+        self.signature = read_signature(name, shapes, outputs, config, max_length)
+        self.shape = PastShape(config.layers, config.kv_heads, config.head_dim, torch.float32)
+
+    def compute(self, call: Call) -> Computed:
+        """Compute the tokens of a call; inputs are read where they are."""
+        signature = self.signature
+        arrays = [tensor.numpy() for tensor in signature.arguments(call)]
+        self._request.infer(dict(zip(signature.inputs, arrays, strict=True)), share_inputs=True)
+        # The next call overwrites the request's own outputs.
+        found = [np.array(self._request.get_tensor(name).data) for name in signature.outputs]
+        return signature.computed(call, [torch.from_numpy(array) for array in found])
+
+
+def _convert(openvino: Any, program: ExportedProgram, config: ModelConfig) -> Any:
+    """The model of a traced network, with the names of `weft export`."""
+    signature = Signature(config.layers, picks_logits=True)
+    with warnings.catch_warnings():  # Of torch's, which the converter sets off.
+        warnings.simplefilter("ignore")
+        model = openvino.convert_model(program)
+    for ports, names in ((model.inputs, signature.inputs), (model.outputs, signature.outputs)):
+        for port, name in zip(ports, names, strict=True):
+            port.tensor.set_names({name})
+    return model
+
+
+def _dimensions(shape: Any) -> list[Dimension]:
+    """The sizes of an input: ranges are free."""
+    return [size.get_length() if size.is_static else None for size in shape]

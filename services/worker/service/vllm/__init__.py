@@ -1,0 +1,1 @@
+"""The engine service by which other gateways drive a worker."""

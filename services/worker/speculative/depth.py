@@ -1,0 +1,147 @@
+"""How many tokens to guess: from measured acceptance and the measured time of wider steps. Pure; knows no clock.
+
+A step that guesses d tokens for each answer takes T(d) seconds at this number of rows. The depth with the most expected
+tokens per second is taken; 0 is a depth like the others.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+_WEIGHT = 0.2  # of a new measurement of a step
+_GLOBAL_WEIGHT = 0.02  # of a guess in the mean over all answers
+_OWN_DECAY, _PRIOR_WEIGHT = 0.95, 4.0
+_FIRST_RATE = 0.6
+_OPTIMISM = 1.02
+"""A depth that was not measured is believed to take so many times as long as the one below it: it is tried."""
+PROBE_STEPS = 128
+"""After so many steps a depth is measured again, if it is next to the one that is taken."""
+
+
+class Acceptance:
+    """How often guesses of one answer are right. Without recent guesses it returns to the mean of all answers."""
+
+    __slots__ = ("hits", "tries")
+
+    def __init__(self) -> None:
+        self.hits = self.tries = 0.0
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        """Record a row: guesses behind the first wrong one say nothing."""
+        self.hits = self.hits * _OWN_DECAY + accepted
+        self.tries = self.tries * _OWN_DECAY + accepted + (accepted < drafted)
+
+    def fade(self) -> None:
+        """Record a step without a guess."""
+        self.hits *= _OWN_DECAY
+        self.tries *= _OWN_DECAY
+
+    def rate(self, mean: float) -> float:
+        """The chance that the next guess is right; `mean`: of all answers."""
+        return (self.hits + mean * _PRIOR_WEIGHT) / (self.tries + _PRIOR_WEIGHT)
+
+
+@dataclass(slots=True)
+class _Times:
+    """Seconds of steps by depth, at about the same number of rows."""
+
+    seconds: dict[int, float] = field(default_factory=dict)
+    measured_at: dict[int, int] = field(default_factory=dict)
+    steps: int = 0
+
+
+class DepthChooser:
+    """Chooses the depth of each step and cuts the guesses of answers that gain nothing by it."""
+
+    def __init__(self, most: int) -> None:
+        """most: guesses of a row at most."""
+        self.most = most
+        self.mean_rate = _FIRST_RATE
+        self._by_rows: dict[int, _Times] = {}
+
+    def observe_step(self, rows: int, depth: int, seconds: float) -> None:
+        """Record a step without prompts: its rows, its longest guess and its time."""
+        times = self._times(rows)
+        before = times.seconds.get(depth)
+        # One step that was interrupted must not look like the cost of its depth.
+        value = seconds if before is None else before + _WEIGHT * (min(seconds, 3 * before) - before)
+        times.seconds[depth] = value
+        times.steps += 1
+        times.measured_at[depth] = times.steps
+
+    def observe_guesses(self, drafted: int, accepted: int) -> None:
+        """Record a row of guesses of any answer."""
+        for hit in [1.0] * accepted + [0.0] * (accepted < drafted):
+            self.mean_rate += _GLOBAL_WEIGHT * (hit - self.mean_rate)
+
+    def choose(self, rows: int, rates: Sequence[float], room: Sequence[int]) -> list[int]:
+        """Guesses for each answer that asks. rows: of the step, of which len(rates) ask; rates: the chance that a guess
+        of each is right; room: how many guesses each has at most."""
+        times = self._times(rows)
+        longest = min(max(room, default=0), self.most)
+        if not longest:
+            return [0] * len(room)
+        if 0 not in times.seconds:
+            return [0] * len(room)
+        depth = self._best(times, rows, rates, room, longest)
+        return self._cut(times, depth, rows, rates, room)
+
+    def depth_at(self, rows: int) -> int:
+        """The deepest measured depth that is faster than none for a row whose guesses are right as often as the mean's;
+        for tests and reports."""
+        times = self._times(rows)
+        longest = max(times.seconds, default=0)
+        return self._value_best(times, rows, [self.mean_rate] * rows, [self.most] * rows, range(longest + 1))
+
+    def _best(self, times: _Times, rows: int, rates: Sequence[float], room: Sequence[int], longest: int) -> int:
+        known = [depth for depth in times.seconds if depth <= longest]
+        tried = min(max(known) + 1, longest)
+        best = self._value_best(times, rows, rates, room, {*known, tried})
+        for near in (best + 1, best - 1):  # What was slow once may have been so by chance.
+            stale = times.steps - times.measured_at.get(near, times.steps) > PROBE_STEPS
+            if 0 <= near <= longest and stale:
+                return near
+        return best
+
+    def _value_best(
+        self, times: _Times, rows: int, rates: Sequence[float], room: Sequence[int], depths: "set[int] | range"
+    ) -> int:
+        others = rows - len(rates)
+
+        def value(depth: int) -> float:
+            tokens = sum(expected_tokens(rate, min(depth, most)) for rate, most in zip(rates, room, strict=True))
+            return (others + tokens) / self._seconds(times, depth)
+
+        return max(sorted(depths), key=value)
+
+    def _seconds(self, times: _Times, depth: int) -> float:
+        below = depth
+        while below not in times.seconds and below > 0:
+            below -= 1
+        return times.seconds.get(below, 1.0) * _OPTIMISM ** (depth - below)
+
+    def _cut(self, times: _Times, depth: int, rows: int, rates: Sequence[float], room: Sequence[int]) -> list[int]:
+        """The guesses of each answer at this depth: those whose chance is worth their part of the wider step."""
+        chosen = [min(depth, most) for most in room]
+        if not depth:
+            return chosen
+        base = self._seconds(times, 0)
+        dearer = max(self._seconds(times, depth) / base - 1, 0.0) / depth  # of one guess for each row
+        least = dearer * len(rates) / rows
+        for index, rate in enumerate(rates):
+            worth = chosen[index]
+            while worth and rate**worth < least:
+                worth -= 1
+            chosen[index] = worth
+        return chosen
+
+    def _times(self, rows: int) -> _Times:
+        return self._by_rows.setdefault(rows.bit_length(), _Times())
+
+
+def expected_tokens(rate: float, guesses: int) -> float:
+    """Tokens that a row with so many guesses draws on average, if each is right with this chance."""
+    total = chance = 1.0
+    for _ in range(guesses):
+        chance *= rate
+        total += chance
+    return total

@@ -1,0 +1,101 @@
+"""What the runner's draft model has computed of each sequence, and what it computes next. Knows counts, no tensors.
+
+The draft model's keys and values are in blocks of the same numbers as the sequence's. They are computed when a sequence
+is first guessed and then as far as it got; a sequence that is never guessed costs nothing.
+"""
+
+from typing import NamedTuple
+
+from services.worker.planner.sequence import Sequence
+
+CATCH_UP_TOKENS = 512
+"""Tokens that the draft model computes in a step before its guesses, of all sequences together."""
+_RECOMPUTED = 2
+"""Last tokens that are computed in any case: after a row whose guesses were all right two are missing, and rows of
+equal length are faster than ragged ones."""
+
+
+class CatchUp(NamedTuple):
+    """Tokens of a sequence that the draft model is to compute."""
+
+    sequence: Sequence
+    first: int
+    end: int
+
+
+class _Progress:
+    __slots__ = ("computed", "marked", "preemptions")
+
+    def __init__(self, computed: int, marked: int, preemptions: int) -> None:
+        self.computed, self.marked, self.preemptions = computed, marked, preemptions
+
+
+class DraftProgress:
+    """The progress of the draft model in all sequences."""
+
+    def __init__(self, block_size: int, longest: int) -> None:
+        """longest: tokens of the draft model's context."""
+        self._block_size, self._longest = block_size, longest
+        self._by_key: dict[int, _Progress] = {}
+        self._blocks: set[int] = set()
+        """Blocks that hold the draft model's keys and values as well."""
+        self._budget = CATCH_UP_TOKENS
+
+    def begin_step(self) -> None:
+        """A step is planned."""
+        self._budget = CATCH_UP_TOKENS
+
+    def new_blocks(self, sequence: Sequence) -> None:
+        """The sequence got blocks that the device was not sent: those beyond its found ones hold nothing of it."""
+        first = max(sequence.sent_blocks, sequence.found_tokens // self._block_size)
+        self._blocks.difference_update(sequence.blocks[first:])
+
+    def room(self, sequence: Sequence, most: int) -> int:
+        """How many guesses the sequence may have now: none before the draft model has nearly caught up."""
+        tokens, progress = len(sequence.tokens), self._progress(sequence)
+        most = min(most, self._longest - tokens)
+        missing = tokens - progress.computed
+        if most <= 0 or missing > self._budget:
+            return 0
+        self._budget -= missing
+        return most
+
+    def behind(self, sequence: Sequence) -> CatchUp | None:
+        """The next tokens of a sequence that has to catch up before it is guessed."""
+        progress = self._progress(sequence)
+        end = min(progress.computed + self._budget, len(sequence.tokens) - 1, self._longest)
+        if end - progress.computed < 1 or len(sequence.tokens) >= self._longest:
+            return None
+        first = progress.computed
+        self._budget -= end - first
+        self._advance(sequence, progress, end)
+        return CatchUp(sequence, first, end)
+
+    def before_guesses(self, sequence: Sequence) -> CatchUp:
+        """What is to be computed for guesses after the sequence's last token."""
+        end = len(sequence.tokens)
+        first = max(min(self._progress(sequence).computed, end - _RECOMPUTED), 0)
+        return CatchUp(sequence, first, end)
+
+    def drawn(self, sequence: Sequence, drafted: int, accepted: int) -> None:
+        """So many guesses after the sequence's tokens were right. The last guess is not computed by the draft model."""
+        self._advance(sequence, self._progress(sequence), len(sequence.tokens) + min(accepted, drafted - 1))
+
+    def ended(self, sequence: Sequence) -> None:
+        """The sequence's job has ended."""
+        self._by_key.pop(sequence.job.key, None)
+
+    def _progress(self, sequence: Sequence) -> _Progress:
+        progress = self._by_key.get(sequence.job.key)
+        if progress is None or progress.preemptions != sequence.preemptions:
+            whole = sequence.found_tokens // self._block_size
+            found = next((at for at in range(whole) if sequence.blocks[at] not in self._blocks), whole)
+            progress = _Progress(found * self._block_size, found, sequence.preemptions)
+            self._by_key[sequence.job.key] = progress
+        return progress
+
+    def _advance(self, sequence: Sequence, progress: _Progress, computed: int) -> None:
+        progress.computed = computed
+        whole = computed // self._block_size
+        self._blocks.update(sequence.blocks[progress.marked : whole])
+        progress.marked = max(progress.marked, whole)

@@ -1,0 +1,183 @@
+"""Speculation of an engine: whose answers are guessed, how far, and what became of the guesses. Knows no device.
+
+The planner asks for guesses, the runner checks them, the engine reports what was drawn. Owned by the engine's thread.
+"""
+
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
+
+from services.worker.job import GuessCounts, Job
+from services.worker.planner.planner import Row
+from services.worker.planner.sequence import Sequence
+from services.worker.runners.step import MOST_GUESSES, OWN_GUESS
+from services.worker.speculative.depth import Acceptance, DepthChooser
+from services.worker.speculative.draft_model import CatchUp, DraftProgress
+from services.worker.speculative.proposer import Proposer
+
+_LONGEST_PAUSE = 8
+"""Steps at most for which an answer is not searched after its searches found nothing."""
+_PLAIN_STEPS = 32
+"""Steps without a question after no answer gained by a guess."""
+
+
+@dataclass(slots=True)
+class _Answer:
+    """What is known of one answer."""
+
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    pause: int = 0
+    """Steps for which it is not searched."""
+    misses: int = 0
+    """Searches without a guess, one after another."""
+    barred: bool = False
+    """Its guesses led to numbers that are not finite."""
+
+
+class Speculation:
+    """Guesses for an engine's steps."""
+
+    def __init__(
+        self,
+        proposer: Proposer | DraftProgress,
+        depth: int | None = None,
+        most: int = MOST_GUESSES,
+        overlaps: bool = False,
+        limit: Callable[[int], int] | None = None,
+    ) -> None:
+        """proposer: who guesses; a DraftProgress: the runner itself. depth: guesses of each row; None: chosen from what
+        is measured, at most `most`. overlaps: steps without guesses are planned while another one runs, so a question
+        costs time also if nothing is guessed. limit: most guesses of each row in a step of so many rows."""
+        self.counts = GuessCounts()
+        """Of all rows since the start."""
+        self._depth, self._most, self._limit = depth, most, limit
+        self._draft_model = proposer if isinstance(proposer, DraftProgress) else None
+        self._proposer = None if isinstance(proposer, DraftProgress) else proposer
+        self._behind: list[CatchUp] = []
+        self._chooser = DepthChooser(most)
+        self._answers: dict[int, _Answer] = {}
+        self._overlaps = overlaps
+        self._plain_steps = 0
+        """Steps to come that are planned without a question."""
+        self._in_vain = 0
+        """Questions without a guess, one after another."""
+
+    def fresh(self, depth: int | None) -> "Speculation":
+        """The same proposer with nothing measured; for measurements, while there are no jobs."""
+        proposer = self._draft_model or self._proposer
+        assert proposer is not None
+        return Speculation(proposer, depth, self._most, self._overlaps, self._limit)
+
+    def waits(self, running: Iterable[Sequence]) -> bool:
+        """Whether the next step is to be planned when none is in flight any more: some answer may be guessed."""
+        return not self._plain_steps and any(sequence.total > sequence.prefill_end for sequence in running)
+
+    def begins_step(self) -> bool:
+        """Whether the step that is planned now is to have guesses if none is in flight. To be asked for every step."""
+        self._behind.clear()
+        if self._plain_steps:
+            self._plain_steps -= 1
+            return False
+        return True
+
+    def guess(self, asked: list[tuple[Sequence, int]], rows: int) -> list[Many[int]]:
+        """The planner's question: guesses for these answers, each with the number that it has room for. rows: answers
+        in the step, those that do not ask included."""
+        if self._draft_model is not None:
+            self._draft_model.begin_step()
+        most = self._most if self._limit is None else self._limit(rows)
+        drafts = [self._draft(sequence, min(room, most)) for sequence, room in asked]
+        self._in_vain = 0 if any(drafts) or self._behind else self._in_vain + 1
+        if self._in_vain and self._overlaps:
+            self._plain_steps = min(self._in_vain, _LONGEST_PAUSE)
+        if self._depth is not None:
+            return drafts
+        rates = [self._answers[sequence.job.key].acceptance.rate(self._chooser.mean_rate) for sequence, _ in asked]
+        chosen = self._chooser.choose(rows, rates, [len(draft) for draft in drafts])
+        if not any(chosen) and any(drafts):
+            self._plain_steps = _PLAIN_STEPS
+        return [draft[:count] for draft, count in zip(drafts, chosen, strict=True)]
+
+    def new_blocks(self, sequence: Sequence) -> None:
+        """The device is about to be sent new blocks of the sequence."""
+        if self._draft_model is not None:
+            self._draft_model.new_blocks(sequence)
+
+    def catch_ups(self, rows: Iterable[Row]) -> list[CatchUp]:
+        """What the runner's draft model is to compute in the step with these rows."""
+        if self._draft_model is None:
+            return []
+        guessed = [self._draft_model.before_guesses(row.sequence) for row in rows if row.guesses]
+        return guessed + [each for each in self._behind if each.sequence.slot is not None]
+
+    def drawn(self, row: Row, tokens: int) -> tuple[int, int]:
+        """A row of guesses is computed and drew so many tokens. -> guesses, and how many were right."""
+        drafted, accepted = len(row.guesses), max(tokens - 1, 0)
+        answer = self._answers.get(row.sequence.job.key)
+        if answer is not None:
+            answer.barred = answer.barred or not tokens
+            answer.acceptance.observe(drafted, accepted)
+        if self._draft_model is not None:
+            self._draft_model.drawn(row.sequence, drafted, accepted)
+        self._chooser.observe_guesses(drafted, accepted)
+        self.counts.add(drafted, accepted)
+        return drafted, accepted
+
+    def stepped(self, rows: Iterable[Row], seconds: float) -> None:
+        """A step without prompts took so long."""
+        depths = [len(row.guesses) for row in rows]
+        if depths and not self._behind:
+            self._chooser.observe_step(len(depths), max(depths), seconds)
+
+    def ended(self, sequence: Sequence) -> None:
+        """The sequence's job has ended."""
+        known = self._answers.pop(sequence.job.key, None) is not None
+        if self._draft_model is not None:
+            self._draft_model.ended(sequence)
+        elif known and self._proposer is not None:
+            self._proposer.ended(sequence.job, sequence.tokens)
+
+    def _draft(self, sequence: Sequence, room: int) -> Many[int]:
+        job = sequence.job
+        answer = self._answers.setdefault(job.key, _Answer())
+        most = min(room, self._room_of(job, sequence.position))
+        if answer.barred or most <= 0 or not sequence.guessable:
+            return ()
+        if answer.pause:
+            answer.pause -= 1
+            answer.acceptance.fade()
+            return ()
+        found = self._own_guesses(sequence, most) if self._draft_model else self._propose(sequence, most)
+        if found:
+            answer.misses = 0
+            return found
+        answer.misses += 1
+        if self._depth is None and self._proposer is not None:
+            answer.pause = min(answer.misses - 1, _LONGEST_PAUSE)
+        answer.acceptance.fade()
+        return ()
+
+    def _propose(self, sequence: Sequence, most: int) -> Many[int]:
+        assert self._proposer is not None
+        return self._proposer.propose(sequence.job, sequence.tokens, most)
+
+    def _own_guesses(self, sequence: Sequence, most: int) -> Many[int]:
+        assert self._draft_model is not None
+        room = self._draft_model.room(sequence, most)
+        if room <= 0 and (behind := self._draft_model.behind(sequence)):
+            self._behind.append(behind)
+        return [OWN_GUESS] * room
+
+    def _room_of(self, job: Job, position: int) -> int:
+        """Most guesses after the token at this position of the answer. A row does not cross the position at which
+        min_tokens ends: what is banned is the same at all of its tokens. An answer with a form has no guesses: each of
+        its tokens has a mask of its own."""
+        if job.params.structured is not None:
+            return 0
+        most = self._most if self._depth is None else self._depth
+        if job.speculation is not None:
+            most = min(most, job.speculation)
+        if job.params.bad_sequences:  # What they ban depends on each token before.
+            return 0
+        left = job.params.min_tokens - position
+        return min(most, left - 1) if left > 0 else most

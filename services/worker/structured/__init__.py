@@ -1,0 +1,1 @@
+"""Forms of answers as masks over tokens."""

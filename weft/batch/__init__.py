@@ -1,0 +1,1 @@
+"""Requests from a file, answers into a file."""
