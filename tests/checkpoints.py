@@ -3,6 +3,7 @@
 Knows shapes, never engines.
 """
 
+import io
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -14,7 +15,19 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import GPT2Config, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 DEMO = Path(__file__).parents[1] / "models" / "weft-story-11m"
@@ -28,7 +41,12 @@ _CONFIGS: Mapping[str, type[PreTrainedConfig]] = {
     "mistral": MistralConfig,
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
+    "mixtral": MixtralConfig,
+    "qwen3-moe": Qwen3MoeConfig,
     "gpt2": GPT2Config,
+    "gemma2": Gemma2Config,
+    "gemma3": Gemma3TextConfig,
+    "phi3": Phi3Config,
 }
 _LLAMA_SHAPE: Mapping[str, Any] = {
     "hidden_size": 64,
@@ -66,14 +84,51 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + index / 10 for index in range(8)],
+    "long_factor": [1.0 + index for index in range(8)],
+    "original_max_position_embeddings": CONTEXT,
+}
 SHAPES: Mapping[str, Shape] = {
     "llama": Shape("llama"),
-    "llama-tied-sharded": Shape("llama", {"tie_word_embeddings": True}, shard_bytes=150_000),
+    "llama-tied-sharded": Shape("llama", {"tie_word_embeddings": True, "rope_parameters": YARN}, shard_bytes=150_000),
     "llama-bias-rope": Shape("llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3_ROPE}),
     "mistral-window": Shape("mistral", {"sliding_window": 24, "head_dim": 24}),
     "qwen2": Shape("qwen2", {"tie_word_embeddings": True}),
     "qwen2-window": Shape("qwen2", {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}),
     "qwen3": Shape("qwen3", {"head_dim": 32}, shard_bytes=150_000),
+    "phi3": Shape("phi3", {"rope_parameters": LONGROPE, "sliding_window": 40, "pad_token_id": 0}),
+    "gemma2": Shape(
+        "gemma2",
+        {
+            "sliding_window": 24,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 5.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gemma3": Shape(
+        "gemma3",
+        {
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "sliding_window": 24,
+            "query_pre_attn_scalar": 24,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+                "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0},
+            },
+            "tie_word_embeddings": True,
+        },
+    ),
+    "mixtral": Shape("mixtral", {"num_local_experts": 4, "sliding_window": 40}, shard_bytes=150_000),
+    "qwen3-moe": Shape(
+        "qwen3-moe",
+        {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "mlp_only_layers": [1]},
+    ),
     "gpt2": Shape("gpt2", shard_bytes=150_000),
     "gpt2-erf-untied": Shape("gpt2", {"activation_function": "gelu", "n_inner": 100, "tie_word_embeddings": False}),
 }
@@ -169,3 +224,18 @@ def pipe(name: str) -> Damage:
         os.mkfifo(folder / name)
 
     return damage
+
+
+def sentencepiece_model(**settings: Any) -> bytes:
+    """A tokenizer.model of VOCAB ids in which bytes are pieces; `settings` are those of SentencePiece's trainer."""
+    import sentencepiece
+
+    made = io.BytesIO()
+    lines = ["the weft is what is woven through the warp, thread after thread", "a warp holds, a weft crosses: 12"]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines * 8),
+        model_writer=made,
+        vocab_size=VOCAB,
+        **{"model_type": "bpe", "byte_fallback": True, "hard_vocab_limit": False, "minloglevel": 2, **settings},
+    )
+    return made.getvalue()

@@ -2,10 +2,15 @@
 
 import pytest
 
+from tests.exports import exported_gpt2, plain_gpt2
+
+__all__ = ["exported_gpt2", "plain_gpt2"]
+
 LONGEST = (
     "tests/kernels/test_kernels.py",
     "tests/compress",
     "tests/mesh",
+    "tests/page",
     "tests/worker/test_formats.py",
     "tests/worker/test_oracle.py",
     "tests/worker",

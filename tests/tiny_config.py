@@ -3,7 +3,8 @@
 from typing import Any
 
 from kernels.operands import Activation, NormKind
-from services.worker.models.config import LearnedPositions, ModelConfig, NormConfig, Rope
+from services.worker.models.config import LearnedPositions, ModelConfig, MoeConfig, NormConfig
+from services.worker.models.rope_settings import Rope
 
 
 def tiny_config(**changes: Any) -> ModelConfig:
@@ -30,6 +31,11 @@ def tiny_config(**changes: Any) -> ModelConfig:
     }
     settings.setdefault("windows", (None,) * settings["layers"])
     return ModelConfig(**settings)
+
+
+def moe_settings() -> dict[str, Any]:
+    """The fields that make the tiny model a Qwen3-MoE."""
+    return {"architecture": "Qwen3MoeForCausalLM", "qk_norm": True, "moe": MoeConfig(4, 2, 32, True, (True, True))}
 
 
 def gpt2_settings(positions: int) -> dict[str, Any]:

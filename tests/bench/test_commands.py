@@ -49,8 +49,8 @@ class Page(HTMLParser):
         self.tags.append(tag)
         values = dict(attrs)
         self._figure = values.get("data-figure") or ""
-        if tag == "polyline":
-            self.lines.append(values.get("points") or "")
+        if tag in ("polyline", "circle"):  # A line of one point is a dot.
+            self.lines.append(values.get("points") or values.get("cx") or "")
         self.outside += [value or "" for name, value in attrs if name in ("src", "href")]
 
     def handle_data(self, data: str) -> None:
@@ -178,13 +178,13 @@ async def test_a_load_that_cannot_be_run_is_refused_in_one_line(mesh: Mesh) -> N
 
 
 async def test_top_shows_the_worker_once(mesh: Mesh) -> None:
-    ran = await weft("top", "--once", "--scheduler", mesh.scheduler.address)
+    ran = await weft("top", "--once", "--address", mesh.gateways[0].address)
     assert ran.exit_code == 0, ran.output
     assert "1 workers, 1 gateways, 0 jobs queued" in ran.output
     assert re.search(r"weft-story-11m-\w{8} +ready .* 0/64 +0 +0 +0", ran.output)
-    away = await weft("top", "--once", "--scheduler", f"127.0.0.1:{free_port()}")
+    away = await weft("top", "--once", "--address", f"127.0.0.1:{free_port()}")
     assert away.exit_code == 1
-    assert "no scheduler at" in away.output
+    assert "no mesh at" in away.output
 
 
 async def test_the_doctor_reports_a_healthy_mesh(mesh: Mesh) -> None:

@@ -45,6 +45,13 @@ def test_a_frame_of_another_key_is_detected(key: bytes, other: bytes, payload: b
             unseal(Kind.RESULT, other, seal(Kind.RESULT, key, payload))
 
 
+def test_a_frame_that_was_made_without_the_secret_is_detected() -> None:
+    assert unseal(Kind.RESULT, KEY, seal(Kind.RESULT, KEY, b"payload", b"secret"), b"secret") == b"payload"
+    for other in (b"", b"another secret"):
+        with pytest.raises(FrameError):
+            unseal(Kind.RESULT, KEY, seal(Kind.RESULT, KEY, b"payload", other), b"secret")
+
+
 @given(st.binary(max_size=200))
 def test_arbitrary_bytes_are_no_frame(noise: bytes) -> None:
     with pytest.raises(FrameError):

@@ -95,8 +95,8 @@ def settings_problems(service: str, environment: Mapping[str, str]) -> Iterator[
         yield f"{service}: {error}"
         return
     host, _, listening = settings.listen.rpartition(":")
-    if not settings.allow_remote:
-        yield f"{service}: listens for other machines without WEFT_ALLOW_REMOTE"
+    if not (settings.allow_unprotected or _is_protected(settings)):
+        yield f"{service}: listens for other machines without protection and without WEFT_ALLOW_UNPROTECTED"
     if host not in ("0.0.0.0", "[::]"):
         yield f"{service}: listens at {settings.listen or 'its default'}, which others do not reach"
     elif int(listening) != port(service):
@@ -109,6 +109,14 @@ def settings_problems(service: str, environment: Mapping[str, str]) -> Iterator[
     for field in sorted(peers(service, environment)):
         if field not in given:
             yield f"{service}: {field} is not given, so it looks for it in its own container"
+
+
+def _is_protected(settings: CommonSettings) -> bool:
+    """Whether the port is encrypted and authenticated, as far as the settings say."""
+    if isinstance(settings, GatewaySettings):
+        return all((settings.gateway_tls_cert, settings.gateway_tls_key, settings.tenants_file))
+    certificate = all((settings.tls_ca, settings.tls_cert, settings.tls_key))
+    return bool(settings.secret() or settings.mesh_secret_file) or certificate
 
 
 def parse(service: str, environment: Mapping[str, str]) -> CommonSettings | None:

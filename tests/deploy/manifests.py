@@ -223,7 +223,7 @@ def _environments(mesh: Manifests) -> Iterator[str]:
 def _probes(mesh: Manifests) -> Iterator[str]:
     for component, _, container in mesh.ours():
         for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
-            probe = container.get(kind, {}).get("grpc")
+            probe = _asked(container.get(kind, {}))
             if probe is None:
                 yield f"{component}: has no {kind} by gRPC"
                 continue
@@ -236,6 +236,16 @@ def _probes(mesh: Manifests) -> Iterator[str]:
                 yield f"{component}: would be ready before it is"
             if kind == "livenessProbe" and name:
                 yield f"{component}: would be restarted because it is not ready"
+
+
+def _asked(probe: Object) -> Object | None:
+    """Port and health name that a probe asks for, by gRPC or by the command `services.health`; None for others."""
+    command = probe.get("exec", {}).get("command", [])
+    if command[:3] == ["python", "-m", "services.health"]:
+        listening = command[5:] == ["--listening"]
+        return {"port": int(command[3].rpartition(":")[2]), "service": "" if listening else command[4]}
+    found: Object | None = probe.get("grpc")
+    return found
 
 
 def _deadlines(mesh: Manifests) -> Iterator[str]:

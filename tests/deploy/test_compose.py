@@ -96,7 +96,10 @@ BROKEN: dict[str, tuple[Callable[[Object], object], str]] = {
         lambda m: service(m, "cache")["environment"].update(WEFT_LISTEN="127.0.0.1:50053"),
         "which others do not reach",
     ),
-    "remote": (lambda m: service(m, "cache")["environment"].pop("WEFT_ALLOW_REMOTE"), "without WEFT_ALLOW_REMOTE"),
+    "remote": (
+        lambda m: service(m, "cache")["environment"].pop("WEFT_ALLOW_UNPROTECTED"),
+        "without WEFT_ALLOW_UNPROTECTED",
+    ),
     "peer": (
         lambda m: service(m, "gateway")["environment"].update(WEFT_CACHE_ADDRESS="cache:50054"),
         "cache_address is cache:50054, where nothing is",

@@ -145,6 +145,11 @@ def env(objects: list[Object], component: str, name: str, value: str) -> None:
     variables.append({"name": name, "value": value})
 
 
+def without_credentials(objects: list[Object], component: str) -> None:
+    for name in ("WEFT_TLS_CERT", "WEFT_MESH_SECRET_FILE"):
+        env(objects, component, name, "")
+
+
 def remove(objects: list[Object], kind: str, name: str) -> None:
     objects.remove(named(objects, kind, name))
 
@@ -152,6 +157,12 @@ def remove(objects: list[Object], kind: str, name: str) -> None:
 def policy(objects: list[Object], name: str) -> Object:
     rule: Object = named(objects, "NetworkPolicy", name)["spec"]["ingress"][0]
     return rule
+
+
+def asked(objects: list[Object], component: str, kind: str) -> list[str]:
+    """The command of a probe."""
+    command: list[str] = container(objects, component)[kind]["exec"]["command"]
+    return command
 
 
 def replace(values: list[Any], old: object, new: object) -> None:
@@ -208,8 +219,8 @@ BROKEN: dict[str, tuple[Callable[[list[Object]], object], str]] = {
     "loopback": (lambda m: env(m, "cache", "WEFT_LISTEN", "127.0.0.1:50053"), "which others do not reach"),
     "another listening port": (lambda m: env(m, "cache", "WEFT_LISTEN", "0.0.0.0:1234"), "listens at 1234"),
     "remote forbidden": (
-        lambda m: config(m, "weft-common", WEFT_ALLOW_REMOTE="false"),
-        "without WEFT_ALLOW_REMOTE",
+        lambda m: without_credentials(m, "cache"),
+        "without WEFT_ALLOW_UNPROTECTED",
     ),
     "peer left out": (
         lambda m: named(m, "ConfigMap", "weft-worker-")["data"].pop("WEFT_SCHEDULER_ADDRESS"),
@@ -230,19 +241,19 @@ BROKEN: dict[str, tuple[Callable[[list[Object]], object], str]] = {
     "moving image": (lambda m: container(m, "gateway").update(image="weft:latest"), "weft:latest is not pinned"),
     "no pull policy": (lambda m: container(m, "gateway").pop("imagePullPolicy"), "no pull policy"),
     "probe of an unknown name": (
-        lambda m: container(m, "gateway")["readinessProbe"]["grpc"].update(service="weft.v1.Gateway"),
-        "its readinessProbe asks for weft.v1.Gateway",
+        lambda m: replace(asked(m, "gateway", "readinessProbe"), "weft.v1.Inference", "weft.v1.Portal"),
+        "its readinessProbe asks for weft.v1.Portal",
     ),
     "probe of another port": (
-        lambda m: container(m, "gateway")["livenessProbe"]["grpc"].update(port=50052),
+        lambda m: replace(asked(m, "gateway", "livenessProbe"), "127.0.0.1:50051", "127.0.0.1:50052"),
         "its livenessProbe asks port 50052",
     ),
     "ready too early": (
-        lambda m: container(m, "worker")["readinessProbe"]["grpc"].pop("service"),
+        lambda m: asked(m, "worker", "readinessProbe").append("--listening"),
         "worker: would be ready before it is",
     ),
     "restarted while it waits": (
-        lambda m: container(m, "gateway")["livenessProbe"]["grpc"].update(service="weft.v1.Inference"),
+        lambda m: asked(m, "gateway", "livenessProbe").pop(),
         "gateway: would be restarted because it is not ready",
     ),
     "no probe": (lambda m: container(m, "worker").pop("startupProbe"), "worker: has no startupProbe"),

@@ -27,9 +27,10 @@ and code differ. Where a setting has several names, the first that is set is use
 `weft serve` passes its environment on to all services that it starts; its flags (`weft serve --help`) set the most
 common variables of the workers. Other variables:
 
-- `WEFT_ADDRESS`, the gateway's host:port: `weft generate`, `weft chat`, `weft models`, `weft bench`, `weft doctor`.
-- `WEFT_API_KEY`: every command that sends requests.
-- `WEFT_SCHEDULER_ADDRESS`: `weft bench`, `weft top` and `weft doctor`.
+- `WEFT_ADDRESS`, the gateway's host:port: `weft generate`, `weft chat`, `weft models`, `weft bench`, `weft top`,
+  `weft doctor`.
+- `WEFT_API_KEY`: every command that sends requests, and `weft top`.
+- `WEFT_SCHEDULER_ADDRESS`: `weft bench --profile` and `weft doctor`.
 - `WEFT_HOME`, where `weft serve` and `make demo` keep data and logs: `.weft` in the current folder unless it is set.
 - `OTEL_...`, the standard variables for traces: every process; see [operations.md](operations.md#traces).
 """

@@ -11,9 +11,12 @@ import pytest
 
 from services import metrics
 from services.gateway.doors.http import HttpRoutes
-from services.gateway.doors.openai import OpenAIDoor
-from services.gateway.doors.openai_messages import EXTENSIONS, HONOURED, REFUSED, parse
+from services.gateway.doors.openai.door import OpenAIDoor
+from services.gateway.doors.openai.embeddings import EmbeddingsDoor
+from services.gateway.doors.openai.requests import EXTENSIONS, HONOURED, REFUSED, parse
+from services.gateway.doors.page import PageDoor
 from services.gateway.doors.probes import Probes
+from services.gateway.doors.watch import WatchDoor
 
 PAGE = (Path(__file__).parents[2] / "docs" / "clients.md").read_text()
 README = (Path(__file__).parents[2] / "README.md").read_text()
@@ -37,19 +40,23 @@ def fields(heading: str) -> dict[str, set[str]]:
 
 @pytest.mark.parametrize("kind", HONOURED)
 def test_every_field_is_in_its_table(kind: str) -> None:
-    assert fields("honoured")[kind] == HONOURED[kind].keys() - EXTENSIONS.keys()
-    assert fields("extension")[kind] == EXTENSIONS.keys()
+    assert fields("honoured")[kind] == HONOURED[kind].keys() - EXTENSIONS[kind].keys()
+    assert fields("extension")[kind] == EXTENSIONS[kind].keys()
     assert fields("refused")[kind] == REFUSED[kind].keys()
 
 
 def test_every_path_is_in_its_table() -> None:
     routes = HttpRoutes(metrics.Metrics())
     OpenAIDoor(mock.Mock(), mock.Mock(), mock.Mock()).add_to(routes)
+    EmbeddingsDoor(mock.Mock(), mock.Mock()).add_to(routes)
     Probes(mock.Mock()).add_to(routes)
+    WatchDoor(mock.Mock()).add_to(routes)
+    PageDoor().add_to(routes)
     served = {
         f"{method} {str(route.path).replace('{name:path}', 'NAME')}"  # type: ignore[attr-defined]
         for route in routes.app().routes
         for method in (route.methods or set()) - {"HEAD"}  # type: ignore[attr-defined]
+        if not str(route.path).startswith("/page/")  # type: ignore[attr-defined]
     }
     assert {name for row in rows("path") for name in re.findall(r"`([A-Z]+ [^`]+)`", row[0])} == served
 
@@ -61,12 +68,34 @@ def test_the_example_for_curl_is_a_request() -> None:
     assert (asked.stream, asked.request.sampling.max_tokens) == (True, 64)
 
 
-@pytest.mark.parametrize("page", [PAGE, README])
-def test_the_examples_for_openais_client_are_requests(page: str) -> None:
+@pytest.mark.parametrize(("page", "count"), [(PAGE, 2), (README, 1)])
+def test_the_examples_for_openais_client_are_requests(page: str, count: int) -> None:
     examples = [code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "from openai" in code]
-    assert len(examples) == 1
-    calls = [node for node in ast.walk(ast.parse(examples[0])) if isinstance(node, ast.Call)]
-    [create] = [call for call in calls if ast.unparse(call.func).endswith(".create")]
-    body: dict[str, Any] = {str(each.arg): ast.literal_eval(each.value) for each in create.keywords}
-    body |= body.pop("extra_body", {})
-    assert parse("chat" if "chat" in ast.unparse(create.func) else "completions", body).stream
+    assert len(examples) == count
+    for example in examples:
+        tree = ast.parse(example)
+        names = {
+            target.id: ast.literal_eval(node.value)
+            for node in tree.body
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)
+            for target in node.targets
+            if isinstance(target, ast.Name)
+        }
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        [create] = [call for call in calls if ast.unparse(call.func).endswith(".create")]
+        body: dict[str, Any] = {str(each.arg): value_of(each.value, names) for each in create.keywords}
+        body |= body.pop("extra_body", {})
+        asked = parse("chat" if "chat" in ast.unparse(create.func) else "completions", body)
+        assert asked.stream or asked.request.prompt.chat.tools
+
+
+def value_of(node: ast.AST, names: dict[str, Any]) -> Any:
+    """The value of an expression of literals and names."""
+    if isinstance(node, ast.Name):
+        return names[node.id]
+    if isinstance(node, ast.List):
+        return [value_of(each, names) for each in node.elts]
+    if isinstance(node, ast.Dict):
+        pairs = zip(node.keys, node.values, strict=True)
+        return {ast.literal_eval(key): value_of(value, names) for key, value in pairs if key is not None}
+    return ast.literal_eval(ast.unparse(node))

@@ -1,12 +1,14 @@
 """The gateway's peers as small real servers on loopback: scheduler, workers and cache with scripted behaviour."""
 
 import asyncio
+import contextlib
 import hashlib
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
+from unittest import mock
 
 from grpc import aio
 
@@ -22,6 +24,7 @@ from protos.mesh_pb2_grpc import (
 )
 from services import rpc
 from services.errors import WeftError, unavailable
+from services.gateway.access.load_gate import LoadGate
 from services.gateway.main import gateway
 from services.gateway.settings import GatewaySettings
 from services.send_queue import SendQueue
@@ -50,6 +53,10 @@ class FakeScheduler(SchedulerServicer):
         self.decide: Callable[[mesh_pb2.Submit], mesh_pb2.DispatchResponse | None] | None = None
         self.epoch = 0
         self.hellos = 0
+        self.accepts_reports = True
+        self.reports: list[mesh_pb2.GatewayReport] = []
+        self.overview = mesh_pb2.OverviewResponse()
+        self.overviews = 0
         self._unsent: set[SendQueue[mesh_pb2.DispatchResponse]] = set()
 
     async def Dispatch(  # type: ignore[override]
@@ -65,17 +72,24 @@ class FakeScheduler(SchedulerServicer):
             self._unsent.discard(unsent)
             reading.cancel()
 
+    async def Overview(self, request: mesh_pb2.OverviewRequest, context: Context) -> mesh_pb2.OverviewResponse:
+        self.overviews += 1
+        return self.overview
+
     async def _read(self, requests: AsyncIterator[mesh_pb2.DispatchRequest], unsent: Any) -> None:
         async for request in requests:
             kind = request.WhichOneof("message")
             if kind == "hello":
                 self.hellos += 1
-                unsent.put(mesh_pb2.DispatchResponse(hello=mesh_pb2.SchedulerHello(epoch=self.epoch)))
+                hello = mesh_pb2.SchedulerHello(epoch=self.epoch, accepts_reports=self.accepts_reports)
+                unsent.put(mesh_pb2.DispatchResponse(hello=hello))
                 unsent.put(self._models())
             elif kind == "submit":
                 self.submits.append(request.submit)
                 if not self.hold:
                     self._place(request.submit, unsent)
+            elif kind == "report":
+                self.reports.append(request.report)
             else:
                 self.withdrawn.append(request.withdraw.job_id)
 
@@ -324,6 +338,10 @@ class FakeCache(CacheServicer):
         return cache_pb2.PutResultResponse(stored=True)
 
 
+async def _never(gate: LoadGate) -> None:
+    """Measures nothing."""
+
+
 class FakeMesh:
     """A real gateway among fake peers. `async with` starts and stops them."""
 
@@ -336,9 +354,11 @@ class FakeMesh:
         card: mesh_pb2.ModelCard | None = None,
         bundle: bytes = BUNDLE,
         http_port: int = 0,
+        watches_load: bool = False,
         **settings: Any,
     ) -> None:
         self.http_port = http_port
+        self._watches_load = watches_load
         self.card = card or make_card(bundle_digest=hashlib.sha256(bundle).digest())
         # They implement only the methods that a gateway calls.
         self.scheduler = FakeScheduler()  # type: ignore[abstract]
@@ -371,7 +391,10 @@ class FakeMesh:
             **({"drain_s": 0} | self._settings),
         )
         self._gateway = gateway(settings)
-        self.server: rpc.Server = await self._gateway.__aenter__()
+        # The whole mesh shares this loop with the test: its load is not the gateway's.
+        unwatched = contextlib.nullcontext() if self._watches_load else mock.patch.object(LoadGate, "watch", _never)
+        with unwatched:
+            self.server: rpc.Server = await self._gateway.__aenter__()
         self.channel = aio.insecure_channel(f"127.0.0.1:{self.server.port}")
         self.stub = InferenceStub(self.channel)
         return self

@@ -5,6 +5,7 @@ import json
 
 import pytest
 from grpc import StatusCode, aio
+from structlog.testing import capture_logs
 
 from protos import inference_pb2 as api
 from protos import mesh_pb2
@@ -114,7 +115,9 @@ async def test_an_early_attempt_at_a_worker_that_was_restarted_is_repeated() -> 
         answering = asyncio.create_task(generate(mesh.stub, ask()))
         await until(lambda: mesh.workers[0].sent == 3)
         address = mesh.address("worker-0")
-        await mesh.stop("worker-0")
+        with capture_logs() as logs:
+            await mesh.stop("worker-0")
+            await until(lambda: any(entry["event"] == "link broke" for entry in logs))
         mesh.workers[0].hold_at = None
         await mesh.start("worker-0", "weft.v1.Worker", add_WorkerServicer_to_server, mesh.workers[0], address)
         mesh.scheduler.release()

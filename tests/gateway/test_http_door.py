@@ -1,7 +1,6 @@
 """OpenAI's API over HTTP on a gateway among fakes: answers, errors, limits, disconnects, slow readers."""
 
 import asyncio
-import hashlib
 import json
 import socket
 import time
@@ -14,29 +13,20 @@ import openai
 import pytest
 import pytest_asyncio
 from grpc import StatusCode
+from prometheus_client.parser import text_string_to_metric_families
 
 from protos import mesh_pb2
+from services import metrics
 from services.errors import WeftError, unavailable
-from services.gateway.doors import http
+from services.gateway.doors import http, http_server
 from tests.gateway.fakes import FakeMesh, ask, generate, rejected, until
 from tests.gateway.model import ANSWER, LOREM
+from tests.gateway.tenant_files import KEY, tenant
 from tests.ports import free_port
 
-KEY = "wk-secret"
-TENANTS = f"""
-[[tenant]]
-name = "one"
-keys = ["sha256:{hashlib.sha256(KEY.encode()).hexdigest()}"]
-models = ["fake"]
-concurrent = 1
-
-[[tenant]]
-name = "two"
-keys = ["sha256:{hashlib.sha256(b"wk-other").hexdigest()}"]
-models = ["another"]
-methods = ["ListModels", "Complete"]
-requests_per_second = 0.1
-"""
+TENANTS = tenant("one", KEY, 'models = ["fake"]', "concurrent = 1") + tenant(
+    "two", "wk-other", 'models = ["another"]', 'methods = ["ListModels", "Complete"]', "requests_per_second = 0.1"
+)
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 400, "temperature": 0}
 TEXT: dict[str, Any] = {"prompt": "hello world", "max_tokens": 400, "temperature": 0}
 
@@ -172,7 +162,7 @@ async def test_the_unmodified_client_of_openai(mesh: FakeMesh) -> None:
         assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
         with pytest.raises(openai.BadRequestError) as refused:
             await ai.embeddings.create(model="fake", input="hello")
-        assert (refused.value.code, refused.value.param) == ("embeddings_unsupported", "model")
+        assert (refused.value.code, refused.value.param) == ("task_unsupported", "model")
 
 
 async def test_tokenize(mesh: FakeMesh) -> None:
@@ -206,6 +196,10 @@ async def test_requests_are_counted_as_those_over_grpc() -> None:
         await http_client.post("/v1/completions", json=TEXT | {"stream": True})
         await http_client.get("/nowhere")
         text = (await http_client.get(f"http://127.0.0.1:{port}/metrics")).text
+        public = await http_client.get("/metrics")
+    assert public.headers["content-type"] == metrics.CONTENT_TYPE
+    families = [{each.name for each in text_string_to_metric_families(one)} for one in (public.text, text)]
+    assert families[0] == families[1]
     assert 'weft_gateway_requests_total{code="OK",finish_reason="stop",model="fake"} 3.0' in text
     assert 'weft_http_seconds_count{route="/v1/completions",status="200"} 2.0' in text
     assert 'weft_http_seconds_count{route="other",status="404"} 1.0' in text
@@ -242,8 +236,9 @@ async def test_health_and_the_phase_of_loading_workers(mesh: FakeMesh) -> None:
         ({"temperature": 1000}, "temperature", "invalid_field"),
         ({"max_tokens": 100000}, "messages", "context_length_exceeded"),
         ({"messages": []}, "messages", "empty_prompt"),
-        ({"tools": [{"type": "function"}]}, "tools", "unsupported_field"),
-        ({"guided_regex": "x"}, "guided_regex", "unknown_field"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "tools_unsupported"),
+        ({"user": "me"}, "user", "unsupported_field"),
+        ({"no_such_field": "x"}, "no_such_field", "unknown_field"),
         ({"request_id": "not allowed"}, "request_id", "invalid_field"),
     ],
 )
@@ -293,7 +288,7 @@ async def test_headers_without_end_are_refused(mesh: FakeMesh) -> None:
 
 
 async def test_headers_that_never_end_close_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "_HEAD_S", 0.2)
+    monkeypatch.setattr(http_server, "_HEAD_S", 0.2)
     async with FakeMesh(http_port=free_port()) as mesh:
         reader, writer = await asyncio.open_connection("127.0.0.1", mesh.http_port)
         writer.write(b"GET /health HTTP/1.1\r\n")

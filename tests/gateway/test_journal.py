@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from protos import inference_pb2 as api
 from protos import mesh_pb2
-from services.gateway.text.journal import Ending, Journal, KeyChain
+from services.gateway.text.journal import Detail, Ending, Journal, KeyChain
 from services.gateway.text.stop_strings import StopMatcher
 from services.gateway.text.tokenizer import TextModel
 from services.hashing import block_keys
@@ -77,3 +77,12 @@ def test_keys_grow_with_the_sequence(tokens: list[int], cuts: list[int], block_s
     chain = KeyChain(b"root", block_size)
     for cut in sorted(min(cut, len(tokens)) for cut in [*cuts, len(tokens)]):
         assert chain.extend_to(tokens[:cut]) == b"".join(block_keys(tokens[:cut], block_size, b"root"))
+
+
+def test_log_probabilities_of_a_prompt_are_kept_once_over_attempts() -> None:
+    journal = Journal([1, 2, 3, 4], MODEL.detokenizer(), None)
+    one, two, three = (Detail(-float(value)) for value in (1, 2, 3))
+    journal.score(1, [one])
+    journal.score(1, [one, two])  # The next attempt begins anew.
+    journal.score(3, [three])
+    assert journal.prompt_details == [one, two, three]

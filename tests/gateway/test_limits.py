@@ -1,6 +1,8 @@
 """Limits of a tenant, with a clock that is an argument."""
 
 import contextlib
+import subprocess
+import sys
 
 import pytest
 from grpc import StatusCode
@@ -11,6 +13,7 @@ from services.errors import WeftError
 from services.gateway.access.authorizer import Authorizer
 from services.gateway.access.quotas import Bucket, Quota
 from services.gateway.access.tenants import DEFAULT, Limits, Tenant, parse
+from services.gateway.access.usage import _ROW, MOST_TENANTS, UsageTable
 from services.gateway.doors.grpc_gate import AuthInterceptor
 
 
@@ -106,3 +109,93 @@ def test_salts_and_hashes_are_made_of_names() -> None:
         one.salt,
         one.hash,
     )  # They do not depend on limits and keys, so the tenant keeps its caches.
+
+
+# ---- limits over several processes ----
+
+
+def test_members_share_a_burst_a_budget_and_concurrent_answers() -> None:
+    table = UsageTable.create()
+    limits = Limits(requests_per_second=1.0, burst=3, concurrent=2, tokens_per_minute=60)
+    tenant = Tenant.named("acme", limits)
+    one, two = (Quota(limits, 1.0, table.usage(tenant.hash, member)) for member in (0, 1))
+    one.request(1.0)
+    two.request(1.0)
+    one.request(1.0)
+    assert refused(two, 1.0).retry_after_s == pytest.approx(1.0)
+    one.begin(1.0)
+    two.begin(1.0)
+    assert refused(one, 1.0, answer=True).reason == "TOO_MANY_CONCURRENT"
+    two.end(70, 1.0)
+    assert refused(one, 1.0, answer=True).reason == "TOKENS_EXHAUSTED"
+    one.change(Limits(concurrent=1), 2.0)
+    assert refused(one, 2.0, answer=True).reason == "TOO_MANY_CONCURRENT"
+    assert (one.running, two.running) == (1, 0)
+    table.forget(0)  # Its process died.
+    two.begin(20.0)
+
+
+def test_tenants_of_a_table_do_not_share_limits() -> None:
+    table, limits = UsageTable.create(), Limits(concurrent=1)
+    for name in ("a", "b", "c"):
+        Quota(limits, 1.0, table.usage(Tenant.named(name).hash, 0)).begin(1.0)
+    assert refused(Quota(limits, 1.0, table.usage(Tenant.named("b").hash, 1)), 1.0, answer=True)
+
+
+def test_a_full_table_leaves_the_count_to_each_process() -> None:
+    table = UsageTable.create()
+    for row in range(MOST_TENANTS):
+        table._keys[row * _ROW] = 1 + row
+    assert table.usage("f" * 16, 0) is None
+
+
+_TAKER = """
+import sys
+from services.gateway.access.quotas import Quota
+from services.gateway.access.tenants import Limits, Tenant
+from services.gateway.access.usage import UsageTable
+from services.errors import WeftError
+limits = Limits(requests_per_second=1e-6, burst=2000)
+quota = Quota(limits, 1.0, UsageTable(int(sys.argv[1])).usage(Tenant.named("acme").hash, int(sys.argv[2])))
+passed = 0
+for _ in range(2000):
+    try:
+        quota.request(1.0)
+        passed += 1
+    except WeftError:
+        pass
+print(passed)
+"""
+
+
+def test_processes_that_race_pass_the_burst_and_no_more() -> None:
+    table = UsageTable.create()
+    takers = [
+        subprocess.Popen(
+            [sys.executable, "-c", _TAKER, str(table.descriptor), str(number)],
+            pass_fds=[table.descriptor],
+            stdout=subprocess.PIPE,
+        )
+        for number in range(3)
+    ]
+    passed = sum(int(taker.communicate()[0]) for taker in takers)
+    assert 2000 <= passed <= 2000 + 20  # A process that is preempted while it holds the lock costs one change.
+
+
+def test_a_process_that_died_or_stopped_holds_no_lock() -> None:
+    table = UsageTable.create()
+    holder = (
+        "import sys, time\nfrom services.gateway.access.usage import UsageTable\n"
+        "with UsageTable(int(sys.argv[1])).locked(0):\n    print(flush=True)\n    time.sleep(100)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", holder, str(table.descriptor)], pass_fds=[table.descriptor], stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    assert not table._try_lock(0)
+    with table.locked(0):  # Goes on without the lock.
+        pass
+    process.kill()
+    process.communicate()
+    assert table._try_lock(0)

@@ -11,8 +11,10 @@ from openai.types.chat.chat_completion_stream_options_param import ChatCompletio
 
 from protos import inference_pb2 as api
 from services.errors import WeftError
-from services.gateway.doors import openai_messages as messages
-from services.gateway.doors.openai_messages import EXTENSIONS, HONOURED, REFUSED, Asked, parse
+from services.gateway.doors.openai import answers
+from services.gateway.doors.openai.requests import EXTENSIONS, HONOURED, REFUSED, parse
+from services.gateway.doors.openai.values import Asked
+from tests.gateway.test_weft_fields import HONOURED as HONOURED_BY_WEFT
 
 TYPES: dict[str, Any] = {
     "chat": chat.CompletionCreateParamsStreaming,
@@ -42,10 +44,20 @@ BOTH: dict[str, tuple[Any, str, Any]] = {
     "repetition_penalty": (1.5, "request.sampling.repetition_penalty", 1.5),
     "stop_token_ids": ([1, 2], "request.sampling.stop_token_ids", [1, 2]),
     "ignore_eos": (True, "request.sampling.ignore_eos", True),
+    "include_stop_str_in_output": (True, "request.sampling.include_stop_string", True),
+    "bad_words": (["fox"], "request.sampling.bad_words", ["fox"]),
+    "bad_token_sequences": ([[1, 2]], "request.sampling.bad_token_sequences", [api.TokenIds(ids=[1, 2])]),
     "priority": (-5, "request.priority", -5),
+    "speculation": (3, "request.speculation", 3),
     "cache": ("bypass", "request.cache", api.CACHE_POLICY_BYPASS),
+    "criticality": ("sheddable", "request.criticality", api.CRITICALITY_SHEDDABLE),
     "request_id": ("mine", "request.request_id", "mine"),
     "return_token_ids": (True, "token_ids", True),
+    "structured_outputs": ({"grammar": "start: A", "regex": None}, "request.sampling.structured.grammar", "start: A"),
+    "guided_json": ({"type": "object"}, "request.sampling.structured.json_schema", '{"type":"object"}'),
+    "guided_regex": ("a+", "request.sampling.structured.regex", "a+"),
+    "guided_choice": (["a", "b"], "request.sampling.structured.choice.texts", ["a", "b"]),
+    "guided_grammar": ("start: A", "request.sampling.structured.grammar", "start: A"),
 }
 EXAMPLES: dict[str, dict[str, tuple[Any, str, Any]]] = {
     "chat": {
@@ -54,14 +66,31 @@ EXAMPLES: dict[str, dict[str, tuple[Any, str, Any]]] = {
         "max_completion_tokens": (9, "request.sampling.max_tokens", 9),
         "logprobs": (True, "request.sampling.logprobs", 0),
         "top_logprobs": (5, "request.sampling.logprobs", 5),
-        "response_format": ({"type": "text"}, "chat", True),
+        "response_format": (
+            {"type": "json_schema", "json_schema": {"name": "a", "strict": True, "schema": {"type": "integer"}}},
+            "request.sampling.structured.json_schema",
+            '{"type":"integer"}',
+        ),
+        "tools": (
+            [{"type": "function", "function": {"name": "f", "parameters": {"b": 1, "a": 2.0}}}],
+            "request.prompt.chat.tools[0].parameters",
+            '{"b":1,"a":2.0}',
+        ),
+        "tool_choice": ("none", "request.prompt.chat.tool_mode", api.TOOL_MODE_NONE),
+        "parallel_tool_calls": (True, "request.prompt.chat.parallel_tool_calls", True),
+        "chat_template_kwargs": ({"x": [1]}, "request.prompt.chat.template_variables", '{"x":[1]}'),
+        "enable_thinking": (False, "request.prompt.chat.template_variables", '{"enable_thinking":false}'),
+        "add_generation_prompt": (True, "request.prompt.chat.add_generation_prompt", True),
+        "continue_final_message": (True, "request.prompt.chat.continue_final_message", True),
     },
     "completions": {
         **BOTH,
         "prompt": ([3, 4], "request.prompt.token_ids.ids", [3, 4]),
         "logprobs": (3, "request.sampling.logprobs", 3),
+        "echo": (True, "request.echo", True),
     },
 }
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}
 ALONG: dict[str, dict[str, Any]] = {"stream_options": {"stream": True}, "top_logprobs": {"logprobs": True}}
 
 
@@ -86,7 +115,7 @@ def reached(asked: Asked, path: str) -> Any:
 def test_every_field_of_openais_request_is_in_one_of_the_lists(kind: str) -> None:
     fields = set(TYPES[kind].__annotations__)
     assert not HONOURED[kind].keys() & REFUSED[kind].keys()
-    assert HONOURED[kind].keys() | REFUSED[kind].keys() == fields | EXTENSIONS.keys()
+    assert HONOURED[kind].keys() | REFUSED[kind].keys() == fields | EXTENSIONS[kind].keys()
     assert EXAMPLES[kind].keys() == HONOURED[kind].keys()
 
 
@@ -102,9 +131,20 @@ def test_an_honoured_field_arrives(kind: str, name: str) -> None:
         assert reached(parse(kind, REQUIRED[kind]), path.partition("[")[0]) != expected
 
 
+def test_what_arrives_is_a_field_whose_effect_is_known() -> None:
+    """What becomes of weft.v1's fields is the table of `test_weft_fields`."""
+    arrived = {path.replace("[0]", "") for kind in EXAMPLES for _, path, _ in EXAMPLES[kind].values()}
+    of_weft = {path.removeprefix("request.") for path in arrived if path.startswith("request.")}
+    effects = HONOURED_BY_WEFT.keys() | {path.rpartition(".")[0] for path in HONOURED_BY_WEFT}
+    assert of_weft <= effects
+    assert arrived - {f"request.{path}" for path in of_weft} == {"stream", "usage", "token_ids"}
+
+
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in HONOURED for name in HONOURED[kind]])
 def test_an_honoured_field_of_a_wrong_type_is_refused_by_name(kind: str, name: str) -> None:
-    for wrong in (object(), [[[]]], {"x": "y"}, "" if name not in ("model", "prompt", "stop", "request_id") else 7):
+    anything = {} if name in ("chat_template_kwargs", "guided_json") else {"x": "y"}
+    texts = ("model", "prompt", "stop", "request_id", "guided_json", "guided_regex", "guided_grammar")
+    for wrong in (object(), [[[]]], anything or 5, "" if name not in texts else 7):
         error = refusal(kind, **(ALONG.get(name, {}) | {name: wrong}))
         assert error.field.partition("[")[0].partition(".")[0] == name
 
@@ -120,8 +160,8 @@ def test_a_refused_field_is_refused_by_name(kind: str, name: str) -> None:
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_an_unknown_field_is_refused_by_name(kind: str) -> None:
-    error = refusal(kind, guided_json={})
-    assert (error.field, error.reason) == ("guided_json", "UNKNOWN_FIELD")
+    error = refusal(kind, guided_yaml={})
+    assert (error.field, error.reason) == ("guided_yaml", "UNKNOWN_FIELD")
 
 
 def test_true_is_no_number() -> None:
@@ -130,10 +170,29 @@ def test_true_is_no_number() -> None:
         assert refusal("completions", **{name: True}).field == name
 
 
+MESSAGE: dict[str, tuple[Any, dict[str, Any]]] = {
+    # field: a value, how it arrives
+    "name": ("ann", {"name": "ann"}),
+    "tool_call_id": ("c1", {"tool_call_id": "c1"}),
+    "tool_calls": (
+        [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}],
+        {"tool_calls": [api.ToolCall(id="c1", name="f", arguments='{"a": 1}')]},
+    ),
+}
+
+
 @pytest.mark.parametrize("message", typing.get_args(ChatCompletionMessageParam))
 def test_every_field_of_a_message_is_honoured_or_refused_by_name(message: Any) -> None:
     for name in set(message.__annotations__) - {"role", "content"}:
-        given = {"role": "user", "content": "x", name: {"id": "y"}}
+        given: dict[str, Any] = {
+            "role": "user",
+            "content": "x",
+            name: MESSAGE[name][0] if name in MESSAGE else {"id": "y"},
+        }
+        if name in MESSAGE:
+            [arrived] = parse("chat", {"messages": [given]}).request.prompt.chat.messages
+            assert arrived == api.ChatMessage(role="user", content="x", **MESSAGE[name][1])
+            given[name] = 5
         assert refusal("chat", messages=[given]).field == f"messages[0].{name}"
         parse("chat", {"messages": [given | {name: None}]})
 
@@ -146,6 +205,9 @@ def test_every_stream_option_is_honoured_or_refused_by_name(name: str) -> None:
         assert refusal("chat", stream=True, stream_options={name: True}).field == f"stream_options.{name}"
 
 
+STRICT = {"type": "function", "function": {"name": "f", "strict": True}}
+
+
 @pytest.mark.parametrize(
     ("kind", "fields", "param"),
     [
@@ -155,7 +217,59 @@ def test_every_stream_option_is_honoured_or_refused_by_name(name: str) -> None:
         ("chat", {"messages": [{"content": "x"}]}, "messages[0].role"),
         ("chat", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
         ("chat", {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
-        ("chat", {"response_format": {"type": "json_object"}}, "response_format"),
+        ("chat", {"messages": [{"role": "assistant", "tool_calls": ["f"]}]}, "messages[0].tool_calls[0]"),
+        (
+            "chat",
+            {"messages": [{"role": "assistant", "tool_calls": [{"type": "custom"}]}]},
+            "messages[0].tool_calls[0].type",
+        ),
+        ("chat", {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0].function"),
+        ("chat", {"tools": [{"type": "custom"}]}, "tools[0].type"),
+        ("chat", {"tools": [{"type": "function"}]}, "tools[0].function"),
+        ("chat", {"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
+        ("chat", {"tools": [{"type": "function", "function": {"name": "f", "x": 1}}]}, "tools[0].function.x"),
+        (
+            "chat",
+            {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
+            "tools[0].function.strict",
+        ),
+        (
+            "chat",
+            {"tools": [{"type": "function", "function": {"name": "f", "strict": 1}}], "tool_choice": "required"},
+            "tools[0].function.strict",
+        ),
+        ("chat", {"tool_choice": "sometimes"}, "tool_choice"),
+        ("chat", {"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
+        ("chat", {"enable_thinking": "no"}, "enable_thinking"),
+        ("chat", {"response_format": "json"}, "response_format"),
+        ("chat", {"response_format": {"type": "xml"}}, "response_format.type"),
+        ("chat", {"response_format": {"type": "text", "schema": {}}}, "response_format.schema"),
+        ("chat", {"response_format": {"type": "text", "json_schema": {}}}, "response_format.json_schema"),
+        ("chat", {"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ("chat", {"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.name"),
+        ("chat", {"response_format": SCHEMA | {"x": 1}}, "response_format.x"),
+        (
+            "chat",
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a b", "schema": {}}}},
+            "response_format.json_schema.name",
+        ),
+        (
+            "chat",
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
+            "response_format.json_schema.schema",
+        ),
+        (
+            "chat",
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {}, "strict": 1}}},
+            "response_format.json_schema.strict",
+        ),
+        ("chat", {"response_format": SCHEMA, "guided_regex": "a"}, "guided_regex"),
+        ("completions", {"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs"),
+        ("completions", {"structured_outputs": {}}, "structured_outputs"),
+        ("completions", {"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
+        ("completions", {"structured_outputs": {"choice": "a"}}, "structured_outputs.choice"),
+        ("completions", {"guided_choice": ["a", 1]}, "guided_choice"),
+        ("completions", {"guided_json": 3}, "guided_json"),
         ("chat", {"top_logprobs": 2}, "top_logprobs"),
         ("chat", {"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
         ("chat", {"stream_options": {"include_usage": True}}, "stream_options"),
@@ -163,7 +277,8 @@ def test_every_stream_option_is_honoured_or_refused_by_name(name: str) -> None:
         ("chat", {"seed": -1}, "seed"),
         ("chat", {"logit_bias": {"x": 1}}, "logit_bias"),
         ("chat", {"logit_bias": {"4294967296": 1}}, "logit_bias"),
-        ("completions", {"prompt": ["a", "b"]}, "prompt"),
+        ("completions", {"prompt": ["a"] * 65}, "prompt"),
+        ("completions", {"prompt": [[1, "a"]]}, "prompt"),
         ("completions", {"prompt": [-1]}, "prompt"),
         ("completions", {"cache": "never"}, "cache"),
     ],
@@ -188,18 +303,37 @@ def test_a_list_of_one_prompt_is_that_prompt() -> None:
     assert list(parse("completions", {"prompt": [[1, 2]]}).request.prompt.token_ids.ids) == [1, 2]
 
 
+def test_several_prompts_are_several_requests() -> None:
+    asked = parse("completions", {"prompt": ["a", "b"], "max_tokens": 3, "request_id": "r"})
+    assert [(each.prompt.text, each.sampling.max_tokens) for each in asked.requests] == [("a", 3), ("b", 3)]
+    assert [each.request_id for each in asked.requests] == ["r-0", "r-1"]
+    asked = parse("completions", {"prompt": [[1], [2, 3]]})
+    assert [list(each.prompt.token_ids.ids) for each in asked.requests] == [[1], [2, 3]]
+
+
+def test_an_echo_has_the_log_probabilities_of_the_prompt() -> None:
+    asked = parse("completions", {"prompt": "a", "echo": True, "logprobs": 2, "max_tokens": 0})
+    assert (asked.request.sampling.prompt_logprobs, asked.request.sampling.max_tokens) == (2, 1)
+    assert asked.prompt_alone
+    assert not parse("completions", {"prompt": "a", "echo": True}).request.sampling.HasField("prompt_logprobs")
+
+
 def test_errors_name_the_field_of_openais_api() -> None:
     of_chat, of_text = Asked(True), Asked(False)
     names = ("prompt.chat.messages", "prompt", "sampling.stop", "sampling.logprobs")
     assert [of_chat.param(name) for name in names] == [
         "messages", "messages", "stop", "top_logprobs",
     ]  # fmt: skip
+    fields = ("prompt.chat.template_variables.x", "prompt.chat.continue_final_message", "prompt.chat.tools.name")
+    assert [of_chat.param(name) for name in fields] == [
+        "chat_template_kwargs.x", "continue_final_message", "tools.name",
+    ]  # fmt: skip
     assert [of_text.param(name) for name in ("prompt.text", "sampling.logprobs", "n")] == ["prompt", "logprobs", "n"]
 
 
 def test_cached_tokens_are_those_that_were_not_computed() -> None:
     def cached(**fields: Any) -> int:
-        usage = messages.usage_of(api.Receipt(prompt_tokens=10, completion_tokens=2, **fields))
+        usage = answers.usage_of(api.Receipt(prompt_tokens=10, completion_tokens=2, **fields))
         assert (usage["prompt_tokens"], usage["total_tokens"]) == (10, 12)
         return int(usage["prompt_tokens_details"]["cached_tokens"])
 
@@ -215,7 +349,7 @@ def test_the_log_probabilities_of_the_completions_api() -> None:
         chosen = api.TokenLogprob(text=text, logprob=-0.5)
         return api.PositionLogprobs(chosen=chosen, top=[api.TokenLogprob(text=t, logprob=p) for t, p in top])
 
-    lists, offset = messages.completion_logprobs([place("ab", ("x", -0.25)), place("c")], 4)
+    lists, offset = answers.completion_logprobs([place("ab", ("x", -0.25)), place("c")], 4)
     assert lists == {
         "tokens": ["ab", "c"],
         "token_logprobs": [-0.5, -0.5],
@@ -227,7 +361,20 @@ def test_the_log_probabilities_of_the_completions_api() -> None:
 
 def test_the_receipt_is_one_line_of_ascii() -> None:
     receipt = api.Receipt(model="日本\n語", finish_reason=api.FINISH_REASON_STOP, timings=api.Timings(wall_s=0.5))
-    line = messages.receipt_json(receipt)
+    line = answers.receipt_json(receipt)
     assert line.isascii()
     assert b"\n" not in line
     assert b'"finish_reason":"stop"' in line.replace(b" ", b"")
+
+
+def test_response_formats_become_forms() -> None:
+    plain = parse("chat", REQUIRED["chat"] | {"response_format": {"type": "text"}})
+    assert not plain.request.sampling.HasField("structured")
+    whole = parse("chat", REQUIRED["chat"] | {"response_format": {"type": "json_object"}})
+    assert whole.request.sampling.structured.json_object
+    named = parse("chat", REQUIRED["chat"] | {"response_format": SCHEMA})
+    assert named.request.sampling.structured.json_schema == "{}"
+    assert named.param("sampling.structured.json_schema") == "response_format.json_schema.schema"
+    text = parse("completions", {"prompt": "a", "guided_json": '{"type": "null"}'})
+    assert text.request.sampling.structured.json_schema == '{"type": "null"}'
+    assert text.param("sampling.structured.json_schema") == "guided_json"

@@ -45,6 +45,7 @@ BAD = [
     (ask(SECRET, temperature=float("nan")), CODES.INVALID_ARGUMENT, "INVALID_FIELD"),
     (ask(SECRET, n=17), CODES.INVALID_ARGUMENT, "INVALID_FIELD"),
     (ask(SECRET, stop=[""]), CODES.INVALID_ARGUMENT, "INVALID_FIELD"),
+    (ask(SECRET, structured=api.Structured()), CODES.INVALID_ARGUMENT, "INVALID_FIELD"),
     (ask(SECRET, request_id="not good"), CODES.INVALID_ARGUMENT, "INVALID_FIELD"),
     (ask(SECRET, model="unknown"), CODES.NOT_FOUND, "MODEL_NOT_FOUND"),
     (

@@ -22,11 +22,13 @@ from services.gateway.answers.call import Call
 from services.gateway.answers.serve import AnswerService
 from services.gateway.backend import Backend
 from services.gateway.links.catalog import Catalog
+from services.gateway.links.mesh_view import MeshView
 from services.gateway.links.result_cache import ResultCache
 from services.gateway.links.scheduler_link import SchedulerLink
-from services.gateway.links.worker_link import WorkerLinks
+from services.gateway.links.worker_links import WorkerLinks
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.settings import GatewaySettings
+from services.gateway.text.encoder import Encoder
 from tests.gateway import line_door
 from tests.gateway.fakes import FakeMesh, ask, until
 from tests.gateway.line_door import LineDoor
@@ -46,13 +48,15 @@ concurrent = 1
 async def backend(mesh: FakeMesh) -> AsyncIterator[Backend]:
     """The back of a gateway without a gRPC server."""
     settings = GatewaySettings(scheduler_address=mesh.address("scheduler"), cache_address="")
-    with ThreadPoolExecutor(1) as threads:
+    encoder = Encoder(1)
+    with ThreadPoolExecutor(1) as threads, contextlib.closing(encoder):
         catalog, workers = Catalog(threads), WorkerLinks("a gateway")
         scheduler = SchedulerLink(settings.scheduler_address, "a gateway", 2.0, catalog.update, workers.lose_worker)
         running = asyncio.create_task(scheduler.run())
         try:
             results, metrics = ResultCache("", 1.0), GatewayMetrics()
-            yield Backend(settings, catalog, scheduler, workers, results, metrics, threads)
+            view = MeshView(settings.scheduler_address, "a gateway", "", lambda: results.state)
+            yield Backend(settings, catalog, scheduler, workers, results, metrics, view, encoder)
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)

@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from protos import inference_pb2 as api
 from protos import mesh_pb2
 from services.gateway.access.tenants import DEFAULT
-from services.gateway.doors.native import RECEIPT_KEY
+from services.gateway.doors.grpc_gate import RECEIPT_KEY
 from services.hashing import block_keys, chain_root
 from tests.gateway.fakes import FakeMesh, ask, generate, until
 from tests.gateway.model import ANSWER, LOREM, TOKENIZER, ids_of, make_card

@@ -133,9 +133,10 @@ def test_templates_render_as_in_transformers(template: str, chat: list[tuple[str
 
     build: Any = transformers.PreTrainedTokenizerFast
     theirs = build(tokenizer_object=TOKENIZER, bos_token="<s>", eos_token="</s>", chat_template=template)
-    messages = [{"role": role, "content": content} for role, content in chat]
+    messages: list[dict[str, Any]] = [{"role": role, "content": content} for role, content in chat]
     expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert ChatTemplate(template, {"bos_token": "<s>", "eos_token": "</s>"}).render(chat) == expected
+    variables = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
+    assert ChatTemplate(template, {"bos_token": "<s>", "eos_token": "</s>"}).render(variables) == expected
     bundle = mesh_pb2.Bundle.FromString(BUNDLE)
     bundle.chat_template = template
     prompt = api.Prompt(chat=api.Chat(messages=[api.ChatMessage(**message) for message in messages]))
@@ -165,7 +166,7 @@ def test_a_hostile_template_fails_in_bounded_time(name: str, monkeypatch: pytest
     template = ChatTemplate(HOSTILE[name], {})
     began = time.perf_counter()
     with pytest.raises(WeftError) as caught:
-        template.render([("user", "secret")])
+        template.render({"messages": [{"role": "user", "content": "secret"}]})
     assert caught.value.reason == "CHAT_TEMPLATE"
     assert "secret" not in caught.value.message
     assert caught.value.__context__ is None or caught.value.__suppress_context__

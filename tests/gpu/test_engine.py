@@ -2,6 +2,7 @@
 
 import gc
 import math
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from services.worker.runners.cuda.step_words import Kind
 from tests.checkpoints import EOS, SHAPES, VOCAB
 from tests.gpu.conftest import EngineMaker
 from tests.worker.drive import Answer, decoder_of, job, prompt_of, run, solo
+from tests.worker.test_prompt_logprobs import scores_of
 from tests.worker.test_tiers import slow_prefill
 
 TOKENS = 48
@@ -115,6 +117,8 @@ def test_after_a_prefix_moved_to_host_memory_and_back(shape: str, engine: Engine
 
 # ---- draws and settings ----
 
+_DRAW = random.Random(3)
+BAD = tuple(tuple(_DRAW.randrange(VOCAB) for _ in range(1 + count % 3)) for count in range(128))
 SETTINGS: list[dict[str, Any]] = [
     {"temperature": 1.0, "seed": 1},
     {"temperature": 0.7, "top_k": 10, "seed": 2},
@@ -126,6 +130,8 @@ SETTINGS: list[dict[str, Any]] = [
     {"logit_bias": {5: 4.0, 9: -3.0}, "logprobs": 0},
     {"logit_bias": {EOS: 8.0}, "min_tokens": 12, "ignore_eos": False},
     {"temperature": 1.0, "seed": 9, "logprobs": 5},
+    {"bad_sequences": BAD, "min_tokens": 5, "logit_bias": {9: 2.0}, "ignore_eos": False},
+    {"temperature": 1.0, "seed": 4, "bad_sequences": BAD[100:]},
 ]
 
 
@@ -135,6 +141,18 @@ def test_draws_penalties_and_bans_are_those_of_the_cpu(engine: EngineMaker) -> N
     for key, settings in enumerate(SETTINGS):
         assert answers[key].tokens == expected[key].tokens, settings
         assert answers[key].ended.reason is expected[key].ended.reason
+
+
+def test_log_probabilities_of_prompts_are_those_of_the_cpu(engine: EngineMaker) -> None:
+    wanted = [job(key, prompt_of(1 + 70 * key), max_tokens=4, prompt_logprobs=key) for key in range(5)]
+    (expected, answers), (found, same) = (scores_of(each, *wanted) for each in (engine(engine="torch"), engine()))
+    assert same == answers
+    assert found.keys() == expected.keys()
+    for key, (logprobs, tops) in found.items():
+        torch.testing.assert_close(logprobs, expected[key][0], rtol=0, atol=2e-3)
+        assert [len(top) for top in tops] == [key] * (70 * key)
+        for top, other in zip(tops, expected[key][1], strict=True):
+            torch.testing.assert_close([x for _, x in top], [x for _, x in other], rtol=0, atol=2e-3)
 
 
 def test_several_samples_share_their_prompt(engine: EngineMaker) -> None:
@@ -218,7 +236,7 @@ def test_blocks_move_out_and_back(engine: EngineMaker) -> None:
 # ---- bfloat16 ----
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "demo"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma2", "gemma3", "gpt2", "demo"])
 def test_bfloat16_agrees_where_the_choice_is_clear(engine: EngineMaker, family: str) -> None:
     exact, half = engine(family, engine="torch"), engine(family, dtype="bfloat16")
     worst, clear = 0.0, 0
@@ -271,7 +289,7 @@ def test_short_prompts_have_separate_graphs(engine: EngineMaker, monkeypatch: py
             kinds.clear()
             answer = solo(fast, job(1, prompt, max_tokens=1, logprobs=5))
             assert answer.ended.cost.cached_tokens == cached
-            assert kinds[0] is (Kind.BRIEF if length <= 128 and is_hopper(runner.device) else Kind.ANY)
+            assert kinds[0] is (Kind.SHORT_CONTEXT if length <= 128 and is_hopper(runner.device) else Kind.ANY)
             its = dict(answer.tops[0] or ())
             assert abs(its[top[0][0]] - top[0][1]) < 0.2, "the best token has the same probability"
 

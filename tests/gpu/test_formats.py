@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from kernels.quantized_weights import QUANTIZERS
-from services.worker.errors import CheckpointError
 from tests.checkpoints import Shape, make_checkpoint
 from tests.served import EXACT, GOLDEN, GOLDENS, WIDE, assert_served_like, engine_of, read, save, twin_of
 
@@ -25,6 +24,7 @@ KINDS = (
 ROUNDED = {"fp8": 0.8, "w8a8": 0.5}
 BFLOAT16 = 0.3
 GPT2 = Shape("gpt2", {"n_embd": 192, "n_inner": 320, "n_layer": 2, "initializer_range": 0.1})
+GPT2_LINEARS = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -58,20 +58,16 @@ def test_a_checkpoint_is_served_as_its_dequantized_twin(
     assert_served_like(twin, engine_of(folder, engine="gpu", dtype="bfloat16"), mean, mean=True)
 
 
+@pytest.mark.parametrize("shape", [WIDE, GPT2], ids=["llama", "gpt2"])
 @pytest.mark.parametrize("kind", QUANTIZERS)
-def test_plain_weights_are_rounded_on_the_device(kind: str, tmp_path: Path) -> None:
-    plain, twin = make_checkpoint(tmp_path / "plain", WIDE), tmp_path / "twin"
+def test_plain_weights_are_rounded_on_the_device(kind: str, shape: Shape, tmp_path: Path) -> None:
+    plain, twin = make_checkpoint(tmp_path / "plain", shape), tmp_path / "twin"
     shutil.copytree(plain, twin, ignore=shutil.ignore_patterns("*.safetensors"))
     tensors = read(plain)
     for name, weight in tensors.items():
-        if name.endswith("_proj.weight"):
+        if name.endswith("_proj.weight") and shape is WIDE:
             tensors[name] = QUANTIZERS[kind](weight).dequantize(torch.float32)
+        elif name.endswith(GPT2_LINEARS) and shape is GPT2:  # stored as [inputs, outputs]
+            tensors[name] = QUANTIZERS[kind](weight.t().contiguous()).dequantize(torch.float32).t()
     save(tensors, twin)
     assert_served_like(twin, engine_of(plain, engine="gpu", dtype="float32", quantize=kind), EXACT)
-
-
-@pytest.mark.parametrize("kind", QUANTIZERS)
-def test_gpt2_is_not_rounded_on_a_gpu(kind: str, tmp_path: Path) -> None:
-    plain = make_checkpoint(tmp_path / "plain", GPT2)
-    with pytest.raises(CheckpointError, match=f"quantize {kind} of GPT2LMHeadModel is not supported on a GPU"):
-        engine_of(plain, engine="gpu", dtype="float32", quantize=kind)

@@ -15,12 +15,14 @@ from kernels.device import is_hopper
 from kernels.linear import cublaslt, dense, dense_hopper
 from kernels.linear.dense_hopper import Shape
 from kernels.linear.split_k import Tile
+from kernels.operands import Scores
 from tests.kernels.cases import (
     DTYPES,
     Batch,
     check_edits,
     check_gelu,
     check_layer_norm,
+    check_masks,
     check_sampling,
     check_step_lists,
     close,
@@ -49,6 +51,16 @@ def test_attention_over_random_ragged_steps(heads: tuple[int, int, int], dtype: 
         contexts[4] = random.choice([1, 15, 16, 17, 3000])
         batch = Batch(lengths, contexts, *heads, block, dtype)
         close(batch.run(window, short), batch.want(window))
+
+
+@pytest.mark.parametrize("heads", [(32, 8, 128), (32, 8, 64), (8, 4, 256)], ids=str)
+def test_capped_scores_and_sinks(heads: tuple[int, int, int]) -> None:
+    for soft_cap, sinks, window in ((2.0, False, None), (None, True, 100), (1.5, True, None)):
+        lengths, contexts = [1, 3, 300, 1], [2000, 70, 900, 1]
+        batch = Batch(lengths, contexts, *heads, 16, torch.bfloat16)
+        batch.scores = Scores(heads[2] ** -0.5, soft_cap, torch.randn(heads[0], device="cuda") if sinks else None)
+        for config in (None, attention.config_for(heads[2], torch.bfloat16, 4, invariant=True)):
+            close(batch.run(window, 1, config), batch.want(window))
 
 
 @pytest.mark.parametrize("stored", [kv_pages.FP8, kv_pages.INT8], ids=str)
@@ -170,7 +182,7 @@ def invariant(
         batch.kv_heads, dim, batch.block, dtype, window, 1, sum(n for n in lengths if n > 1),
         attention.config_for(dim, dtype, len(rows), invariant=True),
     )  # fmt: skip
-    return attention.attention(batch.q[torch.cat(places).cuda()], batch.pool, plan, dim**-0.5)
+    return attention.attention(batch.q[torch.cat(places).cuda()], batch.pool, plan, Scores(dim**-0.5))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -202,7 +214,7 @@ def test_attention_in_a_graph_follows_its_plan() -> None:
 
     def step() -> None:
         attention.schedule(plan)
-        attention.attention(batch.q, batch.pool, plan, 128**-0.5, out=out)
+        attention.attention(batch.q, batch.pool, plan, Scores(128**-0.5), out=out)
 
     step()
     graph = torch.cuda.CUDAGraph()
@@ -380,3 +392,9 @@ def test_sampling_follows_the_reference() -> None:
     for vocab, rounded in ((128256, False), (128256, True), (1000, True), (32000, False)):
         check_sampling(48, 64, vocab, rounded, 20, None, 4096)
         check_sampling(3, 64, vocab, rounded, 20, None, 4096)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_masks_forbid_tokens(dtype: torch.dtype) -> None:
+    for samples, masks, vocab, words in ((1, 1, 50, 2), (40, 31, 3001, 94), (8, 8, 4096, 128), (3, 2, 1000, 20)):
+        check_masks(samples, masks, vocab, words, dtype)

@@ -14,8 +14,9 @@ from kernels import attention, kv_pages, reference, sampling, step_io
 from kernels.activation import activate, gelu
 from kernels.attention.short_prefill import ShortPrefillPlan
 from kernels.norm import normalize
-from kernels.operands import Activation, Norm, NormKind
+from kernels.operands import Activation, Norm, NormKind, Scores
 from kernels.sampling.slot_settings import SlotSettings, slot_settings
+from kernels.sampling.token_mask import mask_logits
 from kernels.sampling.top_logprobs import top_buffers, top_logprobs
 from kernels.slot_edits import HEADER
 from services.worker.runners.cuda import upload
@@ -57,6 +58,7 @@ class Batch:
     ) -> None:  # fmt: skip
         """shared: for each row, the number of leading blocks that it shares with the previous row."""
         self.lengths, self.contexts, self.heads, self.kv_heads, self.block = lengths, contexts, heads, kv_heads, block
+        self.scores = Scores(dim**-0.5)
         needed = [-(-context // block) for context in contexts]
         self.pool = kv_pages.make_pool(sum(needed) + 1, block, kv_heads, dim, stored or dtype, DEVICE)
         kv_pages.bytes_of(self.pool).fill_(0xFF)  # NaN in every format
@@ -85,7 +87,7 @@ class Batch:
             self.starts, torch.tensor(self.contexts, dtype=torch.int32, device=DEVICE), self.tables, self.heads,
             self.kv_heads, dim, self.block, dtype, window, short,
             sum(length for length in self.lengths if length > short),
-            config or attention.config_for(dim, dtype, rows, stored=self.pool.dtype),
+            config or attention.config_for(dim, dtype, rows, stored=self.pool.dtype), self.scores.is_plain,
         )  # fmt: skip
 
     def run(self, window: int | None, short: int, config: attention.Config | None = None) -> Tensor:
@@ -93,14 +95,14 @@ class Batch:
         out = poison(self.q.shape[0], self.heads * self.q.shape[2], dtype=self.q.dtype)
         for _ in range(2):  # the second run shows that the counters were reset
             out.fill_(float("nan"))
-            attention.attention(self.q, self.pool, plan, self.q.shape[2] ** -0.5, self.kv_scales, out)
+            attention.attention(self.q, self.pool, plan, self.scores, self.kv_scales, out)
         return out
 
     def run_short_prefill(self) -> Tensor:
         """Attention of all rows by the kernel for rows with few keys."""
         plan = ShortPrefillPlan(self.starts, torch.tensor(self.contexts, dtype=torch.int32, device=DEVICE), self.tables)
         out = poison(self.q.shape[0], self.heads * self.q.shape[2], dtype=self.q.dtype)
-        return attention.attention(self.q, self.pool, plan, self.q.shape[2] ** -0.5, out=out)
+        return attention.attention(self.q, self.pool, plan, self.scores, out=out)
 
     def want(self, window: int | None) -> Tensor:
         parts = []
@@ -113,13 +115,18 @@ class Batch:
                 continue
             share = self.heads // self.kv_heads
             k, v = (part.float().repeat_interleave(share, 1).transpose(0, 1) for part in pages.unbind(1))
-            scores = q @ k.transpose(1, 2) * q.shape[2] ** -0.5
+            scores = q @ k.transpose(1, 2) * self.scores.scale
+            if self.scores.soft_cap is not None:
+                scores = self.scores.soft_cap * torch.tanh(scores / self.scores.soft_cap)
             keys = torch.arange(context, device=DEVICE)
             queries = torch.arange(context - length, context, device=DEVICE)[:, None]
             seen = keys <= queries
             if window is not None:
                 seen &= keys > queries - window
-            weights = torch.softmax(scores.masked_fill(~seen, -torch.inf), dim=-1)
+            scores = scores.masked_fill(~seen, -torch.inf)
+            if self.scores.sinks is not None:
+                scores = torch.cat([scores, self.scores.sinks[:, None, None].expand(-1, length, -1)], dim=-1)
+            weights = torch.softmax(scores, dim=-1)[..., :context]
             parts.append((weights @ v).transpose(0, 1).flatten(1))
         return torch.cat(parts)
 
@@ -195,14 +202,16 @@ def floats_of(state: SlotState) -> list[tuple[str, float]]:
 
 
 def check_step_lists(rows: list[tuple[int, int, bool, bool]], sizes: tuple[int, int, int], block: int) -> None:
-    """rows: (tokens, context, whether its tokens are given, whether it samples); lists are padded to `sizes`."""
+    """rows: (tokens, context, whether its tokens are given, whether it samples); lists are padded to `sizes`. Some of
+    the slots draw under masks, later."""
     count, padding, width = len(rows), len(rows) + 3, 40
     owners = random.sample(range(padding), count)
     lengths, contexts = [row[0] for row in rows], [row[1] for row in rows]
     ids = [random.randrange(900) if given else -1 for length, _, given, _ in rows for _ in range(length)]
     known = Rows(owners, lengths, [int(row[3]) for row in rows], np.array(ids, np.int32))
     words = np.full(step_io.words_of(*sizes) + 4, 77, np.int32)
-    assert StepRows(known, contexts).lay_out(words.data, 4, sizes) == len(words)
+    masked = frozenset(random.sample(owners, count // 3))
+    assert StepRows(known, contexts, masked).lay_out(words.data, 4, sizes) == len(words)
     sent = torch.from_numpy(words[4:]).to(DEVICE)
     last, prompt_lens = (torch.randint(0, 900, (padding + 1,), device=DEVICE) for _ in range(2))
     tables = torch.randint(0, 99, (padding + 1, width), dtype=torch.int32, device=DEVICE)
@@ -230,9 +239,10 @@ def check_step_lists(rows: list[tuple[int, int, bool, bool]], sizes: tuple[int, 
     chosen = [row for row in range(count) if rows[row][3]]
     idle = sizes[2] - len(chosen)
     assert got.sampled.tolist() == [ends[row] - 1 for row in chosen] + [0] * idle
-    assert got.sample_slots.tolist() == [owners[row] for row in chosen] + [padding] * idle
-    drawn = [contexts[row] - int(prompt_lens[owners[row]]) for row in chosen]
-    assert got.sample_positions.tolist()[: len(chosen)] == drawn
+    drawing = [padding if owners[row] in masked else owners[row] for row in chosen]
+    assert got.sample_slots.tolist() == drawing + [padding] * idle
+    for row, slot, position in zip(chosen, drawing, got.sample_positions.tolist(), strict=False):
+        assert slot == padding or position == contexts[row] - int(prompt_lens[slot])
 
 
 def check_padding_tokens(tokens: int, sizes: tuple[int, int, int], block: int) -> None:
@@ -248,6 +258,21 @@ def check_padding_tokens(tokens: int, sizes: tuple[int, int, int], block: int) -
     assert got.slot_mapping.tolist() == [-1] * sizes[0]
     assert row_tables.eq(7).all()
     assert got.sample_slots.tolist() == [2] * sizes[2]
+
+
+def check_masks(samples: int, masks: int, vocab: int, words: int, dtype: torch.dtype) -> None:
+    """Random masks over some lines of logits; tokens beyond a mask's last word are forbidden."""
+    logits, lines = rand(samples, vocab, dtype=dtype), torch.randperm(samples, device=DEVICE)[:masks]
+    packed = torch.randint(-(1 << 31), 1 << 31, (masks, words), device=DEVICE).int()
+    want = logits.clone()
+    reference.mask_logits(want, lines, packed)
+    mask_logits(logits, lines, packed)
+    assert torch.equal(logits, want)
+    for mask, line in enumerate(lines.tolist()):
+        forbidden = [
+            token for token in range(vocab) if token // 32 >= words or not packed[mask, token // 32] >> token % 32 & 1
+        ]
+        assert torch.isneginf(logits[line]).nonzero()[:, 0].tolist() == forbidden
 
 
 def check_sampling(rows: int, slots: int, vocab: int, rounded: bool, most: int, chunk: int | None, block: int) -> None:
@@ -315,9 +340,11 @@ def check_layer_norm(rows: int, n: int, dtype: torch.dtype) -> None:
 
 
 def check_gelu(rows: int, n: int, dtype: torch.dtype) -> None:
-    """Both kinds of GELU, in new memory and in place, also for large arguments; a single row has the same bits."""
+    """Both kinds of GELU, in new memory and in place, gated, for large arguments; a single row has the same bits."""
     x = rand(rows, n, dtype=dtype) * 4
     x[0, :2] = torch.tensor([-30.0, 30.0], dtype=dtype)
+    halves = torch.cat([x, rand(rows, n, dtype=dtype)], 1)
+    close(activate(halves, Activation.GATED_GELU_TANH), reference.activate(halves.double(), Activation.GATED_GELU_TANH))
     for activation in (Activation.GELU, Activation.GELU_TANH):
         tanh = activation is Activation.GELU_TANH
         out = poison(rows, n, dtype=dtype)

@@ -23,7 +23,9 @@ from kernels import (
     activation,
     attention,
     block_copy,
+    guesses,
     kv_pages,
+    lora,
     norm,
     quantized_weights,
     rope_kv,
@@ -34,7 +36,11 @@ from kernels import (
 from kernels.attention import short_prefill
 from kernels.linear import dense, dense_hopper, fp8, nf4, packed, packed_gemm, qkv_rope, split_k
 from kernels.linear.split_k import Tile
-from kernels.sampling import top_logprobs
+from kernels.moe import grouped, routing
+from kernels.moe.reference import Routes
+from kernels.moe.weights import ExpertStack
+from kernels.operands import Scores
+from kernels.sampling import token_mask, top_logprobs
 from kernels.sampling.slot_settings import slot_settings
 
 
@@ -52,6 +58,7 @@ class Recorder:
         return launch
 
 
+PLAIN, CAPPED = Scores(1.0), Scores(1.0, 50.0, torch.zeros(32))
 # The largest shared memory of one program in bytes, by compute capability.
 MOST_SHARED = {80: 166_912, 89: 101_376, 90: 232_448}
 MODULES = (
@@ -59,17 +66,22 @@ MODULES = (
     attention,
     short_prefill,
     block_copy,
+    guesses,
     slot_edits,
     fp8,
     dense,
     packed_gemm,
     nf4,
     dense_hopper,
+    lora,
     norm,
+    grouped,
+    routing,
     qkv_rope,
     rope_kv,
     sampling,
     step_io,
+    token_mask,
     top_logprobs,
     packed,
 )
@@ -137,6 +149,11 @@ def calls(dtype: torch.dtype, capability: int) -> Iterator[tuple[str, Callable[[
     yield "layer_norm", partial(norm.layer_norm, new(4, 768), new(768), new(768), 1e-5)
     yield "layer_norm without bias", partial(norm.layer_norm, new(4, 768), new(768), None, 1e-5)
     yield "silu_and_mul", partial(activation.silu_and_mul, new(4, 28672))
+    widest = [(256, 14336, (4096,))] if dtype == torch.float32 else []
+    for rank, inputs, outputs in ((16, 4096, (4096, 1024, 1024)), *widest):
+        stack = lora.AdapterStack.empty(1, rank, inputs, outputs, dtype)
+        words = torch.zeros(2, 3, dtype=torch.int32)
+        yield f"lora {rank}", partial(lora.add_adapters, new(4, sum(outputs)), new(4, inputs), stack, words[0], words)
     for tanh in (False, True):
         yield f"gelu {tanh}", partial(activation.gelu, new(4, 3072), tanh=tanh)
     for dim in (64, 128):
@@ -156,6 +173,10 @@ def calls(dtype: torch.dtype, capability: int) -> Iterator[tuple[str, Callable[[
         small = kv_pages.make_pool(64, 16, 8, 64, stored)
         yield f"attention {stored} 64", partial(attend, new(4, 48, 64), small, 4096, scales=scales)
     yield "attention window", partial(attend, new(4, 48, 128), new(64, 16, 2, 8, 128), 4096)
+    yield "attention capped", partial(attend, new(4, 48, 128), new(64, 16, 2, 8, 128), 4096, scores=CAPPED)
+    for invariant in (False, True):
+        wide = new(4, 16, 256), new(64, 16, 2, 4, 256)
+        yield f"attention capped 256 {invariant}", partial(attend, *wide, None, invariant, scores=CAPPED)
     yield "attention 80", partial(attend, new(4, 36, 80), new(64, 16, 2, 4, 80), None)
     exact = dtype == torch.float32
     tile = Tile(16, 32, 4, stages=2) if exact else Tile(64, 128, 4)
@@ -173,15 +194,30 @@ def calls(dtype: torch.dtype, capability: int) -> Iterator[tuple[str, Callable[[
         if capability >= 89:
             yield "round rows", partial(fp8.round_rows, new(4, 4096), new(4096), 1e-5)
             yield "round gated rows", partial(fp8.round_rows, new(4, 28672), gated=True)
+    yield from expert_calls(new)
     pool, staging = new(64, 16, 2, 8, 128), new(2, 1, 16, 2, 8, 128)
     yield "gather", partial(block_copy.gather_blocks, index(1), pool, index(2), staging)
     yield "scatter", partial(block_copy.scatter_blocks, index(1), pool, index(2), staging)
     step, last, tables = torch.zeros(99, dtype=torch.int32), index(5), torch.zeros(5, 8, dtype=torch.int32)
     yield "unpack", partial(step_io.unpack, step, last, last, tables, step_io.step_inputs(step, 9, 2, 2, tables), 16)
+    guessed = step_io.step_inputs(step, 8, 2, 8, tables, guesses=True)
+    yield "unpack guesses", partial(step_io.unpack, step, last, last, tables, guessed, 16)
+    for tokens in (2, 3, 5, 9):
+        yield f"attention of {tokens} tokens", partial(attend, new(2 * tokens, 48, 128), new(64, 16, 2, 8, 128), None,
+                                                       short_tokens=tokens)  # fmt: skip
     yield "finite", partial(step_io.finite_lines, new(9, 4096), step[:9])
+    yield "mask", partial(token_mask.mask_logits, new(4, 1024), index(2), torch.zeros(2, 32, dtype=torch.int32))
     for vocab in (None, 1024) if exact else ():  # logits are float32
         state = slot_settings(4, "cpu", vocab)
         yield f"sample {vocab}", partial(sampling.sample, new(2, 1024), state, index(2), index(2))
+        places = torch.zeros(2, dtype=torch.int32)
+        yield f"sample guesses {vocab}", partial(sampling.sample, new(2, 1024), state, index(2), index(2),
+                                                 guesses=index(2), places=places)  # fmt: skip
+        for forced in (None, 0.5):
+            yield f"accept {vocab} {forced}", partial(
+                guesses.accept, index(2), new(2), index(2), step[:2], index(2), index(2), state, last, step[2:3],
+                forced,
+            )  # fmt: skip
     if exact:
         yield "edit", partial(slot_edits.edit_slots, step, tables, slot_settings(4, "cpu"))
         yield "keep", partial(step_io.store_sampled, index(2), new(2), new(2), index(2), last, step[:6].view(3, 2))
@@ -207,9 +243,10 @@ def fused_calls(new: Callable[..., Tensor], capability: int) -> Iterator[tuple[s
             plan = short_prefill.ShortPrefillPlan(
                 *(torch.zeros(n, dtype=torch.int32) for n in (rows + 1, rows, (rows, 8)))
             )
-            arguments = new(128, 48, dim)[:, :32], new(64, 16, 2, 8, dim), plan, 1.0
+            arguments = new(128, 48, dim)[:, :32], new(64, 16, 2, 8, dim), plan
             if arguments[0].itemsize == 2:
-                yield f"short prefill {rows}", partial(attention.attention, *arguments)
+                yield f"short prefill {rows}", partial(attention.attention, *arguments, PLAIN)
+                yield f"capped short prefill {rows}", partial(attention.attention, *arguments, CAPPED)
     for rows, dim in ((1, 64), (8, 128), (32, 128)):
         x, angles, pool = new(rows, 4096), new(99, 1, dim), new(64, 16, 2, 8, dim)
         for shape in (qkv_rope.tile_for(x, dim), dense_hopper.rotated_shape_for(rows, dim) if hopper else None):
@@ -249,8 +286,45 @@ def quantized_calls(new: Callable[..., Tensor]) -> Iterator[tuple[str, Callable[
         yield f"dequantize {name}", partial(packed.dequantize, laid, x.dtype)
 
 
+def expert_calls(new: Callable[..., Tensor]) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Routing, and products of experts in each format, for few and many tokens."""
+    octets, dtype = torch.zeros(256, 512, dtype=torch.uint8), new(1).dtype
+    kinds: dict[str, quantized_weights.Weight] = {
+        "plain": new(256, 512),
+        "int8": quantized_weights.Int8Weight(octets.view(torch.int8), torch.ones(256, 1)),
+        "fp8": quantized_weights.Fp8Weight(octets.view(quantized_weights.FP8), torch.ones(256, 1)),
+        "fp8 blocks": quantized_weights.Fp8Weight(octets.view(quantized_weights.FP8), torch.ones(2, 4)),
+        "int4": quantized_weights.Int4Weight(octets[:, :256], new(256, 4), None, 128),
+        "int4 zeros": quantized_weights.Int4Weight(
+            octets[:, :256], new(256, 16), octets[:, :16], 32, torch.zeros(512, dtype=torch.int32)
+        ),
+    }
+    sizes = {"int8": (1,), "fp8": (600,), "fp8 blocks": (40,), "int4": (1,), "int4 zeros": (600,)}
+    for tokens, chosen in ((1, 2), (40, 2), (600, 8)):
+        order, offsets = (torch.zeros(count, dtype=torch.int32) for count in (tokens * chosen, 9))
+        routes = Routes(torch.ones(tokens, chosen), order, offsets)
+        yield f"route {tokens}", partial(routing.route, new(tokens, 8), chosen, tokens > 1)
+        for kind, weight in kinds.items():
+            if kind != "plain" and tokens not in sizes[kind]:
+                continue
+            stack = ExpertStack(8, 256, 512, dtype)
+            stack.keep(0, weight)
+            yield (
+                f"experts {kind} {tokens}",
+                partial(grouped.multiply, new(tokens, 512), stack, routes, divide=chosen, invariant=tokens == 40),
+            )
+    yield "route 128", partial(routing.route, new(64, 128), 8, False)
+    yield "experts added", partial(grouped.add_weighted, new(4, 2048), new(32, 2048), torch.ones(4, 8))
+
+
 def attend(
-    qkv: Tensor, pool: Tensor, window: int | None, invariant: bool = False, scales: Tensor | None = None
+    qkv: Tensor,
+    pool: Tensor,
+    window: int | None,
+    invariant: bool = False,
+    scales: Tensor | None = None,
+    short_tokens: int = 1,
+    scores: Scores = PLAIN,
 ) -> None:
     kv_heads, dim = pool.shape[3:]
     heads = qkv.shape[1] - 2 * kv_heads
@@ -266,11 +340,12 @@ def attend(
         kv_pages.block_size_of(pool),
         qkv.dtype,
         window,
-        1,
-        3,
+        short_tokens,
+        3 if short_tokens == 1 else 0,
         config,
+        scores.is_plain,
     )
-    attention.attention(qkv[:, :heads], pool, plan, 1.0, scales)
+    attention.attention(qkv[:, :heads], pool, plan, scores, scales)
 
 
 def compile_prefill_hopper(dim: int, windowed: bool, stored: torch.dtype) -> Any:

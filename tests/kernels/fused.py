@@ -11,10 +11,12 @@ from kernels.linear.dense_hopper import Shape
 from kernels.linear.split_k import Tile
 from kernels.operands import Norm
 from kernels.quantized_weights import Weight
-from services.worker.models.config import ModelConfig, Rope
+from services.worker.models.config import ModelConfig
 from services.worker.models.decoder import Decoder
-from services.worker.models.layers import StepTensors, rope_tables
+from services.worker.models.layers import StepTensors
 from services.worker.models.ops import RopeTables
+from services.worker.models.rope import rope_tables
+from services.worker.models.rope_settings import Rope
 from services.worker.runners.cuda.ops import TritonOps
 from tests.kernels.cases import DEVICE, close, rand
 
@@ -105,6 +107,6 @@ def step_of_answers(config: ModelConfig, ops: TritonOps, seed: int) -> tuple[Ten
         )
         for window in set(config.windows)
     }
-    rope = RopeTables(model.cos, model.sin, positions)
-    step = StepTensors(positions, positions, rope, places, plans, None)
+    ropes = model.ropes(lambda cos, sin: RopeTables(cos, sin, positions))
+    step = StepTensors(positions, positions, ropes, places, plans, None)
     return model.logits(model.forward(step, pools)[0]), pools

@@ -14,13 +14,16 @@ import torch
 from kernels import activation, attention, block_copy, kv_pages, norm, reference, rope_kv
 from kernels.linear import dense, qkv_rope
 from kernels.linear.split_k import Tile
+from kernels.operands import Scores
 from services.worker.runners.cuda.host_pages import PIECE_BLOCKS, HostPages
 from services.worker.runners.cuda.ops import InvariantTritonOps, TritonOps
+from tests.kernels.adapters import check_adapters, check_adapters_are_invariant
 from tests.kernels.cases import (
     Batch,
     check_edits,
     check_gelu,
     check_layer_norm,
+    check_masks,
     check_padding_tokens,
     check_sampling,
     check_step_lists,
@@ -28,10 +31,17 @@ from tests.kernels.cases import (
     poison,
     rand,
 )
+from tests.kernels.experts import check_experts, check_routing
 from tests.kernels.fused import check_rotated_qkv, step_of_answers
-from tests.kernels.steps import check_measured_scales, check_steps
+from tests.kernels.steps import (
+    check_draft_guesses,
+    check_guesses,
+    check_measured_scales,
+    check_steps,
+    check_steps_with_adapters,
+)
 from tests.kernels.weights import check_linear, check_nf4, check_packed, check_rounding
-from tests.tiny_config import gpt2_settings, tiny_config
+from tests.tiny_config import gpt2_settings, moe_settings, tiny_config
 
 HALF, FULL = torch.float16, torch.float32
 
@@ -127,6 +137,25 @@ def test_attention_over_pools_of_8_bits(stored: torch.dtype) -> None:
             close(batch.run(window, 3, config), batch.want(window))
 
 
+@pytest.mark.parametrize("sinks", [False, True], ids=["cap", "sinks"])
+def test_capped_scores_and_sinks(sinks: bool) -> None:
+    """In every kernel: of short and of long rows, in spans, over 8 bits, behind shared prefixes, of few keys."""
+    spans = replace(attention.config_for(32, FULL, 1, invariant=True), split_programs=3, span=64)
+    octets = replace(attention.config_for(24, HALF, 4, stored=kv_pages.INT8), split_programs=4)
+    for dim, dtype, stored, window, config in (
+        (24, HALF, None, 20, attention.TINY), (32, FULL, None, None, spans), (24, HALF, kv_pages.INT8, None, octets),
+        (64, HALF, None, None, None),
+    ):  # fmt: skip
+        contexts = [120, 90, 0, 70] if config else [120, 90, 30, 128]
+        batch = Batch([1, 21, 1, 1], contexts, 4, 2, dim, 16, dtype, stored)
+        batch.scores = Scores(dim**-0.5, soft_cap=None if sinks else 1.5, sinks=torch.randn(4) if sinks else None)
+        close(batch.run(window, 1, config) if config else batch.run_short_prefill(), batch.want(window))
+    shared = Batch([1] * 4, [130, 97, 111, 140], 7, 1, 16, 16, HALF, None, [0, 6, 6, 6])
+    shared.scores = batch.scores if not sinks else Scores(0.25, 1.0, torch.randn(7))
+    assert shared.plan(None, 1, attention.TINY).shared is not None
+    close(shared.run(None, 1, attention.TINY), shared.want(None))
+
+
 def test_edits_of_slots() -> None:
     check_edits(5, 7, [], 1)
     check_edits(9, 300, [(0, 150), (7, 1), (20, 128)], 0)
@@ -146,9 +175,32 @@ def test_lists_of_a_step() -> None:
     check_padding_tokens(150, (160, 3, 2), 16)
 
 
+@pytest.mark.parametrize("dtype", [HALF, FULL], ids=str)
+def test_adapters_of_odd_shapes(dtype: torch.dtype) -> None:
+    check_adapters(30, 1100, (100, 30, 33), 9, dtype)
+    check_adapters(1, 64, (200,), 16, dtype)
+    check_adapters(40, 33, (129, 129), 32, dtype, padding=0)
+
+
+def test_a_row_with_an_adapter_has_the_same_bits_in_any_batch() -> None:
+    check_adapters_are_invariant(19, 2100, (40, 24), HALF)
+
+
 @pytest.mark.parametrize("model", [{}, gpt2_settings(128)], ids=["llama", "gpt2"])
 def test_whole_steps_of_the_runner(model: dict[str, Any]) -> None:
     check_steps(**model)
+
+
+def test_steps_with_adapters() -> None:
+    check_steps_with_adapters()
+
+
+def test_steps_with_guesses() -> None:
+    check_guesses()
+
+
+def test_guesses_of_a_draft_model() -> None:
+    check_draft_guesses()
 
 
 def test_scales_that_the_runner_measures() -> None:
@@ -277,8 +329,8 @@ def test_queries_keys_and_values_of_few_rows(split: int) -> None:
 
 @pytest.mark.parametrize(
     "model",
-    [{"qkv_bias": True}, {"qk_norm": True, "windows": (20, 20)}, gpt2_settings(64)],
-    ids=["bias", "norm and window", "gpt2"],
+    [{"qkv_bias": True}, {"qk_norm": True, "windows": (20, 20)}, gpt2_settings(64), moe_settings()],
+    ids=["bias", "norm and window", "gpt2", "moe"],
 )
 def test_a_step_of_few_rows_in_fused_kernels_is_one_in_plain_kernels(
     monkeypatch: pytest.MonkeyPatch, model: dict[str, Any]
@@ -315,6 +367,23 @@ def test_rows_rounded_to_fp8() -> None:
 def test_products_of_any_weight(dtype: torch.dtype) -> None:
     check_nf4(6, 192, dtype)
     check_linear(3, 128, 192, dtype)
+
+
+def test_routes_of_tokens_to_experts() -> None:
+    check_routing(1, 4, 2, HALF)
+    check_routing(5, 128, 8, FULL)
+    check_routing(70, 6, 3, HALF)
+
+
+@pytest.mark.parametrize("dtype", [HALF, FULL], ids=str)
+def test_products_of_experts(dtype: torch.dtype) -> None:
+    check_experts(1, 4, 2, 40, 64, 32, dtype)
+    check_experts(11, 3, 2, 70, 128, 64, dtype)
+
+
+def test_masks_of_tokens() -> None:
+    for samples, masks, vocab, words in ((1, 1, 50, 2), (5, 3, 1300, 41), (4, 4, 64, 2), (3, 2, 100, 2)):
+        check_masks(samples, masks, vocab, words, HALF)
 
 
 def test_sampling_follows_the_reference() -> None:

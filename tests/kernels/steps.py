@@ -1,5 +1,6 @@
 """Whole steps of the GPU's runner against the CPU's: equal tokens, log-probabilities and pools for a packed step."""
 
+import copy
 import random
 from array import array
 from collections.abc import Iterator, Sequence
@@ -11,38 +12,149 @@ import torch
 
 from kernels import sampling
 from services.worker.build.kv_calibration import measure_kv_scales
+from services.worker.job import Adapter
 from services.worker.loader.plain import randomize
 from services.worker.models.decoder import Decoder
 from services.worker.models.ops import Ops
-from services.worker.runners.base import StepResult
+from services.worker.runners.base import Masks, StepResult
+from services.worker.runners.cpu.adapters import CpuAdapters
+from services.worker.runners.cpu.draft_model import CpuDraftModel
 from services.worker.runners.cpu.ops import ReferenceOps
 from services.worker.runners.cpu.runner import CpuRunner
+from services.worker.runners.cuda.adapters import GpuAdapters
 from services.worker.runners.cuda.ops import TritonOps
 from services.worker.runners.cuda.runner import GpuRunner
 from services.worker.runners.step import Edit, SlotState, Words
 from tests.tiny_config import tiny_config
 
-_VOCAB, _LENGTH, _SLOTS, _BLOCKS, _LAST = 50, 128, 4, 12, -1
+_VOCAB, _LENGTH, _SLOTS, _BLOCKS, _LAST, _OWN = 50, 128, 4, 12, -1, -2
 _EditOf = tuple[Edit, int, Sequence[int]]
 """Operation, slot, words."""
-_RowOf = tuple[int, list[int], bool]
-"""Slot, token ids (_LAST: the slot's last token), whether it samples."""
+_RowOf = tuple[int, list[int], int]
+"""Slot, token ids (_LAST: the slot's last token), how many of them are sampled from."""
 
 
 def check_steps(**model: Any) -> None:
-    """Prompts in chunks, some without a sampled token; draws, penalties, bias and bans; slots that are reused.
+    """Prompts in chunks, some without a sampled token; draws, penalties, bias, bans and masks; slots that are reused.
 
     `model` are fields of the model's configuration."""
     gpu, cpu = _runners(_SLOTS, _LENGTH, 64, _BLOCKS, **model)
-    for words in _steps():
-        got, want = _without_memory_behind_draws(gpu, words), cpu.run(words)
+    for words, masks in _steps():
+        got, want = _without_memory_behind_draws(gpu, words, masks), _run(cpu, words, masks)
         assert (got.finite, got.sampled.tokens) == (want.finite, want.sampled.tokens)
+        _check_scores(got, want)
+        if masks is not None:
+            _check_masked(got, masks)
         _check_top_logprobs(got, want)
         for pool, other in zip(gpu.kv.layers, cpu.kv.layers, strict=True):
             torch.testing.assert_close(pool[1:], other[1:], rtol=1e-4, atol=1e-4)
     seen, expected = (runner.inspect([5, 6, 7, 8, 9]).logits() for runner in (gpu, cpu))
     assert seen.shape == (5, _VOCAB)
     np.testing.assert_allclose(seen, expected, rtol=1e-4, atol=1e-4)
+
+
+def check_guesses() -> None:
+    """Rows of guesses beside a plain row: some right, some wrong, with penalties, draws, bias and log-probabilities.
+    A plain step after them finds the slots' last tokens, positions and counts."""
+    gpu, cpu = _runners(3, 32, 32, 6)
+    penalties = {"repetition_penalty": 1.4, "frequency_penalty": 0.8, "presence_penalty": 0.3}
+    begins = [
+        _admit(0, 5, temperature=0.9, logprobs=2, **penalties),
+        (Edit.HISTORY, 0, [5, 7, 9, 9, 30, 41]),
+        (Edit.BIAS, 0, [4, *_bits(2.5)]),
+        *(_admit(1, 2), _admit(2, 1, temperature=1.0, seed_low=9)),
+        *((Edit.BLOCKS, slot, [0, 1 + 2 * slot, 2 + 2 * slot]) for slot in range(3)),
+    ]
+    _compare(gpu, cpu, _packed(begins, [(0, [7, 9, 9, 30, 41], 1), (1, [8, 3], 1), (2, [5], 1)]))
+    kept = []
+    for wrong in ((3, 1), (0, 2)):
+        rows: list[_RowOf] = []
+        for slot, place in enumerate(wrong):
+            guesses = _would_draw(cpu, slot, 3)
+            guesses[place:] = [guess ^ 1 for guess in guesses[place:]]
+            rows.append((slot, [_LAST, *guesses], 4))
+        rows.append((2, [_LAST], 1))
+        kept += [len(tokens) for tokens in _compare(gpu, cpu, _packed([], rows)).sampled.tokens]
+    assert kept == [4, 2, 1, 1, 3, 1]
+    _compare(gpu, cpu, _packed([], [(slot, [_LAST], 1) for slot in (2, 0, 1)]))
+
+
+def check_draft_guesses() -> None:
+    """The draft is the served model itself: its guesses are right, of rows that want one, three and none."""
+    gpu, cpu = _runners(3, 48, 32, 9, drafts=True)
+    begins = [_admit(0, 5), _admit(1, 2, temperature=1.0, seed_low=9), _admit(2, 1)]
+    begins += [(Edit.BLOCKS, slot, [0, *range(1 + 3 * slot, 4 + 3 * slot)]) for slot in range(3)]
+    sequences = [[7, 9, 9, 30, 41], [8, 3], [5]]
+    words = _packed(begins, [(slot, ids, 1) for slot, ids in enumerate(sequences)])
+    computed = [0, 0, 0]
+    for counts in (None, (3, 1, 0), (2, 3, 1)):
+        if counts is not None:
+            firsts = [min(done, len(ids) - 2) for done, ids in zip(computed, sequences, strict=True)]
+            edits: list[_EditOf] = [
+                (Edit.DRAFT, slot, [max(firsts[slot], 0), *sequences[slot][max(firsts[slot], 0) :]])
+                for slot, count in enumerate(counts)
+                if count
+            ]
+            rows = [(slot, [_LAST, *[_OWN] * count], 1 + count) for slot, count in enumerate(counts)]
+            words = _packed(edits, rows)
+        drawn = _compare(gpu, cpu, words).sampled.tokens
+        for slot, tokens in enumerate(drawn):
+            assert counts is None or len(tokens) == 1 + counts[slot], "a guess of the model itself is right"
+            if counts is not None and counts[slot]:
+                computed[slot] = len(sequences[slot]) + counts[slot] - 1
+            sequences[slot] += tokens
+
+
+def check_steps_with_adapters() -> None:
+    """Rows of two adapters and of none: prompts, answers, guesses; then a slot whose next sequence has no adapter."""
+    gpu, cpu = _runners(3, 48, 32, 9, adapters=2)
+    for slot in (1, 2):
+        _load_adapter(slot, gpu, cpu)
+    begins = [*(_admit(slot, 4, logprobs=2) for slot in range(3)), (Edit.ADAPTER, 0, [2]), (Edit.ADAPTER, 2, [1])]
+    begins += [(Edit.BLOCKS, slot, [0, *range(1 + 3 * slot, 4 + 3 * slot)]) for slot in range(3)]
+    prompts: list[_RowOf] = [(slot, [7, 9, 30, 41], 1) for slot in range(3)]
+    first = _compare(gpu, cpu, _packed(begins, prompts)).sampled
+    assert first.logprobs is not None
+    assert len({each[0] for each in first.logprobs}) == 3, "the adapters change nothing"
+    _compare(gpu, cpu, _packed([], [(slot, [_LAST], 1) for slot in (1, 2, 0)]))
+    _compare(gpu, cpu, _packed([], [(0, [_LAST, 3, 4], 3), (2, [_LAST], 1)]))
+    again = [_admit(0, 2), (Edit.BLOCKS, 0, [0, 1, 2])]
+    _compare(gpu, cpu, _packed(again, [(0, [8, 3], 1), (1, [_LAST], 1)]))
+    for pool, other in zip(gpu.kv.layers, cpu.kv.layers, strict=True):
+        torch.testing.assert_close(pool[1:], other[1:], rtol=1e-4, atol=1e-4)
+
+
+def _load_adapter(slot: int, gpu: GpuRunner, cpu: CpuRunner) -> None:
+    """Loads one adapter of random matrices to both runners."""
+    stored = {
+        module: (torch.randn(5, product.inputs) / 7, torch.randn(outputs, 5) / 3)
+        for product in cpu.model.adaptable()
+        for module, outputs in zip(product.modules, product.outputs, strict=True)
+        if "k_proj" not in module
+    }
+    for pages in (gpu.adapters, cpu.adapters):
+        assert pages is not None
+        weights, nbytes = pages.prepare(stored)
+        pages.load(slot, Adapter(f"{slot}", bytes([slot]), 5, nbytes, weights))
+        assert pages.loaded(slot)
+
+
+def _compare(gpu: GpuRunner, cpu: CpuRunner, words: Words) -> StepResult:
+    got, want = gpu.run(words), cpu.run(words)
+    assert (got.finite, got.sampled.tokens) == (want.finite, want.sampled.tokens)
+    for mine, other in zip(got.sampled.tops or [], want.sampled.tops or [], strict=True):
+        for top, expected in zip(mine, other, strict=True):
+            if expected:
+                assert [id for id, _ in top[: len(expected)]] == [id for id, _ in expected]
+    counts = [[len(numbers) for numbers in result.sampled.logprobs or []] for result in (got, want)]
+    assert counts[0] == counts[1]
+    return want
+
+
+def _would_draw(cpu: CpuRunner, slot: int, count: int) -> list[int]:
+    """The next tokens of a slot, drawn by a copy of the runner."""
+    other = copy.deepcopy(cpu)
+    return [other.run(_packed([], [(slot, [_LAST], True)])).sampled.tokens[0][0] for _ in range(count)]
 
 
 def check_measured_scales() -> None:
@@ -57,20 +169,38 @@ def check_measured_scales() -> None:
         assert scales.tolist() == wanted.tolist()
 
 
-def _runners(slots: int, length: int, step_tokens: int, blocks: int, **model: Any) -> tuple[GpuRunner, CpuRunner]:
-    """The GPU's and the CPU's runner of one model."""
+def _runners(
+    slots: int, length: int, step_tokens: int, blocks: int, drafts: bool = False, adapters: int = 0, **model: Any
+) -> tuple[GpuRunner, CpuRunner]:
+    """The GPU's and the CPU's runner of one model; drafts: which is its own draft model, too. adapters: slots of
+    adapters."""
     fast, exact = _model(TritonOps(), **model), _model(ReferenceOps(), **model)
     for views, others in zip(fast.destinations().values(), exact.destinations().values(), strict=True):
         for view, other in zip(views, others, strict=True):
             view.copy_(other)
     ops = exact.ops
     assert isinstance(ops, ReferenceOps)
-    gpu = GpuRunner(fast, TritonOps(), 16, slots, length, step_tokens, torch.float32)
+    pages = GpuAdapters(fast, adapters, 8, step_tokens) if adapters else None
+    host_pages = CpuAdapters(exact, ops, adapters) if adapters else None
+    gpu = GpuRunner(fast, TritonOps(), 16, slots, length, step_tokens, torch.float32, guesses=8, adapters=pages)
     gpu.kv.allocate(blocks)
-    return gpu, CpuRunner(exact, ops, blocks, 16, slots, length, torch.float32)
+    draft = None
+    if drafts:
+        small = gpu.use_draft(fast, torch.float32)
+        small.kv.allocate(blocks)
+        small.launch_all()
+        draft = CpuDraftModel(exact, ops, blocks, 16, torch.float32)
+    return gpu, CpuRunner(exact, ops, blocks, 16, slots, length, torch.float32, draft, host_pages)
 
 
-def _without_memory_behind_draws(gpu: GpuRunner, words: Words) -> StepResult:
+def _run(cpu: CpuRunner, words: Words, masks: Masks | None) -> StepResult:
+    step = cpu.launch(words)
+    if masks is not None:
+        cpu.draw(step, masks)
+    return cpu.collect(step)
+
+
+def _without_memory_behind_draws(gpu: GpuRunner, words: Words, masks: Masks | None) -> StepResult:
     """A step. Once its tokens are drawn its slots have advanced: nothing that may fail comes behind, for the engine
     would launch the same rows again."""
     with pytest.MonkeyPatch.context() as patch:
@@ -88,14 +218,37 @@ def _without_memory_behind_draws(gpu: GpuRunner, words: Words) -> StepResult:
         patch.setattr(sampling, "sample", drawn)
         gpu._reports.clear()
         step = gpu.launch(words)
+    if masks is not None:
+        gpu.draw(step, masks)
     return gpu.collect(step)
 
 
 def _check_top_logprobs(got: StepResult, want: StepResult) -> None:
-    """Compares top log-probabilities; a row that did not request them may have them or not."""
+    """Compares top log-probabilities; a row that did not request them may have them or not. Forbidden tokens, which are
+    equally likely, have no order."""
     for (top,), (expected,) in zip(got.sampled.tops or [], want.sampled.tops or [], strict=True):
+        assert len(top) == len(expected)
+        top, expected = ([each for each in tokens if each[1] > -np.inf] for tokens in (top, expected))
         assert [id for id, _ in top] == [id for id, _ in expected]
         torch.testing.assert_close([number for _, number in top], [number for _, number in expected], rtol=0, atol=1e-4)
+
+
+def _check_masked(result: StepResult, masks: Masks) -> None:
+    """The most restrictive mask was obeyed: one row at least drew a token of it."""
+    few = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little").sum(1).argmin()
+    allowed = {token for token in range(_VOCAB) if masks[few, token // 32] >> token % 32 & 1}
+    assert any(set(tokens) <= allowed for tokens in result.sampled.tokens)
+
+
+def _check_scores(got: StepResult, want: StepResult) -> None:
+    """Compares log-probabilities of prompts."""
+    assert got.scores.keys() == want.scores.keys()
+    for row, (logprobs, tops) in got.scores.items():
+        expected, wanted = want.scores[row]
+        torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-4)
+        assert [[id for id, _ in top] for top in tops] == [[id for id, _ in top] for top in wanted]
+        for top, other in zip(tops, wanted, strict=True):
+            torch.testing.assert_close([x for _, x in top], [x for _, x in other], rtol=0, atol=1e-4)
 
 
 def _model(ops: Ops, **settings: Any) -> Decoder:
@@ -106,7 +259,41 @@ def _model(ops: Ops, **settings: Any) -> Decoder:
     return model
 
 
-def _steps() -> Iterator[Words]:
+def _steps() -> Iterator[tuple[Words, Masks | None]]:
+    """Packed steps, and the masks of rows that draw later."""
+    for words in _free_steps():
+        yield words, None
+    draw = random.Random(2)
+    prompt = [draw.randrange(_VOCAB) for _ in range(12)]
+    edits = [
+        *((Edit.RELEASE, slot, []) for slot in (0, 1, 2)),
+        _admit(0, 12, temperature=1.0, logprobs=5, repetition_penalty=1.4),
+        (Edit.BLOCKS, 0, [0, 5, 3]),
+        (Edit.HISTORY, 0, [12, *prompt]),
+        (Edit.MASK, 0, []),
+        _admit(1, 7, logprobs=2),
+        (Edit.BLOCKS, 1, [0, 10]),
+        _admit(2, 5, temperature=0.8, top_k=4, top_p=0.9),
+        (Edit.BLOCKS, 2, [0, 4]),
+        (Edit.BIAS, 2, [3, 7, *_bits(2.0, -1.0)]),
+        (Edit.MASK, 2, []),
+    ]
+    prompts: list[_RowOf] = [(0, prompt, True), (1, prompt[:7], True), (2, prompt[:5], True)]
+    yield _packed(edits, prompts), _masks([31, 32, 40, 8], [3, 9, 49])
+    few = _masks([1], list(range(_VOCAB)))
+    yield _packed([], [(2, [_LAST], True), (1, [_LAST], True), (0, [_LAST], True)]), few
+    yield _packed([(Edit.RELEASE, slot, []) for slot in (0, 2)], [(1, [_LAST], True)]), None
+
+
+def _masks(*allowed: list[int]) -> Masks:
+    """A mask for each list of tokens."""
+    bits = np.zeros((len(allowed), 64), np.uint8)
+    for line, tokens in enumerate(allowed):
+        bits[line, tokens] = 1
+    return np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+
+
+def _free_steps() -> Iterator[Words]:
     draw = random.Random(1)
     long, short = ([draw.randrange(_VOCAB) for _ in range(count)] for count in (30, 9))
     yield _packed([_admit(0, 30, temperature=1.0, logprobs=3), (Edit.BLOCKS, 0, [0, 5, 3])], [(0, long[:20], False)])
@@ -133,11 +320,34 @@ def _steps() -> Iterator[Words]:
     )
     yield _packed([], [(1, short[4:], True), (0, [_LAST], True), (2, [_LAST], True)])
     yield _packed([(Edit.BLOCKS, 0, [2, 7])], [(0, [_LAST], True)])
+    # An answer of four tokens that goes on, beside one without bad words; the first step draws nothing for it.
+    yield _packed(
+        [
+            _admit(3, 5),
+            (Edit.BLOCKS, 3, [0, 11]),
+            (Edit.SCORE, 3, [3, *short[1:5]]),
+            (Edit.BIAS, 3, [7, *_bits(3.0)]),
+            _forbidden(draw, short[5:]),
+        ],
+        [(3, short[:4], False), (0, [_LAST], True)],
+    )
+    yield _packed([], [(3, short[4:], True), (0, [_LAST], True)])
+    for _ in range(4):
+        yield _packed([], [(3, [_LAST], True)])
 
 
 def _admit(slot: int, prompt_len: int, **settings: Any) -> _EditOf:
     greedy = SlotState(0, prompt_len, 5, 0, 0, 0, -1, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0)
     return Edit.ADMIT, slot, greedy._replace(**settings).words()
+
+
+def _forbidden(draw: random.Random, answer: list[int]) -> _EditOf:
+    """Half of all tokens, and of the others many pairs and triples."""
+    forbidden = [[token] for token in range(0, _VOCAB, 2)]
+    for length, count in ((2, 200), (3, 300)):
+        forbidden += [[draw.randrange(1, _VOCAB, 2) for _ in range(length)] for _ in range(count)]
+    words = [word for each in forbidden for word in (len(each), *each)]
+    return Edit.FORBID, 3, [len(answer), 2, *answer[-2:], *words]
 
 
 def _bits(*values: float) -> Sequence[int]:

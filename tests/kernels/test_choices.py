@@ -13,6 +13,7 @@ from kernels.attention.short_prefill import serves_short_prefill
 from kernels.linear import packed_gemm, packed_gemv, packed_hopper, packed_prefill
 from kernels.linear.packed import PackedWeight
 from kernels.linear.packed_gemv_kernel import _octet
+from kernels.operands import Scores
 
 BF16 = torch.bfloat16
 
@@ -94,7 +95,7 @@ def test_which_rows_do_not_use_the_short_kernel(numbers: Any) -> None:
 def test_int8_pools_do_not_use_the_short_kernel() -> None:
     q, pool, plan = torch.zeros(4, 32, 128, dtype=BF16), kv_pages.make_pool(8, 16, 8, 128, kv_pages.INT8), planned()
     with pytest.raises(AssertionError, match="int8"):
-        attention.attention(q, pool, plan, 1.0)
+        attention.attention(q, pool, plan, Scores(1.0))
 
 
 @pytest.mark.parametrize("warps", [4, 8])

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.generation import logits_process
 
 from kernels import reference
-from kernels.operands import Activation, Norm, NormKind
+from kernels.operands import Activation, Norm, NormKind, Scores
 
 BLOCK = 4
 
@@ -45,26 +45,32 @@ class Paged:
             flat[: len(kv)] = kv
             self.pool[torch.from_numpy(blocks)] = flat.view(count, BLOCK, 2, kv_heads, dim)
 
-    def plain(self, scale: float, window: int | None) -> Tensor:
+    def plain(self, rule: Scores, window: int | None) -> Tensor:
         outs, start = [], 0
         for (tokens, context), kv in zip(self.rows, self.kv, strict=True):
             q = self.q[start : start + tokens]
             start += tokens
             share = q.shape[1] // kv.shape[2]
             k, v = kv.repeat_interleave(share, dim=2).unbind(1)
-            scores = torch.einsum("thd,lhd->htl", q, k) * scale
+            scores = torch.einsum("thd,lhd->htl", q, k) * rule.scale
+            if rule.soft_cap is not None:
+                scores = rule.soft_cap * torch.tanh(scores / rule.soft_cap)
             queries = torch.arange(context - tokens, context)[:, None]
             keys = torch.arange(context)[None]
             seen = (keys <= queries) & (keys > queries - (window or context))
-            weights = torch.softmax(scores.masked_fill(~seen, -torch.inf), -1)
+            scores = scores.masked_fill(~seen, -torch.inf)
+            if rule.sinks is not None:
+                scores = torch.cat([scores, rule.sinks[:, None, None].expand(-1, tokens, -1)], -1)
+            weights = torch.softmax(scores, -1)[..., :context]
             outs.append(torch.einsum("htl,lhd->thd", weights, v).flatten(1))
         return torch.cat(outs)
 
-    def run(self, scale: float, window: int | None, invariant: bool = False) -> Tensor:
+    def run(self, scores: Scores | float, window: int | None, invariant: bool = False) -> Tensor:
         make = reference.plan_attention_invariant if invariant else reference.plan_attention
         attend = reference.attention_invariant if invariant else reference.attention
         plan = make(self.lengths, self.contexts, self.tables, BLOCK, window, torch.float32)
-        return attend(self.q, self.pool, plan, scale)
+        scores = scores if isinstance(scores, Scores) else Scores(scores)
+        return attend(self.q, self.pool, plan, scores)
 
 
 RAGGED = [(1, 1), (5, 5), (1, 130), (7, 300), (1, 9), (1, 2000), (33, 33), (1, 131), (2, 50)]
@@ -77,7 +83,9 @@ def test_ragged_attention_is_plain_attention_row_by_row(
     heads: int, kv_heads: int, dim: int, window: int | None, invariant: bool
 ) -> None:
     paged = Paged(RAGGED, heads, kv_heads, dim)
-    torch.testing.assert_close(paged.run(0.3, window, invariant), paged.plain(0.3, window), atol=2e-6, rtol=1e-5)
+    for scores in (Scores(0.3), Scores(0.3, soft_cap=1.5), Scores(0.3, sinks=torch.linspace(-1, 3, heads))):
+        run, plain = paged.run(scores, window, invariant), paged.plain(scores, window)
+        torch.testing.assert_close(run, plain, atol=2e-6, rtol=1e-5)
 
 
 def test_rows_of_one_token_are_grouped_with_little_padding() -> None:

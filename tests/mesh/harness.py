@@ -19,7 +19,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos import inference_pb2 as api
 from protos import inference_pb2_grpc as api_grpc
+from services.health import ROLE_OF
+from tests.mesh.forked import Forked, forkable
 from tests.ports import free_port
+from weft.launch.reach import PLAIN, Reach
 
 # The generated stubs have the asynchronous class in their types only.
 if TYPE_CHECKING:
@@ -31,6 +34,8 @@ else:
 
 ROOT = Path(__file__).parents[2]
 START_S = 60.0
+WITH_PARENT = (sys.executable, "-I", "-S", str(ROOT / "services" / "parent_death.py"))
+"""Starts a process that ends when its parent dies: a test that is killed leaves none behind."""
 
 
 @dataclass
@@ -42,8 +47,9 @@ class Process:
     health: str
     env: dict[str, str]
     log: Path
+    reach: Reach = PLAIN
     port: int = field(default_factory=free_port)
-    popen: subprocess.Popen[bytes] | None = None
+    popen: subprocess.Popen[bytes] | Forked | None = None
 
     @property
     def address(self) -> str:
@@ -59,9 +65,17 @@ class Process:
     def start(self) -> None:
         """Starts the process without waiting for it; see `ready`."""
         env = {**os.environ, **self.env, "WEFT_LISTEN": self.address, "WEFT_LOG_FORMAT": "json"}
+        self.log.touch()
+        if forkable(self.env):
+            self.popen = Forked(self.module, env, ROOT, self.log)
+            return
         with self.log.open("ab") as log:
             self.popen = subprocess.Popen(
-                [sys.executable, "-m", self.module], cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT
+                [*WITH_PARENT, str(os.getpid()), str(int(signal.SIGKILL)), sys.executable, "-m", self.module],
+                cwd=ROOT,
+                env=env,
+                stdout=log,
+                stderr=subprocess.STDOUT,
             )
 
     def kill(self, how: signal.Signals = signal.SIGKILL) -> int:
@@ -85,7 +99,7 @@ class Process:
     async def ready(self) -> None:
         """Waits until the health check of the service answers SERVING."""
         deadline = time.monotonic() + START_S
-        async with aio.insecure_channel(self.address) as channel:
+        async with self.reach.channel(self.address, ROLE_OF.get(self.health, "gateway")) as channel:
             stub: Any = health_pb2_grpc.HealthStub(channel)
             while time.monotonic() < deadline:
                 assert self.popen is not None
@@ -116,7 +130,12 @@ class Mesh:
         redis_url: str | None = None,
         worker_env: dict[str, str] | None = None,
         gateway_env: dict[str, str] | None = None,
+        env: dict[str, str] | None = None,
+        reach: Reach = PLAIN,
     ) -> None:
+        """`env`: further variables of all processes; `reach`: how the tests reach their ports."""
+        self._env = env or {}
+        self.reach = reach
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self.mesh_id = secrets.token_hex(8)
@@ -149,13 +168,14 @@ class Mesh:
             "WEFT_SCHEDULER_ADDRESS": self.scheduler.address,
             "WEFT_CACHE_ADDRESS": cache,
             "WEFT_GATEWAY_HTTP_PORT": str(free_port()),
+            "WEFT_GATEWAY_PROCESSES": "1",
             **self._gateway_env,
         }
         return self._process(f"gateway-{number}", "services.gateway", "weft.v1.Inference", env)
 
     def _process(self, name: str, module: str, health: str, env: dict[str, str]) -> Process:
-        env = {"WEFT_MESH_ID": self.mesh_id, **env}
-        return Process(name, module, health, env, self._folder / f"{name}.log")
+        env = {"WEFT_MESH_ID": self.mesh_id, **self._env, **env}
+        return Process(name, module, health, env, self._folder / f"{name}.log", self.reach)
 
     @property
     def processes(self) -> list[Process]:

@@ -13,6 +13,7 @@ from google.rpc import error_details_pb2
 from grpc import aio
 from grpc_status import rpc_status
 
+from protos import inference_pb2 as api
 from protos import mesh_pb2
 from protos.mesh_pb2_grpc import SchedulerStub, WorkerStub
 from tests.mesh.harness import Mesh, Stub, ask, generate, receipt_of
@@ -103,3 +104,25 @@ async def test_a_deadline_that_can_be_met_is_not_refused(stub: Stub) -> None:
     answer = await generate(stub, long(51), deadline_s=30)
     assert len(answer.ids) == 100
     await waiting
+
+
+async def test_sheddable_requests_are_refused_first(mesh: Mesh, stub: Stub) -> None:
+    """Of two requests that would have to wait behind a long one, the sheddable one is refused, with a delay."""
+    await generate(stub, long(60))  # The lengths of answers and the worker's rates are known.
+    running = [asyncio.create_task(generate(stub, long(61 + number))) for number in range(3)]
+    async with aio.insecure_channel(mesh.scheduler.address) as channel:
+        scheduler = SchedulerStub(channel)
+        while (await scheduler.Overview(mesh_pb2.OverviewRequest())).models[0].waiting < 2:  # noqa: ASYNC110 (remote)
+            await asyncio.sleep(0.01)
+    request = long(70)
+    request.criticality = api.CRITICALITY_SHEDDABLE
+    with pytest.raises(aio.AioRpcError) as caught:
+        await generate(stub, request)
+    error: Any = caught.value
+    status, info, retry = rpc_status.from_call(error), error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+    assert status is not None
+    assert any(detail.Unpack(info) for detail in status.details)
+    assert any(detail.Unpack(retry) for detail in status.details)
+    assert (error.code(), info.reason) == (CODES.RESOURCE_EXHAUSTED, "SHED")
+    assert [len(answer.ids) for answer in await asyncio.gather(*running)] == [100] * 3
+    assert len((await generate(stub, request)).ids) == 100

@@ -12,7 +12,18 @@ from grpc import aio
 
 from protos import inference_pb2 as api
 from tests.mesh.harness import Answer, Mesh, generate
-from tests.mesh.test_joins import LENGTH, PACED, PROMPT, cost, first_tokens, fresh, idle, retry_joins, until_listed
+from tests.mesh.test_joins import (
+    LENGTH,
+    PACED,
+    PROMPT,
+    cost,
+    first_tokens,
+    fresh,
+    idle,
+    retry_joins,
+    status,
+    until_listed,
+)
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -100,6 +111,24 @@ async def test_a_retry_after_the_schedulers_death_joins_its_own_generation(mesh:
     assert (await retry.read()).delta.attempt == 1
     retry.cancel()
     lost.cancel()
+
+
+async def test_two_gateways_share_a_generation_while_the_scheduler_is_away(mesh: Mesh) -> None:
+    await idle(mesh)
+    request = named("unplaced")
+    request.sampling.max_tokens = 18 * LENGTH
+    assert mesh.scheduler.kill() == -9
+    calls: list[Any] = [mesh.stub(gateway).Generate(request) for gateway in range(2)]
+    tokens = await asyncio.gather(*(first_tokens(call, 20) for call in calls))
+    assert tokens[0][:20] == tokens[1][:20]
+    assert [(await call.read()).delta.attempt for call in calls] == [1, 1]
+    assert (await status(mesh.workers[0])).report.running == 1
+    for call in calls:
+        call.cancel()
+    mesh.scheduler.start()
+    await mesh.scheduler.ready()
+    for gateway in range(2):
+        await until_listed(mesh, gateway, workers=1)
 
 
 async def test_a_retry_after_a_gateways_death_joins_its_own_generation(mesh: Mesh) -> None:

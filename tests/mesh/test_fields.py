@@ -119,6 +119,34 @@ async def test_a_stop_string_ends_the_text_before_it(stub: Stub) -> None:
     assert stopped.stop == {0: stop}
 
 
+async def test_a_stop_string_can_be_kept(stub: Stub) -> None:
+    free = await greedy(stub, 40)
+    stop = free.text[20:26]
+    stopped = await greedy(stub, 40, stop=[stop], include_stop_string=True)
+    assert stopped.text == free.text[: free.text.index(stop)] + stop
+    assert stopped.stop == {0: stop}
+    assert stopped.ids == (await greedy(stub, 40, stop=[stop])).ids
+
+
+async def test_bad_words_are_banned_as_sequences_of_tokens(stub: Stub) -> None:
+    async def ids_of(text: str) -> list[int]:
+        return list((await stub.Tokenize(api.TokenizeRequest(prompt=api.Prompt(text=text)))).token_ids)
+
+    free = await greedy(stub, 40)
+    first, second = free.text.split()[4:6]
+    for word in (first, f"{first} {second}"):
+        tokens = (await ids_of(f"{STORY} {word}"))[len(await ids_of(STORY)) :]
+        places = [at for at in range(40) if free.ids[at : at + len(tokens)] == tokens]
+        assert places, "the word is in the free answer"
+        kept = places[0] + len(tokens) - 1
+        by_word = await greedy(stub, 40, bad_words=[word])
+        by_tokens = await greedy(stub, 40, bad_token_sequences=[api.TokenIds(ids=tokens)])
+        for answer in (by_word, by_tokens):
+            assert answer.ids[:kept] == free.ids[:kept]
+            assert all(answer.ids[at : at + len(tokens)] != tokens for at in range(40))
+        assert word not in by_word.text
+
+
 async def test_logit_bias_moves_a_token(stub: Stub) -> None:
     free = await greedy(stub)
     banned = free.ids[0]
@@ -167,6 +195,42 @@ async def test_logprobs_are_those_asked_for(stub: Stub) -> None:
                 assert math.isclose(entry.top[0].logprob, entry.chosen.logprob, abs_tol=1e-6)
                 assert all(a.logprob >= b.logprob for a, b in pairwise(entry.top))
                 assert entry.chosen.text
+
+
+@pytest.mark.parametrize("asked", [0, 3])
+async def test_prompt_logprobs_are_those_of_the_answer_before(stub: Stub, asked: int) -> None:
+    """The log-probabilities of an answer's tokens are the same when they are the end of a prompt."""
+    answer = await greedy(stub, 12, logprobs=asked, ignore_eos=True)
+    ids = list((await stub.Tokenize(api.TokenizeRequest(prompt=api.Prompt(text=STORY)))).token_ids)
+    request = ask([*ids, *answer.ids], max_tokens=2, prompt_logprobs=asked)
+    request.n, request.echo = 2, True
+    for _ in range(2):
+        parts = [response async for response in stub.Generate(request)]
+        kinds = [response.WhichOneof("event") for response in parts]
+        assert kinds.index("prompt") == 0
+        assert "prompt" not in kinds[kinds.index("delta") :]
+        whole = await stub.Complete(request)
+        assert list(whole.prompt.token_ids) == [*ids, *answer.ids]
+        assert whole.prompt.text.endswith(answer.text)
+        first, *places = whole.prompt.logprobs
+        assert math.isnan(first.chosen.logprob)
+        assert [place.chosen.token_id for place in places] == [*ids, *answer.ids][1:]
+        own = [place.chosen.logprob for place in places[-12:]]
+        assert all(math.isclose(a, b, abs_tol=1e-3) for a, b in zip(own, answer.logprobs[0], strict=True))
+        assert all(len(place.top) == asked for place in places)
+        assert whole.receipt.cached_tokens < 2 * len(ids), "the first continuation computes the whole prompt"
+    assert not (await stub.Complete(ask(STORY, max_tokens=1))).HasField("prompt")
+
+
+async def test_echo_sends_the_prompt_as_it_was(stub: Stub) -> None:
+    request = ask(STORY, max_tokens=2)
+    request.echo = True
+    whole = await stub.Complete(request)
+    assert whole.prompt.text == STORY
+    assert list(whole.prompt.token_ids) == list(
+        (await stub.Tokenize(api.TokenizeRequest(prompt=api.Prompt(text=STORY)))).token_ids
+    )
+    assert not whole.prompt.logprobs
 
 
 async def test_ignore_eos_continues_after_the_end_token(stub: Stub) -> None:

@@ -200,6 +200,7 @@ async def test_the_loss_of_a_worker_costs_one_more_generation(mesh: Mesh) -> Non
     await idle(mesh)
     stubs = [mesh.stub(0), mesh.stub(1)]
     request = fresh()
+    request.sampling.max_tokens = 3 * LENGTH  # Longer than it takes to find the worker, on a busy machine too.
     undisturbed = await generate(stubs[0], request)
     tokens: list[int] = []
     answers = [
@@ -215,7 +216,7 @@ async def test_the_loss_of_a_worker_costs_one_more_generation(mesh: Mesh) -> Non
     assert [answer.ids for answer in done] == [undisturbed.ids] * 16
     assert max(answer.receipt.attempts for answer in done) == 2
     # The first attempt computes the prompt, the second one the prompt and the tokens generated so far.
-    assert cost(done) <= 2 * len(PROMPT) + LENGTH
+    assert cost(done) <= 2 * len(PROMPT) + 3 * LENGTH
     assert sum(answer.receipt.joined for answer in done) >= 15
     busy[0].start()
     await busy[0].ready()

@@ -109,7 +109,7 @@ async def test_the_loss_of_one_model_does_not_affect_the_other(mesh: Mesh, stub:
 async def top(mesh: Mesh) -> list[str]:
     """The lines that `weft top --once` prints."""
     out = Console(file=io.StringIO(), width=160)
-    await weft.cli.top.show(mesh.scheduler.address, out, once=True)
+    await weft.cli.top.show(mesh.gateways[0].address, "", out, once=True)
     assert isinstance(out.file, io.StringIO)
     return out.file.getvalue().splitlines()
 

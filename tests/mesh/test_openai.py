@@ -122,6 +122,25 @@ async def test_a_chat_has_the_same_tokens_over_grpc_and_http(
     )
 
 
+async def test_structured_answers_are_the_same_over_grpc_and_http(grpc: Stub, ai: openai.AsyncOpenAI) -> None:
+    ages: dict[str, Any] = {"age": {"type": "integer", "maximum": 99}}
+    schema = {"type": "object", "properties": ages, "required": ["age"], "additionalProperties": False}
+    common: dict[str, Any] = {"prompt": STORY, "max_tokens": 60, "temperature": 0}
+    whole = await ai.completions.create(model=MODEL, **common, extra_body={"structured_outputs": {"json": schema}})
+    assert whole.choices[0].finish_reason == "stop"
+    assert json.loads(whole.choices[0].text)["age"] <= 99
+    request = ask(STORY, max_tokens=60, structured=api.Structured(json_schema=json.dumps(schema)))
+    assert (await generate(grpc, request)).text == whole.choices[0].text
+    ids = {"return_token_ids": True}
+    choice = await streamed(ai, **common, extra_body={"guided_choice": ["red", "blue"], **ids})
+    assert choice.text in ("red", "blue")
+    older = await streamed(ai, **common, extra_body={"guided_regex": "[0-9]{3}", **ids})
+    assert older.text.isdecimal()
+    with pytest.raises(openai.BadRequestError, match="unclosed group") as caught:
+        await ai.completions.create(model=MODEL, **common, extra_body={"guided_regex": "(a"})
+    assert caught.value.param == "guided_regex"
+
+
 async def test_stop_strings_biases_and_token_prompts(grpc: Stub, ai: openai.AsyncOpenAI) -> None:
     greedy = await generate(grpc, ask(STORY, max_tokens=16))
     word = greedy.text.split()[3]
@@ -140,6 +159,59 @@ async def test_stop_strings_biases_and_token_prompts(grpc: Stub, ai: openai.Asyn
     tokens = await grpc.Tokenize(api.TokenizeRequest(prompt=api.Prompt(text=STORY)))
     by_ids = await ai.completions.create(model=MODEL, prompt=list(tokens.token_ids), max_tokens=16, temperature=0)
     assert by_ids.choices[0].text == greedy.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_several_prompts_are_answered_in_one_request(ai: openai.AsyncOpenAI, stream: bool) -> None:
+    prompts = [STORY, "The owl", "A little girl"]
+    fields: dict[str, Any] = {"max_tokens": 12, "n": 2, **SAMPLED, "extra_body": {"cache": "bypass"}}
+    texts: dict[int, str] = {}
+    if stream:
+        async for chunk in await ai.completions.create(model=MODEL, prompt=prompts, stream=True, **fields):
+            for choice in chunk.choices:
+                texts[choice.index] = texts.get(choice.index, "") + choice.text
+    else:
+        whole = await ai.completions.create(model=MODEL, prompt=prompts, **fields)
+        texts = {choice.index: choice.text for choice in whole.choices}
+        assert whole.usage is not None
+        assert whole.usage.completion_tokens <= 72
+        assert whole.usage.prompt_tokens > 20
+    assert sorted(texts) == list(range(6))
+    for place, prompt in enumerate(prompts):
+        alone = await ai.completions.create(model=MODEL, prompt=prompt, **fields)
+        assert [choice.text for choice in alone.choices] == [texts[2 * place], texts[2 * place + 1]]
+    with pytest.raises(openai.BadRequestError) as caught:
+        await ai.completions.create(model=MODEL, prompt=[STORY, ""], **fields)
+    assert caught.value.param == "prompt"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_echo_has_the_prompts_log_probabilities(grpc: Stub, ai: openai.AsyncOpenAI, stream: bool) -> None:
+    answer = await generate(grpc, ask(STORY, max_tokens=8, logprobs=0))
+    tokens = await grpc.Tokenize(api.TokenizeRequest(prompt=api.Prompt(text=STORY)))
+    prompt = [*tokens.token_ids, *answer.ids]
+    fields: dict[str, Any] = {"prompt": prompt, "max_tokens": 0, "echo": True, "logprobs": 1, "temperature": 0}
+    for _ in range(2):  # The second request finds the prefix in the cache.
+        text, values = "", list[float | None]()
+        if stream:
+            async for chunk in await ai.completions.create(model=MODEL, stream=True, **fields):
+                for choice in chunk.choices:
+                    text += choice.text
+                    values += (choice.logprobs and choice.logprobs.token_logprobs) or []
+        else:
+            whole = await ai.completions.create(model=MODEL, **fields)
+            [choice_] = whole.choices
+            assert choice_.logprobs is not None
+            text, values = choice_.text, list(choice_.logprobs.token_logprobs or [])
+            assert len(choice_.logprobs.tokens or []) == len(choice_.logprobs.top_logprobs or []) == len(prompt)
+            assert whole.usage is not None
+            assert whole.usage.completion_tokens == 0
+        assert text.endswith(STORY + answer.text)
+        assert values[0] is None
+        assert values[-8:] == pytest.approx(answer.logprobs[0], abs=1e-3)
+        assert len(values) == len(prompt)
+    plain = await ai.completions.create(model=MODEL, prompt=STORY, echo=True, max_tokens=8, temperature=0, n=2)
+    assert [choice.text for choice in plain.choices] == [STORY + answer.text] * 2
 
 
 async def test_a_prompt_that_was_computed_before_is_cached(ai: openai.AsyncOpenAI) -> None:

@@ -64,6 +64,7 @@ CASES: dict[str, tuple[Change, grpc.StatusCode, str]] = {
     "bias beyond the vocabulary": (sampling(logit_bias={1 << 30: 1.0}), INVALID, "sampling.logit_bias"),
     "bias NaN": (sampling(logit_bias={5: NAN}), INVALID, "sampling.logit_bias"),
     "n over 16": (lambda r: setattr(r, "n", 17), INVALID, "n"),
+    "speculation over 8": (lambda r: setattr(r, "speculation", 9), INVALID, "speculation"),
     "priority over 100": (lambda r: setattr(r, "priority", 101), INVALID, "priority"),
     "unknown policy": (lambda r: setattr(r, "cache", 99), INVALID, "cache"),
     "odd request id": (lambda r: setattr(r, "request_id", "a b"), INVALID, "request_id"),

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 CODES = grpc.StatusCode
 
 PACED = {"ENGINE": "paced", "WEFT_PACED_STEP_MS": "5", "MAX_BATCH_SIZE": "4", "WEFT_PACED_PREFILL_RATE": "4000"}
-NAMES = ("many", "few", "slow", "one", "frugal", "stranger", "reader", "late")
+NAMES = ("many", "few", "slow", "one", "frugal", "stranger", "reader", "operator", "late")
 KEYS = {name: f"weft-key-of-{name}-which-must-stay-secret" for name in NAMES}
 
 
@@ -46,6 +46,7 @@ FILE = "\n".join(
         entry("frugal", "tokens_per_minute = 100"),
         entry("stranger", 'models = ["another"]'),
         entry("reader", 'methods = ["ListModels"]'),
+        entry("operator", "operator = true"),
     )
 )
 
@@ -184,6 +185,19 @@ async def test_a_key_permits_its_models_and_methods(mesh: Mesh, stub: Stub) -> N
         asked = reflection_pb2.ServerReflectionRequest(list_services="")
         reply = await read(reflection.ServerReflectionInfo(iter([asked]), metadata=bearer(KEYS["few"])))
         assert "weft.v1.Inference" in {each.name for each in reply.list_services_response.service}
+
+
+async def test_only_an_operator_may_watch_the_mesh(stub: Stub) -> None:
+    call = stub.WatchMesh(api.WatchMeshRequest(), metadata=bearer(KEYS["operator"]))
+    async for snapshot in call:
+        assert [worker.phase for worker in snapshot.workers] == [api.WorkerState.PHASE_READY]
+        break
+    call.cancel()
+    for name in ("many", "reader", "stranger"):
+        code, reason, _ = await refusal(
+            anext(aiter(stub.WatchMesh(api.WatchMeshRequest(), metadata=bearer(KEYS[name]))))
+        )
+        assert (code, reason) == (CODES.PERMISSION_DENIED, "METHOD_DENIED")
 
 
 async def test_no_key_is_in_a_log(mesh: Mesh) -> None:

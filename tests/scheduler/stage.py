@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from services.hashing import KEY_BYTES
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.messages import (
+    Adapter,
     Assigned,
     Card,
     Command,
@@ -15,9 +16,11 @@ from services.scheduler.core.messages import (
     Rejected,
     RunningJob,
     Submit,
+    Suspects,
     ToGateway,
     ToWorker,
     WorkerHello,
+    WorkerLoading,
     WorkerMessage,
     WorkerReport,
 )
@@ -72,6 +75,19 @@ class Stage:
         self.perform(self.core.on_submit(gateway, submit, self.now))
         return next(iter(self.inbox.get(gateway, [])[before:]), None)
 
+    def survived(self, job_id: str, gateway: str = "g1") -> None:
+        self.perform(self.core.on_survived(gateway, job_id, self.now))
+
+    def suspects(self, gateway: str = "g1") -> tuple[bytes, ...]:
+        """The fingerprints that a gateway received last."""
+        return [m.fingerprints for m in self.inbox[gateway] if isinstance(m, Suspects)][-1]
+
+    def unreachable(self, gateway: str, *addresses: str) -> None:
+        self.perform(self.core.on_unreachable(gateway, frozenset(addresses), self.now))
+
+    def loading(self, worker_id: str, model: str = "story") -> None:
+        self.perform(self.core.on_loading(WorkerLoading(worker_id, model), self.now))
+
     def withdraw(self, job_id: str, gateway: str = "g1") -> None:
         self.perform(self.core.on_withdraw(gateway, job_id, self.now))
 
@@ -83,9 +99,10 @@ class Stage:
         card: Card = CARD,
         running: Sequence[str] = (),
         stored: bytes = b"",
+        adapters: Sequence[Adapter] = (),
     ) -> str:
         refs = tuple(RunningJob(job_id, 1) for job_id in running)
-        hello = WorkerHello(worker_id, f"{worker_id}:1", card, credits, running=refs, stored_keys=stored)
+        hello = WorkerHello(worker_id, f"{worker_id}:1", card, credits, refs, stored, tuple(adapters))
         self.perform(self.core.on_worker_attached(hello, self.now))
         return worker_id
 

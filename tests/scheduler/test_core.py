@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from services.scheduler.core.lengths import AnswerLengths, Pace
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.messages import (
     Assigned,
@@ -346,12 +347,44 @@ def test_a_cached_prompt_can_meet_a_deadline_that_a_new_one_cannot(stage: Stage)
 def test_the_wait_in_the_queue_counts_against_the_deadline(stage: Stage) -> None:
     stage.worker("w1", credits=1)
     stage.submit("a")
-    stage.report("w1", "a", tokens=100, prefill_rate=1e6, decode_s=0.01)
+    stage.report("w1", "a", tokens=100, prefill_rate=1e6, decode_s=0.005)
     for job in range(5):
         stage.submit(f"b{job}")
-    stage.submit("late", deadline_s=3.0)
-    stage.submit("fine", deadline_s=8.0)
-    assert stage.rejected() == {"late": "DEADLINE_UNMEETABLE"}
+    stage.submit("late", deadline_s=1.9)
+    stage.submit("early", deadline_s=2.9)  # In the express lane, which is full now.
+    stage.submit("later", deadline_s=3.5)
+    stage.submit("fine", deadline_s=20.0)
+    assert stage.rejected() == {"late": "DEADLINE_UNMEETABLE", "later": "DEADLINE_UNMEETABLE"}
+
+
+def test_the_whole_answer_must_end_before_the_deadline(stage: Stage) -> None:
+    stage.worker("w1", credits=1)
+    stage.submit("a", max_tokens=100)
+    stage.report("w1", "a", tokens=100, prefill_rate=1e6, decode_s=0.01, running=0)
+    stage.submit("long", max_tokens=100, deadline_s=0.9)
+    assert stage.rejected() == {"long": "DEADLINE_UNMEETABLE"}
+    assert isinstance(stage.submit("bounded", max_tokens=80, deadline_s=0.9), Assigned)
+
+
+def test_answers_that_take_longer_than_forecast_make_later_forecasts_longer() -> None:
+    pace = Pace()
+    for _ in range(100):
+        pace.add(1.0, 2.0)
+    assert pace.factor == pytest.approx(2.0, abs=0.01)
+    for _ in range(100):
+        pace.add(1.0, 0.1)
+    assert pace.factor == pytest.approx(1.0, abs=0.01)
+
+
+def test_lengths_are_learned_by_tenant() -> None:
+    lengths = AnswerLengths()
+    assert lengths.expected("a", 100) == 0
+    lengths.add("a", 400)
+    lengths.add("b", 20)
+    assert lengths.expected("a", 1000) == 400
+    assert lengths.expected("a", 100) == 100
+    assert lengths.expected("b", 100) == 20
+    assert lengths.expected("new", 1000) == lengths.mean == 362
 
 
 def test_while_rates_are_unknown_every_job_is_admitted(stage: Stage) -> None:

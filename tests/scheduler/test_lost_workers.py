@@ -75,15 +75,110 @@ def test_a_worker_without_jobs_is_removed_without_a_message(stage: Stage) -> Non
     assert not stage.core.state.workers
 
 
-def test_a_hung_worker_is_lost_even_though_it_reports(stage: Stage) -> None:
-    stage.worker("w1", credits=1)
+def test_a_hung_worker_gets_no_jobs_and_gateways_receive_one_hint(stage: Stage) -> None:
+    stage.worker("w1", credits=2)
     stage.submit("a")
     stage.report("w1", steps=3)
-    for _ in range(21):
+    for _ in range(42):
         stage.pass_time(0.1)
         stage.report("w1", steps=3)
+    assert stage.inbox["g1"].count(WorkerLost("w1")) == 1
+    assert stage.submit("b") is None, "it is suspect"
+    assert not stage.dropped, "its link works"
+    stage.report("w1", steps=4)
+    assert stage.placed()[-1] == ("b", "w1")
+
+
+def test_a_worker_without_enough_cpu_time_gets_no_jobs_and_loses_none(stage: Stage) -> None:
+    stage.worker("w1", credits=2)
+    stage.submit("a")
+    stage.report("w1", steps=3)
+    for tick in range(42):
+        stage.pass_time(0.1)
+        stage.report("w1", steps=3, engine_cpu_s=0.01 * tick)
+    assert WorkerLost("w1") not in stage.inbox["g1"]
+    assert stage.submit("b") is None
+    assert list(stage.core.state.workers["w1"].jobs) == ["a"]
+
+
+def test_a_busy_worker_whose_first_step_hangs_is_suspect(stage: Stage) -> None:
+    """Its counters are those of the idle engine: no step has ended since the job arrived."""
+    stage.worker("w1", credits=2)
+    stage.submit("a")
+    for _ in range(30):
+        stage.pass_time(0.1)
+        stage.report("w1", steps=3, running=0, busy=True)
     assert WorkerLost("w1") in stage.inbox["g1"]
-    assert stage.dropped == ["w1"]
+
+
+# ---- workers out of a gateway's reach ----
+
+
+def test_a_gateways_jobs_avoid_workers_that_it_cannot_reach(stage: Stage) -> None:
+    stage.gateway("g2")
+    stage.worker("w1", credits=8)
+    stage.worker("w2", credits=8)
+    stage.unreachable("g1", "w1:1")
+    for number in range(4):
+        stage.submit(f"a{number}")
+        stage.submit(f"b{number}", "g2")
+    assert {worker for _, worker in stage.placed("g1")} == {"w2"}
+    assert "w1" in {worker for _, worker in stage.placed("g2")}
+
+
+def test_a_job_waits_until_its_gateway_reaches_a_worker(stage: Stage) -> None:
+    stage.worker("w1", credits=8)
+    stage.unreachable("g1", "w1:1")
+    assert stage.submit("a") is None
+    assert stage.submit("b") is None
+    stage.pass_time(1.0, heartbeat=["w1"])
+    stage.unreachable("g1")
+    assert stage.placed() == [("a", "w1"), ("b", "w1")]
+    stage.unreachable("g1", "w1:1")
+    stage.submit("c")
+    stage.submit("d", attempt=2)
+    stage.pass_time(2.2, heartbeat=["w1"])
+    assert stage.rejected() == {"c": "NO_WORKER"}
+    stage.pass_time(57.0, heartbeat=["w1"])
+    assert stage.rejected() == {"c": "NO_WORKER"}, "a resumed job waits longer"
+    stage.pass_time(2.0, heartbeat=["w1"])
+    assert stage.rejected() == {"c": "NO_WORKER", "d": "NO_WORKER"}
+
+
+def test_no_job_joins_another_at_a_worker_that_its_gateway_cannot_reach(stage: Stage) -> None:
+    stage.gateway("g2")
+    stage.worker("w1", credits=1)
+    stage.unreachable("g1", "w1:1")
+    stage.submit("a", "g2", identity=b"x")
+    assert stage.submit("b", identity=b"x") is None
+    stage.worker("w2", credits=1)
+    assert stage.placed() == [("b", "w2")]
+
+
+def test_a_resumed_job_waits_for_a_loading_worker(stage: Stage) -> None:
+    stage.worker("w1", credits=1)
+    stage.submit("a")
+    stage.worker_leaves("w1")
+    stage.pass_time(2.2)
+    stage.loading("w2")
+    stage.submit("a", attempt=2, avoid=frozenset({"w1"}))
+    stage.submit("new")
+    stage.pass_time(20.0)
+    assert stage.rejected() == {"new": "NO_WORKER"}
+    stage.worker("w2", credits=1)
+    assert stage.placed()[-1] == ("a", "w2")
+
+
+def test_a_resumed_job_without_a_worker_in_sight_is_rejected_sooner(stage: Stage) -> None:
+    stage.worker("w1", credits=1)
+    stage.submit("a")
+    stage.worker_leaves("w1")
+    stage.pass_time(2.2)
+    stage.submit("a", attempt=2, avoid=frozenset({"w1"}))
+    stage.pass_time(29.0)
+    assert not stage.rejected()
+    stage.pass_time(1.2)
+    assert stage.rejected() == {"a": "NO_WORKER"}
 
 
 def test_a_worker_may_take_three_predicted_steps_without_progress(stage: Stage) -> None:

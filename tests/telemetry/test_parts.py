@@ -58,7 +58,7 @@ def test_callback_metrics_are_read_at_each_scrape() -> None:
 
 
 async def test_only_metrics_are_served() -> None:
-    server = metrics.MetricsServer(metrics.Metrics(), "127.0.0.1", 0)
+    server = metrics.MetricsServer(metrics.Metrics().rendered, "127.0.0.1", 0)
 
     def get(path: str) -> int:
         try:

@@ -73,6 +73,25 @@ class FakeMesh(stubs.InferenceServicer):
             ]
         )
 
+    async def WatchMesh(self, request: api.WatchMeshRequest, context: Context) -> AsyncIterator[api.MeshSnapshot]:
+        yield api.MeshSnapshot(scheduler_connected=True, models=[api.ModelState(name=self.model)])
+
+    async def Embed(self, request: api.EmbedRequest, context: Context) -> api.EmbedResponse:
+        """A vector of the text's length, or of the number of its tokens."""
+        sizes = [len(each.text) or len(each.token_ids.ids) for each in request.inputs]
+        model = api.Receipt(model=request.options.model, request_id=request.options.request_id)
+        return api.EmbedResponse(embeddings=[api.Embedding(values=[size, 0.5]) for size in sizes], receipt=model)
+
+    async def Rank(self, request: api.RankRequest, context: Context) -> api.RankResponse:
+        """The longest document first."""
+        order = sorted(range(len(request.documents)), key=lambda place: -len(request.documents[place]))
+        return api.RankResponse(results=[api.Ranked(index=place, score=0.5) for place in order])
+
+    async def Classify(self, request: api.ClassifyRequest, context: Context) -> api.ClassifyResponse:
+        """One label for every input."""
+        label = api.LabelScore(label="fox", score=1.0)
+        return api.ClassifyResponse(results=[api.Classification(labels=[label]) for _ in request.inputs])
+
     def _delta(self, index: int, start: int) -> api.Delta:
         words = self.words[start : start + self.step]
         last = start + self.step >= len(self.words)

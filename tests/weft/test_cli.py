@@ -13,10 +13,12 @@ from pathlib import Path
 
 import grpc
 import pytest
+import typer
 from typer.testing import CliRunner, Result
 
 from protos import inference_pb2 as api
 from services.errors import WeftError, invalid
+from tests.mesh.harness import WITH_PARENT
 from tests.ports import free_port
 from tests.weft.fakes import WORDS, FakeMesh, fails, served
 from weft.cli import demo, serve
@@ -85,6 +87,32 @@ async def test_generate_sends_every_flag(weft: Weft, mesh: FakeMesh) -> None:
             request_id="r-1",
         )
     ]
+
+
+async def test_generate_sends_the_form_of_the_answer(weft: Weft, mesh: FakeMesh, tmp_path: Path) -> None:
+    schema, grammar = tmp_path / "schema.json", tmp_path / "sums.gbnf"
+    schema.write_text('{"type": "null"}')
+    grammar.write_text("root ::= [0-9]")
+    forms = {
+        ("--json-schema", '{"type": "integer"}'): api.Structured(json_schema='{"type": "integer"}'),
+        ("--json-schema", str(schema)): api.Structured(json_schema='{"type": "null"}'),
+        ("--json-object",): api.Structured(json_object=True),
+        ("--regex", "a+"): api.Structured(regex="a+"),
+        ("--choice", "a", "--choice", "b"): api.Structured(choice=api.Choices(texts=["a", "b"])),
+        ("--grammar", str(grammar)): api.Structured(grammar="root ::= [0-9]"),
+    }
+    for flags, form in forms.items():
+        result = await weft("generate", "Once", *flags)
+        assert result.exit_code == 0, result.stderr
+        assert mesh.requests[-1].sampling.structured == form
+    for flags, words in {
+        ("--regex", "a", "--json-object"): "--json-object, --regex: an answer has one form",
+        ("--grammar", str(tmp_path / "none")): "No such file",
+    }.items():
+        result = await weft("generate", "Once", *flags)
+        assert result.exit_code == 1
+        assert words in result.stderr
+    assert len(mesh.requests) == len(forms)
 
 
 async def test_several_continuations_are_numbered(weft: Weft) -> None:
@@ -204,7 +232,7 @@ async def test_a_model_that_is_not_served_is_named_beside_those_that_are(weft: W
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--engine", "gpx"], "--engine: 'gpx' is none of auto, gpu, torch, paced"),
+        (["--engine", "gpx"], "--engine: 'gpx' is none of auto, gpu, torch, onnxruntime, openvino, "),
         (["--quantize", "int3"], "--quantize: 'int3' is none of int8, int4, fp8, nf4"),
         (["--kv-dtype", "fp9"], "--kv-dtype: 'fp9' is none of auto, fp8, int8"),
         (["--kv-scales", "some"], "--kv-scales: 'some' is none of checkpoint, dynamic"),
@@ -214,6 +242,8 @@ async def test_a_model_that_is_not_served_is_named_beside_those_that_are(weft: W
         (["--model", "HERE"], "--model: HERE is no checkpoint: it has no config.json"),
         (["--max-seq-length", "4x"], "--max-seq-length: '4x' is not a number of tokens"),
         (["--alias", "x"], "--alias: x= is not ALIAS=NAME with one of the models weft-story-11m"),
+        (["--adapter", "poems"], "--adapter: poems is not [MODEL:]NAME=FOLDER"),
+        (["--adapter", "poems=HERE"], "--adapter: HERE is no adapter: it has no adapter_config.json"),
     ],
 )
 @pytest.mark.parametrize("part", [[], ["worker"]])
@@ -245,7 +275,7 @@ def test_a_host_that_is_open_to_others_needs_permission(tmp_path: Path, monkeypa
     monkeypatch.setenv("WEFT_HOME", str(tmp_path))
     result = CliRunner().invoke(app, ["serve", "--host", "0.0.0.0"])
     assert (result.exit_code, len(result.stderr.splitlines())) == (1, 1)
-    assert result.stderr.startswith("weft: --host 0.0.0.0 is open to other machines: set WEFT_ALLOW_REMOTE=true ")
+    assert result.stderr.startswith("weft: --host 0.0.0.0 is open to other machines: set WEFT_TENANTS_FILE to ")
     assert "WEFT_TENANTS_FILE" in result.stderr
 
 
@@ -308,6 +338,8 @@ def test_a_conversation_with_a_template_is_a_list_of_turns() -> None:
         (["gateway", "--kv-dtype", "fp8"], "the gateway has no KV_DTYPE"),
         (["cache", "--http-port", "8001"], "the cache has no --http-port"),
         (["cache", "--kv-scales", "dynamic"], "the cache has no KV_SCALES"),
+        (["cache", "--tensor-parallel", "2"], "the cache has no WEFT_TENSOR_PARALLEL"),
+        (["gateway", "--pipeline-parallel", "2"], "the gateway has no WEFT_PIPELINE_PARALLEL"),
         (["scheduler", "--model", "x"], "the scheduler has no --model"),
         (["worker", "--redis-url", "redis://x"], "the worker has no --redis-url"),
         (["--max-seq-length", "\u00b2"], "--max-seq-length: '\u00b2' is not a number of tokens such as 4096 or 4k"),
@@ -317,6 +349,14 @@ def test_a_conversation_with_a_template_is_a_list_of_turns() -> None:
 def test_serve_refuses_flags_that_it_would_ignore(arguments: list[str], message: str) -> None:
     result = CliRunner().invoke(app, ["serve", *arguments])
     assert (result.exit_code, result.stderr) == (2, f"weft: {message}\n")
+
+
+def test_an_adapter_belongs_to_the_model_that_it_names(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").touch()
+    given = [f"poems={tmp_path}", f"fox:code={tmp_path}"]
+    assert serve._adapters_by_model(given, ["fox"]) == {"fox": [f"poems={tmp_path}", f"code={tmp_path}"]}
+    with pytest.raises(typer.Exit):
+        serve._adapters_by_model(given, ["fox", "owl"])
 
 
 def test_numbers_of_tokens_are_parsed() -> None:
@@ -359,7 +399,7 @@ async def test_a_bad_checkpoint_is_reported_in_one_line(tmp_path: Path) -> None:
 async def test_serve_prints_what_it_serves_and_stops_at_ctrl_c(tmp_path: Path, host: str) -> None:
     port = free_port()
     arguments = ("serve", "--host", host, "--port", str(port), "--redis-url", "redis://me:secret@127.0.0.1:1/0")
-    process = await start_weft(*arguments, home=tmp_path, WEFT_ALLOW_REMOTE="true")
+    process = await start_weft(*arguments, home=tmp_path, WEFT_ALLOW_UNPROTECTED="true")
     assert process.stdout is not None
     lines: list[str] = []
     while not (lines and lines[-1].startswith("try: ")):
@@ -367,6 +407,7 @@ async def test_serve_prints_what_it_serves_and_stops_at_ctrl_c(tmp_path: Path, h
         assert lines[-1], lines
     assert lines[0] == "redis: redis://127.0.0.1:1/0\n"
     assert any(line.startswith("OpenAI's API: http://127.0.0.1:") and line.endswith("/v1\n") for line in lines)
+    assert any(line.startswith("playground and live view: http://127.0.0.1:") for line in lines)
     assert any(line.startswith("serving ") and line.endswith(f" at 127.0.0.1:{port}\n") for line in lines)
     is_open = f"listening at 0.0.0.0:{port}: open to other machines\n" in lines
     assert is_open == (host == "0.0.0.0")
@@ -395,9 +436,13 @@ async def test_a_single_service_keeps_its_process_and_imports_nothing_from_the_c
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("WEFT_ALLOW_REMOTE", "many", "settings: allow_remote: Input should be a valid boolean"),
+        ("WEFT_ALLOW_UNPROTECTED", "many", "settings: allow_unprotected: Input should be a valid boolean"),
         ("WEFT_LISTEN", "localhost", "localhost is not host:port"),
-        ("WEFT_LISTEN", "0.0.0.0:0", "0.0.0.0:0 is open to other machines: set WEFT_ALLOW_REMOTE=true"),
+        (
+            "WEFT_LISTEN",
+            "0.0.0.0:0",
+            "0.0.0.0:0 is open to other machines, without TLS and authentication: see SECURITY.md",
+        ),
     ],
 )
 async def test_a_service_with_a_wrong_setting_prints_one_line(
@@ -450,6 +495,9 @@ def fact(output: str, name: str) -> str:
 
 async def start_weft(*arguments: str, home: Path, **settings: str) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
+        *WITH_PARENT,
+        str(os.getpid()),
+        str(int(signal.SIGTERM)),
         *WEFT,
         *arguments,
         env={"WEFT_HOME": str(home), "PATH": "/usr/bin:/bin", **settings},

@@ -17,6 +17,7 @@ from services.errors import WeftError as MeshError
 from services.errors import invalid, unavailable
 from tests.weft.fakes import WORDS, FakeMesh, cancels, fails, served, token_ids
 from weft import Client, SyncClient, WeftError
+from weft.client.requests import _OF_CHAT
 from weft.client.retry import RetryState
 
 TEXT = "".join(f" {word}" for word in WORDS)
@@ -203,21 +204,45 @@ async def test_every_option_is_sent(client: Client, mesh: FakeMesh) -> None:
         "logit_bias": {4: -1.0},
         "logprobs": 2,
         "ignore_eos": True,
+        "include_stop_string": True,
+        "bad_words": ["fox"],
+        "prompt_logprobs": 1,
+        "bad_token_sequences": [api.TokenIds(ids=[1, 2])],
+        "structured": api.Structured(regex="a+"),
     }
-    other = {"model": "fox", "n": 2, "priority": 3, "request_id": "r-1"}
-    await client.generate([1, 2], cache="bypass", traceparent="00-1-2-03", **sampling, **other).text()  # type: ignore[arg-type]
+    other = {"model": "fox", "n": 2, "priority": 3, "request_id": "r-1", "speculation": 2, "echo": True}
+    given: dict[str, Any] = {**sampling, **other, "bad_token_sequences": [[1, 2]], "regex": "a+"}
+    del given["structured"]
+    await client.generate([1, 2], cache="bypass", criticality="sheddable", traceparent="00-1-2-03", **given).text()
     (request,) = mesh.requests
     assert set(sampling) == {field.name for field in api.Sampling.DESCRIPTOR.fields}
     assert request == api.GenerateRequest(
         prompt=api.Prompt(token_ids=api.TokenIds(ids=[1, 2])),
         sampling=api.Sampling(**sampling),  # type: ignore[arg-type]
         cache=api.CACHE_POLICY_BYPASS,
+        criticality=api.CRITICALITY_SHEDDABLE,
         **other,  # type: ignore[arg-type]
     )
     assert mesh.metadata[0]["traceparent"] == "00-1-2-03"
-    assert set(sampling) | set(other) | {"cache", "prompt", "sampling"} == set(sampling) | {
+    assert set(sampling) | set(other) | {"cache", "criticality", "prompt", "sampling"} == set(sampling) | {
         field.name for field in api.GenerateRequest.DESCRIPTOR.fields
     }
+
+
+async def test_each_form_of_an_answer_is_an_option(client: Client, mesh: FakeMesh) -> None:
+    forms: list[tuple[dict[str, Any], api.Structured]] = [
+        ({"json_schema": {"type": "null"}}, api.Structured(json_schema='{"type": "null"}')),
+        ({"json_schema": "{}"}, api.Structured(json_schema="{}")),
+        ({"json_object": True}, api.Structured(json_object=True)),
+        ({"choice": ["a", "b"]}, api.Structured(choice=api.Choices(texts=["a", "b"]))),
+        ({"grammar": "root ::= [0-9]"}, api.Structured(grammar="root ::= [0-9]")),
+    ]
+    for option, form in forms:
+        await client.generate("x", **option).text()
+        assert mesh.requests[-1].sampling.structured == form
+    for wrong in ({"regex": "a", "json_object": True}, {"choice": "a"}, {"json_schema": {1, 2}}):
+        with pytest.raises(TypeError):
+            await client.generate("x", **wrong).text()
 
 
 async def test_the_python_type_of_a_prompt_selects_its_form(client: Client, mesh: FakeMesh) -> None:
@@ -236,6 +261,50 @@ async def test_the_python_type_of_a_prompt_selects_its_form(client: Client, mesh
         client.generate(api.GenerateRequest(prompt=api.Prompt(text="x")), max_tokens=3)
     with pytest.raises(ValueError, match="sometimes"):
         client.generate("x", cache="sometimes")
+
+
+async def test_every_part_of_a_conversation_is_sent(client: Client, mesh: FakeMesh) -> None:
+    function = {"name": "f", "description": "does f", "parameters": {"type": "object"}}
+    turns: list[dict[str, Any]] = [
+        {"role": "user", "content": "Hi", "name": "ann"},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "c1", "name": "f", "arguments": {"a": "é"}}]},
+        {"role": "tool", "content": "7", "tool_call_id": "c1"},
+    ]
+    openai: Any = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": "é"}'}}
+    for calls, tools in (
+        (turns[1]["tool_calls"], [function]), ([openai], [{"type": "function", "function": function}]),
+    ):  # fmt: skip
+        turns[1]["tool_calls"] = calls
+        answer = client.generate(
+            turns, tools=tools, template_variables={"enable_thinking": False}, add_generation_prompt=True
+        )
+        await answer.text()
+        chat = mesh.requests[-1].prompt.chat
+        assert chat == api.Chat(
+            messages=[
+                api.ChatMessage(role="user", content="Hi", name="ann"),
+                api.ChatMessage(role="assistant", tool_calls=[api.ToolCall(id="c1", name="f", arguments='{"a": "é"}')]),
+                api.ChatMessage(role="tool", content="7", tool_call_id="c1"),
+            ],
+            tools=[api.Tool(name="f", description="does f", parameters='{"type": "object"}')],
+            template_variables='{"enable_thinking": false}',
+            add_generation_prompt=True,
+        )
+    await client.generate(turns, continue_final_message=True, parallel_tool_calls=False, tool_choice="none").text()
+    chat = mesh.requests[-1].prompt.chat
+    assert chat.continue_final_message
+    assert (chat.HasField("parallel_tool_calls"), chat.parallel_tool_calls) == (True, False)
+    assert chat.tool_mode == api.TOOL_MODE_NONE
+    await client.generate(turns, tool_choice={"type": "function", "function": {"name": "f"}}).text()
+    assert mesh.requests[-1].prompt.chat.tool_function == "f"
+    with pytest.raises(ValueError, match="sometimes"):
+        client.generate(turns, tool_choice="sometimes")
+    of_chat = {field.name for field in api.Chat.DESCRIPTOR.fields} - {"messages", "tool_mode", "tool_function"}
+    assert of_chat | {"tool_choice"} == _OF_CHAT
+    with pytest.raises(TypeError, match="tools"):
+        client.generate("x", tools=[function])
+    with pytest.raises(ValueError, match="no_such_field"):
+        client.generate(turns, tools=[{"no_such_field": 1}])
 
 
 async def test_complete_tokenize_and_models(client: Client) -> None:

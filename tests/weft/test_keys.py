@@ -71,7 +71,7 @@ def test_a_key_is_printed_with_its_lines_for_the_tenants_file() -> None:
     assert CliRunner().invoke(app, ["key", "a b"]).exit_code == 2
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "models"])
+@pytest.mark.parametrize("command", ["generate", "chat", "models", "top"])
 def test_help_does_not_show_the_key(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEFT_API_KEY", "weft-secret")
     result = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"})

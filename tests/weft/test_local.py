@@ -98,10 +98,13 @@ async def test_a_free_port_replaces_the_default_one_for_http(tmp_path: Path, mon
 async def test_each_of_several_models_has_its_workers_and_aliases(tmp_path: Path) -> None:
     models = ["/models/fox", "someone/owl"]
     aliases = {"reynard": "fox", "default": "fox", "hoot": "owl"}
-    parts = await planned_environments(spec_of(tmp_path, models=models, workers=2, aliases=aliases))
+    adapters = {"owl": ["poems=/adapters/poems"]}
+    spec = spec_of(tmp_path, models=models, workers=2, aliases=aliases, adapters=adapters)
+    parts = await planned_environments(spec)
     workers = [parts[f"worker-{number}"] for number in range(1, 5)]
     assert [worker["MODEL_NAME"] for worker in workers] == ["/models/fox"] * 2 + ["someone/owl"] * 2
     assert [worker["WEFT_ALIASES"] for worker in workers] == ['["reynard", "default"]'] * 2 + ['["hoot"]'] * 2
+    assert [worker.get("WEFT_ADAPTERS") for worker in workers] == [None] * 2 + ['["poems=/adapters/poems"]'] * 2
     assert len({worker["WEFT_LISTEN"] for worker in workers}) == 4
 
 
@@ -198,7 +201,7 @@ async def test_a_service_of_another_mesh_is_never_ready() -> None:
 async def test_the_gateway_listens_at_the_given_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str, reached: str
 ) -> None:
-    monkeypatch.setenv("WEFT_ALLOW_REMOTE", "true" if host == "0.0.0.0" else "false")
+    monkeypatch.setenv("WEFT_ALLOW_UNPROTECTED", "true" if host == "0.0.0.0" else "false")
     async with planned(spec_of(tmp_path, host=host)) as mesh:
         parts = environments(mesh)
         port = mesh.address.rpartition(":")[2]
@@ -213,13 +216,13 @@ async def test_a_host_open_to_others_needs_permission(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str, allow: str
 ) -> None:
     if allow:
-        monkeypatch.setenv("WEFT_ALLOW_REMOTE", allow)
-    with pytest.raises(OpenToOthers, match=r"set WEFT_ALLOW_REMOTE=true .* WEFT_TENANTS_FILE"):
+        monkeypatch.setenv("WEFT_ALLOW_UNPROTECTED", allow)
+    with pytest.raises(OpenToOthers, match=r"set WEFT_TENANTS_FILE .* WEFT_ALLOW_UNPROTECTED=true"):
         await planned_environments(spec_of(tmp_path, host=host))
 
 
 async def test_a_host_that_is_not_this_machines_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WEFT_ALLOW_REMOTE", "true")
+    monkeypatch.setenv("WEFT_ALLOW_UNPROTECTED", "true")
     with pytest.raises(CannotServe, match=r"192\.0\.2\.1:0 cannot be listened at: Cannot assign"):
         await planned_environments(spec_of(tmp_path, host="192.0.2.1"))
 

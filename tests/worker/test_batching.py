@@ -56,7 +56,7 @@ class Stage:
         raise AssertionError("some sequence never ends")
 
 
-def shares(plan: Plan) -> list[tuple[int, int, bool]]:
+def shares(plan: Plan) -> list[tuple[int, int, int]]:
     return [(row.sequence.job.key, row.tokens, row.samples) for row in plan.rows]
 
 

@@ -26,7 +26,7 @@ from services.worker.loader.checkpoint import FILES, OTHER_FILES, fingerprint, l
 from services.worker.loader.config import load_config
 from services.worker.loader.tensors import open_checkpoint
 from services.worker.loader.weight_files import INDEX, SINGLE
-from services.worker.models.config import Rope
+from services.worker.models.rope_settings import LinearScaling, Rope
 from services.worker.options import EngineOptions
 from tests.checkpoints import Damage, pipe
 from tests.worker.drive import open_engine
@@ -129,7 +129,9 @@ def no_config(folder: Path) -> None:
 
 
 Q = "model.layers.1.self_attn.q_proj.weight"
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}
+PROPORTIONAL = {"rope_type": "proportional", "rope_theta": 1e4, "factor": 2.0}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0], "long_factor": [1.0] * 8}
+PARTIAL = {"rope_theta": 1e4, "partial_rotary_factor": 0.5}
 LLAMA3_WITHOUT_FACTOR = {"rope_type": "llama3", "rope_theta": 1e4, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
@@ -159,7 +161,9 @@ LLAMA3_WITHOUT_FACTOR = {"rope_type": "llama3", "rope_theta": 1e4, "low_freq_fac
         (edit_tensors(lambda t: t.update(extra=torch.ones(2))), "tensor extra is not part of this architecture"),
         (edit_config(architectures=["MambaForCausalLM"]), "architecture MambaForCausalLM is not supported"),
         (edit_config(architectures=None), "architecture none is not supported"),
-        (edit_config(rope_parameters=YARN), "rope scaling yarn is not supported"),
+        (edit_config(rope_parameters=PROPORTIONAL), "rope scaling proportional is not supported"),
+        (edit_config(rope_parameters=LONGROPE), "short_factor must be a list of 8 numbers"),
+        (edit_config(rope_parameters=PARTIAL), "partial_rotary_factor is not supported"),
         (edit_config(rope_parameters=LLAMA3_WITHOUT_FACTOR), "factor must be a positive number of at most"),
         (edit_config(rope_parameters={"rope_theta": math.nan}), "rope_theta must be a positive number"),
         (edit_config(rope_parameters={"rope_theta": 0}), "rope_theta must be a positive number"),
@@ -365,8 +369,7 @@ def test_the_older_form_of_rope_settings_is_read(copy: Callable[[str], Path]) ->
     raw["rope_scaling"] = {"type": "linear", "factor": 2.0}
     path.write_text(json.dumps(raw))
     older = load_config(folder).positions
-    assert isinstance(older, Rope)
-    assert (older.kind, older.factor) == ("linear", 2.0)
+    assert older == Rope(10000.0, LinearScaling(2.0))
 
 
 def test_end_tokens_come_from_the_generation_settings_first(copy: Callable[[str], Path]) -> None:

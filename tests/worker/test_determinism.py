@@ -10,7 +10,7 @@ from services.worker.job import Job
 from tests.worker.conftest import EngineMaker
 from tests.worker.drive import Answer, job, prompt_of, run, solo
 
-SHAPES = ("llama", "mistral-window", "qwen2-window", "qwen3", "gpt2", "gpt2-erf-untied", "demo")
+SHAPES = ("llama", "mistral-window", "qwen2-window", "qwen3", "gemma3", "mixtral", "gpt2", "gpt2-erf-untied", "demo")
 TOKENS = 40
 LENGTHS = (1, 18, 47, 96, 150)
 

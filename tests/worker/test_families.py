@@ -15,6 +15,7 @@ from services.worker.loader.tensors import open_checkpoint
 from services.worker.models.config import count_parameters
 from services.worker.models.decoder import Decoder, Projection
 from services.worker.models.family import Part, Split
+from services.worker.models.moe import SparseMlp
 from services.worker.models.registry import FAMILIES, family_of
 from services.worker.runners.cpu.ops import ReferenceOps
 from tests.checkpoints import SHAPES
@@ -25,6 +26,7 @@ def loaded(folder: Path) -> Decoder:
     config = load_config(folder)
     model = Decoder(config, ReferenceOps(), torch.float32, 16)
     load_weights(model, open_checkpoint(folder).renamed(model.family.tensor_name), lambda *_: None)
+    model.add_norm_offset()
     return model
 
 
@@ -45,17 +47,21 @@ def test_a_family_names_each_part_once_and_splits_what_can_be_split(family: obje
     known = next(each for each in FAMILIES if each is family)
     splits = {names.part: names.split for names in (*known.outside, *known.layer)}
     assert len(splits) == len(known.outside) + len(known.layer)
-    assert {part for part, split in splits.items() if split is Split.ROW} == {Part.OUTPUT, Part.DOWN}
-    columns = {part for part, split in splits.items() if split is Split.COLUMN}
-    assert columns == {Part.EMBEDDING, Part.HEAD, Part.QKV, Part.UP}
+    rows = {Part.OUTPUT, Part.DOWN, Part.EXPERT_DOWN}
+    assert {part for part, split in splits.items() if split is Split.ROW} == rows & splits.keys()
+    columns = {Part.EMBEDDING, Part.HEAD, Part.QKV, Part.UP, Part.EXPERT_UP}
+    assert {part for part, split in splits.items() if split is Split.COLUMN} == columns & splits.keys()
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_two_ranks_compute_the_mlp_of_one(checkpoint: Callable[[str], Path], shape: str) -> None:
-    """Each rank has half of the neurons by the tables, and the sum of both equals the result of one rank."""
+    """Each rank has half of the neurons by the tables, and the sum of both equals the result of one rank; of a mixture
+    of experts that holds for each expert."""
     model = loaded(checkpoint(shape))
-    mlp, config = model.layers[0].mlp, model.config
-    up, down = (next(each for each in model.projections() if each.linear is linear) for linear in (mlp.up, mlp.down))
+    layer, config = model.layers[0], model.config
+    linears, mlp = layer.linears(), layer.mlp
+    parts = (Part.EXPERT_UP, Part.EXPERT_DOWN) if isinstance(mlp, SparseMlp) else (Part.UP, Part.DOWN)
+    up, down = (next(each for each in model.projections() if each.linear is linears[part][-1]) for part in parts)
     x = torch.randn(5, config.hidden_size)
     whole = torch.zeros(5, config.hidden_size)
     normed = reference.normalize(x, mlp.norm)
@@ -64,8 +70,14 @@ def test_two_ranks_compute_the_mlp_of_one(checkpoint: Callable[[str], Path], sha
         hidden = reference.activate(reference.matmul(normed, weight, bias), config.activation)
         weight, bias = shard(down, rank)
         whole += reference.matmul(hidden, weight, bias)
+    if mlp.after_norm is not None:
+        whole = reference.normalize(whole, mlp.after_norm)
     expected = x.clone()
-    mlp(expected)
+    if isinstance(mlp, SparseMlp):
+        hidden = reference.activate(reference.matmul(normed, up.linear.weight), config.activation)
+        expected += reference.matmul(hidden, down.linear.weight)
+    else:
+        mlp(expected)
     torch.testing.assert_close(x + whole, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -74,8 +86,8 @@ def shard(projection: Projection, rank: int) -> tuple[Tensor, Tensor | None]:
     linear = projection.linear
     if projection.split is Split.ROW:
         return linear.weight.chunk(2, 1)[rank], linear.bias if rank == 0 else None
-    halves = [part.chunk(2)[rank] for part in linear.weight.split(projection.outputs)]
-    biases = None if linear.bias is None else [part.chunk(2)[rank] for part in linear.bias.split(projection.outputs)]  # type: ignore[no-untyped-call]
+    halves = [part.chunk(2)[rank] for part in linear.weight.split(projection.parts)]
+    biases = None if linear.bias is None else [part.chunk(2)[rank] for part in linear.bias.split(projection.parts)]  # type: ignore[no-untyped-call]
     return torch.cat(halves), None if biases is None else torch.cat(biases)
 
 

@@ -46,9 +46,11 @@ def taken(runner: GpuRunner, lengths: list[int], contexts: list[int]) -> tuple[S
 
 def test_steps_with_short_contexts_have_separate_graphs() -> None:
     runner = runner_of()
-    assert taken(runner, [128], [128]) == ((128, 8, 8), Kind.BRIEF)
-    assert taken(runner, [40], [128]) == ((64, 8, 8), Kind.BRIEF), "after a short prefix"
-    assert taken(runner, [1, 63, 1], [99, 63, 128]) == ((128, 8, 8), Kind.BRIEF), "beside answers with a short context"
+    assert taken(runner, [128], [128]) == ((128, 8, 8), Kind.SHORT_CONTEXT)
+    assert taken(runner, [40], [128]) == ((64, 8, 8), Kind.SHORT_CONTEXT), "after a short prefix"
+    assert taken(runner, [1, 63, 1], [99, 63, 128]) == ((128, 8, 8), Kind.SHORT_CONTEXT), (
+        "beside answers with a short context"
+    )
 
 
 def test_other_steps_do_not_use_these_graphs() -> None:
@@ -59,7 +61,7 @@ def test_other_steps_do_not_use_these_graphs() -> None:
     assert taken(runner, [70, 70], [70, 70]) == ((192, 8, 8), Kind.ANY), "too many tokens"
     assert taken(runner, [10] * 9, [10] * 9) == ((128, 16, 16), Kind.ANY), "too many rows"
     assert taken(runner, [400], [400]) == ((512, 8, 8), Kind.ANY), "no graph has 448 tokens"
-    assert taken(runner_of(slots=4), [60], [60]) == ((64, 4, 4), Kind.BRIEF)
+    assert taken(runner_of(slots=4), [60], [60]) == ((64, 4, 4), Kind.SHORT_CONTEXT)
 
 
 def test_long_steps_have_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,4 +79,24 @@ def test_shapes_that_the_kernel_does_not_support_have_no_graph(other: dict[str, 
 
 
 def test_other_devices_have_no_such_graphs() -> None:
-    assert all(kind is not Kind.BRIEF for _, kind in runner_of().graphs.wanted())
+    assert all(kind is not Kind.SHORT_CONTEXT for _, kind in runner_of().graphs.wanted())
+
+
+@pytest.mark.parametrize(
+    ("rows", "guesses", "sizes"),
+    [(1, 4, (5, 1, 5)), (1, 5, (9, 1, 9)), (3, 2, (12, 4, 12)), (9, 1, (32, 16, 32)), (16, 8, (144, 16, 144))],
+)
+def test_steps_with_guesses_have_graphs_by_rows_and_depth(rows: int, guesses: int, sizes: Sizes) -> None:
+    config = tiny_config(layers=1, head_dim=64)
+    runner = GpuRunner(Decoder(config, TritonOps(), HALF, 512), TritonOps(), 16, 16, 512, 512, HALF, guesses=8)
+    for wanted, longest in runner.graphs.wanted_guesses():
+        runner.graphs.captured[Kind.GUESSES].insert(0, Graph(wanted, mock.Mock(), mock.Mock(), longest))
+    graph = runner.graphs.find_guesses(rows, guesses)
+    assert graph is not None
+    assert graph.sizes == sizes
+    assert guesses <= graphs_module.most_guesses(rows, 8)
+
+
+def test_guesses_are_limited_to_captured_steps() -> None:
+    assert [graphs_module.most_guesses(rows, 8) for rows in (1, 16, 32, 33, 64, 65, 256)] == [8, 8, 8, 4, 4, 0, 0]
+    assert runner_of().graphs.wanted_guesses() == [], "without speculation there are none"

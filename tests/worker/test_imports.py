@@ -28,6 +28,12 @@ def test_the_worker_imports_no_transformers() -> None:
     assert int(done.stdout) > 60
 
 
+def test_a_worker_imports_torch_with_its_engine() -> None:
+    check = "import sys, services.worker.main, services.worker.build.paced; sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", check], cwd=ROOT, check=False)
+    assert done.returncode == 0, "a paced worker imports torch: its start takes seconds longer"
+
+
 def test_the_packages_of_the_tests_are_in_their_extra() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     named = {extra: {line.partition("=")[0].partition(">")[0] for line in lines} for extra, lines in extras.items()}

@@ -40,7 +40,7 @@ def test_new_blocks_are_sent_once() -> None:
     one.blocks = [7, 5]
     edits, _ = step.unpack(packing.pack([packing.new_blocks(one)], []))
     assert [(edit, slot, words.tolist()) for edit, slot, words in edits] == [(Edit.BLOCKS, 2, [0, 7, 5])]
-    assert not one.has_new_blocks
+    assert one.sent_blocks == 2
     one.blocks.append(9)
     edits, _ = step.unpack(packing.pack([packing.new_blocks(one)], []))
     assert edits[0][2].tolist() == [2, 9]

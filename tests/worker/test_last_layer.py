@@ -13,7 +13,7 @@ from tests.worker.drive import decoder_of, job, prompt_of, run, solo
 def test_the_last_mlp_computes_only_sampled_tokens(engine: EngineMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     made = engine(step_tokens=64)
     first, last = decoder_of(made).model.layers[0].mlp, decoder_of(made).model.layers[-1].mlp
-    passed: dict[Mlp, list[int]] = {first: [], last: []}
+    passed: dict[object, list[int]] = {first: [], last: []}
     compute = Mlp.__call__
 
     def noted(mlp: Mlp, x: Tensor) -> None:

@@ -3,6 +3,8 @@
 import asyncio
 import math
 from collections.abc import AsyncIterable
+from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import pytest
@@ -14,16 +16,27 @@ from protos import mesh_pb2_grpc as mesh_grpc
 from services import rpc
 from services.send_queue import SendQueue
 from services.worker.engine.profiling import PhaseRecorder, Profiler
-from services.worker.job import Job, StepOutput, TokenOut
+from services.worker.job import Adapter, Job, StepOutput, TokenOut
 from services.worker.loader import checkpoint
 from services.worker.loader.config import load_config
 from services.worker.service import gateway_link as links
+from services.worker.service.adapters import Adapters
 from services.worker.service.gateway_link import GatewayLink
+from services.worker.service.heartbeat import Progress
 from services.worker.service.jobs import Jobs
 from services.worker.service.metrics import WorkerMetrics
 from services.worker.service.servicer import Loaded, WorkerService
 from services.worker.service.startup import Startup
 from weft.launch.demo_model import model_folder
+
+
+def no_stats() -> Any:
+    """The counters of an engine that has done nothing."""
+    return SimpleNamespace(steps=0, predicted_step_s=0.0)
+
+
+def no_adapter(name: str, folder: str) -> Adapter:
+    raise AssertionError(name)
 
 
 async def written(link: GatewayLink[object]) -> list[mesh.RunResponse]:
@@ -123,7 +136,17 @@ async def test_a_gateway_that_reads_too_slowly_receives_an_error(monkeypatch: py
     )
     jobs = Jobs(engine, card, 1.0, WorkerMetrics())
     service = WorkerService(Startup("w", "m"))
-    service.loaded(Loaded(jobs, b"", b"", mesh.WorkerReport, Profiler(PhaseRecorder)))
+    service.loaded(
+        Loaded(
+            jobs,
+            Adapters(no_adapter, 0),
+            Progress(no_stats, jobs),
+            b"",
+            b"",
+            mesh.WorkerReport,
+            Profiler(PhaseRecorder),
+        )
+    )
     server = await rpc.serve(
         "127.0.0.1:0", [rpc.Service("weft.v1.Worker", mesh_grpc.add_WorkerServicer_to_server, service)]
     )

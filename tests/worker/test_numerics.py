@@ -16,17 +16,26 @@ CHANGES_BITS: dict[str, Any] = {
     "kv_dtype": "int8",
     "kv_scales": "dynamic",
     "threads": 3,
+    "tensor_parallel": 2,
 }
 CHANGES_NO_BIT = {
     "max_batch_size",  # sizes of batches, chunks and blocks: in deterministic mode they change no bit
     "max_seq_length",
     "block_size",
     "step_tokens",
+    "max_wait_ms",
     "chunk_tokens",
     "kv_bytes",
     "kv_blocks",
     "prefix_cache",  # where keys and values are stored, not their values
     "host_kv_bytes",
+    "speculate",  # a guess is kept if it is what would be drawn
+    "speculate_depth",
+    "draft_quantize",
+    "adapter_slots",  # an adapter has a fingerprint of its own
+    "adapter_rank",
+    "paced_acceptance",
+    "pipeline_parallel",  # which process computes a layer
     "paced_step_ms",  # the time of tokens, not their values
     "paced_prefill_rate",
 }
@@ -63,6 +72,9 @@ def layout(options: EngineOptions) -> str:
         ({"engine": "torch", "deterministic": True, "threads": 2}, ["float32", "True"]),
         ({"engine": "gpu", "deterministic": True}, ["bfloat16", "True", "gpu"]),
         ({"engine": "paced"}, ["float32", "False", "paced"]),
+        ({"tensor_parallel": 2}, ["float32", "False"]),
+        ({"tensor_parallel": 2, "deterministic": True}, ["float32", "True", "tensor2"]),
+        ({"pipeline_parallel": 2, "deterministic": True}, ["float32", "True"]),
         (
             {"dtype": "float16", "quantize": "int4", "kv_dtype": "fp8", "kv_scales": "dynamic"},
             ["float16", "False", "int4", "fp8", "dynamic"],
@@ -83,6 +95,7 @@ def test_fingerprints_depend_on_the_numerics(options: dict[str, Any], parts: lis
         ({"engine": "gpu", "deterministic": True}, "bfloat16", "", "bfloat16/16/2x4x64/0of1/gpu"),
         ({"engine": "gpu"}, "float8_e4m3fn", "ab12", "bfloat16+float8_e4m3fn/16/2x4x64/0of1/ab12"),
         ({"quantize": "int8"}, "int8", "", "float32+int8/16/2x4x64/0of1/int8"),
+        ({"tensor_parallel": 2}, "float32", "", "float32/16/2x4x64/tensor2"),
     ],
 )
 def test_layouts_of_blocks_depend_on_the_numerics(
@@ -91,11 +104,8 @@ def test_layouts_of_blocks_depend_on_the_numerics(
     assert EngineOptions(**options).numerics.loaded(stored, digest).block_layout(16, 2, 4, 64) == expected
 
 
-def test_adapters_and_shards_are_other_numerics() -> None:
+def test_shards_have_other_blocks() -> None:
     plain = Numerics("float32", "cpu", 0, deterministic=False)
-    adapted = Numerics("float32", "cpu", 0, deterministic=False, adapter="poems")
-    assert adapted.fingerprint_parts() != plain.fingerprint_parts()
-    assert adapted.block_layout(16, 2, 4, 64) != plain.block_layout(16, 2, 4, 64)
     second = Numerics("float32", "cpu", 0, deterministic=False, shard="1of2")
     assert second.block_layout(16, 2, 4, 64) != plain.block_layout(16, 2, 4, 64)
     assert second.fingerprint_parts() == plain.fingerprint_parts(), "all shards of a model have one fingerprint"

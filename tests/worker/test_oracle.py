@@ -29,7 +29,9 @@ def shape(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def oracle(shape: str, checkpoint: Callable[[str], Path]) -> Oracle:
     """The greedy tokens of transformers for each prompt, with their log-probabilities."""
-    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint(shape), dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        checkpoint(shape), dtype=torch.float32, attn_implementation="eager"
+    )
     answers, margins = [], []
     for prompt in PROMPTS:
         made = model.generate(

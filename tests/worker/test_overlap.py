@@ -6,9 +6,8 @@ import pytest
 
 from services.worker.engine.generation import GenerationEngine
 from services.worker.job import EndReason
-from services.worker.planner.planner import Row
 from services.worker.runners.base import StepResult
-from services.worker.runners.cpu.runner import CpuRunner
+from services.worker.runners.cpu.runner import CpuRunner, CpuStep
 from services.worker.runners.step import Words
 from tests.worker.conftest import EngineMaker
 from tests.worker.drive import Answer, job, prompt_of, run, solo
@@ -26,14 +25,14 @@ class LateRunner:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
-    def launch(self, words: Words) -> StepResult:
+    def launch(self, words: Words) -> CpuStep:
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
         return self._runner.launch(words)
 
-    def collect(self, step: StepResult) -> StepResult:
+    def collect(self, step: CpuStep) -> StepResult:
         self.in_flight -= 1
-        return step
+        return self._runner.collect(step)
 
 
 @pytest.fixture
@@ -107,12 +106,12 @@ def test_a_sequence_that_ends_in_flight_keeps_slot_and_blocks(late: EngineMaker)
     ahead = late()
     run(ahead, job(1, prompt_of(20), max_tokens=200), job(2, prompt_of(30), max_tokens=200), steps=10)
     sequence = next(s for s in ahead.planner.running if s.job.key == 1)
-    assert sequence.in_flight == 1
+    assert ahead.planner.in_flight(sequence)
     ahead.planner.remove(sequence)
     assert sequence.slot is not None
     assert sequence.blocks
     ahead.check_integrity()
-    ahead.planner.landed([Row(sequence, 0, 1, True)])
+    ahead.planner.landed()
     assert not sequence.blocks
     ahead.check_integrity()
 

@@ -38,6 +38,12 @@ class FakeCache(cache_grpc.CacheServicer):
         self.refuses = False
         self.asked = 0
 
+    async def GetVectors(self, request: cache.GetVectorsRequest, context: Any) -> cache.GetVectorsResponse:
+        raise AssertionError("workers ask for no vectors")
+
+    async def PutVectors(self, request: cache.PutVectorsRequest, context: Any) -> cache.PutVectorsResponse:
+        raise AssertionError("workers store no vectors")
+
     async def GetResult(self, request: cache.GetResultRequest, context: Any) -> cache.GetResultResponse:
         raise AssertionError("workers ask for no results")
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from services.worker.engine.generation import GenerationEngine
-from services.worker.job import EndReason
+from services.worker.job import EndReason, Job
 from services.worker.kvcache.tiers import BlockStore
 from services.worker.options import EngineOptions, MemoryPlan
-from services.worker.runners.base import Inspection, Runner, Sampled, StepResult
+from services.worker.runners.base import Inspection, Masks, Runner, Sampled, StepResult
 from services.worker.runners.paced import EqualChances, PacedRunner, PacedTiming
 from services.worker.runners.step import Edit, SlotState, Words, unpack
 from services.worker.speculative.proposer import Proposer
@@ -55,6 +55,9 @@ class CountingRunner:
         numbers = [[-0.5 * token for token in tokens] for tokens in drawn]
         tops = [[[(token, -0.5 * token)] for token in tokens] for tokens in drawn]
         return StepResult([True] * len(rows.slots), Sampled(drawn, numbers, tops))
+
+    def draw(self, step: StepResult, masks: Masks) -> None:
+        raise AssertionError("no slot has masks")
 
     def done(self, step: StepResult) -> bool:
         return True
@@ -166,12 +169,16 @@ def test_inspecting_a_paced_runner_gives_uniform_logits() -> None:
 class RepeatingProposer:
     """Proposes the tokens that followed the previous occurrence of the last token."""
 
-    def propose(self, token_ids: Sequence[int], most: int) -> Sequence[int]:
+    def propose(self, job: Job, token_ids: Sequence[int], most: int) -> Sequence[int]:
         earlier = [at for at in range(len(token_ids) - 1) if token_ids[at] == token_ids[-1]]
         return token_ids[earlier[-1] + 1 :][:most] if earlier else []
+
+    def ended(self, job: Job, token_ids: Sequence[int]) -> None:
+        pass
 
 
 def test_a_proposer_drafts_from_the_tokens_so_far() -> None:
     proposer: Proposer = RepeatingProposer()
-    assert list(proposer.propose([1, 2, 3, 4, 2], 2)) == [3, 4]
-    assert list(proposer.propose([1, 2, 3], 2)) == []
+    one = job(1, [1])
+    assert list(proposer.propose(one, [1, 2, 3, 4, 2], 2)) == [3, 4]
+    assert list(proposer.propose(one, [1, 2, 3], 2)) == []

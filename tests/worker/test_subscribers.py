@@ -1,11 +1,13 @@
 """Subscribers of a worker's jobs: a job ends with its last one, also if that one waited for the job to arrive."""
 
+from dataclasses import replace
+
 import pytest
 
 from protos import inference_pb2 as api
 from protos import mesh_pb2 as mesh
-from services.worker.job import Cost, Ended, EndReason, Job, StepOutput, TokenOut
-from services.worker.service.job_record import Subscriber
+from services.worker.job import Adapter, Cost, Ended, EndReason, Job, SamplingParams, StepOutput, TokenOut
+from services.worker.service.job_record import JobRecord, Subscriber
 from services.worker.service.jobs import Jobs
 from services.worker.service.metrics import WorkerMetrics
 
@@ -172,10 +174,108 @@ async def test_the_refusal_of_a_tentative_job_is_not_reported(engine: RecordingE
     assert [end.placement for end in jobs.take_ended()] == [3]
 
 
+# ---- jobs that no scheduler placed: it is away, and two gateways have the same request ----
+
+
+def local(stream_id: int, seed: int = 1, prior: tuple[int, ...] = (), tentative: bool = False) -> mesh.Job:
+    """A job that its gateway placed itself."""
+    message = job(stream_id, placement=0, tentative=tentative)
+    message.sampling.seed = seed
+    message.token_ids.extend(prior)
+    return message
+
+
+async def tokens_and_failures(link: Subscriber) -> tuple[list[int], list[str]]:
+    """All that a link received."""
+    messages = [message async for message in closed(link)]
+    tokens = [token for message in messages for token in message.token_ids]
+    return tokens, [end.failure.reason for message in messages for end in message.ends]
+
+
+@pytest.mark.parametrize("placement", [0, 4])
+@pytest.mark.parametrize("prior", [(), (50,)])
+async def test_a_request_that_another_gateway_placed_itself_joins_the_running_one(
+    engine: RecordingEngine, jobs: Jobs, placement: int, prior: tuple[int, ...]
+) -> None:
+    first, second = Subscriber("first"), Subscriber("second")
+    jobs.start(first, job(stream_id=1, placement=placement))
+    [key] = engine.submitted
+    jobs.deliver(StepOutput([TokenOut(key, 0, 50)], []))
+    jobs.start(second, local(stream_id=7, prior=prior))
+    jobs.deliver(StepOutput([TokenOut(key, 1, 51)], [Ended(key, EndReason.LENGTH, 2, Cost())]))
+    assert (engine.submitted, engine.cancelled) == ([key], [])
+    assert await tokens_and_failures(second) == ([50, 51][len(prior) :], [""])
+    assert await tokens_and_failures(first) == ([50, 51], [""])
+
+
+async def test_another_request_with_the_id_of_a_running_one_is_refused(engine: RecordingEngine, jobs: Jobs) -> None:
+    first, second = Subscriber("first"), Subscriber("second")
+    jobs.start(first, local(stream_id=1))
+    jobs.start(second, local(stream_id=7, seed=2))
+    jobs.start(second, local(stream_id=8, seed=2, tentative=True))
+    jobs.confirm(second, mesh.ConfirmJob(stream_id=8))
+    key, tentative = engine.submitted
+    assert engine.cancelled == [tentative]
+    assert jobs.take_ended() == []  # The scheduler did not place it.
+    assert await tokens_and_failures(second) == ([], ["REQUEST_ID_IN_USE"] * 2)
+    assert not second.streams
+    jobs.deliver(StepOutput([TokenOut(key, 0, 50)], []))
+    assert await tokens_and_failures(first) == ([50], [])
+
+
+async def test_a_tentative_job_is_given_up_for_the_one_that_another_gateway_has(
+    engine: RecordingEngine, jobs: Jobs
+) -> None:
+    first, second = Subscriber("first"), Subscriber("second")
+    jobs.start(first, local(stream_id=1))
+    jobs.start(second, local(stream_id=7, tentative=True))
+    running, tentative = engine.submitted
+    jobs.deliver(StepOutput([TokenOut(running, 0, 50), TokenOut(tentative, 0, 50)], []))
+    jobs.deliver(StepOutput([TokenOut(running, 1, 51)], []))
+    jobs.confirm(second, mesh.ConfirmJob(stream_id=7))
+    assert engine.cancelled == [tentative]
+    jobs.deliver(StepOutput([TokenOut(running, 2, 52)], [Ended(tentative, EndReason.CANCELLED, 1, Cost())]))
+    assert await tokens_and_failures(second) == ([50, 51, 52], [])
+    assert [each.job_id for each in jobs.running()] == ["j"]
+    jobs.cancel(first, mesh.CancelJob(stream_id=1))
+    assert engine.cancelled == [tentative]  # The second gateway still needs the running one.
+
+
+async def test_a_gateways_later_attempt_replaces_its_own_and_one_that_has_other_tokens(
+    engine: RecordingEngine, jobs: Jobs
+) -> None:
+    first, second = Subscriber("first"), Subscriber("second")
+    jobs.start(first, local(stream_id=1))
+    jobs.start(first, local(stream_id=2))
+    assert engine.cancelled == engine.submitted[:1]
+    jobs.start(second, local(stream_id=7, prior=(60,)))  # Tokens that the running job did not produce.
+    assert engine.cancelled == engine.submitted[:2]
+    assert await tokens_and_failures(first) == ([], ["ATTEMPT_REPLACED"] * 2)
+
+
+def test_the_same_request_has_the_same_answer_whatever_its_deadline() -> None:
+    def adapter(name: str) -> Adapter:
+        return Adapter(name, name.encode(), 8, 0, object())  # Each loading has weights of its own.
+
+    first = Job(1, [5, 6, 50], 2, SamplingParams(9, seed=1), deadline=3.0, adapter=adapter("a"))
+    record = JobRecord(1, "j", 1, request=first)
+    again = replace(first, key=2, token_ids=[5, 6], deadline=None, priority=4, speculation=0, adapter=adapter("a"))
+    assert record.same_request(again)
+    for changed in (
+        replace(again, token_ids=[5, 7]),
+        replace(again, params=SamplingParams(9, seed=2)),
+        replace(again, sample_index=1),
+        replace(again, salt=b"other"),
+        replace(again, adapter=adapter("b")),
+        replace(again, adapter=None),
+    ):
+        assert not record.same_request(changed)
+
+
 async def test_several_tokens_of_a_step_are_sent_in_order(engine: RecordingEngine, jobs: Jobs) -> None:
     link = Subscriber("owner")
     jobs.start(link, job(stream_id=1))
     (key,) = engine.submitted
-    jobs.deliver(StepOutput([TokenOut(key, position, 50 + position) for position in range(3)], []))
+    jobs.deliver(StepOutput([TokenOut(key, position, 50 + position) for position in range(3)], [], extra=[2]))
     messages = [message async for message in closed(link)]
     assert [token for message in messages for token in message.token_ids] == [50, 51, 52]

@@ -1,0 +1,1 @@
+"""Unmodified clients of other projects, each checked against a running mesh in an environment of its own."""

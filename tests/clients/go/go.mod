@@ -1,0 +1,3 @@
+module github.com/weft-project/weft
+
+go 1.24

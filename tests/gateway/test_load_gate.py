@@ -1,0 +1,187 @@
+"""Refusals of a process that has no time, and the limits of its connections, through the public doors."""
+
+import asyncio
+import urllib.error
+import urllib.request
+from typing import Any
+
+import pytest
+from google.rpc import error_details_pb2
+from grpc import StatusCode, aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_status import rpc_status
+
+from protos import inference_pb2 as api
+from services.gateway.access.load_gate import BUSIEST, AdmittedShare, LoadGate
+from tests.gateway.fakes import FakeMesh, ask
+from tests.ports import free_port
+
+# ---- the share of calls that is taken ----
+
+
+def simulated(offered: float, refusal_cost: float, windows: int) -> list[float]:
+    """Shares over time; `offered` load and the cost of refusing all of it, in shares of the processor's time."""
+    admitted, shares = AdmittedShare(), []
+    for _ in range(windows):
+        share = admitted.share
+        shares.append(admitted.update(min(1.0, offered * share + refusal_cost * (1 - share))))
+    return shares
+
+
+def test_a_process_with_time_takes_every_call() -> None:
+    assert set(simulated(0.9, 0.1, 100)) == {1.0}
+
+
+@pytest.mark.parametrize("offered", [1.1, 2.0, 4.0, 20.0])
+def test_under_overload_the_processor_stays_busy_and_no_more_is_taken(offered: float) -> None:
+    shares = simulated(offered, 0.1, 400)[200:]
+    done = sum(min(1.0, offered * share) for share in shares) / len(shares)
+    assert done > 0.7 * BUSIEST  # The rest is for refusals, and for the search.
+    assert offered * sum(shares) / len(shares) < 1.05
+
+
+def test_every_call_is_taken_soon_after_an_overload() -> None:
+    admitted = AdmittedShare()
+    for _ in range(200):
+        admitted.update(1.0)
+    assert admitted.share == pytest.approx(0.01)
+    windows = 0
+    while admitted.update(0.3) < 1.0:
+        windows += 1
+    assert windows * 0.05 < 1.5
+
+
+def test_calls_beyond_the_bound_are_refused() -> None:
+    running = 0
+    gate = LoadGate(2, lambda: running)
+    assert gate.refusal() is None
+    running = 2
+    error = gate.refusal()
+    assert error is not None
+    assert (error.code, error.reason, gate.refused) == (StatusCode.RESOURCE_EXHAUSTED, "GATEWAY_OVERLOADED", 1)
+
+
+# ---- through the doors ----
+
+
+async def test_refusals_have_a_reason_and_a_delay_and_health_is_never_refused() -> None:
+    port = free_port()
+    async with FakeMesh(http_port=port, gateway_most_calls=1) as peers:
+        peers.workers[0].hold_at = 1
+        running = peers.stub.Generate(ask())
+        await running.read()
+        checks: Any = health_pb2_grpc.HealthStub(peers.channel)
+        for _ in range(2):
+            state = await checks.Check(health_pb2.HealthCheckRequest())
+            assert state.status == health_pb2.HealthCheckResponse.SERVING
+        for call in (peers.stub.ListModels(api.ListModelsRequest()), peers.stub.Complete(ask())):
+            with pytest.raises(aio.AioRpcError) as refused:
+                await call
+            assert_full(refused.value)
+        assert await asyncio.to_thread(fetch, port, "/v1/models") == (429, "1")
+        assert await asyncio.to_thread(fetch, port, "/startupz") == (200, None)
+        running.cancel()
+
+
+def assert_full(error: aio.AioRpcError) -> None:
+    """The error is the gate's refusal, with its reason and a delay."""
+    assert error.code() is StatusCode.RESOURCE_EXHAUSTED
+    status: Any = rpc_status.from_call(error)  # type: ignore[arg-type]
+    info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+    assert status.details[0].Unpack(info)
+    assert status.details[1].Unpack(retry)
+    assert (info.reason, retry.retry_delay.seconds) == ("GATEWAY_OVERLOADED", 1)
+
+
+def fetch(port: int, path: str) -> tuple[int, str | None]:
+    """Status of a GET request, and its header retry-after."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}") as reply:
+            return reply.status, reply.headers["retry-after"]
+    except urllib.error.HTTPError as error:
+        return error.code, error.headers["retry-after"]
+
+
+async def test_a_burst_of_calls_ends_without_a_bare_cancellation() -> None:
+    async with FakeMesh(watches_load=True) as peers:
+        calls = [peers.stub.ListModels(api.ListModelsRequest()) for _ in range(5000)]
+        codes = {await call.code() for call in calls}
+    assert codes <= {StatusCode.OK, StatusCode.RESOURCE_EXHAUSTED}
+    assert StatusCode.OK in codes
+
+
+# ---- connections ----
+
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04\x00" + bytes(4)
+_PING = b"\x00\x00\x08\x06\x00" + bytes(4) + bytes(8)
+
+
+async def connected(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A new connection that has begun HTTP/2."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(_PREFACE)
+    return reader, writer
+
+
+async def all_received(reader: asyncio.StreamReader) -> bytes:
+    """Everything until the other side closes the connection."""
+    try:
+        return await asyncio.wait_for(reader.read(), 30)
+    except ConnectionError:
+        return b""
+
+
+async def test_an_idle_connection_is_closed() -> None:
+    async with FakeMesh(gateway_connection_idle_s=1) as peers:
+        reader, writer = await connected(peers.server.port)
+        assert await all_received(reader)
+        writer.close()
+
+
+async def test_an_old_connection_takes_no_more_calls_and_the_next_one_does() -> None:
+    async with FakeMesh(gateway_connection_age_s=1) as peers:
+        reader, writer = await connected(peers.server.port)
+        assert await asyncio.wait_for(reader.readuntil(b"max_age"), 30)
+        writer.close()
+        for _ in range(8):
+            await peers.stub.ListModels(api.ListModelsRequest())
+            await asyncio.sleep(0.3)
+
+
+async def test_connections_beyond_the_bound_are_closed() -> None:
+    port = free_port()
+    async with FakeMesh(http_port=port, gateway_most_connections=3) as peers:
+        await peers.stub.ListModels(api.ListModelsRequest())
+        held = [await connected(peers.server.port) for _ in range(2)]
+        for reader, _ in held:
+            assert await reader.read(9)
+        reader, writer = await connected(peers.server.port)
+        await all_received(reader)
+        await peers.stub.ListModels(api.ListModelsRequest())
+        sockets = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
+        assert (await all_received(sockets[3][0])).startswith(b"HTTP/1.1 503")
+        for _, each in [*held, (reader, writer), *sockets]:
+            each.close()
+
+
+async def test_a_flood_of_pings_ends_its_connection() -> None:
+    async with FakeMesh() as peers:
+        reader, writer = await connected(peers.server.port)
+        writer.write(_PING * 30)
+        assert b"too_many_pings" in await all_received(reader)
+        writer.close()
+        await peers.stub.ListModels(api.ListModelsRequest())
+
+
+async def test_calls_beyond_the_streams_of_a_connection_wait() -> None:
+    async with FakeMesh(gateway_connection_streams=2) as peers:
+        peers.workers[0].hold_at = 1
+        running = [peers.stub.Generate(ask(prompt=api.Prompt(text=f"hello {n}"))) for n in range(2)]
+        for call in running:
+            await call.read()
+        third = asyncio.ensure_future(peers.stub.ListModels(api.ListModelsRequest()))
+        await asyncio.sleep(0.2)
+        assert not third.done()
+        running[0].cancel()
+        await third
+        running[1].cancel()

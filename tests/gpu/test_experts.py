@@ -1,0 +1,53 @@
+"""Mixtures of experts on the device: against the reference, with the same bits in any batch, and in a CUDA graph."""
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+
+from kernels.moe import grouped, routing
+from kernels.moe.weights import ExpertStack
+from tests.kernels.cases import rand
+from tests.kernels.experts import check_experts, check_invariant_experts, check_routing
+
+HALVES = [torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=str)
+def test_routes_of_tokens_to_experts(dtype: torch.dtype) -> None:
+    for tokens, experts, chosen in ((1, 8, 2), (37, 128, 8), (2048, 128, 8), (333, 6, 1), (5, 60, 4)):
+        check_routing(tokens, experts, chosen, dtype)
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 8, 2, 1536, 2048, 128), (70, 16, 4, 200, 192, 64), (900, 8, 2, 770, 256, 32)], ids=str
+)
+def test_products_of_experts(shape: tuple[int, int, int, int, int, int], dtype: torch.dtype) -> None:
+    check_experts(*shape, dtype)
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=str)
+def test_invariant_experts_have_the_same_bits_in_any_batch(dtype: torch.dtype) -> None:
+    check_invariant_experts(dtype)
+
+
+def test_a_graph_follows_the_routes_of_its_tokens() -> None:
+    dtype = torch.bfloat16
+    stack = ExpertStack(8, 256, 128, dtype)
+    for expert in range(8):
+        stack.keep(expert, rand(256, 128, dtype=dtype))
+    x, logits = rand(5, 128, dtype=dtype), rand(5, 8, dtype=dtype)
+
+    def step() -> torch.Tensor:
+        return grouped.multiply(x, stack, routing.route(logits, 2, True), divide=2)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for _ in range(3):
+        logits.normal_()
+        graph.replay()
+        assert torch.equal(captured, step())

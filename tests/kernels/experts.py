@@ -1,0 +1,92 @@
+"""Mixtures of experts on the device against their reference: odd shapes, poisoned outputs, every kind of weight."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from kernels import quantized_weights
+from kernels.moe import grouped, reference, routing
+from kernels.moe.weights import ExpertStack
+from kernels.quantized_weights import Weight
+from tests.kernels.cases import DEVICE, close, rand
+from tests.kernels.weights import weights
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """New tensors without values hold NaN, or numbers that are no index."""
+    empty = torch.empty
+
+    def make(*shape: Any, **settings: Any) -> Tensor:
+        made = empty(*shape, **settings)
+        return made.fill_(float("nan") if made.is_floating_point() else 77_777)
+
+    with mock.patch.object(torch, "empty", make):
+        yield
+
+
+def check_routing(tokens: int, experts: int, chosen: int, dtype: torch.dtype) -> None:
+    """Weights, order and offsets; with equal logits and with a token whose numbers are not finite."""
+    for normalized in (False, True):
+        logits = rand(tokens, experts + 3, dtype=dtype)[:, :experts]
+        if tokens > 2:
+            logits[1] = 0
+        with poisoned():
+            got = routing.route(logits, chosen, normalized)
+        want = reference.route(logits.cpu(), chosen, normalized)
+        torch.testing.assert_close(got.weights_Tk.cpu(), want.weights_Tk, rtol=1e-5, atol=1e-7)
+        assert got.offsets.tolist() == want.offsets.tolist()
+        assert got.order.tolist() == want.order.tolist()
+    if tokens > 2:
+        logits[0], logits[2] = float("nan"), float("inf")
+        spoilt = routing.route(logits, chosen, True)
+        assert sorted(spoilt.order.tolist()) == list(range(tokens * chosen))
+        torch.testing.assert_close(spoilt.weights_Tk[1].cpu(), want.weights_Tk[1], rtol=1e-5, atol=1e-7)
+
+
+def check_experts(tokens: int, experts: int, chosen: int, n: int, k: int, group: int, dtype: torch.dtype) -> None:
+    """Products of tokens and of entries with every kind of weight, and their weighted sum."""
+    kinds = [list(weights(n, k, group, dtype)) for _ in range(experts)]
+    if dtype == torch.float32:  # slow in the interpreter
+        kinds = [each[1:2] for each in kinds]
+    plain: list[Weight] = [rand(n, k, dtype=dtype) / k**0.5 for _ in range(experts)]
+    fourth: list[Weight] = [quantized_weights.quantize_nf4(rand(n, k, dtype=torch.float32)) for _ in range(experts)]
+    for case in (plain, fourth, *map(list, zip(*kinds, strict=True))):
+        stack = ExpertStack(experts, n, k, dtype)
+        for expert in random.sample(range(experts), experts):
+            stack.keep(expert, case[expert])
+        routes = routing.route(rand(tokens, experts, dtype=dtype), chosen, True)
+        for divide, invariant in ((chosen, False), (1, True)):
+            x = rand(len(routes.order) // divide, k, dtype=dtype)
+            with poisoned():
+                got = grouped.multiply(x, stack, routes, divide=divide, invariant=invariant)
+            close(got, reference.multiply(x.double(), case, routes, divide=divide))
+    residual = rand(tokens, n, dtype=dtype)
+    wanted = residual.double()
+    reference.add_weighted(wanted, got.double(), routes.weights_Tk)
+    grouped.add_weighted(residual, got, routes.weights_Tk)
+    close(residual, wanted)
+
+
+def check_invariant_experts(dtype: torch.dtype) -> None:
+    """A token has the same bits alone and among others, whatever experts those have."""
+    stack = ExpertStack(4, 40, 64, dtype)
+    for expert in range(4):
+        stack.keep(expert, rand(40, 64, dtype=dtype))
+    x, logits = rand(70, 64, dtype=dtype), rand(70, 4, dtype=dtype)
+
+    def run(rows: slice) -> Tensor:
+        routes = routing.route(logits[rows], 2, True)
+        results = grouped.multiply(x[rows], stack, routes, divide=2, invariant=True)
+        total = torch.zeros(len(x[rows]), 40, dtype=dtype, device=DEVICE)
+        grouped.add_weighted(total, results, routes.weights_Tk)
+        return total
+
+    whole = run(slice(0, 70))
+    for rows in (slice(5, 6), slice(3, 40)):
+        assert torch.equal(run(rows), whole[rows])

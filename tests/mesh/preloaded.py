@@ -1,0 +1,12 @@
+"""What the services import, for the process from which `tests.mesh.forked` forks them."""
+
+from services.process import choose_polling
+
+choose_polling()  # gRPC reads its experiments when it is imported.
+
+import services.cache.main  # noqa: E402
+import services.gateway.main  # noqa: E402
+import services.scheduler.main  # noqa: E402
+import services.worker.build.assemble  # noqa: E402
+import services.worker.build.paced  # noqa: E402
+import services.worker.main  # noqa: E402, F401

@@ -1,0 +1,278 @@
+"""Encoders through the public door: vectors, caches, recovery, refusals, ranks and labels."""
+
+import asyncio
+import base64
+import json
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import numpy as np
+import openai
+import pytest
+import pytest_asyncio
+import torch
+from grpc import aio
+from transformers.models.auto.modeling_auto import AutoModel, AutoModelForSequenceClassification
+
+from protos import inference_pb2 as api
+from tests.encoders import CONTEXT, TEXTS, add_modules, make_encoder, make_tokenizer
+from tests.mesh.harness import Mesh, Stub, ask, receipt_of
+from tests.redis_server import RedisServer
+from weft import Client
+from weft.client.errors import from_rpc
+
+POISON = 4
+"""A token that no text has: the worker's engine fails at it."""
+PROMPTS = {"query": "quick: "}
+EMBEDDER = api.EncodeOptions(model="tiny-bert")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return add_modules(
+        make_encoder(tmp_path_factory.mktemp("models") / "tiny-bert", matryoshka_dimensions=[8]), prompts=PROMPTS
+    )
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def mesh(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> AsyncIterator[Mesh]:
+    home = tmp_path_factory.mktemp("mesh")
+    env = {"WEFT_FAILPOINTS": f"engine.step=raise:{POISON}"}
+    with RedisServer(home / "redis") as redis:
+        async with Mesh(home, folder, workers=2, redis_url=redis.url, worker_env=env) as running:
+            for number, (name, labels) in enumerate({"reranker": 1, "classifier": 3}.items(), 2):
+                other = running.new_worker(number, MODEL_NAME=str(make_encoder(home / name, labels=labels)))
+                running.workers.append(other)
+                other.start()
+            for worker in running.workers[2:]:
+                await worker.ready()
+            yield running
+
+
+@pytest.fixture
+def stub(mesh: Mesh) -> Stub:
+    return mesh.stub()
+
+
+def embed(*texts: str | list[int], cache: str = "BYPASS", **fields: Any) -> api.EmbedRequest:
+    inputs = [
+        api.Input(text=text) if isinstance(text, str) else api.Input(token_ids=api.TokenIds(ids=text)) for text in texts
+    ]
+    options = api.EncodeOptions(model="tiny-bert", cache=api.CachePolicy.Value(f"CACHE_POLICY_{cache}"))
+    request = api.EmbedRequest(inputs=inputs, options=options)
+    request.MergeFrom(api.EmbedRequest(**fields))
+    return request
+
+
+def reference(folder: Path, *texts: str) -> np.ndarray:
+    model, tokenizer = AutoModel.from_pretrained(folder).eval(), make_tokenizer()
+    with torch.inference_mode():
+        states = [model(input_ids=torch.tensor([tokenizer.encode(text).ids])).last_hidden_state[0] for text in texts]
+    vectors = np.stack([state.mean(0).numpy() for state in states])
+    return np.asarray(vectors / np.linalg.norm(vectors, axis=1, keepdims=True))
+
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+async def test_vectors_are_those_of_transformers(stub: Stub, folder: Path) -> None:
+    call = stub.Embed(embed(*TEXTS, [2, 40, 3]))
+    reply = await call
+    own = np.array([each.values for each in reply.embeddings])
+    np.testing.assert_allclose(own[:-1], reference(folder, *TEXTS), atol=2e-5)
+    tokens = sum(len(make_tokenizer().encode(text).ids) for text in TEXTS) + 3
+    assert (reply.receipt.prompt_tokens, reply.receipt.prefill_tokens) == (tokens, tokens)
+    assert reply.receipt == receipt_of(await call.trailing_metadata())
+    assert reply.receipt.attempts == 1
+    assert len(reply.receipt.workers) == 1
+
+
+async def test_prompts_truncation_and_fields(stub: Stub, folder: Path) -> None:
+    reply = await stub.Embed(embed("the fox", prompt_name="query"))
+    np.testing.assert_allclose([reply.embeddings[0].values], reference(folder, "quick: the fox"), atol=2e-5)
+    long = embed("fox " * 200, options=api.EncodeOptions(truncate=True))
+    assert (await stub.Embed(long)).receipt.prompt_tokens == CONTEXT
+    plain = await stub.Embed(embed("the fox", normalize=False))
+    cut = await stub.Embed(embed("the fox", normalize=False, dimensions=8))
+    np.testing.assert_allclose(cut.embeddings[0].values, plain.embeddings[0].values[:8], atol=2e-5)
+    length = np.linalg.norm(plain.embeddings[0].values)
+    assert abs(length - 1) > 0.01
+    np.testing.assert_allclose(np.array([plain.embeddings[0].values]) / length, reference(folder, "the fox"), atol=2e-5)
+
+
+async def test_a_large_request_is_shared_by_the_workers(stub: Stub) -> None:
+    texts = [[2, 5 + place % 40, 6 + place // 40, 3] for place in range(300)]
+    reply = await stub.Embed(embed(*texts))
+    assert len(reply.embeddings) == 300
+    assert reply.receipt.prefill_tokens == 1200
+    assert len(reply.receipt.workers) == 2
+
+
+async def test_equal_texts_are_computed_once_and_cached_for_their_tenant(stub: Stub) -> None:
+    texts = ["a cold morning", "the snow", "a cold morning"]
+    tokens = [len(make_tokenizer().encode(text).ids) for text in texts]
+    replies = await asyncio.gather(*(stub.Embed(embed(*texts, cache="READ_WRITE")) for _ in range(4)))
+    assert sum(reply.receipt.prefill_tokens for reply in replies) == tokens[0] + tokens[1]
+    assert {reply.receipt.prompt_tokens for reply in replies} == {sum(tokens)}
+    first = replies[0].embeddings[0].values
+    assert all(reply.embeddings[2].values == first for reply in replies)
+    async for receipt in _until_hit(stub, texts):
+        assert receipt.result_hit
+        assert (receipt.cached_tokens, receipt.prefill_tokens, receipt.attempts) == (sum(tokens), 0, 0)
+    other = await stub.Embed(embed(*texts, cache="READ_WRITE", normalize=False))
+    assert not other.receipt.result_hit
+
+
+async def _until_hit(stub: Stub, texts: list[str]) -> AsyncIterator[api.Receipt]:
+    """The receipt of the first hit: vectors are stored in the background."""
+    for _ in range(100):
+        receipt = (await stub.Embed(embed(*texts, cache="READ_WRITE"))).receipt
+        if receipt.result_hit:
+            yield receipt
+            return
+    raise AssertionError("never a hit")
+
+
+async def test_a_poisoned_text_fails_alone_and_is_named(stub: Stub) -> None:
+    good = [stub.Embed(embed([2, 5 + place, 3])) for place in range(20)]
+    with pytest.raises(aio.AioRpcError) as failed:
+        await stub.Embed(embed([2, 5, 3], [2, POISON, 3]))
+    assert "inputs[1]" in str(failed.value.details())
+    assert failed.value.code() is grpc.StatusCode.INTERNAL
+    assert all(len(reply.embeddings) == 1 for reply in await asyncio.gather(*good))
+
+
+@pytest.mark.parametrize(
+    ("request_", "field", "reason"),
+    [
+        (api.EmbedRequest(), "inputs", "INVALID_FIELD"),
+        (embed(*["x"] * 2049), "inputs", "INVALID_FIELD"),
+        (embed("x", ""), "inputs[1].text", "EMPTY_INPUT"),
+        (api.EmbedRequest(inputs=[api.Input()]), "inputs[0]", "EMPTY_INPUT"),
+        (embed("x", []), "inputs[1].token_ids", "EMPTY_INPUT"),
+        (embed("fox " * 100), "inputs[0]", "CONTEXT_EXCEEDED"),
+        (embed([2, 5000]), "inputs[0]", "TOKEN_OUT_OF_RANGE"),
+        (embed("x", dimensions=9), "dimensions", "DIMENSIONS_UNSUPPORTED"),
+        (embed("x", dimensions=0), "dimensions", "INVALID_FIELD"),
+        (embed("x", prompt_name="passage"), "prompt_name", "PROMPT_UNKNOWN"),
+        (embed([2, 3], prompt_name="query"), "prompt_name", "PROMPT_UNSUPPORTED"),
+        (embed("x", options=api.EncodeOptions(priority=101)), "options.priority", "INVALID_FIELD"),
+        (embed("x", options=api.EncodeOptions(request_id="a b")), "options.request_id", "INVALID_FIELD"),
+        (embed("x", options=api.EncodeOptions(model="other")), "model", "MODEL_NOT_FOUND"),
+    ],
+)
+async def test_bad_fields_are_refused_by_name(stub: Stub, request_: api.EmbedRequest, field: str, reason: str) -> None:
+    with pytest.raises(aio.AioRpcError) as failed:
+        await stub.Embed(request_)
+    error = from_rpc(failed.value)
+    assert (error.field, error.reason) == (field, reason)
+
+
+async def test_what_an_embedder_does_not_do_is_refused_by_name(stub: Stub) -> None:
+    calls: list[Any] = [
+        stub.Complete(ask("x", model="tiny-bert")),
+        stub.Complete(ask("x", model="classifier")),
+        stub.Rank(api.RankRequest(query="a", documents=["b"], options=EMBEDDER)),
+        stub.Classify(api.ClassifyRequest(inputs=[api.Input(text="a")], options=EMBEDDER)),
+        stub.Embed(embed("a", options=api.EncodeOptions(model="reranker"))),
+    ]
+    for call in calls:
+        with pytest.raises(aio.AioRpcError) as failed:
+            await call
+        assert from_rpc(failed.value).reason == "TASK_UNSUPPORTED"
+    models = {model.name: model for model in (await stub.ListModels(api.ListModelsRequest())).models}
+    embedder = models["tiny-bert"]
+    assert (list(embedder.tasks), embedder.dimensions, list(embedder.prompts)) == (["embed"], 32, ["query"])
+    assert list(models["reranker"].tasks) == ["rank"]
+    assert list(models["classifier"].tasks) == ["classify"]
+    assert list(models["classifier"].labels) == ["LABEL_0", "LABEL_1", "LABEL_2"]
+
+
+@torch.inference_mode()
+def scores(folder: Path, *texts: tuple[str, str | None]) -> torch.Tensor:
+    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(folder).eval(), make_tokenizer()
+    rows = []
+    for text in texts:
+        each = tokenizer.encode(text[0], text[1])
+        segments = torch.tensor([each.type_ids])
+        rows.append(model(input_ids=torch.tensor([each.ids]), token_type_ids=segments).logits[0])
+    return torch.stack(rows)
+
+
+async def test_a_reranker_orders_documents(mesh: Mesh, tmp_path: Path) -> None:
+    shares = scores(make_encoder(tmp_path, labels=1), *(("the fox", text) for text in TEXTS)).sigmoid()[:, 0].tolist()
+    best = sorted(range(len(TEXTS)), key=lambda place: -shares[place])
+    async with Client(mesh.gateways[0].address) as weft, httpx.AsyncClient(base_url=mesh.url()) as web:
+        reply = await weft.rank("the fox", TEXTS, model="reranker")
+        assert [each.index for each in reply.results] == best
+        assert [each.score for each in reply.results] == pytest.approx([shares[place] for place in best], abs=1e-5)
+        body = {"model": "reranker", "query": "the fox", "documents": TEXTS, "top_n": 2, "return_documents": True}
+        results = (await web.post("/v1/rerank", json=body)).json()["results"]
+        assert [each["index"] for each in results] == best[:2]
+        assert results[0]["document"] == {"text": TEXTS[best[0]]}
+
+
+async def test_a_classifier_scores_labels(mesh: Mesh, tmp_path: Path) -> None:
+    shares = scores(make_encoder(tmp_path, labels=3), *((text, None) for text in TEXTS)).softmax(1)
+    async with Client(mesh.gateways[0].address) as weft:
+        reply = await weft.classify(TEXTS, model="classifier")
+    for each, expected in zip(reply.results, shares.tolist(), strict=True):
+        found = {label.label: label.score for label in each.labels}
+        assert [found[f"LABEL_{label}"] for label in range(3)] == pytest.approx(expected, abs=1e-5)
+        assert [label.score for label in each.labels] == sorted(found.values(), reverse=True)
+
+
+async def test_openais_client_embeds(mesh: Mesh, folder: Path) -> None:
+    own = reference(folder, *TEXTS)
+    async with openai.AsyncOpenAI(base_url=f"{mesh.url()}/v1", api_key="none", max_retries=0) as ai:
+        create: Any = ai.embeddings.create
+        for form in ("float", "base64"):
+            reply = await create(model="tiny-bert", input=list(TEXTS), encoding_format=form)
+            found = [each.embedding for each in reply.data]
+            if form == "base64":
+                found = [np.frombuffer(base64.b64decode(each), "<f4") for each in found]
+            np.testing.assert_allclose(np.array(found), own, atol=2e-5)
+            assert reply.usage.total_tokens == sum(len(make_tokenizer().encode(text).ids) for text in TEXTS)
+        reply = await create(model="tiny-bert", input=make_tokenizer().encode(TEXTS[0]).ids)
+        np.testing.assert_allclose(np.array([reply.data[0].embedding]), own[:1], atol=2e-5)
+        wrong: list[tuple[dict[str, Any], str]] = [
+            ({"dimensions": 9}, "dimensions"),
+            ({"user": "me"}, "user"),
+            ({"input": ["a", ""]}, "input[1].text"),
+            ({"input": [[2, "x"]]}, "input[0]"),
+        ]
+        for fields, param in wrong:
+            with pytest.raises(openai.BadRequestError) as refused:
+                await create(**{"model": "tiny-bert", "input": "a", **fields})
+            assert refused.value.param == param
+
+
+async def test_the_command_embeds(mesh: Mesh, folder: Path) -> None:
+    command = [sys.executable, "-c", "from weft.main import main; main()", "embed", *TEXTS[:2], "--model", "tiny-bert"]
+    process = await asyncio.create_subprocess_exec(
+        *command, "--address", mesh.gateways[0].address, stdout=asyncio.subprocess.PIPE
+    )
+    written, _ = await process.communicate()
+    lines = [json.loads(line) for line in written.splitlines()]
+    np.testing.assert_allclose(np.array(lines), reference(folder, *TEXTS[:2]), atol=2e-5)
+
+
+async def test_a_deadline_ends_a_request(stub: Stub) -> None:
+    with pytest.raises(aio.AioRpcError) as failed:
+        await stub.Embed(embed(*[[2, 5, 3]] * 500), timeout=0.001)
+    assert failed.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+async def test_a_killed_worker_loses_no_text(mesh: Mesh, stub: Stub) -> None:
+    calls = [stub.Embed(embed(*[[2, 5 + place % 40, 6 + part, 3] for part in range(40)])) for place in range(60)]
+    await asyncio.sleep(0)  # The requests are on their way.
+    await calls[0]
+    mesh.workers[0].kill()
+    replies = await asyncio.gather(*calls)
+    assert all(len(reply.embeddings) == 40 for reply in replies)
+    mesh.workers[0].start()
+    await mesh.workers[0].ready()

@@ -1,0 +1,144 @@
+"""A mesh that guesses tokens gives the answers that it gives without guesses: through the public door."""
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from grpc import StatusCode, aio
+
+from protos import inference_pb2 as api
+from tests.mesh.harness import Answer, Mesh, Stub, ask, generate
+from tests.ports import free_port
+from tests.redis_server import RedisServer
+from tests.telemetry.scraping import scrape
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+SPECULATES = {"WEFT_SPECULATE": "ngram", "WEFT_SPECULATE_DEPTH": "4", "WEFT_DETERMINISTIC": "true"}
+LOOP = "the cat and the dog and the cat and the dog and the cat and the"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def mesh(tmp_path_factory: pytest.TempPathFactory, model: Path) -> AsyncIterator[Mesh]:
+    folder = tmp_path_factory.mktemp("speculation")
+    with RedisServer(folder / "redis") as redis:
+        made = Mesh(folder, model, workers=2, redis_url=redis.url, worker_env=SPECULATES)
+        for worker in made.workers:
+            worker.env["WEFT_METRICS_PORT"] = str(free_port())
+        async with made:
+            yield made
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stub(mesh: Mesh) -> Stub:
+    return mesh.stub()
+
+
+def request(number: int, speculation: int | None, **sampling: Any) -> api.GenerateRequest:
+    fields = {"max_tokens": 48, "temperature": 0.7 * (number % 2), "seed": number, "ignore_eos": True, **sampling}
+    made = ask(f"{LOOP} {'dog' if number % 3 else 'cat'}", **fields)
+    made.cache = api.CACHE_POLICY_BYPASS
+    if speculation is not None:
+        made.speculation = speculation
+    return made
+
+
+async def pair(stub: Stub, number: int, n: int = 1, **sampling: Any) -> tuple[Answer, Answer]:
+    """The answers without and with guesses."""
+    requests = [request(number, speculation, **sampling) for speculation in (0, None)]
+    for each in requests:
+        each.n = n
+    plain, guessed = await asyncio.gather(*(generate(stub, each) for each in requests))
+    return plain, guessed
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "penalties": {"repetition_penalty": 1.2, "frequency_penalty": 0.4, "presence_penalty": 0.2},
+    "logprobs": {"logprobs": 2},
+    "n": {"n": 3},
+    "stop strings": {"stop": ["g and the c", "zebra"]},
+    "min_tokens": {"min_tokens": 20, "stop": ["and"]},
+    "bias": {"logit_bias": {20: 2.0}},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+async def test_answers_are_equal_with_and_without_guesses(case: str, stub: Stub) -> None:
+    for number in range(4):
+        plain, guessed = await pair(stub, number, **CASES[case])
+        assert guessed.tokens == plain.tokens
+        assert guessed.texts == plain.texts
+        assert (guessed.finish, guessed.stop, guessed.logprobs) == (plain.finish, plain.stop, plain.logprobs)
+        assert (plain.receipt.drafted_tokens, plain.receipt.accepted_tokens) == (0, 0)
+
+
+async def test_receipt_and_metrics_count_guesses(mesh: Mesh, stub: Stub) -> None:
+    answers = [await generate(stub, request(0, None)) for _ in range(3)]
+    receipts = [answer.receipt for answer in answers]
+    assert all(0 < receipt.accepted_tokens <= receipt.drafted_tokens for receipt in receipts)
+    scraped = [await scrape(worker) for worker in mesh.workers]
+    name = receipts[0].model
+    drafted = sum(each.value("vllm:spec_decode_num_draft_tokens_total", model_name=name) for each in scraped)
+    accepted = sum(each.value("vllm:spec_decode_num_accepted_tokens_total", model_name=name) for each in scraped)
+    assert drafted >= sum(receipt.drafted_tokens for receipt in receipts)
+    assert accepted >= sum(receipt.accepted_tokens for receipt in receipts)
+    wasted = sum(each.value("weft_worker_wasted_tokens_total", model=name) for each in scraped)
+    assert wasted == drafted - accepted
+
+
+async def test_a_request_chooses_its_depth(stub: Stub) -> None:
+    one = await generate(stub, request(0, 1))
+    four = await generate(stub, request(0, 8))
+    assert one.ids == four.ids
+    assert one.receipt.drafted_tokens > 0
+    assert one.receipt.accepted_tokens < four.receipt.accepted_tokens
+    with pytest.raises(aio.AioRpcError) as refused:
+        await generate(stub, request(0, 9))
+    assert refused.value.code() is StatusCode.INVALID_ARGUMENT
+    assert "speculation" in (refused.value.details() or "")
+
+
+async def test_results_are_shared_whoever_guessed(stub: Stub) -> None:
+    requests = [request(20, None), request(20, 0)]
+    for each in requests:
+        each.cache = api.CACHE_POLICY_READ_WRITE
+    first = await generate(stub, requests[0])
+    await asyncio.sleep(0.2)  # The gateway stores results in the background.
+    second = await generate(stub, requests[1])
+    assert second.receipt.result_hit
+    assert second.ids == first.ids
+    assert second.receipt.drafted_tokens == 0
+    joint = [request(22, None), request(22, 0)]
+    for each in joint:
+        each.cache = api.CACHE_POLICY_READ_WRITE
+        each.sampling.max_tokens = 200
+    answers = await asyncio.gather(*(generate(stub, each) for each in joint))
+    assert answers[0].ids == answers[1].ids
+    assert any(answer.receipt.joined or answer.receipt.result_hit for answer in answers)
+
+
+async def test_a_worker_killed_amid_guesses_changes_no_token(mesh: Mesh, stub: Stub) -> None:
+    streams = 16
+    calm = await asyncio.gather(*(generate(stub, request(i, 0, max_tokens=96)) for i in range(streams)))
+    seen = [0] * streams
+
+    def follow(number: int) -> "asyncio.Task[Answer]":
+        def on_delta(delta: api.Delta) -> None:
+            seen[number] += len(delta.token_ids)
+
+        return asyncio.create_task(generate(stub, request(number, None, max_tokens=96), on_delta=on_delta))
+
+    tasks = [follow(number) for number in range(streams)]
+    while sum(count >= 8 for count in seen) < streams // 2:
+        assert not all(task.done() for task in tasks)
+        await asyncio.sleep(0.005)
+    mesh.workers[0].kill(signal.SIGKILL)
+    answers = await asyncio.gather(*tasks)
+    assert any(answer.receipt.attempts > 1 for answer in answers)
+    assert [answer.ids for answer in answers] == [answer.ids for answer in calm]
+    assert sum(answer.receipt.accepted_tokens for answer in answers) > 0

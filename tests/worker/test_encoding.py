@@ -1,0 +1,149 @@
+"""The encoding engine on a runner without a model: batches, faults that stay with their text, ends of jobs."""
+
+import math
+import threading
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from services.worker.engine.encoding import EncodingEngine
+from services.worker.job import EncodeTask, Ended, EndReason, Job, SamplingParams, StepOutput
+from services.worker.planner.dynamic_batch import DynamicBatch
+from services.worker.runners.base import TextTokens
+
+POISON, NAN, SLOW = 666, 13, 7
+MOST_TOKENS, MOST_LENGTH = 64, 32
+
+
+class SumRunner:
+    """An `EncoderRunner` whose vectors are the number and the sum of a text's tokens."""
+
+    most_tokens, width = MOST_TOKENS, 2
+
+    def __init__(self) -> None:
+        self.batches: list[int] = []
+        """Tokens of each batch that was computed."""
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def encode(self, batch: Sequence[TextTokens], /) -> npt.NDArray[np.float32]:
+        self.gate.wait(10)
+        tokens = sum(len(text.token_ids) for text in batch)
+        assert tokens <= MOST_TOKENS
+        if any(POISON in text.token_ids for text in batch):
+            raise RuntimeError("poison")
+        self.batches.append(tokens)
+        sums = [math.nan if NAN in text.token_ids else sum(text.token_ids) for text in batch]
+        return np.array([[len(text.token_ids), total] for text, total in zip(batch, sums, strict=True)], np.float32)
+
+
+def engine_of(runner: SumRunner, longest_wait_s: float = 0.0) -> EncodingEngine:
+    batch = DynamicBatch(MOST_TOKENS, 64, longest_wait_s)
+    return EncodingEngine(runner, frozenset({"embed"}), MOST_LENGTH, batch)
+
+
+def job(key: int, *texts: list[int], **settings: float) -> Job:
+    token_ids = [token for text in texts for token in text]
+    task = EncodeTask(tuple(map(len, texts)))
+    return Job(key, token_ids, len(token_ids), SamplingParams(1), encode=task, **settings)  # type: ignore[arg-type]
+
+
+class Ends:
+    """An `EngineEvents` that collects the ends of jobs."""
+
+    def __init__(self, engine: EncodingEngine) -> None:
+        self.by_key: dict[int, Ended] = {}
+        self._engine = engine
+        self._changed = threading.Condition()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=engine.run, args=(self, self._stop))
+
+    def launched(self, predicted_s: float, /) -> None:
+        assert predicted_s >= 0
+
+    def stepped(self, output: StepOutput, /) -> None:
+        with self._changed:
+            self.by_key.update({ended.key: ended for ended in output.ended})
+            self._changed.notify_all()
+
+    def __enter__(self) -> "Ends":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._engine.wake()
+        self._thread.join(10)
+
+    def wait(self, count: int) -> dict[int, Ended]:
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.by_key) >= count, 10)
+        return self.by_key
+
+
+def values(ended: Ended) -> list[list[float]]:
+    assert ended.vectors is not None, ended
+    numbers: list[list[float]] = np.frombuffer(ended.vectors.data, "<f4").reshape(-1, ended.vectors.width).tolist()
+    return numbers
+
+
+def test_two_hundred_texts_are_batched_without_padding() -> None:
+    runner = SumRunner()
+    engine, lengths = engine_of(runner), [1 + index * 7 % MOST_LENGTH for index in range(200)]
+    for key, length in enumerate(lengths):
+        engine.submit(job(key, [2] * length))
+    with Ends(engine) as ends:
+        ended = ends.wait(200)
+    assert [values(ended[key]) for key in range(200)] == [[[length, 2 * length]] for length in lengths]
+    assert sum(runner.batches) == sum(lengths)  # Not one row more than there are tokens.
+    assert len(runner.batches) <= 1.2 * sum(lengths) / MOST_TOKENS
+    assert engine.stats().steps == len(runner.batches)
+
+
+def test_a_poisoned_text_fails_alone() -> None:
+    runner = SumRunner()
+    engine = engine_of(runner)
+    for key in range(8):
+        engine.submit(job(key, [key, key], [POISON if key == 3 else 1], [5]))
+    engine.submit(job(8, [NAN]))
+    with Ends(engine) as ends:
+        ended = ends.wait(9)
+    failed = {key: end for key, end in ended.items() if end.reason is EndReason.ERROR}
+    assert {key: (end.failed_text, end.error and end.error.reason) for key, end in failed.items()} == {
+        3: (1, "INTERNAL"),
+        8: (0, "NUMERIC"),
+    }
+    assert all(values(ended[key]) == [[2, 2 * key], [1, 1], [1, 5]] for key in range(8) if key != 3)
+
+
+def test_jobs_end_by_cancel_deadline_and_bad_texts() -> None:
+    runner = SumRunner()
+    engine = engine_of(runner)
+    runner.gate.clear()
+    with Ends(engine) as ends:
+        engine.submit(job(1, [1]))
+        while engine.stats().predicted_step_s == 0.0:  # The batch of the first job is computed now.
+            time.sleep(0.001)
+        engine.submit(job(2, [1]))
+        engine.submit(job(3, [1], deadline=time.monotonic() - 1))
+        engine.submit(job(4, [1] * (MOST_LENGTH + 1)))
+        engine.submit(Job(5, [1], 1, SamplingParams(4)))
+        engine.cancel(2)
+        runner.gate.set()
+        ended = ends.wait(5)
+    assert [ended[key].reason.value for key in range(1, 6)] == ["stop", "cancelled", "deadline", "error", "error"]
+    assert runner.batches == [1]  # What has ended is not computed.
+
+
+def test_a_batch_waits_for_texts_that_come_and_no_longer() -> None:
+    runner = SumRunner()
+    engine = engine_of(runner, longest_wait_s=30.0)
+    with Ends(engine) as ends:
+        engine.submit(job(0, [1]))
+        ends.wait(1)  # Nothing else is expected: it did not wait for half a minute.
+        for key in range(1, 30):
+            engine.submit(job(key, [1] * 3))
+        ends.wait(30)
+    assert len(runner.batches) < 15

@@ -1,0 +1,274 @@
+"""Answers with a form, in an engine: what they may be, how they end, and what they cost their neighbours."""
+
+import json
+import re
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+from tokenizers import Tokenizer
+
+from services.forms.form import Form
+from services.worker.engine.generation import GenerationEngine
+from services.worker.job import EndReason, Job
+from services.worker.runners.cpu.runner import CpuRunner, CpuStep
+from services.worker.runners.paced import PacedRunner, PacedTiming
+from services.worker.runners.step import Words
+from services.worker.structured.compiler import GuidanceForms
+from tests.checkpoints import DEMO as LARGER
+from tests.worker.drive import Answer, job, open_engine, run, solo
+
+DEMO = LARGER.with_name("weft-story-2m")
+TEXT = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+PROMPT = TEXT.encode("Once upon a time there was a dog. Here is its record: ").ids
+EOS = 0
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "bb"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+SCHEMA = Form("json_schema", json.dumps(PERSON))
+DATE = Form("regex", r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
+WORDS = Form("choice", json.dumps(["once upon", "the little dog", 'é ünd\n"quoted"']))
+SUMS = Form("grammar", 'root ::= term ("+" term){0,4}\nterm ::= [0-9] [0-9]? | "(" root ")"\n')
+
+
+class Late:
+    """The CPU's runner with two steps in flight: what it launches is collected after the next launch."""
+
+    depth = 2
+
+    def __init__(self, runner: CpuRunner) -> None:
+        self._runner = runner
+        self.in_flight: list[CpuStep] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def launch(self, words: Words) -> CpuStep:
+        assert all(step.sampled is not None for step in self.in_flight), "launched before the step in flight has drawn"
+        self.in_flight.append(self._runner.launch(words))
+        return self.in_flight[-1]
+
+    def draw(self, step: CpuStep, masks: Any) -> None:
+        assert self.in_flight == [step], "drawn before the earlier steps were collected"
+        self._runner.draw(step, masks)
+
+    def collect(self, step: CpuStep) -> Any:
+        assert self.in_flight.pop(0) is step
+        return self._runner.collect(step)
+
+
+@pytest.fixture(scope="module")
+def forms() -> Iterator[GuidanceForms]:
+    made = GuidanceForms((DEMO / "tokenizer.json").read_bytes(), 6144, [EOS])
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=[1, 2], ids=["depth 1", "depth 2"])
+def demo(request: pytest.FixtureRequest, forms: GuidanceForms) -> Callable[..., GenerationEngine]:
+    """A function that opens an engine on the demo model, with one or two steps in flight."""
+
+    def make(**options: Any) -> GenerationEngine:
+        engine = open_engine(DEMO, **{"kv_blocks": 256, "max_batch_size": 16, **options})
+        engine.use_forms(forms)
+        if request.param == 2:
+            assert isinstance(engine.runner, CpuRunner)
+            engine.runner = Late(engine.runner)
+        return engine
+
+    return make
+
+
+def shaped(key: int, form: Form, *, seed: int | None = None, max_tokens: int = 300, **settings: Any) -> Job:
+    """A job whose answer has this form; sampled if it has a seed."""
+    sampling = {"temperature": 0.0 if seed is None else 0.9, "seed": seed or 0, "ignore_eos": False, **settings}
+    return job(key, PROMPT, max_tokens=max_tokens, structured=form, **sampling)
+
+
+def text_of(answer: Answer) -> str:
+    return str(TEXT.decode(answer.tokens, skip_special_tokens=False))
+
+
+def fits(form: Form, text: str) -> bool:
+    if form.field == "json_schema":
+        jsonschema.validate(json.loads(text), json.loads(form.text))
+        return True
+    if form.field == "choice":
+        return text in json.loads(form.text)
+    pattern = form.text if form.field == "regex" else r"[0-9+()]+"
+    return re.fullmatch(pattern, text) is not None
+
+
+@pytest.mark.parametrize("seed", [None, 7], ids=["greedy", "sampled"])
+def test_every_finished_answer_has_its_form_and_free_neighbours_are_as_alone(
+    demo: Callable[..., GenerationEngine], seed: int | None
+) -> None:
+    free = [job(key, PROMPT[:-key], max_tokens=40, temperature=key % 2, seed=key) for key in range(1, 5)]
+    alone = run(demo(), *free)
+    constrained = [shaped(10 + n, form, seed=seed) for n, form in enumerate([SCHEMA, DATE, WORDS, SUMS, SCHEMA])]
+    engine = demo(step_tokens=24)  # Prompts come in chunks.
+    answers = run(engine, *free, *constrained)
+    for one in free:
+        assert answers[one.key].tokens == alone[one.key].tokens
+    for one in constrained:
+        assert one.params.structured is not None
+        if answers[one.key].ended.reason is EndReason.STOP:
+            assert fits(one.params.structured, text_of(answers[one.key]))
+    assert sum(answers[one.key].ended.reason is EndReason.STOP for one in constrained) >= 4
+    assert engine.stats().active_blocks == 0
+
+
+def test_an_answer_ends_where_nothing_can_follow(demo: Callable[..., GenerationEngine]) -> None:
+    answer = solo(demo(), shaped(1, DATE))
+    assert re.fullmatch(DATE.text, text_of(answer))
+    assert (answer.ended.reason, answer.ended.stop_token_id) == (EndReason.STOP, None)
+    assert EOS not in answer.tokens
+
+
+def test_end_and_stop_tokens_end_it_only_where_the_form_is_complete(demo: Callable[..., GenerationEngine]) -> None:
+    engine = demo()
+    letters, digit = Form("regex", "[0-9]{3}[a-z ]*"), TEXT.encode("7", add_special_tokens=False).ids[-1]
+    eager = shaped(1, letters, logit_bias={EOS: 100.0})
+    answer = solo(engine, eager)
+    assert re.fullmatch("[0-9]{3}", text_of(answer)), "the end token was wanted from the first token on"
+    assert answer.ended.stop_token_id == EOS
+    stopped = solo(engine, shaped(2, letters, stop_token_ids=frozenset({digit}), logit_bias={digit: 100.0}))
+    assert text_of(stopped) == "777", "within the form the stop token is an ordinary one; behind it, it ends the answer"
+    assert stopped.ended.stop_token_id == digit
+    held = solo(engine, shaped(3, letters, min_tokens=9, logit_bias={EOS: 100.0}))
+    assert len(held.tokens) == 9
+    ignoring = solo(engine, shaped(4, letters, ignore_eos=True, logit_bias={EOS: 100.0}, max_tokens=20))
+    assert (len(ignoring.tokens), ignoring.ended.reason) == (20, EndReason.LENGTH)
+
+
+def test_penalties_bias_and_cuts_work_behind_the_mask(demo: Callable[..., GenerationEngine]) -> None:
+    settings: list[dict[str, Any]] = [
+        {"repetition_penalty": 1.5}, {"presence_penalty": 2.0, "frequency_penalty": 1.0}, {"top_k": 2}, {"top_p": 0.1},
+        {"min_p": 0.5}, {"logit_bias": {5: 50.0, 77: -100.0}},
+    ]  # fmt: skip
+    jobs = [shaped(key, SCHEMA, seed=key + 1, **each) for key, each in enumerate(settings)]
+    for answer in run(demo(), *jobs).values():
+        if answer.ended.reason is EndReason.STOP:
+            assert fits(SCHEMA, text_of(answer))
+
+
+def test_log_probabilities_are_those_behind_the_mask(demo: Callable[..., GenerationEngine]) -> None:
+    free = job(2, PROMPT, max_tokens=5, logprobs=3)
+    answers = run(demo(), shaped(1, Form("regex", "[ab]{5}"), logprobs=20), free)
+    for logprob, top in zip(answers[1].logprobs, answers[1].tops, strict=True):
+        assert logprob is not None
+        assert top is not None
+        assert 2 <= len(top) < 20, "tokens that the form forbids are not likely"
+        assert sum(2.718281828**value for _, value in top) == pytest.approx(1, abs=1e-3)
+        assert logprob == pytest.approx(top[0][1], abs=1e-5)
+    assert all(top is not None and len(top) == 3 for top in answers[2].tops)
+
+
+def test_an_answer_continues_from_the_tokens_of_an_earlier_attempt(demo: Callable[..., GenerationEngine]) -> None:
+    whole = solo(demo(), shaped(1, SCHEMA, seed=3))
+    for kept in (1, len(whole.tokens) // 2, len(whole.tokens) - 1):
+        part = shaped(2, SCHEMA, seed=3)
+        moved = Job(2, [*PROMPT, *whole.tokens[:kept]], len(PROMPT), part.params)
+        again = solo(demo(), moved)
+        assert again.tokens == whole.tokens[kept:]
+        assert again.ended.reason is whole.ended.reason
+    done = Job(
+        3, [*PROMPT, *TEXT.encode("2020-01-31", add_special_tokens=False).ids], len(PROMPT), shaped(3, DATE).params
+    )
+    ended = solo(demo(), done)
+    assert (ended.tokens, ended.ended.reason) == ([], EndReason.STOP), "the earlier attempt had completed it"
+    other = solo(demo(), Job(4, [*PROMPT, 500], len(PROMPT), shaped(4, DATE).params))
+    assert other.ended.error is not None
+    assert other.ended.error.reason == "INVALID_GRAMMAR"
+
+
+def test_preempted_answers_keep_their_form(demo: Callable[..., GenerationEngine]) -> None:
+    jobs = [shaped(key, SCHEMA, seed=key, max_tokens=130) for key in range(1, 7)]
+    calm, tight = run(demo(), *jobs), demo(kv_blocks=20)
+    answers = run(tight, *jobs)
+    assert tight.stats().preemptions > 0
+    assert [answers[one.key].tokens for one in jobs] == [calm[one.key].tokens for one in jobs]
+
+
+@pytest.mark.parametrize(
+    "form",
+    [Form("regex", "(a"), Form("json_schema", "{"), Form("json_schema", '{"type":"x"}'), Form("grammar", "start: b"),
+     Form("json_schema", json.dumps({"type": "object", "properties": {f"p{n}": {} for n in range(2500)}}))],
+    ids=lambda form: form.field,
+)  # fmt: skip
+def test_a_form_that_cannot_be_compiled_fails_its_job_alone(demo: Callable[..., GenerationEngine], form: Form) -> None:
+    answers = run(demo(), shaped(1, form), job(2, PROMPT, max_tokens=4))
+    error = answers[1].ended.error
+    assert error is not None
+    assert (error.code, error.reason, error.retryable) == ("INVALID_ARGUMENT", "INVALID_GRAMMAR", False)
+    assert not answers[1].tokens
+    assert len(answers[2].tokens) == 4
+
+
+def test_a_form_that_exceeds_a_limit_within_the_answer_fails_its_job_alone(
+    demo: Callable[..., GenerationEngine],
+) -> None:
+    many = {"type": "object", "properties": {f"p{n}": {} for n in range(2500)}}
+    late = {"type": "object", "properties": {"a": {"type": "boolean"}, "b": many}, "required": ["a", "b"]}
+    answers = run(demo(), shaped(1, Form("json_schema", json.dumps(late))), job(2, PROMPT, max_tokens=30))
+    error = answers[1].ended.error
+    assert error is not None
+    assert error.reason == "INVALID_GRAMMAR"
+    assert text_of(answers[1]).startswith("{")
+    assert len(answers[2].tokens) == 30
+
+
+def test_a_job_that_is_cancelled_while_its_form_is_compiled_never_runs(
+    demo: Callable[..., GenerationEngine], forms: GuidanceForms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, may_go, compiled = demo(), threading.Event(), forms._compiled
+
+    def waiting(form: Form) -> Any:
+        assert may_go.wait(60)
+        return compiled(form)
+
+    monkeypatch.setattr(forms, "_compiled", waiting)
+    engine.submit(shaped(1, DATE))
+    engine.cancel(1)
+    engine.step()
+    assert engine.has_work()
+    may_go.set()
+    answer = run(engine)[1]
+    assert (answer.tokens, answer.ended.reason) == ([], EndReason.CANCELLED)
+    assert not engine.has_work()
+
+
+def test_without_forms_such_a_job_is_refused() -> None:
+    engine = open_engine(DEMO, kv_blocks=64)
+    error = solo(engine, shaped(1, DATE)).ended.error
+    assert error is not None
+    assert error.reason == "STRUCTURED_UNSUPPORTED"
+
+
+def test_a_tokenizer_that_cannot_be_used_serves_free_answers() -> None:
+    engine, broken = open_engine(DEMO, kv_blocks=64), GuidanceForms(b"{}", 6144, [EOS])
+    engine.use_forms(broken)
+    answers = run(engine, shaped(1, DATE), job(2, PROMPT, max_tokens=4))
+    assert answers[1].ended.error is not None
+    assert len(answers[2].tokens) == 4
+    broken.close()
+
+
+def test_the_paced_runner_draws_what_the_masks_allow(forms: GuidanceForms) -> None:
+    from tests.worker.test_runner_seam import engine_on
+
+    engine = engine_on(PacedRunner(6144, [EOS], 4, PacedTiming(0.0)))
+    engine.use_forms(forms)
+    dated = shaped(1, DATE, max_tokens=60)
+    answers = run(engine, dated, job(2, PROMPT, max_tokens=20))
+    assert re.fullmatch(DATE.text, text_of(answers[1]))
+    assert len(answers[2].tokens) == 20
