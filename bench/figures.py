@@ -9,7 +9,7 @@ from report.plot import COLOURS, Axis, Line, Point, lines
 _STYLE = """
 svg { background: #fff; font: 12px system-ui, sans-serif; }
 text { fill: #4b5563; } .title { font-size: 14px; fill: #111827; }
-.grid { stroke: #e5e7eb; } polyline { fill: none; stroke-width: 2; stroke-linejoin: round; }
+.grid { stroke: #e5e7eb; } .line { fill: none; stroke-width: 2; stroke-linejoin: round; }
 """
 _WIDTH, _TOP, _HEIGHT, _LEGEND = 560, 26, 240, 24
 _NAMES, _ROW = 262, 17

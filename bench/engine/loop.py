@@ -184,7 +184,7 @@ class _Round:
 def _round(loop: Loop, texts: Sequence[Sequence[int]], prompt: int) -> _Round:
     """Decode SPAN tokens for each text; unless `prompt` is 0, a prompt of that many tokens is always being computed."""
     keys = {loop.submit(len(text) + 1, SPAN, text) for text in texts}
-    told, last = dict.fromkeys(keys, 0), dict[int, float]()
+    tokens_of, last = dict.fromkeys(keys, 0), dict[int, float]()
     done, beside = 0, loop.submit(prompt, 1) if prompt else -1
     seen, began, before, over = _Round([]), 0.0, 0, False
     while not over:
@@ -196,13 +196,13 @@ def _round(loop: Loop, texts: Sequence[Sequence[int]], prompt: int) -> _Round:
                 done, beside = done + 1, loop.submit(prompt, 1)
         for token in output.tokens:
             if token.key in keys:
-                told[token.key] += 1
+                tokens_of[token.key] += 1
                 if began:
                     seen.gaps.append((now - last[token.key]) * 1e3)
                 last[token.key] = now
         under_way = sum(s.computed for s in loop.engine.planner.running if s.job.key == beside)
         seen.computed, seen.seconds = done * prompt + under_way - before, now - began
-        if not began and min(told.values()) >= SETTLED:
+        if not began and min(tokens_of.values()) >= SETTLED:
             began, before = now, done * prompt + under_way
     for sequence in [*loop.engine.planner.running, *loop.engine.planner.waiting]:
         loop.engine.cancel(sequence.job.key)

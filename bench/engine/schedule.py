@@ -35,7 +35,7 @@ KEYS_MS = 131072 / 4.15e9
 ATTENDED = 4 * 32 * 4096
 """Operations of a token of a prompt for each token that it attends to."""
 LARGE, FAST, SLOW = 1024, 450e9, 220e9
-"""From so many rows on, attention of prompts runs at the first of these rates (operations per ms), not the second."""
+"""Attention over prompts runs at FAST operations per ms from LARGE rows on, and at SLOW below that."""
 LIMIT_MS = 40_000.0
 POOL_BLOCKS = 60_000
 
@@ -140,7 +140,7 @@ class Loop:
             if row.samples and sequence in self._seen:
                 self._batch.commit(row, [0])
                 self._tell(sequence, now + 1.2)
-        self._batch.landed(rows)
+        self._batch.landed()
 
     def _tell(self, sequence: Sequence, at_ms: float) -> None:
         before, outcome = self._seen[sequence], self.outcome

@@ -60,8 +60,8 @@ def measured(mode: str, model: str, format: str, cache: Path) -> dict[str, Any]:
     command = [sys.executable, "-m", "bench.engine.start", "--one", mode, "--model", model, "--formats", format]
     environment = os.environ | {"TRITON_CACHE_DIR": str(cache)}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return {"process s": time.monotonic() - began, **told}
+    measures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return {"process s": time.monotonic() - began, **measures}
 
 
 def main() -> None:
@@ -80,12 +80,12 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             for mode in (each for each in MODES if each in given.only):
                 cache = Path(folder) / ("serial" if mode == "serial" else "parallel")
-                told = measured(mode, given.model, format, cache)
-                phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in told["phases s"].items())
+                measures = measured(mode, given.model, format, cache)
+                phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in measures["phases s"].items())
                 print(
-                    f"{given.model} {format} {mode}: engine ready in {told['engine s']:.1f} s ({phases}), process "
-                    f"{told['process s']:.1f} s, {len(told['compiled here'])} kernels compiled here"
-                    + (f": {', '.join(sorted(set(told['compiled here'])))}" if mode != "serial" else ""),
+                    f"{given.model} {format} {mode}: engine ready in {measures['engine s']:.1f} s ({phases}), process "
+                    f"{measures['process s']:.1f} s, {len(measures['compiled here'])} kernels compiled here"
+                    + (f": {', '.join(sorted(set(measures['compiled here'])))}" if mode != "serial" else ""),
                     flush=True,
                 )
 

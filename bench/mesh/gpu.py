@@ -94,7 +94,7 @@ def rows(model: str, format: str) -> Iterator[Row]:
 
 
 async def measure(row: Row, address: str, seed: int, clients: int) -> dict[str, float]:
-    """One row against a running mesh, by so many client processes."""
+    """Measures one row of the table against a running mesh, with `clients` client processes."""
     plan = Plan(
         address=address,
         requests=row.requests,

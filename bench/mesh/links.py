@@ -1,6 +1,7 @@
 """Measures links, gateway, admission and planning, without a model. `make bench-links`.
 
-    python -m bench.mesh.links [link stopped gateway events added added-events admission planning prefix] [--json FILE]
+    python -m bench.mesh.links [link stopped gateway events added added-events admission planning prefix tls]
+        [--json FILE]
 
 The worker is a real process with the paced engine. Wall-clock figures share the machine's cores with whoever makes the
 load; figures per core divide by the processor time of the one process that they are about.
@@ -20,6 +21,7 @@ from grpc import aio
 
 from bench import table
 from bench.mesh import admission, sse
+from bench.mesh.encrypted import encrypted
 from bench.mesh.processes import meanwhile, paced, processor_s, up
 from bench.mesh.run_link import readers
 from bench.table import Figure
@@ -27,6 +29,7 @@ from protos import cache_pb2 as cache
 from protos import cache_pb2_grpc as cache_stubs
 from protos import inference_pb2 as api
 from protos import inference_pb2_grpc as stubs
+from services import rpc
 from services.worker.job import Job, SamplingParams
 from services.worker.planner.block_pool import BlockPool
 from services.worker.planner.planner import Planner
@@ -229,8 +232,13 @@ async def gateway() -> list[Figure]:
 
 
 async def events() -> list[Figure]:
-    """The same over HTTP: server-sent events of OpenAI's API, one token each."""
-    chunks, limit = 0, asyncio.Semaphore(64)
+    """The same over HTTP: server-sent events of OpenAI's API."""
+    one_token = await _events("one token an event", 4.0, "events", ">= 20000")
+    return [one_token, await _events("engine as fast as it goes", 0.0, "tokens", "")]
+
+
+async def _events(name: str, step_ms: float, what: str, goal: str) -> Figure:
+    chunks, limit, requests, tokens = 0, asyncio.Semaphore(64), 128, 1500
 
     def on_chunk(count: int, _: float) -> None:
         nonlocal chunks
@@ -238,15 +246,16 @@ async def events() -> list[Figure]:
 
     async def one(number: int, address: str) -> None:
         async with limit:
-            await sse.stream(address, _completion(number, 16, 1500), on_chunk)
+            await sse.stream(address, _completion(number, 16, tokens), on_chunk)
 
-    async with up(paced(4.0)) as mesh:
+    async with up(paced(step_ms)) as mesh:
         pid = mesh.pid("gateway")
         used, began = processor_s(pid), time.monotonic()
-        await asyncio.gather(*(one(number, mesh.http) for number in range(128)))
+        await asyncio.gather(*(one(number, mesh.http) for number in range(requests)))
         used, seconds = processor_s(pid) - used, time.monotonic() - began
-    note = f"{chunks / seconds:,.0f} events/s on the wall"
-    return [Figure("gateway, one token an event, per core", chunks / used, "events/s", ">= 20000", note)]
+    count = chunks if what == "events" else requests * tokens  # No answer ends early.
+    note = f"{chunks / seconds:,.0f} events/s, {requests * tokens / seconds:,.0f} tokens/s on the wall"
+    return Figure(f"gateway, {name}, per core", count / used, f"{what}/s", goal, note)
 
 
 def _completion(number: int, tokens: int, max_tokens: int) -> dict[str, Any]:
@@ -384,7 +393,7 @@ async def _shared_look_up() -> float:
     """Median seconds of a HasBlocks request for 125 blocks that Redis holds."""
     keys = [random.Random(number).randbytes(32) for number in range(125)]
     blocks = cache.BlockList(keys=b"".join(keys), layout=b"bench")
-    async with up(paced(1.0)) as mesh, aio.insecure_channel(mesh.cache) as channel:
+    async with up(paced(1.0)) as mesh, rpc.link_channel(mesh.cache, "cache") as channel:
         stub: Any = cache_stubs.CacheStub(channel)
         call = stub.PutBlocks()
         await call.write(cache.PutBlocksRequest(blocks=blocks))
@@ -428,6 +437,7 @@ PARTS: dict[str, table.Part] = {
     "admission": ("Admission by the scheduler", admit),
     "planning": ("Planning of steps", planning),
     "prefix": ("Prefix look-up", prefix),
+    "tls": ("Mutual TLS between services, on and off in turns", encrypted),
 }
 
 

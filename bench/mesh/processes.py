@@ -4,12 +4,14 @@ import asyncio
 import contextlib
 import os
 import tempfile
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from services.security import identity as identities
 from weft.launch import demo_model, plan
+from weft.launch.admin import secret_file
 from weft.launch.supervisor import Supervisor
 
 _START_S = 120.0
@@ -49,23 +51,43 @@ async def meanwhile(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 
 
 @contextlib.asynccontextmanager
-async def up(settings: Mapping[str, str], *, gateways: int = 1, workers: int = 1, model: str = "") -> AsyncIterator[Up]:
-    """Run a mesh with these environment variables; the default model is the demo model. Raises GaveUp."""
+async def up(
+    settings: Mapping[str, str], *, gateways: int = 1, workers: int = 1, model: str = "", tls: bool = False
+) -> AsyncIterator[Up]:
+    """Run a mesh with these environment variables; the default model is the demo model. Raises GaveUp.
+
+    `tls`: the services authenticate one another and encrypt their links, as `weft serve` does by default.
+    Each gateway is one process unless WEFT_GATEWAY_PROCESSES is among the settings.
+    """
     with tempfile.TemporaryDirectory(prefix="weft-bench-") as home:
         spec = plan.MeshSpec(
             models=[model or str(demo_model.model_folder())],
             home=Path(home),
             workers=workers,
             free_ports=True,
-            settings={"WEFT_LOG_LEVEL": "warning", **settings},
+            plain=not tls,
+            settings={"WEFT_LOG_LEVEL": "warning", plan.PROCESSES_SETTING: "1", **settings},
         )
         async with plan.planned(spec) as planned, _running(planned, gateways, workers, Path(home)) as running:
-            yield running
+            with _gateway_of(Path(home)) if tls else contextlib.nullcontext():
+                yield running
+
+
+@contextlib.contextmanager
+def _gateway_of(home: Path) -> Iterator[None]:
+    """Connect to the inner ports of the mesh in this folder as a gateway does."""
+    before = identities.current()
+    environment = {"WEFT_MESH_SECRET_FILE": str(secret_file(home))}
+    identities.assume(identities.load("gateway", identities.named(environment)))
+    try:
+        yield
+    finally:
+        identities.assume(before)
 
 
 @contextlib.asynccontextmanager
 async def _running(mesh: plan.MeshPlan, gateways: int, workers: int, logs: Path) -> AsyncIterator[Up]:
-    """The planned mesh, with so many gateways, when all of them serve all workers."""
+    """Starts the planned mesh with `gateways` gateways, and yields once each of them serves all workers."""
     first = mesh.specs[-1]
     addresses = [mesh.address, *(f"{plan.HOST}:{mesh.ports.free(plan.HOST)}" for _ in range(gateways - 1))]
     more = [

@@ -51,7 +51,7 @@ class Reader:
 
     async def read(self, address: str) -> None:
         """Read until cancelled."""
-        async with rpc.link_channel(address) as channel:
+        async with rpc.link_channel(address, "worker") as channel:
             stub: Any = stubs.WorkerStub(channel)
             call = stub.Run(aiter(self._outbox))
             async for message in call:

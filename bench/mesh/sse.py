@@ -28,11 +28,12 @@ class _Reader(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Counts the chunks that have begun in these bytes."""
-        count = (self._rest + data).count(_MARK)
-        self._rest = data[-len(_MARK) + 1 :]
+        seen = self._rest + data
+        count = seen.count(_MARK)
+        self._rest = seen[-len(_MARK) + 1 :]  # A mark or the end may be split.
         if count:
             self._on_chunk(count, time.monotonic())
-        if data.endswith(_END):
+        if seen.endswith(_END):
             self._transport.close()
             self.done.set_result(None)
 
@@ -45,7 +46,8 @@ class _Reader(asyncio.Protocol):
 async def stream(address: str, body: dict[str, Any], on_chunk: Callable[[int, float], None]) -> None:
     """Streams one completion from host:port to its end."""
     data = json.dumps({**body, "stream": True}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: {address}\r\ncontent-length: {len(data)}\r\n\r\n".encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: {address}\r\ncontent-type: application/json\r\n".encode()
+    head += f"content-length: {len(data)}\r\n\r\n".encode()
     host, _, port = address.rpartition(":")
     loop = asyncio.get_running_loop()
     _, reader = await loop.create_connection(lambda: _Reader(head + data, on_chunk), host, int(port))

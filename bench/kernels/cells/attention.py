@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from bench.kernels.cells import Row, Shape
 from bench.kernels.timing import DTYPE, copies, rand, timed
 from kernels import attention, kv_pages
+from kernels.operands import Scores
 
 
 class Pages:
@@ -74,7 +75,7 @@ def decode_seconds(pages: Pages, tokens: int = 1, config: attention.Config | Non
     plan = pages.plan([tokens] * len(pages.contexts), tokens, config)
     q = rand(tokens * len(pages.contexts), shape.heads, shape.dim)
     out = torch.empty(q.shape[0], shape.heads * shape.dim, dtype=DTYPE, device="cuda")
-    return timed([partial(attention.attention, q, p, plan, shape.dim**-0.5, out=out) for p in pages.pools])
+    return timed([partial(attention.attention, q, p, plan, Scores(shape.dim**-0.5), out=out) for p in pages.pools])
 
 
 def decode_row(
@@ -108,7 +109,7 @@ def prefill_seconds(
     tokens = sum(lengths)
     q = rand(tokens, shape.heads, shape.dim)
     out = torch.empty(tokens, shape.heads * shape.dim, dtype=DTYPE, device="cuda")
-    return timed([partial(attention.attention, q, p, plan, shape.dim**-0.5, out=out) for p in pages.pools[:4]])
+    return timed([partial(attention.attention, q, p, plan, Scores(shape.dim**-0.5), out=out) for p in pages.pools[:4]])
 
 
 def sdpa_seconds(shape: Shape, tokens: int, backend: SDPBackend) -> float:

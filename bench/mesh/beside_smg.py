@@ -1,0 +1,210 @@
+"""Server-sent events of Weft's gateway beside those of smg, in front of the same paced worker in one run.
+
+    python -m bench.mesh.beside_smg --smg PATH [--streams 64] [--tokens 1000] [--rounds 3] [--json FILE]
+
+`make bench-smg` installs smg in an environment of its own. Rounds alternate between both gateways; the best round of
+each counts. Figures per core divide by the processor time of the gateway's process, all threads included.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import random
+import socket
+import sys
+import time
+import urllib.request
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from bench import table
+from bench.mesh import sse
+from bench.mesh.processes import paced, processor_s, up
+from bench.table import Figure
+from weft.load.distribution import Distribution
+
+_START_S = 60.0
+_ADDED_STEP_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """A gateway."""
+
+    name: str
+    address: str
+    """host:port of its HTTP server."""
+    pid: int
+
+
+@dataclass(slots=True)
+class Round:
+    """What one round of streams has shown."""
+
+    events: int = 0
+    seconds: float = 0.0
+    processor_s: float = 0.0
+    firsts: Distribution = field(default_factory=Distribution)
+    """Milliseconds to the first event."""
+    ages: Distribution = field(default_factory=Distribution)
+    """Milliseconds from the end of a step to the event of its token."""
+
+    @property
+    def per_core(self) -> float:
+        """Events per second of processor time."""
+        return self.events / max(self.processor_s, 1e-3)
+
+
+@contextlib.asynccontextmanager
+async def smg(program: str, worker: str) -> AsyncIterator[Door]:
+    """smg in front of a worker, once it serves the model."""
+    port, metrics_port = _free_ports()
+    command = [program, "launch", "--host", "127.0.0.1", "--port", str(port), "--log-level", "error"]
+    command += ["--worker-urls", f"grpc://{worker}", "--prometheus-port", str(metrics_port)]
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + _START_S
+        while not await asyncio.to_thread(_models, f"http://127.0.0.1:{port}/v1/models"):
+            assert process.returncode is None, "smg has ended"
+            assert time.monotonic() < deadline, "smg serves no model"
+            await asyncio.sleep(0.2)
+        yield Door("smg", f"127.0.0.1:{port}", process.pid)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+def _free_ports() -> tuple[int, int]:
+    """Two ports that are free now."""
+    with socket.socket() as one, socket.socket() as other:
+        for each in (one, other):
+            each.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1]), int(other.getsockname()[1])
+
+
+def _models(url: str) -> list[Any]:
+    """The models that an HTTP server lists; none while it does not answer."""
+    try:
+        with urllib.request.urlopen(url, timeout=5) as response:
+            return list(json.load(response)["data"])
+    except (OSError, ValueError, KeyError):
+        return []
+
+
+def _body(number: int, model: str, tokens: int) -> dict[str, Any]:
+    """The same request for both gateways; its prompt is text, because smg takes no token ids."""
+    words = random.Random(number).choices(("fox", "owl", "mill", "wood", "king", "river"), k=16)
+    return {"model": model, "prompt": " ".join(words), "max_tokens": tokens, "ignore_eos": True}
+
+
+async def throughput(door: Door, model: str, streams: int, tokens: int) -> Round:
+    """Sends 2 * `streams` requests, at most `streams` at a time, and counts their events and processor time."""
+    round_, limit = Round(), asyncio.Semaphore(streams)
+
+    def on_chunk(count: int, _: float) -> None:
+        round_.events += count
+
+    async def one(number: int) -> None:
+        async with limit:
+            await sse.stream(door.address, _body(number, model, tokens), on_chunk)
+
+    used, began = processor_s(door.pid), time.monotonic()
+    await asyncio.gather(*(one(number) for number in range(2 * streams)))
+    round_.processor_s, round_.seconds = processor_s(door.pid) - used, time.monotonic() - began
+    return round_
+
+
+async def latency(door: Door, model: str, batch: int, requests: int) -> Round:
+    """Streams of 64 tokens that arrive as a Poisson process at 70% of the worker's slots."""
+    round_, tokens = Round(), 64
+    rate = 0.7 * batch / (tokens * _ADDED_STEP_S)
+    chance, due = random.Random(7), time.monotonic()
+
+    async def one(number: int) -> None:
+        began, first = time.monotonic(), True
+
+        def on_chunk(count: int, now: float) -> None:
+            nonlocal first
+            if first:
+                round_.firsts.add((now - began) * 1e3)
+                first = False
+            for _ in range(count):
+                round_.ages.add(now % _ADDED_STEP_S * 1e3)
+
+        await sse.stream(door.address, _body(number, model, tokens), on_chunk)
+
+    async with asyncio.TaskGroup() as tasks:
+        for number in range(requests):
+            await asyncio.sleep(max(0.0, due - time.monotonic()))
+            tasks.create_task(one(number))
+            due += chance.expovariate(rate)
+    return round_
+
+
+async def measure(program: str, streams: int, tokens: int, requests: int, rounds: int) -> list[Figure]:
+    """The figures of both gateways, each beside the other's."""
+    best: dict[str, Round] = {}
+    async with up(paced(4.0, batch=streams)) as mesh, smg(program, mesh.worker) as other:
+        model = (await asyncio.to_thread(_models, f"http://{other.address}/v1/models"))[0]["id"]
+        doors = Door("Weft", mesh.http, mesh.pid("gateway")), other
+        for turn in range(rounds):
+            for door in doors if turn % 2 == 0 else doors[::-1]:
+                found = await throughput(door, model, streams, tokens)
+                if door.name not in best or found.per_core > best[door.name].per_core:
+                    best[door.name] = found
+    late: dict[str, Round] = {}
+    async with up(paced(_ADDED_STEP_S * 1e3, batch=streams)) as mesh, smg(program, mesh.worker) as other:
+        for door in (Door("Weft", mesh.http, mesh.pid("gateway")), other):
+            late[door.name] = await latency(door, model, streams, requests)
+    return [*_rates(best), *_latencies(late)]
+
+
+def _rates(best: dict[str, Round]) -> list[Figure]:
+    figures = [
+        Figure(
+            f"{name}: events per second of its processor time",
+            round_.per_core,
+            "events/s",
+            note=f"{round_.events / round_.seconds:,.0f} events/s on the wall, {round_.events:,} events",
+        )
+        for name, round_ in best.items()
+    ]
+    ratio = best["Weft"].per_core / best["smg"].per_core
+    return [*figures, Figure("Weft over smg", ratio, "times", ">= 1")]
+
+
+def _latencies(late: dict[str, Round]) -> list[Figure]:
+    figures = []
+    for name, round_ in late.items():
+        for what, values in (("first event", round_.firsts), ("added to an event", round_.ages)):
+            note = f"p99 {values.percentile(99):.2f} ms"
+            figures.append(Figure(f"{name}: {what}, p50", values.percentile(50), "ms", note=note))
+    return figures
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description="Server-sent events beside smg's, before the same worker.")
+    parser.add_argument("--smg", required=True, help="the program smg")
+    parser.add_argument("--streams", type=int, default=64, help="streams at a time")
+    parser.add_argument("--tokens", type=int, default=1000, help="tokens of each stream")
+    parser.add_argument("--requests", type=int, default=300, help="requests of the measurement of latencies")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of each gateway")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    asked = parser.parse_args()
+    out = Console(width=150 if not sys.stdout.isatty() else None)
+    table.show_machine(out)
+    figures = asyncio.run(measure(asked.smg, asked.streams, asked.tokens, asked.requests, asked.rounds))
+    table.show("Server-sent events beside smg, before the same paced worker", figures, out)
+    if asked.json:
+        table.save(asked.json, figures)
+
+
+if __name__ == "__main__":
+    main()

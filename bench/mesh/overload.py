@@ -1,0 +1,194 @@
+"""Ten times the load that a worker can take: goodput, refusals, and how soon new requests are served afterwards.
+
+    python -m bench.mesh.overload [--seconds 60] [--times 10] [--engines paced torch] [--batch 64]
+                                  [--out overload.html]
+
+For each engine: the peak is measured with as many requests at once as the batch holds. Then, once with deadlines of
+30 s and once with three times an answer's duration, an open loop sends `--times` as many requests as the peak for
+`--seconds`, and after it half of the peak for 10 s with the same deadlines. Goodput counts answers that ended before
+their deadline from the third second of the burst to its end; an answer that comes too late is no answer. Refusals
+include requests that waited and were dropped. The last two columns are those of the requests after the burst: the share
+that was answered, and the longest time to the first token.
+"""
+
+import argparse
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from bench.mesh import processes
+from report import html, machine, plot
+from report.console import console
+from report.plot import Axis, Line
+from services.host import available_cores
+from weft.load import metrics
+from weft.load.plan import Plan
+from weft.load.run import Run, run
+from weft.load.tally import SECOND
+
+INPUT, OUTPUT, STEP_MS = 16, 50, 20.0
+PEAK_S, AFTER_S, SKIPPED_S = 10.0, 10.0, 3
+LONG_S, SHORT_TIMES = 30.0, 3.0
+COLUMNS = (
+    "engine", "deadline", "peak/s", "goodput/s", "of peak", "refused", "p50 ms", "p99 ms", "late", "other failures",
+    "after: served", "first token",
+)  # fmt: skip
+GOALS = {"of peak": "0.95 (30 s), 0.90", "p99 ms": "10", "first token": "3 s"}
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One burst and the requests after it."""
+
+    engine: str
+    deadline_s: float
+    peak: float
+    seconds: float
+    burst: Run
+    after: Run
+
+    @property
+    def goodput(self) -> float:
+        """Answers a second in time, without the first seconds of the burst."""
+        place = SECOND.index("answered")
+        counted = range(min(SKIPPED_S, int(self.seconds) - 1), int(self.seconds))
+        return sum(self.burst.tally.seconds.get(second, [0] * len(SECOND))[place] for second in counted) / len(counted)
+
+    def cells(self) -> list[str]:
+        """The cells of the table."""
+        tally, after = self.burst.tally, self.after.tally
+        late = sum(n for name, n in tally.errors.items() if name.startswith("DEADLINE_EXCEEDED")) - self.unmeetable
+        refused = tally.refusals.count
+        first = after.latencies["ttft"]
+        return [
+            self.engine, f"{self.deadline_s:.1f} s", f"{self.peak:.1f}", f"{self.goodput:.1f}",
+            f"{self.goodput / self.peak:.2f}", str(refused), f"{tally.refusals.percentile(50):.1f}" if refused else "",
+            f"{tally.refusals.percentile(99):.1f}" if refused else "", str(late),
+            str(tally.failed - refused - late), f"{after.completed / max(1, after.completed + after.failed):.2f}",
+            f"{first.greatest / 1e3:.2f} s" if first.count else "",
+        ]  # fmt: skip
+
+    @property
+    def unmeetable(self) -> int:
+        """Requests that were refused because their deadline could not be met."""
+        return self.burst.tally.errors["DEADLINE_EXCEEDED/DEADLINE_UNMEETABLE"]
+
+    def chart(self) -> str:
+        """Requests of the burst and after it by second: sent, answered."""
+        sums: dict[int, list[int]] = {}
+        for tally in (self.burst.tally, self.after.tally):
+            for second, counts in tally.seconds.items():
+                line = sums.setdefault(second, [0] * len(SECOND))
+                for place, count in enumerate(counts):
+                    line[place] += count
+        series = [
+            Line(name, [(float(second), float(counts[SECOND.index(name)])) for second, counts in sorted(sums.items())])
+            for name in ("started", "ended", "answered")
+        ]
+        title = f"{self.engine}, deadlines of {self.deadline_s:.1f} s"
+        return html.card(title, plot.lines(series, Axis("seconds"), Axis("requests in each second")), wide=True)
+
+    def to_json(self) -> dict[str, Any]:
+        """All figures."""
+        return {
+            "engine": self.engine, "deadline_s": self.deadline_s, "peak": self.peak, "goodput": self.goodput,
+            "burst": metrics.figures(self.burst.tally), "errors": dict(self.burst.tally.errors),
+            "after": metrics.figures(self.after.tally), "errors_after": dict(self.after.tally.errors),
+        }  # fmt: skip
+
+
+def plan(address: str, arguments: argparse.Namespace, **changes: Any) -> Plan:
+    """A load of answers of 50 tokens."""
+    values: dict[str, Any] = {
+        "input_tokens": INPUT, "output_tokens": OUTPUT, "cache": "bypass", "processes": arguments.clients,
+        "connections": 8, "warmup": 0, "constant": True, "seed": time.time_ns() % (1 << 31), **changes,
+    }  # fmt: skip
+    return Plan(address, **values)
+
+
+async def peak(address: str, arguments: argparse.Namespace) -> tuple[float, float]:
+    """Answers a second with a full batch, and the duration of one in seconds."""
+    load = plan(address, arguments, concurrency=arguments.batch, requests=1 << 20, duration_s=PEAK_S, warmup=8)
+    done = await run(load)
+    figures = metrics.figures(done.tally)
+    return float(figures["request_throughput"]), float(figures["median_e2el_ms"]) / 1e3
+
+
+async def overloaded(
+    engine: str, up: processes.Up, deadline_s: float, most: float, arguments: argparse.Namespace
+) -> Result:
+    """The burst, and the requests after it, which are prepared before it."""
+    address, rate = up.gateways[0], arguments.times * most
+    burst = plan(
+        address, arguments, rate=rate, requests=int(rate * arguments.seconds), concurrency=None, deadline_s=deadline_s
+    )
+    after = plan(
+        address, arguments, rate=most / 2, requests=max(2, int(most / 2 * AFTER_S)), concurrency=None,
+        deadline_s=deadline_s, delay_s=arguments.seconds,
+    )  # fmt: skip
+    results = await asyncio.gather(run(burst), run(after))
+    return Result(engine, deadline_s, most, arguments.seconds, *results)
+
+
+async def measured(engine: str, arguments: argparse.Namespace) -> list[Result]:
+    """Both bursts of one engine, each on the same mesh."""
+    own = {"WEFT_GATEWAY_PROCESSES": "0"}
+    if engine == "paced":
+        settings = {**processes.paced(STEP_MS, batch=arguments.batch), **own}
+    else:
+        settings = {"ENGINE": engine, "MAX_BATCH_SIZE": str(arguments.batch), **own}
+    results = []
+    async with processes.up(settings, model=arguments.model) as up:
+        most, answer_s = await peak(up.gateways[0], arguments)
+        for deadline_s in (LONG_S, SHORT_TIMES * answer_s):
+            results.append(await overloaded(engine, up, deadline_s, most, arguments))
+            show(results[-1:])
+    return results
+
+
+def show(results: Sequence[Result]) -> None:
+    """Prints the table."""
+    table = Table(*COLUMNS, box=box.SIMPLE)
+    for result in results:
+        table.add_row(*result.cells())
+    console().print(table)
+
+
+async def main(arguments: argparse.Namespace) -> None:
+    """Measures, prints the table, and writes the page."""
+    results = [result for engine in arguments.engines for result in await measured(engine, arguments)]
+    console().print("all bursts; goals: " + ", ".join(f"{name} {goal}" for name, goal in GOALS.items()), style="bold")
+    show(results)
+    for result in results:
+        console().print(f"{result.engine} {result.deadline_s:.1f} s: {dict(result.burst.tally.errors)}", markup=False)
+    if arguments.out:
+        table = html.table(list(COLUMNS), [result.cells() for result in results])
+        cards = html.cards([html.card("Overload", table, wide=True), *(result.chart() for result in results)])
+        data = {"machine": machine.describe(), "results": [result.to_json() for result in results]}
+        below = f"{arguments.times:g} times the peak for {arguments.seconds:g} s, {json.dumps(machine.describe())}"
+        arguments.out.write_text(html.document("weft bench-overload", below, [cards], data))
+        console().print(f"report: {arguments.out}", markup=False)
+
+
+def parsed() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Overload: goodput, refusals, recovery.")
+    parser.add_argument("--seconds", type=float, default=60, help="seconds of a burst (default 60)")
+    parser.add_argument("--times", type=float, default=10, help="times the peak (default 10)")
+    parser.add_argument("--engines", nargs="+", choices=["paced", "torch", "gpu"], default=["paced", "torch"])
+    parser.add_argument("--model", default="", help="folder, hub id or random:NAME (default: the demo model)")
+    parser.add_argument("--batch", type=int, default=64, help="requests at once (default 64)")
+    parser.add_argument("--clients", type=int, default=max(1, available_cores() // 4), help="client processes")
+    parser.add_argument("--out", type=Path, default=None, help="write a page with plots over time")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(parsed()))
