@@ -1,4 +1,4 @@
-"""Distributes tests over processes: the tests of a file stay in one process, and the longest files start first."""
+"""Distributes tests over processes, the longest files first, and prints each failure that a repetition did not confirm."""
 
 import pytest
 
@@ -27,6 +27,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
     items.sort(key=_place)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Prints whole why a test failed before it was repeated: such a failure is a fault to find, here or in a library."""
+    unconfirmed = terminalreporter.getreports("rerun")
+    if unconfirmed:
+        terminalreporter.section(f"{len(unconfirmed)} failures before a repetition")
+    for report in unconfirmed:
+        terminalreporter.section(report.nodeid, sep="_")
+        terminalreporter.line(report.longreprtext)
 
 
 def _place(item: pytest.Item) -> int:
