@@ -1,4 +1,4 @@
-"""Distributes tests over processes, the longest files first, and prints each failure that a repetition did not confirm."""
+"""Distributes tests over processes, the longest files first. Prints each failure that a repetition did not confirm."""
 
 import pytest
 
@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Prints whole why a test failed before it was repeated: such a failure is a fault to find, here or in a library."""
+    """Prints whole why a test failed before it was repeated: such a failure is a fault to find, too."""
     unconfirmed = terminalreporter.getreports("rerun")
     if unconfirmed:
         terminalreporter.section(f"{len(unconfirmed)} failures before a repetition")
