@@ -23,10 +23,9 @@ class Backend:
     scheduler: SchedulerLink
     workers: WorkerLinks
     results: ResultCache
+    vectors: VectorCache
     metrics: GatewayMetrics
     view: MeshView
     encoder: Encoder
-    vectors: VectorCache = field(default_factory=lambda: VectorCache("", 0.0))
-    """Vectors of texts; without a cache service it has none."""
     forms: FormChecks = field(default_factory=FormChecks)
     """Checks the forms that answers are to have."""

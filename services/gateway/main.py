@@ -17,6 +17,7 @@ from services.gateway.access.bearer_tokens import BearerTokens, TokenKeysError
 from services.gateway.access.tenants import TenantsFileError
 from services.gateway.access.usage import UsageTable
 from services.gateway.backend import Backend
+from services.gateway.links.cache_link import CacheLink
 from services.gateway.links.catalog import Catalog
 from services.gateway.links.local_placement import LocalPlacement
 from services.gateway.links.mesh_view import MeshView
@@ -76,8 +77,7 @@ class _Links:
         self.gateway_id = f"gateway-{secrets.token_hex(8)}"
         self.catalog = catalog
         self.workers = WorkerLinks(self.gateway_id, settings.mesh_id, settings.gateway_connect_s)
-        self.results = ResultCache(settings.cache_address, settings.gateway_cache_budget_s, settings.mesh_id)
-        self.vectors = VectorCache(settings.cache_address, settings.gateway_cache_budget_s, settings.mesh_id)
+        self.cache = CacheLink(settings.cache_address, settings.gateway_cache_budget_s, settings.mesh_id)
         self.local = LocalPlacement(self.workers)
         self.scheduler = SchedulerLink(
             settings.scheduler_address,
@@ -93,11 +93,10 @@ class _Links:
 
     def backend(self, settings: GatewaySettings, encoder: Encoder) -> Backend:
         """What every request uses."""
-        view = MeshView(settings.scheduler_address, self.gateway_id, settings.mesh_id, lambda: self.results.state)
+        view = MeshView(settings.scheduler_address, self.gateway_id, settings.mesh_id, lambda: self.cache.state)
         metrics = GatewayMetrics()
-        return Backend(
-            settings, self.catalog, self.scheduler, self.workers, self.results, metrics, view, encoder, self.vectors
-        )
+        results, vectors = ResultCache(self.cache), VectorCache(self.cache)
+        return Backend(settings, self.catalog, self.scheduler, self.workers, results, vectors, metrics, view, encoder)
 
     def work(self) -> list[Coroutine[Any, Any, None]]:
         """What runs as long as the gateway."""
@@ -120,8 +119,7 @@ class _Links:
         """Closes all links."""
         await self.catalog.close()
         await self.workers.close()
-        await self.results.close()
-        await self.vectors.close()
+        await self.cache.close()
 
     def _on_models(self, models: mesh_pb2.ModelList) -> None:
         self.catalog.update(models)

@@ -21,10 +21,12 @@ from services.gateway.answers import serve
 from services.gateway.answers.call import Call
 from services.gateway.answers.serve import AnswerService
 from services.gateway.backend import Backend
+from services.gateway.links.cache_link import CacheLink
 from services.gateway.links.catalog import Catalog
 from services.gateway.links.mesh_view import MeshView
 from services.gateway.links.result_cache import ResultCache
 from services.gateway.links.scheduler_link import SchedulerLink
+from services.gateway.links.vector_cache import VectorCache
 from services.gateway.links.worker_links import WorkerLinks
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.settings import GatewaySettings
@@ -54,9 +56,10 @@ async def backend(mesh: FakeMesh) -> AsyncIterator[Backend]:
         scheduler = SchedulerLink(settings.scheduler_address, "a gateway", 2.0, catalog.update, workers.lose_worker)
         running = asyncio.create_task(scheduler.run())
         try:
-            results, metrics = ResultCache("", 1.0), GatewayMetrics()
-            view = MeshView(settings.scheduler_address, "a gateway", "", lambda: results.state)
-            yield Backend(settings, catalog, scheduler, workers, results, metrics, view, encoder)
+            cache, metrics = CacheLink("", 1.0), GatewayMetrics()
+            view = MeshView(settings.scheduler_address, "a gateway", "", lambda: cache.state)
+            caches = ResultCache(cache), VectorCache(cache)
+            yield Backend(settings, catalog, scheduler, workers, *caches, metrics, view, encoder)
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)

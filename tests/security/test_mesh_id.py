@@ -18,6 +18,7 @@ from protos import mesh_pb2 as mesh
 from protos import mesh_pb2_grpc as mesh_grpc
 from services import rpc
 from services.gateway.links import scheduler_link
+from services.gateway.links.cache_link import CacheLink
 from services.gateway.links.result_cache import ResultCache
 from services.gateway.links.scheduler_link import SchedulerLink
 from services.gateway.links.worker_links import WorkerLinks
@@ -169,10 +170,11 @@ async def test_a_cache_service_answers_its_own_mesh(other: str, found: bool) -> 
     service = _AlwaysHit()  # type: ignore[abstract]
     served = rpc.Service("weft.v1.Cache", cache_grpc.add_CacheServicer_to_server, service)
     server = await rpc.serve("127.0.0.1:0", [served], mesh_id="a")
-    results = ResultCache(f"127.0.0.1:{server.port}", TIMEOUT_S, other)
+    link = CacheLink(f"127.0.0.1:{server.port}", TIMEOUT_S, other)
+    results = ResultCache(link)
     got = await results.get(_Key(), "00-" + "1" * 32 + "-" + "1" * 16 + "-00")  # type: ignore[arg-type]
     results.put(_Key(), cache.CachedResult())  # type: ignore[arg-type]
-    await results.close()
+    await link.close()
     await server.stop(0)
     assert (got is not None, service.stored) == (found, int(found))
 

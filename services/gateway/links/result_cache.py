@@ -1,27 +1,15 @@
-"""The gateway's client of the result cache: keys, look-ups within a time budget, stores in the background.
+"""The gateway's client of the result cache: keys of answers, and their stored form."""
 
-Every failure is a miss. Knows nothing of where results are kept.
-"""
-
-import asyncio
 from dataclasses import dataclass
 from functools import cached_property
 
-import structlog
-from grpc import ChannelConnectivity, aio
-
 from protos import cache_pb2, mesh_pb2
-from protos import cache_pb2_grpc as cache_grpc
 from protos import inference_pb2 as api
-from services import hashing, rpc
+from services import hashing
+from services.gateway.links.cache_link import CacheLink
 from services.gateway.text.journal import Detail, Ending, Journal, packed
-from services.security import mesh_id as mesh_ids
 
-log = structlog.get_logger("results")
-
-_STORE_S = 1.0
-"""Deadline of one store."""
-_MAX_STORES = 256
+_MOST_STORES = 256
 """Stores in flight; further results are dropped."""
 
 
@@ -78,67 +66,27 @@ def deterministic(sampling: api.Sampling) -> bool:
 
 
 class ResultCache:
-    """The client of the cache service; without an address every look-up is a miss."""
+    """Looks answers up and stores them. Every failure is a miss."""
 
-    def __init__(self, address: str, budget_s: float, mesh_id: str = "") -> None:
-        self._metadata = mesh_ids.metadata(mesh_id)
-        self._channel = rpc.link_channel(address, "cache") if address else None
-        self._cache = cache_grpc.CacheStub(self._channel) if self._channel else None
-        self._budget_s = budget_s
-        self._stores: set[asyncio.Task[None]] = set()
+    def __init__(self, link: CacheLink) -> None:
+        self._link = link
 
     @property
     def enabled(self) -> bool:
         """A cache service is configured."""
-        return self._cache is not None
-
-    @property
-    def state(self) -> "api.CacheState.ValueType":
-        """The state of the connection to the cache service."""
-        if self._channel is None:
-            return api.CACHE_STATE_NONE
-        # A channel that was never used is idle: this connects it, and a later call reports the outcome.
-        state = self._channel.get_state(try_to_connect=True)
-        if state in (ChannelConnectivity.IDLE, ChannelConnectivity.CONNECTING):
-            return api.CACHE_STATE_UNSPECIFIED
-        return api.CACHE_STATE_CONNECTED if state is ChannelConnectivity.READY else api.CACHE_STATE_DISCONNECTED
+        return self._link.enabled
 
     async def get(self, key: ResultKey, traceparent: str) -> cache_pb2.CachedResult | None:
-        """The result, or None after at most `budget_s` seconds."""
-        if self._cache is None:
-            return None
-        try:
-            reply = await self._cache.GetResult(
-                cache_pb2.GetResultRequest(key=key.digest),
-                timeout=self._budget_s,
-                metadata=(("traceparent", traceparent), *self._metadata),
-            )
-        except aio.AioRpcError as error:
-            log.debug("look-up failed", code=error.code().name)
-            return None
-        return reply.result if reply.HasField("result") else None
+        """The result, or None after at most the link's budget."""
+        request = cache_pb2.GetResultRequest(key=key.digest)
+        reply = await self._link.look_up(lambda stub: stub.GetResult, request, traceparent)
+        return reply.result if reply is not None and reply.HasField("result") else None
 
     def put(self, key: ResultKey, result: cache_pb2.CachedResult) -> None:
-        """Stores a result in the background; drops it if too many stores are in flight or there is no cache service."""
-        if self._cache is None:
-            return
-        if len(self._stores) < _MAX_STORES:
-            task = asyncio.create_task(self._store(self._cache, key.digest, result))
-            self._stores.add(task)
-            task.add_done_callback(self._stores.discard)
-
-    async def close(self) -> None:
-        """Waits for the stores in flight, at most one deadline."""
-        await asyncio.gather(*self._stores, return_exceptions=True)
-        if self._channel is not None:
-            await self._channel.close()
-
-    async def _store(self, cache: "cache_grpc.CacheAsyncStub", key: bytes, result: cache_pb2.CachedResult) -> None:
-        try:
-            request = cache_pb2.PutResultRequest(key=key, result=result)
-            await cache.PutResult(request, timeout=_STORE_S, metadata=self._metadata)
-        except aio.AioRpcError as error:
-            log.debug("not stored", code=error.code().name)
+        """Stores a result in the background; drops it if too many stores are in flight."""
+        if self._link.enabled:
+            request = cache_pb2.PutResultRequest(key=key.digest, result=result)
+            self._link.store(lambda stub: stub.PutResult, request, _MOST_STORES)
 
 
 def to_result(journal: Journal, ending: Ending) -> cache_pb2.CachedResult:
