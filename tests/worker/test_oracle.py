@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from services.worker.engine.generation import GenerationEngine
 from services.worker.job import Job
 from tests.checkpoints import SHAPES, VOCAB
+from tests.oracle import greedy
 from tests.worker.conftest import EngineMaker
 from tests.worker.drive import Answer, job, prompt_of, run
 
@@ -34,20 +35,9 @@ def oracle(shape: str, checkpoint: Callable[[str], Path]) -> Oracle:
     )
     answers, margins = [], []
     for prompt in PROMPTS:
-        made = model.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            max_new_tokens=TOKENS,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-            return_dict_in_generate=True,
-            output_logits=True,
-        )
-        best = torch.stack(made.logits)[:, 0].topk(2).values
-        margins.append(best[:, 0] - best[:, 1])
-        logprobs = torch.log_softmax(torch.stack(made.logits)[:, 0], -1).max(-1).values
-        answers.append((made.sequences[0, len(prompt) :].tolist(), logprobs.tolist()))
+        made = greedy(model, prompt, TOKENS)
+        margins.append(made.margins)
+        answers.append((made.tokens, made.logprobs))
     assert float(torch.cat(margins).median()) > 0.1, "the best tokens are too close to compare"
     return answers
 

@@ -17,6 +17,7 @@ from services.gateway.answers.attempt import Answer
 from services.gateway.answers.continuation import Continuation
 from services.gateway.answers.job_messages import JobMessages
 from services.gateway.answers.receipt import Phase
+from services.gateway.answers.together import run_together
 from services.gateway.backend import Backend
 from services.gateway.links.result_cache import ResultKey, deterministic
 from services.gateway.text.conversation import calls_once, tools_of
@@ -167,13 +168,7 @@ class Generation:
         if len(self.continuations) == 1:
             await self._run_one(self.continuations[0])
             return
-        tasks = [asyncio.create_task(self._run_one(continuation)) for continuation in self.continuations]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        await run_together(self._run_one(continuation) for continuation in self.continuations)
 
     async def _run_one(self, continuation: Continuation) -> None:
         try:

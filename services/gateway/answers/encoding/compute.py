@@ -1,6 +1,5 @@
 """Vectors of texts: from the cache, from a request that computes them now, or by own jobs. Knows no protocol."""
 
-import asyncio
 from collections.abc import Iterator, Sequence
 
 from protos import inference_pb2 as api
@@ -8,6 +7,7 @@ from services import hashing, telemetry
 from services.gateway.answers.encoding.flights import Flight, Flights, landed
 from services.gateway.answers.encoding.job import EncodeJob, EncodeRequestParts
 from services.gateway.answers.encoding.record import EncodeRecord
+from services.gateway.answers.together import run_together
 from services.gateway.backend import Backend
 from services.gateway.text.inputs import InputTokens
 from services.gateway.text.journal import packed
@@ -81,20 +81,15 @@ class Vectors:
     async def _run_jobs(
         self, keys: Sequence[bytes], texts: Sequence[tuple[InputTokens, str]], flight: Flight | None
     ) -> None:
-        tasks = []
+        running = []
         for part in _jobs([len(text.token_ids) for text, _ in texts]):
             chosen = texts[part]
             self._jobs += 1
             job = EncodeJob(
                 self._backend, self._parts, self._jobs, [text for text, _ in chosen], [name for _, name in chosen]
             )
-            tasks.append(asyncio.create_task(self._run(job, keys[part], flight)))
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            running.append(self._run(job, keys[part], flight))
+        await run_together(running)
 
     async def _run(self, job: EncodeJob, keys: Sequence[bytes], flight: Flight | None) -> None:
         try:
