@@ -1,7 +1,7 @@
 """Writes a compressed model as a Hugging Face folder, layer by layer, so that an interrupted run can resume.
 
-Work lies in OUT.partial: each finished layer is a shard already, `recipe.json` says whose work it is, and the state
-that the next piece needs lies beside it. The folder gets its own name when it is whole.
+Work lies in OUT.partial: each finished layer is a shard already, `recipe.json` names the recipe that made it,
+and the state that the next piece needs lies beside it. The folder gets its own name when it is whole.
 """
 
 import json

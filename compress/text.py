@@ -41,7 +41,7 @@ def read(path: Path) -> list[str]:
 def windows(texts: list[str], model: Path, length: int, count: int | None = None) -> Tensor:
     """Token ids int64 [W, T], T = length: the texts in a row, cut, each window begun as the model begins a text.
 
-    `count` takes so many of them, evenly spread. Raises CompressError where there is too little text.
+    count: how many of them are taken, evenly spread; None: all. Raises CompressError where there is too little text.
     """
     if not (model / "tokenizer.json").is_file():
         raise CompressError(f"{model} has no tokenizer.json")

@@ -23,7 +23,7 @@ from triton.runtime.jit import JITFunction
 _UNFILLED = (torch.empty, torch.empty_like, Tensor.new_empty)
 _NUMBER = struct.Struct("=I")
 _MOST_JOBS = 1 << 14
-"""Numbers of so many jobs fit into a pipe that nobody reads yet."""
+"""Jobs whose numbers fit into a pipe before it is read."""
 _DONE, _FAILED = b"+", b"-"
 
 Job = Callable[[], object]

@@ -51,7 +51,7 @@ def queries(count: int = TEXTS) -> list[list[int]]:
 
 
 def make_model(folder: Path) -> Any:
-    """Write a checkpoint of MiniLM's shape, with the demo model's tokenizer, which nobody uses here."""
+    """Write a checkpoint of MiniLM's shape, with the demo model's tokenizer; the requests carry token ids."""
     torch.manual_seed(0)
     make: Any = BertModel
     model = make(BertConfig(**_SHAPE), add_pooling_layer=False).eval()

@@ -17,7 +17,7 @@ TILE = 16
 
 
 def most_tiles(tokens: int, slots: int) -> int:
-    """W: tiles that so many tokens may take, of so many adapters."""
+    """W: most tiles that `tokens` tokens of `slots` adapters take."""
     return -(-tokens // TILE) + min(tokens, slots)
 
 

@@ -40,7 +40,7 @@ EXACT = Tile(16, 32, 32, 2, 4)
 
 
 def tile_for(entries: int, experts: int, dtype: torch.dtype, invariant: bool) -> Tile:
-    """The tile for so many entries; an invariant one does not depend on their number."""
+    """The tile for `entries` entries; an invariant one does not depend on their number."""
     if dtype == torch.float32:
         return EXACT
     if invariant:

@@ -1,7 +1,7 @@
 """Checks JSON Web Tokens, which name a tenant instead of an API key. Knows public keys, no tenants and no limits.
 
 A token is accepted if a key of the file signed it with an asymmetric algorithm, and if issuer, audience and times are
-right. It must expire. Whoever has it is the tenant that one of its claims names.
+right. It must expire. One of its claims names the tenant.
 """
 
 import contextlib

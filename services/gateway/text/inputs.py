@@ -24,7 +24,7 @@ class InputTokens:
 
 
 def tokenize_input(tokenizer: Tokenizer, text: InputText, most_tokens: int | None) -> InputTokens:
-    """most_tokens: cut the text, or the longer one of a pair, to so many tokens; None: keep all."""
+    """most_tokens: the length to which the text, or the longer one of a pair, is cut; None: keep all."""
     if most_tokens is None:
         return _tokens(tokenizer.encode(text.text, text.second))
     first = tokenizer.encode(text.text, add_special_tokens=False)

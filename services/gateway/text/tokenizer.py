@@ -123,7 +123,7 @@ class TextModel:
         return [tokenize_input(self._tokenizer, text, most_tokens) for text in texts]
 
     def surely_exceeds(self, characters: int, most_tokens: int) -> bool:
-        """Whether a text of so many characters has more tokens for sure. Takes no time."""
+        """Whether a text of `characters` has more than `most_tokens` tokens for sure. Takes no time."""
         return self._most_characters is not None and characters > most_tokens * self._most_characters
 
     def warm_up(self) -> None:

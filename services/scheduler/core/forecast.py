@@ -27,7 +27,7 @@ class WorkerLoad(NamedTuple):
         return (self.backlog_tokens + self.uncached_tokens) / self.prefill_rate
 
     def answer_s(self, tokens: float) -> float:
-        """Seconds from the job's assignment to this worker to the last of so many tokens."""
+        """Seconds from the job's assignment to this worker to the last of `tokens` tokens."""
         return self.first_token_s() + tokens * self.decode_s
 
 
@@ -56,5 +56,5 @@ def wait_s(workers: Sequence[WorkerLoad], position: QueuePosition) -> float:
 
 
 def answer_s(workers: Sequence[WorkerLoad], tokens: float) -> float:
-    """Seconds from a job's assignment to the last of so many tokens, on the best worker."""
+    """Seconds from a job's assignment to the last of `tokens` tokens, on the best worker."""
     return min((worker.answer_s(tokens) for worker in workers), default=0.0)

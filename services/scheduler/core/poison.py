@@ -19,7 +19,7 @@ REMEMBER_S = 600.0
 """How long a death is held against a fingerprint after the last one."""
 _MOST_RECORDS = 4096
 _MOST_COMPANY = 8
-"""At the death of a worker with at most so many jobs, all of them are suspects."""
+"""Most jobs of a worker that all are suspects at its death."""
 
 
 @dataclass(slots=True)

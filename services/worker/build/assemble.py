@@ -57,7 +57,7 @@ class EngineParts:
     adapters: PreparedPages | None = None
     """The runner's adapters; None: it serves none."""
     guess_limit: Callable[[int], int] | None = None
-    """Most guesses of each row in a step of so many rows; None: any number."""
+    """From the rows of a step to the most guesses of each; None: any number."""
 
 
 def assemble(

@@ -47,7 +47,7 @@ def compile_model(folder: Path, options: EngineOptions, report: Report) -> bool:
 
 
 def compile_recorded(kernels: list[RecordedKernel], count: int, report: Report) -> int:
-    """Compile in so many processes -> how many kernels could not be."""
+    """Compile in `count` processes -> how many kernels could not be."""
     failed = compile_cache.run_jobs(kernels, count, lambda done, total: report({"done": done, "total": total}))
     if failed:
         report({"error": f"{failed} of {len(kernels)} kernels did not compile"})

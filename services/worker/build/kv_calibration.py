@@ -11,14 +11,14 @@ from services.worker.runners.inspection import DecoderRunner
 TOKENS = 256
 """Tokens of the prompt, if the model's context is as long."""
 _HEADROOM = 2
-"""A head can store numbers at least so many times as large as the prompt's largest one."""
+"""The largest number that a head can store is at least this multiple of the prompt's largest one."""
 _SMALLEST = 2.0**-20
 """A head can store numbers of at least this size, even if the prompt stored only zeros."""
 
 
 def measure_kv_scales(runner: DecoderRunner, tokens: int, blocks: int) -> None:
     """Set the scales of each layer of a runner's model, float32 [2, K]: powers of two, so that machines whose last bits
-    differ agree. The runner is unused; its pool is in the model's dtype and has so many blocks for so many tokens.
+    differ agree. The runner is unused; its pool is in the model's dtype and has `blocks` blocks for `tokens` tokens.
 
     Raises CheckpointError where numbers are not finite.
     """

@@ -44,7 +44,7 @@ class ProcessChannel(Channel):
 
 
 def start(number: int, ranks: int) -> Channel:
-    """Start a rank of so many."""
+    """Start rank `number` of `ranks`."""
     own, its = socket.socketpair()
     with its:
         # `-m` alone would import from the current folder.

@@ -22,7 +22,7 @@ class EngineEvents(Protocol):
     """What an engine reports while it runs. Called from its thread."""
 
     def launched(self, predicted_s: float, /) -> None:
-        """A step begins that is predicted to take so many seconds."""
+        """A step begins. predicted_s: how long it is predicted to take, seconds."""
 
     def stepped(self, output: StepOutput, /) -> None:
         """A step is over, or jobs have ended without one."""
@@ -67,7 +67,7 @@ class StepProfiler(Protocol):
     """Observes steps on request."""
 
     def order(self, steps: int) -> "Future[StepObservation] | None":
-        """Observe the next so many steps. None while other steps are being observed; cancel the future to stop."""
+        """Observe the next `steps` steps. None while other steps are being observed; cancel the future to stop."""
 
 
 class Engine(Protocol):

@@ -188,7 +188,7 @@ class Prefixes:
     # ---- one fetch ----
 
     def _budget(self, blocks: int) -> float:
-        """Seconds that computing so many blocks takes, less those that writing them to the pool would take."""
+        """Seconds that computing `blocks` blocks takes, less those that writing them to the pool would take."""
         needed_s = recompute_s(blocks * self._planner.block_size, self._prefill_rate())
         return max(needed_s - (self._writing.predict(blocks * self.block_bytes) or 0.0), 0.0)
 

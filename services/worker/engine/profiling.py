@@ -131,7 +131,7 @@ class Profiler:
         self._began = 0.0
 
     def order(self, steps: int) -> "Future[StepObservation] | None":
-        """Observe the next so many steps. None while other steps are being observed. If the future is cancelled, the
+        """Observe the next `steps` steps. None while other steps are being observed. If the future is cancelled, the
         observation ends at the next step."""
         if self._ordered is not None:
             return None

@@ -12,7 +12,7 @@ class StepTimes:
         self.decode_s, self.prefill_rate = decode_s, prefill_rate
 
     def predict(self, prefill_tokens: int) -> float:
-        """Seconds that a step with so many prompt tokens will take."""
+        """Predicted seconds of a step with `prefill_tokens` prompt tokens."""
         if not self.decode_s:
             return _UNKNOWN_S
         prefill_s = prefill_tokens / self.prefill_rate if self.prefill_rate else _UNKNOWN_S

@@ -53,7 +53,7 @@ class BlockPool:
         return found
 
     def idle(self, blocks: Sequence[int]) -> int:
-        """How many of these matched blocks are cached: sharing them makes so many less available."""
+        """How many of these matched blocks are cached. Sharing one takes it from the available blocks."""
         return sum(block in self._cached for block in blocks)
 
     def share(self, blocks: Sequence[int]) -> None:

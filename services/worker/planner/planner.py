@@ -100,8 +100,8 @@ class Planner:
         self._released: list[int] = []
         self._computing: dict[bytes, Sequence] = {}
         self._begun: list[tuple[Sequence, int]] = []
-        """Sequences whose first so many blocks are still to be entered in `_computing`. Computing their keys can wait
-        until the step is launched."""
+        """Sequences, and how many of their first blocks are still to be entered in `_computing`. Computing their keys
+        can wait until the step is launched."""
 
     def fits(self, sequence: Sequence) -> bool:
         """Whether the sequence can run when it is alone."""
@@ -318,7 +318,7 @@ class Planner:
             plan.rows[place] = Row(sequence, row.start, 1 + len(guesses), 1 + len(guesses), guesses)
 
     def _make_room(self, sequence: Sequence, tokens: int, plan: Plan) -> bool:
-        """Give the sequence blocks for so many tokens, pausing others if need be. False when it was paused itself."""
+        """Give the sequence blocks for `tokens` tokens, pausing others if need be. False when it was paused itself."""
         needed = sequence.blocks_for(tokens) - len(sequence.blocks)
         if needed <= 0:
             return True

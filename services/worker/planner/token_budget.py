@@ -8,20 +8,20 @@ from collections.abc import Sequence
 TILE_ROWS = 64
 """Steps are filled up to a multiple of this: a part of a tile costs as much as a whole one."""
 PROMPTS_PER_ANSWER = 7
-"""At least so many waiting prompts for each answer that has begun are a burst: until the last of them is computed,
+"""Waiting prompts for each answer that has begun from which they are a burst: until the last of them is computed,
 prompts take the whole step."""
 FEW_ANSWERS, FEW_PER_PROMPT = 6, 2
-"""Beside at most so many answers, and so many for each waiting prompt, prompts also take the whole step: few answers
-are delayed, and seldom."""
+"""Most answers, in all and for each waiting prompt, beside which prompts also take the whole step: few answers are
+delayed, and seldom."""
 ANSWERS_PER_PROMPT = 4
-"""At most so many answers for each waiting prompt are a backlog: until its last prompt is computed, steps have at least
-`BACKLOG_TOKENS` tokens."""
+"""Most answers for each waiting prompt that make the prompts a backlog: until its last prompt is computed, steps have
+at least `BACKLOG_TOKENS` tokens."""
 BACKLOG_TOKENS = 2048
 """Larger steps do not make the matrix products faster."""
 TOKENS_PER_ANSWER = 64
-"""A step of a backlog has so many tokens for each answer in it, so that reading the answers' keys is a small part."""
+"""Tokens of a backlog's step for each answer in it, so that reading the answers' keys is a small part."""
 EVEN_CONTEXT = 16384
-"""After so many tokens, a token's attention takes as long as its matrix products (8B shape, one H200)."""
+"""Tokens before a token, from which its attention takes as long as its matrix products (8B shape, one H200)."""
 
 
 class TokenBudget:

@@ -61,6 +61,6 @@ class DecoderRunner(Protocol):
 
 
 def first_blocks(tokens: int, block_size: int) -> tuple[Tensor, Tensor]:
-    """Blocks 1, 2, ... that hold so many tokens, and the slot mapping of these, both int64 on the CPU."""
+    """Blocks 1, 2, ... that hold `tokens` tokens, and the slot mapping of these, both int64 on the CPU."""
     blocks, positions = torch.arange(1, -(-tokens // block_size) + 1), torch.arange(tokens)
     return blocks, blocks[positions // block_size] * block_size + positions % block_size

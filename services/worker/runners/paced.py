@@ -33,7 +33,7 @@ class PacedTiming:
     """Prompt tokens computed per second, on top of the step; 0: any number."""
 
     def end(self, began: float, prefill_tokens: int) -> float:
-        """When a step with so many prompt tokens ends."""
+        """When a step with `prefill_tokens` prompt tokens ends."""
         computed = began + (prefill_tokens / self.prefill_rate if self.prefill_rate else 0.0)
         return (math.floor(computed / self.step_s) + 1) * self.step_s if self.step_s else computed
 

@@ -55,7 +55,7 @@ class Progress:
         return StepCheck("engine", read)
 
     def heartbeat(self, received: int) -> mesh.WorkerHeartbeat:
-        """The heartbeat of a link that has received so many messages."""
+        """The heartbeat of a link. received: how many messages the link has received."""
         stats = self._stats()
         return mesh.WorkerHeartbeat(
             steps=stats.steps,

@@ -24,7 +24,7 @@ _KEPT = 64
 _COMPILERS = 2
 _MASK_THREADS = 4
 _ALONE = 4
-"""Up to so many masks of a step are computed one after another: sharing them among threads takes about as long."""
+"""Most masks of a step that are computed one after another: sharing them among threads takes about as long."""
 _UNUSABLE = "this model's tokenizer does not serve structured answers"
 
 

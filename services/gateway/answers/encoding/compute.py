@@ -113,7 +113,7 @@ class Vectors:
 
 
 def _jobs(tokens: Sequence[int]) -> Iterator[slice]:
-    """Cuts texts with so many tokens into jobs, none of which is empty."""
+    """Cuts texts, given by their numbers of tokens, into jobs, none of which is empty."""
     begin, inside = 0, 0
     for place, count in enumerate(tokens):
         if place > begin and (place - begin == _JOB_TEXTS or inside + count > _JOB_TOKENS):

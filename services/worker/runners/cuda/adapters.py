@@ -42,7 +42,7 @@ class GpuAdapters:
     """`AdapterPages` on a GPU. It also runs on a CPU, for tests of all that is not the device."""
 
     def __init__(self, model: Decoder, slots: int, rank: int, step_tokens: int) -> None:
-        """For adapters of up to this rank, and steps of up to so many tokens."""
+        """rank: the largest rank of an adapter; step_tokens: most tokens of a step."""
         self.slots, self._rank, self._dtype, self._family = slots, rank, model.embedding.dtype, model.family
         self._products = model.adaptable()
         self._device = model.embedding.device
@@ -105,13 +105,13 @@ class GpuAdapters:
         return self._stream is None or bool(self._copied[slot].query())
 
     def step(self, tokens: int) -> TiledAdapters:
-        """The adapters of a step that is padded to so many tokens, as `send` sent them last; before that of none."""
+        """The adapters of a step that is padded to `tokens` tokens, as `send` sent them last; before that of none."""
         words = self._words[: words_of(tokens, self.slots)]
         return TiledAdapters(self.stacks, words[:tokens], words[tiles_at(tokens) :].view(-1, 3))
 
     def send(self, slots: npt.NDArray[np.int64], tokens: int, buffer: int) -> TiledAdapters:
-        """Send where the adapter of each token is (0: it has none), of a step that is padded to so many tokens. buffer:
-        which staging buffer no step in flight is copied from."""
+        """Send where the adapter of each token is (0: it has none), of a step padded to `tokens` tokens. buffer: which
+        staging buffer no step in flight is copied from."""
         words = lay_out(slots, tokens, self.slots)
         self._staged[buffer].numpy()[: len(words)] = words
         self._words[: len(words)].copy_(self._staged[buffer][: len(words)], non_blocking=True)

@@ -29,7 +29,7 @@ from services.worker.runners.step import Rows
 FIRST = 2
 """Tokens of a row in the first pass."""
 ROWS = (1, 2, 4, 8, 16, 32, 64)
-"""Passes of so many rows are captured."""
+"""Rows of the passes that are captured."""
 _CATCH_UP_TOKENS = 320
 Pending = tuple[int, Sequence[int]]
 """The position of the first token that the draft lacks, and the tokens from there to the last known one."""
@@ -152,7 +152,7 @@ class GpuDraftModel:
         self.forward.compute(rows.sizes, sum(lengths))
 
     def _held(self, rows: int) -> int:
-        """The rows of the graph that serves so many; without one, as many."""
+        """The rows of the smallest graph that serves `rows`; without one, `rows`."""
         return min((graph.rows for graph in self._graphs if graph.rows >= rows), default=rows)
 
     def _run(self, rows: int, first: bool) -> None:
@@ -190,7 +190,7 @@ class GpuDraftModel:
         self._plans[:, :rows].copy_(self._staged[:, :rows], non_blocking=True)
 
     def _send(self, slots: list[int], ids: list[list[int]], ends: list[int], rows: int, first: bool) -> None:
-        """Send the words of a pass, padded to so many rows."""
+        """Send the words of a pass, padded to `rows` rows."""
         lengths = [len(tokens) for tokens in ids]
         flat = np.array([token for tokens in ids for token in tokens], np.int32)
         size = rows * FIRST if first else rows

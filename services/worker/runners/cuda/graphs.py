@@ -20,26 +20,26 @@ from services.worker.runners.cuda.ops import TritonOps
 from services.worker.runners.cuda.step_words import Kind, Sizes
 
 GRAPH_ROWS = (1, 2, 4, 8, *range(16, 257, 8))
-"""Steps of so many answers are captured; a step is padded to the next of these sizes."""
+"""Answers of the steps that are captured; a step is padded to the next of these sizes."""
 GRAPH_TOKENS = (*range(64, 385, 64), *range(512, 2049, 128))
-"""Steps with prompts are captured for so many tokens, where launching their kernels one by one may take longer. Not for
+"""Tokens of the steps with prompts that are captured, where launching their kernels one by one may take longer. Not
 448: an 8B step of 448 tokens takes longer than one of 512."""
 RAGGED_ROWS = (8, 64, 256)
 """Most rows of steps with prompts; each size of tokens is captured for each of these."""
 GUESS_ROWS, GUESSES, MOST_GUESS_TOKENS = (1, 2, 4, 8, 16, 32, 64), (1, 2, 4, 8), 320
-"""Steps of so many rows with up to so many guesses each are captured, unless they have more tokens."""
+"""Rows, and guesses of each, of the steps that are captured, and most tokens of such a step."""
 SHORT_CONTEXT_TOKENS = (64, 128)
-"""Steps with prompts of so many tokens are captured once more for the fewest rows, with short prefill attention."""
+"""Tokens of the steps with prompts that are captured once more for the fewest rows, with short prefill attention."""
 EAGER_BYTES = 8e11
 """A step whose tokens times the bytes of a layer's weights exceed this keeps the GPU busy longer than the launches
 take, even while another thread reads a burst of jobs: about 1 ms a layer."""
 FP8_TOKENS, FP8_EAGER, LEAST_FILLED = (1024, 2048), 2, 7 / 8
 """Products in fp8 take half the time, but as many launches, which a busy interpreter delays. So steps of these sizes,
-up to so many times larger than others, are captured too. They serve steps that fill this share of them."""
+up to `FP8_EAGER` times larger than others, are captured too. They serve steps that fill `LEAST_FILLED` of them."""
 
 
 def most_guesses(rows: int, guesses: int) -> int:
-    """How many guesses each of so many rows may have, so that a captured step serves them; `guesses` at most."""
+    """How many guesses each of `rows` rows may have, so that a captured step serves them; `guesses` at most."""
     held = next((held for held in GUESS_ROWS if rows <= held), 0)
     counts = (min(count, guesses) for count in GUESSES)
     return max((count for count in counts if held and held * (count + 1) <= MOST_GUESS_TOKENS), default=0)
@@ -82,7 +82,7 @@ class Graphs:
         return graph if tokens >= LEAST_FILLED * graph.sizes[0] else None
 
     def find_guesses(self, rows: int, guesses: int) -> Graph | None:
-        """The smallest graph that holds a step of rows with up to so many guesses each."""
+        """The smallest graph that holds a step of `rows` rows with up to `guesses` guesses each."""
         graphs = self.captured[Kind.GUESSES]
         fitting = [graph for graph in graphs if rows <= graph.sizes[1] and guesses < graph.longest]
         return min(fitting, key=lambda graph: graph.sizes, default=None)

@@ -15,7 +15,7 @@ from torch import Tensor
 from kernels.block_copy import gather_blocks, pool_addresses, scatter_blocks
 
 PIECE_BLOCKS = 32
-"""Blocks copied at a time: the buffers on the device hold so many."""
+"""Blocks copied at a time: what the buffers on the device hold."""
 _ROUNDS = 3
 
 

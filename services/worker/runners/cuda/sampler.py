@@ -78,7 +78,7 @@ class GpuSampler:
         self._write_edits(slot)
 
     def mark_bad_words(self, slot: int, context: int, last_token: Tensor | None) -> None:
-        """Before a step that draws for this slot the token behind so many: ban what would complete a bad word.
+        """Before a step that draws this slot's token behind `context` tokens: ban what would complete a bad word.
         last_token int64 [1]: the token before it, if the device drew it."""
         bad_words = self._bad_words.get(slot)
         if bad_words is not None:

@@ -112,5 +112,5 @@ def empty_step() -> StepRows:
 
 
 def padding_step(tokens: int) -> StepRows:
-    """A step of one row of so many tokens that belongs to no sequence and writes to padding."""
+    """A step of one row of `tokens` tokens that belongs to no sequence and writes to padding."""
     return StepRows(Rows([-1], [tokens], [0], np.zeros(tokens, np.int32)), [tokens])

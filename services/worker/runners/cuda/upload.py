@@ -21,7 +21,7 @@ ROOM = 1 << 14
 STAGING_BUFFERS = 4
 """Host buffers: one for each step in flight, and for steps whose copies may not be over yet."""
 _CAPTURED_WORDS = 1 << 12
-"""Words copied by the captured graphs, which serve steps with at most so many."""
+"""Words copied by the captured graphs: most words of the steps that they serve."""
 
 
 @dataclass(slots=True)

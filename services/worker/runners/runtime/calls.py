@@ -1,7 +1,7 @@
 """Divides the ragged rows of a step into calls of a runtime, whose rows have equal lengths. Knows lengths, no tensor.
 
 Rows of one token are computed together, padded to the longest past among them; one more call reads all weights once
-more, which costs as much as so many places of padding (`padding_tokens`). Longer rows are computed one by one.
+more, which costs as much as `padding_tokens` places of padding. Longer rows are computed one by one.
 """
 
 from collections.abc import Sequence

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 GRANULE = 64
-"""Places by which buffers grow: a step reads all of them, so one copy in so many steps costs 3% of the reading."""
+"""Places by which buffers grow: a step reads all of them, so one copy in `GRANULE` steps costs 3% of the reading."""
 
 
 @dataclass(frozen=True, slots=True)
