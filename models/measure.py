@@ -65,8 +65,6 @@ def continuation(
     ids = torch.tensor([tokenizer.encode(prompt).ids], device=model.device)
     how = {"do_sample": True, "temperature": temperature, "top_p": 0.95} if temperature else {"do_sample": False}
     model.set_attn_implementation("sdpa")  # reads one token at a time
-    written = model.generate(  # type: ignore[misc]
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, **how
-    )
+    written = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, **how)
     model.set_attn_implementation(WHOLE_WINDOWS)
     return tokenizer.decode(written[0, ids.shape[1] :].tolist())

@@ -30,9 +30,9 @@ def build(shape: Shape, vocab: int, end_id: int) -> LlamaForCausalLM:
         bos_token_id=end_id,
         eos_token_id=end_id,
     )
-    model: LlamaForCausalLM = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
+    model: LlamaForCausalLM = LlamaForCausalLM(config)
     model.set_attn_implementation(WHOLE_WINDOWS)
-    model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
+    model.generation_config = GenerationConfig(
         bos_token_id=end_id, eos_token_id=end_id, do_sample=True, temperature=0.7, top_p=0.95
     )
     return model

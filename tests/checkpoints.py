@@ -152,7 +152,7 @@ def make_checkpoint(folder: Path, shape: Shape | str = "llama", seed: int = 0) -
             **shape.settings,
         }
     )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith("bias"):

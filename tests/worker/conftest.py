@@ -22,8 +22,8 @@ def _one_thread() -> Iterator[None]:
     """One thread for torch: on a busy machine a barrier of two threads waits for the other core."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     yield
     torch.set_num_threads(threads)
 
