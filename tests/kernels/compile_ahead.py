@@ -4,6 +4,7 @@ Run as a program: `python -m tests.kernels.compile_ahead 90`. It prints a line f
 memory.
 """
 
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -583,5 +584,6 @@ def compile_all(capability: int, dtype: torch.dtype) -> list[str]:
 
 
 if __name__ == "__main__":
+    gc.disable()  # A fifth of the time, as compilers make many objects that live on.
     for kind in [getattr(torch, name) for name in sys.argv[2:]] or (torch.bfloat16, torch.float16, torch.float32):
         print(kind, *compile_all(int(sys.argv[1]), kind), sep="\n  ")

@@ -1,5 +1,7 @@
 """What the services import, for the process from which `tests.mesh.forked` forks them."""
 
+import gc
+
 from services.process import choose_polling
 
 choose_polling()  # gRPC reads its experiments when it is imported.
@@ -10,3 +12,5 @@ import services.scheduler.main  # noqa: E402
 import services.worker.build.assemble  # noqa: E402
 import services.worker.build.paced  # noqa: E402
 import services.worker.main  # noqa: E402, F401
+
+gc.freeze()  # No service visits the imported objects when it collects garbage.
