@@ -72,6 +72,8 @@ class Shape:
     family: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Config fields that differ from those of the tiny default model."""
+    damped: float = 1.0
+    """Factor of what layers add to the residual stream: the less it is, the more the last token decides the next."""
     shard_bytes: int | None = None
     """Largest size of a weights file in bytes; None for a single file."""
 
@@ -94,6 +96,7 @@ LONGROPE = {
 }
 SHAPES: Mapping[str, Shape] = {
     "llama": Shape("llama"),
+    "llama-damped": Shape("llama", damped=0.004),
     "llama-tied-sharded": Shape("llama", {"tie_word_embeddings": True, "rope_parameters": YARN}, shard_bytes=150_000),
     "llama-bias-rope": Shape("llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3_ROPE}),
     "mistral-window": Shape("mistral", {"sliding_window": 24, "head_dim": 24}),
@@ -162,6 +165,8 @@ def make_checkpoint(folder: Path, shape: Shape | str = "llama", seed: int = 0) -
                 weight.mul_(3 if name in ("model.norm.weight", "transformer.ln_f.weight") else 1)
             elif any(part in name for part in ("embed_tokens", "lm_head", "wte", "wpe")):
                 weight.normal_(std=0.1)
+            elif name.endswith(("o_proj.weight", "down_proj.weight")):
+                weight.mul_(shape.damped)
     model.save_pretrained(folder, max_shard_size=shape.shard_bytes or "5GB")
     tokenizer, settings = _gpt2_tokenizer() if shape.family == "gpt2" else _llama_tokenizer()
     tokenizer.save(str(folder / "tokenizer.json"))

@@ -8,8 +8,8 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from services.worker.numerics import Numerics
 
-SPECULATE = r"^(ngram|suffix|draft:.+)?$"
-SPECULATORS = "ngram, suffix, draft:MODEL"
+SPECULATE = r"^(ngram|suffix|draft:.+|heads:.+)?$"
+SPECULATORS = "ngram, suffix, draft:MODEL, heads:PATH"
 """The pattern of `speculate`, and its values for people."""
 DEFAULT_SLOTS = 8
 ADAPTER_NAME = r"[A-Za-z0-9._-]{1,64}"
@@ -104,7 +104,8 @@ class EngineOptions(BaseModel):
         pattern=SPECULATE,
         description="Who guesses tokens, which a step then checks several at a time: ngram (what followed the last "
         "tokens before), suffix (also in the tenant's earlier answers), "
-        "draft:MODEL (a small model of the same vocabulary). It changes no token. Empty: nobody.",
+        "draft:MODEL (a small model of the same vocabulary), heads:PATH (heads that `weft compress heads` trained on "
+        "the model's hidden states, on a CPU). It changes no token. Empty: nobody.",
     )
     speculate_depth: int | None = Field(
         None, ge=1, le=8, description="Guesses for each answer and step; absent: chosen by what is measured, down to 0."
@@ -148,6 +149,12 @@ class EngineOptions(BaseModel):
         """The model that guesses; empty: none does."""
         name, _, model = self.speculate.partition(":")
         return model if name == "draft" else ""
+
+    @property
+    def heads(self) -> str:
+        """The folder of draft heads that guess; empty: none do."""
+        name, _, place = self.speculate.partition(":")
+        return place if name == "heads" else ""
 
     @property
     def adapter_room(self) -> int:

@@ -4,6 +4,7 @@ import json
 import random
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from services.worker.speculative.ngram import NgramProposer
 from services.worker.speculative.speculation import Speculation
 from services.worker.speculative.suffix import SuffixProposer
 from tests.checkpoints import VOCAB
+from tests.draft_heads import make_heads
 from tests.worker.conftest import EngineMaker
 from tests.worker.drive import Answer, decoder_of, job, open_engine, prompt_of, run, solo
 from tests.worker.test_overlap import LateRunner
@@ -71,6 +73,41 @@ def guessing(engine: GenerationEngine, proposer: Any, depth: int | None = 4) -> 
     return engine
 
 
+@dataclass(frozen=True)
+class Guesser:
+    """Who guesses in a test: a replay of the plain answers, or draft heads of another tiny model."""
+
+    engine: EngineMaker
+    heads: Path | None = None
+
+    @property
+    def shape(self) -> str:
+        """The model that is served."""
+        return "llama" if self.heads is None else "llama-damped"
+
+    def plain(self, **options: Any) -> GenerationEngine:
+        """An engine that guesses nothing."""
+        return self.engine(self.shape, **STRICT, **options)
+
+    def guessing(
+        self, plain: dict[int, Answer], wrong: int = 7, depth: int | None = 4, **options: Any
+    ) -> GenerationEngine:
+        """An engine that guesses these answers; a replay's every `wrong`-th guess is another token."""
+        if self.heads is None:
+            return guessing(self.plain(**options), Replay(plain, wrong), depth)
+        return self.plain(**options, speculate=f"heads:{self.heads}", speculate_depth=depth)
+
+
+@pytest.fixture(scope="module")
+def heads(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_heads(tmp_path_factory.mktemp("heads") / "heads", checkpoint("llama-damped"))
+
+
+@pytest.fixture(params=["replay", "heads"])
+def guesser(request: pytest.FixtureRequest, engine: EngineMaker, heads: Path) -> Guesser:
+    return Guesser(engine, heads if request.param == "heads" else None)
+
+
 PARAMS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampled": {"temperature": 0.8, "seed": 5},
@@ -84,12 +121,16 @@ PARAMS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("shape", ["llama", "mistral-window", "gpt2"])
-def test_answers_are_those_of_plain_decoding(shape: str, engine: EngineMaker) -> None:
-    jobs = [
+def varied_jobs() -> list[Job]:
+    return [
         job(key, prompt_of(5 + 13 * (key % 4), key), max_tokens=TOKENS, sample_index=key % 3, **params)
         for key, params in enumerate([*PARAMS.values()] * 2)
     ]
+
+
+@pytest.mark.parametrize("shape", ["llama", "mistral-window", "gpt2"])
+def test_answers_are_those_of_plain_decoding(shape: str, engine: EngineMaker) -> None:
+    jobs = varied_jobs()
     plain = run(engine(shape, **STRICT), *jobs)
     replay = Replay(plain)
     made = guessing(engine(shape, **STRICT, step_tokens=64), replay)
@@ -109,12 +150,12 @@ def test_answers_are_those_of_plain_decoding(shape: str, engine: EngineMaker) ->
 
 
 @pytest.mark.parametrize("position", range(8))
-def test_an_end_within_a_guess_ends_the_answer(position: int, engine: EngineMaker) -> None:
+def test_an_end_within_a_guess_ends_the_answer(position: int, guesser: Guesser) -> None:
     free = job(1, prompt_of(9), max_tokens=TOKENS, temperature=1.0, seed=3)
-    plain = solo(engine(**STRICT), free)
+    plain = solo(guesser.plain(), free)
     stop = plain.tokens[position]
     first = plain.tokens.index(stop)
-    made = guessing(engine(**STRICT), Replay({1: plain}, wrong=100))
+    made = guesser.guessing({1: plain}, wrong=100)
     ended = solo(
         made, job(1, prompt_of(9), max_tokens=TOKENS, temperature=1.0, seed=3, stop_token_ids=frozenset({stop}))
     )
@@ -125,44 +166,44 @@ def test_an_end_within_a_guess_ends_the_answer(position: int, engine: EngineMake
     assert short.ended.reason is EndReason.LENGTH
 
 
-def test_guesses_do_not_cross_the_end_of_min_tokens(engine: EngineMaker) -> None:
+def test_guesses_do_not_cross_the_end_of_min_tokens(guesser: Guesser) -> None:
     settings: dict[str, Any] = {"max_tokens": TOKENS, "ignore_eos": False, "temperature": 1.4, "seed": 2}
-    free = solo(engine(**STRICT), job(1, prompt_of(9), **settings))
+    free = solo(guesser.plain(), job(1, prompt_of(9), **settings))
     stops = frozenset(free.tokens[2:9])
     held = {**settings, "min_tokens": 11, "stop_token_ids": stops}
-    plain = solo(engine(**STRICT), job(1, prompt_of(9), **held))
+    plain = solo(guesser.plain(), job(1, prompt_of(9), **held))
     assert len(plain.tokens) >= 11
-    answer = solo(guessing(engine(**STRICT), Replay({1: plain})), job(1, prompt_of(9), **held))
+    answer = solo(guesser.guessing({1: plain}), job(1, prompt_of(9), **held))
     assert answer.tokens == plain.tokens
     assert answer.ended.stop_token_id == plain.ended.stop_token_id
 
 
-def test_preempted_and_chunked_answers_are_equal(engine: EngineMaker) -> None:
+def test_preempted_and_chunked_answers_are_equal(guesser: Guesser) -> None:
     jobs = [job(key, prompt_of(40 + 7 * key), max_tokens=60, temperature=key % 2, seed=key) for key in range(6)]
-    plain = run(engine(**STRICT), *jobs)
-    tight = guessing(engine(**STRICT, kv_blocks=20, max_batch_size=4, step_tokens=24), Replay(plain))
+    plain = run(guesser.plain(), *jobs)
+    tight = guesser.guessing(plain, kv_blocks=20, max_batch_size=4, step_tokens=24)
     answers = run(tight, *jobs)
     assert tight.stats().preemptions > 0
     assert [answers[key].tokens for key in range(6)] == [plain[key].tokens for key in range(6)]
     assert tight.stats().guesses.accepted > 0
 
 
-def test_guesses_neither_pause_others_nor_starve_prompts(engine: EngineMaker) -> None:
+def test_guesses_neither_pause_others_nor_starve_prompts(guesser: Guesser) -> None:
     jobs = [job(key, prompt_of(30, key), max_tokens=33) for key in range(4)]
-    plain = run(engine(**STRICT), *jobs)
-    exact = guessing(engine(**STRICT, kv_blocks=16, max_batch_size=4, step_tokens=8), Replay(plain), 8)
+    plain = run(guesser.plain(), *jobs)
+    exact = guesser.guessing(plain, depth=8, kv_blocks=16, max_batch_size=4, step_tokens=8)
     answers = run(exact, *jobs)
     assert exact.stats().preemptions == 0, "16 blocks are what the answers need at their end"
     assert all(answers[key].tokens == plain[key].tokens for key in range(4))
 
 
-def test_only_kept_tokens_are_found_in_the_prefix_cache(engine: EngineMaker) -> None:
+def test_only_kept_tokens_are_found_in_the_prefix_cache(guesser: Guesser) -> None:
     first = job(1, prompt_of(10), max_tokens=40, temperature=0.9, seed=4)
-    plain = solo(engine(**STRICT), first)
-    made = guessing(engine(**STRICT, block_size=4), Replay({1: plain}, wrong=3), 8)
+    plain = solo(guesser.plain(), first)
+    made = guesser.guessing({1: plain}, wrong=3, depth=8, block_size=4)
     assert solo(made, first).tokens == plain.tokens
     again = job(2, [*prompt_of(10), *plain.tokens, 9], max_tokens=12, temperature=0.9, seed=5)
-    expected = solo(engine(**STRICT), again)
+    expected = solo(guesser.plain(), again)
     made.speculation = None
     answer = solo(made, again)
     assert answer.tokens == expected.tokens
@@ -170,25 +211,25 @@ def test_only_kept_tokens_are_found_in_the_prefix_cache(engine: EngineMaker) -> 
 
 
 @pytest.mark.parametrize("position", [0, 3, 5, 17])
-def test_a_cancelled_answer_leaves_only_its_counted_tokens(position: int, engine: EngineMaker) -> None:
+def test_a_cancelled_answer_leaves_only_its_counted_tokens(position: int, guesser: Guesser) -> None:
     first = job(1, prompt_of(12), max_tokens=60)
-    plain = solo(engine(**STRICT), first)
-    made = guessing(engine(**STRICT, block_size=4), Replay({1: plain}))
+    plain = solo(guesser.plain(), first)
+    made = guesser.guessing({1: plain}, block_size=4)
     partial = run(made, first, steps=9)[1]
     made.cancel(1, position)
     run(made)
     assert partial.tokens == plain.tokens[: len(partial.tokens)]
-    assert len(partial.tokens) > 17
+    assert len(partial.tokens) > 9, "a guess was right"
     made.speculation = None
     again = solo(made, job(2, [*prompt_of(12), *plain.tokens], max_tokens=2))
     assert again.ended.cost.cached_tokens == (12 + position) // 4 * 4
 
 
-def test_a_moved_answer_continues_with_guesses(engine: EngineMaker) -> None:
+def test_a_moved_answer_continues_with_guesses(guesser: Guesser) -> None:
     settings: dict[str, Any] = {"max_tokens": TOKENS, "temperature": 0.9, "seed": 4, "frequency_penalty": 0.8}
-    plain = solo(engine(**STRICT), job(1, prompt_of(20), **settings))
+    plain = solo(guesser.plain(), job(1, prompt_of(20), **settings))
     for kept in (1, 7, 20):
-        made = guessing(engine(**STRICT), Replay({1: plain}))
+        made = guesser.guessing({1: plain})
         rest = solo(made, job(1, prompt_of(20), emitted=plain.tokens[:kept], **settings))
         assert rest.tokens == plain.tokens[kept:]
         assert rest.positions[0] == kept

@@ -81,7 +81,10 @@ KvScales = Annotated[
 ]
 Speculate = Annotated[
     str | None,
-    typer.Option(help="Who guesses tokens that a step then checks: ngram, suffix, draft:MODEL.", show_default="nobody"),
+    typer.Option(
+        help="Who guesses tokens that a step then checks: ngram, suffix, draft:MODEL, heads:PATH.",
+        show_default="nobody",
+    ),
 ]
 TensorParallel = Annotated[
     int | None,

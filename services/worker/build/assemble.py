@@ -15,6 +15,7 @@ from services import host
 from services.worker.build import kernel_cache, kv_calibration, memory
 from services.worker.build.adapters import PreparedPages
 from services.worker.build.draft import draft_options, locate_draft
+from services.worker.build.heads import load_heads, locate_heads
 from services.worker.errors import CheckpointError
 from services.worker.loader import presets
 from services.worker.loader.config import read_config
@@ -26,11 +27,13 @@ from services.worker.loader.quantized import expected_bytes, load_quantized, ran
 from services.worker.loader.tensors import Checkpoint
 from services.worker.models.config import ModelConfig, count_parameters
 from services.worker.models.decoder import Decoder
+from services.worker.models.draft_heads import HeadsConfig
 from services.worker.models.ops import Ops
 from services.worker.options import EngineOptions, MemoryPlan, Progress
 from services.worker.runners.base import Runner
 from services.worker.runners.cpu.adapters import CpuAdapters
 from services.worker.runners.cpu.draft_model import CpuDraftModel
+from services.worker.runners.cpu.heads import CpuHeads
 from services.worker.runners.cpu.ops import InvariantOps, ReferenceOps
 from services.worker.runners.cpu.runner import CpuRunner
 from services.worker.runners.inspection import DecoderRunner
@@ -73,13 +76,14 @@ def assemble(
     config, draft = source.config, None
     if options.draft:
         draft = open_source(locate_draft(options, model_dir, config), draft_options(options))
+    heads = locate_heads(options, config, source.checkpoint) if options.heads else None
     progress("checkpoint", 1, 1)
     if options.tensor_parallel * options.pipeline_parallel > 1:
         from services.worker.build.grid import assemble_grid
 
         return assemble_grid(model_dir, source, options, progress)
     if not options.on_gpu:
-        return _on_cpu(config, source, draft, options, progress)
+        return _on_cpu(config, source, draft, heads, options, progress)
     compiled = kernel_cache.Marker(config, source.quantization, options)
     spare = _free_gpu_bytes() - source.expected_bytes(dtype_of(options), "cuda")
     compiling: contextlib.AbstractContextManager[kernel_cache.Compilation | None] = contextlib.nullcontext()
@@ -158,7 +162,12 @@ def open_source(model_dir: Path, options: EngineOptions) -> WeightSource:
 
 
 def _on_cpu(
-    config: ModelConfig, source: WeightSource, draft: WeightSource | None, options: EngineOptions, progress: Progress
+    config: ModelConfig,
+    source: WeightSource,
+    draft: WeightSource | None,
+    heads: HeadsConfig | None,
+    options: EngineOptions,
+    progress: Progress,
 ) -> EngineParts:
     # Threads share out long sums, and the order of summation depends on their number.
     threads = options.threads or options.numerics.threads
@@ -169,6 +178,11 @@ def _on_cpu(
     if draft is not None:
         weights += draft.expected_bytes(dtype, "cpu")
         block_bytes += bytes_of_block(draft.config, options, stored_dtype(draft.config, draft_options(options)))
+    if heads is not None:
+        weights += count_parameters(heads.layer) * dtype.itemsize
+        block_bytes += (
+            bytes_of_block(heads.layer, options, dtype) + options.block_size * heads.fused_width * dtype.itemsize
+        )
     plan = memory.plan_memory(config, weights, dtype.itemsize, block_bytes, options, host.available_memory())
     ops = InvariantOps() if options.deterministic else ReferenceOps()
     model = source.load(ops, plan.max_seq_length, options, progress)
@@ -182,6 +196,10 @@ def _on_cpu(
         small = draft.load(ops, context, draft_options(options), progress)
         stores = stored_dtype(draft.config, draft_options(options))
         guessing = CpuDraftModel(small, ops, plan.kv_blocks, options.block_size, stores)
+    if heads is not None:
+        context = min(plan.max_seq_length, heads.layer.context_length)
+        beside = load_heads(options, heads, model, dtype, context, progress)
+        guessing = CpuHeads(beside, ops, plan.kv_blocks, options.block_size, dtype)
     adapters = CpuAdapters(model, ops, options.adapter_room) if options.adapter_room else None
     runner = CpuRunner(
         model, ops, plan.kv_blocks, options.block_size, options.max_batch_size, plan.max_seq_length, stored, guessing,

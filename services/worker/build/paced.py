@@ -19,6 +19,8 @@ _KV_ELEMENT_BYTES = 2
 
 def build_paced_engine(folder: Path, options: EngineOptions) -> tuple[GenerationEngine, ModelConfig]:
     """The engine for a model of this shape, and the shape. Raises CheckpointError."""
+    if options.heads:
+        raise CheckpointError("the paced engine pretends a draft model, no heads: set WEFT_SPECULATE=draft:any")
     config = load_config(folder)
     timing = PacedTiming(options.paced_step_ms / 1e3, options.paced_prefill_rate)
     runner = PacedRunner(

@@ -13,13 +13,13 @@ from services.worker.speculative.suffix import SuffixProposer
 def make_speculation(
     options: EngineOptions, draft_context: int, overlaps: bool = False, limit: Callable[[int], int] | None = None
 ) -> Speculation | None:
-    """None: nobody guesses. draft_context: tokens of the context of the runner's draft model, if it has one. overlaps
-    and limit as in `Speculation`."""
+    """None: nobody guesses. draft_context: tokens of the context of the runner's draft model or heads, if any.
+    overlaps and limit as in `Speculation`."""
     if not options.speculate:
         return None
     proposer: Proposer | DraftProgress = NgramProposer()
-    if options.draft:
-        proposer = DraftProgress(options.block_size, draft_context)
+    if options.draft or options.heads:
+        proposer = DraftProgress(options.block_size, draft_context, redo_guesses=bool(options.heads))
     elif options.speculate == "suffix":
         proposer = SuffixProposer()
     return Speculation(proposer, options.speculate_depth, overlaps=overlaps, limit=limit)

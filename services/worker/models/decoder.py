@@ -10,6 +10,7 @@ from kernels.operands import Norm
 from services.worker.models.config import LearnedPositions, ModelConfig
 from services.worker.models.decoder_layer import DecoderLayer
 from services.worker.models.family import Part, PartNames, Split
+from services.worker.models.hidden_states import HiddenStates
 from services.worker.models.layers import Linear, StepTensors, empty_norm
 from services.worker.models.lora import AdaptedProduct, AdaptedProducts
 from services.worker.models.moe import ExpertLinear, SparseMlp
@@ -68,6 +69,8 @@ class Decoder:
         """
         self.config, self.ops, self.family = config, ops, family_of(config.architecture)
         self._adapted = AdaptedProducts()
+        self.hidden: HiddenStates | None = None
+        """Who takes the residual stream before each layer; None: nobody."""
         with torch.device(device):
             self._build(dtype)
             for projection in [] if meta_linears else self.projections():
@@ -130,9 +133,11 @@ class Decoder:
         """
         self._adapted.step = step.adapters
         x = self.embed(step)
-        for layer, pool in zip(self.layers[:-1], pools[:-1], strict=True):
+        for index, (layer, pool) in enumerate(zip(self.layers[:-1], pools[:-1], strict=True)):
+            self._show(index, x, step)
             layer.attention(x, step, pool)
             layer.mlp(x)
+        self._show(len(self.layers) - 1, x, step)
         last = self.layers[-1]
         attended = wanted = last.attention.attend(x, step, pools[-1])
         sampled = step.sampled
@@ -143,9 +148,21 @@ class Decoder:
             last.mlp(x)
         return x if sampled is None else x[sampled], attended
 
+    def _show(self, layer: int, x: Tensor, step: StepTensors) -> None:
+        if self.hidden is not None:
+            self.hidden.take(layer, x, step.slot_mapping)
+
     def logits(self, x: Tensor) -> Tensor:
         """Residual stream [S, hidden] -> logits [S, vocabulary] in the model's dtype."""
-        logits, cap = self.head.norm_matmul(x, self.norm), self.config.logit_soft_cap
+        return self.head_logits(x, self.norm)
+
+    def head_logits(self, x: Tensor, norm: Norm) -> Tensor:
+        """The same behind another norm than the model's own."""
+        return self.capped(self.head.norm_matmul(x, norm))
+
+    def capped(self, logits: Tensor) -> Tensor:
+        """Logits [S, n] with the model's soft cap, in place."""
+        cap = self.config.logit_soft_cap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def adaptable(self) -> list[Projection]:

@@ -32,6 +32,8 @@ class StepTensors:
     """int64 [S]: the tokens that are sampled from, the last of each row that samples; None: all, in order."""
     adapters: StepAdapters | None = None
     """Of the tokens; None: no token has one."""
+    features: Tensor | None = None
+    """[T, hidden]: what draft heads know of the token before each; None: a decoder reads tokens alone."""
 
 
 class Linear:

@@ -33,9 +33,10 @@ class _Progress:
 class DraftProgress:
     """The progress of the draft model in all sequences."""
 
-    def __init__(self, block_size: int, longest: int) -> None:
-        """longest: tokens of the draft model's context."""
-        self._block_size, self._longest = block_size, longest
+    def __init__(self, block_size: int, longest: int, redo_guesses: bool = False) -> None:
+        """longest: tokens of the draft model's context. redo_guesses: right guesses are computed once more, because the
+        hidden states before them are known by then, as those of draft heads are."""
+        self._block_size, self._longest, self._redo_guesses = block_size, longest, redo_guesses
         self._by_key: dict[int, _Progress] = {}
         self._blocks: set[int] = set()
         """Blocks that hold the draft model's keys and values as well."""
@@ -79,7 +80,8 @@ class DraftProgress:
 
     def drawn(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         """So many guesses after the sequence's tokens were right. The last guess is not computed by the draft model."""
-        self._advance(sequence, self._progress(sequence), len(sequence.tokens) + min(accepted, drafted - 1))
+        kept = 0 if self._redo_guesses else min(accepted, drafted - 1)
+        self._advance(sequence, self._progress(sequence), len(sequence.tokens) + kept)
 
     def ended(self, sequence: Sequence) -> None:
         """The sequence's job has ended."""

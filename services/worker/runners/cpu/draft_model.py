@@ -6,12 +6,15 @@ too.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from services.worker.models.decoder import Decoder
+from services.worker.models.layers import StepTensors
 from services.worker.runners.cpu.kv_pool import CpuPool
 from services.worker.runners.cpu.ops import ReferenceOps
 from services.worker.runners.cpu.sampler import Sampler
@@ -42,10 +45,12 @@ class CpuDraftModel:
         contexts = np.array([first + len(ids) for first, ids in pending.values()], np.int64)
         ids = np.concatenate([np.array(ids, np.int64) for _, ids in pending.values()])
         left = np.array([wanted.get(slot, 0) for slot in pending], np.int64)
+        features = self._first_features(contexts, lengths, tables[slots])
         guesses: dict[int, list[int]] = {slot: [] for slot in pending}
         while True:
             drawing = np.flatnonzero(left)
-            drawn = self._draw(ids, lengths, contexts, tables[slots], slots, drawing, sampler)
+            step = self._build(ids, lengths, contexts, tables[slots], drawing, features)
+            drawn, x = self._draw(step, slots[drawing], contexts[drawing], sampler)
             for slot, token in zip(slots[drawing].tolist(), drawn.tolist(), strict=True):
                 guesses[slot].append(token)
             left[drawing] -= 1
@@ -58,16 +63,25 @@ class CpuDraftModel:
                 left[drawing][kept],
                 drawn[kept],
             )
-            lengths = np.ones(len(slots), np.int64)
+            lengths, features = np.ones(len(slots), np.int64), self._next_features(x[kept])
 
-    def _draw(
-        self, ids: Ints, lengths: Ints, contexts: Ints, tables: Ints, slots: Ints, drawing: Ints, sampler: Sampler
-    ) -> Ints:
-        samples = np.zeros(len(slots), np.int64)
+    def _first_features(self, contexts: Ints, lengths: Ints, tables: Ints) -> Tensor | None:
+        """What the model reads beside the pending tokens, in the order of the rows: nothing."""
+
+    def _next_features(self, x: Tensor) -> Tensor | None:
+        """What it reads beside its own guesses, from the residual stream [S, width] that they were drawn from."""
+
+    def _build(
+        self, ids: Ints, lengths: Ints, contexts: Ints, tables: Ints, drawing: Ints, features: Tensor | None
+    ) -> StepTensors:
+        samples = np.zeros(len(lengths), np.int64)
         samples[drawing] = 1
         step = self._steps.build(ids, lengths, contexts, tables, samples)
+        return step if features is None else replace(step, features=features)
+
+    def _draw(self, step: StepTensors, slots: Ints, contexts: Ints, sampler: Sampler) -> tuple[Ints, Tensor]:
+        """-> a guess for each of S slots, and the residual stream [S, width] behind it."""
         x, _ = self.model.forward(step, self.kv.layers)
-        if not len(drawing):
-            return np.zeros(0, np.int64)
-        logits = self.model.logits(x).float()
-        return sampler.guess(logits, slots[drawing], contexts[drawing]).numpy()
+        if not len(slots):
+            return np.zeros(0, np.int64), x
+        return sampler.guess(self.model.logits(x).float(), slots, contexts).numpy(), x

@@ -9,6 +9,7 @@ import torch
 from kernels import kv_pages
 from services.worker.kvcache.pages import make_layers
 from services.worker.models.config import ModelConfig
+from services.worker.runners.cpu.hidden import HiddenPool
 
 
 class CpuPool:
@@ -22,6 +23,8 @@ class CpuPool:
         self.layers = make_layers(config, blocks, block_size, stored, "cpu")
         # The same memory as bytes: [blocks + 1, bytes of one block in one layer].
         self._contents = [kv_pages.bytes_of(layer).numpy() for layer in self.layers]
+        self.hidden: HiddenPool | None = None
+        """The hidden states of the blocks' tokens; None: nobody reads them."""
 
     @property
     def block_bytes(self) -> int:
@@ -48,3 +51,5 @@ class CpuPool:
         received = np.frombuffer(b"".join(payloads), np.uint8).reshape(len(blocks), len(self.layers), -1)
         for layer, contents in enumerate(self._contents):
             contents[blocks] = received[:, layer]
+        if self.hidden is not None:
+            self.hidden.clear(blocks)

@@ -17,6 +17,7 @@ from services.worker.runners.base import NO_SCORES, NOTHING_SAMPLED, Masks, Samp
 from services.worker.runners.cpu.adapters import CpuAdapters
 from services.worker.runners.cpu.draft_model import CpuDraftModel, Pending
 from services.worker.runners.cpu.guesses import sample_along
+from services.worker.runners.cpu.heads import CpuHeads
 from services.worker.runners.cpu.kv_pool import CpuPool
 from services.worker.runners.cpu.ops import ReferenceOps
 from services.worker.runners.cpu.sampler import Sampler
@@ -72,6 +73,8 @@ class CpuRunner:
         self.kv = CpuPool(config, blocks, block_size, stored)
         self.sampler = Sampler(slots, config.vocab_size)
         self._steps, self._draft = StepBuilder(model, ops, block_size), draft
+        if isinstance(draft, CpuHeads):
+            model.hidden = self.kv.hidden = draft.hidden
         self._scores: dict[int, list[int]] = {}
         """The data of SCORE of this step, by slot."""
         self._pending: dict[int, Pending] = {}
