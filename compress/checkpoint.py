@@ -66,7 +66,7 @@ class Workspace:
         """Delete saved state."""
         (self.folder / f"{name}.state").unlink(missing_ok=True)
 
-    def finish(self, config: Mapping[str, Any]) -> None:
+    def finish(self, config: Mapping[str, Any], *, with_tokenizer: bool = True) -> None:
         """Write index, configuration, tokenizer and card, then rename the folder to its final name."""
         assert self.done == self._pieces, f"{self.done} of {self._pieces} shards"
         owners, total = {}, 0
@@ -78,7 +78,7 @@ class Workspace:
         (self.folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
         (self.folder / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n")
         (self.folder / "README.md").write_text(self._card(total))
-        for file in copied(self.base):
+        for file in copied(self.base) if with_tokenizer else ():
             shutil.copy2(file, self.folder)
         for file in (*self.folder.glob("*.state"), self.folder / _RECIPE):
             file.unlink()

@@ -254,6 +254,36 @@ def distill(
         teach(base, student, out, windows, plan, progress, fresh=fresh, **aims)
 
 
+@app.command()
+def heads(
+    base: Base,
+    out: Out,
+    depth: Annotated[int, typer.Option(min=1, max=8, help="Guesses over which the heads are unrolled.")] = 4,
+    neurons: Annotated[int | None, typer.Option(min=1, help="Of the MLP.", show_default="the base's")] = None,
+    vocabulary: Annotated[
+        int | None,
+        typer.Option(
+            min=2, help="An own head for so many frequent tokens.", show_default="the base's head, all tokens"
+        ),
+    ] = None,
+    steps: Steps = 1000,
+    batch: Batch = 8,
+    learning_rate: Rate = 1e-3,
+    text: Text = None,
+    windows: Annotated[int | None, typer.Option(min=1, help="Windows of text.", show_default="all")] = None,
+    length: Length = 256,
+) -> None:
+    """Draft heads: a layer that guesses the base's next tokens from its hidden states (EAGLE-3)."""
+    from compress.heads import HeadsPlan
+    from compress.heads import heads as teach
+    from compress.training import Plan
+
+    with _making(base, out) as progress:
+        plan = Plan(steps, batch, learning_rate, warmup=50)
+        aim = HeadsPlan(depth, neurons, vocabulary)
+        teach(base, out, _windows(base, text, windows, length), aim, plan, progress)
+
+
 @contextlib.contextmanager
 def _making(base: Path, out: Path) -> Iterator[Progress]:
     """Run with progress bars; print the sizes at the end."""

@@ -37,7 +37,7 @@ class Plan:
 
 
 def train(
-    model: PreTrainedModel,
+    model: nn.Module,
     windows_WT: Tensor,
     loss_of: Callable[[Tensor], Tensor],
     plan: Plan,
@@ -49,7 +49,7 @@ def train(
 
     What an earlier run of the same settings kept on the bench is where it goes on.
     """
-    windows_WT = windows_WT.to(model.device)
+    windows_WT = windows_WT.to(next(model.parameters()).device)
     optimizers = optimizers_for(model.named_parameters(), plan.learning_rate, plan.weight_decay)
     begun, losses = _restore(workspace.kept(_STATE), model, optimizers), []
     model.train()

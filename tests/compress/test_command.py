@@ -33,7 +33,7 @@ def test_a_model_is_compressed_and_verified(tmp_path: Path) -> None:
 
 def test_each_method_has_a_help_page() -> None:
     ran = weft("compress", "--help").stdout
-    for method in ("int8", "fp8", "awq", "gptq", "smoothquant", "qat", "prune", "shrink", "distill"):
+    for method in ("int8", "fp8", "awq", "gptq", "smoothquant", "qat", "prune", "shrink", "distill", "heads"):
         assert f" {method} " in ran
 
 

@@ -14,8 +14,8 @@ from kernels import kv_pages
 from services import host
 from services.worker.build import kernel_cache, kv_calibration, memory
 from services.worker.build.adapters import PreparedPages
-from services.worker.build.draft import draft_options, locate_draft
-from services.worker.build.heads import load_heads, locate_heads
+from services.worker.build.drafting.draft import draft_options, locate_draft
+from services.worker.build.drafting.heads import load_heads, locate_heads
 from services.worker.errors import CheckpointError
 from services.worker.loader import presets
 from services.worker.loader.config import read_config

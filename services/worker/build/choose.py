@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from services.worker.build.adapters import AdapterReader, adapter_reader
+from services.worker.build.drafting.speculate import make_speculation
 from services.worker.build.grid_limits import check_grid
-from services.worker.build.speculate import make_speculation
 from services.worker.engine.generation import GenerationEngine
 from services.worker.errors import CheckpointError
 from services.worker.models.config import ModelConfig

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from services.host import available_memory
-from services.worker.build.speculate import make_speculation
+from services.worker.build.drafting.speculate import make_speculation
 from services.worker.engine.generation import GenerationEngine
 from services.worker.engine.step_times import StepTimes
 from services.worker.errors import CheckpointError

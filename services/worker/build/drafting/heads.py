@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from kernels.draft_heads import base_digest
+from services.worker.build.drafting.heads_config import read_heads
 from services.worker.errors import CheckpointError
-from services.worker.loader.heads import read_heads
 from services.worker.loader.plain import load_weights
 from services.worker.loader.tensors import Checkpoint, open_checkpoint
 from services.worker.models.config import ModelConfig

@@ -1,0 +1,1 @@
+"""Who guesses tokens: draft models and heads are found, checked and loaded, and the speculation made."""
