@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 
 from protos import cache_pb2 as cache
 from services import hashing
-from services.cache.frames import Kind
 from services.cache.settings import CacheSettings
 from services.cache.store import Namespace, Store
 from services.errors import invalid
+from services.security.frames import Kind
 
 MESSAGE_BYTES = 1 << 20
 """Most bytes of block contents in one message."""

@@ -10,12 +10,12 @@ from protos import cache_pb2 as cache
 from protos import cache_pb2_grpc
 from protos import inference_pb2 as api
 from services.cache.blocks import BlockService, block_namespace
-from services.cache.frames import Kind
 from services.cache.settings import CacheSettings
 from services.cache.store import Namespace, Store
 from services.errors import invalid
 from services.hashing import KEY_BYTES
 from services.rpc import Service
+from services.security.frames import Kind
 
 NAME = "weft.v1.Cache"
 Context = aio.ServicerContext[Any, Any]

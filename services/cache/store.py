@@ -11,9 +11,10 @@ from typing import Any, Generic, TypeVar
 
 import structlog
 
-from services.cache import frames, lru_scripts
+from services.cache import lru_scripts
 from services.cache.counters import Miss, StoreCounters
 from services.cache.redis_client import RedisClient, RedisUnavailable, Script, Timeouts
+from services.security import frames
 
 log = structlog.get_logger("cache")
 Value = TypeVar("Value")

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+from protos import inference_pb2 as api
 from protos import mesh_pb2 as mesh
 from services.errors import invalid
 from services.hashing import KEY_BYTES
@@ -14,9 +15,11 @@ from services.scheduler.core.messages import (
     EndedJob,
     Failure,
     GatewayMessage,
+    Handoff,
     Joined,
     ModelList,
     Rejected,
+    Role,
     RunningJob,
     SchedulerHello,
     ServedWorker,
@@ -34,6 +37,11 @@ _COUNTERS = (
     "cached_blocks", "active_blocks", "preemptions",
 )  # fmt: skip
 """Fields of a worker's report that are the same in both forms."""
+ROLES = {
+    Role.BOTH: api.WORKER_ROLE_UNSPECIFIED,
+    Role.PREFILL: api.WORKER_ROLE_PREFILL,
+    Role.DECODE: api.WORKER_ROLE_DECODE,
+}
 
 # ---- received ----
 
@@ -79,6 +87,7 @@ def hello_from(hello: mesh.WorkerHello) -> WorkerHello:
         running=tuple(RunningJob(job.job_id, job.attempt) for job in hello.running),
         stored_keys=hello.stored_keys,
         adapters=adapters_from(hello.adapters),
+        role=next((role for role, value in ROLES.items() if value == hello.role), Role.BOTH),
     )
 
 
@@ -117,7 +126,9 @@ def report_from(report: mesh.WorkerReport) -> WorkerReport:
             raise invalid(name, "must be a finite number from 0")
     return WorkerReport(
         **_counters(report),
-        ended=tuple(EndedJob(job.job_id, job.attempt, job.tokens, job.placement) for job in report.ended),
+        ended=tuple(
+            EndedJob(job.job_id, job.attempt, job.tokens, job.placement, job.handed_off) for job in report.ended
+        ),
         stored_keys=report.stored_keys,
         evicted_keys=report.evicted_keys,
         draining=report.draining,
@@ -154,6 +165,8 @@ def to_gateway(message: GatewayMessage, mesh_id: str = "") -> mesh.DispatchRespo
                     matched_blocks=message.matched_blocks,
                     placement=message.placement,
                     probation=message.probation,
+                    handoff=_handoff(message.handoff),
+                    source=message.source,
                 )
             )
         case Joined():
@@ -164,6 +177,7 @@ def to_gateway(message: GatewayMessage, mesh_id: str = "") -> mesh.DispatchRespo
                     worker_id=message.worker_id,
                     address=message.address,
                     leader_job_id=message.leader_job_id,
+                    handoff=_handoff(message.handoff),
                 )
             )
         case Rejected(job_id, attempt, failure):
@@ -185,10 +199,18 @@ def to_gateway(message: GatewayMessage, mesh_id: str = "") -> mesh.DispatchRespo
             return mesh.DispatchResponse(hello=hello)
 
 
+def _handoff(handoff: Handoff | None) -> mesh.Handoff | None:
+    return mesh.Handoff(**handoff._asdict()) if handoff is not None else None
+
+
 def _served_worker(worker: ServedWorker) -> mesh.ServedWorker:
     adapters = [mesh.AdapterState(**each._asdict()) for each in worker.adapters]
     return mesh.ServedWorker(
-        worker_id=worker.worker_id, address=worker.address, credits=worker.credits, adapters=adapters
+        worker_id=worker.worker_id,
+        address=worker.address,
+        credits=worker.credits,
+        adapters=adapters,
+        role=ROLES[worker.role],
     )
 
 

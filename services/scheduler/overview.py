@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from protos import mesh_pb2 as mesh
-from services.scheduler.codec import loading_messages, report_message
+from services.scheduler.codec import ROLES, loading_messages, report_message
 from services.scheduler.core.state import State
 
 
@@ -32,9 +32,10 @@ def overview_of(state: State, gateways: Iterable[mesh.GatewayReport], now: float
                 address=worker.hello.address,
                 model=model.name,
                 credits=worker.hello.credits,
-                jobs=len(worker.jobs),
+                jobs=len(worker.jobs) + len(worker.coming),
                 ready=worker.id in healthy,
                 report=report_message(worker.last_report),
                 detached=worker.detached_at is not None,
+                role=ROLES[worker.hello.role],
             )
     return overview

@@ -21,6 +21,7 @@ MATRIX: Mapping[str, frozenset[str]] = {
     "/weft.v1.Scheduler/Overview": frozenset({"gateway", "admin"}),
     "/weft.v1.Worker/Run": frozenset({"gateway"}),
     "/weft.v1.Worker/FetchBundle": frozenset({"gateway"}),
+    "/weft.v1.Worker/ReadBlocks": frozenset({"worker"}),
     "/weft.v1.Worker/Profile": frozenset({"admin"}),
     "/weft.v1.Worker/Status": frozenset({"admin"}),
     "/weft.v1.Worker/ListAdapters": frozenset({"admin"}),

@@ -118,6 +118,10 @@ class Job:
     """What is added to the model's products; None: the model as it is."""
     encode: EncodeTask | None = None
     """What an encoder computes; None: the job is continued."""
+    handoff: bool = False
+    """Another worker continues the answer: the job ends after one token."""
+    source: str = ""
+    """host:port of a worker from which blocks of the prompt may be fetched; empty: none is known."""
 
 
 class EndReason(enum.Enum):

@@ -1,6 +1,7 @@
 """Wires a worker together: load the model, serve the Run link, stay attached to the scheduler, drain at the end."""
 
 import asyncio
+import contextlib
 import os
 import sys
 import uuid
@@ -9,6 +10,7 @@ from typing import Any, NoReturn
 
 import structlog
 
+from protos import inference_pb2 as api
 from protos import mesh_pb2 as mesh
 from protos import mesh_pb2_grpc as mesh_grpc
 from protos import vllm_engine_pb2_grpc as vllm_grpc
@@ -16,11 +18,12 @@ from services import process, rpc, telemetry
 from services.hang_watch import watching
 from services.security import identity
 from services.worker.build.load import LoadedModel, abandon, load_model
-from services.worker.build.share_blocks import shared_prefixes
+from services.worker.build.share_blocks import peer_prefixes, shared_prefixes
 from services.worker.errors import CheckpointError
 from services.worker.loader.stop_watch import StopWatches
 from services.worker.service.adapters import Adapters
 from services.worker.service.address import NoAddress, advertised
+from services.worker.service.block_sender import BlockSender
 from services.worker.service.engine_thread import EngineFailed, EngineThread
 from services.worker.service.heartbeat import Progress
 from services.worker.service.jobs import Jobs
@@ -35,6 +38,13 @@ from services.worker.settings import WorkerSettings
 log = structlog.get_logger("worker")
 
 NAME = "weft.v1.Worker"
+BLOCK_FRAMES = b"worker-blocks"
+"""What the key of the frames of blocks between workers is derived for."""
+_ROLES = {
+    "both": api.WORKER_ROLE_UNSPECIFIED,
+    "prefill": api.WORKER_ROLE_PREFILL,
+    "decode": api.WORKER_ROLE_DECODE,
+}
 # The engine's thread releases the GIL with every kernel that it launches. With Python's default of 5 ms, a thread that
 # reads a burst of requests would keep the GIL for so long each time.
 _SWITCH_S = 0.001
@@ -71,13 +81,17 @@ async def main() -> None:
         )
         jobs, progress = _open_jobs(model, adapters, service, others, metrics, settings.orphan_s)
         sharing = settings.cache_address if settings.prefix_fetch and settings.prefix_cache else ""
-        async with shared_prefixes(sharing, model.engine, metrics.all, settings.mesh_id):
+        async with (
+            shared_prefixes(sharing, model.engine, metrics.all, settings.mesh_id),
+            _peers(settings, model, metrics, own),
+        ):
             hello = mesh.WorkerHello(
                 worker_id=startup.worker_id,
                 address=address,
                 card=model.card,
                 credits=model.max_batch_size,
                 mesh_id=settings.mesh_id,
+                role=_ROLES[settings.role],
             )
             attachment = SchedulerLink(settings.scheduler_address, hello, model.engine, jobs, progress, adapters)
             adapters.changed = attachment.changed
@@ -99,6 +113,15 @@ async def main() -> None:
     finally:
         announcing.cancel()
         await server.stop(0)
+
+
+def _peers(
+    settings: WorkerSettings, model: LoadedModel, metrics: WorkerMetrics, own: identity.Identity
+) -> contextlib.AbstractAsyncContextManager[None]:
+    """Lets the engine fetch prefixes from other workers inside the block, unless the settings say otherwise."""
+    if not (settings.prefix_fetch and settings.prefix_cache):
+        return contextlib.nullcontext()
+    return peer_prefixes(model.engine, metrics.all, own.subkey(BLOCK_FRAMES), settings.mesh_id)
 
 
 def _startup(settings: WorkerSettings) -> Startup:
@@ -151,7 +174,8 @@ def _open_jobs(
     def report() -> mesh.WorkerReport:
         return report_of(engine.stats(), jobs, progress)
 
-    service.loaded(Loaded(jobs, adapters, progress, model.bundle, card.bundle_digest, report, engine.profiler))
+    blocks = BlockSender(engine, identity.current().subkey(BLOCK_FRAMES))
+    service.loaded(Loaded(jobs, adapters, progress, model.bundle, card.bundle_digest, report, engine.profiler, blocks))
     watches = StopWatches(mesh.Bundle.FromString(model.bundle).tokenizer_json)
     others.loaded(EngineModel(jobs, card, model.bundle, report, watches.watch, model.max_batch_size))
     return jobs, progress

@@ -3,6 +3,8 @@
 How to run the model is defined in `EngineOptions`; here is what concerns the process and the mesh.
 """
 
+from typing import Literal
+
 from pydantic import AliasChoices, Field
 from pydantic_settings import SettingsConfigDict
 
@@ -41,6 +43,12 @@ class WorkerSettings(EngineOptions, CommonSettings):
     cache_address: str = Field("", description="host:port of the cache service; empty: prefixes are not shared.")
     prefix_fetch: bool = Field(
         True,
-        description="Share prefixes through the cache service where that is measured to be the faster way.",
+        description="Fetch prefixes from the cache service and from other workers where that is measured to be the "
+        "faster way.",
+    )
+    role: Literal["both", "prefill", "decode"] = Field(
+        "both",
+        description="What the worker computes: prompts up to the first token (prefill), answers from the second on "
+        "(decode), or both. Where workers of a role are missing, others do its work.",
     )
     orphan_s: float = Field(2.0, ge=0, description="Seconds that a job runs on after its gateway's link broke.")

@@ -11,7 +11,7 @@ from protos import cache_pb2 as cache
 from services.cache import lru_scripts
 from services.cache.blocks import MESSAGE_BYTES, pieces_of
 from services.cache.counters import Miss
-from services.cache.frames import HEADER_BYTES
+from services.security.frames import HEADER_BYTES
 from tests.cache.conftest import CacheDoor, Client, OpenDoor, key_of, result_of
 from tests.redis_server import RedisServer
 from tests.timing import timely

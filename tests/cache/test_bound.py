@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.cache import lru_scripts
-from services.cache.frames import HEADER_BYTES, Kind
 from services.cache.redis_client import Timeouts
 from services.cache.store import Namespace, Store
+from services.security.frames import HEADER_BYTES, Kind
 from tests.cache.conftest import CacheDoor, Client, OpenDoor, key_of, result_of
 from tests.redis_server import RedisServer
 from tests.timing import timely

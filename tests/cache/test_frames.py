@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.cache.frames import HEADER_BYTES, FrameError, Kind, seal, unseal
+from services.security.frames import HEADER_BYTES, FrameError, Kind, seal, unseal
 
 KEY = bytes(range(32))
 keys = st.binary(min_size=32, max_size=32)

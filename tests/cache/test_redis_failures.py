@@ -7,9 +7,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.cache import frames
 from services.cache.counters import Miss
-from services.cache.frames import Kind
+from services.security import frames
+from services.security.frames import Kind
 from tests.cache.conftest import DEFAULT_TIMEOUTS, CacheDoor, Client, OpenDoor, key_of, opened, result_of
 from tests.cache.slow_proxy import SlowProxy
 from tests.redis_server import RedisServer

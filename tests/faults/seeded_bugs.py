@@ -121,12 +121,12 @@ BUGS = (
     Bug("evicted blocks still match", _PLACEMENT, "self._clear(key, self._bits[worker_id])", "pass",
         "scheduler/test_core.py::test_evicted_blocks_no_longer_match"),
     # ---- cached values ----
-    Bug("a cached value needs no secret", "cache/frames", "digest_size=CHECKSUM_BYTES, key=secret",
+    Bug("a cached value needs no secret", "security/frames", "digest_size=CHECKSUM_BYTES, key=secret",
         "digest_size=CHECKSUM_BYTES",
         "cache/test_frames.py::test_a_frame_that_was_made_without_the_secret_is_detected"),
-    Bug("a cached value is taken under another key", "cache/frames", "    hasher.update(key)\n", "",
+    Bug("a cached value is taken under another key", "security/frames", "    hasher.update(key)\n", "",
         "cache/test_frames.py::test_a_frame_of_another_key_is_detected"),
-    Bug("a damaged value is taken", "cache/frames", "    hasher.update(payload)\n", "",
+    Bug("a damaged value is taken", "security/frames", "    hasher.update(payload)\n", "",
         "cache/test_frames.py::test_every_single_bit_of_one_frame"),
     # ---- poison ----
     Bug("a poisoned request is never blamed", _POISON, "        if culprit:\n", "        if False:\n",

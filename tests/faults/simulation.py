@@ -103,7 +103,7 @@ class SimulatedWorker:
         kind = message.WhichOneof("message")
         if kind == "job":
             self.jobs[message.job.stream_id] = len(message.job.token_ids) - message.job.prompt_len
-            self.step(message.job.stream_id)
+            self.step(message.job.stream_id, message.job.handoff)
         elif kind == "attach":
             self.attach(message.attach)
         elif kind == "cancel" and self.jobs.pop(message.cancel.stream_id, None) is not None:
@@ -115,6 +115,11 @@ class SimulatedWorker:
             gone = unavailable("JOB_NOT_FOUND", "gone").failure()
             end = mesh.JobEnd(stream_id=attach.stream_id, reason=api.FINISH_REASON_ERROR, failure=gone)
             self.send(mesh.RunResponse(ends=[end]))
+            return
+        if self.world.divides and self.world.dice.random() < 0.2:  # The leader is handed off, or was.
+            message = tokens_of(attach.stream_id, range(attach.position, max(attach.position, 1)))
+            message.ends.add(stream_id=attach.stream_id, reason=api.FINISH_REASON_LENGTH, handed_off=True)
+            self.send(message)
             return
         ahead = self.world.dice.randrange(attach.position, TOKENS)
         self.jobs[attach.stream_id] = ahead
@@ -129,17 +134,20 @@ class SimulatedWorker:
         if self.jobs.pop(stream_id, None) is not None:
             self.send(mesh.RunResponse(ends=[mesh.JobEnd(stream_id=stream_id, reason=CANCELLED)]))
 
-    def step(self, stream_id: int) -> None:
-        """Computes the next tokens of a stream, and its end behind the last."""
+    def step(self, stream_id: int, handoff: bool = False) -> None:
+        """Computes the next tokens of a stream, and its end behind the last. With `handoff` that is after one token."""
         if stream_id not in self.jobs:
             return
         position = self.jobs[stream_id]
-        count = min(self.world.dice.choice((1, 1, 2, 5)), TOKENS - position)
+        count = 1 if handoff else min(self.world.dice.choice((1, 1, 2, 5)), TOKENS - position)
         message = tokens_of(stream_id, range(position, position + count))
         self.jobs[stream_id] += count
         if position + count == TOKENS:
             del self.jobs[stream_id]
             message.ends.add(stream_id=stream_id, reason=api.FINISH_REASON_LENGTH)
+        elif handoff:
+            del self.jobs[stream_id]
+            message.ends.add(stream_id=stream_id, reason=api.FINISH_REASON_LENGTH, handed_off=True)
         else:
             asyncio.get_running_loop().call_later(self.world.dice.choice(DELAYS), self.step, stream_id)
         self.send(message)
@@ -190,6 +198,10 @@ class World:
         self.workers = {f"w{number}": SimulatedWorker(self, f"w{number}") for number in range(self.dice.choice((1, 2)))}
         self.hit = self.dice.random() < 0.5
         self.enabled = True
+        self.divides = seed % 2 == 0
+        """Some answers continue at another worker after their first token."""
+        self.handoffs = 0
+        """Assigned handoffs that were not withdrawn."""
 
     async def pause(self) -> None:
         """A delay, in turns of the loop or in time."""
@@ -211,9 +223,18 @@ class World:
             "worker_id": name,
             "address": name,
         }
+        if self.divides and self.dice.random() < 0.5:
+            to = self.dice.choice(sorted(self.workers))
+            where["handoff"] = mesh.Handoff(worker_id=to, address=to, placement=2)
         if submit.identity and self.dice.random() < 0.3:
             return mesh.Joined(**where, leader_job_id="another")
+        self.handoffs += "handoff" in where
         return mesh.Assigned(**where, placement=1)
+
+    def withdraw(self, job_id: str) -> None:
+        """A credit that is given back."""
+        self.handoffs -= 1
+        assert self.handoffs >= 0, "a credit was given back twice"
 
     def report_survived(self, job_id: str) -> None:
         """Nothing is on probation here."""

@@ -84,6 +84,20 @@ def test_it_finds_a_next_attempt_that_forgets_the_tokens_so_far(monkeypatch: pyt
     assert "wrong tokens" in first_failure()
 
 
+def test_it_finds_a_handoff_that_ends_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    conclude = Attempt._conclude
+
+    def ended(self: Attempt) -> Any:
+        end = self.stream.end
+        if end is not None and end.handed_off:
+            self._answer.end(Ending(end.reason))
+            return None
+        return conclude(self)
+
+    monkeypatch.setattr(Attempt, "_conclude", ended)
+    assert "the answer is" in first_failure() or "a wrong answer was cached" in first_failure()
+
+
 def test_it_finds_streams_without_a_fence(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens of earlier positions, such as those that a joined leader repeats, are taken again."""
     joined = JobMessages.attach

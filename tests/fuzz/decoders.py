@@ -8,12 +8,12 @@ import random
 import sys
 
 from protos import mesh_pb2
-from services.cache import frames
-from services.cache.frames import FrameError, Kind
 from services.errors import WeftError
 from services.gateway.text import longest_token
 from services.gateway.text.longest_token import most_characters
 from services.scheduler import codec
+from services.security import frames
+from services.security.frames import FrameError, Kind
 from services.worker.errors import CheckpointError
 from services.worker.loader import files
 from services.worker.loader.files import parse_json

@@ -14,6 +14,7 @@ from services.scheduler.core.messages import (
     GatewayMessage,
     Joined,
     Rejected,
+    Role,
     RunningJob,
     Submit,
     Suspects,
@@ -100,9 +101,10 @@ class Stage:
         running: Sequence[str] = (),
         stored: bytes = b"",
         adapters: Sequence[Adapter] = (),
+        role: Role = Role.BOTH,
     ) -> str:
         refs = tuple(RunningJob(job_id, 1) for job_id in running)
-        hello = WorkerHello(worker_id, f"{worker_id}:1", card, credits, refs, stored, tuple(adapters))
+        hello = WorkerHello(worker_id, f"{worker_id}:1", card, credits, refs, stored, tuple(adapters), role)
         self.perform(self.core.on_worker_attached(hello, self.now))
         return worker_id
 
@@ -113,12 +115,13 @@ class Stage:
         attempt: int = 1,
         tokens: int = 16,
         placement: int = 0,
+        handed_off: bool = False,
         **fields: object,
     ) -> None:
         """Reports from a worker; by default with one step more than before, which is progress."""
         self.steps += 1
         known: dict[str, object] = {"steps": self.steps, "running": 1} | fields
-        ends = tuple(EndedJob(job_id, attempt, tokens, placement) for job_id in ended)
+        ends = tuple(EndedJob(job_id, attempt, tokens, placement, handed_off) for job_id in ended)
         report = WorkerReport(ended=ends, **known)  # type: ignore[arg-type]
         self.perform(self.core.on_report(worker_id, report, self.now))
 

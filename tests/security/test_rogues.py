@@ -15,9 +15,8 @@ from protos import cache_pb2, mesh_pb2
 from protos import mesh_pb2_grpc as mesh_grpc
 from protos.inference_pb2_grpc import InferenceStub
 from services import rpc
-from services.cache import frames
 from services.gateway.links.worker_links import WorkerLinks
-from services.security import identity
+from services.security import frames, identity
 from services.security.identity import Identity, of_secret
 from tests.mesh.harness import Mesh, Process, Stub, ask, generate
 from tests.redis_server import RedisServer

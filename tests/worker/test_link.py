@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import AsyncIterable
+from collections.abc import AsyncIterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,12 +15,14 @@ from protos import mesh_pb2 as mesh
 from protos import mesh_pb2_grpc as mesh_grpc
 from services import rpc
 from services.send_queue import SendQueue
+from services.worker.engine.base import BlockRead
 from services.worker.engine.profiling import PhaseRecorder, Profiler
 from services.worker.job import Adapter, Job, StepOutput, TokenOut
 from services.worker.loader import checkpoint
 from services.worker.loader.config import load_config
 from services.worker.service import gateway_link as links
 from services.worker.service.adapters import Adapters
+from services.worker.service.block_sender import BlockSender
 from services.worker.service.gateway_link import GatewayLink
 from services.worker.service.heartbeat import Progress
 from services.worker.service.jobs import Jobs
@@ -120,6 +122,17 @@ class RecordingEngine:
     def cancel(self, key: int, position: int) -> None:
         """Does nothing."""
 
+    def prefetch(self, source: str, keys: Sequence[bytes]) -> None:
+        """Does nothing."""
+
+    block_layout = ""
+
+    def read_blocks(self, read: BlockRead) -> None:
+        """It has none."""
+
+    def wake(self) -> None:
+        """Does nothing."""
+
 
 async def read_to_the_end(call: AsyncIterable[mesh.RunResponse]) -> None:
     async for _ in call:
@@ -145,6 +158,7 @@ async def test_a_gateway_that_reads_too_slowly_receives_an_error(monkeypatch: py
             b"",
             mesh.WorkerReport,
             Profiler(PhaseRecorder),
+            BlockSender(engine, b""),
         )
     )
     server = await rpc.serve(

@@ -1,11 +1,13 @@
 """Subscribers of a worker's jobs: a job ends with its last one, also if that one waited for the job to arrive."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
 from protos import inference_pb2 as api
 from protos import mesh_pb2 as mesh
+from services.errors import WeftError
 from services.worker.job import Adapter, Cost, Ended, EndReason, Job, SamplingParams, StepOutput, TokenOut
 from services.worker.service.job_record import JobRecord, Subscriber
 from services.worker.service.jobs import Jobs
@@ -18,12 +20,16 @@ class RecordingEngine:
     def __init__(self) -> None:
         self.submitted: list[int] = []
         self.cancelled: list[int] = []
+        self.announced: list[tuple[str, list[bytes]]] = []
 
     def submit(self, job: Job) -> None:
         self.submitted.append(job.key)
 
     def cancel(self, key: int, position: int) -> None:
         self.cancelled.append(key)
+
+    def prefetch(self, source: str, keys: Sequence[bytes]) -> None:
+        self.announced.append((source, list(keys)))
 
 
 CARD = mesh.ModelCard(name="m", context_length=64, vocab_size=100)
@@ -95,6 +101,30 @@ async def test_the_ends_of_two_jobs_with_one_id_carry_their_placements(engine: R
     ends = [Ended(key, EndReason.CANCELLED, 0, Cost()) for key in engine.submitted]
     jobs.deliver(StepOutput([], ends))
     assert [end.placement for end in jobs.take_ended()] == [4, 5]
+
+
+@pytest.mark.parametrize(("reason", "handed_off"), [(EndReason.LENGTH, True), (EndReason.STOP, False)])
+async def test_a_job_for_another_worker_is_handed_off_unless_its_answer_has_ended(
+    engine: RecordingEngine, jobs: Jobs, reason: EndReason, handed_off: bool
+) -> None:
+    gateway, late = Subscriber("gateway"), Subscriber("late")
+    message = job(stream_id=1)
+    message.handoff = True
+    jobs.start(gateway, message)
+    key = engine.submitted[0]
+    jobs.deliver(StepOutput([TokenOut(key, 0, 7)], [Ended(key, reason, 1, Cost())]))
+    jobs.attach(late, ATTACH)
+    for link in (gateway, late):
+        ends = [end for columns in [message async for message in closed(link)] for end in columns.ends]
+        assert [end.handed_off for end in ends] == [handed_off]
+    assert [end.handed_off for end in jobs.take_ended()] == [handed_off]
+
+
+def test_blocks_that_will_be_needed_are_announced_to_the_engine(engine: RecordingEngine, jobs: Jobs) -> None:
+    jobs.prefetch(mesh.Prefetch(source="there:1", block_keys=b"a" * 32 + b"b" * 32))
+    assert engine.announced == [("there:1", [b"a" * 32, b"b" * 32])]
+    with pytest.raises(WeftError, match="block_keys"):
+        jobs.prefetch(mesh.Prefetch(source="there:1", block_keys=b"short"))
 
 
 async def test_a_tentative_job_replaces_no_job_and_is_not_reported(engine: RecordingEngine, jobs: Jobs) -> None:

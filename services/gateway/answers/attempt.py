@@ -55,7 +55,7 @@ class Attempt:
         self._deadline = deadline
 
     async def run(self) -> WeftError | None:
-        """Waits for the end of the stream. -> None once the answer has ended, else why it has not."""
+        """Waits for the end of the stream. -> None once the answer has ended or is handed off, else why it has not."""
         answer, stream = self._answer, self.stream
         try:
             await stream.closed
@@ -65,6 +65,12 @@ class Attempt:
         has_cost = stream.end is not None and stream.end.HasField("cost")
         answer.costs.add(stream.end.cost if stream.end is not None and has_cost else stream.observed_cost())
         return None if answer.journal.ending is not None else self._conclude()
+
+    @property
+    def handed_off(self) -> bool:
+        """The worker has ended its part of the answer, which another one continues."""
+        end = self.stream.end
+        return end is not None and end.handed_off and self._answer.journal.ending is None
 
     def advance(self) -> None:
         """Moves the tokens that have arrived to the journal. A stop string among them ends the answer and the job."""
@@ -97,6 +103,8 @@ class Attempt:
         end = self.stream.end
         if end is None:
             return self.stream.loss or worker_lost()
+        if end.handed_off:
+            return None
         if end.reason in (api.FINISH_REASON_STOP, api.FINISH_REASON_LENGTH):
             stop_token_id = end.stop_token_id if end.HasField("stop_token_id") else None
             self._answer.end(Ending(end.reason, stop_token_id=stop_token_id))

@@ -16,6 +16,7 @@ from protos import inference_pb2 as api
 from protos import mesh_pb2 as mesh
 from services import telemetry
 from services.errors import WeftError
+from services.gateway.answers import handoff
 from services.gateway.answers.admitted import AdmittedRequest
 from services.gateway.answers.attempt import Answer, Attempt
 from services.gateway.answers.early_attempt import EarlyAttempt
@@ -147,15 +148,48 @@ class Continuation:
         """Runs attempts until the answer has ended. Raises WeftError."""
         while self.journal.ending is None:
             placement = await self._place()
-            before = len(self.journal.tokens)
-            attempt = self._open_attempt(placement, early)
-            self._watch_probation(placement)
-            loss = await self._run_attempt(attempt, placement)
-            if loss is None:
-                return
-            broken = attempt.stream.broken or (early is not None and early.attempt.stream.broken)
+            self.costs.assigned(placement.worker_id, placement.queue_s if isinstance(placement, mesh.Assigned) else 0.0)
+            second = handoff.second_stage(placement)
+            if second is None:
+                await self._run_stage(placement, early)
+            elif await self._begin_elsewhere(placement, second, early):
+                await self._run_stage(second, None)
             early = None
+
+    async def _begin_elsewhere(self, first: Placement, second: Placement, early: EarlyAttempt | None) -> bool:
+        """Runs an attempt up to the first token, while the worker of the second stage fetches what the first one
+        computes. -> whether there is a second stage: not if the answer has ended or the attempt is lost."""
+        needed = False
+        try:
+            self._announce(first, second)
+            handed_off = await self._run_stage(first, early)
+            needed = self.journal.ending is None  # Also by the next attempt, which replaces a lost one.
+        finally:
+            if not needed and isinstance(first, mesh.Assigned):
+                self._backend.scheduler.withdraw(self._messages.job_id)
+        return handed_off
+
+    def _announce(self, first: Placement, second: Placement) -> None:
+        """Names the blocks that the worker of the second stage will need."""
+        if isinstance(first, mesh.Assigned):
+            keys = self._messages.block_keys(self.journal)
+            self._backend.workers.to(second.address).prefetch(first.address, keys)
+
+    async def _run_stage(self, placement: Placement, early: EarlyAttempt | None) -> bool:
+        """Runs the part of an attempt that one worker has, and prepares the next attempt if that is lost. -> whether
+        the worker handed the answer off. Raises WeftError if there is to be no other attempt."""
+        before = len(self.journal.tokens)
+        attempt = self._open_attempt(placement, early)
+        self._watch_probation(placement)
+        loss = await self._run_attempt(attempt, placement)
+        if loss is None and attempt.handed_off:
+            if placement.HasField("handoff"):
+                return True
+            loss = handoff.HANDED_OFF
+        if loss is not None:
+            broken = attempt.stream.broken or (early is not None and early.attempt.stream.broken)
             self._prepare_retry(loss, placement, before if broken else None)
+        return False
 
     async def _place(self) -> Placement:
         """The placement of the next attempt. Raises WeftError."""
@@ -200,7 +234,7 @@ class Continuation:
     def _open_attempt(self, placement: Placement, early: EarlyAttempt | None) -> Attempt:
         """The attempt at this placement: the early one if it is there, else a new one."""
         joined = isinstance(placement, mesh.Joined)
-        self.costs.assigned(placement.worker_id, placement.queue_s if isinstance(placement, mesh.Assigned) else 0.0)
+        self.costs.continued(placement.worker_id)
         self.costs.joined = joined
         if early is not None and early.confirm(placement):
             attempt = early.attempt
@@ -220,6 +254,7 @@ class Continuation:
             attach = messages.attach(journal, placement.leader_job_id, traceparent)
             return link.attach(attach, placement.worker_id, messages.wants_details, self._on_tokens)
         job = messages.job(journal, deadline, traceparent, placement.placement)
+        job.handoff, job.source = placement.HasField("handoff"), placement.source
         return link.run(job, placement.worker_id, self._on_tokens)
 
     async def _run_attempt(self, attempt: Attempt, placement: Placement) -> WeftError | None:

@@ -92,6 +92,10 @@ class JobMessages:
         job.token_ids.extend(journal.context())
         return job
 
+    def block_keys(self, journal: Journal) -> bytes:
+        """Keys of the whole blocks of prompt and answer so far, joined; empty if they are neither read nor stored."""
+        return self._block_keys.extend_to(journal.context()) if self._block_keys is not None else b""
+
     def attach(self, journal: Journal, leader_job_id: str, traceparent: str) -> mesh.AttachJob:
         """The next attempt as a subscription to another job."""
         return mesh.AttachJob(job_id=leader_job_id, position=len(journal.tokens), traceparent=traceparent)
@@ -109,7 +113,7 @@ class JobMessages:
         if not retry.may_join:
             submit.identity = b""
         if self._block_keys is not None:
-            submit.block_keys = self._block_keys.extend_to(context)
+            submit.block_keys = self.block_keys(journal)
         return submit
 
     @cached_property

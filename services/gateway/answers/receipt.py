@@ -80,6 +80,10 @@ class AttemptCosts:
         """Counts an attempt that the scheduler placed."""
         self.attempts += 1
         self.queue_s += queue_s
+        self.continued(worker_id)
+
+    def continued(self, worker_id: str) -> None:
+        """Notes a worker that runs an attempt, or a part of it."""
         if worker_id not in self.workers:
             self.workers.append(worker_id)
 

@@ -7,6 +7,7 @@ prefix index are not available meanwhile: the worker with the most free places t
 import time
 from dataclasses import dataclass
 
+from protos import inference_pb2 as api
 from protos import mesh_pb2 as mesh
 from services.gateway.links.worker_links import WorkerLinks
 
@@ -57,7 +58,7 @@ class LocalPlacement:
         return set(self._known)
 
     def place(self, submit: mesh.Submit, connected: bool = False) -> mesh.Assigned | None:
-        """A worker for a job; None if there is none with a free place.
+        """A worker for a whole job, rather not one for prompts; None if there is none with a free place.
 
         Workers with a working link precede those whose link would have to be opened first. `connected`: only the
         former, for jobs of which the scheduler says that no worker serves their model.
@@ -70,7 +71,8 @@ class LocalPlacement:
             jobs = link.jobs if link is not None else 0
             if known.serves(submit) and (working or unknown) and jobs < known.worker.credits:
                 failed = known.worker.worker_id in submit.avoid
-                candidates.append((failed, unknown, jobs / known.worker.credits, address))
+                prompts = known.worker.role == api.WORKER_ROLE_PREFILL
+                candidates.append((failed, unknown, prompts, jobs / known.worker.credits, address))
         if not candidates:
             return None
         worker = self._known[min(candidates)[-1]].worker

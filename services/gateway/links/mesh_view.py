@@ -162,6 +162,7 @@ def _worker(worker: mesh.WorkerOverview) -> api.WorkerState:
         prefill_rate=report.prefill_rate,
         steps=report.steps,
         preemptions=report.preemptions,
+        role=worker.role,
     )
 
 

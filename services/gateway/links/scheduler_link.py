@@ -148,6 +148,11 @@ class SchedulerLink:
             if self._submissions.get(submit.job_id) is pending:
                 del self._submissions[submit.job_id]
 
+    def withdraw(self, job_id: str) -> None:
+        """Gives up a job of this gateway that was placed, and of whose end no worker will report: it was to continue
+        at another worker."""
+        self._put(mesh.DispatchRequest(withdraw=mesh.Withdraw(job_id=job_id)))
+
     def report(self, report: mesh.GatewayReport) -> None:
         """Sends the gateway's recent traffic, unless the scheduler has an equal report already or accepts none."""
         if self._accepts_reports and report != self._reported and self._put(mesh.DispatchRequest(report=report)):

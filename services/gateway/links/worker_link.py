@@ -194,6 +194,10 @@ class WorkerLink:
         """Confirms a tentative job, which may have ended."""
         self._put(mesh.RunRequest(confirm=mesh.ConfirmJob(stream_id=stream.stream_id, placement=placement)))
 
+    def prefetch(self, source: str, block_keys: bytes) -> None:
+        """Announces a job whose blocks the worker at `source` computes now."""
+        self._put(mesh.RunRequest(prefetch=mesh.Prefetch(source=source, block_keys=block_keys)))
+
     def abort(self, stream: JobStream) -> None:
         """Cancels a tentative job, also if it has ended: the worker keeps it until it is confirmed or cancelled."""
         self.cancel(stream, 0)

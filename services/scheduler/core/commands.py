@@ -1,6 +1,15 @@
 """Collects the commands that follow from an event. Pure; sends nothing itself."""
 
-from services.scheduler.core.messages import Assigned, Command, Failure, GatewayMessage, Joined, Rejected, ToGateway
+from services.scheduler.core.messages import (
+    Assigned,
+    Command,
+    Failure,
+    GatewayMessage,
+    Handoff,
+    Joined,
+    Rejected,
+    ToGateway,
+)
 from services.scheduler.core.records import JobRecord
 
 
@@ -50,6 +59,8 @@ class CommandBuffer:
                 job.matched_blocks,
                 job.placement,
                 worker.probation is job,
+                _handoff(job),
+                job.source,
             ),
         )
 
@@ -57,8 +68,15 @@ class CommandBuffer:
         """Reports to a job's gateway which running job produces its tokens, and where."""
         assert leader.worker is not None, leader
         worker = leader.worker.hello
-        self.send(job.gateway_id, Joined(job.id, job.attempt, worker.worker_id, worker.address, leader.id))
+        joined = Joined(job.id, job.attempt, worker.worker_id, worker.address, leader.id, _handoff(leader))
+        self.send(job.gateway_id, joined)
 
     def send_rejected(self, job: JobRecord, failure: Failure) -> None:
         """Reports to a job's gateway why the job does not run."""
         self.send(job.gateway_id, Rejected(job.id, job.attempt, failure))
+
+
+def _handoff(job: JobRecord) -> Handoff | None:
+    """Where a job continues after its first token, if not where it is."""
+    to = job.handoff_to
+    return Handoff(to.id, to.hello.address, job.handoff_placement) if to is not None else None

@@ -6,6 +6,7 @@ from services.scheduler.core.limits import Limits
 from services.scheduler.core.messages import (
     Card,
     DropWorker,
+    EndedJob,
     Refused,
     SchedulerHello,
     ToWorker,
@@ -14,7 +15,7 @@ from services.scheduler.core.messages import (
     WorkerReport,
 )
 from services.scheduler.core.models import ModelRecord
-from services.scheduler.core.records import WorkerRecord
+from services.scheduler.core.records import JobRecord, WorkerRecord
 from services.scheduler.core.state import State
 
 
@@ -60,7 +61,13 @@ class Membership:
                 self._state.adopt(running, worker, now)
         if old is not None:
             for job in list(old.jobs.values()):
-                self._state.release(job, job.prompt_tokens)
+                if job.handoff_to is not None:
+                    self._state.hand_over(job, 0, now)
+                else:
+                    self._state.release(job, job.prompt_tokens)
+            for job in list(old.coming.values()):
+                old.expect_no_more(job)
+                worker.expect(job)
             self._state.models[old.hello.card.name].remove_worker(old)
 
     def update(self, worker: WorkerRecord, report: WorkerReport, now: float) -> None:
@@ -72,18 +79,28 @@ class Membership:
         if report.adapters is not None and worker.update_adapters(report.adapters):
             self._state.publish_models()
         for ended in report.ended:
-            job = worker.jobs.get(ended.job_id)
-            if job is not None and job.ended_by(ended):
-                self._state.end(job, ended.tokens, now)
+            job = worker.jobs.get(ended.job_id) or worker.coming.get(ended.job_id)
+            if job is not None and job.ended_by(ended, worker):
+                self._end(job, ended, worker, now)
         for job in worker.missing_jobs(now, self._limits.grace_s, self._state.commands.gateways):
             self._state.remove(job)
         self._state.to_dispatch[model.name] = None
+
+    def _end(self, job: JobRecord, ended: EndedJob, worker: WorkerRecord, now: float) -> None:
+        """A job ended at a worker: with its answer, or to go on elsewhere. The end of the answer may be reported before
+        the handoff is."""
+        if worker is not job.worker:
+            self._state.hand_over(job, 0, now)
+        if ended.handed_off and job.handoff_to is not None:
+            self._state.hand_over(job, ended.tokens, now)
+        else:
+            self._state.end(job, ended.tokens, now)
 
     def detach(self, worker: WorkerRecord, now: float) -> None:
         """A worker's link broke: a worker with jobs has a grace period to come back, one without jobs is removed."""
         worker.detached_at = now
         self._state.models[worker.hello.card.name].served_at = now
-        if not worker.jobs:
+        if not worker.jobs and not worker.coming:
             self._state.remove_worker(worker)
 
     def _lose(self, worker: WorkerRecord, why: str, now: float) -> None:

@@ -21,6 +21,14 @@ class Code(IntEnum):
     UNAVAILABLE = 14
 
 
+class Role(IntEnum):
+    """What a worker is for; the values are those of WorkerRole in protos/inference.proto."""
+
+    BOTH = 0
+    PREFILL = 1
+    DECODE = 2
+
+
 @dataclass(frozen=True, slots=True)
 class Failure:
     """Why a job or a worker is refused, ready for the client. `retry_after_s` is 0 if a retry makes no sense."""
@@ -104,6 +112,7 @@ class WorkerHello:
     running: tuple[RunningJob, ...] = ()
     stored_keys: bytes = b""
     adapters: tuple[Adapter, ...] = ()
+    role: Role = Role.BOTH
 
 
 class WorkerLoading(NamedTuple):
@@ -125,6 +134,8 @@ class EndedJob(NamedTuple):
     tokens: int
     placement: int = 0
     """The number of the Assigned that sent the job to the worker; 0 if unknown."""
+    handed_off: bool = False
+    """The job goes on at the worker of its handoff."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +179,7 @@ class ServedWorker(NamedTuple):
     address: str
     credits: int
     adapters: tuple[Adapter, ...] = ()
+    role: Role = Role.BOTH
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +203,14 @@ class ModelList:
     loading: tuple[WorkerLoading, ...] = ()
 
 
+class Handoff(NamedTuple):
+    """Where a job continues after its first token."""
+
+    worker_id: str
+    address: str
+    placement: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Assigned:
     """A job holds a credit of a worker."""
@@ -203,6 +223,8 @@ class Assigned:
     matched_blocks: int
     placement: int
     probation: bool = False
+    handoff: Handoff | None = None
+    source: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +236,7 @@ class Joined:
     worker_id: str
     address: str
     leader_job_id: str
+    handoff: Handoff | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,14 @@
 from services.scheduler.core.fairness import TokenCounters, WaitingQueue
 from services.scheduler.core.forecast import QueuePosition, WorkerLoad, wait_s
 from services.scheduler.core.lengths import AnswerLengths, Pace
-from services.scheduler.core.messages import Card, ServedModel, ServedWorker
-from services.scheduler.core.placement import Candidate, Choice, PrefixIndex, choose
+from services.scheduler.core.messages import Card, Role, ServedModel, ServedWorker
+from services.scheduler.core.placement import (
+    WORTH_MOVING_BLOCKS,
+    Candidate,
+    Choice,
+    PrefixIndex,
+    choose_stages,
+)
 from services.scheduler.core.records import JobRecord, WorkerRecord
 
 
@@ -55,15 +61,23 @@ class ModelRecord:
         """The model as gateways receive it."""
         assert self.card is not None, self
         workers = (
-            ServedWorker(each.id, each.hello.address, each.hello.credits, each.listed_adapters)
+            ServedWorker(each.id, each.hello.address, each.hello.credits, each.listed_adapters, each.hello.role)
             for each in self.workers.values()
         )
         return ServedModel(self.card, tuple(sorted(workers, key=lambda worker: worker.address)))
 
     # -- placement --
 
-    def choose_worker(self, job: JobRecord, healthy: list[WorkerRecord]) -> Choice | None:
-        """The best of the healthy workers with a free credit; None if the job must wait.
+    def has_room(self, healthy: list[WorkerRecord]) -> bool:
+        """Whether one of the healthy workers may take a job: it has a free credit and, where roles divide the work, is
+        not one for prompts, whose jobs need a second credit."""
+        free = [worker for worker in healthy if worker.free_credits]
+        if not free or any(worker.hello.role is not Role.PREFILL for worker in free):
+            return bool(free)
+        return all(worker.hello.role is Role.PREFILL for worker in healthy)
+
+    def choose_worker(self, job: JobRecord, healthy: list[WorkerRecord], whole: bool = False) -> Choice | None:
+        """The best of the healthy workers with a free credit; None if the job must wait. `whole`: one for all of it.
 
         Workers that failed the job before are candidates only if no other worker is healthy. A job with an adapter goes
         to workers that have it, and rather to one in whose device memory it is.
@@ -72,10 +86,21 @@ class ModelRecord:
         healthy = [worker for worker in healthy if worker.serves(job)]
         if avoid:
             healthy = [worker for worker in healthy if worker.id not in avoid] or healthy
-        candidates = [Candidate(w.id, w.backlog_blocks, len(w.jobs), w.is_cold(job)) for w in healthy if w.free_credits]
-        if not candidates:
-            return None
-        return choose(candidates, self.blocks(job), self.index.match(job.submit.block_keys))
+        candidates = [
+            Candidate(w.id, w.backlog_blocks, len(w.jobs), w.is_cold(job), w.hello.role, w.free_credits > 0)
+            for w in healthy
+        ]
+        divisible = not whole and bool(job.submit.block_keys) and job.submit.max_tokens > 1
+        matched = self.index.match(job.submit.block_keys)
+        choice = choose_stages(candidates, self.blocks(job), matched, divisible)
+        return choice and choice._replace(source=self._source(choice, healthy, matched))
+
+    def _source(self, choice: Choice, healthy: list[WorkerRecord], matched: dict[str, int]) -> str:
+        """host:port of the healthy worker that holds the most of a prompt, if that is worth fetching."""
+        best = max(healthy, key=lambda worker: matched.get(worker.id, 0), default=None)
+        if best is None or matched.get(best.id, 0) < choice.matched_blocks + WORTH_MOVING_BLOCKS:
+            return ""
+        return best.hello.address
 
     def blocks(self, job: JobRecord) -> int:
         """Blocks of a job's prompt, including a partial last one."""

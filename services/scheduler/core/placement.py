@@ -1,13 +1,17 @@
-"""Chooses the worker of a job: the prefix index and the cost rule. Knows hashes and loads, never jobs or links."""
+"""Chooses the workers of a job: the prefix index, the cost rule, roles. Knows hashes and loads, never jobs or links."""
 
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from services.hashing import KEY_BYTES, split_keys
+from services.scheduler.core.messages import Role
 
 BACKLOG_WEIGHT = 0.25  # Blocks of prompt to compute again that cost as much as one block of backlog.
 
 COLD_ADAPTER_BLOCKS = 16  # Blocks of prompt that take about as long to compute as an adapter takes to load.
+
+WORTH_MOVING_BLOCKS = 4
+"""Fewer blocks of a prompt are neither fetched from another worker nor computed at one for the sake of another."""
 
 
 class PrefixIndex:
@@ -88,13 +92,16 @@ class PrefixIndex:
 
 
 class Candidate(NamedTuple):
-    """A worker with a free credit, its load in blocks of prompt, the number of its jobs, and whether it would load."""
+    """A worker, its load in blocks of prompt, the number of its jobs, and whether it would load."""
 
     worker_id: str
     backlog_blocks: float
     jobs: int
     cold_adapter: bool = False
     """The job's adapter is not in its device memory."""
+    role: Role = Role.BOTH
+    free: bool = True
+    """It has a free credit."""
 
 
 class Choice(NamedTuple):
@@ -102,12 +109,49 @@ class Choice(NamedTuple):
 
     worker_id: str
     matched_blocks: int
+    handoff_to: str = ""
+    """The worker that continues after the first token; empty: the same one."""
+    source: str = ""
+    """host:port of a worker from which blocks of the prompt may be fetched; empty: there is none."""
+
+
+def stages(workers: Iterable[Candidate]) -> tuple[list[Candidate], list[Candidate]]:
+    """The workers for prompts and those for answers: of that role, else of both. Both lists are empty where the
+    workers' roles do not divide the work."""
+    by_role: dict[Role, list[Candidate]] = {role: [] for role in Role}
+    for worker in workers:
+        by_role[worker.role].append(worker)
+    prompts, answers = (by_role[role] or by_role[Role.BOTH] for role in (Role.PREFILL, Role.DECODE))
+    return (prompts, answers) if prompts and answers and prompts is not answers else ([], [])
+
+
+def choose_stages(
+    candidates: Iterable[Candidate], prompt_blocks: int, matched: Mapping[str, int], divisible: bool
+) -> Choice | None:
+    """The cheapest worker for a prompt and, where roles divide the work, the cheapest one for its answer.
+
+    A job is divided unless it is not `divisible`, or the worker for its answer holds nearly all of its prompt. Any
+    worker takes a whole job, but one for prompts only if there is no other. None if the job has to wait for a credit.
+    """
+    workers = list(candidates)
+    prompts, answers = stages(workers) if divisible else ([], [])
+    if not prompts:
+        whole = [worker for worker in workers if worker.role is not Role.PREFILL] or workers
+        return choose(whole, prompt_blocks, matched)
+    second = choose(answers, prompt_blocks, matched)
+    if second is not None and prompt_blocks - second.matched_blocks < WORTH_MOVING_BLOCKS:
+        return second
+    first = choose(prompts, prompt_blocks, matched)
+    if first is not None and second is not None:
+        return first._replace(handoff_to=second.worker_id)
+    return choose([worker for worker in workers if worker.role is Role.BOTH], prompt_blocks, matched)
 
 
 def choose(candidates: Iterable[Candidate], prompt_blocks: int, matched: Mapping[str, int]) -> Choice | None:
-    """The cheapest candidate for a prompt: uncached blocks + 0.25 x backlog + 16 blocks for an adapter to load.
+    """The cheapest candidate with a free credit.
 
-    Ties go to the smallest backlog, then to the fewest jobs, then to the smallest id.
+    It costs the uncached blocks of the prompt + 0.25 x backlog + 16 blocks for an adapter to load. Ties go to the
+    smallest backlog, then to the fewest jobs, then to the smallest id.
 
     Longest-prefix routing alone sends all prompts with the same first block to one worker; the backlog term spreads
     them (bench/placement.py measures both).
@@ -119,5 +163,5 @@ def choose(candidates: Iterable[Candidate], prompt_blocks: int, matched: Mapping
         loading = COLD_ADAPTER_BLOCKS * candidate.cold_adapter
         return (uncached + loading + BACKLOG_WEIGHT * backlog, backlog, candidate.jobs, candidate.worker_id)
 
-    best = min(candidates, key=cost, default=None)
+    best = min((candidate for candidate in candidates if candidate.free), key=cost, default=None)
     return best and Choice(best.worker_id, matched.get(best.worker_id, 0))

@@ -22,13 +22,17 @@ class JobRecord:
         "express",
         "followers",
         "gateway_id",
+        "handoff_placement",
+        "handoff_to",
         "leader",
         "matched_blocks",
         "model_name",
         "order",
         "placement",
         "priority",
+        "produced",
         "queued_at",
+        "source",
         "submit",
         "worker",
     )
@@ -46,6 +50,10 @@ class JobRecord:
         self.assigned_at = 0.0
         self.matched_blocks = 0
         self.placement = 0  # The number of the last Assigned for this job; 0 if this scheduler sent none.
+        self.handoff_to: WorkerRecord | None = None  # Holds a credit, too: the job continues there.
+        self.handoff_placement = 0  # As `placement`, of that worker.
+        self.produced = 0  # Tokens of this attempt at workers that handed it off.
+        self.source = ""  # host:port of a worker that holds more blocks of the prompt; empty for none.
         self.charged = 0  # Tokens charged to the tenant.
         self.leader: JobRecord | None = None
         self.followers: list[JobRecord] = []
@@ -79,13 +87,14 @@ class JobRecord:
         """Tokens to compute before the first new one."""
         return self.submit.prompt_tokens
 
-    def ended_by(self, ended: EndedJob) -> bool:
+    def ended_by(self, ended: EndedJob, worker: "WorkerRecord") -> bool:
         """Whether a worker's end means this attempt and this placement.
 
         An end of an earlier attempt, or of a cancelled job with the same id, must not free this job's credit.
         """
-        unnumbered = not ended.placement or not self.placement
-        return ended.attempt == self.attempt and (unnumbered or ended.placement == self.placement)
+        placement = self.placement if worker is self.worker else self.handoff_placement
+        unnumbered = not ended.placement or not placement
+        return ended.attempt == self.attempt and (unnumbered or ended.placement == placement)
 
 
 @dataclass(slots=True)
@@ -103,6 +112,8 @@ class WorkerRecord:
         self.hello = hello
         self.id = hello.worker_id
         self.jobs: dict[str, JobRecord] = {}
+        self.coming: dict[str, JobRecord] = {}
+        """Jobs that another worker will hand off to this one."""
         self.detached_at: float | None = None
         self.draining = False
         self.last_report = WorkerReport()
@@ -128,7 +139,7 @@ class WorkerRecord:
     @property
     def free_credits(self) -> int:
         """How many more jobs the worker accepts."""
-        return max(0, self.hello.credits - len(self.jobs))
+        return max(0, self.hello.credits - len(self.jobs) - len(self.coming))
 
     def credit_free_s(self, place: int, each_s: float, now: float) -> float:
         """Seconds until a credit is free for the job at this place of those that wait (from 0), if each job takes
@@ -163,6 +174,20 @@ class WorkerRecord:
         del self.jobs[job.id]
         if self.probation is job:
             self.probation = None
+        self._context_tokens -= job.prompt_tokens + job.submit.max_tokens
+
+    def expect(self, job: JobRecord) -> None:
+        """Gives a credit to a job that another worker will hand off."""
+        assert job.handoff_to is None, job
+        job.handoff_to = self
+        self.coming[job.id] = job
+        self._context_tokens += job.prompt_tokens + job.submit.max_tokens
+
+    def expect_no_more(self, job: JobRecord) -> None:
+        """Takes that credit back."""
+        assert job.handoff_to is self, job
+        job.handoff_to = None
+        del self.coming[job.id]
         self._context_tokens -= job.prompt_tokens + job.submit.max_tokens
 
     @property

@@ -166,7 +166,7 @@ class SchedulerCore:
         """Assigns the waiting jobs of a model, in their order, as long as a healthy worker has a free credit."""
         healthy = model.healthy(now) if model.queue else []
         skipped = []
-        while model.queue and any(worker.free_credits for worker in healthy):
+        while model.queue and model.has_room(healthy):
             job = model.queue.pop()
             if not self._admission.dequeued_in_time(job, model, healthy, now):
                 continue
@@ -174,14 +174,13 @@ class SchedulerCore:
                 self._admission.reject_dequeued(job, refusals.poisoned(), now)
                 continue
             suspect = self.state.poison.suspect(job.submit.fingerprint)
-            choice = model.choose_worker(job, self._open_to(job, healthy, suspect))
+            choice = model.choose_worker(job, self._open_to(job, healthy, suspect), whole=suspect)
             if choice is None:  # No worker that is open to it has a credit.
                 skipped.append(job)
                 continue
             if suspect:
                 self.state.workers[choice.worker_id].probation = job
-            job.matched_blocks = choice.matched_blocks
-            self.state.assign(job, self.state.workers[choice.worker_id], model, now)
+            self.state.assign(job, choice, model, now)
             self._admission.join_followers(job, now)
         for job in skipped:
             model.queue.push(job)

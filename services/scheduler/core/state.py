@@ -10,6 +10,7 @@ from services.scheduler.core.commands import CommandBuffer
 from services.scheduler.core.job_table import JobTable
 from services.scheduler.core.messages import Failure, RunningJob, Submit
 from services.scheduler.core.models import ModelRecord
+from services.scheduler.core.placement import Choice
 from services.scheduler.core.poison import PoisonWatch
 from services.scheduler.core.reach import Reach
 from services.scheduler.core.records import JobRecord, WorkerRecord
@@ -65,15 +66,33 @@ class State:
         model.queue.push(job)
         self.to_dispatch[model.name] = None
 
-    def assign(self, job: JobRecord, worker: WorkerRecord, model: ModelRecord, now: float) -> None:
-        """Assigns a job that was taken out of the queue to a worker."""
+    def assign(self, job: JobRecord, choice: Choice, model: ModelRecord, now: float) -> None:
+        """Assigns a job that was taken out of the queue to a worker, and to the one that continues it, if any."""
+        worker = self.workers[choice.worker_id]
+        job.matched_blocks, job.source = choice.matched_blocks, choice.source
         worker.add_job(job, now)
+        if choice.handoff_to:
+            self.workers[choice.handoff_to].expect(job)
         worker.add_unreported(job.prompt_tokens - job.matched_blocks * worker.hello.card.block_size, now)
         model.charge(job)
         self.counters.assigned += 1
         self.counters.prompt_blocks += model.blocks(job)
         self.counters.matched_blocks += job.matched_blocks
         self.answer_assigned(job)
+
+    def hand_over(self, job: JobRecord, tokens: int, now: float) -> None:
+        """Moves a running job to the worker that continues it, after `tokens` tokens at the one before."""
+        worker, to = job.worker, job.handoff_to
+        assert worker is not None, job
+        assert to is not None, job
+        worker.remove_job(job)
+        to.expect_no_more(job)
+        to.add_job(job, now)
+        job.placement, job.produced = job.handoff_placement, job.produced + tokens
+        job.matched_blocks = job.prompt_tokens // to.hello.card.block_size
+        if tokens:
+            self.poison.survived(job.submit.fingerprint)
+        self.to_dispatch[job.model_name] = None
 
     def adopt(self, running: RunningJob, worker: WorkerRecord, now: float) -> None:
         """Records a job that a worker runs and no gateway has submitted to this scheduler.
@@ -90,6 +109,7 @@ class State:
         self.counters.ended += 1
         if tokens:
             self.poison.survived(job.submit.fingerprint)
+        tokens += job.produced
         self.counters.tokens += tokens
         self.models[job.model_name].record_end(job, tokens, now)
         self.release(job, job.prompt_tokens + tokens)
@@ -100,6 +120,8 @@ class State:
         self.models[job.model_name].settle(job, cost)
         self.to_dispatch[job.model_name] = None
         job.worker.remove_job(job)
+        if job.handoff_to is not None:
+            job.handoff_to.expect_no_more(job)
         self.jobs.forget(job)
 
     def remove(self, job: JobRecord) -> list[JobRecord]:
@@ -113,7 +135,9 @@ class State:
     # ---- workers and models ----
 
     def remove_worker(self, worker: WorkerRecord) -> None:
-        """Removes a worker that has no jobs any more."""
+        """Removes a worker that has no jobs any more. Jobs that were to continue there end where they are."""
+        for job in list(worker.coming.values()):
+            worker.expect_no_more(job)
         del self.workers[worker.id]
         self.models[worker.hello.card.name].remove_worker(worker)
         self.publish_models()
@@ -133,6 +157,9 @@ class State:
         """
         self._placements += 1
         job.placement = self._placements
+        if job.handoff_to is not None:
+            self._placements += 1
+            job.handoff_placement = self._placements
         self.commands.send_assigned(job)
 
     def answer_joined(self, job: JobRecord, leader: JobRecord) -> None:
@@ -160,4 +187,5 @@ class State:
             model = self.models[worker.hello.card.name]
             assert model.workers[worker.id] is worker, worker
             assert all(job.worker is worker for job in worker.jobs.values()), worker
+            assert all(job.handoff_to is worker and job.worker is not None for job in worker.coming.values()), worker
         assert sum(len(model.workers) for model in self.models.values()) == len(self.workers)

@@ -1,14 +1,19 @@
-"""Connects an engine to the cache service, through which workers share prefixes. Knows no block."""
+"""Connects an engine to the cache service and to other workers, with which it shares prefixes. Knows no block."""
 
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
+from grpc import aio
+
 from protos import cache_pb2_grpc as cache_grpc
 from services import metrics, rpc
 from services.security import mesh_id as mesh_ids
 from services.worker.engine.base import Engine
+from services.worker.kvcache.peer_tier import PeerStores
 from services.worker.kvcache.remote_tier import RemoteStore, log
+
+_CONNECT_S = 0.5
 
 
 @contextlib.asynccontextmanager
@@ -34,6 +39,36 @@ async def shared_prefixes(
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
             log.info("prefix sharing has ended", fetches=dict(store.fetches), offers=dict(store.offers))
+
+
+@contextlib.asynccontextmanager
+async def peer_prefixes(
+    engine: Engine, counts: metrics.Metrics, secret: bytes, mesh_id: str = ""
+) -> AsyncIterator[None]:
+    """Lets an engine fetch prefixes from other workers inside the block. `secret` keys the frames of blocks.
+
+    The engine must not run yet. The metrics of fetches are added to `counts`.
+    """
+    if not engine.block_layout:
+        yield
+        return
+
+    def connect(address: str) -> aio.Channel:
+        return rpc.link_channel(address, "worker", connect_s=_CONNECT_S)
+
+    peers = PeerStores(engine.block_layout, engine.block_bytes, connect, secret, mesh_ids.metadata(mesh_id))
+    engine.use_peers(peers.at)
+    counts.total(
+        "weft_worker_peer_fetches",
+        "Prefixes requested from other workers, by outcome.",
+        lambda: metrics.by_label(peers.fetches.items()),
+        "outcome",
+    )
+    try:
+        yield
+    finally:
+        await peers.close()
+        log.info("fetching from other workers has ended", fetches=dict(peers.fetches), blocks=peers.received)
 
 
 def _add_metrics(counts: metrics.Metrics, store: RemoteStore) -> None:

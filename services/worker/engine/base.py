@@ -1,12 +1,12 @@
 """The engine as the rest of a worker sees it. Knows no implementation."""
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
 from services.worker.job import Job, Stats, StepOutput
-from services.worker.kvcache.tiers import BlockStore
+from services.worker.kvcache.tiers import BlockStore, Peers
 
 GENERATE = "generate"
 """The capability of continuing a prompt token by token."""
@@ -16,6 +16,24 @@ RANK = "rank"
 """The capability of scoring how well two texts belong together."""
 CLASSIFY = "classify"
 """The capability of scoring the labels of a text."""
+
+
+class BlockRead:
+    """A request of another worker for contents of blocks that the engine has, in order.
+
+    The engine's thread reads a few blocks at a time, and only while little of what it read waits to be sent.
+    """
+
+    def __init__(self, keys: Sequence[bytes], follow: bool, answer: Callable[[Sequence[bytes] | None], object]) -> None:
+        """follow: wait for blocks that are not computed yet. answer: called from the engine's thread with the next
+        contents, and with None when no more will come."""
+        self.keys, self.follow, self.answer = keys, follow, answer
+        self.read = 0
+        """Blocks that were read. The engine's thread writes it."""
+        self.sent = 0
+        """Blocks that were sent since. Its caller writes it."""
+        self.cancelled = False
+        """Nobody waits for the answer any more. Its caller writes it."""
 
 
 class EngineEvents(Protocol):
@@ -91,6 +109,15 @@ class Engine(Protocol):
 
     def use_remote(self, store: BlockStore) -> None:
         """Share blocks of prompts through this tier. To be called before `run`."""
+
+    def use_peers(self, peers: Peers) -> None:
+        """Fetch blocks of prompts from other workers. To be called before `run`."""
+
+    def prefetch(self, source: str, keys: Sequence[bytes]) -> None:
+        """Fetch blocks that the worker at `source` computes for a job that will come here."""
+
+    def read_blocks(self, read: BlockRead) -> None:
+        """Answer another worker's request."""
 
     def submit(self, job: Job) -> None:
         """Run this job."""

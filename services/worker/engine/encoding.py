@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from services import failpoints
-from services.worker.engine.base import EngineEvents
+from services.worker.engine.base import BlockRead, EngineEvents
 from services.worker.engine.finish_vectors import ScoreKind, finished
-from services.worker.engine.inbox import Arrival, Inbox
+from services.worker.engine.inbox import Arrival, Cancel, Inbox
 from services.worker.engine.profiling import PhaseRecorder, Profiler, Recorder
 from services.worker.engine.step_times import StepTimes
 from services.worker.errors import CheckpointError
@@ -31,7 +31,7 @@ from services.worker.job import (
     Stats,
     StepOutput,
 )
-from services.worker.kvcache.tiers import BlockStore
+from services.worker.kvcache.tiers import BlockStore, Peers
 from services.worker.planner.dynamic_batch import DynamicBatch, WaitingText
 from services.worker.runners.base import EncoderRunner, TextTokens
 
@@ -94,6 +94,16 @@ class EncodingEngine:
         self._steps = 0
         self._events: EngineEvents | None = None
         self.inbox = Inbox()
+
+    def use_peers(self, peers: Peers) -> None:
+        """An encoder has no blocks to fetch."""
+
+    def prefetch(self, source: str, keys: Sequence[bytes]) -> None:
+        """An encoder has no blocks to fetch."""
+
+    def read_blocks(self, read: BlockRead) -> None:
+        """An encoder has no blocks to read."""
+        read.answer(None)
 
     def use_remote(self, store: BlockStore) -> None:
         """There are no blocks to share."""
@@ -220,7 +230,7 @@ class EncodingEngine:
         for message in self.inbox.take():
             if isinstance(message, Arrival):
                 self._accept(message, now, output)
-            elif message.key in self._jobs:
+            elif isinstance(message, Cancel) and message.key in self._jobs:
                 job = self._jobs[message.key]
                 self._end(job, Ended(message.key, EndReason.CANCELLED, 0, self._cost(job)), output)
         for job in list(self._jobs.values()):

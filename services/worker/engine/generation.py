@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection
+from collections.abc import Sequence as Many
 from typing import Any, NamedTuple
 
 from services import failpoints
@@ -15,8 +16,9 @@ from services.worker.engine import adapters, packing
 from services.worker.engine.active_job import ActiveJob
 from services.worker.engine.adapters import AdapterLoads
 from services.worker.engine.answers import advance
-from services.worker.engine.base import GENERATE, EngineEvents
-from services.worker.engine.inbox import Arrival, Inbox
+from services.worker.engine.base import GENERATE, BlockRead, EngineEvents
+from services.worker.engine.block_reads import BlockReads
+from services.worker.engine.inbox import Arrival, Inbox, Prefetch
 from services.worker.engine.packing import SlotEdits
 from services.worker.engine.prefixes import Prefixes
 from services.worker.engine.profiling import PhaseRecorder, Profiler, Recorder
@@ -34,7 +36,7 @@ from services.worker.job import (
     Stats,
     StepOutput,
 )
-from services.worker.kvcache.tiers import BlockStore, HostStore
+from services.worker.kvcache.tiers import BlockStore, HostStore, Peers
 from services.worker.options import EngineOptions, MemoryPlan, Progress
 from services.worker.planner.block_pool import BlockPool
 from services.worker.planner.planner import Plan, Planner, Row
@@ -137,6 +139,7 @@ class GenerationEngine:
         self.inbox = Inbox()
         self._structured = StructuredJobs(self.inbox)
         self.prefixes = Prefixes(self.planner, runner.kv, lambda: self.step_times.prefill_rate, self.inbox.wake)
+        self._reads = BlockReads(self.planner.pool, runner.kv, self.inbox.wake)
         if options.host_kv_bytes and runner.kv is not None:
             self.prefixes.use_host(HostStore(options.host_kv_bytes, runner.kv.host_block_s))
 
@@ -153,6 +156,10 @@ class GenerationEngine:
     def use_remote(self, store: BlockStore) -> None:
         """Share blocks of prompts through this tier. To be called before the engine runs."""
         self.prefixes.use_remote(store)
+
+    def use_peers(self, peers: Peers) -> None:
+        """Fetch blocks of prompts from other workers. To be called before the engine runs."""
+        self.prefixes.use_peers(peers)
 
     def use_forms(self, forms: Forms) -> None:
         """Serve answers that have a form. To be called before the engine runs; without it they are refused."""
@@ -171,6 +178,14 @@ class GenerationEngine:
         """End a job. Only the first `position` tokens of its answer stay in the prefix cache; None: all. Does nothing
         if the job has ended."""
         self.inbox.cancel(key, position)
+
+    def prefetch(self, source: str, keys: Many[bytes]) -> None:
+        """Fetch blocks that the worker at `source` computes for a job that will come here."""
+        self.inbox.prefetch(source, keys)
+
+    def read_blocks(self, read: BlockRead) -> None:
+        """Answer another worker's request for contents of blocks."""
+        self._reads.add(read)
 
     def wake(self) -> None:
         """Make `run` look at its stop event now."""
@@ -201,8 +216,8 @@ class GenerationEngine:
                 self.inbox.sleep(_LOAD_WAIT_S, lambda: self._adapters.arrived or stop.is_set())
             if self.has_work():
                 events.stepped(self.step())
-            elif not prefixes.offer_some():
-                self.inbox.sleep(IDLE_WAIT_S, stop.is_set)
+            elif not self._move_blocks():
+                self.inbox.sleep(IDLE_WAIT_S, lambda: prefixes.answered or self._reads.pending or stop.is_set())
 
     def step(self) -> StepOutput:
         """Take messages, launch steps until as many are in flight as the runner allows, collect the oldest.
@@ -223,8 +238,16 @@ class GenerationEngine:
             self._collect_oldest(output)
         with self.profiler.phase("publishing"):
             self.prefixes.offer_some()
+            self._reads.serve()
             self._publish()
         return output
+
+    def _move_blocks(self) -> bool:
+        """Exchange blocks with other tiers while there are no jobs. -> whether there are more to move at once."""
+        self.prefixes.settle()
+        offers, reads = self.prefixes.offer_some(), self._reads.serve()
+        self._publish()
+        return offers or reads
 
     def check_integrity(self) -> None:
         """Assert that free + cached + active blocks are all blocks, and that tables and counts agree."""
@@ -454,6 +477,9 @@ class GenerationEngine:
         for message in self.inbox.take():
             if isinstance(message, Arrival):
                 self._accept(message, output)
+                continue
+            if isinstance(message, Prefetch):
+                self.prefixes.prefetch(message.source, message.keys)
                 continue
             job = self._jobs.get(message.key)
             if job is None:

@@ -6,7 +6,7 @@ Knows when to wake a sleeping engine, never how jobs are run.
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from services.worker.job import Failure, Job
@@ -33,12 +33,23 @@ class Cancel(NamedTuple):
     """Tokens of its answer that may stay in the prefix cache; None: all."""
 
 
+class Prefetch(NamedTuple):
+    """Blocks that another worker computes, for a job that will come here."""
+
+    source: str
+    """host:port of the other worker."""
+    keys: Sequence[bytes]
+
+
+Message = Arrival | Cancel | Prefetch
+
+
 class Inbox:
-    """The first four methods may be called from any thread, the others from the engine's."""
+    """The first five methods may be called from any thread, the others from the engine's."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
-        self._messages: deque[Arrival | Cancel] = deque()
+        self._messages: deque[Message] = deque()
         self._block_changes: dict[bytes, bool] = {}
         self.predicted_step_s = 0.0
         """Predicted seconds of the step in flight; 0: none is."""
@@ -60,6 +71,12 @@ class Inbox:
             self._messages.append(Cancel(key, position))
             self._condition.notify()
 
+    def prefetch(self, source: str, keys: Sequence[bytes]) -> None:
+        """Add an announcement and wake the engine."""
+        with self._condition:
+            self._messages.append(Prefetch(source, keys))
+            self._condition.notify()
+
     def wake(self) -> None:
         """Wake the engine."""
         with self._condition:
@@ -78,7 +95,7 @@ class Inbox:
         """Whether there are messages."""
         return bool(self._messages)
 
-    def take(self) -> Iterator[Arrival | Cancel]:
+    def take(self) -> Iterator[Message]:
         """The messages in the order of their arrival, including those that arrive meanwhile."""
         while self._messages:
             yield self._messages.popleft()

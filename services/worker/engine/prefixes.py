@@ -10,13 +10,18 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 
 from services.worker.kvcache.pool import KvPool
-from services.worker.kvcache.tiers import BlockRequest, BlockStore, Contents, HostStore
+from services.worker.kvcache.tiers import BlockRequest, BlockStore, Contents, HostStore, Peers
 from services.worker.kvcache.transfer_cost import TransferCost, recompute_s
 from services.worker.planner.planner import Planner
 from services.worker.planner.sequence import Sequence
 
 LEAST_BLOCKS = 4
 """Shorter prefixes are neither offered nor fetched."""
+PREFETCH_S = 60.0
+"""Seconds that blocks are fetched for a job that has not come."""
+# Blocks are fetched ahead of their job even if that takes so many times as long as computing them: it waits for none.
+_HOPELESS = 4.0
+_MOST_AHEAD = 1 << 16
 _OFFER_BYTES = 256 << 10  # offered in one step: copying them takes a tenth of a millisecond
 _MOST_OFFERS = 8192
 _KEPT_AT_ONCE = 32  # blocks for which host memory makes room together
@@ -32,6 +37,8 @@ class PrefixFetch:
     waiting: list[Sequence] = field(default_factory=list)
     arrived: int = 0
     request: BlockRequest | None = None
+    ahead: BlockStore | None = None
+    """The tier that is asked for a job that has not come; None: jobs wait."""
 
 
 @dataclass(slots=True)
@@ -72,6 +79,9 @@ class Prefixes:
         self._host: HostStore | None = None
         self._evicted: list[tuple[int, bytes]] = []
         self._remote: BlockStore | None = None
+        self._peers: Peers | None = None
+        self._ahead: dict[bytes, None] = {}
+        """Keys of blocks that were fetched for jobs that have not come."""
         self._writing = TransferCost()
         self._fetches: list[PrefixFetch] = []
         self._answers: deque[tuple[BlockRequest, Many[Contents] | None]] = deque()
@@ -88,22 +98,53 @@ class Prefixes:
         assert self._kv is not None, "blocks without contents cannot be shared"
         self._remote = store
 
+    def use_peers(self, peers: Peers) -> None:
+        """Fetch blocks from the workers that jobs name."""
+        assert self._kv is not None, "blocks without contents cannot be fetched"
+        self._peers = peers
+
     # ---- jobs that arrive ----
+
+    def prefetch(self, source: str, keys: Many[bytes]) -> None:
+        """Begin to fetch blocks that another worker computes, unless that is predicted to take far too long."""
+        if self._peers is None:
+            return
+        pool = self._planner.pool
+        found = pool.match(keys)
+        missing = list(keys[len(found) :][: pool.available - pool.idle(found)])
+        if len(missing) < LEAST_BLOCKS or self._planner.is_computing(missing[0]) or self._fetch_of(missing[0]):
+            return
+        tier = self._peers(source)
+        if not tier.is_faster(len(missing), _HOPELESS * self._budget(len(missing))):
+            self.counts.declined += 1
+            return
+        pool.touch(found)
+        fetch = PrefixFetch(missing, self._clock() + PREFETCH_S, deque(), ahead=tier)
+        fetch.request = BlockRequest(missing, PREFETCH_S, self._answer, follow=True)
+        self._fetches.append(fetch)
+        tier.fetch(fetch.request)
 
     def consider(self, sequence: Sequence) -> None:
         """A job has arrived: hold it if fetching blocks of its prefix is predicted to be faster than computing them."""
-        if self._host is None and self._remote is None:
+        peer = self._peers(sequence.job.source) if self._peers is not None and sequence.job.source else None
+        if self._host is None and self._remote is None and peer is None:
             return
         pool, usable = self._planner.pool, self._planner.usable_keys(sequence)
+        if self._ahead:
+            self._planner.note_fetched(sequence, [key for key in usable if self._ahead.pop(key, key) is None])
         found = pool.match(usable)
         missing = usable[len(found) :]
-        if len(missing) < LEAST_BLOCKS or self._planner.is_computing(missing[0]):
+        if not missing or self._planner.is_computing(missing[0]):
             return
-        fetch = next((fetch for fetch in self._fetches if missing[0] in fetch.keys), None)
+        fetch = self._fetch_of(missing[0])
+        if fetch is not None and fetch.ahead is not None and not self._is_worth_waiting(fetch, len(missing)):
+            return
         if fetch is None:
+            if len(missing) < LEAST_BLOCKS:
+                return
             missing = missing[: pool.available - pool.idle(found)]
             budget_s = self._budget(len(missing))
-            tiers = deque(tier for tier in (self._host, self._remote) if tier is not None)
+            tiers = deque(tier for tier in (self._host, peer, self._remote) if tier is not None)
             fetch = PrefixFetch(missing, self._clock() + budget_s, tiers)
             pool.touch(found)
             if not self._ask_next(fetch):
@@ -187,6 +228,22 @@ class Prefixes:
 
     # ---- one fetch ----
 
+    def _fetch_of(self, key: bytes) -> PrefixFetch | None:
+        """The fetch of this block."""
+        return next((fetch for fetch in self._fetches if key in fetch.keys), None)
+
+    def _is_worth_waiting(self, fetch: PrefixFetch, blocks: int) -> bool:
+        """The job has come for which blocks are being fetched: whether it waits for the rest. If not, the fetch
+        ends."""
+        assert fetch.ahead is not None, fetch
+        budget_s = self._budget(blocks)
+        if fetch.ahead.is_faster(blocks, budget_s):
+            fetch.ahead, fetch.deadline = None, self._clock() + budget_s
+            return True
+        self.counts.declined += 1
+        self._end(fetch)
+        return False
+
     def _budget(self, blocks: int) -> float:
         """Seconds that computing `blocks` blocks takes, less those that writing them to the pool would take."""
         needed_s = recompute_s(blocks * self._planner.block_size, self._prefill_rate())
@@ -232,6 +289,8 @@ class Prefixes:
         self.counts.fetched += len(new)
         for sequence in fetch.waiting:
             self._planner.note_fetched(sequence, (key for key, _ in new))
+        if not fetch.waiting and len(self._ahead) < _MOST_AHEAD:
+            self._ahead.update(dict.fromkeys(key for key, _ in new))
         return True
 
     def _end(self, fetch: PrefixFetch) -> None:

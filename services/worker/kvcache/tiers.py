@@ -24,6 +24,8 @@ class BlockRequest:
     budget_s: float
     answer: Callable[["BlockRequest", Sequence[Contents] | None], None] = field(repr=False)
     """Called with the next contents, and with None when no more will come. May be called from any thread."""
+    follow: bool = False
+    """The blocks are being computed: wait for those that are not there yet."""
     abandoned: bool = False
     """No job waits for it any more."""
 
@@ -42,6 +44,10 @@ class BlockStore(Protocol):
 
     def offer(self, key: bytes, payload: bytes) -> bool:
         """Take the contents of a block. False if there is no room for offers now."""
+
+
+Peers = Callable[[str], BlockStore]
+"""The tier of the worker at a host:port."""
 
 
 class HostStore:

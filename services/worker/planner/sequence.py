@@ -59,7 +59,9 @@ class Sequence:
         self.queue_key = (-job.priority, arrival)
         """The sequence with the smallest key goes first."""
         self.limit = min(job.prompt_len + job.params.max_tokens, max_length)
-        """Tokens at which the answer ends."""
+        """Tokens at which the answer ends, or is handed off."""
+        if job.handoff:
+            self.limit = min(self.limit, len(job.token_ids) + 1)
         self.tokens: list[int] = list(job.token_ids)
         adapter = job.adapter.fingerprint if job.adapter is not None else b""
         self.keys = BlockKeys(self.tokens, block_size, chain_root(job.salt, adapted(fingerprint, adapter)))

@@ -54,6 +54,8 @@ def job_of(message: mesh.Job, key: int, card: mesh.ModelCard, adapter: Adapter |
         priority=message.priority,
         speculation=speculation,
         adapter=adapter,
+        handoff=message.handoff,
+        source=message.source,
     )
 
 
@@ -85,9 +87,10 @@ def _divisor(value: float) -> float:
     return max(value, _LEAST_DIVISOR) if value else value
 
 
-def end_of(ended: Ended, stream_id: int) -> mesh.JobEnd:
+def end_of(ended: Ended, stream_id: int, handed_off: bool = False) -> mesh.JobEnd:
     """The message for the end of a job."""
-    end = mesh.JobEnd(stream_id=stream_id, reason=_REASONS[ended.reason], cost=_cost(ended.cost))
+    cost = _cost(ended.cost)
+    end = mesh.JobEnd(stream_id=stream_id, reason=_REASONS[ended.reason], cost=cost, handed_off=handed_off)
     if ended.stop_token_id is not None:
         end.stop_token_id = ended.stop_token_id
     if ended.vectors is not None:

@@ -9,7 +9,7 @@ from typing import TypeAlias
 from grpc import StatusCode
 
 from services.errors import WeftError
-from services.worker.job import Ended, Job, TokenOut
+from services.worker.job import Ended, EndReason, Job, TokenOut
 from services.worker.service.gateway_link import GatewayLink
 
 JOB_NOT_FOUND = WeftError(StatusCode.UNAVAILABLE, "JOB_NOT_FOUND", "the generation to join is gone", retryable=True)
@@ -69,6 +69,14 @@ class JobRecord:
         """Number of tokens of the answer, those of earlier attempts included."""
         return len(self.prior) + len(self.token_ids)
 
+    @property
+    def handed_off(self) -> bool:
+        """It has ended here, and goes on at another worker."""
+        job, ended = self.request, self.ended
+        if job is None or ended is None or not job.handoff or ended.reason is not EndReason.LENGTH:
+            return False
+        return self.position < job.params.max_tokens
+
     def tokens_from(self, position: int) -> list[TokenOut]:
         """The tokens of the answer from a position on. Raises WeftError if some of them are not replayable."""
         if not self._replays_from(position):
@@ -110,7 +118,7 @@ def _identity(job: Job) -> tuple[bytes, Job]:
     adapter = job.adapter.fingerprint if job.adapter is not None else b""
     prompt = job.token_ids[: job.prompt_len]
     same = replace(job, key=0, token_ids=prompt, adapter=None, deadline=None, priority=0, speculation=None)
-    return adapter, same
+    return adapter, replace(same, handoff=False, source="")
 
 
 Subscriber: TypeAlias = GatewayLink[JobRecord]

@@ -6,6 +6,7 @@ A job ends when the engine ends it or when its last subscriber leaves.
 import asyncio
 import itertools
 import time
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Protocol
 
@@ -13,7 +14,8 @@ import structlog
 from grpc import StatusCode
 
 from protos import mesh_pb2 as mesh
-from services.errors import WeftError
+from services.errors import WeftError, invalid
+from services.hashing import KEY_BYTES, split_keys
 from services.worker.job import Adapter, Ended, Job, StepOutput
 from services.worker.service import codec
 from services.worker.service.adapters import NOT_LOADED, Adapters
@@ -36,13 +38,16 @@ DRAINING = WeftError(StatusCode.UNAVAILABLE, "DRAINING", "the worker is leaving"
 
 
 class JobEngine(Protocol):
-    """The part of an engine that Jobs uses. Both methods may be called from any thread."""
+    """The part of an engine that Jobs uses. Its methods may be called from any thread."""
 
     def submit(self, job: Job) -> None:
         """Queues a job."""
 
     def cancel(self, key: int, position: int) -> None:
         """Ends a job; the first `position` tokens of its answer count."""
+
+    def prefetch(self, source: str, keys: Sequence[bytes]) -> None:
+        """Fetches blocks that the worker at `source` computes."""
 
 
 class Jobs:
@@ -127,6 +132,12 @@ class Jobs:
         if record.ended is not None:
             del link.streams[message.stream_id]
             self._retire(record)
+
+    def prefetch(self, message: mesh.Prefetch) -> None:
+        """Announces blocks of a job that another worker will hand off to this one. Raises WeftError."""
+        if len(message.block_keys) % KEY_BYTES:
+            raise invalid("prefetch.block_keys", f"must be a list of {KEY_BYTES}-byte keys")
+        self._engine.prefetch(message.source, list(split_keys(message.block_keys)))
 
     def attach(self, link: Subscriber, message: mesh.AttachJob) -> None:
         """Subscribes `link` to a job from a position on. Waits for a job that has not arrived yet."""
@@ -239,7 +250,7 @@ class Jobs:
             return
         record.ended = ended
         for link, stream_id in record.subscribers:
-            link.send_end(codec.end_of(ended, stream_id))
+            link.send_end(codec.end_of(ended, stream_id, record.handed_off))
             if record.confirmed:
                 link.streams.pop(stream_id, None)
         record.subscribers.clear()
@@ -270,6 +281,7 @@ class Jobs:
     def _report_end(self, record: JobRecord) -> None:
         tokens, placement = len(record.token_ids), record.placement
         end = mesh.EndedJob(job_id=record.job_id, attempt=record.attempt, tokens=tokens, placement=placement)
+        end.handed_off = record.handed_off
         self._ended.append(end)
 
     def _replace(self, older: JobRecord) -> None:

@@ -25,7 +25,7 @@ def join(record: JobRecord, link: Subscriber, message: mesh.AttachJob) -> None:
         return
     link.send_tokens(message.stream_id, tokens)
     if record.ended is not None:
-        link.send_end(_late_end(record.ended, message.stream_id))
+        link.send_end(_late_end(record, record.ended, message.stream_id))
     else:
         record.subscribe(link, message.stream_id)
 
@@ -61,9 +61,9 @@ class WaitingJoins:
             link.send_end(codec.failed(message.stream_id, JOB_NOT_FOUND))
 
 
-def _late_end(ended: Ended, stream_id: int) -> mesh.JobEnd:
+def _late_end(record: JobRecord, ended: Ended, stream_id: int) -> mesh.JobEnd:
     """The end of a job for a late subscriber. A cancelled answer is incomplete: it needs another attempt."""
-    end = codec.end_of(ended, stream_id)
+    end = codec.end_of(ended, stream_id, record.handed_off)
     if ended.reason is EndReason.CANCELLED:
         end.reason = api.FINISH_REASON_ERROR
         end.failure.CopyFrom(JOB_NOT_FOUND.failure())

@@ -13,6 +13,7 @@ from services.errors import WeftError, invalid, unavailable
 from services.security import mesh_id as mesh_ids
 from services.worker.engine.base import StepProfile, StepProfiler
 from services.worker.service.adapters import Adapters
+from services.worker.service.block_sender import BlockSender
 from services.worker.service.heartbeat import HEARTBEAT_S, Progress
 from services.worker.service.job_record import Subscriber
 from services.worker.service.jobs import Jobs
@@ -36,6 +37,7 @@ class Loaded:
     digest: bytes
     report: Callable[[], mesh.WorkerReport]
     profiler: StepProfiler
+    blocks: BlockSender
 
 
 class WorkerService:
@@ -90,6 +92,11 @@ class WorkerService:
             raise WeftError(StatusCode.NOT_FOUND, "BUNDLE_NOT_FOUND", "this worker has a bundle with another digest")
         for start in range(0, len(model.bundle), PIECE_BYTES):
             yield mesh.FetchBundleResponse(data=model.bundle[start : start + PIECE_BYTES])
+
+    async def ReadBlocks(self, request: mesh.ReadBlocksRequest, context: Any) -> AsyncIterator[mesh.ReadBlocksResponse]:
+        """Sends KV blocks to another worker."""
+        async for response in self._model().blocks.send(request):
+            yield response
 
     async def Profile(self, request: mesh.ProfileRequest, context: Any) -> AsyncIterator[mesh.ProfileResponse]:
         """Profiles the next steps, and answers when they have ended."""
@@ -159,6 +166,8 @@ async def _read(jobs: Jobs, link: Subscriber, requests: AsyncIterator[mesh.RunRe
                     jobs.cancel(link, request.cancel)
                 case "confirm":
                     jobs.confirm(link, request.confirm)
+                case "prefetch":
+                    jobs.prefetch(request.prefetch)
                 case _:
                     raise invalid("message", "not a message that a worker accepts")
     finally:

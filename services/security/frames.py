@@ -1,4 +1,4 @@
-"""The frame around each stored value: detects damaged and exchanged values. Knows bytes, never what they mean.
+"""The frame around a stored or sent value: detects damaged and exchanged values. Knows bytes, never what they mean.
 
 A frame is magic (4 bytes), version (1), kind (1), payload length (4, big-endian), checksum (16), payload. The checksum
 is BLAKE2b over the other parts and the key: an intact frame that was stored under another key is rejected. With a

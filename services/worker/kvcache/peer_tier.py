@@ -1,0 +1,249 @@
+"""The tiers in other workers: fetches contents of blocks over gRPC, and measures how fast each link is.
+
+Runs on the event loop; the engine's thread calls `PeerStores.at` and the methods of `BlockStore`. Knows addresses and
+frames, not why a worker has blocks. After an error fewer blocks are fetched, and the error is counted.
+"""
+
+import asyncio
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from typing import Any
+
+import structlog
+from grpc import aio
+
+from protos import cache_pb2 as cache
+from protos import mesh_pb2 as mesh
+from protos import mesh_pb2_grpc as mesh_grpc
+from services.security import frames
+from services.worker.kvcache.tiers import BlockRequest
+from services.worker.kvcache.transfer_cost import TransferCost
+
+log = structlog.get_logger("worker.peers")
+
+MEASURE_S = 5.0
+"""Seconds between measurements of a link that is too slow for any job: nothing else shows that it became faster."""
+_MEASURE_BYTES = 256 << 10
+_MEASURE_LIMIT_S = 3.0
+_LEAST_MEASURED_BYTES = 64 << 10
+_DOWN_S = 1.0
+"""Seconds without a request to a worker that did not answer."""
+_MOST_PEERS = 64
+
+Work = Callable[[], Coroutine[Any, Any, None]]
+Connect = Callable[[str], AbstractAsyncContextManager[aio.Channel]]
+
+
+class PeerStore:
+    """A `BlockStore` that is another worker."""
+
+    def __init__(self, peers: "PeerStores", address: str) -> None:
+        self.link = TransferCost()
+        """The measured speed from the other worker to this one."""
+        self._peers, self._address = peers, address
+        self._down_until = 0.0
+        self._measured_at = 0.0
+
+    # ---- the engine's thread ----
+
+    def is_faster(self, blocks: int, recompute_s: float) -> bool:
+        """Predicted from the measured link. The first request measures it, within its own budget; where fetching is
+        slower, the link is measured again from time to time."""
+        if time.monotonic() < self._down_until:
+            return False
+        if not self.link.known:
+            return recompute_s > 0
+        faster = self.link.is_faster(blocks * self._peers.block_bytes, recompute_s)
+        if not faster and time.monotonic() - self._measured_at > MEASURE_S:
+            self._measured_at = time.monotonic()
+            self._peers.start(self._measure_again)
+        return faster
+
+    def fetch(self, request: BlockRequest) -> None:
+        """Ask the other worker."""
+        self._peers.start(lambda: self._fetch(request))
+
+    def lacks(self, keys: Sequence[bytes], recompute_s: float) -> list[bytes]:
+        """None: a worker is offered no blocks."""
+        return []
+
+    def offer(self, key: bytes, payload: bytes) -> bool:
+        """Not taken."""
+        return False
+
+    # ---- the event loop ----
+
+    async def _fetch(self, request: BlockRequest) -> None:
+        outcome = "failed"
+        try:
+            async with asyncio.timeout(request.budget_s):
+                if not self.link.known:
+                    await self._measure()
+                if request.follow or self.is_faster(len(request.keys), request.budget_s):
+                    outcome = await self._receive(request)
+                else:
+                    outcome = "too_slow"
+        except TimeoutError:
+            outcome = "late"
+        except aio.AioRpcError as error:
+            self._down_until = time.monotonic() + _DOWN_S
+            log.debug("fetch failed", at=self._address, code=error.code().name)
+        finally:
+            self._peers.fetches[outcome] += 1
+            request.answer(request, None)
+
+    async def _receive(self, request: BlockRequest) -> str:
+        """Pass on the contents as they arrive. -> the outcome."""
+        blocks = _Frames(request.keys, self._peers.layout, self._peers.secret)
+        wanted = mesh.ReadBlocksRequest(
+            blocks=cache.BlockList(keys=b"".join(request.keys), layout=self._peers.layout), follow=request.follow
+        )
+        call = (await self._stub()).ReadBlocks(wanted, metadata=self._peers.metadata)
+        flow = _Flow(self.link)
+        try:
+            async for response in call:
+                flow.arrived(sum(len(piece.data) for piece in response.pieces), response.more)
+                for piece in response.pieces:
+                    contents = await blocks.add(piece)
+                    if contents is not None:
+                        self._peers.received += 1
+                        request.answer(request, [contents])
+                if request.abandoned:
+                    return "abandoned"
+        except frames.FrameError:
+            log.warning("a worker sent a damaged block", at=self._address)
+            return "damaged"
+        finally:
+            call.cancel()
+            flow.end()
+        return "fetched" if blocks.whole else "absent"
+
+    async def _measure_again(self) -> None:
+        try:
+            async with asyncio.timeout(_MEASURE_LIMIT_S):
+                await self._measure()
+        except (TimeoutError, aio.AioRpcError):
+            self._down_until = time.monotonic() + _DOWN_S
+
+    async def _measure(self) -> None:
+        """Fetch one random byte, then many. The very first call connects, which is not measured."""
+        self._measured_at = time.monotonic()
+        await self._probe(1)
+        self.link.answered(await self._probe(1))
+        self.link.moved(_MEASURE_BYTES, await self._probe(_MEASURE_BYTES))
+        log.debug("link measured", at=self._address, latency_s=self.link.latency_s, byte_s=self.link.byte_s)
+
+    async def _probe(self, count: int) -> float:
+        """Seconds until so many bytes have arrived."""
+        stub = await self._stub()
+        began = time.monotonic()
+        call = stub.ReadBlocks(mesh.ReadBlocksRequest(probe_bytes=count), metadata=self._peers.metadata)
+        async for _ in call:
+            pass
+        return time.monotonic() - began
+
+    async def _stub(self) -> "mesh_grpc.WorkerAsyncStub":
+        return mesh_grpc.WorkerStub(await self._peers.channel(self._address))
+
+
+class PeerStores:
+    """The tiers of all other workers. `run` must run for any of them to do anything."""
+
+    def __init__(
+        self,
+        layout: str,
+        block_bytes: int,
+        connect: Connect,
+        secret: bytes = b"",
+        metadata: tuple[tuple[str, str], ...] = (),
+    ) -> None:
+        """`connect` opens a channel to a worker; `secret` keys the frames of its blocks."""
+        self.layout, self.block_bytes = layout.encode(), block_bytes
+        self.secret, self.metadata = secret, metadata
+        self.fetches: Counter[str] = Counter()
+        """Requests by outcome: fetched, absent, too_slow, late, abandoned, damaged, failed."""
+        self.received = 0
+        """Blocks so far."""
+        self._connect = connect
+        self._loop = asyncio.get_running_loop()
+        self._stores: OrderedDict[str, PeerStore] = OrderedDict()
+        self._channels: OrderedDict[str, aio.Channel] = OrderedDict()
+        self._open = AsyncExitStack()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def at(self, address: str) -> PeerStore:
+        """The tier of the worker at this host:port. The engine's thread calls it."""
+        if address not in self._stores:
+            self._stores[address] = PeerStore(self, address)
+            while len(self._stores) > _MOST_PEERS:
+                self._stores.popitem(last=False)
+        return self._stores[address]
+
+    def start(self, work: Work) -> None:
+        """Run this on the event loop. May be called from any thread."""
+        self._loop.call_soon_threadsafe(self._start, work)
+
+    def _start(self, work: Work) -> None:
+        task = asyncio.create_task(work())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def channel(self, address: str) -> aio.Channel:
+        """The channel to a worker, opened at its first use."""
+        if address not in self._channels:
+            self._channels[address] = await self._open.enter_async_context(self._connect(address))
+        return self._channels[address]
+
+    async def close(self) -> None:
+        """End all fetches and close all channels."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._open.aclose()
+
+
+class _Frames:
+    """Joins pieces to frames, as they arrive in order, and checks them."""
+
+    def __init__(self, keys: Sequence[bytes], layout: bytes, secret: bytes) -> None:
+        self.whole = 0
+        self._keys, self._layout, self._secret = keys, layout, secret
+        self._parts: list[bytes] = []
+
+    async def add(self, piece: cache.BlockPiece) -> bytes | None:
+        """-> the contents of a block that is whole now. Raises FrameError for what is not the next block."""
+        if self.whole >= len(self._keys) or piece.index != self.whole:
+            raise frames.FrameError("not the next block")
+        self._parts.append(piece.data)
+        if not piece.last:
+            return None
+        frame, self._parts = b"".join(self._parts), []
+        name = self._keys[self.whole] + self._layout
+        contents = await asyncio.to_thread(frames.unseal, frames.Kind.BLOCK, name, frame, self._secret)
+        self.whole += 1
+        return contents
+
+
+class _Flow:
+    """Measures a link by the messages that the other worker did not have to compute first."""
+
+    def __init__(self, link: TransferCost) -> None:
+        self._link = link
+        self._last: float | None = None
+        """When the last message arrived, if the next one follows at once."""
+        self._bytes, self._seconds = 0, 0.0
+
+    def arrived(self, count: int, more: bool) -> None:
+        """A message of so many bytes arrived."""
+        now = time.monotonic()
+        if self._last is not None:
+            self._bytes += count
+            self._seconds += now - self._last
+        self._last = now if more else None
+
+    def end(self) -> None:
+        """Record what was measured."""
+        if self._bytes >= _LEAST_MEASURED_BYTES:
+            self._link.moved(self._bytes, self._seconds + (self._link.latency_s or 0.0))

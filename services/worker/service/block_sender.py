@@ -1,0 +1,86 @@
+"""Sends KV blocks to other workers as frames in pieces. Knows requests and bytes, no engine."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Protocol
+
+from grpc import StatusCode
+
+from protos import cache_pb2 as cache
+from protos import mesh_pb2 as mesh
+from services.errors import WeftError, invalid
+from services.hashing import KEY_BYTES, split_keys
+from services.security import frames
+from services.worker.engine.base import BlockRead
+
+MESSAGE_BYTES = 1 << 20
+_MOST_KEYS = 8192
+
+
+class BlockEngine(Protocol):
+    """The part of an engine that is used here. May be called from any thread."""
+
+    @property
+    def block_layout(self) -> str:
+        """The layout of blocks' contents; empty: they have none."""
+
+    def read_blocks(self, read: BlockRead) -> None:
+        """Answers a request for contents of blocks."""
+
+    def wake(self) -> None:
+        """Makes it read on."""
+
+
+class BlockSender:
+    """Answers ReadBlocks."""
+
+    def __init__(self, engine: BlockEngine, secret: bytes) -> None:
+        """`secret` keys the frames; empty for none."""
+        self._engine, self._secret = engine, secret
+        self._layout = engine.block_layout.encode()
+        self.sent = 0
+        """Blocks so far."""
+
+    async def send(self, request: mesh.ReadBlocksRequest) -> AsyncIterator[mesh.ReadBlocksResponse]:
+        """Yields the blocks up to the first that is missing. Raises WeftError for a request that has no answer."""
+        if request.probe_bytes:
+            if request.probe_bytes > MESSAGE_BYTES:
+                raise invalid("probe_bytes", f"at most {MESSAGE_BYTES}")
+            yield mesh.ReadBlocksResponse(pieces=[cache.BlockPiece(data=os.urandom(request.probe_bytes), last=True)])
+            return
+        async for index, frame, more in self._frames(self._keys_of(request.blocks), request.follow):
+            for piece in _pieces(index, frame):
+                yield mesh.ReadBlocksResponse(pieces=[piece], more=more or not piece.last)
+
+    def _keys_of(self, blocks: cache.BlockList) -> list[bytes]:
+        count, rest = divmod(len(blocks.keys), KEY_BYTES)
+        if rest or not 0 < count <= _MOST_KEYS:
+            raise invalid("blocks.keys", f"must be 1 to {_MOST_KEYS} keys of {KEY_BYTES} bytes")
+        if not self._layout or blocks.layout != self._layout:
+            raise WeftError(StatusCode.FAILED_PRECONDITION, "OTHER_LAYOUT", "this worker's blocks have another layout")
+        return list(split_keys(blocks.keys))
+
+    async def _frames(self, keys: Sequence[bytes], follow: bool) -> AsyncIterator[tuple[int, bytes, bool]]:
+        """Yields index and frame of each block, and whether the next one is there already."""
+        loop = asyncio.get_running_loop()
+        contents: asyncio.Queue[Sequence[bytes] | None] = asyncio.Queue()
+        read = BlockRead(keys, follow, lambda found: loop.call_soon_threadsafe(contents.put_nowait, found))
+        self._engine.read_blocks(read)
+        try:
+            while (found := await contents.get()) is not None:
+                for place, payload in enumerate(found, 1):
+                    name = keys[read.sent] + self._layout
+                    frame = await asyncio.to_thread(frames.seal, frames.Kind.BLOCK, name, payload, self._secret)
+                    yield read.sent, frame, place < len(found) or not contents.empty()
+                    read.sent += 1
+                    self.sent += 1
+                self._engine.wake()
+        finally:
+            read.cancelled = True
+
+
+def _pieces(index: int, frame: bytes) -> Iterator[cache.BlockPiece]:
+    for start in range(0, len(frame), MESSAGE_BYTES):
+        end = start + MESSAGE_BYTES
+        yield cache.BlockPiece(index=index, data=frame[start:end], last=end >= len(frame))

@@ -1,0 +1,275 @@
+"""Blocks that travel from worker to worker, over a real socket: whole, checked, and only where that is faster."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from grpc import aio
+
+from protos import cache_pb2 as cache
+from protos import mesh_pb2 as mesh
+from protos import mesh_pb2_grpc as mesh_grpc
+from services import rpc
+from services.errors import WeftError
+from services.hashing import digest
+from services.worker.engine.base import BlockRead
+from services.worker.engine.block_reads import BlockReads
+from services.worker.kvcache.peer_tier import PeerStore, PeerStores
+from services.worker.kvcache.tiers import BlockRequest, Contents
+from services.worker.planner.block_pool import BlockPool
+from services.worker.service.block_sender import BlockSender
+
+BLOCK_BYTES = 1_500_000
+"""More than one message."""
+KEYS = [digest(bytes([number])) for number in range(8)]
+SECRET = b"s" * 32
+
+
+def content(block: int) -> bytes:
+    return bytes([block]) * BLOCK_BYTES
+
+
+class FakePool:
+    """A `KvPool` whose blocks hold their own number."""
+
+    block_bytes = BLOCK_BYTES
+    host_block_s = 0.0
+
+    def scrub(self, blocks: list[int]) -> None:
+        raise AssertionError
+
+    def read(self, blocks: list[int]) -> list[bytes]:
+        return [content(block) for block in blocks]
+
+    def keep(self, blocks: list[int]) -> list[bytes]:
+        raise AssertionError
+
+    def write(self, blocks: list[int], payloads: Sequence[Contents]) -> None:
+        raise AssertionError
+
+
+class FakeEngine:
+    """A thread that reads blocks for others, as an engine's does between its steps."""
+
+    block_layout = "a layout"
+
+    def __init__(self) -> None:
+        self.pool = BlockPool(len(KEYS))
+        self._wake, self._stop = threading.Event(), False
+        self.reads = BlockReads(self.pool, FakePool(), self._wake.set)
+        self._due: list[Callable[[], object]] = []
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def compute(self, count: int) -> None:
+        """Makes the next blocks findable."""
+
+        def publish() -> None:
+            for block in self.pool.take(count):
+                self.pool.publish(block, KEYS[block - 1])
+                self.pool.release([block])
+
+        done = threading.Event()
+        self._due += [publish, done.set]
+        self._wake.set()
+        assert done.wait(20)
+
+    def read_blocks(self, read: BlockRead) -> None:
+        self.reads.add(read)
+
+    def wake(self) -> None:
+        self._wake.set()
+
+    def stop(self) -> None:
+        self._stop = True
+        self._wake.set()
+        self.thread.join()
+
+    def _run(self) -> None:
+        while not self._stop:
+            while self._due:
+                self._due.pop(0)()
+            if not self.reads.serve():
+                self._wake.wait(0.02)
+                self._wake.clear()
+
+
+class Service(mesh_grpc.WorkerServicer):
+    """A worker that has blocks and nothing else. A test may damage what it sends."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        self.sender = BlockSender(engine, SECRET)
+        self.damage: Callable[[mesh.ReadBlocksResponse], None] = lambda response: None
+        self.asked = 0
+
+    async def ReadBlocks(self, request: mesh.ReadBlocksRequest, context: Any) -> AsyncIterator[mesh.ReadBlocksResponse]:
+        self.asked += not request.probe_bytes
+        async for response in self.sender.send(request):
+            self.damage(response)
+            yield response
+
+
+@dataclass
+class Scene:
+    """A worker with blocks, and the tier that another one has of it."""
+
+    engine: FakeEngine
+    service: Service
+    peers: PeerStores
+    address: str
+    came: list[Contents] = field(default_factory=list)
+
+    @property
+    def store(self) -> PeerStore:
+        return self.peers.at(self.address)
+
+    def ask(self, budget_s: float = 20.0, follow: bool = False) -> "tuple[BlockRequest, asyncio.Event]":
+        """Requests all blocks. -> the request, and an event for its end."""
+        ended = asyncio.Event()
+
+        def answer(request: BlockRequest, payloads: Sequence[Contents] | None) -> None:
+            assert not ended.is_set()
+            self.came += payloads or ()
+            if payloads is None:
+                ended.set()
+
+        request = BlockRequest(KEYS, budget_s, answer, follow=follow)
+        self.store.fetch(request)
+        return request, ended
+
+    async def fetch(self, budget_s: float = 20.0, follow: bool = False) -> int:
+        """-> how many blocks came, all of them right."""
+        async with asyncio.timeout(30):
+            await self.ask(budget_s, follow)[1].wait()
+        assert self.came == [content(block) for block in range(1, len(self.came) + 1)]
+        return len(self.came)
+
+
+@pytest_asyncio.fixture
+async def scene() -> AsyncIterator[Scene]:
+    engine = FakeEngine()
+    service = Service(engine)  # type: ignore[abstract]
+    entry = rpc.Service("weft.v1.Worker", mesh_grpc.add_WorkerServicer_to_server, service)
+    server = await rpc.serve("127.0.0.1:0", [entry])
+    peers = PeerStores("a layout", BLOCK_BYTES, _connect, SECRET)
+    yield Scene(engine, service, peers, f"127.0.0.1:{server.port}")
+    await peers.close()
+    await server.stop(0)
+    engine.stop()
+
+
+def _connect(address: str) -> aio.Channel:
+    return rpc.link_channel(address, "worker")
+
+
+async def test_the_first_fetch_measures_the_link(scene: Scene) -> None:
+    scene.engine.compute(8)
+    assert scene.store.is_faster(8, 10.0)
+    assert await scene.fetch() == 8
+    assert scene.peers.fetches == {"fetched": 1}
+    assert scene.store.link.known
+
+
+async def test_blocks_follow_their_computation(scene: Scene) -> None:
+    scene.engine.compute(2)
+    _, ended = scene.ask(follow=True)
+    for count in (2, 5, 8):
+        async with asyncio.timeout(20):
+            while len(scene.came) < count:
+                assert not ended.is_set()
+                await asyncio.sleep(0.005)
+        scene.engine.compute(min(3, 8 - count))
+    async with asyncio.timeout(20):
+        await ended.wait()
+    assert scene.came == [content(block) for block in range(1, 9)]
+
+
+async def test_blocks_that_are_not_there_are_not_waited_for(scene: Scene) -> None:
+    scene.engine.compute(3)
+    assert await scene.fetch() == 3
+
+
+def _flip(response: mesh.ReadBlocksResponse) -> None:
+    if response.pieces[0].index == 2 and response.pieces[0].last:
+        response.pieces[0].data = bytes([response.pieces[0].data[0] ^ 1]) + response.pieces[0].data[1:]
+
+
+def _skip(response: mesh.ReadBlocksResponse) -> None:
+    if response.pieces[0].index >= 2:
+        response.pieces[0].index += 1
+
+
+@pytest.mark.parametrize("damage", [_flip, _skip])
+async def test_a_wrong_block_ends_the_fetch(scene: Scene, damage: Callable[[mesh.ReadBlocksResponse], None]) -> None:
+    scene.engine.compute(8)
+    scene.service.damage = damage
+    assert await scene.fetch() == 2
+    assert scene.peers.fetches == {"damaged": 1}
+
+
+async def test_blocks_of_a_worker_with_another_secret_are_wrong(scene: Scene) -> None:
+    scene.engine.compute(8)
+    scene.service.sender = BlockSender(scene.engine, b"another" * 5)
+    assert await scene.fetch() == 0
+    assert scene.peers.fetches == {"damaged": 1}
+
+
+async def test_blocks_of_another_layout_are_refused(scene: Scene) -> None:
+    scene.peers.layout = b"another layout"
+    scene.engine.compute(8)
+    assert await scene.fetch() == 0
+    assert scene.peers.fetches == {"failed": 1}
+    assert not scene.store.is_faster(8, 100.0), "it is not asked again at once"
+
+
+async def test_a_fetch_that_would_take_too_long_is_not_started(scene: Scene) -> None:
+    scene.engine.compute(8)
+    scene.store.link.moved(1, 1e-3)
+    assert not scene.store.is_faster(8, 10.0)
+    assert await scene.fetch(budget_s=10.0) == 0
+    assert scene.peers.fetches == {"too_slow": 1}
+    assert scene.service.asked == 0
+
+
+async def test_a_link_that_was_too_slow_is_measured_again(scene: Scene) -> None:
+    scene.store.link.moved(1, 1e-3)
+    async with asyncio.timeout(20):
+        while not scene.store.is_faster(8, 10.0):
+            scene.store._measured_at = 0.0
+            await asyncio.sleep(0.01)
+
+
+async def test_an_abandoned_fetch_ends(scene: Scene) -> None:
+    scene.engine.compute(4)
+    request, ended = scene.ask(follow=True)
+    request.abandoned = True
+    async with asyncio.timeout(20):
+        await ended.wait()
+    assert scene.peers.fetches == {"abandoned": 1}
+
+
+async def test_a_worker_that_is_gone_is_a_miss_at_once(scene: Scene) -> None:
+    ended = asyncio.Event()
+    gone = scene.peers.at("127.0.0.1:1")
+    gone.fetch(BlockRequest(KEYS, 60.0, lambda request, payloads: ended.set()))
+    async with asyncio.timeout(20):
+        await ended.wait()
+    assert scene.peers.fetches == {"failed": 1}
+    assert not gone.is_faster(8, 100.0), "it is not asked again at once"
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        mesh.ReadBlocksRequest(),
+        mesh.ReadBlocksRequest(probe_bytes=(1 << 20) + 1),
+        mesh.ReadBlocksRequest(blocks=cache.BlockList(keys=b"short", layout=b"a layout")),
+    ],
+)
+async def test_malformed_requests_are_refused(scene: Scene, request_: mesh.ReadBlocksRequest) -> None:
+    with pytest.raises(WeftError):
+        await anext(scene.service.sender.send(request_))
