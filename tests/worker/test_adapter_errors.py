@@ -98,6 +98,21 @@ def test_damaged_folders_are_refused(
         read("a", str(folder))
 
 
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("\0", "zero byte"),
+        ("~nobody-has-this-name", "unknown user"),
+        ("x" * 5000, "adapter_config.json cannot be read: OSError"),
+        ("nowhere", "adapter_config.json is missing"),
+    ],
+    ids=["zero byte", "home", "long", "missing"],
+)
+def test_names_that_no_folder_has_are_refused(place: str, message: str, read: AdapterReader) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        read("a", place)
+
+
 @pytest.mark.parametrize("options", [{"adapter_slots": 0}, {"engine": "paced"}], ids=str)
 def test_a_worker_that_serves_no_adapters_refuses_all(
     options: dict[str, Any], checkpoint: Callable[[str], Path], tmp_path: Path

@@ -31,8 +31,18 @@ def adapter_reader(pages: PreparedPages | None, most_rank: int) -> AdapterReader
             raise CheckpointError("this worker serves no adapters (MAX_LORAS is 0, or its engine has none)")
         from services.worker.loader.adapter import read_adapter  # imports torch, which not every engine needs
 
-        stored = read_adapter(Path(place).expanduser(), most_rank)
+        stored = read_adapter(_folder(place), most_rank)
         weights, nbytes = pages.prepare(stored.modules)
         return Adapter(name, stored.fingerprint, stored.rank, nbytes, weights)
 
     return read
+
+
+def _folder(place: str) -> Path:
+    """The folder of this name. Raises CheckpointError for a name that no folder has."""
+    if "\0" in place:
+        raise CheckpointError("the name of the folder has a zero byte")
+    try:
+        return Path(place).expanduser()
+    except RuntimeError:
+        raise CheckpointError("the name of the folder begins with the home of an unknown user") from None
