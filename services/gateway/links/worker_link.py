@@ -281,6 +281,7 @@ class WorkerLink:
     def _break(self) -> None:
         """The connection has ended: all streams are lost."""
         self.alive = False
+        self._unsent.close()  # gRPC's task that reads it does not end with the call.
         streams, self._streams = self._streams, {}
         died = self.connected and not (self.health.last is not None and self.health.last.draining)
         for stream in streams.values():
