@@ -123,8 +123,12 @@ format: set-up ## Format the code and fix what can be fixed.
 check-images: set-up ## Carry out the build of the small image without an engine, and start its services (slow).
 	@$(BIN)/python -m tests.deploy.replay mesh --python '$(PYTHON)'
 
-chaos: set-up ## Break links and processes under streams, a row for each promise: SEEDS=3 ROWS="worker SIGKILL" FIRST=1.
-	@$(BIN)/python -m tests.faults.chaos $(if $(SEEDS),--seeds $(SEEDS)) $(if $(FIRST),--first-seed $(FIRST)) $(if $(ROWS),--rows '$(ROWS)')
+chaos: set-up ## Break links and processes under streams, a row for each promise: SEEDS=3 (0: all) ROWS="worker SIGKILL" FIRST=1 LANES=1.
+	@$(BIN)/python -m tests.faults.chaos $(if $(LANES),--lanes $(LANES)) $(if $(SEEDS),--seeds $(SEEDS)) $(if $(FIRST),--first-seed $(FIRST)) $(if $(ROWS),--rows '$(ROWS)')
+
+.PHONY: rolling
+rolling: set-up ## Restart the scheduler, gateways and workers one after the other under streams: RESTARTS=100 KINDS="gateways workers".
+	@$(BIN)/python -m tests.faults.rolling $(if $(RESTARTS),--restarts $(RESTARTS)) $(if $(KINDS),--kinds $(KINDS))
 
 simulate: set-up ## The gateway's recovery in simulated histories, each replayable by its number: SEEDS=10000 FIRST=0.
 	@$(BIN)/python -m tests.faults.simulation $(if $(SEEDS),--seeds $(SEEDS)) $(if $(FIRST),--first $(FIRST))

@@ -7,8 +7,9 @@ For each engine: the peak is measured with as many requests at once as the batch
 30 s and once with three times an answer's duration, an open loop sends `--times` as many requests as the peak for
 `--seconds`, and after it half of the peak for 10 s with the same deadlines. Goodput counts answers that ended before
 their deadline from the third second of the burst to its end; an answer that comes too late is no answer. Refusals
-include requests that waited and were dropped. The last two columns are those of the requests after the burst: the share
-that was answered, and the longest time to the first token.
+include requests that waited and were dropped; "inside" is the part of their time within the gateway. Of the requests
+after the burst the table has the share that was answered, and the longest time to the first token. Four control
+streams begin with the burst: the p99 between two of their tokens stands beside that of the peak.
 """
 
 import argparse
@@ -37,10 +38,11 @@ INPUT, OUTPUT, STEP_MS = 16, 50, 20.0
 PEAK_S, AFTER_S, SKIPPED_S = 10.0, 10.0, 3
 LONG_S, SHORT_TIMES = 30.0, 3.0
 COLUMNS = (
-    "engine", "deadline", "peak/s", "goodput/s", "of peak", "refused", "p50 ms", "p99 ms", "late", "other failures",
-    "after: served", "first token",
+    "engine", "deadline", "peak/s", "goodput/s", "of peak", "refused", "p50 ms", "p99 ms", "inside p99", "late",
+    "other failures", "after: served", "first token", "control p99 ms", "at peak",
 )  # fmt: skip
-GOALS = {"of peak": "0.95 (30 s), 0.90", "p99 ms": "10", "first token": "3 s"}
+GOALS = {"of peak": "0.95 (30 s), 0.90", "inside p99": "10 ms", "first token": "3 s"}
+CONTROLS, CONTROL_TOKENS = 4, 1800
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,9 @@ class Result:
     seconds: float
     burst: Run
     after: Run
+    control: Run
+    peak_gap_ms: float
+    """The time between two tokens at the peak, p99."""
 
     @property
     def goodput(self) -> float:
@@ -70,9 +75,11 @@ class Result:
         return [
             self.engine, f"{self.deadline_s:.1f} s", f"{self.peak:.1f}", f"{self.goodput:.1f}",
             f"{self.goodput / self.peak:.2f}", str(refused), f"{tally.refusals.percentile(50):.1f}" if refused else "",
-            f"{tally.refusals.percentile(99):.1f}" if refused else "", str(late),
+            f"{tally.refusals.percentile(99):.1f}" if refused else "",
+            f"{tally.refusals_inside.percentile(99):.1f}" if refused else "", str(late),
             str(tally.failed - refused - late), f"{after.completed / max(1, after.completed + after.failed):.2f}",
             f"{first.greatest / 1e3:.2f} s" if first.count else "",
+            f"{self.control.tally.latencies['itl'].percentile(99):.0f}", f"{self.peak_gap_ms:.0f}",
         ]  # fmt: skip
 
     @property
@@ -101,6 +108,7 @@ class Result:
             "engine": self.engine, "deadline_s": self.deadline_s, "peak": self.peak, "goodput": self.goodput,
             "burst": metrics.figures(self.burst.tally), "errors": dict(self.burst.tally.errors),
             "after": metrics.figures(self.after.tally), "errors_after": dict(self.after.tally.errors),
+            "control": metrics.figures(self.control.tally), "peak_gap_ms": self.peak_gap_ms,
         }  # fmt: skip
 
 
@@ -113,16 +121,16 @@ def plan(address: str, arguments: argparse.Namespace, **changes: Any) -> Plan:
     return Plan(address, **values)
 
 
-async def peak(address: str, arguments: argparse.Namespace) -> tuple[float, float]:
-    """Answers a second with a full batch, and the duration of one in seconds."""
+async def peak(address: str, arguments: argparse.Namespace) -> tuple[float, float, float]:
+    """Answers a second with a full batch, the duration of one in seconds, and the p99 between two tokens in ms."""
     load = plan(address, arguments, concurrency=arguments.batch, requests=1 << 20, duration_s=PEAK_S, warmup=8)
     done = await run(load)
     figures = metrics.figures(done.tally)
-    return float(figures["request_throughput"]), float(figures["median_e2el_ms"]) / 1e3
+    return float(figures["request_throughput"]), float(figures["median_e2el_ms"]) / 1e3, float(figures["p99_itl_ms"])
 
 
 async def overloaded(
-    engine: str, up: processes.Up, deadline_s: float, most: float, arguments: argparse.Namespace
+    engine: str, up: processes.Up, deadline_s: float, most: float, gap_ms: float, arguments: argparse.Namespace
 ) -> Result:
     """The burst, and the requests after it, which are prepared before it."""
     address, rate = up.gateways[0], arguments.times * most
@@ -133,8 +141,11 @@ async def overloaded(
         address, arguments, rate=most / 2, requests=max(2, int(most / 2 * AFTER_S)), concurrency=None,
         deadline_s=deadline_s, delay_s=arguments.seconds,
     )  # fmt: skip
-    results = await asyncio.gather(run(burst), run(after))
-    return Result(engine, deadline_s, most, arguments.seconds, *results)
+    control = plan(
+        address, arguments, requests=CONTROLS, concurrency=CONTROLS, processes=1, output_tokens=CONTROL_TOKENS
+    )
+    results = await asyncio.gather(run(burst), run(after), run(control))
+    return Result(engine, deadline_s, most, arguments.seconds, *results, gap_ms)
 
 
 async def measured(engine: str, arguments: argparse.Namespace) -> list[Result]:
@@ -146,9 +157,9 @@ async def measured(engine: str, arguments: argparse.Namespace) -> list[Result]:
         settings = {"ENGINE": engine, "MAX_BATCH_SIZE": str(arguments.batch), **own}
     results = []
     async with processes.up(settings, model=arguments.model) as up:
-        most, answer_s = await peak(up.gateways[0], arguments)
+        most, answer_s, gap_ms = await peak(up.gateways[0], arguments)
         for deadline_s in (LONG_S, SHORT_TIMES * answer_s):
-            results.append(await overloaded(engine, up, deadline_s, most, arguments))
+            results.append(await overloaded(engine, up, deadline_s, most, gap_ms, arguments))
             show(results[-1:])
     return results
 

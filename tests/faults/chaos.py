@@ -1,45 +1,71 @@
 """`make chaos`: every row of rows.py with many seeds, one line each, and a report. Exit code 1 if a promise breaks.
 
-Beside each run a second mesh that nothing disturbs answers control streams. A run whose own control paused for longer
-than 50 ms says more about the machine than about the promise: it is repeated, and counted only after three attempts.
+One mesh carries the seeds of a row one after the other; after each it is mended, and must hold what it held before.
+Several lanes do so at a time, each in a process of its own. In each lane a second mesh, which nothing disturbs, answers
+control streams. A run whose own control paused for longer than 50 ms says more about the machine than about the
+promise: it is repeated. If it is never calm it does not count, unless it broke the promise.
 """
 
 import argparse
 import asyncio
 import json
-import random
+import multiprocessing
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from report import html, machine, plot
 from tests.faults.cluster import Cluster, flowing
+from tests.faults.footprint import Baseline
 from tests.faults.history import History, percentile
-from tests.faults.rows import ROWS, STEP_MS, Row, Run, check_row, run_row
+from tests.faults.rows import BY_NAME, ROWS, STEP_MS, Row, Run, check_row, run_row
 
 CONTROL_STREAMS = 2
 MOST_CONTROL_PAUSE_S = 0.05 + STEP_MS / 1e3
 """Longest pause between two tokens of a control stream, of which a step is no pause."""
-ATTEMPTS = 3
+ATTEMPTS = 4
+SEEDS_OF_A_MESH = 20
 
 
 @dataclass
 class Result:
-    """All runs of one row."""
+    """All runs of one row, or a part of them."""
 
-    row: Row
+    name: str
+    asked: int = 0
+    """Seeds that were to be run."""
     seeds: int = 0
+    """Runs that count."""
     in_flight: int = 0
     totals: dict[str, int] = field(default_factory=dict)
     pauses: list[float] = field(default_factory=list)
     control: list[float] = field(default_factory=list)
     disturbed: int = 0
-    """Runs that were repeated because the control paused."""
+    """Runs that do not count because the control paused."""
     problems: list[str] = field(default_factory=list)
     proof: str = ""
+
+    @property
+    def row(self) -> Row:
+        """The promise."""
+        return BY_NAME[self.name]
+
+    def merge(self, other: "Result") -> None:
+        """Adds another part of this row."""
+        self.asked += other.asked
+        self.seeds += other.seeds
+        self.in_flight += other.in_flight
+        for name, count in other.totals.items():
+            self.totals[name] = self.totals.get(name, 0) + count
+        self.pauses += other.pauses
+        self.control += other.control
+        self.disturbed += other.disturbed
+        self.problems += other.problems
+        self.proof = other.proof or self.proof
 
     def add(self, run: Run, seed: int) -> None:
         """Adds a run that counts."""
@@ -53,17 +79,20 @@ class Result:
 
     @property
     def verdict(self) -> str:
-        """What a promise has come to: holds, slow (only its pause is too long), or broken."""
-        if self.problems or not self.seeds:
+        """What a promise has come to: holds, slow (only its pause is too long), disturbed (too few runs were calm), or
+        broken."""
+        if self.problems:
             return "broken"
-        return "slow" if percentile(self.pauses, 0.99) > self.row.most_pause_s else "holds"
+        if percentile(self.pauses, 0.99) > self.row.most_pause_s:
+            return "slow"
+        return "holds" if self.seeds == self.asked else "disturbed"
 
     def cells(self) -> list[str]:
         """The line of this row."""
         lost = self.totals.get("sent", 0) - self.totals.get("completed", 0)
         counts = (self.in_flight, lost, self.totals.get("repeated", 0), self.totals.get("wrong", 0))
         return [
-            self.row.name,
+            self.name,
             str(self.seeds),
             *map(str, counts),
             str(self.totals.get("moved", 0)),
@@ -79,68 +108,99 @@ HEAD = ["row", "seeds", "in flight", "lost", "repeated", "wrong", "moved", "paus
         "disturbed", "verdict"]  # fmt: skip
 
 
-async def run_once(row: Row, seed: int, options: argparse.Namespace, control: Cluster) -> tuple[Run, list[float]]:
-    """-> one run on a mesh of its own, and the pauses of the control streams meanwhile."""
+async def run_once(
+    row: Row, seed: int, options: argparse.Namespace, mesh: tuple[Cluster, Baseline], control: Cluster
+) -> tuple[Run, list[float]]:
+    """-> one run, and the pauses of the control streams meanwhile. Raises AssertionError."""
+    run = row.run(*mesh, seed, options.streams)
+    calm, stub = History(), control.plain()
+    tasks = [control.send(calm, stub, seed + number, int(60e3 / STEP_MS)) for number in range(CONTROL_STREAMS)]
+    try:
+        await flowing(calm.streams, CONTROL_STREAMS)
+        await run_row(row, run)
+    except (AssertionError, TimeoutError) as error:
+        raise AssertionError(f"{type(error).__name__}: {error}") from error
+    finally:
+        run.history.keep_wrong(options.out, {"row": _file_name(row), "seed": seed})
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await control.hang_up()
+    return run, [stream.pause_s(run.began) for stream in calm.streams]
+
+
+async def run_seed(
+    result: Result, seed: int, options: argparse.Namespace, mesh: tuple[Cluster, Baseline], control: Cluster
+) -> None:
+    """One seed, repeated while its control is disturbed. Raises AssertionError if the mesh must not be used again."""
+    for _ in range(ATTEMPTS):
+        run, pauses = await run_once(result.row, seed, options, mesh, control)
+        if max(pauses, default=0.0) <= MOST_CONTROL_PAUSE_S or check_row(result.row, run):
+            result.control += pauses
+            result.add(run, seed)
+            return
+        result.disturbed += 1
+
+
+async def run_seeds(name: str, seeds: Sequence[int], options: argparse.Namespace) -> Result:
+    """Some seeds of a row on one mesh; on another one after a broken promise."""
+    result, left = Result(name, asked=len(seeds)), list(seeds)
     with tempfile.TemporaryDirectory() as folder:
-        cluster = Cluster(
-            Path(folder), workers=row.workers, gateways=row.gateways, step_ms=STEP_MS, worker_env=dict(row.env)
-        )
-        async with cluster:
-            run = Run(cluster, random.Random(seed), options.streams, options.cut_s)
-            calm, stub = History(), control.plain()
-            tokens = int((options.cut_s + 30) * 1e3 / STEP_MS)
-            tasks = [control.send(calm, stub, seed + number, tokens) for number in range(CONTROL_STREAMS)]
-            try:
-                await flowing(calm.streams, CONTROL_STREAMS)
-                await run_row(row, run)
-            except (AssertionError, TimeoutError) as error:
-                run.history.keep_wrong(options.out, {"row": _file_name(row), "seed": seed})
-                raise AssertionError(f"{type(error).__name__}: {error}") from error
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
-            run.history.keep_wrong(options.out, {"row": _file_name(row), "seed": seed})
-            return run, [stream.pause_s(run.began) for stream in calm.streams]
-
-
-async def run_seeds(row: Row, options: argparse.Namespace, control: Cluster) -> Result:
-    """All seeds of one row."""
-    result = Result(row)
-    for seed in range(options.first_seed, options.first_seed + options.seeds):
-        for attempt in range(1, ATTEMPTS + 1):
-            try:
-                run, pauses = await run_once(row, seed, options, control)
-            except AssertionError as error:
-                result.problems.append(f"seed {seed}: {str(error)[:300]}")
-                break
-            calm = max(pauses, default=0.0) <= MOST_CONTROL_PAUSE_S
-            if calm or attempt == ATTEMPTS or check_row(row, run):
-                result.control += pauses
-                result.add(run, seed)
-                break
-            result.disturbed += 1
+        async with Cluster(Path(folder, "control"), workers=1, step_ms=STEP_MS) as control:
+            while left:
+                seed = left[0]
+                try:
+                    async with result.row.mesh(Path(folder, f"mesh-{len(left)}")) as cluster:
+                        await cluster.restored()
+                        baseline = Baseline()
+                        await baseline.leaks(cluster.measured)
+                        while left:
+                            seed = left.pop(0)
+                            began = time.monotonic()
+                            await run_seed(result, seed, options, (cluster, baseline), control)
+                            if options.verbose:
+                                print(f"    {name}, seed {seed}: {time.monotonic() - began:.1f} s, {result.proof}")
+                except AssertionError as error:
+                    result.problems.append(f"seed {seed}: {str(error)[:400]}")
+                    left = [each for each in left if each != seed]
     return result
 
 
-async def main(options: argparse.Namespace) -> int:
+def run_part(name: str, seeds: Sequence[int], options: argparse.Namespace) -> Result:
+    """The work of a lane."""
+    return asyncio.run(run_seeds(name, seeds, options))
+
+
+def parts_of(row: Row, options: argparse.Namespace) -> list[Sequence[int]]:
+    """The seeds of a row, in parts that one mesh carries."""
+    end = options.first_seed + (options.seeds or row.seeds)
+    return [
+        range(first, min(first + SEEDS_OF_A_MESH, end)) for first in range(options.first_seed, end, SEEDS_OF_A_MESH)
+    ]
+
+
+def main(options: argparse.Namespace) -> int:
     """Runs the rows, prints a line for each, writes the report. -> the exit code."""
     rows = [row for row in ROWS if any(name in row.name for name in options.rows or [""])]
     options.out.mkdir(parents=True, exist_ok=True)
-    results = []
+    page = options.out / "chaos.html"
+    results = {row.name: Result(row.name) for row in rows}
     print(_line(HEAD))
     began = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        async with Cluster(Path(folder), workers=1, step_ms=STEP_MS) as control:
-            for row in rows:
-                results.append(await run_seeds(row, options, control))
-                print(_line(results[-1].cells()), flush=True)
-                for problem in results[-1].problems:
-                    print(f"    {problem}", flush=True)
-    page = options.out / "chaos.html"
-    page.write_text(document(results, time.monotonic() - began))
+    spawned = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(options.lanes, mp_context=spawned) as lanes:
+        parts = [lanes.submit(run_part, row.name, seeds, options) for row in rows for seeds in parts_of(row, options)]
+        missing = {row.name: len(parts_of(row, options)) for row in rows}
+        for part in as_completed(parts):
+            name = part.result().name
+            results[name].merge(part.result())
+            missing[name] -= 1
+            if not missing[name]:
+                print(_line(results[name].cells()), *results[name].problems, sep="\n    ", flush=True)
+                done = [result for result in results.values() if not missing[result.name]]
+                page.write_text(document(done, time.monotonic() - began))
     print(f"{page}; wrong streams are kept beside it")
-    return 1 if any(result.verdict == "broken" for result in results) else 0
+    return 1 if any(result.verdict == "broken" for result in results.values()) else 0
 
 
 def document(results: Iterable[Result], seconds: float) -> str:
@@ -151,7 +211,7 @@ def document(results: Iterable[Result], seconds: float) -> str:
     rows = [[*result.cells()[:-1], _mark(result.verdict)] for result in results]
     plots = [
         html.card(
-            result.row.name,
+            result.name,
             plot.lines(
                 [plot.Line("streams", _cumulated(result.pauses)), plot.Line("control", _cumulated(result.control))],
                 plot.Axis("longest pause of a stream, s"),
@@ -168,7 +228,7 @@ def document(results: Iterable[Result], seconds: float) -> str:
         ("streams", str(sum(result.totals.get("sent", 0) for result in results)), "streams"),
     ]
     body = [html.tiles(tiles), html.card("Promises", html.table(HEAD, rows), wide=True), html.cards(plots)]
-    problems = [[result.row.name, problem] for result in results for problem in result.problems]
+    problems = [[result.name, problem] for result in results for problem in result.problems]
     if problems:
         body.append(html.card("Broken promises", html.table(["row", "problem"], problems), wide=True))
     data = {"rows": [dict(zip(HEAD, result.cells(), strict=True)) for result in results]}
@@ -190,20 +250,21 @@ def _file_name(row: Row) -> str:
 
 def _line(cells: list[str]) -> str:
     first, *others = cells
-    return f"{first:<44}" + "".join(f"{cell:>12}" for cell in others)
+    return f"{first:<46}" + "".join(f"{cell:>12}" for cell in others)
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The options of the command line."""
     parser = argparse.ArgumentParser(prog="make chaos", description=__doc__)
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each row")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each row; 0: as many as its promise needs")
     parser.add_argument("--first-seed", type=int, default=1, help="number of the first seed, to replay one")
     parser.add_argument("--streams", type=int, default=64, help="streams of each run")
-    parser.add_argument("--cut-s", type=float, default=6.0, help="seconds that a cut or a suspension lasts")
+    parser.add_argument("--lanes", type=int, default=1, help="meshes at the same time")
+    parser.add_argument("--verbose", action="store_true", help="print a line for each seed")
     parser.add_argument("--rows", nargs="*", help="parts of the names of the rows to run; all without it")
     parser.add_argument("--out", type=Path, default=Path(".weft/chaos"), help="folder of the report and wrong streams")
     return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":
-    sys.exit(asyncio.run(main(parse(sys.argv[1:]))))
+    sys.exit(main(parse(sys.argv[1:])))

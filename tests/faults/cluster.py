@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import random
 import signal
 import time
@@ -14,6 +15,7 @@ from grpc import aio
 
 from protos import inference_pb2 as api
 from protos import inference_pb2_grpc as api_grpc
+from protos import mesh_pb2, mesh_pb2_grpc
 from services.worker.runners.paced import tokens_of
 from tests.faults.history import PLAIN_OPTIONS, History, Stream
 from tests.faults.proxy import Proxy
@@ -26,6 +28,8 @@ VOCABULARY = range(1000, 5000)
 """Token ids of which prompts are made."""
 PROGRESS_S = 60.0
 """How long a test waits for progress of other processes."""
+LET_GO_S = 1.0
+"""A worker has let go of all KV blocks so long after its last request."""
 
 
 class Cluster(Mesh):
@@ -96,6 +100,49 @@ class Cluster(Mesh):
                 while await _workers_at(stub) != workers:  # noqa: ASYNC110 (the event is in another process)
                     await asyncio.sleep(0.02)
 
+    async def restored(self) -> None:
+        """Heals every link, starts every process that has ended, and waits until requests reach every worker again."""
+        for proxy in self._links.values():
+            await proxy.heal()
+        for process in self.processes:
+            if process.popen is None or process.popen.poll() is not None:
+                process.start()
+        for process in self.processes:
+            await process.ready()
+        for number in range(len(self.gateways)):
+            stub = self.plain(number)
+            async with asyncio.timeout(PROGRESS_S):
+                while len(await _reached(stub, 2 * len(self.workers))) < len(self.workers):  # noqa: ASYNC110 (in other processes)
+                    await asyncio.sleep(0.1)
+        await self.hang_up()
+
+    @property
+    def measured(self) -> list[Process]:
+        """The processes that tell what they hold."""
+        return [process for process in self.processes if "WEFT_METRICS_PORT" in process.env]
+
+    async def blocks_in_use(self) -> int:
+        """KV blocks of all workers that are held for jobs, once no request is left and they have had time to go."""
+        end = time.monotonic() + LET_GO_S
+        while (held := await self._active_blocks()) and time.monotonic() < end:  # noqa: ASYNC110 (in another process)
+            await asyncio.sleep(0.02)
+        return held
+
+    async def _active_blocks(self) -> int:
+        total = 0
+        for worker in self.workers:
+            async with aio.insecure_channel(worker.address) as channel:
+                status = await mesh_pb2_grpc.WorkerStub(channel).Status(mesh_pb2.StatusRequest(), timeout=10)
+            total += status.report.active_blocks
+        return total
+
+    async def hang_up(self) -> None:
+        """Closes the connections of all clients."""
+        channels, self._channels = self._channels, []
+        for channel in channels:
+            await channel.close()
+        gc.collect()  # A call that was cancelled holds its connection as long as it exists.
+
     # ---- clients ----
 
     def plain(self, gateway: int = 0) -> Stub:
@@ -126,6 +173,21 @@ async def _workers_at(stub: Stub) -> int:
     with contextlib.suppress(aio.AioRpcError):
         return sum(model.workers for model in (await stub.ListModels(api.ListModelsRequest(), timeout=5)).models)
     return -1
+
+
+async def _reached(stub: Stub, requests: int) -> set[str]:
+    """The ids of the workers that answered as many requests at once."""
+    answers = (_workers_of(stub, seed) for seed in range(requests))
+    return {worker for ids in await asyncio.gather(*answers) for worker in ids}
+
+
+async def _workers_of(stub: Stub, seed: int) -> list[str]:
+    """The ids of the workers that answered a short request; none if it failed."""
+    workers: list[str] = []
+    with contextlib.suppress(aio.AioRpcError):
+        async for response in stub.Generate(request_of(seed, 4), timeout=10):
+            workers += response.receipt.workers
+    return workers
 
 
 # ---- requests and references ----

@@ -5,14 +5,15 @@ import json
 import os
 import time
 import urllib.request
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from tests.mesh.harness import Process
 
 SETTLE_S = 30.0
 """How long a test waits until a process has let everything go."""
-_SPARE = 4
-"""Descriptors and tasks more than before that are no leak: connections and their watchers come and go."""
+_REST_S = 0.3
+"""A process that holds the same after this time is at rest."""
 
 
 class Footprint(NamedTuple):
@@ -21,9 +22,9 @@ class Footprint(NamedTuple):
     descriptors: int
     tasks: int
 
-    def exceeds(self, before: "Footprint", spare: int) -> bool:
+    def exceeds(self, before: "Footprint") -> bool:
         """Whether it is more than before."""
-        return self.descriptors > before.descriptors + spare or self.tasks > before.tasks + spare
+        return self.descriptors > before.descriptors or self.tasks > before.tasks
 
 
 async def footprint(process: Process) -> Footprint:
@@ -33,14 +34,46 @@ async def footprint(process: Process) -> Footprint:
     return Footprint(len(os.listdir(f"/proc/{process.pid}/fd")), int(float(tasks)))
 
 
-async def settled(process: Process, before: Footprint, connections: int = 0) -> str:
-    """Waits until a process holds no more than before, but for `connections`. -> what it holds too much; "" if none."""
+async def settled(process: Process, before: Footprint) -> str:
+    """Waits until a process holds no more than before. -> what it holds too much; "" if nothing."""
     end = time.monotonic() + SETTLE_S
-    while (now := await footprint(process)).exceeds(before, _SPARE + 2 * connections):
+    while (now := await footprint(process)).exceeds(before):
         if time.monotonic() > end:
             return f"{process.name} holds {now}, before it was {before}"
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.05)
     return ""
+
+
+class Baseline:
+    """The least that each process has held at rest. A process that was restarted begins anew."""
+
+    def __init__(self) -> None:
+        self._least: dict[int, Footprint] = {}
+
+    async def leaks(self, processes: Iterable[Process]) -> list[str]:
+        """What processes at rest hold more than at any rest before, once they have had time to let it go."""
+        found = []
+        for process in processes:
+            before = self._least.get(process.pid)
+            if before is None:
+                self._least[process.pid] = await _at_rest(process)
+            elif leak := await settled(process, before):
+                found.append(leak)
+            else:
+                now = await footprint(process)
+                self._least[process.pid] = Footprint(*map(min, before, now))
+        return found
+
+
+async def _at_rest(process: Process) -> Footprint:
+    """What a process holds when nothing changes any more."""
+    last = await footprint(process)
+    for _ in range(int(SETTLE_S / _REST_S)):
+        await asyncio.sleep(_REST_S)
+        last, now = await footprint(process), last
+        if now == last:
+            break
+    return last
 
 
 def noise(process: Process) -> list[str]:

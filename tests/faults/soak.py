@@ -13,9 +13,6 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from grpc import aio
-
-from protos import mesh_pb2, mesh_pb2_grpc
 from report import html, plot
 from tests.faults.cluster import Cluster, resume, suspend
 from tests.faults.history import History, Stream, percentile
@@ -106,17 +103,6 @@ def _usage(pid: int) -> tuple[float, int] | None:
         return None
 
 
-async def blocks_in_use(cluster: Cluster) -> int:
-    """KV blocks that jobs hold, of all workers, once no request is left."""
-    total = 0
-    for worker in cluster.workers:
-        await worker.ready()
-        async with aio.insecure_channel(worker.address) as channel:
-            reply = await mesh_pb2_grpc.WorkerStub(channel).Status(mesh_pb2.StatusRequest(), timeout=10)
-        total += reply.report.active_blocks
-    return total
-
-
 async def main(options: argparse.Namespace) -> int:
     """Runs the soak, prints its result, writes the report. -> the exit code."""
     options.out.mkdir(parents=True, exist_ok=True)
@@ -139,8 +125,8 @@ async def main(options: argparse.Namespace) -> int:
                 print(f"{time.monotonic() - began:7.0f} s  {faults[-1]:<32} {numbers}", flush=True)
             await asyncio.gather(*clients)
             sampling.cancel()
-            await asyncio.sleep(3.0)
-            held = await blocks_in_use(cluster)
+            await cluster.restored()
+            held = await cluster.blocks_in_use()
     kept = history.keep_wrong(options.out, {"row": "soak", "seed": options.seed})
     wrong = sum(bool(stream.problems()) for stream in history.streams)
     bad = wrong or held or numbers.get("failed", 0)

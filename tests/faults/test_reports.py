@@ -9,9 +9,10 @@ ROW = BY_NAME["cut worker|scheduler, both ways, 2 workers"]
 
 def result_of(row: Row, *streams: Stream) -> chaos.Result:
     """A result of one run with these streams, whose fault began at 0.05 s."""
-    result = chaos.Result(row)
+    result = chaos.Result(row.name, asked=1)
     run = Run.__new__(Run)
     run.history, run.began, run.in_flight, run.proof = History(list(streams)), 0.05, len(streams), "12 bytes held"
+    run.waits = []
     result.add(run, 7)
     return result
 
@@ -35,6 +36,18 @@ def test_lost_moved_and_late_streams_break_it() -> None:
     assert result_of(ROW, stream([0.0, 0.1, 0.2], [1, 1, 2])).verdict == "broken", "it moved"
     assert result_of(ROW, stream([0.0, 0.1, 3.0], [1, 1, 1])).verdict == "slow"
     assert result_of(BY_NAME["worker SIGKILL"], stream([0.0, 0.1, 0.2], [1, 1, 1])).verdict == "broken", "none moved"
+
+
+def test_parts_of_a_row_are_added_and_a_run_that_was_never_calm_is_missing() -> None:
+    result = result_of(ROW, stream([0.0, 0.1, 0.2], [1, 1, 1]))
+    result.merge(result_of(ROW, stream([0.0, 0.1, 0.2], [1, 1, 1])))
+    assert (result.seeds, result.in_flight, result.verdict) == (2, 2, "holds")
+    result.merge(chaos.Result(ROW.name, asked=1, disturbed=4))
+    assert result.verdict == "disturbed"
+    options = chaos.parse(["--seeds", "0"])
+    many, some = (chaos.parts_of(BY_NAME[name], options) for name in ("worker SIGKILL", "last worker SIGKILL"))
+    assert [len(seeds) for seeds in many] == [20] * 5
+    assert [list(seeds) for seeds in some] == [list(range(1, 21))]
 
 
 def test_the_page_shows_rows_problems_and_plots() -> None:

@@ -1,12 +1,11 @@
 """A short set of the rows of `make chaos`, one seed each: links are cut, and every answer is whole."""
 
-import random
 from pathlib import Path
 
 import pytest
 
-from tests.faults.cluster import Cluster
-from tests.faults.rows import BY_NAME, STEP_MS, Row, Run, check_row, run_row
+from tests.faults.footprint import Baseline
+from tests.faults.rows import BY_NAME, Row, Run, check_row, run_row
 
 pytestmark = pytest.mark.asyncio(loop_scope="function")
 
@@ -19,17 +18,27 @@ SHORT = (
 )
 
 
-async def held(row: Row, folder: Path, seed: int = 1, streams: int = 12, cut_s: float = 3.5) -> Run:
-    """Runs a row once, and asserts its promise but for the length of pauses."""
-    async with Cluster(folder, workers=row.workers, gateways=row.gateways, step_ms=STEP_MS, worker_env=row.env) as mesh:
-        run = Run(mesh, random.Random(seed), streams, cut_s)
-        await run_row(row, run)
-        run.history.keep_wrong(folder / "kept", {"row": "row", "seed": seed})
-        assert check_row(row, run) == []
-        return run
+async def held(row: Row, folder: Path, seeds: range, streams: int = 12) -> list[Run]:
+    """Runs a row with each seed on one mesh, and asserts its promise but for the length of pauses."""
+    async with row.mesh(folder) as mesh:
+        await mesh.restored()
+        baseline, runs = Baseline(), []
+        await baseline.leaks(mesh.measured)
+        for seed in seeds:
+            run = row.run(mesh, baseline, seed, streams)
+            await run_row(row, run)
+            run.history.keep_wrong(folder / "kept", {"row": "row", "seed": seed})
+            assert check_row(row, run) == []
+            runs.append(run)
+        return runs
 
 
 @pytest.mark.parametrize("name", SHORT)
 async def test_the_promise_holds(name: str, tmp_path: Path) -> None:
-    run = await held(BY_NAME[name], tmp_path)
+    [run] = await held(BY_NAME[name], tmp_path, range(1, 2))
     assert run.in_flight == 12
+
+
+async def test_a_mesh_carries_one_fault_after_the_other(tmp_path: Path) -> None:
+    runs = await held(BY_NAME["worker SIGKILL"], tmp_path, range(1, 3))
+    assert [run.proof for run in runs] == ["exit -9", "exit -9"]

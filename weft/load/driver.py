@@ -110,6 +110,8 @@ class Driver:
             refused = failure.code.name == "RESOURCE_EXHAUSTED" or failure.reason == "DEADLINE_UNMEETABLE"
             name = f"{failure.code.name}/{failure.reason}" if failure.reason else failure.code.name
             self._failed(name, began, refused)
+            if refused and failure.receipt is not None:
+                self.tally.refusals_inside.add(failure.receipt.timings.wall_s * 1e3)
         except HttpError as error:
             self._failed(str(error), began, error.refused)
         except (OSError, EOFError) as error:

@@ -13,6 +13,7 @@ _COUNTS = (
     "prompt_tokens", "completion_tokens", "prefill_tokens", "cached_tokens", "preemptions", "drafted_tokens",
     "accepted_tokens",
 )  # fmt: skip
+_SINGLE = ("lag", "refusals", "refusals_inside")
 SECOND = ("started", "ended", "tokens", "answered")
 
 
@@ -57,6 +58,8 @@ class Tally:
     hops: dict[str, Distribution] = field(default_factory=lambda: {name: Distribution() for name in HOPS})
     refusals: Distribution = field(default_factory=Distribution)
     """Time until a request was refused for the load or for its deadline, in ms."""
+    refusals_inside: Distribution = field(default_factory=Distribution)
+    """The part of it within the gateway, of refusals with a receipt."""
     lag: Distribution = field(default_factory=Distribution)
     """Delay of sending in an open loop, in ms."""
     receipts: Counter[str] = field(default_factory=Counter)
@@ -108,6 +111,7 @@ class Tally:
         self.attempts.update(other.attempts)
         self.lag.merge(other.lag)
         self.refusals.merge(other.refusals)
+        self.refusals_inside.merge(other.refusals_inside)
         for mine, theirs in ((self.latencies, other.latencies), (self.hops, other.hops)):
             for name, distribution in theirs.items():
                 mine[name].merge(distribution)
@@ -121,14 +125,14 @@ class Tally:
         data = {name: getattr(self, name) for name in self.__slots__}
         for name in ("latencies", "hops"):
             data[name] = {key: value.to_json() for key, value in data[name].items()}
-        data.update(lag=self.lag.to_json(), refusals=self.refusals.to_json())
+        data.update({name: getattr(self, name).to_json() for name in _SINGLE})
         return {**data, "seconds": list(self.seconds.items())}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Tally":
         """The counts that `to_json` wrote."""
         counters = {name: Counter(data[name]) for name in ("errors", "receipts", "attempts")}
-        single = {name: Distribution.from_json(data[name]) for name in ("lag", "refusals")}
+        single = {name: Distribution.from_json(data[name]) for name in _SINGLE}
         distributions = {
             name: {key: Distribution.from_json(value) for key, value in data[name].items()}
             for name in ("latencies", "hops")
