@@ -14,8 +14,10 @@ from protos import inference_pb2 as api
 from tests.mesh.harness import Answer, Mesh, generate
 from tests.mesh.test_joins import (
     LENGTH,
+    LONG,
     PACED,
     PROMPT,
+    connected,
     cost,
     first_tokens,
     fresh,
@@ -53,9 +55,9 @@ def unnamed(request: api.GenerateRequest) -> api.GenerateRequest:
     return same
 
 
-def whole(answer: Answer) -> bool:
+def whole(answer: Answer, length: int = LENGTH) -> bool:
     """Whether the answer is complete after one attempt."""
-    return len(answer.ids) == LENGTH and answer.receipt.attempts == 1
+    return len(answer.ids) == length and answer.receipt.attempts == 1
 
 
 async def test_two_callers_of_one_request_at_two_gateways_share_its_generation(mesh: Mesh) -> None:
@@ -134,11 +136,13 @@ async def test_two_gateways_share_a_generation_while_the_scheduler_is_away(mesh:
 async def test_a_retry_after_a_gateways_death_joins_its_own_generation(mesh: Mesh) -> None:
     await idle(mesh)
     request = named("carried")
+    request.sampling.max_tokens = LONG
+    other = await connected(mesh, 1)
     lost = mesh.stub(0).Generate(request)
     tokens = await first_tokens(lost, 10)
     assert mesh.gateways[0].kill() == -9
-    answer = await generate(mesh.stub(1), request)
-    assert whole(answer)
+    answer = await generate(other, request)
+    assert whole(answer, LONG)
     assert answer.ids[: len(tokens)] == tokens
     assert answer.receipt.joined
     mesh.gateways[0].start()

@@ -14,13 +14,15 @@ from grpc import aio
 from protos import inference_pb2 as api
 from protos import mesh_pb2
 from protos.mesh_pb2_grpc import WorkerStub
-from tests.mesh.harness import Answer, Mesh, Process, ask, generate
+from tests.mesh.harness import Answer, Mesh, Process, Stub, ask, generate
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 PACED = {"ENGINE": "paced", "WEFT_PACED_STEP_MS": "5", "MAX_BATCH_SIZE": "64"}
 PROMPT = list(range(100, 164))
 LENGTH = 100
+LONG = 4 * LENGTH
+"""The length of an answer that a retry meets, on a busy machine too: 2 s."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -43,7 +45,7 @@ async def until_listed(mesh: Mesh, gateway: int, workers: int) -> None:
     async def listed() -> int:
         return sum(model.workers for model in (await mesh.stub(gateway).ListModels(api.ListModelsRequest())).models)
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while await listed() < workers:  # noqa: ASYNC110 (the event is in another process)
             await asyncio.sleep(0.02)
 
@@ -57,7 +59,7 @@ async def status(worker: Process) -> mesh_pb2.StatusResponse:
 
 async def idle(mesh: Mesh) -> None:
     """Waits until no worker has a job that holds a block."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         for worker in mesh.workers:
             while (await status(worker)).report.active_blocks:  # noqa: ASYNC110 (the event is in another process)
                 await asyncio.sleep(0.02)
@@ -149,16 +151,25 @@ async def test_a_retry_through_another_gateway_joins_its_own_generation(mesh: Me
     await retry_joins(mesh, request)
 
 
+async def connected(mesh: Mesh, gateway: int) -> Stub:
+    """A client of the gateway that has its connection already."""
+    stub = mesh.stub(gateway)
+    await stub.ListModels(api.ListModelsRequest())
+    return stub
+
+
 async def retry_joins(mesh: Mesh, request: api.GenerateRequest) -> None:
     """A client that retries at another gateway, and then cancels its first call, joins its own generation."""
+    request.sampling.max_tokens = LONG
+    other, answered = await connected(mesh, 1), asyncio.Event()
     lost = mesh.stub(0).Generate(request)
     tokens = await first_tokens(lost, 10)
-    retry = asyncio.create_task(generate(mesh.stub(1), request))
-    await asyncio.sleep(0.05)
+    retry = asyncio.create_task(generate(other, request, on_delta=lambda _: answered.set()))
+    await answered.wait()
     lost.cancel()
     answer = await retry
     assert answer.ids[: len(tokens)] == tokens
-    assert len(answer.ids) == LENGTH
+    assert len(answer.ids) == LONG
     assert answer.receipt.joined
     assert answer.receipt.attempts == 1
     assert cost([answer]) == 0

@@ -13,7 +13,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as otlp
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as otlp_grpc
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 @dataclass(frozen=True)

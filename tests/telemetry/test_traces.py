@@ -11,6 +11,7 @@ from grpc import aio
 
 from protos import inference_pb2 as api
 from tests.mesh.harness import Mesh, Stub, ask, generate
+from tests.mesh.test_joins import until_listed
 from tests.ports import free_port
 from tests.redis_server import RedisServer
 from tests.telemetry.collector import Collector, ReceivedSpan, tree
@@ -133,13 +134,14 @@ async def test_a_second_attempt_is_a_second_span(tmp_path: Path, model: Path, mo
     async with Collector() as collector:
         send_to(monkeypatch, collector.endpoint)
         async with Mesh(tmp_path, model, workers=2, worker_env=PACED) as mesh:
+            await until_listed(mesh, gateway=0, workers=2)  # With one worker there are early attempts.
             ids = [uuid.uuid4().hex for _ in range(6)]
             stub, reading = mesh.stub(), [asyncio.Event() for _ in ids]
             tasks = [
                 asyncio.create_task(
                     generate(
                         stub,
-                        ask(f"Tale {number}", max_tokens=200, temperature=1.0, ignore_eos=True),
+                        ask(f"Tale {number}", max_tokens=600, temperature=1.0, ignore_eos=True),
                         metadata=traced(trace_id),
                         on_delta=lambda _, event=reading[number]: event.set(),  # type: ignore[misc]
                     )
