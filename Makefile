@@ -123,8 +123,8 @@ format: set-up ## Format the code and fix what can be fixed.
 check-images: set-up ## Carry out the build of the small image without an engine, and start its services (slow).
 	@$(BIN)/python -m tests.deploy.replay mesh --python '$(PYTHON)'
 
-chaos: set-up ## Break links and processes under streams, a row for each promise: SEEDS=3 (0: all) ROWS="worker SIGKILL" FIRST=1 LANES=1.
-	@$(BIN)/python -m tests.faults.chaos $(if $(LANES),--lanes $(LANES)) $(if $(SEEDS),--seeds $(SEEDS)) $(if $(FIRST),--first-seed $(FIRST)) $(if $(ROWS),--rows '$(ROWS)')
+chaos: set-up ## Break links and processes under streams, a row for each promise: SEEDS=3 (0: all) ROWS="worker SIGKILL" FIRST=1 LANES=1 RESUME=1.
+	@$(BIN)/python -m tests.faults.chaos $(if $(RESUME),--resume) $(if $(LANES),--lanes $(LANES)) $(if $(SEEDS),--seeds $(SEEDS)) $(if $(FIRST),--first-seed $(FIRST)) $(if $(ROWS),--rows '$(ROWS)')
 
 .PHONY: rolling
 rolling: set-up ## Restart the scheduler, gateways and workers one after the other under streams: RESTARTS=100 KINDS="gateways workers".

@@ -3,7 +3,8 @@
 One mesh carries the seeds of a row one after the other; after each it is mended, and must hold what it held before.
 Several lanes do so at a time, each in a process of its own. In each lane a second mesh, which nothing disturbs, answers
 control streams. A run whose own control paused for longer than 50 ms says more about the machine than about the
-promise: it is repeated. If it is never calm it does not count, unless it broke the promise.
+promise: it is repeated. If it is never calm it does not count, unless it broke the promise. The results are kept beside
+the report; `--resume` adds to them what is missing, such as the seeds that were not calm.
 """
 
 import argparse
@@ -15,8 +16,9 @@ import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from report import html, machine, plot
 from tests.faults.cluster import Cluster, flowing
@@ -27,8 +29,9 @@ from tests.faults.rows import BY_NAME, ROWS, STEP_MS, Row, Run, check_row, run_r
 CONTROL_STREAMS = 2
 MOST_CONTROL_PAUSE_S = 0.05 + STEP_MS / 1e3
 """Longest pause between two tokens of a control stream, of which a step is no pause."""
-ATTEMPTS = 4
-SEEDS_OF_A_MESH = 20
+ATTEMPTS = 3
+SEEDS_OF_A_MESH = 10
+RESULTS = "results.json"
 
 
 @dataclass
@@ -37,9 +40,9 @@ class Result:
 
     name: str
     asked: int = 0
-    """Seeds that were to be run."""
-    seeds: int = 0
-    """Runs that count."""
+    """Runs that the promise needs."""
+    seeds: list[int] = field(default_factory=list)
+    """Those that count."""
     in_flight: int = 0
     totals: dict[str, int] = field(default_factory=dict)
     pauses: list[float] = field(default_factory=list)
@@ -56,7 +59,6 @@ class Result:
 
     def merge(self, other: "Result") -> None:
         """Adds another part of this row."""
-        self.asked += other.asked
         self.seeds += other.seeds
         self.in_flight += other.in_flight
         for name, count in other.totals.items():
@@ -69,7 +71,7 @@ class Result:
 
     def add(self, run: Run, seed: int) -> None:
         """Adds a run that counts."""
-        self.seeds += 1
+        self.seeds.append(seed)
         self.in_flight += run.in_flight
         for name, count in run.history.summary().items():
             self.totals[name] = self.totals.get(name, 0) + count
@@ -85,7 +87,7 @@ class Result:
             return "broken"
         if percentile(self.pauses, 0.99) > self.row.most_pause_s:
             return "slow"
-        return "holds" if self.seeds == self.asked else "disturbed"
+        return "holds" if len(self.seeds) >= self.asked else "disturbed"
 
     def cells(self) -> list[str]:
         """The line of this row."""
@@ -93,7 +95,7 @@ class Result:
         counts = (self.in_flight, lost, self.totals.get("repeated", 0), self.totals.get("wrong", 0))
         return [
             self.name,
-            str(self.seeds),
+            str(len(self.seeds)),
             *map(str, counts),
             str(self.totals.get("moved", 0)),
             f"{percentile(self.pauses, 0.5):.2f} s",
@@ -144,7 +146,7 @@ async def run_seed(
 
 async def run_seeds(name: str, seeds: Sequence[int], options: argparse.Namespace) -> Result:
     """Some seeds of a row on one mesh; on another one after a broken promise."""
-    result, left = Result(name, asked=len(seeds)), list(seeds)
+    result, left = Result(name), list(seeds)
     with tempfile.TemporaryDirectory() as folder:
         async with Cluster(Path(folder, "control"), workers=1, step_ms=STEP_MS) as control:
             while left:
@@ -171,35 +173,56 @@ def run_part(name: str, seeds: Sequence[int], options: argparse.Namespace) -> Re
     return asyncio.run(run_seeds(name, seeds, options))
 
 
-def parts_of(row: Row, options: argparse.Namespace) -> list[Sequence[int]]:
-    """The seeds of a row, in parts that one mesh carries."""
-    end = options.first_seed + (options.seeds or row.seeds)
-    return [
-        range(first, min(first + SEEDS_OF_A_MESH, end)) for first in range(options.first_seed, end, SEEDS_OF_A_MESH)
-    ]
+def parts_of(result: Result, options: argparse.Namespace) -> list[Sequence[int]]:
+    """The seeds of a row that are missing, in parts that one mesh carries."""
+    wanted = range(options.first_seed, options.first_seed + result.asked)
+    left = [seed for seed in wanted if seed not in result.seeds]
+    return [left[first : first + SEEDS_OF_A_MESH] for first in range(0, len(left), SEEDS_OF_A_MESH)]
+
+
+def load(options: argparse.Namespace) -> dict[str, Result]:
+    """The results of the rows that are to be run: those of former runs with `--resume`, or empty ones."""
+    kept = _kept(options)
+    rows = [row for row in ROWS if any(name in row.name for name in options.rows or [""])]
+    results = {row.name: Result(**kept.get(row.name, {"name": row.name})) for row in rows}
+    for row in rows:
+        results[row.name].asked = options.seeds or row.seeds
+    return results
+
+
+def save(results: Iterable[Result], seconds: float, options: argparse.Namespace) -> Path:
+    """Writes results and report. -> the report."""
+    kept = {**_kept(options), **{result.name: asdict(result) for result in results}}
+    Path(options.out, RESULTS).write_text(json.dumps(kept))
+    known = [Result(**kept[row.name]) for row in ROWS if row.name in kept]
+    page = Path(options.out, "chaos.html")
+    page.write_text(document([result for result in known if result.seeds or result.problems], seconds))
+    return page
+
+
+def _kept(options: argparse.Namespace) -> dict[str, Any]:
+    file = Path(options.out, RESULTS)
+    return dict(json.loads(file.read_text())) if options.resume and file.exists() else {}
 
 
 def main(options: argparse.Namespace) -> int:
     """Runs the rows, prints a line for each, writes the report. -> the exit code."""
-    rows = [row for row in ROWS if any(name in row.name for name in options.rows or [""])]
     options.out.mkdir(parents=True, exist_ok=True)
-    page = options.out / "chaos.html"
-    results = {row.name: Result(row.name) for row in rows}
+    results, began = load(options), time.monotonic()
     print(_line(HEAD))
-    began = time.monotonic()
     spawned = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.lanes, mp_context=spawned) as lanes:
-        parts = [lanes.submit(run_part, row.name, seeds, options) for row in rows for seeds in parts_of(row, options)]
-        missing = {row.name: len(parts_of(row, options)) for row in rows}
-        for part in as_completed(parts):
-            name = part.result().name
-            results[name].merge(part.result())
-            missing[name] -= 1
-            if not missing[name]:
-                print(_line(results[name].cells()), *results[name].problems, sep="\n    ", flush=True)
-                done = [result for result in results.values() if not missing[result.name]]
-                page.write_text(document(done, time.monotonic() - began))
-    print(f"{page}; wrong streams are kept beside it")
+        parts = {name: parts_of(result, options) for name, result in results.items()}
+        running = [lanes.submit(run_part, name, seeds, options) for name, each in parts.items() for seeds in each]
+        missing = {name: len(each) for name, each in parts.items()}
+        for part in as_completed(running):
+            result = results[part.result().name]
+            result.merge(part.result())
+            missing[result.name] -= 1
+            save(results.values(), time.monotonic() - began, options)
+            if not missing[result.name]:
+                print(_line(result.cells()), *result.problems, sep="\n    ", flush=True)
+    print(f"{save(results.values(), time.monotonic() - began, options)}; wrong streams are kept beside it")
     return 1 if any(result.verdict == "broken" for result in results.values()) else 0
 
 
@@ -259,6 +282,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=3, help="runs of each row; 0: as many as its promise needs")
     parser.add_argument("--first-seed", type=int, default=1, help="number of the first seed, to replay one")
     parser.add_argument("--streams", type=int, default=64, help="streams of each run")
+    parser.add_argument("--resume", action="store_true", help="add to the results of former runs what is missing")
     parser.add_argument("--lanes", type=int, default=1, help="meshes at the same time")
     parser.add_argument("--verbose", action="store_true", help="print a line for each seed")
     parser.add_argument("--rows", nargs="*", help="parts of the names of the rows to run; all without it")

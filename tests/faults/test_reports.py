@@ -1,5 +1,7 @@
 """The reports of `make chaos` and `make soak`: what breaks a promise is found, and the pages show it."""
 
+from pathlib import Path
+
 from tests.faults import chaos, soak
 from tests.faults.history import History, Stream, percentile
 from tests.faults.rows import BY_NAME, Row, Run
@@ -41,13 +43,22 @@ def test_lost_moved_and_late_streams_break_it() -> None:
 def test_parts_of_a_row_are_added_and_a_run_that_was_never_calm_is_missing() -> None:
     result = result_of(ROW, stream([0.0, 0.1, 0.2], [1, 1, 1]))
     result.merge(result_of(ROW, stream([0.0, 0.1, 0.2], [1, 1, 1])))
-    assert (result.seeds, result.in_flight, result.verdict) == (2, 2, "holds")
-    result.merge(chaos.Result(ROW.name, asked=1, disturbed=4))
+    assert (len(result.seeds), result.in_flight, result.verdict) == (2, 2, "holds")
+    result.asked = 3
     assert result.verdict == "disturbed"
-    options = chaos.parse(["--seeds", "0"])
-    many, some = (chaos.parts_of(BY_NAME[name], options) for name in ("worker SIGKILL", "last worker SIGKILL"))
-    assert [len(seeds) for seeds in many] == [20] * 5
-    assert [list(seeds) for seeds in some] == [list(range(1, 21))]
+
+
+def test_a_run_that_resumes_has_the_seeds_that_are_missing(tmp_path: Path) -> None:
+    options = chaos.parse(["--seeds", "0", "--out", str(tmp_path), "--resume"])
+    results = chaos.load(options)
+    assert [len(seeds) for seeds in chaos.parts_of(results["worker SIGKILL"], options)] == [10] * 10
+    results[ROW.name].merge(result_of(ROW, stream([0.0, 0.1, 0.2], [1, 1, 1])))
+    chaos.save(results.values(), 1.0, options)
+    again = chaos.load(options)
+    assert again[ROW.name] == results[ROW.name]
+    assert [seed for seeds in chaos.parts_of(again[ROW.name], options) for seed in seeds][:7] == [1, 2, 3, 4, 5, 6, 8]
+    without = chaos.load(chaos.parse(["--seeds", "2", "--out", str(tmp_path)]))
+    assert (without[ROW.name].seeds, without[ROW.name].asked) == ([], 2)
 
 
 def test_the_page_shows_rows_problems_and_plots() -> None:
