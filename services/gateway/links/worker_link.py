@@ -276,12 +276,12 @@ class WorkerLink:
         except ValueError as error:
             telemetry.log_exception("a worker sent columns of unequal length", error)
         finally:
+            self._unsent.close()  # gRPC's task that reads it does not end with the call.
             self._break()
 
     def _break(self) -> None:
         """The connection has ended: all streams are lost."""
         self.alive = False
-        self._unsent.close()  # gRPC's task that reads it does not end with the call.
         streams, self._streams = self._streams, {}
         died = self.connected and not (self.health.last is not None and self.health.last.draining)
         for stream in streams.values():
