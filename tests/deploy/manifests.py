@@ -24,6 +24,7 @@ _MARGIN_S = 5
 _PROGRESS_S = 600
 _NAME = "app.kubernetes.io/name"
 _COMPONENT = "app.kubernetes.io/component"
+_ROLE = "weft.role"
 _UNITS = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "kb": 1 << 10, "mb": 1 << 20, "gb": 1 << 30}
 
 
@@ -98,15 +99,21 @@ class Manifests:
 
     @staticmethod
     def component(deployment: Object) -> str:
-        """The component of the mesh that a deployment runs."""
-        return str(_pod_labels(deployment).get(_COMPONENT, deployment["metadata"]["name"]))
+        """The component of the mesh that a deployment runs, and behind a hyphen its role if it has one."""
+        labels = _pod_labels(deployment)
+        name = str(labels.get(_COMPONENT, deployment["metadata"]["name"]))
+        return f"{name}-{labels[_ROLE]}" if _ROLE in labels else name
+
+    def first(self, component: str) -> Object:
+        """The first deployment of a component."""
+        return next(thing for name, thing in self.deployments.items() if without_role(name) == component)
 
     def ours(self) -> Iterator[tuple[str, Object, Object]]:
         """(component, pod, container) of each deployment that runs the project's code."""
         for component, deployment in self.deployments.items():
-            if component in code.SETTINGS:
+            if without_role(component) in code.SETTINGS:
                 pod = _pod(deployment)
-                yield component, pod, pod["containers"][0]
+                yield without_role(component), pod, pod["containers"][0]
 
     def environment(self, container: Object) -> dict[str, str]:
         """The environment of a container: its ConfigMaps, then its own variables with references replaced."""
@@ -123,7 +130,16 @@ class Manifests:
 
     def select(self, selector: Object) -> list[str]:
         """The components whose pods a label selector matches."""
+        return list(dict.fromkeys(map(without_role, self.select_roles(selector))))
+
+    def select_roles(self, selector: Object) -> list[str]:
+        """The same, each role for itself."""
         return [name for name, thing in self.deployments.items() if _matches(selector, _pod_labels(thing))]
+
+
+def without_role(component: str) -> str:
+    """worker of worker-decode."""
+    return component.partition("-")[0]
 
 
 def _pod(deployment: Object) -> Object:
@@ -201,7 +217,7 @@ def _ports(mesh: Manifests) -> Iterator[str]:
         wanted = {**code.ports(component), "metrics": code.METRICS_PORT}
         if opened != wanted:
             yield f"{component}: its container opens {opened}, not {wanted}"
-        annotations = mesh.deployments[component]["spec"]["template"]["metadata"].get("annotations", {})
+        annotations = mesh.first(component)["spec"]["template"]["metadata"].get("annotations", {})
         if annotations.get("prometheus.io/port") != str(code.METRICS_PORT):
             yield f"{component}: Prometheus is given another port"
 
@@ -253,7 +269,7 @@ def _deadlines(mesh: Manifests) -> Iterator[str]:
     probes = [container.get("startupProbe", {}) for component, _, container in mesh.ours() if component == "worker"]
     longest = max(probe.get("periodSeconds", 10) * probe.get("failureThreshold", 3) for probe in probes)
     for component in ("gateway", "worker"):
-        given_s = mesh.deployments[component]["spec"].get("progressDeadlineSeconds", _PROGRESS_S)
+        given_s = mesh.first(component)["spec"].get("progressDeadlineSeconds", _PROGRESS_S)
         if given_s <= longest:
             yield f"{component}: its rollout is given up after {given_s} s, and a model may load for {longest}"
 
@@ -315,7 +331,7 @@ def _services(mesh: Manifests) -> Iterator[str]:
         if len(chosen) != 1:
             yield f"{title(service)}: selects {', '.join(chosen) or 'nothing'}"
             continue
-        ports = _container_ports(_pod(mesh.deployments[chosen[0]])["containers"][0])
+        ports = _container_ports(_pod(mesh.first(chosen[0]))["containers"][0])
         for port in service["spec"]["ports"]:
             target = port.get("targetPort", port["port"])
             number = ports.get(target) if isinstance(target, str) else target
@@ -329,7 +345,7 @@ def _services(mesh: Manifests) -> Iterator[str]:
 
 def _selectors(mesh: Manifests) -> Iterator[str]:
     for component, deployment in mesh.deployments.items():
-        if mesh.select(deployment["spec"]["selector"]) != [component]:
+        if mesh.select_roles(deployment["spec"]["selector"]) != [component]:
             yield f"{title(deployment)}: its selector is not its own"
     for budget in mesh.kind("PodDisruptionBudget"):
         if len(mesh.select(budget["spec"]["selector"])) != 1:
@@ -348,7 +364,7 @@ def _selectors(mesh: Manifests) -> Iterator[str]:
 
 def _policies(mesh: Manifests) -> Iterator[str]:
     """Problems: a call between services that no policy allows, or a pod that any other pod may call."""
-    wanted = {("gateway", "worker", code.port("worker"))}
+    wanted = {(caller, "worker", code.port("worker")) for caller in ("gateway", "worker")}
     for component, _, container in mesh.ours():
         for address in code.peers(component, mesh.environment(container)).values():
             service = mesh.named("Service", address.rpartition(":")[0])
@@ -361,7 +377,7 @@ def _policies(mesh: Manifests) -> Iterator[str]:
     for number in code.ports("gateway").values():
         if not any(_allows(mesh, policy, "", "gateway", number) for policy in mesh.kind("NetworkPolicy")):
             yield f"gateway: no policy lets callers reach it at {number}"
-    yield from (f"{name}: any pod may call it" for name in sorted(mesh.deployments.keys() - confined))
+    yield from (f"{name}: any pod may call it" for name in sorted({*map(without_role, mesh.deployments)} - confined))
     for policy in mesh.kind("NetworkPolicy"):
         peers = [peer for rule in policy["spec"].get("ingress", []) for peer in rule.get("from", [])]
         chosen = [policy["spec"]["podSelector"], *(peer["podSelector"] for peer in peers if "podSelector" in peer)]
@@ -380,7 +396,7 @@ def _behind(mesh: Manifests, service: Object) -> list[str]:
 def _allows(mesh: Manifests, policy: Object, caller: str, to: str, number: int) -> bool:
     if to not in mesh.select(policy["spec"]["podSelector"]):
         return False
-    ports = _container_ports(_pod(mesh.deployments[to])["containers"][0])
+    ports = _container_ports(_pod(mesh.first(to))["containers"][0])
     for rule in policy["spec"].get("ingress", []):
         opened = [ports.get(port["port"], port["port"]) for port in rule.get("ports", [{"port": number}])]
         callers = rule.get("from")

@@ -14,7 +14,7 @@ from tests.deploy import code, manifests
 from tests.deploy.manifests import Object
 
 KUSTOMIZE = code.ROOT / "deploy/kustomize"
-OVERLAYS = ("cpu", "gpu")
+OVERLAYS = ("cpu", "gpu", "roles")
 
 pytestmark = pytest.mark.skipif(manifests.renderer() is None, reason="neither kustomize nor kubectl is here")
 
@@ -44,13 +44,29 @@ def test_the_manifests_agree_with_the_code(rendered: dict[str, list[Object]], ov
 
 def test_every_service_has_a_deployment(rendered: dict[str, list[Object]]) -> None:
     for objects in rendered.values():
-        assert {*code.SETTINGS, "redis"} == manifests.Manifests(objects).deployments.keys()
+        deployed = map(manifests.without_role, manifests.Manifests(objects).deployments)
+        assert {*code.SETTINGS, "redis"} == set(deployed)
+
+
+def test_workers_of_each_role_are_scaled_alone(rendered: dict[str, list[Object]]) -> None:
+    mesh = manifests.Manifests(rendered["roles"])
+    for role in ("prefill", "decode"):
+        worker = deployment(rendered["roles"], f"worker-{role}")
+        environment = mesh.environment(container(rendered["roles"], f"worker-{role}"))
+        settings = code.parse("worker", environment)
+        assert isinstance(settings, WorkerSettings)
+        assert settings.role == role
+        scaled = mesh.named("HorizontalPodAutoscaler", worker["metadata"]["name"])
+        assert scaled is not None
+        assert scaled["spec"]["scaleTargetRef"]["name"] == worker["metadata"]["name"]
+    assert "worker" not in mesh.deployments
 
 
 def test_only_the_gpu_overlay_asks_for_a_gpu(rendered: dict[str, list[Object]]) -> None:
-    limits = {name: container(objects, "worker")["resources"]["limits"] for name, objects in rendered.items()}
-    assert limits["gpu"]["nvidia.com/gpu"] == 1
-    assert "nvidia.com/gpu" not in limits["cpu"]
+    for name, objects in rendered.items():
+        mesh = manifests.Manifests(objects)
+        limits = [pod["containers"][0]["resources"]["limits"] for each, pod, _ in mesh.ours() if each == "worker"]
+        assert [each.get("nvidia.com/gpu") for each in limits] == ([1] if name == "gpu" else [None] * len(limits))
 
 
 def test_a_gpu_runs_as_large_a_batch_as_without_manifests(mesh: list[Object], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -236,6 +236,7 @@ async def test_a_model_that_is_not_served_is_named_beside_those_that_are(weft: W
         (["--quantize", "int3"], "--quantize: 'int3' is none of int8, int4, fp8, nf4"),
         (["--kv-dtype", "fp9"], "--kv-dtype: 'fp9' is none of auto, fp8, int8"),
         (["--kv-scales", "some"], "--kv-scales: 'some' is none of checkpoint, dynamic"),
+        (["--role", "prompts"], "--role: 'prompts' is none of both, prefill, decode"),
         (["--model", "/nowhere/fox"], "--model: there is no folder /nowhere/fox, "),
         (["--model", "foxx"], "--model: there is no folder foxx, "),
         (["--model", "random:foxx"], "--model: random:foxx is none of random:"),

@@ -53,6 +53,13 @@ async def test_each_process_gets_the_addresses_of_its_peers(tmp_path: Path) -> N
         assert mesh.redis == f"embedded Valkey, data in {tmp_path}/redis/bundled"
 
 
+async def test_workers_of_each_model_take_roles_in_turn(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, models=["/models/fox", "/models/owl"], workers=3, roles=["prefill", "decode"])
+    parts = await planned_environments(spec)
+    roles = [parts[f"worker-{number}"]["WEFT_ROLE"] for number in range(1, 7)]
+    assert roles == 2 * ["prefill", "decode", "prefill"]
+
+
 @pytest.mark.parametrize(
     ("setting", "first", "last"), [("9000", "9000", "9003"), ("0", "0", "0"), ("many", "many", "many")]
 )

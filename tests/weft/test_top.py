@@ -67,6 +67,14 @@ def test_steps_per_second_are_those_since_the_snapshot_before() -> None:
     assert " 10 " in line
 
 
+def test_roles_of_workers_are_named() -> None:
+    roles = (api.WORKER_ROLE_PREFILL, api.WORKER_ROLE_DECODE, api.WORKER_ROLE_UNSPECIFIED)
+    text = printed(snapshot(*(worker(worker_id=f"fox-{role}", role=role) for role in roles)))
+    for role, word in zip(roles, ("prefill", "decode", "both"), strict=True):
+        (line,) = [line for line in text.splitlines() if f"fox-{role}" in line]
+        assert word in line
+
+
 def test_states_of_workers_and_services_are_named() -> None:
     loading = State(worker_id="owl-1", model="owl", phase=State.PHASE_LOADING, step="weights", percent=40)
     phases = (State.PHASE_SILENT, State.PHASE_DETACHED, State.PHASE_DRAINING)

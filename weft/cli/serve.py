@@ -41,6 +41,14 @@ AdapterFolders = Annotated[
     ),
 ]
 Workers = Annotated[int, typer.Option(min=1, help="Number of workers of each model.")]
+Roles = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--role",
+        help="prefill (prompts), decode (answers) or both; may be repeated: the workers of a model take them in turn.",
+        show_default="both",
+    ),
+]
 Host = Annotated[
     str | None,
     typer.Option(help="Host to listen at for callers: 0.0.0.0 is open to other machines.", show_default="127.0.0.1"),
@@ -103,6 +111,7 @@ def serve(
     alias: Aliases = None,
     adapter: AdapterFolders = None,
     workers: Workers = 1,
+    role: Roles = None,
     redis_url: RedisUrl = "",
     host: Host = None,
     port: Port = None,
@@ -132,11 +141,16 @@ def serve(
         "WEFT_PIPELINE_PARALLEL": pipeline_parallel,
     }
     environment = {name: str(value) for name, value in settings.items() if value is not None}
+    roles = [str(_one_of("role", each)) for each in role or []]
     if part is not None:
         if len(model or []) > 1 or alias:
             fail("several models and aliases are for the whole mesh", usage=True)
         if adapter:
             environment["WEFT_ADAPTERS"] = json.dumps([f"{name}={folder}" for _, name, folder in _adapters(adapter)])
+        if len(roles) > 1:
+            fail("several roles are for the whole mesh", usage=True)
+        if roles:
+            environment["WEFT_ROLE"] = roles[0]
         if workers != 1:
             fail(f"--workers is for the whole mesh: start `weft serve {part}` once for each", usage=True)
         if http_port is not None:
@@ -163,6 +177,7 @@ def serve(
             aliases=_aliases(alias or [], {model_name(each) for each in models}),
             adapters=_adapters_by_model(adapter or [], [model_name(each) for each in models]),
             workers=workers,
+            roles=roles,
             redis_url=redis_url,
             host=host or HOST,
             port=port,

@@ -33,6 +33,7 @@ _MODELS = {
 }
 _WORKERS = {
     "worker": 0,
+    "role": 1,
     "state": 0,
     "KV in use": 0,
     "jobs": 0,
@@ -46,13 +47,14 @@ _WORKERS = {
 }
 _GATEWAYS = {"gateway": 0, "running": 0, "req/s": 0, "tokens/s": 0}
 _RULER = Console(width=10_000, file=io.StringIO())
-_WORDS = {"model", "worker", "gateway", "state", "KV in use"}
+_WORDS = {"model", "worker", "gateway", "role", "state", "KV in use"}
 _PHASES = {
     api.WorkerState.PHASE_READY: "ready",
     api.WorkerState.PHASE_DRAINING: "draining",
     api.WorkerState.PHASE_SILENT: "silent",
     api.WorkerState.PHASE_DETACHED: "detached",
 }
+_ROLES = {api.WORKER_ROLE_PREFILL: "prefill", api.WORKER_ROLE_DECODE: "decode"}
 _CACHES = {api.CACHE_STATE_NONE: "no cache", api.CACHE_STATE_DISCONNECTED: "cache not connected"}
 
 
@@ -129,14 +131,15 @@ def _workers(now: api.MeshSnapshot, before: api.MeshSnapshot | None, width: int)
     rows = []
     for worker in now.workers:
         if worker.phase == api.WorkerState.PHASE_LOADING:
-            rest = [""] * (len(_WORKERS) - 2)
-            rows.append(_Row([worker.worker_id, f"{worker.step} {worker.percent}%", *rest], "dim"))
+            rest = [""] * (len(_WORKERS) - 3)
+            rows.append(_Row([worker.worker_id, "", f"{worker.step} {worker.percent}%", *rest], "dim"))
             continue
         rate = ""
         if before is not None and worker.worker_id in earlier and now.at_s > before.at_s:
             rate = f"{(worker.steps - earlier[worker.worker_id]) / (now.at_s - before.at_s):.0f}"
         cells = [
             worker.worker_id,
+            _ROLES.get(worker.role, "both"),
             _PHASES.get(worker.phase, "unknown"),
             _kv(worker),
             f"{worker.jobs}/{worker.credits}",

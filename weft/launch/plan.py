@@ -58,6 +58,8 @@ class MeshSpec:
     """Where data and logs are kept; a subfolder of it if another mesh runs there."""
     workers: int = 1
     """Workers of each model."""
+    roles: Sequence[str] = ()
+    """What they are for, in turn; none: what their environment says."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other names, each with the name (the last part of the folder) of the model that it stands for."""
     adapters: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -157,6 +159,8 @@ def _plan(spec: MeshSpec, home: Home, ports: HeldPorts, addresses: list[str], ht
     for number, address in enumerate(workers, 1):
         model = spec.models[(number - 1) // spec.workers]
         own = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads), "MODEL_NAME": model}
+        if spec.roles:
+            own["WEFT_ROLE"] = spec.roles[(number - 1) % spec.workers % len(spec.roles)]
         aliases = [alias for alias, name in spec.aliases.items() if name == model_name(model)]
         if aliases:
             own["WEFT_ALIASES"] = json.dumps(aliases)

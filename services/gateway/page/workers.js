@@ -10,6 +10,7 @@ const PHASES = {
   PHASE_SILENT: ["makes no progress", "bad"],
   PHASE_DETACHED: ["connection lost", "bad"],
 };
+const ROLES = { WORKER_ROLE_PREFILL: "prompts", WORKER_ROLE_DECODE: "answers" };
 const GONE_S = 120;
 
 /** The workers of all snapshots: those present and those that left. */
@@ -65,7 +66,8 @@ function goneCard(id, seconds) {
 function card(worker, earlier, sinceS) {
   const [phase, kind] = PHASES[worker.phase] ?? ["unknown", "warn"];
   const attributes = { class: "worker", "data-worker": worker.worker_id, "data-phase": phase };
-  const head = heading(worker.worker_id, worker.model, phase, kind);
+  const role = ROLES[worker.role];
+  const head = heading(worker.worker_id, role ? `${worker.model}, for ${role}` : worker.model, phase, kind);
   if (worker.phase !== "PHASE_LOADING") return el("article", attributes, head, ...load(worker), figures(worker, earlier, sinceS));
   return el("article", attributes, head, measure(worker.step, [["active", worker.percent / 100, `${worker.percent}%`]]));
 }
