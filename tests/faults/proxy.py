@@ -1,7 +1,8 @@
-"""A TCP proxy in user space that cuts, refuses or delays a link between two processes. Knows bytes, no protocol."""
+"""A TCP proxy in user space that cuts, refuses, delays or narrows a link between two processes. Knows no protocol."""
 
 import asyncio
 import enum
+import socket
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self, TypeAlias
@@ -9,6 +10,10 @@ from typing import Self, TypeAlias
 _PIECE = 65_536
 _MOST_PIECES = 128
 """Pieces that wait for a delay or a cut to end; then the proxy stops reading, as a network would."""
+
+_MOST_NARROW_PIECES = 2
+"""The same on a narrow link, which holds little; `narrow` is to be called before the connection is opened."""
+_NARROW_BUFFER = 1 << 17
 
 
 class Way(enum.Enum):
@@ -46,6 +51,7 @@ class Proxy:
         self._open = {way: asyncio.Event() for way in Way}
         self._delayed: frozenset[Way] = frozenset()
         self._delay_s = 0.0
+        self._bytes_per_s = 0.0
         self._server: asyncio.Server | None = None
         self._connections: set[_Connection] = set()
         self._serving: set[asyncio.Task[None]] = set()
@@ -86,9 +92,18 @@ class Proxy:
         """Forwards the bytes of these directions `seconds` late."""
         self._delay_s, self._delayed = seconds, ways
 
+    def narrow(self, bytes_per_s: float) -> None:
+        """Forwards at most so many bytes in a second in each direction of a connection; 0: any number."""
+        self._bytes_per_s = bytes_per_s
+
+    @property
+    def narrowed(self) -> bool:
+        """Whether the link has a limit."""
+        return self._bytes_per_s > 0
+
     async def heal(self) -> None:
         """Ends the fault."""
-        self._delayed, self._delay_s = frozenset(), 0.0
+        self._delayed, self._delay_s, self._bytes_per_s = frozenset(), 0.0, 0.0
         for event in self._open.values():
             event.set()
         if self._server is None:
@@ -101,6 +116,7 @@ class Proxy:
     async def forward(self, pieces: Pieces, sink: asyncio.StreamWriter, way: Way) -> None:
         """Writes the pieces of one direction of a connection when they are due."""
         counts, opened, loop = self.counts, self._open[way], asyncio.get_running_loop()
+        free_at = 0.0
         while True:
             due, data = await pieces.get()
             if (left := due - loop.time()) > 0:
@@ -112,6 +128,9 @@ class Proxy:
             if not data:
                 sink.close()
                 return
+            if self._bytes_per_s:  # The link is busy with these bytes for so long.
+                free_at = max(free_at, loop.time()) + len(data) / self._bytes_per_s
+                await asyncio.sleep(free_at - loop.time())
             counts.forwarded += len(data)
             sink.write(data)
             await sink.drain()
@@ -135,6 +154,9 @@ class Proxy:
             self.counts.refused += 1
             writer.transport.abort()
             return
+        if self.narrowed:
+            for each in (writer, requests):
+                each.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _NARROW_BUFFER)
         connection = _Connection(self, (reader, writer), (answers, requests))
         self._connections.add(connection)
         try:
@@ -171,7 +193,7 @@ class _Connection:
             writer.transport.abort()
 
     async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, way: Way) -> None:
-        pieces: Pieces = asyncio.Queue(_MOST_PIECES)
+        pieces: Pieces = asyncio.Queue(_MOST_PIECES if not self._proxy.narrowed else _MOST_NARROW_PIECES)
         writing = asyncio.create_task(self._proxy.forward(pieces, sink, way))
         loop = asyncio.get_running_loop()
         try:

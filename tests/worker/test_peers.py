@@ -21,7 +21,7 @@ from services.worker.engine.block_reads import BlockReads
 from services.worker.kvcache.peer_tier import PeerStore, PeerStores
 from services.worker.kvcache.tiers import BlockRequest, Contents
 from services.worker.planner.block_pool import BlockPool
-from services.worker.service.block_sender import BlockSender
+from services.worker.service.block_sender import BlockEngine, BlockSender
 
 BLOCK_BYTES = 1_500_000
 """More than one message."""
@@ -101,7 +101,7 @@ class FakeEngine:
 class Service(mesh_grpc.WorkerServicer):
     """A worker that has blocks and nothing else. A test may damage what it sends."""
 
-    def __init__(self, engine: FakeEngine) -> None:
+    def __init__(self, engine: BlockEngine) -> None:
         self.sender = BlockSender(engine, SECRET)
         self.damage: Callable[[mesh.ReadBlocksResponse], None] = lambda response: None
         self.asked = 0

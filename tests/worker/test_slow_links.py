@@ -1,0 +1,232 @@
+"""Blocks are fetched from another worker where that is faster than computing them, and not where it is slower.
+
+Two real engines, a real socket and a shaped link between them. `python -m tests.worker.test_slow_links` prints the
+table of bench/ledger/0210-handoff-over-slow-links.md.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Self
+
+import pytest
+import torch
+from grpc import aio
+
+from protos import mesh_pb2_grpc as mesh_grpc
+from services import rpc
+from services.hashing import adapted, block_keys, chain_root
+from services.worker.engine.generation import GenerationEngine
+from services.worker.job import Ended, StepOutput
+from services.worker.kvcache.peer_tier import PeerStores
+from services.worker.service.block_sender import BlockSender
+from tests.checkpoints import Shape, make_checkpoint
+from tests.faults.proxy import Proxy
+from tests.ports import free_port
+from tests.worker.drive import job, open_engine, prompt_of
+from tests.worker.test_peers import Service
+from tests.worker.test_tiers import slow_prefill
+from weft.launch.demo_model import model_folder
+
+FINGERPRINT = b"the same model"
+DELAY_S = 0.01
+"""In each direction."""
+TOKENS = 640
+MBIT_S = 1e6 / 8
+
+
+@dataclass
+class Running:
+    """An engine in a thread of its own, as `EngineEvents`."""
+
+    engine: GenerationEngine
+    tokens: dict[int, tuple[int, float]] = field(default_factory=dict)
+    """The first token of each job, and when it came."""
+    ended: dict[int, Ended] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self.engine.run, args=(self, self._stop), daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self.engine.wake()
+        self._thread.join()
+
+    def launched(self, predicted_s: float) -> None:
+        """Not of interest."""
+
+    def stepped(self, output: StepOutput) -> None:
+        for token in output.tokens:
+            self.tokens.setdefault(token.key, (token.token_id, time.monotonic()))
+        self.ended.update({ended.key: ended for ended in output.ended})
+
+    async def end_of(self, key: int) -> Ended:
+        async with asyncio.timeout(120):
+            while key not in self.ended:  # noqa: ASYNC110 - another thread changes it
+                await asyncio.sleep(0.001)
+        return self.ended[key]
+
+
+@dataclass(frozen=True)
+class Handoff:
+    """What a handoff took."""
+
+    seconds: float
+    """From the first token to the second."""
+    fetched_tokens: int
+    computed_tokens: int
+    tokens: tuple[int, int]
+
+
+class Pair:
+    """A worker for prompts and one for answers, with a shaped link from the first to the second."""
+
+    def __init__(self, first: Running, second: Running, peers: PeerStores, proxy: Proxy) -> None:
+        self.first, self.second, self.peers, self.proxy = first, second, peers, proxy
+        self._key = 0
+
+    @property
+    def rate(self) -> float:
+        """Prompt tokens that the second worker computes in a second."""
+        return self.second.engine.step_times.prefill_rate
+
+    @property
+    def token_bytes(self) -> float:
+        """Bytes of the keys and values of a token."""
+        return self.peers.block_bytes / self.second.engine.options.block_size
+
+    def shape(self, bytes_per_s: float) -> None:
+        """Makes the link so fast, and forgets what was measured of it."""
+        self.proxy.delay(DELAY_S)
+        self.proxy.narrow(bytes_per_s)
+        self.peers._stores.clear()
+
+    async def measure(self) -> None:
+        """Waits until the link is measured, which its first use begins."""
+        await self.run(tokens=96)
+        async with asyncio.timeout(60):
+            while not self.peers.at(self.proxy.address).link.known:  # noqa: ASYNC110 - no event is set
+                await asyncio.sleep(0.01)
+
+    async def run(self, fetches: bool = True, tokens: int = TOKENS) -> Handoff:
+        """Computes a prompt at one worker and continues it at the other. `fetches`: may fetch blocks."""
+        self._key += 1
+        key, source = self._key, self.proxy.address if fetches else ""
+        prompt = prompt_of(tokens, seed=key)
+        if fetches:
+            keys = list(block_keys(prompt, 16, chain_root(b"", adapted(FINGERPRINT, b""))))
+            self.second.engine.prefetch(source, keys)
+        self.first.engine.submit(job(key, prompt, max_tokens=2, handoff=True))
+        await self.first.end_of(key)
+        token, at = self.first.tokens[key]
+        self.second.engine.submit(job(key, prompt, emitted=[token], max_tokens=2, source=source))
+        cost = (await self.second.end_of(key)).cost
+        second, then = self.second.tokens[key]
+        return Handoff(then - at, cost.fetched_tokens, cost.prefill_tokens, (token, second))
+
+
+@asynccontextmanager
+async def pair(folder: Path, **options: Any) -> AsyncIterator[Pair]:
+    """Two engines of a model, the second of which knows how fast it computes."""
+    settings = {"kv_blocks": 1024, "max_batch_size": 8, "step_tokens": 64, "threads": 1, **options}
+    engines = [open_engine(folder, fingerprint=FINGERPRINT, **settings) for _ in range(2)]
+    service = Service(engines[0])  # type: ignore[abstract]
+    service.sender = BlockSender(engines[0], b"")
+    entry = rpc.Service("weft.v1.Worker", mesh_grpc.add_WorkerServicer_to_server, service)
+    server = await rpc.serve("127.0.0.1:0", [entry])
+    peers = PeerStores(engines[1].block_layout, engines[1].block_bytes, _connect)
+    engines[1].use_peers(peers.at)
+    async with Proxy(free_port(), server.port) as proxy:
+        with Running(engines[0]) as first, Running(engines[1]) as second:
+            made = Pair(first, second, peers, proxy)
+            for _ in range(2):
+                await made.run(fetches=False, tokens=256)
+            yield made
+        await peers.close()
+    await server.stop(0)
+
+
+def _connect(address: str) -> aio.Channel:
+    return rpc.link_channel(address, "worker")
+
+
+async def test_the_budget_weighs_the_link_against_the_speed_of_computing() -> None:
+    """Over one link of 100 Mbit/s and 20 ms. What the second worker believes of its own speed is set, so that a busy
+    machine changes nothing."""
+    async with pair(model_folder()) as workers:
+        workers.shape(100 * MBIT_S)
+        slow_prefill(workers.second.engine, rate=50.0)
+        await workers.measure()
+        fetched = await workers.run()
+        assert fetched.fetched_tokens >= TOKENS - 16
+        assert fetched.computed_tokens <= 17
+        slow_prefill(workers.second.engine, rate=1e6)
+        computed = await workers.run()
+        assert computed.fetched_tokens == 0
+        assert computed.computed_tokens == TOKENS + 1
+
+
+# ---- the table ----
+
+
+@contextmanager
+def patience(workers: Pair) -> Iterator[None]:
+    """Fetches at any price."""
+    prefixes = workers.second.engine.prefixes
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(prefixes, "_budget", lambda blocks: 1000.0)
+        yield
+
+
+WIDE = Shape(
+    "llama",
+    {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 4,
+     "num_hidden_layers": 4, "max_position_embeddings": 2048},
+)  # fmt: skip
+"""Little to compute for each byte of keys and values."""
+HEAD = "model, KV | bytes a token | link Mbit/s | break-even Mbit/s | fetched | gap ms: chosen | all fetched | computed"
+
+
+async def table(folder: Path, rounds: int = 3) -> None:
+    """Prints a row for each model and link, with the shortest gaps: a busy machine only adds to them."""
+    print(f"| {HEAD} |\n|{'---|' * (HEAD.count('|') + 1)}", flush=True)
+    models: list[tuple[str, Path, dict[str, Any]]] = [
+        ("demo", model_folder(), {}),
+        ("demo, fp8", model_folder(), {"kv_dtype": "fp8"}),
+        ("wide", make_checkpoint(folder, WIDE), {"step_tokens": 256}),
+    ]
+    for name, checkpoint, options in models:
+        async with pair(checkpoint, **options) as workers:
+            for mbit in (10, 100, 1000):
+                print(await _row(name, workers, mbit, rounds), flush=True)
+
+
+async def _row(name: str, workers: Pair, mbit: int, rounds: int) -> str:
+    chosen, fetched, computed = [], [], []
+    for _ in range(rounds):
+        workers.shape(mbit * MBIT_S)
+        await workers.measure()
+        chosen.append(await workers.run())
+        with patience(workers):
+            fetched.append(await workers.run())
+        computed.append(await workers.run(fetches=False))
+    share = sum(each.fetched_tokens for each in chosen) / (rounds * TOKENS)
+    even = workers.token_bytes * workers.rate / MBIT_S
+    gaps = " | ".join(f"{1e3 * min(one.seconds for one in each):.0f}" for each in (chosen, fetched, computed))
+    return f"| {name} | {workers.token_bytes:.0f} | {mbit} | {even:.0f} | {share:.0%} | {gaps} |"
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with TemporaryDirectory() as place:
+        asyncio.run(table(Path(place)))
