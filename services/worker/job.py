@@ -185,7 +185,8 @@ class Cost:
     """Guesses that were right."""
 
 
-class TokenOut(NamedTuple):
+@dataclass(slots=True)
+class TokenOut:
     """A new token of an answer."""
 
     key: int

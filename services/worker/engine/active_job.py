@@ -3,6 +3,8 @@
 The engine is the only writer.
 """
 
+import math
+
 from services.worker.job import Cost, Job
 from services.worker.planner.sequence import Sequence
 from services.worker.structured.base import Matcher
@@ -12,8 +14,8 @@ class ActiveJob:
     """A job, its sequence in the planner, and its times on the clock `time.monotonic` (0: not yet)."""
 
     __slots__ = (
-        "accepted_tokens", "arrived_s", "drafted_tokens", "end_tokens", "first_token_s", "job", "last_token_s",
-        "matcher", "paused_s", "prefill_steps", "prefill_tokens", "sequence", "started_s", "steps",
+        "accepted_tokens", "arrived_s", "deadline_s", "drafted_tokens", "end_tokens", "first_token_s", "job",
+        "last_token_s", "matcher", "paused_s", "prefill_steps", "prefill_tokens", "sequence", "started_s", "steps",
     )  # fmt: skip
 
     def __init__(
@@ -25,6 +27,7 @@ class ActiveJob:
         params = self.job.params
         self.end_tokens = params.stop_token_ids if params.ignore_eos else params.stop_token_ids | eos_token_ids
         """Tokens that end the answer once it has `min_tokens`."""
+        self.deadline_s = math.inf if self.job.deadline is None else self.job.deadline
         self.sequence = sequence
         self.arrived_s, self.started_s, self.first_token_s, self.last_token_s = arrived_s, 0.0, 0.0, 0.0
         self.paused_s: list[float] = []

@@ -33,17 +33,17 @@ def advance(
     """
     if job.matcher is not None:
         return _advance_in_form(job, job.matcher, drawn, logprobs, tops, reported)
-    key, prompt_len, params, sequence = job.job.key, job.job.prompt_len, job.job.params, job.sequence
-    begin = position = len(sequence.tokens) - prompt_len
-    most, end_tokens = sequence.limit - prompt_len, job.end_tokens
+    request, sequence = job.job, job.sequence
+    begin = position = len(sequence.tokens) - request.prompt_len
+    most = sequence.limit - request.prompt_len
     for token_id in drawn:
-        if token_id in end_tokens and position >= params.min_tokens:
+        if token_id in job.end_tokens and position >= request.params.min_tokens:
             return Ending(position - begin, EndReason.STOP, token_id)
         if logprobs is None:
-            reported.append(TokenOut(key, position, token_id))
+            reported.append(TokenOut(request.key, position, token_id))
         else:
             top = tops[position - begin] if tops else None
-            reported.append(TokenOut(key, position, token_id, logprobs[position - begin], top))
+            reported.append(TokenOut(request.key, position, token_id, logprobs[position - begin], top))
         position += 1
         if position == most:
             return Ending(position - begin, EndReason.LENGTH)

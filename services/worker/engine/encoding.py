@@ -149,8 +149,8 @@ class EncodingEngine:
     def step(self, output: StepOutput) -> None:
         """Compute the next batch."""
         self.profiler.step_begins()
-        with self.profiler.phase("planning"):
-            batch = self.batch.take()
+        self.profiler.enter("planning")
+        batch = self.batch.take()
         tokens, began = sum(text.tokens for text in batch), time.monotonic()
         predicted_s = self.step_times.predict(tokens)
         self.inbox.predicted_step_s = predicted_s
@@ -159,15 +159,16 @@ class EncodingEngine:
         for text in batch:
             job = self._jobs[text.key]
             job.started = job.started or began
-        with self.profiler.phase("launch"):
-            self._compute(batch, output)
+        self.profiler.enter("launch")
+        self._compute(batch, output)
+        self.profiler.step_ends()
         self._steps += 1
         self.step_times.observe(tokens, False, time.monotonic() - began)
         self.inbox.predicted_step_s = 0.0
 
     def has_work(self) -> bool:
         """Whether there are jobs, or messages that were not taken."""
-        return bool(self._jobs or self.inbox.pending)
+        return bool(self._jobs or self.inbox.messages)
 
     def warm_up(self) -> None:
         """Compute a text twice, so that the first real one finds warm code and a known rate. Raises CheckpointError if
@@ -227,7 +228,8 @@ class EncodingEngine:
 
     def _take_messages(self, output: StepOutput) -> None:
         now = time.monotonic()
-        for message in self.inbox.take():
+        while self.inbox.messages:
+            message = self.inbox.messages.popleft()
             if isinstance(message, Arrival):
                 self._accept(message, now, output)
             elif isinstance(message, Cancel) and message.key in self._jobs:

@@ -4,12 +4,14 @@ Knows the planner and a runner that it is handed, no device, no checkpoint and n
 """
 
 import logging
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Many
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from services import failpoints
 from services.worker.engine import adapters, packing
@@ -60,7 +62,8 @@ _NUMERIC = Failure("INTERNAL", "NUMERIC", "the model computed numbers that are n
 _INTERNAL = Failure("INTERNAL", "INTERNAL", "the engine failed to compute this request", retryable=True)
 
 
-class _StepPart(NamedTuple):
+@dataclass(slots=True)
+class _StepPart:
     """Rows that were launched together."""
 
     rows: list[Row]
@@ -70,7 +73,8 @@ class _StepPart(NamedTuple):
     """The runner's own."""
 
 
-class _StepInFlight(NamedTuple):
+@dataclass(slots=True)
+class _StepInFlight:
     """A step that has been launched and not yet collected."""
 
     parts: list[_StepPart]
@@ -130,6 +134,8 @@ class GenerationEngine:
         self._jobs: dict[int, ActiveJob] = {}
         self._scored: dict[int, int] = {}
         """For each job that asks for log-probabilities of its prompt: how many were reported."""
+        self._next_deadline_s = math.inf
+        """No job has an earlier one."""
         self._in_flight: deque[_StepInFlight] = deque()
         self._last_end_s = 0.0
         self._steps = 0
@@ -193,7 +199,7 @@ class GenerationEngine:
 
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._in_flight or self.inbox.pending or self._jobs or self._structured)
+        return bool(self._in_flight or self.inbox.messages or self._jobs or self._structured)
 
     def stats(self) -> Stats:
         """Counters and gauges of this moment: a step may be changing them. The prediction is of the step in flight."""
@@ -227,19 +233,20 @@ class GenerationEngine:
         """
         output = StepOutput([], [])
         self.profiler.step_begins()
-        with self.profiler.phase("arrivals"):
-            self._take_messages(output)
-            self.prefixes.settle()
-            self._adapters.settle()
-            self._end_expired(output)
+        self.profiler.enter("arrivals")
+        self._take_messages(output)
+        self.prefixes.settle()
+        self._adapters.settle()
+        self._end_expired(output)
         while self._may_launch() and self._launch_next(output):
             self._take_messages(output)  # A launch may take some time: jobs that arrived meanwhile join the next step.
         if self._in_flight:
             self._collect_oldest(output)
-        with self.profiler.phase("publishing"):
-            self.prefixes.offer_some()
-            self._reads.serve()
-            self._publish()
+        self.profiler.enter("publishing")
+        self.prefixes.offer_some()
+        self._reads.serve()
+        self._publish()
+        self.profiler.step_ends()
         return output
 
     def _move_blocks(self) -> bool:
@@ -287,7 +294,7 @@ class GenerationEngine:
         """Plan the next step and launch it. False if there is nothing to launch before a step in flight is over."""
         plan = self._plan()
         self.prefixes.keep_evicted()
-        edits = [packing.release(slot) for slot in plan.released]
+        edits = list(map(packing.release, plan.released))
         for sequence in plan.admitted:
             try:
                 edits.append(packing.admit(sequence, self._eos_token_ids))
@@ -309,9 +316,9 @@ class GenerationEngine:
 
     def _plan(self) -> Plan:
         speculation = self.speculation
-        with self.profiler.phase("planning"):
-            asks = speculation is not None and speculation.begins_step() and not self._in_flight
-            plan = self.planner.plan(speculation.guess if speculation and asks else None)
+        self.profiler.enter("planning")
+        asks = speculation is not None and speculation.begins_step() and not self._in_flight
+        plan = self.planner.plan(speculation.guess if speculation and asks else None)
         self._adapters.begin(plan.loads)
         if plan.paused:
             now = time.monotonic()
@@ -324,11 +331,13 @@ class GenerationEngine:
         if failpoints.ARMED:
             for row in rows:
                 failpoints.hit("engine.step", row.sequence.job.token_ids)
-        prefill, prompts = 0, 0
+        prefill, prompts, undrawn = 0, 0, False
         for row in rows:
             if row.start < row.sequence.prefill_end:
                 prefill += row.tokens
                 prompts += 1
+            if row.sequence.job.params.structured and row.samples:
+                undrawn = True
         predicted_s = self.step_times.predict(prefill)
         self.inbox.predicted_step_s = predicted_s
         if self._events is not None:
@@ -341,17 +350,17 @@ class GenerationEngine:
         guesses = any(row.guesses for row in rows) if self.speculation else False
         parts = self._launch_rows(rows, edits, output)
         self._in_flight.append(_StepInFlight(parts, prefill, len(rows) > prompts, guesses, began))
-        self._undrawn = any(row.samples and row.sequence.job.params.structured for row in rows)
-        if self._undrawn and len(self._in_flight) == 1:
+        self._undrawn = undrawn
+        if undrawn and len(self._in_flight) == 1:
             self._draw(output)
 
     def _launch_rows(self, rows: list[Row], edits: list[SlotEdits], output: StepOutput) -> list[_StepPart]:
         """Launch the rows; if that fails, each half of them with its slots' edits, so that one bad job fails alone."""
         try:
-            with self.profiler.phase("packing"):
-                words = packing.pack(edits, rows)
-            with self.profiler.phase("launch"):
-                handle = self.runner.launch(words)
+            self.profiler.enter("packing")
+            words = packing.pack(edits, rows)
+            self.profiler.enter("launch")
+            handle = self.runner.launch(words)
         except Exception as error:
             if len(rows) == 1:
                 self._fail(self._jobs[rows[0].sequence.job.key], error, output)
@@ -368,11 +377,11 @@ class GenerationEngine:
         step = self._in_flight.popleft()
         began = max(step.launched_s, self._last_end_s)
         for part in step.parts:
-            with self.profiler.phase("waiting"):
-                result = self.runner.collect(part.handle)
-            with self.profiler.phase("collecting"):
-                self._collect(part, result, output)
-                self.planner.landed()
+            self.profiler.enter("waiting")
+            result = self.runner.collect(part.handle)
+            self.profiler.enter("collecting")
+            self._collect(part, result, output)
+            self.planner.landed()
         now = time.monotonic()
         self._steps += 1
         self.step_times.observe(step.prefill, step.decodes, now - began)
@@ -395,10 +404,10 @@ class GenerationEngine:
                 if row.samples and row.sequence.job.params.structured
             ]
             if waiting:
-                with self.profiler.phase("packing"):
-                    masks, failed = self._structured.masks_of(waiting, self._eos_token_ids)
-                with self.profiler.phase("launch"):
-                    self.runner.draw(part.handle, masks)
+                self.profiler.enter("packing")
+                masks, failed = self._structured.masks_of(waiting, self._eos_token_ids)
+                self.profiler.enter("launch")
+                self.runner.draw(part.handle, masks)
                 for job, error in failed:
                     self._end(job, EndReason.ERROR, output, error=refused(error))
 
@@ -413,18 +422,17 @@ class GenerationEngine:
         for place, scores in result.scores.items():
             self._report_scores(part.rows[place], part.preemptions[place], scores, output)
         for row, preemptions, finite in zip(part.rows, part.preemptions, result.finite, strict=True):
-            sequence, start, tokens, samples, _ = row
-            index += samples > 0
+            index += row.samples > 0
             job = self._job_of(row, preemptions)
             if job is None:
                 continue  # These tokens are dropped.
             job.steps += 1
-            if start < sequence.prefill_end:
+            if row.start < row.sequence.prefill_end:
                 job.prefill_steps += 1
-                job.prefill_tokens += tokens
+                job.prefill_tokens += row.tokens
             if not finite:
                 self._fail(job, None, output)
-            elif samples:
+            elif row.samples:
                 self._advance(job, row, sampled, index, now, output)
             else:
                 self.planner.commit(row)
@@ -474,7 +482,8 @@ class GenerationEngine:
     # ---- arrivals and ends ----
 
     def _take_messages(self, output: StepOutput) -> None:
-        for message in self.inbox.take():
+        while self.inbox.messages:
+            message = self.inbox.messages.popleft()
             if isinstance(message, Arrival):
                 self._accept(message, output)
                 continue
@@ -497,6 +506,7 @@ class GenerationEngine:
         form, cancelled = arrival.form, self._structured.arrived(job.key)
         matcher = None if isinstance(form, Failure) else form
         active = self._jobs[job.key] = ActiveJob(sequence, arrival.at, self._eos_token_ids, matcher)
+        self._next_deadline_s = min(self._next_deadline_s, active.deadline_s)
         self.planner.add(sequence)
         if job.params.prompt_logprobs is not None:
             self._scored[job.key] = 0
@@ -519,9 +529,11 @@ class GenerationEngine:
 
     def _end_expired(self, output: StepOutput) -> None:
         now = time.monotonic()
-        for job in list(self._jobs.values()):
-            if job.job.deadline is not None and job.job.deadline <= now:
-                self._end(job, EndReason.DEADLINE, output)
+        if now < self._next_deadline_s:
+            return
+        for job in [job for job in self._jobs.values() if job.deadline_s <= now]:
+            self._end(job, EndReason.DEADLINE, output)
+        self._next_deadline_s = min((job.deadline_s for job in self._jobs.values()), default=math.inf)
 
     def _fail(self, job: ActiveJob, error: Exception | None, output: StepOutput) -> None:
         """End one job with an error. Blocks that it alone has are zeroed: no other job may find or reuse them as they

@@ -6,7 +6,7 @@ Knows when to wake a sleeping engine, never how jobs are run.
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from services.worker.job import Failure, Job
@@ -49,7 +49,8 @@ class Inbox:
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
-        self._messages: deque[Message] = deque()
+        self.messages: deque[Message] = deque()
+        """In the order of their arrival. The engine's thread takes them from the left."""
         self._block_changes: dict[bytes, bool] = {}
         self.predicted_step_s = 0.0
         """Predicted seconds of the step in flight; 0: none is."""
@@ -62,19 +63,19 @@ class Inbox:
         now = time.monotonic() if at is None else at
         with self._condition:
             self._arrivals += 1
-            self._messages.append(Arrival(job, self._arrivals, now, form))
+            self.messages.append(Arrival(job, self._arrivals, now, form))
             self._condition.notify()
 
     def cancel(self, key: int, position: int | None) -> None:
         """Add a cancel and wake the engine."""
         with self._condition:
-            self._messages.append(Cancel(key, position))
+            self.messages.append(Cancel(key, position))
             self._condition.notify()
 
     def prefetch(self, source: str, keys: Sequence[bytes]) -> None:
         """Add an announcement and wake the engine."""
         with self._condition:
-            self._messages.append(Prefetch(source, keys))
+            self.messages.append(Prefetch(source, keys))
             self._condition.notify()
 
     def wake(self) -> None:
@@ -90,20 +91,10 @@ class Inbox:
 
     # ---- the engine's thread ----
 
-    @property
-    def pending(self) -> bool:
-        """Whether there are messages."""
-        return bool(self._messages)
-
-    def take(self) -> Iterator[Message]:
-        """The messages in the order of their arrival, including those that arrive meanwhile."""
-        while self._messages:
-            yield self._messages.popleft()
-
     def sleep(self, most_s: float, unless: Callable[[], bool]) -> None:
         """Sleep until something wakes the engine, unless there are messages or the condition holds already."""
         with self._condition:
-            if not (self._messages or unless()):
+            if not (self.messages or unless()):
                 self._condition.wait(most_s)
 
     def publish(self, stored: Iterable[bytes], evicted: Iterable[bytes]) -> None:

@@ -21,22 +21,24 @@ class SlotEdits:
 
 def pack(slot_edits: Iterable[SlotEdits], rows: Iterable[Row]) -> Words:
     """A step: edits, then rows."""
-    edits: array[int] = array("i")
-    for slot_edit in slot_edits:
-        edits += slot_edit.words
+    edits: list[int] = []
     columns: list[int] = []
     ids: list[int] = []
-    for sequence, start, tokens, samples, guesses in rows:
-        slot = sequence.slot
-        assert slot is not None, f"job {sequence.job.key} has a row but no slot"
-        columns += (slot, tokens, samples)
-        if start < sequence.prefill_end:
-            ids += sequence.tokens[start : start + tokens]
+    for slot_edit in slot_edits:
+        edits += slot_edit.words
+    for row in rows:
+        sequence = row.sequence
+        columns += (_slot(sequence), row.tokens, row.samples)
+        if row.start < sequence.prefill_end:
+            ids += sequence.tokens[row.start : row.start + row.tokens]
         else:
             ids.append(LAST_TOKEN)
-            ids += guesses
-    header = (len(edits), len(columns) // ROW_WORDS, len(ids))
-    return np.frombuffer(array("i", (*header, *edits, *columns, *ids)), np.int32)
+            ids += row.guesses
+    words = [len(edits), len(columns) // ROW_WORDS, len(ids)]
+    words += edits
+    words += columns
+    words += ids
+    return np.frombuffer(array("i", words), np.int32)
 
 
 def release(slot: int) -> SlotEdits:

@@ -184,10 +184,11 @@ class Prefixes:
                     self._end(fetch)
             elif not self._write(fetch, payloads):
                 self._end(fetch)
-        now = self._clock()
-        for fetch in [fetch for fetch in self._fetches if fetch.deadline <= now]:
-            self.counts.late += 1
-            self._end(fetch)
+        if self._fetches:
+            now = self._clock()
+            for fetch in [fetch for fetch in self._fetches if fetch.deadline <= now]:
+                self.counts.late += 1
+                self._end(fetch)
 
     # ---- blocks that are offered ----
 
@@ -215,9 +216,9 @@ class Prefixes:
 
     def keep_evicted(self) -> None:
         """Copy the contents of evicted blocks to host memory before a step overwrites them."""
-        evicted, self._evicted = self._evicted, []
-        if self._host is None or self._kv is None or not evicted:
+        if self._host is None or self._kv is None or not self._evicted:
             return
+        evicted, self._evicted = self._evicted, []
         needed_s = recompute_s(len(evicted) * self._planner.block_size, self._prefill_rate())
         missing = set(self._host.lacks([key for _, key in evicted], needed_s))
         for start in range(0, len(evicted), _KEPT_AT_ONCE):

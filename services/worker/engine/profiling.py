@@ -1,7 +1,7 @@
 """Profiles of steps: the time of each phase of the host, of each family of kernels, and a trace of both.
 
-The engine's thread marks its phases; without an observation a mark costs one comparison. Knows clocks and recorders,
-never jobs or tokens.
+The engine's thread says which phase begins; without an observation that costs one comparison. Knows clocks and
+recorders, never jobs or tokens.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from services.worker.engine.base import StepObservation
 PHASES = ("arrivals", "planning", "packing", "launch", "waiting", "collecting", "publishing")
 """The phases of a step, in order. In `waiting` the host is ahead of the device and waits for it."""
 ELSEWHERE = "elsewhere"
-"""Time outside the phases: delivering the tokens, and other threads that hold the interpreter."""
+"""Time outside the steps: delivering the tokens, and other threads that hold the interpreter."""
 # A kernel or operator belongs to the first family with a word that its name contains.
 _FAMILIES = (
     ("norms", ("norm",)),
@@ -38,7 +38,6 @@ _FAMILIES = (
     ("copies", ("memcpy", "memset", "copy", "index", "fill", "cat", "stack")),
 )  # fmt: skip
 _OTHER = "other"
-_UNTIMED = contextlib.nullcontext()
 
 
 class Recorder(Protocol):
@@ -129,6 +128,7 @@ class Profiler:
         self._phases: dict[str, float] = defaultdict(float)
         self._steps = 0
         self._began = 0.0
+        self._phase: contextlib.AbstractContextManager[Any] | None = None
 
     def order(self, steps: int) -> "Future[StepObservation] | None":
         """Observe the next `steps` steps. None while other steps are being observed. If the future is cancelled, the
@@ -154,9 +154,18 @@ class Profiler:
         if self._steps >= wanted or future.cancelled():
             self._end(future)
 
-    def phase(self, name: str) -> contextlib.AbstractContextManager[Any]:
-        """A `with` block for a phase of a step."""
-        return _UNTIMED if self._recorder is None else self._timed(name, self._recorder)
+    def enter(self, phase: str) -> None:
+        """A phase of the step begins, and the one before it ends."""
+        if self._recorder is not None:
+            self.step_ends()
+            self._phase = self._timed(phase, self._recorder)
+            self._phase.__enter__()
+
+    def step_ends(self) -> None:
+        """The last phase of the step ends."""
+        if self._phase is not None:
+            self._phase.__exit__(None, None, None)
+            self._phase = None
 
     @contextlib.contextmanager
     def _timed(self, name: str, recorder: Recorder) -> Any:

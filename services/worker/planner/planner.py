@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import NamedTuple
 
 from services.worker.job import Adapter
 from services.worker.planner.adapter_slots import AdapterSlots
@@ -23,7 +22,8 @@ MOST_PREEMPTIONS = 3
 _queue_key = attrgetter("queue_key")
 
 
-class Row(NamedTuple):
+@dataclass(slots=True)
+class Row:
     """A sequence's part in a step."""
 
     sequence: Sequence
@@ -149,7 +149,8 @@ class Planner:
 
         guesser: is asked how the answers whose tokens are all known may continue.
         """
-        self._note_begun()
+        if self._begun:
+            self._note_begun()
         plan = Plan(self.step_tokens)
         before = self.preemptions
         prompts = self._schedule_answers(plan)
@@ -165,7 +166,7 @@ class Planner:
         for sequence in prompts:
             if sequence.slot is not None:
                 self._schedule(sequence, sequence.remaining, plan)
-        if self.preemptions == before:
+        if self.waiting and self.preemptions == before:
             self._admit(plan)
             plan.loads = self.adapters.take_loads()
         if plan.rows:  # Otherwise no step is launched that could carry the edits.
@@ -187,10 +188,10 @@ class Planner:
         A plan counts on one token for each row that samples. Of a row that drew several, the device has computed all
         but the last; of one that drew none, the last token is computed again.
         """
-        sequence, start, count, samples, guesses = row
-        end = start + count - len(guesses)
+        sequence = row.sequence
+        end = row.start + row.tokens - len(row.guesses)
         sequence.tokens += tokens
-        if samples and len(tokens) != 1:
+        if row.samples and len(tokens) != 1:
             beyond = len(tokens) - 1
             sequence.computed += beyond
             sequence.total += beyond

@@ -138,7 +138,7 @@ class PacedRunner:
 
     def _sample(self, rows: Rows, masks: Masks | None = None) -> Sampled:
         tokens: list[list[int]] = []
-        asked: list[int] = []
+        most = -1
         slots, end, line = self._slots, 0, 0
         for number, length, samples in zip(rows.slots, rows.lengths, rows.samples, strict=True):
             slot = slots[number]
@@ -156,10 +156,12 @@ class PacedRunner:
                 guesses = rows.ids[end - samples + 1 : end].tolist()
                 tokens.append(self._draw_along(slot, position - len(guesses), guesses))
                 slot.computed += len(tokens[-1]) - samples
-            asked.append(slot.logprobs)
-        if max(asked, default=-1) < 0:
+            if slot.logprobs > most:
+                most = slot.logprobs
+        if most < 0:
             return Sampled(tokens, None, None)
-        likely: Top = [(token, self._logprob) for token in self._vocabulary[: max(asked)]]
+        asked = [slots[number].logprobs for number, samples in zip(rows.slots, rows.samples, strict=True) if samples]
+        likely: Top = [(token, self._logprob) for token in self._vocabulary[:most]]
         logprobs = [[self._logprob] * len(drawn) for drawn in tokens]
         tops = [[likely[: max(count, 0)]] * len(drawn) for count, drawn in zip(asked, tokens, strict=True)]
         return Sampled(tokens, logprobs, tops)

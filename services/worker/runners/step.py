@@ -17,6 +17,7 @@ import enum
 import struct
 from array import array
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -97,7 +98,8 @@ class SlotState(NamedTuple):
         return cls(*_STATE.unpack(words.data))
 
 
-class Rows(NamedTuple):
+@dataclass(slots=True)
+class Rows:
     """The R rows of a step, in columns."""
 
     slots: list[int]

@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from collections import deque
+from operator import attrgetter
 
 from services import telemetry
 from services.worker.engine.base import Engine
@@ -16,6 +17,7 @@ _MOST_UNDELIVERED = 32  # steps whose tokens the event loop has not taken yet: a
 _ROOM_WAIT_S = 0.5
 # Links write a job's first token before the engine's thread takes the interpreter for its next launch.
 _FIRST_WAIT_S = 0.0005
+_position = attrgetter("position")
 
 
 class EngineFailed(Exception):
@@ -73,7 +75,7 @@ class EngineThread:
             self._taken.clear()
             if len(self._undelivered) >= _MOST_UNDELIVERED:
                 self._taken.wait(_ROOM_WAIT_S)
-        first = any(token.position == 0 for token in output.tokens)
+        first = 0 in map(_position, output.tokens)
         if first:
             self._written.clear()
         self._undelivered.append((output, step_s))

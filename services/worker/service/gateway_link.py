@@ -94,12 +94,11 @@ class GatewayLink(Generic[Subscribed]):
         if not self._unsent or len(self._unsent[-1].stream_ids) >= MOST_ENTRIES:
             self._begin_message()
         columns = self._unsent[-1]
-        _, position, token_id, logprob, top = token
-        if logprob is not None:
-            columns.add_logprob(logprob, top)
+        if token.logprob is not None:
+            columns.add_logprob(token.logprob, token.top)
         columns.stream_ids.append(stream_id)
-        columns.positions.append(position)
-        columns.token_ids.append(token_id)
+        columns.positions.append(token.position)
+        columns.token_ids.append(token.token_id)
 
     def send_tokens(self, stream_id: int, tokens: Iterable[TokenOut]) -> None:
         """Queues the tokens that precede the subscription."""

@@ -83,7 +83,7 @@ class JobRecord:
             raise JOB_NOT_FOUND
         tokens = [TokenOut(self.key, place, token) for place, token in enumerate([*self.prior, *self.token_ids])]
         for place, (logprob, top) in enumerate(self.logprobs, len(self.prior)):
-            tokens[place] = tokens[place]._replace(logprob=logprob, top=top)
+            tokens[place].logprob, tokens[place].top = logprob, top
         return tokens[position:]
 
     def same_request(self, job: Job) -> bool:
