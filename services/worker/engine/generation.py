@@ -218,7 +218,7 @@ class GenerationEngine:
         while not stop.is_set():
             if (self._jobs or self._structured) and prefixes.waiting == len(self._jobs) and not self._in_flight:
                 self.inbox.sleep(_FETCH_WAIT_S, lambda: prefixes.answered or stop.is_set())
-            elif self.planner.adapters.loading and not self.planner.running:
+            elif not self.planner.running and self.planner.adapters.loading:
                 self.inbox.sleep(_LOAD_WAIT_S, lambda: self._adapters.arrived or stop.is_set())
             if self.has_work():
                 events.stepped(self.step())

@@ -91,9 +91,10 @@ class GatewayLink(Generic[Subscribed]):
 
     def send_token(self, stream_id: int, token: TokenOut) -> None:
         """Queues one token of a stream."""
-        if not self._unsent or len(self._unsent[-1].stream_ids) >= MOST_ENTRIES:
+        unsent = self._unsent
+        if not unsent or len(unsent[-1].stream_ids) >= MOST_ENTRIES:
             self._begin_message()
-        columns = self._unsent[-1]
+        columns = unsent[-1]
         if token.logprob is not None:
             columns.add_logprob(token.logprob, token.top)
         columns.stream_ids.append(stream_id)
