@@ -301,11 +301,11 @@ class GenerationEngine:
             except Exception as error:
                 plan.drop(sequence)
                 self._fail(self._jobs[sequence.job.key], error, output)
-        grown = [row.sequence for row in plan.rows if row.sequence.sent_blocks < len(row.sequence.blocks)]
-        if self.speculation is not None:
-            for sequence in grown:
-                self.speculation.new_blocks(sequence)
-        edits += map(packing.new_blocks, grown)
+        for row in plan.rows:
+            if row.sequence.sent_blocks < len(row.sequence.blocks):
+                if self.speculation is not None:
+                    self.speculation.new_blocks(row.sequence)
+                edits.append(packing.new_blocks(row.sequence))
         if self.speculation is not None:
             edits += [packing.draft(*catch_up) for catch_up in self.speculation.catch_ups(plan.rows)]
         if self._scored:
@@ -319,7 +319,8 @@ class GenerationEngine:
         self.profiler.enter("planning")
         asks = speculation is not None and speculation.begins_step() and not self._in_flight
         plan = self.planner.plan(speculation.guess if speculation and asks else None)
-        self._adapters.begin(plan.loads)
+        if plan.loads:
+            self._adapters.begin(plan.loads)
         if plan.paused:
             now = time.monotonic()
             for sequence in plan.paused:

@@ -51,11 +51,11 @@ class Plan:
     rows: list[Row] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
     """Sequences that got a slot in this step."""
-    released: list[int] = field(default_factory=list)
+    released: Many[int] = ()
     """Slots that became empty since the last step. An admitted sequence may have got one of them."""
     paused: list[Sequence] = field(default_factory=list)
     """Sequences that lost slot and blocks to make room for others."""
-    loads: list[tuple[int, Adapter]] = field(default_factory=list)
+    loads: Many[tuple[int, Adapter]] = ()
     """Adapters that are to be loaded, and the slots for them."""
 
     def drop(self, sequence: Sequence) -> None:
@@ -255,7 +255,7 @@ class Planner:
     def _schedule_answers(self, plan: Plan) -> list[Sequence]:
         """Add a token of each running answer. -> the running prompts, in the queue's order. The budget suffices: a step
         has at least as many tokens as there are slots."""
-        prompts, most = [], self._most_answers()
+        prompts, most = [], self._most_answers() if self._stages > 1 else 0
         for sequence in self.running.copy():
             computed, total = sequence.computed, sequence.total
             if total >= sequence.limit:
@@ -274,9 +274,7 @@ class Planner:
         return prompts
 
     def _most_answers(self) -> int:
-        """Answers of a step: of a pipeline each step in flight has an equal part of them."""
-        if self._stages == 1:
-            return len(self.running)
+        """Answers of a step of a pipeline: each step in flight has an equal part of them."""
         answers = sum(sequence.total - sequence.computed == 1 for sequence in self.running)
         return -(-answers // self._stages)
 
