@@ -96,6 +96,7 @@ async def test_a_divided_answer_is_that_of_one_worker(mesh: Mesh, stub: Stub, na
     assert answer.receipt.attempts == 1
     if len(answer.ids) > 1:
         assert len(answer.receipt.workers) >= 2
+    if name == "seeded, chunked":  # So long that fetching it pays on a busy machine, too.
         assert answer.receipt.fetched_tokens > 0
     await no_credit_is_held(mesh)
 
