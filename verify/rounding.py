@@ -7,6 +7,7 @@ from torch import Tensor
 
 from compress.choices import Granularity
 from compress.rounding import round_fp8, round_int8
+from kernels.plain_cpu import PackedProduct
 from services.worker.models.family import Part
 from verify.served import Served
 
@@ -26,12 +27,17 @@ def by_granularity(base: Served) -> list[dict[str, Any]]:
     found = []
     for number, layer in enumerate(base.model.layers):
         for part, linears in layer.linears().items():
-            weights = [linear.weight for linear in linears if isinstance(linear.weight, Tensor)]
+            weights = [plain(linear.weight) for linear in linears if isinstance(linear.weight, Tensor | PackedProduct)]
             if len(weights) == len(linears):
                 errors = [_errors(weight.float().cpu()) for weight in weights]
                 means = {kind: sum(each[kind] for each in errors) / len(errors) for kind in KINDS}
                 found.append({"linear": f"{number} {_NAMES[part]}", **means})
     return found
+
+
+def plain(weight: Tensor | PackedProduct) -> Tensor:
+    """A weight that is not quantized, [outputs, inputs]."""
+    return weight.dense() if isinstance(weight, PackedProduct) else weight
 
 
 def _errors(weight_NK: Tensor) -> dict[str, float]:

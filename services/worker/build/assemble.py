@@ -22,7 +22,7 @@ from services.worker.loader.config import read_config
 from services.worker.loader.family_tensors import open_family
 from services.worker.loader.formats.registry import RoundedWeights, StoredWeights, WeightReader, reader_of
 from services.worker.loader.kv_scales import load_kv_scales
-from services.worker.loader.plain import load_weights, randomize
+from services.worker.loader.plain import load_weights, pack_weights, randomize
 from services.worker.loader.quantized import expected_bytes, load_quantized, randomize_quantized
 from services.worker.loader.tensors import Checkpoint
 from services.worker.models.config import ModelConfig, count_parameters
@@ -148,6 +148,8 @@ class WeightSource:
             model.add_norm_offset()
         if self.checkpoint and stored_dtype(self.config, options) == kv_pages.FP8:
             load_kv_scales(model.layers, self.checkpoint)
+        if device == "cpu":
+            pack_weights(model)
         return model
 
 

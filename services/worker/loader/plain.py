@@ -45,6 +45,12 @@ def randomize(model: WeightedModel, progress: Progress) -> None:
     progress("weights", len(destinations), len(destinations))
 
 
+def pack_weights(model: WeightedModel) -> None:
+    """Put the plain weights of products into the layout of their kernel, one after another."""
+    for projection in model.projections():
+        projection.linear.pack()
+
+
 def is_norm_weight(name: str, dimensions: int) -> bool:
     """Whether a tensor scales normalized rows: of all weights only those have one dimension."""
     return dimensions == 1 and name.endswith(".weight")

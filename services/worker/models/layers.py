@@ -60,6 +60,11 @@ class Linear:
         """Prepare a weight, quantized or plain, and multiply with it from now on."""
         self.weight = self.ops.prepare(weight, self.dtype)
 
+    def pack(self) -> None:
+        """Put a plain weight that is loaded into the order in which products read it fastest."""
+        if isinstance(self.weight, Tensor):
+            self.set_weight(self.weight)
+
     def norm_matmul(self, x: Tensor, norm: Norm) -> Tensor:
         """The product with norm(x): [T, inputs] -> [T, outputs]."""
         out = self.ops.norm_matmul(x, norm, self.weight, self.bias)

@@ -16,7 +16,7 @@ from services.worker.errors import CheckpointError
 from services.worker.loader import presets
 from services.worker.loader.files import _read_json
 from services.worker.loader.formats.registry import RoundedWeights, WeightReader, reader_of
-from services.worker.loader.plain import load_weights, randomize
+from services.worker.loader.plain import load_weights, pack_weights, randomize
 from services.worker.loader.quantized import load_quantized, randomize_quantized
 from services.worker.loader.sentence_folder import SentenceSettings, read_sentence_settings
 from services.worker.loader.tensors import Checkpoint, open_checkpoint
@@ -155,3 +155,4 @@ def _load(model: Encoder, checkpoint: Checkpoint | None, reader: WeightReader | 
         randomize_quantized(model, reader, progress)
     else:
         randomize(model, progress)
+    pack_weights(model)
