@@ -32,8 +32,14 @@ class Device(StrEnum):
 def verify(
     base: Annotated[Path, typer.Argument(help="Folder of the 16-bit checkpoint.", exists=True, file_okay=False)],
     candidates: Annotated[
-        list[Path], typer.Argument(help="Folders of checkpoints made from the base.", exists=True, file_okay=False)
-    ],
+        list[Path] | None,
+        typer.Argument(help="Folders of checkpoints made from the base.", exists=True, file_okay=False),
+    ] = None,
+    draft: Annotated[
+        list[str] | None,
+        typer.Option(help="draft:MODEL or heads:PATH: how often the base accepts its guesses, by depth; repeatable."),
+    ] = None,
+    depth: Annotated[int, typer.Option(min=1, max=8, help="Guesses a step of each --draft.")] = 4,
     kind: Annotated[
         Kind, typer.Option(help="quantized: the same network in fewer bits; changed: pruned or distilled.")
     ] = Kind.QUANTIZED,
@@ -70,7 +76,8 @@ def verify(
     json: Annotated[Path | None, typer.Option(help="Write the result to this file.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a report with plots to this file.")] = None,
 ) -> None:
-    """Compare checkpoints with the model they were made from. The exit code is 1 if one fails a gate."""
+    """Compare checkpoints with the model they were made from, and measure drafts. The exit code is 1 if a checkpoint
+    fails a gate."""
     from compress import text as texts
     from compress.cli import errors
     from compress.progress import bars
@@ -90,10 +97,17 @@ def verify(
     }
     limits = {**LIMITS[kind.value], **{name: limit for name, limit in asked.items() if limit is not None}}
     program = "weft verify"
+    for name in draft or ():
+        if not name.startswith(("draft:", "heads:")):
+            raise typer.BadParameter(f"{name!r} is neither draft:MODEL nor heads:PATH", param_hint="--draft")
+    if not candidates and not draft:
+        raise typer.BadParameter("name a checkpoint, or a --draft", param_hint="CANDIDATES")
     with errors(program), bars() as progress:
         held_out = texts.windows(texts.read(text or texts.HELD_OUT), base, length, windows)
         try:
-            result = command.measure(base, candidates, held_out, min(answers, windows), progress, device.value)
+            result = command.measure(
+                base, candidates or [], held_out, min(answers, windows), progress, device.value, draft or [], depth
+            )
         except CheckpointError as error:
             typer.echo(f"{program}: {error}", err=True)
             raise typer.Exit(2) from None

@@ -14,7 +14,8 @@ from compress.progress import Progress
 from report import machine
 from services.worker.errors import CheckpointError
 from verify import compare, page, rounding, rows
-from verify.figures import ROWS, cell, number
+from verify.drafts import measure_drafts
+from verify.figures import ROWS, cell, draft_rows, number
 from verify.gates import apply_gates, base_figures, figures
 from verify.served import Served
 
@@ -29,20 +30,25 @@ def measure(
     answers: int,
     progress: Progress,
     device: str = "cpu",
+    drafts: Sequence[str] = (),
+    depth: int = 4,
 ) -> dict[str, Any]:
-    """Figures of all models, computed as by a worker on this device (cpu or cuda). Raises CheckpointError."""
+    """Figures of all models, computed as by a worker on this device (cpu or cuda). drafts: who guesses for the base, as
+    `--speculate` names them, so many tokens a step. Raises CheckpointError."""
     longest = max(windows_WT.shape[1], compare.PROMPT_TOKENS + compare.ANSWER_TOKENS)
     model, others = Served(base, longest, device), [Served(candidate, longest, device) for candidate in candidates]
     for other in others:
         if other.config.vocab_size != model.config.vocab_size:
             sizes = f"{other.config.vocab_size} tokens, the base {model.config.vocab_size}"
             raise CheckpointError(f"{other.folder}: its vocabulary has {sizes}: they do not compare")
+    accepted = measure_drafts(base, drafts, depth, windows_WT, progress, device)
     own, tallies = compare.compare(model, others, windows_WT, answers, progress)
     of_base = base_figures(model, own)
     found = [rows.compare_rows(model, other, progress) for other in others]
     return {
         "base": of_base,
         "candidates": [figures(*each, of_base) for each in zip(others, tallies, found, strict=True)],
+        "drafts": accepted,
         "tokens": windows_WT.numel(),
         "windows": list(windows_WT.shape),
         "device": device,
@@ -71,6 +77,8 @@ def show(result: Mapping[str, Any], out: Console) -> None:
     for name, words, form in ROWS:
         table.add_row(words, *(cell(model, name, form) for model in models))
     out.print(table)
+    if result["drafts"]:
+        _show_drafts(result["drafts"], out)
     for candidate in result["candidates"]:
         failed = [f"{gate['gate']} (is {number(gate['value'])})" for gate in candidate["gates"] if not gate["holds"]]
         style, verdict = ("red", "fails: " + ", ".join(failed)) if failed else ("green", "passes")
@@ -78,6 +86,18 @@ def show(result: Mapping[str, Any], out: Console) -> None:
         if any(gate["figure"].startswith("row_") and not gate["holds"] for gate in candidate["gates"]):
             for finding in candidate["worst_rows"][:SHOWN_ROWS]:
                 out.print(f"  {finding['text']}", markup=False, highlight=False)
+
+
+def _show_drafts(drafts: Sequence[Mapping[str, Any]], out: Console) -> None:
+    """Print a line for each draft and temperature."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("guesses that the base accepts", "temperature", "tokens a step"):
+        table.add_column(name, justify="left" if name.startswith("g") else "right", no_wrap=True)
+    for place in range(max(len(draft["by_depth"]) for draft in drafts)):
+        table.add_column(f"guess {place + 1}", justify="right")
+    for row in draft_rows(drafts):
+        table.add_row(*row)
+    out.print(table)
 
 
 def save(result: Mapping[str, Any], json_file: Path | None, html_file: Path | None) -> None:

@@ -1,6 +1,6 @@
 """Names and number formats of the figures, for the terminal and the HTML page. Knows no model."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 ROWS = (
@@ -33,3 +33,10 @@ def cell(model: Mapping[str, Any], name: str, form: str) -> str:
 def number(value: float | None) -> str:
     """A figure within a sentence."""
     return "not known" if value is None else f"{value:.5g}"
+
+
+def draft_rows(drafts: Iterable[Mapping[str, Any]]) -> Iterator[list[str]]:
+    """For each draft and temperature: name, temperature, tokens a step, and how often a guess is right, by depth."""
+    for draft in drafts:
+        shares = (f"{share:.1%}" for share in draft["by_depth"])
+        yield [draft["name"], f"{draft['temperature']:g}", f"{draft['accepted_length']:.2f}", *shares]

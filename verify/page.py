@@ -6,7 +6,7 @@ from typing import Any
 from report import html, plot
 from report.plot import Axis, Line
 from verify.compare import PARTS
-from verify.figures import ROWS, cell, number
+from verify.figures import ROWS, cell, draft_rows, number
 from verify.rounding import KINDS
 
 _SAID = {
@@ -14,6 +14,7 @@ _SAID = {
     "kl": "Distance of the next-token distribution from the base's: curves further left are closer.",
     "rows": "Rows of weights that differ most from the base's, honest rounding and moved factors divided out.",
     "norm": "Honest rounding hardly changes norms; a wrong scale shows as an outlier in one layer.",
+    "drafts": "Share of the guesses at each depth that the base keeps: they are right, and all before them are.",
     "error": "Relative change of this part by rounding; it should grow slowly and have no peak.",
 }
 _WORDS = {"queries": "queries", "keys": "keys", "attention": "what attention adds", "mlp": "what the MLP adds"}
@@ -37,15 +38,19 @@ def _cards(result: Mapping[str, Any]) -> Iterable[str]:
     models = [base, *candidates]
     rows = [[words, *(cell(model, name, form) for model in models)] for name, words, form in ROWS]
     yield html.card("Figures", html.table(["", *(model["name"] for model in models)], rows), wide=True)
-    gates = html.table(["", *(candidate["name"] for candidate in candidates)], _gates(candidates))
-    yield html.card("Gates", gates, said=_SAID["gates"], wide=True)
+    if result["drafts"]:
+        yield _drafts(result["drafts"])
+    if candidates:
+        gates = html.table(["", *(candidate["name"] for candidate in candidates)], _gates(candidates))
+        yield html.card("Gates", gates, said=_SAID["gates"], wide=True)
     for candidate in candidates:
         if candidate["worst_rows"]:
             worst = [[row["text"]] for row in candidate["worst_rows"]]
             yield html.card(f"Worst rows of {candidate['name']}", html.table([], worst), said=_SAID["rows"])
-    curves = [Line(candidate["name"], candidate["kl_curve"]) for candidate in candidates]
-    drawing = plot.lines(curves, Axis("nats", log=True), Axis("% of tokens"))
-    yield html.card("KL from the base, token by token", drawing, said=_SAID["kl"])
+    if candidates:
+        curves = [Line(candidate["name"], candidate["kl_curve"]) for candidate in candidates]
+        drawing = plot.lines(curves, Axis("nats", log=True), Axis("% of tokens"))
+        yield html.card("KL from the base, token by token", drawing, said=_SAID["kl"])
     layered = [candidate for candidate in candidates if candidate["ratios"]]
     for part in PARTS if layered else ():
         ratios = [Line(t["name"], [(n, (g[part] - 1) * 100) for n, g in enumerate(t["ratios"])]) for t in layered]
@@ -60,6 +65,23 @@ def _cards(result: Mapping[str, Any]) -> Iterable[str]:
     if result["rounding"]:
         yield from _granularity(result["rounding"])
     yield html.card("Machine", html.table([], html.pairs(result["machine"])))
+
+
+def _drafts(drafts: list[Mapping[str, Any]]) -> str:
+    """How often the base accepts a guess, by its depth."""
+    lines = [
+        Line(
+            f"{draft['name']} at {draft['temperature']:g}",
+            [(n + 1, share * 100) for n, share in enumerate(draft["by_depth"])],
+        )
+        for draft in drafts
+    ]
+    deepest = max(len(draft["by_depth"]) for draft in drafts)
+    head = ["", "temperature", "tokens a step", *(f"guess {place + 1}" for place in range(deepest))]
+    drawing = plot.lines(lines, Axis("guess", whole=True), Axis("% right"))
+    return html.card(
+        "Guesses that the base accepts", drawing + html.table(head, draft_rows(drafts)), said=_SAID["drafts"]
+    )
 
 
 def _gates(candidates: list[Mapping[str, Any]]) -> Iterable[list[str]]:

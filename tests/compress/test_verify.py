@@ -15,6 +15,7 @@ from compress import layout
 from compress.rounding import round_int8
 from tests.checkpoints import DEMO, make_checkpoint
 from tests.compress.conftest import METHODS, Made
+from tests.draft_heads import make_heads
 from verify.cli import app
 
 RowDamage = Callable[[dict[str, Tensor]], object]
@@ -195,3 +196,37 @@ def test_another_vocabulary_is_refused_in_one_line(tmp_path: Path) -> None:
     code, output = verify(DEMO, make_checkpoint(tmp_path / "other"), *FEW)
     assert (code, output.count("\n")) == (2, 1)
     assert "they do not compare" in output
+
+
+def test_drafts_are_measured_by_depth(tmp_path: Path) -> None:
+    base = make_checkpoint(tmp_path / "base", "llama-damped")
+    good, bad = make_heads(tmp_path / "good", base, noise=0.0), make_heads(tmp_path / "bad", base, noise=1.0)
+    result, html = tmp_path / "result.json", tmp_path / "report.html"
+    drafts = [f"draft:{base}", f"heads:{good}", f"heads:{bad}"]
+    asked = [part for draft in drafts for part in ("--draft", draft)]
+    code, output = verify(base, *asked, "--depth", 3, "--windows", 4, "--json", result, "--html", html)
+    assert code == 0, output
+    found = json.loads(result.read_text())["drafts"]
+    assert [(each["name"], each["temperature"]) for each in found] == [(name, t) for name in drafts for t in (0, 1)]
+    assert all(len(each["by_depth"]) == 3 for each in found)
+    itself, right, wrong = found[0], found[2], found[4]
+    assert itself["by_depth"] == [1.0, 1.0, 1.0]
+    assert itself["accepted_length"] > 3.5, "the last step of an answer has room for less"
+    assert right["accepted_length"] > 1.3
+    assert right["by_depth"][0] > right["by_depth"][2] > wrong["by_depth"][0]
+    assert "guess 3" in output
+    assert "Guesses that the base accepts" in html.read_text()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ((), "name a checkpoint, or a --draft"),
+        (("--draft", "ngram"), "neither draft:MODEL nor heads:PATH"),
+        (("--draft", "heads:/nowhere"), "no folder of draft heads at /nowhere"),
+    ],
+)
+def test_what_is_no_draft_is_refused(flags: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    code, output = verify(make_checkpoint(tmp_path / "base"), *flags, "--windows", 1, "--length", 32)
+    assert code == 2
+    assert message in output
