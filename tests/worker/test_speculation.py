@@ -373,6 +373,44 @@ def test_the_depth_settles_near_the_best_one(rate: float, slope: float) -> None:
     assert speeds >= 0.97 * speed(0), "speculation made it slower"
 
 
+def test_a_depth_that_pays_is_found_behind_one_that_does_not() -> None:
+    """A guess has a price of its own, and the first measurements may have been bad luck."""
+    chooser = DepthChooser(8)
+    for depth in range(9):
+        chooser.observe_step(1, depth, 0.01 if not depth else 0.1)
+    chosen = []
+    for _ in range(4 * PROBE_STEPS):
+        (depth,) = chooser.choose(1, [0.8], [8])
+        chooser.observe_step(1, depth, 0.01 if not depth else 0.0185 + 0.0005 * depth)
+        chosen.append(depth)
+    assert min(chosen[-10:]) >= 4
+
+
+def test_looks_in_vain_become_rare() -> None:
+    chooser, looks = DepthChooser(8), 0
+    for _ in range(100 * PROBE_STEPS):
+        (depth,) = chooser.choose(1, [0.1], [8])
+        chooser.observe_step(1, depth, 0.01 + 0.01 * depth)
+        looks += depth > 0
+    assert 3 <= looks <= 16
+    assert chooser.rest(1) > 0
+
+
+def test_a_step_in_which_a_draft_catches_up_is_no_measurement(checkpoint: Callable[[str], Path]) -> None:
+    """Otherwise the price of a prompt would be that of a guess, and none would ever pay."""
+    folder = checkpoint("llama")
+    engine = open_engine(folder, kv_blocks=64, **STRICT, speculate=f"draft:{folder}")
+    speculation = engine.speculation
+    assert speculation is not None
+    run(engine, job(1, prompt_of(200), max_tokens=100), steps=2)
+    speculation._chooser.observe_step(1, 0, 1.0)
+    while not engine.stats().guesses.drafted:
+        assert not engine.step().ended
+    assert set(speculation._chooser._times(1).seconds) == {0}, "the draft computed the prompt in this step"
+    engine.step()
+    assert set(speculation._chooser._times(1).seconds) > {0}
+
+
 def test_an_answer_that_gains_nothing_is_not_guessed() -> None:
     chooser = DepthChooser(8)
     for depth in range(5):

@@ -4,7 +4,7 @@ A step that guesses d tokens for each answer takes T(d) seconds at this number o
 tokens per second is taken; 0 is a depth like the others.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 _WEIGHT = 0.2  # of a new measurement of a step
@@ -12,9 +12,11 @@ _GLOBAL_WEIGHT = 0.02  # of a guess in the mean over all answers
 _OWN_DECAY, _PRIOR_WEIGHT = 0.95, 4.0
 _FIRST_RATE = 0.6
 _OPTIMISM = 1.02
-"""A depth that was not measured is believed to take so many times as long as the one below it: it is tried."""
+"""Assumed time of a depth that was not measured, as a multiple of the time of the one below it: it is tried."""
 PROBE_STEPS = 128
-"""After so many steps a depth is measured again, if it is next to the one that is taken."""
+"""Steps after which a depth is measured again, if it is next to the one that is taken."""
+_MOST_WAIT = 16 * PROBE_STEPS
+"""Steps between two looks at guesses while none pay: the pause doubles with each look in vain up to this."""
 
 
 class Acceptance:
@@ -47,6 +49,12 @@ class _Times:
     seconds: dict[int, float] = field(default_factory=dict)
     measured_at: dict[int, int] = field(default_factory=dict)
     steps: int = 0
+    wait: int = PROBE_STEPS
+    """Steps after which a look at guesses is due while none pay."""
+
+    def age(self, depth: int) -> int:
+        """Steps since the depth was measured; 0: it never was."""
+        return self.steps - self.measured_at.get(depth, self.steps)
 
 
 class DepthChooser:
@@ -61,9 +69,12 @@ class DepthChooser:
     def observe_step(self, rows: int, depth: int, seconds: float) -> None:
         """Record a step without prompts: its rows, its longest guess and its time."""
         times = self._times(rows)
-        before = times.seconds.get(depth)
-        # One step that was interrupted must not look like the cost of its depth.
-        value = seconds if before is None else before + _WEIGHT * (min(seconds, 3 * before) - before)
+        before, age = times.seconds.get(depth), times.age(depth)
+        # One step that was interrupted must not look like the cost of its depth; what is old says little.
+        weight = 1.0 if age > PROBE_STEPS else _WEIGHT
+        value = seconds if before is None else before + weight * (min(seconds, 3 * before) - before)
+        if depth and age > PROBE_STEPS:
+            times.wait = min(2 * times.wait, _MOST_WAIT)
         times.seconds[depth] = value
         times.steps += 1
         times.measured_at[depth] = times.steps
@@ -82,28 +93,37 @@ class DepthChooser:
             return [0] * len(room)
         if 0 not in times.seconds:
             return [0] * len(room)
-        depth = self._best(times, rows, rates, room, longest)
-        return self._cut(times, depth, rows, rates, room)
-
-    def depth_at(self, rows: int) -> int:
-        """The deepest measured depth that is faster than none for a row whose guesses are right as often as the mean's;
-        for tests and reports."""
-        times = self._times(rows)
-        longest = max(times.seconds, default=0)
-        return self._value_best(times, rows, [self.mean_rate] * rows, [self.most] * rows, range(longest + 1))
+        best = self._best(times, rows, rates, room, longest)
+        looked = self._to_measure(times, rows, rates, room, best, longest)
+        if looked is not None:
+            return [min(looked, most) for most in room]
+        return self._cut(times, best, rows, rates, room)
 
     def _best(self, times: _Times, rows: int, rates: Sequence[float], room: Sequence[int], longest: int) -> int:
         known = [depth for depth in times.seconds if depth <= longest]
         tried = min(max(known) + 1, longest)
-        best = self._value_best(times, rows, rates, room, {*known, tried})
-        for near in (best + 1, best - 1):  # What was slow once may have been so by chance.
-            stale = times.steps - times.measured_at.get(near, times.steps) > PROBE_STEPS
-            if 0 <= near <= longest and stale:
-                return near
-        return best
+        return self._value_best(times, rows, rates, room, {*known, tried})
+
+    def _to_measure(
+        self, times: _Times, rows: int, rates: Sequence[float], room: Sequence[int], best: int, longest: int
+    ) -> int | None:
+        """A depth that is due to be measured again, because what was slow once may have been so by chance; or None."""
+        if best:
+            times.wait = PROBE_STEPS
+            nearby = [best + 1, best - 1]
+        else:  # The first guess has a price of its own: a deeper one may pay where it does not.
+            deeper = [depth for depth in times.seconds if 0 < depth <= longest]
+            nearby = [self._value_best(times, rows, rates, room, deeper)] if deeper else []
+        return next((near for near in nearby if near <= longest and times.age(near) > times.wait), None)
+
+    def rest(self, rows: int) -> int:
+        """Steps for which a question is in vain if none of these rows gained by a guess."""
+        times = self._times(rows)
+        ages = [times.age(depth) for depth in times.measured_at if depth]
+        return max(times.wait - max(ages, default=times.wait), 0)
 
     def _value_best(
-        self, times: _Times, rows: int, rates: Sequence[float], room: Sequence[int], depths: "set[int] | range"
+        self, times: _Times, rows: int, rates: Sequence[float], room: Sequence[int], depths: Collection[int]
     ) -> int:
         others = rows - len(rates)
 
@@ -139,7 +159,7 @@ class DepthChooser:
 
 
 def expected_tokens(rate: float, guesses: int) -> float:
-    """Tokens that a row with so many guesses draws on average, if each is right with this chance."""
+    """Tokens that a row with `guesses` guesses draws on average, if each is right with the chance `rate`."""
     total = chance = 1.0
     for _ in range(guesses):
         chance *= rate

@@ -17,8 +17,10 @@ from services.worker.speculative.proposer import Proposer
 
 _LONGEST_PAUSE = 8
 """Steps at most for which an answer is not searched after its searches found nothing."""
-_PLAIN_STEPS = 32
-"""Steps without a question after no answer gained by a guess."""
+_PLAIN_STEPS, _MOST_PLAIN_STEPS = 32, 256
+"""Steps without a question after no answer gained by a guess, at least and at most."""
+_STEADY_TOKENS = MOST_GUESSES + 2
+"""Tokens that a draft model computes of a sequence before each guess, at most: more are the price of a pause."""
 
 
 @dataclass(slots=True)
@@ -54,6 +56,8 @@ class Speculation:
         self._draft_model = proposer if isinstance(proposer, DraftProgress) else None
         self._proposer = None if isinstance(proposer, DraftProgress) else proposer
         self._behind: list[CatchUp] = []
+        self._catches_up = False
+        """Whether the draft model computes more in this step than steady guesses need."""
         self._chooser = DepthChooser(most)
         self._answers: dict[int, _Answer] = {}
         self._overlaps = overlaps
@@ -95,7 +99,7 @@ class Speculation:
         rates = [self._answers[sequence.job.key].acceptance.rate(self._chooser.mean_rate) for sequence, _ in asked]
         chosen = self._chooser.choose(rows, rates, [len(draft) for draft in drafts])
         if not any(chosen) and any(drafts):
-            self._plain_steps = _PLAIN_STEPS
+            self._plain_steps = min(max(self._chooser.rest(rows), _PLAIN_STEPS), _MOST_PLAIN_STEPS)
         return [draft[:count] for draft, count in zip(drafts, chosen, strict=True)]
 
     def new_blocks(self, sequence: Sequence) -> None:
@@ -108,6 +112,7 @@ class Speculation:
         if self._draft_model is None:
             return []
         guessed = [self._draft_model.before_guesses(row.sequence) for row in rows if row.guesses]
+        self._catches_up = any(each.end - each.first > _STEADY_TOKENS for each in guessed)
         return guessed + [each for each in self._behind if each.sequence.slot is not None]
 
     def drawn(self, row: Row, tokens: int) -> tuple[int, int]:
@@ -126,7 +131,7 @@ class Speculation:
     def stepped(self, rows: Iterable[Row], seconds: float) -> None:
         """A step without prompts took so long."""
         depths = [len(row.guesses) for row in rows]
-        if depths and not self._behind:
+        if depths and not self._behind and not self._catches_up:
             self._chooser.observe_step(len(depths), max(depths), seconds)
 
     def ended(self, sequence: Sequence) -> None:
