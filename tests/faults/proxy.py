@@ -29,7 +29,7 @@ Pieces: TypeAlias = "asyncio.Queue[tuple[float, bytes]]"
 
 @dataclass(slots=True)
 class Counts:
-    """Proof that a fault happened."""
+    """Proof that a fault happened: the counts since it began."""
 
     forwarded: int = 0
     """Bytes that were forwarded, in both directions."""
@@ -78,18 +78,21 @@ class Proxy:
     def cut(self, ways: frozenset[Way] = BOTH) -> None:
         """Holds all bytes of these directions until `heal`: a network that drops packets has the same effect, because
         TCP sends them again. New connections are accepted and get no answer."""
+        self.counts = Counts()
         for way in ways:
             self._open[way].clear()
 
     def refuse(self) -> None:
         """Resets all connections and refuses new ones."""
         self._stop_listening()
+        self.counts = Counts()
         self.counts.refused += len(self._connections)
         for connection in list(self._connections):
             connection.reset()
 
     def delay(self, seconds: float, ways: frozenset[Way] = BOTH) -> None:
         """Forwards the bytes of these directions `seconds` late."""
+        self.counts = Counts()
         self._delay_s, self._delayed = seconds, ways
 
     def narrow(self, bytes_per_s: float) -> None:
@@ -115,15 +118,15 @@ class Proxy:
 
     async def forward(self, pieces: Pieces, sink: asyncio.StreamWriter, way: Way) -> None:
         """Writes the pieces of one direction of a connection when they are due."""
-        counts, opened, loop = self.counts, self._open[way], asyncio.get_running_loop()
+        opened, loop = self._open[way], asyncio.get_running_loop()
         free_at = 0.0
         while True:
             due, data = await pieces.get()
             if (left := due - loop.time()) > 0:
-                counts.delayed += len(data)
+                self.counts.delayed += len(data)
                 await asyncio.sleep(left)
             if not opened.is_set():
-                counts.held += len(data)
+                self.counts.held += len(data)
                 await opened.wait()
             if not data:
                 sink.close()
@@ -131,7 +134,7 @@ class Proxy:
             if self._bytes_per_s:  # The link is busy with these bytes for so long.
                 free_at = max(free_at, loop.time()) + len(data) / self._bytes_per_s
                 await asyncio.sleep(free_at - loop.time())
-            counts.forwarded += len(data)
+            self.counts.forwarded += len(data)
             sink.write(data)
             await sink.drain()
 

@@ -37,6 +37,8 @@ async def test_a_cut_holds_one_direction_until_it_heals(way: Way) -> None:
         assert proxy.counts.held == 6
         await proxy.heal()
         assert await reader.readexactly(6) == b"during"
+        proxy.cut(frozenset({way}))
+        assert proxy.counts.held == 0, "the proof of a fault is none of the next"
         writer.close()
     server.close()
 
