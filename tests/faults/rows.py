@@ -11,6 +11,7 @@ from pathlib import Path
 from grpc import aio
 
 from protos import inference_pb2 as api
+from services.gateway.links.link_health import MigrationBudget
 from tests.faults.cluster import Cluster, flowing, request_of, resume, steady, suspend
 from tests.faults.footprint import Baseline
 from tests.faults.history import History, Stream
@@ -18,6 +19,7 @@ from tests.faults.proxy import BOTH, Proxy, Way
 from tests.security.hostile_texts import attacked
 
 STEP_MS = 40.0
+APART_S = MigrationBudget.WINDOW_S + 0.5
 MANY, SOME = 100, 20
 """Seeds of the rows that matter most, and of the others."""
 
@@ -77,6 +79,8 @@ class Row:
     """The streams are those of our own client, which resumes them at another gateway."""
     hold_s: float = 3.5
     """Seconds that the fault lasts, if it does not end by itself; each run draws its own near this."""
+    apart_s: float = 0.0
+    """Seconds between the beginnings of two faults: a gateway gives up few silent workers in a while."""
     seeds: int = SOME
     """How many runs the promise needs."""
 
@@ -112,6 +116,7 @@ async def run_row(row: Row, run: Run) -> None:
         await asyncio.gather(*tasks)
     await cluster.restored()
     assert not (held := await cluster.blocks_in_use()), f"workers hold {held} KV blocks for no job"
+    await asyncio.sleep(max(0.0, run.began + row.apart_s - time.monotonic()))
     assert not (leaks := await run.baseline.leaks(cluster.measured)), "; ".join(leaks)
 
 
@@ -345,14 +350,29 @@ def _control_plane_rows() -> list[Row]:
 def _link_rows() -> list[Row]:
     link = "gateway", "worker-0"
     return [
-        Row("cut gateway|worker, both ways", "streams move", cut(*link), moves=True, most_pause_s=3.0, seeds=MANY),
+        Row(
+            "cut gateway|worker, both ways",
+            "streams move",
+            cut(*link),
+            moves=True,
+            most_pause_s=3.0,
+            apart_s=APART_S,
+            seeds=MANY,
+        ),
         Row("cut gateway|worker, both ways, 1 worker", "streams wait", cut(*link), workers=1),
-        Row("cut gateway|worker, answers", "streams move", cut(*link, _ANSWERS), moves=True, most_pause_s=3.0),
+        Row(
+            "cut gateway|worker, answers",
+            "streams move",
+            cut(*link, _ANSWERS),
+            moves=True,
+            most_pause_s=3.0,
+            apart_s=APART_S,
+        ),
         Row("cut gateway|worker, requests", _FLOWS, cut(*link, _REQUESTS)),
         Row("cut gateway|worker, refused", "streams move", refuse(*link), moves=True, most_pause_s=0.5),
         Row("cut gateway|worker, new requests", "others take them, after 1.5 s", unreachable, most_pause_s=0.5),
         Row("gateway|worker 0.1 s late", _FLOWS, late(*link, 0.1), moves=False, most_pause_s=0.5, hold_s=2.0),
-        Row("gateway|worker 3 s late", "streams move", late(*link, 3.0), most_pause_s=3.0, hold_s=5.0),
+        Row("gateway|worker 3 s late", "streams move", late(*link, 3.0), most_pause_s=3.0, hold_s=5.0, apart_s=APART_S),
         Row("gateway|worker 3 s late, 1 worker", "streams wait", late(*link, 3.0), workers=1, hold_s=5.0),
     ]
 
@@ -364,7 +384,7 @@ ROWS: list[Row] = [
         hold_s=1.0, seeds=MANY),
     Row("last worker SIGKILL", "streams wait for the next one", replace_worker, workers=1, moves=True, hold_s=1.0),
     Row("worker SIGSTOP", "lost after max(2 s, 3 steps)", suspend_worker, workers=3, moves=True, most_pause_s=3.0,
-        seeds=MANY),
+        apart_s=APART_S, seeds=MANY),
     Row("worker SIGSTOP 0.5 s", "moves nothing", suspend_worker_briefly, moves=False, most_pause_s=0.9, hold_s=1.0),
     Row("worker SIGSTOP, 1 worker", "streams wait", suspend_worker, workers=1),
     Row("scheduler SIGKILL", _FLOWS, kill_scheduler, moves=False, most_pause_s=0.25, seeds=MANY),
