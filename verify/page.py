@@ -79,9 +79,8 @@ def _drafts(drafts: list[Mapping[str, Any]]) -> str:
     deepest = max(len(draft["by_depth"]) for draft in drafts)
     head = ["", "temperature", "tokens a step", *(f"guess {place + 1}" for place in range(deepest))]
     drawing = plot.lines(lines, Axis("guess", whole=True), Axis("% right"))
-    return html.card(
-        "Guesses that the base accepts", drawing + html.table(head, draft_rows(drafts)), said=_SAID["drafts"]
-    )
+    figures = drawing + html.table(head, draft_rows(drafts))
+    return html.card("Guesses that the base accepts", figures, said=_SAID["drafts"], wide=True)
 
 
 def _gates(candidates: list[Mapping[str, Any]]) -> Iterable[list[str]]:

@@ -52,6 +52,11 @@ def verified() -> dict[str, Any]:
         "candidates": [candidate(name, number != 1) for number, name in enumerate(names)],
         "device": "cuda",
         "tokens": 4096,
+        "drafts": [
+            {"name": name, "temperature": heat, "accepted_length": 2.46, "by_depth": [0.6, 0.4, 0.25, 0.2]}
+            for name in ("draft:llama-3.2-1b-instruct", "heads:out/llama-3.1-8b-heads")
+            for heat in (0.0, 1.0)
+        ],
         "rounding": [{"linear": f"{n} qkv", **dict.fromkeys(kinds, 0.01)} for n in range(30)],
         "machine": {"gpu": "NVIDIA H200", "packages": "torch 2.11.0, triton 3.6.0, " * 6},
     }
