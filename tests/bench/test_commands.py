@@ -181,7 +181,7 @@ async def test_top_shows_the_worker_once(mesh: Mesh) -> None:
     ran = await weft("top", "--once", "--address", mesh.gateways[0].address)
     assert ran.exit_code == 0, ran.output
     assert "1 workers, 1 gateways, 0 jobs queued" in ran.output
-    assert re.search(r"weft-story-11m-\w{8} +ready .* 0/64 +0 +0 +0", ran.output)
+    assert re.search(r"weft-story-11m-\w{8} +both +ready .* 0/64 +0 +0 +0", ran.output)
     away = await weft("top", "--once", "--address", f"127.0.0.1:{free_port()}")
     assert away.exit_code == 1
     assert "no mesh at" in away.output
