@@ -48,8 +48,9 @@ async def test_running_answers_wait_for_a_loading_worker_and_their_clients_see_i
     async with Cluster(tmp_path, workers=1) as cluster:
         history, stub = History(), cluster.plain()
         tasks = [cluster.send(history, stub, seed, 200) for seed in range(8)]
-        over_http = asyncio.create_task(read_events(cluster.url()))
+        over_http = asyncio.create_task(read_events(cluster.url(), begun := asyncio.Event()))
         await flowing(history.streams, 8)
+        await begun.wait()
         assert cluster.workers[0].kill() == -signal.SIGKILL
         await asyncio.sleep(6.0)
         refused = await cluster.send(other := History(), stub, 99, 8)
@@ -68,11 +69,19 @@ async def test_running_answers_wait_for_a_loading_worker_and_their_clients_see_i
         assert events.endswith(b"data: [DONE]")
 
 
-async def read_events(url: str) -> bytes:
-    """The events of one completion over HTTP."""
+async def read_events(url: str, begun: asyncio.Event) -> bytes:
+    """The events of one completion over HTTP. begun: set when the first one has arrived."""
     body = {"model": "weft-story-11m", "prompt": [5, 6, 7], "max_tokens": 200, "stream": True, "ignore_eos": True}
-    async with httpx.AsyncClient(timeout=100) as client:
-        return (await client.post(f"{url}/v1/completions", json=body)).content.strip()
+    events = b""
+    async with (
+        httpx.AsyncClient(timeout=100) as client,
+        client.stream("POST", f"{url}/v1/completions", json=body) as response,
+    ):
+        async for chunk in response.aiter_bytes():
+            events += chunk
+            if b"data: " in events:
+                begun.set()
+    return events.strip()
 
 
 async def test_a_gateway_is_ready_without_workers(tmp_path: Path) -> None:
