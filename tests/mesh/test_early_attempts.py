@@ -144,7 +144,8 @@ async def test_two_gateways_share_a_generation_while_the_scheduler_is_away(mesh:
         await mesh.scheduler.ready()
         await until_attached(mesh)
     assert tokens[0][:20] == tokens[1][:20]
-    assert (attempts, running) == ([1, 1], 1)
+    assert running == 1
+    assert max(attempts) <= 2  # The first attempt of a gateway that has yet to lose the scheduler ends unconfirmed.
 
 
 async def test_a_retry_after_a_gateways_death_joins_its_own_generation(mesh: Mesh) -> None:
