@@ -1,22 +1,19 @@
-"""KV blocks of prompts' prefixes: their names in the store, and their contents split into pieces and joined again.
+"""KV blocks of prompts' prefixes: their names in the store, and their contents, joined from pieces.
 
 Knows keys, layouts and bytes, never what a block means, nor Redis.
 """
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 
 from protos import cache_pb2 as cache
-from services import hashing
+from services.block_messages import MESSAGE_BYTES, keys_of, pieces_of
 from services.cache.settings import CacheSettings
 from services.cache.store import Namespace, Store
 from services.errors import invalid
 from services.security.frames import Kind
 
-MESSAGE_BYTES = 1 << 20
-"""Most bytes of block contents in one message."""
-MOST_KEYS = 8192
 MOST_LAYOUT_BYTES = 64
 VALUE_BYTES = 16 << 20
 """Most bytes of one block: 16 tokens of a 70B model in 16 bits are 5 MiB."""
@@ -38,19 +35,10 @@ def block_namespace(settings: CacheSettings) -> Namespace[bytes]:
 
 def names_of(blocks: cache.BlockList) -> list[bytes]:
     """The names of blocks in the store: key and layout, joined. Raises WeftError for a malformed list."""
-    count, rest = divmod(len(blocks.keys), hashing.KEY_BYTES)
-    if rest or not 0 < count <= MOST_KEYS:
-        raise invalid("blocks.keys", f"must be 1 to {MOST_KEYS} keys of {hashing.KEY_BYTES} bytes")
+    keys = keys_of(blocks)
     if not 0 < len(blocks.layout) <= MOST_LAYOUT_BYTES:
         raise invalid("blocks.layout", f"must be 1 to {MOST_LAYOUT_BYTES} bytes")
-    return [key + blocks.layout for key in hashing.split_keys(blocks.keys)]
-
-
-def pieces_of(index: int, payload: bytes) -> Iterator[cache.BlockPiece]:
-    """Splits a block's contents into pieces that fit into a message."""
-    for start in range(0, len(payload), MESSAGE_BYTES):
-        end = start + MESSAGE_BYTES
-        yield cache.BlockPiece(index=index, data=payload[start:end], last=end >= len(payload))
+    return [key + blocks.layout for key in keys]
 
 
 class BlockService:

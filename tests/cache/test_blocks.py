@@ -8,8 +8,8 @@ import pytest
 from grpc import aio
 
 from protos import cache_pb2 as cache
+from services.block_messages import MESSAGE_BYTES, pieces_of
 from services.cache import lru_scripts
-from services.cache.blocks import MESSAGE_BYTES, pieces_of
 from services.cache.counters import Miss
 from services.security.frames import HEADER_BYTES
 from tests.cache.conftest import CacheDoor, Client, OpenDoor, key_of, result_of

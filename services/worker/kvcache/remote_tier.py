@@ -9,7 +9,7 @@ import contextlib
 import os
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import structlog
 from grpc import aio
@@ -17,19 +17,19 @@ from grpc import aio
 from protos import cache_pb2 as cache
 from protos import cache_pb2_grpc as cache_grpc
 from services import hashing, telemetry
+from services.block_messages import pieces_of
 from services.worker.kvcache.tiers import BlockRequest
 from services.worker.kvcache.transfer_cost import TransferCost
 
 log = structlog.get_logger("worker.remote")
 
-MESSAGE_BYTES = 1 << 20
 MEASURE_BYTES = 256 << 10
 MEASURE_S = 5.0
 """Seconds between measurements: while fetching is too slow for any job, nothing else shows that it became faster."""
 _MEASURE_TIMES = 3
 _MEASURE_LIMIT_S = 3.0
-# A block is not stored if fetching it is predicted to take so many times as long as computing it. Not merely longer:
-# other workers may have a faster link, and this one may be busy for a moment.
+# A block is not stored if fetching it is predicted to take this multiple of the time of computing it. Not merely
+# longer: other workers may have a faster link, and this one may be busy for a moment.
 _HOPELESS = 4.0
 _OFFER_LIMIT_S = 30.0
 _OFFERED_BYTES = 16 << 20
@@ -189,7 +189,7 @@ class RemoteStore:
         if not isinstance(first, cache.PutBlocksResponse):
             return
         for index in first.wanted:
-            for piece in _pieces(index, batch[index][1]):
+            for piece in pieces_of(index, batch[index][1]):
                 await call.write(cache.PutBlocksRequest(pieces=[piece]))
         await call.done_writing()
         last = await call.read()
@@ -258,9 +258,3 @@ class _Assembly:
                 self._parts = []
                 self.whole += 1
         return payloads
-
-
-def _pieces(index: int, payload: bytes) -> Iterator[cache.BlockPiece]:
-    for start in range(0, len(payload), MESSAGE_BYTES):
-        end = start + MESSAGE_BYTES
-        yield cache.BlockPiece(index=index, data=payload[start:end], last=end >= len(payload))

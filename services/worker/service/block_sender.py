@@ -2,20 +2,17 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
 from grpc import StatusCode
 
 from protos import cache_pb2 as cache
 from protos import mesh_pb2 as mesh
+from services.block_messages import MESSAGE_BYTES, keys_of, pieces_of
 from services.errors import WeftError, invalid
-from services.hashing import KEY_BYTES, split_keys
 from services.security import frames
 from services.worker.engine.base import BlockRead
-
-MESSAGE_BYTES = 1 << 20
-_MOST_KEYS = 8192
 
 
 class BlockEngine(Protocol):
@@ -50,16 +47,14 @@ class BlockSender:
             yield mesh.ReadBlocksResponse(pieces=[cache.BlockPiece(data=os.urandom(request.probe_bytes), last=True)])
             return
         async for index, frame, more in self._frames(self._keys_of(request.blocks), request.follow):
-            for piece in _pieces(index, frame):
+            for piece in pieces_of(index, frame):
                 yield mesh.ReadBlocksResponse(pieces=[piece], more=more or not piece.last)
 
     def _keys_of(self, blocks: cache.BlockList) -> list[bytes]:
-        count, rest = divmod(len(blocks.keys), KEY_BYTES)
-        if rest or not 0 < count <= _MOST_KEYS:
-            raise invalid("blocks.keys", f"must be 1 to {_MOST_KEYS} keys of {KEY_BYTES} bytes")
+        keys = keys_of(blocks)
         if not self._layout or blocks.layout != self._layout:
             raise WeftError(StatusCode.FAILED_PRECONDITION, "OTHER_LAYOUT", "this worker's blocks have another layout")
-        return list(split_keys(blocks.keys))
+        return keys
 
     async def _frames(self, keys: Sequence[bytes], follow: bool) -> AsyncIterator[tuple[int, bytes, bool]]:
         """Yields index and frame of each block, and whether the next one is there already."""
@@ -78,9 +73,3 @@ class BlockSender:
                 self._engine.wake()
         finally:
             read.cancelled = True
-
-
-def _pieces(index: int, frame: bytes) -> Iterator[cache.BlockPiece]:
-    for start in range(0, len(frame), MESSAGE_BYTES):
-        end = start + MESSAGE_BYTES
-        yield cache.BlockPiece(index=index, data=frame[start:end], last=end >= len(frame))
