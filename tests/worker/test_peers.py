@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from grpc import aio
+from grpc import ChannelConnectivity, aio
 
 from protos import cache_pb2 as cache
 from protos import mesh_pb2 as mesh
@@ -18,6 +18,7 @@ from services.errors import WeftError
 from services.hashing import digest
 from services.worker.engine.base import BlockRead
 from services.worker.engine.block_reads import BlockReads
+from services.worker.kvcache import peer_tier
 from services.worker.kvcache.peer_tier import PeerStore, PeerStores
 from services.worker.kvcache.tiers import BlockRequest, Contents
 from services.worker.planner.block_pool import BlockPool
@@ -260,6 +261,18 @@ async def test_a_worker_that_is_gone_is_a_miss_at_once(scene: Scene) -> None:
         await ended.wait()
     assert scene.peers.fetches == {"failed": 1}
     assert not gone.is_faster(8, 100.0), "it is not asked again at once"
+
+
+async def test_of_many_workers_the_last_ones_stay_connected(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_tier, "MOST_PEERS", 2)
+    first, second, _ = [scene.peers.channel(f"127.0.0.1:{port}") for port in (1, 2, 3)]
+    assert scene.peers.channel("127.0.0.1:2") is second
+    stores = [scene.peers.at(f"127.0.0.1:{port}") for port in (1, 2, 1, 3, 1)]
+    assert stores[0] is stores[2] is stores[4], "the least recently used one is forgotten"
+    async with asyncio.timeout(20):
+        while first.get_state() is not ChannelConnectivity.SHUTDOWN:  # noqa: ASYNC110 (nothing announces it)
+            await asyncio.sleep(0.005)
+    assert second.get_state() is not ChannelConnectivity.SHUTDOWN
 
 
 @pytest.mark.parametrize(

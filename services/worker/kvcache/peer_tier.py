@@ -8,7 +8,6 @@ import asyncio
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Any
 
 import structlog
@@ -27,13 +26,14 @@ MEASURE_S = 5.0
 """Seconds between measurements of a link that is too slow for any job: nothing else shows that it became faster."""
 _MEASURE_BYTES = 256 << 10
 _MEASURE_LIMIT_S = 3.0
-_LEAST_MEASURED_BYTES = 64 << 10
+_LEAST_MEASURED_BYTES = 64 << 10  # of the messages of a transfer that measures the link
 _DOWN_S = 1.0
 """Seconds without a request to a worker that did not answer."""
-_MOST_PEERS = 64
+MOST_PEERS = 64
+"""Workers that are remembered, and connections that are kept open; the least recently used are dropped first."""
 
 Work = Callable[[], Coroutine[Any, Any, None]]
-Connect = Callable[[str], AbstractAsyncContextManager[aio.Channel]]
+Connect = Callable[[str], aio.Channel]
 
 
 class PeerStore:
@@ -100,7 +100,7 @@ class PeerStore:
         wanted = mesh.ReadBlocksRequest(
             blocks=cache.BlockList(keys=b"".join(request.keys), layout=self._peers.layout), follow=request.follow
         )
-        call = (await self._stub()).ReadBlocks(wanted, metadata=self._peers.metadata)
+        call = self._stub().ReadBlocks(wanted, metadata=self._peers.metadata)
         flow = _Flow(self.link)
         try:
             async for response in call:
@@ -136,16 +136,16 @@ class PeerStore:
         log.debug("link measured", at=self._address, latency_s=self.link.latency_s, byte_s=self.link.byte_s)
 
     async def _probe(self, count: int) -> float:
-        """Seconds until so many bytes have arrived."""
-        stub = await self._stub()
+        """Seconds until `count` random bytes have arrived."""
+        stub = self._stub()
         began = time.monotonic()
         call = stub.ReadBlocks(mesh.ReadBlocksRequest(probe_bytes=count), metadata=self._peers.metadata)
         async for _ in call:
             pass
         return time.monotonic() - began
 
-    async def _stub(self) -> "mesh_grpc.WorkerAsyncStub":
-        return mesh_grpc.WorkerStub(await self._peers.channel(self._address))
+    def _stub(self) -> "mesh_grpc.WorkerAsyncStub":
+        return mesh_grpc.WorkerStub(self._peers.channel(self._address))
 
 
 class PeerStores:
@@ -170,15 +170,15 @@ class PeerStores:
         self._loop = asyncio.get_running_loop()
         self._stores: OrderedDict[str, PeerStore] = OrderedDict()
         self._channels: OrderedDict[str, aio.Channel] = OrderedDict()
-        self._open = AsyncExitStack()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def at(self, address: str) -> PeerStore:
         """The tier of the worker at this host:port. The engine's thread calls it."""
         if address not in self._stores:
             self._stores[address] = PeerStore(self, address)
-            while len(self._stores) > _MOST_PEERS:
-                self._stores.popitem(last=False)
+        self._stores.move_to_end(address)
+        while len(self._stores) > MOST_PEERS:
+            self._stores.popitem(last=False)
         return self._stores[address]
 
     def start(self, work: Work) -> None:
@@ -190,10 +190,14 @@ class PeerStores:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def channel(self, address: str) -> aio.Channel:
-        """The channel to a worker, opened at its first use."""
+    def channel(self, address: str) -> aio.Channel:
+        """The channel to a worker, opened at its first use. May close that of another one."""
         if address not in self._channels:
-            self._channels[address] = await self._open.enter_async_context(self._connect(address))
+            self._channels[address] = self._connect(address)
+        self._channels.move_to_end(address)
+        while len(self._channels) > MOST_PEERS:
+            _, unused = self._channels.popitem(last=False)
+            self._start(unused.close)
         return self._channels[address]
 
     async def close(self) -> None:
@@ -201,7 +205,8 @@ class PeerStores:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._open.aclose()
+        for channel in self._channels.values():
+            await channel.close()
 
 
 class _Frames:
@@ -236,7 +241,7 @@ class _Flow:
         self._bytes, self._seconds = 0, 0.0
 
     def arrived(self, count: int, more: bool) -> None:
-        """A message of so many bytes arrived."""
+        """A message with `count` bytes of contents arrived. more: the next one follows at once."""
         now = time.monotonic()
         if self._last is not None:
             self._bytes += count
