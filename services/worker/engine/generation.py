@@ -203,7 +203,24 @@ class GenerationEngine:
 
     def stats(self) -> Stats:
         """Counters and gauges of this moment: a step may be changing them. The prediction is of the step in flight."""
-        return self._measure()
+        planner, pool = self.planner, self.planner.pool
+        backlog = sum(s.prefill_end - s.computed for s in planner.running if s.computed < s.prefill_end)
+        return Stats(
+            steps=self._steps,
+            running=len(planner.running),
+            waiting=len(planner.waiting),
+            prefill_backlog=backlog + sum(sequence.total for sequence in planner.waiting),
+            free_blocks=pool.free,
+            cached_blocks=pool.cached,
+            active_blocks=pool.active,
+            total_blocks=pool.total,
+            prefill_rate=self.step_times.prefill_rate,
+            decode_s=self.step_times.decode_s,
+            preemptions=planner.preemptions,
+            predicted_step_s=self.inbox.predicted_step_s,
+            guesses=self.speculation.counts.copy() if self.speculation else _NO_GUESSES,
+            resident=planner.adapters.resident,
+        )
 
     def take_block_events(self) -> tuple[list[bytes], list[bytes]]:
         """Keys of blocks that were stored, and of blocks that were evicted, since the last call."""
@@ -570,23 +587,3 @@ class GenerationEngine:
             self.inbox.publish(*self.planner.pool.take_changes())
         if not self._jobs:
             self.inbox.predicted_step_s = 0.0
-
-    def _measure(self) -> Stats:
-        planner, pool = self.planner, self.planner.pool
-        backlog = sum(s.prefill_end - s.computed for s in planner.running if s.computed < s.prefill_end)
-        return Stats(
-            steps=self._steps,
-            running=len(planner.running),
-            waiting=len(planner.waiting),
-            prefill_backlog=backlog + sum(sequence.total for sequence in planner.waiting),
-            free_blocks=pool.free,
-            cached_blocks=pool.cached,
-            active_blocks=pool.active,
-            total_blocks=pool.total,
-            prefill_rate=self.step_times.prefill_rate,
-            decode_s=self.step_times.decode_s,
-            preemptions=planner.preemptions,
-            predicted_step_s=self.inbox.predicted_step_s,
-            guesses=self.speculation.counts.copy() if self.speculation else _NO_GUESSES,
-            resident=planner.adapters.resident,
-        )

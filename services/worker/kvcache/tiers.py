@@ -34,7 +34,7 @@ class BlockStore(Protocol):
     """A tier. The engine's thread calls it, so no method waits; answers may come from another thread."""
 
     def is_faster(self, blocks: int, recompute_s: float) -> bool:
-        """Whether fetching so many blocks is predicted to be faster than computing them in `recompute_s` seconds."""
+        """Whether fetching `blocks` blocks is predicted to be faster than computing them in `recompute_s` seconds."""
 
     def fetch(self, request: BlockRequest) -> None:
         """Answer with the contents that it has, from the first block on, and then in any case with None."""

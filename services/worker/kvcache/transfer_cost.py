@@ -22,7 +22,7 @@ class TransferCost:
         return self.byte_s is not None
 
     def predict(self, count: int) -> float | None:
-        """Predicted seconds for so many bytes; None before the first measurement."""
+        """Predicted seconds for `count` bytes; None before the first measurement."""
         if self.byte_s is None:
             return None
         return (self.latency_s or 0.0) + count * self.byte_s
@@ -36,13 +36,13 @@ class TransferCost:
         self.byte_s = _mean(self.byte_s, max(elapsed_s - (self.latency_s or 0.0), elapsed_s / 10) / max(count, 1))
 
     def is_faster(self, count: int, recompute_s: float) -> bool:
-        """Whether moving so many bytes is predicted to be faster than computing them in `recompute_s` seconds."""
+        """Whether moving `count` bytes is predicted to be faster than computing them in `recompute_s` seconds."""
         seconds = self.predict(count)
         return seconds is not None and seconds <= ADVANTAGE * recompute_s
 
 
 def recompute_s(tokens: int, prefill_rate: float) -> float:
-    """Seconds to compute so many prompt tokens; 0 while the rate (tokens per second) is unknown."""
+    """Seconds to compute `tokens` prompt tokens; 0 while the rate (tokens per second) is unknown."""
     return tokens / prefill_rate if prefill_rate > 0 else 0.0
 
 
