@@ -263,7 +263,9 @@ def heads(
     vocabulary: Annotated[
         int | None,
         typer.Option(
-            min=2, help="An own head for so many frequent tokens.", show_default="the base's head, all tokens"
+            min=2,
+            help="Train an output head for this number of frequent tokens.",
+            show_default="the base's head, all tokens",
         ),
     ] = None,
     steps: Steps = 1000,

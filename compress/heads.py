@@ -22,13 +22,13 @@ from compress.training import Plan, to_trainer, train
 from kernels.draft_heads import ARCHITECTURE, base_digest
 
 _PROMPT_SHARE = 4
-"""A window's first part of so many is text; the base answers the rest."""
+"""The first of this number of equal parts of a window is text; the base answers the rest."""
 _TOGETHER = 32
 """Windows that are answered together."""
 _LATER_WEIGHT = 0.8
-"""Of each depth's loss, relative to the depth before it: a guess counts only if those before it were right."""
+"""Weight of each depth's loss, relative to the depth before: a guess counts only if those before it were right."""
 _BARE_SHARE = 8
-"""One window of so many lacks the hidden states of its beginning, as a prefix that another worker computed does."""
+"""One window in this number lacks the hidden states of its beginning, as a prefix that another worker computed does."""
 _ANSWERS = "answers"
 
 
@@ -39,7 +39,7 @@ class HeadsPlan:
     depth: int = 4
     """Guesses over which the heads are unrolled."""
     neurons: int | None = None
-    """Of the MLP; None: as many as the base's layers have."""
+    """Neurons of the MLP; None: as many as the base's layers have."""
     vocabulary: int | None = None
     """Tokens of an own head, the most frequent ones of the base's answers; None: the base's head is used."""
 
@@ -66,7 +66,7 @@ def heads(base: Path, out: Path, windows_WT: Tensor, aim: HeadsPlan, plan: Plan,
 
 
 def fused_layers(count: int) -> list[int]:
-    """The layers before which the residual stream is read: a low, a middle and the last one of so many."""
+    """The layers before which the residual stream is read: a low, a middle and the last one of `count`."""
     return sorted({min(1, count - 1), count // 2, count - 1})
 
 

@@ -55,7 +55,7 @@ def load(folder: Path, *, with_experts: bool = False) -> PreTrainedModel:
     how = {"dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
         loaded: tuple[PreTrainedModel, dict[str, Any]] = maker.from_pretrained(folder, **how)
-    except Exception as error:  # of any kind: what config.json says goes to the library unread
+    except Exception as error:  # of any kind: config.json goes to the library unread
         reason = " ".join(str(error).split())[:_LONGEST_REASON] or type(error).__name__
         raise CompressError(f"{folder} cannot be loaded: {reason}") from None
     model, info = loaded

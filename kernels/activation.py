@@ -32,7 +32,7 @@ def gated_kernel(
 
 @triton.jit
 def gelu_argument(x):
-    """Of the sigmoid: 0.5 * (1 + tanh(u)) is sigmoid(2u), with u = sqrt(2 / pi) * (x + 0.044715 x^3)."""
+    """The argument of the sigmoid: 0.5 * (1 + tanh(u)) is sigmoid(2u), with u = sqrt(2 / pi) * (x + 0.044715 x^3)."""
     return 1.5957691216057308 * (x + 0.044715 * x * x * x)
 
 

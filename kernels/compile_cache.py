@@ -63,7 +63,7 @@ def recording() -> Iterator[list[RecordedKernel]]:
             yield kernels
     finally:
         JITFunction._do_compile = compiling
-    # Kernels in Gluon take longest to compile: whoever began one last would keep all others waiting.
+    # Kernels in Gluon take longest to compile: if one were begun last, all processes would wait for it.
     kernels += sorted(found.values(), key=lambda each: not each.kernel.is_gluon())
 
 

@@ -1,4 +1,4 @@
-"""What a folder of draft heads says of itself and its base: shared by who trains heads and who serves them.
+"""The metadata of a folder of draft heads: shared by the code that trains heads and the code that serves them.
 
 Heads are trained on the hidden states of one base and guess badly for another. They name their base by the digest of
 its embedding, which rounding and pruning leave as it is.

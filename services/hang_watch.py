@@ -1,6 +1,6 @@
 """Logs where every thread is when a process makes no progress. Knows no service; logs names of code alone, no values.
 
-A thread asks its checks once a second, and logs a hang once until it has ended. A call of C code that holds the GIL
+A thread runs its checks once a second, and logs a hang once until it has ended. A call of C code that holds the GIL
 stops this thread, too: then `faulthandler` writes the stacks to stderr, once after GIL_S.
 """
 
@@ -27,7 +27,7 @@ LOOP_S = 2.0
 INTERVAL_S = 1.0
 GIL_S = 10.0
 _OVERSLEPT_S = 0.5
-"""Where this thread itself woke so much later than it should, the process was suspended: no check is asked."""
+"""Where this thread itself woke so much later than it should, the process was suspended: no check runs."""
 _MOST_FRAMES = 40
 
 
@@ -74,7 +74,7 @@ class StepCheck:
 
 @contextlib.contextmanager
 def watching(*checks: Check, interval_s: float = INTERVAL_S) -> Iterator[None]:
-    """A block in which a thread asks these checks."""
+    """A block in which a thread runs these checks."""
     stop, context = threading.Event(), contextvars.copy_context()
     thread = threading.Thread(
         target=context.run, args=(_watch, checks, interval_s, stop), name="hang-watch", daemon=True

@@ -68,8 +68,8 @@ class CommonSettings(BaseSettings):
     tls_key: str = Field("", description="PEM file of the private key of that certificate.")
     allow_unprotected: bool = Field(
         False,
-        description="DANGER: listen at addresses other than loopback without both TLS and authentication. Whoever "
-        "reaches the port reads prompts and answers, uses the models and may forge results.",
+        description="DANGER: listen at addresses other than loopback without both TLS and authentication. Anyone "
+        "who reaches the port can then read prompts and answers, use the models and forge results.",
     )
     metrics_port: int = Field(
         0,

@@ -12,7 +12,7 @@ MAX_INPUTS = 2048
 MAX_TASK_TEXTS = 64
 """Texts of one job: a larger request has several jobs, which workers share."""
 MAX_VECTOR_BYTES = 3 << 20
-"""Of all vectors of a reply, which clients receive in messages of at most 4 MiB unless they are told otherwise."""
+"""Bytes of all vectors of a reply: clients receive messages of at most 4 MiB unless they are configured otherwise."""
 EncodeRequest = api.EmbedRequest | api.RankRequest | api.ClassifyRequest
 
 

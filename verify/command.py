@@ -33,8 +33,8 @@ def measure(
     drafts: Sequence[str] = (),
     depth: int = 4,
 ) -> dict[str, Any]:
-    """Figures of all models, computed as by a worker on this device (cpu or cuda). drafts: who guesses for the base, as
-    `--speculate` names them, so many tokens a step. Raises CheckpointError."""
+    """Figures of all models, computed as by a worker on this device (cpu or cuda). drafts: proposers that guess for
+    the base, as `--speculate` names them; depth: guesses of each in a step. Raises CheckpointError."""
     longest = max(windows_WT.shape[1], compare.PROMPT_TOKENS + compare.ANSWER_TOKENS)
     model, others = Served(base, longest, device), [Served(candidate, longest, device) for candidate in candidates]
     for other in others:

@@ -57,7 +57,7 @@ class Tally:
     losses: list[Tensor] = field(default_factory=list)
     divergences: list[Tensor] = field(default_factory=list)
     cosines: list[Tensor] = field(default_factory=list)
-    """Of final hidden states; empty if the widths differ."""
+    """Cosines of final hidden states; empty if the widths differ."""
     same_top: list[Tensor] = field(default_factory=list)
     accepted: list[Tensor] = field(default_factory=list)
     """Probability that the base accepts a draft of the candidate at temperature 1: sum of min(p, q)."""

@@ -212,7 +212,7 @@ def plan_attention(
 
     short_tokens: rows of up to this many tokens share the split kernel (1 for decode, k + 1 for verification).
     long_tokens: the tokens of longer rows, at most; 0 if there are none. plain: scores have neither cap nor sinks; the
-    kernel for few rows on a Hopper knows no others.
+    kernel for few rows on a Hopper takes no others.
     """
     rows, device = contexts.shape[0], starts.device
     config = config or config_for(dim, dtype, rows)

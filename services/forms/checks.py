@@ -61,7 +61,7 @@ class FormChecks:
             try:
                 reply = await _ask(process, line)
                 reason = str(json.loads(reply)) if reply else ""
-            except BaseException:  # It may still compile, or answer a question that nobody asks any more.
+            except BaseException:  # It may still compile, or send an answer for which no caller waits any more.
                 await _end(process)
                 raise
             if reply:

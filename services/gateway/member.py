@@ -47,7 +47,7 @@ class Link:
         self._send(_LISTENS, 0)
 
     async def ask(self, seconds: float) -> bytes:
-        """The metrics that the other end knows; empty if it does not answer in time."""
+        """The metrics of the other end; empty if it does not answer in time."""
         number = next(self._numbers) % (1 << 32)
         reply = self._asked[number] = asyncio.get_running_loop().create_future()
         try:

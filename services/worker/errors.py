@@ -4,7 +4,7 @@ _LONGEST_MESSAGE = 400
 
 
 class CheckpointError(Exception):
-    """A checkpoint cannot be served; the message is one line that says why."""
+    """A checkpoint cannot be served; the message is one line with the reason."""
 
     def __init__(self, message: str) -> None:
         """What a checkpoint calls things may be of any length and hold line breaks: the line has neither."""

@@ -61,7 +61,7 @@ class Adapter:
     """Equal for adapters that compute the same."""
     rank: int
     nbytes: int
-    """Of the copy in host memory."""
+    """Bytes of the copy in host memory."""
     weights: Any = field(repr=False)
     """That copy, as the runner's pages made it."""
 
@@ -134,7 +134,7 @@ class EndReason(enum.Enum):
     CANCELLED = "cancelled"
     """By its caller."""
     ERROR = "error"
-    """It failed; `Ended.error` says why."""
+    """It failed; `Ended.error` is the reason."""
     DEADLINE = "deadline"
     """Its time was over."""
 
@@ -218,7 +218,7 @@ class Ended:
     error: Failure | None = None
     """Why it failed, if reason is ERROR."""
     vectors: Vectors | None = None
-    """Of a job that was encoded."""
+    """The vectors of a job that was encoded."""
     failed_text: int | None = None
     """Index of the text that could not be encoded, if one failed."""
 
@@ -311,6 +311,6 @@ class Stats(NamedTuple):
     predicted_step_s: float
     """Seconds that the step in flight is predicted to take; 0 when idle."""
     guesses: GuessCounts = field(default_factory=GuessCounts)
-    """Of speculation since the start."""
+    """Guesses of speculation since the start."""
     resident: tuple[bytes, ...] = ()
     """Fingerprints of the adapters in device memory."""

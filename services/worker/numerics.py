@@ -13,7 +13,7 @@ class Numerics:
     """
 
     dtype: str
-    """Of weights and activations: float32, bfloat16 or float16."""
+    """The dtype of weights and activations: float32, bfloat16 or float16."""
     device: str
     """The kind of device: cpu, gpu or paced. Kinds of devices add up in different orders."""
     threads: int
@@ -30,7 +30,7 @@ class Numerics:
     stored: str = ""
     """The format of stored keys and values, once the checkpoint is read."""
     scales_digest: str = ""
-    """Of measured scales, once they are measured: they may differ between machines."""
+    """The digest of measured scales, once they are measured: they may differ between machines."""
     shard: str = "0of1"
     """Which part of the model this worker has; or by how many ranks it has the layers computed, which add up partial
     sums."""

@@ -96,7 +96,7 @@ class EngineOptions(BaseModel):
     kv_scales: Literal["checkpoint", "dynamic"] = Field(
         "checkpoint",
         validation_alias=known_as("KV_SCALES"),
-        description="Of keys and values in fp8, by head: what the checkpoint says, else 1; dynamic measures them at "
+        description="Of keys and values in fp8, by head: those of the checkpoint, else 1; dynamic measures them at "
         "the start, by a prompt of 256 random tokens, unless the checkpoint brings any.",
     )
     speculate: str = Field(

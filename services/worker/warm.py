@@ -23,7 +23,7 @@ def run() -> None:
 
 
 def compile_all(settings: WorkerSettings) -> str:
-    """Compile the kernels -> a line that says what was done. Raises CheckpointError or OSError."""
+    """Compile the kernels -> a line about what was done. Raises CheckpointError or OSError."""
     settings = resolve_engine(settings.model_copy(update={"engine": "gpu"}))
     folder = checkpoint.locate(settings.model)
     config = read_config(folder)

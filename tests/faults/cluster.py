@@ -93,7 +93,7 @@ class Cluster(Mesh):
             await proxy.__aexit__(kind, error, trace)
 
     async def listed(self, workers: int) -> None:
-        """Waits until each gateway lists so many workers."""
+        """Waits until each gateway lists this number of workers."""
         for number in range(len(self.gateways)):
             stub = self.stub(number)
             async with asyncio.timeout(PROGRESS_S):
@@ -246,7 +246,7 @@ def state_of(process: Process) -> str:
 
 
 async def flowing(streams: Iterable[Stream], least: int, position: int = 1) -> None:
-    """Waits until at least so many streams have `position` tokens; all must still be in flight."""
+    """Waits until at least `least` streams have `position` tokens; all must still be in flight."""
     streams = list(streams)
     async with asyncio.timeout(PROGRESS_S):
         while sum(len(stream.tokens) >= position for stream in streams) < least:

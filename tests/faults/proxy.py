@@ -96,7 +96,7 @@ class Proxy:
         self._delay_s, self._delayed = seconds, ways
 
     def narrow(self, bytes_per_s: float) -> None:
-        """Forwards at most so many bytes in a second in each direction of a connection; 0: any number."""
+        """Forwards at most this number of bytes per second in each direction of a connection; 0: any number."""
         self._bytes_per_s = bytes_per_s
 
     @property

@@ -39,7 +39,7 @@ HEAD = (
 
 @contextlib.asynccontextmanager
 async def loaded(cluster: Cluster, history: History, streams: int, *, resumes: bool) -> AsyncIterator[None]:
-    """Keeps so many streams running while the block runs, and waits for their ends."""
+    """Keeps this number of streams running while the block runs, and waits for their ends."""
     stopped = False
     client = cluster.client()
 

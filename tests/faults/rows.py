@@ -268,7 +268,7 @@ async def starve(run: Run) -> None:
 
 
 def beside_requests(fault: Fault, rate: float = 10.0, after_s: float = 0.0) -> Fault:
-    """A fault beside new requests, of which those count that are sent so many seconds after its beginning."""
+    """A fault beside new requests, of which only those count that are sent `after_s` seconds or more after it began."""
 
     async def both(run: Run) -> None:
         fresh = History()

@@ -65,7 +65,7 @@ class Fuzzer:
         self.report = Report()
 
     async def run(self, cases: int) -> Report:
-        """Runs so many cases, `AT_ONCE` at a time."""
+        """Runs this number of cases, `AT_ONCE` at a time."""
         numbers = iter(range(cases))
         await self._check_golden()
         async with httpx.AsyncClient(base_url=self._mesh.url(), timeout=CALL_S * 4) as http:

@@ -49,7 +49,7 @@ class Simulation:
         self.stage.worker(credits=CREDITS)
 
     def run(self, seconds: float, rate: float, deadline_s: float | None) -> list[Sent]:
-        """Requests at a constant rate for so many seconds -> they, as they are known at the end."""
+        """Requests at a constant rate for this number of seconds -> those requests, with their outcomes at the end."""
         stage, first = self.stage, self.stage.now
         before = len(self.sent)
         for number in range(round(seconds * rate)):

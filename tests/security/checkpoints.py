@@ -39,7 +39,7 @@ def _written(name: str, make: Callable[[], bytes]) -> Damage:
 
 
 def _header(make: Callable[[], bytes], data: int = 0) -> Damage:
-    """A safetensors file with this header and so many bytes of data."""
+    """A safetensors file with this header and this number of bytes of data."""
 
     def damage(folder: Path) -> None:
         header = make()

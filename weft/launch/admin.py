@@ -1,4 +1,4 @@
-"""The identity of a person's tools, such as `weft bench --profile`: who they are to the inner ports of a mesh."""
+"""The identity of a person's tools, such as `weft bench --profile`, at the inner ports of a mesh."""
 
 import os
 import secrets

@@ -59,7 +59,7 @@ def figures(tally: Tally, goodput: bool = False) -> dict[str, float]:
 
 
 def latency(name: str, distribution: Distribution) -> dict[str, float]:
-    """Of one latency the figures mean_..., median_..., p25_... to p99_... and max_..."""
+    """The figures of one latency: mean_..., median_..., p25_... to p99_... and max_..."""
     values = {f"mean_{name}": distribution.mean, f"median_{name}": distribution.percentile(50)}
     values.update({f"p{percent}_{name}": distribution.percentile(percent) for percent in PERCENTILES})
     return {**values, f"max_{name}": distribution.greatest}

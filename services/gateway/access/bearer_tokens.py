@@ -15,7 +15,7 @@ from typing import Any
 import jwt
 
 ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
-"""Asymmetric ones alone: with a symmetric one, who may check tokens could make them. Never "none"."""
+"""Asymmetric ones alone: with a symmetric one, those who can check tokens could make them. Never "none"."""
 _MOST_BYTES = 8 << 10
 _MOST_KEPT = 4096
 _LEEWAY_S = 30

@@ -1,9 +1,9 @@
 """Where a tenant's use of its limits is counted: in this process, or in memory that all processes of a gateway share.
 
 Knows numbers, never limits. Levels and times of a shared tenant are changed under a lock of the kernel on the tenant's
-bytes, which a process that dies releases. Whoever cannot get it within about 50 microseconds goes on without: its
-holder was stopped, and at most the one change that is made meanwhile is lost. Running answers are counted by member,
-each in a cell that it alone writes; the supervisor clears those of a member that died.
+bytes, which a process that dies releases. A process that cannot get it within about 50 microseconds goes on without:
+its holder was stopped, and at most the one change that is made meanwhile is lost. Running answers are counted by
+member, each in a cell that it alone writes; the supervisor clears those of a member that died.
 """
 
 import contextlib

@@ -12,7 +12,7 @@ _MAX_TOKENS = 256
 
 
 def asks(request: api.GenerateRequest) -> bool:
-    """Whether the request asks for its prompt."""
+    """Whether the request asks for its prompt in the answer."""
     return request.echo or request.sampling.HasField("prompt_logprobs")
 
 

@@ -28,7 +28,7 @@ T = TypeVar("T")
 MOST_BODY_BYTES = PUBLIC_MESSAGE_BYTES
 """Largest body of a request, as of a gRPC message: 1 MiB."""
 _MOST_DISCARDED_BYTES = 16 << 20
-"""Of a larger body this much is read and discarded, so that its sender reads the refusal instead of a reset."""
+"""Bytes of a larger body that are read and discarded, so that its sender reads the refusal instead of a reset."""
 _BODY_S = 60.0
 """Longest time until the body of a request is complete."""
 _ERROR_EVENT_S = 2.0

@@ -9,7 +9,7 @@ from services.gateway.doors.http import Exchange, HttpRoutes
 
 
 class MetricsDoor:
-    """Serves /metrics to whoever may watch the mesh."""
+    """Serves /metrics to clients that may watch the mesh."""
 
     def __init__(self, access: Authorizer, scrape: Callable[[], Awaitable[bytes]]) -> None:
         """`scrape` returns the metrics of all processes of the gateway; empty if they cannot be had."""

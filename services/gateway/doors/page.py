@@ -24,7 +24,7 @@ _PROTECTION: list[Header] = [
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
     (b"cross-origin-opener-policy", b"same-origin"),
-    # The files belong together: a browser asks each time whether they are those of a newer gateway.
+    # The files belong together: a browser revalidates them each time, in case a newer gateway serves others.
     (b"cache-control", b"no-cache"),
 ]
 

@@ -26,7 +26,7 @@ class Served:
 
     @property
     def model(self) -> str:
-        """The name by which the scheduler knows the model."""
+        """The model's name at the scheduler."""
         return self.base or self.card.name
 
     @property

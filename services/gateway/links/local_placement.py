@@ -61,7 +61,7 @@ class LocalPlacement:
         """A worker for a whole job, rather not one for prompts; None if there is none with a free place.
 
         Workers with a working link precede those whose link would have to be opened first. `connected`: only the
-        former, for jobs of which the scheduler says that no worker serves their model.
+        former, for jobs whose model no worker serves according to the scheduler.
         """
         candidates = []
         for address, known in self._known.items():

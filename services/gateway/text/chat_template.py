@@ -154,7 +154,7 @@ class _Child:
         return self._receive(deadline)
 
     def end(self) -> None:
-        """Ends the process at once; who waits for an answer receives _ChildError."""
+        """Ends the process at once; calls that wait for an answer raise _ChildError."""
         self._process.kill()
 
     def kill(self) -> None:

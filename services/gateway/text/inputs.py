@@ -20,7 +20,7 @@ class InputTokens:
 
     token_ids: Sequence[int]
     second: int = 0
-    """Where the second text of a pair begins; 0: there is none, or the model does not tell them apart."""
+    """Where the second text of a pair begins; 0: there is none, or the model does not distinguish them."""
 
 
 def tokenize_input(tokenizer: Tokenizer, text: InputText, most_tokens: int | None) -> InputTokens:

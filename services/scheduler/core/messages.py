@@ -62,7 +62,7 @@ class Card:
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """A gateway asks for a worker for a job. `deadline_s` is None if the job has no deadline."""
+    """A gateway requests a worker for a job. `deadline_s` is None if the job has no deadline."""
 
     job_id: str
     attempt: int = 1

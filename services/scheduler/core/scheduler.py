@@ -54,7 +54,7 @@ class SchedulerCore:
         return self._commands(now)
 
     def on_submit(self, gateway_id: str, submit: Submit, now: float) -> list[Command]:
-        """A gateway asks for a worker for a job."""
+        """A gateway requests a worker for a job."""
         self.state.counters.submitted += 1
         previous = self.state.jobs.follower(gateway_id, submit.job_id)
         if previous is not None:

@@ -46,7 +46,7 @@ log = structlog.get_logger("worker")
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """What a rank is told at its start."""
+    """What rank 0 sends to another rank at its start."""
 
     rank: int
     folder: str

@@ -51,7 +51,7 @@ _WITHOUT_EFFECT = (
 
 
 class Marker:
-    """A file beside the compiled kernels which says that all of a model's are there."""
+    """A file beside the compiled kernels. It exists once all kernels of a model are there."""
 
     def __init__(self, config: ModelConfig, quantization: Mapping[str, Any] | None, options: EngineOptions) -> None:
         """For this model with these options, on this machine's GPU."""
@@ -80,7 +80,7 @@ class Compilation:
         self._silence_s = silence_s
         self._done = self._total = 0
         self.error = ""
-        """What it says of its failure."""
+        """The message of its failure; empty if there was none."""
         self._heard = time.monotonic()
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
@@ -88,7 +88,7 @@ class Compilation:
         self._reading = threading.Thread(target=self._read, name="kernels", daemon=True)
         self._reading.start()
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # It has ended already, and says so below.
+        with contextlib.suppress(OSError):  # It has ended already; the reading thread reports why.
             # Its input stays open: it ends when this process is gone.
             self._process.stdin.write(json.dumps(order) + "\n")
             self._process.stdin.flush()

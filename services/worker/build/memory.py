@@ -9,7 +9,7 @@ _DEVICE_SHARE = 0.96  # of the free memory of a GPU: libraries allocate some lat
 
 
 class MemoryShortage(CheckpointError):
-    """The model does not fit; the message says by how much and what to lower."""
+    """The model does not fit; the message has the missing bytes and the settings to lower."""
 
 
 def plan_memory(

@@ -22,7 +22,7 @@ class Arrival(NamedTuple):
     at: float
     """When it arrived, on the clock `time.monotonic`."""
     form: Matcher | Failure | None = None
-    """Of a job whose answer has a form: what follows it, or why the job cannot run."""
+    """If the job's answer has a form: the matcher that follows it, or why the job cannot run."""
 
 
 class Cancel(NamedTuple):

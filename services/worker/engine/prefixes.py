@@ -19,7 +19,7 @@ LEAST_BLOCKS = 4
 """Shorter prefixes are neither offered nor fetched."""
 PREFETCH_S = 60.0
 """Seconds that blocks are fetched for a job that has not come."""
-# Blocks are fetched ahead of their job even if that takes so many times as long as computing them: it waits for none.
+# Blocks are fetched ahead of their job even if that takes up to 4 times as long as computing them: no job waits.
 _HOPELESS = 4.0
 _MOST_AHEAD = 1 << 16
 _OFFER_BYTES = 256 << 10  # offered in one step: copying them takes a tenth of a millisecond

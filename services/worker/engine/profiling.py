@@ -1,6 +1,6 @@
 """Profiles of steps: the time of each phase of the host, of each family of kernels, and a trace of both.
 
-The engine's thread says which phase begins; without an observation that costs one comparison. Knows clocks and
+The engine's thread marks the phase that begins; without an observation that costs one comparison. Knows clocks and
 recorders, never jobs or tokens.
 """
 

@@ -1,4 +1,4 @@
-"""What a checkpoint's folder says without its weights being loaded: model card, tokenizer bundle, fingerprint.
+"""What a checkpoint's folder contains beside the weights: model card, tokenizer bundle, fingerprint.
 
 Knows files; reads tokenizer.json or tokenizer.model and JSON files, never a pickle and never code of the checkpoint.
 """
@@ -122,7 +122,7 @@ def serialize(bundle: mesh.Bundle) -> tuple[bytes, bytes]:
 
 def start_hashing(folder: Path, engine: str = "") -> FileDigests:
     """Begins to hash all that an engine loads of a checkpoint, in threads: weights, configuration and tokenizer, whole.
-    The caller loads meanwhile, asks `fingerprint` and leaves the context. Raises CheckpointError."""
+    The caller loads meanwhile, calls `fingerprint` and leaves the context. Raises CheckpointError."""
     read = [folder / name for name in _HASHED if (folder / name).is_file()]
     exported = exports.has_export(folder, engine)
     weights = exports.files_of(exports.find_export(folder, engine)) if exported else weight_files(folder)

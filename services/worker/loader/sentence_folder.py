@@ -1,4 +1,4 @@
-"""Reads what a sentence-transformers folder says beside its network: pooling, normalization, prompts, longest text.
+"""Reads what a sentence-transformers folder contains beside its network: pooling, normalization, prompts, longest text.
 
 Knows JSON files, no tensor and no network. A folder without modules.json is an encoder alone: the mean of its tokens.
 """

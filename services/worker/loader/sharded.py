@@ -32,7 +32,7 @@ _DIMENSIONS: Mapping[str, tuple[int | None, int | None]] = {
 _SCALES = {"g_idx": ("scales", 0), "weight_g_idx": ("weight_scale", 1)}
 """Where the number of groups is found that a tensor counts: the tensor and its dimension."""
 _SHAPE = "weight_shape"
-"""Says again what config.json says, of the whole module."""
+"""This tensor repeats a shape of config.json: that of the whole module."""
 
 
 def sharded(checkpoint: Checkpoint, pieces: Mapping[str, ModulePiece], shard: Shard, *, rounds: bool) -> Checkpoint:

@@ -40,7 +40,7 @@ class TensorPart:
 
     dimension: int
     spans: tuple[Span, ...]
-    """Of this dimension, one after another."""
+    """Spans of this dimension, one after another."""
     subtracted: int = 0
     """From the tensor's numbers."""
 
@@ -50,7 +50,7 @@ class TensorHeader:
     """A tensor's entry in the header of its file."""
 
     shape: tuple[int, ...]
-    """Of what is read of it."""
+    """The shape of the part that is read."""
     dtype: torch.dtype
     shard: int = 0
     """Index of its file in `Checkpoint.shards`."""

@@ -37,7 +37,7 @@ def single_file(model_dir: Path) -> Path | None:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """The file of each tensor, as the index says. Raises CheckpointError."""
+    """The file of each tensor, according to the index. Raises CheckpointError."""
     try:
         owners = parse_json(read_bounded(path, MOST_INDEX_BYTES), path.name)["weight_map"]
     except (OSError, KeyError, TypeError) as error:

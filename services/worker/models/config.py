@@ -63,7 +63,7 @@ class ModelConfig:
     """The head is the embedding."""
     qkv_bias: bool
     output_bias: bool
-    """Of the projection after attention."""
+    """Whether the projection after attention has a bias."""
     mlp_bias: bool
     qk_norm: bool
     """Each head's queries and keys are normalized (RMS)."""
@@ -75,15 +75,15 @@ class ModelConfig:
     attention_scale: float | None = None
     """Factor of the scores of attention; None: 1 / sqrt(head_dim)."""
     attention_soft_cap: float | None = None
-    """Of the scores of attention, as `kernels.operands.Scores` has it."""
+    """Soft cap of the scores of attention, as in `kernels.operands.Scores`; None: no cap."""
     logit_soft_cap: float | None = None
-    """Of the logits, likewise."""
+    """Soft cap of the logits; None: no cap."""
     embedding_scale: float = 1.0
     """Factor of the embedding of tokens, rounded to the model's dtype."""
     moe: MoeConfig | None = None
     """None: the MLP of each layer is one of `intermediate_size` neurons."""
     kv_dtype: str = "auto"
-    """Of stored keys and values, if the checkpoint was calibrated for one: fp8 or int8."""
+    """The format of stored keys and values for which the checkpoint was calibrated (fp8, int8); auto: none."""
 
     def kv_bytes_per_token(self, element_bytes: int) -> int:
         """Bytes of keys and values of one token in all layers."""

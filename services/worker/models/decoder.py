@@ -27,7 +27,7 @@ class Projection:
     linear: Linear
     modules: tuple[str, ...]
     outputs: tuple[int, ...]
-    """Of each module."""
+    """The number of outputs of each module."""
     parts: tuple[int, ...]
     """Outputs that ranks split each for itself: of queries, keys and values, or of gate and up."""
     split: Split
@@ -36,7 +36,7 @@ class Projection:
 
     @property
     def inputs(self) -> int:
-        """Of each module."""
+        """The number of inputs of each module."""
         return self.linear.inputs
 
 
@@ -47,7 +47,7 @@ class _RopeTable:
     cos: Tensor
     sin: Tensor
     windows: list[int | None]
-    """Of the layers that use it."""
+    """The window of each layer that uses the table; None: all tokens."""
 
 
 class Decoder:

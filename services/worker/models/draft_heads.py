@@ -24,8 +24,8 @@ class HeadsConfig:
     """The shape of draft heads, and what they know of their base."""
 
     layer: ModelConfig
-    """Of a decoder of one layer and the base's width. Its vocabulary is what the heads can guess; tied embeddings: the
-    base's head is used."""
+    """The config of a decoder of one layer and the base's width. Its vocabulary is what the heads can guess; tied
+    embeddings: the base's head is used."""
     hidden_layers: tuple[int, ...]
     """The heads read the base's residual stream before these layers."""
     draft_tokens: tuple[int, ...]
@@ -33,7 +33,7 @@ class HeadsConfig:
     base_vocab: int
     base_layers: int
     base_digest: str
-    """Of the base's embedding, as `kernels.draft_heads` computes it."""
+    """The digest of the base's embedding, as `kernels.draft_heads` computes it."""
 
     @property
     def fused_width(self) -> int:

@@ -28,10 +28,10 @@ class Part(Enum):
     OUTPUT = auto()
     """The projection after attention."""
     ATTENTION_AFTER_NORM = auto()
-    """Of the output of attention."""
+    """The norm of attention's output."""
     MLP_NORM = auto()
     MLP_AFTER_NORM = auto()
-    """Of the output of the MLP."""
+    """The norm of the MLP's output."""
     UP = auto()
     """The first projection of the MLP: gate and up, one after another, if the activation is gated."""
     DOWN = auto()

@@ -31,7 +31,7 @@ class StepTensors:
     sampled: Tensor | None
     """int64 [S]: the tokens that are sampled from, the last of each row that samples; None: all, in order."""
     adapters: StepAdapters | None = None
-    """Of the tokens; None: no token has one."""
+    """The adapters of the tokens; None: no token has one."""
     features: Tensor | None = None
     """[T, hidden]: what draft heads know of the token before each; None: a decoder reads tokens alone."""
 
@@ -166,5 +166,5 @@ def empty_norm(config: NormConfig, width: int, dtype: torch.dtype) -> Norm:
 
 
 def norm_dtype(config: NormConfig, dtype: torch.dtype) -> torch.dtype:
-    """Of the weights of norms in a model of this dtype."""
+    """The dtype of the weights of norms in a model of this dtype."""
     return torch.float32 if config.offset else dtype

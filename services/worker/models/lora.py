@@ -42,7 +42,7 @@ class AdaptedProducts:
     """The products of a decoder that adapters may change."""
 
     step: StepAdapters | None = None
-    """Of the step that is being computed; None: no token of it has an adapter."""
+    """The adapters of the step that is being computed; None: no token of it has one."""
 
 
 class AdaptedProduct:

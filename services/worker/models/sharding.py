@@ -37,7 +37,7 @@ class ModulePiece:
     """The module's name in the rank's model, whose layers are numbered from 0."""
     split: Split
     spans: tuple[Span, ...]
-    """Of its outputs (COLUMN) or inputs (ROW), one after another; empty if REPLICATED."""
+    """Spans of its outputs (COLUMN) or inputs (ROW), one after another; empty if REPLICATED."""
     total: int
     """Outputs or inputs of the whole module; 0 if REPLICATED."""
     transposed: bool

@@ -33,16 +33,16 @@ class Sizes:
     heads: int
     kv_heads: int
     neurons: int
-    """Of the MLP."""
+    """Neurons of the MLP."""
     expert_neurons: int
-    """Of each expert; 0: the model has none."""
+    """Neurons of each expert; 0: the model has no experts."""
     neuron_unit: int
     """Neurons that stay together, a power of two: those of a group or block of a quantized weight. Fewer if there are
     too few for all ranks."""
     vocabulary: int
     layer_cost: float
     head_cost: float
-    """Of the product with the vocabulary, in the unit of `layer_cost`."""
+    """Cost of the product with the vocabulary, in the unit of `layer_cost`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +55,12 @@ class Shard:
     """Ranks beyond the number of key/value heads have copies of one."""
     neurons: Span
     expert_neurons: Span
-    """Of each expert: tensor ranks share experts as they share the MLP."""
+    """Neurons of each expert: tensor ranks share experts as they share the MLP."""
     vocabulary: Span
     is_first: bool
-    """Of the first stage, which embeds tokens."""
+    """Whether the rank is of the first stage, which embeds tokens."""
     is_last: bool
-    """Of the last stage, which samples."""
+    """Whether the rank is of the last stage, which samples."""
     ranks: int
     """Tensor ranks of each stage."""
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 _WEIGHT = 0.2
-"""Of a new gap between arrivals in their mean."""
+"""Weight of a new gap between arrivals in their moving average."""
 _PATIENCE = 2.0
 """Mean gaps after which the next arrival is overdue."""
 

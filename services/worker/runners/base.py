@@ -14,7 +14,7 @@ from services.worker.kvcache.pool import KvPool
 from services.worker.runners.step import Words
 
 Masks = npt.NDArray[np.int32]
-"""[M, W]: bit v % 32 of word v // 32 of a line says whether token v may be drawn."""
+"""[M, W]: bit v % 32 of word v // 32 of a line is 1 if token v may be drawn."""
 Top = list[tuple[int, float]]
 """The most likely tokens and their log-probabilities, the most likely first."""
 

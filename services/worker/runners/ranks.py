@@ -102,7 +102,7 @@ class RanksRunner:
         self.grid, self._rank, self._channels, self._on_lost = grid, rank, channels, on_lost
         self.kv = RanksPool(self, rank.runner, block_bytes)
         self._results: deque[StepResult] = deque()
-        """Of steps that were not collected yet, where another rank reports."""
+        """Results of steps that were not collected yet, where another rank reports."""
         self._reporter = channels[grid.drawing_rank - 1] if grid.drawing_rank else None
         self._last_tokens: npt.NDArray[np.int64] = np.zeros(slots, np.int64)
 

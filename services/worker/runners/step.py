@@ -108,7 +108,7 @@ class Rows:
     samples: list[int]
     """Tokens at the row's end after which a new one is drawn; all but the first of these are guesses."""
     ids: Words
-    """Of the tokens, row by row, or LAST_TOKEN or OWN_GUESS."""
+    """The ids of the tokens, row by row, or LAST_TOKEN or OWN_GUESS."""
 
 
 def unpack(words: Words) -> tuple[Sequence[tuple[Edit, int, Words]], Rows]:

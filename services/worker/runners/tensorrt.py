@@ -31,7 +31,7 @@ class Limits:
 
     rows: int
     tokens: int
-    """Of one row."""
+    """Tokens of one row."""
     past: int
 
 

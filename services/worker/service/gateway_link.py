@@ -42,7 +42,7 @@ class Columns:
         self.heartbeat: mesh.WorkerHeartbeat | None = None
         self.scores: list[mesh.PromptScores] = []
         self.vector_bytes = 0
-        """Of all vectors in `ends`."""
+        """Bytes of all vectors in `ends`."""
 
     def message(self) -> mesh.RunResponse:
         """The protobuf message of all entries."""

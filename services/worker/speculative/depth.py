@@ -70,7 +70,7 @@ class DepthChooser:
         """Record a step without prompts: its rows, its longest guess and its time."""
         times = self._times(rows)
         before, age = times.seconds.get(depth), times.age(depth)
-        # One step that was interrupted must not look like the cost of its depth; what is old says little.
+        # One step that was interrupted must not look like the cost of its depth; old times are poor estimates.
         weight = 1.0 if age > PROBE_STEPS else _WEIGHT
         value = seconds if before is None else before + weight * (min(seconds, 3 * before) - before)
         if depth and age > PROBE_STEPS:

@@ -11,7 +11,7 @@ from services.worker.job import Job
 LONGEST, SHORTEST = 4, 2
 """Tokens that must have occurred before: the longest run that is found decides."""
 SEARCHED_TOKENS = 1 << 15
-"""An earlier occurrence is searched in so many last tokens."""
+"""Last tokens of a sequence in which an earlier occurrence is searched."""
 _BYTES = 4
 
 

@@ -49,9 +49,9 @@ class Speculation:
     ) -> None:
         """proposer: who guesses; a DraftProgress: the runner itself. depth: guesses of each row; None: chosen from what
         is measured, at most `most`. overlaps: steps without guesses are planned while another one runs, so a question
-        costs time also if nothing is guessed. limit: most guesses of each row in a step of so many rows."""
+        costs time also if nothing is guessed. limit: most guesses of each row, from the step's number of rows."""
         self.counts = GuessCounts()
-        """Of all rows since the start."""
+        """Guesses of all rows since the start."""
         self._depth, self._most, self._limit = depth, most, limit
         self._draft_model = proposer if isinstance(proposer, DraftProgress) else None
         self._proposer = None if isinstance(proposer, DraftProgress) else proposer
@@ -116,7 +116,7 @@ class Speculation:
         return guessed + [each for each in self._behind if each.sequence.slot is not None]
 
     def drawn(self, row: Row, tokens: int) -> tuple[int, int]:
-        """A row of guesses is computed and drew so many tokens. -> guesses, and how many were right."""
+        """A row of guesses is computed and drew this number of tokens. -> guesses, and how many were right."""
         drafted, accepted = len(row.guesses), max(tokens - 1, 0)
         answer = self._answers.get(row.sequence.job.key)
         if answer is not None:

@@ -13,7 +13,7 @@ from services.worker.job import Job
 LEAST, LONGEST = 3, 32
 """Tokens of a run that is looked up, and tokens of a match that are compared."""
 MOST_PLACES = 16
-"""Places kept for each run, the last ones: so many continuations vote."""
+"""Places kept for each run, the last ones. The continuation of each has one vote."""
 INDEXED_AT_ONCE = 4096
 """Tokens of a prompt that are indexed in a step: a longer one becomes searchable in the course of some steps."""
 MOST_OWN_TOKENS = 1 << 16

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from services.forms.form import Form
 
 Masks = npt.NDArray[np.int32]
-"""[M, W]: bit v % 32 of word v // 32 of a line says whether token v may be drawn."""
+"""[M, W]: bit v % 32 of word v // 32 of a line is 1 if token v may be drawn."""
 
 
 class FormRefused(Exception):

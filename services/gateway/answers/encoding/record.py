@@ -25,7 +25,7 @@ class EncodeRecord:
         options = call.request.options
         self.request_id = options.request_id[:MOST_ECHOED] or os.urandom(16).hex()
         self.costs: list[AttemptCosts] = []
-        """Of its jobs, in the order of their ends."""
+        """The costs of its jobs, in the order of their ends."""
         self.tokens = 0
         """Tokens of its inputs, as charged to the tenant; cached ones included."""
         self.found_tokens = 0

@@ -32,7 +32,7 @@ MOST_REQUESTS = 256
 
 
 class KServeModels:
-    """What the protocol says about models and the server, for gRPC and HTTP."""
+    """The protocol's metadata of models and the server, for gRPC and HTTP."""
 
     def __init__(self, service: AnswerService, access: Authorizer, catalog: Catalog) -> None:
         self._service = service

@@ -37,7 +37,7 @@ class Asked:
     variables: Json = field(default_factory=dict)
     """Variables of the chat template."""
     form_field: str = "response_format"
-    """The field that says what form the answer must have."""
+    """The field that sets the form of the answer."""
     strict: str = ""
     """The field of a tool that asks for valid arguments."""
     prompts: list[api.Prompt] = field(default_factory=list)

@@ -35,7 +35,7 @@ def locate_draft(options: EngineOptions, served_dir: Path, served: ModelConfig) 
 
 
 def _vocabulary(place: Path) -> Any:
-    """What the ids of a checkpoint mean, as its tokenizer.json says it."""
+    """What the ids of a checkpoint mean according to its tokenizer.json."""
     path = place / _TOKENIZER
     if not path.is_file():
         return None

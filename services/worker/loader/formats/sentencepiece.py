@@ -19,7 +19,7 @@ _SPACE = "\u2581"
 _UNIGRAM, _BPE = 1, 2
 _NORMAL, _UNKNOWN, _CONTROL, _DEFINED, _BYTE = 1, 2, 3, 4, 6
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-"""Of an added token."""
+"""The flags of an added token."""
 _Json = dict[str, Any]
 
 
@@ -141,7 +141,7 @@ def _added_tokens(spec: proto.ModelProto, settings: Mapping[str, Any]) -> list[_
 
 
 def _post_processor(spec: proto.ModelProto, settings: Mapping[str, Any]) -> _Json | None:
-    """Puts the first and the last token of a text around it, as tokenizer_config.json says; by default the first."""
+    """Puts the first and last tokens of tokenizer_config.json around a text; by default only the first one."""
     begin, end = spec.trainer_spec.bos_id, spec.trainer_spec.eos_id
     before = [begin] if settings.get("add_bos_token", True) and 0 <= begin < len(spec.pieces) else []
     after = [end] if settings.get("add_eos_token", False) and 0 <= end < len(spec.pieces) else []

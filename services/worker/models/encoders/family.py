@@ -32,11 +32,11 @@ class EncoderPart(Enum):
     OUTPUT = auto()
     """The projection after attention."""
     ATTENTION_NORM = auto()
-    """Of the sum of attention's output and its input."""
+    """The norm of the sum of attention's output and its input."""
     UP = auto()
     DOWN = auto()
     MLP_NORM = auto()
-    """Of the sum of the MLP's output and its input."""
+    """The norm of the sum of the MLP's output and its input."""
     HEAD_DENSE = auto()
     HEAD_LABELS = auto()
 

@@ -86,7 +86,7 @@ def _refuse_the_unsupported(raw: RawConfig) -> None:
 
 
 def _soft_cap(raw: RawConfig, name: str, default: float | None) -> float | None:
-    """A positive number, or none if config.json says null."""
+    """A positive number, or none if it is null in config.json."""
     value = raw.get(name, default)
     return None if value is None else RawConfig({name: value}).number(name)
 

@@ -21,7 +21,7 @@ def _read_config(raw: RawConfig) -> ModelConfig:
 
 
 def _read_ropes(raw: RawConfig, context_length: int, head_dim: int) -> tuple[Rope, Rope]:
-    """Of layers that see all tokens, and of those with a window."""
+    """The ropes of layers that see all tokens, and of those with a window."""
     by_type = raw.section("rope_parameters")
     if by_type.values:  # transformers 5
         full, local = by_type.section("full_attention").values, by_type.section("sliding_attention").values

@@ -46,7 +46,7 @@ class Variant:
     """`attention_bias` gives biases to all projections of attention."""
     reads_mlp_bias: bool = False
     qkv_bias: bool = False
-    """Queries, keys and values have biases, whatever config.json says."""
+    """Queries, keys and values have biases, whatever is in config.json."""
     qk_norm: bool = False
 
 

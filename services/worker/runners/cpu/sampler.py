@@ -39,7 +39,7 @@ class Sampler:
     # ---- edits ----
 
     def edit(self, edit: Edit, slot: int, words: Words) -> None:
-        """Apply the edit of a packed step that says how the slot's tokens are drawn, all but ADMIT and MASK."""
+        """Apply an edit of a packed step that sets how the slot's tokens are drawn: any but ADMIT and MASK."""
         if edit is Edit.HISTORY:
             self.remember(slot, int(words[0]), words[1:])
         elif edit is Edit.BIAS:
