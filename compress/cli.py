@@ -13,7 +13,7 @@ from compress.progress import Progress, bars
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from compress.recipe import Recipe
+    from compress.quantize.recipe import Recipe
 
 app = typer.Typer(
     name="weft compress",
@@ -56,7 +56,7 @@ def int8(
     ] = False,
 ) -> None:
     """INT8 weights, rounded to nearest; with --dynamic also INT8 inputs (W8A8)."""
-    from compress.int8 import Int8
+    from compress.quantize.int8 import Int8
 
     with _making(base, out) as progress:
         _quantize(base, out, progress, Int8(dynamic, per_tensor))
@@ -76,7 +76,7 @@ def fp8(
     length: Length = LENGTH,
 ) -> None:
     """FP8 weights and inputs."""
-    from compress.fp8 import Fp8
+    from compress.quantize.fp8 import Fp8
 
     if static and granularity is Granularity.BLOCK:
         _fail("block-wise FP8 has dynamic inputs: leave --static out")
@@ -98,8 +98,8 @@ def awq(
     length: Length = LENGTH,
 ) -> None:
     """INT4 weights; weights of large inputs are scaled up before rounding (AWQ)."""
-    from compress.awq import Awq
-    from compress.network import group_for
+    from compress.base.network import group_for
+    from compress.quantize.awq import Awq
 
     with _making(base, out) as progress:
         _quantize(base, out, progress, Awq(group_for(base, group), symmetric, compensate), text, windows, length)
@@ -119,8 +119,8 @@ def gptq(
     length: Length = LENGTH,
 ) -> None:
     """INT4 weights; each column compensates the errors of those before it (GPTQ)."""
-    from compress.gptq import Gptq
-    from compress.network import group_for
+    from compress.base.network import group_for
+    from compress.quantize.gptq import Gptq
 
     with _making(base, out) as progress:
         _quantize(base, out, progress, Gptq(group_for(base, group), symmetric, act_order), text, windows, length)
@@ -138,7 +138,7 @@ def smoothquant(
     length: Length = LENGTH,
 ) -> None:
     """INT8 weights and inputs, with outliers of inputs moved to the weights (SmoothQuant)."""
-    from compress.smoothquant import SmoothQuant
+    from compress.quantize.smoothquant import SmoothQuant
 
     with _making(base, out) as progress:
         _quantize(base, out, progress, SmoothQuant(strength), text, windows, length)
@@ -161,9 +161,9 @@ def qat(
     length: Length = LENGTH,
 ) -> None:
     """INT4 weights: GPTQ, then quantization-aware training."""
-    from compress.network import group_for
-    from compress.qat import qat as train_rounded
-    from compress.training import Plan
+    from compress.base.network import group_for
+    from compress.quantize.qat import qat as train_rounded
+    from compress.training.run import Plan
 
     with _making(base, out) as progress:
         windows, plan = _windows(base, text, None, length), Plan(steps, batch, learning_rate)
@@ -189,9 +189,9 @@ def prune(
     length: Length = LENGTH,
 ) -> None:
     """Set the least important weights to zero; with --steps, then distill from the base."""
-    from compress.prune import PruneScore
-    from compress.prune import prune as cut
-    from compress.training import Plan
+    from compress.prune.sparse import PruneScore
+    from compress.prune.sparse import prune as cut
+    from compress.training.run import Plan
 
     if pattern is Pattern.TWO_OF_FOUR and sparsity != HALF:
         _fail(f"2:4 is a sparsity of {HALF}: leave --sparsity {sparsity} out, or the pattern")
@@ -214,9 +214,9 @@ def shrink(
     length: Length = LENGTH,
 ) -> None:
     """Remove the least important neurons, heads and layers, then distill from the base."""
-    from compress.shrink import Cut
-    from compress.shrink import shrink as cut
-    from compress.training import Plan
+    from compress.prune.shrink import Cut
+    from compress.prune.shrink import shrink as cut
+    from compress.training.run import Plan
 
     with _making(base, out) as progress:
         windows, plan = _windows(base, text, None, length), Plan(steps, batch, learning_rate)
@@ -243,8 +243,8 @@ def distill(
     length: Length = LENGTH,
 ) -> None:
     """Train a student on its teacher's distributions, for example a draft model."""
-    from compress.distill import distill as teach
-    from compress.training import Plan
+    from compress.training.distill import distill as teach
+    from compress.training.run import Plan
 
     if hard + drafting > 1:
         _fail(f"--hard and --drafting are shares of one loss: {hard} + {drafting} is more than 1")
@@ -276,9 +276,9 @@ def heads(
     length: Length = 256,
 ) -> None:
     """Draft heads: a layer that guesses the base's next tokens from its hidden states (EAGLE-3)."""
-    from compress.heads import HeadsPlan
-    from compress.heads import heads as teach
-    from compress.training import Plan
+    from compress.heads.train import HeadsPlan
+    from compress.heads.train import heads as teach
+    from compress.training.run import Plan
 
     with _making(base, out) as progress:
         plan = Plan(steps, batch, learning_rate, warmup=50)
@@ -319,7 +319,7 @@ def _quantize(
     windows: int = WINDOWS,
     length: int = LENGTH,
 ) -> None:
-    from compress.quantize import quantize
+    from compress.quantize.run import quantize
 
     quantize(base, out, recipe, _windows(base, text, windows, length) if recipe.calibrated else None, progress)
 

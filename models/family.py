@@ -13,15 +13,15 @@ from typing import Any
 from torch import Tensor
 
 from compress import text
-from compress.awq import Awq
 from compress.errors import CompressError
-from compress.fp8 import Fp8
-from compress.int8 import Int8
 from compress.progress import Progress, bars
-from compress.quantize import quantize
-from compress.recipe import Recipe
-from compress.shrink import Cut, shrink
-from compress.training import Plan
+from compress.prune.shrink import Cut, shrink
+from compress.quantize.awq import Awq
+from compress.quantize.fp8 import Fp8
+from compress.quantize.int8 import Int8
+from compress.quantize.recipe import Recipe
+from compress.quantize.run import quantize
+from compress.training.run import Plan
 from report.console import console
 from services.worker.errors import CheckpointError
 from verify import command

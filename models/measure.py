@@ -7,8 +7,8 @@ import torch
 from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM
 
-from compress.attention import WHOLE_WINDOWS
-from compress.training import logits
+from compress.training.attention import WHOLE_WINDOWS
+from compress.training.run import logits
 from models.corpus import Split, batch_at
 from models.network import end_of_text
 from models.trainer import evaluate

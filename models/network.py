@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from compress.attention import WHOLE_WINDOWS
-from compress.training import logits, soft_loss
+from compress.training.attention import WHOLE_WINDOWS
+from compress.training.run import logits, soft_loss
 from models.recipe import CONTEXT, Shape
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from compress.training import optimizers_for, schedule, update
+from compress.training.run import optimizers_for, schedule, update
 from models.corpus import Split, batch_at, training_windows
 from models.network import add_dropout, distillation_loss, end_of_text, text_loss
 from models.recipe import Recipe

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from compress.choices import Granularity
-from compress.rounding import round_fp8, round_int8
+from compress.quantize.rounding import round_fp8, round_int8
 from kernels.plain_cpu import PackedProduct
 from services.worker.models.family import Part
 from verify.served import Served

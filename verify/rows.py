@@ -28,10 +28,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from compress.base.network import READERS
 from compress.choices import Granularity
-from compress.network import READERS
 from compress.progress import Progress
-from compress.rounding import round_fp8, round_int8
+from compress.quantize.rounding import round_fp8, round_int8
 from kernels.quantized_weights import (
     FP8_BLOCK,
     QUANTIZERS,

@@ -6,8 +6,8 @@ import pytest
 from torch import Tensor
 
 from compress.progress import Progress
-from compress.shrink import Cut, shrink
-from compress.training import Plan
+from compress.prune.shrink import Cut, shrink
+from compress.training.run import Plan
 from models import family
 
 

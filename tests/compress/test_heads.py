@@ -11,12 +11,12 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from compress import text
+from compress.base.network import load
 from compress.cli import app
 from compress.errors import CompressError
-from compress.heads import HeadsPlan, base_states, fused_layers, heads
-from compress.heads_network import HeadsNetwork, HeadsShape
-from compress.network import load
-from compress.training import Plan
+from compress.heads.network import HeadsNetwork, HeadsShape
+from compress.heads.train import HeadsPlan, base_states, fused_layers, heads
+from compress.training.run import Plan
 from services.worker.build.choose import build_engine
 from services.worker.engine.generation import GenerationEngine
 from services.worker.job import Job, SamplingParams

@@ -16,12 +16,12 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from compress import text
-from compress.awq import Awq
+from compress.base.network import group_for
 from compress.cli import app
 from compress.errors import CompressError
-from compress.gptq import Gptq
-from compress.network import group_for
-from compress.quantize import quantize
+from compress.quantize.awq import Awq
+from compress.quantize.gptq import Gptq
+from compress.quantize.run import quantize
 from tests.checkpoints import DEMO, Damage, make_checkpoint, pipe
 from tests.compress.conftest import METHODS, Made
 from verify.served import Served

@@ -11,15 +11,15 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from compress import text
+from compress.base.columns import keep_columns
+from compress.base.network import load
 from compress.choices import Pattern
-from compress.columns import keep_columns
-from compress.distill import distill
 from compress.errors import CompressError
-from compress.network import load
-from compress.prune import PruneScore, prune
-from compress.qat import qat
-from compress.shrink import Cut, shrink
-from compress.training import Plan, logits, rejection
+from compress.prune.shrink import Cut, shrink
+from compress.prune.sparse import PruneScore, prune
+from compress.quantize.qat import qat
+from compress.training.distill import distill
+from compress.training.run import Plan, logits, rejection
 from tests.checkpoints import Shape, make_checkpoint
 from verify.gates import LIMITS
 from verify.rows import compare_rows

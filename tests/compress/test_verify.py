@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from typer.testing import CliRunner
 
-from compress import layout
-from compress.rounding import round_int8
+from compress.quantize import layout
+from compress.quantize.rounding import round_int8
 from tests.checkpoints import DEMO, make_checkpoint
 from tests.compress.conftest import METHODS, Made
 from tests.draft_heads import make_heads

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from typer.testing import CliRunner
 
-from compress import network, text
+from compress import text
+from compress.base import network
 from compress.cli import app
 from tests.checkpoints import DEMO
 from verify.served import Served

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from compress.training import schedule
+from compress.training.run import schedule
 from models.recipe import TINY_DRAFT, TINY_STORY, TINY_VOCAB
 from models.train import main
 

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from compress.attention import read_whole_windows
-from compress.checkpoint import Workspace
-from compress.network import compute_device
+from compress.base.network import compute_device
+from compress.output.checkpoint import Workspace
 from compress.progress import Progress
+from compress.training.attention import read_whole_windows
 
 _STATE = "training"
 _KEPT_TIMES = 20

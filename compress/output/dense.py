@@ -6,8 +6,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from compress.checkpoint import Workspace, as_stored
-from compress.network import layers_of, outside_layers, read_config, stored_dtype
+from compress.base.network import layers_of, outside_layers, read_config, stored_dtype
+from compress.output.checkpoint import Workspace, as_stored
 
 
 def pieces(model: PreTrainedModel) -> int:

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from compress import layout
-from compress.network import LayerStats, linear, linears_of
-from compress.recipe import Recipe, Rounded
-from compress.rounding import round_int8
+from compress.base.network import LayerStats, linear, linears_of
+from compress.quantize import layout
+from compress.quantize.recipe import Recipe, Rounded
+from compress.quantize.rounding import round_int8
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,13 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from compress import dense, text
-from compress.checkpoint import Workspace
-from compress.columns import keep_columns
+from compress import text
+from compress.base.columns import keep_columns
+from compress.base.network import SEEN, LayerStats, Stream, head_dim, layers_of, linear, load, on_device, read_config
 from compress.errors import CompressError
-from compress.network import SEEN, LayerStats, Stream, head_dim, layers_of, linear, load, on_device, read_config
+from compress.output import dense
+from compress.output.checkpoint import Workspace
 from compress.progress import Progress
-from compress.training import Plan, distillation, train
+from compress.training.run import Plan, distillation, train
 
 _MULTIPLE = 32
 """The number of remaining neurons is a multiple of this, so that it can be divided into groups."""

@@ -13,10 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 
-from compress import layout, text
-from compress.checkpoint import Workspace, as_stored
-from compress.gptq import Gptq
-from compress.network import (
+from compress import text
+from compress.base.network import (
     LINEARS,
     SEEN,
     Stream,
@@ -28,11 +26,14 @@ from compress.network import (
     read_config,
     stored_dtype,
 )
+from compress.output.checkpoint import Workspace, as_stored
 from compress.progress import Progress
-from compress.quantize import layer_tensors, round_layer
-from compress.recipe import Rounded
-from compress.rounding import Steps, grouped, int4_weight
-from compress.training import Plan, distillation, train
+from compress.quantize import layout
+from compress.quantize.gptq import Gptq
+from compress.quantize.recipe import Rounded
+from compress.quantize.rounding import Steps, grouped, int4_weight
+from compress.quantize.run import layer_tensors, round_layer
+from compress.training.run import Plan, distillation, train
 from kernels.quantized_weights import INT4_ZERO, Int4Weight
 
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.utils import logging
 
-from compress import files
+from compress.base import files
+from compress.base.experts import expert_linears, split_experts
 from compress.errors import CompressError
-from compress.experts import expert_linears, split_experts
 
 # Norm or linear -> the linears that read its output.
 READERS: Mapping[str, tuple[str, ...]] = {
@@ -43,7 +43,7 @@ SEEN = 32
 
 def load(folder: Path, *, with_experts: bool = False) -> PreTrainedModel:
     """Load a complete checkpoint of a supported architecture in float32 on the CPU. with_experts: mixtures of experts,
-    too, whose experts are split (`compress.experts`). Raises CompressError."""
+    too, whose experts are split (`compress.base.experts`). Raises CompressError."""
     config = read_config(folder)
     _check_kind(folder, config, with_experts)
     if config.get("quantization_config"):

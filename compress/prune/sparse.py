@@ -14,14 +14,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from compress import dense, text
-from compress.checkpoint import Workspace
+from compress import text
+from compress.base.columns import Change, change_columns
+from compress.base.network import LINEARS, SEEN, Stream, layers_of, linear, load, on_device
 from compress.choices import Pattern
-from compress.columns import Change, change_columns
 from compress.errors import CompressError
-from compress.network import LINEARS, SEEN, Stream, layers_of, linear, load, on_device
+from compress.output import dense
+from compress.output.checkpoint import Workspace
 from compress.progress import Progress
-from compress.training import Plan, distillation, train
+from compress.training.run import Plan, distillation, train
 
 _BLOCK = 128
 """Columns that are scored at a time."""

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from compress import layout
-from compress.folding import fold_pairs
-from compress.network import LINEARS, LayerStats, linear
-from compress.recipe import Recipe, Rounded
-from compress.rounding import round_int8
+from compress.base.network import LINEARS, LayerStats, linear
+from compress.quantize import layout
+from compress.quantize.folding import fold_pairs
+from compress.quantize.recipe import Recipe, Rounded
+from compress.quantize.rounding import round_int8
 
 
 @dataclass(frozen=True, slots=True)

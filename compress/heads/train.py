@@ -13,12 +13,12 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from compress import text
-from compress.checkpoint import Workspace, as_stored
+from compress.base.network import compute_device, layers_of, load, read_config, stored_dtype
 from compress.errors import CompressError
-from compress.heads_network import HeadsNetwork, HeadsShape
-from compress.network import compute_device, layers_of, load, read_config, stored_dtype
+from compress.heads.network import HeadsNetwork, HeadsShape
+from compress.output.checkpoint import Workspace, as_stored
 from compress.progress import Progress
-from compress.training import Plan, to_trainer, train
+from compress.training.run import Plan, to_trainer, train
 from kernels.draft_heads import ARCHITECTURE, base_digest
 
 _PROMPT_SHARE = 4

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from compress.network import READERS, Moments, head_dim, linear
+from compress.base.network import READERS, Moments, head_dim, linear
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor, nn
 
 from compress import text
-from compress.checkpoint import Workspace, as_stored
-from compress.experts import routers, stored_name
-from compress.layout import Scheme, tensors_of
-from compress.network import Stream, layers_of, linear, load, on_device, outside_layers, read_config, stored_dtype
+from compress.base.experts import routers, stored_name
+from compress.base.network import Stream, layers_of, linear, load, on_device, outside_layers, read_config, stored_dtype
+from compress.output.checkpoint import Workspace, as_stored
 from compress.progress import Progress
-from compress.recipe import Recipe, Rounded
+from compress.quantize.layout import Scheme, tensors_of
+from compress.quantize.recipe import Recipe, Rounded
 
 
 def quantize(base: Path, out: Path, recipe: Recipe, windows_WT: Tensor | None, progress: Progress) -> None:

@@ -2,9 +2,9 @@
 
 Rounding errors of weights with large inputs are costly. So these weights are multiplied by a factor before rounding,
 and the norm or linear that produces the inputs is divided by it. Then columns are rounded one after another, each
-compensating the errors of those before it (`compress.gptq`), or, as in the paper, all are rounded to nearest after each
-group's range was clipped. Searches minimize the mean squared error of the linear's output, computed from the inputs'
-second moments.
+compensating the errors of those before it (`compress.quantize.gptq`), or, as in the paper, all are rounded to nearest
+after each group's range was clipped. Searches minimize the mean squared error of the linear's output, computed from the
+inputs' second moments.
 
 Legend: N outputs, K inputs, B groups of a row, G inputs of a group.
 """
@@ -15,12 +15,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from compress import layout
-from compress.folding import FoldPair, fold_pairs, scaled
-from compress.gptq import round_together
-from compress.network import LINEARS, LayerStats, Moments, linear
-from compress.recipe import Recipe, Rounded
-from compress.rounding import cheapest_steps, grouped, int4_weight, steps_of
+from compress.base.network import LINEARS, LayerStats, Moments, linear
+from compress.quantize import layout
+from compress.quantize.folding import FoldPair, fold_pairs, scaled
+from compress.quantize.gptq import round_together
+from compress.quantize.recipe import Recipe, Rounded
+from compress.quantize.rounding import cheapest_steps, grouped, int4_weight, steps_of
 
 _EXPONENTS = 12
 _UNCUT = ("self_attn.q_proj", "self_attn.k_proj")

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from compress import layout
+from compress.base.network import LayerStats, linear, linears_of
 from compress.choices import Granularity
-from compress.network import LayerStats, linear, linears_of
-from compress.recipe import Recipe, Rounded
-from compress.rounding import as_written, round_fp8
+from compress.quantize import layout
+from compress.quantize.recipe import Recipe, Rounded
+from compress.quantize.rounding import as_written, round_fp8
 from kernels.quantized_weights import FP8_MAX
 
 

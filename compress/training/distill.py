@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from compress import dense, text
-from compress.checkpoint import Workspace
+from compress import text
+from compress.base.network import load
 from compress.errors import CompressError
-from compress.network import load
+from compress.output import dense
+from compress.output.checkpoint import Workspace
 from compress.progress import Progress
-from compress.training import Plan, distillation, train
+from compress.training.run import Plan, distillation, train
 
 
 def distill(

@@ -1,7 +1,7 @@
 """Changes a weight column by column; the remaining columns compensate the error of each change (arXiv:2210.17323).
 
-Rounding (`compress.gptq`) and pruning (`compress.prune`, as SparseGPT, arXiv:2301.00774) are such changes; where whole
-columns go (`compress.shrink`), those that stay are fitted at one go.
+Rounding (`compress.quantize.gptq`) and pruning (`compress.prune.sparse`, as SparseGPT, arXiv:2301.00774) are such
+changes; where whole columns go (`compress.prune.shrink`), those that stay are fitted at one go.
 
 Legend: N outputs, K inputs, G inputs of a block.
 """

@@ -15,8 +15,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from compress.base.files import copied
 from compress.errors import CompressError
-from compress.files import copied
 
 _RECIPE = "recipe.json"
 

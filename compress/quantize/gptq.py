@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from compress import layout
-from compress.columns import Change, change_columns, damped
-from compress.network import READERS, LayerStats, Moments, linear
-from compress.recipe import Recipe, Rounded
-from compress.rounding import Steps, cheapest_steps, grouped, int4_weight
+from compress.base.columns import Change, change_columns, damped
+from compress.base.network import READERS, LayerStats, Moments, linear
+from compress.quantize import layout
+from compress.quantize.recipe import Recipe, Rounded
+from compress.quantize.rounding import Steps, cheapest_steps, grouped, int4_weight
 from kernels.quantized_weights import INT4_ZERO, Int4Weight
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from compress.layout import Scheme
-from compress.network import LayerStats
+from compress.base.network import LayerStats
+from compress.quantize.layout import Scheme
 from kernels.quantized_weights import QuantizedWeight
 
 

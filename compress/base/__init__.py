@@ -1,0 +1,1 @@
+"""The network that is compressed, as transformers has it, and changes of its weights."""

@@ -1,0 +1,1 @@
+"""Draft heads: their network and their training."""

@@ -1,0 +1,1 @@
+"""Quantization: a recipe for each method, and what recipes share."""

@@ -1,0 +1,1 @@
+"""Training of compressed networks: the run, attention over windows, distillation."""
