@@ -12,8 +12,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kernels import quantized_weights, reference
+from kernels import quantized_weights
 from kernels.quantized_weights import INT4_ZERO, Int4Weight, Int8Weight, StackedWeight, Weight
+from kernels.reference.layers import matmul_invariant
 
 _PACK_FROM = 1 << 20
 """The fewest elements of a weight for which oneDNN's layout is faster; below, its call costs more than the product."""
@@ -158,4 +159,4 @@ class StackedProduct:
 
     @staticmethod
     def _product(x: Tensor, part: Tensor | Product) -> Tensor:
-        return reference.matmul_invariant(x, part) if isinstance(part, Tensor) else part(x)
+        return matmul_invariant(x, part) if isinstance(part, Tensor) else part(x)

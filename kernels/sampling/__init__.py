@@ -159,7 +159,7 @@ def sample(
     places: Tensor | None = None,
 ) -> Samples:
     """Choose a token for each row: repetition, presence and frequency penalty, bias, temperature, top-k, top-p, min-p,
-    then the largest logit plus the noise of `reference.gumbel_noise` (none at temperature 0).
+    then the largest logit plus the noise of `reference.sampling.gumbel_noise` (none at temperature 0).
 
     logits_SV [S, V] of any float dtype, read only. slots_S int64 [S]: the slot of a row's settings. positions_S int64
     [S]: position of the new token in its answer. Two launches, no host sync.

@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def uniform(seed, ids, position, sample, BLOCK: tl.constexpr):
-    """u of `reference.gumbel_noise` for BLOCK consecutive ids, the first a multiple of 4. Exact in float32."""
+    """u of `reference.sampling.gumbel_noise` for BLOCK consecutive ids, the first a multiple of 4. Exact in float32."""
     lanes = tl.min(ids) // 4 + tl.arange(0, BLOCK // 4)
     a, b, c, d = tl.philox(seed, lanes, lanes * 0 + position, lanes * 0 + sample, lanes * 0)
     words = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [BLOCK])

@@ -29,7 +29,7 @@ def mask_kernel(
 
 
 def mask_logits(logits_SV: Tensor, lines_M: Tensor, masks_MW: Tensor) -> None:
-    """`reference.mask_logits` on the device: lines_M int64, masks_MW int32, both contiguous; no line occurs twice."""
+    """As `reference.sampling.mask_logits`. lines_M int64, masks_MW int32, contiguous. No line occurs twice."""
     vocab, (count, words) = logits_SV.shape[1], masks_MW.shape
     assert logits_SV.stride(1) == 1
     assert masks_MW.is_contiguous()

@@ -10,12 +10,13 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from kernels import activation, attention, block_copy, kv_pages, norm, reference, rope_kv
+from kernels import activation, attention, block_copy, kv_pages, norm, rope_kv
 from kernels.device import is_hopper
 from kernels.linear import cublaslt, dense, dense_hopper
 from kernels.linear.dense_hopper import Shape
 from kernels.linear.split_k import Tile
 from kernels.operands import Scores
+from kernels.reference import layers as reference
 from tests.kernels.cases import (
     DTYPES,
     Batch,

@@ -10,11 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels import attention, kv_pages, reference, sampling, step_io
+from kernels import attention, kv_pages, sampling, step_io
 from kernels.activation import activate, gelu
 from kernels.attention.short_prefill import ShortPrefillPlan
 from kernels.norm import normalize
 from kernels.operands import Activation, Norm, NormKind, Scores
+from kernels.reference import layers
+from kernels.reference import sampling as reference
 from kernels.sampling.slot_settings import SlotSettings, slot_settings
 from kernels.sampling.token_mask import mask_logits
 from kernels.sampling.top_logprobs import top_buffers, top_logprobs
@@ -333,7 +335,7 @@ def check_layer_norm(rows: int, n: int, dtype: torch.dtype) -> None:
     weight, bias = rand(n, dtype=dtype), rand(n, dtype=dtype)
     x = wide[:, :n]
     for shift in (None, bias):
-        want = reference.normalize(x.double(), _doubled(Norm(weight, 1e-5, NormKind.LAYER, shift)))
+        want = layers.normalize(x.double(), _doubled(Norm(weight, 1e-5, NormKind.LAYER, shift)))
         got = normalize(x, Norm(weight, 1e-5, NormKind.LAYER, shift))
         close(got, want)
         assert torch.equal(normalize(x[-1:], Norm(weight, 1e-5, NormKind.LAYER, shift)), got[-1:])
@@ -344,12 +346,15 @@ def check_gelu(rows: int, n: int, dtype: torch.dtype) -> None:
     x = rand(rows, n, dtype=dtype) * 4
     x[0, :2] = torch.tensor([-30.0, 30.0], dtype=dtype)
     halves = torch.cat([x, rand(rows, n, dtype=dtype)], 1)
-    close(activate(halves, Activation.GATED_GELU_TANH), reference.activate(halves.double(), Activation.GATED_GELU_TANH))
+    close(
+        activate(halves, Activation.GATED_GELU_TANH),
+        layers.activate(halves.double(), Activation.GATED_GELU_TANH),
+    )
     for activation in (Activation.GELU, Activation.GELU_TANH):
         tanh = activation is Activation.GELU_TANH
         out = poison(rows, n, dtype=dtype)
         assert gelu(x, tanh=tanh, out=out) is out
-        close(out, reference.activate(x.double(), activation))
+        close(out, layers.activate(x.double(), activation))
         assert torch.equal(activate(x.clone(), activation), out)
         assert torch.equal(activate(x[-1:].clone(), activation), out[-1:])
 

@@ -5,12 +5,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kernels import attention, linear, quantized_weights, reference
+from kernels import attention, linear, quantized_weights
 from kernels.linear import qkv_rope
 from kernels.linear.dense_hopper import Shape
 from kernels.linear.split_k import Tile
 from kernels.operands import Norm
 from kernels.quantized_weights import Weight
+from kernels.reference import layers as reference
 from services.worker.models.config import ModelConfig
 from services.worker.models.decoder import Decoder
 from services.worker.models.layers import StepTensors

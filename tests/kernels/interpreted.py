@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from kernels import activation, attention, block_copy, kv_pages, norm, reference, rope_kv
+from kernels import activation, attention, block_copy, kv_pages, norm, rope_kv
 from kernels.linear import dense, qkv_rope
 from kernels.linear.split_k import Tile
 from kernels.operands import Scores
+from kernels.reference import layers as reference
 from services.worker.runners.cuda.host_pages import PIECE_BLOCKS, HostPages
 from services.worker.runners.cuda.ops import InvariantTritonOps, TritonOps
 from tests.kernels.adapters import check_adapters, check_adapters_are_invariant

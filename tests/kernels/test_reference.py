@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.generation import logits_process
 
-from kernels import reference
 from kernels.operands import Activation, Norm, NormKind, Scores
+from kernels.reference import attention, layers, sampling
 
 BLOCK = 4
 
@@ -66,8 +66,8 @@ class Paged:
         return torch.cat(outs)
 
     def run(self, scores: Scores | float, window: int | None, invariant: bool = False) -> Tensor:
-        make = reference.plan_attention_invariant if invariant else reference.plan_attention
-        attend = reference.attention_invariant if invariant else reference.attention
+        make = attention.plan_attention_invariant if invariant else attention.plan_attention
+        attend = attention.attention_invariant if invariant else attention.attention
         plan = make(self.lengths, self.contexts, self.tables, BLOCK, window, torch.float32)
         scores = scores if isinstance(scores, Scores) else Scores(scores)
         return attend(self.q, self.pool, plan, scores)
@@ -90,7 +90,7 @@ def test_ragged_attention_is_plain_attention_row_by_row(
 
 def test_rows_of_one_token_are_grouped_with_little_padding() -> None:
     paged = Paged([(1, context) for context in (10, 12, 2000, 1999, 11, 13)], 2, 1, 8)
-    plan = reference.plan_attention(paged.lengths, paged.contexts, paged.tables, BLOCK, None, torch.float32)
+    plan = attention.plan_attention(paged.lengths, paged.contexts, paged.tables, BLOCK, None, torch.float32)
     assert sorted(group.rows for group in plan.groups) == [2, 4]
     assert sum(len(group.blocks) * BLOCK for group in plan.groups) - int(paged.contexts.sum()) <= 3 * BLOCK * 4
 
@@ -121,11 +121,11 @@ def test_the_invariant_product_of_a_row_has_the_same_bits_in_any_batch(inputs: i
     torch.set_num_threads(threads)
     try:
         x, weight, bias = torch.randn(200, inputs), torch.randn(outputs, inputs), torch.randn(outputs)
-        alone = torch.cat([reference.matmul_invariant(x[i : i + 1], weight, bias) for i in range(200)])
+        alone = torch.cat([layers.matmul_invariant(x[i : i + 1], weight, bias) for i in range(200)])
         for rows in (2, 5, 15, 16, 17, 64, 200):
-            assert torch.equal(reference.matmul_invariant(x[:rows], weight, bias), alone[:rows]), rows
+            assert torch.equal(layers.matmul_invariant(x[:rows], weight, bias), alone[:rows]), rows
         shuffled = torch.randperm(200)
-        assert torch.equal(reference.matmul_invariant(x[shuffled], weight, bias), alone[shuffled])
+        assert torch.equal(layers.matmul_invariant(x[shuffled], weight, bias), alone[shuffled])
     finally:
         torch.set_num_threads(before)
 
@@ -141,13 +141,11 @@ def test_norms_and_gates_follow_their_definitions() -> None:
     def norm(y: Tensor) -> Tensor:
         return y / (y.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight
 
-    torch.testing.assert_close(reference.rms_norm(x, weight, 1e-5), norm(x))
+    torch.testing.assert_close(layers.rms_norm(x, weight, 1e-5), norm(x))
     per_head = torch.rand(3, 8)
     heads = torch.randn(5, 3, 8)
-    torch.testing.assert_close(
-        reference.rms_norm(heads, per_head, 1e-5), F.rms_norm(heads, (8,), None, 1e-5) * per_head
-    )
-    torch.testing.assert_close(reference.silu_and_mul(x), F.silu(x[:, :12]) * x[:, 12:])
+    torch.testing.assert_close(layers.rms_norm(heads, per_head, 1e-5), F.rms_norm(heads, (8,), None, 1e-5) * per_head)
+    torch.testing.assert_close(layers.silu_and_mul(x), F.silu(x[:, :12]) * x[:, 12:])
 
 
 def test_layer_norm_and_gelu_follow_their_definitions() -> None:
@@ -155,22 +153,22 @@ def test_layer_norm_and_gelu_follow_their_definitions() -> None:
     centered = x - x.mean(-1, keepdim=True)
     normed = centered / (centered.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight
     layer = NormKind.LAYER
-    torch.testing.assert_close(reference.normalize(x, Norm(weight, 1e-5, layer)), normed)
-    torch.testing.assert_close(reference.normalize(x, Norm(weight, 1e-5, layer, bias)), normed + bias)
+    torch.testing.assert_close(layers.normalize(x, Norm(weight, 1e-5, layer)), normed)
+    torch.testing.assert_close(layers.normalize(x, Norm(weight, 1e-5, layer, bias)), normed + bias)
     exact = x / 2 * (1 + torch.erf(x / 2**0.5))
-    torch.testing.assert_close(reference.activate(x, Activation.GELU), exact)
+    torch.testing.assert_close(layers.activate(x, Activation.GELU), exact)
     tanh = x / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
-    torch.testing.assert_close(reference.activate(x, Activation.GELU_TANH), tanh)
+    torch.testing.assert_close(layers.activate(x, Activation.GELU_TANH), tanh)
 
 
 @pytest.mark.parametrize("activation", Activation)
 def test_an_invariant_activation_has_the_same_bits_in_any_batch(activation: Activation) -> None:
     for width in (66, 96, 100, 3072):
         x = torch.randn(9, width)
-        whole = reference.activate_invariant(x, activation)
-        torch.testing.assert_close(whole, reference.activate(x, activation))
+        whole = layers.activate_invariant(x, activation)
+        torch.testing.assert_close(whole, layers.activate(x, activation))
         for first, last in ((0, 1), (3, 4), (2, 7), (8, 9)):
-            assert torch.equal(reference.activate_invariant(x[first:last], activation), whole[first:last])
+            assert torch.equal(layers.activate_invariant(x[first:last], activation), whole[first:last])
 
 
 def test_rope_rotates_pairs_and_stores_keys_and_values() -> None:
@@ -185,7 +183,7 @@ def test_rope_rotates_pairs_and_stores_keys_and_values() -> None:
     rotated = torch.cat((pairs.real, pairs.imag), -1)
     values = qkv[:, heads + kv_heads :].clone()
     pool = torch.zeros(5, BLOCK, 2, kv_heads, dim)
-    q = reference.rope_and_store(qkv, cos, sin, pool, torch.tensor([6, 17, 4]), heads, kv_heads)
+    q = layers.rope_and_store(qkv, cos, sin, pool, torch.tensor([6, 17, 4]), heads, kv_heads)
     torch.testing.assert_close(q, rotated[:, :heads])
     written = pool.view(-1, 2, kv_heads, dim)[[6, 17, 4]]
     torch.testing.assert_close(written[:, 0], rotated[:, heads : heads + kv_heads])
@@ -211,20 +209,18 @@ def test_rope_rotates_pairs_and_stores_keys_and_values() -> None:
 def test_philox_gives_the_published_words(counter: list[int], key: list[int], words: list[int]) -> None:
     c0, c1, c2, c3 = (torch.tensor([word]) for word in counter)
     k0, k1 = (torch.tensor([word]) for word in key)
-    assert [int(word) for word in reference.philox4x32((c0, c1, c2, c3), (k0, k1))] == words
+    assert [int(word) for word in sampling.philox4x32((c0, c1, c2, c3), (k0, k1))] == words
 
 
 def noise(seed: int, position: int = 0, sample: int = 0, vocab: int = 4096) -> Tensor:
     seeds = torch.tensor([seed - (1 << 64) if seed >= 1 << 63 else seed])
-    return reference.gumbel_noise(seeds, torch.tensor([position]), torch.tensor([sample]), vocab)[0]
+    return sampling.gumbel_noise(seeds, torch.tensor([position]), torch.tensor([sample]), vocab)[0]
 
 
 def test_noise_is_built_from_the_words_as_defined() -> None:
     seed, position, sample, token = 0xFEDCBA9876543210, 77, 3, 1022
     counter = (torch.tensor([token // 4]), torch.tensor([position]), torch.tensor([sample]), torch.tensor([0]))
-    word = int(
-        reference.philox4x32(counter, (torch.tensor([seed & 0xFFFFFFFF]), torch.tensor([seed >> 32])))[token % 4]
-    )
+    word = int(sampling.philox4x32(counter, (torch.tensor([seed & 0xFFFFFFFF]), torch.tensor([seed >> 32])))[token % 4])
     u = ((word >> 9) + 0.5) * 2.0**-23
     assert float(noise(seed, position, sample)[token]) == pytest.approx(-math.log(-math.log(u)), rel=1e-6)
 
@@ -232,9 +228,9 @@ def test_noise_is_built_from_the_words_as_defined() -> None:
 def test_noise_depends_on_its_key_alone() -> None:
     seeds = torch.tensor([5, -9, 1 << 40, 5])
     positions, samples = torch.tensor([0, 7, 7, 1]), torch.tensor([0, 0, 2, 0])
-    batch = reference.gumbel_noise(seeds, positions, samples, 1001)
+    batch = sampling.gumbel_noise(seeds, positions, samples, 1001)
     for row in range(4):
-        alone = reference.gumbel_noise(seeds[row : row + 1], positions[row : row + 1], samples[row : row + 1], 333)
+        alone = sampling.gumbel_noise(seeds[row : row + 1], positions[row : row + 1], samples[row : row + 1], 333)
         assert torch.equal(batch[row, :333], alone[0]), "noise does not depend on batch or vocabulary size"
     assert len({tuple(row.tolist()) for row in batch}) == 4
 
@@ -263,64 +259,64 @@ def logits() -> Tensor:
 @pytest.mark.parametrize("k", [1, 5, 320, 1000])
 def test_top_k_is_transformers(logits: Tensor, k: int) -> None:
     expected = warped(logits_process.TopKLogitsWarper(min(k, 321)), logits)
-    assert torch.equal(reference.keep_top_k(logits.clone(), torch.full((6,), k)), expected)
+    assert torch.equal(sampling.keep_top_k(logits.clone(), torch.full((6,), k)), expected)
 
 
 def test_each_row_has_its_own_k(logits: Tensor) -> None:
-    kept = reference.keep_top_k(logits.clone(), torch.tensor([0, 1, 2, 3, 321, 400])).isfinite().sum(-1)
+    kept = sampling.keep_top_k(logits.clone(), torch.tensor([0, 1, 2, 3, 321, 400])).isfinite().sum(-1)
     assert kept.tolist() == [321, 1, 2, 3, 321, 321]
 
 
 @pytest.mark.parametrize("p", [0.001, 0.3, 0.9, 0.999])
 def test_top_p_is_transformers(logits: Tensor, p: float) -> None:
     expected = warped(logits_process.TopPLogitsWarper(p), logits)
-    assert torch.equal(reference.keep_top_p(logits.clone(), torch.full((6,), p)), expected)
+    assert torch.equal(sampling.keep_top_p(logits.clone(), torch.full((6,), p)), expected)
 
 
 @pytest.mark.parametrize("p", [0.01, 0.5, 1.0])
 def test_min_p_is_transformers(logits: Tensor, p: float) -> None:
     expected = warped(logits_process.MinPLogitsWarper(p), logits)
-    assert torch.equal(reference.keep_min_p(logits.clone(), torch.full((6,), p)), expected)
-    assert torch.equal(reference.keep_min_p(logits.clone(), torch.zeros(6)), logits)
+    assert torch.equal(sampling.keep_min_p(logits.clone(), torch.full((6,), p)), expected)
+    assert torch.equal(sampling.keep_min_p(logits.clone(), torch.zeros(6)), logits)
 
 
 def test_equal_logits_are_kept_or_cut_together() -> None:
     flat = torch.zeros(1, 10)
     flat[0, 3] = 1.0
-    assert int(reference.keep_top_k(flat.clone(), torch.tensor([2])).isfinite().sum()) == 10
-    assert int(reference.keep_top_p(flat.clone(), torch.tensor([1e-4])).isfinite().sum()) == 1
-    assert int(reference.choose(torch.zeros(1, 10))[0]) == 0, "of equal logits the lowest id is best"
+    assert int(sampling.keep_top_k(flat.clone(), torch.tensor([2])).isfinite().sum()) == 10
+    assert int(sampling.keep_top_p(flat.clone(), torch.tensor([1e-4])).isfinite().sum()) == 1
+    assert int(sampling.choose(torch.zeros(1, 10))[0]) == 0, "of equal logits the lowest id is best"
 
 
 def test_repetition_penalty_is_transformers(logits: Tensor) -> None:
     ids = torch.randint(0, 321, (6, 40))
     expected = logits_process.RepetitionPenaltyLogitsProcessor(1.7)(ids, logits.clone())
     seen = torch.zeros(6, 321, dtype=torch.bool).scatter_(1, ids, True)
-    torch.testing.assert_close(reference.repeat_penalty(logits.clone(), seen, torch.full((6,), 1.7)), expected)
+    torch.testing.assert_close(sampling.repeat_penalty(logits.clone(), seen, torch.full((6,), 1.7)), expected)
 
 
 def test_presence_and_frequency_penalties_follow_their_definitions(logits: Tensor) -> None:
     counts = torch.randint(0, 4, (6, 321)).float()
     presence, frequency = torch.randn(6), torch.randn(6)
     expected = logits - presence[:, None] * (counts > 0) - frequency[:, None] * counts
-    torch.testing.assert_close(reference.count_penalties(logits.clone(), counts, presence, frequency), expected)
+    torch.testing.assert_close(sampling.count_penalties(logits.clone(), counts, presence, frequency), expected)
 
 
 def test_log_probs_are_the_log_softmax(logits: Tensor) -> None:
     chosen = torch.tensor([0, 5, 7, 320, 9, 1])
-    own, ids, best = reference.log_probs(logits, chosen, 4)
+    own, ids, best = sampling.log_probs(logits, chosen, 4)
     table = torch.log_softmax(logits, -1)
     torch.testing.assert_close(own, table.gather(1, chosen[:, None])[:, 0])
     torch.testing.assert_close(best, table.topk(4).values)
     assert torch.equal(ids, table.topk(4).indices)
-    assert reference.log_probs(logits, chosen, 0)[1].shape == (6, 0)
+    assert sampling.log_probs(logits, chosen, 0)[1].shape == (6, 0)
 
 
 def test_rows_with_non_finite_values_are_reported() -> None:
     x = torch.zeros(6, 3)
-    assert reference.finite_rows(x, [1, 2, 3]) == [True, True, True]
+    assert layers.finite_rows(x, [1, 2, 3]) == [True, True, True]
     x[2, 1] = torch.nan
     x[5, 0] = -torch.inf
-    assert reference.finite_rows(x, [1, 2, 3]) == [True, False, False]
+    assert layers.finite_rows(x, [1, 2, 3]) == [True, False, False]
     x[5, 0], x[4, 0] = torch.inf, 0.0
-    assert reference.finite_rows(x[3:], [2, 1]) == [True, False]
+    assert layers.finite_rows(x[3:], [2, 1]) == [True, False]

@@ -7,11 +7,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kernels import linear, quantized_weights, reference
+from kernels import linear, quantized_weights
 from kernels.linear import fp8, nf4, packed, packed_gemm
 from kernels.linear.split_k import Tile
 from kernels.operands import Norm
 from kernels.quantized_weights import Fp8Weight, Int4Weight, Int8Weight
+from kernels.reference import layers as reference
 from tests.kernels.cases import DEVICE, close, error, poison, rand
 
 TILES = [Tile(64, 128, 1, 2, 4, 0), Tile(64, 128, 2, 3, 4, 2), Tile(128, 128, 3, 2, 4, 2)]

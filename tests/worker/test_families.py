@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import reference
+from kernels.reference import layers as reference
 from services.worker.errors import CheckpointError
 from services.worker.loader.config import load_config, read_config
 from services.worker.loader.plain import load_weights

@@ -3,13 +3,15 @@
 import torch
 from torch import Tensor
 
-from kernels import quantized_cpu, reference
+from kernels import quantized_cpu
 from kernels.moe import reference as moe
 from kernels.moe.reference import Routes
 from kernels.operands import Activation, Norm
 from kernels.plain_cpu import PackedProduct, is_packed_faster
 from kernels.quantized_cpu import Product
 from kernels.quantized_weights import Weight
+from kernels.reference import attention as paged_attention
+from kernels.reference import layers
 from services.worker.models.ops import RopeTables
 from services.worker.runners.cpu.experts import ExpertList
 
@@ -19,11 +21,11 @@ class ReferenceOps:
 
     packs = True
     """Whether plain weights may be packed, so that a row's last bits depend on the number of rows."""
-    multiply = staticmethod(reference.matmul)
-    activate = staticmethod(reference.activate)
-    normalize = staticmethod(reference.normalize)
-    attention = staticmethod(reference.attention)
-    plan_attention = staticmethod(reference.plan_attention)
+    multiply = staticmethod(layers.matmul)
+    activate = staticmethod(layers.activate)
+    normalize = staticmethod(layers.normalize)
+    attention = staticmethod(paged_attention.attention)
+    plan_attention = staticmethod(paged_attention.plan_attention)
     route = staticmethod(moe.route)
 
     def empty_weight(self, outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
@@ -80,7 +82,7 @@ class ReferenceOps:
         cos, sin = rope.cos, rope.sin
         if rope.positions is not None:
             cos, sin = cos[rope.positions], sin[rope.positions]
-        return reference.rope_and_store(qkv, cos, sin, kv, slot_mapping, heads, kv_heads, kv_scales)
+        return layers.rope_and_store(qkv, cos, sin, kv, slot_mapping, heads, kv_heads, kv_scales)
 
     def expert_weights(self, count: int, outputs: int, inputs: int, dtype: torch.dtype, /) -> ExpertList:
         """Weights that are each in the layout of its kernel."""
@@ -108,7 +110,7 @@ class InvariantOps(ReferenceOps):
     """Plain torch; a row has the same bits in any batch and any chunk."""
 
     packs = False
-    multiply = staticmethod(reference.matmul_invariant)
-    activate = staticmethod(reference.activate_invariant)
-    attention = staticmethod(reference.attention_invariant)
-    plan_attention = staticmethod(reference.plan_attention_invariant)
+    multiply = staticmethod(layers.matmul_invariant)
+    activate = staticmethod(layers.activate_invariant)
+    attention = staticmethod(paged_attention.attention_invariant)
+    plan_attention = staticmethod(paged_attention.plan_attention_invariant)

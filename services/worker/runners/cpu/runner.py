@@ -8,8 +8,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels import kv_pages, reference
-from kernels.reference import finite_rows
+from kernels import kv_pages
+from kernels.reference.layers import finite_rows
+from kernels.reference.sampling import mask_logits
 from services.worker.models.decoder import Decoder
 from services.worker.models.layers import StepTensors
 from services.worker.models.ops import RopeTables
@@ -122,7 +123,7 @@ class CpuRunner:
         with torch.inference_mode():
             counts = np.array([step.rows.samples[row] for row in step.chosen])
             lines = (np.cumsum(counts) - counts)[self._masked[step.slots[step.chosen]]]
-            reference.mask_logits(step.logits, torch.from_numpy(lines), torch.from_numpy(masks))
+            mask_logits(step.logits, torch.from_numpy(lines), torch.from_numpy(masks))
             self._finish(step)
 
     def done(self, step: CpuStep) -> bool:

@@ -5,7 +5,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels import reference
+from kernels.reference import sampling
 from services.worker.runners.base import Sampled, Top
 from services.worker.runners.forbidden import Forbidden
 from services.worker.runners.step import Edit, SlotState, Words
@@ -99,7 +99,7 @@ class Sampler:
         """Draw a token for each row. logits float32 [S, V]; lengths [S]: tokens before the new one."""
         todo = self._todo[slots]
         if not todo.any():
-            return Sampled(reference.choose(logits)[:, None].tolist(), None, None)
+            return Sampled(sampling.choose(logits)[:, None].tolist(), None, None)
         chosen = self.guess(logits, slots, lengths)
         sampled = self._report(logits, chosen, slots, todo)
         counted = np.flatnonzero(todo & _PENALTY)
@@ -117,7 +117,7 @@ class Sampler:
         todo = self._todo[slots]
         positions = lengths - self._prompt_len[slots]
         shaped = self._shape(logits, slots, positions, todo)
-        chosen = reference.choose(shaped)
+        chosen = sampling.choose(shaped)
         draws = np.flatnonzero(todo & _DRAW)
         if len(draws):
             rows = torch.from_numpy(draws)
@@ -138,8 +138,8 @@ class Sampler:
         penal = np.flatnonzero(todo & _PENALTY)
         if self._seen is not None and self._counts is not None and len(penal):
             rows, where = torch.from_numpy(penal), torch.from_numpy(slots[penal])
-            part = reference.repeat_penalty(logits[rows], self._seen[where], self._repetition[where])
-            logits[rows] = reference.count_penalties(
+            part = sampling.repeat_penalty(logits[rows], self._seen[where], self._repetition[where])
+            logits[rows] = sampling.count_penalties(
                 part, self._counts[where], self._presence[where], self._frequency[where]
             )
         for row in np.flatnonzero(todo & _BIAS).tolist():
@@ -167,19 +167,19 @@ class Sampler:
         if len(cut):
             rows = torch.from_numpy(cut)
             logits[rows] = self._cut(logits[rows], where[rows])
-        noise = reference.gumbel_noise(
+        noise = sampling.gumbel_noise(
             self._seed[where], torch.from_numpy(positions), self._sample_index[where], self.vocab_size
         )
-        return reference.choose(logits, noise)
+        return sampling.choose(logits, noise)
 
     def _cut(self, logits: Tensor, where: Tensor) -> Tensor:
         top_k, top_p, min_p = self._top_k[where], self._top_p[where], self._min_p[where]
         if bool((top_k > 0).any()):
-            reference.keep_top_k(logits, top_k)
+            sampling.keep_top_k(logits, top_k)
         nucleus = torch.nonzero(top_p < 1)[:, 0]  # a sum of roundings may reach 1 too early
         if len(nucleus):
-            logits[nucleus] = reference.keep_top_p(logits[nucleus], top_p[nucleus])
-        return reference.keep_min_p(logits, min_p) if bool((min_p > 0).any()) else logits
+            logits[nucleus] = sampling.keep_top_p(logits[nucleus], top_p[nucleus])
+        return sampling.keep_min_p(logits, min_p) if bool((min_p > 0).any()) else logits
 
     def _report(
         self, logits: Tensor, chosen: Tensor, slots: npt.NDArray[np.int64], todo: npt.NDArray[np.int64]
@@ -188,7 +188,7 @@ class Sampler:
         if not len(asked):
             return Sampled(chosen[:, None].tolist(), None, None)
         rows, counts = torch.from_numpy(asked), self._logprobs[slots[asked]]
-        own, best_ids, best = reference.log_probs(logits[rows], chosen[rows], int(counts.max()))
+        own, best_ids, best = sampling.log_probs(logits[rows], chosen[rows], int(counts.max()))
         logprobs = [[float("nan")] for _ in slots]
         tops: list[list[Top]] = [[[]] for _ in slots]
         columns = zip(asked.tolist(), counts.tolist(), own.tolist(), best_ids.tolist(), best.tolist(), strict=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kernels import reference
+from kernels.reference.sampling import log_probs
 from services.worker.models.decoder import Decoder
 from services.worker.models.layers import StepTensors
 from services.worker.runners.base import Scores
@@ -51,7 +51,7 @@ def score_logits(scored: ScoredRows, logits: Iterable[Tensor]) -> Mapping[int, S
     ids: list[list[int]] = []
     values: list[list[float]] = []
     for part in logits:
-        own, best_ids, best = reference.log_probs(part, targets[len(ids) : len(ids) + len(part)], scored.most)
+        own, best_ids, best = log_probs(part, targets[len(ids) : len(ids) + len(part)], scored.most)
         logprobs += own.tolist()
         ids += best_ids.tolist()
         values += best.tolist()

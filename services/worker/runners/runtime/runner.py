@@ -11,8 +11,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels import reference
-from kernels.reference import finite_rows
+from kernels.reference.layers import finite_rows
+from kernels.reference.sampling import mask_logits
 from services.worker.runners.base import NO_SCORES, NOTHING_SAMPLED, Masks, Sampled, Scores, StepResult
 from services.worker.runners.cpu.sampler import Sampler
 from services.worker.runners.cpu.scores import score_logits
@@ -86,7 +86,7 @@ class RuntimeRunner:
         """Draw all tokens of a step that has rows with masks."""
         lines = np.flatnonzero(self._masked[step.slots[step.chosen]])
         with torch.inference_mode():
-            reference.mask_logits(step.logits, torch.from_numpy(lines), torch.from_numpy(masks))
+            mask_logits(step.logits, torch.from_numpy(lines), torch.from_numpy(masks))
             self._finish(step)
 
     def done(self, step: RuntimeStep) -> bool:
