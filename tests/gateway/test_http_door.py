@@ -20,6 +20,7 @@ from services import metrics
 from services.errors import WeftError, unavailable
 from services.gateway.doors import http, http_server
 from tests.gateway.fakes import FakeMesh, ask, generate, rejected, until
+from tests.gateway.http_client import client
 from tests.gateway.model import ANSWER, LOREM
 from tests.gateway.tenant_files import KEY, tenant
 from tests.ports import free_port
@@ -35,12 +36,6 @@ TEXT: dict[str, Any] = {"prompt": "hello world", "max_tokens": 400, "temperature
 async def mesh() -> AsyncIterator[FakeMesh]:
     async with FakeMesh(http_port=free_port()) as running:
         yield running
-
-
-def client(mesh: FakeMesh, key: str = "") -> httpx.AsyncClient:
-    """A plain HTTP client of the gateway."""
-    headers = {"authorization": f"Bearer {key}"} if key else {}
-    return httpx.AsyncClient(base_url=f"http://127.0.0.1:{mesh.http_port}", headers=headers, timeout=20)
 
 
 def openai_client(mesh: FakeMesh) -> openai.AsyncOpenAI:

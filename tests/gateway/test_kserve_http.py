@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import json
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import httpx
 import pytest_asyncio
 
 from tests.gateway.fakes import FakeMesh, until
+from tests.gateway.http_client import client as http_client
 from tests.gateway.model import ANSWER, LOREM
 from tests.ports import free_port
 
@@ -22,6 +24,7 @@ keys = ["sha256:{hashlib.sha256(KEY.encode()).hexdigest()}"]
 methods = ["Generate"]
 """
 GREEDY = {"temperature": 0, "max_tokens": 400}
+client = partial(http_client, path="/v2")
 TEXT = {"name": "text_input", "datatype": "BYTES", "shape": [1], "data": ["hello world"]}
 
 
@@ -29,12 +32,6 @@ TEXT = {"name": "text_input", "datatype": "BYTES", "shape": [1], "data": ["hello
 async def mesh() -> AsyncIterator[FakeMesh]:
     async with FakeMesh(http_port=free_port()) as running:
         yield running
-
-
-def client(mesh: FakeMesh, key: str = "") -> httpx.AsyncClient:
-    """A plain HTTP client of the gateway."""
-    headers = {"authorization": f"Bearer {key}"} if key else {}
-    return httpx.AsyncClient(base_url=f"http://127.0.0.1:{mesh.http_port}/v2", headers=headers, timeout=20)
 
 
 async def ready(http: httpx.AsyncClient) -> None:

@@ -12,7 +12,8 @@ import pytest_asyncio
 
 from services.gateway.doors.page import FOLDER
 from tests.gateway.fakes import FakeMesh
-from tests.gateway.test_http_door import TENANTS, client
+from tests.gateway.http_client import client
+from tests.gateway.test_http_door import TENANTS
 from tests.ports import free_port
 
 

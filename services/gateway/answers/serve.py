@@ -3,11 +3,8 @@
 import asyncio
 from collections.abc import AsyncGenerator
 
-from grpc import StatusCode
-
 from protos import inference_pb2 as api
 from services import validate
-from services.errors import WeftError, internal
 from services.gateway.access.authorizer import Authorizer, Credentials
 from services.gateway.access.errors import denied
 from services.gateway.access.tenants import Tenant
@@ -15,6 +12,7 @@ from services.gateway.answers.admitted import AdmittedRequest
 from services.gateway.answers.call import Call
 from services.gateway.answers.call_record import CallRecord
 from services.gateway.answers.deadline import Deadline
+from services.gateway.answers.finish import FinishOnce
 from services.gateway.answers.receipt import Phase
 from services.gateway.answers.registry import Registry
 from services.gateway.answers.subscriber import Subscriber
@@ -39,25 +37,9 @@ class AnswerService:
         Raises WeftError if the call failed, which its door translates to its protocol.
         """
         record = CallRecord(call, self._backend.metrics)
-        receipt: api.Receipt | None = None
-        error: WeftError | None = None
-        try:
-            with Deadline(record.timeline, call.remaining_s, self._backend.settings.gateway_stall_s):
-                receipt = await self._answer(call, record)
-        except WeftError as failure:
-            error = failure
-            raise
-        except asyncio.CancelledError:
-            error = cancelled()
-            raise
-        except Exception:
-            error = internal()
-            raise
-        finally:
-            if receipt is None:
-                receipt = record.receipt(error)
-            call.finish(receipt)
-            record.close(receipt, error)
+        stall_s = self._backend.settings.gateway_stall_s
+        with FinishOnce(record, call.finish) as ending, Deadline(record.timeline, call.remaining_s, stall_s):
+            ending.receipt = await self._answer(call, record)
 
     async def tokenize(self, request: api.TokenizeRequest, credentials: Credentials) -> api.TokenizeResponse:
         """The token ids of a prompt, and the text of each. Raises WeftError."""
@@ -150,8 +132,3 @@ class AnswerService:
                     await known.wait()
             except TimeoutError:
                 raise no_scheduler() from None
-
-
-def cancelled() -> WeftError:
-    """The client cancelled or disconnected."""
-    return WeftError(StatusCode.CANCELLED, "CANCELLED", "the client cancelled")

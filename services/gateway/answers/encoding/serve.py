@@ -1,6 +1,5 @@
 """Serves requests to encoders, from validation to receipt. Knows no protocol."""
 
-import asyncio
 import os
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
@@ -8,7 +7,7 @@ from typing import TypeVar
 
 from protos import inference_pb2 as api
 from services import telemetry
-from services.errors import WeftError, internal, invalid
+from services.errors import invalid
 from services.gateway.access.authorizer import Authorizer
 from services.gateway.access.errors import denied
 from services.gateway.access.tenants import Tenant
@@ -18,8 +17,9 @@ from services.gateway.answers.encoding.compute import Vectors
 from services.gateway.answers.encoding.flights import Flights
 from services.gateway.answers.encoding.job import EncodeRequestParts
 from services.gateway.answers.encoding.record import EncodeRecord
+from services.gateway.answers.finish import FinishOnce
 from services.gateway.answers.receipt import Phase
-from services.gateway.answers.serve import AnswerService, cancelled
+from services.gateway.answers.serve import AnswerService
 from services.gateway.backend import Backend
 from services.gateway.links.adapters import Served
 from services.gateway.text.inputs import InputText, InputTokens
@@ -91,27 +91,14 @@ class EncodeService:
     ) -> Reply:
         """The reply with its receipt. Calls `finish` with the receipt however the call ends. Raises WeftError."""
         record = EncodeRecord(call, self._backend.metrics)
-        receipt: api.Receipt | None = None
-        error: WeftError | None = internal()
-        try:
+        with FinishOnce(record, call.finish) as ending:
             with Deadline(record.timeline, call.remaining_s, self._backend.settings.gateway_stall_s):
                 tenant = self._answers.admit(call.method, call.credentials)
                 with self._access.slot(tenant, lambda: record.tokens):
                     reply = await answer(record, tenant)
-            receipt, error = record.receipt(), None
-            reply.receipt.CopyFrom(receipt)
-            return reply
-        except WeftError as failure:
-            error = failure
-            raise
-        except asyncio.CancelledError:
-            error = cancelled()
-            raise
-        finally:
-            if receipt is None:
-                receipt = record.receipt(error)
-            call.finish(receipt)
-            record.close(receipt, error)
+            ending.receipt = record.receipt()
+            reply.receipt.CopyFrom(ending.receipt)
+        return reply
 
     async def _find(self, record: EncodeRecord, tenant: Tenant, request: EncodeRequest, task: str) -> Served:
         """The model of a request, which is validated here. Raises WeftError."""
