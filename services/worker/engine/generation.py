@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from services import failpoints
-from services.worker.engine import adapters, packing
+from services.worker.engine import packing
+from services.worker.engine.acceptance import ending_at_arrival
 from services.worker.engine.active_job import ActiveJob
 from services.worker.engine.adapters import AdapterLoads
 from services.worker.engine.answers import advance
@@ -24,6 +25,7 @@ from services.worker.engine.inbox import Arrival, Inbox, Prefetch
 from services.worker.engine.packing import SlotEdits
 from services.worker.engine.prefixes import Prefixes
 from services.worker.engine.profiling import PhaseRecorder, Profiler, Recorder
+from services.worker.engine.scored_prompts import ScoredPrompts
 from services.worker.engine.step_times import StepTimes
 from services.worker.engine.structured import StructuredJobs, refused
 from services.worker.errors import CheckpointError
@@ -33,7 +35,6 @@ from services.worker.job import (
     Failure,
     GuessCounts,
     Job,
-    PromptScores,
     SamplingParams,
     Stats,
     StepOutput,
@@ -43,7 +44,7 @@ from services.worker.options import EngineOptions, MemoryPlan, Progress
 from services.worker.planner.block_pool import BlockPool
 from services.worker.planner.planner import Plan, Planner, Row
 from services.worker.planner.sequence import Sequence
-from services.worker.runners.base import AdapterPages, Runner, Sampled, Scores, StepResult
+from services.worker.runners.base import AdapterPages, Runner, Sampled, StepResult
 from services.worker.speculative.speculation import Speculation
 from services.worker.structured.base import Forms
 
@@ -56,8 +57,6 @@ _LOAD_WAIT_S = 0.001  # between two looks at an adapter for which all jobs wait
 _WARM_UP_KEY = -1
 _NO_GUESSES = GuessCounts()
 
-_TOO_LONG = Failure("INVALID_ARGUMENT", "INVALID", "the prompt is empty or does not fit the model's context")
-_NO_ROOM = Failure("RESOURCE_EXHAUSTED", "KV_EXHAUSTED", "the request needs more KV memory than this worker has")
 _NUMERIC = Failure("INTERNAL", "NUMERIC", "the model computed numbers that are not finite for this request")
 _INTERNAL = Failure("INTERNAL", "INTERNAL", "the engine failed to compute this request", retryable=True)
 
@@ -132,8 +131,7 @@ class GenerationEngine:
         self._adapters = AdapterLoads(self.planner.adapters, adapter_pages)
         self._eos_token_ids, self._fingerprint = frozenset(eos_token_ids), b""
         self._jobs: dict[int, ActiveJob] = {}
-        self._scored: dict[int, int] = {}
-        """For each job that asks for log-probabilities of its prompt: how many were reported."""
+        self._scored = ScoredPrompts()
         self._next_deadline_s = math.inf
         """No job has an earlier one."""
         self._in_flight: deque[_StepInFlight] = deque()
@@ -325,8 +323,7 @@ class GenerationEngine:
                 edits.append(packing.new_blocks(row.sequence))
         if self.speculation is not None:
             edits += [packing.draft(*catch_up) for catch_up in self.speculation.catch_ups(plan.rows)]
-        if self._scored:
-            edits += [edit for edit in map(packing.score, plan.rows) if edit is not None]
+        edits += self._scored.edits(plan.rows)
         if plan.rows:
             self._launch(plan, edits, output)
         return bool(plan.rows)
@@ -438,7 +435,8 @@ class GenerationEngine:
     def _collect(self, part: _StepPart, result: StepResult, output: StepOutput) -> None:
         now, sampled, index = time.monotonic(), result.sampled, -1
         for place, scores in result.scores.items():
-            self._report_scores(part.rows[place], part.preemptions[place], scores, output)
+            if self._job_of(part.rows[place], part.preemptions[place]) is not None:
+                output.scores += self._scored.report(part.rows[place], scores)
         for row, preemptions, finite in zip(part.rows, part.preemptions, result.finite, strict=True):
             index += row.samples > 0
             job = self._job_of(row, preemptions)
@@ -477,18 +475,6 @@ class GenerationEngine:
             self.planner.commit(row, drawn[: ending.kept])
             self._end(job, ending.reason, output, ending.stop_token_id, ending.error)
 
-    def _report_scores(self, row: Row, preemptions: int, scores: Scores, output: StepOutput) -> None:
-        """Report log-probabilities of a prompt, each once: after a pause a prompt is computed again."""
-        if self._job_of(row, preemptions) is None:
-            return
-        key = row.sequence.job.key
-        reported = self._scored.get(key, 0)
-        begin, (logprobs, tops) = max(row.start, reported), scores
-        if len(logprobs) > begin - row.start:
-            new = slice(begin - row.start, None)
-            output.scores.append(PromptScores(key, begin + 1, logprobs[new], tops[new]))
-            self._scored[key] = row.start + len(logprobs)
-
     def _count_guesses(self, job: ActiveJob, row: Row, drawn: int, output: StepOutput) -> None:
         assert self.speculation is not None
         drafted, accepted = self.speculation.drawn(row, drawn)
@@ -521,29 +507,20 @@ class GenerationEngine:
         job, longest = arrival.job, self.memory.max_seq_length
         assert job.key not in self._jobs, f"a job with key {job.key} is running"
         sequence = Sequence(job, arrival.number, self.options.block_size, longest, self._fingerprint)
-        form, cancelled = arrival.form, self._structured.arrived(job.key)
-        matcher = None if isinstance(form, Failure) else form
+        cancelled = self._structured.arrived(job.key)
+        matcher = None if isinstance(arrival.form, Failure) else arrival.form
         active = self._jobs[job.key] = ActiveJob(sequence, arrival.at, self._eos_token_ids, matcher)
         self._next_deadline_s = min(self._next_deadline_s, active.deadline_s)
         self.planner.add(sequence)
-        if job.params.prompt_logprobs is not None:
-            self._scored[job.key] = 0
+        self._scored.add(job)
         if cancelled:
             self._end(active, EndReason.CANCELLED, output)
-        elif isinstance(form, Failure):
-            self._end(active, EndReason.ERROR, output, error=form)
-        elif matcher is not None and matcher.ended:  # An earlier attempt completed it.
-            self._end(active, EndReason.STOP, output)
-        elif job.adapter is not None and not self.planner.adapters.count:
-            self._end(active, EndReason.ERROR, output, error=adapters.UNSUPPORTED)
-        elif not job.token_ids or job.prompt_len >= longest:
-            self._end(active, EndReason.ERROR, output, error=_TOO_LONG)
-        elif sequence.total >= sequence.limit:
-            self._end(active, EndReason.LENGTH, output)
-        elif not self.planner.fits(sequence):
-            self._end(active, EndReason.ERROR, output, error=_NO_ROOM)
-        else:
+            return
+        ending = ending_at_arrival(sequence, arrival.form, self.planner, longest)
+        if ending is None:
             self.prefixes.consider(sequence)
+        else:
+            self._end(active, ending.reason, output, error=ending.error)
 
     def _end_expired(self, output: StepOutput) -> None:
         now = time.monotonic()
@@ -572,7 +549,7 @@ class GenerationEngine:
         error: Failure | None = None,
     ) -> None:
         key, sequence = job.job.key, job.sequence
-        self._scored.pop(key, None)
+        self._scored.forget(key)
         self.prefixes.forget(sequence)
         if self.speculation is not None:
             self.speculation.ended(sequence)
