@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from services.worker.engine.generation import GenerationEngine
 from services.worker.models.config import ModelConfig, count_parameters
+from services.worker.models.moe import ExpertLinear
 from services.worker.runners.cuda.runner import GpuRunner
 
 # Least ceilings, from one H200: a run that measures lower ones is compared with these.
@@ -28,12 +29,23 @@ class Limits:
     """Bytes of a token's keys and values."""
     sustained: float
     """FLOP per second of bf16 products that go on for a second: the power limit has lowered the clocks by then."""
+    experts: float = 0.0
+    """Bytes of the weights of all experts, a part of `weights`."""
 
     @property
     def matrix_numbers(self) -> int:
-        """Weights that a step multiplies with, the head included."""
-        config = self.config
-        return count_parameters(config) - (0 if config.tied_embeddings else config.vocab_size * config.hidden_size)
+        """Weights that multiply a token, the head included."""
+        config, moe = self.config, self.config.moe
+        numbers = count_parameters(config) - (0 if config.tied_embeddings else config.vocab_size * config.hidden_size)
+        if moe is None:
+            return numbers
+        each = config.hidden_size * moe.width * (2 + config.activation.is_gated)
+        return numbers - sum(moe.layers) * (moe.experts - moe.chosen) * each
+
+    def touched(self, tokens: int) -> float:
+        """The share of all experts that `tokens` tokens are expected to choose, if each choice is as likely."""
+        moe = self.config.moe
+        return 1.0 - (1.0 - moe.chosen / moe.experts) ** tokens if moe is not None else 1.0
 
     def decode_s(self, batch: int, context: float) -> float:
         """The floor of a step of `batch` answers: the sum over its operators of what each must read or multiply."""
@@ -51,7 +63,8 @@ class Limits:
     def _products_s(self, tokens: int, sampled: int) -> float:
         """Those of the layers for all tokens, the head's for tokens that are sampled from. The head has 16 bits."""
         head = self.config.vocab_size * self.config.hidden_size
-        layers = max((self.weights - 2 * head) / self.read, 2 * tokens * (self.matrix_numbers - head) / self.linear)
+        weights = self.weights - 2 * head - self.experts * (1.0 - self.touched(tokens))
+        layers = max(weights / self.read, 2 * tokens * (self.matrix_numbers - head) / self.linear)
         return layers + max(2 * head / self.read, 2 * sampled * head / self.matmul)
 
 
@@ -68,4 +81,5 @@ def limits_of(engine: GenerationEngine, ceilings: dict[str, float], fp8: bool) -
         weights,
         config.kv_bytes_per_token(1 if fp8 else 2),
         ceilings.get("sustained", ceilings["matmul"]),
+        sum(each.linear.weight.nbytes for each in model.projections() if isinstance(each.linear, ExpertLinear)),
     )

@@ -1,6 +1,7 @@
-"""The bare engine loop on one GPU: decode, prefill and mixed steps of the 8B and 1B shapes with random weights.
+"""The bare engine loop on one GPU: decode, prefill and mixed steps of the 8B and 1B shapes with random weights, and
+decode and prefill of other shapes, mixtures of experts among them.
 
-    python -m bench.engine.measure [--models 8b 1b "8b int4" "70b fp8"] [--only NAME ...] [--fresh]
+    python -m bench.engine.measure [--models 8b 1b "8b int4" "30b-a3b fp8"] [--only NAME ...] [--fresh]
                                    [--out bench/results]
 
 A row's floor is max(bytes / read bandwidth, FLOP / matrix rate), both measured in the same run. Cells that the results
@@ -36,15 +37,21 @@ from services.worker.loader.tensors import open_checkpoint
 from services.worker.models.config import count_parameters
 from services.worker.options import EngineOptions
 
-MODELS = {"8b": "llama-3.1-8b", "1b": "llama-3.2-1b", "70b": "llama-3.1-70b"}
+MODELS = {
+    "8b": "llama-3.1-8b", "1b": "llama-3.2-1b", "70b": "llama-3.1-70b", "30b-a3b": "qwen3-30b-a3b",
+    "8x7b": "mixtral-8x7b",
+}  # fmt: skip
 # A variant is a model, or a model and the format of its weights; with fp8 weights the KV cache is fp8, too.
-VARIANTS = ("8b", "1b", "8b fp8", "8b int4", "1b fp8", "1b int4", "70b fp8", "70b int4")
+PLAIN = ("8b", "1b")
+ROUNDED = ("8b fp8", "8b int4", "1b fp8", "1b int4", "70b fp8", "70b int4")
+EXPERTS = ("30b-a3b", "30b-a3b fp8", "8x7b", "8x7b fp8", "8x7b int4")
+VARIANTS = (*PLAIN, *ROUNDED, *EXPERTS)
 BATCHES = (1, 8, 32, 128, 256)
 SHORT = 128
 
 
 def cells(loop: Loop, seconds: float, model: str) -> Iterator[tuple[str, Callable[[], Cell]]]:
-    """Name and measurement of each cell of a model; for quantized variants only the cells that differ."""
+    """Name and measurement of each cell of a model; for quantized variants and experts only decode and prefill."""
     for tokens in (128, 1950):
         yield f"prefill {tokens}", lambda tokens=tokens: prefill(loop, tokens)  # type: ignore[misc]
     for batch in BATCHES:
@@ -52,7 +59,7 @@ def cells(loop: Loop, seconds: float, model: str) -> Iterator[tuple[str, Callabl
             break  # the KV cache of a 70B model does not fit beside its weights
         yield f"decode {batch}", lambda batch=batch: decode(loop, batch)  # type: ignore[misc]
     yield "decode 1, short", lambda: decode(loop, 1, SHORT)
-    if " " in model:
+    if model not in PLAIN:
         return
     yield "prefill 1950, back to back", lambda: prefill_on_and_on(loop, 1950)
     yield "mixed 32 + 8k", lambda: mixed(loop, 32, 8000, seconds)
@@ -194,7 +201,7 @@ def main() -> None:
         gc.unfreeze()
         gc.collect()
         torch.cuda.empty_cache()
-        if model in MODELS:
+        if model in PLAIN:
             note(f"{model} prefix of 1950 evicted to host memory", lambda model=model: returning(model, 1950))  # type: ignore[misc]
 
 
