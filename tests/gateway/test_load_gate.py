@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
 from protos import inference_pb2 as api
-from services.gateway.access.load_gate import BUSIEST, AdmittedShare, LoadGate
+from services.gateway.access.load_gate import BUSIEST, PATIENCE, AdmittedShare, LoadGate
 from tests.gateway.fakes import FakeMesh, ask
 from tests.ports import free_port
 
@@ -38,6 +38,13 @@ def test_under_overload_the_processor_stays_busy_and_no_more_is_taken(offered: f
     done = sum(min(1.0, offered * share) for share in shares) / len(shares)
     assert done > 0.7 * BUSIEST  # The rest is for refusals, and for the search.
     assert offered * sum(shares) / len(shares) < 1.05
+
+
+def test_a_burst_that_is_over_soon_refuses_nobody() -> None:
+    admitted = AdmittedShare()
+    assert [admitted.update(1.0) for _ in range(PATIENCE - 1)] == [1.0] * (PATIENCE - 1)
+    assert admitted.update(0.5) == 1.0
+    assert [admitted.update(1.0) for _ in range(PATIENCE)][-1] < 1.0
 
 
 def test_every_call_is_taken_soon_after_an_overload() -> None:

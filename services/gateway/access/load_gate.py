@@ -3,7 +3,8 @@ event loop has no time left. Knows no protocols, no tenants and no requests.
 
 A call that is refused is cheap, but not free: gRPC hands it to Python like any other. So the share of calls to take is
 found by feedback: it falls while the event loop's thread computes nearly all of the time, and rises again when it does
-not. A loop that waits for a processor, because other processes have all of them, is not what this measures.
+not. A burst that is over soon lowers nothing. A loop that waits for a processor, because other processes have all of
+them, is not what this measures.
 """
 
 import asyncio
@@ -23,6 +24,8 @@ WINDOW_S = 0.05
 BUSIEST = 0.93
 """Share of a window that the event loop computes at the most before calls are refused."""
 _SATURATED = 0.98
+PATIENCE = 4
+"""Busy windows, one after the other, after which calls are refused."""
 _FALL, _SLOW_FALL, _FASTEST_RISE, _RISE = 0.75, 0.95, 1.25, 0.01
 _LEAST = 0.01
 """Share of calls that is taken at the least: without any, nothing would show that there is time again."""
@@ -34,10 +37,15 @@ class AdmittedShare:
 
     def __init__(self) -> None:
         self.share = 1.0
+        self._busy = 0
+        """Busy windows since the last that was not."""
 
     def update(self, busy: float) -> float:
         """Applies a window in which the event loop computed for the share `busy` of the time -> the new share."""
-        if busy > BUSIEST:
+        self._busy = self._busy + 1 if busy > BUSIEST else 0
+        if self.share == 1.0 and 0 < self._busy < PATIENCE:
+            return self.share
+        if self._busy:
             self.share *= _FALL if busy > _SATURATED else _SLOW_FALL
         else:
             self.share = self.share * min(_FASTEST_RISE, BUSIEST / max(busy, 0.1)) + _RISE
