@@ -28,53 +28,68 @@ class Device(StrEnum):
     CUDA = "cuda"
 
 
+Base = Annotated[Path, typer.Argument(help="Folder of the 16-bit checkpoint.", exists=True, file_okay=False)]
+Candidates = Annotated[
+    list[Path] | None,
+    typer.Argument(help="Folders of checkpoints made from the base.", exists=True, file_okay=False),
+]
+Drafts = Annotated[
+    list[str] | None,
+    typer.Option(help="draft:MODEL or heads:PATH: how often the base accepts its guesses, by depth; repeatable."),
+]
+Depth = Annotated[int, typer.Option(min=1, max=8, help="Guesses a step of each --draft.")]
+MadeHow = Annotated[Kind, typer.Option(help="quantized: the same network in fewer bits; changed: pruned or distilled.")]
+LeastCosine = Annotated[float | None, typer.Option(help="Least cosine of final hidden states.", show_default="0.99")]
+MostDivergence = Annotated[
+    float | None, typer.Option(help="Most KL divergence, nats per token.", show_default="0.05; changed: 1")
+]
+MostPerplexity = Annotated[
+    float | None, typer.Option(help="Most perplexity relative to the base.", show_default="1.05; changed: 2")
+]
+LeastAgreement = Annotated[
+    float | None, typer.Option(help="Least share of equal most likely tokens.", show_default="0.85")
+]
+MostGainError = Annotated[
+    float | None, typer.Option(help="Most gain error of a layer's part or the head.", show_default="0.015")
+]
+MostRowError = Annotated[
+    float | None, typer.Option(help="Most error of a weight's row, over the median row's.", show_default="5")
+]
+MostRowGainError = Annotated[
+    float | None, typer.Option(help="Most gain error of a row or group of a weight.", show_default="0.15")
+]
+HeldOutText = Annotated[
+    Path | None, typer.Option(help="File or folder of held-out text.", exists=True, show_default="stories")
+]
+Windows = Annotated[int, typer.Option(min=1, help="Windows of held-out text.")]
+Length = Annotated[int, typer.Option(min=32, help="Tokens of each window.")]
+Answers = Annotated[int, typer.Option(min=0, help="Greedy answers to compare and time.")]
+OnDevice = Annotated[Device, typer.Option(help="cpu computes in float32, cuda in bfloat16, as a worker does.")]
+JsonFile = Annotated[Path | None, typer.Option(help="Write the result to this file.")]
+HtmlFile = Annotated[Path | None, typer.Option(help="Write a report with plots to this file.")]
+
+
 @app.command()
 def verify(
-    base: Annotated[Path, typer.Argument(help="Folder of the 16-bit checkpoint.", exists=True, file_okay=False)],
-    candidates: Annotated[
-        list[Path] | None,
-        typer.Argument(help="Folders of checkpoints made from the base.", exists=True, file_okay=False),
-    ] = None,
-    draft: Annotated[
-        list[str] | None,
-        typer.Option(help="draft:MODEL or heads:PATH: how often the base accepts its guesses, by depth; repeatable."),
-    ] = None,
-    depth: Annotated[int, typer.Option(min=1, max=8, help="Guesses a step of each --draft.")] = 4,
-    kind: Annotated[
-        Kind, typer.Option(help="quantized: the same network in fewer bits; changed: pruned or distilled.")
-    ] = Kind.QUANTIZED,
-    min_cosine: Annotated[
-        float | None, typer.Option(help="Least cosine of final hidden states.", show_default="0.99")
-    ] = None,
-    max_kl: Annotated[
-        float | None, typer.Option(help="Most KL divergence, nats per token.", show_default="0.05; changed: 1")
-    ] = None,
-    max_perplexity_ratio: Annotated[
-        float | None, typer.Option(help="Most perplexity relative to the base.", show_default="1.05; changed: 2")
-    ] = None,
-    min_top1: Annotated[
-        float | None, typer.Option(help="Least share of equal most likely tokens.", show_default="0.85")
-    ] = None,
-    max_gain_error: Annotated[
-        float | None, typer.Option(help="Most gain error of a layer's part or the head.", show_default="0.015")
-    ] = None,
-    max_row_error: Annotated[
-        float | None, typer.Option(help="Most error of a weight's row, over the median row's.", show_default="5")
-    ] = None,
-    max_row_gain_error: Annotated[
-        float | None, typer.Option(help="Most gain error of a row or group of a weight.", show_default="0.15")
-    ] = None,
-    text: Annotated[
-        Path | None, typer.Option(help="File or folder of held-out text.", exists=True, show_default="stories")
-    ] = None,
-    windows: Annotated[int, typer.Option(min=1, help="Windows of held-out text.")] = 8,
-    length: Annotated[int, typer.Option(min=32, help="Tokens of each window.")] = 512,
-    answers: Annotated[int, typer.Option(min=0, help="Greedy answers to compare and time.")] = 4,
-    device: Annotated[
-        Device, typer.Option(help="cpu computes in float32, cuda in bfloat16, as a worker does.")
-    ] = Device.CPU,
-    json: Annotated[Path | None, typer.Option(help="Write the result to this file.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write a report with plots to this file.")] = None,
+    base: Base,
+    candidates: Candidates = None,
+    draft: Drafts = None,
+    depth: Depth = 4,
+    kind: MadeHow = Kind.QUANTIZED,
+    min_cosine: LeastCosine = None,
+    max_kl: MostDivergence = None,
+    max_perplexity_ratio: MostPerplexity = None,
+    min_top1: LeastAgreement = None,
+    max_gain_error: MostGainError = None,
+    max_row_error: MostRowError = None,
+    max_row_gain_error: MostRowGainError = None,
+    text: HeldOutText = None,
+    windows: Windows = 8,
+    length: Length = 512,
+    answers: Answers = 4,
+    device: OnDevice = Device.CPU,
+    json: JsonFile = None,
+    html: HtmlFile = None,
 ) -> None:
     """Compare checkpoints with the model they were made from, and measure drafts. The exit code is 1 if a checkpoint
     fails a gate."""

@@ -145,22 +145,11 @@ def serve(
     if part is not None:
         if len(model or []) > 1 or alias:
             fail("several models and aliases are for the whole mesh", usage=True)
-        if adapter:
-            environment["WEFT_ADAPTERS"] = json.dumps([f"{name}={folder}" for _, name, folder in _adapters(adapter)])
-        if len(roles) > 1:
-            fail("several roles are for the whole mesh", usage=True)
-        if roles:
-            environment["WEFT_ROLE"] = roles[0]
+        environment |= _worker_settings(adapter or [], roles)
         if workers != 1:
             fail(f"--workers is for the whole mesh: start `weft serve {part}` once for each", usage=True)
-        if http_port is not None:
-            if part is not ServiceName.GATEWAY:
-                fail(f"the {part} has no --http-port", usage=True)
-            os.environ["WEFT_GATEWAY_HTTP_PORT"] = str(http_port)
-        if gateways is not None:
-            if part is not ServiceName.GATEWAY:
-                fail(f"the {part} has no --gateways", usage=True)
-            os.environ["WEFT_GATEWAY_PROCESSES"] = str(gateways)
+        _set_of_gateway(part, "--http-port", "WEFT_GATEWAY_HTTP_PORT", http_port)
+        _set_of_gateway(part, "--gateways", "WEFT_GATEWAY_PROCESSES", gateways)
         _run_service(part, environment, model="".join(model or []), redis_url=redis_url, host=host, port=port)
         return
     models = [_model_path(each) for each in model or [os.environ.get("MODEL_NAME", "")] if each]
@@ -197,6 +186,27 @@ def demonstrate(
 
     with _mesh_errors():
         run(demo.run(prompt or demo.PROMPT, console()))
+
+
+def _worker_settings(adapters: list[str], roles: list[str]) -> dict[str, str]:
+    """The environment of one worker that serves these adapters in this role. Refuses several roles."""
+    settings = {}
+    if adapters:
+        settings["WEFT_ADAPTERS"] = json.dumps([f"{name}={folder}" for _, name, folder in _adapters(adapters)])
+    if len(roles) > 1:
+        fail("several roles are for the whole mesh", usage=True)
+    if roles:
+        settings["WEFT_ROLE"] = roles[0]
+    return settings
+
+
+def _set_of_gateway(part: ServiceName, flag: str, variable: str, value: int | None) -> None:
+    """Puts a flag that only a gateway has into its environment. Refuses it for other services."""
+    if value is None:
+        return
+    if part is not ServiceName.GATEWAY:
+        fail(f"the {part} has no {flag}", usage=True)
+    os.environ[variable] = str(value)
 
 
 def _run_service(
