@@ -146,6 +146,18 @@ def index(*shape: int) -> Tensor:
 def calls(dtype: torch.dtype, capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
     """(name, call) of every launcher in its served configurations."""
     new = partial(empty, dtype=dtype)
+    yield from layer_calls(new)
+    yield from attention_calls(new, capability)
+    yield from linear_calls(new, capability)
+    yield from expert_calls(new)
+    yield from step_calls(new)
+    if dtype == torch.float32:  # logits
+        yield from sampling_calls(new)
+
+
+def layer_calls(new: Callable[..., Tensor]) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Norms, activations and adapters."""
+    dtype = new(1).dtype
     yield "rms_norm", partial(norm.rms_norm, new(4, 4096), new(4096), 1e-5)
     yield "layer_norm", partial(norm.layer_norm, new(4, 768), new(768), new(768), 1e-5)
     yield "layer_norm without bias", partial(norm.layer_norm, new(4, 768), new(768), None, 1e-5)
@@ -157,6 +169,10 @@ def calls(dtype: torch.dtype, capability: int) -> Iterator[tuple[str, Callable[[
         yield f"lora {rank}", partial(lora.add_adapters, new(4, sum(outputs)), new(4, inputs), stack, words[0], words)
     for tanh in (False, True):
         yield f"gelu {tanh}", partial(activation.gelu, new(4, 3072), tanh=tanh)
+
+
+def attention_calls(new: Callable[..., Tensor], capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Rotation and attention, and copies of pages."""
     for dim in (64, 128):
         pool, qkv, angles = new(64, 16, 2, 8, dim), new(4, 48, dim), new(4, 1, dim)
         rope = partial(rope_kv.rope_and_store, qkv, angles, angles, pool, index(4), 32, 8)
@@ -179,6 +195,17 @@ def calls(dtype: torch.dtype, capability: int) -> Iterator[tuple[str, Callable[[
         wide = new(4, 16, 256), new(64, 16, 2, 4, 256)
         yield f"attention capped 256 {invariant}", partial(attend, *wide, None, invariant, scores=CAPPED)
     yield "attention 80", partial(attend, new(4, 36, 80), new(64, 16, 2, 4, 80), None)
+    for tokens in (2, 3, 5, 9):
+        yield f"attention of {tokens} tokens", partial(attend, new(2 * tokens, 48, 128), new(64, 16, 2, 8, 128), None,
+                                                       short_tokens=tokens)  # fmt: skip
+    pool, staging = new(64, 16, 2, 8, 128), new(2, 1, 16, 2, 8, 128)
+    yield "gather", partial(block_copy.gather_blocks, index(1), pool, index(2), staging)
+    yield "scatter", partial(block_copy.scatter_blocks, index(1), pool, index(2), staging)
+
+
+def linear_calls(new: Callable[..., Tensor], capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Products with plain and with quantized weights."""
+    dtype = new(1).dtype
     exact = dtype == torch.float32
     tile = Tile(16, 32, 4, stages=2) if exact else Tile(64, 128, 4)
     for rows in (1, 64):
@@ -195,20 +222,22 @@ def calls(dtype: torch.dtype, capability: int) -> Iterator[tuple[str, Callable[[
         if capability >= 89:
             yield "round rows", partial(fp8.round_rows, new(4, 4096), new(4096), 1e-5)
             yield "round gated rows", partial(fp8.round_rows, new(4, 28672), gated=True)
-    yield from expert_calls(new)
-    pool, staging = new(64, 16, 2, 8, 128), new(2, 1, 16, 2, 8, 128)
-    yield "gather", partial(block_copy.gather_blocks, index(1), pool, index(2), staging)
-    yield "scatter", partial(block_copy.scatter_blocks, index(1), pool, index(2), staging)
+
+
+def step_calls(new: Callable[..., Tensor]) -> Iterator[tuple[str, Callable[[], object]]]:
+    """What begins and ends a step."""
     step, last, tables = torch.zeros(99, dtype=torch.int32), index(5), torch.zeros(5, 8, dtype=torch.int32)
     yield "unpack", partial(step_io.unpack, step, last, last, tables, step_io.step_inputs(step, 9, 2, 2, tables), 16)
     guessed = step_io.step_inputs(step, 8, 2, 8, tables, guesses=True)
     yield "unpack guesses", partial(step_io.unpack, step, last, last, tables, guessed, 16)
-    for tokens in (2, 3, 5, 9):
-        yield f"attention of {tokens} tokens", partial(attend, new(2 * tokens, 48, 128), new(64, 16, 2, 8, 128), None,
-                                                       short_tokens=tokens)  # fmt: skip
     yield "finite", partial(step_io.finite_lines, new(9, 4096), step[:9])
     yield "mask", partial(token_mask.mask_logits, new(4, 1024), index(2), torch.zeros(2, 32, dtype=torch.int32))
-    for vocab in (None, 1024) if exact else ():  # logits are float32
+
+
+def sampling_calls(new: Callable[..., Tensor]) -> Iterator[tuple[str, Callable[[], object]]]:
+    """From logits to tokens, and the settings of slots."""
+    step, last, tables = torch.zeros(99, dtype=torch.int32), index(5), torch.zeros(5, 8, dtype=torch.int32)
+    for vocab in (None, 1024):
         state = slot_settings(4, "cpu", vocab)
         yield f"sample {vocab}", partial(sampling.sample, new(2, 1024), state, index(2), index(2))
         places = torch.zeros(2, dtype=torch.int32)
@@ -219,15 +248,12 @@ def calls(dtype: torch.dtype, capability: int) -> Iterator[tuple[str, Callable[[
                 guesses.accept, index(2), new(2), index(2), step[:2], index(2), index(2), state, last, step[2:3],
                 forced,
             )  # fmt: skip
-    if exact:
-        yield "edit", partial(slot_edits.edit_slots, step, tables, slot_settings(4, "cpu"))
-        yield "keep", partial(step_io.store_sampled, index(2), new(2), new(2), index(2), last, step[:6].view(3, 2))
-        yield (
-            "top",
-            partial(
-                top_logprobs.top_logprobs, new(2, 1024), new(2), top_logprobs.top_buffers(2, 1024, 20, new(1).device)
-            ),
-        )
+    yield "edit", partial(slot_edits.edit_slots, step, tables, slot_settings(4, "cpu"))
+    yield "keep", partial(step_io.store_sampled, index(2), new(2), new(2), index(2), last, step[:6].view(3, 2))
+    yield (
+        "top",
+        partial(top_logprobs.top_logprobs, new(2, 1024), new(2), top_logprobs.top_buffers(2, 1024, 20, new(1).device)),
+    )
 
 
 def fused_calls(new: Callable[..., Tensor], capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
