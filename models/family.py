@@ -35,7 +35,9 @@ Maker = Callable[[Path, Tensor, Progress], object]
 
 
 def _quantized(recipe: Recipe) -> Maker:
-    return lambda out, windows, told: quantize(BASE, out, recipe, windows[:64] if recipe.calibrated else None, told)
+    return lambda out, windows, progress: quantize(
+        BASE, out, recipe, windows[:64] if recipe.calibrated else None, progress
+    )
 
 
 QUANTIZED: Mapping[str, Maker] = {
@@ -46,7 +48,7 @@ QUANTIZED: Mapping[str, Maker] = {
     "int4-awq": _quantized(Awq(group=32)),
 }
 CHANGED: Mapping[str, Maker] = {
-    "pruned": lambda out, windows, told: shrink(BASE, out, windows, Cut(neurons=0.25), HEAL, told),
+    "pruned": lambda out, windows, progress: shrink(BASE, out, windows, Cut(neurons=0.25), HEAL, progress),
 }
 _COLUMNS = ("", "bytes on disk", "in memory", "perplexity", "KL", "cosine", "same likeliest", "tokens/s", "gate")
 
@@ -71,12 +73,12 @@ def _make(options: argparse.Namespace) -> bool:
     for name, make in {**QUANTIZED, **CHANGED}.items():
         if not (options.out / name).exists():
             print(f"making {name}", flush=True)
-            with bars() as told:
-                make(options.out / name, calibration, told)
+            with bars() as progress:
+                make(options.out / name, calibration, progress)
     held_out = text.windows(text.read(text.HELD_OUT), BASE, 512, options.windows)
-    with bars() as told:
+    with bars() as progress:
         members = [*(options.out / name for name in (*QUANTIZED, *CHANGED)), DRAFT]
-        result = command.measure(BASE, members, held_out, min(4, options.windows), told)
+        result = command.measure(BASE, members, held_out, min(4, options.windows), progress)
     passes = _judge(result)
     command.show(result, console())
     command.save(result, options.out / "family.json", options.out / "family.html")
@@ -89,26 +91,34 @@ def table(result: Mapping[str, Any]) -> str:
     lines = ["| " + " | ".join(_COLUMNS) + " |", "|---|" + "---:|" * (len(_COLUMNS) - 2) + "---|"]
     base = result["base"]
     lines.append(_row(base, "0", "1", "100%", ""))
-    for told in result["candidates"]:
-        cosine = "" if told["cosine"] is None else f"{told['cosine']:.4f}"
-        verdict = "passes" if told["passes"] else "fails"
-        lines.append(_row(told, f"{told['kl']:.4f}", cosine, f"{told['top1']:.1%}", verdict))
+    for member in result["candidates"]:
+        cosine = "" if member["cosine"] is None else f"{member['cosine']:.4f}"
+        verdict = "passes" if member["passes"] else "fails"
+        lines.append(_row(member, f"{member['kl']:.4f}", cosine, f"{member['top1']:.1%}", verdict))
     return "\n".join(lines) + "\n"
 
 
 def _judge(result: dict[str, Any]) -> bool:
     """Quantized members must be the base, the others only nearly as good."""
     quantized, changed = (
-        result | {"candidates": [told for told in result["candidates"] if (told["name"] in QUANTIZED) is same]}
+        result | {"candidates": [member for member in result["candidates"] if (member["name"] in QUANTIZED) is same]}
         for same in (True, False)
     )
     verdicts = [command.judge(quantized, LIMITS["quantized"]), command.judge(changed, LIMITS["changed"])]
     return all(verdicts)
 
 
-def _row(told: Mapping[str, Any], kl: str, cosine: str, top1: str, verdict: str) -> str:
-    sizes = (f"{told['file_bytes'] / 1e6:.1f} MB", f"{told['memory_bytes'] / 1e6:.1f} MB")
-    cells = (told["name"], *sizes, f"{told['perplexity']:.2f}", kl, cosine, top1, f"{told['tokens_per_second']:,.0f}")
+def _row(member: Mapping[str, Any], kl: str, cosine: str, top1: str, verdict: str) -> str:
+    sizes = (f"{member['file_bytes'] / 1e6:.1f} MB", f"{member['memory_bytes'] / 1e6:.1f} MB")
+    cells = (
+        member["name"],
+        *sizes,
+        f"{member['perplexity']:.2f}",
+        kl,
+        cosine,
+        top1,
+        f"{member['tokens_per_second']:,.0f}",
+    )
     return "| " + " | ".join((*cells, verdict)) + " |"
 
 

@@ -23,11 +23,11 @@ Check: TypeAlias = Callable[[float], str | None]
 """Called about once a second with `time.monotonic()`. -> why there seems to be a hang; None if there is none."""
 
 LOOP_S = 2.0
-"""An event loop that has run no callback for so long is blocked."""
+"""Seconds without a callback after which an event loop is blocked."""
 INTERVAL_S = 1.0
 GIL_S = 10.0
 _OVERSLEPT_S = 0.5
-"""Where this thread itself woke so much later than it should, the process was suspended: no check runs."""
+"""Seconds by which this thread wakes too late if the process was suspended: no check runs then."""
 _MOST_FRAMES = 40
 
 

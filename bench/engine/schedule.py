@@ -139,10 +139,10 @@ class Loop:
             sequence = row.sequence
             if row.samples and sequence in self._seen:
                 self._batch.commit(row, [0])
-                self._tell(sequence, now + 1.2)
+                self._deliver(sequence, now + 1.2)
         self._batch.landed()
 
-    def _tell(self, sequence: Sequence, at_ms: float) -> None:
+    def _deliver(self, sequence: Sequence, at_ms: float) -> None:
         before, outcome = self._seen[sequence], self.outcome
         if before is None:
             outcome.first.add(at_ms - self._sent[sequence])

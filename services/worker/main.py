@@ -46,7 +46,7 @@ _ROLES = {
     "decode": api.WORKER_ROLE_DECODE,
 }
 # The engine's thread releases the GIL with every kernel that it launches. With Python's default of 5 ms, a thread that
-# reads a burst of requests would keep the GIL for so long each time.
+# reads a burst of requests would keep the GIL for 5 ms each time.
 _SWITCH_S = 0.001
 
 

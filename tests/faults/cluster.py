@@ -118,7 +118,7 @@ class Cluster(Mesh):
 
     @property
     def measured(self) -> list[Process]:
-        """The processes that tell what they hold."""
+        """The processes that report what they hold."""
         return [process for process in self.processes if "WEFT_METRICS_PORT" in process.env]
 
     async def blocks_in_use(self) -> int:

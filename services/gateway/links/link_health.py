@@ -18,8 +18,8 @@ LEAST_S = 2.0
 STEPS = 3
 """Announced steps without progress after which a worker is lost."""
 PATIENCE = 5
-"""This many times longer where nothing speaks for a loss: a step that uses the CPU, no other worker to continue at, or
-more workers that are silent than would fail at a time."""
+"""Factor of all waits where a loss is unlikely: a step uses the CPU, no other worker can continue, or more workers are
+silent than would fail at a time."""
 
 
 @dataclass(slots=True)
@@ -51,7 +51,7 @@ class LinkHealth:
             self.computed_at = now
 
     def excuse(self, seconds: float) -> None:
-        """The gateway itself did not run for so long: no worker is blamed for that time."""
+        """The gateway itself did not run for this time, which counts against no worker."""
         self.heard_at += seconds
         self.stepped_at += seconds
         self.computed_at += seconds

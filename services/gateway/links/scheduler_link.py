@@ -28,7 +28,7 @@ Fallback = Callable[[mesh.Submit, bool], mesh.Assigned | None]
 RESUME_S = 30.0
 """How long an interrupted answer waits for a disconnected scheduler, if no known worker has room meanwhile."""
 SILENCE_S = 1.5
-"""A scheduler that has sent nothing for so long does not answer: it sends two heartbeats a second."""
+"""Seconds without a message after which the scheduler is taken as gone: it sends two heartbeats a second."""
 WATCH_S = 0.1
 _UNSERVED = frozenset({"NO_WORKER", "MODEL_NOT_FOUND"})
 """Rejections that mean that the scheduler sees no worker of the model. It may be the scheduler that lost them."""

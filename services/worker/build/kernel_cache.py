@@ -33,7 +33,7 @@ PHASE = "kernels"
 _LAUNCHERS = [Path(__file__).parents[1] / room for room in ("models", "runners")]
 _MODULE = "services.worker.build.compile_kernels"
 _SILENCE_S = 120.0
-"""A process that has reported nothing for so long is given up; a kernel takes 20 s at most."""
+"""Seconds without a report after which the process is given up; a kernel takes 20 s at most."""
 _LOOK_S = 0.1
 _BESIDE_LAYERS = 3 << 30
 """Bytes that the process needs on the GPU beside weights: its context, activations of a full step, workspaces."""

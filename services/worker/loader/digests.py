@@ -45,7 +45,7 @@ def cache_file() -> Path | None:
 
 
 class DigestCache:
-    """Digests of files of earlier starts. Whatever is wrong with its own file, it only remembers less."""
+    """Digests of files, kept between starts. Without a readable file of its own it has none: files are hashed again."""
 
     def __init__(self, path: Path | None, least_bytes: int = _LEAST_REMEMBERED) -> None:
         self._path, self._least_bytes = path, least_bytes

@@ -129,7 +129,7 @@ class Speculation:
         return drafted, accepted
 
     def stepped(self, rows: Iterable[Row], seconds: float) -> None:
-        """A step without prompts took so long."""
+        """A step of these rows, without prompts, took this many seconds."""
         depths = [len(row.guesses) for row in rows]
         if depths and not self._behind and not self._catches_up:
             self._chooser.observe_step(len(depths), max(depths), seconds)
