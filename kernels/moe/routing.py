@@ -16,6 +16,8 @@ from kernels.moe.reference import Routes
 
 CHUNK = 128
 """Entries that a program of the sort places."""
+FEW = 256
+"""Entries up to which one program does it all."""
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -24,12 +26,47 @@ def choose_experts_kernel(
     ids,  # int32 [T, k] out
     weights,  # float32 [T, k] out
     T, stride,
-    E: tl.constexpr, BLOCK_E: tl.constexpr, CHOSEN: tl.constexpr, NORMALIZED: tl.constexpr, ROWS: tl.constexpr,
-    PDL: tl.constexpr,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, CHOSEN: tl.constexpr, BLOCK_K: tl.constexpr, NORMALIZED: tl.constexpr,
+    ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program chooses the experts of ROWS tokens, one choice after the other."""
     wait(PDL)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    _choose(logits, ids, weights, rows, T, stride, E, BLOCK_E, CHOSEN, BLOCK_K, NORMALIZED)
+
+
+@triton.jit(do_not_specialize=["T"])
+def route_few_kernel(
+    logits,  # [T, E]
+    ids,  # int32 [T, k] out
+    weights,  # float32 [T, k] out
+    order,  # int32 [T * k] out
+    offsets,  # int32 [E + 1] out
+    T, stride,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, CHOSEN: tl.constexpr, BLOCK_K: tl.constexpr, NORMALIZED: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program chooses the experts of all tokens and places their entries. ROWS >= T, CHUNK >= T * k."""
+    wait(PDL)
+    _choose(logits, ids, weights, tl.arange(0, ROWS), T, stride, E, BLOCK_E, CHOSEN, BLOCK_K, NORMALIZED)
+    tl.debug_barrier()  # All threads of the program see what it has stored.
+    places, lanes = tl.arange(0, CHUNK), tl.arange(0, BLOCK_E)
+    expert = tl.load(ids + places, mask=places < T * CHOSEN, other=-1)
+    same = (expert[:, None] == lanes[None, :]).to(tl.int32)
+    count = tl.sum(same, 0)
+    first = tl.cumsum(count, 0) - count
+    tl.store(offsets + lanes, first, mask=lanes < E)
+    tl.store(offsets + E, T * CHOSEN)
+    target = tl.sum(same * (first + tl.cumsum(same, 0) - 1), 1)
+    tl.store(order + target, places, mask=places < T * CHOSEN)
+
+
+@triton.jit
+def _choose(
+    logits, ids, weights, rows, T, stride,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, CHOSEN: tl.constexpr, BLOCK_K: tl.constexpr, NORMALIZED: tl.constexpr,
+):  # fmt: skip
+    """Stores the experts of these tokens, one choice after the other, and their weights."""
     lanes = tl.arange(0, BLOCK_E)
     known = (rows < T)[:, None] & (lanes < E)[None, :]
     place = rows.to(tl.int64)[:, None] * stride + lanes[None, :]
@@ -39,21 +76,17 @@ def choose_experts_kernel(
     scores = tl.where(lanes[None, :] < E, tl.maximum(scores, -3e38), float("-inf"))
     top = tl.max(scores, 1)
     whole = tl.sum(tl.exp(scores - top[:, None]), 1)
-    total = tl.zeros([ROWS], tl.float32)
-    left = scores
-    for _ in tl.static_range(CHOSEN):
-        best = tl.max(left, 1)
-        expert = tl.min(tl.where(left == best[:, None], lanes[None, :], BLOCK_E), 1)
-        total += tl.exp(best - top)
-        left = tl.where(lanes[None, :] == expert[:, None], float("-inf"), left)
-    left = scores
-    divisor = total if NORMALIZED else whole
+    choice = tl.arange(0, BLOCK_K)[None, :]
+    chances = tl.zeros_like(top)[:, None] + tl.zeros([1, BLOCK_K], tl.float32)
     for index in tl.static_range(CHOSEN):
-        best = tl.max(left, 1)
-        expert = tl.min(tl.where(left == best[:, None], lanes[None, :], BLOCK_E), 1)
+        best = tl.max(scores, 1)
+        expert = tl.min(tl.where(scores == best[:, None], lanes[None, :], BLOCK_E), 1)
         tl.store(ids + rows * CHOSEN + index, expert, mask=rows < T)
-        tl.store(weights + rows * CHOSEN + index, tl.exp(best - top) / divisor, mask=rows < T)
-        left = tl.where(lanes[None, :] == expert[:, None], float("-inf"), left)
+        chances = tl.where(choice == index, tl.exp(best - top)[:, None], chances)
+        scores = tl.where(lanes[None, :] == expert[:, None], float("-inf"), scores)
+    divisor = tl.sum(chances, 1) if NORMALIZED else whole
+    target = weights + rows[:, None] * CHOSEN + choice
+    tl.store(target, chances / divisor[:, None], mask=(rows < T)[:, None] & (choice < CHOSEN))
 
 
 @triton.jit(do_not_specialize=["entries"])
@@ -103,7 +136,7 @@ def place_kernel(
 
 
 def route(logits_TE: Tensor, chosen: int, normalized: bool) -> Routes:
-    """As `kernels.moe.reference.route`, in three launches; order and offsets are int32."""
+    """As `kernels.moe.reference.route`, in one launch or three; order and offsets are int32."""
     tokens, experts = logits_TE.shape
     assert 0 < chosen <= experts, (chosen, experts)
     assert logits_TE.stride(1) == 1
@@ -114,12 +147,23 @@ def route(logits_TE: Tensor, chosen: int, normalized: bool) -> Routes:
     counts = torch.empty(chunks, experts, dtype=torch.int32, device=device)
     order = torch.empty(entries, dtype=torch.int32, device=device)
     offsets = torch.empty(experts + 1, dtype=torch.int32, device=device)
+    options = launch_options(device)
     block = max(16, triton.next_power_of_2(experts))
-    rows, options = max(1, 512 // block), launch_options(device)
+    choice = {
+        "E": experts, "BLOCK_E": block, "CHOSEN": chosen, "BLOCK_K": triton.next_power_of_2(chosen),
+        "NORMALIZED": normalized, **options,
+    }  # fmt: skip
+    if entries <= FEW:
+        rows, places = triton.next_power_of_2(max(1, tokens)), max(16, triton.next_power_of_2(entries))
+        route_few_kernel[(1,)](
+            logits_TE, ids, weights, order, offsets, tokens, logits_TE.stride(0), ROWS=rows, CHUNK=places,
+            num_warps=8, **choice,
+        )  # fmt: skip
+        return Routes(weights, order, offsets)
+    rows = max(1, 512 // block)
     choose_experts_kernel[(triton.cdiv(tokens, rows),)](
-        logits_TE, ids, weights, tokens, logits_TE.stride(0), E=experts, BLOCK_E=block, CHOSEN=chosen,
-        NORMALIZED=normalized, ROWS=rows, num_warps=4, **options,
-    )  # fmt: skip
+        logits_TE, ids, weights, tokens, logits_TE.stride(0), ROWS=rows, num_warps=4, **choice
+    )
     sizes = {"E": experts, "BLOCK_E": block, "CHUNK": CHUNK, "num_warps": 8}
     count_kernel[(chunks,)](ids, counts, entries, **sizes, **options)
     place_kernel[(chunks,)](ids, counts, order, offsets, entries, chunks, **sizes, **options)
