@@ -23,7 +23,7 @@ from kernels.linear.split_k import Tile, finish, workspace
 
 
 @triton.jit
-def _add_product(
+def add_product(
     total,  # float32 [BLOCK_N, BLOCK_M]
     a,  # words of a chunk, int32 [BLOCK_N, W]
     b,  # a part of that chunk's columns of x, [128 / PARTS, BLOCK_M]
@@ -109,11 +109,11 @@ def packed_gemm_kernel(
                 if not EVEN:
                     mask = mask & (column + inner < K)[None, :]
                 b = tl.trans(tl.load(inputs + column, mask=mask, other=0.0))
-                product = _add_product(
+                product = add_product(
                     product, a, b, scales, zeros, place, column, minus, part, PARTS, half, KIND, GROUP, ASM
                 )
                 if GATED:
-                    up = _add_product(
+                    up = add_product(
                         up, c, b, scales, zeros, up_place, column, minus, part, PARTS, half, KIND, GROUP, ASM
                     )
     if GROUP == 0:

@@ -1,30 +1,35 @@
 """Products of many experts in one launch: each row of x with the weight of the expert that computes it.
 
 The rows of an expert are cut into tiles, as `kernels.moe.routing` has sorted them; which tile of which expert a program
-computes, it finds out on the device. Weights are converted in registers; x is not rounded.
+computes, it finds out on the device. Quantized weights are converted in registers, as in `kernels.linear.packed_gemm`;
+x is not rounded.
 
     T tokens    E experts    k experts that compute a token    entry t * k + i    N outputs    K inputs
+    C chunks of 128 inputs
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.dependent_launch import launch_options, wait
-from kernels.device import shared_bytes
+from kernels.activation import activate, gelu_argument
+from kernels.dependent_launch import launch_options, prefetch, wait
+from kernels.device import has_asm, shared_bytes
+from kernels.linear.packed import CHUNK, PackedWeight, minus_zero, packed_rows
+from kernels.linear.packed_gemm import add_product
 from kernels.moe.reference import Routes
 from kernels.moe.weights import ExpertStack
+from kernels.operands import Activation
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Shape of a program. Not tuned on a device yet."""
+    """Shape of a program."""
 
     rows: int
     outputs: int
@@ -33,50 +38,36 @@ class Tile:
     warps: int
 
 
-FEW, SOME, MANY = Tile(16, 64, 128, 4, 4), Tile(32, 128, 64, 4, 4), Tile(128, 128, 64, 3, 8)
-"""By the mean number of an expert's rows: up to 16, up to 64, more."""
+FEW, SOME, MANY = Tile(16, 64, 128, 4, 4), Tile(64, 128, 64, 4, 8), Tile(128, 256, 64, 3, 8)
+"""By the mean number of an expert's rows: up to 16, up to 64, more. Measured on one H200."""
+MANY_SMALL = Tile(128, 128, 64, 2, 8)
+"""On GPUs with less than 110 KiB of shared memory a program, where all tiles have two stages at most."""
+INVARIANT = Tile(32, 128, 64, 4, 4)
 EXACT = Tile(16, 32, 32, 2, 4)
 """For rows in float32."""
+FEW_PACKED, SOME_PACKED, MANY_PACKED = (
+    Tile(16, 64, CHUNK, 4, 4),
+    Tile(64, 64, CHUNK, 3, 4),
+    Tile(128, 128, CHUNK, 3, 8),
+)
+"""Of quantized weights."""
+_GATED_ROWS = 64
+"""Rows of a tile up to which a product gates its outputs itself: of more, two sums do not fit into the registers."""
 
 
-def tile_for(entries: int, experts: int, dtype: torch.dtype, invariant: bool) -> Tile:
-    """The tile for `entries` entries; an invariant one does not depend on their number."""
-    if dtype == torch.float32:
+def tile_for(entries: int, experts: int, x: Tensor, packed: bool, invariant: bool) -> Tile:
+    """The tile for `entries` entries of rows like x; an invariant one does not depend on their number."""
+    if x.dtype == torch.float32:
         return EXACT
+    small = shared_bytes(x.device) < 110 << 10
     if invariant:
-        return SOME
-    mean = entries / experts
-    return FEW if mean <= FEW.rows else SOME if mean <= 64 else MANY
-
-
-@triton.jit
-def _numbers(
-    values,  # [BLOCK_N] pointers to the rows of an expert's values
-    zero,  # [BLOCK_N] pointers to the rows of its zeros, or None
-    start, columns, K, known,
-    half: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
-    """Weights of BLOCK_N outputs from input `start` on, not scaled: [BLOCK_N, BLOCK_K]; of e4m3 divided by 256."""
-    BLOCK_K: tl.constexpr = columns.shape[0]
-    BLOCK_N: tl.constexpr = known.shape[0]
-    if KIND == "int4":
-        pairs = tl.arange(0, BLOCK_K // 2)
-        octets = tl.load(values[:, None] + (start // 2 + pairs)[None, :], mask=known[:, None], other=0)
-        found = tl.reshape(tl.join(octets & 15, octets >> 4), [BLOCK_N, BLOCK_K]).to(tl.int8)
-        if zero is not None:
-            found -= tl.load(zero + start // GROUP, mask=known, other=0).to(tl.int8)[:, None]
-        else:
-            found -= 8
-        return found.to(half)
-    inside = known[:, None]
-    if not EVEN:
-        inside = inside & (start + columns < K)[None, :]
-    found = tl.load(values[:, None] + (start + columns)[None, :], mask=inside, other=0)
-    if KIND == "fp8":
-        # The exponent of float16 has another bias, and its bits begin one further to the right.
-        bits = found.to(tl.int16)
-        found = ((bits & 128) << 8 | (bits & 127) << 7).to(tl.float16, bitcast=True)
-    return found.to(half)
+        chosen = SOME_PACKED if packed else INVARIANT
+    else:
+        mean = entries / experts
+        place = 0 if mean <= FEW.rows else 1 if mean <= SOME.rows else 2
+        plain = (FEW, SOME, MANY_SMALL if small else MANY)
+        chosen = ((FEW_PACKED, SOME_PACKED, MANY_PACKED) if packed else plain)[place]
+    return replace(chosen, stages=2) if small else chosen
 
 
 @triton.jit
@@ -95,19 +86,21 @@ def _tile_of(offsets, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.conste
 
 
 @triton.jit
+def _gated(gate, up, GATE: tl.constexpr):
+    """The activation of the gates times the others; GATE: silu or gelu."""
+    return gate * tl.sigmoid(gelu_argument(gate) if GATE == "gelu" else gate) * up
+
+
+@triton.jit
 def grouped_kernel(
     x,  # [entries / DIVIDE, K]
-    values,  # [E, N, K], or [E, N, K / 2] with two numbers in a byte
-    scale,  # [E, cdiv(N, ROWS), cdiv(K, GROUP) or 1] or None
-    zero,  # uint8 [E, N, K / GROUP] or None
-    inputs_of,  # int32 [E, K] or None: the input that each stored column is for
+    weights,  # [E, N, K]; with GATE [E, 2N, K], the gates and then the ups
     order,  # int32 [entries]
     offsets,  # int32 [E + 1]
     out,  # [entries, N]
     N, K,
-    E: tl.constexpr, BLOCK_E: tl.constexpr, DIVIDE: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, DIVIDE: tl.constexpr, GATE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, block of outputs): row e of the result is x[e // DIVIDE] @ W[expert of e].T."""
     wait(PDL)
@@ -119,36 +112,100 @@ def grouped_kernel(
     outputs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     known = outputs < N
     columns = tl.arange(0, BLOCK_K)
-    row = expert.to(tl.int64) * N + outputs
-    half: tl.constexpr = x.dtype.element_ty
-    precision: tl.constexpr = "ieee" if half == tl.float32 else "tf32"
-    weights = values + row * (K // 2 if KIND == "int4" else K)
-    groups = tl.cdiv(K, GROUP) if GROUP else 1
-    scales, zeros = scale, zero
-    if scale is not None:
-        scales = scale + (expert.to(tl.int64) * tl.cdiv(N, ROWS) + outputs // ROWS) * groups
-    if zero is not None:
-        zeros = zero + row * groups
+    row = expert.to(tl.int64) * (N if GATE == "" else 2 * N) + outputs
+    precision: tl.constexpr = "ieee" if x.dtype.element_ty == tl.float32 else "tf32"
+    inputs = x + (entry // DIVIDE)[:, None] * K + columns[None, :]
+    gates, ups = weights + row[:, None] * K + columns[None, :], weights + (row + N)[:, None] * K + columns[None, :]
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        inside = (places < stop)[:, None]
+        mine, its = (places < stop)[:, None], known[:, None]
         if not EVEN:
-            inside = inside & (start + columns < K)[None, :]
-        inputs = start + columns
-        if inputs_of is not None:
-            inputs = tl.load(inputs_of + expert * K + inputs)
-        a = tl.load(x + (entry // DIVIDE)[:, None] * K + inputs[None, :], mask=inside, other=0.0)
-        b = _numbers(weights, zeros, start, columns, K, known, half, KIND, GROUP, EVEN)
-        product = tl.dot(a, tl.trans(b), input_precision=precision)
-        if GROUP:
-            product *= tl.load(scales + start // GROUP, mask=known, other=0.0).to(tl.float32)[None, :]
-        total += product
-    if KIND != "plain" and GROUP == 0:
-        total *= tl.load(scales, mask=known, other=0.0).to(tl.float32)[None, :]
-    if KIND == "fp8":
-        total *= 256
+            inside = (start + columns < K)[None, :]
+            mine, its = mine & inside, its & inside
+        a = tl.load(inputs + start, mask=mine, other=0.0)
+        b = tl.load(gates + start, mask=its, other=0.0)
+        total = tl.dot(a, tl.trans(b), total, input_precision=precision)
+        if GATE != "":
+            c = tl.load(ups + start, mask=its, other=0.0)
+            up = tl.dot(a, tl.trans(c), up, input_precision=precision)
+    if GATE != "":
+        total = _gated(total, up, GATE)
     target = out + entry[:, None] * N + outputs[None, :]
     tl.store(target, total.to(out.dtype.element_ty), mask=(places < stop)[:, None] & known[None, :])
+
+
+@triton.jit
+def packed_kernel(
+    x,  # [entries / DIVIDE, K]
+    packed,  # int32 [E, ...]: `PackedWeight.packed` of each expert; with GATE of [2N, K], the gates and then the ups
+    scales,  # [E, tiles of 64 outputs, groups, 64]
+    zeros,  # uint8, of the same shape, or None
+    inputs_of,  # int64 [E, K] or None: the input that each stored column is for
+    order,  # int32 [entries]
+    offsets,  # int32 [E + 1]
+    out,  # [entries, N]
+    N, K, C, groups, words, scale_count,  # words and scales of an expert
+    E: tl.constexpr, BLOCK_E: tl.constexpr, DIVIDE: tl.constexpr, GATE: tl.constexpr, KIND: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
+    ASM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """As `grouped_kernel`, with packed weights."""
+    wait(PDL)
+    exists, expert, first, stop = _tile_of(offsets, E, BLOCK_E, BLOCK_M)
+    if not exists:
+        return
+    expert = expert.to(tl.int64)
+    packed += expert * words
+    scales += expert * scale_count
+    if zeros is not None:
+        zeros += expert * scale_count
+    places = first + tl.arange(0, BLOCK_M)
+    entry = tl.load(order + places, mask=places < stop, other=0).to(tl.int64)
+    outputs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    PARTS: tl.constexpr = 128 // GROUP if GROUP % 128 else 1
+    SIZE: tl.constexpr = 1024 if KIND == "int4" else 32  # words between a row's chunks
+    W: tl.constexpr = 16 if KIND == "int4" else 32
+    gate = tl.minimum(outputs, N - 1)
+    other = gate + N
+    lane = tl.arange(0, W)[None, :]
+    gates, ups = packed_rows(packed, gate, C, KIND)[:, None] + lane, packed_rows(packed, other, C, KIND)[:, None] + lane
+    place, up_place = gate // 64 * groups * 64 + gate % 64, other // 64 * groups * 64 + other % 64
+    if ASM and GROUP > 0:  # all scales of the first 64 outputs: waiting for one takes longer than the computation
+        lines = tl.minimum(tl.arange(0, 128), groups - 1) * 64
+        prefetch(scales + tl.program_id(1) * BLOCK_N // 64 * groups * 64 + lines)
+    inner = tl.arange(0, 128 // PARTS)
+    inputs = x + (entry // DIVIDE)[:, None] * K
+    half: tl.constexpr = x.dtype.element_ty
+    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    minus = tl.broadcast_to(minus_zero(None, place, half), [BLOCK_N, W])
+    for chunk in tl.range(0, C, num_stages=STAGES):
+        a = tl.load(gates + chunk * SIZE, eviction_policy="evict_first")
+        c = a
+        if GATE != "":
+            c = tl.load(ups + chunk * SIZE, eviction_policy="evict_first")
+        for part in tl.static_range(PARTS):
+            column = chunk * 128 + part * (128 // PARTS)
+            mask = (places < stop)[:, None]
+            if not EVEN:
+                mask = mask & (column + inner < K)[None, :]
+            source = column + inner
+            if inputs_of is not None:
+                source = tl.load(inputs_of + expert * K + source, mask=source < K, other=0)
+            b = tl.trans(tl.load(inputs + source[None, :], mask=mask, other=0.0))
+            total = add_product(total, a, b, scales, zeros, place, column, minus, part, PARTS, half, KIND, GROUP, ASM)
+            if GATE != "":
+                up = add_product(up, c, b, scales, zeros, up_place, column, minus, part, PARTS, half, KIND, GROUP, ASM)
+    if GROUP == 0:
+        total *= tl.load(scales + place).to(tl.float32)[:, None]
+        if GATE != "":
+            up *= tl.load(scales + up_place).to(tl.float32)[:, None]
+    if GATE != "":
+        total = _gated(total, up, GATE)
+    target = out + entry[:, None] * N + outputs[None, :]
+    known = (places < stop)[:, None] & (outputs < N)[None, :]
+    tl.store(target, tl.trans(total).to(out.dtype.element_ty), mask=known)
 
 
 def multiply(x: Tensor, experts: ExpertStack, routes: Routes, *, divide: int, invariant: bool = False) -> Tensor:
@@ -157,22 +214,51 @@ def multiply(x: Tensor, experts: ExpertStack, routes: Routes, *, divide: int, in
     x [entries / divide, K], contiguous; divide is k for rows of tokens and 1 for rows of entries. invariant: a row's
     bits do not depend on the other rows or their number.
     """
-    entries, layout, (outputs, inputs) = len(routes.order), experts.layout, (experts.outputs, experts.inputs)
+    return _multiply(x, experts, routes, divide, _tile(x, experts, routes, invariant), "")
+
+
+def multiply_activate(
+    x: Tensor, experts: ExpertStack, routes: Routes, activation: Activation, *, divide: int, invariant: bool = False
+) -> Tensor:
+    """The activation of `multiply`'s result: [entries, N], or [entries, N / 2] if it is gated."""
+    tile = _tile(x, experts, routes, invariant)
+    if not activation.is_gated or tile.rows > _GATED_ROWS:
+        return activate(_multiply(x, experts, routes, divide, tile, ""), activation)
+    gate = "gelu" if activation is Activation.GATED_GELU_TANH else "silu"
+    return _multiply(x, experts, routes, divide, tile, gate)
+
+
+def _tile(x: Tensor, experts: ExpertStack, routes: Routes, invariant: bool) -> Tile:
+    packed = isinstance(experts.weight, PackedWeight)
+    return tile_for(len(routes.order), experts.count, x, packed, invariant)
+
+
+def _multiply(x: Tensor, experts: ExpertStack, routes: Routes, divide: int, tile: Tile, gate: str) -> Tensor:
+    entries, inputs = len(routes.order), experts.inputs
+    outputs = experts.outputs // 2 if gate else experts.outputs
     assert tuple(x.shape) == (entries // divide, inputs), (x.shape, entries, divide, inputs)
     assert x.is_contiguous()
     out = torch.empty(entries, outputs, dtype=x.dtype, device=x.device)
-    tile = tile_for(entries, experts.count, x.dtype, invariant)
-    width = math.gcd(layout.group, tile.inputs) if layout.group else tile.inputs
-    stages = tile.stages if shared_bytes(x.device) >= 110 << 10 else min(tile.stages, 2)
+    if not entries:
+        return out
+    shape = {
+        "E": experts.count, "BLOCK_E": max(16, triton.next_power_of_2(experts.count)), "DIVIDE": divide, "GATE": gate,
+        "BLOCK_M": tile.rows, "BLOCK_N": tile.outputs, "EVEN": inputs % tile.inputs == 0, "num_warps": tile.warps,
+        "STAGES": tile.stages, **launch_options(x.device),
+    }  # fmt: skip
     # Each expert has at most one tile that is not full.
     tiles = min(entries, entries // tile.rows + min(entries, experts.count))
-    if entries:
-        grouped_kernel[(tiles, triton.cdiv(outputs, tile.outputs))](
-            x, layout.values, layout.scale, layout.zero, layout.order, routes.order, routes.offsets, out, outputs,
-            inputs, E=experts.count, BLOCK_E=max(16, triton.next_power_of_2(experts.count)), DIVIDE=divide,
-            KIND=layout.kind, GROUP=layout.group, ROWS=layout.rows, BLOCK_M=tile.rows, BLOCK_N=tile.outputs,
-            BLOCK_K=width, EVEN=inputs % width == 0, STAGES=stages, num_warps=tile.warps, **launch_options(x.device),
+    grid, weight = (tiles, triton.cdiv(outputs, tile.outputs)), experts.weight
+    if isinstance(weight, PackedWeight):
+        packed_kernel[grid](
+            x, weight.packed, weight.scale, weight.zero, weight.order, routes.order, routes.offsets, out, outputs,
+            inputs, weight.chunks, weight.scale.shape[2], weight.packed[0].numel(), weight.scale[0].numel(),
+            KIND=weight.kind, GROUP=weight.group, ASM=has_asm(x.device), **shape,
         )  # fmt: skip
+    else:
+        grouped_kernel[grid](
+            x, weight, routes.order, routes.offsets, out, outputs, inputs, BLOCK_K=tile.inputs, **shape
+        )
     return out
 
 

@@ -40,7 +40,7 @@ from kernels.linear.split_k import Tile
 from kernels.moe import grouped, routing
 from kernels.moe.reference import Routes
 from kernels.moe.weights import ExpertStack
-from kernels.operands import Scores
+from kernels.operands import Activation, Scores
 from kernels.sampling import token_mask, top_logprobs
 from kernels.sampling.slot_settings import slot_settings
 
@@ -340,6 +340,9 @@ def expert_calls(new: Callable[..., Tensor]) -> Iterator[tuple[str, Callable[[],
                 f"experts {kind} {tokens}",
                 partial(grouped.multiply, new(tokens, 512), stack, routes, divide=chosen, invariant=tokens == 40),
             )
+            if kind in ("plain", "int4") and tokens == 1:
+                gated = partial(grouped.multiply_activate, new(tokens, 512), stack, routes, Activation.GATED_SILU)
+                yield f"experts gated {kind} {tokens}", partial(gated, divide=chosen)
     yield "route 128", partial(routing.route, new(64, 128), 8, False)
     yield "experts added", partial(grouped.add_weighted, new(4, 2048), new(32, 2048), torch.ones(4, 8))
 
@@ -566,7 +569,10 @@ def compile_all(capability: int, dtype: torch.dtype) -> list[str]:
     lines = []
     dependent = {"PDL": capability >= 90, "ASM": True}
     processors = mock.patch.object(dense_hopper, "processors", return_value=132)
-    with processors, mock.patch.object(split_k, "shared_bytes", return_value=MOST_SHARED[capability]):
+    split, experts = (
+        mock.patch.object(module, "shared_bytes", return_value=MOST_SHARED[capability]) for module in (split_k, grouped)
+    )
+    with processors, split, experts:
         launches = [(name, *launch) for name, call in calls(dtype, capability) for launch in recorded(call)]
     for name, kernel, arguments in launches:
         compiled = compile_launch(kernel, arguments | dependent, capability)

@@ -12,6 +12,7 @@ from torch import Tensor
 from kernels import quantized_weights
 from kernels.moe import grouped, reference, routing
 from kernels.moe.weights import ExpertStack
+from kernels.operands import Activation
 from kernels.quantized_weights import Weight
 from tests.kernels.cases import DEVICE, close, rand
 from tests.kernels.weights import weights
@@ -56,7 +57,7 @@ def check_experts(tokens: int, experts: int, chosen: int, n: int, k: int, group:
         kinds = [each[1:2] for each in kinds]
     plain: list[Weight] = [rand(n, k, dtype=dtype) / k**0.5 for _ in range(experts)]
     fourth: list[Weight] = [quantized_weights.quantize_nf4(rand(n, k, dtype=torch.float32)) for _ in range(experts)]
-    for case in (plain, fourth, *map(list, zip(*kinds, strict=True))):
+    for number, case in enumerate((plain, fourth, *map(list, zip(*kinds, strict=True)))):
         stack = ExpertStack(experts, n, k, dtype)
         for expert in random.sample(range(experts), experts):
             stack.keep(expert, case[expert])
@@ -66,11 +67,28 @@ def check_experts(tokens: int, experts: int, chosen: int, n: int, k: int, group:
             with poisoned():
                 got = grouped.multiply(x, stack, routes, divide=divide, invariant=invariant)
             close(got, reference.multiply(x.double(), case, routes, divide=divide))
+        if number in (0, 2):
+            check_gate(x, stack, case, routes)
     residual = rand(tokens, n, dtype=dtype)
     wanted = residual.double()
     reference.add_weighted(wanted, got.double(), routes.weights_Tk)
     grouped.add_weighted(residual, got, routes.weights_Tk)
     close(residual, wanted)
+
+
+def check_gate(x: Tensor, stack: ExpertStack, case: list[Weight], routes: reference.Routes) -> None:
+    """The activation of the products of entries; gated, of the first and the second half of the outputs."""
+    products = reference.multiply(x.double(), case, routes, divide=1)
+    half = products.shape[1] // 2
+    gate = products[:, :half]
+    for activation, wanted in (
+        (Activation.GATED_SILU, torch.nn.functional.silu(gate) * products[:, half:]),
+        (Activation.GATED_GELU_TANH, torch.nn.functional.gelu(gate, approximate="tanh") * products[:, half:]),
+        (Activation.GELU, torch.nn.functional.gelu(products)),
+    ):
+        with poisoned():
+            got = grouped.multiply_activate(x, stack, routes, activation, divide=1)
+        close(got, wanted)
 
 
 def check_invariant_experts(dtype: torch.dtype) -> None:

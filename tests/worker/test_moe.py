@@ -222,9 +222,9 @@ def test_an_adapter_of_an_expert_is_refused_by_its_name(plain: Path, tmp_path: P
 
 
 def test_experts_of_one_layer_have_one_format_on_a_device() -> None:
-    stack = ExpertStack(2, 48, 64, torch.float32)
-    weight = torch.randn(48, 64)
+    stack = ExpertStack(2, 64, 128, torch.bfloat16)
+    weight = torch.randn(64, 128)
     part = stack.keep(1, quantized_weights.quantize_int4(weight, 32))
-    assert (part.nbytes, stack.layout.nbytes) == (48 * (32 + 8), 2 * 48 * (32 + 8))
+    assert (part.nbytes, stack.weight.nbytes) == (64 * (64 + 16), 2 * 64 * (64 + 16))
     with pytest.raises(ValueError, match="the experts of a layer have different formats"):
         stack.keep(0, quantized_weights.quantize_int8(weight))

@@ -54,7 +54,6 @@ class SparseMlp:
 
     def __call__(self, x: Tensor) -> None:
         """Add to the residual stream x [T, hidden]."""
-        logits = self.ops.norm_matmul(x, self.norm, self.router)
-        routes = self.ops.route(logits, self.chosen, self.normalized)
         normed = self.ops.normalize(x, self.norm)
+        routes = self.ops.route(self.ops.matmul(normed, self.router), self.chosen, self.normalized)
         self.ops.add_experts(x, normed, routes, self.activation, self.up.weights, self.down.weights)

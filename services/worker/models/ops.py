@@ -50,6 +50,9 @@ class Ops(Protocol):
     def normalize(self, x: Tensor, norm: Norm, /) -> Tensor:
         """The norm over the last dimension."""
 
+    def matmul(self, x: Tensor, weight: Any, bias: Tensor | None = None, /) -> Tensor:
+        """x @ weight.T + bias; the weight is a tensor or what `prepare` returned."""
+
     def norm_matmul(self, x: Tensor, norm: Norm, weight: Any, bias: Tensor | None = None, /) -> Tensor:
         """norm(x) @ weight.T + bias; the weight is a tensor or what `prepare` returned."""
 

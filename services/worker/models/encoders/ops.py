@@ -35,9 +35,6 @@ class PackedTexts:
 class EncoderOps(Ops, Protocol):
     """One implementation of each operation."""
 
-    def matmul(self, x: Tensor, weight: Any, bias: Tensor | None, /) -> Tensor:
-        """x @ weight.T + bias; the weight is a tensor or what `prepare` returned."""
-
     def matmul_activate(self, x: Tensor, activation: Activation, weight: Any, bias: Tensor | None, /) -> Tensor:
         """activation(x @ weight.T + bias)."""
 

@@ -27,21 +27,17 @@ class EqualTexts(NamedTuple):
 class CpuEncoderOps(ReferenceOps):
     """Plain torch. A row's last bits may depend on the other rows of its batch."""
 
-    def matmul(self, x: Tensor, weight: Tensor | Product, bias: Tensor | None, /) -> Tensor:
-        """x @ weight.T + bias."""
-        return self._matmul(x, weight, bias)
-
     def matmul_activate(
         self, x: Tensor, activation: Activation, weight: Tensor | Product, bias: Tensor | None, /
     ) -> Tensor:
         """activation(x @ weight.T + bias)."""
-        return self.activate(self._matmul(x, weight, bias), activation)
+        return self.activate(self.matmul(x, weight, bias), activation)
 
     def matmul_add_norm(
         self, x: Tensor, weight: Tensor | Product, bias: Tensor | None, residual: Tensor, norm: Norm, /
     ) -> Tensor:
         """norm(residual + x @ weight.T + bias)."""
-        return self.normalize(residual.add_(self._matmul(x, weight, bias)), norm)
+        return self.normalize(residual.add_(self.matmul(x, weight, bias)), norm)
 
     def plan_packed(self, lengths: Sequence[int], /) -> list[EqualTexts]:
         """The texts in groups of equal lengths, which follow one another because lengths ascend: no copies."""

@@ -46,12 +46,13 @@ class ReferenceOps:
         wanted = self.empty_weight(outputs, inputs, dtype)
         return prepared if prepared.stride() == wanted.stride() else wanted.copy_(prepared)
 
-    def _matmul(self, x: Tensor, weight: Tensor | Product, bias: Tensor | None) -> Tensor:
+    def matmul(self, x: Tensor, weight: Tensor | Product, bias: Tensor | None = None, /) -> Tensor:
+        """x @ weight.T + bias."""
         return self.multiply(x, weight, bias) if isinstance(weight, Tensor) else weight(x, bias)
 
     def norm_matmul(self, x: Tensor, norm: Norm, weight: Tensor | Product, bias: Tensor | None = None, /) -> Tensor:
         """norm(x) @ weight.T + bias."""
-        return self._matmul(self.normalize(x, norm), weight, bias)
+        return self.matmul(self.normalize(x, norm), weight, bias)
 
     def norm_activate(
         self, x: Tensor, norm: Norm, activation: Activation, weight: Tensor | Product, bias: Tensor | None = None, /
@@ -61,7 +62,7 @@ class ReferenceOps:
 
     def add_matmul(self, residual: Tensor, x: Tensor, weight: Tensor | Product, bias: Tensor | None = None, /) -> None:
         """residual += x @ weight.T + bias."""
-        residual.add_(self._matmul(x, weight, bias))
+        residual.add_(self.matmul(x, weight, bias))
 
     def rope_and_store(
         self,
@@ -98,8 +99,8 @@ class ReferenceOps:
         for first, last, its_up, its_down in zip(offsets, offsets[1:], up, down, strict=False):
             if first < last:
                 entries = routes.order[first:last]
-                hidden = self.activate(self._matmul(x[entries // chosen], its_up, None), activation)
-                results[entries] = self._matmul(hidden, its_down, None)
+                hidden = self.activate(self.matmul(x[entries // chosen], its_up), activation)
+                results[entries] = self.matmul(hidden, its_down)
         moe.add_weighted(residual, results, routes.weights_Tk)
 
     def norm_qkv(self, *_: object) -> None:

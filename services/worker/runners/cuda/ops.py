@@ -34,6 +34,10 @@ class TritonOps:
         """In the layout of the kernels."""
         return linear.prepare(weight, dtype)
 
+    def matmul(self, x: Tensor, weight: DeviceWeight, bias: Tensor | None = None, /) -> Tensor:
+        """x @ weight.T + bias."""
+        return linear.linear(x, weight, bias)
+
     def norm_matmul(self, x: Tensor, norm: Norm, weight: DeviceWeight, bias: Tensor | None = None, /) -> Tensor:
         """norm(x) @ weight.T + bias."""
         return linear.linear(x, weight, bias, norm=norm)
@@ -74,9 +78,9 @@ class TritonOps:
     def add_experts(
         self, residual: Tensor, x: Tensor, routes: Routes, activation: Activation, up: ExpertStack, down: ExpertStack, /
     ) -> None:
-        """Each product of all experts is one launch."""
+        """Each product of all experts is one launch; for few rows the first one has the activation, too."""
         chosen = routes.weights_Tk.shape[1]
-        hidden = activate(grouped.multiply(x, up, routes, divide=chosen, invariant=self.invariant), activation)
+        hidden = grouped.multiply_activate(x, up, routes, activation, divide=chosen, invariant=self.invariant)
         results = grouped.multiply(hidden, down, routes, divide=1, invariant=self.invariant)
         grouped.add_weighted(residual, results, routes.weights_Tk)
 
@@ -102,6 +106,10 @@ class InvariantTritonOps(TritonOps):
     """A row has the same bits in any batch and any chunk: where a sum is cut depends on the row's own length alone."""
 
     invariant = True
+
+    def matmul(self, x: Tensor, weight: DeviceWeight, bias: Tensor | None = None, /) -> Tensor:
+        """x @ weight.T + bias."""
+        return linear.invariant(x, weight, bias)
 
     def norm_matmul(self, x: Tensor, norm: Norm, weight: DeviceWeight, bias: Tensor | None = None, /) -> Tensor:
         """norm(x) @ weight.T + bias."""
