@@ -55,6 +55,8 @@ def cells(loop: Loop, seconds: float, model: str) -> Iterator[tuple[str, Callabl
     for tokens in (128, 1950):
         yield f"prefill {tokens}", lambda tokens=tokens: prefill(loop, tokens)  # type: ignore[misc]
     for batch in BATCHES:
+        if batch > loop.engine.options.max_batch_size:
+            break
         if batch * (CONTEXT + STEPS + 512) > loop.engine.memory.kv_tokens:
             break  # the KV cache of a 70B model does not fit beside its weights
         yield f"decode {batch}", lambda batch=batch: decode(loop, batch)  # type: ignore[misc]
@@ -149,7 +151,10 @@ def start(model: str, limits: dict[str, float]) -> tuple[Loop, Cell]:
         phases[f"{current} s"] = phases.get(f"{current} s", 0.0) + now - last
         last, current = now, phase
 
-    options = EngineOptions(engine="gpu", max_batch_size=256, step_tokens=8192, chunk_tokens=200, max_seq_length=16384)
+    options = EngineOptions(
+        engine="gpu", max_batch_size=128 if model in EXPERTS else 256, step_tokens=8192, chunk_tokens=200,
+        max_seq_length=16384,
+    )  # fmt: skip
     name, _, bits = model.partition(" ")
     if bits:
         options = options.model_copy(update={"quantize": bits, "kv_dtype": "fp8" if bits == "fp8" else "auto"})
