@@ -1,4 +1,4 @@
-"""RMS norm and layer norm. One program normalizes one row, in one fixed order.
+"""RMS norm and layer norm, in one fixed order for each row, also of a sum.
 
 T rows, n numbers in a row. A row's bits depend on the row alone, so the deterministic mode uses these kernels too.
 """
@@ -64,6 +64,40 @@ def layer_norm_kernel(
     tl.store(out + row * n + columns, result.to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def layer_normed(x, weight, bias, columns, inside, n, eps):
+    """The layer norm of rows x [ROWS, BLOCK] in float32, of which columns `inside` count."""
+    centered = tl.where(inside[None, :], x - (tl.sum(x, 1) / n)[:, None], 0.0)
+    inverse = 1.0 / tl.sqrt_rn(tl.sum(centered * centered, 1) / n + eps)
+    scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    shift = tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+    return centered * inverse[:, None] * scale[None, :] + shift[None, :]
+
+
+@triton.jit(do_not_specialize=["T"])
+def add_layer_norm_kernel(
+    x,  # [T, n], contiguous
+    added,  # [n] or None: to each row
+    residual,  # [T, n], contiguous
+    weight,  # [n]
+    bias,  # [n]
+    out,  # [T, n]; may be x or the residual
+    T, n, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A program normalizes ROWS rows: few numbers of a row would keep too few loads in flight."""
+    wait(PDL)
+    rows, columns = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    inside = columns < n
+    here = (rows < T)[:, None] & inside[None, :]
+    places = rows.to(tl.int64)[:, None] * n + columns
+    number = tl.load(x + places, mask=here, other=0.0).to(tl.float32)
+    number += tl.load(residual + places, mask=here, other=0.0).to(tl.float32)
+    if added is not None:
+        number += tl.load(added + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
+    result = layer_normed(number, weight, bias, columns, inside, n, eps)
+    tl.store(out + places, result.to(out.dtype.element_ty), mask=here)
+
+
 def normalize(x: Tensor, norm: Norm) -> Tensor:
     """The norm over the last dimension of x."""
     if norm.kind is NormKind.RMS:
@@ -99,3 +133,27 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
             BLOCK=block, num_warps=min(16, max(1, block // 512)), **launch_options(x.device),
         )  # fmt: skip
     return out.view(x.shape)
+
+
+def add_layer_norm(x: Tensor, added: Tensor | None, residual: Tensor, norm: Norm, out: Tensor | None = None) -> Tensor:
+    """layer_norm(x + added + residual). x and residual [T, n], contiguous; added [n]; out may be one of them. The sum
+    is not rounded before it is normalized."""
+    assert norm.kind is NormKind.LAYER, norm.kind
+    assert x.is_contiguous()
+    assert residual.is_contiguous()
+    count, n = x.shape
+    if out is None:
+        out = torch.empty_like(x)
+    block = triton.next_power_of_2(n)
+    rows = rows_of_program(block)
+    if count:
+        add_layer_norm_kernel[(triton.cdiv(count, rows),)](
+            x, added, residual, norm.weight, norm.bias, out, count, n, norm.eps,
+            ROWS=rows, BLOCK=block, num_warps=4, **launch_options(x.device),
+        )  # fmt: skip
+    return out
+
+
+def rows_of_program(block: int) -> int:
+    """How many rows of `block` numbers four warps normalize at a time."""
+    return max(1, min(8, 4096 // block))

@@ -1,4 +1,4 @@
-"""Values that operations are called with: norms, activations and the scores of attention. Imports no torch."""
+"""Values that operations are called with: norms, activations, poolings, the scores of attention. Imports no torch."""
 
 from __future__ import annotations
 
@@ -35,6 +35,18 @@ class Activation(Enum):
     def is_gated(self) -> bool:
         """Whether a row has two halves, of which one gates the other."""
         return self in (Activation.GATED_SILU, Activation.GATED_GELU_TANH)
+
+
+class Pooling(Enum):
+    """How the vectors of a text's tokens become one."""
+
+    MEAN = "mean"
+    CLS = "cls"
+    """That of the first token."""
+    LAST = "last"
+    """That of the last token."""
+    MAX = "max"
+    """The largest number of each dimension."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -55,7 +55,9 @@ class EngineOptions(BaseModel):
     kv_bytes: int | None = Field(None, ge=1, description="Bytes of the KV pool; absent: sized from the free memory.")
     kv_blocks: int | None = Field(None, ge=1, description="Blocks of the KV pool; wins over kv_bytes.")
     step_tokens: int = Field(
-        512, ge=1, description="Most tokens computed in one engine step; on a GPU 8192 unless set."
+        512,
+        ge=1,
+        description="Most tokens computed in one engine step; on a GPU 8192 unless set, for an encoder 32768.",
     )
     chunk_tokens: int | None = Field(
         None,

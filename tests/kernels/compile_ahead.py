@@ -33,14 +33,15 @@ from kernels import (
     sampling,
     slot_edits,
     step_io,
+    texts,
 )
-from kernels.attention import short_prefill
+from kernels.attention import packed_texts, short_prefill
 from kernels.linear import dense, dense_hopper, fp8, nf4, packed, packed_gemm, qkv_rope, split_k
 from kernels.linear.split_k import Tile
 from kernels.moe import grouped, routing
 from kernels.moe.reference import Routes
 from kernels.moe.weights import ExpertStack
-from kernels.operands import Activation, Scores
+from kernels.operands import Activation, Norm, NormKind, Pooling, Scores
 from kernels.sampling import token_mask, top_logprobs
 from kernels.sampling.slot_settings import slot_settings
 
@@ -76,6 +77,8 @@ MODULES = (
     dense_hopper,
     lora,
     norm,
+    packed_texts,
+    texts,
     grouped,
     routing,
     qkv_rope,
@@ -150,6 +153,7 @@ def calls(dtype: torch.dtype, capability: int) -> Iterator[tuple[str, Callable[[
     yield from attention_calls(new, capability)
     yield from linear_calls(new, capability)
     yield from expert_calls(new)
+    yield from text_calls(new)
     yield from step_calls(new)
     if dtype == torch.float32:  # logits
         yield from sampling_calls(new)
@@ -345,6 +349,20 @@ def expert_calls(new: Callable[..., Tensor]) -> Iterator[tuple[str, Callable[[],
                 yield f"experts gated {kind} {tokens}", partial(gated, divide=chosen)
     yield "route 128", partial(routing.route, new(64, 128), 8, False)
     yield "experts added", partial(grouped.add_weighted, new(4, 2048), new(32, 2048), torch.ones(4, 8))
+
+
+def text_calls(new: Callable[..., Tensor]) -> Iterator[tuple[str, Callable[[], object]]]:
+    """The kernels of encoders, in the shapes of MiniLM and BERT; for wide heads the largest programs."""
+    layer_norm = Norm(new(384), 1e-12, NormKind.LAYER, new(384))
+    ids, tables = torch.zeros(99, dtype=torch.int32), (new(99, 384), new(99, 384), new(2, 384))
+    yield "embed texts", partial(texts.embed_texts, ids, ids, ids, *tables, layer_norm)
+    yield "add layer norm", partial(norm.add_layer_norm, new(99, 384), new(384), new(99, 384), layer_norm)
+    for pooling in Pooling:
+        yield f"pool texts {pooling}", partial(texts.pool_texts, new(99, 384), ids[:5], pooling)
+    exact = new(1).dtype == torch.float32
+    for tokens, heads, dim in ((4096, 12, 64),) if exact else ((64, 12, 32), (4096, 12, 64), (4096, 8, 128)):
+        plan = packed_texts.TilePlan(ids.view(-1, 3), packed_texts.shape_for(tokens, dim, new(1).dtype))
+        yield f"packed texts {tokens} {dim}", partial(packed_texts.attend_packed, new(99, 3 * heads * dim), plan, heads)
 
 
 def attend(

@@ -88,7 +88,6 @@ CASES: dict[str, tuple[Damage, str]] = {
     ),
 }
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
-    "gpu": ({"engine": "gpu"}, "ENGINE=torch"),
     "paced": ({"engine": "paced"}, "ENGINE=paced does not serve encoders"),
     "deterministic": ({"deterministic": True}, "WEFT_DETERMINISTIC"),
     "speculate": ({"speculate": "ngram"}, "WEFT_SPECULATE"),

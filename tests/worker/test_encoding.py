@@ -7,13 +7,14 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 from services.worker.engine.encoding import EncodingEngine
 from services.worker.job import EncodeTask, Ended, EndReason, Job, SamplingParams, StepOutput
 from services.worker.planner.dynamic_batch import DynamicBatch
 from services.worker.runners.base import TextTokens
 
-POISON, NAN, SLOW = 666, 13, 7
+POISON, LATE_POISON, NAN = 666, 667, 13
 MOST_TOKENS, MOST_LENGTH = 64, 32
 
 
@@ -22,21 +23,32 @@ class SumRunner:
 
     most_tokens, width = MOST_TOKENS, 2
 
-    def __init__(self) -> None:
+    def __init__(self, depth: int = 1) -> None:
+        self.depth = depth
         self.batches: list[int] = []
         """Tokens of each batch that was computed."""
+        self.in_flight = self.most_in_flight = 0
         self.gate = threading.Event()
         self.gate.set()
 
-    def encode(self, batch: Sequence[TextTokens], /) -> npt.NDArray[np.float32]:
-        self.gate.wait(10)
-        tokens = sum(len(text.token_ids) for text in batch)
-        assert tokens <= MOST_TOKENS
+    def launch(self, batch: Sequence[TextTokens], /) -> Sequence[TextTokens]:
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
         if any(POISON in text.token_ids for text in batch):
+            self.in_flight -= 1
+            raise RuntimeError("poison")
+        return batch
+
+    def collect(self, launched: Sequence[TextTokens], /) -> npt.NDArray[np.float32]:
+        self.gate.wait(10)
+        self.in_flight -= 1
+        tokens = sum(len(text.token_ids) for text in launched)
+        assert tokens <= MOST_TOKENS
+        if any(LATE_POISON in text.token_ids for text in launched):
             raise RuntimeError("poison")
         self.batches.append(tokens)
-        sums = [math.nan if NAN in text.token_ids else sum(text.token_ids) for text in batch]
-        return np.array([[len(text.token_ids), total] for text, total in zip(batch, sums, strict=True)], np.float32)
+        sums = [math.nan if NAN in text.token_ids else sum(text.token_ids) for text in launched]
+        return np.array([[len(text.token_ids), total] for text, total in zip(launched, sums, strict=True)], np.float32)
 
 
 def engine_of(runner: SumRunner, longest_wait_s: float = 0.0) -> EncodingEngine:
@@ -89,8 +101,12 @@ def values(ended: Ended) -> list[list[float]]:
     return numbers
 
 
-def test_two_hundred_texts_are_batched_without_padding() -> None:
-    runner = SumRunner()
+depths = pytest.mark.parametrize("depth", [1, 2])
+
+
+@depths
+def test_two_hundred_texts_are_batched_without_padding(depth: int) -> None:
+    runner = SumRunner(depth)
     engine, lengths = engine_of(runner), [1 + index * 7 % MOST_LENGTH for index in range(200)]
     for key, length in enumerate(lengths):
         engine.submit(job(key, [2] * length))
@@ -100,26 +116,31 @@ def test_two_hundred_texts_are_batched_without_padding() -> None:
     assert sum(runner.batches) == sum(lengths)  # Not one row more than there are tokens.
     assert len(runner.batches) <= 1.2 * sum(lengths) / MOST_TOKENS
     assert engine.stats().steps == len(runner.batches)
+    assert runner.most_in_flight == depth  # Full batches wait for one another on the device.
 
 
-def test_a_poisoned_text_fails_alone() -> None:
-    runner = SumRunner()
+@depths
+def test_a_poisoned_text_fails_alone(depth: int) -> None:
+    runner = SumRunner(depth)
     engine = engine_of(runner)
     for key in range(8):
         engine.submit(job(key, [key, key], [POISON if key == 3 else 1], [5]))
     engine.submit(job(8, [NAN]))
+    engine.submit(job(9, [LATE_POISON]))
     with Ends(engine) as ends:
-        ended = ends.wait(9)
+        ended = ends.wait(10)
     failed = {key: end for key, end in ended.items() if end.reason is EndReason.ERROR}
     assert {key: (end.failed_text, end.error and end.error.reason) for key, end in failed.items()} == {
         3: (1, "INTERNAL"),
         8: (0, "NUMERIC"),
+        9: (0, "INTERNAL"),
     }
     assert all(values(ended[key]) == [[2, 2 * key], [1, 1], [1, 5]] for key in range(8) if key != 3)
 
 
-def test_jobs_end_by_cancel_deadline_and_bad_texts() -> None:
-    runner = SumRunner()
+@depths
+def test_jobs_end_by_cancel_deadline_and_bad_texts(depth: int) -> None:
+    runner = SumRunner(depth)
     engine = engine_of(runner)
     runner.gate.clear()
     with Ends(engine) as ends:
@@ -137,8 +158,9 @@ def test_jobs_end_by_cancel_deadline_and_bad_texts() -> None:
     assert runner.batches == [1]  # What has ended is not computed.
 
 
-def test_a_batch_waits_for_texts_that_come_and_no_longer() -> None:
-    runner = SumRunner()
+@depths
+def test_a_batch_waits_for_texts_that_come_and_no_longer(depth: int) -> None:
+    runner = SumRunner(depth)
     engine = engine_of(runner, longest_wait_s=30.0)
     with Ends(engine) as ends:
         engine.submit(job(0, [1]))

@@ -27,6 +27,8 @@ _GPU_DEFAULTS: Mapping[str, object] = {
     "chunk_tokens": 200,
     "dtype": "bfloat16",
 }
+_GPU_ENCODER_DEFAULTS: Mapping[str, object] = {**_GPU_DEFAULTS, "step_tokens": 32768}
+"""An encoder's texts do not wait for one another's tokens: a batch may be as large as the GPU likes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +42,17 @@ class BuiltEngine:
     read_adapter: AdapterReader
 
 
-def resolve_engine(settings: Options) -> Options:
-    """The settings with the engine chosen, and with its defaults for what is not set. Raises CheckpointError."""
+def resolve_engine(settings: Options, *, encodes: bool = False) -> Options:
+    """The settings with the engine chosen, and with its defaults for what is not set. encodes: of an encoder. Raises
+    CheckpointError."""
     engine, chosen = settings.engine, dict[str, object]()
+    defaults = _GPU_ENCODER_DEFAULTS if encodes else _GPU_DEFAULTS
     if engine in ("auto", "gpu"):
         import torch
 
         if torch.cuda.is_available():
-            chosen = {name: value for name, value in _GPU_DEFAULTS.items() if name not in settings.model_fields_set}
-            chosen |= {"engine": "gpu", "dtype": _GPU_DEFAULTS["dtype"] if settings.dtype == "auto" else settings.dtype}
+            chosen = {name: value for name, value in defaults.items() if name not in settings.model_fields_set}
+            chosen |= {"engine": "gpu", "dtype": defaults["dtype"] if settings.dtype == "auto" else settings.dtype}
         elif engine == "gpu":
             raise CheckpointError("ENGINE=gpu needs a GPU that torch can use")
         else:

@@ -1,4 +1,4 @@
-"""Dynamic batching of an encoder: jobs with texts in, vectors out. One thread takes batches and computes them.
+"""Dynamic batching of an encoder: jobs with texts in, vectors out. One thread launches batches and collects them.
 
 Knows the batch's policy and a runner that it is handed, no device, no checkpoint and no network.
 """
@@ -6,9 +6,12 @@ Knows the batch's policy and a runner that it is handed, no device, no checkpoin
 import logging
 import threading
 import time
+from array import array
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +36,7 @@ from services.worker.job import (
 )
 from services.worker.kvcache.tiers import BlockStore, Peers
 from services.worker.planner.dynamic_batch import DynamicBatch, WaitingText
-from services.worker.runners.base import EncoderRunner, TextTokens
+from services.worker.runners.base import EncoderRunner, TextTokens, Vectors
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +55,8 @@ class _Texts:
     job: Job
     task: EncodeTask
     arrived: float
+    token_ids: "array[int]"
+    """Of all texts; a part of an array is copied many times faster than one of a list."""
     begins: list[int]
     """Where each text begins in the job's tokens, and where the last one ends."""
     vectors: npt.NDArray[np.float32]
@@ -63,7 +68,18 @@ class _Texts:
     def tokens_of(self, index: int) -> TextTokens:
         """The tokens of a text."""
         second = self.task.seconds[index] if self.task.seconds else 0
-        return TextTokens(self.job.token_ids[self.begins[index] : self.begins[index + 1]], second)
+        return TextTokens(self.token_ids[self.begins[index] : self.begins[index + 1]], second)
+
+
+@dataclass(slots=True, eq=False)
+class _Batch:
+    """A batch in flight."""
+
+    texts: Sequence[WaitingText]
+    tokens: int
+    launched: Any
+    """The runner's handle; None: it could not be launched."""
+    began: float
 
 
 class EncodingEngine:
@@ -78,7 +94,7 @@ class EncodingEngine:
 
     def __init__(
         self,
-        runner: EncoderRunner,
+        runner: EncoderRunner[Any],
         capabilities: frozenset[str],
         most_length: int,
         batch: DynamicBatch,
@@ -91,6 +107,8 @@ class EncodingEngine:
         self.profiler = Profiler(recorder)
         self.step_times = StepTimes(_NO_DECODING_S)
         self._jobs: dict[int, _Texts] = {}
+        self._in_flight: deque[_Batch] = deque()
+        self._collected_at = 0.0
         self._steps = 0
         self._events: EngineEvents | None = None
         self.inbox = Inbox()
@@ -133,38 +151,77 @@ class EncodingEngine:
     # ---- the engine's thread ----
 
     def run(self, events: EngineEvents, stop: threading.Event) -> None:
-        """Compute batches until `stop` is set and `wake` is called; sleep while no text waits or more are expected."""
+        """Compute batches until `stop` is set and `wake` is called; sleep while no text waits or more are expected.
+
+        A batch is launched behind another one only if it is full: until that one is over, more texts may come.
+        """
         self._events = events
         while not stop.is_set():
             output = StepOutput([], [])
             self._take_messages(output)
             wait_s = self.batch.wait_s(time.monotonic())
-            if wait_s == 0.0:
-                self.step(output)
+            if self._in_flight:
+                if self.batch.is_full and len(self._in_flight) < self.runner.depth:
+                    self._launch()
+                else:
+                    self._collect(output)
+            elif wait_s == 0.0:
+                self._launch()
+            elif not output.ended:
+                self.inbox.sleep(min(wait_s, IDLE_WAIT_S), stop.is_set)
             if output.ended:
                 events.stepped(output)
-            if wait_s > 0.0:
-                self.inbox.sleep(min(wait_s, IDLE_WAIT_S), stop.is_set)
 
     def step(self, output: StepOutput) -> None:
         """Compute the next batch."""
+        self._launch()
+        while self._in_flight:
+            self._collect(output)
+
+    def _launch(self) -> None:
+        """Launch the next batch."""
         self.profiler.step_begins()
         self.profiler.enter("planning")
-        batch = self.batch.take()
-        tokens, began = sum(text.tokens for text in batch), time.monotonic()
+        texts = self.batch.take()
+        tokens, began = sum(text.tokens for text in texts), time.monotonic()
         predicted_s = self.step_times.predict(tokens)
         self.inbox.predicted_step_s = predicted_s
         if self._events is not None:
             self._events.launched(predicted_s)
-        for text in batch:
+        for text in texts:
             job = self._jobs[text.key]
             job.started = job.started or began
         self.profiler.enter("launch")
-        self._compute(batch, output)
+        try:
+            launched = self._launch_texts(texts)
+        except Exception:  # Its parts are launched again, one after the other, when it is collected.
+            launched = None
+        self._in_flight.append(_Batch(texts, tokens, launched, began))
         self.profiler.step_ends()
+
+    def _collect(self, output: StepOutput) -> None:
+        """Collect the oldest batch in flight. Where the runner computes meanwhile, the next one is launched before the
+        ends of this one are written."""
+        batch = self._in_flight.popleft()
+        self.profiler.enter("waiting")
+        vectors = self._wait(batch)
+        self.profiler.step_ends()
+        now = time.monotonic()
+        self.step_times.observe(batch.tokens, False, now - max(batch.began, self._collected_at))
+        self._collected_at = now
         self._steps += 1
-        self.step_times.observe(tokens, False, time.monotonic() - began)
-        self.inbox.predicted_step_s = 0.0
+        if not self._in_flight:
+            self.inbox.predicted_step_s = 0.0
+            if self.runner.depth > 1:
+                self._take_messages(output)
+                if self.batch.wait_s(now) == 0.0:
+                    self._launch()
+        self.profiler.enter("collecting")
+        if vectors is None:
+            self._compute_halves(batch.texts, output)
+        else:
+            self._finish(batch.texts, vectors, output)
+        self.profiler.step_ends()
 
     def has_work(self) -> bool:
         """Whether there are jobs, or messages that were not taken."""
@@ -186,26 +243,47 @@ class EncodingEngine:
                 raise CheckpointError(f"the model cannot compute: {failures[0].message}")
         self._steps = 0
 
+    def _launch_texts(self, batch: Sequence[WaitingText]) -> Any:
+        """The runner's handle."""
+        texts = [self._jobs[each.key].tokens_of(each.place) for each in batch]
+        for text in texts if failpoints.ARMED else ():
+            failpoints.hit("engine.step", text.token_ids)
+        return self.runner.launch(texts)
+
+    def _wait(self, batch: _Batch) -> Vectors | None:
+        """The vectors of a batch; None: it failed."""
+        if batch.launched is None:
+            return None
+        try:
+            return self.runner.collect(batch.launched)
+        except Exception:
+            return None
+
     def _compute(self, batch: Sequence[WaitingText], output: StepOutput) -> None:
         """Compute these texts; if that fails, each half of them, so that one bad text fails alone."""
-        texts = [self._jobs[each.key].tokens_of(each.place) for each in batch]
         try:
-            for text in texts if failpoints.ARMED else ():
-                failpoints.hit("engine.step", text.token_ids)
-            vectors = self.runner.encode(texts)
+            vectors = self.runner.collect(self._launch_texts(batch))
         except Exception as error:
             if len(batch) == 1:
                 log.error("a text of job %d failed: %s", batch[0].key, type(error).__name__)
                 self._fail(batch[0], _INTERNAL, output)
-                return
-            half = len(batch) // 2
-            for part in (batch[:half], batch[half:]):
-                alive = [each for each in part if each.key in self._jobs]
-                if alive:
-                    self._compute(alive, output)
+            else:
+                self._compute_halves(batch, output)
             return
-        for each, vector in zip(batch, vectors, strict=True):
-            if not np.isfinite(vector).all():
+        self._finish(batch, vectors, output)
+
+    def _compute_halves(self, batch: Sequence[WaitingText], output: StepOutput) -> None:
+        half = len(batch) // 2
+        for part in (batch[:half], batch[half:]):
+            alive = [each for each in part if each.key in self._jobs]
+            if alive:
+                self._compute(alive, output)
+
+    def _finish(self, batch: Sequence[WaitingText], vectors: Vectors, output: StepOutput) -> None:
+        """Give each text its vector."""
+        finite = np.asarray(np.isfinite(vectors).all(axis=1))
+        for each, vector, is_finite in zip(batch, vectors, finite, strict=True):
+            if not is_finite:
                 self._fail(each, _NUMERIC, output)
             elif each.key in self._jobs:
                 self._computed(self._jobs[each.key], each, vector, output)
@@ -247,7 +325,7 @@ class EncodingEngine:
         begins = list(accumulate(task.lengths, initial=0))
         count = len(task.lengths)
         vectors = np.empty((count, self.runner.width), np.float32)
-        self._jobs[job.key] = _Texts(job, task, arrival.at, begins, vectors, count)
+        self._jobs[job.key] = _Texts(job, task, arrival.at, array("i", job.token_ids), begins, vectors, count)
         texts = (
             WaitingText(-job.priority, arrival.number, index, job.key, tokens, arrival.at)
             for index, tokens in enumerate(task.lengths)

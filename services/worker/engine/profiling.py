@@ -24,6 +24,7 @@ ELSEWHERE = "elsewhere"
 # A kernel or operator belongs to the first family with a word that its name contains.
 _FAMILIES = (
     ("norms", ("norm",)),
+    ("texts", ("embed_texts", "pool_texts")),
     ("rope and KV", ("rope", "copy_blocks")),
     ("step inputs", ("unpack_kernel", "store_sampled_kernel", "finite_kernel", "edit_kernel")),
     ("experts", ("choose_experts", "count_kernel", "place_kernel", "grouped_kernel", "add_weighted")),

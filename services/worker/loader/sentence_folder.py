@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kernels.operands import Pooling
 from services.worker.errors import CheckpointError
 from services.worker.loader.files import _read_json, parse_json, read_bounded
-from services.worker.models.encoders.config import Pooling
 from services.worker.models.encoders.registry import encoder_family
 from services.worker.models.raw_config import RawConfig
 

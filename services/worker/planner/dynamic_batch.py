@@ -50,6 +50,11 @@ class DynamicBatch:
         """Tokens of all texts that wait."""
         return self._tokens
 
+    @property
+    def is_full(self) -> bool:
+        """Whether the next batch has no room for more."""
+        return self._tokens >= self.most_tokens or len(self._waiting) >= self.most_texts
+
     def add(self, texts: Iterable[WaitingText], now: float) -> None:
         """The texts of a job have arrived."""
         for text in texts:
@@ -69,7 +74,7 @@ class DynamicBatch:
         """Seconds to wait for more texts; 0: a batch is to be computed now; infinite: no text waits."""
         if not self._waiting:
             return math.inf
-        if self._tokens >= self.most_tokens or len(self._waiting) >= self.most_texts:
+        if self.is_full:
             return 0.0
         latest = min(text.arrived for text in self._waiting) + self.longest_wait_s
         if self._last_arrival + self._gap_s >= latest:

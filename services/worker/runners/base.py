@@ -124,8 +124,18 @@ class TextTokens(NamedTuple):
     """Where the second text of a pair begins; 0: there is none."""
 
 
-class EncoderRunner(Protocol):
+Vectors = npt.NDArray[np.float32]
+"""[B, width]: one for each text."""
+Batch = TypeVar("Batch")
+"""A runner's own handle for a launched batch."""
+
+
+class EncoderRunner(Protocol[Batch]):
     """Executes batches of an encoder, which keeps nothing between them."""
+
+    @property
+    def depth(self) -> int:
+        """Batches that may be in flight; with 1 a batch is over when it has been launched."""
 
     @property
     def most_tokens(self) -> int:
@@ -135,6 +145,9 @@ class EncoderRunner(Protocol):
     def width(self) -> int:
         """Numbers of each vector."""
 
-    def encode(self, batch: Sequence[TextTokens], /) -> npt.NDArray[np.float32]:
-        """A vector for each of B texts [B, width]: pooled and not normalized, or the scores of a head's labels. Raises
+    def launch(self, batch: Sequence[TextTokens], /) -> Batch:
+        """Begin to compute a vector for each text: pooled and not normalized, or the scores of a head's labels. Raises
         ValueError for too many tokens."""
+
+    def collect(self, launched: Batch, /) -> Vectors:
+        """Wait for a launched batch and return its vectors, which stay valid until `depth` more are launched."""

@@ -3,6 +3,7 @@
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,8 +28,7 @@ from services.worker.models.encoders.registry import ENCODERS, encoder_family
 from services.worker.models.raw_config import RawConfig
 from services.worker.options import EngineOptions, Progress
 from services.worker.planner.dynamic_batch import DynamicBatch
-from services.worker.runners.cpu.encoder_ops import CpuEncoderOps
-from services.worker.runners.cpu.encoder_runner import CpuEncoderRunner
+from services.worker.runners.base import EncoderRunner
 
 log = logging.getLogger(__name__)
 
@@ -66,11 +66,10 @@ def build_encoder(folder: Path, options: EngineOptions, progress: Progress) -> B
     checkpoint = _open(folder, family, config.head is not None)
     progress("checkpoint", 1, 1)
     if checkpoint is not None:
-        memory.check_weights(_expected_bytes(checkpoint, options), available_memory(), options)
-    ops, dtype = CpuEncoderOps(), _DTYPES[options.numerics.dtype]
-    model = Encoder(config, family, ops, dtype, settings.pooling, meta_linears=reader is not None)
+        memory.check_weights(_expected_bytes(checkpoint, options), _free_bytes(options), options)
+    model = _new_model(config, family, settings, reader is not None, options)
     _load(model, checkpoint, reader, progress)
-    runner = CpuEncoderRunner(model, max(options.step_tokens, length))
+    runner = _new_runner(model, max(options.step_tokens, length), options, progress)
     batch = DynamicBatch(runner.most_tokens, options.max_batch_size, options.max_wait_ms / 1e3)
     engine = EncodingEngine(runner, _tasks(config.head), length, batch, _score_kind(config.head), TorchRecorder)
     progress("warm-up", 0, 1)
@@ -82,10 +81,8 @@ def build_encoder(folder: Path, options: EngineOptions, progress: Progress) -> B
 
 def _refuse_options(options: EngineOptions) -> None:
     """Raises CheckpointError for what an encoder does not support."""
-    if options.on_gpu:
-        raise CheckpointError("encoders run on the CPU alone so far: set ENGINE=torch")
-    if options.engine not in ("auto", "torch"):
-        raise CheckpointError(f"ENGINE={options.engine} does not serve encoders: set ENGINE=torch")
+    if options.engine not in ("auto", "torch", "gpu"):
+        raise CheckpointError(f"ENGINE={options.engine} does not serve encoders: set ENGINE=torch or ENGINE=gpu")
     if options.deterministic:
         raise CheckpointError(
             "WEFT_DETERMINISTIC is not supported for encoders: a vector's last bits depend on its batch"
@@ -94,6 +91,38 @@ def _refuse_options(options: EngineOptions) -> None:
         raise CheckpointError("WEFT_TENSOR_PARALLEL and WEFT_PIPELINE_PARALLEL are not supported for encoders")
     if options.speculate:
         raise CheckpointError("WEFT_SPECULATE is for models that generate: an encoder has no tokens to guess")
+
+
+def _new_model(
+    config: EncoderConfig, family: EncoderFamily, settings: SentenceSettings, quantized: bool, options: EngineOptions
+) -> Encoder:
+    """The network without its weights. Only what the device needs is imported."""
+    dtype = _DTYPES[options.numerics.dtype]
+    if options.on_gpu:
+        from services.worker.runners.cuda.encoder_ops import TritonEncoderOps
+        from services.worker.runners.cuda.ops import exact_products
+
+        exact_products()
+        return Encoder(config, family, TritonEncoderOps(), dtype, settings.pooling, "cuda", meta_linears=quantized)
+    from services.worker.runners.cpu.encoder_ops import CpuEncoderOps
+
+    return Encoder(config, family, CpuEncoderOps(), dtype, settings.pooling, meta_linears=quantized)
+
+
+def _new_runner(model: Encoder, most_tokens: int, options: EngineOptions, progress: Progress) -> EncoderRunner[Any]:
+    if options.on_gpu:
+        from services.worker.runners.cuda.encoder_runner import GpuEncoderRunner
+
+        runner = GpuEncoderRunner(model, most_tokens, options.max_batch_size)
+        runner.warm_up(lambda done, total: progress("graphs", done, total))
+        return runner
+    from services.worker.runners.cpu.encoder_runner import CpuEncoderRunner
+
+    return CpuEncoderRunner(model, most_tokens)
+
+
+def _free_bytes(options: EngineOptions) -> int:
+    return int(torch.cuda.mem_get_info()[0]) if options.on_gpu else available_memory()
 
 
 def _read_raw(folder: Path) -> RawConfig:

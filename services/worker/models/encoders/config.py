@@ -1,21 +1,8 @@
 """The shape of an encoder as its engine needs it. Knows no file, no tensor and no family."""
 
 from dataclasses import dataclass
-from enum import Enum
 
 from kernels.operands import Activation
-
-
-class Pooling(Enum):
-    """How the vectors of a text's tokens become one."""
-
-    MEAN = "mean"
-    CLS = "cls"
-    """That of the first token."""
-    LAST = "last"
-    """That of the last token."""
-    MAX = "max"
-    """The largest number of each dimension."""
 
 
 @dataclass(frozen=True, slots=True)

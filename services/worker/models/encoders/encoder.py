@@ -5,11 +5,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kernels.operands import Norm, NormKind
+from kernels.operands import Norm, NormKind, Pooling
 from services.worker.models.decoder import Projection
-from services.worker.models.encoders.config import EncoderConfig, HeadConfig, Pooling
+from services.worker.models.encoders.config import EncoderConfig, HeadConfig
 from services.worker.models.encoders.family import EncoderFamily, EncoderPart
-from services.worker.models.encoders.ops import EncoderOps, PackedTexts
+from services.worker.models.encoders.ops import EmbeddingTables, EncoderOps, PackedTexts
 from services.worker.models.family import Split
 from services.worker.models.layers import Linear
 
@@ -101,14 +101,13 @@ class Encoder:
         x = self.embed(texts)
         for layer in self.layers:
             x = layer(x, texts)
-        return self.ops.pool(x, texts, self.pooling) if self.head is None else self.head(x[texts.first])
+        if self.head is None:
+            return self.ops.pool(x, texts.starts, self.pooling)
+        return self.head(self.ops.pool(x, texts.starts, Pooling.CLS).to(x.dtype))
 
     def embed(self, texts: PackedTexts) -> Tensor:
         """What the first layer reads, [T, hidden]."""
-        x = self.embedding[texts.token_ids].add_(self.positions[texts.positions])
-        if self.segments is not None:
-            x.add_(self.segments[0] if texts.segments is None else self.segments[texts.segments])
-        x = self.ops.normalize(x, self.norm)
+        x = self.ops.embed(texts, EmbeddingTables(self.embedding, self.positions, self.segments), self.norm)
         return x if self.projection is None else self.ops.matmul(x, self.projection.weight, self.projection.bias)
 
     # ---- weights ----

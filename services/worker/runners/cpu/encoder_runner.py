@@ -1,19 +1,22 @@
 """Runs batches of an encoder on a CPU: texts are packed one behind another, without padding. Knows no jobs."""
 
 from collections.abc import Sequence
-from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from kernels.reference.texts import equal_texts
 from services.worker.models.encoders.encoder import Encoder
 from services.worker.models.encoders.ops import PackedTexts
-from services.worker.runners.base import TextTokens
+from services.worker.runners.base import TextTokens, Vectors
+from services.worker.runners.packed_ids import pack
 
 
 class CpuEncoderRunner:
-    """An `EncoderRunner` in plain torch."""
+    """An `EncoderRunner` in plain torch: a batch is computed when it is launched."""
+
+    depth = 1
 
     def __init__(self, model: Encoder, most_tokens: int) -> None:
         self.model = model
@@ -27,8 +30,8 @@ class CpuEncoderRunner:
         return self.model.width
 
     @torch.inference_mode()
-    def encode(self, batch: Sequence[TextTokens], /) -> npt.NDArray[np.float32]:
-        """A vector for each text [B, width], pooled, or scores of labels. Raises ValueError for too many tokens."""
+    def launch(self, batch: Sequence[TextTokens], /) -> Vectors:
+        """Compute a vector for each text. Raises ValueError for too many tokens."""
         tokens = sum(len(text.token_ids) for text in batch)
         if tokens > self.most_tokens:
             raise ValueError(f"{tokens} tokens, most are {self.most_tokens}")
@@ -36,24 +39,22 @@ class CpuEncoderRunner:
         packed = self._pack([batch[index] for index in order])
         self.computed_tokens += len(packed.token_ids)
         vectors: npt.NDArray[np.float32] = np.empty((len(batch), self.width), np.float32)
-        vectors[order] = self.model.forward(packed).cpu().numpy()
+        vectors[order] = self.model.forward(packed).numpy()
         return vectors
 
+    def collect(self, launched: Vectors, /) -> Vectors:
+        """The vectors."""
+        return launched
+
     def _pack(self, texts: Sequence[TextTokens]) -> PackedTexts:
-        lengths = [len(text.token_ids) for text in texts]
-        first = list(accumulate(lengths, initial=0))[:-1]
-        token_ids = np.concatenate([np.asarray(text.token_ids, np.int64) for text in texts])
-        begins = np.repeat(first, lengths)
-        places = np.arange(len(token_ids)) - begins
-        segments = None
-        if any(text.second for text in texts):
-            seconds = np.repeat([text.second or length for text, length in zip(texts, lengths, strict=True)], lengths)
-            segments = torch.from_numpy((places >= seconds).astype(np.int64))
+        """The texts, whose lengths ascend."""
+        config = self.model.config
+        packed = pack(texts, config.first_position)
+        has_segments = packed.segments is not None and config.segments > 1
         return PackedTexts(
-            token_ids=torch.from_numpy(token_ids),
-            positions=torch.from_numpy(places + self.model.config.first_position),
-            segments=segments if self.model.config.segments > 1 else None,
-            first=torch.tensor(first),
-            lengths=lengths,
-            plan=self.model.ops.plan_packed(lengths),
+            token_ids=torch.from_numpy(packed.token_ids),
+            positions=torch.from_numpy(packed.positions),
+            segments=torch.from_numpy(packed.segments) if has_segments else None,
+            starts=torch.from_numpy(packed.starts),
+            plan=equal_texts([len(text.token_ids) for text in texts]),
         )

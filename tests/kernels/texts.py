@@ -1,0 +1,131 @@
+"""Checks of the kernels of encoders against plain torch: embeddings, attention, norms of sums, pooling; whole batches.
+
+Shapes are odd, data is fresh, outputs are poisoned.
+"""
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from kernels import norm, texts
+from kernels.attention import packed_texts
+from kernels.attention.packed_texts import TilePlan, TileShape, attend_packed, shape_for, tiles_of
+from kernels.operands import Activation, Norm, NormKind, Pooling
+from kernels.reference import texts as reference
+from services.worker.models.encoders.config import EncoderConfig
+from services.worker.models.encoders.encoder import Encoder
+from services.worker.models.families import bert
+from services.worker.runners.base import TextTokens
+from services.worker.runners.cpu.encoder_ops import CpuEncoderOps
+from services.worker.runners.cpu.encoder_runner import CpuEncoderRunner
+from services.worker.runners.cuda.encoder_ops import TritonEncoderOps
+from services.worker.runners.cuda.encoder_runner import GpuEncoderRunner, lay_out
+from services.worker.runners.packed_ids import pack
+from tests.kernels.cases import DEVICE, close, poison, rand
+
+
+def starts_of(lengths: Sequence[int]) -> torch.Tensor:
+    return torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=DEVICE)
+
+
+def check_packed_attention(
+    lengths: Sequence[int], heads: int, dim: int, dtype: torch.dtype, shape: TileShape | None = None
+) -> None:
+    """Attention of these texts. Behind the last one are rows and tiles of no text."""
+    tokens, beyond = sum(lengths), 3
+    qkv = rand(tokens + beyond, 3 * heads * dim, dtype=dtype)
+    qkv[tokens:] = torch.nan
+    shape = shape or shape_for(tokens, dim, dtype)
+    made = torch.from_numpy(tiles_of(starts_of(lengths).cpu().numpy(), shape.queries))
+    assert len(made) <= packed_texts.most_tiles(tokens, len(lengths), shape.queries)
+    tiles = torch.cat([made, torch.zeros(2, packed_texts.TILE_WORDS, dtype=torch.int32)]).to(DEVICE)
+    out = poison(tokens + beyond, heads * dim, dtype=dtype)
+    attend_packed(qkv, TilePlan(tiles, shape), heads, out)
+    close(out[:tokens], reference.attend_packed(qkv[:tokens].double(), reference.equal_texts(lengths), heads))
+    assert out[tokens:].isnan().all()
+
+
+def check_add_layer_norm(rows: int, n: int, dtype: torch.dtype) -> None:
+    """The norm of a sum of rows far from zero, with and without what is added to each row; in place."""
+    x, residual = rand(rows, n, dtype=dtype) * 3 + 20, rand(rows, n, dtype=dtype)
+    added, its_norm = rand(n, dtype=dtype), Norm(rand(n, dtype=dtype), 1e-12, NormKind.LAYER, rand(n, dtype=dtype))
+    for more in (None, added):
+        total = x.double() + residual.double() + (0 if more is None else more.double())
+        want = torch.nn.functional.layer_norm(total, (n,), its_norm.weight.double(), _double(its_norm.bias), 1e-12)
+        out = poison(rows, n, dtype=dtype)
+        close(norm.add_layer_norm(x, more, residual, its_norm, out), want)
+        copy = x.clone()
+        norm.add_layer_norm(copy, more, residual, its_norm, copy)
+        assert torch.equal(copy, out)
+
+
+def check_embedded_texts(tokens: int, n: int, dtype: torch.dtype) -> None:
+    """Rows of all tables, of two, and the first row of the third."""
+    tables = [rand(rows, n, dtype=dtype) for rows in (50, 20, 2)]
+    token, place, part = (torch.randint(len(table), (tokens,), dtype=torch.int32, device=DEVICE) for table in tables)
+    its_norm = Norm(rand(n, dtype=dtype), 1e-5, NormKind.LAYER, rand(n, dtype=dtype))
+    doubled = Norm(its_norm.weight.double(), 1e-5, NormKind.LAYER, _double(its_norm.bias))
+    for segments, table in ((part, tables[2]), (None, tables[2]), (None, None)):
+        wide = None if table is None else table.double()
+        want = reference.embed_texts(token, place, segments, tables[0].double(), tables[1].double(), wide, doubled)
+        close(texts.embed_texts(token, place, segments, tables[0], tables[1], table, its_norm), want)
+
+
+def check_pooled_texts(lengths: Sequence[int], n: int, dtype: torch.dtype) -> None:
+    """Each pooling; a text without tokens behind the others gets no vector."""
+    x, starts = rand(sum(lengths), n, dtype=dtype), starts_of(lengths)
+    padded = torch.cat([starts, starts[-1:]])
+    for pooling in Pooling:
+        out = poison(len(lengths) + 1, n, dtype=torch.float32)
+        texts.pool_texts(x, padded, pooling, out)
+        close(out[:-1], reference.pool_texts(x.cpu(), starts.cpu(), pooling).to(DEVICE))
+        assert out[-1].isnan().all()
+
+
+def _double(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert tensor is not None
+    return tensor.double()
+
+
+def random_texts(lengths: Sequence[int], vocab: int) -> list[TextTokens]:
+    """Texts, every other one a pair if it has more than one token."""
+    ids = [[random.randrange(vocab) for _ in range(length)] for length in lengths]
+    return [TextTokens(text, len(text) // 2 if place % 2 else 0) for place, text in enumerate(ids)]
+
+
+def as_captured(runner: GpuEncoderRunner, batch: Sequence[TextTokens], tokens: int) -> torch.Tensor:
+    """The vectors of a batch with padding for so many tokens, and for as many texts as there may be."""
+    sizes = runner.sizes(tokens, runner.most_texts)
+    words = np.empty(sizes.words, np.int32)
+    lay_out(pack(batch, 0), sizes, words)
+    runner.words[: sizes.words] = torch.from_numpy(words).to(DEVICE)
+    return runner.forward(sizes)
+
+
+def check_batches(dtype: torch.dtype, layers: int = 2, heads: int = 4, hidden: int = 96) -> None:
+    """Batches of a small BERT in the GPU's runner and in the CPU's, also padded as a captured one is."""
+    config = EncoderConfig(
+        "BertModel", vocab_size=70, hidden_size=hidden, intermediate_size=2 * hidden + 8, layers=layers, heads=heads,
+        norm_eps=1e-12, activation=Activation.GELU, positions=90, segments=2,
+    )  # fmt: skip
+    own = Encoder(config, bert.FAMILY, TritonEncoderOps(), dtype, Pooling.MEAN, DEVICE)
+    its = Encoder(config, bert.FAMILY, CpuEncoderOps(), torch.float32, Pooling.MEAN)
+    wanted = its.destinations()
+    for name, views in own.destinations().items():
+        for view, other in zip(views, wanted[name], strict=True):
+            other.copy_(torch.randn(other.shape) * 0.15 + (name.endswith("weight") and other.ndim == 1))
+            view.copy_(other)
+    runner, expected = GpuEncoderRunner(own, 300, 9), CpuEncoderRunner(its, 300)
+    launched = [runner.launch(random_texts([1, 80, 33], 70)), runner.launch(random_texts([7] * 9, 70))]
+    assert all(np.isfinite(runner.collect(each)).all() for each in launched)
+    for lengths in ([1], [90, 1, 64, 65, 7], [30, 30, 2, 1, 1, 5, 90, 3, 63]):
+        batch = random_texts(lengths, 70)
+        want = torch.from_numpy(expected.collect(expected.launch(batch)))
+        got = torch.from_numpy(runner.collect(runner.launch(batch)).copy())
+        tolerance = 1e-4 if dtype == torch.float32 else 2e-2
+        assert float((got - want).norm() / want.norm()) < tolerance
+        padded = as_captured(runner, batch, 300)[: len(batch)].cpu()
+        assert float((padded - want).norm() / want.norm()) < tolerance
+    assert runner.computed_tokens == expected.computed_tokens + 114 + 63
