@@ -148,8 +148,8 @@ bench-cpu: set-up ## The demo model through the door, beside transformers on the
 	@$(BIN)/python -m bench.mesh.cpu
 
 .PHONY: bench-embed
-bench-embed: set-up ## Embeddings of MiniLM's shape through the door, beside ONNX Runtime on the same processor.
-	@$(BIN)/python -m bench.mesh.embed
+bench-embed: set-up ## Embeddings of MiniLM's shape through the door, beside ONNX Runtime; GPU=1: encoders beside the GPU's matrix rate.
+	@$(if $(GPU),$(GPU_PYTHON) -m bench.engine.encoders $(ARGS),$(BIN)/python -m bench.mesh.embed)
 
 bench-links: set-up ## Links, gateway, admission and planning, measured without a model, each beside its goal.
 	@$(BIN)/python -m bench.mesh.links

@@ -86,11 +86,14 @@ class DynamicBatch:
         batch: list[WaitingText] = []
         left: list[WaitingText] = []
         room = self.most_tokens
-        for text in self._waiting:
-            if text.tokens <= room and len(batch) < self.most_texts:
+        for place, text in enumerate(self._waiting):
+            if room == 0 or len(batch) == self.most_texts:
+                left += self._waiting[place:]
+                break
+            if text.tokens <= room:
                 batch.append(text)
                 room -= text.tokens
             else:
                 left.append(text)
-        self._waiting, self._tokens = left, sum(text.tokens for text in left)
+        self._waiting, self._tokens = left, self._tokens - (self.most_tokens - room)
         return batch
