@@ -25,6 +25,7 @@ from kernels import (
     attention,
     block_copy,
     guesses,
+    hidden_states,
     kv_pages,
     lora,
     norm,
@@ -69,6 +70,7 @@ MODULES = (
     short_prefill,
     block_copy,
     guesses,
+    hidden_states,
     slot_edits,
     fp8,
     dense,
@@ -234,6 +236,8 @@ def step_calls(new: Callable[..., Tensor]) -> Iterator[tuple[str, Callable[[], o
     yield "unpack", partial(step_io.unpack, step, last, last, tables, step_io.step_inputs(step, 9, 2, 2, tables), 16)
     guessed = step_io.step_inputs(step, 8, 2, 8, tables, guesses=True)
     yield "unpack guesses", partial(step_io.unpack, step, last, last, tables, guessed, 16)
+    yield "keep states", partial(hidden_states.keep, new(9, 4096), index(9), new(32, 3 * 4096), 4096)
+    yield "states before", partial(hidden_states.before, guessed, new(32, 3 * 4096), 16)
     yield "finite", partial(step_io.finite_lines, new(9, 4096), step[:9])
     yield "mask", partial(token_mask.mask_logits, new(4, 1024), index(2), torch.zeros(2, 32, dtype=torch.int32))
 
