@@ -107,7 +107,7 @@ class EngineOptions(BaseModel):
         description="Who guesses tokens, which a step then checks several at a time: ngram (what followed the last "
         "tokens before), suffix (also in the tenant's earlier answers), "
         "draft:MODEL (a small model of the same vocabulary), heads:PATH (heads that `weft compress heads` trained on "
-        "the model's hidden states, on a CPU). It changes no token. Empty: nobody.",
+        "the model's hidden states). It changes no token. Empty: nobody.",
     )
     speculate_depth: int | None = Field(
         None, ge=1, le=8, description="Guesses for each answer and step; absent: chosen by what is measured, down to 0."

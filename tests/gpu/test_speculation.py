@@ -1,4 +1,4 @@
-"""Guessed tokens change no answer on a GPU: with graphs, two steps in flight, pauses, penalties and a draft model."""
+"""Guessed tokens change no answer on a GPU: with graphs, two steps in flight, pauses, penalties, drafts."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,11 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from bench.engine import speculation_equality as equality
+from compress.cli import app
 from services.worker.engine.generation import GenerationEngine
+from services.worker.runners.cuda.heads import GpuHeads
 from services.worker.runners.cuda.runner import GpuRunner
 from services.worker.speculative.speculation import Speculation
+from tests.checkpoints import DEMO
+from tests.draft_heads import make_heads
 from tests.gpu.conftest import EngineMaker
 from tests.worker.drive import job, open_engine, prompt_of, run
 from tests.worker.test_speculation import PARAMS, Replay
@@ -54,14 +59,71 @@ def test_every_depth_and_number_of_rows_has_the_same_answers(depth: int, engine:
         assert [answers[key].tokens for key in range(rows)] == [plain[key].tokens for key in range(rows)]
 
 
-@pytest.mark.parametrize("speculate", ["ngram", "suffix", "draft"])
-def test_random_requests_are_equal(speculate: str, checkpoint: Callable[[str], Path]) -> None:
-    name = f"draft:{checkpoint('qwen3')}" if speculate == "draft" else speculate
+@pytest.fixture(scope="module")
+def heads(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Heads for `llama-damped`, often right."""
+    return make_heads(tmp_path_factory.mktemp("heads") / "heads", checkpoint("llama-damped"))
+
+
+@pytest.mark.parametrize("speculate", ["ngram", "suffix", "draft", "heads"])
+def test_random_requests_are_equal(speculate: str, checkpoint: Callable[[str], Path], heads: Path) -> None:
+    name = {"draft": f"draft:{checkpoint('qwen3')}", "heads": f"heads:{heads}"}.get(speculate, speculate)
+    folder = checkpoint("llama-damped" if speculate == "heads" else "llama")
     for depth in (4, None):
         wrong, line = equality.compare(
-            checkpoint("llama"), 120, engine="gpu", dtype="float32", speculate=name, speculate_depth=depth
+            folder, 120, engine="gpu", dtype="float32", speculate=name, speculate_depth=depth
         )
         assert wrong == 0, line
+
+
+def shares(folder: Path, jobs: list[Any], **options: Any) -> list[float]:
+    """Of the guesses at each of four places, how many were right; on the GPU, then on the CPU, in float32."""
+    found = []
+    for engine in ("gpu", "torch"):
+        settings: dict[str, Any] = {"kv_blocks": 256, "dtype": "float32", "speculate_depth": 4, **options}
+        made = open_engine(folder, engine=engine, **settings)
+        run(made, *jobs)
+        counts = made.stats().guesses
+        assert counts.drafted > 200
+        found.append([a / max(d, 1) for a, d in zip(counts.accepted_at[:4], counts.drafted_at[:4], strict=True)])
+    gpu, cpu = found
+    return [mine - other for mine, other in zip(gpu, cpu, strict=True)]
+
+
+def test_heads_are_as_often_right_as_on_a_cpu(checkpoint: Callable[[str], Path], heads: Path) -> None:
+    jobs = [job(key, prompt_of(9 + 7 * key, key), max_tokens=60, temperature=key % 2, seed=key) for key in range(8)]
+    differences = shares(checkpoint("llama-damped"), jobs, speculate=f"heads:{heads}")
+    assert max(map(abs, differences)) < 0.03, differences
+
+
+def test_heads_that_a_gpu_trained_are_as_often_right_as_on_a_cpu(tmp_path: Path) -> None:
+    flags = ["--steps", "60", "--windows", "64", "--length", "64", "--neurons", "128", "--vocabulary", "1024"]
+    trained = CliRunner().invoke(app, ["heads", str(DEMO), str(tmp_path / "heads"), *flags], catch_exceptions=False)
+    assert trained.exit_code == 0, trained.output
+    jobs = [job(key, prompt_of(20, key), max_tokens=60, temperature=key % 2, seed=key) for key in range(8)]
+    differences = shares(DEMO, jobs, speculate=f"heads:{tmp_path / 'heads'}", max_seq_length=256)
+    assert max(map(abs, differences)) < 0.05, differences
+
+
+def test_blocks_from_elsewhere_have_no_hidden_states(checkpoint: Callable[[str], Path], heads: Path) -> None:
+    """As a prefix that host memory or another worker brings: the states are zeros, and answers are equal."""
+    folder = checkpoint("llama-damped")
+    options: dict[str, Any] = {"engine": "gpu", "dtype": "float32", "deterministic": True, "kv_blocks": 64}
+    engine = open_engine(folder, **options, speculate=f"heads:{heads}", speculate_depth=4)
+    whole = prompt_of(80)
+    run(engine, job(1, whole, max_tokens=2, speculation=0))
+    runner, blocks = engine.runner, list(range(1, 65))
+    assert isinstance(runner, GpuRunner)
+    assert isinstance(runner._draft, GpuHeads)
+    states = runner._draft.hidden.states[1:]
+    assert bool(states.any())
+    runner.kv.write(blocks, runner.kv.read(blocks))
+    assert not bool(states.any())
+    later = job(2, [*whole, 9], max_tokens=TOKENS)
+    answer = run(engine, later)[2]
+    assert answer.ended.cost.cached_tokens == 80
+    assert answer.tokens == run(open_engine(folder, **options), later)[2].tokens
+    assert answer.ended.cost.accepted_tokens > 0
 
 
 def test_a_draft_that_is_the_model_itself_is_always_right(checkpoint: Callable[[str], Path]) -> None:

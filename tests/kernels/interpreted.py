@@ -38,6 +38,7 @@ from tests.kernels.fused import check_rotated_qkv, step_of_answers
 from tests.kernels.steps import (
     check_draft_guesses,
     check_guesses,
+    check_heads_guesses,
     check_measured_scales,
     check_steps,
     check_steps_with_adapters,
@@ -210,6 +211,10 @@ def test_steps_with_guesses() -> None:
 
 def test_guesses_of_a_draft_model() -> None:
     check_draft_guesses()
+
+
+def test_guesses_of_draft_heads() -> None:
+    check_heads_guesses()
 
 
 def test_scales_that_the_runner_measures() -> None:

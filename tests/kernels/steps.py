@@ -4,6 +4,7 @@ import copy
 import random
 from array import array
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,13 +16,16 @@ from services.worker.build.kv_calibration import measure_kv_scales
 from services.worker.job import Adapter
 from services.worker.loader.plain import randomize
 from services.worker.models.decoder import Decoder
+from services.worker.models.draft_heads import DraftHeads, HeadsConfig
 from services.worker.models.ops import Ops
 from services.worker.runners.base import Masks, StepResult
 from services.worker.runners.cpu.adapters import CpuAdapters
 from services.worker.runners.cpu.draft_model import CpuDraftModel
+from services.worker.runners.cpu.heads import CpuHeads
 from services.worker.runners.cpu.ops import ReferenceOps
 from services.worker.runners.cpu.runner import CpuRunner
 from services.worker.runners.cuda.adapters import GpuAdapters
+from services.worker.runners.cuda.heads import GpuHeads
 from services.worker.runners.cuda.ops import TritonOps
 from services.worker.runners.cuda.runner import GpuRunner
 from services.worker.runners.step import Edit, SlotState, Words
@@ -105,6 +109,65 @@ def check_draft_guesses() -> None:
             sequences[slot] += tokens
 
 
+def check_heads_guesses() -> None:
+    """Draft heads guess what they guess on a CPU, from the same hidden states: in catch-ups, in first passes of several
+    tokens, of rows that want one, three and no guesses, and after a prefix that came without hidden states."""
+    gpu, cpu = _runners(3, 48, 32, 9, heads=_heads_config())
+    mine, other = gpu._draft, cpu._draft
+    assert isinstance(mine, GpuHeads)
+    assert isinstance(other, CpuHeads)
+    begins = [_admit(0, 14), _admit(1, 2, temperature=1.0, seed_low=9), _admit(2, 1)]
+    begins += [(Edit.BLOCKS, slot, [0, *range(1 + 3 * slot, 4 + 3 * slot)]) for slot in range(3)]
+    sequences, computed = [[*range(7, 21)], [8, 3], [5]], [0, 0, 0]
+    words = _packed(begins, [(slot, ids, 1) for slot, ids in enumerate(sequences)])
+    guessed: list[int] = []
+    for counts in (None, (3, 1, 0), (0, 2, 3), (4, 1, 1)):
+        if counts is not None:
+            edits: list[_EditOf] = [
+                (Edit.DRAFT, slot, [computed[slot], *sequences[slot][computed[slot] :]])
+                for slot, count in enumerate(counts)
+                if count
+            ]
+            words = _packed(edits, [(slot, [_LAST, *[_OWN] * count], 1 + count) for slot, count in enumerate(counts)])
+        guesses = _recorded_guesses(other)
+        for slot, tokens in enumerate(_compare(gpu, cpu, words).sampled.tokens):
+            if counts is not None and counts[slot]:
+                start = sum(counts[:slot]) + slot + 1
+                found = gpu._upload.words[start : start + counts[slot]].tolist()
+                assert found == guesses[slot]
+                guessed += found
+                computed[slot] = len(sequences[slot])
+            sequences[slot] += tokens
+        torch.testing.assert_close(mine.hidden.states[1:], other.hidden._states[1:], rtol=1e-4, atol=1e-4)
+        for slot, count in enumerate(computed):  # Of guesses, the two may compute more or fewer.
+            keys, expected = (heads.kv.layers[0][1 + 3 * slot :].flatten(0, 1)[:count] for heads in (mine, other))
+            torch.testing.assert_close(keys, expected, rtol=1e-4, atol=1e-4)
+        if counts == (3, 1, 0):
+            for runner in (gpu, cpu):
+                runner.kv.write([1], runner.kv.read([1]))
+    assert len(set(guessed)) > 3
+    assert all(token % 2 for token in guessed), "a token that the heads' own head does not have"
+
+
+def _recorded_guesses(heads: CpuHeads) -> dict[int, list[int]]:
+    """Each slot's guesses of the next step."""
+    found: dict[int, list[int]] = {}
+
+    def guess(*arguments: Any) -> dict[int, list[int]]:
+        found.update(CpuHeads.guess(heads, *arguments))
+        return found
+
+    heads.guess = guess  # type: ignore[method-assign,assignment]
+    return found
+
+
+def _heads_config() -> HeadsConfig:
+    """Heads that read the streams before both layers of the tiny model, and guess every second token."""
+    tokens = tuple(range(1, _VOCAB, 2))
+    layer = tiny_config(layers=1, vocab_size=len(tokens), context_length=_LENGTH)
+    return HeadsConfig(layer, (0, 1), tokens, _VOCAB, 2, "")
+
+
 def check_steps_with_adapters() -> None:
     """Rows of two adapters and of none: prompts, answers, guesses; then a slot whose next sequence has no adapter."""
     gpu, cpu = _runners(3, 48, 32, 9, adapters=2)
@@ -170,27 +233,48 @@ def check_measured_scales() -> None:
 
 
 def _runners(
-    slots: int, length: int, step_tokens: int, blocks: int, drafts: bool = False, adapters: int = 0, **model: Any
+    slots: int,
+    length: int,
+    step_tokens: int,
+    blocks: int,
+    drafts: bool = False,
+    heads: HeadsConfig | None = None,
+    adapters: int = 0,
+    **model: Any,
 ) -> tuple[GpuRunner, CpuRunner]:
-    """The GPU's and the CPU's runner of one model; drafts: which is its own draft model, too. adapters: slots of
-    adapters."""
+    """The GPU's and the CPU's runner of one model; drafts: which is its own draft model, too; heads: random ones guess
+    for it. adapters: slots of adapters."""
     fast, exact = _model(TritonOps(), **model), _model(ReferenceOps(), **model)
-    for views, others in zip(fast.destinations().values(), exact.destinations().values(), strict=True):
-        for view, other in zip(views, others, strict=True):
-            view.copy_(other)
+    _copy_weights(fast, exact)
     ops = exact.ops
     assert isinstance(ops, ReferenceOps)
     pages = GpuAdapters(fast, adapters, 8, step_tokens) if adapters else None
     host_pages = CpuAdapters(exact, ops, adapters) if adapters else None
     gpu = GpuRunner(fast, TritonOps(), 16, slots, length, step_tokens, torch.float32, guesses=8, adapters=pages)
     gpu.kv.allocate(blocks)
-    draft = None
+    draft: CpuDraftModel | None = None
+    if heads is not None:
+        small, large = (DraftHeads(heads, base, torch.float32, length) for base in (fast, exact))
+        for views in large.destinations().values():
+            views[0].normal_(1.0 if views[0].ndim == 1 else 0.0, 0.2)
+        _copy_weights(small, large)
+        guessing = gpu.use_draft(small, torch.float32)
+        guessing.allocate(blocks)
+        # As graphs hold them: padded.
+        guessing._graphs = {each: partial(guessing._pass, *each) for each in guessing._passes()}
+        draft = CpuHeads(large, ops, blocks, 16, torch.float32)
     if drafts:
-        small = gpu.use_draft(fast, torch.float32)
-        small.kv.allocate(blocks)
-        small.launch_all()
+        guessing = gpu.use_draft(fast, torch.float32)
+        guessing.allocate(blocks)
+        guessing.launch_all()
         draft = CpuDraftModel(exact, ops, blocks, 16, torch.float32)
     return gpu, CpuRunner(exact, ops, blocks, 16, slots, length, torch.float32, draft, host_pages)
+
+
+def _copy_weights(to: Decoder, of: Decoder) -> None:
+    for views, others in zip(to.destinations().values(), of.destinations().values(), strict=True):
+        for view, other in zip(views, others, strict=True):
+            view.copy_(other)
 
 
 def _run(cpu: CpuRunner, words: Words, masks: Masks | None) -> StepResult:

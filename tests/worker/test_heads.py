@@ -205,7 +205,6 @@ def test_missing_files_of_heads_are_named(checkpoint: Checkpoints, heads: Path, 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"engine": "gpu"}, "needs hidden states, which only ENGINE=torch keeps so far"),
         ({"engine": "paced"}, "the paced engine pretends a draft model, no heads"),
         ({"engine": "compile"}, "checks no guesses"),
         ({"tensor_parallel": 2}, "do not support WEFT_SPECULATE"),

@@ -40,7 +40,7 @@ from services.worker.runners.inspection import DecoderRunner
 from services.worker.runners.step import MOST_GUESSES
 
 _DRAFT_WORKSPACE = 256 << 20
-"""Bytes of a draft model's steps on a GPU: at most 512 tokens, and logits of 64 rows."""
+"""Bytes of the steps of a draft model or heads on a GPU: at most 512 tokens, and logits of 64 rows."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -89,7 +89,7 @@ def assemble(
     compiling: contextlib.AbstractContextManager[kernel_cache.Compilation | None] = contextlib.nullcontext()
     if compile_ahead:
         compiling = kernel_cache.compiling(model_dir, config, options, compiled, spare)
-    parts = _on_gpu(config, source, draft, options, progress, compiling, graphs)
+    parts = _on_gpu(config, source, draft, heads, options, progress, compiling, graphs)
     if graphs:  # Otherwise some kernels were not launched.
         compiled.set()
     return parts
@@ -182,9 +182,7 @@ def _on_cpu(
         block_bytes += bytes_of_block(draft.config, options, stored_dtype(draft.config, draft_options(options)))
     if heads is not None:
         weights += count_parameters(heads.layer) * dtype.itemsize
-        block_bytes += (
-            bytes_of_block(heads.layer, options, dtype) + options.block_size * heads.fused_width * dtype.itemsize
-        )
+        block_bytes += _heads_bytes_of_block(heads, options, dtype)
     plan = memory.plan_memory(config, weights, dtype.itemsize, block_bytes, options, host.available_memory())
     ops = InvariantOps() if options.deterministic else ReferenceOps()
     model = source.load(ops, plan.max_seq_length, options, progress)
@@ -215,6 +213,7 @@ def _on_gpu(
     config: ModelConfig,
     source: WeightSource,
     draft: WeightSource | None,
+    heads: HeadsConfig | None,
     options: EngineOptions,
     progress: Progress,
     compiling: contextlib.AbstractContextManager[kernel_cache.Compilation | None],
@@ -231,6 +230,7 @@ def _on_gpu(
     available = _free_gpu_bytes()
     max_length = memory.check_length(config, options)
     weights = source.expected_bytes(dtype, "cuda") + (draft.expected_bytes(dtype, "cuda") if draft else 0)
+    weights += count_parameters(heads.layer) * dtype.itemsize if heads else 0
     memory.check_weights(weights, available, options)
     ops = InvariantTritonOps() if options.deterministic else TritonOps()
     with compiling as compilation:
@@ -257,12 +257,16 @@ def _on_gpu(
         stores = stored_dtype(draft.config, draft_options(options))
         guessing = runner.use_draft(draft.load(ops, context, draft_options(options), progress), stores)
         block_bytes += bytes_of_block(draft.config, options, stores)
+    if heads is not None:
+        context = min(max_length, heads.layer.context_length)
+        guessing = runner.use_draft(load_heads(options, heads, model, dtype, context, progress), dtype)
+        block_bytes += _heads_bytes_of_block(heads, options, dtype)
     progress("memory", 0, 1)
     workspace = runner.measure_workspace() + (_DRAFT_WORKSPACE if guessing else 0)
     plan = memory.plan_pool(config, model.nbytes, block_bytes, options, available, _free_gpu_bytes(), workspace)
     runner.kv.allocate(plan.kv_blocks)
     if guessing is not None:
-        guessing.kv.allocate(plan.kv_blocks)
+        guessing.allocate(plan.kv_blocks)
     if options.host_kv_bytes:
         runner.kv.use_host(options.host_kv_bytes)
     progress("memory", 1, 1)
@@ -324,6 +328,11 @@ def _calibration_size(max_length: int, options: EngineOptions) -> tuple[int, int
 def bytes_of_block(config: ModelConfig, options: EngineOptions, stored: torch.dtype) -> int:
     """Bytes of one block's keys and values, all layers."""
     return config.layers * kv_pages.page_bytes(options.block_size, config.kv_heads, config.head_dim, stored)
+
+
+def _heads_bytes_of_block(heads: HeadsConfig, options: EngineOptions, dtype: torch.dtype) -> int:
+    """Bytes of one block's keys and values of the heads, and of the hidden states that they read."""
+    return bytes_of_block(heads.layer, options, dtype) + options.block_size * heads.fused_width * dtype.itemsize
 
 
 def _free_gpu_bytes() -> int:

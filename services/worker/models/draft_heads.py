@@ -45,10 +45,11 @@ class DraftHeads(Decoder):
     """The heads as a `Decoder` of one layer, whose steps have features beside the tokens."""
 
     def __init__(self, heads: HeadsConfig, base: Decoder, dtype: torch.dtype, max_positions: int) -> None:
-        """Allocate the weights for sequences of up to `max_positions` tokens, on the CPU."""
+        """Allocate the weights for sequences of up to `max_positions` tokens, on the base's device."""
         self.heads_config, self._base = heads, base
-        self._draft_tokens = torch.tensor(heads.draft_tokens, dtype=torch.int64)
-        super().__init__(heads.layer, base.ops, dtype, max_positions)
+        device = base.embedding.device
+        self._draft_tokens = torch.tensor(heads.draft_tokens, dtype=torch.int64, device=device)
+        super().__init__(heads.layer, base.ops, dtype, max_positions, str(device))
 
     def _build(self, dtype: torch.dtype) -> None:
         super()._build(dtype)

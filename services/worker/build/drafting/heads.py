@@ -21,10 +21,8 @@ from services.worker.options import EngineOptions, Progress
 
 
 def locate_heads(options: EngineOptions, served: ModelConfig, weights: Checkpoint | None) -> HeadsConfig:
-    """What the heads are. weights: of the served model; None: random ones. Raises CheckpointError if the engine keeps
-    no hidden states, or if the heads were not trained for this model."""
-    if options.on_gpu:
-        raise CheckpointError("WEFT_SPECULATE=heads:PATH needs hidden states, which only ENGINE=torch keeps so far")
+    """What the heads are. weights: of the served model; None: random ones. Raises CheckpointError
+    if the heads were not trained for this model."""
     heads = read_heads(Path(options.heads).expanduser())
     for its, what, wanted in (
         (heads.layer.hidden_size, "a width of", served.hidden_size),

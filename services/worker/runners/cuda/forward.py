@@ -1,5 +1,6 @@
 """The kernels of a step on a GPU, from its words to its report, as a graph captures them. Knows slots, never jobs."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,6 +19,9 @@ from services.worker.runners.cuda.kv_pool import GpuPool
 from services.worker.runners.cuda.ops import TritonOps
 from services.worker.runners.cuda.scores import PromptLines
 from services.worker.runners.cuda.step_words import Kind, Sizes
+
+Features = Callable[[StepInputs], Tensor | None]
+"""From the inputs of a step to what draft heads read beside its tokens, [T, width]; None: the tokens alone are read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,29 +118,31 @@ class GpuForward:
         return Computed(logits, drawn, report)
 
     @torch.inference_mode()
-    def guess(self, sizes: Sizes, longest: int) -> Tensor:
+    def guess(self, sizes: Sizes, longest: int, features: Features) -> tuple[Tensor, Tensor]:
         """Draw after each row of up to `longest` tokens, for a draft model. -> the tokens, int64 [S], which become the
-        last ones of their slots. The histories of penalties stay as they are."""
+        last ones of their slots, and the residual stream [S, width] that they are drawn from. The histories of
+        penalties stay as they are."""
         model, settings = self._model, self._settings
         inputs = step_io.step_inputs(self._words, *sizes, self._row_tables)
         step_io.unpack(self._words, self.last_token, settings.prompt_len, self._tables, inputs, self._pool.block_size)
         step = self.step_of(inputs, 0, inputs.sampled, Kind.GUESSES, longest)
-        x, _ = model.forward(step, self._pool.layers)
+        x, _ = model.forward(replace(step, features=features(inputs)), self._pool.layers)
         none = torch.zeros(sizes[2], dtype=torch.int32, device=self._words.device)
         drawn = sampling.sample(
             model.logits(x), settings, inputs.sample_slots, inputs.sample_positions, guesses=inputs.sample_slots,
             places=none,
         )  # fmt: skip
         self.last_token.index_copy_(0, inputs.sample_slots, drawn.tokens)
-        return drawn.tokens
+        return drawn.tokens, x
 
     @torch.inference_mode()
-    def compute(self, sizes: Sizes, long_tokens: int) -> None:
-        """Compute a step from which nothing is sampled."""
+    def compute(self, sizes: Sizes, long_tokens: int, features: Features) -> None:
+        """Compute a step from which nothing is sampled, for a draft model."""
         inputs = step_io.step_inputs(self._words, *sizes, self._row_tables)
         prompts = self._settings.prompt_len
         step_io.unpack(self._words, self.last_token, prompts, self._tables, inputs, self._pool.block_size)
-        self._model.forward(self.step_of(inputs, long_tokens, inputs.sampled), self._pool.layers)
+        step = self.step_of(inputs, long_tokens, inputs.sampled)
+        self._model.forward(replace(step, features=features(inputs)), self._pool.layers)
 
     def step_of(
         self, inputs: StepInputs, long_tokens: int, sampled: Tensor | None, kind: Kind = Kind.ANY, longest: int = 1

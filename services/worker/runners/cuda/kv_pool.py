@@ -13,6 +13,7 @@ from kernels import kv_pages
 from services.worker.kvcache.pages import make_layers
 from services.worker.kvcache.tiers import Contents
 from services.worker.models.config import ModelConfig
+from services.worker.runners.cuda.hidden import GpuHidden
 from services.worker.runners.cuda.host_pages import HostPage, HostPages
 
 
@@ -24,6 +25,8 @@ class GpuPool:
         self.block_size, self.stored, self.device = block_size, stored, device
         self._config = config
         self.allocate(0)
+        self.hidden: GpuHidden | None = None
+        """The hidden states of the blocks' tokens; None: nobody reads them."""
         self.host_block_s = 0.0
         """Measured seconds that a block takes to host memory and back."""
         self._host_pages: HostPages | None = None
@@ -70,6 +73,8 @@ class GpuPool:
     def write(self, blocks: list[int], payloads: Sequence[Any]) -> None:
         """Fill blocks that no job uses with what `read` or `keep` returned, after all launched steps."""
         assert all(len(payload) == self.block_bytes for payload in payloads), "contents of another layout"
+        if self.hidden is not None:
+            self.hidden.clear(self._sent(blocks))
         if payloads and isinstance(payloads[0], HostPage):
             assert self._host_pages is not None, "there is no host memory that these pages could come from"
             self._host_pages.restore(blocks, payloads)

@@ -17,12 +17,14 @@ from kernels import kv_pages, step_io
 from kernels.slot_edits import HEADER
 from kernels.step_io import StepInputs
 from services.worker.models.decoder import Decoder
+from services.worker.models.draft_heads import DraftHeads
 from services.worker.runners.base import NO_SCORES, Masks, Sampled, StepResult
 from services.worker.runners.cuda import step_words
 from services.worker.runners.cuda.adapters import GpuAdapters
 from services.worker.runners.cuda.draft_model import GpuDraftModel, Pending
 from services.worker.runners.cuda.forward import Computed, GpuForward
 from services.worker.runners.cuda.graphs import Graphs, long_tokens, nothing_collected
+from services.worker.runners.cuda.heads import GpuHeads
 from services.worker.runners.cuda.kv_pool import GpuPool
 from services.worker.runners.cuda.logprobs import TopLogprobs
 from services.worker.runners.cuda.masked_draws import MaskedDraws, MaskedRows, merged
@@ -116,12 +118,15 @@ class GpuRunner:
     # ---- start-up ----
 
     def use_draft(self, model: Decoder, stored: torch.dtype) -> GpuDraftModel:
-        """Let this model guess where a row has OWN_GUESS. To be called before anything is captured. The caller
-        allocates its pool."""
-        self._draft = GpuDraftModel(
-            model, self.ops, self.block_size, self.slots, self.step_tokens, stored, self._tables,
-            self.sampler.settings, self._upload.words,
-        )  # fmt: skip
+        """Let this model, or these draft heads, guess where a row has OWN_GUESS. To be called before anything is
+        captured. The caller allocates its pool."""
+        words, settings = self._upload.words, self.sampler.settings
+        shared = self.ops, self.block_size, self.slots, self.step_tokens, stored, self._tables, settings, words
+        if isinstance(model, DraftHeads):
+            self._draft = heads = GpuHeads(model, *shared)
+            self.model.hidden = self.kv.hidden = heads.hidden
+        else:
+            self._draft = GpuDraftModel(model, *shared)
         return self._draft
 
     @torch.inference_mode()
