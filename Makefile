@@ -89,8 +89,8 @@ bench-determinism: ## What the deterministic mode keeps and costs on this machin
 bench-speculation: ## Speculation on this machine's GPU, 8B shape with a 1B draft: GPU_PYTHON=python ARGUMENTS="--draft-quantize int4".
 	@$(GPU_PYTHON) -m bench.engine.speculation $(ARGUMENTS)
 
-bench-speculation-cpu: set-up ## Speculation of the demo model on this machine's CPU.
-	@$(BIN)/python -m bench.engine.speculation_cpu
+bench-speculation-cpu: set-up ## Speculation of the demo model on this machine's CPU: ARGUMENTS="--heads out/heads".
+	@$(BIN)/python -m bench.engine.speculation_demo $(ARGUMENTS)
 
 bench-speculation-equality: set-up ## Whether speculation changes a token, on the CPU: REQUESTS=1000 SPECULATE=ngram.
 	@OMP_NUM_THREADS=1 $(BIN)/python -m bench.engine.speculation_equality --requests $(or $(REQUESTS),1000) $(if $(SPECULATE),--speculate $(SPECULATE))
