@@ -37,6 +37,21 @@ Drafts = Annotated[
     list[str] | None,
     typer.Option(help="draft:MODEL or heads:PATH: how often the base accepts its guesses, by depth; repeatable."),
 ]
+
+
+class Format(StrEnum):
+    """How a worker rounds weights."""
+
+    INT8 = "int8"
+    INT4 = "int4"
+    FP8 = "fp8"
+    NF4 = "nf4"
+
+
+Rounded = Annotated[
+    list[Format] | None,
+    typer.Option(help="Of an encoder: compare it with itself, its weights rounded so as they load; repeatable."),
+]
 Depth = Annotated[int, typer.Option(min=1, max=8, help="Guesses a step of each --draft.")]
 MadeHow = Annotated[Kind, typer.Option(help="quantized: the same network in fewer bits; changed: pruned or distilled.")]
 LeastCosine = Annotated[float | None, typer.Option(help="Least cosine of final hidden states.", show_default="0.99")]
@@ -73,6 +88,7 @@ HtmlFile = Annotated[Path | None, typer.Option(help="Write a report with plots t
 def verify(
     base: Base,
     candidates: Candidates = None,
+    quantize: Rounded = None,
     draft: Drafts = None,
     depth: Depth = 4,
     kind: MadeHow = Kind.QUANTIZED,
@@ -115,8 +131,18 @@ def verify(
     for name in draft or ():
         if not name.startswith(("draft:", "heads:")):
             raise typer.BadParameter(f"{name!r} is neither draft:MODEL nor heads:PATH", param_hint="--draft")
-    if not candidates and not draft:
-        raise typer.BadParameter("name a checkpoint, or a --draft", param_hint="CANDIDATES")
+    if not candidates and not draft and not quantize:
+        raise typer.BadParameter("name a checkpoint, a --draft, or an encoder's --quantize", param_hint="CANDIDATES")
+    if _is_encoder(base):
+        if draft or html:
+            raise typer.BadParameter("an encoder has no drafts and no report: leave out --draft and --html")
+        formats = [each.value for each in quantize or ()]
+        least = {"cosine": limits.get("cosine", 0.99)}
+        raise typer.Exit(
+            _verify_encoder(base, candidates or [], formats, text, windows, length, device.value, least, json)
+        )
+    if quantize:
+        raise typer.BadParameter("--quantize is for encoders: `weft compress` writes checkpoints of other models")
     with errors(program), bars() as progress:
         held_out = texts.windows(texts.read(text or texts.HELD_OUT), base, length, windows)
         try:
@@ -131,3 +157,45 @@ def verify(
     with errors(program):
         command.save(result, json, html)
     raise typer.Exit(0 if passes else 1)
+
+
+def _is_encoder(folder: Path) -> bool:
+    from services.worker.errors import CheckpointError
+    from services.worker.loader.sentence_folder import is_encoder
+
+    try:
+        return is_encoder(folder)
+    except CheckpointError:
+        return False  # what is wrong is said when it is loaded
+
+
+def _verify_encoder(
+    base: Path,
+    candidates: list[Path],
+    formats: list[str],
+    text: Path | None,
+    windows: int,
+    length: int,
+    device: str,
+    limits: dict[str, float],
+    json: Path | None,
+) -> int:
+    """-> the exit code."""
+    from compress import text as texts
+    from compress.cli import errors
+    from report.console import console
+    from services.worker.errors import CheckpointError
+    from verify import command, encoders
+
+    program = "weft verify"
+    with errors(program):
+        try:
+            held_out = texts.read(text or texts.HELD_OUT)
+            result = encoders.measure(base, candidates, formats, held_out, windows, length, device)
+        except CheckpointError as error:
+            typer.echo(f"{program}: {error}", err=True)
+            return 2
+        passes = command.judge(result, limits)
+        encoders.show(result, console())
+        command.save(result, json, None)
+    return 0 if passes else 1

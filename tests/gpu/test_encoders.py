@@ -15,6 +15,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
 from transformers.models.auto.modeling_auto import AutoModel, AutoModelForSequenceClassification
+from typer.testing import CliRunner
 
 from kernels import linear
 from kernels.activation import gelu
@@ -32,6 +33,7 @@ from tests.kernels.texts import (
     check_pooled_texts,
 )
 from tests.worker.test_encoders import ENCODED, POOLINGS, TOKENIZER, Floats, build, cosines, vectors
+from verify.cli import app
 
 GATES = {"float32": 0.99999, "bfloat16": 0.999, "float16": 0.9999}
 
@@ -230,3 +232,9 @@ def test_two_batches_are_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert most == runner.depth
     own = np.frombuffer(results[0].vectors.data, "<f4").reshape(30, -1)
     assert cosines(own, alone(tmp_path, texts)).min() >= GATES["float32"]
+
+
+def test_verify_holds_fp8_vectors_to_a_cosine(tmp_path: Path) -> None:
+    folder = make_encoder(tmp_path, hidden_size=128, intermediate_size=256, initializer_range=0.05)
+    ran = CliRunner().invoke(app, [str(folder), "--quantize", "fp8", "--device", "cuda"])
+    assert ran.exit_code == 0, ran.output

@@ -1,5 +1,6 @@
 """Every family of encoders against transformers: pooled vectors, scores of heads, pairs, int8."""
 
+import json
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -12,11 +13,13 @@ import torch
 from tokenizers import Encoding
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification
+from typer.testing import CliRunner
 
 from services.worker.build.encoders.assemble import BuiltEncoder, build_encoder
 from services.worker.job import EncodeTask, Ended, Job, SamplingParams, StepOutput
 from services.worker.options import EngineOptions
 from tests.encoders import CONTEXT, FAMILIES, TEXTS, add_modules, make_encoder, make_tokenizer
+from verify.cli import app
 
 Floats = npt.NDArray[np.float32]
 TOKENIZER = make_tokenizer()
@@ -126,3 +129,14 @@ def test_scores_of_heads_are_those_of_transformers(tmp_path: Path, family: str, 
 def test_int8_weights_stay_close(tmp_path: Path) -> None:
     folder = make_encoder(tmp_path)
     assert cosines(vectors(build(folder, quantize="int8"), ENCODED), expected(folder)).min() >= 0.99
+
+
+def test_verify_holds_rounded_vectors_to_a_cosine(tmp_path: Path) -> None:
+    folder, result = make_encoder(tmp_path / "tiny"), tmp_path / "result.json"
+    arguments = [str(folder), "--quantize", "int8", "--json", str(result)]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    (candidate,) = json.loads(result.read_text())["candidates"]
+    assert 0.99 <= candidate["cosine"] <= candidate["cosine_mean"] < 1
+    assert CliRunner().invoke(app, [*arguments, "--min-cosine", "0.999999"]).exit_code == 1
+    refused = CliRunner().invoke(app, [*arguments, "--html", str(tmp_path / "report.html")])
+    assert refused.exit_code == 2
