@@ -132,7 +132,9 @@ def verify(
         if not name.startswith(("draft:", "heads:")):
             raise typer.BadParameter(f"{name!r} is neither draft:MODEL nor heads:PATH", param_hint="--draft")
     if not candidates and not draft and not quantize:
-        raise typer.BadParameter("name a checkpoint, a --draft, or an encoder's --quantize", param_hint="CANDIDATES")
+        raise typer.BadParameter(
+            "name a checkpoint, or a --draft, or for an encoder --quantize", param_hint="CANDIDATES"
+        )
     if _is_encoder(base):
         if draft or html:
             raise typer.BadParameter("an encoder has no drafts and no report: leave out --draft and --html")
