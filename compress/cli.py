@@ -259,7 +259,7 @@ def heads(
     base: Base,
     out: Out,
     depth: Annotated[int, typer.Option(min=1, max=8, help="Guesses over which the heads are unrolled.")] = 4,
-    neurons: Annotated[int | None, typer.Option(min=1, help="Of the MLP.", show_default="the base's")] = None,
+    neurons: Annotated[int | None, typer.Option(min=1, help="Neurons of the MLP.", show_default="the base's")] = None,
     vocabulary: Annotated[
         int | None,
         typer.Option(

@@ -12,7 +12,8 @@ Out = Annotated[Path, typer.Argument(dir_okay=False, help="Answers, .jsonl. A fi
 Url = Annotated[str, typer.Option(envvar="WEFT_URL", help="URL of the mesh's HTTP port.")]
 Concurrency = Annotated[int, typer.Option(min=1, max=4096, help="Most requests at a time.")]
 Priority = Annotated[
-    int, typer.Option(min=-100, max=100, help="Of requests that name none; those of higher priority run first.")
+    int,
+    typer.Option(min=-100, max=100, help="Priority of requests that name none; those of higher priority run first."),
 ]
 Patience = Annotated[float, typer.Option(min=0, help="Seconds without any answer after which to stop.")]
 LOCAL_URL = "http://127.0.0.1:8000"
