@@ -27,8 +27,9 @@ _GPU_DEFAULTS: Mapping[str, object] = {
     "chunk_tokens": 200,
     "dtype": "bfloat16",
 }
-_GPU_ENCODER_DEFAULTS: Mapping[str, object] = {**_GPU_DEFAULTS, "step_tokens": 32768}
-"""An encoder's texts do not wait for one another's tokens: a batch may be as large as the GPU likes."""
+_GPU_ENCODER_DEFAULTS: Mapping[str, object] = {**_GPU_DEFAULTS, "step_tokens": 32768, "max_wait_ms": 1.0}
+"""No answer waits for an encoder's batch to end, so it may be large; and texts gather while the one before is computed,
+so they wait less when none is."""
 
 
 @dataclass(frozen=True, slots=True)
