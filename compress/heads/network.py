@@ -46,6 +46,13 @@ class HeadsShape:
     eps: float = 1e-5
 
 
+class _Norm(nn.RMSNorm):
+    """The norm in float32, as its weights are; on a GPU other numbers are in bfloat16."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.float())
+
+
 class HeadsNetwork(nn.Module):
     """The layer, and its own head if it has one."""
 
@@ -55,17 +62,17 @@ class HeadsNetwork(nn.Module):
         self.shape, width, inner = shape, shape.width, shape.heads * shape.head_dim
         self.register_buffer("embedding", embedding_VW.detach(), persistent=False)
         self.embedding: Tensor
-        self.fuse_norm = nn.RMSNorm(shape.fused * width, shape.eps)
+        self.fuse_norm = _Norm(shape.fused * width, shape.eps)
         self.fuse = nn.Linear(shape.fused * width, width, bias=False)
-        self.embed_norm, self.hidden_norm = nn.RMSNorm(width, shape.eps), nn.RMSNorm(width, shape.eps)
+        self.embed_norm, self.hidden_norm = _Norm(width, shape.eps), _Norm(width, shape.eps)
         self.combine = nn.Linear(2 * width, width, bias=False)
-        self.attention_norm, self.mlp_norm = nn.RMSNorm(width, shape.eps), nn.RMSNorm(width, shape.eps)
+        self.attention_norm, self.mlp_norm = _Norm(width, shape.eps), _Norm(width, shape.eps)
         self.q = nn.Linear(width, inner, bias=False)
         self.k, self.v = (nn.Linear(width, shape.kv_heads * shape.head_dim, bias=False) for _ in range(2))
         self.o = nn.Linear(inner, width, bias=False)
         self.gate, self.up = (nn.Linear(width, shape.neurons, bias=False) for _ in range(2))
         self.down = nn.Linear(shape.neurons, width, bias=False)
-        self.norm = nn.RMSNorm(width, shape.eps)
+        self.norm = _Norm(width, shape.eps)
         self.lm_head = None if own_head is None else nn.Linear(width, len(own_head), bias=False)
         if self.lm_head is not None and own_head is not None:
             self.lm_head.weight.data.copy_(own_head)
