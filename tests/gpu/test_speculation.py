@@ -76,8 +76,8 @@ def test_random_requests_are_equal(speculate: str, checkpoint: Callable[[str], P
         assert wrong == 0, line
 
 
-def shares(folder: Path, jobs: list[Any], **options: Any) -> list[float]:
-    """Of the guesses at each of four places, how many were right; on the GPU, then on the CPU, in float32."""
+def differences_to_a_cpu(folder: Path, jobs: list[Any], **options: Any) -> list[float]:
+    """For each of four places the share of its guesses that were right on the GPU, less that on the CPU; in float32."""
     found = []
     for engine in ("gpu", "torch"):
         settings: dict[str, Any] = {"kv_blocks": 256, "dtype": "float32", "speculate_depth": 4, **options}
@@ -92,16 +92,16 @@ def shares(folder: Path, jobs: list[Any], **options: Any) -> list[float]:
 
 def test_heads_are_as_often_right_as_on_a_cpu(checkpoint: Callable[[str], Path], heads: Path) -> None:
     jobs = [job(key, prompt_of(9 + 7 * key, key), max_tokens=60, temperature=key % 2, seed=key) for key in range(8)]
-    differences = shares(checkpoint("llama-damped"), jobs, speculate=f"heads:{heads}")
-    assert max(map(abs, differences)) < 0.03, differences
+    differences = differences_to_a_cpu(checkpoint("llama-damped"), jobs, speculate=f"heads:{heads}")
+    assert max(map(abs, differences)) < 0.04, differences
 
 
 def test_heads_that_a_gpu_trained_are_as_often_right_as_on_a_cpu(tmp_path: Path) -> None:
     flags = ["--steps", "60", "--windows", "64", "--length", "64", "--neurons", "128", "--vocabulary", "1024"]
     trained = CliRunner().invoke(app, ["heads", str(DEMO), str(tmp_path / "heads"), *flags], catch_exceptions=False)
     assert trained.exit_code == 0, trained.output
-    jobs = [job(key, prompt_of(20, key), max_tokens=60, temperature=key % 2, seed=key) for key in range(8)]
-    differences = shares(DEMO, jobs, speculate=f"heads:{tmp_path / 'heads'}", max_seq_length=256)
+    jobs = [job(key, prompt_of(20, key), max_tokens=120, temperature=key % 2, seed=key) for key in range(8)]
+    differences = differences_to_a_cpu(DEMO, jobs, speculate=f"heads:{tmp_path / 'heads'}", max_seq_length=256)
     assert max(map(abs, differences)) < 0.05, differences
 
 
