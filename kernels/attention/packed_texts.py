@@ -110,7 +110,7 @@ LARGE, LARGE_WIDE, VERY_WIDE = TileShape(128, 64, 4, 3), TileShape(128, 64, 8, 2
 
 
 def shape_for(tokens: int, dim: int, dtype: torch.dtype) -> TileShape:
-    """The programs for a batch of so many tokens."""
+    """The programs for a batch of this number of tokens."""
     if dtype == torch.float32:
         return EXACT if dim <= 128 else EXACT_WIDE
     if dim > 128:
@@ -131,7 +131,7 @@ def tiles_of(starts: npt.NDArray[np.int32], queries: int) -> npt.NDArray[np.int3
 
 
 def most_tiles(tokens: int, texts: int, queries: int) -> int:
-    """Most tiles of so many tokens in so many texts: each text has at most one tile that is not full."""
+    """Most tiles of these numbers of tokens and texts: each text has at most one tile that is not full."""
     return tokens // queries + min(texts, tokens)
 
 

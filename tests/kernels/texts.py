@@ -96,7 +96,7 @@ def random_texts(lengths: Sequence[int], vocab: int) -> list[TextTokens]:
 
 
 def as_captured(runner: GpuEncoderRunner, batch: Sequence[TextTokens], tokens: int) -> torch.Tensor:
-    """The vectors of a batch with padding for so many tokens, and for as many texts as there may be."""
+    """The vectors of a batch with padding for this number of tokens, and for as many texts as there may be."""
     sizes = runner.sizes(tokens, runner.most_texts)
     words = np.empty(sizes.words, np.int32)
     lay_out(pack(batch, 0), sizes, words)

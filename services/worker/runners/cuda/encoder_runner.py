@@ -145,7 +145,7 @@ class GpuEncoderRunner:
     # ---- sizes ----
 
     def sizes(self, tokens: int, texts: int) -> Sizes:
-        """Room for any texts of so many tokens."""
+        """Room for any texts of at most this number of tokens."""
         shape = self._shape(tokens)
         return Sizes(tokens, texts, most_tiles(tokens, texts, shape.queries), shape)
 
