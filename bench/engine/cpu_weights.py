@@ -11,6 +11,7 @@ import os
 import random
 import sys
 import time
+from collections.abc import Mapping
 
 from rich.console import Console
 
@@ -27,21 +28,21 @@ BATCHES = (1, 8)
 ROUNDS = 3
 STEPS = 8
 _PROMPT = 4
-KINDS = {
-    "float32": ("float32", None),
-    "bfloat16": ("bfloat16", None),
-    "int8": ("bfloat16", "int8"),
-    "int4": ("bfloat16", "int4"),
+KINDS: Mapping[str, Mapping[str, str]] = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8": {"dtype": "bfloat16", "quantize": "int8"},
+    "int4": {"dtype": "bfloat16", "quantize": "int4"},
+    "int8, head int8": {"dtype": "bfloat16", "quantize": "int8", "quantize_head": "int8"},
+    "int4, head int8": {"dtype": "bfloat16", "quantize": "int4", "quantize_head": "int8"},
 }
-"""Kind -> (dtype of unquantized weights, value of --quantize)."""
+"""Kind -> its settings; dtype is that of the weights which are not quantized."""
 
 
 def rates(shape: str, kind: str) -> dict[int, float]:
     """Batch size -> tokens per second, for one kind of weights."""
-    dtype, quantize = KINDS[kind]
-    options = EngineOptions(
-        kv_blocks=128, max_batch_size=max(BATCHES), max_seq_length=256, dtype=dtype, quantize=quantize, threads=THREADS
-    )
+    sizes = {"kv_blocks": 128, "max_batch_size": max(BATCHES), "max_seq_length": 256, "threads": THREADS}
+    options = EngineOptions.model_validate({**sizes, **KINDS[kind]})
     built = build_engine(presets.folder_of(presets.PREFIX + shape), options, lambda phase, done, total: None)
     best = {batch: max(decode(built, batch) for _ in range(ROUNDS)) for batch in BATCHES}
     del built

@@ -89,6 +89,11 @@ class EngineOptions(BaseModel):
         validation_alias=known_as("QUANTIZE"),
         description="Round the weights of a plain checkpoint as they come in; absent: serve them as they are.",
     )
+    quantize_head: Literal["int8"] | None = Field(
+        None,
+        description="On a CPU: round the head, too, or a copy of the embedding where this is the head. Absent: it "
+        "stays as it is; in a small model with int4 weights it is half of what a token reads.",
+    )
     kv_dtype: Literal["auto", "fp8", "int8"] = Field(
         "auto",
         validation_alias=known_as("KV_DTYPE"),
@@ -180,7 +185,7 @@ class EngineOptions(BaseModel):
             device=device,
             threads=threads,
             deterministic=self.deterministic,
-            weights=self.quantize or "",
+            weights=(self.quantize or "") + (f", head {self.quantize_head}" if self.quantize_head else ""),
             kv_dtype=self.kv_dtype,
             kv_scales=self.kv_scales,
             shard="0of1" if self.tensor_parallel == 1 else f"tensor{self.tensor_parallel}",

@@ -332,6 +332,28 @@ def test_plain_weights_are_quantized_while_they_are_loaded(kind: str, shape: str
     assert_served_like(twin, engine_of(plain, quantize=kind), tolerance_of(kind))
 
 
+@pytest.mark.parametrize(("shape", "head"), [("llama", "lm_head"), ("qwen2", "model.embed_tokens")])
+@pytest.mark.parametrize("kind", [None, "int4"])
+def test_the_head_is_rounded_and_the_embedding_is_not(kind: str | None, shape: str, head: str, tmp_path: Path) -> None:
+    plain = make_checkpoint(tmp_path / "plain", SHAPES[shape])
+    engine = engine_of(plain, quantize=kind, quantize_head="int8")
+    model, same = decoder_of(engine).model, decoder_of(engine_of(plain, quantize=kind)).model
+    weight = read(plain)[f"{head}.weight"]
+    x = torch.randn(5, weight.shape[1])
+    wanted = (x * (x.square().mean(-1, keepdim=True) + model.norm.eps).rsqrt() * model.norm.weight) @ weight.t()
+    error = (model.logits(x) - wanted).abs().mean() / wanted.abs().mean()
+    assert 1e-4 < float(error) < 0.02
+    assert torch.equal(model.embedding, same.embedding)
+    assert len(run(engine, job(0, prompt_of(9, vocab=VOCAB), max_tokens=8))[0].tokens) == 8
+
+
+@pytest.mark.parametrize("engine", ["gpu", "onnxruntime"])
+def test_a_rounded_head_is_refused_where_there_is_none(engine: str, tmp_path: Path) -> None:
+    plain = make_checkpoint(tmp_path / "plain", SHAPES["llama"])
+    with pytest.raises(CheckpointError, match=r"(?i)quantize_head"):
+        engine_of(plain, engine=engine, quantize_head="int8")
+
+
 @pytest.mark.parametrize("kind", ["int8", "int4", "fp8", "nf4"])
 def test_answers_do_not_depend_on_the_batch(kind: str, tmp_path: Path) -> None:
     plain = make_checkpoint(tmp_path / "plain", SHAPES["wide"])

@@ -23,7 +23,7 @@ from services.worker.loader.family_tensors import open_family
 from services.worker.loader.formats.registry import RoundedWeights, StoredWeights, WeightReader, reader_of
 from services.worker.loader.kv_scales import load_kv_scales
 from services.worker.loader.plain import load_weights, pack_weights, randomize
-from services.worker.loader.quantized import expected_bytes, load_quantized, randomize_quantized
+from services.worker.loader.quantized import expected_bytes, load_quantized, randomize_quantized, round_head
 from services.worker.loader.tensors import Checkpoint
 from services.worker.models.config import ModelConfig, count_parameters
 from services.worker.models.decoder import Decoder
@@ -78,6 +78,8 @@ def assemble(
         draft = open_source(locate_draft(options, model_dir, config), draft_options(options))
     heads = locate_heads(options, config, source.checkpoint) if options.heads else None
     progress("checkpoint", 1, 1)
+    if options.quantize_head and (options.on_gpu or options.tensor_parallel * options.pipeline_parallel > 1):
+        raise CheckpointError("WEFT_QUANTIZE_HEAD is for one process on a CPU: elsewhere the head stays as it is")
     if options.tensor_parallel * options.pipeline_parallel > 1:
         from services.worker.build.grid import assemble_grid
 
@@ -148,6 +150,8 @@ class WeightSource:
             model.add_norm_offset()
         if self.checkpoint and stored_dtype(self.config, options) == kv_pages.FP8:
             load_kv_scales(model.layers, self.checkpoint)
+        if options.quantize_head:
+            round_head(model)
         if device == "cpu":
             pack_weights(model)
         return model
@@ -177,6 +181,8 @@ def _on_cpu(
         torch.set_num_threads(threads)
     dtype, stored = dtype_of(options), stored_dtype(config, options)
     weights, block_bytes = source.expected_bytes(dtype, "cpu"), bytes_of_block(config, options, stored)
+    if options.quantize_head and config.tied_embeddings:
+        weights += config.vocab_size * config.hidden_size
     if draft is not None:
         weights += draft.expected_bytes(dtype, "cpu")
         block_bytes += bytes_of_block(draft.config, options, stored_dtype(draft.config, draft_options(options)))

@@ -35,6 +35,7 @@ _REFUSED: Mapping[str, str] = {
     "deterministic": "its numbers depend on the batch",
     "speculate": "it checks no guesses",
     "quantize": "weights are rounded when they are exported",
+    "quantize_head": "weights are rounded when they are exported",
     "dtype": "it computes in the format of the exported file, or in float32",
     "kv_dtype": "it stores keys and values as it computes them",
     "kv_scales": "it stores keys and values as it computes them",

@@ -18,7 +18,7 @@ from services.worker.loader.kv_scales import is_scale
 from services.worker.loader.plain import RANDOM_STD, is_norm_weight
 from services.worker.loader.tensors import FLOATS, Checkpoint, TensorHeader
 from services.worker.models.config import ModelConfig, count_embeddings, count_parameters
-from services.worker.models.decoder import Projection
+from services.worker.models.decoder import Decoder, Projection
 from services.worker.models.weighted import WeightedModel
 from services.worker.options import Progress
 
@@ -43,6 +43,14 @@ def load_quantized(model: WeightedModel, checkpoint: Checkpoint, reader: WeightR
         tensors = Tensors(headers, fetch)
         _fill(model, tensors, reader, progress)
         _check_all_taken(tensors, model)
+
+
+def round_head(model: Decoder) -> None:
+    """Round a plain head to int8. If the head is the embedding, a copy is rounded: tokens are looked up in the plain
+    one."""
+    weight = model.head.weight
+    if isinstance(weight, Tensor):
+        model.head.set_weight(quantized_weights.quantize_int8(weight))
 
 
 def _transposed_weights(model: WeightedModel, checkpoint: Checkpoint) -> set[str]:

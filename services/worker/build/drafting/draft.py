@@ -16,7 +16,12 @@ _TOKENIZER = "tokenizer.json"
 def draft_options(options: EngineOptions) -> EngineOptions:
     """The options with which the draft model is loaded: its weights as its checkpoint has them, or rounded as
     draft_quantize says; its keys and values in its own format."""
-    changed: dict[str, object] = {"quantize": options.draft_quantize, "kv_dtype": "auto", "kv_scales": "checkpoint"}
+    changed: dict[str, object] = {
+        "quantize": options.draft_quantize,
+        "quantize_head": None,
+        "kv_dtype": "auto",
+        "kv_scales": "checkpoint",
+    }
     return options.model_copy(update=changed)
 
 
