@@ -71,7 +71,7 @@ class EngineOptions(BaseModel):
         le=1000,
         validation_alias=known_as("MAX_WAIT_MS"),
         description="Milliseconds that an encoder's batch waits for more texts at the most; a full one does not wait, "
-        "nor does one for which no more are expected.",
+        "nor does one for which no more are expected. On a GPU 1 unless set.",
     )
     prefix_cache: bool = Field(True, description="Keep computed prefixes for later requests.")
     host_kv_bytes: int = Field(
