@@ -9,6 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 from bench.engine import speculation_equality as equality
+from bench.engine.speculation_demo import prompts
 from compress.cli import app
 from services.worker.engine.generation import GenerationEngine
 from services.worker.runners.cuda.heads import GpuHeads
@@ -77,32 +78,35 @@ def test_random_requests_are_equal(speculate: str, checkpoint: Callable[[str], P
 
 
 def differences_to_a_cpu(folder: Path, jobs: list[Any], **options: Any) -> list[float]:
-    """For each of four places the share of its guesses that were right on the GPU, less that on the CPU; in float32."""
+    """For each of four places the share of its guesses that were right on the GPU, less that on the CPU; in float32.
+    The guesses are not all at the same positions: the GPU makes none beside prompts."""
     found = []
     for engine in ("gpu", "torch"):
-        settings: dict[str, Any] = {"kv_blocks": 256, "dtype": "float32", "speculate_depth": 4, **options}
+        settings: dict[str, Any] = {"kv_blocks": 512, "dtype": "float32", "speculate_depth": 4, **options}
         made = open_engine(folder, engine=engine, **settings)
         run(made, *jobs)
         counts = made.stats().guesses
-        assert counts.drafted > 200
+        assert counts.drafted > 2000
         found.append([a / max(d, 1) for a, d in zip(counts.accepted_at[:4], counts.drafted_at[:4], strict=True)])
     gpu, cpu = found
+    assert gpu[0] > 0.1, "hardly a guess is right"
     return [mine - other for mine, other in zip(gpu, cpu, strict=True)]
 
 
 def test_heads_are_as_often_right_as_on_a_cpu(checkpoint: Callable[[str], Path], heads: Path) -> None:
-    jobs = [job(key, prompt_of(9 + 7 * key, key), max_tokens=60, temperature=key % 2, seed=key) for key in range(8)]
+    jobs = [job(key, prompt_of(9 + 5 * key, key), max_tokens=200, temperature=key % 2, seed=key) for key in range(16)]
     differences = differences_to_a_cpu(checkpoint("llama-damped"), jobs, speculate=f"heads:{heads}")
-    assert max(map(abs, differences)) < 0.04, differences
+    assert max(map(abs, differences)) < 0.06, differences
 
 
 def test_heads_that_a_gpu_trained_are_as_often_right_as_on_a_cpu(tmp_path: Path) -> None:
-    flags = ["--steps", "60", "--windows", "64", "--length", "64", "--neurons", "128", "--vocabulary", "1024"]
+    flags = ["--steps", "300", "--windows", "128", "--length", "96", "--neurons", "512", "--vocabulary", "2048"]
     trained = CliRunner().invoke(app, ["heads", str(DEMO), str(tmp_path / "heads"), *flags], catch_exceptions=False)
     assert trained.exit_code == 0, trained.output
-    jobs = [job(key, prompt_of(20, key), max_tokens=120, temperature=key % 2, seed=key) for key in range(8)]
+    begun = enumerate(prompts(DEMO))
+    jobs = [job(key, prompt, max_tokens=200, temperature=key % 2, seed=key) for key, prompt in begun]
     differences = differences_to_a_cpu(DEMO, jobs, speculate=f"heads:{tmp_path / 'heads'}", max_seq_length=256)
-    assert max(map(abs, differences)) < 0.05, differences
+    assert max(map(abs, differences)) < 0.06, differences
 
 
 def test_blocks_from_elsewhere_have_no_hidden_states(checkpoint: Callable[[str], Path], heads: Path) -> None:
