@@ -28,8 +28,8 @@ VOCABULARY = range(1000, 5000)
 """Token ids of which prompts are made."""
 PROGRESS_S = 60.0
 """How long a test waits for progress of other processes."""
-LET_GO_S = 1.0
-"""A worker has let go of all KV blocks so long after its last request."""
+LET_GO_S = 10.0
+"""Seconds within which a worker lets go of all KV blocks after its last request: a cancellation may be delayed, too."""
 
 
 class Cluster(Mesh):

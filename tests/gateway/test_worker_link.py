@@ -4,7 +4,8 @@ import asyncio
 
 from protos.mesh_pb2_grpc import add_WorkerServicer_to_server
 from services import rpc
-from services.gateway.links.worker_link import WorkerLink
+from services.gateway.links.worker_link import WorkerLink, clock
+from services.gateway.links.worker_links import WorkerLinks
 from tests.gateway.fakes import FakeWorker, until
 
 
@@ -22,3 +23,33 @@ async def test_a_link_that_breaks_leaves_no_task_behind() -> None:
 def readers() -> int:
     """gRPC's tasks that read what a client sends."""
     return sum("_consume_request_iterator" in repr(task.get_coro()) for task in asyncio.all_tasks())
+
+
+async def test_a_worker_whose_link_broke_is_out_of_reach_until_a_new_link_is_connected() -> None:
+    worker = FakeWorker("a worker", lambda job: [])  # type: ignore[abstract]
+    service = rpc.Service("weft.v1.Worker", add_WorkerServicer_to_server, worker)
+    server = await rpc.serve("127.0.0.1:0", [service])
+    address, reports = f"127.0.0.1:{server.port}", list[frozenset[str]]()
+    links = WorkerLinks("a gateway")
+    links.on_unreachable = reports.append
+    link = links.to(address)
+    await until(lambda: len(worker.links) == 1)
+    assert links.reaches(address)
+    await server.stop(0)
+    await until(lambda: not link.alive)
+    again = links.to(address)  # As a job does that goes on there before the watch has seen the broken link.
+    assert again.alive
+    assert not links.reaches(address)
+    links.look(clock())
+    assert reports == [{address}]
+    server = await rpc.serve(address, [service])
+
+    def reached() -> bool:
+        links.to(address)
+        return links.reaches(address)
+
+    await until(reached)
+    links.look(clock())
+    assert reports == [{address}, set()]
+    await links.close()
+    await server.stop(0)

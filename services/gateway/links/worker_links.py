@@ -26,6 +26,8 @@ class WorkerLinks:
         self._connect_s = connect_s
         self._links: dict[str, WorkerLink] = {}
         self._unreachable: frozenset[str] = frozenset()
+        self._broken: set[str] = set()
+        """Workers whose last link broke, until a new one is connected."""
         self._probed_at: dict[str, float] = {}
         self._served: frozenset[str] = frozenset()
         self._budget = MigrationBudget()
@@ -36,6 +38,8 @@ class WorkerLinks:
         """The link to this worker; a new one if there is none or if the last one broke."""
         link = self._links.get(address)
         if link is None or not link.alive:
+            if link is not None:
+                self._broken.add(address)
             link = self._links[address] = WorkerLink(address, self._gateway_id, self._mesh_id, self._connect_s)
         return link
 
@@ -80,6 +84,7 @@ class WorkerLinks:
             elif address in self._served and now - self._probed_at.get(address, 0.0) > PROBE_S:
                 self._probed_at[address] = now
                 self.to(address)
+        self._broken = {each for each in self._broken if each in self._links and not self._links[each].connected}
         unreachable = frozenset(each for each in self._links if self._is_unreachable(each))
         if unreachable != self._unreachable:
             self._unreachable = unreachable
@@ -100,5 +105,5 @@ class WorkerLinks:
         if link is None:
             return False
         if not link.connected:
-            return address in self._unreachable or not link.alive
+            return address in self._broken or not link.alive
         return not link.usable
