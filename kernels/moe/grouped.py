@@ -45,12 +45,11 @@ MANY_SMALL = Tile(128, 128, 64, 2, 8)
 INVARIANT = Tile(32, 128, 64, 4, 4)
 EXACT = Tile(16, 32, 32, 2, 4)
 """For rows in float32."""
-FEW_PACKED, SOME_PACKED, MANY_PACKED = (
-    Tile(16, 64, CHUNK, 4, 4),
-    Tile(64, 64, CHUNK, 3, 4),
-    Tile(128, 128, CHUNK, 3, 8),
-)
-"""Of quantized weights."""
+FEW_PACKED, SOME_PACKED = Tile(16, 64, CHUNK, 4, 4), Tile(64, 64, CHUNK, 3, 4)
+PACKED = (FEW_PACKED, Tile(32, 64, CHUNK, 3, 4), SOME_PACKED, Tile(128, 128, CHUNK, 3, 8))
+"""Of quantized weights, likewise: up to 16, 32, 64 rows, more."""
+_PROGRAMS, _LEAST_CHUNKS = 792, 8
+"""Programs that a Hopper runs at a time, for which few rows of quantized weights are split; and chunks of a part."""
 _GATED_ROWS = 64
 """Rows of a tile up to which a product gates its outputs itself: of more, two sums do not fit into the registers."""
 
@@ -63,10 +62,8 @@ def tile_for(entries: int, experts: int, x: Tensor, packed: bool, invariant: boo
     if invariant:
         chosen = SOME_PACKED if packed else INVARIANT
     else:
-        mean = entries / experts
-        place = 0 if mean <= FEW.rows else 1 if mean <= SOME.rows else 2
-        plain = (FEW, SOME, MANY_SMALL if small else MANY)
-        chosen = ((FEW_PACKED, SOME_PACKED, MANY_PACKED) if packed else plain)[place]
+        tiles = PACKED if packed else (FEW, SOME, MANY_SMALL if small else MANY)
+        chosen = next((tile for tile in tiles if entries <= tile.rows * experts), tiles[-1])
     return replace(chosen, stages=2) if small else chosen
 
 
@@ -136,7 +133,7 @@ def grouped_kernel(
 
 
 @triton.jit
-def packed_kernel(
+def packed_grouped_kernel(
     x,  # [entries / DIVIDE, K]
     packed,  # int32 [E, ...]: `PackedWeight.packed` of each expert; with GATE of [2N, K], the gates and then the ups
     scales,  # [E, tiles of 64 outputs, groups, 64]
@@ -144,13 +141,13 @@ def packed_kernel(
     inputs_of,  # int64 [E, K] or None: the input that each stored column is for
     order,  # int32 [entries]
     offsets,  # int32 [E + 1]
-    out,  # [entries, N]
-    N, K, C, groups, words, scale_count,  # words and scales of an expert
+    out,  # [SPLIT, entries, N]
+    N, K, C, groups, words, scale_count, size,  # words and scales of an expert; entries * N
     E: tl.constexpr, BLOCK_E: tl.constexpr, DIVIDE: tl.constexpr, GATE: tl.constexpr, KIND: tl.constexpr,
-    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
-    ASM: tl.constexpr, PDL: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, EVEN: tl.constexpr,
+    STAGES: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """As `grouped_kernel`, with packed weights."""
+    """As `grouped_kernel`, with packed weights; program (tile, block of outputs, split) sums a part of the chunks."""
     wait(PDL)
     exists, expert, first, stop = _tile_of(offsets, E, BLOCK_E, BLOCK_M)
     if not exists:
@@ -180,7 +177,9 @@ def packed_kernel(
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     minus = tl.broadcast_to(minus_zero(None, place, half), [BLOCK_N, W])
-    for chunk in tl.range(0, C, num_stages=STAGES):
+    span = tl.cdiv(C, SPLIT)
+    low = tl.program_id(2) * span
+    for chunk in tl.range(low, tl.minimum(low + span, C), num_stages=STAGES):
         a = tl.load(gates + chunk * SIZE, eviction_policy="evict_first")
         c = a
         if GATE != "":
@@ -203,7 +202,7 @@ def packed_kernel(
             up *= tl.load(scales + up_place).to(tl.float32)[:, None]
     if GATE != "":
         total = _gated(total, up, GATE)
-    target = out + entry[:, None] * N + outputs[None, :]
+    target = out + tl.program_id(2).to(tl.int64) * size + entry[:, None] * N + outputs[None, :]
     known = (places < stop)[:, None] & (outputs < N)[None, :]
     tl.store(target, tl.trans(total).to(out.dtype.element_ty), mask=known)
 
@@ -214,7 +213,7 @@ def multiply(x: Tensor, experts: ExpertStack, routes: Routes, *, divide: int, in
     x [entries / divide, K], contiguous; divide is k for rows of tokens and 1 for rows of entries. invariant: a row's
     bits do not depend on the other rows or their number.
     """
-    return _multiply(x, experts, routes, divide, _tile(x, experts, routes, invariant), "")
+    return _multiply(x, experts, routes, divide, _tile(x, experts, routes, invariant), "")[0]
 
 
 def multiply_activate(
@@ -223,9 +222,20 @@ def multiply_activate(
     """The activation of `multiply`'s result: [entries, N], or [entries, N / 2] if it is gated."""
     tile = _tile(x, experts, routes, invariant)
     if not activation.is_gated or tile.rows > _GATED_ROWS:
-        return activate(_multiply(x, experts, routes, divide, tile, ""), activation)
+        return activate(_multiply(x, experts, routes, divide, tile, "")[0], activation)
     gate = "gelu" if activation is Activation.GATED_GELU_TANH else "silu"
-    return _multiply(x, experts, routes, divide, tile, gate)
+    return _multiply(x, experts, routes, divide, tile, gate)[0]
+
+
+def multiply_add(residual: Tensor, x: Tensor, experts: ExpertStack, routes: Routes, *, invariant: bool = False) -> None:
+    """residual [T, N] += the products of the rows of entries, x [entries, K], weighted by the routes."""
+    tile = _tile(x, experts, routes, invariant)
+    split = 1
+    if isinstance(experts.weight, PackedWeight) and not invariant and tile.rows == FEW_PACKED.rows:
+        programs = _most_tiles(len(routes.order), experts.count, tile) * triton.cdiv(experts.outputs, tile.outputs)
+        while programs * split < _PROGRAMS and experts.weight.chunks // (2 * split) >= _LEAST_CHUNKS:
+            split *= 2
+    add_weighted(residual, _multiply(x, experts, routes, 1, tile, "", split), routes.weights_Tk)
 
 
 def _tile(x: Tensor, experts: ExpertStack, routes: Routes, invariant: bool) -> Tile:
@@ -233,12 +243,20 @@ def _tile(x: Tensor, experts: ExpertStack, routes: Routes, invariant: bool) -> T
     return tile_for(len(routes.order), experts.count, x, packed, invariant)
 
 
-def _multiply(x: Tensor, experts: ExpertStack, routes: Routes, divide: int, tile: Tile, gate: str) -> Tensor:
+def _most_tiles(entries: int, experts: int, tile: Tile) -> int:
+    """Each expert has at most one tile that is not full."""
+    return min(entries, entries // tile.rows + min(entries, experts))
+
+
+def _multiply(
+    x: Tensor, experts: ExpertStack, routes: Routes, divide: int, tile: Tile, gate: str, split: int = 1
+) -> Tensor:
+    """-> [split, entries, N] in x's dtype, parts of a sum in float32."""
     entries, inputs = len(routes.order), experts.inputs
     outputs = experts.outputs // 2 if gate else experts.outputs
     assert tuple(x.shape) == (entries // divide, inputs), (x.shape, entries, divide, inputs)
     assert x.is_contiguous()
-    out = torch.empty(entries, outputs, dtype=x.dtype, device=x.device)
+    out = torch.empty(split, entries, outputs, dtype=x.dtype if split == 1 else torch.float32, device=x.device)
     if not entries:
         return out
     shape = {
@@ -246,14 +264,13 @@ def _multiply(x: Tensor, experts: ExpertStack, routes: Routes, divide: int, tile
         "BLOCK_M": tile.rows, "BLOCK_N": tile.outputs, "EVEN": inputs % tile.inputs == 0, "num_warps": tile.warps,
         "STAGES": tile.stages, **launch_options(x.device),
     }  # fmt: skip
-    # Each expert has at most one tile that is not full.
-    tiles = min(entries, entries // tile.rows + min(entries, experts.count))
-    grid, weight = (tiles, triton.cdiv(outputs, tile.outputs)), experts.weight
+    grid = (_most_tiles(entries, experts.count, tile), triton.cdiv(outputs, tile.outputs), split)
+    weight = experts.weight
     if isinstance(weight, PackedWeight):
-        packed_kernel[grid](
+        packed_grouped_kernel[grid](
             x, weight.packed, weight.scale, weight.zero, weight.order, routes.order, routes.offsets, out, outputs,
             inputs, weight.chunks, weight.scale.shape[2], weight.packed[0].numel(), weight.scale[0].numel(),
-            KIND=weight.kind, GROUP=weight.group, ASM=has_asm(x.device), **shape,
+            out[0].numel(), KIND=weight.kind, GROUP=weight.group, SPLIT=split, ASM=has_asm(x.device), **shape,
         )  # fmt: skip
     else:
         grouped_kernel[grid](
@@ -265,10 +282,10 @@ def _multiply(x: Tensor, experts: ExpertStack, routes: Routes, divide: int, tile
 @triton.jit
 def add_weighted_kernel(
     residual,  # [T, n], changed in place
-    results,  # [T * k, n]
+    results,  # [SPLIT, T * k, n]
     weights,  # float32 [T, k]
-    n,
-    CHOSEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    n, size,  # T * k * n
+    CHOSEN: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program adds a part of a token's results, one entry after the other."""
     wait(PDL)
@@ -278,19 +295,23 @@ def add_weighted_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     for index in tl.static_range(CHOSEN):
         entry = token * CHOSEN + index
-        total += tl.load(weights + entry) * tl.load(results + entry * n + columns, mask=inside, other=0.0)
+        weight = tl.load(weights + entry)
+        for split in tl.static_range(SPLIT):
+            total += weight * tl.load(results + split * size + entry * n + columns, mask=inside, other=0.0)
     target = residual + token * n + columns
     total += tl.load(target, mask=inside, other=0.0)
     tl.store(target, total.to(residual.dtype.element_ty), mask=inside)
 
 
 def add_weighted(residual: Tensor, results: Tensor, weights_Tk: Tensor) -> None:
-    """residual [T, n] += the results [T * k, n] of each token's entries, weighted; the sum is kept in float32."""
+    """residual [T, n] += the results [T * k, n] of each token's entries, weighted; the sum is kept in float32. Results
+    may come in parts of a sum, [S, T * k, n]."""
     (tokens, n), chosen = residual.shape, weights_Tk.shape[1]
     assert residual.is_contiguous()
     assert results.is_contiguous()
     block = min(1024, triton.next_power_of_2(n))
     if tokens:
         add_weighted_kernel[(tokens, triton.cdiv(n, block))](
-            residual, results, weights_Tk, n, CHOSEN=chosen, BLOCK=block, num_warps=4, **launch_options(residual.device)
-        )
+            residual, results, weights_Tk, n, tokens * chosen * n, CHOSEN=chosen, BLOCK=block, num_warps=4,
+            SPLIT=results.numel() // (tokens * chosen * n), **launch_options(residual.device),
+        )  # fmt: skip

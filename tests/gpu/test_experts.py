@@ -9,7 +9,7 @@ if not torch.cuda.is_available():
 from kernels.moe import grouped, routing
 from kernels.moe.weights import ExpertStack
 from tests.kernels.cases import rand
-from tests.kernels.experts import check_experts, check_invariant_experts, check_routing
+from tests.kernels.experts import check_experts, check_invariant_experts, check_routing, check_split_experts
 
 HALVES = [torch.bfloat16, torch.float16]
 
@@ -26,6 +26,11 @@ def test_routes_of_tokens_to_experts(dtype: torch.dtype) -> None:
 )
 def test_products_of_experts(shape: tuple[int, int, int, int, int, int], dtype: torch.dtype) -> None:
     check_experts(*shape, dtype)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_products_of_experts_in_parts(dtype: torch.dtype) -> None:
+    check_split_experts(dtype)
 
 
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=str)

@@ -352,6 +352,10 @@ def expert_calls(new: Callable[..., Tensor]) -> Iterator[tuple[str, Callable[[],
                 gated = partial(grouped.multiply_activate, new(tokens, 512), stack, routes, Activation.GATED_SILU)
                 yield f"experts gated {kind} {tokens}", partial(gated, divide=chosen)
     yield "route 128", partial(routing.route, new(64, 128), 8, False)
+    wide = ExpertStack(8, 256, 2048, dtype)
+    wide.keep(0, quantized_weights.Int8Weight(torch.zeros(256, 2048, dtype=torch.int8), torch.ones(256, 1)))
+    routes = Routes(torch.ones(1, 2), torch.zeros(2, dtype=torch.int32), torch.zeros(9, dtype=torch.int32))
+    yield "experts added in parts", partial(grouped.multiply_add, new(1, 256), new(2, 2048), wide, routes)
     yield "experts added", partial(grouped.add_weighted, new(4, 2048), new(32, 2048), torch.ones(4, 8))
 
 

@@ -69,11 +69,12 @@ def check_experts(tokens: int, experts: int, chosen: int, n: int, k: int, group:
             close(got, reference.multiply(x.double(), case, routes, divide=divide))
         if number in (0, 2):
             check_gate(x, stack, case, routes)
-    residual = rand(tokens, n, dtype=dtype)
-    wanted = residual.double()
-    reference.add_weighted(wanted, got.double(), routes.weights_Tk)
-    grouped.add_weighted(residual, got, routes.weights_Tk)
-    close(residual, wanted)
+        residual = rand(tokens, n, dtype=dtype)
+        wanted = residual.double()
+        reference.add_weighted(wanted, reference.multiply(x.double(), case, routes, divide=1), routes.weights_Tk)
+        with poisoned():
+            grouped.multiply_add(residual, x, stack, routes)
+        close(residual, wanted)
 
 
 def check_gate(x: Tensor, stack: ExpertStack, case: list[Weight], routes: reference.Routes) -> None:
@@ -89,6 +90,24 @@ def check_gate(x: Tensor, stack: ExpertStack, case: list[Weight], routes: refere
         with poisoned():
             got = grouped.multiply_activate(x, stack, routes, activation, divide=1)
         close(got, wanted)
+
+
+def check_split_experts(dtype: torch.dtype) -> None:
+    """Few rows of many inputs: each product is a sum of parts."""
+    n, k, experts, chosen, tokens = 70, 2200, 4, 2, 3
+    case: list[Weight] = [
+        quantized_weights.quantize_int8(rand(n, k, dtype=torch.float32) / k**0.5) for _ in range(experts)
+    ]
+    stack = ExpertStack(experts, n, k, dtype)
+    for expert, weight in enumerate(case):
+        stack.keep(expert, weight)
+    routes = routing.route(rand(tokens, experts, dtype=dtype), chosen, True)
+    x, residual = rand(tokens * chosen, k, dtype=dtype), rand(tokens, n, dtype=dtype)
+    wanted = residual.double()
+    reference.add_weighted(wanted, reference.multiply(x.double(), case, routes, divide=1), routes.weights_Tk)
+    with poisoned():
+        grouped.multiply_add(residual, x, stack, routes)
+    close(residual, wanted)
 
 
 def check_invariant_experts(dtype: torch.dtype) -> None:

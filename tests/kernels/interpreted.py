@@ -33,7 +33,7 @@ from tests.kernels.cases import (
     poison,
     rand,
 )
-from tests.kernels.experts import check_experts, check_routing
+from tests.kernels.experts import check_experts, check_routing, check_split_experts
 from tests.kernels.fused import check_rotated_qkv, step_of_answers
 from tests.kernels.steps import (
     check_draft_guesses,
@@ -393,6 +393,10 @@ def test_routes_of_tokens_to_experts() -> None:
 def test_products_of_experts(dtype: torch.dtype) -> None:
     check_experts(1, 4, 2, 40, 64, 32, dtype)
     check_experts(11, 3, 2, 70, 128, 64, dtype)
+
+
+def test_products_of_experts_in_parts() -> None:
+    check_split_experts(HALF)
 
 
 def test_masks_of_tokens() -> None:

@@ -27,7 +27,7 @@ _FAMILIES = (
     ("texts", ("embed_texts", "pool_texts")),
     ("rope and KV", ("rope", "copy_blocks")),
     ("step inputs", ("unpack_kernel", "store_sampled_kernel", "finite_kernel", "edit_kernel")),
-    ("experts", ("choose_experts", "count_kernel", "place_kernel", "grouped_kernel", "add_weighted")),
+    ("experts", ("choose_experts", "route_few", "count_kernel", "place_kernel", "grouped_kernel", "add_weighted")),
     ("adapters", ("shrink_kernel", "expand_kernel")),
     ("sampling", ("scan_kernel", "choose_kernel", "top_kernel", "mask_kernel", "accept_kernel", "sample", "topk",
                   "argmax", "sort", "multinomial")),

@@ -81,8 +81,7 @@ class TritonOps:
         """Each product of all experts is one launch; for few rows the first one has the activation, too."""
         chosen = routes.weights_Tk.shape[1]
         hidden = grouped.multiply_activate(x, up, routes, activation, divide=chosen, invariant=self.invariant)
-        results = grouped.multiply(hidden, down, routes, divide=1, invariant=self.invariant)
-        grouped.add_weighted(residual, results, routes.weights_Tk)
+        grouped.multiply_add(residual, hidden, down, routes, invariant=self.invariant)
 
     def norm_qkv(
         self,
