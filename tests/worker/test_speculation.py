@@ -396,6 +396,29 @@ def test_looks_in_vain_become_rare() -> None:
     assert chooser.rest(1) > 0
 
 
+def test_a_look_waits_until_what_the_draft_has_missed_is_a_small_share_of_the_time() -> None:
+    chooser = DepthChooser(8)
+    for depth in (0, 1):
+        chooser.observe_step(64, depth, 0.01 + 0.01 * depth)
+    assert chooser.choose(64, [0.1] * 64, [8] * 64) == [0] * 64
+    cheap = chooser.rest(64)
+    for _ in range(30):
+        chooser.observe_catch_up(64, 0.03)
+    assert chooser.choose(64, [0.1] * 64, [8] * 64) == [0] * 64
+    assert cheap < chooser.rest(64) == round(30 * 0.02 / (0.01 * 0.01))
+
+
+def test_a_plain_step_that_waited_for_a_question_is_no_measurement() -> None:
+    speculation = Speculation(Replay({}), overlaps=True)
+    planner = Planner(BlockPool(8), 4, slots=1, step_tokens=6, prefix_cache=True)
+    planner.add(Planned(job(1, prompt_of(3), max_tokens=20), 1, 4, 64, b""))
+    rows = planner.plan().rows
+    speculation.stepped(rows, 0.02, overlapped=False)
+    assert not speculation._chooser._times(1).seconds
+    speculation.stepped(rows, 0.01, overlapped=True)
+    assert speculation._chooser._times(1).seconds == {0: 0.01}
+
+
 def test_a_step_in_which_a_draft_catches_up_is_no_measurement(checkpoint: Callable[[str], Path]) -> None:
     """Otherwise the price of a prompt would be that of a guess, and none would ever pay."""
     folder = checkpoint("llama")

@@ -403,7 +403,8 @@ class GenerationEngine:
         if self.speculation is not None and not step.prefill:
             idle_s = step.launched_s - self._last_end_s  # The host's part of a step that was not planned ahead.
             began -= idle_s if 0 < idle_s < now - began else 0.0
-            self.speculation.stepped([row for part in step.parts for row in part.rows], now - began)
+            rows = [row for part in step.parts for row in part.rows]
+            self.speculation.stepped(rows, now - began, overlapped=idle_s <= 0)
         self._last_end_s = now
         if self._undrawn:
             self._draw(output)

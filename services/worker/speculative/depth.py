@@ -15,6 +15,8 @@ _OPTIMISM = 1.02
 """Assumed time of a depth that was not measured, as a multiple of the time of the one below it: it is tried."""
 PROBE_STEPS = 128
 """Steps after which a depth is measured again, if it is next to the one that is taken."""
+_LOOK_SHARE = 0.01
+"""Share of the time that looks at guesses may take while none pay: a draft model computes what it has missed first."""
 _MOST_WAIT = 16 * PROBE_STEPS
 """Steps between two looks at guesses while none pay: the pause doubles with each look in vain up to this."""
 
@@ -51,6 +53,10 @@ class _Times:
     steps: int = 0
     wait: int = PROBE_STEPS
     """Steps after which a look at guesses is due while none pay."""
+    look_s: float = 0.0
+    """Seconds of steps before the next look, in which a draft model catches up."""
+    rests_until: int = 0
+    """The step at which the next look is due."""
 
     def age(self, depth: int) -> int:
         """Steps since the depth was measured; 0: it never was."""
@@ -79,6 +85,11 @@ class DepthChooser:
         times.steps += 1
         times.measured_at[depth] = times.steps
 
+    def observe_catch_up(self, rows: int, seconds: float) -> None:
+        """Record a step in which the draft model computed what it had missed."""
+        times = self._times(rows)
+        times.look_s += max(seconds - times.seconds.get(0, seconds), 0.0)
+
     def observe_guesses(self, drafted: int, accepted: int) -> None:
         """Record a row of guesses of any answer."""
         for hit in [1.0] * accepted + [0.0] * (accepted < drafted):
@@ -97,7 +108,20 @@ class DepthChooser:
         looked = self._to_measure(times, rows, rates, room, best, longest)
         if looked is not None:
             return [min(looked, most) for most in room]
-        return self._cut(times, best, rows, rates, room)
+        chosen = self._cut(times, best, rows, rates, room)
+        if not any(chosen):
+            times.rests_until = times.steps + self._rest(times)
+        return chosen
+
+    def rest(self, rows: int) -> int:
+        """Steps of this number of rows until the next look at guesses is due; 0 while guesses pay."""
+        times = self._times(rows)
+        return max(times.rests_until - times.steps, 0)
+
+    def _rest(self, times: _Times) -> int:
+        ages = [times.age(depth) for depth in times.measured_at if depth]
+        dear, times.look_s = times.look_s / (_LOOK_SHARE * times.seconds[0]), 0.0
+        return max(times.wait - max(ages, default=times.wait), round(dear), 0)
 
     def _best(self, times: _Times, rows: int, rates: Sequence[float], room: Sequence[int], longest: int) -> int:
         known = [depth for depth in times.seconds if depth <= longest]
@@ -115,12 +139,6 @@ class DepthChooser:
             deeper = [depth for depth in times.seconds if 0 < depth <= longest]
             nearby = [self._value_best(times, rows, rates, room, deeper)] if deeper else []
         return next((near for near in nearby if near <= longest and times.age(near) > times.wait), None)
-
-    def rest(self, rows: int) -> int:
-        """Steps for which a question is in vain if none of these rows gained by a guess."""
-        times = self._times(rows)
-        ages = [times.age(depth) for depth in times.measured_at if depth]
-        return max(times.wait - max(ages, default=times.wait), 0)
 
     def _value_best(
         self, times: _Times, rows: int, rates: Sequence[float], room: Sequence[int], depths: Collection[int]

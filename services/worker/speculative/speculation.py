@@ -18,7 +18,7 @@ from services.worker.speculative.proposer import Proposer
 _LONGEST_PAUSE = 8
 """Steps at most for which an answer is not searched after its searches found nothing."""
 _PLAIN_STEPS, _MOST_PLAIN_STEPS = 32, 256
-"""Steps without a question after no answer gained by a guess, at least and at most."""
+"""Steps without a question after no answer gained by a guess, and at most until the next look at guesses."""
 _STEADY_TOKENS = MOST_GUESSES + 2
 """Tokens that a draft model computes of a sequence before each guess, at most: more are the price of a pause."""
 
@@ -89,6 +89,9 @@ class Speculation:
         in the step, those that do not ask included."""
         if self._draft_model is not None:
             self._draft_model.begin_step()
+        if self._depth is None and (rest := self._chooser.rest(rows)) > 0:
+            self._plain_steps = min(rest, _MOST_PLAIN_STEPS)
+            return [()] * len(asked)
         most = self._most if self._limit is None else self._limit(rows)
         drafts = [self._draft(sequence, min(room, most)) for sequence, room in asked]
         self._in_vain = 0 if any(drafts) or self._behind else self._in_vain + 1
@@ -99,7 +102,7 @@ class Speculation:
         rates = [self._answers[sequence.job.key].acceptance.rate(self._chooser.mean_rate) for sequence, _ in asked]
         chosen = self._chooser.choose(rows, rates, [len(draft) for draft in drafts])
         if not any(chosen) and any(drafts):
-            self._plain_steps = min(max(self._chooser.rest(rows), _PLAIN_STEPS), _MOST_PLAIN_STEPS)
+            self._plain_steps = _PLAIN_STEPS
         return [draft[:count] for draft, count in zip(drafts, chosen, strict=True)]
 
     def new_blocks(self, sequence: Sequence) -> None:
@@ -128,10 +131,15 @@ class Speculation:
         self.counts.add(drafted, accepted)
         return drafted, accepted
 
-    def stepped(self, rows: Iterable[Row], seconds: float) -> None:
-        """A step of these rows, without prompts, took this many seconds."""
+    def stepped(self, rows: Iterable[Row], seconds: float, overlapped: bool) -> None:
+        """A step of these rows, without prompts, took this many seconds. overlapped: it was planned while another one
+        ran. A step without guesses that could have been, and was not, says nothing about such steps."""
         depths = [len(row.guesses) for row in rows]
-        if depths and not self._behind and not self._catches_up:
+        if not depths:
+            return
+        if self._behind or self._catches_up:
+            self._chooser.observe_catch_up(len(depths), seconds)
+        elif overlapped or max(depths) or not self._overlaps:
             self._chooser.observe_step(len(depths), max(depths), seconds)
 
     def ended(self, sequence: Sequence) -> None:
