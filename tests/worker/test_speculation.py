@@ -23,6 +23,7 @@ from services.worker.runners.cpu.runner import CpuRunner, CpuStep
 from services.worker.runners.paced import PacedRunner, PacedTiming, tokens_of
 from services.worker.runners.step import Words, unpack
 from services.worker.speculative import draft_model, suffix
+from services.worker.speculative.catch_up_budget import CatchUpBudget
 from services.worker.speculative.depth import PROBE_STEPS, Acceptance, DepthChooser, expected_tokens
 from services.worker.speculative.ngram import NgramProposer
 from services.worker.speculative.speculation import Speculation
@@ -396,16 +397,31 @@ def test_looks_in_vain_become_rare() -> None:
     assert chooser.rest(1) > 0
 
 
-def test_a_look_waits_until_what_the_draft_has_missed_is_a_small_share_of_the_time() -> None:
-    chooser = DepthChooser(8)
-    for depth in (0, 1):
-        chooser.observe_step(64, depth, 0.01 + 0.01 * depth)
-    assert chooser.choose(64, [0.1] * 64, [8] * 64) == [0] * 64
-    cheap = chooser.rest(64)
-    for _ in range(30):
-        chooser.observe_catch_up(64, 0.03)
-    assert chooser.choose(64, [0.1] * 64, [8] * 64) == [0] * 64
-    assert cheap < chooser.rest(64) == round(30 * 0.02 / (0.01 * 0.01))
+def test_a_draft_catches_up_in_a_hundredth_of_the_time() -> None:
+    budget, plain_s, spent_s = CatchUpBudget(), 0.0, 0.0
+    assert budget.allows(2000)
+    assert not budget.allows(64 * 512)
+    while plain_s < 300:
+        if budget.allows(64 * 512):
+            for _ in range(64):
+                budget.spend(512, 0.018)
+                spent_s += 0.018
+        budget.earn(0.0065)
+        plain_s += 0.0065
+    assert 0.0 < spent_s <= 0.011 * plain_s + 1.2
+
+
+def test_many_answers_are_not_guessed_before_there_was_time_to_catch_up(checkpoint: Callable[[str], Path]) -> None:
+    folder = checkpoint("llama")
+    engine = open_engine(folder, kv_blocks=512, max_batch_size=16, **STRICT, speculate=f"draft:{folder}")
+    assert engine.speculation is not None
+    engine.speculation._budget.seconds = 0.0
+    run(engine, *(job(key, prompt_of(100, key), max_tokens=60) for key in range(16)), steps=50)
+    assert engine.stats().guesses.drafted == 0
+    engine.speculation._budget.seconds = 100.0
+    while engine.has_work() and not engine.stats().guesses.drafted:
+        engine.step()
+    assert engine.stats().guesses.drafted > 0
 
 
 def test_a_plain_step_that_waited_for_a_question_is_no_measurement() -> None:

@@ -15,8 +15,6 @@ _OPTIMISM = 1.02
 """Assumed time of a depth that was not measured, as a multiple of the time of the one below it: it is tried."""
 PROBE_STEPS = 128
 """Steps after which a depth is measured again, if it is next to the one that is taken."""
-_LOOK_SHARE = 0.01
-"""Share of the time that looks at guesses may take while none pay: a draft model computes what it has missed first."""
 _MOST_WAIT = 16 * PROBE_STEPS
 """Steps between two looks at guesses while none pay: the pause doubles with each look in vain up to this."""
 
@@ -53,10 +51,10 @@ class _Times:
     steps: int = 0
     wait: int = PROBE_STEPS
     """Steps after which a look at guesses is due while none pay."""
-    look_s: float = 0.0
-    """Seconds of steps before the next look, in which a draft model catches up."""
     rests_until: int = 0
     """The step at which the next look is due."""
+    pays: bool = False
+    """The last choice was to guess, and no look."""
 
     def age(self, depth: int) -> int:
         """Steps since the depth was measured; 0: it never was."""
@@ -85,11 +83,6 @@ class DepthChooser:
         times.steps += 1
         times.measured_at[depth] = times.steps
 
-    def observe_catch_up(self, rows: int, seconds: float) -> None:
-        """Record a step in which the draft model computed what it had missed."""
-        times = self._times(rows)
-        times.look_s += max(seconds - times.seconds.get(0, seconds), 0.0)
-
     def observe_guesses(self, drafted: int, accepted: int) -> None:
         """Record a row of guesses of any answer."""
         for hit in [1.0] * accepted + [0.0] * (accepted < drafted):
@@ -109,19 +102,24 @@ class DepthChooser:
         if looked is not None:
             return [min(looked, most) for most in room]
         chosen = self._cut(times, best, rows, rates, room)
-        if not any(chosen):
-            times.rests_until = times.steps + self._rest(times)
+        times.pays = any(chosen)
+        if not times.pays:
+            ages = [times.age(depth) for depth in times.measured_at if depth]
+            times.rests_until = times.steps + max(times.wait - max(ages, default=times.wait), 0)
         return chosen
+
+    def pays(self, rows: int) -> bool:
+        """Whether guesses paid at this number of rows when a depth was last chosen for it."""
+        return self._times(rows).pays
+
+    def plain_s(self, rows: int) -> float | None:
+        """Seconds of a step of this number of rows without guesses; None before any was measured."""
+        return self._times(rows).seconds.get(0)
 
     def rest(self, rows: int) -> int:
         """Steps of this number of rows until the next look at guesses is due; 0 while guesses pay."""
         times = self._times(rows)
         return max(times.rests_until - times.steps, 0)
-
-    def _rest(self, times: _Times) -> int:
-        ages = [times.age(depth) for depth in times.measured_at if depth]
-        dear, times.look_s = times.look_s / (_LOOK_SHARE * times.seconds[0]), 0.0
-        return max(times.wait - max(ages, default=times.wait), round(dear), 0)
 
     def _best(self, times: _Times, rows: int, rates: Sequence[float], room: Sequence[int], longest: int) -> int:
         known = [depth for depth in times.seconds if depth <= longest]

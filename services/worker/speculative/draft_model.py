@@ -61,6 +61,10 @@ class DraftProgress:
         self._budget -= missing
         return most
 
+    def missing(self, sequence: Sequence) -> int:
+        """Tokens of a sequence that the draft model has not computed."""
+        return len(sequence.tokens) - self._progress(sequence).computed
+
     def behind(self, sequence: Sequence) -> CatchUp | None:
         """The next tokens of a sequence that has to catch up before it is guessed."""
         progress = self._progress(sequence)

@@ -11,6 +11,7 @@ from services.worker.job import GuessCounts, Job
 from services.worker.planner.planner import Row
 from services.worker.planner.sequence import Sequence
 from services.worker.runners.step import MOST_GUESSES, OWN_GUESS
+from services.worker.speculative.catch_up_budget import CatchUpBudget
 from services.worker.speculative.depth import Acceptance, DepthChooser
 from services.worker.speculative.draft_model import CatchUp, DraftProgress
 from services.worker.speculative.proposer import Proposer
@@ -56,8 +57,9 @@ class Speculation:
         self._draft_model = proposer if isinstance(proposer, DraftProgress) else None
         self._proposer = None if isinstance(proposer, DraftProgress) else proposer
         self._behind: list[CatchUp] = []
-        self._catches_up = False
-        """Whether the draft model computes more in this step than steady guesses need."""
+        self._caught_up = 0
+        """Tokens that the draft model computes in this step, if that is more than steady guesses need."""
+        self._budget = CatchUpBudget()
         self._chooser = DepthChooser(most)
         self._answers: dict[int, _Answer] = {}
         self._overlaps = overlaps
@@ -89,7 +91,7 @@ class Speculation:
         in the step, those that do not ask included."""
         if self._draft_model is not None:
             self._draft_model.begin_step()
-        if self._depth is None and (rest := self._chooser.rest(rows)) > 0:
+        if self._depth is None and (rest := self._rest([sequence for sequence, _ in asked], rows)) > 0:
             self._plain_steps = min(rest, _MOST_PLAIN_STEPS)
             return [()] * len(asked)
         most = self._most if self._limit is None else self._limit(rows)
@@ -115,7 +117,8 @@ class Speculation:
         if self._draft_model is None:
             return []
         guessed = [self._draft_model.before_guesses(row.sequence) for row in rows if row.guesses]
-        self._catches_up = any(each.end - each.first > _STEADY_TOKENS for each in guessed)
+        late = [each for each in guessed if each.end - each.first > _STEADY_TOKENS]
+        self._caught_up = sum(each.end - each.first for each in late + self._behind)
         return guessed + [each for each in self._behind if each.sequence.slot is not None]
 
     def drawn(self, row: Row, tokens: int) -> tuple[int, int]:
@@ -137,9 +140,13 @@ class Speculation:
         depths = [len(row.guesses) for row in rows]
         if not depths:
             return
-        if self._behind or self._catches_up:
-            self._chooser.observe_catch_up(len(depths), seconds)
-        elif overlapped or max(depths) or not self._overlaps:
+        if self._caught_up:
+            plain_s = self._chooser.plain_s(len(depths))
+            self._budget.spend(self._caught_up, max(seconds - plain_s, 0.0) if plain_s is not None else 0.0)
+            return
+        if not max(depths):
+            self._budget.earn(seconds)
+        if overlapped or max(depths) or not self._overlaps:
             self._chooser.observe_step(len(depths), max(depths), seconds)
 
     def ended(self, sequence: Sequence) -> None:
@@ -149,6 +156,15 @@ class Speculation:
             self._draft_model.ended(sequence)
         elif known and self._proposer is not None:
             self._proposer.ended(sequence.job, sequence.tokens)
+
+    def _rest(self, asking: list[Sequence], rows: int) -> int:
+        """Steps without guesses from here on, because none is due to be tried or would be too dear."""
+        rest = self._chooser.rest(rows)
+        if rest or self._draft_model is None or self._chooser.pays(rows):
+            return rest
+        missing = [self._draft_model.missing(sequence) for sequence in asking]
+        behind = sum(tokens for tokens in missing if tokens > _STEADY_TOKENS)
+        return 0 if self._budget.allows(behind) else _PLAIN_STEPS
 
     def _draft(self, sequence: Sequence, room: int) -> Many[int]:
         job = sequence.job

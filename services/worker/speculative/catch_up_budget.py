@@ -1,0 +1,33 @@
+"""How much a draft model may catch up while guesses do not pay: what it has missed is the price of a look at them.
+
+Pure; knows no clock and no sequences.
+"""
+
+_SHARE = 0.01
+"""Share of the time of steps without guesses that looks may take."""
+_FIRST_S = 0.1
+"""Seconds that may be spent before any step has run: enough for a few answers."""
+_FIRST_TOKEN_S = 2e-5
+"""Seconds to catch up one token, before any was measured."""
+_WEIGHT = 0.5
+
+
+class CatchUpBudget:
+    """Seconds earned by steps without guesses and spent on catching up."""
+
+    def __init__(self) -> None:
+        self.seconds = _FIRST_S
+        self._token_s = _FIRST_TOKEN_S
+
+    def allows(self, tokens: int) -> bool:
+        """Whether there is time to catch up this number of tokens."""
+        return tokens * self._token_s <= self.seconds
+
+    def earn(self, seconds: float) -> None:
+        """A step without guesses took this time."""
+        self.seconds += _SHARE * seconds
+
+    def spend(self, tokens: int, seconds: float) -> None:
+        """A step in which this number of tokens was caught up took so much longer than one without guesses."""
+        self.seconds -= seconds
+        self._token_s += _WEIGHT * (seconds / max(tokens, 1) - self._token_s)
