@@ -16,10 +16,10 @@ _NAMES, _ROW = 262, 17
 """Pixels: width of the names, height of a bar with its spacing."""
 
 
-def write(file: Path, title: str, points: Mapping[str, Sequence[Point]]) -> None:
-    """Output tokens per second over requests at a time, a line for each name."""
+def write(file: Path, title: str, points: Mapping[str, Sequence[Point]], measured: str = "output tokens/s") -> None:
+    """What was measured over requests at a time, a line for each name."""
     named = [Line(name, line) for name, line in points.items() if line]
-    drawn = lines(named, Axis("requests at a time", log=True), Axis("output tokens/s"))
+    drawn = lines(named, Axis("requests at a time", log=True), Axis(measured))
     body = drawn[drawn.index(">") + 1 : drawn.index("</svg>")]
     legend, left = [], 60
     for number, line in enumerate(named):

@@ -16,12 +16,13 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench import figures
 from bench.engine import speculation_equality as equality
 from report import machine
 from services.worker.build.choose import build_engine
@@ -36,6 +37,7 @@ CONCURRENCIES = (1, 4, 8, 16, 64, 256)
 ACCEPTANCES = (0.5, 0.7, 0.9)
 CONTEXT, TIMED_S, SETTLE_S = 512, 2.0, 1.5
 LEAST_RATIO = 0.97
+COLUMNS = ("tok/s", "ms between p50", "ms between p99", "k", "rows guessed", "right", "ratio")
 
 Cell = dict[str, float]
 
@@ -181,6 +183,31 @@ def cells(model: str, draft: str, quantize: str | None) -> Iterator[tuple[str, C
         del engine
 
 
+def save(out: Path, result: Mapping[str, Any]) -> None:
+    """Write the cells as JSON and as a table, and the speed-up over the number of requests."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "speculation.json").write_text(json.dumps(result, indent=1) + "\n")
+    lines = ["# Speculation: the bare engine on one GPU", ""]
+    lines += [f"- {name}: {value}" for group in ("machine", "settings") for name, value in result[group].items()]
+    lines += ["- k: guesses of a row on average; right: share of the guesses", ""]
+    lines += ["| " + " | ".join(["", *COLUMNS]) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
+    points: dict[str, list[tuple[float, float]]] = {}
+    for name, cell in result["cells"].items():
+        lines.append(
+            f"| {name} | " + " | ".join(_number(cell[column]) if column in cell else "" for column in COLUMNS) + " |"
+        )
+        kind, _, concurrency = name.rpartition(" ")
+        if kind.startswith("draft") and "k =" not in kind:
+            points.setdefault(kind.replace("draft", "acceptance"), []).append((float(concurrency), cell["ratio"]))
+    (out / "speculation.md").write_text("\n".join(lines) + "\n")
+    title = f"Speed-up by a draft model, {result['settings']['model']}"
+    figures.write(out / "speculation.svg", title, points, "tokens/s over those without guesses")
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
 def main() -> int:
     """The program. -> its exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -207,10 +234,8 @@ def main() -> int:
         if time.perf_counter() > ends:
             print("the time is over: later cells are left out", flush=True)
             break
-    asked.out.mkdir(parents=True, exist_ok=True)
-    settings = {name: str(value) for name, value in vars(asked).items()}
-    result = {"machine": machine.describe(), "settings": settings, "cells": found}
-    (asked.out / "speculation.json").write_text(json.dumps(result, indent=1))
+    settings = {name: str(value) for name, value in vars(asked).items() if name != "out"}
+    save(asked.out, {"machine": machine.describe(), "settings": settings, "cells": found})
     return int(any(cell.get("ratio", 1.0) < LEAST_RATIO for cell in found.values()))
 
 
