@@ -10,6 +10,11 @@ _FIRST, _END = 20_000, 32_000
 _given: set[int] = set()
 
 
+def draw_from(own: int, processes: int) -> None:
+    """From now on this process draws from its own range: that of number `own` of this number of processes."""
+    os.environ["PYTEST_XDIST_WORKER"], os.environ["PYTEST_XDIST_WORKER_COUNT"] = f"gw{own}", str(processes)
+
+
 def free_port() -> int:
     """A port where nothing listens, given once. The processes of a test run draw from ranges of their own: nobody else
     takes the port between this call and the start of the process that is to listen there."""

@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import json
 import multiprocessing
+import multiprocessing.queues
 import sys
 import tempfile
 import time
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from report import html, machine, plot
+from tests import ports
 from tests.faults.cluster import Cluster, flowing
 from tests.faults.footprint import Baseline
 from tests.faults.history import History, percentile
@@ -168,6 +170,11 @@ async def run_seeds(name: str, seeds: Sequence[int], options: argparse.Namespace
     return result
 
 
+def _begin_lane(numbers: "multiprocessing.queues.SimpleQueue[int]", lanes: int) -> None:
+    """The meshes of a lane have ports of their own."""
+    ports.draw_from(numbers.get(), lanes)
+
+
 def run_part(name: str, seeds: Sequence[int], options: argparse.Namespace) -> Result:
     """The work of a lane."""
     return asyncio.run(run_seeds(name, seeds, options))
@@ -211,7 +218,10 @@ def main(options: argparse.Namespace) -> int:
     results, began = load(options), time.monotonic()
     print(_line(HEAD))
     spawned = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(options.lanes, mp_context=spawned) as lanes:
+    numbers = spawned.SimpleQueue()
+    for number in range(options.lanes):
+        numbers.put(number)
+    with ProcessPoolExecutor(options.lanes, spawned, _begin_lane, (numbers, options.lanes)) as lanes:
         parts = {name: parts_of(result, options) for name, result in results.items()}
         running = [lanes.submit(run_part, name, seeds, options) for name, each in parts.items() for seeds in each]
         missing = {name: len(each) for name, each in parts.items()}
