@@ -14,8 +14,8 @@ WORKERS   ?= 1
 GPU_PYTHON ?= $(PYTHON)
 # A folder of text for `make train-demo`.
 CORPUS    ?=
-# The number of processes that run the tests.
-TEST_PROCESSES ?= auto
+# The number of processes that run the tests: many of these wait for other processes most of the time.
+TEST_PROCESSES ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$(( cores < 4 ? 4 : cores )))
 # The clients that `make test-clients` runs; if empty, all.
 CLIENTS   ?=
 # The program smg for `make bench-smg`; if empty, it is installed.
