@@ -97,7 +97,7 @@ def begin(engine: GenerationEngine, concurrency: int, prompts: Sequence[Sequence
 
 
 def run_for(engine: GenerationEngine, seconds: float) -> tuple[float, list[float], int]:
-    """Step so long. -> seconds, times between a job's outputs (a row's further tokens come with its first), tokens."""
+    """Step for this many seconds. -> seconds, times between a job's outputs (a row's tokens come together), tokens."""
     last: dict[int, float] = {}
     between: list[float] = []
     tokens, began = 0, time.perf_counter()

@@ -28,6 +28,6 @@ class CatchUpBudget:
         self.seconds += _SHARE * seconds
 
     def spend(self, tokens: int, seconds: float) -> None:
-        """A step in which this number of tokens was caught up took so much longer than one without guesses."""
+        """A step that caught up this number of tokens took `seconds` longer than one without guesses."""
         self.seconds -= seconds
         self._token_s += _WEIGHT * (seconds / max(tokens, 1) - self._token_s)

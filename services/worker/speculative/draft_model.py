@@ -83,7 +83,7 @@ class DraftProgress:
         return CatchUp(sequence, first, end)
 
     def drawn(self, sequence: Sequence, drafted: int, accepted: int) -> None:
-        """So many guesses after the sequence's tokens were right. The last guess is not computed by the draft model."""
+        """Of the guesses after the tokens of the sequence, `accepted` were right. The last one is not computed here."""
         kept = 0 if self._redo_guesses else min(accepted, drafted - 1)
         self._advance(sequence, self._progress(sequence), len(sequence.tokens) + kept)
 

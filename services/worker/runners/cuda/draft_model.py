@@ -158,7 +158,7 @@ class GpuDraftModel:
         self.forward.compute(rows.sizes, long_tokens, self._first_features)
 
     def _held(self, rows: int, longest: int) -> _Pass:
-        """The smallest first pass with a graph that serves so many rows and tokens of each; without one, these."""
+        """The smallest first pass with a graph for these numbers of rows and of tokens of each; without one, these."""
         fitting = [each for each in self._graphs if each[0] >= rows and each[1] >= max(longest, self.lengths[0])]
         return min(fitting, key=lambda each: each[0] * each[1], default=(rows, max(longest, self.lengths[0])))
 
