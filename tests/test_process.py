@@ -57,7 +57,7 @@ def without(package: str, service: str) -> "subprocess.CompletedProcess[str]":
     program = f"import sys; sys.modules[{package!r}] = None; from services import process; process.run({service!r})"
     return subprocess.run(
         [sys.executable, "-c", program],
-        env={**os.environ, "WEFT_LISTEN": "127.0.0.1:0"},
+        env={**os.environ, "WEFT_LISTEN": "127.0.0.1:0", "MODEL_NAME": "random:tiny"},
         capture_output=True,
         text=True,
         timeout=60,

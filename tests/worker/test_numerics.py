@@ -13,6 +13,7 @@ CHANGES_BITS: dict[str, Any] = {
     "deterministic": False,
     "dtype": "float16",
     "quantize": "int8",
+    "quantize_head": "int8",
     "kv_dtype": "int8",
     "kv_scales": "dynamic",
     "threads": 3,

@@ -25,7 +25,7 @@ ELSEWHERE = "elsewhere"
 _FAMILIES = (
     ("norms", ("norm",)),
     ("texts", ("embed_texts", "pool_texts")),
-    ("rope and KV", ("rope", "copy_blocks")),
+    ("rope and KV", ("rope", "copy_blocks", "keep_kernel", "before_kernel")),
     ("step inputs", ("unpack_kernel", "store_sampled_kernel", "finite_kernel", "edit_kernel")),
     ("experts", ("choose_experts", "route_few", "count_kernel", "place_kernel", "grouped_kernel", "add_weighted")),
     ("adapters", ("shrink_kernel", "expand_kernel")),
