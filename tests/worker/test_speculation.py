@@ -409,6 +409,9 @@ def test_a_draft_catches_up_in_a_hundredth_of_the_time() -> None:
         budget.earn(0.0065)
         plain_s += 0.0065
     assert 0.0 < spent_s <= 0.011 * plain_s + 1.2
+    before = budget.seconds
+    budget.spend(512, 0.018, pays=True)
+    assert budget.seconds == before, "answers that join while guesses pay leave the budget for looks alone"
 
 
 def test_many_answers_are_not_guessed_before_there_was_time_to_catch_up(checkpoint: Callable[[str], Path]) -> None:

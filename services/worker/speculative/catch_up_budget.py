@@ -27,7 +27,8 @@ class CatchUpBudget:
         """A step without guesses took this time."""
         self.seconds += _SHARE * seconds
 
-    def spend(self, tokens: int, seconds: float) -> None:
-        """A step that caught up this number of tokens took `seconds` longer than one without guesses."""
-        self.seconds -= seconds
+    def spend(self, tokens: int, seconds: float, pays: bool = False) -> None:
+        """A step that caught up this number of tokens took `seconds` longer than one without guesses. pays: it was no
+        look, because guesses pay, and costs nothing of the budget."""
+        self.seconds -= 0.0 if pays else seconds
         self._token_s += _WEIGHT * (seconds / max(tokens, 1) - self._token_s)

@@ -142,7 +142,9 @@ class Speculation:
             return
         if self._caught_up:
             plain_s = self._chooser.plain_s(len(depths))
-            self._budget.spend(self._caught_up, max(seconds - plain_s, 0.0) if plain_s is not None else 0.0)
+            if plain_s is not None:
+                longer_s = max(seconds - plain_s, 0.0)
+                self._budget.spend(self._caught_up, longer_s, self._chooser.pays(len(depths)))
             return
         if not max(depths):
             self._budget.earn(seconds)
