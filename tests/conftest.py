@@ -1,10 +1,14 @@
-"""Distributes tests over processes, the longest files first. Prints each failure that a repetition did not confirm."""
+"""Distributes tests over processes, the longest files first. Prints each failure that a repetition did not confirm.
+
+Keeps tests apart from a mesh of the person who runs them, and from one another.
+"""
 
 import gc
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 
 import pytest
 
+from services.security import identity
 from tests.exports import exported_gpt2, plain_gpt2
 
 __all__ = ["exported_gpt2", "plain_gpt2"]
@@ -20,7 +24,8 @@ LONGEST = (
     "tests/cache",
     "tests/weft",
 )
-"""Files and folders by their duration, the longest first; all others follow."""
+"""Files and folders by their duration, the longest first; all others follow. Tests that compute come first, beside
+tests that wait for other processes."""
 
 
 @pytest.hookimpl(wrapper=True)
@@ -44,6 +49,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
     items.sort(key=_place)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """An empty home folder: commands in a test's process do not use the secret of a mesh in .weft."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WEFT_HOME", str(tmp_path_factory.mktemp("home")))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def kept_identity() -> Iterator[None]:
+    """Restores the identity of the test's process, which commands replace."""
+    before = identity.current()
+    yield
+    identity.assume(before)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
