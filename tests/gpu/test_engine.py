@@ -236,8 +236,12 @@ def test_blocks_move_out_and_back(engine: EngineMaker) -> None:
 # ---- bfloat16 ----
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma2", "gemma3", "gpt2", "demo"])
-def test_bfloat16_agrees_where_the_choice_is_clear(engine: EngineMaker, family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "gap"),
+    # A soft cap brings the logits of Gemma 2 near one another.
+    [*((each, 0.5) for each in ("llama", "qwen3", "phi3", "gemma3", "gpt2", "demo")), ("gemma2", 0.1)],
+)
+def test_bfloat16_agrees_where_the_choice_is_clear(engine: EngineMaker, family: str, gap: float) -> None:
     exact, half = engine(family, engine="torch"), engine(family, dtype="bfloat16")
     worst, clear = 0.0, 0
     for key, prompt in enumerate(PROMPTS[3:]):
@@ -251,12 +255,12 @@ def test_bfloat16_agrees_where_the_choice_is_clear(engine: EngineMaker, family: 
             assert its is not None
             if forced.tokens[0] == answer.tokens[position]:
                 worst = max(worst, abs(own - its[0][1]))
-            if top[0][1] - top[1][1] > 0.5:
+            if top[0][1] - top[1][1] > gap:
                 clear += 1
                 assert forced.tokens[0] == answer.tokens[position]
     print(f"{family}: largest difference of log-probabilities {worst:.4f}, {clear} clear choices")
     assert clear > 20
-    assert worst < 0.5
+    assert worst < gap
     assert math.isfinite(worst)
 
 
