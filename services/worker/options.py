@@ -141,7 +141,11 @@ class EngineOptions(BaseModel):
     pipeline_parallel: int = Field(
         1, ge=1, le=64, description="Stages of layers, each computed by processes of its own. On CPUs so far."
     )
-    threads: int | None = Field(None, ge=1, description="CPU threads of the engine; absent: torch's choice.")
+    threads: int | None = Field(
+        None,
+        ge=1,
+        description="CPU threads of the engine; absent: one for each 16 MiB of weights, at most torch's choice.",
+    )
     paced_step_ms: float = Field(10.0, ge=0, description="Milliseconds of a step of the paced engine.")
     paced_prefill_rate: float = Field(
         0.0, ge=0, description="Prompt tokens that the paced engine computes in a second; 0: any number."

@@ -39,6 +39,9 @@ from services.worker.runners.cpu.runner import CpuRunner
 from services.worker.runners.inspection import DecoderRunner
 from services.worker.runners.step import MOST_GUESSES
 
+_MOST_THREADS = torch.get_num_threads()
+"""What torch would use: this process's processors, or OMP_NUM_THREADS."""
+_WEIGHTS_OF_A_THREAD = 16 << 20
 _DRAFT_WORKSPACE = 256 << 20
 """Bytes of the steps of a draft model or heads on a GPU: at most 512 tokens, and logits of 64 rows."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -167,6 +170,12 @@ def open_source(model_dir: Path, options: EngineOptions) -> WeightSource:
     return WeightSource(config, checkpoint, reader, settings.quantization)
 
 
+def _threads_for(weights: int) -> int:
+    """How many threads compute a model of this many bytes: products of small weights are over before a further thread
+    has begun, and threads that wait for one another take processors from the other services."""
+    return max(1, min(_MOST_THREADS, -(-weights // _WEIGHTS_OF_A_THREAD)))
+
+
 def _on_cpu(
     config: ModelConfig,
     source: WeightSource,
@@ -175,10 +184,6 @@ def _on_cpu(
     options: EngineOptions,
     progress: Progress,
 ) -> EngineParts:
-    # Threads share out long sums, and the order of summation depends on their number.
-    threads = options.threads or options.numerics.threads
-    if threads:
-        torch.set_num_threads(threads)
     dtype, stored = dtype_of(options), stored_dtype(config, options)
     weights, block_bytes = source.expected_bytes(dtype, "cpu"), bytes_of_block(config, options, stored)
     if options.quantize_head and config.tied_embeddings:
@@ -189,6 +194,8 @@ def _on_cpu(
     if heads is not None:
         weights += count_parameters(heads.layer) * dtype.itemsize
         block_bytes += _heads_bytes_of_block(heads, options, dtype)
+    # Threads share out long sums, and the order of summation depends on their number.
+    torch.set_num_threads(options.threads or options.numerics.threads or _threads_for(weights))
     plan = memory.plan_memory(config, weights, dtype.itemsize, block_bytes, options, host.available_memory())
     ops = InvariantOps() if options.deterministic else ReferenceOps()
     model = source.load(ops, plan.max_seq_length, options, progress)
