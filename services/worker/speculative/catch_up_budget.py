@@ -5,8 +5,8 @@ Pure; knows no clock and no sequences.
 
 _SHARE = 0.01
 """Share of the time of steps without guesses that looks may take."""
-_FIRST_S = 0.1
-"""Seconds that may be spent before any step has run: enough for a few answers."""
+_FIRST_S = 0.25
+"""Seconds that may be spent before any step has run: enough for sixteen answers."""
 _FIRST_TOKEN_S = 2e-5
 """Seconds to catch up one token, before any was measured."""
 _WEIGHT = 0.5
