@@ -152,6 +152,10 @@ def _constrained(key: int, prompt: list[int], form: Form, tokens: int = TOKENS) 
 # ---- on a GPU ----
 
 
+_END_TOKEN = 0
+"""The demo tokenizer's: the synthetic one has no tokens with the ids of the shape's."""
+
+
 def synthetic_tokenizer(folder: Path, vocab_size: int) -> bytes:
     """A tokenizer.json of about `vocab_size` tokens: the demo's, words of two of its tokens, and random ones."""
     content = json.loads((folder / "tokenizer.json").read_text())
@@ -207,7 +211,7 @@ def on_gpu(model: str, batch: int) -> Iterator[Figure]:
     )  # fmt: skip
     built = build_engine(folder, options, lambda *_: None)
     vocab = built.config.vocab_size
-    forms = TimedForms(synthetic_tokenizer(folder, vocab), vocab, built.config.eos_token_ids)
+    forms = TimedForms(synthetic_tokenizer(folder, vocab), vocab, [_END_TOKEN])
     built.engine.use_forms(forms)
     times, tokens = {}, {}
     for number, constrained in enumerate((0, 1, batch, 0, 1, batch)):  # twice: the first round warms up

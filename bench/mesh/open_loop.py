@@ -35,6 +35,10 @@ from weft.load.run import run
 SHORT = 16
 TOKENS_PER_S = 12.0
 SAMPLE_S = 0.5
+MOST_BATCH = 4096
+"""Most answers at once of a worker (MAX_BATCH_SIZE)."""
+CALM_S = 5.0
+"""Time between two loads: what the first one left is done, and the gateways take all calls again."""
 COLUMNS = (
     "load", "sent/s", "done/s", "p50 ms", "p99 ms", "failed", "refused", "refusal p99",
     "gateways", "scheduler", "worker",
@@ -58,7 +62,7 @@ class Usage:
         return {
             "gateways": [gateway, *map(int, children)],
             "scheduler": [self.up.pid("scheduler")],
-            "worker": [self.up.pid("worker-1")],
+            "worker": self.up.workers(),
         }
 
     def processor_s(self) -> dict[str, float]:
@@ -107,6 +111,7 @@ class Row:
 
 async def measured(up: processes.Up, name: str, plan: Plan) -> Row:
     """Runs one load."""
+    await asyncio.sleep(CALM_S)
     usage = Usage(up)
     async with processes.meanwhile(usage.follow()):
         done = await run(plan)
@@ -156,9 +161,10 @@ async def short_rows(arguments: argparse.Namespace) -> list[Row]:
 
 async def stream_rows(arguments: argparse.Namespace) -> list[Row]:
     """The row of many streams."""
-    async with processes.up(
-        settings(arguments, step_ms=1000 / TOKENS_PER_S, batch=2 * arguments.streams), model=arguments.model
-    ) as up:
+    places = 2 * arguments.streams
+    workers = 1 if arguments.engine else -(-places // MOST_BATCH)
+    paced = settings(arguments, step_ms=1000 / TOKENS_PER_S, batch=-(-places // workers))
+    async with processes.up(paced, workers=workers, model=arguments.model) as up:
         idle = Usage(up).resident()
         row = await measured(up, f"streams {arguments.streams}", streams(up, arguments.streams, arguments))
     each = (row.memory - idle) / arguments.streams / 1024

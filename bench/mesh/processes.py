@@ -37,6 +37,10 @@ class Up:
         assert pid is not None, f"{name} does not run"
         return pid
 
+    def workers(self) -> list[int]:
+        """Process ids of all workers."""
+        return [self.pid(name) for name in self.supervisor.processes if name.startswith("worker-")]
+
 
 @contextlib.asynccontextmanager
 async def meanwhile(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
