@@ -19,19 +19,21 @@ def run(arguments: list[str], **environment: str) -> None:
 INTERPRETED_PARTS = 4
 
 
-def alone(*values: object, name: str) -> object:
-    """A parameter set whose test has its own group, so that any process may run it."""
-    return pytest.param(*values, id=name, marks=pytest.mark.xdist_group(f"kernels {name}"))
+def case(*values: object, name: str) -> object:
+    """A parameter set with a name."""
+    return pytest.param(*values, id=name)
 
 
+# Each of the two groups keeps one processor busy from its first to its last test, beside tests that wait.
 @pytest.mark.timeout(1200)
+@pytest.mark.xdist_group("compiled kernels")
 @pytest.mark.parametrize(
     ("capability", "dtype"),
     [
-        alone(90, "bfloat16", name="sm_90 bfloat16"),
-        alone(90, "float32", name="sm_90 float32"),
-        alone(89, "float16", name="sm_89 float16"),
-        alone(80, "bfloat16", name="sm_80 bfloat16"),
+        case(90, "bfloat16", name="sm_90 bfloat16"),
+        case(90, "float32", name="sm_90 float32"),
+        case(89, "float16", name="sm_89 float16"),
+        case(80, "bfloat16", name="sm_80 bfloat16"),
     ],
 )
 def test_every_kernel_compiles_ahead_of_time(capability: int, dtype: str) -> None:
@@ -39,7 +41,8 @@ def test_every_kernel_compiles_ahead_of_time(capability: int, dtype: str) -> Non
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("part", [alone(part, name=f"part {part}") for part in range(INTERPRETED_PARTS)])
+@pytest.mark.xdist_group("interpreted kernels")
+@pytest.mark.parametrize("part", [case(part, name=f"part {part}") for part in range(INTERPRETED_PARTS)])
 def test_every_kernel_under_the_interpreter(part: int) -> None:
     # numpy warns about the interpreter's use of scalars and infinities.
     quiet = ["-W", "ignore::DeprecationWarning", "-W", "ignore::RuntimeWarning"]
