@@ -87,14 +87,14 @@ bench-start: ## Seconds that a worker's start takes on this machine's GPU with a
 bench-determinism: ## What the deterministic mode keeps and costs on this machine's GPU, 8B shape: GPU_PYTHON=python.
 	@$(GPU_PYTHON) -m bench.engine.determinism
 
-bench-speculation: ## Speculation on this machine's GPU, 8B shape with a 1B draft: GPU_PYTHON=python ARGUMENTS="--draft-quantize int4".
+bench-speculation: ## Speculation on this machine's GPU, 8B shape with a 1B draft, and copying answers: GPU_PYTHON=python ARGUMENTS="--draft-quantize int4".
 	@$(GPU_PYTHON) -m bench.engine.speculation $(ARGUMENTS)
 
 bench-speculation-cpu: set-up ## Speculation of the demo model on this machine's CPU: ARGUMENTS="--heads out/heads".
 	@$(BIN)/python -m bench.engine.speculation_demo $(ARGUMENTS)
 
-bench-speculation-equality: set-up ## Whether speculation changes a token, on the CPU: REQUESTS=1000 SPECULATE=ngram.
-	@OMP_NUM_THREADS=1 $(BIN)/python -m bench.engine.speculation_equality --requests $(or $(REQUESTS),1000) $(if $(SPECULATE),--speculate $(SPECULATE))
+bench-speculation-equality: $(if $(GPU),,set-up) ## Whether speculation changes a token, on the CPU: REQUESTS=1000 SPECULATE=ngram. With GPU=1 the 8B shape: GPU_PYTHON=python.
+	@$(if $(GPU),$(GPU_PYTHON),OMP_NUM_THREADS=1 $(BIN)/python) -m bench.engine.speculation_equality $(if $(GPU),--engine gpu --model random:llama-3.1-8b) --requests $(or $(REQUESTS),$(if $(GPU),200,1000)) $(if $(SPECULATE),--speculate $(SPECULATE),$(if $(GPU),--speculate ngram suffix draft))
 
 .PHONY: bench-lora
 bench-lora: ## Decode with 32 adapters of rank 16 mixed in a batch of 64: the demo model on the CPU, with GPU=1 the 8B shape: ARGS="--rounds 3" GPU_PYTHON=python.

@@ -1,19 +1,20 @@
-"""Speculation on one GPU: 8B shape with a 1B-shape draft at forced acceptance, and n-grams on copying answers.
+"""Speculation on one GPU: an 8B shape with a 1B-shape draft at forced acceptance, and n-grams on copying answers.
 
-    python -m bench.engine.speculation [--model llama-3.1-8b] [--draft llama-3.2-1b] [--draft-quantize int4]
-                                       [--requests 200] [--seconds 420] [--out bench/results]
+    python -m bench.engine.speculation [--kinds draft copying] [--model llama-3.1-8b] [--draft llama-3.2-1b]
+        [--draft-quantize int4] [--rows 1 4 8 16 64 256] [--acceptance 0.7 0.5 0.9] [--seconds 420] [--out FOLDER]
 
-First, in deterministic mode, answers with guesses must be those without (greedy and sampled, penalties, stops,
-log-probabilities); otherwise the exit code is 1. Then tokens/s and the time between tokens for each concurrency,
-without guesses and with a draft of chosen depth, whose guesses count as right with a set chance whatever is drawn. A
-cell that no longer fits into the time is left out, and named.
+Tokens/s and the time between tokens for each number of answers, without guesses and with them; the depth is chosen
+unless it is said. `draft`: the guesses of a draft model count as right with a set chance, whatever is drawn. `copying`:
+n-grams and suffixes guess answers that copy. Random weights do not copy, so these have a head that does
+(`bench.engine.copying`): after each token the next one of its cycle of 512 is the likeliest, a prompt shows its cycle
+once, and the answer goes through it again and again. A step costs what it costs with any other weights; how often real
+answers copy is another question. All rows of a kind are those of one engine; without guesses it runs as one that has
+none. A cell that no longer fits into the time is left out, and named.
 """
 
 import argparse
 import gc
 import json
-import random
-import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,30 +24,31 @@ from typing import Any
 import torch
 
 from bench import figures
-from bench.engine import speculation_equality as equality
+from bench.engine.copying import make_copying, walk
+from bench.engine.speculation_cells import CONTEXT, PACES, Cell, measure
 from report import machine
 from services.worker.build.choose import build_engine
 from services.worker.engine.generation import GenerationEngine
-from services.worker.job import Job, SamplingParams
 from services.worker.loader import presets
 from services.worker.options import EngineOptions
 from services.worker.runners.cuda.runner import GpuRunner
+from services.worker.speculative.ngram import NgramProposer
 from services.worker.speculative.speculation import Speculation
+from services.worker.speculative.suffix import SuffixProposer
 
 CONCURRENCIES = (1, 4, 8, 16, 64, 256)
-ACCEPTANCES = (0.5, 0.7, 0.9)
-CONTEXT, TIMED_S, SETTLE_S = 512, 2.0, 1.5
+COPYING = (1, 4, 8)
+ACCEPTANCES = (0.7, 0.5, 0.9)
+FIXED_DEPTH, FIXED_ACCEPTANCE, FIXED_ROWS = 4, 0.7, (1, 8)
+"""The cells with a set depth beside those with the chosen one."""
 LEAST_RATIO = 0.97
-COLUMNS = ("tok/s", "ms between p50", "ms between p99", "k", "rows guessed", "right", "ratio")
-
-Cell = dict[str, float]
+COLUMNS = ("tok/s", "ratio", "k", "rows guessed", "right")
 
 
 def open_engine(model: str, **options: Any) -> GenerationEngine:
     """An engine of random weights, the same for every call."""
     settings: dict[str, Any] = {
-        "engine": "gpu", "dtype": "bfloat16", "max_batch_size": 256, "max_seq_length": 8192, "kv_blocks": 36000,
-        **options,
+        "engine": "gpu", "dtype": "bfloat16", "max_seq_length": 16384, "kv_blocks": 36000, **options,
     }  # fmt: skip
     return build_engine(presets.folder_of(model), EngineOptions(**settings), lambda *_: None).engine
 
@@ -60,178 +62,127 @@ def close(engine: GenerationEngine) -> None:
     torch.cuda.empty_cache()
 
 
-def equal(model: str, draft: str, requests: int) -> list[str]:
-    """Compare answers in deterministic mode. -> what differs."""
-    options: dict[str, Any] = {"deterministic": True, "max_batch_size": 16, "step_tokens": 512, "kv_blocks": 2000}
-    engine = open_engine(model, **options)
-    assert isinstance(engine.runner, GpuRunner)
-    jobs = equality.requests(requests, engine.runner.model.config.vocab_size, (), 400)
-    plain = equality.answers(engine, jobs)
-    close(engine)
-    del engine
-    wrong = []
-    for speculate in ("ngram", f"draft:{presets.PREFIX}{draft}"):
-        guessing = open_engine(model, **{**options, "kv_blocks": 300}, speculate=speculate, speculate_depth=4)
-        found = equality.answers(guessing, equality.moved(jobs, plain))
-        differing = equality.differing(plain, found, exact=True)
-        counts = guessing.stats().guesses
-        same, pauses = requests - len(differing), guessing.stats().preemptions
-        print(f"{speculate}: {same} of {requests} equal, {counts.accepted} of {counts.drafted} right, {pauses} pauses")
-        wrong += [f"{speculate}: request {key}" for key in differing]
-        close(guessing)
-        del guessing
-    return wrong
-
-
-def begin(engine: GenerationEngine, concurrency: int, prompts: Sequence[Sequence[int]] | None = None) -> list[int]:
-    """Submit `concurrency` jobs with long answers and compute their prompts. -> the keys of the jobs."""
-    keys = list(range(concurrency))
-    for key in keys:
-        source = random.Random(key)
-        prompt = list(prompts[key]) if prompts else source.choices(range(100, 6000), k=CONTEXT)
-        params = SamplingParams(max_tokens=7000, temperature=0.0, ignore_eos=True)
-        engine.submit(Job(key, prompt, len(prompt), params, bypass_cache=True))
-    while engine.stats().running < concurrency or engine.stats().prefill_backlog > concurrency:
-        engine.step()
-    return keys
-
-
-def run_for(engine: GenerationEngine, seconds: float) -> tuple[float, list[float], int]:
-    """Step for this many seconds. -> seconds, times between a job's outputs (a row's tokens come together), tokens."""
-    last: dict[int, float] = {}
-    between: list[float] = []
-    tokens, began = 0, time.perf_counter()
-    while time.perf_counter() - began < seconds:
-        output = engine.step()
-        now = time.perf_counter()
-        tokens += len(output.tokens)
-        for key in {token.key for token in output.tokens}:
-            if key in last:
-                between.append(now - last[key])
-            last[key] = now
-    return time.perf_counter() - began, between, tokens
-
-
-def measure(engine: GenerationEngine, concurrency: int, prompts: Sequence[Sequence[int]] | None = None) -> Cell:
-    """Tokens per second and the time between outputs, once the depth has settled."""
-    keys = begin(engine, concurrency, prompts)
-    run_for(engine, SETTLE_S)
-    before = engine.stats()
-    seconds, between, tokens = run_for(engine, TIMED_S)
-    after = engine.stats()
-    rows, drafted = after.guesses.rows - before.guesses.rows, after.guesses.drafted - before.guesses.drafted
-    steps = max(after.steps - before.steps, 1)
-    cell = {
-        "tok/s": tokens / seconds,
-        "ms between p50": statistics.median(between) * 1e3,
-        "ms between p99": sorted(between)[int(len(between) * 0.99)] * 1e3,
-        "k": drafted / max(rows, 1),
-        "rows guessed": rows / (steps * concurrency),
-        "right": (after.guesses.accepted - before.guesses.accepted) / max(drafted, 1),
-    }
-    for key in keys:
-        engine.cancel(key)
-    while engine.has_work():
-        engine.step()
-    return cell
-
-
-def reset(engine: GenerationEngine, acceptance: float | None, depth: int | None) -> None:
+def reset(engine: GenerationEngine, speculation: Speculation, acceptance: float, depth: int | None) -> None:
     """Forget what was measured, and force this acceptance. The graphs are captured anew."""
-    runner, old = engine.runner, engine.speculation
+    runner = engine.runner
     assert isinstance(runner, GpuRunner)
-    assert isinstance(old, Speculation)
-    engine.speculation = old.fresh(depth)
+    engine.speculation = speculation.fresh(depth)
     if runner.forward.forced_acceptance != acceptance:
         runner.force_acceptance(acceptance)
 
 
-def copying(count: int) -> list[list[int]]:
-    """Prompts that repeat themselves, as edits of a text do. A greedy answer of random weights soon repeats itself."""
-    made = []
-    for key in range(count):
-        source = random.Random(key)
-        text = source.choices(range(100, 6000), k=160)
-        made.append((text * 4)[:CONTEXT])
-    return made
+def drafted(
+    model: str, draft: str, quantize: str | None, rows: Sequence[int], acceptances: Sequence[float]
+) -> Iterator[tuple[str, Cell]]:
+    """Name and figures of the cells with a draft model, and of those without guesses."""
+    speculate = f"draft:{presets.PREFIX}{draft}"
+    engine = open_engine(model, speculate=speculate, draft_quantize=quantize, max_batch_size=max(rows))
+    speculation, engine.speculation = engine.speculation, None
+    assert speculation is not None
+    for count in rows:
+        yield f"off {count}", measure(engine, count)
+    for acceptance in acceptances:
+        for count in rows:
+            reset(engine, speculation, acceptance, None)
+            yield f"draft {acceptance} {count}", measure(engine, count)
+        for count in [count for count in rows if count in FIXED_ROWS and acceptance == FIXED_ACCEPTANCE]:
+            reset(engine, speculation, acceptance, FIXED_DEPTH)
+            yield f"draft {acceptance}, k = {FIXED_DEPTH} {count}", measure(engine, count)
+    close(engine)
 
 
-def cells(model: str, draft: str, quantize: str | None) -> Iterator[tuple[str, Cell]]:
-    """Name and figures of each cell."""
-    engine = open_engine(model)
-    for concurrency in CONCURRENCIES:
-        yield f"off {concurrency}", measure(engine, concurrency)
+def copying(model: str, rows: Sequence[int]) -> Iterator[tuple[str, Cell]]:
+    """Name and figures of the cells with answers that copy."""
+    engine = open_engine(model, speculate="ngram", max_batch_size=max(rows))
+    runner = engine.runner
+    assert isinstance(runner, GpuRunner)
+    make_copying(runner.model, CONTEXT)
+    vocabulary = runner.model.config.vocab_size
+    prompts = [walk(CONTEXT * key + 7 * key, CONTEXT, CONTEXT, vocabulary) for key in range(max(rows))]
+    speculation = engine.speculation
+    assert speculation is not None
+    for name, proposer in (("off", None), ("ngram", NgramProposer()), ("suffix", SuffixProposer())):
+        for count in rows:
+            engine.speculation = speculation.fresh(None, proposer) if proposer else None
+            yield f"copying {name} {count}", measure(engine, count, prompts[:count])
     close(engine)
-    del engine
-    engine = open_engine(model, speculate=f"draft:{presets.PREFIX}{draft}", draft_quantize=quantize)
-    for acceptance in (0.7, 0.5, 0.9):
-        for concurrency in CONCURRENCIES:
-            reset(engine, acceptance, None)
-            yield f"draft {acceptance} {concurrency}", measure(engine, concurrency)
-        if acceptance == 0.7:
-            for concurrency in (1, 8):
-                reset(engine, acceptance, 4)
-                yield f"draft {acceptance}, k = 4 {concurrency}", measure(engine, concurrency)
-    close(engine)
-    del engine
-    for speculate in ("ngram", "suffix"):
-        engine = open_engine(model, speculate=speculate)
-        for concurrency in (1, 8, 64):
-            reset(engine, None, None)
-            yield f"{speculate} copying {concurrency}", measure(engine, concurrency, copying(concurrency))
-        close(engine)
-        del engine
+
+
+def beside(cells: Mapping[str, Cell], name: str) -> Cell | None:
+    """The cell without guesses of the same answers; None: it is the one, or was not measured."""
+    kind, _, count = name.rpartition(" ")
+    plain = "copying off" if kind.startswith("copying") else "off"
+    return None if kind == plain else cells.get(f"{plain} {count}")
 
 
 def save(out: Path, result: Mapping[str, Any]) -> None:
-    """Write the cells as JSON and as a table, and the speed-up over the number of requests."""
+    """Write the cells as JSON and as a table, and the speed-up by a draft over the number of requests."""
     out.mkdir(parents=True, exist_ok=True)
-    (out / "speculation.json").write_text(json.dumps(result, indent=1) + "\n")
+    name = "speculation" if "draft" in result["settings"]["kinds"] else "speculation-copying"
+    (out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
     lines = ["# Speculation: the bare engine on one GPU", ""]
     lines += [f"- {name}: {value}" for group in ("machine", "settings") for name, value in result[group].items()]
-    lines += ["- k: guesses of a row on average; right: share of the guesses", ""]
-    lines += ["| " + " | ".join(["", *COLUMNS]) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
+    lines += ["- k: guesses of a row on average; right: share of the guesses", *_ABOUT_PACES, ""]
+    lines += ["| " + " | ".join(["", *COLUMNS, *PACES]) + " |", "|---" * (len(COLUMNS) + len(PACES) + 1) + "|"]
     points: dict[str, list[tuple[float, float]]] = {}
-    for name, cell in result["cells"].items():
-        lines.append(
-            f"| {name} | " + " | ".join(_number(cell[column]) if column in cell else "" for column in COLUMNS) + " |"
-        )
-        kind, _, concurrency = name.rpartition(" ")
+    for row, cell in result["cells"].items():
+        lines.append(f"| {row} | " + " | ".join(_row(cell, beside(result["cells"], row))) + " |")
+        kind, _, concurrency = row.rpartition(" ")
         if kind.startswith("draft") and "k =" not in kind:
             points.setdefault(kind.replace("draft", "acceptance"), []).append((float(concurrency), cell["ratio"]))
-    (out / "speculation.md").write_text("\n".join(lines) + "\n")
-    title = f"Speed-up by a draft model, {result['settings']['model']}"
-    figures.write(out / "speculation.svg", title, points, "tokens/s over those without guesses")
+    (out / f"{name}.md").write_text("\n".join(lines) + "\n")
+    if points:
+        title = f"Speed-up by a draft model, {result['settings']['model']}"
+        figures.write(out / f"{name}.svg", title, points, "tokens/s over those without guesses")
+
+
+_ABOUT_PACES = (
+    "- in brackets: the same without guesses",
+    "- ms output: from one output of an answer to the next, as a client sees it; the tokens of a step come together",
+    "- ms token: that time shared by the tokens of the output; ms 64 tokens: of 64 tokens one after another, for each",
+)
+
+
+def _row(cell: Cell, off: Cell | None) -> list[str]:
+    found = [_number(cell[column]) if column in cell else "" for column in COLUMNS]
+    return found + [_number(cell[pace]) + (f" ({_number(off[pace])})" if off else "") for pace in PACES]
 
 
 def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
+def cells(asked: argparse.Namespace) -> Iterator[tuple[str, Cell]]:
+    """Name and figures of each cell that is asked for."""
+    if "draft" in asked.kinds:
+        yield from drafted(asked.model, asked.draft, asked.draft_quantize, asked.rows, asked.acceptance)
+    if "copying" in asked.kinds:
+        yield from copying(asked.model, [count for count in asked.rows if count in COPYING] or COPYING)
+
+
 def main() -> int:
     """The program. -> its exit code."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kinds", nargs="+", choices=("draft", "copying"), default=["draft", "copying"])
     parser.add_argument("--model", default="llama-3.1-8b")
     parser.add_argument("--draft", default="llama-3.2-1b")
     parser.add_argument("--draft-quantize", default=None)
-    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--rows", type=int, nargs="+", default=list(CONCURRENCIES))
+    parser.add_argument("--acceptance", type=float, nargs="+", default=list(ACCEPTANCES))
     parser.add_argument("--seconds", type=float, default=420.0, help="time for the measurements")
     parser.add_argument("--out", type=Path, default=Path("bench/results"))
     asked = parser.parse_args()
     machine.need_gpu()
-    ends = time.perf_counter() + asked.seconds
-    wrong = equal(asked.model, asked.draft, asked.requests) if asked.requests else []
-    if wrong:
-        print(*wrong, sep="\n")
-        return 1
+    began = time.perf_counter()
     found: dict[str, Cell] = {}
-    for name, cell in cells(asked.model, asked.draft, asked.draft_quantize):
-        off = found.get(f"off {name.rpartition(' ')[2]}")
+    for name, cell in cells(asked):
+        off = beside(found, name)
         if off is not None:
             cell["ratio"] = cell["tok/s"] / off["tok/s"]
         found[name] = cell
-        print(f"{name}: " + ", ".join(f"{key} {value:.3g}" for key, value in cell.items()), flush=True)
-        if time.perf_counter() > ends:
+        taken = time.perf_counter() - began
+        print(f"{taken:.0f} s, {name}: " + ", ".join(f"{key} {value:.3g}" for key, value in cell.items()), flush=True)
+        if taken > asked.seconds:
             print("the time is over: later cells are left out", flush=True)
             break
     settings = {name: str(value) for name, value in vars(asked).items() if name != "out"}

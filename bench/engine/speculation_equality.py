@@ -1,29 +1,43 @@
-"""Whether speculation changes a token: random requests with it and without it, one engine each, on the CPU.
+"""Whether speculation changes a token: random requests with it and without it, on the CPU or the GPU.
 
     python -m bench.engine.speculation_equality [--model FOLDER] [--requests 1000] [--speculate ngram] [--depth 4]
+    python -m bench.engine.speculation_equality --engine gpu --model random:llama-3.1-8b --draft random:llama-3.2-1b
+        --requests 200 --speculate ngram suffix draft
 
 The requests are greedy and sampled, with penalties, stop tokens, biases, minimal lengths, log-probabilities, several
 samples and long prompts that are computed in chunks. The engine that guesses has few blocks, so that answers are
 paused, and every fifth answer is moved as after the loss of its worker: its first tokens come with a new job. In
 deterministic mode tokens, ends and log-probabilities must be equal; otherwise the exit code is 1.
+
+A model with random weights is opened once, with few blocks, for all proposers and the answers without guesses; it and
+its draft follow cycles of 16 tokens (`bench.engine.copying`), so that some guesses are right and some are not.
 """
 
 import argparse
+import json
 import random
 import sys
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from bench.engine.copying import make_copying, walk
 from services.worker.build.choose import build_engine
 from services.worker.engine.generation import GenerationEngine
 from services.worker.job import EndReason, Job, SamplingParams
+from services.worker.loader import presets
 from services.worker.options import EngineOptions
+from services.worker.speculative.ngram import NgramProposer
+from services.worker.speculative.proposer import Proposer
+from services.worker.speculative.suffix import SuffixProposer
 
 MOST_TOKENS = 48
-SLOTS, TIGHT_TOKENS = 16, 1024
-"""Rows of a step, and tokens of the pool of the engine that guesses."""
+SLOTS, TIGHT_BLOCKS = 16, 40
+"""Rows of a step, and blocks of the engine that guesses."""
+CYCLE, DRAFT_TOP_LOGIT = 16, 9.0
+"""Of random weights. A draft that is less sure of the next token than the model draws another one now and then."""
 
 
 @dataclass
@@ -37,8 +51,9 @@ class Answer:
     stop_token_id: int | None = None
 
 
-def requests(count: int, vocab: int, eos: Iterable[int], longest: int) -> list[Job]:
-    """Random jobs, a function of their number; every sixth one is another sample of the one before."""
+def requests(count: int, vocab: int, eos: Iterable[int], longest: int, cycle: int = 0) -> list[Job]:
+    """Random jobs, a function of their number; every sixth one is another sample of the one before. cycle: most prompts
+    walk through one of this many tokens; 0: most repeat random tokens."""
     source, made = random.Random(count), list[Job]()
     plain = [token for token in range(vocab) if token not in set(eos)]
     for key in range(count):
@@ -46,6 +61,7 @@ def requests(count: int, vocab: int, eos: Iterable[int], longest: int) -> list[J
             made.append(replace(made[-1], key=key, sample_index=made[-1].sample_index + 1))
             continue
         motif = source.choices(plain, k=source.randrange(3, 12))
+        motif = walk(motif[0], cycle, cycle, vocab) if cycle else motif
         length = source.choice((1, 7, 20, 40, longest // 3))
         prompt = (motif * length)[:length] if source.random() < 0.7 else source.choices(plain, k=length)
         made.append(Job(key, prompt, len(prompt), _params(source, plain), salt=source.choice((b"a", b"b"))))
@@ -129,38 +145,94 @@ def compare(model: Path, count: int, *, deterministic: bool = True, **options: A
         "threads": 1,
     }
     built = build_engine(model, EngineOptions(**settings, kv_blocks=2048), lambda *_: None)
-    longest = min(built.engine.memory.max_seq_length, TIGHT_TOKENS) - MOST_TOKENS
-    jobs = requests(count, built.config.vocab_size, built.config.eos_token_ids, longest)
+    jobs = requests(count, built.config.vocab_size, built.config.eos_token_ids, _longest(built.engine))
     plain = answers(built.engine, jobs)
-    tight = TIGHT_TOKENS // EngineOptions().block_size
-    guessing = build_engine(model, EngineOptions(**{**settings, "kv_blocks": tight, **options}), lambda *_: None).engine
-    guessed = answers(guessing, moved(jobs, plain))
-    wrong = differing(plain, guessed, exact=deterministic)
-    stats = guessing.stats()
+    tight = {**settings, "kv_blocks": TIGHT_BLOCKS, **options}
+    guessing = build_engine(model, EngineOptions(**tight), lambda *_: None).engine
+    return _judge(plain, guessing, jobs, exact=deterministic)
+
+
+def compare_in_one(
+    model: str, draft: str, count: int, speculate: Iterable[str], *, deterministic: bool = True, **options: Any
+) -> Iterator[tuple[str, int, str]]:
+    """Presets of random weights that follow cycles, in one engine. -> as `compare`, with the name of each proposer."""
+    made = _with_a_head(draft)
+    tight = {"max_batch_size": SLOTS, "step_tokens": 96, "kv_blocks": TIGHT_BLOCKS, "deterministic": deterministic}
+    settings = EngineOptions(**{**tight, "speculate": f"draft:{made}", **options})
+    built = build_engine(presets.folder_of(model), settings, lambda *_: None)
+    engine, speculation = built.engine, built.engine.speculation
+    runner: Any = engine.runner
+    make_copying(runner.model, CYCLE)
+    make_copying(runner.draft.model, CYCLE, DRAFT_TOP_LOGIT)
+    jobs = requests(count, built.config.vocab_size, built.config.eos_token_ids, _longest(engine), CYCLE)
+    engine.speculation = None
+    plain = answers(engine, jobs)
+    assert speculation is not None
+    proposers: dict[str, Proposer | None] = {"ngram": NgramProposer(), "suffix": SuffixProposer(), "draft": None}
+    for name in speculate:
+        engine.speculation = speculation.fresh(settings.speculate_depth, proposers[name])
+        fresh = [replace(job, salt=job.salt + name.encode()) for job in jobs]  # Nothing of earlier runs is cached.
+        yield name, *_judge(plain, engine, fresh, exact=deterministic)
+
+
+def _with_a_head(preset: str) -> Path:
+    """The folder of a preset whose head is not its embedding."""
+    folder = presets.folder_of(preset)
+    config = folder / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "tie_word_embeddings": False}))
+    return folder
+
+
+def _longest(engine: GenerationEngine) -> int:
+    """Tokens of the longest prompt."""
+    return min(engine.memory.max_seq_length, TIGHT_BLOCKS * engine.options.block_size) - MOST_TOKENS
+
+
+def _judge(
+    plain: dict[int, Answer], guessing: GenerationEngine, jobs: Sequence[Job], *, exact: bool
+) -> tuple[int, str]:
+    """Answer the jobs once more, with guesses. -> the number of answers that differ, and a line about the run."""
+    before, began = guessing.stats(), time.perf_counter()
+    wrong = differing(plain, answers(guessing, moved(jobs, plain)), exact=exact)
+    stats, seconds = guessing.stats(), time.perf_counter() - began
     tokens = sum(len(answer.tokens) for answer in plain.values())
     counts = stats.guesses
     shares = [f"{a / max(d, 1):.2f}" for a, d in zip(counts.accepted_at, counts.drafted_at, strict=True)]
     line = (
-        f"{count - len(wrong)} of {count} equal ({tokens} tokens); "
-        f"{counts.accepted} of {counts.drafted} guesses right, by place {' '.join(shares)}; {stats.preemptions} pauses"
+        f"{len(jobs) - len(wrong)} of {len(jobs)} equal ({tokens} tokens, {seconds:.0f} s); "
+        f"{counts.accepted} of {counts.drafted} guesses right, by place {' '.join(shares)}; "
+        f"{stats.preemptions - before.preemptions} pauses"
     )
     return len(wrong), line
 
 
+def _compared(asked: argparse.Namespace) -> Iterator[tuple[str, int, str]]:
+    """Each proposer, the number of answers that differ, and a line about the run."""
+    deterministic, options = not asked.fast, {"engine": asked.engine, "speculate_depth": asked.depth}
+    if asked.model.startswith(presets.PREFIX):
+        draft = asked.draft.removeprefix(presets.PREFIX)
+        yield from compare_in_one(
+            asked.model, draft, asked.requests, asked.speculate, deterministic=deterministic, **options
+        )
+        return
+    for speculate in asked.speculate:
+        model, count = Path(asked.model), asked.requests
+        yield speculate, *compare(model, count, deterministic=deterministic, speculate=speculate, **options)
+
+
 def main() -> int:
     """The program. -> its exit code."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, default=Path("models/weft-story-2m"))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", choices=("torch", "gpu"), default="torch")
+    parser.add_argument("--model", default="models/weft-story-2m", help="a folder, or random:NAME")
+    parser.add_argument("--draft", default="random:llama-3.2-1b", help="beside random:NAME")
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--speculate", nargs="+", default=["ngram"])
     parser.add_argument("--depth", type=int, default=4)
     parser.add_argument("--fast", action="store_true", help="deterministic mode off: at least 99%% must be equal")
     asked = parser.parse_args()
     failed = 0
-    for speculate in asked.speculate:
-        wrong, line = compare(
-            asked.model, asked.requests, deterministic=not asked.fast, speculate=speculate, speculate_depth=asked.depth
-        )
+    for speculate, wrong, line in _compared(asked):
         failed += wrong > (asked.requests // 100 if asked.fast else 0)
         print(f"{speculate}: {line}", flush=True)
     return int(failed > 0)

@@ -77,7 +77,7 @@ def test_the_worker_computes_the_heads_that_were_trained(base: Path, trained: tu
     out, _ = trained
     engine, guesses = open_engine(base, out, speculate_depth=DEPTH), list[int]()
     assert isinstance(engine.runner, CpuRunner)
-    draft = engine.runner._draft
+    draft = engine.runner.draft
     assert draft is not None
     original = draft.guess
 

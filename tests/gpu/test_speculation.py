@@ -118,8 +118,8 @@ def test_blocks_from_elsewhere_have_no_hidden_states(checkpoint: Callable[[str],
     run(engine, job(1, whole, max_tokens=2, speculation=0))
     runner, blocks = engine.runner, list(range(1, 65))
     assert isinstance(runner, GpuRunner)
-    assert isinstance(runner._draft, GpuHeads)
-    states = runner._draft.hidden.states[1:]
+    assert isinstance(runner.draft, GpuHeads)
+    states = runner.draft.hidden.states[1:]
     assert bool(states.any())
     runner.kv.write(blocks, runner.kv.read(blocks))
     assert not bool(states.any())

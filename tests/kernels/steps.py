@@ -113,7 +113,7 @@ def check_heads_guesses() -> None:
     """Draft heads guess what they guess on a CPU, from the same hidden states: in catch-ups, in first passes of several
     tokens, of rows that want one, three and no guesses, and after a prefix that came without hidden states."""
     gpu, cpu = _runners(3, 48, 32, 9, heads=_heads_config())
-    mine, other = gpu._draft, cpu._draft
+    mine, other = gpu.draft, cpu.draft
     assert isinstance(mine, GpuHeads)
     assert isinstance(other, CpuHeads)
     begins = [_admit(0, 14), _admit(1, 2, temperature=1.0, seed_low=9), _admit(2, 1)]

@@ -40,8 +40,8 @@ def changed(heads: Path, to: Path, **entries: Any) -> Path:
 def hidden_of(engine: Any) -> HiddenPool:
     runner = engine.runner
     assert isinstance(runner, CpuRunner)
-    assert isinstance(runner._draft, CpuHeads)
-    return runner._draft.hidden
+    assert isinstance(runner.draft, CpuHeads)
+    return runner.draft.hidden
 
 
 def test_answers_with_heads_are_those_of_plain_decoding(checkpoint: Checkpoints, heads: Path) -> None:
@@ -91,7 +91,7 @@ def test_guesses_follow_from_hidden_states(checkpoint: Checkpoints, tmp_path: Pa
     runner = engine.runner
     assert isinstance(runner, CpuRunner)
     proposed: list[int] = []
-    draft = runner._draft
+    draft = runner.draft
     assert draft is not None
     original = draft.guess
 

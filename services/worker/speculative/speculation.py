@@ -68,11 +68,12 @@ class Speculation:
         self._in_vain = 0
         """Questions without a guess, one after another."""
 
-    def fresh(self, depth: int | None) -> "Speculation":
-        """The same proposer with nothing measured; for measurements, while there are no jobs."""
-        proposer = self._draft_model or self._proposer
-        assert proposer is not None
-        return Speculation(proposer, depth, self._most, self._overlaps, self._limit)
+    def fresh(self, depth: int | None, proposer: Proposer | None = None) -> "Speculation":
+        """The same with nothing measured, or the same for another proposer; for measurements, while there are no
+        jobs."""
+        guessing = proposer or self._draft_model or self._proposer
+        assert guessing is not None
+        return Speculation(guessing, depth, self._most, self._overlaps, self._limit)
 
     def waits(self, running: Iterable[Sequence]) -> bool:
         """Whether the next step is to be planned when none is in flight any more: some answer may be guessed."""

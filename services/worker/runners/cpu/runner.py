@@ -73,7 +73,7 @@ class CpuRunner:
         self.model, self.block_size = model, block_size
         self.kv = CpuPool(config, blocks, block_size, stored)
         self.sampler = Sampler(slots, config.vocab_size)
-        self._steps, self._draft = StepBuilder(model, ops, block_size), draft
+        self._steps, self.draft = StepBuilder(model, ops, block_size), draft
         if isinstance(draft, CpuHeads):
             model.hidden = self.kv.hidden = draft.hidden
         self._scores: dict[int, list[int]] = {}
@@ -228,11 +228,11 @@ class CpuRunner:
         ids[ids == LAST_TOKEN] = self._last_token[
             slots[np.repeat(np.arange(len(slots)), rows.lengths)[ids == LAST_TOKEN]]
         ]
-        if self._draft is None or not self._pending:
+        if self.draft is None or not self._pending:
             return ids
         own, lengths = ids == OWN_GUESS, np.array(rows.lengths, np.int64)
         wanted = np.add.reduceat(own.astype(np.int64), np.cumsum(lengths) - lengths)
         asked = dict(zip(rows.slots, wanted.tolist(), strict=True))
-        guesses = self._draft.guess(self._pending, asked, self._tables, self.sampler)
+        guesses = self.draft.guess(self._pending, asked, self._tables, self.sampler)
         ids[own] = [token for slot in rows.slots for token in guesses.get(slot, ())]
         return ids

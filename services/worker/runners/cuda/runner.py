@@ -109,7 +109,8 @@ class GpuRunner:
         """Of steps with adapters."""
         self._adapter_slots = [0] * slot_count
         """Where the adapter of each slot is; 0: it has none."""
-        self._draft: GpuDraftModel | None = None
+        self.draft: GpuDraftModel | None = None
+        """Guesses tokens where a row has OWN_GUESS."""
         self._pending: dict[int, Pending] = {}
         """What the draft model is to compute before the next step, by slot."""
         self._reports = [self._report() for _ in range(STAGING_BUFFERS)]
@@ -123,11 +124,11 @@ class GpuRunner:
         words, settings = self._upload.words, self.sampler.settings
         shared = self.ops, self.block_size, self.slots, self.step_tokens, stored, self._tables, settings, words
         if isinstance(model, DraftHeads):
-            self._draft = heads = GpuHeads(model, *shared)
+            self.draft = heads = GpuHeads(model, *shared)
             self.model.hidden = self.kv.hidden = heads.hidden
         else:
-            self._draft = GpuDraftModel(model, *shared)
-        return self._draft
+            self.draft = GpuDraftModel(model, *shared)
+        return self.draft
 
     @torch.inference_mode()
     def measure_workspace(self) -> int:
@@ -165,8 +166,8 @@ class GpuRunner:
             for done, (graphs, adapted, sizes, longest) in enumerate(guesses, len(wanted)):
                 progress(done, total)
                 self._capture_guesses(graphs, adapted, sizes, longest, pool)
-            if self._draft is not None:
-                self._draft.capture()
+            if self.draft is not None:
+                self.draft.capture()
             progress(total, total)
 
     def _compute(self, sizes: Sizes, adapted: bool) -> Callable[[Sizes, Kind, int], Computed]:
@@ -367,8 +368,8 @@ class GpuRunner:
         if self.sampler.has_bad_words:
             self._mark_bad_words(rows)
         began = self._event() if self.measure_gaps else None
-        if self._draft is not None and self._pending:
-            self._guess(self._draft, rows)
+        if self.draft is not None and self._pending:
+            self._guess(self.draft, rows)
         if graph:
             graph.replay()
             computed = graph.computed
