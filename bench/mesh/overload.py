@@ -5,7 +5,7 @@
 
 For each engine: the peak is measured with as many requests at once as the batch holds. Then, once with deadlines of
 30 s and once with three times an answer's duration, an open loop sends `--times` as many requests as the peak for
-`--seconds`, and after it half of the peak for 10 s with the same deadlines. Goodput counts answers that ended before
+`--seconds`, and half a second after it half of the peak for 10 s with the same deadlines. Goodput counts answers that ended before
 their deadline from the third second of the burst to its end; an answer that comes too late is no answer. Refusals
 include requests that waited and were dropped; "inside" is the part of their time within the gateway. Of the requests
 after the burst the table has the share that was answered, and the longest time to the first token. Four control
@@ -35,7 +35,7 @@ from weft.load.run import Run, run
 from weft.load.tally import SECOND
 
 INPUT, OUTPUT, STEP_MS = 16, 50, 20.0
-PEAK_S, AFTER_S, SKIPPED_S = 10.0, 10.0, 3
+PEAK_S, CALM_S, AFTER_S, SKIPPED_S = 10.0, 0.5, 10.0, 3
 LONG_S, SHORT_TIMES = 30.0, 3.0
 COLUMNS = (
     "engine", "deadline", "peak/s", "goodput/s", "of peak", "refused", "p50 ms", "p99 ms", "inside p99", "late",
@@ -139,7 +139,7 @@ async def overloaded(
     )
     after = plan(
         address, arguments, rate=most / 2, requests=max(2, int(most / 2 * AFTER_S)), concurrency=None,
-        deadline_s=deadline_s, delay_s=arguments.seconds,
+        deadline_s=deadline_s, delay_s=arguments.seconds + CALM_S,
     )  # fmt: skip
     control = plan(
         address, arguments, requests=CONTROLS, concurrency=CONTROLS, processes=1, output_tokens=CONTROL_TOKENS

@@ -357,6 +357,17 @@ def test_the_wait_in_the_queue_counts_against_the_deadline(stage: Stage) -> None
     assert stage.rejected() == {"late": "DEADLINE_UNMEETABLE", "later": "DEADLINE_UNMEETABLE"}
 
 
+def test_a_job_that_others_would_overtake_beyond_its_patience_takes_the_express_lane(stage: Stage) -> None:
+    stage.worker("w1", credits=1)
+    stage.submit("a")
+    stage.report("w1", "a", tokens=100, prefill_rate=1e6, decode_s=0.005)
+    for job in range(5):
+        stage.submit(f"b{job}")
+    assert stage.submit("soon", deadline_s=28.0) is None  # 2.5 s of jobs precede it, and 2.8 s would be soon enough.
+    stage.report("w1", "b0", tokens=100, prefill_rate=1e6, decode_s=0.005)
+    assert stage.placed()[-1][0] == "soon"
+
+
 def test_the_whole_answer_must_end_before_the_deadline(stage: Stage) -> None:
     stage.worker("w1", credits=1)
     stage.submit("a", max_tokens=100)

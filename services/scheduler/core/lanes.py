@@ -45,9 +45,10 @@ def choose(job: JobRecord, model: ModelRecord, target_s: float, now: float) -> L
     # Half of the express lane is left to those that cannot wait.
     if whole_s <= (target_s if patience_s <= target_s else target_s / 2):
         return Lane.EXPRESS if whole_s <= slack_s else Lane.TOO_LATE
-    if whole_s > patience_s:
+    # While both lanes have jobs, the express lane overtakes a job that waits in the other one.
+    normal_s = whole_s + EXPRESS_TURNS * max(0.0, whole_s - target_s)
+    if normal_s > patience_s:
         express_s = model.wait_s(loads, healthy, model.express_position(job.priority), now)
         if express_s <= min(target_s, slack_s):
             return Lane.EXPRESS
-    normal_s = whole_s + EXPRESS_TURNS * max(0.0, whole_s - target_s)
     return Lane.NORMAL if normal_s <= slack_s else Lane.TOO_LATE
