@@ -3,13 +3,13 @@
     python -m bench.mesh.overload [--seconds 60] [--times 10] [--engines paced torch] [--batch 64]
                                   [--out overload.html]
 
-For each engine: the peak is measured with as many requests at once as the batch holds. Then, once with deadlines of
-30 s and once with three times an answer's duration, an open loop sends `--times` as many requests as the peak for
-`--seconds`, and half a second after it half of the peak for 10 s with the same deadlines. Goodput counts answers that ended before
-their deadline from the third second of the burst to its end; an answer that comes too late is no answer. Refusals
-include requests that waited and were dropped; "inside" is the part of their time within the gateway. Of the requests
-after the burst the table has the share that was answered, and the longest time to the first token. Four control
-streams begin with the burst: the p99 between two of their tokens stands beside that of the peak.
+For each engine: the peak is measured with as many requests at once as the batch holds. Then, once with deadlines of 30
+s and once with three times an answer's duration, an open loop sends `--times` as many requests as the peak for
+`--seconds`, and half a second after it half of the peak for 10 s with the same deadlines. Goodput counts answers that
+ended before their deadline from the third second of the burst to its end; an answer that comes too late is no answer.
+Refusals include requests that waited and were dropped; "inside" is the part of their time within the gateway. Of the
+requests after the burst the table has the share that was answered, and the longest time to the first token. Four
+control streams begin with the burst: the p99 between two of their tokens stands beside that of the peak.
 """
 
 import argparse
