@@ -316,6 +316,43 @@ def test_guesses_wait_for_the_step_in_flight(depth: int | None, engine: EngineMa
     assert late.in_flight == 0
 
 
+class LonelyRunner(LateRunner):
+    """It counts the steps that are launched while none is in flight."""
+
+    lonely = 0
+
+    def launch(self, words: Words) -> CpuStep:
+        self.lonely += not self.in_flight
+        return super().launch(words)
+
+
+@pytest.mark.parametrize(
+    ("why", "depth"),
+    [
+        ("too dear", None),
+        ("too many answers", 4),
+        ("too many answers", None),
+        ("nothing found", 4),
+        ("nothing found", None),
+    ],
+)
+def test_steps_overlap_where_nothing_is_guessed(why: str, depth: int | None, engine: EngineMaker) -> None:
+    made = engine(**STRICT)
+    assert isinstance(made.runner, CpuRunner)
+    jobs = [job(key, prompt_of(9 + key), max_tokens=60) for key in range(3)]
+    if why == "too dear":
+        speculation = Speculation(draft_model.DraftProgress(made.options.block_size, 512), overlaps=True)
+        speculation._budget.seconds = -1.0
+    elif why == "nothing found":
+        speculation = Speculation(LateReplay({}, 1000), depth, overlaps=True)
+    else:
+        speculation = Speculation(Replay(run(engine(**STRICT), *jobs)), depth, overlaps=True, limit=lambda _: 0)
+    late = LonelyRunner(made.runner)
+    run(GenerationEngine(made.options, made.memory, late, (), speculation=speculation), *jobs)
+    assert speculation.counts.drafted == 0
+    assert late.lonely <= 2
+
+
 # ---- proposers ----
 
 

@@ -76,8 +76,17 @@ class Speculation:
         return Speculation(guessing, depth, self._most, self._overlaps, self._limit)
 
     def waits(self, running: Iterable[Sequence]) -> bool:
-        """Whether the next step is to be planned when none is in flight any more: some answer may be guessed."""
-        return not self._plain_steps and any(sequence.total > sequence.prefill_end for sequence in running)
+        """Whether the next step is to be planned when none is in flight any more, because some answer is likely to be
+        guessed then: what is known of the answers before that decides, so that steps overlap where nothing is."""
+        asking = [sequence for sequence in running if sequence.total > sequence.prefill_end]
+        if self._plain_steps or not asking or (self._limit is not None and not self._limit(len(asking))):
+            return False
+        if self._rests(asking, len(asking)):
+            return False
+        if self._proposer is None or any(map(self._is_promising, asking)):
+            return True
+        self._found_nothing()
+        return False
 
     def begins_step(self) -> bool:
         """Whether the step that is planned now is to have guesses if none is in flight. To be asked for every step."""
@@ -92,14 +101,14 @@ class Speculation:
         in the step, those that do not ask included."""
         if self._draft_model is not None:
             self._draft_model.begin_step()
-        if self._depth is None and (rest := self._rest([sequence for sequence, _ in asked], rows)) > 0:
-            self._plain_steps = min(rest, _MOST_PLAIN_STEPS)
+        if self._rests([sequence for sequence, _ in asked], rows):
             return [()] * len(asked)
         most = self._most if self._limit is None else self._limit(rows)
         drafts = [self._draft(sequence, min(room, most)) for sequence, room in asked]
-        self._in_vain = 0 if any(drafts) or self._behind else self._in_vain + 1
-        if self._in_vain and self._overlaps:
-            self._plain_steps = min(self._in_vain, _LONGEST_PAUSE)
+        if any(drafts) or self._behind:
+            self._in_vain = 0
+        elif self._overlaps:
+            self._found_nothing()
         if self._depth is not None:
             return drafts
         rates = [self._answers[sequence.job.key].acceptance.rate(self._chooser.mean_rate) for sequence, _ in asked]
@@ -160,8 +169,19 @@ class Speculation:
         elif known and self._proposer is not None:
             self._proposer.ended(sequence.job, sequence.tokens)
 
+    def _found_nothing(self) -> None:
+        """No answer can be guessed: ask again after a pause."""
+        self._in_vain += 1
+        self._plain_steps = min(self._in_vain, _LONGEST_PAUSE)
+
+    def _rests(self, asking: list[Sequence], rows: int) -> bool:
+        """Whether steps without guesses follow, because none is due to be tried or would be too dear."""
+        rest = self._rest(asking, rows) if self._depth is None else 0
+        self._plain_steps = min(rest, _MOST_PLAIN_STEPS)
+        return rest > 0
+
     def _rest(self, asking: list[Sequence], rows: int) -> int:
-        """Steps without guesses from here on, because none is due to be tried or would be too dear."""
+        """Steps without guesses from here on."""
         rest = self._chooser.rest(rows)
         if rest or self._draft_model is None or self._chooser.pays(rows):
             return rest
@@ -188,6 +208,17 @@ class Speculation:
             answer.pause = min(answer.misses - 1, _LONGEST_PAUSE)
         answer.acceptance.fade()
         return ()
+
+    def _is_promising(self, sequence: Sequence) -> bool:
+        """Whether guesses are found behind the tokens that are known: then there will be some behind the next one."""
+        answer = self._answers.setdefault(sequence.job.key, _Answer())
+        if answer.barred or not sequence.guessable or self._room_of(sequence.job, sequence.position) <= 0:
+            return False
+        if not answer.pause and self._propose(sequence, 1):
+            return True
+        answer.pause = max(answer.pause - 1, 0)
+        answer.acceptance.fade()
+        return False
 
     def _propose(self, sequence: Sequence, most: int) -> Many[int]:
         assert self._proposer is not None
