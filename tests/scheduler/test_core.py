@@ -364,8 +364,8 @@ def test_a_job_that_others_would_overtake_beyond_its_patience_takes_the_express_
     for job in range(5):
         stage.submit(f"b{job}")
     assert stage.submit("soon", deadline_s=28.0) is None  # 2.5 s of jobs precede it, and 2.8 s would be soon enough.
-    for job in ("b0", "b1", "b2", "soon"):
-        stage.report("w1", job, tokens=100, prefill_rate=1e6, decode_s=0.005)
+    for ended in ("b0", "b1", "b2", "soon"):
+        stage.report("w1", ended, tokens=100, prefill_rate=1e6, decode_s=0.005)
     assert [name for name, _ in stage.placed()] == ["a", "b0", "b1", "b2", "soon", "b3"]
 
 
