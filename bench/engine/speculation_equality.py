@@ -156,9 +156,11 @@ def compare_in_one(
     model: str, draft: str, count: int, speculate: Iterable[str], *, deterministic: bool = True, **options: Any
 ) -> Iterator[tuple[str, int, str]]:
     """Presets of random weights that follow cycles, in one engine. -> as `compare`, with the name of each proposer."""
-    made = _with_a_head(draft)
-    tight = {"max_batch_size": SLOTS, "step_tokens": 96, "kv_blocks": TIGHT_BLOCKS, "deterministic": deterministic}
-    settings = EngineOptions(**{**tight, "speculate": f"draft:{made}", **options})
+    tight: dict[str, Any] = {"max_batch_size": SLOTS, "step_tokens": 96, "kv_blocks": TIGHT_BLOCKS}
+    settings = EngineOptions(
+        **{**tight, "max_seq_length": 1024, "speculate": f"draft:{_with_a_head(draft)}", **options},
+        deterministic=deterministic,
+    )
     built = build_engine(presets.folder_of(model), settings, lambda *_: None)
     engine, speculation = built.engine, built.engine.speculation
     runner: Any = engine.runner
