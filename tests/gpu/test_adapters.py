@@ -9,8 +9,9 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
+from kernels.linear.split_k import Tile
 from tests.adapters import Recipe, make_adapters, peft_answers
-from tests.kernels.adapters import check_adapters, check_adapters_are_invariant
+from tests.kernels.adapters import check_adapted_product, check_adapters, check_adapters_are_invariant
 from tests.worker.drive import built, job, prompt_of, run
 
 
@@ -32,6 +33,25 @@ def test_adapters_in_served_and_odd_shapes(
 
 def test_a_row_has_the_same_bits_in_any_batch() -> None:
     check_adapters_are_invariant(77, 4096, (4096, 1024, 1024), torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs", "rank", "gated", "tile"),
+    [
+        (63, 4096, (4096, 1024, 1024), 16, False, Tile(64, 128, 2, 3)),
+        (63, 4096, (14336, 14336), 16, True, Tile(64, 128)),
+        (40, 14336, (4096,), 16, False, Tile(64, 128, 2)),
+        (1, 4096, (14336, 14336), 64, True, Tile(64, 128)),
+        (7, 1096, (100,), 32, False, Tile(64, 128, 4, 6)),
+        (16, 1096, (100, 100), 9, True, Tile(64, 128)),
+    ],
+)
+def test_products_with_adapters(
+    rows: int, inputs: int, outputs: tuple[int, ...], rank: int, gated: bool, tile: Tile, dtype: torch.dtype
+) -> None:
+    for owned in (0.7, 1.0):
+        check_adapted_product(rows, inputs, outputs, rank, dtype, tile=tile, gated=gated, owned=owned)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -4,9 +4,12 @@ import random
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kernels import lora
-from kernels.lora.tiles import lay_out, most_tiles, tiles_at
+from kernels.linear.split_k import Tile, workspace
+from kernels.lora import fused
+from kernels.lora.tiles import lay_out, most_tiles, places_of
 from tests.kernels.cases import DEVICE, close, poison, rand
 
 SLOTS = 5
@@ -24,9 +27,7 @@ def check_adapters(
     out[tokens:] = poison(padding, sum(outputs), dtype=dtype)
     want = out.clone()
     lora.reference(want[:tokens], x, stack, torch.from_numpy(owners))
-    words = torch.from_numpy(lay_out(owners, tokens + padding, SLOTS)).to(DEVICE)
-    order, tiles = words[: tokens + padding], words[tiles_at(tokens + padding) :].view(-1, 3)
-    assert len(tiles) == most_tiles(tokens + padding, SLOTS)
+    order, tiles, _, _ = _lists(owners, tokens + padding)
     before = out.clone()
     lora.add_adapters(out, x, stack, order, tiles)
     close(out[:tokens], want[:tokens])
@@ -41,16 +42,56 @@ def check_adapters_are_invariant(tokens: int, inputs: int, outputs: tuple[int, .
 
     def computed(rows: list[int], owners: list[int]) -> torch.Tensor:
         out = torch.zeros(len(rows), sum(outputs), dtype=dtype, device=DEVICE)
-        words = torch.from_numpy(lay_out(np.array(owners), len(rows), SLOTS)).to(DEVICE)
-        lora.add_adapters(
-            out, x[rows].contiguous(), stack, words[: len(rows)], words[tiles_at(len(rows)) :].view(-1, 3)
-        )
+        order, tiles, _, _ = _lists(np.array(owners), len(rows))
+        lora.add_adapters(out, x[rows].contiguous(), stack, order, tiles)
         return out
 
     last = tokens - 1
     alone = computed([last], [2])
     assert torch.equal(computed(list(range(tokens)), [2] * tokens)[last:], alone)
     assert torch.equal(computed(list(range(tokens)), [*(row % 5 for row in range(last)), 2])[last:], alone)
+
+
+def check_adapted_product(
+    rows: int, inputs: int, outputs: tuple[int, ...], rank: int, dtype: torch.dtype, *, tile: Tile,
+    gated: bool = False, owned: float = 0.7, padding: int = 1,
+) -> None:  # fmt: skip
+    """A product and what adapters add to it, in one kernel, twice: it leaves its counters as it found them. Slots that
+    no row has hold NaN, and so does padding; a row without an adapter has the bits of a batch without adapters."""
+    chosen_slots = [slot for slot in range(1, SLOTS + 1) if random.random() < 0.8] or [2]
+    owners = np.array([random.choice(chosen_slots) if random.random() < owned else 0 for _ in range(rows)])
+    stack = _stack(inputs, outputs, rank, dtype)
+    unused = [slot for slot in range(SLOTS + 1) if slot not in owners]
+    weight, x = rand(sum(outputs), inputs, dtype=dtype) / inputs**0.5, _strided(rows + padding, inputs, dtype)
+    x[rows:] = poison(padding, inputs, dtype=dtype)
+    bias = None if gated else rand(sum(outputs), dtype=dtype)
+    residual = None if gated else rand(rows + padding, sum(outputs), dtype=dtype)
+    want = x[:rows].double() @ weight.double().T
+    lora.reference(want, x, stack, torch.from_numpy(owners))
+    stack.a[unused], stack.b[unused] = float("nan"), float("nan")
+    if gated:
+        gate, up = want.chunk(2, 1)
+        want = torch.nn.functional.silu(gate) * up
+    elif bias is not None and residual is not None:
+        want += bias.double() + residual[:rows].double()
+
+    def computed(slots: NDArray[np.int64]) -> torch.Tensor:
+        _, _, chosen, places = _lists(slots, rows + padding)
+        return fused.linear(x, weight, bias, stack, chosen, places, tile=tile, residual=residual, gated=gated)
+
+    for _ in range(2):
+        out = computed(owners)
+        close(out[:rows], want)
+    bare, base = np.flatnonzero(owners == 0), computed(np.zeros(rows, np.int64))
+    assert torch.equal(out[bare], base[bare])
+    assert not workspace(x.device, 0).arrived.any()
+
+
+def _lists(owners: NDArray[np.int64], tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The lists of `kernels.lora.tiles` on the device, of a step that is padded to `tokens`."""
+    words, places = torch.from_numpy(lay_out(owners, tokens, SLOTS)).to(DEVICE), places_of(tokens, SLOTS)
+    tiles = words[places.tiles :][: 3 * most_tiles(tokens, SLOTS)].view(-1, 3)
+    return words[:tokens], tiles, words[places.chosen :][: 1 + min(tokens, SLOTS)], words[places.owners : places.end]
 
 
 def _stack(inputs: int, outputs: tuple[int, ...], rank: int, dtype: torch.dtype) -> lora.AdapterStack:

@@ -39,6 +39,7 @@ from kernels import (
 from kernels.attention import packed_texts, short_prefill
 from kernels.linear import dense, dense_hopper, fp8, nf4, packed, packed_gemm, qkv_rope, split_k
 from kernels.linear.split_k import Tile
+from kernels.lora import fused
 from kernels.moe import grouped, routing
 from kernels.moe.reference import Routes
 from kernels.moe.weights import ExpertStack
@@ -78,6 +79,7 @@ MODULES = (
     nf4,
     dense_hopper,
     lora,
+    fused,
     norm,
     packed_texts,
     texts,
@@ -173,8 +175,27 @@ def layer_calls(new: Callable[..., Tensor]) -> Iterator[tuple[str, Callable[[], 
         stack = lora.AdapterStack.empty(1, rank, inputs, outputs, dtype)
         words = torch.zeros(2, 3, dtype=torch.int32)
         yield f"lora {rank}", partial(lora.add_adapters, new(4, sum(outputs)), new(4, inputs), stack, words[0], words)
+    if dtype != torch.float32:
+        yield from adapted_calls(new)
     for tanh in (False, True):
         yield f"gelu {tanh}", partial(activation.gelu, new(4, 3072), tanh=tanh)
+
+
+def adapted_calls(new: Callable[..., Tensor]) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Products and what adapters add to them, as an 8B model has them."""
+    dtype, words = new(1).dtype, torch.zeros(64, dtype=torch.int32)
+    for name, rows, rank, inputs, outputs in (
+        ("qkv", 64, 16, 4096, (4096, 1024, 1024)), ("gated", 64, 16, 4096, (14336, 14336)),
+        ("gated", 4, 64, 4096, (14336, 14336)), ("down", 64, 16, 14336, (4096,)), ("down", 1, 16, 14336, (4096,)),
+    ):  # fmt: skip
+        stack, x = lora.AdapterStack.empty(1, rank, inputs, outputs, dtype), new(rows, inputs)
+        tile = fused.tile_for(x, stack, name == "gated")
+        assert tile is not None
+        residual = new(rows, outputs[0]) if name == "down" else None
+        yield f"adapted {name} {rows} {rank}", partial(
+            fused.linear, x, new(sum(outputs), inputs), None, stack, words[:33], words[:rows], tile=tile,
+            residual=residual, gated=name == "gated",
+        )  # fmt: skip
 
 
 def attention_calls(new: Callable[..., Tensor], capability: int) -> Iterator[tuple[str, Callable[[], object]]]:

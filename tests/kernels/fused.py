@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from services.worker.models.layers import StepTensors
 from services.worker.models.ops import RopeTables
 from services.worker.models.rope import rope_tables
 from services.worker.models.rope_settings import Rope
+from services.worker.runners.cuda.adapters import GpuAdapters, TiledAdapters
 from services.worker.runners.cuda.ops import TritonOps
 from tests.kernels.cases import DEVICE, close, rand
 
@@ -76,8 +78,11 @@ def _check_rotated(
             assert ((pool.double() - expected_pool).abs() <= allowed).all()
 
 
-def step_of_answers(config: ModelConfig, ops: TritonOps, seed: int) -> tuple[Tensor, list[Tensor]]:
-    """Logits of the next tokens of three rows, and the pools afterwards; all values are drawn from the seed."""
+def step_of_answers(
+    config: ModelConfig, ops: TritonOps, seed: int, adapted: bool = False
+) -> tuple[Tensor, list[Tensor]]:
+    """Logits of the next tokens of three rows, and the pools afterwards; all values are drawn from the seed. adapted:
+    the rows have two adapters and none."""
     torch.manual_seed(seed)
     dtype = torch.float16
     model = Decoder(config, ops, dtype, config.context_length, DEVICE)
@@ -109,5 +114,14 @@ def step_of_answers(config: ModelConfig, ops: TritonOps, seed: int) -> tuple[Ten
         for window in set(config.windows)
     }
     ropes = model.ropes(lambda cos, sin: RopeTables(cos, sin, positions))
-    step = StepTensors(positions, positions, ropes, places, plans, None)
+    step = StepTensors(positions, positions, ropes, places, plans, None, _adapters(model) if adapted else None)
     return model.logits(model.forward(step, pools)[0]), pools
+
+
+def _adapters(model: Decoder) -> TiledAdapters:
+    """Random adapters of the first and the last of three rows."""
+    pages = GpuAdapters(model, 2, 16, 3)
+    for stack in pages.stacks:
+        stack.a[1:] = torch.randn(stack.a[1:].shape) * 0.1
+        stack.b[1:] = torch.randn(stack.b[1:].shape) * 0.1
+    return pages.send(np.array([2, 0, 1]), 3, 0)

@@ -19,7 +19,7 @@ from kernels.operands import Scores
 from kernels.reference import layers as reference
 from services.worker.runners.cuda.host_pages import PIECE_BLOCKS, HostPages
 from services.worker.runners.cuda.ops import InvariantTritonOps, TritonOps
-from tests.kernels.adapters import check_adapters, check_adapters_are_invariant
+from tests.kernels.adapters import check_adapted_product, check_adapters, check_adapters_are_invariant
 from tests.kernels.cases import (
     Batch,
     check_edits,
@@ -201,6 +201,13 @@ def test_whole_steps_of_the_runner(model: dict[str, Any]) -> None:
     check_steps(**model)
 
 
+def test_products_with_adapters() -> None:
+    check_adapted_product(9, 200, (64, 32, 32), 9, HALF, tile=Tile(32, 64, 2))
+    check_adapted_product(17, 136, (72,), 32, HALF, tile=Tile(32, 64))
+    check_adapted_product(5, 1100, (90, 90), 16, HALF, tile=Tile(64, 128), gated=True)
+    check_adapted_product(3, 64, (64,), 64, HALF, tile=Tile(64, 64), owned=0.0)
+
+
 def test_steps_with_adapters() -> None:
     check_steps_with_adapters()
 
@@ -342,19 +349,25 @@ def test_queries_keys_and_values_of_few_rows(split: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "model",
-    [{"qkv_bias": True}, {"qk_norm": True, "windows": (20, 20)}, gpt2_settings(64), moe_settings()],
-    ids=["bias", "norm and window", "gpt2", "moe"],
+    ("model", "adapted"),
+    [
+        ({"qkv_bias": True}, False),
+        ({"qk_norm": True, "windows": (20, 20)}, False),
+        (gpt2_settings(64), False),
+        (moe_settings(), False),
+        ({"qkv_bias": True}, True),
+    ],
+    ids=["bias", "norm and window", "gpt2", "moe", "adapters"],
 )
 def test_a_step_of_few_rows_in_fused_kernels_is_one_in_plain_kernels(
-    monkeypatch: pytest.MonkeyPatch, model: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch, model: dict[str, Any], adapted: bool
 ) -> None:
     config = tiny_config(context_length=64, **model)
     monkeypatch.setattr(dense, "tile_for", lambda *_: Tile(16, 32, 2, 2))
     monkeypatch.setattr(qkv_rope, "tile_for", lambda *_: Tile(16, 32, 2, 2))
     weights = random.randrange(1 << 30)
-    got, pools = step_of_answers(config, TritonOps(), weights)
-    expected, expected_pools = step_of_answers(config, InvariantTritonOps(), weights)
+    got, pools = step_of_answers(config, TritonOps(), weights, adapted)
+    expected, expected_pools = step_of_answers(config, InvariantTritonOps(), weights, adapted)
     close(got, expected)
     for pool, expected_pool in zip(pools, expected_pools, strict=True):
         close(pool, expected_pool)

@@ -57,6 +57,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, torch.Tensor], str]] = [
     ({}, tensors(rank=5), "lora_A.weight of shape [5, 64] is not of rank 4"),
     ({}, tensors(inputs=32), "the adapter is of another base: model.layers.0.self_attn.q_proj has matrices [4, 32]"),
     ({}, tensors(outputs=65), "the adapter is of another base: model.layers.0.self_attn.q_proj"),
+    ({}, {**tensors(), f"{Q}.lora_B.weight": torch.full((64, 4), 3e38)}, "q_proj has numbers that are not finite"),
     ({}, tensors(f"{Q[:-7]}.c_attn"), "the adapter changes model.layers.0.self_attn.c_attn, which is no product"),
     ({}, tensors(Q.replace("0", "3")), "the adapter changes model.layers.3.self_attn.q_proj, which is no product"),
     ({}, tensors("base_model.model.lm_head"), "the adapter changes lm_head, which is no product of this model's"),

@@ -67,19 +67,29 @@ class Linear:
 
     def norm_matmul(self, x: Tensor, norm: Norm) -> Tensor:
         """The product with norm(x): [T, inputs] -> [T, outputs]."""
-        out = self.ops.norm_matmul(x, norm, self.weight, self.bias)
-        if self.adapters is not None and self.adapters.active:
-            self.adapters.add(out, self.ops.normalize(x, norm))
+        if self.adapters is None or not self.adapters.active:
+            return self.ops.norm_matmul(x, norm, self.weight, self.bias)
+        normed = self.ops.normalize(x, norm)
+        out = self.adapters.linear(normed, self.weight, self.bias)
+        if out is None:
+            out = self.ops.matmul(normed, self.weight, self.bias)
+            self.adapters.add(out, normed)
         return out
 
     def norm_activate(self, x: Tensor, norm: Norm, activation: Activation) -> Tensor:
         """activation(the product with norm(x)), in the form that `add_matmul` takes."""
-        if self.adapted:
-            return self.ops.activate(self.norm_matmul(x, norm), activation)
-        return self.ops.norm_activate(x, norm, activation, self.weight, self.bias)
+        if self.adapters is None or not self.adapters.active:
+            return self.ops.norm_activate(x, norm, activation, self.weight, self.bias)
+        if activation is Activation.GATED_SILU and self.bias is None:
+            out = self.adapters.linear(self.ops.normalize(x, norm), self.weight, None, gated=True)
+            if out is not None:
+                return out
+        return self.ops.activate(self.norm_matmul(x, norm), activation)
 
     def add_matmul(self, residual: Tensor, x: Tensor) -> None:
         """residual [T, outputs] += the product with x [T, inputs]."""
+        if self.adapters is not None and self.adapters.linear(x, self.weight, self.bias, residual) is not None:
+            return
         self.ops.add_matmul(residual, x, self.weight, self.bias)
         if self.adapters is not None:
             self.adapters.add(residual, x)

@@ -6,7 +6,7 @@ the outputs of several modules. T tokens, r rank.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -34,6 +34,12 @@ AdapterWeights = Sequence[Sequence[Delta]]
 class StepAdapters(Protocol):
     """The adapters of a step's T tokens."""
 
+    def linear(
+        self, product: int, x: Tensor, weight: Any, bias: Tensor | None, residual: Tensor | None, gated: bool, /
+    ) -> Tensor | None:
+        """x @ weight.T + bias with what the adapters add to this product, in one kernel; or None: there is none.
+        gated: silu(first half) * second half; residual: added to, in place."""
+
     def add(self, product: int, out: Tensor, x: Tensor, /) -> None:
         """Add to out [T, outputs] what the adapters add to this product with x [T, inputs]."""
 
@@ -55,6 +61,13 @@ class AdaptedProduct:
     def active(self) -> bool:
         """Whether a token of the step has an adapter."""
         return self._shared.step is not None
+
+    def linear(
+        self, x: Tensor, weight: Any, bias: Tensor | None, residual: Tensor | None = None, gated: bool = False
+    ) -> Tensor | None:
+        """As `StepAdapters.linear`; None also if no token of the step has an adapter."""
+        step = self._shared.step
+        return None if step is None else step.linear(self._index, x, weight, bias, residual, gated)
 
     def add(self, out: Tensor, x: Tensor) -> None:
         """Add to out [T, outputs] what the step's adapters add to the product with x [T, inputs]."""
@@ -92,7 +105,10 @@ def fit_adapter(
             if name is not None:
                 a, b = stored[name]
                 _check(name, a, b, product.inputs, outputs)
-                deltas.append(Delta(begin, a.to(dtype), b.to(dtype)))
+                delta = Delta(begin, a.to(dtype), b.to(dtype))
+                if not (delta.a.isfinite().all() and delta.b.isfinite().all()):
+                    raise CheckpointError(f"the adapter's {name} has numbers that are not finite in {dtype}")
+                deltas.append(delta)
             begin += outputs
         weights.append(deltas)
     if left:

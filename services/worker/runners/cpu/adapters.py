@@ -21,6 +21,9 @@ class GroupedAdapters:
     ops: ReferenceOps
     groups: list[tuple[AdapterWeights, Tensor]]
 
+    def linear(self, *_: object) -> None:
+        """Products and what adapters add to them are computed one after the other."""
+
     def add(self, product: int, out: Tensor, x: Tensor) -> None:
         """Add to out [T, outputs] what the adapters add to this product with x [T, inputs]."""
         multiply = self.ops.multiply

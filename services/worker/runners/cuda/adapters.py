@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from kernels import lora
-from kernels.lora.tiles import lay_out, tiles_at, words_of
+from kernels.lora import fused
+from kernels.lora.tiles import lay_out, most_tiles, places_of
 from services.worker.job import Adapter
 from services.worker.models.decoder import Decoder, Projection
 from services.worker.models.lora import Delta, fit_adapter
+from services.worker.runners.cuda.ops import InvariantTritonOps
 from services.worker.runners.cuda.upload import STAGING_BUFFERS
 
 HostStack = tuple[Tensor, Tensor]
@@ -32,6 +34,23 @@ class TiledAdapters:
     stacks: list[lora.AdapterStack]
     order: Tensor
     tiles: Tensor
+    chosen: Tensor
+    owners: Tensor
+    fuses: bool
+    """Whether a row's bits may depend on the other rows."""
+
+    def linear(
+        self, product: int, x: Tensor, weight: object, bias: Tensor | None, residual: Tensor | None, gated: bool
+    ) -> Tensor | None:
+        """As `StepAdapters.linear`: for few rows and a plain weight."""
+        stack = self.stacks[product]
+        tile = fused.tile_for(x, stack, gated) if self.fuses and isinstance(weight, Tensor) else None
+        if tile is None:
+            return None
+        assert isinstance(weight, Tensor)
+        return fused.linear(
+            x, weight, bias, stack, self.chosen, self.owners, tile=tile, residual=residual, gated=gated, out=residual
+        )
 
     def add(self, product: int, out: Tensor, x: Tensor) -> None:
         """Add to out [T, outputs] what the adapters add to this product with x [T, inputs]."""
@@ -51,7 +70,8 @@ class GpuAdapters:
                 lora.AdapterStack.empty(slots, rank, product.inputs, product.outputs, self._dtype)
                 for product in self._products
             ]
-        most, on_gpu = words_of(step_tokens, slots), self._device.type == "cuda"
+        self._fuses = not isinstance(model.ops, InvariantTritonOps)
+        most, on_gpu = places_of(step_tokens, slots).end, self._device.type == "cuda"
         self._words = torch.zeros(most, dtype=torch.int32, device=self._device)
         self._staged = [torch.zeros(most, dtype=torch.int32, pin_memory=on_gpu) for _ in range(STAGING_BUFFERS)]
         self._stream: Any = torch.cuda.Stream(self._device) if on_gpu else None  # type: ignore[no-untyped-call]
@@ -106,8 +126,10 @@ class GpuAdapters:
 
     def step(self, tokens: int) -> TiledAdapters:
         """The adapters of a step that is padded to `tokens` tokens, as `send` sent them last; before that of none."""
-        words = self._words[: words_of(tokens, self.slots)]
-        return TiledAdapters(self.stacks, words[:tokens], words[tiles_at(tokens) :].view(-1, 3))
+        words, places = self._words, places_of(tokens, self.slots)
+        tiles = words[places.tiles :][: 3 * most_tiles(tokens, self.slots)].view(-1, 3)
+        chosen = words[places.chosen :][: 1 + min(tokens, self.slots)]
+        return TiledAdapters(self.stacks, words[:tokens], tiles, chosen, words[places.owners : places.end], self._fuses)
 
     def send(self, slots: npt.NDArray[np.int64], tokens: int, buffer: int) -> TiledAdapters:
         """Send where the adapter of each token is (0: it has none), of a step padded to `tokens` tokens. buffer: which
