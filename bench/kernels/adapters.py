@@ -7,7 +7,7 @@ has no adapter. --tiles: other shapes of the fused programs, too.
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from bench import table
@@ -104,30 +103,31 @@ class Product:
         return dense.linear(self.x, weight, residual=self.residual, gated=gated, out=self.residual)
 
 
-def measure(rows: int, adapters: int, rank: int, tiles: bool) -> Table:
-    """Microseconds of each product."""
+def measure(rows: int, adapters: int, rank: int, tiles: bool) -> Iterator[str]:
+    """Lines of microseconds, of one product after the other."""
     mixed = np.array([1 + row % adapters if row % 3 else 0 for row in range(rows)])
     kinds = {"none": np.zeros(rows, np.int64), "one": np.ones(rows, np.int64), "mixed": mixed}
     lists = {kind: Lists.of(slots, adapters) for kind, slots in kinds.items()}
-    shown = Table(title=f"{rows} rows, {adapters} adapters of rank {rank}: us per product")
-    for column in ("product", "base", *(f"fused, {kind}" for kind in kinds), "apart, one", "apart, mixed"):
-        shown.add_column(column, justify="left" if column == "product" else "right")
+    yield _line(f"us, {rows} rows", ["base", *(f"fused {kind}" for kind in kinds), "apart one", "apart mixed"])
     for name in PRODUCTS:
         product = Product(name, rows, adapters, rank)
         times = [product.base(), *(product.fused(each) for each in lists.values())]
         times += [product.apart(lists[kind]) for kind in ("one", "mixed")]
-        shown.add_row(name, *(f"{seconds * 1e6:.1f}" for seconds in times))
+        yield _line(name, [f"{seconds * 1e6:.1f}" for seconds in times])
         for tile in TILES[name] if tiles else ():
             numbers = ", ".join(map(str, (tile.n, tile.k, tile.split, tile.stages, tile.warps)))
             found = [product.fused(each, tile) for each in lists.values()]
-            shown.add_row(f"  Tile({numbers})", "", *(f"{seconds * 1e6:.1f}" for seconds in found))
+            yield _line(f"  Tile({numbers})", ["", *(f"{seconds * 1e6:.1f}" for seconds in found)])
         del product
         torch.cuda.empty_cache()
-    return shown
+
+
+def _line(name: str, cells: list[str]) -> str:
+    return f"{name:<28}" + "".join(f"{cell:>14}" for cell in cells)
 
 
 def main() -> None:
-    """Prints the table."""
+    """Prints the lines."""
     parser = argparse.ArgumentParser(description="Times an 8B layer's products with adapters on one GPU.")
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--adapters", type=int, default=32)
@@ -137,7 +137,8 @@ def main() -> None:
     need_gpu()
     out = Console(width=150)
     table.show_machine(out)
-    out.print(measure(asked.rows, asked.adapters, asked.rank, asked.tiles))
+    for line in measure(asked.rows, asked.adapters, asked.rank, asked.tiles):
+        print(line, flush=True)
 
 
 if __name__ == "__main__":
