@@ -7,16 +7,18 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
 from services.forms.form import Form
+from services.forms.grammar import FormError
 from services.worker.engine.generation import GenerationEngine
 from services.worker.job import EndReason, Job
 from services.worker.runners.cpu.runner import CpuRunner, CpuStep
 from services.worker.runners.paced import PacedRunner, PacedTiming
 from services.worker.runners.step import Words
-from services.worker.structured.compiler import GuidanceForms
+from services.worker.structured.compiler import GuidanceForms, GuidanceMatcher
 from tests.checkpoints import DEMO as LARGER
 from tests.worker.drive import Answer, job, open_engine, run, solo
 
@@ -272,3 +274,31 @@ def test_the_paced_runner_draws_what_the_masks_allow(forms: GuidanceForms) -> No
     answers = run(engine, dated, job(2, PROMPT, max_tokens=20))
     assert re.fullmatch(DATE.text, text_of(answers[1]))
     assert len(answers[2].tokens) == 20
+
+
+def test_answers_of_a_form_share_the_work_of_threads_and_have_the_same_masks(forms: GuidanceForms) -> None:
+    form, opened = Form("regex", "[a-c]{2,9}x"), list[GuidanceMatcher]()
+    arrived = threading.Semaphore(0)
+
+    def then(found: Any) -> None:
+        opened.append(found)
+        arrived.release()
+
+    for _ in range(12):
+        forms.open(form, TEXT.encode("ab", add_special_tokens=False).ids, then)
+    assert all(arrived.acquire(timeout=60) for _ in range(12))
+    assert len({matcher.lexer for matcher in opened}) > 1, "one lexer is used by one thread at a time"
+    masks = np.zeros((14, forms.words), np.int32)
+    forms.fill([(matcher, line) for line, matcher in enumerate(opened, 1)], masks)
+    alone = np.zeros((1, forms.words), np.int32)
+    forms.fill([(opened[0], 0)], alone)
+    assert alone.any()
+    assert (masks[1:13] == alone).all()
+    assert not masks[[0, 13]].any(), "lines of other rows are left alone"
+
+
+def test_a_form_that_cannot_be_compiled_is_refused_again(forms: GuidanceForms) -> None:
+    compiled = forms._compiled(Form("regex", "(b"))
+    for _ in range(2):
+        with pytest.raises(FormError):
+            compiled.next()

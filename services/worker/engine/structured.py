@@ -50,6 +50,8 @@ class StructuredJobs:
         self._inbox = inbox
         self._cancelled: dict[int, bool] = {}
         """Jobs that are being compiled, by key, and whether they were cancelled meanwhile."""
+        self._masks: Masks = np.empty((0, 0), np.int32)
+        """Room for the masks of a step: fresh memory would cost as much as some masks."""
 
     def __len__(self) -> int:
         return len(self._cancelled)
@@ -80,14 +82,17 @@ class StructuredJobs:
         self, jobs: Sequence[ActiveJob | None], end_tokens: frozenset[int]
     ) -> tuple[Masks, list[tuple[ActiveJob, FormRefused]]]:
         """The masks of rows that belong to these jobs, and the jobs that cannot be continued. The masks of these, and
-        of rows whose job has ended (None), allow everything: what they draw is dropped."""
+        of rows whose job has ended (None), allow everything: what they draw is dropped. Valid until the next call."""
         forms = self.forms
         assert forms is not None, "a job with a form runs without forms"
-        masks = np.full((len(jobs), forms.words), -1, np.int32)
+        if len(self._masks) < len(jobs):
+            self._masks = np.empty((len(jobs), forms.words), np.int32)
+        masks = self._masks[: len(jobs)]
         forms.fill([(job.matcher, line) for line, job in enumerate(jobs) if job and job.matcher], masks)
         failed = []
         for line, job in enumerate(jobs):
             if job is None or job.matcher is None:
+                masks[line] = -1
                 continue
             error = forms.failure(job.matcher)
             if error is None:

@@ -85,8 +85,9 @@ class Runner(Protocol[Step]):
 
     def draw(self, step: Step, masks: Masks, /) -> None:
         """Draw the tokens of a step's M rows that sample and whose slots have masks (`Edit.MASK`), in the order of the
-        rows; the log-probabilities of these are after the mask. Called once for each step with such rows, after all
-        earlier steps were collected, before this one is collected and before the next one is launched."""
+        rows; the log-probabilities of these are after the mask. The masks are read before it returns. Called once for
+        each step with such rows, after all earlier steps were collected, before this one is collected and before the
+        next one is launched."""
 
     def done(self, step: Step, /) -> bool:
         """Whether `collect` would return at once."""

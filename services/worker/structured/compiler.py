@@ -1,18 +1,21 @@
 """Forms of answers through llguidance, for the tokenizer of one model. Knows tokens, no jobs and no runner.
 
-A form is compiled in a thread of its own and kept for later answers. A mask takes some microseconds, without the
-interpreter's lock.
+A form is compiled in a thread of its own and kept for later answers. A mask takes some microseconds, and a millisecond
+or two within a string of bounded length, without the interpreter's lock. Copies of a matcher share its lexer, which one
+thread at a time uses. So a form is compiled several times, and answers use these in turns.
 """
 
 import logging
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import cast
 
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
+from services import host
 from services.forms.form import Form
 from services.forms.grammar import FormError, check, compile_form, one_line
 from services.worker.structured.base import FormRefused, Masks, Matcher
@@ -22,7 +25,10 @@ log = logging.getLogger(__name__)
 _KEPT = 64
 """Compiled forms; the least recently used goes first."""
 _COMPILERS = 2
-_MASK_THREADS = 4
+_MASK_THREADS = 8
+"""At most; no more than half of the cores, and two."""
+_MORE_S = 0.05
+"""Seconds of computation for further lexers of a form. A form that takes longer than this to compile has one."""
 _ALONE = 4
 """Most masks of a step that are computed one after another: sharing them among threads takes about as long."""
 _UNUSABLE = "this model's tokenizer does not serve structured answers"
@@ -31,10 +37,11 @@ _UNUSABLE = "this model's tokenizer does not serve structured answers"
 class GuidanceMatcher:
     """A `Matcher` of llguidance."""
 
-    __slots__ = ("accepting", "ended", "inner")
+    __slots__ = ("accepting", "ended", "inner", "lexer")
 
-    def __init__(self, inner: LLMatcher) -> None:
-        self.inner = inner
+    def __init__(self, inner: LLMatcher, lexer: int) -> None:
+        """lexer: which of the form's it uses."""
+        self.inner, self.lexer = inner, lexer
         self.accepting = self.ended = False
         self._note()
 
@@ -49,6 +56,41 @@ class GuidanceMatcher:
         self.ended = self.accepting and self.inner.is_stopped()
 
 
+class CompiledForm:
+    """A form's matchers at the start of an answer, each with a lexer of its own. Used by any thread."""
+
+    def __init__(self, compile_one: Callable[[], LLMatcher], most: int) -> None:
+        """compile_one: compiles the form; may raise FormError. most: lexers."""
+        self._compile, self._most = compile_one, most
+        self._lock = threading.Lock()
+        self._matchers: list[LLMatcher] = []
+        self._error: str | None = None
+        self._turns = 0
+
+    def next(self) -> tuple[LLMatcher, int]:
+        """The matcher for a further answer, to be copied, and the number of its lexer. The first answers compile it.
+        Raises FormError."""
+        with self._lock:  # Of equal forms that arrive together one compiles.
+            if self._error is not None:
+                raise FormError(self._error)
+            if not self._matchers:
+                self._compile_first()
+            elif len(self._matchers) < self._most:
+                self._matchers.append(self._compile())
+            lexer = self._turns % len(self._matchers)
+            self._turns += 1
+            return self._matchers[lexer], lexer
+
+    def _compile_first(self) -> None:
+        began = time.perf_counter()
+        try:
+            self._matchers.append(self._compile())
+        except FormError as error:
+            self._error = str(error)
+            raise
+        self._most = min(self._most, 1 + int(_MORE_S / max(time.perf_counter() - began, 1e-6)))
+
+
 class GuidanceForms:
     """`Forms` of llguidance."""
 
@@ -57,8 +99,9 @@ class GuidanceForms:
         about a second for 128,000 tokens."""
         self.words = -(-vocab_size // 32)
         self._threads = ThreadPoolExecutor(_COMPILERS, "forms")
-        self._executor = LLExecutor(_MASK_THREADS)
-        self._kept: OrderedDict[Form, Future[LLMatcher]] = OrderedDict()
+        self._mask_threads = max(2, min(_MASK_THREADS, host.available_cores() // 2))
+        self._executor = LLExecutor(self._mask_threads)
+        self._kept: OrderedDict[Form, CompiledForm] = OrderedDict()
         self._lock = threading.Lock()
         self._tokenizer = self._threads.submit(_prepare, tokenizer_json, vocab_size, sorted(end_tokens))
 
@@ -77,12 +120,17 @@ class GuidanceForms:
 
     def fill(self, matchers: Collection[tuple[Matcher, int]], masks: Masks) -> None:
         """Write the masks of these lines."""
-        places = [(cast(GuidanceMatcher, matcher).inner, line) for matcher, line in matchers]
+        assert masks.shape[1] == self.words, masks.shape
+        assert masks.flags.c_contiguous
+        places = [(cast(GuidanceMatcher, matcher), line) for matcher, line in matchers]
         if len(places) > _ALONE:
-            self._executor.unsafe_compute_mask_ptr(places, masks.ctypes.data, 4 * self.words, len(masks))
+            # A thread takes neighbours: those of one lexer would wait for each other in different threads.
+            places.sort(key=lambda place: place[0].lexer)
+            inner = [(matcher.inner, line) for matcher, line in places]
+            self._executor.unsafe_compute_mask_ptr(inner, masks.ctypes.data, 4 * self.words, len(masks))
             return
         for matcher, line in places:
-            matcher.unsafe_compute_mask_ptr(masks[line].ctypes.data, 4 * self.words)
+            matcher.inner.unsafe_compute_mask_ptr(masks[line].ctypes.data, 4 * self.words)
 
     def failure(self, matcher: Matcher) -> FormRefused | None:
         """Why the matcher cannot go on."""
@@ -95,32 +143,29 @@ class GuidanceForms:
 
     def _open(self, form: Form, token_ids: Sequence[int]) -> Matcher | FormRefused:
         try:
-            matcher = self._compiled(form).deep_copy()
+            compiled, lexer = self._compiled(form).next()
+            matcher = compiled.deep_copy()
             if token_ids and not matcher.consume_tokens(list(token_ids)):
                 return FormRefused("the answer so far does not have this form")
             check(matcher)
-            return GuidanceMatcher(matcher)
+            return GuidanceMatcher(matcher, lexer)
         except FormError as error:
             return FormRefused(str(error))
 
-    def _compiled(self, form: Form) -> LLMatcher:
-        """The matcher at the start of an answer. Of equal forms that arrive together one is compiled. Raises
-        FormError."""
+    def _compiled(self, form: Form) -> CompiledForm:
+        """The form, which its first answer compiles."""
+
+        def compile_one() -> LLMatcher:
+            if self._tokenizer.exception() is not None:
+                raise FormError(_UNUSABLE)
+            return compile_form(form, self._tokenizer.result())
+
         with self._lock:
-            found = self._kept.get(form)
-            compiles = found is None
-            future = self._kept[form] = found if found is not None else Future()
+            kept = self._kept.setdefault(form, CompiledForm(compile_one, self._mask_threads))
             self._kept.move_to_end(form)
             if len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)
-        if compiles:
-            try:
-                if self._tokenizer.exception() is not None:
-                    raise FormError(_UNUSABLE)
-                future.set_result(compile_form(form, self._tokenizer.result()))
-            except FormError as error:
-                future.set_exception(error)
-        return future.result()
+        return kept
 
 
 def _prepare(tokenizer_json: bytes, vocab_size: int, end_tokens: list[int]) -> LLTokenizer:

@@ -8,6 +8,7 @@ step without such rows is the same as if there were no masks.
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,6 +48,9 @@ class MaskedDraws:
         sizes = self._head + slots * words
         pinned = last_token.is_cuda
         self._staged = torch.zeros(sizes, dtype=torch.int32, pin_memory=pinned)
+        self._host_words = self._staged.numpy()
+        """The staged words. NumPy writes them in this thread; torch would wake others for as much as this."""
+        self._host_lists = self._host_words[: self._head].view(np.int64).reshape(3, slots)
         self._sent = torch.zeros(sizes, dtype=torch.int32, device=device)
         self._report = torch.zeros(3 * slots, dtype=torch.int32, device=device)
         self._host_report = torch.zeros(3 * slots, dtype=torch.int32, pin_memory=pinned)
@@ -57,11 +61,10 @@ class MaskedDraws:
         samples, count = len(rows.slots), len(rows.lines)
         assert rows.logits is not None
         assert len(masks) == count, f"{len(masks)} masks for {count} rows"
-        lists = self._staged[: self._head].view(torch.int64).view(3, self._slots)
         for place, numbers in enumerate((rows.slots, rows.positions, rows.lines)):
-            lists[place, : len(numbers)] = torch.tensor(numbers)
+            self._host_lists[place, : len(numbers)] = numbers
         end = self._head + masks.size
-        self._staged[self._head : end] = torch.from_numpy(masks).view(-1)
+        self._host_words[self._head : end] = masks.reshape(-1)
         self._sent[:end].copy_(self._staged[:end], non_blocking=True)
         drawn = self._launch(rows.logits, count, end)
         self._host_report[: 3 * samples].copy_(self._report[: 3 * samples], non_blocking=True)
@@ -69,8 +72,7 @@ class MaskedDraws:
 
     def warm_up(self, logits: Tensor) -> None:
         """Launch the kernels on these logits [S, V], which are destroyed, for the padding slot."""
-        lists = self._staged[: self._head].view(torch.int64).view(3, self._slots)
-        lists[0], lists[1:] = self._slots, 0
+        self._host_lists[0], self._host_lists[1:] = self._slots, 0
         self._sent.copy_(self._staged)
         self._launch(logits, 1, self._head + (len(self._sent) - self._head) // self._slots)
 
