@@ -40,6 +40,7 @@ from tests.kernels.steps import (
     check_guesses,
     check_heads_guesses,
     check_measured_scales,
+    check_parts_of_a_step,
     check_steps,
     check_steps_with_adapters,
 )
@@ -206,6 +207,10 @@ def test_products_with_adapters() -> None:
     check_adapted_product(17, 136, (72,), 32, HALF, tile=Tile(32, 64))
     check_adapted_product(5, 1100, (90, 90), 16, HALF, tile=Tile(64, 128), gated=True)
     check_adapted_product(3, 64, (64,), 64, HALF, tile=Tile(64, 64), owned=0.0)
+
+
+def test_parts_of_a_step_with_masks() -> None:
+    check_parts_of_a_step()
 
 
 def test_steps_with_adapters() -> None:

@@ -4,6 +4,7 @@ import copy
 import random
 from array import array
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,7 @@ from services.worker.runners.cpu.heads import CpuHeads
 from services.worker.runners.cpu.ops import ReferenceOps
 from services.worker.runners.cpu.runner import CpuRunner
 from services.worker.runners.cuda.adapters import GpuAdapters
+from services.worker.runners.cuda.forward import Computed
 from services.worker.runners.cuda.heads import GpuHeads
 from services.worker.runners.cuda.ops import TritonOps
 from services.worker.runners.cuda.runner import GpuRunner
@@ -55,6 +57,32 @@ def check_steps(**model: Any) -> None:
     seen, expected = (runner.inspect([5, 6, 7, 8, 9]).logits() for runner in (gpu, cpu))
     assert seen.shape == (5, _VOCAB)
     np.testing.assert_allclose(seen, expected, rtol=1e-4, atol=1e-4)
+
+
+def check_parts_of_a_step() -> None:
+    """The parts of a step whose launch failed: both are launched, then both are drawn, then both are collected. The
+    second has the memory of the first one's logits, as with a graph that is replayed twice."""
+    gpu, cpu = _runners(_SLOTS, _LENGTH, 64, _BLOCKS)
+    logits, compute = torch.empty(_SLOTS, _VOCAB), gpu.forward.run
+
+    def computed(*arguments: Any, **options: Any) -> Computed:
+        found = compute(*arguments, **options)
+        return replace(found, logits=logits[: len(found.logits)].copy_(found.logits))
+
+    gpu.forward.run = computed  # type: ignore[method-assign]
+    parts, allowed = [], [_masks([31, 32, 40, 8]), _masks([3, 9, 49])]
+    for slot, ids in enumerate(([7, 9, 30, 41], [8, 3])):
+        edits = [_admit(slot, len(ids), temperature=1.0, logprobs=2), (Edit.BLOCKS, slot, [0, 1 + slot])]
+        parts.append(_packed([*edits, (Edit.MASK, slot, [])], [(slot, ids, True)]))
+    steps = [gpu.launch(words) for words in parts]
+    for step, masks in zip(steps, allowed, strict=True):
+        gpu.draw(step, masks)
+    for step, words, masks in zip(steps, parts, allowed, strict=True):
+        got, want = gpu.collect(step), _run(cpu, words, masks)
+        assert got.sampled.tokens == want.sampled.tokens
+        _check_scores(got, want)
+        _check_masked(got, masks)
+    _compare(gpu, cpu, _packed([(Edit.RELEASE, 1, []), _admit(1, 2)], [(1, [8, 3], True)]))
 
 
 def check_guesses() -> None:

@@ -26,7 +26,7 @@ _KEPT = 64
 """Compiled forms; the least recently used goes first."""
 _COMPILERS = 2
 _MASK_THREADS = 8
-"""At most; no more than half of the cores, and two."""
+"""At most; no more than two for each core. The threads take a few masks at a time, the fewer the more threads."""
 _MORE_S = 0.05
 """Seconds of computation for further lexers of a form. A form that takes longer than this to compile has one."""
 _ALONE = 4
@@ -99,7 +99,7 @@ class GuidanceForms:
         about a second for 128,000 tokens."""
         self.words = -(-vocab_size // 32)
         self._threads = ThreadPoolExecutor(_COMPILERS, "forms")
-        self._mask_threads = max(2, min(_MASK_THREADS, host.available_cores() // 2))
+        self._mask_threads = min(_MASK_THREADS, 2 * host.available_cores())
         self._executor = LLExecutor(self._mask_threads)
         self._kept: OrderedDict[Form, CompiledForm] = OrderedDict()
         self._lock = threading.Lock()

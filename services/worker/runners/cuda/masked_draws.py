@@ -7,6 +7,7 @@ step without such rows is the same as if there were no masks.
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,7 +38,8 @@ class MaskedRows:
 
 
 class MaskedDraws:
-    """Masks and draws for one step at a time: the next step's masks are known only when this one is over."""
+    """Masks and draws for one step at a time: the next step's masks are known only when this one is over. Only the
+    parts of a step whose launch failed are in flight together; the later ones wait for the earlier."""
 
     def __init__(self, slots: int, vocab_size: int, settings: SlotSettings, last_token: Tensor) -> None:
         """slots: most rows of a step. settings and last_token [slots + 1]: of the slots."""
@@ -54,6 +56,23 @@ class MaskedDraws:
         self._sent = torch.zeros(sizes, dtype=torch.int32, device=device)
         self._report = torch.zeros(3 * slots, dtype=torch.int32, device=device)
         self._host_report = torch.zeros(3 * slots, dtype=torch.int32, pin_memory=pinned)
+        self._uploads: Any = torch.cuda.Stream(device) if pinned else None  # type: ignore[no-untyped-call]
+        """Masks are sent while the GPU computes the logits."""
+        self._undrawn: MaskedRows | None = None
+        """Of the step that was launched last."""
+        self._uncollected: MaskedRows | None = None
+        """The rows whose draws are, or will be, in the report."""
+
+    def begin(self) -> None:
+        """Before a step is launched: it may overwrite the logits of a part whose rows are not drawn yet."""
+        if self._undrawn is not None and self._undrawn.logits is not None:
+            self._undrawn.logits = self._undrawn.logits.clone()
+            self._undrawn = None
+
+    def launched(self, rows: MaskedRows, logits: Tensor) -> None:
+        """A step with these rows was launched. logits [S, V]."""
+        rows.logits = logits
+        self._undrawn = rows
 
     @torch.inference_mode()
     def draw(self, rows: MaskedRows, masks: Masks) -> None:
@@ -61,11 +80,16 @@ class MaskedDraws:
         samples, count = len(rows.slots), len(rows.lines)
         assert rows.logits is not None
         assert len(masks) == count, f"{len(masks)} masks for {count} rows"
+        if self._uncollected is not None:
+            self._settle(self._uncollected)
+        if self._undrawn is rows:
+            self._undrawn = None
+        self._uncollected = rows
         for place, numbers in enumerate((rows.slots, rows.positions, rows.lines)):
             self._host_lists[place, : len(numbers)] = numbers
         end = self._head + masks.size
         self._host_words[self._head : end] = masks.reshape(-1)
-        self._sent[:end].copy_(self._staged[:end], non_blocking=True)
+        self._send(end)
         drawn = self._launch(rows.logits, count, end)
         self._host_report[: 3 * samples].copy_(self._report[: 3 * samples], non_blocking=True)
         rows.tops.send(rows.logits, drawn.totals)
@@ -78,10 +102,29 @@ class MaskedDraws:
 
     def collect(self, rows: MaskedRows) -> None:
         """Note what the rows have drawn. The step is over."""
+        if self._uncollected is not rows:
+            assert rows.drawn, "the rows were not drawn"
+            return
+        self._uncollected = None
         samples = len(rows.slots)
         tokens = self._host_report[:samples].tolist()
         logprobs = self._host_report[samples : 2 * samples].view(torch.float32).tolist()
         rows.drawn = [(tokens[line], logprobs[line]) for line in rows.lines]
+
+    def _settle(self, rows: MaskedRows) -> None:
+        """Wait for the draws of an earlier part."""
+        if self._uploads is not None:
+            torch.cuda.synchronize()
+        self.collect(rows)
+
+    def _send(self, end: int) -> None:
+        """Copy the first `end` words to the device. What is in the stream does not read them; what follows waits."""
+        if self._uploads is None:
+            self._sent[:end].copy_(self._staged[:end])
+            return
+        with torch.cuda.stream(self._uploads):
+            self._sent[:end].copy_(self._staged[:end], non_blocking=True)
+        torch.cuda.current_stream().wait_stream(self._uploads)
 
     def _launch(self, logits: Tensor, count: int, end: int) -> Samples:
         samples = len(logits)

@@ -353,6 +353,7 @@ class GpuRunner:
         sizes = graph.sizes if graph else self._eager_sizes(rows)
         # All memory is allocated before the step is launched: had the draws run, slots would have advanced.
         slots = [rows.rows.slots[row] for row in rows.sampling]
+        self._masked.begin()
         masked = self._begin_masked(rows, slots) if rows.masked else None
         asked = [self.sampler.logprobs[slot] if masked is None or slot not in rows.masked else -1 for slot in slots]
         tops = TopLogprobs(asked, self.model.config.vocab_size, self.device)
@@ -382,7 +383,7 @@ class GpuRunner:
         report[: len(computed.report)].copy_(computed.report, non_blocking=True)
         tops.send(computed.logits, computed.samples.totals)
         if masked is not None:
-            masked.logits = computed.logits[: len(slots)]
+            self._masked.launched(masked, computed.logits[: len(slots)])
         return GpuStep(number, rows, sizes[2], report, tops, self._event(), began, masked, prompts)
 
     def _guess(self, draft: GpuDraftModel, rows: StepRows) -> None:
