@@ -28,7 +28,7 @@ _FAMILIES = (
     ("rope and KV", ("rope", "copy_blocks", "keep_kernel", "before_kernel")),
     ("step inputs", ("unpack_kernel", "store_sampled_kernel", "finite_kernel", "edit_kernel")),
     ("experts", ("choose_experts", "route_few", "count_kernel", "place_kernel", "grouped_kernel", "add_weighted")),
-    ("adapters", ("shrink_kernel", "expand_kernel")),
+    ("adapters", ("shrink_kernel", "expand_kernel", "adapted_kernel")),
     ("sampling", ("scan_kernel", "choose_kernel", "top_kernel", "mask_kernel", "accept_kernel", "sample", "topk",
                   "argmax", "sort", "multinomial")),
     ("attention", ("attention", "prefill_hopper", "decode_hopper", "short_prefill", "tile_kernel", "split_kernel",
