@@ -13,6 +13,7 @@ from tests.worker.drive import open_engine
 
 __all__ = ["checkpoint"]
 
+FOLDER = Path(__file__).parent
 EngineMaker = Callable[..., GenerationEngine]
 
 
@@ -32,8 +33,12 @@ def engine(checkpoint: Callable[[str], Path]) -> EngineMaker:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With several processes (-n N --dist loadgroup) all tests of one model meet in one: they share its engines."""
+    """With several processes (-n N --dist loadgroup) all tests of one model run in one: they share its engines.
+
+    pytest passes the tests of all folders: only those of this folder are grouped by their model.
+    """
     if config.pluginmanager.hasplugin("xdist"):
         for item in items:
-            shape = getattr(item, "callspec", None) and item.callspec.params.get("shape")  # type: ignore[attr-defined]
-            item.add_marker(pytest.mark.xdist_group(shape or item.name))
+            if item.path.is_relative_to(FOLDER):
+                shape = getattr(item, "callspec", None) and item.callspec.params.get("shape")  # type: ignore[attr-defined]
+                item.add_marker(pytest.mark.xdist_group(shape or item.name))
