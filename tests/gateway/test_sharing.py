@@ -270,7 +270,7 @@ async def test_a_deadline_that_passed_in_the_queue_does_not_end_a_later_subscrib
         first = mesh.scheduler.submits[0]
         mesh.scheduler.send(rejected(first, LATE))
         assert [answer.ids() for answer in await asyncio.gather(sooner, later)] == [ANSWER] * 2
-        assert first.deadline_s <= 60 < mesh.scheduler.submits[1].deadline_s
+        assert first.deadline_s < 300 < mesh.scheduler.submits[1].deadline_s  # gRPC rounds timeouts up
 
 
 async def test_a_late_subscriber_receives_the_past_in_messages_of_bounded_size() -> None:
