@@ -342,7 +342,7 @@ def test_steps_overlap_where_nothing_is_guessed(why: str, depth: int | None, eng
     jobs = [job(key, prompt_of(9 + key), max_tokens=60) for key in range(3)]
     if why == "too dear":
         speculation = Speculation(draft_model.DraftProgress(made.options.block_size, 512), overlaps=True)
-        speculation._budget.seconds = -1.0
+        speculation._budget.spend(12_500, 0.25)
     elif why == "nothing found":
         speculation = Speculation(LateReplay({}, 1000), depth, overlaps=True)
     else:
@@ -451,14 +451,26 @@ def test_a_draft_catches_up_in_a_hundredth_of_the_time() -> None:
     assert budget.seconds == before, "answers that join while guesses pay leave the budget for looks alone"
 
 
+def test_only_the_first_look_is_paid_in_advance() -> None:
+    budget = CatchUpBudget()
+    budget.spend(4096, 0.08)
+    budget.earn(0.004)
+    assert budget.allows(1024), "the first look at guesses that did not pay"
+    budget.looked()
+    assert not budget.allows(1024)
+    for _ in range(1000):
+        budget.earn(0.004)
+    assert budget.allows(1024)
+
+
 def test_many_answers_are_not_guessed_before_there_was_time_to_catch_up(checkpoint: Callable[[str], Path]) -> None:
     folder = checkpoint("llama")
     engine = open_engine(folder, kv_blocks=512, max_batch_size=16, **STRICT, speculate=f"draft:{folder}")
     assert engine.speculation is not None
-    engine.speculation._budget.seconds = 0.0
+    engine.speculation._budget.spend(12_500, 0.25)
     run(engine, *(job(key, prompt_of(100, key), max_tokens=60) for key in range(16)), steps=50)
     assert engine.stats().guesses.drafted == 0
-    engine.speculation._budget.seconds = 100.0
+    engine.speculation._budget.earn(10_000.0)
     while engine.has_work() and not engine.stats().guesses.drafted:
         engine.step()
     assert engine.stats().guesses.drafted > 0

@@ -6,7 +6,7 @@ Pure; knows no clock and no sequences.
 _SHARE = 0.01
 """Share of the time of steps without guesses that looks may take."""
 _FIRST_S = 0.25
-"""Seconds that may be spent before any step has run: enough for sixteen answers."""
+"""Seconds in advance, so that guesses are tried at once: enough for sixteen answers."""
 _FIRST_TOKEN_S = 2e-5
 """Seconds to catch up one token, before any was measured."""
 _WEIGHT = 0.5
@@ -16,8 +16,14 @@ class CatchUpBudget:
     """Seconds earned by steps without guesses and spent on catching up."""
 
     def __init__(self) -> None:
-        self.seconds = _FIRST_S
+        self._earned_s = 0.0
+        self._advance_s = _FIRST_S
         self._token_s = _FIRST_TOKEN_S
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that may be spent now."""
+        return self._earned_s + self._advance_s
 
     def allows(self, tokens: int) -> bool:
         """Whether there is time to catch up this number of tokens."""
@@ -25,10 +31,17 @@ class CatchUpBudget:
 
     def earn(self, seconds: float) -> None:
         """A step without guesses took this time."""
-        self.seconds += _SHARE * seconds
+        self._earned_s += _SHARE * seconds
+
+    def looked(self) -> None:
+        """Guesses were looked at again although they did not pay: later looks are paid from what is earned alone."""
+        self._advance_s = 0.0
 
     def spend(self, tokens: int, seconds: float, pays: bool = False) -> None:
         """A step that caught up this number of tokens took `seconds` longer than one without guesses. pays: it was no
         look, because guesses pay, and costs nothing of the budget."""
-        self.seconds -= 0.0 if pays else seconds
+        if not pays:
+            advanced = min(seconds, self._advance_s)
+            self._advance_s -= advanced
+            self._earned_s -= seconds - advanced
         self._token_s += _WEIGHT * (seconds / max(tokens, 1) - self._token_s)

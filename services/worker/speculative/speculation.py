@@ -158,6 +158,8 @@ class Speculation:
             return
         if not max(depths):
             self._budget.earn(seconds)
+        elif not self._chooser.pays(len(depths)):
+            self._budget.looked()
         if overlapped or max(depths) or not self._overlaps:
             self._chooser.observe_step(len(depths), max(depths), seconds)
 
