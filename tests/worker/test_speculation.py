@@ -463,6 +463,26 @@ def test_only_the_first_look_is_paid_in_advance() -> None:
     assert budget.allows(1024)
 
 
+def test_a_compilation_is_not_the_price_of_a_token() -> None:
+    budget = CatchUpBudget()
+    budget.spend(512, 2.3)
+    for _ in range(1000):
+        budget.earn(0.004)
+    assert budget.allows(512)
+
+
+def test_the_first_step_of_a_depth_does_not_judge_it() -> None:
+    chooser, seconds = DepthChooser(8), {0: 0.0042, 1: 0.0058, 2: 0.0068, 3: 0.0079}
+    chooser.observe_step(8, 0, seconds[0])
+    chosen, seen = [], set[int]()
+    for _ in range(4 * PROBE_STEPS):
+        depth = max(chooser.choose(8, [0.5] * 8, [3] * 8))
+        chooser.observe_step(8, depth, seconds[depth] + 0.003 * (depth not in seen))
+        seen.add(depth)
+        chosen.append(depth)
+    assert min(chosen[20:PROBE_STEPS]) > 0
+
+
 def test_many_answers_are_not_guessed_before_there_was_time_to_catch_up(checkpoint: Callable[[str], Path]) -> None:
     folder = checkpoint("llama")
     engine = open_engine(folder, kv_blocks=512, max_batch_size=16, **STRICT, speculate=f"draft:{folder}")
@@ -504,7 +524,8 @@ def test_a_step_in_which_a_draft_catches_up_is_no_measurement(checkpoint: Callab
 
 def test_an_answer_that_gains_nothing_is_not_guessed() -> None:
     chooser = DepthChooser(8)
-    for depth in range(5):
+    for depth in [0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4]:
+        chooser.choose(4, [0.9] * 4, [depth] * 4)
         chooser.observe_step(4, depth, 0.01 * (1 + 0.1 * depth))
     depths = chooser.choose(4, [0.9, 0.9, 0.9, 0.02], [4] * 4)
     assert depths[0] >= 3

@@ -10,6 +10,8 @@ _FIRST_S = 0.25
 _FIRST_TOKEN_S = 2e-5
 """Seconds to catch up one token, before any was measured."""
 _WEIGHT = 0.5
+_DEAREST = 4.0
+"""Time of a token at most, as a multiple of what was known: a kernel that is compiled in a step is not its price."""
 
 
 class CatchUpBudget:
@@ -40,8 +42,9 @@ class CatchUpBudget:
     def spend(self, tokens: int, seconds: float, pays: bool = False) -> None:
         """A step that caught up this number of tokens took `seconds` longer than one without guesses. pays: it was no
         look, because guesses pay, and costs nothing of the budget."""
+        price_s = min(seconds / max(tokens, 1), _DEAREST * self._token_s)
         if not pays:
-            advanced = min(seconds, self._advance_s)
+            advanced = min(price_s * tokens, self._advance_s)
             self._advance_s -= advanced
-            self._earned_s -= seconds - advanced
-        self._token_s += _WEIGHT * (seconds / max(tokens, 1) - self._token_s)
+            self._earned_s -= price_s * tokens - advanced
+        self._token_s += _WEIGHT * (price_s - self._token_s)

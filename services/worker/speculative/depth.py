@@ -13,6 +13,8 @@ _OWN_DECAY, _PRIOR_WEIGHT = 0.95, 4.0
 _FIRST_RATE = 0.6
 _OPTIMISM = 1.02
 """Assumed time of a depth that was not measured, as a multiple of the time of the one below it: it is tried."""
+_TRIALS = 3
+"""Steps of a new depth after its first one before it is judged, by the fastest of them: the first are slow."""
 PROBE_STEPS = 128
 """Steps after which a depth is measured again, if it is next to the one that is taken."""
 _MOST_WAIT = 16 * PROBE_STEPS
@@ -48,6 +50,8 @@ class _Times:
 
     seconds: dict[int, float] = field(default_factory=dict)
     measured_at: dict[int, int] = field(default_factory=dict)
+    trials: dict[int, int] = field(default_factory=dict)
+    """Choices of each depth to judge it by more than its first step, up to _TRIALS."""
     steps: int = 0
     wait: int = PROBE_STEPS
     """Steps after which a look at guesses is due while none pay."""
@@ -55,6 +59,11 @@ class _Times:
     """The step at which the next look is due."""
     pays: bool = False
     """The last choice was to guess, and no look."""
+
+    def on_trial(self, longest: int) -> int | None:
+        """The least depth up to `longest` that was measured and not tried often enough to judge it; or None."""
+        new = (depth for depth in self.seconds if 0 < depth <= longest and self.trials.get(depth, 0) < _TRIALS)
+        return min(new, default=None)
 
     def age(self, depth: int) -> int:
         """Steps since the depth was measured; 0: it never was."""
@@ -76,7 +85,12 @@ class DepthChooser:
         before, age = times.seconds.get(depth), times.age(depth)
         # One step that was interrupted must not look like the cost of its depth; old times are poor estimates.
         weight = 1.0 if age > PROBE_STEPS else _WEIGHT
-        value = seconds if before is None else before + weight * (min(seconds, 3 * before) - before)
+        if before is None:
+            value = seconds
+        elif depth and times.trials.get(depth, 0) < _TRIALS:
+            value = min(before, seconds)
+        else:
+            value = before + weight * (min(seconds, 3 * before) - before)
         if depth and age > PROBE_STEPS:
             times.wait = min(2 * times.wait, _MOST_WAIT)
         times.seconds[depth] = value
@@ -97,6 +111,10 @@ class DepthChooser:
             return [0] * len(room)
         if 0 not in times.seconds:
             return [0] * len(room)
+        tried = times.on_trial(longest)
+        if tried is not None:
+            times.trials[tried] = times.trials.get(tried, 0) + 1
+            return [min(tried, most) for most in room]
         best = self._best(times, rows, rates, room, longest)
         looked = self._to_measure(times, rows, rates, room, best, longest)
         if looked is not None:
