@@ -111,11 +111,11 @@ class DepthChooser:
             return [0] * len(room)
         if 0 not in times.seconds:
             return [0] * len(room)
+        best = self._best(times, rows, rates, room, longest)
         tried = times.on_trial(longest)
-        if tried is not None:
+        if tried is not None and best < tried:  # Its first step alone made it look too slow.
             times.trials[tried] = times.trials.get(tried, 0) + 1
             return [min(tried, most) for most in room]
-        best = self._best(times, rows, rates, room, longest)
         looked = self._to_measure(times, rows, rates, room, best, longest)
         if looked is not None:
             return [min(looked, most) for most in room]
