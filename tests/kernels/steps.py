@@ -29,7 +29,7 @@ from services.worker.runners.cuda.adapters import GpuAdapters
 from services.worker.runners.cuda.forward import Computed
 from services.worker.runners.cuda.heads import GpuHeads
 from services.worker.runners.cuda.ops import TritonOps
-from services.worker.runners.cuda.runner import GpuRunner
+from services.worker.runners.cuda.runner import GpuRunner, finite_rows, finite_rows_few
 from services.worker.runners.step import Edit, SlotState, Words
 from tests.tiny_config import tiny_config
 
@@ -231,7 +231,10 @@ def _load_adapter(slot: int, gpu: GpuRunner, cpu: CpuRunner) -> None:
 
 
 def _compare(gpu: GpuRunner, cpu: CpuRunner, words: Words) -> StepResult:
-    got, want = gpu.run(words), cpu.run(words)
+    step = gpu.launch(words)
+    if not step.rows.guesses:
+        assert finite_rows(step) == finite_rows_few(step)
+    got, want = gpu.collect(step), cpu.run(words)
     assert (got.finite, got.sampled.tokens) == (want.finite, want.sampled.tokens)
     for mine, other in zip(got.sampled.tops or [], want.sampled.tops or [], strict=True):
         for top, expected in zip(mine, other, strict=True):

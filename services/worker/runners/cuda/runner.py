@@ -4,6 +4,7 @@ Knows slots and blocks, never jobs. The host plans ahead: `launch` puts a step i
 waits for its results. A token stays in its slot on the device, so the next step needs no round trip.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from kernels import kv_pages, step_io
 from kernels.slot_edits import HEADER
@@ -31,7 +31,7 @@ from services.worker.runners.cuda.masked_draws import MaskedDraws, MaskedRows, m
 from services.worker.runners.cuda.ops import TritonOps
 from services.worker.runners.cuda.sampler import GpuSampler
 from services.worker.runners.cuda.scores import PromptLines
-from services.worker.runners.cuda.step_words import Kind, Sizes, StepRows
+from services.worker.runners.cuda.step_words import Kind, Sizes, StagingBuffer, StepRows
 from services.worker.runners.cuda.upload import NO_EDITS, STAGING_BUFFERS, DeviceEdits, StepUpload
 from services.worker.runners.inspection import DecoderInspection, first_blocks
 from services.worker.runners.scored_rows import ScoredRows
@@ -39,8 +39,21 @@ from services.worker.runners.step import EDIT_WORDS, HEADER_WORDS, LAST_TOKEN, O
 
 _EAGER_TOKENS, _SIZES_APART = 320, 128
 """Least tokens of the steps, and distance between the sizes of products, that are run at the start."""
+_FEW_ROWS, _FEW_TOKENS = 8, 1024
+"""Most rows and tokens of a step whose report is read without numpy, which a first token would wait for: after some
+milliseconds of rest a dozen of its calls take 40 us."""
 _SlotEdit = tuple[Edit, int, Words]
 """The operation, its slot, its words."""
+
+
+class _Report:
+    """Host memory for the report of a step."""
+
+    __slots__ = ("tensor", "words")
+
+    def __init__(self, size: int, pinned: bool) -> None:
+        self.tensor = torch.zeros(size, dtype=torch.int32, pin_memory=pinned)
+        self.words: StagingBuffer = self.tensor.numpy().data
 
 
 @dataclass(slots=True)
@@ -52,8 +65,8 @@ class GpuStep:
     rows: StepRows
     samples: int
     """Length S of the report's lists."""
-    report: Tensor
-    """Host memory that begins with `Computed.report`, valid after `done`."""
+    report: "_Report"
+    """Begins with `Computed.report`, valid after `done`."""
     tops: TopLogprobs
     done: torch.cuda.Event | None
     """None: the step is over already (no GPU)."""
@@ -268,30 +281,25 @@ class GpuRunner:
         if step.done is not None:
             step.done.synchronize()
         tokens, rows, samples = step.rows.sizes
-        report = step.report.numpy()
-        drawn, own, totals = report[: 3 * step.samples].reshape(3, step.samples)[:, :samples]
+        words, size = step.report.words, step.samples
+        drawn = words[:samples].tolist()
+        own = _floats(words[size : size + samples]) if step.tops.wanted else []
         if step.rows.guesses:
-            return self._collect_guesses(step, drawn.tolist(), own.view(np.float32).tolist())
-        finite = np.ones(rows, np.bool_)
-        if not step.rows.answers:
-            lines = report[step_io.aligned(3 * step.samples) :][:tokens]
-            finite = np.minimum.reduceat(lines, [0, *step.rows.ends[:-1]]) > 0
-        finite[step.rows.sampling] &= np.isfinite(totals.view(np.float32))
-        logprobs = own.view(np.float32)[:, None].tolist() if step.tops.wanted else None
-        sampled = Sampled(drawn[:, None].tolist(), logprobs, step.tops.lists())
+            return self._collect_guesses(step, drawn, own)
+        finite = finite_rows_few(step) if rows <= _FEW_ROWS and tokens <= _FEW_TOKENS else finite_rows(step)
+        sampled = Sampled([[token] for token in drawn], [[x] for x in own] if own else None, step.tops.lists())
         if step.masked is not None:
             self._masked.collect(step.masked)
             sampled = merged(sampled, step.masked)
         scores = step.prompts.results() if step.prompts is not None else NO_SCORES
-        result = StepResult(finite.tolist(), sampled, scores)
         self._upload.landed(step.number)
         self._reports.append(step.report)
-        return result
+        return StepResult(finite, sampled, scores)
 
     def _collect_guesses(self, step: GpuStep, drawn: list[int], own: list[float]) -> StepResult:
         """The results of a step with guesses: of each row the draws that are kept. It is the only one in flight."""
         rows, logprobs, tops = step.rows, None, step.tops.lists()
-        counts = step.report.numpy()[step_io.aligned(3 * step.samples) :][: len(rows.contexts)].tolist()
+        counts = step.report.words[step_io.aligned(3 * step.samples) :][: len(rows.contexts)].tolist()
         starts = [end - length for end, length in zip(rows.ends, rows.rows.lengths, strict=True)]
         finite = []
         for slot, context, length, count in zip(rows.rows.slots, rows.contexts, rows.rows.lengths, counts, strict=True):
@@ -380,7 +388,7 @@ class GpuRunner:
             long_tokens = sum(length for length in rows.rows.lengths if length > self.ops.short_tokens)
             kind = Kind.ANSWERS if rows.answers else Kind.ANY
             computed = self.forward.run(sizes, kind, long_tokens, prompts, adapters)
-        report[: len(computed.report)].copy_(computed.report, non_blocking=True)
+        report.tensor[: len(computed.report)].copy_(computed.report, non_blocking=True)
         tops.send(computed.logits, computed.samples.totals)
         if masked is not None:
             self._masked.launched(masked, computed.logits[: len(slots)])
@@ -421,10 +429,10 @@ class GpuRunner:
         tokens, count, samples = rows.sizes
         return rows.sizes if rows.answers or rows.guesses else (tokens, count, min(-(-samples // 8) * 8, self.slots))
 
-    def _report(self) -> Tensor:
+    def _report(self) -> _Report:
         """Host memory for the report of any step."""
         most = step_io.aligned(3 * self._most_samples) + max(self.step_tokens, self.slots)
-        return torch.zeros(most, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        return _Report(most, self.device.type == "cuda")
 
     def _event(self) -> Any:
         if self.device.type != "cuda":
@@ -476,3 +484,36 @@ class GpuRunner:
                 self.sampler.forbid(slot, data)
             elif edit is not Edit.SCORE:
                 self.sampler.ban(slot, int(data[0]), data[1:])
+
+
+def finite_rows(step: GpuStep) -> list[bool]:
+    """[R]: whether all numbers of each row are finite. The step is over, and has no guesses."""
+    tokens, rows, samples = step.rows.sizes
+    report, size = np.frombuffer(step.report.words, np.int32), step.samples
+    finite = np.ones(rows, np.bool_)
+    if not step.rows.answers:
+        lines = report[step_io.aligned(3 * size) :][:tokens]
+        finite = np.minimum.reduceat(lines, [0, *step.rows.ends[:-1]]) > 0
+    finite[step.rows.sampling] &= np.isfinite(report[2 * size :][:samples].view(np.float32))
+    found: list[bool] = finite.tolist()
+    return found
+
+
+def finite_rows_few(step: GpuStep) -> list[bool]:
+    """The same for few rows of few tokens."""
+    tokens, rows, samples = step.rows.sizes
+    words, size = step.report.words, step.samples
+    finite = [True] * rows
+    if not step.rows.answers:
+        lines, ends = words[step_io.aligned(3 * size) :][:tokens].tolist(), step.rows.ends
+        finite = [min(lines[begin:end]) > 0 for begin, end in zip([0, *ends], ends, strict=False)]
+    totals = _floats(words[2 * size : 2 * size + samples])
+    for row, total in zip(step.rows.sampling, totals, strict=True):
+        finite[row] = finite[row] and math.isfinite(total)
+    return finite
+
+
+def _floats(words: StagingBuffer) -> list[float]:
+    """The floats whose bits these words are."""
+    floats: Any = words.cast("B").cast("f")
+    return list(floats)
