@@ -56,4 +56,4 @@ async def test_first_tokens_are_written_before_the_engine_goes_on(
             assert engine.done.wait(5), "the engine waited for a busy event loop"
         else:
             assert await asyncio.to_thread(engine.done.wait, 5)
-    assert engine.happened_before == (["delivered", "reported", "written"] if waits else [])
+    assert engine.happened_before[:2] == (["delivered", "written"] if waits else [])

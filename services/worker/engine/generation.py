@@ -133,6 +133,8 @@ class GenerationEngine:
         self._jobs: dict[int, ActiveJob] = {}
         self._scored = ScoredPrompts()
         self._next_deadline_s = math.inf
+        self._computed: list[Sequence] = []
+        """Those whose prompts were computed in this step."""
         """No job has an earlier one."""
         self._in_flight: deque[_StepInFlight] = deque()
         self._last_end_s = 0.0
@@ -236,7 +238,8 @@ class GenerationEngine:
             elif not self.planner.running and self.planner.adapters.loading:
                 self.inbox.sleep(_LOAD_WAIT_S, lambda: self._adapters.arrived or stop.is_set())
             if self.has_work():
-                events.stepped(self.step())
+                events.stepped(self._step())
+                self._end_step()
             elif not self._move_blocks():
                 self.inbox.sleep(IDLE_WAIT_S, lambda: prefixes.answered or self._reads.pending or stop.is_set())
 
@@ -246,6 +249,12 @@ class GenerationEngine:
         On a CPU that is one step from its plan to its tokens. On a GPU the next step is planned and launched while one
         runs, and the output is that of the oldest.
         """
+        output = self._step()
+        self._end_step()
+        return output
+
+    def _step(self) -> StepOutput:
+        """A step up to its tokens, which nothing in `_end_step` delays."""
         output = StepOutput([], [])
         self.profiler.step_begins()
         self.profiler.enter("arrivals")
@@ -257,12 +266,21 @@ class GenerationEngine:
             self._take_messages(output)  # A launch may take some time: jobs that arrived meanwhile join the next step.
         if self._in_flight:
             self._collect_oldest(output)
+        self.profiler.step_ends()
+        return output
+
+    def _end_step(self) -> None:
+        """Publish the blocks that a step has computed, and exchange some with other tiers."""
         self.profiler.enter("publishing")
+        self.planner.publish()
+        if self._computed:
+            for sequence in self._computed:
+                self.prefixes.computed(sequence)
+            self._computed.clear()
         self.prefixes.offer_some()
         self._reads.serve()
         self._publish()
         self.profiler.step_ends()
-        return output
 
     def _move_blocks(self) -> bool:
         """Exchange blocks with other tiers while there are no jobs. -> whether there are more to move at once."""
@@ -462,7 +480,7 @@ class GenerationEngine:
         if drawn:
             if not job.first_token_s:
                 job.first_token_s = now
-                self.prefixes.computed(sequence)
+                self._computed.append(sequence)
             job.last_token_s = now
         logprobs, tops = None, None
         asked = job.job.params.logprobs

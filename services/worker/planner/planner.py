@@ -98,6 +98,8 @@ class Planner:
         """Steps so far."""
         self._free_slots = list(range(slots - 1, -1, -1))
         self._released: list[int] = []
+        self._whole: list[tuple[Sequence, int]] = []
+        """Sequences, and how many of their first blocks are whole: some of these are still to be published."""
         self._computing: dict[bytes, Sequence] = {}
         self._begun: list[tuple[Sequence, int]] = []
         """Sequences, and how many of their first blocks are still to be entered in `_computing`. Computing their keys
@@ -149,6 +151,7 @@ class Planner:
 
         guesser: is asked how the answers whose tokens are all known may continue.
         """
+        self.publish()
         if self._begun:
             self._note_begun()
         plan = Plan(self.step_tokens)
@@ -182,8 +185,8 @@ class Planner:
         )
 
     def commit(self, row: Row, tokens: Collection[int] = ()) -> None:
-        """Record that a row is computed and, if it samples, which tokens it drew. Its whole blocks can be found from
-        now on.
+        """Record that a row is computed and, if it samples, which tokens it drew. Its whole blocks can be found once
+        `publish` is called.
 
         A plan counts on one token for each row that samples. Of a row that drew several, the device has computed all
         but the last; of one that drew none, the last token is computed again.
@@ -198,13 +201,19 @@ class Planner:
             end = min(end + beyond, len(sequence.blocks) * self.block_size)
         known = len(sequence.tokens)
         whole = (end if end < known else known) // self.block_size
-        if whole <= sequence.published or sequence.slot is None or not self.caches(sequence):
-            return
-        for index, key in enumerate(sequence.keys.between(sequence.published, whole), sequence.published):
-            self.pool.publish(sequence.blocks[index], key)
-            if self._computing.get(key) is sequence:
-                del self._computing[key]
-        sequence.published = whole
+        if whole > sequence.published and sequence.slot is not None and self.caches(sequence):
+            self._whole.append((sequence, whole))
+
+    def publish(self) -> None:
+        """Let the whole blocks of the rows that were committed be found. Computing their keys takes time, for which no
+        token need wait."""
+        for sequence, whole in self._whole:
+            for index, key in enumerate(sequence.keys.between(sequence.published, whole), sequence.published):
+                self.pool.publish(sequence.blocks[index], key)
+                if self._computing.get(key) is sequence:
+                    del self._computing[key]
+            sequence.published = whole
+        self._whole.clear()
 
     def hold(self, sequence: Sequence) -> None:
         """Do not admit this waiting sequence: blocks are being fetched for it."""
@@ -236,6 +245,7 @@ class Planner:
 
     def cut(self, sequence: Sequence, tokens: int) -> None:
         """Withdraw the blocks beyond the sequence's first `tokens` tokens from the cache."""
+        self.publish()
         for block in sequence.blocks[tokens // self.block_size : sequence.published]:
             self.pool.withdraw(block)
 
@@ -343,6 +353,7 @@ class Planner:
 
     def _vacate(self, sequence: Sequence) -> None:
         assert sequence.slot is not None, f"job {sequence.job.key} has no slot"
+        self.publish()
         for key in [key for key, owner in self._computing.items() if owner is sequence]:
             del self._computing[key]
         self.pool.release(sequence.blocks)

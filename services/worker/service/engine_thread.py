@@ -93,7 +93,11 @@ class EngineThread:
             output, step_s = self._undelivered.popleft()
             self._jobs.deliver(output, step_s)
             ended = ended or bool(output.ended)
-        self._taken.set()
-        if not self._written.is_set():
-            self._loop.call_soon(self._written.set)  # after the links, which write in this iteration of the loop
+        self._loop.call_soon(self._delivered, ended)  # after the links, which write in this iteration of the loop
+
+    def _delivered(self, ended: bool) -> None:
+        """The links have written: the engine's thread goes on, and the scheduler is informed."""
+        for event in (self._written, self._taken):
+            if not event.is_set():
+                event.set()
         self._attachment.changed(urgent=ended)

@@ -83,7 +83,7 @@ class GatewayLink(Generic[Subscribed]):
         self.streams: dict[int, Subscribed] = {}
         """The jobs that it subscribes to, by stream id."""
         self._unsent: deque[Columns] = deque()
-        self._wake = asyncio.Event()
+        self._changed: asyncio.Future[None] | None = None
         self.closed = False
         """The iteration ends once every message is sent."""
         self.overrun = False
@@ -134,7 +134,7 @@ class GatewayLink(Generic[Subscribed]):
     def close(self) -> None:
         """Ends the iteration once every message is sent."""
         self.closed = True
-        self._wake.set()
+        self._wake()
 
     async def __aiter__(self) -> AsyncIterator[mesh.RunResponse]:
         while True:
@@ -142,8 +142,12 @@ class GatewayLink(Generic[Subscribed]):
                 yield self._unsent.popleft().message()
             if self.closed:
                 return
-            self._wake.clear()
-            await self._wake.wait()
+            self._changed = asyncio.get_running_loop().create_future()
+            await self._changed
+
+    def _wake(self) -> None:
+        if self._changed is not None and not self._changed.done():
+            self._changed.set_result(None)
 
     def _begin_message(self) -> None:
         if len(self._unsent) == MOST_MESSAGES:
@@ -152,4 +156,4 @@ class GatewayLink(Generic[Subscribed]):
             self.overrun = True
             self.close()
         self._unsent.append(Columns())
-        self._wake.set()
+        self._wake()

@@ -196,7 +196,8 @@ class Jobs:
                 link.send_token(stream_id, token)
         for ended in output.ended:
             self._end(ended)
-        self._metrics.stepped(step_s, len(output.tokens), first_tokens, sum(output.extra))
+        counts = step_s, len(output.tokens), first_tokens, sum(output.extra)
+        asyncio.get_running_loop().call_soon(self._metrics.stepped, *counts)  # after the links have written
 
     def running(self) -> list[mesh.RunningJob]:
         """The confirmed jobs that run, for the hello to the scheduler."""
