@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
+from grpc_reflection.v1alpha import reflection
 from pydantic import ValidationError
 from pydantic_settings import SettingsError
 
@@ -195,33 +195,17 @@ async def serve(
     server = aio.server(interceptors=every, options=arguments)
     checks = _Health(mesh_id)
     names = []
-    unregistered: Any = _Unregistered(server)
     for service in services:
-        service.add(service.servicer, unregistered)
+        service.add(service.servicer, server)
         names.append(service.name)
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
-    reflected = reflection.aio.ReflectionServicer([*names, health.SERVICE_NAME, reflection.SERVICE_NAME])
-    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflected, unregistered)  # type: ignore[no-untyped-call]
+    reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
     port = _listen(server, address, credentials)
     metrics_server = _serve_metrics(counts, address, metrics_port) if metrics_port else None
     await server.start()
     result = Server(server, checks, names, port, metrics_server)
     await result.ready(False)
     return result
-
-
-class _Unregistered:
-    """A server to which methods are added that gRPC does not register: it finds them by name as calls arrive.
-
-    gRPC's loop keeps a task for each registered method, and waits for all of them anew with each call. Health stays
-    registered, so that a probe does not queue behind calls of other methods.
-    """
-
-    def __init__(self, server: aio.Server) -> None:
-        self.add_generic_rpc_handlers = server.add_generic_rpc_handlers
-
-    def add_registered_method_handlers(self, service_name: str, method_handlers: object) -> None:
-        """Registers nothing."""
 
 
 class _Health(health.aio.HealthServicer):

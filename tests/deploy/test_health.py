@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from protos import inference_pb2_grpc as stubs
 from services import health, rpc
 
 NAME = "weft.v1.Inference"
@@ -56,16 +55,3 @@ async def test_the_exit_code_of_the_health_command_is_the_answer(waiting: rpc.Se
     assert await exit_code() == 2
     await waiting.stop(0)
     assert await exit_code(address, NAME) == 1
-
-
-async def test_a_server_keeps_no_task_for_each_method_of_its_services(waiting: rpc.Server) -> None:
-    """gRPC's loop would wait for all of them anew with each call."""
-    before = len(asyncio.all_tasks())
-    bare = await rpc.serve("127.0.0.1:0", [])
-    of_a_server = len(asyncio.all_tasks()) - before
-    full = await rpc.serve(
-        "127.0.0.1:0", [rpc.Service(NAME, stubs.add_InferenceServicer_to_server, stubs.InferenceServicer)]
-    )
-    assert len(asyncio.all_tasks()) - before == 2 * of_a_server
-    await bare.stop(0)
-    await full.stop(0)
