@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -103,13 +103,14 @@ def check_stops(sampling: api.Sampling) -> None:
     """Checks the stop strings and bad words, which only the gateway receives. Raises WeftError."""
     if len(sampling.stop) > MAX_STOPS:
         raise invalid("sampling.stop", f"at most {MAX_STOPS}")
-    if any(not 1 <= len(stop) <= MAX_STOP_CHARS for stop in sampling.stop):
+    if sampling.stop and any(not 1 <= len(stop) <= MAX_STOP_CHARS for stop in sampling.stop):
         raise invalid("sampling.stop", f"each 1 to {MAX_STOP_CHARS} characters")
     if sampling.include_stop_string and not sampling.stop:
         raise invalid("sampling.include_stop_string", "only with stop strings")
-    if len(sampling.bad_words) > MAX_BAD_WORDS:
+    words = sampling.bad_words
+    if len(words) > MAX_BAD_WORDS:
         raise invalid("sampling.bad_words", f"at most {MAX_BAD_WORDS}")
-    if any(not 1 <= len(word) <= MAX_STOP_CHARS or word.isspace() for word in sampling.bad_words):
+    if words and any(not 1 <= len(word) <= MAX_STOP_CHARS or word.isspace() for word in words):
         raise invalid("sampling.bad_words", f"each 1 to {MAX_STOP_CHARS} characters, not space alone")
 
 
@@ -124,26 +125,31 @@ def check_sampling(sampling: api.Sampling, card: mesh.ModelCard) -> dict[str, An
     for name, value in given.items():  # A field that is not set has 0 or a default, and both are valid.
         if name in _RANGES:
             _check_range(name, value, *_RANGES[name])
-    if given.get("max_tokens") == 0:
+    if "max_tokens" in given and given["max_tokens"] == 0:
         raise invalid("sampling.max_tokens", "at least 1")
-    if given.get("min_tokens", 0) > given.get("max_tokens", math.inf):
+    if "min_tokens" in given and given["min_tokens"] > given.get("max_tokens", math.inf):
         raise invalid("sampling.min_tokens", "more than max_tokens")
-    if given.get("logprobs", 0) > MAX_LOGPROBS:
+    if "logprobs" in given and given["logprobs"] > MAX_LOGPROBS:
         raise invalid("sampling.logprobs", f"at most {MAX_LOGPROBS}")
-    if given.get("prompt_logprobs", 0) > MAX_LOGPROBS:
+    if "prompt_logprobs" in given and given["prompt_logprobs"] > MAX_LOGPROBS:
         raise invalid("sampling.prompt_logprobs", f"at most {MAX_LOGPROBS}")
-    stops, biases = given.get("stop_token_ids", ()), given.get("logit_bias", {})
-    if len(stops) > MAX_STOP_TOKENS:
-        raise invalid("sampling.stop_token_ids", f"at most {MAX_STOP_TOKENS}")
+    if "stop_token_ids" in given:
+        if len(given["stop_token_ids"]) > MAX_STOP_TOKENS:
+            raise invalid("sampling.stop_token_ids", f"at most {MAX_STOP_TOKENS}")
+        check_token_ids("sampling.stop_token_ids", given["stop_token_ids"], card)
+    if "logit_bias" in given:
+        _check_biases(given["logit_bias"], card)
+    if "bad_token_sequences" in given:
+        _check_bad_sequences([each.ids for each in given["bad_token_sequences"]], card)
+    return given
+
+
+def _check_biases(biases: Mapping[int, float], card: mesh.ModelCard) -> None:
     if len(biases) > MAX_BIASES:
         raise invalid("sampling.logit_bias", f"at most {MAX_BIASES} entries")
     for bias in biases.values():
         _check_range("logit_bias", bias, -100.0, 100.0, True)
-    check_token_ids("sampling.stop_token_ids", stops, card)
     check_token_ids("sampling.logit_bias", list(biases), card)
-    if "bad_token_sequences" in given:
-        _check_bad_sequences([each.ids for each in given["bad_token_sequences"]], card)
-    return given
 
 
 def _check_bad_sequences(sequences: Sequence[Sequence[int]], card: mesh.ModelCard) -> None:

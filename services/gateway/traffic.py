@@ -78,7 +78,10 @@ class Traffic:
 
     def model(self, name: str) -> ModelCounts:
         """The counts of a model."""
-        return self._models.setdefault(name, ModelCounts())
+        counts = self._models.get(name)
+        if counts is None:
+            counts = self._models[name] = ModelCounts()
+        return counts
 
     def roll(self, running: int) -> mesh.GatewayReport:
         """The counts of the last `WINDOW_S` calls; to be called once a second. `running` requests are under way."""

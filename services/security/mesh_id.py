@@ -67,11 +67,11 @@ class MeshInterceptor(aio.ServerInterceptor):
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
         """The handler of the call, or one that refuses it."""
         handler = await continuation(handler_call_details)
-        named = next(
-            (value for key, value in handler_call_details.invocation_metadata or () if key == METADATA_KEY), ""
-        )
-        try:
-            check(self._mesh_id, str(named), "caller")
-        except WeftError as error:
-            return handler and refusing(handler, error)
+        for key, named in handler_call_details.invocation_metadata or ():
+            if key == METADATA_KEY:
+                try:
+                    check(self._mesh_id, str(named), "caller")
+                except WeftError as error:
+                    return handler and refusing(handler, error)
+                break
         return handler

@@ -30,6 +30,7 @@ class AnswerService:
         self._backend = backend
         self._access = access
         self._registry = Registry(backend)
+        self._models_known = backend.scheduler.models_known
 
     async def serve(self, call: Call) -> None:
         """Answers one call: delivers deltas and receipt, and calls `finish` with the receipt however the call ends.
@@ -44,7 +45,8 @@ class AnswerService:
     async def tokenize(self, request: api.TokenizeRequest, credentials: Credentials) -> api.TokenizeResponse:
         """The token ids of a prompt, and the text of each. Raises WeftError."""
         tenant = self.admit("Tokenize", credentials)
-        await self._check_size(request, tenant)
+        if request.ByteSize() > SMALL_BYTES:
+            await self._check_size(request, tenant)
         validate.check_known(request, "request")
         validate.check_prompt(request.prompt)
         served = await self.find(request.model, tenant)
@@ -93,13 +95,16 @@ class AnswerService:
 
     async def _validate(self, record: CallRecord, tenant: Tenant) -> AdmittedRequest:
         request = record.request
-        await self._check_size(request, tenant)
+        if request.ByteSize() > SMALL_BYTES:
+            await self._check_size(request, tenant)
         validate.check_request(request)
         if request.priority > tenant.most_priority:
             raise denied("this key does not permit so high a priority", "PRIORITY_DENIED", "priority")
-        record.timeline.enter(Phase.REMOTE)
-        served = await self.find(request.model, tenant)
-        record.timeline.enter(Phase.OWN)
+        if not self._models_known.is_set():
+            record.timeline.enter(Phase.REMOTE)
+            await self._wait_for_models()
+            record.timeline.enter(Phase.OWN)
+        served = self._backend.catalog.find(request.model, tenant)
         record.resolved(served)
         check_task(served.card, "generate")
         form = validate.check_sampling(request.sampling, served.card).get("structured")
@@ -110,9 +115,7 @@ class AnswerService:
         return AdmittedRequest(request, record.request_id, tenant, served, record.traceparent)
 
     async def _check_size(self, request: api.GenerateRequest | api.TokenizeRequest, tenant: Tenant) -> None:
-        """Refuses a prompt that cannot fit its model before anything else is done with it. Raises WeftError."""
-        if request.ByteSize() <= SMALL_BYTES:
-            return
+        """Refuses a large prompt that cannot fit its model before anything else is done with it. Raises WeftError."""
         served = await self.find(request.model, tenant)
         text = await self._backend.catalog.text(served)
         most = served.card.context_length
@@ -125,10 +128,9 @@ class AnswerService:
 
     async def _wait_for_models(self) -> None:
         """Waits for the scheduler's first list of models: until then no name can be resolved. Raises WeftError."""
-        known = self._backend.scheduler.models_known
-        if not known.is_set():
+        if not self._models_known.is_set():
             try:
                 async with asyncio.timeout(self._backend.settings.gateway_scheduler_wait_s):
-                    await known.wait()
+                    await self._models_known.wait()
             except TimeoutError:
                 raise no_scheduler() from None

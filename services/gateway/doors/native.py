@@ -82,14 +82,18 @@ def _encode_call(method: str, request: Request, context: Context) -> EncodeCall[
 def _call(
     method: str, request: api.GenerateRequest, context: Context, deliver: Deliver, accept: Accept | None = None
 ) -> Call:
-    metadata = tuple(context.invocation_metadata() or ())
+    metadata = context.invocation_metadata() or ()
+    traceparent = ""
+    for key, value in metadata:
+        if key == "traceparent":
+            traceparent = str(value)
     return Call(
         method=method,
         protocol="grpc",
         request=request,
         credentials=credentials_of(metadata),
         remaining_s=context.time_remaining(),
-        traceparent=str(dict(metadata).get("traceparent", "")),
+        traceparent=traceparent,
         deliver=deliver,
         finish=partial(_send_receipt, context),
         accept=accept,

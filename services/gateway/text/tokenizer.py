@@ -226,8 +226,10 @@ class TextModel:
         """A decoder for one answer. If the answer continues `prompt`, the space before its first word is kept. `shown`
         are texts of special tokens that are part of the answer's text."""
         continues = bool(prompt) and prompt[-1] not in self._special
-        ids = {self._tokenizer.token_to_id(text): text for text in shown}
-        kept = {token_id: text for token_id, text in ids.items() if token_id in self._special}
+        kept = {}
+        if shown:
+            ids = {self._tokenizer.token_to_id(text): text for text in shown}
+            kept = {token_id: text for token_id, text in ids.items() if token_id in self._special}
         return Detokenizer(self._tokenizer, self._anchor, self._anchor if continues else [], kept)
 
 

@@ -20,6 +20,11 @@ _REASONS = {
     EndReason.ERROR: api.FINISH_REASON_ERROR,
     EndReason.DEADLINE: api.FINISH_REASON_ERROR,
 }
+_PLAIN = frozenset(
+    ("max_tokens", "min_tokens", "top_p", "min_p", "presence_penalty", "frequency_penalty", "seed", "logprobs",
+     "ignore_eos", "prompt_logprobs", "structured")
+)  # fmt: skip
+"""Parameters that mean the same in a message and in an engine, and have the same defaults."""
 _LEAST_DIVISOR = 1e-6
 """A smaller temperature or penalty would make every logit infinite, and none the best."""
 DEADLINE_EXCEEDED = WeftError(StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", "the deadline passed")
@@ -60,26 +65,22 @@ def job_of(message: mesh.Job, key: int, card: mesh.ModelCard, adapter: Adapter |
 
 
 def _params(given: Mapping[str, Any], vocab_size: int) -> SamplingParams:
-    top_k = given.get("top_k", 0)
-    return SamplingParams(
-        max_tokens=given["max_tokens"],
-        min_tokens=given.get("min_tokens", 0),
-        temperature=_divisor(given.get("temperature", 1.0)),
-        top_k=top_k if top_k < vocab_size else 0,
-        top_p=given.get("top_p", 1.0),
-        min_p=given.get("min_p", 0.0),
-        repetition_penalty=_divisor(given.get("repetition_penalty", 1.0)),
-        presence_penalty=given.get("presence_penalty", 0.0),
-        frequency_penalty=given.get("frequency_penalty", 0.0),
-        seed=given["seed"],
-        stop_token_ids=frozenset(given.get("stop_token_ids", ())),
-        logit_bias=dict(given.get("logit_bias", {})),
-        logprobs=given.get("logprobs"),
-        ignore_eos=given.get("ignore_eos", False),
-        prompt_logprobs=given.get("prompt_logprobs"),
-        bad_sequences=tuple(tuple(each.ids) for each in given.get("bad_token_sequences", ())),
-        structured=given.get("structured"),
-    )
+    """The sampling parameters of the fields that are set."""
+    params = {}
+    for name, value in given.items():
+        if name in _PLAIN:
+            params[name] = value
+        elif name in ("temperature", "repetition_penalty"):
+            params[name] = _divisor(value)
+        elif name == "top_k":
+            params[name] = value if value < vocab_size else 0
+        elif name == "stop_token_ids":
+            params[name] = frozenset(value)
+        elif name == "logit_bias":
+            params[name] = dict(value)
+        elif name == "bad_token_sequences":
+            params["bad_sequences"] = tuple(tuple(each.ids) for each in value)
+    return SamplingParams(**params)
 
 
 def _divisor(value: float) -> float:
