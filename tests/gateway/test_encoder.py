@@ -225,3 +225,18 @@ async def test_the_event_loop_runs_while_a_long_text_is_tokenized() -> None:
     running = False
     await turning
     assert turned > 10
+
+
+async def test_a_short_text_is_tokenized_at_once_unless_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, short = TextModel(mesh_pb2.Bundle.FromString(BUNDLE)), api.Prompt(text="hello world")
+    with contextlib.closing(Encoder(1)) as encoder:
+        at_once = asyncio.create_task(encoder.encode(model, short, "a", 100))
+        await asyncio.sleep(0)
+        assert at_once.done(), "a thread had to wake up"
+        async with busy() as (turns, gate, _):
+            monkeypatch.setattr(encoder, "_short", turns)
+            in_turn = asyncio.create_task(encoder.encode(model, short, "a", 100))
+            await asyncio.sleep(0)
+            assert not in_turn.done(), "it ran before its turn"
+            gate.open.set()
+            assert await in_turn == at_once.result()

@@ -17,6 +17,8 @@ from services.gateway.text.turns import Turns
 
 SMALL_BYTES = 4 << 10
 """Smaller prompts are not checked by their size: to tokenize them costs little."""
+INLINE_CHARACTERS = 1 << 10
+"""Shorter texts are tokenized in the event loop unless others wait: waking a thread would take longer."""
 LONG_BYTES = 32 << 10
 """Longer texts are tokenized apart from short ones."""
 MOST_BYTES = 16 << 20
@@ -60,6 +62,8 @@ class Encoder:
         text = await self._rendered(model, prompt, tenant) if form == "chat" else model.text_of(prompt)
         model.check_length(text, most_tokens)
         size = len(text.text)
+        if size < INLINE_CHARACTERS and self._short.idle:
+            return model.tokenize(text)
         turns = self._short if size <= LONG_BYTES else self._long
         return await turns.run(tenant, size, lambda: model.tokenize(text))
 

@@ -44,6 +44,11 @@ class Turns:
             if not self._bytes[tenant]:
                 del self._bytes[tenant]
 
+    @property
+    def idle(self) -> bool:
+        """No work waits, and there is a free thread."""
+        return self._free > 0 and not self._waiting
+
     def close(self) -> None:
         """Drops what waits; what runs ends by itself."""
         self._waiting.clear()
