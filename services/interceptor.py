@@ -137,7 +137,10 @@ def _guard_unary(behavior: Any, parse: Callable[[bytes], Any]) -> Any:
 def _guard_stream(behavior: Any, parse: Callable[[bytes], Any]) -> Any:
     async def guarded(request: bytes, context: aio.ServicerContext[Any, Any]) -> None:
         async with _ErrorToStatus(context):
-            await _drive(behavior(_parsed(parse, request), context), context)
+            answers = behavior(_parsed(parse, request), context)
+            if hasattr(answers, "__aiter__"):
+                answers = _write_all(answers, context)
+            await answers
 
     return guarded
 
@@ -149,7 +152,10 @@ def _guard_bidi(behavior: Any, parse: Callable[[bytes], Any]) -> Any:
                 yield _parsed(parse, request)
 
         async with _ErrorToStatus(context):
-            await _drive(behavior(parsed(), context), context)
+            answers = behavior(parsed(), context)
+            if hasattr(answers, "__aiter__"):
+                answers = _write_all(answers, context)
+            await answers
 
     return guarded
 
@@ -163,13 +169,10 @@ def _parsed(parse: Callable[[bytes], Any], request: bytes) -> Any:
         ) from None
 
 
-async def _drive(answers: Any, context: aio.ServicerContext[Any, Any]) -> None:
-    """Runs a streaming handler: one that writes to the context, or an async generator of responses."""
-    if hasattr(answers, "__aiter__"):
-        async for answer in answers:
-            await context.write(answer)
-    else:
-        await answers
+async def _write_all(answers: AsyncIterator[Any], context: aio.ServicerContext[Any, Any]) -> None:
+    """Writes what a handler yields. Other streaming handlers write to the context themselves."""
+    async for answer in answers:
+        await context.write(answer)
 
 
 class _ErrorToStatus:

@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 from services.forms.form import Form
 
 
-@dataclass(frozen=True, slots=True)
+# Jobs and their parameters are not frozen: each field of a frozen dataclass is set by a call.
+@dataclass(slots=True)
 class SamplingParams:
-    """How to choose tokens. The meaning, order and ranges are those of `weft.v1.Sampling`, already validated."""
+    """How to choose tokens. The meaning, order and ranges are those of `weft.v1.Sampling`, already validated. Nobody
+    changes them."""
 
     max_tokens: int
     """Most tokens of the answer, those of earlier attempts included."""
@@ -90,9 +92,9 @@ class Vectors:
     """The numbers as float32, little-endian, one text behind another."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Job:
-    """One sequence to continue, or texts to encode."""
+    """One sequence to continue, or texts to encode. Nobody changes it."""
 
     key: int
     """The caller's handle."""

@@ -84,7 +84,8 @@ class Subscriber:
         self.deadline = deadline
         self._generation: Generation | None = None
         self._cursors: list[_Cursor] = []
-        self._echoed = False
+        self._echoes = False
+        """The prompt is still to be sent before the answer."""
         self._loop = asyncio.get_running_loop()
         self._wake: asyncio.Future[None] = self._loop.create_future()
 
@@ -106,6 +107,7 @@ class Subscriber:
         that ended before it was accepted.
         """
         self._generation = generation
+        self._echoes = echo.asks(generation.admitted.request)
         timeline = self.timeline
         if not (generation.continuations or generation.done):  # It has just begun: its first job is written first.
             timeline.enter(generation.phase)
@@ -136,13 +138,13 @@ class Subscriber:
     def _take(self, generation: Generation) -> Iterator[api.GenerateResponse]:
         if len(self._cursors) < len(generation.continuations):
             self._cursors = [_Cursor(index, each.journal) for index, each in enumerate(generation.continuations)]
-        request = generation.admitted.request
-        if self._cursors and not self._echoed and echo.asks(request):
+        if self._cursors and self._echoes:
+            request = generation.admitted.request
             journal = generation.continuations[0].journal
             assert generation.text is not None
             if not echo.ready(request, journal):  # The answer comes after it.
                 return
-            self._echoed = True
+            self._echoes = False
             yield from echo.responses(request, journal, generation.text)
         for cursor in self._cursors:
             assert generation.text is not None
