@@ -5,7 +5,7 @@ Knows gRPC's handlers, nothing of the services. The text of an unexpected except
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -17,15 +17,21 @@ from services import errors, metrics, telemetry
 from services.errors import WeftError
 
 _GRPC: telemetry.Attributes = {"rpc.system.name": "grpc"}
+Check = Callable[[grpc.HandlerCallDetails], None]
+"""Looks at a call before its message is read. Raises WeftError to refuse it."""
 
 
 class ErrorInterceptor(aio.ServerInterceptor):
     """Answers malformed requests with INVALID_ARGUMENT, WeftErrors with their status, other exceptions with INTERNAL.
 
+    The first of `checks` that raises an error refuses a call. An interceptor for each would cost each call a coroutine.
     Unary calls are counted in `counts`; those of the services in `traced` are traced if the caller sends a context.
     """
 
-    def __init__(self, counts: metrics.Metrics, traced: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self, counts: metrics.Metrics, traced: frozenset[str] = frozenset(), checks: Sequence[Check] = ()
+    ) -> None:
+        self._checks = checks
         self._traced = traced
         self._guarded: dict[str, tuple[Any, Any]] = {}
         self._seconds = counts.histogram(
@@ -41,6 +47,11 @@ class ErrorInterceptor(aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:
             return handler
+        try:
+            for check in self._checks:
+                check(handler_call_details)
+        except WeftError as error:
+            handler = refusing(handler, error)
         method = str(handler_call_details.method)
         known, guarded = self._guarded.get(method, (None, None))
         if known is handler:

@@ -23,13 +23,13 @@ from pydantic_settings import SettingsError
 from services import metrics, telemetry
 from services.errors import WeftError
 from services.hang_watch import LoopCheck, watching
-from services.interceptor import ErrorInterceptor
+from services.interceptor import Check, ErrorInterceptor
 from services.process import refuse_to_serve
 from services.security import identity as identities
 from services.security import mesh_id as mesh_ids
 from services.security.authorization import RoleInterceptor
 from services.security.identity import NOBODY, Identity
-from services.security.mesh_id import MeshInterceptor
+from services.security.mesh_id import MeshCheck
 from services.security.roles import Role, role_name
 
 PUBLIC_MESSAGE_BYTES = 1 << 20
@@ -154,7 +154,7 @@ async def serve(
     public: PublicDoor | None = None,
     counts: metrics.Metrics | None = None,
     metrics_port: int = 0,
-    interceptors: Sequence[aio.ServerInterceptor] = (),
+    checks: Sequence[Check] = (),
     mesh_id: str = "",
     shares_port: bool = False,
     gates: Sequence[aio.ServerInterceptor] = (),
@@ -167,11 +167,11 @@ async def serve(
     processes of this user may listen at the same port.
 
     A port for the mesh has the credentials of `identity`, if that has any, and permits what `authorization.MATRIX`
-    does. A port for clients is described by `public` instead, and its `interceptors` authenticate them. The process
+    does. A port for clients is described by `public` instead, and its `checks` authenticate them. The process
     ends with one line on stderr if a port is taken, or if the address is not loopback, the port is not both encrypted
     and authenticated, and `allow_unprotected` is false.
 
-    `interceptors` run before each call; an error that they raise becomes the status of the call. `gates` run before
+    `checks` run before each call; an error that they raise becomes the status of the call. `gates` run before
     everything else, and may only return another handler. `options` are further channel arguments. Health answers carry
     `mesh_id` as initial metadata, and calls whose metadata names another mesh are refused.
     """
@@ -191,19 +191,19 @@ async def serve(
     services = list(services)
     traced = frozenset(service.name for service in services if service.traced)
     roles = [RoleInterceptor()] if public is None and identity.protected else []
-    every = [*gates, ErrorInterceptor(counts, traced), MeshInterceptor(mesh_id), *roles, *interceptors]
-    server = aio.server(interceptors=every, options=arguments)
-    checks = _Health(mesh_id)
+    errors = ErrorInterceptor(counts, traced, [MeshCheck(mesh_id), *checks])
+    server = aio.server(interceptors=[*gates, errors, *roles], options=arguments)
+    states = _Health(mesh_id)
     names = []
     for service in services:
         service.add(service.servicer, server)
         names.append(service.name)
-    health_pb2_grpc.add_HealthServicer_to_server(checks, server)
+    health_pb2_grpc.add_HealthServicer_to_server(states, server)
     reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
     port = _listen(server, address, credentials)
     metrics_server = _serve_metrics(counts, address, metrics_port) if metrics_port else None
     await server.start()
-    result = Server(server, checks, names, port, metrics_server)
+    result = Server(server, states, names, port, metrics_server)
     await result.ready(False)
     return result
 

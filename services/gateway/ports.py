@@ -11,7 +11,7 @@ from services.gateway.access.load_gate import LoadGate
 from services.gateway.answers.encoding.serve import EncodeService
 from services.gateway.answers.serve import AnswerService
 from services.gateway.backend import Backend
-from services.gateway.doors.grpc_gate import AuthInterceptor, LoadInterceptor
+from services.gateway.doors.grpc_gate import AuthCheck, LoadInterceptor
 from services.gateway.doors.http import HttpRoutes
 from services.gateway.doors.http_server import HttpServer, listen
 from services.gateway.doors.kserve.door import NAME as KSERVE
@@ -82,7 +82,7 @@ class Ports:
             counts=self._backend.metrics.all,
             metrics_port=settings.metrics_port,
             mesh_id=settings.mesh_id,
-            interceptors=[AuthInterceptor(self._access, settings.gateway_open_reflection)],
+            checks=[AuthCheck(self._access, settings.gateway_open_reflection)],
             shares_port=self._shared,
             gates=[LoadInterceptor(self.gate)],
             options=settings.connection_options(),

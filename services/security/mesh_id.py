@@ -4,13 +4,11 @@ Keeps two meshes on one machine apart that were given the same address by mistak
 nobody. An empty id is not checked.
 """
 
-from typing import Any
-
+import grpc
 import structlog
 from grpc import StatusCode, aio
 
 from services.errors import WeftError
-from services.interceptor import refusing
 
 log = structlog.get_logger("mesh")
 
@@ -58,20 +56,14 @@ class RefusalLog:
         return True
 
 
-class MeshInterceptor(aio.ServerInterceptor):
+class MeshCheck:
     """Refuses calls whose metadata names another mesh. Calls that name none, such as a tool's, pass."""
 
     def __init__(self, mesh_id: str) -> None:
         self._mesh_id = mesh_id
 
-    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
-        """The handler of the call, or one that refuses it."""
-        handler = await continuation(handler_call_details)
-        for key, named in handler_call_details.invocation_metadata or ():
+    def __call__(self, details: grpc.HandlerCallDetails) -> None:
+        """Raises WeftError."""
+        for key, named in details.invocation_metadata or ():
             if key == METADATA_KEY:
-                try:
-                    check(self._mesh_id, str(named), "caller")
-                except WeftError as error:
-                    return handler and refusing(handler, error)
-                break
-        return handler
+                check(self._mesh_id, str(named), "caller")

@@ -14,7 +14,7 @@ from services.gateway.access.authorizer import Authorizer
 from services.gateway.access.quotas import Bucket, Quota
 from services.gateway.access.tenants import DEFAULT, Limits, Tenant, parse
 from services.gateway.access.usage import _ROW, MOST_TENANTS, UsageTable
-from services.gateway.doors.grpc_gate import AuthInterceptor
+from services.gateway.doors.grpc_gate import AuthCheck
 
 
 def refused(quota: Quota, now: float, *, answer: bool = False) -> WeftError:
@@ -94,7 +94,7 @@ def test_the_level_of_a_bucket_may_be_negative() -> None:
 
 def test_without_a_file_every_caller_is_the_default_tenant() -> None:
     access = Authorizer("")
-    gate = AuthInterceptor(access, open_reflection=False)
+    gate = AuthCheck(access, open_reflection=False)
     gate.check("/weft.v1.Inference/Generate", ())
     gate.check("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", ())
     assert access.tenant(["Bearer whatever"]) is DEFAULT

@@ -3,12 +3,12 @@ credentials. Knows no requests."""
 
 from typing import Any
 
+import grpc
 from grpc import aio
 
-from services.errors import WeftError
 from services.gateway.access.authorizer import Authorizer, Credentials, method_denied
 from services.gateway.access.load_gate import LoadGate, overloaded
-from services.interceptor import rebuilt, refusing
+from services.interceptor import rebuilt
 
 RECEIPT_KEY = "weft-receipt-bin"
 """The trailing metadata that has the serialized receipt."""
@@ -38,7 +38,7 @@ def credentials_of(metadata: Any) -> Credentials:
     return [value if isinstance(value, str) else "" for key, value in metadata or () if key == "authorization"]
 
 
-class AuthInterceptor(aio.ServerInterceptor):
+class AuthCheck:
     """Checks the credentials of every call of a server."""
 
     def __init__(self, access: Authorizer, open_reflection: bool) -> None:
@@ -62,15 +62,9 @@ class AuthInterceptor(aio.ServerInterceptor):
         if not (method.startswith(_REFLECTION) and tenant.methods is None):
             raise method_denied()
 
-    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            return None
-        try:
-            self.check(handler_call_details.method, credentials_of(handler_call_details.invocation_metadata))
-        except WeftError as error:
-            return refusing(handler, error)
-        return handler
+    def __call__(self, details: grpc.HandlerCallDetails) -> None:
+        """Raises WeftError."""
+        self.check(str(details.method), credentials_of(details.invocation_metadata))
 
 
 class LoadInterceptor(aio.ServerInterceptor):
