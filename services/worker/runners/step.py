@@ -30,7 +30,6 @@ MOST_GUESSES = 8
 """Guesses of a row at most."""
 HEADER_WORDS = EDIT_WORDS = ROW_WORDS = 3
 """Words before the edits, words of an edit before its data, words of a row."""
-_THREE = struct.Struct("=3i")
 _STATE = struct.Struct("=7i6f")
 
 
@@ -113,19 +112,20 @@ class Rows:
 
 def unpack(words: Words) -> tuple[Sequence[tuple[Edit, int, Words]], Rows]:
     """The edits as (operation, slot, words), and the rows."""
-    edit_words, count, ids = _THREE.unpack_from(words.data)
+    view = words.data  # A first token waits for this: after a rest a slice of an array takes several microseconds.
+    edit_words, count, ids = view[:HEADER_WORDS].tolist()
     rows_at = HEADER_WORDS + edit_words
     ids_at = rows_at + count * ROW_WORDS
-    assert len(words) == ids_at + ids, f"{len(words)} words, {ids_at + ids} announced"
-    columns = words[rows_at:ids_at].tolist()
+    assert len(view) == ids_at + ids, f"{len(view)} words, {ids_at + ids} announced"
+    columns = view[rows_at:ids_at].tolist()
     rows = Rows(columns[0::ROW_WORDS], columns[1::ROW_WORDS], columns[2::ROW_WORDS], words[ids_at:])
-    return list(_edits(words[HEADER_WORDS:rows_at])) if edit_words else [], rows
+    return list(_edits(words, view, rows_at)) if edit_words else [], rows
 
 
-def _edits(words: Words) -> Iterator[tuple[Edit, int, Words]]:
-    at = 0
-    while at < len(words):
-        operation, slot, count = _THREE.unpack_from(words.data, at * words.itemsize)
-        end = at + EDIT_WORDS + count
-        yield _EDITS[operation], slot, words[at + EDIT_WORDS : end]
-        at = end
+def _edits(words: Words, view: memoryview, end: int) -> Iterator[tuple[Edit, int, Words]]:
+    at = HEADER_WORDS
+    while at < end:
+        data = at + EDIT_WORDS
+        operation, slot, count = view[at:data].tolist()
+        at = data + count
+        yield _EDITS[operation], slot, words[data:at]
