@@ -163,9 +163,11 @@ class Catalog:
     def _load(self, served: Served) -> asyncio.Task[TextModel]:
         digest = served.card.bundle_digest
         task = self._texts.get(digest)
-        if task is None or (task.done() and _failed(task)):
-            task = self._texts[digest] = asyncio.create_task(self._fetch(served))
-            task.add_done_callback(_failed)  # Marks the exception as retrieved; the next request fetches again.
+        if task is not None and not (task.done() and _failed(task)):
+            self._texts.move_to_end(digest)
+            return task
+        task = self._texts[digest] = asyncio.create_task(self._fetch(served))
+        task.add_done_callback(_failed)  # Marks the exception as retrieved; the next request fetches again.
         self._texts.move_to_end(digest)
         if len(self._texts) > _MAX_BUNDLES:
             _, oldest = self._texts.popitem(last=False)

@@ -71,7 +71,8 @@ class LinkHealth:
         """Whether the worker gets no new jobs."""
         if self.last is None:
             return False
-        quiet = now - min(self.heard_at, self.unacknowledged_at) > SUSPECT_S
+        since = now - SUSPECT_S
+        quiet = self.heard_at < since or self.unacknowledged_at < since
         return quiet or self.last.draining or now - self.stepped_at > self.limit_s
 
     def dead(self, now: float, patient: bool) -> bool:

@@ -70,17 +70,17 @@ class BlockPool:
     def take(self, count: int) -> list[int]:
         """New blocks, evicting cached ones, the least recently used first. `count` must be available."""
         assert count <= self.available, f"{count} blocks wanted, {self.available} available"
-        taken = []
-        for _ in range(count):
-            if self._free:
-                block = self._free.pop()
-            else:
-                block, _ = self._cached.popitem(last=False)
-                if self.on_evict is not None:
-                    self.on_evict(block, self._key_of[block])
-                self._forget(block)
-            self._owners[block] = 1
+        taken = self._free[-count:] if count else []
+        del self._free[len(self._free) - len(taken) :]
+        taken.reverse()
+        while len(taken) < count:
+            block, _ = self._cached.popitem(last=False)
+            if self.on_evict is not None:
+                self.on_evict(block, self._key_of[block])
+            self._forget(block)
             taken.append(block)
+        for block in taken:
+            self._owners[block] = 1
         return taken
 
     def publish(self, block: int, key: bytes) -> None:

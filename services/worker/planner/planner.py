@@ -404,9 +404,9 @@ class Planner:
         sequence.computed = sequence.found_tokens = len(found) * self.block_size
         sequence.prefill_end = sequence.total
         if not sequence.preemptions:
-            keys = sequence.keys.first(len(found)) if sequence.fetched_keys else []
-            fetched = sum(key in sequence.fetched_keys for key in keys)
-            sequence.fetched_tokens = fetched * self.block_size
+            if sequence.fetched_keys:
+                fetched = sum(key in sequence.fetched_keys for key in sequence.keys.first(len(found)))
+                sequence.fetched_tokens = fetched * self.block_size
             sequence.cached_tokens = sequence.found_tokens - sequence.fetched_tokens
         self._begun.append((sequence, usable))
 
