@@ -1,7 +1,8 @@
 """Makes token ids of the prompts of many tenants: what runs where, in whose turn, and what is refused before.
 
 Short texts, long texts and chat templates have threads of their own: a long text delays no short one, and a template
-that hangs delays the chats of its own model alone. Knows no protocol and no limits of tenants.
+that hangs delays the chats of its own model alone. The shortest texts need no thread while no one waits. Knows
+no protocol and no limits of tenants.
 """
 
 import asyncio
