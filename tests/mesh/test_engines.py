@@ -77,7 +77,13 @@ async def test_a_killed_worker_loses_no_stream(mesh: Mesh) -> None:
     while min(seen) < 4:
         assert not any(task.done() for task in tasks), "a stream ended before all had begun"
         await asyncio.sleep(0)
-    mesh.workers[0].kill(signal.SIGKILL)
-    answers = await asyncio.gather(*tasks)
+    (worker, _) = mesh.workers
+    worker.kill(signal.SIGKILL)
+    try:
+        answers = await asyncio.gather(*tasks)
+    finally:
+        worker.start()  # For a repetition of this test.
+        await worker.ready()
     assert [len(answer.ids) for answer in answers] == [TOKENS] * STREAMS
-    assert {answer.receipt.attempts for answer in answers} == {1, 2}
+    # More than two where a busy machine had moved a stream before.
+    assert max(answer.receipt.attempts for answer in answers) > 1
