@@ -57,3 +57,14 @@ async def test_first_tokens_are_written_before_the_engine_goes_on(
         else:
             assert await asyncio.to_thread(engine.done.wait, 5)
     assert engine.happened_before[:2] == (["delivered", "written"] if waits else [])
+
+
+async def test_first_tokens_are_delivered_before_the_others_of_their_step() -> None:
+    others, firsts = [TokenOut(1, 3, 5), TokenOut(1, 4, 6)], [TokenOut(2, 0, 7), TokenOut(2, 1, 8), TokenOut(3, 0, 9)]
+    delivered: list[TokenOut] = []
+    engine: Any = OneStepEngine(StepOutput([*others, *firsts], []), [])
+    receiver: Any = Receiver([], asyncio.get_running_loop())
+    receiver.deliver = lambda output, step_s: delivered.extend(output.tokens)
+    with engine_thread.EngineThread(engine, receiver, receiver):
+        assert await asyncio.to_thread(engine.done.wait, 5)
+    assert delivered == [firsts[0], firsts[2], *others, firsts[1]]

@@ -8,7 +8,7 @@ from operator import attrgetter
 
 from services import telemetry
 from services.worker.engine.base import Engine
-from services.worker.job import StepOutput
+from services.worker.job import StepOutput, TokenOut
 from services.worker.service.jobs import Jobs
 from services.worker.service.scheduler_link import SchedulerLink
 
@@ -18,6 +18,11 @@ _ROOM_WAIT_S = 0.5
 # Links write a job's first token before the engine's thread takes the interpreter for its next launch.
 _FIRST_WAIT_S = 0.0005
 _position = attrgetter("position")
+
+
+def _position_above_0(token: TokenOut) -> bool:
+    """A key that sorts first tokens before all others and keeps every stream's order."""
+    return token.position > 0
 
 
 class EngineFailed(Exception):
@@ -77,6 +82,7 @@ class EngineThread:
                 self._taken.wait(_ROOM_WAIT_S)
         first = 0 in map(_position, output.tokens)
         if first:
+            output.tokens.sort(key=_position_above_0)
             self._written.clear()
         self._undelivered.append((output, step_s))
         if not self._delivery_due:
