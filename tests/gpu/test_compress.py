@@ -43,6 +43,8 @@ COMPENSATED = ("awq", "gptq", "gptq-act-order", "qat")
 from the first ones as from the base, and just as good."""
 
 
+# Inductor of torch 2.11 imports a module of torch that warns.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("method", METHODS)
 def test_gpu_and_cpu_write_the_same_checkpoint(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.cuda.reset_peak_memory_stats()
