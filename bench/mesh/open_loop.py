@@ -1,14 +1,17 @@
-"""Constant rates of short requests through the one public port, overload, and thousands of streams.
+"""Constant rates of short requests through the one public port, overload, closed loops, and thousands of streams.
 
-    python -m bench.mesh.open_loop [--rates 1000 2500] [--seconds 60] [--doors grpc http] [--overload 4]
-                                   [--streams 5000] [--model random:llama-3.2-1b --engine gpu] [--clients 4]
-                                   [--connections 16]
+    python -m bench.mesh.open_loop [--closed 256 512] [--rates 1000 2500] [--seconds 60] [--doors grpc http]
+                                   [--overload 4] [--streams 5000] [--model random:llama-3.2-1b --engine gpu]
+                                   [--clients 4] [--connections 16] [--gateways 1]
 
 Starts the mesh as `weft serve` does, with as many gateway processes as the cores allow. The load is an open loop from
 several client processes: a request is sent when it is due, whether or not others have ended. Requests have 16 tokens in
 and 16 out and are not streamed; streams have 12 tokens/s each. Without --engine the worker runs the paced engine, whose
-step of the short requests takes 2 ms. Each row shows where the processor time went, so that the process that bounds the
-rate is visible.
+step of the short requests takes 2 ms. Closed loops have that many clients, each of which sends its next request of 128
+tokens in and out as soon as the last one has ended, refused or not: three for each client, all at once at first.
+
+Each row shows the cores that the processes of a service used, and the processor time of it for an answer, so that the
+process that bounds the rate is visible.
 """
 
 import argparse
@@ -33,15 +36,18 @@ from weft.load.plan import Plan
 from weft.load.run import run
 
 SHORT = 16
+CLOSED, ROUNDS = 128, 3
+"""Tokens in and out of the requests of a closed loop, and requests for each client of it."""
 TOKENS_PER_S = 12.0
 SAMPLE_S = 0.5
 MOST_BATCH = 4096
 """Most answers at once of a worker (MAX_BATCH_SIZE)."""
 CALM_S = 5.0
 """Time between two loads: what the first one left is done, and the gateways take all calls again."""
+SERVICES = ("gateways", "scheduler", "worker")
 COLUMNS = (
     "load", "sent/s", "done/s", "p50 ms", "p99 ms", "failed", "refused", "refusal p99",
-    "gateways", "scheduler", "worker",
+    *SERVICES,
 )  # fmt: skip
 
 
@@ -81,10 +87,14 @@ class Usage:
         pages = (int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in self.pids()["gateways"])
         return sum(pages) * os.sysconf("SC_PAGE_SIZE")
 
+    def used_s(self) -> dict[str, float]:
+        """Processor time that each service has used since the start."""
+        return {name: used - self.start[name] for name, used in self.processor_s().items()}
+
     def cores(self) -> dict[str, float]:
         """Cores that each service has used since the start."""
         elapsed = time.monotonic() - self.began
-        return {name: (used - self.start[name]) / elapsed for name, used in self.processor_s().items()}
+        return {name: used / elapsed for name, used in self.used_s().items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +104,9 @@ class Row:
     name: str
     values: Mapping[str, Any]
     cores: Mapping[str, float]
+    used_s: Mapping[str, float]
+    """Processor time of each service."""
+    warmup: int
     memory: int
 
     def cells(self) -> list[str]:
@@ -105,8 +118,14 @@ class Row:
             self.name, f"{v['sent_per_s']:.0f}", f"{v['request_throughput']:.0f}", f"{v[f'median_{latency}_ms']:.1f}",
             f"{v[f'p99_{latency}_ms']:.1f}", str(v["failed"] - refused), str(refused),
             f"{v['p99_refusal_ms']:.1f}" if "p99_refusal_ms" in v else "",
-            *(f"{self.cores[name]:.2f}" for name in ("gateways", "scheduler", "worker")),
+            *(f"{self.cores[name]:.2f}, {self.each_ms[name]:.2f} ms" for name in SERVICES),
         ]  # fmt: skip
+
+    @property
+    def each_ms(self) -> dict[str, float]:
+        """Processor time of each service for an answer, in ms, with what refusals and the warm-up cost."""
+        answers = max(1, self.values["completed"] + self.warmup)
+        return {name: 1e3 * used / answers for name, used in self.used_s.items()}
 
 
 async def measured(up: processes.Up, name: str, plan: Plan) -> Row:
@@ -115,10 +134,11 @@ async def measured(up: processes.Up, name: str, plan: Plan) -> Row:
     usage = Usage(up)
     async with processes.meanwhile(usage.follow()):
         done = await run(plan)
-        cores = usage.cores()
+        cores, used_s = usage.cores(), usage.used_s()
     values = metrics.figures(done.tally)
-    values["sent_per_s"] = (values["completed"] + values["failed"]) / (plan.duration_s or 1.0)
-    return Row(name, {**values, "errors": dict(done.tally.errors)}, cores, usage.memory)
+    duration_s = plan.duration_s or done.tally.last_ended or 1.0
+    values["sent_per_s"] = (values["completed"] + values["failed"]) / duration_s
+    return Row(name, {**values, "errors": dict(done.tally.errors)}, cores, used_s, plan.warmup, usage.memory)
 
 
 def short(up: processes.Up, door: str, rate: float, arguments: argparse.Namespace) -> Plan:
@@ -128,6 +148,15 @@ def short(up: processes.Up, door: str, rate: float, arguments: argparse.Namespac
         requests=int(rate * arguments.seconds), duration_s=arguments.seconds, concurrency=None, input_tokens=SHORT,
         output_tokens=SHORT, cache="bypass", deadline_s=30.0, warmup=8 * arguments.clients,
         processes=arguments.clients, connections=arguments.connections, seed=int(time.time()),
+    )  # fmt: skip
+
+
+def closed(up: processes.Up, count: int, arguments: argparse.Namespace) -> Plan:
+    """A closed loop of `count` clients."""
+    return Plan(
+        up.gateways[0], requests=ROUNDS * count, concurrency=count, input_tokens=CLOSED, output_tokens=CLOSED,
+        cache="bypass", deadline_s=120.0, warmup=8 * arguments.clients, processes=arguments.clients,
+        connections=arguments.connections, seed=int(time.time()),
     )  # fmt: skip
 
 
@@ -145,12 +174,15 @@ async def short_rows(arguments: argparse.Namespace) -> list[Row]:
     """The rows of short requests, and of four times the most that was done."""
     rows: list[Row] = []
     async with processes.up(settings(arguments, step_ms=2.0, batch=512), model=arguments.model) as up:
+        for count in arguments.closed:
+            rows.append(await measured(up, f"{count} clients", closed(up, count, arguments)))
+            show(rows[-1:])
         for door in arguments.doors:
             own = []
             for rate in arguments.rates:
                 own.append(await measured(up, f"{door} {rate:g}/s", short(up, door, rate, arguments)))
                 show([own[-1]])
-            if arguments.overload:
+            if own and arguments.overload:
                 peak = max(float(row.values["request_throughput"]) for row in own)
                 rate = arguments.overload * peak
                 own.append(await measured(up, f"{door} overload {rate:.0f}/s", short(up, door, rate, arguments)))
@@ -195,19 +227,22 @@ def show(rows: Sequence[Row]) -> None:
 async def main(arguments: argparse.Namespace) -> None:
     """Measures and prints everything."""
     console().print(f"{machine.describe()['cpu']}, {available_cores()} cores", markup=False)
-    rows = await short_rows(arguments) if arguments.rates else []
+    rows = await short_rows(arguments) if arguments.rates or arguments.closed else []
     if arguments.streams:
         rows += await stream_rows(arguments)
     console().print("all loads", style="bold")
     show(rows)
     if arguments.out:
-        data = [{"name": r.name, "cores": dict(r.cores), "memory": r.memory, **r.values} for r in rows]
+        data = [
+            {"name": r.name, "cores": dict(r.cores), "each_ms": r.each_ms, "memory": r.memory, **r.values} for r in rows
+        ]
         arguments.out.write_text(json.dumps({"machine": machine.describe(), "rows": data}, indent=1) + "\n")
 
 
 def parsed() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="Open loops through the one public port.")
+    parser.add_argument("--closed", type=int, nargs="*", default=[256, 512], help="clients (default 256 512)")
     parser.add_argument("--rates", type=float, nargs="*", default=[1000, 2500], help="requests/s (default 1000 2500)")
     parser.add_argument("--doors", nargs="+", choices=["grpc", "http"], default=["grpc", "http"])
     parser.add_argument("--seconds", type=float, default=60, help="seconds of each load (default 60)")
