@@ -40,7 +40,7 @@ say = @printf '\033[1m%s\033[0m\n' '$(1)'
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help chaos simulate soak set-up stubs demo serve test tests test-clients test-kernels test-gpu bench-kernels bench-engine bench-gpu bench-start bench-determinism bench-speculation bench-speculation-cpu bench-speculation-equality lint format types check-images bench-cpu bench-links bench-smg bench-open bench-overload bench-tracing train-demo demo-family fuzz certs clean
+.PHONY: help chaos simulate soak set-up stubs demo serve test tests test-clients test-kernels test-gpu bench-kernels bench-engine bench-gpu bench-start bench-determinism bench-speculation bench-speculation-cpu bench-speculation-equality lint format types check-images bench-cpu bench-links bench-smg bench-open bench-overload bench-turns bench-tracing train-demo demo-family fuzz certs clean
 
 help: ## List what can be made.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -160,6 +160,10 @@ bench-open: set-up ## Constant rates and overload of short requests, and 5,000 s
 
 bench-overload: set-up ## Ten times the load for 60 s: goodput, refusals and recovery, paced and demo model: ARGS="--out overload.html".
 	@$(BIN)/python -m bench.mesh.overload $(ARGS)
+
+bench-turns: ## This checkout and another one in turns, each with a mesh of its own: BEFORE=folder ARGS="--rows 128/128@16x64" GPU_PYTHON=python with GPU=1.
+	@test -n '$(BEFORE)' || { echo 'make bench-turns needs BEFORE=folder of another checkout'; exit 2; }
+	@$(if $(GPU),$(GPU_PYTHON),$(BIN)/python) -m bench.mesh.turns '$(BEFORE)' $(ARGS)
 
 bench-smg: set-up ## Server-sent events beside those of the gateway smg, before the same paced worker: SMG=program.
 	@test -n '$(SMG)' || { $(PYTHON) -m venv .clients/bench-smg && .clients/bench-smg/bin/pip install -qq smg==1.13.0; }
