@@ -31,7 +31,11 @@ def test_a_packed_product_is_the_plain_one(dtype: torch.dtype, outputs: int, inp
             torch.testing.assert_close(got.double(), exact, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] * inputs**0.5)
 
 
-def test_small_weights_and_unsupported_types_are_not_packed() -> None:
-    assert is_packed_faster(torch.zeros(512, 512)) == (torch.float32 in DTYPES)
+@pytest.mark.parametrize("intel", [False, True])
+def test_small_weights_and_unsupported_types_are_not_packed(monkeypatch: pytest.MonkeyPatch, intel: bool) -> None:
+    monkeypatch.setattr(plain_cpu, "is_intel", lambda: intel)
+    assert is_packed_faster(torch.zeros(512, 512)) == (torch.float32 in DTYPES and not intel)
+    assert is_packed_faster(torch.zeros(2048, 2048)) == (torch.float32 in DTYPES)
+    assert is_packed_faster(torch.zeros(512, 512, dtype=torch.bfloat16)) == (torch.bfloat16 in DTYPES)
     assert not is_packed_faster(torch.zeros(64, 64))
     assert not is_packed_faster(torch.zeros(512, 512, dtype=torch.float64))

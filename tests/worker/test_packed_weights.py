@@ -23,6 +23,12 @@ MODELS = {
 PROMPTS = [prompt_of(length, length) for length in (1, 17, 40)]
 
 
+def pack_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packs also the small weights of the tests' models."""
+    monkeypatch.setattr(plain_cpu, "PACK_FROM", 1)
+    monkeypatch.setattr(plain_cpu, "PACK_FROM_ON_INTEL", 1)
+
+
 def packed(engine: GenerationEngine) -> set[bool]:
     """Whether the weights of products are packed."""
     return {isinstance(each.linear.weight, PackedProduct) for each in decoder_of(engine).model.projections()}
@@ -33,7 +39,7 @@ def packed(engine: GenerationEngine) -> set[bool]:
 def test_packing_changes_no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     folder = make_checkpoint(tmp_path, MODELS[name])
     plain = open_engine(folder, kv_blocks=64)
-    monkeypatch.setattr(plain_cpu, "PACK_FROM", 1)
+    pack_all(monkeypatch)
     engine, exact = open_engine(folder, kv_blocks=64), open_engine(folder, kv_blocks=64, deterministic=True)
     assert (packed(plain), packed(engine), packed(exact)) == ({False}, {True}, {False})
     jobs = [job(number, prompt, max_tokens=16, logprobs=0) for number, prompt in enumerate(PROMPTS)]
@@ -49,5 +55,5 @@ def test_packing_changes_no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_packing_changes_no_vector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_encoder(tmp_path)
     expected = vectors(build(folder), ENCODED)
-    monkeypatch.setattr(plain_cpu, "PACK_FROM", 1)
+    pack_all(monkeypatch)
     np.testing.assert_allclose(vectors(build(folder), ENCODED), expected, atol=2e-4)
