@@ -82,21 +82,16 @@ class Attempt:
         if not stream.tokens:
             return
         tokens, details = stream.take()
-        self._count(len(tokens))
-        answer.journal.extend(tokens, details)
-        if answer.journal.ending is not None:
-            stream.link.cancel(stream, len(answer.journal.tokens), answer.cost_wait_s)
-
-    def _count(self, tokens: int) -> None:
-        """Counts tokens that arrived, the first of which may be the answer's first."""
-        answer, stream = self._answer, self.stream
-        gaps = tokens
+        gaps = count = len(tokens)
         if answer.first_token_at is None:
             assert stream.first_at is not None
             answer.first_token(stream.first_at)
             gaps -= 1
-        answer.traffic.arrived(tokens, gaps, stream.last_at - answer.last_token_at)
+        answer.traffic.arrived(count, gaps, stream.last_at - answer.last_token_at)
         answer.last_token_at = stream.last_at
+        answer.journal.extend(tokens, details)
+        if answer.journal.ending is not None:
+            stream.link.cancel(stream, len(answer.journal.tokens), answer.cost_wait_s)
 
     def _conclude(self) -> WeftError | None:
         """Ends the answer as the worker did. -> None, or why the worker did not end it."""

@@ -4,7 +4,7 @@ Knows messages of the public API, not how they are sent.
 """
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 from protos import inference_pb2 as api
 from services.gateway.answers import echo
@@ -31,22 +31,20 @@ class _Cursor:
         self.texts = self.calls = self.waits = 0
         self.ended = False
 
-    def responses(self, text: TextModel) -> Iterator[api.GenerateResponse]:
+    def take(self, text: TextModel) -> list[api.GenerateResponse]:
         """Deltas of what is new; the tokens of a delta are of one attempt."""
-        journal = self.journal
+        journal, responses = self.journal, []
+        total = len(journal.tokens)
         if self.waits != journal.waits:
             self.waits = journal.waits
-            at = len(journal.tokens)
-            if at == self.tokens:
-                delta = api.Delta(index=self.index, position=at, attempt=journal.attempt, waiting=True)
-                yield api.GenerateResponse(delta=delta)
+            if total == self.tokens:
+                delta = api.Delta(index=self.index, position=total, attempt=journal.attempt, waiting=True)
+                responses.append(api.GenerateResponse(delta=delta))
         while not self.ended:
-            total = len(journal.tokens)
-            finishes = journal.ending is not None
-            behind = self.texts < len(journal.texts) or self.calls < len(journal.call_pieces)
-            if self.tokens == total and not (behind or finishes):
-                return
             start = self.tokens
+            behind = self.texts < len(journal.texts) or self.calls < len(journal.call_pieces)
+            if start == total and not behind and journal.ending is None:
+                break
             attempt, end = journal.attempt_at(start)
             end = min(end, start + _MAX_TOKENS)
             self.tokens = end
@@ -72,7 +70,8 @@ class _Cursor:
                         delta.stop_string = journal.ending.stop_string
                     elif journal.ending.stop_token_id is not None:
                         delta.stop_token_id = journal.ending.stop_token_id
-            yield response
+            responses.append(response)
+        return responses
 
 
 class Subscriber:
@@ -121,7 +120,6 @@ class Subscriber:
                 accept = None
                 timeline.enter(Phase.DELIVER)
                 await deliver(response)
-                timeline.enter(Phase.DETOKENIZE)
             timeline.enter(generation.phase)
             if done:
                 break
@@ -135,20 +133,22 @@ class Subscriber:
         if generation.error is not None:
             raise generation.error
 
-    def _take(self, generation: Generation) -> Iterator[api.GenerateResponse]:
+    def _take(self, generation: Generation) -> Sequence[api.GenerateResponse]:
+        """What is new, of all continuations."""
+        text = generation.text
         if len(self._cursors) < len(generation.continuations):
             self._cursors = [_Cursor(index, each.journal) for index, each in enumerate(generation.continuations)]
-        if self._cursors and self._echoes:
-            request = generation.admitted.request
-            journal = generation.continuations[0].journal
-            assert generation.text is not None
-            if not echo.ready(request, journal):  # The answer comes after it.
-                return
-            self._echoes = False
-            yield from echo.responses(request, journal, generation.text)
-        for cursor in self._cursors:
-            assert generation.text is not None
-            yield from cursor.responses(generation.text)
+        if not self._cursors or text is None:
+            return ()
+        if not self._echoes:
+            if len(self._cursors) == 1:
+                return self._cursors[0].take(text)
+            return [response for cursor in self._cursors for response in cursor.take(text)]
+        request, journal = generation.admitted.request, self._cursors[0].journal
+        if not echo.ready(request, journal):  # The answer comes after it.
+            return ()
+        self._echoes = False
+        return [*echo.responses(request, journal, text), *self._take(generation)]
 
 
 def _call_delta(piece: CallPiece) -> api.ToolCallDelta:
