@@ -42,12 +42,6 @@ class ModelCounts:
     first_token: Durations = field(default_factory=Durations)
     inter_token: Durations = field(default_factory=Durations)
 
-    def arrived(self, tokens: int, gaps: int, seconds: float) -> None:
-        """Counts tokens of an answer, and the `gaps` between them and the one before, which took `seconds` together."""
-        self.tokens += tokens
-        if gaps:
-            self.inter_token.add(seconds / gaps, gaps)
-
     def ended(self, receipt: api.Receipt, failed: bool) -> None:
         """Counts a request that ended."""
         self.requests += 1

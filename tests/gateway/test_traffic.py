@@ -6,7 +6,7 @@ import pytest
 
 from protos import inference_pb2 as api
 from protos import mesh_pb2 as mesh
-from services.gateway.traffic import WINDOW_S, Durations, Traffic, percentiles
+from services.gateway.traffic import WINDOW_S, Durations, ModelCounts, Traffic, percentiles
 
 
 class Clock:
@@ -43,6 +43,12 @@ def test_without_durations_there_are_no_percentiles() -> None:
     assert percentiles([mesh.Latencies(), mesh.Latencies()]) == api.Percentiles()
 
 
+def arrived(counts: ModelCounts, tokens: int, gaps: int, seconds: float) -> None:
+    """Counts tokens as an attempt does."""
+    counts.tokens += tokens
+    counts.inter_token.add(seconds / gaps, gaps)
+
+
 def test_the_shortest_durations_are_counted() -> None:
     counted = Durations()
     for seconds in (0.0, -1e-9, 1e-9, 1e-6, 2e-6):
@@ -53,7 +59,7 @@ def test_the_shortest_durations_are_counted() -> None:
 def test_the_first_second_stays_in_the_window() -> None:
     clock = Clock()
     traffic = Traffic(clock)
-    traffic.model("fox").arrived(3, gaps=2, seconds=0.1)
+    arrived(traffic.model("fox"), 3, gaps=2, seconds=0.1)
     for second in range(1, WINDOW_S + 1):
         clock.now += 1
         (model,) = traffic.roll(0).models
@@ -65,7 +71,7 @@ def test_counts_leave_the_window_after_its_length() -> None:
     traffic = Traffic(clock)
     traffic.roll(0)
     counts = traffic.model("fox")
-    counts.arrived(5, gaps=4, seconds=0.2)
+    arrived(counts, 5, gaps=4, seconds=0.2)
     counts.ended(api.Receipt(prompt_tokens=10, cached_tokens=6, fetched_tokens=2), failed=False)
     counts.ended(api.Receipt(prompt_tokens=10, result_hit=True), failed=False)
     counts.ended(api.Receipt(), failed=True)

@@ -82,13 +82,15 @@ class Attempt:
         if not stream.tokens:
             return
         tokens, details = stream.take()
-        gaps = count = len(tokens)
+        gaps = len(tokens)
+        answer.traffic.tokens += gaps
         if answer.first_token_at is None:
             assert stream.first_at is not None
             answer.first_token(stream.first_at)
             gaps -= 1
-        answer.traffic.arrived(count, gaps, stream.last_at - answer.last_token_at)
-        answer.last_token_at = stream.last_at
+        if gaps:
+            answer.traffic.inter_token.add((stream.last_at - answer.last_token_at) / gaps, gaps)
+            answer.last_token_at = stream.last_at
         answer.journal.extend(tokens, details)
         if answer.journal.ending is not None:
             stream.link.cancel(stream, len(answer.journal.tokens), answer.cost_wait_s)
