@@ -1,7 +1,7 @@
 """Ten times the load that a worker can take: goodput, refusals, and how soon new requests are served afterwards.
 
     python -m bench.mesh.overload [--seconds 60] [--times 10] [--engines paced torch] [--batch 64]
-                                  [--out overload.html]
+                                  [--threads 1] [--out overload.html]
 
 For each engine: the peak is measured with as many requests at once as the batch holds. Then, once with deadlines of 30
 s and once with three times an answer's duration, an open loop sends `--times` as many requests as the peak for
@@ -15,6 +15,7 @@ control streams begin with the burst: the p99 between two of their tokens stands
 import argparse
 import asyncio
 import json
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -155,13 +156,29 @@ async def measured(engine: str, arguments: argparse.Namespace) -> list[Result]:
         settings = {**processes.paced(STEP_MS, batch=arguments.batch), **own}
     else:
         settings = {"ENGINE": engine, "MAX_BATCH_SIZE": str(arguments.batch), **own}
+        if arguments.threads:
+            settings["WEFT_THREADS"] = str(arguments.threads)
     results = []
     async with processes.up(settings, model=arguments.model) as up:
+        if arguments.threads:
+            isolate(up, arguments.threads)
         most, answer_s, gap_ms = await peak(up.gateways[0], arguments)
         for deadline_s in (LONG_S, SHORT_TIMES * answer_s):
             results.append(await overloaded(engine, up, deadline_s, most, gap_ms, arguments))
             show(results[-1:])
     return results
+
+
+def isolate(up: processes.Up, count: int) -> None:
+    """Gives the worker the last `count` cores to itself, and the others to all other processes, this one included."""
+    cores = sorted(os.sched_getaffinity(0))
+    own, rest = set(cores[-count:]), set(cores[:-count])
+    if not rest:
+        raise SystemExit(f"--threads {count} leaves no core of {len(cores)} to the other processes")
+    workers = up.workers()
+    for pid in [os.getpid(), *(process.pid for process in up.supervisor.processes.values() if process.pid)]:
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            os.sched_setaffinity(int(thread.name), own if pid in workers else rest)
 
 
 def show(results: Sequence[Result]) -> None:
@@ -196,6 +213,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--engines", nargs="+", choices=["paced", "torch", "gpu"], default=["paced", "torch"])
     parser.add_argument("--model", default="", help="folder, hub id or random:NAME (default: the demo model)")
     parser.add_argument("--batch", type=int, default=64, help="requests at once (default 64)")
+    parser.add_argument("--threads", type=int, default=0, help="cores of a torch worker to itself (default: shared)")
     parser.add_argument("--clients", type=int, default=max(1, available_cores() // 4), help="client processes")
     parser.add_argument("--out", type=Path, default=None, help="write a page with plots over time")
     return parser.parse_args()
