@@ -15,7 +15,7 @@ PIECES = (
     r"|\n+|[^\S\n]+(?=[^\S\n])|[^\S\n]+"  # newlines, spaces before a last space, other space
 )
 
-# Messages are told one after another, as paragraphs; the model goes on with the next paragraph.
+# Messages follow one another as paragraphs; the model goes on with the next paragraph.
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message['content'] | trim }}"
     "{% if add_generation_prompt or not loop.last %}{{ '\\n\\n' }}{% endif %}{% endfor %}"

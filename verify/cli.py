@@ -168,7 +168,7 @@ def _is_encoder(folder: Path) -> bool:
     try:
         return is_encoder(folder)
     except CheckpointError:
-        return False  # what is wrong is said when it is loaded
+        return False  # loading it reports what is wrong
 
 
 def _verify_encoder(

@@ -4,8 +4,8 @@
         [--draft-quantize int4] [--rows 1 4 8 16 64 256] [--acceptance 0.7 0.5 0.9] [--seconds 420] [--out FOLDER]
 
 Tokens/s and the time between tokens for each number of answers, without guesses and with them; the depth is chosen
-unless it is said. `draft`: the guesses of a draft model count as right with a set chance, whatever is drawn. `copying`:
-n-grams and suffixes guess answers that copy. Random weights do not copy, so these have a head that does
+unless a row sets it. `draft`: guesses of a draft model count as right with a set chance, whatever is drawn.
+`copying`: n-grams and suffixes guess answers that copy. Random weights do not copy, so these have a head that does
 (`bench.engine.copying`): after each token the next one of its cycle of 512 is the likeliest, a prompt shows its cycle
 once, and the answer goes through it again and again. A step costs what it costs with any other weights; how often real
 answers copy is another question. All rows of a kind are those of one engine; without guesses it runs as one that has

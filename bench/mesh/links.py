@@ -3,7 +3,7 @@
     python -m bench.mesh.links [link stopped gateway events added added-events admission planning prefix tls]
         [--json FILE]
 
-The worker is a real process with the paced engine. Wall-clock figures share the machine's cores with whoever makes the
+The worker is a real process with the paced engine. Wall-clock figures share the machine's cores with the client's
 load; figures per core divide by the processor time of the one process that they are about.
 """
 

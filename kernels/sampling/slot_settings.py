@@ -57,7 +57,7 @@ def slot_settings(slots: int, device: torch.device | str, vocab: int | None = No
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """What S rows brought."""
+    """What S rows sampled."""
 
     tokens: Tensor
     """int64 [S]."""

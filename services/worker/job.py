@@ -15,8 +15,8 @@ from services.forms.form import Form
 # Jobs and their parameters are not frozen: each field of a frozen dataclass is set by a call.
 @dataclass(slots=True)
 class SamplingParams:
-    """How to choose tokens. The meaning, order and ranges are those of `weft.v1.Sampling`, already validated. Nobody
-    changes them."""
+    """How to choose tokens. The meaning, order and ranges are those of `weft.v1.Sampling`, already validated. They
+    do not change."""
 
     max_tokens: int
     """Most tokens of the answer, those of earlier attempts included."""
@@ -94,7 +94,7 @@ class Vectors:
 
 @dataclass(slots=True)
 class Job:
-    """One sequence to continue, or texts to encode. Nobody changes it."""
+    """One sequence to continue, or texts to encode. Immutable."""
 
     key: int
     """The caller's handle."""

@@ -97,22 +97,22 @@ class EngineOptions(BaseModel):
     kv_dtype: Literal["auto", "fp8", "int8"] = Field(
         "auto",
         validation_alias=known_as("KV_DTYPE"),
-        description="Of stored keys and values; auto is what the checkpoint was calibrated for, or dtype. fp8 holds "
-        "twice the tokens of bfloat16, int8 nearly so (a scale for each token and head).",
+        description="Type of stored keys and values; auto is what the checkpoint was calibrated for, or dtype. fp8 "
+        "holds twice the tokens of bfloat16, int8 nearly so (a scale for each token and head).",
     )
     kv_scales: Literal["checkpoint", "dynamic"] = Field(
         "checkpoint",
         validation_alias=known_as("KV_SCALES"),
-        description="Of keys and values in fp8, by head: those of the checkpoint, else 1; dynamic measures them at "
-        "the start, by a prompt of 256 random tokens, unless the checkpoint brings any.",
+        description="Scales of keys and values in fp8, by head: those of the checkpoint, else 1; dynamic measures "
+        "them at the start, by a prompt of 256 random tokens, unless the checkpoint has any.",
     )
     speculate: str = Field(
         "",
         pattern=SPECULATE,
-        description="Who guesses tokens, which a step then checks several at a time: ngram (what followed the last "
-        "tokens before), suffix (also in the tenant's earlier answers), "
+        description="The proposer of draft tokens, of which a step verifies several at a time: ngram (what followed "
+        "the last tokens before), suffix (also in the tenant's earlier answers), "
         "draft:MODEL (a small model of the same vocabulary), heads:PATH (heads that `weft compress heads` trained on "
-        "the model's hidden states). It changes no token. Empty: nobody.",
+        "the model's hidden states). It changes no token. Empty: none.",
     )
     speculate_depth: int | None = Field(
         None, ge=1, le=8, description="Guesses for each answer and step; absent: chosen by what is measured, down to 0."

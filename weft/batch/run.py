@@ -114,7 +114,7 @@ class Batch:
         body = {"priority": self._spec.priority, "request_id": request.request_id} | request.body
         wait_s, server_errors = _FIRST_WAIT_S, 0
         while True:
-            told_s = 0.0
+            server_s = 0.0
             try:
                 response = await client.post(request.url, json=body)
             except httpx.TransportError:
@@ -129,11 +129,11 @@ class Batch:
                     self._check_patience()
                 else:
                     self._answered_at = time.monotonic()  # Full, but there.
-                told_s = _seconds(response.headers.get("retry-after-ms"), 1000) or _seconds(
+                server_s = _seconds(response.headers.get("retry-after-ms"), 1000) or _seconds(
                     response.headers.get("retry-after"), 1
                 )
-            # Told or not, the waits grow: with many waiting requests the mesh could not answer each so soon.
-            await asyncio.sleep(max(told_s, wait_s) * random.uniform(0.75, 1.25))
+            # The waits grow: with many waiting requests the mesh could not answer each as soon as it promises.
+            await asyncio.sleep(max(server_s, wait_s) * random.uniform(0.75, 1.25))
             wait_s = min(wait_s * 2, _LONGEST_WAIT_S)
 
     def _check_patience(self) -> None:

@@ -52,7 +52,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """One tenant. Caches are shared only between equal salts, which nobody makes without the mesh secret; fair queueing
+    """One tenant. Caches are shared only between equal salts, which only the mesh secret can make; fair queueing
     counts by the hash of the name."""
 
     name: str

@@ -108,7 +108,7 @@ class Attempt:
             return None
         if end.reason == api.FINISH_REASON_ERROR and end.HasField("failure"):
             return self._failure(WeftError.from_failure(end.failure))
-        return worker_lost()  # The worker cancelled a job that nobody had cancelled.
+        return worker_lost()  # The worker cancelled a job that this gateway had not cancelled.
 
     def _failure(self, failure: WeftError) -> WeftError:
         """The worker's failure. An expired deadline is retryable if it was the leader's, or was extended since."""

@@ -158,7 +158,7 @@ class _Child:
         self._process.kill()
 
     def kill(self) -> None:
-        """Ends the process at once, and closes the link to it, which nobody may use at this time."""
+        """Ends the process at once, and closes the link to it, which no caller may use at this time."""
         with self._killing:
             self._process.kill()
             self._process.wait()

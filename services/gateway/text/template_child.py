@@ -27,7 +27,7 @@ MAX_CHARS = 8 << 20
 MEMORY_BYTES = 240 << 20
 """Address space of this process."""
 CPU_S = 3
-"""Processor time of one message, after which the kernel kills this process, also if nobody else is there to do it."""
+"""Processor time of one message, after which the kernel kills this process, also if its parent cannot."""
 LENGTH = struct.Struct(">I")
 
 

@@ -61,7 +61,7 @@ class PoisonWatch:
                 record.suspect = self.changed = True
 
     def abandoned(self, worker_id: str, probation: bytes, now: float) -> None:
-        """A worker is lost for good, and the gateway of the job on probation there has not said so: its client left."""
+        """A worker is lost for good, and the gateway of its job on probation reported nothing: the client left."""
         if probation and worker_id not in self._blamed:
             _keep(self._blamed, worker_id, probation)
             self._poison(probation, worker_id, now)

@@ -33,7 +33,7 @@ class BlockRead:
         self.sent = 0
         """Blocks that were sent since. Its caller writes it."""
         self.cancelled = False
-        """Nobody waits for the answer any more. Its caller writes it."""
+        """No client waits for the answer any more. Its caller writes it."""
 
 
 class EngineEvents(Protocol):

@@ -70,7 +70,7 @@ class Decoder:
         self.config, self.ops, self.family = config, ops, family_of(config.architecture)
         self._adapted = AdaptedProducts()
         self.hidden: HiddenStates | None = None
-        """Who takes the residual stream before each layer; None: nobody."""
+        """Receives the residual stream before each layer; None: it is not kept."""
         with torch.device(device):
             self._build(dtype)
             for projection in [] if meta_linears else self.projections():

@@ -302,7 +302,7 @@ class Planner:
         sequence.total += samples
 
     def _add_guesses(self, plan: Plan, guesser: Guesser) -> None:
-        """Lengthen rows of answers by guesses, as far as free blocks and the budget reach: nobody is paused for them.
+        """Lengthen rows of answers by guesses, as far as free blocks and the budget reach; no sequence pauses for them.
         A plan counts on one token of such a row, as of any other; blocks for guesses stay with their sequence."""
         places, asked = [], []
         for place, row in enumerate(plan.rows):

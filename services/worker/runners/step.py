@@ -55,7 +55,7 @@ class Edit(enum.IntEnum):
     """For bad words: position of the next token, number of the answer's last tokens that follow and these tokens; then
     each forbidden sequence of tokens, its length first."""
     MASK = 8
-    """The slot draws under masks: its tokens are drawn when `Runner.draw` brings them. No words."""
+    """The slot draws under masks: its tokens are drawn when `Runner.draw` receives the masks. No words."""
     SCORE = 9
     """For log-probabilities of the prompt: likely tokens to report, then the tokens that come after the row's first
     tokens. Holds for this step."""

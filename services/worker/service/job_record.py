@@ -19,7 +19,7 @@ class JobState(enum.Enum):
     """Whether the scheduler has placed a job on this worker."""
 
     TENTATIVE = "tentative"
-    """Its gateway sent it before the scheduler's answer. Nobody but that gateway has access to it."""
+    """Its gateway sent it before the scheduler's answer. Only that gateway has access to it."""
     CONFIRMED = "confirmed"
     """The scheduler placed it here."""
 

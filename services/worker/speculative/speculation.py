@@ -146,7 +146,7 @@ class Speculation:
 
     def stepped(self, rows: Iterable[Row], seconds: float, overlapped: bool) -> None:
         """A step of these rows, without prompts, took this many seconds. overlapped: it was planned while another one
-        ran. A step without guesses that could have been, and was not, says nothing about such steps."""
+        ran. A step without guesses that could have been, and was not, shows nothing about such steps."""
         depths = [len(row.guesses) for row in rows]
         if not depths:
             return

@@ -14,7 +14,7 @@ class Flights:
         return len(self._running)
 
     def find(self, key: bytes) -> "asyncio.Future[bytes] | None":
-        """What another request computes; None: nobody does."""
+        """What another request computes; None: no request does."""
         return self._running.get(key)
 
     def begin(self, keys: Iterable[bytes]) -> "Flight":

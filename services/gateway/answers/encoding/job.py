@@ -104,7 +104,7 @@ class EncodeJob:
         return stream
 
     def _loss(self, stream: JobStream) -> WeftError | None:
-        """Why a stream has brought no vectors; None: it has."""
+        """Why a stream has returned no vectors; None: it has."""
         end = stream.end
         if end is None:
             return stream.loss or worker_lost()

@@ -13,8 +13,8 @@ from services.worker.speculative.suffix import SuffixProposer
 def make_speculation(
     options: EngineOptions, draft_context: int, overlaps: bool = False, limit: Callable[[int], int] | None = None
 ) -> Speculation | None:
-    """None: nobody guesses. draft_context: tokens of the context of the runner's draft model or heads, if any.
-    overlaps and limit as in `Speculation`."""
+    """None without a proposer of guesses. overlaps and limit as in `Speculation`; draft_context: tokens of the context
+    of the runner's draft model or heads, if any."""
     if not options.speculate:
         return None
     proposer: Proposer | DraftProgress = NgramProposer()

@@ -37,7 +37,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 @dataclass(frozen=True, slots=True)
 class BuiltEncoder:
-    """An encoder's engine that is ready to run, and what its folder says."""
+    """An encoder's engine that is ready to run, and what its folder states."""
 
     engine: EncodingEngine
     config: EncoderConfig

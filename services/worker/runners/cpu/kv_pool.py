@@ -24,7 +24,7 @@ class CpuPool:
         # The same memory as bytes: [blocks + 1, bytes of one block in one layer].
         self._contents = [kv_pages.bytes_of(layer).numpy() for layer in self.layers]
         self.hidden: HiddenPool | None = None
-        """The hidden states of the blocks' tokens; None: nobody reads them."""
+        """The hidden states of the blocks' tokens; None: they are not needed."""
 
     @property
     def block_bytes(self) -> int:

@@ -26,7 +26,7 @@ class GpuPool:
         self._config = config
         self.allocate(0)
         self.hidden: GpuHidden | None = None
-        """The hidden states of the blocks' tokens; None: nobody reads them."""
+        """The hidden states of the blocks' tokens; None: they are not needed."""
         self.host_block_s = 0.0
         """Measured seconds that a block takes to host memory and back."""
         self._host_pages: HostPages | None = None

@@ -97,7 +97,7 @@ def _constrain(sampling: api.Sampling, params: vllm.SamplingParams) -> None:
 def jobs_of(request: vllm.GenerateRequest, card: mesh.ModelCard, deadline_s: float, traceparent: str) -> list[mesh.Job]:
     """A job for each continuation; its stream id is its index. `deadline_s` is 0 for no deadline. Raises WeftError.
 
-    The jobs are tentative: they are not the scheduler's, so nobody joins or replaces them.
+    The jobs are tentative: they are not the scheduler's, so none joins or replaces them.
     """
     check(request)
     token_ids, params = request.tokenized.input_ids, request.sampling_params
