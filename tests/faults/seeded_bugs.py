@@ -77,7 +77,7 @@ BUGS = (
         "        if position < self.expected:\n            return\n        self.expected = position + 1\n",
         "gateway/test_recovery.py::test_a_gap_in_positions_loses_the_attempt_not_a_token"),
     Bug("a cancelled leader ends its followers", _ATTEMPT,
-        "return worker_lost()  # The worker cancelled a job that nobody had cancelled.",
+        "return worker_lost()  # The worker cancelled a job that this gateway had not cancelled.",
         "self._answer.end(Ending(api.FINISH_REASON_LENGTH))\n        return None",
         f"{_SIMULATION}test_no_history_loses_repeats_or_changes_a_token"),
     Bug("tokens arrive after a result was chosen", _CONTINUATION,

@@ -342,7 +342,7 @@ def test_steps_overlap_where_nothing_is_guessed(why: str, depth: int | None, eng
     jobs = [job(key, prompt_of(9 + key), max_tokens=60) for key in range(3)]
     if why == "too dear":
         speculation = Speculation(draft_model.DraftProgress(made.options.block_size, 512), overlaps=True)
-        speculation._budget.spend(12_500, 0.25)
+        speculation._budget.spend(12_500, 250.0)  # No slow machine earns this within the test.
     elif why == "nothing found":
         speculation = Speculation(LateReplay({}, 1000), depth, overlaps=True)
     else:
