@@ -12,11 +12,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
 from protos import inference_pb2 as api
-from services.gateway.access.load_gate import BUSIEST, PATIENCE, AdmittedShare, LoadGate
+from services.gateway.access.load_gate import BUSIEST, FEW_PER_S, PATIENCE, AdmittedShare, LoadGate
 from tests.gateway.fakes import FakeMesh, ask
 from tests.ports import free_port
 
 # ---- the share of calls that is taken ----
+
+MANY = 10 * FEW_PER_S
+"""Calls per second."""
 
 
 def simulated(offered: float, refusal_cost: float, windows: int) -> list[float]:
@@ -24,7 +27,7 @@ def simulated(offered: float, refusal_cost: float, windows: int) -> list[float]:
     admitted, shares = AdmittedShare(), []
     for _ in range(windows):
         share = admitted.share
-        shares.append(admitted.update(min(1.0, offered * share + refusal_cost * (1 - share))))
+        shares.append(admitted.update(min(1.0, offered * share + refusal_cost * (1 - share)), MANY))
     return shares
 
 
@@ -42,18 +45,25 @@ def test_under_overload_the_processor_stays_busy_and_no_more_is_taken(offered: f
 
 def test_a_burst_that_is_over_soon_refuses_nobody() -> None:
     admitted = AdmittedShare()
-    assert [admitted.update(1.0) for _ in range(PATIENCE - 1)] == [1.0] * (PATIENCE - 1)
-    assert admitted.update(0.5) == 1.0
-    assert [admitted.update(1.0) for _ in range(PATIENCE)][-1] < 1.0
+    for quiet in ((0.5, MANY), (1.0, FEW_PER_S)):
+        assert [admitted.update(1.0, MANY) for _ in range(PATIENCE - 1)] == [1.0] * (PATIENCE - 1)
+        assert admitted.update(*quiet) == 1.0
+    assert [admitted.update(1.0, MANY) for _ in range(PATIENCE)][-1] < 1.0
 
 
-def test_every_call_is_taken_soon_after_an_overload() -> None:
+def test_streams_that_take_all_of_the_time_refuse_no_call() -> None:
+    admitted = AdmittedShare()
+    assert {admitted.update(1.0, FEW_PER_S) for _ in range(200)} == {1.0}
+
+
+@pytest.mark.parametrize(("busy", "calls_per_s"), [(0.3, MANY), (1.0, FEW_PER_S)])
+def test_every_call_is_taken_soon_after_an_overload(busy: float, calls_per_s: float) -> None:
     admitted = AdmittedShare()
     for _ in range(200):
-        admitted.update(1.0)
+        admitted.update(1.0, MANY)
     assert admitted.share == pytest.approx(0.01)
     windows = 0
-    while admitted.update(0.3) < 1.0:
+    while admitted.update(busy, calls_per_s) < 1.0:
         windows += 1
     assert windows * 0.05 < 1.5
 

@@ -2,9 +2,10 @@
 event loop has no time left. Knows no protocols, no tenants and no requests.
 
 A call that is refused is cheap, but not free: gRPC hands it to Python like any other. So the share of calls to take is
-found by feedback: it falls while the event loop's thread computes nearly all of the time, and rises again when it does
-not. A burst that is over soon lowers nothing. A loop that waits for a processor, because other processes have all of
-them, is not what this measures.
+found by feedback: it falls while the event loop's thread computes nearly all of the time and many calls arrive, and
+rises again when it does not. A burst that is over soon lowers nothing, and neither do streams that take all of the
+time: a message then carries more tokens. A loop that waits for a processor, because other processes have all of them,
+is not what this measures.
 """
 
 import asyncio
@@ -24,6 +25,10 @@ WINDOW_S = 0.05
 BUSIEST = 0.93
 """Share of a window that the event loop computes at the most before calls are refused."""
 _SATURATED = 0.98
+FEW_PER_S = 100.0
+"""Calls per second that take a few percent of the time: to refuse some of them would gain nothing."""
+_AVERAGED_S = 1.0
+"""Time over which calls are counted: a wave of 64 clients, one call each, is no overload."""
 PATIENCE = 4
 """Busy windows, one after the other, after which calls are refused."""
 _FALL, _SLOW_FALL, _FASTEST_RISE, _RISE = 0.75, 0.95, 1.25, 0.01
@@ -38,17 +43,20 @@ class AdmittedShare:
     def __init__(self) -> None:
         self.share = 1.0
         self._busy = 0
-        """Busy windows since the last that was not."""
+        """Windows that were busy with many calls since the last that was not."""
 
-    def update(self, busy: float) -> float:
-        """Applies a window in which the event loop computed for the share `busy` of the time -> the new share."""
-        self._busy = self._busy + 1 if busy > BUSIEST else 0
-        if self.share == 1.0 and 0 < self._busy < PATIENCE:
+    def update(self, busy: float, calls_per_s: float) -> float:
+        """Applies a window in which the event loop computed for the share `busy` of the time, and calls arrived at this
+        rate -> the new share."""
+        many = calls_per_s > FEW_PER_S
+        self._busy = self._busy + 1 if many and busy > BUSIEST else 0
+        if self.share == 1.0 and self._busy < PATIENCE:
             return self.share
         if self._busy:
             self.share *= _FALL if busy > _SATURATED else _SLOW_FALL
         else:
-            self.share = self.share * min(_FASTEST_RISE, BUSIEST / max(busy, 0.1)) + _RISE
+            rise = BUSIEST / max(busy, 0.1) if many else _FASTEST_RISE
+            self.share = self.share * min(_FASTEST_RISE, rise) + _RISE
         self.share = min(1.0, max(_LEAST, self.share))
         return self.share
 
@@ -62,6 +70,8 @@ class LoadGate:
         self._most_calls = most_calls
         self._running = running
         self._admitted = AdmittedShare()
+        self._arrived = 0
+        """Calls in this window of time."""
 
     def share_now(self) -> float:
         """The share of calls that is taken now."""
@@ -69,6 +79,7 @@ class LoadGate:
 
     def refusal(self) -> WeftError | None:
         """Why a call that arrives now is refused; None if it is taken."""
+        self._arrived += 1
         share = self._admitted.share
         if self._running() < self._most_calls and (share >= 1.0 or random.random() < share):
             return None
@@ -83,11 +94,13 @@ class LoadGate:
 
     async def watch(self) -> None:
         """Measures the load of the calling thread's event loop until cancelled."""
-        at, used, logged_at = time.monotonic(), time.thread_time(), -_LOG_S
+        at, used, logged_at, calls_per_s = time.monotonic(), time.thread_time(), -_LOG_S, 0.0
         while True:
             await asyncio.sleep(WINDOW_S)
             now, now_used = time.monotonic(), time.thread_time()
-            share = self._admitted.update((now_used - used) / (now - at))
+            arrived, self._arrived = self._arrived, 0
+            calls_per_s += (arrived / (now - at) - calls_per_s) * min(1.0, (now - at) / _AVERAGED_S)
+            share = self._admitted.update((now_used - used) / (now - at), calls_per_s)
             if share < 0.5 and now - logged_at > _LOG_S:
                 log.warning("the gateway is overloaded", admitted=round(share, 3), refused=self.refused)
                 logged_at = now
