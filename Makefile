@@ -161,7 +161,7 @@ bench-open: set-up ## Constant rates and overload of short requests, and 5,000 s
 bench-overload: set-up ## Ten times the load for 60 s: goodput, refusals and recovery, paced and demo model: ARGS="--out overload.html".
 	@$(BIN)/python -m bench.mesh.overload $(ARGS)
 
-bench-turns: ## This checkout and another one in turns, each with a mesh of its own: BEFORE=folder ARGS="--rows 128/128@16x64" GPU_PYTHON=python with GPU=1.
+bench-turns: $(if $(GPU),,set-up) ## This checkout and another one in turns, each with a mesh of its own: BEFORE=folder ARGS="--rows 128/128@16x64" GPU_PYTHON=python with GPU=1.
 	@test -n '$(BEFORE)' || { echo 'make bench-turns needs BEFORE=folder of another checkout'; exit 2; }
 	@$(if $(GPU),$(GPU_PYTHON),$(BIN)/python) -m bench.mesh.turns '$(BEFORE)' $(ARGS)
 

@@ -1,4 +1,4 @@
-"""Keeps a mesh of the checkout in the current folder up until standard input ends. `bench.mesh.turns` runs this file.
+"""Runs a mesh of the checkout in the current folder until standard input ends. `bench.mesh.turns` starts this file.
 
     python bench/mesh/hold.py MODEL GATEWAYS '{"WEFT_...": "..."}'
 
@@ -19,7 +19,9 @@ def meshes() -> ModuleType:
     sys.path[0] = os.getcwd()
     try:
         return importlib.import_module("bench.mesh.processes")
-    except ImportError:
+    except ModuleNotFoundError as error:
+        if error.name != "bench.mesh.processes":
+            raise
         return importlib.import_module("bench.mesh")
 
 

@@ -9,7 +9,8 @@ s and once with three times an answer's duration, an open loop sends `--times` a
 ended before their deadline from the third second of the burst to its end; an answer that comes too late is no answer.
 Refusals include requests that waited and were dropped; "inside" is the part of their time within the gateway. Of the
 requests after the burst the table has the share that was answered, and the longest time to the first token. Four
-control streams begin with the burst: the p99 between two of their tokens stands beside that of the peak.
+control streams begin with the burst: the p99 between two of their tokens stands beside that of the peak. With --threads
+the worker computes with that many threads on as many cores, which no other process uses.
 """
 
 import argparse
@@ -213,7 +214,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--engines", nargs="+", choices=["paced", "torch", "gpu"], default=["paced", "torch"])
     parser.add_argument("--model", default="", help="folder, hub id or random:NAME (default: the demo model)")
     parser.add_argument("--batch", type=int, default=64, help="requests at once (default 64)")
-    parser.add_argument("--threads", type=int, default=0, help="cores of a torch worker to itself (default: shared)")
+    parser.add_argument("--threads", type=int, default=0, help="cores reserved for the worker (default: none)")
     parser.add_argument("--clients", type=int, default=max(1, available_cores() // 4), help="client processes")
     parser.add_argument("--out", type=Path, default=None, help="write a page with plots over time")
     return parser.parse_args()

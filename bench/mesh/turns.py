@@ -3,8 +3,8 @@
     python -m bench.mesh.turns ../before [--model random:llama-3.1-8b --engine gpu] [--setting MAX_SEQ_LENGTH=16384]
                                [--firsts 100] [--rounds 2] [--rows 1950/200@1x8 128/128@256x768]
 
-Each checkout keeps a mesh of its own up, with its own processes and weights; the stubs of the other one must have been
-generated (`make stubs`). One client sends to both meshes in turns; the mesh whose turn it is not is idle. A row is
+Each checkout runs its own mesh, with its own processes and weights; `make stubs` must have generated the stubs of the
+other one. One client sends to both meshes in turns; the mesh whose turn it is not is idle. A row is
 INPUT/OUTPUT@CONCURRENCYxREQUESTS in tokens. First tokens are those of prompts of 128 tokens, one request at a time,
 once through one gateway and once through all in turn; the last column is the median over pairs of neighbouring
 requests. Without --model the demo model runs.
