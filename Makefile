@@ -155,7 +155,7 @@ bench-embed: set-up ## Embeddings of MiniLM's shape through the door, beside ONN
 bench-links: set-up ## Links, gateway, admission and planning, measured without a model, each beside its goal.
 	@$(BIN)/python -m bench.mesh.links
 
-bench-open: set-up ## Constant rates and overload of short requests, and 5,000 streams, through the one public port: ARGS="--seconds 60".
+bench-open: set-up ## Constant rates and overload of short requests, and 5,000 streams, through the one public port: ARGS="--rows grpc@1000 grpc@x4 --cores 16".
 	@$(BIN)/python -m bench.mesh.open_loop $(ARGS)
 
 bench-overload: set-up ## Ten times the load for 60 s: goodput, refusals and recovery, paced and demo model: ARGS="--out overload.html".

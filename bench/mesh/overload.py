@@ -1,7 +1,7 @@
 """Ten times the load that a worker can take: goodput, refusals, and how soon new requests are served afterwards.
 
     python -m bench.mesh.overload [--seconds 60] [--times 10] [--engines paced torch] [--batch 64]
-                                  [--threads 1] [--out overload.html]
+                                  [--threads 1] [--cores 16] [--out overload.html]
 
 For each engine: the peak is measured with as many requests at once as the batch holds. Then, once with deadlines of 30
 s and once with three times an answer's duration, an open loop sends `--times` as many requests as the peak for
@@ -10,7 +10,8 @@ ended before their deadline from the third second of the burst to its end; an an
 Refusals include requests that waited and were dropped; "inside" is the part of their time within the gateway. Of the
 requests after the burst the table has the share that was answered, and the longest time to the first token. Four
 control streams begin with the burst: the p99 between two of their tokens stands beside that of the peak. With --threads
-the worker computes with that many threads on as many cores, which no other process uses.
+the worker computes with that many threads on as many cores, which no other process uses. With --cores the mesh, its
+worker included, has so many cores to itself and the clients have the others.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from bench.mesh import processes
+from bench.mesh import cores, processes
 from report import html, machine, plot
 from report.console import console
 from report.plot import Axis, Line
@@ -104,6 +105,11 @@ class Result:
         title = f"{self.engine}, deadlines of {self.deadline_s:.1f} s"
         return html.card(title, plot.lines(series, Axis("seconds"), Axis("requests in each second")), wide=True)
 
+    def line(self) -> str:
+        """The figures of the table as a line of JSON."""
+        cells = dict(zip(COLUMNS, self.cells(), strict=True))
+        return json.dumps({**cells, "errors": dict(self.burst.tally.errors)})
+
     def to_json(self) -> dict[str, Any]:
         """All figures."""
         return {
@@ -160,26 +166,26 @@ async def measured(engine: str, arguments: argparse.Namespace) -> list[Result]:
         if arguments.threads:
             settings["WEFT_THREADS"] = str(arguments.threads)
     results = []
-    async with processes.up(settings, model=arguments.model) as up:
+    async with processes.up(settings, model=arguments.model, cores=arguments.cores) as up:
         if arguments.threads:
-            isolate(up, arguments.threads)
+            isolate(up, arguments.threads, ours=not arguments.cores)
         most, answer_s, gap_ms = await peak(up.gateways[0], arguments)
         for deadline_s in (LONG_S, SHORT_TIMES * answer_s):
             results.append(await overloaded(engine, up, deadline_s, most, gap_ms, arguments))
             show(results[-1:])
+            if arguments.lines:
+                print(results[-1].line(), flush=True)
     return results
 
 
-def isolate(up: processes.Up, count: int) -> None:
-    """Gives the worker the last `count` cores to itself, and the others to all other processes, this one included."""
-    cores = sorted(os.sched_getaffinity(0))
-    own, rest = set(cores[-count:]), set(cores[:-count])
-    if not rest:
-        raise SystemExit(f"--threads {count} leaves no core of {len(cores)} to the other processes")
-    workers = up.workers()
-    for pid in [os.getpid(), *(process.pid for process in up.supervisor.processes.values() if process.pid)]:
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            os.sched_setaffinity(int(thread.name), own if pid in workers else rest)
+def isolate(up: processes.Up, count: int, *, ours: bool) -> None:
+    """Gives the worker `count` of the mesh's cores; its other processes, and this one if `ours`, get the rest."""
+    running = up.running()
+    own, rest = cores.divided(count, of=running["worker"][0])
+    for name, pids in {**running, "clients": [os.getpid()] if ours else []}.items():
+        for pid in pids:
+            for thread in Path(f"/proc/{pid}/task").iterdir():
+                os.sched_setaffinity(int(thread.name), own if name == "worker" else rest)
 
 
 def show(results: Sequence[Result]) -> None:
@@ -215,7 +221,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--model", default="", help="folder, hub id or random:NAME (default: the demo model)")
     parser.add_argument("--batch", type=int, default=64, help="requests at once (default 64)")
     parser.add_argument("--threads", type=int, default=0, help="cores reserved for the worker (default: none)")
+    parser.add_argument("--cores", type=int, default=0, help="cores of the mesh alone (default: all, shared)")
     parser.add_argument("--clients", type=int, default=max(1, available_cores() // 4), help="client processes")
+    parser.add_argument("--lines", action="store_true", help="print each burst as a line of JSON, too")
     parser.add_argument("--out", type=Path, default=None, help="write a page with plots over time")
     return parser.parse_args()
 

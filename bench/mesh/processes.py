@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from bench.mesh.cores import divided
 from services.security import identity as identities
 from weft.launch import demo_model, plan
 from weft.launch.admin import secret_file
@@ -41,6 +42,14 @@ class Up:
         """Process ids of all workers."""
         return [self.pid(name) for name in self.supervisor.processes if name.startswith("worker-")]
 
+    def running(self) -> dict[str, list[int]]:
+        """Process ids by service (gateway, scheduler, worker, ...), those of child processes included."""
+        found: dict[str, list[int]] = {}
+        for name, process in self.supervisor.processes.items():
+            if process.pid is not None:
+                found.setdefault(name.partition("-")[0], []).extend(_with_descendants(process.pid))
+        return found
+
 
 @contextlib.asynccontextmanager
 async def meanwhile(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
@@ -56,11 +65,18 @@ async def meanwhile(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 
 @contextlib.asynccontextmanager
 async def up(
-    settings: Mapping[str, str], *, gateways: int = 1, workers: int = 1, model: str = "", tls: bool = False
+    settings: Mapping[str, str],
+    *,
+    gateways: int = 1,
+    workers: int = 1,
+    model: str = "",
+    tls: bool = False,
+    cores: int = 0,
 ) -> AsyncIterator[Up]:
     """Run a mesh with these environment variables; the default model is the demo model. Raises GaveUp.
 
     `tls`: the services authenticate one another and encrypt their links, as `weft serve` does by default.
+    `cores`: the mesh has that many cores to itself, and this process and its later children have the others.
     Each gateway is one process unless WEFT_GATEWAY_PROCESSES is among the settings.
     """
     with tempfile.TemporaryDirectory(prefix="weft-bench-") as home:
@@ -72,9 +88,24 @@ async def up(
             plain=not tls,
             settings={"WEFT_LOG_LEVEL": "warning", plan.PROCESSES_SETTING: "1", **settings},
         )
-        async with plan.planned(spec) as planned, _running(planned, gateways, workers, Path(home)) as running:
-            with _gateway_of(Path(home)) if tls else contextlib.nullcontext():
-                yield running
+        async with plan.planned(spec) as planned:
+            with _bound(cores) as clients:
+                async with _running(planned, gateways, workers, Path(home)) as running:
+                    os.sched_setaffinity(0, clients)
+                    with _gateway_of(Path(home)) if tls else contextlib.nullcontext():
+                        yield running
+
+
+@contextlib.contextmanager
+def _bound(count: int) -> Iterator[set[int]]:
+    """Binds this process to `count` cores within the block -> the others; 0: to all cores, which are returned."""
+    before = os.sched_getaffinity(0)
+    own, others = divided(count) if count else (before, before)
+    os.sched_setaffinity(0, own)
+    try:
+        yield others
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 @contextlib.contextmanager
@@ -114,6 +145,16 @@ async def _running(mesh: plan.MeshPlan, gateways: int, workers: int, logs: Path)
                 await supervisor.during(plan.wait_served(address, workers))
         listens = {spec.name: spec.environment.get("WEFT_LISTEN", "") for spec in mesh.specs}
         yield Up(addresses, mesh.http_address, listens["worker-1"], listens["cache"], supervisor)
+
+
+def _with_descendants(pid: int) -> list[int]:
+    """A process and all that it, its children and theirs have started; a process that has just ended has none."""
+    found = [pid]
+    for parent in found:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            for thread in Path(f"/proc/{parent}/task").iterdir():
+                found += [int(word) for word in (thread / "children").read_text().split()]
+    return found
 
 
 def paced(step_ms: float, *, batch: int = 64, prefill_rate: float = 0.0) -> dict[str, str]:

@@ -49,7 +49,7 @@ class Driver:
         self.workload = Workload(plan)
         self._callers = cycle(callers)
         key = os.environ.get(KEY_VARIABLE)
-        self._http = HttpCalls(plan.http, key or "") if plan.http else None
+        self._http = HttpCalls(plan.http, key or "", plan.connections) if plan.http else None
         self._metadata = (("authorization", f"Bearer {key}"),) if key else ()
         self._start = 0.0
 
@@ -63,6 +63,11 @@ class Driver:
         """Sends all requests from `start` on and waits until each has ended."""
         self._start = start
         self.tally = Tally()
+        used = time.process_time()
+        await self._send_all(start)
+        self.tally.processor_s = time.process_time() - used
+
+    async def _send_all(self, start: float) -> None:
         dues, width = self.workload.share(self.process), self._width() or 1
         if self.plan.open_loop:
             await asyncio.sleep(max(0.0, start - clock()))

@@ -21,11 +21,12 @@ class HttpError(Exception):
 class HttpCalls:
     """The connections of one client process to a gateway."""
 
-    def __init__(self, address: str, key: str) -> None:
-        """`address` is host:port; `key` an API key or empty."""
+    def __init__(self, address: str, key: str, least: int) -> None:
+        """`address` is host:port; `key` an API key or empty; connections are reused once `least` of them are open."""
         self._host, _, port = address.rpartition(":")
         self._port = int(port)
         self._address, self._key = address, key
+        self._least, self._open = least, 0
         self._idle: deque[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = deque()
 
     async def complete(self, request: api.GenerateRequest, timeout_s: float) -> api.Receipt:
@@ -34,13 +35,13 @@ class HttpCalls:
         head = [f"POST /v1/completions HTTP/1.1\r\nhost: {self._address}\r\nx-request-timeout: {timeout_s}"]
         head += [f"authorization: Bearer {self._key}"] if self._key else []
         data = "\r\n".join([*head, f"content-length: {len(body)}\r\n\r\n"]).encode() + body
-        connection = self._idle.pop() if self._idle else await asyncio.open_connection(self._host, self._port)
-        reader, writer = connection
+        reader, writer = connection = await self._connection()
         try:
             writer.write(data)
             status, answer = await _response(reader)
         except BaseException:
             writer.close()
+            self._open -= 1
             raise
         self._idle.append(connection)
         if status != 200:
@@ -49,6 +50,17 @@ class HttpCalls:
         return api.Receipt(
             prompt_tokens=usage["prompt_tokens"], completion_tokens=usage["completion_tokens"], attempts=1
         )
+
+    async def _connection(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """The connection that was idle longest, or a new one: a gateway's processes share connections, not requests."""
+        if self._idle and self._open >= self._least:
+            return self._idle.popleft()
+        self._open += 1
+        try:
+            return await asyncio.open_connection(self._host, self._port)
+        except BaseException:
+            self._open -= 1
+            raise
 
     def close(self) -> None:
         """Closes the connections."""

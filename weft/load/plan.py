@@ -53,7 +53,7 @@ class Plan:
     processes: int = 1
     """Number of client processes."""
     connections: int = 1
-    """gRPC connections of each client process; its requests take turns on them."""
+    """Connections of each client process; its requests take turns on them. HTTP opens more where all are busy."""
     stream: bool = True
     """Answers are streamed; else each is one message."""
     http: str = ""

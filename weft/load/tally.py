@@ -67,6 +67,8 @@ class Tally:
     """Requests by their number of attempts."""
     seconds: dict[int, list[int]] = field(default_factory=dict)
     """By second after the start: requests started, requests ended, tokens received, answers ended."""
+    processor_s: float = 0.0
+    """Processor time of the client process in its measured part."""
 
     @property
     def failed(self) -> int:
@@ -103,7 +105,7 @@ class Tally:
 
     def merge(self, other: "Tally") -> None:
         """Adds the counts of another process."""
-        for name in ("completed", "good", "input_tokens", "output_tokens", "messages"):
+        for name in ("completed", "good", "input_tokens", "output_tokens", "messages", "processor_s"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.last_ended = max(self.last_ended, other.last_ended)
         self.errors.update(other.errors)
