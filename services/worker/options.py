@@ -136,10 +136,13 @@ class EngineOptions(BaseModel):
         description="Largest rank of an adapter.",
     )
     tensor_parallel: int = Field(
-        1, ge=1, le=64, description="Processes that share each layer: heads, neurons and vocabulary. On CPUs so far."
+        1,
+        ge=1,
+        le=64,
+        description="Processes that share each layer: heads, neurons and vocabulary. On GPUs each has one.",
     )
     pipeline_parallel: int = Field(
-        1, ge=1, le=64, description="Stages of layers, each computed by processes of its own. On CPUs so far."
+        1, ge=1, le=64, description="Stages of layers, each computed by processes of its own."
     )
     threads: int | None = Field(
         None,

@@ -86,12 +86,12 @@ def assemble(
     if options.tensor_parallel * options.pipeline_parallel > 1:
         from services.worker.build.grid import assemble_grid
 
-        return assemble_grid(model_dir, source, options, progress)
+        return assemble_grid(model_dir, source, options, progress, compile_ahead=compile_ahead)
     if not options.on_gpu:
         return _on_cpu(config, source, draft, heads, options, progress)
     compiled = kernel_cache.Marker(config, source.quantization, options)
-    spare = _free_gpu_bytes() - source.expected_bytes(dtype_of(options), "cuda")
-    compiling: contextlib.AbstractContextManager[kernel_cache.Compilation | None] = contextlib.nullcontext()
+    spare = free_gpu_bytes() - source.expected_bytes(dtype_of(options), "cuda")
+    compiling: kernel_cache.Compiling = contextlib.nullcontext()
     if compile_ahead:
         compiling = kernel_cache.compiling(model_dir, config, options, compiled, spare)
     parts = _on_gpu(config, source, draft, heads, options, progress, compiling, graphs)
@@ -229,7 +229,7 @@ def _on_gpu(
     heads: HeadsConfig | None,
     options: EngineOptions,
     progress: Progress,
-    compiling: contextlib.AbstractContextManager[kernel_cache.Compilation | None],
+    compiling: kernel_cache.Compiling,
     graphs: bool,
 ) -> EngineParts:
     """The KV pool takes the memory that is left when the weights are loaded and a step of full size has run."""
@@ -240,7 +240,7 @@ def _on_gpu(
 
     exact_products()
     dtype, stored = dtype_of(options), stored_dtype(config, options)
-    available = _free_gpu_bytes()
+    available = free_gpu_bytes()
     max_length = memory.check_length(config, options)
     weights = source.expected_bytes(dtype, "cuda") + (draft.expected_bytes(dtype, "cuda") if draft else 0)
     weights += count_parameters(heads.layer) * dtype.itemsize if heads else 0
@@ -276,7 +276,7 @@ def _on_gpu(
         block_bytes += _heads_bytes_of_block(heads, options, dtype)
     progress("memory", 0, 1)
     workspace = runner.measure_workspace() + (_DRAFT_WORKSPACE if guessing else 0)
-    plan = memory.plan_pool(config, model.nbytes, block_bytes, options, available, _free_gpu_bytes(), workspace)
+    plan = memory.plan_pool(config, model.nbytes, block_bytes, options, available, free_gpu_bytes(), workspace)
     runner.kv.allocate(plan.kv_blocks)
     if guessing is not None:
         guessing.allocate(plan.kv_blocks)
@@ -348,6 +348,6 @@ def _heads_bytes_of_block(heads: HeadsConfig, options: EngineOptions, dtype: tor
     return bytes_of_block(heads.layer, options, dtype) + options.block_size * heads.fused_width * dtype.itemsize
 
 
-def _free_gpu_bytes() -> int:
+def free_gpu_bytes() -> int:
     torch.cuda.empty_cache()
     return int(torch.cuda.mem_get_info()[0])

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ import torch
 from kernels import compile_cache, kv_pages
 from kernels.compile_cache import RecordedKernel
 from services.worker.build import assemble, memory
+from services.worker.build.assemble import WeightSource
+from services.worker.build.gpu_rank import exchanged_words, rank_ops
+from services.worker.build.grid import own_part
 from services.worker.build.kernel_cache import layer_kinds, processes, with_layers
 from services.worker.loader import presets
 from services.worker.loader.config import CheckpointConfig, read_config
@@ -29,8 +33,14 @@ from services.worker.loader.formats.registry import StoredWeights, reader_of
 from services.worker.loader.kv_scales import load_kv_scales
 from services.worker.loader.tensors import Checkpoint, open_checkpoint
 from services.worker.models.decoder import Decoder
+from services.worker.models.sharding import sizes_of
+from services.worker.models.stage import StageDecoder
 from services.worker.options import EngineOptions
+from services.worker.parallel.gpu_collectives import UnconnectedCollectives
+from services.worker.parallel.shards import shard_of
+from services.worker.parallel.topology import Grid
 from services.worker.runners.cuda.adapters import GpuAdapters
+from services.worker.runners.cuda.ops import InvariantTritonOps, TritonOps, exact_products
 from services.worker.runners.cuda.runner import GpuRunner
 from services.worker.runners.step import MOST_GUESSES
 
@@ -56,15 +66,17 @@ def compile_recorded(kernels: list[RecordedKernel], count: int, report: Report) 
 
 def launch_all(folder: Path, options: EngineOptions) -> None:
     """Run all sizes of steps of a model of one layer of each kind, as `assemble` and the engine's start do."""
-    from services.worker.runners.cuda.ops import InvariantTritonOps, TritonOps, exact_products
-
     exact_products()
     settings = read_config(folder)
     whole = settings.model
     stored = assemble.stored_dtype(whole, options)
     max_length = memory.check_length(whole, options)
-    ops = InvariantTritonOps() if options.deterministic else TritonOps()
-    model = _few_layers(folder, settings, options, ops, max_length)
+    source = _few_layers(folder, settings, options)
+    make: Callable[..., Decoder] = Decoder
+    ops: TritonOps = InvariantTritonOps() if options.deterministic else TritonOps()
+    if options.tensor_parallel > 1:
+        source, ops, make = _of_first_rank(source, options)
+    model = source.load(ops, max_length, options, lambda phase, done, total: None, make)
     if stored == kv_pages.FP8:
         _set_scales(model, folder, stored, options)
     guesses = MOST_GUESSES if options.speculate else 0
@@ -79,7 +91,7 @@ def launch_all(folder: Path, options: EngineOptions) -> None:
     runner.launch_all()
 
 
-def _few_layers(folder: Path, settings: CheckpointConfig, options: EngineOptions, ops: Any, max_length: int) -> Decoder:
+def _few_layers(folder: Path, settings: CheckpointConfig, options: EngineOptions) -> WeightSource:
     """A model of a few layers (`layer_kinds`). A quantized checkpoint's first layers say how theirs are laid out."""
     whole = settings.model
     kinds = layer_kinds(whole)
@@ -89,8 +101,20 @@ def _few_layers(folder: Path, settings: CheckpointConfig, options: EngineOptions
     if isinstance(reader, StoredWeights):
         checkpoint = open_family(folder, whole)
         read = _of_layers(checkpoint, kinds)
-    source = assemble.WeightSource(config, read, reader, settings.quantization)
-    return source.load(ops, max_length, options, lambda phase, done, total: None)
+    return WeightSource(config, read, reader, settings.quantization)
+
+
+def _of_first_rank(
+    source: WeightSource, options: EngineOptions
+) -> tuple[WeightSource, TritonOps, Callable[..., Decoder]]:
+    """The part of the first of the tensor ranks, its operations, and how its model is made."""
+    grid = Grid(options.tensor_parallel)
+    words = exchanged_words(source.config, options, grid)
+    device = torch.device("cuda", torch.cuda.current_device())
+    others = UnconnectedCollectives(grid, words, device, invariant=options.deterministic)
+    shard = shard_of(sizes_of(source.config, quantized=source.reader is not None), grid, 0)
+    make = partial(StageDecoder, shard=shard, others=others)
+    return own_part(source, shard), rank_ops(options, others), make
 
 
 def _of_layers(checkpoint: Checkpoint, layers: Sequence[int]) -> Checkpoint:

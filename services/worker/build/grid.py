@@ -7,6 +7,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,22 +17,23 @@ import structlog
 import torch
 
 from services import host
-from services.worker.build import memory, rank_process
+from services.worker.build import kernel_cache, memory, rank_process
 from services.worker.build.assemble import (
     EngineParts,
     WeightSource,
     bytes_of_block,
     dtype_of,
+    free_gpu_bytes,
     open_source,
     stored_dtype,
 )
-from services.worker.errors import CheckpointError
+from services.worker.errors import AnotherRankFailed, CheckpointError
 from services.worker.loader.formats.registry import RoundedWeights
 from services.worker.loader.sharded import sharded, unknown_tensor, whole_rows
 from services.worker.models.registry import family_of
 from services.worker.models.sharding import ModulePiece, config_of, pieces_of, sizes_of
 from services.worker.models.stage import StageDecoder
-from services.worker.options import EngineOptions, Progress
+from services.worker.options import EngineOptions, MemoryPlan, Progress
 from services.worker.parallel import placement
 from services.worker.parallel.channel import Channel, Kind
 from services.worker.parallel.collectives import Collectives
@@ -42,6 +44,7 @@ from services.worker.runners.rank_ops import InvariantRankOps, RankOps
 from services.worker.runners.ranks import Rank, RanksRunner
 
 log = structlog.get_logger("worker")
+_NOTHING_COMPILED: kernel_cache.Compiling = nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,35 +75,49 @@ def grid_of(options: EngineOptions) -> Grid:
     return Grid(options.tensor_parallel, options.pipeline_parallel)
 
 
-def assemble_grid(model_dir: Path, source: WeightSource, options: EngineOptions, progress: Progress) -> EngineParts:
-    """Start the ranks, load the model and connect it. Raises CheckpointError."""
+def assemble_grid(
+    model_dir: Path, source: WeightSource, options: EngineOptions, progress: Progress, *, compile_ahead: bool = False
+) -> EngineParts:
+    """Start the ranks, load the model and connect it. compile_ahead: as in `assemble`. Raises CheckpointError."""
     grid, config, stored = grid_of(options), source.config, stored_dtype(source.config, options)
+    if options.on_gpu and torch.cuda.device_count() < grid.ranks:
+        raise CheckpointError(f"{grid} ranks need {grid.ranks} GPUs, torch sees {torch.cuda.device_count()}")
     shards = [_shard(source, grid, rank) for rank in range(grid.ranks)]
     _check_tensors(source, shards)
-    dtype = dtype_of(options)
     sizes = [bytes_of_block(config_of(config, shard), options, stored) for shard in shards]
-    plan = memory.plan_memory(
-        config, source.expected_bytes(dtype, "cpu"), dtype.itemsize, sum(sizes), options, host.available_memory()
-    )
+    planned = None if options.on_gpu else _plan_memory(source, options, sum(sizes))
     threads = options.threads or options.numerics.threads or max(1, torch.get_num_threads() // grid.ranks)
     nodes = placement.numa_nodes()
     placement.pin(placement.cores_of(0, grid.ranks, nodes))
     log.info("ranks", grid=str(grid), placement=placement.describe(grid.ranks, nodes), threads=threads)
+    compiled = kernel_cache.Marker(config, source.quantization, options)
+    compiling: kernel_cache.Compiling = _NOTHING_COMPILED
+    if compile_ahead and options.on_gpu:
+        spare = free_gpu_bytes() - source.expected_bytes(dtype_of(options), "cuda") // grid.ranks
+        compiling = kernel_cache.compiling(model_dir, config, options, compiled, spare)
     channels: list[Channel] = []
-    orders = Orders(0, str(model_dir), _plain(options), _meeting(), plan.kv_blocks, plan.max_seq_length, threads)
+    blocks, max_length = planned.kv_blocks if planned else 0, memory.check_length(config, options)
+    orders = Orders(0, str(model_dir), _plain(options), _meeting(), blocks, max_length, threads)
     try:
         for number in range(1, grid.ranks):
             channels.append(rank_process.start(number, grid.ranks))
             channels[-1].send(Kind.BEGIN, replace(orders, rank=number).write())
-        others = Collectives(grid, 0, Path(orders.meeting))
-        own = load_rank(source, options, orders, others, progress)
+        try:
+            own, found = load_rank(source, options, orders, progress, compiling)
+        except AnotherRankFailed:
+            for number, channel in enumerate(channels, 1):
+                _ready(number, channel)
+            raise
         loaded = [_ready(number, channel) for number, channel in enumerate(channels, 1)]
     except BaseException:
         for channel in channels:
             channel.close()
         raise
+    compiled.set()
     runner = RanksRunner(own, channels, sizes, grid, options.max_batch_size, rank_process.end_worker)
-    plan = replace(plan, weights=own.runner.model.nbytes + sum(loaded))
+    plan = planned or found
+    assert plan is not None
+    plan = replace(plan, weights=own.nbytes + sum(loaded), kv=sum(sizes) * (plan.kv_blocks + 1))
     numerics = options.numerics.loaded(str(stored).removeprefix("torch."), "")
     layout = numerics.block_layout(options.block_size, config.layers, config.kv_heads, config.head_dim)
     return EngineParts(config, source.parameters, plan, runner, layout)
@@ -115,21 +132,41 @@ def _meeting() -> str:
 
 
 def load_rank(
-    source: WeightSource, options: EngineOptions, orders: Orders, others: Collectives, progress: Progress
-) -> Rank:
-    """Load one rank's part. Raises CheckpointError."""
+    source: WeightSource,
+    options: EngineOptions,
+    orders: Orders,
+    progress: Progress,
+    compiling: kernel_cache.Compiling = _NOTHING_COMPILED,
+) -> tuple[Rank, MemoryPlan | None]:
+    """Meet the other ranks and load one rank's part -> the rank, and of a GPU the plan of its memory. compiling: fills
+    the cache of kernels of all ranks meanwhile. Raises CheckpointError."""
     torch.set_num_threads(orders.threads)
     grid = grid_of(options)
     shard = _shard(source, grid, orders.rank)
+    own = own_part(source, shard)
+    if options.on_gpu:
+        from services.worker.build.gpu_rank import GpuPlace, load_gpu_rank
+
+        place = GpuPlace(grid, orders.rank, shard, Path(orders.meeting))
+        return load_gpu_rank(own, options, place, compiling, progress)
+    others = Collectives(grid, orders.rank, Path(orders.meeting))
     ops = InvariantRankOps(others) if options.deterministic else RankOps(others)
     make: Callable[..., StageDecoder] = partial(StageDecoder, shard=shard, others=others)
     try:
-        model = _own_part(source, shard).load(ops, orders.max_length, options, progress, make)
+        model = own.load(ops, orders.max_length, options, progress, make)
     except CheckpointError as error:
         raise CheckpointError(f"rank {orders.rank}, from layer {shard.layers.start} on: {error}") from None
     stored, slots = stored_dtype(source.config, options), options.max_batch_size
     runner = CpuRunner(model, ops, orders.blocks, options.block_size, slots, orders.max_length, stored)
-    return Rank(runner, others, grid, orders.rank)
+    return Rank(runner, model.nbytes, grid, orders.rank), None
+
+
+def _plan_memory(source: WeightSource, options: EngineOptions, block_bytes: int) -> MemoryPlan:
+    """The plan of ranks that share the memory of this machine. Raises MemoryShortage."""
+    dtype = dtype_of(options)
+    weights = source.expected_bytes(dtype, "cpu")
+    available = host.available_memory()
+    return memory.plan_memory(source.config, weights, dtype.itemsize, block_bytes, options, available)
 
 
 def open_own(orders: Orders) -> tuple[WeightSource, EngineOptions]:
@@ -142,7 +179,7 @@ def _shard(source: WeightSource, grid: Grid, rank: int) -> Shard:
     return shard_of(sizes_of(source.config, quantized=source.reader is not None), grid, rank)
 
 
-def _own_part(source: WeightSource, shard: Shard) -> WeightSource:
+def own_part(source: WeightSource, shard: Shard) -> WeightSource:
     """The source of a rank's weights."""
     pieces, reader = _pieces(source, shard), source.reader
     rounds = isinstance(reader, RoundedWeights)
@@ -159,7 +196,7 @@ def _pieces(source: WeightSource, shard: Shard) -> dict[str, ModulePiece]:
 def _check_tensors(source: WeightSource, shards: Sequence[Shard]) -> None:
     """Raises CheckpointError for a tensor that no rank would read, or that cannot be split."""
     for shard in shards:
-        _own_part(source, shard)
+        own_part(source, shard)
     pieces = {name: piece for shard in shards for name, piece in _pieces(source, shard).items()}
     if source.checkpoint is not None:
         config = source.config

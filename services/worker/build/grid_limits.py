@@ -3,14 +3,14 @@
 from services.worker.errors import CheckpointError
 from services.worker.options import EngineOptions
 
-_ENGINES = ("auto", "torch")
-"""auto: where no GPU was found."""
+_ENGINES = ("auto", "torch", "gpu")
 
 
 def check_grid(options: EngineOptions) -> None:
     """Raises CheckpointError for an option that ranks do not support."""
     for wanted, what in (
-        (options.engine not in _ENGINES, f"ENGINE={options.engine}: they compute with plain torch (ENGINE=torch)"),
+        (options.engine not in _ENGINES, f"ENGINE={options.engine}: they compute with plain torch or on GPUs"),
+        (options.on_gpu and options.host_kv_bytes > 0, "WEFT_HOST_KV_BYTES on GPUs"),
         (bool(options.speculate), "WEFT_SPECULATE"),
         (bool(options.adapter_slots), "adapters (MAX_LORAS)"),
         (options.kv_scales != "checkpoint", f"KV_SCALES={options.kv_scales}"),

@@ -133,6 +133,10 @@ class Compilation:
                 self._done, self._total = int(report.get("done", self._done)), int(report.get("total", self._total))
 
 
+Compiling = contextlib.AbstractContextManager[Compilation | None]
+"""A compilation while something else loads; None: nothing is compiled."""
+
+
 @contextlib.contextmanager
 def compiling(
     model_dir: Path, config: ModelConfig, options: EngineOptions, marker: Marker, spare_bytes: int

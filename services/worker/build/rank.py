@@ -11,15 +11,13 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
-from services.worker.build.grid import Orders, grid_of, load_rank, open_own
+from services.worker.build.grid import Orders, load_rank, open_own
 from services.worker.errors import CheckpointError
 from services.worker.parallel import placement
 from services.worker.parallel.channel import Channel, ChannelClosed, Kind
-from services.worker.parallel.collectives import Collectives
 from services.worker.runners.ranks import serve
 
 Receive = Callable[[], tuple[Kind, bytes]]
@@ -29,16 +27,17 @@ def compute(channel: Channel, receive: Receive) -> None:
     """Load what the first message asks for, then serve steps until the channel ends."""
     _, content = receive()
     orders = Orders.read(content)
+    if orders.options["engine"] == "gpu":
+        torch.cuda.set_device(orders.rank)
     source, options = open_own(orders)
-    others = Collectives(grid_of(options), orders.rank, Path(orders.meeting))
     try:
-        rank = load_rank(source, options, orders, others, lambda *_: None)
+        rank, _ = load_rank(source, options, orders, lambda *_: None)
     except CheckpointError as error:
         with contextlib.suppress(ChannelClosed):  # Rank 0 may have refused it already.
             channel.send(Kind.REFUSED, str(error).encode())
             receive()  # Connected until rank 0 ends the channel: others may still be connecting.
         return
-    channel.send(Kind.READY, str(rank.runner.model.nbytes).encode())
+    channel.send(Kind.READY, str(rank.nbytes).encode())
     with torch.inference_mode():
         serve(rank, receive, channel)
 

@@ -99,6 +99,11 @@ class Decoder:
         if config.tied_embeddings:
             self.head.weight = self.embedding
 
+    @property
+    def draws(self) -> bool:
+        """Whether it has logits: a part of a decoder may have none."""
+        return True
+
     def table_rows(self) -> tuple[int, int]:
         """Rows of the embedding and of the head: one for each token of the vocabulary."""
         return self.config.vocab_size, self.config.vocab_size

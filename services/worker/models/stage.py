@@ -38,6 +38,11 @@ class StageDecoder(Decoder):
         self._rows = table_rows(config, shard)
         super().__init__(config_of(config, shard), ops, dtype, max_positions, device, meta_linears=meta_linears)
 
+    @property
+    def draws(self) -> bool:
+        """Whether it is of the stage that has logits."""
+        return self._shard.is_last
+
     def table_rows(self) -> tuple[int, int]:
         """Rows of the embedding and of the head."""
         return self._rows
@@ -60,9 +65,13 @@ class StageDecoder(Decoder):
 
     def forward(self, step: StepTensors, pools: list[Tensor]) -> tuple[Tensor, Tensor]:
         """As `Decoder.forward` on the last stage. Others send the residual stream to the next stage, and sample from no
-        token."""
+        token. Where some tokens are not sampled from, their second result is of one column, and finite if those of all
+        ranks are: the logits, which show it for the others, are all ranks'."""
         if self._shard.is_last:
-            return super().forward(step, pools)
+            x, attended = super().forward(step, pools)
+            if self._shard.ranks > 1 and step.sampled is not None:
+                attended = self._others.sum((attended.float() * 0).sum(1, keepdim=True))
+            return x, attended
         x = self.embed(step)
         for layer, pool in zip(self.layers, pools, strict=True):
             layer.attention(x, step, pool)

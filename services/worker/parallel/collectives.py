@@ -19,7 +19,7 @@ from services.worker.parallel.topology import Grid
 
 _MEET_S = 1800.0
 """Seconds that ranks wait for one another. A hung rank is found sooner, by the worker's missing progress."""
-_ROW, _COLUMN = "ranks of a stage", "stages"
+_ROW, _COLUMN, _ALL = "ranks of a stage", "stages", "all ranks"
 _LOOPBACK = "127.0.0.1"
 dist: Any = torch.distributed
 """Its stubs leave out what each backend has of its own."""
@@ -32,17 +32,33 @@ class Collectives:
         """Meet the others, which name the same file. Returns when all are connected."""
         self.grid, place = grid, grid.place(rank)
         self.tensor, self._stage = place.tensor, place.stage
-        store = dist.FileStore(str(meeting), grid.ranks)
+        self._store = dist.FileStore(str(meeting), grid.ranks)
         self._groups = {
-            _ROW: _connect(store, f"stage/{place.stage}", place.tensor, grid.tensor),
-            _COLUMN: _connect(store, f"column/{place.tensor}", place.stage, grid.pipeline),
+            _ROW: _connect(self._store, f"stage/{place.stage}", place.tensor, grid.tensor),
+            _COLUMN: _connect(self._store, f"column/{place.tensor}", place.stage, grid.pipeline),
+            _ALL: _connect(self._store, "all", rank, grid.ranks),
         }
         # Threads of a group that outlives the interpreter would abort the process.
         weakref.finalize(self, self._groups.clear)
         self._sent: deque[tuple[Any, Tensor]] = deque()
         """Activations that the next stage may not have taken yet."""
 
+    # ---- among all ranks ----
+
+    def least(self, number: int) -> int:
+        """The least of all ranks' numbers."""
+        if self.grid.ranks == 1:
+            return number
+        found = torch.tensor([number])
+        self._groups[_ALL].allreduce([found], dist.ReduceOp.MIN).wait()
+        return int(found)
+
     # ---- among the ranks of a stage ----
+
+    def add_sum(self, residual: Tensor, part: Tensor, bias: Tensor | None = None) -> None:
+        """residual += the sum of all ranks' parts, + bias, which each rank has whole. All [T, n] of one dtype."""
+        total = self.sum(part)
+        residual.add_(total if bias is None else total.add_(bias))
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x, in its dtype."""
@@ -66,12 +82,6 @@ class Collectives:
         padded[:, : x.shape[1]] = x
         parts = self._gather(padded)
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)
-
-    def all_true(self, values: list[bool]) -> list[bool]:
-        """For each value, whether it is true on all ranks."""
-        if self.grid.tensor == 1:
-            return values
-        return [not value for value in self.largest(~torch.tensor(values)).tolist()]
 
     def _gather(self, x: Tensor) -> list[Tensor]:
         own = x.contiguous()

@@ -25,8 +25,7 @@ class RankOps(ReferenceOps):
         else:
             part = torch.zeros_like(residual)
             super().add_matmul(part, x, weight)
-        total = self._others.sum(part)
-        residual.add_(total if bias is None else total.add_(bias))
+        self._others.add_sum(residual, part, bias)
 
     def add_experts(
         self, residual: Tensor, x: Tensor, routes: Any, activation: Activation, up: Any, down: Any, /
@@ -34,7 +33,7 @@ class RankOps(ReferenceOps):
         """residual += the sum of all ranks' results; each rank has some neurons of every expert."""
         part = torch.zeros_like(residual)
         super().add_experts(part, x, routes, activation, up, down)
-        residual.add_(self._others.sum(part))
+        self._others.add_sum(residual, part)
 
 
 class InvariantRankOps(RankOps, InvariantOps):

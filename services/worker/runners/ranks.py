@@ -4,8 +4,11 @@ All ranks compute the same steps in the same order. The ranks of the last stage 
 tokens; where that stage is not rank 0's, one of them sends its results back. A rank that fails ends the whole grid.
 """
 
+import contextlib
 import json
+import queue
 import struct
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,11 +17,10 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
+from services.worker.kvcache.pool import KvPool
 from services.worker.parallel.channel import Channel, ChannelClosed, Kind
-from services.worker.parallel.collectives import Collectives
 from services.worker.parallel.topology import Grid
-from services.worker.runners.base import Inspection, Masks, Sampled, StepResult
-from services.worker.runners.cpu.runner import CpuRunner, CpuStep
+from services.worker.runners.base import Inspection, Masks, Runner, Sampled, StepResult
 from services.worker.runners.stage_words import with_tokens, without_draws
 from services.worker.runners.step import Rows, Words, unpack
 
@@ -34,27 +36,34 @@ class GridStep:
     """A launched step, as rank 0 has it."""
 
     rows: Rows
-    own: CpuStep
+    own: Any
+    """As this rank's runner has it."""
 
 
 class Rank:
     """What every rank does with a step, on its own part of the model."""
 
-    def __init__(self, runner: CpuRunner, others: Collectives, grid: Grid, rank: int) -> None:
-        self.runner, self._others = runner, others
+    def __init__(self, runner: Runner[Any], nbytes: int, grid: Grid, rank: int) -> None:
+        """nbytes: of its weights."""
+        assert runner.kv is not None
+        self.runner, self.kv, self.nbytes = runner, runner.kv, nbytes
         self._draws = grid.is_last(rank)
+        self._strips = not self._draws and runner.depth == 1
+        """Whether it leaves out what only draws need. On a GPU all stages pad a step alike, which its draws decide."""
         self.reports = rank == grid.drawing_rank
         """Whether it is the rank whose results count."""
+        self._launched: deque[Any] = deque()
 
-    def launch(self, words: Words) -> CpuStep:
-        """Compute the step."""
-        step = self.runner.launch(words if self._draws else without_draws(words))
-        if self._draws and 0 in step.rows.samples:
-            # A row that samples shows in the logits, which all ranks have, whether all ranks' numbers are finite.
-            step.finite = self._others.all_true(step.finite)
+    def launch(self, words: Words) -> Any:
+        """Begin to compute the step, and note that steps are over which no one collects."""
+        step = self.runner.launch(without_draws(words) if self._strips else words)
+        if not self.reports:
+            self._launched.append(step)
+            while len(self._launched) > self.runner.depth:
+                self.runner.collect(self._launched.popleft())
         return step
 
-    def draw(self, step: CpuStep, masks: Masks) -> None:
+    def draw(self, step: Any, masks: Masks) -> None:
         """Draw the tokens of a step with masks."""
         if self._draws:
             self.runner.draw(step, masks)
@@ -62,7 +71,8 @@ class Rank:
 
 def serve(rank: Rank, receive: Callable[[], tuple[Kind, bytes]], channel: Channel) -> None:
     """Compute what rank 0 orders. Returns when the channel ends; raises whatever a step raises."""
-    kv, step = rank.runner.kv, None
+    kv, reporting = rank.kv, _Reports(rank, channel) if rank.reports else None
+    step: Any = None
     while True:
         try:
             kind, content = receive()
@@ -71,7 +81,6 @@ def serve(rank: Rank, receive: Callable[[], tuple[Kind, bytes]], channel: Channe
         if kind is Kind.STEP:
             step = rank.launch(np.frombuffer(content, np.int32))
         elif kind is Kind.DRAW:
-            assert step is not None, "masks without a step"
             rank.draw(step, _read_masks(content))
         elif kind is Kind.SCRUB:
             kv.scrub(np.frombuffer(content, np.int32).tolist())
@@ -80,8 +89,29 @@ def serve(rank: Rank, receive: Callable[[], tuple[Kind, bytes]], channel: Channe
         elif kind is Kind.WRITE:
             blocks, contents = _read_blocks(content)
             kv.write(blocks, [contents[at : at + kv.block_bytes] for at in range(0, len(contents), kv.block_bytes)])
-        if kind in (Kind.STEP, Kind.DRAW) and rank.reports and step is not None and step.sampled is not None:
-            channel.send(Kind.RESULT, write_result(rank.runner.collect(step)))
+        if reporting is not None and (
+            kind is Kind.DRAW or (kind is Kind.STEP and step is not None and not step.undrawn)
+        ):
+            reporting.send(step)
+
+
+class _Reports:
+    """Sends the results of steps to rank 0, in their order, in a thread that waits for them: the next step is launched
+    meanwhile."""
+
+    def __init__(self, rank: Rank, channel: Channel) -> None:
+        self._rank, self._channel = rank, channel
+        self._steps: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="results", daemon=True).start()
+
+    def send(self, step: Any) -> None:
+        """Send the results of a step, whose tokens are drawn, when it is over."""
+        self._steps.put(step)
+
+    def _run(self) -> None:
+        with contextlib.closing(self._channel), contextlib.suppress(ChannelClosed):
+            while True:
+                self._channel.send(Kind.RESULT, write_result(self._rank.runner.collect(self._steps.get())))
 
 
 class RanksRunner:
@@ -98,9 +128,9 @@ class RanksRunner:
     ) -> None:
         """channels: to ranks 1, 2, ...; block_bytes: of one block on each rank, rank 0 first. on_lost: called once with
         the reason when the grid cannot go on."""
-        self.depth = grid.pipeline
+        self.depth = grid.pipeline if grid.pipeline > 1 else rank.runner.depth
         self.grid, self._rank, self._channels, self._on_lost = grid, rank, channels, on_lost
-        self.kv = RanksPool(self, rank.runner, block_bytes)
+        self.kv = RanksPool(self, rank.kv, block_bytes)
         self._results: deque[StepResult] = deque()
         """Results of steps that were not collected yet, where another rank reports."""
         self._reporter = channels[grid.drawing_rank - 1] if grid.drawing_rank else None
@@ -124,7 +154,9 @@ class RanksRunner:
 
     def done(self, step: GridStep) -> bool:
         """Whether `collect` would return at once."""
-        return self._reporter is None or bool(self._results) or self._reporter.waiting()
+        if self._reporter is None:
+            return self._rank.runner.done(step.own)
+        return bool(self._results) or self._reporter.waiting()
 
     def collect(self, step: GridStep) -> StepResult:
         """Wait for the oldest launched step and return its results. Raises RanksLost."""
@@ -189,10 +221,10 @@ class RanksPool:
     """A `KvPool` of whose blocks each rank has a part: their contents are these parts in the order of the ranks."""
 
     host_block_s = 0.0
-    """Blocks are in host memory already."""
+    """No host memory is kept for blocks: those of ranks on CPUs are there already."""
 
-    def __init__(self, ranks: RanksRunner, own: CpuRunner, block_bytes: Sequence[int]) -> None:
-        self._ranks, self._own, self._sizes = ranks, own.kv, block_bytes
+    def __init__(self, ranks: RanksRunner, own: KvPool, block_bytes: Sequence[int]) -> None:
+        self._ranks, self._own, self._sizes = ranks, own, block_bytes
 
     @property
     def block_bytes(self) -> int:
@@ -213,7 +245,7 @@ class RanksPool:
         return [b"".join(pieces) for pieces in zip(*parts, strict=True)]
 
     def keep(self, blocks: list[int]) -> list[bytes]:
-        """The same as `read`: the pools are in host memory already."""
+        """The same as `read`."""
         return self.read(blocks)
 
     def write(self, blocks: list[int], payloads: Sequence[Any]) -> None:

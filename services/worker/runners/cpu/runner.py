@@ -48,6 +48,11 @@ class CpuStep:
     """None: the tokens are drawn when the masks arrive."""
     scores: Mapping[int, Scores] = field(default_factory=lambda: NO_SCORES)
 
+    @property
+    def undrawn(self) -> bool:
+        """Whether its tokens are drawn when masks arrive."""
+        return self.sampled is None
+
 
 class CpuRunner:
     """A `Runner` in plain torch. It reads the packed steps that a GPU's runner reads, and owns all tensors."""

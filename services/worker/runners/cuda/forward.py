@@ -60,10 +60,10 @@ class GpuForward:
         long_tokens: int,
         prompts: PromptLines | None = None,
         adapters: TiledAdapters | None = None,
-    ) -> Computed:
-        """Compute the step whose words are on the device. `long_tokens` as in `attention.plan_attention`. `prompts`:
-        lines whose log-probabilities are asked for, in a step that is not of answers alone. `adapters`: of its tokens;
-        None: no token has one."""
+    ) -> Computed | None:
+        """Compute the step whose words are on the device -> its results; None from a part of a model without logits.
+        `long_tokens` as in `attention.plan_attention`. `prompts`: lines whose log-probabilities are asked for, in a
+        step that is not of answers alone. `adapters`: of its tokens; None: no token has one."""
         if kind is Kind.GUESSES:
             return self._run_guesses(sizes, long_tokens, adapters)
         model = self._model
@@ -81,6 +81,8 @@ class GpuForward:
             sampled = torch.cat([inputs.sampled, prompts.lines])
         step = replace(self.step_of(inputs, long_tokens, sampled, kind), adapters=adapters)
         x, seen = model.forward(step, self._pool.layers)
+        if not model.draws:
+            return None
         if prompts is not None:
             prompts.score(model, x[samples:])
             x = x[:samples]

@@ -51,7 +51,7 @@ class Graph:
 
     sizes: Sizes
     replay: Callable[[], None]
-    computed: Computed
+    computed: Computed | None
     longest: int = 1
     """Most tokens of a row, of a step with guesses."""
 
@@ -102,7 +102,7 @@ class Graphs:
         self,
         sizes: Sizes,
         kind: Kind,
-        compute: Callable[[Sizes, Kind, int], Computed],
+        compute: Callable[[Sizes, Kind, int], Computed | None],
         pool: Any,
         longest: int | None = None,
     ) -> None:

@@ -77,6 +77,11 @@ class GpuStep:
     prompts: PromptLines | None = None
     """Its lines of prompts whose log-probabilities are asked for."""
 
+    @property
+    def undrawn(self) -> bool:
+        """Whether it has rows that draw when masks arrive."""
+        return self.masked is not None
+
 
 class GpuRunner:
     """A `Runner` on a GPU. It also runs on a CPU, without graphs, for tests of all that is not the device."""
@@ -183,7 +188,7 @@ class GpuRunner:
                 self.draft.capture()
             progress(total, total)
 
-    def _compute(self, sizes: Sizes, adapted: bool) -> Callable[[Sizes, Kind, int], Computed]:
+    def _compute(self, sizes: Sizes, adapted: bool) -> Callable[[Sizes, Kind, int], Computed | None]:
         """What a graph of these sizes captures."""
         adapters = self.adapters.step(sizes[0]) if self.adapters and adapted else None
         return partial(self.forward.run, adapters=adapters)
@@ -214,14 +219,16 @@ class GpuRunner:
             rows = 1 << power
             sizes = min(max(2 * rows, _EAGER_TOKENS), self.step_tokens), rows, rows
             self._send_alone(step_words.empty_step(), sizes)
-            self._masked.warm_up(self.forward.run(sizes, Kind.ANY, sizes[0] - 1).logits)
+            computed = self.forward.run(sizes, Kind.ANY, sizes[0] - 1)
+            if computed is not None:
+                self._masked.warm_up(computed.logits)
         model, layer = self.model, self.model.layers[0]
         for tokens in range(_SIZES_APART, self.step_tokens + 1, _SIZES_APART):
             x = model.embedding.new_zeros(tokens, model.config.hidden_size)
             layer.attention.qkv.norm_matmul(x, layer.attention.norm)
             layer.attention.output.add_matmul(x, x.new_zeros(tokens, layer.attention.output.inputs))
             layer.mlp(x)
-        for samples in range(8, self.slots + 1, 8):
+        for samples in range(8, self.slots + 1, 8) if model.draws else ():
             model.logits(model.embedding.new_zeros(samples, model.config.hidden_size))
         if self.device.type == "cuda":
             torch.cuda.synchronize()
@@ -362,7 +369,7 @@ class GpuRunner:
         # All memory is allocated before the step is launched: had the draws run, slots would have advanced.
         slots = [rows.rows.slots[row] for row in rows.sampling]
         self._masked.begin()
-        masked = self._begin_masked(rows, slots) if rows.masked else None
+        masked = self._begin_masked(rows, slots) if rows.masked and self.model.draws else None
         asked = [self.sampler.logprobs[slot] if masked is None or slot not in rows.masked else -1 for slot in slots]
         tops = TopLogprobs(asked, self.model.config.vocab_size, self.device)
         report = self._reports.pop() if self._reports else self._report()
@@ -388,10 +395,11 @@ class GpuRunner:
             long_tokens = sum(length for length in rows.rows.lengths if length > self.ops.short_tokens)
             kind = Kind.ANSWERS if rows.answers else Kind.ANY
             computed = self.forward.run(sizes, kind, long_tokens, prompts, adapters)
-        report.tensor[: len(computed.report)].copy_(computed.report, non_blocking=True)
-        tops.send(computed.logits, computed.samples.totals)
-        if masked is not None:
-            self._masked.launched(masked, computed.logits[: len(slots)])
+        if computed is not None:
+            report.tensor[: len(computed.report)].copy_(computed.report, non_blocking=True)
+            tops.send(computed.logits, computed.samples.totals)
+            if masked is not None:
+                self._masked.launched(masked, computed.logits[: len(slots)])
         return GpuStep(number, rows, sizes[2], report, tops, self._event(), began, masked, prompts)
 
     def _guess(self, draft: GpuDraftModel, rows: StepRows) -> None:

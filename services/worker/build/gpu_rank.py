@@ -1,0 +1,115 @@
+"""Puts one rank's part of a model on its GPU: its weights, its share of the blocks, its graphs. Knows no jobs.
+
+Ranks take each of these steps together, because the steps that measure memory and those that are captured exchange
+sums. A rank that cannot take one reports it to all others before they would wait for it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from kernels.peer_memory import PeerMemoryError
+from kernels.peer_sums import WORD
+from services.worker.build import kernel_cache, memory
+from services.worker.build.assemble import WeightSource, bytes_of_block, dtype_of, free_gpu_bytes, stored_dtype
+from services.worker.errors import AnotherRankFailed, CheckpointError
+from services.worker.models.config import ModelConfig
+from services.worker.models.decoder import Decoder
+from services.worker.models.stage import StageDecoder
+from services.worker.options import EngineOptions, MemoryPlan, Progress
+from services.worker.parallel.collectives import Collectives
+from services.worker.parallel.gpu_collectives import GpuCollectives
+from services.worker.parallel.shards import Shard
+from services.worker.parallel.topology import Grid
+from services.worker.runners.cuda.ops import exact_products
+from services.worker.runners.cuda.rank_ops import InvariantTritonRankOps, TritonRankOps
+from services.worker.runners.cuda.runner import GpuRunner
+from services.worker.runners.ranks import Rank
+
+Found = TypeVar("Found")
+_ROWS, _LINES = 256, 32
+"""Rows of the residual stream, and lines of logits, that are exchanged over peer memory at once; more go by NCCL."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuPlace:
+    """Where a rank is: its grid, its part of the model, and the file in which ranks meet."""
+
+    grid: Grid
+    rank: int
+    shard: Shard
+    meeting: Path
+
+
+def load_gpu_rank(
+    source: WeightSource, options: EngineOptions, place: GpuPlace, compiling: kernel_cache.Compiling, progress: Progress
+) -> tuple[Rank, MemoryPlan]:
+    """Load the rank's part, `source`, on the current device; `compiling` fills the cache of kernels meanwhile. Raises
+    CheckpointError."""
+    exact_products()
+    config, max_length, rank = source.config, memory.check_length(source.config, options), place.rank
+    available, words = free_gpu_bytes(), exchanged_words(config, options, place.grid)
+    try:
+        others = GpuCollectives(place.grid, rank, place.meeting, words, invariant=options.deterministic)
+    except PeerMemoryError as error:
+        raise CheckpointError(f"rank {rank}: {error}") from None
+    ops = rank_ops(options, others)
+    make: Callable[..., StageDecoder] = partial(StageDecoder, shard=place.shard, others=others)
+
+    def load() -> Decoder:
+        with compiling as compilation:
+            model = source.load(ops, max_length, options, progress, make)
+            if compilation:
+                compilation.wait(progress)
+        return model
+
+    model, stored = _together(others, rank, load), stored_dtype(config, options)
+    runner = GpuRunner(
+        model, ops, options.block_size, options.max_batch_size, max_length, options.step_tokens, stored
+    )  # fmt: skip
+    progress("memory", 0, 1)
+    workspace, block_bytes = runner.measure_workspace(), bytes_of_block(model.config, options, stored)
+
+    def plan() -> MemoryPlan:
+        free = free_gpu_bytes()
+        return memory.plan_pool(config, model.nbytes, block_bytes, options, available, free, workspace)
+
+    planned = _together(others, rank, plan)
+    blocks = others.least(planned.kv_blocks)
+    runner.kv.allocate(blocks)
+    progress("memory", 1, 1)
+    runner.capture(lambda done, total: progress("graphs", done, total))
+    runner.warm_up_eager_kernels()
+    planned = replace(planned, kv_blocks=blocks, kv_tokens=blocks * options.block_size)
+    return Rank(runner, model.nbytes, place.grid, rank), planned
+
+
+def rank_ops(options: EngineOptions, others: Collectives) -> TritonRankOps:
+    """The operations of a rank with these options."""
+    return InvariantTritonRankOps(others) if options.deterministic else TritonRankOps(others)
+
+
+def exchanged_words(config: ModelConfig, options: EngineOptions, grid: Grid) -> int:
+    """Words, of four bytes, of the largest exchange over peer memory."""
+    share = -(-config.vocab_size // grid.tensor)
+    numbers = max(_ROWS * config.hidden_size, _LINES * share)
+    return numbers * dtype_of(options).itemsize // WORD
+
+
+def _together(others: Collectives, rank: int, work: Callable[[], Found]) -> Found:
+    """What `work` returns, once it has succeeded on all ranks. Raises CheckpointError."""
+    try:
+        found = work()
+    except CheckpointError as error:
+        others.least(0)
+        raise CheckpointError(f"rank {rank}: {error}") from None
+    except torch.OutOfMemoryError as error:
+        others.least(0)
+        raise CheckpointError(f"rank {rank}: {error}") from None
+    if not others.least(1):
+        raise AnotherRankFailed("another rank could not load its part")
+    return found
