@@ -29,11 +29,48 @@ SECONDS = 40.0
 Cell = dict[str, float]
 
 
-class Loop:
-    """An engine, and its recorded steps."""
+class Driver:
+    """An engine that is driven by hand."""
+
+    def __init__(self, engine: GenerationEngine, vocab_size: int) -> None:
+        self.engine, self._vocab_size = engine, vocab_size
+        self._keys = iter(range(1 << 30))
+
+    def submit(self, prompt: int, answer: int, prefix: Sequence[int] = ()) -> int:
+        """Submit a job whose prompt is `prefix` followed by random tokens -> its key."""
+        key = next(self._keys)
+        tokens = [*prefix, *random.choices(range(100, self._vocab_size - 300), k=prompt - len(prefix))]
+        params = SamplingParams(max_tokens=answer, temperature=0.0, ignore_eos=True)
+        self.engine.submit(Job(key, tokens, prompt, params))
+        return key
+
+    def drain(self) -> None:
+        """Step until all jobs have ended."""
+        while self.engine.has_work():
+            self.engine.step()
+
+    def fill(self, batch: int, context: int) -> None:
+        """Step until `batch` answers of about `context` tokens are computed beside one another."""
+        for _ in range(batch):
+            self.submit(context - STEPS // 2 - 16, STEPS + 512)
+        while (stats := self.engine.stats()).running < batch or stats.prefill_backlog > batch:
+            self.engine.step()
+        for _ in range(16):
+            self.engine.step()
+
+    def cancel_all(self) -> None:
+        """Cancel the answers that are computed."""
+        for sequence in list(self.engine.planner.running):
+            self.engine.cancel(sequence.job.key)
+        self.drain()
+
+
+class Loop(Driver):
+    """An engine on one GPU, and its recorded steps."""
 
     def __init__(self, engine: GenerationEngine, limits: Limits) -> None:
-        self.engine, self.limits = engine, limits
+        super().__init__(engine, limits.config.vocab_size)
+        self.limits = limits
         assert isinstance(engine.runner, GpuRunner)
         self.runner: GpuRunner = engine.runner
         self.runner.measure_gaps = True
@@ -45,20 +82,6 @@ class Loop:
             return collect(step)
 
         self.runner.collect = noted  # type: ignore[method-assign]
-        self._keys = iter(range(1 << 30))
-
-    def submit(self, prompt: int, answer: int, prefix: Sequence[int] = ()) -> int:
-        """Submit a job whose prompt is `prefix` followed by random tokens -> its key."""
-        key = next(self._keys)
-        tokens = [*prefix, *random.choices(range(100, self.limits.config.vocab_size - 300), k=prompt - len(prefix))]
-        params = SamplingParams(max_tokens=answer, temperature=0.0, ignore_eos=True)
-        self.engine.submit(Job(key, tokens, prompt, params))
-        return key
-
-    def drain(self) -> None:
-        """Step until all jobs have ended."""
-        while self.engine.has_work():
-            self.engine.step()
 
     def gaps_us(self) -> list[float]:
         """Microseconds that the device was idle before each recorded step but the first."""
@@ -68,13 +91,7 @@ class Loop:
 
 def decode(loop: Loop, batch: int, context: int = CONTEXT) -> Cell:
     """Decode steps of `batch` sequences with about `context` tokens each."""
-    for _ in range(batch):
-        loop.submit(context - STEPS // 2 - 16, STEPS + 512)
-    stats = loop.engine.stats()
-    while (stats := loop.engine.stats()).running < batch or stats.prefill_backlog > batch:
-        loop.engine.step()
-    for _ in range(16):
-        loop.engine.step()
+    loop.fill(batch, context)
     loop.steps.clear()
     ends = [time.perf_counter()]
     for _ in range(STEPS):
@@ -84,9 +101,7 @@ def decode(loop: Loop, batch: int, context: int = CONTEXT) -> Cell:
     gaps = loop.gaps_us()
     seen = statistics.mean(s.total for s in loop.engine.planner.running) - STEPS / 2
     alone = _replays(loop, batch)
-    for sequence in list(loop.engine.planner.running):
-        loop.engine.cancel(sequence.job.key)
-    loop.drain()
+    loop.cancel_all()
     floor = loop.limits.decode_s(batch, seen)
     return {
         "step ms": seconds * 1e3,
@@ -210,7 +225,7 @@ def _round(loop: Loop, texts: Sequence[Sequence[int]], prompt: int) -> _Round:
     return seen
 
 
-def closed(loop: Loop, prompt: int, answer: int, width: int, shared: int = 0) -> Cell:
+def closed(loop: Driver, prompt: int, answer: int, width: int, shared: int = 0) -> Cell:
     """`width` requests at a time, each finished one replaced until 3 * width (at least 16) are sent or SECONDS have
     passed: the load of `bench.mesh.gpu` without a mesh. A step's tokens are counted when the step has ended."""
     prefix = random.choices(range(100, 30_000), k=shared)

@@ -1,0 +1,131 @@
+"""One model on grids of GPUs: decode, prefill and a closed loop for each grid, each in a process of its own.
+
+    python -m bench.engine.grids [--model 8b] [--quantize fp8] [--grids 1x1 2x1 1x2] [--cells "decode 1" ...]
+                                 [--out bench/results]
+
+A grid is tensor ranks x pipeline stages. No network and no client take part. vLLM's figures by the same load are in
+`bench/peers/vllm.toml`.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bench import table
+from bench.engine.loop import CONTEXT, STEPS, Cell, Driver, closed
+from report import machine
+from services.rpc import freeze_objects
+from services.worker.build.choose import build_engine
+from services.worker.loader import presets
+from services.worker.options import EngineOptions
+
+MODELS = {"8b": "llama-3.1-8b", "1b": "llama-3.2-1b", "70b": "llama-3.1-70b"}
+_PROMPTS, _REST_S = 12, 0.1
+_ROUNDS = 4
+
+
+def decode(driver: Driver, batch: int) -> Cell:
+    """Steps of `batch` answers with about CONTEXT tokens each: the median of some rounds."""
+    driver.fill(batch, CONTEXT)
+    rounds = []
+    for _ in range(_ROUNDS):
+        began = time.perf_counter()
+        for _ in range(STEPS // _ROUNDS):
+            driver.engine.step()
+        rounds.append((time.perf_counter() - began) * _ROUNDS / STEPS)
+    driver.cancel_all()
+    stages = driver.engine.options.pipeline_parallel
+    seconds = statistics.median(rounds) * stages  # A step of a pipeline has its share of the answers.
+    return {"step ms": seconds * 1e3, "tok/s": batch / seconds}
+
+
+def prefill(driver: Driver, tokens: int) -> Cell:
+    """The time to the first token of a prompt alone."""
+    times = []
+    for _ in range(_PROMPTS):
+        began = time.perf_counter()
+        key = driver.submit(tokens, 512)
+        while not driver.engine.step().tokens:
+            pass
+        times.append(time.perf_counter() - began)
+        while time.perf_counter() - began < times[-1] + _REST_S:
+            driver.engine.step()
+        driver.engine.cancel(key)
+        driver.drain()
+    return {"ttft ms": statistics.median(times[_PROMPTS // 2 :]) * 1e3}
+
+
+CELLS: dict[str, Callable[[Driver], Cell]] = {
+    **{f"decode {batch}": lambda driver, batch=batch: decode(driver, batch) for batch in (1, 8, 32, 64, 256)},  # type: ignore[misc]
+    **{f"prefill {tokens}": lambda driver, tokens=tokens: prefill(driver, tokens) for tokens in (128, 1950)},  # type: ignore[misc]
+    **{f"loop 1950/200 {n}": lambda driver, n=n: closed(driver, 1950, 200, n) for n in (1, 32, 64, 256)},  # type: ignore[misc]
+}
+
+
+def of_grid(model: str, quantize: str | None, tensor: int, pipeline: int, cells: list[str]) -> None:
+    """Measure one grid in this process; a line of JSON for each cell."""
+    options = EngineOptions(
+        engine="gpu", max_batch_size=256, step_tokens=8192, chunk_tokens=200, max_seq_length=8192,
+        quantize=quantize, kv_dtype="fp8" if quantize == "fp8" else "auto", tensor_parallel=tensor,
+        pipeline_parallel=pipeline, dtype="bfloat16",
+    )  # fmt: skip
+    began = time.perf_counter()
+    built = build_engine(presets.folder_of(MODELS[model]), options, lambda *_: None, compile_ahead=True)
+    print(json.dumps({"cell": "start", "seconds": time.perf_counter() - began}), flush=True)
+    print(built.engine.memory, file=sys.stderr, flush=True)
+    driver = Driver(built.engine, built.config.vocab_size)
+    freeze_objects()
+    for name in cells:
+        print(json.dumps({"cell": name, **CELLS[name](driver)}), flush=True)
+
+
+def measure(model: str, quantize: str | None, grid: str, cells: list[str]) -> dict[str, Any]:
+    """Measure one grid in another process -> its cells."""
+    command = [sys.executable, "-m", "bench.engine.grids", "--one", grid, "--model", model, "--cells", *cells]
+    command += ["--quantize", quantize] if quantize else []
+    found: dict[str, Any] = {}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            cell = json.loads(line)
+            found[cell.pop("cell")] = cell
+            print(f"{model} {quantize or 'bf16'} {grid}: {line.strip()}", flush=True)
+    if process.returncode:
+        raise SystemExit(f"the process of grid {grid} ended with exit code {process.returncode}")
+    return found
+
+
+def main() -> None:
+    """Measure all grids; write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="8b", choices=MODELS)
+    parser.add_argument("--quantize", choices=["fp8", "int8", "int4"])
+    parser.add_argument("--grids", nargs="*", default=["1x1", "2x1", "1x2"])
+    parser.add_argument("--cells", nargs="*", default=list(CELLS), help="names of cells; * and ? match")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, default=Path("bench/results"))
+    wanted = parser.parse_args()
+    cells = [name for name in CELLS if table.selected(name, wanted.cells)]
+    if wanted.one:
+        tensor, pipeline = map(int, wanted.one.split("x"))
+        of_grid(wanted.model, wanted.quantize, tensor, pipeline, cells)
+        return
+    machine.need_gpu()
+    file = wanted.out / "grids.json"
+    found = json.loads(file.read_text()) if file.exists() else {}
+    for grid in wanted.grids:
+        name = f"{wanted.model} {wanted.quantize or 'bf16'} {grid}"
+        measured = measure(wanted.model, wanted.quantize, grid, cells)
+        found[name] = {"machine": machine.describe(), "cells": {**found.get(name, {}).get("cells", {}), **measured}}
+        wanted.out.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

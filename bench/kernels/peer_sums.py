@@ -1,0 +1,97 @@
+"""A sum over the ranks of two or more GPUs: our kernel over peer memory beside NCCL, both in CUDA graphs.
+
+    python -m bench.kernels.peer_sums [--ranks 2]
+
+Each rank is a process with a GPU of its own. Sums are checked against those of one process before anything is timed.
+A line of JSON for each size; microseconds of a sum of [T, 4096] in bfloat16 that is added to a residual.
+"""
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import tempfile
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from pathlib import Path
+
+import torch
+
+from bench.kernels.timing import elapsed
+from kernels import peer_sums
+from services.worker.parallel.collectives import _ROW, dist
+from services.worker.parallel.gpu_collectives import GpuCollectives
+from services.worker.parallel.topology import Grid
+
+HIDDEN = 4096
+_LAUNCHES, _TRIES = 64, 15
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+
+def run(rank: int, ranks: int, meeting: str) -> None:
+    """One rank."""
+    torch.cuda.set_device(rank)
+    others = GpuCollectives(Grid(tensor=ranks), rank, Path(meeting), ROWS[-1] * HIDDEN // 2)
+    for rows in ROWS:
+        line = measure(others, rank, ranks, rows)
+        if rank == 0:
+            print(json.dumps(line), flush=True)
+
+
+def measure(others: GpuCollectives, rank: int, ranks: int, rows: int) -> dict[str, float]:
+    """Check, then time, one size."""
+    generator = torch.Generator("cuda").manual_seed(rows)
+    parts = torch.randn(ranks, rows, HIDDEN, generator=generator, device="cuda").bfloat16()
+    residual = torch.randn(rows, HIDDEN, generator=generator, device="cuda").bfloat16()
+    expected = (parts.float().sum(0) + residual.float()).bfloat16()
+    own = parts[rank].contiguous()
+    for _ in range(50):
+        found = residual.clone()
+        others.add_sum(found, own)
+        assert torch.equal(found, expected) or (found.float() - expected.float()).abs().max() < 0.07, rows
+    reduced, nccl = own.clone(), others._nccl[_ROW]
+
+    def ours() -> None:
+        others.add_sum(residual, own)
+
+    def theirs() -> None:
+        nccl.allreduce([reduced], dist.ReduceOp.SUM).wait()
+
+    assert peer_sums.serves(own)
+    size = rows * HIDDEN * 2
+    return {"bytes": size, "ours us": timed(ours) * 1e6, "nccl us": timed(theirs) * 1e6}
+
+
+def timed(launch: Callable[[], object]) -> float:
+    """Seconds of a launch: the median of some replays of a graph of many. All ranks make the same number of launches."""
+    launch()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(_LAUNCHES):
+            launch()
+    graph.replay()
+    return statistics.median(elapsed(graph.replay) for _ in range(_TRIES)) / _LAUNCHES
+
+
+def main() -> None:
+    """Start a process for each rank."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    ranks = parser.parse_args().ranks
+    spawn = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="weft-ranks-") as folder:
+        processes = [spawn.Process(target=run, args=(rank, ranks, f"{folder}/meeting")) for rank in range(ranks)]
+        for process in processes:
+            process.start()
+        running = {process.sentinel: process for process in processes}
+        while running:
+            for sentinel in wait(list(running)):
+                if running.pop(int(sentinel)).exitcode:  # type: ignore[call-overload]
+                    for process in running.values():
+                        process.kill()
+                    raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Ranks on two GPUs answer as one GPU does: families, stages, formats, large sums, bits, a rank that dies."""
+
+import contextlib
+import multiprocessing
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kernels import peer_sums
+from services.worker.engine.generation import GenerationEngine
+from services.worker.parallel.gpu_collectives import GpuCollectives
+from services.worker.parallel.topology import Grid
+from services.worker.runners.ranks import RanksRunner
+from tests.gpu.conftest import EngineMaker
+from tests.parallel import scenes
+from tests.worker.drive import job, open_engine, prompt_of, run
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+Folder = Callable[[str], Path]
+WORDS = 1 << 16
+
+
+@contextlib.contextmanager
+def on_ranks(folder: Path, tensor: int, pipeline: int, **options: Any) -> Iterator[GenerationEngine]:
+    """An engine on a grid of processes."""
+    settings = {"kv_blocks": 128, "max_batch_size": 16, "engine": "gpu", "dtype": "float32", **options}
+    engine = open_engine(folder, tensor_parallel=tensor, pipeline_parallel=pipeline, **settings)
+    assert isinstance(engine.runner, RanksRunner)
+    try:
+        yield engine
+    finally:
+        engine.runner.close()
+
+
+@pytest.mark.parametrize(
+    ("shape", "tensor", "pipeline"),
+    [("llama", 2, 1), ("llama", 1, 2), ("qwen3-moe", 2, 1), ("gpt2", 2, 1), ("gemma3", 1, 2), ("phi3", 2, 1)],
+)
+def test_a_grid_answers_as_one_gpu(
+    checkpoint: Folder, engine: EngineMaker, shape: str, tensor: int, pipeline: int
+) -> None:
+    expected = run(engine(shape, kv_blocks=128, max_batch_size=16), *scenes.jobs())
+    for scene, options in scenes.SCENES.items():
+        with on_ranks(checkpoint(shape), tensor, pipeline, **options) as grid:
+            assert scenes.differences(expected, scene(grid), 2e-4) == [], scene.__name__
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2)])
+def test_prompts_whose_sums_are_large(checkpoint: Folder, engine: EngineMaker, tensor: int, pipeline: int) -> None:
+    """More rows than peer memory has room for, in captured steps and in others."""
+    jobs = [job(i, prompt_of(length), max_tokens=6, logprobs=0) for i, length in enumerate((300, 450, 500, 257))]
+    expected = run(engine("llama"), *jobs)
+    with on_ranks(checkpoint("llama"), tensor, pipeline, kv_blocks=256, step_tokens=2048) as grid:
+        assert scenes.differences(expected, run(grid, *jobs), 2e-4) == []
+
+
+def test_a_deterministic_grid_repeats_every_bit(checkpoint: Folder) -> None:
+    """After a restart, in other chunks and batches, in bfloat16."""
+    found = []
+    for options in ({"step_tokens": 19}, {"step_tokens": 512}):
+        with on_ranks(checkpoint("llama"), 2, 1, deterministic=True, dtype="bfloat16", **options) as grid:
+            answers = run(grid, *scenes.jobs())
+            found.append([(answer.tokens, answer.logprobs) for answer in answers.values()])
+    assert found[0] == found[1]
+
+
+def test_rounded_weights(checkpoint: Folder, engine: EngineMaker) -> None:
+    jobs = scenes.jobs()
+    expected = run(engine("llama", quantize="int8", dtype="bfloat16"), *jobs)
+    with on_ranks(checkpoint("llama"), 2, 1, quantize="int8", dtype="bfloat16") as grid:
+        assert scenes.differences(expected, run(grid, *jobs), 0.05, tokens=False) == []
+
+
+def _exchange(rank: int, meeting: str, results: Any) -> None:
+    torch.cuda.set_device(rank)
+    others = GpuCollectives(Grid(tensor=2), rank, Path(meeting), WORDS)
+    assert others._peers is not None
+    for seed in range(40):
+        draw = torch.Generator().manual_seed(seed)
+        dtype = (torch.float32, torch.bfloat16, torch.float16)[seed % 3]
+        rows, width = (
+            int(torch.randint(1, 9, (1,), generator=draw)),
+            2 * int(torch.randint(1, 700, (1,), generator=draw)),
+        )
+        numbers = [torch.randn(rows, width, generator=draw).to(dtype).cuda() for _ in range(3)]
+        bias = torch.randn(width, generator=draw).to(dtype).cuda()
+        total = torch.full_like(numbers[2], float("nan"))
+        peer_sums.add_sum(numbers[rank], others._peers, total, numbers[2], bias if seed % 2 else None)
+        wanted = numbers[0].float() + numbers[1].float() + (bias.float() if seed % 2 else 0) + numbers[2].float()
+        torch.testing.assert_close(total, wanted.to(dtype))
+        assert torch.equal(peer_sums.gather_columns(numbers[rank], others._peers), torch.cat(numbers[:2], 1))
+        results.put((seed, total.float().cpu().numpy().tobytes()))
+    results.put(None)
+
+
+def test_sums_are_right_and_the_same_on_both_ranks(tmp_path: Path) -> None:
+    spawn = multiprocessing.get_context("spawn")
+    queues = [spawn.Queue() for _ in range(2)]
+    processes = [
+        spawn.Process(target=_exchange, args=(rank, str(tmp_path / "meeting"), queues[rank]), daemon=True)
+        for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    found: list[list[Any]] = [[], []]
+    for rank, queue in enumerate(queues):
+        while (line := queue.get(timeout=120)) is not None:
+            found[rank].append(line)
+    assert len(found[0]) == 40
+    assert found[0] == found[1]
