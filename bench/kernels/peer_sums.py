@@ -63,7 +63,7 @@ def measure(others: GpuCollectives, rank: int, ranks: int, rows: int) -> dict[st
 
 
 def timed(launch: Callable[[], object]) -> float:
-    """Seconds of a launch: the median of some replays of a graph of many. All ranks make the same number of launches."""
+    """Seconds of a launch: the median of some replays of a graph of many: as many on all ranks."""
     launch()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -84,13 +84,12 @@ def main() -> None:
         processes = [spawn.Process(target=run, args=(rank, ranks, f"{folder}/meeting")) for rank in range(ranks)]
         for process in processes:
             process.start()
-        running = {process.sentinel: process for process in processes}
-        while running:
-            for sentinel in wait(list(running)):
-                if running.pop(int(sentinel)).exitcode:  # type: ignore[call-overload]
-                    for process in running.values():
-                        process.kill()
-                    raise SystemExit(1)
+        while running := [process for process in processes if process.exitcode is None]:
+            wait([process.sentinel for process in running])
+            if any(process.exitcode for process in processes):  # The others would wait for it for ever.
+                for process in running:
+                    process.kill()
+                raise SystemExit(1)
 
 
 if __name__ == "__main__":
