@@ -1,14 +1,17 @@
 """Sums and gathered columns of tensor ranks over peer memory, each in one kernel. Knows words and ranks, no model.
 
-Each rank writes its numbers into all other ranks' inboxes and adds what arrives in its own. A word of an inbox is eight
-bytes that are written at once: four bytes of numbers and the exchange's number, so that whoever reads the word sees
-whether it has arrived, and no fence and no further message is needed (the idea of NCCL's protocol LL).
+Each rank writes its numbers into all other ranks' memory and adds what arrives in its own. All ranks make the same
+exchanges in the same order, and count them. A short exchange goes through inboxes, a long one through parcels:
 
-    inbox    int64 [2, R, capacity]: halves for odd and even exchanges, senders, words
+    inbox     int64 [2, R, capacity]. A word is eight bytes that are written at once: four bytes of numbers and the
+              exchange's count. Who reads the word sees whether it has arrived: no fence and no further message is
+              needed (the idea of NCCL's protocol LL).
+    parcels   int32 [2, R, capacity] numbers alone, then int32 [2, R, programs]: the count of the exchange whose numbers
+              a program has written. Half the bytes, and one place to look at for each program.
 
-Two halves suffice: a rank that begins exchange n + 2 has all words of exchange n + 1, which others send after they have
-read exchange n. All ranks make the same exchanges in the same order. A sum is added up in the order of the ranks, in
-float32, so it has the same bits on all ranks.
+Both have halves for odd and even exchanges, with a part for each sender. Two halves suffice: a rank that begins
+exchange n + 2 has all numbers of exchange n + 1, which others send after they have read exchange n. A sum is added up
+in the order of the ranks, in float32, so it has the same bits on all ranks.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -24,8 +27,20 @@ from kernels.dependent_launch import launch_options, wait
 
 WORD = 4
 """Bytes of numbers in a word."""
-HALVES = 2
-_FEW_WORDS = 1 << 15
+SHORT_WORDS = 1 << 17
+"""Most words of an exchange through inboxes."""
+SHORT = tl.constexpr(SHORT_WORDS)
+_FEW_WORDS, _LONG_BLOCK = 1 << 15, 4096
+
+
+def inbox_bytes(ranks: int) -> int:
+    """Bytes of an inbox."""
+    return 2 * ranks * SHORT_WORDS * 8
+
+
+def parcel_bytes(ranks: int, capacity: int) -> int:
+    """Bytes of parcels for exchanges of `capacity` words."""
+    return 2 * ranks * (capacity - (-capacity // _LONG_BLOCK)) * WORD
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +50,8 @@ class Peers:
     rank: int
     inboxes: Tensor
     """int64 [R]: the address of each rank's inbox, as this rank reaches it."""
+    parcels: Tensor
+    """int64 [R]: that of its parcels."""
     capacity: int
     """Words that one exchange may have."""
     state: Tensor
@@ -42,22 +59,61 @@ class Peers:
 
 
 @triton.jit
-def _arrived(inbox, at, mask, exchange):
-    """The numbers of the words at these places, once all have arrived."""
-    word = tl.load(inbox + at, mask=mask, other=0, volatile=True)
-    while tl.max(tl.where(mask & ((word >> 32) != exchange), 1, 0), 0) > 0:
-        word = tl.load(inbox + at, mask=mask, other=0, volatile=True)
-    return word.to(tl.int32)
+def _memory(addresses, rank, kind: tl.constexpr):
+    """A rank's memory."""
+    return tl.load(addresses + rank).to(tl.pointer_type(kind))
 
 
 @triton.jit
-def _send(inboxes, numbers, at, mask, exchange, capacity, RANK: tl.constexpr, RANKS: tl.constexpr):
-    """Write this rank's numbers into all other ranks' inboxes."""
-    word = (numbers.to(tl.int64) & 0xFFFFFFFF) | (exchange << 32)
+def _send(
+    peers, numbers, at, mask, exchange, capacity,
+    RANK: tl.constexpr, RANKS: tl.constexpr, LONG: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write this rank's numbers into all other ranks' memory."""
+    part = (exchange & 1) * RANKS + RANK
     for rank in tl.static_range(RANKS):
         if rank != RANK:
-            inbox = tl.load(inboxes + rank).to(tl.pointer_type(tl.int64))
-            tl.store(inbox + RANK * capacity + at, word, mask=mask)
+            if LONG:
+                tl.store(_memory(peers, rank, tl.int32) + part * capacity + at, numbers, mask=mask)
+            else:
+                word = (numbers.to(tl.int64) & 0xFFFFFFFF) | (exchange << 32)
+                tl.store(_memory(peers, rank, tl.int64) + part * SHORT + at, word, mask=mask)
+    if LONG:
+        tl.debug_barrier()  # All of the program's numbers precede the counts.
+        for rank in tl.static_range(RANKS):
+            if rank != RANK:
+                count = _count_at(_memory(peers, rank, tl.int32), part, capacity, RANKS, BLOCK)
+                tl.atomic_xchg(count, exchange.to(tl.int32), sem="release", scope="sys")
+
+
+@triton.jit
+def _count_at(parcels, part, capacity, RANKS: tl.constexpr, BLOCK: tl.constexpr):
+    """Where the count of a part is, of this program's number."""
+    return parcels + 2 * RANKS * capacity + part * tl.cdiv(capacity, BLOCK) + tl.program_id(0)
+
+
+@triton.jit
+def _received(
+    peers, rank, at, mask, exchange, capacity,
+    RANK: tl.constexpr, RANKS: tl.constexpr, LONG: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The numbers of another rank, once they have arrived."""
+    part = (exchange & 1) * RANKS + rank
+    if LONG:
+        parcels = _memory(peers, RANK, tl.int32)
+        count = _count_at(parcels, part, capacity, RANKS, BLOCK)
+        seen = tl.atomic_add(count, 0, sem="acquire", scope="sys")
+        while seen != exchange.to(tl.int32):
+            seen = tl.atomic_add(count, 0, sem="acquire", scope="sys")
+        tl.debug_barrier()
+        numbers = tl.load(parcels + part * capacity + at, mask=mask, other=0, cache_modifier=".cg")
+    else:
+        places = _memory(peers, RANK, tl.int64) + part * SHORT + at
+        word = tl.load(places, mask=mask, other=0, volatile=True)
+        while tl.max(tl.where(mask & ((word >> 32) != exchange), 1, 0), 0) > 0:
+            word = tl.load(places, mask=mask, other=0, volatile=True)
+        numbers = word.to(tl.int32)
+    return numbers
 
 
 @triton.jit
@@ -72,33 +128,40 @@ def _finish(state, exchange):
 def _low(words, NUMBER: tl.constexpr):
     """The first number of each word, in float32."""
     if NUMBER.primitive_bitwidth == 32:
-        return words.to(tl.float32, bitcast=True)
-    return (words & 0xFFFF).to(tl.int16).to(NUMBER, bitcast=True).to(tl.float32)
+        number = words.to(tl.float32, bitcast=True)
+    else:
+        number = (words & 0xFFFF).to(tl.int16).to(NUMBER, bitcast=True).to(tl.float32)
+    return number
 
 
 @triton.jit
 def _high(words, NUMBER: tl.constexpr):
     """The second number of each word, in float32; of no meaning if a word has one."""
     if NUMBER.primitive_bitwidth == 32:
-        return words.to(tl.float32, bitcast=True)
-    return (words >> 16).to(tl.int16).to(NUMBER, bitcast=True).to(tl.float32)
+        number = words.to(tl.float32, bitcast=True)
+    else:
+        number = (words >> 16).to(tl.int16).to(NUMBER, bitcast=True).to(tl.float32)
+    return number
 
 
 @triton.jit
 def _packed(low, high, NUMBER: tl.constexpr):
     """Words of these numbers."""
     if NUMBER.primitive_bitwidth == 32:
-        return low.to(tl.int32, bitcast=True)
-    first = low.to(NUMBER).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-    return first | (high.to(NUMBER).to(tl.int16, bitcast=True).to(tl.int32) << 16)
+        words = low.to(tl.int32, bitcast=True)
+    else:
+        first = low.to(NUMBER).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        words = first | (high.to(NUMBER).to(tl.int16, bitcast=True).to(tl.int32) << 16)
+    return words
 
 
 @triton.jit(do_not_specialize=["count"])
 def sum_kernel(
     part, residual, bias, out,  # int32: words of [T, n], [T, n] or None, [n] or None, [T, n]
-    inboxes, state,
+    peers, state,  # int64 [R]: of inboxes or parcels; int32 [2]
     count, row_words, capacity,
-    RANK: tl.constexpr, RANKS: tl.constexpr, NUMBER: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    RANK: tl.constexpr, RANKS: tl.constexpr, NUMBER: tl.constexpr,
+    LONG: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out = residual + the sum of all ranks' parts + bias."""
     wait(PDL)
@@ -106,15 +169,13 @@ def sum_kernel(
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = at < count
     own = tl.load(part + at, mask=mask, other=0)
-    half = (exchange & 1) * RANKS * capacity
-    _send(inboxes, own, half + at, mask, exchange, capacity, RANK, RANKS)
-    inbox = tl.load(inboxes + RANK).to(tl.pointer_type(tl.int64))
+    _send(peers, own, at, mask, exchange, capacity, RANK, RANKS, LONG, BLOCK)
     low = tl.zeros([BLOCK], tl.float32)
     high = tl.zeros([BLOCK], tl.float32)
     for rank in tl.static_range(RANKS):
         words = own
         if rank != RANK:
-            words = _arrived(inbox, half + rank * capacity + at, mask, exchange)
+            words = _received(peers, rank, at, mask, exchange, capacity, RANK, RANKS, LONG, BLOCK)
         low += _low(words, NUMBER)
         high += _high(words, NUMBER)
     if bias is not None:
@@ -132,9 +193,9 @@ def sum_kernel(
 @triton.jit(do_not_specialize=["count"])
 def gather_kernel(
     own_columns, out,  # int32: words of [T, n], [T, R * n]
-    inboxes, state,
+    peers, state,  # int64 [R]: of inboxes or parcels; int32 [2]
     count, row_words, capacity,
-    RANK: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    RANK: tl.constexpr, RANKS: tl.constexpr, LONG: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out = all ranks' columns side by side."""
     wait(PDL)
@@ -142,14 +203,12 @@ def gather_kernel(
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = at < count
     own = tl.load(own_columns + at, mask=mask, other=0)
-    half = (exchange & 1) * RANKS * capacity
-    _send(inboxes, own, half + at, mask, exchange, capacity, RANK, RANKS)
-    inbox = tl.load(inboxes + RANK).to(tl.pointer_type(tl.int64))
+    _send(peers, own, at, mask, exchange, capacity, RANK, RANKS, LONG, BLOCK)
     line = out + (at // row_words).to(tl.int64) * (RANKS * row_words) + at % row_words
     for rank in tl.static_range(RANKS):
         words = own
         if rank != RANK:
-            words = _arrived(inbox, half + rank * capacity + at, mask, exchange)
+            words = _received(peers, rank, at, mask, exchange, capacity, RANK, RANKS, LONG, BLOCK)
         tl.store(line + rank * row_words, words, mask=mask)
     _finish(state, exchange)
 
@@ -174,11 +233,11 @@ def add_sum(
     contiguous; out may be residual or part."""
     words, count = _words(part), words_of(part)
     assert count <= peers.capacity, count
-    block, warps = _block(count)
+    block, warps, long = _block(count)
     sum_kernel[(triton.cdiv(count, block),)](
         words, None if residual is None else _words(residual), None if bias is None else _words(bias), _words(out),
-        peers.inboxes, peers.state, count, words.shape[-1], peers.capacity,
-        RANK=peers.rank, RANKS=len(peers.inboxes), NUMBER=_NUMBERS[part.dtype], BLOCK=block, num_warps=warps,
+        peers.parcels if long else peers.inboxes, peers.state, count, words.shape[-1], peers.capacity,
+        RANK=peers.rank, RANKS=len(peers.inboxes), NUMBER=_NUMBERS[part.dtype], LONG=long, BLOCK=block, num_warps=warps,
         **launch_options(part.device),
     )  # fmt: skip
 
@@ -189,10 +248,11 @@ def gather_columns(columns: Tensor, peers: Peers) -> Tensor:
     out = columns.new_empty(len(columns), ranks * columns.shape[1])
     count = words.numel()
     assert count <= peers.capacity, count
-    block, warps = _block(count)
+    block, warps, long = _block(count)
     gather_kernel[(triton.cdiv(count, block),)](
-        words, _words(out), peers.inboxes, peers.state, count, words.shape[1], peers.capacity,
-        RANK=peers.rank, RANKS=ranks, BLOCK=block, num_warps=warps, **launch_options(columns.device),
+        words, _words(out), peers.parcels if long else peers.inboxes, peers.state, count, words.shape[1],
+        peers.capacity, RANK=peers.rank, RANKS=ranks, LONG=long, BLOCK=block, num_warps=warps,
+        **launch_options(columns.device),
     )  # fmt: skip
     return out
 
@@ -202,6 +262,9 @@ def _words(x: Tensor) -> Tensor:
     return x.view(torch.int32)
 
 
-def _block(count: int) -> tuple[int, int]:
-    """Words and warps of a program. A warp alone waits without a barrier; more words take fewer programs."""
-    return (128, 1) if count <= _FEW_WORDS else (1024, 4)
+def _block(count: int) -> tuple[int, int, bool]:
+    """Words and warps of a program, and whether it sends parcels. A warp alone waits without a barrier; more words take
+    fewer programs."""
+    if count > SHORT_WORDS:
+        return _LONG_BLOCK, 8, True
+    return (128, 1, False) if count <= _FEW_WORDS else (1024, 4, False)

@@ -25,7 +25,7 @@ from services.worker.parallel.topology import Grid
 
 HIDDEN = 4096
 _LAUNCHES, _TRIES = 64, 15
-ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 2048)
 
 
 def run(rank: int, ranks: int, meeting: str) -> None:

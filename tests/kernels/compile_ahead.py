@@ -29,6 +29,7 @@ from kernels import (
     kv_pages,
     lora,
     norm,
+    peer_sums,
     quantized_weights,
     rope_kv,
     sampling,
@@ -82,6 +83,7 @@ MODULES = (
     fused,
     norm,
     packed_texts,
+    peer_sums,
     texts,
     grouped,
     routing,
@@ -159,6 +161,7 @@ def calls(dtype: torch.dtype, capability: int) -> Iterator[tuple[str, Callable[[
     yield from expert_calls(new)
     yield from text_calls(new)
     yield from step_calls(new)
+    yield from rank_calls(new)
     if dtype == torch.float32:  # logits
         yield from sampling_calls(new)
 
@@ -249,6 +252,17 @@ def linear_calls(new: Callable[..., Tensor], capability: int) -> Iterator[tuple[
         if capability >= 89:
             yield "round rows", partial(fp8.round_rows, new(4, 4096), new(4096), 1e-5)
             yield "round gated rows", partial(fp8.round_rows, new(4, 28672), gated=True)
+
+
+def rank_calls(new: Callable[..., Tensor]) -> Iterator[tuple[str, Callable[[], object]]]:
+    """What ranks exchange."""
+    residual = new(4, 4096)
+    peers = peer_sums.Peers(0, index(2), index(2), 1 << 20, torch.zeros(2, dtype=torch.int32))
+    for rows in (4, 32, 128):
+        part = new(rows, 4096)
+        yield f"sum of ranks {rows}", partial(peer_sums.add_sum, part, peers, part)
+        yield f"columns of ranks {rows}", partial(peer_sums.gather_columns, part, peers)
+    yield "sum of ranks added", partial(peer_sums.add_sum, residual, peers, residual, residual, new(4096))
 
 
 def step_calls(new: Callable[..., Tensor]) -> Iterator[tuple[str, Callable[[], object]]]:

@@ -67,6 +67,7 @@ def check_parts_of_a_step() -> None:
 
     def computed(*arguments: Any, **options: Any) -> Computed:
         found = compute(*arguments, **options)
+        assert found is not None
         return replace(found, logits=logits[: len(found.logits)].copy_(found.logits))
 
     gpu.forward.run = computed  # type: ignore[method-assign]

@@ -31,8 +31,8 @@ from services.worker.runners.cuda.runner import GpuRunner
 from services.worker.runners.ranks import Rank
 
 Found = TypeVar("Found")
-_ROWS, _LINES = 256, 32
-"""Rows of the residual stream, and lines of logits, that are exchanged over peer memory at once; more go by NCCL."""
+_ROWS = 2048
+"""Rows of the residual stream that are exchanged over peer memory at once; more go by NCCL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +96,7 @@ def rank_ops(options: EngineOptions, others: Collectives) -> TritonRankOps:
 def exchanged_words(config: ModelConfig, options: EngineOptions, grid: Grid) -> int:
     """Words, of four bytes, of the largest exchange over peer memory."""
     share = -(-config.vocab_size // grid.tensor)
-    numbers = max(_ROWS * config.hidden_size, _LINES * share)
-    return numbers * dtype_of(options).itemsize // WORD
+    return max(_ROWS * config.hidden_size, share) * dtype_of(options).itemsize // WORD
 
 
 def _together(others: Collectives, rank: int, work: Callable[[], Found]) -> Found:

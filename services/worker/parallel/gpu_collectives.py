@@ -17,8 +17,6 @@ from kernels.peer_sums import Peers
 from services.worker.parallel.collectives import _COLUMN, _ROW, Collectives, dist
 from services.worker.parallel.topology import Grid
 
-_WORD_BYTES = 8
-
 
 class GpuCollectives(Collectives):
     """A rank's connections to others, each of which has a GPU of its own: this process's current device."""
@@ -37,7 +35,7 @@ class GpuCollectives(Collectives):
             _COLUMN: self._connect_nccl(f"nccl/column/{place.tensor}", place.stage, grid.pipeline),
         }
         weakref.finalize(self, self._nccl.clear)
-        self._peers = self._open_inboxes(words) if grid.tensor > 1 else None
+        self._peers = self._open_peers(words) if grid.tensor > 1 else None
 
     # ---- among the ranks of a stage ----
 
@@ -71,9 +69,11 @@ class GpuCollectives(Collectives):
         """All ranks' columns side by side: x [rows, widths[rank]] -> [rows, sum(widths)]."""
         if self._peers is None:
             return x
-        if len(set(widths)) == 1 and peer_sums.serves(x) and len(x) <= self._rows_at_once(x):
-            return peer_sums.gather_columns(x.contiguous(), self._peers)
-        return super().gather_columns(x, widths)
+        if len(set(widths)) > 1 or not peer_sums.serves(x):
+            return super().gather_columns(x, widths)
+        pieces = x.contiguous().split(self._rows_at_once(x))  # type: ignore[no-untyped-call]
+        found = [peer_sums.gather_columns(piece, self._peers) for piece in pieces]
+        return found[0] if len(found) == 1 else torch.cat(found)
 
     def _over_peer_memory(self, x: Tensor) -> bool:
         return peer_sums.serves(x) and (self._invariant or len(x) <= self._rows_at_once(x))
@@ -112,18 +112,25 @@ class GpuCollectives(Collectives):
         group.allreduce([torch.zeros(1, device=self._device)]).wait()  # connects, which no capture may contain
         return group
 
-    def _open_inboxes(self, words: int) -> Peers:
-        ranks, size = self.grid.tensor, peer_sums.HALVES * self.grid.tensor * words * _WORD_BYTES
+    def _open_peers(self, words: int) -> Peers:
+        ranks = self.grid.tensor
+        inboxes, parcels = (
+            self._shared(peer_sums.inbox_bytes(ranks)),
+            self._shared(peer_sums.parcel_bytes(ranks, words)),
+        )
+        return Peers(self.tensor, inboxes, parcels, words, torch.zeros(2, dtype=torch.int32, device=self._device))
+
+    def _shared(self, size: int) -> Tensor:
+        """Allocate memory of this size on all ranks -> int64 [R]: its address on each, as this rank reaches it."""
         own = peer_memory.allocate(size)
         handle = torch.frombuffer(bytearray(peer_memory.export(own)), dtype=torch.uint8)
-        handles = [torch.empty_like(handle) for _ in range(ranks)]
+        handles = [torch.empty_like(handle) for _ in range(self.grid.tensor)]
         self._groups[_ROW].allgather([handles], [handle]).wait()
         addresses = [
             own if rank == self.tensor else peer_memory.open_exported(bytes(handle.numpy()))
             for rank, handle in enumerate(handles)
         ]
-        inboxes = torch.tensor(addresses, dtype=torch.int64, device=self._device)
-        return Peers(self.tensor, inboxes, words, torch.zeros(2, dtype=torch.int32, device=self._device))
+        return torch.tensor(addresses, dtype=torch.int64, device=self._device)
 
 
 class UnconnectedCollectives(GpuCollectives):
@@ -133,7 +140,7 @@ class UnconnectedCollectives(GpuCollectives):
         """Of the grid's first rank."""
         self.grid, self.tensor, self._invariant = grid, 0, invariant
         addresses = torch.zeros(grid.tensor, dtype=torch.int64, device=device)
-        self._peers = Peers(0, addresses, words, torch.zeros(2, dtype=torch.int32, device=device))
+        self._peers = Peers(0, addresses, addresses, words, torch.zeros(2, dtype=torch.int32, device=device))
 
     def _reduced(self, x: Tensor, operation: Any) -> Tensor:
         return x
