@@ -221,6 +221,11 @@ def serves(x: Tensor) -> bool:
     return x.dtype in _NUMBERS and x.shape[-1] * x.element_size() % WORD == 0
 
 
+def row_words(x: Tensor) -> int:
+    """Words that an exchange of a row of x [T, n] has."""
+    return x.shape[-1] * x.element_size() // WORD
+
+
 def words_of(x: Tensor) -> int:
     """Words that an exchange of x has."""
     return x.numel() * x.element_size() // WORD
@@ -233,6 +238,8 @@ def add_sum(
     contiguous; out may be residual or part."""
     words, count = _words(part), words_of(part)
     assert count <= peers.capacity, count
+    if not count:
+        return
     block, warps, long = _block(count)
     sum_kernel[(triton.cdiv(count, block),)](
         words, None if residual is None else _words(residual), None if bias is None else _words(bias), _words(out),
@@ -248,6 +255,8 @@ def gather_columns(columns: Tensor, peers: Peers) -> Tensor:
     out = columns.new_empty(len(columns), ranks * columns.shape[1])
     count = words.numel()
     assert count <= peers.capacity, count
+    if not count:
+        return out
     block, warps, long = _block(count)
     gather_kernel[(triton.cdiv(count, block),)](
         words, _words(out), peers.parcels if long else peers.inboxes, peers.state, count, words.shape[1],

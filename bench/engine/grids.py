@@ -93,6 +93,8 @@ def measure(model: str, quantize: str | None, grid: str, cells: list[str]) -> di
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
+            if not line.startswith("{"):  # The ranks' log.
+                continue
             cell = json.loads(line)
             found[cell.pop("cell")] = cell
             print(f"{model} {quantize or 'bf16'} {grid}: {line.strip()}", flush=True)

@@ -143,7 +143,7 @@ class WeightSource:
             randomize_quantized(model, self.reader, progress)
         elif self.checkpoint is None:
             randomize(model, progress)
-        elif device == "cpu":
+        elif device == "cpu" or self.checkpoint.is_part:
             load_weights(model, self.checkpoint, progress)
         else:
             from services.worker.loader.streaming import stream_weights

@@ -91,6 +91,11 @@ class Checkpoint:
         """Bytes that all tensors take in their files."""
         return sum(header.nbytes for header in self.headers.values())
 
+    @property
+    def is_part(self) -> bool:
+        """Whether some of its tensors are read in part."""
+        return any(header.part is not None for header in self.headers.values())
+
     def renamed(self, name_of: Callable[[str], str | None]) -> "Checkpoint":
         """The tensors by other names, without those whose name is None. Raises CheckpointError if two get one name."""
         headers: dict[str, TensorHeader] = {}

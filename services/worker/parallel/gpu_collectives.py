@@ -80,7 +80,7 @@ class GpuCollectives(Collectives):
 
     def _rows_at_once(self, x: Tensor) -> int:
         assert self._peers is not None
-        return self._peers.capacity // peer_sums.words_of(x[:1])
+        return self._peers.capacity // peer_sums.row_words(x)
 
     def _reduced(self, x: Tensor, operation: Any) -> Tensor:
         self._nccl[_ROW].allreduce([x], operation).wait()
