@@ -1,22 +1,10 @@
 """Sums and gathered columns of tensor ranks over peer memory, each in one kernel. Knows words and ranks, no model.
 
-Each rank writes its numbers into all other ranks' memory and adds what arrives in its own. All ranks make the same
-exchanges in the same order, and count them. A short exchange goes through inboxes, a long one through parcels:
-
-    inbox     int64 [2, R, capacity]. A word is eight bytes that are written at once: four bytes of numbers and the
-              exchange's count. Who reads the word sees whether it has arrived: no fence and no further message is
-              needed (the idea of NCCL's protocol LL).
-    parcels   int32 [2, R, capacity] numbers alone, then int32 [2, R, programs]: the count of the exchange whose numbers
-              a program has written. Half the bytes, and one place to look at for each program.
-
-Both have halves for odd and even exchanges, with a part for each sender. Two halves suffice: a rank that begins
-exchange n + 2 has all numbers of exchange n + 1, which others send after they have read exchange n. A sum is added up
-in the order of the ranks, in float32, so it has the same bits on all ranks.
+Each rank writes its numbers into all other ranks' memory and adds what arrives in its own (`kernels.peer_words`). A sum
+is added up in the order of the ranks, in float32, so it has the same bits on all ranks.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -24,44 +12,29 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.dependent_launch import launch_options, wait
+from kernels.operands import Norm, NormKind
+from kernels.peer_words import (
+    LONG_BLOCK,
+    SHORT,
+    SHORT_WORDS,
+    WORD,
+    Peers,
+    await_count,
+    end_exchange,
+    memory,
+    next_exchange,
+    post_count,
+    put_words,
+    take_words,
+)
 
-WORD = 4
-"""Bytes of numbers in a word."""
-SHORT_WORDS = 1 << 17
-"""Most words of an exchange through inboxes."""
-SHORT = tl.constexpr(SHORT_WORDS)
-_FEW_WORDS, _LONG_BLOCK = 1 << 15, 4096
-
-
-def inbox_bytes(ranks: int) -> int:
-    """Bytes of an inbox."""
-    return 2 * ranks * SHORT_WORDS * 8
-
-
-def parcel_bytes(ranks: int, capacity: int) -> int:
-    """Bytes of parcels for exchanges of `capacity` words."""
-    return 2 * ranks * (capacity - (-capacity // _LONG_BLOCK)) * WORD
-
-
-@dataclass(frozen=True, slots=True)
-class Peers:
-    """A rank's way to the others."""
-
-    rank: int
-    inboxes: Tensor
-    """int64 [R]: the address of each rank's inbox, as this rank reaches it."""
-    parcels: Tensor
-    """int64 [R]: that of its parcels."""
-    capacity: int
-    """Words that one exchange may have."""
-    state: Tensor
-    """int32 [2]: exchanges so far, and programs of this one that have ended; zeros at first."""
+_FEW_WORDS = 1 << 15
 
 
 @triton.jit
-def _memory(addresses, rank, kind: tl.constexpr):
-    """A rank's memory."""
-    return tl.load(addresses + rank).to(tl.pointer_type(kind))
+def _count_at(parcels, part, capacity, RANKS: tl.constexpr, BLOCK: tl.constexpr):
+    """The place of this program's count in a part of parcels."""
+    return parcels + 2 * RANKS * capacity + part * tl.cdiv(capacity, BLOCK) + tl.program_id(0)
 
 
 @triton.jit
@@ -74,22 +47,13 @@ def _send(
     for rank in tl.static_range(RANKS):
         if rank != RANK:
             if LONG:
-                tl.store(_memory(peers, rank, tl.int32) + part * capacity + at, numbers, mask=mask)
+                tl.store(memory(peers, rank, tl.int32) + part * capacity + at, numbers, mask=mask)
             else:
-                word = (numbers.to(tl.int64) & 0xFFFFFFFF) | (exchange << 32)
-                tl.store(_memory(peers, rank, tl.int64) + part * SHORT + at, word, mask=mask)
+                put_words(memory(peers, rank, tl.int64) + part * SHORT, numbers, at, mask, exchange)
     if LONG:
-        tl.debug_barrier()  # All of the program's numbers precede the counts.
         for rank in tl.static_range(RANKS):
             if rank != RANK:
-                count = _count_at(_memory(peers, rank, tl.int32), part, capacity, RANKS, BLOCK)
-                tl.atomic_xchg(count, exchange.to(tl.int32), sem="release", scope="sys")
-
-
-@triton.jit
-def _count_at(parcels, part, capacity, RANKS: tl.constexpr, BLOCK: tl.constexpr):
-    """Where the count of a part is, of this program's number."""
-    return parcels + 2 * RANKS * capacity + part * tl.cdiv(capacity, BLOCK) + tl.program_id(0)
+                post_count(_count_at(memory(peers, rank, tl.int32), part, capacity, RANKS, BLOCK), exchange)
 
 
 @triton.jit
@@ -100,28 +64,12 @@ def _received(
     """The numbers of another rank, once they have arrived."""
     part = (exchange & 1) * RANKS + rank
     if LONG:
-        parcels = _memory(peers, RANK, tl.int32)
-        count = _count_at(parcels, part, capacity, RANKS, BLOCK)
-        seen = tl.atomic_add(count, 0, sem="acquire", scope="sys")
-        while seen != exchange.to(tl.int32):
-            seen = tl.atomic_add(count, 0, sem="acquire", scope="sys")
-        tl.debug_barrier()
+        parcels = memory(peers, RANK, tl.int32)
+        await_count(_count_at(parcels, part, capacity, RANKS, BLOCK), exchange)
         numbers = tl.load(parcels + part * capacity + at, mask=mask, other=0, cache_modifier=".cg")
     else:
-        places = _memory(peers, RANK, tl.int64) + part * SHORT + at
-        word = tl.load(places, mask=mask, other=0, volatile=True)
-        while tl.max(tl.where(mask & ((word >> 32) != exchange), 1, 0), 0) > 0:
-            word = tl.load(places, mask=mask, other=0, volatile=True)
-        numbers = word.to(tl.int32)
+        numbers = take_words(memory(peers, RANK, tl.int64) + part * SHORT, at, mask, exchange)
     return numbers
-
-
-@triton.jit
-def _finish(state, exchange):
-    """The last program to end counts the exchange."""
-    if tl.atomic_add(state + 1, 1) == tl.num_programs(0) - 1:
-        tl.store(state + 1, 0)
-        tl.store(state, exchange.to(tl.int32))
 
 
 @triton.jit
@@ -165,7 +113,7 @@ def sum_kernel(
 ):  # fmt: skip
     """out = residual + the sum of all ranks' parts + bias."""
     wait(PDL)
-    exchange = tl.load(state, volatile=True).to(tl.int64) + 1
+    exchange = next_exchange(state)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = at < count
     own = tl.load(part + at, mask=mask, other=0)
@@ -187,7 +135,7 @@ def sum_kernel(
         low += _low(words, NUMBER)
         high += _high(words, NUMBER)
     tl.store(out + at, _packed(low, high, NUMBER), mask=mask)
-    _finish(state, exchange)
+    end_exchange(state, exchange)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -199,7 +147,7 @@ def gather_kernel(
 ):  # fmt: skip
     """out = all ranks' columns side by side."""
     wait(PDL)
-    exchange = tl.load(state, volatile=True).to(tl.int64) + 1
+    exchange = next_exchange(state)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = at < count
     own = tl.load(own_columns + at, mask=mask, other=0)
@@ -210,7 +158,43 @@ def gather_kernel(
         if rank != RANK:
             words = _received(peers, rank, at, mask, exchange, capacity, RANK, RANKS, LONG, BLOCK)
         tl.store(line + rank * row_words, words, mask=mask)
-    _finish(state, exchange)
+    end_exchange(state, exchange)
+
+
+@triton.jit
+def receive_kernel(
+    residual,  # [T, n]: in and out
+    bias,  # [n] or None
+    weight,  # [n] of the norm, or None: no norm
+    out,  # [T, n]
+    inboxes, state,
+    n, eps,
+    RANK: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """residual += the sum of the products that all ranks have sent, + bias; out = the RMS norm of residual."""
+    row = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < n
+    if weight is not None:
+        scale = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+    wait(PDL)
+    exchange = next_exchange(state)
+    at = row * n + columns
+    place = residual + row.to(tl.int64) * n + columns
+    total = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+    if bias is not None:
+        total += tl.load(bias + columns, mask=mask, other=0.0).to(tl.float32)
+    inbox = memory(inboxes, RANK, tl.int64) + (exchange & 1) * RANKS * SHORT
+    for rank in tl.static_range(RANKS):
+        total += take_words(inbox + rank * SHORT, at, mask, exchange).to(tl.float32, bitcast=True)
+    number = total.to(residual.dtype.element_ty)
+    tl.store(place, number, mask=mask)
+    if weight is not None:
+        number = number.to(tl.float32)
+        inverse = 1.0 / tl.sqrt_rn(tl.sum(number * number) / n + eps)
+        normed = (number * inverse * scale).to(out.dtype.element_ty)
+        tl.store(out + row.to(tl.int64) * n + columns, normed, mask=mask)
+    end_exchange(state, exchange)
 
 
 _NUMBERS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -226,17 +210,12 @@ def row_words(x: Tensor) -> int:
     return x.shape[-1] * x.element_size() // WORD
 
 
-def words_of(x: Tensor) -> int:
-    """Words that an exchange of x has."""
-    return x.numel() * x.element_size() // WORD
-
-
 def add_sum(
     part: Tensor, peers: Peers, out: Tensor, residual: Tensor | None = None, bias: Tensor | None = None
 ) -> None:
     """out = residual + the sum of all ranks' parts + bias. part, residual, out [T, n], bias [n], of one dtype and
     contiguous; out may be residual or part."""
-    words, count = _words(part), words_of(part)
+    words, count = _words(part), len(part) * row_words(part)
     assert count <= peers.capacity, count
     if not count:
         return
@@ -266,6 +245,22 @@ def gather_columns(columns: Tensor, peers: Peers) -> Tensor:
     return out
 
 
+def receive(residual: Tensor, bias: Tensor | None, peers: Peers, norm: Norm | None = None) -> Tensor | None:
+    """residual [T, n] += the sum of the products that all ranks have sent by `linear.dense.send`, + bias -> the norm
+    (RMS) of residual; None without one."""
+    rows, n = residual.shape
+    assert residual.is_contiguous()
+    assert norm is None or norm.kind is NormKind.RMS
+    out = None if norm is None else torch.empty_like(residual)
+    block = triton.next_power_of_2(n)
+    receive_kernel[(rows,)](
+        residual, bias, None if norm is None else norm.weight, out, peers.inboxes, peers.state, n,
+        0.0 if norm is None else norm.eps, RANK=peers.rank, RANKS=len(peers.inboxes), BLOCK=block,
+        num_warps=min(16, max(1, block // 512)), **launch_options(residual.device),
+    )  # fmt: skip
+    return out
+
+
 def _words(x: Tensor) -> Tensor:
     assert x.is_contiguous()
     return x.view(torch.int32)
@@ -275,5 +270,5 @@ def _block(count: int) -> tuple[int, int, bool]:
     """Words and warps of a program, and whether it sends parcels. A warp alone waits without a barrier; more words take
     fewer programs."""
     if count > SHORT_WORDS:
-        return _LONG_BLOCK, 8, True
+        return LONG_BLOCK, 8, True
     return (128, 1, False) if count <= _FEW_WORDS else (1024, 4, False)

@@ -14,13 +14,14 @@ import tempfile
 from collections.abc import Callable
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from bench.kernels.timing import elapsed
 from kernels import peer_sums
-from services.worker.parallel.collectives import _ROW, dist
-from services.worker.parallel.gpu_collectives import GpuCollectives
+from services.worker.parallel.collectives import dist
+from services.worker.parallel.gpu_collectives import GpuCollectives, PeerWords
 from services.worker.parallel.topology import Grid
 
 HIDDEN = 4096
@@ -31,14 +32,16 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 2048)
 def run(rank: int, ranks: int, meeting: str) -> None:
     """One rank."""
     torch.cuda.set_device(rank)
-    others = GpuCollectives(Grid(tensor=ranks), rank, Path(meeting), ROWS[-1] * HIDDEN // 2)
+    words = ROWS[-1] * HIDDEN // 2
+    others = GpuCollectives(Grid(tensor=ranks), rank, Path(meeting), PeerWords(words, words))
+    nccl = dist.ProcessGroupNCCL(dist.FileStore(f"{meeting}-nccl", ranks), rank, ranks)
     for rows in ROWS:
-        line = measure(others, rank, ranks, rows)
+        line = measure(others, nccl, rank, ranks, rows)
         if rank == 0:
             print(json.dumps(line), flush=True)
 
 
-def measure(others: GpuCollectives, rank: int, ranks: int, rows: int) -> dict[str, float]:
+def measure(others: GpuCollectives, nccl: Any, rank: int, ranks: int, rows: int) -> dict[str, float]:
     """Check, then time, one size."""
     generator = torch.Generator("cuda").manual_seed(rows)
     parts = torch.randn(ranks, rows, HIDDEN, generator=generator, device="cuda").bfloat16()
@@ -49,7 +52,7 @@ def measure(others: GpuCollectives, rank: int, ranks: int, rows: int) -> dict[st
         found = residual.clone()
         others.add_sum(found, own)
         assert torch.equal(found, expected) or (found.float() - expected.float()).abs().max() < 0.07, rows
-    reduced, nccl = own.clone(), others._nccl[_ROW]
+    reduced = own.clone()
 
     def ours() -> None:
         others.add_sum(residual, own)

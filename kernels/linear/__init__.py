@@ -89,10 +89,10 @@ def linear(
     return dense.cublas(in_order(x, weight), to_dense(weight, x.dtype), bias, residual, gated, out)
 
 
-def gate(x: Tensor, weight: DeviceWeight, norm: Norm) -> Tensor:
-    """silu(gate) * up of norm(x) [T, K], where gate and up are the halves of the weight's outputs: [T, n]. If the rows
-    are rounded to fp8, the result is gates and ups [T, 2n]: the next linear layer gates and rounds them in one
-    kernel."""
+def gate(x: Tensor, weight: DeviceWeight, norm: Norm | None) -> Tensor:
+    """silu(gate) * up of norm(x) [T, K], or of x without a norm, where gate and up are the halves of the weight's
+    outputs: [T, n]. If the rows are rounded to fp8, the result is gates and ups [T, 2n]: the next linear layer gates
+    and rounds them in one kernel."""
     return linear(x, weight, norm=norm, gated=not rounds_to_fp8(x, weight))
 
 
@@ -108,10 +108,11 @@ def gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def rotated_qkv(
-    x: Tensor, weight: DeviceWeight, bias: Tensor | None, norm: Norm, cos: Tensor, sin: Tensor, positions: Tensor,
-    kv: Tensor, slot_mapping: Tensor, heads: int,
+    x: Tensor, weight: DeviceWeight, bias: Tensor | None, norm: Norm | None, cos: Tensor, sin: Tensor,
+    positions: Tensor, kv: Tensor, slot_mapping: Tensor, heads: int,
 ) -> Tensor | None:  # fmt: skip
-    """Project norm(x) to queries, keys and values, rotate, write keys and values to the pool -> queries [M, H, D].
+    """Project norm(x), or x, to queries, keys and values, rotate, write keys and values to the pool -> queries
+    [M, H, D].
 
     As `qkv_rope.rotated_qkv`; with a packed weight the pool may also be fp8 without scales. None where the fused kernel
     is not faster.
@@ -121,7 +122,7 @@ def rotated_qkv(
         shape = hopper.rotated_shape_for(weight, len(x), kv.shape[4]) if hopper else None
         if hopper is None or shape is None:
             return None
-        normed = normalize(x, norm)
+        normed = x if norm is None else normalize(x, norm)
         q: Tensor = hopper.rotated_qkv(normed, weight, bias, cos, sin, positions, kv, slot_mapping, heads, shape)
         return q
     if not isinstance(weight, Tensor) or kv.dtype != x.dtype or len(x) == 0:
@@ -129,7 +130,8 @@ def rotated_qkv(
     tile = qkv_rope.tile_for(x, kv.shape[4])
     if tile is None:
         return None
-    return qkv_rope.rotated_qkv(normalize(x, norm), weight, bias, cos, sin, positions, kv, slot_mapping, heads, tile)
+    normed = x if norm is None else normalize(x, norm)
+    return qkv_rope.rotated_qkv(normed, weight, bias, cos, sin, positions, kv, slot_mapping, heads, tile)
 
 
 def rounds_to_fp8(x: Tensor, weight: DeviceWeight) -> bool:

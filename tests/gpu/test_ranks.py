@@ -11,7 +11,7 @@ import torch
 
 from kernels import peer_sums
 from services.worker.engine.generation import GenerationEngine
-from services.worker.parallel.gpu_collectives import GpuCollectives
+from services.worker.parallel.gpu_collectives import GpuCollectives, PeerWords
 from services.worker.parallel.topology import Grid
 from services.worker.runners.ranks import RanksRunner
 from tests.gpu.conftest import EngineMaker
@@ -21,7 +21,7 @@ from tests.worker.drive import job, open_engine, prompt_of, run
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 Folder = Callable[[str], Path]
-WORDS = 1 << 16
+WORDS = 1 << 20
 
 
 @contextlib.contextmanager
@@ -77,7 +77,7 @@ def test_rounded_weights(checkpoint: Folder, engine: EngineMaker) -> None:
 
 def _exchange(rank: int, meeting: str, results: Any) -> None:
     torch.cuda.set_device(rank)
-    others = GpuCollectives(Grid(tensor=2), rank, Path(meeting), WORDS)
+    others = GpuCollectives(Grid(tensor=2), rank, Path(meeting), PeerWords(WORDS, WORDS))
     assert others._peers is not None
     for seed in range(40):
         draw = torch.Generator().manual_seed(seed)

@@ -29,6 +29,7 @@ from kernels import (
     kv_pages,
     lora,
     norm,
+    peer_stages,
     peer_sums,
     quantized_weights,
     rope_kv,
@@ -45,6 +46,8 @@ from kernels.moe import grouped, routing
 from kernels.moe.reference import Routes
 from kernels.moe.weights import ExpertStack
 from kernels.operands import Activation, Norm, NormKind, Pooling, Scores
+from kernels.peer_stages import Link
+from kernels.peer_words import Peers
 from kernels.sampling import token_mask, top_logprobs
 from kernels.sampling.slot_settings import slot_settings
 
@@ -83,6 +86,7 @@ MODULES = (
     fused,
     norm,
     packed_texts,
+    peer_stages,
     peer_sums,
     texts,
     grouped,
@@ -256,13 +260,17 @@ def linear_calls(new: Callable[..., Tensor], capability: int) -> Iterator[tuple[
 
 def rank_calls(new: Callable[..., Tensor]) -> Iterator[tuple[str, Callable[[], object]]]:
     """What ranks exchange."""
-    residual = new(4, 4096)
-    peers = peer_sums.Peers(0, index(2), index(2), 1 << 20, torch.zeros(2, dtype=torch.int32))
+    residual, no_count = new(4, 4096), torch.zeros(2, dtype=torch.int32)
+    peers = Peers(0, index(2), index(2), 1 << 20, no_count)
     for rows in (4, 32, 128):
         part = new(rows, 4096)
         yield f"sum of ranks {rows}", partial(peer_sums.add_sum, part, peers, part)
         yield f"columns of ranks {rows}", partial(peer_sums.gather_columns, part, peers)
     yield "sum of ranks added", partial(peer_sums.add_sum, residual, peers, residual, residual, new(4096))
+    yield "sent product", partial(dense.send, residual, new(4096, 4096), peers)
+    yield "received product", partial(peer_sums.receive, residual, None, peers, Norm(new(4096), 1e-5))
+    for name, move in (("sent", peer_stages.send), ("received", peer_stages.receive)):
+        yield f"{name} activations", partial(move, residual, Link(1 << 40, 1 << 40, 1 << 20, no_count))
 
 
 def step_calls(new: Callable[..., Tensor]) -> Iterator[tuple[str, Callable[[], object]]]:

@@ -35,6 +35,7 @@ from tests.kernels.cases import (
 )
 from tests.kernels.experts import check_experts, check_routing, check_split_experts
 from tests.kernels.fused import check_rotated_qkv, step_of_answers
+from tests.kernels.peers import check_exchanges
 from tests.kernels.steps import (
     check_draft_guesses,
     check_guesses,
@@ -444,3 +445,7 @@ def test_both_ends_of_an_encoder_and_norms_of_sums(dtype: torch.dtype) -> None:
 
 def test_batches_of_texts_in_the_gpu_runner() -> None:
     check_batches(HALF, layers=1, heads=2, hidden=40)
+
+
+def test_exchanges_of_ranks() -> None:
+    check_exchanges()

@@ -23,7 +23,7 @@ from kernels import compile_cache, kv_pages
 from kernels.compile_cache import RecordedKernel
 from services.worker.build import assemble, memory
 from services.worker.build.assemble import WeightSource
-from services.worker.build.gpu_rank import exchanged_words, rank_ops
+from services.worker.build.gpu_rank import peer_words_of, rank_ops
 from services.worker.build.grid import own_part
 from services.worker.build.kernel_cache import layer_kinds, processes, with_layers
 from services.worker.loader import presets
@@ -109,9 +109,8 @@ def _of_first_rank(
 ) -> tuple[WeightSource, TritonOps, Callable[..., Decoder]]:
     """The part of the first of the tensor ranks, its operations, and how its model is made."""
     grid = Grid(options.tensor_parallel)
-    words = exchanged_words(source.config, options, grid)
     device = torch.device("cuda", torch.cuda.current_device())
-    others = UnconnectedCollectives(grid, words, device, invariant=options.deterministic)
+    others = UnconnectedCollectives(grid, peer_words_of(source.config, options, grid), device)
     shard = shard_of(sizes_of(source.config, quantized=source.reader is not None), grid, 0)
     make = partial(StageDecoder, shard=shard, others=others)
     return own_part(source, shard), rank_ops(options, others), make

@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 
 from kernels.peer_memory import PeerMemoryError
-from kernels.peer_sums import WORD
+from kernels.peer_words import WORD
 from services.worker.build import kernel_cache, memory
 from services.worker.build.assemble import WeightSource, bytes_of_block, dtype_of, free_gpu_bytes, stored_dtype
 from services.worker.errors import AnotherRankFailed, CheckpointError
@@ -22,17 +22,17 @@ from services.worker.models.decoder import Decoder
 from services.worker.models.stage import StageDecoder
 from services.worker.options import EngineOptions, MemoryPlan, Progress
 from services.worker.parallel.collectives import Collectives
-from services.worker.parallel.gpu_collectives import GpuCollectives
+from services.worker.parallel.gpu_collectives import GpuCollectives, PeerWords
 from services.worker.parallel.shards import Shard
 from services.worker.parallel.topology import Grid
 from services.worker.runners.cuda.ops import exact_products
-from services.worker.runners.cuda.rank_ops import InvariantTritonRankOps, TritonRankOps
+from services.worker.runners.cuda.rank_ops import InvariantTritonRankOps, SummedOps, TritonRankOps
 from services.worker.runners.cuda.runner import GpuRunner
 from services.worker.runners.ranks import Rank
 
 Found = TypeVar("Found")
 _ROWS = 2048
-"""Rows of the residual stream that are exchanged over peer memory at once; more go by NCCL."""
+"""Rows of the residual stream that are exchanged at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +52,9 @@ def load_gpu_rank(
     CheckpointError."""
     exact_products()
     config, max_length, rank = source.config, memory.check_length(source.config, options), place.rank
-    available, words = free_gpu_bytes(), exchanged_words(config, options, place.grid)
+    available = free_gpu_bytes()
     try:
-        others = GpuCollectives(place.grid, rank, place.meeting, words, invariant=options.deterministic)
+        others = GpuCollectives(place.grid, rank, place.meeting, peer_words_of(config, options, place.grid))
     except PeerMemoryError as error:
         raise CheckpointError(f"rank {rank}: {error}") from None
     ops = rank_ops(options, others)
@@ -88,15 +88,16 @@ def load_gpu_rank(
     return Rank(runner, model.nbytes, place.grid, rank), planned
 
 
-def rank_ops(options: EngineOptions, others: Collectives) -> TritonRankOps:
+def rank_ops(options: EngineOptions, others: GpuCollectives) -> SummedOps:
     """The operations of a rank with these options."""
     return InvariantTritonRankOps(others) if options.deterministic else TritonRankOps(others)
 
 
-def exchanged_words(config: ModelConfig, options: EngineOptions, grid: Grid) -> int:
-    """Words, of four bytes, of the largest exchange over peer memory."""
-    share = -(-config.vocab_size // grid.tensor)
-    return max(_ROWS * config.hidden_size, share) * dtype_of(options).itemsize // WORD
+def peer_words_of(config: ModelConfig, options: EngineOptions, grid: Grid) -> PeerWords:
+    """The room for what ranks exchange."""
+    item, share = dtype_of(options).itemsize, -(-config.vocab_size // grid.tensor) + 1
+    sums = max(_ROWS * config.hidden_size, share) * item // WORD
+    return PeerWords(sums, options.step_tokens * config.hidden_size * item // WORD)
 
 
 def _together(others: Collectives, rank: int, work: Callable[[], Found]) -> Found:

@@ -69,6 +69,7 @@ class StageDecoder(Decoder):
         ranks are: the logits, which show it for the others, are all ranks'."""
         if self._shard.is_last:
             x, attended = super().forward(step, pools)
+            self._others.settle()
             if self._shard.ranks > 1 and step.sampled is not None:
                 attended = self._others.sum((attended.float() * 0).sum(1, keepdim=True))
             return x, attended
@@ -76,6 +77,7 @@ class StageDecoder(Decoder):
         for layer, pool in zip(self.layers, pools, strict=True):
             layer.attention(x, step, pool)
             layer.mlp(x)
+        self._others.settle()
         self._others.send(x)
         return x[:0], x
 

@@ -60,6 +60,9 @@ class Collectives:
         total = self.sum(part)
         residual.add_(total if bias is None else total.add_(bias))
 
+    def settle(self) -> None:
+        """End sums that were begun: on a CPU there are none."""
+
     def sum(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x, in its dtype."""
         if self.grid.tensor == 1:

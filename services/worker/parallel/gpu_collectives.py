@@ -1,51 +1,69 @@
-"""What ranks on GPUs exchange while they compute: small sums over peer memory in one kernel, large ones by NCCL.
+"""What ranks on GPUs exchange while they compute: sums, columns and activations, over peer memory, each in one kernel.
 
-What only the host needs goes over gloo, as on CPUs. All of it may be captured in CUDA graphs. Knows tensors and ranks,
-never layers or jobs.
+The sum of a product of few rows takes no kernel of its own: the product is sent by the kernel that computes it and
+received by the next norm. All of it may be captured in CUDA graphs. What only the host needs goes over gloo, as on
+CPUs. Knows tensors and ranks, never layers or jobs.
 """
 
-import os
-import weakref
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from kernels import peer_memory, peer_sums
-from kernels.peer_sums import Peers
-from services.worker.parallel.collectives import _COLUMN, _ROW, Collectives, dist
+from kernels import peer_memory, peer_stages, peer_sums, peer_words
+from kernels.linear import dense
+from kernels.operands import Norm, NormKind
+from kernels.peer_stages import Link
+from kernels.peer_words import Peers
+from services.worker.parallel.collectives import _COLUMN, _ROW, Collectives
 from services.worker.parallel.topology import Grid
+
+
+@dataclass(frozen=True, slots=True)
+class PeerWords:
+    """Words, of four bytes, of the largest exchanges."""
+
+    sums: int
+    """Of a sum or of columns; larger ones are exchanged in pieces."""
+    stages: int
+    """Of the activations of a step."""
+
+
+@dataclass(slots=True)
+class _Sent:
+    """A product that was sent and is not received yet."""
+
+    residual: Tensor
+    """What it is added to."""
+    bias: Tensor | None
 
 
 class GpuCollectives(Collectives):
     """A rank's connections to others, each of which has a GPU of its own: this process's current device."""
 
-    def __init__(self, grid: Grid, rank: int, meeting: Path, words: int, *, invariant: bool = False) -> None:
-        """words: of four bytes, that the largest exchange over peer memory has. invariant: larger sums are exchanged in
-        pieces, so that a row's sum has the same bits among any number of rows. Raises PeerMemoryError where a device
-        cannot reach another one's memory."""
+    def __init__(self, grid: Grid, rank: int, meeting: Path, words: PeerWords) -> None:
+        """Raises PeerMemoryError where a device cannot reach another one's memory."""
         super().__init__(grid, rank, meeting)
-        place = grid.place(rank)
-        self._invariant = invariant
+        self._under_way: _Sent | None = None
+        self._normed: tuple[Tensor, Norm, Tensor] | None = None
+        """A residual stream, a norm, and what this made of it."""
         self._device = torch.device("cuda", torch.cuda.current_device())
-        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-        self._nccl: dict[str, Any] = {
-            _ROW: self._connect_nccl(f"nccl/stage/{place.stage}", place.tensor, grid.tensor),
-            _COLUMN: self._connect_nccl(f"nccl/column/{place.tensor}", place.stage, grid.pipeline),
-        }
-        weakref.finalize(self, self._nccl.clear)
-        self._peers = self._open_peers(words) if grid.tensor > 1 else None
+        self._peers = self._open_peers(words.sums) if grid.tensor > 1 else None
+        self._before: Link | None = None
+        self._after: Link | None = None
+        if grid.pipeline > 1:
+            self._before, self._after = self._open_links(words.stages)
 
-    # ---- among the ranks of a stage ----
+    # ---- sums ----
 
     def add_sum(self, residual: Tensor, part: Tensor, bias: Tensor | None = None) -> None:
         """residual += the sum of all ranks' parts, + bias, which each rank has whole. All [T, n] of one dtype."""
-        if self._peers is None or not self._over_peer_memory(part):
-            super().add_sum(residual, part, bias)
+        self.settle()
+        if self._peers is None:
+            residual.add_(part if bias is None else part.add_(bias))
             return
-        rows = self._rows_at_once(part)
-        for piece, target in zip(part.split(rows), residual.split(rows), strict=True):  # type: ignore[no-untyped-call]
+        for piece, target in zip(self._pieces(part), self._pieces(residual), strict=True):
             peer_sums.add_sum(piece, self._peers, target, target, bias)
 
     def sum(self, x: Tensor) -> Tensor:
@@ -53,97 +71,119 @@ class GpuCollectives(Collectives):
         if self._peers is None:
             return x
         total = x.contiguous().clone()
-        if self._over_peer_memory(x):
-            for piece in total.split(self._rows_at_once(x)):  # type: ignore[no-untyped-call]
-                peer_sums.add_sum(piece, self._peers, piece)
-            return total
-        return self._reduced(total, dist.ReduceOp.SUM)
-
-    def largest(self, x: Tensor) -> Tensor:
-        """The largest of all ranks' numbers, for each place of x."""
-        if self._peers is None:
-            return x
-        return self._reduced(x.clone(), dist.ReduceOp.MAX)
+        for piece in self._pieces(total):
+            peer_sums.add_sum(piece, self._peers, piece)
+        return total
 
     def gather_columns(self, x: Tensor, widths: list[int]) -> Tensor:
         """All ranks' columns side by side: x [rows, widths[rank]] -> [rows, sum(widths)]."""
         if self._peers is None:
             return x
-        if len(set(widths)) > 1 or not peer_sums.serves(x):
-            return super().gather_columns(x, widths)
-        pieces = x.contiguous().split(self._rows_at_once(x))  # type: ignore[no-untyped-call]
-        found = [peer_sums.gather_columns(piece, self._peers) for piece in pieces]
-        return found[0] if len(found) == 1 else torch.cat(found)
+        width = -(-max(widths) // 2) * 2
+        if x.shape[1] < width:
+            x = torch.nn.functional.pad(x, (0, width - x.shape[1]))
+        found = [peer_sums.gather_columns(piece, self._peers) for piece in self._pieces(x.contiguous())]
+        columns = found[0] if len(found) == 1 else torch.cat(found)
+        if all(each == width for each in widths):
+            return columns
+        return torch.cat([columns[:, at * width : at * width + each] for at, each in enumerate(widths)], 1)
 
-    def _over_peer_memory(self, x: Tensor) -> bool:
-        return peer_sums.serves(x) and (self._invariant or len(x) <= self._rows_at_once(x))
-
-    def _rows_at_once(self, x: Tensor) -> int:
+    def _pieces(self, x: Tensor) -> list[Tensor]:
+        """The rows of x, in pieces for which there is room."""
         assert self._peers is not None
-        return self._peers.capacity // peer_sums.row_words(x)
+        pieces: tuple[Tensor, ...] = x.split(self._peers.capacity // peer_sums.row_words(x))  # type: ignore[no-untyped-call]
+        return list(pieces)
 
-    def _reduced(self, x: Tensor, operation: Any) -> Tensor:
-        self._nccl[_ROW].allreduce([x], operation).wait()
-        return x
+    # ---- products that are sent ----
 
-    def _gather(self, x: Tensor) -> list[Tensor]:
-        parts = x.new_empty(self.grid.tensor, *x.shape)
-        self._nccl[_ROW]._allgather_base(parts, x.contiguous()).wait()
-        return list(parts)
+    def send_product(self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+        """Begin residual += the sum of all ranks' x @ weight.T, + bias, which `normalized` or `settle` ends. False:
+        there are too many rows."""
+        self.settle()
+        if self._peers is None or not 0 < residual.numel() <= peer_words.SHORT_WORDS:
+            return False
+        dense.send(x, weight, self._peers)
+        self._under_way = _Sent(residual, bias)
+        return True
+
+    def normalized(self, x: Tensor, norm: Norm) -> Tensor | None:
+        """The norm of x, to which a sum is added first that was sent. None: none was, or the norm is of another
+        kind."""
+        if self._normed is not None and self._normed[0] is x and self._normed[1] is norm:
+            return self._normed[2]
+        sent = self._under_way
+        if sent is None or sent.residual is not x or norm.kind is not NormKind.RMS:
+            self.settle()
+            return None
+        assert self._peers is not None
+        self._under_way, normed = None, peer_sums.receive(x, sent.bias, self._peers, norm)
+        assert normed is not None
+        self._normed = x, norm, normed
+        return normed
+
+    def settle(self) -> None:
+        """End a sum that was sent."""
+        self._normed = None
+        if self._under_way is not None:
+            assert self._peers is not None
+            peer_sums.receive(self._under_way.residual, self._under_way.bias, self._peers)
+            self._under_way = None
 
     # ---- between stages ----
 
     def send(self, x: Tensor) -> None:
         """Send activations to the next stage, which may still compute the steps before."""
-        self._nccl[_COLUMN].send([x.contiguous()], self._stage + 1, 0).wait()
+        assert self._after is not None
+        peer_stages.send(x.contiguous(), self._after)
 
     def receive(self, x: Tensor) -> Tensor:
         """Fill x with the activations that the stage before has sent; returns it."""
-        self._nccl[_COLUMN].recv([x], self._stage - 1, 0).wait()
+        assert self._before is not None
+        peer_stages.receive(x, self._before)
         return x
 
     # ---- connections ----
 
-    def _connect_nccl(self, name: str, rank: int, ranks: int) -> Any:
-        """A group of ranks; None: the rank is alone."""
-        if ranks == 1:
-            return None
-        group = dist.ProcessGroupNCCL(dist.PrefixStore(name, self._store), rank, ranks)
-        group.allreduce([torch.zeros(1, device=self._device)]).wait()  # connects, which no capture may contain
-        return group
-
     def _open_peers(self, words: int) -> Peers:
         ranks = self.grid.tensor
-        inboxes, parcels = (
-            self._shared(peer_sums.inbox_bytes(ranks)),
-            self._shared(peer_sums.parcel_bytes(ranks, words)),
-        )
-        return Peers(self.tensor, inboxes, parcels, words, torch.zeros(2, dtype=torch.int32, device=self._device))
+        inboxes = self._shared(_ROW, peer_words.inbox_bytes(ranks))
+        parcels = self._shared(_ROW, peer_words.parcel_bytes(ranks, words))
+        return Peers(self.tensor, self._sent_once(inboxes), self._sent_once(parcels), words, self._counts())
 
-    def _shared(self, size: int) -> Tensor:
-        """Allocate memory of this size on all ranks -> int64 [R]: its address on each, as this rank reaches it."""
-        own = peer_memory.allocate(size)
+    def _open_links(self, words: int) -> tuple[Link | None, Link | None]:
+        """The ways from the stage before and to the next one; None at the ends."""
+        stage = self._stage
+        parcels, taken = self._shared(_COLUMN, peer_stages.parcel_bytes(words)), self._shared(_COLUMN, _COUNT_BYTES)
+        before = Link(parcels[stage], taken[stage - 1], words, self._counts()) if stage else None
+        is_last = stage == self.grid.pipeline - 1
+        return before, None if is_last else Link(parcels[stage + 1], taken[stage], words, self._counts())
+
+    def _shared(self, name: str, size: int) -> list[int]:
+        """Allocate memory of this size on all ranks of a group -> its address on each, as this rank reaches it."""
+        group, own = self._groups[name], peer_memory.allocate(size)
         handle = torch.frombuffer(bytearray(peer_memory.export(own)), dtype=torch.uint8)
-        handles = [torch.empty_like(handle) for _ in range(self.grid.tensor)]
-        self._groups[_ROW].allgather([handles], [handle]).wait()
-        addresses = [
-            own if rank == self.tensor else peer_memory.open_exported(bytes(handle.numpy()))
+        handles = [torch.empty_like(handle) for _ in range(group.size())]
+        group.allgather([handles], [handle]).wait()
+        return [
+            own if rank == group.rank() else peer_memory.open_exported(bytes(handle.numpy()))
             for rank, handle in enumerate(handles)
         ]
+
+    def _sent_once(self, addresses: list[int]) -> Tensor:
         return torch.tensor(addresses, dtype=torch.int64, device=self._device)
+
+    def _counts(self) -> Tensor:
+        return torch.zeros(2, dtype=torch.int32, device=self._device)
+
+
+_COUNT_BYTES = 64
 
 
 class UnconnectedCollectives(GpuCollectives):
     """The same kernels for one rank alone, whose launches are recorded to be compiled and not run."""
 
-    def __init__(self, grid: Grid, words: int, device: torch.device, *, invariant: bool = False) -> None:
+    def __init__(self, grid: Grid, words: PeerWords, device: torch.device) -> None:
         """Of the grid's first rank."""
-        self.grid, self.tensor, self._invariant = grid, 0, invariant
-        addresses = torch.zeros(grid.tensor, dtype=torch.int64, device=device)
-        self._peers = Peers(0, addresses, addresses, words, torch.zeros(2, dtype=torch.int32, device=device))
-
-    def _reduced(self, x: Tensor, operation: Any) -> Tensor:
-        return x
-
-    def _gather(self, x: Tensor) -> list[Tensor]:
-        return [x] * self.grid.tensor
+        self.grid, self.tensor, self._device, self._under_way, self._normed = grid, 0, device, None, None
+        addresses = self._sent_once([0] * grid.tensor)
+        self._peers = Peers(0, addresses, addresses, words.sums, self._counts())

@@ -1,6 +1,7 @@
 """The operations of a tensor rank on a GPU: products whose inputs are shared are summed over the ranks. Knows no model.
 
-The sum, the bias and the residual addition are one kernel after the product.
+The product of few rows is sent by its own kernel, and the norm that follows receives it. Other products are followed by
+a kernel that adds up.
 """
 
 from typing import Any
@@ -8,17 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels import linear
+from kernels.activation import activate
 from kernels.linear import DeviceWeight
-from kernels.operands import Activation
-from services.worker.parallel.collectives import Collectives
+from kernels.operands import Activation, Norm
+from services.worker.models.ops import RopeTables
+from services.worker.parallel.gpu_collectives import GpuCollectives
 from services.worker.runners.cuda.ops import InvariantTritonOps, TritonOps
 
 
-class TritonRankOps(TritonOps):
+class SummedOps(TritonOps):
     """The Triton kernels on one of several ranks. Only the projections after attention and MLP add to the residual
     stream, and their inputs are what ranks share."""
 
-    def __init__(self, others: Collectives) -> None:
+    def __init__(self, others: GpuCollectives) -> None:
         self._others = others
 
     def add_matmul(self, residual: Tensor, x: Tensor, weight: DeviceWeight, bias: Tensor | None = None, /) -> None:
@@ -34,5 +38,58 @@ class TritonRankOps(TritonOps):
         self._others.add_sum(residual, part)
 
 
-class InvariantTritonRankOps(TritonRankOps, InvariantTritonOps):
-    """The same; a row has the same bits in any batch and any chunk."""
+class TritonRankOps(SummedOps):
+    """The same; sums of few rows are a part of the kernels before and behind them."""
+
+    def add_matmul(self, residual: Tensor, x: Tensor, weight: DeviceWeight, bias: Tensor | None = None, /) -> None:
+        """residual += the sum of all ranks' x @ weight.T, + bias. It is complete when a norm of it is taken, or when
+        the collectives are told to settle."""
+        if not isinstance(weight, Tensor) or not self._others.send_product(residual, x, weight, bias):
+            super().add_matmul(residual, x, weight, bias)
+
+    def normalize(self, x: Tensor, norm: Norm, /) -> Tensor:
+        """The norm over the last dimension."""
+        normed = self._others.normalized(x, norm)
+        return TritonOps.normalize(x, norm) if normed is None else normed
+
+    def norm_matmul(self, x: Tensor, norm: Norm, weight: DeviceWeight, bias: Tensor | None = None, /) -> Tensor:
+        """norm(x) @ weight.T + bias."""
+        normed = self._others.normalized(x, norm)
+        return super().norm_matmul(x, norm, weight, bias) if normed is None else linear.linear(normed, weight, bias)
+
+    def norm_activate(
+        self, x: Tensor, norm: Norm, activation: Activation, weight: DeviceWeight, bias: Tensor | None = None, /
+    ) -> Tensor:
+        """activation(norm(x) @ weight.T + bias), in the form that `add_matmul` takes."""
+        normed = self._others.normalized(x, norm)
+        if normed is None:
+            return super().norm_activate(x, norm, activation, weight, bias)
+        if activation is Activation.GATED_SILU and bias is None:
+            return linear.gate(normed, weight, None)
+        return activate(linear.linear(normed, weight, bias), activation)
+
+    def norm_qkv(
+        self,
+        x: Tensor,
+        norm: Norm,
+        weight: DeviceWeight,
+        bias: Tensor | None,
+        rope: RopeTables,
+        kv: Tensor,
+        slot_mapping: Tensor,
+        heads: int,
+        /,
+    ) -> Tensor | None:
+        """For few rows the product, the rotation and the write are one kernel."""
+        normed = self._others.normalized(x, norm)
+        if normed is None:
+            return super().norm_qkv(x, norm, weight, bias, rope, kv, slot_mapping, heads)
+        if rope.positions is None:
+            return None
+        return linear.rotated_qkv(
+            normed, weight, bias, None, rope.cos, rope.sin, rope.positions, kv, slot_mapping, heads
+        )  # fmt: skip
+
+
+class InvariantTritonRankOps(SummedOps, InvariantTritonOps):
+    """A row has the same bits in any batch and any chunk."""

@@ -1,0 +1,146 @@
+"""Exchanges of ranks that are processes: their memory is files that all map, their kernels are interpreted."""
+
+import multiprocessing
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels import peer_stages, peer_sums, peer_words
+from kernels.linear import dense
+from kernels.operands import Norm
+from kernels.peer_stages import Link
+from kernels.peer_words import Peers
+
+RANKS, CAPACITY, WAIT_S = 2, 1 << 18, 240.0
+
+
+class Room:
+    """Memory that the ranks share, and what one of them sees of it."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.folder, self.rank = folder, rank
+        self._mapped: list[Tensor] = []
+
+    def peers(self) -> Peers:
+        """This rank's way to the others."""
+        inboxes = [self.address(f"inbox {rank}", peer_words.inbox_bytes(RANKS)) for rank in range(RANKS)]
+        parcels = [self.address(f"parcels {rank}", peer_words.parcel_bytes(RANKS, CAPACITY)) for rank in range(RANKS)]
+        return Peers(self.rank, torch.tensor(inboxes), torch.tensor(parcels), CAPACITY, counts())
+
+    def link(self, stage: int) -> Link:
+        """The way from a stage to the next one."""
+        parcels = self.address(f"stage {stage}", peer_stages.parcel_bytes(CAPACITY))
+        return Link(parcels, self.address(f"taken {stage}", 64), CAPACITY, counts())
+
+    def address(self, name: str, size: int) -> int:
+        """Of memory that every rank maps by this name; zeros at first."""
+        with (self.folder / name).open("ab") as file:
+            file.truncate(size)
+        self._mapped.append(torch.from_numpy(np.memmap(self.folder / name, np.uint8, "r+")))
+        return self._mapped[-1].data_ptr()
+
+
+def counts() -> Tensor:
+    """Of a rank or link that has exchanged nothing yet."""
+    return torch.zeros(2, dtype=torch.int32)
+
+
+def check_sums(room: Room) -> None:
+    """Short and long ones, with and without a residual and a bias; columns of both lengths."""
+    peers = room.peers()
+    for seed, (rows, width, dtype) in enumerate(
+        [(3, 130, torch.float16), (1, 77, torch.float32), (70, 4000, torch.float16), (5, 64, torch.float16)]
+    ):
+        draw = torch.Generator().manual_seed(seed)
+        parts = [torch.randn(rows, width, generator=draw).to(dtype) for _ in range(RANKS)]
+        residual = torch.randn(rows, width, generator=draw).to(dtype)
+        bias = torch.randn(width, generator=draw).to(dtype) if seed % 2 else None
+        out = torch.full_like(residual, float("nan"))
+        peer_sums.add_sum(parts[room.rank], peers, out, residual if seed else None, bias)
+        expected = sum((part.float() for part in parts), torch.zeros(rows, width))
+        expected += (residual if seed else torch.zeros(1)).float() + (torch.zeros(1) if bias is None else bias).float()
+        torch.testing.assert_close(out, expected.to(dtype), rtol=2e-3, atol=2e-3)
+        assert torch.equal(peer_sums.gather_columns(parts[room.rank], peers), torch.cat(parts, 1))
+    assert peers.state.tolist() == [8, 0]
+
+
+def check_products(room: Room) -> None:
+    """A product that is sent, and the residual addition and norm that receive it; between other exchanges."""
+    peers = room.peers()
+    for seed, (rows, width, inputs, dtype) in enumerate([(1, 64, 96, torch.float32), (5, 192, 256, torch.float16)]):
+        draw = torch.Generator().manual_seed(seed)
+        x, weights = (
+            [torch.randn(count, inputs, generator=draw).to(dtype) / 8 for _ in range(RANKS)] for count in (rows, width)
+        )
+        residual, scale = (
+            torch.randn(rows, width, generator=draw).to(dtype),
+            torch.rand(width, generator=draw).to(dtype),
+        )
+        expected = residual.float()
+        for rank in range(RANKS):
+            expected = expected + x[rank].float() @ weights[rank].float().t()
+        normed = expected * torch.rsqrt(expected.square().mean(1, keepdim=True) + 1e-5) * scale.float()
+        for norm in (Norm(scale, 1e-5), None):
+            found = residual.clone()
+            dense.send(x[room.rank], weights[room.rank], peers)
+            out = peer_sums.receive(found, None, peers, norm)
+            torch.testing.assert_close(found, expected.to(dtype), rtol=4e-3, atol=4e-3)
+            if out is not None:
+                torch.testing.assert_close(out, normed.to(dtype), rtol=8e-3, atol=8e-3)
+            peer_sums.add_sum(found, peers, found)
+
+
+def check_stages(room: Room) -> None:
+    """Several transfers, of different lengths, which the sender begins before the first was taken."""
+    link = room.link(0)
+    for seed, words in enumerate((10, 5000, 2048, 1, 2049)):
+        x = torch.randn(words, generator=torch.Generator().manual_seed(seed))
+        if room.rank == 0:
+            peer_stages.send(x, link)
+        else:
+            found = torch.full_like(x, float("nan"))
+            peer_stages.receive(found, link)
+            assert torch.equal(found, x)
+
+
+def check_exchanges() -> None:
+    """All of it on ranks of their own."""
+    for check in (check_sums, check_products, check_stages):
+        _on_ranks(check)
+
+
+def _on_ranks(check: Callable[[Room], None]) -> None:
+    fork = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory(prefix="weft-peers-") as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads, from Python 3.12 on
+        ends = [fork.Pipe() for _ in range(RANKS)]
+        ranks = [
+            fork.Process(target=_run, args=(check, Room(Path(folder), rank), ends[rank][1]), daemon=True)
+            for rank in range(RANKS)
+        ]
+        for rank in ranks:
+            rank.start()
+        try:
+            for number, (end, _) in enumerate(ends):
+                assert end.poll(WAIT_S), f"rank {number} does not end"
+                error = end.recv()
+                assert not error, f"rank {number}: {error}"
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.join()
+
+
+def _run(check: Callable[[Room], None], room: Room, end: Any) -> None:
+    try:
+        check(room)
+        end.send("")
+    except BaseException:
+        end.send(traceback.format_exc())
