@@ -162,38 +162,46 @@ def gather_kernel(
 
 
 @triton.jit
-def receive_kernel(
-    residual,  # [T, n]: in and out
-    bias,  # [n] or None
-    weight,  # [n] of the norm, or None: no norm
-    out,  # [T, n]
-    inboxes, state,
-    n, eps,
-    RANK: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+def sum_norm_kernel(
+    part, residual, bias, weight, out,  # int32: words of [T, n], [T, n] in and out, [n] or None, [n], [T, n]
+    peers, state,  # int64 [R]: of inboxes; int32 [2]
+    row_words, capacity, eps,
+    RANK: tl.constexpr, RANKS: tl.constexpr, NUMBER: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """residual += the sum of the products that all ranks have sent, + bias; out = the RMS norm of residual."""
-    row = tl.program_id(0)
+    """residual += the sum of all ranks' parts + bias; out = the RMS norm of residual. A program has a row."""
     columns = tl.arange(0, BLOCK)
-    mask = columns < n
-    if weight is not None:
-        scale = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+    mask = columns < row_words
+    scale = tl.load(weight + columns, mask=mask, other=0)
     wait(PDL)
     exchange = next_exchange(state)
-    at = row * n + columns
-    place = residual + row.to(tl.int64) * n + columns
-    total = tl.load(place, mask=mask, other=0.0).to(tl.float32)
-    if bias is not None:
-        total += tl.load(bias + columns, mask=mask, other=0.0).to(tl.float32)
-    inbox = memory(inboxes, RANK, tl.int64) + (exchange & 1) * RANKS * SHORT
+    at = tl.program_id(0) * row_words + columns
+    own = tl.load(part + at, mask=mask, other=0)
+    _send(peers, own, at, mask, exchange, capacity, RANK, RANKS, False, BLOCK)
+    before = tl.load(residual + at, mask=mask, other=0)
+    low = tl.zeros([BLOCK], tl.float32)
+    high = tl.zeros([BLOCK], tl.float32)
     for rank in tl.static_range(RANKS):
-        total += take_words(inbox + rank * SHORT, at, mask, exchange).to(tl.float32, bitcast=True)
-    number = total.to(residual.dtype.element_ty)
-    tl.store(place, number, mask=mask)
-    if weight is not None:
-        number = number.to(tl.float32)
-        inverse = 1.0 / tl.sqrt_rn(tl.sum(number * number) / n + eps)
-        normed = (number * inverse * scale).to(out.dtype.element_ty)
-        tl.store(out + row.to(tl.int64) * n + columns, normed, mask=mask)
+        words = own
+        if rank != RANK:
+            words = _received(peers, rank, at, mask, exchange, capacity, RANK, RANKS, False, BLOCK)
+        low += _low(words, NUMBER)
+        high += _high(words, NUMBER)
+    if bias is not None:
+        words = tl.load(bias + columns, mask=mask, other=0)
+        low += _low(words, NUMBER)
+        high += _high(words, NUMBER)
+    words = _packed(low + _low(before, NUMBER), high + _high(before, NUMBER), NUMBER)
+    tl.store(residual + at, words, mask=mask)
+    low = _low(words, NUMBER)
+    squares = low * low
+    numbers = row_words
+    if NUMBER.primitive_bitwidth == 16:
+        high = _high(words, NUMBER)
+        squares += high * high
+        numbers = 2 * row_words
+    inverse = 1.0 / tl.sqrt_rn(tl.sum(squares) / numbers + eps)
+    normed = _packed(low * inverse * _low(scale, NUMBER), high * inverse * _high(scale, NUMBER), NUMBER)
+    tl.store(out + at, normed, mask=mask)
     end_exchange(state, exchange)
 
 
@@ -245,20 +253,28 @@ def gather_columns(columns: Tensor, peers: Peers) -> Tensor:
     return out
 
 
-def receive(residual: Tensor, bias: Tensor | None, peers: Peers, norm: Norm | None = None) -> Tensor | None:
-    """residual [T, n] += the sum of the products that all ranks have sent by `linear.dense.send`, + bias -> the norm
-    (RMS) of residual; None without one."""
-    rows, n = residual.shape
-    assert residual.is_contiguous()
-    assert norm is None or norm.kind is NormKind.RMS
-    out = None if norm is None else torch.empty_like(residual)
-    block = triton.next_power_of_2(n)
-    receive_kernel[(rows,)](
-        residual, bias, None if norm is None else norm.weight, out, peers.inboxes, peers.state, n,
-        0.0 if norm is None else norm.eps, RANK=peers.rank, RANKS=len(peers.inboxes), BLOCK=block,
-        num_warps=min(16, max(1, block // 512)), **launch_options(residual.device),
+def add_sum_and_normalize(
+    part: Tensor, peers: Peers, residual: Tensor, norm: Norm, bias: Tensor | None = None
+) -> Tensor:
+    """residual += the sum of all ranks' parts + bias -> the norm of residual. All as in `add_sum`, of at most
+    SHORT_WORDS words; the norm is one that `normalizes`."""
+    rows, words = len(part), row_words(part)
+    assert 0 < rows * words <= SHORT_WORDS, (rows, words)
+    assert normalizes(part, norm)
+    out = torch.empty_like(residual)
+    block = triton.next_power_of_2(words)
+    sum_norm_kernel[(rows,)](
+        _words(part), _words(residual), None if bias is None else _words(bias), _words(norm.weight), _words(out),
+        peers.inboxes, peers.state, words, peers.capacity, norm.eps, RANK=peers.rank, RANKS=len(peers.inboxes),
+        NUMBER=_NUMBERS[part.dtype], BLOCK=block, num_warps=min(16, max(1, block // 256)),
+        **launch_options(part.device),
     )  # fmt: skip
     return out
+
+
+def normalizes(x: Tensor, norm: Norm) -> bool:
+    """Whether `add_sum_and_normalize` knows this norm: RMS, with weights of the dtype of x."""
+    return norm.kind is NormKind.RMS and norm.weight.dtype == x.dtype
 
 
 def _words(x: Tensor) -> Tensor:

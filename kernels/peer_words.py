@@ -107,18 +107,3 @@ def await_count(place, exchange):
     while seen != exchange.to(tl.int32):
         seen = tl.atomic_add(place, 0, sem="acquire", scope="sys")
     tl.debug_barrier()
-
-
-@triton.jit
-def send_product(
-    product,  # float32 [BLOCK_N, BLOCK_M]
-    target, valid,  # places in the product [M, N], and which exist
-    inboxes, state,
-    RANK: tl.constexpr, RANKS: tl.constexpr,
-):  # fmt: skip
-    """Write a tile of a product to the inboxes of all ranks, this one's included. The kernel that receives the product
-    ends the exchange."""
-    exchange = next_exchange(state)
-    numbers, part = product.to(tl.int32, bitcast=True), (exchange & 1) * RANKS + RANK
-    for rank in tl.static_range(RANKS):
-        put_words(memory(inboxes, rank, tl.int64) + part * SHORT, numbers, target, valid, exchange)

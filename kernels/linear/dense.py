@@ -19,7 +19,6 @@ from kernels.dependent_launch import launch_options, prefetch, wait
 from kernels.linear import cublaslt, dense_hopper
 from kernels.linear.dense_hopper import Shape
 from kernels.linear.split_k import Tile, finish, workspace
-from kernels.peer_words import SHORT_WORDS, Peers
 
 
 @triton.jit
@@ -74,10 +73,8 @@ def split_k_kernel(
     M, N, K, x_stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr, GATED: tl.constexpr,
     IEEE: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
-    inboxes=None, exchanges=None, RANK: tl.constexpr = 0, RANKS: tl.constexpr = 1,
 ):  # fmt: skip
-    """Program (tile, split) multiplies BLOCK_N rows of W, a SPLIT-th of their columns, with all rows of x. With inboxes
-    the product is sent to the ranks, as `finish` does."""
+    """Program (tile, split) multiplies BLOCK_N rows of W, a SPLIT-th of their columns, with all rows of x."""
     tile, split = tl.program_id(0), tl.program_id(1)
     columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.arange(0, BLOCK_M)
@@ -86,10 +83,7 @@ def split_k_kernel(
     product, up = multiply(
         x, w, columns, N, columns < N, low, high, rows, M, K, x_stride, BLOCK_K, GATED, IEEE, STAGES, AHEAD, PDL
     )
-    finish(
-        product, up, bias, residual, out, parts, arrived, tile, split, columns, rows, M, N, SPLIT, GATED,
-        inboxes, exchanges, RANK, RANKS,
-    )  # fmt: skip
+    finish(product, up, bias, residual, out, parts, arrived, tile, split, columns, rows, M, N, SPLIT, GATED)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -188,25 +182,6 @@ def linear(
         **launch_options(x.device),
     )  # fmt: skip
     return out
-
-
-SENDING = Tile(64, 128, 2, 6)
-"""The tile of a product that is sent where another kernel would compute one that is not."""
-
-
-def send(x: Tensor, weight: Tensor, peers: Peers) -> None:
-    """Send x @ weight.T, [M, N] in float32, to the inboxes of all ranks. x [M, K], weight [N, K]."""
-    (rows, k), n = x.shape, len(weight)
-    assert rows * n <= SHORT_WORDS, (rows, n)
-    tile = tile_for(rows, n, k, False, x.dtype) or SENDING
-    space = workspace(x.device, tile.split * rows * n if tile.split > 1 else 0)
-    split_k_kernel[(triton.cdiv(n, tile.n), tile.split)](
-        x, weight, None, None, None, space.parts, space.arrived, rows, n, k, x.stride(0),
-        BLOCK_M=max(16, triton.next_power_of_2(rows)), BLOCK_N=tile.n, BLOCK_K=tile.k, SPLIT=tile.split, GATED=False,
-        IEEE=x.dtype == torch.float32, STAGES=tile.stages_on(x.device), AHEAD=tile.ahead,
-        inboxes=peers.inboxes, exchanges=peers.state, RANK=peers.rank, RANKS=len(peers.inboxes),
-        num_warps=tile.warps, **launch_options(x.device),
-    )  # fmt: skip
 
 
 def cublas(

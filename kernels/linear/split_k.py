@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 
 from kernels.device import shared_bytes
-from kernels.peer_words import send_product
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +72,8 @@ def finish(
     parts, arrived, counter, split,  # as `join` takes them
     columns, rows, M, N,
     SPLIT: tl.constexpr, GATED: tl.constexpr,
-    inboxes=None, exchanges=None, RANK: tl.constexpr = 0, RANKS: tl.constexpr = 1,  # as `send_product` takes them
 ):  # fmt: skip
-    """out[rows, columns] = the sum of all splits' products (GATED: silu(product) * up) + bias + residual. With inboxes
-    the sum of the splits is sent to the ranks instead."""
+    """out[rows, columns] = the sum of all splits' products (GATED: silu(product) * up) + bias + residual."""
     here = columns < N
     target = rows[None, :] * N + columns[:, None]
     valid = here[:, None] & (rows < M)[None, :]
@@ -87,16 +84,13 @@ def finish(
         before = tl.load(residual + target, mask=valid, other=0.0).to(tl.float32)
     last, product, up = join(product, up, parts, arrived, counter, split, target, valid, M * N, SPLIT, GATED)
     if last:
-        if inboxes is not None:
-            send_product(product, target, valid, inboxes, exchanges, RANK, RANKS)
         if GATED:
             product = product * tl.sigmoid(product) * up
         if bias is not None:
             product += shift[:, None]
         if residual is not None:
             product += before
-        if inboxes is None:
-            tl.store(out + target, product.to(out.dtype.element_ty), mask=valid)
+        tl.store(out + target, product.to(out.dtype.element_ty), mask=valid)
 
 
 class Workspace:

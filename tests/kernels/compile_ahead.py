@@ -267,8 +267,8 @@ def rank_calls(new: Callable[..., Tensor]) -> Iterator[tuple[str, Callable[[], o
         yield f"sum of ranks {rows}", partial(peer_sums.add_sum, part, peers, part)
         yield f"columns of ranks {rows}", partial(peer_sums.gather_columns, part, peers)
     yield "sum of ranks added", partial(peer_sums.add_sum, residual, peers, residual, residual, new(4096))
-    yield "sent product", partial(dense.send, residual, new(4096, 4096), peers)
-    yield "received product", partial(peer_sums.receive, residual, None, peers, Norm(new(4096), 1e-5))
+    norm = Norm(new(4096), 1e-5)
+    yield "sum and norm", partial(peer_sums.add_sum_and_normalize, residual, peers, residual, norm, new(4096))
     for name, move in (("sent", peer_stages.send), ("received", peer_stages.receive)):
         yield f"{name} activations", partial(move, residual, Link(1 << 40, 1 << 40, 1 << 20, no_count))
 

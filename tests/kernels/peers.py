@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from kernels import peer_stages, peer_sums, peer_words
-from kernels.linear import dense
 from kernels.operands import Norm
 from kernels.peer_stages import Link
 from kernels.peer_words import Peers
@@ -71,30 +70,23 @@ def check_sums(room: Room) -> None:
     assert peers.state.tolist() == [8, 0]
 
 
-def check_products(room: Room) -> None:
-    """A product that is sent, and the residual addition and norm that receive it; between other exchanges."""
+def check_norms(room: Room) -> None:
+    """A sum and the norm that follows it in one kernel, between other exchanges."""
     peers = room.peers()
-    for seed, (rows, width, inputs, dtype) in enumerate([(1, 64, 96, torch.float32), (5, 192, 256, torch.float16)]):
+    for seed, (rows, width, dtype) in enumerate([(1, 77, torch.float32), (5, 192, torch.float16)]):
         draw = torch.Generator().manual_seed(seed)
-        x, weights = (
-            [torch.randn(count, inputs, generator=draw).to(dtype) / 8 for _ in range(RANKS)] for count in (rows, width)
-        )
+        parts = [torch.randn(rows, width, generator=draw).to(dtype) for _ in range(RANKS)]
         residual, scale = (
             torch.randn(rows, width, generator=draw).to(dtype),
             torch.rand(width, generator=draw).to(dtype),
         )
-        expected = residual.float()
-        for rank in range(RANKS):
-            expected = expected + x[rank].float() @ weights[rank].float().t()
+        bias = torch.randn(width, generator=draw).to(dtype) if seed else None
+        expected = sum((part.float() for part in parts), residual.float()) + (0 if bias is None else bias.float())
         normed = expected * torch.rsqrt(expected.square().mean(1, keepdim=True) + 1e-5) * scale.float()
-        for norm in (Norm(scale, 1e-5), None):
-            found = residual.clone()
-            dense.send(x[room.rank], weights[room.rank], peers)
-            out = peer_sums.receive(found, None, peers, norm)
-            torch.testing.assert_close(found, expected.to(dtype), rtol=4e-3, atol=4e-3)
-            if out is not None:
-                torch.testing.assert_close(out, normed.to(dtype), rtol=8e-3, atol=8e-3)
-            peer_sums.add_sum(found, peers, found)
+        out = peer_sums.add_sum_and_normalize(parts[room.rank], peers, residual, Norm(scale, 1e-5), bias)
+        torch.testing.assert_close(residual, expected.to(dtype), rtol=2e-3, atol=2e-3)
+        torch.testing.assert_close(out, normed.to(dtype), rtol=4e-3, atol=4e-3)
+        peer_sums.add_sum(residual, peers, residual)
 
 
 def check_stages(room: Room) -> None:
@@ -112,7 +104,7 @@ def check_stages(room: Room) -> None:
 
 def check_exchanges() -> None:
     """All of it on ranks of their own."""
-    for check in (check_sums, check_products, check_stages):
+    for check in (check_sums, check_norms, check_stages):
         _on_ranks(check)
 
 

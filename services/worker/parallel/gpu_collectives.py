@@ -1,8 +1,8 @@
 """What ranks on GPUs exchange while they compute: sums, columns and activations, over peer memory, each in one kernel.
 
-The sum of a product of few rows takes no kernel of its own: the product is sent by the kernel that computes it and
-received by the next norm. All of it may be captured in CUDA graphs. What only the host needs goes over gloo, as on
-CPUs. Knows tensors and ranks, never layers or jobs.
+The sum of a product of few rows waits for the norm that follows it and is a part of its kernel. All of it may be
+captured in CUDA graphs. What only the host needs goes over gloo, as on CPUs. Knows tensors and ranks, never layers or
+jobs.
 """
 
 from dataclasses import dataclass
@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels import peer_memory, peer_stages, peer_sums, peer_words
-from kernels.linear import dense
-from kernels.operands import Norm, NormKind
+from kernels.operands import Norm
 from kernels.peer_stages import Link
 from kernels.peer_words import Peers
 from services.worker.parallel.collectives import _COLUMN, _ROW, Collectives
@@ -30,12 +29,12 @@ class PeerWords:
     """Of the activations of a step."""
 
 
-@dataclass(slots=True)
-class _Sent:
-    """A product that was sent and is not received yet."""
+@dataclass(frozen=True, slots=True)
+class _Sum:
+    """residual += the sum of all ranks' parts + bias."""
 
     residual: Tensor
-    """What it is added to."""
+    part: Tensor
     bias: Tensor | None
 
 
@@ -45,7 +44,7 @@ class GpuCollectives(Collectives):
     def __init__(self, grid: Grid, rank: int, meeting: Path, words: PeerWords) -> None:
         """Raises PeerMemoryError where a device cannot reach another one's memory."""
         super().__init__(grid, rank, meeting)
-        self._under_way: _Sent | None = None
+        self._postponed: _Sum | None = None
         self._normed: tuple[Tensor, Norm, Tensor] | None = None
         """A residual stream, a norm, and what this made of it."""
         self._device = torch.device("cuda", torch.cuda.current_device())
@@ -94,40 +93,36 @@ class GpuCollectives(Collectives):
         pieces: tuple[Tensor, ...] = x.split(self._peers.capacity // peer_sums.row_words(x))  # type: ignore[no-untyped-call]
         return list(pieces)
 
-    # ---- products that are sent ----
+    # ---- sums that wait for a norm ----
 
-    def send_product(self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-        """Begin residual += the sum of all ranks' x @ weight.T, + bias, which `normalized` or `settle` ends. False:
-        there are too many rows."""
+    def postpone_sum(self, residual: Tensor, part: Tensor, bias: Tensor | None) -> None:
+        """`add_sum`, which `normalized` or `settle` completes. Large ones are complete at once."""
         self.settle()
-        if self._peers is None or not 0 < residual.numel() <= peer_words.SHORT_WORDS:
-            return False
-        dense.send(x, weight, self._peers)
-        self._under_way = _Sent(residual, bias)
-        return True
+        if self._peers is None or not 0 < len(part) * peer_sums.row_words(part) <= peer_words.SHORT_WORDS:
+            self.add_sum(residual, part, bias)
+        else:
+            self._postponed = _Sum(residual, part, bias)
 
     def normalized(self, x: Tensor, norm: Norm) -> Tensor | None:
-        """The norm of x, to which a sum is added first that was sent. None: none was, or the norm is of another
-        kind."""
+        """The norm of x, with a sum that was postponed in the same kernel. None: none was, or the kernel does not know
+        the norm."""
         if self._normed is not None and self._normed[0] is x and self._normed[1] is norm:
             return self._normed[2]
-        sent = self._under_way
-        if sent is None or sent.residual is not x or norm.kind is not NormKind.RMS:
+        one = self._postponed
+        if one is None or one.residual is not x or not peer_sums.normalizes(x, norm):
             self.settle()
             return None
         assert self._peers is not None
-        self._under_way, normed = None, peer_sums.receive(x, sent.bias, self._peers, norm)
-        assert normed is not None
+        self._postponed = None
+        normed = peer_sums.add_sum_and_normalize(one.part, self._peers, x, norm, one.bias)
         self._normed = x, norm, normed
         return normed
 
     def settle(self) -> None:
-        """End a sum that was sent."""
-        self._normed = None
-        if self._under_way is not None:
-            assert self._peers is not None
-            peer_sums.receive(self._under_way.residual, self._under_way.bias, self._peers)
-            self._under_way = None
+        """Complete a sum that was postponed."""
+        one, self._postponed, self._normed = self._postponed, None, None
+        if one is not None:
+            self.add_sum(one.residual, one.part, one.bias)
 
     # ---- between stages ----
 
@@ -184,6 +179,6 @@ class UnconnectedCollectives(GpuCollectives):
 
     def __init__(self, grid: Grid, words: PeerWords, device: torch.device) -> None:
         """Of the grid's first rank."""
-        self.grid, self.tensor, self._device, self._under_way, self._normed = grid, 0, device, None, None
+        self.grid, self.tensor, self._device, self._postponed, self._normed = grid, 0, device, None, None
         addresses = self._sent_once([0] * grid.tensor)
         self._peers = Peers(0, addresses, addresses, words.sums, self._counts())

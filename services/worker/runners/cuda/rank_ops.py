@@ -1,7 +1,6 @@
 """The operations of a tensor rank on a GPU: products whose inputs are shared are summed over the ranks. Knows no model.
 
-The product of few rows is sent by its own kernel, and the norm that follows receives it. Other products are followed by
-a kernel that adds up.
+The norm that follows the sum of few rows is a part of its kernel.
 """
 
 from typing import Any
@@ -39,13 +38,12 @@ class SummedOps(TritonOps):
 
 
 class TritonRankOps(SummedOps):
-    """The same; sums of few rows are a part of the kernels before and behind them."""
+    """The same; a sum of few rows and the norm that follows are one kernel."""
 
     def add_matmul(self, residual: Tensor, x: Tensor, weight: DeviceWeight, bias: Tensor | None = None, /) -> None:
-        """residual += the sum of all ranks' x @ weight.T, + bias. It is complete when a norm of it is taken, or when
-        the collectives are told to settle."""
-        if not isinstance(weight, Tensor) or not self._others.send_product(residual, x, weight, bias):
-            super().add_matmul(residual, x, weight, bias)
+        """residual += the sum of all ranks' x @ weight.T, + bias: complete when a norm of it is taken, or when the
+        collectives settle."""
+        self._others.postpone_sum(residual, self.matmul(x, weight), bias)
 
     def normalize(self, x: Tensor, norm: Norm, /) -> Tensor:
         """The norm over the last dimension."""
