@@ -73,13 +73,20 @@ bench-kernels: ## Time every kernel on this machine's GPU into bench/results: GP
 	@$(GPU_PYTHON) -m bench.kernels.measure $(if $(FRESH),--fresh)
 
 test-gpu: ## The GPU engine on this machine's GPU against the CPU's: GPU_PYTHON=python.
-	@OMP_NUM_THREADS=1 $(GPU_PYTHON) -m pytest -c /dev/null --rootdir . -q -p no:cacheprovider tests/gpu/test_engine.py tests/gpu/test_encoders.py tests/gpu/test_speculation.py tests/gpu/test_formats.py tests/gpu/test_verify.py tests/gpu/test_compress.py tests/gpu/test_warm.py
+	@OMP_NUM_THREADS=1 $(GPU_PYTHON) -m pytest -c /dev/null --rootdir . -q -p no:cacheprovider tests/gpu/test_engine.py tests/gpu/test_encoders.py tests/gpu/test_speculation.py tests/gpu/test_formats.py tests/gpu/test_verify.py tests/gpu/test_compress.py tests/gpu/test_warm.py tests/gpu/test_ranks.py
 
 bench-engine: ## The bare engine loop on this machine's GPU, 8B and 1B shapes: GPU_PYTHON=python FRESH=1.
 	@$(GPU_PYTHON) -m bench.engine.measure $(if $(FRESH),--fresh)
 
 bench-gpu: ## The whole mesh on this machine's GPU, over gRPC: GPU_PYTHON=python FRESH=1 FORMATS="bf16 fp8 int4" MODELS="8b 1b".
 	@$(GPU_PYTHON) -m bench.mesh.gpu $(if $(FRESH),--fresh) $(if $(FORMATS),--formats $(FORMATS)) $(if $(MODELS),--models $(MODELS))
+
+.PHONY: bench-grids bench-peer-sums
+bench-grids: ## One model on grids of this machine's GPUs, the bare engine: GPU_PYTHON=python ARGS="--grids 1x1 2x1 --model 8b".
+	@$(GPU_PYTHON) -m bench.engine.grids $(ARGS)
+
+bench-peer-sums: ## Sums over the ranks of two GPUs, beside NCCL: GPU_PYTHON=python.
+	@$(GPU_PYTHON) -m bench.kernels.peer_sums
 
 bench-start: ## Seconds that a worker's start takes on this machine's GPU with an empty and a filled kernel cache: GPU_PYTHON=python FORMATS="bf16 fp8".
 	@$(GPU_PYTHON) -m bench.engine.start $(if $(FORMATS),--formats $(FORMATS))

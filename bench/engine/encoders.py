@@ -33,7 +33,7 @@ from services.worker.build.encoders.assemble import BuiltEncoder, build_encoder
 from services.worker.job import EncodeTask, Job, SamplingParams, StepOutput
 from services.worker.options import EngineOptions
 from services.worker.runners.base import TextTokens
-from services.worker.runners.cuda.encoder_runner import GpuEncoderRunner, LaunchedBatch
+from services.worker.runners.cuda.encoders.runner import GpuEncoderRunner, LaunchedBatch
 
 SHAPES: Mapping[str, Mapping[str, int]] = {
     "minilm": {

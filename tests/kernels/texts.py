@@ -20,8 +20,8 @@ from services.worker.models.families import bert
 from services.worker.runners.base import TextTokens
 from services.worker.runners.cpu.encoder_ops import CpuEncoderOps
 from services.worker.runners.cpu.encoder_runner import CpuEncoderRunner
-from services.worker.runners.cuda.encoder_ops import TritonEncoderOps
-from services.worker.runners.cuda.encoder_runner import GpuEncoderRunner, lay_out
+from services.worker.runners.cuda.encoders.ops import TritonEncoderOps
+from services.worker.runners.cuda.encoders.runner import GpuEncoderRunner, lay_out
 from services.worker.runners.packed_ids import pack
 from tests.kernels.cases import DEVICE, close, poison, rand
 

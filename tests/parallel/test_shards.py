@@ -1,9 +1,12 @@
 """How a model is shared out: layers by cost, heads, copies of key/value heads; and what cannot be shared out."""
 
+import os
+from pathlib import Path
+
 import pytest
 
 from services.worker.errors import CheckpointError
-from services.worker.parallel.placement import cores_of, describe, read_cores
+from services.worker.parallel.placement import cores_beside, cores_of, describe, read_cores
 from services.worker.parallel.shards import Sizes, Span, cut, shard_of, stages
 from services.worker.parallel.topology import Grid, Place
 
@@ -85,4 +88,19 @@ def test_ranks_are_pinned_only_where_there_are_several_nodes() -> None:
     assert nodes[0] == {0, 1, 2, 3, 8, 9, 10, 11}
     assert [cores_of(rank, 4, nodes) for rank in range(4)] == [nodes[0], nodes[0], nodes[1], nodes[1]]
     assert cores_of(1, 2, nodes[:1]) == set()
-    assert describe(2, nodes) == "2 ranks pinned to the cores of 2 NUMA nodes: 0 on 0-11, 1 on 4-7"
+    assert describe(nodes) == "2 ranks: 0 on cores 0-11; 1 on cores 4-7"
+    assert describe([set(), set()]) == "2 ranks on one NUMA node, not pinned"
+
+
+def test_ranks_on_gpus_are_pinned_beside_them(tmp_path: Path) -> None:
+    """Unless all cores that the process may use are beside the GPU."""
+    own = os.sched_getaffinity(0)
+    for gpu, cores in (("0000:17:00.0", f"{min(own)},4096-4099"), ("0000:65:00.0", "0-4099")):
+        (tmp_path / gpu).mkdir()
+        (tmp_path / gpu / "local_cpulist").write_text(f"{cores}\n")
+    beside = cores_beside("0000:17:00.0", tmp_path)
+    assert beside == ({min(own)} if len(own) > 1 else set())
+    assert cores_beside("0000:65:00.0", tmp_path) == set()
+    assert cores_beside("0000:99:00.0", tmp_path) == set()
+    line = describe([{4, 5}, set()], ["0000:17:00.0", "0000:65:00.0"])
+    assert line == "2 ranks: 0 on cores 4-5, GPU 0000:17:00.0; 1 not pinned, GPU 0000:65:00.0"

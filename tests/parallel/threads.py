@@ -19,7 +19,7 @@ class RankFailed(Exception):
     """A rank has failed where a worker would end."""
 
 
-def _start(number: int, ranks: int) -> Channel:
+def _start(number: int) -> Channel:
     own, its = socket.socketpair()
     channel = Channel(its)
 

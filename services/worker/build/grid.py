@@ -59,6 +59,8 @@ class Orders:
     blocks: int
     max_length: int
     threads: int
+    cores: list[int]
+    """What the rank is pinned to; empty: nothing."""
 
     def write(self) -> bytes:
         """As JSON."""
@@ -87,9 +89,10 @@ def assemble_grid(
     sizes = [bytes_of_block(config_of(config, shard), options, stored) for shard in shards]
     planned = None if options.on_gpu else _plan_memory(source, options, sum(sizes))
     threads = options.threads or options.numerics.threads or max(1, torch.get_num_threads() // grid.ranks)
-    nodes = placement.numa_nodes()
-    placement.pin(placement.cores_of(0, grid.ranks, nodes))
-    log.info("ranks", grid=str(grid), placement=placement.describe(grid.ranks, nodes), threads=threads)
+    gpus = _gpus(grid.ranks) if options.on_gpu else []
+    cores = placement.cores_of_ranks(grid.ranks, gpus)
+    placement.pin(cores[0])
+    log.info("ranks", grid=str(grid), placement=placement.describe(cores, gpus), threads=threads)
     compiled = kernel_cache.Marker(config, source.quantization, options)
     compiling: kernel_cache.Compiling = _NOTHING_COMPILED
     if compile_ahead and options.on_gpu:
@@ -97,11 +100,11 @@ def assemble_grid(
         compiling = kernel_cache.compiling(model_dir, config, options, compiled, spare)
     channels: list[Channel] = []
     blocks, max_length = planned.kv_blocks if planned else 0, memory.check_length(config, options)
-    orders = Orders(0, str(model_dir), _plain(options), _meeting(), blocks, max_length, threads)
+    orders = Orders(0, str(model_dir), _plain(options), _meeting(), blocks, max_length, threads, [])
     try:
         for number in range(1, grid.ranks):
-            channels.append(rank_process.start(number, grid.ranks))
-            channels[-1].send(Kind.BEGIN, replace(orders, rank=number).write())
+            channels.append(rank_process.start(number))
+            channels[-1].send(Kind.BEGIN, replace(orders, rank=number, cores=sorted(cores[number])).write())
         try:
             own, found = load_rank(source, options, orders, progress, compiling)
         except AnotherRankFailed:
@@ -121,6 +124,14 @@ def assemble_grid(
     numerics = options.numerics.loaded(str(stored).removeprefix("torch."), "")
     layout = numerics.block_layout(options.block_size, config.layers, config.kv_heads, config.head_dim)
     return EngineParts(config, source.parameters, plan, runner, layout)
+
+
+def _gpus(ranks: int) -> list[str]:
+    """The PCI addresses of the ranks' GPUs; none where torch does not know them."""
+    found: list[Any] = [torch.cuda.get_device_properties(rank) for rank in range(ranks)]
+    if not hasattr(found[0], "pci_domain_id"):
+        return []
+    return [f"{each.pci_domain_id:04x}:{each.pci_bus_id:02x}:{each.pci_device_id:02x}.0" for each in found]
 
 
 def _meeting() -> str:

@@ -1,4 +1,4 @@
-"""The process of a rank: `python -m services.worker.build.rank DESCRIPTOR RANK RANKS`, started by its worker.
+"""The process of a rank: `python -m services.worker.build.rank DESCRIPTOR RANK`, started by its worker.
 
 It loads its part of the model and computes what rank 0 orders through the descriptor's socket. Knows no job.
 """
@@ -27,6 +27,7 @@ def compute(channel: Channel, receive: Receive) -> None:
     """Load what the first message asks for, then serve steps until the channel ends."""
     _, content = receive()
     orders = Orders.read(content)
+    placement.pin(set(orders.cores))
     if orders.options["engine"] == "gpu":
         torch.cuda.set_device(orders.rank)
     source, options = open_own(orders)
@@ -44,10 +45,9 @@ def compute(channel: Channel, receive: Receive) -> None:
 
 def main() -> None:
     """Serve until rank 0 ends the channel or dies; then end at once, also inside a step that waits for others."""
-    descriptor, number, ranks = map(int, sys.argv[1:])
+    descriptor, number = map(int, sys.argv[1:])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The worker decides when its ranks end.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    placement.pin(placement.cores_of(number, ranks, placement.numa_nodes()))
     channel = Channel(socket.socket(fileno=descriptor))
     arrived: queue.SimpleQueue[tuple[Kind, bytes]] = queue.SimpleQueue()
 

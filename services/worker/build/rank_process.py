@@ -43,8 +43,8 @@ class ProcessChannel(Channel):
             end_worker(f"rank {self._number} {how}")
 
 
-def start(number: int, ranks: int) -> Channel:
-    """Start rank `number` of `ranks`."""
+def start(number: int) -> Channel:
+    """Start rank `number`."""
     own, its = socket.socketpair()
     with its:
         # `-m` alone would import from the current folder.
@@ -53,7 +53,7 @@ def start(number: int, ranks: int) -> Channel:
             [
                 *(sys.executable, "-I", "-S", str(_PARENT_DEATH), str(os.getpid()), str(int(signal.SIGKILL))),
                 *(sys.executable, *path, "-m", "services.worker.build.rank"),
-                *(str(its.fileno()), str(number), str(ranks)),
+                *(str(its.fileno()), str(number)),
             ],
             stdin=subprocess.DEVNULL,
             pass_fds=[its.fileno()],

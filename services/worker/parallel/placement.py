@@ -1,9 +1,11 @@
-"""Which cores each rank uses: ranks are spread over the NUMA nodes of the machine. Knows sysfs, no model."""
+"""Which cores each rank uses: those beside its GPU, or those of a NUMA node of the machine. Knows sysfs, no model."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 _NODES = Path("/sys/devices/system/node")
+_PCI = Path("/sys/bus/pci/devices")
 
 
 def numa_nodes(nodes_at: Path = _NODES) -> list[set[int]]:
@@ -30,19 +32,40 @@ def cores_of(rank: int, ranks: int, nodes: list[set[int]]) -> set[int]:
     return nodes[rank * len(nodes) // ranks] if len(nodes) > 1 else set()
 
 
+def cores_beside(gpu: str, devices_at: Path = _PCI) -> set[int]:
+    """The cores of the NUMA node of a GPU, by its PCI address; empty: none, because all cores that this process may use
+    are of this node, or the system does not say."""
+    try:
+        beside = read_cores((devices_at / gpu / "local_cpulist").read_text())
+    except OSError:
+        return set()
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
+    return set() if allowed <= beside else allowed & beside
+
+
+def cores_of_ranks(ranks: int, gpus: Sequence[str] = ()) -> list[set[int]]:
+    """The cores that each rank is pinned to; empty: none. gpus: the PCI addresses of their GPUs, if they have any."""
+    if gpus:
+        return [cores_beside(gpu) for gpu in gpus]
+    nodes = numa_nodes()
+    return [cores_of(rank, ranks, nodes) for rank in range(ranks)]
+
+
 def pin(cores: set[int]) -> None:
     """Pin all threads of this process to these cores; to none: leave them as they are."""
     for task in os.listdir("/proc/self/task") if cores else ():
         os.sched_setaffinity(int(task), cores)
 
 
-def describe(ranks: int, nodes: list[set[int]]) -> str:
-    """One line for people."""
-    if len(nodes) < 2:
-        return f"{ranks} ranks on one NUMA node, not pinned"
-    places = [f"{rank} on {_short(cores_of(rank, ranks, nodes))}" for rank in range(ranks)]
-    return f"{ranks} ranks pinned to the cores of {len(nodes)} NUMA nodes: {', '.join(places)}"
+def describe(cores: Sequence[set[int]], gpus: Sequence[str] = ()) -> str:
+    """One line for people. cores: of each rank."""
+    where = [f"{rank} on {_short(each)}" if each else f"{rank} not pinned" for rank, each in enumerate(cores)]
+    if gpus:
+        where = [f"{each}, GPU {gpu}" for each, gpu in zip(where, gpus, strict=True)]
+    elif not any(cores):
+        return f"{len(cores)} ranks on one NUMA node, not pinned"
+    return f"{len(cores)} ranks: {'; '.join(where)}"
 
 
 def _short(cores: set[int]) -> str:
-    return f"{min(cores)}-{max(cores)}"
+    return f"cores {min(cores)}-{max(cores)}"

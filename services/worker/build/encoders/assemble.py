@@ -101,7 +101,7 @@ def _new_model(
     """The network without its weights. Only what the device needs is imported."""
     dtype = _DTYPES[options.numerics.dtype]
     if options.on_gpu:
-        from services.worker.runners.cuda.encoder_ops import TritonEncoderOps
+        from services.worker.runners.cuda.encoders.ops import TritonEncoderOps
         from services.worker.runners.cuda.ops import exact_products
 
         exact_products()
@@ -113,7 +113,7 @@ def _new_model(
 
 def _new_runner(model: Encoder, most_tokens: int, options: EngineOptions, progress: Progress) -> EncoderRunner[Any]:
     if options.on_gpu:
-        from services.worker.runners.cuda.encoder_runner import GpuEncoderRunner
+        from services.worker.runners.cuda.encoders.runner import GpuEncoderRunner
 
         runner = GpuEncoderRunner(model, most_tokens, options.max_batch_size)
         runner.warm_up(lambda done, total: progress("graphs", done, total))

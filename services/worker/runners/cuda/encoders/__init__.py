@@ -1,0 +1,1 @@
+"""Encoders on a GPU: their operations, and what executes their batches."""
