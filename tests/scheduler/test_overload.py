@@ -26,6 +26,8 @@ class Sent:
     deadline_s: float | None
     refused_at: float | None = None
     ended_at: float | None = None
+    long: bool = False
+    """It is answered for a minute."""
 
     @property
     def good(self) -> bool:
@@ -61,6 +63,13 @@ class Simulation:
         self.advance(first + seconds)
         return list(self.sent.values())[before:]
 
+    def run_long(self, count: int) -> None:
+        """Requests whose answers take a minute."""
+        for number in range(count):
+            self.sent[f"long-{number}"] = Sent(self.stage.now, None, long=True)
+            self.stage.submit(f"long-{number}", max_tokens=60 * TOKENS)
+            self.read_answers()
+
     def advance(self, until: float) -> None:
         """Ends the jobs that end until then."""
         stage = self.stage
@@ -84,6 +93,8 @@ class Simulation:
         for answer in answers[self.answers_read :]:
             if isinstance(answer, Assigned):
                 took_s = SERVICE_S * self.dice.uniform(0.97, 1.03)
+                if self.sent[answer.job_id].long:
+                    took_s = BURST_S
                 heapq.heappush(self.running, (self.stage.now + took_s, answer.job_id))
             elif isinstance(answer, Rejected):
                 self.sent[answer.job_id].refused_at = self.stage.now
@@ -106,6 +117,17 @@ def test_ten_times_the_load_keeps_the_goodput_and_refuses_at_once(
     served = [sent.ended_at - sent.at for sent in after if sent.ended_at is not None]
     assert len(served) >= 0.95 * len(after), "requests after the burst are refused"
     assert max(served) <= 3.0 + SERVICE_S
+
+
+def test_credits_that_long_answers_hold_are_not_counted_on() -> None:
+    """Else jobs are let into the queue that are dropped at its end."""
+    simulation = Simulation()
+    simulation.run(5, PEAK / 2, 3 * SERVICE_S)
+    simulation.run_long(2)
+    burst = simulation.run(BURST_S / 2, 10 * PEAK, 3 * SERVICE_S)
+    refused = [sent for sent in burst if sent.refused_at is not None]
+    assert sum(sent.refused_at != sent.at for sent in refused) <= 0.002 * len(refused)
+    assert sum(sent.good for sent in burst) >= 0.9 * PEAK * BURST_S / 2 * (CREDITS - 2) / CREDITS
 
 
 def test_a_request_is_served_soon_although_others_wait_for_long() -> None:

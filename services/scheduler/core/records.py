@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from services.scheduler.core.messages import Adapter, EndedJob, Submit, WorkerHello, WorkerReport
 
 UNREPORTED_S = 0.05  # A report that arrives this soon after an assignment may not include the job yet.
+LONG = 1.5  # A job that takes so many times as long as others is no guide to when a credit is free.
 CONTEXT_WEIGHT = 0.1  # Blocks of prefill backlog that one block of a running job's context is worth.
 
 
@@ -143,15 +144,22 @@ class WorkerRecord:
 
     def credit_free_s(self, place: int, each_s: float, now: float) -> float:
         """Seconds until a credit is free for the job at this place of those that wait (from 0), if each job takes
-        `each_s`."""
+        `each_s`. A job that takes much longer may go on for any time: its credit is not counted on."""
         place -= self.free_credits
         if place < 0 or not self.jobs:
             return 0.0
-        waves, place = divmod(place, len(self.jobs))
-        began = next(
-            itertools.islice(self.jobs.values(), place, None)
-        ).assigned_at  # They are in the order of assignment.
+        long = self._longer_than(LONG * each_s, now)
+        counted = len(self.jobs) - long
+        if not counted:
+            long, counted = 0, len(self.jobs)
+        waves, place = divmod(place, counted)
+        began = next(itertools.islice(self.jobs.values(), long + place, None)).assigned_at
         return waves * each_s + max(0.0, each_s - (now - began))
+
+    def _longer_than(self, seconds: float, now: float) -> int:
+        """How many jobs have had their credits for longer. Jobs are in the order of assignment."""
+        begun = (job.assigned_at for job in self.jobs.values())
+        return sum(1 for _ in itertools.takewhile(lambda at: now - at > seconds, begun))
 
     def add_job(self, job: JobRecord, now: float) -> None:
         """Gives a job one of the worker's credits."""
