@@ -10,6 +10,7 @@ import json
 from protos import inference_pb2 as api
 from services.errors import WeftError
 from services.gateway.answers.call import Call
+from services.gateway.answers.part import Delta, Part
 from services.gateway.answers.serve import AnswerService
 
 
@@ -38,11 +39,11 @@ class LineDoor:
             writer.write((" ".join(words) + "\n").encode())
             await writer.drain()
 
-        async def deliver(response: api.GenerateResponse) -> None:
-            if response.HasField("receipt"):
-                await send("receipt", str(response.receipt.completion_tokens))
-            else:
-                await send("text", json.dumps(response.delta.text))
+        async def deliver(part: Part) -> None:
+            if isinstance(part, api.Receipt):
+                await send("receipt", str(part.completion_tokens))
+            elif isinstance(part, Delta):
+                await send("text", json.dumps(part.text))
 
         request = api.GenerateRequest(prompt=api.Prompt(text=text))
         request.sampling.max_tokens = int(max_tokens)

@@ -5,9 +5,12 @@ from dataclasses import dataclass
 
 from protos import inference_pb2 as api
 from services.gateway.access.authorizer import Credentials
+from services.gateway.answers.part import Part
 
-Deliver = Callable[[api.GenerateResponse], Awaitable[object]]
-"""Sends one message to the client: deltas, and last the receipt. Returns once the client can take the next one."""
+Deliver = Callable[[Part], Awaitable[object]]
+"""Sends one part to the client: deltas, and last the receipt. Returns once the client can take the next one."""
+Put = Callable[[Part], bool]
+"""Sends one part at once. -> False, and nothing is sent, if the client cannot take it yet."""
 Accept = Callable[[], Awaitable[object]]
 """Informs the client that a worker has accepted the request."""
 Finish = Callable[[api.Receipt], None]
@@ -26,6 +29,10 @@ class Call:
     credentials: Credentials
     deliver: Deliver
     finish: Finish
+    put: Put | None = None
+    """Tried before `deliver`, and as soon as tokens arrive, without a change of task."""
+    whole: bool = False
+    """The client receives its answer when it has ended: until then nothing is delivered."""
     remaining_s: float | None = None
     """Seconds until the client's deadline; None for no deadline."""
     traceparent: str = ""

@@ -1,8 +1,9 @@
-"""Collects a stream into one reply. Knows only messages of the public API."""
+"""Collects the parts of an answer into one reply. Knows only messages of the public API."""
 
 from collections.abc import Iterable, MutableSequence
 
 from protos import inference_pb2 as api
+from services.gateway.answers.part import Delta, Part
 
 
 class Collector:
@@ -12,17 +13,17 @@ class Collector:
         self.response = api.CompleteResponse()
         self._texts: list[list[str]] = []
 
-    async def add(self, response: api.GenerateResponse) -> None:
-        """Adds the next message of the stream. The receipt completes the reply."""
-        if response.HasField("receipt"):
-            self._close(response.receipt)
-        elif response.HasField("prompt"):
-            self.response.prompt.MergeFrom(response.prompt)
+    async def add(self, part: Part) -> None:
+        """Adds the next part. The receipt completes the reply."""
+        if isinstance(part, api.Receipt):
+            self._close(part)
+        elif isinstance(part, api.PromptEcho):
+            self.response.prompt.MergeFrom(part)
             self.response.prompt.position = 0
         else:
-            self._add_delta(response.delta)
+            self._add_delta(part)
 
-    def _add_delta(self, delta: api.Delta) -> None:
+    def _add_delta(self, delta: Delta) -> None:
         choices = self.response.choices
         while len(choices) <= delta.index:
             choices.add(index=len(choices))
@@ -34,9 +35,9 @@ class Collector:
         add_calls(choice.tool_calls, delta.tool_calls)
         if delta.finish_reason:
             choice.finish_reason = delta.finish_reason
-            if delta.HasField("stop_string"):
+            if delta.stop_string is not None:
                 choice.stop_string = delta.stop_string
-            elif delta.HasField("stop_token_id"):
+            elif delta.stop_token_id is not None:
                 choice.stop_token_id = delta.stop_token_id
 
     def _close(self, receipt: api.Receipt) -> None:

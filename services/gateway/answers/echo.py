@@ -21,8 +21,8 @@ def ready(request: api.GenerateRequest, journal: Journal) -> bool:
     return not request.sampling.HasField("prompt_logprobs") or len(journal.prompt_details) >= len(journal.prompt) - 1
 
 
-def responses(request: api.GenerateRequest, journal: Journal, text: TextModel) -> Iterator[api.GenerateResponse]:
-    """The messages."""
+def parts(request: api.GenerateRequest, journal: Journal, text: TextModel) -> Iterator[api.PromptEcho]:
+    """The prompt in parts."""
     prompt, scored = journal.prompt, request.sampling.HasField("prompt_logprobs")
     for start in range(0, len(prompt), _MAX_TOKENS):
         token_ids = prompt[start : start + _MAX_TOKENS]
@@ -32,7 +32,7 @@ def responses(request: api.GenerateRequest, journal: Journal, text: TextModel) -
             echo.text = request.prompt.text if is_text else text.decode(prompt)
         for place, token in enumerate(token_ids if scored else (), start):
             echo.logprobs.append(position_of(token, journal.prompt_details[place - 1] if place else _FIRST, text))
-        yield api.GenerateResponse(prompt=echo)
+        yield echo
 
 
 _FIRST = Detail(math.nan)

@@ -56,6 +56,8 @@ class Generation:
         self.text: TextModel | None = None
         self.subscribers: set[Observer] = set()
         self.seed = admitted.seed()
+        self.ends_by_text = False
+        """A stop string or a tool call may end the answer: its text must be read while it grows."""
         self._form: api.Structured | None = None
         """The form of an answer that must consist of tool calls."""
         self._began = time.monotonic()
@@ -131,6 +133,7 @@ class Generation:
             sampling.bad_token_sequences.extend(api.TokenIds(ids=each) for each in sequences)
             sampling.ClearField("bad_words")
             validate.check_sampling(sampling, self.admitted.served.card)
+        self.ends_by_text = bool(sampling.stop) or bool(tools_of(self.admitted.request.prompt.chat))
         self.continuations = [self._continuation(index, tokens, sampling) for index in range(self.admitted.n)]
 
     def _continuation(self, index: int, tokens: list[int], sampling: api.Sampling) -> Continuation:

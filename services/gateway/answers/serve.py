@@ -82,15 +82,15 @@ class AnswerService:
         tenant = self.admit(call.method, call.credentials)
         with self._access.slot(tenant, lambda: record.tokens):
             admitted = await self._validate(record, tenant)
-            subscriber = Subscriber(record.timeline, record.deadline)
+            subscriber = Subscriber(record.timeline, record.deadline, call)
             record.generation, record.joined = self._registry.enter(admitted, subscriber)
             try:
-                await subscriber.follow(record.generation, call.deliver, call.accept)
+                await subscriber.follow(record.generation)
             finally:
                 await self._registry.leave(record.generation, subscriber)
             receipt = record.receipt()
             record.timeline.enter(Phase.DELIVER)
-            await call.deliver(api.GenerateResponse(receipt=receipt))
+            await call.deliver(receipt)
             return receipt
 
     async def _validate(self, record: CallRecord, tenant: Tenant) -> AdmittedRequest:

@@ -1,6 +1,6 @@
 """One client's view of a generation: what was delivered, what is next, and how its time is spent.
 
-Knows messages of the public API, not how they are sent.
+Knows the parts of an answer, not how they are sent.
 """
 
 import asyncio
@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 from protos import inference_pb2 as api
 from services.gateway.answers import echo
-from services.gateway.answers.call import Accept, Deliver
+from services.gateway.answers.call import Call
 from services.gateway.answers.generation import Generation
+from services.gateway.answers.part import Delta, Part
 from services.gateway.answers.receipt import Phase, Timeline
 from services.gateway.text.journal import Journal
 from services.gateway.text.tokenizer import TextModel
@@ -31,15 +32,15 @@ class _Cursor:
         self.texts = self.calls = self.waits = 0
         self.ended = False
 
-    def take(self, text: TextModel) -> list[api.GenerateResponse]:
+    def take(self, text: TextModel) -> list[Part]:
         """Deltas of what is new; the tokens of a delta are of one attempt."""
-        journal, responses = self.journal, []
+        journal = self.journal
+        parts: list[Part] = []
         total = len(journal.tokens)
         if self.waits != journal.waits:
             self.waits = journal.waits
             if total == self.tokens:
-                delta = api.Delta(index=self.index, position=total, attempt=journal.attempt, waiting=True)
-                responses.append(api.GenerateResponse(delta=delta))
+                parts.append(Delta(self.index, total, journal.attempt, waiting=True))
         while not self.ended:
             start = self.tokens
             behind = self.texts < len(journal.texts) or self.calls < len(journal.call_pieces)
@@ -48,57 +49,68 @@ class _Cursor:
             attempt, end = journal.attempt_at(start)
             end = min(end, start + _MAX_TOKENS)
             self.tokens = end
-            response = api.GenerateResponse()
-            delta = response.delta  # Filled in place: the constructor would copy it.
-            delta.index, delta.position, delta.attempt = self.index, start, attempt
-            delta.token_ids.extend(journal.tokens[start:end])
+            delta = Delta(self.index, start, attempt, journal.tokens[start:end])
             if journal.details:
-                delta.logprobs.extend(
+                delta.logprobs = [
                     echo.position_of(token, detail, text)
-                    for token, detail in zip(journal.tokens[start:end], journal.details[start:end], strict=True)
-                )
+                    for token, detail in zip(delta.token_ids, journal.details[start:end], strict=True)
+                ]
             if end == total:  # Text is never ahead of its tokens.
-                delta.text = "".join(journal.texts[self.texts :])
-                self.texts = len(journal.texts)
-                if self.calls < len(journal.call_pieces):
-                    delta.tool_calls.extend(map(_call_delta, journal.call_pieces[self.calls :]))
-                    self.calls = len(journal.call_pieces)
-                if journal.ending is not None:
-                    self.ended = True
-                    delta.finish_reason = journal.ending.reason
-                    if journal.ending.stop_string is not None:
-                        delta.stop_string = journal.ending.stop_string
-                    elif journal.ending.stop_token_id is not None:
-                        delta.stop_token_id = journal.ending.stop_token_id
-            responses.append(response)
-        return responses
+                self._complete(delta)
+            parts.append(delta)
+        return parts
+
+    def _complete(self, delta: Delta) -> None:
+        """Adds what belongs to the last tokens: text, tool calls, the ending."""
+        journal = self.journal
+        delta.text = "".join(journal.texts[self.texts :])
+        self.texts = len(journal.texts)
+        if self.calls < len(journal.call_pieces):
+            delta.tool_calls = [_call_delta(piece) for piece in journal.call_pieces[self.calls :]]
+            self.calls = len(journal.call_pieces)
+        if journal.ending is not None:
+            self.ended = True
+            delta.finish_reason = journal.ending.reason
+            delta.stop_string, delta.stop_token_id = journal.ending.stop_string, journal.ending.stop_token_id
 
 
 class Subscriber:
     """A client that follows a generation from its start."""
 
-    def __init__(self, timeline: Timeline, deadline: float) -> None:
+    def __init__(self, timeline: Timeline, deadline: float, call: Call) -> None:
         """`deadline` is on the clock `time.monotonic`."""
         self.timeline = timeline
         self.deadline = deadline
+        self._call = call
         self._generation: Generation | None = None
         self._cursors: list[_Cursor] = []
         self._echoes = False
         """The prompt is still to be sent before the answer."""
+        self._left: Sequence[Part] = ()
+        """Parts that were taken when the client could not receive them."""
         self._loop = asyncio.get_running_loop()
         self._wake: asyncio.Future[None] = self._loop.create_future()
+        self._waits = False
+        """`follow` waits for tokens, and has delivered all before them."""
 
     def notify(self) -> None:
         """There is something to take."""
-        if not self._wake.done():
-            self._wake.set_result(None)
+        generation = self._generation
+        if self._wake.done():
+            return
+        if generation is not None and not generation.done:
+            if self._call.whole and not generation.ends_by_text:
+                return
+            if self._waits and self._call.put is not None and self._put_at_once(generation):
+                return
+        self._wake.set_result(None)
 
     def phase_changed(self) -> None:
         """The generation is in another phase."""
         if self._generation is not None and self.timeline.phase in (Phase.TOKENIZE, Phase.REMOTE):
             self.timeline.enter(self._generation.phase)
 
-    async def follow(self, generation: Generation, deliver: Deliver, accept: Accept | None = None) -> None:
+    async def follow(self, generation: Generation) -> None:
         """Delivers the whole answer. Raises the WeftError that ended the generation.
 
         Calls `accept` once while the worker computes the first token, if there is time: the door's initial response is
@@ -107,7 +119,7 @@ class Subscriber:
         """
         self._generation = generation
         self._echoes = echo.asks(generation.admitted.request)
-        timeline = self.timeline
+        timeline, accept = self.timeline, self._call.accept
         if not (generation.continuations or generation.done):  # It has just begun: its first job is written first.
             timeline.enter(generation.phase)
             await self._wake
@@ -116,10 +128,9 @@ class Subscriber:
             done = generation.done
             timeline.enter(Phase.DETOKENIZE)
             generation.advance()
-            for response in self._take(generation):
-                accept = None
-                timeline.enter(Phase.DELIVER)
-                await deliver(response)
+            if parts := [*self._left, *self._take(generation)]:
+                accept, self._left = None, ()
+                await self._deliver(parts)
             timeline.enter(generation.phase)
             if done:
                 break
@@ -128,12 +139,41 @@ class Subscriber:
                 await accept()
                 accept = None
                 timeline.enter(generation.phase)
+            self._waits = True
             await self._wake
+            self._waits = False
         timeline.enter(Phase.OWN)
         if generation.error is not None:
             raise generation.error
 
-    def _take(self, generation: Generation) -> Sequence[api.GenerateResponse]:
+    async def _deliver(self, parts: Sequence[Part]) -> None:
+        put = self._call.put
+        for part in parts:
+            if put is None or not put(part):
+                self.timeline.enter(Phase.DELIVER)
+                await self._call.deliver(part)
+
+    def _put_at_once(self, generation: Generation) -> bool:
+        """Delivers what is new without a change of task. -> whether the client could take all of it.
+
+        The link's task runs this for one client after the other: an error is that of the call.
+        """
+        put, timeline = self._call.put, self.timeline
+        assert put is not None
+        try:
+            timeline.enter(Phase.DETOKENIZE)
+            generation.advance()
+            parts = self._take(generation)
+            for place, part in enumerate(parts):
+                if not put(part):
+                    self._left = parts[place:]
+                    return False
+            timeline.enter(generation.phase)
+        except Exception as error:
+            self._wake.set_exception(error)
+        return True
+
+    def _take(self, generation: Generation) -> Sequence[Part]:
         """What is new, of all continuations."""
         text = generation.text
         if len(self._cursors) < len(generation.continuations):
@@ -143,12 +183,12 @@ class Subscriber:
         if not self._echoes:
             if len(self._cursors) == 1:
                 return self._cursors[0].take(text)
-            return [response for cursor in self._cursors for response in cursor.take(text)]
+            return [part for cursor in self._cursors for part in cursor.take(text)]
         request, journal = generation.admitted.request, self._cursors[0].journal
         if not echo.ready(request, journal):  # The answer comes after it.
             return ()
         self._echoes = False
-        return [*echo.responses(request, journal, text), *self._take(generation)]
+        return [*echo.parts(request, journal, text), *self._take(generation)]
 
 
 def _call_delta(piece: CallPiece) -> api.ToolCallDelta:

@@ -8,7 +8,7 @@ import contextlib
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import orjson
 import structlog
@@ -64,6 +64,20 @@ _NOT_STORED = (b"cache-control", b"no-cache")
 Header = tuple[bytes, bytes]
 
 
+class Connection(Protocol):
+    """What the server offers of a request's connection, beside ASGI."""
+
+    @property
+    def ready(self) -> bool:
+        """The client takes data: little is buffered."""
+
+    def write(self, data: bytes) -> None:
+        """Sends bytes as they are: a chunk of a response in chunks."""
+
+    def abort(self) -> None:
+        """Closes the connection at once."""
+
+
 class ClientGone(Exception):
     """The client disconnected before its response was complete."""
 
@@ -85,6 +99,8 @@ class Exchange:
         self._scope = scope
         self._receive = receive
         self._send = send
+        self._connection: Connection | None = None
+        """Takes further events of a stream that has begun."""
         self._ended = False
         self._gone = False
 
@@ -176,12 +192,23 @@ class Exchange:
         await self._send(start)
         await self._send({"type": "http.response.body", "body": body})
 
+    @property
+    def ready(self) -> bool:
+        """A stream has begun, and the client takes more of it at once."""
+        return self._connection is not None and self._connection.ready
+
+    def put(self, data: bytes) -> None:
+        """Sends events of a stream that is `ready`. Costs a tenth of `write`."""
+        assert self._connection is not None
+        self._connection.write(b"%x\r\n%b\r\n" % (len(data), data))
+
     async def write(self, data: bytes) -> None:
         """Sends events, after the headers if they are the first. Returns once the client can take more."""
         if not self.status:
             self.status = 200
             headers = [_EVENTS, _NOT_STORED, *self.extra]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+            self._connection = self._scope["state"].get("connection")
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self) -> None:
@@ -205,7 +232,7 @@ class Exchange:
     def abort(self) -> None:
         """Closes the connection at once, whatever is left to send."""
         self._ended = True
-        self._scope["state"]["abort"]()
+        self._scope["state"]["connection"].abort()
 
 
 def error_body(error: WeftError, param: Callable[[str], str] = str) -> dict[str, Any]:

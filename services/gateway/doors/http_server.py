@@ -46,6 +46,19 @@ class _Protocol(HttpToolsProtocol):
             transport.write(_TOO_MANY_CONNECTIONS)
             transport.close()
 
+    @property
+    def ready(self) -> bool:
+        """The client takes data: little is buffered, and the connection is open."""
+        return not (self.flow.write_paused or self.transport.is_closing())
+
+    def write(self, data: bytes) -> None:
+        """Sends bytes as they are, behind what the running response has sent."""
+        self.transport.write(data)
+
+    def abort(self) -> None:
+        """Closes the connection at once."""
+        self.transport.abort()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         super().connection_lost(exc)
@@ -62,7 +75,7 @@ class _Protocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._header_bytes, self._in_head = 0, True
-        self.scope["state"]["abort"] = self.transport.abort
+        self.scope["state"]["connection"] = self
         self._expect_headers()
 
     def on_url(self, url: bytes) -> None:

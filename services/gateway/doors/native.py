@@ -14,6 +14,7 @@ from services.gateway.answers.call import Accept, Call, Deliver
 from services.gateway.answers.collect import Collector
 from services.gateway.answers.encoding.call import EncodeCall, Request
 from services.gateway.answers.encoding.serve import EncodeService
+from services.gateway.answers.part import message
 from services.gateway.answers.serve import AnswerService
 from services.gateway.doors.grpc_gate import RECEIPT_KEY, credentials_of
 
@@ -29,8 +30,8 @@ class InferenceService:
 
     async def Generate(self, request: api.GenerateRequest, context: Context) -> None:
         """Streams the answer, and last the receipt."""
-        accept = partial(context.send_initial_metadata, ())
-        await self._answers.serve(_call("Generate", request, context, context.write, accept))
+        write, accept = context.write, partial(context.send_initial_metadata, ())
+        await self._answers.serve(_call("Generate", request, context, lambda part: write(message(part)), accept))
 
     async def Complete(self, request: api.GenerateRequest, context: Context) -> api.CompleteResponse:
         """Returns the whole answer."""
@@ -95,6 +96,7 @@ def _call(
         remaining_s=context.time_remaining(),
         traceparent=traceparent,
         deliver=deliver,
+        whole=method == "Complete",
         finish=partial(_send_receipt, context),
         accept=accept,
     )

@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 from protos import inference_pb2 as api
 from protos import kserve_pb2 as kserve
 from services.errors import WeftError
+from services.gateway.answers.part import Delta, Part
 from services.gateway.doors.kserve import tensors as kserve_tensors
 from services.gateway.doors.kserve.requests import (
     DEFAULT_PRIORITY,
@@ -19,7 +20,7 @@ from services.gateway.doors.kserve.requests import (
     Asked,
 )
 
-Part: TypeAlias = "api.Delta | api.Choice"
+Continued: TypeAlias = "Delta | api.Choice"
 FINAL = "triton_final_response"
 _FINISH = {
     api.FINISH_REASON_UNSPECIFIED: "",
@@ -44,8 +45,13 @@ class Replies:
         self._quiet = set(asked.outputs).isdisjoint(_PLACES)
         self._prefixed: set[int] = set()
 
-    def part(self, delta: api.Delta) -> kserve.ModelStreamInferResponse | None:
+    def reply(self, part: Part) -> kserve.ModelStreamInferResponse | None:
         """The response for a part of the answer; None if it has nothing that the caller asked for."""
+        if isinstance(part, Delta):
+            return self._delta(part)
+        return self._closing(part) if isinstance(part, api.Receipt) else None
+
+    def _delta(self, delta: Delta) -> kserve.ModelStreamInferResponse | None:
         if not (delta.text or delta.finish_reason) and self._quiet:
             return None
         self._running -= delta.finish_reason != api.FINISH_REASON_UNSPECIFIED
@@ -54,7 +60,7 @@ class Replies:
         streamed.infer_response.parameters[FINAL].bool_param = not self._running and not self._closes
         return streamed
 
-    def closing(self, receipt: api.Receipt) -> kserve.ModelStreamInferResponse | None:
+    def _closing(self, receipt: api.Receipt) -> kserve.ModelStreamInferResponse | None:
         """The final response of a stream of parts, if it is one of its own."""
         if not self._closes:
             return None
@@ -77,7 +83,9 @@ class Replies:
             self._model = self._only_model()
         response.model_name, response.model_version, response.id = self._model, VERSION, self._asked.id
 
-    def _fill(self, response: kserve.ModelInferResponse, parts: Sequence[Part], receipt: api.Receipt | None) -> None:
+    def _fill(
+        self, response: kserve.ModelInferResponse, parts: Sequence[Continued], receipt: api.Receipt | None
+    ) -> None:
         self._head(response)
         for name in self._asked.outputs:
             if name == "num_input_tokens":
@@ -99,7 +107,7 @@ class Replies:
         self._prefixed.add(index)
         return self._asked.prefix
 
-    def _sum(self, part: Part, name: str) -> float:
+    def _sum(self, part: Continued, name: str) -> float:
         """The sum of the log-probabilities of a continuation so far; both names may be asked for at once."""
         before = self._sums.get(part.index, 0.0)
         total = before + sum(place.chosen.logprob for place in part.logprobs)
@@ -112,7 +120,7 @@ class Replies:
         return [name for name in self._asked.outputs if name in ("cum_log_probs", "cumulative_logprob")][-1]
 
 
-def _places(part: Part) -> str:
+def _places(part: Continued) -> str:
     """The log-probabilities of a part as a JSON list with an object for each token."""
     return json.dumps(
         [
@@ -127,7 +135,7 @@ def _places(part: Part) -> str:
     )
 
 
-_VALUES: Mapping[str, Callable[[Sequence[Part]], list[Any]]] = {
+_VALUES: Mapping[str, Callable[[Sequence[Continued]], list[Any]]] = {
     "output_ids": lambda parts: [token for part in parts for token in part.token_ids],
     "sequence_length": lambda parts: [len(part.token_ids) for part in parts],
     "num_output_tokens": lambda parts: [len(part.token_ids) for part in parts],

@@ -15,8 +15,9 @@ from protos import kserve_pb2 as kserve
 from services import telemetry, validate
 from services.errors import WeftError, internal
 from services.gateway.access.authorizer import Authorizer, Credentials
-from services.gateway.answers.call import Call, Deliver
+from services.gateway.answers.call import Call, Deliver, Finish
 from services.gateway.answers.collect import Collector
+from services.gateway.answers.part import Part
 from services.gateway.answers.serve import AnswerService
 from services.gateway.doors.grpc_gate import RECEIPT_KEY, credentials_of
 from services.gateway.doors.kserve import answers
@@ -144,7 +145,7 @@ class KServeService:
         def finish(receipt: api.Receipt) -> None:
             context.set_trailing_metadata(((RECEIPT_KEY, receipt.SerializeToString()),))
 
-        call = _call("Complete", asked, context, collector.add, finish)
+        call = _call("Complete", asked, context, collector.add, finish, whole=True)
         try:
             await self._service.serve(call)
         except WeftError as error:
@@ -200,17 +201,16 @@ class _Stream:
     async def _parts(self, asked: Asked) -> None:
         replies = answers.Replies(asked, self._only_model)
 
-        async def deliver(response: api.GenerateResponse) -> None:
-            is_receipt = response.HasField("receipt")
-            part = replies.closing(response.receipt) if is_receipt else replies.part(response.delta)
-            if part is not None:
-                await self._write(part)
+        async def deliver(part: Part) -> None:
+            reply = replies.reply(part)
+            if reply is not None:
+                await self._write(reply)
 
         await self._service.serve(_call("Generate", asked, self._context, deliver, _ignore))
 
     async def _whole(self, asked: Asked) -> None:
         collector = Collector()
-        await self._service.serve(_call("Generate", asked, self._context, collector.add, _ignore))
+        await self._service.serve(_call("Generate", asked, self._context, collector.add, _ignore, whole=True))
         whole = answers.Replies(asked, self._only_model).whole(collector.response)
         whole.parameters[answers.FINAL].bool_param = True
         await self._write(kserve.ModelStreamInferResponse(infer_response=whole))
@@ -239,7 +239,9 @@ def _credentials(context: Context) -> Credentials:
     return credentials_of(context.invocation_metadata())
 
 
-def _call(method: str, asked: Asked, context: Context, deliver: Deliver, finish: Any) -> Call:
+def _call(
+    method: str, asked: Asked, context: Context, deliver: Deliver, finish: Finish, *, whole: bool = False
+) -> Call:
     metadata = tuple(context.invocation_metadata() or ())
     return Call(
         method=method,
@@ -248,6 +250,7 @@ def _call(method: str, asked: Asked, context: Context, deliver: Deliver, finish:
         credentials=credentials_of(metadata),
         deliver=deliver,
         finish=finish,
+        whole=whole,
         remaining_s=messages.sooner(asked.timeout_s, context.time_remaining()),
         traceparent=str(dict(metadata).get("traceparent", "")),
     )

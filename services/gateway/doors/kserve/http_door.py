@@ -14,6 +14,7 @@ from services.errors import WeftError, invalid
 from services.gateway.access.authorizer import Authorizer
 from services.gateway.answers.call import Call, Deliver
 from services.gateway.answers.collect import Collector
+from services.gateway.answers.part import Part
 from services.gateway.answers.serve import AnswerService
 from services.gateway.doors.http import Exchange, HttpRoutes
 from services.gateway.doors.kserve import answers, json_form
@@ -109,11 +110,10 @@ class KServeHttpDoor:
         asked = json_form.parse_generate(_parsed(await exchange.body()), *_named(exchange))
         replies = answers.Replies(asked, lambda: self._models.only(exchange.credentials))
 
-        async def deliver(response: api.GenerateResponse) -> None:
-            is_receipt = response.HasField("receipt")
-            part = replies.closing(response.receipt) if is_receipt else replies.part(response.delta)
-            if part is not None:
-                event = json_form.generated(part.infer_response)
+        async def deliver(part: Part) -> None:
+            reply = replies.reply(part)
+            if reply is not None:
+                event = json_form.generated(reply.infer_response)
                 await exchange.write(b"data: " + orjson.dumps(event) + b"\n\n")
 
         if asked.stream is False:
@@ -127,10 +127,12 @@ class KServeHttpDoor:
         if asked.stream and method == "Complete":
             raise invalid(asked.param("stream"), "only generate_stream streams", "UNSUPPORTED_FIELD")
         collector = Collector()
-        await self._serve(exchange, method, asked, collector.add)
+        await self._serve(exchange, method, asked, collector.add, whole=True)
         return answers.Replies(asked, lambda: self._models.only(exchange.credentials)).whole(collector.response)
 
-    async def _serve(self, exchange: Exchange, method: str, asked: Asked, deliver: Deliver) -> None:
+    async def _serve(
+        self, exchange: Exchange, method: str, asked: Asked, deliver: Deliver, *, whole: bool = False
+    ) -> None:
         call = Call(
             method=method,
             protocol="http",
@@ -138,6 +140,7 @@ class KServeHttpDoor:
             credentials=exchange.credentials,
             deliver=deliver,
             finish=_ignore,
+            whole=whole,
             remaining_s=messages.sooner(asked.timeout_s, exchange.remaining_s),
             traceparent=exchange.headers.get("traceparent", ""),
         )

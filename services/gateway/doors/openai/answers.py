@@ -9,9 +9,10 @@ from typing import TypeVar
 import orjson
 
 from protos import inference_pb2 as api
+from services.gateway.answers.part import Delta
 from services.gateway.doors.openai.values import Asked, Json
 
-Part = TypeVar("Part", api.Delta, api.Choice)
+Continued = TypeVar("Continued", Delta, api.Choice)
 _FINISH = {api.FINISH_REASON_STOP: "stop", api.FINISH_REASON_LENGTH: "length"}
 
 
@@ -83,7 +84,9 @@ def completion_logprobs(places: Iterable[api.PositionLogprobs], offset: int) -> 
     return lists, offset
 
 
-def _stop_reason(part: "api.Delta | api.Choice") -> str | int | None:
+def _stop_reason(part: Delta | api.Choice) -> str | int | None:
+    if isinstance(part, Delta):
+        return part.stop_token_id if part.stop_string is None else part.stop_string
     which = part.WhichOneof("stop_reason")
     return None if which is None else part.stop_string if which == "stop_string" else part.stop_token_id
 
@@ -99,7 +102,7 @@ def _call_piece(part: api.ToolCallDelta) -> Json:
     return {"index": part.index, "id": part.id, "type": "function", "function": function}
 
 
-def _nothing_of(part: Part) -> Part:
+def _nothing_of(part: Continued) -> Continued:
     """The part without its tokens: only its end counts."""
     return type(part)(index=part.index, finish_reason=part.finish_reason and api.FINISH_REASON_LENGTH)
 
@@ -127,6 +130,8 @@ class Format:
         self._calling: set[int] = set()
         """Choices with tool calls."""
         self._offsets: dict[int, int] = {}
+        self._frames: dict[int, tuple[bytes, bytes]] = {}
+        """What stands before and behind the text of a choice in a chunk without anything else."""
 
     def echo(self, prompt: api.PromptEcho) -> bytes:
         """The chunks of a part of the prompt, one for each choice."""
@@ -139,7 +144,7 @@ class Format:
             chunks.append(self._chunk(choice))
         return b"".join(chunks)
 
-    def event(self, delta: api.Delta) -> bytes:
+    def event(self, delta: Delta) -> bytes:
         """The chunk of a delta; empty for a delta that carries nothing that the client asked for."""
         if self._asked.prompt_alone:
             delta = _nothing_of(delta)
@@ -147,8 +152,12 @@ class Format:
         if delta.tool_calls:
             self._calling.add(index)
         finish = self._finish(delta) if delta.finish_reason else None
-        if not (text or delta.tool_calls or finish or self._wants_logprobs or asked.token_ids):
-            return b""
+        if not (delta.tool_calls or finish or self._wants_logprobs or asked.token_ids):
+            if not text:
+                return b""
+            if frame := self._frames.get(index):
+                return frame[0] + orjson.dumps(text) + frame[1]
+            self._frames[index] = self._frame(index)
         choice: Json = {"index": self._first + index}
         if not asked.chat:
             choice["text"] = text
@@ -160,12 +169,19 @@ class Format:
             self._add_extensions(choice, delta)
         return self._chunk(choice)
 
+    def _frame(self, index: int) -> tuple[bytes, bytes]:
+        """What stands before and behind the text in later chunks that bring nothing else."""
+        place: Json = {"index": self._first + index}
+        place.update({"delta": {"content": ""}} if self._asked.chat else {"text": ""})
+        before, _, after = self._chunk({**place, "logprobs": None, "finish_reason": None}).rpartition(b'""')
+        return before, after
+
     def _chunk(self, choice: Json) -> bytes:
         if not self._opening:  # It is the same for all chunks: only the choice is written for each.
             self._opening = b"data: " + orjson.dumps(self._named())[:-1] + b',"choices":['
         return self._opening + orjson.dumps(choice) + self._closing
 
-    def _chat_delta(self, delta: api.Delta) -> Json:
+    def _chat_delta(self, delta: Delta) -> Json:
         made: Json = {"content": delta.text} if delta.text else {}
         if delta.index not in self._begun:
             self._begun.add(delta.index)
@@ -174,7 +190,7 @@ class Format:
             made["tool_calls"] = [_call_piece(part) for part in delta.tool_calls]
         return made
 
-    def _finish(self, part: "api.Delta | api.Choice") -> str:
+    def _finish(self, part: Delta | api.Choice) -> str:
         called = part.index in self._calling and part.finish_reason == api.FINISH_REASON_STOP
         return "tool_calls" if called else _FINISH.get(part.finish_reason, "error")
 
@@ -197,7 +213,7 @@ class Format:
             return self
         other = copy.copy(self)
         other._first = place * max(1, self._asked.request.n)
-        other._begun, other._calling, other._offsets = set(), set(), {}
+        other._begun, other._calling, other._offsets, other._frames = set(), set(), {}, {}
         return other
 
     def _usage(self, receipts: Sequence[api.Receipt]) -> Json:
@@ -238,11 +254,11 @@ class Format:
             self._head["model"] = self._asked.request.model or self._only_model()
         return self._head
 
-    def _logprobs(self, part: "api.Delta | api.Choice", before: Sequence[api.PositionLogprobs] = ()) -> Json:
+    def _logprobs(self, part: Delta | api.Choice, before: Sequence[api.PositionLogprobs] = ()) -> Json:
         """Those of the part, behind those of the echoed prompt."""
         return chat_logprobs(part.logprobs) if self._asked.chat else self._scored(part.index, [*before, *part.logprobs])
 
-    def _add_extensions(self, choice: Json, part: "api.Delta | api.Choice") -> None:
+    def _add_extensions(self, choice: Json, part: Delta | api.Choice) -> None:
         reason = _stop_reason(part)
         if reason is not None:
             choice["stop_reason"] = reason

@@ -13,8 +13,9 @@ from grpc import StatusCode
 from protos import inference_pb2 as api
 from services.errors import WeftError
 from services.gateway.access.authorizer import Authorizer
-from services.gateway.answers.call import Call, Deliver, Finish
+from services.gateway.answers.call import Call, Deliver, Finish, Put
 from services.gateway.answers.collect import Collector
+from services.gateway.answers.part import Delta, Part
 from services.gateway.answers.serve import AnswerService
 from services.gateway.doors.http import Exchange, HttpRoutes
 from services.gateway.doors.openai.answers import Format, model_json, receipt_json
@@ -92,26 +93,30 @@ class OpenAIDoor:
     async def _stream(self, exchange: Exchange, requests: Sequence[api.GenerateRequest], form: Format) -> None:
         receipts: list[api.Receipt] = [api.Receipt()] * len(requests)
 
-        def deliver(place: int) -> Deliver:
-            own = form.at(place)
+        writers = [form.at(place) for place in range(len(requests))]
 
-            async def deliver(response: api.GenerateResponse) -> None:
-                kind = response.WhichOneof("event")
-                if kind == "delta":
-                    delta = response.delta
-                    event = _WAITING if delta.waiting else own.event(delta)
-                else:
-                    event = own.echo(response.prompt) if kind == "prompt" else b""
-                if event:
+        def deliver(place: int) -> Deliver:
+            async def deliver(part: Part) -> None:
+                if event := _event(writers[place], part):
                     await exchange.write(event)
 
             return deliver
+
+        def put(place: int) -> Put:
+            def put(part: Part) -> bool:
+                if not exchange.ready:
+                    return False
+                if event := _event(writers[place], part):
+                    exchange.put(event)
+                return True
+
+            return put
 
         def finish(place: int) -> Finish:
             return lambda receipt: receipts.__setitem__(place, receipt)
 
         try:
-            await self._serve("Generate", exchange, requests, deliver, finish)
+            await self._serve("Generate", exchange, requests, deliver, finish, put)
         except BaseException:
             self._note(exchange, receipts)
             raise
@@ -138,9 +143,13 @@ class OpenAIDoor:
         requests: Sequence[api.GenerateRequest],
         deliver: Callable[[int], Deliver],
         finish: Callable[[int], Finish],
+        put: Callable[[int], Put] | None = None,
     ) -> None:
         """Answers all requests at once. The first failure ends the others. Raises WeftError."""
-        calls = [_call(method, exchange, each, deliver(at), finish(at)) for at, each in enumerate(requests)]
+        calls = [
+            _call(method, exchange, each, deliver(at), finish(at), put(at) if put else None)
+            for at, each in enumerate(requests)
+        ]
         if len(calls) == 1:
             await exchange.run(self._answers.serve(calls[0]))
             return
@@ -170,7 +179,16 @@ class OpenAIDoor:
             return ""
 
 
-def _call(method: str, exchange: Exchange, request: api.GenerateRequest, deliver: Deliver, finish: Finish) -> Call:
+def _event(form: Format, part: Part) -> bytes:
+    """The part as an event; empty if the client gets none."""
+    if isinstance(part, Delta):
+        return _WAITING if part.waiting else form.event(part)
+    return form.echo(part) if isinstance(part, api.PromptEcho) else b""
+
+
+def _call(
+    method: str, exchange: Exchange, request: api.GenerateRequest, deliver: Deliver, finish: Finish, put: Put | None
+) -> Call:
     return Call(
         method=method,
         protocol="http",
@@ -178,6 +196,8 @@ def _call(method: str, exchange: Exchange, request: api.GenerateRequest, deliver
         credentials=exchange.credentials,
         deliver=deliver,
         finish=finish,
+        put=put,
+        whole=method == "Complete",
         remaining_s=exchange.remaining_s,
         traceparent=exchange.headers.get("traceparent", ""),
     )
