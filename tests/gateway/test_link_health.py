@@ -69,6 +69,25 @@ def test_a_link_without_acknowledgements_is_suspect() -> None:
     assert health.unreceived(100.0, 102.1, patient=False), "a job that never arrived moves"
 
 
+def test_acknowledgements_that_are_late_one_after_the_other_mean_a_busy_machine() -> None:
+    health = link(steps=1)
+    for tick in range(40):
+        health.unacknowledged_at = 100.0 + 0.25 * tick - 5.0
+        beat(health, 100.0 + 0.25 * tick, steps=tick, received=tick)
+        assert not health.suspect(100.2 + 0.25 * tick)
+        assert not health.unreceived(95.0, 100.2 + 0.25 * tick, patient=False)
+
+
+def test_tokens_without_heartbeats_between_them_are_a_backlog() -> None:
+    health = link(steps=1)
+    for tick in range(40):
+        beat(health, 100.0 + 0.25 * tick, steps=tick)  # Nothing is sent: nothing is to be acknowledged.
+    health.unacknowledged_at = 110.0
+    health.heard_at = 111.5
+    assert not health.suspect(111.6)
+    assert not health.unreceived(110.0, 113.0, patient=False)
+
+
 def test_no_worker_is_blamed_for_a_pause_of_the_gateway() -> None:
     health = link(steps=1)
     health.excuse(5.0)

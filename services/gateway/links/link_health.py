@@ -13,6 +13,8 @@ from protos import mesh_pb2 as mesh
 SUSPECT_S = 1.0
 """Silence, or time without an acknowledgement, after which a worker gets no new jobs. It sends four heartbeats a
 second, each of which acknowledges what it has received."""
+UNANSWERED = 3
+"""Heartbeats that acknowledge nothing new, after which a missing acknowledgement counts."""
 LEAST_S = 2.0
 """Shortest time without a sign of life after which a worker is lost; longer if its steps are longer."""
 STEPS = 3
@@ -34,6 +36,9 @@ class LinkHealth:
     """The same, or when its engine last used the CPU."""
     unacknowledged_at: float = math.inf
     """When the oldest message was sent that the worker has not acknowledged; infinite without one."""
+    unanswered: int = 0
+    """Heartbeats without a new acknowledgement while one was due. Where heartbeats acknowledge one message after the
+    other, but late, this process or the worker is behind; where none arrives between tokens, they wait in the link."""
     last: mesh.WorkerHeartbeat | None = None
     """The last heartbeat; None before the first, and for a worker that sends none."""
 
@@ -45,6 +50,8 @@ class LinkHealth:
     def beat(self, heartbeat: mesh.WorkerHeartbeat, now: float) -> None:
         """A heartbeat has arrived."""
         last, self.last = self.last, heartbeat
+        due = self.unacknowledged_at < math.inf and last is not None and heartbeat.received == last.received
+        self.unanswered = self.unanswered + 1 if due else 0
         if last is None or heartbeat.steps != last.steps or not (heartbeat.busy and last.busy):
             self.stepped_at = self.computed_at = now
         elif heartbeat.engine_cpu_s != last.engine_cpu_s:
@@ -72,7 +79,7 @@ class LinkHealth:
         if self.last is None:
             return False
         since = now - SUSPECT_S
-        quiet = self.heard_at < since or self.unacknowledged_at < since
+        quiet = self.heard_at < since or (self.unacknowledged_at < since and self.unanswered >= UNANSWERED)
         return quiet or self.last.draining or now - self.stepped_at > self.limit_s
 
     def dead(self, now: float, patient: bool) -> bool:
@@ -85,7 +92,8 @@ class LinkHealth:
 
     def unreceived(self, sent_at: float, now: float, patient: bool) -> bool:
         """Whether a job that was sent then, and is not acknowledged yet, is given up."""
-        return self.judges and now - sent_at > self.limit_s * (PATIENCE if patient else 1)
+        late = now - sent_at > self.limit_s * (PATIENCE if patient else 1)
+        return self.judges and late and self.unanswered >= UNANSWERED
 
 
 class MigrationBudget:
