@@ -171,6 +171,7 @@ class SimulatedLink(WorkerLink):
         self.worker = worker
         self.address, self.alive, self.connected = worker.name, True, True
         self.health = LinkHealth.begin(0.0)
+        self.arrived = []
         self._streams, self._stream_ids, self._sent = {}, worker.world.stream_ids, 0
 
     def _put(self, message: mesh.RunRequest) -> int:

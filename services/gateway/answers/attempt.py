@@ -60,8 +60,8 @@ class Attempt:
         try:
             await stream.closed
         finally:
-            self.advance()
             stream.link.cancel(stream, len(answer.journal.tokens))
+        self.advance()
         has_cost = stream.end is not None and stream.end.HasField("cost")
         answer.costs.add(stream.end.cost if stream.end is not None and has_cost else stream.observed_cost())
         return None if answer.journal.ending is not None else self._conclude()

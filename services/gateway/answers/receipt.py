@@ -43,6 +43,14 @@ class Timeline:
         self.since = now
         self.phase = phase
 
+    def visit(self, phase: Phase, began: float) -> None:
+        """Attributes the time since `began`, on the timeline's clock, to another phase than the one that goes on."""
+        now = self._clock()
+        seconds = self._seconds
+        seconds[self.phase] += began - self.since
+        seconds[phase] += now - began
+        self.since = now
+
     def spent(self, phase: Phase) -> float:
         """Seconds in a phase, up to the last change of phase."""
         return self._seconds[phase]

@@ -87,6 +87,7 @@ class AnswerService:
             try:
                 await subscriber.follow(record.generation)
             finally:
+                record.generation.advance()  # Tokens that arrived count, whether they are delivered or not.
                 await self._registry.leave(record.generation, subscriber)
             receipt = record.receipt()
             record.timeline.enter(Phase.DELIVER)

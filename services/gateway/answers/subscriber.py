@@ -4,6 +4,7 @@ Knows the parts of an answer, not how they are sent.
 """
 
 import asyncio
+import time
 from collections.abc import Sequence
 
 from protos import inference_pb2 as api
@@ -16,6 +17,7 @@ from services.gateway.text.journal import Journal
 from services.gateway.text.tokenizer import TextModel
 from services.gateway.text.tool_calls.parser import CallPiece
 
+clock = time.monotonic
 _MAX_TOKENS = 256
 """Most tokens of one message: a client that is far behind must still accept its size."""
 
@@ -158,17 +160,17 @@ class Subscriber:
 
         The link's task runs this for one client after the other: an error is that of the call.
         """
-        put, timeline = self._call.put, self.timeline
+        put = self._call.put
         assert put is not None
         try:
-            timeline.enter(Phase.DETOKENIZE)
+            began = clock()
             generation.advance()
             parts = self._take(generation)
             for place, part in enumerate(parts):
                 if not put(part):
                     self._left = parts[place:]
                     return False
-            timeline.enter(generation.phase)
+            self.timeline.visit(Phase.DETOKENIZE, began)
         except Exception as error:
             self._wake.set_exception(error)
         return True

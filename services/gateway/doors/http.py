@@ -67,9 +67,8 @@ Header = tuple[bytes, bytes]
 class Connection(Protocol):
     """What the server offers of a request's connection, beside ASGI."""
 
-    @property
-    def ready(self) -> bool:
-        """The client takes data: little is buffered."""
+    ready: bool
+    """The client takes data: little is buffered."""
 
     def write(self, data: bytes) -> None:
         """Sends bytes as they are: a chunk of a response in chunks."""

@@ -33,6 +33,8 @@ _TOO_MANY_CONNECTIONS = (
 class _Protocol(HttpToolsProtocol):
     """A connection with limits: bytes of the headers, and the time until they are complete."""
 
+    ready = True
+    """The client takes data: little is buffered, and the connection is open."""
     most_connections = 0
     """Open connections of the server beyond which a new one gets status 503 at once."""
     _timer: asyncio.TimerHandle | None = None
@@ -46,20 +48,25 @@ class _Protocol(HttpToolsProtocol):
             transport.write(_TOO_MANY_CONNECTIONS)
             transport.close()
 
-    @property
-    def ready(self) -> bool:
-        """The client takes data: little is buffered, and the connection is open."""
-        return not (self.flow.write_paused or self.transport.is_closing())
-
     def write(self, data: bytes) -> None:
         """Sends bytes as they are, behind what the running response has sent."""
         self.transport.write(data)
 
     def abort(self) -> None:
         """Closes the connection at once."""
+        self.ready = False
         self.transport.abort()
 
+    def pause_writing(self) -> None:
+        self.ready = False
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        self.ready = True
+        super().resume_writing()
+
     def connection_lost(self, exc: Exception | None) -> None:
+        self.ready = False
         self._stop_timer()
         super().connection_lost(exc)
 

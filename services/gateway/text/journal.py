@@ -66,6 +66,8 @@ class Journal:
     def attempt_at(self, position: int) -> tuple[int, int]:
         """The attempt that produced the token at `position`, and the position after the last token that it produced."""
         end = len(self.tokens)
+        if self._starts and position >= self._starts[-1][0]:
+            return self.attempt, end
         for start, attempt in reversed(self._starts):
             if start <= position:
                 return attempt, end

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from grpc import StatusCode
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
+from tokenizers.decoders import ByteLevel, DecodeStream
 
 from protos import inference_pb2 as api
 from protos import mesh_pb2 as mesh
@@ -36,6 +36,8 @@ _TAG = re.compile(r"<.+>|\[.+\]")
 """Added tokens that are not marked as special may be control tokens (<think>), or common text (two spaces)."""
 _CHARACTER_BYTES = 4
 """Most bytes of a character in UTF-8."""
+_BROKEN = "\ufffd"
+"""The decoder's text for bytes that are no character."""
 _MAX_HELD = 64
 """Tokens without a complete character after which their bytes count as broken. The decoder decodes all held tokens anew
 at each token, so this bounds its work."""
@@ -64,6 +66,7 @@ class TextModel:
         self._most_characters = most_characters(bundle.tokenizer_json.decode())
         self._template = ChatTemplate(bundle.chat_template, bundle.special_tokens) if bundle.chat_template else None
         self._pieces: dict[int, str] = {}
+        self._whole = WholePieces(self._tokenizer) if isinstance(self._tokenizer.decoder, ByteLevel) else None
         # A piece is what a token adds behind another one: decoders drop the space of a first word.
         self._anchor = self._tokenizer.encode("a", add_special_tokens=False).ids[-1:]
         self._anchor_text = self._tokenizer.decode(self._anchor, skip_special_tokens=False)
@@ -230,7 +233,21 @@ class TextModel:
         if shown:
             ids = {self._tokenizer.token_to_id(text): text for text in shown}
             kept = {token_id: text for token_id, text in ids.items() if token_id in self._special}
-        return Detokenizer(self._tokenizer, self._anchor, self._anchor if continues else [], kept)
+        return Detokenizer(self._tokenizer, self._anchor, self._anchor if continues else [], kept, self._whole)
+
+
+class WholePieces(dict[int, str]):
+    """The text of each token that is made of whole characters; empty for the others. Of decoders that write a token's
+    bytes whatever its neighbours are. A text is decoded when it is first needed."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+
+    def __missing__(self, token_id: int) -> str:
+        text = str(self._tokenizer.decode([token_id], skip_special_tokens=True))
+        self[token_id] = text = "" if _BROKEN in text else text
+        return text
 
 
 class Detokenizer:
@@ -241,10 +258,16 @@ class Detokenizer:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, anchor: list[int], before: list[int], shown: Mapping[int, str] | None = None
+        self,
+        tokenizer: Tokenizer,
+        anchor: list[int],
+        before: list[int],
+        shown: Mapping[int, str] | None = None,
+        pieces: WholePieces | None = None,
     ) -> None:
         """`anchor` is a token of plain text; the answer follows the tokens `before`; `shown`: texts of special tokens
-        that are returned."""
+        that are returned; `pieces` cost a tenth of the decoder, if the tokenizer has them."""
+        self._pieces = pieces
         self._shown = shown
         self._tokenizer = tokenizer
         self._anchor = anchor
@@ -256,6 +279,8 @@ class Detokenizer:
         """The text that the next token completes."""
         if self._shown and token_id in self._shown:
             return self.flush() + self._shown[token_id]
+        if self._pieces is not None and not self._held and (whole := self._pieces[token_id]):
+            return whole
         self._held.append(token_id)
         try:
             text: str | None = self._stream.step(self._tokenizer, token_id)
