@@ -9,8 +9,7 @@ import json
 
 from protos import inference_pb2 as api
 from services.errors import WeftError
-from services.gateway.answers.call import Call
-from services.gateway.answers.part import Delta, Part
+from services.gateway.answers.call import Call, Delta, Part
 from services.gateway.answers.serve import AnswerService
 
 

@@ -5,8 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from protos import inference_pb2 as api
-from services.gateway.answers.call import Call
-from services.gateway.answers.part import Delta, Part
+from services.gateway.answers.call import Call, Delta, Part
 from services.gateway.answers.receipt import Phase, Timeline
 from services.gateway.answers.subscriber import Subscriber
 from services.gateway.text.journal import Ending, Journal

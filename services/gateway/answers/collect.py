@@ -3,7 +3,7 @@
 from collections.abc import Iterable, MutableSequence
 
 from protos import inference_pb2 as api
-from services.gateway.answers.part import Delta, Part
+from services.gateway.answers.call import Delta, Part
 
 
 class Collector:

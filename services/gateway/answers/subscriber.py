@@ -9,9 +9,8 @@ from collections.abc import Sequence
 
 from protos import inference_pb2 as api
 from services.gateway.answers import echo
-from services.gateway.answers.call import Call
+from services.gateway.answers.call import Call, Delta, Part
 from services.gateway.answers.generation import Generation
-from services.gateway.answers.part import Delta, Part
 from services.gateway.answers.receipt import Phase, Timeline
 from services.gateway.text.journal import Journal
 from services.gateway.text.tokenizer import TextModel

@@ -10,11 +10,10 @@ from typing import Any, TypeAlias
 from grpc import aio
 
 from protos import inference_pb2 as api
-from services.gateway.answers.call import Accept, Call, Deliver
+from services.gateway.answers.call import Accept, Call, Deliver, Part
 from services.gateway.answers.collect import Collector
 from services.gateway.answers.encoding.call import EncodeCall, Request
 from services.gateway.answers.encoding.serve import EncodeService
-from services.gateway.answers.part import message
 from services.gateway.answers.serve import AnswerService
 from services.gateway.doors.grpc_gate import RECEIPT_KEY, credentials_of
 
@@ -31,7 +30,7 @@ class InferenceService:
     async def Generate(self, request: api.GenerateRequest, context: Context) -> None:
         """Streams the answer, and last the receipt."""
         write, accept = context.write, partial(context.send_initial_metadata, ())
-        await self._answers.serve(_call("Generate", request, context, lambda part: write(message(part)), accept))
+        await self._answers.serve(_call("Generate", request, context, lambda part: write(_message(part)), accept))
 
     async def Complete(self, request: api.GenerateRequest, context: Context) -> api.CompleteResponse:
         """Returns the whole answer."""
@@ -104,3 +103,29 @@ def _call(
 
 def _send_receipt(context: Context, receipt: api.Receipt) -> None:
     context.set_trailing_metadata(((RECEIPT_KEY, receipt.SerializeToString()),))
+
+
+def _message(part: Part) -> api.GenerateResponse:
+    """The part as a message of weft.v1."""
+    if isinstance(part, api.Receipt):
+        return api.GenerateResponse(receipt=part)
+    if isinstance(part, api.PromptEcho):
+        return api.GenerateResponse(prompt=part)
+    response = api.GenerateResponse()
+    delta = response.delta  # Filled in place: the constructor would copy it.
+    delta.index, delta.position, delta.attempt = part.index, part.position, part.attempt
+    delta.token_ids.extend(part.token_ids)
+    delta.text = part.text
+    if part.logprobs:
+        delta.logprobs.extend(part.logprobs)
+    if part.tool_calls:
+        delta.tool_calls.extend(part.tool_calls)
+    if part.finish_reason:
+        delta.finish_reason = part.finish_reason
+        if part.stop_string is not None:
+            delta.stop_string = part.stop_string
+        elif part.stop_token_id is not None:
+            delta.stop_token_id = part.stop_token_id
+    if part.waiting:
+        delta.waiting = True
+    return response

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 from protos import inference_pb2 as api
 from protos import kserve_pb2 as kserve
 from services.errors import WeftError
-from services.gateway.answers.part import Delta, Part
+from services.gateway.answers.call import Delta, Part
 from services.gateway.doors.kserve import tensors as kserve_tensors
 from services.gateway.doors.kserve.requests import (
     DEFAULT_PRIORITY,

@@ -15,9 +15,8 @@ from protos import kserve_pb2 as kserve
 from services import telemetry, validate
 from services.errors import WeftError, internal
 from services.gateway.access.authorizer import Authorizer, Credentials
-from services.gateway.answers.call import Call, Deliver, Finish
+from services.gateway.answers.call import Call, Deliver, Finish, Part
 from services.gateway.answers.collect import Collector
-from services.gateway.answers.part import Part
 from services.gateway.answers.serve import AnswerService
 from services.gateway.doors.grpc_gate import RECEIPT_KEY, credentials_of
 from services.gateway.doors.kserve import answers

@@ -12,9 +12,8 @@ from protos import inference_pb2 as api
 from protos import kserve_pb2 as kserve
 from services.errors import WeftError, invalid
 from services.gateway.access.authorizer import Authorizer
-from services.gateway.answers.call import Call, Deliver
+from services.gateway.answers.call import Call, Deliver, Part
 from services.gateway.answers.collect import Collector
-from services.gateway.answers.part import Part
 from services.gateway.answers.serve import AnswerService
 from services.gateway.doors.http import Exchange, HttpRoutes
 from services.gateway.doors.kserve import answers, json_form

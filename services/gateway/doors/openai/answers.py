@@ -9,7 +9,7 @@ from typing import TypeVar
 import orjson
 
 from protos import inference_pb2 as api
-from services.gateway.answers.part import Delta
+from services.gateway.answers.call import Delta
 from services.gateway.doors.openai.values import Asked, Json
 
 Continued = TypeVar("Continued", Delta, api.Choice)

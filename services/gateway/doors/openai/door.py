@@ -13,9 +13,8 @@ from grpc import StatusCode
 from protos import inference_pb2 as api
 from services.errors import WeftError
 from services.gateway.access.authorizer import Authorizer
-from services.gateway.answers.call import Call, Deliver, Finish, Put
+from services.gateway.answers.call import Call, Deliver, Delta, Finish, Part, Put
 from services.gateway.answers.collect import Collector
-from services.gateway.answers.part import Delta, Part
 from services.gateway.answers.serve import AnswerService
 from services.gateway.doors.http import Exchange, HttpRoutes
 from services.gateway.doors.openai.answers import Format, model_json, receipt_json
