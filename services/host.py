@@ -1,5 +1,6 @@
 """Resources of this machine. Knows the operating system, nothing of the project."""
 
+import hashlib
 import os
 from pathlib import Path
 
@@ -20,6 +21,16 @@ def available_memory(group: Path = Path("/sys/fs/cgroup")) -> int:
         of = dict(line.split() for line in kinds.read_text().splitlines()) if kinds.exists() else {}
         free.append(int(limit.read_text()) - int(used.read_text()) + int(of.get("inactive_file", 0)))
     return max(min(free), 0)
+
+
+def identity(root: Path = Path("/")) -> str:
+    """The same for all processes of this host since it was started, and for no other: a digest of the ids of boot and
+    machine; empty if the system does not tell them. Containers of one host may have different ones."""
+    boot, machine = (root / name for name in ("proc/sys/kernel/random/boot_id", "etc/machine-id"))
+    if not boot.exists():
+        return ""
+    known = boot.read_text().strip() + (machine.read_text().strip() if machine.exists() else "")
+    return hashlib.sha256(b"weft/host/1\0" + known.encode()).hexdigest()
 
 
 def available_cores(group: Path = Path("/sys/fs/cgroup")) -> int:

@@ -22,6 +22,8 @@ MATRIX: Mapping[str, frozenset[str]] = {
     "/weft.v1.Worker/Run": frozenset({"gateway"}),
     "/weft.v1.Worker/FetchBundle": frozenset({"gateway"}),
     "/weft.v1.Worker/ReadBlocks": frozenset({"worker"}),
+    "/weft.v1.Worker/ShareMemory": frozenset({"worker"}),
+    "/weft.v1.Worker/LendBlocks": frozenset({"worker"}),
     "/weft.v1.Worker/Profile": frozenset({"admin"}),
     "/weft.v1.Worker/Status": frozenset({"admin"}),
     "/weft.v1.Worker/ListAdapters": frozenset({"admin"}),

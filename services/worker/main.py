@@ -14,15 +14,16 @@ from protos import inference_pb2 as api
 from protos import mesh_pb2 as mesh
 from protos import mesh_pb2_grpc as mesh_grpc
 from protos import vllm_engine_pb2_grpc as vllm_grpc
-from services import process, rpc, telemetry
+from services import host, process, rpc, telemetry
 from services.hang_watch import watching
 from services.security import identity
 from services.worker.build.load import LoadedModel, abandon, load_model
-from services.worker.build.share_blocks import peer_prefixes, shared_prefixes
+from services.worker.build.share_blocks import described, peer_prefixes, shared_prefixes
 from services.worker.errors import CheckpointError
 from services.worker.loader.stop_watch import StopWatches
 from services.worker.service.adapters import Adapters
 from services.worker.service.address import NoAddress, advertised
+from services.worker.service.block_lender import BlockLender
 from services.worker.service.block_sender import BlockSender
 from services.worker.service.engine_thread import EngineFailed, EngineThread
 from services.worker.service.heartbeat import Progress
@@ -121,7 +122,8 @@ def _peers(
     """Lets the engine fetch prefixes from other workers inside the block, unless the settings say otherwise."""
     if not (settings.prefix_fetch and settings.prefix_cache):
         return contextlib.nullcontext()
-    return peer_prefixes(model.engine, metrics.all, own.subkey(BLOCK_FRAMES), settings.mesh_id)
+    memory = model.shared_memory if own.protected else None
+    return peer_prefixes(model.engine, metrics.all, own.subkey(BLOCK_FRAMES), settings.mesh_id, memory)
 
 
 def _startup(settings: WorkerSettings) -> Startup:
@@ -174,8 +176,13 @@ def _open_jobs(
     def report() -> mesh.WorkerReport:
         return report_of(engine.stats(), jobs, progress)
 
-    blocks = BlockSender(engine, identity.current().subkey(BLOCK_FRAMES))
-    service.loaded(Loaded(jobs, adapters, progress, model.bundle, card.bundle_digest, report, engine.profiler, blocks))
+    own = identity.current()
+    blocks = BlockSender(engine, own.subkey(BLOCK_FRAMES))
+    memory = described(model.shared_memory) if own.protected else b""
+    lender = BlockLender(engine, memory, host.identity(), own.protected)
+    service.loaded(
+        Loaded(jobs, adapters, progress, model.bundle, card.bundle_digest, report, engine.profiler, blocks, lender)
+    )
     watches = StopWatches(mesh.Bundle.FromString(model.bundle).tokenizer_json)
     others.loaded(EngineModel(jobs, card, model.bundle, report, watches.watch, model.max_batch_size))
     return jobs, progress

@@ -46,6 +46,11 @@ class WorkerSettings(EngineOptions, CommonSettings):
         description="Fetch prefixes from the cache service and from other workers where that is measured to be the "
         "faster way.",
     )
+    device_fetch: bool = Field(
+        True,
+        description="Copy prefixes directly out of the GPU memory of other workers on this host, where links between "
+        "services are authenticated. Otherwise they go through host memory and over gRPC.",
+    )
     role: Literal["both", "prefill", "decode"] = Field(
         "both",
         description="What the worker computes: prompts up to the first token (prefill), answers from the second on "

@@ -15,7 +15,7 @@ from protos import mesh_pb2 as mesh
 from protos import mesh_pb2_grpc as mesh_grpc
 from services import rpc
 from services.send_queue import SendQueue
-from services.worker.engine.base import BlockRead
+from services.worker.engine.base import BlockLoan, BlockRead
 from services.worker.engine.profiling import PhaseRecorder, Profiler
 from services.worker.job import Adapter, Job, StepOutput, TokenOut
 from services.worker.loader import checkpoint
@@ -128,6 +128,9 @@ class RecordingEngine:
     block_layout = ""
 
     def read_blocks(self, read: BlockRead) -> None:
+        """It has none."""
+
+    def lend_blocks(self, loan: BlockLoan) -> None:
         """It has none."""
 
     def wake(self) -> None:

@@ -22,7 +22,7 @@ from protos import mesh_pb2_grpc as mesh_grpc
 from services import rpc
 from services.hashing import adapted, block_keys, chain_root
 from services.worker.engine.generation import GenerationEngine
-from services.worker.job import Ended, StepOutput
+from services.worker.job import Ended, StepOutput, TokenOut
 from services.worker.kvcache.peer_tier import PeerStores
 from services.worker.service.block_sender import BlockSender
 from tests.checkpoints import Shape, make_checkpoint
@@ -47,6 +47,7 @@ class Running:
     engine: GenerationEngine
     tokens: dict[int, tuple[int, float]] = field(default_factory=dict)
     """The first token of each job, and when it came."""
+    drawn: list[TokenOut] = field(default_factory=list)
     ended: dict[int, Ended] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -66,6 +67,7 @@ class Running:
         """Not of interest."""
 
     def stepped(self, output: StepOutput) -> None:
+        self.drawn += output.tokens
         for token in output.tokens:
             self.tokens.setdefault(token.key, (token.token_id, time.monotonic()))
         self.ended.update({ended.key: ended for ended in output.ended})

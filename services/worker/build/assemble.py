@@ -17,6 +17,7 @@ from services.worker.build.adapters import PreparedPages
 from services.worker.build.drafting.draft import draft_options, locate_draft
 from services.worker.build.drafting.heads import load_heads, locate_heads
 from services.worker.errors import CheckpointError
+from services.worker.kvcache.shared_memory import SharedMemory
 from services.worker.loader import presets
 from services.worker.loader.config import read_config
 from services.worker.loader.family_tensors import open_family
@@ -62,6 +63,8 @@ class EngineParts:
     """Tokens of the context of the runner's draft model; 0: it has none."""
     adapters: PreparedPages | None = None
     """The runner's adapters; None: it serves none."""
+    shared_memory: SharedMemory | None = None
+    """The memory of the pool, for other processes of this host; None: it is not shared."""
     guess_limit: Callable[[int], int] | None = None
     """From the rows of a step to the most guesses of each; None: any number."""
 
@@ -237,6 +240,7 @@ def _on_gpu(
     from services.worker.runners.cuda.graphs import most_guesses
     from services.worker.runners.cuda.ops import InvariantTritonOps, TritonOps, exact_products
     from services.worker.runners.cuda.runner import GpuRunner
+    from services.worker.runners.cuda.shared_pool import SharedGpuPool
 
     exact_products()
     dtype, stored = dtype_of(options), stored_dtype(config, options)
@@ -288,7 +292,8 @@ def _on_gpu(
     runner.warm_up_eager_kernels()
     limit = partial(most_guesses, guesses=guesses)
     parts = _parts(source, options, plan, runner, runner)
-    return replace(parts, draft_context=context, guess_limit=limit, adapters=adapters)
+    shared = SharedGpuPool(runner.kv)
+    return replace(parts, draft_context=context, guess_limit=limit, adapters=adapters, shared_memory=shared)
 
 
 def _parts(

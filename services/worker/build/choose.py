@@ -14,6 +14,7 @@ from services.worker.build.drafting.speculate import make_speculation
 from services.worker.build.grid_limits import check_grid
 from services.worker.engine.generation import GenerationEngine
 from services.worker.errors import CheckpointError
+from services.worker.kvcache.shared_memory import SharedMemory
 from services.worker.models.config import ModelConfig
 from services.worker.options import RUNTIMES, EngineOptions, Progress
 
@@ -41,6 +42,8 @@ class BuiltEngine:
     parameters: int
     """Numbers in the checkpoint; 0 where nothing computes."""
     read_adapter: AdapterReader
+    shared_memory: SharedMemory | None = None
+    """The memory of its blocks, for other processes of this host; None: it is not shared."""
 
 
 def resolve_engine(settings: Options, *, encodes: bool = False) -> Options:
@@ -99,4 +102,5 @@ def build_engine(
     )
     log.info("memory: %s", parts.memory)
     engine.warm_up(progress)
-    return BuiltEngine(engine, parts.config, parts.parameters, adapter_reader(parts.adapters, options.adapter_rank))
+    read = adapter_reader(parts.adapters, options.adapter_rank)
+    return BuiltEngine(engine, parts.config, parts.parameters, read, parts.shared_memory)

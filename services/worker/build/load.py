@@ -13,6 +13,7 @@ from services.worker.build.choose import build_engine, resolve_engine
 from services.worker.engine.base import Engine
 from services.worker.errors import CheckpointError
 from services.worker.job import Adapter
+from services.worker.kvcache.shared_memory import SharedMemory
 from services.worker.loader import checkpoint, presets
 from services.worker.loader.sentence_folder import is_encoder
 from services.worker.options import ADAPTER_NAME, DEFAULT_SLOTS, Progress
@@ -40,6 +41,8 @@ class LoadedModel:
     read_adapter: AdapterReader
     adapters: tuple[Adapter, ...]
     """Those that are served from the start."""
+    shared_memory: SharedMemory | None = None
+    """The memory of the engine's blocks, for other processes of this host; None: it is not shared."""
 
 
 def load_model(settings: WorkerSettings, name: str, progress: Progress) -> LoadedModel:
@@ -84,7 +87,8 @@ def load_model(settings: WorkerSettings, name: str, progress: Progress) -> Loade
     card.engine = settings.engine
     card.fingerprint, card.bundle_digest = fingerprint, digest
     adapters = tuple(_adapter(built.read_adapter, each) for each in settings.adapters)
-    return LoadedModel(built.engine, card, bundle, settings.max_batch_size, built.read_adapter, adapters)
+    shared = built.shared_memory if settings.device_fetch else None
+    return LoadedModel(built.engine, card, bundle, settings.max_batch_size, built.read_adapter, adapters, shared)
 
 
 def _adapter(read: AdapterReader, given: str) -> Adapter:

@@ -3,15 +3,18 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 
 from grpc import aio
 
 from protos import cache_pb2_grpc as cache_grpc
-from services import metrics, rpc
+from services import host, metrics, rpc
 from services.security import mesh_id as mesh_ids
 from services.worker.engine.base import Engine
+from services.worker.kvcache.peer_memory import Borrower
 from services.worker.kvcache.peer_tier import PeerStores
 from services.worker.kvcache.remote_tier import RemoteStore, log
+from services.worker.kvcache.shared_memory import CannotShare, SharedMemory
 
 _CONNECT_S = 0.5
 
@@ -43,9 +46,14 @@ async def shared_prefixes(
 
 @contextlib.asynccontextmanager
 async def peer_prefixes(
-    engine: Engine, counts: metrics.Metrics, secret: bytes, mesh_id: str = ""
+    engine: Engine,
+    counts: metrics.Metrics,
+    secret: bytes,
+    mesh_id: str = "",
+    memory: SharedMemory | None = None,
 ) -> AsyncIterator[None]:
-    """Lets an engine fetch prefixes from other workers inside the block. `secret` keys the frames of blocks.
+    """Lets an engine fetch prefixes from other workers inside the block. `secret` keys the frames of blocks. memory: of
+    its pool; blocks are copied out of that of other workers of this host, if it is given.
 
     The engine must not run yet. The metrics of fetches are added to `counts`.
     """
@@ -56,7 +64,9 @@ async def peer_prefixes(
     def connect(address: str) -> aio.Channel:
         return rpc.link_channel(address, "worker", connect_s=_CONNECT_S)
 
-    peers = PeerStores(engine.block_layout, engine.block_bytes, connect, secret, mesh_ids.metadata(mesh_id))
+    copying = ThreadPoolExecutor(1, "borrow")
+    borrower = None if memory is None else Borrower(memory, host.identity(), copying)
+    peers = PeerStores(engine.block_layout, engine.block_bytes, connect, secret, mesh_ids.metadata(mesh_id), borrower)
     engine.use_peers(peers.at)
     counts.total(
         "weft_worker_peer_fetches",
@@ -64,11 +74,30 @@ async def peer_prefixes(
         lambda: metrics.by_label(peers.fetches.items()),
         "outcome",
     )
+    counts.total(
+        "weft_worker_peer_blocks",
+        "Blocks that came from other workers, by their way: out of their memory, or over gRPC.",
+        lambda: metrics.by_label(peers.received.items()),
+        "way",
+    )
     try:
         yield
     finally:
         await peers.close()
-        log.info("fetching from other workers has ended", fetches=dict(peers.fetches), blocks=peers.received)
+        copying.shutdown(wait=False)
+        blocks = dict(peers.received)
+        log.info("fetching from other workers has ended", fetches=dict(peers.fetches), blocks=blocks)
+
+
+def described(memory: SharedMemory | None) -> bytes:
+    """The description of a pool's memory for other workers of this host; empty if it cannot be shared."""
+    if memory is None:
+        return b""
+    try:
+        return memory.describe()
+    except CannotShare as error:
+        log.info("other workers cannot map this worker's memory: blocks go over gRPC", reason=str(error))
+        return b""
 
 
 def _add_metrics(counts: metrics.Metrics, store: RemoteStore) -> None:

@@ -36,6 +36,26 @@ class BlockRead:
         """No client waits for the answer any more. Its caller writes it."""
 
 
+class BlockLoan:
+    """A request of another worker to copy blocks itself: they stay unchanged where they are until it has.
+
+    The engine's thread lends blocks as they are computed, and ends a loan that makes no progress.
+    """
+
+    def __init__(self, keys: Sequence[bytes], follow: bool, answer: Callable[[Sequence[int] | None], object]) -> None:
+        """follow: wait for blocks that are not computed yet. answer: called from the engine's thread with the numbers
+        of the next blocks, and with None when the loan is over."""
+        self.keys, self.follow, self.answer = keys, follow, answer
+        self.lent = 0
+        """Blocks that were lent. The engine's thread writes it."""
+        self.returned = 0
+        """The first of these, which were copied. Its caller writes it, unless the loan is over."""
+        self.over = False
+        """Blocks that were not returned may change from now on. The engine's thread writes it before they may."""
+        self.cancelled = False
+        """Nobody copies any more. Its caller writes it."""
+
+
 class EngineEvents(Protocol):
     """What an engine reports while it runs. Called from its thread."""
 
@@ -118,6 +138,9 @@ class Engine(Protocol):
 
     def read_blocks(self, read: BlockRead) -> None:
         """Answer another worker's request."""
+
+    def lend_blocks(self, loan: BlockLoan) -> None:
+        """Lend blocks to another worker."""
 
     def submit(self, job: Job) -> None:
         """Run this job."""

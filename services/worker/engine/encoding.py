@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from services import failpoints
-from services.worker.engine.base import BlockRead, EngineEvents
+from services.worker.engine.base import BlockLoan, BlockRead, EngineEvents
 from services.worker.engine.finish_vectors import ScoreKind, finished
 from services.worker.engine.inbox import Arrival, Cancel, Inbox
 from services.worker.engine.profiling import PhaseRecorder, Profiler, Recorder
@@ -122,6 +122,10 @@ class EncodingEngine:
     def read_blocks(self, read: BlockRead) -> None:
         """An encoder has no blocks to read."""
         read.answer(None)
+
+    def lend_blocks(self, loan: BlockLoan) -> None:
+        """An encoder has no blocks to lend."""
+        loan.answer(None)
 
     def use_remote(self, store: BlockStore) -> None:
         """There are no blocks to share."""

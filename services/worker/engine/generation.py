@@ -19,7 +19,8 @@ from services.worker.engine.acceptance import ending_at_arrival
 from services.worker.engine.active_job import ActiveJob
 from services.worker.engine.adapters import AdapterLoads
 from services.worker.engine.answers import advance
-from services.worker.engine.base import GENERATE, BlockRead, EngineEvents
+from services.worker.engine.base import GENERATE, BlockLoan, BlockRead, EngineEvents
+from services.worker.engine.block_loans import BlockLoans
 from services.worker.engine.block_reads import BlockReads
 from services.worker.engine.inbox import Arrival, Inbox, Prefetch
 from services.worker.engine.packing import SlotEdits
@@ -146,6 +147,7 @@ class GenerationEngine:
         self._structured = StructuredJobs(self.inbox)
         self.prefixes = Prefixes(self.planner, runner.kv, lambda: self.step_times.prefill_rate, self.inbox.wake)
         self._reads = BlockReads(self.planner.pool, runner.kv, self.inbox.wake)
+        self._loans = BlockLoans(self.planner.pool, self.inbox.wake)
         if options.host_kv_bytes and runner.kv is not None:
             self.prefixes.use_host(HostStore(options.host_kv_bytes, runner.kv.host_block_s))
 
@@ -192,6 +194,10 @@ class GenerationEngine:
     def read_blocks(self, read: BlockRead) -> None:
         """Answer another worker's request for contents of blocks."""
         self._reads.add(read)
+
+    def lend_blocks(self, loan: BlockLoan) -> None:
+        """Lend blocks to another worker, which copies them itself."""
+        self._loans.add(loan)
 
     def wake(self) -> None:
         """Make `run` look at its stop event now."""
@@ -241,7 +247,7 @@ class GenerationEngine:
                 events.stepped(self._step())
                 self._end_step()
             elif not self._move_blocks():
-                self.inbox.sleep(IDLE_WAIT_S, lambda: prefixes.answered or self._reads.pending or stop.is_set())
+                self.inbox.sleep(IDLE_WAIT_S, lambda: prefixes.answered or self._asked or stop.is_set())
 
     def step(self) -> StepOutput:
         """Take messages, launch steps until as many are in flight as the runner allows, collect the oldest.
@@ -279,6 +285,7 @@ class GenerationEngine:
             self._computed.clear()
         self.prefixes.offer_some()
         self._reads.serve()
+        self._loans.serve()
         self._publish()
         self.profiler.step_ends()
 
@@ -286,12 +293,18 @@ class GenerationEngine:
         """Exchange blocks with other tiers while there are no jobs. -> whether there are more to move at once."""
         self.prefixes.settle()
         offers, reads = self.prefixes.offer_some(), self._reads.serve()
+        self._loans.serve()
         self._publish()
         return offers or reads
 
+    @property
+    def _asked(self) -> bool:
+        """Whether other workers have asked for something that was not looked at."""
+        return self._reads.pending or self._loans.pending
+
     def check_integrity(self) -> None:
         """Assert that free + cached + active blocks are all blocks, and that tables and counts agree."""
-        self.planner.check()
+        self.planner.check(self._loans.blocks)
 
     def warm_up(self, progress: Progress) -> None:
         """Run one job twice, so that the first real one finds warm code and known step times. Raises CheckpointError

@@ -1,4 +1,6 @@
-"""The tiers in other workers: fetches contents of blocks over gRPC, and measures how fast each link is.
+"""The tiers in other workers: fetches contents of blocks, and measures how fast each link is.
+
+Blocks come out of the other worker's memory if this process can map it, and over gRPC otherwise.
 
 Runs on the event loop; the engine's thread calls `PeerStores.at` and the methods of `BlockStore`. Knows addresses and
 frames, not why a worker has blocks. After an error fewer blocks are fetched, and the error is counted.
@@ -17,6 +19,8 @@ from protos import cache_pb2 as cache
 from protos import mesh_pb2 as mesh
 from protos import mesh_pb2_grpc as mesh_grpc
 from services.security import frames
+from services.worker.kvcache.peer_memory import Borrower, PeerMemory
+from services.worker.kvcache.shared_memory import CannotShare
 from services.worker.kvcache.tiers import BlockRequest
 from services.worker.kvcache.transfer_cost import TransferCost
 
@@ -40,11 +44,20 @@ class PeerStore:
     """A `BlockStore` that is another worker."""
 
     def __init__(self, peers: "PeerStores", address: str) -> None:
-        self.link = TransferCost()
-        """The measured speed from the other worker to this one."""
+        self._wire = TransferCost()
         self._peers, self._address = peers, address
+        self._memory: PeerMemory | None = None
+        if peers.borrower is not None:
+            self._memory = PeerMemory(
+                peers.borrower, address, peers.layout, peers.block_bytes, self._stub, peers.metadata
+            )
         self._down_until = 0.0
         self._measured_at = 0.0
+
+    @property
+    def link(self) -> TransferCost:
+        """The measured speed from the other worker to this one, on the way that blocks take."""
+        return self._memory.link if self._memory is not None and self._memory.mapped else self._wire
 
     # ---- the engine's thread ----
 
@@ -79,10 +92,11 @@ class PeerStore:
         outcome = "failed"
         try:
             async with asyncio.timeout(request.budget_s):
+                borrows = self._memory is not None and await self._memory.ready()
                 if not self.link.known:
                     await self._measure()
                 if request.follow or self.is_faster(len(request.keys), request.budget_s):
-                    outcome = await self._receive(request)
+                    outcome = await (self._borrow(request) if borrows else self._receive(request))
                 else:
                     outcome = "too_slow"
         except TimeoutError:
@@ -90,9 +104,16 @@ class PeerStore:
         except aio.AioRpcError as error:
             self._down_until = time.monotonic() + _DOWN_S
             log.debug("fetch failed", at=self._address, code=error.code().name)
+        except CannotShare as error:
+            log.warning("blocks could not be copied", at=self._address, reason=str(error))
         finally:
             self._peers.fetches[outcome] += 1
             request.answer(request, None)
+
+    async def _borrow(self, request: BlockRequest) -> str:
+        """Copy the contents out of the other worker's memory. -> the outcome."""
+        assert self._memory is not None, "no memory is shared"
+        return await self._memory.borrow(request, self._peers.count_copied)
 
     async def _receive(self, request: BlockRequest) -> str:
         """Pass on the contents as they arrive. -> the outcome."""
@@ -101,14 +122,14 @@ class PeerStore:
             blocks=cache.BlockList(keys=b"".join(request.keys), layout=self._peers.layout), follow=request.follow
         )
         call = self._stub().ReadBlocks(wanted, metadata=self._peers.metadata)
-        flow = _Flow(self.link)
+        flow = _Flow(self._wire)
         try:
             async for response in call:
                 flow.arrived(sum(len(piece.data) for piece in response.pieces), response.more)
                 for piece in response.pieces:
                     contents = await blocks.add(piece)
                     if contents is not None:
-                        self._peers.received += 1
+                        self._peers.received["grpc"] += 1
                         request.answer(request, [contents])
                 if request.abandoned:
                     return "abandoned"
@@ -131,9 +152,10 @@ class PeerStore:
         """Fetch one random byte, then many. The very first call connects, which is not measured."""
         self._measured_at = time.monotonic()
         await self._probe(1)
-        self.link.answered(await self._probe(1))
-        self.link.moved(_MEASURE_BYTES, await self._probe(_MEASURE_BYTES))
-        log.debug("link measured", at=self._address, latency_s=self.link.latency_s, byte_s=self.link.byte_s)
+        link = self._wire
+        link.answered(await self._probe(1))
+        link.moved(_MEASURE_BYTES, await self._probe(_MEASURE_BYTES))
+        log.debug("link measured", at=self._address, latency_s=link.latency_s, byte_s=link.byte_s)
 
     async def _probe(self, count: int) -> float:
         """Seconds until `count` random bytes have arrived."""
@@ -147,6 +169,11 @@ class PeerStore:
     def _stub(self) -> "mesh_grpc.WorkerAsyncStub":
         return mesh_grpc.WorkerStub(self._peers.channel(self._address))
 
+    async def close(self) -> None:
+        """Unmap the other worker's memory."""
+        if self._memory is not None:
+            await self._memory.close()
+
 
 class PeerStores:
     """The tiers of all other workers. `run` must run for any of them to do anything."""
@@ -158,14 +185,16 @@ class PeerStores:
         connect: Connect,
         secret: bytes = b"",
         metadata: tuple[tuple[str, str], ...] = (),
+        borrower: Borrower | None = None,
     ) -> None:
-        """`connect` opens a channel to a worker; `secret` keys the frames of its blocks."""
+        """`connect` opens a channel to a worker; `secret` keys the frames of its blocks. borrower: maps the memory of
+        other workers; None: all blocks come over gRPC."""
         self.layout, self.block_bytes = layout.encode(), block_bytes
-        self.secret, self.metadata = secret, metadata
+        self.secret, self.metadata, self.borrower = secret, metadata, borrower
         self.fetches: Counter[str] = Counter()
-        """Requests by outcome: fetched, absent, too_slow, late, abandoned, damaged, failed."""
-        self.received = 0
-        """Blocks so far."""
+        """Requests by outcome: fetched, absent, too_slow, late, abandoned, revoked, damaged, failed."""
+        self.received: Counter[str] = Counter()
+        """Blocks so far, by their way: memory or grpc."""
         self._connect = connect
         self._loop = asyncio.get_running_loop()
         self._stores: OrderedDict[str, PeerStore] = OrderedDict()
@@ -178,8 +207,13 @@ class PeerStores:
             self._stores[address] = PeerStore(self, address)
         self._stores.move_to_end(address)
         while len(self._stores) > MOST_PEERS:
-            self._stores.popitem(last=False)
+            _, forgotten = self._stores.popitem(last=False)
+            self.start(forgotten.close)
         return self._stores[address]
+
+    def count_copied(self, blocks: int) -> None:
+        """So many blocks came out of another worker's memory."""
+        self.received["memory"] += blocks
 
     def start(self, work: Work) -> None:
         """Run this on the event loop. May be called from any thread."""
@@ -201,10 +235,10 @@ class PeerStores:
         return self._channels[address]
 
     async def close(self) -> None:
-        """End all fetches and close all channels."""
+        """End all fetches, unmap all memory and close all channels."""
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, *(store.close() for store in self._stores.values()), return_exceptions=True)
         for channel in self._channels.values():
             await channel.close()
 

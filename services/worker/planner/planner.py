@@ -249,11 +249,11 @@ class Planner:
         for block in sequence.blocks[tokens // self.block_size : sequence.published]:
             self.pool.withdraw(block)
 
-    def check(self) -> None:
-        """Assert that blocks and sequences agree."""
+    def check(self, lent: Iterable[int] = ()) -> None:
+        """Assert that blocks and sequences agree. lent: blocks that other workers copy."""
         self.pool.check()
         holders = [*self.running, *self.leaving]
-        used = {block for sequence in holders for block in sequence.blocks}
+        used = {block for sequence in holders for block in sequence.blocks}.union(lent)
         assert len(used) == self.pool.active, f"{len(used)} blocks in tables, {self.pool.active} active"
         assert not any(sequence.blocks for sequence in self.waiting), "a waiting sequence holds blocks"
         slots = sorted([*self._free_slots, *(s.slot for s in holders if s.slot is not None)])

@@ -13,6 +13,7 @@ from services.errors import WeftError, invalid, unavailable
 from services.security import mesh_id as mesh_ids
 from services.worker.engine.base import StepProfile, StepProfiler
 from services.worker.service.adapters import Adapters
+from services.worker.service.block_lender import BlockLender
 from services.worker.service.block_sender import BlockSender
 from services.worker.service.heartbeat import HEARTBEAT_S, Progress
 from services.worker.service.job_record import Subscriber
@@ -38,6 +39,7 @@ class Loaded:
     report: Callable[[], mesh.WorkerReport]
     profiler: StepProfiler
     blocks: BlockSender
+    lender: BlockLender
 
 
 class WorkerService:
@@ -96,6 +98,20 @@ class WorkerService:
     async def ReadBlocks(self, request: mesh.ReadBlocksRequest, context: Any) -> AsyncIterator[mesh.ReadBlocksResponse]:
         """Sends KV blocks to another worker."""
         async for response in self._model().blocks.send(request):
+            yield response
+
+    async def ShareMemory(
+        self, request: mesh.ShareMemoryRequest, context: Any
+    ) -> AsyncIterator[mesh.ShareMemoryResponse]:
+        """Describes the memory of KV blocks to another worker of this host."""
+        async for response in self._model().lender.share(request):
+            yield response
+
+    async def LendBlocks(
+        self, requests: AsyncIterator[mesh.LendBlocksRequest], context: Any
+    ) -> AsyncIterator[mesh.LendBlocksResponse]:
+        """Lends KV blocks to another worker of this host."""
+        async for response in self._model().lender.lend(requests):
             yield response
 
     async def Profile(self, request: mesh.ProfileRequest, context: Any) -> AsyncIterator[mesh.ProfileResponse]:

@@ -7,7 +7,7 @@ the device, which takes microseconds, and the copy engine sends the buffer to th
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -68,7 +68,7 @@ class HostPages:
                 buffer = self._leaving[: len(piece)]
                 gather_blocks(self._addresses, self._pool, self._sent(blocks[start : start + len(piece)]), buffer)
                 gathered = self._event()
-                for at, place, count in _runs(piece):
+                for at, place, count in runs(piece):
                     self._pinned[place : place + count].copy_(buffer[at : at + count], non_blocking=True)
                 arrived = self._event()
                 for page in piece:
@@ -88,7 +88,7 @@ class HostPages:
                 self._wait(self._restored)  # The buffer's last contents are in the pool.
                 for arrived in {id(page.arrived): page.arrived for page in piece}.values():
                     self._wait(arrived)
-                for at, place, count in _runs(piece):
+                for at, place, count in runs(piece):
                     buffer[at : at + count].copy_(self._pinned[place : place + count], non_blocking=True)
                 self._sent_up = self._event()
             self._wait(self._sent_up)
@@ -130,7 +130,15 @@ class HostPages:
         return torch.tensor(blocks, dtype=torch.int64).to(self._pool.device, non_blocking=True)
 
 
-def _runs(pages: Sequence[HostPage]) -> Iterator[tuple[int, int, int]]:
+class Placed(Protocol):
+    """A page of a buffer."""
+
+    @property
+    def place(self) -> int:
+        """Its index in the buffer."""
+
+
+def runs(pages: Sequence[Placed]) -> Iterator[tuple[int, int, int]]:
     """Runs of neighbouring pages, given in their order: index of the first one, its page number, how many."""
     first = 0
     for after in range(1, len(pages) + 1):

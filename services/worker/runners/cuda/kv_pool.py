@@ -15,6 +15,7 @@ from services.worker.kvcache.tiers import Contents
 from services.worker.models.config import ModelConfig
 from services.worker.runners.cuda.hidden import GpuHidden
 from services.worker.runners.cuda.host_pages import HostPage, HostPages
+from services.worker.runners.cuda.staging import StagedPage, StagedPages
 
 
 class GpuPool:
@@ -30,6 +31,7 @@ class GpuPool:
         self.host_block_s = 0.0
         """Measured seconds that a block takes to host memory and back."""
         self._host_pages: HostPages | None = None
+        self._staged_pages: StagedPages | None = None
         self._side: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def allocate(self, blocks: int) -> None:
@@ -42,6 +44,12 @@ class GpuPool:
         """Allocate host memory for the blocks that `keep` copies."""
         self._host_pages = HostPages(self.layers, max_bytes)
         self.host_block_s = self._host_pages.measure()
+
+    def staged_pages(self) -> StagedPages:
+        """Pages for blocks that come from other workers' pools, allocated at the first call."""
+        if self._staged_pages is None:
+            self._staged_pages = StagedPages(self.layers)
+        return self._staged_pages
 
     @property
     def block_bytes(self) -> int:
@@ -71,13 +79,17 @@ class GpuPool:
         return self._host_pages.keep(blocks)
 
     def write(self, blocks: list[int], payloads: Sequence[Any]) -> None:
-        """Fill blocks that no job uses with what `read` or `keep` returned, after all launched steps."""
+        """Fill blocks that no job uses with what `read` or `keep` returned, or what came out of another worker's pool,
+        after all launched steps."""
         assert all(len(payload) == self.block_bytes for payload in payloads), "contents of another layout"
         if self.hidden is not None:
             self.hidden.clear(self._sent(blocks))
         if payloads and isinstance(payloads[0], HostPage):
             assert self._host_pages is not None, "there is no host memory that these pages could come from"
             self._host_pages.restore(blocks, payloads)
+            return
+        if payloads and isinstance(payloads[0], StagedPage):
+            self.staged_pages().write(blocks, payloads)
             return
         received = torch.frombuffer(bytearray(b"".join(payloads)), dtype=torch.uint8)
         where = self._sent(blocks)

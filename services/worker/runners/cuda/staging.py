@@ -1,0 +1,86 @@
+"""Pages on this GPU for blocks that were copied out of another worker's pool, until they are written to the own one.
+
+Knows pages as bytes, never what they hold. One thread fills pages; the engine's thread writes them to the pool.
+"""
+
+import contextlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.block_copy import gather_blocks, pool_addresses, scatter_blocks
+from services.worker.runners.cuda.host_pages import runs
+
+_MOST_BYTES = 512 << 20
+_MOST_PAGES = 256
+
+
+class StagedPage:
+    """The contents of a block. Its page is free again when this object is garbage."""
+
+    __slots__ = ("_pages", "place")
+
+    def __init__(self, pages: "StagedPages", place: int) -> None:
+        self._pages, self.place = pages, place
+
+    def __len__(self) -> int:
+        return self._pages.page_bytes
+
+    def __del__(self) -> None:
+        self._pages.free.append(self.place)
+
+
+class StagedPages:
+    """Room for some hundred blocks, used in turn: a page is filled again long after it was read."""
+
+    def __init__(self, pools: Sequence[Tensor]) -> None:
+        """pools: [blocks, ...] of each layer, equal in shape; a block of one layer is a multiple of 8 bytes."""
+        self._pool, layers, self.device = pools[0], len(pools), pools[0].device
+        words = pools[0][0].numel() * pools[0].element_size() // 8
+        self.page_bytes = layers * words * 8
+        count = max(1, min(_MOST_PAGES, _MOST_BYTES // self.page_bytes))
+        self._pages = torch.empty(count, layers, words, dtype=torch.int64, device=self.device)
+        self.free = deque(range(count))
+        """Places of pages that hold nothing, the one that was freed first on the left."""
+        self._read: dict[int, Any] = {}
+        """The event after which the contents of a freed page are not needed any more."""
+        self._addresses = pool_addresses(pools)
+        self._side: Any = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def fill(self, addresses: Tensor, blocks: Sequence[int]) -> list[StagedPage]:
+        """Copy blocks of the pool whose layers have these addresses (int64 [layers]), and wait for it; only the first
+        ones if there is no room for all. Called from one thread."""
+        places = sorted(self.free.popleft() for _ in blocks[: len(self.free)])
+        pages = [StagedPage(self, place) for place in places]
+        with self._beside():
+            for event in {id(event): event for place in places if (event := self._read.pop(place, None))}.values():
+                event.wait()
+            wanted = torch.tensor(list(blocks[: len(pages)]), dtype=torch.int64).to(self.device)
+            for at, place, count in runs(pages):
+                gather_blocks(addresses, self._pool, wanted[at : at + count], self._pages[place : place + count])
+            self._finish()
+        return pages
+
+    def write(self, blocks: Sequence[int], pages: Sequence[StagedPage]) -> None:
+        """Write pages to blocks of the pool that no job uses, before what is launched later. Called from the engine's
+        thread."""
+        order = sorted(range(len(pages)), key=lambda index: pages[index].place)
+        wanted = torch.tensor([blocks[index] for index in order], dtype=torch.int64).to(self.device, non_blocking=True)
+        for at, place, count in runs([pages[index] for index in order]):
+            scatter_blocks(self._addresses, self._pool, wanted[at : at + count], self._pages[place : place + count])
+        if self._side is not None:
+            event = torch.cuda.current_stream(self.device).record_event()
+            self._read.update((page.place, event) for page in pages)
+
+    @contextlib.contextmanager
+    def _beside(self) -> Iterator[None]:
+        """Run the block in a stream of its own."""
+        with contextlib.nullcontext() if self._side is None else torch.cuda.stream(self._side):
+            yield
+
+    def _finish(self) -> None:
+        if self._side is not None:
+            self._side.synchronize()
