@@ -19,7 +19,7 @@ from kernels.operands import Scores
 from kernels.reference import layers as reference
 from services.worker.runners.cuda.host_pages import PIECE_BLOCKS, HostPages
 from services.worker.runners.cuda.ops import InvariantTritonOps, TritonOps
-from services.worker.runners.cuda.staging import StagedPages
+from services.worker.runners.cuda.sharing.staging import StagedPages
 from tests.kernels.adapters import check_adapted_product, check_adapters, check_adapters_are_invariant
 from tests.kernels.cases import (
     Batch,

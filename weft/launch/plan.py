@@ -6,6 +6,7 @@ Knows how the services are started and asked whether they are ready, never what 
 import asyncio
 import contextlib
 import json
+import math
 import os
 import secrets
 import signal
@@ -35,6 +36,7 @@ from services.settings import (
     WORKER_ADDRESS,
     CommonSettings,
 )
+from weft.launch import devices
 from weft.launch.home import Home, locked_home
 from weft.launch.ports import HeldPorts
 from weft.launch.reach import PLAIN, Reach, reach
@@ -156,9 +158,11 @@ def _plan(spec: MeshSpec, home: Home, ports: HeldPorts, addresses: list[str], ht
     service("cache", "cache", cache, {**with_metrics(2), "WEFT_REDIS_URL": redis_url})
     service("scheduler", "scheduler", scheduler, with_metrics(1))
     threads = str(max(1, (os.cpu_count() or 1) // len(workers)))
+    gpus, ranks = devices.gpus({**os.environ, **spec.settings}) if len(workers) > 1 else [], _ranks(spec.settings)
     for number, address in enumerate(workers, 1):
         model = spec.models[(number - 1) // spec.workers]
         own = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads), "MODEL_NAME": model}
+        own |= devices.visible_to(number - 1, ranks, gpus)
         if spec.roles:
             own["WEFT_ROLE"] = spec.roles[(number - 1) % spec.workers % len(spec.roles)]
         aliases = [alias for alias, name in spec.aliases.items() if name == model_name(model)]
@@ -175,6 +179,12 @@ def _plan(spec: MeshSpec, home: Home, ports: HeldPorts, addresses: list[str], ht
         own[PROCESSES_SETTING] = str(spec.gateways)
     service("gateway", "gateway", listen, own, reached_at=address)
     return MeshPlan(specs, mesh_id, own_reach, address, listen, http_address, redis, home.folder, ports)
+
+
+def _ranks(settings: Mapping[str, str]) -> int:
+    """Processes of a worker. A value that is no number is left to the worker, which refuses it."""
+    values = [{**os.environ, **settings}.get(f"WEFT_{kind}_PARALLEL", "") for kind in ("TENSOR", "PIPELINE")]
+    return math.prod(int(value) if value.isdecimal() and int(value) else 1 for value in values)
 
 
 async def wait_served(address: str, workers: int, reach: Reach = PLAIN) -> list[api.Model]:

@@ -240,7 +240,7 @@ def _on_gpu(
     from services.worker.runners.cuda.graphs import most_guesses
     from services.worker.runners.cuda.ops import InvariantTritonOps, TritonOps, exact_products
     from services.worker.runners.cuda.runner import GpuRunner
-    from services.worker.runners.cuda.shared_pool import SharedGpuPool
+    from services.worker.runners.cuda.sharing.pool import SharedGpuPool
 
     exact_products()
     dtype, stored = dtype_of(options), stored_dtype(config, options)

@@ -55,7 +55,8 @@ class BlockLender:
         await asyncio.Event().wait()
 
     async def lend(self, requests: AsyncIterator[mesh.LendBlocksRequest]) -> AsyncIterator[mesh.LendBlocksResponse]:
-        """Yields places and confirmations until the borrower ends the call. Raises WeftError for a request that has no answer."""
+        """Yields places and confirmations until the borrower ends the call. Raises WeftError for a request that has no
+        answer."""
         first = await anext(requests, None)
         if first is None or first.WhichOneof("message") != "open":
             raise invalid("message", "the first message must be open")

@@ -15,7 +15,7 @@ from services.worker.kvcache.tiers import Contents
 from services.worker.models.config import ModelConfig
 from services.worker.runners.cuda.hidden import GpuHidden
 from services.worker.runners.cuda.host_pages import HostPage, HostPages
-from services.worker.runners.cuda.staging import StagedPage, StagedPages
+from services.worker.runners.cuda.sharing.staging import StagedPage, StagedPages
 
 
 class GpuPool:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from services.worker.kvcache.shared_memory import CannotShare
-from services.worker.runners.cuda import driver
-from services.worker.runners.cuda.staging import StagedPage, StagedPages
+from services.worker.runners.cuda.sharing import driver
+from services.worker.runners.cuda.sharing.staging import StagedPage, StagedPages
 
 if TYPE_CHECKING:
     from services.worker.runners.cuda.kv_pool import GpuPool

@@ -1,0 +1,1 @@
+"""Blocks out of the GPU memory of other workers of this host."""
