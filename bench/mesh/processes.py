@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import os
 import tempfile
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -72,11 +72,13 @@ async def up(
     model: str = "",
     tls: bool = False,
     cores: int = 0,
+    roles: Sequence[str] = (),
 ) -> AsyncIterator[Up]:
     """Run a mesh with these environment variables; the default model is the demo model. Raises GaveUp.
 
     `tls`: the services authenticate one another and encrypt their links, as `weft serve` does by default.
     `cores`: the mesh has that many cores to itself, and this process and its later children have the others.
+    `roles`: of the workers, in turn.
     Each gateway is one process unless WEFT_GATEWAY_PROCESSES is among the settings.
     """
     with tempfile.TemporaryDirectory(prefix="weft-bench-") as home:
@@ -84,6 +86,7 @@ async def up(
             models=[model or str(demo_model.model_folder())],
             home=Path(home),
             workers=workers,
+            roles=roles,
             free_ports=True,
             plain=not tls,
             settings={"WEFT_LOG_LEVEL": "warning", plan.PROCESSES_SETTING: "1", **settings},
