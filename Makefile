@@ -87,6 +87,10 @@ bench-grids: ## One model on grids of this machine's GPUs, the bare engine: GPU_
 
 bench-peer-sums: ## Sums over the ranks of two GPUs, beside NCCL: GPU_PYTHON=python.
 	@$(GPU_PYTHON) -m bench.kernels.peer_sums
+.PHONY: bench-disaggregated
+bench-disaggregated: ## Workers for prompts and for answers beside replicas on two GPUs of this machine, and copies of KV blocks between them: GPU_PYTHON=python ARGS="--shares 0.5 0.7".
+	@$(GPU_PYTHON) -m bench.engine.pool_copies
+	@$(GPU_PYTHON) -m bench.mesh.disaggregated $(ARGS)
 
 bench-start: ## Seconds that a worker's start takes on this machine's GPU with an empty and a filled kernel cache: GPU_PYTHON=python FORMATS="bf16 fp8".
 	@$(GPU_PYTHON) -m bench.engine.start $(if $(FORMATS),--formats $(FORMATS))

@@ -9,10 +9,8 @@ import hashlib
 import os
 import random
 import signal
-import socket
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -22,6 +20,7 @@ from grpc import aio
 
 from bench.engine.pool_process import PoolProcess, held, make_pool
 from bench.mesh import processes
+from bench.mesh.disaggregated import LAST_WORKER, fetched, free_ports
 from protos import inference_pb2 as api
 from protos import inference_pb2_grpc as stubs
 from services.worker.kvcache.shared_memory import CannotShare
@@ -183,19 +182,6 @@ SETTINGS = {
 TOKENS = 24
 
 
-def free_ports(count: int) -> int:
-    """The first of so many ports that follow one another and are free."""
-    while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            first = int(probe.getsockname()[1])
-        with suppress(OSError):
-            for port in range(first, first + count):
-                with socket.socket() as probe:
-                    probe.bind(("127.0.0.1", port))
-            return first
-
-
 def request(prompt: list[int], *, alone: bool = False) -> api.GenerateRequest:
     """A request. alone: for one worker, whose caches it does not use."""
     return api.GenerateRequest(
@@ -221,13 +207,6 @@ async def answer(
     return tokens, receipt
 
 
-def counted(port: int, name: str) -> dict[str, float]:
-    """The values of a metric, by its label."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
-        lines = page.read().decode().splitlines()
-    return {line.split('"')[1]: float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"{name}{{")}
-
-
 def prompts(seed: int, count: int) -> list[list[int]]:
     source = random.Random(f"{SEED}/{seed}")
     return [[source.randrange(2, 6000) for _ in range(source.randrange(200, 1200))] for _ in range(count)]
@@ -238,23 +217,22 @@ def test_divided_answers_are_those_of_one_worker_and_a_killed_worker_costs_none(
 
 
 async def _divided() -> None:
-    ports = free_ports(6)
-    settings = {**SETTINGS, "WEFT_METRICS_PORT": str(ports)}
+    first_port = free_ports(2 + LAST_WORKER)
+    settings, port = {**SETTINGS, "WEFT_METRICS_PORT": str(first_port)}, first_port + LAST_WORKER
     async with (
         processes.up(settings, workers=2, roles=("prefill", "decode"), tls=True) as up,
         aio.insecure_channel(up.gateways[0]) as channel,
     ):
         stub: stubs.InferenceAsyncStub = stubs.InferenceStub(channel)
         async with asyncio.timeout(60):  # The first fetch maps the memory, and others do not wait for it.
-            while not counted(ports + 4, "weft_worker_peer_blocks_total"):
+            while not fetched(port).get("memory"):
                 await answer(stub, request(prompts(time.monotonic_ns(), 1)[0]))
         first = prompts(1, 48)
         divided = await asyncio.gather(*(answer(stub, request(prompt)) for prompt in first))
         alone = await asyncio.gather(*(answer(stub, request(prompt, alone=True)) for prompt in first))
         assert [tokens for tokens, _ in divided] == [tokens for tokens, _ in alone]
-        fetched = sum(receipt.fetched_tokens for _, receipt in divided)
-        ways, outcomes = (counted(ports + 4, f"weft_worker_peer_{what}_total") for what in ("blocks", "fetches"))
-        print(f"prompt tokens {sum(map(len, first))}, fetched {fetched}, blocks {ways}, fetches {outcomes}")
+        tokens, ways = sum(receipt.fetched_tokens for _, receipt in divided), fetched(port)
+        print(f"prompt tokens {sum(map(len, first))}, fetched {tokens}, {ways}")
         assert ways.get("memory", 0) > 0.5 * sum(len(prompt) // 16 for prompt in first)
         assert "grpc" not in ways
         await _killed(up, stub)
