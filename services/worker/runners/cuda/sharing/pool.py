@@ -65,7 +65,8 @@ class SharedGpuPool:
         opened: list[int] = []
         try:
             with driver.context_of(self._pool.layers[0].data_ptr()):
-                opened += (driver.open_handle(handle) for handle in handles)
+                for handle in handles:
+                    opened.append(driver.open_handle(handle))
         except CannotShare as error:
             self._close(opened)
             seen = "is" if gpu in _visible() else "is not"
@@ -108,6 +109,8 @@ class MappedGpuPool:
 
 
 def _gpu(device: torch.device) -> str:
+    if device.type != "cuda":
+        return device.type
     return str(getattr(torch.cuda.get_device_properties(device), "uuid", "unknown"))
 
 
