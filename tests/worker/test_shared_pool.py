@@ -1,4 +1,4 @@
-"""The memory of a GPU's pool for other processes: what is described, mapped and unmapped, with a driver that is not one.
+"""The memory of a GPU's pool for other processes: what is described, mapped and unmapped, with a stand-in driver.
 
 The calls of the driver get the arguments that they would; addresses are this process's own.
 """
