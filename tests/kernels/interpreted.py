@@ -19,7 +19,7 @@ from kernels.operands import Scores
 from kernels.reference import layers as reference
 from services.worker.runners.cuda.host_pages import PIECE_BLOCKS, HostPages
 from services.worker.runners.cuda.ops import InvariantTritonOps, TritonOps
-from services.worker.runners.cuda.sharing.staging import StagedPages
+from services.worker.runners.cuda.sharing.staging import StagedPages, warm_up
 from tests.kernels.adapters import check_adapted_product, check_adapters, check_adapters_are_invariant
 from tests.kernels.cases import (
     Batch,
@@ -313,6 +313,7 @@ def test_blocks_are_copied_out_and_in_unchanged() -> None:
 def test_blocks_of_another_pool_are_staged_and_written_unchanged() -> None:
     others, pools = ([rand(9, 16, 2, 3, 8, dtype=HALF) for _ in range(3)] for _ in range(2))
     theirs, ours = ([pool.clone() for pool in each] for each in (others, pools))
+    warm_up(pools)
     staged = StagedPages(pools)
     staged._pages.fill_(-1)
     room = len(staged.free)

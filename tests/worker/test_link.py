@@ -22,6 +22,7 @@ from services.worker.loader import checkpoint
 from services.worker.loader.config import load_config
 from services.worker.service import gateway_link as links
 from services.worker.service.adapters import Adapters
+from services.worker.service.block_lender import BlockLender
 from services.worker.service.block_sender import BlockSender
 from services.worker.service.gateway_link import GatewayLink
 from services.worker.service.heartbeat import Progress
@@ -162,6 +163,7 @@ async def test_a_gateway_that_reads_too_slowly_receives_an_error(monkeypatch: py
             mesh.WorkerReport,
             Profiler(PhaseRecorder),
             BlockSender(engine, b""),
+            BlockLender(engine, b"", "", False),
         )
     )
     server = await rpc.serve(

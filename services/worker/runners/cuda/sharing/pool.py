@@ -14,7 +14,7 @@ from torch import Tensor
 
 from services.worker.kvcache.shared_memory import CannotShare
 from services.worker.runners.cuda.sharing import driver
-from services.worker.runners.cuda.sharing.staging import StagedPage, StagedPages
+from services.worker.runners.cuda.sharing.staging import StagedPage, StagedPages, warm_up
 
 if TYPE_CHECKING:
     from services.worker.runners.cuda.kv_pool import GpuPool
@@ -28,6 +28,8 @@ class SharedGpuPool:
     def __init__(self, pool: "GpuPool") -> None:
         """The pool is allocated already, and stays where it is."""
         self._pool = pool
+        if pool.device.type == "cuda":
+            warm_up(pool.layers)
 
     def describe(self) -> bytes:
         """Handles of the allocations that the layers are in, and where in them. Raises CannotShare."""

@@ -33,6 +33,14 @@ class StagedPage:
         self._pages.free.append(self.place)
 
 
+def warm_up(pools: Sequence[Tensor]) -> None:
+    """Copy the padding block there and back, so that the kernels are compiled before steps wait for them."""
+    addresses, padding = pool_addresses(pools), torch.zeros(1, dtype=torch.int64, device=pools[0].device)
+    page = torch.empty((1, len(pools), *pools[0].shape[1:]), dtype=pools[0].dtype, device=pools[0].device)
+    gather_blocks(addresses, pools[0], padding, page)
+    scatter_blocks(addresses, pools[0], padding, page)
+
+
 class StagedPages:
     """Room for some hundred blocks, used in turn: a page is filled again long after it was read."""
 
@@ -58,9 +66,9 @@ class StagedPages:
         with self._beside():
             for event in {id(event): event for place in places if (event := self._read.pop(place, None))}.values():
                 event.wait()
-            wanted = torch.tensor(list(blocks[: len(pages)]), dtype=torch.int64).to(self.device)
             for at, place, count in runs(pages):
-                gather_blocks(addresses, self._pool, wanted[at : at + count], self._pages[place : place + count])
+                wanted = self._sent(blocks[at : at + count])
+                gather_blocks(addresses, self._pool, wanted, self._pages[place : place + count])
             self._finish()
         return pages
 
@@ -68,9 +76,9 @@ class StagedPages:
         """Write pages to blocks of the pool that no job uses, before what is launched later. Called from the engine's
         thread."""
         order = sorted(range(len(pages)), key=lambda index: pages[index].place)
-        wanted = torch.tensor([blocks[index] for index in order], dtype=torch.int64).to(self.device, non_blocking=True)
         for at, place, count in runs([pages[index] for index in order]):
-            scatter_blocks(self._addresses, self._pool, wanted[at : at + count], self._pages[place : place + count])
+            wanted = self._sent([blocks[index] for index in order[at : at + count]])
+            scatter_blocks(self._addresses, self._pool, wanted, self._pages[place : place + count])
         if self._side is not None:
             event = torch.cuda.current_stream(self.device).record_event()
             self._read.update((page.place, event) for page in pages)
@@ -80,6 +88,10 @@ class StagedPages:
         """Run the block in a stream of its own."""
         with contextlib.nullcontext() if self._side is None else torch.cuda.stream(self._side):
             yield
+
+    def _sent(self, blocks: Sequence[int]) -> Tensor:
+        # A tensor of its own for each launch: a part of one may lie where the kernel would be compiled anew.
+        return torch.tensor(list(blocks), dtype=torch.int64).to(self.device, non_blocking=True)
 
     def _finish(self) -> None:
         if self._side is not None:
