@@ -33,7 +33,6 @@ from services.worker.service.block_lender import BlockLender
 from services.worker.service.block_sender import BlockSender
 from tests.worker.drive import job, open_engine, prompt_of, solo
 from tests.worker.test_slow_links import FINGERPRINT, Running
-from tests.worker.test_tiers import slow_prefill
 from weft.launch.demo_model import model_folder
 
 BLOCKS = 40
@@ -571,7 +570,9 @@ class MappedEnginePool:
         """Nothing is mapped."""
 
 
-async def test_an_answer_continues_on_blocks_that_were_copied_while_both_engines_compute() -> None:
+async def test_an_answer_continues_on_blocks_that_were_copied_while_both_engines_compute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The prompts are computed in chunks of 64 tokens by an engine with few blocks, which evicts those of earlier
     prompts; each answer is that of an engine alone."""
     settings = {"kv_blocks": 64, "max_batch_size": 4, "step_tokens": 64, "threads": 1, "deterministic": True}
@@ -584,7 +585,7 @@ async def test_an_answer_continues_on_blocks_that_were_copied_while_both_engines
     borrower = Borrower(memories[1], HOST, executor)
     peers = PeerStores(engines[1].block_layout, engines[1].block_bytes, _connect, borrower=borrower)
     engines[1].use_peers(peers.at)
-    slow_prefill(engines[1], rate=20.0)
+    monkeypatch.setattr(engines[1].prefixes, "_budget", lambda blocks: 1000.0)
     source = f"127.0.0.1:{server.port}"
     prompts = {key: prompt_of(400 + 16 * key, seed=key) for key in range(1, 6)}
     expected = {key: solo(engines[2], job(key, prompt, max_tokens=6)).tokens for key, prompt in prompts.items()}
