@@ -58,7 +58,7 @@ class Finding:
 
 async def examine(address: str, scheduler: str, redis_url: str) -> list[Finding]:
     """The findings of all checks, within a few seconds. Raises nothing."""
-    findings = [_python(), *_packages(), _gpu(), _memory(), _ports(address, scheduler)]
+    findings = [_python(), *_packages(), _gpu(), *_peers(), _memory(), _ports(address, scheduler)]
     remote: list[Awaitable[Finding]] = [asyncio.to_thread(_redis, redis_url), _health(address), _models(address)]
     return [*findings, *await asyncio.gather(*remote, _workers(address))]
 
@@ -108,12 +108,31 @@ def _gpu() -> Finding:
     program = shutil.which("nvidia-smi")
     if program is None:
         return Finding("gpu", Verdict.NOTE, "none: workers compute on the CPU")
-    query = [program, "--query-gpu=name,memory.free,driver_version", "--format=csv,noheader"]
-    try:
-        lines = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()
-    except (OSError, subprocess.SubprocessError):
+    lines = _lines(program, "--query-gpu=name,memory.free,driver_version", "--format=csv,noheader")
+    if lines is None:
         return Finding("gpu", Verdict.BAD, "nvidia-smi fails: the driver may not be loaded")
     return Finding("gpu", Verdict.OK, "; ".join(line.strip() for line in lines))
+
+
+def _peers() -> Iterator[Finding]:
+    """Whether GPUs read one another's memory, where there are several."""
+    program = shutil.which("nvidia-smi")
+    lines = _lines(program, "topo", "-p2p", "r") if program is not None else None
+    rows = [line.split() for line in lines or () if line.strip().startswith("GPU")]
+    states = {state for name, *cells in rows for state in cells if state not in ("X", "OK") and not state.startswith("GPU")}
+    if states:
+        detail = f"not all GPUs read one another's memory ({', '.join(sorted(states))}): blocks go over gRPC"
+        yield Finding("peers", Verdict.NOTE, detail)
+    elif any("OK" in cells for cells in rows):
+        yield Finding("peers", Verdict.OK, "all GPUs read one another's memory")
+
+
+def _lines(*command: str) -> list[str] | None:
+    """What a program prints; None if it fails."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def _memory() -> Finding:
