@@ -61,6 +61,7 @@ _RETRY, _ATTEMPT, _LINK = "gateway/answers/retry_policy", "gateway/answers/attem
 _CONTINUATION, _JOURNAL = "gateway/answers/continuation", "gateway/text/journal"
 _JOBS, _RECORD = "worker/service/jobs", "worker/service/job_record"
 _POISON, _PLACEMENT, _LANES = "scheduler/core/poison", "scheduler/core/placement", "scheduler/core/lanes"
+_LOANS = "worker/test_loans.py::"
 _SIMULATION, _SUBSCRIBERS = "faults/test_simulation.py::", "worker/test_subscribers.py::"
 
 BUGS = (
@@ -128,6 +129,17 @@ BUGS = (
         "cache/test_frames.py::test_a_frame_of_another_key_is_detected"),
     Bug("a damaged value is taken", "security/frames", "    hasher.update(payload)\n", "",
         "cache/test_frames.py::test_every_single_bit_of_one_frame"),
+    # ---- blocks that others copy ----
+    Bug("copies of a loan that is over are confirmed", "worker/service/block_lender", "            if loan.over:\n",
+        "            if False:\n", f"{_LOANS}test_nothing_is_confirmed_when_a_loan_is_over"),
+    Bug("lent blocks are evicted", "worker/engine/block_loans", "            self._pool.share(found)\n",
+        "            self._pool.share(found)\n            self._pool.release(found)\n            lent.blocks.clear()\n",
+        f"{_LOANS}test_lent_blocks_are_kept_until_they_are_returned"),
+    Bug("the memory of a dead worker is read", "worker/service/block_lender",
+        "if first.open.memory_id != self._memory_id:", "if False:",
+        f"{_LOANS}test_a_new_worker_at_the_address_is_mapped_anew"),
+    Bug("memory is shared over plain links", "worker/service/block_lender", "if not self._protected:", "if False:",
+        f"{_LOANS}test_where_memory_is_not_shared_blocks_come_over_grpc"),
     # ---- poison ----
     Bug("a poisoned request is never blamed", _POISON, "        if culprit:\n", "        if False:\n",
         "scheduler/test_poison.py::test_a_request_that_kills_two_workers_is_refused_and_stays_refused"),

@@ -460,6 +460,26 @@ async def test_copies_of_a_loan_that_was_over_are_not_used(scene: Scene, monkeyp
     assert scene.peers.received == {"memory": 10}
 
 
+async def test_nothing_is_confirmed_when_a_loan_is_over(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_loans, "LOAN_S", 0.02)
+    scene.engine.compute(0, 10)
+    shared = await anext(scene.service.lender.share(mesh.ShareMemoryRequest(host=HOST, layout=LAYOUT.encode())))
+    over = asyncio.Event()
+
+    async def requests() -> AsyncIterator[mesh.LendBlocksRequest]:
+        yield mesh.LendBlocksRequest(open=mesh.OpenLoan(blocks=OPEN.blocks, memory_id=shared.memory_id))
+        await over.wait()
+        yield mesh.LendBlocksRequest(copied=10)
+
+    answers = []
+    async for answer in scene.service.lender.lend(requests()):
+        answers.append(answer)
+        if answer.over:
+            scene.engine.overwrite()
+            over.set()
+    assert [(len(answer.places), answer.kept, answer.over) for answer in answers] == [(10, 0, False), (0, 0, True)]
+
+
 async def test_a_worker_that_ends_while_it_is_copied_from_costs_the_fetch_alone(scene: Scene) -> None:
     scene.engine.compute(0, 10)
     assert await scene.fetch() == 10

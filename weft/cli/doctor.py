@@ -118,8 +118,8 @@ def _peers() -> Iterator[Finding]:
     """Whether GPUs read one another's memory, where there are several."""
     program = shutil.which("nvidia-smi")
     lines = _lines(program, "topo", "-p2p", "r") if program is not None else None
-    rows = [line.split() for line in lines or () if line.strip().startswith("GPU")]
-    states = {state for name, *cells in rows for state in cells if state not in ("X", "OK") and not state.startswith("GPU")}
+    rows = [line.split() for line in lines or () if line.lstrip(" ").startswith("GPU")]
+    states = {state for _, *cells in rows for state in cells if state not in ("X", "OK")}
     if states:
         detail = f"not all GPUs read one another's memory ({', '.join(sorted(states))}): blocks go over gRPC"
         yield Finding("peers", Verdict.NOTE, detail)
