@@ -176,10 +176,12 @@ def test_a_process_that_is_killed_while_it_is_copied_from_leaves_this_one_whole(
 # ---- a mesh ----
 
 SETTINGS = {
-    "ENGINE": "gpu", "WEFT_DETERMINISTIC": "true", "WEFT_KV_BYTES": "600000000", "WEFT_STEP_TOKENS": "512",
+    "ENGINE": "gpu", "WEFT_DETERMINISTIC": "true", "WEFT_KV_BYTES": "3000000000", "WEFT_STEP_TOKENS": "1024",
     "MAX_BATCH_SIZE": "64", "WEFT_LOG_LEVEL": "info",
 }  # fmt: skip
 TOKENS = 24
+MODEL = "random:llama-3.2-1b"
+"""So large that fetching blocks is faster than computing them."""
 
 
 def request(prompt: list[int], *, alone: bool = False) -> api.GenerateRequest:
@@ -209,7 +211,7 @@ async def answer(
 
 def prompts(seed: int, count: int) -> list[list[int]]:
     source = random.Random(f"{SEED}/{seed}")
-    return [[source.randrange(2, 6000) for _ in range(source.randrange(200, 1200))] for _ in range(count)]
+    return [[source.randrange(2, 6000) for _ in range(source.randrange(600, 1900))] for _ in range(count)]
 
 
 def test_divided_answers_are_those_of_one_worker_and_a_killed_worker_costs_none() -> None:
@@ -220,7 +222,7 @@ async def _divided() -> None:
     first_port = free_ports(2 + LAST_WORKER)
     settings, port = {**SETTINGS, "WEFT_METRICS_PORT": str(first_port)}, first_port + LAST_WORKER
     async with (
-        processes.up(settings, workers=2, roles=("prefill", "decode"), tls=True) as up,
+        processes.up(settings, model=MODEL, workers=2, roles=("prefill", "decode"), tls=True) as up,
         aio.insecure_channel(up.gateways[0]) as channel,
     ):
         stub: stubs.InferenceAsyncStub = stubs.InferenceStub(channel)

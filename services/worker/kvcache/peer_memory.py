@@ -158,11 +158,7 @@ class PeerMemory:
                 raise CannotShare("the other worker has ended the call")
             pool = await self._borrower.run(self._borrower.memory.map, described.memory)
             try:
-                for _ in range(_ROUNDS):
-                    began = time.monotonic()
-                    count = len(await self._borrower.run(pool.copy, [0] * _MEASURED_BLOCKS))
-                    self.link = TransferCost()
-                    self.link.moved(count * self._block_bytes, time.monotonic() - began)
+                self.link = await self._measured(pool)
             except BaseException:
                 await self._borrower.run(pool.close)
                 raise
@@ -172,9 +168,24 @@ class PeerMemory:
         else:
             self._mapped = _Mapped(pool, described.memory_id, call)
             self._watching = asyncio.create_task(self._watch(self._mapped))
-            log.info("blocks come from the other worker's memory", at=self._address, byte_s=self.link.byte_s)
+            cost = {"latency_s": self.link.latency_s, "byte_s": self.link.byte_s}
+            log.info("blocks come from the other worker's memory", at=self._address, **cost)
         finally:
             self._mapping = None
+
+    async def _measured(self, pool: MappedPool) -> TransferCost:
+        """The seconds of copying the padding block once, and some times."""
+        for _ in range(_ROUNDS):
+            link = TransferCost()
+            for count in (1, _MEASURED_BLOCKS):
+                began = time.monotonic()
+                copied = len(await self._borrower.run(pool.copy, [0] * count))
+                elapsed_s = time.monotonic() - began
+                if count == 1:
+                    link.answered(elapsed_s)
+                else:
+                    link.moved(copied * self._block_bytes, elapsed_s)
+        return link
 
     def _refused(self, error: aio.AioRpcError | CannotShare) -> None:
         if isinstance(error, aio.AioRpcError) and error.code() in (StatusCode.UNAVAILABLE, StatusCode.CANCELLED):

@@ -49,9 +49,12 @@ def _call(name: str, *arguments: Any) -> None:
 
 @contextlib.contextmanager
 def context_of(address: int) -> Iterator[None]:
-    """Make the context that device memory at this address belongs to the current one of this thread."""
+    """Make the context that device memory at this address belongs to the current one of this thread. Raises CannotShare
+    for memory that belongs to none, such as that of torch's expandable segments."""
     context = ctypes.c_void_p()
     _call("cuPointerGetAttribute", ctypes.byref(context), _CONTEXT_OF_POINTER, address)
+    if not context.value:
+        raise CannotShare("this memory belongs to no context: cudaMalloc has not allocated it")
     _call("cuCtxPushCurrent_v2", context)
     try:
         yield
