@@ -63,6 +63,16 @@ def test_the_times_of_one_answer() -> None:
     assert "tpot" not in outcome(10.0, 10.2, 10.2, tokens=1).milliseconds()
 
 
+def test_one_gap_of_a_hundred_may_be_long() -> None:
+    def answer(gaps: list[float]) -> Outcome:
+        return Outcome(0.0, 0.1, 1.0, 1.0, len(gaps) + 1, api.Receipt(), gaps)
+
+    assert answer([10.0] * 198 + [50.0]).is_within("itl", 15.0)
+    assert not answer([10.0] * 197 + [50.0] * 2).is_within("itl", 15.0)
+    assert not answer([10.0] * 98 + [50.0]).is_within("itl", 15.0)
+    assert answer([]).is_within("itl", 15.0)
+
+
 def test_rates_and_goodput_over_two_processes() -> None:
     bounds = {"ttft": 250.0, "tpot": 150.0}
     one, other = Tally(), Tally()
@@ -76,6 +86,7 @@ def test_rates_and_goodput_over_two_processes() -> None:
     assert figures["duration"] == pytest.approx(4.0)
     assert figures["request_throughput"] == pytest.approx(0.75)
     assert figures["request_goodput"] == pytest.approx(0.25)
+    assert one.within == {"ttft": 2, "tpot": 2}
     assert figures["output_throughput"] == pytest.approx(8.0)
     assert figures["total_token_throughput"] == pytest.approx((32 + 21) / 4)
     assert figures["mean_ttft_ms"] == pytest.approx(200)

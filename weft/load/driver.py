@@ -146,7 +146,7 @@ class Driver:
     async def _stream(self, request: api.GenerateRequest, began: float) -> Outcome:
         """Reads one answer to its end. Inter-token latency is the time between messages that bring tokens."""
         tally, start = self.tally, self._start
-        gap = tally.latencies["itl"].add
+        gaps: list[float] = []
         first: float | None = None
         last, tokens, receipt = began, 0, api.Receipt()
         call = next(self._callers).Generate(request, timeout=self.plan.deadline_s, metadata=self._metadata)
@@ -159,12 +159,13 @@ class Driver:
             if first is None:
                 first = now
             else:
-                gap((now - last) * 1e3)
+                gaps.append((now - last) * 1e3)
+                tally.latencies["itl"].add(gaps[-1])
             last = now
             tokens += brought
             tally.messages += 1
             tally.count(now - start, "tokens", brought)
-        return Outcome(began, first, last, clock(), tokens, receipt)
+        return Outcome(began, first, last, clock(), tokens, receipt, gaps)
 
 
 class _Room:

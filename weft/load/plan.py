@@ -61,7 +61,7 @@ class Plan:
     seed: int = 0
     """Seed of prompts and arrivals."""
     goodput: dict[str, float] = field(default_factory=dict)
-    """Milliseconds that a good request does not exceed, by latency (ttft, tpot, e2el)."""
+    """Milliseconds that a good request does not exceed, by latency (ttft, tpot, itl, e2el)."""
 
     @property
     def open_loop(self) -> bool:
@@ -111,6 +111,6 @@ def goodput_from(words: list[str]) -> dict[str, float]:
             bounds[name] = float(limit)
         except ValueError:
             raise PlanError(f"goodput: {word!r} is not NAME:MILLISECONDS") from None
-        if name not in ("ttft", "tpot", "e2el"):
-            raise PlanError(f"goodput: {name!r} is not ttft, tpot or e2el")
+        if name not in ("ttft", "tpot", "itl", "e2el"):
+            raise PlanError(f"goodput: {name!r} is not ttft, tpot, itl or e2el")
     return bounds
