@@ -1,7 +1,7 @@
 """One worker for prompts and one for answers beside two workers for both: times between tokens, goodput, handoffs.
 
     python -m bench.mesh.disaggregated [--arrangements replicas divided grpc] [--model random:llama-3.1-8b]
-                                       [--inputs 2000] [--outputs 200] [--shares 0.7] [--capacity 20] [--seconds 25]
+                                       [--inputs 2000] [--outputs 200] [--shares 0.5 0.7] [--capacity 20] [--seconds 25]
                                        [--peak 96] [--limit 440]
 
 Each arrangement is a mesh of two workers, one on each GPU, whose links are protected as `weft serve` protects them:
@@ -12,10 +12,10 @@ Each arrangement is a mesh of two workers, one on each GPU, whose links are prot
 
 Rows of each: one request at a time (idle), as many at once as --peak (its own capacity, requests a second), and a
 Poisson process at each share of the capacity of the replicas (or of --capacity, if the replicas are not measured), and
-of its own. An answer is good if its first token came within 300 ms, and the mean (tpot) and 99 of 100 (itl) of the times
-between its tokens are at most 15 ms. Goodput is in good answers a second; "within" has the shares of answers within each
-bound alone. "seam" is the time from the first token to the second. One line of JSON for each row as soon as it is done;
-the first failure ends the program.
+of its own. An answer is good if its first token came within 300 ms, and the mean (tpot) and 99 of 100 (itl) of the
+times between its tokens are at most 15 ms. Goodput is in good answers a second; "within" has the shares of answers
+within each bound alone. "seam" is the time from the first token to the second. One line of JSON for each row as soon as
+it is done; the first failure ends the program.
 """
 
 import argparse
@@ -193,7 +193,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--settings", default="{}", help="JSON of further environment variables")
     parser.add_argument("--inputs", type=int, default=2000, help="tokens of a prompt")
     parser.add_argument("--outputs", type=int, default=200, help="tokens of an answer")
-    parser.add_argument("--shares", type=float, nargs="+", default=[0.7], help="of the capacity")
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.5, 0.7], help="of the capacity")
     parser.add_argument("--capacity", type=float, default=0.0, help="of the replicas, requests a second, if known")
     parser.add_argument("--peak", type=int, default=96, help="requests at once that measure the capacity")
     parser.add_argument("--seconds", type=float, default=25.0, help="of each load")

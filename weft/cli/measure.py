@@ -45,7 +45,7 @@ Deadline = Annotated[float, typer.Option(help="Seconds that an answer may take."
 Warmup = Annotated[int, typer.Option(min=0, help="Requests before the measurement, not counted.")]
 Processes = Annotated[int, typer.Option(min=1, help="Client processes.")]
 Seed = Annotated[int | None, typer.Option(help="Seed of prompts and arrivals.", show_default="random")]
-Goodput = Annotated[list[str] | None, typer.Option(help="Bounds of a good answer in ms, of ttft, tpot, itl and e2el: 'ttft:200 tpot:50'.")]
+Goodput = Annotated[list[str] | None, typer.Option(help="Bounds of a good answer in ms: 'ttft:200 tpot:50 itl:80'.")]
 Json = Annotated[Path | None, typer.Option(help="Write the result to this file.")]
 Html = Annotated[Path | None, typer.Option(help="Write a report with plots to this file.")]
 Profile = Annotated[
