@@ -1,6 +1,6 @@
 """One worker for prompts and one for answers beside two workers for both: times between tokens, goodput, handoffs.
 
-    python -m bench.mesh.disaggregated [--arrangements replicas divided grpc] [--model random:llama-3.1-8b]
+    python -m bench.mesh.disaggregated [--arrangements replicas divided short grpc] [--model random:llama-3.1-8b]
                                        [--inputs 2000] [--outputs 200] [--shares 0.5 0.7] [--capacity 20] [--seconds 25]
                                        [--peak 96] [--limit 440]
 
@@ -8,7 +8,8 @@ Each arrangement is a mesh of two workers, one on each GPU, whose links are prot
 
     replicas   both compute prompts and answers
     divided    one computes prompts, the other answers; blocks are copied from GPU to GPU
-    grpc       the same with WEFT_DEVICE_FETCH=false: blocks go through host memory and over gRPC
+    short      the same with steps of at most 2,048 tokens
+    grpc       "divided" with WEFT_DEVICE_FETCH=false: blocks go through host memory and over gRPC
 
 Rows of each: one request at a time (idle), as many at once as --peak (its own capacity, requests a second), and a
 Poisson process at each share of the capacity of the replicas (or of --capacity, if the replicas are not measured), and
@@ -44,7 +45,14 @@ from weft.load.run import run
 
 GOOD = {"ttft": 300.0, "tpot": 15.0, "itl": 15.0}
 """Milliseconds."""
-ROLES: Mapping[str, tuple[str, ...]] = {"replicas": (), "divided": ("prefill", "decode"), "grpc": ("prefill", "decode")}
+DIVIDED = ("prefill", "decode")
+ARRANGEMENTS: Mapping[str, tuple[tuple[str, ...], Mapping[str, str]]] = {
+    "replicas": ((), {}),
+    "divided": (DIVIDED, {}),
+    "short": (DIVIDED, {"WEFT_STEP_TOKENS": "2048"}),
+    "grpc": (DIVIDED, {"WEFT_DEVICE_FETCH": "false"}),
+}
+"""Roles of the workers, and settings."""
 IDLE_REQUESTS, WARM_REQUESTS = 6, 4
 LAST_WORKER = 4
 """Ports from the first one for metrics to that of the second worker."""
@@ -149,13 +157,14 @@ async def idle(bench: Bench, arrangement: str, up: processes.Up, port: int) -> N
 async def arranged(bench: Bench, arrangement: str) -> None:
     """Starts the mesh of an arrangement and measures its rows."""
     arguments, port = bench.arguments, free_ports(2 + LAST_WORKER)
+    roles, own_settings = ARRANGEMENTS[arrangement]
     settings = {
         "WEFT_METRICS_PORT": str(port), "WEFT_GATEWAY_PROCESSES": "4", "ENGINE": arguments.engine,
-        "WEFT_DEVICE_FETCH": str(arrangement != "grpc").lower(), "WEFT_LOG_LEVEL": "info",
-        "MAX_SEQ_LENGTH": str(2 * (arguments.inputs + arguments.outputs)), **json.loads(arguments.settings),
+        "MAX_SEQ_LENGTH": str(2 * (arguments.inputs + arguments.outputs)), "WEFT_LOG_LEVEL": "info",
+        **own_settings, **json.loads(arguments.settings),
     }  # fmt: skip
     started = time.monotonic()
-    async with processes.up(settings, workers=2, model=arguments.model, tls=True, roles=ROLES[arrangement]) as up:
+    async with processes.up(settings, workers=2, model=arguments.model, tls=True, roles=roles) as up:
         address, port = up.gateways[0], port + LAST_WORKER
         bench.say(f"{arrangement} started", seconds=time.monotonic() - started)
         await idle(bench, arrangement, up, port)
@@ -187,7 +196,7 @@ async def main(arguments: argparse.Namespace) -> None:
 def parsed() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arrangements", nargs="+", default=["replicas", "divided"], choices=list(ROLES))
+    parser.add_argument("--arrangements", nargs="+", default=["replicas", "divided"], choices=list(ARRANGEMENTS))
     parser.add_argument("--model", default="random:llama-3.1-8b", help="folder, hub id or random:NAME")
     parser.add_argument("--engine", default="gpu")
     parser.add_argument("--settings", default="{}", help="JSON of further environment variables")
