@@ -23,8 +23,8 @@ from services.worker.engine import block_loans
 from services.worker.engine.base import BlockLoan
 from services.worker.engine.block_loans import LOAN_S, BlockLoans
 from services.worker.engine.block_reads import FOLLOW_S
-from services.worker.kvcache import peer_memory
-from services.worker.kvcache.peer_memory import Borrower
+from services.worker.kvcache import mapped_peer
+from services.worker.kvcache.mapped_peer import Borrower
 from services.worker.kvcache.peer_tier import PeerStore, PeerStores
 from services.worker.kvcache.shared_memory import CannotShare
 from services.worker.kvcache.tiers import BlockRequest, Contents
@@ -520,7 +520,7 @@ async def test_where_memory_is_not_shared_blocks_come_over_grpc(
     scene: Scene, changes: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr(peer_memory.log, "info", lambda message, **facts: said.append(facts["reason"]))
+    monkeypatch.setattr(mapped_peer.log, "info", lambda message, **facts: said.append(facts["reason"]))
     scene.lend_as(**changes)
     scene.engine.compute(0, 10)
     for _ in range(2):

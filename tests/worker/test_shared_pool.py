@@ -3,7 +3,6 @@
 The calls of the driver get the arguments that they would; addresses are this process's own.
 """
 
-import ctypes
 import json
 from collections.abc import Callable
 from typing import Any
@@ -11,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from kernels import kv_pages
+from kernels import kv_pages, peer_memory
+from kernels.peer_memory import PeerMemoryError
 from services.worker.kvcache.shared_memory import CannotShare
 from services.worker.runners.cuda.kv_pool import GpuPool
-from services.worker.runners.cuda.sharing import driver
 from services.worker.runners.cuda.sharing.pool import SharedGpuPool
 from tests.tiny_config import tiny_config
 
@@ -38,21 +37,21 @@ class Driver:
             if name in self.failing:
                 return self.failing[name]
             assert self.contexts or name in ("cuPointerGetAttribute", "cuCtxPushCurrent_v2"), "no current context"
-            called(self, *arguments)
+            called(self, *(getattr(each, "value", each) for each in arguments))
             return 0
 
         return call
 
-    def cuGetErrorName(self, code: int, name: Any) -> int:
-        name._obj.value = f"CUDA_ERROR_{code}".encode()
+    def cuGetErrorString(self, code: int, name: Any) -> int:
+        name._obj.value = f"error {code}".encode()
         return 0
 
     def _cuPointerGetAttribute(self, data: Any, attribute: int, address: int) -> None:
         assert attribute == 1
         data._obj.value = CONTEXT
 
-    def _cuCtxPushCurrent_v2(self, context: ctypes.c_void_p) -> None:
-        assert context.value == CONTEXT
+    def _cuCtxPushCurrent_v2(self, context: int) -> None:
+        assert context == CONTEXT
         self.contexts.append(CONTEXT)
 
     def _cuCtxPopCurrent_v2(self, context: Any) -> None:
@@ -62,7 +61,7 @@ class Driver:
         base._obj.value, size._obj.value = address - 256, 1 << 20
 
     def _cuIpcGetMemHandle(self, handle: Any, base: int) -> None:
-        handle._obj.reserved[:] = base.to_bytes(driver.HANDLE_BYTES, "little")
+        handle._obj.reserved[:] = base.to_bytes(peer_memory.HANDLE_BYTES, "little")
 
     def _cuIpcOpenMemHandle_v2(self, address: Any, handle: Any, flags: int) -> None:
         assert flags == 1
@@ -76,7 +75,7 @@ class Driver:
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Driver:
     made = Driver()
-    monkeypatch.setattr(driver, "_library", lambda: made)
+    monkeypatch.setattr(peer_memory, "_driver", lambda: made)
     return made
 
 
@@ -139,18 +138,18 @@ def test_what_was_mapped_is_unmapped_when_the_rest_cannot_be(library: Driver, mo
     def limited(self: Driver, *arguments: Any) -> None:
         if len(self.open) == 2:
             self.failing["cuIpcOpenMemHandle_v2"] = OUT_OF_MEMORY
-            raise CannotShare("cuIpcOpenMemHandle_v2: CUDA_ERROR_2")
+            raise PeerMemoryError("cuIpcOpenMemHandle_v2: no memory (2)")
         opened(*arguments)
 
     monkeypatch.setattr(Driver, "_cuIpcOpenMemHandle_v2", limited)
-    with pytest.raises(CannotShare, match="CUDA_ERROR_2: the other worker's GPU is not visible"):
+    with pytest.raises(CannotShare, match=r"no memory \(2\): the other worker's GPU is not visible"):
         SharedGpuPool(pool_of()).map(described)
     assert not library.open
 
 
 def test_errors_of_the_driver_have_its_names(library: Driver) -> None:
     library.failing["cuIpcGetMemHandle"] = INVALID_VALUE
-    with pytest.raises(CannotShare, match=r"cuIpcGetMemHandle: CUDA_ERROR_1 \(.*expandable_segments\)"):
+    with pytest.raises(CannotShare, match=r"cuIpcGetMemHandle: error 1 \(1\) \(.*expandable_segments\)"):
         SharedGpuPool(pool_of()).describe()
     assert not library.contexts
 
@@ -158,5 +157,5 @@ def test_errors_of_the_driver_have_its_names(library: Driver) -> None:
 def test_a_machine_without_a_driver_cannot_share() -> None:
     if torch.cuda.is_available():
         pytest.skip("it has one")
-    with pytest.raises(CannotShare, match="no CUDA driver"):
+    with pytest.raises(CannotShare, match="libcuda"):
         SharedGpuPool(pool_of()).describe()

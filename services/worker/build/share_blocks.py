@@ -11,7 +11,7 @@ from protos import cache_pb2_grpc as cache_grpc
 from services import host, metrics, rpc
 from services.security import mesh_id as mesh_ids
 from services.worker.engine.base import Engine
-from services.worker.kvcache.peer_memory import Borrower
+from services.worker.kvcache.mapped_peer import Borrower
 from services.worker.kvcache.peer_tier import PeerStores
 from services.worker.kvcache.remote_tier import RemoteStore, log
 from services.worker.kvcache.shared_memory import CannotShare, SharedMemory

@@ -19,7 +19,7 @@ from protos import cache_pb2 as cache
 from protos import mesh_pb2 as mesh
 from protos import mesh_pb2_grpc as mesh_grpc
 from services.security import frames
-from services.worker.kvcache.peer_memory import Borrower, PeerMemory
+from services.worker.kvcache.mapped_peer import Borrower, MappedPeer
 from services.worker.kvcache.shared_memory import CannotShare
 from services.worker.kvcache.tiers import BlockRequest
 from services.worker.kvcache.transfer_cost import TransferCost
@@ -46,9 +46,9 @@ class PeerStore:
     def __init__(self, peers: "PeerStores", address: str) -> None:
         self._wire = TransferCost()
         self._peers, self._address = peers, address
-        self._memory: PeerMemory | None = None
+        self._memory: MappedPeer | None = None
         if peers.borrower is not None:
-            self._memory = PeerMemory(
+            self._memory = MappedPeer(
                 peers.borrower, address, peers.layout, peers.block_bytes, self._stub, peers.metadata
             )
         self._down_until = 0.0

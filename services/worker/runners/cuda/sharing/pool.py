@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kernels import peer_memory
+from kernels.peer_memory import PeerMemoryError
 from services.worker.kvcache.shared_memory import CannotShare
-from services.worker.runners.cuda.sharing import driver
 from services.worker.runners.cuda.sharing.staging import StagedPage, StagedPages, warm_up
 
 if TYPE_CHECKING:
@@ -36,13 +37,13 @@ class SharedGpuPool:
         handles: dict[int, str] = {}
         layers = []
         try:
-            with driver.context_of(self._pool.layers[0].data_ptr()):
+            with peer_memory.context_of(self._pool.layers[0].data_ptr()):
                 for layer in self._pool.layers:
-                    base, _ = driver.allocation_of(layer.data_ptr())
+                    base = peer_memory.allocation_of(layer.data_ptr())
                     if base not in handles:
-                        handles[base] = driver.export(base).hex()
+                        handles[base] = peer_memory.export(base).hex()
                     layers.append([list(handles).index(base), layer.data_ptr() - base])
-        except CannotShare as error:
+        except PeerMemoryError as error:
             hint = "PYTORCH_CUDA_ALLOC_CONF must not have expandable_segments"
             raise CannotShare(f"{error} ({hint})") from error
         described = {
@@ -66,10 +67,10 @@ class SharedGpuPool:
             raise CannotShare("the other worker's memory has another form")
         opened: list[int] = []
         try:
-            with driver.context_of(self._pool.layers[0].data_ptr()):
+            with peer_memory.context_of(self._pool.layers[0].data_ptr()):
                 for handle in handles:
-                    opened.append(driver.open_handle(handle))
-        except CannotShare as error:
+                    opened.append(peer_memory.open_exported(handle))
+        except PeerMemoryError as error:
             self._close(opened)
             seen = "is" if gpu in _visible() else "is not"
             hint = f"the other worker's GPU {seen} visible to this process (CUDA_VISIBLE_DEVICES)"
@@ -82,9 +83,9 @@ class SharedGpuPool:
             raise CannotShare("there is no device memory for copies") from error
 
     def _close(self, opened: Sequence[int]) -> None:
-        with driver.context_of(self._pool.layers[0].data_ptr()):
+        with peer_memory.context_of(self._pool.layers[0].data_ptr()):
             for address in opened:
-                driver.close_handle(address)
+                peer_memory.close_exported(address)
 
 
 class MappedGpuPool:

@@ -56,7 +56,7 @@ class _Mapped:
     """The call that has described the memory: it ends when the other worker does."""
 
 
-class PeerMemory:
+class MappedPeer:
     """The memory of the worker at one address."""
 
     def __init__(
