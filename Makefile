@@ -73,7 +73,7 @@ bench-kernels: ## Time every kernel on this machine's GPU into bench/results: GP
 	@$(GPU_PYTHON) -m bench.kernels.measure $(if $(FRESH),--fresh)
 
 test-gpu: ## The GPU engine on this machine's GPU against the CPU's: GPU_PYTHON=python.
-	@OMP_NUM_THREADS=1 $(GPU_PYTHON) -m pytest -c /dev/null --rootdir . -q -p no:cacheprovider tests/gpu/test_engine.py tests/gpu/test_encoders.py tests/gpu/test_speculation.py tests/gpu/test_formats.py tests/gpu/test_verify.py tests/gpu/test_compress.py tests/gpu/test_warm.py tests/gpu/test_ranks.py
+	@OMP_NUM_THREADS=1 $(GPU_PYTHON) -m pytest -c /dev/null --rootdir . -q -p no:cacheprovider tests/gpu/test_engine.py tests/gpu/test_encoders.py tests/gpu/test_speculation.py tests/gpu/test_formats.py tests/gpu/test_verify.py tests/gpu/test_compress.py tests/gpu/test_warm.py tests/gpu/test_handoff.py tests/gpu/test_ranks.py
 
 bench-engine: ## The bare engine loop on this machine's GPU, 8B and 1B shapes: GPU_PYTHON=python FRESH=1.
 	@$(GPU_PYTHON) -m bench.engine.measure $(if $(FRESH),--fresh)
@@ -87,6 +87,7 @@ bench-grids: ## One model on grids of this machine's GPUs, the bare engine: GPU_
 
 bench-peer-sums: ## Sums over the ranks of two GPUs, beside NCCL: GPU_PYTHON=python.
 	@$(GPU_PYTHON) -m bench.kernels.peer_sums
+
 .PHONY: bench-disaggregated
 bench-disaggregated: ## Workers for prompts and for answers beside replicas on two GPUs of this machine, and copies of KV blocks between them: GPU_PYTHON=python ARGS="--shares 0.5 0.7".
 	@$(GPU_PYTHON) -m bench.engine.pool_copies
