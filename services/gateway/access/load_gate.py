@@ -72,6 +72,8 @@ class LoadGate:
         self._admitted = AdmittedShare()
         self._arrived = 0
         """Calls in this window of time."""
+        self._call = asyncio.Event()
+        """A call has arrived since the last window that was without any."""
 
     def share_now(self) -> float:
         """The share of calls that is taken now."""
@@ -80,6 +82,7 @@ class LoadGate:
     def refusal(self) -> WeftError | None:
         """Why a call that arrives now is refused; None if it is taken."""
         self._arrived += 1
+        self._call.set()
         share = self._admitted.share
         if self._running() < self._most_calls and (share >= 1.0 or random.random() < share):
             return None
@@ -93,8 +96,15 @@ class LoadGate:
             raise error
 
     async def watch(self) -> None:
-        """Measures the load of the calling thread's event loop until cancelled."""
-        at, used, logged_at, calls_per_s = time.monotonic(), time.thread_time(), -_LOG_S, 0.0
+        """Measures the load of the calling thread's event loop until cancelled. Sleeps while no calls arrive."""
+        logged_at = -_LOG_S
+        while True:
+            await self._call.wait()
+            logged_at = await self._watch_calls(logged_at)
+
+    async def _watch_calls(self, logged_at: float) -> float:
+        """Measures until all calls are taken and none has arrived for a while -> when the last line was logged."""
+        at, used, calls_per_s = time.monotonic(), time.thread_time(), 0.0
         while True:
             await asyncio.sleep(WINDOW_S)
             now, now_used = time.monotonic(), time.thread_time()
@@ -105,6 +115,9 @@ class LoadGate:
                 log.warning("the gateway is overloaded", admitted=round(share, 3), refused=self.refused)
                 logged_at = now
             at, used = now, now_used
+            if share == 1.0 and not arrived and calls_per_s < 1.0:
+                self._call.clear()
+                return logged_at
 
 
 def overloaded() -> WeftError:

@@ -29,7 +29,8 @@ RESUME_S = 30.0
 """How long an interrupted answer waits for a disconnected scheduler, if no known worker has room meanwhile."""
 SILENCE_S = 1.5
 """Seconds without a message after which the scheduler is taken as gone: it sends two heartbeats a second."""
-WATCH_S = 0.1
+WATCH_S, IDLE_S = 0.1, 0.5
+"""Time between two looks at the scheduler, while jobs wait for it and while none does."""
 _UNSERVED = frozenset({"NO_WORKER", "MODEL_NOT_FOUND"})
 """Rejections that mean that the scheduler sees no worker of the model. It may be the scheduler that lost them."""
 _MOST_UNSENT = 1 << 16
@@ -179,10 +180,11 @@ class SchedulerLink:
         """Places the waiting jobs while the scheduler is silent, until cancelled."""
         last = time.monotonic()
         while True:
-            await asyncio.sleep(WATCH_S)
+            wait_s = WATCH_S if self._submissions else IDLE_S
+            await asyncio.sleep(wait_s)
             now = time.monotonic()
-            if self._heard_at and now - last > 2 * WATCH_S:  # This process did not run: the scheduler is not to blame.
-                self._heard_at += now - last - WATCH_S
+            if self._heard_at and now - last > wait_s + WATCH_S:  # The scheduler is not to blame: this did not run.
+                self._heard_at += now - last - wait_s
             last = now
             if self._submissions and self.silent:
                 for pending in list(self._submissions.values()):

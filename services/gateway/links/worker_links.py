@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable
 from services.gateway.links.link_health import MigrationBudget
 from services.gateway.links.worker_link import WorkerLink, clock
 
-WATCH_S = 0.1
-"""Time between two looks at all links."""
+WATCH_S, IDLE_S = 0.1, 0.5
+"""Time between two looks at all links, while there are jobs and while there are none."""
 PAUSE_S = 0.25
 """A look that is this late means that this process was stopped or did not read its links."""
 PROBE_S = 1.0
@@ -64,12 +64,13 @@ class WorkerLinks:
         await asyncio.gather(*(link.close() for link in self._links.values()))
 
     async def watch(self) -> None:
-        """Looks at all links ten times a second until cancelled."""
+        """Looks at all links until cancelled: ten times a second, twice while no link has jobs."""
         last = clock()
         while True:
-            await asyncio.sleep(WATCH_S)
+            wait_s = IDLE_S if all(link.idle and link.usable for link in self._links.values()) else WATCH_S
+            await asyncio.sleep(wait_s)
             now = clock()
-            if (pause_s := now - last - WATCH_S) > PAUSE_S:
+            if (pause_s := now - last - wait_s) > PAUSE_S:
                 for link in self._links.values():
                     link.health.excuse(pause_s)
             last = now
