@@ -1,14 +1,18 @@
 """The engine and device that a worker chooses, and the name of its model."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from services.worker.build import runtimes
 from services.worker.build.choose import resolve_engine
 from services.worker.errors import CheckpointError
 from services.worker.main import _startup
 from services.worker.settings import WorkerSettings
+from tests.exports import copy_of
 
 
 def test_a_model_is_named_after_its_folder_or_symbolic_link(tmp_path: Path) -> None:
@@ -23,6 +27,43 @@ def test_auto_chooses_the_cpu_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> 
     assert resolve_engine(WorkerSettings(engine="auto")).engine == "torch"
     with pytest.raises(CheckpointError, match="ENGINE=gpu needs a GPU"):
         resolve_engine(WorkerSettings(engine="gpu"))
+
+
+@pytest.mark.parametrize(
+    ("asked", "chosen"),
+    [
+        ({"quantize": "int4"}, "openvino"),
+        ({"quantize": "int8", "quantize_head": "int8"}, "openvino"),
+        ({}, "torch"),
+        ({"quantize": "fp8"}, "torch"),
+        ({"quantize": "int4", "exact_inputs": True}, "torch"),
+        ({"quantize": "int4", "deterministic": True}, "torch"),
+        ({"quantize": "int4", "adapter_slots": 2}, "torch"),
+        ({"quantize": "int4", "speculate": "ngram"}, "torch"),
+        ({"quantize": "int4", "kv_dtype": "int8"}, "torch"),
+    ],
+)
+def test_auto_chooses_openvino_for_rounded_weights_if_it_can_do_all_that_is_asked(
+    monkeypatch: pytest.MonkeyPatch, checkpoint: Callable[[str], Path], asked: dict[str, Any], chosen: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(runtimes, "find_version", lambda package: "2026.4" if package == "openvino" else "")
+    assert resolve_engine(WorkerSettings(**asked), checkpoint("llama")).engine == chosen
+    assert resolve_engine(WorkerSettings(**asked), checkpoint("mixtral")).engine == "torch"
+    monkeypatch.setattr(runtimes, "find_version", lambda _: "")
+    assert resolve_engine(WorkerSettings(**asked), checkpoint("llama")).engine == "torch"
+
+
+def test_auto_leaves_a_folder_with_an_export_to_torch(
+    monkeypatch: pytest.MonkeyPatch, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """It reads the checkpoint, which it can round; openvino would read the export."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(runtimes, "find_version", lambda _: "2026.4")
+    folder = copy_of(checkpoint("llama"), tmp_path / "both")
+    assert resolve_engine(WorkerSettings(quantize="int4"), folder).engine == "openvino"
+    (folder / "model.onnx").touch()
+    assert resolve_engine(WorkerSettings(quantize="int4"), folder).engine == "torch"
 
 
 def test_auto_chooses_the_gpu_in_deterministic_mode_too(monkeypatch: pytest.MonkeyPatch) -> None:

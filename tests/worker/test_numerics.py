@@ -14,6 +14,7 @@ CHANGES_BITS: dict[str, Any] = {
     "dtype": "float16",
     "quantize": "int8",
     "quantize_head": "int8",
+    "exact_inputs": True,
     "kv_dtype": "int8",
     "kv_scales": "dynamic",
     "threads": 3,

@@ -13,7 +13,8 @@ import onnx
 import pytest
 import torch
 
-from services.worker.build import runtimes
+from kernels import quantized_weights
+from kernels.quantized_weights import Int8Weight, QuantizedWeight, StackedWeight
 from services.worker.build.choose import build_engine
 from services.worker.build.export import export, load_network
 from services.worker.engine.generation import GenerationEngine
@@ -21,9 +22,11 @@ from services.worker.errors import CheckpointError
 from services.worker.job import EndReason, Job
 from services.worker.loader.config import load_config
 from services.worker.options import EngineOptions, MemoryPlan
+from services.worker.runners.openvino_products import Products
 from services.worker.runners.runtime.calls import divide
 from services.worker.runners.runtime.network import NetworkSession
 from services.worker.runners.runtime.past import PastShape
+from services.worker.runners.runtime.products import RoundedOps
 from services.worker.runners.runtime.runner import RuntimeRunner
 from services.worker.runners.runtime.session import Call, Computed, DecoderSession, Signature, read_signature
 from tests.checkpoints import SHAPES, VOCAB
@@ -55,16 +58,24 @@ def _numbers(values: list[float | None]) -> list[float]:
 
 def engine_over(session: DecoderSession, folder: Path, padding_tokens: int = 256) -> GenerationEngine:
     """An engine on a runner that computes by this session."""
-    options = runtimes.runtime_options(EngineOptions(**SMALL))
-    config = load_config(folder)
-    shape = PastShape(config.layers, config.kv_heads, config.head_dim, torch.float32)
-    runner = RuntimeRunner(session, shape, config.vocab_size, options.max_batch_size, padding_tokens)
+    options, config = EngineOptions(**SMALL), load_config(folder)
     plan = MemoryPlan(0, 0, 0, 0, 128, 128 * 16, config.context_length)
+    runner = RuntimeRunner(
+        session,
+        PastShape(config.layers, config.kv_heads, config.head_dim, torch.float32),
+        config,
+        plan.kv_blocks,
+        options.block_size,
+        options.max_batch_size,
+        plan.max_seq_length,
+        padding_tokens,
+    )
     return GenerationEngine(options, plan, runner, config.eos_token_ids)
 
 
-def network_of(folder: Path) -> NetworkSession:
-    return NetworkSession(load_network(folder, lambda *_: None)[0])
+def network_of(folder: Path, **options: Any) -> NetworkSession:
+    """The network in torch: plain float32, also where options round its weights."""
+    return NetworkSession(load_network(folder, lambda *_: None, EngineOptions(engine="torch", **options))[0])
 
 
 @pytest.mark.parametrize("shape", sorted(SHAPES))
@@ -142,13 +153,51 @@ def test_a_paused_answer_is_computed_again_and_continues(exported_gpt2: Path, en
     narrow = open_engine(exported_gpt2, engine="onnxruntime", **{**SMALL, "kv_blocks": 16})
     assert_alike(run(narrow, *alike), expected)
     assert narrow.stats().preemptions > 0
-    assert narrow.stats().cached_blocks == 0, "blocks without contents are not kept"
 
 
 def test_an_answer_that_another_worker_began_continues(engine: GenerationEngine) -> None:
     whole = solo(engine, job(0, PROMPTS[1], max_tokens=24)).tokens
     rest = solo(engine, job(1, PROMPTS[1], emitted=whole[:9], max_tokens=24)).tokens
     assert whole[:9] + rest == whole
+
+
+def test_a_prefix_is_computed_once(plain_gpt2: Path) -> None:
+    class Counting:
+        """Counts the tokens that are computed."""
+
+        def __init__(self) -> None:
+            self.tokens, self._network = 0, network_of(plain_gpt2)
+
+        def compute(self, call: Call) -> Computed:
+            self.tokens += call.input_ids.numel()
+            return self._network.compute(call)
+
+    counted = Counting()
+    engine = engine_over(counted, plain_gpt2)
+    shared, tails = PROMPTS[3], ([5, 6, 7], [8, 9])
+    asked = [job(key, [*shared, *tail], max_tokens=12, logprobs=2) for key, tail in enumerate(tails)]
+    first, before = run(engine, asked[0]), counted.tokens
+    second = run(engine, asked[1])
+    whole = len(shared) // 16 * 16
+    assert counted.tokens - before == len(shared) + 2 - whole + 11
+    assert_alike(first | second, run(engine_over(network_of(plain_gpt2), plain_gpt2), *asked))
+
+
+def test_rows_with_prefixes_of_others_are_computed_together(plain_gpt2: Path) -> None:
+    asked = [job(key, [*PROMPTS[2], key, 7], max_tokens=12, logprobs=2) for key in range(4)]
+    engine = engine_over(network_of(plain_gpt2), plain_gpt2)
+    run(engine, job(9, [*PROMPTS[2], 3], max_tokens=2))
+    expected = run(open_engine(plain_gpt2, engine="torch", **SMALL), *asked)
+    assert_alike(run(engine, *asked), expected)
+
+
+def test_blocks_have_the_contents_that_the_torch_engine_writes(plain_gpt2: Path) -> None:
+    contents = []
+    for engine in (open_engine(plain_gpt2, engine="torch", **SMALL), engine_over(network_of(plain_gpt2), plain_gpt2)):
+        run(engine, job(0, PROMPTS[3], max_tokens=2))
+        assert engine.runner.kv is not None
+        contents.append([np.frombuffer(each, np.float32) for each in engine.runner.kv.read([1, 2, 3])])
+    np.testing.assert_allclose(contents[0], contents[1], atol=1e-5)
 
 
 def test_a_row_that_fails_fails_alone(plain_gpt2: Path) -> None:
@@ -223,9 +272,7 @@ def test_rows_that_stay_together_are_not_copied_again(plain_gpt2: Path) -> None:
         ("dtype", "bfloat16"),
         ("kv_dtype", "int8"),
         ("kv_scales", "dynamic"),
-        ("host_kv_bytes", 1 << 20),
         ("adapter_slots", 4),
-        ("prefix_cache", True),
     ],
 )
 def test_options_that_it_cannot_honour_are_refused_by_name(exported_gpt2: Path, option: str, value: Any) -> None:
@@ -410,6 +457,85 @@ def test_openvino_answers_as_the_torch_engine(
     pytest.importorskip("openvino")
     engine = open_engine(plain_gpt2 if converted else exported_gpt2, engine="openvino", **SMALL)
     assert_alike(run(engine, *jobs()), run(torch_engine, *jobs()))
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_openvino_multiplies_with_rounded_weights(checkpoint: Callable[[str], Path], kind: str) -> None:
+    """With inputs in float32 it has the numbers of the dequantized weights."""
+    pytest.importorskip("openvino")
+    folder, rounded = checkpoint("llama"), {"quantize": kind, "quantize_head": "int8"}
+    engine = open_engine(folder, engine="openvino", exact_inputs=True, **rounded, **SMALL)
+    assert_alike(run(engine, *jobs()), run(engine_over(network_of(folder, **rounded), folder), *jobs()))
+
+
+def _int4(zero: bool = False, order: bool = False) -> QuantizedWeight:
+    weight = quantized_weights.quantize_int4(torch.randn(48, 96), 32)
+    if zero:
+        weight = dataclasses.replace(weight, zero=torch.randint(0, 16, weight.scale.shape, dtype=torch.uint8))
+    return dataclasses.replace(weight, order=torch.randperm(96).int()) if order else weight
+
+
+def _int8(groups: int) -> QuantizedWeight:
+    return Int8Weight(torch.randint(-127, 128, (40, 96), dtype=torch.int8), torch.rand(40, groups))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        _int4,
+        lambda: _int4(zero=True),
+        lambda: _int4(zero=True).rows(0, 1),
+        lambda: _int4(zero=True, order=True),
+        lambda: _int8(1),
+        lambda: _int8(3),
+        lambda: StackedWeight((_int4(order=True), _int8(1), _int4())),
+    ],
+)
+def test_openvino_holds_the_numbers_of_each_format(make: Callable[[], QuantizedWeight]) -> None:
+    openvino = pytest.importorskip("openvino")
+    torch.manual_seed(0)
+    weight, inputs = make(), openvino.opset13.parameter([-1, 96], np.float32)
+
+    class Node:
+        """A product with the first weight, as the converter hands it over."""
+
+        def get_input(self, _: int) -> Any:
+            return inputs.output(0)
+
+        def get_values_from_const_input(self, _: int) -> int:
+            return 0
+
+    (made,) = Products(openvino, [weight]).convert(Node())
+    exact = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0}
+    compiled = openvino.Core().compile_model(openvino.Model([made], [inputs], "product"), "CPU", exact)
+    x = torch.randn(5, 96)
+    np.testing.assert_allclose(compiled([x.numpy()])[0], x @ weight.dequantize(torch.float32).T, rtol=1e-5, atol=1e-4)
+
+
+def test_weights_whose_inputs_are_rounded_by_row_become_plain() -> None:
+    values, scale = torch.ones(4, 8, dtype=torch.int8), torch.ones(4, 1)
+    rounded, ops = Int8Weight(values, scale, dynamic_activations=True), RoundedOps()
+    assert isinstance(ops.prepare(rounded, torch.float32), torch.Tensor)
+    assert not ops.weights
+    assert ops.prepare(dataclasses.replace(rounded, dynamic_activations=False), torch.float32).nbytes == 4 * 8 + 4 * 4
+
+
+def test_what_is_rounded_by_the_exporter_is_not_rounded_again(exported_gpt2: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"model.onnx cannot be rounded: weights are rounded when they are expor"):
+        open_engine(exported_gpt2, engine="openvino", quantize="int4")
+    with pytest.raises(CheckpointError, match=r"ENGINE=openvino cannot honour quantize=fp8: it multiplies with int8"):
+        open_engine(exported_gpt2, engine="openvino", quantize="fp8")
+
+
+def test_openvino_rounds_inputs_as_finely_as_torch_does(checkpoint: Callable[[str], Path]) -> None:
+    """Logits of one prompt: int4 in torch rounds inputs to bfloat16, openvino to 8 bits in groups of 32."""
+    pytest.importorskip("openvino")
+    folder, errors = checkpoint("llama"), {}
+    expected = engine_over(network_of(folder, quantize="int4"), folder).runner.inspect(PROMPTS[3]).logits()
+    for name in ("torch", "openvino"):
+        found = open_engine(folder, engine=name, quantize="int4", **SMALL).runner.inspect(PROMPTS[3]).logits()
+        errors[name] = float(np.sqrt(np.mean((found - expected) ** 2)) / expected.std())
+    assert errors["openvino"] < 3 * errors["torch"] < 0.1, errors
 
 
 @pytest.mark.parametrize(("engine", "folder"), [("onnxruntime", "exported_gpt2"), ("openvino", "exported_gpt2")])

@@ -46,14 +46,14 @@ def export(model_dir: Path, out: Path, form: str, progress: Progress) -> None:
 
 
 def load_network(
-    model_dir: Path, progress: Progress, options: EngineOptions = _PLAIN
+    model_dir: Path, progress: Progress, options: EngineOptions = _PLAIN, ops: DenseOps | None = None
 ) -> tuple[PastDecoder, ModelConfig]:
-    """A checkpoint's decoder as a function, in the options' dtype, of which float32 is the default. Raises
-    CheckpointError."""
+    """A checkpoint's decoder as a function, in the options' dtype, of which float32 is the default. ops: its
+    operations; None: all weights are plain. Raises CheckpointError."""
     source = open_source(model_dir, options)
     if source.config.moe is not None:
         raise CheckpointError(f"mixtures of experts ({source.config.architecture}) cannot be exported")
-    decoder = source.load(DenseOps(), source.config.context_length, options, progress)
+    decoder = source.load(ops or DenseOps(), source.config.context_length, options, progress)
     return PastDecoder(decoder).eval(), source.config
 
 

@@ -52,9 +52,9 @@ def load_model(settings: WorkerSettings, name: str, progress: Progress) -> Loade
     """
     folder = checkpoint.locate(settings.model)
     encodes = is_encoder(folder)
-    settings = resolve_engine(settings, encodes=encodes)
     if settings.adapters and settings.adapter_slots is None:
         settings = settings.model_copy(update={"adapter_slots": DEFAULT_SLOTS})
+    settings = resolve_engine(settings, folder, encodes=encodes)
     if encodes:
         return _load_encoder(folder, settings, name, progress)
     with checkpoint.start_hashing(folder, settings.engine) as digests:

@@ -23,8 +23,10 @@ from services.worker.options import EngineOptions, Progress
 from services.worker.runners.compiled import CompiledSession
 from services.worker.runners.exported import ExportedSession
 from services.worker.runners.onnxruntime import OnnxSession
-from services.worker.runners.openvino import OpenvinoSession
+from services.worker.runners.openvino import OpenvinoSession, Traced
+from services.worker.runners.runtime.network import DenseOps
 from services.worker.runners.runtime.past import GRANULE, PastShape
+from services.worker.runners.runtime.products import RoundedOps
 from services.worker.runners.runtime.runner import RuntimeRunner
 from services.worker.runners.runtime.session import DecoderSession
 from services.worker.runners.tensorrt import Limits, TensorrtSession
@@ -39,12 +41,19 @@ _REFUSED: Mapping[str, str] = {
     "dtype": "it computes in the format of the exported file, or in float32",
     "kv_dtype": "it stores keys and values as it computes them",
     "kv_scales": "it stores keys and values as it computes them",
-    "host_kv_bytes": "it keeps no prefixes",
     "adapter_slots": "it computes no adapters",
     "tensor_parallel": "it computes on one rank",
     "pipeline_parallel": "it computes on one rank",
 }
 """Options that these engines cannot honour, and why."""
+_HONOURED: Mapping[str, tuple[str, ...]] = {
+    "dtype": ("compile",),
+    "quantize": ("openvino",),
+    "quantize_head": ("openvino",),
+}
+"""Of these options, the engines that can."""
+ROUNDED = ("int8", "int4")
+"""Formats that the runtime multiplies with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +66,23 @@ class LoadedRuntime:
     """Bytes of the weights."""
 
 
-def runtime_options(options: EngineOptions) -> EngineOptions:
-    """The options as these engines honour them. Raises CheckpointError for one that they cannot."""
+def check_options(options: EngineOptions) -> None:
+    """Raises CheckpointError for an option that the engine cannot honour."""
+    reason = refusal(options, options.engine)
+    if reason:
+        raise CheckpointError(f"ENGINE={options.engine} cannot honour {reason}")
+
+
+def refusal(options: EngineOptions, engine: str) -> str:
+    """The option that an engine cannot honour, and why; empty if there is none."""
     fields = type(options).model_fields
     for name, reason in _REFUSED.items():
         value = getattr(options, name)
-        honoured = name == "dtype" and options.engine == "compile"
-        if value and value != fields[name].default and not honoured:
-            raise CheckpointError(f"ENGINE={options.engine} cannot honour {name}: {reason}")
-    if options.prefix_cache and "prefix_cache" in options.model_fields_set:
-        raise CheckpointError(f"ENGINE={options.engine} cannot honour prefix_cache: it keeps no prefixes")
-    return options.model_copy(update={"prefix_cache": False})
+        if value and value != fields[name].default and engine not in _HONOURED.get(name, ()):
+            return f"{name}: {reason}"
+    if options.quantize not in (None, *ROUNDED):
+        return f"quantize={options.quantize}: it multiplies with {' and '.join(ROUNDED)}"
+    return ""
 
 
 def assemble_runtime(model_dir: Path, options: EngineOptions, progress: Progress) -> EngineParts:
@@ -81,17 +96,22 @@ def assemble_runtime(model_dir: Path, options: EngineOptions, progress: Progress
     except ImportError as error:
         raise CheckpointError(f"{error.name} is not installed: pip install 'weft[{options.engine}]'") from None
     token_bytes = loaded.shape.token_bytes
-    # Rows that are computed together anew are in memory twice while they are copied.
+    # The tokens of running rows are in the pool and in the buffers that the runtime reads.
     block_bytes = 2 * options.block_size * token_bytes
     plan = memory.plan_memory(config, loaded.weights, 4, block_bytes, options, host.available_memory())
     runner = RuntimeRunner(
         loaded.session,
         loaded.shape,
-        config.vocab_size,
+        config,
+        plan.kv_blocks,
+        options.block_size,
         options.max_batch_size,
+        plan.max_seq_length,
         max(GRANULE, loaded.weights // token_bytes),
     )
-    return EngineParts(config, count_parameters(config), plan, runner, "")
+    numerics = options.numerics.loaded(str(loaded.shape.dtype).removeprefix("torch."), "")
+    layout = numerics.block_layout(options.block_size, config.layers, config.kv_heads, config.head_dim)
+    return EngineParts(config, count_parameters(config), plan, runner, layout)
 
 
 def _load(
@@ -100,6 +120,8 @@ def _load(
     if options.engine == "compile" or (options.engine == "openvino" and not has_export(model_dir, options.engine)):
         return _from_checkpoint(model_dir, max_length, options, progress)
     file = find_export(model_dir, options.engine)
+    if options.quantize or options.quantize_head:
+        raise CheckpointError(f"{file.name} cannot be rounded: weights are rounded when they are exported")
     progress("weights", 0, 1)
     session: ExportedSession | OnnxSession | OpenvinoSession | TensorrtSession
     if options.engine == "exported":
@@ -138,15 +160,19 @@ def find_version(package: str) -> str:
 
 def _from_checkpoint(model_dir: Path, max_length: int, options: EngineOptions, progress: Progress) -> LoadedRuntime:
     """The decoder of a checkpoint that was not exported, traced or compiled now."""
-    network, config = load_network(model_dir, progress, options)
+    ops = RoundedOps() if options.engine == "openvino" else DenseOps()
+    network, config = load_network(model_dir, progress, options, ops)
     weights, began = network.decoder.nbytes, time.monotonic()
     progress("compile", 0, 1)
     session: CompiledSession | OpenvinoSession
-    if options.engine == "compile":
+    if isinstance(ops, RoundedOps):
+        traced = Traced(trace(network, config), ops.weights, options.exact_inputs)
+        session = OpenvinoSession(traced, config, max_length, options.threads)
+        # Torch only draws tokens from now on: more threads of it would spin beside those of the runtime.
+        torch.set_num_threads(1)
+    else:
         session = CompiledSession(network, config)
         session.compile()
-    else:
-        session = OpenvinoSession(trace(network, config), config, max_length, options.threads)
     progress("compile", 1, 1)
     log.info("compiled in %.1f s", time.monotonic() - began)
     return LoadedRuntime(session, session.shape, weights)

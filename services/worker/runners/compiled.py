@@ -11,7 +11,7 @@ import torch
 from services.worker.errors import CheckpointError
 from services.worker.models.config import ModelConfig
 from services.worker.runners.runtime.network import NetworkSession, PastDecoder
-from services.worker.runners.runtime.past import PastShape, PastStore
+from services.worker.runners.runtime.past import PastGroup, PastShape, empty_buffer
 from services.worker.runners.runtime.runner import make_call
 
 
@@ -31,6 +31,6 @@ class CompiledSession(NetworkSession):
         once, in seconds to minutes."""
         with torch.inference_mode():
             for rows, tokens, past in ((1, 4, 0), (1, 4, 8), (1, 1, 8), (2, 1, 8), (3, 1, 70)):
-                group = PastStore(self.shape).gather(range(rows), [0] * rows, past + tokens)
+                group = PastGroup(tuple(range(rows)), empty_buffer(self.shape, rows, past + tokens))
                 ids, stored = torch.zeros(rows, tokens, dtype=torch.int64), torch.full((rows,), past)
                 self.compute(make_call(group, ids.numpy(), stored.numpy(), [0] * rows))

@@ -4,31 +4,49 @@ This file alone imports openvino.
 """
 
 import warnings
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch.export import ExportedProgram
 
+from kernels.quantized_weights import QuantizedWeight
 from services.worker.errors import CheckpointError
 from services.worker.models.config import ModelConfig
+from services.worker.runners.openvino_products import Products
 from services.worker.runners.runtime.past import PastShape
+from services.worker.runners.runtime.products import PRODUCT
 from services.worker.runners.runtime.session import Call, Computed, Dimension, Signature, read_signature
+
+_GROUP = 32
+"""Inputs that the plugin rounds together, of products with rounded weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """A traced `PastDecoder`, and the rounded weights that are not in the graph."""
+
+    program: ExportedProgram
+    weights: list[QuantizedWeight]
+    """Emptied when the session has them: the converter keeps what it was called with."""
+    exact_inputs: bool
+    """Inputs of products with these weights stay float32; else they are rounded to 8 bits in groups of `_GROUP`."""
 
 
 class OpenvinoSession:
     """A `DecoderSession` of a compiled model, in float32."""
 
-    def __init__(
-        self, source: str | ExportedProgram, config: ModelConfig, max_length: int, threads: int | None
-    ) -> None:
-        """source: the path of an ONNX file, or a traced `PastDecoder`. threads: of the CPU; None: the runtime's choice.
+    def __init__(self, source: str | Traced, config: ModelConfig, max_length: int, threads: int | None) -> None:
+        """source: the path of an ONNX file, or a traced decoder. threads: of the CPU; None: the runtime's choice.
         Raises CheckpointError, and ImportError."""
         import openvino
 
         name = source.rpartition("/")[2] if isinstance(source, str) else "the checkpoint"
         core = openvino.Core()
         settings: dict[str, Any] = {"INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY"}
+        if isinstance(source, Traced):
+            settings["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = 0 if source.exact_inputs else _GROUP
         if threads is not None:
             settings["INFERENCE_NUM_THREADS"] = threads
         try:
@@ -51,12 +69,18 @@ class OpenvinoSession:
         return signature.computed(call, [torch.from_numpy(array) for array in found])
 
 
-def _convert(openvino: Any, program: ExportedProgram, config: ModelConfig) -> Any:
+def _convert(openvino: Any, source: Traced, config: ModelConfig) -> Any:
     """The model of a traced network, with the names of `weft export`."""
+    from openvino.frontend.pytorch import ConversionExtension
+
     signature = Signature(config.layers, picks_logits=True)
+    products = Products(openvino, source.weights)
     with warnings.catch_warnings():  # Of torch's, which the converter sets off.
         warnings.simplefilter("ignore")
-        model = openvino.convert_model(program)
+        model = openvino.convert_model(
+            source.program, extension=[ConversionExtension(f"{PRODUCT.replace('::', '.')}.default", products.convert)]
+        )
+    source.weights.clear()
     for ports, names in ((model.inputs, signature.inputs), (model.outputs, signature.outputs)):
         for port, name in zip(ports, names, strict=True):
             port.tensor.set_names({name})

@@ -156,11 +156,15 @@ class DenseOps(ReferenceOps):
         heads, tokens = q.shape[1], kv.tokens
         share = heads // kv_heads
         grouped = q.reshape(rows, tokens, kv_heads, share, dim).permute(0, 2, 3, 1, 4)
-        q = grouped.reshape(rows, kv_heads, share * tokens, dim) * scores.scale
-        products = torch.cat((q @ kv.keys.transpose(2, 3), q @ kv.new_keys.transpose(2, 3)), 3)
+        # Products of three dimensions: with four torch's decomposition broadcasts, which copies the past at each step.
+        q = grouped.reshape(rows * kv_heads, share * tokens, dim) * scores.scale
+        keys, new_keys, values, new_values = (
+            each.flatten(0, 1) for each in (kv.keys, kv.new_keys, kv.values, kv.new_values)
+        )
+        products = torch.cat((q.bmm(keys.transpose(1, 2)), q.bmm(new_keys.transpose(1, 2))), 2)
         if scores.soft_cap is not None:
             products = (products / scores.soft_cap).tanh() * scores.soft_cap
         biased = products.reshape(rows, kv_heads, share, tokens, past + tokens) + plan[:, :, None]
         chances = _softmax(biased, scores.sinks).reshape(products.shape)
-        mixed: Tensor = chances[..., :past] @ kv.values + chances[..., past:] @ kv.new_values
+        mixed: Tensor = chances[..., :past].bmm(values) + chances[..., past:].bmm(new_values)
         return mixed.reshape(grouped.shape).permute(0, 3, 1, 2, 4).reshape(rows * tokens, heads * dim)

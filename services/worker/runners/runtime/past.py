@@ -7,8 +7,14 @@ dimension. A row's tokens are at places 0, 1, ...; the places behind them are ze
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from services.worker.runners.cpu.kv_pool import CpuPool
+
+Ints = npt.NDArray[np.int64]
 
 GRANULE = 64
 """Places by which buffers grow: a step reads all of them, so one copy in `GRANULE` steps costs 3% of the reading."""
@@ -53,38 +59,62 @@ class PastGroup:
 
 
 class PastStore:
-    """The keys and values of all slots."""
+    """The groups of all slots. Their tokens are in the blocks of a pool, too: a group may be made anew at any time."""
 
-    def __init__(self, shape: PastShape) -> None:
-        self.shape = shape
-        self._places: dict[int, tuple[PastGroup, int]] = {}
-        """For each slot with stored tokens: its group, and its row there."""
+    def __init__(self, shape: PastShape, pool: CpuPool, block_size: int) -> None:
+        self.shape, self.block_size = shape, block_size
+        self._pool = pool
+        self._groups: dict[int, PastGroup] = {}
+        """The group of each slot that has one."""
 
     def release(self, slot: int) -> None:
-        """Forget what is stored of a slot."""
-        self._places.pop(slot, None)
+        """Forget the group of a slot."""
+        self._groups.pop(slot, None)
 
-    def gather(self, slots: Sequence[int], computed: Sequence[int], longest: int) -> PastGroup:
-        """The group of exactly these slots, in this order, with room for `longest` tokens of each; its rows are copied
-        together unless they lie together already. computed [R]: tokens that are stored of each slot."""
+    def gather(self, slots: Sequence[int], tables: Ints, computed: Sequence[int], longest: int) -> PastGroup:
+        """The group of exactly these slots, in this order, with room for `longest` tokens of each; its rows are read
+        from the pool unless they lie together already. tables [R, blocks]: the blocks of each slot; computed [R]:
+        tokens that are stored of each."""
         wanted = tuple(slots)
         held = self.held(wanted)
         if held is not None and held.places >= longest:
             return held
-        shape, places = self.shape, -(-longest // GRANULE) * GRANULE
-        buffer = torch.zeros(2 * shape.layers, len(wanted), shape.kv_heads, places, shape.head_dim, dtype=shape.dtype)
-        for row, (slot, tokens) in enumerate(zip(wanted, computed, strict=True)):
+        held = None
+        for slot in wanted:  # Before the new group takes memory.
+            self.release(slot)
+        group = PastGroup(wanted, empty_buffer(self.shape, len(wanted), longest))
+        for row, (table, tokens) in enumerate(zip(tables, computed, strict=True)):
             if tokens:
-                group, place = self._places[slot]
-                buffer[:, row, :, :tokens] = group.buffer[:, place, :, :tokens]
-        made = PastGroup(wanted, buffer)
-        self._places.update({slot: (made, row) for row, slot in enumerate(wanted)})
-        return made
+                self._read(group.buffer[:, row, :, :tokens], table[: -(-tokens // self.block_size)])
+        self._groups.update(dict.fromkeys(wanted, group))
+        return group
 
     def held(self, slots: tuple[int, ...]) -> PastGroup | None:
         """The group of exactly these slots, in this order, if they lie together."""
-        first, _ = self._places.get(slots[0], (None, 0))
+        first = self._groups.get(slots[0])
         if first is None or first.slots != slots:
             return None
-        together = all(slot in self._places and self._places[slot][0] is first for slot in slots)
-        return first if together else None
+        return first if all(self._groups.get(slot) is first for slot in slots) else None
+
+    def store(self, tables: Ints, starts: Ints, new: Sequence[Tensor]) -> None:
+        """Write the keys and values [R, K, S, D] of each layer's S new tokens of each row to the pool. tables
+        [R, blocks]; starts [R]: the place of each row's first new token."""
+        places = starts[:, None] + np.arange(new[0].shape[2])
+        blocks = np.take_along_axis(tables, places // self.block_size, 1)
+        slots = torch.from_numpy((blocks * self.block_size + places % self.block_size).ravel())
+        for layer, keys, values in zip(self._pool.layers, new[::2], new[1::2], strict=True):
+            both = torch.stack((keys, values)).permute(1, 3, 0, 2, 4)  # [R, S, 2, K, D]
+            layer.flatten(0, 1)[slots] = both.flatten(0, 1).to(layer.dtype)
+
+    def _read(self, row: Tensor, table: Ints) -> None:
+        """Fill a row's places [2L, K, tokens, D] from its blocks."""
+        blocks = torch.from_numpy(table)
+        for index, layer in enumerate(self._pool.layers):
+            stored = layer[blocks].flatten(0, 1)[: row.shape[2]]  # [tokens, 2, K, D]
+            row[2 * index : 2 * index + 2] = stored.permute(1, 2, 0, 3)
+
+
+def empty_buffer(shape: PastShape, rows: int, longest: int) -> Tensor:
+    """Zeros for `longest` tokens of each row, or a few more."""
+    places = -(-longest // GRANULE) * GRANULE
+    return torch.zeros(2 * shape.layers, rows, shape.kv_heads, places, shape.head_dim, dtype=shape.dtype)

@@ -13,11 +13,13 @@ from torch import Tensor
 
 from kernels.reference.layers import finite_rows
 from kernels.reference.sampling import mask_logits
+from services.worker.models.config import ModelConfig
 from services.worker.runners.base import NO_SCORES, NOTHING_SAMPLED, Masks, Sampled, Scores, StepResult
+from services.worker.runners.cpu.kv_pool import CpuPool
 from services.worker.runners.cpu.sampler import Sampler
 from services.worker.runners.cpu.scores import score_logits
 from services.worker.runners.runtime.calls import divide
-from services.worker.runners.runtime.past import PastGroup, PastShape, PastStore
+from services.worker.runners.runtime.past import PastGroup, PastShape, PastStore, empty_buffer
 from services.worker.runners.runtime.session import Call, DecoderSession
 from services.worker.runners.scored_rows import ScoredRows
 from services.worker.runners.step import LAST_TOKEN, Edit, Rows, SlotState, Words, unpack
@@ -47,21 +49,29 @@ class RuntimeStep:
 class RuntimeRunner:
     """A `Runner` over a `DecoderSession`. Tokens are drawn by the sampler of the CPU's runner, with the same noise.
 
-    A slot's keys and values lie in a buffer of its own or of the rows that it is computed with: blocks have no
-    contents. It takes no guesses.
+    Keys and values are in blocks, and once more in the buffers that the runtime reads. It takes no guesses.
     """
 
     depth = 1
     """A step is over when it has been launched and its tokens are drawn."""
-    kv = None
 
     def __init__(
-        self, session: DecoderSession, shape: PastShape, vocab_size: int, slots: int, padding_tokens: int
+        self,
+        session: DecoderSession,
+        shape: PastShape,
+        config: ModelConfig,
+        blocks: int,
+        block_size: int,
+        slots: int,
+        max_length: int,
+        padding_tokens: int,
     ) -> None:
-        """slots: most sequences in the batch. padding_tokens: as in `calls.divide`."""
-        self.session, self.vocab_size, self.padding_tokens = session, vocab_size, padding_tokens
-        self.sampler = Sampler(slots, vocab_size)
-        self.past = PastStore(shape)
+        """slots: most sequences in the batch; max_length: most tokens of each. padding_tokens: as in `calls.divide`."""
+        self.session, self.padding_tokens = session, padding_tokens
+        self.kv = CpuPool(config, blocks, block_size, shape.dtype)
+        self.sampler = Sampler(slots, config.vocab_size)
+        self.past = PastStore(shape, self.kv, block_size)
+        self._tables = np.zeros((slots, -(-max_length // block_size)), np.int64)
         self._scores: dict[int, list[int]] = {}
         """The data of SCORE of this step, by slot."""
         self._computed = np.zeros(slots, np.int64)
@@ -109,8 +119,7 @@ class RuntimeRunner:
     def _apply(self, edit: Edit, slot: int, words: Words) -> None:
         if edit is Edit.ADMIT:
             state = SlotState.read(words)
-            assert state.computed == 0, "blocks have no contents: a sequence is computed from its first token on"
-            self._empty(slot)
+            self._empty(slot, state.computed)
             self._masked[slot] = False
             self.sampler.admit(slot, state)
         elif edit is Edit.RELEASE:
@@ -119,11 +128,14 @@ class RuntimeRunner:
             self._masked[slot] = True
         elif edit is Edit.SCORE:
             self._scores[slot] = words.tolist()
-        elif edit is not Edit.BLOCKS:
+        elif edit is Edit.BLOCKS:
+            first = int(words[0])
+            self._tables[slot, first : first + len(words) - 1] = words[1:]
+        else:
             self.sampler.edit(edit, slot, words)
 
-    def _empty(self, slot: int) -> None:
-        self._computed[slot] = 0
+    def _empty(self, slot: int, computed: int = 0) -> None:
+        self._computed[slot] = computed
         self.past.release(slot)
 
     def _compute(self, rows: Rows) -> RuntimeStep:
@@ -134,19 +146,21 @@ class RuntimeRunner:
         asked = dict(zip(scored.rows, scored.counts, strict=True))
         ids = self._token_ids(rows, slots)
         logits = [torch.empty(0)] * len(slots)
-        stored: list[tuple[PastGroup, Tensor, Sequence[Tensor]]] = []
+        stored: list[tuple[PastGroup, Ints, Sequence[Tensor]]] = []
         for members in divide(rows.lengths, contexts.tolist(), self.padding_tokens):
             starts = self._computed[slots[members]]
-            group = self.past.gather(slots[members].tolist(), starts.tolist(), int(contexts[members].max()))
+            tables, longest = self._tables[slots[members]], int(contexts[members].max())
+            group = self.past.gather(slots[members].tolist(), tables, starts.tolist(), longest)
             counts = [asked.get(row, 0) for row in members]
             call = make_call(group, np.stack([ids[row] for row in members]), starts, counts)
             computed = self.session.compute(call)
-            stored.append((group, torch.from_numpy(starts), computed.new))
+            stored.append((group, starts, computed.new))
             parts = computed.logits.split([count + 1 for count in counts])  # type: ignore[no-untyped-call]
             for row, part in zip(members, parts, strict=True):
                 logits[row] = part
-        for group, places, new in stored:
-            group.append(places, new)
+        for group, starts, new in stored:
+            group.append(torch.from_numpy(starts), new)
+            self.past.store(self._tables[list(group.slots)], starts, new)
         last = torch.stack([part[-1] for part in logits])
         chosen = np.flatnonzero(rows.samples)
         return RuntimeStep(
@@ -205,7 +219,7 @@ class RuntimeInspection:
     def logits(self) -> npt.NDArray[np.float32]:
         """The logits [T, V] at each of the sequence's tokens."""
         ids = np.array([self.token_ids], np.int64)
-        empty = PastStore(self.shape).gather([0], [0], 1)
+        empty = PastGroup((0,), empty_buffer(self.shape, 1, 1))
         with torch.inference_mode():
             call = make_call(empty, ids, np.zeros(1, np.int64), [len(self.token_ids) - 1])
             found: npt.NDArray[np.float32] = self.session.compute(call).logits.numpy()
