@@ -73,13 +73,14 @@ async def up(
     tls: bool = False,
     cores: int = 0,
     roles: Sequence[str] = (),
+    start_s: float = _START_S,
 ) -> AsyncIterator[Up]:
     """Run a mesh with these environment variables; the default model is the demo model. Raises GaveUp.
 
     `tls`: the services authenticate one another and encrypt their links, as `weft serve` does by default.
     `cores`: the mesh has that many cores to itself, and this process and its later children have the others.
     `roles`: of the workers, in turn.
-    Each gateway is one process unless WEFT_GATEWAY_PROCESSES is among the settings.
+    Each gateway is one process unless WEFT_GATEWAY_PROCESSES is among the settings. start_s: the longest start.
     """
     with tempfile.TemporaryDirectory(prefix="weft-bench-") as home:
         spec = plan.MeshSpec(
@@ -93,7 +94,7 @@ async def up(
         )
         async with plan.planned(spec) as planned:
             with _bound(cores) as clients:
-                async with _running(planned, gateways, workers, Path(home)) as running:
+                async with _running(planned, gateways, workers, Path(home), start_s) as running:
                     os.sched_setaffinity(0, clients)
                     with _gateway_of(Path(home)) if tls else contextlib.nullcontext():
                         yield running
@@ -124,7 +125,7 @@ def _gateway_of(home: Path) -> Iterator[None]:
 
 
 @contextlib.asynccontextmanager
-async def _running(mesh: plan.MeshPlan, gateways: int, workers: int, logs: Path) -> AsyncIterator[Up]:
+async def _running(mesh: plan.MeshPlan, gateways: int, workers: int, logs: Path, start_s: float) -> AsyncIterator[Up]:
     """Starts the planned mesh with `gateways` gateways, and yields once each of them serves all workers."""
     first = mesh.specs[-1]
     addresses = [mesh.address, *(f"{plan.HOST}:{mesh.ports.free(plan.HOST)}" for _ in range(gateways - 1))]
@@ -143,7 +144,7 @@ async def _running(mesh: plan.MeshPlan, gateways: int, workers: int, logs: Path)
     ]
     supervisor = Supervisor([*mesh.specs, *more], logs)
     async with supervisor.running():
-        async with asyncio.timeout(_START_S):
+        async with asyncio.timeout(start_s):
             for address in addresses:
                 await supervisor.during(plan.wait_served(address, workers))
         listens = {spec.name: spec.environment.get("WEFT_LISTEN", "") for spec in mesh.specs}
