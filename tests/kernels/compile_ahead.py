@@ -1,7 +1,8 @@
 """Compiles every kernel ahead of time for the supported compute capabilities. Needs no GPU.
 
-Run as a program: `python -m tests.kernels.compile_ahead 90`. It prints a line for each kernel with its use of shared
-memory.
+Run as a program: `python -m tests.kernels.compile_ahead 90 bfloat16`. It prints a line for each kernel with its use of
+shared memory. For one capability and type, WHOLE, it compiles every served configuration; for others those calls alone
+that are named in EVERYWHERE: what a capability lacks is an instruction for some type, or shared memory.
 """
 
 import gc
@@ -66,6 +67,27 @@ class Recorder:
         return launch
 
 
+Launch = tuple[str, Any, dict[str, Any]]
+"""Name of the call, kernel, arguments and options."""
+WHOLE = 90, torch.bfloat16
+"""The capability and type for which every configuration is compiled."""
+EVERYWHERE = frozenset(
+    {
+        "accept 1024 0.5", "adapted down 1 16", "adapted gated 64 16", "add layer norm", "attention 128",
+        "attention capped 256 True", "attention of 9 tokens", "attention torch.float8_e4m3fn False",
+        "attention torch.int8 False", "columns of ranks 128", "dequantize fp8 blocks", "dequantize int4 128",
+        "dequantize int4 64", "dequantize int8", "dequantize nf4", "edit", "embed texts", "experts added",
+        "experts added in parts", "experts fp8 600", "experts gated int4 1", "experts gated plain 1",
+        "experts int4 zeros 600", "finite", "fp8 blocks 200", "gelu True", "int4 128 200", "int4 32 gated 64",
+        "int4 64 200", "int8 64 200", "int8 64 gated 1", "invariant 256", "keep", "keep states", "layer_norm",
+        "linear 64", "linear down 16", "linear gated 128", "linear gated 64", "lora 16", "lora 256", "mask",
+        "packed texts 4096 128", "packed texts 4096 64", "pool texts Pooling.MAX", "qkv 1 64", "received activations",
+        "rms_norm", "rope norm 128", "rope torch.float8_e4m3fn", "rope torch.int8", "round gated rows", "round rows",
+        "route 128", "route 40", "route 600", "sample None", "sample guesses 1024", "scatter", "sent activations",
+        "silu_and_mul", "states before", "sum and norm", "sum of ranks 128", "top", "unpack guesses",
+    }
+)  # fmt: skip
+"""Calls that launch each kernel with each combination of types, in the configuration that needs most shared memory."""
 PLAIN, CAPPED = Scores(1.0), Scores(1.0, 50.0, torch.zeros(32))
 # The largest shared memory of one program in bytes, by compute capability.
 MOST_SHARED = {80: 166_912, 89: 101_376, 90: 232_448}
@@ -148,6 +170,14 @@ def compile_launch(kernel: Any, arguments: dict[str, Any], capability: int) -> A
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
+def kinds(launches: list[Launch]) -> set[tuple[str, frozenset[torch.dtype]]]:
+    """The kernels that are launched, each with the types of its tensors."""
+    return {
+        (kernel.__name__, frozenset(value.dtype for value in arguments.values() if isinstance(value, Tensor)))
+        for _, kernel, arguments in launches
+    }
+
+
 def empty(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype)
 
@@ -166,8 +196,8 @@ def calls(dtype: torch.dtype, capability: int) -> Iterator[tuple[str, Callable[[
     yield from text_calls(new)
     yield from step_calls(new)
     yield from rank_calls(new)
-    if dtype == torch.float32:  # logits
-        yield from sampling_calls(new)
+    if dtype != torch.float32:  # Logits have one type beside any type of weights.
+        yield from sampling_calls(partial(empty, dtype=torch.float32))
 
 
 def layer_calls(new: Callable[..., Tensor]) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -354,13 +384,13 @@ def quantized_calls(new: Callable[..., Tensor]) -> Iterator[tuple[str, Callable[
         weights[f"int4 {group}"] = quantized_weights.Int4Weight(octets[:, :256], new(256, 512 // group), zeros, group)
     normal = quantized_weights.Nf4Weight(octets, torch.ones(4096), torch.ones(16))
     yield "dequantize nf4", partial(nf4.dequantize_nf4, normal, new(1).dtype)
-    for name, weight in weights.items():
+    for number, (name, weight) in enumerate(weights.items()):
         laid = packed.pack_weight(weight)
-        for rows in (1, 64, 200):
-            x, residual = new(rows, 512), new(rows, 256)
-            yield f"{name} {rows}", partial(packed_gemm.linear_packed, x, laid, residual=residual)
-            if rows <= 64:
-                yield f"{name} gated {rows}", partial(packed_gemm.linear_packed, x, laid, gated=True)
+        # Each kind of weight with the largest blocks and with one of the four smaller shapes.
+        for rows, gated in ((200, False), ((1, False), (1, True), (64, False), (64, True))[number % 4]):
+            x, residual = new(rows, 512), None if gated else new(rows, 256)
+            call = partial(packed_gemm.linear_packed, x, laid, residual=residual, gated=gated)
+            yield f"{name} gated {rows}" if gated else f"{name} {rows}", call
         yield f"dequantize {name}", partial(packed.dequantize, laid, x.dtype)
 
 
@@ -643,12 +673,16 @@ def compile_all(capability: int, dtype: torch.dtype) -> list[str]:
     )
     with processors, split, experts:
         launches = [(name, *launch) for name, call in calls(dtype, capability) for launch in recorded(call)]
+    if (capability, dtype) != WHOLE:
+        chosen = [launch for launch in launches if launch[0] in EVERYWHERE]
+        assert kinds(chosen) == kinds(launches), kinds(launches) - kinds(chosen)
+        launches = chosen
     for name, kernel, arguments in launches:
         compiled = compile_launch(kernel, arguments | dependent, capability)
         assert compiled.asm["cubin"]
         assert compiled.metadata.shared <= MOST_SHARED[capability], f"{name}: {kernel.__name__}"
         lines.append(f"{name}: {kernel.__name__} shared {compiled.metadata.shared}")
-    if capability == 90 and dtype == torch.bfloat16:
+    if (capability, dtype) == WHOLE:
         cases = (
             (64, False, dtype),
             (128, False, dtype),
