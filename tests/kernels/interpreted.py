@@ -5,11 +5,14 @@ float16 replaces bfloat16, whose products the interpreter computes wrongly.
 """
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import triton.language as tl
+from triton.runtime import interpreter
 
 from kernels import activation, attention, block_copy, kv_pages, norm, rope_kv
 from kernels.attention.packed_texts import TileShape
@@ -57,6 +60,37 @@ from tests.kernels.weights import check_linear, check_nf4, check_packed, check_r
 from tests.tiny_config import gpt2_settings, moe_settings, tiny_config
 
 HALF, FULL = torch.float16, torch.float32
+
+
+class _Kept:
+    """The scope of replaced functions that stay replaced."""
+
+    def restore(self) -> None:
+        """Restores nothing."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def replaced_once() -> None:
+    """The interpreter's functions replace those of Triton's language once, instead of at each call of any function,
+    which took a third of the time: nothing in this process compiles."""
+    replace_functions: Callable[[Any], object] = interpreter._patch_lang
+    done: set[tuple[object, ...]] = set()
+
+    def replace_once(function: Any) -> _Kept:
+        modules = tuple(module for module in (tl, tl.core) if module in function.__globals__.values())
+        if modules not in done:
+            replace_functions(function)
+            done.add(modules)
+        return _Kept()
+
+    interpreter._patch_lang = replace_once
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's 264 programs and more divide the keys of a step; of the keys of these steps most had none."""
+    served = attention.config_for
+    monkeypatch.setattr(attention, "config_for", lambda *of, **more: replace(served(*of, **more), split_programs=20))
 
 
 @pytest.mark.parametrize("dtype", [HALF, FULL], ids=str)
