@@ -61,7 +61,7 @@ test: set-up ## Lint, types and all tests.
 	status=$$?; echo "make test: $$(( $$(date +%s) - start )) s"; exit $$status
 
 tests: set-up ## All tests, without lint and types: TEST_PROCESSES=4.
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quiet --durations=10 -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder --reruns 1
+	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quiet --durations=10 -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder --reruns 1
 
 test-clients: set-up ## Unmodified clients (OpenAI's, LangChain, ...) against a running mesh: CLIENTS="openai_python langchain".
 	@$(BIN)/python -m tests.clients.run $(CLIENTS)
