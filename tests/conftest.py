@@ -83,7 +83,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @contextmanager
 def _first_alone() -> Iterator[None]:
-    """The first of several processes collects alone and leaves its bytecode; the others then need a third of the time."""
+    """The first of several processes collects alone and leaves its bytecode: the others need a third of the time."""
     with Path(__file__).open() as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
