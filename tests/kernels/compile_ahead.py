@@ -87,7 +87,7 @@ EVERYWHERE = frozenset(
         "silu_and_mul", "states before", "sum and norm", "sum of ranks 128", "top", "unpack guesses",
     }
 )  # fmt: skip
-"""Calls that launch each kernel with each combination of types, in the configuration that needs most shared memory."""
+"""Calls that launch each kernel with each combination of types, in a configuration of much shared memory."""
 PLAIN, CAPPED = Scores(1.0), Scores(1.0, 50.0, torch.zeros(32))
 # The largest shared memory of one program in bytes, by compute capability.
 MOST_SHARED = {80: 166_912, 89: 101_376, 90: 232_448}
