@@ -51,7 +51,7 @@ def _await_taken(taken, transfer):
 
 
 @triton.jit(do_not_specialize=["count", "parcels", "taken"])
-def send_kernel(
+def send_to_stage_kernel(
     x,  # int32 [count]
     parcels, taken,  # addresses
     state, count, capacity, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -69,7 +69,7 @@ def send_kernel(
 
 
 @triton.jit(do_not_specialize=["count", "parcels", "taken"])
-def receive_kernel(
+def receive_at_stage_kernel(
     x,  # int32 [count] out
     parcels, taken,  # addresses
     state, count, capacity, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -89,12 +89,12 @@ def receive_kernel(
 
 def send(x: Tensor, link: Link) -> None:
     """Send x, contiguous, to the next stage."""
-    _launch(send_kernel, x, link)
+    _launch(send_to_stage_kernel, x, link)
 
 
 def receive(x: Tensor, link: Link) -> None:
     """Fill x, contiguous, with what the stage before has sent."""
-    _launch(receive_kernel, x, link)
+    _launch(receive_at_stage_kernel, x, link)
 
 
 def _launch(kernel, x: Tensor, link: Link) -> None:

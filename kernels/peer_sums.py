@@ -104,7 +104,7 @@ def _packed(low, high, NUMBER: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["count"])
-def sum_kernel(
+def sum_of_ranks_kernel(
     part, residual, bias, out,  # int32: words of [T, n], [T, n] or None, [n] or None, [T, n]
     peers, state,  # int64 [R]: of inboxes or parcels; int32 [2]
     count, row_words, capacity,
@@ -139,7 +139,7 @@ def sum_kernel(
 
 
 @triton.jit(do_not_specialize=["count"])
-def gather_kernel(
+def columns_of_ranks_kernel(
     own_columns, out,  # int32: words of [T, n], [T, R * n]
     peers, state,  # int64 [R]: of inboxes or parcels; int32 [2]
     count, row_words, capacity,
@@ -162,7 +162,7 @@ def gather_kernel(
 
 
 @triton.jit
-def sum_norm_kernel(
+def sum_and_norm_of_ranks_kernel(
     part, residual, bias, weight, out,  # int32: words of [T, n], [T, n] in and out, [n] or None, [n], [T, n]
     peers, state,  # int64 [R]: of inboxes; int32 [2]
     row_words, capacity, eps,
@@ -228,7 +228,7 @@ def add_sum(
     if not count:
         return
     block, warps, long = _block(count)
-    sum_kernel[(triton.cdiv(count, block),)](
+    sum_of_ranks_kernel[(triton.cdiv(count, block),)](
         words, None if residual is None else _words(residual), None if bias is None else _words(bias), _words(out),
         peers.parcels if long else peers.inboxes, peers.state, count, words.shape[-1], peers.capacity,
         RANK=peers.rank, RANKS=len(peers.inboxes), NUMBER=_NUMBERS[part.dtype], LONG=long, BLOCK=block, num_warps=warps,
@@ -245,7 +245,7 @@ def gather_columns(columns: Tensor, peers: Peers) -> Tensor:
     if not count:
         return out
     block, warps, long = _block(count)
-    gather_kernel[(triton.cdiv(count, block),)](
+    columns_of_ranks_kernel[(triton.cdiv(count, block),)](
         words, _words(out), peers.parcels if long else peers.inboxes, peers.state, count, words.shape[1],
         peers.capacity, RANK=peers.rank, RANKS=ranks, LONG=long, BLOCK=block, num_warps=warps,
         **launch_options(columns.device),
@@ -263,7 +263,7 @@ def add_sum_and_normalize(
     assert normalizes(part, norm)
     out = torch.empty_like(residual)
     block = triton.next_power_of_2(words)
-    sum_norm_kernel[(rows,)](
+    sum_and_norm_of_ranks_kernel[(rows,)](
         _words(part), _words(residual), None if bias is None else _words(bias), _words(norm.weight), _words(out),
         peers.inboxes, peers.state, words, peers.capacity, norm.eps, RANK=peers.rank, RANKS=len(peers.inboxes),
         NUMBER=_NUMBERS[part.dtype], BLOCK=block, num_warps=min(16, max(1, block // 256)),

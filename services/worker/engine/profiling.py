@@ -23,7 +23,7 @@ ELSEWHERE = "elsewhere"
 """Time outside the steps: delivering the tokens, and other threads that hold the interpreter."""
 # A kernel or operator belongs to the first family with a word that its name contains.
 _FAMILIES = (
-    ("exchanges of ranks", ("sum_kernel", "sum_norm_kernel", "gather_kernel", "send_kernel", "receive_kernel")),
+    ("exchanges of ranks", ("of_ranks_kernel", "stage_kernel")),
     ("norms", ("norm",)),
     ("texts", ("embed_texts", "pool_texts")),
     ("rope and KV", ("rope", "copy_blocks", "keep_kernel", "before_kernel")),
