@@ -1,4 +1,4 @@
-"""One model on grids of GPUs: decode, prefill and a closed loop for each grid, each in a process of its own.
+"""Measures one model on grids of GPUs: decode, prefill and a closed loop. Each grid runs in a process of its own.
 
     python -m bench.engine.grids [--model 8b] [--quantize fp8] [--grids 1x1 2x1 1x2] [--cells "decode 1" ...]
                                  [--out bench/results]
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import table
-from bench.engine.loop import CONTEXT, STEPS, Cell, Driver, closed
+from bench.engine.loop import CONTEXT, STEPS, Cell, Driver, closed, first_token_times
 from report import machine
 from services.rpc import freeze_objects
 from services.worker.build.choose import build_engine
@@ -26,7 +26,6 @@ from services.worker.loader import presets
 from services.worker.options import EngineOptions
 
 MODELS = {"8b": "llama-3.1-8b", "1b": "llama-3.2-1b", "70b": "llama-3.1-70b"}
-_PROMPTS, _REST_S = 12, 0.1
 _ROUNDS = 4
 
 
@@ -46,18 +45,7 @@ def decode(driver: Driver, batch: int) -> Cell:
 
 def prefill(driver: Driver, tokens: int) -> Cell:
     """The time to the first token of a prompt alone."""
-    times = []
-    for _ in range(_PROMPTS):
-        began = time.perf_counter()
-        key = driver.submit(tokens, 512)
-        while not driver.engine.step().tokens:
-            pass
-        times.append(time.perf_counter() - began)
-        while time.perf_counter() - began < times[-1] + _REST_S:
-            driver.engine.step()
-        driver.engine.cancel(key)
-        driver.drain()
-    return {"ttft ms": statistics.median(times[_PROMPTS // 2 :]) * 1e3}
+    return {"ttft ms": statistics.median(first_token_times(driver, tokens)) * 1e3}
 
 
 CELLS: dict[str, Callable[[Driver], Cell]] = {

@@ -128,9 +128,10 @@ def _replays(loop: Loop, batch: int) -> float:
     return float(begin.elapsed_time(end)) / 20e3
 
 
-def prefill(loop: Loop, tokens: int, rest_s: float = 0.1, prompts: int = 12) -> Cell:
-    """The time to the first token of a prompt alone. Its answer is decoded for `rest_s` before the next prompt arrives:
-    the GPU lowers its clocks after some tenths of a second at full power, and also when it is idle."""
+def first_token_times(loop: Driver, tokens: int, rest_s: float = 0.1, prompts: int = 12) -> list[float]:
+    """Seconds to the first tokens of the later half of some prompts, each alone. Its answer is decoded for `rest_s`
+    before the next prompt arrives: the GPU lowers its clocks after some tenths of a second at full power, and also when
+    it is idle."""
     times = []
     for _ in range(prompts):
         began = time.perf_counter()
@@ -142,7 +143,12 @@ def prefill(loop: Loop, tokens: int, rest_s: float = 0.1, prompts: int = 12) -> 
             loop.engine.step()
         loop.engine.cancel(key)
         loop.drain()
-    times = times[prompts // 2 :]
+    return times[prompts // 2 :]
+
+
+def prefill(loop: Loop, tokens: int, rest_s: float = 0.1, prompts: int = 12) -> Cell:
+    """The time to the first token of a prompt alone, as `first_token_times`."""
+    times = first_token_times(loop, tokens, rest_s, prompts)
     seconds = statistics.median(times)
     floor = loop.limits.prefill_s(tokens)
     return {

@@ -1,6 +1,6 @@
 """A sum over the ranks of two or more GPUs: our kernel over peer memory beside NCCL, both in CUDA graphs.
 
-    python -m bench.kernels.peer_sums [--ranks 2]
+    python -m bench.kernels.peers.sums [--ranks 2]
 
 Each rank is a process with a GPU of its own. Sums are checked against those of one process before anything is timed.
 A line of JSON for each size; microseconds of a sum of [T, 4096] in bfloat16 that is added to a residual.
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from bench.kernels.timing import elapsed
-from kernels import peer_sums
+from kernels.peers import sums as peer_sums
 from services.worker.parallel.collectives import dist
 from services.worker.parallel.gpu_collectives import GpuCollectives, PeerWords
 from services.worker.parallel.topology import Grid

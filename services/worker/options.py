@@ -33,10 +33,9 @@ class EngineOptions(BaseModel):
         Field(
             "auto",
             validation_alias=known_as("ENGINE"),
-            description="What computes: gpu, or plain torch on the CPU; auto takes the GPU if there is one, else "
-            "openvino for weights that are rounded to int8 or int4, where it is installed and can do all that is "
-            "asked, else torch. onnxruntime, openvino, tensorrt and exported compute what `weft export` wrote, "
-            "openvino and compile also a checkpoint, which they compile at the start (docs/engines.md). "
+            description="What computes. auto: the GPU if there is one; else openvino for weights rounded to int8 or "
+            "int4, where it is installed and can do all that is asked; else torch. onnxruntime, openvino, tensorrt and "
+            "exported compute what `weft export` wrote, openvino and compile a checkpoint, too (docs/engines.md). "
             "paced only pretends, at a set pace.",
         )
     )

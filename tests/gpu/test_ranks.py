@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from kernels import peer_sums
+from kernels.peers import sums as peer_sums
+from services.worker.build import gpu_rank
 from services.worker.engine.generation import GenerationEngine
 from services.worker.parallel.gpu_collectives import GpuCollectives, PeerWords
 from services.worker.parallel.topology import Grid
@@ -62,10 +63,12 @@ def test_a_grid_answers_as_one_gpu(
 
 @pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2)])
 def test_prompts_whose_sums_are_large(checkpoint: Folder, engine: EngineMaker, tensor: int, pipeline: int) -> None:
-    """More rows than peer memory has room for, in captured steps and in others."""
-    jobs = [job(i, prompt_of(length), max_tokens=6, logprobs=0) for i, length in enumerate((300, 450, 500, 257))]
+    """A step of more rows than one exchange has, so that its sums are exchanged in pieces."""
+    lengths = (300, 450, 500, 257, 480, 490)
+    assert sum(lengths) > gpu_rank._ROWS
+    jobs = [job(i, prompt_of(length), max_tokens=6, logprobs=0) for i, length in enumerate(lengths)]
     expected = run(engine("llama"), *jobs)
-    with on_ranks(checkpoint("llama"), tensor, pipeline, kv_blocks=256, step_tokens=2048) as grid:
+    with on_ranks(checkpoint("llama"), tensor, pipeline, kv_blocks=256, step_tokens=4096) as grid:
         assert scenes.differences(expected, run(grid, *jobs), 2e-4) == []
 
 

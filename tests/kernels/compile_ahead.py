@@ -30,8 +30,6 @@ from kernels import (
     kv_pages,
     lora,
     norm,
-    peer_stages,
-    peer_sums,
     quantized_weights,
     rope_kv,
     sampling,
@@ -47,8 +45,10 @@ from kernels.moe import grouped, routing
 from kernels.moe.reference import Routes
 from kernels.moe.weights import ExpertStack
 from kernels.operands import Activation, Norm, NormKind, Pooling, Scores
-from kernels.peer_stages import Link
-from kernels.peer_words import Peers
+from kernels.peers import stages as peer_stages
+from kernels.peers import sums as peer_sums
+from kernels.peers.stages import Link
+from kernels.peers.words import Peers
 from kernels.sampling import token_mask, top_logprobs
 from kernels.sampling.slot_settings import slot_settings
 

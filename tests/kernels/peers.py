@@ -12,10 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels import peer_stages, peer_sums, peer_words
 from kernels.operands import Norm
-from kernels.peer_stages import Link
-from kernels.peer_words import Peers
+from kernels.peers import stages as peer_stages
+from kernels.peers import sums as peer_sums
+from kernels.peers import words as peer_words
+from kernels.peers.stages import Link
+from kernels.peers.words import Peers
 
 RANKS, CAPACITY, WAIT_S = 2, 1 << 18, 240.0
 

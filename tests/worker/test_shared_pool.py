@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from kernels import kv_pages, peer_memory
-from kernels.peer_memory import PeerMemoryError
+from kernels import kv_pages
+from kernels.peers import memory as peer_memory
+from kernels.peers.memory import PeerMemoryError
 from services.worker.kvcache.shared_memory import CannotShare
 from services.worker.runners.cuda.kv_pool import GpuPool
 from services.worker.runners.cuda.sharing.pool import SharedGpuPool

@@ -12,8 +12,8 @@ from typing import TypeVar
 
 import torch
 
-from kernels.peer_memory import PeerMemoryError
-from kernels.peer_words import WORD
+from kernels.peers.memory import PeerMemoryError
+from kernels.peers.words import WORD
 from services.worker.build import kernel_cache, memory
 from services.worker.build.assemble import WeightSource, bytes_of_block, dtype_of, free_gpu_bytes, stored_dtype
 from services.worker.errors import AnotherRankFailed, CheckpointError
@@ -25,8 +25,8 @@ from services.worker.parallel.collectives import Collectives
 from services.worker.parallel.gpu_collectives import GpuCollectives, PeerWords
 from services.worker.parallel.shards import Shard
 from services.worker.parallel.topology import Grid
-from services.worker.runners.cuda.ops import exact_products
-from services.worker.runners.cuda.rank_ops import InvariantTritonRankOps, SummedOps, TritonRankOps
+from services.worker.runners.cuda.ops import InvariantTritonOps, TritonOps, exact_products
+from services.worker.runners.cuda.rank_ops import InvariantTritonRankOps, TritonRankOps
 from services.worker.runners.cuda.runner import GpuRunner
 from services.worker.runners.ranks import Rank
 
@@ -88,8 +88,10 @@ def load_gpu_rank(
     return Rank(runner, model.nbytes, place.grid, rank), planned
 
 
-def rank_ops(options: EngineOptions, others: GpuCollectives) -> SummedOps:
-    """The operations of a rank with these options."""
+def rank_ops(options: EngineOptions, others: GpuCollectives) -> TritonOps:
+    """The operations of a rank with these options. Stages alone have no sums."""
+    if others.grid.tensor == 1:
+        return InvariantTritonOps() if options.deterministic else TritonOps()
     return InvariantTritonRankOps(others) if options.deterministic else TritonRankOps(others)
 
 

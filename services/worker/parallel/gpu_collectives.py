@@ -11,10 +11,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kernels import peer_memory, peer_stages, peer_sums, peer_words
 from kernels.operands import Norm
-from kernels.peer_stages import Link
-from kernels.peer_words import Peers
+from kernels.peers import memory as peer_memory
+from kernels.peers import stages as peer_stages
+from kernels.peers import sums as peer_sums
+from kernels.peers import words as peer_words
+from kernels.peers.stages import Link
+from kernels.peers.words import Peers
 from services.worker.parallel.collectives import _COLUMN, _ROW, Collectives
 from services.worker.parallel.topology import Grid
 
@@ -59,9 +62,7 @@ class GpuCollectives(Collectives):
     def add_sum(self, residual: Tensor, part: Tensor, bias: Tensor | None = None) -> None:
         """residual += the sum of all ranks' parts, + bias, which each rank has whole. All [T, n] of one dtype."""
         self.settle()
-        if self._peers is None:
-            residual.add_(part if bias is None else part.add_(bias))
-            return
+        assert self._peers is not None, "a rank alone has no sums"
         for piece, target in zip(self._pieces(part), self._pieces(residual), strict=True):
             peer_sums.add_sum(piece, self._peers, target, target, bias)
 
@@ -98,7 +99,7 @@ class GpuCollectives(Collectives):
     def postpone_sum(self, residual: Tensor, part: Tensor, bias: Tensor | None) -> None:
         """`add_sum`, which `normalized` or `settle` completes. Large ones are complete at once."""
         self.settle()
-        if self._peers is None or not 0 < len(part) * peer_sums.row_words(part) <= peer_words.SHORT_WORDS:
+        if not 0 < len(part) * peer_sums.row_words(part) <= peer_words.SHORT_WORDS:
             self.add_sum(residual, part, bias)
         else:
             self._postponed = _Sum(residual, part, bias)
@@ -143,7 +144,7 @@ class GpuCollectives(Collectives):
         ranks = self.grid.tensor
         inboxes = self._shared(_ROW, peer_words.inbox_bytes(ranks))
         parcels = self._shared(_ROW, peer_words.parcel_bytes(ranks, words))
-        return Peers(self.tensor, self._sent_once(inboxes), self._sent_once(parcels), words, self._counts())
+        return Peers(self.tensor, self._on_device(inboxes), self._on_device(parcels), words, self._counts())
 
     def _open_links(self, words: int) -> tuple[Link | None, Link | None]:
         """The ways from the stage before and to the next one; None at the ends."""
@@ -164,7 +165,7 @@ class GpuCollectives(Collectives):
             for rank, handle in enumerate(handles)
         ]
 
-    def _sent_once(self, addresses: list[int]) -> Tensor:
+    def _on_device(self, addresses: list[int]) -> Tensor:
         return torch.tensor(addresses, dtype=torch.int64, device=self._device)
 
     def _counts(self) -> Tensor:
@@ -180,5 +181,5 @@ class UnconnectedCollectives(GpuCollectives):
     def __init__(self, grid: Grid, words: PeerWords, device: torch.device) -> None:
         """Of the grid's first rank."""
         self.grid, self.tensor, self._device, self._postponed, self._normed = grid, 0, device, None, None
-        addresses = self._sent_once([0] * grid.tensor)
+        addresses = self._on_device([0] * grid.tensor)
         self._peers = Peers(0, addresses, addresses, words.sums, self._counts())

@@ -38,12 +38,12 @@ class TritonOps:
         """x @ weight.T + bias."""
         return linear.linear(x, weight, bias)
 
-    def norm_matmul(self, x: Tensor, norm: Norm, weight: DeviceWeight, bias: Tensor | None = None, /) -> Tensor:
-        """norm(x) @ weight.T + bias."""
+    def norm_matmul(self, x: Tensor, norm: Norm | None, weight: DeviceWeight, bias: Tensor | None = None, /) -> Tensor:
+        """norm(x) @ weight.T + bias; without a norm x is normalized already, here and in what follows."""
         return linear.linear(x, weight, bias, norm=norm)
 
     def norm_activate(
-        self, x: Tensor, norm: Norm, activation: Activation, weight: DeviceWeight, bias: Tensor | None = None, /
+        self, x: Tensor, norm: Norm | None, activation: Activation, weight: DeviceWeight, bias: Tensor | None = None, /
     ) -> Tensor:
         """activation(norm(x) @ weight.T + bias), [T, n]; or [T, 2n], which the product of `add_matmul` gates itself."""
         if activation is Activation.GATED_SILU and bias is None:
@@ -86,7 +86,7 @@ class TritonOps:
     def norm_qkv(
         self,
         x: Tensor,
-        norm: Norm,
+        norm: Norm | None,
         weight: DeviceWeight,
         bias: Tensor | None,
         rope: RopeTables,
@@ -110,12 +110,12 @@ class InvariantTritonOps(TritonOps):
         """x @ weight.T + bias."""
         return linear.invariant(x, weight, bias)
 
-    def norm_matmul(self, x: Tensor, norm: Norm, weight: DeviceWeight, bias: Tensor | None = None, /) -> Tensor:
+    def norm_matmul(self, x: Tensor, norm: Norm | None, weight: DeviceWeight, bias: Tensor | None = None, /) -> Tensor:
         """norm(x) @ weight.T + bias."""
-        return linear.invariant(self.normalize(x, norm), weight, bias)
+        return linear.invariant(x if norm is None else self.normalize(x, norm), weight, bias)
 
     def norm_activate(
-        self, x: Tensor, norm: Norm, activation: Activation, weight: DeviceWeight, bias: Tensor | None = None, /
+        self, x: Tensor, norm: Norm | None, activation: Activation, weight: DeviceWeight, bias: Tensor | None = None, /
     ) -> Tensor:
         """activation(norm(x) @ weight.T + bias), [T, n]."""
         return activate(self.norm_matmul(x, norm, weight, bias), activation)

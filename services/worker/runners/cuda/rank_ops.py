@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels import linear
-from kernels.activation import activate
 from kernels.linear import DeviceWeight
 from kernels.operands import Activation, Norm
 from services.worker.models.ops import RopeTables
@@ -50,26 +48,20 @@ class TritonRankOps(SummedOps):
         normed = self._others.normalized(x, norm)
         return TritonOps.normalize(x, norm) if normed is None else normed
 
-    def norm_matmul(self, x: Tensor, norm: Norm, weight: DeviceWeight, bias: Tensor | None = None, /) -> Tensor:
+    def norm_matmul(self, x: Tensor, norm: Norm | None, weight: DeviceWeight, bias: Tensor | None = None, /) -> Tensor:
         """norm(x) @ weight.T + bias."""
-        normed = self._others.normalized(x, norm)
-        return super().norm_matmul(x, norm, weight, bias) if normed is None else linear.linear(normed, weight, bias)
+        return super().norm_matmul(*self._normed(x, norm), weight, bias)
 
     def norm_activate(
-        self, x: Tensor, norm: Norm, activation: Activation, weight: DeviceWeight, bias: Tensor | None = None, /
+        self, x: Tensor, norm: Norm | None, activation: Activation, weight: DeviceWeight, bias: Tensor | None = None, /
     ) -> Tensor:
         """activation(norm(x) @ weight.T + bias), in the form that `add_matmul` takes."""
-        normed = self._others.normalized(x, norm)
-        if normed is None:
-            return super().norm_activate(x, norm, activation, weight, bias)
-        if activation is Activation.GATED_SILU and bias is None:
-            return linear.gate(normed, weight, None)
-        return activate(linear.linear(normed, weight, bias), activation)
+        return super().norm_activate(*self._normed(x, norm), activation, weight, bias)
 
     def norm_qkv(
         self,
         x: Tensor,
-        norm: Norm,
+        norm: Norm | None,
         weight: DeviceWeight,
         bias: Tensor | None,
         rope: RopeTables,
@@ -79,14 +71,12 @@ class TritonRankOps(SummedOps):
         /,
     ) -> Tensor | None:
         """For few rows the product, the rotation and the write are one kernel."""
-        normed = self._others.normalized(x, norm)
-        if normed is None:
-            return super().norm_qkv(x, norm, weight, bias, rope, kv, slot_mapping, heads)
-        if rope.positions is None:
-            return None
-        return linear.rotated_qkv(
-            normed, weight, bias, None, rope.cos, rope.sin, rope.positions, kv, slot_mapping, heads
-        )  # fmt: skip
+        return super().norm_qkv(*self._normed(x, norm), weight, bias, rope, kv, slot_mapping, heads)
+
+    def _normed(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, Norm | None]:
+        """The norm of x and no norm, if the kernel of a sum takes it; else both as they are."""
+        normed = None if norm is None else self._others.normalized(x, norm)
+        return (x, norm) if normed is None else (normed, None)
 
 
 class InvariantTritonRankOps(SummedOps, InvariantTritonOps):

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kernels import peer_memory
-from kernels.peer_memory import PeerMemoryError
+from kernels.peers import memory as peer_memory
+from kernels.peers.memory import PeerMemoryError
 from services.worker.kvcache.shared_memory import CannotShare
 from services.worker.runners.cuda.sharing.staging import StagedPage, StagedPages, warm_up
 

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.dependent_launch import launch_options, wait
-from kernels.peer_words import WORD, await_count, end_exchange, next_exchange, post_count
+from kernels.peers.words import WORD, await_count, end_exchange, next_exchange, post_count
 
 _BLOCK = 2048
 

@@ -1,7 +1,7 @@
 """Sums and gathered columns of tensor ranks over peer memory, each in one kernel. Knows words and ranks, no model.
 
-Each rank writes its numbers into all other ranks' memory and adds what arrives in its own (`kernels.peer_words`). A sum
-is added up in the order of the ranks, in float32, so it has the same bits on all ranks.
+Each rank writes its numbers into all other ranks' memory and adds what arrives in its own (`kernels.peers.words`). A
+sum is added up in the order of the ranks, in float32, so it has the same bits on all ranks.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels.dependent_launch import launch_options, wait
 from kernels.operands import Norm, NormKind
-from kernels.peer_words import (
+from kernels.peers.words import (
     LONG_BLOCK,
     SHORT,
     SHORT_WORDS,
