@@ -111,22 +111,22 @@ def test_blocks_beyond_the_other_pool_are_refused(library: Driver, places: list[
 
 
 def damaged(**changes: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    return lambda told: {**told, **changes}
+    return lambda described: {**described, **changes}
 
 
 @pytest.mark.parametrize(
     "damage",
     [
         damaged(kind="another"), damaged(page=[16, 2, 2, 32]), damaged(layers=[[0, 0]]), damaged(handles=["xyz"]),
-        damaged(handles=["00"] * 3), damaged(layers=[[0, 0], [1, 0], [3, 0]]), damaged(blocks=None), lambda told: {},
+        damaged(handles=["00"] * 3), damaged(layers=[[0, 0], [1, 0], [3, 0]]), damaged(blocks=None), lambda described: {},
     ],
 )  # fmt: skip
 def test_descriptions_of_other_memory_are_refused(
     library: Driver, damage: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> None:
-    told = json.loads(SharedGpuPool(pool_of()).describe())
+    described = json.loads(SharedGpuPool(pool_of()).describe())
     with pytest.raises(CannotShare):
-        SharedGpuPool(pool_of()).map(json.dumps(damage(told)).encode())
+        SharedGpuPool(pool_of()).map(json.dumps(damage(described)).encode())
     with pytest.raises(CannotShare):
         SharedGpuPool(pool_of()).map(b"\xff no description")
     assert not library.open

@@ -55,12 +55,12 @@ class SharedGpuPool:
     def map(self, description: bytes) -> "MappedGpuPool":
         """Map another process's pool of the same layout. Raises CannotShare."""
         try:
-            told = json.loads(description)
-            if told["kind"] != _KIND or told["page"] != list(self._pool.layers[0][0].shape):
+            described = json.loads(description)
+            if described["kind"] != _KIND or described["page"] != list(self._pool.layers[0][0].shape):
                 raise CannotShare("the other worker's memory has another form")
-            handles = [bytes.fromhex(handle) for handle in told["handles"]]
-            layers = [(int(place), int(offset)) for place, offset in told["layers"]]
-            blocks, gpu = int(told["blocks"]), str(told["gpu"])
+            handles = [bytes.fromhex(handle) for handle in described["handles"]]
+            layers = [(int(place), int(offset)) for place, offset in described["layers"]]
+            blocks, gpu = int(described["blocks"]), str(described["gpu"])
         except (ValueError, KeyError, TypeError) as error:
             raise CannotShare("the description of the other worker's memory cannot be read") from error
         if len(layers) != len(self._pool.layers) or any(not 0 <= place < len(handles) for place, _ in layers):
