@@ -118,7 +118,7 @@ def damaged(**changes: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
     "damage",
     [
         damaged(kind="another"), damaged(page=[16, 2, 2, 32]), damaged(layers=[[0, 0]]), damaged(handles=["xyz"]),
-        damaged(handles=["00"] * 3), damaged(layers=[[0, 0], [1, 0], [3, 0]]), damaged(blocks=None), lambda described: {},
+        damaged(handles=["00"] * 3), damaged(layers=[[0, 0], [1, 0], [3, 0]]), damaged(blocks=None), lambda _: {},
     ],
 )  # fmt: skip
 def test_descriptions_of_other_memory_are_refused(
