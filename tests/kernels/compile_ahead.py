@@ -3,6 +3,7 @@
 Run as a program: `python -m tests.kernels.compile_ahead 90 bfloat16`. It prints a line for each kernel with its use of
 shared memory. For one capability and type, WHOLE, it compiles every served configuration; for others those calls alone
 that are named in EVERYWHERE: what a capability lacks is an instruction for some type, or shared memory.
+Kernels whose content did not change are remembered (`compile_record.py`); `--fresh` compiles and records everything.
 """
 
 import gc
@@ -51,6 +52,7 @@ from kernels.peers.stages import Link
 from kernels.peers.words import Peers
 from kernels.sampling import token_mask, top_logprobs
 from kernels.sampling.slot_settings import slot_settings
+from tests.kernels.compile_record import Compiled, CompileRecord
 
 
 class Recorder:
@@ -142,7 +144,7 @@ def recorded(call: Callable[[], object]) -> list[tuple[Any, dict[str, Any]]]:
     return launches
 
 
-def compile_launch(kernel: Any, arguments: dict[str, Any], capability: int) -> Any:
+def compile_launch(record: CompileRecord, kernel: Any, arguments: dict[str, Any], capability: int) -> Compiled:
     """Compiles one launch for one capability, with the specialization of its arguments."""
     constants: dict[tuple[int, ...], Any] = {}
     signature: dict[str, str] = {}
@@ -167,7 +169,7 @@ def compile_launch(kernel: Any, arguments: dict[str, Any], capability: int) -> A
     if capability >= 90:
         options["launch_pdl"] = True
     source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constants, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return record.compile(source, GPUTarget("cuda", capability, 32), options)
 
 
 def kinds(launches: list[Launch]) -> set[tuple[str, frozenset[torch.dtype]]]:
@@ -477,7 +479,7 @@ def attend(
     attention.attention(qkv[:, :heads], pool, plan, scores, scales)
 
 
-def compile_prefill_hopper(dim: int, windowed: bool, stored: torch.dtype) -> Any:
+def compile_prefill_hopper(record: CompileRecord, dim: int, windowed: bool, stored: torch.dtype) -> Compiled:
     """Compiles the attention of prompts, for capability 9.0 only."""
     from kernels.attention import prefill_hopper
 
@@ -492,10 +494,12 @@ def compile_prefill_hopper(dim: int, windowed: bool, stored: torch.dtype) -> Any
     kind = mangle_type(torch.empty(0, dtype=stored))[1:]
     kinds["pool"] = f"tensordesc<{kind}{prefill_hopper.box(stored, dim)},{prefill_hopper.layout(stored, dim)!r}>"
     kinds |= {"scale": "fp32", "head_scales": "*fp32"}
-    return compile_gluon(prefill_hopper.prefill_hopper_kernel, fixed, kinds, {"num_warps": 4})
+    return compile_gluon(record, prefill_hopper.prefill_hopper_kernel, fixed, kinds, {"num_warps": 4})
 
 
-def compile_decode(dim: int, stored: torch.dtype, shape: attention.DecodePrograms, share: int = 4) -> Any:
+def compile_decode(
+    record: CompileRecord, dim: int, stored: torch.dtype, shape: attention.DecodePrograms, share: int
+) -> Compiled:
     """Compiles the attention of few decoding rows, for capability 9.0 only. share: query heads per key/value head."""
     from kernels.attention import decode_hopper
 
@@ -508,11 +512,13 @@ def compile_decode(dim: int, stored: torch.dtype, shape: attention.DecodeProgram
     kinds = dict.fromkeys(("q", "out"), "*bf16") | dict.fromkeys(("tables", "records", "arrived"), "*i32")
     kinds |= {"kv": mangle_type(torch.empty(0, dtype=stored)), "parts": "*fp32", "head_scales": "*fp32"}
     return compile_gluon(
-        decode_hopper.decode_hopper_kernel, fixed, kinds | {"scale": "fp32"}, {"num_warps": shape.warps}
+        record, decode_hopper.decode_hopper_kernel, fixed, kinds | {"scale": "fp32"}, {"num_warps": shape.warps}
     )
 
 
-def compile_gluon(kernel: Any, fixed: dict[str, Any], kinds: dict[str, str], options: dict[str, Any]) -> Any:
+def compile_gluon(
+    record: CompileRecord, kernel: Any, fixed: dict[str, Any], kinds: dict[str, str], options: dict[str, Any]
+) -> Compiled:
     """Compiles a Gluon kernel, for capability 9.0 only. kinds: types of arguments that are not `fixed` nor int32."""
     from triton.experimental.gluon._runtime import GluonASTSource
 
@@ -521,10 +527,10 @@ def compile_gluon(kernel: Any, fixed: dict[str, Any], kinds: dict[str, str], opt
     constants = {(place,): fixed[name] for place, name in enumerate(names) if name in fixed}
     aligned = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(names) if signature[name][0] == "*"}
     source = GluonASTSource(kernel, signature, constants, aligned)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return record.compile(source, GPUTarget("cuda", 90, 32), options)
 
 
-def compile_packed_hopper() -> Iterator[tuple[str, Any]]:
+def compile_packed_hopper(record: CompileRecord) -> Iterator[tuple[str, Compiled]]:
     """Products with packed weights, in shapes that are served."""
     from kernels.linear import packed_hopper
     from kernels.linear.gluon_common import NO_POOL
@@ -559,7 +565,7 @@ def compile_packed_hopper() -> Iterator[tuple[str, Any]]:
             pool = {"cos": angles, "sin": angles, "positions": index(rows), "kv": kv_pool, "slot_mapping": index(rows)}
             pool |= {"H": 4, "G": 1}
         _, given = packed_hopper.launch(x, laid, None, residual, gated, out, shape, scales, 132, pool)
-        yield f"{name} {rows}", compile_given(packed_hopper_kernel, given)
+        yield f"{name} {rows}", compile_given(record, packed_hopper_kernel, given)
 
 
 RowWeight = quantized_weights.Int4Weight | quantized_weights.Int8Weight | quantized_weights.Fp8Weight
@@ -593,7 +599,7 @@ def row_cases() -> Iterator[tuple[str, RowWeight, bool, bool]]:
     yield "int8 groups", quantized_weights.Int8Weight(octets, torch.ones(768, 16)), False, False
 
 
-def compile_packed_gemv() -> Iterator[tuple[str, Any]]:
+def compile_packed_gemv(record: CompileRecord) -> Iterator[tuple[str, Compiled]]:
     """Products of one row, in shapes that are served."""
     from kernels.linear import packed_gemv
     from kernels.linear.gluon_common import NO_POOL, pool_arguments
@@ -609,15 +615,15 @@ def compile_packed_gemv() -> Iterator[tuple[str, Any]]:
         pool = pool_arguments(angles, angles, index(1), kv_pool, index(1), n // 128 - 2) if rotated else NO_POOL
         added = None if gated or rotated else out
         _, given = packed_gemv.launch(x, laid, None, added, gated, out, shape, 132, pool)
-        compiled = compile_given(packed_gemv_kernel, given)
+        compiled = compile_given(record, packed_gemv_kernel, given)
         products = 8 * shape.chunks // packed_gemv.WARPS
-        assert compiled.asm["ptx"].count("mma.sync") == products, "each warp multiplies a chunk at a time"
+        assert compiled.mma_sync == products, "each warp multiplies a chunk at a time"
         # A multiprocessor reserves 1 KiB for each of its programs.
-        assert shape.per_sm * (compiled.metadata.shared + 1024) <= MOST_SHARED[90] + 1024, f"{name}: too few fit"
+        assert shape.per_sm * (compiled.shared + 1024) <= MOST_SHARED[90] + 1024, f"{name}: too few fit"
         yield name, compiled
 
 
-def compile_packed_prefill() -> Iterator[tuple[str, Any]]:
+def compile_packed_prefill(record: CompileRecord) -> Iterator[tuple[str, Compiled]]:
     """Products of many rows with weights of four bits, in shapes that are served."""
     from kernels.linear import packed_prefill
     from kernels.linear.packed_prefill_kernel import packed_prefill_kernel
@@ -636,13 +642,13 @@ def compile_packed_prefill() -> Iterator[tuple[str, Any]]:
         x, out = (torch.zeros(rows, width, dtype=torch.bfloat16) for width in (1024, 256 if gated else 512))
         added = None if gated else out
         _, given = packed_prefill.launch(x, packed.pack_weight(weight), None, added, gated, out, shape, 132)
-        compiled = compile_given(packed_prefill_kernel, given)
+        compiled = compile_given(record, packed_prefill_kernel, given)
         products = 2 * 8 * (2 if shape.tail else 1)
-        assert compiled.asm["ptx"].count("wgmma.mma_async") == products, "products of both warpgroups, each but once"
+        assert compiled.wgmma == products, "products of both warpgroups, each but once"
         yield f"int4 {name} {rows}", compiled
 
 
-def compile_given(kernel: Any, given: dict[str, Any]) -> Any:
+def compile_given(record: CompileRecord, kernel: Any, given: dict[str, Any]) -> Compiled:
     """Compiles a Gluon kernel for the arguments of one launch."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -660,10 +666,10 @@ def compile_given(kernel: Any, given: dict[str, Any]) -> Any:
         for place, value in given.items()
         if place in constant or value is None or (isinstance(value, int) and value == 1 and place not in free)
     }
-    return compile_gluon(kernel, fixed, kinds, options)
+    return compile_gluon(record, kernel, fixed, kinds, options)
 
 
-def compile_all(capability: int, dtype: torch.dtype) -> list[str]:
+def compile_all(record: CompileRecord, capability: int, dtype: torch.dtype) -> list[str]:
     """One line for each kernel: its name and shared memory."""
     lines = []
     dependent = {"PDL": capability >= 90, "ASM": True}
@@ -678,10 +684,9 @@ def compile_all(capability: int, dtype: torch.dtype) -> list[str]:
         assert kinds(chosen) == kinds(launches), kinds(launches) - kinds(chosen)
         launches = chosen
     for name, kernel, arguments in launches:
-        compiled = compile_launch(kernel, arguments | dependent, capability)
-        assert compiled.asm["cubin"]
-        assert compiled.metadata.shared <= MOST_SHARED[capability], f"{name}: {kernel.__name__}"
-        lines.append(f"{name}: {kernel.__name__} shared {compiled.metadata.shared}")
+        compiled = compile_launch(record, kernel, arguments | dependent, capability)
+        assert compiled.shared <= MOST_SHARED[capability], f"{name}: {kernel.__name__}"
+        lines.append(f"{name}: {kernel.__name__} shared {compiled.shared}")
     if (capability, dtype) == WHOLE:
         cases = (
             (64, False, dtype),
@@ -691,9 +696,9 @@ def compile_all(capability: int, dtype: torch.dtype) -> list[str]:
             (128, False, kv_pages.FP8),
         )
         for dim, windowed, stored in cases:
-            compiled = compile_prefill_hopper(dim, windowed, stored)
-            assert compiled.metadata.shared <= MOST_SHARED[capability]
-            lines.append(f"attention {dim} {stored}: prefill_hopper_kernel shared {compiled.metadata.shared}")
+            compiled = compile_prefill_hopper(record, dim, windowed, stored)
+            assert compiled.shared <= MOST_SHARED[capability]
+            lines.append(f"attention {dim} {stored}: prefill_hopper_kernel shared {compiled.shared}")
         decode = [
             (64, dtype, attention.HOPPER_DECODE[1], 4),
             *((128, dtype, attention.HOPPER_DECODE[rows], 4) for rows in (1, 16)),
@@ -704,21 +709,25 @@ def compile_all(capability: int, dtype: torch.dtype) -> list[str]:
             (128, dtype, attention.HOPPER_DECODE[1], 7),
         ]
         for dim, stored, programs, share in decode:
-            compiled = compile_decode(dim, stored, programs, share)
-            assert compiled.metadata.shared <= MOST_SHARED[capability]
-            lines.append(f"attention {dim} {stored} {share}: decode_hopper_kernel shared {compiled.metadata.shared}")
-        for name, compiled in compile_packed_hopper():
-            assert compiled.metadata.shared <= MOST_SHARED[capability], name
-            lines.append(f"{name}: packed_hopper_kernel shared {compiled.metadata.shared}")
-        for name, compiled in compile_packed_gemv():
-            lines.append(f"{name}: packed_gemv_kernel shared {compiled.metadata.shared}")
-        for name, compiled in compile_packed_prefill():
-            assert compiled.metadata.shared <= MOST_SHARED[capability], name
-            lines.append(f"{name}: packed_prefill_kernel shared {compiled.metadata.shared}")
+            compiled = compile_decode(record, dim, stored, programs, share)
+            assert compiled.shared <= MOST_SHARED[capability]
+            lines.append(f"attention {dim} {stored} {share}: decode_hopper_kernel shared {compiled.shared}")
+        for name, compiled in compile_packed_hopper(record):
+            assert compiled.shared <= MOST_SHARED[capability], name
+            lines.append(f"{name}: packed_hopper_kernel shared {compiled.shared}")
+        for name, compiled in compile_packed_gemv(record):
+            lines.append(f"{name}: packed_gemv_kernel shared {compiled.shared}")
+        for name, compiled in compile_packed_prefill(record):
+            assert compiled.shared <= MOST_SHARED[capability], name
+            lines.append(f"{name}: packed_prefill_kernel shared {compiled.shared}")
     return lines
 
 
 if __name__ == "__main__":
     gc.disable()  # A fifth of the time, as compilers make many objects that live on.
-    for kind in [getattr(torch, name) for name in sys.argv[2:]] or (torch.bfloat16, torch.float16, torch.float32):
-        print(kind, *compile_all(int(sys.argv[1]), kind), sep="\n  ")
+    capability, kind, *fresh = sys.argv[1:]
+    record = CompileRecord(f"sm_{capability}-{kind}", fresh == ["--fresh"])
+    print(*compile_all(record, int(capability), getattr(torch, kind)), sep="\n")
+    print(f"{len(record.used)} kernels, {record.compiled} compiled, the others remembered")
+    if record.fresh:
+        record.write()
