@@ -60,5 +60,4 @@ def peft_answers(
 
         model = PeftModel.from_pretrained(model, adapter)
     model.eval()
-    made = [greedy(model, prompt, tokens) for prompt in prompts]
-    return [(each.tokens, each.logprobs) for each in made]
+    return [(each.tokens, each.logprobs) for each in greedy(model, list(prompts), tokens)]

@@ -31,6 +31,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 DEMO = Path(__file__).parents[1] / "models" / "weft-story-11m"
+SMALL_DEMO = DEMO.with_name("weft-story-2m")
 Damage = Callable[[Path], object]
 """What is done to a folder before it is read."""
 VOCAB = 320
@@ -180,7 +181,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
     @cache
     def folder(name: str) -> Path:
-        return DEMO if name == "demo" else make_checkpoint(tmp_path_factory.mktemp(name), name)
+        return SMALL_DEMO if name == "demo" else make_checkpoint(tmp_path_factory.mktemp(name), name)
 
     return folder
 

@@ -33,7 +33,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("prompt", PROMPTS)
 async def test_every_door_gives_the_same_tokens(mesh: Mesh, prompt: str, sampling: str) -> None:
     request = api.GenerateRequest(
-        model="weft-story-11m",
+        model="weft-story-2m",
         prompt=PROMPTS[prompt],
         sampling=api.Sampling(max_tokens=16, **SAMPLINGS[sampling]),
         n=2,

@@ -18,7 +18,7 @@ from tests.mesh.harness import Mesh, ask, generate
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 STORY = "Once upon a time there was a fox who lived in a dark wood near the old mill"
-MODEL = "weft-story-11m"
+MODEL = "weft-story-2m"
 TOKENS = 20
 CASES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},

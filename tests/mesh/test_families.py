@@ -43,15 +43,14 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture(scope="module")
-def expected(folder: Path) -> Callable[[list[int]], Expected]:
-    """A function from a prompt to the greedy answer of transformers with its log-probabilities."""
+def expected(folder: Path) -> Callable[[list[list[int]]], list[Expected]]:
+    """A function from prompts to the greedy answers of transformers with their log-probabilities."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
 
-    def answer(prompt: list[int]) -> Expected:
-        made = greedy(model, prompt, TOKENS)
-        return made.tokens, made.logprobs
+    def answers(prompts: list[list[int]]) -> list[Expected]:
+        return [(made.tokens, made.logprobs) for made in greedy(model, prompts, TOKENS)]
 
-    return answer
+    return answers
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -76,10 +75,12 @@ def assert_equal(answer: Answer, expected: Expected) -> None:
     assert max(abs(mine - its) for mine, its in zip(answer.logprobs[0], logprobs, strict=True)) <= TOLERANCE
 
 
-async def test_answers_are_those_of_transformers(mesh: Mesh, expected: Callable[[list[int]], Expected]) -> None:
+async def test_answers_are_those_of_transformers(
+    mesh: Mesh, expected: Callable[[list[list[int]]], list[Expected]]
+) -> None:
     stub = mesh.stub()
     requests = [ask(prompt, max_tokens=TOKENS, ignore_eos=True, logprobs=0) for prompt in PROMPTS]
-    wanted = [expected(prompt) for prompt in PROMPTS]
+    wanted = expected(PROMPTS)
     for request, want in zip(requests, wanted, strict=True):
         assert_equal(await generate(stub, request), want)
     together = await asyncio.gather(*(generate(stub, request) for request in requests))
@@ -89,13 +90,13 @@ async def test_answers_are_those_of_transformers(mesh: Mesh, expected: Callable[
 
 
 async def test_text_is_tokenized_as_transformers_does(
-    mesh: Mesh, folder: Path, expected: Callable[[list[int]], Expected]
+    mesh: Mesh, folder: Path, expected: Callable[[list[list[int]]], list[Expected]]
 ) -> None:
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     text = "the weft is woven through the warp"
     ids = tokenizer(text).input_ids
     answer = await generate(mesh.stub(), ask(text, max_tokens=TOKENS, ignore_eos=True, logprobs=0))
-    want = expected(ids)
+    (want,) = expected([ids])
     assert_equal(answer, want)
     assert answer.receipt.prompt_tokens == len(ids)
     pieces = folder / "tokenizer.model"

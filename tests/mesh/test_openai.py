@@ -26,7 +26,7 @@ FINISH: dict[str | None, "api.FinishReason.ValueType"] = {
     "content_filter": api.FINISH_REASON_ERROR,
 }
 STORY = "Once upon a time there was a fox who lived in a dark wood near the old mill"
-MODEL = "weft-story-11m"
+MODEL = "weft-story-2m"
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "seed": 7, "top_p": 0.95, "frequency_penalty": 0.5}
 EXTENDED: dict[str, Any] = {"top_k": 40, "min_p": 0.01, "repetition_penalty": 1.1, "ignore_eos": True, "min_tokens": 5}
 

@@ -8,7 +8,6 @@ import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ import redis.asyncio as redis
 
 from protos import inference_pb2 as api
 from tests.cache.slow_proxy import SlowProxy
+from tests.checkpoints import DEMO
 from tests.mesh.harness import Answer, Mesh, Process, Stub, ask, generate
 from tests.ports import free_port
 from tests.redis_server import RedisServer
@@ -104,11 +104,11 @@ async def until(true: Callable[[], Awaitable[bool]]) -> None:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stage(tmp_path_factory: pytest.TempPathFactory, model: Path) -> AsyncIterator[Stage]:
+async def stage(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stage]:
     """The mesh after the first worker: all tales are in Redis, and no worker runs."""
     folder = tmp_path_factory.mktemp("prefixes")
     with RedisServer(folder / "redis", 512 << 20) as server:
-        mesh = Mesh(folder, model, workers=0, redis_url=server.url)
+        mesh = Mesh(folder, DEMO, workers=0, redis_url=server.url)
         assert mesh.cache is not None
         metrics_port = free_port()
         mesh.cache.env["WEFT_METRICS_PORT"] = str(metrics_port)

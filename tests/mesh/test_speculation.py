@@ -11,7 +11,7 @@ import pytest_asyncio
 from grpc import StatusCode, aio
 
 from protos import inference_pb2 as api
-from tests.mesh.harness import Answer, Mesh, Stub, ask, generate
+from tests.mesh.harness import Answer, Mesh, Stub, ask, cached, generate
 from tests.ports import free_port
 from tests.redis_server import RedisServer
 from tests.telemetry.scraping import scrape
@@ -108,9 +108,7 @@ async def test_results_are_shared_whoever_guessed(stub: Stub) -> None:
     for each in requests:
         each.cache = api.CACHE_POLICY_READ_WRITE
     first = await generate(stub, requests[0])
-    await asyncio.sleep(0.2)  # The gateway stores results in the background.
-    second = await generate(stub, requests[1])
-    assert second.receipt.result_hit
+    second = await cached(stub, requests[1])
     assert second.ids == first.ids
     assert second.receipt.drafted_tokens == 0
     joint = [request(22, None), request(22, 0)]

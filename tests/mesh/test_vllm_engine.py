@@ -141,7 +141,7 @@ async def test_the_worker_describes_itself_and_its_model(mesh: Mesh) -> None:
     client = engine(mesh)
     assert (await client.HealthCheck(vllm.HealthCheckRequest())).healthy
     info = await client.GetModelInfo(vllm.GetModelInfoRequest())
-    assert (info.served_model_name, info.max_context_length) == ("weft-story-11m", 2048)
+    assert (info.served_model_name, info.max_context_length) == ("weft-story-2m", 2048)
     server = await client.GetServerInfo(vllm.GetServerInfoRequest())
     assert (server.server_type, server.data_parallel_size) == ("weft", 1)
     load = (await client.GetLoads(vllm.GetLoadsRequest())).loads[0]

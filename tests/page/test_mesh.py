@@ -117,7 +117,7 @@ async def test_the_start_of_a_worker_is_shown(page: Page, tmp_path: Path) -> Non
         await expect(page.locator("#mesh .worker[data-phase=loading]")).to_be_visible(timeout=WAIT_MS)
         await expect(page.locator("#mesh .worker[data-phase=ready]")).to_be_visible(timeout=WAIT_MS)
         await page.click("#nav-playground")
-        await expect(page.locator("#log-empty-text")).to_contain_text("weft-story-11m", timeout=WAIT_MS)
+        await expect(page.locator("#log-empty-text")).to_contain_text("weft-story-2m", timeout=WAIT_MS)
 
 
 async def test_a_mesh_with_tenants_asks_for_a_key_and_shows_itself_to_operators(page: Page, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest_asyncio
 
 from services.security.certificates import Authority
 from services.security.identity import of_secret
+from tests.mesh.conftest import demo_model
 from tests.mesh.harness import Mesh
 from tests.ports import free_port
 from tests.redis_server import RedisServer
@@ -26,11 +27,6 @@ PATIENT = {
 }
 """Look-ups in the cache take part however busy the machine is."""
 TENANTS = f'[[tenant]]\nname = "acme"\nkeys = ["sha256:{hashlib.sha256(KEY.encode()).hexdigest()}"]\n'
-
-
-def demo_model() -> Path:
-    """The smaller of the two models that ship with the project."""
-    return Path(__file__).parents[2] / "models" / "weft-story-2m"
 
 
 class Files:

@@ -14,8 +14,9 @@ from pathlib import Path
 from grpc import aio
 
 from protos.inference_pb2_grpc import InferenceStub
+from tests.mesh.conftest import demo_model
 from tests.mesh.harness import Mesh, Stub, ask, generate
-from tests.security.conftest import PACED, demo_model
+from tests.security.conftest import PACED
 
 HOSTILE = 16
 GOOD = 4

@@ -12,8 +12,9 @@ import pytest
 
 from services.security.certificates import main, write_all
 from services.security.identity import IdentityError, load, named
+from tests.mesh.conftest import demo_model
 from tests.mesh.harness import ROOT, Mesh, ask, generate
-from tests.security.conftest import KEY, PACED, SECRET, Files, demo_model
+from tests.security.conftest import KEY, PACED, SECRET, Files
 from weft.launch.reach import Reach
 
 START_S = 60

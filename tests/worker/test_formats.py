@@ -27,7 +27,7 @@ from services.worker.loader.formats.registry import reader_of
 from services.worker.loader.quantized import expected_bytes
 from services.worker.loader.tensors import Checkpoint, open_checkpoint
 from services.worker.models.config import count_embeddings
-from tests.checkpoints import DEMO, VOCAB, Shape, make_checkpoint
+from tests.checkpoints import SMALL_DEMO, VOCAB, Shape, make_checkpoint
 from tests.quantized import WRITERS, Written, modules_of, write
 from tests.served import (
     GOLDEN,
@@ -74,8 +74,8 @@ LLM_COMPRESSOR: Mapping[str, str] = {
 
 def demo(folder: Path) -> Path:
     """The demo model in float32, for comparisons with dequantized twins."""
-    shutil.copytree(DEMO, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
-    save({name: tensor.float() for name, tensor in read(DEMO).items()}, folder)
+    shutil.copytree(SMALL_DEMO, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
+    save({name: tensor.float() for name, tensor in read(SMALL_DEMO).items()}, folder)
     return folder
 
 

@@ -33,13 +33,10 @@ def oracle(shape: str, checkpoint: Callable[[str], Path]) -> Oracle:
     model: Any = AutoModelForCausalLM.from_pretrained(
         checkpoint(shape), dtype=torch.float32, attn_implementation="eager"
     )
-    answers, margins = [], []
-    for prompt in PROMPTS:
-        made = greedy(model, prompt, TOKENS)
-        margins.append(made.margins)
-        answers.append((made.tokens, made.logprobs))
-    assert float(torch.cat(margins).median()) > 0.1, "the best tokens are too close to compare"
-    return answers
+    answers = greedy(model, PROMPTS, TOKENS)
+    margins = torch.cat([answer.margins for answer in answers])
+    assert float(margins.median()) > 0.1, "the best tokens are too close to compare"
+    return [(answer.tokens, answer.logprobs) for answer in answers]
 
 
 @pytest.fixture(scope="module")
