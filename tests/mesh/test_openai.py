@@ -155,7 +155,7 @@ async def test_stop_strings_biases_and_token_prompts(grpc: Stub, ai: openai.Asyn
         logit_bias={str(greedy.ids[0]): -100},
         extra_body={"return_token_ids": True},
     )
-    assert banned.choices[0].token_ids != greedy.ids[:1]  # type: ignore[attr-defined]
+    assert banned.choices[0].token_ids != greedy.ids[:1]
     tokens = await grpc.Tokenize(api.TokenizeRequest(prompt=api.Prompt(text=STORY)))
     by_ids = await ai.completions.create(model=MODEL, prompt=list(tokens.token_ids), max_tokens=16, temperature=0)
     assert by_ids.choices[0].text == greedy.text
