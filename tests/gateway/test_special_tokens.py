@@ -1,6 +1,7 @@
 """The text of special tokens in chat messages: ordinary tokens by default, control tokens where that is configured."""
 
 import copy
+import functools
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -97,12 +98,18 @@ def chat(messages: Sequence[tuple[str, str]]) -> api.Prompt:
     )
 
 
-def transformers_ids(tokenizer: Tokenizer, template: str, messages: Sequence[tuple[str, str]]) -> list[int]:
-    """What transformers' apply_chat_template gives."""
+@functools.cache
+def transformers_tokenizer(tokenizer: Tokenizer, template: str) -> Any:
+    """The same tokenizer, as transformers wraps it."""
     import transformers
 
     build: Any = transformers.PreTrainedTokenizerFast
-    theirs = build(tokenizer_object=copy.deepcopy(tokenizer), bos_token="<s>", eos_token="</s>", chat_template=template)
+    return build(tokenizer_object=copy.deepcopy(tokenizer), bos_token="<s>", eos_token="</s>", chat_template=template)
+
+
+def transformers_ids(tokenizer: Tokenizer, template: str, messages: Sequence[tuple[str, str]]) -> list[int]:
+    """What transformers' apply_chat_template gives."""
+    theirs = transformers_tokenizer(tokenizer, template)
     conversation = [{"role": role, "content": content} for role, content in messages]
     ids = theirs.apply_chat_template(conversation, tokenize=True, add_generation_prompt=True)["input_ids"]
     return list(ids)
@@ -160,6 +167,13 @@ def test_special_tokens_in_a_message_are_text(kind: str, template: str, attack: 
 PIECES = [*SPECIAL, *(token[:4] for token in SPECIAL), "<", "|>", "im_end|>", " ", "a"]
 
 
+@functools.cache
+def seamless_model() -> TextModel:
+    """Its template joins messages without anything between them."""
+    template = "{% for message in messages %}{{ message.content | trim }}{% endfor %}{{ '<|im_end|>' }}"
+    return text_model(TOKENIZERS["byte level"], template)
+
+
 @settings(deadline=None, max_examples=150)
 @given(
     st.lists(
@@ -168,9 +182,7 @@ PIECES = [*SPECIAL, *(token[:4] for token in SPECIAL), "<", "|>", "im_end|>", " 
 )
 def test_no_mixture_of_pieces_makes_a_special_token(pieces: list[str]) -> None:
     """Also not over the border of two messages that the template joins without anything between them."""
-    template = "{% for message in messages %}{{ message.content | trim }}{% endfor %}{{ '<|im_end|>' }}"
-    tokenizer, text = TOKENIZERS["byte level"], "".join(pieces)
-    model = text_model(tokenizer, template)
+    tokenizer, text, model = TOKENIZERS["byte level"], "".join(pieces), seamless_model()
     half = len(text) // 2
     for messages in ([("user", text)], [("user", text[:half]), ("user", text[half:])]):
         ids = model.encode(chat(messages))

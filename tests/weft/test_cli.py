@@ -479,10 +479,9 @@ async def test_the_second_demo_is_a_cache_hit(tmp_path: Path) -> None:
     patient = {"WEFT_GATEWAY_CACHE_BUDGET_S": "2"}  # a busy machine may exceed the default
     _, first = await run_weft("demo", home=tmp_path, **patient)
     code, second = await run_weft("demo", home=tmp_path, **patient)
-    _, other = await run_weft("demo", "--prompt", demo.PROMPT.replace("fox", "wolf"), home=tmp_path, **patient)
     assert code == 0
     assert first.startswith("redis: embedded ")
-    assert [fact(output, "result") for output in (first, second, other)] == ["miss", "hit", "miss"]
+    assert [fact(output, "result") for output in (first, second)] == ["miss", "hit"]
     assert (fact(second, "prefill tokens"), fact(second, "workers")) == ("0", "none")
     assert fact(first, "prefill tokens") != "0"
     story = first[first.index(demo.PROMPT) : first.index("\nhop ")]
@@ -501,7 +500,7 @@ async def start_weft(*arguments: str, home: Path, **settings: str) -> asyncio.su
         str(int(signal.SIGTERM)),
         *WEFT,
         *arguments,
-        env={"WEFT_HOME": str(home), "PATH": "/usr/bin:/bin", **settings},
+        env={"WEFT_HOME": str(home), "PATH": "/usr/bin:/bin", "WEFT_THREADS": "1", **settings},
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,

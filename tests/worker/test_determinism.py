@@ -43,7 +43,8 @@ def jobs(first_key: int = 0, emitted: Bits | None = None, kept: int = 0) -> list
 
 def crowd(size: int) -> list[Job]:
     return [
-        job(1000 + i, prompt_of(2 + 3 * i, seed=7), max_tokens=10 + i, temperature=0.7, seed=i) for i in range(size)
+        job(1000 + i, prompt_of(2 + 3 * i, seed=7), max_tokens=10 + i % 31, temperature=0.7, seed=i)
+        for i in range(size)
     ]
 
 
