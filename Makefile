@@ -86,7 +86,7 @@ bench-gpu: ## The whole mesh on this machine's GPU, over gRPC: GPU_PYTHON=python
 	@$(GPU_PYTHON) -m bench.mesh.gpu $(if $(FRESH),--fresh) $(if $(FORMATS),--formats $(FORMATS)) $(if $(MODELS),--models $(MODELS))
 
 .PHONY: bench-grids bench-peer-sums
-bench-grids: ## One model on grids of this machine's GPUs, the bare engine: GPU_PYTHON=python ARGS="--grids 1x1 2x1 --model 8b".
+bench-grids: ## One model on grids of this machine's GPUs, the bare engine: GPU_PYTHON=python ARGS="--grids 1x1 2x1 --model 8b" or "--grids 2x1 2x1e --model 30b-a3b".
 	@$(GPU_PYTHON) -m bench.engine.grids $(ARGS)
 
 bench-peer-sums: ## Sums over the ranks of two GPUs, beside NCCL: GPU_PYTHON=python.
@@ -158,7 +158,7 @@ soak: set-up ## A mesh under load with a fault every 30 s, every answer checked:
 	@$(BIN)/python -m tests.faults.soak $(if $(SECONDS),--seconds $(SECONDS)) $(if $(EVERY),--every $(EVERY))
 
 .PHONY: check-parallel
-check-parallel: set-up ## Grids of ranks on the CPU against one process: families, formats, lost ranks: ARGS="formats --only int4".
+check-parallel: set-up ## Grids of ranks on the CPU against one process: families, formats, whole experts, lost ranks: ARGS="formats --only int4".
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.parallel.check $(ARGS)
 
 bench-cpu: set-up ## The demo model through the door, beside transformers on the same processor.

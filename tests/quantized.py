@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from bitsandbytes.functional import dequantize_4bit
 from compressed_tensors.compressors import ModelCompressor
+from compressed_tensors.compressors.pack_quantized import pack_to_int32
 from compressed_tensors.quantization import (
     QuantizationArgs,
     QuantizationConfig,
@@ -26,6 +27,7 @@ from compressed_tensors.quantization.utils import calculate_qparams
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from kernels.quantized_weights import INT4_ZERO, Int4Weight, quantize_fp8, quantize_int4, quantize_int8
 from tests.checkpoints import make_checkpoint
 from tests.served import WIDE, read, save
 
@@ -43,12 +45,13 @@ class Written:
 
 
 def write(kind: str, plain: Path, folder: Path) -> Written:
-    """Quantizes the linear layers, without the head, of an unquantized checkpoint in float32."""
+    """Quantizes the linear layers, without the head, of an unquantized checkpoint in float32. kind: of WRITERS, or of
+    EXPERT_WRITERS, whose model may have experts."""
     quantized, twin = folder / kind, folder / f"{kind}-twin"
     for each in (quantized, twin):
         shutil.copytree(plain, each, ignore=shutil.ignore_patterns("*.safetensors*"))
     tensors = read(plain)
-    made, settings, numbers = WRITERS[kind](plain, tensors)
+    made, settings, numbers = (WRITERS[kind] if kind in WRITERS else EXPERT_WRITERS[kind])(plain, tensors)
     config = json.loads((plain / "config.json").read_text())
     (quantized / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
     replaced = {f"{module}.weight" for module in numbers}
@@ -163,6 +166,31 @@ def fp8_blocks(plain: Path, tensors: Tensors) -> Output:
     return made, settings, numbers
 
 
+# ---- mixtures of experts, by the definition of compressed-tensors: in memory transformers stacks their weights ----
+
+
+def rounded(layout: str, scheme: dict[str, Any], quantize: Callable[[Tensor], Any]) -> Callable[..., Output]:
+    """A writer of int8, fp8 or packed int4 weights as `kernels.quantized_weights` rounds them."""
+
+    def make(plain: Path, tensors: Tensors) -> Output:
+        made: Tensors = {}
+        numbers: Tensors = {}
+        for name in modules_of(tensors):
+            weight = quantize(tensors[f"{name}.weight"])
+            numbers[name] = weight.dequantize(torch.float32)
+            if isinstance(weight, Int4Weight):
+                steps = weight.unpack().to(torch.int8) - INT4_ZERO
+                made |= {f"{name}.weight_packed": pack_to_int32(steps, 4), f"{name}.weight_scale": weight.scale}
+                made[f"{name}.weight_shape"] = torch.tensor(weight.shape)
+            else:
+                made |= {f"{name}.weight": weight.values, f"{name}.weight_scale": weight.scale}
+        group = {"targets": ["Linear"], "weights": scheme, "input_activations": None}
+        settings = {"quant_method": "compressed-tensors", "format": layout, "config_groups": {"group_0": group}}
+        return made, {**settings, "ignore": ["lm_head", "re:.*mlp.gate$"]}, numbers
+
+    return make
+
+
 _INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
 _INT8 = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
 _FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
@@ -191,6 +219,12 @@ WRITERS: Mapping[str, Callable[..., Output]] = {
     "nf4": nf4(nested=False),
     "nf4-nested": nf4(nested=True),
     "nf4-stored-bf16": nf4(nested=True, storage=torch.bfloat16),
+}
+EXPERT_WRITERS: Mapping[str, Callable[..., Output]] = {
+    "experts-int8": rounded("int-quantized", _INT8, quantize_int8),
+    "experts-fp8": rounded("float-quantized", {**_FP8, "strategy": "channel"}, quantize_fp8),
+    "experts-fp8-blocks": fp8_blocks,
+    "experts-int4": rounded("pack-quantized", {**_INT4, "group_size": 128, "symmetric": True}, quantize_int4),
 }
 
 

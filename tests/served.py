@@ -26,6 +26,21 @@ GOLDEN = Path(__file__).parent / "golden"
 GOLDENS = ("awq", "gptq", "gptq-act-order", "gptq-asymmetric")
 # Some widths are multiples of the block size 128, some are not.
 WIDE = Shape("llama", {"hidden_size": 192, "intermediate_size": 320, "num_hidden_layers": 2, "initializer_range": 0.1})
+# Neither its experts nor their neurons divide by two ranks, and of the neurons there are too few for four.
+UNEVEN_EXPERTS = Shape("qwen3-moe", {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 3})
+# A group of 128 inputs is all of an expert's neurons: tensor ranks that share these would divide it.
+WIDE_EXPERTS = Shape(
+    "qwen3-moe",
+    {
+        "hidden_size": 128,
+        "head_dim": 128,
+        "num_hidden_layers": 2,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 128,
+        "initializer_range": 0.1,
+    },
+)
 # Of log-probabilities, at logits up to 40: INT4 on CPUs multiplies in bfloat16, W8A8 rounds its inputs.
 TOLERANCES = {"int4": 0.4, "w8a8": 0.6}
 EXACT = 2e-3

@@ -2,13 +2,15 @@
 
     python -m bench.engine.grids [--model 8b] [--quantize fp8] [--grids 1x1 2x1 1x2] [--cells "decode 1" ...]
                                  [--out bench/results]
+    python -m bench.engine.grids --model 30b-a3b --grids 1x1 2x1 2x1e 4x1 4x1e
 
-A grid is tensor ranks x pipeline stages. No network and no client take part. vLLM's figures by the same load are in
-`bench/peers/vllm.toml`.
+A grid is tensor ranks x pipeline stages; with an e behind them, tensor ranks have whole experts. No network and no
+client take part. vLLM's figures by the same load are in `bench/peers/vllm.toml`.
 """
 
 import argparse
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -25,7 +27,14 @@ from services.worker.build.choose import build_engine
 from services.worker.loader import presets
 from services.worker.options import EngineOptions
 
-MODELS = {"8b": "llama-3.1-8b", "1b": "llama-3.2-1b", "70b": "llama-3.1-70b"}
+MODELS = {
+    "8b": "llama-3.1-8b",
+    "1b": "llama-3.2-1b",
+    "70b": "llama-3.1-70b",
+    "30b-a3b": "qwen3-30b-a3b",
+    "8x7b": "mixtral-8x7b",
+}
+_GRID = r"[0-9]+x[0-9]+e?"
 _ROUNDS = 4
 
 
@@ -55,12 +64,13 @@ CELLS: dict[str, Callable[[Driver], Cell]] = {
 }
 
 
-def of_grid(model: str, quantize: str | None, tensor: int, pipeline: int, cells: list[str]) -> None:
+def of_grid(model: str, quantize: str | None, grid: str, cells: list[str]) -> None:
     """Measure one grid in this process; a line of JSON for each cell."""
+    tensor, pipeline = map(int, grid.removesuffix("e").split("x"))
     options = EngineOptions(
         engine="gpu", max_batch_size=256, step_tokens=8192, chunk_tokens=200, max_seq_length=8192,
         quantize=quantize, kv_dtype="fp8" if quantize == "fp8" else "auto", tensor_parallel=tensor,
-        pipeline_parallel=pipeline, dtype="bfloat16",
+        pipeline_parallel=pipeline, expert_parallel=grid.endswith("e"), dtype="bfloat16",
     )  # fmt: skip
     began = time.perf_counter()
     built = build_engine(presets.folder_of(MODELS[model]), options, lambda *_: None, compile_ahead=True)
@@ -100,10 +110,11 @@ def main() -> None:
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=Path("bench/results"))
     wanted = parser.parse_args()
+    if wrong := [grid for grid in wanted.grids if not re.fullmatch(_GRID, grid)]:
+        parser.error(f"--grids: {wrong[0]} is not tensor ranks x stages such as 2x1, or 2x1e for whole experts")
     cells = [name for name in CELLS if table.selected(name, wanted.cells)]
     if wanted.one:
-        tensor, pipeline = map(int, wanted.one.split("x"))
-        of_grid(wanted.model, wanted.quantize, tensor, pipeline, cells)
+        of_grid(wanted.model, wanted.quantize, wanted.one, cells)
         return
     machine.need_gpu()
     file = wanted.out / "grids.json"

@@ -2,7 +2,7 @@
 
 The rows of an expert are cut into tiles, as `kernels.moe.routing` has sorted them; which tile of which expert a program
 computes, it finds out on the device. Quantized weights are converted in registers, as in `kernels.linear.packed_gemm`;
-x is not rounded.
+x is not rounded. On a rank that has some experts of a layer, E is the number of these; other entries have no tile.
 
     T tokens    E experts    k experts that compute a token    entry t * k + i    N outputs    K inputs
     C chunks of 128 inputs
@@ -211,7 +211,7 @@ def multiply(x: Tensor, experts: ExpertStack, routes: Routes, *, divide: int, in
     """For each entry e of the routes, x[e // divide] times the weight of its expert: [entries, N] in x's dtype.
 
     x [entries / divide, K], contiguous; divide is k for rows of tokens and 1 for rows of entries. invariant: a row's
-    bits do not depend on the other rows or their number.
+    bits do not depend on the other rows or their number. Rows of experts that are not own are not written.
     """
     return _multiply(x, experts, routes, divide, _tile(x, experts, routes, invariant), "")[0]
 
@@ -232,15 +232,27 @@ def multiply_add(residual: Tensor, x: Tensor, experts: ExpertStack, routes: Rout
     tile = _tile(x, experts, routes, invariant)
     split = 1
     if isinstance(experts.weight, PackedWeight) and not invariant and tile.rows == FEW_PACKED.rows:
-        programs = _most_tiles(len(routes.order), experts.count, tile) * triton.cdiv(experts.outputs, tile.outputs)
+        programs = _most_tiles(_expected(routes), experts.count, tile) * triton.cdiv(experts.outputs, tile.outputs)
         while programs * split < _PROGRAMS and experts.weight.chunks // (2 * split) >= _LEAST_CHUNKS:
             split *= 2
-    add_weighted(residual, _multiply(x, experts, routes, 1, tile, "", split), routes.weights_Tk)
+    results = _multiply(x, experts, routes, 1, tile, "", split)
+    add_weighted(residual, results, routes.weights_Tk, partial=routes.own < routes.experts)
 
 
 def _tile(x: Tensor, experts: ExpertStack, routes: Routes, invariant: bool) -> Tile:
     packed = isinstance(experts.weight, PackedWeight)
-    return tile_for(len(routes.order), experts.count, x, packed, invariant)
+    return tile_for(_expected(routes), experts.count, x, packed, invariant)
+
+
+def _expected(routes: Routes) -> int:
+    """The entries of own experts, if each expert is as likely."""
+    return -(-len(routes.order) * routes.own // routes.experts)
+
+
+def _most(routes: Routes) -> int:
+    """The most entries that own experts can have: a token chooses an expert once."""
+    tokens, chosen = routes.weights_Tk.shape
+    return tokens * min(chosen, routes.own)
 
 
 def _most_tiles(entries: int, experts: int, tile: Tile) -> int:
@@ -256,6 +268,7 @@ def _multiply(
     outputs = experts.outputs // 2 if gate else experts.outputs
     assert tuple(x.shape) == (entries // divide, inputs), (x.shape, entries, divide, inputs)
     assert x.is_contiguous()
+    assert routes.own == experts.count, (routes.own, experts.count)
     out = torch.empty(split, entries, outputs, dtype=x.dtype if split == 1 else torch.float32, device=x.device)
     if not entries:
         return out
@@ -264,7 +277,7 @@ def _multiply(
         "BLOCK_M": tile.rows, "BLOCK_N": tile.outputs, "EVEN": inputs % tile.inputs == 0, "num_warps": tile.warps,
         "STAGES": tile.stages, **launch_options(x.device),
     }  # fmt: skip
-    grid = (_most_tiles(entries, experts.count, tile), triton.cdiv(outputs, tile.outputs), split)
+    grid = (_most_tiles(_most(routes), experts.count, tile), triton.cdiv(outputs, tile.outputs), split)
     weight = experts.weight
     if isinstance(weight, PackedWeight):
         packed_grouped_kernel[grid](
@@ -285,9 +298,10 @@ def add_weighted_kernel(
     results,  # [SPLIT, T * k, n]
     weights,  # float32 [T, k]
     n, size,  # T * k * n
-    CHOSEN: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    CHOSEN: tl.constexpr, SPLIT: tl.constexpr, PARTIAL: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program adds a part of a token's results, one entry after the other."""
+    """A program adds a part of a token's results, one entry after the other. PARTIAL: those of weight 0 are not read:
+    they were not written."""
     wait(PDL)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -296,16 +310,17 @@ def add_weighted_kernel(
     for index in tl.static_range(CHOSEN):
         entry = token * CHOSEN + index
         weight = tl.load(weights + entry)
+        known = inside & (tl.broadcast_to(weight, [BLOCK]) != 0) if PARTIAL else inside
         for split in tl.static_range(SPLIT):
-            total += weight * tl.load(results + split * size + entry * n + columns, mask=inside, other=0.0)
+            total += weight * tl.load(results + split * size + entry * n + columns, mask=known, other=0.0)
     target = residual + token * n + columns
     total += tl.load(target, mask=inside, other=0.0)
     tl.store(target, total.to(residual.dtype.element_ty), mask=inside)
 
 
-def add_weighted(residual: Tensor, results: Tensor, weights_Tk: Tensor) -> None:
+def add_weighted(residual: Tensor, results: Tensor, weights_Tk: Tensor, *, partial: bool = False) -> None:
     """residual [T, n] += the results [T * k, n] of each token's entries, weighted; the sum is kept in float32. Results
-    may come in parts of a sum, [S, T * k, n]."""
+    may come in parts of a sum, [S, T * k, n]. partial: results of weight 0 may be any numbers."""
     (tokens, n), chosen = residual.shape, weights_Tk.shape[1]
     assert residual.is_contiguous()
     assert results.is_contiguous()
@@ -313,5 +328,5 @@ def add_weighted(residual: Tensor, results: Tensor, weights_Tk: Tensor) -> None:
     if tokens:
         add_weighted_kernel[(tokens, triton.cdiv(n, block))](
             residual, results, weights_Tk, n, tokens * chosen * n, CHOSEN=chosen, BLOCK=block, num_warps=4,
-            SPLIT=results.numel() // (tokens * chosen * n), **launch_options(residual.device),
+            SPLIT=results.numel() // (tokens * chosen * n), PARTIAL=partial, **launch_options(residual.device),
         )  # fmt: skip

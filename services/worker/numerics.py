@@ -33,7 +33,7 @@ class Numerics:
     """The digest of measured scales, once they are measured: they may differ between machines."""
     shard: str = "0of1"
     """Which part of the model this worker has; or by how many ranks it has the layers computed, which add up partial
-    sums."""
+    sums, and whether they have whole experts."""
 
     def fingerprint_parts(self) -> list[str]:
         """What enters the model's fingerprint, known before the checkpoint is read."""

@@ -151,6 +151,11 @@ class EngineOptions(BaseModel):
     pipeline_parallel: int = Field(
         1, ge=1, le=64, description="Stages of layers, each computed by processes of its own."
     )
+    expert_parallel: bool = Field(
+        False,
+        description="The tensor ranks of a mixture of experts have whole experts, spread over them; otherwise each has "
+        "some neurons of every expert.",
+    )
     threads: int | None = Field(
         None,
         ge=1,
@@ -194,6 +199,7 @@ class EngineOptions(BaseModel):
         device = self.engine if self.engine in ("gpu", "paced") else "cpu"
         # Without the mode no bits are promised, whatever the number of threads.
         threads = self.threads or 1 if self.deterministic and device == "cpu" else 0
+        shard = "0of1" if self.tensor_parallel == 1 else f"tensor{self.tensor_parallel}"
         return Numerics(
             dtype=dtype,
             device=device,
@@ -204,7 +210,7 @@ class EngineOptions(BaseModel):
             + (", exact inputs" if self.exact_inputs else ""),
             kv_dtype=self.kv_dtype,
             kv_scales=self.kv_scales,
-            shard="0of1" if self.tensor_parallel == 1 else f"tensor{self.tensor_parallel}",
+            shard=shard + ("+experts" if self.expert_parallel else ""),
         )
 
 

@@ -9,7 +9,13 @@ if not torch.cuda.is_available():
 from kernels.moe import grouped, routing
 from kernels.moe.weights import ExpertStack
 from tests.kernels.cases import rand
-from tests.kernels.experts import check_experts, check_invariant_experts, check_routing, check_split_experts
+from tests.kernels.experts import (
+    check_experts,
+    check_invariant_experts,
+    check_routing,
+    check_split_experts,
+    check_spread_experts,
+)
 
 HALVES = [torch.bfloat16, torch.float16]
 
@@ -31,6 +37,14 @@ def test_products_of_experts(shape: tuple[int, int, int, int, int, int], dtype: 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_products_of_experts_in_parts(dtype: torch.dtype) -> None:
     check_split_experts(dtype)
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 128, 8, 2, 2048), (7, 60, 4, 4, 2200), (300, 128, 8, 3, 256), (64, 8, 2, 8, 256)], ids=str
+)
+def test_experts_spread_over_ranks(shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> None:
+    check_spread_experts(*shape, dtype)
 
 
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=str)

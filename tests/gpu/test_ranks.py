@@ -15,8 +15,10 @@ from services.worker.engine.generation import GenerationEngine
 from services.worker.parallel.gpu_collectives import GpuCollectives, PeerWords
 from services.worker.parallel.topology import Grid
 from services.worker.runners.ranks import RanksRunner
+from tests.checkpoints import make_checkpoint
 from tests.gpu.conftest import EngineMaker
 from tests.parallel import scenes
+from tests.served import WIDE_EXPERTS
 from tests.worker.drive import job, open_engine, prompt_of, run
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -70,6 +72,49 @@ def test_prompts_whose_sums_are_large(checkpoint: Folder, engine: EngineMaker, t
     expected = run(engine("llama"), *jobs)
     with on_ranks(checkpoint("llama"), tensor, pipeline, kv_blocks=256, step_tokens=4096) as grid:
         assert scenes.differences(expected, run(grid, *jobs), 2e-4) == []
+
+
+@pytest.mark.parametrize(
+    ("shape", "scene"), [("mixtral", scenes.chunked), ("qwen3-moe", scenes.cached), ("qwen3-moe", scenes.preempted)]
+)
+def test_whole_experts_answer_as_one_gpu(
+    checkpoint: Folder, engine: EngineMaker, shape: str, scene: scenes.Scene
+) -> None:
+    expected = run(engine(shape, kv_blocks=128, max_batch_size=16), *scenes.jobs())
+    with on_ranks(checkpoint(shape), 2, 1, expert_parallel=True, **scenes.SCENES[scene]) as grid:
+        assert scenes.differences(expected, scene(grid), 2e-4) == []
+
+
+def test_prompts_that_route_many_tokens_to_whole_experts(checkpoint: Folder, engine: EngineMaker) -> None:
+    """More entries than one program of the routing sorts, in steps of several sizes."""
+    jobs = [job(i, prompt_of(length), max_tokens=6, logprobs=0) for i, length in enumerate((300, 450, 17, 90))]
+    expected = run(engine("qwen3-moe"), *jobs)
+    with on_ranks(checkpoint("qwen3-moe"), 2, 1, expert_parallel=True, kv_blocks=256, step_tokens=1024) as grid:
+        assert scenes.differences(expected, run(grid, *jobs), 2e-4) == []
+
+
+@pytest.mark.parametrize("kind", ["experts-fp8-blocks", "experts-int4"])
+def test_whole_experts_in_fewer_bits(tmp_path: Path, kind: str) -> None:
+    """The groups of int4 are as wide as an expert, so that ranks cannot share its neurons."""
+    writers = pytest.importorskip("tests.quantized", reason="needs compressed-tensors and bitsandbytes")
+    plain = make_checkpoint(tmp_path / "plain", WIDE_EXPERTS)
+    folder, jobs = writers.write(kind, plain, tmp_path).folder, scenes.greedy()
+    alone = open_engine(folder, kv_blocks=128, max_batch_size=16, engine="gpu", dtype="bfloat16")
+    expected = run(alone, *jobs)
+    del alone
+    with on_ranks(folder, 2, 1, expert_parallel=True, dtype="bfloat16") as grid:
+        assert scenes.differences(expected, run(grid, *jobs), 0.15, tokens=False) == []
+
+
+@pytest.mark.parametrize("expert_parallel", [False, True])
+def test_a_deterministic_grid_of_experts_repeats_every_bit(checkpoint: Folder, expert_parallel: bool) -> None:
+    found = []
+    for options in ({"step_tokens": 19}, {"step_tokens": 512}):
+        settings = {"deterministic": True, "dtype": "bfloat16", "expert_parallel": expert_parallel, **options}
+        with on_ranks(checkpoint("qwen3-moe"), 2, 1, **settings) as grid:
+            answers = run(grid, *scenes.jobs())
+            found.append([(answer.tokens, answer.logprobs) for answer in answers.values()])
+    assert found[0] == found[1]
 
 
 def test_a_deterministic_grid_repeats_every_bit(checkpoint: Folder) -> None:

@@ -412,7 +412,7 @@ def expert_calls(new: Callable[..., Tensor]) -> Iterator[tuple[str, Callable[[],
     sizes = {"int8": (1,), "fp8": (600,), "fp8 blocks": (40,), "int4": (1,), "int4 zeros": (600,)}
     for tokens, chosen in ((1, 2), (40, 2), (600, 8)):
         order, offsets = (torch.zeros(count, dtype=torch.int32) for count in (tokens * chosen, 9))
-        routes = Routes(torch.ones(tokens, chosen), order, offsets)
+        routes = Routes(torch.ones(tokens, chosen), order, offsets, 8)
         yield f"route {tokens}", partial(routing.route, new(tokens, 8), chosen, tokens > 1)
         for kind, weight in kinds.items():
             if kind != "plain" and tokens not in sizes[kind]:
@@ -427,11 +427,15 @@ def expert_calls(new: Callable[..., Tensor]) -> Iterator[tuple[str, Callable[[],
                 gated = partial(grouped.multiply_activate, new(tokens, 512), stack, routes, Activation.GATED_SILU)
                 yield f"experts gated {kind} {tokens}", partial(gated, divide=chosen)
     yield "route 128", partial(routing.route, new(64, 128), 8, False)
+    for tokens in (1, 64):
+        yield f"route own {tokens}", partial(routing.route, new(tokens, 128), 8, True, range(64, 128))
     wide = ExpertStack(8, 256, 2048, dtype)
     wide.keep(0, quantized_weights.Int8Weight(torch.zeros(256, 2048, dtype=torch.int8), torch.ones(256, 1)))
-    routes = Routes(torch.ones(1, 2), torch.zeros(2, dtype=torch.int32), torch.zeros(9, dtype=torch.int32))
+    routes = Routes(torch.ones(1, 2), torch.zeros(2, dtype=torch.int32), torch.zeros(9, dtype=torch.int32), 8)
     yield "experts added in parts", partial(grouped.multiply_add, new(1, 256), new(2, 2048), wide, routes)
-    yield "experts added", partial(grouped.add_weighted, new(4, 2048), new(32, 2048), torch.ones(4, 8))
+    added = partial(grouped.add_weighted, new(4, 2048), new(32, 2048), torch.ones(4, 8))
+    yield "experts added", added
+    yield "own experts added", partial(added, partial=True)
 
 
 def text_calls(new: Callable[..., Tensor]) -> Iterator[tuple[str, Callable[[], object]]]:

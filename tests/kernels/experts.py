@@ -32,17 +32,20 @@ def poisoned() -> Iterator[None]:
 
 
 def check_routing(tokens: int, experts: int, chosen: int, dtype: torch.dtype) -> None:
-    """Weights, order and offsets; with equal logits and with a token whose numbers are not finite."""
-    for normalized in (False, True):
+    """Weights, order and offsets, of all experts and of own ones alone; with equal logits, and with a token whose
+    numbers are not finite."""
+    for normalized, own in ((False, None), (True, range(experts // 2, experts)), (True, None)):
         logits = rand(tokens, experts + 3, dtype=dtype)[:, :experts]
         if tokens > 2:
             logits[1] = 0
         with poisoned():
-            got = routing.route(logits, chosen, normalized)
-        want = reference.route(logits.cpu(), chosen, normalized)
+            got = routing.route(logits, chosen, normalized, own)
+        want = reference.route(logits.cpu(), chosen, normalized, own)
         torch.testing.assert_close(got.weights_Tk.cpu(), want.weights_Tk, rtol=1e-5, atol=1e-7)
         assert got.offsets.tolist() == want.offsets.tolist()
-        assert got.order.tolist() == want.order.tolist()
+        assert got.experts == want.experts == experts
+        entries = int(want.offsets[-1])
+        assert got.order[:entries].tolist() == want.order[:entries].tolist()
     if tokens > 2:
         logits[0], logits[2] = float("nan"), float("inf")
         spoilt = routing.route(logits, chosen, True)
@@ -108,6 +111,38 @@ def check_split_experts(dtype: torch.dtype) -> None:
     with poisoned():
         grouped.multiply_add(residual, x, stack, routes)
     close(residual, wanted)
+
+
+def check_spread_experts(tokens: int, experts: int, chosen: int, ranks: int, k: int, dtype: torch.dtype) -> None:
+    """Each rank has some of the experts: what all add is what one device adds. No other expert's entry is read."""
+    n = 70
+    logits, x = rand(tokens, experts, dtype=dtype), rand(tokens * chosen, k, dtype=dtype)
+    plain = [rand(n, k, dtype=torch.float32) / k**0.5 for _ in range(experts)]
+    kinds: list[list[Weight]] = [[weight.to(dtype) for weight in plain]]
+    if dtype != torch.float32:
+        kinds.append([quantized_weights.quantize_int8(weight) for weight in plain])
+    whole = reference.route(logits, chosen, True)
+    for case in kinds:
+        wanted, total = (torch.zeros(tokens, n, dtype=torch.float64, device=DEVICE) for _ in range(2))
+        reference.add_weighted(wanted, reference.multiply(x.double(), case, whole, divide=1), whole.weights_Tk)
+        for rank in range(ranks):
+            own = range(rank * experts // ranks, (rank + 1) * experts // ranks)
+            stack = ExpertStack(len(own), n, k, dtype)
+            for place, expert in enumerate(own):
+                stack.keep(place, case[expert])
+            part = torch.zeros(tokens, n, dtype=dtype, device=DEVICE)
+            with poisoned():
+                routes = routing.route(logits, chosen, True, own)
+                grouped.multiply_add(part, x, stack, routes)
+            mine = reference.route(logits, chosen, True, own)
+            expected = torch.zeros_like(wanted)
+            reference.add_weighted(
+                expected, reference.multiply(x.double(), case[own.start : own.stop], mine, divide=1), mine.weights_Tk
+            )
+            close(part, expected)
+            assert not part[mine.weights_Tk.sum(1) == 0].any(), "a token without own experts"
+            total += part
+        close(total.to(dtype), wanted)
 
 
 def check_invariant_experts(dtype: torch.dtype) -> None:

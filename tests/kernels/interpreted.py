@@ -37,7 +37,7 @@ from tests.kernels.cases import (
     poison,
     rand,
 )
-from tests.kernels.experts import check_experts, check_routing, check_split_experts
+from tests.kernels.experts import check_experts, check_routing, check_split_experts, check_spread_experts
 from tests.kernels.fused import check_rotated_qkv, step_of_answers
 from tests.kernels.peers import check_exchanges
 from tests.kernels.steps import (
@@ -480,6 +480,12 @@ def test_products_of_experts(dtype: torch.dtype) -> None:
 
 def test_products_of_experts_in_parts() -> None:
     check_split_experts(HALF)
+
+
+def test_products_of_experts_spread_over_ranks() -> None:
+    check_spread_experts(2, 5, 2, 2, 2200, HALF)  # sums of quantized weights have parts
+    for dtype in (HALF, FULL):
+        check_spread_experts(9, 7, 3, 4, 64, dtype)
 
 
 def test_masks_of_tokens() -> None:

@@ -25,6 +25,11 @@ def jobs(*, bypass_cache: bool = True) -> list[Job]:
     return [*made, job(20, scored, **settings, prompt_logprobs=1)]
 
 
+def greedy() -> list[Job]:
+    """Those that draw nothing. Where ranks round what one process does not, another first token may be drawn."""
+    return [one for one in jobs() if not one.params.temperature]
+
+
 def one_process(folder: Path, **options: object) -> Answers:
     """The answers of one process."""
     engine = open_engine(folder, kv_blocks=128, max_batch_size=16, threads=1, **options)
@@ -76,12 +81,13 @@ def differences(expected: Answers, found: Answers, tolerance: float = TOLERANCE,
     return wrong
 
 
-def compare(folder: Path, tensor: int, pipeline: int, expected: Answers, scenes: Iterable[Scene] = SCENES) -> list[str]:
-    """Scenes on one grid -> one sentence for each answer that differs from that of one process."""
+def compare(
+    folder: Path, tensor: int, pipeline: int, expected: Answers, scenes: Iterable[Scene] = SCENES, **options: Any
+) -> list[str]:
+    """Scenes on one grid with these options -> one sentence for each answer that differs from that of one process."""
     wrong = []
     for scene in scenes:
-        options = SCENES[scene]
-        with grid_engine(folder, tensor, pipeline, **options) as engine:
+        with grid_engine(folder, tensor, pipeline, **SCENES[scene], **options) as engine:
             found = differences(expected, scene(engine))
             wrong += [f"{tensor} x {pipeline}, {scene.__name__}: {each}" for each in found]
     return wrong

@@ -10,7 +10,7 @@ from services.worker.parallel.placement import cores_beside, cores_of, describe,
 from services.worker.parallel.shards import Sizes, Span, cut, shard_of, stages
 from services.worker.parallel.topology import Grid, Place
 
-LLAMA_8B = Sizes(32, 32, 8, 14336, 0, 1, 128256, layer_cost=218e6, head_cost=525e6)
+LLAMA_8B = Sizes(32, 32, 8, 14336, 0, 0, 1, 128256, layer_cost=218e6, head_cost=525e6)
 
 
 def sizes(**changes: int) -> Sizes:
@@ -19,6 +19,7 @@ def sizes(**changes: int) -> Sizes:
         "heads": 4,
         "kv_heads": 2,
         "neurons": 96,
+        "experts": 0,
         "expert_neurons": 0,
         "neuron_unit": 1,
         "vocabulary": 321,
@@ -69,6 +70,17 @@ def test_groups_of_quantized_weights_stay_together() -> None:
     assert [shard.neurons.count for shard in few] == [64, 64]
 
 
+def test_tensor_ranks_have_some_neurons_of_every_expert_or_whole_experts() -> None:
+    mixture = sizes(experts=7, expert_neurons=96)
+    split = [shard_of(mixture, Grid(tensor=4), rank) for rank in range(4)]
+    assert [shard.experts for shard in split] == [Span(0, 7)] * 4
+    assert [shard.expert_neurons.count for shard in split] == [24] * 4
+    spread = [shard_of(mixture, Grid(tensor=4, pipeline=2, spreads_experts=True), rank) for rank in range(8)]
+    assert [shard.experts for shard in spread] == 2 * [Span(0, 1), Span(1, 3), Span(3, 5), Span(5, 7)]
+    assert [shard.expert_neurons for shard in spread] == [Span(0, 96)] * 8
+    assert [shard.neurons for shard in spread[:4]] == [shard.neurons for shard in split], "of layers without experts"
+
+
 @pytest.mark.parametrize(
     ("grid", "changes", "reason"),
     [
@@ -76,6 +88,13 @@ def test_groups_of_quantized_weights_stay_together() -> None:
         (Grid(tensor=4), {"heads": 12, "kv_heads": 3}, "3 key/value heads cannot be shared by 4 tensor ranks"),
         (Grid(tensor=4), {"neurons": 3}, "the model is too small for 4 tensor ranks"),
         (Grid(pipeline=4), {}, "3 layers cannot be shared by 4 pipeline stages"),
+        (Grid(tensor=2, spreads_experts=True), {}, "WEFT_EXPERT_PARALLEL: the model has no experts"),
+        (
+            Grid(tensor=4, spreads_experts=True),
+            {"experts": 3, "expert_neurons": 96},
+            "3 experts cannot be spread over 4 tensor ranks",
+        ),
+        (Grid(tensor=4), {"experts": 8, "expert_neurons": 3}, "the model is too small for 4 tensor ranks"),
     ],
 )
 def test_a_model_that_cannot_be_shared_is_refused(grid: Grid, changes: dict[str, int], reason: str) -> None:

@@ -341,6 +341,7 @@ def test_a_conversation_with_a_template_is_a_list_of_turns() -> None:
         (["cache", "--kv-scales", "dynamic"], "the cache has no KV_SCALES"),
         (["cache", "--tensor-parallel", "2"], "the cache has no WEFT_TENSOR_PARALLEL"),
         (["gateway", "--pipeline-parallel", "2"], "the gateway has no WEFT_PIPELINE_PARALLEL"),
+        (["scheduler", "--expert-parallel"], "the scheduler has no WEFT_EXPERT_PARALLEL"),
         (["scheduler", "--model", "x"], "the scheduler has no --model"),
         (["worker", "--redis-url", "redis://x"], "the worker has no --redis-url"),
         (["--max-seq-length", "\u00b2"], "--max-seq-length: '\u00b2' is not a number of tokens such as 4096 or 4k"),

@@ -20,6 +20,8 @@ from services.worker.build import kernel_cache
 from services.worker.build.kernel_cache import Compilation, Marker, compiling
 from services.worker.errors import CheckpointError
 from services.worker.options import EngineOptions
+from tests.checkpoints import make_checkpoint
+from tests.served import WIDE_EXPERTS
 from tests.tiny_config import tiny_config
 
 CONFIG = tiny_config(layers=4, head_dim=64, windows=(None, 64, None, 64), eos_token_ids=(1,))
@@ -201,6 +203,38 @@ def test_all_kernels_of_a_start_are_found_without_launching_one(quantize: str) -
     assert {"rms_norm_kernel", "shrink_kernel", "expand_kernel"} <= found, found
     assert ("packed_gemm_kernel" in found) == (quantize == "int4")
     assert len(found) > 10
+
+
+# The kernels of one rank of two, numbered by the last argument.
+LAUNCHES_OF_A_RANK = """
+from services.worker.parallel.gpu_collectives import UnconnectedCollectives
+from services.worker.parallel.shards import shard_of
+rank, folder = int(sys.argv[2]), Path(sys.argv[1])
+torch.cuda.current_device = lambda: 0
+compile_kernels.shard_of = lambda sizes, grid, _: shard_of(sizes, grid, rank)
+compile_kernels.UnconnectedCollectives = lambda grid, words, _: UnconnectedCollectives(grid, words, torch.device("cpu"))
+options = EngineOptions(**small, dtype="bfloat16", tensor_parallel=2, expert_parallel=True)
+with compile_cache.recording() as found:
+    compile_kernels.launch_all(folder, options)
+print(json.dumps(sorted([each.kernel.fn.__name__, repr(each.arguments[0])] for each in found)))
+"""
+
+
+def test_ranks_with_whole_experts_run_the_kernels_that_are_compiled_for_the_first(tmp_path: Path) -> None:
+    """Which experts a rank has changes none of them."""
+    folder = make_checkpoint(tmp_path / "experts", WIDE_EXPERTS)
+    script = LAUNCHES[: LAUNCHES.index("options =")] + LAUNCHES_OF_A_RANK
+    ranks = []
+    for rank in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", script, str(folder), str(rank)],
+            env=os.environ | {"TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"},
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        ranks.append(json.loads(done.stdout))
+    assert {"route_few_kernel", "grouped_kernel", "add_weighted_kernel"} <= {name for name, _ in ranks[0]}
+    assert ranks[0] == ranks[1]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU it compiles")

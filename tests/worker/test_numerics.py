@@ -19,6 +19,7 @@ CHANGES_BITS: dict[str, Any] = {
     "kv_scales": "dynamic",
     "threads": 3,
     "tensor_parallel": 2,
+    "expert_parallel": True,
 }
 CHANGES_NO_BIT = {
     "max_batch_size",  # sizes of batches, chunks and blocks: in deterministic mode they change no bit
@@ -76,6 +77,11 @@ def layout(options: EngineOptions) -> str:
         ({"engine": "paced"}, ["float32", "False", "paced"]),
         ({"tensor_parallel": 2}, ["float32", "False"]),
         ({"tensor_parallel": 2, "deterministic": True}, ["float32", "True", "tensor2"]),
+        ({"tensor_parallel": 2, "expert_parallel": True}, ["float32", "False"]),
+        (
+            {"tensor_parallel": 2, "expert_parallel": True, "deterministic": True},
+            ["float32", "True", "tensor2+experts"],
+        ),
         ({"pipeline_parallel": 2, "deterministic": True}, ["float32", "True"]),
         (
             {"dtype": "float16", "quantize": "int4", "kv_dtype": "fp8", "kv_scales": "dynamic"},
@@ -98,6 +104,7 @@ def test_fingerprints_depend_on_the_numerics(options: dict[str, Any], parts: lis
         ({"engine": "gpu"}, "float8_e4m3fn", "ab12", "bfloat16+float8_e4m3fn/16/2x4x64/0of1/ab12"),
         ({"quantize": "int8"}, "int8", "", "float32+int8/16/2x4x64/0of1/int8"),
         ({"tensor_parallel": 2}, "float32", "", "float32/16/2x4x64/tensor2"),
+        ({"tensor_parallel": 2, "expert_parallel": True}, "float32", "", "float32/16/2x4x64/tensor2+experts"),
     ],
 )
 def test_layouts_of_blocks_depend_on_the_numerics(

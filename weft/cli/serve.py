@@ -102,6 +102,10 @@ PipelineParallel = Annotated[
     int | None,
     typer.Option(min=1, max=64, help="Stages of layers, with processes of their own, on CPUs.", show_default="1"),
 ]
+ExpertParallel = Annotated[
+    bool,
+    typer.Option("--expert-parallel", help="Spread whole experts over the tensor ranks, not the neurons of each."),
+]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Write logs to stderr instead of files.")]
 
 
@@ -126,6 +130,7 @@ def serve(
     speculate: Speculate = None,
     tensor_parallel: TensorParallel = None,
     pipeline_parallel: PipelineParallel = None,
+    expert_parallel: ExpertParallel = False,
     verbose: Verbose = False,
 ) -> None:
     """Serve one or several models: the whole mesh, or one of its services by name."""
@@ -139,6 +144,7 @@ def serve(
         "WEFT_SPECULATE": _speculator(speculate),
         "WEFT_TENSOR_PARALLEL": tensor_parallel,
         "WEFT_PIPELINE_PARALLEL": pipeline_parallel,
+        "WEFT_EXPERT_PARALLEL": expert_parallel or None,
     }
     environment = {name: str(value) for name, value in settings.items() if value is not None}
     roles = [str(_one_of("role", each)) for each in role or []]

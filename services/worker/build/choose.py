@@ -88,8 +88,7 @@ def build_engine(
 
     graphs and compile_ahead as in `assemble`. Raises CheckpointError.
     """
-    if options.tensor_parallel * options.pipeline_parallel > 1:
-        check_grid(options)
+    check_grid(options)
     if options.engine == "paced":
         from services.worker.build.paced import build_paced_engine
 

@@ -108,7 +108,7 @@ def _of_first_rank(
     source: WeightSource, options: EngineOptions
 ) -> tuple[WeightSource, TritonOps, Callable[..., Decoder]]:
     """The part of the first of the tensor ranks, its operations, and how its model is made."""
-    grid = Grid(options.tensor_parallel)
+    grid = Grid(options.tensor_parallel, spreads_experts=options.expert_parallel)
     device = torch.device("cuda", torch.cuda.current_device())
     others = UnconnectedCollectives(grid, peer_words_of(source.config, options, grid), device)
     shard = shard_of(sizes_of(source.config, quantized=source.reader is not None), grid, 0)

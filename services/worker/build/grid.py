@@ -74,7 +74,7 @@ class Orders:
 
 def grid_of(options: EngineOptions) -> Grid:
     """The grid that the options ask for."""
-    return Grid(options.tensor_parallel, options.pipeline_parallel)
+    return Grid(options.tensor_parallel, options.pipeline_parallel, options.expert_parallel)
 
 
 def assemble_grid(
@@ -166,7 +166,8 @@ def load_rank(
     try:
         model = own.load(ops, orders.max_length, options, progress, make)
     except CheckpointError as error:
-        raise CheckpointError(f"rank {orders.rank}, from layer {shard.layers.start} on: {error}") from None
+        expert = f" and expert {shard.experts.start}" if grid.spreads_experts else ""
+        raise CheckpointError(f"rank {orders.rank}, from layer {shard.layers.start}{expert} on: {error}") from None
     stored, slots = stored_dtype(source.config, options), options.max_batch_size
     runner = CpuRunner(model, ops, orders.blocks, options.block_size, slots, orders.max_length, stored)
     return Rank(runner, model.nbytes, grid, orders.rank), None

@@ -44,6 +44,7 @@ _REFUSED: Mapping[str, str] = {
     "adapter_slots": "it computes no adapters",
     "tensor_parallel": "it computes on one rank",
     "pipeline_parallel": "it computes on one rank",
+    "expert_parallel": "it computes on one rank",
 }
 """Options that these engines cannot honour, and why."""
 _HONOURED: Mapping[str, tuple[str, ...]] = {

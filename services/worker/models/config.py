@@ -41,6 +41,8 @@ class MoeConfig:
     """The weights of a token's chosen experts sum to 1; otherwise they are parts of the softmax over all experts."""
     layers: tuple[bool, ...]
     """For each layer, whether its MLP has experts."""
+    own: range | None = None
+    """The experts of a layer whose weights are here, on one of several ranks; None: all."""
 
 
 @dataclass(frozen=True, slots=True)

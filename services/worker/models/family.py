@@ -50,7 +50,7 @@ class Split(Enum):
     ROW = auto()
     """Each rank has some of the inputs; the ranks' products are summed, and the bias is added once."""
     REPLICATED = auto()
-    """Each rank has all of it."""
+    """Each rank has all of it. So has a rank of its experts where ranks have whole ones."""
 
 
 @dataclass(frozen=True, slots=True)

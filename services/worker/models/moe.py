@@ -1,5 +1,5 @@
 """The MLP of a mixture-of-experts layer: a router chooses, for each token, the experts that compute it. Knows weights
-and the operations, never files or devices.
+and the operations, never files or devices. On one of several ranks it may have some of the experts alone.
 """
 
 import torch
@@ -44,16 +44,17 @@ class SparseMlp:
 
     def __init__(self, ops: Ops, config: ModelConfig, moe: MoeConfig, dtype: torch.dtype) -> None:
         self.ops, self.activation, self.chosen, self.normalized = ops, config.activation, moe.chosen, moe.normalized
+        self.own = range(moe.experts) if moe.own is None else moe.own
         self.norm = empty_norm(config.norm, config.hidden_size, dtype)
         self.after_norm = None
         self.router = torch.empty(moe.experts, config.hidden_size, dtype=dtype)
         """The weight of the product whose softmax weights the experts, [experts, hidden]; never quantized."""
         up_outputs = moe.width * (2 if config.activation.is_gated else 1)
-        self.up = ExpertLinears(ops, moe.experts, config.hidden_size, up_outputs, dtype)
-        self.down = ExpertLinears(ops, moe.experts, moe.width, config.hidden_size, dtype)
+        self.up = ExpertLinears(ops, len(self.own), config.hidden_size, up_outputs, dtype)
+        self.down = ExpertLinears(ops, len(self.own), moe.width, config.hidden_size, dtype)
 
     def __call__(self, x: Tensor) -> None:
         """Add to the residual stream x [T, hidden]."""
         normed = self.ops.normalize(x, self.norm)
-        routes = self.ops.route(self.ops.matmul(normed, self.router), self.chosen, self.normalized)
+        routes = self.ops.route(self.ops.matmul(normed, self.router), self.chosen, self.normalized, self.own)
         self.ops.add_experts(x, normed, routes, self.activation, self.up.weights, self.down.weights)

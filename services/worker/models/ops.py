@@ -98,13 +98,14 @@ class Ops(Protocol):
     def expert_weights(self, count: int, outputs: int, inputs: int, dtype: torch.dtype, /) -> Any:
         """Empty `ExpertWeights` of this implementation."""
 
-    def route(self, logits: Tensor, chosen: int, normalized: bool, /) -> Any:
-        """Choose experts for each token from logits [T, experts]; the routes are of this implementation's own kind."""
+    def route(self, logits: Tensor, chosen: int, normalized: bool, own: range, /) -> Any:
+        """Choose experts for each token from logits [T, experts]; the routes are of this implementation's own kind.
+        own: the experts whose weights are here; routes to others add nothing."""
 
     def add_experts(
         self, residual: Tensor, x: Tensor, routes: Any, activation: Activation, up: Any, down: Any, /
     ) -> None:
-        """Add the weighted results down(activation(up(x))) of each token's experts to `residual` in place."""
+        """Add the weighted results down(activation(up(x))) of each token's own experts to `residual` in place."""
 
     def attention(self, q: Tensor, kv: Tensor, plan: Any, scores: Scores, kv_scales: Tensor | None = None, /) -> Tensor:
         """Ragged attention over the pool; the plan is of this implementation's own kind."""

@@ -34,7 +34,7 @@ class ModulePiece:
     """What a rank has of a module."""
 
     name: str
-    """The module's name in the rank's model, whose layers are numbered from 0."""
+    """The module's name in the rank's model, whose layers and experts are numbered from 0."""
     split: Split
     spans: tuple[Span, ...]
     """Spans of its outputs (COLUMN) or inputs (ROW), one after another; empty if REPLICATED."""
@@ -52,6 +52,7 @@ def sizes_of(config: ModelConfig, *, quantized: bool) -> Sizes:
         heads=config.heads,
         kv_heads=config.kv_heads,
         neurons=config.intermediate_size,
+        experts=config.moe.experts if config.moe else 0,
         expert_neurons=config.moe.width if config.moe else 0,
         neuron_unit=_LARGEST_GROUP if quantized else 1,
         vocabulary=config.vocab_size,
@@ -63,6 +64,7 @@ def sizes_of(config: ModelConfig, *, quantized: bool) -> Sizes:
 def config_of(config: ModelConfig, shard: Shard) -> ModelConfig:
     """The configuration of a rank's part; its vocabulary is that of the whole model."""
     positions, moe, layers = config.positions, config.moe, slice(shard.layers.start, shard.layers.stop)
+    own = range(shard.experts.start, shard.experts.stop) if _spreads_experts(config, shard) else None
     if isinstance(positions, LearnedPositions) and not shard.is_first:
         positions = LearnedPositions(0)
     return replace(
@@ -72,9 +74,14 @@ def config_of(config: ModelConfig, shard: Shard) -> ModelConfig:
         kv_heads=shard.kv_heads.count,
         intermediate_size=shard.neurons.count,
         windows=config.windows[layers],
-        moe=None if moe is None else replace(moe, layers=moe.layers[layers], width=shard.expert_neurons.count),
+        moe=None if moe is None else replace(moe, layers=moe.layers[layers], width=shard.expert_neurons.count, own=own),
         positions=positions,
     )
+
+
+def _spreads_experts(config: ModelConfig, shard: Shard) -> bool:
+    """Whether tensor ranks have whole experts, and not some neurons of each."""
+    return config.moe is not None and shard.experts.count < config.moe.experts
 
 
 def table_rows(config: ModelConfig, shard: Shard) -> tuple[int, int]:
@@ -98,19 +105,21 @@ def pieces_of(family: Family, config: ModelConfig, shard: Shard) -> Mapping[str,
             pieces.update(_modules(names, config, shard, 0, 0))
     for local, layer in enumerate(range(shard.layers.start, shard.layers.stop)):
         for names in family.layer:
-            experts = config.moe.experts if config.moe and names.part in _OF_EXPERTS else 1
-            for expert in range(experts):
-                pieces.update(_modules(names, config, shard, layer, local, expert))
+            experts = shard.experts if names.part in _OF_EXPERTS else Span(0, 1)
+            for own, expert in enumerate(range(experts.start, experts.stop)):
+                pieces.update(_modules(names, config, shard, layer, local, expert, own))
     return pieces
 
 
 def _modules(
-    names: PartNames, config: ModelConfig, shard: Shard, layer: int, local: int, expert: int = 0
+    names: PartNames, config: ModelConfig, shard: Shard, layer: int, local: int, expert: int = 0, own_expert: int = 0
 ) -> Iterator[tuple[str, ModulePiece]]:
+    """local, own_expert: the numbers of the layer and the expert in the rank's model."""
     spans, total = _spans(names.part, config, shard)
-    split = names.split if shard.ranks > 1 else Split.REPLICATED
+    is_whole = shard.ranks == 1 or (names.part in _OF_EXPERTS and _spreads_experts(config, shard))
+    split = Split.REPLICATED if is_whole else names.split
     for index, module in enumerate(names.modules):
-        name, own, whole = module.format(layer=local, expert=expert), spans, total
+        name, own, whole = module.format(layer=local, expert=own_expert), spans, total
         if len(names.modules) > 1 and spans:  # Each module has one of the spans, which count from its own beginning.
             offset = _offsets(names.part, config)[index]
             own, whole = (

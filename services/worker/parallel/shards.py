@@ -1,4 +1,4 @@
-"""A rank's share of a model: its layers, heads, neurons and rows of the vocabulary. Knows counts, no tensor."""
+"""A rank's share of a model: layers, heads, neurons, experts and rows of the vocabulary. Knows counts, no tensor."""
 
 import math
 from collections.abc import Sequence
@@ -34,6 +34,8 @@ class Sizes:
     kv_heads: int
     neurons: int
     """Neurons of the MLP."""
+    experts: int
+    """Experts of a layer; 0: the model has none."""
     expert_neurons: int
     """Neurons of each expert; 0: the model has no experts."""
     neuron_unit: int
@@ -54,8 +56,10 @@ class Shard:
     kv_heads: Span
     """Ranks beyond the number of key/value heads have copies of one."""
     neurons: Span
+    experts: Span
+    """All experts, unless the grid spreads whole ones."""
     expert_neurons: Span
-    """Neurons of each expert: tensor ranks share experts as they share the MLP."""
+    """Neurons of each of these experts: all of them, or shared as those of the MLP are."""
     vocabulary: Span
     is_first: bool
     """Whether the rank is of the first stage, which embeds tokens."""
@@ -74,12 +78,16 @@ def shard_of(sizes: Sizes, grid: Grid, rank: int) -> Shard:
     else:
         copied = place.tensor * sizes.kv_heads // ranks
         kv_heads = Span(copied, copied + 1)
+    experts, expert_neurons = Span(0, sizes.experts), _neurons(sizes.expert_neurons, sizes, ranks, place.tensor)
+    if grid.spreads_experts:
+        experts, expert_neurons = share(sizes.experts, ranks, place.tensor), Span(0, sizes.expert_neurons)
     return Shard(
         layers=stages(sizes, grid.pipeline)[place.stage],
         heads=share(sizes.heads, ranks, place.tensor),
         kv_heads=kv_heads,
         neurons=_neurons(sizes.neurons, sizes, ranks, place.tensor),
-        expert_neurons=_neurons(sizes.expert_neurons, sizes, ranks, place.tensor),
+        experts=experts,
+        expert_neurons=expert_neurons,
         vocabulary=share(sizes.vocabulary, ranks, place.tensor),
         is_first=place.stage == 0,
         is_last=grid.is_last(rank),
@@ -132,7 +140,12 @@ def _check(sizes: Sizes, grid: Grid) -> None:
         raise CheckpointError(f"{sizes.heads} attention heads cannot be shared by {ranks} tensor ranks")
     if sizes.kv_heads % ranks and ranks % sizes.kv_heads:
         raise CheckpointError(f"{sizes.kv_heads} key/value heads cannot be shared by {ranks} tensor ranks")
-    if min(total for total in (sizes.neurons, sizes.expert_neurons, sizes.vocabulary) if total) < ranks:
+    if grid.spreads_experts and not sizes.experts:
+        raise CheckpointError("WEFT_EXPERT_PARALLEL: the model has no experts")
+    if grid.spreads_experts and sizes.experts < ranks:
+        raise CheckpointError(f"{sizes.experts} experts cannot be spread over {ranks} tensor ranks")
+    expert_neurons = 0 if grid.spreads_experts else sizes.expert_neurons
+    if min(total for total in (sizes.neurons, expert_neurons, sizes.vocabulary) if total) < ranks:
         raise CheckpointError(f"the model is too small for {ranks} tensor ranks")
     if sizes.layers < grid.pipeline:
         raise CheckpointError(f"{sizes.layers} layers cannot be shared by {grid.pipeline} pipeline stages")

@@ -22,6 +22,8 @@ class Grid:
 
     tensor: int = 1
     pipeline: int = 1
+    spreads_experts: bool = False
+    """Each tensor rank has some whole experts; otherwise it has some neurons of every expert."""
 
     @property
     def ranks(self) -> int:
@@ -47,4 +49,4 @@ class Grid:
         return self.rank(Place(self.pipeline - 1, 0))
 
     def __str__(self) -> str:
-        return f"tensor {self.tensor} x pipeline {self.pipeline}"
+        return f"tensor {self.tensor} x pipeline {self.pipeline}" + (", whole experts" if self.spreads_experts else "")

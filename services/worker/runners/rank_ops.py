@@ -30,7 +30,7 @@ class RankOps(ReferenceOps):
     def add_experts(
         self, residual: Tensor, x: Tensor, routes: Any, activation: Activation, up: Any, down: Any, /
     ) -> None:
-        """residual += the sum of all ranks' results; each rank has some neurons of every expert."""
+        """residual += the sum of all ranks' results; each rank has some neurons of every expert, or some experts."""
         part = torch.zeros_like(residual)
         super().add_experts(part, x, routes, activation, up, down)
         self._others.add_sum(residual, part)

@@ -89,6 +89,8 @@ def _refuse_options(options: EngineOptions) -> None:
         )
     if options.tensor_parallel * options.pipeline_parallel > 1:
         raise CheckpointError("WEFT_TENSOR_PARALLEL and WEFT_PIPELINE_PARALLEL are not supported for encoders")
+    if options.expert_parallel:
+        raise CheckpointError("WEFT_EXPERT_PARALLEL is for mixtures of experts: an encoder has no experts")
     if options.quantize_head:
         raise CheckpointError("WEFT_QUANTIZE_HEAD is for models that generate: an encoder has no such head")
     if options.speculate:

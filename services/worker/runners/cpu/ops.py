@@ -92,9 +92,9 @@ class ReferenceOps:
     def add_experts(
         self, residual: Tensor, x: Tensor, routes: Routes, activation: Activation, up: ExpertList, down: ExpertList, /
     ) -> None:
-        """Each expert that was chosen computes all its tokens at once."""
+        """Each own expert that was chosen computes all its tokens at once."""
         chosen = routes.weights_Tk.shape[1]
-        results = x.new_empty(len(routes.order), x.shape[1])
+        results = x.new_zeros(len(routes.order), x.shape[1])
         offsets = routes.offsets.tolist()
         for first, last, its_up, its_down in zip(offsets, offsets[1:], up, down, strict=False):
             if first < last:
