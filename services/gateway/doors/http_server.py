@@ -9,7 +9,7 @@ import logging
 import math
 import socket
 import ssl
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import uvicorn
@@ -37,22 +37,24 @@ class _Protocol(HttpToolsProtocol):
 
     ready = True
     """The client takes data: little is buffered, and the connection is open."""
+    lost = False
+    """The connection is closed."""
+    write: Callable[[bytes], None]
+    """Sends bytes as they are, behind what the running response has sent."""
     most_connections = 0
     """Open connections of the server beyond which a new one gets status 503 at once."""
     _timer: asyncio.TimerHandle | None = None
+    _on_lost: Callable[[], None] | None = None
     _header_bytes = 0
     _in_head = True
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.write = transport.write
         self._expect_headers()
         if len(self.connections) > self.most_connections:
             transport.write(_TOO_MANY_CONNECTIONS)
             transport.close()
-
-    def write(self, data: bytes) -> None:
-        """Sends bytes as they are, behind what the running response has sent."""
-        self.transport.write(data)
 
     def abort(self) -> None:
         """Closes the connection at once."""
@@ -68,9 +70,28 @@ class _Protocol(HttpToolsProtocol):
         super().resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.ready = False
+        self.ready, self.lost = False, True
         self._stop_timer()
         super().connection_lost(exc)
+        # The request holds this connection: without this, both would wait for the garbage collector.
+        self.cycle = self.scope = None  # type: ignore[assignment]
+        if self._on_lost is not None:
+            self._on_lost()
+
+    def watch(self, on_lost: Callable[[], None]) -> None:
+        """Calls `on_lost` when the connection is lost."""
+        self._on_lost = on_lost
+        self.flow.resume_reading()  # While nothing is read, nothing shows that the client is gone.
+
+    def unwatch(self, on_lost: Callable[[], None]) -> None:
+        """Does not call `on_lost` any more. The next request of the connection may have its own already."""
+        if self._on_lost is on_lost:
+            self._on_lost = None
+
+    @property
+    def has_body(self) -> bool:
+        """The body of the running request has arrived."""
+        return self.cycle is not None and not self.cycle.more_body
 
     def data_received(self, data: bytes) -> None:
         in_head = self._in_head
