@@ -46,12 +46,13 @@ class Stream:
         self.notified.set()
 
 
-def message(clock: Clock, arrivals: Arrivals, *streams: Stream, gap_s: float) -> None:
+async def message(clock: Clock, arrivals: Arrivals, *streams: Stream, gap_s: float) -> None:
     """A message with a token of each stream that arrives `gap_s` after the last delivery."""
     clock.now += gap_s
     for stream in streams:
         stream.arrive()
     arrivals.received(clock.now)
+    await asyncio.sleep(0)
 
 
 async def test_a_process_that_keeps_up_delivers_every_message_at_once() -> None:
@@ -59,7 +60,7 @@ async def test_a_process_that_keeps_up_delivers_every_message_at_once() -> None:
     arrivals = Arrivals(clock)
     stream = Stream(clock, arrivals)
     for _ in range(5):
-        message(clock, arrivals, stream, gap_s=0.002)
+        await message(clock, arrivals, stream, gap_s=0.002)
     assert stream.taken == [1, 1, 1, 1, 1]
 
 
@@ -67,9 +68,9 @@ async def test_while_it_is_behind_the_tokens_of_several_messages_are_delivered_t
     clock = Clock()
     arrivals = Arrivals(clock)
     stream = Stream(clock, arrivals)
-    message(clock, arrivals, stream, gap_s=1.0)
+    await message(clock, arrivals, stream, gap_s=1.0)
     for _ in range(2 * MOST_HELD):
-        message(clock, arrivals, stream, gap_s=0.0001)
+        await message(clock, arrivals, stream, gap_s=0.0001)
     assert stream.taken == [1, MOST_HELD, MOST_HELD]
 
 
@@ -77,13 +78,14 @@ async def test_held_tokens_are_delivered_even_if_no_other_message_arrives() -> N
     clock = Clock()
     arrivals = Arrivals(clock)
     stream = Stream(clock, arrivals)
-    message(clock, arrivals, stream, gap_s=1.0)
-    message(clock, arrivals, stream, gap_s=0.0001)
-    assert stream.taken == [1]
+    await message(clock, arrivals, stream, gap_s=1.0)
     stream.notified.clear()
+    await message(clock, arrivals, stream, gap_s=0.0001)
+    assert stream.taken == [1]
     await stream.notified.wait()
+    await asyncio.sleep(0)
     assert stream.taken == [1, 1]
-    message(clock, arrivals, stream, gap_s=0.002)
+    await message(clock, arrivals, stream, gap_s=0.002)
     assert stream.taken == [1, 1, 1]
 
 
@@ -91,11 +93,25 @@ async def test_a_reader_of_log_probabilities_gets_each_token_at_once() -> None:
     clock = Clock()
     arrivals = Arrivals(clock)
     plain, detailed = Stream(clock, arrivals), Stream(clock, arrivals, cost_s=0.0, wants_details=True)
-    message(clock, arrivals, plain, detailed, gap_s=1.0)
+    await message(clock, arrivals, plain, detailed, gap_s=1.0)
     for _ in range(MOST_HELD):
-        message(clock, arrivals, plain, detailed, gap_s=0.0001)
+        await message(clock, arrivals, plain, detailed, gap_s=0.0001)
     assert plain.taken == [1, MOST_HELD]
     assert detailed.taken == [1] * (1 + MOST_HELD)
+
+
+async def test_a_message_that_arrives_while_another_one_is_delivered_waits() -> None:
+    clock = Clock()
+    arrivals = Arrivals(clock)
+    stream = Stream(clock, arrivals)
+    stream.arrive()
+    arrivals.received(clock.now)
+    stream.arrive()
+    arrivals.received(clock.now)
+    assert stream.taken == [1]
+    await asyncio.sleep(0)
+    arrivals.deliver()
+    assert stream.taken == [1, 1]
 
 
 async def test_a_stream_that_has_ended_is_notified_after_its_end_was_read() -> None:
@@ -105,7 +121,6 @@ async def test_a_stream_that_has_ended_is_notified_after_its_end_was_read() -> N
     ended: list[int] = []
     stream.closed.add_done_callback(lambda _: ended.append(len(stream.taken)))
     stream.closed.set_result(None)
-    message(clock, arrivals, stream, gap_s=1.0)
-    assert not stream.taken
+    await message(clock, arrivals, stream, gap_s=1.0)
     await stream.notified.wait()
     assert ended == [0]

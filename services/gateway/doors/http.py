@@ -71,12 +71,16 @@ class Connection(Protocol):
     """The client takes data: little is buffered."""
     lost: bool
     """The connection is closed."""
-    write: Callable[[bytes], None]
-    """Sends bytes as they are: a chunk of a response in chunks."""
 
     @property
     def has_body(self) -> bool:
         """The body of the running request has arrived."""
+
+    def write(self, data: bytes) -> None:
+        """Sends bytes as they are, a chunk of a response in chunks, soon."""
+
+    def flush(self) -> None:
+        """Sends what `write` was given now. To be called before anything is sent otherwise."""
 
     def watch(self, on_lost: Callable[[], None]) -> None:
         """Calls `on_lost` when the connection is lost."""
@@ -207,7 +211,9 @@ class Exchange:
 
     async def write(self, data: bytes) -> None:
         """Sends events, after the headers if they are the first. Returns once the client can take more."""
-        if not self.status:
+        if self.status:
+            self._connection.flush()
+        else:
             await self._begin()
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
@@ -219,7 +225,9 @@ class Exchange:
 
     async def end(self, data: bytes = b"") -> None:
         """Ends a stream with its last events."""
-        if not self.status:
+        if self.status:
+            self._connection.flush()
+        else:
             await self._begin()
         self._ended = True
         await self._send({"type": "http.response.body", "body": data})

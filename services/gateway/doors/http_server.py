@@ -32,6 +32,20 @@ _TOO_MANY_CONNECTIONS = (
 )
 
 
+class _Outbox:
+    """Bytes to be written once the event loop has served all streams that a message of a worker has tokens for. Each
+    write wakes its client, which may take the processor and its caches from the streams that follow."""
+
+    def __init__(self) -> None:
+        self.unsent: list[tuple[asyncio.Transport, bytes]] = []
+
+    def flush(self) -> None:
+        """Writes everything."""
+        unsent, self.unsent = self.unsent, []
+        for transport, data in unsent:
+            transport.write(data)
+
+
 class _Protocol(HttpToolsProtocol):
     """A connection with limits: bytes of the headers, and the time until they are complete."""
 
@@ -39,8 +53,8 @@ class _Protocol(HttpToolsProtocol):
     """The client takes data: little is buffered, and the connection is open."""
     lost = False
     """The connection is closed."""
-    write: Callable[[bytes], None]
-    """Sends bytes as they are, behind what the running response has sent."""
+    outbox: "_Outbox"
+    """Of all connections of the server."""
     most_connections = 0
     """Open connections of the server beyond which a new one gets status 503 at once."""
     _timer: asyncio.TimerHandle | None = None
@@ -50,11 +64,21 @@ class _Protocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.write = transport.write
         self._expect_headers()
         if len(self.connections) > self.most_connections:
             transport.write(_TOO_MANY_CONNECTIONS)
             transport.close()
+
+    def write(self, data: bytes) -> None:
+        """Sends bytes as they are, behind what the running response has sent, when the event loop's turn ends."""
+        outbox = self.outbox
+        if not outbox.unsent:
+            self.loop.call_soon(outbox.flush)
+        outbox.unsent.append((self.transport, data))
+
+    def flush(self) -> None:
+        """Sends what `write` was given now: what follows is written directly."""
+        self.outbox.flush()
 
     def abort(self) -> None:
         """Closes the connection at once."""
@@ -185,7 +209,7 @@ class HttpServer:
         self._listener = listener
         config = uvicorn.Config(
             app,
-            http=type("_Limited", (_Protocol,), {"most_connections": most_connections}),
+            http=type("_Limited", (_Protocol,), {"most_connections": most_connections, "outbox": _Outbox()}),
             ws="none",
             lifespan="off",
             interface="asgi3",

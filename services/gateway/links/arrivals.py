@@ -6,6 +6,7 @@ client receives the tokens of several messages as one, which costs hardly more t
 """
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -37,7 +38,7 @@ class Arrivals:
         self._held = 0
         """Messages whose tokens wait."""
         self._took_s = 0.0
-        """Duration of the last delivery, which ended at `_ended`."""
+        """Duration of the last delivery, which ended at `_ended`; infinite while one goes on."""
         self._ended = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
@@ -66,7 +67,11 @@ class Arrivals:
             self._timer = None
         began = self._clock()
         streams, self._streams, self._held = self._streams, [], 0
+        self._ended = math.inf
         _notify(streams)
+        asyncio.get_running_loop().call_soon(self._delivered, began)  # Behind the writes that readers have left.
+
+    def _delivered(self, began: float) -> None:
         self._ended = self._clock()
         self._took_s = self._ended - began
 
