@@ -32,7 +32,7 @@ _TOO_MANY_CONNECTIONS = (
 )
 
 
-class _Outbox:
+class Outbox:
     """Bytes to be written once the event loop has served all streams that a message of a worker has tokens for. Each
     write wakes its client, which may take the processor and its caches from the streams that follow."""
 
@@ -40,10 +40,11 @@ class _Outbox:
         self.unsent: list[tuple[asyncio.Transport, bytes]] = []
 
     def flush(self) -> None:
-        """Writes everything."""
+        """Writes everything, but for clients that have gone meanwhile."""
         unsent, self.unsent = self.unsent, []
         for transport, data in unsent:
-            transport.write(data)
+            if not transport.is_closing():  # A closed one raises an error, with which all others would be lost.
+                transport.write(data)
 
 
 class _Protocol(HttpToolsProtocol):
@@ -53,7 +54,7 @@ class _Protocol(HttpToolsProtocol):
     """The client takes data: little is buffered, and the connection is open."""
     lost = False
     """The connection is closed."""
-    outbox: "_Outbox"
+    outbox: Outbox
     """Of all connections of the server."""
     most_connections = 0
     """Open connections of the server beyond which a new one gets status 503 at once."""
@@ -209,7 +210,7 @@ class HttpServer:
         self._listener = listener
         config = uvicorn.Config(
             app,
-            http=type("_Limited", (_Protocol,), {"most_connections": most_connections, "outbox": _Outbox()}),
+            http=type("_Limited", (_Protocol,), {"most_connections": most_connections, "outbox": Outbox()}),
             ws="none",
             lifespan="off",
             interface="asgi3",
