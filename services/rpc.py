@@ -290,13 +290,15 @@ def stop_requested() -> asyncio.Event:
     return event
 
 
-def freeze_objects() -> None:
+def freeze_objects(young: int = 700) -> None:
     """Excludes all current objects from garbage collection; to be called when a process starts to serve.
 
     They live as long as the process, and a full collection stops all threads (150 ms for the imports of a worker).
+    `young`: new objects after which a collection looks for cycles among them.
     """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(young, *gc.get_threshold()[1:])
 
 
 def run(main: Awaitable[None]) -> None:

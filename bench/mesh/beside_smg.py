@@ -1,10 +1,11 @@
 """Server-sent events of Weft's gateway beside those of smg, in front of the same paced worker in one run.
 
-    python -m bench.mesh.beside_smg --smg PATH [--streams 64] [--tokens 1000] [--rounds 3] [--json FILE]
+    python -m bench.mesh.beside_smg --smg PATH [--streams 64] [--tokens 1000] [--rounds 3] [--answer 64] [--json FILE]
 
 `make bench-smg` installs smg in an environment of its own. Rounds alternate between both gateways; the best round of
 each counts. Figures per core divide by the processor time of the gateway, all threads included. Where a gateway
-cannot follow, its events have several tokens; at 70% of the worker's slots, where latencies are measured, each has one.
+cannot follow, its events have several tokens, so tokens count; at 70% of the worker's slots, where latencies are
+measured, each event has one token.
 """
 
 import argparse
@@ -47,6 +48,7 @@ class Door:
 class Round:
     """What one round of streams has shown."""
 
+    tokens: int = 0
     events: int = 0
     seconds: float = 0.0
     processor_s: float = 0.0
@@ -57,8 +59,8 @@ class Round:
 
     @property
     def per_core(self) -> float:
-        """Events per second of processor time."""
-        return self.events / max(self.processor_s, 1e-3)
+        """Tokens per second of processor time."""
+        return self.tokens / max(self.processor_s, 1e-3)
 
 
 @contextlib.asynccontextmanager
@@ -105,8 +107,9 @@ def _body(number: int, model: str, tokens: int) -> dict[str, Any]:
 
 
 async def throughput(door: Door, model: str, streams: int, tokens: int) -> Round:
-    """Sends 2 * `streams` requests, at most `streams` at a time, and counts their events and processor time."""
-    round_, limit = Round(), asyncio.Semaphore(streams)
+    """Sends 2 * `streams` requests for this many tokens each, at most `streams` at a time, and counts their events and
+    processor time."""
+    round_, limit = Round(tokens=2 * streams * tokens), asyncio.Semaphore(streams)
 
     def on_chunk(count: int, _: float) -> None:
         round_.events += count
@@ -121,9 +124,9 @@ async def throughput(door: Door, model: str, streams: int, tokens: int) -> Round
     return round_
 
 
-async def latency(door: Door, model: str, batch: int, requests: int) -> Round:
-    """Streams of 64 tokens that arrive as a Poisson process at 70% of the worker's slots."""
-    round_, tokens = Round(), 64
+async def latency(door: Door, model: str, batch: int, requests: int, tokens: int) -> Round:
+    """Streams of `tokens` that arrive as a Poisson process at 70% of the worker's slots."""
+    round_ = Round(tokens=requests * tokens)
     rate = 0.7 * batch / (tokens * _ADDED_STEP_S)
     chance, due = random.Random(7), time.monotonic()
 
@@ -151,8 +154,8 @@ async def latency(door: Door, model: str, batch: int, requests: int) -> Round:
     return round_
 
 
-async def measure(program: str, streams: int, tokens: int, requests: int, rounds: int) -> list[Figure]:
-    """The figures of both gateways, each beside the other's."""
+async def measure(program: str, streams: int, tokens: int, requests: int, rounds: int, answer: int) -> list[Figure]:
+    """The figures of both gateways, each beside the other's. `answer`: tokens of a stream at 70% of the slots."""
     best: dict[str, Round] = {}
     async with up(paced(4.0, batch=streams)) as mesh, smg(program, mesh.worker) as other:
         model = (await asyncio.to_thread(_models, f"http://{other.address}/v1/models"))[0]["id"]
@@ -165,17 +168,17 @@ async def measure(program: str, streams: int, tokens: int, requests: int, rounds
     late: dict[str, Round] = {}
     async with up(paced(_ADDED_STEP_S * 1e3, batch=streams)) as mesh, smg(program, mesh.worker) as other:
         for door in (Door("Weft", mesh.http, mesh.pid("gateway")), other):
-            late[door.name] = await latency(door, model, streams, requests)
+            late[door.name] = await latency(door, model, streams, requests, answer)
     return [*_rates(best), *_latencies(late)]
 
 
 def _rates(best: dict[str, Round]) -> list[Figure]:
     figures = [
         Figure(
-            f"{name}: events per second of its processor time",
+            f"{name}: tokens per second of its processor time",
             round_.per_core,
-            "events/s",
-            note=f"{round_.events / round_.seconds:,.0f} events/s on the wall, {round_.events:,} events",
+            "tokens/s",
+            note=f"{round_.tokens / round_.seconds:,.0f} tokens/s on the wall, in {round_.events:,} events",
         )
         for name, round_ in best.items()
     ]
@@ -201,12 +204,13 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=64, help="streams at a time")
     parser.add_argument("--tokens", type=int, default=1000, help="tokens of each stream")
     parser.add_argument("--requests", type=int, default=300, help="requests of the measurement of latencies")
+    parser.add_argument("--answer", type=int, default=64, help="tokens of each stream of that measurement")
     parser.add_argument("--rounds", type=int, default=3, help="rounds of each gateway")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     asked = parser.parse_args()
     out = Console(width=150 if not sys.stdout.isatty() else None)
     table.show_machine(out)
-    figures = asyncio.run(measure(asked.smg, asked.streams, asked.tokens, asked.requests, asked.rounds))
+    figures = asyncio.run(measure(asked.smg, asked.streams, asked.tokens, asked.requests, asked.rounds, asked.answer))
     table.show("Server-sent events beside smg, before the same paced worker", figures, out)
     if asked.json:
         table.save(asked.json, figures)

@@ -1,5 +1,6 @@
 """The metrics of the gateway, taken from each request's receipt. Knows no requests under way."""
 
+import functools
 from collections.abc import Callable
 
 from protos import inference_pb2 as api
@@ -9,8 +10,10 @@ from services.gateway.traffic import Traffic
 
 _PROVIDER = "weft"
 _PHASES = ("tokenize", "cache", "queue", "prefill", "decode", "detokenize", "network", "unaccounted")
+_SECONDS = [(phase, f"{phase}_s") for phase in _PHASES]
 
 
+@functools.cache
 def reason_name(reason: "api.FinishReason.ValueType") -> str:
     """The label for a finish reason: stop, length, cancelled, error or unspecified."""
     return api.FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower()
@@ -66,8 +69,8 @@ class GatewayMetrics:
         self._requests.add(1, model, code, reason_name(receipt.finish_reason))
         named = (operation, _PROVIDER, model)
         self._duration.observe(times.wall_s, *named, code if error is not None else "")
-        for phase in _PHASES:
-            self._phases.add(getattr(times, f"{phase}_s"), model, phase)
+        for phase, field in _SECONDS:
+            self._phases.add(getattr(times, field), model, phase)
         if receipt.joined:
             self._joined.add(1, model)
         if receipt.prompt_tokens:

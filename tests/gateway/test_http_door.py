@@ -1,6 +1,7 @@
 """OpenAI's API over HTTP on a gateway among fakes: answers, errors, limits, disconnects, slow readers."""
 
 import asyncio
+import gc
 import json
 import socket
 import time
@@ -18,6 +19,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from protos import mesh_pb2
 from services import metrics
 from services.errors import WeftError, unavailable
+from services.gateway.answers.continuation import Continuation
+from services.gateway.answers.generation import Generation
 from services.gateway.doors import http, http_server
 from tests.gateway.fakes import FakeMesh, ask, generate, rejected, until
 from tests.gateway.http_client import client
@@ -430,6 +433,49 @@ async def test_a_slow_reader_gets_everything(mesh: FakeMesh) -> None:
         await asyncio.sleep(0.002)
     slow.close()
     assert received.count(b'"text_completion"') == len(ANSWER) + 1
+
+
+class Client(asyncio.Transport):
+    """The transport of a client, which refuses data once it is closed, as that of uvloop does."""
+
+    def __init__(self, closed: bool = False) -> None:
+        super().__init__()
+        self.received = b""
+        self._closed = closed
+
+    def is_closing(self) -> bool:
+        return self._closed
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        if self._closed:
+            raise RuntimeError("the handler is closed")
+        self.received += data
+
+
+def test_a_client_that_has_gone_takes_no_events_from_others() -> None:
+    outbox, clients = http_server.Outbox(), [Client(), Client(closed=True), Client()]
+    outbox.unsent += [(each, b"event") for each in clients]
+    outbox.flush()
+    outbox.flush()
+    assert [each.received for each in clients] == [b"event", b"", b"event"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_that_ends_well_leaves_nothing_to_the_garbage_collector(mesh: FakeMesh, stream: bool) -> None:
+    def left() -> list[object]:
+        return [each for each in gc.get_objects() if type(each) in (http.Exchange, Generation, Continuation)]
+
+    async def request() -> None:
+        async with client(mesh) as http_client:
+            await http_client.post("/v1/completions", json=TEXT | {"stream": stream})
+
+    gc.collect()
+    gc.disable()
+    try:
+        await request()
+        await until(lambda: not left(), 5)
+    finally:
+        gc.enable()
 
 
 async def test_connections_are_used_again_and_requests_may_be_pipelined(mesh: FakeMesh) -> None:

@@ -41,6 +41,25 @@ class Observer(Protocol):
         """The generation is in another phase."""
 
 
+class Subscribers(set[Observer]):
+    """The clients of a generation. Continuations hold this instead of the generation, which holds them: objects that
+    hold one another stay in memory until the garbage collector finds them."""
+
+    def deadline(self) -> float:
+        """The latest deadline of the current subscribers, on `time.monotonic`."""
+        return max((subscriber.deadline for subscriber in self), default=0.0)
+
+    def notify(self) -> None:
+        """There is something to take."""
+        for subscriber in self:
+            subscriber.notify()
+
+    def phase_changed(self) -> None:
+        """The generation is in another phase."""
+        for subscriber in self:
+            subscriber.phase_changed()
+
+
 class Generation:
     """A request while it is answered."""
 
@@ -54,7 +73,7 @@ class Generation:
         self.last: Continuation | None = None
         """The continuation that ended last."""
         self.text: TextModel | None = None
-        self.subscribers: set[Observer] = set()
+        self.subscribers = Subscribers()
         self.seed = admitted.seed()
         self.ends_by_text = False
         """A stop string or a tool call may end the answer: its text must be read while it grows."""
@@ -63,10 +82,6 @@ class Generation:
         self._began = time.monotonic()
         self._backend = backend
         self._task = asyncio.create_task(self._run())
-
-    def deadline(self) -> float:
-        """The latest deadline of the current subscribers, on `time.monotonic`."""
-        return max((subscriber.deadline for subscriber in self.subscribers), default=0.0)
 
     @property
     def placed(self) -> bool:
@@ -98,7 +113,7 @@ class Generation:
             self.error = internal()
         finally:
             self.done = True
-            self._notify()
+            self.subscribers.notify()
 
     async def _tokenize(self) -> list[int]:
         admitted = self.admitted
@@ -146,8 +161,8 @@ class Generation:
         journal = self._journal(index, tokens, sampling)
         answer = Answer(
             journal,
-            self.deadline,
-            self._notify,
+            self.subscribers.deadline,
+            self.subscribers.notify,
             traffic=self._backend.metrics.traffic.model(card.name),
             began=self._began,
             cost_wait_s=self._backend.settings.gateway_cost_wait_s,
@@ -181,9 +196,4 @@ class Generation:
 
     def _enter(self, phase: Phase) -> None:
         self.phase = phase
-        for subscriber in self.subscribers:
-            subscriber.phase_changed()
-
-    def _notify(self) -> None:
-        for subscriber in self.subscribers:
-            subscriber.notify()
+        self.subscribers.phase_changed()

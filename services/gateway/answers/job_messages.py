@@ -107,9 +107,10 @@ class JobMessages:
         submit.prompt_tokens = len(context)
         submit.max_tokens = max(1, self.max_tokens - len(journal.tokens))
         submit.deadline_s = remaining_s(deadline)
-        submit.avoid[:] = retry.avoid
-        submit.unjoinable = retry.unjoinable
-        submit.lost_on, submit.lost_after = retry.lost_on, retry.lost_after
+        if journal.attempt > 1:
+            submit.avoid[:] = retry.avoid
+            submit.unjoinable = retry.unjoinable
+            submit.lost_on, submit.lost_after = retry.lost_on, retry.lost_after
         if not retry.may_join:
             submit.identity = b""
         if self._block_keys is not None:

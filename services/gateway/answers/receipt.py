@@ -101,8 +101,9 @@ class AttemptCosts:
         self.prefill_s += cost.prefill_s
         self.decode_s += cost.decode_s
         if not self.joined:
-            for name in _COUNTS:
-                setattr(self, name, getattr(self, name) + getattr(cost, name))
+            for field, count in cost.ListFields():  # Most are 0.
+                if field.name in _COUNTS:
+                    setattr(self, field.name, getattr(self, field.name) + count)
 
     def answered_by_cache(self) -> None:
         """The result cache had the answer: the costs of attempts do not count."""
@@ -148,7 +149,8 @@ def fill_costs(receipt: api.Receipt, continuations: Iterable[AttemptCosts]) -> N
     """Sums the costs of a request's continuations into its receipt."""
     for costs in continuations:
         for name in _COUNTS:
-            setattr(receipt, name, getattr(receipt, name) + getattr(costs, name))
+            if count := getattr(costs, name):
+                setattr(receipt, name, getattr(receipt, name) + count)
         receipt.attempts = max(receipt.attempts, costs.attempts)
         receipt.result_hit |= costs.hit
         receipt.joined |= costs.joined

@@ -44,8 +44,7 @@ class _Cursor:
                 parts.append(Delta(self.index, total, journal.attempt, waiting=True))
         while not self.ended:
             start = self.tokens
-            behind = self.texts < len(journal.texts) or self.calls < len(journal.call_pieces)
-            if start == total and not behind and journal.ending is None:
+            if start == total and journal.ending is None and not self._has_text():
                 break
             attempt, end = journal.attempt_at(start)
             end = min(end, start + _MAX_TOKENS)
@@ -60,6 +59,10 @@ class _Cursor:
                 self._complete(delta)
             parts.append(delta)
         return parts
+
+    def _has_text(self) -> bool:
+        """There is text of tokens that were taken before."""
+        return self.texts < len(self.journal.texts) or self.calls < len(self.journal.call_pieces)
 
     def _complete(self, delta: Delta) -> None:
         """Adds what belongs to the last tokens: text, tool calls, the ending."""

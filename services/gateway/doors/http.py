@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import orjson
@@ -15,7 +15,7 @@ import structlog
 from grpc import StatusCode
 from starlette.datastructures import Headers
 from starlette.routing import Route, Router
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services import metrics, telemetry
 from services.errors import WeftError, internal, invalid, unavailable
@@ -69,9 +69,24 @@ class Connection(Protocol):
 
     ready: bool
     """The client takes data: little is buffered."""
+    lost: bool
+    """The connection is closed."""
+
+    @property
+    def has_body(self) -> bool:
+        """The body of the running request has arrived."""
 
     def write(self, data: bytes) -> None:
-        """Sends bytes as they are: a chunk of a response in chunks."""
+        """Sends bytes as they are, a chunk of a response in chunks, soon."""
+
+    def flush(self) -> None:
+        """Sends what `write` was given now. To be called before anything is sent otherwise."""
+
+    def watch(self, on_lost: Callable[[], None]) -> None:
+        """Calls `on_lost` when the connection is lost."""
+
+    def unwatch(self, on_lost: Callable[[], None]) -> None:
+        """Does not call `on_lost` any more."""
 
     def abort(self) -> None:
         """Closes the connection at once."""
@@ -93,20 +108,17 @@ class Exchange:
         """Further headers of the response, also of an error."""
         self.param: Callable[[str], str] = str
         """From a field of weft.v1, as errors name it, to the field of the request."""
-        self.error_form: Callable[[WeftError], object] = lambda error: error_body(error, self.param)
-        """The body of an error; that of OpenAI's API unless the door has another."""
-        self._scope = scope
+        self.error_form: Callable[[WeftError], object] | None = None
+        """Makes the body of an error; None: that of OpenAI's API."""
+        self.credentials: Credentials = self.headers.getlist("authorization")
+        """The values of the `authorization` headers."""
         self._receive = receive
         self._send = send
-        self._connection: Connection | None = None
-        """Takes further events of a stream that has begun."""
+        self._connection: Connection = scope["state"]["connection"]
+        self._streams = False
+        """A stream has begun."""
         self._ended = False
         self._gone = False
-
-    @property
-    def credentials(self) -> Credentials:
-        """The values of the `authorization` headers."""
-        return self.headers.getlist("authorization")
 
     @property
     def remaining_s(self) -> float | None:
@@ -133,8 +145,9 @@ class Exchange:
     async def body(self) -> bytes:
         """The whole body. Raises WeftError and ClientGone."""
         body, size = bytearray(), 0
+        limit = contextlib.nullcontext() if self._connection.has_body else asyncio.timeout(_BODY_S)
         try:
-            async with asyncio.timeout(_BODY_S):
+            async with limit:
                 while True:
                     message = await self._receive()
                     if message["type"] == "http.disconnect":
@@ -154,16 +167,17 @@ class Exchange:
 
     async def run(self, work: Awaitable[T]) -> T:
         """Awaits `work`, and cancels it when the client disconnects. Raises ClientGone. The body has been read."""
-        task = asyncio.current_task()
+        task, connection = asyncio.current_task(), self._connection
         assert task is not None
 
-        def on_disconnect(watcher: "asyncio.Task[None]") -> None:
-            if not watcher.cancelled() and not self._ended:
+        def on_lost() -> None:
+            if not (self._ended or self._gone):
                 self._gone = True
                 task.cancel()
 
-        watcher = asyncio.create_task(self._disconnected())
-        watcher.add_done_callback(on_disconnect)
+        connection.watch(on_lost)
+        if connection.lost:
+            on_lost()
         try:
             return await work
         except asyncio.CancelledError:
@@ -171,12 +185,7 @@ class Exchange:
                 raise ClientGone from None
             raise
         finally:
-            watcher.remove_done_callback(on_disconnect)
-            watcher.cancel()
-
-    async def _disconnected(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
+            connection.unwatch(on_lost)
 
     async def reply(self, payload: object, status: int = 200, headers: Iterable[Header] = ()) -> None:
         """Sends the whole response as JSON."""
@@ -194,44 +203,51 @@ class Exchange:
     @property
     def ready(self) -> bool:
         """A stream has begun, and the client takes more of it at once."""
-        return self._connection is not None and self._connection.ready
+        return self._streams and self._connection.ready
 
     def put(self, data: bytes) -> None:
         """Sends events of a stream that is `ready`. Costs a tenth of `write`."""
-        assert self._connection is not None
         self._connection.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     async def write(self, data: bytes) -> None:
         """Sends events, after the headers if they are the first. Returns once the client can take more."""
-        if not self.status:
-            self.status = 200
-            headers = [_EVENTS, _NOT_STORED, *self.extra]
-            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-            self._connection = self._scope["state"].get("connection")
+        if self.status:
+            self._connection.flush()
+        else:
+            await self._begin()
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
-    async def end(self) -> None:
-        """Ends a stream."""
+    async def _begin(self) -> None:
+        self.status = 200
+        headers = [_EVENTS, _NOT_STORED, *self.extra]
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        self._streams = True
+
+    async def end(self, data: bytes = b"") -> None:
+        """Ends a stream with its last events."""
+        if self.status:
+            self._connection.flush()
+        else:
+            await self._begin()
         self._ended = True
-        await self._send({"type": "http.response.body"})
+        await self._send({"type": "http.response.body", "body": data})
 
     async def fail(self, error: WeftError) -> None:
         """Sends an error: as the response, or as the last event of a stream that has begun."""
-        body = self.error_form(error)
+        body = error_body(error, self.param) if self.error_form is None else self.error_form(error)
         if not self.status:
             await self.reply(body, status_of(error), retry_headers(error))
         elif not self._ended:
             try:
                 async with asyncio.timeout(0 if error.code is StatusCode.ABORTED else _ERROR_EVENT_S):
-                    await self.write(b"data: " + orjson.dumps(body) + b"\n\n")
-                    await self.end()
+                    await self.end(b"data: " + orjson.dumps(body) + b"\n\n")
             except TimeoutError:
                 self.abort()
 
     def abort(self) -> None:
         """Closes the connection at once, whatever is left to send."""
         self._ended = True
-        self._scope["state"]["connection"].abort()
+        self._connection.abort()
 
 
 def error_body(error: WeftError, param: Callable[[str], str] = str) -> dict[str, Any]:
@@ -289,13 +305,29 @@ class HttpRoutes:
 
     def app(self) -> Router:
         """The ASGI application."""
-        routes = []
+        routes, fixed = [], {}
         for path, handlers in self._handlers.items():
             refusal: Refusal = (lambda: None) if path in self._always else self._refusal
             for method, handler in handlers.items():
-                routes.append(Route(path, _Endpoint(path, handler, self._seconds, refusal), methods=[method]))
+                endpoint = _Endpoint(path, handler, self._seconds, refusal)
+                routes.append(Route(path, endpoint, methods=[method]))
+                if "{" not in path:
+                    fixed[method, path] = endpoint
             routes.append(Route(path, _Endpoint(path, _refuse_method(", ".join(handlers)), self._seconds)))
-        return Router(routes, redirect_slashes=False, default=_Endpoint("other", _not_found, self._seconds))
+        return _Router(fixed, routes, _Endpoint("other", _not_found, self._seconds))
+
+
+class _Router(Router):
+    """Starlette's router, which compares one path after the other, behind a table of paths without parameters."""
+
+    def __init__(self, fixed: "Mapping[tuple[str, str], _Endpoint]", routes: Sequence[Route], default: ASGIApp) -> None:
+        super().__init__(routes, redirect_slashes=False, default=default)
+        self._fixed = fixed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one request."""
+        endpoint = self._fixed.get((scope["method"], scope["path"])) if scope["type"] == "http" else None
+        await (super().__call__ if endpoint is None else endpoint)(scope, receive, send)
 
 
 class _Endpoint:

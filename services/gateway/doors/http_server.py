@@ -9,7 +9,7 @@ import logging
 import math
 import socket
 import ssl
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import uvicorn
@@ -32,14 +32,34 @@ _TOO_MANY_CONNECTIONS = (
 )
 
 
+class Outbox:
+    """Bytes to be written once the event loop has served all streams that a message of a worker has tokens for. Each
+    write wakes its client, which may take the processor and its caches from the streams that follow."""
+
+    def __init__(self) -> None:
+        self.unsent: list[tuple[asyncio.Transport, bytes]] = []
+
+    def flush(self) -> None:
+        """Writes everything, but for clients that have gone meanwhile."""
+        unsent, self.unsent = self.unsent, []
+        for transport, data in unsent:
+            if not transport.is_closing():  # A closed one raises an error, with which all others would be lost.
+                transport.write(data)
+
+
 class _Protocol(HttpToolsProtocol):
     """A connection with limits: bytes of the headers, and the time until they are complete."""
 
     ready = True
     """The client takes data: little is buffered, and the connection is open."""
+    lost = False
+    """The connection is closed."""
+    outbox: Outbox
+    """Of all connections of the server."""
     most_connections = 0
     """Open connections of the server beyond which a new one gets status 503 at once."""
     _timer: asyncio.TimerHandle | None = None
+    _on_lost: Callable[[], None] | None = None
     _header_bytes = 0
     _in_head = True
 
@@ -51,8 +71,15 @@ class _Protocol(HttpToolsProtocol):
             transport.close()
 
     def write(self, data: bytes) -> None:
-        """Sends bytes as they are, behind what the running response has sent."""
-        self.transport.write(data)
+        """Sends bytes as they are, behind what the running response has sent, when the event loop's turn ends."""
+        outbox = self.outbox
+        if not outbox.unsent:
+            self.loop.call_soon(outbox.flush)
+        outbox.unsent.append((self.transport, data))
+
+    def flush(self) -> None:
+        """Sends what `write` was given now: what follows is written directly."""
+        self.outbox.flush()
 
     def abort(self) -> None:
         """Closes the connection at once."""
@@ -68,9 +95,28 @@ class _Protocol(HttpToolsProtocol):
         super().resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.ready = False
+        self.ready, self.lost = False, True
         self._stop_timer()
         super().connection_lost(exc)
+        # The request holds this connection: without this, both would wait for the garbage collector.
+        self.cycle = self.scope = None  # type: ignore[assignment]
+        if self._on_lost is not None:
+            self._on_lost()
+
+    def watch(self, on_lost: Callable[[], None]) -> None:
+        """Calls `on_lost` when the connection is lost."""
+        self._on_lost = on_lost
+        self.flow.resume_reading()  # While nothing is read, nothing shows that the client is gone.
+
+    def unwatch(self, on_lost: Callable[[], None]) -> None:
+        """Does not call `on_lost` any more. The next request of the connection may have its own already."""
+        if self._on_lost is on_lost:
+            self._on_lost = None
+
+    @property
+    def has_body(self) -> bool:
+        """The body of the running request has arrived."""
+        return self.cycle is not None and not self.cycle.more_body
 
     def data_received(self, data: bytes) -> None:
         in_head = self._in_head
@@ -164,7 +210,7 @@ class HttpServer:
         self._listener = listener
         config = uvicorn.Config(
             app,
-            http=type("_Limited", (_Protocol,), {"most_connections": most_connections}),
+            http=type("_Limited", (_Protocol,), {"most_connections": most_connections, "outbox": Outbox()}),
             ws="none",
             lifespan="off",
             interface="asgi3",

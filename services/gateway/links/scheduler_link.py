@@ -50,11 +50,11 @@ class _Submission:
 
     def message(self) -> mesh.DispatchRequest:
         """The message, with the seconds that are left until the deadline now."""
-        submit = mesh.Submit()
-        submit.CopyFrom(self.submit)
-        if submit.deadline_s > 0:
-            submit.deadline_s = max(1e-3, submit.deadline_s - (time.monotonic() - self.submitted_at))
-        return mesh.DispatchRequest(submit=submit)
+        message = mesh.DispatchRequest(submit=self.submit)
+        if self.submit.deadline_s > 0:
+            passed_s = time.monotonic() - self.submitted_at
+            message.submit.deadline_s = max(1e-3, self.submit.deadline_s - passed_s)
+        return message
 
     def start_timer(self, wait_s: float) -> None:
         """Fails the submission in `wait_s` unless the scheduler comes back."""

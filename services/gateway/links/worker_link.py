@@ -22,6 +22,7 @@ from protos import mesh_pb2 as mesh
 from protos.mesh_pb2_grpc import WorkerStub
 from services import rpc, telemetry
 from services.errors import WeftError
+from services.gateway.links.arrivals import Arrivals
 from services.gateway.links.link_health import LinkHealth
 from services.gateway.text.journal import Detail
 from services.security import mesh_id as mesh_ids
@@ -100,7 +101,7 @@ class JobStream:
         # A reader that is behind is notified once, and then takes many tokens together.
         if not self._notified or len(self.tokens) % UNREAD_TOKENS == 0:
             self._notified = True
-            self.link.arrived.append(self)
+            self.link.arrivals.add(self)
 
     def take(self) -> tuple[list[int], list[Detail]]:
         """The tokens that arrived since the last call, and their details if they were requested."""
@@ -133,8 +134,7 @@ class WorkerLink:
         """The worker has answered."""
         self.health = LinkHealth.begin(clock())
         self._connect_s = connect_s
-        self.arrived: list[JobStream] = []
-        """Streams to be notified at the end of the message that is being received."""
+        self.arrivals = Arrivals(clock)
         self._sent = 0
         """Messages that were queued after the hello."""
         self._unacknowledged: deque[tuple[int, float]] = deque()
@@ -334,12 +334,7 @@ class WorkerLink:
             ended = streams.pop(end.stream_id, None)
             if ended is not None:
                 ended.close(end)
-        arrived, self.arrived = self.arrived, []
-        for stream in arrived:
-            if stream.closed.done():  # Its end is read first: last token and end are delivered together.
-                asyncio.get_running_loop().call_soon(stream.notify)
-            else:
-                stream.notify()
+        self.arrivals.received(now)
 
     def _receive_details(self, message: mesh.RunResponse, now: float) -> None:
         tops = {top.entry: top for top in message.tops}

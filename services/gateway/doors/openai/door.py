@@ -119,8 +119,7 @@ class OpenAIDoor:
         except BaseException:
             self._note(exchange, receipts)
             raise
-        await exchange.write(form.ending(receipts))
-        await exchange.end()
+        await exchange.end(form.ending(receipts))
 
     async def _complete(self, exchange: Exchange, requests: Sequence[api.GenerateRequest], form: Format) -> None:
         receipts: list[api.Receipt] = [api.Receipt()] * len(requests)
