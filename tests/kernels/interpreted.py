@@ -7,6 +7,7 @@ float16 replaces bfloat16, whose products the interpreter computes wrongly.
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import pytest
@@ -84,6 +85,30 @@ def replaced_once() -> None:
         return _Kept()
 
     interpreter._patch_lang = replace_once
+
+
+@pytest.fixture(autouse=True, scope="module")
+def types_made_once() -> None:
+    """The interpreter makes a table of numpy's types for each operation, and the type of each shape, which nothing
+    reads: together a third of the time."""
+    numpy_type: Callable[[Any], object] = interpreter._get_np_dtype
+    found: dict[str, object] = {}
+
+    def kept(kind: Any) -> object:
+        name = kind.scalar.name
+        if name not in found:
+            found[name] = numpy_type(kind)
+        return found[name]
+
+    def begin(values: Any, args: Any, type: Any = None) -> None:
+        values.values = list(args)
+        if type is not None:
+            values.type = type if isinstance(type, tl.core.tuple_type) else tl.core.tuple_type(type)
+
+    when_read = cached_property(lambda values: tl.core._type_for_tuple_values(values.values))
+    when_read.__set_name__(tl.core.tuple, "type")
+    interpreter._get_np_dtype = kept
+    tl.core.tuple.type, tl.core.tuple.__init__ = when_read, begin
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,7 @@ import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,6 @@ import redis.asyncio as redis
 
 from protos import inference_pb2 as api
 from tests.cache.slow_proxy import SlowProxy
-from tests.checkpoints import DEMO
 from tests.mesh.harness import Answer, Mesh, Process, Stub, ask, generate
 from tests.ports import free_port
 from tests.redis_server import RedisServer
@@ -30,6 +30,8 @@ SENTENCE = "the king had a young daughter who went into dark woods to find her b
 PATTERN = "weft:1:{block}:*"
 TALES = 7
 SETTLE_S = 30.0
+SLOW = 3e5
+"""Bytes a second of a link over which a tale takes longer than its computation."""
 
 
 def tale(number: int, words: int = 1100) -> str:
@@ -104,11 +106,11 @@ async def until(true: Callable[[], Awaitable[bool]]) -> None:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stage(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stage]:
+async def stage(tmp_path_factory: pytest.TempPathFactory, model: Path) -> AsyncIterator[Stage]:
     """The mesh after the first worker: all tales are in Redis, and no worker runs."""
     folder = tmp_path_factory.mktemp("prefixes")
     with RedisServer(folder / "redis", 512 << 20) as server:
-        mesh = Mesh(folder, DEMO, workers=0, redis_url=server.url)
+        mesh = Mesh(folder, model, workers=0, redis_url=server.url)
         assert mesh.cache is not None
         metrics_port = free_port()
         mesh.cache.env["WEFT_METRICS_PORT"] = str(metrics_port)
@@ -197,14 +199,14 @@ async def test_a_prefix_of_another_living_worker_is_used(stage: Stage) -> None:
 
 
 async def test_over_a_slow_link_the_prompt_is_computed(stage: Stage) -> None:
-    stage.proxy.bytes_per_s = 1e6
+    stage.proxy.bytes_per_s = SLOW
     try:
         async with stage.worker():
             before = stage.proxy.answered_bytes
             answer = await generate(stage.stub, request(1))
             check(answer, stage.cold[1])
             assert answer.receipt.prefill_tokens == answer.receipt.prompt_tokens
-            assert stage.proxy.answered_bytes - before < 300_000, "no block was fetched and dropped"
+            assert stage.proxy.answered_bytes - before < 100_000, "no block was fetched and dropped"
     finally:
         stage.proxy.bytes_per_s = 0.0
     async with stage.worker():
@@ -215,7 +217,7 @@ async def test_over_a_slow_link_the_prompt_is_computed(stage: Stage) -> None:
 
 async def test_a_link_that_becomes_slow_is_noticed(stage: Stage) -> None:
     async with stage.worker():
-        stage.proxy.bytes_per_s = 1e6
+        stage.proxy.bytes_per_s = SLOW
         try:
             for number in (2, 3, 4):
                 answer = await generate(stage.stub, request(number))

@@ -96,11 +96,11 @@ Speculate = Annotated[
 ]
 TensorParallel = Annotated[
     int | None,
-    typer.Option(min=1, max=64, help="Processes of a worker that share each layer, on CPUs.", show_default="1"),
+    typer.Option(min=1, max=64, help="Processes of a worker that share each layer.", show_default="1"),
 ]
 PipelineParallel = Annotated[
     int | None,
-    typer.Option(min=1, max=64, help="Stages of layers, with processes of their own, on CPUs.", show_default="1"),
+    typer.Option(min=1, max=64, help="Stages of layers, with processes of their own.", show_default="1"),
 ]
 ExpertParallel = Annotated[
     bool,
