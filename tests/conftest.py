@@ -71,6 +71,17 @@ def kept_identity() -> Iterator[None]:
     identity.assume(before)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Gives a repetition a time limit, too: pytest-timeout sets one for the first run alone."""
+    if getattr(item, "execution_count", 1) > 1:
+        import pytest_timeout  # A machine for GPU tests may lack it, and repeats nothing.
+
+        hooks = item.config.pluginmanager.hook
+        hooks.pytest_timeout_cancel_timer(item=item)
+        hooks.pytest_timeout_set_timer(item=item, settings=pytest_timeout._get_item_settings(item))
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Prints whole why a test failed before it was repeated: such a failure is a fault to find, too."""
     unconfirmed = terminalreporter.getreports("rerun")
