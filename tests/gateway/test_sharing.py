@@ -27,13 +27,13 @@ async def stored(mesh: FakeMesh, request: api.GenerateRequest) -> Answer:
     return answer
 
 
-def slow(worker: FakeWorker, step_s: float = 0.1) -> None:
-    """Makes a worker slower than the cache."""
+def slow(worker: FakeWorker, step_s: float = 2.0) -> None:
+    """Makes a worker slower than the cache of a busy machine."""
     worker.step_s = step_s
 
 
 async def test_a_result_hit_costs_no_worker() -> None:
-    async with FakeMesh(cache=True) as mesh:
+    async with FakeMesh(cache=True, gateway_cache_budget_s=5.0) as mesh:
         request = ask("hello", logprobs=1)
         miss = await stored(mesh, request)
         slow(mesh.workers[0])
@@ -56,7 +56,7 @@ async def test_a_result_hit_costs_no_worker() -> None:
 
 
 async def test_every_input_that_determines_the_tokens_is_in_the_key() -> None:
-    async with FakeMesh(cache=True, script=lambda job: ANSWER[:4]) as mesh:
+    async with FakeMesh(cache=True, gateway_cache_budget_s=5.0, script=lambda job: ANSWER[:4]) as mesh:
         assert mesh.cache is not None
         requests = [
             ask("hello"),
@@ -79,7 +79,7 @@ async def test_every_input_that_determines_the_tokens_is_in_the_key() -> None:
 
 
 async def test_random_draws_are_neither_stored_nor_looked_up() -> None:
-    async with FakeMesh(cache=True) as mesh:
+    async with FakeMesh(cache=True, gateway_cache_budget_s=5.0) as mesh:
         assert mesh.cache is not None
         await generate(mesh.stub, ask(temperature=1.0))
         await generate(mesh.stub, ask(cache=api.CACHE_POLICY_BYPASS))
@@ -94,7 +94,7 @@ async def test_random_draws_are_neither_stored_nor_looked_up() -> None:
 
 
 async def test_a_hit_ends_at_the_same_stop_string() -> None:
-    async with FakeMesh(cache=True) as mesh:
+    async with FakeMesh(cache=True, gateway_cache_budget_s=5.0) as mesh:
         request = ask(stop=["lazy"])
         miss = await stored(mesh, request)
         slow(mesh.workers[0])
@@ -117,7 +117,7 @@ async def test_a_slow_cache_delays_nothing() -> None:
 
 
 async def test_a_dead_cache_is_a_miss() -> None:
-    async with FakeMesh(cache=True) as mesh:
+    async with FakeMesh(cache=True, gateway_cache_budget_s=5.0) as mesh:
         await mesh.stop("cache")
         for _ in range(2):
             answer = await generate(mesh.stub, ask())
@@ -138,7 +138,7 @@ async def test_a_hit_after_the_first_token_is_ignored() -> None:
 
 
 async def test_a_hit_answers_a_request_that_was_rejected() -> None:
-    async with FakeMesh(cache=True) as mesh:
+    async with FakeMesh(cache=True, gateway_cache_budget_s=5.0) as mesh:
         await stored(mesh, ask())
         mesh.scheduler.workers = []
         answer = await generate(mesh.stub, ask())
@@ -146,7 +146,7 @@ async def test_a_hit_answers_a_request_that_was_rejected() -> None:
 
 
 async def test_a_failed_answer_is_not_stored() -> None:
-    async with FakeMesh(cache=True) as mesh:
+    async with FakeMesh(cache=True, gateway_cache_budget_s=5.0) as mesh:
         assert mesh.cache is not None
         mesh.workers[0].hold_at = 3
         await generate(mesh.stub, ask(), timeout=0.2)

@@ -21,6 +21,7 @@ from typer.testing import CliRunner, Result
 from protos import inference_pb2 as api
 from tests.mesh.harness import Answer, Mesh, Stub, ask, generate
 from tests.redis_server import RedisServer
+from tests.timing import timely
 from weft.cli.app import app
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -282,6 +283,7 @@ async def test_generations_are_never_shared(stub: Stub) -> None:
     assert (await leading).ids == own.ids
 
 
+@timely
 async def test_tenants_offering_10_to_1_get_1_to_1(stub: Stub) -> None:
     """80 clients with longer answers against 8: both tenants get the same number of tokens, prompts included."""
     served = {"many": 0, "few": 0}
