@@ -285,7 +285,7 @@ async def test_generations_are_never_shared(stub: Stub) -> None:
 
 @timely
 async def test_tenants_offering_10_to_1_get_1_to_1(stub: Stub) -> None:
-    """80 clients with longer answers against 8: both tenants get the same number of tokens, prompts included."""
+    """160 clients with longer answers against 16: both tenants get the same number of tokens, prompts included."""
     served = {"many": 0, "few": 0}
     counting = False
 
@@ -297,8 +297,8 @@ async def test_tenants_offering_10_to_1_get_1_to_1(stub: Stub) -> None:
                 if counting and tokens:
                     served[name] += tokens + (4 if response.delta.position == 0 else 0)
 
-    tasks = [asyncio.create_task(client("many", 24, 100 + i)) for i in range(80)]
-    tasks += [asyncio.create_task(client("few", 16, 200 + i)) for i in range(8)]
+    tasks = [asyncio.create_task(client("many", 24, 100 + i)) for i in range(160)]
+    tasks += [asyncio.create_task(client("few", 16, 300 + i)) for i in range(16)]
     await asyncio.sleep(0.5)
     counting = True
     await asyncio.sleep(4)
