@@ -465,14 +465,18 @@ async def test_a_request_that_ends_well_leaves_nothing_to_the_garbage_collector(
     def left() -> list[object]:
         return [each for each in gc.get_objects() if type(each) in (http.Exchange, Generation, Continuation)]
 
-    async def request() -> None:
+    async def request() -> str:
         async with client(mesh) as http_client:
-            await http_client.post("/v1/completions", json=TEXT | {"stream": stream})
+            reply = await http_client.post("/v1/completions", json=TEXT | {"stream": stream})
+            assert reply.status_code == 200
+            return reply.text
 
     gc.collect()
     gc.disable()
     try:
-        await request()
+        running = asyncio.create_task(request())
+        await until(lambda: {type(each) for each in left()} == {http.Exchange, Generation, Continuation}, 5)
+        assert '"finish_reason":"stop"' in await running
         await until(lambda: not left(), 5)
     finally:
         gc.enable()

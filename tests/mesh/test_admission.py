@@ -17,6 +17,7 @@ from protos import inference_pb2 as api
 from protos import mesh_pb2
 from protos.mesh_pb2_grpc import SchedulerStub, WorkerStub
 from tests.mesh.harness import Mesh, Stub, ask, generate, receipt_of
+from tests.timing import timely
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 CODES = grpc.StatusCode
@@ -66,6 +67,7 @@ async def test_a_deadline_that_expires_in_the_queue_costs_nothing(mesh: Mesh, st
     assert receipt is None or (receipt.prefill_tokens, receipt.completion_tokens, len(receipt.workers)) == (0, 0, 0)
 
 
+@timely
 async def test_a_deadline_that_cannot_be_met_is_refused_at_once(mesh: Mesh, stub: Stub) -> None:
     for seed in (21, 22):  # Afterwards the scheduler has measured the worker's rates and the length of answers.
         await generate(stub, long(seed))
@@ -92,7 +94,7 @@ async def test_a_deadline_that_cannot_be_met_is_refused_at_once(mesh: Mesh, stub
         assert receipt.prefill_tokens == 0
     took_ms.sort()
     print(f"refused in {took_ms[4]:.1f} ms (median), {took_ms[0]:.1f} to {took_ms[-1]:.1f}")
-    assert took_ms[0] <= 10, "slow code takes longer each time, a busy machine now and then"
+    assert took_ms[4] <= 10
     assert [len(answer.ids) for answer in await asyncio.gather(*waiting)] == [100] * 4
     await asyncio.sleep(0.1)
     assert await steps(mesh) - before == 400
