@@ -136,7 +136,8 @@ async def one(stub: "stubs.InferenceAsyncStub", prompt: Sequence[int], outputs: 
 
 
 async def idle(bench: Bench, arrangement: str, up: processes.Up, port: int) -> None:
-    """One request at a time. The first ones are not counted: they measure the link."""
+    """One request at a time. The first ones are not counted: they measure the link. "late": which tokens, from 1,
+    came in any answer after more than twice the usual time."""
     source, gaps = random.Random(bench.seed), list[list[float]]()
     before = fetched(port)
     async with aio.insecure_channel(up.gateways[0]) as channel:
@@ -146,10 +147,11 @@ async def idle(bench: Bench, arrangement: str, up: processes.Up, port: int) -> N
             gaps.append(await one(stub, prompt, bench.arguments.outputs))
     now, counted = fetched(port), gaps[WARM_REQUESTS:]
     between = sorted(gap for each in counted for gap in each[2:])
+    late = {at for each in counted for at, gap in enumerate(each[2:], 3) if gap > 2 * statistics.median(between)}
     bench.say(
         f"{arrangement} idle", ttft_p50=statistics.median(each[0] for each in counted),
         seam_p50=statistics.median(each[1] for each in counted), seam_max=max(each[1] for each in counted),
-        itl_p50=statistics.median(between), itl_p99=between[int(0.99 * len(between))],
+        itl_p50=statistics.median(between), itl_p99=between[int(0.99 * len(between))], late=sorted(late),
         fetched={name: now[name] - before.get(name, 0) for name in now},
     )  # fmt: skip
 

@@ -135,7 +135,7 @@ def tile_for(rows: int, n: int, k: int, gated: bool, dtype: torch.dtype) -> Tile
     if k >= 8192:
         stages = 6 if rows <= 32 else 4
         return Tile(64, 128, 2, 8 if rows <= 16 else stages) if tiles > 32 else Tile(64, 128, 4, stages)
-    if tiles <= 64 and k > 2048:
+    if tiles <= 64 and (k > 2048 or (k == 2048 and rows <= 32)):
         return Tile(64, 128, 4 if tiles <= 32 else 2, 6 if rows <= 32 else 4)
     if tiles <= 32 and rows <= 32:
         return Tile(64, 128, 4, 6)

@@ -177,7 +177,7 @@ def test_a_process_that_is_killed_while_it_is_copied_from_leaves_this_one_whole(
 
 SETTINGS = {
     "ENGINE": "gpu", "WEFT_DETERMINISTIC": "true", "WEFT_KV_BYTES": "3000000000", "WEFT_STEP_TOKENS": "1024",
-    "MAX_BATCH_SIZE": "64", "WEFT_LOG_LEVEL": "info",
+    "MAX_BATCH_SIZE": "64", "MAX_SEQ_LENGTH": "4096", "WEFT_LOG_LEVEL": "info",
 }  # fmt: skip
 TOKENS = 24
 MODEL = "random:llama-3.2-1b"

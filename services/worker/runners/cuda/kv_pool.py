@@ -39,6 +39,8 @@ class GpuPool:
         they hold the layers' addresses."""
         self.layers: list[Tensor] = []  # free the old ones first
         self.layers = make_layers(self._config, blocks, self.block_size, self.stored, self.device)
+        self.block_bytes = sum(layer[0].numel() * layer.element_size() for layer in self.layers)
+        """Bytes of one block's keys and values, all layers."""
 
     def use_host(self, max_bytes: int) -> None:
         """Allocate host memory for the blocks that `keep` copies."""
@@ -50,11 +52,6 @@ class GpuPool:
         if self._staged_pages is None:
             self._staged_pages = StagedPages(self.layers)
         return self._staged_pages
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block's keys and values, all layers."""
-        return sum(layer[0].numel() * layer.element_size() for layer in self.layers)
 
     def scrub(self, blocks: list[int]) -> None:
         """Zero blocks that may hold NaN, after all steps in the stream."""
