@@ -5,7 +5,8 @@
     python -m bench.engine.grids --model 30b-a3b --grids 1x1 2x1 2x1e 4x1 4x1e
 
 A grid is tensor ranks x pipeline stages; with an e behind them, tensor ranks have whole experts. No network and no
-client take part. vLLM's figures by the same load are in `bench/peers/vllm.toml`.
+client take part. "share" is that of the floor: what one GPU would take at the rates measured in the same run, divided
+by the tensor ranks. vLLM's figures by the same load are in `bench/peers/vllm.toml`.
 """
 
 import argparse
@@ -15,15 +16,19 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from bench import table
+from bench.engine.limits import LEAST, Limits
 from bench.engine.loop import CONTEXT, STEPS, Cell, Driver, closed, first_token_times
+from bench.kernels.timing import ceilings
 from report import machine
 from services.rpc import freeze_objects
-from services.worker.build.choose import build_engine
+from services.worker.build.choose import BuiltEngine, build_engine
 from services.worker.loader import presets
 from services.worker.options import EngineOptions
 
@@ -64,6 +69,31 @@ CELLS: dict[str, Callable[[Driver], Cell]] = {
 }
 
 
+def shares(cell: Cell, name: str, limits: Limits, tensor: int) -> Cell:
+    """The cell with its share of the floor, if it has one."""
+    kind, size = name.split()[:2]
+    if kind == "decode":
+        return {**cell, "share": limits.decode_s(int(size), CONTEXT) / tensor * 1e3 / cell["ms of a token"]}
+    if kind == "prefill":
+        return {**cell, "share": limits.prefill_s(int(size)) / tensor * 1e3 / cell["ttft ms"]}
+    return cell
+
+
+def limits_of(built: BuiltEngine, fp8: bool, ceilings: Mapping[str, float]) -> Limits:
+    """What one GPU of this kind could do for the whole model."""
+    config, weights = built.config, built.engine.memory.weights
+    if not config.tied_embeddings:
+        weights -= 2 * config.vocab_size * config.hidden_size
+    moe, bytes_of_number = config.moe, 1 if fp8 else 2
+    experts = 0
+    if moe is not None:
+        experts = sum(moe.layers) * moe.experts * moe.width * config.hidden_size * 3 * bytes_of_number
+    return Limits(
+        config, ceilings["read"], ceilings["matmul"], ceilings["fp8" if fp8 else "matmul"], weights,
+        config.kv_bytes_per_token(bytes_of_number), ceilings["matmul"], experts,
+    )  # fmt: skip
+
+
 def of_grid(model: str, quantize: str | None, grid: str, cells: list[str]) -> None:
     """Measure one grid in this process; a line of JSON for each cell."""
     tensor, pipeline = map(int, grid.removesuffix("e").split("x"))
@@ -72,14 +102,19 @@ def of_grid(model: str, quantize: str | None, grid: str, cells: list[str]) -> No
         quantize=quantize, kv_dtype="fp8" if quantize == "fp8" else "auto", tensor_parallel=tensor,
         pipeline_parallel=pipeline, expert_parallel=grid.endswith("e"), dtype="bfloat16",
     )  # fmt: skip
+    measured = {name: max(value, LEAST.get(name, 0.0)) for name, value in ceilings().items()}
+    torch.cuda.empty_cache()
+    print(json.dumps({"cell": "ceilings", **measured}), flush=True)
     began = time.perf_counter()
     built = build_engine(presets.folder_of(MODELS[model]), options, lambda *_: None, compile_ahead=True)
     print(json.dumps({"cell": "start", "seconds": time.perf_counter() - began}), flush=True)
     print(built.engine.memory, file=sys.stderr, flush=True)
     driver = Driver(built.engine, built.config.vocab_size)
+    limits = limits_of(built, quantize == "fp8", measured)
     freeze_objects()
     for name in cells:
-        print(json.dumps({"cell": name, **CELLS[name](driver)}), flush=True)
+        cell = CELLS[name](driver)
+        print(json.dumps({"cell": name, **(shares(cell, name, limits, tensor) if pipeline == 1 else cell)}), flush=True)
 
 
 def measure(model: str, quantize: str | None, grid: str, cells: list[str]) -> dict[str, Any]:

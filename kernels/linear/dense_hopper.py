@@ -246,8 +246,8 @@ def shape_for(rows: int, n: int, k: int, gated: bool) -> Shape | None:
         return None
     if gated:
         return Shape(8, 6, 2) if n <= 8192 else None
-    if k >= 8192 and n <= k:
-        return Shape(8, 10, 2)
+    if k >= 7168 and n <= k:
+        return Shape(8, 5, 4)
     return Shape(8, 4, 2) if n <= k <= 2048 else None
 
 
