@@ -351,8 +351,8 @@ def test_the_wait_in_the_queue_counts_against_the_deadline(stage: Stage) -> None
     for job in range(5):
         stage.submit(f"b{job}")
     stage.submit("late", deadline_s=1.9)
-    stage.submit("early", deadline_s=2.9)  # In the express lane, which is full now.
-    stage.submit("later", deadline_s=3.5)
+    stage.submit("early", deadline_s=4.0)  # In the express lane, which is full now.
+    stage.submit("later", deadline_s=4.6)
     stage.submit("fine", deadline_s=20.0)
     assert stage.rejected() == {"late": "DEADLINE_UNMEETABLE", "later": "DEADLINE_UNMEETABLE"}
 

@@ -1,104 +1,16 @@
 """Ten times the load that the workers can take, against the real core on a simulated clock: what is answered in time,
 how soon the rest is refused, and how soon a new job is served afterwards."""
 
-import heapq
 import itertools
-import random
-from dataclasses import dataclass, field
 
 import pytest
 
-from services.scheduler.core.messages import Assigned, Rejected
-from tests.scheduler.stage import Stage
+from services.scheduler.core.messages import Rejected
+from tests.scheduler.overload import SERVICE_S, TOKENS, Change, Simulation
 
-CREDITS, STEP_S, TOKENS = 8, 0.02, 50
-SERVICE_S = STEP_S * TOKENS
+CREDITS = 8
 PEAK = CREDITS / SERVICE_S
 BURST_S = 60.0
-REPORT_S = 0.05
-
-
-@dataclass
-class Sent:
-    """One request and its outcome."""
-
-    at: float
-    deadline_s: float | None
-    refused_at: float | None = None
-    ended_at: float | None = None
-    long: bool = False
-    """It is answered for a minute."""
-
-    @property
-    def good(self) -> bool:
-        """It was answered before its deadline."""
-        return self.ended_at is not None and (self.deadline_s is None or self.ended_at - self.at <= self.deadline_s)
-
-
-@dataclass
-class Simulation:
-    """One worker whose jobs take about a second each."""
-
-    stage: Stage = field(default_factory=lambda: Stage(check=False))
-    sent: dict[str, Sent] = field(default_factory=dict)
-    running: list[tuple[float, str]] = field(default_factory=list)
-    answers_read: int = 0
-    reported_at: float = 0.0
-    dice: random.Random = field(default_factory=lambda: random.Random(3))
-
-    def __post_init__(self) -> None:
-        self.stage.gateway()
-        self.stage.worker(credits=CREDITS)
-
-    def run(self, seconds: float, rate: float, deadline_s: float | None) -> list[Sent]:
-        """Requests at a constant rate for this number of seconds -> those requests, with their outcomes at the end."""
-        stage, first = self.stage, self.stage.now
-        before = len(self.sent)
-        for number in range(round(seconds * rate)):
-            self.advance(first + number / rate)
-            name = f"job-{len(self.sent)}"
-            self.sent[name] = Sent(stage.now, deadline_s)
-            stage.submit(name, max_tokens=TOKENS, deadline_s=deadline_s)
-            self.read_answers()
-        self.advance(first + seconds)
-        return list(self.sent.values())[before:]
-
-    def run_long(self, count: int) -> None:
-        """Requests whose answers take a minute."""
-        for number in range(count):
-            self.sent[f"long-{number}"] = Sent(self.stage.now, None, long=True)
-            self.stage.submit(f"long-{number}", max_tokens=60 * TOKENS)
-            self.read_answers()
-
-    def advance(self, until: float) -> None:
-        """Ends the jobs that end until then."""
-        stage = self.stage
-        while stage.now < until:
-            next_end = self.running[0][0] if self.running else until
-            stage.now = min(until, next_end, self.reported_at + REPORT_S)
-            ended = []
-            while self.running and self.running[0][0] <= stage.now:
-                ended.append(heapq.heappop(self.running)[1])
-            for name in ended:
-                self.sent[name].ended_at = stage.now
-            if ended or stage.now >= self.reported_at + REPORT_S:
-                self.reported_at = stage.now
-                stage.report("w1", *ended, tokens=TOKENS, decode_s=STEP_S, prefill_rate=1e5, running=len(self.running))
-                stage.perform(stage.core.on_tick(stage.now))
-            self.read_answers()
-
-    def read_answers(self) -> None:
-        """Starts the jobs that were assigned."""
-        answers = self.stage.inbox["g1"]
-        for answer in answers[self.answers_read :]:
-            if isinstance(answer, Assigned):
-                took_s = SERVICE_S * self.dice.uniform(0.97, 1.03)
-                if self.sent[answer.job_id].long:
-                    took_s = BURST_S
-                heapq.heappush(self.running, (self.stage.now + took_s, answer.job_id))
-            elif isinstance(answer, Rejected):
-                self.sent[answer.job_id].refused_at = self.stage.now
-        self.answers_read = len(answers)
 
 
 @pytest.mark.parametrize(("deadline_s", "goodput", "late"), [(30.0, 0.95, 0.01), (3 * SERVICE_S, 0.9, 0.01)])
@@ -128,6 +40,40 @@ def test_credits_that_long_answers_hold_are_not_counted_on() -> None:
     refused = [sent for sent in burst if sent.refused_at is not None]
     assert sum(sent.refused_at != sent.at for sent in refused) <= 0.002 * len(refused)
     assert sum(sent.good for sent in burst) >= 0.9 * PEAK * BURST_S / 2 * (CREDITS - 2) / CREDITS
+
+
+def hiccups(first: float, count: int) -> list[Change]:
+    """The worker stops for 200 ms every two seconds."""
+    times = [first + 2 * number for number in range(count)]
+    return [change for at in times for change in (Change(at, 0.0), Change(at + 0.2, 1.0))]
+
+
+SLOWER = 1 / 1.15
+
+
+@pytest.mark.parametrize(
+    ("changes", "noise"),
+    [
+        pytest.param([], 0.2, id="reports vary"),
+        pytest.param([Change(5, SLOWER)], 0.1, id="slower from the first second on"),
+        pytest.param([Change(15, SLOWER)], 0.05, id="slower in the middle"),
+        pytest.param([Change(5 + n, SLOWER if n % 2 else 1.0) for n in range(20)], 0.05, id="by turns"),
+        pytest.param([Change(5 + n / 2, 1 / (1 + n / 120)) for n in range(40)], 0.05, id="slower and slower"),
+        pytest.param(hiccups(7, 9), 0.05, id="stops"),
+    ],
+)
+def test_hardly_any_job_is_dropped_after_its_wait_though_the_worker_changes_its_speed(
+    changes: list[Change], noise: float
+) -> None:
+    """All jobs of the queue share the error of the forecast."""
+    simulation = Simulation(credits=16, changes=changes, noise=noise)
+    simulation.run(5, simulation.peak / 2, 3 * SERVICE_S)
+    burst = simulation.run(20, 10 * simulation.peak, 3 * SERVICE_S)
+    simulation.advance(simulation.stage.now + 5)
+    refused = [sent for sent in burst if sent.refused_at is not None]
+    assert sum(sent.refused_at != sent.at for sent in refused) <= 0.003 * len(refused)
+    assert sum(sent.ended_at is not None and not sent.good for sent in burst) <= 0.01 * len(burst) / 10
+    assert sum(sent.good for sent in burst) >= 0.95 * simulation.capacity(5, 25)
 
 
 def test_a_request_is_served_soon_although_others_wait_for_long() -> None:

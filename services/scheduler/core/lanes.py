@@ -13,6 +13,10 @@ from services.scheduler.core.records import JobRecord
 
 _USABLE = 0.95
 """Share of the time until its deadline that a job may be forecast to take: no forecast is exact."""
+_LONGER = 1.5
+"""How many times its forecast a wait may take before a job misses its deadline. Under overload each job of the queue
+was let in at the edge of its deadline, most likely while the forecast was too short: an error that all of them share
+would have many dropped after their wait. A shorter queue costs nothing as long as it is never empty."""
 _PATIENCE = 0.1
 """Share of the time until its deadline that a job may wait beyond the target without overtaking others."""
 
@@ -37,7 +41,7 @@ def choose(job: JobRecord, model: ModelRecord, target_s: float, now: float) -> L
     healthy = model.healthy(now)
     loads = model.loads(job, healthy)
     remaining_s = job.deadline - now
-    slack_s = _USABLE * remaining_s - forecast.answer_s(loads, model.answer_tokens(job))
+    slack_s = (_USABLE * remaining_s - forecast.answer_s(loads, model.answer_tokens(job))) / _LONGER
     whole_s = model.wait_s(loads, healthy, model.queue_position(job.tenant, job.priority), now)
     if job.submit.sheddable and whole_s > _SHED * target_s:
         return Lane.SHED
