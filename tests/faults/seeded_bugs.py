@@ -155,6 +155,10 @@ BUGS = (
         "scheduler/test_overload.py::test_sheddable_work_is_shed_first_and_fills_what_others_leave"),
     Bug("only the first token is forecast", _LANES, " - forecast.answer_s(loads, model.answer_tokens(job))", "",
         "scheduler/test_core.py::test_the_whole_answer_must_end_before_the_deadline"),
+    Bug("a wait takes no longer than its forecast", _LANES, "_LONGER = 1.5", "_LONGER = 1.0",
+        "scheduler/test_overload.py::test_hardly_any_job_is_dropped_after_its_wait_though_the_worker_changes_its_speed"),
+    Bug("calls are passed on to a full queue", "gateway/links/queue_share", "self.waiting * _LEFT", "math.inf",
+        "gateway/test_queue_share.py::test_under_overload_the_scheduler_refuses_few_and_the_queue_is_never_empty"),
     # ---- texts ----
     Bug("the refusals of a flood are immediate", "gateway/text/refusal_pace", "return max(0.0, ends - now)",
         "return 0.0",

@@ -100,7 +100,7 @@ async def test_grpc_may_retry_a_call_whose_early_attempt_was_refused() -> None:
         answering = asyncio.create_task(generate(InferenceStub(channel), ask()))
         await until(lambda: len(mesh.workers[0].jobs) == len(mesh.scheduler.submits) == 1)
         await asyncio.sleep(0.02)  # gRPC does not retry a call that has received initial metadata.
-        mesh.scheduler.decide = lambda submit: rejected(submit, unavailable("QUEUE_FULL", "no room"))
+        mesh.scheduler.decide = lambda submit: rejected(submit, unavailable("BUSY", "no room"))
         mesh.scheduler.release()
         mesh.scheduler.decide = mesh.workers[0].hold_at = None
         assert (await answering).ids() == ANSWER

@@ -13,8 +13,10 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 from grpc_status import rpc_status
 
 from protos import inference_pb2 as api
-from services.errors import WeftError
-from tests.gateway.fakes import FakeMesh, ask, generate
+from services.errors import WeftError, exhausted
+from services.gateway.links import queue_share
+from services.gateway.text.encoder import Encoder
+from tests.gateway.fakes import FakeMesh, ask, generate, rejected, until
 from tests.gateway.model import ANSWER, BUNDLE, make_card
 
 SECRET = "hush: the moon is made of cheese"
@@ -154,3 +156,31 @@ async def test_a_refused_call_leaves_neither_key_nor_request_in_memory(tmp_path:
         # A traceback would hold the key and the request. `isinstance` makes some objects warn.
         refusals = [each for each in gc.get_objects() if issubclass(type(each), WeftError)]
         assert "KEY_UNKNOWN" not in [refusal.reason for refusal in refusals]
+
+
+async def test_while_the_queue_is_full_requests_are_refused_before_they_are_tokenized(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokenized: list[str] = []
+    encode = Encoder.encode
+
+    async def noted(*what: Any) -> Any:
+        tokenized.append("")
+        return await encode(*what)
+
+    monkeypatch.setattr(Encoder, "encode", noted)
+    monkeypatch.setattr(queue_share, "_GROWTH_PER_S", 0.0)  # Time passes at any speed here.
+    async with FakeMesh(cache=True, gateway_cache_budget_s=5.0) as mesh:
+        stored = await generate(mesh.stub, ask())
+        assert mesh.cache is not None
+        await until(lambda: mesh.cache is not None and len(mesh.cache.results) == 1)
+        full = exhausted("QUEUE_FULL", "no room", 0.5)
+        mesh.scheduler.decide = lambda submit: rejected(submit, full)
+        for _ in range(10):
+            answer = await generate(mesh.stub, ask(cache=api.CACHE_POLICY_BYPASS))
+            assert answer.error is not None
+            assert (answer.error.code(), reason_of(answer.error)) == (CODES.RESOURCE_EXHAUSTED, "QUEUE_FULL")
+            assert answer.trailing_receipt.timings.wall_s > 0
+        assert len(tokenized) == 2
+        again = await generate(mesh.stub, ask())  # A result that is in the cache needs no room.
+        assert (again.ids(), again.receipt.result_hit) == (stored.ids(), True)

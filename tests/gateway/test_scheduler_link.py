@@ -10,8 +10,10 @@ import pytest
 from protos import mesh_pb2 as mesh
 from protos.mesh_pb2_grpc import add_SchedulerServicer_to_server
 from services import rpc
+from services.errors import WeftError, exhausted
+from services.gateway.links import queue_share
 from services.gateway.links.scheduler_link import SchedulerLink
-from tests.gateway.fakes import FakeScheduler, until
+from tests.gateway.fakes import FakeScheduler, rejected, until
 
 WAIT_S = 10.5
 
@@ -105,3 +107,41 @@ async def test_each_disconnect_of_the_scheduler_starts_a_new_timer(
         assert [timer.cancelled() for timer in timers] == [True, True]
         scheduler.release()
         assert (await placing).worker_id == "a worker"
+
+
+async def test_while_the_queue_is_full_jobs_are_refused_without_the_scheduler(
+    scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queue_share, "_GROWTH_PER_S", 0.0)  # Time passes at any speed here.
+    full = exhausted("QUEUE_FULL", "no room", 0.5)
+    async with linked(scheduler) as link:
+
+        async def refused(job_id: str) -> WeftError:
+            with pytest.raises(WeftError) as caught:
+                await link.submit(mesh.Submit(job_id=job_id, attempt=1, model="m", tenant="t"))
+            return caught.value
+
+        scheduler.decide = lambda submit: rejected(submit, full)
+        for number in range(20):
+            error = await refused(str(number))
+            assert (error.reason, error.retry_after_s) == ("QUEUE_FULL", 0.5)
+        assert len(scheduler.submits) == 1
+        scheduler.decide = None
+        assert (await link.submit(mesh.Submit(job_id="other", attempt=1, model="n", tenant="t"))).job_id == "other"
+        later = mesh.Submit(job_id="0", attempt=2, model="m", tenant="t")  # Its client has part of its answer.
+        assert (await link.submit(later)).attempt == 2
+
+
+async def test_another_scheduler_is_not_taken_as_full(
+    scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queue_share, "_GROWTH_PER_S", 0.0)
+    scheduler.decide = lambda submit: rejected(submit, exhausted("QUEUE_FULL", "no room", 0.5))
+    async with linked(scheduler) as link:
+        with pytest.raises(WeftError):
+            await link.submit(mesh.Submit(job_id="a", attempt=1, model="m", tenant="t"))
+        with pytest.raises(WeftError):
+            link.check_room("m", "t", False)
+        scheduler.hang_up()
+        await until(lambda: scheduler.hellos == 2)
+        link.check_room("m", "t", False)

@@ -54,11 +54,11 @@ SLOWER = 1 / 1.15
 @pytest.mark.parametrize(
     ("changes", "noise"),
     [
-        pytest.param([], 0.2, id="reports vary"),
-        pytest.param([Change(5, SLOWER)], 0.1, id="slower from the first second on"),
-        pytest.param([Change(15, SLOWER)], 0.05, id="slower in the middle"),
-        pytest.param([Change(5 + n, SLOWER if n % 2 else 1.0) for n in range(20)], 0.05, id="by turns"),
-        pytest.param([Change(5 + n / 2, 1 / (1 + n / 120)) for n in range(40)], 0.05, id="slower and slower"),
+        pytest.param([], 0.2, id="reports_vary"),
+        pytest.param([Change(5, SLOWER)], 0.1, id="slower"),
+        pytest.param([Change(15, SLOWER)], 0.05, id="slower_in_the_middle"),
+        pytest.param([Change(5 + n, SLOWER if n % 2 else 1.0) for n in range(20)], 0.05, id="by_turns"),
+        pytest.param([Change(5 + n / 2, 1 / (1 + n / 120)) for n in range(40)], 0.05, id="slower_and_slower"),
         pytest.param(hiccups(7, 9), 0.05, id="stops"),
     ],
 )

@@ -8,6 +8,7 @@ from protos import inference_pb2 as api
 from services import hashing
 from services.gateway.access.tenants import Tenant
 from services.gateway.links.adapters import Served
+from services.gateway.links.result_cache import deterministic
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,12 @@ class AdmittedRequest:
     def bypass_cache(self) -> bool:
         """The request neither reads nor fills any cache."""
         return self.request.cache == api.CACHE_POLICY_BYPASS
+
+    @property
+    def repeatable(self) -> bool:
+        """It always has the same answer, which may be in the result cache, or another request's."""
+        sampling = self.request.sampling  # Scores of the prompt are not part of a result.
+        return deterministic(sampling) and not self.bypass_cache and not sampling.HasField("prompt_logprobs")
 
     def seed(self) -> int:
         """The request's own seed, one derived from its id (equal for retries at any gateway), or a random one."""

@@ -19,7 +19,7 @@ from services.gateway.answers.job_messages import JobMessages
 from services.gateway.answers.receipt import Phase
 from services.gateway.answers.together import run_together
 from services.gateway.backend import Backend
-from services.gateway.links.result_cache import ResultKey, deterministic
+from services.gateway.links.result_cache import ResultKey
 from services.gateway.text.conversation import calls_once, tools_of
 from services.gateway.text.journal import Journal
 from services.gateway.text.stop_strings import StopMatcher
@@ -155,8 +155,7 @@ class Generation:
         admitted, request, card = self.admitted, self.admitted.request, self.admitted.served.card
         assert self.text is not None
         key = None
-        scores = request.sampling.HasField("prompt_logprobs")  # They are not part of a result.
-        if deterministic(request.sampling) and not admitted.bypass_cache and not scores:
+        if admitted.repeatable:
             key = ResultKey(admitted.tenant.salt, card, tokens, sampling, index, calls_once(request.prompt.chat))
         journal = self._journal(index, tokens, sampling)
         answer = Answer(

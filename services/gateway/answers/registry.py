@@ -2,6 +2,7 @@
 
 from grpc import StatusCode
 
+from protos import inference_pb2 as api
 from services.errors import WeftError
 from services.gateway.answers.admitted import AdmittedRequest
 from services.gateway.answers.generation import Generation, Observer
@@ -21,12 +22,14 @@ class Registry:
     def enter(self, admitted: AdmittedRequest, subscriber: Observer) -> tuple[Generation, bool]:
         """Subscribes to the generation of this request, and starts it unless it runs. -> it, and whether it ran.
 
-        Raises WeftError if another request with the same id is running.
+        Raises WeftError if another request with the same id is running, or if a new one has no room in the queue.
         """
         key = (admitted.tenant.hash, admitted.request_id)
         generation = self._running.get(key)
         joins = generation is not None
         if generation is None:
+            if not admitted.repeatable:  # No result and no other request can answer it: refused before it is tokenized.
+                self._check_room(admitted)
             generation = self._running[key] = Generation(admitted, self._backend)
         elif generation.admitted.body != admitted.body:
             raise WeftError(
@@ -37,6 +40,10 @@ class Registry:
             )
         generation.subscribers.add(subscriber)
         return generation, joins
+
+    def _check_room(self, admitted: AdmittedRequest) -> None:
+        sheddable = admitted.request.criticality == api.CRITICALITY_SHEDDABLE
+        self._backend.scheduler.check_room(admitted.served.model, admitted.tenant.hash, sheddable)
 
     async def leave(self, generation: Generation, subscriber: Observer) -> None:
         """Ends a subscription, and the generation with its last one."""

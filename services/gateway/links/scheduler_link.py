@@ -1,11 +1,12 @@
 """The control link to the scheduler: submits jobs, receives placements, models and losses. Knows hashes, never tokens.
 
 Running streams do not depend on it. After a reconnect it submits again all jobs that are still unanswered. While the
-scheduler does not answer, `fallback` places jobs.
+scheduler does not answer, `fallback` places jobs. While its queue of a model is full, jobs are refused here.
 """
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -16,6 +17,7 @@ from protos import mesh_pb2 as mesh
 from protos.mesh_pb2_grpc import SchedulerStub
 from services import rpc
 from services.errors import WeftError, unavailable
+from services.gateway.links.queue_share import QUEUE_FULL, QueueShare
 from services.security import mesh_id as mesh_ids
 from services.send_queue import SendQueue, SendQueueFull
 
@@ -96,6 +98,8 @@ class SchedulerLink:
         self._mesh_id = mesh_id
         self._refusals = mesh_ids.RefusalLog("scheduler")
         self._submissions: dict[str, _Submission] = {}
+        self._shares: defaultdict[str, QueueShare] = defaultdict(QueueShare)
+        """By the model's name."""
         self._unsent: SendQueue[mesh.DispatchRequest] | None = None
         self._connected = False
         self._accepts_reports = False
@@ -131,8 +135,13 @@ class SchedulerLink:
 
     async def submit(self, submit: mesh.Submit) -> Placement:
         """Waits for the placement of a job. Cancelling withdraws the job. Raises WeftError."""
+        if submit.attempt == 1:  # The client of a later one has part of its answer.
+            self.check_room(submit.model, submit.tenant, submit.sheddable)
         pending = _Submission(submit, asyncio.get_running_loop().create_future())
+        if (before := self._submissions.get(submit.job_id)) is not None:
+            self._remove(before)
         self._submissions[submit.job_id] = pending
+        self._shares[submit.model].enter(submit.tenant)
         if not self._send(pending):
             pending.start_timer(self._wait_for(pending))
         if self.silent:
@@ -147,7 +156,15 @@ class SchedulerLink:
         finally:
             pending.stop_timer()
             if self._submissions.get(submit.job_id) is pending:
-                del self._submissions[submit.job_id]
+                self._remove(pending)
+
+    def check_room(self, model: str, tenant: str, sheddable: bool) -> None:
+        """Raises WeftError if the scheduler's queue of this model is full, as far as this gateway may fill it. `tenant`
+        is the hash of the name."""
+        share = self._shares.get(model)
+        error = share.refusal(tenant, sheddable, time.monotonic()) if share is not None and not self.silent else None
+        if error is not None:
+            raise error
 
     def withdraw(self, job_id: str) -> None:
         """Gives up a job of this gateway that was placed, and of whose end no worker will report: it was to continue
@@ -198,7 +215,7 @@ class SchedulerLink:
             return
         log.debug("placed without the scheduler", job_id=pending.submit.job_id)
         pending.answer.set_result(placed)
-        del self._submissions[pending.submit.job_id]
+        self._remove(pending)
         if pending.sent:
             self._put(mesh.DispatchRequest(withdraw=mesh.Withdraw(job_id=pending.submit.job_id)))
 
@@ -246,7 +263,9 @@ class SchedulerLink:
         pending = self._submissions.get(answer.job_id)
         if pending is None or pending.submit.attempt != answer.attempt:
             return  # Withdrawn meanwhile: the scheduler frees the credit when it reads the Withdraw.
-        del self._submissions[answer.job_id]
+        self._remove(pending)
+        if isinstance(answer, mesh.Rejected) and answer.failure.reason == QUEUE_FULL:
+            self._shares[pending.submit.model].refused(answer.failure.retry_after_s, time.monotonic())
         if pending.answer.done():
             return
         if isinstance(answer, mesh.Rejected):
@@ -258,6 +277,11 @@ class SchedulerLink:
                 pending.answer.set_exception(WeftError.from_failure(answer.failure))
         else:
             pending.answer.set_result(answer)
+
+    def _remove(self, pending: _Submission) -> None:
+        """The submission waits no more."""
+        del self._submissions[pending.submit.job_id]
+        self._shares[pending.submit.model].leave(pending.submit.tenant)
 
     def _send(self, pending: _Submission) -> bool:
         if self._connected and not pending.sent:
@@ -282,6 +306,8 @@ class SchedulerLink:
         self._unsent = None
         self._connected = False
         self._heard_at = 0.0
+        for share in self._shares.values():
+            share.forget()
         for pending in self._submissions.values():
             if pending.sent:  # The timer of an unsent one is running already.
                 pending.sent = False

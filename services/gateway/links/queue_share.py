@@ -1,0 +1,79 @@
+"""How many jobs of a model this gateway lets wait at the scheduler once the queue there was full. Knows counts and
+times, never jobs.
+
+To refuse a job costs the scheduler about as much as to place one. So after a refusal a gateway submits as many jobs as
+the scheduler answers, and refuses the others itself: its share of the queue stays full, and the scheduler has time. The
+share falls with each refusal and grows with time, so that the shares of several gateways become equal.
+"""
+
+import math
+
+from services.errors import WeftError, exhausted
+
+QUEUE_FULL = "QUEUE_FULL"
+"""The reason of a refusal, by the scheduler or here."""
+_LEFT = 7 / 8
+"""Share of the waiting jobs that may wait after a refusal. The queue is never empty for that."""
+_GROWTH_PER_S = 32.0
+"""Jobs a second by which the share grows: about so many are asked for in vain, a few percent of what is placed. Where
+the jobs of another gateway have filled the queue, the next one is submitted after 1/32 s."""
+_FORGET_S = 10.0
+"""Time without a refusal after which any number of jobs may wait again."""
+_SHEDDABLE = 1 / 4
+"""Part of the share that sheddable jobs may take: the scheduler, too, sheds them long before its queue is full."""
+
+
+class QueueShare:
+    """The jobs of one model that wait for the scheduler's answer, by tenant, and how many may. Pure: the clock is an
+    argument, in seconds."""
+
+    def __init__(self) -> None:
+        self.waiting = 0
+        self._of_tenant: dict[str, int] = {}
+        self._most = math.inf
+        """Most jobs that might wait at the last refusal, `_refused_at`."""
+        self._refused_at = -math.inf
+        self._retry_after_s = 0.0
+
+    def enter(self, tenant: str) -> None:
+        """A job is submitted."""
+        self.waiting += 1
+        self._of_tenant[tenant] = self._of_tenant.get(tenant, 0) + 1
+
+    def leave(self, tenant: str) -> None:
+        """A job that waited was answered or withdrawn."""
+        self.waiting -= 1
+        self._of_tenant[tenant] -= 1
+        if not self._of_tenant[tenant]:
+            del self._of_tenant[tenant]
+
+    def refused(self, retry_after_s: float, now: float) -> None:
+        """The scheduler has refused a job, which no longer waits, because the queue is full."""
+        self._most = min(self.most(now), self.waiting * _LEFT)
+        self._refused_at, self._retry_after_s = now, retry_after_s
+
+    def forget(self) -> None:
+        """Any number of jobs may wait: there is another scheduler."""
+        self._refused_at = -math.inf
+
+    def most(self, now: float) -> float:
+        """How many jobs may wait."""
+        passed_s = now - self._refused_at
+        return self._most + _GROWTH_PER_S * passed_s if passed_s < _FORGET_S else math.inf
+
+    def refusal(self, tenant: str, sheddable: bool, now: float) -> WeftError | None:
+        """Why a new job is not submitted; None if it is.
+
+        As at the scheduler a tenant may let its equal share wait beyond what all may, up to twice of that: a tenant
+        that fills the queue does not lock the others out.
+        """
+        most = self.most(now)
+        if sheddable and self.waiting >= most * _SHEDDABLE:
+            return exhausted("SHED", "the mesh is busy, and the request is sheddable", self._retry_after_s)
+        if self.waiting + 1 <= most:
+            return None
+        own = self._of_tenant.get(tenant, 0)
+        tenants = len(self._of_tenant) + (not own)
+        if self.waiting + 1 <= 2 * most and own < most / tenants:
+            return None
+        return exhausted(QUEUE_FULL, "the queue of this model is full", self._retry_after_s)
