@@ -343,6 +343,20 @@ def test_offers_wait_for_room_and_are_made_once(sharing: Sharing) -> None:
     assert engine.prefixes.counts.offered == 9
 
 
+def test_blocks_that_came_from_another_worker_are_not_offered(sharing: Sharing) -> None:
+    peer, cold = filled(sharing)
+    engine, remote = sharing()
+    engine.use_peers(lambda address: peer)
+    warm = answer_of(engine, source="another worker")
+    offer_all(engine)
+    assert output_of(warm) == output_of(cold)
+    assert (warm.ended.cost.fetched_tokens, len(remote.contents)) == (144, 0)
+    longer = solo(engine, job(2, [*prompt_of(150), *prompt_of(90, seed=7)], source="another worker"))
+    offer_all(engine)
+    assert longer.ended.cost.prefill_tokens == 240 - 144
+    assert len(remote.contents) == 240 // BLOCK - 9, "what it has computed itself"
+
+
 def test_blocks_evicted_before_their_offer_are_not_offered(sharing: Sharing) -> None:
     engine, remote = sharing(FakeRemote(room=0), kv_blocks=12, max_batch_size=2)
     solo(engine, job(1, prompt_of(150), max_tokens=1))

@@ -193,11 +193,14 @@ class Prefixes:
     # ---- blocks that are offered ----
 
     def computed(self, sequence: Sequence) -> None:
-        """A job's prompt is computed: offer its whole blocks, unless fetching them would take far longer."""
+        """A job's prompt is computed: offer its whole blocks, unless fetching them would take far longer. Blocks that
+        another worker has computed are offered by that one, if at all."""
         blocks = sequence.job.prompt_len // self._planner.block_size
         if self._remote is None or blocks < LEAST_BLOCKS or not self._planner.caches(sequence):
             return
-        for key in self._remote.lacks(sequence.keys.first(blocks), self._budget(blocks)):
+        found = sequence.found_tokens // self._planner.block_size if sequence.job.source else 0
+        keys = sequence.keys.first(blocks)[found:]
+        for key in self._remote.lacks(keys, self._budget(len(keys))):
             if len(self._offers) >= _MOST_OFFERS:
                 return
             self._offers[key] = None
