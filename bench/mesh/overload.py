@@ -3,13 +3,14 @@
     python -m bench.mesh.overload [--seconds 60] [--times 10] [--engines paced torch] [--batch 64]
                                   [--threads 1] [--cores 16] [--out overload.html]
 
-For each engine: the peak is measured with as many requests at once as the batch holds. Then, once with deadlines of 30
+For each engine: the peak is measured with as many requests at once as the batch holds, four of which are control
+streams, whose tokens do not count. Then, once with deadlines of 30
 s and once with three times an answer's duration, an open loop sends `--times` as many requests as the peak for
 `--seconds`, and half a second after it half of the peak for 10 s with the same deadlines. Goodput counts answers that
 ended before their deadline from the third second of the burst to its end; an answer that comes too late is no answer.
 Refusals include requests that waited and were dropped; "inside" is the part of their time within the gateway. Of the
 requests after the burst the table has the share that was answered, and the longest time to the first token. Four
-control streams begin with the burst: the p99 between two of their tokens stands beside that of the peak. With --threads
+control streams begin with the burst, too: the p99 between two tokens stands beside that at the peak. With --threads
 the worker computes with that many threads on as many cores, which no other process uses. With --cores the mesh, its
 worker included, has so many cores to itself and the clients have the others.
 """
@@ -45,7 +46,7 @@ COLUMNS = (
     "other failures", "after: served", "first token", "control p99 ms", "at peak",
 )  # fmt: skip
 GOALS = {"of peak": "0.95 (30 s), 0.90", "inside p99": "10 ms", "first token": "3 s"}
-CONTROLS, CONTROL_TOKENS = 4, 1800
+CONTROLS, CONTROL_TOKENS, PEAK_CONTROL_TOKENS = 4, 1800, 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +132,10 @@ def plan(address: str, arguments: argparse.Namespace, **changes: Any) -> Plan:
 
 async def peak(address: str, arguments: argparse.Namespace) -> tuple[float, float, float]:
     """Answers a second with a full batch, the duration of one in seconds, and the p99 between two tokens in ms."""
-    load = plan(address, arguments, concurrency=arguments.batch, requests=1 << 20, duration_s=PEAK_S, warmup=8)
-    done = await run(load)
+    values = {"requests": 1 << 20, "duration_s": PEAK_S}
+    load = plan(address, arguments, concurrency=arguments.batch - CONTROLS, warmup=8, **values)
+    control = plan(address, arguments, concurrency=CONTROLS, processes=1, output_tokens=PEAK_CONTROL_TOKENS, **values)
+    done, _ = await asyncio.gather(run(load), run(control))
     figures = metrics.figures(done.tally)
     return float(figures["request_throughput"]), float(figures["median_e2el_ms"]) / 1e3, float(figures["p99_itl_ms"])
 

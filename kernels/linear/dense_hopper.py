@@ -245,8 +245,8 @@ def shape_for(rows: int, n: int, k: int, gated: bool) -> Shape | None:
     if rows > 8:
         return None
     if gated:
-        return Shape(8, 6, 2) if n <= 8192 else None
-    if k >= 7168 and n <= k:
+        return Shape(8, 6, 2) if n <= 8192 or k >= 8192 else None
+    if k >= 4096 and n <= 2 * k:
         return Shape(8, 5, 4)
     return Shape(8, 4, 2) if n <= k <= 2048 else None
 
