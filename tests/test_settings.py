@@ -30,8 +30,8 @@ def test_a_setting_that_was_removed_is_refused_by_name(monkeypatch: pytest.Monke
         SETTINGS[service]()
 
 
-@pytest.mark.parametrize(("cores", "processes"), [(1, 1), (2, 1), (3, 1), (4, 2), (16, 8), (128, 8)])
-def test_a_gateway_has_a_process_for_every_two_cores(cores: int, processes: int) -> None:
+@pytest.mark.parametrize(("cores", "processes"), [(1, 1), (2, 1), (3, 1), (4, 2), (8, 4), (10, 6), (16, 12), (128, 12)])
+def test_a_gateway_leaves_cores_to_the_other_services(cores: int, processes: int) -> None:
     assert default_count(cores) == processes
 
 

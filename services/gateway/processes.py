@@ -28,8 +28,10 @@ from services.process import refuse_to_serve
 
 log = structlog.get_logger("processes")
 
-MOST_BY_DEFAULT = 8
+MOST_BY_DEFAULT = 12
 _CORES_PER_PROCESS = 2
+_OTHER_CORES = 4
+"""Cores that the worker, the scheduler and the cache use beside a busy gateway."""
 _LOCK_NAME = "\0weft-gateway-{}"
 _MOST_STARTS = 3
 """Starts of the first member, if none ever listened, before the gateway is given up."""
@@ -52,12 +54,15 @@ def run() -> None:
 
 
 def default_count(cores: int) -> int:
-    """Processes of a gateway on a machine with `cores` cores: one for every two, at most 8, and one outside Linux.
+    """Processes of a gateway on a machine with `cores` cores: one for every two, from 8 cores on one for all but four,
+    at most 12, and one outside Linux.
 
-    The other half is for the worker, the scheduler and the cache. Only Linux spreads connections over the listeners of
-    a port.
+    The other cores are for the worker, the scheduler and the cache. Only Linux spreads connections over the listeners
+    of a port.
     """
-    return max(1, min(cores // _CORES_PER_PROCESS, MOST_BY_DEFAULT)) if sys.platform == "linux" else 1
+    if sys.platform != "linux":
+        return 1
+    return max(1, min(max(cores // _CORES_PER_PROCESS, cores - _OTHER_CORES), MOST_BY_DEFAULT))
 
 
 def _supervise(settings: GatewaySettings, count: int) -> NoReturn:

@@ -23,8 +23,8 @@ class GatewaySettings(CommonSettings):
         0,
         ge=0,
         le=64,
-        description="Processes that share the gateway's ports, on Linux; 0: one for every two cores, at most 8. SIGHUP "
-        "replaces them one after the other.",
+        description="Processes that share the gateway's ports, on Linux; 0: one for every two of up to 8 cores, for "
+        "all but four of more, at most 12. SIGHUP replaces them one after the other.",
     )
     gateway_page: bool = Field(True, description="Serve the page (playground and mesh) at / of the HTTP server.")
     scheduler_address: str = Field(SCHEDULER_ADDRESS, description="host:port of the scheduler.")

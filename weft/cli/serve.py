@@ -68,7 +68,10 @@ HttpPort = Annotated[
 Gateways = Annotated[
     int | None,
     typer.Option(
-        min=1, max=64, help="Gateway processes that share the ports.", show_default="one for every two cores, at most 8"
+        min=1,
+        max=64,
+        help="Gateway processes that share the ports.",
+        show_default="one for every two cores, more from 8 cores on, at most 12",
     ),
 ]
 MaxBatchSize = Annotated[int | None, typer.Option(min=1, help="Most sequences in a worker's batch.")]
