@@ -39,7 +39,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
             return GOLDEN / kind
         if folder := os.environ.get("QUANTIZED"):
             return Path(folder) / kind
-        writers = pytest.importorskip("tests.quantized", reason="needs compressed-tensors and bitsandbytes")
+        writers = pytest.importorskip("tests.quantized", reason="needs compressed-tensors")
+        pytest.importorskip("bitsandbytes")
         if not (made / "plain").exists():
             make_checkpoint(made / "plain", WIDE)
         return Path(writers.write(kind, made / "plain", made).folder)

@@ -96,7 +96,7 @@ def test_prompts_that_route_many_tokens_to_whole_experts(checkpoint: Folder, eng
 @pytest.mark.parametrize("kind", ["experts-fp8-blocks", "experts-int4"])
 def test_whole_experts_in_fewer_bits(tmp_path: Path, kind: str) -> None:
     """The groups of int4 are as wide as an expert, so that ranks cannot share its neurons."""
-    writers = pytest.importorskip("tests.quantized", reason="needs compressed-tensors and bitsandbytes")
+    writers = pytest.importorskip("tests.quantized", reason="needs compressed-tensors")
     plain = make_checkpoint(tmp_path / "plain", WIDE_EXPERTS)
     folder, jobs = writers.write(kind, plain, tmp_path).folder, scenes.greedy()
     alone = open_engine(folder, kv_blocks=128, max_batch_size=16, engine="gpu", dtype="bfloat16")
