@@ -69,9 +69,10 @@ test-clients: set-up ## Unmodified clients (OpenAI's, LangChain, ...) against a 
 test-kernels: ## Every kernel on this machine's GPU against its reference: GPU_PYTHON=python with a CUDA build of torch.
 	@$(GPU_PYTHON) -m pytest -c /dev/null --rootdir . -q -p no:cacheprovider tests/gpu/test_kernels.py tests/gpu/test_linear.py tests/gpu/test_adapters.py
 
-.PHONY: compile-kernels
-compile-kernels: set-up ## Compile every kernel ahead of time for every capability, and record the results for the tests.
+.PHONY: record-kernels
+record-kernels: set-up ## Compile every kernel for every capability, run all in Triton's interpreter, and record what passed for the tests.
 	@for kind in "90 bfloat16" "90 float32" "89 float16" "80 bfloat16"; do $(BIN)/python -m tests.kernels.compile_ahead $$kind --fresh > /dev/null || exit 1; done
+	@$(BIN)/python -m tests.kernels.interpret --fresh
 
 bench-kernels: ## Time every kernel on this machine's GPU into bench/results: GPU_PYTHON=python FRESH=1.
 	@$(GPU_PYTHON) -m bench.kernels.measure $(if $(FRESH),--fresh)

@@ -2,18 +2,20 @@
 
 A kernel with the same source, arguments, options, target and version of Triton compiles to the same program. The files
 in `compiled/` hold what the tests ask of each program, one line each. A call whose line exists compiles nothing, but
-for a random sample; any other call compiles. `make compile-kernels` compiles everything and writes the files anew.
+for a random sample; any other call compiles.
 """
 
 import hashlib
 import random
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
+
+from tests.kernels.content_record import ContentRecord, key_of
 
 FOLDER = Path(__file__).with_name("compiled")
 SAMPLE = 0.05
@@ -32,42 +34,28 @@ class Compiled:
     wgmma: int
 
 
-class CompileRecord:
+class CompileRecord(ContentRecord):
     """The compilations of one capability and type. fresh: whether to compile everything, whatever the file holds."""
 
     def __init__(self, name: str, fresh: bool = False) -> None:
-        self.file = FOLDER / f"{name}.txt"
-        self.fresh = fresh
-        self.known = {} if fresh or not self.file.exists() else dict(map(_parsed, self.file.read_text().splitlines()))
-        self.used: dict[str, Compiled] = {}
+        super().__init__(FOLDER / f"{name}.txt", fresh)
         self.compiled = 0
         """Kernels that were compiled, not remembered."""
 
     def compile(self, source: Any, target: GPUTarget, options: dict[str, Any]) -> Compiled:
         """Compile, or remember, a kernel. AssertionError: it compiles to something else than what is remembered."""
-        key = f"{source.name} {_content_hash(source, target, options)}"
+        key = key_of(source.name, _content_hash(source, target, options))
         result = self.known.get(key)
         if result is None or random.random() < SAMPLE:
             kernel = triton.compile(source, target=target, options=options)
             assert kernel.asm["cubin"]
             ptx = kernel.asm["ptx"]
-            found = Compiled(kernel.metadata.shared, ptx.count("mma.sync"), ptx.count("wgmma.mma_async"))
+            found = f"{kernel.metadata.shared} {ptx.count('mma.sync')} {ptx.count('wgmma.mma_async')}"
             assert result in (None, found), f"{key}: {result} is remembered, {found} was compiled"
             result = found
             self.compiled += 1
         self.used[key] = result
-        return result
-
-    def write(self) -> None:
-        """Replace the file by the compilations of this run."""
-        lines = (" ".join(map(str, (key, *astuple(result)))) for key, result in sorted(self.used.items()))
-        self.file.parent.mkdir(exist_ok=True)
-        self.file.write_text("".join(f"{line}\n" for line in lines))
-
-
-def _parsed(line: str) -> tuple[str, Compiled]:
-    name, content, *figures = line.split()
-    return f"{name} {content}", Compiled(*map(int, figures))
+        return Compiled(*map(int, result.split()))
 
 
 def _content_hash(source: Any, target: GPUTarget, options: dict[str, Any]) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed.tensor  # `assert_close` needs its 500 modules: imported here, not in each rank.
 from torch import Tensor
 
 from kernels.operands import Norm
@@ -104,13 +105,8 @@ def check_stages(room: Room) -> None:
             assert torch.equal(found, x)
 
 
-def check_exchanges() -> None:
-    """All of it on ranks of their own."""
-    for check in (check_sums, check_norms, check_stages):
-        _on_ranks(check)
-
-
-def _on_ranks(check: Callable[[Room], None]) -> None:
+def on_ranks(check: Callable[[Room], None]) -> None:
+    """Run a check on ranks of their own."""
     fork = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="weft-peers-") as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads, from Python 3.12 on

@@ -1,0 +1,33 @@
+"""Mixtures of experts: routes and products."""
+
+import pytest
+import torch
+
+from tests.kernels.experts import check_experts, check_routing, check_split_experts, check_spread_experts
+from tests.kernels.interpreted import FULL, HALF
+
+
+def test_routes_of_tokens_to_experts() -> None:
+    check_routing(1, 4, 2, HALF)
+    check_routing(5, 128, 8, FULL)
+    check_routing(70, 6, 3, HALF)
+
+
+@pytest.mark.parametrize("dtype", [HALF, FULL], ids=str)
+def test_products_of_experts_of_one_token(dtype: torch.dtype) -> None:
+    check_experts(1, 4, 2, 40, 64, 32, dtype)
+
+
+@pytest.mark.parametrize("dtype", [HALF, FULL], ids=str)
+def test_products_of_experts(dtype: torch.dtype) -> None:
+    check_experts(11, 3, 2, 70, 128, 64, dtype)
+
+
+def test_products_of_experts_in_parts() -> None:
+    check_split_experts(HALF)
+
+
+def test_products_of_experts_spread_over_ranks() -> None:
+    check_spread_experts(2, 5, 2, 2, 2200, HALF)  # sums of quantized weights have parts
+    for dtype in (HALF, FULL):
+        check_spread_experts(9, 7, 3, 4, 64, dtype)

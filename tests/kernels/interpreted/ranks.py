@@ -1,0 +1,12 @@
+"""Exchanges of ranks."""
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.kernels.peers import Room, check_norms, check_stages, check_sums, on_ranks
+
+
+@pytest.mark.parametrize("check", [check_sums, check_norms, check_stages])
+def test_exchanges_of_ranks(check: Callable[[Room], None]) -> None:
+    on_ranks(check)

@@ -1,0 +1,22 @@
+"""The inputs of a step: edits of slots, lists of rows and tokens."""
+
+from tests.kernels.cases import check_edits, check_padding_tokens, check_step_lists
+
+
+def test_edits_of_slots() -> None:
+    check_edits(5, 7, [], 1)
+    check_edits(9, 300, [(0, 150), (7, 1), (20, 128)], 0)
+    check_edits(140, 4, [(2, 2), (0, 4)], 133)
+    check_edits(9, 40, [(5, 20), (0, 30)], 3, room=50)
+
+
+def test_lists_of_a_step() -> None:
+    prompt, chunk, answer = (37, 37, True, True), (130, 150, True, False), (1, 91, False, True)
+    for rows, sizes in (
+        ([prompt], (64, 8, 8)),
+        ([answer] * 3, (3, 3, 3)),
+        ([answer, chunk, (1, 1, True, True)], (132, 3, 2)),
+        ([answer] * 150, (160, 160, 160)),
+    ):
+        check_step_lists(rows, sizes, 16)
+    check_padding_tokens(150, (160, 3, 2), 16)
