@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from compress.base.network import READERS
+from compress.base.linears import READERS
 from compress.choices import Granularity
 from compress.progress import Progress
 from compress.quantize.rounding import round_fp8, round_int8

@@ -16,16 +16,9 @@ from transformers.utils import logging
 
 from compress.base import files
 from compress.base.experts import expert_linears, split_experts
+from compress.base.linears import LINEARS, READERS
 from compress.errors import CompressError
 
-# Norm or linear -> the linears that read its output.
-READERS: Mapping[str, tuple[str, ...]] = {
-    "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "self_attn.v_proj": ("self_attn.o_proj",),
-    "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
-    "mlp.up_proj": ("mlp.down_proj",),
-}
-LINEARS = tuple(name for readers in READERS.values() for name in readers)
 _KINDS = ("llama", "mistral", "qwen2", "qwen3")
 _SPARSE_KINDS = ("mixtral", "qwen3_moe")
 _KNOWN = "known are Llama, Mistral, Qwen2 and Qwen3"

@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 
 from compress import text
 from compress.base.columns import Change, change_columns
-from compress.base.network import LINEARS, SEEN, Stream, layers_of, linear, load, on_device
+from compress.base.linears import LINEARS
+from compress.base.network import SEEN, Stream, layers_of, linear, load, on_device
 from compress.choices import Pattern
 from compress.errors import CompressError
 from compress.output import dense

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from compress.base.network import LINEARS, LayerStats, Moments, linear
+from compress.base.linears import LINEARS
+from compress.base.network import LayerStats, Moments, linear
 from compress.quantize import layout
 from compress.quantize.folding import FoldPair, fold_pairs, scaled
 from compress.quantize.gptq import round_together

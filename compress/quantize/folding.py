@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from compress.base.network import READERS, Moments, head_dim, linear
+from compress.base.linears import READERS
+from compress.base.network import Moments, head_dim, linear
 
 
 @dataclass(frozen=True, slots=True)

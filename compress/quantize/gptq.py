@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from compress.base.columns import Change, change_columns, damped
-from compress.base.network import READERS, LayerStats, Moments, linear
+from compress.base.linears import READERS
+from compress.base.network import LayerStats, Moments, linear
 from compress.quantize import layout
 from compress.quantize.recipe import Recipe, Rounded
 from compress.quantize.rounding import Steps, cheapest_steps, grouped, int4_weight

@@ -14,8 +14,8 @@ from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 
 from compress import text
+from compress.base.linears import LINEARS
 from compress.base.network import (
-    LINEARS,
     SEEN,
     Stream,
     layers_of,

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from compress.base.network import LINEARS, LayerStats, linear
+from compress.base.linears import LINEARS
+from compress.base.network import LayerStats, linear
 from compress.quantize import layout
 from compress.quantize.folding import fold_pairs
 from compress.quantize.recipe import Recipe, Rounded
