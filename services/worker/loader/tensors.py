@@ -104,7 +104,7 @@ class Checkpoint:
             if name in headers:
                 raise CheckpointError(f"tensor {name} is in the checkpoint twice, the second time as {stored}")
             if name is not None:
-                headers[name] = replace(header, stored_name=stored)
+                headers[name] = header if name == stored else replace(header, stored_name=stored)
         return replace(self, headers=headers)
 
     @contextmanager
@@ -177,12 +177,12 @@ def open_checkpoint(model_dir: Path) -> Checkpoint:
         raise CheckpointError(f"{SINGLE} or {INDEX} is needed; {found}")
     headers: dict[str, TensorHeader] = {}
     for number, shard in enumerate(shards):
-        for name, header in _read_header(shard).items():
+        for name, header in _read_header(shard, number).items():
             if name in headers:
                 raise CheckpointError(f"tensor {name} is in two files")
             if owners and owners.get(name) != shard.name:
                 raise CheckpointError(f"tensor {name} in {shard.name} is not where the index says")
-            headers[name] = replace(header, shard=number)
+            headers[name] = header
         if len(headers) > _MOST_TENSORS:
             raise CheckpointError(f"the checkpoint has more than {_MOST_TENSORS} tensors")
     if absent := owners.keys() - headers.keys():
@@ -208,7 +208,7 @@ def check_plain(name: str, header: TensorHeader) -> None:
         raise CheckpointError(f"tensor {name} has type {kind} and no quantization_config; plain are {plain}")
 
 
-def _read_header(path: Path) -> dict[str, TensorHeader]:
+def _read_header(path: Path, shard: int = 0) -> dict[str, TensorHeader]:
     """The header of a safetensors file, checked against the file's length. Raises CheckpointError."""
     try:
         check_regular(path)
@@ -229,10 +229,10 @@ def _read_header(path: Path) -> dict[str, TensorHeader]:
     entries.pop("__metadata__", None)
     if len(entries) > _MOST_TENSORS:
         raise CheckpointError(f"{path.name} has more than {_MOST_TENSORS} tensors")
-    return {name: _read_entry(path, name, entry, 8 + length, size) for name, entry in entries.items()}
+    return {name: _read_entry(path, shard, name, entry, 8 + length, size) for name, entry in entries.items()}
 
 
-def _read_entry(path: Path, name: str, entry: Any, data_begin: int, size: int) -> TensorHeader:
+def _read_entry(path: Path, shard: int, name: str, entry: Any, data_begin: int, size: int) -> TensorHeader:
     try:
         dtype, shape, (begin, end) = str(entry["dtype"]), _naturals(entry["shape"]), _naturals(entry["data_offsets"])
     except (KeyError, TypeError, ValueError):
@@ -241,7 +241,7 @@ def _read_entry(path: Path, name: str, entry: Any, data_begin: int, size: int) -
         raise CheckpointError(f"{path.name}: tensor {name} has more than {_MOST_DIMENSIONS} dimensions")
     if dtype not in _DTYPES:
         raise CheckpointError(f"tensor {name} has type {dtype}; supported are {', '.join(_DTYPES)}")
-    header = TensorHeader(shape, _DTYPES[dtype], offset=data_begin + begin)
+    header = TensorHeader(shape, _DTYPES[dtype], shard, data_begin + begin)
     data_bytes = size - data_begin
     if end > data_bytes:
         raise CheckpointError(f"{path.name} is truncated: tensor {name} ends at byte {end} of {data_bytes}")
@@ -252,6 +252,7 @@ def _read_entry(path: Path, name: str, entry: Any, data_begin: int, size: int) -
 
 def _naturals(values: Any) -> tuple[int, ...]:
     """A list of sizes or offsets as a tuple. Raises TypeError or ValueError if one is no natural number."""
-    if not all(type(number) is int and number >= 0 for number in values):
+    numbers = tuple(values)
+    if not set(map(type, numbers)) <= {int} or min(numbers, default=0) < 0:
         raise ValueError("neither sizes nor places")
-    return tuple(values)
+    return numbers
