@@ -120,12 +120,14 @@ class BlockPool:
 
     def check(self) -> None:
         """Assert the invariants of all counts and maps."""
-        owned = sum(owners > 0 for owners in self._owners)
+        idle, keyed = {*self._free, *self._cached}, self._key_of.keys()
+        owned = self.total + 1 - self._owners.count(0)  # Block 0 never has an owner.
+        assert min(self._owners) >= 0, "a block has fewer than no owners"
         assert self.free + self.cached + owned == self.total, (self.free, self.cached, owned, self.total)
-        assert len(set(self._free) | set(self._cached)) == self.free + self.cached, "a block is free or cached twice"
-        assert all(self._owners[block] == 0 for block in [*self._free, *self._cached]), "an idle block has an owner"
-        assert all(block in self._key_of for block in self._cached), "a cached block has no key"
-        assert all(block not in self._key_of for block in self._free), "a free block has a key"
+        assert len(idle) == self.free + self.cached, "a block is free or cached twice"
+        assert not any(map(self._owners.__getitem__, idle)), "an idle block has an owner"
+        assert self._cached.keys() <= keyed, "a cached block has no key"
+        assert keyed.isdisjoint(self._free), "a free block has a key"
         assert {block: key for key, block in self._block_of.items()} == self._key_of, "keys and blocks disagree"
 
     def _forget(self, block: int) -> None:
