@@ -1,4 +1,4 @@
-"""The demo model compressed by the `weft compress` command, once per method for all tests that read the output."""
+"""Demo models compressed by the `weft compress` command, once per method for all tests that read the output."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from compress.cli import app
-from tests.checkpoints import DEMO
+from tests.checkpoints import DEMO, SMALL_DEMO
 
 _FEW = ("--windows", "6", "--length", "128")
 METHODS = {
@@ -25,7 +25,7 @@ METHODS = {
     "fp8": ("fp8",),
     "fp8-static": ("fp8", "--granularity", "tensor", "--static", "--kv", *_FEW),
     "fp8-block": ("fp8", "--granularity", "block"),
-    "awq": ("awq", "--windows", "16", "--length", "256"),
+    "awq": ("awq", "--group", "8", *_FEW),  # Of so narrow a model larger groups exceed the limits of `weft verify`.
     "awq-nearest": ("awq", "--no-compensate", *_FEW),
     "gptq": ("gptq", *_FEW),
     "gptq-act-order": ("gptq", "--act-order", "--no-symmetric", *_FEW),
@@ -33,7 +33,8 @@ METHODS = {
 }
 
 _VARIANTS = ("fp8-static", "fp8-block", "awq-nearest", "gptq-act-order", "smoothquant")
-"""Made of the demo model's first layer alone: what they share with others is tried on all of it."""
+"""Made of the first layer of the larger demo model; the others are made of the whole smaller one, whose two layers add
+up differences between two ways of rounding inputs."""
 Made = Callable[[str], Path]
 
 
@@ -61,7 +62,7 @@ def base_of(tmp_path_factory: pytest.TempPathFactory) -> Made:
     inside = re.compile(r"model\.layers\.[1-9]")
     kept = {name: tensor for name, tensor in tensors.items() if not inside.match(name)}
     save_file(kept, short / "model.safetensors", {"format": "pt"})
-    return lambda name: short if name in _VARIANTS else DEMO
+    return lambda name: short if name in _VARIANTS else SMALL_DEMO
 
 
 @pytest.fixture(scope="session")

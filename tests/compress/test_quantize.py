@@ -22,7 +22,9 @@ from compress.errors import CompressError
 from compress.quantize.awq import Awq
 from compress.quantize.gptq import Gptq
 from compress.quantize.run import quantize
-from tests.checkpoints import DEMO, Damage, make_checkpoint, pipe
+from services.worker.loader.config import load_config
+from services.worker.models.config import count_embeddings
+from tests.checkpoints import DEMO, SMALL_DEMO, Damage, make_checkpoint, pipe
 from tests.compress.conftest import METHODS, Made
 from verify.served import Served
 
@@ -38,13 +40,16 @@ def test_transformers_and_the_worker_read_the_same_model(method: str, made: Made
     divergence = F.kl_div(got, wanted, log_target=True, reduction="batchmean").item()
     # If inputs are rounded, another order of a sum may change a rounded value by one step.
     rounds_inputs = method in ("w8a8", "smoothquant") or method.startswith("fp8")
-    assert divergence < (2e-2 if rounds_inputs else 1e-4), divergence
+    # A CPU's products with INT4 are in bfloat16. A scale of a single linear that is off by 2% diverges by 3e-4.
+    assert divergence < (2e-2 if rounds_inputs else 2.5e-4 if method == "gptq" else 1e-4), divergence
 
 
-@pytest.mark.parametrize(("method", "share"), [("int8", 0.62), ("fp8", 0.62), ("awq", 0.45), ("gptq", 0.44)])
+@pytest.mark.parametrize(("method", "share"), [("int8", 0.52), ("fp8", 0.52), ("awq", 0.42), ("gptq", 0.30)])
 def test_the_files_are_smaller(method: str, share: float, made: Made) -> None:
-    sizes = [sum(file.stat().st_size for file in each.glob("*.safetensors")) for each in (made(method), DEMO)]
-    assert sizes[0] / sizes[1] < share
+    """All but the embedding, which no method rounds."""
+    embedding = 2 * count_embeddings(load_config(SMALL_DEMO))
+    sizes = [sum(file.stat().st_size for file in each.glob("*.safetensors")) for each in (made(method), SMALL_DEMO)]
+    assert (sizes[0] - embedding) / (sizes[1] - embedding) < share
 
 
 def test_narrow_networks_get_small_groups_and_wide_ones_the_default(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from compress.quantize import layout
 from compress.quantize.rounding import round_int8
-from tests.checkpoints import DEMO, make_checkpoint
+from tests.checkpoints import DEMO, SMALL_DEMO, make_checkpoint
 from tests.compress.conftest import METHODS, Made
 from tests.draft_heads import make_heads
 from verify.cli import app
@@ -29,9 +29,9 @@ def verify(*arguments: object) -> tuple[int, str]:
 
 
 def tampered(folder: Path, to: Path, linear: str, factor: float) -> Path:
-    """A copy with the scales of the fourth layer's linears of this name multiplied."""
+    """A copy with the scales of the second layer's linears of this name multiplied."""
     shutil.copytree(folder, to)
-    (shard,) = to.glob("model-00004-of-*.safetensors")
+    (shard,) = to.glob("model-00002-of-*.safetensors")
     tensors = load_file(shard)
     names = [name for name in tensors if name.endswith("weight_scale") and linear in name]
     assert names
@@ -44,7 +44,7 @@ def tampered(folder: Path, to: Path, linear: str, factor: float) -> Path:
 def test_correct_quantizations_pass_in_one_report(made: Made, tmp_path: Path) -> None:
     html, result = tmp_path / "new" / "report.html", tmp_path / "result.json"
     folders = [made(method) for method in ("int8", "int8-tensor", "w8a8", "fp8", "awq")]
-    code, output = verify(DEMO, *folders, *FEW, "--json", result, "--html", html)
+    code, output = verify(SMALL_DEMO, *folders, *FEW, "--json", result, "--html", html)
     assert code == 0, output
     figures = json.loads(result.read_text())["candidates"]
     assert [each["name"] for each in figures] == [folder.name for folder in folders]
@@ -63,7 +63,7 @@ def test_correct_quantizations_pass_in_one_report(made: Made, tmp_path: Path) ->
 def test_a_layer_whose_scales_are_off_by_a_twentieth_fails(
     method: str, linear: str, made: Made, tmp_path: Path
 ) -> None:
-    code, output = verify(DEMO, tampered(made(method), tmp_path / "off", linear, 1.05), *FEW)
+    code, output = verify(SMALL_DEMO, tampered(made(method), tmp_path / "off", linear, 1.05), *FEW)
     assert code == 1
     assert "gain error <= 0.015" in output
 
@@ -86,7 +86,7 @@ def test_a_head_with_wrong_scales_is_found_too(factor: float, error: float, tmp_
     assert code == (1 if error else 0), output
 
 
-LINEAR = "model.layers.3.mlp.up_proj"
+LINEAR = "model.layers.1.mlp.up_proj"
 ROW = 77
 
 
@@ -113,7 +113,7 @@ def double_one_group(parts: dict[str, Tensor]) -> None:
 def damaged(folder: Path, to: Path, damage: RowDamage) -> Path:
     """A copy with one linear's stored tensors damaged."""
     shutil.copytree(folder, to)
-    (shard,) = to.glob("model-00004-of-*.safetensors")
+    (shard,) = to.glob("model-00002-of-*.safetensors")
     tensors = load_file(shard)
     parts = {name.rpartition(".")[2]: tensor for name, tensor in tensors.items() if name.startswith(f"{LINEAR}.")}
     assert "weight_scale" in parts
@@ -134,16 +134,16 @@ def damaged(folder: Path, to: Path, damage: RowDamage) -> Path:
 def test_one_damaged_row_fails_and_is_named(
     method: str, damage: RowDamage, worst: str, made: Made, tmp_path: Path
 ) -> None:
-    code, output = verify(DEMO, damaged(made(method), tmp_path / "off", damage), *LEAST)
+    code, output = verify(SMALL_DEMO, damaged(made(method), tmp_path / "off", damage), *LEAST)
     assert code == 1, output
-    assert f"layer 3 mlp.up_proj {worst}" in output
+    assert f"layer 1 mlp.up_proj {worst}" in output
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq"])
 def test_one_group_of_double_scale_fails_and_is_named(method: str, made: Made, tmp_path: Path) -> None:
-    code, output = verify(DEMO, damaged(made(method), tmp_path / "off", double_one_group), *LEAST)
+    code, output = verify(SMALL_DEMO, damaged(made(method), tmp_path / "off", double_one_group), *LEAST)
     assert code == 1, output
-    assert f"layer 3 mlp.up_proj row {ROW} group 5:" in output
+    assert f"layer 1 mlp.up_proj row {ROW} group 5:" in output
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -161,18 +161,18 @@ def test_the_rows_of_every_correct_method_pass(method: str, made: Made, base_of:
 
 
 def test_the_base_compared_with_itself_passes() -> None:
-    code, output = verify(DEMO, DEMO, *FEW, "--max-kl", "0", "--max-gain-error", "0", "--min-top1", "1")
+    code, output = verify(SMALL_DEMO, SMALL_DEMO, *FEW, "--max-kl", "0", "--max-gain-error", "0", "--min-top1", "1")
     assert code == 0, output
 
 
 def test_limits_may_be_set_by_flags(made: Made) -> None:
-    assert verify(DEMO, made("int8"), *LEAST, "--max-kl", "1e-9")[0] == 1
-    assert verify(DEMO, DEMO.with_name("weft-story-2m"), *LEAST, "--kind", "changed")[0] == 0
-    assert verify(DEMO, DEMO.with_name("weft-story-2m"), *LEAST)[0] == 1
+    assert verify(SMALL_DEMO, made("int8"), *LEAST, "--max-kl", "1e-9")[0] == 1
+    assert verify(DEMO, SMALL_DEMO, *LEAST, "--kind", "changed")[0] == 0
+    assert verify(DEMO, SMALL_DEMO, *LEAST)[0] == 1
 
 
 def test_an_unreadable_checkpoint_is_refused_in_one_line(tmp_path: Path) -> None:
-    code, output = verify(DEMO, tmp_path, *FEW)
+    code, output = verify(SMALL_DEMO, tmp_path, *FEW)
     assert (code, output.count("\n")) == (2, 1)
     assert "config.json is missing" in output
 
@@ -187,13 +187,13 @@ def test_a_refusal_names_the_checkpoint(tmp_path: Path) -> None:
 
 
 def test_without_a_gpu_its_device_is_not_queried() -> None:
-    code, output = verify(DEMO, DEMO, *LEAST, "--device", "cuda")
+    code, output = verify(SMALL_DEMO, SMALL_DEMO, *LEAST, "--device", "cuda")
     assert (code, output.count("\n")) == (2, 1)
     assert "needs a GPU" in output
 
 
 def test_another_vocabulary_is_refused_in_one_line(tmp_path: Path) -> None:
-    code, output = verify(DEMO, make_checkpoint(tmp_path / "other"), *FEW)
+    code, output = verify(SMALL_DEMO, make_checkpoint(tmp_path / "other"), *FEW)
     assert (code, output.count("\n")) == (2, 1)
     assert "they do not compare" in output
 

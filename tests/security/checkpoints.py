@@ -1,8 +1,11 @@
 """Hostile checkpoints: each is refused in one line, within 10 s of processor time and 1 GiB of memory.
 
-python -m tests.security.checkpoints [NAME ...]     # all, or some: one line each
+python -m tests.security.checkpoints [--good FOLDER] [NAME ...]     # all, or some: one line each
+
+FOLDER: a checkpoint whose copies are damaged; without it, one is made.
 """
 
+import argparse
 import json
 import os
 import resource
@@ -103,15 +106,14 @@ def _renamed(name: str, to: str) -> Damage:
 
 def _shards(count: int, named: str = "model-{:07d}.safetensors") -> Damage:
     def damage(folder: Path) -> None:
-        owners = {f"t{i}": named.format(i) for i in range(count)}
-        (folder / INDEX).write_text(json.dumps({"weight_map": owners}))
+        owners = ",".join(f'"t{i}":"{named.format(i)}"' for i in range(count))
+        (folder / INDEX).write_text(f'{{"weight_map":{{{owners}}}}}')
 
     return damage
 
 
 def _many_words() -> bytes:
-    words = ",".join(f'"w{i}":{i}' for i in range(4_000_000))
-    return b'{"model":{"type":"BPE","merges":[],"vocab":{' + words.encode() + b"}}}"
+    return b'{"model":{"type":"BPE","merges":[],"vocab":{' + b'"w1234567":1234567,' * 4_000_000 + b'"w":0}}}'
 
 
 def _many_merges() -> bytes:
@@ -269,18 +271,25 @@ def _report(load: Callable[[], str], writing: int) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Prints a line for each checkpoint; returns 1 if one breaks the rule."""
-    from tests.checkpoints import make_checkpoint
-
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--good", type=Path)
+    parser.add_argument("names", nargs="*")
+    asked = parser.parse_args(arguments)
     broken = 0
     with tempfile.TemporaryDirectory() as place:
-        good = make_checkpoint(Path(place) / "good")
-        for each in load_all(good, arguments or list(HOSTILE)):
+        for each in load_all(asked.good or _make_good(Path(place) / "good"), asked.names or list(HOSTILE)):
             broken += not each.holds
             verdict = "ok  " if each.holds else "FAIL"
             cost = f"{each.processor_s:5.1f} s {each.peak_bytes >> 20:5d} MiB"
             print(f"{verdict} {cost}  {each.name}: {each.reason.strip()[:100] or 'was loaded'}", flush=True)
-    print(f"{broken} of {len(arguments or HOSTILE)} checkpoints break the rule")
+    print(f"{broken} of {len(asked.names or HOSTILE)} checkpoints break the rule")
     return min(broken, 1)
+
+
+def _make_good(folder: Path) -> Path:
+    from tests.checkpoints import make_checkpoint
+
+    return make_checkpoint(folder)
 
 
 if __name__ == "__main__":
