@@ -16,9 +16,13 @@ from services.worker.runners.inspection import DecoderRunner
 from tests.checkpoints import VOCAB
 
 
-def built(folder: Path, *, fingerprint: bytes = b"", graphs: bool = True, **options: Any) -> BuiltEngine:
-    """An engine for the checkpoint in this folder, and the shape of its model."""
-    made = build_engine(folder, EngineOptions(**options), lambda *_: None, graphs=graphs)
+def built(
+    folder: Path, *, fingerprint: bytes = b"", graphs: bool = True, warm_up: bool = False, **options: Any
+) -> BuiltEngine:
+    """An engine for the checkpoint in this folder, and the shape of its model. warm_up: for a test that needs known
+    times of steps; on a GPU it always warms up."""
+    settings = EngineOptions(**options)
+    made = build_engine(folder, settings, lambda *_: None, graphs=graphs, warm_up=warm_up or settings.on_gpu)
     made.engine.use_fingerprint(fingerprint)
     return made
 

@@ -137,7 +137,7 @@ def test_the_cost_of_a_job_has_its_times_and_tokens(engine: EngineMaker) -> None
 
 
 def test_the_gauges_follow_running_and_waiting_jobs(engine: EngineMaker) -> None:
-    fresh = engine(max_batch_size=2, step_tokens=32)
+    fresh = engine(max_batch_size=2, step_tokens=32, warm_up=True)
     before = fresh.stats()
     assert (before.steps, before.running, before.waiting, before.preemptions) == (0, 0, 0, 0)
     assert before.free_blocks == before.total_blocks

@@ -485,7 +485,7 @@ def test_the_first_step_of_a_depth_does_not_judge_it() -> None:
 
 def test_many_answers_are_not_guessed_before_there_was_time_to_catch_up(checkpoint: Callable[[str], Path]) -> None:
     folder = checkpoint("llama")
-    engine = open_engine(folder, kv_blocks=512, max_batch_size=16, **STRICT, speculate=f"draft:{folder}")
+    engine = open_engine(folder, warm_up=True, kv_blocks=512, max_batch_size=16, **STRICT, speculate=f"draft:{folder}")
     assert engine.speculation is not None
     engine.speculation._budget.spend(12_500, 0.25)
     run(engine, *(job(key, prompt_of(100, key), max_tokens=60) for key in range(16)), steps=50)
@@ -716,7 +716,7 @@ def test_a_draft_of_another_vocabulary_is_refused(checkpoint: Callable[[str], Pa
 
 @pytest.mark.parametrize("acceptance", [0.0, 0.5, 1.0])
 def test_the_paced_engine_pretends_a_draft(acceptance: float, checkpoint: Callable[[str], Path]) -> None:
-    options: dict[str, Any] = {"engine": "paced", "paced_step_ms": 0}
+    options: dict[str, Any] = {"engine": "paced", "paced_step_ms": 0, "kv_blocks": 256}
     jobs = [job(key, prompt_of(9, key), max_tokens=60, seed=key) for key in range(20)]
     plain = run(open_engine(checkpoint("llama"), **options), *jobs)
     guesses = {"speculate": "draft:any", "speculate_depth": 4, "paced_acceptance": acceptance}

@@ -82,11 +82,18 @@ def _openvino_is_faster(folder: Path, options: EngineOptions) -> bool:
 
 
 def build_engine(
-    folder: Path, options: EngineOptions, progress: Progress, *, graphs: bool = True, compile_ahead: bool = False
+    folder: Path,
+    options: EngineOptions,
+    progress: Progress,
+    *,
+    graphs: bool = True,
+    compile_ahead: bool = False,
+    warm_up: bool = True,
 ) -> BuiltEngine:
     """Load the checkpoint in this folder and warm the engine up. An engine that is not chosen computes on the CPU.
 
-    graphs and compile_ahead as in `assemble`. Raises CheckpointError.
+    graphs and compile_ahead as in `assemble`. warm_up: False leaves it out, where nobody waits for the first answer.
+    Raises CheckpointError.
     """
     check_grid(options)
     if options.engine == "paced":
@@ -115,6 +122,7 @@ def build_engine(
         adapter_pages=parts.adapters,
     )
     log.info("memory: %s", parts.memory)
-    engine.warm_up(progress)
+    if warm_up:
+        engine.warm_up(progress)
     read = adapter_reader(parts.adapters, options.adapter_rank)
     return BuiltEngine(engine, parts.config, parts.parameters, read, parts.shared_memory)
