@@ -11,7 +11,8 @@ from tests.worker.conftest import EngineMaker
 from tests.worker.drive import Answer, job, prompt_of, run, solo
 
 SHAPES = ("llama", "mistral-window", "qwen2-window", "qwen3", "gemma3", "mixtral", "gpt2", "gpt2-erf-untied", "demo")
-TOKENS = 40
+TOKENS = 20
+"""More than a block, so that each answer begins one."""
 LENGTHS = (1, 18, 47, 96, 150)
 
 Bits = list[tuple[list[int], list[float | None]]]
@@ -25,14 +26,14 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def jobs(first_key: int = 0, emitted: Bits | None = None, kept: int = 0) -> list[Job]:
+def jobs(first_key: int = 0, emitted: Bits | None = None, kept: int = 0, max_tokens: int = TOKENS) -> list[Job]:
     """Sampled jobs; with `emitted`, as the next attempt after `kept` tokens has them."""
     return [
         job(
             first_key + i,
             prompt_of(length),
             emitted=emitted[i][0][:kept] if emitted else (),
-            max_tokens=TOKENS,
+            max_tokens=max_tokens,
             temperature=0.9,
             seed=i,
             logprobs=0,
@@ -43,7 +44,7 @@ def jobs(first_key: int = 0, emitted: Bits | None = None, kept: int = 0) -> list
 
 def crowd(size: int) -> list[Job]:
     return [
-        job(1000 + i, prompt_of(2 + 3 * i, seed=7), max_tokens=10 + i % 31, temperature=0.7, seed=i)
+        job(1000 + i, prompt_of(2 + 3 * i, seed=7), max_tokens=10 + i % 11, temperature=0.7, seed=i)
         for i in range(size)
     ]
 
@@ -70,14 +71,14 @@ def in_odd_chunks(make: Callable[..., GenerationEngine]) -> Bits:
 
 def after_a_prefix_hit(make: Callable[..., GenerationEngine]) -> Bits:
     engine = make()
-    run(engine, *jobs())
+    run(engine, *jobs(max_tokens=1))
     answers = run(engine, *jobs(first_key=50))
     assert answers[50 + 4].ended.cost.cached_tokens == 144
     return bits(answers, first_key=50)
 
 
 def after_preemptions(make: Callable[..., GenerationEngine]) -> Bits:
-    engine = make(kv_blocks=20, max_batch_size=8)
+    engine = make(kv_blocks=24, max_batch_size=8)
     answers = run(engine, *jobs())
     assert engine.stats().preemptions > 0
     return bits(answers)
@@ -86,7 +87,7 @@ def after_preemptions(make: Callable[..., GenerationEngine]) -> Bits:
 def after_a_move(make: Callable[..., GenerationEngine]) -> Bits:
     """Another engine continues from prompt and emitted tokens, beside other jobs."""
     before = bits(run(make(), *jobs()))
-    kept = 21
+    kept = 7
     moved = run(make(step_tokens=100), *crowd(9), *jobs(emitted=before, kept=kept))
     for i in range(len(LENGTHS)):
         assert moved[i].positions == list(range(kept, TOKENS))
