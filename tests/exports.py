@@ -1,8 +1,11 @@
 """A tiny GPT-2 that `weft export` has written for other runtimes. Knows one model, no engine."""
 
+import fcntl
+import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,18 +22,36 @@ def weft_export(form: str, model: Path, out: Path) -> "subprocess.CompletedProce
 @pytest.fixture(scope="session")
 def plain_gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The checkpoint, with one layer: the exporter takes seconds for each."""
-    from tests.checkpoints import Shape, make_checkpoint  # Imports torch, which few tests need.
 
-    return make_checkpoint(tmp_path_factory.mktemp("exports") / "gpt2", Shape("gpt2", {"n_layer": 1}))
+    def make(folder: Path) -> None:
+        from tests.checkpoints import Shape, make_checkpoint  # Imports torch, which few tests need.
+
+        make_checkpoint(folder, Shape("gpt2", {"n_layer": 1}))
+
+    return _made_once("gpt2", make, tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
-def exported_gpt2(plain_gpt2: Path) -> Path:
+def exported_gpt2(plain_gpt2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what `weft export` wrote of it."""
-    out = plain_gpt2.with_name("exported")
-    made = weft_export("onnx", plain_gpt2, out)
-    assert made.returncode == 0, made.stderr
-    return out
+
+    def make(folder: Path) -> None:
+        made = weft_export("onnx", plain_gpt2, folder)
+        assert made.returncode == 0, made.stderr
+
+    return _made_once("gpt2-exported", make, tmp_path_factory)
+
+
+def _made_once(name: str, make: Callable[[Path], None], factory: pytest.TempPathFactory) -> Path:
+    """A folder that the first process which needs it makes; the others of this run of tests wait for it."""
+    of_run = factory.getbasetemp().parent if "PYTEST_XDIST_WORKER" in os.environ else factory.getbasetemp()
+    folder = of_run / name
+    with (of_run / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            make(folder.with_suffix(".part"))
+            folder.with_suffix(".part").rename(folder)
+    return folder
 
 
 def copy_of(folder: Path, to: Path) -> Path:

@@ -164,7 +164,8 @@ def test_an_unwritable_cache_is_no_error(cache: Path) -> None:
     assert not marker.is_set()
 
 
-# A driver that reports a Hopper, which is all that a launch reads from it before it compiles.
+# A driver that reports a Hopper, which is all that a launch reads from it before it compiles. Of a grid, the kernels of
+# each of two ranks are recorded as if it were the first.
 LAUNCHES = """
 import json, sys
 import torch, triton
@@ -181,60 +182,59 @@ from kernels import compile_cache
 from services.worker.build import compile_kernels
 from services.worker.loader import presets
 from services.worker.options import EngineOptions
+from services.worker.parallel.gpu_collectives import UnconnectedCollectives
+from services.worker.parallel.shards import shard_of
 
-small = {"max_batch_size": 4, "step_tokens": 256, "max_seq_length": 256}
-options = EngineOptions(**small, dtype="bfloat16", quantize=sys.argv[1] or None)
-with compile_cache.recording() as found:
-    compile_kernels.launch_all(presets.folder_of("random:tiny"), options)
-print(json.dumps(sorted({each.kernel.fn.__name__ for each in found})))
+small = {"max_batch_size": 4, "step_tokens": 256, "max_seq_length": 256, "dtype": "bfloat16"}
+
+def launched(folder, **options):
+    with compile_cache.recording() as found:
+        compile_kernels.launch_all(folder, EngineOptions(**small, **options))
+    return sorted([each.kernel.fn.__name__, repr(each.arguments[0])] for each in found)
+
+tiny = presets.folder_of("random:tiny")
+report = {"plain": launched(tiny), "int4": launched(tiny, quantize="int4")}
+torch.cuda.current_device = lambda: 0
+compile_kernels.UnconnectedCollectives = lambda grid, words, _: UnconnectedCollectives(grid, words, torch.device("cpu"))
+for rank in range(2):
+    compile_kernels.shard_of = lambda sizes, grid, _: shard_of(sizes, grid, rank)
+    report[f"rank {rank}"] = launched(Path(sys.argv[1]), tensor_parallel=2, expert_parallel=True)
+print(json.dumps(report))
 """
 
 
-@pytest.mark.parametrize("quantize", ["", "int4"])
-def test_all_kernels_of_a_start_are_found_without_launching_one(quantize: str) -> None:
-    """On a CPU no kernel can be launched, so the kernels for any GPU are recorded only."""
+@pytest.fixture(scope="module")
+def launches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[str]]]:
+    """Name and signature of each kernel that a start launches. On a CPU no kernel can be launched, so the kernels for
+    any GPU are recorded only."""
+    experts = make_checkpoint(tmp_path_factory.mktemp("experts"), WIDE_EXPERTS)
     done = subprocess.run(
-        [sys.executable, "-c", LAUNCHES, quantize],
+        [sys.executable, "-c", LAUNCHES, str(experts)],
         env=os.environ | {"TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    found = set(json.loads(done.stdout))
+    found: dict[str, list[list[str]]] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("weights", ["plain", "int4"])
+def test_all_kernels_of_a_start_are_found_without_launching_one(
+    weights: str, launches: dict[str, list[list[str]]]
+) -> None:
+    found = {name for name, _ in launches[weights]}
     assert {"rms_norm_kernel", "shrink_kernel", "expand_kernel"} <= found, found
-    assert ("packed_gemm_kernel" in found) == (quantize == "int4")
+    assert ("packed_gemm_kernel" in found) == (weights == "int4")
     assert len(found) > 10
 
 
-# The kernels of one rank of two, numbered by the last argument.
-LAUNCHES_OF_A_RANK = """
-from services.worker.parallel.gpu_collectives import UnconnectedCollectives
-from services.worker.parallel.shards import shard_of
-rank, folder = int(sys.argv[2]), Path(sys.argv[1])
-torch.cuda.current_device = lambda: 0
-compile_kernels.shard_of = lambda sizes, grid, _: shard_of(sizes, grid, rank)
-compile_kernels.UnconnectedCollectives = lambda grid, words, _: UnconnectedCollectives(grid, words, torch.device("cpu"))
-options = EngineOptions(**small, dtype="bfloat16", tensor_parallel=2, expert_parallel=True)
-with compile_cache.recording() as found:
-    compile_kernels.launch_all(folder, options)
-print(json.dumps(sorted([each.kernel.fn.__name__, repr(each.arguments[0])] for each in found)))
-"""
-
-
-def test_ranks_with_whole_experts_run_the_kernels_that_are_compiled_for_the_first(tmp_path: Path) -> None:
+def test_ranks_with_whole_experts_run_the_kernels_that_are_compiled_for_the_first(
+    launches: dict[str, list[list[str]]],
+) -> None:
     """Which experts a rank has changes none of them."""
-    folder = make_checkpoint(tmp_path / "experts", WIDE_EXPERTS)
-    script = LAUNCHES[: LAUNCHES.index("options =")] + LAUNCHES_OF_A_RANK
-    ranks = []
-    for rank in range(2):
-        done = subprocess.run(
-            [sys.executable, "-c", script, str(folder), str(rank)],
-            env=os.environ | {"TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"},
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        ranks.append(json.loads(done.stdout))
-    assert {"route_few_kernel", "grouped_kernel", "add_weighted_kernel"} <= {name for name, _ in ranks[0]}
-    assert ranks[0] == ranks[1]
+    names = {name for name, _ in launches["rank 0"]}
+    assert {"route_few_kernel", "grouped_kernel", "add_weighted_kernel"} <= names
+    assert launches["rank 0"] == launches["rank 1"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU it compiles")
