@@ -2,6 +2,7 @@
 
 import random
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,6 +99,8 @@ def run(engine: GenerationEngine, *jobs: Job, steps: int | None = None) -> dict[
         engine.submit(one)
     answers: dict[int, Answer] = {one.key: Answer() for one in jobs}
     while engine.has_work() and steps != 0:
+        if not engine.planner.running:
+            time.sleep(0.0005)  # All jobs may wait for threads, from which steps would take the processor.
         output = engine.step()
         engine.check_integrity()
         for token in output.tokens:

@@ -194,8 +194,8 @@ def test_an_answer_continues_from_the_tokens_of_an_earlier_attempt(demo: Callabl
 
 
 def test_preempted_answers_keep_their_form(demo: Callable[..., GenerationEngine]) -> None:
-    jobs = [shaped(key, SCHEMA, seed=key, max_tokens=130) for key in range(1, 7)]
-    calm, tight = run(demo(), *jobs), demo(kv_blocks=20)
+    jobs = [shaped(key, SCHEMA, seed=key, max_tokens=60) for key in range(1, 5)]
+    calm, tight = run(demo(), *jobs), demo(kv_blocks=12)
     answers = run(tight, *jobs)
     assert tight.stats().preemptions > 0
     assert [answers[one.key].tokens for one in jobs] == [calm[one.key].tokens for one in jobs]
