@@ -52,7 +52,7 @@ TINY_VOCAB = 384
 TINY_STORY = Recipe(
     "weft-story-tiny",
     Shape(hidden=64, layers=2, heads=2, kv_heads=1, intermediate=128, head_dim=32),
-    epochs=6,
+    epochs=3,
     window=64,
     batch=8,
     warmup_steps=2,
@@ -62,7 +62,7 @@ TINY_STORY = Recipe(
 TINY_DRAFT = Recipe(
     "weft-story-tiny-draft",
     Shape(hidden=32, layers=1, heads=1, kv_heads=1, intermediate=64, head_dim=32),
-    epochs=6,
+    epochs=3,
     window=64,
     batch=8,
     warmup_steps=2,
