@@ -78,17 +78,20 @@ def engine_of(folder: Path, **options: Any) -> GenerationEngine:
 
 
 def assert_served_like(
-    twin: Path, engine: GenerationEngine, tolerance: float, tokens: int = 24, *, mean: bool = False
+    twin: Path, engine: GenerationEngine, tolerance: float, tokens: int = 16, *, mean: bool = False
 ) -> None:
     """Each greedy token is, within the tolerance, the twin's best and has its log-probability there; with `mean`, the
     mean of the differences is compared."""
     model: Any = AutoModelForCausalLM.from_pretrained(twin, dtype=torch.float32)
     prompts = [prompt_of(length, vocab=min(model.config.vocab_size, VOCAB)) for length in (1, 9, 33)]
     answers = run(engine, *(job(i, p, max_tokens=tokens, logprobs=0, ignore_eos=True) for i, p in enumerate(prompts)))
+    longest = max(map(len, prompts))
+    padded = [prompt + answers[i].tokens + [0] * (longest - len(prompt)) for i, prompt in enumerate(prompts)]
+    with torch.inference_mode():
+        all_logits = model(torch.tensor(padded)).logits
     for index, prompt in enumerate(prompts):
-        answer = answers[index]
-        with torch.inference_mode():
-            logits = model(torch.tensor([prompt + answer.tokens])).logits[0, len(prompt) - 1 : -1]
+        answer, begin = answers[index], len(prompt) - 1
+        logits = all_logits[index, begin : begin + tokens]
         expected = logits.log_softmax(-1).gather(1, torch.tensor(answer.tokens)[:, None])[:, 0]
         assert len(answer.tokens) == tokens
         away = (torch.tensor(answer.logprobs) - expected).abs()
