@@ -31,9 +31,9 @@ from services.worker.kvcache.tiers import BlockRequest, Contents
 from services.worker.planner.block_pool import BlockPool
 from services.worker.service.block_lender import BlockLender
 from services.worker.service.block_sender import BlockSender
+from tests.checkpoints import SMALL_DEMO
 from tests.worker.drive import job, open_engine, prompt_of, solo
 from tests.worker.test_slow_links import FINGERPRINT, Running
-from weft.launch.demo_model import model_folder
 
 BLOCKS = 40
 KEYS = [digest(bytes([number])) for number in range(10)]
@@ -596,7 +596,7 @@ async def test_an_answer_continues_on_blocks_that_were_copied_while_both_engines
     """The prompts are computed in chunks of 64 tokens by an engine with few blocks, which evicts those of earlier
     prompts; each answer is that of an engine alone."""
     settings = {"kv_blocks": 64, "max_batch_size": 4, "step_tokens": 64, "threads": 1, "deterministic": True}
-    engines = [open_engine(model_folder(), fingerprint=FINGERPRINT, **settings) for _ in range(3)]
+    engines = [open_engine(SMALL_DEMO, fingerprint=FINGERPRINT, **settings) for _ in range(3)]
     memories = [PoolMemory(name, engine.runner.kv) for name, engine in zip((b"0", b"1"), engines, strict=False)]
     service = Service(BlockLender(engines[0], b"0", HOST, True), BlockSender(engines[0], b""))  # type: ignore[abstract]
     entry = rpc.Service("weft.v1.Worker", mesh_grpc.add_WorkerServicer_to_server, service)
