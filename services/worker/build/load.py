@@ -15,6 +15,7 @@ from services.worker.errors import CheckpointError
 from services.worker.job import Adapter
 from services.worker.kvcache.shared_memory import SharedMemory
 from services.worker.loader import checkpoint, presets
+from services.worker.loader.config import load_config
 from services.worker.loader.sentence_folder import is_encoder
 from services.worker.options import ADAPTER_NAME, DEFAULT_SLOTS, Progress
 from services.worker.settings import WorkerSettings
@@ -52,6 +53,8 @@ def load_model(settings: WorkerSettings, name: str, progress: Progress) -> Loade
     """
     folder = checkpoint.locate(settings.model)
     encodes = is_encoder(folder)
+    if not encodes:
+        load_config(folder)  # A wrong one is refused before torch is imported, which takes seconds.
     if settings.adapters and settings.adapter_slots is None:
         settings = settings.model_copy(update={"adapter_slots": DEFAULT_SLOTS})
     settings = resolve_engine(settings, folder, encodes=encodes)
