@@ -56,8 +56,8 @@ REFUSED = {"grpc": ("INTERNAL", "POISONED"), "http": ("500", "poisoned"), "clien
 async def test_a_poisoned_request_kills_two_workers_and_no_neighbour(door: str, tmp_path: Path) -> None:
     async with Cluster(tmp_path, workers=4, gateways=2, worker_env=KILLS) as cluster:
         history, prompt = History(), [*range(1000, 1020), KILLER]
-        neighbours = [cluster.send(history, cluster.plain(), seed, 400) for seed in range(16)]
-        await flowing(history.streams, 16)
+        neighbours = [cluster.send(history, cluster.plain(), seed, 400) for seed in range(8)]
+        await flowing(history.streams, 8)
         assert await DOORS[door](cluster, prompt, 0) == REFUSED[door]
         assert deaths(cluster) == 2
         for other in DOORS:  # Meets every resubmission at once, through any door and gateway.

@@ -16,16 +16,17 @@ from collections.abc import Mapping
 from multiprocessing.connection import wait
 from pathlib import Path
 
+from services import failpoints
+
 _PR_SET_PDEATHSIG = 1
 _READ_AT_START = ("WEFT_", "MODEL_NAME", "ENGINE", "MAX_")
 """Variables that a service reads when it starts."""
-_READ_AT_IMPORT = frozenset({"WEFT_FAILPOINTS"})
 _CONTEXT = multiprocessing.get_context("forkserver")
 
 
 def forkable(env: Mapping[str, str]) -> bool:
     """Whether a service with these variables behaves as if it had imported everything itself."""
-    return all(name.startswith(_READ_AT_START) and name not in _READ_AT_IMPORT for name in env)
+    return all(name.startswith(_READ_AT_START) for name in env)
 
 
 class Forked:
@@ -81,6 +82,7 @@ def _run(module: str, env: dict[str, str], folder: str, log: str) -> None:
     for standard in (1, 2):
         os.dup2(out, standard)
     os.close(out)
+    failpoints.ARMED.update(failpoints.parse(env.get("WEFT_FAILPOINTS", "")))  # Read when it was imported.
     sys.argv = [module]
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
