@@ -19,7 +19,7 @@ from pathlib import Path
 from services import failpoints
 
 _PR_SET_PDEATHSIG = 1
-_READ_AT_START = ("WEFT_", "MODEL_NAME", "ENGINE", "MAX_")
+_READ_AT_START = ("WEFT_", "MODEL_NAME", "SERVED_MODEL_NAME", "ENGINE", "MAX_", "QUANTIZE", "KV_")
 """Variables that a service reads when it starts."""
 _CONTEXT = multiprocessing.get_context("forkserver")
 

@@ -116,7 +116,9 @@ async def top(mesh: Mesh) -> list[str]:
 
 async def test_a_loading_worker_is_seen_by_clients(mesh: Mesh, stub: Stub) -> None:
     """A worker that loads weights is listed with its phase and percent until it serves."""
-    worker = mesh.new_worker(2, ENGINE="torch", SERVED_MODEL_NAME="badger", MAX_BATCH_SIZE="4", WEFT_KV_BLOCKS="64")
+    settings = {"ENGINE": "torch", "SERVED_MODEL_NAME": "badger", "MAX_BATCH_SIZE": "4", "WEFT_KV_BLOCKS": "64"}
+    # A variable that no service reads: the worker is not forked, so its start takes as long as a user's.
+    worker = mesh.new_worker(2, **settings, PYTHONUNBUFFERED="1")
     mesh.workers.append(worker)
     seen: list[tuple[str, int]] = []
     refused = None
