@@ -4,14 +4,16 @@ import asyncio
 import itertools
 import re
 import signal
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
 import pytest
-from playwright.async_api import Browser, Page, Request, expect
+from playwright.async_api import Page, Request, expect
 
 from tests.mesh.harness import Mesh
+from tests.page.conftest import SCHEMES, Scheme, forget, look
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -41,8 +43,9 @@ async def whole(page: Page) -> str:
     return await page.locator(f"{ANSWER} .text").text_content() or ""
 
 
-def recorded(page: Page) -> list[dict[str, Any]]:
-    """The bodies of the generations that the page will send."""
+@contextmanager
+def recorded(page: Page) -> Iterator[list[dict[str, Any]]]:
+    """The bodies of the generations that the page sends inside the block."""
     bodies: list[dict[str, Any]] = []
 
     def record(request: Request) -> None:
@@ -50,21 +53,18 @@ def recorded(page: Page) -> list[dict[str, Any]]:
             bodies.append(request.post_data_json or {})
 
     page.on("request", record)
-    return bodies
+    yield bodies
+    page.remove_listener("request", record)
 
 
-async def running(mesh: Mesh) -> int:
-    """Jobs that the workers run, as the mesh reports them."""
-    async with httpx.AsyncClient() as client:
-        snapshot = (await client.get(f"{mesh.url()}/mesh")).json()
-    return sum(int(worker["running"]) for worker in snapshot["workers"])
-
-
-async def until_running(mesh: Mesh, holds: Callable[[int], bool]) -> None:
-    """Waits for the number of running jobs."""
-    async with asyncio.timeout(WAIT_MS / 1000):
-        while not holds(await running(mesh)):
-            pass
+async def until_running(mesh: Mesh, jobs: int) -> None:
+    """Waits until the workers run this number of jobs, as the mesh reports them."""
+    async with asyncio.timeout(WAIT_MS / 1000), httpx.AsyncClient(base_url=mesh.url()) as client:
+        while True:
+            snapshot = (await client.get("/mesh")).json()
+            if sum(int(worker["running"]) for worker in snapshot["workers"]) == jobs:
+                return
+            await asyncio.sleep(0.02)
 
 
 async def test_a_prompt_streams(page: Page, paced: Mesh) -> None:
@@ -159,10 +159,10 @@ async def test_stop_cancels_the_call_at_the_worker(page: Page, paced: Mesh) -> N
     await opened(page, paced)
     await send(page, tokens=1500)
     await expect(page.locator(f"{ANSWER} .text")).not_to_be_empty(timeout=WAIT_MS)
-    await until_running(paced, lambda jobs: jobs == 1)
+    await until_running(paced, 1)
     await page.click("#stop-button")
     await expect(page.locator(f"{ANSWER} .stats")).to_contain_text("Stopped after")
-    await until_running(paced, lambda jobs: jobs == 0)
+    await until_running(paced, 0)
     # What has arrived stays, and the next prompt is answered.
     assert await page.locator(f"{ANSWER} .text").text_content()
     await send(page, tokens=3)
@@ -183,29 +183,29 @@ async def test_the_controls_reach_the_model(page: Page, mesh: Mesh) -> None:
     await opened(page, mesh)
     await page.locator("details.more summary").click()
     await page.fill("#stop", "fox\nwolf")
-    sent = recorded(page)
-    await send(page, tokens=50, temperature="0", seed="7", top_k="3", repetition_penalty="1.2")
-    text = await whole(page)
-    (body,) = sent
-    wanted = {"prompt": STORY, "max_tokens": 50, "temperature": 0, "seed": 7, "top_k": 3, "repetition_penalty": 1.2}
-    assert {name: body[name] for name in wanted} == wanted
-    assert body["stop"] == ["fox", "wolf"]
-    assert "fox" not in text
-    # A value beyond its limits is not sent.
-    await send(page, temperature="9")
-    await expect(page.locator("#option-temperature:invalid")).to_be_focused()
-    assert len(sent) == 1
+    with recorded(page) as sent:
+        await send(page, tokens=50, temperature="0", seed="7", top_k="3", repetition_penalty="1.2")
+        text = await whole(page)
+        (body,) = sent
+        wanted = {"prompt": STORY, "max_tokens": 50, "temperature": 0, "seed": 7, "top_k": 3, "repetition_penalty": 1.2}
+        assert {name: body[name] for name in wanted} == wanted
+        assert body["stop"] == ["fox", "wolf"]
+        assert "fox" not in text
+        # A value beyond its limits is not sent.
+        await send(page, temperature="9")
+        await expect(page.locator("#option-temperature:invalid")).to_be_focused()
+        assert len(sent) == 1
 
 
 async def test_a_chat_carries_its_history(page: Page, mesh: Mesh) -> None:
     await opened(page, mesh)
     await page.check("[name=mode][value=chat]")
     await page.fill("#system", "You tell stories.")
-    sent = recorded(page)
-    await send(page, "A story, please.", tokens=8)
-    first = await whole(page)
-    await send(page, "Another one.", tokens=8)
-    await whole(page)
+    with recorded(page) as sent:
+        await send(page, "A story, please.", tokens=8)
+        first = await whole(page)
+        await send(page, "Another one.", tokens=8)
+        await whole(page)
     assert sent[1]["messages"] == [
         {"role": "system", "content": "You tell stories."},
         {"role": "user", "content": "A story, please."},
@@ -299,30 +299,30 @@ async def test_the_keyboard_suffices(page: Page, paced: Mesh) -> None:
     await expect(page.locator("#mesh .worker").first).to_be_visible(timeout=WAIT_MS)
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-async def test_both_themes_have_enough_contrast(browser: Browser, mesh: Mesh, scheme: str) -> None:
+@pytest.mark.parametrize("scheme", SCHEMES)
+async def test_both_themes_have_enough_contrast(page: Page, mesh: Mesh, scheme: Scheme) -> None:
     """Every visible text has a contrast of at least 4.5 with what is behind it, whatever the system prefers."""
-    other = {"light": "dark", "dark": "light"}[scheme]
+    (other,) = set(SCHEMES) - {scheme}
     for system, presses in ((scheme, 0), (other, {"light": 1, "dark": 2}[scheme])):
-        tab = await browser.new_page(viewport={"width": 1280, "height": 860}, color_scheme=system)  # type: ignore[arg-type]
-        await opened(tab, mesh)
+        await look(page, scheme=system)
+        await opened(page, mesh)
         for _ in range(presses):
-            await tab.click("#theme-button")
-        assert await tab.evaluate("getComputedStyle(document.body.parentElement).colorScheme") == (
+            await page.click("#theme-button")
+        assert await page.evaluate("getComputedStyle(document.body.parentElement).colorScheme") == (
             scheme if presses else "light dark"
         )
-        await tab.check("#logprobs")
-        await send(tab, tokens=12)
-        await whole(tab)
-        await tab.locator(f"{ANSWER} .token").first.focus()
-        assert await tab.evaluate(CONTRAST) == []
-        await tab.goto(f"{mesh.url()}/#mesh")
-        await expect(tab.locator("#mesh .worker").first).to_be_visible(timeout=WAIT_MS)
-        assert await tab.evaluate(CONTRAST) == []
-        background = await tab.evaluate("getComputedStyle(document.documentElement).backgroundColor")
+        await page.check("#logprobs")
+        await send(page, tokens=12)
+        await whole(page)
+        await page.locator(f"{ANSWER} .token").first.focus()
+        assert await page.evaluate(CONTRAST) == []
+        await page.goto(f"{mesh.url()}/#mesh")
+        await expect(page.locator("#mesh .worker").first).to_be_visible(timeout=WAIT_MS)
+        assert await page.evaluate(CONTRAST) == []
+        background = await page.evaluate("getComputedStyle(document.documentElement).backgroundColor")
         shades = [int(each) for each in re.findall(r"\d+", background)[:3]]
         assert (sum(shades) > 380) == (scheme == "light")
-        await tab.close()
+        await forget(page)
 
 
 CONTRAST = """() => {
@@ -359,25 +359,24 @@ CONTRAST = """() => {
 }"""
 
 
-async def test_a_narrow_screen_does_not_scroll_sideways(browser: Browser, mesh: Mesh) -> None:
-    tab = await browser.new_page(viewport={"width": 360, "height": 740})
-    await opened(tab, mesh)
-    await expect(tab.locator("#settings")).to_be_hidden()
-    await tab.click("#settings-button")
-    await tab.check("#logprobs")
-    await tab.fill("#option-max_tokens", "12")
-    await tab.click("#settings-button")
-    await tab.fill("#prompt", "w" * 200)
-    await tab.click("#send-button")
-    await whole(tab)
-    await tab.locator(f"{ANSWER} .token").first.focus()
-    await tab.locator(f"{ANSWER} .prompt-part summary").click()
-    await expect(tab.locator(f"{ANSWER} .piece").first).to_be_visible()
+async def test_a_narrow_screen_does_not_scroll_sideways(page: Page, mesh: Mesh) -> None:
+    await look(page, 360, 740)
+    await opened(page, mesh)
+    await expect(page.locator("#settings")).to_be_hidden()
+    await page.click("#settings-button")
+    await page.check("#logprobs")
+    await page.fill("#option-max_tokens", "12")
+    await page.click("#settings-button")
+    await page.fill("#prompt", "w" * 200)
+    await page.click("#send-button")
+    await whole(page)
+    await page.locator(f"{ANSWER} .token").first.focus()
+    await page.locator(f"{ANSWER} .prompt-part summary").click()
+    await expect(page.locator(f"{ANSWER} .piece").first).to_be_visible()
     for view in ("#playground", "#mesh"):
-        await tab.goto(f"{mesh.url()}/{view}")
-        wide = await tab.evaluate(
+        await page.goto(f"{mesh.url()}/{view}")
+        wide = await page.evaluate(
             "[document, ...document.querySelectorAll('main, #log, #mesh')]"
             ".map(each => each.scrollingElement ?? each).map(each => each.scrollWidth - each.clientWidth)"
         )
         assert max(wide) <= 0
-    await tab.close()

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.async_api import Browser
+from playwright.async_api import Page
 from typer.testing import CliRunner
 
 from tests.mesh.harness import Mesh
+from tests.page.conftest import SCHEMES, look
 from tests.page.test_playground import CONTRAST
 from verify.page import page as verify_page
 from weft.cli.app import app
@@ -68,32 +69,31 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("reports")
 
 
-async def check(browser: Browser, file: Path) -> None:
+async def check(page: Page, file: Path) -> None:
     """The report is whole, apart and readable at all widths and in both themes."""
-    for scheme in ("light", "dark"):
+    for scheme in SCHEMES:
         for width in (1280, 900, 380):
-            tab = await browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
-            await tab.goto(file.as_uri())
-            assert await tab.evaluate("document.documentElement.scrollWidth") <= width
+            await look(page, width, 900, scheme)
+            await page.goto(file.as_uri())
+            assert await page.evaluate("document.documentElement.scrollWidth") <= width
             if width == 1280:
-                assert await tab.evaluate(CUT) == []
-                assert await tab.evaluate(OVERLAPPING) == []
-            assert await tab.evaluate(CONTRAST) == []
-            await tab.close()
+                assert await page.evaluate(CUT) == []
+                assert await page.evaluate(OVERLAPPING) == []
+            assert await page.evaluate(CONTRAST) == []
 
 
-async def test_the_report_of_a_load(browser: Browser, mesh: Mesh, reports: Path) -> None:
+async def test_the_report_of_a_load(page: Page, mesh: Mesh, reports: Path) -> None:
     file = reports / "bench.html"
     command = ["bench", "--address", mesh.gateways[0].address, "--requests", "12", "--output-len", "8"]
     code = await _in_thread([*command, "--input-len", "32", "--warmup", "1", "--html", str(file)])
     assert code == 0
-    await check(browser, file)
+    await check(page, file)
 
 
-async def test_the_report_of_a_verification(browser: Browser, reports: Path) -> None:
+async def test_the_report_of_a_verification(page: Page, reports: Path) -> None:
     file = reports / "verify.html"
     file.write_text(verify_page(verified()), encoding="utf-8")
-    await check(browser, file)
+    await check(page, file)
 
 
 async def _in_thread(command: list[str]) -> int:
