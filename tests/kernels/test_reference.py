@@ -207,9 +207,8 @@ def test_rope_rotates_pairs_and_stores_keys_and_values() -> None:
     ],
 )
 def test_philox_gives_the_published_words(counter: list[int], key: list[int], words: list[int]) -> None:
-    c0, c1, c2, c3 = (torch.tensor([word]) for word in counter)
-    k0, k1 = (torch.tensor([word]) for word in key)
-    assert [int(word) for word in sampling.philox4x32((c0, c1, c2, c3), (k0, k1))] == words
+    c0, c1, c2, c3, k0, k1 = (np.array([word], np.uint64) for word in counter + key)
+    assert [int(word[0]) for word in sampling.philox4x32((c0, c1, c2, c3), (k0, k1))] == words
 
 
 def noise(seed: int, position: int = 0, sample: int = 0, vocab: int = 4096) -> Tensor:
@@ -219,8 +218,9 @@ def noise(seed: int, position: int = 0, sample: int = 0, vocab: int = 4096) -> T
 
 def test_noise_is_built_from_the_words_as_defined() -> None:
     seed, position, sample, token = 0xFEDCBA9876543210, 77, 3, 1022
-    counter = (torch.tensor([token // 4]), torch.tensor([position]), torch.tensor([sample]), torch.tensor([0]))
-    word = int(sampling.philox4x32(counter, (torch.tensor([seed & 0xFFFFFFFF]), torch.tensor([seed >> 32])))[token % 4])
+    numbers = (token // 4, position, sample, 0, seed & 0xFFFFFFFF, seed >> 32)
+    c0, c1, c2, c3, k0, k1 = (np.array([number], np.uint64) for number in numbers)
+    word = int(sampling.philox4x32((c0, c1, c2, c3), (k0, k1))[token % 4][0])
     u = ((word >> 9) + 0.5) * 2.0**-23
     assert float(noise(seed, position, sample)[token]) == pytest.approx(-math.log(-math.log(u)), rel=1e-6)
 
