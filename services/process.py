@@ -1,6 +1,6 @@
 """The start of a process, before gRPC is imported, and the end of a process that cannot serve.
 
-gRPC reads its experiments when it is imported, so the entry point sets them first.
+gRPC reads its settings when it is imported, so the entry point makes them first.
 """
 
 import importlib
@@ -20,7 +20,7 @@ def run(module: str) -> None:
     If a package is missing that the extra of the service's name installs, the process ends with one line that names the
     extra.
     """
-    choose_polling()
+    prepare_grpc()
     try:
         importlib.import_module(module).run()
     except ModuleNotFoundError as error:
@@ -37,6 +37,11 @@ def refuse_to_serve(reason: str) -> NoReturn:
     sys.exit(os.EX_CONFIG)
 
 
-def choose_polling() -> None:
-    """Switches the experiments off unless the environment has set GRPC_EXPERIMENTS."""
+def prepare_grpc() -> None:
+    """Switches the experiments and the handlers of forks off unless the environment has set their variables.
+
+    uvloop forks each child before the child becomes another program. gRPC's handlers would start its threads again in
+    between, which write to the connections of the parent: its clients received bytes twice.
+    """
     os.environ.setdefault("GRPC_EXPERIMENTS", POLLING)
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")

@@ -1,11 +1,16 @@
 """The start of processes: gRPC's experiments are set before its import; a missing package is reported in one line."""
 
+import asyncio
 import os
 import pty
+import signal
 import subprocess
 import sys
+from typing import Any
 
 import pytest
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.process import POLLING
 from tests.deploy import code
@@ -14,7 +19,9 @@ _ENTRY = """
 import os, sys, types
 import weft.load, services.cache, services.gateway, services.scheduler, services.worker  # as `-m` does
 entry = types.ModuleType("entry")
-entry.run = entry.app = lambda: print(os.environ["GRPC_EXPERIMENTS"], "grpc" in sys.modules)
+entry.run = entry.app = lambda: print(
+    os.environ["GRPC_EXPERIMENTS"], os.environ["GRPC_ENABLE_FORK_SUPPORT"], "grpc" in sys.modules
+)
 sys.modules["entry"] = sys.modules["weft.cli.app"] = entry
 from services import process
 """
@@ -22,20 +29,21 @@ _SERVICE, _COMMAND = 'process.run("entry")', "from weft.main import main; main()
 
 
 def start(call: str, **environment: str) -> list[str]:
-    """What the entry point of a process finds: the value of GRPC_EXPERIMENTS, and whether gRPC was already imported."""
-    env = {name: value for name, value in os.environ.items() if name != "GRPC_EXPERIMENTS"} | environment
+    """What the entry point of a process finds: both settings of gRPC, and whether gRPC was already imported."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("GRPC_")} | environment
     done = subprocess.run([sys.executable, "-c", _ENTRY + call], env=env, capture_output=True, text=True, check=True)
     return done.stdout.split()
 
 
 @pytest.mark.parametrize("call", [_SERVICE, _COMMAND])
-def test_services_and_the_command_choose_grpcs_polling(call: str) -> None:
-    assert start(call) == [POLLING, "False"]
+def test_services_and_the_command_set_grpc_up(call: str) -> None:
+    assert start(call) == [POLLING, "0", "False"]
 
 
 @pytest.mark.parametrize("call", [_SERVICE, _COMMAND])
 def test_the_environment_may_choose_other_experiments(call: str) -> None:
-    assert start(call, GRPC_EXPERIMENTS="monitoring_experiment") == ["monitoring_experiment", "False"]
+    given = {"GRPC_EXPERIMENTS": "monitoring_experiment", "GRPC_ENABLE_FORK_SUPPORT": "1"}
+    assert start(call, **given) == ["monitoring_experiment", "1", "False"]
 
 
 def test_importing_the_client_leaves_grpcs_experiments_alone() -> None:
@@ -50,6 +58,50 @@ def test_grpc_accepts_these_experiments() -> None:
     env = {**os.environ, "GRPC_EXPERIMENTS": POLLING}
     done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
     assert "Unknown experiment" not in done.stderr
+
+
+_FORKS = """
+from services import process
+process.prepare_grpc()
+import asyncio, uvloop
+from grpc import aio
+from grpc_health.v1 import health, health_pb2_grpc
+
+async def start_children():
+    while True:
+        await (await asyncio.create_subprocess_exec("true")).wait()
+
+async def main():
+    server = aio.server()
+    health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    print(port, flush=True)
+    await asyncio.gather(start_children(), start_children())
+
+uvloop.run(main())
+"""
+
+
+async def test_children_of_a_server_do_not_touch_its_connections() -> None:
+    """uvloop forks them while other threads serve new connections."""
+    server = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", _FORKS, stdout=asyncio.subprocess.PIPE, start_new_session=True
+    )
+    assert server.stdout is not None
+    address = f"127.0.0.1:{int(await server.stdout.readline())}"
+
+    async def check() -> None:
+        async with aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+            stub: Any = health_pb2_grpc.HealthStub(channel)
+            await stub.Check(health_pb2.HealthCheckRequest(), timeout=30)
+
+    try:
+        for _ in range(8):
+            await asyncio.gather(*(check() for _ in range(16)))
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        await server.wait()
 
 
 def without(package: str, service: str) -> "subprocess.CompletedProcess[str]":

@@ -1,11 +1,11 @@
-"""Entry point of the `weft` command: chooses how gRPC polls, then imports the command. Imports no gRPC before that."""
+"""Entry point of the `weft` command: makes the settings of gRPC, then imports the command, and gRPC with it."""
 
 import importlib
 
-from services.process import choose_polling
+from services.process import prepare_grpc
 
 
 def main() -> None:
-    """Run the `weft` command. A program that imports `weft.Client` chooses for itself how gRPC polls."""
-    choose_polling()
+    """Run the `weft` command. A program that imports `weft.Client` makes these settings itself."""
+    prepare_grpc()
     importlib.import_module("weft.cli.app").app()

@@ -2,9 +2,9 @@
 
 import gc
 
-from services.process import choose_polling
+from services.process import prepare_grpc
 
-choose_polling()  # gRPC reads its experiments when it is imported.
+prepare_grpc()  # gRPC reads its settings when it is imported.
 
 import services.cache.main  # noqa: E402
 import services.gateway.main  # noqa: E402
