@@ -167,7 +167,7 @@ async def test_a_killed_worker_costs_an_adapters_clients_nothing(mesh: Mesh, stu
             for worker in mesh.workers:  # The answer goes on when it is known who computes it.
                 os.kill(worker.pid, signal.SIGSTOP)
 
-    long = ask(prompt_of(20), max_tokens=450, model="base:poems", ignore_eos=True)
+    long = ask(prompt_of(20), max_tokens=200, model="base:poems", ignore_eos=True)
     long.cache = api.CACHE_POLICY_BYPASS
     calm = await generate(stub, long)
     stream = asyncio.create_task(generate(stub, long, on_delta=on_delta))

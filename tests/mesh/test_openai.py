@@ -260,10 +260,10 @@ async def test_a_client_that_disconnects_frees_the_kv_blocks(tmp_path: Path, mod
 
 
 async def test_a_killed_worker_costs_the_client_nothing(running: Mesh, grpc: Stub) -> None:
-    request = ask(STORY, max_tokens=300, ignore_eos=True)
+    request = ask(STORY, max_tokens=200, ignore_eos=True)
     request.n, request.cache = 8, api.CACHE_POLICY_BYPASS
     expected = await generate(grpc, request)
-    body = {"prompt": STORY, "max_tokens": 300, "temperature": 0, "n": 8, "stream": True, "ignore_eos": True}
+    body = {"prompt": STORY, "max_tokens": 200, "temperature": 0, "n": 8, "stream": True, "ignore_eos": True}
     extra = {"cache": "bypass", "return_token_ids": True}
     tokens: dict[int, list[int]] = {index: [] for index in range(8)}
     receipt: dict[str, Any] = {}
@@ -284,6 +284,6 @@ async def test_a_killed_worker_costs_the_client_nothing(running: Mesh, grpc: Stu
                 and all(len(each) > 8 for each in tokens.values())
             ):
                 killed.kill(signal.SIGKILL)
-                assert any(len(each) < 250 for each in tokens.values())
+                assert any(len(each) < 150 for each in tokens.values())
     assert tokens == expected.tokens
     assert (receipt["attempts"], len(receipt["workers"])) == (2, 2)

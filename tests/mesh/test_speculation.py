@@ -69,8 +69,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", CASES)
 async def test_answers_are_equal_with_and_without_guesses(case: str, stub: Stub) -> None:
-    for number in range(4):
-        plain, guessed = await pair(stub, number, **CASES[case])
+    for plain, guessed in await asyncio.gather(*(pair(stub, number, **CASES[case]) for number in range(4))):
         assert guessed.tokens == plain.tokens
         assert guessed.texts == plain.texts
         assert (guessed.finish, guessed.stop, guessed.logprobs) == (plain.finish, plain.stop, plain.logprobs)

@@ -12,7 +12,6 @@ import pytest
 from grpc import aio
 
 from protos import inference_pb2 as api
-from tests.checkpoints import DEMO
 from tests.mesh.harness import Answer, Mesh, Stub, ask, cached, generate
 
 STORY = "Once upon a time there was a little girl. Here is what we know of her: "
@@ -116,8 +115,8 @@ async def test_a_form_that_cannot_be_compiled_is_refused_with_its_reason(stub: S
 
 
 @pytest.mark.asyncio(loop_scope="function")
-async def test_a_killed_worker_changes_no_byte_of_a_structured_answer(tmp_path: Path) -> None:
-    async with Mesh(tmp_path, DEMO, workers=2, worker_env={"WEFT_DETERMINISTIC": "true"}) as mesh:
+async def test_a_killed_worker_changes_no_byte_of_a_structured_answer(tmp_path: Path, model: Path) -> None:
+    async with Mesh(tmp_path, model, workers=2, worker_env={"WEFT_DETERMINISTIC": "true"}) as mesh:
         requests = []
         for number in range(16):
             form = SCHEMA if number % 2 else api.Structured(regex="([a-z]{3,8} ){24}end")
