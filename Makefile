@@ -16,7 +16,7 @@ GPU_PYTHON ?= $(PYTHON)
 CORPUS    ?=
 # The number of processes that run the tests. Many tests wait for other processes most of the time; threads of torch that
 # wait for one another would take the time of all.
-TEST_PROCESSES ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$(( cores < 3 ? 3 : cores )))
+TEST_PROCESSES ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$(( cores < 4 ? 4 : cores )))
 # The clients that `make test-clients` runs; if empty, all.
 CLIENTS   ?=
 # The program smg for `make bench-smg`; if empty, it is installed.
@@ -60,7 +60,7 @@ test: set-up ## Lint, types and all tests.
 	$(MAKE) --no-print-directory lint && $(MAKE) --no-print-directory --jobs=2 types tests; \
 	status=$$?; echo "make test: $$(( $$(date +%s) - start )) s"; exit $$status
 
-tests: set-up ## All tests, without lint and types: TEST_PROCESSES=4.
+tests: set-up ## All tests, without lint and types: TEST_PROCESSES=8.
 	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quiet --durations=10 -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder --reruns 1
 
 test-clients: set-up ## Unmodified clients (OpenAI's, LangChain, ...) against a running mesh: CLIENTS="openai_python langchain".
