@@ -16,7 +16,7 @@ GPU_PYTHON ?= $(PYTHON)
 CORPUS    ?=
 # The number of processes that run the tests. Many tests wait for other processes most of the time; threads of torch that
 # wait for one another would take the time of all.
-TEST_PROCESSES ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$(( cores < 4 ? 4 : cores )))
+TEST_PROCESSES ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$(( cores < 3 ? 3 : cores )))
 # The clients that `make test-clients` runs; if empty, all.
 CLIENTS   ?=
 # The program smg for `make bench-smg`; if empty, it is installed.
