@@ -78,7 +78,7 @@ bench-kernels: ## Time every kernel on this machine's GPU into bench/results: GP
 	@$(GPU_PYTHON) -m bench.kernels.measure $(if $(FRESH),--fresh)
 
 test-gpu: ## The GPU engine on this machine's GPU against the CPU's: GPU_PYTHON=python.
-	@OMP_NUM_THREADS=1 $(GPU_PYTHON) -m pytest -c /dev/null --rootdir . -q -p no:cacheprovider tests/gpu/test_engine.py tests/gpu/test_encoders.py tests/gpu/test_speculation.py tests/gpu/test_formats.py tests/gpu/test_verify.py tests/gpu/test_compress.py tests/gpu/test_warm.py tests/gpu/test_handoff.py tests/gpu/test_ranks.py
+	@OMP_NUM_THREADS=1 $(GPU_PYTHON) -m pytest -c /dev/null --rootdir . -q -p no:cacheprovider tests/gpu/test_engine.py tests/gpu/test_encoders.py tests/gpu/test_speculation.py tests/gpu/test_formats.py tests/gpu/test_verify.py tests/gpu/test_compress.py tests/gpu/test_warm.py tests/gpu/test_handoff.py tests/gpu/test_ranks.py tests/gpu/test_experts.py
 
 bench-engine: ## The bare engine loop on this machine's GPU, 8B and 1B shapes: GPU_PYTHON=python FRESH=1.
 	@$(GPU_PYTHON) -m bench.engine.measure $(if $(FRESH),--fresh)

@@ -16,19 +16,19 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench import table
-from bench.engine.limits import LEAST, Limits
+from bench.engine.limits import LEAST, Limits, limits_for
 from bench.engine.loop import CONTEXT, STEPS, Cell, Driver, closed, first_token_times
 from bench.kernels.timing import ceilings
 from report import machine
 from services.rpc import freeze_objects
-from services.worker.build.choose import BuiltEngine, build_engine
+from services.worker.build.choose import build_engine
 from services.worker.loader import presets
 from services.worker.options import EngineOptions
 
@@ -79,21 +79,6 @@ def shares(cell: Cell, name: str, limits: Limits, tensor: int) -> Cell:
     return cell
 
 
-def limits_of(built: BuiltEngine, fp8: bool, ceilings: Mapping[str, float]) -> Limits:
-    """What one GPU of this kind could do for the whole model."""
-    config, weights = built.config, built.engine.memory.weights
-    if not config.tied_embeddings:
-        weights -= 2 * config.vocab_size * config.hidden_size
-    moe, bytes_of_number = config.moe, 1 if fp8 else 2
-    experts = 0
-    if moe is not None:
-        experts = sum(moe.layers) * moe.experts * moe.width * config.hidden_size * 3 * bytes_of_number
-    return Limits(
-        config, ceilings["read"], ceilings["matmul"], ceilings["fp8" if fp8 else "matmul"], weights,
-        config.kv_bytes_per_token(bytes_of_number), ceilings["matmul"], experts,
-    )  # fmt: skip
-
-
 def of_grid(model: str, quantize: str | None, grid: str, cells: list[str]) -> None:
     """Measure one grid in this process; a line of JSON for each cell."""
     tensor, pipeline = map(int, grid.removesuffix("e").split("x"))
@@ -110,7 +95,9 @@ def of_grid(model: str, quantize: str | None, grid: str, cells: list[str]) -> No
     print(json.dumps({"cell": "start", "seconds": time.perf_counter() - began}), flush=True)
     print(built.engine.memory, file=sys.stderr, flush=True)
     driver = Driver(built.engine, built.config.vocab_size)
-    limits = limits_of(built, quantize == "fp8", measured)
+    config, embedding = built.config, 2 * built.config.vocab_size * built.config.hidden_size
+    weights = built.engine.memory.weights - (0 if config.tied_embeddings else embedding)
+    limits = limits_for(config, weights, measured, fp8=quantize == "fp8")
     freeze_objects()
     for name in cells:
         cell = CELLS[name](driver)

@@ -3,10 +3,11 @@
 `bench.mesh.floors` has the floors of requests through the mesh, at fixed rates of one H200.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from services.worker.engine.generation import GenerationEngine
-from services.worker.models.config import ModelConfig, count_parameters
+from services.worker.models.config import ModelConfig, count_embeddings, count_parameters
 from services.worker.models.moe import ExpertLinear
 from services.worker.runners.cuda.runner import GpuRunner
 
@@ -39,8 +40,7 @@ class Limits:
         numbers = count_parameters(config) - (0 if config.tied_embeddings else config.vocab_size * config.hidden_size)
         if moe is None:
             return numbers
-        each = config.hidden_size * moe.width * (2 + config.activation.is_gated)
-        return numbers - sum(moe.layers) * (moe.experts - moe.chosen) * each
+        return numbers - expert_numbers(config) * (moe.experts - moe.chosen) // moe.experts
 
     def touched(self, tokens: int) -> float:
         """The share of all experts that `tokens` tokens are expected to choose, if each choice is as likely."""
@@ -68,11 +68,22 @@ class Limits:
         return layers + max(2 * head / self.read, 2 * sampled * head / self.matmul)
 
 
-def limits_of(engine: GenerationEngine, ceilings: dict[str, float], fp8: bool) -> Limits:
-    """What the machine can do for this engine's model. Of an embedding of its own a step reads some rows only."""
-    assert isinstance(engine.runner, GpuRunner)
-    model, config = engine.runner.model, engine.runner.model.config
-    weights = model.nbytes - (0 if config.tied_embeddings else model.embedding.nbytes)
+def expert_numbers(config: ModelConfig) -> int:
+    """Numbers of the weights of all experts; 0 without any."""
+    moe = config.moe
+    if moe is None:
+        return 0
+    return sum(moe.layers) * moe.experts * config.hidden_size * moe.width * (2 + config.activation.is_gated)
+
+
+def limits_for(
+    config: ModelConfig, weights: float, ceilings: Mapping[str, float], *, fp8: bool, experts: float | None = None
+) -> Limits:
+    """What the machine can do for a model. weights: bytes that a step reads, without an embedding of its own, of which
+    it reads some rows only. experts: bytes of the experts; None: as many for each number as all layers have."""
+    if experts is None:
+        layers = count_parameters(config) - count_embeddings(config)
+        experts = (weights - 2 * config.vocab_size * config.hidden_size) * expert_numbers(config) / layers
     return Limits(
         config,
         ceilings["read"],
@@ -81,5 +92,14 @@ def limits_of(engine: GenerationEngine, ceilings: dict[str, float], fp8: bool) -
         weights,
         config.kv_bytes_per_token(1 if fp8 else 2),
         ceilings.get("sustained", ceilings["matmul"]),
-        sum(each.linear.weight.nbytes for each in model.projections() if isinstance(each.linear, ExpertLinear)),
+        experts,
     )
+
+
+def limits_of(engine: GenerationEngine, ceilings: Mapping[str, float], fp8: bool) -> Limits:
+    """`limits_for` the model of an engine on one GPU."""
+    assert isinstance(engine.runner, GpuRunner)
+    model = engine.runner.model
+    weights = model.nbytes - (0 if model.config.tied_embeddings else model.embedding.nbytes)
+    experts = sum(each.linear.weight.nbytes for each in model.projections() if isinstance(each.linear, ExpertLinear))
+    return limits_for(model.config, weights, ceilings, fp8=fp8, experts=experts)

@@ -4,15 +4,15 @@
                                   [--threads 1] [--cores 16] [--out overload.html]
 
 For each engine: the peak is measured with as many requests at once as the batch holds, four of which are control
-streams, whose tokens do not count. Then, once with deadlines of 30
-s and once with three times an answer's duration, an open loop sends `--times` as many requests as the peak for
-`--seconds`, and half a second after it half of the peak for 10 s with the same deadlines. Goodput counts answers that
-ended before their deadline from the third second of the burst to its end; an answer that comes too late is no answer.
-Refusals include requests that waited and were dropped; "inside" is the part of their time within the gateway. Of the
-requests after the burst the table has the share that was answered, and the longest time to the first token. Four
-control streams begin with the burst, too: the p99 between two tokens stands beside that at the peak. With --threads
-the worker computes with that many threads on as many cores, which no other process uses. With --cores the mesh, its
-worker included, has so many cores to itself and the clients have the others.
+streams, whose tokens do not count. Then, once with deadlines of 30 s and once with three times an answer's duration,
+an open loop sends `--times` as many requests as the peak for `--seconds`, and half a second after it half of the peak
+for 10 s with the same deadlines. Goodput counts answers that ended before their deadline from the third second of the
+burst to its end; an answer that comes too late is no answer. Refusals include requests that waited and were dropped;
+"inside" is the part of their time within the gateway. Of the requests after the burst the table has the share that
+was answered, and the longest time to the first token. Four control streams begin with the burst, too: the p99 between
+two tokens stands beside that at the peak. With --threads the worker computes with that many threads on as many cores,
+which no other process uses. With --cores the mesh, its worker included, has so many cores to itself and the clients
+have the others.
 """
 
 import argparse
@@ -228,7 +228,10 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--clients", type=int, default=max(1, available_cores() // 4), help="client processes")
     parser.add_argument("--lines", action="store_true", help="print each burst as a line of JSON, too")
     parser.add_argument("--out", type=Path, default=None, help="write a page with plots over time")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.batch <= CONTROLS:
+        parser.error(f"--batch: {arguments.batch} leave no requests beside {CONTROLS} control streams")
+    return arguments
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ TOKENIZERS = {"byte level": byte_level(), "metaspace": metaspace(), "unigram": u
 
 @functools.lru_cache(maxsize=1)
 def text_model(tokenizer: Tokenizer, template: str, mode: ChatSpecialTokens = "escape") -> TextModel:
-    """A model of its own process that renders templates. Consecutive tests of the same model share it."""
+    """A text model with a child process that renders its templates. Consecutive tests of the same model share it."""
     bundle = mesh_pb2.Bundle(
         tokenizer_json=tokenizer.to_str().encode(),
         chat_template=template,

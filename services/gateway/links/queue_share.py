@@ -15,8 +15,8 @@ QUEUE_FULL = "QUEUE_FULL"
 _LEFT = 7 / 8
 """Share of the waiting jobs that may wait after a refusal. The queue is never empty for that."""
 _GROWTH_PER_S = 32.0
-"""Jobs a second by which the share grows: about so many are asked for in vain, a few percent of what is placed. Where
-the jobs of another gateway have filled the queue, the next one is submitted after 1/32 s."""
+"""Jobs a second by which the share grows: the scheduler refuses about as many, a few percent of those that it places.
+Where the jobs of another gateway have filled the queue, this gateway submits the next one after 1/32 s."""
 _FORGET_S = 10.0
 """Time without a refusal after which any number of jobs may wait again."""
 _SHEDDABLE = 1 / 4
