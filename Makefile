@@ -105,13 +105,13 @@ bench-determinism: ## What the deterministic mode keeps and costs on this machin
 	@$(GPU_PYTHON) -m bench.engine.determinism
 
 bench-speculation: ## Speculation on this machine's GPU, 8B shape with a 1B draft, and copying answers: GPU_PYTHON=python ARGUMENTS="--draft-quantize int4".
-	@$(GPU_PYTHON) -m bench.engine.speculation $(ARGUMENTS)
+	@$(GPU_PYTHON) -m bench.speculation.gpu $(ARGUMENTS)
 
 bench-speculation-cpu: set-up ## Speculation of the demo model on this machine's CPU: ARGUMENTS="--heads out/heads".
-	@$(BIN)/python -m bench.engine.speculation_demo $(ARGUMENTS)
+	@$(BIN)/python -m bench.speculation.demo $(ARGUMENTS)
 
 bench-speculation-equality: $(if $(GPU),,set-up) ## Whether speculation changes a token, on the CPU: REQUESTS=1000 SPECULATE=ngram. With GPU=1 the 8B shape: GPU_PYTHON=python.
-	@$(if $(GPU),$(GPU_PYTHON),OMP_NUM_THREADS=1 $(BIN)/python) -m bench.engine.speculation_equality $(if $(GPU),--engine gpu --model random:llama-3.1-8b) --requests $(or $(REQUESTS),$(if $(GPU),200,1000)) $(if $(SPECULATE),--speculate $(SPECULATE),$(if $(GPU),--speculate ngram suffix draft))
+	@$(if $(GPU),$(GPU_PYTHON),OMP_NUM_THREADS=1 $(BIN)/python) -m bench.speculation.equality $(if $(GPU),--engine gpu --model random:llama-3.1-8b) --requests $(or $(REQUESTS),$(if $(GPU),200,1000)) $(if $(SPECULATE),--speculate $(SPECULATE),$(if $(GPU),--speculate ngram suffix draft))
 
 .PHONY: bench-lora
 bench-lora: ## Decode with 32 adapters of rank 16 mixed in a batch of 64: the demo model on the CPU, with GPU=1 the 8B shape: ARGS="--rounds 3" GPU_PYTHON=python.
@@ -170,7 +170,7 @@ bench-embed: set-up ## Embeddings of MiniLM's shape through the door, beside ONN
 	@$(if $(GPU),$(GPU_PYTHON) -m bench.engine.encoders $(ARGS),$(BIN)/python -m bench.mesh.embed)
 
 bench-links: set-up ## Links, gateway, admission and planning, measured without a model, each beside its goal.
-	@$(BIN)/python -m bench.mesh.links
+	@$(BIN)/python -m bench.links.measure
 
 bench-open: set-up ## Constant rates and overload of short requests, and 5,000 streams, through the one public port: ARGS="--rows grpc@1000 grpc@x4 --cores 16".
 	@$(BIN)/python -m bench.mesh.open_loop $(ARGS)
@@ -184,7 +184,7 @@ bench-turns: $(if $(GPU),,set-up) ## This checkout and another one in turns, eac
 
 bench-smg: set-up ## Server-sent events beside those of the gateway smg, before the same paced worker: SMG=program.
 	@test -n '$(SMG)' || { $(PYTHON) -m venv .clients/bench-smg && .clients/bench-smg/bin/pip install -qq smg==1.13.0; }
-	@$(BIN)/python -m bench.mesh.beside_smg --smg '$(or $(SMG),.clients/bench-smg/bin/smg)'
+	@$(BIN)/python -m bench.links.beside_smg --smg '$(or $(SMG),.clients/bench-smg/bin/smg)'
 
 bench-tracing: set-up ## What tracing costs: none, 1%, 100%, and a collector that does not answer.
 	@$(BIN)/python -m bench.mesh.tracing

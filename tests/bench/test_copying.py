@@ -3,8 +3,8 @@
 import pytest
 
 from bench.engine.copying import make_copying, walk
-from bench.engine.speculation_cells import WINDOW, paces
-from bench.engine.speculation_equality import compare_in_one
+from bench.speculation.cells import WINDOW, paces
+from bench.speculation.equality import compare_in_one
 from services.worker.engine.generation import GenerationEngine
 from services.worker.loader import presets
 from services.worker.speculative.depth import DepthChooser

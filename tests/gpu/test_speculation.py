@@ -8,8 +8,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from bench.engine import speculation_equality as equality
-from bench.engine.speculation_demo import prompts
+from bench.speculation import equality
+from bench.speculation.demo import prompts
 from compress.cli import app
 from services.worker.engine.generation import GenerationEngine
 from services.worker.runners.cuda.heads import GpuHeads

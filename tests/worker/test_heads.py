@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from bench.engine import speculation_equality
+from bench.speculation import equality
 from services.worker.errors import CheckpointError
 from services.worker.runners.cpu.heads import CpuHeads
 from services.worker.runners.cpu.hidden import HiddenPool
@@ -61,7 +61,7 @@ def test_answers_with_heads_are_those_of_plain_decoding(checkpoint: Checkpoints,
 @pytest.mark.parametrize("depth", [4, None])
 def test_random_requests_are_equal_with_heads(depth: int | None, checkpoint: Checkpoints, heads: Path) -> None:
     options: dict[str, Any] = {} if depth is None else {"speculate_depth": depth}
-    wrong, line = speculation_equality.compare(checkpoint("llama-damped"), 30, speculate=f"heads:{heads}", **options)
+    wrong, line = equality.compare(checkpoint("llama-damped"), 30, speculate=f"heads:{heads}", **options)
     assert wrong == 0, line
 
 

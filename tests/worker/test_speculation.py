@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench.engine import speculation_equality
+from bench.speculation import equality
 from services.worker.engine.generation import GenerationEngine
 from services.worker.errors import CheckpointError
 from services.worker.job import EndReason, Job
@@ -271,21 +271,21 @@ def test_the_paced_runner_keeps_right_guesses() -> None:
 
 
 def test_random_requests_are_equal_with_ngrams(checkpoint: Callable[[str], Path]) -> None:
-    wrong, line = speculation_equality.compare(checkpoint("llama"), 36, speculate="ngram", speculate_depth=5)
+    wrong, line = equality.compare(checkpoint("llama"), 36, speculate="ngram", speculate_depth=5)
     assert wrong == 0, line
     assert " 0 of " not in line.partition(";")[2], "no guess was right: the test shows nothing"
 
 
 def test_the_comparison_finds_a_difference() -> None:
-    ones = {1: speculation_equality.Answer([5, 6], [-1.0, -2.0], [None, None], EndReason.STOP)}
-    late = {1: speculation_equality.Answer([5, 6], [-2.0], [None], EndReason.STOP)}
-    assert speculation_equality.differing(ones, late, exact=True) == []
+    ones = {1: equality.Answer([5, 6], [-1.0, -2.0], [None, None], EndReason.STOP)}
+    late = {1: equality.Answer([5, 6], [-2.0], [None], EndReason.STOP)}
+    assert equality.differing(ones, late, exact=True) == []
     for other in ([5, 7], [5]):
-        wrong = {1: speculation_equality.Answer(other, [-1.0, -2.0], [None, None], EndReason.STOP)}
-        assert speculation_equality.differing(ones, wrong, exact=True) == [1]
-    off = {1: speculation_equality.Answer([5, 6], [-1.5, -2.0], [None, None], EndReason.STOP)}
-    assert speculation_equality.differing(ones, off, exact=True) == [1]
-    assert speculation_equality.differing(ones, off, exact=False) == []
+        wrong = {1: equality.Answer(other, [-1.0, -2.0], [None, None], EndReason.STOP)}
+        assert equality.differing(ones, wrong, exact=True) == [1]
+    off = {1: equality.Answer([5, 6], [-1.5, -2.0], [None, None], EndReason.STOP)}
+    assert equality.differing(ones, off, exact=True) == [1]
+    assert equality.differing(ones, off, exact=False) == []
 
 
 class AloneRunner(LateRunner):
@@ -614,14 +614,14 @@ def test_suffixes_stay_within_their_memory(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_random_requests_are_equal_with_suffixes(checkpoint: Callable[[str], Path]) -> None:
-    wrong, line = speculation_equality.compare(checkpoint("llama"), 36, speculate="suffix", speculate_depth=8)
+    wrong, line = equality.compare(checkpoint("llama"), 36, speculate="suffix", speculate_depth=8)
     assert wrong == 0, line
     assert " 0 of " not in line.partition(";")[2], "no guess was right: the test shows nothing"
 
 
 def test_an_unmeasured_engine_measures_before_it_guesses(checkpoint: Callable[[str], Path]) -> None:
     """Without a set depth the answers are the same too, and a loop is soon guessed."""
-    wrong, line = speculation_equality.compare(checkpoint("llama"), 24, speculate="ngram")
+    wrong, line = equality.compare(checkpoint("llama"), 24, speculate="ngram")
     assert wrong == 0, line
 
 
@@ -689,7 +689,7 @@ def test_a_draft_catches_up_with_cached_prefixes_and_pauses(
 
 def test_random_requests_are_equal_with_another_model_as_draft(checkpoint: Callable[[str], Path]) -> None:
     draft = f"draft:{checkpoint('qwen3')}"
-    wrong, line = speculation_equality.compare(checkpoint("llama"), 36, speculate=draft, speculate_depth=3)
+    wrong, line = equality.compare(checkpoint("llama"), 36, speculate=draft, speculate_depth=3)
     assert wrong == 0, line
 
 

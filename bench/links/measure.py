@@ -1,6 +1,6 @@
 """Measures links, gateway, admission and planning, without a model. `make bench-links`.
 
-    python -m bench.mesh.links [link stopped gateway events added added-events admission planning prefix tls]
+    python -m bench.links.measure [link stopped gateway events added added-events admission planning prefix tls]
         [--json FILE]
 
 The worker is a real process with the paced engine. Wall-clock figures share the machine's cores with the client's
@@ -20,10 +20,10 @@ from typing import Any, Protocol
 from grpc import aio
 
 from bench import table
-from bench.mesh import admission, sse
-from bench.mesh.encrypted import encrypted
+from bench.links import admission, sse
+from bench.links.encrypted import encrypted
+from bench.links.run_link import readers
 from bench.mesh.processes import meanwhile, paced, processor_s, up
-from bench.mesh.run_link import readers
 from bench.table import Figure
 from protos import cache_pb2 as cache
 from protos import cache_pb2_grpc as cache_stubs
@@ -184,9 +184,8 @@ async def _not_reading(address: str, count: int) -> AsyncIterator[Callable[[], N
 @contextlib.asynccontextmanager
 async def _frozen(address: str, count: int) -> AsyncIterator[Callable[[], None]]:
     """A client process that is stopped by a signal."""
-    command = (
-        "import asyncio, sys; from bench.mesh.links import read_on; asyncio.run(read_on(sys.argv[1], int(sys.argv[2])))"
-    )
+    command = "import asyncio, sys; from bench.links import measure; "
+    command += "asyncio.run(measure.read_on(sys.argv[1], int(sys.argv[2])))"
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", command, address, str(count))
     await asyncio.sleep(2.0)
     try:

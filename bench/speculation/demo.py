@@ -1,6 +1,6 @@
 """Speculation of the demo model: tokens/s without guesses and with each proposer, on a CPU or a GPU.
 
-    python -m bench.engine.speculation_demo [--engine torch] [--model models/weft-story-11m] [--heads FOLDER]
+    python -m bench.speculation.demo [--engine torch] [--model models/weft-story-11m] [--heads FOLDER]
         [--draft models/weft-story-2m] [--depth 0 2 4] [--temperature 0 0.8] [--seconds 4] [--out FOLDER]
 
 Answers go on from held-out text, greedy and sampled, 1, 4 and 16 at a time. A depth of 0 is chosen by what is measured,

@@ -1,6 +1,6 @@
 """Server-sent events of Weft's gateway beside those of smg, in front of the same paced worker in one run.
 
-    python -m bench.mesh.beside_smg --smg PATH [--streams 64] [--tokens 1000] [--rounds 3] [--answer 64] [--json FILE]
+    python -m bench.links.beside_smg --smg PATH [--streams 64] [--tokens 1000] [--rounds 3] [--answer 64] [--json FILE]
 
 `make bench-smg` installs smg in an environment of its own. Rounds alternate between both gateways; the best round of
 each counts. Figures per core divide by the processor time of the gateway, all threads included. Where a gateway
@@ -25,7 +25,7 @@ from typing import Any
 from rich.console import Console
 
 from bench import table
-from bench.mesh import sse
+from bench.links import sse
 from bench.mesh.processes import paced, processor_s, up
 from bench.table import Figure
 from weft.load.distribution import Distribution

@@ -1,6 +1,6 @@
 """Speculation on one GPU: an 8B shape with a 1B-shape draft at forced acceptance, and n-grams on copying answers.
 
-    python -m bench.engine.speculation [--kinds draft copying] [--model llama-3.1-8b] [--draft llama-3.2-1b]
+    python -m bench.speculation.gpu [--kinds draft copying] [--model llama-3.1-8b] [--draft llama-3.2-1b]
         [--draft-quantize int4] [--rows 1 4 8 16 64 256] [--acceptance 0.7 0.5 0.9] [--seconds 420] [--out FOLDER]
 
 Tokens/s and the time between tokens for each number of answers, without guesses and with them; the depth is chosen
@@ -25,7 +25,7 @@ import torch
 
 from bench import figures
 from bench.engine.copying import make_copying, walk
-from bench.engine.speculation_cells import CONTEXT, PACES, Cell, measure
+from bench.speculation.cells import CONTEXT, PACES, Cell, measure
 from report import machine
 from services.worker.build.choose import build_engine
 from services.worker.engine.generation import GenerationEngine

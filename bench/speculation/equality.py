@@ -1,7 +1,7 @@
 """Whether speculation changes a token: random requests with it and without it, on the CPU or the GPU.
 
-    python -m bench.engine.speculation_equality [--model FOLDER] [--requests 1000] [--speculate ngram] [--depth 4]
-    python -m bench.engine.speculation_equality --engine gpu --model random:llama-3.1-8b --draft random:llama-3.2-1b
+    python -m bench.speculation.equality [--model FOLDER] [--requests 1000] [--speculate ngram] [--depth 4]
+    python -m bench.speculation.equality --engine gpu --model random:llama-3.1-8b --draft random:llama-3.2-1b
         --requests 200 --speculate ngram suffix draft
 
 The requests are greedy and sampled, with penalties, stop tokens, biases, minimal lengths, log-probabilities, several

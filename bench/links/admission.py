@@ -1,6 +1,6 @@
 """Measures jobs per second that one scheduler process admits over gRPC, and the time until each is assigned.
 
-    python -m bench.mesh.admission --jobs 20000 --window 64 --blocks 125
+    python -m bench.links.admission --jobs 20000 --window 64 --blocks 125
 
 Starts a scheduler, attaches one worker that ends every job within 10 ms, and submits with `window` jobs unanswered at a
 time. The last column is the scheduler's own processor time: its inverse is what one core admits.
