@@ -2,10 +2,10 @@
 
 import pytest
 
-from bench.engine.limits import Limits
+from bench.engine.limits import Limits, limits_for
 from services.worker.loader import presets
 from services.worker.loader.config import load_config
-from services.worker.models.config import count_parameters
+from services.worker.models.config import count_embeddings, count_parameters
 
 
 def limits(model: str) -> Limits:
@@ -13,7 +13,8 @@ def limits(model: str) -> Limits:
     config = load_config(presets.folder_of(f"random:{model}"))
     embedding = 0 if config.tied_embeddings else config.vocab_size * config.hidden_size
     weights = 2.0 * (count_parameters(config) - embedding)
-    return Limits(config, 4.3e12, 790e12, 790e12, weights, config.kv_bytes_per_token(2), 700e12)
+    ceilings = {"read": 4.3e12, "matmul": 790e12, "fp8": 1580e12, "sustained": 700e12}
+    return limits_for(config, weights, ceilings, fp8=False)
 
 
 @pytest.mark.parametrize(("batch", "ms"), [(1, 3.56), (8, 4.00), (32, 5.54), (128, 11.7)])
@@ -35,3 +36,13 @@ def test_prefill_reads_the_head_once() -> None:
     multiplied = 2 * 2000 * (found.matrix_numbers - found.config.vocab_size * found.config.hidden_size)
     attended = 2 * found.config.layers * found.config.heads * found.config.head_dim * 2000**2
     assert found.prefill_s(2000) == pytest.approx(head + (multiplied + attended) / found.matmul)
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+def test_experts_have_their_part_of_the_bytes(bits: int) -> None:
+    config = load_config(presets.folder_of("random:mixtral-8x7b"))
+    head, layers = count_embeddings(config) // 2, count_parameters(config) - count_embeddings(config)
+    ceilings = {"read": 4.3e12, "matmul": 790e12, "fp8": 1580e12}
+    found = limits_for(config, layers * bits / 8 + 2 * head, ceilings, fp8=False)
+    assert found.experts == pytest.approx(32 * 8 * 3 * 4096 * 14336 * bits / 8)
+    assert found.touched(1) == pytest.approx(2 / 8)

@@ -410,3 +410,16 @@ def test_a_number_of_windowless_layers_is_one(copy: Callable[[str], Path]) -> No
     edit_config(max_window_layers="x")(folder)
     with pytest.raises(CheckpointError, match="max_window_layers must be a positive whole number"):
         load_config(folder)
+
+
+def test_a_config_is_read_once_until_it_changes(copy: Callable[[str], Path]) -> None:
+    folder = copy("llama")
+    first = load_config(folder)
+    assert load_config(folder) is first
+    edit_config(num_hidden_layers=first.layers + 1)(folder)
+    assert load_config(folder).layers == first.layers + 1
+    (folder / "generation_config.json").write_text('{"eos_token_id": 7}')
+    assert load_config(folder).eos_token_ids == (7,)
+    (folder / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        load_config(folder)

@@ -1,7 +1,9 @@
-"""Reads a checkpoint's config.json, once per start: the model's shape, end tokens and quantization. Knows no family."""
+"""Reads a checkpoint's config.json, once for as long as it stays the same: the model's shape, end tokens and
+quantization. Knows no family."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,26 @@ class CheckpointConfig:
     """The quantization_config of config.json; None: the weights are plain."""
 
 
+_GENERATION = "generation_config.json"
+_FileState = tuple[int, int, int]
+
+
 def read_config(model_dir: Path) -> CheckpointConfig:
     """Read config.json and the end tokens of generation_config.json. Raises CheckpointError."""
+    return _read_config(model_dir, _state(model_dir / "config.json"), _state(model_dir / _GENERATION))
+
+
+def _state(path: Path) -> _FileState | None:
+    """What changes with a file: inode, time and size; None if there is no such file."""
+    try:
+        state = path.stat()
+    except OSError:
+        return None
+    return state.st_ino, state.st_mtime_ns, state.st_size
+
+
+@lru_cache(maxsize=8)
+def _read_config(model_dir: Path, config: _FileState | None, generation: _FileState | None) -> CheckpointConfig:
     raw = RawConfig(_read_json(model_dir / "config.json"))
     shape = family_of(raw.architecture).read_config(raw)
     quantization = raw.section("quantization_config")
@@ -55,7 +75,7 @@ def _read_kv_dtype(quantization: RawConfig) -> str:
 
 def _read_eos(raw: RawConfig, model_dir: Path) -> tuple[int, ...]:
     """The end tokens that the checkpoint's generation settings name, else those of the model's."""
-    path = model_dir / "generation_config.json"
+    path = model_dir / _GENERATION
     settings = _read_json(path) if path.exists() else {}
     eos = settings.get("eos_token_id")
     if eos is None:
