@@ -199,6 +199,14 @@ class Mesh:
     ) -> None:
         await self.close()
 
+    async def revive(self, *processes: Process) -> None:
+        """Starts those of these processes, of all by default, that the first run of a repeated test has killed."""
+        ended = [each for each in processes or self.processes if each.popen is None or each.popen.poll() is not None]
+        for process in ended:
+            process.start()
+        for process in ended:
+            await process.ready()
+
     async def close(self) -> None:
         """Stops every process."""
         for channel in self._channels:

@@ -179,6 +179,7 @@ def kill(process: Process) -> None:
 
 
 async def test_a_worker_killed_after_the_handoff_costs_the_clients_nothing(mesh: Mesh, stub: Stub) -> None:
+    await mesh.revive()
     streams = Crowd(stub, "First")
     await streams.until(24, 3)
     kill(mesh.workers[1])
@@ -188,6 +189,7 @@ async def test_a_worker_killed_after_the_handoff_costs_the_clients_nothing(mesh:
 
 
 async def test_a_worker_killed_in_the_handoff_costs_the_clients_nothing(mesh: Mesh, stub: Stub) -> None:
+    await mesh.revive(mesh.workers[0])
     streams = Crowd(stub, "Second")
     await streams.until(12, 1)
     kill(mesh.workers[0])

@@ -273,6 +273,7 @@ async def test_a_deadline_ends_a_request(stub: Stub) -> None:
 
 
 async def test_a_killed_worker_loses_no_text(mesh: Mesh, stub: Stub) -> None:
+    await mesh.revive()
     calls = [stub.Embed(embed(*[[2, 5 + place % 40, 6 + part, 3] for part in range(40)])) for place in range(60)]
     await asyncio.sleep(0)  # The requests are on their way.
     await calls[0]

@@ -187,6 +187,7 @@ async def test_the_same_id_with_another_body_is_refused_at_the_other_gateway(mes
 
 
 async def test_the_loss_of_a_gateway_affects_only_its_own_clients(mesh: Mesh) -> None:
+    await mesh.revive()
     request = fresh()
     leading = mesh.stub(0).Generate(request)
     await leading.read()
@@ -208,6 +209,7 @@ async def test_the_loss_of_a_gateway_affects_only_its_own_clients(mesh: Mesh) ->
 
 async def test_the_loss_of_a_worker_costs_one_more_generation(mesh: Mesh) -> None:
     """Requests that shared the lost generation share the next one, whatever number of tokens each has received."""
+    await mesh.revive()
     await idle(mesh)
     stubs = [mesh.stub(0), mesh.stub(1)]
     request = fresh()

@@ -89,6 +89,7 @@ async def test_no_name_is_refused_where_there_is_a_choice(stub: Stub) -> None:
 
 
 async def test_the_loss_of_one_model_does_not_affect_the_other(mesh: Mesh, stub: Stub) -> None:
+    await mesh.revive()
     started = asyncio.Event()
     long = ask("A tale", max_tokens=200, model="owl", ignore_eos=True)
     running = asyncio.create_task(generate(stub, long, on_delta=lambda _: started.set()))

@@ -260,6 +260,7 @@ async def test_a_client_that_disconnects_frees_the_kv_blocks(tmp_path: Path, mod
 
 
 async def test_a_killed_worker_costs_the_client_nothing(running: Mesh, grpc: Stub) -> None:
+    await running.revive()
     request = ask(STORY, max_tokens=200, ignore_eos=True)
     request.n, request.cache = 8, api.CACHE_POLICY_BYPASS
     expected = await generate(grpc, request)
@@ -286,4 +287,5 @@ async def test_a_killed_worker_costs_the_client_nothing(running: Mesh, grpc: Stu
                 killed.kill(signal.SIGKILL)
                 assert any(len(each) < 150 for each in tokens.values())
     assert tokens == expected.tokens
-    assert (receipt["attempts"], len(receipt["workers"])) == (2, 2)
+    assert receipt["attempts"] >= 2  # More than two where a busy machine moved a sample once more.
+    assert len(receipt["workers"]) == 2

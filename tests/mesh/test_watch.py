@@ -58,6 +58,7 @@ async def test_a_gateway_shows_the_traffic_of_the_other(mesh: Mesh) -> None:
 
 
 async def test_a_killed_worker_disappears_and_comes_back(mesh: Mesh) -> None:
+    await mesh.revive()
     before = await seen(mesh, 0, lambda now: len(now.workers) == 2)
     mesh.workers[1].kill(signal.SIGKILL)
     alive = {worker.worker_id for worker in (await seen(mesh, 0, lambda now: len(now.workers) == 1)).workers}
@@ -68,6 +69,7 @@ async def test_a_killed_worker_disappears_and_comes_back(mesh: Mesh) -> None:
 
 
 async def test_a_restarted_scheduler_receives_the_reports_again(mesh: Mesh) -> None:
+    await mesh.revive()
     mesh.scheduler.kill(signal.SIGKILL)
     gone = await seen(mesh, 0, lambda now: not now.scheduler_connected)
     assert gone.gateway_id

@@ -48,6 +48,13 @@ async def all_credits_back(scheduler: Process) -> None:
             await asyncio.sleep(0.1)
 
 
+async def all_blocks_back(worker: Process) -> None:
+    """Waits until no job holds a block: a worker reports the end of a job before the end of its step."""
+    async with asyncio.timeout(20):
+        while (await scrape(worker)).value("weft_worker_kv_blocks", state="active"):  # noqa: ASYNC110 - another process
+            await asyncio.sleep(0.1)
+
+
 async def test_every_service_counts_what_it_did(tmp_path: Path, model: Path) -> None:
     with RedisServer(tmp_path / "redis") as redis:
         mesh = Mesh(tmp_path, model, redis_url=redis.url, worker_env=SLOW_PREFILL)
@@ -66,6 +73,7 @@ async def test_every_service_counts_what_it_did(tmp_path: Path, model: Path) -> 
             name = first.receipt.model
             assert mesh.cache is not None
             await all_credits_back(mesh.scheduler)
+            await all_blocks_back(mesh.workers[0])
             gateway, worker, scheduler, cache = [
                 await scrape(process) for process in (mesh.gateways[0], mesh.workers[0], mesh.scheduler, mesh.cache)
             ]

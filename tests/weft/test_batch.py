@@ -155,6 +155,7 @@ async def test_interactive_requests_overtake_a_batch(mesh: Mesh, tmp_path: Path)
 
 
 async def test_a_batch_waits_for_a_gateway_that_restarts(mesh: Mesh, tmp_path: Path) -> None:
+    await mesh.revive()
     paths = written(
         tmp_path, *(line(f"r{place}", cache="bypass", max_tokens=24, ignore_eos=True) for place in range(40))
     )
