@@ -1,7 +1,8 @@
 """The error type of the mesh and its form on the wire. Messages contain no prompt text, paths or exception text.
 
 Every error has a google.rpc.ErrorInfo{reason, domain}; an error of one field also a BadRequest; an error that is worth
-a retry after a delay also a RetryInfo.
+a retry after a delay also a RetryInfo. Names that callers choose may be in a message and a field: both are one line of
+limited length.
 """
 
 from google.protobuf import any_pb2, duration_pb2
@@ -13,6 +14,10 @@ from grpc_status import rpc_status
 from protos import mesh_pb2 as mesh
 
 DOMAIN = "weft"
+MOST_FIELD = 128
+MOST_MESSAGE = 384
+"""Characters. gRPC refuses metadata above 8 KiB, in which a character takes up to 9 bytes, and its status has the
+message and the field twice."""
 _CODES: dict[int, StatusCode] = {code.value[0]: code for code in StatusCode}
 
 
@@ -29,11 +34,11 @@ class WeftError(Exception):
         retry_after_s: float = 0.0,
         retryable: bool = False,
     ) -> None:
-        super().__init__(message)
+        self.field = _line(field, MOST_FIELD)
+        self.message = _line(message.replace(field, self.field) if field else message, MOST_MESSAGE)
+        super().__init__(self.message)
         self.code = code
         self.reason = reason
-        self.message = message
-        self.field = field
         self.retry_after_s = retry_after_s
         self.retryable = retryable
 
@@ -92,6 +97,12 @@ def unavailable(reason: str, message: str, retry_after_s: float = 1.0) -> WeftEr
 def exhausted(reason: str, message: str, retry_after_s: float) -> WeftError:
     """A RESOURCE_EXHAUSTED error: a limit is reached until about `retry_after_s` seconds from now."""
     return WeftError(StatusCode.RESOURCE_EXHAUSTED, reason, message, retry_after_s=retry_after_s)
+
+
+def _line(text: str, most: int) -> str:
+    """A text as one line of valid Unicode, cut if it is longer."""
+    line = text if text.isprintable() else "".join(each if each.isprintable() else "\ufffd" for each in text)
+    return line if len(line) <= most else f"{line[: most - 3]}..."
 
 
 def _pack(message: Message) -> any_pb2.Any:

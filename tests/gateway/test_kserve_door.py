@@ -211,6 +211,19 @@ async def test_errors_name_the_callers_field(mesh: FakeMesh) -> None:
     assert code is StatusCode.NOT_FOUND
 
 
+async def test_a_refused_name_is_one_line_of_limited_length(mesh: FakeMesh) -> None:
+    for name in ("x" * 20_000, "two\nlines", "é" * 4000):
+        wrong: dict[str, Any] = {name: 1}
+        code, details = await status_of(stub(mesh).ModelInfer(ask(**wrong)))
+        assert (code, details.endswith(": there is no such field")) == (StatusCode.INVALID_ARGUMENT, True)
+        assert len(details) < 200
+        assert "\n" not in details
+    code, details = await status_of(stub(mesh).ModelInfer(ask(sampling_parameters='{"\\ud800": 1}')))
+    assert (code, details) == (StatusCode.INVALID_ARGUMENT, "sampling_parameters.\ufffd: there is no such field")
+    code, details = await status_of(stub(mesh).ModelInfer(ask(sampling_parameters='{"stop": "\\ud800"}')))
+    assert (code, details) == (StatusCode.INVALID_ARGUMENT, "stop: not valid Unicode")
+
+
 async def test_an_error_ends_its_request_and_not_its_stream(mesh: FakeMesh) -> None:
     wrong = ask(frequency_penalty=7.0)
     wrong.id = "wrong"

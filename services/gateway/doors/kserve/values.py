@@ -82,6 +82,8 @@ def assign(message: Message, target: FieldDescriptor, name: str, value: Any) -> 
             setattr(message, target.name, _enum(name, target, one(name, value)))
         else:
             setattr(message, target.name, _scalar(name, target, one(name, value)))
+    except UnicodeError:
+        raise invalid(name, "not valid Unicode") from None
     except (ValueError, TypeError, OverflowError):
         raise invalid(name, "out of range") from None
 
