@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from protos import inference_pb2 as api
 from services.errors import WeftError, invalid
@@ -10,6 +10,9 @@ from services.errors import WeftError, invalid
 MAX_MESSAGES = 1024
 MAX_TOOLS = 128
 MAX_VARIABLES_BYTES = 64 << 10
+MAX_DEPTH = 100
+"""Most levels of lists and objects in a JSON text."""
+_OBJECT = f"a JSON object of at most {MAX_DEPTH} levels"
 RESERVED_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
 """Variables of a chat template that fields of the request set."""
 _FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -27,7 +30,7 @@ def check_chat(chat: api.Chat) -> None:
         for call in message.tool_calls:
             _check_name("messages.tool_calls.name", call.name)
             if not isinstance(parsed(call.arguments or "{}"), dict):
-                raise _wrong("messages.tool_calls.arguments", "a JSON object")
+                raise _wrong("messages.tool_calls.arguments", _OBJECT)
     _check_tools(chat)
     _check_variables(chat.template_variables)
     if chat.continue_final_message:
@@ -45,9 +48,24 @@ def calls_required(chat: api.Chat) -> bool:
 def parsed(text: str) -> object:
     """The value of a JSON text; None if it is no JSON or nested too deeply."""
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
+        value = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
         return None
+    return None if _is_deep(value) else value
+
+
+def _is_deep(value: object) -> bool:
+    """Whether a value has more than MAX_DEPTH levels."""
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        level = [inner for each in level for inner in _within(each)]
+        if not level:
+            return False
+    return True
+
+
+def _within(value: object) -> Iterable[object]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 def _refuse_constant(name: str) -> None:
@@ -60,7 +78,7 @@ def _check_tools(chat: api.Chat) -> None:
     for tool in chat.tools:
         _check_name("tools.name", tool.name)
         if tool.parameters and not isinstance(parsed(tool.parameters), dict):
-            raise _wrong("tools.parameters", "a JSON object")
+            raise _wrong("tools.parameters", _OBJECT)
     names = {tool.name for tool in chat.tools}
     if len(names) < len(chat.tools):
         raise _wrong("tools.name", "two tools have one name")
@@ -91,7 +109,7 @@ def _check_variables(text: str) -> None:
         raise _wrong("template_variables", f"at most {MAX_VARIABLES_BYTES} bytes")
     variables = parsed(text)
     if not isinstance(variables, dict):
-        raise _wrong("template_variables", "a JSON object")
+        raise _wrong("template_variables", _OBJECT)
     for name in variables:
         if name in RESERVED_VARIABLES:
             raise _wrong(f"template_variables.{name}", "has a field of its own")

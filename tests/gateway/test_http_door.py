@@ -33,6 +33,7 @@ TENANTS = tenant("one", KEY, 'models = ["fake"]', "concurrent = 1") + tenant(
 )
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 400, "temperature": 0}
 TEXT: dict[str, Any] = {"prompt": "hello world", "max_tokens": 400, "temperature": 0}
+DEEP: dict[str, Any] = json.loads('{"x":' * 300 + "{}" + "}" * 300)
 
 
 @pytest_asyncio.fixture
@@ -249,6 +250,26 @@ async def test_a_refused_field_is_named(mesh: FakeMesh, fields: Any, param: str,
         400, "invalid_request_error", param, code,
     )  # fmt: skip
     assert error["message"].startswith(f"{param}: ")
+
+
+async def test_json_that_is_nested_too_deeply_is_refused_by_name(mesh: FakeMesh) -> None:
+    call = {"function": {"name": "f", "arguments": '{"x":' * 600 + "{}" + "}" * 600}}
+    refusals: list[tuple[str, dict[str, Any]]] = [
+        ("response_format.json_schema.schema", {
+            "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": DEEP}},
+        }),
+        ("guided_json", {"guided_json": DEEP}),
+        ("structured_outputs.json", {"structured_outputs": {"json": DEEP}}),
+        ("chat_template_kwargs", {"chat_template_kwargs": DEEP}),
+        ("tools[0].function.parameters", {
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": DEEP}}],
+        }),
+        ("messages", {"messages": [{"role": "assistant", "tool_calls": [call]}]}),
+    ]  # fmt: skip
+    async with client(mesh) as http_client:
+        for param, fields in refusals:
+            response = await http_client.post("/v1/chat/completions", json=CHAT | fields)
+            assert (response.status_code, error_of(response)["param"]) == (400, param)
 
 
 @pytest.mark.parametrize(

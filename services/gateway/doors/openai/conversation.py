@@ -2,10 +2,8 @@
 
 from typing import Any
 
-import orjson
-
 from protos import inference_pb2 as api
-from services.gateway.doors.openai.values import Asked, Json, flag, mapping, text, unsupported, wrong
+from services.gateway.doors.openai.values import Asked, Json, flag, json_text, mapping, text, unsupported, wrong
 
 _MESSAGE = {"role", "content", "name", "tool_calls", "tool_call_id"}
 
@@ -88,4 +86,4 @@ def chat_flag(asked: Asked, name: str, value: Any) -> None:
 def finish(asked: Asked) -> None:
     """Sets what several fields make together."""
     if asked.variables:
-        asked.request.prompt.chat.template_variables = orjson.dumps(asked.variables).decode()
+        asked.request.prompt.chat.template_variables = json_text("chat_template_kwargs", asked.variables)

@@ -4,10 +4,8 @@ else of the request."""
 import re
 from typing import Any
 
-import orjson
-
 from protos import inference_pb2 as api
-from services.gateway.doors.openai.values import Asked, flag, mapping, text, unsupported, wrong
+from services.gateway.doors.openai.values import Asked, flag, json_text, mapping, text, unsupported, wrong
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
@@ -41,7 +39,7 @@ def _named_schema(at: str, value: Any) -> api.Structured:
         flag(f"{at}.strict", given["strict"])
     if given.get("schema") is None:
         raise wrong(f"{at}.schema", "required")
-    return api.Structured(json_schema=orjson.dumps(mapping(f"{at}.schema", given["schema"])).decode())
+    return api.Structured(json_schema=json_text(f"{at}.schema", given["schema"]))
 
 
 def structured_outputs(asked: Asked, name: str, value: Any) -> None:
@@ -70,8 +68,7 @@ def _set(asked: Asked, name: str, form: api.Structured) -> None:
 
 def _json(at: str, value: Any) -> api.Structured:
     """A schema as an object or as JSON text."""
-    schema = value if isinstance(value, str) else orjson.dumps(mapping(at, value)).decode()
-    return api.Structured(json_schema=schema)
+    return api.Structured(json_schema=value if isinstance(value, str) else json_text(at, value))
 
 
 def _json_object(at: str, value: Any) -> api.Structured:

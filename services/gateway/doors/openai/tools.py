@@ -3,10 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-import orjson
-
 from protos import inference_pb2 as api
-from services.gateway.doors.openai.values import Asked, flag, mapping, text, unsupported, wrong
+from services.gateway.doors.openai.values import Asked, flag, json_text, mapping, text, unsupported, wrong
 from services.validate_chat import calls_required
 
 
@@ -43,7 +41,7 @@ def _description(tool: api.Tool, at: str, value: Any) -> None:
 
 
 def _parameters(tool: api.Tool, at: str, value: Any) -> None:
-    tool.parameters = orjson.dumps(mapping(at, value)).decode()
+    tool.parameters = json_text(at, value)
 
 
 _FUNCTION: dict[str, Callable[[api.Tool, str, Any], None]] = {"description": _description, "parameters": _parameters}

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+import orjson
+
 from protos import inference_pb2 as api
 from services.errors import WeftError, invalid
 
@@ -117,3 +119,11 @@ def mapping(name: str, value: Any) -> Json:
     if not isinstance(value, dict):
         raise wrong(name, "an object")
     return value
+
+
+def json_text(name: str, value: Any) -> str:
+    """A JSON object as text."""
+    try:
+        return orjson.dumps(mapping(name, value)).decode()
+    except orjson.JSONEncodeError:
+        raise wrong(name, "nested too deeply") from None
