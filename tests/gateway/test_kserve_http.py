@@ -131,7 +131,12 @@ async def test_errors_name_the_callers_field(mesh: FakeMesh) -> None:
         assert await refused(body({"name": "top_p", "datatype": "X", "shape": [1], "data": [1]})) == (400, "top_p")
         assert await refused({"inputs": 5}) == (400, "inputs")
         assert (await http.post("/models/fake/infer", content=b"[")).status_code == 400
-        assert (await http.get("/models/fake/infer")).status_code == 405
+        assert error_of(await http.get("/models/fake/infer")) == (405, "")
+        assert error_of(await http.get("/models/fake/stats")) == (404, "")
+        messages = [{"role": "", "content": "x"}]
+        conversation = {"messages": [{"role": "user", "content": "x"}], "tools": [{"name": "two words"}]}
+        for sent, field in ((messages, "messages.role"), (conversation, "messages.tools.name")):
+            assert error_of(await http.post("/models/fake/generate", json={"messages": sent})) == (400, field)
 
 
 async def test_a_client_that_disconnects_frees_its_job(mesh: FakeMesh) -> None:

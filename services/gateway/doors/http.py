@@ -62,6 +62,8 @@ _JSON = (b"content-type", b"application/json")
 _EVENTS = (b"content-type", b"text/event-stream; charset=utf-8")
 _NOT_STORED = (b"cache-control", b"no-cache")
 Header = tuple[bytes, bytes]
+ErrorForm = Callable[[WeftError], object]
+"""Makes the JSON of an error."""
 
 
 class Connection(Protocol):
@@ -108,8 +110,8 @@ class Exchange:
         """Further headers of the response, also of an error."""
         self.param: Callable[[str], str] = str
         """From a field of weft.v1, as errors name it, to the field of the request."""
-        self.error_form: Callable[[WeftError], object] | None = None
-        """Makes the body of an error; None: that of OpenAI's API."""
+        self.error_form: ErrorForm | None = None
+        """Makes the body of an error; None: in the form of OpenAI's API."""
         self.credentials: Credentials = self.headers.getlist("authorization")
         """The values of the `authorization` headers."""
         self._receive = receive
@@ -289,6 +291,7 @@ class HttpRoutes:
         self._handlers: dict[str, dict[str, Handler]] = {}
         self._refusal = refusal
         self._always: set[str] = set()
+        self._forms: dict[str, ErrorForm] = {}
         self._seconds = counts.histogram(
             "weft_http_seconds",
             "Duration of HTTP requests, by route and status.",
@@ -303,18 +306,25 @@ class HttpRoutes:
             self._always.add(path)
         self._handlers.setdefault(path, {})[method] = handler
 
+    def form(self, path: str, form: ErrorForm) -> None:
+        """Errors of this path and all below it have this form, also where there is no such path."""
+        self._forms[f"{path}/"] = form
+
     def app(self) -> Router:
         """The ASGI application."""
         routes, fixed = [], {}
         for path, handlers in self._handlers.items():
             refusal: Refusal = (lambda: None) if path in self._always else self._refusal
             for method, handler in handlers.items():
-                endpoint = _Endpoint(path, handler, self._seconds, refusal)
+                endpoint = self._endpoint(path, handler, refusal)
                 routes.append(Route(path, endpoint, methods=[method]))
                 if "{" not in path:
                     fixed[method, path] = endpoint
-            routes.append(Route(path, _Endpoint(path, _refuse_method(", ".join(handlers)), self._seconds)))
-        return _Router(fixed, routes, _Endpoint("other", _not_found, self._seconds))
+            routes.append(Route(path, self._endpoint(path, _refuse_method(", ".join(handlers)))))
+        return _Router(fixed, routes, self._endpoint("other", _not_found))
+
+    def _endpoint(self, route: str, handler: Handler, refusal: Refusal = lambda: None) -> "_Endpoint":
+        return _Endpoint(route, handler, self._seconds, refusal, self._forms)
 
 
 class _Router(Router):
@@ -334,8 +344,15 @@ class _Endpoint:
     """An ASGI application of one handler."""
 
     def __init__(
-        self, route: str, handler: Handler, seconds: metrics.Histogram, refusal: Refusal = lambda: None
+        self,
+        route: str,
+        handler: Handler,
+        seconds: metrics.Histogram,
+        refusal: Refusal,
+        forms: Mapping[str, ErrorForm],
     ) -> None:
+        """`forms` of errors by the beginning of the path."""
+        self._forms = forms
         self._route = route
         self._refusal = refusal
         self._handler = handler
@@ -347,6 +364,9 @@ class _Endpoint:
             return
         began = time.monotonic()
         exchange = Exchange(scope, receive, send)
+        for path, form in self._forms.items():
+            if f"{scope['path']}/".startswith(path):
+                exchange.error_form = form
         try:
             refusal = self._refusal()
             if refusal is not None:

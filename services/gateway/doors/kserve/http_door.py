@@ -3,8 +3,6 @@
 Knows HTTP exchanges. `json_form` knows the JSON, and the other files what both forms share.
 """
 
-from collections.abc import Awaitable, Callable
-
 import orjson
 from grpc import StatusCode
 
@@ -24,7 +22,6 @@ from services.gateway.doors.kserve.requests import Asked
 _MODEL = "/v2/models/{model}"
 _SIZE = "inference-header-content-length"
 _BINARY = (b"content-type", b"application/octet-stream")
-Handler = Callable[[Exchange], Awaitable[None]]
 
 
 class KServeHttpDoor:
@@ -36,18 +33,19 @@ class KServeHttpDoor:
         self._models = models
 
     def add_to(self, routes: HttpRoutes) -> None:
-        """Adds the door's routes."""
-        routes.add("GET", "/v2", _in_form(self.server))
-        routes.add("GET", "/v2/health/live", _in_form(self.live))
-        routes.add("GET", "/v2/health/ready", _in_form(self.ready))
-        routes.add("POST", "/v2/repository/index", _in_form(self.index))
+        """Adds the door's routes, whose errors have Triton's form."""
+        routes.form("/v2", json_form.error)
+        routes.add("GET", "/v2", self.server)
+        routes.add("GET", "/v2/health/live", self.live)
+        routes.add("GET", "/v2/health/ready", self.ready)
+        routes.add("POST", "/v2/repository/index", self.index)
         for base in (_MODEL, f"{_MODEL}/versions/{{version}}"):
-            routes.add("GET", base, _in_form(self.metadata))
-            routes.add("GET", f"{base}/ready", _in_form(self.model_ready))
-            routes.add("GET", f"{base}/config", _in_form(self.config))
-            routes.add("POST", f"{base}/infer", _in_form(self.infer))
-            routes.add("POST", f"{base}/generate", _in_form(self.generate))
-            routes.add("POST", f"{base}/generate_stream", _in_form(self.generate_stream))
+            routes.add("GET", base, self.metadata)
+            routes.add("GET", f"{base}/ready", self.model_ready)
+            routes.add("GET", f"{base}/config", self.config)
+            routes.add("POST", f"{base}/infer", self.infer)
+            routes.add("POST", f"{base}/generate", self.generate)
+            routes.add("POST", f"{base}/generate_stream", self.generate_stream)
 
     async def live(self, exchange: Exchange) -> None:
         """The process runs. Needs no key."""
@@ -150,16 +148,6 @@ class KServeHttpDoor:
 
     async def _find(self, exchange: Exchange) -> api.Model:
         return await self._models.find(*_named(exchange), exchange.credentials)
-
-
-def _in_form(handler: Handler) -> Handler:
-    """The handler, whose errors have Triton's form."""
-
-    async def handle(exchange: Exchange) -> None:
-        exchange.error_form = json_form.error
-        await handler(exchange)
-
-    return handle
 
 
 def _named(exchange: Exchange) -> tuple[str, str]:

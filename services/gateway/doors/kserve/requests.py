@@ -56,7 +56,10 @@ class Asked:
     def param(self, name: str) -> str:
         """The caller's name for a field of weft.v1, such as "sampling.max_tokens"."""
         if name.partition(".")[0] == "prompt":
-            return self.names.get("prompt", "text_input")
+            given, chat = self.names.get("prompt", "text_input"), name.removeprefix("prompt.chat.")
+            if chat == name:
+                return given
+            return chat if chat.startswith("messages") else f"{given}.{chat}"
         if name == "model":
             return "model_name"
         name = name.removeprefix("sampling.")
