@@ -264,7 +264,7 @@ async def test_json_that_is_nested_too_deeply_is_refused_by_name(mesh: FakeMesh)
         ("tools[0].function.parameters", {
             "tools": [{"type": "function", "function": {"name": "f", "parameters": DEEP}}],
         }),
-        ("messages", {"messages": [{"role": "assistant", "tool_calls": [call]}]}),
+        ("messages.tool_calls.arguments", {"messages": [{"role": "assistant", "tool_calls": [call]}]}),
     ]  # fmt: skip
     async with client(mesh) as http_client:
         for param, fields in refusals:

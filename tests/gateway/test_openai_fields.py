@@ -345,6 +345,7 @@ def test_cached_tokens_are_those_that_were_not_computed() -> None:
 
 
 def test_the_log_probabilities_of_the_completions_api() -> None:
+    assert of_chat.param("prompt.chat.messages.tool_calls.arguments") == "messages.tool_calls.arguments"
     def place(text: str, *top: tuple[str, float]) -> api.PositionLogprobs:
         chosen = api.TokenLogprob(text=text, logprob=-0.5)
         return api.PositionLogprobs(chosen=chosen, top=[api.TokenLogprob(text=t, logprob=p) for t, p in top])

@@ -16,6 +16,7 @@ MOST_UINT64 = (1 << 64) - 1
 _OF_CHAT = {
     "tools": "tools",
     "tool_mode": "tool_choice",
+    "messages": "messages",
     "tool_function": "tool_choice",
     "parallel_tool_calls": "parallel_tool_calls",
     "template_variables": "chat_template_kwargs",
