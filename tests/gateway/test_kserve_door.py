@@ -148,6 +148,12 @@ async def test_a_stream_has_a_part_for_each_step_and_marks_the_last(mesh: FakeMe
     assert [texts(tensors(each.infer_response)["finish_reason"]) for each in responses][-1] == ["stop"]
 
 
+async def test_the_numbers_of_tokens_of_a_stream_add_up(mesh: FakeMesh) -> None:
+    responses = await stream(mesh, ask(stop="the quick brown bear", return_num_output_tokens=True))
+    counts = [int.from_bytes(tensors(each.infer_response)["num_output_tokens"], "little") for each in responses]
+    assert sum(counts) == len(ANSWER)
+
+
 async def test_an_empty_final_response_is_sent_if_asked_for(mesh: FakeMesh) -> None:
     responses = await stream(mesh, ask(triton_enable_empty_final_response=True))
     assert text_of(responses) == LOREM

@@ -28,7 +28,11 @@ _FINISH = {
     api.FINISH_REASON_LENGTH: "length",
     api.FINISH_REASON_CANCELLED: "cancelled",
 }
-_PLACES = "output_log_probs", "cum_log_probs", "cumulative_logprob", "logprobs", "output_ids"
+_OF_TOKENS = {
+    "output_log_probs", "cum_log_probs", "cumulative_logprob", "logprobs", "output_ids", "sequence_length",
+    "num_output_tokens",
+}  # fmt: skip
+"""The tensors of tokens, which may have no text yet."""
 
 
 class Replies:
@@ -42,7 +46,7 @@ class Replies:
         self._running = max(1, asked.request.n)
         self._sums: dict[int, float] = {}
         self._closes = asked.empty_final or "num_input_tokens" in asked.outputs
-        self._quiet = set(asked.outputs).isdisjoint(_PLACES)
+        self._quiet = _OF_TOKENS.isdisjoint(asked.outputs)
         self._prefixed: set[int] = set()
 
     def reply(self, part: Part) -> kserve.ModelStreamInferResponse | None:
