@@ -75,12 +75,13 @@ async def test_answers_are_those_of_the_mesh_and_errors_have_their_line(mesh: Me
         line("wrong", temperature=-1),
         line("streamed", stream=True),
         line("embed", url="/v1/embeddings"),
+        line("null", priority=None, request_id=None),
     )
     code, errors = await run(mesh, *paths)
     assert code == 1, "some lines have an error"
-    assert "3 of 5 lines have an error" in errors
+    assert "3 of 6 lines have an error" in errors
     found = answers(paths[1])
-    assert found.keys() == {"text", "chat", "wrong", "streamed", "embed"}
+    assert found.keys() == {"text", "chat", "wrong", "streamed", "embed", "null"}
     expected = await generate(mesh.stub(), ask(PROMPT, max_tokens=8))
     response = found["text"]["response"]
     assert (response["status_code"], response["body"]["choices"][0]["text"]) == (200, expected.text)
@@ -88,6 +89,8 @@ async def test_answers_are_those_of_the_mesh_and_errors_have_their_line(mesh: Me
     assert found["text"]["id"].startswith("batch_req_")
     assert response["request_id"] == response["body"]["id"].removeprefix("cmpl-")
     assert found["chat"]["response"]["body"]["object"] == "chat.completion"
+    null = found["null"]["response"]
+    assert null["body"]["id"] == f"cmpl-{null['request_id']}", "null is as good as absent"
     wrong = found["wrong"]["response"]
     assert (wrong["status_code"], wrong["body"]["error"]["param"]) == (400, "temperature")
     assert found["streamed"]["response"] is None
@@ -95,7 +98,7 @@ async def test_answers_are_those_of_the_mesh_and_errors_have_their_line(mesh: Me
     assert found["embed"]["response"]["status_code"] == 400
     code, errors = await run(mesh, *paths)
     assert (code, "0 requests in" in errors) == (1, True), "nothing is sent again"
-    assert len(answers(paths[1])) == 5
+    assert len(answers(paths[1])) == 6
 
 
 async def test_a_killed_batch_goes_on_without_a_lost_or_double_line(mesh: Mesh, tmp_path: Path) -> None:
@@ -186,6 +189,13 @@ async def test_an_unreachable_mesh_ends_the_batch_with_one_line(mesh: Mesh, tmp_
     ("row", "reason"),
     [
         ("{", "line 2 is not JSON"),
+        (line("a", temperature=float("nan")), "line 2 is not JSON of valid Unicode and finite numbers"),
+        (
+            line("a").replace('"temperature": 0', '"temperature": 9e999'),
+            "line 2 is not JSON of valid Unicode and finite",
+        ),
+        (line("a", prompt="\ud800"), "line 2 is not JSON of valid Unicode"),
+        (line("\ud800"), "line 2 is not JSON of valid Unicode"),
         ("[]", "line 2 is not a JSON object"),
         ('{"url": "/v1/completions", "body": {}}', "line 2 has no custom_id"),
         ('{"custom_id": "a", "url": "/v1/files", "body": {}}', "line 2: the url must be one of"),

@@ -47,8 +47,9 @@ def read(path: Path) -> Iterator[Request]:
 def _parsed(number: int, line: bytes) -> Request:
     try:
         fields = json.loads(line)
+        json.dumps(fields, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):
-        raise InputError(f"line {number} is not JSON") from None
+        raise InputError(f"line {number} is not JSON of valid Unicode and finite numbers") from None
     if not isinstance(fields, dict):
         raise InputError(f"line {number} is not a JSON object")
     custom_id, url, body = fields.get("custom_id"), fields.get("url"), fields.get("body")

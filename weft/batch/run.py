@@ -111,7 +111,8 @@ class Batch:
         """The output line of a request."""
         if request.body.get("stream"):
             return lines.refused(request, "invalid_request", "stream: answers of a batch are whole")
-        body = {"priority": self._spec.priority, "request_id": request.request_id} | request.body
+        given = {name: value for name, value in request.body.items() if value is not None}
+        body = {"priority": self._spec.priority, "request_id": request.request_id} | given
         wait_s, server_errors = _FIRST_WAIT_S, 0
         while True:
             server_s = 0.0
