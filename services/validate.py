@@ -144,6 +144,12 @@ def check_sampling(sampling: api.Sampling, card: mesh.ModelCard) -> dict[str, An
     return given
 
 
+def check_bad_words(sequences: Sequence[Sequence[int]]) -> None:
+    """Checks the tokens of the bad words. Raises WeftError."""
+    if any(len(token_ids) > MAX_BAD_TOKENS for token_ids in sequences):
+        raise invalid("sampling.bad_words", f"each at most {MAX_BAD_TOKENS} tokens")
+
+
 def _check_biases(biases: Mapping[int, float], card: mesh.ModelCard) -> None:
     if len(biases) > MAX_BIASES:
         raise invalid("sampling.logit_bias", f"at most {MAX_BIASES} entries")

@@ -251,6 +251,7 @@ async def test_a_refused_field_is_named(mesh: FakeMesh, fields: Any, param: str,
     )  # fmt: skip
     assert error["message"].startswith(f"{param}: ")
 
+        ({"bad_words": ["word " * 50]}, "bad_words", "invalid_field"),
 
 async def test_json_that_is_nested_too_deeply_is_refused_by_name(mesh: FakeMesh) -> None:
     call = {"function": {"name": "f", "arguments": '{"x":' * 600 + "{}" + "}" * 600}}

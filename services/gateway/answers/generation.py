@@ -145,6 +145,7 @@ class Generation:
         if sampling.bad_words:
             assert self.text is not None
             sequences = self.text.sequences_of(sampling.bad_words)
+            validate.check_bad_words(sequences)
             sampling.bad_token_sequences.extend(api.TokenIds(ids=each) for each in sequences)
             sampling.ClearField("bad_words")
             validate.check_sampling(sampling, self.admitted.served.card)
