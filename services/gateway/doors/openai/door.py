@@ -15,6 +15,7 @@ from services.errors import WeftError
 from services.gateway.access.authorizer import Authorizer
 from services.gateway.answers.call import Call, Deliver, Delta, Finish, Part, Put
 from services.gateway.answers.collect import Collector
+from services.gateway.answers.deadline import deadline_exceeded
 from services.gateway.answers.serve import AnswerService
 from services.gateway.doors.http import Exchange, HttpRoutes
 from services.gateway.doors.openai.answers import Format, model_json, receipt_json
@@ -73,7 +74,11 @@ class OpenAIDoor:
         self._access.permit("Tokenize", exchange.credentials)
         asked, request = parse_tokenize(await exchange.json())
         exchange.param = asked.param
-        reply = await exchange.run(self._answers.tokenize(request, exchange.credentials))
+        try:
+            async with asyncio.timeout(exchange.remaining_s):
+                reply = await exchange.run(self._answers.tokenize(request, exchange.credentials))
+        except TimeoutError:
+            raise deadline_exceeded() from None
         tokens = list(reply.token_ids)
         await exchange.reply({"count": len(tokens), "tokens": tokens, "token_strs": list(reply.pieces)})
 
