@@ -179,6 +179,20 @@ async def test_tokenize(mesh: FakeMesh) -> None:
             assert (response.status_code, error_of(response)["param"]) == (400, param)
 
 
+        for seconds, status in (("soon", 400), ("9", 200)):
+            headers = {"x-request-timeout": seconds}
+            response = await http_client.post("/tokenize", json={"prompt": "hello"}, headers=headers)
+            assert response.status_code == status
+
+
+async def test_the_receipts_of_many_prompts_fit_in_the_headers_that_proxies_take(mesh: FakeMesh) -> None:
+    async with client(mesh) as http_client:
+        response = await http_client.post("/v1/completions", json=TEXT | {"prompt": ["hello"] * 32, "max_tokens": 1})
+    assert len(response.json()["choices"]) == 32
+    assert len(response.headers["weft-receipt"]) < 3500
+    ids = [each["request_id"] for each in json.loads(response.headers["weft-receipt"])]
+    assert ids == [f"{response.headers['x-request-id']}-{place}" for place in range(len(ids))]
+    assert ids
 async def test_a_traceparent_is_the_parent(mesh: FakeMesh) -> None:
     trace_id = "0af7651916cd43dd8448eb211c80319c"
     async with client(mesh) as http_client:

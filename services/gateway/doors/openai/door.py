@@ -23,6 +23,8 @@ from services.gateway.doors.openai.requests import parse, parse_tokenize
 from services.gateway.links.catalog import Catalog
 
 RECEIPT_HEADER = b"weft-receipt"
+_MOST_RECEIPT_BYTES = 3 << 10
+"""Of several receipts in the header: proxies such as nginx take 4 KiB of headers by default."""
 _WAITING = b": waiting for a worker\n\n"
 """A comment of server-sent events, which clients skip; it keeps the connection alive."""
 _REQUEST_ID_HEADER = b"x-request-id"
@@ -171,6 +173,8 @@ class OpenAIDoor:
         if exchange.status:
             return
         lines = [receipt_json(receipt) for receipt in receipts if receipt.request_id]
+        while len(lines) > 1 and sum(map(len, lines)) > _MOST_RECEIPT_BYTES:
+            lines.pop()
         if lines:
             exchange.extra.append((RECEIPT_HEADER, lines[0] if len(receipts) == 1 else b"[" + b",".join(lines) + b"]"))
 
