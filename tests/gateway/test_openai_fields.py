@@ -1,5 +1,6 @@
 """Every field of the requests of OpenAI's Python client is honoured by name, or refused by name."""
 
+import math
 import typing
 from typing import Any
 
@@ -374,6 +375,11 @@ def test_response_formats_become_forms() -> None:
     whole = parse("chat", REQUIRED["chat"] | {"response_format": {"type": "json_object"}})
     assert whole.request.sampling.structured.json_object
     named = parse("chat", REQUIRED["chat"] | {"response_format": SCHEMA})
+    first = place("<s>")
+    first.chosen.logprob = math.nan
+    for text, second in (("Once", 0), ("<s>Once", 3)):
+        lists, _ = answers.completion_logprobs([first, place("Once")], 0, text)
+        assert lists["text_offset"] == [0, second], "a token that the tokenizer has added is not in the text"
     assert named.request.sampling.structured.json_schema == "{}"
     assert named.param("sampling.structured.json_schema") == "response_format.json_schema.schema"
     text = parse("completions", {"prompt": "a", "guided_json": '{"type": "null"}'})

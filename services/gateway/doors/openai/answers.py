@@ -13,6 +13,7 @@ from services.gateway.answers.call import Delta
 from services.gateway.doors.openai.values import Asked, Json
 
 Continued = TypeVar("Continued", Delta, api.Choice)
+_NO_ECHO = api.PromptEcho()
 _FINISH = {api.FINISH_REASON_STOP: "stop", api.FINISH_REASON_LENGTH: "length"}
 
 
@@ -59,10 +60,11 @@ def chat_logprobs(places: Iterable[api.PositionLogprobs]) -> Json:
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(places: Iterable[api.PositionLogprobs], offset: int) -> tuple[Json, int]:
+def completion_logprobs(places: Iterable[api.PositionLogprobs], offset: int, prompt: str = "") -> tuple[Json, int]:
     """Log-probabilities as the completions API writes them, and the offset in characters behind the last token.
 
-    Tokens of equal text (incomplete characters) are one key in `top_logprobs`, with the greatest value.
+    `prompt` is the prompt's text, if it has the first tokens. Tokens of equal text (incomplete characters) are one key
+    in `top_logprobs`, with the greatest value.
     """
     lists: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for place in places:
@@ -72,7 +74,7 @@ def completion_logprobs(places: Iterable[api.PositionLogprobs], offset: int) -> 
             lists["token_logprobs"].append(None)
             lists["top_logprobs"].append(None)
             lists["text_offset"].append(offset)
-            offset += len(chosen.text)
+            offset += _first_length(chosen.text, prompt)
             continue
         lists["token_logprobs"].append(chosen.logprob)
         top: dict[str, float] = {}
@@ -82,6 +84,11 @@ def completion_logprobs(places: Iterable[api.PositionLogprobs], offset: int) -> 
         lists["text_offset"].append(offset)
         offset += len(chosen.text)
     return lists, offset
+
+
+def _first_length(token: str, prompt: str) -> int:
+    """Characters of a prompt that its first token stands for: 0 for one that the tokenizer has added."""
+    return next((len(text) for text in (token, token.lstrip()) if prompt.startswith(text)), 0)
 
 
 def _stop_reason(part: Delta | api.Choice) -> str | int | None:
@@ -138,7 +145,7 @@ class Format:
         chunks = []
         for index in range(max(1, self._asked.request.n)):
             choice: Json = {"index": self._first + index, "text": prompt.text, "finish_reason": None}
-            choice["logprobs"] = self._scored(index, prompt.logprobs) if self._wants_logprobs else None
+            choice["logprobs"] = self._scored(index, prompt.logprobs, prompt.text) if self._wants_logprobs else None
             if self._asked.token_ids:
                 choice["token_ids"] = list(prompt.token_ids)
             chunks.append(self._chunk(choice))
@@ -222,8 +229,8 @@ class Format:
             usage["completion_tokens"], usage["total_tokens"] = 0, usage["prompt_tokens"]
         return usage
 
-    def _scored(self, index: int, places: Sequence[api.PositionLogprobs]) -> Json:
-        lists, self._offsets[index] = completion_logprobs(places, self._offsets.get(index, 0))
+    def _scored(self, index: int, places: Sequence[api.PositionLogprobs], prompt: str = "") -> Json:
+        lists, self._offsets[index] = completion_logprobs(places, self._offsets.get(index, 0), prompt)
         return lists
 
     def _choices(self, response: api.CompleteResponse) -> list[Json]:
@@ -240,7 +247,7 @@ class Format:
                     choice["message"]["tool_calls"] = [_call(each) for each in part.tool_calls]
             else:
                 choice["text"] = echo.text + part.text
-            choice["logprobs"] = self._logprobs(part, echo.logprobs) if self._wants_logprobs else None
+            choice["logprobs"] = self._logprobs(part, echo) if self._wants_logprobs else None
             choice["finish_reason"] = self._finish(part)
             self._add_extensions(choice, part)
             if self._asked.token_ids and echo.token_ids:
@@ -254,9 +261,11 @@ class Format:
             self._head["model"] = self._asked.request.model or self._only_model()
         return self._head
 
-    def _logprobs(self, part: Delta | api.Choice, before: Sequence[api.PositionLogprobs] = ()) -> Json:
+    def _logprobs(self, part: Delta | api.Choice, echo: api.PromptEcho = _NO_ECHO) -> Json:
         """Those of the part, behind those of the echoed prompt."""
-        return chat_logprobs(part.logprobs) if self._asked.chat else self._scored(part.index, [*before, *part.logprobs])
+        if self._asked.chat:
+            return chat_logprobs(part.logprobs)
+        return self._scored(part.index, [*echo.logprobs, *part.logprobs], echo.text)
 
     def _add_extensions(self, choice: Json, part: Delta | api.Choice) -> None:
         reason = _stop_reason(part)
