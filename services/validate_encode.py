@@ -90,7 +90,7 @@ def check_input(field: str, token_ids: Sequence[int], card: mesh.ModelCard) -> N
         raise invalid(field, "no tokens", "EMPTY_INPUT")
     check_token_ids(field, token_ids, card)
     if len(token_ids) > card.context_length:
-        rule = f"{len(token_ids)} tokens exceed the context of {card.context_length}: options.truncate would cut them"
+        rule = f"{len(token_ids)} tokens exceed the context of {card.context_length}: truncate cuts them"
         raise invalid(field, rule, "CONTEXT_EXCEEDED")
 
 

@@ -166,19 +166,19 @@ async def test_the_unmodified_client_of_openai(mesh: FakeMesh) -> None:
 
 async def test_tokenize(mesh: FakeMesh) -> None:
     async with client(mesh) as http_client:
-        text = (await http_client.post("/tokenize", json={"prompt": "hello world"})).json()
+        nulls = {"model": None, "messages": None}
+        text = (await http_client.post("/tokenize", json={"prompt": "hello world"} | nulls)).json()
         chat = (await http_client.post("/tokenize", json={"model": "alias", "messages": CHAT["messages"]})).json()
         assert text["count"] == len(text["tokens"]) == len(text["token_strs"]) == 11
         assert "".join(chat["token_strs"]).startswith("<s>user: hi")
         for body, param in [
             ({"prompt": "x", "messages": []}, "prompt"),
+            ({"prompt": None, "model": "fake"}, "prompt"),
             ({"prompt": "x", "lora": 1}, "lora"),
             ({}, "prompt"),
         ]:
             response = await http_client.post("/tokenize", json=body)
             assert (response.status_code, error_of(response)["param"]) == (400, param)
-
-
         for seconds, status in (("soon", 400), ("9", 200)):
             headers = {"x-request-timeout": seconds}
             response = await http_client.post("/tokenize", json={"prompt": "hello"}, headers=headers)
@@ -193,6 +193,8 @@ async def test_the_receipts_of_many_prompts_fit_in_the_headers_that_proxies_take
     ids = [each["request_id"] for each in json.loads(response.headers["weft-receipt"])]
     assert ids == [f"{response.headers['x-request-id']}-{place}" for place in range(len(ids))]
     assert ids
+
+
 async def test_a_traceparent_is_the_parent(mesh: FakeMesh) -> None:
     trace_id = "0af7651916cd43dd8448eb211c80319c"
     async with client(mesh) as http_client:
@@ -249,6 +251,7 @@ async def test_health_and_the_phase_of_loading_workers(mesh: FakeMesh) -> None:
         ({"temperature": 1000}, "temperature", "invalid_field"),
         ({"max_tokens": 100000}, "messages", "context_length_exceeded"),
         ({"messages": []}, "messages", "empty_prompt"),
+        ({"bad_words": ["word " * 50]}, "bad_words", "invalid_field"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "tools_unsupported"),
         ({"user": "me"}, "user", "unsupported_field"),
         ({"no_such_field": "x"}, "no_such_field", "unknown_field"),
@@ -265,7 +268,24 @@ async def test_a_refused_field_is_named(mesh: FakeMesh, fields: Any, param: str,
     )  # fmt: skip
     assert error["message"].startswith(f"{param}: ")
 
-        ({"bad_words": ["word " * 50]}, "bad_words", "invalid_field"),
+
+async def test_every_field_of_a_request_to_an_encoder_is_honoured_or_refused_by_name(mesh: FakeMesh) -> None:
+    embedding, ranking = {"input": "hello"}, {"query": "hello", "documents": ["world"]}
+    requests: list[tuple[str, dict[str, Any], str, str]] = [
+        ("embeddings", embedding | {"encoding_format": None, "user": None}, "model", "task_unsupported"),
+        ("embeddings", embedding | {"user": "me"}, "user", "unsupported_field"),
+        ("embeddings", embedding | {"cache": "bypass"}, "cache", "unknown_field"),
+        ("rerank", ranking | {"top_n": None, "documents": [{"text": "a", "title": None}]}, "model", "task_unsupported"),
+        ("rerank", ranking | {"user": "me"}, "user", "unknown_field"),
+        ("rerank", ranking | {"documents": ["a", {"text": "b", "x": 1}]}, "documents[1].x", "unsupported_field"),
+        ("rerank", ranking | {"documents": [{"title": None}]}, "documents[0].text", "invalid_field"),
+    ]  # fmt: skip
+    async with client(mesh) as http_client:
+        for path, body, param, code in requests:
+            response = await http_client.post(f"/v1/{path}", json=body)
+            error = error_of(response)
+            assert (response.status_code, error["param"], error["code"]) == (400, param, code)
+
 
 async def test_json_that_is_nested_too_deeply_is_refused_by_name(mesh: FakeMesh) -> None:
     call = {"function": {"name": "f", "arguments": '{"x":' * 600 + "{}" + "}" * 600}}

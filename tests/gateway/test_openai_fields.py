@@ -241,6 +241,15 @@ STRICT = {"type": "function", "function": {"name": "f", "strict": True}}
         ),
         ("chat", {"tool_choice": "sometimes"}, "tool_choice"),
         ("chat", {"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
+        ("chat", {"tool_choice": {"type": "function", "function": {"name": "f"}, "x": 1}}, "tool_choice.x"),
+        ("chat", {"tool_choice": {"type": "function", "function": {"name": "f", "x": 1}}}, "tool_choice.function.x"),
+        (
+            "chat",
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "id": "c"}}]}]},
+            "messages[0].tool_calls[0].function.id",
+        ),
+        ("chat", {"messages": None}, "messages"),
+        ("completions", {"prompt": None}, "prompt"),
         ("chat", {"enable_thinking": "no"}, "enable_thinking"),
         ("chat", {"response_format": "json"}, "response_format"),
         ("chat", {"response_format": {"type": "xml"}}, "response_format.type"),
@@ -288,6 +297,13 @@ def test_a_wrong_value_is_refused_by_name(kind: str, fields: dict[str, Any], par
     assert refusal(kind, **fields).field == param
 
 
+def test_null_is_as_good_as_absent_in_a_call() -> None:
+    function = {"name": "f", "arguments": "{}"}
+    call = {"id": None, "type": None, "function": function | {"strict": None}, "custom": None}
+    asked = parse("chat", {"messages": [{"role": "assistant", "tool_calls": [call]}]})
+    assert asked.request.prompt.chat.messages[0].tool_calls[0] == api.ToolCall(**function)
+
+
 def test_parts_of_text_are_joined_by_line_breaks() -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     asked = parse("chat", {"messages": [{"role": "user", "content": parts}]})
@@ -329,6 +345,7 @@ def test_errors_name_the_field_of_openais_api() -> None:
     assert [of_chat.param(name) for name in fields] == [
         "chat_template_kwargs.x", "continue_final_message", "tools.name",
     ]  # fmt: skip
+    assert of_chat.param("prompt.chat.messages.tool_calls.arguments") == "messages.tool_calls.arguments"
     assert [of_text.param(name) for name in ("prompt.text", "sampling.logprobs", "n")] == ["prompt", "logprobs", "n"]
 
 
@@ -346,7 +363,6 @@ def test_cached_tokens_are_those_that_were_not_computed() -> None:
 
 
 def test_the_log_probabilities_of_the_completions_api() -> None:
-    assert of_chat.param("prompt.chat.messages.tool_calls.arguments") == "messages.tool_calls.arguments"
     def place(text: str, *top: tuple[str, float]) -> api.PositionLogprobs:
         chosen = api.TokenLogprob(text=text, logprob=-0.5)
         return api.PositionLogprobs(chosen=chosen, top=[api.TokenLogprob(text=t, logprob=p) for t, p in top])
@@ -359,6 +375,11 @@ def test_the_log_probabilities_of_the_completions_api() -> None:
         "text_offset": [4, 6],
     }
     assert offset == 7
+    first = place("<s>")
+    first.chosen.logprob = math.nan
+    for text, second in (("Once", 0), ("<s>Once", 3)):
+        lists, _ = answers.completion_logprobs([first, place("Once")], 0, text)
+        assert lists["text_offset"] == [0, second], "a token that the tokenizer has added is not in the text"
 
 
 def test_the_receipt_is_one_line_of_ascii() -> None:
@@ -375,11 +396,6 @@ def test_response_formats_become_forms() -> None:
     whole = parse("chat", REQUIRED["chat"] | {"response_format": {"type": "json_object"}})
     assert whole.request.sampling.structured.json_object
     named = parse("chat", REQUIRED["chat"] | {"response_format": SCHEMA})
-    first = place("<s>")
-    first.chosen.logprob = math.nan
-    for text, second in (("Once", 0), ("<s>Once", 3)):
-        lists, _ = answers.completion_logprobs([first, place("Once")], 0, text)
-        assert lists["text_offset"] == [0, second], "a token that the tokenizer has added is not in the text"
     assert named.request.sampling.structured.json_schema == "{}"
     assert named.param("sampling.structured.json_schema") == "response_format.json_schema.schema"
     text = parse("completions", {"prompt": "a", "guided_json": '{"type": "null"}'})

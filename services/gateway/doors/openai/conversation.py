@@ -3,7 +3,17 @@
 from typing import Any
 
 from protos import inference_pb2 as api
-from services.gateway.doors.openai.values import Asked, Json, flag, json_text, mapping, text, unsupported, wrong
+from services.gateway.doors.openai.values import (
+    Asked,
+    Json,
+    check_keys,
+    flag,
+    json_text,
+    mapping,
+    text,
+    unsupported,
+    wrong,
+)
 
 _MESSAGE = {"role", "content", "name", "tool_calls", "tool_call_id"}
 
@@ -38,14 +48,13 @@ def _add_message(chat: api.Chat, at: str, message: Json) -> None:
 
 
 def _add_call(message: api.ChatMessage, at: str, call: Json) -> None:
-    if call.get("type", "function") != "function":
+    if call.get("type") not in (None, "function"):
         raise unsupported(f"{at}.type", "only functions are supported")
     function = mapping(f"{at}.function", call.get("function"))
-    for name, given in (*function.items(), *call.items()):
-        if name not in ("id", "type", "function", "name", "arguments", "index") and given is not None:
-            raise unsupported(f"{at}.{name}", "not supported")
+    check_keys(at, call, "id", "type", "function", "index")
+    check_keys(f"{at}.function", function, "name", "arguments")
     message.tool_calls.add(
-        id=text(f"{at}.id", call.get("id", "")),
+        id="" if call.get("id") is None else text(f"{at}.id", call["id"]),
         name=text(f"{at}.function.name", function.get("name")),
         arguments=text(f"{at}.function.arguments", function.get("arguments")),
     )
@@ -62,8 +71,7 @@ def _content(name: str, value: Any) -> str:
         at = f"{name}[{place}]"
         if not isinstance(part, dict) or part.get("type") != "text":
             raise unsupported(f"{at}.type", "only parts of text are supported")
-        for key in part.keys() - {"type", "text"}:
-            raise unsupported(f"{at}.{key}", "not supported")
+        check_keys(at, part, "type", "text")
         texts.append(text(f"{at}.text", part.get("text")))
     return "\n".join(texts)
 

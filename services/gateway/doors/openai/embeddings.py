@@ -12,7 +12,19 @@ from services.gateway.answers.encoding.call import EncodeCall, Request
 from services.gateway.answers.encoding.serve import EncodeService
 from services.gateway.doors.http import Exchange, HttpRoutes
 from services.gateway.doors.openai.answers import receipt_json
-from services.gateway.doors.openai.values import MOST_UINT32, Json, flag, ids, integer, text, unsupported, wrong
+from services.gateway.doors.openai.values import (
+    MOST_UINT32,
+    NO_END_USERS,
+    Json,
+    check_keys,
+    flag,
+    ids,
+    integer,
+    text,
+    unknown,
+    unsupported,
+    wrong,
+)
 from services.validate import MAX_PRIORITY
 from services.validate_encode import EncodeRequest
 
@@ -35,7 +47,7 @@ class EmbeddingsDoor:
     async def embeddings(self, exchange: Exchange) -> None:
         """A vector for each input."""
         self._access.permit("Embed", exchange.credentials)  # Before the body is read.
-        body, request = await exchange.json(), api.EmbedRequest()
+        body, request = _without_nulls(await exchange.json()), api.EmbedRequest()
         encoding = text("encoding_format", body.pop("encoding_format", "float"))
         if encoding not in ("float", "base64"):
             raise wrong("encoding_format", "float or base64")
@@ -54,7 +66,7 @@ class EmbeddingsDoor:
     async def rerank(self, exchange: Exchange) -> None:
         """The documents in the order of their scores."""
         self._access.permit("Rank", exchange.credentials)
-        body, request = await exchange.json(), api.RankRequest()
+        body, request = _without_nulls(await exchange.json()), api.RankRequest()
         returns = flag("return_documents", body.pop("return_documents", False))
         _read(body, request, _RANK)
         exchange.param = _param
@@ -102,6 +114,11 @@ def _param(name: str) -> str:
 # ---- fields ----
 
 
+def _without_nulls(body: Json) -> Json:
+    """A field that is null is one that is not there, as in all requests of this protocol."""
+    return {name: value for name, value in body.items() if value is not None}
+
+
 def _read(body: Json, request: _Body, fields: Mapping[str, Callable[[_Body, str, Any], None]]) -> None:
     """Sets the fields of a request. Raises WeftError for one that there is not."""
     for name, value in body.items():
@@ -109,8 +126,10 @@ def _read(body: Json, request: _Body, fields: Mapping[str, Callable[[_Body, str,
             fields[name](request, name, value)
         elif name in _OPTIONS:
             _OPTIONS[name](request, name, value)
+        elif name == "user" and fields is _EMBED:  # A field of OpenAI's.
+            raise unsupported(name, NO_END_USERS)
         else:
-            raise unsupported(name[:64], "not a field of this request")
+            raise unknown(name)
 
 
 def _model(request: EncodeRequest, name: str, value: Any) -> None:
@@ -163,8 +182,12 @@ def _documents(request: api.RankRequest, name: str, value: Any) -> None:
     if not isinstance(value, list):
         raise wrong(name, "a list of texts")
     for place, each in enumerate(value):
-        found = each.get("text") if isinstance(each, dict) else each
-        request.documents.append(text(f"{name}[{place}]", found))
+        at = f"{name}[{place}]"
+        if isinstance(each, dict):
+            check_keys(at, each, "text")
+            request.documents.append(text(f"{at}.text", each.get("text")))
+        else:
+            request.documents.append(text(at, each))
 
 
 def _top_n(request: api.RankRequest, name: str, value: Any) -> None:

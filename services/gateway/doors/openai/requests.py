@@ -7,16 +7,15 @@ and a field in neither list is refused as unknown. null is as good as absent, as
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from grpc import StatusCode
-
 from protos import inference_pb2 as api
-from services.errors import WeftError
+from services.errors import invalid
 from services.gateway.doors.openai.conversation import chat_flag, finish, messages, template_variables, thinking
 from services.gateway.doors.openai.structured import GUIDED, guided, response_format, structured_outputs
 from services.gateway.doors.openai.tools import check_strict, tool_choice, tools
 from services.gateway.doors.openai.values import (
     MOST_UINT32,
     MOST_UINT64,
+    NO_END_USERS,
     Asked,
     Json,
     flag,
@@ -24,6 +23,7 @@ from services.gateway.doors.openai.values import (
     integer,
     number,
     text,
+    unknown,
     unsupported,
     wrong,
 )
@@ -254,7 +254,6 @@ HONOURED: Mapping[str, Mapping[str, Setter]] = {
     },
 }
 """The fields of each API that are honoured."""
-_USER = "Weft keeps no record of end users: give each a tenant and a key instead"
 _CACHING = "prompts are cached without it"
 REFUSED: Mapping[str, Mapping[str, tuple[Sequence[object], str]]] = {
     "chat": {
@@ -269,17 +268,17 @@ REFUSED: Mapping[str, Mapping[str, tuple[Sequence[object], str]]] = {
         "prompt_cache_options": ((), _CACHING),
         "prompt_cache_retention": ((), _CACHING),
         "reasoning_effort": ((), "not supported"),
-        "safety_identifier": ((), _USER),
+        "safety_identifier": ((), NO_END_USERS),
         "service_tier": (("auto", "default"), "there is one tier: see `priority`"),
         "store": ((False,), "answers are not stored"),
-        "user": ((), _USER),
+        "user": ((), NO_END_USERS),
         "verbosity": ((), "not supported"),
         "web_search_options": ((), "not supported"),
     },
     "completions": {
         "best_of": ((1,), "only 1 is supported"),
         "suffix": (("",), "not supported"),
-        "user": ((), _USER),
+        "user": ((), NO_END_USERS),
     },
 }
 """The fields of each API that are refused: values that change nothing and are therefore accepted, and the reason."""
@@ -293,7 +292,7 @@ def _is(value: object, neutral: object) -> bool:
 def _refuse(refused: Mapping[str, tuple[Sequence[object], str]], name: str, value: object) -> None:
     """Raises WeftError unless the value changes nothing."""
     if name not in refused:
-        raise WeftError(StatusCode.INVALID_ARGUMENT, "UNKNOWN_FIELD", f"{name}: there is no such field", field=name)
+        raise unknown(name)
     neutral, reason = refused[name]
     if not any(_is(value, each) for each in neutral):
         raise unsupported(name, reason)
@@ -311,6 +310,7 @@ def parse(kind: str, body: Json) -> Asked:
         else:
             setter(asked, name, value)
     finish(asked)
+    _check_prompt(asked, "messages" if asked.chat else "prompt", "required")
     if asked.request.echo:
         _echo_prompt(asked)
     if asked.chat and body.get("top_logprobs") is not None and body.get("logprobs") is not True:
@@ -319,6 +319,11 @@ def parse(kind: str, body: Json) -> Asked:
     if body.get("stream_options") is not None and not asked.stream:
         raise wrong("stream_options", "only where `stream` is true")
     return asked
+
+
+def _check_prompt(asked: Asked, name: str, rule: str) -> None:
+    if not asked.request.HasField("prompt"):
+        raise invalid(name, rule, "EMPTY_PROMPT")
 
 
 def _echo_prompt(asked: Asked) -> None:
@@ -332,6 +337,7 @@ def _echo_prompt(asked: Asked) -> None:
 
 def parse_tokenize(body: Json) -> tuple[Asked, api.TokenizeRequest]:
     """The request to tokenize `prompt` or `messages`. Raises WeftError."""
+    body = {name: value for name, value in body.items() if value is not None}
     asked = Asked("messages" in body)
     setters: Mapping[str, Setter] = {"model": _model, "prompt": _prompt, "messages": messages}
     if asked.chat:
@@ -342,8 +348,9 @@ def parse_tokenize(body: Json) -> tuple[Asked, api.TokenizeRequest]:
         if name in setters:
             setters[name](asked, name, value)
         else:
-            _refuse({}, name, value)
+            raise unknown(name)
     finish(asked)
+    _check_prompt(asked, "prompt", "either it or `messages` is required")
     if asked.prompts:
         raise wrong("prompt", "one prompt")
     return asked, api.TokenizeRequest(model=asked.request.model, prompt=asked.request.prompt)

@@ -5,7 +5,7 @@ import re
 from typing import Any
 
 from protos import inference_pb2 as api
-from services.gateway.doors.openai.values import Asked, flag, json_text, mapping, text, unsupported, wrong
+from services.gateway.doors.openai.values import Asked, check_keys, flag, json_text, mapping, text, unsupported, wrong
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
@@ -13,8 +13,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 def response_format(asked: Asked, name: str, value: Any) -> None:
     """{"type": "text"}, {"type": "json_object"}, or {"type": "json_schema", "json_schema": {"name", "schema", ...}}."""
     kind = mapping(name, value).get("type")
-    for key in value.keys() - {"type", "json_schema"}:
-        raise unsupported(f"{name}.{key}", "not supported")
+    check_keys(name, value, "type", "json_schema")
     if kind not in ("text", "json_object", "json_schema"):
         raise unsupported(f"{name}.type", "text, json_object or json_schema")
     if value.get("json_schema") is not None and kind != "json_schema":
@@ -29,8 +28,7 @@ def _named_schema(at: str, value: Any) -> api.Structured:
     """The schema of a response format. It is enforced whether `strict` or not; its name and description say nothing to
     the model."""
     given = mapping(at, value)
-    for key in given.keys() - {"name", "description", "schema", "strict"}:
-        raise unsupported(f"{at}.{key}", "not supported")
+    check_keys(at, given, "name", "description", "schema", "strict")
     if not _NAME.fullmatch(text(f"{at}.name", given.get("name"))):
         raise wrong(f"{at}.name", "1 to 64 characters of A-Z a-z 0-9 _ -")
     if given.get("description") is not None:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from protos import inference_pb2 as api
-from services.gateway.doors.openai.values import Asked, flag, json_text, mapping, text, unsupported, wrong
+from services.gateway.doors.openai.values import Asked, check_keys, flag, json_text, mapping, text, unsupported, wrong
 from services.validate_chat import calls_required
 
 
@@ -20,8 +20,7 @@ def _add_tool(asked: Asked, at: str, tool: Any) -> None:
     if mapping(at, tool).get("type") != "function":
         raise unsupported(f"{at}.type", "only functions are supported")
     function = mapping(f"{at}.function", tool.get("function"))
-    for key in tool.keys() - {"type", "function"}:
-        raise unsupported(f"{at}.{key}", "not supported")
+    check_keys(at, tool, "type", "function")
     made = asked.request.prompt.chat.tools.add(name=text(f"{at}.function.name", function.get("name")))
     for key, given in function.items():
         if given is None or key == "name":
@@ -65,6 +64,8 @@ def tool_choice(asked: Asked, name: str, value: Any) -> None:
     if mapping(name, value).get("type") != "function":
         raise unsupported(f"{name}.type", "only functions are supported")
     function = mapping(f"{name}.function", value.get("function"))
+    check_keys(name, value, "type", "function")
+    check_keys(f"{name}.function", function, "name")
     chat.tool_function = text(f"{name}.function.name", function.get("name"))
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import orjson
+from grpc import StatusCode
 
 from protos import inference_pb2 as api
 from services.errors import WeftError, invalid
@@ -13,10 +14,11 @@ MOST_UINT32 = (1 << 32) - 1
 MOST_UINT64 = (1 << 64) - 1
 
 
+NO_END_USERS = "Weft keeps no record of end users: give each a tenant and a key instead"
 _OF_CHAT = {
+    "messages": "messages",
     "tools": "tools",
     "tool_mode": "tool_choice",
-    "messages": "messages",
     "tool_function": "tool_choice",
     "parallel_tool_calls": "parallel_tool_calls",
     "template_variables": "chat_template_kwargs",
@@ -81,6 +83,10 @@ def unsupported(name: str, reason: str) -> WeftError:
     return invalid(name, reason, "UNSUPPORTED_FIELD")
 
 
+def unknown(name: str) -> WeftError:
+    return WeftError(StatusCode.INVALID_ARGUMENT, "UNKNOWN_FIELD", f"{name}: there is no such field", field=name)
+
+
 def wrong(name: str, rule: str) -> WeftError:
     return invalid(name, rule)
 
@@ -120,6 +126,13 @@ def mapping(name: str, value: Any) -> Json:
     if not isinstance(value, dict):
         raise wrong(name, "an object")
     return value
+
+
+def check_keys(name: str, given: Json, *known: str) -> None:
+    """Refuses other keys of a JSON object than the known ones; null is as good as absent. Raises WeftError."""
+    for key, value in given.items():
+        if key not in known and value is not None:
+            raise unsupported(f"{name}.{key}", "not supported")
 
 
 def json_text(name: str, value: Any) -> str:
