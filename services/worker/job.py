@@ -153,6 +153,8 @@ class Failure:
     """For people."""
     retryable: bool = False
     """Another attempt on another worker may succeed."""
+    field: str = ""
+    """The field of the request that is wrong, if it is one."""
 
 
 @dataclass(frozen=True, slots=True)

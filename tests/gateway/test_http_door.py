@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from protos import mesh_pb2
 from services import metrics
-from services.errors import WeftError, unavailable
+from services.errors import WeftError, invalid, unavailable
 from services.gateway.answers.continuation import Continuation
 from services.gateway.answers.generation import Generation
 from services.gateway.doors import http, http_server
@@ -305,6 +305,15 @@ async def test_json_that_is_nested_too_deeply_is_refused_by_name(mesh: FakeMesh)
         for param, fields in refusals:
             response = await http_client.post("/v1/chat/completions", json=CHAT | fields)
             assert (response.status_code, error_of(response)["param"]) == (400, param)
+
+
+async def test_a_form_that_a_worker_cannot_follow_is_named_as_the_client_named_it(mesh: FakeMesh) -> None:
+    mesh.workers[0].fail_at = 0, invalid("sampling.structured", "no token can continue it", "INVALID_GRAMMAR")
+    async with client(mesh) as http_client:
+        response = await http_client.post("/v1/completions", json=TEXT | {"guided_regex": "a+"})
+    error = error_of(response)
+    assert (response.status_code, error["param"], error["code"]) == (400, "guided_regex", "invalid_grammar")
+    assert error["message"] == "guided_regex: no token can continue it"
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 
 from protos import inference_pb2 as api
 from protos import mesh_pb2
+from services.errors import invalid
 from services.forms.form import Form
 from services.forms.grammar import compile_form
 from services.gateway.links.worker_link import worker_lost
@@ -359,3 +360,7 @@ async def test_openais_client_streams_calls() -> None:
         history[1].pop("parsed", None)
         await ai.chat.completions.create(**{**fields, "messages": history})
         assert len(mesh.workers[0].jobs[-1].token_ids) > len(mesh.workers[0].jobs[0].token_ids)
+        mesh.workers[0].fail_at = 0, invalid("sampling.structured", "too large", "INVALID_GRAMMAR")
+        with pytest.raises(openai.BadRequestError) as caught:
+            await ai.chat.completions.create(**fields, tool_choice="required")
+        assert (caught.value.param, caught.value.code) == ("tools", "invalid_grammar")

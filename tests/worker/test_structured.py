@@ -212,6 +212,7 @@ def test_a_form_that_cannot_be_compiled_fails_its_job_alone(demo: Callable[..., 
     error = answers[1].ended.error
     assert error is not None
     assert (error.code, error.reason, error.retryable) == ("INVALID_ARGUMENT", "INVALID_GRAMMAR", False)
+    assert error.field == "sampling.structured"
     assert not answers[1].tokens
     assert len(answers[2].tokens) == 4
 

@@ -9,9 +9,9 @@ from typing import Protocol
 
 from protos import inference_pb2 as api
 from services import hashing, telemetry, validate
-from services.errors import WeftError, internal
+from services.errors import WeftError, internal, invalid
 from services.forms.form import Form
-from services.forms.request import check_size
+from services.forms.request import FIELD, check_size
 from services.gateway.answers.admitted import AdmittedRequest
 from services.gateway.answers.attempt import Answer
 from services.gateway.answers.continuation import Continuation
@@ -25,6 +25,8 @@ from services.gateway.text.journal import Journal
 from services.gateway.text.stop_strings import StopMatcher
 from services.gateway.text.tokenizer import TextModel
 from services.validate_chat import calls_required
+
+_TOOLS = "prompt.chat.tools"
 
 
 class Observer(Protocol):
@@ -107,7 +109,7 @@ class Generation:
             self._enter(Phase.REMOTE)
             await self._run_all()
         except WeftError as error:
-            self.error = error
+            self.error = self._named(error)
         except Exception as error:
             telemetry.log_exception("a generation failed", error)
             self.error = internal()
@@ -128,11 +130,16 @@ class Generation:
 
     async def _require_calls(self, text: TextModel) -> None:
         """Makes the answer consist of tool calls. Raises WeftError if their grammar cannot be compiled."""
-        field = "prompt.chat.tools"
         plain, own = text.call_grammars(self.admitted.request.prompt.chat)
         self._form = api.Structured(grammar=own)
-        check_size(self._form, field)
-        await self._backend.forms.check(Form("grammar", plain), field)
+        check_size(self._form, _TOOLS)
+        await self._backend.forms.check(Form("grammar", plain), _TOOLS)
+
+    def _named(self, error: WeftError) -> WeftError:
+        """The error of a worker; one of a form that is made of the tools names these."""
+        if self._form is None or error.field != FIELD:
+            return error
+        return invalid(_TOOLS, error.message.removeprefix(f"{FIELD}: "), error.reason)
 
     def _plan(self, tokens: list[int]) -> None:
         sampling = api.Sampling()

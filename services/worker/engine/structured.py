@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from services.forms.request import FIELD
 from services.worker.engine.active_job import ActiveJob
 from services.worker.engine.inbox import Inbox
 from services.worker.job import Failure, Job
@@ -21,7 +22,7 @@ _DEAD_END = FormRefused("no token can continue the answer")
 
 def refused(error: FormRefused) -> Failure:
     """The failure of a job whose form cannot be compiled or followed."""
-    return Failure("INVALID_ARGUMENT", "INVALID_GRAMMAR", f"sampling.structured: {error}")
+    return Failure("INVALID_ARGUMENT", "INVALID_GRAMMAR", f"{FIELD}: {error}", field=FIELD)
 
 
 def following(matcher: Matcher, token_id: int) -> Failure | None:

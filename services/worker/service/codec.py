@@ -107,7 +107,8 @@ def end_of(ended: Ended, stream_id: int, handed_off: bool = False) -> mesh.JobEn
 
 def _failure(failure: Failure) -> mesh.Failure:
     code = StatusCode[failure.code]
-    return WeftError(code, failure.reason, failure.message, retryable=failure.retryable).failure()
+    error = WeftError(code, failure.reason, failure.message, field=failure.field, retryable=failure.retryable)
+    return error.failure()
 
 
 def _cost(cost: Cost) -> mesh.JobCost:
