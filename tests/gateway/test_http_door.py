@@ -255,7 +255,7 @@ async def test_health_and_the_phase_of_loading_workers(mesh: FakeMesh) -> None:
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "tools_unsupported"),
         ({"user": "me"}, "user", "unsupported_field"),
         ({"no_such_field": "x"}, "no_such_field", "unknown_field"),
-        ({"request_id": "not allowed"}, "request_id", "invalid_field"),
+        ({"request_id": "x" * 150_000}, "request_id", "invalid_field"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

@@ -21,6 +21,7 @@ from services.gateway.doors.http import Exchange, HttpRoutes
 from services.gateway.doors.openai.answers import Format, model_json, receipt_json
 from services.gateway.doors.openai.requests import parse, parse_tokenize
 from services.gateway.links.catalog import Catalog
+from services.validate import check_request_id
 
 RECEIPT_HEADER = b"weft-receipt"
 _MOST_RECEIPT_BYTES = 3 << 10
@@ -92,8 +93,8 @@ class OpenAIDoor:
         request_id = request.request_id or os.urandom(16).hex()
         request.request_id = request_id
         form = Format(asked, request_id, int(time.time()), lambda: self._only_model(exchange))
-        if request_id.isascii() and request_id.isprintable():
-            exchange.extra.append((_REQUEST_ID_HEADER, request_id.encode()))
+        check_request_id("request_id", request_id)  # Before it is a header.
+        exchange.extra.append((_REQUEST_ID_HEADER, request_id.encode()))
         await (self._stream if asked.stream else self._complete)(exchange, asked.requests, form)
 
     async def _stream(self, exchange: Exchange, requests: Sequence[api.GenerateRequest], form: Format) -> None:
