@@ -167,6 +167,7 @@ LLAMA3_WITHOUT_FACTOR = {"rope_type": "llama3", "rope_theta": 1e4, "low_freq_fac
         (edit_config(rope_parameters=LLAMA3_WITHOUT_FACTOR), "factor must be a positive number of at most"),
         (edit_config(rope_parameters={"rope_theta": math.nan}), "rope_theta must be a positive number"),
         (edit_config(rope_parameters={"rope_theta": 0}), "rope_theta must be a positive number"),
+        (edit_config(rope_scaling={"type": "yarn", "factor": 4.0}), "rope_scaling and rope_parameters differ"),
         (edit_config(hidden_act="gelu"), "hidden_act gelu is not supported"),
         (edit_config(quantization_config={"quant_method": "hqq"}), "quant_method hqq is not supported"),
         (edit_config(num_key_value_heads=3), "4 attention heads cannot share 3 key/value heads"),

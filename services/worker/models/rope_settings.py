@@ -67,17 +67,20 @@ class Rope:
     scaling: RopeScaling | None = None
 
 
-def read_rope(raw: RawConfig, context_length: int, head_dim: int) -> Rope:
-    """`rope_parameters` (transformers 5), or `rope_theta` with `rope_scaling` (before). Raises CheckpointError."""
-    old = RawConfig({"rope_theta": raw.get("rope_theta", 10000.0), **raw.section("rope_scaling").values})
-    new = raw.section("rope_parameters")
-    settings = new if new.values else old
-    if raw.get("partial_rotary_factor", 1.0) != 1.0 or settings.get("partial_rotary_factor", 1.0) != 1.0:
-        raise CheckpointError("partial_rotary_factor is not supported")
+def read_rope(raw: RawConfig, context_length: int, head_dim: int, theta: float = 10000.0) -> Rope:
+    """`rope_parameters` (transformers 5), or `rope_theta` with `rope_scaling` (before). theta: the base where neither
+    names one. Raises CheckpointError."""
+    old, new = raw.section("rope_scaling").values, raw.section("rope_parameters").values
+    if old and new and old != new:
+        raise CheckpointError("config.json: rope_scaling and rope_parameters differ; one of them is enough")
+    settings = RawConfig({"rope_theta": raw.get("rope_theta", theta), **(new or old)})
+    for place in (raw, settings):
+        if place.get("partial_rotary_factor") not in (None, 1):
+            raise CheckpointError("partial_rotary_factor is not supported")
     kind = settings.get("rope_type") or settings.get("type") or "default"
     if kind not in _READERS:
         raise CheckpointError(f"rope scaling {kind} is not supported; supported are {', '.join(_READERS)}")
-    original = settings.get("original_max_position_embeddings") or raw.get("original_max_position_embeddings")
+    original = raw.get("original_max_position_embeddings") or settings.get("original_max_position_embeddings")
     settings = RawConfig({**settings.values, "original_max_position_embeddings": original or context_length})
     return Rope(settings.number("rope_theta"), _READERS[kind](settings, context_length, head_dim))
 

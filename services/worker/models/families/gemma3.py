@@ -22,14 +22,14 @@ def _read_config(raw: RawConfig) -> ModelConfig:
 
 def _read_ropes(raw: RawConfig, context_length: int, head_dim: int) -> tuple[Rope, Rope]:
     """The ropes of layers that see all tokens, and of those with a window."""
-    by_type = raw.section("rope_parameters")
-    if by_type.values:  # transformers 5
-        full, local = by_type.section("full_attention").values, by_type.section("sliding_attention").values
-    else:
-        full = {"rope_theta": raw.number("rope_theta", 1e6), **raw.section("rope_scaling").values}
-        local = {"rope_theta": raw.number("rope_local_base_freq", 1e4)}
-    ropes = (RawConfig({"rope_parameters": settings}) for settings in (full, local))
-    return read_rope(next(ropes), context_length, head_dim), read_rope(next(ropes), context_length, head_dim)
+    by_type = raw.section("rope_parameters")  # of transformers 5
+    full = by_type.section("full_attention").values or {"rope_theta": raw.get("rope_theta", 1e6)}
+    local = by_type.section("sliding_attention").values or {"rope_theta": raw.get("rope_local_base_freq", 1e4)}
+    scaled = RawConfig({"rope_parameters": {**full, **raw.section("rope_scaling").values}})
+    return (
+        read_rope(scaled, context_length, head_dim, 1e6),
+        read_rope(RawConfig({"rope_parameters": local}), context_length, head_dim, 1e4),
+    )
 
 
 FAMILY = replace(GEMMA2, architectures=("Gemma3ForCausalLM",), read_config=_read_config)

@@ -11,22 +11,34 @@ from services.worker.models.raw_config import RawConfig
 from services.worker.models.rope_settings import read_rope
 
 Windows = tuple[int | None, ...]
+_WINDOW = 4096
+"""Tokens of a window that config.json does not name, in transformers."""
 
 
 def _no_windows(raw: RawConfig, layers: int) -> Windows:
     return (None,) * layers
 
 
+def _read_window(raw: RawConfig, default: int | None) -> int | None:
+    """`sliding_window`; null: none. default: where config.json does not name it, as in transformers."""
+    window = raw.get("sliding_window", default)
+    return None if window is None else RawConfig({"sliding_window": window}).integer("sliding_window")
+
+
 def window_everywhere(raw: RawConfig, layers: int) -> Windows:
     """`sliding_window` in each layer."""
-    window = None if raw.get("sliding_window") is None else raw.integer("sliding_window")
-    return (window,) * layers
+    return (_read_window(raw, None),) * layers
+
+
+def window_unless_null(raw: RawConfig, layers: int) -> Windows:
+    """`sliding_window` in each layer, also where config.json does not name it."""
+    return (_read_window(raw, _WINDOW),) * layers
 
 
 def _windows_by_layer(raw: RawConfig, layers: int) -> Windows:
-    if not raw.flag("use_sliding_window") or raw.get("sliding_window") is None:
+    window = _read_window(raw, _WINDOW) if raw.flag("use_sliding_window") else None
+    if window is None:
         return (None,) * layers
-    window = raw.integer("sliding_window")
     # transformers' own default is 28; a 0 means that all layers have windows.
     first = 0 if raw.get("max_window_layers") == 0 else raw.integer("max_window_layers", 28)
     default = ["sliding_attention" if layer >= first else "full_attention" for layer in range(layers)]
@@ -48,11 +60,13 @@ class Variant:
     qkv_bias: bool = False
     """Queries, keys and values have biases, whatever is in config.json."""
     qk_norm: bool = False
+    rope_theta: float = 10000.0
+    """Where config.json names none."""
 
 
 _VARIANTS: Mapping[str, Variant] = {
     "LlamaForCausalLM": Variant(reads_attention_bias=True, reads_mlp_bias=True),
-    "MistralForCausalLM": Variant(window_everywhere),
+    "MistralForCausalLM": Variant(window_unless_null),
     "Qwen2ForCausalLM": Variant(_windows_by_layer, qkv_bias=True),
     "Qwen3ForCausalLM": Variant(_windows_by_layer, reads_attention_bias=True, qk_norm=True),
 }
@@ -87,7 +101,7 @@ def read_llama_config(raw: RawConfig, variant: Variant) -> ModelConfig:
         norm=NormConfig(NormKind.RMS, raw.number("rms_norm_eps")),
         activation=Activation.GATED_SILU,
         context_length=context_length,
-        positions=read_rope(raw, context_length, head_dim),
+        positions=read_rope(raw, context_length, head_dim, variant.rope_theta),
         tied_embeddings=raw.flag("tie_word_embeddings"),
         qkv_bias=attention_bias or variant.qkv_bias,
         output_bias=attention_bias,

@@ -5,7 +5,7 @@ from dataclasses import replace
 from services.worker.errors import CheckpointError
 from services.worker.models.config import ModelConfig, MoeConfig
 from services.worker.models.families.llama import FAMILY as LLAMA
-from services.worker.models.families.llama import Variant, read_llama_config, window_everywhere
+from services.worker.models.families.llama import Variant, read_llama_config, window_everywhere, window_unless_null
 from services.worker.models.family import Family, Part, PartNames, Split
 from services.worker.models.raw_config import RawConfig
 
@@ -13,13 +13,13 @@ _MOST_EXPERTS = 1 << 10
 
 
 def _read_mixtral(raw: RawConfig) -> ModelConfig:
-    config = read_llama_config(raw, Variant(window_everywhere))
+    config = read_llama_config(raw, Variant(window_everywhere, rope_theta=1e6))
     experts, chosen = raw.integer("num_local_experts", 8, _MOST_EXPERTS), raw.integer("num_experts_per_tok", 2)
     return _with_experts(config, MoeConfig(experts, chosen, config.intermediate_size, True, (True,) * config.layers))
 
 
 def _read_qwen3(raw: RawConfig) -> ModelConfig:
-    windows = window_everywhere if raw.flag("use_sliding_window") else Variant().windows
+    windows = window_unless_null if raw.flag("use_sliding_window") else Variant().windows
     config = read_llama_config(raw, Variant(windows, reads_attention_bias=True, qk_norm=True))
     moe = MoeConfig(
         raw.integer("num_experts", raw.integer("num_local_experts", 128, _MOST_EXPERTS), _MOST_EXPERTS),
