@@ -28,8 +28,8 @@ from services.worker.loader.tensors import open_checkpoint
 from services.worker.loader.weight_files import INDEX, SINGLE
 from services.worker.models.rope_settings import LinearScaling, Rope
 from services.worker.options import EngineOptions
-from tests.checkpoints import Damage, pipe
-from tests.worker.drive import open_engine
+from tests.checkpoints import EOS, VOCAB, Damage, pipe
+from tests.worker.drive import job, open_engine, solo
 
 
 @pytest.fixture
@@ -160,6 +160,8 @@ LLAMA3_WITHOUT_FACTOR = {"rope_type": "llama3", "rope_theta": 1e4, "low_freq_fac
         (edit_tensors(lambda t: t[Q].view(-1)[7].fill_(torch.inf)), f"tensor {Q} holds numbers that are not finite"),
         (edit_tensors(lambda t: t.update(extra=torch.ones(2))), "tensor extra is not part of this architecture"),
         (edit_config(architectures=["MambaForCausalLM"]), "architecture MambaForCausalLM is not supported"),
+        (edit_config(architectures=["MPNetModel"]), "Qwen3MoeForCausalLM, and encoders: Bert, Roberta, XLMRoberta,"),
+        (edit_config(head_dim=15), "head_dim 15 is odd, but positions rotate pairs of dimensions"),
         (edit_config(architectures=None), "architecture none is not supported"),
         (edit_config(rope_parameters=PROPORTIONAL), "rope scaling proportional is not supported"),
         (edit_config(rope_parameters=LONGROPE), "short_factor must be a list of 8 numbers"),
@@ -380,6 +382,15 @@ def test_end_tokens_come_from_the_generation_settings_first(copy: Callable[[str]
     assert load_config(folder).eos_token_ids == (3, 4)
     (folder / "generation_config.json").unlink()
     assert load_config(folder).eos_token_ids == (7,)
+
+
+def test_end_tokens_beyond_the_vocabulary_are_left_out(copy: Callable[[str], Path]) -> None:
+    """min_tokens forbids the end tokens in each row of logits."""
+    folder = copy("llama")
+    edit_config("generation_config.json", eos_token_id=[EOS, VOCAB, 2**40])(folder)
+    engine = open_engine(folder, engine="torch", kv_blocks=8)
+    answer = solo(engine, job(1, [5, 6], max_tokens=4, ignore_eos=False, min_tokens=3))
+    assert (load_config(folder).eos_token_ids, len(answer.tokens)) == ((EOS,), 4)
 
 
 def test_windows_follow_each_familys_rule(copy: Callable[[str], Path]) -> None:

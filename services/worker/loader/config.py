@@ -49,7 +49,8 @@ def _read_config(model_dir: Path, config: _FileState | None, generation: _FileSt
     raw = RawConfig(_read_json(model_dir / "config.json"))
     shape = family_of(raw.architecture).read_config(raw)
     quantization = raw.section("quantization_config")
-    model = replace(shape, eos_token_ids=_read_eos(raw, model_dir), kv_dtype=_read_kv_dtype(quantization))
+    eos = _read_eos(raw, model_dir, shape.vocab_size)
+    model = replace(shape, eos_token_ids=eos, kv_dtype=_read_kv_dtype(quantization))
     return CheckpointConfig(raw.values, model, quantization.values or None)
 
 
@@ -73,8 +74,9 @@ def _read_kv_dtype(quantization: RawConfig) -> str:
     return "fp8" if kind == "float" else "int8"
 
 
-def _read_eos(raw: RawConfig, model_dir: Path) -> tuple[int, ...]:
-    """The end tokens that the checkpoint's generation settings name, else those of the model's."""
+def _read_eos(raw: RawConfig, model_dir: Path, vocab_size: int) -> tuple[int, ...]:
+    """The end tokens that the checkpoint's generation settings name, else those of the model's. Without those beyond
+    the vocabulary, which the model never draws."""
     path = model_dir / _GENERATION
     settings = _read_json(path) if path.exists() else {}
     eos = settings.get("eos_token_id")
@@ -83,4 +85,4 @@ def _read_eos(raw: RawConfig, model_dir: Path) -> tuple[int, ...]:
     tokens = eos if isinstance(eos, list) else [] if eos is None else [eos]
     if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in tokens):
         raise CheckpointError("eos_token_id is neither a token nor a list of tokens")
-    return tuple(tokens)
+    return tuple(token for token in tokens if token < vocab_size)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from services.worker.errors import CheckpointError
+from services.worker.models.encoders.registry import ENCODER_KINDS
 from services.worker.models.families import gemma2, gemma3, gpt2, llama, mixtral, phi3
 from services.worker.models.family import Family
 
@@ -21,6 +22,8 @@ _BY_ARCHITECTURE = {architecture: family for family in FAMILIES for architecture
 def family_of(architecture: str) -> Family:
     """The family of an architecture. Raises CheckpointError."""
     if architecture not in _BY_ARCHITECTURE:
-        supported = ", ".join(_BY_ARCHITECTURE)
-        raise CheckpointError(f"architecture {architecture} is not supported; supported are {supported}")
+        supported, encoders = ", ".join(_BY_ARCHITECTURE), ", ".join(ENCODER_KINDS)
+        raise CheckpointError(
+            f"architecture {architecture} is not supported; supported are {supported}, and encoders: {encoders}"
+        )
     return _BY_ARCHITECTURE[architecture]

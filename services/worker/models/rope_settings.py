@@ -70,6 +70,8 @@ class Rope:
 def read_rope(raw: RawConfig, context_length: int, head_dim: int, theta: float = 10000.0) -> Rope:
     """`rope_parameters` (transformers 5), or `rope_theta` with `rope_scaling` (before). theta: the base where neither
     names one. Raises CheckpointError."""
+    if head_dim % 2:
+        raise CheckpointError(f"config.json: head_dim {head_dim} is odd, but positions rotate pairs of dimensions")
     old, new = raw.section("rope_scaling").values, raw.section("rope_parameters").values
     if old and new and old != new:
         raise CheckpointError("config.json: rope_scaling and rope_parameters differ; one of them is enough")

@@ -4,6 +4,10 @@ from services.worker.models.encoders.family import EncoderFamily
 from services.worker.models.families import albert, bert, distilbert, roberta
 
 ENCODERS: tuple[EncoderFamily, ...] = (bert.FAMILY, roberta.FAMILY, distilbert.FAMILY, albert.FAMILY)
+ENCODER_KINDS = tuple(
+    name.removesuffix("Model") for family in ENCODERS for name in family.architectures if name.endswith("Model")
+)
+"""What the names of architectures begin with, for people."""
 _BY_ARCHITECTURE = {architecture: family for family in ENCODERS for architecture in family.architectures}
 
 
