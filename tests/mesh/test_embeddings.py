@@ -29,7 +29,7 @@ from weft.client.errors import from_rpc
 
 POISON = 4
 """A token that no text has: the worker's engine fails at it."""
-PROMPTS = {"query": "quick: "}
+PROMPTS = {"query": "quick: ", "document": ""}
 EMBEDDER = api.EncodeOptions(model="tiny-bert")
 
 
@@ -96,6 +96,8 @@ async def test_vectors_are_those_of_transformers(stub: Stub, folder: Path) -> No
 async def test_prompts_truncation_and_fields(stub: Stub, folder: Path) -> None:
     reply = await stub.Embed(embed("the fox", prompt_name="query"))
     np.testing.assert_allclose([reply.embeddings[0].values], reference(folder, "quick: the fox"), atol=2e-5)
+    reply = await stub.Embed(embed("the fox", prompt_name="document"))  # puts nothing before a text
+    np.testing.assert_allclose([reply.embeddings[0].values], reference(folder, "the fox"), atol=2e-5)
     long = embed("fox " * 200, options=api.EncodeOptions(truncate=True))
     assert (await stub.Embed(long)).receipt.prompt_tokens == CONTEXT
     plain = await stub.Embed(embed("the fox", normalize=False))
@@ -191,7 +193,7 @@ async def test_what_an_embedder_does_not_do_is_refused_by_name(stub: Stub) -> No
         assert from_rpc(failed.value).reason == "TASK_UNSUPPORTED"
     models = {model.name: model for model in (await stub.ListModels(api.ListModelsRequest())).models}
     embedder = models["tiny-bert"]
-    assert (list(embedder.tasks), embedder.dimensions, list(embedder.prompts)) == (["embed"], 32, ["query"])
+    assert (list(embedder.tasks), embedder.dimensions, set(embedder.prompts)) == (["embed"], 32, set(PROMPTS))
     assert list(models["reranker"].tasks) == ["rank"]
     assert list(models["classifier"].tasks) == ["classify"]
     assert list(models["classifier"].labels) == ["LABEL_0", "LABEL_1", "LABEL_2"]

@@ -127,7 +127,7 @@ def _read_prompts(raw: RawConfig) -> tuple[Mapping[str, str], str]:
         raise CheckpointError(f"config_sentence_transformers.json: prompts are not at most {limits}")
     if default is not None and default not in prompts:
         raise CheckpointError("config_sentence_transformers.json: default_prompt_name names no prompt")
-    return {name: text for name, text in prompts.items() if text}, str(default or "")
+    return prompts, str(default or "")
 
 
 def _optional(path: Path) -> dict[str, Any]:
