@@ -10,7 +10,9 @@ import torch
 from safetensors.torch import save_file
 
 from services.worker.build.adapters import AdapterReader
+from services.worker.build.load import load_model
 from services.worker.errors import CheckpointError
+from services.worker.settings import WorkerSettings
 from tests.checkpoints import pipe
 from tests.worker.drive import built
 
@@ -104,8 +106,8 @@ def test_damaged_folders_are_refused(
     [
         ("\0", "zero byte"),
         ("~nobody-has-this-name", "unknown user"),
-        ("x" * 5000, "adapter_config.json cannot be read: OSError"),
-        ("nowhere", "adapter_config.json is missing"),
+        ("x" * 5000, "the worker sees no folder at xxx"),
+        ("nowhere", "the worker sees no folder at nowhere"),
     ],
     ids=["zero byte", "home", "long", "missing"],
 )
@@ -121,3 +123,21 @@ def test_a_worker_that_serves_no_adapters_refuses_all(
     read = built(checkpoint("llama"), kv_blocks=8, max_batch_size=2, **options).read_adapter
     with pytest.raises(CheckpointError, match="this worker serves no adapters"):
         read("a", str(write(tmp_path / "adapter", {}, tensors())))
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"adapters": ["poems=a", "poems=b"]}, "poems is there twice"),
+        ({"adapters": ["poems=a", "code=b"], "most_adapters": 1}, "2 adapters are too many: the limit is 1"),
+        ({"adapters": ["poems"]}, "poems is not NAME=FOLDER"),
+        ({"adapters": ["poems=nowhere"]}, "adapter poems: the worker sees no folder at nowhere"),
+    ],
+    ids=["twice", "many", "folder", "missing"],
+)
+def test_adapters_of_the_start_are_refused_by_name(
+    settings: dict[str, Any], reason: str, checkpoint: Callable[[str], Path]
+) -> None:
+    chosen = WorkerSettings(model=str(checkpoint("llama")), kv_blocks=8, threads=1, **settings)
+    with pytest.raises(CheckpointError, match=reason):
+        load_model(chosen, "tiny", lambda *_: None)

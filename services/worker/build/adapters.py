@@ -1,5 +1,6 @@
 """From the folder of an adapter to one that the engine can serve. Knows the loader and a runner's pages, no job."""
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -39,10 +40,13 @@ def adapter_reader(pages: PreparedPages | None, most_rank: int) -> AdapterReader
 
 
 def _folder(place: str) -> Path:
-    """The folder of this name. Raises CheckpointError for a name that no folder has."""
+    """The folder of this name. Raises CheckpointError if there is none."""
     if "\0" in place:
         raise CheckpointError("the name of the folder has a zero byte")
     try:
-        return Path(place).expanduser()
+        folder = Path(place).expanduser()
     except RuntimeError:
         raise CheckpointError("the name of the folder begins with the home of an unknown user") from None
+    if not os.path.isdir(folder):  # False for any name that no folder can have
+        raise CheckpointError(f"the worker sees no folder at {place}")
+    return folder

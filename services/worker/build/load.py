@@ -89,9 +89,20 @@ def load_model(settings: WorkerSettings, name: str, progress: Progress) -> Loade
     card.aliases.extend(settings.aliases)
     card.engine = settings.engine
     card.fingerprint, card.bundle_digest = fingerprint, digest
-    adapters = tuple(_adapter(built.read_adapter, each) for each in settings.adapters)
+    adapters = _read_adapters(built.read_adapter, settings)
     shared = built.shared_memory if settings.device_fetch else None
     return LoadedModel(built.engine, card, bundle, settings.max_batch_size, built.read_adapter, adapters, shared)
+
+
+def _read_adapters(read: AdapterReader, settings: WorkerSettings) -> tuple[Adapter, ...]:
+    """The adapters of the start. Raises CheckpointError."""
+    names = [given.partition("=")[0] for given in settings.adapters]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise CheckpointError(f"WEFT_ADAPTERS: {twice} is there twice, but a name is that of one adapter")
+    if len(names) > settings.most_adapters:
+        limit = f"the limit is {settings.most_adapters} (MAX_CPU_LORAS)"
+        raise CheckpointError(f"WEFT_ADAPTERS: {len(names)} adapters are too many: {limit}")
+    return tuple(_adapter(read, each) for each in settings.adapters)
 
 
 def _adapter(read: AdapterReader, given: str) -> Adapter:
@@ -131,9 +142,7 @@ def _load_encoder(folder: Path, settings: WorkerSettings, name: str, progress: P
     )
     credits = _QUEUED_BATCHES * settings.max_batch_size
     read = adapter_reader(None, 0)
-    return LoadedModel(
-        built.engine, card, bundle, credits, read, tuple(_adapter(read, each) for each in settings.adapters)
-    )
+    return LoadedModel(built.engine, card, bundle, credits, read, _read_adapters(read, settings))
 
 
 def _encoder_card(built: "BuiltEncoder") -> mesh.EncoderCard:
