@@ -708,7 +708,7 @@ def test_a_draft_of_another_vocabulary_is_refused(checkpoint: Callable[[str], Pa
     (other / "tokenizer.json").write_text(json.dumps(tokens))
     with pytest.raises(CheckpointError, match="tokenizer is not that of the served model"):
         open_engine(folder, speculate=f"draft:{other}")
-    with pytest.raises(CheckpointError, match="no checkpoint folder"):
+    with pytest.raises(CheckpointError, match="the draft model: no checkpoint folder"):
         open_engine(folder, speculate="draft:/nowhere")
 
 

@@ -27,8 +27,11 @@ def draft_options(options: EngineOptions) -> EngineOptions:
 
 def locate_draft(options: EngineOptions, served_dir: Path, served: ModelConfig) -> Path:
     """The folder of the draft model. Raises CheckpointError if its vocabulary is not that of the served model."""
-    found = checkpoint.locate(options.draft)
-    config = load_config(found)
+    try:
+        found = checkpoint.locate(options.draft)
+        config = load_config(found)
+    except CheckpointError as error:
+        raise CheckpointError(f"the draft model: {error}") from None
     if config.vocab_size != served.vocab_size:
         raise CheckpointError(
             f"the draft model has a vocabulary of {config.vocab_size} tokens, the served model one of "
