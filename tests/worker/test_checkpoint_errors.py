@@ -86,6 +86,10 @@ def pickle_only(folder: Path) -> None:
     (folder / SINGLE).rename(folder / "pytorch_model.bin")
 
 
+def gguf_only(folder: Path) -> None:
+    (folder / SINGLE).rename(folder / "tiny.gguf")
+
+
 def no_weights(folder: Path) -> None:
     (folder / SINGLE).unlink()
 
@@ -141,6 +145,7 @@ LLAMA3_WITHOUT_FACTOR = {"rope_type": "llama3", "rope_theta": 1e4, "low_freq_fac
         (truncate, "truncated"),
         (nonsense, "truncated or not a safetensors file"),
         (pickle_only, "pytorch_model.bin, which is a pickle"),
+        (gguf_only, "found only tiny.gguf, which is of a format that is not read"),
         (no_weights, "found no weights"),
         (no_config, "config.json is missing"),
         (pipe("config.json"), "config.json is not a regular file"),

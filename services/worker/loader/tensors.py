@@ -172,8 +172,7 @@ def open_checkpoint(model_dir: Path) -> Checkpoint:
     elif single := single_file(model_dir):
         owners, shards = {}, (single,)
     else:
-        pickles = sorted(p.name for kind in ("*.bin", "*.pt", "*.pth") for p in model_dir.glob(kind))
-        found = f"found only {pickles[0]}, which is a pickle" if pickles else "found no weights"
+        found = _what_else(model_dir)
         raise CheckpointError(f"{SINGLE} or {INDEX} is needed; {found}")
     headers: dict[str, TensorHeader] = {}
     for number, shard in enumerate(shards):
@@ -188,6 +187,14 @@ def open_checkpoint(model_dir: Path) -> Checkpoint:
     if absent := owners.keys() - headers.keys():
         raise CheckpointError(f"tensor {min(absent)} is in the index but in no file")
     return Checkpoint(shards, headers)
+
+
+def _what_else(model_dir: Path) -> str:
+    """The weights in a folder that are not read, for people."""
+    for patterns, kind in ((("*.bin", "*.pt", "*.pth"), "a pickle"), (("*.gguf",), "of a format that is not read")):
+        if others := sorted(path.name for pattern in patterns for path in model_dir.glob(pattern)):
+            return f"found only {others[0]}, which is {kind}"
+    return "found no weights"
 
 
 def open_file(path: Path) -> Checkpoint:
