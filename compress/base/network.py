@@ -21,7 +21,7 @@ from compress.errors import CompressError
 
 _KINDS = ("llama", "mistral", "qwen2", "qwen3")
 _SPARSE_KINDS = ("mixtral", "qwen3_moe")
-_KNOWN = "known are Llama, Mistral, Qwen2 and Qwen3"
+_KNOWN = "known are Llama, Mistral, Qwen2, Qwen3, Mixtral and Qwen3-MoE"
 _COMPLAINTS: Mapping[str, str] = {
     "missing_keys": "is missing",
     "mismatched_keys": "has not the shape that config.json says",

@@ -154,5 +154,5 @@ def test_verify_compares_gpt2_and_compress_refuses_it_by_name(plain: Path, tmp_p
     assert result.exit_code == 0, result.output
     for method in ("int8", "awq", "gptq"):
         result = CliRunner().invoke(compress.cli.app, [method, str(plain), str(tmp_path / method)])
-        reason = "model_type gpt2 is not supported; known are Llama, Mistral, Qwen2 and Qwen3"
+        reason = "model_type gpt2 is not supported; known are Llama, Mistral, Qwen2, Qwen3, Mixtral and Qwen3-MoE"
         assert (result.exit_code, result.output.strip()) == (1, f"weft compress: {plain}: {reason}")
