@@ -104,6 +104,8 @@ def read_head(raw: RawConfig, activation: str) -> HeadConfig | None:
     count = len(named) or raw.integer("num_labels", 2)
     if count > _MOST_LABELS or (named and set(named) != {str(label) for label in range(count)}):
         raise CheckpointError(f"config.json: id2label does not number at most {_MOST_LABELS} labels from 0")
+    if count > 1 and raw.get("problem_type") == "regression":
+        raise CheckpointError(f"problem_type regression is not supported with {count} labels: these have no shares")
     labels = tuple(str(named.get(str(label), f"LABEL_{label}")) for label in range(count))
     return HeadConfig(activation, labels, raw.get("problem_type") == "multi_label_classification")
 
