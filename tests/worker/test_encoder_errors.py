@@ -82,6 +82,15 @@ CASES: dict[str, tuple[Damage, str]] = {
         "default_prompt_name names no prompt",
     ),
     "prompts": (write("config_sentence_transformers.json", {"prompts": {"a": 5}}), "prompts are not"),
+    "prompts of another kind": (
+        write("config_sentence_transformers.json", {"prompts": [1]}),
+        "config_sentence_transformers.json: prompts is not an object",
+    ),
+    "pooling without its file": (
+        lambda folder: (add_modules(folder) / "1_Pooling/config.json").unlink(),
+        "1_Pooling/config.json is missing",
+    ),
+    "a setting of the pooling": (pooling(pooling_mode_cls_token=1), "1_Pooling/config.json: pooling_mode_cls"),
     "an embedder of another family": (
         lambda folder: [add_modules(folder), config(architectures=["Qwen3ForCausalLM"])(folder)],
         "Qwen3ForCausalLM is not supported as an embedder",
@@ -114,3 +123,10 @@ def test_a_folder_that_cannot_be_served_is_refused_by_name(tmp_path: Path, case:
 def test_an_option_that_encoders_do_not_have_is_refused_by_name(tmp_path: Path, case: str) -> None:
     options, words = OPTIONS[case]
     assert words in refusal(make_encoder(tmp_path), **options)
+
+
+def test_regression_of_several_values_is_refused(tmp_path: Path) -> None:
+    """Their scores would be reported as shares of labels."""
+    folder = make_encoder(tmp_path, labels=3)
+    config(problem_type="regression")(folder)
+    assert "problem_type regression is not supported with 3 labels" in refusal(folder)

@@ -6,7 +6,6 @@ Knows JSON files, no tensor and no network. A folder without modules.json is an 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from kernels.operands import Pooling
 from services.worker.errors import CheckpointError
@@ -62,7 +61,7 @@ def is_encoder(folder: Path) -> bool:
 
 def read_sentence_settings(folder: Path) -> SentenceSettings:
     """Read the JSON files of a folder. Raises CheckpointError for what Weft does not compute, by its name."""
-    tokenizer = RawConfig(_optional(folder / "tokenizer_config.json"))
+    tokenizer = _optional(folder, "tokenizer_config.json")
     if not has_modules(folder):
         return SentenceSettings(max_length=_read_length(tokenizer, "model_max_length"))
     modules = _read_modules(folder)
@@ -72,11 +71,11 @@ def read_sentence_settings(folder: Path) -> SentenceSettings:
         raise CheckpointError(f"modules.json: {found} is not supported; supported is Transformer, Pooling, Normalize")
     if modules[0][1]:
         raise CheckpointError(f"modules.json: the network lies in {modules[0][1]}, supported is the folder itself")
-    texts = RawConfig(_optional(folder / "sentence_bert_config.json"))
+    texts = _optional(folder, "sentence_bert_config.json")
     lengths = (_read_length(texts, "max_seq_length"), _read_length(tokenizer, "model_max_length"))
-    prompts, default = _read_prompts(RawConfig(_optional(folder / "config_sentence_transformers.json")))
+    prompts, default = _read_prompts(_optional(folder, "config_sentence_transformers.json"))
     return SentenceSettings(
-        pooling=_read_pooling(RawConfig(_read_json(folder / modules[1][1] / "config.json"))),
+        pooling=_read_pooling(folder, Path(modules[1][1]) / "config.json"),
         normalizes=len(names) == 3,
         max_length=min((length for length in lengths if length), default=None),
         lowercase=texts.flag("do_lower_case"),
@@ -106,7 +105,10 @@ def _read_modules(folder: Path) -> Sequence[tuple[str, str]]:
     return modules
 
 
-def _read_pooling(raw: RawConfig) -> Pooling:
+def _read_pooling(folder: Path, file: Path) -> Pooling:
+    if not (folder / file).exists():
+        raise CheckpointError(f"{file} is missing")
+    raw = RawConfig(_read_json(folder / file), str(file))
     chosen = raw.get("pooling_mode")
     if chosen is None:
         chosen = [mode for name, mode in _OLD_SETTINGS.items() if raw.flag(name)]
@@ -130,5 +132,7 @@ def _read_prompts(raw: RawConfig) -> tuple[Mapping[str, str], str]:
     return prompts, str(default or "")
 
 
-def _optional(path: Path) -> dict[str, Any]:
-    return _read_json(path) if path.exists() else {}
+def _optional(folder: Path, file: str) -> RawConfig:
+    """A file that need not be there."""
+    path = folder / file
+    return RawConfig(_read_json(path) if path.exists() else {}, file)

@@ -16,6 +16,8 @@ class RawConfig:
     """An object of config.json. Every method raises CheckpointError for a value of the wrong kind, by its name."""
 
     values: Mapping[str, Any]
+    file: str = "config.json"
+    """Where it is, for messages."""
 
     @property
     def architecture(self) -> str:
@@ -43,20 +45,20 @@ class RawConfig:
         """True or false; absent or null: the default."""
         value = self.get(name)
         if not isinstance(value, bool | None):
-            raise CheckpointError(f"config.json: {name} must be true or false")
+            raise CheckpointError(f"{self.file}: {name} must be true or false")
         return default if value is None else value
 
     def section(self, name: str) -> "RawConfig":
         """A setting that has settings of its own; empty where it is absent."""
         value = self.get(name)
         if value is not None and not isinstance(value, dict):
-            raise CheckpointError(f"config.json: {name} is not an object")
-        return RawConfig(value or {})
+            raise CheckpointError(f"{self.file}: {name} is not an object")
+        return RawConfig(value or {}, self.file)
 
     def _number(self, name: str, kind: type[_Number], default: _Number | None, most: int) -> _Number:
         value: Any = self.get(name) or default
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not number or not 0 < value <= most or kind(value) != value:
             whole = "whole " if kind is int else ""
-            raise CheckpointError(f"config.json: {name} must be a positive {whole}number of at most {most:,}")
+            raise CheckpointError(f"{self.file}: {name} must be a positive {whole}number of at most {most:,}")
         return kind(value)
