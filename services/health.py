@@ -21,6 +21,7 @@ from services.security.roles import Role, role_name
 CHECK_S = 3.0
 ROLE_OF: Mapping[str, Role] = {
     "weft.v1.Inference": "gateway",
+    "weft.v1.Gateway": "gateway",
     "weft.v1.Scheduler": "scheduler",
     "weft.v1.Worker": "worker",
     "weft.v1.Cache": "cache",

@@ -250,6 +250,8 @@ def _probes(mesh: Manifests) -> Iterator[str]:
                 yield f"{component}: its {kind} asks for {name}"
             if kind == "readinessProbe" and not name:
                 yield f"{component}: would be ready before it is"
+            if kind == "readinessProbe" and name == "weft.v1.Inference":
+                yield f"{component}: would not be ready while no worker is"
             if kind == "livenessProbe" and name:
                 yield f"{component}: would be restarted because it is not ready"
 
@@ -265,13 +267,12 @@ def _asked(probe: Object) -> Object | None:
 
 
 def _deadlines(mesh: Manifests) -> Iterator[str]:
-    """Problems: a rollout deadline shorter than the load of a model, which workers need and gateways wait for."""
+    """Problems: a rollout deadline shorter than the load of a model."""
     probes = [container.get("startupProbe", {}) for component, _, container in mesh.ours() if component == "worker"]
     longest = max(probe.get("periodSeconds", 10) * probe.get("failureThreshold", 3) for probe in probes)
-    for component in ("gateway", "worker"):
-        given_s = mesh.first(component)["spec"].get("progressDeadlineSeconds", _PROGRESS_S)
-        if given_s <= longest:
-            yield f"{component}: its rollout is given up after {given_s} s, and a model may load for {longest}"
+    given_s = mesh.first("worker")["spec"].get("progressDeadlineSeconds", _PROGRESS_S)
+    if given_s <= longest:
+        yield f"worker: its rollout is given up after {given_s} s, and a model may load for {longest}"
 
 
 def _drains(mesh: Manifests) -> Iterator[str]:
@@ -416,9 +417,9 @@ def _redis(mesh: Manifests) -> Iterator[str]:
     cache = next(container for component, _, container in mesh.ours() if component == "cache")
     settings = code.parse("cache", mesh.environment(cache))
     if isinstance(settings, CacheSettings):
-        kept = settings.cache_result_bytes + settings.cache_block_bytes
+        kept = settings.cache_result_bytes + settings.cache_block_bytes + settings.cache_vector_bytes
         if kept > _bytes(_flag(container["args"], "--maxmemory")):
-            yield "redis: cannot hold the results and blocks that the cache may keep"
+            yield "redis: cannot hold the results, blocks and vectors that the cache may keep"
 
 
 def redis_problems(command: list[str], limit: str) -> Iterator[str]:

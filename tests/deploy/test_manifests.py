@@ -257,8 +257,12 @@ BROKEN: dict[str, tuple[Callable[[list[Object]], object], str]] = {
     "moving image": (lambda m: container(m, "gateway").update(image="weft:latest"), "weft:latest is not pinned"),
     "no pull policy": (lambda m: container(m, "gateway").pop("imagePullPolicy"), "no pull policy"),
     "probe of an unknown name": (
-        lambda m: replace(asked(m, "gateway", "readinessProbe"), "weft.v1.Inference", "weft.v1.Portal"),
+        lambda m: replace(asked(m, "gateway", "readinessProbe"), "weft.v1.Gateway", "weft.v1.Portal"),
         "its readinessProbe asks for weft.v1.Portal",
+    ),
+    "gateways that wait for workers": (
+        lambda m: replace(asked(m, "gateway", "readinessProbe"), "weft.v1.Gateway", "weft.v1.Inference"),
+        "gateway: would not be ready while no worker is",
     ),
     "probe of another port": (
         lambda m: replace(asked(m, "gateway", "livenessProbe"), "127.0.0.1:50051", "127.0.0.1:50052"),
@@ -351,7 +355,11 @@ BROKEN: dict[str, tuple[Callable[[list[Object]], object], str]] = {
     ),
     "more blocks than Redis holds beside the results": (
         lambda m: config(m, "weft-cache", WEFT_CACHE_BLOCK_BYTES=str(1000 << 20)),
-        "cannot hold the results and blocks",
+        "cannot hold the results, blocks and vectors",
+    ),
+    "more vectors than Redis holds beside the rest": (
+        lambda m: config(m, "weft-cache", WEFT_CACHE_VECTOR_BYTES=str(512 << 20)),
+        "cannot hold the results, blocks and vectors",
     ),
     "a rollout that is given up too early": (
         lambda m: deployment(m, "worker")["spec"].pop("progressDeadlineSeconds"),
