@@ -12,8 +12,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-DEFAULT_BYTES = 384 << 20
-"""Memory for results and KV blocks at their default bounds, plus what Redis itself needs."""
+DEFAULT_BYTES = 448 << 20
+"""Memory for results, KV blocks and vectors at their default bounds, plus what Redis itself needs."""
 # The longest path of a Unix socket is 107 bytes on Linux and 103 on macOS.
 _MAX_SOCKET_PATH = 100
 
