@@ -27,10 +27,12 @@ and code differ. Where a setting has several names, the first that is set is use
 `weft serve` passes its environment on to all services that it starts; its flags (`weft serve --help`) set the most
 common variables of the workers. Other variables:
 
-- `WEFT_ADDRESS`, the gateway's host:port: `weft generate`, `weft chat`, `weft models`, `weft bench`, `weft top`,
-  `weft doctor`.
-- `WEFT_API_KEY`: every command that sends requests, and `weft top`.
-- `WEFT_SCHEDULER_ADDRESS`: `weft bench --profile` and `weft doctor`.
+- `WEFT_ADDRESS`, the gateway's host:port: every command that calls a mesh, but for `weft batch` and `weft adapters`.
+- `WEFT_URL`, the URL of its HTTP port: `weft batch`.
+- `WEFT_API_KEY`: every command that sends requests, `weft top` and `weft doctor`.
+- `WEFT_CA_FILE`, the PEM file of the authorities that a gateway's certificate is checked against, unless they are those
+  of the system: every command that takes `https://host:port` as the address, and the Python client.
+- `WEFT_SCHEDULER_ADDRESS`: `weft adapters`, `weft bench --profile` and `weft doctor`.
 - `WEFT_HOME`, where `weft serve` and `make demo` keep data and logs: `.weft` in the current folder unless it is set.
 - `OTEL_...`, the standard variables for traces: every process; see [operations.md](operations.md#traces).
 """
@@ -39,7 +41,7 @@ _KINDS = {
     int: "integer",
     float: "number",
     str: "text",
-    SecretStr: "URL",
+    SecretStr: "text",
     list[str]: "JSON list",
 }
 _TABLE = "| variable | default | values | meaning |\n|---|---|---|---|\n"
