@@ -9,7 +9,7 @@ import gc
 import ipaddress
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -301,6 +301,12 @@ def freeze_objects(young: int = 700) -> None:
     gc.set_threshold(young, *gc.get_threshold()[1:])
 
 
+def _variable(place: Sequence[int | str]) -> Iterator[str]:
+    """The environment variable of a setting that pydantic names by its field or its variable."""
+    for part in map(str, place):
+        yield f"WEFT_{part.upper()}" if part.islower() else part
+
+
 def run(main: Awaitable[None]) -> None:
     """Runs a service on uvloop until it ends; invalid settings end the process with one line on stderr."""
     import uvloop
@@ -312,7 +318,7 @@ def run(main: Awaitable[None]) -> None:
     try:
         uvloop.run(entry())
     except ValidationError as error:  # Name the setting and the reason, but not the value, which may be a secret.
-        reasons = (": ".join([*map(str, item["loc"]), item["msg"]]) for item in error.errors(include_input=False))
+        reasons = (": ".join([*_variable(item["loc"]), item["msg"]]) for item in error.errors(include_input=False))
         refuse_to_serve(f"settings: {'; '.join(reasons)}")
     except SettingsError as error:  # A list or mapping is not valid JSON; the text contains no value.
         refuse_to_serve(f"settings: {error}")

@@ -434,7 +434,7 @@ async def test_a_single_service_keeps_its_process_and_imports_nothing_from_the_c
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("WEFT_ALLOW_UNPROTECTED", "many", "settings: allow_unprotected: Input should be a valid boolean"),
+        ("WEFT_ALLOW_UNPROTECTED", "many", "settings: WEFT_ALLOW_UNPROTECTED: Input should be a valid boolean"),
         ("WEFT_LISTEN", "localhost", "localhost is not host:port"),
         (
             "WEFT_LISTEN",
