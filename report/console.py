@@ -1,6 +1,7 @@
 """The output of commands: how wide it is, counts for people, and progress on terminals and in pipes."""
 
 import contextlib
+import io
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,8 +18,14 @@ _LINE_EVERY_S = 10.0
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Standard output (or error): colours on a terminal, plain text elsewhere, where no name or cell is cut short."""
-    if (sys.stderr if stderr else sys.stdout).isatty():
+    """Standard output (or error): colours on a terminal, plain text elsewhere, where no name or cell is cut short.
+
+    Characters that its encoding lacks become question marks.
+    """
+    stream = sys.stderr if stderr else sys.stdout
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors="replace")
+    if stream.isatty():
         return Console(highlight=False, stderr=stderr)
     return Console(highlight=False, stderr=stderr, soft_wrap=True, width=_UNBOUNDED_WIDTH)
 

@@ -186,6 +186,48 @@ def test_a_missing_mesh_is_reported_in_one_line_with_advice(command: list[str]) 
 
 
 async def test_a_server_that_is_no_gateway_is_reported() -> None:
+@pytest.mark.parametrize("command", [["generate", "Once"], ["bench"], ["top"]])
+@pytest.mark.parametrize("address", ["", "localhost", "http://127.0.0.1:8000", "127.0.0.1:many"])
+def test_what_is_no_address_is_refused(command: list[str], address: str) -> None:
+    result = CliRunner().invoke(app, [*command, "--address", address])
+    assert result.exit_code == 2
+    assert result.stderr == f"weft: --address: {address!r} is neither host:port nor https://host:port\n"
+
+
+@pytest.mark.parametrize("command", [["generate", "Once"], ["bench"], ["top"]])
+@pytest.mark.parametrize(("content", "reason"), [(None, "No such file or directory"), ("x", "not a PEM file with a ")])
+def test_a_wrong_file_of_authorities_is_named(
+    tmp_path: Path, command: list[str], content: str | None, reason: str
+) -> None:
+    file = tmp_path / "ca.crt"
+    if content is not None:
+        file.write_text(content)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"https://127.0.0.1:{server.getsockname()[1]}"
+        result = CliRunner().invoke(app, [*command, "--address", address], env={"WEFT_CA_FILE": str(file)})
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"weft: WEFT_CA_FILE: {file}: {reason}")
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_output_that_cannot_be_written_is_reported_in_one_line() -> None:
+    command = [sys.executable, "-c", "from weft.main import main; main()", "key", "acme"]
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (result.returncode, result.stderr.splitlines()[1:]) == (1, ["weft: No space left on device"])
+
+
+async def test_closed_standard_streams_are_as_good_as_empty_ones(mesh: FakeMesh) -> None:
+    async with served(mesh) as address:
+        program = f"exec {sys.executable} -c 'from weft.main import main; main()' generate - --address {address}"
+        process = await asyncio.create_subprocess_exec(
+            *("sh", "-c", f"{program} <&- >&-"), stderr=asyncio.subprocess.PIPE, cwd=ROOT
+        )
+        _, errors = await process.communicate()
+    assert (process.returncode, errors) == (0, b"")
+    assert [request.prompt.text for request in mesh.requests] == [""]
+
+
     server = grpc.aio.server()
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

@@ -14,7 +14,10 @@ def test_every_kind_of_redis_url_is_checked(tmp_path: Path) -> None:
             assert doctor._redis(url).verdict is doctor.Verdict.OK, url
         assert doctor._redis(redis.url.replace("redis://", "rediss://")).verdict is doctor.Verdict.BAD  # without TLS
     assert doctor._redis(f"unix://{redis.embedded.socket}").verdict is doctor.Verdict.BAD
-    assert doctor._redis("redis://here:many").verdict is doctor.Verdict.BAD
+    for url in ("redis://here:many", "http://127.0.0.1:6379", "here"):
+        assert doctor._redis(url) == doctor.Finding(
+            "redis", doctor.Verdict.BAD, "--redis-url is no redis://, rediss:// or unix:// URL"
+        )
 
 
 TWO = """ \tGPU0\tGPU1\t

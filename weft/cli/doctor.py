@@ -27,7 +27,7 @@ from services.host import available_memory
 from services.worker.parallel.placement import numa_nodes
 from weft.cli.reach import TIMEOUT_S, listens
 from weft.client.api import Client
-from weft.client.channel import open_channel
+from weft.client.channel import CaFileError, open_channel
 from weft.client.errors import WeftError
 
 _LEAST_PYTHON = (3, 11)
@@ -157,6 +157,8 @@ def _redis(url: str) -> Finding:
         return Finding("redis", Verdict.OK if programs else Verdict.BAD, detail)
     try:
         parts = urlsplit(url)
+        if parts.scheme not in ("redis", "rediss", "unix"):
+            raise ValueError
         address = parts.path if parts.scheme == "unix" else f"{parts.hostname or 'localhost'}:{parts.port or 6379}"
     except ValueError:
         return Finding("redis", Verdict.BAD, "--redis-url is no redis://, rediss:// or unix:// URL")
@@ -194,7 +196,11 @@ def _connected(parts: SplitResult) -> socket.socket:
 async def _health(address: str) -> Finding:
     if not await asyncio.to_thread(listens, address):
         return Finding("mesh", Verdict.NOTE, f"none at {address}: start one with `weft serve`")
-    async with open_channel(address) as channel:
+    try:
+        connection = open_channel(address)
+    except CaFileError as error:
+        return Finding("mesh", Verdict.BAD, str(error))
+    async with connection as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         try:
             request = health_pb2.HealthCheckRequest(service="weft.v1.Inference")
@@ -211,6 +217,8 @@ async def _models(address: str) -> Finding:
     async with Client(address, api_key=key, deadline_s=TIMEOUT_S, retries=0) as client:
         try:
             models = await client.models()
+        except CaFileError:
+            return Finding("models", Verdict.NOTE, "unknown without a mesh")
         except WeftError as error:
             if error.code is grpc.StatusCode.UNAUTHENTICATED:
                 return Finding("models", Verdict.NOTE, "listed for callers with an API key: set WEFT_API_KEY")
@@ -222,6 +230,8 @@ async def _models(address: str) -> Finding:
 async def _workers(address: str) -> Finding:
     try:
         snapshot = await _snapshot(address)
+    except CaFileError:
+        return Finding("workers", Verdict.NOTE, "unknown without a mesh")
     except WeftError as error:
         if error.code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
             return Finding("workers", Verdict.NOTE, "shown to operators: set WEFT_API_KEY")

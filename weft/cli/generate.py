@@ -15,7 +15,7 @@ from weft.cli.answer_form import (
     Regex,
     form_options,
 )
-from weft.cli.flags import LOCAL, Address, ApiKey, Caching, Deadline, Model, fail, no_mesh
+from weft.cli.flags import LOCAL, Address, ApiKey, Caching, Deadline, Model, fail
 
 if TYPE_CHECKING:
     from weft.client.blocking import SyncClient
@@ -170,18 +170,18 @@ def _answer(client: "SyncClient", prompt: str, options: "Options", n: int, logpr
 @contextlib.contextmanager
 def client_of(address: str, api_key: str, deadline_s: float | None) -> "Iterator[SyncClient]":
     """A client of the mesh at `address`. An error inside the block ends the command with one line."""
-    from weft.cli.reach import listens
+    from weft.cli.reach import require_mesh
     from weft.client.blocking import SyncClient
     from weft.client.errors import WeftError
 
-    if not listens(address):
-        fail(no_mesh(address))
+    require_mesh(address)
     with SyncClient(address, api_key=api_key, deadline_s=deadline_s) as client:
         try:
             yield client
         except WeftError as error:
             if not error.reason and error.code.name == "UNAVAILABLE":
-                fail(f"the connection to {address} was lost and could not be made again")
+                hint = "; or its certificate is not trusted: see WEFT_CA_FILE" if address.startswith("https:") else ""
+                fail(f"the connection to {address} was lost and could not be made again{hint}")
             if not error.reason and error.code.name == "UNIMPLEMENTED":
                 fail(f"{address} is no gateway of Weft")
             fail(str(error))

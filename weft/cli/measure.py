@@ -18,7 +18,6 @@ from weft.cli.flags import (
     RedisUrl,
     Scheduler,
     fail,
-    no_mesh,
     run,
 )
 
@@ -46,8 +45,8 @@ Warmup = Annotated[int, typer.Option(min=0, help="Requests before the measuremen
 Processes = Annotated[int, typer.Option(min=1, help="Client processes.")]
 Seed = Annotated[int | None, typer.Option(help="Seed of prompts and arrivals.", show_default="random")]
 Goodput = Annotated[list[str] | None, typer.Option(help="Bounds of a good answer in ms: 'ttft:200 tpot:50 itl:80'.")]
-Json = Annotated[Path | None, typer.Option(help="Write the result to this file.")]
-Html = Annotated[Path | None, typer.Option(help="Write a report with plots to this file.")]
+Json = Annotated[Path | None, typer.Option(dir_okay=False, help="Write the result to this file.")]
+Html = Annotated[Path | None, typer.Option(dir_okay=False, help="Write a report with plots to this file.")]
 Profile = Annotated[
     Path | None,
     typer.Option(dir_okay=False, help="Profile a worker under the load; write the trace here (.json.gz, Perfetto)."),
@@ -85,7 +84,7 @@ def bench(
 ) -> None:
     """Send load to a mesh and measure latencies, throughput and the time spent in each stage."""
     from report.console import console
-    from weft.cli.reach import listens
+    from weft.cli.reach import require_mesh
     from weft.load.command import bench as measure
     from weft.load.plan import Plan, goodput_from
     from weft.load.profile import ProfileSpec
@@ -103,9 +102,7 @@ def bench(
         for file in (json, html, profile):
             if file is not None and not file.absolute().parent.is_dir():
                 fail(f"{file}: there is no such folder", usage=True)
-        missing = [each for each in address.split(",") if not listens(each)]
-        if missing:
-            fail(no_mesh(missing[0]))
+        require_mesh(*address.split(","))
         if profile:
             from weft.launch.admin import assume_admin
 
@@ -142,11 +139,10 @@ def top(
     """Watch a mesh: its models, workers and gateways, their load and their speed."""
     from report.console import console
     from weft.cli import top as view
-    from weft.cli.reach import listens
+    from weft.cli.reach import require_mesh
     from weft.client.errors import WeftError
 
-    if not listens(address):
-        fail(no_mesh(address))
+    require_mesh(address)
     try:
         run(view.show(address, api_key, console(), once=once))
     except WeftError as error:
