@@ -119,6 +119,11 @@ async def test_generate_sends_the_form_of_the_answer(weft: Weft, mesh: FakeMesh,
 async def test_several_continuations_are_numbered(weft: Weft) -> None:
     result = await weft("generate", "Once", "--n", "2")
     assert result.stdout == f"[0] {TEXT}\n[1] {TEXT}\n"
+async def test_no_number_of_continuations_means_one(weft: Weft) -> None:
+    result = await weft("generate", "Once", "--n", "0")
+    assert result.stdout == f"{TEXT}\n"
+
+
 
 
 async def test_stats_print_the_receipt(weft: Weft) -> None:

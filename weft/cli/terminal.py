@@ -29,7 +29,7 @@ class AnswerWriter:
     """Writes the deltas of an answer: a single continuation as it arrives, one of several when it is complete."""
 
     def __init__(self, n: int, logprobs: bool = False) -> None:
-        self._n = n
+        self._single = n <= 1
         self._logprobs = logprobs
         self._texts: dict[int, str] = {}
         self._logprobs_of: dict[int, list[api.PositionLogprobs]] = {}
@@ -38,10 +38,10 @@ class AnswerWriter:
         """Adds the next delta."""
         text = self._texts[delta.index] = self._texts.get(delta.index, "") + delta.text
         self._logprobs_of.setdefault(delta.index, []).extend(delta.logprobs)
-        if self._n == 1:
+        if self._single:
             write(delta.text)
         if delta.finish_reason:
-            write("\n" if self._n == 1 else f"[{delta.index}] {text}\n")
+            write("\n" if self._single else f"[{delta.index}] {text}\n")
             if self._logprobs:
                 console().print(_logprobs_table(self._logprobs_of[delta.index]))
 
