@@ -134,7 +134,9 @@ def _refusals() -> Iterator[None]:
 def top(
     address: Address = LOCAL,
     api_key: ApiKey = "",
-    once: Annotated[bool, typer.Option("--once", help="Print one snapshot, no live view.")] = False,
+    once: Annotated[
+        bool, typer.Option("--once", help="Print one snapshot, no live view; as wherever the output is no terminal.")
+    ] = False,
 ) -> None:
     """Watch a mesh: its models, workers and gateways, their load and their speed."""
     from report.console import console

@@ -59,9 +59,12 @@ _CACHES = {api.CACHE_STATE_NONE: "no cache", api.CACHE_STATE_DISCONNECTED: "cach
 
 
 async def show(address: str, api_key: str, out: Console, *, once: bool) -> None:
-    """Prints one snapshot, or follows the mesh until it is cancelled. Raises WeftError if there is none."""
+    """Follows the mesh until it is cancelled, or prints one snapshot: if asked to, and to what is no terminal.
+
+    Raises WeftError if there is no mesh.
+    """
     async with Client(address, api_key=api_key) as client:
-        if once:
+        if once or not out.is_terminal:
             async with aclosing(client.watch_mesh(deadline_s=10)) as snapshots:
                 out.print(render(await anext(snapshots), out.width))
             return
