@@ -43,7 +43,7 @@ async def mesh(
 async def test_a_model_says_its_engine(mesh: Mesh) -> None:
     (model,) = (await mesh.stub().ListModels(api.ListModelsRequest())).models
     assert (model.engine, model.architecture) == (mesh.worker_env["ENGINE"], "GPT2LMHeadModel")
-    cells = [list(column.cells) for column in models_table([model]).columns]
+    cells = [list(column.cells) for column in models_table([model], 200).columns]
     assert [model.engine] in cells
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.metadata
+import io
 import os
 import re
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 import grpc
 import pytest
 import typer
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from protos import inference_pb2 as api
@@ -25,6 +27,7 @@ from tests.weft.fakes import WORDS, FakeMesh, fails, served
 from weft.cli import demo, serve
 from weft.cli.app import app
 from weft.cli.chat import Conversation
+from weft.cli.terminal import models_table
 
 WEFT = [sys.executable, "-W", "error", "-c", "from weft.cli.app import app; app()"]
 TEXT = "".join(f" {word}" for word in WORDS)
@@ -375,6 +378,17 @@ def test_a_conversation_with_a_template_is_a_list_of_turns() -> None:
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": "Hello."},
+def test_names_of_models_are_whole_in_a_terminal_of_80_columns() -> None:
+    model = api.Model(
+        name="Meta-Llama-3.1-8B-Instruct", parameters=8 * 10**9, context_length=131_072, vocab_size=128_256,
+        architecture="LlamaForCausalLM", engine="gpu", workers=2, tasks=["generate"], chat=True,
+    )  # fmt: skip
+    narrow, wide = (models_table([model], width) for width in (80, 200))
+    assert Console(file=io.StringIO(), width=200).measure(narrow).maximum <= 80
+    assert "architecture" not in [column.header for column in narrow.columns]
+    assert [column.header for column in wide.columns][-1] == "chat"
+
+
         {"role": "user", "content": "Bye"},
     ]
 

@@ -152,7 +152,8 @@ def models(address: Address = LOCAL, api_key: ApiKey = "") -> None:
     from weft.cli.terminal import models_table
 
     with client_of(address, api_key, deadline_s=10) as client:
-        console().print(models_table(client.models()))
+        out = console()
+        out.print(models_table(client.models(), out.width))
 
 
 def _answer(client: "SyncClient", prompt: str, options: "Options", n: int, logprobs: bool, stats: bool) -> None:

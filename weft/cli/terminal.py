@@ -1,8 +1,10 @@
 """Writes answers as they arrive and receipts as tables. Knows terminals, never calls."""
 
+import io
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from rich import box
 from rich.console import Console
@@ -16,6 +18,22 @@ from report.console import amount, console
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _HOPS = ("tokenize", "cache", "queue", "prefill", "decode", "detokenize", "network", "unaccounted")
 _BAR = 24
+_MODELS = {
+    "model": 0,
+    "parameters": 1,
+    "context": 1,
+    "vocabulary": 4,
+    "architecture": 3,
+    "engine": 2,
+    "workers": 0,
+    "tasks": 2,
+    "chat": 3,
+    "aliases": 0,
+    "adapter of": 0,
+    "loading": 0,
+}
+_OPTIONAL = {"aliases", "adapter of", "loading"}
+_RULER = Console(width=10_000, file=io.StringIO())
 
 
 def write(text: str) -> None:
@@ -110,20 +128,11 @@ def speed(receipt: api.Receipt) -> str:
     return ", ".join(parts)
 
 
-def models_table(models: Iterable[api.Model]) -> Table:
-    """The models of a mesh, a row each. Aliases and loading workers have columns if there are any."""
+def models_table(models: Iterable[api.Model], width: int) -> Table:
+    """The models of a mesh, a row each, in as many columns as fit. Some columns are shown if they have anything."""
     models = list(models)
-    optional = {
-        "aliases": [", ".join(model.aliases) for model in models],
-        "adapter of": [model.base for model in models],
-        "loading": [", ".join(f"{each.phase} {each.percent}%" for each in model.loading) for model in models],
-    }
-    more = {name: cells for name, cells in optional.items() if any(cells)}
-    table = _table(
-        "model", "parameters", "context", "vocabulary", "architecture", "engine", "workers", "tasks", "chat", *more
-    )
-    for index, model in enumerate(models):
-        table.add_row(
+    rows = [
+        (
             model.name,
             amount(model.parameters),
             str(model.context_length or ""),
@@ -133,8 +142,46 @@ def models_table(models: Iterable[api.Model]) -> Table:
             str(model.workers),
             ", ".join(model.tasks),
             "yes" if model.chat else "no",
-            *(cells[index] for cells in more.values()),
+            ", ".join(model.aliases),
+            model.base,
+            ", ".join(f"{each.phase} {each.percent}%" for each in model.loading),
         )
+        for model in models
+    ]
+    used = [place for place, name in enumerate(_MODELS) if name not in _OPTIONAL or any(row[place] for row in rows)]
+    columns = {name: level for place, (name, level) in enumerate(_MODELS.items()) if place in used}
+    cells = [Row([row[place] for place in used]) for row in rows]
+    return fitted(columns, cells, width, {"parameters"}, box.SIMPLE if sys.stdout.isatty() else None)
+
+
+class Row(NamedTuple):
+    """A row with a cell for every column, shown or not."""
+
+    cells: Sequence[str]
+    style: str = ""
+
+
+def fitted(
+    columns: Mapping[str, int],
+    rows: Sequence[Row],
+    width: int,
+    numbers: Collection[str] = (),
+    border: box.Box | None = box.SIMPLE_HEAD,
+) -> Table:
+    """A table of the columns (name: level) that fit into the width: those of the highest level are left out first.
+
+    `numbers`: columns that are aligned at the right.
+    """
+    for level in range(max(columns.values()), -1, -1):
+        table = Table(box=border, pad_edge=False)
+        shown = [place for place, least in enumerate(columns.values()) if least <= level]
+        for place in shown:
+            name = list(columns)[place]
+            table.add_column(name, justify="right" if name in numbers else "left", overflow="fold")
+        for row in rows:
+            table.add_row(*(row.cells[place] for place in shown), style=row.style)
+        if _RULER.measure(table).maximum <= width:
+            break
     return table
 
 

@@ -1,23 +1,20 @@
 """A live view of a mesh in the terminal: its models, workers and gateways. Shows what a gateway reports, no more."""
 
 import asyncio
-import io
-from collections.abc import Mapping, Sequence
 from contextlib import aclosing
-from typing import NamedTuple
 
-from rich import box
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 
 from protos import inference_pb2 as api
+from weft.cli.terminal import Row, fitted
 from weft.client.api import Client
 from weft.client.errors import WeftError
 
 RETRY_S = 1.0
 _BAR = 12
-# The columns of each table. Where a terminal is too narrow for all, those of the highest level are left out first.
+# The columns of each table, and their levels.
 _MODELS = {
     "model": 0,
     "workers": 1,
@@ -46,8 +43,7 @@ _WORKERS = {
     "preempted": 3,
 }
 _GATEWAYS = {"gateway": 0, "running": 0, "req/s": 0, "tokens/s": 0}
-_RULER = Console(width=10_000, file=io.StringIO())
-_WORDS = {"model", "worker", "gateway", "role", "state", "KV in use"}
+_NUMBERS = {*_MODELS, *_WORKERS, *_GATEWAYS} - {"model", "worker", "gateway", "role", "state", "KV in use"}
 _PHASES = {
     api.WorkerState.PHASE_READY: "ready",
     api.WorkerState.PHASE_DRAINING: "draining",
@@ -116,8 +112,8 @@ def _models(now: api.MeshSnapshot, width: int) -> Table:
             _milliseconds(model.first_token),
             _milliseconds(model.inter_token),
         ]
-        rows.append(_Row(cells))
-    return _fitted(_MODELS, rows, width)
+        rows.append(Row(cells))
+    return fitted(_MODELS, rows, width, _NUMBERS)
 
 
 def _milliseconds(latency: api.Percentiles) -> str:
@@ -135,7 +131,7 @@ def _workers(now: api.MeshSnapshot, before: api.MeshSnapshot | None, width: int)
     for worker in now.workers:
         if worker.phase == api.WorkerState.PHASE_LOADING:
             rest = [""] * (len(_WORKERS) - 3)
-            rows.append(_Row([worker.worker_id, "", f"{worker.step} {worker.percent}%", *rest], "dim"))
+            rows.append(Row([worker.worker_id, "", f"{worker.step} {worker.percent}%", *rest], "dim"))
             continue
         rate = ""
         if before is not None and worker.worker_id in earlier and now.at_s > before.at_s:
@@ -152,16 +148,16 @@ def _workers(now: api.MeshSnapshot, before: api.MeshSnapshot | None, width: int)
             f"{worker.prefill_rate:.0f}" if worker.prefill_rate else "",
             str(worker.preemptions),
         ]
-        rows.append(_Row(cells, "" if worker.phase == api.WorkerState.PHASE_READY else "yellow"))
-    return _fitted(_WORKERS, rows, width)
+        rows.append(Row(cells, "" if worker.phase == api.WorkerState.PHASE_READY else "yellow"))
+    return fitted(_WORKERS, rows, width, _NUMBERS)
 
 
 def _gateways(now: api.MeshSnapshot, width: int) -> Table:
     rows = [
-        _Row([each.gateway_id, str(each.running), f"{each.requests_per_s:.1f}", f"{each.tokens_per_s:.0f}"])
+        Row([each.gateway_id, str(each.running), f"{each.requests_per_s:.1f}", f"{each.tokens_per_s:.0f}"])
         for each in now.gateways
     ]
-    return _fitted(_GATEWAYS, rows, width)
+    return fitted(_GATEWAYS, rows, width, _NUMBERS)
 
 
 def _kv(worker: api.WorkerState) -> str:
@@ -173,25 +169,3 @@ def _kv(worker: api.WorkerState) -> str:
     cached = min(-(-worker.cached_blocks * _BAR // total), _BAR - active)
     bar = "█" * active + "▒" * cached + "░" * (_BAR - active - cached)
     return f"{bar} {worker.active_blocks / total:4.0%}"
-
-
-class _Row(NamedTuple):
-    """A row with a cell for every column, shown or not."""
-
-    cells: Sequence[str]
-    style: str = ""
-
-
-def _fitted(columns: Mapping[str, int], rows: Sequence[_Row], width: int) -> Table:
-    """A table with as many columns as fit into the width."""
-    for level in range(max(columns.values()), -1, -1):
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        shown = [place for place, least in enumerate(columns.values()) if least <= level]
-        for place in shown:
-            name = list(columns)[place]
-            table.add_column(name, justify="left" if name in _WORDS else "right", overflow="fold")
-        for row in rows:
-            table.add_row(*(row.cells[place] for place in shown), style=row.style)
-        if _RULER.measure(table).maximum <= width:
-            break
-    return table
