@@ -119,14 +119,14 @@ async def test_generate_sends_the_form_of_the_answer(weft: Weft, mesh: FakeMesh,
     assert len(mesh.requests) == len(forms)
 
 
-async def test_several_continuations_are_numbered(weft: Weft) -> None:
-    result = await weft("generate", "Once", "--n", "2")
-    assert result.stdout == f"[0] {TEXT}\n[1] {TEXT}\n"
 async def test_no_number_of_continuations_means_one(weft: Weft) -> None:
     result = await weft("generate", "Once", "--n", "0")
     assert result.stdout == f"{TEXT}\n"
 
 
+async def test_several_continuations_are_numbered(weft: Weft) -> None:
+    result = await weft("generate", "Once", "--n", "2")
+    assert result.stdout == f"[0] {TEXT}\n[1] {TEXT}\n"
 
 
 async def test_stats_print_the_receipt(weft: Weft) -> None:
@@ -186,14 +186,6 @@ async def test_impossible_flags_are_refused_before_a_call(
     assert (result.exit_code, result.stderr, mesh.requests) == (2, message, [])
 
 
-@pytest.mark.parametrize("command", [["generate", "Once"], ["bench"]])
-def test_a_missing_mesh_is_reported_in_one_line_with_advice(command: list[str]) -> None:
-    result = CliRunner().invoke(app, [*command, "--address", "127.0.0.1:1"])
-    assert result.exit_code == 1
-    assert result.stderr == "weft: no mesh at 127.0.0.1:1: start one with `weft serve`\n"
-
-
-async def test_a_server_that_is_no_gateway_is_reported() -> None:
 @pytest.mark.parametrize("command", [["generate", "Once"], ["bench"], ["top"]])
 @pytest.mark.parametrize("address", ["", "localhost", "http://127.0.0.1:8000", "127.0.0.1:many"])
 def test_what_is_no_address_is_refused(command: list[str], address: str) -> None:
@@ -236,6 +228,14 @@ async def test_closed_standard_streams_are_as_good_as_empty_ones(mesh: FakeMesh)
     assert [request.prompt.text for request in mesh.requests] == [""]
 
 
+@pytest.mark.parametrize("command", [["generate", "Once"], ["bench"]])
+def test_a_missing_mesh_is_reported_in_one_line_with_advice(command: list[str]) -> None:
+    result = CliRunner().invoke(app, [*command, "--address", "127.0.0.1:1"])
+    assert result.exit_code == 1
+    assert result.stderr == "weft: no mesh at 127.0.0.1:1: start one with `weft serve`\n"
+
+
+async def test_a_server_that_is_no_gateway_is_reported() -> None:
     server = grpc.aio.server()
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -294,6 +294,8 @@ async def test_a_model_that_is_not_served_is_named_beside_those_that_are(weft: W
         (["--model", "HERE"], "--model: HERE is no checkpoint: it has no config.json"),
         (["--max-seq-length", "4x"], "--max-seq-length: '4x' is not a number of tokens"),
         (["--alias", "x"], "--alias: x= is not ALIAS=NAME with one of the models weft-story-11m"),
+        (["--alias", "x=weft-story-11m", "--alias", "x=y"], "--alias: x is given to weft-story-11m and to y"),
+        (["--model", "org/fox", "--model", "us/fox"], "--model: org/fox and us/fox would have one name"),
         (["--adapter", "poems"], "--adapter: poems is not [MODEL:]NAME=FOLDER"),
         (["--adapter", "poems=HERE"], "--adapter: HERE is no adapter: it has no adapter_config.json"),
     ],
@@ -303,6 +305,8 @@ def test_wrong_flags_of_serve_are_refused_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: list[str], flags: list[str], message: str
 ) -> None:
     if part and "--alias" in flags:
+        message = "several models and aliases are for the whole mesh"
+    if part and flags.count("--model") == 2:
         message = "several models and aliases are for the whole mesh"
     monkeypatch.setenv("WEFT_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("MODEL_NAME", raising=False)
@@ -321,6 +325,35 @@ def test_a_taken_port_is_reported_in_one_line(tmp_path: Path, monkeypatch: pytes
         result = CliRunner().invoke(app, ["serve", "--port", str(port)])
     message = f"weft: port {port} is taken: stop what listens there or choose another with --port\n"
     assert (result.exit_code, result.output) == (1, message)
+
+
+def test_a_home_that_cannot_be_used_is_reported_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("WEFT_HOME", str(tmp_path / "file" / "home"))
+    result = CliRunner().invoke(app, ["serve", "--port", str(free_port()), "--http-port", "0"])
+    assert (result.exit_code, result.stderr) == (
+        1,
+        f"weft: {tmp_path}/file/home: Not a directory: see WEFT_HOME\n",
+    )
+
+
+@pytest.mark.parametrize("url", ["foo", "redis://:secret@[::1"])
+def test_what_is_no_redis_url_is_refused_and_not_printed(url: str) -> None:
+    result = CliRunner().invoke(app, ["serve", "--redis-url", url])
+    message = "weft: --redis-url: not a redis://, rediss:// or unix:// URL\n"
+    assert (result.exit_code, result.output) == (1, message)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--quantize", "int3"], "--quantize: 'int3' is none of int8, int4, fp8, nf4"),
+        (["--kv-dtype", "fp9"], "--kv-dtype: 'fp9' is none of auto, fp8, int8"),
+    ],
+)
+def test_warm_refuses_what_serve_refuses(flags: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, ["warm", "--model", "org/fox", *flags])
+    assert (result.exit_code, result.stderr) == (2, f"weft: {message}\n")
 
 
 def test_a_host_that_is_open_to_others_needs_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,6 +376,17 @@ def test_one_service_listens_at_the_given_host_and_port(
     part: str, host: str | None, port: int | None, listen: str
 ) -> None:
     assert serve._listen(serve.ServiceName(part), host, port) == listen
+
+
+def test_names_of_models_are_whole_in_a_terminal_of_80_columns() -> None:
+    model = api.Model(
+        name="Meta-Llama-3.1-8B-Instruct", parameters=8 * 10**9, context_length=131_072, vocab_size=128_256,
+        architecture="LlamaForCausalLM", engine="gpu", workers=2, tasks=["generate"], chat=True,
+    )  # fmt: skip
+    narrow, wide = (models_table([model], width) for width in (80, 200))
+    assert Console(file=io.StringIO(), width=200).measure(narrow).maximum <= 80
+    assert "architecture" not in [column.header for column in narrow.columns]
+    assert [column.header for column in wide.columns][-1] == "chat"
 
 
 async def test_models_are_listed(weft: Weft) -> None:
@@ -378,17 +422,6 @@ def test_a_conversation_with_a_template_is_a_list_of_turns() -> None:
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": "Hello."},
-def test_names_of_models_are_whole_in_a_terminal_of_80_columns() -> None:
-    model = api.Model(
-        name="Meta-Llama-3.1-8B-Instruct", parameters=8 * 10**9, context_length=131_072, vocab_size=128_256,
-        architecture="LlamaForCausalLM", engine="gpu", workers=2, tasks=["generate"], chat=True,
-    )  # fmt: skip
-    narrow, wide = (models_table([model], width) for width in (80, 200))
-    assert Console(file=io.StringIO(), width=200).measure(narrow).maximum <= 80
-    assert "architecture" not in [column.header for column in narrow.columns]
-    assert [column.header for column in wide.columns][-1] == "chat"
-
-
         {"role": "user", "content": "Bye"},
     ]
 

@@ -26,5 +26,5 @@ def export(
     """Write a model's decoder for another runtime; `weft serve --engine` computes it."""
     # `-m` alone would import from the current folder, whatever lies there.
     path = [] if {"", os.getcwd()} & set(sys.path) else ["-P"]
-    command = [sys.executable, *path, "-m", "services.worker.export", form, _model_path(model), str(out)]
+    command = [sys.executable, *path, "-m", "services.worker.export", form, _model_path(model, "MODEL"), str(out)]
     os.execv(sys.executable, command)

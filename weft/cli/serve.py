@@ -169,6 +169,7 @@ def serve(
 
     with _mesh_errors():
         models = models or [str(demo_model.model_folder())]
+        _refuse_same_names(models)
         spec = MeshSpec(
             models=models,
             home=default_home(),
@@ -264,22 +265,32 @@ def _mesh_errors() -> Iterator[None]:
         fail(str(error))
 
 
-def _model_path(model: str) -> str:
+def _model_path(model: str, flag: str = "--model") -> str:
     """An absolute path for a folder; a name on the hub or of random weights as it is. Refuses a missing folder."""
     folder = Path(model).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            fail(f"--model: {model} is no checkpoint: it has no config.json", usage=True)
+            fail(f"{flag}: {model} is no checkpoint: it has no config.json", usage=True)
         return str(folder.absolute())
     from services.worker.loader import presets
 
     if model.startswith(presets.PREFIX):
         if model.removeprefix(presets.PREFIX) not in presets.PRESETS:
             known = ", ".join(f"{presets.PREFIX}{name}" for name in presets.PRESETS)
-            fail(f"--model: {model} is none of {known}", usage=True)
+            fail(f"{flag}: {model} is none of {known}", usage=True)
     elif model.count("/") != 1 or model.startswith((".", "/", "~")):
-        fail(f"--model: there is no folder {model}, and names on the hub have the form OWNER/NAME", usage=True)
+        fail(f"{flag}: there is no folder {model}, and names on the hub have the form OWNER/NAME", usage=True)
     return model
+
+
+def _refuse_same_names(models: list[str]) -> None:
+    """Refuses different models that requests could not tell apart."""
+    from weft.launch.plan import model_name
+
+    by_name: dict[str, str] = {}
+    for model in models:
+        if by_name.setdefault(model_name(model), model) != model:
+            fail(f"--model: {by_name[model_name(model)]} and {model} would have one name", usage=True)
 
 
 def _one_of(setting: str, value: str | None) -> str | None:
@@ -312,7 +323,10 @@ def _literals(annotation: Any) -> list[str]:
 
 def _aliases(pairs: list[str], names: set[str]) -> dict[str, str]:
     """ALIAS=NAME as alias and name, which must be one of `names`."""
-    aliases = dict(pair.partition("=")[::2] for pair in pairs)
+    aliases: dict[str, str] = {}
+    for alias, _, name in (pair.partition("=") for pair in pairs):
+        if aliases.setdefault(alias, name) != name:
+            fail(f"--alias: {alias} is given to {aliases[alias]} and to {name}", usage=True)
     for alias, name in aliases.items():
         if not alias or name not in names:
             known = ", ".join(sorted(names))

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from weft.cli.serve import KvDtype, KvScales, MaxBatchSize, MaxSeqLength, Quantize, _model_path, _tokens
+from weft.cli.serve import KvDtype, KvScales, MaxBatchSize, MaxSeqLength, Quantize, _model_path, _one_of, _tokens
 
 Model = Annotated[
     str, typer.Option(envvar="MODEL_NAME", help="Folder of a checkpoint, or name on the hub.", show_default=False)
@@ -26,9 +26,9 @@ def warm(
         "MODEL_NAME": _model_path(model),
         "MAX_BATCH_SIZE": max_batch_size,
         "MAX_SEQ_LENGTH": _tokens(max_seq_length),
-        "QUANTIZE": quantize,
-        "KV_DTYPE": kv_dtype,
-        "KV_SCALES": kv_scales,
+        "QUANTIZE": _one_of("quantize", quantize),
+        "KV_DTYPE": _one_of("kv_dtype", kv_dtype),
+        "KV_SCALES": _one_of("kv_scales", kv_scales),
     }
     os.environ.update({name: str(value) for name, value in settings.items() if value is not None})
     # `-m` alone would import from the current folder, whatever lies there.

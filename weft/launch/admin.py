@@ -22,9 +22,11 @@ def secret_file(home: Path) -> Path:
     """The file with the secret of the mesh in this folder, which is made if need be. Only its owner may read it."""
     path = home / SECRET_FILE
     if not path.exists():
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        written = path.with_suffix(".new")  # A full disk must not leave an empty secret.
+        descriptor = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w") as file:
             file.write(f"{secrets.token_hex(32)}\n")
+        written.replace(path)
     return path
 
 

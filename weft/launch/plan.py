@@ -123,10 +123,16 @@ class OpenToOthers(CannotServe):
 async def planned(spec: MeshSpec) -> AsyncIterator[MeshPlan]:
     """The plan of a mesh, whose ports and folder are held until the block ends. Raises CannotServe and NoRedisError."""
     _check_host(spec.host)
+    _check_redis_url(spec.redis_url)
     with HeldPorts() as ports:
         addresses, http_port = _addresses(spec, ports)
-        async with locked_home(spec.home) as home:
-            yield _plan(spec, home, ports, addresses, http_port)
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                home = await stack.enter_async_context(locked_home(spec.home))
+                mesh = _plan(spec, home, ports, addresses, http_port)
+            except OSError as error:
+                raise CannotServe(f"{error.filename or spec.home}: {error.strerror}: see WEFT_HOME") from None
+            yield mesh
 
 
 def _plan(spec: MeshSpec, home: Home, ports: HeldPorts, addresses: list[str], http_port: str) -> MeshPlan:
@@ -280,6 +286,16 @@ def _check_host(host: str) -> None:
             f"--host {host} is open to other machines: set WEFT_TENANTS_FILE to a file of tenants (see `weft key`) "
             f"and {CERT} and {KEY} to a certificate; {rpc.UNPROTECTED_HELP}"
         )
+
+
+def _check_redis_url(url: str) -> None:
+    """Raises CannotServe for what is no URL of a Redis, without the URL, which may hold a password."""
+    try:
+        sound = not url or urlsplit(url).scheme in ("redis", "rediss", "unix")
+    except ValueError:
+        sound = False
+    if not sound:
+        raise CannotServe("--redis-url: not a redis://, rediss:// or unix:// URL")
 
 
 def _addresses(spec: MeshSpec, ports: HeldPorts) -> tuple[list[str], str]:
