@@ -1,12 +1,16 @@
 """The gateway's ports answer nobody without a key, and nobody without TLS, whatever the method or route."""
 
+import asyncio
+import itertools
 import json
+from pathlib import Path
 from typing import Any
 
 import grpc
 import httpx
 import pytest
 from grpc import aio
+from typer.testing import CliRunner
 
 from services.gateway.doors.http import HttpRoutes
 from services.health import ROLE_OF, check
@@ -14,6 +18,7 @@ from tests.gateway.fakes import FakeMesh
 from tests.mesh.harness import Mesh, ask, generate
 from tests.security import callers
 from tests.security.conftest import KEY, Files
+from weft.cli.app import app
 from weft.client.api import Client
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -115,6 +120,19 @@ async def test_our_client_and_plain_ones_are_answered_over_tls(mesh: Mesh, files
         assert json.loads(reply.content)["usage"]["completion_tokens"] == 4
 
 
+async def test_a_batch_is_answered_over_tls(mesh: Mesh, files: Files, tmp_path: Path) -> None:
+    line = {"custom_id": "one", "url": "/v1/completions", "body": {"prompt": "hello", "max_tokens": 4}}
+    (tmp_path / "in.jsonl").write_text(json.dumps(line))
+    paths = [str(tmp_path / name) for name in ("in.jsonl", "out.jsonl")]
+    url = mesh.url().replace("http://127.0.0.1", "https://localhost")
+    result = await asyncio.to_thread(
+        CliRunner().invoke, app, ["batch", *paths, "--url", url],
+        env={"WEFT_CA_FILE": str(files.ca), "WEFT_API_KEY": KEY},
+    )  # fmt: skip
+    assert result.exit_code == 0, result.stderr
+    assert json.loads((tmp_path / "out.jsonl").read_text())["response"]["status_code"] == 200
+
+
 async def test_a_client_refuses_a_gateway_with_a_certificate_of_a_stranger(mesh: Mesh) -> None:
     from services.security.certificates import Authority
 
@@ -125,15 +143,14 @@ async def test_a_client_refuses_a_gateway_with_a_certificate_of_a_stranger(mesh:
 
 
 async def test_the_health_command_checks_every_encrypted_port(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    import asyncio
-
     for process in mesh.processes:
         with monkeypatch.context() as patch:
             for name, value in process.env.items():
                 patch.setenv(name, value)
-            for listening in (False, True):
-                assert await asyncio.to_thread(check, process.address, process.health, listening) == "SERVING"
-            assert ROLE_OF[process.health]
+            role = ROLE_OF[process.health]
+            names = [process.health, *(["weft.v1.Gateway"] if role == "gateway" else [])]
+            for name, listening in itertools.product(names, (False, True)):
+                assert await asyncio.to_thread(check, process.address, name, listening) == "SERVING"
 
 
 def _filled(path: str) -> str:

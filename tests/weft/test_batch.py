@@ -11,11 +11,13 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
+from typer.testing import CliRunner
 
 from tests.mesh.conftest import demo_model
 from tests.mesh.harness import Mesh, ask, generate
 from weft.batch import lines
 from weft.batch.output import Output, OutputError
+from weft.cli.app import app
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -183,6 +185,19 @@ async def test_an_unreachable_mesh_ends_the_batch_with_one_line(mesh: Mesh, tmp_
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == "weft: no answer from http://127.0.0.1:9 for 0.2 s"
     assert answers(paths[1]) == {}
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "http://", "http://127.0.0.1:99999"])
+async def test_what_is_no_url_is_refused(tmp_path: Path, url: str) -> None:
+    paths = written(tmp_path, line("one"))
+    result = CliRunner().invoke(app, ["batch", *map(str, paths), "--url", url])
+    assert (result.exit_code, result.stderr) == (2, f"weft: --url: {url!r} is no http:// or https:// URL\n")
+
+
+async def test_a_device_is_no_output(tmp_path: Path) -> None:
+    paths = written(tmp_path, line("one"))
+    result = CliRunner().invoke(app, ["batch", str(paths[0]), "/dev/full"])
+    assert (result.exit_code, result.stderr) == (1, "weft: /dev/full is no file that a batch can be continued in\n")
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,8 @@ class Output:
         """Custom ids of the lines."""
         self.failed = 0
         """Lines with an error."""
+        if path.exists() and not path.is_file():
+            raise OutputError(f"{path} is no file that a batch can be continued in")
         self._file: BinaryIO = path.open("a+b", buffering=0)
         try:
             self._lock(path)

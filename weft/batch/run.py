@@ -6,6 +6,7 @@ if that still runs.
 
 import asyncio
 import random
+import ssl
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ import httpx
 from weft.batch import lines
 from weft.batch.lines import Json, Request
 from weft.batch.output import Output
+from weft.client.channel import authorities
 
 _LONGEST_WAIT_S = 30.0
 _FIRST_WAIT_S = 0.25
@@ -76,13 +78,15 @@ class Batch:
         """When the mesh last answered a request."""
 
     async def run(self, requests: Iterable[Request]) -> None:
-        """Sends the requests that the output does not have. Raises MeshGone and OSError."""
+        """Sends the requests that the output does not have. Raises MeshGone, CaFileError and OSError."""
         waiting = iter([request for request in requests if request.custom_id not in self._output.done])
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=self._spec.concurrency)
         headers = {"authorization": f"Bearer {self._spec.api_key}"} if self._spec.api_key else {}
         timeout = httpx.Timeout(10.0, read=None, pool=None)
+        pem = authorities(self._spec.url)
+        trusted = ssl.create_default_context(cadata=pem.decode()) if pem is not None else True
         async with httpx.AsyncClient(
-            base_url=self._spec.url, headers=headers, timeout=timeout, limits=limits
+            base_url=self._spec.url, headers=headers, timeout=timeout, limits=limits, verify=trusted
         ) as client:
             try:
                 async with asyncio.TaskGroup() as group:

@@ -36,8 +36,10 @@ def batch(
     from weft.batch import lines
     from weft.batch.output import Output, OutputError
     from weft.batch.run import Batch, MeshGone, Spec
+    from weft.client.channel import CaFileError
 
     out = console(stderr=True)
+    _check_url(url)
     try:
         expected = lines.check(requests)
         with Output(answers, expected) as output, progress(out) as show:
@@ -47,8 +49,10 @@ def batch(
             work = Batch(spec, output, lambda done: show("requests", done, len(expected)))
             asyncio.run(work.run(lines.read(requests)))
             totals, failed = work.totals, output.failed
-    except (lines.InputError, OutputError, MeshGone, OSError) as error:
+    except (lines.InputError, OutputError, MeshGone, CaFileError) as error:
         fail(str(error))
+    except OSError as error:
+        fail(f"{error.filename or answers}: {error.strerror or error}")
     except KeyboardInterrupt:
         typer.echo("weft: interrupted; the same command continues the batch", err=True)
         raise typer.Exit(130) from None
@@ -60,3 +64,16 @@ def batch(
     )
     if failed:
         raise typer.Exit(1)
+
+
+def _check_url(url: str) -> None:
+    """Refuses what is no URL of an HTTP port."""
+    from urllib.parse import urlsplit
+
+    try:
+        parts = urlsplit(url)
+        sound = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        sound = False
+    if not sound:
+        fail(f"--url: {url!r} is no http:// or https:// URL", usage=True)
