@@ -148,6 +148,13 @@ async def test_the_deadline_covers_all_attempts(client: Client, mesh: FakeMesh) 
     assert len(mesh.requests) <= 3
 
 
+@pytest.mark.parametrize("deadline_s", [float("inf"), 1e300, 1e10])
+async def test_a_deadline_in_the_far_future_has_not_passed(client: Client, deadline_s: float) -> None:
+    assert await client.generate("Once", deadline_s=deadline_s).text()
+    with pytest.raises(ValueError, match="not a number"):
+        client.generate("Once", deadline_s=float("nan"))
+
+
 async def test_a_slow_answer_ends_at_the_deadline(client: Client, mesh: FakeMesh) -> None:
     mesh.pause_s = 0.2
     with pytest.raises(WeftError) as caught:

@@ -5,6 +5,7 @@ Knows the public API, nothing of what serves it.
 
 import asyncio
 import contextlib
+import math
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
@@ -31,6 +32,8 @@ from weft.client.retry import RetryState
 from weft.client.stream_resumer import StreamResumer
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
+_LONGEST_DEADLINE_S = 1e8
+"""Three years; gRPC takes far longer deadlines for deadlines that have passed."""
 Reply = TypeVar("Reply")
 
 _CHANNEL_OPTIONS: list[tuple[str, Any]] = [
@@ -241,7 +244,10 @@ class Client:
 
     def _retry_state(self, deadline_s: float | None) -> RetryState:
         budget_s = self._deadline_s if deadline_s is None else deadline_s
-        return RetryState(self._retries, None if budget_s is None else time.monotonic() + budget_s)
+        if budget_s is not None and math.isnan(budget_s):
+            raise ValueError("deadline_s: not a number")
+        bounded = budget_s is not None and budget_s < _LONGEST_DEADLINE_S
+        return RetryState(self._retries, time.monotonic() + budget_s if budget_s is not None and bounded else None)
 
     async def _call(
         self, call: Callable[["stubs.InferenceAsyncStub", float | None], Awaitable[Reply]], deadline_s: float | None
