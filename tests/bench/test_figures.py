@@ -96,7 +96,7 @@ def test_rates_and_goodput_over_two_processes() -> None:
 
 def test_goodput_bounds_are_parsed_and_invalid_ones_refused() -> None:
     assert goodput_from(["ttft:200 tpot:50"]) == goodput_from(["ttft:200", "tpot:50"]) == {"ttft": 200, "tpot": 50}
-    for word in ("ttft", "ttft:soon", "speed:3"):
+    for word in ("ttft", "ttft:soon", "speed:3", "ttft:nan", "ttft:-5", "ttft:0"):
         with pytest.raises(PlanError):
             goodput_from([word])
 

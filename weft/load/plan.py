@@ -113,4 +113,6 @@ def goodput_from(words: list[str]) -> dict[str, float]:
             raise PlanError(f"goodput: {word!r} is not NAME:MILLISECONDS") from None
         if name not in ("ttft", "tpot", "itl", "e2el"):
             raise PlanError(f"goodput: {name!r} is not ttft, tpot, itl or e2el")
+        if not 0 < bounds[name] < math.inf:
+            raise PlanError(f"goodput: {word!r}: the bound must be above 0")
     return bounds
