@@ -62,6 +62,7 @@ _PLAIN = {
     grpc.StatusCode.UNAVAILABLE: "there is no connection to the mesh",
     grpc.StatusCode.DEADLINE_EXCEEDED: "the deadline has passed",
     grpc.StatusCode.CANCELLED: "the call was cancelled",
+    grpc.StatusCode.RESOURCE_EXHAUSTED: "a message is too large: a request has at most 1 MiB, an answer 16 MiB",
     grpc.StatusCode.UNIMPLEMENTED: "the server is no gateway of Weft",
 }
 
