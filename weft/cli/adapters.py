@@ -9,7 +9,11 @@ import typer
 
 from weft.cli.flags import LOCAL_SCHEDULER, Scheduler, fail
 
-app = typer.Typer(name="adapters", help="List, load and drop low-rank adapters of the models that a mesh serves.")
+app = typer.Typer(
+    name="adapters",
+    help="List, load and drop low-rank adapters of the models that a mesh serves.",
+    no_args_is_help=True,
+)
 Name = Annotated[str, typer.Argument(help="Name of the adapter; requests name it MODEL:NAME.")]
 OfModel = Annotated[str, typer.Option("--model", help="Name of the model.", show_default="the only one")]
 Folder = Annotated[Path, typer.Argument(help="Folder that PEFT saved it to, as the workers see it.")]

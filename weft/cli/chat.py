@@ -80,4 +80,6 @@ def _lines() -> Iterator[str]:
         try:
             yield input("> " if interactive else "").strip()
         except (EOFError, KeyboardInterrupt):
+            if interactive:
+                write("\n")
             return
