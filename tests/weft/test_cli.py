@@ -20,6 +20,7 @@ from typer.testing import CliRunner, Result
 
 from protos import inference_pb2 as api
 from services.errors import WeftError, invalid
+from services.security.certificates import Authority
 from tests.mesh.forked import Forked
 from tests.mesh.harness import ROOT, WITH_PARENT
 from tests.ports import free_port
@@ -495,11 +496,17 @@ async def test_a_bad_checkpoint_is_reported_in_one_line(tmp_path: Path) -> None:
 async def test_serve_prints_what_it_serves_and_stops_at_ctrl_c(tmp_path: Path) -> None:
     port = free_port()
     arguments = ("serve", "--host", "0.0.0.0", "--port", str(port), "--redis-url", "redis://me:secret@127.0.0.1:1/0")
-    process = await start_weft(*arguments, home=tmp_path, WEFT_ALLOW_UNPROTECTED="true", ENGINE="paced")
+    pair = Authority.random().issue(["localhost"])
+    tls = {"WEFT_GATEWAY_TLS_CERT": tmp_path / "door.crt", "WEFT_GATEWAY_TLS_KEY": tmp_path / "door.key"}
+    for path, content in zip(tls.values(), (pair.certificate, pair.key), strict=True):
+        path.write_bytes(content)
+    settings = {"WEFT_ALLOW_UNPROTECTED": "true", "ENGINE": "paced", **{name: str(path) for name, path in tls.items()}}
+    process = await start_weft(*arguments, home=tmp_path, **settings)
     lines = await lines_of_start(process)
     assert lines[0] == "redis: redis://127.0.0.1:1/0\n"
-    assert any(line.startswith("OpenAI's API: http://127.0.0.1:") and line.endswith("/v1\n") for line in lines)
-    assert any(line.startswith("playground and live view: http://127.0.0.1:") for line in lines)
+    assert any(line.startswith("OpenAI's API: https://127.0.0.1:") and line.endswith("/v1\n") for line in lines)
+    assert any(line.startswith("playground and live view: https://127.0.0.1:") for line in lines)
+    assert lines[-1] == f"try: weft generate 'Once upon a time' --address https://127.0.0.1:{port}   (Ctrl-C stops)\n"
     assert any(line.startswith("serving ") and line.endswith(f" at 127.0.0.1:{port}\n") for line in lines)
     assert f"listening at 0.0.0.0:{port}: open to other machines\n" in lines
     process.send_signal(signal.SIGINT)

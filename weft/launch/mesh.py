@@ -15,6 +15,7 @@ from rich.text import Text
 from protos import inference_pb2 as api
 from report.console import amount
 from weft.client.api import DEFAULT_ADDRESS
+from weft.client.channel import TLS_PREFIX
 from weft.launch import plan
 from weft.launch.reach import Reach
 from weft.launch.startup import Loading, watch
@@ -36,6 +37,8 @@ class Running:
     """host:port at which this machine reaches the gateway over HTTP; empty for none."""
     models: list[api.Model]
     supervisor: Supervisor
+    tls: bool = False
+    """The ports for callers are encrypted."""
 
 
 @contextlib.asynccontextmanager
@@ -54,7 +57,7 @@ async def up(spec: plan.MeshSpec, out: Console, *, verbose: bool = False) -> Asy
                 plan.wait_served(mesh.address, spec.workers * len(spec.models), mesh.reach)
             )
             progress.done()
-            yield Running(mesh.address, mesh.listen, mesh.http_address, models, supervisor)
+            yield Running(mesh.address, mesh.listen, mesh.http_address, models, supervisor, tls=bool(mesh.reach.door))
 
 
 async def serve(spec: plan.MeshSpec, out: Console, *, verbose: bool = False) -> None:
@@ -66,13 +69,16 @@ async def serve(spec: plan.MeshSpec, out: Console, *, verbose: bool = False) -> 
                 out.print(f"serving [bold]{model.name}[/bold] ({size}) at [bold]{mesh.address}[/bold]")
             if not mesh.models:
                 out.print(f"serving at [bold]{mesh.address}[/bold], for callers with an API key")
+            scheme = "https" if mesh.tls else "http"
             if mesh.http_address:
-                out.print(f"OpenAI's API: [bold]http://{mesh.http_address}/v1[/bold]")
+                out.print(f"OpenAI's API: [bold]{scheme}://{mesh.http_address}/v1[/bold]")
                 if os.environ.get("WEFT_GATEWAY_PAGE", "").lower() not in _FALSE:
-                    out.print(f"playground and live view: [bold]http://{mesh.http_address}/[/bold]")
+                    out.print(f"playground and live view: [bold]{scheme}://{mesh.http_address}/[/bold]")
             if mesh.listen != mesh.address:
                 out.print(f"listening at {mesh.listen}: open to other machines", style="yellow", markup=False)
-            where = "" if mesh.address == DEFAULT_ADDRESS else f" --address {mesh.address}"
+            address = f"{TLS_PREFIX if mesh.tls else ''}{mesh.address}"
+            where = "" if address == DEFAULT_ADDRESS else f" --address {address}"
+            where += "" if mesh.models else " --api-key KEY"
             out.print(f"try: weft generate 'Once upon a time'{where}   (Ctrl-C stops)", markup=False)
             await mesh.supervisor.during(asyncio.Event().wait())
     except asyncio.CancelledError:
