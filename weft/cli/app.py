@@ -1,5 +1,6 @@
 """The `weft` command: lists its commands. What they do is imported when they run, so that --help is quick."""
 
+import os
 from typing import Annotated
 
 import typer
@@ -27,11 +28,14 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def main(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Serves large language models in real time as a mesh of small gRPC services."""
+    if context.invoked_subcommand not in ("serve", "demo"):  # Services log what gRPC reports.
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
 app.command()(serve.serve)

@@ -206,6 +206,13 @@ async def _health(address: str) -> Finding:
             request = health_pb2.HealthCheckRequest(service="weft.v1.Inference")
             reply = await stub.Check(request, timeout=TIMEOUT_S)
         except aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNAVAILABLE:
+                hint = (
+                    "is its certificate trusted (WEFT_CA_FILE)"
+                    if address.startswith("https:")
+                    else "does it need https://"
+                )
+                return Finding("mesh", Verdict.BAD, f"{address} does not answer: {hint}?")
             return Finding("mesh", Verdict.BAD, f"{address} is no gateway of Weft ({error.code().name})")
     serving = reply.status == health_pb2.HealthCheckResponse.SERVING
     detail = "serves" if serving else "is up but serves no model yet"
