@@ -334,6 +334,14 @@ async def test_the_synchronous_client_needs_no_event_loop(address: str, mesh: Fa
     assert isinstance(receipt, api.Receipt)
 
 
+async def test_a_closed_synchronous_client_says_so(address: str) -> None:
+    client = SyncClient(address)
+    client.close()
+    for call in (client.models, client.generate("Once").text):
+        with pytest.raises(RuntimeError, match="the client is closed"):
+            call()
+
+
 def test_pauses_grow_with_jitter_and_progress_resets_them() -> None:
     gone = WeftError(grpc.StatusCode.UNAVAILABLE, "gone")
     retry = RetryState(6, None, draw=lambda: 1.0)

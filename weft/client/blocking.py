@@ -89,6 +89,9 @@ class SyncClient:
         return self._wait(self._client.models(deadline_s=deadline_s))
 
     def _wait(self, work: Coroutine[Any, Any, Result]) -> Result:
+        if self._loop.is_closed():
+            work.close()
+            raise RuntimeError("the client is closed")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
