@@ -131,6 +131,9 @@ async def test_a_batch_is_answered_over_tls(mesh: Mesh, files: Files, tmp_path: 
     )  # fmt: skip
     assert result.exit_code == 0, result.stderr
     assert json.loads((tmp_path / "out.jsonl").read_text())["response"]["status_code"] == 200
+    strange = await asyncio.to_thread(CliRunner().invoke, app, ["batch", paths[0], f"{paths[1]}.2", "--url", url])
+    assert strange.exit_code == 1
+    assert strange.stderr.splitlines()[-1] == f"weft: the certificate of {url} is not trusted: see WEFT_CA_FILE"
 
 
 async def test_a_client_refuses_a_gateway_with_a_certificate_of_a_stranger(mesh: Mesh) -> None:

@@ -17,7 +17,7 @@ import httpx
 from weft.batch import lines
 from weft.batch.lines import Json, Request
 from weft.batch.output import Output
-from weft.client.channel import authorities
+from weft.client.channel import CA_FILE, authorities
 
 _LONGEST_WAIT_S = 30.0
 _FIRST_WAIT_S = 0.25
@@ -29,7 +29,7 @@ _BUSY = (408, 425, 429, 502, 503)
 
 
 class MeshGone(Exception):
-    """The mesh has not answered for too long. What is done is in the output file."""
+    """The mesh cannot be reached, or not for too long. What is done is in the output file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,9 @@ class Batch:
             server_s = 0.0
             try:
                 response = await client.post(request.url, json=body)
-            except httpx.TransportError:
+            except httpx.TransportError as error:
+                if "CERTIFICATE_VERIFY_FAILED" in str(error):
+                    raise MeshGone(f"the certificate of {self._spec.url} is not trusted: see {CA_FILE}") from None
                 self._check_patience()
             else:
                 status = response.status_code
