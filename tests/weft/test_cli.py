@@ -434,6 +434,10 @@ def test_a_conversation_with_a_template_is_a_list_of_turns() -> None:
         (["cache", "--max-batch-size", "2"], "the cache has no MAX_BATCH_SIZE"),
         (["gateway", "--kv-dtype", "fp8"], "the gateway has no KV_DTYPE"),
         (["cache", "--http-port", "8001"], "the cache has no --http-port"),
+        (
+            ["--role", "prefill", "--role", "decode"],
+            "--role: 2 roles need --workers 2 or more",
+        ),
         (["cache", "--kv-scales", "dynamic"], "the cache has no KV_SCALES"),
         (["cache", "--tensor-parallel", "2"], "the cache has no WEFT_TENSOR_PARALLEL"),
         (["gateway", "--pipeline-parallel", "2"], "the gateway has no WEFT_PIPELINE_PARALLEL"),

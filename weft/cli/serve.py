@@ -161,6 +161,8 @@ def serve(
         _set_of_gateway(part, "--gateways", "WEFT_GATEWAY_PROCESSES", gateways)
         _run_service(part, environment, model="".join(model or []), redis_url=redis_url, host=host, port=port)
         return
+    if len(roles) > workers:
+        fail(f"--role: {len(roles)} roles need --workers {len(roles)} or more", usage=True)
     models = [_model_path(each) for each in model or [os.environ.get("MODEL_NAME", "")] if each]
     from report.console import console
     from weft.launch import demo_model, mesh
