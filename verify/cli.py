@@ -80,8 +80,8 @@ Windows = Annotated[int, typer.Option(min=1, help="Windows of held-out text.")]
 Length = Annotated[int, typer.Option(min=32, help="Tokens of each window.")]
 Answers = Annotated[int, typer.Option(min=0, help="Greedy answers to compare and time.")]
 OnDevice = Annotated[Device, typer.Option(help="cpu computes in float32, cuda in bfloat16, as a worker does.")]
-JsonFile = Annotated[Path | None, typer.Option(help="Write the result to this file.")]
-HtmlFile = Annotated[Path | None, typer.Option(help="Write a report with plots to this file.")]
+JsonFile = Annotated[Path | None, typer.Option(dir_okay=False, help="Write the result to this file.")]
+HtmlFile = Annotated[Path | None, typer.Option(dir_okay=False, help="Write a report with plots to this file.")]
 
 
 @app.command()
