@@ -43,7 +43,7 @@ say = @printf '\033[1m%s\033[0m\n' '$(1)'
 .PHONY: help chaos simulate soak set-up stubs demo serve test tests test-clients test-kernels test-gpu bench-kernels bench-engine bench-gpu bench-start bench-determinism bench-speculation bench-speculation-cpu bench-speculation-equality lint format types check-images bench-cpu bench-links bench-smg bench-open bench-overload bench-turns bench-tracing train-demo demo-family fuzz certs clean
 
 help: ## List what can be made.
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-28s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 set-up: $(STUBS) ## Create the virtual environment, install everything, generate the stubs.
 
