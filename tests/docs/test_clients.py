@@ -11,6 +11,7 @@ import pytest
 
 from services import metrics
 from services.gateway.doors.http import HttpRoutes
+from services.gateway.doors.metrics import MetricsDoor
 from services.gateway.doors.openai.door import OpenAIDoor
 from services.gateway.doors.openai.embeddings import EmbeddingsDoor
 from services.gateway.doors.openai.requests import EXTENSIONS, HONOURED, REFUSED, parse
@@ -51,6 +52,7 @@ def test_every_path_is_in_its_table() -> None:
     EmbeddingsDoor(mock.Mock(), mock.Mock()).add_to(routes)
     Probes(mock.Mock()).add_to(routes)
     WatchDoor(mock.Mock()).add_to(routes)
+    MetricsDoor(mock.Mock(), mock.Mock()).add_to(routes)
     PageDoor().add_to(routes)
     served = {
         f"{method} {str(route.path).replace('{name:path}', 'NAME')}"  # type: ignore[attr-defined]
