@@ -1,8 +1,9 @@
 """Settings that all services share, read from the environment.
 
 A service listens at WEFT_LISTEN and connects to the others at WEFT_SCHEDULER_ADDRESS and WEFT_CACHE_ADDRESS; gateways
-receive the addresses of workers from the scheduler. A service's own settings begin with WEFT_ and its name:
-WEFT_GATEWAY_..., WEFT_WORKER_...
+receive the addresses of workers from the scheduler. Most settings of gateway, scheduler and cache begin with WEFT_ and
+the service's name (WEFT_GATEWAY_...); those of workers have names that users of other servers know (MODEL_NAME, ...),
+or begin with WEFT_ alone.
 
 Metrics: each process serves them for Prometheus at WEFT_METRICS_PORT, on the host that it listens at; 0 or unset
 disables this. Processes with network addresses of their own (containers, pods) use the same port, by convention 9464;
