@@ -15,7 +15,7 @@ class Caching(StrEnum):
     BYPASS = "bypass"
 
 
-Address = Annotated[str, typer.Option(envvar="WEFT_ADDRESS", help="host:port of the mesh.")]
+Address = Annotated[str, typer.Option(envvar="WEFT_ADDRESS", help="host:port of the mesh, or https://host:port.")]
 ApiKey = Annotated[
     str, typer.Option("--api-key", envvar="WEFT_API_KEY", help="For a mesh that needs one.", show_default=False)
 ]
