@@ -5,9 +5,11 @@ Knows gRPC, nothing of the services.
 
 import asyncio
 import contextlib
+import errno
 import gc
 import ipaddress
 import signal
+import socket
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -200,6 +202,8 @@ async def serve(
         names.append(service.name)
     health_pb2_grpc.add_HealthServicer_to_server(states, server)
     reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+    if not shares_port:
+        _refuse_taken(address)
     port = _listen(server, address, credentials)
     metrics_server = _serve_metrics(counts, address, metrics_port) if metrics_port else None
     await server.start()
@@ -223,6 +227,18 @@ class _Health(health.aio.HealthServicer):
     async def List(self, request: Any, context: Any) -> Any:
         """Not offered. Raises WeftError."""
         raise WeftError(grpc.StatusCode.UNIMPLEMENTED, "METHOD_NOT_OFFERED", "use Check: names are not listed")
+
+
+def _refuse_taken(address: str) -> None:
+    """Ends the process with exit code 1 if the port is taken: gRPC would print lines of its own beside ours."""
+    host = host_of(address)
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, int(address.rpartition(":")[2])))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                sys.exit(f"weft: cannot listen at {address}: another process may use the port")
 
 
 def _listen(server: aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:

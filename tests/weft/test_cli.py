@@ -571,6 +571,14 @@ async def test_a_gateway_whose_http_port_is_taken_prints_one_line(tmp_path: Path
     assert (code, output) == (os.EX_CONFIG, f"weft: WEFT_GATEWAY_HTTP_PORT {port}: Address already in use\n")
 
 
+async def test_a_service_whose_port_is_taken_prints_one_line(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        code, output = await run_weft("serve", "scheduler", "--port", port, home=tmp_path)
+    message = f"weft: cannot listen at 127.0.0.1:{port}: another process may use the port\n"
+    assert (code, output) == (1, message)
+
+
 async def test_a_malformed_list_prints_one_line(tmp_path: Path) -> None:
     code, output = await run_weft("serve", "worker", home=tmp_path, WEFT_ALIASES="fox")
     assert (code, "Traceback" in output) == (os.EX_CONFIG, False)
