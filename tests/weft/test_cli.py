@@ -296,7 +296,7 @@ async def test_a_model_that_is_not_served_is_named_beside_those_that_are(weft: W
         (["--max-seq-length", "4x"], "--max-seq-length: '4x' is not a number of tokens"),
         (["--alias", "x"], "--alias: x= is not ALIAS=NAME with one of the models weft-story-11m"),
         (["--alias", "x=weft-story-11m", "--alias", "x=y"], "--alias: x is given to weft-story-11m and to y"),
-        (["--model", "org/fox", "--model", "us/fox"], "--model: org/fox and us/fox would have one name"),
+        (["--model", "org/fox", "--model", "us/fox"], "--model: org/fox and us/fox would have one name, fox"),
         (["--adapter", "poems"], "--adapter: poems is not [MODEL:]NAME=FOLDER"),
         (["--adapter", "poems=HERE"], "--adapter: HERE is no adapter: it has no adapter_config.json"),
     ],
@@ -317,6 +317,14 @@ def test_wrong_flags_of_serve_are_refused_before_anything_starts(
     assert result.stderr.startswith(f"weft: {message.replace('HERE', str(tmp_path))}")
     assert len(result.stderr.splitlines()) == 1
     assert not (tmp_path / "home").exists()
+
+
+def test_several_models_do_not_share_a_served_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("SERVED_MODEL_NAME", "animals")
+    result = CliRunner().invoke(app, ["serve", "--model", "org/fox", "--model", "org/owl"])
+    message = "weft: --model: org/fox and org/owl would have one name, animals\n"
+    assert (result.exit_code, result.stderr) == (2, message)
 
 
 def test_a_taken_port_is_reported_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -289,10 +289,12 @@ def _refuse_same_names(models: list[str]) -> None:
     """Refuses different models that requests could not tell apart."""
     from weft.launch.plan import model_name
 
+    given = os.environ.get("SERVED_MODEL_NAME") or os.environ.get("WEFT_SERVED_NAME")
     by_name: dict[str, str] = {}
     for model in models:
-        if by_name.setdefault(model_name(model), model) != model:
-            fail(f"--model: {by_name[model_name(model)]} and {model} would have one name", usage=True)
+        name = given or model_name(model)
+        if by_name.setdefault(name, model) != model:
+            fail(f"--model: {by_name[name]} and {model} would have one name, {name}", usage=True)
 
 
 def _one_of(setting: str, value: str | None) -> str | None:
