@@ -36,6 +36,7 @@ class Receiver:
 
     def deliver(self, output: StepOutput, step_s: float | None) -> None:
         self.happened.append("delivered")
+        self.received = [(token.key, token.position) for token in output.tokens]
         self.loop.call_soon(self.happened.append, "written")
 
     def changed(self, urgent: bool = True) -> None:
@@ -68,3 +69,15 @@ async def test_first_tokens_are_delivered_before_the_others_of_their_step() -> N
     with engine_thread.EngineThread(engine, receiver, receiver):
         assert await asyncio.to_thread(engine.done.wait, 5)
     assert delivered == [firsts[0], firsts[2], *others, firsts[1]]
+
+
+async def test_first_tokens_of_a_step_are_delivered_before_its_others() -> None:
+    loop: Any = asyncio.get_running_loop()
+    output = StepOutput(
+        [TokenOut(1, 8, 5), TokenOut(2, 0, 5), TokenOut(2, 1, 5), TokenOut(3, 2, 5), TokenOut(4, 0, 5)], []
+    )
+    engine: Any = OneStepEngine(output, [])
+    receiver: Any = Receiver([], loop)
+    with engine_thread.EngineThread(engine, receiver, receiver):
+        assert await asyncio.to_thread(engine.done.wait, 5)
+    assert receiver.received == [(2, 0), (4, 0), (1, 8), (2, 1), (3, 2)]

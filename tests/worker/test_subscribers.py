@@ -309,3 +309,18 @@ async def test_several_tokens_of_a_step_are_sent_in_order(engine: RecordingEngin
     jobs.deliver(StepOutput([TokenOut(key, position, 50 + position) for position in range(3)], [], extra=[2]))
     messages = [message async for message in closed(link)]
     assert [token for message in messages for token in message.token_ids] == [50, 51, 52]
+
+
+async def test_tokens_of_a_step_are_sent_in_its_order(engine: RecordingEngine, jobs: Jobs) -> None:
+    """The engine's thread puts first tokens first; nothing turns their order round."""
+    subscriber = Subscriber("both")
+    for number in (1, 2):
+        message = job(stream_id=number)
+        message.job_id = f"j{number}"
+        jobs.start(subscriber, message)
+    early, late = engine.submitted
+    jobs.deliver(StepOutput([TokenOut(late, 0, 60), TokenOut(early, 0, 50)], []))
+    for key in (early, late):
+        jobs.deliver(StepOutput([], [Ended(key, EndReason.LENGTH, 1, Cost())]))
+    tokens = [token async for message in closed(subscriber) for token in message.token_ids]
+    assert tokens == [60, 50]

@@ -7,7 +7,6 @@ import asyncio
 import itertools
 import time
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import Protocol
 
 import structlog
@@ -25,8 +24,6 @@ from services.worker.service.metrics import WorkerMetrics
 from services.worker.service.tracing import record_job
 
 log = structlog.get_logger("worker.jobs")
-
-_position = attrgetter("position")
 
 RETENTION_S = 2.0
 """How long the answer of an ended job is kept for requests that the scheduler sent to join it."""
@@ -184,9 +181,7 @@ class Jobs:
             scored = by_key.get(scores.key)
             for link, stream_id in scored.subscribers if scored is not None else ():
                 link.send_scores(stream_id, scores)
-        # First tokens are queued first: those of the newest jobs, or, where a job has several tokens, by position.
-        newest_first = sorted(output.tokens, key=_position) if output.extra else reversed(output.tokens)
-        for token in newest_first:
+        for token in output.tokens:  # First tokens come first: the engine's thread has sorted them.
             record = by_key.get(token.key)
             if record is None:
                 continue
