@@ -230,7 +230,7 @@ class _Health(health.aio.HealthServicer):
 
 
 def _refuse_taken(address: str) -> None:
-    """Ends the process with exit code 1 if the port is taken: gRPC would print lines of its own beside ours."""
+    """Ends the process with exit code 1 if the port is taken. gRPC, which would find it, too, prints further lines."""
     host = host_of(address)
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -79,8 +79,9 @@ def expert_numbers(config: ModelConfig) -> int:
 def limits_for(
     config: ModelConfig, weights: float, ceilings: Mapping[str, float], *, fp8: bool, experts: float | None = None
 ) -> Limits:
-    """What the machine can do for a model. weights: bytes that a step reads, without an embedding of its own, of which
-    it reads some rows only. experts: bytes of the experts; None: as many for each number as all layers have."""
+    """The limits of a machine with these ceilings for a model. weights: bytes of the weights, but for an untied
+    embedding, of which a step reads some rows only. experts: bytes of all experts; None: estimated from the mean bytes
+    of a layer's numbers."""
     if experts is None:
         layers = count_parameters(config) - count_embeddings(config)
         experts = (weights - 2 * config.vocab_size * config.hidden_size) * expert_numbers(config) / layers

@@ -12,7 +12,7 @@ request of 128 tokens in and out as soon as the last one has ended, refused or n
 at first. streams@5000 has that many streams at a time, of 12 tokens/s each, on a mesh of its own. Without --engine the
 worker runs the paced engine, whose step of the short requests takes 2 ms.
 
-With --cores the mesh has so many cores to itself and the clients have the others. Each row shows the cores that the
+With --cores N the mesh runs on N cores and the clients on the others. Each row shows the cores that the
 processes of a service used, and the processor time of it for an answer, so that the process that bounds the rate is
 visible. "good/s" are answers in a second without the first three seconds; "lag" is how much later than due the clients
 sent. A row ends at once, and the run with it, if a process of the mesh ends.

@@ -11,8 +11,8 @@ burst to its end; an answer that comes too late is no answer. Refusals include r
 "inside" is the part of their time within the gateway. Of the requests after the burst the table has the share that
 was answered, and the longest time to the first token. Four control streams begin with the burst, too: the p99 between
 two tokens stands beside that at the peak. With --threads the worker computes with that many threads on as many cores,
-which no other process uses. With --cores the mesh, its worker included, has so many cores to itself and the clients
-have the others.
+which no other process uses. With --cores N the mesh, its worker included, runs on N cores and the
+clients on the others.
 """
 
 import argparse

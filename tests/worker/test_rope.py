@@ -10,7 +10,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from services.worker.models.raw_config import RawConfig
 from services.worker.models.registry import family_of
 from services.worker.models.rope import rope_tables
-from services.worker.models.rope_settings import LinearScaling, Rope, read_rope
+from services.worker.models.rope_settings import LinearScaling, Rope, YarnScaling, read_rope
 
 CONTEXT, DIM = 4096, 16
 FACTORS = {"short_factor": [1 + i / 5 for i in range(DIM // 2)], "long_factor": [2.0 + i for i in range(DIM // 2)]}
@@ -86,4 +86,6 @@ def test_what_config_json_does_not_name_is_what_transformers_takes(
 def test_the_original_context_beside_the_scaling_wins_over_the_one_in_it() -> None:
     settings = {"rope_theta": 1e4, **SCALINGS["yarn"]}
     raw = {"rope_parameters": settings, "original_max_position_embeddings": 512}
-    assert read_rope(RawConfig(raw), CONTEXT, DIM).scaling.original_context == 512  # type: ignore[union-attr]
+    scaling = read_rope(RawConfig(raw), CONTEXT, DIM).scaling
+    assert isinstance(scaling, YarnScaling)
+    assert scaling.original_context == 512

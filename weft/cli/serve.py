@@ -286,7 +286,7 @@ def _model_path(model: str, flag: str = "--model") -> str:
 
 
 def _refuse_same_names(models: list[str]) -> None:
-    """Refuses different models that requests could not tell apart."""
+    """Refuses different models that would be served under one name."""
     from weft.launch.plan import model_name
 
     given = os.environ.get("SERVED_MODEL_NAME") or os.environ.get("WEFT_SERVED_NAME")

@@ -32,7 +32,9 @@ _MODELS = {
     "adapter of": 0,
     "loading": 0,
 }
+"""The columns of the table of models, each with its level (see `fitted`)."""
 _OPTIONAL = {"aliases", "adapter of", "loading"}
+"""Columns that are shown only if a model has something in them."""
 _RULER = Console(width=10_000, file=io.StringIO())
 
 

@@ -92,9 +92,8 @@ def build_engine(
 ) -> BuiltEngine:
     """Load the checkpoint in this folder and warm the engine up. An engine that is not chosen computes on the CPU.
 
-    graphs and compile_ahead as in `assemble`. warm_up: False leaves the warm-up out, where the first
-    answer may be slow.
-    Raises CheckpointError.
+    graphs and compile_ahead as in `assemble`. warm_up: False leaves the warm-up out, where the first answer may be
+    slow. Raises CheckpointError.
     """
     check_grid(options)
     if options.engine == "paced":

@@ -23,6 +23,7 @@ from services.gateway.doors.openai.values import (
     text,
     unknown,
     unsupported,
+    without_nulls,
     wrong,
 )
 from services.validate import MAX_PRIORITY
@@ -47,7 +48,7 @@ class EmbeddingsDoor:
     async def embeddings(self, exchange: Exchange) -> None:
         """A vector for each input."""
         self._access.permit("Embed", exchange.credentials)  # Before the body is read.
-        body, request = _without_nulls(await exchange.json()), api.EmbedRequest()
+        body, request = without_nulls(await exchange.json()), api.EmbedRequest()
         encoding = text("encoding_format", body.pop("encoding_format", "float"))
         if encoding not in ("float", "base64"):
             raise wrong("encoding_format", "float or base64")
@@ -66,7 +67,7 @@ class EmbeddingsDoor:
     async def rerank(self, exchange: Exchange) -> None:
         """The documents in the order of their scores."""
         self._access.permit("Rank", exchange.credentials)
-        body, request = _without_nulls(await exchange.json()), api.RankRequest()
+        body, request = without_nulls(await exchange.json()), api.RankRequest()
         returns = flag("return_documents", body.pop("return_documents", False))
         _read(body, request, _RANK)
         exchange.param = _param
@@ -112,11 +113,6 @@ def _param(name: str) -> str:
 
 
 # ---- fields ----
-
-
-def _without_nulls(body: Json) -> Json:
-    """A field that is null is one that is not there, as in all requests of this protocol."""
-    return {name: value for name, value in body.items() if value is not None}
 
 
 def _read(body: Json, request: _Body, fields: Mapping[str, Callable[[_Body, str, Any], None]]) -> None:

@@ -25,6 +25,7 @@ from services.gateway.doors.openai.values import (
     text,
     unknown,
     unsupported,
+    without_nulls,
     wrong,
 )
 from services.validate import MAX_LOGPROBS, MAX_SPECULATION
@@ -337,7 +338,7 @@ def _echo_prompt(asked: Asked) -> None:
 
 def parse_tokenize(body: Json) -> tuple[Asked, api.TokenizeRequest]:
     """The request to tokenize `prompt` or `messages`. Raises WeftError."""
-    body = {name: value for name, value in body.items() if value is not None}
+    body = without_nulls(body)
     asked = Asked("messages" in body)
     setters: Mapping[str, Setter] = {"model": _model, "prompt": _prompt, "messages": messages}
     if asked.chat:

@@ -12,8 +12,6 @@ from services.errors import WeftError, invalid
 Json: TypeAlias = dict[str, Any]
 MOST_UINT32 = (1 << 32) - 1
 MOST_UINT64 = (1 << 64) - 1
-
-
 NO_END_USERS = "Weft keeps no record of end users: give each a tenant and a key instead"
 _OF_CHAT = {
     "messages": "messages",
@@ -84,6 +82,7 @@ def unsupported(name: str, reason: str) -> WeftError:
 
 
 def unknown(name: str) -> WeftError:
+    """The error for a field that the request does not have."""
     return WeftError(StatusCode.INVALID_ARGUMENT, "UNKNOWN_FIELD", f"{name}: there is no such field", field=name)
 
 
@@ -128,6 +127,11 @@ def mapping(name: str, value: Any) -> Json:
     return value
 
 
+def without_nulls(body: Json) -> Json:
+    """A field that is null is one that is not there, as in all requests of this protocol."""
+    return {name: value for name, value in body.items() if value is not None}
+
+
 def check_keys(name: str, given: Json, *known: str) -> None:
     """Refuses other keys of a JSON object than the known ones; null is as good as absent. Raises WeftError."""
     for key, value in given.items():
@@ -136,7 +140,7 @@ def check_keys(name: str, given: Json, *known: str) -> None:
 
 
 def json_text(name: str, value: Any) -> str:
-    """A JSON object as text."""
+    """A JSON object as text. Raises WeftError for what is none, or is nested too deeply."""
     try:
         return orjson.dumps(mapping(name, value)).decode()
     except orjson.JSONEncodeError:

@@ -21,8 +21,9 @@ def _no_windows(raw: RawConfig, layers: int) -> Windows:
 
 def _read_window(raw: RawConfig, default: int | None) -> int | None:
     """`sliding_window`; null: none. default: where config.json does not name it, as in transformers."""
-    window = raw.get("sliding_window", default)
-    return None if window is None else RawConfig({"sliding_window": window}).integer("sliding_window")
+    if "sliding_window" not in raw.values:
+        return default
+    return None if raw.get("sliding_window") is None else raw.integer("sliding_window")
 
 
 def window_everywhere(raw: RawConfig, layers: int) -> Windows:
