@@ -27,6 +27,11 @@ class AdmittedRequest:
         return hashing.digest(b"weft/body/1", self.request.SerializeToString(deterministic=True))
 
     @property
+    def place(self) -> tuple[str, str]:
+        """Its tenant and model."""
+        return self.tenant.hash, self.served.card.name
+
+    @property
     def n(self) -> int:
         """Number of continuations."""
         return max(1, self.request.n)

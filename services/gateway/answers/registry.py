@@ -1,5 +1,7 @@
 """Running generations by tenant and request id: a retry joins its own generation. Knows no protocol."""
 
+import time
+
 from grpc import StatusCode
 
 from protos import inference_pb2 as api
@@ -7,6 +9,7 @@ from services.errors import WeftError
 from services.gateway.answers.admitted import AdmittedRequest
 from services.gateway.answers.generation import Generation, Observer
 from services.gateway.backend import Backend
+from services.gateway.links.unmeetable import REASON, UnmeetableDeadlines
 
 
 class Registry:
@@ -15,6 +18,7 @@ class Registry:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._running: dict[tuple[str, str], Generation] = {}
+        self._unmeetable = UnmeetableDeadlines()
 
     def __len__(self) -> int:
         return len(self._running)
@@ -22,7 +26,8 @@ class Registry:
     def enter(self, admitted: AdmittedRequest, subscriber: Observer) -> tuple[Generation, bool]:
         """Subscribes to the generation of this request, and starts it unless it runs. -> it, and whether it ran.
 
-        Raises WeftError if another request with the same id is running, or if a new one has no room in the queue.
+        Raises WeftError if another request with the same id is running, or if a new one has no room in the queue or no
+        time.
         """
         key = (admitted.tenant.hash, admitted.request_id)
         generation = self._running.get(key)
@@ -30,6 +35,7 @@ class Registry:
         if generation is None:
             if not admitted.repeatable:  # No result and no other request can answer it: refused before it is tokenized.
                 self._check_room(admitted)
+                self._check_time(admitted, subscriber)
             generation = self._running[key] = Generation(admitted, self._backend)
         elif generation.admitted.body != admitted.body:
             raise WeftError(
@@ -45,9 +51,19 @@ class Registry:
         sheddable = admitted.request.criticality == api.CRITICALITY_SHEDDABLE
         self._backend.scheduler.check_room(admitted.served.model, admitted.tenant.hash, sheddable)
 
+    def _check_time(self, admitted: AdmittedRequest, subscriber: Observer) -> None:
+        now = time.monotonic()
+        error = self._unmeetable.refusal(admitted.place, admitted.request, subscriber.deadline - now, now)
+        if error is not None:
+            raise error
+
     async def leave(self, generation: Generation, subscriber: Observer) -> None:
         """Ends a subscription, and the generation with its last one."""
         generation.subscribers.discard(subscriber)
+        if generation.error is not None and generation.error.reason == REASON:
+            now, admitted = time.monotonic(), generation.admitted
+            left_s = subscriber.deadline - now
+            self._unmeetable.note(admitted.place, admitted.request, left_s, generation.error, now)
         if not generation.subscribers:
             admitted = generation.admitted
             del self._running[admitted.tenant.hash, admitted.request_id]

@@ -1,0 +1,84 @@
+"""Requests whose deadline cannot be met, as far as the refusal of another one shows. Knows sizes and times, no tokens.
+
+Whether an answer can end before its deadline is the scheduler's decision, and a refusal costs it and the gateway as
+much as a placement. Under overload most requests are like the one before them: those that ask for no less in no more
+time than one that the scheduler has just refused are refused where they arrive.
+"""
+
+from typing import NamedTuple
+
+from protos import inference_pb2 as api
+from protos import mesh_pb2 as mesh
+from services.errors import WeftError
+
+REASON = "DEADLINE_UNMEETABLE"
+"""The scheduler's reason."""
+_HOLD_S = 0.02
+"""Time for which a refusal stands for others. The scheduler refuses up to 50 requests a second of a tenant, and a place
+that becomes free meanwhile is taken soon after."""
+_MORE_TIME = 1.05
+"""How many times the refused request's time another one may have: the forecast is no more exact than that."""
+_FEW_BYTES = 256
+"""Bytes of a prompt that make no difference."""
+
+Place = tuple[str, str]
+"""What decides about a request's place in a queue, beside its priority: tenant and model."""
+
+
+class _Demand(NamedTuple):
+    """What a request asks for. Its prompt is not kept."""
+
+    priority: int
+    bounded: bool
+    """It has a limit of its own for the answer, `max_tokens`."""
+    max_tokens: int
+    prompt_bytes: int
+
+    @classmethod
+    def of(cls, request: api.GenerateRequest) -> "_Demand":
+        """The demand of a request."""
+        sampling = request.sampling
+        bounded = sampling.HasField("max_tokens")
+        return cls(request.priority, bounded, sampling.max_tokens, request.prompt.ByteSize())
+
+    def covers(self, other: "_Demand") -> bool:
+        """Whether it has no shorter answer and prompt than another one, and no higher priority."""
+        return (
+            self.priority <= other.priority
+            and self.bounded == other.bounded
+            and self.max_tokens >= other.max_tokens
+            and self.prompt_bytes >= other.prompt_bytes - _FEW_BYTES
+        )
+
+
+class _Refused(NamedTuple):
+    """A request that the scheduler has refused."""
+
+    at: float
+    left_s: float
+    """Seconds that it had left."""
+    demand: _Demand
+    failure: mesh.Failure
+
+
+class UnmeetableDeadlines:
+    """The last refusal of each tenant and model. Pure: the clock is an argument, in seconds."""
+
+    def __init__(self) -> None:
+        self._refused: dict[Place, _Refused] = {}
+
+    def note(self, place: Place, request: api.GenerateRequest, left_s: float, error: WeftError, now: float) -> None:
+        """The scheduler has refused a request that has `left_s` seconds left."""
+        self._refused[place] = _Refused(now, left_s, _Demand.of(request), error.failure())
+
+    def refusal(self, place: Place, request: api.GenerateRequest, left_s: float, now: float) -> WeftError | None:
+        """Why a new request with `left_s` seconds is not submitted; None if it is."""
+        refused = self._refused.get(place)
+        if refused is None:
+            return None
+        if now - refused.at > _HOLD_S:
+            del self._refused[place]
+            return None
+        if left_s > _MORE_TIME * refused.left_s or not _Demand.of(request).covers(refused.demand):
+            return None
+        return WeftError.from_failure(refused.failure)
