@@ -11,6 +11,7 @@ from services.gateway.access.load_gate import LoadGate
 from services.gateway.answers.encoding.serve import EncodeService
 from services.gateway.answers.serve import AnswerService
 from services.gateway.backend import Backend
+from services.gateway.doors.accept_probe import AcceptProbe
 from services.gateway.doors.grpc_gate import AuthCheck, LoadInterceptor
 from services.gateway.doors.http import HttpRoutes
 from services.gateway.doors.http_server import HttpServer, listen
@@ -46,7 +47,8 @@ class Ports:
         tls = self._certificate.grpc() if self._certificate else None
         self._public = rpc.PublicDoor(tls, access.requires_keys)
         rpc.check_address(settings.listen, self._public.protected, settings.allow_unprotected)
-        self.gate = LoadGate(settings.gateway_most_calls, lambda: backend.metrics.in_flight)
+        self._probe = AcceptProbe()
+        self.gate = LoadGate(settings.gateway_most_calls, lambda: backend.metrics.in_flight, self._probe.wait_s)
         backend.metrics.load(self.gate.share_now, lambda: self.gate.refused)
         self._http = self._http_server(scrape) if settings.gateway_http_port else None
         self.grpc: rpc.Server
@@ -59,11 +61,13 @@ class Ports:
     async def open(self) -> None:
         """Begins to listen."""
         self.grpc = await self._serve_grpc()
+        await self._probe.open()
         if self._http is not None:
             await self._http.start()
 
     async def close(self) -> None:
         """Refuses new calls, and gives running ones `drain_s` seconds to end."""
+        await self._probe.close()
         stopping = [self.grpc.stop(self._settings.drain_s)]
         await asyncio.gather(*stopping, *([self._http.stop()] if self._http is not None else []))
 
@@ -86,6 +90,7 @@ class Ports:
             shares_port=self._shared,
             gates=[LoadInterceptor(self.gate)],
             options=settings.connection_options(),
+            own_address=self._probe.address,
         )
 
     def _http_server(self, scrape: Callable[[], Awaitable[bytes]]) -> HttpServer:

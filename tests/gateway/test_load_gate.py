@@ -12,8 +12,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
 from protos import inference_pb2 as api
-from services.gateway.access.load_gate import BUSIEST, FEW_PER_S, PATIENCE, AdmittedShare, LoadGate
-from tests.gateway.fakes import FakeMesh, ask
+from protos.inference_pb2_grpc import InferenceStub, add_InferenceServicer_to_server
+from services import rpc
+from services.gateway.access.load_gate import BUSIEST, FEW_PER_S, LONGEST_WAIT_S, PATIENCE, AdmittedShare, LoadGate
+from services.gateway.doors.accept_probe import AcceptProbe
+from tests.gateway.fakes import FakeMesh, ask, until
 from tests.ports import free_port
 
 # ---- the share of calls that is taken ----
@@ -66,6 +69,40 @@ def test_every_call_is_taken_soon_after_an_overload(busy: float, calls_per_s: fl
     while admitted.update(busy, calls_per_s) < 1.0:
         windows += 1
     assert windows * 0.05 < 1.5
+
+
+def simulated_queue(offered: float, taken_s: float, refused_s: float, windows: int) -> list[tuple[float, float]]:
+    """The share and the wait in each window of a process that waits for a processor half of the time: `offered` calls a
+    second wait in a queue, and each takes this many seconds."""
+    admitted, window_s = AdmittedShare(), 0.05
+    waiting, times = 0.0, []
+    for _ in range(windows):
+        cost_s = admitted.share * taken_s + (1 - admitted.share) * refused_s
+        waiting = max(0.0, waiting + offered * window_s - window_s / cost_s)
+        times.append((admitted.update(0.5, MANY, waiting * cost_s), waiting * cost_s))
+    return times
+
+
+@pytest.mark.parametrize("offered", [450.0, 570.0, 1100.0])
+def test_calls_that_wait_before_they_are_seen_are_an_overload(offered: float) -> None:
+    times = simulated_queue(offered, taken_s=1 / 400, refused_s=1 / 1600, windows=600)[200:]
+    assert max(wait_s for _, wait_s in times) < 6 * LONGEST_WAIT_S
+    assert sum(share for share, _ in times) / len(times) > 0.1  # No more is refused than has to be.
+
+
+def test_calls_that_are_seen_soon_are_no_overload_and_neither_are_few_late_ones() -> None:
+    assert {share for share, _ in simulated_queue(350.0, taken_s=1 / 400, refused_s=1 / 1600, windows=200)} == {1.0}
+    admitted = AdmittedShare()
+    assert {admitted.update(0.5, FEW_PER_S, 10 * LONGEST_WAIT_S) for _ in range(200)} == {1.0}
+
+
+def test_the_share_stays_while_the_wait_becomes_shorter() -> None:
+    admitted = AdmittedShare()
+    for _ in range(PATIENCE):
+        share = admitted.update(0.5, MANY, 3.0)
+    assert share < 1.0
+    assert admitted.update(0.5, MANY, 2.9) == share
+    assert admitted.update(0.5, MANY, 2.9) < share
 
 
 def test_calls_beyond_the_bound_are_refused() -> None:
@@ -125,6 +162,47 @@ async def test_a_burst_of_calls_ends_without_a_bare_cancellation() -> None:
         codes = {await call.code() for call in calls}
     assert codes <= {StatusCode.OK, StatusCode.RESOURCE_EXHAUSTED}
     assert StatusCode.OK in codes
+
+
+# ---- calls that wait until the server accepts them ----
+
+
+class Counting:
+    """A servicer that counts its calls."""
+
+    def __init__(self) -> None:
+        self.answered = 0
+
+    async def ListModels(self, request: api.ListModelsRequest, context: Any) -> api.ListModelsResponse:
+        """Counts the call."""
+        self.answered += 1
+        return api.ListModelsResponse()
+
+    def __getattr__(self, name: str) -> Any:
+        """The other methods, which nothing calls."""
+        return self.ListModels
+
+
+async def test_a_probe_waits_behind_the_calls_of_all_methods() -> None:
+    probe, servicer = AcceptProbe(), Counting()
+    service = rpc.Service("weft.v1.Inference", add_InferenceServicer_to_server, servicer)
+    server = await rpc.serve("127.0.0.1:0", [service], own_address=probe.address)
+    address = f"127.0.0.1:{server.port}"
+    async with aio.insecure_channel(address) as channel, aio.insecure_channel(probe.address) as own:
+        stub = InferenceStub(channel)
+        checks: Any = health_pb2_grpc.HealthStub(own)
+        await stub.ListModels(api.ListModelsRequest())  # Both are connected.
+        await checks.Check(health_pb2.HealthCheckRequest())
+        assert probe.wait_s() < 1e-3  # No call was answered yet.
+        calls = [asyncio.ensure_future(stub.ListModels(api.ListModelsRequest())) for _ in range(1000)]
+        await until(lambda: servicer.answered > 1)
+        assert servicer.answered < 500
+        await checks.Check(health_pb2.HealthCheckRequest())
+        assert servicer.answered > 500
+        await asyncio.gather(*calls)
+        await until(lambda: probe.wait_s() > 1e-3)  # The first one waited behind all of them.
+    await probe.close()
+    await server.stop(0)
 
 
 # ---- connections ----

@@ -2,10 +2,10 @@
 event loop has no time left. Knows no protocols, no tenants and no requests.
 
 A call that is refused is cheap, but not free: gRPC hands it to Python like any other. So the share of calls to take is
-found by feedback: it falls while the event loop's thread computes nearly all of the time and many calls arrive, and
-rises again when it does not. A burst that is over soon lowers nothing, and neither do streams that take all of the
-time: a message then carries more tokens. A loop that waits for a processor, because other processes have all of them,
-is not what this measures.
+found by feedback: it falls while many calls arrive, and either the event loop's thread computes nearly all of the time
+or calls wait long before they are seen at all, and rises again when neither is so. A burst that is over soon lowers
+nothing, and neither do streams that take all of the time: a message then carries more tokens. A loop that waits for a
+processor, because other processes have all of them, matters only where calls wait for it.
 """
 
 import asyncio
@@ -27,10 +27,12 @@ BUSIEST = 0.93
 _SATURATED = 0.98
 FEW_PER_S = 100.0
 """Calls per second that take a few percent of the time: to refuse some of them would gain nothing."""
+LONGEST_WAIT_S = 0.15
+"""Time that calls may wait before they are seen. Beside busy processes they wait up to 0.1 s, whatever is refused."""
 _AVERAGED_S = 1.0
 """Time over which calls are counted: a wave of 64 clients, one call each, is no overload."""
 PATIENCE = 4
-"""Busy windows, one after the other, after which calls are refused."""
+"""Busy or late windows, one after the other, after which calls are refused."""
 _FALL, _SLOW_FALL, _FASTEST_RISE, _RISE = 0.75, 0.95, 1.25, 0.01
 _LEAST = 0.01
 """Share of calls that is taken at the least: without any, nothing would show that there is time again."""
@@ -43,20 +45,23 @@ class AdmittedShare:
     def __init__(self) -> None:
         self.share = 1.0
         self._busy = 0
-        """Windows that were busy with many calls since the last that was not."""
+        """Windows with many calls that were busy or late since the last that was neither."""
+        self._wait_s = 0.0
 
-    def update(self, busy: float, calls_per_s: float) -> float:
+    def update(self, busy: float, calls_per_s: float, wait_s: float = 0.0) -> float:
         """Applies a window in which the event loop computed for the share `busy` of the time, and calls arrived at this
-        rate -> the new share."""
+        rate and were seen after `wait_s` -> the new share."""
         many = calls_per_s > FEW_PER_S
-        self._busy = self._busy + 1 if many and busy > BUSIEST else 0
+        late, shorter = wait_s > LONGEST_WAIT_S, wait_s < self._wait_s
+        self._wait_s = wait_s
+        self._busy = self._busy + 1 if many and (late or busy > BUSIEST) else 0
         if self.share == 1.0 and self._busy < PATIENCE:
             return self.share
-        if self._busy:
-            self.share *= _FALL if busy > _SATURATED else _SLOW_FALL
-        else:
+        if not self._busy:
             rise = BUSIEST / max(busy, 0.1) if many else _FASTEST_RISE
             self.share = self.share * min(_FASTEST_RISE, rise) + _RISE
+        elif busy > BUSIEST or not shorter:  # Else the share is small enough: fewer calls wait than before.
+            self.share *= _FALL if busy > _SATURATED else _SLOW_FALL
         self.share = min(1.0, max(_LEAST, self.share))
         return self.share
 
@@ -64,11 +69,13 @@ class AdmittedShare:
 class LoadGate:
     """Refuses calls that this process has no time for."""
 
-    def __init__(self, most_calls: int, running: Callable[[], int]) -> None:
-        """`most_calls` that may run at once; `running` returns those that run."""
+    def __init__(self, most_calls: int, running: Callable[[], int], wait_s: Callable[[], float] = lambda: 0.0) -> None:
+        """`most_calls` that may run at once; `running` returns those that run. `wait_s` returns how many seconds a call
+        waits until it is seen; it is asked once in each window with many calls."""
         self.refused = 0
         self._most_calls = most_calls
         self._running = running
+        self._wait_s = wait_s
         self._admitted = AdmittedShare()
         self._arrived = 0
         """Calls in this window of time."""
@@ -110,7 +117,8 @@ class LoadGate:
             now, now_used = time.monotonic(), time.thread_time()
             arrived, self._arrived = self._arrived, 0
             calls_per_s += (arrived / (now - at) - calls_per_s) * min(1.0, (now - at) / _AVERAGED_S)
-            share = self._admitted.update((now_used - used) / (now - at), calls_per_s)
+            wait_s = self._wait_s() if calls_per_s > FEW_PER_S else 0.0
+            share = self._admitted.update((now_used - used) / (now - at), calls_per_s, wait_s)
             if share < 0.5 and now - logged_at > _LOG_S:
                 log.warning("the gateway is overloaded", admitted=round(share, 3), refused=self.refused)
                 logged_at = now

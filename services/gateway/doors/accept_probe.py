@@ -1,0 +1,55 @@
+"""Measures how long calls wait until a gRPC server of this process accepts them. Knows no load and no requests.
+
+gRPC's own threads read a call; Python accepts one at a turn of its event loop. Calls that arrive faster wait between
+the two, where no handler sees them. A call of the process to its own server waits behind them, too.
+"""
+
+import asyncio
+import contextlib
+import secrets
+import time
+from typing import Any
+
+from grpc import aio
+from grpc_health.v1 import health_pb2
+from grpc_health.v1.health_pb2_grpc import HealthStub
+
+
+class AcceptProbe:
+    """Calls a server of this process at an address of its own: the public port may belong to several processes."""
+
+    def __init__(self) -> None:
+        self.address = f"unix-abstract:weft-{secrets.token_hex(16)}"
+        """Where the server has to listen, too: a socket of this machine, without a file."""
+        self._channel: aio.Channel | None = None
+        self._unanswered: dict[asyncio.Task[None], float] = {}
+        """The calls that wait, in the order of their start, each with its time."""
+        self._last_s = 0.0
+        """How long the last one took that was answered."""
+
+    async def open(self) -> None:
+        """Connects. gRPC keeps the first call of a server in memory: it is to be this one."""
+        await self._call(time.monotonic())
+
+    def wait_s(self) -> float:
+        """How many seconds a call waits now; starts another call, which measures it for later."""
+        now = time.monotonic()
+        call = asyncio.create_task(self._call(now))
+        self._unanswered[call] = now
+        call.add_done_callback(self._unanswered.pop)
+        return max(self._last_s, now - next(iter(self._unanswered.values())))
+
+    async def close(self) -> None:
+        """Ends the calls and the connection."""
+        for call in list(self._unanswered):
+            call.cancel()
+        if self._channel is not None:
+            await self._channel.close()
+
+    async def _call(self, began: float) -> None:
+        if self._channel is None:
+            self._channel = aio.insecure_channel(self.address, options=[("grpc.use_local_subchannel_pool", 1)])
+        checks: Any = HealthStub(self._channel)
+        with contextlib.suppress(aio.AioRpcError):  # The server stops.
+            await checks.Check(health_pb2.HealthCheckRequest())
+            self._last_s = time.monotonic() - began
