@@ -5,7 +5,7 @@ Positions count tokens of the answer from 0, so the next position of a job is `l
 """
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -98,8 +98,9 @@ class Job:
 
     key: int
     """The caller's handle."""
-    token_ids: list[int]
-    """The prompt and, after a move, the tokens of the answer that earlier attempts produced. Not empty."""
+    token_ids: Sequence[int]
+    """The prompt and, after a move, the tokens of the answer that earlier attempts produced. Not empty. Of texts to
+    encode, best an array of type "i", which is not copied."""
     prompt_len: int
     """How many of these are the prompt."""
     params: SamplingParams

@@ -7,14 +7,14 @@ from services.worker.planner.dynamic_batch import DynamicBatch, WaitingText
 WAIT_S = 0.01
 
 
-def text(key: int, tokens: int, now: float, place: int = 0, priority: int = 0) -> WaitingText:
-    return WaitingText(-priority, key, place, key, tokens, now)
+def text(key: int, tokens: int, now: float, place: int = 0) -> WaitingText:
+    return WaitingText(key, place, tokens, now)
 
 
 def filled(*sizes: int, now: float = 0.0, most_texts: int = 8) -> DynamicBatch:
     batch = DynamicBatch(100, most_texts, WAIT_S)
     for key, tokens in enumerate(sizes):
-        batch.add([text(key, tokens, now)], now)
+        batch.add(key, [text(key, tokens, now)], now)
     return batch
 
 
@@ -33,7 +33,7 @@ def test_texts_that_come_one_after_another_are_waited_for_but_not_beyond_the_lon
     for key in range(6, 40):
         now += 0.001
         assert 0 < batch.wait_s(now) <= 0.01 or now > 0.008
-        batch.add([text(key, 1, now)], now)
+        batch.add(key, [text(key, 1, now)], now)
     assert batch.wait_s(WAIT_S) == 0.0  # The oldest has waited for so long, and texts still come.
 
 
@@ -41,7 +41,7 @@ def test_a_batch_is_flushed_early_when_nothing_more_comes() -> None:
     batch, now = filled(*[1] * 6, most_texts=100), 0.0
     for key in range(6, 40):
         now += 0.0001
-        batch.add([text(key, 1, now)], now)
+        batch.add(key, [text(key, 1, now)], now)
     overdue = batch.wait_s(now)
     assert 0 < overdue < WAIT_S / 5
     assert batch.wait_s(now + overdue) == 0.0
@@ -56,6 +56,25 @@ def test_a_batch_is_filled_with_texts_that_fit_and_the_first_is_never_passed_ove
 
 def test_priority_goes_first_and_a_job_that_ends_leaves() -> None:
     batch = filled(10, 10)
-    batch.add([text(9, 10, 0.0, place, priority=1) for place in range(2)], 0.0)
+    batch.add(9, [text(9, 10, 0.0, place) for place in range(2)], 0.0, priority=1)
     batch.drop(0)
     assert [(each.key, each.place) for each in batch.take()] == [(9, 0), (9, 1), (1, 0)]
+
+
+def test_no_more_texts_are_passed_over_than_a_batch_may_have() -> None:
+    batch = filled(60, *[50] * 8, 10)
+    assert [each.key for each in batch.take()] == [0]  # The last one would have fit, behind eight that do not.
+    assert [each.key for each in batch.take()] == [1, 2]
+    assert len(batch) == 7
+
+
+def test_a_job_may_leave_while_some_of_its_texts_wait() -> None:
+    batch = DynamicBatch(100, 8, WAIT_S)
+    batch.add(1, [text(1, 60, 0.0, place) for place in range(3)], 0.0)
+    batch.add(2, [text(2, 30, 0.0)], 0.0)
+    assert [(each.key, each.place) for each in batch.take()] == [(1, 0), (2, 0)]
+    batch.drop(1)
+    batch.drop(2)  # None of its texts is left.
+    assert (len(batch), batch.tokens, batch.wait_s(0.0)) == (0, 0, math.inf)
+    batch.add(1, [text(1, 20, 1.0)], 1.0)
+    assert [each.tokens for each in batch.take()] == [20]

@@ -3,14 +3,15 @@
 Knows the batch's policy and a runner that it is handed, no device, no checkpoint and no network.
 """
 
+import heapq
 import logging
 import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -107,6 +108,8 @@ class EncodingEngine:
         self.profiler = Profiler(recorder)
         self.step_times = StepTimes(_NO_DECODING_S)
         self._jobs: dict[int, _Texts] = {}
+        self._deadlines: list[tuple[float, int]] = []
+        """A heap of moments and keys of jobs, also of some that have ended."""
         self._in_flight: deque[_Batch] = deque()
         self._collected_at = 0.0
         self._steps = 0
@@ -284,20 +287,23 @@ class EncodingEngine:
                 self._compute(alive, output)
 
     def _finish(self, batch: Sequence[WaitingText], vectors: Vectors, output: StepOutput) -> None:
-        """Give each text its vector."""
+        """Give the texts their vectors, neighbours of one job together."""
         finite = np.asarray(np.isfinite(vectors).all(axis=1))
-        for each, vector, is_finite in zip(batch, vectors, finite, strict=True):
-            if not is_finite:
-                self._fail(each, _NUMERIC, output)
-            elif each.key in self._jobs:
-                self._computed(self._jobs[each.key], each, vector, output)
+        for begin, end in _runs(batch):
+            job = self._jobs.get(batch[begin].key)
+            if job is not None:
+                if finite[begin:end].all():
+                    self._computed(job, batch[begin].place, vectors[begin:end], output)
+                else:
+                    self._fail(batch[begin + int(np.argmin(finite[begin:end]))], _NUMERIC, output)
 
-    def _computed(self, job: _Texts, text: WaitingText, vector: npt.NDArray[np.float32], output: StepOutput) -> None:
-        job.vectors[text.place] = vector
-        job.left -= 1
+    def _computed(self, job: _Texts, place: int, vectors: Vectors, output: StepOutput) -> None:
+        """Texts of a job from this place on are computed."""
+        job.vectors[place : place + len(vectors)] = vectors
+        job.left -= len(vectors)
         if not job.left:
-            vectors = finished(job.vectors, job.task, self.scores)
-            self._end(job, Ended(text.key, EndReason.STOP, 0, self._cost(job), vectors=vectors), output)
+            its = finished(job.vectors, job.task, self.scores)
+            self._end(job, Ended(job.job.key, EndReason.STOP, 0, self._cost(job), vectors=its), output)
 
     def _fail(self, text: WaitingText, failure: Failure, output: StepOutput) -> None:
         """End the job of a text that cannot be computed; its other texts are not computed."""
@@ -317,9 +323,11 @@ class EncodingEngine:
             elif isinstance(message, Cancel) and message.key in self._jobs:
                 job = self._jobs[message.key]
                 self._end(job, Ended(message.key, EndReason.CANCELLED, 0, self._cost(job)), output)
-        for job in list(self._jobs.values()):
-            if job.job.deadline is not None and job.job.deadline <= now:
-                self._end(job, Ended(job.job.key, EndReason.DEADLINE, 0, self._cost(job)), output)
+        while self._deadlines and self._deadlines[0][0] <= now:
+            deadline, key = heapq.heappop(self._deadlines)
+            late = self._jobs.get(key)
+            if late is not None and late.job.deadline == deadline:
+                self._end(late, Ended(key, EndReason.DEADLINE, 0, self._cost(late)), output)
 
     def _accept(self, arrival: Arrival, now: float, output: StepOutput) -> None:
         job, task = arrival.job, arrival.job.encode
@@ -329,12 +337,12 @@ class EncodingEngine:
         begins = list(accumulate(task.lengths, initial=0))
         count = len(task.lengths)
         vectors = np.empty((count, self.runner.width), np.float32)
-        self._jobs[job.key] = _Texts(job, task, arrival.at, array("i", job.token_ids), begins, vectors, count)
-        texts = (
-            WaitingText(-job.priority, arrival.number, index, job.key, tokens, arrival.at)
-            for index, tokens in enumerate(task.lengths)
-        )
-        self.batch.add(texts, now)
+        token_ids = job.token_ids if isinstance(job.token_ids, array) else array("i", job.token_ids)
+        self._jobs[job.key] = _Texts(job, task, arrival.at, token_ids, begins, vectors, count)
+        texts = [WaitingText(job.key, place, tokens, arrival.at) for place, tokens in enumerate(task.lengths)]
+        self.batch.add(job.key, texts, now, job.priority)
+        if job.deadline is not None:
+            heapq.heappush(self._deadlines, (job.deadline, job.key))
 
     def _end(self, job: _Texts, ended: Ended, output: StepOutput) -> None:
         del self._jobs[ended.key]
@@ -368,3 +376,14 @@ class EncodingEngine:
             preemptions=0,
             predicted_step_s=self.inbox.predicted_step_s,
         )
+
+
+def _runs(batch: Sequence[WaitingText]) -> Iterator[tuple[int, int]]:
+    """Where texts that are neighbours in their job begin and end in the batch."""
+    begin = 0
+    for end, (text, behind) in enumerate(pairwise(batch), 1):
+        if text.key != behind.key or text.place + 1 != behind.place:
+            yield begin, end
+            begin = end
+    if batch:
+        yield begin, len(batch)

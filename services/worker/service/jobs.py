@@ -85,7 +85,7 @@ class Jobs:
                 self._report_end(JobRecord(key, message.job_id, message.attempt, placement=message.placement))
             link.send_end(codec.failed(message.stream_id, error))
             return
-        prior = job.token_ids[job.prompt_len :]
+        prior = list(job.token_ids[job.prompt_len :])
         if not message.tentative and not message.placement:
             other = self._of_another(link, message.job_id)
             if other is not None and _share(other, job, prior, link, message.stream_id, message.traceparent):
