@@ -95,7 +95,7 @@ def check_input(field: str, token_ids: Sequence[int], card: mesh.ModelCard) -> N
 
 
 def check_encode_task(job: mesh.Job, card: mesh.ModelCard) -> None:
-    """Checks a job for an encoder, as a worker receives it. Raises WeftError."""
+    """Checks a job for an encoder, as a worker receives it, but for its token ids. Raises WeftError."""
     task, encoder = job.encode, card.encoder
     if not card.HasField("encoder"):
         raise invalid("encode", "this worker's model generates", TASK_UNSUPPORTED)
@@ -109,6 +109,5 @@ def check_encode_task(job: mesh.Job, card: mesh.ModelCard) -> None:
         raise invalid("encode.seconds", "one for each text or none")
     if any(not 0 < second < length for second, length in zip(task.seconds, task.lengths, strict=False)):
         raise invalid("encode.seconds", "each within its text")
-    check_token_ids("token_ids", job.token_ids, card)
     if task.dimensions:
         _check_dimensions(task.dimensions, encoder)

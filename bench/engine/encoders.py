@@ -149,7 +149,7 @@ def latencies_ms(built: BuiltEncoder, rate: float) -> list[float]:
     ends, stop, each = Arrivals(), threading.Event(), JOB_TEXTS
     engine, chance = built.engine, random.Random(5)
     thread = threading.Thread(target=engine.run, args=(ends, stop))
-    tokens = chance.choices(range(1000, 30000), k=each * LENGTH)
+    tokens = array("i", chance.choices(range(1000, 30000), k=each * LENGTH))
     params, task = SamplingParams(1), EncodeTask((LENGTH,) * each)
     began: dict[int, float] = {}
     thread.start()

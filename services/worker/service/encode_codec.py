@@ -1,8 +1,12 @@
 """Converts jobs for encoders from messages of the Run link to the engine's plain values. Knows no links."""
 
 import time
+from array import array
+
+import numpy as np
 
 from protos import mesh_pb2 as mesh
+from services.validate import check_token_ids
 from services.validate_encode import check_encode_task
 from services.worker.job import EncodeTask, Job, SamplingParams
 
@@ -13,7 +17,9 @@ def job_of(message: mesh.Job, key: int, card: mesh.ModelCard) -> Job:
     """The engine's job for a message with texts to encode, which is validated here. Raises WeftError."""
     check_encode_task(message, card)
     task = message.encode
-    token_ids = list(message.token_ids)
+    ids = np.array(message.token_ids, np.uint32)  # Many times faster than reading the repeated field itself.
+    check_token_ids("token_ids", (int(ids.max()),), card)
+    token_ids = array("i", ids.tobytes())
     return Job(
         key=key,
         token_ids=token_ids,
