@@ -84,13 +84,16 @@ def make_model(shape: Mapping[str, int], folder: Path) -> Any:
 
 
 def cosine(model: Any, runner: GpuEncoderRunner) -> float:
-    """The least cosine of vectors and those of transformers, of texts of mixed lengths."""
+    """The least cosine of vectors and those of transformers, of texts of mixed lengths alone and in a full batch."""
     batch = texts(3, LENGTH) + texts(3, QUERY) + texts(1, 1) + texts(1, 500)
-    got = torch.from_numpy(runner.collect(runner.launch(batch)).copy())
+    left = runner.most_tokens - sum(len(text.token_ids) for text in batch)
+    full = batch + texts(min(runner.most_texts - len(batch), left // LENGTH), LENGTH)
+    got = torch.stack([torch.from_numpy(runner.collect(runner.launch(each))[: len(batch)].copy())
+                       for each in (batch, full)])  # fmt: skip
     with torch.inference_mode():
         hidden = [model(input_ids=torch.tensor([list(text.token_ids)])).last_hidden_state[0] for text in batch]
     want = torch.stack([states.mean(0) for states in hidden])
-    return float(torch.nn.functional.cosine_similarity(got, want, dim=1).min())
+    return float(torch.nn.functional.cosine_similarity(got, want, dim=2).min())
 
 
 def throughput(runner: GpuEncoderRunner, count: int, length: int) -> float:

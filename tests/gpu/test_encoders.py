@@ -31,6 +31,7 @@ from tests.kernels.texts import (
     check_embedded_texts,
     check_packed_attention,
     check_pooled_texts,
+    check_resident_product,
 )
 from tests.worker.test_encoders import ENCODED, POOLINGS, TOKENIZER, Floats, build, cosines, vectors
 from verify.cli import app
@@ -63,6 +64,13 @@ def test_both_ends_of_an_encoder_and_norms_of_sums(dtype: torch.dtype) -> None:
         check_pooled_texts([random.randint(1, 300) for _ in range(7)], n, dtype)
         for rows in (1, random.randint(2, 1000)):
             check_add_layer_norm(rows, n, dtype)
+
+
+@pytest.mark.skipif(torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper")
+def test_products_with_weights_that_stay_in_shared_memory() -> None:
+    for rows in (1, 63, 64, 65, 127, 300, 5000, random.randint(1, 40_000)):
+        for outputs in (128, 1152, 1536):
+            check_resident_product(rows, outputs)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -180,6 +188,23 @@ def test_captured_batches_are_those_launched_kernel_by_kernel(tmp_path: Path) ->
         runner._graphs = []
         np.testing.assert_allclose(replayed, runner.collect(runner.launch(batch)), atol=1e-5)
         runner._graphs = graphs
+
+
+def test_a_full_batch_has_the_vectors_of_small_ones(tmp_path: Path) -> None:
+    folder = make_encoder(
+        tmp_path, hidden_size=384, num_attention_heads=12, intermediate_size=1536, initializer_range=0.05
+    )
+    built = build(folder, engine="gpu", dtype="bfloat16", step_tokens=16384)
+    runner: Any = built.engine.runner
+    graphs = runner._graphs
+    texts = random_ids([64] * 255 + [40])
+    full = encode(built, texts)  # As a graph, padded.
+    runner._graphs = []
+    launched = encode(built, texts)
+    runner._graphs = graphs
+    few = np.concatenate([encode(built, texts[begin : begin + 16]) for begin in range(0, 256, 16)])
+    assert cosines(full, few).min() >= 0.9999
+    assert cosines(launched, few).min() >= 0.9999
 
 
 @pytest.mark.parametrize("form", ["fp8", "int8", "int4", "nf4"])

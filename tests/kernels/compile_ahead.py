@@ -39,7 +39,7 @@ from kernels import (
     texts,
 )
 from kernels.attention import packed_texts, short_prefill
-from kernels.linear import dense, dense_hopper, fp8, nf4, packed, packed_gemm, qkv_rope, split_k
+from kernels.linear import dense, dense_hopper, fp8, nf4, packed, packed_gemm, qkv_rope, resident_hopper, split_k
 from kernels.linear.split_k import Tile
 from kernels.lora import fused
 from kernels.moe import grouped, routing
@@ -106,6 +106,7 @@ MODULES = (
     packed_gemm,
     nf4,
     dense_hopper,
+    resident_hopper,
     lora,
     fused,
     norm,
@@ -196,6 +197,8 @@ def calls(dtype: torch.dtype, capability: int) -> Iterator[tuple[str, Callable[[
     yield from linear_calls(new, capability)
     yield from expert_calls(new)
     yield from text_calls(new)
+    if capability == 90 and dtype == torch.bfloat16:
+        yield from resident_calls(new)
     yield from step_calls(new)
     yield from rank_calls(new)
     if dtype != torch.float32:  # Logits have one type beside any type of weights.
@@ -452,6 +455,13 @@ def text_calls(new: Callable[..., Tensor]) -> Iterator[tuple[str, Callable[[], o
         yield f"packed texts {tokens} {dim}", partial(packed_texts.attend_packed, new(99, 3 * heads * dim), plan, heads)
 
 
+def resident_calls(new: Callable[..., Tensor]) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Products of MiniLM whose weights stay in shared memory."""
+    for gelu in (False, True):
+        given = new(16384, 384), new(1536, 384), new(1536)
+        yield f"resident product {gelu}", partial(resident_hopper.linear, *given, gelu=gelu)
+
+
 def attend(
     qkv: Tensor,
     pool: Tensor,
@@ -677,11 +687,13 @@ def compile_all(record: CompileRecord, capability: int, dtype: torch.dtype) -> l
     """One line for each kernel: its name and shared memory."""
     lines = []
     dependent = {"PDL": capability >= 90, "ASM": True}
-    processors = mock.patch.object(dense_hopper, "processors", return_value=132)
+    dense_processors, resident_processors = (
+        mock.patch.object(module, "processors", return_value=132) for module in (dense_hopper, resident_hopper)
+    )
     split, experts = (
         mock.patch.object(module, "shared_bytes", return_value=MOST_SHARED[capability]) for module in (split_k, grouped)
     )
-    with processors, split, experts:
+    with dense_processors, resident_processors, split, experts:
         launches = [(name, *launch) for name, call in calls(dtype, capability) for launch in recorded(call)]
     if (capability, dtype) != WHOLE:
         chosen = [launch for launch in launches if launch[0] in EVERYWHERE]

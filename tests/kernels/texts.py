@@ -12,6 +12,7 @@ import torch
 from kernels import norm, texts
 from kernels.attention import packed_texts
 from kernels.attention.packed_texts import TilePlan, TileShape, attend_packed, shape_for, tiles_of
+from kernels.linear import resident_hopper
 from kernels.operands import Activation, Norm, NormKind, Pooling
 from kernels.reference import texts as reference
 from services.worker.models.encoders.config import EncoderConfig
@@ -59,6 +60,18 @@ def check_add_layer_norm(rows: int, n: int, dtype: torch.dtype) -> None:
         copy = x.clone()
         norm.add_layer_norm(copy, more, residual, its_norm, copy)
         assert torch.equal(copy, out)
+
+
+def check_resident_product(rows: int, outputs: int) -> None:
+    """Products of 384 inputs with bias, and their GELU. What follows the last row is not written."""
+    x, bias = rand(rows, 384, dtype=torch.bfloat16), rand(outputs, dtype=torch.bfloat16)
+    weight = rand(outputs, 384, dtype=torch.bfloat16) / 384**0.5
+    product = x.double() @ weight.double().T + bias.double()
+    for gelu in (False, True):
+        out = poison(rows + 3, outputs, dtype=torch.bfloat16)
+        resident_hopper.linear(x, weight, bias, gelu=gelu, out=out[:rows])
+        close(out[:rows], torch.nn.functional.gelu(product, approximate="tanh") if gelu else product)
+        assert out[rows:].isnan().all()
 
 
 def check_embedded_texts(tokens: int, n: int, dtype: torch.dtype) -> None:

@@ -5,7 +5,7 @@ from torch import Tensor
 from kernels import linear, norm, texts
 from kernels.activation import activate
 from kernels.attention.packed_texts import attend_packed
-from kernels.linear import DeviceWeight
+from kernels.linear import DeviceWeight, resident_hopper
 from kernels.operands import Activation, Norm
 from services.worker.models.encoders.ops import EmbeddingTables, PackedTexts
 from services.worker.runners.cuda.ops import TritonOps
@@ -23,11 +23,19 @@ class TritonEncoderOps(TritonOps):
         ids = packed.token_ids, packed.positions, packed.segments
         return texts.embed_texts(*ids, tables.tokens, tables.positions, tables.segments, norm)
 
+    def matmul(self, x: Tensor, weight: DeviceWeight, bias: Tensor | None = None, /) -> Tensor:
+        """x @ weight.T + bias."""
+        if isinstance(weight, Tensor) and bias is not None and resident_hopper.serves(x, weight):
+            return resident_hopper.linear(x, weight, bias, gelu=False)
+        return linear.linear(x, weight, bias)
+
     def matmul_activate(
         self, x: Tensor, activation: Activation, weight: DeviceWeight, bias: Tensor | None, /
     ) -> Tensor:
-        """activation(x @ weight.T + bias), by the product's own epilogue where cuBLAS has one."""
+        """activation(x @ weight.T + bias), by the product's own epilogue where there is one."""
         if isinstance(weight, Tensor) and bias is not None and linear.fuses_gelu(x, activation):
+            if resident_hopper.serves(x, weight):
+                return resident_hopper.linear(x, weight, bias, gelu=True)
             return linear.gelu(x, weight, bias)
         return activate(linear.linear(x, weight, bias), activation)
 
