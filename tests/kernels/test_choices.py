@@ -1,6 +1,7 @@
 """The rules that choose a kernel for rows; no GPU is needed."""
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -14,6 +15,7 @@ from kernels.linear import packed_gemm, packed_gemv, packed_hopper, packed_prefi
 from kernels.linear.packed import PackedWeight
 from kernels.linear.packed_gemv_kernel import _octet
 from kernels.operands import Scores
+from services.worker.runners.cuda.encoders.runner import captured_sizes, is_padded
 
 BF16 = torch.bfloat16
 
@@ -216,3 +218,24 @@ def test_many_rows_use_the_tiles_that_they_fill(rows: tuple[int, ...], wanted: s
 )  # fmt: skip
 def test_products_of_few_chunks_use_tiles_of_few_rows(n: int, k: int, wanted: dict[int, str]) -> None:
     assert {rows: tiles(rows, n, k) for rows in wanted} == wanted
+
+
+# ---- batches of encoders ----
+
+MINILM, BERT_BASE = 10.6e6, 85e6
+"""Weights that a token is multiplied with."""
+
+
+def test_batches_of_small_encoders_are_captured_in_all_sizes() -> None:
+    sizes = captured_sizes(MINILM, 32768)
+    assert sizes[-3:] == [28672, 30720, 32768]
+    assert all(is_padded(MINILM, below + 1, size) for below, size in pairwise(sizes))
+
+
+def test_batches_of_larger_encoders_are_captured_if_they_are_small_or_full() -> None:
+    sizes = captured_sizes(BERT_BASE, 32768)
+    assert sizes[-2:] == [1024, 32768]
+    assert is_padded(BERT_BASE, 513, 768)
+    assert is_padded(BERT_BASE, 32768 - 200, 32768)
+    assert not is_padded(BERT_BASE, 1025, 32768)
+    assert captured_sizes(BERT_BASE, 100) == [16, 32, 64, 96, 100]

@@ -1,11 +1,13 @@
 """Runs batches of an encoder on a GPU: one copy up, the network, one copy down, and nothing that waits in between.
 
-Texts are packed one behind another, without padding; small batches are replayed as CUDA graphs, padded with tokens of
-no text. Two batches are in flight: the host packs one while the device computes the other. Knows no jobs.
+Texts are packed one behind another, without padding; where little is lost by it, batches are replayed as CUDA graphs,
+padded with tokens of no text. Two batches are in flight: the host packs one while the device computes the other. Knows
+no jobs.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,11 +22,15 @@ from services.worker.runners.base import TextTokens, Vectors
 from services.worker.runners.cuda.graphs import nothing_collected
 from services.worker.runners.packed_ids import PackedIds, pack
 
-GRAPH_TOKENS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
-"""Tokens of the batches that are captured; a batch is padded to the next of these sizes."""
+GRAPH_TOKENS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192,
+                *range(10240, 32769, 2048))  # fmt: skip
+"""Tokens of the batches that may be captured; a batch is padded to the next of these sizes."""
 EAGER_WORK = 1.25e11
-"""A batch whose tokens times the weights that each is multiplied with exceed this keeps the GPU busy for about 0.5 ms,
-longer than the launches of its kernels take."""
+"""A batch whose tokens times the weights that each is multiplied with exceed this keeps the GPU busy for about 0.5 ms.
+Smaller ones are padded whatever that costs: it is less than the launches of their kernels."""
+PADDING_WORK = 2.5e10
+"""The most that padding may cost a larger batch: about 0.1 ms. The launches of its kernels take the host several times
+as long, which has jobs to read meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +97,9 @@ class GpuEncoderRunner:
         self.computed_tokens = 0
         """Tokens of texts that the network computed since the start."""
         device = model.embedding.device
+        weights = sum(each.linear.inputs * each.linear.outputs for each in model.projections())
+        self._work = weights * model.config.layers / model.config.unique_layers
+        """Weights that a token is multiplied with."""
         counts = [tokens for tokens in (*GRAPH_TOKENS, most_tokens) if tokens <= most_tokens]
         words = max(self.sizes(tokens, most_texts).words for tokens in counts)
         self.words = torch.zeros(words, dtype=torch.int32, device=device)
@@ -114,6 +123,8 @@ class GpuEncoderRunner:
         packed = pack(batch, self.model.config.first_position)
         buffer = self._buffers[self._launched % self.depth]
         graph = next((graph for graph in self._graphs if tokens <= graph.sizes.tokens), None)
+        if graph and not is_padded(self._work, tokens, graph.sizes.tokens):
+            graph = None
         sizes = graph.sizes if graph else self._sizes_of(packed)
         lay_out(packed, sizes, buffer.words.numpy())
         self.words[: sizes.words].copy_(buffer.words[: sizes.words], non_blocking=True)
@@ -176,10 +187,8 @@ class GpuEncoderRunner:
         return self.model.forward(PackedTexts(token_ids, positions, segments if has_segments else None, starts, plan))
 
     def _capture(self, progress: Callable[[int, int], None]) -> None:
-        weights = sum(each.linear.inputs * each.linear.outputs for each in self.model.projections())
-        work = weights * self.model.config.layers / self.model.config.unique_layers
-        most = min(self.most_tokens, EAGER_WORK / work)
-        wanted = [self.sizes(tokens, min(tokens, self.most_texts)) for tokens in GRAPH_TOKENS if tokens <= most]
+        counts = captured_sizes(self._work, self.most_tokens)
+        wanted = [self.sizes(tokens, min(tokens, self.most_texts)) for tokens in counts]
         self.words.zero_()  # no text
         pool = torch.cuda.graph_pool_handle()
         with nothing_collected():
@@ -192,6 +201,19 @@ class GpuEncoderRunner:
                     vectors = self.forward(sizes)
                 self._graphs.insert(0, Graph(sizes, graph.replay, vectors))
         progress(len(wanted), len(wanted))
+
+
+def is_padded(work: float, tokens: int, size: int) -> bool:
+    """Whether a batch is padded to this size. work: weights that a token is multiplied with."""
+    return size * work <= EAGER_WORK or (size - tokens) * work <= PADDING_WORK
+
+
+def captured_sizes(work: float, most_tokens: int) -> list[int]:
+    """Tokens of the batches that are captured: sizes to which any batch above the next smaller one is padded, and the
+    largest batch, since under load most are full."""
+    sizes = [size for size in GRAPH_TOKENS if size < most_tokens]
+    served = [size for below, size in pairwise((0, *sizes)) if is_padded(work, below + 1, size)]
+    return [*served, most_tokens]
 
 
 def lay_out(packed: PackedIds, sizes: Sizes, into: npt.NDArray[np.int32]) -> None:
