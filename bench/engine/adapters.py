@@ -1,18 +1,24 @@
 """Decode of a batch whose rows have no adapter, one adapter, or many, mixed with rows without one: `make bench-lora`.
 
-    python -m bench.engine.adapters [--model FOLDER] [--batch 64] [--adapters 32] [--rank 16] [--rounds 5]
+    python -m bench.engine.adapters [--model FOLDER] [--batch 64] [--adapters 32] [--rank 16] [--rounds 3]
+                                    [--contexts 32 2100]
 
-The bare engine, on a GPU with the 8B shape and random weights, else on the CPU with the demo model. The kinds take
-turns, and of each the median round counts. Times are the processor's on a CPU, and those of the clock on a GPU.
+The bare engine, on a GPU with the 8B shape and random weights, else on the CPU with the demo model. Adapters change all
+products of the layers, or queries and values alone, as PEFT's adapters of a Llama do unless they are told otherwise.
+The kinds of batches take turns, and of each the median round counts. Times are the processor's on a CPU, and those of
+the clock on a GPU.
 """
 
 import argparse
 import os
 import random
+import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 
 import torch
@@ -29,22 +35,39 @@ from services.worker.runners.cuda.runner import GpuRunner
 from weft.launch.demo_model import model_folder
 
 SHAPE = "llama-3.1-8b"
-GOALS = {"one adapter": 0.92, "mixed": 0.85}
+GOALS = {"one": 0.92, "mixed": 0.85}
 """Shares of the base's tokens per second, on a GPU."""
-_PROMPT, _STEPS, _SETTLED = 32, 32, 4
+MODULES = {"all products": "", "q and v": r"\.(q_proj|v_proj)$"}
+"""What adapters change: a pattern of modules' names."""
+_STEPS, _SETTLED, _MOST = 32, 4, 640
+"""Steps that are timed, steps before them, and most tokens of an answer."""
 
 
-def opened(model: str, batch: int, adapters: int, rank: int) -> BuiltEngine:
-    """An engine with a slot for each adapter."""
-    sizes = {"max_batch_size": batch, "max_seq_length": 512, "kv_blocks": batch * 8}
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Rows that decode."""
+
+    name: str
+    context: int
+    """Tokens of each prompt."""
+    rows: list[Adapter | None]
+    goal: float = 0.0
+    """The least share of the base's tokens per second; 0: it is the base."""
+
+
+def opened(model: str, batch: int, adapters: int, rank: int, context: int) -> BuiltEngine:
+    """An engine with a slot for each adapter. context: tokens of the longest prompt."""
+    length = context + _MOST
+    sizes = {"max_batch_size": batch, "max_seq_length": length, "kv_blocks": batch * (-(-length // 16) + 1)}
     options = EngineOptions.model_validate({**sizes, "adapter_slots": adapters, "adapter_rank": rank})
     on_gpu = torch.cuda.is_available()
     folder = Path(model) if model else presets.folder_of(presets.PREFIX + SHAPE) if on_gpu else model_folder()
     return build_engine(folder, resolve_engine(options), lambda *_: None)
 
 
-def random_adapters(built: BuiltEngine, count: int, rank: int) -> list[Adapter]:
-    """Adapters of all products, with random matrices. They share one host copy; each has its own slot."""
+def random_adapters(built: BuiltEngine, count: int, rank: int, modules: str = "") -> list[Adapter]:
+    """Adapters of all modules whose names have this pattern, with random matrices. They share one host copy; each has
+    its own slot."""
     runner = built.engine.runner
     assert isinstance(runner, CpuRunner | GpuRunner)
     assert runner.adapters is not None
@@ -52,57 +75,62 @@ def random_adapters(built: BuiltEngine, count: int, rank: int) -> list[Adapter]:
         module: (torch.randn(rank, product.inputs) / product.inputs**0.5, torch.randn(outputs, rank) / 100)
         for product in runner.model.adaptable()
         for module, outputs in zip(product.modules, product.outputs, strict=True)
+        if re.search(modules, module)
     }
+    assert stored, f"no module is named {modules}"
     weights, nbytes = runner.adapters.prepare(stored)
-    return [Adapter(f"{place}", place.to_bytes(32, "little"), rank, nbytes, weights) for place in range(1, count + 1)]
+    names = [f"{modules} {place}" for place in range(count)]
+    return [Adapter(name, sha256(name.encode()).digest(), rank, nbytes, weights) for name in names]
 
 
-def decode_s(built: BuiltEngine, rows: list[Adapter | None], clock: Callable[[], float]) -> float:
-    """Seconds of a step in which each of these rows decodes a token."""
+def decode_s(built: BuiltEngine, batch: Batch, clock: Callable[[], float]) -> float:
+    """Seconds of a step in which each row decodes a token."""
     engine = built.engine
-    params = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
-    for key, adapter in enumerate(rows):
-        prompt = random.choices(range(10, built.config.vocab_size - 300), k=_PROMPT)
-        engine.submit(Job(key, prompt, _PROMPT, params, bypass_cache=True, adapter=adapter))
+    params = SamplingParams(max_tokens=_MOST, temperature=0.0, ignore_eos=True)
+    for key, adapter in enumerate(batch.rows):
+        prompt = random.choices(range(10, built.config.vocab_size - 300), k=batch.context)
+        engine.submit(Job(key, prompt, batch.context, params, bypass_cache=True, adapter=adapter))
     begun: set[int] = set()
-    while len(begun) < len(rows):
+    while len(begun) < len(batch.rows):
         begun |= {token.key for token in engine.step().tokens}
     for _ in range(_SETTLED):
         engine.step()
     began = clock()
     tokens = sum(len(engine.step().tokens) for _ in range(_STEPS))
     seconds = (clock() - began) / _STEPS
-    assert tokens == len(rows) * _STEPS, f"{tokens} tokens came"
-    for key in range(len(rows)):
+    assert tokens == len(batch.rows) * _STEPS, f"{tokens} tokens came"
+    for key in range(len(batch.rows)):
         engine.cancel(key)
     while engine.has_work():
         engine.step()
     return seconds
 
 
-def kinds(adapters: list[Adapter], batch: int) -> Mapping[str, list[Adapter | None]]:
-    """The rows of each kind of batch. In the mixed one every third row has no adapter."""
-    mixed = [adapters[row % len(adapters)] if row % 3 else None for row in range(batch)]
-    return {"base": [None] * batch, "one adapter": [adapters[0]] * batch, "mixed": mixed}
+def batches(adapters: Mapping[str, list[Adapter]], size: int, context: int) -> Iterator[Batch]:
+    """The base, then the others. adapters: by what they change. In a mixed batch every third row has no adapter."""
+    yield Batch(f"{context} tokens, base", context, [None] * size)
+    for modules, some in adapters.items():
+        mixed = [some[row % len(some)] if row % 3 else None for row in range(size)]
+        name = f"{context} tokens, {modules},"
+        yield Batch(f"{name} one adapter", context, [some[0]] * size, GOALS["one"])
+        yield Batch(f"{name} {len(some)} mixed", context, mixed, GOALS["mixed"])
 
 
-def measure(model: str, batch: int, adapters: int, rank: int, rounds: int) -> list[Figure]:
-    """Tokens per second of each kind, and their shares of the base's."""
-    built = opened(model, batch, adapters, rank)
+def measure(asked: argparse.Namespace) -> Iterator[Figure]:
+    """Tokens per second of each kind of batch, and their shares of the base's."""
+    built = opened(asked.model, asked.batch, asked.adapters, asked.rank, max(asked.contexts))
     on_gpu = built.engine.options.on_gpu
     clock = time.perf_counter if on_gpu else time.process_time
-    rows = kinds(random_adapters(built, adapters, rank), batch)
-    times: dict[str, list[float]] = {kind: [] for kind in rows}
-    for _ in range(rounds):
-        for kind, chosen in rows.items():
-            times[kind].append(decode_s(built, chosen, clock))
-    rates = {kind: batch / statistics.median(each) for kind, each in times.items()}
-    note = f"batch {batch}, {adapters} adapters of rank {rank}, {rounds} rounds"
-    figures = [Figure(f"decode, {kind}", rate, "tokens/s", note=note) for kind, rate in rates.items()]
-    for kind, goal in GOALS.items():
-        wanted = f">= {goal}" if on_gpu else ""
-        figures.append(Figure(f"{kind} against the base", rates[kind] / rates["base"], "x", wanted))
-    return figures
+    adapters = {name: random_adapters(built, asked.adapters, asked.rank, modules) for name, modules in MODULES.items()}
+    for context in asked.contexts:
+        kinds = list(batches(adapters, asked.batch, context))
+        rounds = [[decode_s(built, kind, clock) for kind in kinds] for _ in range(asked.rounds)]
+        base, *others = (statistics.median(times) for times in zip(*rounds, strict=True))
+        yield Figure(kinds[0].name, asked.batch / base, "tokens/s")
+        for kind, seconds in zip(kinds[1:], others, strict=True):
+            goal = f">= {kind.goal}" if on_gpu else ""
+            note = f"{asked.batch / seconds:,.0f} tokens/s, {(seconds - base) * 1e3:.3f} ms a step more"
+            yield Figure(kind.name, base / seconds, "x", goal, note)
 
 
 def main() -> None:
@@ -112,12 +140,14 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--adapters", type=int, default=32)
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
+    contexts = [32, 2100] if torch.cuda.is_available() else [32]
+    parser.add_argument("--contexts", type=int, nargs="+", default=contexts, help="tokens of the prompts")
     asked = parser.parse_args()
     out = Console(width=150 if not sys.stdout.isatty() else None)
     table.show_machine(out)
-    figures = measure(asked.model, asked.batch, asked.adapters, asked.rank, asked.rounds)
-    table.show(f"Adapters (load average {os.getloadavg()[0]:.1f})", figures, out)
+    title = f"batch {asked.batch}, adapters of rank {asked.rank}, {asked.rounds} rounds"
+    table.show(f"Adapters: {title} (load average {os.getloadavg()[0]:.1f})", list(measure(asked)), out)
 
 
 if __name__ == "__main__":
