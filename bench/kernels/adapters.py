@@ -50,13 +50,13 @@ class Lists:
     owners: Tensor
 
     @classmethod
-    def of(cls, slots_T: NDArray[np.int64], slots: int) -> "Lists":
-        """Of rows whose adapters are in these slots; 0: none."""
-        tokens, places = len(slots_T), places_of(len(slots_T), slots)
-        words = torch.from_numpy(lay_out(slots_T, tokens, slots)).cuda()
+    def of(cls, slots_T: NDArray[np.int64], slots: int, parts: int) -> "Lists":
+        """Of rows whose adapters, which change all parts of a product, are in these slots; 0: none."""
+        tokens, places = len(slots_T), places_of(len(slots_T), slots, parts)
+        words = torch.from_numpy(lay_out(slots_T, tokens, np.ones((parts, slots + 1), np.bool_))).cuda()
         tiles = words[places.tiles :][: 3 * most_tiles(tokens, slots)].view(-1, 3)
-        chosen = words[places.chosen :][: 1 + min(tokens, slots)]
-        return cls(words[:tokens], tiles, chosen, words[places.owners : places.end])
+        chosen = words[places.chosen : places.owners].view(parts, -1)[:, : 1 + min(tokens, slots)]
+        return cls(words[:tokens], tiles, chosen, words[places.owners : places.end].view(parts, -1)[:, :tokens])
 
 
 class Product:
@@ -107,10 +107,10 @@ def measure(rows: int, adapters: int, rank: int, tiles: bool) -> Iterator[str]:
     """Lines of microseconds, of one product after the other."""
     mixed = np.array([1 + row % adapters if row % 3 else 0 for row in range(rows)])
     kinds = {"none": np.zeros(rows, np.int64), "one": np.ones(rows, np.int64), "mixed": mixed}
-    lists = {kind: Lists.of(slots, adapters) for kind, slots in kinds.items()}
     yield _line(f"us, {rows} rows", ["base", *(f"fused {kind}" for kind in kinds), "apart one", "apart mixed"])
     for name in PRODUCTS:
         product = Product(name, rows, adapters, rank)
+        lists = {kind: Lists.of(slots, adapters, len(PRODUCTS[name][1])) for kind, slots in kinds.items()}
         times = [product.base(), *(product.fused(each) for each in lists.values())]
         times += [product.apart(lists[kind]) for kind in ("one", "mixed")]
         yield _line(name, [f"{seconds * 1e6:.1f}" for seconds in times])

@@ -1,11 +1,15 @@
 """A product of few rows with a plain 16-bit weight and what adapters add to it, in one kernel.
 
-To the weight's rows the A of the step's adapters are appended, and their B to its columns: the first programs multiply
-x with rows of A and set to zero what belongs to rows of other adapters; all others multiply x with rows of W, wait for
-the first ones, and go on with the columns of B. So the adapters cost what it takes to read them, and no launch.
+To the weight's rows the A of the step's adapters are appended, and their B to its columns. Programs that multiply with
+rows of A store what each row of x gives with its own adapter. All programs with a tile of W wait for them, and go on
+with the columns of B. So the adapters cost what it takes to read them, and no launch.
 
     M rows of x    N outputs    K inputs    R rank, padded    P parts: modules whose outputs follow one another
-    A adapters of the step, PER of them in a group: GROUP = PER * R lines of A, or columns of B, at a time
+    A adapters of the step that change a part, PER of them in a group: GROUP = PER * R lines of A, or columns of B
+    a block: a group of one part    a share: some columns of a block's A
+
+Programs wait for others that may begin after them: a launch must have the GPU's processors for itself, but for kernels
+that end.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -15,54 +19,100 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.dependent_launch import launch_options
+from kernels.dependent_launch import launch_options, prefetch
+from kernels.device import processors
 from kernels.linear import dense
-from kernels.linear.dense import MAX_ROWS, multiply
-from kernels.linear.split_k import Tile, finish, join, workspace
+from kernels.linear.dense import multiply
+from kernels.linear.split_k import Tile, finish, workspace
 from kernels.lora import AdapterStack
+from kernels.lora.tiles import FEW
 
-GROUP = 64
-_SPLIT_INPUTS, _MOST_SPLITS = 512, 16
-_BESIDE_CUBLAS = Tile(64, 128, 2, stages=3)
+_BESIDE_CUBLAS = Tile(64, 128, stages=4)
 """Where products without adapters are cuBLAS's."""
+_MOST_RANK = 64
+_LEAST_APART = 12
+"""Programs that only multiply with A run on processors that have no tile, if there are so many."""
+
+
+@triton.jit
+def _blocks(chosen, width, P: tl.constexpr, PER: tl.constexpr):
+    """Blocks of the first part, of the first two, and of all."""
+    first = tl.cdiv(tl.load(chosen), PER)
+    two, all = first, first
+    if P > 1:
+        two += tl.cdiv(tl.load(chosen + width), PER)
+        all = two
+    if P > 2:
+        all += tl.cdiv(tl.load(chosen + 2 * width), PER)
+    return first, two, all
 
 
 @triton.jit
 def _shrink(
-    x, a, chosen, owners, hidden, parts, arrived, ready, count, program, M, K, x_stride, groups,
-    P: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
-    GROUP: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    x, a, chosen, owners, hidden, ready, part, group, share, shares, M, K, x_stride,
+    P: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    STAGES: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A SPLIT-th of the columns of a group's A of one part; the last to arrive stores the sum in `hidden`."""
-    block, split = program // SPLIT, program % SPLIT
-    part, lanes, rows = block // groups, tl.arange(0, GROUP), tl.arange(0, BLOCK_M)
-    place = (block % groups) * (GROUP // R) + lanes // R
-    here = place < count
+    """One share of a block: stores the sums of each row with its own adapter. chosen, owners: of this part."""
+    lanes, rows = tl.arange(0, GROUP), tl.arange(0, BLOCK_M)
+    place = group * (GROUP // R) + lanes // R
+    here = place < tl.load(chosen)
     slot = tl.load(chosen + 1 + place, mask=here, other=0)
-    span = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLIT) * BLOCK_K
-    low, high = split * span, tl.minimum(split * span + span, K)
-    product, up = multiply(
+    owner = tl.load(owners + rows, mask=rows < M, other=-1)
+    span = tl.cdiv(tl.cdiv(K, BLOCK_K), shares) * BLOCK_K
+    low, high = share * span, tl.minimum(share * span + span, K)
+    product, _ = multiply(
         x, a, (slot * P + part) * R + lanes % R, 0, here, low, high, rows, M, K, x_stride, BLOCK_K, False, False,
         STAGES, AHEAD, PDL,
     )  # fmt: skip
-    some = rows < M
-    owner = tl.load(owners + rows, mask=some, other=-1)
-    width = P * groups * GROUP
-    target = rows[None, :] * width + (block * GROUP + lanes)[:, None]
-    valid = some[None, :] & (lanes >= 0)[:, None]
-    last, product, up = join(product, up, parts, arrived, block, split, target, valid, M * width, SPLIT, False)
-    if last:
-        own = tl.where(place[:, None] == owner[None, :], product, 0.0)
-        tl.store(hidden + target, own.to(hidden.dtype.element_ty), mask=valid)
-        tl.debug_barrier()
-        tl.atomic_add(ready, 1, sem="acq_rel")
+    target = ((share * M + rows)[None, :] * P + part) * R + (lanes % R)[:, None]
+    tl.store(hidden + target, product, mask=place[:, None] == owner[None, :])
+    tl.debug_barrier()
+    tl.atomic_add(ready, 1, sem="release")
 
 
 @triton.jit
-def _columns_of_b(b, chosen, count, group, columns, here, outputs, R: tl.constexpr, GROUP: tl.constexpr):
-    """Lines `columns` of a group's B: [BLOCK_N, GROUP]."""
+def _prefetch_w(w, columns, here, low, high, N, K, GATED: tl.constexpr, AHEAD: tl.constexpr):
+    """Prefetch the first columns of a tile's lines of W into the L2 cache."""
+    lines = low + tl.arange(0, AHEAD)[None, :] * 64  # 128 bytes
+    inside = here[:, None] & (lines < high)
+    prefetch(tl.where(inside, w + columns.to(tl.int64)[:, None] * K + lines, w))
+    if GATED:
+        prefetch(tl.where(inside, w + (columns + N).to(tl.int64)[:, None] * K + lines, w))
+
+
+@triton.jit
+def _await(ready, complete, programs):
+    """Wait for `complete` shares. Each of the `programs` that wait counts itself once, and the last one leaves the
+    counter as it found it; so zero means ready, too."""
+    found = tl.atomic_add(ready, 65536, sem="acquire") + 65536
+    last = found // 65536 == programs
+    while (found % 65536 < complete) & (found >= 65536):
+        found = tl.atomic_add(ready, 0, sem="acquire")
+    if last:
+        tl.store(ready, 0)
+
+
+@triton.jit
+def _hidden(
+    hidden, owner, rows, part, shares, M, dtype: tl.constexpr, P: tl.constexpr, R: tl.constexpr, GROUP: tl.constexpr,
+    MOST_SHARES: tl.constexpr,
+):  # fmt: skip
+    """What each row's own A made of it, repeated for each adapter of a group: [GROUP, BLOCK_M]."""
+    sums = tl.zeros([rows.shape[0], R], tl.float32)
+    for share in tl.static_range(MOST_SHARES):
+        place = ((share * M + rows)[:, None] * P + part) * R + tl.arange(0, R)[None, :]
+        inside = (owner >= 0)[:, None] & (share < shares)
+        sums += tl.load(hidden + place, mask=inside, other=0.0, cache_modifier=".cg")
+    one = tl.trans(sums.to(dtype))[None, :, :]
+    return tl.reshape(tl.broadcast_to(one, [GROUP // R, R, rows.shape[0]]), [GROUP, rows.shape[0]])
+
+
+@triton.jit
+def _columns_of_b(b, chosen, count, first, columns, here, outputs, R: tl.constexpr, GROUP: tl.constexpr):
+    """Lines `columns` of the B of a group, whose first adapter is the part's `first`: [BLOCK_N, GROUP]."""
     lanes = tl.arange(0, GROUP)
-    place = group * (GROUP // R) + lanes // R
+    place = first + lanes // R
     slot = tl.load(chosen + 1 + place, mask=place < count, other=0).to(tl.int64)
     offset = (slot[None, :] * outputs + columns[:, None]) * R + (lanes % R)[None, :]
     # The compiler cannot know that R numbers follow one another: it cannot see that their slot is the same.
@@ -72,37 +122,41 @@ def _columns_of_b(b, chosen, count, group, columns, here, outputs, R: tl.constex
 
 
 @triton.jit
+def _own(hidden, owner, first, R: tl.constexpr):
+    """Lines of `hidden` [GROUP, BLOCK_M] of each row's own adapter, zero elsewhere."""
+    place = first + tl.arange(0, hidden.shape[0]) // R
+    return tl.where(place[:, None] == owner[None, :], hidden, 0.0)
+
+
+@triton.jit
 def _expand(
-    product, up, b, chosen, hidden, ready, count, split, columns, rows, M, N, end_0, end_1, groups, programs,
-    P: tl.constexpr, R: tl.constexpr, SPLIT: tl.constexpr, GATED: tl.constexpr, GROUP: tl.constexpr,
-    STAGES: tl.constexpr,
+    product, up, b, chosen, owners, hidden, part, split, shares, columns, rows, M, N, width, height,
+    P: tl.constexpr, R: tl.constexpr, SPLIT: tl.constexpr, MOST_SHARES: tl.constexpr, GATED: tl.constexpr,
+    GROUP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Wait for `hidden` and add what this split's groups of adapters add to both products."""
-    used = tl.cdiv(count, GROUP // R)
-    while tl.atomic_add(ready, 0, sem="acquire") < P * used:
-        pass
-    first = tl.min(columns)
-    part = 0 if GATED else (first >= end_0).to(tl.int32) + (first >= end_1).to(tl.int32)
-    outputs, here = (2 * N if GATED else N), columns < N
-    lines = hidden + rows[:, None] * (P * groups * GROUP) + part * groups * GROUP + tl.arange(0, GROUP)[None, :]
-    some = (rows < M)[:, None]
-    # Twice the stages: where lines of B are follows from slots, which are loaded as many stages before.
-    for group in tl.range(split, used, SPLIT, num_stages=2 * STAGES):
-        adding = _columns_of_b(b, chosen, count, group, columns, here, outputs, R, GROUP)
-        own = tl.load(lines + group * GROUP, mask=some, other=0.0, cache_modifier=".cg")
-        product = tl.dot(adding, tl.trans(own), product)
+    """Add what this split's groups of adapters add to both products."""
+    half: tl.constexpr = b.dtype.element_ty
+    outputs, here, some = (2 * N if GATED else N), columns < N, rows < M
+    lists = chosen + part * width
+    count = tl.load(lists)
+    most = count
+    owner = tl.load(owners + part * height + rows, mask=some, other=-1)
+    shrunk = _hidden(hidden, owner, rows, part, shares, M, half, P, R, GROUP, MOST_SHARES)
+    if GATED:
+        up_count = tl.load(lists + width)
+        most = tl.maximum(count, up_count)
+        up_owner = tl.load(owners + height + rows, mask=some, other=-1)
+        up_shrunk = _hidden(hidden, up_owner, rows, 1, shares, M, half, P, R, GROUP, MOST_SHARES)
+    for first in tl.range(split * (GROUP // R), most, SPLIT * (GROUP // R), num_stages=STAGES):
+        adding = _columns_of_b(b, lists, count, first, columns, here, outputs, R, GROUP)
+        product = tl.dot(adding, _own(shrunk, owner, first, R), product)
         if GATED:
-            adding = _columns_of_b(b, chosen, count, group, columns + N, here, outputs, R, GROUP)
-            own = tl.load(lines + (groups + group) * GROUP, mask=some, other=0.0, cache_modifier=".cg")
-            up = tl.dot(adding, tl.trans(own), up)
-    # The last program to come here leaves the counters as it found them.
-    if tl.atomic_add(ready + 1, 1, sem="acq_rel") == programs - 1:
-        tl.store(ready, 0)
-        tl.store(ready + 1, 0)
+            adding = _columns_of_b(b, lists + width, up_count, first, columns + N, here, outputs, R, GROUP)
+            up = tl.dot(adding, _own(up_shrunk, up_owner, first, R), up)
     return product, up
 
 
-@triton.jit(do_not_specialize=["M", "groups"])
+@triton.jit(do_not_specialize=["M", "width", "height", "workers", "most"])
 def adapted_kernel(
     x,  # [M, K], rows x_stride apart
     w,  # [N, K]; GATED: [2N, K], the gates and then the ups
@@ -111,41 +165,55 @@ def adapted_kernel(
     out,  # [M, N]
     a,  # [slots, P, R, K]
     b,  # [slots, N, R]; GATED: [slots, 2N, R]
-    chosen,  # int32 [1 + A]: how many adapters the step has, and their slots
-    owners,  # int32 [M]: which of them is a row's; -1: none
-    hidden,  # [M, P, groups, GROUP]
+    chosen,  # int32 [P, 1 + A], rows width apart: how many adapters change a part, and their slots
+    owners,  # int32 [P, M], rows height apart: which of them is a row's; -1: none
+    hidden,  # float32 [MOST_SHARES, M, P, R]: of rows with an adapter
     parts,  # float32 [2 or 1, SPLIT, M, N]
-    shrunk,  # float32 [SHRINK_SPLIT, M, P, groups, GROUP]
-    arrived,  # int32 [cdiv(N, BLOCK_N) + P * groups + 2], zero between launches
-    M, N, K, x_stride, end_0, end_1, groups,
+    arrived,  # int32 [cdiv(N, BLOCK_N) + 1], zero between launches
+    M, N, K, x_stride, end_0, end_1, width, height,
+    workers,  # programs that multiply with A
+    most,  # shares of all blocks
     P: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SPLIT: tl.constexpr, SHRINK_SPLIT: tl.constexpr, GATED: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
-    AHEAD: tl.constexpr, PDL: tl.constexpr,
+    SPLIT: tl.constexpr, MOST_SHARES: tl.constexpr, GATED: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
+    SHRINK_STAGES: tl.constexpr, EXPAND_STAGES: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    APART: tl.constexpr,
 ):  # fmt: skip
-    """The first P * groups * SHRINK_SPLIT programs multiply with A; they begin first, so the others may wait for
-    them. The step's adapters are known since it began, so programs of groups that it has not end at once."""
-    count = tl.load(chosen)
-    tiles, first = tl.cdiv(N, BLOCK_N), P * groups * SHRINK_SPLIT
-    ready = arrived + tiles + P * groups
-    program = tl.program_id(0)
-    if program < first:
-        if (program // SHRINK_SPLIT % groups) * (GROUP // R) < count:
-            _shrink(
-                x, a, chosen, owners, hidden, shrunk, arrived + tiles, ready, count, program, M, K, x_stride, groups,
-                P, R, BLOCK_M, BLOCK_K, SHRINK_SPLIT, GROUP, STAGES, AHEAD, PDL,
-            )  # fmt: skip
-    else:
-        tile, split = (program - first) % tiles, (program - first) // tiles
-        columns, rows = tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
-        span = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLIT) * BLOCK_K
-        low, high = split * span, tl.minimum(split * span + span, K)
+    """Programs with a tile multiply with A before it; APART: those behind them do. The step's adapters are known since
+    it began."""
+    tiles = tl.cdiv(N, BLOCK_N)
+    ready, program = arrived + tiles, tl.program_id(0)
+    tile, split = program % tiles, program // tiles
+    columns, rows = tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
+    span = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLIT) * BLOCK_K
+    low, high = split * span, tl.minimum(split * span + span, K)
+    has_tile = program < tiles * SPLIT
+    if PDL and AHEAD > 0 and has_tile:
+        _prefetch_w(w, columns, columns < N, low, high, N, K, GATED, AHEAD)
+    end_of_first, end_of_second, blocks = _blocks(chosen, width, P, GROUP // R)
+    shares = tl.maximum(tl.minimum(most // tl.maximum(blocks, 1), MOST_SHARES), 1)
+    worker = program
+    if APART:
+        worker = tl.where(has_tile, blocks * shares, program - tiles * SPLIT)
+    for unit in tl.range(worker, blocks * shares, workers, num_stages=1):
+        block = unit // shares
+        second, third = block >= end_of_first, block >= end_of_second
+        part = second.to(tl.int32) + third.to(tl.int32)
+        group = block - tl.where(third, end_of_second, tl.where(second, end_of_first, 0))
+        _shrink(
+            x, a, chosen + part * width, owners + part * height, hidden, ready, part, group, unit % shares, shares,
+            M, K, x_stride, P, R, BLOCK_M, BLOCK_K, GROUP, SHRINK_STAGES, AHEAD, PDL,
+        )  # fmt: skip
+    if has_tile:
         product, up = multiply(
-            x, w, columns, N, columns < N, low, high, rows, M, K, x_stride, BLOCK_K, GATED, False, STAGES, AHEAD, PDL
+            x, w, columns, N, columns < N, low, high, rows, M, K, x_stride, BLOCK_K, GATED, False, STAGES, 0, PDL
         )
-        if count > 0:
+        if blocks > 0:
+            _await(ready, blocks * shares, tiles * SPLIT)
+            begin = tile * BLOCK_N
+            part = 0 if GATED else (begin >= end_0).to(tl.int32) + (begin >= end_1).to(tl.int32)
             product, up = _expand(
-                product, up, b, chosen, hidden, ready, count, split, columns, rows, M, N, end_0, end_1, groups,
-                tiles * SPLIT, P, R, SPLIT, GATED, GROUP, STAGES,
+                product, up, b, chosen, owners, hidden, part, split, shares, columns, rows, M, N, width, height,
+                P, R, SPLIT, MOST_SHARES, GATED, GROUP, EXPAND_STAGES,
             )  # fmt: skip
         finish(product, up, bias, residual, out, parts, arrived, tile, split, columns, rows, M, N, SPLIT, GATED)
 
@@ -155,7 +223,7 @@ def tile_for(x: Tensor, stack: AdapterStack, gated: bool) -> Tile | None:
     rows, k = x.shape
     _, parts, rank, _ = stack.a.shape
     n = stack.ends[-1] // 2 if gated else stack.ends[-1]
-    if not 0 < rows <= MAX_ROWS or x.dtype.itemsize != 2 or rank > GROUP or k % 8:
+    if not 0 < rows <= FEW or x.dtype.itemsize != 2 or rank > _MOST_RANK or k % 8:
         return None
     tile = dense.tile_for(rows, n, k, gated, x.dtype) or _BESIDE_CUBLAS
     if gated:
@@ -170,23 +238,43 @@ def linear(
     """As `dense.linear`, with what each row's adapter adds to the product before it is gated. The numbers of A and B
     must be finite.
 
-    chosen int32 [1 + A] and owners int32 [M] as `kernels.lora.tiles` lays them out; tile as `tile_for` chooses it.
+    chosen int32 [P, 1 + A] and owners int32 [P, M] as `kernels.lora.tiles` lays them out; tile as `tile_for` chooses
+    it.
     """
     (rows, k), n = x.shape, weight.shape[0] // (2 if gated else 1)
     _, p, rank, _ = stack.a.shape
     if out is None:
         out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
-    groups = triton.cdiv(len(chosen) - 1, GROUP // rank)
-    splits = min(_MOST_SPLITS, triton.cdiv(k, _SPLIT_INPUTS))
-    hidden = torch.empty(rows, p * groups * GROUP, dtype=x.dtype, device=x.device)
-    words = (1 + gated) * tile.split * rows * n
-    space = workspace(x.device, words + splits * hidden.numel())
     end_0, end_1 = (*stack.ends, stack.ends[-1])[:2]
-    adapted_kernel[(p * groups * splits + triton.cdiv(n, tile.n) * tile.split,)](
-        x, weight, bias, residual, out, stack.a, stack.b, chosen, owners, hidden, space.parts, space.parts[words:],
-        space.arrived, rows, n, k, x.stride(0), end_0, end_1, groups, P=p, R=rank,
-        BLOCK_M=max(16, triton.next_power_of_2(rows)), BLOCK_N=tile.n, BLOCK_K=tile.k, SPLIT=tile.split,
-        SHRINK_SPLIT=splits, GATED=gated, GROUP=GROUP, STAGES=tile.stages_on(x.device), AHEAD=tile.ahead,
+    programs = triton.cdiv(n, tile.n) * tile.split
+    workers, apart = _workers(_processors(x.device), programs)
+    # Measured on one H100. A processor with two tiles adds the shares of two.
+    most_shares = 4 if programs > workers and not apart else 16
+    stages = tile.stages_on(x.device)
+    space = workspace(x.device, (1 + gated) * tile.split * rows * n)
+    hidden = torch.empty(most_shares, rows, p, rank, dtype=torch.float32, device=x.device)
+    adapted_kernel[(programs + workers * apart,)](
+        x, weight, bias, residual, out, stack.a, stack.b, chosen, owners, hidden, space.parts, space.arrived,
+        rows, n, k, x.stride(0), end_0, end_1, chosen.stride(0), owners.stride(0), workers, max(workers, 8),
+        P=p, R=rank, BLOCK_M=max(16, triton.next_power_of_2(rows)), BLOCK_N=tile.n, BLOCK_K=tile.k, SPLIT=tile.split,
+        MOST_SHARES=most_shares, GATED=gated, GROUP=_group(tile, k, gated), STAGES=stages,
+        SHRINK_STAGES=min(stages, 3), EXPAND_STAGES=min(2 * stages, 8), AHEAD=tile.ahead, APART=apart,
         num_warps=tile.warps, **launch_options(x.device),
     )  # fmt: skip
     return out
+
+
+def _processors(device: torch.device) -> int:
+    """Programs that run at once: in Triton's interpreter one."""
+    return processors(device) if device.type == "cuda" else 1
+
+
+def _workers(at_once: int, programs: int) -> tuple[int, bool]:
+    """How many programs multiply with A, and whether they have no tile. programs: those with one."""
+    idle = at_once - programs
+    return (idle, True) if idle >= _LEAST_APART else (min(at_once, programs), False)
+
+
+def _group(tile: Tile, k: int, gated: bool) -> int:
+    """Lines of A, or columns of B, at a time."""
+    return 64 if gated or k > 8192 or tile.n > 64 else 128

@@ -54,21 +54,23 @@ def check_adapters_are_invariant(tokens: int, inputs: int, outputs: tuple[int, .
 
 def check_adapted_product(
     rows: int, inputs: int, outputs: tuple[int, ...], rank: int, dtype: torch.dtype, *, tile: Tile,
-    gated: bool = False, owned: float = 0.7, padding: int = 1,
+    gated: bool = False, owned: float = 0.7, changed: float = 0.8, padding: int = 1,
 ) -> None:  # fmt: skip
     """A product and what adapters add to it, in one kernel, twice: it leaves its counters as it found them. Slots that
-    no row has hold NaN, and so does padding; a row without an adapter has the bits of a batch without adapters."""
+    no row has hold NaN, and so do parts that an adapter does not change, and padding; a row without an adapter has the
+    bits of a batch without adapters. changed: the share of adapters that change a part."""
     chosen_slots = [slot for slot in range(1, SLOTS + 1) if random.random() < 0.8] or [2]
     owners = np.array([random.choice(chosen_slots) if random.random() < owned else 0 for _ in range(rows)])
     stack = _stack(inputs, outputs, rank, dtype)
-    unused = [slot for slot in range(SLOTS + 1) if slot not in owners]
+    changes = np.array([[random.random() < changed for _ in range(SLOTS + 1)] for _ in outputs])
+    _fill(stack, ~changes, 0.0)
     weight, x = rand(sum(outputs), inputs, dtype=dtype) / inputs**0.5, _strided(rows + padding, inputs, dtype)
     x[rows:] = poison(padding, inputs, dtype=dtype)
     bias = None if gated else rand(sum(outputs), dtype=dtype)
     residual = None if gated else rand(rows + padding, sum(outputs), dtype=dtype)
     want = x[:rows].double() @ weight.double().T
     lora.reference(want, x, stack, torch.from_numpy(owners))
-    stack.a[unused], stack.b[unused] = float("nan"), float("nan")
+    _fill(stack, ~changes | ~np.isin(range(SLOTS + 1), owners), float("nan"))
     if gated:
         gate, up = want.chunk(2, 1)
         want = torch.nn.functional.silu(gate) * up
@@ -76,7 +78,7 @@ def check_adapted_product(
         want += bias.double() + residual[:rows].double()
 
     def computed(slots: NDArray[np.int64]) -> torch.Tensor:
-        _, _, chosen, places = _lists(slots, rows + padding)
+        _, _, chosen, places = _lists(slots, rows + padding, changes)
         return fused.linear(x, weight, bias, stack, chosen, places, tile=tile, residual=residual, gated=gated)
 
     for _ in range(2):
@@ -87,11 +89,24 @@ def check_adapted_product(
     assert not workspace(x.device, 0).arrived.any()
 
 
-def _lists(owners: NDArray[np.int64], tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The lists of `kernels.lora.tiles` on the device, of a step that is padded to `tokens`."""
-    words, places = torch.from_numpy(lay_out(owners, tokens, SLOTS)).to(DEVICE), places_of(tokens, SLOTS)
+def _lists(
+    owners: NDArray[np.int64], tokens: int, changes: NDArray[np.bool_] | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The lists of `kernels.lora.tiles` on the device, of a step that is padded to `tokens`. changes: which adapter
+    changes which part; None: one part, and all change it."""
+    changes = np.ones((1, SLOTS + 1), np.bool_) if changes is None else changes
+    places = places_of(tokens, SLOTS, len(changes))
+    words = torch.from_numpy(lay_out(owners, tokens, changes)).to(DEVICE)
     tiles = words[places.tiles :][: 3 * most_tiles(tokens, SLOTS)].view(-1, 3)
-    return words[:tokens], tiles, words[places.chosen :][: 1 + min(tokens, SLOTS)], words[places.owners : places.end]
+    chosen = words[places.chosen : places.owners].view(len(changes), -1)[:, : 1 + min(tokens, SLOTS)]
+    owned = words[places.owners : places.end].view(len(changes), (places.end - places.owners) // len(changes))
+    return words[:tokens], tiles, chosen, owned[:, :tokens]
+
+
+def _fill(stack: lora.AdapterStack, which: NDArray[np.bool_], value: float) -> None:
+    """which [parts, slots]: what to fill."""
+    for part, slot in np.argwhere(which).tolist():
+        stack.a[slot, part], stack.b[slot, ([0, *stack.ends])[part] : stack.ends[part]] = value, value
 
 
 def _stack(inputs: int, outputs: tuple[int, ...], rank: int, dtype: torch.dtype) -> lora.AdapterStack:

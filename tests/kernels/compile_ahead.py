@@ -75,9 +75,10 @@ WHOLE = 90, torch.bfloat16
 """The capability and type for which every configuration is compiled."""
 EVERYWHERE = frozenset(
     {
-        "accept 1024 0.5", "adapted down 1 16", "adapted gated 64 16", "add layer norm", "attention 128",
-        "attention capped 256 True", "attention of 9 tokens", "attention torch.float8_e4m3fn False",
-        "attention torch.int8 False", "columns of ranks 128", "dequantize fp8 blocks", "dequantize int4 128",
+        "accept 1024 0.5", "adapted down 1 16", "adapted gated 64 16", "adapted o 64 16", "adapted qkv 64 16",
+        "add layer norm", "attention 128", "attention capped 256 True", "attention of 9 tokens",
+        "attention torch.float8_e4m3fn False", "attention torch.int8 False", "columns of ranks 128",
+        "dequantize fp8 blocks", "dequantize int4 128",
         "dequantize int4 64", "dequantize int8", "dequantize nf4", "edit", "embed texts", "experts added",
         "experts added in parts", "experts fp8 600", "experts gated int4 1", "experts gated plain 1",
         "experts int4 zeros 600", "finite", "fp8 blocks 200", "gelu True", "int4 128 200", "int4 32 gated 64",
@@ -225,18 +226,20 @@ def layer_calls(new: Callable[..., Tensor]) -> Iterator[tuple[str, Callable[[], 
 
 def adapted_calls(new: Callable[..., Tensor]) -> Iterator[tuple[str, Callable[[], object]]]:
     """Products and what adapters add to them, as an 8B model has them."""
-    dtype, words = new(1).dtype, torch.zeros(64, dtype=torch.int32)
+    dtype = new(1).dtype
     for name, rows, rank, inputs, outputs in (
-        ("qkv", 64, 16, 4096, (4096, 1024, 1024)), ("gated", 64, 16, 4096, (14336, 14336)),
-        ("gated", 4, 64, 4096, (14336, 14336)), ("down", 64, 16, 14336, (4096,)), ("down", 1, 16, 14336, (4096,)),
+        ("qkv", 64, 16, 4096, (4096, 1024, 1024)), ("o", 64, 16, 4096, (4096,)),
+        ("gated", 64, 16, 4096, (14336, 14336)), ("gated", 4, 64, 4096, (14336, 14336)),
+        ("down", 64, 16, 14336, (4096,)), ("down", 1, 16, 14336, (4096,)),
     ):  # fmt: skip
         stack, x = lora.AdapterStack.empty(1, rank, inputs, outputs, dtype), new(rows, inputs)
         tile = fused.tile_for(x, stack, name == "gated")
         assert tile is not None
-        residual = new(rows, outputs[0]) if name == "down" else None
+        residual = new(rows, outputs[0]) if name in ("o", "down") else None
+        chosen, owners = (torch.zeros(len(outputs), width, dtype=torch.int32) for width in (33, rows))
         yield f"adapted {name} {rows} {rank}", partial(
-            fused.linear, x, new(sum(outputs), inputs), None, stack, words[:33], words[:rows], tile=tile,
-            residual=residual, gated=name == "gated",
+            fused.linear, x, new(sum(outputs), inputs), None, stack, chosen, owners, tile=tile, residual=residual,
+            gated=name == "gated",
         )  # fmt: skip
 
 
@@ -687,13 +690,14 @@ def compile_all(record: CompileRecord, capability: int, dtype: torch.dtype) -> l
     """One line for each kernel: its name and shared memory."""
     lines = []
     dependent = {"PDL": capability >= 90, "ASM": True}
-    dense_processors, resident_processors = (
-        mock.patch.object(module, "processors", return_value=132) for module in (dense_hopper, resident_hopper)
+    dense_programs, resident_programs, adapter_programs = (
+        mock.patch.object(module, name, return_value=132)
+        for module, name in ((dense_hopper, "processors"), (resident_hopper, "processors"), (fused, "_processors"))
     )
     split, experts = (
         mock.patch.object(module, "shared_bytes", return_value=MOST_SHARED[capability]) for module in (split_k, grouped)
     )
-    with dense_processors, resident_processors, split, experts:
+    with dense_programs, resident_programs, adapter_programs, split, experts:
         launches = [(name, *launch) for name, call in calls(dtype, capability) for launch in recorded(call)]
     if (capability, dtype) != WHOLE:
         chosen = [launch for launch in launches if launch[0] in EVERYWHERE]

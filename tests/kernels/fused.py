@@ -13,6 +13,7 @@ from kernels.linear.split_k import Tile
 from kernels.operands import Norm
 from kernels.quantized_weights import Weight
 from kernels.reference import layers as reference
+from services.worker.job import Adapter
 from services.worker.models.config import ModelConfig
 from services.worker.models.decoder import Decoder
 from services.worker.models.layers import StepTensors
@@ -121,7 +122,14 @@ def step_of_answers(
 def _adapters(model: Decoder) -> TiledAdapters:
     """Random adapters of the first and the last of three rows."""
     pages = GpuAdapters(model, 2, 16, 3)
-    for stack in pages.stacks:
-        stack.a[1:] = torch.randn(stack.a[1:].shape) * 0.1
-        stack.b[1:] = torch.randn(stack.b[1:].shape) * 0.1
+    for slot in (1, 2):
+        stored = {
+            module: (torch.randn(16, product.inputs, device="cpu") * 0.1, torch.randn(outputs, 16, device="cpu") * 0.1)
+            for product in model.adaptable()
+            for module, outputs in zip(product.modules, product.outputs, strict=True)
+        }
+        weights, nbytes = pages.prepare(stored)
+        pages.load(slot, Adapter(f"{slot}", bytes([slot]), 16, nbytes, weights))
+        while not pages.loaded(slot):
+            pass
     return pages.send(np.array([2, 0, 1]), 3, 0)
