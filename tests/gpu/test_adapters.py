@@ -40,6 +40,7 @@ def test_a_row_has_the_same_bits_in_any_batch() -> None:
     ("rows", "inputs", "outputs", "rank", "gated", "tile"),
     [
         (63, 4096, (4096, 1024, 1024), 16, False, Tile(64, 128, 2, 3)),
+        (64, 4096, (4096, 1024, 1024), 16, False, Tile(64, 128)),
         (63, 4096, (14336, 14336), 16, True, Tile(64, 128)),
         (40, 14336, (4096,), 16, False, Tile(64, 128, 2)),
         (1, 4096, (14336, 14336), 64, True, Tile(64, 128)),
