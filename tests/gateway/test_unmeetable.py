@@ -51,7 +51,7 @@ def test_a_refusal_decides_about_requests_that_ask_for_no_less_in_no_more_time()
     [
         (ask(), {"left_s": 1.2 * LEFT_S}),
         (ask(), {"left_s": float("inf")}),
-        (ask(), {"after_s": 0.03}),
+        (ask(), {"after_s": 0.11}),
         (ask(max_tokens=10), {}),
         (ask(priority=1), {}),
         (ask(), {"place": ("another tenant", "model")}),
@@ -75,7 +75,8 @@ def test_an_answer_without_a_bound_says_nothing_about_one_with_a_bound() -> None
 
 
 async def test_requests_like_a_refused_one_do_not_reach_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unmeetable, "_HOLD_S", 1e9)  # Time passes at any speed here.
+    monkeypatch.setattr(unmeetable, "_MOST_HOLD_S", 1e9)  # Time passes at any speed here.
+    monkeypatch.setattr(unmeetable, "_HOLD", 1e9)
     async with FakeMesh() as mesh:
         mesh.scheduler.decide = lambda submit: rejected(submit, ERROR) if submit.deadline_s > 0 else None
         for _ in range(5):
@@ -87,6 +88,6 @@ async def test_requests_like_a_refused_one_do_not_reach_the_scheduler(monkeypatc
         patient = await generate(mesh.stub, ask(cache=api.CACHE_POLICY_BYPASS))  # It has no deadline.
         assert patient.error is None
         assert len(mesh.scheduler.submits) == 2
-        monkeypatch.setattr(unmeetable, "_HOLD_S", -1.0)
+        monkeypatch.setattr(unmeetable, "_MOST_HOLD_S", -1.0)
         await generate(mesh.stub, ask(cache=api.CACHE_POLICY_BYPASS), timeout=30)
         assert len(mesh.scheduler.submits) == 3

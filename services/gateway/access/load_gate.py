@@ -36,6 +36,8 @@ PATIENCE = 4
 _FALL, _SLOW_FALL, _FASTEST_RISE, _RISE = 0.75, 0.95, 1.25, 0.01
 _LEAST = 0.01
 """Share of calls that is taken at the least: without any, nothing would show that there is time again."""
+_LEAST_LATE = 1 / 8
+"""The same where calls only wait: if refusing so many does not shorten the wait, neither does refusing more."""
 _LOG_S = 10.0
 
 
@@ -60,8 +62,10 @@ class AdmittedShare:
         if not self._busy:
             rise = BUSIEST / max(busy, 0.1) if many else _FASTEST_RISE
             self.share = self.share * min(_FASTEST_RISE, rise) + _RISE
-        elif busy > BUSIEST or not shorter:  # Else the share is small enough: fewer calls wait than before.
+        elif busy > BUSIEST:
             self.share *= _FALL if busy > _SATURATED else _SLOW_FALL
+        elif not shorter:  # Else the share is small enough: fewer calls wait than before.
+            self.share = min(self.share, max(_LEAST_LATE, self.share * _SLOW_FALL))
         self.share = min(1.0, max(_LEAST, self.share))
         return self.share
 

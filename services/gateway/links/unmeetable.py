@@ -13,9 +13,9 @@ from services.errors import WeftError
 
 REASON = "DEADLINE_UNMEETABLE"
 """The scheduler's reason."""
-_HOLD_S = 0.02
-"""Time for which a refusal stands for others. The scheduler refuses up to 50 requests a second of a tenant, and a place
-that becomes free meanwhile is taken soon after."""
+_HOLD, _MOST_HOLD_S = 1 / 30, 0.2
+"""For which part of its time, and for how long at the most, a refusal stands for others. A place that becomes free
+meanwhile is taken soon after: the queue is that much shorter."""
 _MORE_TIME = 1.05
 """How many times the refused request's time another one may have: the forecast is no more exact than that."""
 _FEW_BYTES = 256
@@ -76,7 +76,7 @@ class UnmeetableDeadlines:
         refused = self._refused.get(place)
         if refused is None:
             return None
-        if now - refused.at > _HOLD_S:
+        if now - refused.at > min(_MOST_HOLD_S, _HOLD * refused.left_s):
             del self._refused[place]
             return None
         if left_s > _MORE_TIME * refused.left_s or not _Demand.of(request).covers(refused.demand):
