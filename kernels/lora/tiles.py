@@ -46,6 +46,11 @@ def places_of(tokens: int, slots: int, kinds: int) -> Places:
     return Places(tiles, chosen, owners, owners + (kinds * _aligned(tokens) if tokens <= FEW else 0))
 
 
+def most_words(tokens: int, slots: int, kinds: int) -> int:
+    """The most words of a step of up to this many tokens: a longer one may have fewer, since owners are left out."""
+    return max(places_of(each, slots, kinds).end for each in (tokens, min(tokens, FEW)))
+
+
 def _aligned(words: int) -> int:
     return -(-words // 4) * 4
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kernels import lora
 from kernels.lora import fused
-from kernels.lora.tiles import lay_out, most_tiles, places_of
+from kernels.lora.tiles import lay_out, most_tiles, most_words, places_of
 from services.worker.job import Adapter
 from services.worker.models.decoder import Decoder, Projection
 from services.worker.models.lora import Delta, fit_adapter
@@ -88,7 +88,7 @@ class GpuAdapters:
         self._kinds = kinds_of_modules(self._products)
         self._changes_MS = np.zeros((max(kinds.stop for kinds in self._kinds), slots + 1), np.bool_)
         """Whether the adapter in a slot changes a kind of module."""
-        most, on_gpu = places_of(step_tokens, *self._sizes).end, self._device.type == "cuda"
+        most, on_gpu = most_words(step_tokens, *self._sizes), self._device.type == "cuda"
         self._words = torch.zeros(most, dtype=torch.int32, device=self._device)
         self._staged = [torch.zeros(most, dtype=torch.int32, pin_memory=on_gpu) for _ in range(STAGING_BUFFERS)]
         self._stream: Any = torch.cuda.Stream(self._device) if on_gpu else None  # type: ignore[no-untyped-call]
