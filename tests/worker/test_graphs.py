@@ -71,6 +71,18 @@ def test_long_steps_have_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     assert runner.graphs.find(193, 1, Kind.ANY) is None
 
 
+def test_ranks_that_wait_for_one_another_have_graphs_of_long_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs_module, "EAGER_BYTES", 250 * 12 * 48 * (48 + 20) * 2)
+    monkeypatch.setattr(graphs_module, "LARGE_TOKENS", (128, 512))
+    ops = TritonOps()
+    ops.waits_for_ranks = True
+    runner = runner_of(ops=ops)
+    assert taken(runner, [190], [190]) == ((192, 8, 8), Kind.ANY)
+    assert taken(runner, [448], [448]) == ((512, 8, 8), Kind.ANY)
+    assert runner.graphs.find(447, 1, Kind.ANY) is None, "it would fill too little of a graph"
+    assert runner_of().graphs.find(448, 1, Kind.ANY) is None, "nothing is to be waited for"
+
+
 @pytest.mark.parametrize(
     "other", [{"ops": InvariantTritonOps()}, {"window": 100}, {"stored": kv_pages.FP8}], ids=lambda it: next(iter(it))
 )

@@ -33,9 +33,10 @@ SHORT_CONTEXT_TOKENS = (64, 128)
 EAGER_BYTES = 8e11
 """A step whose tokens times the bytes of a layer's weights exceed this keeps the GPU busy longer than the launches
 take, even while another thread reads a burst of jobs: about 1 ms a layer."""
-FP8_TOKENS, FP8_EAGER, LEAST_FILLED = (1024, 2048), 2, 7 / 8
-"""Products in fp8 take half the time, but as many launches, which a busy interpreter delays. So steps of these sizes,
-up to `FP8_EAGER` times larger than others, are captured too. They serve steps that fill `LEAST_FILLED` of them."""
+LARGE_TOKENS, FP8_EAGER, LEAST_FILLED = (1024, 2048), 2, 7 / 8
+"""Steps of these sizes are captured, too, where a busy interpreter would delay their launches. Products in fp8 take
+half the time, but as many launches: sizes up to `FP8_EAGER` times larger than others. A rank waits for the launches of
+all ranks: all sizes. They serve steps that fill `LEAST_FILLED` of them."""
 
 
 def most_guesses(rows: int, guesses: int) -> int:
@@ -137,8 +138,10 @@ class Graphs:
         most, model = self._eager_tokens, self._model
         tokens = [count for count in GRAPH_TOKENS if count <= most]
         rows = model.embedding.new_empty(128, 1)  # A part of a model may have no row of the embedding.
-        if linear.rounds_to_fp8(rows, model.layers[0].attention.output.weight):
-            tokens += [count for count in FP8_TOKENS if most < count <= FP8_EAGER * most]
+        if self._ops.waits_for_ranks:
+            tokens += [count for count in LARGE_TOKENS if most < count]
+        elif linear.rounds_to_fp8(rows, model.layers[0].attention.output.weight):
+            tokens += [count for count in LARGE_TOKENS if most < count <= FP8_EAGER * most]
         return tokens
 
     @property

@@ -23,6 +23,8 @@ class TritonOps:
     route = staticmethod(routing.route)
     invariant = False
     """Whether a row has the same bits in any batch and any chunk."""
+    waits_for_ranks = False
+    """Whether kernels wait for those of other ranks, so that what delays a launch of one rank delays all."""
     short_tokens = 1
     """The keys of rows of up to this many tokens are shared out over the whole chip."""
 

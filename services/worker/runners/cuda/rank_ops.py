@@ -19,6 +19,8 @@ class SummedOps(TritonOps):
     """The Triton kernels on one of several ranks. Only the projections after attention and MLP add to the residual
     stream, and their inputs are what ranks share."""
 
+    waits_for_ranks = True
+
     def __init__(self, others: GpuCollectives) -> None:
         self._others = others
 
