@@ -89,6 +89,11 @@ def linear(
     return dense.cublas(in_order(x, weight), to_dense(weight, x.dtype), bias, residual, gated, out)
 
 
+def parts(x: Tensor, weight: DeviceWeight) -> Tensor | None:
+    """As `dense.parts`; None also for a weight that is not plain, and for inputs that are gated here."""
+    return dense.parts(x, weight) if isinstance(weight, Tensor) and x.shape[1] == weight.shape[1] else None
+
+
 def gate(x: Tensor, weight: DeviceWeight, norm: Norm | None) -> Tensor:
     """silu(gate) * up of norm(x) [T, K], or of x without a norm, where gate and up are the halves of the weight's
     outputs: [T, n]. If the rows are rounded to fp8, the result is gates and ups [T, 2n]: the next linear layer gates

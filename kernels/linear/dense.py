@@ -87,6 +87,28 @@ def split_k_kernel(
 
 
 @triton.jit(do_not_specialize=["M"])
+def split_parts_kernel(
+    x,  # [M, K], rows x_stride apart
+    w,  # [N, K]
+    out,  # float32 [SPLIT, M, N]
+    M, N, K, x_stride,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
+    STAGES: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """As `split_k_kernel`; the parts are not added up."""
+    tile, split = tl.program_id(0), tl.program_id(1)
+    columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows = tl.arange(0, BLOCK_M)
+    span = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLIT) * BLOCK_K
+    low, high = split * span, tl.minimum(split * span + span, K)
+    product, _ = multiply(
+        x, w, columns, 0, columns < N, low, high, rows, M, K, x_stride, BLOCK_K, False, False, STAGES, AHEAD, PDL
+    )
+    valid = (columns < N)[:, None] & (rows < M)[None, :]
+    tl.store(out + split * M * N + rows[None, :] * N + columns[:, None], product, mask=valid)
+
+
+@triton.jit(do_not_specialize=["M"])
 def invariant_kernel(
     x,  # [M, K]
     w,  # [N, K]
@@ -179,6 +201,26 @@ def linear(
         x, weight, bias, residual, out, space.parts, space.arrived, rows, n, k, x.stride(0),
         BLOCK_M=max(16, triton.next_power_of_2(rows)), BLOCK_N=tile.n, BLOCK_K=tile.k, SPLIT=tile.split, GATED=gated,
         IEEE=x.dtype == torch.float32, STAGES=tile.stages_on(x.device), AHEAD=tile.ahead, num_warps=tile.warps,
+        **launch_options(x.device),
+    )  # fmt: skip
+    return out
+
+
+def parts(x: Tensor, weight: Tensor, tile: Tile | Shape | None = None) -> Tensor | None:
+    """x @ weight.T as float32 parts [S, M, N], whose sum over S the caller takes: no program waits for another one's
+    part. None where the kernel of the product does not divide K, or cuBLAS is as fast. x and weight as in `linear`."""
+    (rows, k), n = x.shape, len(weight)
+    if tile is None and dense_hopper.serves(x):
+        tile = dense_hopper.shape_for(rows, n, k, False)
+    tile = tile or tile_for(rows, n, k, False, x.dtype)
+    if isinstance(tile, Shape):
+        return dense_hopper.parts(x, weight, tile)
+    if tile is None or tile.split == 1:
+        return None
+    out = torch.empty(tile.split, rows, n, dtype=torch.float32, device=x.device)
+    split_parts_kernel[(triton.cdiv(n, tile.n), tile.split)](
+        x, weight, out, rows, n, k, x.stride(0), BLOCK_M=max(16, triton.next_power_of_2(rows)), BLOCK_N=tile.n,
+        BLOCK_K=tile.k, SPLIT=tile.split, STAGES=tile.stages_on(x.device), AHEAD=tile.ahead, num_warps=tile.warps,
         **launch_options(x.device),
     )  # fmt: skip
     return out

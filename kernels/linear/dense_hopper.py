@@ -30,7 +30,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.device import is_hopper, processors
-from kernels.linear.gluon_common import NO_POOL, descriptor, flattened, pool_arguments, store_lines, unflattened
+from kernels.linear.gluon_common import (
+    NO_POOL,
+    descriptor,
+    flattened,
+    parts_at_once,
+    pool_arguments,
+    store_lines,
+    unflattened,
+)
 from kernels.linear.split_k import workspace
 
 
@@ -132,17 +140,21 @@ def _store_rotated(left, right, bias, cos, sin, positions, kv, slot_mapping, out
 @gluon.jit
 def _consume(x_buffers, w_buffers, full, empty, bias, residual, out, cos, sin, positions, kv, slot_mapping, parts,
              arrived, start, end, span, M, N, C, H, G, GATED: gl.constexpr, PIECES: gl.constexpr, PANELS: gl.constexpr,
-             STAGES: gl.constexpr):  # fmt: skip
+             STAGES: gl.constexpr, PARTS: gl.constexpr):  # fmt: skip
     """Consumer: compute the program's tiles, or its parts of them."""
     BLOCK_M: gl.constexpr = x_buffers.shape[1]
     SIZE: gl.constexpr = 64 * BLOCK_M
+    AT_ONCE: gl.constexpr = parts_at_once(2 * BLOCK_M)
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     for tile in range(start // C, (end + C - 1) // C):
         low, high = gl.maximum(start, tile * C), gl.minimum(end, tile * C + C)
         left, right = _sum(x_buffers, w_buffers, full, empty, low - start, high - low, layout, PIECES, PANELS, STAGES)
         first, last = tile * C // span, (tile * C + C - 1) // span
-        done = first == last
-        if first < last:
+        done = first == last or PARTS
+        target = out
+        if PARTS:
+            target += (gl.program_id(0) - first) * M * N
+        elif first < last:
             # Every program stores its part; the last to arrive adds all of them, always in the same order.
             worker = gl.program_id(0)
             place = parts + (worker * 2 + (worker == first).to(gl.int32)) * (SIZE * PIECES)
@@ -158,11 +170,14 @@ def _consume(x_buffers, w_buffers, full, empty, bias, residual, out, cos, sin, p
                 gl.store(arrived + tile, 0)
                 flat = gl.zeros([SIZE], gl.float32, flat_layout)
                 flat_right = gl.zeros([SIZE], gl.float32, flat_layout)
-                for other in range(first, last + 1):
-                    place = parts + (other * 2 + (other == first).to(gl.int32)) * (SIZE * PIECES)
-                    flat += gl.load(place + offsets, cache_modifier=".cg")
-                    if PIECES == 2:
-                        flat_right += gl.load(place + SIZE + offsets, cache_modifier=".cg")
+                for begin in range(first, last + 1, AT_ONCE):
+                    for which in gl.static_range(AT_ONCE):
+                        other = begin + which
+                        stored = parts + (other * 2 + (other == first).to(gl.int32)) * (SIZE * PIECES) + offsets
+                        there = offsets < (last - other + 1) * SIZE
+                        flat += gl.load(stored, mask=there, other=0.0, cache_modifier=".cg")
+                        if PIECES == 2:
+                            flat_right += gl.load(stored + SIZE, mask=there, other=0.0, cache_modifier=".cg")
                 left = unflattened(flat, BLOCK_M, layout)
                 right = unflattened(flat_right, BLOCK_M, layout)
         if done:
@@ -174,7 +189,7 @@ def _consume(x_buffers, w_buffers, full, empty, bias, residual, out, cos, sin, p
                 memory: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
                 columns = tile * 64 + gl.arange(0, 64, gl.SliceLayout(1, memory))
                 rows = gl.arange(0, BLOCK_M, gl.SliceLayout(0, memory))
-                store_lines(left, bias, residual, out, columns, rows, M, N, memory)
+                store_lines(left, bias, residual, target, columns, rows, M, N, memory)
 
 
 @gluon.jit(do_not_specialize=["M", "C", "span", "units"])  # a loop of C = 1 does not compile
@@ -183,7 +198,7 @@ def dense_hopper_kernel(
     w,  # descriptor of [N, K] (GATED: [2N, K]), boxes [64, 64]
     bias,  # [N] or None
     residual,  # [M, N] or None: added
-    out,  # [M, N]; where there is a pool: [M, H, 128]
+    out,  # [M, N]; where there is a pool: [M, H, 128]; PARTS: float32 [C / span, M, N]
     cos, sin,  # [positions, 128]; the first half of sin negated
     positions,  # int64 [M]
     kv,  # [blocks * P, 2G, 128] or None: W makes queries, keys and values, which are rotated; N = (H + 2G) * 128
@@ -192,6 +207,7 @@ def dense_hopper_kernel(
     arrived,  # int32 [tiles], zero between launches
     M, N, C, H, G, span, units,
     GATED: gl.constexpr, BLOCK_M: gl.constexpr, PIECES: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr,
+    PARTS: gl.constexpr,
 ):  # fmt: skip
     """Program p computes chunks p * span to (p + 1) * span of the list of all tiles' chunks, C for each tile."""
     start = gl.program_id(0) * span
@@ -208,7 +224,7 @@ def dense_hopper_kernel(
     gl.warp_specialize(
         [
             (_consume, (x_buffers, w_buffers, full, empty, bias, residual, out, cos, sin, positions, kv, slot_mapping,
-                        parts, arrived, start, end, span, M, N, C, H, G, GATED, PIECES, PANELS, STAGES)),
+                        parts, arrived, start, end, span, M, N, C, H, G, GATED, PIECES, PANELS, STAGES, PARTS)),
             (_produce, (x, w, x_buffers, w_buffers, full, empty, start, end, N, C, GATED, PIECES, PANELS, STAGES)),
         ],
         [1],
@@ -232,6 +248,11 @@ class Shape:
 
 REGISTERS = 96
 """Registers per thread at launch, before the warps redistribute them: leaves room for the next kernel's program."""
+
+
+LEAST_BUSY = 0.8
+"""The share of the multiprocessors from which on programs have a tile, or an equal part of one, each: those that are
+left over cost less than joining parts of tiles."""
 
 
 def serves(x: Tensor) -> bool:
@@ -266,6 +287,18 @@ def linear(
     return out
 
 
+def parts(x: Tensor, weight: Tensor, shape: Shape) -> Tensor | None:
+    """As `dense.parts`, of at least one row and at most `shape.block_m`."""
+    n, k = weight.shape
+    chunks, tiles, most = triton.cdiv(k, 64 * shape.panels), triton.cdiv(n, 64), processors(x.device)
+    split = most // tiles
+    if split == 0 or chunks % split or tiles * split < LEAST_BUSY * most:
+        return None
+    out = torch.empty(split, len(x), n, dtype=torch.float32, device=x.device)
+    _launch(x, weight, None, None, False, out, shape, 1, NO_POOL, split)
+    return out
+
+
 def rotated_qkv(
     x: Tensor, weight: Tensor, bias: Tensor | None, cos: Tensor, sin: Tensor, positions_M: Tensor, kv_NP2GD: Tensor,
     slot_mapping_M: Tensor, heads: int, shape: Shape,
@@ -277,19 +310,24 @@ def rotated_qkv(
     return out
 
 
+def _span(units: int, chunks: int, most: int) -> int:
+    """Chunks of a program: an equal share of all, or a whole tile."""
+    return chunks if LEAST_BUSY * most * chunks <= units <= most * chunks else triton.cdiv(units, most)
+
+
 def _launch(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, gated: bool, out: Tensor, shape: Shape,
-    pieces: int, pool: dict[str, Any],
+    pieces: int, pool: dict[str, Any], split: int = 0,
 ) -> None:  # fmt: skip
     (rows, k), n = x.shape, weight.shape[0] // (2 if gated else 1)
     chunks = triton.cdiv(k, 64 * shape.panels)
     units = triton.cdiv(n, 64 if gated else 64 * pieces) * chunks
-    span = triton.cdiv(units, processors(x.device))
+    span = chunks // split if split else _span(units, chunks, processors(x.device))
     programs = triton.cdiv(units, span)
     space = workspace(x.device, programs * 2 * pieces * shape.block_m * 64)
     dense_hopper_kernel[(programs,)](
         x=descriptor(x, shape.block_m, 64), w=descriptor(weight, 64, 64), bias=bias, residual=residual, out=out,
         parts=space.parts, arrived=space.arrived, M=rows, N=n, C=chunks, span=span, units=units, GATED=gated,
-        BLOCK_M=shape.block_m, PIECES=pieces, PANELS=shape.panels, STAGES=shape.stages, num_warps=4,
-        maxnreg=REGISTERS, launch_pdl=True, **pool,
+        BLOCK_M=shape.block_m, PIECES=pieces, PANELS=shape.panels, STAGES=shape.stages, PARTS=split > 0,
+        num_warps=4, maxnreg=REGISTERS, launch_pdl=True, **pool,
     )  # fmt: skip

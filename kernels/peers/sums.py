@@ -103,12 +103,29 @@ def _packed(low, high, NUMBER: tl.constexpr):
     return words
 
 
+@triton.jit
+def _own_words(part, at, mask, size, SPLIT: tl.constexpr, NUMBER: tl.constexpr):
+    """The words at these places of a rank's part: of words, or of SPLIT float32 parts of `size` numbers each, which are
+    added up."""
+    if SPLIT:
+        both = 2 * at[:, None] + tl.arange(0, 2)[None, :]
+        total = tl.zeros([at.shape[0], 2], tl.float32)
+        for split in tl.static_range(SPLIT):
+            total += tl.load(part + split * size + both, mask=mask[:, None], other=0.0)
+        low, high = tl.split(total)
+        words = _packed(low, high, NUMBER)
+    else:
+        words = tl.load(part + at, mask=mask, other=0)
+    return words
+
+
 @triton.jit(do_not_specialize=["count"])
 def sum_of_ranks_kernel(
-    part, residual, bias, out,  # int32: words of [T, n], [T, n] or None, [n] or None, [T, n]
+    part,  # int32: words of [T, n]; SPLIT > 0: float32 [SPLIT, T, n], which are added up first
+    residual, bias, out,  # int32: words of [T, n] or None, [n] or None, [T, n]
     peers, state,  # int64 [R]: of inboxes or parcels; int32 [2]
     count, row_words, capacity,
-    RANK: tl.constexpr, RANKS: tl.constexpr, NUMBER: tl.constexpr,
+    RANK: tl.constexpr, RANKS: tl.constexpr, NUMBER: tl.constexpr, SPLIT: tl.constexpr,
     LONG: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out = residual + the sum of all ranks' parts + bias."""
@@ -116,7 +133,7 @@ def sum_of_ranks_kernel(
     exchange = next_exchange(state)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = at < count
-    own = tl.load(part + at, mask=mask, other=0)
+    own = _own_words(part, at, mask, 2 * count, SPLIT, NUMBER)
     _send(peers, own, at, mask, exchange, capacity, RANK, RANKS, LONG, BLOCK)
     low = tl.zeros([BLOCK], tl.float32)
     high = tl.zeros([BLOCK], tl.float32)
@@ -161,12 +178,39 @@ def columns_of_ranks_kernel(
     end_exchange(state, exchange)
 
 
+@triton.jit(do_not_specialize=["first", "tokens"])
+def rows_of_ranks_kernel(
+    token_ids,  # int64 [T]
+    table, out,  # int32: words of [tokens, n], [T, n]
+    peers, state,  # int64 [R]: of inboxes; int32 [2]
+    first, tokens, row_words, capacity,
+    RANK: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """out = the rows of all ranks' tables for these tokens; this rank has `tokens` of them from `first` on."""
+    wait(PDL)
+    exchange = next_exchange(state)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < row_words
+    own_row = tl.load(token_ids + tl.program_id(0)) - first
+    here = (own_row >= 0) & (own_row < tokens)
+    at = tl.program_id(0) * row_words + columns
+    words = tl.load(table + own_row * row_words + columns, mask=mask & here, other=0)
+    _send(peers, words, at, mask, exchange, capacity, RANK, RANKS, False, BLOCK)
+    for rank in tl.static_range(RANKS):
+        if rank != RANK:
+            words |= _received(peers, rank, at, mask, exchange, capacity, RANK, RANKS, False, BLOCK)
+    tl.store(out + at, words, mask=mask)
+    end_exchange(state, exchange)
+
+
 @triton.jit
 def sum_and_norm_of_ranks_kernel(
-    part, residual, bias, weight, out,  # int32: words of [T, n], [T, n] in and out, [n] or None, [n], [T, n]
+    part,  # int32: words of [T, n]; SPLIT > 0: float32 [SPLIT, T, n], which are added up first
+    residual, bias, weight, out,  # int32: words of [T, n] in and out, [n] or None, [n], [T, n]
     peers, state,  # int64 [R]: of inboxes; int32 [2]
     row_words, capacity, eps,
-    RANK: tl.constexpr, RANKS: tl.constexpr, NUMBER: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    RANK: tl.constexpr, RANKS: tl.constexpr, NUMBER: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """residual += the sum of all ranks' parts + bias; out = the RMS norm of residual. A program has a row."""
     columns = tl.arange(0, BLOCK)
@@ -175,7 +219,7 @@ def sum_and_norm_of_ranks_kernel(
     wait(PDL)
     exchange = next_exchange(state)
     at = tl.program_id(0) * row_words + columns
-    own = tl.load(part + at, mask=mask, other=0)
+    own = _own_words(part, at, mask, 2 * tl.num_programs(0) * row_words, SPLIT, NUMBER)
     _send(peers, own, at, mask, exchange, capacity, RANK, RANKS, False, BLOCK)
     before = tl.load(residual + at, mask=mask, other=0)
     low = tl.zeros([BLOCK], tl.float32)
@@ -222,17 +266,19 @@ def add_sum(
     part: Tensor, peers: Peers, out: Tensor, residual: Tensor | None = None, bias: Tensor | None = None
 ) -> None:
     """out = residual + the sum of all ranks' parts + bias. part, residual, out [T, n], bias [n], of one dtype and
-    contiguous; out may be residual or part."""
-    words, count = _words(part), len(part) * row_words(part)
+    contiguous; out may be residual or part. Where the others have 16 bits, part may be float32 [S, T, n]: its sum over
+    S, rounded, is the rank's part."""
+    split, words = (len(part) if part.dim() == 3 else 0), row_words(out)
+    count = len(out) * words
     assert count <= peers.capacity, count
     if not count:
         return
     block, warps, long = _block(count)
     sum_of_ranks_kernel[(triton.cdiv(count, block),)](
-        words, None if residual is None else _words(residual), None if bias is None else _words(bias), _words(out),
-        peers.parcels if long else peers.inboxes, peers.state, count, words.shape[-1], peers.capacity,
-        RANK=peers.rank, RANKS=len(peers.inboxes), NUMBER=_NUMBERS[part.dtype], LONG=long, BLOCK=block, num_warps=warps,
-        **launch_options(part.device),
+        part if split else _words(part), None if residual is None else _words(residual),
+        None if bias is None else _words(bias), _words(out), peers.parcels if long else peers.inboxes, peers.state,
+        count, words, peers.capacity, RANK=peers.rank, RANKS=len(peers.inboxes), NUMBER=_NUMBERS[out.dtype],
+        SPLIT=split, LONG=long, BLOCK=block, num_warps=warps, **launch_options(part.device),
     )  # fmt: skip
 
 
@@ -253,21 +299,37 @@ def gather_columns(columns: Tensor, peers: Peers) -> Tensor:
     return out
 
 
+def take_rows(token_ids: Tensor, table: Tensor, first: int, peers: Peers) -> Tensor:
+    """The rows [T, n] for token_ids, int64 [T], of a table that ranks share: `table` [tokens, n] is this rank's part,
+    from row `first` on. At most SHORT_WORDS words."""
+    rows, words = len(token_ids), row_words(table)
+    assert 0 < rows * words <= SHORT_WORDS, (rows, words)
+    out = table.new_empty(rows, table.shape[1])
+    block = min(1024, triton.next_power_of_2(words))
+    rows_of_ranks_kernel[(rows, triton.cdiv(words, block))](
+        token_ids, _words(table), _words(out), peers.inboxes, peers.state, first, len(table), words, peers.capacity,
+        RANK=peers.rank, RANKS=len(peers.inboxes), BLOCK=block, num_warps=max(1, block // 256),
+        **launch_options(table.device),
+    )  # fmt: skip
+    return out
+
+
 def add_sum_and_normalize(
     part: Tensor, peers: Peers, residual: Tensor, norm: Norm, bias: Tensor | None = None
 ) -> Tensor:
     """residual += the sum of all ranks' parts + bias -> the norm of residual. All as in `add_sum`, of at most
     SHORT_WORDS words; the norm is one that `normalizes`."""
-    rows, words = len(part), row_words(part)
+    rows, words = len(residual), row_words(residual)
+    split = len(part) if part.dim() == 3 else 0
     assert 0 < rows * words <= SHORT_WORDS, (rows, words)
-    assert normalizes(part, norm)
+    assert normalizes(residual, norm)
     out = torch.empty_like(residual)
     block = triton.next_power_of_2(words)
     sum_and_norm_of_ranks_kernel[(rows,)](
-        _words(part), _words(residual), None if bias is None else _words(bias), _words(norm.weight), _words(out),
-        peers.inboxes, peers.state, words, peers.capacity, norm.eps, RANK=peers.rank, RANKS=len(peers.inboxes),
-        NUMBER=_NUMBERS[part.dtype], BLOCK=block, num_warps=min(16, max(1, block // 256)),
-        **launch_options(part.device),
+        part if split else _words(part), _words(residual), None if bias is None else _words(bias), _words(norm.weight),
+        _words(out), peers.inboxes, peers.state, words, peers.capacity, norm.eps, RANK=peers.rank,
+        RANKS=len(peers.inboxes), NUMBER=_NUMBERS[residual.dtype], SPLIT=split, BLOCK=block,
+        num_warps=min(16, max(1, block // 256)), **launch_options(part.device),
     )  # fmt: skip
     return out
 

@@ -71,9 +71,13 @@ def next_exchange(state):
 @triton.jit
 def end_exchange(state, exchange):
     """The last program of a kernel to call this counts the exchange -> whether it is this one."""
-    last = tl.atomic_add(state + 1, 1) == tl.num_programs(0) - 1
+    programs = tl.num_programs(0) * tl.num_programs(1)
+    last = programs == 1
+    if programs > 1:
+        last = tl.atomic_add(state + 1, 1) == programs - 1
+        if last:
+            tl.store(state + 1, 0)
     if last:
-        tl.store(state + 1, 0)
         tl.store(state, exchange.to(tl.int32))
     return last
 

@@ -10,9 +10,10 @@ if not torch.cuda.is_available():
 
 from kernels import quantized_weights
 from kernels.device import is_hopper
+from kernels.linear import dense
 from tests.kernels.cases import rand
 from tests.kernels.fused import check_rotated_packed
-from tests.kernels.weights import check_linear, check_nf4, check_packed, check_rounding
+from tests.kernels.weights import check_linear, check_nf4, check_packed, check_parts, check_rounding
 
 HALVES = [torch.bfloat16, torch.float16]
 
@@ -55,6 +56,21 @@ def test_rotated_queries_keys_and_values_of_quantized_weights(dtype: torch.dtype
         check_rotated_packed(rows, 4, 2, quantized_weights.quantize_int4(w.to(dtype), 128), dtype, stored)
         if rows <= 16:
             check_rotated_packed(rows, 4, 2, quantized_weights.quantize_fp8(w), dtype, stored)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_parts_of_products(dtype: torch.dtype) -> None:
+    for rows, n, k in (
+        (1, 4096, 2048),
+        (8, 4096, 7168),
+        (3, 4096, 3584),
+        (32, 4096, 7168),
+        (17, 4000, 4104),
+        (1, 8192, 14336),
+    ):
+        check_parts(rows, n, k, dtype)
+    for n in (5120, 2560):  # Parts of whole tiles would leave multiprocessors without work.
+        assert dense.parts(rand(1, 8192, dtype=dtype), rand(n, 8192, dtype=dtype)) is None
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)

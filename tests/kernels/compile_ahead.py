@@ -78,16 +78,16 @@ EVERYWHERE = frozenset(
         "accept 1024 0.5", "adapted down 1 16", "adapted gated 64 16", "adapted o 64 16", "adapted qkv 64 16",
         "add layer norm", "attention 128", "attention capped 256 True", "attention of 9 tokens",
         "attention torch.float8_e4m3fn False", "attention torch.int8 False", "columns of ranks 128",
-        "dequantize fp8 blocks", "dequantize int4 128",
-        "dequantize int4 64", "dequantize int8", "dequantize nf4", "edit", "embed texts", "experts added",
-        "experts added in parts", "experts fp8 600", "experts gated int4 1", "experts gated plain 1",
-        "experts int4 zeros 600", "finite", "fp8 blocks 200", "gelu True", "int4 128 200", "int4 32 gated 64",
-        "int4 64 200", "int8 64 200", "int8 64 gated 1", "invariant 256", "keep", "keep states", "layer_norm",
-        "linear 64", "linear down 16", "linear gated 128", "linear gated 64", "lora 16", "lora 256", "mask",
-        "packed texts 4096 128", "packed texts 4096 64", "pool texts Pooling.MAX", "qkv 1 64", "received activations",
-        "rms_norm", "rope norm 128", "rope torch.float8_e4m3fn", "rope torch.int8", "round gated rows", "round rows",
-        "route 128", "route 40", "route 600", "sample None", "sample guesses 1024", "scatter", "sent activations",
-        "silu_and_mul", "states before", "sum and norm", "sum of ranks 128", "top", "unpack guesses",
+        "dequantize fp8 blocks", "dequantize int4 128", "dequantize int4 64", "dequantize int8", "dequantize nf4",
+        "edit", "embed texts", "experts added", "experts added in parts", "experts fp8 600", "experts gated int4 1",
+        "experts gated plain 1", "experts int4 zeros 600", "finite", "fp8 blocks 200", "gelu True", "int4 128 200",
+        "int4 32 gated 64", "int4 64 200", "int8 64 200", "int8 64 gated 1", "invariant 256", "keep", "keep states",
+        "layer_norm", "linear 64", "linear down 16", "linear gated 128", "linear gated 64", "lora 16", "lora 256",
+        "mask", "packed texts 4096 128", "packed texts 4096 64", "parts 8", "pool texts Pooling.MAX", "qkv 1 64",
+        "received activations", "rms_norm", "rope norm 128", "rope torch.float8_e4m3fn", "rope torch.int8",
+        "round gated rows", "round rows", "route 128", "route 40", "route 600", "rows of ranks", "sample None",
+        "sample guesses 1024", "scatter", "sent activations", "silu_and_mul", "states before", "sum and norm",
+        "sum of parts", "sum of parts and norm", "sum of ranks 128", "top", "unpack guesses",
     }
 )  # fmt: skip
 """Calls that launch each kernel with each combination of types, in a configuration of much shared memory."""
@@ -307,6 +307,11 @@ def rank_calls(new: Callable[..., Tensor]) -> Iterator[tuple[str, Callable[[], o
     yield "sum of ranks added", partial(peer_sums.add_sum, residual, peers, residual, residual, new(4096))
     norm = Norm(new(4096), 1e-5)
     yield "sum and norm", partial(peer_sums.add_sum_and_normalize, residual, peers, residual, norm, new(4096))
+    if residual.itemsize == 2:
+        parts = torch.empty(2, 4, 4096)
+        yield "sum of parts and norm", partial(peer_sums.add_sum_and_normalize, parts, peers, residual, norm)
+        yield "sum of parts", partial(peer_sums.add_sum, parts, peers, residual, residual)
+    yield "rows of ranks", partial(peer_sums.take_rows, index(3), new(99, 4096), 7, peers)
     for name, move in (("sent", peer_stages.send), ("received", peer_stages.receive)):
         yield f"{name} activations", partial(move, residual, Link(1 << 40, 1 << 40, 1 << 20, no_count))
 
@@ -376,6 +381,13 @@ def fused_calls(new: Callable[..., Tensor], capability: int) -> Iterator[tuple[s
         shape = dense_hopper.shape_for(8, n, k, gated)
         x, weight, added = new(8, k), new(2 * n if gated else n, k), None if gated else new(8, n)
         yield f"hopper product {n}", partial(dense.linear, x, weight, residual=added, gated=gated, tile=shape)
+    yield (
+        "parts 8",
+        partial(dense.parts, new(8, 2048), new(4096, 2048), dense.tile_for(8, 4096, 2048, False, new(1).dtype)),
+    )
+    if hopper:
+        shape = dense_hopper.shape_for(8, 4096, 7168, False)
+        yield "hopper parts", partial(dense.parts, new(8, 7168), new(4096, 7168), shape)
 
 
 def quantized_calls(new: Callable[..., Tensor]) -> Iterator[tuple[str, Callable[[], object]]]:

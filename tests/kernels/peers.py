@@ -92,6 +92,37 @@ def check_norms(room: Room) -> None:
         peer_sums.add_sum(residual, peers, residual)
 
 
+def check_parts(room: Room) -> None:
+    """The parts of a rank's product are added up in the kernel of the sum, or of the sum and the norm."""
+    peers = room.peers()
+    for seed, (split, rows, width) in enumerate([(2, 1, 130), (4, 3, 64), (1, 2, 258)]):
+        draw = torch.Generator().manual_seed(seed)
+        parts = torch.randn(RANKS, split, rows, width, generator=draw)
+        residual, scale = torch.randn(rows, width, generator=draw).half(), torch.rand(width, generator=draw).half()
+        expected = parts.sum(1).half().float().sum(0) + residual.float()
+        normed = expected * torch.rsqrt(expected.square().mean(1, keepdim=True) + 1e-5) * scale.float()
+        own, total = parts[room.rank].contiguous(), torch.full_like(residual, float("nan"))
+        peer_sums.add_sum(own, peers, total, residual)
+        out = peer_sums.add_sum_and_normalize(own, peers, residual, Norm(scale, 1e-5))
+        assert torch.equal(total, residual)
+        torch.testing.assert_close(residual, expected.half(), rtol=2e-3, atol=2e-3)
+        torch.testing.assert_close(out, normed.half(), rtol=4e-3, atol=4e-3)
+
+
+def check_rows(room: Room) -> None:
+    """Rows of a table whose parts ranks have, of unequal numbers of rows; a token that no rank has is zeros."""
+    peers, firsts = room.peers(), (0, 7, 12)
+    for seed, (width, dtype) in enumerate([(130, torch.float16), (77, torch.float32), (2600, torch.float16)]):
+        draw = torch.Generator().manual_seed(seed)
+        table = torch.randn(firsts[-1], width, generator=draw).to(dtype)
+        ids = torch.tensor([0, 6, 7, 11, -1])
+        first, after = firsts[room.rank], firsts[room.rank + 1]
+        found = peer_sums.take_rows(ids, table[first:after].clone(), first, peers)
+        assert torch.equal(found[:-1], table[ids[:-1]])
+        assert not found[-1].any()
+    assert peers.state.tolist() == [3, 0]
+
+
 def check_stages(room: Room) -> None:
     """Several transfers, of different lengths, which the sender begins before the first was taken."""
     link = room.link(0)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from kernels import linear, quantized_weights
-from kernels.linear import fp8, nf4, packed, packed_gemm
+from kernels.linear import dense, fp8, nf4, packed, packed_gemm
+from kernels.linear.dense_hopper import Shape
 from kernels.linear.split_k import Tile
 from kernels.operands import Norm
 from kernels.quantized_weights import Fp8Weight, Int4Weight, Int8Weight
@@ -124,3 +125,12 @@ def _gate(gate: Tensor, n: int) -> Tensor:
 
 def _gated(product: Tensor) -> Tensor:
     return reference.silu_and_mul(product)
+
+
+def check_parts(rows: int, n: int, k: int, dtype: torch.dtype, tile: Tile | Shape | None = None) -> None:
+    """The parts of a product, which are float32, against the product."""
+    x, w = rand(rows, k, dtype=dtype), rand(n, k, dtype=dtype) / k**0.5
+    parts = dense.parts(x, w, tile)
+    assert parts is not None
+    assert parts.dtype == torch.float32
+    close(parts.sum(0).to(dtype), x.double() @ w.double().T)

@@ -51,6 +51,9 @@ class StageDecoder(Decoder):
         """Rows of the embedding, [T, hidden]: each is on one of the stage's ranks."""
         if self._shard.ranks == 1:
             return super().lookup(token_ids)
+        taken = self._others.take_rows(token_ids, self.embedding, self._shard.vocabulary.start)
+        if taken is not None:
+            return taken
         own = token_ids - self._shard.vocabulary.start
         here = (own >= 0) & (own < self._shard.vocabulary.count)
         found = self.embedding[torch.where(here, own, 0)]
@@ -69,8 +72,8 @@ class StageDecoder(Decoder):
         ranks are: the logits, which show it for the others, are all ranks'."""
         if self._shard.is_last:
             x, attended = super().forward(step, pools)
-            self._others.settle()
             if self._shard.ranks > 1 and step.sampled is not None:
+                self._others.settle()
                 attended = self._others.sum((attended.float() * 0).sum(1, keepdim=True))
             return x, attended
         x = self.embed(step)

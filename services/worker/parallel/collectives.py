@@ -73,6 +73,11 @@ class Collectives:
             total = total + other.float()
         return total.to(x.dtype)
 
+    def take_rows(self, token_ids: Tensor, table: Tensor, first: int) -> Tensor | None:
+        """The rows [T, width] for token_ids, int64 [T], of a table that ranks share: `table` [n, width] is this rank's
+        part, from row `first` on. None: there is no faster way than to sum what each rank has."""
+        return None
+
     def largest(self, x: Tensor) -> Tensor:
         """The largest of all ranks' numbers, for each place of x."""
         return x if self.grid.tensor == 1 else torch.stack(self._gather(x)).amax(0)

@@ -38,6 +38,7 @@ class _Sum:
 
     residual: Tensor
     part: Tensor
+    """[T, n], or float32 [S, T, n], to be added up first."""
     bias: Tensor | None
 
 
@@ -65,6 +66,12 @@ class GpuCollectives(Collectives):
         assert self._peers is not None, "a rank alone has no sums"
         for piece, target in zip(self._pieces(part), self._pieces(residual), strict=True):
             peer_sums.add_sum(piece, self._peers, target, target, bias)
+
+    def take_rows(self, token_ids: Tensor, table: Tensor, first: int) -> Tensor | None:
+        """As `Collectives.take_rows`; None also where there are too many for one exchange of words."""
+        if self._peers is None or not _is_short(table, len(token_ids)):
+            return None
+        return peer_sums.take_rows(token_ids, table, first, self._peers)
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x, in its dtype."""
@@ -96,13 +103,18 @@ class GpuCollectives(Collectives):
 
     # ---- sums that wait for a norm ----
 
+    def adds_parts(self, residual: Tensor) -> bool:
+        """Whether `postpone_sum` takes parts of a product for this residual stream."""
+        return residual.element_size() == 2 and _is_short(residual, len(residual))
+
     def postpone_sum(self, residual: Tensor, part: Tensor, bias: Tensor | None) -> None:
-        """`add_sum`, which `normalized` or `settle` completes. Large ones are complete at once."""
+        """`add_sum`, which `normalized` or `settle` completes. Large ones are complete at once. part may be float32
+        [S, T, n] where `adds_parts`: its sum over S is the rank's part."""
         self.settle()
-        if not 0 < len(part) * peer_sums.row_words(part) <= peer_words.SHORT_WORDS:
-            self.add_sum(residual, part, bias)
-        else:
+        if _is_short(residual, len(residual)):
             self._postponed = _Sum(residual, part, bias)
+        else:
+            self.add_sum(residual, part, bias)
 
     def normalized(self, x: Tensor, norm: Norm) -> Tensor | None:
         """The norm of x, with a sum that was postponed in the same kernel. None: none was, or the kernel does not know
@@ -123,7 +135,8 @@ class GpuCollectives(Collectives):
         """Complete a sum that was postponed."""
         one, self._postponed, self._normed = self._postponed, None, None
         if one is not None:
-            self.add_sum(one.residual, one.part, one.bias)
+            assert self._peers is not None
+            peer_sums.add_sum(one.part, self._peers, one.residual, one.residual, one.bias)
 
     # ---- between stages ----
 
@@ -173,6 +186,11 @@ class GpuCollectives(Collectives):
 
 
 _COUNT_BYTES = 64
+
+
+def _is_short(like: Tensor, rows: int) -> bool:
+    """Whether so many rows as those of `like` [.., n] go through inboxes."""
+    return 0 < rows * peer_sums.row_words(like) <= peer_words.SHORT_WORDS
 
 
 class UnconnectedCollectives(GpuCollectives):

@@ -8,7 +8,7 @@ from kernels.linear.split_k import Tile
 from kernels.reference import layers as reference
 from tests.kernels.cases import close, rand
 from tests.kernels.interpreted import FULL, HALF
-from tests.kernels.weights import check_linear, check_nf4, check_packed, check_rounding
+from tests.kernels.weights import check_linear, check_nf4, check_packed, check_parts, check_rounding
 
 
 @pytest.mark.parametrize("split", [1, 3])
@@ -23,6 +23,12 @@ def test_split_k_products_with_all_fused_operations(dtype: torch.dtype, split: i
         close(gated, reference.silu_and_mul(x.double() @ w2.double().T))
         expected = x.double() @ w.double().T + residual.double()
         close(dense.linear(x, w, residual=residual, out=residual, tile=tile), expected)
+
+
+@pytest.mark.parametrize("split", [2, 3])
+def test_parts_of_products(split: int) -> None:
+    for rows, n, k in ((1, 40, 72), (5, 33, 200)):
+        check_parts(rows, n, k, HALF, Tile(16, 32, split, 2))
 
 
 def test_invariant_products_have_the_same_bits_in_any_batch() -> None:

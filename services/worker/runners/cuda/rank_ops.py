@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels import linear
 from kernels.linear import DeviceWeight
 from kernels.operands import Activation, Norm
 from services.worker.models.ops import RopeTables
@@ -43,7 +44,8 @@ class TritonRankOps(SummedOps):
     def add_matmul(self, residual: Tensor, x: Tensor, weight: DeviceWeight, bias: Tensor | None = None, /) -> None:
         """residual += the sum of all ranks' x @ weight.T, + bias: complete when a norm of it is taken, or when the
         collectives settle."""
-        self._others.postpone_sum(residual, self.matmul(x, weight), bias)
+        part = linear.parts(x, weight) if self._others.adds_parts(residual) else None
+        self._others.postpone_sum(residual, self.matmul(x, weight) if part is None else part, bias)
 
     def normalize(self, x: Tensor, norm: Norm, /) -> Tensor:
         """The norm over the last dimension."""
