@@ -86,9 +86,12 @@ bench-engine: ## The bare engine loop on this machine's GPU, 8B and 1B shapes: G
 bench-gpu: ## The whole mesh on this machine's GPU, over gRPC: GPU_PYTHON=python FRESH=1 FORMATS="bf16 fp8 int4" MODELS="8b 1b".
 	@$(GPU_PYTHON) -m bench.mesh.gpu $(if $(FRESH),--fresh) $(if $(FORMATS),--formats $(FORMATS)) $(if $(MODELS),--models $(MODELS))
 
-.PHONY: bench-grids bench-peer-sums
+.PHONY: bench-grids bench-rank-account bench-peer-sums
 bench-grids: ## One model on grids of this machine's GPUs, the bare engine: GPU_PYTHON=python ARGS="--grids 1x1 2x1 --model 8b" or "--grids 2x1 2x1e --model 30b-a3b".
 	@$(GPU_PYTHON) -m bench.engine.grids $(ARGS)
+
+bench-rank-account: ## What each kernel adds to a step on two tensor ranks: GPU_PYTHON=python ARGS="--steps 1 32 1950".
+	@$(GPU_PYTHON) -m bench.engine.rank_account $(ARGS)
 
 bench-peer-sums: ## Sums over the ranks of two GPUs, beside NCCL: GPU_PYTHON=python.
 	@$(GPU_PYTHON) -m bench.kernels.peer_sums
