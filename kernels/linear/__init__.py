@@ -10,6 +10,7 @@ from kernels.linear import dense, fp8, qkv_rope
 from kernels.linear.nf4 import dequantize_nf4
 from kernels.linear.packed import PackedWeight, can_pack, dequantize, pack_weight
 from kernels.linear.packed_gemm import hopper_for, linear_packed, serves
+from kernels.linear.split_k import Tile
 from kernels.norm import normalize
 from kernels.operands import Activation, Norm, NormKind
 from kernels.quantized_weights import (
@@ -114,7 +115,7 @@ def gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 def rotated_qkv(
     x: Tensor, weight: DeviceWeight, bias: Tensor | None, norm: Norm | None, cos: Tensor, sin: Tensor,
-    positions: Tensor, kv: Tensor, slot_mapping: Tensor, heads: int,
+    positions: Tensor, kv: Tensor, slot_mapping: Tensor, heads: int, qk_norm: Norm | None = None,
 ) -> Tensor | None:  # fmt: skip
     """Project norm(x), or x, to queries, keys and values, rotate, write keys and values to the pool -> queries
     [M, H, D].
@@ -123,6 +124,8 @@ def rotated_qkv(
     is not faster.
     """
     if isinstance(weight, PackedWeight) and not rounds_to_fp8(x, weight) and kv.dtype in (x.dtype, FP8):
+        if qk_norm is not None:
+            return None
         hopper = hopper_for(x)
         shape = hopper.rotated_shape_for(weight, len(x), kv.shape[4]) if hopper else None
         if hopper is None or shape is None:
@@ -133,10 +136,10 @@ def rotated_qkv(
     if not isinstance(weight, Tensor) or kv.dtype != x.dtype or len(x) == 0:
         return None
     tile = qkv_rope.tile_for(x, kv.shape[4])
-    if tile is None:
+    if tile is None or (qk_norm is not None and isinstance(tile, Tile)):
         return None
     normed = x if norm is None else normalize(x, norm)
-    return qkv_rope.rotated_qkv(normed, weight, bias, cos, sin, positions, kv, slot_mapping, heads, tile)
+    return qkv_rope.rotated_qkv(normed, weight, bias, cos, sin, positions, kv, slot_mapping, heads, tile, qk_norm)
 
 
 def rounds_to_fp8(x: Tensor, weight: DeviceWeight) -> bool:

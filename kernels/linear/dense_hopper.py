@@ -40,6 +40,7 @@ from kernels.linear.gluon_common import (
     unflattened,
 )
 from kernels.linear.split_k import workspace
+from kernels.operands import Norm
 
 
 @gluon.jit
@@ -107,8 +108,9 @@ def _sum(x_buffers, w_buffers, full, empty, before, count, layout: gl.constexpr,
 
 
 @gluon.jit
-def _store_rotated(left, right, bias, cos, sin, positions, kv, slot_mapping, out, head, M, H, G):
-    """Rotate the halves of a head and store queries in `out`, keys and values in the pool."""
+def _store_rotated(left, right, bias, qk_norm, eps, cos, sin, positions, kv, slot_mapping, out, head, M, H, G):
+    """Normalize queries and keys if there is a norm, and rotate the halves of a head; store queries in `out`, keys and
+    values in the pool."""
     BLOCK_M: gl.constexpr = left.shape[1]
     memory: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
     lanes = gl.arange(0, 64, gl.SliceLayout(1, memory))[:, None]
@@ -118,14 +120,21 @@ def _store_rotated(left, right, bias, cos, sin, positions, kv, slot_mapping, out
     if bias is not None:
         left += gl.load(bias + head * 128 + lanes).to(gl.float32)
         right += gl.load(bias + head * 128 + 64 + lanes).to(gl.float32)
+    half: gl.constexpr = out.dtype.element_ty
     if head < H + G:
+        if qk_norm is not None:
+            inverse = gl.rsqrt((gl.sum(left * left, 0) + gl.sum(right * right, 0)) / 128 + eps)[None, :]
+            low = gl.load(qk_norm + head * 128 + lanes).to(gl.float32)
+            high = gl.load(qk_norm + head * 128 + 64 + lanes).to(gl.float32)
+            # Rounded as by a separate norm kernel.
+            left = (left * inverse * low).to(half).to(gl.float32)
+            right = (right * inverse * high).to(half).to(gl.float32)
         angle = gl.load(positions + rows, mask=some, other=0)[None, :] * 128 + lanes
         cosine = gl.load(cos + angle).to(gl.float32)
         sine = gl.load(sin + angle).to(gl.float32)
         turned = left * cosine + right * sine
         right = right * cosine - left * sine
         left = turned
-    half: gl.constexpr = out.dtype.element_ty
     if head < H:
         query = out + (rows * H + head)[None, :] * 128 + lanes
         gl.store(query, left.to(half), mask=some[None, :])
@@ -138,9 +147,9 @@ def _store_rotated(left, right, bias, cos, sin, positions, kv, slot_mapping, out
 
 
 @gluon.jit
-def _consume(x_buffers, w_buffers, full, empty, bias, residual, out, cos, sin, positions, kv, slot_mapping, parts,
-             arrived, start, end, span, M, N, C, H, G, GATED: gl.constexpr, PIECES: gl.constexpr, PANELS: gl.constexpr,
-             STAGES: gl.constexpr, PARTS: gl.constexpr):  # fmt: skip
+def _consume(x_buffers, w_buffers, full, empty, bias, residual, out, qk_norm, eps, cos, sin, positions, kv,
+             slot_mapping, parts, arrived, start, end, span, M, N, C, H, G, GATED: gl.constexpr, PIECES: gl.constexpr,
+             PANELS: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr):  # fmt: skip
     """Consumer: compute the program's tiles, or its parts of them."""
     BLOCK_M: gl.constexpr = x_buffers.shape[1]
     SIZE: gl.constexpr = 64 * BLOCK_M
@@ -182,7 +191,9 @@ def _consume(x_buffers, w_buffers, full, empty, bias, residual, out, cos, sin, p
                 right = unflattened(flat_right, BLOCK_M, layout)
         if done:
             if kv is not None:
-                _store_rotated(left, right, bias, cos, sin, positions, kv, slot_mapping, out, tile, M, H, G)
+                _store_rotated(
+                    left, right, bias, qk_norm, eps, cos, sin, positions, kv, slot_mapping, out, tile, M, H, G
+                )
             else:
                 if GATED:
                     left = left / (1.0 + gl.exp(-left)) * right
@@ -199,6 +210,8 @@ def dense_hopper_kernel(
     bias,  # [N] or None
     residual,  # [M, N] or None: added
     out,  # [M, N]; where there is a pool: [M, H, 128]; PARTS: float32 [C / span, M, N]
+    qk_norm,  # [H + G, 128] or None: of queries and keys
+    eps,
     cos, sin,  # [positions, 128]; the first half of sin negated
     positions,  # int64 [M]
     kv,  # [blocks * P, 2G, 128] or None: W makes queries, keys and values, which are rotated; N = (H + 2G) * 128
@@ -223,8 +236,9 @@ def dense_hopper_kernel(
     gdc_launch_dependents()
     gl.warp_specialize(
         [
-            (_consume, (x_buffers, w_buffers, full, empty, bias, residual, out, cos, sin, positions, kv, slot_mapping,
-                        parts, arrived, start, end, span, M, N, C, H, G, GATED, PIECES, PANELS, STAGES, PARTS)),
+            (_consume, (x_buffers, w_buffers, full, empty, bias, residual, out, qk_norm, eps, cos, sin, positions, kv,
+                        slot_mapping, parts, arrived, start, end, span, M, N, C, H, G, GATED, PIECES, PANELS, STAGES,
+                        PARTS)),
             (_produce, (x, w, x_buffers, w_buffers, full, empty, start, end, N, C, GATED, PIECES, PANELS, STAGES)),
         ],
         [1],
@@ -301,11 +315,13 @@ def parts(x: Tensor, weight: Tensor, shape: Shape) -> Tensor | None:
 
 def rotated_qkv(
     x: Tensor, weight: Tensor, bias: Tensor | None, cos: Tensor, sin: Tensor, positions_M: Tensor, kv_NP2GD: Tensor,
-    slot_mapping_M: Tensor, heads: int, shape: Shape,
+    slot_mapping_M: Tensor, heads: int, shape: Shape, qk_norm: Norm | None = None,
 ) -> Tensor:  # fmt: skip
     """As `qkv_rope.rotated_qkv`, for head dimension 128."""
     out = torch.empty(x.shape[0], heads, 128, dtype=x.dtype, device=x.device)
     pool = pool_arguments(cos, sin, positions_M, kv_NP2GD, slot_mapping_M, heads)
+    if qk_norm is not None:
+        pool |= {"qk_norm": qk_norm.weight, "eps": qk_norm.eps}
     _launch(x, weight, bias, None, False, out, shape, 2, pool)
     return out
 
@@ -329,5 +345,5 @@ def _launch(
         x=descriptor(x, shape.block_m, 64), w=descriptor(weight, 64, 64), bias=bias, residual=residual, out=out,
         parts=space.parts, arrived=space.arrived, M=rows, N=n, C=chunks, span=span, units=units, GATED=gated,
         BLOCK_M=shape.block_m, PIECES=pieces, PANELS=shape.panels, STAGES=shape.stages, PARTS=split > 0,
-        num_warps=4, maxnreg=REGISTERS, launch_pdl=True, **pool,
+        num_warps=4, maxnreg=REGISTERS, launch_pdl=True, **({"qk_norm": None, "eps": 0.0} | pool),
     )  # fmt: skip

@@ -17,6 +17,7 @@ from kernels.linear import dense_hopper
 from kernels.linear.dense import multiply
 from kernels.linear.dense_hopper import Shape
 from kernels.linear.split_k import Tile, join, workspace
+from kernels.operands import Norm
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -87,7 +88,7 @@ def tile_for(x: Tensor, dim: int) -> Tile | Shape | None:
 
 def rotated_qkv(
     x: Tensor, weight: Tensor, bias: Tensor | None, cos: Tensor, sin: Tensor, positions_M: Tensor, kv_NP2GD: Tensor,
-    slot_mapping_M: Tensor, heads: int, tile: Tile | Shape,
+    slot_mapping_M: Tensor, heads: int, tile: Tile | Shape, qk_norm: Norm | None = None,
 ) -> Tensor:  # fmt: skip
     """x @ weight.T + bias, rotated; keys and values go to the pool -> the queries [M, H, D].
 
@@ -95,7 +96,10 @@ def rotated_qkv(
     the rest as in `rope_kv.rope_and_store`.
     """
     if isinstance(tile, Shape):
-        return dense_hopper.rotated_qkv(x, weight, bias, cos, sin, positions_M, kv_NP2GD, slot_mapping_M, heads, tile)
+        return dense_hopper.rotated_qkv(
+            x, weight, bias, cos, sin, positions_M, kv_NP2GD, slot_mapping_M, heads, tile, qk_norm
+        )
+    assert qk_norm is None
     (rows, k), (kv_heads, dim) = x.shape, kv_NP2GD.shape[3:]
     half = dim // 2
     pairs = (heads + 2 * kv_heads) * half

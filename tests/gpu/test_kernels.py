@@ -311,6 +311,7 @@ def test_queries_keys_and_values_of_few_rows(dtype: torch.dtype) -> None:
         shape = dense_hopper.rotated_shape_for(rows, dim)
         if shape is not None and is_hopper(torch.device("cuda", 0)):
             check_rotated_qkv(rows, heads, kv_heads, dim, 1096, shape, dtype)
+            check_rotated_qkv(rows, heads, kv_heads, dim, 1096, shape, dtype, normed=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

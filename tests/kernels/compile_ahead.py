@@ -376,6 +376,12 @@ def fused_calls(new: Callable[..., Tensor], capability: int) -> Iterator[tuple[s
                     qkv_rope.rotated_qkv, x, new(48 * dim, 4096), new(48 * dim), angles, angles, index(rows), pool,
                     index(rows), 32, shape,
                 )  # fmt: skip
+        shape = dense_hopper.rotated_shape_for(rows, dim) if hopper else None
+        if shape is not None:
+            yield f"qkv norm {rows}", partial(
+                qkv_rope.rotated_qkv, x, new(48 * dim, 4096), None, angles, angles, index(rows), pool, index(rows), 32,
+                shape, Norm(new(40, dim), 1e-6),
+            )  # fmt: skip
     shapes = ((4096, 14336, False), (2048, 2048, False), (8192, 2048, True), (64, 64, False))
     for n, k, gated in shapes if hopper else ():
         shape = dense_hopper.shape_for(8, n, k, gated)

@@ -26,16 +26,18 @@ from tests.kernels.cases import DEVICE, close, rand
 
 
 def check_rotated_qkv(
-    rows: int, heads: int, kv_heads: int, dim: int, k: int, tile: Tile | Shape, dtype: torch.dtype
+    rows: int, heads: int, kv_heads: int, dim: int, k: int, tile: Tile | Shape, dtype: torch.dtype, normed: bool = False
 ) -> None:
-    """The fused kernel against a projection, then rotation and writing to the pool."""
+    """The fused kernel against a projection, then rotation and writing to the pool. normed: with a norm of queries and
+    keys."""
+    qk_norm = Norm(rand(heads + kv_heads, dim, dtype=dtype), 1e-6) if normed else None
     weight = rand((heads + 2 * kv_heads) * dim, k, dtype=dtype) / k**0.5
     x = rand(rows, k, dtype=dtype)
 
     def rotated(bias: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, pool: Tensor, places: Tensor) -> Tensor:
-        return qkv_rope.rotated_qkv(x, weight, bias, cos, sin, positions, pool, places, heads, tile)
+        return qkv_rope.rotated_qkv(x, weight, bias, cos, sin, positions, pool, places, heads, tile, qk_norm)
 
-    _check_rotated(rotated, x.double() @ weight.double().T, heads, kv_heads, dim, dtype, dtype)
+    _check_rotated(rotated, x.double() @ weight.double().T, heads, kv_heads, dim, dtype, dtype, qk_norm)
 
 
 def check_rotated_packed(
@@ -56,7 +58,7 @@ def check_rotated_packed(
 
 def _check_rotated(
     rotated: Callable[..., Tensor], product: Tensor, heads: int, kv_heads: int, dim: int, dtype: torch.dtype,
-    stored: torch.dtype,
+    stored: torch.dtype, qk_norm: Norm | None = None,
 ) -> None:  # fmt: skip
     """rotated(bias, cos, sin, positions, pool, places) against what follows from the product [M, (H + 2G) * D]."""
     rows, bias = len(product), rand(product.shape[1], dtype=dtype)
@@ -64,6 +66,9 @@ def _check_rotated(
     positions, places = torch.randint(0, 90, (rows,), device=DEVICE), torch.randperm(96, device=DEVICE)[:rows]
     angles = cos[positions].double(), sin[positions].double()
     turned = (product + bias.double()).view(rows, -1, dim)
+    if qk_norm is not None:
+        rotating = heads + kv_heads
+        turned[:, :rotating] = reference.rms_norm(turned[:, :rotating], qk_norm.weight.double(), qk_norm.eps)
     for count in {1, min(1, rows - 1)}:  # rows that are not stored; a single row is stored in one of two runs
         pool = rand(6, 16, 2, kv_heads, dim, dtype=dtype).to(stored)
         nowhere, expected_pool, kept = places.clone(), pool.double(), places[:count]

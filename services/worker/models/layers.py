@@ -134,9 +134,9 @@ class Attention:
     def _queries(self, x: Tensor, step: StepTensors, kv: Tensor) -> Tensor:
         """Queries [T, heads, head_dim]; keys and values go to the pool."""
         rope = step.ropes[self.window]
-        if self.qk_norm is None and self.kv_scales is None and not self.qkv.adapted:
+        if self.kv_scales is None and not self.qkv.adapted:
             weight, bias = self.qkv.weight, self.qkv.bias
-            q = self.ops.norm_qkv(x, self.norm, weight, bias, rope, kv, step.slot_mapping, self.heads)
+            q = self.ops.norm_qkv(x, self.norm, weight, bias, rope, kv, step.slot_mapping, self.heads, self.qk_norm)
             if q is not None:
                 return q
         qkv = self.qkv.norm_matmul(x, self.norm).view(x.shape[0], -1, self.head_dim)

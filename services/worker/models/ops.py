@@ -91,6 +91,7 @@ class Ops(Protocol):
         kv: Tensor,
         slot_mapping: Tensor,
         heads: int,
+        qk_norm: Norm | None,
         /,
     ) -> Tensor | None:
         """`norm_matmul` and `rope_and_store` in one kernel -> the queries, or None where there is no such kernel."""

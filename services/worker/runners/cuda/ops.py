@@ -95,12 +95,15 @@ class TritonOps:
         kv: Tensor,
         slot_mapping: Tensor,
         heads: int,
+        qk_norm: Norm | None,
         /,
     ) -> Tensor | None:
         """For few rows the product, the rotation and the write are one kernel."""
         if rope.positions is None:
             return None
-        return linear.rotated_qkv(x, weight, bias, norm, rope.cos, rope.sin, rope.positions, kv, slot_mapping, heads)
+        return linear.rotated_qkv(
+            x, weight, bias, norm, rope.cos, rope.sin, rope.positions, kv, slot_mapping, heads, qk_norm
+        )
 
 
 class InvariantTritonOps(TritonOps):

@@ -72,10 +72,13 @@ class TritonRankOps(SummedOps):
         kv: Tensor,
         slot_mapping: Tensor,
         heads: int,
+        qk_norm: Norm | None,
         /,
     ) -> Tensor | None:
         """For few rows the product, the rotation and the write are one kernel."""
-        return super().norm_qkv(*self._normed(x, norm), weight, bias, rope, kv, slot_mapping, heads)
+        if qk_norm is not None and not isinstance(weight, Tensor):
+            return None  # There is no such kernel, so the norm is left to the product.
+        return super().norm_qkv(*self._normed(x, norm), weight, bias, rope, kv, slot_mapping, heads, qk_norm)
 
     def _normed(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, Norm | None]:
         """The norm of x and no norm, if the kernel of a sum takes it; else both as they are."""
