@@ -3,7 +3,8 @@ the previous kernel still runs. Knows one flag and two waits; every kernel of a 
 
 A kernel calls `wait(PDL)` before it reads or writes anything that another kernel writes or reads. Before this call it
 may read only weights, and data written before a kernel that no later kernel overlaps: one launched without dependent
-launch, or one that calls `wait_exclusive(PDL)` instead.
+launch, or one that calls `wait_exclusive(PDL)` instead; or data written before the previous kernel, if that one waits
+before it allows this one to start.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls

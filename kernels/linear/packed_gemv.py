@@ -6,6 +6,7 @@ N outputs, K inputs; the kernel is in `kernels.linear.packed_gemv_kernel`.
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kernels.device import processors
@@ -13,6 +14,8 @@ from kernels.linear.gluon_common import NO_POOL, descriptor
 from kernels.linear.packed import CHUNK, PackedWeight
 from kernels.linear.packed_gemv_kernel import packed_gemv_kernel
 
+NO_EXPERTS: dict[str, Any] = {"logits": None, "each": 1, "EXPERTS": 1, "CHOSEN": 1, "NORMALIZED": True}
+"""Arguments of a launch whose weight is not that of experts."""
 WARPS = 8
 """Warps of a program that multiply; two more load."""
 
@@ -68,17 +71,73 @@ def launch(
     shape: Shape, processors: int, pool: dict[str, Any] = NO_POOL,
 ) -> tuple[tuple[int], dict[str, Any]]:  # fmt: skip
     """The grid and the arguments of `packed_gemv_kernel`."""
-    rows, tiles = weight.shape[0], weight.shape[0] // 16
+    rows = weight.shape[0]
+    return _launch(x, weight, rows // 16, 1, bias, residual, gated, out, shape, processors, pool, NO_EXPERTS)
+
+
+def experts_shape_for(weight: PackedWeight, gated: bool, chosen: int) -> Shape | None:
+    """The shape for a row of x and the weights of experts [E, ...], or None where another kernel serves."""
+    n, k = weight.shape
+    inputs = k if gated else k * chosen
+    fits = weight.group in (0, CHUNK) and weight.zero is None and weight.order is None and chosen in (1, 2, 4, 8)
+    if not fits or n % 128 or inputs > MAX_INPUTS[2]:
+        return None
+    boxes = 1 if gated else chosen
+    many = (2 * WARPS, WARPS) if weight.kind == "int4" else (WARPS,)
+    chunks = next((each for each in many if k % (each // boxes * CHUNK) == 0), None)
+    if chunks is None or (weight.group and chunks // boxes * 8 * weight.scale.itemsize % 128):
+        return None  # A box of scales would not be aligned for the copy engine.
+    size = chunks * 16 * (65 if weight.kind == "int4" else 130)
+    stages = 3 if weight.kind == "int4" else 2 if gated and k <= 2048 else 4
+    return Shape(chunks, min(stages, ((112 << 10) - 2 * inputs) // size))
+
+
+def experts_up(x: Tensor, weight: PackedWeight, logits: Tensor, chosen: int, normalized: bool, shape: Shape) -> Tensor:
+    """As `dense_hopper.experts_up`; weight: of all experts."""
+    out = torch.empty(1, chosen * weight.shape[0] // 2, dtype=x.dtype, device=x.device)
+    grid, arguments = launch_experts(x, weight, None, out, logits, chosen, normalized, shape, processors(x.device))
+    packed_gemv_kernel[grid](**arguments, launch_pdl=True)
+    return out
+
+
+def experts_down(residual: Tensor, x: Tensor, weight: PackedWeight, logits: Tensor, chosen: int, shape: Shape) -> None:
+    """As `dense_hopper.experts_down`; weight: of all experts."""
+    grid, arguments = launch_experts(x, weight, residual, residual, logits, chosen, True, shape, processors(x.device))
+    packed_gemv_kernel[grid](**arguments, launch_pdl=True)
+
+
+def launch_experts(
+    x: Tensor, weight: PackedWeight, residual: Tensor | None, out: Tensor, logits: Tensor, chosen: int,
+    normalized: bool, shape: Shape, processors: int,
+) -> tuple[tuple[int], dict[str, Any]]:  # fmt: skip
+    """The grid and the arguments of `packed_gemv_kernel` for experts; without a residual the product is gated."""
+    gated = residual is None
+    each = weight.shape[0] // 16
+    tiles, boxes = (each * chosen, 1) if gated else (each, chosen)
+    experts = {
+        "logits": logits, "each": each, "EXPERTS": logits.shape[1], "CHOSEN": chosen, "NORMALIZED": normalized
+    }  # fmt: skip
+    return _launch(x, weight, tiles, boxes, None, residual, gated, out, shape, processors, NO_POOL, experts)
+
+
+def _launch(
+    x: Tensor, weight: PackedWeight, tiles: int, boxes: int, bias: Tensor | None, residual: Tensor | None, gated: bool,
+    out: Tensor, shape: Shape, processors: int, pool: dict[str, Any], listed: dict[str, Any],
+) -> tuple[tuple[int], dict[str, Any]]:  # fmt: skip
+    """boxes: experts whose products are one sum."""
+    n = weight.shape[0]
+    box = shape.chunks // boxes
+    groups = weight.scale.shape[-2]
     if weight.kind == "int4":
-        packed = descriptor(weight.packed.view(-1, 32, 32), shape.chunks, 4, 32)
+        packed = descriptor(weight.packed.view(-1, 32, 32), box, 4, 32)
     else:
-        packed = descriptor(weight.packed.view(rows, -1, 32).transpose(0, 1), shape.chunks, 8, 32)
+        packed = descriptor(weight.packed.view(-1, weight.chunks, 32).transpose(0, 1), box, 8, 32)
     arguments = {
-        "x": descriptor(x.view(-1, 64), 2 * shape.chunks, 64), "packed": packed,
-        "scales": descriptor(weight.scale.view(-1, 64), shape.chunks, 8) if weight.group else weight.scale,
-        "zeros": weight.zero, "bias": bias, "residual": residual, "out": out, "N": rows // 2 if gated else rows,
-        "C": weight.chunks, "groups": weight.scale.shape[1], "tiles": tiles, "KIND": weight.kind,
-        "GROUP": weight.group, "GATED": gated, "WARPS": WARPS, "STEPS": weight.chunks // shape.chunks,
-        "STAGES": shape.stages, "num_warps": WARPS, "maxnreg": shape.max_registers, **pool,
+        "x": descriptor(x.view(-1, 64), 2 * box, 64), "packed": packed,
+        "scales": descriptor(weight.scale.view(-1, 64), box, 8) if weight.group else weight.scale,
+        "zeros": weight.zero, "bias": bias, "residual": residual, "out": out, "N": n // 2 if gated else n,
+        "C": weight.chunks, "groups": groups, "tiles": tiles, "KIND": weight.kind,
+        "GROUP": weight.group, "GATED": gated, "WARPS": WARPS, "STEPS": weight.chunks // box, "BOXES": boxes,
+        "STAGES": shape.stages, "num_warps": WARPS, "maxnreg": shape.max_registers, **pool, **listed,
     }  # fmt: skip
     return (min(tiles, processors * shape.per_sm),), arguments

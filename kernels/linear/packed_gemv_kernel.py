@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.linear.chosen_experts import chosen_keys, divisor_of, expert_of, key_at, score_of
 from kernels.linear.gluon_common import angles_of, store_rotated
 from kernels.linear.packed import minus_zero, numbers
 
@@ -44,49 +45,67 @@ def _rows_of(tile, places, N, GATED: gl.constexpr, ROTATED: gl.constexpr):
 
 
 @gluon.jit
-def _fetch(packed, scales, packed_buffer, scale_buffers, full, place, row, step, C, groups, KIND: gl.constexpr,
+def _fetch(packed, scales, packed_buffer, scale_buffer, full, row, first, C, groups, KIND: gl.constexpr,
            GROUP: gl.constexpr):  # fmt: skip
-    """Load an octet's words of a step and their scales."""
-    CHUNKS: gl.constexpr = packed.block_type.shape[0]
-    first = step * CHUNKS
+    """Load an octet's words of a box of chunks and their scales."""
     where = [row // 64 * C + first, row % 64 // 2, 0] if KIND == "int4" else [first, row, 0]
     tma.async_copy_global_to_shared(packed, where, full, packed_buffer)
     if GROUP > 0:
         line = row // 64 * groups + first
-        tma.async_copy_global_to_shared(scales, [line, row % 64], full, scale_buffers.index(place))
+        tma.async_copy_global_to_shared(scales, [line, row % 64], full, scale_buffer)
 
 
 @gluon.jit
-def _fetch_x(x, buffers, ready, STEPS: gl.constexpr):
+def _fetch_x(x, boxes, ready, STEPS: gl.constexpr, BOXES: gl.constexpr):
     """Load all of x, with a barrier for each step."""
     PANELS: gl.constexpr = x.block_type.shape[0]
     for step in range(STEPS):
-        mbarrier.expect(ready.index(step), PANELS * 128)
-        tma.async_copy_global_to_shared(x, [step * PANELS, 0], ready.index(step), buffers.index(step))
+        mbarrier.expect(ready.index(step), BOXES * PANELS * 128)
+        for box in gl.static_range(BOXES):
+            line = (box * STEPS + step) * PANELS
+            tma.async_copy_global_to_shared(x, [line, 0], ready.index(step), boxes.index(step * BOXES + box))
 
 
 @gluon.jit
-def _produce(x, packed, scales, x_buffers, packed_buffers, scale_buffers, full, empty, ready, tiles, N, C, groups,
-             octet: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, GATED: gl.constexpr, ROTATED: gl.constexpr,
-             STEPS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+def _produce(x, packed, scales, x_boxes, packed_boxes, scale_boxes, full, empty, ready, logits, each, tiles, N, C,
+             groups, octet: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, GATED: gl.constexpr,
+             ROTATED: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr, BOXES: gl.constexpr,
+             EXPERTS: gl.constexpr, CHOSEN: gl.constexpr):  # fmt: skip
     """Producer: load an octet of the program's tiles. Words and scales, which no kernel writes, are loaded before the
     previous kernel has ended, as many as the buffers hold. The first octet's warp loads x after that."""
-    SCALES: gl.constexpr = scale_buffers.shape[1] * scale_buffers.dtype.primitive_bitwidth if GROUP > 0 else 0
-    BYTES: gl.constexpr = packed_buffers.shape[1] * packed_buffers.shape[2] * 128 + SCALES
+    BOX: gl.constexpr = packed.block_type.shape[0]
+    SCALES: gl.constexpr = scale_boxes.shape[1] * scale_boxes.dtype.primitive_bitwidth if GROUP > 0 else 0
+    BYTES: gl.constexpr = BOXES * (packed_boxes.shape[1] * packed_boxes.shape[2] * 128 + SCALES)
     tile, programs = gl.program_id(0), gl.num_programs(0)
     step, stage, turn = tile - tile, tile - tile, tile - tile
     count = (tiles - tile + programs - 1) // programs * STEPS
+    if logits is not None:
+        if GATED:
+            gdc_wait()
+            gdc_launch_dependents()  # The next kernel reads the logits before it waits.
+        keys = chosen_keys(logits, EXPERTS, CHOSEN, 1)
     for done in range(count):
         if done >= STAGES:
             mbarrier.wait(empty.index(stage), turn + 1 & 1)
         mbarrier.expect(full.index(stage), BYTES)
-        row, place = _octet(tile, N, octet, GATED, ROTATED), stage * 2 + octet
-        _fetch(packed, scales, packed_buffers.index(place), scale_buffers, full.index(stage), place, row, step, C,
-               groups, KIND, GROUP)  # fmt: skip
+        if logits is not None and GATED:
+            expert = expert_of(key_at(keys, tile // each, CHOSEN))
+            row = _octet(tile % each, N, octet, GATED, ROTATED) + expert * (2 * N)
+        else:
+            row = _octet(tile, N, octet, GATED, ROTATED)
+        for box in gl.static_range(BOXES):
+            here = row
+            if logits is not None and not GATED:
+                here += expert_of(keys[box]) * N
+            place, line = (stage * 2 + octet) * BOXES + box, scale_boxes
+            if GROUP > 0:
+                line = scale_boxes.index(place)
+            _fetch(packed, scales, packed_boxes.index(place), line, full.index(stage), here, step * BOX, C, groups,
+                   KIND, GROUP)  # fmt: skip
         if done == gl.minimum(count, STAGES) - 1:
             gdc_wait()
             if octet == 0:
-                _fetch_x(x, x_buffers, ready, STEPS)
+                _fetch_x(x, x_boxes, ready, STEPS, BOXES)
         ends, wraps = (step + 1 == STEPS).to(gl.int32), (stage + 1 == STAGES).to(gl.int32)
         tile, step = tile + ends * programs, (step + 1) * (1 - ends)
         turn, stage = turn + wraps, (stage + 1) * (1 - wraps)
@@ -232,9 +251,21 @@ def _halves(product):
 
 
 @gluon.jit
+def _scales_of_experts(scales, keys, tile, N, BOXES: gl.constexpr, layout: gl.constexpr):
+    """The scales of a tile's rows for the expert of each warp, [WARPS, 16, 1]."""
+    WARPS: gl.constexpr = layout.warps_per_cta[0]
+    flat: gl.constexpr = gl.SliceLayout(2, layout)
+    warps = gl.arange(0, WARPS, gl.SliceLayout(1, flat))
+    expert = expert_of(key_at(keys, warps // (WARPS // BOXES), BOXES))
+    places = tile * 16 + gl.arange(0, 16, gl.SliceLayout(0, flat))
+    return gl.load(scales + (expert * N)[:, None] + places[None, :]).to(gl.float32)[:, :, None]
+
+
+@gluon.jit
 def _consume(x_buffers, packed_buffers, scales, full, empty, ready, zeros, bias, residual, out, cos, sin, positions, kv,
-             slot_mapping, tiles, N, groups, H, G, KIND: gl.constexpr, GROUP: gl.constexpr, GATED: gl.constexpr,
-             WARPS: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+             slot_mapping, logits, each, tiles, N, groups, H, G, KIND: gl.constexpr, GROUP: gl.constexpr,
+             GATED: gl.constexpr, WARPS: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr, BOXES: gl.constexpr,
+             EXPERTS: gl.constexpr, CHOSEN: gl.constexpr, NORMALIZED: gl.constexpr):  # fmt: skip
     """Consumer: multiply the program's tiles, add the warps' sums, store."""
     half: gl.constexpr = out.dtype.element_ty
     ROTATED: gl.constexpr = kv is not None
@@ -244,10 +275,21 @@ def _consume(x_buffers, packed_buffers, scales, full, empty, ready, zeros, bias,
     pairs: gl.constexpr = _halves(gl.zeros([16], gl.float32, sixteen))[0].reshape([8, 1]).type.layout
     first = gl.program_id(0)
     stage, turn = first - first, first - first
+    if logits is not None:
+        if GATED:
+            gdc_wait()
+        keys = chosen_keys(logits, EXPERTS, CHOSEN, WARPS)
+        if GATED:
+            divisor = divisor_of(logits, keys, EXPERTS, CHOSEN, NORMALIZED, WARPS)
     for tile in range(first, tiles, gl.num_programs(0)):
         rows = _rows_of(tile, gl.arange(0, 16, sixteen), N, GATED, ROTATED)
-        if GROUP == 0:
+        if logits is not None and GATED:
+            key = key_at(keys, tile // each, CHOSEN)
+            rows = _rows_of(tile % each, gl.arange(0, 16, sixteen), N, GATED, ROTATED) + expert_of(key) * (2 * N)
+        if GROUP == 0 and BOXES == 1:
             scale = gl.load(scales + rows).to(gl.float32)
+        elif GROUP == 0:
+            scale = _scales_of_experts(scales, keys, tile, N, BOXES, layout)
         total, stage, turn = _sum(
             x_buffers, packed_buffers, scales, full, empty, ready, zeros, tile, stage, turn, N, groups, layout, half,
             KIND, GROUP, GATED, ROTATED, STEPS, STAGES,
@@ -262,8 +304,10 @@ def _consume(x_buffers, packed_buffers, scales, full, empty, ready, zeros, bias,
             added += gl.load(residual + rows).to(gl.float32)
         if bias is not None and not ROTATED:
             added += gl.load(bias + rows).to(gl.float32)
+        if GROUP == 0 and BOXES > 1:
+            total *= scale
         product = gl.sum(gl.sum(total, 2), 0) * 0.125
-        if GROUP == 0:
+        if GROUP == 0 and BOXES == 1:
             product *= scale
         if ROTATED:
             left, right = _halves(product)
@@ -271,13 +315,16 @@ def _consume(x_buffers, packed_buffers, scales, full, empty, ready, zeros, bias,
             store_rotated(left, right, cosine, sine, place, bias, kv, out, tile // 8, line, lanes, 1, H, G)
         elif GATED:
             gate, up = _halves(product)
+            if logits is not None:
+                dtype: gl.constexpr = logits.dtype.element_ty
+                up *= gl.exp(score_of(key, dtype) - score_of(keys[0], dtype)) / divisor
             where = out + tile * 8 + gl.arange(0, 8, gate.type.layout)
             gl.store(where, (gate / (1.0 + gl.exp(-gate)) * up).to(half))
         else:
             gl.store(out + rows, (product + added).to(half))
 
 
-@gluon.jit(do_not_specialize=["C", "groups", "H", "G", "tiles"])
+@gluon.jit(do_not_specialize=["C", "groups", "H", "G", "tiles", "each"])
 def packed_gemv_kernel(
     x,  # descriptor of [K / 64, 64], boxes of a step
     packed,  # descriptor of int4 [T * C, 32, 32], others [C, N, 32]; boxes of a step and eight rows of W
@@ -290,19 +337,25 @@ def packed_gemv_kernel(
     positions,  # int64 [1]
     kv,  # [blocks * P, 2G, 128] or None: W makes queries, keys and values, which are rotated; N = (H + 2G) * 128
     slot_mapping,  # int64 [1]: block * P + offset; a negative place is not written
+    logits,  # [EXPERTS] or None: W is that of all experts, of which the CHOSEN likeliest multiply the row
+    each,  # with GATED: tiles of an expert
     N, C, groups, H, G, tiles,
     KIND: gl.constexpr, GROUP: gl.constexpr, GATED: gl.constexpr, WARPS: gl.constexpr, STEPS: gl.constexpr,
-    STAGES: gl.constexpr,
+    STAGES: gl.constexpr, BOXES: gl.constexpr, EXPERTS: gl.constexpr, CHOSEN: gl.constexpr, NORMALIZED: gl.constexpr,
 ):  # fmt: skip
     """Program p computes tiles p, p + programs and so on."""
     ROTATED: gl.constexpr = kv is not None
-    CHUNKS: gl.constexpr = packed.block_type.shape[0]
+    BOX: gl.constexpr = packed.block_type.shape[0]
     TALL: gl.constexpr = packed.block_type.shape[1]
-    x_buffers = gl.allocate_shared_memory(x.dtype, [STEPS, 2 * CHUNKS, 64], x.layout)
-    packed_buffers = gl.allocate_shared_memory(packed.dtype, [STAGES * 2, CHUNKS, TALL, 32], packed.layout)
-    held = scales
+    CHUNKS: gl.constexpr = BOXES * BOX
+    x_boxes = gl.allocate_shared_memory(x.dtype, [STEPS * BOXES, 2 * BOX, 64], x.layout)
+    packed_boxes = gl.allocate_shared_memory(packed.dtype, [STAGES * 2 * BOXES, BOX, TALL, 32], packed.layout)
+    x_buffers = x_boxes._reinterpret(x.dtype, [STEPS, 2 * CHUNKS, 64], x.layout)
+    packed_buffers = packed_boxes._reinterpret(packed.dtype, [STAGES * 2, CHUNKS, TALL, 32], packed.layout)
+    scale_boxes, held = scales, scales
     if GROUP > 0:
-        held = gl.allocate_shared_memory(scales.dtype, [STAGES * 2, CHUNKS, 8], scales.layout)
+        scale_boxes = gl.allocate_shared_memory(scales.dtype, [STAGES * 2 * BOXES, BOX, 8], scales.layout)
+        held = scale_boxes._reinterpret(scales.dtype, [STAGES * 2, CHUNKS, 8], scales.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [STEPS, 1], mbarrier.MBarrierLayout())
@@ -312,15 +365,17 @@ def packed_gemv_kernel(
     for step in gl.static_range(STEPS):
         mbarrier.init(ready.index(step), count=1)
     fence_async_shared()
-    gdc_launch_dependents()
+    if logits is None or not GATED:
+        gdc_launch_dependents()
     gl.warp_specialize(
         [
             (_consume, (x_buffers, packed_buffers, held, full, empty, ready, zeros, bias, residual, out, cos, sin,
-                        positions, kv, slot_mapping, tiles, N, groups, H, G, KIND, GROUP, GATED, WARPS, STEPS, STAGES)),
-            (_produce, (x, packed, scales, x_buffers, packed_buffers, held, full, empty, ready, tiles, N, C, groups, 0,
-                        KIND, GROUP, GATED, ROTATED, STEPS, STAGES)),
-            (_produce, (x, packed, scales, x_buffers, packed_buffers, held, full, empty, ready, tiles, N, C, groups, 1,
-                        KIND, GROUP, GATED, ROTATED, STEPS, STAGES)),
+                        positions, kv, slot_mapping, logits, each, tiles, N, groups, H, G, KIND, GROUP, GATED, WARPS,
+                        STEPS, STAGES, BOXES, EXPERTS, CHOSEN, NORMALIZED)),
+            (_produce, (x, packed, scales, x_boxes, packed_boxes, scale_boxes, full, empty, ready, logits, each, tiles,
+                        N, C, groups, 0, KIND, GROUP, GATED, ROTATED, STEPS, STAGES, BOXES, EXPERTS, CHOSEN)),
+            (_produce, (x, packed, scales, x_boxes, packed_boxes, scale_boxes, full, empty, ready, logits, each, tiles,
+                        N, C, groups, 1, KIND, GROUP, GATED, ROTATED, STEPS, STAGES, BOXES, EXPERTS, CHOSEN)),
         ],
-        [1, 1], [24, 24],
+        [1, 1], [24 if logits is None else 40, 24 if logits is None else 40],
     )  # fmt: skip

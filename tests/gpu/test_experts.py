@@ -12,6 +12,7 @@ from tests.kernels.cases import rand
 from tests.kernels.experts import (
     check_experts,
     check_invariant_experts,
+    check_one_token,
     check_routing,
     check_split_experts,
     check_spread_experts,
@@ -24,6 +25,22 @@ HALVES = [torch.bfloat16, torch.float16]
 def test_routes_of_tokens_to_experts(dtype: torch.dtype) -> None:
     for tokens, experts, chosen in ((1, 8, 2), (37, 128, 8), (2048, 128, 8), (333, 6, 1), (5, 60, 4)):
         check_routing(tokens, experts, chosen, dtype)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("kind", ["plain", "fp8", "int8", "fp8 blocks", "int4"])
+def test_experts_of_one_token(kind: str, dtype: torch.dtype) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper")
+    shapes = {
+        "plain": ((128, 8, 768, 2048), (8, 2, 1280, 512), (6, 3, 128, 1152)),
+        "fp8": ((128, 8, 768, 2048), (8, 2, 1024, 4096)),
+        "int8": ((40, 4, 256, 1024),),
+        "fp8 blocks": ((8, 2, 1024, 2048),),
+        "int4": ((8, 2, 2048, 4096),),
+    }
+    for shape in shapes[kind]:
+        check_one_token(*shape, kind, dtype)
 
 
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=str)

@@ -42,7 +42,7 @@ from kernels.attention import packed_texts, short_prefill
 from kernels.linear import dense, dense_hopper, fp8, nf4, packed, packed_gemm, qkv_rope, resident_hopper, split_k
 from kernels.linear.split_k import Tile
 from kernels.lora import fused
-from kernels.moe import grouped, routing
+from kernels.moe import grouped, one_token, routing
 from kernels.moe.reference import Routes
 from kernels.moe.weights import ExpertStack
 from kernels.operands import Activation, Norm, NormKind, Pooling, Scores
@@ -116,6 +116,7 @@ MODULES = (
     peer_sums,
     texts,
     grouped,
+    one_token,
     routing,
     qkv_rope,
     rope_kv,
@@ -197,6 +198,8 @@ def calls(dtype: torch.dtype, capability: int) -> Iterator[tuple[str, Callable[[
     yield from attention_calls(new, capability)
     yield from linear_calls(new, capability)
     yield from expert_calls(new)
+    if capability == 90 and dtype.itemsize == 2:
+        yield from one_token_calls(new)
     yield from text_calls(new)
     if capability == 90 and dtype == torch.bfloat16:
         yield from resident_calls(new)
@@ -462,6 +465,16 @@ def expert_calls(new: Callable[..., Tensor]) -> Iterator[tuple[str, Callable[[],
     yield "own experts added", partial(added, partial=True)
 
 
+def one_token_calls(new: Callable[..., Tensor]) -> Iterator[tuple[str, Callable[[], object]]]:
+    """The experts of one token, in the shape of Qwen3-30B-A3B."""
+    row, logits = new(1, 2048), new(1, 128)
+    yield "logits of one token", partial(one_token.norm_router, row, Norm(new(2048), 1e-6), new(128, 2048), 8, True)
+    first = partial(dense_hopper.experts_up, row, new(128, 1536, 2048), logits, 8, True, one_token.UP[0])
+    yield "experts of one token gated", first
+    second = partial(dense_hopper.experts_down, row, new(1, 6144), new(128, 2048, 768), logits, 8, one_token.DOWN[0])
+    yield "experts of one token added", second
+
+
 def text_calls(new: Callable[..., Tensor]) -> Iterator[tuple[str, Callable[[], object]]]:
     """The kernels of encoders, in the shapes of MiniLM and BERT; for wide heads the largest programs."""
     layer_norm = Norm(new(384), 1e-12, NormKind.LAYER, new(384))
@@ -658,6 +671,40 @@ def compile_packed_gemv(record: CompileRecord) -> Iterator[tuple[str, Compiled]]
         yield name, compiled
 
 
+def compile_listed_gemv(record: CompileRecord) -> Iterator[tuple[str, Compiled]]:
+    """Products of the experts of one token, in shapes that are served."""
+    from kernels.linear import packed_gemv
+    from kernels.linear.packed_gemv_kernel import packed_gemv_kernel
+
+    fp8, blocks, int4 = "fp8", "blocks", "int4"
+    cases = (
+        (fp8, 1536, 2048, 8, True), (fp8, 2048, 768, 8, False), (int4, 256, 4096, 2, True),
+        (int4, 256, 14336, 2, False), (blocks, 256, 4096, 2, True), (blocks, 256, 2048, 2, False),
+    )  # fmt: skip
+    for kind, n, k, chosen, gated in cases:
+        octets = torch.zeros(n, k // 2 if kind == int4 else k, dtype=torch.uint8)
+        weight: quantized_weights.Weight
+        if kind == int4:
+            weight = quantized_weights.Int4Weight(octets, torch.ones(n, k // 128, dtype=torch.bfloat16), None, 128)
+        else:
+            scale = torch.ones(n, 1) if kind == fp8 else torch.ones(n // 128, k // 128)
+            weight = quantized_weights.Fp8Weight(octets.view(quantized_weights.FP8), scale)
+        stack = ExpertStack(2, n, k, torch.bfloat16)
+        stack.keep(0, weight)
+        laid, logits = stack.weight, torch.zeros(1, 128 if chosen == 8 else 8, dtype=torch.bfloat16)
+        assert isinstance(laid, packed.PackedWeight)
+        shape = packed_gemv.experts_shape_for(laid, gated, chosen)
+        assert shape is not None
+        x = torch.zeros(1, k if gated else k * chosen, dtype=torch.bfloat16)
+        out = torch.zeros(1, chosen * n // 2 if gated else n, dtype=torch.bfloat16)
+        added = None if gated else out
+        _, given = packed_gemv.launch_experts(x, laid, added, out, logits, chosen, not gated, shape, 132)
+        compiled = compile_given(record, packed_gemv_kernel, given)
+        assert compiled.mma_sync == 8 * shape.chunks // packed_gemv.WARPS, "each warp multiplies a chunk at a time"
+        assert shape.per_sm * (compiled.shared + 1024) <= MOST_SHARED[90] + 1024, f"{kind}: too few fit"
+        yield f"{kind} experts {'gated' if gated else 'added'}", compiled
+
+
 def compile_packed_prefill(record: CompileRecord) -> Iterator[tuple[str, Compiled]]:
     """Products of many rows with weights of four bits, in shapes that are served."""
     from kernels.linear import packed_prefill
@@ -753,7 +800,7 @@ def compile_all(record: CompileRecord, capability: int, dtype: torch.dtype) -> l
         for name, compiled in compile_packed_hopper(record):
             assert compiled.shared <= MOST_SHARED[capability], name
             lines.append(f"{name}: packed_hopper_kernel shared {compiled.shared}")
-        for name, compiled in compile_packed_gemv(record):
+        for name, compiled in (*compile_packed_gemv(record), *compile_listed_gemv(record)):
             lines.append(f"{name}: packed_gemv_kernel shared {compiled.shared}")
         for name, compiled in compile_packed_prefill(record):
             assert compiled.shared <= MOST_SHARED[capability], name

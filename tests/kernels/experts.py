@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from kernels import quantized_weights
-from kernels.moe import grouped, reference, routing
+from kernels.moe import grouped, one_token, reference, routing
 from kernels.moe.weights import ExpertStack
-from kernels.operands import Activation
+from kernels.operands import Activation, Norm
 from kernels.quantized_weights import Weight
+from kernels.reference import layers
 from tests.kernels.cases import DEVICE, close, rand
 from tests.kernels.weights import weights
 
@@ -53,6 +54,16 @@ def check_routing(tokens: int, experts: int, chosen: int, dtype: torch.dtype) ->
         torch.testing.assert_close(spoilt.weights_Tk[1].cpu(), want.weights_Tk[1], rtol=1e-5, atol=1e-7)
 
 
+def check_logits(experts: int, k: int, dtype: torch.dtype) -> None:
+    """Norm and product of one token in one launch."""
+    norm, weight = Norm(rand(k, dtype=dtype), 1e-6), rand(experts, k, dtype=dtype) / k**0.5
+    x = rand(1, k, dtype=dtype)
+    with poisoned():
+        normed, chances = one_token.norm_router(x, norm, weight, 2, True)
+    close(normed, layers.normalize(x.double(), norm))
+    close(chances.logits, normed.double() @ weight.double().t())
+
+
 def check_experts(tokens: int, experts: int, chosen: int, n: int, k: int, group: int, dtype: torch.dtype) -> None:
     """Products of tokens and of entries with every kind of weight, and their weighted sum."""
     kinds = [list(weights(n, k, group, dtype)) for _ in range(experts)]
@@ -77,6 +88,44 @@ def check_experts(tokens: int, experts: int, chosen: int, n: int, k: int, group:
         reference.add_weighted(wanted, reference.multiply(x.double(), case, routes, divide=1), routes.weights_Tk)
         with poisoned():
             grouped.multiply_add(residual, x, stack, routes)
+        close(residual, wanted)
+
+
+def check_one_token(experts: int, chosen: int, width: int, k: int, kind: str, dtype: torch.dtype) -> None:
+    """All experts of one token, again and again with the same counters."""
+
+    def made(outputs: int, inputs: int) -> Weight:
+        weight: Tensor = rand(outputs, inputs, dtype=torch.float32) / inputs**0.5
+        if kind == "plain":
+            return weight.to(dtype)
+        if kind == "int4":
+            return quantized_weights.quantize_int4(weight.to(dtype), 128)
+        if kind == "int8":
+            return quantized_weights.quantize_int8(weight)
+        rows = quantized_weights.quantize_fp8(weight)
+        if kind == "fp8":
+            return rows
+        blocks = torch.rand(-(-outputs // 128), inputs // 128, device=DEVICE) * 2e-3
+        return quantized_weights.Fp8Weight(rows.values, blocks)
+
+    first: list[Weight] = [made(2 * width, k) for _ in range(experts)]
+    second: list[Weight] = [made(k, width) for _ in range(experts)]
+    up, down = ExpertStack(experts, 2 * width, k, dtype), ExpertStack(experts, k, width, dtype)
+    for expert in range(experts):
+        up.keep(expert, first[expert])
+        down.keep(expert, second[expert])
+    norm, weight = Norm(torch.ones(k, dtype=dtype, device=DEVICE), 1e-6), rand(experts, k, dtype=dtype) / k**0.5
+    for normalized in (True, False, True):
+        residual = rand(1, k, dtype=dtype)
+        with poisoned():
+            x, chances = one_token.norm_router(rand(1, k, dtype=dtype), norm, weight, chosen, normalized)
+            wanted = residual.double()
+            assert one_token.add_experts(residual, x, chances, Activation.GATED_SILU, up, down)
+        close(chances.logits, x.double() @ weight.double().t())
+        routes = reference.route(chances.logits, chosen, normalized)
+        products = reference.multiply(x.double(), first, routes, divide=chosen)
+        hidden = torch.nn.functional.silu(products[:, :width]) * products[:, width:]
+        reference.add_weighted(wanted, reference.multiply(hidden, second, routes, divide=1), routes.weights_Tk)
         close(residual, wanted)
 
 

@@ -55,6 +55,5 @@ class SparseMlp:
 
     def __call__(self, x: Tensor) -> None:
         """Add to the residual stream x [T, hidden]."""
-        normed = self.ops.normalize(x, self.norm)
-        routes = self.ops.route(self.ops.matmul(normed, self.router), self.chosen, self.normalized, self.own)
+        normed, routes = self.ops.norm_route(x, self.norm, self.router, self.chosen, self.normalized, self.own)
         self.ops.add_experts(x, normed, routes, self.activation, self.up.weights, self.down.weights)

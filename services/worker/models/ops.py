@@ -103,6 +103,11 @@ class Ops(Protocol):
         """Choose experts for each token from logits [T, experts]; the routes are of this implementation's own kind.
         own: the experts whose weights are here; routes to others add nothing."""
 
+    def norm_route(
+        self, x: Tensor, norm: Norm, router: Tensor, chosen: int, normalized: bool, own: range, /
+    ) -> tuple[Tensor, Any]:
+        """norm(x), and `route` by its product with the router [experts, hidden]."""
+
     def add_experts(
         self, residual: Tensor, x: Tensor, routes: Any, activation: Activation, up: Any, down: Any, /
     ) -> None:

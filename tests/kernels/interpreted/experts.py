@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from tests.kernels.experts import check_experts, check_routing, check_split_experts, check_spread_experts
+from tests.kernels.experts import (
+    check_experts,
+    check_logits,
+    check_routing,
+    check_split_experts,
+    check_spread_experts,
+)
 from tests.kernels.interpreted import FULL, HALF
 
 
@@ -31,3 +37,8 @@ def test_products_of_experts_spread_over_ranks() -> None:
     check_spread_experts(2, 5, 2, 2, 2200, HALF)  # sums of quantized weights have parts
     for dtype in (HALF, FULL):
         check_spread_experts(9, 7, 3, 4, 64, dtype)
+
+
+def test_logits_of_one_token() -> None:
+    check_logits(8, 96, HALF)
+    check_logits(70, 64, HALF)

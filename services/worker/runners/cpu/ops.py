@@ -103,6 +103,13 @@ class ReferenceOps:
                 results[entries] = self.matmul(hidden, its_down)
         moe.add_weighted(residual, results, routes.weights_Tk)
 
+    def norm_route(
+        self, x: Tensor, norm: Norm, router: Tensor, chosen: int, normalized: bool, own: range, /
+    ) -> tuple[Tensor, Routes]:
+        """One after the other."""
+        normed = self.normalize(x, norm)
+        return normed, self.route(self.matmul(normed, router), chosen, normalized, own)
+
     def norm_qkv(self, *_: object) -> None:
         """There is no such kernel."""
 

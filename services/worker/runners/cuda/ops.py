@@ -6,7 +6,8 @@ from torch import Tensor
 from kernels import attention, linear, norm, rope_kv
 from kernels.activation import activate
 from kernels.linear import DeviceWeight
-from kernels.moe import grouped, routing
+from kernels.moe import grouped, one_token, routing
+from kernels.moe.one_token import Chances
 from kernels.moe.reference import Routes
 from kernels.moe.weights import ExpertStack
 from kernels.operands import Activation, Norm
@@ -77,10 +78,36 @@ class TritonOps:
         """A stack of all weights."""
         return ExpertStack(count, outputs, inputs, dtype)
 
+    def norm_route(
+        self, x: Tensor, norm: Norm, router: Tensor, chosen: int, normalized: bool, own: range, /
+    ) -> tuple[Tensor, Routes | Chances]:
+        """For one token the products of the experts make the choice, in each program."""
+        if len(own) == len(router) and one_token.serves(x, norm, len(router), chosen):
+            return one_token.norm_router(x, norm, router, chosen, normalized)
+        return self.norm_then_route(x, norm, router, chosen, normalized, own)
+
+    def norm_then_route(
+        self, x: Tensor, norm: Norm, router: Tensor, chosen: int, normalized: bool, own: range, /
+    ) -> tuple[Tensor, Routes]:
+        """The norm, the product with the router and the choice, one after the other."""
+        normed = self.normalize(x, norm)
+        return normed, self.route(self.matmul(normed, router), chosen, normalized, own)
+
     def add_experts(
-        self, residual: Tensor, x: Tensor, routes: Routes, activation: Activation, up: ExpertStack, down: ExpertStack, /
+        self,
+        residual: Tensor,
+        x: Tensor,
+        routes: Routes | Chances,
+        activation: Activation,
+        up: ExpertStack,
+        down: ExpertStack,
+        /,
     ) -> None:
         """Each product of all experts is one launch; for few rows the first one has the activation, too."""
+        if isinstance(routes, Chances):
+            if one_token.add_experts(residual, x, routes, activation, up, down):
+                return
+            routes = self.route(routes.logits, routes.chosen, routes.normalized)
         chosen = routes.weights_Tk.shape[1]
         hidden = grouped.multiply_activate(x, up, routes, activation, divide=chosen, invariant=self.invariant)
         grouped.multiply_add(residual, hidden, down, routes, invariant=self.invariant)
@@ -128,6 +155,12 @@ class InvariantTritonOps(TritonOps):
     def add_matmul(self, residual: Tensor, x: Tensor, weight: DeviceWeight, bias: Tensor | None = None, /) -> None:
         """residual += x @ weight.T + bias."""
         residual.add_(linear.invariant(x, weight, bias))
+
+    def norm_route(
+        self, x: Tensor, norm: Norm, router: Tensor, chosen: int, normalized: bool, own: range, /
+    ) -> tuple[Tensor, Routes]:
+        """One after the other."""
+        return self.norm_then_route(x, norm, router, chosen, normalized, own)
 
     def norm_qkv(self, *_: object) -> None:
         """There is no such kernel."""

@@ -80,6 +80,12 @@ class TritonRankOps(SummedOps):
             return None  # There is no such kernel, so the norm is left to the product.
         return super().norm_qkv(*self._normed(x, norm), weight, bias, rope, kv, slot_mapping, heads, qk_norm)
 
+    def norm_route(
+        self, x: Tensor, norm: Norm, router: Tensor, chosen: int, normalized: bool, own: range, /
+    ) -> tuple[Tensor, Any]:
+        """The norm, which may be a part of the kernel of a sum, the product and the choice, one after the other."""
+        return self.norm_then_route(x, norm, router, chosen, normalized, own)
+
     def _normed(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, Norm | None]:
         """The norm of x and no norm, if the kernel of a sum takes it; else both as they are."""
         normed = None if norm is None else self._others.normalized(x, norm)
