@@ -339,11 +339,14 @@ async def accepted(stub: Stub, name: str) -> None:
 
 async def test_the_file_is_reloaded_and_running_streams_continue(mesh: Mesh, stub: Stub, file: Path) -> None:
     models, many = api.ListModelsRequest(), bearer(KEYS["many"])
+    await asyncio.to_thread(file.write_text, FILE)  # An earlier run of this test may have left another one.
+    await accepted(stub, "many")
     log = mesh.gateways[0].log
     logged = log.read_text().count("invalid tenants file")
     long = ask("A tale", max_tokens=1200, temperature=1.0, ignore_eos=True)
-    running = asyncio.create_task(answer_for(stub, "many", long))
-    await asyncio.sleep(0.1)
+    began = asyncio.Event()
+    running = asyncio.create_task(generate(stub, long, metadata=many, on_delta=lambda delta: began.set()))
+    await began.wait()
     await asyncio.to_thread(file.write_text, FILE.replace(entry("many"), "") + entry("late"))
     await accepted(stub, "late")
     assert (await refusal(stub.ListModels(models, metadata=many)))[1] == "KEY_UNKNOWN"

@@ -36,8 +36,9 @@ _FAMILIES = (
     ("attention", ("attention", "prefill_hopper", "decode_hopper", "short_prefill", "tile_kernel", "split_kernel",
                    "shared_prefix", "schedule_kernel", "flash", "softmax")),
     ("quantized linear", ("packed_", "dequantize", "round_rows")),
-    ("linear", ("gemm", "gemv", "nvjet", "cutlass", "matmul", "linear", "mm", "dense_hopper", "invariant", "split",
-    "qkv")), ("activation", ("silu", "gelu", "gated_kernel")),
+    ("linear", ("gemm", "gemv", "nvjet", "cutlass", "matmul", "linear", "mm", "dense_hopper", "resident_hopper",
+                "invariant", "split", "qkv")),
+    ("activation", ("silu", "gelu", "gated_kernel")),
     ("copies", ("memcpy", "memset", "copy", "index", "fill", "cat", "stack")),
 )  # fmt: skip
 _OTHER = "other"
