@@ -176,8 +176,8 @@ async def serve(
 
     `checks` run before each call; an error that they raise becomes the status of the call. `gates` run before
     everything else, and may only return another handler. `options` are further channel arguments. `own_address` is
-    another address, without encryption, which this process alone uses. Health answers carry `mesh_id` as initial
-    metadata, and calls whose metadata names another mesh are refused.
+    another address of this machine, without encryption, for calls of this process. Health answers carry `mesh_id` as
+    initial metadata, and calls whose metadata names another mesh are refused.
     """
     protected = public.protected if public is not None else identity.protected
     check_address(address, protected, allow_unprotected)
@@ -219,8 +219,8 @@ async def serve(
 def _with_one_queue(server: aio.Server) -> aio.Server:
     """The server, which will accept the calls of all methods from one queue, in the order of their arrival.
 
-    Since 1.82 gRPC has a queue for each method that generated code registers, and one task that waits for all of them:
-    a call costs 70 to 140 us more and is accepted a turn of the event loop later (github.com/grpc/grpc/pull/43461).
+    Since 1.84 gRPC has a queue for each method that generated code registers, and one task that waits for all of them,
+    which costs each call processor time (github.com/grpc/grpc/pull/43461), and no call waits behind those of others.
     """
 
     def leave_unregistered(service_name: str, method_handlers: Mapping[str, Any]) -> None:

@@ -4,7 +4,7 @@
                                     [--contexts 32 2100]
 
 The bare engine, on a GPU with the 8B shape and random weights, else on the CPU with the demo model. Adapters change all
-products of the layers, or queries and values alone, as PEFT's adapters of a Llama do unless they are told otherwise.
+products of the layers, or queries and values alone, PEFT's default for a Llama.
 The kinds of batches take turns, and of each the median round counts. Times are the processor's on a CPU, and those of
 the clock on a GPU.
 """

@@ -8,11 +8,8 @@ kernel. A kernel's `us` is the time from the end of the kernel before it to its 
 """
 
 import argparse
-import multiprocessing
 import statistics
-import tempfile
 from collections.abc import Callable
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.engine.grids import MODELS
 from bench.engine.loop import CONTEXT
+from bench.kernels.on_ranks import on_ranks
 from bench.kernels.timing import elapsed
 from services.worker.build.assemble import open_source
 from services.worker.build.grid import Orders, load_rank
@@ -164,22 +162,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("bench/results"))
     wanted = parser.parse_args()
     wanted.out.mkdir(parents=True, exist_ok=True)
-    on_ranks(run, wanted)
-
-
-def on_ranks(work: Callable[..., None], *arguments: Any) -> None:
-    """Run work(rank, meeting, ...) in a process for each of two ranks."""
-    spawn = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory(prefix="weft-ranks-") as folder:
-        processes = [spawn.Process(target=work, args=(rank, f"{folder}/meeting", *arguments)) for rank in range(2)]
-        for process in processes:
-            process.start()
-        while running := [process for process in processes if process.exitcode is None]:
-            wait([process.sentinel for process in running])
-            if any(process.exitcode for process in processes):  # The others would wait for it for ever.
-                for process in running:
-                    process.kill()
-                raise SystemExit(1)
+    on_ranks(2, run, wanted)
 
 
 if __name__ == "__main__":

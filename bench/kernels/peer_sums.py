@@ -1,6 +1,6 @@
 """A sum over the ranks of two or more GPUs: our kernel over peer memory beside NCCL, both in CUDA graphs.
 
-    python -m bench.kernels.peers.sums [--ranks 2]
+    python -m bench.kernels.peer_sums [--ranks 2]
 
 Each rank is a process with a GPU of its own. Sums are checked against those of one process before anything is timed.
 A line of JSON for each size; microseconds of a sum of [T, 4096] in bfloat16 that is added to a residual.
@@ -8,16 +8,14 @@ A line of JSON for each size; microseconds of a sum of [T, 4096] in bfloat16 tha
 
 import argparse
 import json
-import multiprocessing
 import statistics
-import tempfile
 from collections.abc import Callable
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench.kernels.on_ranks import on_ranks
 from bench.kernels.timing import elapsed
 from kernels.peers import sums as peer_sums
 from services.worker.parallel.collectives import dist
@@ -29,7 +27,7 @@ _LAUNCHES, _TRIES = 64, 15
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 2048)
 
 
-def run(rank: int, ranks: int, meeting: str) -> None:
+def run(rank: int, meeting: str, ranks: int) -> None:
     """One rank."""
     torch.cuda.set_device(rank)
     words = ROWS[-1] * HIDDEN // 2
@@ -82,17 +80,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     ranks = parser.parse_args().ranks
-    spawn = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory(prefix="weft-ranks-") as folder:
-        processes = [spawn.Process(target=run, args=(rank, ranks, f"{folder}/meeting")) for rank in range(ranks)]
-        for process in processes:
-            process.start()
-        while running := [process for process in processes if process.exitcode is None]:
-            wait([process.sentinel for process in running])
-            if any(process.exitcode for process in processes):  # The others would wait for it for ever.
-                for process in running:
-                    process.kill()
-                raise SystemExit(1)
+    on_ranks(ranks, run, ranks)
 
 
 if __name__ == "__main__":

@@ -67,9 +67,9 @@ class Ports:
 
     async def close(self) -> None:
         """Refuses new calls, and gives running ones `drain_s` seconds to end."""
-        await self._probe.close()
         stopping = [self.grpc.stop(self._settings.drain_s)]
         await asyncio.gather(*stopping, *([self._http.stop()] if self._http is not None else []))
+        await self._probe.close()
 
     async def _serve_grpc(self) -> rpc.Server:
         settings = self._settings

@@ -1,8 +1,10 @@
 """Refusals of a process that has no time, and the limits of its connections, through the public doors."""
 
 import asyncio
+import secrets
 import urllib.error
 import urllib.request
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from services import rpc
 from services.gateway.access.load_gate import BUSIEST, FEW_PER_S, LONGEST_WAIT_S, PATIENCE, AdmittedShare, LoadGate
 from services.gateway.doors.accept_probe import AcceptProbe
 from tests.gateway.fakes import FakeMesh, ask, until
+from tests.gateway.test_refusals import reason_of
 from tests.ports import free_port
 
 # ---- the share of calls that is taken ----
@@ -203,6 +206,18 @@ async def test_a_probe_waits_behind_the_calls_of_all_methods() -> None:
         await until(lambda: probe.wait_s() > 1e-3)  # The first one waited behind all of them.
     await probe.close()
     await server.stop(0)
+
+
+async def test_the_address_of_the_probe_asks_for_keys_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = secrets.token_hex(16)
+    monkeypatch.setattr(secrets, "token_hex", lambda count: name[: 2 * count])
+    file = tmp_path / "tenants.toml"
+    file.write_text(f'[[tenant]]\nname = "someone"\nkeys = ["sha256:{"0" * 64}"]\n')
+    async with FakeMesh(tenants_file=str(file)), aio.insecure_channel(f"unix-abstract:weft-{name}") as own:
+        for metadata, reason in ((None, "KEY_REQUIRED"), ((("authorization", "Bearer weft-forged"),), "KEY_UNKNOWN")):
+            with pytest.raises(aio.AioRpcError) as refused:
+                await InferenceStub(own).ListModels(api.ListModelsRequest(), metadata=metadata)
+            assert (refused.value.code(), reason_of(refused.value)) == (StatusCode.UNAUTHENTICATED, reason)
 
 
 # ---- connections ----

@@ -9,6 +9,7 @@ from services import hashing
 from services.gateway.access.tenants import Tenant
 from services.gateway.links.adapters import Served
 from services.gateway.links.result_cache import deterministic
+from services.gateway.links.unmeetable import Place
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class AdmittedRequest:
         return hashing.digest(b"weft/body/1", self.request.SerializeToString(deterministic=True))
 
     @property
-    def place(self) -> tuple[str, str]:
+    def place(self) -> Place:
         """Its tenant and model."""
         return self.tenant.hash, self.served.card.name
 

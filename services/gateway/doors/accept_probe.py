@@ -14,6 +14,8 @@ from grpc import aio
 from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
+_OPTIONS = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
+
 
 class AcceptProbe:
     """Calls a server of this process at an address of its own: the public port may belong to several processes."""
@@ -48,7 +50,7 @@ class AcceptProbe:
 
     async def _call(self, began: float) -> None:
         if self._channel is None:
-            self._channel = aio.insecure_channel(self.address, options=[("grpc.use_local_subchannel_pool", 1)])
+            self._channel = aio.insecure_channel(self.address, options=_OPTIONS)
         checks: Any = HealthStub(self._channel)
         with contextlib.suppress(aio.AioRpcError):  # The server stops.
             await checks.Check(health_pb2.HealthCheckRequest())
