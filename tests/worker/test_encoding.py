@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from services.worker.engine import encoding
 from services.worker.engine.encoding import EncodingEngine
 from services.worker.job import EncodeTask, Ended, EndReason, Job, SamplingParams, StepOutput
 from services.worker.planner.dynamic_batch import DynamicBatch
@@ -136,6 +137,16 @@ def test_a_poisoned_text_fails_alone(depth: int) -> None:
         9: (0, "INTERNAL"),
     }
     assert all(values(ended[key]) == [[2, 2 * key], [1, 1], [1, 5]] for key in range(8) if key != 3)
+
+
+def test_far_deadlines_of_ended_jobs_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoding, "_FEW_DEADLINES", 4)
+    engine = engine_of(SumRunner())
+    with Ends(engine) as ends:
+        for key in range(1, 41):
+            engine.submit(job(key, [1], deadline=time.monotonic() + 1e6))
+            assert ends.wait(key)[key].reason is EndReason.STOP
+        assert len(engine._deadlines) <= 4 + 2
 
 
 @depths

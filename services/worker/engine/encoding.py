@@ -47,6 +47,8 @@ _INTERNAL = Failure("INTERNAL", "INTERNAL", "the engine failed to compute this t
 _WRONG = Failure("INVALID_ARGUMENT", "INVALID", "the job has no texts for this encoder")
 _WARM_UP_KEY = -1
 _NO_DECODING_S = 1e-9
+_FEW_DEADLINES = 1024
+"""Deadlines of ended jobs that are kept beside those of as many as there are."""
 
 
 @dataclass(slots=True, eq=False)
@@ -342,7 +344,13 @@ class EncodingEngine:
         texts = [WaitingText(job.key, place, tokens, arrival.at) for place, tokens in enumerate(task.lengths)]
         self.batch.add(job.key, texts, now, job.priority)
         if job.deadline is not None:
-            heapq.heappush(self._deadlines, (job.deadline, job.key))
+            self._note_deadline(job.deadline, job.key)
+
+    def _note_deadline(self, deadline: float, key: int) -> None:
+        heapq.heappush(self._deadlines, (deadline, key))
+        if len(self._deadlines) > _FEW_DEADLINES + 2 * len(self._jobs):  # Most of these jobs have ended.
+            self._deadlines = [(at, its) for at, its in self._deadlines if its in self._jobs]
+            heapq.heapify(self._deadlines)
 
     def _end(self, job: _Texts, ended: Ended, output: StepOutput) -> None:
         del self._jobs[ended.key]
