@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from kernels import lora
 from kernels.linear.split_k import Tile, workspace
 from kernels.lora import fused
-from kernels.lora.tiles import lay_out, most_tiles, places_of
+from kernels.lora.tiles import FEW, lay_out, most_tiles, places_of
 from tests.kernels.cases import DEVICE, close, poison, rand
 
 SLOTS = 5
@@ -59,6 +59,7 @@ def check_adapted_product(
     """A product and what adapters add to it, in one kernel, twice: it leaves its counters as it found them. Slots that
     no row has hold NaN, and so do parts that an adapter does not change, and padding; a row without an adapter has the
     bits of a batch without adapters. changed: the share of adapters that change a part."""
+    assert rows + padding <= FEW
     chosen_slots = [slot for slot in range(1, SLOTS + 1) if random.random() < 0.8] or [2]
     owners = np.array([random.choice(chosen_slots) if random.random() < owned else 0 for _ in range(rows)])
     stack = _stack(inputs, outputs, rank, dtype)
