@@ -34,7 +34,7 @@ _PANEL = gl.constexpr(64 * 64 * 2)
 
 
 @gluon.jit
-def _produce(x, w, rows, weights, full, empty, w_full, tiles, slices):
+def produce(x, w, rows, weights, full, empty, w_full, tiles, slices):
     """Producer: the weights once, then the rows of the program's tiles, in turn for the two warpgroups."""
     first = gl.program_id(0) % slices * 128
     mbarrier.expect(w_full, 12 * _PANEL)
@@ -123,7 +123,7 @@ def resident_hopper_kernel(
         [
             (_consume, (rows, weights, ready, full, empty, w_full, bias, out, tiles, slices, GELU, 0)),
             (_consume, (rows, weights, ready, full, empty, w_full, bias, out, tiles, slices, GELU, 1)),
-            (_produce, (x, w, rows, weights, full, empty, w_full, tiles, slices)),
+            (produce, (x, w, rows, weights, full, empty, w_full, tiles, slices)),
         ],
         [4, 1],
         [200, 24],

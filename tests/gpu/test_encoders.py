@@ -31,6 +31,7 @@ from tests.kernels.texts import (
     check_embedded_texts,
     check_packed_attention,
     check_pooled_texts,
+    check_resident_norm,
     check_resident_product,
 )
 from tests.worker.test_encoders import ENCODED, POOLINGS, TOKENIZER, Floats, build, cosines, vectors
@@ -71,6 +72,12 @@ def test_products_with_weights_that_stay_in_shared_memory() -> None:
     for rows in (1, 63, 64, 65, 127, 300, 5000, random.randint(1, 40_000)):
         for outputs in (128, 1152, 1536):
             check_resident_product(rows, outputs)
+
+
+@pytest.mark.skipif(torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper")
+def test_norms_whose_rows_three_programs_share() -> None:
+    for rows in (1, 63, 64, 65, 127, 300, 5000, random.randint(1, 40_000), 32_768, 16_384):
+        check_resident_norm(rows)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -39,7 +39,18 @@ from kernels import (
     texts,
 )
 from kernels.attention import packed_texts, short_prefill
-from kernels.linear import dense, dense_hopper, fp8, nf4, packed, packed_gemm, qkv_rope, resident_hopper, split_k
+from kernels.linear import (
+    dense,
+    dense_hopper,
+    fp8,
+    nf4,
+    packed,
+    packed_gemm,
+    qkv_rope,
+    resident_hopper,
+    resident_norm_hopper,
+    split_k,
+)
 from kernels.linear.split_k import Tile
 from kernels.lora import fused
 from kernels.moe import grouped, one_token, routing
@@ -108,6 +119,7 @@ MODULES = (
     nf4,
     dense_hopper,
     resident_hopper,
+    resident_norm_hopper,
     lora,
     fused,
     norm,
@@ -494,6 +506,10 @@ def resident_calls(new: Callable[..., Tensor]) -> Iterator[tuple[str, Callable[[
     for gelu in (False, True):
         given = new(16384, 384), new(1536, 384), new(1536)
         yield f"resident product {gelu}", partial(resident_hopper.linear, *given, gelu=gelu)
+    layer_norm = Norm(new(384), 1e-12, NormKind.LAYER, new(384))
+    for bias in (None, new(384)):
+        rows = new(16384, 384), new(384, 384), bias, new(16384, 384), layer_norm
+        yield f"resident norm {bias is not None}", partial(resident_norm_hopper.linear_add_norm, *rows)
 
 
 def attend(
@@ -755,14 +771,15 @@ def compile_all(record: CompileRecord, capability: int, dtype: torch.dtype) -> l
     """One line for each kernel: its name and shared memory."""
     lines = []
     dependent = {"PDL": capability >= 90, "ASM": True}
-    dense_programs, resident_programs, adapter_programs = (
+    dense_programs, resident_programs, norm_programs, adapter_programs = (
         mock.patch.object(module, name, return_value=132)
-        for module, name in ((dense_hopper, "processors"), (resident_hopper, "processors"), (fused, "_processors"))
-    )
+        for module, name in ((dense_hopper, "processors"), (resident_hopper, "processors"),
+                             (resident_norm_hopper, "processors"), (fused, "_processors"))
+    )  # fmt: skip
     split, experts = (
         mock.patch.object(module, "shared_bytes", return_value=MOST_SHARED[capability]) for module in (split_k, grouped)
     )
-    with dense_programs, resident_programs, adapter_programs, split, experts:
+    with dense_programs, resident_programs, norm_programs, adapter_programs, split, experts:
         launches = [(name, *launch) for name, call in calls(dtype, capability) for launch in recorded(call)]
     if (capability, dtype) != WHOLE:
         chosen = [launch for launch in launches if launch[0] in EVERYWHERE]

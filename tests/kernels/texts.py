@@ -12,7 +12,7 @@ import torch
 from kernels import norm, texts
 from kernels.attention import packed_texts
 from kernels.attention.packed_texts import TilePlan, TileShape, attend_packed, shape_for, tiles_of
-from kernels.linear import resident_hopper
+from kernels.linear import resident_hopper, resident_norm_hopper
 from kernels.operands import Activation, Norm, NormKind, Pooling
 from kernels.reference import texts as reference
 from services.worker.models.encoders.config import EncoderConfig
@@ -72,6 +72,24 @@ def check_resident_product(rows: int, outputs: int) -> None:
         resident_hopper.linear(x, weight, bias, gelu=gelu, out=out[:rows])
         close(out[:rows], torch.nn.functional.gelu(product, approximate="tanh") if gelu else product)
         assert out[rows:].isnan().all()
+
+
+def check_resident_norm(rows: int) -> None:
+    """The norm of a residual and a product of 384 inputs, with and without bias, also in place: rows far from zero.
+    Needs a Hopper: Triton's interpreter does not run Gluon."""
+    x, residual = rand(rows, 384, dtype=torch.bfloat16), rand(rows, 384, dtype=torch.bfloat16) * 3 + 20
+    weight, bias = rand(384, 384, dtype=torch.bfloat16) / 384**0.5, rand(384, dtype=torch.bfloat16)
+    its_norm = Norm(rand(384, dtype=torch.bfloat16), 1e-12, NormKind.LAYER, rand(384, dtype=torch.bfloat16))
+    for more in (None, bias):
+        total = residual.double() + x.double() @ weight.double().T + (0 if more is None else more.double())
+        want = torch.nn.functional.layer_norm(total, (384,), its_norm.weight.double(), _double(its_norm.bias), 1e-12)
+        out = poison(rows + 3, 384, dtype=torch.bfloat16)
+        resident_norm_hopper.linear_add_norm(x, weight, more, residual, its_norm, out[:rows])
+        close(out[:rows], want)
+        assert out[rows:].isnan().all()
+        copy = residual.clone()
+        resident_norm_hopper.linear_add_norm(x, weight, more, copy, its_norm, copy)
+        assert torch.equal(copy, out[:rows])
 
 
 def check_embedded_texts(tokens: int, n: int, dtype: torch.dtype) -> None:

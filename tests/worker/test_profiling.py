@@ -66,6 +66,7 @@ def test_kernels_belong_to_families() -> None:
         "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNT": "linear",
         "split_k_kernel": "linear",
         "dense_hopper_kernel": "linear",
+        "resident_norm_hopper_kernel": "linear",
         "packed_gemm_kernel": "quantized linear",
         "store_sampled_kernel": "step inputs",
         "prefill_hopper_kernel": "attention",

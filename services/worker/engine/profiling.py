@@ -24,6 +24,7 @@ ELSEWHERE = "elsewhere"
 # A kernel or operator belongs to the first family with a word that its name contains.
 _FAMILIES = (
     ("exchanges of ranks", ("of_ranks_kernel", "stage_kernel")),
+    ("linear", ("resident_norm",)),
     ("norms", ("norm",)),
     ("texts", ("embed_texts", "pool_texts")),
     ("rope and KV", ("rope", "copy_blocks", "keep_kernel", "before_kernel")),

@@ -5,7 +5,7 @@ from torch import Tensor
 from kernels import linear, norm, texts
 from kernels.activation import activate
 from kernels.attention.packed_texts import attend_packed
-from kernels.linear import DeviceWeight, resident_hopper
+from kernels.linear import DeviceWeight, resident_hopper, resident_norm_hopper
 from kernels.operands import Activation, Norm
 from services.worker.models.encoders.ops import EmbeddingTables, PackedTexts
 from services.worker.runners.cuda.ops import TritonOps
@@ -42,6 +42,8 @@ class TritonEncoderOps(TritonOps):
     def matmul_add_norm(
         self, x: Tensor, weight: DeviceWeight, bias: Tensor | None, residual: Tensor, its_norm: Norm, /
     ) -> Tensor:
-        """norm(residual + x @ weight.T + bias): the product, then all else in one kernel."""
+        """norm(residual + x @ weight.T + bias): all in one kernel, or the product, then all else."""
+        if isinstance(weight, Tensor) and resident_norm_hopper.serves(x, weight):
+            return resident_norm_hopper.linear_add_norm(x, weight, bias, residual, its_norm, out=residual)
         product = linear.linear(x, weight)
         return norm.add_layer_norm(product, bias, residual, its_norm, out=product)
