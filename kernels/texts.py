@@ -14,7 +14,7 @@ from kernels.dependent_launch import launch_options, wait
 from kernels.norm import layer_normed, rows_of_program
 from kernels.operands import Norm, NormKind, Pooling
 
-POOLED_ROWS, POOLED_COLUMNS = 32, 128
+POOLED_ROWS, POOLED_COLUMNS = 128, 64
 """Rows and columns that a program of the pooling reads at a time."""
 
 

@@ -27,7 +27,7 @@ from kernels.linear.gluon_common import descriptor
 
 INPUTS, SLICE = 384, 128
 """The inputs, and the outputs of a program."""
-MIN_ROWS = 16384
+MIN_ROWS = 4096
 """For fewer rows it was not measured beside cuBLAS."""
 _PANEL = gl.constexpr(64 * 64 * 2)
 """Bytes of 64 inputs of 64 rows."""
@@ -131,7 +131,7 @@ def resident_hopper_kernel(
 
 
 def serves(x: Tensor, weight: Tensor) -> bool:
-    """Whether this kernel supports this product, and is faster than cuBLAS: measured on one H100."""
+    """Whether this kernel supports this product, and is faster than cuBLAS: measured on one H100 and one H200."""
     fits = len(x) >= MIN_ROWS and x.shape[1] == INPUTS and len(weight) % SLICE == 0
     return fits and x.dtype == torch.bfloat16 and is_hopper(x.device)
 
