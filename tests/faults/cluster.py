@@ -100,8 +100,17 @@ class Cluster(Mesh):
                 while await _workers_at(stub) != workers:  # noqa: ASYNC110 (the event is in another process)
                     await asyncio.sleep(0.02)
 
+    async def attached(self) -> None:
+        """Waits until the scheduler has a link to each gateway and worker; without it requests reach workers, too."""
+        wanted = len(self.gateways), len(self.workers)
+        async with aio.insecure_channel(self.scheduler.address) as channel, asyncio.timeout(PROGRESS_S):
+            stub = mesh_pb2_grpc.SchedulerStub(channel)
+            while await _links_at(stub) != wanted:  # noqa: ASYNC110 (the event is in another process)
+                await asyncio.sleep(0.02)
+
     async def restored(self) -> None:
-        """Heals every link, starts every process that has ended, and waits until requests reach every worker again."""
+        """Heals every link, starts every process that has ended, and waits until all are linked and requests reach
+        every worker again."""
         for proxy in self._links.values():
             await proxy.heal()
         for process in self.processes:
@@ -109,6 +118,7 @@ class Cluster(Mesh):
                 process.start()
         for process in self.processes:
             await process.ready()
+        await self.attached()
         for number in range(len(self.gateways)):
             stub = self.plain(number)
             async with asyncio.timeout(PROGRESS_S):
@@ -173,6 +183,14 @@ async def _workers_at(stub: Stub) -> int:
     with contextlib.suppress(aio.AioRpcError):
         return sum(model.workers for model in (await stub.ListModels(api.ListModelsRequest(), timeout=5)).models)
     return -1
+
+
+async def _links_at(stub: "mesh_pb2_grpc.SchedulerAsyncStub") -> tuple[int, int]:
+    """The gateways and the workers that are linked to the scheduler."""
+    with contextlib.suppress(aio.AioRpcError):
+        overview = await stub.Overview(mesh_pb2.OverviewRequest(), timeout=5)
+        return overview.gateways, sum(not worker.detached for worker in overview.workers)
+    return -1, -1
 
 
 async def _reached(stub: Stub, requests: int) -> set[str]:
