@@ -36,19 +36,12 @@ class Served:
 
 
 def served_with_adapters(models: mesh.ModelList, before: Mapping[str, Served]) -> dict[str, Served]:
-    """Each adapter of each model, by all of its names. An adapter of a model that has no workers now is known from
-    `before`: it is unavailable, not unknown."""
-    found = {}
+    """Each adapter of each model, by all of its names. An adapter of a model that has no workers now, or is not listed,
+    is known from `before`: it is unavailable, not unknown."""
+    at_work = {model.card.name for model in models.models if model.workers}
+    found = {name: replace(served, addresses=()) for name, served in before.items() if served.base not in at_work}
     for model in models.models:
-        if model.workers:
-            adapted = {served.card.name: served for served in _adapters_of(model)}
-        else:
-            adapted = {
-                served.card.name: replace(served, addresses=())
-                for served in before.values()
-                if served.base == model.card.name
-            }
-        for served in adapted.values():
+        for served in _adapters_of(model):
             found.update(dict.fromkeys([served.card.name, *served.card.aliases], served))
     return found
 

@@ -58,6 +58,8 @@ class Catalog:
         """Takes the scheduler's list, and begins to fetch the tokenizers of new models."""
         self._served = {model.card.name: Served(model.card, tuple(model.addresses)) for model in models.models}
         self._loading = list(models.loading)
+        # The names of a listed model are those of its card now: another one may have lost aliases of the last.
+        self._names = {name: each for name, each in self._names.items() if each.card.name not in self._served}
         # A name takes precedence over an alias; the first of two models with one alias has it, as in the scheduler.
         for served in reversed(self._served.values()):
             self._names.update(dict.fromkeys(served.card.aliases, served))
@@ -98,8 +100,7 @@ class Catalog:
     def _not_found(self, name: str, tenant: Tenant) -> str:
         """The message for an unknown name, with the names of the models that the tenant may use."""
         asked = name if len(name) <= _MAX_QUOTED else f"{name[:_MAX_QUOTED]}..."
-        models = {**self._served, **{served.card.name: served for served in self._adapters.values()}}
-        known = ", ".join(sorted(name for name, served in models.items() if _permits(tenant, served)))
+        known = ", ".join(sorted(name for name, served in self._listed().items() if _permits(tenant, served)))
         return f"no model {asked!r}: {f'there are {known}' if known else 'none is served'}"
 
     def _only(self, tenant: Tenant) -> Served:
@@ -122,8 +123,8 @@ class Catalog:
 
     async def listing(self, tenant: Tenant) -> list[api.Model]:
         """The models that are served or being loaded, sorted by name."""
-        served = [*self._served.values(), *{s.card.name: s for s in self._adapters.values()}.values()]
-        models = {s.card.name: await self._describe(s) for s in served if _permits(tenant, s)}
+        served = self._listed()
+        models = {name: await self._describe(each) for name, each in served.items() if _permits(tenant, each)}
         for each in self._loading:
             if each.model in models or tenant.may_use((each.model, *each.aliases)):
                 model = models.setdefault(each.model, api.Model(name=each.model))
@@ -136,6 +137,11 @@ class Catalog:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _listed(self) -> dict[str, Served]:
+        """The models that the scheduler lists, and their adapters."""
+        adapted = {each.card.name: each for each in self._adapters.values() if each.base in self._served}
+        return self._served | adapted
 
     async def _describe(self, served: Served) -> api.Model:
         card = served.card
