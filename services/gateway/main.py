@@ -35,6 +35,8 @@ from services.security import identity
 log = structlog.get_logger("gateway")
 
 _REPORT_S = 1.0
+_KEEP_S = 5.0
+"""Time between two looks for links that are needed no more."""
 _YOUNG = 20_000
 """New objects after which the garbage collector looks for cycles: those of about 100 requests. A request that ends well
 leaves none; Python's default of 700 looks through the running requests several times for each new one."""
@@ -103,7 +105,7 @@ class _Links:
 
     def work(self) -> list[Coroutine[Any, Any, None]]:
         """What runs as long as the gateway."""
-        return [self.scheduler.run(), self.workers.watch()]
+        return [self.scheduler.run(), self.workers.watch(), self._close_unneeded()]
 
     async def follow_models(self, server: rpc.Server) -> None:
         """Updates health and links after each change of the served models.
@@ -116,6 +118,12 @@ class _Links:
             self._changed.clear()
             await server.set_health(READY, True)
             await server.ready(self.catalog.available)
+            await self.workers.keep(self.local.addresses)
+
+    async def _close_unneeded(self) -> None:
+        """Closes links to workers that are forgotten, or that had jobs when they were: no list of models tells."""
+        while True:
+            await asyncio.sleep(_KEEP_S)
             await self.workers.keep(self.local.addresses)
 
     async def close(self) -> None:

@@ -53,3 +53,18 @@ async def test_a_worker_whose_link_broke_is_out_of_reach_until_a_new_link_is_con
     assert reports == [{address}, set()]
     await links.close()
     await server.stop(0)
+
+
+async def test_nothing_is_kept_of_a_worker_that_is_no_longer_served() -> None:
+    address, reports = "127.0.0.1:1", list[frozenset[str]]()
+    links = WorkerLinks("a gateway", connect_s=0.1)
+    links.on_unreachable = reports.append
+    await links.keep([address])
+    link = links.to(address)
+    await until(lambda: not link.alive)
+    links.look(clock())
+    assert links.find(address) not in (None, link), "a broken link to a served worker is tried again"
+    await links.keep([])
+    links.look(clock())
+    assert reports == [{address}, set()]
+    assert (links._links, links._probed_at, links._broken) == ({}, {}, set())

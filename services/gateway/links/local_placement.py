@@ -4,6 +4,7 @@ The worker reports these jobs when it registers at the next scheduler, which the
 prefix index are not available meanwhile: the worker with the most free places takes the job. Knows no tokens.
 """
 
+import math
 import time
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ from protos import mesh_pb2 as mesh
 from services.gateway.links.worker_links import WorkerLinks
 
 REMEMBER_S = 30.0
-"""How long a worker is remembered that the scheduler no longer lists: it may have lost the scheduler alone."""
+"""How long a worker is remembered after the scheduler's last list with it: it may have lost the scheduler alone."""
 
 
 @dataclass(slots=True)
@@ -21,8 +22,8 @@ class _Known:
 
     worker: mesh.ServedWorker
     names: frozenset[str]
-    listed_at: float
-    listed: bool = True
+    unlisted_at: float = math.inf
+    """When the first list without it arrived."""
 
     def serves(self, submit: mesh.Submit) -> bool:
         """Whether the worker has the job's model and adapter."""
@@ -41,21 +42,16 @@ class LocalPlacement:
         """Takes the scheduler's list."""
         now = time.monotonic()
         for known in self._known.values():
-            known.listed = False
+            known.unlisted_at = min(known.unlisted_at, now)
         for model in models.models:
             names = frozenset((model.card.name, *model.card.aliases))
             for worker in model.workers:
-                self._known[worker.address] = _Known(worker, names, now)
-        for address, known in list(self._known.items()):
-            if known.listed:
-                known.listed_at = now
-            elif now - known.listed_at > REMEMBER_S:
-                del self._known[address]
+                self._known[worker.address] = _Known(worker, names)
 
     @property
     def addresses(self) -> set[str]:
         """The workers to whom links are kept."""
-        return set(self._known)
+        return set(self._remembered())
 
     def place(self, submit: mesh.Submit, connected: bool = False) -> mesh.Assigned | None:
         """A worker for a whole job, rather not one for prompts; None if there is none with a free place.
@@ -64,7 +60,7 @@ class LocalPlacement:
         former, for jobs whose model no worker serves according to the scheduler.
         """
         candidates = []
-        for address, known in self._known.items():
+        for address, known in self._remembered().items():
             link = self._workers.find(address)
             working = link is not None and link.connected and link.usable
             unknown = link is None and not connected and self._workers.reaches(address)
@@ -79,3 +75,9 @@ class LocalPlacement:
         return mesh.Assigned(
             job_id=submit.job_id, attempt=submit.attempt, worker_id=worker.worker_id, address=worker.address
         )
+
+    def _remembered(self) -> dict[str, _Known]:
+        """The known workers by address; forgets those that have been off the list for too long."""
+        now = time.monotonic()
+        self._known = {at: known for at, known in self._known.items() if now - known.unlisted_at <= REMEMBER_S}
+        return self._known

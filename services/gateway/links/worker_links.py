@@ -57,6 +57,8 @@ class WorkerLinks:
         """Closes idle links to workers that are no longer served."""
         self._served = frozenset(addresses)
         gone = [address for address in self._links.keys() - self._served if self._links[address].idle]
+        for address in gone:
+            self._probed_at.pop(address, None)
         await asyncio.gather(*(self._links.pop(address).close() for address in gone))
 
     async def close(self) -> None:
