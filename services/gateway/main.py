@@ -2,9 +2,10 @@
 
 import asyncio
 import contextlib
+import functools
 import secrets
 import sys
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -45,8 +46,13 @@ READY = "weft.v1.Gateway"
 
 
 @contextlib.asynccontextmanager
-async def gateway(settings: GatewaySettings, member: Member | None = None) -> AsyncIterator[rpc.Server]:
-    """A running gateway. At the end of the block running calls have `drain_s` seconds to end."""
+async def gateway(
+    settings: GatewaySettings, member: Member | None = None, on_failure: Callable[[], None] = lambda: None
+) -> AsyncIterator[rpc.Server]:
+    """A running gateway. At the end of the block running calls have `drain_s` seconds to end.
+
+    `on_failure` is called if one of its tasks fails: without it the gateway must not go on.
+    """
     encoder = Encoder(settings.gateway_tokenizer_threads)
     with ThreadPoolExecutor(1, "bundle") as threads, contextlib.closing(encoder):
         catalog = Catalog(threads, settings.gateway_chat_special_tokens, settings.gateway_tool_format, encoder)
@@ -61,6 +67,8 @@ async def gateway(settings: GatewaySettings, member: Member | None = None) -> As
         if member is not None:
             work.append(member.follow(rendered))
         tasks = [asyncio.create_task(each) for each in work]
+        for task in (following, *tasks):
+            task.add_done_callback(functools.partial(_report_failure, on_failure))
         log.info("listening", port=ports.grpc.port, http_port=ports.http_port)
         try:
             yield ports.grpc
@@ -121,7 +129,7 @@ class _Links:
             await self.workers.keep(self.local.addresses)
 
     async def _close_unneeded(self) -> None:
-        """Closes links to workers that are forgotten, or that had jobs when they were: no list of models tells."""
+        """Closes links to workers that are forgotten, or that had jobs when they were: no new list shows these."""
         while True:
             await asyncio.sleep(_KEEP_S)
             await self.workers.keep(self.local.addresses)
@@ -163,6 +171,13 @@ def _tokens(settings: GatewaySettings) -> BearerTokens | None:
         process.refuse_to_serve(f"WEFT_GATEWAY_JWT_KEYS {error}")
 
 
+def _report_failure(on_failure: Callable[[], None], task: asyncio.Task[None]) -> None:
+    """Reports the end of a task if it is one by an exception, which is a bug."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        telemetry.log_exception("a task of the gateway failed", error)
+        on_failure()
+
+
 async def _report_traffic(scheduler: SchedulerLink, metrics: GatewayMetrics) -> None:
     """Reports the recent traffic to the scheduler, which passes it to every gateway that is asked for the mesh."""
     while True:
@@ -171,19 +186,26 @@ async def _report_traffic(scheduler: SchedulerLink, metrics: GatewayMetrics) -> 
 
 
 async def main() -> None:
-    """Serves until SIGTERM or SIGINT."""
+    """Serves until SIGTERM or SIGINT, or until a task fails: then the process drains, too, and ends with an error."""
     settings = GatewaySettings()
     telemetry.setup("gateway", settings)
     identity.setup("gateway", settings)
-    stop = rpc.stop_requested()
+    stop, failed = rpc.stop_requested(), asyncio.Event()
+
+    def fail() -> None:
+        failed.set()
+        stop.set()
+
     member = Member.from_arguments(sys.argv[1:], stop)
     try:
-        async with gateway(settings, member):
+        async with gateway(settings, member, fail):
             rpc.freeze_objects(_YOUNG)
             await stop.wait()
             log.info("draining", seconds=settings.drain_s)
     except TenantsFileError as error:
         process.refuse_to_serve(f"WEFT_TENANTS_FILE {error}")
+    if failed.is_set():
+        sys.exit(1)
 
 
 def run() -> None:

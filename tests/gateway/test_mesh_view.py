@@ -3,11 +3,13 @@
 import asyncio
 from typing import Any
 
-from grpc import aio
+import pytest
+from grpc import StatusCode, aio
 
 from protos import inference_pb2 as api
 from protos import mesh_pb2
 from protos.inference_pb2_grpc import InferenceStub
+from services.gateway.links import mesh_view
 from services.gateway.links.mesh_view import snapshot_of
 from tests.gateway.fakes import FakeMesh, ask, generate, until
 from tests.gateway.model import ANSWER
@@ -74,6 +76,29 @@ async def test_a_watch_outlives_the_scheduler_and_ends_with_the_gateway() -> Non
             rest = asyncio.create_task(_read_to_the_end(stream))
             await asyncio.sleep(0)
         await rest
+
+
+async def test_a_view_that_fails_ends_its_watches_and_the_next_one_is_new(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fail(overview: mesh_pb2.OverviewResponse) -> api.MeshSnapshot:
+        raise KeyError("a secret")
+
+    async with asyncio.timeout(20), FakeMesh() as mesh:
+        monkeypatch.setattr(mesh_view, "snapshot_of", fail)
+        watches = await asyncio.gather(*(_end_of(mesh.stub.WatchMesh(WATCH)) for _ in range(2)))
+        assert watches == [StatusCode.INTERNAL] * 2
+        monkeypatch.undo()
+        assert (await anext(aiter(mesh.stub.WatchMesh(WATCH)))).scheduler_connected
+    log = "".join(capfd.readouterr())
+    assert "KeyError" in log
+    assert "a secret" not in log
+
+
+async def _end_of(call: Any) -> StatusCode:
+    with pytest.raises(aio.AioRpcError) as caught:
+        await _read_to_the_end(aiter(call))
+    return caught.value.code()
 
 
 async def _read_to_the_end(stream: Any) -> None:

@@ -41,13 +41,20 @@ class MeshView:
         self._polling: asyncio.Task[None] | None = None
 
     async def watch(self) -> AsyncGenerator[api.MeshSnapshot, None]:
-        """A snapshot at once, and then about one per second until `close`. A slow reader misses snapshots."""
+        """A snapshot at once, and then about one per second until `close`. A slow reader misses snapshots.
+
+        If the shared call ends with an unexpected exception, all readers receive it.
+        """
         self._watchers += 1
         if self._polling is None:
             self._latest = None
             self._polling = asyncio.create_task(self._poll())
+            self._polling.add_done_callback(lambda _: self._notify())
+        polling = self._polling
         try:
             while not self._closed:
+                if polling.done():
+                    polling.result()
                 changed = self._changed
                 if self._latest is not None:
                     yield self._latest

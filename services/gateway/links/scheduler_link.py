@@ -111,11 +111,12 @@ class SchedulerLink:
 
     async def run(self) -> None:
         """Connects, and reconnects after each break, until cancelled."""
-        watching = asyncio.create_task(self._watch())
+        tasks = [asyncio.create_task(self._run()), asyncio.create_task(self._watch())]
         try:
-            await self._run()
+            await asyncio.gather(*tasks)
         finally:
-            watching.cancel()
+            for task in tasks:
+                task.cancel()
 
     async def _run(self) -> None:
         log.info("connecting to the scheduler", at=self._address)
