@@ -110,9 +110,9 @@ class RedisClient:
         """Runs a script; `names` are its keys. Raises RedisUnavailable, at the latest after `limit_s` seconds."""
         return await self._execute(limit_s, lambda: script.run(self._redis, names, *arguments))
 
-    async def delete(self, limit_s: float, name: str) -> None:
-        """Deletes a value. Raises RedisUnavailable, at the latest after `limit_s` seconds."""
-        await self._execute(limit_s, lambda: _awaited(self._redis.unlink(name)))
+    async def delete(self, limit_s: float, names: list[str]) -> None:
+        """Deletes values. Raises RedisUnavailable, at the latest after `limit_s` seconds."""
+        await self._execute(limit_s, lambda: _awaited(self._redis.unlink(*names)))
 
     async def _execute(self, limit_s: float, command: Callable[[], Awaitable[Any]]) -> Any:
         if not self._breaker.allows(self._clock()):
@@ -156,10 +156,7 @@ class RedisClient:
             raise RedisUnavailable(miss) from answer
         self._count_success()
         if isinstance(answer, ResponseError):
-            code = answer.status_code or str(answer).partition(" ")[0]
-            if code == "WRONGTYPE":
-                raise RedisUnavailable(Miss.CORRUPT)
-            self._log_refusal(code)
+            self._log_refusal(answer.status_code or str(answer).partition(" ")[0])
             raise RedisUnavailable(Miss.ERROR)
         return answer
 

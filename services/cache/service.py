@@ -36,7 +36,7 @@ def result_namespace(settings: CacheSettings) -> Namespace[cache.CachedResult]:
     )
 
 
-def vector_namespace(settings: CacheSettings) -> Namespace[bytes | None]:
+def vector_namespace(settings: CacheSettings) -> Namespace[bytes]:
     """The namespace of the vectors of texts."""
     return Namespace(
         name="vector",
@@ -56,7 +56,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         store: Store,
         results: Namespace[cache.CachedResult],
         blocks: BlockService,
-        vectors: Namespace[bytes | None],
+        vectors: Namespace[bytes],
     ) -> None:
         self._store = store
         self._results = results
@@ -100,7 +100,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):
     async def GetVectors(self, request: cache.GetVectorsRequest, context: Context) -> cache.GetVectorsResponse:
         """Returns the stored vectors, all looked up at once. Raises WeftError for malformed keys."""
         keys = [_checked_key(key) for key in _checked_count("keys", request.keys)]
-        found = await asyncio.gather(*(self._store.get(self._vectors, key) for key in keys))
+        found = await self._store.get_all(self._vectors, keys)
         return cache.GetVectorsResponse(vectors=[vector or b"" for vector in found])
 
     async def PutVectors(self, request: cache.PutVectorsRequest, context: Context) -> cache.PutVectorsResponse:

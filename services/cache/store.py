@@ -20,7 +20,7 @@ log = structlog.get_logger("cache")
 Value = TypeVar("Value")
 
 MOST_KEYS_PER_SCRIPT = 1024
-"""Keys that one script looks up, so that it blocks Redis for less than a millisecond."""
+"""Keys that one script checks for presence, so that it blocks Redis for less than a millisecond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +87,30 @@ class Store:
 
     async def get(self, namespace: Namespace[Value], key: bytes) -> Value | None:
         """The value under `key`, or None for a miss; returns within the look-up's time limit. Raises nothing."""
-        found = await self._look_up(namespace, key)
-        if isinstance(found, Miss):
-            self.counters.misses[found] += 1
-            return None
-        self.counters.hits += 1
-        return found
+        return (await self.get_all(namespace, [key]))[0]
+
+    async def get_all(self, namespace: Namespace[Value], keys: Sequence[bytes]) -> list[Value | None]:
+        """For each key its value, or None for a miss; one script looks all up, within the look-up's time limit.
+
+        All keys must have one length. The caller bounds their number: Redis serves nobody else meanwhile. Raises
+        nothing.
+        """
+        values: list[Value | None] = []
+        damaged: list[str] = []
+        for key, frame in zip(keys, await self._look_up(namespace, keys), strict=True):
+            found = self._opened(namespace, key, frame)
+            if isinstance(found, Miss):
+                self.counters.misses[found] += 1
+                values.append(None)
+                # The damaged value would keep a good one from being stored.
+                damaged += [namespace.prefix + key.hex()] if found is Miss.CORRUPT else []
+            else:
+                self.counters.hits += 1
+                values.append(found)
+        if damaged:
+            with contextlib.suppress(RedisUnavailable):
+                await self._client.delete(self._timeouts.look_up_s, damaged)
+        return values
 
     async def put(self, namespace: Namespace[Any], key: bytes, payload: bytes) -> bool:
         """Stores bytes under `key`; returns whether Redis confirmed it in time. Raises nothing."""
@@ -121,22 +139,24 @@ class Store:
                 break
         return found + [False] * (len(keys) - len(found))
 
-    async def _look_up(self, namespace: Namespace[Value], key: bytes) -> Value | Miss:
-        limit_s = self._timeouts.look_up_s
-        names = [namespace.prefix + key.hex(), namespace.index]
+    async def _look_up(self, namespace: Namespace[Any], keys: Sequence[bytes]) -> list[bytes | Miss]:
+        """For each key the frame in Redis, or why there is none."""
         max_frame_bytes = namespace.max_value_bytes + frames.HEADER_BYTES
+        arguments = [namespace.prefix, b"".join(keys).hex(), len(keys), max_frame_bytes]
         try:
-            frame = await self._client.run(limit_s, LOOK_UP, names, key.hex(), max_frame_bytes)
+            found = await self._client.run(self._timeouts.look_up_s, LOOK_UP, [namespace.index], *arguments)
         except RedisUnavailable as error:
-            return error.miss
-        if not frame:
-            return Miss.ABSENT
+            return [error.miss] * len(keys)
+        if not isinstance(found, list) or len(found) != len(keys):
+            return [Miss.ERROR] * len(keys)
+        return [Miss.CORRUPT if not isinstance(frame, bytes) else frame or Miss.ABSENT for frame in found]
+
+    def _opened(self, namespace: Namespace[Value], key: bytes, frame: bytes | Miss) -> Value | Miss:
+        if isinstance(frame, Miss):
+            return frame
         try:
             return namespace.parse(frames.unseal(namespace.kind, key, frame, self._secret))
         except Exception:  # A parser may raise any exception for foreign bytes.
-            # The damaged value would keep a good one from being stored.
-            with contextlib.suppress(RedisUnavailable):
-                await self._client.delete(limit_s, names[0])
             return Miss.CORRUPT
 
     async def _store(self, namespace: Namespace[Any], key: bytes, payload: bytes) -> int | None:

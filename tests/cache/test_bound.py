@@ -176,9 +176,9 @@ def histories(*kinds: str) -> st.SearchStrategy[list[tuple[str, int, int]]]:
 
 
 steps = (
-    histories("put", "get", "ask")
-    | histories("put", "get", "ask", "lose")
-    | histories("put", "get", "ask", "lose", "forget")
+    histories("put", "get", "get all", "ask")
+    | histories("put", "get", "get all", "ask", "lose")
+    | histories("put", "get", "get all", "ask", "lose", "forget")
 )
 
 
@@ -198,6 +198,9 @@ async def test_the_total_in_the_index_is_always_correct(
             assert await store.put(namespace, key_of(number), latest[number])
         elif step == "get":
             assert await store.get(namespace, key_of(number)) in (None, latest.get(number))
+        elif step == "get all":
+            found = await store.get_all(namespace, list(map(key_of, range(13))))
+            assert all(value in (None, latest.get(asked)) for asked, value in enumerate(found))
         elif step == "ask":
             there = [bool(await client.exists(namespace.prefix + key_of(asked).hex())) for asked in range(13)]
             assert await store.present(namespace, list(map(key_of, range(13)))) == there
