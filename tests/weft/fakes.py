@@ -29,6 +29,7 @@ class FakeMesh(stubs.InferenceServicer):
         self.model = "fox"
         self.words = list(WORDS)
         self.pause_s = 0.0
+        self.snapshots = 1
         self.ended: asyncio.Event = asyncio.Event()
 
     def _begin(self, request: api.GenerateRequest, context: Context) -> Fault:
@@ -74,7 +75,8 @@ class FakeMesh(stubs.InferenceServicer):
         )
 
     async def WatchMesh(self, request: api.WatchMeshRequest, context: Context) -> AsyncIterator[api.MeshSnapshot]:
-        yield api.MeshSnapshot(scheduler_connected=True, models=[api.ModelState(name=self.model)])
+        for _ in range(self.snapshots):
+            yield api.MeshSnapshot(scheduler_connected=True, models=[api.ModelState(name=self.model)])
 
     async def Embed(self, request: api.EmbedRequest, context: Context) -> api.EmbedResponse:
         """A vector of the text's length, or of the number of its tokens."""

@@ -211,6 +211,35 @@ def test_a_wrong_file_of_authorities_is_named(
     assert len(result.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize("command", [["models"], ["top"], ["bench", "--requests", "1"]])
+async def test_a_key_that_cannot_be_sent_is_refused_in_one_line(
+    weft: Weft, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    monkeypatch.setenv("WEFT_API_KEY", "weft-secret\n")
+    result = await weft(*command)
+    assert (result.exit_code, result.stderr) == (2, "weft: api_key: printable ASCII characters alone\n")
+
+
+async def test_doctor_reports_a_key_that_cannot_be_sent(weft: Weft, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_API_KEY", "weft-secret\n")
+    result = await weft("doctor")
+    assert result.exit_code == 1
+    for check in ("models", "workers"):
+        assert re.search(rf"^bad  {check} +unknown: api_key: printable ASCII characters alone$", result.stdout, re.M)
+
+
+async def test_a_gateway_that_stops_before_its_first_snapshot_is_reported_in_one_line(
+    weft: Weft, mesh: FakeMesh
+) -> None:
+    mesh.snapshots = 0
+    result = await weft("top", "--once")
+    assert result.exit_code == 1
+    assert result.stderr == "weft: UNAVAILABLE: the gateway stopped before its first snapshot\n"
+    result = await weft("doctor")
+    assert not isinstance(result.exception, Exception)
+    assert re.search(r"^note workers +unknown without a mesh$", result.stdout, re.M)
+
+
 def test_output_that_cannot_be_written_is_reported_in_one_line() -> None:
     command = [sys.executable, "-c", "from weft.main import main; main()", "key", "acme"]
     with open("/dev/full", "w") as full:

@@ -11,7 +11,6 @@ import ssl
 import subprocess
 import sys
 from collections.abc import Awaitable, Iterator
-from contextlib import aclosing
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -26,9 +25,10 @@ from protos import inference_pb2 as api
 from services.host import available_memory
 from services.worker.parallel.placement import numa_nodes
 from weft.cli.reach import TIMEOUT_S, listens
+from weft.cli.snapshot import first_snapshot
 from weft.client.api import Client
 from weft.client.channel import CaFileError, open_channel
-from weft.client.errors import WeftError
+from weft.client.errors import HeaderError, WeftError
 
 _LEAST_PYTHON = (3, 11)
 _LEAST_MEMORY = 2 << 30
@@ -226,6 +226,8 @@ async def _models(address: str) -> Finding:
             models = await client.models()
         except CaFileError:
             return Finding("models", Verdict.NOTE, "unknown without a mesh")
+        except HeaderError as error:
+            return Finding("models", Verdict.BAD, f"unknown: {error}")
         except WeftError as error:
             if error.code is grpc.StatusCode.UNAUTHENTICATED:
                 return Finding("models", Verdict.NOTE, "listed for callers with an API key: set WEFT_API_KEY")
@@ -239,6 +241,8 @@ async def _workers(address: str) -> Finding:
         snapshot = await _snapshot(address)
     except CaFileError:
         return Finding("workers", Verdict.NOTE, "unknown without a mesh")
+    except HeaderError as error:
+        return Finding("workers", Verdict.BAD, f"unknown: {error}")
     except WeftError as error:
         if error.code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
             return Finding("workers", Verdict.NOTE, "shown to operators: set WEFT_API_KEY")
@@ -255,7 +259,6 @@ async def _workers(address: str) -> Finding:
 
 
 async def _snapshot(address: str) -> api.MeshSnapshot:
-    """The mesh at an address. Raises WeftError."""
-    key = os.environ.get("WEFT_API_KEY", "")
-    async with Client(address, api_key=key) as client, aclosing(client.watch_mesh(deadline_s=TIMEOUT_S)) as snapshots:
-        return await anext(snapshots)
+    """The mesh at an address. Raises WeftError, HeaderError and CaFileError."""
+    async with Client(address, api_key=os.environ.get("WEFT_API_KEY", "")) as client:
+        return await first_snapshot(client, TIMEOUT_S)

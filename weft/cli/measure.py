@@ -115,7 +115,7 @@ def bench(
 @contextlib.contextmanager
 def _refusals() -> Iterator[None]:
     """Ends the command with one line for what can keep a load from being run."""
-    from weft.client.errors import WeftError
+    from weft.client.errors import HeaderError, WeftError
     from weft.load.plan import PlanError
     from weft.load.profile import ProfileError
     from weft.load.run import RunError
@@ -123,7 +123,7 @@ def _refusals() -> Iterator[None]:
 
     try:
         yield
-    except PlanError as error:
+    except (PlanError, HeaderError) as error:
         fail(str(error), usage=True)
     except (RunError, TraceError, ProfileError, WeftError) as error:
         fail(str(error))
@@ -142,11 +142,13 @@ def top(
     from report.console import console
     from weft.cli import top as view
     from weft.cli.reach import require_mesh
-    from weft.client.errors import WeftError
+    from weft.client.errors import HeaderError, WeftError
 
     require_mesh(address)
     try:
         run(view.show(address, api_key, console(), once=once))
+    except HeaderError as error:
+        fail(str(error), usage=True)
     except WeftError as error:
         fail(str(error))
 

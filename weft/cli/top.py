@@ -8,6 +8,7 @@ from rich.live import Live
 from rich.table import Table
 
 from protos import inference_pb2 as api
+from weft.cli.snapshot import first_snapshot
 from weft.cli.terminal import Row, fitted
 from weft.client.api import Client
 from weft.client.errors import WeftError
@@ -57,12 +58,11 @@ _CACHES = {api.CACHE_STATE_NONE: "no cache", api.CACHE_STATE_DISCONNECTED: "cach
 async def show(address: str, api_key: str, out: Console, *, once: bool) -> None:
     """Follows the mesh until it is cancelled, or prints one snapshot: if asked to, and to what is no terminal.
 
-    Raises WeftError if there is no mesh.
+    Raises WeftError if there is no mesh, and HeaderError if the key cannot be sent.
     """
     async with Client(address, api_key=api_key) as client:
         if once or not out.is_terminal:
-            async with aclosing(client.watch_mesh(deadline_s=10)) as snapshots:
-                out.print(render(await anext(snapshots), out.width))
+            out.print(render(await first_snapshot(client, deadline_s=10), out.width))
             return
         await _follow(client, out)
 

@@ -26,7 +26,7 @@ from weft.client.embeddings import (
     embed_request,
     rank_request,
 )
-from weft.client.errors import WeftError, from_rpc
+from weft.client.errors import HeaderError, WeftError, from_rpc
 from weft.client.requests import Options, Prompt
 from weft.client.retry import RetryState
 from weft.client.stream_resumer import StreamResumer
@@ -301,7 +301,7 @@ class Client:
 
 
 def _header(name: str, value: str) -> str:
-    """The value if metadata can carry it. Raises ValueError for others, such as a key that ends in a line break."""
+    """The value if metadata can carry it. Raises HeaderError for others, such as a key that ends in a line break."""
     if not (value.isascii() and value.isprintable()):
-        raise ValueError(f"{name}: printable ASCII characters alone")
+        raise HeaderError(f"{name}: printable ASCII characters alone")
     return value

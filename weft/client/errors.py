@@ -39,6 +39,10 @@ class WeftError(Exception):
         return f"{self.code.name}{f'/{self.reason}' if self.reason else ''}: {self.message}"
 
 
+class HeaderError(ValueError):
+    """A value that metadata cannot carry, such as a key with a line break; the message is one line."""
+
+
 def from_rpc(error: aio.AioRpcError) -> WeftError:
     """The error of a failed call, without the parts of its status that cannot be read."""
     trailing = {str(key): value for key, value in error.trailing_metadata() or ()}
