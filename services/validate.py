@@ -26,11 +26,12 @@ MAX_BAD_TOKENS = 64
 MAX_LOGPROBS = 20
 MAX_PRIORITY = 100
 MAX_SPECULATION = 8
+MAX_REQUEST_ID_CHARS = 128
 DEFAULT_MAX_TOKENS = 256
 
 _POLICIES = frozenset(api.CachePolicy.values())
 _CRITICALITIES = frozenset(api.Criticality.values())
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_REQUEST_ID = re.compile(rf"[A-Za-z0-9._:-]{{1,{MAX_REQUEST_ID_CHARS}}}")
 _RANGES: dict[str, tuple[float, float, bool]] = {
     # field: minimum, maximum, whether the minimum itself is allowed
     "temperature": (0.0, 100.0, True),
@@ -69,7 +70,7 @@ def check_policy(field: str, policy: int) -> None:
 def check_request_id(field: str, request_id: str) -> None:
     """Checks a request's id; it may be empty. Raises WeftError."""
     if request_id and not _REQUEST_ID.fullmatch(request_id):
-        raise invalid(field, "1 to 128 characters of A-Z a-z 0-9 . _ : -")
+        raise invalid(field, f"1 to {MAX_REQUEST_ID_CHARS} characters of A-Z a-z 0-9 . _ : -")
 
 
 def check_speculation(message: api.GenerateRequest | mesh.Job) -> int | None:

@@ -15,6 +15,7 @@ from services.errors import WeftError
 from services.gateway.doors.openai import answers
 from services.gateway.doors.openai.requests import EXTENSIONS, HONOURED, REFUSED, parse
 from services.gateway.doors.openai.values import Asked
+from services.validate import check_request_id
 from tests.gateway.test_weft_fields import HONOURED as HONOURED_BY_WEFT
 
 TYPES: dict[str, Any] = {
@@ -318,6 +319,19 @@ def test_the_lower_of_two_limits_holds() -> None:
 def test_a_list_of_one_prompt_is_that_prompt() -> None:
     assert parse("completions", {"prompt": ["hi"]}).request.prompt.text == "hi"
     assert list(parse("completions", {"prompt": [[1, 2]]}).request.prompt.token_ids.ids) == [1, 2]
+
+
+@pytest.mark.parametrize(("prompts", "most", "last"), [(2, 126, "-1"), (10, 126, "-9"), (11, 125, "-10")])
+def test_the_id_of_several_prompts_has_room_for_their_suffixes(prompts: int, most: int, last: str) -> None:
+    body = {"prompt": ["a"] * prompts}
+    for request in parse("completions", body | {"request_id": "r" * most}).requests:
+        check_request_id("request_id", request.request_id)
+    for length in (most + 1, 128, 129):
+        with pytest.raises(WeftError) as refused:
+            parse("completions", body | {"request_id": "r" * length})
+        message = f"request_id: at most {most} characters with {prompts} prompts: {last} is added to it"
+        assert (refused.value.message, refused.value.field) == (message, "request_id")
+    assert parse("completions", {"prompt": ["a"], "request_id": "r" * 128}).requests[0].request_id == "r" * 128
 
 
 def test_several_prompts_are_several_requests() -> None:

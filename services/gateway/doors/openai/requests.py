@@ -28,7 +28,7 @@ from services.gateway.doors.openai.values import (
     without_nulls,
     wrong,
 )
-from services.validate import MAX_LOGPROBS, MAX_SPECULATION
+from services.validate import MAX_LOGPROBS, MAX_REQUEST_ID_CHARS, MAX_SPECULATION
 
 MOST_PROMPTS = 64
 """Most prompts of one request."""
@@ -312,6 +312,7 @@ def parse(kind: str, body: Json) -> Asked:
             setter(asked, name, value)
     finish(asked)
     _check_prompt(asked, "messages" if asked.chat else "prompt", "required")
+    _check_request_id(asked)
     if asked.request.echo:
         _echo_prompt(asked)
     if asked.chat and body.get("top_logprobs") is not None and body.get("logprobs") is not True:
@@ -320,6 +321,14 @@ def parse(kind: str, body: Json) -> Asked:
     if body.get("stream_options") is not None and not asked.stream:
         raise wrong("stream_options", "only where `stream` is true")
     return asked
+
+
+def _check_request_id(asked: Asked) -> None:
+    """With several prompts, the id needs room for the suffix of each. Raises WeftError."""
+    last = f"-{len(asked.prompts) - 1}"
+    most = MAX_REQUEST_ID_CHARS - len(last)
+    if asked.prompts and len(asked.request.request_id) > most:
+        raise wrong("request_id", f"at most {most} characters with {len(asked.prompts)} prompts: {last} is added to it")
 
 
 def _check_prompt(asked: Asked, name: str, rule: str) -> None:
