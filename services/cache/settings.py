@@ -24,11 +24,11 @@ class CacheSettings(CommonSettings):
     )
     cache_budget_ms: float = Field(20.0, gt=0, description="Milliseconds after which a look-up is a miss.")
     cache_store_budget_ms: float = Field(
-        100.0, gt=0, description="Milliseconds after which storing a result is abandoned."
+        100.0, gt=0, description="Milliseconds after which storing a result or a vector is abandoned."
     )
     cache_connect_ms: float = Field(50.0, gt=0, description="Milliseconds that opening a connection may take.")
     cache_result_bytes: int = Field(64 << 20, gt=0, description="Most bytes of all results in Redis.")
-    cache_value_bytes: int = Field(1 << 20, gt=0, description="Most bytes of one result.")
+    cache_value_bytes: int = Field(1 << 20, gt=0, description="Most bytes of one result, or of one vector.")
     cache_ttl_s: float = Field(86_400.0, ge=0.001, description="Seconds for which a value is kept.")
     cache_block_bytes: int = Field(256 << 20, gt=0, description="Most bytes of all KV blocks in Redis.")
     cache_vector_bytes: int = Field(64 << 20, gt=0, description="Most bytes of all vectors of texts in Redis.")

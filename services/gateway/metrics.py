@@ -26,7 +26,7 @@ class GatewayMetrics:
         self.all = metrics.Metrics()
         self.traffic = Traffic()
         self.in_flight = 0
-        """Generate and Complete calls that are running."""
+        """Calls that are running: Generate, Complete, Embed, Rank and Classify."""
         add = self.all
         add.gauge("weft_gateway_requests_in_flight", "Requests that are running.", lambda: self.in_flight)
         self._requests = add.counter("weft_gateway_requests", "Requests by outcome.", "model", "code", "finish_reason")

@@ -30,7 +30,7 @@ class GatewaySettings(CommonSettings):
     scheduler_address: str = Field(SCHEDULER_ADDRESS, description="host:port of the scheduler.")
     cache_address: str = Field(CACHE_ADDRESS, description="host:port of the cache service; empty for none.")
     gateway_cache_budget_s: float = Field(
-        0.02, gt=0, description="Seconds after which a look-up in the result cache is a miss."
+        0.02, gt=0, description="Seconds after which a look-up of a result, or of vectors, is a miss."
     )
     gateway_scheduler_wait_s: float = Field(
         2.0, gt=0, description="Seconds that a request waits for a disconnected scheduler."

@@ -325,6 +325,10 @@ async def test_a_model_that_is_not_served_is_named_beside_those_that_are(weft: W
         (["--max-seq-length", "4x"], "--max-seq-length: '4x' is not a number of tokens"),
         (["--alias", "x"], "--alias: x= is not ALIAS=NAME with one of the models weft-story-11m"),
         (["--alias", "x=weft-story-11m", "--alias", "x=y"], "--alias: x is given to weft-story-11m and to y"),
+        (
+            ["--alias", "weft-story-11m=weft-story-11m"],
+            "--alias: weft-story-11m is the name of a model: an alias of that name has no effect",
+        ),
         (["--model", "org/fox", "--model", "us/fox"], "--model: org/fox and us/fox would have one name, fox"),
         (["--adapter", "poems"], "--adapter: poems is not [MODEL:]NAME=FOLDER"),
         (["--adapter", "poems=HERE"], "--adapter: HERE is no adapter: it has no adapter_config.json"),

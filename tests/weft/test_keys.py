@@ -85,3 +85,13 @@ def test_an_alias_must_name_a_served_model(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["serve", "--model", str(tmp_path), "--alias", "fox=owl"])
     assert result.exit_code == 2
     assert "--alias: fox=owl is not ALIAS=NAME" in result.stderr
+
+
+def test_an_alias_must_not_be_the_name_that_a_model_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SERVED_MODEL_NAME", "fox")
+    folder = tmp_path / "owl"
+    folder.mkdir()
+    (folder / "config.json").touch()
+    result = CliRunner().invoke(app, ["serve", "--model", str(folder), "--alias", "fox=owl"])
+    assert result.exit_code == 2
+    assert result.stderr == "weft: --alias: fox is the name of a model: an alias of that name has no effect\n"

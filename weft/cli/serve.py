@@ -175,7 +175,7 @@ def serve(
         spec = MeshSpec(
             models=models,
             home=default_home(),
-            aliases=_aliases(alias or [], {model_name(each) for each in models}),
+            aliases=_aliases(alias or [], {model_name(each) for each in models}, set(map(_served_name, models))),
             adapters=_adapters_by_model(adapter or [], [model_name(each) for each in models]),
             workers=workers,
             roles=roles,
@@ -287,14 +287,17 @@ def _model_path(model: str, flag: str = "--model") -> str:
 
 def _refuse_same_names(models: list[str]) -> None:
     """Refuses different models that would be served under one name."""
-    from weft.launch.plan import model_name
-
-    given = os.environ.get("SERVED_MODEL_NAME") or os.environ.get("WEFT_SERVED_NAME")
     by_name: dict[str, str] = {}
     for model in models:
-        name = given or model_name(model)
+        name = _served_name(model)
         if by_name.setdefault(name, model) != model:
             fail(f"--model: {by_name[name]} and {model} would have one name, {name}", usage=True)
+
+
+def _served_name(model: str) -> str:
+    from weft.launch.plan import model_name
+
+    return os.environ.get("SERVED_MODEL_NAME") or os.environ.get("WEFT_SERVED_NAME") or model_name(model)
 
 
 def _one_of(setting: str, value: str | None) -> str | None:
@@ -325,8 +328,8 @@ def _literals(annotation: Any) -> list[str]:
     return [text for part in get_args(annotation) for text in _literals(part)]
 
 
-def _aliases(pairs: list[str], names: set[str]) -> dict[str, str]:
-    """ALIAS=NAME as alias and name, which must be one of `names`."""
+def _aliases(pairs: list[str], names: set[str], served: set[str]) -> dict[str, str]:
+    """ALIAS=NAME as alias, which must be none of `served`, and name, which must be one of `names`."""
     aliases: dict[str, str] = {}
     for alias, _, name in (pair.partition("=") for pair in pairs):
         if aliases.setdefault(alias, name) != name:
@@ -335,6 +338,8 @@ def _aliases(pairs: list[str], names: set[str]) -> dict[str, str]:
         if not alias or name not in names:
             known = ", ".join(sorted(names))
             fail(f"--alias: {alias}={name} is not ALIAS=NAME with one of the models {known}", usage=True)
+        if alias in served:
+            fail(f"--alias: {alias} is the name of a model: an alias of that name has no effect", usage=True)
     return aliases
 
 
