@@ -18,12 +18,12 @@ from services.worker.parallel.collectives import Collectives
 from services.worker.parallel.topology import Grid
 from services.worker.runners.base import Top
 from services.worker.structured.compiler import GuidanceForms
-from tests.checkpoints import checkpoint
+from tests.checkpoints import DEMO, SMALL_DEMO, checkpoint
 from tests.parallel import scenes
 from tests.parallel.threads import RankFailed, grid_engine
 from tests.served import GOLDEN
 from tests.worker.drive import Answer, job, open_engine, prompt_of, run
-from tests.worker.test_structured import DATE, DEMO, WORDS, shaped
+from tests.worker.test_structured import DATE, WORDS, shaped
 
 __all__ = ["checkpoint"]
 
@@ -111,11 +111,13 @@ def test_blocks_have_the_contents_of_all_ranks(checkpoint: Folder) -> None:
     assert len(expected.tokens) == 8
 
 
-@pytest.mark.parametrize(("tensor", "pipeline"), [(3, 1), (1, 2)])
-def test_answers_with_a_form_and_scores_of_prompts(tensor: int, pipeline: int) -> None:
+@pytest.mark.parametrize(("tensor", "pipeline", "folder"), [(3, 1, SMALL_DEMO), (1, 2, SMALL_DEMO), (1, 3, DEMO)])
+def test_answers_with_a_form_and_scores_of_prompts(tensor: int, pipeline: int, folder: Path) -> None:
     """Masks reach the ranks that draw, and log-probabilities of prompts come back from them."""
-    forms = GuidanceForms((DEMO / "tokenizer.json").read_bytes(), 6144, [0])
+    forms = GuidanceForms((folder / "tokenizer.json").read_bytes(), 6144, [0])
     jobs = [shaped(1, DATE), shaped(2, WORDS, seed=4), job(3, prompt_of(30), max_tokens=6, prompt_logprobs=2)]
+    # Of three steps in flight the one with a form is the last.
+    jobs += [job(key, prompt_of(9 + key), max_tokens=12) for key in (4, 5)]
 
     def answers(engine: GenerationEngine) -> tuple[list[tuple[int, int, int]], list[Top], list[float]]:
         engine.use_forms(forms)
@@ -130,12 +132,12 @@ def test_answers_with_a_form_and_scores_of_prompts(tensor: int, pipeline: int) -
                 logprobs += part.logprobs
         return sorted(tokens), tops, logprobs
 
-    expected = answers(open_engine(DEMO, kv_blocks=64, max_batch_size=8, threads=1))
-    with grid_engine(DEMO, tensor, pipeline) as engine:
+    expected = answers(open_engine(folder, kv_blocks=64, max_batch_size=8, threads=1))
+    with grid_engine(folder, tensor, pipeline) as engine:
         found = answers(engine)
     forms.close()
     assert found[:2] == expected[:2]
-    assert {key for key, *_ in found[0]} == {1, 2, 3}
+    assert {key for key, *_ in found[0]} == {1, 2, 3, 4, 5}
     assert found[2] == pytest.approx(expected[2], abs=scenes.TOLERANCE)
     assert len(found[2]) == 29
 

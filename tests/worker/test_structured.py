@@ -43,12 +43,10 @@ SUMS = Form("grammar", 'root ::= term ("+" term){0,4}\nterm ::= [0-9] [0-9]? | "
 
 
 class Late:
-    """The CPU's runner with two steps in flight: what it launches is collected after the next launch."""
+    """The CPU's runner with several steps in flight: what it launches is collected after later launches."""
 
-    depth = 2
-
-    def __init__(self, runner: CpuRunner) -> None:
-        self._runner = runner
+    def __init__(self, runner: CpuRunner, depth: int = 2) -> None:
+        self._runner, self.depth = runner, depth
         self.in_flight: list[CpuStep] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -66,6 +64,17 @@ class Late:
     def collect(self, step: CpuStep) -> Any:
         assert self.in_flight.pop(0) is step
         return self._runner.collect(step)
+
+
+class LateStages(Late):
+    """Counts how many steps were in flight."""
+
+    most_in_flight = 0
+
+    def launch(self, words: Words) -> CpuStep:
+        step = super().launch(words)
+        self.most_in_flight = max(self.most_in_flight, len(self.in_flight))
+        return step
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +136,22 @@ def test_every_finished_answer_has_its_form_and_free_neighbours_are_as_alone(
             assert fits(one.params.structured, text_of(answers[one.key]))
     assert sum(answers[one.key].ended.reason is EndReason.STOP for one in constrained) >= 4
     assert engine.stats().active_blocks == 0
+
+
+def test_a_step_with_forms_draws_once_all_steps_before_it_are_over(forms: GuidanceForms) -> None:
+    """With as many steps in flight as stages, each of which has other jobs."""
+    free = [job(key, PROMPT[:-key], max_tokens=40, temperature=key % 2, seed=key) for key in range(1, 5)]
+    constrained = [shaped(10, DATE), shaped(11, WORDS, seed=7)]
+    found = []
+    for depth in (1, 3):
+        engine = open_engine(DEMO, kv_blocks=256, max_batch_size=16)
+        engine.use_forms(forms)
+        assert isinstance(engine.runner, CpuRunner)
+        engine.runner = late = LateStages(engine.runner, depth)
+        engine.planner._stages = depth
+        found.append({key: answer.tokens for key, answer in run(engine, *free, *constrained).items()})
+        assert late.most_in_flight == depth
+    assert found[0] == found[1]
 
 
 def test_an_answer_ends_where_nothing_can_follow(demo: Callable[..., GenerationEngine]) -> None:

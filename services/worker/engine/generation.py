@@ -134,15 +134,15 @@ class GenerationEngine:
         self._jobs: dict[int, ActiveJob] = {}
         self._scored = ScoredPrompts()
         self._next_deadline_s = math.inf
+        """No job has an earlier one."""
         self._computed: list[Sequence] = []
         """Those whose prompts were computed in this step."""
-        """No job has an earlier one."""
         self._in_flight: deque[_StepInFlight] = deque()
         self._last_end_s = 0.0
         self._steps = 0
         self._events: EngineEvents | None = None
         self._undrawn = False
-        """The last step in flight has rows whose tokens are not drawn yet: their masks follow from the step before."""
+        """The last step in flight has rows whose tokens are not drawn yet: their masks follow from the steps before."""
         self.inbox = Inbox()
         self._structured = StructuredJobs(self.inbox)
         self.prefixes = Prefixes(self.planner, runner.kv, lambda: self.step_times.prefill_rate, self.inbox.wake)
@@ -397,8 +397,7 @@ class GenerationEngine:
         parts = self._launch_rows(rows, edits, output)
         self._in_flight.append(_StepInFlight(parts, prefill, len(rows) > prompts, guesses, began))
         self._undrawn = undrawn
-        if undrawn and len(self._in_flight) == 1:
-            self._draw(output)
+        self._draw_alone(output)
 
     def _launch_rows(self, rows: list[Row], edits: list[SlotEdits], output: StepOutput) -> list[_StepPart]:
         """Launch the rows; if that fails, each half of them with its slots' edits, so that one bad job fails alone."""
@@ -437,12 +436,13 @@ class GenerationEngine:
             rows = [row for part in step.parts for row in part.rows]
             self.speculation.stepped(rows, now - began, overlapped=idle_s <= 0)
         self._last_end_s = now
-        if self._undrawn:
-            self._draw(output)
+        self._draw_alone(output)
 
-    def _draw(self, output: StepOutput) -> None:
-        """Draw the tokens of the rows that wait for masks. All tokens before them are known now: theirs is the only
-        step in flight. The device computes it meanwhile."""
+    def _draw_alone(self, output: StepOutput) -> None:
+        """Draw the tokens of the rows that wait for masks once their step alone is in flight: all tokens before them
+        are known then. The device computes the step meanwhile."""
+        if not self._undrawn or len(self._in_flight) > 1:
+            return
         self._undrawn = False
         for part in self._in_flight[0].parts:
             waiting = [
