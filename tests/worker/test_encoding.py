@@ -4,16 +4,21 @@ import math
 import threading
 import time
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
+from torch import Tensor
 
 from services.worker.engine import encoding
 from services.worker.engine.encoding import EncodingEngine
 from services.worker.job import EncodeTask, Ended, EndReason, Job, SamplingParams, StepOutput
 from services.worker.planner.dynamic_batch import DynamicBatch
-from services.worker.runners.base import TextTokens
+from services.worker.runners.base import EncoderRunner, TextTokens
+from services.worker.runners.cuda.encoders.runner import GpuEncoderRunner, Sizes
 
 POISON, LATE_POISON, NAN = 666, 667, 13
 MOST_TOKENS, MOST_LENGTH = 64, 32
@@ -52,8 +57,29 @@ class SumRunner:
         return np.array([[len(text.token_ids), total] for text, total in zip(launched, sums, strict=True)], np.float32)
 
 
-def engine_of(runner: SumRunner, longest_wait_s: float = 0.0) -> EncodingEngine:
-    batch = DynamicBatch(MOST_TOKENS, 64, longest_wait_s)
+class FirstTokenRunner(GpuEncoderRunner):
+    """The GPU's runner on a CPU, with a network whose vectors are a text's first token. The first launch fails."""
+
+    def __init__(self) -> None:
+        model = SimpleNamespace(
+            embedding=torch.zeros(1, 4),
+            config=SimpleNamespace(layers=1, unique_layers=1, first_position=0, head_dim=32),
+            projections=lambda: [SimpleNamespace(linear=SimpleNamespace(inputs=1, outputs=1))],
+            width=1,
+        )
+        super().__init__(model, MOST_TOKENS, 4)  # type: ignore[arg-type]
+        self.fails = True
+
+    def forward(self, sizes: Sizes) -> Tensor:
+        if self.fails:
+            self.fails = False
+            raise torch.OutOfMemoryError("once")
+        token_ids, starts = self.words[sizes.parts[0]], self.words[sizes.parts[3]]
+        return token_ids[starts[:-1]].float()[:, None]
+
+
+def engine_of(runner: EncoderRunner[Any], longest_wait_s: float = 0.0, most_texts: int = 64) -> EncodingEngine:
+    batch = DynamicBatch(MOST_TOKENS, most_texts, longest_wait_s)
     return EncodingEngine(runner, frozenset({"embed"}), MOST_LENGTH, batch)
 
 
@@ -137,6 +163,17 @@ def test_a_poisoned_text_fails_alone(depth: int) -> None:
         9: (0, "INTERNAL"),
     }
     assert all(values(ended[key]) == [[2, 2 * key], [1, 1], [1, 5]] for key in range(8) if key != 3)
+
+
+def test_a_batch_in_flight_keeps_its_vectors_while_parts_of_a_failed_one_are_computed() -> None:
+    engine = engine_of(FirstTokenRunner(), most_texts=4)
+    for key in (1, 2, 3):
+        engine.submit(job(key, *([10 * key + text] * 4 for text in range(4))))
+    with Ends(engine) as ends:
+        ended = ends.wait(3)
+    assert {key: values(ended[key]) for key in (1, 2, 3)} == {
+        key: [[10 * key + text] for text in range(4)] for key in (1, 2, 3)
+    }
 
 
 def test_far_deadlines_of_ended_jobs_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,4 +151,4 @@ class EncoderRunner(Protocol[Batch]):
         ValueError for too many tokens."""
 
     def collect(self, launched: Batch, /) -> Vectors:
-        """Wait for a launched batch and return its vectors, which stay valid until `depth` more are launched."""
+        """Wait for any launched batch and return its vectors, which stay valid until `depth` more are launched."""

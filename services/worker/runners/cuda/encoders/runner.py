@@ -5,6 +5,7 @@ padded with tokens of no text. Two batches are in flight: the host packs one whi
 no jobs.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -104,10 +105,10 @@ class GpuEncoderRunner:
         words = max(self.sizes(tokens, most_texts).words for tokens in counts)
         self.words = torch.zeros(words, dtype=torch.int32, device=device)
         """Of the batch that is computed next."""
-        self._buffers = [self._new_buffer(words) for _ in range(self.depth)]
+        self._free = deque(self._new_buffer(words) for _ in range(self.depth + 1))
+        """Of no batch in flight; the one that was collected last is the last to be used again."""
         self._graphs: list[Graph] = []
         """The smallest first."""
-        self._launched = 0
 
     @property
     def width(self) -> int:
@@ -121,7 +122,7 @@ class GpuEncoderRunner:
         if tokens > self.most_tokens or len(batch) > self.most_texts:
             raise ValueError(f"{tokens} tokens in {len(batch)} texts, most are {self.most_tokens} in {self.most_texts}")
         packed = pack(batch, self.model.config.first_position)
-        buffer = self._buffers[self._launched % self.depth]
+        buffer = self._free[0]
         graph = next((graph for graph in self._graphs if tokens <= graph.sizes.tokens), None)
         if graph and not is_padded(self._work, tokens, graph.sizes.tokens):
             graph = None
@@ -134,12 +135,13 @@ class GpuEncoderRunner:
         buffer.vectors[: len(batch)].copy_(vectors[: len(batch)], non_blocking=True)
         if buffer.over is not None:
             buffer.over.record()
-        self._launched += 1
+        self._free.popleft()  # Not if the launch fails.
         self.computed_tokens += tokens
         return LaunchedBatch(buffer, len(batch))
 
     def collect(self, launched: LaunchedBatch, /) -> Vectors:
-        """Wait for a batch. Its vectors stay valid until two more are launched."""
+        """Wait for any batch in flight. Its vectors stay valid until two more are launched."""
+        self._free.append(launched.buffer)
         if launched.buffer.over is not None:
             launched.buffer.over.synchronize()
         vectors: Vectors = launched.buffer.vectors[: launched.texts].numpy()
