@@ -15,8 +15,10 @@ def on_ranks(ranks: int, work: Callable[..., None], *arguments: Any) -> None:
         processes = [spawn.Process(target=work, args=(rank, f"{folder}/meeting", *arguments)) for rank in range(ranks)]
         for process in processes:
             process.start()
-        while running := [process for process in processes if process.exitcode is None]:
+        running = processes
+        while running:
             wait([process.sentinel for process in running])
+            running = [process for process in processes if process.exitcode is None]  # What fails later is among them.
             if any(process.exitcode for process in processes):  # The others would wait for it for ever.
                 for process in running:
                     process.kill()
