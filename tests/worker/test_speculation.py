@@ -327,7 +327,7 @@ class LonelyRunner(LateRunner):
 @pytest.mark.parametrize(
     ("why", "depth"),
     [
-        ("too dear", None),
+        ("too slow", None),
         ("too many answers", 4),
         ("too many answers", None),
         ("nothing found", 4),
@@ -338,7 +338,7 @@ def test_steps_overlap_where_nothing_is_guessed(why: str, depth: int | None, eng
     made = engine(**STRICT)
     assert isinstance(made.runner, CpuRunner)
     jobs = [job(key, prompt_of(9 + key), max_tokens=60) for key in range(3)]
-    if why == "too dear":
+    if why == "too slow":
         speculation = Speculation(draft_model.DraftProgress(made.options.block_size, 512), overlaps=True)
         speculation._budget.spend(12_500, 250.0)  # No slow machine earns this within the test.
     elif why == "nothing found":

@@ -81,7 +81,7 @@ class Compilation:
         self._done = self._total = 0
         self.error = ""
         """The message of its failure; empty if there was none."""
-        self._heard = time.monotonic()
+        self._last_report_s = time.monotonic()
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
         )
@@ -111,7 +111,7 @@ class Compilation:
 
     def wait(self, progress: Progress) -> bool:
         """Wait until all kernels are compiled; whether they are. A failure is logged."""
-        while self._process.poll() is None and time.monotonic() - self._heard < self._silence_s:
+        while self._process.poll() is None and time.monotonic() - self._last_report_s < self._silence_s:
             progress(PHASE, self._done, max(self._total, 1))
             time.sleep(_LOOK_S)
         self._reading.join(1.0)  # what it reported last
@@ -126,7 +126,7 @@ class Compilation:
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            self._heard = time.monotonic()
+            self._last_report_s = time.monotonic()
             with contextlib.suppress(AttributeError, TypeError, ValueError):  # Libraries may print, too.
                 report = json.loads(line)
                 self.error = str(report.get("error", ""))

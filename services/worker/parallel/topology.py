@@ -5,8 +5,6 @@ Ranks are numbered stage after stage. Rank 0 is the worker's own process.
 
 from dataclasses import dataclass
 
-MOST_RANKS = 64
-
 
 @dataclass(frozen=True, slots=True)
 class Place:

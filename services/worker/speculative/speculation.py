@@ -177,7 +177,7 @@ class Speculation:
         self._plain_steps = min(self._in_vain, _LONGEST_PAUSE)
 
     def _rests(self, asking: list[Sequence], rows: int) -> bool:
-        """Whether steps without guesses follow, because none is due to be tried or would be too dear."""
+        """Whether steps without guesses follow, because no guess is due to be tried or all would cost too much."""
         rest = self._rest(asking, rows) if self._depth is None else 0
         self._plain_steps = min(rest, _MOST_PLAIN_STEPS)
         return rest > 0

@@ -15,7 +15,6 @@ from kernels.quantized_weights import INT4_ZERO, Int4Weight, pack_int4
 from services.worker.errors import CheckpointError
 from services.worker.loader.formats.module_tensors import ModuleTensors, unpack_words
 
-_HALF = (torch.float16, torch.bfloat16, torch.float32)
 _WORD = (torch.int32,)
 # Place i of a word holds column _AWQ_ORDER[i] of eight; column j is in place _AWQ_PLACES[j].
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
