@@ -1,9 +1,15 @@
 """Properties of a GPU that decide which kernels run on it and in which shapes. Knows no kernel."""
 
+import os
 from functools import cache
+from pathlib import Path
 
 import torch
 import triton
+
+_MPS_VARIABLES = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
+_MPS_PIPE = Path("/tmp/nvidia-mps/control")
+"""Where its daemon is found unless a variable names another folder."""
 
 
 @cache
@@ -29,3 +35,10 @@ def is_hopper(device: torch.device) -> bool:
 def processors(device: torch.device) -> int:
     """Number of multiprocessors of the device."""
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def under_mps() -> bool:
+    """Whether kernels of other processes may run beside this one's, by NVIDIA's MPS. Then a kernel must not be used
+    whose programs wait for others that may begin after them: two such kernels would wait for ever."""
+    return any(map(os.environ.get, _MPS_VARIABLES)) or _MPS_PIPE.exists()

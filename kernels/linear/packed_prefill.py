@@ -10,7 +10,7 @@ from typing import Any
 import triton
 from torch import Tensor
 
-from kernels.device import processors
+from kernels.device import processors, under_mps
 from kernels.linear.gluon_common import descriptor
 from kernels.linear.packed import CHUNK, PackedWeight
 from kernels.linear.packed_prefill_kernel import packed_prefill_kernel
@@ -103,7 +103,8 @@ def launch(
     down = triton.cdiv(rows, shape.rows)
     across = triton.cdiv(n, 64 if gated else 128)
     tiles = across * down
-    alone, span = share(tiles, chunks, processors)
+    # Programs that share a tile wait for one another.
+    alone, span = (tiles, 1) if under_mps() else share(tiles, chunks, processors)
     units = (tiles - alone) * chunks
     programs = processors if tiles >= processors else triton.cdiv(units, span) if units else tiles
     space = workspace(x.device, programs * 2 * shape.rows * 64)

@@ -6,7 +6,7 @@ of a lane compute the same rows, and send each other the mean and the sum of squ
     M rows of x    a lane: three programs, side by side in the grid    moments: mean and sum of squares about it
 
 Programs wait for others that may begin after them: a launch must have the GPU's multiprocessors for itself, but for
-kernels that end.
+kernels that end. So it serves no process under MPS.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.device import processors
+from kernels.device import processors, under_mps
 from kernels.linear import resident_hopper
 from kernels.linear.gluon_common import descriptor
 from kernels.linear.resident_hopper import INPUTS, SLICE, produce
@@ -200,7 +200,7 @@ def _inbox(device: torch.device) -> Tensor:
 
 def serves(x: Tensor, weight: Tensor) -> bool:
     """Whether this kernel supports this product, and is faster than a product and a norm."""
-    return len(weight) == INPUTS and len(x) <= MAX_ROWS and resident_hopper.serves(x, weight)
+    return len(weight) == INPUTS and len(x) <= MAX_ROWS and not under_mps() and resident_hopper.serves(x, weight)
 
 
 def linear_add_norm(

@@ -9,7 +9,7 @@ with the columns of B. So the adapters cost what it takes to read them, and no l
     a block: a group of one part    a share: some columns of a block's A
 
 Programs wait for others that may begin after them: a launch must have the GPU's processors for itself, but for kernels
-that end.
+that end. So it serves no process under MPS.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.dependent_launch import launch_options, prefetch
-from kernels.device import processors
+from kernels.device import processors, under_mps
 from kernels.linear import dense
 from kernels.linear.dense import multiply
 from kernels.linear.split_k import Tile, finish, workspace
@@ -223,7 +223,7 @@ def tile_for(x: Tensor, stack: AdapterStack, gated: bool) -> Tile | None:
     rows, k = x.shape
     _, parts, rank, _ = stack.a.shape
     n = stack.ends[-1] // 2 if gated else stack.ends[-1]
-    if not 0 < rows <= FEW or x.dtype.itemsize != 2 or rank > _MOST_RANK or k % 8:
+    if not 0 < rows <= FEW or x.dtype.itemsize != 2 or rank > _MOST_RANK or k % 8 or under_mps():
         return None
     tile = dense.tile_for(rows, n, k, gated, x.dtype) or _BESIDE_CUBLAS
     if gated:

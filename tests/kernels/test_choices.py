@@ -1,20 +1,31 @@
 """The rules that choose a kernel for rows; no GPU is needed."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-from kernels import attention, kv_pages
+from kernels import attention, device, kv_pages
 from kernels.attention import decode_hopper
 from kernels.attention.short_prefill import serves_short_prefill
-from kernels.linear import packed_gemm, packed_gemv, packed_hopper, packed_prefill
-from kernels.linear.packed import PackedWeight
+from kernels.linear import (
+    packed_gemm,
+    packed_gemv,
+    packed_hopper,
+    packed_prefill,
+    resident_hopper,
+    resident_norm_hopper,
+)
+from kernels.linear.packed import PackedWeight, pack_weight
 from kernels.linear.packed_gemv_kernel import _octet
+from kernels.lora import AdapterStack, fused
 from kernels.operands import Scores
+from kernels.quantized_weights import Int4Weight
 from services.worker.runners.cuda.encoders.runner import captured_sizes, is_padded
 
 BF16 = torch.bfloat16
@@ -239,3 +250,42 @@ def test_batches_of_larger_encoders_are_captured_if_they_are_small_or_full() -> 
     assert is_padded(BERT_BASE, 32768 - 200, 32768)
     assert not is_padded(BERT_BASE, 1025, 32768)
     assert captured_sizes(BERT_BASE, 100) == [16, 32, 64, 96, 100]
+
+
+# ---- processes beside this one ----
+
+
+@pytest.fixture
+def no_mps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """No trace of MPS. The path is where its daemon's pipe would be."""
+    for name in ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(device, "_MPS_PIPE", tmp_path / "control")
+    device.under_mps.cache_clear()
+    yield tmp_path / "control"
+    device.under_mps.cache_clear()
+
+
+@pytest.mark.parametrize("trace", ["CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "pipe"])
+def test_no_program_waits_for_another_under_mps(trace: str, no_mps: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resident_hopper, "serves", lambda *_: True)
+    x, weight = torch.empty(8, 384, dtype=BF16), torch.empty(384, 384, dtype=BF16)
+    stack = AdapterStack.empty(1, 16, 384, (384,), BF16)
+    words = Int4Weight(torch.zeros(512, 512, dtype=torch.uint8), torch.ones(512, 8, dtype=BF16), None, 128)
+    rows, out = torch.empty(384, 1024, dtype=BF16), torch.empty(384, 512, dtype=BF16)
+    product = (rows, pack_weight(words), None, None, False, out)
+    assert not device.under_mps()
+    _, given = packed_prefill.launch(*product, packed_prefill.NARROW, 132)
+    assert given["units"] > 0
+    assert resident_norm_hopper.serves(x, weight)
+    assert fused.tile_for(x, stack, False)
+    device.under_mps.cache_clear()
+    if trace == "pipe":
+        no_mps.touch()
+    else:
+        monkeypatch.setenv(trace, "50")
+    assert device.under_mps()
+    _, given = packed_prefill.launch(*product, packed_prefill.NARROW, 132)
+    assert (given["alone"], given["units"]) == (12, 0)
+    assert not resident_norm_hopper.serves(x, weight)
+    assert fused.tile_for(x, stack, False) is None
