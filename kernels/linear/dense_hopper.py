@@ -32,6 +32,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kernels.device import is_hopper, processors
 from kernels.linear.chosen_experts import chosen_keys, divisor_of, expert_of, key_at, score_of
 from kernels.linear.gluon_common import (
+    NO_EXPERTS,
     NO_POOL,
     descriptor,
     flattened,
@@ -297,8 +298,6 @@ class Shape:
     """Columns of a chunk, in units of 64."""
 
 
-NO_EXPERTS: dict[str, Any] = {"logits": None, "each": 1, "EXPERTS": 1, "CHOSEN": 1, "NORMALIZED": True}
-"""Arguments of a launch whose weight is not that of experts."""
 REGISTERS = 96
 """Registers per thread at launch, before the warps redistribute them: leaves room for the next kernel's program."""
 

@@ -147,6 +147,8 @@ NO_POOL: dict[str, Any] = {
     "G": 0,
 }
 """Arguments of a launch that stores its product without rotation: there is no KV pool."""
+NO_EXPERTS: dict[str, Any] = {"logits": None, "each": 1, "EXPERTS": 1, "CHOSEN": 1, "NORMALIZED": True}
+"""Arguments of a launch whose weight is not that of experts."""
 
 
 def pool_arguments(

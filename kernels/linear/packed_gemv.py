@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 
 from kernels.device import processors
-from kernels.linear.gluon_common import NO_POOL, descriptor
+from kernels.linear.gluon_common import NO_EXPERTS, NO_POOL, descriptor
 from kernels.linear.packed import CHUNK, PackedWeight
 from kernels.linear.packed_gemv_kernel import packed_gemv_kernel
 
-NO_EXPERTS: dict[str, Any] = {"logits": None, "each": 1, "EXPERTS": 1, "CHOSEN": 1, "NORMALIZED": True}
-"""Arguments of a launch whose weight is not that of experts."""
 WARPS = 8
 """Warps of a program that multiply; two more load."""
 
