@@ -11,7 +11,8 @@ through parcels:
               a program has written. Half the bytes, and one place to look at for each program.
 
 Both have halves for odd and even exchanges, with a part for each sender. Two halves suffice: a rank that begins
-exchange n + 2 has all numbers of exchange n + 1, which others send after they have read exchange n.
+exchange n + 2 has all numbers of exchange n + 1, which others send after they have read exchange n. Counts are int32
+and wrap: 2^31 - 1 is followed by -2^31.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -64,8 +65,8 @@ def memory(addresses, rank, kind: tl.constexpr):
 
 @triton.jit
 def next_exchange(state):
-    """The count of the exchange that begins, int64. To be called after `wait`."""
-    return tl.load(state, volatile=True).to(tl.int64) + 1
+    """The count of the exchange that begins, an int32 in int64. To be called after `wait`."""
+    return (tl.load(state, volatile=True) + 1).to(tl.int64)
 
 
 @triton.jit

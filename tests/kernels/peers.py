@@ -30,16 +30,19 @@ class Room:
         self.folder, self.rank = folder, rank
         self._mapped: list[Tensor] = []
 
-    def peers(self) -> Peers:
-        """This rank's way to the others."""
+    def peers(self, exchanges: int = 0) -> Peers:
+        """This rank's way to the others. exchanges: so far."""
         inboxes = [self.address(f"inbox {rank}", peer_words.inbox_bytes(RANKS)) for rank in range(RANKS)]
         parcels = [self.address(f"parcels {rank}", peer_words.parcel_bytes(RANKS, CAPACITY)) for rank in range(RANKS)]
-        return Peers(self.rank, torch.tensor(inboxes), torch.tensor(parcels), CAPACITY, counts())
+        return Peers(self.rank, torch.tensor(inboxes), torch.tensor(parcels), CAPACITY, counts(exchanges))
 
-    def link(self, stage: int) -> Link:
-        """The way from a stage to the next one."""
+    def link(self, stage: int, transfers: int = 0) -> Link:
+        """The way from a stage to the next one. transfers: sent and taken so far."""
         parcels = self.address(f"stage {stage}", peer_stages.parcel_bytes(CAPACITY))
-        return Link(parcels, self.address(f"taken {stage}", 64), CAPACITY, counts())
+        taken = self.address(f"taken {stage}", 64)
+        if transfers:
+            self._mapped[-1].view(torch.int32)[0] = transfers
+        return Link(parcels, taken, CAPACITY, counts(transfers))
 
     def address(self, name: str, size: int) -> int:
         """Of memory that every rank maps by this name; zeros at first."""
@@ -49,9 +52,9 @@ class Room:
         return self._mapped[-1].data_ptr()
 
 
-def counts() -> Tensor:
-    """Of a rank or link that has exchanged nothing yet."""
-    return torch.zeros(2, dtype=torch.int32)
+def counts(exchanges: int) -> Tensor:
+    """Of a rank or link that has made so many exchanges."""
+    return torch.tensor([exchanges, 0], dtype=torch.int32)
 
 
 def check_sums(room: Room) -> None:
@@ -134,6 +137,23 @@ def check_stages(room: Room) -> None:
             found = torch.full_like(x, float("nan"))
             peer_stages.receive(found, link)
             assert torch.equal(found, x)
+
+
+def check_counts_that_wrap(room: Room) -> None:
+    """Short and long exchanges and transfers, whose counts go on from 2^31 - 1 at -2^31."""
+    peers, link = room.peers(2**31 - 3), room.link(0, 2**31 - 3)
+    for seed, words in enumerate((10, 140_000, 10, 140_000, 10)):
+        parts = torch.randn(RANKS, 1, words, generator=torch.Generator().manual_seed(seed))
+        out = torch.full_like(parts[0], float("nan"))
+        peer_sums.add_sum(parts[room.rank].clone(), peers, out)
+        assert torch.equal(out, parts[0] + parts[1])
+        if room.rank == 0:
+            peer_stages.send(parts[0].clone(), link)
+        else:
+            found = torch.full_like(parts[0], float("nan"))
+            peer_stages.receive(found, link)
+            assert torch.equal(found, parts[0])
+    assert peers.state[0] == link.state[0] == 2 - 2**31
 
 
 def on_ranks(check: Callable[[Room], None]) -> None:
