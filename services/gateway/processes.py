@@ -131,13 +131,24 @@ class _Running:
         """Starts the process."""
         own, its = socket.socketpair()
         with its:
+            link = await Link.open(own)
             # `-m` alone would import from the current folder.
             path = [] if {"", os.getcwd()} & set(sys.path) else ["-P"]
             child = await asyncio.create_subprocess_exec(
                 sys.executable, *path, "-m", "services.gateway", *arguments(number, its.fileno(), usage.descriptor),
                 env={**os.environ, **environment}, pass_fds=[its.fileno(), usage.descriptor],
             )  # fmt: skip
-        return cls(number, child, await Link.open(own))
+        return cls(number, child, link)  # Nothing is awaited in between: a process that runs has an owner.
+
+    async def listens(self, seconds: float) -> bool:
+        """Waits until the member listens. -> whether it does; not if its process ends before, or it takes longer."""
+        awaited = [asyncio.ensure_future(self.link.listens.wait()), asyncio.ensure_future(self.child.wait())]
+        try:
+            await asyncio.wait(awaited, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for each in awaited:
+                each.cancel()
+        return self.link.listens.is_set()
 
     async def scrape(self) -> bytes:
         """The member's metrics; empty if it does not answer."""
@@ -164,12 +175,15 @@ class Supervisor:
         self._settings = settings
         self._environment = environment
         self._members: list[_Running | None] = [None] * count
+        self._starting = [asyncio.Lock() for _ in range(count)]
+        """Held while a process starts for a place: of two, one would have no place."""
+        self._living: dict[_Running, asyncio.Task[None]] = {}
+        """All processes that have not ended, with or without a place, each with the task that answers it."""
         self._numbers: set[int] = set()
         self._usage = UsageTable.create()
         self._stop = asyncio.Event()
         self._code = 0
         self._first_listens = asyncio.Event()
-        self._draining: set[asyncio.Task[None]] = set()
         self._replacing: asyncio.Task[None] | None = None
         self._scraping: asyncio.Task[bytes] | None = None
 
@@ -183,13 +197,12 @@ class Supervisor:
         keeping = [asyncio.create_task(self._keep(place)) for place in range(len(self._members))]
         log.info("supervising", processes=len(keeping), listen=self._environment["WEFT_LISTEN"])
         await self._stop.wait()
-        if self._replacing is not None:
-            self._replacing.cancel()
-        living = [member for member in self._members if member is not None]
-        await asyncio.gather(*(member.drain(self._settings.drain_s) for member in living), *self._draining)
-        for task in keeping:
+        starting = [*keeping, *([self._replacing] if self._replacing is not None else [])]
+        for task in starting:
             task.cancel()
-        await asyncio.gather(*keeping, return_exceptions=True)
+        await asyncio.gather(*starting, return_exceptions=True)  # No process starts from here on.
+        draining = [member.drain(self._settings.drain_s) for member in self._living]
+        await asyncio.gather(*draining, *self._living.values())
         if server is not None:
             await server.close()
         return self._code
@@ -200,34 +213,34 @@ class Supervisor:
         if place:
             await self._first_listens.wait()
         failures = 0
-        while not self._stop.is_set():
-            member = self._members[place] = await self._start()
-            while True:
-                code = await member.child.wait()
-                successor = self._members[place]
-                if successor is member or successor is None:
-                    break
-                member, failures = successor, 0
-            if self._stop.is_set():
-                return
+        while True:
+            member = await self._filled(place)
+            code = await member.child.wait()
+            if self._members[place] is not member:  # It was replaced.
+                failures = 0
+                continue
             failures = 1 if time.monotonic() - member.began > _SETTLED_S else failures + 1
             log.warning("a gateway process ended", number=member.number, code=code)
             if code == os.EX_CONFIG or (not self._first_listens.is_set() and failures >= _MOST_STARTS):
                 self._code = code if code > 0 else 1
                 self._stop.set()
                 return
-            backoff_s = min(_FIRST_BACKOFF_S * 2 ** (failures - 1), _LONGEST_BACKOFF_S)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stop.wait(), backoff_s)
+            await asyncio.sleep(min(_FIRST_BACKOFF_S * 2 ** (failures - 1), _LONGEST_BACKOFF_S))
+
+    async def _filled(self, place: int) -> _Running:
+        """The member of a place, which is started if the last one has ended."""
+        async with self._starting[place]:
+            member = self._members[place]
+            if member is None or member.child.returncode is not None:
+                member = self._members[place] = await self._start()
+            return member
 
     async def _start(self) -> _Running:
         """Starts a member under a number that no living one has."""
         number = next(each for each in range(len(self._numbers) + 1) if each not in self._numbers)
         self._numbers.add(number)
         member = await _Running.start(number, self._environment, self._usage)
-        task = asyncio.create_task(self._watch(member))
-        self._draining.add(task)
-        task.add_done_callback(self._draining.discard)
+        self._living[member] = asyncio.create_task(self._watch(member))
         return member
 
     async def _watch(self, member: _Running) -> None:
@@ -237,23 +250,22 @@ class Supervisor:
         member.link.close()
         self._usage.forget(member.number)
         self._numbers.discard(member.number)
+        del self._living[member]
 
     def _replace_soon(self) -> None:
-        if self._replacing is None or self._replacing.done():
+        if not self._stop.is_set() and (self._replacing is None or self._replacing.done()):
             self._replacing = asyncio.create_task(self._replace_all())
 
     async def _replace_all(self) -> None:
         """Replaces the members one after the other: each ends only when its successor listens."""
-        for place, old in enumerate(self._members):
-            successor = await self._start()
-            try:
-                async with asyncio.timeout(_START_S):
-                    await successor.link.listens.wait()
-            except TimeoutError:
-                log.warning("a replacement did not listen in time: the others stay", seconds=_START_S)
-                await successor.drain(0)
-                return
-            self._members[place] = successor
+        for place, starting in enumerate(self._starting):
+            async with starting:  # If the old one dies meanwhile, its successor is the next one at its place.
+                successor = await self._start()
+                if not await successor.listens(_START_S):
+                    log.warning("a replacement did not listen in time: the others stay", seconds=_START_S)
+                    await successor.drain(0)
+                    return
+                old, self._members[place] = self._members[place], successor
             if old is not None:
                 await old.drain(self._settings.drain_s)
         log.info("all gateway processes were replaced", processes=len(self._members))
