@@ -3,6 +3,7 @@
 import contextlib
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from grpc import StatusCode
@@ -15,6 +16,7 @@ from services.gateway.access.quotas import Bucket, Quota
 from services.gateway.access.tenants import DEFAULT, Limits, Tenant, parse
 from services.gateway.access.usage import _ROW, MOST_TENANTS, UsageTable
 from services.gateway.doors.grpc_gate import AuthCheck
+from tests.gateway.tenant_files import tenant
 
 
 def refused(quota: Quota, now: float, *, answer: bool = False) -> WeftError:
@@ -133,6 +135,25 @@ def test_members_share_a_burst_a_budget_and_concurrent_answers() -> None:
     assert (one.running, two.running) == (1, 0)
     table.forget(0)  # Its process died.
     two.begin(20.0)
+
+
+def test_limits_that_a_tenant_gets_later_hold_over_all_processes(tmp_path: Path) -> None:
+    file, key, table = tmp_path / "tenants.toml", "weft-key-of-a-tenant", UsageTable.create()
+    file.write_text(tenant("acme", key))
+    members = [Authorizer(str(file), table, number) for number in range(4)]
+    acme = members[0].tenant([f"Bearer {key}"])
+    with contextlib.ExitStack() as running:
+        for member in members:
+            running.enter_context(member.slot(acme, lambda: 0))
+        file.write_text(tenant("acme", key, "concurrent = 5"))
+        for member in members:
+            member.reload()
+        running.enter_context(members[0].slot(acme, lambda: 0))
+        for member in members:
+            with pytest.raises(WeftError, match="concurrent"), member.slot(acme, lambda: 0):
+                pass
+    with members[3].slot(acme, lambda: 0):
+        pass
 
 
 def test_tenants_of_a_table_do_not_share_limits() -> None:

@@ -15,7 +15,7 @@ from services.errors import WeftError
 from services.gateway.access.bearer_tokens import BearerTokens
 from services.gateway.access.errors import denied, unauthenticated
 from services.gateway.access.quotas import Quota
-from services.gateway.access.tenants import DEFAULT, Limits, Tenant, TenantsFileError, TenantTable, read
+from services.gateway.access.tenants import DEFAULT, Tenant, TenantsFileError, TenantTable, read
 from services.gateway.access.usage import SharedUsage, UsageTable
 
 log = structlog.get_logger("access")
@@ -123,8 +123,9 @@ class Authorizer:
         return quota
 
     def _usage(self, tenant: Tenant) -> SharedUsage | None:
-        """Where the tenant's usage is counted beside other processes; None to count it here alone."""
-        if self._shared is None or tenant.limits == Limits():
+        """Where the tenant's usage is counted beside other processes; None to count it here alone. A tenant without
+        limits may get some later, which then hold for the answers that run."""
+        if self._shared is None:
             return None
         usage = self._shared.usage(tenant.hash, self._member)
         if usage is None:
