@@ -44,6 +44,9 @@ def test_a_refusal_decides_about_requests_that_ask_for_no_less_in_no_more_time()
     assert decided(ask(max_tokens=10), ask(max_tokens=20))
     assert decided(ask(priority=1), ask(priority=1))
     assert decided(ask(priority=1), ask())
+    assert decided(ask(), ask(n=1))
+    assert decided(ask(), ask(n=2))
+    assert decided(ask(n=2), ask(n=2))
 
 
 @pytest.mark.parametrize(
@@ -64,6 +67,28 @@ def test_requests_that_may_have_a_chance_are_submitted(new: api.GenerateRequest,
 
 def test_a_short_prompt_is_submitted_after_a_long_one_was_refused() -> None:
     assert not decided(ask("a much longer " * 100), ask())
+
+
+def test_one_answer_is_submitted_after_several_were_refused() -> None:
+    assert not decided(ask(n=16), ask())
+    assert not decided(ask(n=16), ask(n=15))
+
+
+def test_prompts_of_different_forms_are_not_compared() -> None:
+    text = ask("a much longer " * 100)
+    ids = ask(prompt=api.Prompt(token_ids=api.TokenIds(ids=[100_000] * 500)))
+    assert not decided(text, ids)
+    assert not decided(ids, text)
+    assert decided(ids, ids)
+
+
+def test_refusals_that_stand_for_no_other_request_are_dropped() -> None:
+    deadlines = UnmeetableDeadlines()
+    for number in range(1000):
+        deadlines.note((f"tenant {number}", "model"), ask(), LEFT_S, ERROR, 0.01 * number)
+        deadlines.note(PLACE, ask(), LEFT_S, ERROR, 0.01 * number)
+    assert len(deadlines._refused) < 30
+    assert deadlines.refusal(PLACE, ask(), LEFT_S, 10.0) is not None
 
 
 def test_an_answer_without_a_bound_says_nothing_about_one_with_a_bound() -> None:

@@ -5,6 +5,7 @@ much as a placement. Under overload most requests are like the one before them: 
 time than one that the scheduler has just refused are refused where they arrive.
 """
 
+from itertools import takewhile
 from typing import NamedTuple
 
 from protos import inference_pb2 as api
@@ -32,21 +33,33 @@ class _Demand(NamedTuple):
     bounded: bool
     """It has a limit of its own for the answer, `max_tokens`."""
     max_tokens: int
+    n: int
+    """Number of continuations."""
+    prompt_form: str | None
     prompt_bytes: int
+    """Only those of one form are compared: a token's id has 1 to 5 bytes, its text any number."""
 
     @classmethod
     def of(cls, request: api.GenerateRequest) -> "_Demand":
         """The demand of a request."""
-        sampling = request.sampling
-        bounded = sampling.HasField("max_tokens")
-        return cls(request.priority, bounded, sampling.max_tokens, request.prompt.ByteSize())
+        sampling, prompt = request.sampling, request.prompt
+        return cls(
+            priority=request.priority,
+            bounded=sampling.HasField("max_tokens"),
+            max_tokens=sampling.max_tokens,
+            n=max(1, request.n),
+            prompt_form=prompt.WhichOneof("form"),
+            prompt_bytes=prompt.ByteSize(),
+        )
 
     def covers(self, other: "_Demand") -> bool:
-        """Whether it has no shorter answer and prompt than another one, and no higher priority."""
+        """Whether it has no shorter answer and prompt than another one, no fewer answers, and no higher priority."""
         return (
             self.priority <= other.priority
             and self.bounded == other.bounded
             and self.max_tokens >= other.max_tokens
+            and self.n >= other.n
+            and self.prompt_form == other.prompt_form
             and self.prompt_bytes >= other.prompt_bytes - _FEW_BYTES
         )
 
@@ -66,18 +79,19 @@ class UnmeetableDeadlines:
 
     def __init__(self) -> None:
         self._refused: dict[Place, _Refused] = {}
+        """In the order of their time. Those that stand for no other request any more are dropped with the next note."""
 
     def note(self, place: Place, request: api.GenerateRequest, left_s: float, error: WeftError, now: float) -> None:
         """The scheduler has refused a request that has `left_s` seconds left."""
+        past = takewhile(lambda each: now - self._refused[each].at > _MOST_HOLD_S, self._refused)
+        for each in (*past, place):
+            self._refused.pop(each, None)
         self._refused[place] = _Refused(now, left_s, _Demand.of(request), error.failure())
 
     def refusal(self, place: Place, request: api.GenerateRequest, left_s: float, now: float) -> WeftError | None:
         """Why a new request with `left_s` seconds is not submitted; None if it is."""
         refused = self._refused.get(place)
-        if refused is None:
-            return None
-        if now - refused.at > min(_MOST_HOLD_S, _HOLD * refused.left_s):
-            del self._refused[place]
+        if refused is None or now - refused.at > min(_MOST_HOLD_S, _HOLD * refused.left_s):
             return None
         if left_s > _MORE_TIME * refused.left_s or not _Demand.of(request).covers(refused.demand):
             return None
