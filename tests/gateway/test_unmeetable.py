@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from protos import inference_pb2 as api
-from services.errors import WeftError
+from services.errors import WeftError, unavailable
 from services.gateway.links import unmeetable
 from services.gateway.links.unmeetable import Place, UnmeetableDeadlines
 from tests.gateway.fakes import FakeMesh, ask, generate, rejected
@@ -116,3 +116,18 @@ async def test_requests_like_a_refused_one_do_not_reach_the_scheduler(monkeypatc
         monkeypatch.setattr(unmeetable, "_MOST_HOLD_S", -1.0)
         await generate(mesh.stub, ask(cache=api.CACHE_POLICY_BYPASS), timeout=30)
         assert len(mesh.scheduler.submits) == 3
+
+
+async def test_the_refusal_of_a_retry_decides_about_no_other_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unmeetable, "_MOST_HOLD_S", 1e9)
+    monkeypatch.setattr(unmeetable, "_HOLD", 1e9)
+    async with FakeMesh() as mesh:
+        mesh.workers[0].fail_at = 0, unavailable("STEP_FAILED", "a step failed")
+        mesh.scheduler.decide = lambda submit: rejected(submit, ERROR) if submit.attempt > 1 else None
+        retried = await generate(mesh.stub, ask(cache=api.CACHE_POLICY_BYPASS), timeout=30)
+        assert retried.error is not None
+        assert reason_of(retried.error) == unmeetable.REASON
+        assert [submit.attempt for submit in mesh.scheduler.submits] == [1, 2]
+        mesh.workers[0].fail_at = None
+        new = await generate(mesh.stub, ask(cache=api.CACHE_POLICY_BYPASS), timeout=30)
+        assert new.error is None

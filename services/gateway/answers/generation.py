@@ -90,6 +90,11 @@ class Generation:
         """A worker has at least one of its continuations."""
         return any(continuation.placed for continuation in self.continuations)
 
+    @property
+    def retried(self) -> bool:
+        """An attempt of a continuation was lost, and another one followed."""
+        return any(continuation.journal.attempt > 1 for continuation in self.continuations)
+
     def advance(self) -> None:
         """Moves the tokens that have arrived to the journals."""
         for continuation in self.continuations:

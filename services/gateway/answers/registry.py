@@ -60,7 +60,8 @@ class Registry:
     async def leave(self, generation: Generation, subscriber: Observer) -> None:
         """Ends a subscription, and the generation with its last one."""
         generation.subscribers.discard(subscriber)
-        if generation.error is not None and generation.error.reason == REASON:
+        # A retry avoids workers that take other requests: its refusal shows nothing about these.
+        if generation.error is not None and generation.error.reason == REASON and not generation.retried:
             now, admitted = time.monotonic(), generation.admitted
             left_s = subscriber.deadline - now
             self._unmeetable.note(admitted.place, admitted.request, left_s, generation.error, now)
