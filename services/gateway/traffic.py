@@ -17,7 +17,7 @@ _COUNTS = ("requests", "failed", "result_hits", "prompt_tokens", "cached_tokens"
 
 
 class Durations:
-    """A distribution of durations that only grows, in the buckets of `Latencies` in protos/mesh.proto."""
+    """A distribution of durations, in the buckets of `Latencies` in protos/mesh.proto."""
 
     __slots__ = ("counts",)
 
@@ -28,10 +28,22 @@ class Durations:
         """Counts a duration `times` times."""
         self.counts[int(math.log2(seconds * 1e6) * _PER_OCTAVE) if seconds > 1e-6 else 0] += times
 
+    def add_all(self, other: "Durations") -> None:
+        """Adds another distribution."""
+        for bucket, count in other.counts.items():
+            self.counts[bucket] += count
+
+    def message(self) -> mesh.Latencies:
+        """As a message."""
+        if not self.counts:
+            return mesh.Latencies()
+        first, last = min(self.counts), max(self.counts)
+        return mesh.Latencies(first=first, counts=[self.counts.get(bucket, 0) for bucket in range(first, last + 1)])
+
 
 @dataclass(slots=True)
 class ModelCounts:
-    """The counts of one model since the start of the gateway."""
+    """The counts of one model in a period of time."""
 
     requests: int = 0
     failed: int = 0
@@ -51,60 +63,52 @@ class ModelCounts:
         found = receipt.prompt_tokens if receipt.result_hit else receipt.cached_tokens + receipt.fetched_tokens
         self.cached_tokens += min(found, receipt.prompt_tokens)
 
-    def copy(self) -> "ModelCounts":
-        """The counts as they are now."""
-        copied = ModelCounts(*(getattr(self, name) for name in _COUNTS))
-        copied.first_token.counts.update(self.first_token.counts)
-        copied.inter_token.counts.update(self.inter_token.counts)
-        return copied
+    def add_all(self, other: "ModelCounts") -> None:
+        """Adds the counts of another period."""
+        for name in _COUNTS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.first_token.add_all(other.first_token)
+        self.inter_token.add_all(other.inter_token)
 
-
-_NONE = ModelCounts()
+    def message(self, model: str) -> mesh.ModelTraffic:
+        """As a message."""
+        counts = {name: getattr(self, name) for name in _COUNTS}
+        first, inter = self.first_token.message(), self.inter_token.message()
+        return mesh.ModelTraffic(model=model, **counts, first_token=first, inter_token=inter)
 
 
 class Traffic:
-    """The counts of all models, and what they were in each of the last seconds."""
+    """The counts of each of the last seconds, by model. A model without any for that long takes no memory and no
+    time."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._models: dict[str, ModelCounts] = {}
-        self._earlier: deque[tuple[float, dict[str, ModelCounts]]] = deque([(clock(), {})], maxlen=WINDOW_S)
+        self._now: dict[str, ModelCounts] = {}
+        """The counts since the last call of `roll`."""
+        self._seconds = deque([(clock(), self._now)], maxlen=WINDOW_S)
+        """Each second's start and counts; the last one is now."""
 
     def model(self, name: str) -> ModelCounts:
-        """The counts of a model."""
-        counts = self._models.get(name)
+        """The counts of a model in this second: not to be kept."""
+        counts = self._now.get(name)
         if counts is None:
-            counts = self._models[name] = ModelCounts()
+            counts = self._now[name] = ModelCounts()
         return counts
 
     def roll(self, running: int) -> mesh.GatewayReport:
         """The counts of the last `WINDOW_S` calls; to be called once a second. `running` requests are under way."""
         now = self._clock()
-        since, before = self._earlier[0]
-        self._earlier.append((now, {name: counts.copy() for name, counts in self._models.items()}))
-        traffic = (_difference(name, counts, before.get(name, _NONE)) for name, counts in sorted(self._models.items()))
-        models = [each for each in traffic if each is not None]
+        began, _ = self._seconds[0]
+        models: defaultdict[str, ModelCounts] = defaultdict(ModelCounts)
+        for _, second in self._seconds:
+            for name, counts in second.items():
+                models[name].add_all(counts)
+        self._now = {}
+        self._seconds.append((now, self._now))
         if not models:
             return mesh.GatewayReport(running=running)
-        return mesh.GatewayReport(running=running, window_s=max(1, round(now - since)), models=models)
-
-
-def _difference(name: str, now: ModelCounts, before: ModelCounts) -> mesh.ModelTraffic | None:
-    """The traffic between two moments; None if there was none."""
-    counts = {each: getattr(now, each) - getattr(before, each) for each in _COUNTS}
-    first = _latencies(now.first_token.counts, before.first_token.counts)
-    inter = _latencies(now.inter_token.counts, before.inter_token.counts)
-    if not any(counts.values()) and not first.counts:
-        return None
-    return mesh.ModelTraffic(model=name, **counts, first_token=first, inter_token=inter)
-
-
-def _latencies(now: Mapping[int, int], before: Mapping[int, int]) -> mesh.Latencies:
-    counts = {bucket: more for bucket, count in now.items() if (more := count - before.get(bucket, 0))}
-    if not counts:
-        return mesh.Latencies()
-    first, last = min(counts), max(counts)
-    return mesh.Latencies(first=first, counts=[counts.get(bucket, 0) for bucket in range(first, last + 1)])
+        traffic = [counts.message(name) for name, counts in sorted(models.items())]
+        return mesh.GatewayReport(running=running, window_s=max(1, round(now - began)), models=traffic)
 
 
 def percentiles(parts: Iterable[mesh.Latencies]) -> api.Percentiles:

@@ -304,7 +304,7 @@ async def history(seed: int, make: Callable[..., Continuation] = Continuation) -
     request = api.GenerateRequest(sampling=sampling)
     admitted = AdmittedRequest(request, "r", Tenant("t", b"s" * 8, "t"), Served(CARD, tuple(world.workers)), "")
     journal = Journal(PROMPT, Characters(), None)  # type: ignore[arg-type]
-    answer = Answer(journal, lambda: math.inf, client.notified.set, ModelCounts(), 0.0, 0.0)
+    answer = Answer(journal, lambda: math.inf, client.notified.set, ModelCounts, 0.0, 0.0)
     key = ResultKey(admitted.tenant.salt, CARD, PROMPT, sampling, 0)
     settings = types.SimpleNamespace(gateway_max_attempts=5)
     backend: Any = types.SimpleNamespace(

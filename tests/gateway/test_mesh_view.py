@@ -29,6 +29,20 @@ async def test_a_gateway_reports_its_traffic_and_then_its_silence() -> None:
         assert sum(model.inter_token.counts) == len(ANSWER) - 1
 
 
+async def test_an_answer_that_goes_on_after_a_report_is_counted_whole() -> None:
+    async with FakeMesh() as mesh:
+        worker, reports = mesh.workers[0], mesh.scheduler.reports
+        worker.hold_at = 12
+        answer = asyncio.create_task(generate(mesh.stub, ask()))
+        await until(lambda: any(model.tokens == 12 for report in reports for model in report.models))
+        worker.hold_at = None
+        await answer
+        await until(lambda: any(model.requests for report in reports for model in report.models))
+        (model,) = reports[-1].models
+        assert (model.requests, model.tokens) == (1, len(ANSWER))
+        assert sum(model.inter_token.counts) == len(ANSWER) - 1
+
+
 async def test_a_scheduler_that_accepts_no_reports_gets_none() -> None:
     async with FakeMesh() as mesh:
         await until(lambda: mesh.scheduler.hellos == 1)

@@ -1,5 +1,6 @@
 """The counts of a gateway's last seconds: windows, latencies in buckets, percentiles over gateways."""
 
+import gc
 import random
 
 import pytest
@@ -87,3 +88,21 @@ def test_counts_leave_the_window_after_its_length() -> None:
         assert (model.prompt_tokens, model.cached_tokens, model.tokens) == (20, 18, 5)
         assert sum(model.inter_token.counts) == 4
         assert report.window_s == min(second, WINDOW_S)
+
+
+def held() -> int:
+    """Counts of models that are in memory."""
+    gc.collect()
+    return sum(isinstance(each, ModelCounts) for each in gc.get_objects())
+
+
+def test_models_without_traffic_in_the_window_take_no_memory() -> None:
+    before, traffic = held(), Traffic(Clock())
+    for number in range(100):
+        arrived(traffic.model(f"adapter-{number}"), 3, gaps=2, seconds=0.1)
+    assert len(traffic.roll(0).models) == 100
+    for _ in range(WINDOW_S):
+        arrived(traffic.model("fox"), 3, gaps=2, seconds=0.1)
+        report = traffic.roll(0)
+    assert [(model.model, model.tokens) for model in report.models] == [("fox", 3 * WINDOW_S)]
+    assert held() - before <= WINDOW_S

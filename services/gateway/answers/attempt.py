@@ -23,8 +23,8 @@ class Answer:
     """The latest deadline of the current subscribers, on `time.monotonic`. A later subscriber may extend it."""
     notify: Callable[[], None]
     """Informs the subscribers that there is something to take."""
-    traffic: ModelCounts
-    """Counts the tokens and their times."""
+    traffic: Callable[[], ModelCounts]
+    """The counts of this second, for the tokens and their times."""
     began: float
     """When the request arrived, on `time.monotonic`."""
     cost_wait_s: float
@@ -36,7 +36,7 @@ class Answer:
     def first_token(self, now: float) -> None:
         """Notes the arrival of the first token."""
         self.first_token_at = self.last_token_at = now
-        self.traffic.first_token.add(now - self.began)
+        self.traffic().first_token.add(now - self.began)
 
     def end(self, ending: Ending) -> None:
         """Ends the answer."""
@@ -83,13 +83,14 @@ class Attempt:
             return
         tokens, details = stream.take()
         gaps = len(tokens)
-        answer.traffic.tokens += gaps
+        traffic = answer.traffic()
+        traffic.tokens += gaps
         if answer.first_token_at is None:
             assert stream.first_at is not None
             answer.first_token(stream.first_at)
             gaps -= 1
         if gaps:
-            answer.traffic.inter_token.add((stream.last_at - answer.last_token_at) / gaps, gaps)
+            traffic.inter_token.add((stream.last_at - answer.last_token_at) / gaps, gaps)
             answer.last_token_at = stream.last_at
         answer.journal.extend(tokens, details)
         if answer.journal.ending is not None:

@@ -5,6 +5,7 @@ A task of its own drives it. It outlives each single subscriber, but not the las
 
 import asyncio
 import time
+from functools import partial
 from typing import Protocol
 
 from protos import inference_pb2 as api
@@ -175,7 +176,7 @@ class Generation:
             journal,
             self.subscribers.deadline,
             self.subscribers.notify,
-            traffic=self._backend.metrics.traffic.model(card.name),
+            traffic=partial(self._backend.metrics.traffic.model, card.name),
             began=self._began,
             cost_wait_s=self._backend.settings.gateway_cost_wait_s,
         )
