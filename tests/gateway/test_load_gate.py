@@ -2,6 +2,8 @@
 
 import asyncio
 import secrets
+import socket
+import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -206,6 +208,33 @@ async def test_a_probe_waits_behind_the_calls_of_all_methods() -> None:
         await until(lambda: probe.wait_s() > 1e-3)  # The first one waited behind all of them.
     await probe.close()
     await server.stop(0)
+
+
+async def test_a_server_that_accepts_nothing_gets_few_probes() -> None:
+    probe, before = AcceptProbe(), len(asyncio.all_tasks())
+    with socket.socket(socket.AF_UNIX) as deaf:
+        deaf.bind("\0" + probe.address.removeprefix("unix-abstract:"))
+        deaf.listen()
+        for _ in range(20):
+            waited_s = probe.wait_s()
+            await asyncio.sleep(0.005)
+        assert waited_s >= 0.09  # The age of the first one.
+        assert len(asyncio.all_tasks()) - before < 10  # gRPC has a task of its own for each call.
+        await probe.close()
+
+
+async def test_without_abstract_sockets_a_server_starts_and_nothing_is_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    probe = AcceptProbe()
+    monkeypatch.undo()
+    server = await rpc.serve("127.0.0.1:0", [], own_address=probe.address)
+    await probe.open()
+    assert [probe.wait_s() for _ in range(3)] == [0.0, 0.0, 0.0]
+    await probe.close()
+    await server.stop(0)
+    assert "unix" not in probe.address
 
 
 async def test_the_address_of_the_probe_asks_for_keys_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ the two, where no handler sees them. A call of the process to its own server wai
 import asyncio
 import contextlib
 import secrets
+import sys
 import time
 from typing import Any
 
@@ -14,15 +15,18 @@ from grpc import aio
 from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
+_MOST_CALLS = 4
+"""Calls under way at once. While the server accepts none, the age of the oldest one is the measure."""
 _OPTIONS = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
 
 
 class AcceptProbe:
-    """Calls a server of this process at an address of its own: the public port may belong to several processes."""
+    """Calls a server of this process at an address of its own: the public port may belong to several processes. Outside
+    Linux there is no such address, and nothing is measured."""
 
     def __init__(self) -> None:
-        self.address = f"unix-abstract:weft-{secrets.token_hex(16)}"
-        """Where the server has to listen, too: a socket of this machine, without a file."""
+        self.address = f"unix-abstract:weft-{secrets.token_hex(16)}" if sys.platform == "linux" else ""
+        """Where the server has to listen, too: a socket of this machine, without a file. Empty for none."""
         self._channel: aio.Channel | None = None
         self._unanswered: dict[asyncio.Task[None], float] = {}
         """The calls that wait, in the order of their start, each with its time."""
@@ -31,14 +35,18 @@ class AcceptProbe:
 
     async def open(self) -> None:
         """Connects. gRPC keeps the first call of a server in memory: it is to be this one."""
-        await self._call(time.monotonic())
+        if self.address:
+            await self._call(time.monotonic())
 
     def wait_s(self) -> float:
         """How many seconds a call waits now; starts another call, which measures it for later."""
+        if not self.address:
+            return 0.0
         now = time.monotonic()
-        call = asyncio.create_task(self._call(now))
-        self._unanswered[call] = now
-        call.add_done_callback(self._unanswered.pop)
+        if len(self._unanswered) < _MOST_CALLS:
+            call = asyncio.create_task(self._call(now))
+            self._unanswered[call] = now
+            call.add_done_callback(self._unanswered.pop)
         return max(self._last_s, now - next(iter(self._unanswered.values())))
 
     async def close(self) -> None:
