@@ -54,6 +54,22 @@ def test_only_one_profile_runs_at_a_time_and_it_may_be_cancelled() -> None:
     assert second.result(0).report().steps == 1
 
 
+def test_a_profile_that_was_cancelled_before_it_began_is_replaced() -> None:
+    """An idle engine takes no step that could end it."""
+    profiler = Profiler(PhaseRecorder)
+    for steps_between in (0, 2):
+        first = profiler.order(3)
+        assert first is not None
+        first.cancel()
+        for _ in range(steps_between):
+            profiler.step_begins()
+        second = profiler.order(1)
+        assert second is not None
+        for _ in range(2):
+            profiler.step_begins()
+        assert second.result(0).report().steps == 1
+
+
 def test_every_kernel_of_the_project_belongs_to_a_family() -> None:
     files = (Path(__file__).parents[2] / "kernels").rglob("*.py")
     names = [name for file in files for name in re.findall(r"^def (\w+_kernel)\(", file.read_text(), re.MULTILINE)]

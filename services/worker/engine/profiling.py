@@ -136,9 +136,9 @@ class Profiler:
         self._phase: contextlib.AbstractContextManager[Any] | None = None
 
     def order(self, steps: int) -> "Future[StepObservation] | None":
-        """Observe the next `steps` steps. None while other steps are being observed. If the future is cancelled, the
-        observation ends at the next step."""
-        if self._ordered is not None:
+        """Observe the next `steps` steps. None while other steps are being observed, or will be. If the future is
+        cancelled, the observation ends at the next step."""
+        if self._ordered is not None and not (self._recorder is None and self._ordered[1].cancelled()):
             return None
         future: Future[StepObservation] = Future()
         self._ordered = steps, future
@@ -149,11 +149,9 @@ class Profiler:
         if self._ordered is None:
             return
         wanted, future = self._ordered
-        if self._recorder is None and not future.cancelled():
-            self._recorder = self._make_recorder()
-            self._phases, self._steps = defaultdict(float), 0
-            self._recorder.begin()
-            self._began = time.perf_counter()
+        if self._recorder is None:
+            if not future.cancelled():  # Otherwise the next order replaces it.
+                self._begin()
             return
         self._steps += 1
         if self._steps >= wanted or future.cancelled():
@@ -178,6 +176,12 @@ class Profiler:
         with recorder.mark(name):
             yield
         self._phases[name] += time.perf_counter() - began
+
+    def _begin(self) -> None:
+        self._recorder = self._make_recorder()
+        self._phases, self._steps = defaultdict(float), 0
+        self._recorder.begin()
+        self._began = time.perf_counter()
 
     def _end(self, future: Future[StepObservation]) -> None:
         seconds, recorder = time.perf_counter() - self._began, self._recorder
