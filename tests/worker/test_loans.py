@@ -23,7 +23,7 @@ from services.worker.engine import block_loans
 from services.worker.engine.base import BlockLoan
 from services.worker.engine.block_loans import LOAN_S, BlockLoans
 from services.worker.engine.block_reads import FOLLOW_S
-from services.worker.kvcache import mapped_peer
+from services.worker.kvcache import mapped_peer, peer_tier
 from services.worker.kvcache.mapped_peer import Borrower
 from services.worker.kvcache.peer_tier import PeerStore, PeerStores
 from services.worker.kvcache.shared_memory import CannotShare
@@ -547,6 +547,45 @@ async def test_an_abandoned_fetch_gives_the_blocks_back(scene: Scene) -> None:
     await asyncio.wait_for(ended.wait(), 20)
     assert scene.peers.fetches == {"abandoned": 1}
     await until(lambda: scene.engine.pool.active == 0)
+
+
+async def test_an_abandoned_fetch_gives_the_blocks_back_while_the_buffer_is_full(scene: Scene) -> None:
+    scene.engine.compute(0, 10)
+    assert await scene.fetch() == 10
+    scene.own.room = 0
+    request, ended = scene.ask()
+    await until(lambda: scene.engine.pool.active == 10)
+    request.abandoned = True
+    await asyncio.wait_for(ended.wait(), 5)
+    assert scene.peers.fetches["abandoned"] == 1
+    await until(lambda: scene.engine.pool.active == 0)
+
+
+async def test_a_loan_that_is_over_ends_the_fetch_while_the_buffer_is_full(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene.engine.compute(0, 10)
+    assert await scene.fetch() == 10
+    monkeypatch.setattr(block_loans, "LOAN_S", 0.05)
+    scene.own.room = 0
+    _, ended = scene.ask()
+    await asyncio.wait_for(ended.wait(), 5)
+    assert scene.peers.fetches["revoked"] == 1
+
+
+async def test_a_worker_that_was_forgotten_is_not_mapped_again(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job may still hold its store, and fetches from it over gRPC."""
+    scene.engine.compute(0, 10)
+    assert await scene.fetch() == 10
+    forgotten = scene.store
+    monkeypatch.setattr(peer_tier, "MOST_PEERS", 1)
+    scene.peers.at("127.0.0.1:1")
+    await until(lambda: scene.own.mapped[0].closed)
+    ended = asyncio.Event()
+    forgotten.fetch(BlockRequest(KEYS, 20.0, lambda _, payloads: ended.set() if payloads is None else None))
+    await asyncio.wait_for(ended.wait(), 20)
+    assert (scene.service.shares, scene.service.wire) == (1, 1)
+    assert [pool.closed for pool in scene.own.mapped] == [True]
 
 
 async def test_a_fetch_that_is_late_gives_the_blocks_back(scene: Scene) -> None:

@@ -29,7 +29,7 @@ RETRY_S = 60.0
 """Seconds after which a worker that does not share its memory is asked again: another one may have its address."""
 _DOWN_S = 1.0
 """The same for a worker that does not answer."""
-_ROOM_S = 0.001  # until pages are free again that the engine has yet to take
+_ROOM_S = 0.001  # until a full buffer is tried again: its contents are what the engine has yet to take
 _MEASURED_BLOCKS, _LEAST_MEASURED_BLOCKS = 32, 8
 _ROUNDS = 2  # the first one compiles
 
@@ -75,6 +75,7 @@ class MappedPeer:
         self._stub, self._metadata = stub, metadata
         self._mapped: _Mapped | None = None
         self._retry_at = 0.0
+        self._closed = False
         self._mapping: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
 
@@ -84,7 +85,9 @@ class MappedPeer:
         return self._mapped is not None
 
     async def ready(self) -> bool:
-        """Map the memory, unless that was refused lately. -> whether it is mapped."""
+        """Map the memory, unless that was refused lately. -> whether it is mapped, which it never is after `close`."""
+        if self._closed:
+            return False
         if self._mapped is None and (self._mapping is not None or time.monotonic() >= self._retry_at):
             if self._mapping is None:
                 self._mapping = asyncio.create_task(self._map())
@@ -92,7 +95,8 @@ class MappedPeer:
         return self._mapped is not None
 
     async def close(self) -> None:
-        """Unmap the memory."""
+        """Unmap the memory for good."""
+        self._closed = True
         tasks = [task for task in (self._mapping, self._watching) if task is not None]
         for task in tasks:
             task.cancel()
@@ -105,20 +109,30 @@ class MappedPeer:
         if mapped is None:
             return "failed"
         call = self._stub().LendBlocks(metadata=self._metadata)
+        responses = _Responses(call)
         blocks = cache.BlockList(keys=b"".join(request.keys), layout=self._layout)
         opening = mesh.OpenLoan(blocks=blocks, follow=request.follow, memory_id=mapped.memory_id)
         try:
             await _send(call, mesh.LendBlocksRequest(open=opening))
-            return await self._copy_lent(call, mapped.pool, request, received)
+            return await self._copy_lent(call, responses, mapped.pool, request, received)
         finally:
+            responses.close()
             call.cancel()
 
     async def _copy_lent(
-        self, call: Any, pool: MappedPool, request: BlockRequest, received: Callable[[int], None]
+        self,
+        call: Any,
+        responses: "_Responses",
+        pool: MappedPool,
+        request: BlockRequest,
+        received: Callable[[int], None],
     ) -> str:
         lent, copies = deque[int](), deque[Contents]()
         copied = kept = 0
         while kept < len(request.keys):
+            if request.abandoned:
+                return "abandoned"
+            full = False
             if lent:
                 began = time.monotonic()
                 made: Sequence[Contents] = await self._borrower.run(pool.copy, list(lent))
@@ -130,10 +144,10 @@ class MappedPeer:
                     self.link.moved(len(made) * self._block_bytes, time.monotonic() - began)
                 if made:
                     await _send(call, mesh.LendBlocksRequest(copied=copied))
-                elif not copies:
-                    await asyncio.sleep(_ROOM_S)
-                    continue
-            response = await call.read()
+                full = not made and not copies
+            response = await responses.next(_ROOM_S if full else None)
+            if response is None:
+                continue
             if response is aio.EOF or response.over:
                 return "revoked" if copies or lent else "absent"
             lent += response.places
@@ -142,8 +156,6 @@ class MappedPeer:
                 kept += count
                 received(count)
                 request.answer(request, [copies.popleft() for _ in range(count)])
-            if request.abandoned:
-                return "abandoned"
         return "fetched"
 
     # ---- mapping ----
@@ -206,6 +218,30 @@ class MappedPeer:
             closing = asyncio.ensure_future(self._borrower.run(mapped.pool.close))
             await asyncio.shield(closing)
             log.info("the other worker's memory is unmapped", at=self._address)
+
+
+class _Responses:
+    """Reads the messages of a call, and may wait for one for a while only: a cancelled read would cancel the call."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self._reading: asyncio.Task[Any] | None = None
+
+    async def next(self, within_s: float | None) -> Any:
+        """The next message, EOF after the last one, or None if there is none within so many seconds. Raises
+        AioRpcError."""
+        if self._reading is None:
+            self._reading = asyncio.create_task(self._call.read())
+        done, _ = await asyncio.wait([self._reading], timeout=within_s)
+        if not done:
+            return None
+        read, self._reading = self._reading, None
+        return read.result()
+
+    def close(self) -> None:
+        """Stop waiting for a message."""
+        if self._reading is not None and not self._reading.cancel() and not self._reading.cancelled():
+            self._reading.exception()  # The call has failed, which matters no more: asyncio shall not report it.
 
 
 async def _send(call: Any, request: mesh.LendBlocksRequest) -> None:
