@@ -2,6 +2,7 @@
 
 import io
 import zipfile
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from protos import vllm_engine_pb2 as vllm
 from services import validate
 from services.errors import WeftError
 from services.worker.loader.stop_watch import StopWatches
+from services.worker.service.startup import Startup
 from services.worker.service.vllm import messages
+from services.worker.service.vllm.servicer import VllmEngineService
 from tests.gateway.model import LOREM, TOKENIZER, ids_of
 
 CARD = mesh.ModelCard(name="fox", context_length=512, vocab_size=420, architecture="Fox")
@@ -189,6 +192,28 @@ def test_nothing_counts_after_a_stop_string() -> None:
     complete = each.complete(mesh.JobEnd(reason=api.FINISH_REASON_CANCELLED)).complete
     assert (complete.finish_reason, complete.matched_stop_str) == ("stop", "fox")
     assert TOKENIZER.decode(list(complete.output_ids)).endswith("fox")
+
+
+async def test_an_encoder_is_not_said_to_generate() -> None:
+    encoder = mesh.ModelCard(name="fox", encoder=mesh.EncoderCard(tasks=["embed"]))
+    assert messages.model_info(CARD).is_generation
+    assert not messages.model_info(encoder).is_generation
+
+
+@pytest.mark.parametrize(
+    ("tasks", "text"),
+    [(["embed"], "not served here: see Embed of weft.v1.Inference"), (["rank"], "the model does not embed"),
+     ([], "the model does not embed")],
+)  # fmt: skip
+async def test_embeddings_are_refused_with_the_reason(tasks: list[str], text: str) -> None:
+    service = VllmEngineService(Startup("worker", "fox"))
+    card = mesh.ModelCard(name="fox", encoder=mesh.EncoderCard(tasks=tasks) if tasks else None)
+    loaded: Any = SimpleNamespace(card=card)
+    service.loaded(loaded)
+    with pytest.raises(WeftError) as refused:
+        await service.Embed(vllm.EmbedRequest(), None)
+    assert refused.value.reason == "EMBEDDINGS_UNSUPPORTED"
+    assert text in refused.value.message
 
 
 def test_the_archive_has_the_tokenizer_and_the_template() -> None:

@@ -218,7 +218,7 @@ def model_info(card: mesh.ModelCard) -> vllm.GetModelInfoResponse:
     return vllm.GetModelInfoResponse(
         model_path=card.name,
         served_model_name=card.name,
-        is_generation=True,
+        is_generation=not card.HasField("encoder"),
         max_context_length=card.context_length,
         max_req_input_len=card.context_length - 1,
         vocab_size=card.vocab_size,

@@ -139,7 +139,9 @@ class VllmEngineService:
 
     async def Embed(self, request: vllm.EmbedRequest, context: object) -> vllm.EmbedResponse:
         """Refused."""
-        raise WeftError(StatusCode.UNIMPLEMENTED, "EMBEDDINGS_UNSUPPORTED", "the model does not embed")
+        embeds = "embed" in self._model().card.encoder.tasks
+        text = "not served here: see Embed of weft.v1.Inference, at a gateway" if embeds else "the model does not embed"
+        raise WeftError(StatusCode.UNIMPLEMENTED, "EMBEDDINGS_UNSUPPORTED", text)
 
     async def SubscribeKvEvents(self, request: smg.SubscribeKvEventsRequest, context: object) -> smg.KvEventBatch:
         """Refused."""
