@@ -85,6 +85,8 @@ def experts_shape_for(weight: PackedWeight, gated: bool, chosen: int) -> Shape |
     chunks = next((each for each in many if k % (each // boxes * CHUNK) == 0), None)
     if chunks is None or (weight.group and chunks // boxes * 8 * weight.scale.itemsize % 128):
         return None  # A box of scales would not be aligned for the copy engine.
+    if boxes > 1 and not weight.group and chunks != WARPS:
+        return None  # A warp has the scale of one expert, so it may multiply one chunk of a step only.
     size = chunks * 16 * (65 if weight.kind == "int4" else 130)
     stages = 3 if weight.kind == "int4" else 2 if gated and k <= 2048 else 4
     return Shape(chunks, min(stages, ((112 << 10) - 2 * inputs) // size))

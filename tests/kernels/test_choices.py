@@ -147,6 +147,24 @@ def test_one_row_uses_gemv_if_warps_read_whole_chunks() -> None:
         assert kernel(other, 1) == "packed"
 
 
+@pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
+def test_a_warp_has_the_scales_of_the_experts_that_it_multiplies(kind: str) -> None:
+    """With one scale for each output a warp loads those of one expert, and multiplies every eighth chunk of a step."""
+    warps = packed_gemv.WARPS
+    for n, k, chosen in ((4096, 14336, 2), (2048, 768, 8), (4096, 4096, 1), (2048, 1024, 4)):
+        one = replace(weight(kind, n, k, group=0), scale=torch.empty(0, dtype=BF16))
+        shape = packed_gemv.experts_shape_for(one, False, chosen)
+        chunks = range(shape.chunks if shape else 0)
+        experts = [chunk // (len(chunks) // chosen) for chunk in chunks]
+        assert experts == [chunk % warps // (warps // chosen) for chunk in chunks], (n, k, chosen)
+
+
+def test_one_row_of_experts_uses_gemv() -> None:
+    for kind, group, served in (("int4", 128, True), ("int4", 0, False), ("int8", 0, True), ("fp8", 0, True)):
+        one = replace(weight(kind, 4096, 14336, group), scale=torch.empty(0, dtype=BF16))
+        assert (packed_gemv.experts_shape_for(one, False, 2) is not None) == served, (kind, group)
+
+
 def test_the_kernel_of_several_rows_depends_on_the_format() -> None:
     assert [kernel(weight(), rows) for rows in (2, 64, 65, 9000)] == ["packed", "packed", "prompts", "prompts"]
     assert [kernel(weight("fp8"), rows) for rows in (2, 64, 512, 513)] == ["packed", "packed", "packed", None]
