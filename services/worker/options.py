@@ -98,8 +98,8 @@ class EngineOptions(BaseModel):
     exact_inputs: bool = Field(
         False,
         description="The openvino engine multiplies rounded weights with inputs in float32. Otherwise it rounds the "
-        "inputs, too, to 8 bits in groups of 32, and is up to twice as fast. The torch engine rounds none below 16 "
-        "bits.",
+        "inputs, too, to 8 bits in groups of 32, and is up to twice as fast. auto chooses torch instead, which "
+        "rounds none below 16 bits.",
     )
     kv_dtype: Literal["auto", "fp8", "int8"] = Field(
         "auto",

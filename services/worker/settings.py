@@ -56,4 +56,10 @@ class WorkerSettings(EngineOptions, CommonSettings):
         description="What the worker computes: prompts up to the first token (prefill), answers from the second on "
         "(decode), or both. Where workers of a role are missing, others do its work.",
     )
+    settings_shared: bool = Field(
+        False,
+        description="The settings are those of several models, as `weft serve` sets it for several --model: what only "
+        "generation or only encoders have is left out by models of the other kind, and logged. Otherwise it is "
+        "refused.",
+    )
     orphan_s: float = Field(2.0, ge=0, description="Seconds that a job runs on after its gateway's link broke.")

@@ -148,7 +148,7 @@ def test_spread_experts_are_refused_where_there_is_nothing_to_spread(checkpoint:
     ):
         with pytest.raises(CheckpointError, match=f"^{reason}$"), grid_engine(folder, 4, expert_parallel=True):
             pass
-    with pytest.raises(CheckpointError, match="WEFT_EXPERT_PARALLEL is for mixtures of experts"):
+    with pytest.raises(CheckpointError, match="an encoder cannot honour expert_parallel: it has no experts"):
         build_encoder(tmp_path, EngineOptions(expert_parallel=True), lambda *_: None)
 
 

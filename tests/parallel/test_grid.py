@@ -184,5 +184,5 @@ def test_what_a_grid_cannot_do_is_refused(checkpoint: Folder, options: dict[str,
 
 
 def test_ranks_of_an_encoder_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="WEFT_PIPELINE_PARALLEL are not supported for encoders"):
+    with pytest.raises(CheckpointError, match="an encoder cannot honour pipeline_parallel: it computes on one rank"):
         build_encoder(tmp_path, EngineOptions(pipeline_parallel=2), lambda *_: None)

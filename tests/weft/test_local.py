@@ -113,6 +113,9 @@ async def test_each_of_several_models_has_its_workers_and_aliases(tmp_path: Path
     assert [worker["WEFT_ALIASES"] for worker in workers] == ['["reynard", "default"]'] * 2 + ['["hoot"]'] * 2
     assert [worker.get("WEFT_ADAPTERS") for worker in workers] == [None] * 2 + ['["poems=/adapters/poems"]'] * 2
     assert len({worker["WEFT_LISTEN"] for worker in workers}) == 4
+    assert {worker["WEFT_SETTINGS_SHARED"] for worker in workers} == {"true"}
+    alone = await planned_environments(spec_of(tmp_path))
+    assert "WEFT_SETTINGS_SHARED" not in alone["worker-1"], "what its model cannot honour is refused"
 
 
 async def test_an_external_redis_is_used_and_its_password_not_printed(tmp_path: Path) -> None:

@@ -98,8 +98,12 @@ CASES: dict[str, tuple[Damage, str]] = {
 }
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "paced": ({"engine": "paced"}, "ENGINE=paced does not serve encoders"),
-    "deterministic": ({"deterministic": True}, "WEFT_DETERMINISTIC"),
-    "speculate": ({"speculate": "ngram"}, "WEFT_SPECULATE"),
+    "deterministic": (
+        {"deterministic": True},
+        "an encoder cannot honour deterministic: a vector's last bits depend on",
+    ),
+    "speculate": ({"speculate": "ngram"}, "an encoder cannot honour speculate: it has no tokens to guess"),
+    "keys and values": ({"kv_dtype": "fp8"}, "an encoder cannot honour kv_dtype: it stores no keys and values"),
     "length": ({"max_seq_length": 65}, "max_seq_length 65 exceeds the model's context of 64"),
 }
 

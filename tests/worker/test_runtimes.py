@@ -525,6 +525,8 @@ def test_what_is_rounded_by_the_exporter_is_not_rounded_again(exported_gpt2: Pat
         open_engine(exported_gpt2, engine="openvino", quantize="int4")
     with pytest.raises(CheckpointError, match=r"ENGINE=openvino cannot honour quantize=fp8: it multiplies with int8"):
         open_engine(exported_gpt2, engine="openvino", quantize="fp8")
+    with pytest.raises(CheckpointError, match=r"model.onnx says how it is multiplied: exact_inputs is for a checkpoin"):
+        open_engine(exported_gpt2, engine="openvino", exact_inputs=True)
 
 
 def test_openvino_rounds_inputs_as_finely_as_torch_does(checkpoint: Callable[[str], Path]) -> None:

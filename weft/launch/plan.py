@@ -169,6 +169,8 @@ def _plan(spec: MeshSpec, home: Home, ports: HeldPorts, addresses: list[str], ht
         model = spec.models[(number - 1) // spec.workers]
         own = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads), "MODEL_NAME": model}
         own |= devices.visible_to(number - 1, ranks, gpus)
+        if len(spec.models) > 1:
+            own["WEFT_SETTINGS_SHARED"] = "true"
         if spec.roles:
             own["WEFT_ROLE"] = spec.roles[(number - 1) % spec.workers % len(spec.roles)]
         aliases = [alias for alias, name in spec.aliases.items() if name == model_name(model)]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from services.worker.build import refused
 from services.worker.build.adapters import AdapterReader, adapter_reader
 from services.worker.build.drafting.speculate import make_speculation
 from services.worker.build.grid_limits import check_grid
@@ -30,7 +31,12 @@ _GPU_DEFAULTS: Mapping[str, object] = {
     "chunk_tokens": 200,
     "dtype": "bfloat16",
 }
-_GPU_ENCODER_DEFAULTS: Mapping[str, object] = {**_GPU_DEFAULTS, "step_tokens": 32768, "max_wait_ms": 1.0}
+_GPU_ENCODER_DEFAULTS: Mapping[str, object] = {
+    "max_batch_size": 256,
+    "step_tokens": 32768,
+    "max_wait_ms": 1.0,
+    "dtype": "bfloat16",
+}
 """No answer waits for an encoder's batch to end, so it may be large; and texts gather while the one before is computed,
 so they wait less when none is."""
 
@@ -64,6 +70,8 @@ def resolve_engine(settings: Options, folder: Path | None = None, *, encodes: bo
         else:
             multiplies = folder is not None and not encodes and _openvino_is_faster(folder, settings)
             chosen = {"engine": "openvino" if multiplies else "torch"}
+            if not multiplies and not encodes:
+                chosen["exact_inputs"] = False  # It was a reason to choose torch, which rounds no inputs.
     settings = settings.model_copy(update=chosen)
     # Each sequence of the batch has at least one token in a step.
     return settings.model_copy(update={"step_tokens": max(settings.step_tokens, settings.max_batch_size)})
@@ -105,11 +113,12 @@ def build_engine(
     from services.worker.build.torch_recorder import TorchRecorder
 
     if options.engine in RUNTIMES:
-        from services.worker.build.runtimes import assemble_runtime, check_options
+        from services.worker.build.runtimes import assemble_runtime, refusal
 
-        check_options(options)
+        refused.check(f"ENGINE={options.engine}", refusal(options, options.engine))
         parts = assemble_runtime(folder, options, progress)
     else:
+        refused.check(f"ENGINE={options.engine}", refused.of_torch(options))
         parts = assemble(folder, options, progress, graphs=graphs, compile_ahead=compile_ahead)
     engine = GenerationEngine(
         options,

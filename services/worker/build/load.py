@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from protos import mesh_pb2 as mesh
+from services.worker.build import refused
 from services.worker.build.adapters import AdapterReader, adapter_reader
 from services.worker.build.choose import build_engine, resolve_engine
 from services.worker.engine.base import Engine
@@ -55,11 +56,13 @@ def load_model(settings: WorkerSettings, name: str, progress: Progress) -> Loade
     encodes = is_encoder(folder)
     if not encodes:
         load_config(folder)  # A wrong one is refused before torch is imported, which takes seconds.
+    if settings.settings_shared:
+        settings = refused.without_foreign(settings, encodes=encodes)
+    if encodes:
+        return _load_encoder(folder, resolve_engine(settings, folder, encodes=True), name, progress)
     if settings.adapters and settings.adapter_slots is None:
         settings = settings.model_copy(update={"adapter_slots": DEFAULT_SLOTS})
-    settings = resolve_engine(settings, folder, encodes=encodes)
-    if encodes:
-        return _load_encoder(folder, settings, name, progress)
+    settings = resolve_engine(settings, folder)
     with checkpoint.start_hashing(folder, settings.engine) as digests:
         files = checkpoint.read_bundle(folder)
         bundle, digest = checkpoint.serialize(files)

@@ -5,14 +5,13 @@ import hashlib
 import importlib.metadata
 import logging
 import time
-from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import torch
 
 from services import host
-from services.worker.build import memory
+from services.worker.build import memory, refused
 from services.worker.build.assemble import EngineParts
 from services.worker.build.export import load_network, trace
 from services.worker.errors import CheckpointError
@@ -33,26 +32,6 @@ from services.worker.runners.tensorrt import Limits, TensorrtSession
 
 log = logging.getLogger(__name__)
 
-_REFUSED: Mapping[str, str] = {
-    "deterministic": "its numbers depend on the batch",
-    "speculate": "it checks no guesses",
-    "quantize": "weights are rounded when they are exported",
-    "quantize_head": "weights are rounded when they are exported",
-    "dtype": "it computes in the format of the exported file, or in float32",
-    "kv_dtype": "it stores keys and values as it computes them",
-    "kv_scales": "it stores keys and values as it computes them",
-    "adapter_slots": "it computes no adapters",
-    "tensor_parallel": "it computes on one rank",
-    "pipeline_parallel": "it computes on one rank",
-    "expert_parallel": "it computes on one rank",
-}
-"""Options that these engines cannot honour, and why."""
-_HONOURED: Mapping[str, tuple[str, ...]] = {
-    "dtype": ("compile",),
-    "quantize": ("openvino",),
-    "quantize_head": ("openvino",),
-}
-"""Of these options, the engines that can."""
 ROUNDED = ("int8", "int4")
 """Formats that the runtime multiplies with."""
 
@@ -67,20 +46,10 @@ class LoadedRuntime:
     """Bytes of the weights."""
 
 
-def check_options(options: EngineOptions) -> None:
-    """Raises CheckpointError for an option that the engine cannot honour."""
-    reason = refusal(options, options.engine)
-    if reason:
-        raise CheckpointError(f"ENGINE={options.engine} cannot honour {reason}")
-
-
 def refusal(options: EngineOptions, engine: str) -> str:
     """The option that an engine cannot honour, and why; empty if there is none."""
-    fields = type(options).model_fields
-    for name, reason in _REFUSED.items():
-        value = getattr(options, name)
-        if value and value != fields[name].default and engine not in _HONOURED.get(name, ()):
-            return f"{name}: {reason}"
+    if reason := refused.of_runtime(options, engine):
+        return reason
     if options.quantize not in (None, *ROUNDED):
         return f"quantize={options.quantize}: it multiplies with {' and '.join(ROUNDED)}"
     return ""
@@ -123,6 +92,8 @@ def _load(
     file = find_export(model_dir, options.engine)
     if options.quantize or options.quantize_head:
         raise CheckpointError(f"{file.name} cannot be rounded: weights are rounded when they are exported")
+    if options.exact_inputs:
+        raise CheckpointError(f"{file.name} says how it is multiplied: exact_inputs is for a checkpoint")
     progress("weights", 0, 1)
     session: ExportedSession | OnnxSession | OpenvinoSession | TensorrtSession
     if options.engine == "exported":

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from services.host import available_memory
-from services.worker.build import memory
+from services.worker.build import memory, refused
 from services.worker.build.torch_recorder import TorchRecorder
 from services.worker.engine.base import CLASSIFY, EMBED, RANK
 from services.worker.engine.encoding import EncodingEngine
@@ -51,7 +51,7 @@ class BuiltEncoder:
 
 def build_encoder(folder: Path, options: EngineOptions, progress: Progress) -> BuiltEncoder:
     """Load the checkpoint in this folder and warm the engine up. Raises CheckpointError."""
-    _refuse_options(options)
+    _check_options(options)
     if options.threads:
         torch.set_num_threads(options.threads)
     progress("checkpoint", 0, 1)
@@ -79,22 +79,11 @@ def build_encoder(folder: Path, options: EngineOptions, progress: Progress) -> B
     return BuiltEncoder(engine, config, settings, _read_dimensions(raw, config), length, parameters)
 
 
-def _refuse_options(options: EngineOptions) -> None:
+def _check_options(options: EngineOptions) -> None:
     """Raises CheckpointError for what an encoder does not support."""
     if options.engine not in ("auto", "torch", "gpu"):
         raise CheckpointError(f"ENGINE={options.engine} does not serve encoders: set ENGINE=torch or ENGINE=gpu")
-    if options.deterministic:
-        raise CheckpointError(
-            "WEFT_DETERMINISTIC is not supported for encoders: a vector's last bits depend on its batch"
-        )
-    if options.tensor_parallel * options.pipeline_parallel > 1:
-        raise CheckpointError("WEFT_TENSOR_PARALLEL and WEFT_PIPELINE_PARALLEL are not supported for encoders")
-    if options.expert_parallel:
-        raise CheckpointError("WEFT_EXPERT_PARALLEL is for mixtures of experts: an encoder has no experts")
-    if options.quantize_head:
-        raise CheckpointError("WEFT_QUANTIZE_HEAD is for models that generate: an encoder has no such head")
-    if options.speculate:
-        raise CheckpointError("WEFT_SPECULATE is for models that generate: an encoder has no tokens to guess")
+    refused.check("an encoder", refused.of_encoder(options))
 
 
 def _new_model(
