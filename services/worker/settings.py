@@ -59,7 +59,6 @@ class WorkerSettings(EngineOptions, CommonSettings):
     settings_shared: bool = Field(
         False,
         description="The settings are those of several models, as `weft serve` sets it for several --model: what only "
-        "generation or only encoders have is left out by models of the other kind, and logged. Otherwise it is "
-        "refused.",
+        "models that generate have is left out by encoders, and logged. Otherwise encoders refuse it.",
     )
     orphan_s: float = Field(2.0, ge=0, description="Seconds that a job runs on after its gateway's link broke.")

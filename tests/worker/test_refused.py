@@ -48,14 +48,14 @@ CHANGED: dict[str, Any] = {
     "paced_acceptance": 0.1,
 }
 """A value of each option that is not its default."""
-ALL = {"engine", "max_batch_size", "max_seq_length", "step_tokens", "prefix_cache", "threads"}
+ALL = {"engine", "max_batch_size", "max_seq_length", "max_wait_ms", "step_tokens", "prefix_cache", "threads"}
 _POOL = {"block_size", "kv_bytes", "kv_blocks", "chunk_tokens", "host_kv_bytes"}
 _RANKS = {"tensor_parallel", "pipeline_parallel", "expert_parallel"}
 _STORED = {"deterministic", "dtype", "quantize", "kv_dtype", "kv_scales", "speculate", "adapter_slots"}
 # `quantize_head` on a GPU, and what a grid of ranks cannot do, are refused where a checkpoint is read.
 _DECODER = ALL | _POOL | _STORED | _RANKS | {"quantize_head"}
 HONOURED = {
-    "encoder": ALL | {"max_wait_ms", "dtype", "quantize"},
+    "encoder": ALL | {"dtype", "quantize"},
     "torch": _DECODER | {"adapter_rank"},
     "gpu": _DECODER,
     **dict.fromkeys(RUNTIMES, ALL | _POOL),
@@ -123,8 +123,8 @@ def test_exact_inputs_are_a_reason_for_torch(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_decoder_is_refused_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"^ENGINE=torch cannot honour max_wait_ms: no answer waits for a batch"):
-        build_engine(tmp_path, EngineOptions(engine="torch", max_wait_ms=2.0), lambda *_: None)
+    with pytest.raises(CheckpointError, match=r"^ENGINE=torch cannot honour exact_inputs: it is for ENGINE=openvino"):
+        build_engine(tmp_path, EngineOptions(engine="torch", exact_inputs=True), lambda *_: None)
 
 
 def test_an_encoder_leaves_shared_settings_of_decoders_out(tmp_path: Path) -> None:
@@ -140,8 +140,3 @@ def test_an_encoder_leaves_shared_settings_of_decoders_out(tmp_path: Path) -> No
     assert shared.card.fingerprint == alone.card.fingerprint
     with pytest.raises(CheckpointError, match=r"^an encoder cannot honour deterministic: "):
         load_model(WorkerSettings(**given, deterministic=True, settings_shared=True), "fox", lambda *_: None)
-
-
-def test_a_decoder_leaves_shared_settings_of_encoders_out() -> None:
-    shared = refused.without_foreign(WorkerSettings(max_wait_ms=2.0, kv_dtype="fp8"), encodes=False)
-    assert (shared.max_wait_ms, shared.kv_dtype) == (5.0, "fp8")

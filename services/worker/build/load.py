@@ -53,13 +53,11 @@ def load_model(settings: WorkerSettings, name: str, progress: Progress) -> Loade
     Raises CheckpointError.
     """
     folder = checkpoint.locate(settings.model)
-    encodes = is_encoder(folder)
-    if not encodes:
-        load_config(folder)  # A wrong one is refused before torch is imported, which takes seconds.
-    if settings.settings_shared:
-        settings = refused.without_foreign(settings, encodes=encodes)
-    if encodes:
+    if is_encoder(folder):
+        if settings.settings_shared:
+            settings = refused.without_decoders(settings)
         return _load_encoder(folder, resolve_engine(settings, folder, encodes=True), name, progress)
+    load_config(folder)  # A wrong one is refused before torch is imported, which takes seconds.
     if settings.adapters and settings.adapter_slots is None:
         settings = settings.model_copy(update={"adapter_slots": DEFAULT_SLOTS})
     settings = resolve_engine(settings, folder)

@@ -1,6 +1,7 @@
 """Options that a model or its engine cannot honour, and why: each is refused by name at the start.
 
-Knows options, no engine. A value that is the default, or asks for nothing, is honoured by all.
+Knows options, no engine. A value that is the default, or asks for nothing, is honoured by all; the longest wait for a
+batch is, too, by decoders, whose jobs wait for none.
 """
 
 from collections.abc import Mapping
@@ -14,7 +15,6 @@ from services.worker.settings import WorkerSettings
 log = structlog.get_logger("worker")
 
 _PACE = dict.fromkeys(("paced_step_ms", "paced_prefill_rate", "paced_acceptance"), "only the paced engine has a pace")
-_OF_ENCODERS = {"max_wait_ms": "no answer waits for a batch to be full"}
 _STORES = ("block_size", "kv_bytes", "kv_blocks", "host_kv_bytes", "kv_dtype", "kv_scales")
 _OF_DECODERS: Mapping[str, str] = {
     **dict.fromkeys(_STORES, "it stores no keys and values"),
@@ -31,7 +31,7 @@ _ENCODER: Mapping[str, str] = {
     **_OF_DECODERS,
     **_PACE,
 }
-_TORCH: Mapping[str, str] = {"exact_inputs": "it is for ENGINE=openvino", **_OF_ENCODERS, **_PACE}
+_TORCH: Mapping[str, str] = {"exact_inputs": "it is for ENGINE=openvino", **_PACE}
 _RUNTIME: Mapping[str, str] = {
     "deterministic": "its numbers depend on the batch",
     **dict.fromkeys(("speculate", "speculate_depth", "draft_quantize"), "it checks no guesses"),
@@ -41,7 +41,6 @@ _RUNTIME: Mapping[str, str] = {
     **dict.fromkeys(("kv_dtype", "kv_scales"), "it stores keys and values as it computes them"),
     **dict.fromkeys(("adapter_slots", "adapter_rank"), "it computes no adapters"),
     **dict.fromkeys(("tensor_parallel", "pipeline_parallel", "expert_parallel"), "it computes on one rank"),
-    **_OF_ENCODERS,
     **_PACE,
 }
 _HONOURED: Mapping[str, tuple[str, ...]] = {
@@ -78,10 +77,9 @@ def check(who: str, refusal: str) -> None:
         raise CheckpointError(f"{who} cannot honour {refusal}")
 
 
-def without_foreign(settings: WorkerSettings, *, encodes: bool) -> WorkerSettings:
-    """Settings of several models for one of them, an encoder or a decoder: what only models of the other kind have
-    is left out, and logged."""
-    foreign = _asked(settings, _OF_DECODERS if encodes else _OF_ENCODERS)
+def without_decoders(settings: WorkerSettings) -> WorkerSettings:
+    """Settings of several models for one that is an encoder: what only decoders have is left out, and logged."""
+    foreign = _asked(settings, _OF_DECODERS)
     if not foreign:
         return settings
     log.info("settings for other models are left out", names=foreign)
