@@ -61,3 +61,19 @@ def test_a_job_waits_for_its_adapter_and_is_refused_if_no_worker_gets_it() -> No
     assert stage.submit("never", adapter=CODE.fingerprint) is None
     stage.pass_time(2.5, heartbeat=["w1"])
     assert stage.rejected() == {"never": "NO_WORKER"}
+
+
+def test_a_forecast_counts_workers_with_the_adapter_alone() -> None:
+    stage = Stage()
+    stage.gateway()
+    stage.worker("w1", credits=1, adapters=[POEMS])
+    stage.worker("w2", credits=1)
+    for worker in ("w1", "w2"):
+        stage.report(worker, decode_s=0.1, prefill_rate=1000.0, adapters=(POEMS,) if worker == "w1" else ())
+    stage.core.state.models["story"].lengths.mean = 100.0
+    stage.submit("first", adapter=POEMS.fingerprint, max_tokens=100)
+    stage.submit("second", adapter=POEMS.fingerprint, max_tokens=100, deadline_s=15.0)
+    assert stage.placed() == [("first", "w1")]
+    assert stage.rejected() == {"second": "DEADLINE_UNMEETABLE"}, "it would begin after 10 s and end after 20"
+    stage.submit("plain", max_tokens=100, deadline_s=15.0)
+    assert stage.placed()[-1] == ("plain", "w2")

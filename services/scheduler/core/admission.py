@@ -101,15 +101,16 @@ class Admission:
 
     def dequeued_in_time(self, job: JobRecord, model: ModelRecord, healthy: list[WorkerRecord], now: float) -> bool:
         """Whether a job that was taken out of its queue can be answered before its deadline; else it is rejected."""
+        able = model.able(job, healthy)
         if job.deadline <= now:
             self.reject_dequeued(job, refusals.deadline_expired(), now)
         elif (
             not job.resumed
             and job.submit.deadline_s is not None
             and job.queued_at != now  # It did not wait: its admission has just forecast the same.
-            and (now + forecast.answer_s(model.loads(job, healthy), model.answer_tokens(job)) > job.deadline)
+            and now + forecast.answer_s(model.loads(job, able), model.answer_tokens(job)) > job.deadline
         ):
-            self.reject_dequeued(job, refusals.deadline_unmeetable(model.retry_after_s(healthy)), now)
+            self.reject_dequeued(job, refusals.deadline_unmeetable(model.retry_after_s(able)), now)
         else:
             return True
         return False
@@ -125,7 +126,7 @@ class Admission:
         job.express = lane is Lane.EXPRESS
         if lane in (Lane.EXPRESS, Lane.NORMAL):
             return None
-        retry_after_s = model.retry_after_s(model.healthy(now))
+        retry_after_s = model.retry_after_s(model.able(job, model.healthy(now)))
         return refusals.shed(retry_after_s) if lane is Lane.SHED else refusals.deadline_unmeetable(retry_after_s)
 
     def _queue_is_full(self, model: ModelRecord, tenant: str) -> bool:

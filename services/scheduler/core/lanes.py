@@ -38,7 +38,7 @@ class Lane(enum.Enum):
 
 def choose(job: JobRecord, model: ModelRecord, target_s: float, now: float) -> Lane:
     """The lane of a new job."""
-    healthy = model.healthy(now)
+    healthy = model.able(job, model.healthy(now))
     loads = model.loads(job, healthy)
     remaining_s = job.deadline - now
     slack_s = (_USABLE * remaining_s - forecast.answer_s(loads, model.answer_tokens(job))) / _LONGER

@@ -109,6 +109,10 @@ class ModelRecord:
 
     # -- forecasts --
 
+    def able(self, job: JobRecord, healthy: list[WorkerRecord]) -> list[WorkerRecord]:
+        """The healthy workers that a job may wait for: those that have its adapter; all if none has it yet."""
+        return [worker for worker in healthy if worker.serves(job)] or healthy
+
     def loads(self, job: JobRecord, healthy: list[WorkerRecord]) -> list[WorkerLoad]:
         """The load of each healthy worker, and what it would have to compute for the job's prompt."""
         matched = self.index.match(job.submit.block_keys)
