@@ -84,6 +84,7 @@ def test_new_limits_keep_the_use_so_far() -> None:
     quota.change(Limits(), 0.0)
     for _ in range(100):
         quota.request(0.0)
+    assert quota.running == 2
 
 
 def test_the_level_of_a_bucket_may_be_negative() -> None:

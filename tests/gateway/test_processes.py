@@ -77,10 +77,18 @@ async def supervised(started: list[FakeProcess]) -> AsyncIterator[Supervisor]:
     assert all(process.returncode is not None for process in started)
 
 
+async def replace(started: list[FakeProcess]) -> None:
+    """SIGHUP: begins a replacement, and waits until its first successor starts."""
+    before = len(started)
+    os.kill(os.getpid(), signal.SIGHUP)
+    await until(lambda: len(started) == before + 1)
+
+
 async def test_a_stop_in_the_middle_of_a_replacement_ends_the_successor_too(started: list[FakeProcess]) -> None:
     async with supervised(started):
-        os.kill(os.getpid(), signal.SIGHUP)
-        await until(lambda: len(started) == 3)
+        await replace(started)
+        assert started[2].returncode is None
+    assert started[2].returncode == 0
 
 
 async def test_a_member_that_dies_while_its_successor_starts_has_no_other_one(
@@ -88,8 +96,7 @@ async def test_a_member_that_dies_while_its_successor_starts_has_no_other_one(
 ) -> None:
     monkeypatch.setattr(processes, "_FIRST_BACKOFF_S", 0.0)
     async with supervised(started):
-        os.kill(os.getpid(), signal.SIGHUP)
-        await until(lambda: len(started) == 3)
+        await replace(started)
         started[0].end(1)
         await asyncio.sleep(0.1)
         assert len(started) == 3
@@ -107,12 +114,10 @@ async def test_a_successor_that_dies_ends_the_replacement_and_the_others_stay(
 ) -> None:
     monkeypatch.setattr(processes, "_FIRST_BACKOFF_S", 0.0)
     async with supervised(started):
-        os.kill(os.getpid(), signal.SIGHUP)
-        await until(lambda: len(started) == 3)
+        await replace(started)
         started[2].end(1)
         await asyncio.sleep(0.1)
         assert [process.returncode for process in started] == [None, None, 1]
         started[0].end(1)
         await until(lambda: len(started) == 4)
-        os.kill(os.getpid(), signal.SIGHUP)
-        await until(lambda: len(started) == 5)
+        await replace(started)

@@ -228,7 +228,7 @@ class _Responses:
         self._reading: asyncio.Task[Any] | None = None
 
     async def next(self, within_s: float | None) -> Any:
-        """The next message, EOF after the last one, or None if there is none within so many seconds. Raises
+        """The next message, EOF after the last one, or None if none arrives within `within_s` seconds. Raises
         AioRpcError."""
         if self._reading is None:
             self._reading = asyncio.create_task(self._call.read())
