@@ -19,6 +19,7 @@ from protos import inference_pb2 as api
 from protos.inference_pb2_grpc import InferenceStub, add_InferenceServicer_to_server
 from services import rpc
 from services.gateway.access.load_gate import BUSIEST, FEW_PER_S, LONGEST_WAIT_S, PATIENCE, AdmittedShare, LoadGate
+from services.gateway.doors import accept_probe
 from services.gateway.doors.accept_probe import AcceptProbe
 from tests.gateway.fakes import FakeMesh, ask, until
 from tests.gateway.test_refusals import reason_of
@@ -210,7 +211,8 @@ async def test_a_probe_waits_behind_the_calls_of_all_methods() -> None:
     await server.stop(0)
 
 
-async def test_a_server_that_accepts_nothing_gets_few_probes() -> None:
+async def test_a_server_that_accepts_nothing_gets_few_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accept_probe, "_MOST_CALLS", 4)
     probe, before = AcceptProbe(), len(asyncio.all_tasks())
     with socket.socket(socket.AF_UNIX) as deaf:
         deaf.bind("\0" + probe.address.removeprefix("unix-abstract:"))

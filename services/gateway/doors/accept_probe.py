@@ -15,8 +15,9 @@ from grpc import aio
 from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
-_MOST_CALLS = 4
-"""Calls under way at once. While the server accepts none, the age of the oldest one is the measure."""
+_MOST_CALLS = 256
+"""Calls under way at once, those of 12 s. While the server accepts none, the age of the oldest one is the measure; with
+few calls a wait that becomes shorter would be seen late."""
 _OPTIONS = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
 
 
