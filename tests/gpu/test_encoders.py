@@ -23,6 +23,7 @@ from kernels.operands import Activation
 from kernels.reference import layers
 from services.worker.job import EncodeTask, Job, SamplingParams, StepOutput
 from services.worker.runners.base import TextTokens
+from services.worker.runners.cuda.encoders import runner as encoder_runner
 from tests.encoders import CONTEXT, FAMILIES, TEXTS, add_modules, make_encoder
 from tests.kernels.cases import DTYPES, close, rand
 from tests.kernels.texts import (
@@ -226,11 +227,13 @@ def test_rounded_weights_stay_close(tmp_path: Path, form: str) -> None:
         assert cosines(encode(built, texts), alone(folder, texts)).min() >= least
 
 
-def test_two_batches_are_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("staged_words", [1, encoder_runner.STAGED_WORDS], ids=["staged", "copied"])
+def test_two_batches_are_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staged_words: int) -> None:
+    monkeypatch.setattr(encoder_runner, "STAGED_WORDS", staged_words)
     built = build(make_encoder(tmp_path), engine="gpu", dtype="float32", step_tokens=128)
-    runner: Any = built.engine.runner
-    launch: Callable[..., Any] = runner.launch
-    collect: Callable[..., Any] = runner.collect
+    served: Any = built.engine.runner
+    launch: Callable[..., Any] = served.launch
+    collect: Callable[..., Any] = served.collect
     flying, most = 0, 0
 
     def counted(batch: Any) -> Any:
@@ -244,8 +247,8 @@ def test_two_batches_are_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         flying -= 1
         return collect(launched)
 
-    monkeypatch.setattr(runner, "launch", counted)
-    monkeypatch.setattr(runner, "collect", landed)
+    monkeypatch.setattr(served, "launch", counted)
+    monkeypatch.setattr(served, "collect", landed)
     stop, results = threading.Event(), list[Any]()
 
     class Events:
@@ -261,7 +264,7 @@ def test_two_batches_are_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     task = EncodeTask(tuple(map(len, texts)))
     built.engine.submit(Job(1, tokens, len(tokens), SamplingParams(1), encode=task))
     built.engine.run(Events(), stop)
-    assert most == runner.depth
+    assert most == served.depth
     own = np.frombuffer(results[0].vectors.data, "<f4").reshape(30, -1)
     assert cosines(own, alone(tmp_path, texts)).min() >= GATES["float32"]
 
