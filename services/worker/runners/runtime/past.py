@@ -48,14 +48,12 @@ class PastGroup:
         """C."""
         return self.buffer.shape[3]
 
-    def append(self, starts: Tensor, new: Sequence[Tensor]) -> None:
-        """Store the keys and values [R, K, S, D] of each layer's S new tokens of each row, from places `starts` [R] on.
-        The buffer has these places."""
-        tokens = new[0].shape[2]
-        places = starts[:, None] + torch.arange(tokens)
+    def append(self, starts: Tensor, new: Tensor) -> None:
+        """Store the keys and values [2L, R, K, S, D] of S new tokens of each row, from places `starts` [R] on. The
+        buffer has these places."""
+        places = starts[:, None] + torch.arange(new.shape[3])
         rows = torch.arange(len(self.slots))[:, None]
-        stacked = torch.stack(list(new)).transpose(2, 3)  # [2L, R, S, K, D]
-        self.buffer.transpose(2, 3)[:, rows, places] = stacked
+        self.buffer.transpose(2, 3)[:, rows, places] = new.transpose(2, 3)
 
 
 class PastStore:
@@ -96,15 +94,15 @@ class PastStore:
             return None
         return first if all(self._groups.get(slot) is first for slot in slots) else None
 
-    def store(self, tables: Ints, starts: Ints, new: Sequence[Tensor]) -> None:
-        """Write the keys and values [R, K, S, D] of each layer's S new tokens of each row to the pool. tables
-        [R, blocks]; starts [R]: the place of each row's first new token."""
-        places = starts[:, None] + np.arange(new[0].shape[2])
+    def store(self, tables: Ints, starts: Ints, new: Tensor) -> None:
+        """Write the keys and values [2L, R, K, S, D] of S new tokens of each row to the pool. tables [R, blocks];
+        starts [R]: the place of each row's first new token."""
+        places = starts[:, None] + np.arange(new.shape[3])
         blocks = np.take_along_axis(tables, places // self.block_size, 1)
         slots = torch.from_numpy((blocks * self.block_size + places % self.block_size).ravel())
-        for layer, keys, values in zip(self._pool.layers, new[::2], new[1::2], strict=True):
-            both = torch.stack((keys, values)).permute(1, 3, 0, 2, 4)  # [R, S, 2, K, D]
-            layer.flatten(0, 1)[slots] = both.flatten(0, 1).to(layer.dtype)
+        both = new.view(-1, 2, *new.shape[1:]).permute(0, 2, 4, 1, 3, 5).flatten(1, 2)  # [L, R * S, 2, K, D]
+        for layer, part in zip(self._pool.layers, both.to(self._pool.layers[0].dtype), strict=True):
+            layer.flatten(0, 1).index_copy_(0, slots, part)
 
     def _read(self, row: Tensor, table: Ints) -> None:
         """Fill a row's places [2L, K, tokens, D] from its blocks."""

@@ -146,7 +146,7 @@ class RuntimeRunner:
         asked = dict(zip(scored.rows, scored.counts, strict=True))
         ids = self._token_ids(rows, slots)
         logits = [torch.empty(0)] * len(slots)
-        stored: list[tuple[PastGroup, Ints, Sequence[Tensor]]] = []
+        stored: list[tuple[PastGroup, Ints, Tensor]] = []
         for members in divide(rows.lengths, contexts.tolist(), self.padding_tokens):
             starts = self._computed[slots[members]]
             tables, longest = self._tables[slots[members]], int(contexts[members].max())
@@ -154,7 +154,7 @@ class RuntimeRunner:
             counts = [asked.get(row, 0) for row in members]
             call = make_call(group, np.stack([ids[row] for row in members]), starts, counts)
             computed = self.session.compute(call)
-            stored.append((group, starts, computed.new))
+            stored.append((group, starts, torch.stack(list(computed.new))))
             parts = computed.logits.split([count + 1 for count in counts])  # type: ignore[no-untyped-call]
             for row, part in zip(members, parts, strict=True):
                 logits[row] = part
