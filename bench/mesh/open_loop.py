@@ -10,7 +10,8 @@ when it is due, whether or not others have ended; it has 16 tokens in and 16 out
 times the most that was answered in the rows before it. closed@256 has that many clients, each of which sends its next
 request of 128 tokens in and out as soon as the last one has ended, refused or not: three for each client, all at once
 at first. streams@5000 has that many streams at a time, of 12 tokens/s each, on a mesh of its own. Without --engine the
-worker runs the paced engine, whose step of the short requests takes 2 ms.
+worker runs the paced engine, whose step of the short requests takes 2 ms: with --batch 64 it answers at most 2,000 of
+them in a second, with the default as many as its process can deliver.
 
 With --cores N the mesh runs on N cores and the clients on the others. Each row shows the cores that the
 processes of a service used, and the processor time of it for an answer, so that the process that bounds the rate is
@@ -203,7 +204,7 @@ def streams(up: processes.Up, count: int, arguments: argparse.Namespace) -> Plan
 async def short_rows(names: Sequence[str], arguments: argparse.Namespace, report: Report) -> None:
     """The rows of short requests, on one mesh."""
     most = dict.fromkeys(("grpc", "http"), 0.0)
-    paced = settings(arguments, step_ms=2.0, batch=512)
+    paced = settings(arguments, step_ms=2.0, batch=arguments.batch or 512)
     async with processes.up(paced, model=arguments.model, cores=arguments.cores) as up:
         for name in names:
             kind, _, size = name.partition("@")
@@ -233,7 +234,8 @@ def settings(arguments: argparse.Namespace, *, step_ms: float, batch: int) -> di
     """The environment of the mesh."""
     own = {"WEFT_GATEWAY_PROCESSES": str(arguments.gateways)}
     if arguments.engine:
-        return {"ENGINE": arguments.engine, "MAX_BATCH_SIZE": str(arguments.batch), "WEFT_PREFIX_FETCH": "false", **own}
+        batch = arguments.batch or 256
+        return {"ENGINE": arguments.engine, "MAX_BATCH_SIZE": str(batch), "WEFT_PREFIX_FETCH": "false", **own}
     return {**processes.paced(step_ms, batch=batch), **own}
 
 
@@ -268,7 +270,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--connections", type=int, default=16, help="connections of each client (default 16)")
     parser.add_argument("--model", default="", help="folder, hub id or random:NAME (default: the demo model)")
     parser.add_argument("--engine", default="", choices=["", "gpu", "torch"], help="default: the paced engine")
-    parser.add_argument("--batch", type=int, default=256, help="batch of an engine that is not paced (default 256)")
+    parser.add_argument("--batch", type=int, default=0, help="of a worker (default: 256, of the paced engine 512)")
     parser.add_argument("--lines", action="store_true", help="print each row as a line of JSON")
     parser.add_argument("--out", type=Path, default=None, help="write the figures to this JSON file")
     arguments = parser.parse_args()
